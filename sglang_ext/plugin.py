@@ -1,5 +1,49 @@
-"""The plugin's only entry point."""
+"""The plugin's only entry point: SGLang calls :func:`register` in each process it starts.
+
+It offers what sglang-ext adds to SGLang's registries (arguments, speculative algorithm, radix cache
+backend). None of it runs before ``--kv-mode`` asks for it.
+"""
+
+import sys
+
+ARGUMENTS = "sglang.srt.server_args.ServerArgs"
 
 
 def register() -> None:
-    """Placeholder until the arguments exist."""
+    """Register the flags, the speculative algorithm and the radix cache backend."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from sglang_ext.arguments import KVServerArgs
+
+    HookRegistry.register(ARGUMENTS, KVServerArgs, HookType.REPLACE)
+    engine = sys.modules.get("sglang.srt.entrypoints.engine")
+    if engine is not None:
+        # Engine bound the original class when its module was loaded.
+        engine.Engine.server_args_class = KVServerArgs
+    register_backends()
+
+
+def register_backends() -> None:
+    """Register the speculative algorithm and the radix cache backend, once per process."""
+    from sglang.srt.mem_cache.registry import (
+        get_radix_cache_factory,
+        register_radix_cache_backend,
+    )
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+    from sglang.srt.speculative.spec_registry import get_spec
+
+    from sglang_ext.arguments import RADIX_CACHE_BACKEND, SPECULATIVE_ALGORITHM
+    from sglang_ext.managers.algorithm import KVVerifiedAlgorithm, worker_class
+
+    if get_spec(SPECULATIVE_ALGORITHM) is None:
+        SpeculativeAlgorithm.register(
+            SPECULATIVE_ALGORITHM, supports_overlap=True, spec_class=KVVerifiedAlgorithm
+        )(worker_class)
+    if get_radix_cache_factory(RADIX_CACHE_BACKEND) is None:
+        register_radix_cache_backend(RADIX_CACHE_BACKEND, _radix_cache)
+
+
+def _radix_cache(context) -> object:
+    from sglang_ext.mem_cache.radix_cache import KVViewsRadixCache
+
+    return KVViewsRadixCache(context.params)

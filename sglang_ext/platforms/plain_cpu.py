@@ -21,8 +21,16 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
             server_args.sampling_backend = "pytorch"
         if server_args.max_total_tokens is None:
             server_args.max_total_tokens = 32768
+        # The scheduler polls; on a CPU the poll takes the cores that compute.
+        server_args.sleep_on_idle = True
         server_args.disable_cuda_graph = True
         server_args.disable_overlap_schedule = True
+
+    def init_backend(self) -> None:
+        """Put PyTorch in place of the Triton kernels that SGLang calls on any device."""
+        from sglang_ext import hooks
+
+        hooks.activate_plain_cpu()
 
     def get_device(self, local_rank: int = 0) -> str:
         """``cpu``; SGLang's arguments expect the name, not a ``torch.device``."""

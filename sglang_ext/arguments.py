@@ -1,0 +1,89 @@
+"""The flags of sglang-ext, as SGLang server arguments.
+
+:class:`KVServerArgs` replaces ``sglang.srt.server_args.ServerArgs`` (hooks.py), so the flags are
+parsed, logged, shown by ``/server_info``, accepted by ``sgl.Engine(...)`` and pickled to the
+scheduler process like SGLang's own. The scheduler unpickles the arguments before it loads plugins:
+this module must import without any hook in place.
+"""
+
+import dataclasses
+
+from sglang.srt.arg_groups.arg_utils import NS, A, Arg
+from sglang.srt.server_args import ServerArgs
+
+from sglang_ext import options
+
+SPECULATIVE_ALGORITHM = "KV_VERIFIED"
+RADIX_CACHE_BACKEND = "kv_views"
+
+
+@dataclasses.dataclass
+class KVServerArgs(ServerArgs):
+    """SGLang's server arguments and the ``--kv-*`` flags.
+
+    With ``kv_mode`` at its default, ``full``, nothing else of sglang-ext runs.
+
+    Raises:
+        options.OptionError: a flag is out of range, unknown or cannot be combined, or the model
+            is not supported. The message names value, allowed set and remedy.
+    """
+
+    kv_mode: A[
+        str,
+        Arg(
+            help="full: stock SGLang. verified: draft on a compressed KV cache, verify on the full "
+            "one; the answers are those of full. lossy: serve from the compressed KV cache alone.",
+            choices=list(options.MODES),
+        ),
+        NS("memory"),
+    ] = "full"
+    kv_compressor: A[
+        str,
+        Arg(
+            help="How the KV cache is compressed.",
+            choices=list(options.COMPRESSORS),
+        ),
+        NS("memory"),
+    ] = "snapkv"
+    kv_budget: A[
+        float,
+        "Share of the context's KV that the compressed view keeps, above 0 and at most 1.",
+        NS("memory"),
+    ] = 0.25
+    kv_draft_length: A[
+        int,
+        "Tokens drafted on the compressed view before each verification, from 1 to "
+        f"{options.MAX_DRAFT_LENGTH}.",
+        NS("memory"),
+    ] = 16
+
+    def __post_init__(self) -> None:
+        """Check the flags, prepare SGLang's own options for the mode, then let SGLang resolve."""
+        options.check_flags(self)
+        if self.kv_mode == "full":
+            super().__post_init__()
+            return
+        self._prepare_speculation()
+        super().__post_init__()
+        if self.model_path.lower() in ("none", "dummy"):
+            return
+        options.check_resolved(self)
+        from sglang_ext import hooks
+
+        hooks.check(self.kv_mode)
+        hooks.activate_frontend()
+
+    def _prepare_speculation(self) -> None:
+        """Enter through SGLang's own registries: speculative algorithm and radix cache backend."""
+        options.check_combinations(self)
+        self.speculative_algorithm = SPECULATIVE_ALGORITHM
+        self.speculative_num_steps = self.kv_draft_length
+        self.speculative_eagle_topk = 1
+        self.speculative_num_draft_tokens = self.kv_draft_length + 1
+        self.radix_cache_backend = RADIX_CACHE_BACKEND
+        # Drafts and verifications of one iteration are scheduled from the host's view of the
+        # accepted lengths, and their forwards are ragged.
+        self.disable_overlap_schedule = True
+        self.disable_cuda_graph = True
+        # Shared noise between draft and verify needs a sampler that takes a seed.
+        self.sampling_backend = self.sampling_backend or "pytorch"

@@ -1,0 +1,63 @@
+"""``python -m sglang_ext.bench <command>``: one module per command, imported when it is asked for."""
+
+import argparse
+import importlib
+import sys
+from dataclasses import dataclass
+
+from sglang_ext.bench import BenchError
+
+
+@dataclass(frozen=True)
+class Command:
+    """A subcommand.
+
+    ``module`` has ``add_arguments(parser) -> None`` and ``run(args) -> int`` (the exit code).
+    """
+
+    module: str
+    help: str
+
+
+COMMANDS = {
+    "identity": Command(
+        "sglang_ext.bench.identity", "compare the tokens of verified decoding with stock SGLang's"
+    ),
+    "prompts": Command(
+        "sglang_ext.bench.corpus", "build a folder of real prompts from text on this machine"
+    ),
+}
+
+
+def usage() -> str:
+    """The list of commands, as shown by ``--help``."""
+    lines = [f"  {name:10} {command.help}" for name, command in COMMANDS.items()]
+    return "usage: python -m sglang_ext.bench <command> [options]\n\n" + "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command and return its exit code; 2 for a wrong command or a failed measurement."""
+    arguments = sys.argv[1:] if argv is None else argv
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(usage())
+        return 0 if arguments else 2
+    name = arguments[0]
+    if name not in COMMANDS:
+        print(f"unknown command {name!r}; one of {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
+    module = importlib.import_module(COMMANDS[name].module)
+    parser = argparse.ArgumentParser(
+        prog=f"python -m sglang_ext.bench {name}",
+        description=module.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    module.add_arguments(parser)
+    try:
+        return module.run(parser.parse_args(arguments[1:]))
+    except BenchError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+"""The nouns that cross modules; each field says who sets it."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+# Why a request is served with full KV. The order is the wire format of meta_info: append only.
+FALLBACK_REASONS: tuple[str, ...] = (
+    "none",
+    "short-context",
+    "no-free-slots",
+    "penalty",
+    "min-p",
+    "custom-logit-processor",
+    "grammar",
+    "hidden-states",
+)
+
+
+@dataclass(frozen=True)
+class CompressedView:
+    """A request's compressed copy: what attention reads instead of the first ``covered`` tokens.
+
+    Attributes:
+        slots: int64 [kept], slots of the copy in SGLang's KV pool, in whole pages.
+        covered: tokens of the full KV, from the start of the context, that the copy stands for; a
+            multiple of the page size.
+    """
+
+    slots: torch.Tensor
+    covered: int
+
+    @property
+    def kept(self) -> int:
+        """Tokens in the copy."""
+        return len(self.slots)
+
+
+@dataclass
+class RequestState:
+    """Draft state of one running request; the worker creates and updates it.
+
+    Attributes:
+        rid: SGLang's request id: tells a reused row from the same request.
+        row: the request's row in the token table.
+        seed: noise shared by draft and verify, in [0, 2**63).
+        bonus: newest token of the output; its KV is not computed yet.
+        fallback: index into :data:`FALLBACK_REASONS`; 0 while the request drafts.
+        drafts: tokens drafted since the last verification.
+        target: drafts after which this round verifies; set at the start of a round.
+        verifies, offered, accepted: totals over the request's life.
+        histogram: element ``k`` counts the verifications that accepted exactly ``k`` drafts.
+    """
+
+    rid: str
+    row: int
+    seed: int
+    bonus: int
+    fallback: int = 0
+    drafts: list[int] = field(default_factory=list)
+    target: int = 0
+    verifies: int = 0
+    offered: int = 0
+    accepted: int = 0
+    histogram: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one request does in one iteration; the planner sets it.
+
+    Attributes:
+        state: the request's draft state.
+        tokens: input tokens, one when drafting, ``1 + drafts`` when verifying.
+        position: absolute position of the first input token.
+        row: row of the token table that attention reads: the request's own, or its draft row.
+        length: tokens that the last query attends to, counted in ``row``.
+        emits: whether the sampled tokens are answers (verify, full KV, lossy) or drafts.
+    """
+
+    state: RequestState
+    tokens: list[int]
+    position: int
+    row: int
+    length: int
+    emits: bool

@@ -1,0 +1,191 @@
+"""Everything that touches a private SGLang name, in one table.
+
+Each hook says its target, its kind, why it is needed and which parameters it expects of the
+target. :func:`check` resolves all of them when a mode is switched on; a target that moved or
+changed its signature stops the start with a message that names it. Nothing here is applied while
+``--kv-mode`` is ``full``.
+"""
+
+import inspect
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+class HookError(RuntimeError):
+    """This SGLang is not the one that the hooks were written for."""
+
+
+@dataclass(frozen=True)
+class Hook:
+    """One place where sglang-ext enters SGLang.
+
+    Attributes:
+        target: dotted name of the function or method.
+        kind: ``around`` (called with the original first) or ``replace``.
+        hook: dotted name of ours, imported only when the hook is applied.
+        why: what would go wrong without it.
+        expects: parameter names of the target, in order.
+        process: ``frontend`` (tokenizer and HTTP server) or ``scheduler``.
+    """
+
+    target: str
+    kind: str
+    hook: str
+    why: str
+    expects: tuple[str, ...]
+    process: str
+
+
+HOOKS: tuple[Hook, ...] = (
+    Hook(
+        target="sglang.srt.managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics",
+        kind="around",
+        hook="sglang_ext.managers.meta_info.add_kv_fields",
+        why="meta_info shall tell drafts, verifies and accepted length of the request",
+        expects=("self", "meta_info", "recv_obj", "i"),
+        process="frontend",
+    ),
+    Hook(
+        target="sglang.srt.managers.scheduler_components.batch_result_processor."
+        "SchedulerBatchResultProcessor.process_batch_result_decode",
+        kind="around",
+        hook="sglang_ext.managers.results.process_emitted",
+        why="in an iteration most requests only draft: they have no tokens to stream or count",
+        expects=("self", "batch", "result"),
+        process="scheduler",
+    ),
+    Hook(
+        target="sglang.srt.managers.schedule_batch.Req._compute_max_prefix_len",
+        kind="around",
+        hook="sglang_ext.mem_cache.query_window.cap_prefix_match",
+        why="a prefix hit must leave enough new queries for a compressor that scores by queries",
+        expects=("self", "input_len"),
+        process="scheduler",
+    ),
+    Hook(
+        target="sglang.srt.managers.schedule_batch.ScheduleBatch.check_decode_mem",
+        kind="around",
+        hook="sglang_ext.mem_cache.compressed_views.give_back_when_full",
+        why="a full pool takes compressed copies back before it retracts a request",
+        expects=("self", "selected_indices"),
+        process="scheduler",
+    ),
+    Hook(
+        target="sglang.srt.mem_cache.kv_cache_builder.get_draft_kv_pool",
+        kind="around",
+        hook="sglang_ext.managers.algorithm.get_draft_kv_pool",
+        why="SGLang assumes that each registered algorithm has a draft model with a pool",
+        expects=("draft_worker", "spec_algorithm", "server_args"),
+        process="scheduler",
+    ),
+    Hook(
+        target="sglang.srt.layers.radix_attention.RadixAttention.forward",
+        kind="around",
+        hook="sglang_ext.mem_cache.query_window.record_queries",
+        why="compressors score keys by the queries of the newest tokens",
+        expects=(
+            "self",
+            "q",
+            "k",
+            "v",
+            "forward_batch",
+            "save_kv_cache",
+            "key_value_num_tokens",
+            "kwargs",
+        ),
+        process="scheduler",
+    ),
+)
+
+PLAIN_CPU_HOOKS: tuple[Hook, ...] = (
+    Hook(
+        target="sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func",
+        kind="replace",
+        hook="sglang_ext.platforms.torch_kernels.assign_req_to_token_pool",
+        why="SGLang's is a Triton kernel",
+        expects=(
+            "req_pool_indices",
+            "req_to_token",
+            "start_offset",
+            "end_offset",
+            "out_cache_loc",
+            "batch_size",
+        ),
+        process="scheduler",
+    ),
+    Hook(
+        target="sglang.kernels.ops.sampling.murmur_hash.murmur_hash32",
+        kind="replace",
+        hook="sglang_ext.platforms.torch_kernels.murmur_hash32",
+        why="SGLang's is a Triton kernel",
+        expects=("seed", "positions", "col_indices"),
+        process="scheduler",
+    ),
+)
+
+
+def check(mode: str) -> None:
+    """Check every hook against the installed SGLang.
+
+    Raises:
+        HookError: a target is missing or has other parameters than expected.
+    """
+    for hook in HOOKS + PLAIN_CPU_HOOKS:
+        problem = find_problem(hook)
+        if problem is not None:
+            raise HookError(
+                f"--kv-mode {mode} cannot start: the hook on {hook.target} does not fit this SGLang "
+                f"({problem}). It is there because {hook.why}. Install sglang==0.5.17, or use "
+                "--kv-mode full."
+            )
+
+
+def find_problem(hook: Hook) -> str | None:
+    """What keeps a hook from fitting the installed SGLang; None when it fits."""
+    try:
+        target = pkgutil.resolve_name(hook.target)
+    except (ImportError, AttributeError) as error:
+        return f"no such name: {error}"
+    found = tuple(inspect.signature(inspect.unwrap(target)).parameters)
+    if found != hook.expects:
+        return f"parameters are {', '.join(found)}; expected {', '.join(hook.expects)}"
+    return None
+
+
+def apply(hooks: tuple[Hook, ...]) -> None:
+    """Register hooks with SGLang's registry and apply them now.
+
+    Applying is idempotent. SGLang's registry logs a failure and goes on; this raises.
+
+    Raises:
+        HookError: a hook did not take effect.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for hook in hooks:
+        if hook.target not in HookRegistry._hooks:
+            HookRegistry.register(hook.target, _load(hook.hook), HookType(hook.kind))
+    HookRegistry.apply_hooks()
+    for hook in hooks:
+        if hook.target not in HookRegistry._patched:
+            raise HookError(f"the hook on {hook.target} was not applied; see the log for the reason")
+
+
+def _load(name: str) -> Callable:
+    return pkgutil.resolve_name(name)
+
+
+def activate_frontend() -> None:
+    """Apply the hooks of the tokenizer and HTTP process."""
+    apply(tuple(hook for hook in HOOKS if hook.process == "frontend"))
+
+
+def activate_scheduler() -> None:
+    """Apply the hooks of the scheduler process."""
+    apply(tuple(hook for hook in HOOKS if hook.process == "scheduler"))
+
+
+def activate_plain_cpu() -> None:
+    """Apply what the plain CPU platform replaces, in any mode."""
+    apply(PLAIN_CPU_HOOKS)

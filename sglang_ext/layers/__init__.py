@@ -1,0 +1,1 @@
+"""Attention over views of the KV cache."""

@@ -1,0 +1,1 @@
+"""What runs in SGLang's scheduler: planning, drafting, verifying, emitting."""

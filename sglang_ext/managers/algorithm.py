@@ -1,0 +1,59 @@
+"""The speculative algorithm ``KV_VERIFIED``: SGLang's seam for draft and verify."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from sglang.srt.speculative.spec_registry import CustomSpecAlgo
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.overlap_utils import FutureMap
+    from sglang.srt.server_args import ServerArgs
+
+
+class KVVerifiedAlgorithm(CustomSpecAlgo):
+    """Fills the gaps of SGLang's base class for registered algorithms."""
+
+    def carries_draft_hidden_states(self) -> bool:
+        """False: drafts come from the target model itself."""
+        return False
+
+    def need_topk(self) -> bool:
+        """False: a chain of drafts, no tree."""
+        return False
+
+    def has_draft_kv(self) -> bool:
+        """False: drafts write the slots that the verification overwrites."""
+        return False
+
+    def create_future_map(
+        self,
+        device,
+        req_to_token_pool,
+        needs_cpu_seq_lens: bool = True,
+        needs_confidence_relay: bool = False,
+    ) -> "FutureMap":
+        """SGLang's own relay of values between iterations."""
+        from sglang.srt.managers.overlap_utils import FutureMap
+
+        return FutureMap(
+            device, self, req_to_token_pool, needs_cpu_seq_lens, needs_confidence_relay
+        )
+
+
+def worker_class(server_args: "ServerArgs") -> type:
+    """The worker class, with the hooks it needs applied in this scheduler process."""
+    from sglang_ext import hooks
+    from sglang_ext.managers.worker import KVWorker
+
+    hooks.check(server_args.kv_mode)
+    hooks.activate_scheduler()
+    return KVWorker
+
+
+def get_draft_kv_pool(original: Callable, *, draft_worker, spec_algorithm, server_args) -> object | None:
+    """Hook around ``get_draft_kv_pool``: drafts write the target's own slots, there is no other pool."""
+    if isinstance(spec_algorithm, KVVerifiedAlgorithm):
+        return None
+    return original(
+        draft_worker=draft_worker, spec_algorithm=spec_algorithm, server_args=server_args
+    )

@@ -1,0 +1,134 @@
+"""What each running request does in the next iteration: draft, verify, or one token with full KV.
+
+Requests are in different phases of their rounds, so that in an iteration some verify while the others
+draft (VeriCache, section 5: cross-resource staggering).
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from sglang_ext.core import FALLBACK_REASONS, RequestState, Step
+from sglang_ext.mem_cache.compressed_views import CompressedViews
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+# Below this a compressed copy saves nothing worth drafting for.
+MIN_CONTEXT = 128
+# A copy is renewed when this many exact tokens follow it: it bounds the draft view.
+RENEW_AFTER = 256
+SHORT_CONTEXT = FALLBACK_REASONS.index("short-context")
+NO_FREE_SLOTS = FALLBACK_REASONS.index("no-free-slots")
+
+
+@dataclass
+class Planner:
+    """Turns requests and their draft states into steps.
+
+    Attributes:
+        views: the compressed copies.
+        draft_length: drafts per round at most.
+        lossy: serve from the compressed view without verifying.
+    """
+
+    views: CompressedViews
+    draft_length: int
+    lossy: bool
+
+    def plan(self, reqs: list["Req"], states: list[RequestState], lengths: list[int]) -> list[Step]:
+        """One step for each request.
+
+        Args:
+            reqs: the running requests.
+            states: their draft states, same order.
+            lengths: tokens of each request whose full KV is in the pool (the newest output token,
+                ``state.bonus``, is not among them).
+        """
+        due = Counter(s.target - len(s.drafts) for s in states if s.drafts)
+        headroom = 2 * (self.draft_length + 1) * len(reqs)
+        steps = []
+        for req, state, length in zip(reqs, states, lengths):
+            if not state.drafts:
+                self._start_round(req, state, length, headroom, due)
+            steps.append(self._step(req, state, length))
+        return steps
+
+    def _start_round(
+        self, req: "Req", state: RequestState, length: int, headroom: int, due: Counter
+    ) -> None:
+        """Set ``state.target``: drafts before the next verification, 0 for none."""
+        state.target = 0
+        if state.fallback not in (0, SHORT_CONTEXT, NO_FREE_SLOTS):
+            return
+        state.fallback = self._ensure_copy(state, length, headroom)
+        if state.fallback:
+            return
+        if self.lossy:
+            self.views.write_tail(state.row, length + 1)
+            return
+        missing = req.sampling_params.max_new_tokens - len(req.output_ids)
+        state.target = spread(min(self.draft_length, missing - 1), due)
+        if state.target > 0:
+            due[state.target] += 1
+            self.views.write_tail(state.row, length + state.target + 1)
+
+    def _ensure_copy(self, state: RequestState, length: int, headroom: int) -> int:
+        """Make or renew the compressed copy when due; the fallback reason, 0 for none."""
+        view = self.views.get(state.row)
+        if view is None:
+            if length < MIN_CONTEXT:
+                return SHORT_CONTEXT
+            return 0 if self.views.compress(state.row, length, headroom) else NO_FREE_SLOTS
+        if length - view.covered > RENEW_AFTER:
+            self.views.compress(state.row, length, headroom)
+        return 0
+
+    def _step(self, req: "Req", state: RequestState, length: int) -> Step:
+        view = self.views.get(state.row)
+        drafting = len(state.drafts) < state.target and not req.to_finish
+        if drafting and state.drafts and ends_output(req, state.drafts[-1]):
+            drafting = False
+        serving_lossy = self.lossy and not state.fallback
+        if view is None or not (drafting or serving_lossy):
+            return Step(
+                state=state,
+                tokens=[state.bonus, *state.drafts],
+                position=length,
+                row=state.row,
+                length=length + 1 + len(state.drafts),
+                emits=True,
+            )
+        position = length + len(state.drafts)
+        return Step(
+            state=state,
+            tokens=[state.drafts[-1] if state.drafts else state.bonus],
+            position=position,
+            row=self.views.draft_row(state.row),
+            length=view.kept + position - view.covered + 1,
+            emits=serving_lossy,
+        )
+
+
+def spread(longest: int, due: Counter) -> int:
+    """A round's length up to ``longest``: the one whose verification meets the fewest others.
+
+    Args:
+        longest: drafts allowed; nothing is shortened below half of it.
+        due: verifications already due, by iterations from now.
+    """
+    if longest <= 1:
+        return max(0, longest)
+    return min(range(longest, longest // 2, -1), key=lambda length: due[length])
+
+
+def ends_output(req: "Req", token: int) -> bool:
+    """Whether a drafted token would end the output, so that drafting on is wasted."""
+    params = req.sampling_params
+    if params.ignore_eos:
+        return False
+    if params.stop_token_ids and token in params.stop_token_ids:
+        return True
+    if req.eos_token_ids and token in req.eos_token_ids:
+        return True
+    return req.tokenizer is not None and token == req.tokenizer.eos_token_id

@@ -1,0 +1,149 @@
+"""From sampled tokens to SGLang's batch result, and which requests the scheduler shall look at."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.managers.utils import GenerationBatchResult
+
+from sglang_ext.core import Step
+from sglang_ext.layers.attention.views import BetweenSteps
+from sglang_ext.managers.sampling import Sampled
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """A step's answers.
+
+    Attributes:
+        first: index of the step's first row in the forward.
+        tokens: answers in order: accepted drafts, then the verifier's own token; none for a draft.
+    """
+
+    first: int
+    tokens: list[int]
+
+
+def accept(step: Step, first: int, sampled: Sampled) -> Accepted:
+    """The longest prefix of the drafts that the full KV would have given, and its next token.
+
+    Also writes the step's outcome into its request's state.
+    """
+    state = step.state
+    answers = sampled.tokens[first : first + len(step.tokens)]
+    if not step.emits:
+        state.drafts.append(answers[0])
+        return Accepted(first, [])
+    drafts = step.tokens[1:]
+    agreed = 0
+    while agreed < len(drafts) and drafts[agreed] == answers[agreed]:
+        agreed += 1
+    state.bonus = answers[agreed]
+    state.drafts = []
+    if drafts:
+        state.verifies += 1
+        state.offered += len(drafts)
+        state.accepted += agreed
+        state.histogram.extend([0] * (agreed + 1 - len(state.histogram)))
+        state.histogram[agreed] += 1
+    return Accepted(first, answers[: agreed + 1])
+
+
+def batch_result(
+    batch: "ScheduleBatch",
+    outcomes: list[Accepted],
+    sampled: Sampled,
+    forward: LogitsProcessorOutput,
+    stride: int,
+) -> GenerationBatchResult:
+    """SGLang's result: ``stride`` places for each request, of which the accepted ones are filled."""
+    tokens = torch.zeros((len(outcomes), stride), dtype=torch.int64)
+    counts = torch.tensor([len(outcome.tokens) for outcome in outcomes], dtype=torch.int64)
+    for i, outcome in enumerate(outcomes):
+        tokens[i, : counts[i]] = torch.tensor(outcome.tokens, dtype=torch.int64)
+    output = LogitsProcessorOutput(next_token_logits=None)
+    if batch.return_logprob:
+        _add_logprobs(output, outcomes, sampled, stride)
+    if forward.hidden_states is not None:
+        output.hidden_states = _pad_rows(forward.hidden_states, outcomes, stride)
+    device = batch.seq_lens.device
+    return GenerationBatchResult(
+        logits_output=output,
+        next_token_ids=tokens.flatten(),
+        accept_lens=counts,
+        new_seq_lens=batch.seq_lens + counts.to(device),
+        next_draft_input=BetweenSteps(),
+        speculative_num_draft_tokens=stride,
+        can_run_cuda_graph=False,
+    )
+
+
+def _add_logprobs(
+    output: LogitsProcessorOutput, outcomes: list[Accepted], sampled: Sampled, stride: int
+) -> None:
+    rows = [row for outcome in outcomes for row in _padded(outcome, stride)]
+    output.next_token_logprobs = torch.tensor([sampled.logprobs[row] for row in rows]).view(-1, stride)
+    as_tensor = torch.as_tensor
+    output.next_token_top_logprobs_val = [as_tensor(sampled.top[row][0]) for row in rows]
+    output.next_token_top_logprobs_idx = [as_tensor(sampled.top[row][1]) for row in rows]
+    output.next_token_token_ids_logprobs_val = [as_tensor(sampled.chosen[row][0]) for row in rows]
+    output.next_token_token_ids_logprobs_idx = [list(sampled.chosen[row][1]) for row in rows]
+
+
+def _padded(outcome: Accepted, stride: int) -> list[int]:
+    """``stride`` row indices: those of the accepted tokens, then the first again."""
+    rows = list(range(outcome.first, outcome.first + len(outcome.tokens)))
+    return rows + [outcome.first] * (stride - len(rows))
+
+
+def _pad_rows(values: torch.Tensor, outcomes: list[Accepted], stride: int) -> torch.Tensor:
+    return values[[row for outcome in outcomes for row in _padded(outcome, stride)]]
+
+
+def process_emitted(original: Callable, processor, batch: "ScheduleBatch", result) -> None:
+    """Hook around ``process_batch_result_decode``: leave out requests that only drafted.
+
+    They have no new token: nothing to append, to check for a stop, to stream or to count.
+    """
+    if result.accept_lens is None:
+        return original(processor, batch, result)
+    emitting = [i for i, count in enumerate(result.accept_lens.tolist()) if count > 0]
+    if len(emitting) == len(batch.reqs):
+        return original(processor, batch, result)
+    if not emitting:
+        return None
+    return original(processor, _subset(batch, emitting), _result_subset(result, emitting))
+
+
+def _subset(batch: "ScheduleBatch", indices: list[int]) -> "ScheduleBatch":
+    part = copy.copy(batch)
+    part.reqs = [batch.reqs[i] for i in indices]
+    return part
+
+
+def _result_subset(result: GenerationBatchResult, indices: list[int]) -> GenerationBatchResult:
+    part, stride = copy.copy(result), result.speculative_num_draft_tokens
+    part.accept_lens = result.accept_lens[indices]
+    part.next_token_ids = result.next_token_ids.view(-1, stride)[indices].flatten()
+    output = part.logits_output = copy.copy(result.logits_output)
+    if output.next_token_logprobs is not None:
+        output.next_token_logprobs = output.next_token_logprobs[indices]
+    places = [i * stride + j for i in indices for j in range(stride)]
+    for name in (
+        "next_token_top_logprobs_val",
+        "next_token_top_logprobs_idx",
+        "next_token_token_ids_logprobs_val",
+        "next_token_token_ids_logprobs_idx",
+    ):
+        values = getattr(output, name)
+        if values is not None:
+            setattr(output, name, [values[place] for place in places])
+    if output.hidden_states is not None:
+        output.hidden_states = output.hidden_states[places]
+    return part

@@ -1,0 +1,169 @@
+"""Sample one token from each row of logits with SGLang's own sampler.
+
+Draft and verify use the same noise: SGLang's seeded sampler at the same position. The sampled token of
+a verify row is therefore the answer, and a draft is right when it equals it: the output has the full
+KV's distribution, and is token-identical to stock decoding when the request carries a seed.
+
+SGLang samples a whole batch by one route (all greedy, plain, or sorted for top-k and top-p), which
+consume noise differently. Here rows are grouped by the route their own request asks for, so that a
+request's output does not depend on its company.
+"""
+
+import dataclasses
+from collections import defaultdict
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.sampling.sampling_params import TOP_K_ALL
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of logits to sample from.
+
+    Attributes:
+        request: index of its request in the batch.
+        position: absolute position of the row's input token; selects the noise.
+        seed: seed of the shared noise, None for SGLang's own choice (requests with full KV).
+    """
+
+    request: int
+    position: int
+    seed: int | None
+
+
+@dataclass
+class Sampled:
+    """What was sampled, row by row.
+
+    Attributes:
+        tokens: the sampled token of each row.
+        logprobs: log-probability of each sampled token; empty unless the batch returns logprobs.
+        top: per row, (values, token ids) of the most likely tokens.
+        chosen: per row, (values, token ids) of the token ids that the request asked for.
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+    top: list[tuple]
+    chosen: list[tuple]
+
+
+def route(req: "Req") -> str:
+    """Which way through SGLang's sampler a request takes when it is alone."""
+    params = req.sampling_params
+    if params.top_k <= 1:
+        return "greedy"
+    if params.top_p == 1.0 and params.top_k == TOP_K_ALL and params.min_p <= 0:
+        return "plain"
+    return "sorted"
+
+
+def sample(
+    model_runner: "ModelRunner", batch: "ScheduleBatch", logits: torch.Tensor, rows: list[Row]
+) -> Sampled:
+    """Sample from each row.
+
+    Args:
+        logits: float [len(rows), vocabulary].
+        rows: whose row it is, and which noise it takes.
+    """
+    empty = (torch.empty(0), [])
+    out = Sampled([0] * len(rows), [0.0] * len(rows), [empty] * len(rows), [empty] * len(rows))
+    groups: dict[tuple, list[int]] = defaultdict(list)
+    for index, row in enumerate(rows):
+        groups[(route(batch.reqs[row.request]), row.seed is None)].append(index)
+    for indices in groups.values():
+        picked = [rows[i] for i in indices]
+        output = LogitsProcessorOutput(next_token_logits=logits[indices])
+        tokens = model_runner.sample(output, _sampling_batch(batch, picked, logits.device))
+        _collect(out, indices, tokens, output, batch.return_logprob)
+    return out
+
+
+def _sampling_batch(batch: "ScheduleBatch", rows: list[Row], device) -> SimpleNamespace:
+    """What ``ModelRunner.sample`` reads of a forward batch."""
+    index = [row.request for row in rows]
+    returns = batch.return_logprob
+    return SimpleNamespace(
+        sampling_info=select_rows(batch, rows, device),
+        return_logprob=returns,
+        top_logprobs_nums=[batch.top_logprobs_nums[i] for i in index] if returns else [0] * len(rows),
+        token_ids_logprobs=[batch.token_ids_logprobs[i] for i in index] if returns else [None] * len(rows),
+        positions=torch.tensor([row.position for row in rows], dtype=torch.int64, device=device),
+        forward_mode=ForwardMode.DECODE,
+        batch_size=len(rows),
+        ngram_embedding_info=None,
+    )
+
+
+def select_rows(batch: "ScheduleBatch", rows: list[Row], device) -> "SamplingBatchInfo":
+    """The batch's sampling parameters, repeated for each row.
+
+    The rows of one call take one route, and have all a seed or none.
+    """
+    info = batch.sampling_info
+    index = torch.tensor([row.request for row in rows], dtype=torch.int64, device=device)
+    reqs = [batch.reqs[row.request] for row in rows]
+    kind = route(reqs[0])
+    seeded = rows[0].seed is not None
+    processors = None
+    if info.has_custom_logit_processor:
+        processors = {k: (p, mask[index]) for k, (p, mask) in info.custom_logit_processor.items()}
+    grammars = [req.grammar for req in reqs]
+    return dataclasses.replace(
+        info,
+        temperatures=info.temperatures[index],
+        top_ps=info.top_ps[index],
+        top_ks=info.top_ks[index],
+        min_ps=info.min_ps[index],
+        is_all_greedy=kind == "greedy",
+        is_any_greedy=kind == "greedy",
+        need_top_p_sampling=any(req.sampling_params.top_p != 1.0 for req in reqs),
+        need_top_k_sampling=any(req.sampling_params.top_k != TOP_K_ALL for req in reqs),
+        need_min_p_sampling=any(req.sampling_params.min_p > 0 for req in reqs),
+        grammars=grammars if any(grammars) else None,
+        acc_additive_penalties=_pick(info.acc_additive_penalties, index),
+        acc_scaling_penalties=_pick(info.acc_scaling_penalties, index),
+        logit_bias=_pick(info.logit_bias, index),
+        custom_logit_processor=processors,
+        custom_params=[info.custom_params[row.request] for row in rows] if info.custom_params else None,
+        return_sampling_masks=None,
+        sampling_seed=(
+            torch.tensor([row.seed for row in rows], dtype=torch.int64, device=device)
+            if seeded
+            else _pick(info.sampling_seed, index)
+        ),
+    )
+
+
+def _pick(values: torch.Tensor | None, index: torch.Tensor) -> torch.Tensor | None:
+    return None if values is None else values[index]
+
+
+def _collect(
+    out: Sampled, indices: list[int], tokens: torch.Tensor, output: LogitsProcessorOutput, logprobs: bool
+) -> None:
+    ids = tokens.tolist()
+    values = output.next_token_logprobs.tolist() if logprobs else None
+    for k, index in enumerate(indices):
+        out.tokens[index] = ids[k]
+        if not logprobs:
+            continue
+        out.logprobs[index] = values[k]
+        if output.next_token_top_logprobs_val is not None:
+            out.top[index] = (output.next_token_top_logprobs_val[k], output.next_token_top_logprobs_idx[k])
+        if output.next_token_token_ids_logprobs_val is not None:
+            out.chosen[index] = (
+                output.next_token_token_ids_logprobs_val[k],
+                output.next_token_token_ids_logprobs_idx[k],
+            )

@@ -1,0 +1,169 @@
+"""Compressed copies of requests' KV: made, grown, released, counted.
+
+The token table has a second row for each request (its index plus the number of ordinary rows): the
+slots of the compressed copy, then those of the tokens after it. Stock attention backends read it like
+any other row, so one forward serves both views.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from sglang.srt.mem_cache.common import evict_from_tree_cache
+
+from sglang_ext.core import CompressedView
+from sglang_ext.mem_cache.compressors import Compressor, LayerKV, kept_count
+from sglang_ext.mem_cache.query_window import QueryWindows
+
+
+@dataclass
+class CompressedViews:
+    """All compressed copies of one scheduler process.
+
+    Attributes:
+        compressor: chooses what a copy keeps.
+        budget: share of the covered tokens that a copy keeps.
+        token_table: int32 [2 * rows, width], ordinary rows first, draft rows after.
+        rows: number of ordinary rows.
+        kv_pool: SGLang's KV pool (``get_key_buffer``, ``get_value_buffer`` by layer).
+        allocator: SGLang's slot allocator.
+        tree_cache: SGLang's radix cache, asked to evict when slots run out.
+        layers: attention scaling by layer index.
+        queries: the newest queries of each request.
+    """
+
+    compressor: Compressor
+    budget: float
+    token_table: torch.Tensor
+    rows: int
+    kv_pool: object
+    allocator: object
+    tree_cache: object
+    layers: dict[int, float]
+    queries: QueryWindows
+    _views: dict[int, CompressedView] = field(default_factory=dict)
+
+    def get(self, row: int) -> CompressedView | None:
+        """The compressed copy of the request in ``row``."""
+        return self._views.get(row)
+
+    @property
+    def held_tokens(self) -> int:
+        """Slots of all copies."""
+        return sum(view.kept for view in self._views.values())
+
+    def held_bytes(self) -> int:
+        """Bytes of KV in all copies, over all layers."""
+        per_slot = 0
+        for layer_id in self.layers:
+            for buffer in (self.kv_pool.get_key_buffer(layer_id), self.kv_pool.get_value_buffer(layer_id)):
+                per_slot += buffer[0].numel() * buffer.element_size()
+        return per_slot * self.held_tokens
+
+    def draft_row(self, row: int) -> int:
+        """Index of the draft row of the request in ``row``."""
+        return row + self.rows
+
+    def compress(self, row: int, tokens: int, headroom: int = 0) -> bool:
+        """Make or renew the copy of the request in ``row`` over its first ``tokens`` tokens.
+
+        Covers whole pages. An existing copy is overwritten in place and grown.
+
+        Args:
+            row: the request's row in the token table.
+            tokens: tokens whose full KV is exact.
+            headroom: slots that must stay free or evictable for decoding.
+
+        Returns:
+            False when the pool lacks the slots; an existing copy then stays as it is, and nothing
+            was evicted for it.
+        """
+        page = self.allocator.page_size
+        covered = tokens // page * page
+        if covered == 0:
+            return False
+        count = kept_count(covered, self.budget, page)
+        old = self._views.get(row)
+        missing = count - (old.kept if old else 0)
+        slots = old.slots if old else self.token_table.new_empty(0, dtype=torch.int64)
+        if missing > 0:
+            free = self.allocator.available_size() + self.tree_cache.evictable_size()
+            if free < missing + headroom:
+                return False
+            evict_from_tree_cache(self.tree_cache, missing)
+            new = self.allocator.alloc(missing)
+            if new is None:
+                return False
+            slots = torch.cat([slots, new])
+        view = CompressedView(slots=slots, covered=covered)
+        self._views[row] = view
+        self._fill(row, view, tokens)
+        return True
+
+    def _fill(self, row: int, view: CompressedView, tokens: int) -> None:
+        """Gather the chosen KV of each layer into the copy's slots, write the draft row."""
+        source = self.token_table[row, : view.covered].long()
+        for layer_id, scaling in self.layers.items():
+            keys, values = self.kv_pool.get_key_buffer(layer_id), self.kv_pool.get_value_buffer(layer_id)
+            layer = self._layer_kv(row, layer_id, scaling, keys[source], values[source], tokens)
+            kept = self.compressor.select(layer, view.kept)
+            index = kept.t().unsqueeze(-1)
+            keys[view.slots] = layer.keys.gather(0, index.expand(-1, -1, keys.shape[-1]))
+            values[view.slots] = layer.values.gather(0, index.expand(-1, -1, values.shape[-1]))
+        self.token_table[self.draft_row(row), : view.kept] = view.slots.to(self.token_table.dtype)
+
+    def _layer_kv(
+        self, row: int, layer_id: int, scaling: float, keys: torch.Tensor, values: torch.Tensor, tokens: int
+    ) -> LayerKV:
+        queries = self.queries.get(row, layer_id)
+        if queries is None:
+            queries = keys.new_empty(0, keys.shape[1], keys.shape[2])
+        positions = torch.arange(tokens - len(queries), tokens, device=keys.device)
+        return LayerKV(
+            keys=keys,
+            values=values,
+            queries=queries,
+            query_positions=positions,
+            scaling=scaling,
+            layer_id=layer_id,
+        )
+
+    def write_tail(self, row: int, end: int) -> None:
+        """Point the draft row, after the copy, at the full row's tokens ``[covered, end)``."""
+        view = self._views[row]
+        tail = self.token_table[row, view.covered : end]
+        self.token_table[self.draft_row(row), view.kept : view.kept + len(tail)] = tail
+
+    def release(self, row: int) -> None:
+        """Free the copy and the queries of the request in ``row``; no-op without a copy."""
+        view = self._views.pop(row, None)
+        if view is not None:
+            self.allocator.free(view.slots)
+        self.queries.forget(row)
+
+    def release_copy(self, row: int) -> int:
+        """Free the copy only; the number of slots freed."""
+        view = self._views.pop(row, None)
+        if view is None:
+            return 0
+        self.allocator.free(view.slots)
+        return view.kept
+
+    def largest(self) -> int | None:
+        """Row of the request with the largest copy."""
+        return max(self._views, key=lambda row: self._views[row].kept, default=None)
+
+    def forget_all(self) -> None:
+        """Drop all records; the pool itself is being cleared."""
+        self._views.clear()
+        self.queries.clear()
+
+
+def give_back_when_full(original: Callable, batch, selected_indices: list[int] | None = None) -> bool:
+    """Hook around ``ScheduleBatch.check_decode_mem``: copies go before requests are retracted."""
+    fits = original(batch, selected_indices)
+    views = getattr(batch.tree_cache, "views", None)
+    while not fits and views is not None and (row := views.largest()) is not None:
+        views.release_copy(row)
+        fits = original(batch, selected_indices)
+    return fits

@@ -1,0 +1,100 @@
+"""The compressor interface: what a method sees of the full KV and what it answers.
+
+A compressor looks at one layer's KV of a context and says which tokens each KV head keeps. Within a
+layer every head keeps the same number of tokens, the positions may differ by head: slot ``j`` of the
+compressed copy holds, for each head, that head's own ``j``-th kept token. Rotary embedding was applied
+before caching, so a kept token needs no position again (VeriCache, section 6).
+
+Adding a method is one file: subclass :class:`Compressor`, register it with :func:`register`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class LayerKV:
+    """One layer's full KV of a context, and the newest queries over it.
+
+    Attributes:
+        keys: [tokens, kv_heads, head_dim], in the cache's dtype, rotary embedding applied.
+        values: [tokens, kv_heads, head_dim].
+        queries: [window, query_heads, head_dim], the queries of the newest tokens, oldest first,
+            rotary embedding applied; window is at most :attr:`Compressor.window` and may be 0.
+        query_positions: int64 [window], absolute positions of the queries.
+        scaling: factor on query-key products before softmax.
+        layer_id: index of the layer.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    queries: torch.Tensor
+    query_positions: torch.Tensor
+    scaling: float
+    layer_id: int
+
+
+class Compressor(ABC):
+    """Chooses the tokens of a context that the compressed view keeps.
+
+    Attributes:
+        window: how many of the newest queries :meth:`select` wants, 0 for none.
+    """
+
+    window: int = 0
+
+    @abstractmethod
+    def select(self, layer: LayerKV, count: int) -> torch.Tensor:
+        """Positions that each KV head keeps.
+
+        Args:
+            layer: the full KV of one layer.
+            count: tokens to keep, from 1 to the number of tokens.
+
+        Returns:
+            int64 [kv_heads, count], ascending in each row, without repetition.
+        """
+
+
+_REGISTRY: dict[str, Callable[[], Compressor]] = {}
+
+
+def register(name: str) -> Callable[[type[Compressor]], type[Compressor]]:
+    """Class decorator: make a compressor selectable as ``--kv-compressor NAME``."""
+
+    def decorate(cls: type[Compressor]) -> type[Compressor]:
+        _REGISTRY[name] = cls
+        return cls
+
+    return decorate
+
+
+def create(name: str) -> Compressor:
+    """The compressor of that name with its defaults.
+
+    Raises:
+        ValueError: no compressor has that name.
+    """
+    if name not in _REGISTRY:
+        raise ValueError(f"no compressor is called {name!r}; there are: {', '.join(sorted(_REGISTRY))}")
+    return _REGISTRY[name]()
+
+
+def names() -> tuple[str, ...]:
+    """All registered names, sorted."""
+    return tuple(sorted(_REGISTRY))
+
+
+def kept_count(tokens: int, budget: float, page_size: int) -> int:
+    """Tokens that a compressed copy keeps: the budget, rounded up to whole pages, at most all.
+
+    Args:
+        tokens: tokens of the context, a multiple of ``page_size``.
+        budget: share to keep, in (0, 1].
+        page_size: tokens per page.
+    """
+    pages = -(-int(-(-tokens * budget // 1)) // page_size)
+    return min(tokens, max(1, pages) * page_size)

@@ -1,0 +1,86 @@
+"""Prometheus metrics, ``sglang_ext:*``, on SGLang's own ``/metrics`` page."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from sglang_ext.core import FALLBACK_REASONS, Step
+
+if TYPE_CHECKING:
+    from sglang_ext.arguments import KVServerArgs
+    from sglang_ext.mem_cache.compressed_views import CompressedViews
+
+LABELS = ("model_name",)
+
+
+@dataclass
+class KVMetrics:
+    """Counters of one scheduler process; all None when metrics are off.
+
+    Attributes:
+        drafts: tokens drafted on compressed views.
+        verifies: verifications over full KV.
+        accepted: drafts that verification accepted.
+        accept_length: tokens per verification.
+        fallbacks: tokens served with full KV, by reason.
+        held_bytes: bytes of KV in compressed slots.
+    """
+
+    model_name: str
+    drafts: object = None
+    verifies: object = None
+    accepted: object = None
+    accept_length: object = None
+    fallbacks: object = None
+    held_bytes: object = None
+
+    @classmethod
+    def create(cls, server_args: "KVServerArgs") -> "KVMetrics":
+        """Define the metrics when ``--enable-metrics`` asks for them.
+
+        prometheus_client must be imported after SGLang prepared its multi-process folder.
+        """
+        name = server_args.served_model_name or server_args.model_path
+        if not server_args.enable_metrics:
+            return cls(name)
+        from prometheus_client import Counter, Gauge, Histogram
+
+        buckets = [*range(1, server_args.kv_draft_length + 2)]
+        return cls(
+            name,
+            drafts=Counter("sglang_ext:drafts", "Tokens drafted on compressed KV.", LABELS),
+            verifies=Counter("sglang_ext:verifies", "Verifications over full KV.", LABELS),
+            accepted=Counter("sglang_ext:accepted_drafts", "Drafts accepted.", LABELS),
+            accept_length=Histogram(
+                "sglang_ext:accept_length", "Tokens per verification.", LABELS, buckets=buckets
+            ),
+            fallbacks=Counter(
+                "sglang_ext:fallback_tokens",
+                "Tokens served with full KV, by reason.",
+                (*LABELS, "reason"),
+            ),
+            held_bytes=Gauge(
+                "sglang_ext:compressed_bytes",
+                "Bytes of KV in compressed slots.",
+                LABELS,
+                multiprocess_mode="mostrecent",
+            ),
+        )
+
+    def observe(self, step: Step, answers: int) -> None:
+        """Count one request's step; ``answers`` tokens were emitted."""
+        if self.drafts is None:
+            return
+        if not step.emits:
+            self.drafts.labels(self.model_name).inc()
+        elif step.state.fallback:
+            reason = FALLBACK_REASONS[step.state.fallback]
+            self.fallbacks.labels(self.model_name, reason).inc(answers)
+        elif len(step.tokens) > 1:
+            self.verifies.labels(self.model_name).inc()
+            self.accepted.labels(self.model_name).inc(answers - 1)
+            self.accept_length.labels(self.model_name).observe(answers)
+
+    def observe_pool(self, views: "CompressedViews") -> None:
+        """Report the bytes in compressed slots."""
+        if self.held_bytes is not None:
+            self.held_bytes.labels(self.model_name).set(views.held_bytes())

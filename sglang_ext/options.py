@@ -1,0 +1,177 @@
+"""What the flags may be: ranges, refused combinations, supported models.
+
+One table for each, so that ``--help``, the checks at start, the doctor and the tests agree.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sglang_ext.arguments import KVServerArgs
+
+MODES = ("full", "lossy", "verified")
+COMPRESSORS = ("snapkv", "sink-recent")
+MAX_DRAFT_LENGTH = 64
+ATTENTION_BACKENDS = ("torch_native", "flashinfer")
+
+
+class OptionError(ValueError):
+    """A flag that cannot be served: says the value, what is allowed, and the remedy."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An SGLang option that cannot be combined with a compressed KV cache yet.
+
+    Attributes:
+        option: the flag as users type it.
+        asked: whether the arguments ask for it.
+        why: the reason, for the message.
+        remedy: what to do instead.
+    """
+
+    option: str
+    asked: Callable[["KVServerArgs"], bool]
+    why: str
+    remedy: str
+
+
+def _set(name: str) -> Callable[["KVServerArgs"], bool]:
+    return lambda args: bool(getattr(args, name))
+
+
+REFUSALS: tuple[Refusal, ...] = (
+    Refusal(
+        "--speculative-algorithm",
+        lambda args: args.speculative_algorithm not in (None, "KV_VERIFIED"),
+        "the compressed KV cache is the drafter",
+        "leave it out, or use --kv-mode full",
+    ),
+    Refusal(
+        "--radix-cache-backend",
+        lambda args: args.radix_cache_backend not in (None, "kv_views"),
+        "the prefix tree must count compressed slots",
+        "leave it out, or use --kv-mode full",
+    ),
+    Refusal("--tp-size", lambda a: a.tp_size > 1, "tensor parallelism is untested", "use --tp-size 1"),
+    Refusal("--dp-size", lambda a: a.dp_size > 1, "data parallelism is untested", "use --dp-size 1"),
+    Refusal("--pp-size", lambda a: a.pp_size > 1, "a draft needs all layers in one process", "use --pp-size 1"),
+    Refusal(
+        "--enable-hierarchical-cache",
+        _set("enable_hierarchical_cache"),
+        "its tree does not know compressed slots",
+        "leave it out",
+    ),
+    Refusal("--enable-mixed-chunk", _set("enable_mixed_chunk"), "SGLang has it without speculation only", "leave it out"),
+    Refusal("--enable-two-batch-overlap", _set("enable_two_batch_overlap"), "its split assumes equal lengths", "leave it out"),
+    Refusal(
+        "--disaggregation-mode",
+        lambda args: args.disaggregation_mode not in (None, "null"),
+        "compressed views are built where the prompt is computed",
+        "use --disaggregation-mode null",
+    ),
+    Refusal(
+        "--enable-lora",
+        lambda args: bool(args.enable_lora or args.lora_paths),
+        "adapters are not applied to ragged draft-and-verify batches",
+        "serve adapters with --kv-mode full",
+    ),
+    Refusal("--dllm-algorithm", _set("dllm_algorithm"), "diffusion models have no autoregressive KV", "use --kv-mode full"),
+    Refusal("--is-embedding", _set("is_embedding"), "embeddings are not decoded", "use --kv-mode full"),
+    Refusal("--enable-streaming-session", _set("enable_streaming_session"), "a session keeps slots beyond a request", "leave it out"),
+)
+
+
+def check_flags(args: "KVServerArgs") -> None:
+    """Refuse flag values out of range.
+
+    Raises:
+        OptionError: names the flag, its value and the allowed values.
+    """
+    _one_of("--kv-mode", args.kv_mode, MODES)
+    _one_of("--kv-compressor", args.kv_compressor, COMPRESSORS)
+    if not isinstance(args.kv_budget, (int, float)) or not 0 < args.kv_budget <= 1:
+        raise OptionError(
+            f"--kv-budget is {args.kv_budget}; it is the share of the KV cache that is kept: pass "
+            "a number above 0 and at most 1, for example 0.25"
+        )
+    if not isinstance(args.kv_draft_length, int) or not 1 <= args.kv_draft_length <= MAX_DRAFT_LENGTH:
+        raise OptionError(
+            f"--kv-draft-length is {args.kv_draft_length}; pass a whole number from 1 to "
+            f"{MAX_DRAFT_LENGTH}, for example 16"
+        )
+
+
+def _one_of(flag: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise OptionError(f"{flag} is {value!r}; allowed: {', '.join(allowed)}. Pass one of these.")
+
+
+def check_combinations(args: "KVServerArgs") -> None:
+    """Refuse SGLang options that a compressed KV cache cannot be combined with yet.
+
+    Raises:
+        OptionError: names the option, the reason and the remedy.
+    """
+    for refusal in REFUSALS:
+        if refusal.asked(args):
+            raise OptionError(
+                f"--kv-mode {args.kv_mode} cannot be combined with {refusal.option}: {refusal.why}; "
+                f"{refusal.remedy}."
+            )
+
+
+def check_resolved(args: "KVServerArgs") -> None:
+    """Refuse what shows only after SGLang resolved its defaults: attention backend and model.
+
+    Raises:
+        OptionError: names the backend or the model and what is supported.
+    """
+    backends = {args.attention_backend, args.prefill_attention_backend, args.decode_attention_backend}
+    for backend in sorted(backends - {None}):
+        if backend not in ATTENTION_BACKENDS:
+            raise OptionError(
+                f"--attention-backend is {backend!r}; --kv-mode {args.kv_mode} runs with "
+                f"{', '.join(ATTENTION_BACKENDS)}. Pass one of these."
+            )
+    reason = unsupported_model(args.get_model_config())
+    if reason is not None:
+        raise OptionError(
+            f"--model-path {args.model_path}: {reason}; --kv-mode {args.kv_mode} serves decoder-only "
+            "text models with multi-head, grouped-query or multi-query attention over the whole "
+            "context. Use --kv-mode full for this model."
+        )
+
+
+def unsupported_model(config: object) -> str | None:
+    """Why a model cannot be served from a compressed KV cache; None when it can.
+
+    Args:
+        config: SGLang's ``ModelConfig``.
+    """
+    from sglang.srt.configs.model_config import AttentionArch
+
+    text = config.hf_text_config
+    if config.attention_arch == AttentionArch.MLA:
+        return "it uses multi-head latent attention (MLA)"
+    if getattr(config, "is_hybrid_swa", False) or _uses_sliding_window(text):
+        return "it uses sliding-window attention"
+    if any(hasattr(text, name) for name in ("mamba_d_state", "linear_num_key_heads", "layers_block_type")):
+        return "it is a hybrid of attention and recurrent layers"
+    if config.is_multimodal:
+        return "it is multimodal"
+    if not config.is_generation:
+        return "it does not generate"
+    if getattr(config, "is_encoder_decoder", False):
+        return "it is an encoder-decoder model"
+    return None
+
+
+def _uses_sliding_window(text: object) -> bool:
+    if getattr(text, "sliding_window", None) is None:
+        return False
+    if getattr(text, "use_sliding_window", True) is False:
+        return False
+    kinds = getattr(text, "layer_types", None)
+    return kinds is None or any("sliding" in kind for kind in kinds)

@@ -1,0 +1,70 @@
+"""PyTorch forms of the Triton kernels that stock SGLang needs even on a CPU."""
+
+import torch
+
+
+def assign_req_to_token_pool(
+    req_pool_indices: torch.Tensor,
+    req_to_token: torch.Tensor,
+    start_offset: torch.Tensor,
+    end_offset: torch.Tensor,
+    out_cache_loc: torch.Tensor,
+    batch_size: int,
+) -> None:
+    """Write new slots into the token table: row ``i`` gets ``[start[i], end[i])`` in order.
+
+    Args:
+        req_pool_indices: int [batch], rows of the table.
+        req_to_token: int32 [rows, width].
+        start_offset: int [batch].
+        end_offset: int [batch].
+        out_cache_loc: int [sum of lengths].
+    """
+    done = 0
+    rows, starts, ends = req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist()
+    for row, start, end in zip(rows, starts, ends):
+        req_to_token[row, start:end] = out_cache_loc[done : done + end - start].to(req_to_token.dtype)
+        done += end - start
+
+
+def _rotate_left(x: torch.Tensor, bits: int) -> torch.Tensor:
+    return ((x << bits) | (x >> (32 - bits))) & 0xFFFFFFFF
+
+
+def _times(x: torch.Tensor, factor: int) -> torch.Tensor:
+    """``x * factor`` modulo 2**32 without leaving the positive range of int64."""
+    low, high = x & 0xFFFF, x >> 16
+    return (low * factor + (((high * factor) & 0xFFFF) << 16)) & 0xFFFFFFFF
+
+
+def _mix(h: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    k = _times(_rotate_left(_times(k, 0xCC9E2D51), 15), 0x1B873593)
+    return (_times(_rotate_left(h ^ k, 13), 5) + 0xE6546B64) & 0xFFFFFFFF
+
+
+def murmur_hash32(
+    seed: torch.Tensor, positions: torch.Tensor, col_indices: torch.Tensor
+) -> torch.Tensor:
+    """MurmurHash3 of (64-bit seed, 32-bit position, 32-bit column), bit for bit as SGLang's kernel.
+
+    Args:
+        seed: uint64 [n].
+        positions: int [n].
+        col_indices: int [m].
+
+    Returns:
+        uint32 [n, m]
+    """
+    seed = seed.to(torch.int64)
+    h = torch.zeros((len(seed), 1), dtype=torch.int64, device=seed.device)
+    h = _mix(h, (seed & 0xFFFFFFFF)[:, None])
+    h = _mix(h, ((seed >> 32) & 0xFFFFFFFF)[:, None])
+    h = _mix(h, (positions.to(torch.int64) & 0xFFFFFFFF)[:, None])
+    h = _mix(h, (col_indices.to(torch.int64) & 0xFFFFFFFF)[None, :])
+    h = h ^ 16
+    h = h ^ (h >> 16)
+    h = _times(h, 0x85EBCA6B)
+    h = h ^ (h >> 13)
+    h = _times(h, 0xC2B2AE35)
+    h = h ^ (h >> 16)
+    return h.to(torch.uint32)
