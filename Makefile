@@ -6,6 +6,9 @@ MODEL ?=
 ARGS ?=
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 HARDWARE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
+ifeq ($(filter cpu gpu,$(HARDWARE)),)
+$(error HARDWARE is '$(HARDWARE)'; leave it out, or say HARDWARE=cpu or HARDWARE=gpu)
+endif
 
 DEMO_MODEL := .cache/models/SmolLM2-135M-Instruct
 PIP := .venv/bin/python -m pip --disable-pip-version-check
@@ -84,7 +87,10 @@ serve: $(STAMP)  ## serve MODEL (default: the demo model) on http://127.0.0.1:PO
 
 test: $(TEST_STAMP)  ## run the tests (at most 20 minutes on 2 cores)
 	@export PATH="$(CURDIR)/.venv/bin:$$PATH"
-	.venv/bin/python -m pytest tests --durations=15
+	status=0
+	.venv/bin/python -m pytest tests --durations=15 || status=$$?
+	echo $$status > .venv/.test-status  # make itself exits with 2 whatever failed; .ci/run reads this
+	exit $$status
 
 clean:  ## remove .venv and .cache
 	rm -rf .venv .cache

@@ -49,7 +49,8 @@ class RequestState:
         drafts: tokens drafted since the last verification.
         target: drafts after which this round verifies; set at the start of a round.
         verifies, offered, accepted: totals over the request's life.
-        histogram: element ``k`` counts the verifications that accepted exactly ``k`` drafts.
+        accept_histogram: element ``k`` counts the verifications that accepted exactly ``k`` drafts.
+        offer_histogram: element ``k`` counts the verifications that were offered ``k`` drafts.
     """
 
     rid: str
@@ -62,7 +63,21 @@ class RequestState:
     verifies: int = 0
     offered: int = 0
     accepted: int = 0
-    histogram: list[int] = field(default_factory=list)
+    accept_histogram: list[int] = field(default_factory=list)
+    offer_histogram: list[int] = field(default_factory=list)
+
+    def count_verify(self, offered: int, accepted: int) -> None:
+        """Add one verification to the totals."""
+        self.verifies += 1
+        self.offered += offered
+        self.accepted += accepted
+        _count(self.accept_histogram, accepted)
+        _count(self.offer_histogram, offered)
+
+
+def _count(histogram: list[int], value: int) -> None:
+    histogram.extend([0] * (value + 1 - len(histogram)))
+    histogram[value] += 1
 
 
 @dataclass(frozen=True)

@@ -115,6 +115,14 @@ PLAIN_CPU_HOOKS: tuple[Hook, ...] = (
         process="scheduler",
     ),
     Hook(
+        target="sglang.srt.batch_invariant_ops.batch_invariant_ops.enable_batch_invariant_mode",
+        kind="replace",
+        hook="sglang_ext.platforms.torch_kernels.enable_batch_invariant_mode",
+        why="SGLang's batch-invariant operators are Triton kernels",
+        expects=("enable_bmm",),
+        process="scheduler",
+    ),
+    Hook(
         target="sglang.kernels.ops.sampling.murmur_hash.murmur_hash32",
         kind="replace",
         hook="sglang_ext.platforms.torch_kernels.murmur_hash32",

@@ -14,15 +14,29 @@ if TYPE_CHECKING:
 
 
 def fill(req: "Req", state: RequestState) -> None:
-    """Put a request's totals into SGLang's counters of speculative decoding."""
-    # SGLang adds 1 and the accepted drafts after each verification of its own: set, do not add.
+    """Put a request's totals into one of SGLang's per-request lists of integers.
+
+    Layout: verifies, offered, accepted, fallback, length of the accept histogram, the accept
+    histogram, the offer histogram.
+    """
     req.spec_cap_lens_histogram = [
         state.verifies,
         state.offered,
         state.accepted,
         state.fallback,
-        *state.histogram,
+        len(state.accept_histogram),
+        *state.accept_histogram,
+        *state.offer_histogram,
     ]
+
+
+def resume(req: "Req", state: RequestState) -> None:
+    """Take up the totals of a retracted request where :func:`fill` left them."""
+    record = req.spec_cap_lens_histogram
+    if record:
+        state.verifies, state.offered, state.accepted = record[:3]
+        end = 5 + record[4]
+        state.accept_histogram, state.offer_histogram = record[5:end], record[end:]
 
 
 def add_kv_fields(
@@ -30,27 +44,25 @@ def add_kv_fields(
 ) -> None:
     """Hook around ``_calculate_spec_decoding_metrics``: ``kv_*`` fields of a finished request.
 
-    ``kv_verifies`` verifications, ``kv_drafts`` tokens drafted for them, ``kv_accepted`` of these
-    accepted, ``kv_accept_length`` tokens gained per verification (accepted drafts and the verifier's
-    own), ``kv_accept_histogram`` (element k: verifications that accepted exactly k drafts),
-    ``kv_fallback`` why the request was last served with full KV, None when it drafted.
+    ``kv_verifies`` verifications that checked drafts, ``kv_drafts`` tokens drafted for them,
+    ``kv_accepted`` of these accepted, ``kv_accept_length`` tokens gained per verification (accepted
+    drafts and the verifier's own), ``kv_accept_histogram`` and ``kv_offer_histogram`` (element k:
+    verifications that accepted, or were offered, exactly k drafts), ``kv_fallback`` why the request
+    was last served with full KV, None when it drafted.
     """
-    record = recv_obj.spec_cap_lens_histogram[i] if recv_obj.spec_cap_lens_histogram else None
-    if not record:
-        meta_info.update(describe(0, 0, 0, FALLBACK_REASONS.index("none"), []))
-        return
-    meta_info.update(describe(*record[:4], record[4:]))
+    histograms = recv_obj.spec_cap_lens_histogram
+    meta_info.update(describe(histograms[i] if histograms else []))
 
 
-def describe(
-    verifies: int, offered: int, accepted: int, fallback: int, histogram: list[int]
-) -> dict[str, Any]:
-    """The fields that users see."""
+def describe(record: list[int]) -> dict[str, Any]:
+    """The fields that users see, from what :func:`fill` wrote; empty for a request of one token."""
+    verifies, offered, accepted, fallback, split = record[:5] or (0, 0, 0, 0, 0)
     return {
         "kv_verifies": verifies,
         "kv_drafts": offered,
         "kv_accepted": accepted,
         "kv_accept_length": (accepted + verifies) / verifies if verifies else 0.0,
-        "kv_accept_histogram": list(histogram),
+        "kv_accept_histogram": list(record[5 : 5 + split]),
+        "kv_offer_histogram": list(record[5 + split :]),
         "kv_fallback": FALLBACK_REASONS[fallback] if fallback else None,
     }

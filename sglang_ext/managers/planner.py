@@ -20,6 +20,8 @@ MIN_CONTEXT = 128
 RENEW_AFTER = 256
 SHORT_CONTEXT = FALLBACK_REASONS.index("short-context")
 NO_FREE_SLOTS = FALLBACK_REASONS.index("no-free-slots")
+# Fallbacks that end once the context is long enough or slots are free.
+CURABLE = (0, SHORT_CONTEXT, NO_FREE_SLOTS)
 
 
 @dataclass
@@ -59,7 +61,7 @@ class Planner:
     ) -> None:
         """Set ``state.target``: drafts before the next verification, 0 for none."""
         state.target = 0
-        if state.fallback not in (0, SHORT_CONTEXT, NO_FREE_SLOTS):
+        if state.fallback not in CURABLE:
             return
         state.fallback = self._ensure_copy(state, length, headroom)
         if state.fallback:

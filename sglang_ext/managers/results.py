@@ -47,11 +47,7 @@ def accept(step: Step, first: int, sampled: Sampled) -> Accepted:
     state.bonus = answers[agreed]
     state.drafts = []
     if drafts:
-        state.verifies += 1
-        state.offered += len(drafts)
-        state.accepted += agreed
-        state.histogram.extend([0] * (agreed + 1 - len(state.histogram)))
-        state.histogram[agreed] += 1
+        state.count_verify(len(drafts), agreed)
     return Accepted(first, answers[: agreed + 1])
 
 

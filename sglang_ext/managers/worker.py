@@ -18,7 +18,7 @@ from sglang_ext.layers.attention import torch_native
 from sglang_ext.layers.attention.views import BetweenSteps
 from sglang_ext.managers import forward, meta_info, results, sampling
 from sglang_ext.managers.eligibility import fallback_reason
-from sglang_ext.managers.planner import Planner
+from sglang_ext.managers.planner import CURABLE, Planner
 from sglang_ext.mem_cache import query_window
 from sglang_ext.mem_cache.compressed_views import CompressedViews
 from sglang_ext.mem_cache.compressors import create
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
 logger = logging.getLogger(__name__)
+
+# SGLang's seed, under --enable-deterministic-inference, for requests that bring none.
+STOCK_DEFAULT_SEED = 42
 
 
 class KVWorker(BaseSpecWorker):
@@ -145,14 +148,11 @@ class KVWorker(BaseSpecWorker):
         state = RequestState(
             rid=req.rid,
             row=req.req_pool_idx,
-            seed=noise_seed(req, self.server_args.random_seed, self._admitted),
+            seed=noise_seed(req, self.server_args, self._admitted),
             bonus=token,
             fallback=fallback_reason(req),
         )
-        if req.output_ids and req.spec_cap_lens_histogram:
-            # A retracted request comes back: its totals go on.
-            state.verifies, state.offered, state.accepted = req.spec_cap_lens_histogram[:3]
-            state.histogram = list(req.spec_cap_lens_histogram[4:])
+        meta_info.resume(req, state)
         self.states[req.req_pool_idx] = state
 
     def _decode(self, batch: "ScheduleBatch") -> GenerationBatchResult:
@@ -193,16 +193,16 @@ class KVWorker(BaseSpecWorker):
 
 def is_ineligible(state: RequestState) -> bool:
     """Whether a request is served with full KV for good, not only until it has a copy."""
-    from sglang_ext.managers.planner import NO_FREE_SLOTS, SHORT_CONTEXT
-
-    return state.fallback not in (0, SHORT_CONTEXT, NO_FREE_SLOTS)
+    return state.fallback not in CURABLE
 
 
-def noise_seed(req: "Req", server_seed: int, admitted: int) -> int:
+def noise_seed(req: "Req", server_args, admitted: int) -> int:
     """The request's sampling seed, or one of its own: equal on all ranks, different each time."""
     if req.sampling_params.sampling_seed is not None:
         return req.sampling_params.sampling_seed
-    name = f"{server_seed}/{admitted}/{req.rid}".encode()
+    if server_args.enable_deterministic_inference:
+        return STOCK_DEFAULT_SEED
+    name = f"{server_args.random_seed}/{admitted}/{req.rid}".encode()
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 1
 
 

@@ -15,8 +15,11 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
         Only options the user left open are set. SGLang's default pool takes 17 GB and 23 s to
         allocate on a CPU, so ``max_total_tokens`` defaults to 32,768 tokens.
         """
-        if server_args.attention_backend is None:
+        # SGLang chose intel_amx for a CPU by now, which it replaces later by this one.
+        if server_args.attention_backend in (None, "intel_amx"):
             server_args.attention_backend = "torch_native"
+        if server_args.enable_deterministic_inference:
+            allow_deterministic_inference()
         if server_args.sampling_backend is None:
             server_args.sampling_backend = "pytorch"
         if server_args.max_total_tokens is None:
@@ -59,3 +62,17 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
     def get_dispatch_key_name(self) -> str:
         """``native``: SGLang's multi-platform operators run their PyTorch form."""
         return "native"
+
+
+def allow_deterministic_inference() -> None:
+    """Let ``--enable-deterministic-inference`` start on a plain CPU, for sampling seeds.
+
+    SGLang honours a request's ``sampling_seed`` under that flag alone, and refuses it for
+    ``torch_native``. Seeds work here; logits that do not depend on the batch are not promised.
+    """
+    from sglang.srt import server_args
+
+    choices = server_args.DETERMINISTIC_ATTENTION_BACKEND_CHOICES
+    if "torch_native" not in choices:
+        server_args.add_deterministic_attention_backend_choices(["torch_native"])
+        server_args.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])

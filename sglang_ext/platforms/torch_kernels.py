@@ -68,3 +68,7 @@ def murmur_hash32(
     h = _times(h, 0xC2B2AE35)
     h = h ^ (h >> 16)
     return h.to(torch.uint32)
+
+
+def enable_batch_invariant_mode(enable_bmm: bool = True) -> None:
+    """Nothing: SGLang's batch-invariant operators need an accelerator. Sampling seeds work without."""
