@@ -1,0 +1,33 @@
+"""Chat with the server through the OpenAI client, streaming the answer.
+
+make serve                                         # in another terminal
+.venv/bin/python examples/openai_client.py [URL]   # default http://127.0.0.1:30000
+"""
+
+import inspect
+import sys
+import textwrap
+
+from openai import OpenAI
+
+
+def main(url: str = "http://127.0.0.1:30000") -> None:
+    """Ask about some hundred tokens of source code: drafting starts at 128 tokens of context."""
+    client = OpenAI(base_url=f"{url}/v1", api_key="unused")
+    model = client.models.list().data[0].id
+    question = f"What does this Python module do?\n\n{inspect.getsource(textwrap)[:2000]}"
+    stream = client.chat.completions.create(
+        model=model,
+        messages=[{"role": "user", "content": question}],
+        temperature=0,
+        max_tokens=64,
+        stream=True,
+    )
+    for chunk in stream:
+        if chunk.choices:
+            print(chunk.choices[0].delta.content or "", end="", flush=True)
+    print()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:2])

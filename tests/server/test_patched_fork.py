@@ -1,0 +1,155 @@
+"""A fork of SGLang with the series of ``patches/`` serves verified decoding without any plugin."""
+
+import ast
+import dataclasses
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import conftest
+import pytest
+
+from sglang_ext import hooks
+from sglang_ext.arguments import KVServerArgs
+
+SERIES = sorted((conftest.ROOT / "patches/sglang-0.5.17").glob("*.patch"))
+# Large, and not part of the server.
+LEFT_OUT = ("multimodal_gen", "test", "benchmark", "eval")
+FLAGS = ("--kv-mode", "verified", "--kv-budget", "0.5", "--max-total-tokens", "8192")
+# Source of a process: what of sglang-ext do these edits import while kv_mode is full?
+FULL_MODE = """
+import sys
+from sglang.srt.managers import schedule_batch
+from sglang.srt.runtime_context import publish
+from sglang.srt.server_args import ServerArgs
+args = ServerArgs("none")
+publish(args, role="test")
+request = schedule_batch.Req.__new__(schedule_batch.Req)
+request.return_logprob = False
+assert args.kv_mode == "full" and request._compute_max_prefix_len(8) == 7
+print([name for name in sys.modules if name.split(".")[0] == "sglang_ext"])
+"""
+
+
+def installed() -> Path:
+    """Folder of the installed ``sglang`` package."""
+    return Path(next(iter(importlib.util.find_spec("sglang").submodule_search_locations)))
+
+
+@pytest.fixture(scope="module")
+def fork(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder to import from, with a copy of the installed package and the series applied to it.
+
+    Compiled files are copied too: they stay valid for the modules that no patch touches.
+    """
+    folder = tmp_path_factory.mktemp("fork")
+    package = installed()
+
+    def left_out(where: str, names: list[str]) -> list[str]:
+        return [name for name in names if Path(where) == package and name in LEFT_OUT]
+
+    shutil.copytree(package, folder / "sglang", ignore=left_out)
+    apply_series(folder)
+    yield folder
+    shutil.rmtree(folder)
+
+
+def apply_series(folder: Path) -> None:
+    """``git apply`` takes no fuzz: a context line that differs fails."""
+    # Inside another repository git would skip the files in silence.
+    env = {**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.parent)}
+    command = ["git", "apply", "-p2", "--whitespace=error-all", *map(str, SERIES)]
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (folder / "sglang/srt/kv_seams.py").exists()
+
+
+def environment(fork: Path) -> dict[str, str]:
+    """The fork before the installed package, no general plugin, and the CPU platform where needed."""
+    paths = [str(fork), str(conftest.ROOT), os.environ.get("PYTHONPATH", "")]
+    env = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "SGLANG_PLUGINS": "none"}
+    if importlib.import_module("sglang_ext.platforms").activate() is not None:
+        env["SGLANG_PLATFORM"] = "sglang_ext_plain_cpu"
+    return env
+
+
+def marks(fork: Path, module: str) -> dict[str, str]:
+    """Hook by qualified name of the function that is marked with it, from a module's source."""
+    found: dict[str, str] = {}
+
+    def visit(node: ast.AST, prefix: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            if not isinstance(child, (ast.ClassDef, ast.FunctionDef)):
+                continue
+            for mark in child.decorator_list:
+                if isinstance(mark, ast.Call) and getattr(mark.func, "id", "") == "kv_seam":
+                    found[prefix + child.name] = ast.literal_eval(mark.args[0])
+            visit(child, f"{prefix}{child.name}.")
+
+    visit(ast.parse((fork / (module.replace(".", "/") + ".py")).read_text()), module + ".")
+    return found
+
+
+@pytest.mark.parametrize("hook", hooks.HOOKS, ids=lambda hook: hook.target)
+def test_each_hook_target_is_marked_with_its_hook(fork: Path, hook: hooks.Hook) -> None:
+    module, name = hook.target.rsplit(".", 1)
+    if not (fork / (module.replace(".", "/") + ".py")).exists():
+        module = module.rsplit(".", 1)[0]  # a method: drop the class
+    assert hook.kind == "around", "the series has marks for hooks around a function only"
+    assert marks(fork, module).get(hook.target) == hook.hook
+    assert any(f"def {name}(" in patch.read_text() for patch in SERIES)
+
+
+def test_each_marked_function_is_a_hook_target() -> None:
+    added = "".join(patch.read_text() for patch in SERIES)
+    assert added.count("\n+    @kv_seam(") + added.count("\n+@kv_seam(") == len(hooks.HOOKS)
+
+
+def test_the_fork_has_the_flags_of_the_plugin(fork: Path) -> None:
+    tree = ast.parse((fork / "sglang/srt/server_args.py").read_text())
+    arguments = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "ServerArgs")
+    found = {
+        item.target.id: ast.literal_eval(item.value)
+        for item in arguments.body
+        if isinstance(item, ast.AnnAssign) and item.target.id in KVServerArgs.__annotations__
+    }
+    defaults = {field.name: field.default for field in dataclasses.fields(KVServerArgs)}
+    assert found == {name: defaults[name] for name in KVServerArgs.__annotations__}
+
+
+@pytest.mark.server
+def test_full_mode_in_the_fork_runs_nothing_of_sglang_ext(fork: Path) -> None:
+    # Importing the CPU platform is not these edits' doing: any base platform will do here.
+    env = {**os.environ, **environment(fork)}
+    env.pop("SGLANG_PLATFORM", None)
+    command = [sys.executable, "-P", "-c", FULL_MODE]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-2000:]
+    loaded = ast.literal_eval(done.stdout.splitlines()[-1])
+    # The hook that lets torchvision load on a CPU is part of the environment, not of the fork.
+    assert set(loaded) <= {"sglang_ext", "sglang_ext.platforms", "sglang_ext.platforms.torchvision_cpu"}
+
+
+@pytest.mark.server
+def test_the_fork_drafts_and_verifies_without_plugins(
+    fork: Path, model: Path, tmp_path: Path, prompts: list[list[int]]
+) -> None:
+    server = conftest.start(model, FLAGS, tmp_path, environment(fork))
+    try:
+        info = server.request("/server_info")
+        sampling = {"max_new_tokens": 32, "temperature": 0, "ignore_eos": True}
+        answer = server.generate(input_ids=prompts[1][:400], sampling_params=sampling)
+    finally:
+        server.stop()
+    log = server.log.read_text()
+    assert "Skipping plugin sglang_ext (not in SGLANG_PLUGINS)" in log
+    assert "Executed general plugin" not in log
+    assert not [hook.target for hook in hooks.HOOKS if f"hook(s) to {hook.target}" in log]
+    assert (info["kv_mode"], info["kv_budget"], info["kv_compressor"]) == ("verified", 0.5, "snapkv")
+    assert answer["meta_info"]["completion_tokens"] == 32
+    assert answer["meta_info"]["kv_drafts"] > 0
+    assert answer["meta_info"]["kv_accept_length"] > 1

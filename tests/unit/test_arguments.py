@@ -1,0 +1,102 @@
+"""The flags: checked, refused with value, allowed set and remedy, and carried to other processes."""
+
+import argparse
+import json
+import pickle
+
+import pytest
+
+from sglang_ext.arguments import KVServerArgs
+from sglang_ext.options import OptionError, unsupported_model
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64,
+    "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "num_hidden_layers": 2, "vocab_size": 256, "max_position_embeddings": 512, "torch_dtype": "float32",
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A model folder that holds a config alone."""
+
+    def write(**changes):
+        (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **changes}))
+        return str(tmp_path)
+
+    return write
+
+
+def build(path, **flags):
+    return KVServerArgs(model_path=path, device="cpu", attention_backend="torch_native", **flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"kv_mode": "fast"}, ["--kv-mode", "'fast'", "verified"]),
+        ({"kv_compressor": "zip"}, ["--kv-compressor", "'zip'", "snapkv", "sink-recent"]),
+        ({"kv_budget": 0.0}, ["--kv-budget", "0.0", "above 0"]),
+        ({"kv_budget": 1.5}, ["--kv-budget", "1.5", "at most 1"]),
+        ({"kv_draft_length": 0}, ["--kv-draft-length", "0", "1 to 64"]),
+        ({"kv_draft_length": 65}, ["--kv-draft-length", "65", "1 to 64"]),
+    ],
+)
+def test_a_value_out_of_range_is_refused(folder, flags, words):
+    with pytest.raises(OptionError) as raised:
+        build(folder(), **{"kv_mode": "verified", **flags})
+    assert all(word in str(raised.value) for word in words)
+
+
+@pytest.mark.parametrize(
+    ("flags", "option"),
+    [
+        ({"speculative_algorithm": "NGRAM"}, "--speculative-algorithm"),
+        ({"tp_size": 2}, "--tp-size"),
+        ({"dp_size": 2}, "--dp-size"),
+        ({"pp_size": 2}, "--pp-size"),
+        ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
+        ({"enable_lora": True}, "--enable-lora"),
+        ({"enable_mixed_chunk": True}, "--enable-mixed-chunk"),
+        ({"disaggregation_mode": "prefill"}, "--disaggregation-mode"),
+    ],
+)
+def test_an_option_that_cannot_be_combined_is_refused_with_a_remedy(folder, flags, option):
+    with pytest.raises(OptionError, match=f"cannot be combined with {option}.*; .*\\."):
+        build(folder(), kv_mode="verified", **flags)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 128}, "sliding-window"),
+        ({"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "kv_lora_rank": 16,
+          "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}, "MLA"),
+    ],
+)
+def test_a_model_that_is_not_supported_is_refused(folder, changes, reason):
+    with pytest.raises(OptionError, match=f"{reason}.*--kv-mode full"):
+        build(folder(**changes), kv_mode="verified")
+
+
+def test_full_mode_leaves_sglangs_arguments_alone(folder):
+    args = build(folder())
+    assert args.kv_mode == "full"
+    assert args.speculative_algorithm is None and args.radix_cache_backend is None
+
+
+def test_verified_mode_enters_by_sglangs_registries(folder):
+    args = build(folder(), kv_mode="verified", kv_draft_length=8)
+    assert args.speculative_algorithm == "KV_VERIFIED"
+    assert args.speculative_num_draft_tokens == 9
+    assert unsupported_model(args.get_model_config()) is None
+
+
+def test_flags_parse_show_in_help_and_survive_pickling(folder):
+    parser = argparse.ArgumentParser()
+    KVServerArgs.add_cli_args(parser)
+    assert "--kv-compressor" in parser.format_help()
+    argv = ["--model-path", folder(), "--device", "cpu", "--kv-mode", "verified", "--kv-budget", "0.5"]
+    args = KVServerArgs.from_cli_args(parser.parse_args([*argv, "--attention-backend", "torch_native"]))
+    copy = pickle.loads(pickle.dumps(args))
+    assert (copy.kv_mode, copy.kv_budget, copy.kv_compressor) == ("verified", 0.5, "snapkv")

@@ -1,0 +1,79 @@
+"""Compressors keep what their papers say, within the interface's contract."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_ext.mem_cache.compressors import LayerKV, create, kept_count, names
+from sglang_ext.mem_cache.compressors.snapkv import SnapKV
+from sglang_ext.options import COMPRESSORS
+
+
+def layer(tokens: int, heads: int = 2, group: int = 3, dim: int = 8, window: int = 4) -> LayerKV:
+    generator = torch.Generator().manual_seed(tokens)
+    return LayerKV(
+        keys=torch.randn(tokens, heads, dim, generator=generator),
+        values=torch.randn(tokens, heads, dim, generator=generator),
+        queries=torch.randn(window, heads * group, dim, generator=generator),
+        query_positions=torch.arange(tokens - window, tokens),
+        scaling=dim**-0.5,
+        layer_id=0,
+    )
+
+
+def test_the_flag_offers_exactly_the_registered_compressors():
+    assert set(COMPRESSORS) == set(names())
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
+@given(tokens=st.integers(8, 80), share=st.floats(0.05, 1.0))
+@settings(max_examples=40, deadline=None)
+def test_selection_is_sorted_unique_and_in_range(name, tokens, share):
+    count = kept_count(tokens, share, 1)
+    kept = create(name).select(layer(tokens), count)
+    assert kept.shape == (2, count) and kept.dtype == torch.int64
+    assert (kept[:, 1:] > kept[:, :-1]).all()
+    assert kept.min() >= 0 and kept.max() < tokens
+
+
+def test_sink_recent_keeps_the_first_four_and_the_newest():
+    kept = create("sink-recent").select(layer(50), 10)
+    assert kept.tolist() == [[0, 1, 2, 3, 44, 45, 46, 47, 48, 49]] * 2
+
+
+def test_snapkv_keeps_its_window_and_the_attended_token():
+    data = layer(60)
+    data.keys[20] *= 4
+    data.queries[:] = 8 * data.keys[20].repeat_interleave(3, dim=0)
+    kept = create("snapkv").select(data, 12)
+    for head in kept.tolist():
+        assert set(range(56, 60)) <= set(head) and 20 in head
+
+
+def test_snapkv_scores_match_a_float64_loop():
+    data, method = layer(30), SnapKV(window=4, kernel=3)
+    scores = method.scores(data)
+    for head in range(2):
+        rows = torch.zeros(3, 30, dtype=torch.float64)
+        for member in range(3):
+            for w, position in enumerate(data.query_positions.tolist()):
+                query = data.queries[w, head * 3 + member].double()
+                logits = data.keys[: position + 1, head].double() @ query * data.scaling
+                rows[member, : position + 1] += logits.softmax(0) / 4
+        padded = torch.nn.functional.pad(rows, (1, 1))
+        expected = sum(padded[:, i : i + 30] for i in range(3)).mean(0) / 3
+        assert torch.allclose(scores[head, :26].double(), expected[:26], atol=1e-6)
+
+
+@given(tokens=st.integers(1, 2000), share=st.floats(0.01, 1.0), page=st.sampled_from([1, 16, 64]))
+def test_kept_count_is_whole_pages_within_the_context_and_at_least_the_budget(tokens, share, page):
+    tokens *= page
+    count = kept_count(tokens, share, page)
+    assert count % page == 0 and page <= count <= tokens
+    assert count >= tokens * share - 1e-6 and count - tokens * share < page + 1
+
+
+def test_an_unknown_compressor_is_refused_by_name():
+    with pytest.raises(ValueError, match="'nope'.*snapkv"):
+        create("nope")

@@ -1,0 +1,243 @@
+"""The doctor: what it finds wrong, which remedy it tells, and its exit code."""
+
+import dataclasses
+import json
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sglang_ext import doctor, hooks
+from sglang_ext.doctor import Check
+
+SMALL = {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "intermediate_size": 128,
+    "vocab_size": 100,
+    "max_position_embeddings": 512,
+}
+LLAMA = SMALL | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+MLA = SMALL | {
+    "model_type": "deepseek_v2",
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+}
+SLIDING = SMALL | {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 128}
+HYBRID = SMALL | {
+    "model_type": "qwen3_next",
+    "architectures": ["Qwen3NextForCausalLM"],
+    "linear_num_key_heads": 2,
+}
+ENCODER = SMALL | {"model_type": "bert", "architectures": ["BertModel"]}
+
+
+@pytest.fixture(autouse=True)
+def no_selection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody chose among the installed plugins."""
+    monkeypatch.delenv("SGLANG_PLUGINS", raising=False)
+    monkeypatch.delenv("SGLANG_PLATFORM", raising=False)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine whose device is fine, whatever runs the tests."""
+    monkeypatch.setattr(doctor, "check_device", lambda: Check("device", True, "plain CPU"))
+    monkeypatch.setattr(doctor, "check_attention_backends", lambda: Check("attention", True, "all"))
+
+
+def config_folder(folder: Path, config: dict[str, object]) -> str:
+    """A model folder that holds nothing but its configuration."""
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def install(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]) -> None:
+    """Let these packages, and no others, be installed."""
+
+    def version(package: str) -> str:
+        if package not in versions:
+            raise PackageNotFoundError(package)
+        return versions[package]
+
+    monkeypatch.setattr(doctor, "version", version)
+
+
+@pytest.mark.usefixtures("device")
+def test_a_supported_setup_passes_every_check(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert doctor.main(["--model", config_folder(tmp_path, LLAMA)]) == 0
+    report = capsys.readouterr().out
+    assert "0.5.17" in report and "LlamaForCausalLM" in report and "full, lossy, verified" in report
+    assert "no │" not in report
+
+
+@pytest.mark.usefixtures("device")
+def test_without_a_model_the_model_is_not_judged() -> None:
+    checks = doctor.examine()
+    assert all(check.ok for check in checks)
+    assert "model" not in [check.name for check in checks]
+
+
+@pytest.mark.usefixtures("device")
+def test_another_sglang_version_fails_with_the_supported_one_as_remedy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    install(monkeypatch, {"sglang": "0.5.16", "torch": "2.13.0"})
+    assert doctor.main([]) == 1
+    report = capsys.readouterr().out
+    assert "0.5.16" in report and "sglang==0.5.17" in report and "see SGLang" in report
+
+
+def test_a_missing_sglang_is_reported_and_nothing_of_it_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, {"torch": "2.13.0"})
+    monkeypatch.setattr(doctor, "check_hooks", lambda: pytest.fail("looked for hooks without SGLang"))
+    checks = {check.name: check for check in doctor.examine("any")}
+    assert checks["SGLang"] == Check("SGLang", False, "not installed", checks["SGLang"].remedy)
+    assert "device" not in checks and not checks["kv modes"].ok
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"target": "sglang.srt.managers.schedule_batch.Req.gone"}, "no such name"),
+        ({"expects": ("self", "other")}, "expected self, other"),
+    ],
+    ids=["moved", "new-signature"],
+)
+def test_a_hook_that_does_not_fit_gets_a_line_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, change: dict[str, object], problem: str
+) -> None:
+    table = (dataclasses.replace(hooks.HOOKS[0], **change), *hooks.HOOKS[1:])
+    monkeypatch.setattr(hooks, "HOOKS", table)
+    summary, line = doctor.check_hooks()
+    total = len(table) + len(hooks.PLAIN_CPU_HOOKS)
+    assert summary.found == f"{total - 1} of {total} fit" and not summary.ok
+    assert problem in line.found and table[0].target in line.found
+    assert "sglang==0.5.17" in line.remedy
+    assert doctor.main([]) == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (MLA, "multi-head latent attention"),
+        (SLIDING, "sliding-window attention"),
+        (HYBRID, "hybrid of attention and recurrent layers"),
+        (ENCODER, "does not generate"),
+    ],
+    ids=["mla", "sliding-window", "hybrid", "encoder"],
+)
+def test_unsupported_models_are_named_with_the_reason(
+    tmp_path: Path, config: dict[str, object], reason: str
+) -> None:
+    check = doctor.check_model(config_folder(tmp_path, config))
+    assert not check.ok and reason in check.found
+    assert "--kv-mode full" in check.remedy
+
+
+@pytest.mark.usefixtures("device")
+def test_a_folder_without_a_model_is_a_failing_line_not_a_traceback(tmp_path: Path) -> None:
+    checks = {check.name: check for check in doctor.examine(str(tmp_path))}
+    assert not checks["model"].ok and str(tmp_path) in checks["model"].found
+    assert "\n" not in checks["model"].found
+
+
+@pytest.mark.parametrize(("running", "ok"), [((3, 10), False), ((3, 11), True), ((3, 12), True), ((3, 13), False)])
+def test_python_versions(running: tuple[int, int], ok: bool) -> None:
+    check = doctor.check_python(running)
+    assert check.ok is ok
+    assert bool(check.remedy) is not ok
+
+
+def test_an_entry_point_that_is_not_installed_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "entry_points", lambda group: ())
+    check = doctor.check_entry_point("plugin", doctor.PLUGIN_GROUP, doctor.PLUGIN)
+    assert not check.ok and "pip install -e ." in check.remedy
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "ok"),
+    [
+        ("SGLANG_PLUGINS", "somebody_else", False),
+        ("SGLANG_PLUGINS", "somebody_else, sglang_ext", True),
+        ("SGLANG_PLATFORM", "somebody_else", False),
+        ("SGLANG_PLATFORM", "sglang_ext_plain_cpu", True),
+    ],
+)
+def test_environment_variables_that_leave_the_plugin_out_are_named(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, ok: bool
+) -> None:
+    monkeypatch.setenv(variable, value)
+    check = doctor.check_not_filtered()
+    assert check.ok is ok
+    assert ok or f"{variable}={value}" in check.found
+
+
+@pytest.mark.parametrize(("cuda", "ok"), [("13.0", True), (None, False)], ids=["nvidia", "rocm"])
+def test_of_gpus_nvidias_are_supported(
+    monkeypatch: pytest.MonkeyPatch, cuda: str | None, ok: bool
+) -> None:
+    import sglang.srt.platforms as platforms
+
+    monkeypatch.setattr(platforms, "_current_platform", SimpleNamespace())
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    check = doctor.check_device()
+    assert check.ok is ok
+    assert "H200" in check.found if ok else "SGLANG_USE_CPU_ENGINE" in check.remedy
+
+
+def test_a_platform_that_does_not_load_is_a_failing_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> Check:
+        raise RuntimeError("Multiple platform plugins activated")
+
+    (check,) = doctor._guarded("device", broken)
+    assert not check.ok and "Multiple platform plugins" in check.found and check.remedy
+
+
+@pytest.mark.parametrize(
+    ("cuda", "installed", "found", "ok"),
+    [
+        (False, False, "torch_native", True),
+        (True, True, "torch_native, flashinfer", True),
+        (True, False, "torch_native", False),
+    ],
+)
+def test_a_gpu_needs_flashinfer(
+    monkeypatch: pytest.MonkeyPatch, cuda: bool, installed: bool, found: str, ok: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(doctor, "find_spec", lambda name: object() if installed else None)
+    check = doctor.check_attention_backends()
+    assert (check.found, check.ok) == (found, ok)
+    assert bool(check.remedy) is not ok
+
+
+@pytest.mark.usefixtures("device")
+def test_every_failing_line_has_a_remedy_and_no_other_line_has(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    install(monkeypatch, {"sglang": "0.4", "torch": "2.13.0"})
+    monkeypatch.setenv("SGLANG_PLUGINS", "somebody_else")
+    checks = doctor.examine(config_folder(tmp_path, MLA))
+    assert [check.name for check in checks if not check.ok] == ["SGLang", "plugin selection", "model", "kv modes"]
+    assert all(bool(check.remedy) is not check.ok for check in checks)
+
+
+def test_text_in_brackets_is_shown_as_it_is(capsys: pytest.CaptureFixture) -> None:
+    from rich.console import Console
+
+    Console(width=120).print(doctor.render([Check("model", False, "[red]odd[/name]", "[none]")]))
+    report = capsys.readouterr().out
+    assert "[red]odd[/name]" in report and "[none]" in report

@@ -1,0 +1,62 @@
+"""Every sampling field is accounted for: verified exactly, or a reason to serve with full KV."""
+
+from types import SimpleNamespace
+
+import pytest
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from sglang_ext.core import FALLBACK_REASONS
+from sglang_ext.managers.eligibility import SAMPLING_FIELDS, VERIFIED, fallback_reason
+
+USED = {
+    "min_p": 0.1,
+    "frequency_penalty": 0.5,
+    "presence_penalty": -0.5,
+    "repetition_penalty": 1.2,
+    "min_new_tokens": 3,
+    "json_schema": "{}",
+    "regex": "a+",
+    "ebnf": 'root ::= "a"',
+    "structural_tag": "{}",
+}
+
+
+def request(**params):
+    sampling = SamplingParams(**params)
+    grammar = any(getattr(sampling, n) for n in ("json_schema", "regex", "ebnf", "structural_tag"))
+    return SimpleNamespace(
+        sampling_params=sampling,
+        grammar=object() if grammar else None,
+        custom_logit_processor=None,
+        return_hidden_states=False,
+    )
+
+
+def test_no_field_of_sampling_params_is_unaccounted_for():
+    assert set(SamplingParams.__struct_fields__) == set(SAMPLING_FIELDS)
+
+
+def test_each_reason_is_a_known_one():
+    assert set(SAMPLING_FIELDS.values()) - {VERIFIED} <= set(FALLBACK_REASONS)
+
+
+@pytest.mark.parametrize("name", [n for n, fate in SAMPLING_FIELDS.items() if fate != VERIFIED])
+def test_a_field_with_a_reason_is_served_with_full_kv_for_it(name):
+    reason = fallback_reason(request(**{name: USED[name]}))
+    assert FALLBACK_REASONS[reason] == SAMPLING_FIELDS[name]
+
+
+@pytest.mark.parametrize("name", [n for n, fate in SAMPLING_FIELDS.items() if fate == VERIFIED])
+def test_a_verified_field_drafts(name):
+    values = {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "n": 2, "sampling_seed": 7,
+              "logit_bias": {"5": 1.0}, "stop": ["x"], "stop_token_ids": [3], "max_new_tokens": 5}
+    assert fallback_reason(request(**({name: values[name]} if name in values else {}))) == 0
+
+
+def test_custom_processors_and_hidden_states_are_served_with_full_kv():
+    req = request()
+    req.custom_logit_processor = "..."
+    assert FALLBACK_REASONS[fallback_reason(req)] == "custom-logit-processor"
+    req = request()
+    req.return_hidden_states = True
+    assert FALLBACK_REASONS[fallback_reason(req)] == "hidden-states"

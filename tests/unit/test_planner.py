@@ -1,0 +1,134 @@
+"""The planner drafts, verifies and falls back at the right moments."""
+
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_ext.core import FALLBACK_REASONS, CompressedView, RequestState
+from sglang_ext.managers.planner import MIN_CONTEXT, RENEW_AFTER, Planner, spread
+
+
+class FakeViews:
+    """Copies of a quarter, as many as ``room`` allows."""
+
+    def __init__(self, room=1 << 30):
+        self.copies, self.room, self.made = {}, room, []
+
+    def get(self, row):
+        return self.copies.get(row)
+
+    def draft_row(self, row):
+        return row + 100
+
+    def compress(self, row, tokens, headroom):
+        if tokens // 4 > self.room:
+            return False
+        self.made.append((row, tokens))
+        self.copies[row] = CompressedView(torch.zeros(tokens // 4, dtype=torch.int64), tokens)
+        return True
+
+    def write_tail(self, row, end):
+        pass
+
+
+def request(left=1000, **more):
+    params = SimpleNamespace(max_new_tokens=left, ignore_eos=True, stop_token_ids=None)
+    fields = {"sampling_params": params, "output_ids": [], "to_finish": None, **more}
+    return SimpleNamespace(eos_token_ids={2}, tokenizer=None, **fields)
+
+
+def state(row=1):
+    return RequestState(rid=f"r{row}", row=row, seed=0, bonus=7)
+
+
+def test_a_round_drafts_then_verifies_all_drafts_on_the_full_row():
+    planner, req, one = Planner(FakeViews(), 4, False), request(), state()
+    for drafted in range(4):
+        (step,) = planner.plan([req], [one], [400])
+        assert (step.row, step.emits, step.length) == (101, False, 100 + drafted + 1)
+        assert step.position == 400 + drafted and len(step.tokens) == 1
+        one.drafts.append(50 + drafted)
+    (step,) = planner.plan([req], [one], [400])
+    assert (step.row, step.emits, step.length) == (1, True, 405)
+    assert step.tokens == [7, 50, 51, 52, 53] and step.position == 400
+
+
+def test_a_short_context_is_served_with_full_kv_until_it_grows():
+    planner, one = Planner(FakeViews(), 4, False), state()
+    (step,) = planner.plan([request()], [one], [MIN_CONTEXT - 1])
+    assert step.emits and step.row == 1 and FALLBACK_REASONS[one.fallback] == "short-context"
+    planner.plan([request()], [one], [MIN_CONTEXT])
+    assert one.fallback == 0
+
+
+def test_no_free_slots_is_served_with_full_kv():
+    planner, one = Planner(FakeViews(room=10), 4, False), state()
+    (step,) = planner.plan([request()], [one], [400])
+    assert step.emits and step.tokens == [7] and FALLBACK_REASONS[one.fallback] == "no-free-slots"
+
+
+def test_a_copy_taken_away_mid_round_verifies_what_was_drafted():
+    planner, one = Planner(views := FakeViews(), 4, False), state()
+    planner.plan([request()], [one], [400])
+    one.drafts.append(9)
+    views.copies.clear()
+    (step,) = planner.plan([request()], [one], [400])
+    assert step.emits and step.tokens == [7, 9] and step.row == 1
+
+
+def test_the_copy_is_renewed_when_the_exact_tail_grew():
+    planner, one = Planner(views := FakeViews(), 4, False), state()
+    planner.plan([request()], [one], [400])
+    planner.plan([request()], [one], [400 + RENEW_AFTER])
+    planner.plan([request()], [one], [401 + RENEW_AFTER])
+    assert views.made == [(1, 400), (1, 401 + RENEW_AFTER)]
+
+
+def test_drafts_never_pass_the_end_of_the_output():
+    planner, one = Planner(FakeViews(), 16, False), state()
+    planner.plan([request(left=3)], [one], [400])
+    assert one.target == 2
+    last = state(2)
+    (step,) = planner.plan([request(left=1)], [last], [400])
+    assert last.target == 0 and step.emits
+
+
+def test_a_drafted_end_token_or_an_abort_verifies_at_once():
+    for more, drafts in (({}, [2]), ({"to_finish": object()}, [9])):
+        planner, one, req = Planner(FakeViews(), 8, False), state(), request(**more)
+        req.sampling_params.ignore_eos = False
+        one.target, one.drafts = 8, drafts
+        planner.views.compress(1, 400, 0)
+        (step,) = planner.plan([req], [one], [400])
+        assert step.emits and step.tokens == [7, *drafts]
+
+
+def test_requests_that_start_together_verify_apart():
+    planner = Planner(FakeViews(), 8, False)
+    states = [state(row) for row in range(4)]
+    planner.plan([request() for _ in states], states, [400] * 4)
+    assert len({one.target for one in states}) == 4
+
+
+@given(st.integers(-3, 40), st.lists(st.integers(1, 40)))
+def test_spread_stays_between_half_and_all_of_the_longest(longest, others):
+    length = spread(longest, Counter(others))
+    assert length == max(0, longest) if longest <= 1 else longest // 2 < length <= longest
+
+
+def test_lossy_emits_each_token_from_the_draft_row():
+    planner, one = Planner(FakeViews(), 8, True), state()
+    (step,) = planner.plan([request()], [one], [400])
+    assert step.emits and step.row == 101 and step.length == 101 and len(step.tokens) == 1
+
+
+@pytest.mark.parametrize("reason", ["penalty", "grammar", "min-p"])
+def test_an_ineligible_request_never_gets_a_copy(reason):
+    planner, one = Planner(views := FakeViews(), 8, False), state()
+    one.fallback = FALLBACK_REASONS.index(reason)
+    (step,) = planner.plan([request()], [one], [4000])
+    assert step.emits and step.row == 1 and not views.made
