@@ -4,7 +4,7 @@ PYTHON ?= python3
 PORT ?= 30000
 MODEL ?=
 ARGS ?=
-TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?=
 HARDWARE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
 ifeq ($(filter cpu gpu,$(HARDWARE)),)
 $(error HARDWARE is '$(HARDWARE)'; leave it out, or say HARDWARE=cpu or HARDWARE=gpu)
@@ -53,9 +53,9 @@ $(STAMP):
 		$(PIP) install -r requirements/gpu.txt
 	else
 		step "no NVIDIA GPU: installing torch for CPU (200 MB)"
-		if ! $(PIP) install --no-deps -r requirements/torch-cpu.txt; then
-			step "the package index has no CPU build of torch: taking it from $(TORCH_INDEX)"
-			$(PIP) install --no-deps --index-url '$(TORCH_INDEX)' -r requirements/torch-cpu.txt
+		if ! $(PIP) install --no-deps $(if $(TORCH_INDEX),--index-url '$(TORCH_INDEX)') -r requirements/torch-cpu.txt; then
+			echo "the package index has no CPU build of torch; name one that has: make TORCH_INDEX=<PyTorch's index of CPU builds>" >&2
+			exit 1
 		fi
 		step "installing SGLang and its packages for CPU (500 MB)"
 		$(PIP) install --no-deps -r requirements/cpu.txt
@@ -82,8 +82,10 @@ serve: $(STAMP)  ## serve MODEL (default: the demo model) on http://127.0.0.1:PO
 		model='$(DEMO_MODEL)'
 		export HF_HUB_OFFLINE=1
 		.venv/bin/python -m sglang_ext.demo_model --folder "$$model"
+		dtype='--dtype $(if $(filter gpu,$(HARDWARE)),bfloat16,float32)'
 	fi
-	exec .venv/bin/python -m sglang.launch_server --model-path "$$model" --host 127.0.0.1 --port $(PORT) --kv-mode verified $(ARGS)
+	echo "==> starting SGLang on http://127.0.0.1:$(PORT) (about 30 s); stop it with Ctrl-C"
+	exec .venv/bin/python -m sglang.launch_server --model-path "$$model" --host 127.0.0.1 --port $(PORT) --kv-mode verified $${dtype:-} $(ARGS)
 
 test: $(TEST_STAMP)  ## run the tests (at most 20 minutes on 2 cores)
 	@export PATH="$(CURDIR)/.venv/bin:$$PATH"

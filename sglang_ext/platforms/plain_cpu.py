@@ -22,6 +22,9 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
             allow_deterministic_inference()
         if server_args.sampling_backend is None:
             server_args.sampling_backend = "pytorch"
+        if server_args.grammar_backend is None:
+            # xgrammar pins its masks to a GPU and cannot apply them on a CPU.
+            server_args.grammar_backend = "llguidance"
         if server_args.max_total_tokens is None:
             server_args.max_total_tokens = 32768
         # The scheduler polls; on a CPU the poll takes the cores that compute.

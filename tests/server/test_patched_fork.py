@@ -7,16 +7,17 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
-import conftest
 import pytest
 
-from sglang_ext import hooks
+from sglang_ext import hooks, patched
 from sglang_ext.arguments import KVServerArgs
 
-SERIES = sorted((conftest.ROOT / "patches/sglang-0.5.17").glob("*.patch"))
+ROOT = Path(__file__).parents[2]
+SERIES = sorted((ROOT / "patches/sglang-0.5.17").glob("*.patch"))
 # Large, and not part of the server.
 LEFT_OUT = ("multimodal_gen", "test", "benchmark", "eval")
 FLAGS = ("--kv-mode", "verified", "--kv-budget", "0.5", "--max-total-tokens", "8192")
@@ -24,8 +25,10 @@ FLAGS = ("--kv-mode", "verified", "--kv-budget", "0.5", "--max-total-tokens", "8
 FULL_MODE = """
 import sys
 from sglang.srt.managers import schedule_batch
+from sglang.srt.plugins import GENERAL_PLUGINS_GROUP, load_plugins_by_group
 from sglang.srt.runtime_context import publish
 from sglang.srt.server_args import ServerArgs
+assert not load_plugins_by_group(GENERAL_PLUGINS_GROUP)
 args = ServerArgs("none")
 publish(args, role="test")
 request = schedule_batch.Req.__new__(schedule_batch.Req)
@@ -70,7 +73,7 @@ def apply_series(folder: Path) -> None:
 
 def environment(fork: Path) -> dict[str, str]:
     """The fork before the installed package, no general plugin, and the CPU platform where needed."""
-    paths = [str(fork), str(conftest.ROOT), os.environ.get("PYTHONPATH", "")]
+    paths = [str(fork), str(ROOT), os.environ.get("PYTHONPATH", "")]
     env = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "SGLANG_PLUGINS": "none"}
     if importlib.import_module("sglang_ext.platforms").activate() is not None:
         env["SGLANG_PLATFORM"] = "sglang_ext_plain_cpu"
@@ -109,6 +112,13 @@ def test_each_marked_function_is_a_hook_target() -> None:
     assert added.count("\n+    @kv_seam(") + added.count("\n+@kv_seam(") == len(hooks.HOOKS)
 
 
+def test_a_fork_without_a_mark_that_is_needed_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patched.options, "check_resolved", lambda args: None)
+    unmarked = SimpleNamespace(kv_mode="verified")  # the installed SGLang has no marks
+    with pytest.raises(hooks.HookError, match="_calculate_spec_decoding_metrics with None.*--kv-mode full"):
+        patched.check(unmarked)
+
+
 def test_the_fork_has_the_flags_of_the_plugin(fork: Path) -> None:
     tree = ast.parse((fork / "sglang/srt/server_args.py").read_text())
     arguments = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "ServerArgs")
@@ -123,7 +133,7 @@ def test_the_fork_has_the_flags_of_the_plugin(fork: Path) -> None:
 
 @pytest.mark.server
 def test_full_mode_in_the_fork_runs_nothing_of_sglang_ext(fork: Path) -> None:
-    # Importing the CPU platform is not these edits' doing: any base platform will do here.
+    # What the CPU platform imports is not these edits' doing: SGLang's base platform will do here.
     env = {**os.environ, **environment(fork)}
     env.pop("SGLANG_PLATFORM", None)
     command = [sys.executable, "-P", "-c", FULL_MODE]
@@ -136,9 +146,9 @@ def test_full_mode_in_the_fork_runs_nothing_of_sglang_ext(fork: Path) -> None:
 
 @pytest.mark.server
 def test_the_fork_drafts_and_verifies_without_plugins(
-    fork: Path, model: Path, tmp_path: Path, prompts: list[list[int]]
+    fork: Path, launch: Callable, prompts: list[list[int]]
 ) -> None:
-    server = conftest.start(model, FLAGS, tmp_path, environment(fork))
+    server = launch(*FLAGS, env=environment(fork))
     try:
         info = server.request("/server_info")
         sampling = {"max_new_tokens": 32, "temperature": 0, "ignore_eos": True}
@@ -146,8 +156,6 @@ def test_the_fork_drafts_and_verifies_without_plugins(
     finally:
         server.stop()
     log = server.log.read_text()
-    assert "Skipping plugin sglang_ext (not in SGLANG_PLUGINS)" in log
-    assert "Executed general plugin" not in log
     assert not [hook.target for hook in hooks.HOOKS if f"hook(s) to {hook.target}" in log]
     assert (info["kv_mode"], info["kv_budget"], info["kv_compressor"]) == ("verified", 0.5, "snapkv")
     assert answer["meta_info"]["completion_tokens"] == 32
