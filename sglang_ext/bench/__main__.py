@@ -23,6 +23,12 @@ COMMANDS = {
     "identity": Command(
         "sglang_ext.bench.identity", "compare the tokens of verified decoding with stock SGLang's"
     ),
+    "families": Command(
+        "sglang_ext.bench.families", "identity on tiny random models of each supported family"
+    ),
+    "soak": Command(
+        "sglang_ext.bench.soak", "send mixed traffic for minutes and check every answer"
+    ),
     "prompts": Command(
         "sglang_ext.bench.corpus", "build a folder of real prompts from text on this machine"
     ),

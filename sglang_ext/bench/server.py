@@ -160,7 +160,7 @@ class ServerProcess:
             body |= {"return_logprob": True, "top_logprobs_num": 2}
         started = time.monotonic()
         try:
-            payload = self._post("generate", body)
+            payload = self.post("generate", body)
         except (OSError, ValueError) as error:
             return Generation(error=_message(error), seconds=time.monotonic() - started)
         return parse_response(payload, time.monotonic() - started)
@@ -173,7 +173,19 @@ class ServerProcess:
     def _url(self, path: str) -> str:
         return f"http://{HOST}:{self.port}/{path}"
 
-    def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    def post_quietly(self, path: str, body: dict[str, Any]) -> None:
+        """POST, for requests whose answer does not matter (an abort that comes too late)."""
+        try:
+            self.post(path, body)
+        except (OSError, ValueError):
+            return
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """POST a JSON body, return the JSON answer.
+
+        Raises:
+            OSError: the server refused (``urllib.error.HTTPError``) or is gone.
+        """
         request = urllib.request.Request(
             self._url(path), json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
