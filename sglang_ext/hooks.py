@@ -6,6 +6,7 @@ changed its signature stops the start with a message that names it. Nothing here
 ``--kv-mode`` is ``full``.
 """
 
+import importlib.util
 import inspect
 import pkgutil
 from collections.abc import Callable
@@ -184,14 +185,21 @@ def _load(name: str) -> Callable:
     return pkgutil.resolve_name(name)
 
 
+def is_patched_fork() -> bool:
+    """Whether this SGLang is a fork with the series of ``patches/``, which calls the hooks itself."""
+    return importlib.util.find_spec("sglang.srt.kv_seams") is not None
+
+
 def activate_frontend() -> None:
     """Apply the hooks of the tokenizer and HTTP process."""
-    apply(tuple(hook for hook in HOOKS if hook.process == "frontend"))
+    if not is_patched_fork():
+        apply(tuple(hook for hook in HOOKS if hook.process == "frontend"))
 
 
 def activate_scheduler() -> None:
     """Apply the hooks of the scheduler process."""
-    apply(tuple(hook for hook in HOOKS if hook.process == "scheduler"))
+    if not is_patched_fork():
+        apply(tuple(hook for hook in HOOKS if hook.process == "scheduler"))
 
 
 def activate_plain_cpu() -> None:

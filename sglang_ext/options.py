@@ -79,6 +79,12 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal("--dllm-algorithm", _set("dllm_algorithm"), "diffusion models have no autoregressive KV", "use --kv-mode full"),
     Refusal("--is-embedding", _set("is_embedding"), "embeddings are not decoded", "use --kv-mode full"),
+    Refusal(
+        "--tokenizer-worker-num",
+        lambda args: args.tokenizer_worker_num > 1,
+        "only the first tokenizer would report drafts and verifies",
+        "use --tokenizer-worker-num 1",
+    ),
     Refusal("--enable-streaming-session", _set("enable_streaming_session"), "a session keeps slots beyond a request", "leave it out"),
 )
 

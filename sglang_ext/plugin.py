@@ -10,11 +10,17 @@ ARGUMENTS = "sglang.srt.server_args.ServerArgs"
 
 
 def register() -> None:
-    """Register the flags, the speculative algorithm and the radix cache backend."""
+    """Register the flags, the speculative algorithm and the radix cache backend.
+
+    A fork that carries the series of ``patches/`` has all of it already.
+    """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from sglang_ext.arguments import KVServerArgs
+    from sglang_ext.hooks import is_patched_fork
 
+    if is_patched_fork():
+        return
     HookRegistry.register(ARGUMENTS, KVServerArgs, HookType.REPLACE)
     engine = sys.modules.get("sglang.srt.entrypoints.engine")
     if engine is not None:
