@@ -21,8 +21,8 @@ def review(s: sgl.lang.interpreter.ProgramState, source: str) -> None:
     s += f"A Python module:\n\n{source}\n\nIn one sentence, this module"
     s += sgl.gen("summary", max_tokens=32, temperature=0, stop="\n")
     s += "\n\nIt works on" + sgl.select("subject", choices=[" text", " numbers", " pictures"])
-    s += ".\n\nThe year in which it was first written:"
-    s += sgl.gen("year", max_tokens=8, temperature=0, regex=r" (19|20)[0-9]{2}")
+    s += ".\n\nThe year in which it was first written: "
+    s += sgl.gen("year", max_tokens=8, temperature=0, regex=r"(19|20)[0-9]{2}")
     strength, weakness = s.fork(2)
     strength += "\n\nIts greatest strength is" + sgl.gen("text", max_tokens=24, temperature=0)
     weakness += "\n\nIts greatest weakness is" + sgl.gen("text", max_tokens=24, temperature=0)

@@ -110,11 +110,29 @@ def process_emitted(original: Callable, processor, batch: "ScheduleBatch", resul
     if result.accept_lens is None:
         return original(processor, batch, result)
     emitting = [i for i, count in enumerate(result.accept_lens.tolist()) if count > 0]
-    if len(emitting) == len(batch.reqs):
-        return original(processor, batch, result)
     if not emitting:
         return None
-    return original(processor, _subset(batch, emitting), _result_subset(result, emitting))
+    if len(emitting) < len(batch.reqs):
+        batch, result = _subset(batch, emitting), _result_subset(result, emitting)
+    return _advance_grammars_last(original, processor, batch, result)
+
+
+def _advance_grammars_last(original: Callable, processor, batch: "ScheduleBatch", result) -> None:
+    """Process, then advance grammars, as SGLang does for batches without speculation.
+
+    For speculative batches it advances them before it looks for the end, and so ends a request with
+    ``ignore_eos`` where its grammar ends.
+    """
+    stride = result.speculative_num_draft_tokens
+    tokens = result.next_token_ids.view(-1, stride).tolist()
+    tokens = [row[:count] for row, count in zip(tokens, result.accept_lens.tolist())]
+    result.grammar_advanced, result.grammar_retained_tokens = True, tokens
+    open_grammars = [
+        (req, row) for req, row in zip(batch.reqs, tokens) if req.grammar is not None and not req.finished()
+    ]
+    original(processor, batch, result)
+    for req, row in open_grammars:
+        processor._accept_grammar_tokens(req, row)
 
 
 def _subset(batch: "ScheduleBatch", indices: list[int]) -> "ScheduleBatch":

@@ -83,22 +83,27 @@ class CompressedViews:
         if covered == 0:
             return False
         count = kept_count(covered, self.budget, page)
-        old = self._views.get(row)
-        missing = count - (old.kept if old else 0)
-        slots = old.slots if old else self.token_table.new_empty(0, dtype=torch.int64)
-        if missing > 0:
-            free = self.allocator.available_size() + self.tree_cache.evictable_size()
-            if free < missing + headroom:
-                return False
-            evict_from_tree_cache(self.tree_cache, missing)
-            new = self.allocator.alloc(missing)
-            if new is None:
-                return False
-            slots = torch.cat([slots, new])
+        slots = self._slots_for(row, count, headroom)
+        if slots is None:
+            return False
         view = CompressedView(slots=slots, covered=covered)
         self._views[row] = view
         self._fill(row, view, tokens)
         return True
+
+    def _slots_for(self, row: int, count: int, headroom: int) -> torch.Tensor | None:
+        """``count`` slots for the request in ``row``: those it has, grown or cut; None when full."""
+        old = self._views.get(row)
+        slots = old.slots if old else self.token_table.new_empty(0, dtype=torch.int64)
+        missing = count - len(slots)
+        if missing <= 0:
+            self.allocator.free(slots[count:])
+            return slots[:count]
+        if self.allocator.available_size() + self.tree_cache.evictable_size() < missing + headroom:
+            return None
+        evict_from_tree_cache(self.tree_cache, missing)
+        new = self.allocator.alloc(missing)
+        return None if new is None else torch.cat([slots, new])
 
     def _fill(self, row: int, view: CompressedView, tokens: int) -> None:
         """Gather the chosen KV of each layer into the copy's slots, write the draft row."""

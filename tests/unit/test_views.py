@@ -1,0 +1,150 @@
+"""Compressed copies hold the chosen KV in the pool's own slots, and give every slot back."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_ext.mem_cache.compressed_views import CompressedViews, give_back_when_full
+from sglang_ext.mem_cache.compressors import create
+from sglang_ext.mem_cache.query_window import QueryWindows, Recorded, cap_prefix_match, record_queries
+from sglang_ext.mem_cache import query_window
+
+SLOTS, HEADS, DIM, LAYERS = 400, 2, 4, 2
+
+
+class Allocator:
+    """Whole pages from a free list."""
+
+    def __init__(self, page_size):
+        self.page_size, self.free_slots = page_size, list(range(200, SLOTS))
+
+    def available_size(self):
+        return len(self.free_slots)
+
+    def alloc(self, count):
+        taken, self.free_slots = self.free_slots[:count], self.free_slots[count:]
+        return torch.tensor(taken, dtype=torch.int64)
+
+    def free(self, slots):
+        self.free_slots += slots.tolist()
+
+
+class Tree:
+    """A prefix tree with nothing to evict."""
+
+    def __init__(self, allocator):
+        self.token_to_kv_pool_allocator = allocator
+
+    def evictable_size(self):
+        return 0
+
+    def is_chunk_cache(self):
+        return False
+
+
+def make_views(page_size=1, budget=0.25, name="sink-recent"):
+    generator = torch.Generator().manual_seed(0)
+    buffers = {
+        kind: [torch.randn(SLOTS, HEADS, DIM, generator=generator) for _ in range(LAYERS)] for kind in "kv"
+    }
+    pool = SimpleNamespace(
+        get_key_buffer=lambda layer: buffers["k"][layer], get_value_buffer=lambda layer: buffers["v"][layer]
+    )
+    allocator, table = Allocator(page_size), torch.zeros(8, 300, dtype=torch.int32)
+    table[1, :200] = torch.randperm(200, generator=generator)
+    layers = {layer: 0.5 for layer in range(LAYERS)}
+    windows = QueryWindows(create(name).window)
+    return CompressedViews(create(name), budget, table, 4, pool, allocator, Tree(allocator), layers, windows)
+
+
+def test_the_copy_holds_the_kept_tokens_of_each_layer_and_the_draft_row_leads_to_them():
+    views = make_views()
+    assert views.compress(1, 100)
+    kept = [0, 1, 2, 3, *range(79, 100)]
+    source, copy = views.token_table[1, kept].long(), views.token_table[5, :25].long()
+    for layer in range(LAYERS):
+        keys = views.kv_pool.get_key_buffer(layer)
+        assert torch.equal(keys[copy], keys[source])
+    views.write_tail(1, 110)
+    assert torch.equal(views.token_table[5, 25:35], views.token_table[1, 100:110])
+
+
+@given(st.lists(st.tuples(st.integers(10, 200), st.booleans()), max_size=12), st.sampled_from([1, 16]))
+@settings(max_examples=30, deadline=None)
+def test_slots_are_conserved_over_growing_renewing_and_releasing(steps, page_size):
+    views = make_views(page_size)
+    before = views.allocator.available_size()
+    for tokens, release in steps:
+        views.compress(1, tokens)
+        held = views.get(1).kept if views.get(1) else 0
+        assert held % page_size == 0 and views.held_tokens == held
+        assert views.allocator.available_size() == before - held
+        if release:
+            views.release(1)
+    views.release(1)
+    assert views.allocator.available_size() == before and views.held_tokens == 0
+
+
+def test_a_full_pool_refuses_and_keeps_the_old_copy():
+    views = make_views()
+    views.compress(1, 40)
+    old = views.get(1)
+    assert not views.compress(1, 200, headroom=SLOTS)
+    assert views.get(1) is old
+
+
+def test_held_bytes_count_keys_and_values_of_all_layers():
+    views = make_views()
+    views.compress(1, 100)
+    assert views.held_bytes() == 25 * HEADS * DIM * 4 * 2 * LAYERS
+
+
+def test_copies_go_before_a_request_is_retracted():
+    views = make_views()
+    views.compress(1, 100)
+    batch = SimpleNamespace(tree_cache=SimpleNamespace(views=views))
+    assert give_back_when_full(lambda b, i: views.held_tokens == 0, batch)
+    assert views.get(1) is None
+    assert not give_back_when_full(lambda b, i: False, batch)
+
+
+def run_layer(queries, layer_id=0):
+    layer = SimpleNamespace(layer_id=layer_id, tp_q_head_num=1, qk_head_dim=1)
+    record_queries(lambda *args, **kwargs: None, layer, queries, None, None, None)
+
+
+def test_windows_keep_the_newest_queries_of_each_request_across_chunks():
+    windows = QueryWindows(window=3)
+    for start in (0, 2, 4):
+        rows = (Recorded(1, 0, 2), Recorded(2, 2, 3))
+        with windows.recording(rows):
+            run_layer(torch.tensor([[start], [start + 1], [90 + start]], dtype=torch.float32))
+    assert windows.get(1, 0).flatten().tolist() == [3.0, 4.0, 5.0]
+    assert windows.get(2, 0).flatten().tolist() == [90.0, 92.0, 94.0]
+    windows.drop_newest(1, 2)
+    assert windows.get(1, 0).flatten().tolist() == [3.0]
+    windows.forget(1)
+    assert windows.get(1, 0) is None and windows.length(2) == 3
+
+
+def test_no_queries_are_kept_outside_a_recording():
+    windows = QueryWindows(window=3)
+    run_layer(torch.ones(2, 1))
+    assert windows.length(1) == 0
+
+
+def test_windows_under_tensor_outputs_do_not_alias_the_forward():
+    windows, queries = QueryWindows(window=4), torch.ones(2, 1)
+    with windows.recording((Recorded(1, 0, 2),)):
+        run_layer(queries)
+    queries.zero_()
+    assert windows.get(1, 0).sum() == 2
+
+
+@pytest.mark.parametrize(("reserve", "expected"), [(0, 99), (32, 68), (200, 0)])
+def test_a_prefix_hit_leaves_the_query_window_to_compute(monkeypatch, reserve, expected):
+    monkeypatch.setattr(query_window, "prefix_reserve", reserve)
+    assert cap_prefix_match(lambda req, length: length - 1, None, 100) == expected
