@@ -8,6 +8,7 @@ this module must import without any hook in place.
 
 import dataclasses
 
+import torch
 from sglang.srt.arg_groups.arg_utils import NS, A, Arg
 from sglang.srt.server_args import ServerArgs
 
@@ -85,5 +86,7 @@ class KVServerArgs(ServerArgs):
         # accepted lengths, and their forwards are ragged.
         self.disable_overlap_schedule = True
         self.disable_cuda_graph = True
+        if self.attention_backend is None and torch.cuda.is_available():
+            self.attention_backend = "flashinfer"
         # Shared noise between draft and verify needs a sampler that takes a seed.
         self.sampling_backend = self.sampling_backend or "pytorch"

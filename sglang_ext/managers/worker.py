@@ -87,6 +87,7 @@ class KVWorker(BaseSpecWorker):
             queries=self.queries,
         )
         tree_cache.views = views
+        tree_cache.on_release = lambda: self.metrics.observe_pool(views)
         tree_cache.insert_generated = not self.lossy
         self.planner = Planner(views, self.server_args.kv_draft_length, self.lossy)
         logger.info(

@@ -7,6 +7,7 @@ any other row, so one forward serves both views.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from sglang.srt.mem_cache.common import evict_from_tree_cache
@@ -54,11 +55,14 @@ class CompressedViews:
 
     def held_bytes(self) -> int:
         """Bytes of KV in all copies, over all layers."""
-        per_slot = 0
-        for layer_id in self.layers:
-            for buffer in (self.kv_pool.get_key_buffer(layer_id), self.kv_pool.get_value_buffer(layer_id)):
-                per_slot += buffer[0].numel() * buffer.element_size()
-        return per_slot * self.held_tokens
+        return self.bytes_per_slot * self.held_tokens
+
+    @cached_property
+    def bytes_per_slot(self) -> int:
+        """Bytes of keys and values in one slot, over all layers."""
+        pool = self.kv_pool
+        buffers = [get(i) for i in self.layers for get in (pool.get_key_buffer, pool.get_value_buffer)]
+        return sum(buffer[0].numel() * buffer.element_size() for buffer in buffers)
 
     def draft_row(self, row: int) -> int:
         """Index of the draft row of the request in ``row``."""

@@ -136,10 +136,19 @@ def test_abort_while_drafting_frees_everything(verified, prompts):
 
 
 def held_bytes(server) -> float:
-    """The server's gauge of bytes in compressed slots, after one more request let it update."""
-    server.generate(text="Hello", sampling_params={"max_new_tokens": 4, "temperature": 0})
+    """The server's gauge of bytes in compressed slots."""
     lines = server.request("/metrics").splitlines()
     return sum(float(x.rsplit(" ", 1)[1]) for x in lines if x.startswith("sglang_ext:compressed_bytes"))
+
+
+def test_new_weights_drop_what_was_cached_and_serve_on(verified, prompts, model):
+    body = {"input_ids": prompts[1], "sampling_params": sampling(16)}
+    before = verified.generate(**body)
+    answer = verified.request("/update_weights_from_disk", {"model_path": str(model)})
+    assert answer["success"]
+    after = verified.generate(**body)
+    assert after["meta_info"]["cached_tokens"] == 0
+    assert after["output_ids"] == before["output_ids"]
 
 
 def test_metrics_count_drafts_verifies_and_fallbacks(verified):
