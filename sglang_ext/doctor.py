@@ -101,7 +101,7 @@ def check_attention_backends() -> Check:
     # torch_native comes with SGLang, flashinfer is a package of its own.
     there = [name for name in options.ATTENTION_BACKENDS if name != "flashinfer" or find_spec(name)]
     needed = "flashinfer" if torch.cuda.is_available() else "torch_native"
-    remedy = "install flashinfer as SGLang requires it (`make install`), or pass --attention-backend torch_native"
+    remedy = "install flashinfer (`make install`), or pass --attention-backend torch_native"
     return verdict("attention backends", needed in there, ", ".join(there), remedy)
 
 
@@ -133,7 +133,8 @@ def check_hooks() -> Iterator[Check]:
     problems = {hook.target: hooks.find_problem(hook) for hook in table}
     remedy = f"install sglang=={SGLANG_VERSION}, or serve with --kv-mode full"
     fitting = sum(problem is None for problem in problems.values())
-    yield verdict("hooks", fitting == len(table), f"{fitting} of {len(table)} fit", remedy)
+    caller = ", called by this patched fork" if hooks.is_patched_fork() else ""
+    yield verdict("hooks", fitting == len(table), f"{fitting} of {len(table)} fit{caller}", remedy)
     for target, problem in problems.items():
         if problem is not None:
             yield Check(f"hook {target.rsplit('.', 1)[-1]}", False, f"{target}: {problem}", remedy)
@@ -150,8 +151,8 @@ def check_model(path: str) -> Check:
     try:
         config = ModelConfig(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        return Check("model", False, f"{path}: {reason}", "pass a Hugging Face folder or name that SGLang serves")
+        found = f"{path}: {str(error).strip().splitlines()[0]}"
+        return Check("model", False, found, "pass a Hugging Face folder or name that SGLang serves")
     reason = options.unsupported_model(config)
     found = f"{path}: {reason or config.hf_config.architectures[0]}"
     return verdict("model", reason is None, found, "serve this model with --kv-mode full")

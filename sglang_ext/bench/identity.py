@@ -45,10 +45,11 @@ def stock_arm(config: IdentityConfig) -> Arm:
 
 
 def verified_arms(config: IdentityConfig) -> list[Arm]:
-    """The arms under test; with ``--control`` a second stock server, which shows the harness's noise."""
+    """The arms under test; for a control, a second stock server, which shows stock's own noise."""
+    control = [Arm(CONTROL, CONTROL, 1.0, config.control_args)]
     if config.control:
-        return [Arm(CONTROL, CONTROL, 1.0, ())]
-    return [
+        return control
+    return (control if config.control_args else []) + [
         Arm(
             f"verified-{compressor}-{budget:g}",
             compressor,
@@ -141,7 +142,7 @@ def run_config(
                 stock[width],
                 outputs[width],
                 config.draft_length,
-                needs_verify=not config.control,
+                needs_verify=arm.compressor != CONTROL,
             )
             report.print_comparison(
                 console, comparison, config.dtype, config.margin_tolerance, config.draft_length

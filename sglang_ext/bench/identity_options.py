@@ -29,6 +29,7 @@ class IdentityConfig:
     chunked_prefill_size: int | None = None
     server_args: tuple[str, ...] = ()
     control: bool = False
+    control_args: tuple[str, ...] = ()
     margin_tolerance: float = 0.0
     limit: int | None = None
     port: int = 0
@@ -128,6 +129,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--control", action="store_true", help="compare stock with stock: the noise of the method itself")
     add(
+        "--control-arg",
+        action="append",
+        default=[],
+        metavar="'--name value'",
+        help="beside the verified arms compare stock with a stock server that has this argument too, "
+        'for the noise of stock itself: --control-arg="--chunked-prefill-size 512"',
+    )
+    add(
         "--margin-tolerance",
         type=float,
         default=0.0,
@@ -155,7 +164,8 @@ def config_from(args: argparse.Namespace) -> IdentityConfig:
         given.pop(name)
     given["compressors"] = given.pop("compressor")
     given["budgets"] = given.pop("budget")
-    given["server_args"] = tuple(word for text in given.pop("server_arg") for word in shlex.split(text))
+    for name in ("server_arg", "control_arg"):
+        given[f"{name}s"] = tuple(word for text in given.pop(name) for word in shlex.split(text))
     if given["deterministic"] is None:
         given["deterministic"] = given["seed"] is not None
     return IdentityConfig(**given)

@@ -127,6 +127,12 @@ def test_a_hook_that_does_not_fit_gets_a_line_of_its_own(
     assert doctor.main([]) == 1
 
 
+def test_a_patched_fork_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hooks, "is_patched_fork", lambda: True)
+    (summary,) = doctor.check_hooks()
+    assert summary.ok and summary.found.endswith("called by this patched fork")
+
+
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
@@ -152,9 +158,9 @@ def test_a_folder_without_a_model_is_a_failing_line_not_a_traceback(tmp_path: Pa
     assert "\n" not in checks["model"].found
 
 
-@pytest.mark.parametrize(("running", "ok"), [((3, 10), False), ((3, 11), True), ((3, 12), True), ((3, 13), False)])
-def test_python_versions(running: tuple[int, int], ok: bool) -> None:
-    check = doctor.check_python(running)
+@pytest.mark.parametrize(("minor", "ok"), [(10, False), (11, True), (12, True), (13, False)])
+def test_python_versions(minor: int, ok: bool) -> None:
+    check = doctor.check_python((3, minor))
     assert check.ok is ok
     assert bool(check.remedy) is not ok
 
@@ -231,7 +237,8 @@ def test_every_failing_line_has_a_remedy_and_no_other_line_has(
     install(monkeypatch, {"sglang": "0.4", "torch": "2.13.0"})
     monkeypatch.setenv("SGLANG_PLUGINS", "somebody_else")
     checks = doctor.examine(config_folder(tmp_path, MLA))
-    assert [check.name for check in checks if not check.ok] == ["SGLang", "plugin selection", "model", "kv modes"]
+    failing = [check.name for check in checks if not check.ok]
+    assert failing == ["SGLang", "plugin selection", "model", "kv modes"]
     assert all(bool(check.remedy) is not check.ok for check in checks)
 
 
