@@ -41,7 +41,7 @@ class RequestState:
     """Draft state of one running request; the worker creates and updates it.
 
     Attributes:
-        rid: SGLang's request id: tells a reused row from the same request.
+        rid: SGLang's request id, for logs and traces.
         row: the request's row in the token table.
         seed: noise shared by draft and verify, in [0, 2**63).
         bonus: newest token of the output; its KV is not computed yet.

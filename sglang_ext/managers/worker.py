@@ -87,7 +87,7 @@ class KVWorker(BaseSpecWorker):
             queries=self.queries,
         )
         tree_cache.views = views
-        tree_cache.on_release = lambda: self.metrics.observe_pool(views)
+        tree_cache.on_release = self.forget
         tree_cache.insert_generated = not self.lossy
         self.planner = Planner(views, self.server_args.kv_draft_length, self.lossy)
         logger.info(
@@ -97,6 +97,11 @@ class KVWorker(BaseSpecWorker):
             self.server_args.kv_budget,
             self.server_args.kv_draft_length,
         )
+
+    def forget(self, row: int) -> None:
+        """Drop the draft state of the request in ``row``: it finished, was aborted or retracted."""
+        self.states.pop(row, None)
+        self.metrics.observe_pool(self.planner.views)
 
     def clear_cache_pool(self) -> None:
         """Forget all requests: the scheduler cleared the pool."""
@@ -142,7 +147,8 @@ class KVWorker(BaseSpecWorker):
     def _admit(self, req: "Req", token: int) -> None:
         """Start the draft state of a request whose prompt (or a chunk of it) was computed."""
         old = self.states.get(req.req_pool_idx)
-        if old is not None and old.rid == req.rid and not req.output_ids:
+        if old is not None:
+            # An earlier chunk of the same prompt.
             old.bonus = token
             return
         self._admitted += 1

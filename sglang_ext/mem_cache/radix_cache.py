@@ -15,20 +15,20 @@ class KVViewsRadixCache(RadixCache):
 
     Attributes:
         views: the compressed copies, set by the worker once its pool exists.
-        on_release: called after a copy was released, to report the slots still held.
+        on_release: called with a request's row after its copy was released.
         insert_generated: whether generated tokens enter the tree; not in lossy mode, where their
             KV is not that of the full cache.
     """
 
     views: CompressedViews | None = None
-    on_release: Callable[[], None] | None = None
+    on_release: Callable[[int], None] | None = None
     insert_generated: bool = True
 
     def cache_finished_req(self, req, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
         """Release the request's compressed copy, then cache its full KV as SGLang does."""
         if self.views is not None:
             self.views.release(req.req_pool_idx)
-            self.on_release()
+            self.on_release(req.req_pool_idx)
         super().cache_finished_req(
             req, is_insert and self.insert_generated, kv_len_to_handle=kv_len_to_handle
         )

@@ -23,8 +23,8 @@ LOGPROB_TOLERANCE = 1e-3
 @sgl.function
 def complete(s: ProgramState, source: str) -> None:
     """Plain generation, twice, so that the second starts from a cached prefix."""
-    s += source + sgl.gen("first", max_tokens=32, temperature=0)
-    s += "\n\n# In other words, " + sgl.gen("second", max_tokens=24, temperature=0, stop="\n\n")
+    s += source + sgl.gen("first", max_tokens=24, temperature=0)
+    s += "\n\n# In other words, " + sgl.gen("second", max_tokens=16, temperature=0, stop="\n\n")
 
 
 @sgl.function
@@ -32,19 +32,18 @@ def choose(s: ProgramState, source: str) -> None:
     """A choice by input logprobs, then generation that depends on it."""
     s += f"A Python module:\n\n{source}\n\nIt works on"
     s += sgl.select("subject", choices=SUBJECTS)
-    s += " and it" + sgl.gen("why", max_tokens=24, temperature=0)
+    s += " and it" + sgl.gen("why", max_tokens=16, temperature=0)
 
 
 @sgl.function
 def branch(s: ProgramState, source: str) -> None:
-    """Three branches that run at once on one shared prefix, then joined."""
+    """Two branches that run at once on one shared prefix, then joined."""
     s += source
-    branches = s.fork(3)
-    for i, name in enumerate(("strength", "weakness", "purpose")):
-        branches[i] += f"\n\n# Its greatest {name} is" + sgl.gen("text", max_tokens=20, temperature=0)
-    for i, name in enumerate(("strength", "weakness", "purpose")):
-        s[name] = branches[i]["text"]
-    s += "".join(part["text"] for part in branches) + sgl.gen("joined", max_tokens=16, temperature=0)
+    strength, weakness = s.fork(2)
+    strength += "\n\n# Its greatest strength is" + sgl.gen("text", max_tokens=20, temperature=0)
+    weakness += "\n\n# Its greatest weakness is" + sgl.gen("text", max_tokens=20, temperature=0)
+    s["strength"], s["weakness"] = strength["text"], weakness["text"]
+    s += strength["text"] + weakness["text"] + sgl.gen("joined", max_tokens=16, temperature=0)
 
 
 @sgl.function
@@ -100,7 +99,7 @@ def test_select_takes_stocks_choice_with_its_scores(stock, verified) -> None:
 
 
 def test_forks_share_a_prefix_and_join_as_stocks(stock, verified) -> None:
-    names = ("strength", "weakness", "purpose", "joined")
+    names = ("strength", "weakness", "joined")
     expected, found = run(branch, stock), run(branch, verified)
     assert values(found, *names) == values(expected, *names)
     assert drafted(found, "joined") > 0

@@ -118,7 +118,7 @@ def test_streaming_sends_no_empty_chunk_and_the_same_text(stock, verified, promp
     assert lengths == sorted(set(lengths)), "a chunk brought no new token"
 
 
-def test_abort_while_drafting_frees_everything(verified, prompts):
+def test_abort_while_drafting_frees_everything_and_the_rid_can_come_back(stock, verified, prompts):
     def long_request():
         return verified.generate(
             input_ids=prompts[3], rid="to-abort", sampling_params=sampling(400)
@@ -133,6 +133,8 @@ def test_abort_while_drafting_frees_everything(verified, prompts):
     verified.flush()
     assert verified.alive()
     assert held_bytes(verified) == 0
+    body = {"input_ids": prompts[0], "rid": "to-abort", "sampling_params": sampling(16)}
+    assert verified.generate(**body)["output_ids"] == stock.generate(**body)["output_ids"]
 
 
 def held_bytes(server) -> float:
