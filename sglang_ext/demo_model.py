@@ -39,6 +39,7 @@ def convert(gguf: Path, folder: Path) -> None:
     The folder appears only when it is complete, so an interrupted conversion is done again.
     """
     import torch
+    from tokenizers.decoders import ByteLevel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     partial = folder.with_name(folder.name + ".partial")
@@ -51,6 +52,8 @@ def convert(gguf: Path, folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(**source)
     # The GGUF reader takes the first special token for the end of text.
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
+    # It also leaves a byte-fallback decoder, which makes grammar backends misread the vocabulary.
+    tokenizer.backend_tokenizer.decoder = ByteLevel()
     tokenizer.save_pretrained(partial)
     shutil.rmtree(folder, ignore_errors=True)
     os.replace(partial, folder)

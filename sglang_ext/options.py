@@ -163,7 +163,7 @@ def unsupported_model(config: object) -> str | None:
         return "it uses multi-head latent attention (MLA)"
     if getattr(config, "is_hybrid_swa", False) or _uses_sliding_window(text):
         return "it uses sliding-window attention"
-    if any(hasattr(text, name) for name in ("mamba_d_state", "linear_num_key_heads", "layers_block_type")):
+    if _has_recurrent_layers(text):
         return "it is a hybrid of attention and recurrent layers"
     if config.is_multimodal:
         return "it is multimodal"
@@ -172,6 +172,12 @@ def unsupported_model(config: object) -> str | None:
     if getattr(config, "is_encoder_decoder", False):
         return "it is an encoder-decoder model"
     return None
+
+
+def _has_recurrent_layers(text: object) -> bool:
+    if any(hasattr(text, name) for name in ("mamba_d_state", "linear_num_key_heads", "layers_block_type")):
+        return True
+    return any("attention" not in kind for kind in getattr(text, "layer_types", None) or ())
 
 
 def _uses_sliding_window(text: object) -> bool:

@@ -18,6 +18,9 @@ SIZES = {
     "max_position_embeddings": 8192,
     "initializer_range": 0.1,
     "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 2,
 }
 MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 

@@ -65,7 +65,8 @@ def batch_result(
         tokens[i, : counts[i]] = torch.tensor(outcome.tokens, dtype=torch.int64)
     output = LogitsProcessorOutput(next_token_logits=None)
     if batch.return_logprob:
-        _add_logprobs(output, outcomes, sampled, stride)
+        rows = [row for outcome in outcomes for row in _padded(outcome, stride)]
+        sampled.fill_logprobs(output, rows, stride)
     if forward.hidden_states is not None:
         output.hidden_states = _pad_rows(forward.hidden_states, outcomes, stride)
     device = batch.seq_lens.device
@@ -78,18 +79,6 @@ def batch_result(
         speculative_num_draft_tokens=stride,
         can_run_cuda_graph=False,
     )
-
-
-def _add_logprobs(
-    output: LogitsProcessorOutput, outcomes: list[Accepted], sampled: Sampled, stride: int
-) -> None:
-    rows = [row for outcome in outcomes for row in _padded(outcome, stride)]
-    output.next_token_logprobs = torch.tensor([sampled.logprobs[row] for row in rows]).view(-1, stride)
-    as_tensor = torch.as_tensor
-    output.next_token_top_logprobs_val = [as_tensor(sampled.top[row][0]) for row in rows]
-    output.next_token_top_logprobs_idx = [as_tensor(sampled.top[row][1]) for row in rows]
-    output.next_token_token_ids_logprobs_val = [as_tensor(sampled.chosen[row][0]) for row in rows]
-    output.next_token_token_ids_logprobs_idx = [list(sampled.chosen[row][1]) for row in rows]
 
 
 def _padded(outcome: Accepted, stride: int) -> list[int]:

@@ -58,6 +58,19 @@ class Sampled:
     chosen: list[tuple]
 
 
+    def fill_logprobs(self, output: LogitsProcessorOutput, rows: list[int], stride: int) -> None:
+        """Write the log-probabilities of ``rows``, ``stride`` for each request, as SGLang expects them.
+
+        ``next_token_logprobs`` gets [requests, stride], or [requests] for a stride of 1.
+        """
+        values = torch.tensor([self.logprobs[row] for row in rows])
+        output.next_token_logprobs = values.view(-1, stride) if stride > 1 else values
+        output.next_token_top_logprobs_val = [torch.as_tensor(self.top[row][0]) for row in rows]
+        output.next_token_top_logprobs_idx = [torch.as_tensor(self.top[row][1]) for row in rows]
+        output.next_token_token_ids_logprobs_val = [torch.as_tensor(self.chosen[row][0]) for row in rows]
+        output.next_token_token_ids_logprobs_idx = [list(self.chosen[row][1]) for row in rows]
+
+
 def route(req: "Req") -> str:
     """Which way through SGLang's sampler a request takes when it is alone."""
     params = req.sampling_params

@@ -132,35 +132,44 @@ class KVWorker(BaseSpecWorker):
         return self._decode(batch)
 
     def _prefill(self, batch: "ScheduleBatch") -> GenerationBatchResult:
+        """SGLang's own prefill; its first tokens are sampled like all others (sampling.py)."""
         rows, start = [], 0
         for req, length in zip(batch.reqs, batch.extend_lens):
             rows.append(Recorded(req.req_pool_idx, start, start + length))
             start += length
         with self.queries.recording(tuple(rows)):
-            result = self.target_worker.forward_batch_generation(batch)
-        for req, token in zip(batch.reqs, result.next_token_ids.tolist()):
-            self._admit(req, token)
+            result = self.target_worker.forward_batch_generation(batch, is_verify=True)
+        states = [self._admit(req) for req in batch.reqs]
+        lengths = batch.seq_lens.tolist()
+        rows = [self._sampling_row(i, s, length - 1) for i, (s, length) in enumerate(zip(states, lengths))]
+        output = result.logits_output
+        sampled = sampling.sample(self.model_runner, batch, output.next_token_logits, rows)
+        for state, token in zip(states, sampled.tokens):
+            state.bonus = token
+        if batch.return_logprob:
+            sampled.fill_logprobs(output, list(range(len(rows))), stride=1)
+        result.next_token_ids = torch.tensor(sampled.tokens, dtype=torch.int64)
         result.next_draft_input = BetweenSteps()
         result.new_seq_lens = batch.seq_lens
         return result
 
-    def _admit(self, req: "Req", token: int) -> None:
-        """Start the draft state of a request whose prompt (or a chunk of it) was computed."""
+    def _admit(self, req: "Req") -> RequestState:
+        """The draft state of a request whose prompt (or a chunk of it) was computed."""
         old = self.states.get(req.req_pool_idx)
         if old is not None:
             # An earlier chunk of the same prompt.
-            old.bonus = token
-            return
+            return old
         self._admitted += 1
         state = RequestState(
             rid=req.rid,
             row=req.req_pool_idx,
             seed=noise_seed(req, self.server_args, self._admitted),
-            bonus=token,
+            bonus=0,
             fallback=fallback_reason(req),
         )
         meta_info.resume(req, state)
         self.states[req.req_pool_idx] = state
+        return state
 
     def _decode(self, batch: "ScheduleBatch") -> GenerationBatchResult:
         states = [self.states[req.req_pool_idx] for req in batch.reqs]
@@ -178,10 +187,13 @@ class KVWorker(BaseSpecWorker):
 
     def _sampling_rows(self, steps: list[Step]) -> list[sampling.Row]:
         return [
-            sampling.Row(i, step.position + j, None if is_ineligible(step.state) else step.state.seed)
+            self._sampling_row(i, step.state, step.position + j)
             for i, step in enumerate(steps)
             for j in range(len(step.tokens))
         ]
+
+    def _sampling_row(self, index: int, state: RequestState, position: int) -> sampling.Row:
+        return sampling.Row(index, position, None if is_ineligible(state) else state.seed)
 
     def _to_record(self, steps: list[Step], layout: forward.Layout) -> tuple[Recorded, ...]:
         """Queries over exact KV; in lossy mode there are none after the prompt, so all."""

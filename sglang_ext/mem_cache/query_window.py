@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from sglang_ext.options import MAX_DRAFT_LENGTH
+
 
 @dataclass(frozen=True)
 class Recorded:
@@ -25,6 +27,10 @@ class Recorded:
     key: int
     start: int
     end: int
+
+
+# Queries kept beyond the window: a verification's rejected rows are taken back after the forward.
+SPARE = MAX_DRAFT_LENGTH + 1
 
 
 @dataclass
@@ -55,11 +61,12 @@ class QueryWindows:
     def record(self, layer_id: int, queries: torch.Tensor) -> None:
         """Append a layer's queries ([tokens, query_heads, head_dim]) of the running forward."""
         for row in self._running:
-            new = queries[max(row.start, row.end - self.window) : row.end]
+            longest = self.window + SPARE
+            new = queries[max(row.start, row.end - longest) : row.end]
             layers = self._kept.setdefault(row.key, {})
             old = layers.get(layer_id)
-            if old is not None and len(new) < self.window:
-                layers[layer_id] = torch.cat([old, new])[-self.window :]
+            if old is not None and len(new) < longest:
+                layers[layer_id] = torch.cat([old, new])[-longest:]
             else:
                 layers[layer_id] = new.clone()
 
@@ -72,12 +79,13 @@ class QueryWindows:
 
     def get(self, key: int, layer_id: int) -> torch.Tensor | None:
         """Queries of a request and layer, oldest first: [up to window, heads, head_dim]."""
-        return self._kept.get(key, {}).get(layer_id)
+        queries = self._kept.get(key, {}).get(layer_id)
+        return None if queries is None else queries[-self.window :]
 
     def length(self, key: int) -> int:
-        """How many queries are kept for a request."""
-        layers = self._kept.get(key)
-        return min((len(queries) for queries in layers.values()), default=0) if layers else 0
+        """How many queries :meth:`get` gives for a request."""
+        layers = self._kept.get(key, {})
+        return min((*map(len, layers.values()), self.window)) if layers else 0
 
     def forget(self, key: int) -> None:
         """Release what is kept for a request."""

@@ -33,9 +33,13 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
         server_args.disable_overlap_schedule = True
 
     def init_backend(self) -> None:
-        """Put PyTorch in place of the Triton kernels that SGLang calls on any device."""
+        """Put plain PyTorch in place of what SGLang compiles or has as Triton kernels on any device."""
+        import torch._dynamo
+
         from sglang_ext import hooks
 
+        # Small operators that SGLang and its grammar backends compile would need a C++ compiler.
+        torch._dynamo.config.disable = True
         hooks.activate_plain_cpu()
 
     def get_device(self, local_rank: int = 0) -> str:

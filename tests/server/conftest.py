@@ -94,11 +94,14 @@ def start(model: Path, flags: tuple[str, ...], folder: Path, env: dict[str, str]
         )
     server = Server(f"http://127.0.0.1:{port}", flags, process, log)
     deadline = time.monotonic() + START_SECONDS
-    while not server.alive():
-        if process.poll() is not None or time.monotonic() > deadline:
-            server.stop()
-            pytest.fail(f"server {flags} did not start:\n" + log.read_text()[-3000:])
-        time.sleep(1)
+    try:
+        while not server.alive():
+            if process.poll() is not None or time.monotonic() > deadline:
+                pytest.fail(f"server {flags} did not start:\n" + log.read_text()[-3000:])
+            time.sleep(1)
+    except BaseException:
+        server.stop()
+        raise
     return server
 
 

@@ -4,6 +4,8 @@ import importlib.machinery
 import importlib.util
 from pathlib import Path
 
+from types import SimpleNamespace
+
 import pytest
 import transformers
 
@@ -49,6 +51,9 @@ class SavedTokenizer:
     """Stands in for a tokenizer."""
 
     eos_token = "<|first special token|>"
+
+    def __init__(self) -> None:
+        self.backend_tokenizer = SimpleNamespace(decoder=None)
 
     def convert_ids_to_tokens(self, token_id: int) -> str:
         """The token's text."""

@@ -30,9 +30,14 @@ class SnapKV(Compressor):
         return kept.sort(dim=-1).values
 
     def scores(self, layer: LayerKV) -> torch.Tensor:
-        """Importance of each token: float32 [kv_heads, tokens], infinite inside the window."""
+        """Importance of each token: float32 [kv_heads, tokens], infinite inside the window.
+
+        Without any query, newer tokens are more important.
+        """
         tokens, kv_heads, dim = layer.keys.shape
         window, query_heads = layer.queries.shape[:2]
+        if window == 0:
+            return torch.arange(tokens, device=layer.keys.device).float().expand(kv_heads, -1)
         queries = layer.queries.float().view(window, kv_heads, query_heads // kv_heads, dim)
         logits = torch.einsum("whgd,thd->hgwt", queries, layer.keys.float()) * layer.scaling
         positions = torch.arange(tokens, device=layer.keys.device)
