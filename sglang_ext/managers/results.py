@@ -122,6 +122,7 @@ def _advance_grammars_last(original: Callable, processor, batch: "ScheduleBatch"
     original(processor, batch, result)
     for req, row in open_grammars:
         processor._accept_grammar_tokens(req, row)
+        req.grammar.finished = req.finished()
 
 
 def _subset(batch: "ScheduleBatch", indices: list[int]) -> "ScheduleBatch":

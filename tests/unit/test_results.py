@@ -83,7 +83,7 @@ def test_requests_that_only_drafted_are_left_out_of_processing():
 
 def test_a_grammar_advances_after_the_request_was_processed():
     batch, result = make_result()
-    batch.reqs[2].grammar = object()
+    batch.reqs[2].grammar = SimpleNamespace()
     order = []
     processor = SimpleNamespace(_accept_grammar_tokens=lambda req, row: order.append((req.name, row)))
     process_emitted(lambda *_: order.append("processed"), processor, batch, result)
