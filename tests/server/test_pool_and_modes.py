@@ -37,7 +37,7 @@ def test_pages_of_16_with_chunked_prefill_and_sink_recent(launch, prompts, expec
         assert all(r["meta_info"]["kv_drafts"] > 0 for r in found)
 
 
-def test_a_pool_too_small_retracts_and_keeps_the_output(launch, prompts, expected):
+def test_a_pool_too_small_for_all_requests_keeps_the_output(launch, prompts, expected):
     server = launch(
         "--kv-mode", "verified", "--kv-budget", "0.5", "--max-total-tokens", "1300",
         "--schedule-conservativeness", "0.1", env=STRICT,
