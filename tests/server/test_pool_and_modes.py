@@ -48,6 +48,15 @@ def test_a_pool_too_small_for_all_requests_keeps_the_output(launch, prompts, exp
     assert server.alive()
 
 
+def test_retracted_requests_come_back_and_keep_the_output(launch, prompts, expected):
+    forced = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "25"}
+    flags = ("--kv-mode", "verified", "--kv-budget", "0.5", "--max-total-tokens", "4600")
+    found = run_all(launch(*flags, env={**STRICT, **forced}), prompts, 4, **greedy(48))
+    assert [r["output_ids"] for r in found] == expected
+    assert sum(r["meta_info"]["num_retractions"] for r in found) > 0
+    assert all(r["meta_info"]["kv_drafts"] > 0 for r in found)
+
+
 def test_without_a_prefix_cache(launch, prompts, expected):
     server = launch("--kv-mode", "verified", "--kv-budget", "0.25", "--disable-radix-cache", env=STRICT)
     found = run_all(server, prompts, 4, **greedy(48))
