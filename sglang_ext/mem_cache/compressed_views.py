@@ -144,19 +144,15 @@ class CompressedViews:
         self.token_table[self.draft_row(row), view.kept : view.kept + len(tail)] = tail
 
     def release(self, row: int) -> None:
-        """Free the copy and the queries of the request in ``row``; no-op without a copy."""
+        """Free the copy and the queries of the request in ``row``."""
+        self.release_copy(row)
+        self.queries.forget(row)
+
+    def release_copy(self, row: int) -> None:
+        """Free the copy of the request in ``row``; no-op without one. Its queries stay."""
         view = self._views.pop(row, None)
         if view is not None:
             self.allocator.free(view.slots)
-        self.queries.forget(row)
-
-    def release_copy(self, row: int) -> int:
-        """Free the copy only; the number of slots freed."""
-        view = self._views.pop(row, None)
-        if view is None:
-            return 0
-        self.allocator.free(view.slots)
-        return view.kept
 
     def largest(self) -> int | None:
         """Row of the request with the largest copy."""

@@ -82,11 +82,6 @@ class QueryWindows:
         queries = self._kept.get(key, {}).get(layer_id)
         return None if queries is None else queries[-self.window :]
 
-    def length(self, key: int) -> int:
-        """How many queries :meth:`get` gives for a request."""
-        layers = self._kept.get(key, {})
-        return min((*map(len, layers.values()), self.window)) if layers else 0
-
     def forget(self, key: int) -> None:
         """Release what is kept for a request."""
         self._kept.pop(key, None)
