@@ -62,6 +62,8 @@ def parse_margins(top_logprobs: Sequence[Sequence[Sequence[Any]]] | None) -> tup
 
 def parse_response(payload: Mapping[str, Any], seconds: float = 0.0) -> Generation:
     """Read one answer of ``/generate``; one that SGLang aborted becomes an error."""
+    if not isinstance(payload, Mapping):
+        return Generation(error=f"no JSON object in the answer: {payload!r}", seconds=seconds)
     meta = payload.get("meta_info", {})
     reason = meta.get("finish_reason") or {}
     if reason.get("type") == "abort":

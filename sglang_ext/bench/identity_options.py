@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sglang_ext.bench import BenchError
-from sglang_ext.bench.server import SamplingSettings
+from sglang_ext.bench.client import SamplingSettings
 
 
 @dataclass(frozen=True)

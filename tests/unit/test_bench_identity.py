@@ -2,8 +2,6 @@
 
 import argparse
 import json
-import socket
-import sys
 from pathlib import Path
 
 import pytest
@@ -28,7 +26,7 @@ from sglang_ext.bench.compare import (
 )
 from sglang_ext.bench.generation import Generation, VerifyStats, parse_response
 from sglang_ext.bench.prompts import Prompt, load_prompts
-from sglang_ext.bench.server import SamplingSettings, ServerProcess, free_port
+from sglang_ext.bench.client import SamplingSettings
 
 SETTING = Setting("quant", 0.5, 1)
 PROMPT = Prompt("p", (1, 2, 3))
@@ -52,14 +50,6 @@ class CharTokenizer:
     ) -> str:
         assert not tokenize and add_generation_prompt
         return "<" + "".join(f"[{m['role']}]{m['content']}" for m in conversation) + "[assistant]"
-
-
-def is_running(process: int) -> bool:
-    """Whether a process exists and is no zombie that waits for its new parent."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().split(") ")[1][0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def make_config(**changes: object) -> identity_options.IdentityConfig:
@@ -416,37 +406,6 @@ class TestReport:
         found = compare(SETTING, [Prompt("[b]x", (1,))], [Generation()], [Generation(error="[/x]")], 2)
         report.print_comparison(report.make_console(), found, "float32", 0.0, 2)
         assert "[b]x" in capsys.readouterr().out
-
-
-class TestServerProcess:
-    def test_taken_port_is_refused(self, tmp_path: Path) -> None:
-        with socket.socket() as taken:
-            taken.bind(("127.0.0.1", 0))
-            taken.listen()
-            server = ServerProcess("m", (), tmp_path / "log", port=taken.getsockname()[1])
-            with pytest.raises(BenchError, match="is taken"):
-                server.__enter__()
-
-    def test_server_that_ends_shows_its_last_words(self, tmp_path: Path) -> None:
-        server = ServerProcess("m", (), tmp_path / "log", port=free_port())
-        server.command = (sys.executable, "-c", "print('last words'); raise SystemExit(3)")
-        with pytest.raises(BenchError, match="(?s)code 3.*last words"):
-            server.__enter__()
-
-    def test_stop_ends_the_children_of_a_leader_that_is_gone(self, tmp_path: Path) -> None:
-        server = ServerProcess("m", (), tmp_path / "log", port=free_port(), start_timeout=1.0)
-        server.stop_grace = 0.5
-        child = "import os, signal, time; signal.signal(15, 1); print(os.getpid(), flush=True); time.sleep(60)"
-        leader = f"import subprocess as s; s.run([{sys.executable!r}, '-c', {child!r}])"
-        server.command = (sys.executable, "-c", leader)
-        with pytest.raises(BenchError, match="not healthy after 1 s"):
-            server.__enter__()
-        assert not is_running(int(server.log.read_text()))
-
-    def test_request_to_no_server_is_an_error_of_the_prompt(self, tmp_path: Path) -> None:
-        server = ServerProcess("m", (), tmp_path / "log", port=free_port())
-        answer = server.generate((1,), SamplingSettings(), 1)
-        assert answer.error is not None and "refused" in answer.error
 
 
 class TestCorpus:

@@ -1,0 +1,151 @@
+"""HTTP requests to an SGLang server."""
+
+import json
+import socket
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+from http.client import HTTPException
+from typing import Any
+
+from sglang_ext.bench import BenchError
+from sglang_ext.bench.generation import Generation, parse_response
+
+HOST = "127.0.0.1"
+HEALTH_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """How tokens are chosen. ``temperature`` 0 is greedy; a seed needs a server that honours it."""
+
+    temperature: float = 0.0
+    seed: int | None = None
+
+    def as_json(self, new_tokens: int) -> dict[str, Any]:
+        """``sampling_params`` of a request for exactly ``new_tokens`` tokens."""
+        params: dict[str, Any] = {
+            "temperature": self.temperature,
+            "max_new_tokens": new_tokens,
+            "ignore_eos": True,
+        }
+        if self.seed is not None:
+            params["sampling_seed"] = self.seed
+        return params
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return probe.getsockname()[1]
+
+
+class ServerClient:
+    """Requests to the server on a port of this machine.
+
+    Args:
+        port: its TCP port.
+        request_timeout: seconds for one request.
+    """
+
+    def __init__(self, port: int, request_timeout: float = 1800.0) -> None:
+        self.port = port
+        self.request_timeout = request_timeout
+
+    @property
+    def url(self) -> str:
+        """Address of the server, without a slash at its end."""
+        return f"http://{HOST}:{self.port}"
+
+    def request(self, path: str, body: Mapping[str, Any] | None = None, timeout: float | None = None) -> Any:
+        """GET without a body, POST of JSON with one; the answer's JSON, or its text where it is none.
+
+        Raises:
+            OSError: the server refused (``urllib.error.HTTPError``), is gone, or needs longer than
+                ``timeout`` seconds (default: the client's).
+        """
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(
+            f"{self.url}/{path.lstrip('/')}", data, {"Content-Type": "application/json"} if data else {}
+        )
+        seconds = self.request_timeout if timeout is None else timeout
+        try:
+            with urllib.request.urlopen(request, timeout=seconds) as response:
+                text = response.read().decode()
+        except HTTPException as error:
+            raise ConnectionError(f"the answer broke off: {error!r}") from error
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError:
+            return text
+
+    def alive(self, timeout: float = HEALTH_SECONDS) -> bool:
+        """Whether ``GET /health`` answers well within ``timeout`` seconds."""
+        try:
+            self.request("health", timeout=timeout)
+        except OSError:
+            return False
+        return True
+
+    def flush_cache(self) -> None:
+        """Empty the prefix cache.
+
+        Raises:
+            BenchError: the server refused, or is gone.
+        """
+        try:
+            self.request("flush_cache?timeout=30", {}, timeout=60)
+        except OSError as error:
+            raise BenchError(
+                f"POST /flush_cache failed: {describe_error(error)}; the server must be idle and alive"
+            ) from error
+
+    def generate(
+        self,
+        input_ids: tuple[int, ...],
+        sampling: SamplingSettings,
+        new_tokens: int,
+        with_margins: bool = False,
+    ) -> Generation:
+        """Send one prompt; a refused or broken request comes back as ``Generation.error``."""
+        body: dict[str, Any] = {
+            "input_ids": list(input_ids),
+            "sampling_params": sampling.as_json(new_tokens),
+        }
+        if with_margins:
+            body |= {"return_logprob": True, "top_logprobs_num": 2}
+        started = time.monotonic()
+        try:
+            payload = self.post("generate", body)
+        except (OSError, ValueError) as error:
+            return Generation(error=describe_error(error), seconds=time.monotonic() - started)
+        return parse_response(payload, time.monotonic() - started)
+
+    def post_quietly(self, path: str, body: dict[str, Any]) -> None:
+        """POST, for requests whose answer does not matter (an abort that comes too late)."""
+        try:
+            self.post(path, body)
+        except (OSError, ValueError):
+            return
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """POST a JSON body, return the JSON answer.
+
+        Raises:
+            OSError: the server refused (``urllib.error.HTTPError``) or is gone.
+        """
+        return self.request(path, body)
+
+
+def describe_error(error: Exception) -> str:
+    """The server's own words where it sent any, else the error's."""
+    if not isinstance(error, urllib.error.HTTPError):
+        return f"{type(error).__name__}: {error}"
+    text = error.read().decode(errors="replace")
+    try:
+        return f"HTTP {error.code}: {json.loads(text)['error']['message']}"
+    except (ValueError, KeyError, TypeError):
+        return f"HTTP {error.code}: {text.strip()[:500]}"

@@ -1,0 +1,138 @@
+"""ServerProcess and its client against a small HTTP server in place of SGLang."""
+
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from sglang_ext.bench import BenchError
+from sglang_ext.bench.client import SamplingSettings, ServerClient, free_port
+from sglang_ext.bench.server import ServerProcess
+
+
+class Handler(BaseHTTPRequestHandler):
+    """``/text`` answers text, ``/refuse`` an error, ``/cut`` breaks off; else method and body as JSON."""
+
+    def do_GET(self) -> None:
+        self.answer(b'{"method": "GET"}')
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.answer(b'{"method": "POST", "body": ' + body + b"}")
+
+    def answer(self, content: bytes) -> None:
+        if self.path == "/text":
+            content = b"plain words"
+        if self.path.startswith(("/refuse", "/flush_cache")):
+            self.send_response(400)
+            content = b'{"error": {"message": "not now"}}'
+        else:
+            self.send_response(200)
+        self.send_header("Content-Length", str(len(content) + (self.path == "/cut")))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def client() -> Iterator[ServerClient]:
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+        thread.start()
+        yield ServerClient(server.server_address[1], request_timeout=10)
+        server.shutdown()
+        thread.join()
+
+
+def is_running(process: int) -> bool:
+    """Whether a process exists and is no zombie that waits for its new parent."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().split(") ")[1][0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+class TestClient:
+    def test_no_body_is_a_get_and_a_body_a_post(self, client: ServerClient) -> None:
+        assert client.request("/any") == {"method": "GET"}
+        assert client.request("any", {"a": 1}) == {"method": "POST", "body": {"a": 1}}
+        assert client.request("/any", {}) == {"method": "POST", "body": {}}
+
+    def test_answer_that_is_no_json_is_text(self, client: ServerClient) -> None:
+        assert client.request("/text") == "plain words"
+
+    @pytest.mark.parametrize("path", ["/refuse", "/cut"])
+    def test_refused_and_broken_answers_are_os_errors(self, client: ServerClient, path: str) -> None:
+        with pytest.raises(OSError):
+            client.request(path)
+
+    def test_url_has_no_slash_at_its_end(self, client: ServerClient) -> None:
+        assert client.url == f"http://127.0.0.1:{client.port}"
+
+    def test_alive_tells_an_answer_from_none(self, client: ServerClient) -> None:
+        assert client.alive()
+        assert not ServerClient(free_port()).alive()
+
+    def test_refused_flush_shows_the_servers_words(self, client: ServerClient) -> None:
+        with pytest.raises(BenchError, match="HTTP 400: not now"):
+            client.flush_cache()
+
+    def test_answer_without_tokens_is_an_error_of_the_prompt(self, client: ServerClient) -> None:
+        answer = client.generate((1,), SamplingSettings(), 1)
+        assert answer.error is not None and "no output_ids" in answer.error
+
+    def test_request_to_no_server_is_an_error_of_the_prompt(self) -> None:
+        answer = ServerClient(free_port()).generate((1,), SamplingSettings(), 1)
+        assert answer.error is not None and "refused" in answer.error
+
+
+class TestServerProcess:
+    def test_taken_port_is_refused(self, tmp_path: Path) -> None:
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            server = ServerProcess("m", (), tmp_path / "log", port=taken.getsockname()[1])
+            with pytest.raises(BenchError, match="is taken"):
+                server.__enter__()
+
+    def test_server_that_ends_shows_its_last_words(self, tmp_path: Path) -> None:
+        server = ServerProcess("m", (), tmp_path / "log")
+        server.command = (sys.executable, "-c", "print('last words'); raise SystemExit(3)")
+        with pytest.raises(BenchError, match="(?s)code 3.*last words"):
+            server.__enter__()
+
+    def test_extra_variables_reach_the_server_only(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("BENCH_KEPT", "kept")
+        monkeypatch.setenv("BENCH_CHANGED", "old")
+        server = ServerProcess("m", (), tmp_path / "log", env={"BENCH_CHANGED": "new"})
+        show = "import os; print(os.environ['BENCH_KEPT'], os.environ['BENCH_CHANGED'])"
+        server.command = (sys.executable, "-c", show)
+        with pytest.raises(BenchError, match="kept new"):
+            server.__enter__()
+
+    def test_runs_from_entry_to_exit(self, tmp_path: Path) -> None:
+        server = ServerProcess("m", (), tmp_path / "log")
+        server.command = (sys.executable, "-m", "http.server", "--bind", "127.0.0.1", str(server.port))
+        (tmp_path / "health").touch()
+        server.command += ("--directory", str(tmp_path))
+        assert not server.running
+        with server:
+            assert server.running and server.alive()
+        assert not server.running
+
+    def test_stop_ends_the_children_of_a_leader_that_is_gone(self, tmp_path: Path) -> None:
+        server = ServerProcess("m", (), tmp_path / "log", start_timeout=1.0, stop_grace=0.5)
+        child = "import os, signal, time; signal.signal(15, 1); print(os.getpid(), flush=True); time.sleep(60)"
+        leader = f"import subprocess as s; s.run([{sys.executable!r}, '-c', {child!r}])"
+        server.command = (sys.executable, "-c", leader)
+        with pytest.raises(BenchError, match="not healthy after 1 s"):
+            server.__enter__()
+        assert not is_running(int(server.log.read_text()))
