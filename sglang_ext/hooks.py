@@ -1,11 +1,12 @@
-"""Everything that touches a private SGLang name, in one table.
+"""Everything that touches a private SGLang name, in one place.
 
 Each hook says its target, its kind, why it is needed and which parameters it expects of the
-target. :func:`check` resolves all of them when a mode is switched on; a target that moved or
-changed its signature stops the start with a message that names it. Nothing here is applied while
-``--kv-mode`` is ``full``.
+target; each use names what is called or set without being hooked. :func:`check` resolves all of
+them when a mode is switched on; a target that moved or changed its signature stops the start with
+a message that names it. Nothing here is applied while ``--kv-mode`` is ``full``.
 """
 
+import dataclasses
 import importlib.util
 import inspect
 import pkgutil
@@ -36,6 +37,21 @@ class Hook:
     why: str
     expects: tuple[str, ...]
     process: str
+
+
+@dataclass(frozen=True)
+class Use:
+    """A private SGLang name that is called or set, not hooked.
+
+    Attributes:
+        target: dotted name of the function, method or dataclass.
+        why: what it is needed for.
+        expects: a function's parameter names in order, or the fields needed of a dataclass.
+    """
+
+    target: str
+    why: str
+    expects: tuple[str, ...]
 
 
 HOOKS: tuple[Hook, ...] = (
@@ -134,31 +150,48 @@ PLAIN_CPU_HOOKS: tuple[Hook, ...] = (
 )
 
 
+USES: tuple[Use, ...] = (
+    Use(
+        target="sglang.srt.managers.scheduler_components.batch_result_processor."
+        "SchedulerBatchResultProcessor._accept_grammar_tokens",
+        why="grammars advance after the search for the end of an output, as without speculation",
+        expects=("self", "req", "tokens"),
+    ),
+    Use(
+        target="sglang.srt.managers.utils.GenerationBatchResult",
+        why="it carries accepted tokens, and that their grammars were advanced",
+        expects=("accept_lens", "new_seq_lens", "grammar_advanced", "grammar_retained_tokens"),
+    ),
+)
+
+
 def check(mode: str) -> None:
-    """Check every hook against the installed SGLang.
+    """Check every hook and every use against the installed SGLang.
 
     Raises:
-        HookError: a target is missing or has other parameters than expected.
+        HookError: a target is missing or has other parameters or fields than expected.
     """
-    for hook in HOOKS + PLAIN_CPU_HOOKS:
-        problem = find_problem(hook)
+    for entry in HOOKS + PLAIN_CPU_HOOKS + USES:
+        problem = find_problem(entry)
         if problem is not None:
             raise HookError(
-                f"--kv-mode {mode} cannot start: the hook on {hook.target} does not fit this SGLang "
-                f"({problem}). It is there because {hook.why}. Install sglang==0.5.17, or use "
-                "--kv-mode full."
+                f"--kv-mode {mode} cannot start: {entry.target} does not fit ({problem}). It is "
+                f"needed because {entry.why}. Install sglang==0.5.17, or use --kv-mode full."
             )
 
 
-def find_problem(hook: Hook) -> str | None:
-    """What keeps a hook from fitting the installed SGLang; None when it fits."""
+def find_problem(entry: Hook | Use) -> str | None:
+    """What keeps a hook or a use from fitting the installed SGLang; None when it fits."""
     try:
-        target = pkgutil.resolve_name(hook.target)
+        target = pkgutil.resolve_name(entry.target)
     except (ImportError, AttributeError) as error:
         return f"no such name: {error}"
+    if dataclasses.is_dataclass(target):
+        missing = set(entry.expects) - {field.name for field in dataclasses.fields(target)}
+        return f"no field is called {', '.join(sorted(missing))}" if missing else None
     found = tuple(inspect.signature(inspect.unwrap(target)).parameters)
-    if found != hook.expects:
-        return f"parameters are {', '.join(found)}; expected {', '.join(hook.expects)}"
+    if found != entry.expects:
+        return f"parameters are {', '.join(found)}; expected {', '.join(entry.expects)}"
     return None
 
 

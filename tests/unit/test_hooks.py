@@ -26,3 +26,17 @@ def test_a_changed_signature_is_named(monkeypatch):
     monkeypatch.setattr(hooks, "HOOKS", (changed,))
     with pytest.raises(hooks.HookError, match="process_batch_result_decode.*expected self, batch"):
         hooks.check("lossy")
+
+
+@pytest.mark.parametrize("use", hooks.USES, ids=lambda use: use.target)
+def test_what_is_used_without_a_hook_fits_the_installed_sglang(use):
+    assert hooks.find_problem(use) is None
+    assert use.why
+
+
+@pytest.mark.parametrize("use", hooks.USES, ids=lambda use: use.target)
+def test_a_use_that_no_longer_fits_stops_the_start_by_name(monkeypatch, use):
+    changed = dataclasses.replace(use, expects=("accept_tokens", "a_new_name"))
+    monkeypatch.setattr(hooks, "USES", (changed,))
+    with pytest.raises(hooks.HookError, match=f"{use.target.rsplit('.', 1)[1]}.*a_new_name"):
+        hooks.check("verified")
