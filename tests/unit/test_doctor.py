@@ -120,7 +120,7 @@ def test_a_hook_that_does_not_fit_gets_a_line_of_its_own(
     table = (dataclasses.replace(hooks.HOOKS[0], **change), *hooks.HOOKS[1:])
     monkeypatch.setattr(hooks, "HOOKS", table)
     summary, line = doctor.check_hooks()
-    total = len(table) + len(hooks.PLAIN_CPU_HOOKS)
+    total = len(table) + len(hooks.PLAIN_CPU_HOOKS) + len(hooks.USES)
     assert summary.found == f"{total - 1} of {total} fit" and not summary.ok
     assert problem in line.found and table[0].target in line.found
     assert "sglang==0.5.17" in line.remedy
