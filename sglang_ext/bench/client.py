@@ -108,15 +108,18 @@ class ServerClient:
         input_ids: tuple[int, ...],
         sampling: SamplingSettings,
         new_tokens: int,
-        with_margins: bool = False,
+        top_logprobs: int = 0,
     ) -> Generation:
-        """Send one prompt; a refused or broken request comes back as ``Generation.error``."""
+        """Send one prompt; a refused or broken request comes back as ``Generation.error``.
+
+        ``top_logprobs`` is the number of best log-probabilities wanted for each output token.
+        """
         body: dict[str, Any] = {
             "input_ids": list(input_ids),
             "sampling_params": sampling.as_json(new_tokens),
         }
-        if with_margins:
-            body |= {"return_logprob": True, "top_logprobs_num": 2}
+        if top_logprobs:
+            body |= {"return_logprob": True, "top_logprobs_num": top_logprobs}
         started = time.monotonic()
         try:
             payload = self.post("generate", body)

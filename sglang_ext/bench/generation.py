@@ -21,21 +21,35 @@ class VerifyStats:
     offered_histogram: tuple[int, ...] | None = None
 
 
+TopLogprobs = tuple[tuple[int, float], ...]
+"""The best (token id, log-probability) at one output position, best first."""
+
+
 @dataclass(frozen=True)
 class Generation:
     """The answer to one request.
 
-    ``margins[i]`` is the distance of the two best log probabilities at output token i, which at
-    temperature 0 equals that of the two best logits (None: not asked for). ``fallback`` is the
+    ``top_logprobs[i]`` belongs to output token i (None: not asked for). ``fallback`` is the
     server's reason to have used the full KV cache. With ``error`` set, nothing else is.
     """
 
     output_ids: tuple[int, ...] = ()
-    margins: tuple[float, ...] | None = None
+    top_logprobs: tuple[TopLogprobs, ...] | None = None
     verify: VerifyStats | None = None
     fallback: str | None = None
     error: str | None = None
     seconds: float = 0.0
+
+    def margin(self, index: int) -> float | None:
+        """Top-2 margin at output token ``index``; None where it is unknown.
+
+        This is the distance of the two best log-probabilities, which at temperature 0 equals that
+        of the two best logits.
+        """
+        if self.top_logprobs is None or index >= len(self.top_logprobs):
+            return None
+        row = self.top_logprobs[index]
+        return row[0][1] - row[1][1] if len(row) > 1 else None
 
 
 def parse_verify(meta: Mapping[str, Any]) -> VerifyStats | None:
@@ -53,11 +67,13 @@ def parse_verify(meta: Mapping[str, Any]) -> VerifyStats | None:
     )
 
 
-def parse_margins(top_logprobs: Sequence[Sequence[Sequence[Any]]] | None) -> tuple[float, ...] | None:
-    """Top-2 margin of each output token from ``output_top_logprobs``: rows of (logprob, id, text)."""
-    if top_logprobs is None:
+def parse_top_logprobs(
+    rows: Sequence[Sequence[Sequence[Any]] | None] | None,
+) -> tuple[TopLogprobs, ...] | None:
+    """``output_top_logprobs`` of ``meta_info``: for each token entries of (logprob, token id, text)."""
+    if rows is None:
         return None
-    return tuple(float(best[0]) - float(second[0]) for best, second, *_ in top_logprobs)
+    return tuple(tuple((int(entry[1]), float(entry[0])) for entry in row or ()) for row in rows)
 
 
 def parse_response(payload: Mapping[str, Any], seconds: float = 0.0) -> Generation:
@@ -73,7 +89,7 @@ def parse_response(payload: Mapping[str, Any], seconds: float = 0.0) -> Generati
     try:
         return Generation(
             output_ids=tuple(payload["output_ids"]),
-            margins=parse_margins(meta.get("output_top_logprobs")),
+            top_logprobs=parse_top_logprobs(meta.get("output_top_logprobs")),
             verify=parse_verify(meta),
             fallback=meta.get("kv_fallback"),
             seconds=seconds,

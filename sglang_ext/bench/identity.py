@@ -1,154 +1,77 @@
 """Compare verified decoding with stock SGLang, token by token.
 
-Starts one server at a time on the loopback interface: stock SGLang once, then one server for each
-compressor and budget. All get the same prompts with caches in the same state, and for a seeded
-run the same sampling seed. Ends with code 1 if an output differs in float32 or a prompt fails.
+Starts one server at a time on the loopback interface: stock SGLang once, then the controls (stock
+with other batch shapes), then one server for each compressor and budget. All get the same prompts
+with caches in the same state, and for a seeded run the same sampling seed. Ends with code 1 if a
+prompt fails, if an output differs in float32 beyond the tolerance, or if outputs differ in another
+dtype more than the controls' do.
 """
 
 import argparse
 import dataclasses
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 
-from sglang_ext.bench import BenchError, report
-from sglang_ext.bench.compare import Comparison, Setting, compare, exit_code
-from sglang_ext.bench.generation import Generation
-from sglang_ext.bench.identity_options import IdentityConfig, add_arguments, config_from
+from sglang_ext.bench import report
+from sglang_ext.bench.arms import Arm, ArmOutputs, control_arms, run_arm, stock_arm, try_arm, verified_arms
+from sglang_ext.bench.compare import Comparison, compare
+from sglang_ext.bench.identity_config import AUTO, IdentityConfig
+from sglang_ext.bench.identity_options import add_arguments, config_from
 from sglang_ext.bench.prompts import Prompt, load_prompts, load_tokenizer
-from sglang_ext.bench.server import ServerProcess
-
-CONTROL = "control"
+from sglang_ext.bench.tolerance import Rules, measured_tolerance
+from sglang_ext.bench.verdict import judge
 
 __all__ = ["add_arguments", "run"]
 
 
 @dataclass(frozen=True)
-class Arm:
-    """One server: its name, its arguments beyond the common ones, and whether to ask for margins."""
+class Bench:
+    """What all arms of a run share; ``logs`` is the folder of the servers' logs."""
 
-    name: str
-    compressor: str
-    budget: float
-    arguments: tuple[str, ...]
-    with_margins: bool = False
+    config: IdentityConfig
+    prompts: tuple[Prompt, ...]
+    logs: Path
+    console: Console
 
+    def compare_arm(self, arm: Arm, stock: ArmOutputs) -> list[Comparison]:
+        """Run an arm and compare it with stock, at each concurrency."""
+        outputs = try_arm(self.config, arm, self.prompts, self.logs, self.console)
+        return [
+            compare(arm.setting(width), self.prompts, stock[width], outputs[width], self.config.draft_length)
+            for width in self.config.concurrency
+        ]
 
-def stock_arm(config: IdentityConfig) -> Arm:
-    """The reference: the full KV cache, one token per step."""
-    arguments = () if config.control else ("--kv-mode", "full")
-    return Arm("stock", "none", 1.0, arguments, with_margins=True)
-
-
-def verified_arms(config: IdentityConfig) -> list[Arm]:
-    """The arms under test; for a control, a second stock server, which shows stock's own noise."""
-    control = [Arm(CONTROL, CONTROL, 1.0, config.control_args)]
-    if config.control:
-        return control
-    return (control if config.control_args else []) + [
-        Arm(
-            f"verified-{compressor}-{budget:g}",
-            compressor,
-            budget,
-            (
-                *("--kv-mode", "verified", "--kv-compressor", compressor),
-                *("--kv-budget", f"{budget:g}", "--kv-draft-length", str(config.draft_length)),
-            ),
-        )
-        for compressor in config.compressors
-        for budget in config.budgets
-    ]
-
-
-ArmOutputs = dict[int, list[Generation]]
-"""Answers in the order of the prompts, by concurrency."""
-
-
-def run_wave(
-    server: ServerProcess, prompts: tuple[Prompt, ...], config: IdentityConfig, with_margins: bool
-) -> list[Generation]:
-    """Send a batch of prompts at once, with an empty cache or one that holds these prompts only."""
-
-    def ask(prompt: Prompt) -> Generation:
-        return server.generate(prompt.input_ids, config.sampling, config.output_len, with_margins)
-
-    def warm(prompt: Prompt) -> Generation:
-        return server.generate(prompt.input_ids, config.sampling, new_tokens=1)
-
-    server.flush_cache()
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        if config.cache == "warm":
-            list(pool.map(warm, prompts))
-        return list(pool.map(ask, prompts))
-
-
-def run_arm(
-    config: IdentityConfig, arm: Arm, prompts: tuple[Prompt, ...], logs: Path, console: Console
-) -> ArmOutputs:
-    """Start the arm's server and send it all prompts at each concurrency.
-
-    Raises:
-        BenchError: the server did not start, or ended.
-    """
-    console.print(f"{arm.name}: starting", markup=False)
-    outputs: ArmOutputs = {}
-    with ServerProcess(
-        config.model,
-        (*config.common_server_arguments, *arm.arguments),
-        logs / f"{arm.name}.log",
-        config.port,
-        config.start_timeout,
-        config.request_timeout,
-    ) as server:
-        for width in config.concurrency:
-            answers: list[Generation] = []
-            for start in range(0, len(prompts), width):
-                wave = prompts[start : start + width]
-                answers += run_wave(server, wave, config, arm.with_margins)
-            outputs[width] = answers
-            seconds = sum(answer.seconds for answer in answers)
-            console.print(f"{arm.name}: {len(answers)} answers, {seconds:.1f} request seconds", markup=False)
-    return outputs
-
-
-def run_verified_arm(
-    config: IdentityConfig, arm: Arm, prompts: tuple[Prompt, ...], logs: Path, console: Console
-) -> ArmOutputs:
-    """Like :func:`run_arm`; a server that fails becomes an error of each prompt, so others still run."""
-    try:
-        return run_arm(config, arm, prompts, logs, console)
-    except BenchError as error:
-        console.print(f"{arm.name}: {error}", markup=False)
-        failed = [Generation(error=str(error).split("\n")[0])] * len(prompts)
-        return {width: failed for width in config.concurrency}
+    def show(self, comparisons: list[Comparison], rules: Rules) -> None:
+        """Print a table for each."""
+        for each in comparisons:
+            report.print_comparison(self.console, each, rules, self.config.draft_length)
 
 
 def run_config(
     config: IdentityConfig, prompts: tuple[Prompt, ...], logs: Path, console: Console
-) -> list[Comparison]:
-    """Run the stock arm once and each arm under test against it, printing a table for each."""
+) -> tuple[list[Comparison], Rules]:
+    """Run stock, the controls and the arms under test, printing tables; the rules to judge them by."""
+    bench = Bench(config, prompts, logs, console)
     stock = run_arm(config, stock_arm(config), prompts, logs, console)
-    comparisons = []
+    comparisons: list[Comparison] = []
+    for arm in control_arms(config):
+        comparisons += bench.compare_arm(arm, stock)
+    if config.margin_tolerance == AUTO:
+        tolerance = measured_tolerance(comparisons)
+        console.print(f"measured --margin-tolerance: {tolerance:.3g}", markup=False)
+    else:
+        tolerance = config.margin_tolerance
+    rules = config.rules(tolerance)
+    bench.show(comparisons, rules)
     for arm in verified_arms(config):
-        outputs = run_verified_arm(config, arm, prompts, logs, console)
-        for width in config.concurrency:
-            comparison = compare(
-                Setting(arm.compressor, arm.budget, width),
-                prompts,
-                stock[width],
-                outputs[width],
-                config.draft_length,
-                needs_verify=arm.compressor != CONTROL,
-            )
-            report.print_comparison(
-                console, comparison, config.dtype, config.margin_tolerance, config.draft_length
-            )
-            comparisons.append(comparison)
-    return comparisons
+        found = bench.compare_arm(arm, stock)
+        bench.show(found, rules)
+        comparisons += found
+    return comparisons, rules
 
 
 def run(args: argparse.Namespace) -> int:
@@ -159,14 +82,11 @@ def run(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         logs = args.logs or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
         logs.mkdir(parents=True, exist_ok=True)
-        comparisons = run_config(config, prompts, logs, console)
+        comparisons, rules = run_config(config, prompts, logs, console)
+    verdict = judge(comparisons, rules)
     if args.json:
-        settings = dataclasses.asdict(config)
-        report.write_json(
-            args.json, report.as_json(settings, comparisons, config.dtype, config.margin_tolerance)
-        )
+        report.write_json(args.json, report.as_json(dataclasses.asdict(config), comparisons, rules, verdict))
     if args.plot:
         report.write_plot(args.plot, comparisons)
-    code = exit_code(comparisons, config.dtype, config.margin_tolerance)
-    console.print("FAILED" if code else "passed", markup=False)
-    return code
+    report.print_verdict(console, verdict)
+    return verdict.exit_code

@@ -2,88 +2,11 @@
 
 import argparse
 import shlex
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
-from sglang_ext.bench import BenchError
-from sglang_ext.bench.client import SamplingSettings
-
-
-@dataclass(frozen=True)
-class IdentityConfig:
-    """The command line of ``identity``, checked. Field names are those of the options."""
-
-    model: str
-    prompts: Path
-    output_len: int
-    compressors: tuple[str, ...]
-    budgets: tuple[float, ...]
-    draft_length: int = 16
-    temperature: float = 0.0
-    seed: int | None = None
-    deterministic: bool = False
-    dtype: str = "float32"
-    concurrency: tuple[int, ...] = (1,)
-    cache: str = "cold"
-    page_size: int = 1
-    chunked_prefill_size: int | None = None
-    server_args: tuple[str, ...] = ()
-    control: bool = False
-    control_args: tuple[str, ...] = ()
-    margin_tolerance: float = 0.0
-    limit: int | None = None
-    port: int = 0
-    start_timeout: float = 300.0
-    request_timeout: float = 1800.0
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot be compared.
-
-        Raises:
-            BenchError: naming the option, its value and what is allowed.
-        """
-        counts = {"--output-len": self.output_len, "--page-size": self.page_size}
-        counts |= {"--draft-length": self.draft_length}
-        counts |= {"--concurrency": min(self.concurrency, default=0)}
-        counts |= {"--limit": 1 if self.limit is None else self.limit}
-        for option, value in counts.items():
-            if value < 1:
-                raise BenchError(f"{option} {value}: must be at least 1")
-        for budget in self.budgets:
-            if not 0 < budget <= 1:
-                raise BenchError(f"--budget {budget:g}: a budget is a share of the cache in (0, 1]")
-        if not self.control and not (self.compressors and self.budgets):
-            raise BenchError("--compressor and --budget are needed (or --control for stock against stock)")
-        self._check_sampling()
-
-    def _check_sampling(self) -> None:
-        if self.temperature < 0:
-            raise BenchError(f"--temperature {self.temperature:g}: must be 0 (greedy) or above")
-        if (self.temperature > 0) != (self.seed is not None):
-            raise BenchError(
-                f"--temperature {self.temperature:g} with --seed {self.seed}: outputs can be compared "
-                "greedily (no seed) or sampled with a seed; pass both or neither"
-            )
-        if self.temperature > 0 and self.margin_tolerance > 0:
-            raise BenchError(
-                "--margin-tolerance holds for greedy runs: a sampled token may lie far below the two "
-                "best; drop --margin-tolerance or --temperature"
-            )
-
-    @property
-    def common_server_arguments(self) -> tuple[str, ...]:
-        """Arguments that both arms get."""
-        arguments = ["--dtype", self.dtype, "--page-size", str(self.page_size)]
-        if self.chunked_prefill_size is not None:
-            arguments += ["--chunked-prefill-size", str(self.chunked_prefill_size)]
-        if self.deterministic:
-            arguments.append("--enable-deterministic-inference")
-        return (*arguments, *self.server_args)
-
-    @property
-    def sampling(self) -> SamplingSettings:
-        """How both arms choose tokens."""
-        return SamplingSettings(self.temperature, self.seed)
+from sglang_ext.bench.identity_config import AUTO, IdentityConfig
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -96,6 +19,14 @@ def _floats(text: str) -> tuple[float, ...]:
 
 def _ints(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in _names(text))
+
+
+def _words(texts: Sequence[str]) -> tuple[str, ...]:
+    return tuple(word for text in texts for word in shlex.split(text))
+
+
+def _tolerance(text: str) -> float | Literal["auto"]:
+    return AUTO if text == AUTO else float(text)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -134,15 +65,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="'--name value'",
         help="beside the verified arms compare stock with a stock server that has this argument too, "
-        'for the noise of stock itself: --control-arg="--chunked-prefill-size 512"',
+        'for the noise of stock itself: --control-arg="--chunked-prefill-size 512"; in other dtypes than '
+        "float32 the run fails if verified outputs differ more than 1.5 times as often, or at larger "
+        "top-2 margins than the 99th percentile of the control's",
+    )
+    add(
+        "--control-arm",
+        action="append",
+        default=[],
+        metavar="'--name value'",
+        help="like --control-arg, but each one is a stock server of its own, for several batch shapes",
+    )
+    add(
+        "--logprobs",
+        action="store_true",
+        help="ask the verified arms for log-probabilities too, and report the largest difference from "
+        "stock's (controls are always asked)",
     )
     add(
         "--margin-tolerance",
-        type=float,
+        type=_tolerance,
         default=0.0,
-        help="forgive a float32 difference where stock's two best logits lie closer than this "
-        "(default: none is forgiven; a sound value is 10 times the largest logit difference between "
-        "two batch shapes of stock)",
+        metavar="auto|MARGIN",
+        help="forgive a float32 difference where stock's two best logits lie closer than this, in at most "
+        "0.1%% of the outputs (default: none is forgiven); auto: 10 times the largest difference of a "
+        "log-probability between stock and the controls, which must be given",
     )
     add("--limit", type=int, help="use the first prompts only")
     add("--port", type=int, default=0, help="default: any free one")
@@ -164,8 +111,10 @@ def config_from(args: argparse.Namespace) -> IdentityConfig:
         given.pop(name)
     given["compressors"] = given.pop("compressor")
     given["budgets"] = given.pop("budget")
-    for name in ("server_arg", "control_arg"):
-        given[f"{name}s"] = tuple(word for text in given.pop(name) for word in shlex.split(text))
+    given["server_args"] = _words(given.pop("server_arg"))
+    together = _words(given.pop("control_arg"))
+    apart = tuple(tuple(shlex.split(text)) for text in given.pop("control_arm"))
+    given["control_arms"] = ((together,) if together else ()) + apart
     if given["deterministic"] is None:
         given["deterministic"] = given["seed"] is not None
     return IdentityConfig(**given)

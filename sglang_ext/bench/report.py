@@ -14,8 +14,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from sglang_ext.bench.compare import Comparison, PromptResult, acceptance, is_failure
+from sglang_ext.bench.acceptance import acceptance
+from sglang_ext.bench.compare import Comparison, LogprobDifference, PromptResult
+from sglang_ext.bench.tolerance import Rules
+from sglang_ext.bench.verdict import Verdict
 
+COLUMNS = ("prompt", "tokens", "identical", "first diff", "top-2 margin", "logprob diff", "accept len", "g")
 TABLE_POSITIONS = (1, 2, 4, 8, 16)
 PLAIN_WIDTH = 150
 
@@ -26,37 +30,40 @@ def make_console() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=PLAIN_WIDTH)
 
 
-def print_comparison(
-    console: Console, comparison: Comparison, dtype: str, tolerance: float, draft_length: int
-) -> None:
+def print_comparison(console: Console, comparison: Comparison, rules: Rules, draft_length: int) -> None:
     """A table of the prompts and the summary lines of one setting."""
     positions = [j for j in TABLE_POSITIONS if j <= draft_length]
     table = Table(title=comparison.setting.label)
-    for title in ("prompt", "tokens", "identical", "first diff", "top-2 margin", "accept len", "g"):
+    for title in COLUMNS:
         table.add_column(title, justify="left" if title == "prompt" else "right")
     for j in positions:
         table.add_column(f"pos {j}", justify="right")
     for result in comparison.results:
         table.add_row(*_row(result, positions, draft_length))
     console.print(table)
-    for line in summary_lines(comparison, dtype, tolerance):
+    for line in summary_lines(comparison, rules):
         console.print(line, markup=False)
     console.print()
 
 
-def summary_lines(comparison: Comparison, dtype: str, tolerance: float) -> list[str]:
+def summary_lines(comparison: Comparison, rules: Rules) -> list[str]:
     """What one setting amounts to: identity, failures, fallbacks, acceptance."""
     total = comparison.acceptance
-    failed = [result for result in comparison.results if is_failure(result, dtype, tolerance)]
+    failed = [result for result in comparison.results if rules.fails(comparison, result)]
+    tolerated = [result for result in comparison.results if rules.tolerates(result)]
     lines = [
         f"{comparison.setting.label}: {comparison.identical} of {len(comparison.results)} identical, "
-        f"{len(failed)} failed"
+        f"{len(failed)} failed" + (f", {len(tolerated)} tolerated" if tolerated else "")
     ]
     differing = [result for result in comparison.results if result.first_difference is not None]
     if differing:
         margins = [result.margin for result in differing if result.margin is not None]
         largest = _number(max(margins, default=None), "g")
         lines.append(f"  {len(differing)} differ; largest top-2 margin at the first difference {largest}")
+    largest_logprob = comparison.max_logprob_difference
+    if largest_logprob is not None:
+        name, found = largest_logprob
+        lines.append(f"  largest logprob difference {found.value:.3g}: {name} at token {found.index}")
     fallbacks = [result for result in comparison.results if result.fallback is not None]
     if fallbacks:
         reasons = ", ".join(sorted({str(result.fallback) for result in fallbacks}))
@@ -72,6 +79,13 @@ def summary_lines(comparison: Comparison, dtype: str, tolerance: float) -> list[
     return lines
 
 
+def print_verdict(console: Console, verdict: Verdict) -> None:
+    """The rules' verdicts, and whether the run passed."""
+    for line in verdict.lines():
+        console.print(line, markup=False, soft_wrap=True)
+    console.print("passed" if verdict.holds else "FAILED", markup=False)
+
+
 def versions() -> dict[str, str]:
     """Versions of what decides the numbers."""
     names = ("sglang", "torch", "transformers", "sglang-ext")
@@ -85,14 +99,16 @@ def versions() -> dict[str, str]:
 
 
 def as_json(
-    config: Mapping[str, Any], comparisons: Sequence[Comparison], dtype: str, tolerance: float
+    config: Mapping[str, Any], comparisons: Sequence[Comparison], rules: Rules, verdict: Verdict
 ) -> dict[str, Any]:
-    """The report as JSON values: config, versions, command, one entry per setting."""
+    """The report as JSON values: config, versions, command, verdict, one entry per setting."""
     return {
         "config": dict(config),
         "versions": versions(),
         "command": shlex.join(["python", "-m", "sglang_ext.bench", *sys.argv[1:]]),
-        "comparisons": [_comparison_json(each, dtype, tolerance) for each in comparisons],
+        "rules": dataclasses.asdict(rules),
+        "verdict": verdict.as_json(),
+        "comparisons": [_comparison_json(each, rules) for each in comparisons],
     }
 
 
@@ -127,6 +143,8 @@ def write_plot(path: Path, comparisons: Sequence[Comparison]) -> None:
 def _row(result: PromptResult, positions: Sequence[int], draft_length: int) -> list[str]:
     cells = [escape(result.name), str(result.prompt_tokens), _verdict(result)]
     cells += [_number(result.first_difference, "d"), _number(result.margin, ".3g")]
+    found = result.max_logprob_difference
+    cells.append("-" if found is None else f"{found.value:.2g} @{found.index}")
     if result.verify is None:
         return cells + ["-"] * (2 + len(positions))
     curve = acceptance(result.verify, draft_length)
@@ -147,10 +165,11 @@ def _number(value: float | None, form: str = ".2f") -> str:
     return "-" if value is None else format(value, form)
 
 
-def _comparison_json(comparison: Comparison, dtype: str, tolerance: float) -> dict[str, Any]:
+def _comparison_json(comparison: Comparison, rules: Rules) -> dict[str, Any]:
     total = comparison.acceptance
     rows = [
-        dataclasses.asdict(result) | {"failed": is_failure(result, dtype, tolerance)}
+        dataclasses.asdict(result)
+        | {"failed": rules.fails(comparison, result), "tolerated": rules.tolerates(result)}
         for result in comparison.results
     ]
     return {
@@ -159,7 +178,9 @@ def _comparison_json(comparison: Comparison, dtype: str, tolerance: float) -> di
             "prompts": len(rows),
             "identical": comparison.identical,
             "failed": sum(row["failed"] for row in rows),
+            "tolerated": sum(row["tolerated"] for row in rows),
             "fallbacks": sum(row["fallback"] is not None for row in rows),
+            "max_logprob_difference": _logprob_json(comparison.max_logprob_difference),
             "verifies": total.verifies,
             "accept_length": total.accept_length,
             "acceptance_rate": total.rate,
@@ -168,3 +189,7 @@ def _comparison_json(comparison: Comparison, dtype: str, tolerance: float) -> di
         },
         "prompts": rows,
     }
+
+
+def _logprob_json(found: tuple[str, LogprobDifference] | None) -> dict[str, Any] | None:
+    return None if found is None else {"prompt": found[0], **dataclasses.asdict(found[1])}

@@ -1,0 +1,112 @@
+"""What ``python -m sglang_ext.bench identity`` was asked to do."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from sglang_ext.bench import BenchError
+from sglang_ext.bench.client import SamplingSettings
+from sglang_ext.bench.tolerance import Rules
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class IdentityConfig:
+    """The command line of ``identity``, checked. Field names are those of the options."""
+
+    model: str
+    prompts: Path
+    output_len: int
+    compressors: tuple[str, ...]
+    budgets: tuple[float, ...]
+    draft_length: int = 16
+    temperature: float = 0.0
+    seed: int | None = None
+    deterministic: bool = False
+    dtype: str = "float32"
+    concurrency: tuple[int, ...] = (1,)
+    cache: str = "cold"
+    page_size: int = 1
+    chunked_prefill_size: int | None = None
+    server_args: tuple[str, ...] = ()
+    control: bool = False
+    control_arms: tuple[tuple[str, ...], ...] = ()
+    logprobs: bool = False
+    margin_tolerance: float | Literal["auto"] = 0.0
+    limit: int | None = None
+    port: int = 0
+    start_timeout: float = 300.0
+    request_timeout: float = 1800.0
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be compared.
+
+        Raises:
+            BenchError: naming the option, its value and what is allowed.
+        """
+        counts = {"--output-len": self.output_len, "--page-size": self.page_size}
+        counts |= {"--draft-length": self.draft_length}
+        counts |= {"--concurrency": min(self.concurrency, default=0)}
+        counts |= {"--limit": 1 if self.limit is None else self.limit}
+        for option, value in counts.items():
+            if value < 1:
+                raise BenchError(f"{option} {value}: must be at least 1")
+        for budget in self.budgets:
+            if not 0 < budget <= 1:
+                raise BenchError(f"--budget {budget:g}: a budget is a share of the cache in (0, 1]")
+        if not self.control and not (self.compressors and self.budgets):
+            raise BenchError("--compressor and --budget are needed (or --control for stock against stock)")
+        self._check_sampling()
+        self._check_tolerance()
+
+    def _check_sampling(self) -> None:
+        if self.temperature < 0:
+            raise BenchError(f"--temperature {self.temperature:g}: must be 0 (greedy) or above")
+        if (self.temperature > 0) != (self.seed is not None):
+            raise BenchError(
+                f"--temperature {self.temperature:g} with --seed {self.seed}: outputs can be compared "
+                "greedily (no seed) or sampled with a seed; pass both or neither"
+            )
+
+    def _check_tolerance(self) -> None:
+        if self.margin_tolerance == 0:
+            return
+        if self.margin_tolerance != AUTO and not self.margin_tolerance > 0:
+            raise BenchError(f"--margin-tolerance {self.margin_tolerance}: must be 0 or above, or auto")
+        if self.temperature > 0:
+            raise BenchError(
+                f"--margin-tolerance {self.margin_tolerance} holds for greedy runs: a sampled token may lie "
+                "far below the two best; drop --margin-tolerance or --temperature"
+            )
+        if self.margin_tolerance != AUTO:
+            return
+        if not self.control_arms:
+            raise BenchError(
+                "--margin-tolerance auto is measured between two batch shapes of stock: add a control "
+                'that has another one, such as --control-arg="--chunked-prefill-size 512", or pass a number'
+            )
+        if self.dtype != "float32":
+            raise BenchError(
+                f"--margin-tolerance auto with --dtype {self.dtype}: a tolerance is for float32; other "
+                "dtypes are compared with the controls' rate; drop --margin-tolerance"
+            )
+
+    @property
+    def common_server_arguments(self) -> tuple[str, ...]:
+        """Arguments that both arms get."""
+        arguments = ["--dtype", self.dtype, "--page-size", str(self.page_size)]
+        if self.chunked_prefill_size is not None:
+            arguments += ["--chunked-prefill-size", str(self.chunked_prefill_size)]
+        if self.deterministic:
+            arguments.append("--enable-deterministic-inference")
+        return (*arguments, *self.server_args)
+
+    @property
+    def sampling(self) -> SamplingSettings:
+        """How both arms choose tokens."""
+        return SamplingSettings(self.temperature, self.seed)
+
+    def rules(self, tolerance: float) -> Rules:
+        """What the run is judged by, with the tolerance given or measured."""
+        return Rules(self.dtype, tolerance, judges_control=self.control)

@@ -1,0 +1,70 @@
+"""What several tests of the bench share."""
+
+import argparse
+from pathlib import Path
+
+from sglang_ext.bench import identity
+from sglang_ext.bench.acceptance import add_up
+from sglang_ext.bench.compare import CONTROL, Comparison, LogprobDifference, PromptResult, Setting
+from sglang_ext.bench.generation import TopLogprobs, VerifyStats
+from sglang_ext.bench.identity_config import IdentityConfig
+from sglang_ext.bench.prompts import Prompt
+
+SETTING = Setting("quant", 0.5, 1)
+CONTROL_SETTING = Setting(CONTROL, 1.0, 1, "--chunked-prefill-size 512")
+PROMPT = Prompt("p", (1, 2, 3))
+STATS = VerifyStats(4, 7, 4, 2.0, (1, 2, 1))
+
+
+def tops(*margins: float) -> tuple[TopLogprobs, ...]:
+    """Log-probabilities of tokens 7 and 8 that have these margins."""
+    return tuple(((7, -0.5), (8, -0.5 - margin)) for margin in margins)
+
+
+def result(
+    name: str = "p",
+    margin: float | None = None,
+    differs: bool = True,
+    logprob: float | None = None,
+    error: str | None = None,
+) -> PromptResult:
+    """A prompt whose outputs differ at token 2, or do not."""
+    differs = differs and error is None
+    found = None if logprob is None else LogprobDifference(logprob, 1, 7)
+    at = 2 if differs else None
+    return PromptResult(name, 3, 4, not differs and error is None, at, margin, found, error=error)
+
+
+def comparison(*results: PromptResult, setting: Setting = SETTING) -> Comparison:
+    """A comparison of these prompts."""
+    return Comparison(setting, results, add_up([], 1))
+
+
+class CharTokenizer:
+    """One token per character; "<" stands for the begin token."""
+
+    bos_token = "<"
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [ord(c) for c in ("<" if add_special_tokens else "") + text]
+
+    def decode(self, token_ids: list[int]) -> str:
+        return "".join(map(chr, token_ids))
+
+    def apply_chat_template(
+        self, conversation: list[dict[str, str]], tokenize: bool, add_generation_prompt: bool
+    ) -> str:
+        assert not tokenize and add_generation_prompt
+        return "<" + "".join(f"[{m['role']}]{m['content']}" for m in conversation) + "[assistant]"
+
+
+def make_config(**changes: object) -> IdentityConfig:
+    values: dict[str, object] = {"model": "m", "prompts": Path("p"), "output_len": 4}
+    values |= {"compressors": ("quant",), "budgets": (0.5,)}
+    return IdentityConfig(**(values | changes))  # type: ignore[arg-type]
+
+
+def parse(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    identity.add_arguments(parser)
+    return parser.parse_args(["--model", "m", "--prompts", "p", "--output-len", "4", *words])
