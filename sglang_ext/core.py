@@ -47,6 +47,7 @@ class RequestState:
         bonus: newest token of the output; its KV is not computed yet.
         fallback: index into :data:`FALLBACK_REASONS`; 0 while the request drafts.
         drafts: tokens drafted since the last verification.
+        closed: the newest draft ends the request's grammar, so that nothing may follow it.
         target: drafts after which this round verifies; set at the start of a round.
         verifies, offered, accepted: totals over the request's life.
         accept_histogram: element ``k`` counts the verifications that accepted exactly ``k`` drafts.
@@ -59,6 +60,7 @@ class RequestState:
     bonus: int
     fallback: int = 0
     drafts: list[int] = field(default_factory=list)
+    closed: bool = False
     target: int = 0
     verifies: int = 0
     offered: int = 0
@@ -99,3 +101,7 @@ class Step:
     row: int
     length: int
     emits: bool
+
+    def drafts_before(self, index: int) -> tuple[int, ...]:
+        """Drafts that come before what is sampled after ``tokens[index]``."""
+        return tuple(self.tokens[1 : index + 1]) if self.emits else tuple(self.state.drafts)

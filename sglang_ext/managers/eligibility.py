@@ -7,6 +7,7 @@ a field that a later SGLang adds is noticed (tests/unit/test_eligibility.py).
 from typing import TYPE_CHECKING
 
 from sglang_ext.core import FALLBACK_REASONS
+from sglang_ext.managers.grammar import can_roll_back
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -28,10 +29,11 @@ SAMPLING_FIELDS: dict[str, str] = {
     "repetition_penalty": "penalty",
     "min_new_tokens": "penalty",
     "n": VERIFIED,
-    "json_schema": "grammar",
-    "regex": "grammar",
-    "ebnf": "grammar",
-    "structural_tag": "grammar",
+    # Full KV ("grammar") only where the grammar's backend cannot take drafts back.
+    "json_schema": VERIFIED,
+    "regex": VERIFIED,
+    "ebnf": VERIFIED,
+    "structural_tag": VERIFIED,
     "ignore_eos": VERIFIED,
     "skip_special_tokens": VERIFIED,
     "spaces_between_special_tokens": VERIFIED,
@@ -53,11 +55,11 @@ def fallback_reason(req: "Req") -> int:
     """Why a request must be served with full KV, as an index into ``FALLBACK_REASONS``; 0 if not.
 
     Penalties and ``min_new_tokens`` depend on the tokens before each position, custom logit
-    processors on state of their own, grammars on a parser that drafts would have to advance and
-    take back, and SGLang's seeded sampler has no ``min_p``.
+    processors on state of their own, some grammar backends cannot take drafts back, and SGLang's
+    seeded sampler has no ``min_p``.
     """
     params = req.sampling_params
-    if req.grammar is not None:
+    if req.grammar is not None and not can_roll_back(req.grammar):
         return FALLBACK_REASONS.index("grammar")
     if (
         params.frequency_penalty

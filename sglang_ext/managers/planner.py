@@ -61,7 +61,7 @@ class Planner:
     ) -> None:
         """Set ``state.target``: drafts before the next verification, 0 for none."""
         state.target = 0
-        if state.fallback not in CURABLE:
+        if state.fallback not in CURABLE or (req.grammar is not None and req.grammar.is_terminated()):
             return
         state.fallback = self._ensure_copy(state, length, headroom)
         if state.fallback:
@@ -89,7 +89,7 @@ class Planner:
     def _step(self, req: "Req", state: RequestState, length: int) -> Step:
         view = self.views.get(state.row)
         drafting = len(state.drafts) < state.target and not req.to_finish
-        if drafting and state.drafts and ends_output(req, state.drafts[-1]):
+        if drafting and state.drafts and (state.closed or ends_output(req, state.drafts[-1])):
             drafting = False
         serving_lossy = self.lossy and not state.fallback
         if view is None or not (drafting or serving_lossy):

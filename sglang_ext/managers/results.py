@@ -11,9 +11,11 @@ from sglang.srt.managers.utils import GenerationBatchResult
 
 from sglang_ext.core import Step
 from sglang_ext.layers.attention.views import BetweenSteps
+from sglang_ext.managers.grammar import ends_after
 from sglang_ext.managers.sampling import Sampled
 
 if TYPE_CHECKING:
+    from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
 
@@ -30,25 +32,29 @@ class Accepted:
     tokens: list[int]
 
 
-def accept(step: Step, first: int, sampled: Sampled) -> Accepted:
+def accept(
+    step: Step, first: int, sampled: Sampled, grammar: "BaseGrammarObject | None" = None
+) -> Accepted:
     """The longest prefix of the drafts that the full KV would have given, and its next token.
 
-    Also writes the step's outcome into its request's state.
+    Where the last draft ends the request's grammar, no token follows it. Also writes the step's
+    outcome into its request's state.
     """
     state = step.state
     answers = sampled.tokens[first : first + len(step.tokens)]
     if not step.emits:
         state.drafts.append(answers[0])
+        state.closed = grammar is not None and ends_after(grammar, state.drafts)
         return Accepted(first, [])
     drafts = step.tokens[1:]
     agreed = 0
     while agreed < len(drafts) and drafts[agreed] == answers[agreed]:
         agreed += 1
-    state.bonus = answers[agreed]
-    state.drafts = []
     if drafts:
         state.count_verify(len(drafts), agreed)
-    return Accepted(first, answers[: agreed + 1])
+    tokens = answers[: agreed + (not state.closed or agreed < len(drafts))]
+    state.bonus, state.drafts, state.closed = tokens[-1], [], False
+    return Accepted(first, tokens)
 
 
 def batch_result(

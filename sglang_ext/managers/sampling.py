@@ -20,6 +20,8 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.sampling.sampling_params import TOP_K_ALL
 
+from sglang_ext.managers.grammar import GrammarAfter
+
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -34,11 +36,13 @@ class Row:
         request: index of its request in the batch.
         position: absolute position of the row's input token; selects the noise.
         seed: seed of the shared noise, None for SGLang's own choice (requests with full KV).
+        drafts: the drafts before the row; its request's grammar is advanced over them.
     """
 
     request: int
     position: int
     seed: int | None
+    drafts: tuple[int, ...] = ()
 
 
 @dataclass
@@ -132,7 +136,7 @@ def select_rows(batch: "ScheduleBatch", rows: list[Row], device) -> "SamplingBat
     processors = None
     if info.has_custom_logit_processor:
         processors = {k: (p, mask[index]) for k, (p, mask) in info.custom_logit_processor.items()}
-    grammars = [req.grammar for req in reqs]
+    grammars = [GrammarAfter(req.grammar, row.drafts) if req.grammar else None for req, row in zip(reqs, rows)]
     return dataclasses.replace(
         info,
         temperatures=info.temperatures[index],

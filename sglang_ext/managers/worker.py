@@ -179,7 +179,10 @@ class KVWorker(BaseSpecWorker):
             output = forward.run(self.model_runner, batch, steps, layout)
         rows = self._sampling_rows(steps)
         sampled = sampling.sample(self.model_runner, batch, output.next_token_logits, rows)
-        outcomes = [results.accept(*pair, sampled) for pair in zip(steps, layout.starts)]
+        outcomes = [
+            results.accept(step, start, sampled, req.grammar)
+            for req, step, start in zip(batch.reqs, steps, layout.starts)
+        ]
         for req, step, outcome in zip(batch.reqs, steps, outcomes):
             self._account(req, step, outcome)
         self.metrics.observe_pool(self.planner.views)
@@ -187,13 +190,15 @@ class KVWorker(BaseSpecWorker):
 
     def _sampling_rows(self, steps: list[Step]) -> list[sampling.Row]:
         return [
-            self._sampling_row(i, step.state, step.position + j)
+            self._sampling_row(i, step.state, step.position + j, step.drafts_before(j))
             for i, step in enumerate(steps)
             for j in range(len(step.tokens))
         ]
 
-    def _sampling_row(self, index: int, state: RequestState, position: int) -> sampling.Row:
-        return sampling.Row(index, position, None if is_ineligible(state) else state.seed)
+    def _sampling_row(
+        self, index: int, state: RequestState, position: int, drafts: tuple[int, ...] = ()
+    ) -> sampling.Row:
+        return sampling.Row(index, position, None if is_ineligible(state) else state.seed, drafts)
 
     def _to_record(self, steps: list[Step], layout: forward.Layout) -> tuple[Recorded, ...]:
         """Queries over exact KV; in lossy mode there are none after the prompt, so all."""

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_ext.core import FALLBACK_REASONS
@@ -14,19 +15,26 @@ USED = {
     "presence_penalty": -0.5,
     "repetition_penalty": 1.2,
     "min_new_tokens": 3,
-    "json_schema": "{}",
-    "regex": "a+",
-    "ebnf": 'root ::= "a"',
-    "structural_tag": "{}",
 }
 
 
+class OneWay(BaseGrammarObject):
+    """A grammar that cannot take tokens back."""
+
+
+class TwoWay(BaseGrammarObject):
+    def rollback(self, k):
+        """Takes tokens back."""
+
+
+class Wrapper(TwoWay):
+    grammar = TwoWay()
+
+
 def request(**params):
-    sampling = SamplingParams(**params)
-    grammar = any(getattr(sampling, n) for n in ("json_schema", "regex", "ebnf", "structural_tag"))
     return SimpleNamespace(
-        sampling_params=sampling,
-        grammar=object() if grammar else None,
+        sampling_params=SamplingParams(**params),
+        grammar=None,
         custom_logit_processor=None,
         return_hidden_states=False,
     )
@@ -51,6 +59,13 @@ def test_a_verified_field_drafts(name):
     values = {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "n": 2, "sampling_seed": 7,
               "logit_bias": {"5": 1.0}, "stop": ["x"], "stop_token_ids": [3], "max_new_tokens": 5}
     assert fallback_reason(request(**({name: values[name]} if name in values else {}))) == 0
+
+
+@pytest.mark.parametrize(("grammar", "reason"), [(TwoWay(), "none"), (OneWay(), "grammar"), (Wrapper(), "grammar")])
+def test_a_grammar_that_cannot_take_drafts_back_is_served_with_full_kv(grammar, reason):
+    req = request(regex="a+")
+    req.grammar = grammar
+    assert FALLBACK_REASONS[fallback_reason(req)] == reason
 
 
 def test_custom_processors_and_hidden_states_are_served_with_full_kv():

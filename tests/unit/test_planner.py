@@ -37,7 +37,7 @@ class FakeViews:
 
 def request(left=1000, **more):
     params = SimpleNamespace(max_new_tokens=left, ignore_eos=True, stop_token_ids=None)
-    fields = {"sampling_params": params, "output_ids": [], "to_finish": None, **more}
+    fields = {"sampling_params": params, "output_ids": [], "to_finish": None, "grammar": None, **more}
     return SimpleNamespace(eos_token_ids={2}, tokenizer=None, **fields)
 
 
@@ -132,3 +132,17 @@ def test_an_ineligible_request_never_gets_a_copy(reason):
     one.fallback = FALLBACK_REASONS.index(reason)
     (step,) = planner.plan([request()], [one], [4000])
     assert step.emits and step.row == 1 and not views.made
+
+
+def test_a_draft_that_ends_the_grammar_is_verified_at_once():
+    planner, req, one = Planner(FakeViews(), 4, False), request(grammar=SimpleNamespace(is_terminated=lambda: False)), state()
+    planner.plan([req], [one], [400])
+    one.drafts, one.closed = [50], True
+    (step,) = planner.plan([req], [one], [400])
+    assert step.emits and step.tokens == [7, 50]
+
+
+def test_nothing_is_drafted_after_a_grammar_has_ended():
+    planner, req = Planner(FakeViews(), 4, False), request(grammar=SimpleNamespace(is_terminated=lambda: True))
+    (step,) = planner.plan([req], [state()], [400])
+    assert step.emits and step.tokens == [7]
