@@ -1,6 +1,6 @@
 """Run one forward of the target model over the steps of an iteration."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -84,6 +84,7 @@ def build(
         spec_algorithm=batch.spec_algorithm,
         sampling_info=batch.sampling_info,
         capture_hidden_mode=hidden,
+        lora_ids=[req.lora_id for req in batch.reqs],
         rids=[step.state.rid for step in steps],
         num_token_non_padded_cpu=len(layout.tokens),
     )
@@ -97,4 +98,27 @@ def build(
         forward.extend_prefix_lens_cpu = (lengths - torch.tensor(counts)).tolist()
         forward.extend_num_tokens = len(layout.tokens)
         forward.extend_start_loc = query_lengths.cumsum(0) - query_lengths
+    if model_runner.server_args.enable_lora:
+        prepare_lora(model_runner, forward, counts)
     return forward
+
+
+def prepare_lora(model_runner: "ModelRunner", forward: ForwardBatch, counts: list[int]) -> None:
+    """Fetch the batch's adapters and tell SGLang's LoRA layers the adapter of each token.
+
+    SGLang's LoRA backends take a verification for one of equal lengths. They see a decode instead, in
+    which each token is a request: any lengths fit, and no logits are pruned.
+
+    Args:
+        forward: the batch, with the adapter of each request in ``lora_ids``.
+        counts: tokens of each request.
+    """
+    manager = model_runner.lora_manager
+    if not model_runner.server_args.enable_lora_overlap_loading:
+        manager.fetch_new_loras(set(forward.lora_ids))
+    adapters = [adapter for adapter, count in zip(forward.lora_ids, counts) for _ in range(count)]
+    manager.prepare_lora_batch(
+        replace(
+            forward, forward_mode=ForwardMode.DECODE, batch_size=len(adapters), lora_ids=adapters
+        )
+    )

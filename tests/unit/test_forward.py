@@ -1,0 +1,84 @@
+"""The forward of an iteration tells SGLang's LoRA layers which adapter each token takes."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sglang.srt.lora.backend.torch_backend import TorchNativeLoRABackend
+from sglang.srt.lora.lora_manager import LoRAManager
+
+from sglang_ext.core import RequestState, Step
+from sglang_ext.managers import forward
+from sglang_ext.platforms.plain_cpu import without_pinning
+
+SLOT = {None: 0, "a": 1, "b": 2}
+RANKS = {"a": 4, "b": 8}
+
+
+class Manager(LoRAManager):
+    """SGLang's manager with three adapters' slots and no model."""
+
+    def __init__(self):
+        self.fetched, self.enable_dp_attention = [], False
+        self.max_loras_per_batch = len(SLOT)
+        self.lora_backend = TorchNativeLoRABackend(len(SLOT), torch.device("cpu"))
+        self.memory_pool = SimpleNamespace(uid_to_buffer_id=SLOT, get_buffer_id=SLOT.get)
+        self.loras = {
+            name: SimpleNamespace(config=SimpleNamespace(r=rank), scaling=2.0) for name, rank in RANKS.items()
+        }
+
+    def fetch_new_loras(self, new_loras, running_loras=frozenset()):
+        self.fetched.append(new_loras)
+
+
+def run_build(adapters, counts, **args):
+    """Build the forward of requests that bring ``counts`` tokens each; also the manager it told."""
+    manager = Manager()
+    runner = SimpleNamespace(
+        lora_manager=manager,
+        server_args=SimpleNamespace(**{"enable_lora": True, "enable_lora_overlap_loading": False, **args}),
+    )
+    steps = [
+        Step(
+            state=RequestState(rid=str(row), row=row, seed=0, bonus=7),
+            tokens=[7] * count,
+            position=10,
+            row=row,
+            length=10 + count,
+            emits=True,
+        )
+        for row, count in enumerate(counts)
+    ]
+    batch = SimpleNamespace(
+        reqs=[SimpleNamespace(lora_id=adapter) for adapter in adapters],
+        return_hidden_states=False,
+        spec_algorithm=None,
+        sampling_info=None,
+    )
+    layout = forward.lay_out(steps, torch.arange(5 * 40, dtype=torch.int32).view(5, 40))
+    return without_pinning(forward.build, runner, batch, steps, layout), manager
+
+
+@pytest.mark.parametrize("counts", [[1, 1, 1, 1], [5, 1, 3, 2]], ids=["drafts", "ragged"])
+@pytest.mark.parametrize("adapters", [["a", None, "b", "b"], [None, None, None, None]], ids=["mixed", "base"])
+def test_each_token_takes_the_adapter_of_its_request(adapters, counts):
+    batch, manager = run_build(adapters, counts)
+    info = manager.lora_backend.batch_info
+    told = torch.repeat_interleave(info.weight_indices_cpu, info.seg_lens_cpu).tolist()
+    assert told == [SLOT[adapter] for adapter, count in zip(adapters, counts) for _ in range(count)]
+    assert info.has_active_lora == any(adapters)
+    assert manager.fetched == [set(adapters)]
+    # What the model and attention see stays the batch of requests.
+    assert batch.lora_ids == adapters and batch.batch_size == len(counts)
+    assert batch.forward_mode.is_target_verify() == (max(counts) > 1)
+
+
+def test_adapters_that_load_by_themselves_are_not_fetched_again():
+    _, manager = run_build(["a", "b"], [2, 1], enable_lora_overlap_loading=True)
+    assert manager.fetched == []
+    assert manager.lora_backend.batch_info is not None
+
+
+def test_without_lora_its_manager_is_left_alone():
+    _, manager = run_build([None], [2], enable_lora=False)
+    assert manager.fetched == [] and manager.lora_backend.batch_info is None
