@@ -1,7 +1,32 @@
 """SGLang on a CPU with neither ``sgl_kernel`` nor a GPU: every operator in plain PyTorch."""
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.interface import PlatformEnum, SRTPlatform
+from torch.overrides import TorchFunctionMode
+
+from sglang_ext.hooks import Hook
+
+# The parts of SGLang's LoRA manager that pin host memory.
+LORA_HOOKS: tuple[Hook, ...] = tuple(
+    Hook(
+        target=f"sglang.srt.lora.lora_manager.LoRAManager.{name}",
+        kind="around",
+        hook="sglang_ext.platforms.plain_cpu.without_pinning",
+        why="SGLang pins adapters and their batches; torch refuses to without an accelerator",
+        expects=("self", *parameters),
+        process="scheduler",
+    )
+    for name, parameters in {
+        "init_state": ("max_lora_rank", "target_modules", "lora_paths"),
+        "load_lora_weights": ("lora_ref",),
+        "load_lora_weights_from_tensors": ("lora_ref", "tensors"),
+        "prepare_lora_batch": ("forward_batch",),
+    }.items()
+)
 
 
 class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
@@ -25,6 +50,9 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
         if server_args.grammar_backend is None:
             # xgrammar pins its masks to a GPU and cannot apply them on a CPU.
             server_args.grammar_backend = "llguidance"
+        # csgmv is SGLang's default and a Triton kernel.
+        if server_args.lora_backend == "csgmv":
+            server_args.lora_backend = "torch_native"
         if server_args.max_total_tokens is None:
             server_args.max_total_tokens = 32768
         # The scheduler polls; on a CPU the poll takes the cores that compute.
@@ -41,6 +69,7 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
         # Small operators that SGLang and its grammar backends compile would need a C++ compiler.
         torch._dynamo.config.disable = True
         hooks.activate_plain_cpu()
+        hooks.apply(LORA_HOOKS)
 
     def get_device(self, local_rank: int = 0) -> str:
         """``cpu``; SGLang's arguments expect the name, not a ``torch.device``."""
@@ -83,3 +112,18 @@ def allow_deterministic_inference() -> None:
     if "torch_native" not in choices:
         server_args.add_deterministic_attention_backend_choices(["torch_native"])
         server_args.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
+
+
+class _Unpinned(TorchFunctionMode):
+    """Tensors stay in ordinary memory, whatever is asked."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None) -> Any:
+        if func is torch.Tensor.pin_memory:
+            return args[0]
+        return func(*args, **{name: value for name, value in (kwargs or {}).items() if name != "pin_memory"})
+
+
+def without_pinning(original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Run one of SGLang's functions with ``pin_memory`` ignored: there is no device to copy to."""
+    with _Unpinned():
+        return original(*args, **kwargs)

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.server_args import ServerArgs
 
+from sglang_ext.hooks import Hook, find_problem
 from sglang_ext.platforms import activate
 from sglang_ext.platforms.paged_allocator import TorchPagedAllocator
-from sglang_ext.platforms.plain_cpu import PlainCpuPlatform
+from sglang_ext.platforms.plain_cpu import LORA_HOOKS, PlainCpuPlatform, without_pinning
 
 POOL_PAGES = 12
 MAX_REQUEST_TOKENS = 40
@@ -62,6 +63,7 @@ def test_defaults_run_without_kernels_in_a_small_pool(attention_backend: str | N
     PlainCpuPlatform().apply_server_args_defaults(args)
     assert args.attention_backend == "torch_native"
     assert args.sampling_backend == "pytorch"
+    assert args.lora_backend == "torch_native"
     assert args.max_total_tokens == 32768
     assert args.disable_cuda_graph
     assert args.disable_overlap_schedule
@@ -72,6 +74,7 @@ def test_defaults_run_without_kernels_in_a_small_pool(attention_backend: str | N
     [
         ("attention_backend", "triton"),
         ("sampling_backend", "flashinfer"),
+        ("lora_backend", "triton"),
         ("max_total_tokens", 100),
     ],
 )
@@ -79,6 +82,21 @@ def test_defaults_respect_what_the_user_set(option: str, value: object) -> None:
     args = server_args(**{option: value})
     PlainCpuPlatform().apply_server_args_defaults(args)
     assert getattr(args, option) == value
+
+
+@pytest.mark.parametrize("hook", LORA_HOOKS, ids=lambda hook: hook.target)
+def test_lora_hook_fits_the_installed_sglang(hook: Hook) -> None:
+    assert find_problem(hook) is None
+
+
+def test_pinning_is_ignored_where_a_function_asks_for_it() -> None:
+    def pin(count: int) -> list[torch.Tensor]:
+        made = [torch.zeros(count, pin_memory=True), torch.ones(count).pin_memory()]
+        return [*made, torch.tensor([1], dtype=torch.int32, pin_memory=True, device="cpu")]
+
+    zeros, ones, one = without_pinning(pin, count=2)
+    assert zeros.tolist() == [0, 0] and ones.tolist() == [1, 1]
+    assert one.dtype == torch.int32 and not one.is_pinned()
 
 
 @dataclass
