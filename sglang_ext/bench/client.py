@@ -5,9 +5,10 @@ import socket
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from http.client import HTTPException
+from http.client import HTTPException, HTTPResponse
 from typing import Any
 
 from sglang_ext.bench import BenchError
@@ -67,20 +68,33 @@ class ServerClient:
             OSError: the server refused (``urllib.error.HTTPError``), is gone, or needs longer than
                 ``timeout`` seconds (default: the client's).
         """
+        with _lost_connections(), self._open(path, body, timeout) as response:
+            text = response.read().decode()
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError:
+            return text
+
+    def _open(
+        self, path: str, body: Mapping[str, Any] | None = None, timeout: float | None = None
+    ) -> HTTPResponse:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(
             f"{self.url}/{path.lstrip('/')}", data, {"Content-Type": "application/json"} if data else {}
         )
         seconds = self.request_timeout if timeout is None else timeout
-        try:
-            with urllib.request.urlopen(request, timeout=seconds) as response:
-                text = response.read().decode()
-        except HTTPException as error:
-            raise ConnectionError(f"the answer broke off: {error!r}") from error
-        try:
-            return json.loads(text)
-        except json.JSONDecodeError:
-            return text
+        return urllib.request.urlopen(request, timeout=seconds)
+
+    def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """POST JSON whose answer is a stream of server-sent events; each one's JSON, when it comes.
+
+        Raises:
+            OSError: as for :meth:`request`; a stream that breaks off may also just end.
+        """
+        with _lost_connections(), self._open(path, body) as response:
+            for line in response:
+                if line.startswith(b"data: {"):
+                    yield json.loads(line.removeprefix(b"data: "))
 
     def alive(self, timeout: float = HEALTH_SECONDS) -> bool:
         """Whether ``GET /health`` answers well within ``timeout`` seconds."""
@@ -141,6 +155,15 @@ class ServerClient:
             OSError: the server refused (``urllib.error.HTTPError``) or is gone.
         """
         return self.request(path, body)
+
+
+@contextmanager
+def _lost_connections() -> Iterator[None]:
+    """Make answers that break off an :class:`OSError`, like other lost connections."""
+    try:
+        yield
+    except HTTPException as error:
+        raise ConnectionError(f"the answer broke off: {error!r}") from error
 
 
 def describe_error(error: Exception) -> str:

@@ -25,6 +25,8 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(b'{"method": "POST", "body": ' + body + b"}")
 
     def answer(self, content: bytes) -> None:
+        if self.path == "/stream":
+            content = b'data: {"a": 1}\n\ndata: {"a": 2}\n\ndata: [DONE]\n\n'
         if self.path == "/text":
             content = b"plain words"
         if self.path.startswith(("/refuse", "/flush_cache")):
@@ -71,6 +73,11 @@ class TestClient:
     def test_refused_and_broken_answers_are_os_errors(self, client: ServerClient, path: str) -> None:
         with pytest.raises(OSError):
             client.request(path)
+
+    def test_stream_gives_each_event_but_its_end(self, client: ServerClient) -> None:
+        assert list(client.stream("/stream", {})) == [{"a": 1}, {"a": 2}]
+        with pytest.raises(OSError):
+            list(client.stream("/refuse", {}))
 
     def test_url_has_no_slash_at_its_end(self, client: ServerClient) -> None:
         assert client.url == f"http://127.0.0.1:{client.port}"
