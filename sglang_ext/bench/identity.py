@@ -19,7 +19,7 @@ from rich.console import Console
 from sglang_ext.bench import report
 from sglang_ext.bench.arms import Arm, ArmOutputs, control_arms, run_arm, stock_arm, try_arm, verified_arms
 from sglang_ext.bench.compare import Comparison, compare
-from sglang_ext.bench.identity_config import AUTO, IdentityConfig
+from sglang_ext.bench.identity_config import IdentityConfig
 from sglang_ext.bench.identity_options import add_arguments, config_from
 from sglang_ext.bench.prompts import Prompt, load_prompts, load_tokenizer
 from sglang_ext.bench.tolerance import Rules, measured_tolerance
@@ -60,11 +60,10 @@ def run_config(
     comparisons: list[Comparison] = []
     for arm in control_arms(config):
         comparisons += bench.compare_arm(arm, stock)
-    if config.margin_tolerance == AUTO:
+    tolerance = config.margin_tolerance
+    if isinstance(tolerance, str):
         tolerance = measured_tolerance(comparisons)
         console.print(f"measured --margin-tolerance: {tolerance:.3g}", markup=False)
-    else:
-        tolerance = config.margin_tolerance
     rules = config.rules(tolerance)
     bench.show(comparisons, rules)
     for arm in verified_arms(config):

@@ -2,13 +2,14 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 from sglang_ext.bench import BenchError
 from sglang_ext.bench.client import SamplingSettings
 from sglang_ext.bench.tolerance import Rules
 
-AUTO = "auto"
+AUTO: Final = "auto"
+"""As ``--margin-tolerance``: to be measured."""
 
 
 @dataclass(frozen=True)
@@ -72,14 +73,14 @@ class IdentityConfig:
     def _check_tolerance(self) -> None:
         if self.margin_tolerance == 0:
             return
-        if self.margin_tolerance != AUTO and not self.margin_tolerance > 0:
-            raise BenchError(f"--margin-tolerance {self.margin_tolerance}: must be 0 or above, or auto")
         if self.temperature > 0:
             raise BenchError(
                 f"--margin-tolerance {self.margin_tolerance} holds for greedy runs: a sampled token may lie "
                 "far below the two best; drop --margin-tolerance or --temperature"
             )
-        if self.margin_tolerance != AUTO:
+        if not isinstance(self.margin_tolerance, str):
+            if not self.margin_tolerance > 0:
+                raise BenchError(f"--margin-tolerance {self.margin_tolerance}: must be 0 or above, or {AUTO}")
             return
         if not self.control_arms:
             raise BenchError(

@@ -26,7 +26,9 @@ def _words(texts: Sequence[str]) -> tuple[str, ...]:
 
 
 def _tolerance(text: str) -> float | Literal["auto"]:
-    return AUTO if text == AUTO else float(text)
+    if text == AUTO:
+        return AUTO
+    return float(text)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -14,7 +14,6 @@ from sglang_ext.bench.compare import (
 )
 from sglang_ext.bench.generation import Generation, TopLogprobs, VerifyStats
 
-
 tokens = st.lists(st.integers(0, 5), max_size=12)
 rows = st.dictionaries(st.integers(0, 4), st.floats(-9, 0), max_size=3).map(lambda row: tuple(row.items()))
 

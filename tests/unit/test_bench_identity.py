@@ -1,11 +1,13 @@
 """The identity bench without a server: its options and the arms of a run."""
 
+import json
 from pathlib import Path
 
 import pytest
 from bench_helpers import STATS, make_config, parse
 
 from sglang_ext.bench import BenchError, arms, identity, report
+from sglang_ext.bench.__main__ import main
 from sglang_ext.bench.arms import control_arms, stock_arm, verified_arms
 from sglang_ext.bench.client import SamplingSettings
 from sglang_ext.bench.compare import Comparison, LogprobDifference
@@ -216,3 +218,25 @@ class TestControls:
     ) -> None:
         (found,), rules = self.run(tmp_path, control=True, compressors=(), budgets=())
         assert found.max_logprob_difference is not None and rules.judges_control
+
+    @pytest.mark.parametrize(("wrong", "code"), [(set(), 0), ({2}, 1)])
+    def test_command_writes_the_verdict_and_ends_with_its_code(
+        self,
+        fake_server: type[FakeServer],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+        wrong: set[int],
+        code: int,
+    ) -> None:
+        fake_server.wrong_prompts |= wrong
+        monkeypatch.setattr(identity, "load_tokenizer", lambda model: None)
+        monkeypatch.setattr(identity, "load_prompts", lambda path, tokenizer: self.prompts)
+        path = tmp_path / "r.json"
+        words = ["--model", "m", "--prompts", "p", "--output-len", "4", "--compressor", "a", "--budget", "0.5"]
+        words += ["--dtype", "bfloat16", "--control-arm", "--chunked-prefill-size 512", "--json", str(path)]
+        assert main(["identity", *words]) == code
+        found = json.loads(path.read_text())
+        assert found["config"]["control_arms"] == [["--chunked-prefill-size", "512"]]
+        assert (found["verdict"]["holds"], found["verdict"]["noise"]["rate_holds"]) == (not code, not code)
+        assert f"limit 1.5: {'does not hold' if code else 'holds'}" in capsys.readouterr().out

@@ -13,7 +13,6 @@ from sglang_ext.bench.prompts import Prompt
 from sglang_ext.bench.tolerance import Rules
 from sglang_ext.bench.verdict import judge
 
-
 RULES = Rules("float32")
 
 
