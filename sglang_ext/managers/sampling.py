@@ -133,9 +133,9 @@ def select_rows(batch: "ScheduleBatch", rows: list[Row], device) -> "SamplingBat
     reqs = [batch.reqs[row.request] for row in rows]
     kind = route(reqs[0])
     seeded = rows[0].seed is not None
-    processors = None
-    if info.has_custom_logit_processor:
-        processors = {k: (p, mask[index]) for k, (p, mask) in info.custom_logit_processor.items()}
+    processors = {k: (p, mask[index]) for k, (p, mask) in (info.custom_logit_processor or {}).items()}
+    # As in SGLang, a processor is not called for no row; some cannot bear it.
+    processors = {k: (p, mask) for k, (p, mask) in processors.items() if mask.any()}
     grammars = [GrammarAfter(req.grammar, row.drafts) if req.grammar else None for req, row in zip(reqs, rows)]
     return dataclasses.replace(
         info,
@@ -152,7 +152,8 @@ def select_rows(batch: "ScheduleBatch", rows: list[Row], device) -> "SamplingBat
         acc_additive_penalties=_pick(info.acc_additive_penalties, index),
         acc_scaling_penalties=_pick(info.acc_scaling_penalties, index),
         logit_bias=_pick(info.logit_bias, index),
-        custom_logit_processor=processors,
+        has_custom_logit_processor=bool(processors),
+        custom_logit_processor=processors or None,
         custom_params=[info.custom_params[row.request] for row in rows] if info.custom_params else None,
         return_sampling_masks=None,
         sampling_seed=(
