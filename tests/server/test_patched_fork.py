@@ -152,7 +152,7 @@ def test_the_fork_drafts_and_verifies_without_plugins(
     try:
         info = server.request("/server_info")
         sampling = {"max_new_tokens": 32, "temperature": 0, "ignore_eos": True}
-        answer = server.generate(input_ids=prompts[1][:400], sampling_params=sampling)
+        answer = server.ask(input_ids=prompts[1][:400], sampling_params=sampling)
     finally:
         server.stop()
     log = server.log.read_text()

@@ -1,0 +1,95 @@
+"""A real SGLang server with the requests that tests send, and the flags that several tests share."""
+
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from sglang_ext.bench.server import ServerProcess
+
+STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
+# Seeds, processors and hidden states are per request: what else is asked does not depend on these flags.
+STOCK = ("--enable-deterministic-inference", "--enable-custom-logit-processor", "--enable-return-hidden-states")
+VERIFIED = (*STOCK, "--kv-mode", "verified", "--kv-budget", "0.25", "--enable-metrics")
+PAGED = (
+    *("--kv-mode", "verified", "--kv-compressor", "sink-recent", "--kv-budget", "0.125"),
+    *("--page-size", "16", "--chunked-prefill-size", "256", "--kv-draft-length", "8"),
+)
+
+
+class Server(ServerProcess):
+    """A running server, with the requests that tests send."""
+
+    def ask(self, **body: Any) -> Any:
+        """POST /generate."""
+        return self.request("generate", body)
+
+    def ask_all(
+        self, prompts: list[list[int]], workers: int = 4, cold: bool = True, **body: Any
+    ) -> list[Any]:
+        """Answers to all prompts, ``workers`` at once, by default from an empty prefix cache."""
+        if cold:
+            self.flush_cache()
+        with ThreadPoolExecutor(workers) as pool:
+            return list(pool.map(lambda ids: self.ask(input_ids=ids, **body), prompts))
+
+
+class Servers:
+    """Starts servers on demand: stock stays, another one ends when the next is asked for."""
+
+    def __init__(self, model: Path, folder: Path) -> None:
+        self.model = model
+        self.folder = folder
+        self.running: dict[tuple, Server] = {}
+        self.started = 0
+
+    def launch(self, *flags: str, env: dict[str, str] | None = None, console: bool = False) -> Server:
+        """The server with these flags and environment variables; ``console``: from ``sglang serve``."""
+        key = (*flags, *sorted((env or {}).items()), *(["console"] if console else []))
+        for other, server in list(self.running.items()):
+            replaced = STOCK not in (key, other) and other != key
+            if replaced or not server.running:
+                self.running.pop(other).stop()
+        if key not in self.running:
+            self.running[key] = self._start(flags, env, console)
+        return self.running[key]
+
+    def stop(self) -> None:
+        """End all servers."""
+        for server in self.running.values():
+            server.stop()
+
+    def _start(self, flags: tuple[str, ...], env: dict[str, str] | None, console: bool) -> Server:
+        self.started += 1
+        pool = () if "--max-total-tokens" in flags else ("--max-total-tokens", "16384")
+        server = Server(
+            str(self.model),
+            ("--dtype", "float32", *pool, *flags),
+            self.folder / f"server-{self.started}.log",
+            request_timeout=300,
+            env={"HF_HUB_OFFLINE": "1", **(env or {})},
+        )
+        if console:
+            command = Path(sys.executable).with_name("sglang")
+            server.command = (str(command), "serve", *server.command[3:])
+        return server.__enter__()
+
+
+def greedy(tokens: int, **more: Any) -> dict[str, Any]:
+    """Body of a greedy request for exactly ``tokens`` tokens."""
+    return {"sampling_params": {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True, **more}}
+
+
+def assert_same_answers(expected: Any, found: Any, fallback: str | None) -> None:
+    """Equal tokens, text and end of one answer or of a list, and why ``found`` was served with full KV."""
+    expected, found = (r if isinstance(r, list) else [r] for r in (expected, found))
+    for part in ("output_ids", "text"):
+        assert [r[part] for r in found] == [r[part] for r in expected]
+    ends = [[r["meta_info"]["finish_reason"] for r in side] for side in (expected, found)]
+    assert ends[0] == ends[1]
+    assert {r["meta_info"]["kv_fallback"] for r in found} == {fallback}
+
+
+def first_name(options: Any) -> str:
+    """The name of a parametrized test: its first option."""
+    return next(iter(options)) if isinstance(options, dict) else ""

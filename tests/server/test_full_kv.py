@@ -1,0 +1,87 @@
+"""What cannot be drafted is served with full KV, says so, and leaves its neighbours to draft."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from servers import STOCK, VERIFIED, assert_same_answers, first_name, greedy
+from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
+
+pytestmark = pytest.mark.server
+
+# Hidden states pass through all layers; the batch's shape changes how their products round.
+HIDDEN_TOLERANCE = 1e-3
+OPTIONS = [
+    ({"frequency_penalty": 0.5, "presence_penalty": 0.3}, "penalty"),
+    ({"repetition_penalty": 1.3}, "penalty"),
+    ({"min_new_tokens": 8, "ignore_eos": False}, "penalty"),
+    ({"min_p": 0.2}, "min-p"),
+]
+
+
+@pytest.fixture(scope="module")
+def answers(launch, prompts):
+    """Stock's answers and those with verified decoding: one to each of OPTIONS, and a plain one, at once."""
+    bodies = [{"input_ids": prompts[1], **greedy(32, **more)} for more in [*(o for o, _ in OPTIONS), {}]]
+    servers = [launch(*flags) for flags in (STOCK, VERIFIED)]
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        return [list(pool.map(lambda body: server.ask(**body), bodies)) for server in servers]
+
+
+@pytest.mark.usefixtures("verified")
+@pytest.mark.parametrize("more, fallback", OPTIONS, ids=[first_name(more) for more, _ in OPTIONS])
+def test_each_option_gives_stocks_answer_with_full_kv(answers, more, fallback):
+    index = OPTIONS.index((more, fallback))
+    assert_same_answers(*(side[index] for side in answers), fallback)
+
+
+@pytest.mark.usefixtures("verified")
+def test_a_request_among_them_drafts(answers):
+    expected, found = (side[-1] for side in answers)
+    assert_same_answers(expected, found, None)
+    assert found["meta_info"]["kv_drafts"] > 0
+
+
+def test_min_p_of_one_leaves_the_best_token_of_full_kv(paged, prompts, expected):
+    # SGLang has no seeded min_p, so the sampled one is shown where it has no choice.
+    params = {"temperature": 2.0, "min_p": 1.0, "max_new_tokens": 24, "ignore_eos": True}
+    found = paged.ask_all(prompts[:2], sampling_params=params)
+    assert [r["output_ids"] for r in found] == [tokens[:24] for tokens in expected[:2]]
+    assert {r["meta_info"]["kv_fallback"] for r in found} == {"min-p"}
+
+
+def test_a_logit_processor_acts_on_its_request_and_not_on_one_that_drafts(stock, verified, prompts, expected):
+    disallowed = expected[1][:8]
+    body = {
+        "input_ids": prompts[1],
+        "custom_logit_processor": DisallowedTokensLogitsProcessor.to_str(),
+        **greedy(24, custom_params={"token_ids": disallowed}),
+    }
+    with ThreadPoolExecutor(2) as pool:
+        drafting = pool.submit(verified.ask, input_ids=prompts[0], **greedy(48))
+        found = verified.ask(**body)
+    assert_same_answers(stock.ask(**body), found, "custom-logit-processor")
+    assert not set(found["output_ids"]) & set(disallowed)
+    assert drafting.result()["output_ids"] == expected[0]
+    assert drafting.result()["meta_info"]["kv_drafts"] > 0
+
+
+@pytest.mark.parametrize("kind", [True, "last"])
+def test_hidden_states_are_stocks_beside_a_request_that_drafts(stock, verified, prompts, expected, kind):
+    body = {"input_ids": prompts[1][:160], "return_hidden_states": kind, **greedy(12)}
+    for server in (stock, verified):
+        server.flush_cache()
+    with ThreadPoolExecutor(2) as pool:
+        drafting = pool.submit(verified.ask, input_ids=prompts[0], **greedy(48))
+        found = verified.ask(**body)
+    answer = stock.ask(**body)
+    assert_same_answers(answer, found, "hidden-states")
+    left, right = (flatten(r["meta_info"]["hidden_states"]) for r in (answer, found))
+    assert len(left) == len(right) > 500
+    assert max(abs(a - b) for a, b in zip(left, right)) < HIDDEN_TOLERANCE
+    assert drafting.result()["output_ids"] == expected[0]
+    assert drafting.result()["meta_info"]["kv_drafts"] > 0
+
+
+def flatten(values: list) -> list[float]:
+    """The numbers of nested lists, in order."""
+    return [x for v in values for x in (flatten(v) if isinstance(v, list) else [v])]
