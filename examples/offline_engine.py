@@ -16,7 +16,9 @@ DEMO_MODEL = ".cache/models/SmolLM2-135M-Instruct"
 
 def main(model: str = DEMO_MODEL) -> None:
     """Complete some hundred tokens of source code: drafting starts at 128 tokens of context."""
-    engine = sgl.Engine(model_path=model, kv_mode="verified", kv_budget=0.5, log_level="error")
+    # A small pool: the two requests and their compressed copies need some 2,000 tokens.
+    flags = {"kv_mode": "verified", "kv_budget": 0.5, "max_total_tokens": 8192}
+    engine = sgl.Engine(model_path=model, log_level="error", **flags)
     try:
         prompts = [inspect.getsource(textwrap)[:2000], inspect.getsource(inspect)[:2000]]
         for output in engine.generate(prompts, {"temperature": 0, "max_new_tokens": 48}):

@@ -1,0 +1,98 @@
+"""Every way in: the examples, ``sgl.Engine``, ``sglang serve``; bad requests at the door."""
+
+import ast
+import inspect
+import json
+import subprocess
+import sys
+import textwrap
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from servers import STRICT, Server, greedy
+
+pytestmark = pytest.mark.server
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def run(*command: str) -> str:
+    """What a command prints; it must succeed."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=EXAMPLES.parent)
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+def test_the_curl_example_prints_stocks_text_and_its_drafts(stock: Server, verified: Server) -> None:
+    answers = [run("bash", str(EXAMPLES / "curl.sh"), server.url) for server in (stock, verified)]
+    expected, found = (answer.rstrip().rpartition("\n") for answer in answers)
+    assert found[0] == expected[0] != ""
+    assert ast.literal_eval(found[2])["kv_drafts"] > 0
+
+
+def test_the_openai_example_prints_what_it_prints_on_stock(stock: Server, verified: Server) -> None:
+    command = (sys.executable, str(EXAMPLES / "openai_client.py"))
+    expected, found = (run(*command, server.url) for server in (stock, verified))
+    assert found == expected
+    assert len(found.split()) > 20
+
+
+def test_the_frontend_example_prints_every_part_of_its_program(verified: Server) -> None:
+    # What such programs give is compared with stock in test_frontend_programs.py.
+    lines = run(sys.executable, str(EXAMPLES / "frontend_program.py"), verified.url).splitlines()
+    parts = dict(line.split(": ", 1) for line in lines if ": " in line)
+    assert {"summary", "subject", "year", "strength", "weakness", "batch"} <= set(parts)
+    assert parts["year"][:2] in ("19", "20") and parts["subject"] in (" text", " numbers", " pictures")
+    assert sum(line.startswith("batch: ") for line in lines) == 2
+
+
+def test_the_engine_of_the_example_gives_stocks_texts(stock: Server, model: Path) -> None:
+    printed = run(sys.executable, str(EXAMPLES / "offline_engine.py"), str(model))
+    for module in (textwrap, inspect):
+        prompt = inspect.getsource(module)[:2000]
+        answer = stock.ask(text=prompt, sampling_params={"temperature": 0, "max_new_tokens": 48})
+        assert f"{answer['text']}\n{{'kv_" in printed
+    counts = [ast.literal_eval(line) for line in printed.splitlines() if line.startswith("{'kv_")]
+    assert len(counts) == 2 and all(count["kv_drafts"] > 0 for count in counts)
+
+
+def test_sglang_serve_takes_the_flags_and_serves_without_a_prefix_cache(
+    launch: Callable[..., Server], prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    flags = ("--kv-mode", "verified", "--kv-budget", "0.3", "--disable-radix-cache")
+    server = launch(*flags, env=STRICT, console=True)
+    assert server.command[1] == "serve"
+    info = server.request("server_info")
+    assert (info["kv_mode"], info["kv_budget"], info["kv_compressor"]) == ("verified", 0.3, "snapkv")
+    found = server.ask_all(prompts, 4, **greedy(48))
+    assert [r["output_ids"] for r in found] == expected
+    assert all(r["meta_info"]["kv_drafts"] > 0 for r in found)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"{not json",
+        json.dumps({"text": "x", "sampling_params": {"no_such_option": 1}}).encode(),
+        json.dumps({"text": "x", "sampling_params": {"temperature": -1}}).encode(),
+        json.dumps({"input_ids": [5] * 9000, "sampling_params": {"max_new_tokens": 4}}).encode(),
+    ],
+    ids=["malformed", "unknown-option", "impossible-value", "too-long"],
+)
+def test_bad_requests_get_stocks_error_and_the_server_goes_on(
+    stock: Server, verified: Server, body: bytes
+) -> None:
+    codes = [refusal(server, body) for server in (stock, verified)]
+    assert codes[0] == codes[1] >= 400
+    assert verified.alive()
+
+
+def refusal(server: Server, body: bytes) -> int:
+    """The HTTP status with which a request is refused."""
+    request = urllib.request.Request(server.url + "/generate", body, {"Content-Type": "application/json"})
+    with pytest.raises(urllib.error.HTTPError) as raised:
+        urllib.request.urlopen(request, timeout=60)
+    return raised.value.code
