@@ -81,12 +81,13 @@ class GrammarAfter:
     def fill_vocab_mask_batched(self, entries: list[GrammarRow], vocab_mask: torch.Tensor) -> None:
         """Mask each entry's row by its own grammar after its own drafts.
 
-        A row after drafts that break their grammar stays open: it is never reached.
+        A row after drafts that end or break their grammar stays open: its token is never an answer.
         """
         for entry in entries:
             after: GrammarAfter = entry.grammar
             with suppress(ValueError), advanced(after.grammar, after.drafts):
-                after.grammar.fill_vocab_mask(vocab_mask, entry.row)
+                if not after.grammar.is_terminated():
+                    after.grammar.fill_vocab_mask(vocab_mask, entry.row)
 
     def move_vocab_mask(self, vocab_mask: torch.Tensor, device) -> torch.Tensor:
         """The mask on ``device``."""

@@ -6,9 +6,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+import xgrammar
 from llguidance import LLMatcher, LLTokenizer
 from sglang.srt.constrained.base_grammar_backend import GrammarRow
 from sglang.srt.constrained.llguidance_backend import GuidanceGrammar
+from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
 
 from sglang_ext.core import RequestState, Step
 from sglang_ext.managers.grammar import GrammarAfter, advanced, can_roll_back, ends_after
@@ -34,6 +36,17 @@ def mask_of(one):
     one.fill_vocab_mask(mask, 0)
     bits = mask[0].view(torch.uint8).numpy()
     return {i for i in range(BYTES.vocab_size) if bits[i // 8] >> (i % 8) & 1}
+
+
+def xgrammar_at(output=b""):
+    """The same grammar in xgrammar; its end token is 256."""
+    vocabulary = [bytes([i]) for i in range(256)] + [b"</s>"]
+    info = xgrammar.TokenizerInfo(vocabulary, stop_token_ids=[256])
+    compiled = xgrammar.GrammarCompiler(info).compile_regex(REGEX)
+    made = XGrammarGrammar(xgrammar.GrammarMatcher(compiled), 257, compiled, None)
+    for token in output:
+        made.accept_token(token)
+    return made
 
 
 def filled(rows):
@@ -62,6 +75,18 @@ def test_the_end_token_ends_the_grammar_and_can_be_taken_back():
     assert not ends_after(one, [])
     assert ends_after(one, [END])
     assert not one.is_terminated() and END in mask_of(one)
+
+
+def test_a_row_after_the_end_of_an_xgrammar_stays_open():
+    one = xgrammar_at(b"abab")
+    drafts = [ord("x"), 256]
+    rows = [GrammarAfter(one, tuple(drafts[:n])) for n in range(3)]
+    mask = torch.full((3, 9), -1, dtype=torch.int32)  # SGLang's would be pinned, for a GPU
+    rows[0].fill_vocab_mask_batched([GrammarRow(i, row) for i, row in enumerate(rows)], mask)
+    bits = [{i for i in range(257) if row[i // 32] >> (i % 32) & 1} for row in mask.tolist()]
+    assert bits == [{ord("a"), ord("c"), ord("x"), 256}, {256}, set(range(257))]
+    assert ends_after(one, drafts) and not one.is_terminated()
+    assert can_roll_back(one)
 
 
 def test_drafts_that_break_the_grammar_close_the_round_and_their_output_is_refused():
