@@ -74,6 +74,16 @@ class KVServerArgs(ServerArgs):
         hooks.check(self.kv_mode)
         hooks.activate_frontend()
 
+    def check_lora_server_args(self) -> None:
+        """SGLang's check; of all speculative algorithms it lets LoRA pass with NGRAM alone."""
+        if self.speculative_algorithm != SPECULATIVE_ALGORITHM:
+            super().check_lora_server_args()
+            return
+        # managers/forward.py:prepare_lora applies adapters to drafts and verifications alike.
+        self.override("check_lora_server_args", speculative_algorithm=None)
+        super().check_lora_server_args()
+        self.override("check_lora_server_args", speculative_algorithm=SPECULATIVE_ALGORITHM)
+
     def _prepare_speculation(self) -> None:
         """Enter through SGLang's own registries: speculative algorithm and radix cache backend."""
         options.check_combinations(self)

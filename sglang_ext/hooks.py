@@ -162,6 +162,16 @@ USES: tuple[Use, ...] = (
         why="it carries accepted tokens, and that their grammars were advanced",
         expects=("accept_lens", "new_seq_lens", "grammar_advanced", "grammar_retained_tokens"),
     ),
+    Use(
+        target="sglang.srt.lora.lora_manager.LoRAManager.fetch_new_loras",
+        why="a batch's adapters are fetched before its forward",
+        expects=("self", "new_loras", "running_loras"),
+    ),
+    Use(
+        target="sglang.srt.lora.lora_manager.LoRAManager.prepare_lora_batch",
+        why="LoRA layers are told the adapter of each token",
+        expects=("self", "forward_batch"),
+    ),
 )
 
 

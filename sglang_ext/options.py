@@ -71,12 +71,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "compressed views are built where the prompt is computed",
         "use --disaggregation-mode null",
     ),
-    Refusal(
-        "--enable-lora",
-        lambda args: bool(args.enable_lora or args.lora_paths),
-        "adapters are not applied to ragged draft-and-verify batches",
-        "serve adapters with --kv-mode full",
-    ),
     Refusal("--dllm-algorithm", _set("dllm_algorithm"), "diffusion models have no autoregressive KV", "use --kv-mode full"),
     Refusal("--is-embedding", _set("is_embedding"), "embeddings are not decoded", "use --kv-mode full"),
     Refusal(

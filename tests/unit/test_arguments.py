@@ -56,7 +56,6 @@ def test_a_value_out_of_range_is_refused(folder, flags, words):
         ({"dp_size": 2}, "--dp-size"),
         ({"pp_size": 2}, "--pp-size"),
         ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
-        ({"enable_lora": True}, "--enable-lora"),
         ({"enable_mixed_chunk": True}, "--enable-mixed-chunk"),
         ({"disaggregation_mode": "prefill"}, "--disaggregation-mode"),
     ],
@@ -90,6 +89,13 @@ def test_verified_mode_enters_by_sglangs_registries(folder):
     assert args.speculative_algorithm == "KV_VERIFIED"
     assert args.speculative_num_draft_tokens == 9
     assert unsupported_model(args.get_model_config()) is None
+
+
+def test_adapters_pass_sglangs_check_and_the_mode_stays(folder):
+    args = build(folder(), kv_mode="verified", lora_paths=["name=/some/adapter"])
+    args.check_lora_server_args()
+    assert args.enable_lora and args.lora_paths[0].lora_name == "name"
+    assert args.speculative_algorithm == "KV_VERIFIED"
 
 
 def test_flags_parse_show_in_help_and_survive_pickling(folder):
