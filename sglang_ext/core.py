@@ -102,6 +102,11 @@ class Step:
     length: int
     emits: bool
 
+    @property
+    def exact(self) -> int:
+        """Tokens of the request whose full KV is in the pool."""
+        return self.position if self.emits else self.position - len(self.state.drafts)
+
     def drafts_before(self, index: int) -> tuple[int, ...]:
         """Drafts that come before what is sampled after ``tokens[index]``."""
         return tuple(self.tokens[1 : index + 1]) if self.emits else tuple(self.state.drafts)

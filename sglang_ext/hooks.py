@@ -147,6 +147,22 @@ PLAIN_CPU_HOOKS: tuple[Hook, ...] = (
         expects=("seed", "positions", "col_indices"),
         process="scheduler",
     ),
+    *(
+        Hook(
+            target=f"sglang.srt.lora.lora_manager.LoRAManager.{name}",
+            kind="around",
+            hook="sglang_ext.platforms.plain_cpu.without_pinning",
+            why="SGLang pins adapters and their batches; torch refuses to without an accelerator",
+            expects=("self", *parameters),
+            process="scheduler",
+        )
+        for name, parameters in {
+            "init_state": ("max_lora_rank", "target_modules", "lora_paths"),
+            "load_lora_weights": ("lora_ref",),
+            "load_lora_weights_from_tensors": ("lora_ref", "tensors"),
+            "prepare_lora_batch": ("forward_batch",),
+        }.items()
+    ),
 )
 
 
@@ -164,13 +180,8 @@ USES: tuple[Use, ...] = (
     ),
     Use(
         target="sglang.srt.lora.lora_manager.LoRAManager.fetch_new_loras",
-        why="a batch's adapters are fetched before its forward",
+        why="a batch's adapters are fetched before its forward (prepare_lora_batch is hooked on a CPU)",
         expects=("self", "new_loras", "running_loras"),
-    ),
-    Use(
-        target="sglang.srt.lora.lora_manager.LoRAManager.prepare_lora_batch",
-        why="LoRA layers are told the adapter of each token",
-        expects=("self", "forward_batch"),
     ),
 )
 

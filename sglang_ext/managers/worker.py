@@ -16,7 +16,7 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang_ext.core import RequestState, Step
 from sglang_ext.layers.attention import torch_native
 from sglang_ext.layers.attention.views import BetweenSteps
-from sglang_ext.managers import forward, meta_info, results, sampling
+from sglang_ext.managers import forward, integrity, meta_info, results, sampling
 from sglang_ext.managers.eligibility import fallback_reason
 from sglang_ext.managers.planner import CURABLE, Planner
 from sglang_ext.mem_cache import query_window
@@ -51,6 +51,7 @@ class KVWorker(BaseSpecWorker):
         self.queries = QueryWindows(self.compressor.window)
         self.states: dict[int, RequestState] = {}
         self.metrics = KVMetrics.create(server_args)
+        self.strict = integrity.is_strict()
         self._admitted = 0
         self.planner: Planner | None = None
         torch_native.register()
@@ -175,6 +176,8 @@ class KVWorker(BaseSpecWorker):
         states = [self.states[req.req_pool_idx] for req in batch.reqs]
         steps = self.planner.plan(batch.reqs, states, batch.seq_lens.tolist())
         layout = forward.lay_out(steps, self.req_to_token_pool.req_to_token)
+        if self.strict:
+            integrity.check(steps, layout.slots, self.planner.views)
         with self.queries.recording(self._to_record(steps, layout)):
             output = forward.run(self.model_runner, batch, steps, layout)
         rows = self._sampling_rows(steps)

@@ -53,6 +53,18 @@ class CompressedViews:
         """Slots of all copies."""
         return sum(view.kept for view in self._views.values())
 
+    def all_slots(self) -> torch.Tensor:
+        """Slots of all copies: int64 [held_tokens]."""
+        empty = self.token_table.new_empty(0, dtype=torch.int64)
+        return torch.cat([empty, *(view.slots for view in self._views.values())])
+
+    def free_slots(self) -> torch.Tensor:
+        """Slots that SGLang's allocator could hand out: int64 [free]."""
+        page = self.allocator.page_size
+        pages = torch.cat([self.allocator.free_pages, self.allocator.release_pages])
+        within = torch.arange(page, device=pages.device)
+        return (pages[:, None] * page + within).flatten()
+
     def held_bytes(self) -> int:
         """Bytes of KV in all copies, over all layers."""
         return self.bytes_per_slot * self.held_tokens

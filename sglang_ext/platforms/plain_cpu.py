@@ -8,26 +8,6 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.interface import PlatformEnum, SRTPlatform
 from torch.overrides import TorchFunctionMode
 
-from sglang_ext.hooks import Hook
-
-# The parts of SGLang's LoRA manager that pin host memory.
-LORA_HOOKS: tuple[Hook, ...] = tuple(
-    Hook(
-        target=f"sglang.srt.lora.lora_manager.LoRAManager.{name}",
-        kind="around",
-        hook="sglang_ext.platforms.plain_cpu.without_pinning",
-        why="SGLang pins adapters and their batches; torch refuses to without an accelerator",
-        expects=("self", *parameters),
-        process="scheduler",
-    )
-    for name, parameters in {
-        "init_state": ("max_lora_rank", "target_modules", "lora_paths"),
-        "load_lora_weights": ("lora_ref",),
-        "load_lora_weights_from_tensors": ("lora_ref", "tensors"),
-        "prepare_lora_batch": ("forward_batch",),
-    }.items()
-)
-
 
 class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
     """Stock SGLang in PyTorch operators (``torch_native`` attention, no graphs, gloo)."""
@@ -69,7 +49,6 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
         # Small operators that SGLang and its grammar backends compile would need a C++ compiler.
         torch._dynamo.config.disable = True
         hooks.activate_plain_cpu()
-        hooks.apply(LORA_HOOKS)
 
     def get_device(self, local_rank: int = 0) -> str:
         """``cpu``; SGLang's arguments expect the name, not a ``torch.device``."""

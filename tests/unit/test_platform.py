@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.server_args import ServerArgs
 
-from sglang_ext.hooks import Hook, find_problem
 from sglang_ext.platforms import activate
 from sglang_ext.platforms.paged_allocator import TorchPagedAllocator
-from sglang_ext.platforms.plain_cpu import LORA_HOOKS, PlainCpuPlatform, without_pinning
+from sglang_ext.platforms.plain_cpu import PlainCpuPlatform, without_pinning
 
 POOL_PAGES = 12
 MAX_REQUEST_TOKENS = 40
@@ -82,11 +81,6 @@ def test_defaults_respect_what_the_user_set(option: str, value: object) -> None:
     args = server_args(**{option: value})
     PlainCpuPlatform().apply_server_args_defaults(args)
     assert getattr(args, option) == value
-
-
-@pytest.mark.parametrize("hook", LORA_HOOKS, ids=lambda hook: hook.target)
-def test_lora_hook_fits_the_installed_sglang(hook: Hook) -> None:
-    assert find_problem(hook) is None
 
 
 def test_pinning_is_ignored_where_a_function_asks_for_it() -> None:

@@ -1,0 +1,58 @@
+"""Checks of who may read and write which slot, before each forward.
+
+They cost a pass over all live slots, so they run only where SGLang's own invariant checks are strict
+(``SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY``): in soak runs and tests.
+"""
+
+import torch
+from sglang.srt.environ import envs
+
+from sglang_ext.core import Step
+from sglang_ext.mem_cache.compressed_views import CompressedViews
+
+
+class IntegrityError(RuntimeError):
+    """A slot has two owners: an answer could be wrong."""
+
+
+def is_strict() -> bool:
+    """Whether SGLang was started with strict invariant checks."""
+    return bool(envs.SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY.get())
+
+
+def check(steps: list[Step], written: torch.Tensor, views: CompressedViews) -> None:
+    """Check that a forward writes only slots of its own, and that nothing live is free.
+
+    Args:
+        steps: the forward's steps.
+        written: int64 [tokens], slots that it writes.
+        views: the compressed copies.
+
+    Raises:
+        IntegrityError: names the two owners and the slots.
+    """
+    exact = torch.cat([views.token_table[step.state.row, : step.exact] for step in steps]).long()
+    copies = views.all_slots()
+    page = views.allocator.page_size
+    free = views.free_slots()
+    _require(written >= page, written, "a forward writes", "SGLang's padding page")
+    _disjoint(written, None, "a forward writes", "two tokens of it")
+    _disjoint(copies, None, "a compressed copy holds", "another copy")
+    _disjoint(written, exact, "a forward writes", "exact KV")
+    _disjoint(written, copies, "a forward writes", "a compressed copy")
+    _disjoint(copies, exact, "a compressed copy holds", "exact KV")
+    for slots, what in ((written, "a forward writes"), (exact, "exact KV lies in"), (copies, "a copy holds")):
+        _disjoint(slots, free, what, "the free list")
+
+
+def _disjoint(slots: torch.Tensor, others: torch.Tensor | None, what: str, owner: str) -> None:
+    if others is None:
+        values, counts = slots.unique(return_counts=True)
+        _require(counts == 1, values, what, owner)
+    else:
+        _require(~torch.isin(slots, others), slots, what, owner)
+
+
+def _require(good: torch.Tensor, slots: torch.Tensor, what: str, owner: str) -> None:
+    if not bool(good.all()):
+        raise IntegrityError(f"{what} slots {slots[~good].tolist()[:8]}, which belong to {owner}")

@@ -1,0 +1,58 @@
+"""The strict check stops a forward that would write what another token's KV needs."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sglang_ext.core import RequestState, Step
+from sglang_ext.managers.integrity import IntegrityError, check
+
+TABLE = torch.tensor([[0] * 6, [1, 2, 3, 4, 5, 6], [1, 2, 7, 8, 9, 10]])  # two requests share 1 and 2
+
+
+def views(copies=(11, 12), free=(13, 14), page_size=1):
+    return SimpleNamespace(
+        token_table=TABLE,
+        all_slots=lambda: torch.tensor(copies, dtype=torch.int64),
+        free_slots=lambda: torch.tensor(free, dtype=torch.int64),
+        allocator=SimpleNamespace(page_size=page_size),
+    )
+
+
+def step(row, position, drafts=(), emits=True):
+    state = RequestState(rid=f"r{row}", row=row, seed=0, bonus=1, drafts=list(drafts))
+    tokens = [1, *drafts] if emits else [drafts[-1] if drafts else 1]
+    return Step(state=state, tokens=tokens, position=position, row=row, length=position + 1, emits=emits)
+
+
+STEPS = [step(1, 4, drafts=(8,)), step(2, 5, drafts=(9,), emits=False)]
+WRITTEN = torch.tensor([5, 6, 10])
+
+
+def test_own_slots_pass_and_a_shared_prefix_too():
+    check(STEPS, WRITTEN, views())
+
+
+def test_exact_tokens_are_those_before_the_drafts():
+    assert [one.exact for one in STEPS] == [4, 4]
+
+
+@pytest.mark.parametrize(
+    ("written", "found", "owner"),
+    [
+        ([5, 6, 0], views(), "padding page"),
+        ([5, 6, 5], views(), "two tokens"),
+        ([5, 6, 8], views(), "exact KV"),
+        ([5, 6, 11], views(), "compressed copy"),
+        ([5, 6, 13], views(), "free list"),
+        ([5, 6, 10], views(copies=(11, 11)), "another copy"),
+        ([5, 6, 10], views(copies=(2, 11)), "exact KV"),
+        ([5, 6, 10], views(copies=(11, 13)), "free list"),
+        ([5, 6, 10], views(free=(3,)), "free list"),
+        ([15, 16, 17], views(page_size=16), "padding page"),
+    ],
+)
+def test_a_slot_with_two_owners_is_named(written, found, owner):
+    with pytest.raises(IntegrityError, match=owner):
+        check(STEPS, torch.tensor(written), found)
