@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from servers import PAGED, STOCK, STRICT, VERIFIED, Server, Servers, greedy
+from servers import EXPECTED_TOKENS, PAGED, STOCK, STRICT, VERIFIED, Server, Servers, greedy
 
 ROOT = Path(__file__).parents[2]
 # Fixtures of servers that several tests share, in the order in which these tests run.
@@ -64,8 +64,8 @@ def paged(stock: Server, launch: Callable[..., Server]) -> Server:
 
 @pytest.fixture(scope="session")
 def expected(launch: Callable[..., Server], prompts: list[list[int]]) -> list[list[int]]:
-    """Stock's 48 greedy tokens after each prompt, one request at a time."""
-    return [answer["output_ids"] for answer in launch(*STOCK).ask_all(prompts, 1, **greedy(48))]
+    """Stock's first greedy tokens after each prompt, one request at a time."""
+    return [answer["output_ids"] for answer in launch(*STOCK).ask_all(prompts, 1, **greedy(EXPECTED_TOKENS))]
 
 
 @pytest.fixture(scope="session")

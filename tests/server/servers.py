@@ -15,6 +15,8 @@ PAGED = (
     *("--kv-mode", "verified", "--kv-compressor", "sink-recent", "--kv-budget", "0.125"),
     *("--page-size", "16", "--chunked-prefill-size", "256", "--kv-draft-length", "8"),
 )
+# Length of the answers that fixture ``expected`` holds: two rounds of drafts and more.
+EXPECTED_TOKENS = 32
 
 
 class Server(ServerProcess):

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from servers import STRICT, Server, greedy
+from servers import EXPECTED_TOKENS, STRICT, Server, greedy
 
 pytestmark = pytest.mark.server
 
@@ -67,7 +67,7 @@ def test_sglang_serve_takes_the_flags_and_serves_without_a_prefix_cache(
     assert server.command[1] == "serve"
     info = server.request("server_info")
     assert (info["kv_mode"], info["kv_budget"], info["kv_compressor"]) == ("verified", 0.3, "snapkv")
-    found = server.ask_all(prompts, 4, **greedy(48))
+    found = server.ask_all(prompts, 4, **greedy(EXPECTED_TOKENS))
     assert [r["output_ids"] for r in found] == expected
     assert all(r["meta_info"]["kv_drafts"] > 0 for r in found)
 

@@ -2,9 +2,9 @@
 
 import concurrent.futures
 import json
-import urllib.request
 
 import pytest
+from servers import greedy
 
 pytestmark = pytest.mark.server
 
@@ -57,21 +57,11 @@ def adapters(model, tmp_path_factory):
     return {name: write_adapter(root / name, config, name) for name in MODULES}
 
 
-def post(server, path, body):
-    """The JSON answer to a JSON body."""
-    data = json.dumps(body).encode()
-    request = urllib.request.Request(f"{server.url}/{path}", data, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=300) as response:
-        return json.loads(response.read())
-
-
 def ask(server, ids, names):
     """The answers to one prompt under each adapter, all in one batch."""
 
     def generate(name):
-        params = {"max_new_tokens": 20, "temperature": 0, "ignore_eos": True}
-        body = {"input_ids": ids, "sampling_params": params}
-        return post(server, "generate", {**body, "lora_path": name} if name else body)
+        return server.ask(input_ids=ids, **greedy(20), **({"lora_path": name} if name else {}))
 
     with concurrent.futures.ThreadPoolExecutor(len(names)) as pool:
         return list(pool.map(generate, names))
@@ -80,9 +70,9 @@ def ask(server, ids, names):
 def use(server, prompts, late):
     """Two adapters and the base model in one batch; then one more adapter, loaded and unloaded."""
     mixed = ask(server, prompts[0][:160], MIXED)
-    loaded = post(server, "load_lora_adapter", {"lora_name": "late", "lora_path": str(late)})
+    loaded = server.request("load_lora_adapter", {"lora_name": "late", "lora_path": str(late)})
     changed = ask(server, prompts[1][:160], CHANGED)
-    unloaded = post(server, "unload_lora_adapter", {"lora_name": "late"})
+    unloaded = server.request("unload_lora_adapter", {"lora_name": "late"})
     assert loaded["success"] and unloaded["success"]
     # SGLang loads an adapter that it knows again when a request names it.
     return {"mixed": mixed, "changed": changed, "again": ask(server, prompts[1][:160], AGAIN)}

@@ -1,14 +1,14 @@
 """Page size, chunking, a pool too small, retraction, lossy mode: still stock's answers."""
 
 import pytest
-from servers import STRICT, greedy
+from servers import EXPECTED_TOKENS, STRICT, greedy
 
 pytestmark = pytest.mark.server
 
 
 def test_pages_of_16_with_chunked_prefill_and_sink_recent(paged, prompts, expected):
     for cold in (True, False):
-        found = paged.ask_all(prompts, 3, cold, **greedy(48))
+        found = paged.ask_all(prompts, 3, cold, **greedy(EXPECTED_TOKENS))
         assert [r["output_ids"] for r in found] == expected
         assert all(r["meta_info"]["kv_drafts"] > 0 for r in found)
 
@@ -18,7 +18,7 @@ def test_a_pool_too_small_for_all_requests_keeps_the_output(launch, prompts, exp
         "--kv-mode", "verified", "--kv-budget", "0.5", "--max-total-tokens", "1300",
         "--schedule-conservativeness", "0.1", env=STRICT,
     )
-    found = server.ask_all(prompts * 2, 8, **greedy(48))
+    found = server.ask_all(prompts * 2, 8, **greedy(EXPECTED_TOKENS))
     assert [r["output_ids"] for r in found] == expected * 2
     server.flush_cache()
     assert server.alive()
@@ -27,7 +27,7 @@ def test_a_pool_too_small_for_all_requests_keeps_the_output(launch, prompts, exp
 def test_retracted_requests_come_back_and_keep_the_output(launch, prompts, expected):
     forced = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "25"}
     flags = ("--kv-mode", "verified", "--kv-budget", "0.5", "--max-total-tokens", "4600")
-    found = launch(*flags, env={**STRICT, **forced}).ask_all(prompts, 4, **greedy(48))
+    found = launch(*flags, env={**STRICT, **forced}).ask_all(prompts, 4, **greedy(EXPECTED_TOKENS))
     assert [r["output_ids"] for r in found] == expected
     assert sum(r["meta_info"]["num_retractions"] for r in found) > 0
     assert all(r["meta_info"]["kv_drafts"] > 0 for r in found)
@@ -35,8 +35,8 @@ def test_retracted_requests_come_back_and_keep_the_output(launch, prompts, expec
 
 def test_lossy_serves_the_compressed_view_and_leaves_the_prefix_tree_exact(launch, prompts, expected):
     server = launch("--kv-mode", "lossy", "--kv-budget", "0.125", env=STRICT)
-    found = server.ask_all(prompts, 2, **greedy(48))
-    assert all(len(r["output_ids"]) == 48 for r in found)
+    found = server.ask_all(prompts, 2, **greedy(EXPECTED_TOKENS))
+    assert all(len(r["output_ids"]) == EXPECTED_TOKENS for r in found)
     assert all(r["meta_info"]["kv_verifies"] == 0 for r in found)
     assert [r["output_ids"] for r in found] != expected, "1/8 of the KV cannot give all of stock's tokens"
     # The first token after a cached prompt comes from full KV: the tree holds no lossy tokens.

@@ -5,12 +5,12 @@ import json
 import urllib.request
 
 import pytest
-from servers import assert_same_answers, first_name, greedy
+from servers import EXPECTED_TOKENS, assert_same_answers, first_name, greedy
 
 pytestmark = pytest.mark.server
 
 def test_greedy_output_is_stocks_at_concurrency(verified, prompts, expected):
-    found = verified.ask_all(prompts, **greedy(48))
+    found = verified.ask_all(prompts, **greedy(EXPECTED_TOKENS))
     assert [r["output_ids"] for r in found] == expected
     assert all(r["meta_info"]["kv_drafts"] > 0 for r in found)
     assert all(r["meta_info"]["kv_accept_length"] > 1 for r in found)
