@@ -71,6 +71,13 @@ REFUSALS: tuple[Refusal, ...] = (
         "compressed views are built where the prompt is computed",
         "use --disaggregation-mode null",
     ),
+    Refusal("--torchao-config", _set("torchao_config"), "quantized weights are untested", "leave it out"),
+    Refusal(
+        "--kv-cache-dtype",
+        lambda args: args.kv_cache_dtype not in (None, "auto"),
+        "copies of a quantized cache are untested",
+        "use --kv-cache-dtype auto",
+    ),
     Refusal("--dllm-algorithm", _set("dllm_algorithm"), "diffusion models have no autoregressive KV", "use --kv-mode full"),
     Refusal("--is-embedding", _set("is_embedding"), "embeddings are not decoded", "use --kv-mode full"),
     Refusal(
@@ -140,7 +147,7 @@ def check_resolved(args: "KVServerArgs") -> None:
         raise OptionError(
             f"--model-path {args.model_path}: {reason}; --kv-mode {args.kv_mode} serves decoder-only "
             "text models with multi-head, grouped-query or multi-query attention over the whole "
-            "context. Use --kv-mode full for this model."
+            "context, in float weights. Use --kv-mode full for this model."
         )
 
 
@@ -163,6 +170,9 @@ def unsupported_model(config: object) -> str | None:
         return "it is multimodal"
     if not config.is_generation:
         return "it does not generate"
+    if config.quantization is not None:
+        # Activations scaled over a whole batch would make an answer depend on the drafts beside it.
+        return f"its weights are quantized ({config.quantization}), which is untested"
     if getattr(config, "is_encoder_decoder", False):
         return "it is an encoder-decoder model"
     return None

@@ -58,6 +58,8 @@ def test_a_value_out_of_range_is_refused(folder, flags, words):
         ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
         ({"enable_mixed_chunk": True}, "--enable-mixed-chunk"),
         ({"disaggregation_mode": "prefill"}, "--disaggregation-mode"),
+        ({"torchao_config": "int8wo"}, "--torchao-config"),
+        ({"kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype"),
     ],
 )
 def test_an_option_that_cannot_be_combined_is_refused_with_a_remedy(folder, flags, option):
@@ -71,6 +73,8 @@ def test_an_option_that_cannot_be_combined_is_refused_with_a_remedy(folder, flag
         ({"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 128}, "sliding-window"),
         ({"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "kv_lora_rank": 16,
           "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}, "MLA"),
+        ({"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}},
+         "quantized .awq."),
     ],
 )
 def test_a_model_that_is_not_supported_is_refused(folder, changes, reason):
