@@ -127,7 +127,11 @@ def _check_sample(request: Request, sample: Sample, reference: Sample) -> None:
         raise AnswerError("aborted by the server")
     for index, token in enumerate(sample.ids):
         if index >= len(reference.ids) or token != reference.ids[index]:
-            raise AnswerError(f"differs from stock at token {index}")
+            start = max(0, index - 2)
+            raise AnswerError(
+                f"differs from stock at token {index}: from {start} on {list(sample.ids[start : index + 4])}, "
+                f"stock {list(reference.ids[start : index + 4])}, aborted: {sample.aborted}"
+            )
     length = min(request.tokens, len(reference.ids))
     if len(sample.ids) != length and not sample.aborted:
         raise AnswerError(f"{len(sample.ids)} tokens instead of {length}")

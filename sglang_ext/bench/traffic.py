@@ -84,7 +84,8 @@ class Request:
 
     def __str__(self) -> str:
         streamed = ", streamed" if self.stream else ""
-        return f"{self.rid} ({self.option.name}, prompt {self.prompt}, {self.tokens} tokens{streamed})"
+        aborted = ", to be aborted" if self.kind == "abort" else ""
+        return f"{self.rid} ({self.option.name}, prompt {self.prompt}, {self.tokens} tokens{streamed}{aborted})"
 
 
 def draw_request(chance: Random, rid: str, prompts: int, longest: int) -> Request:
