@@ -129,8 +129,8 @@ def check_not_filtered() -> Check:
 
 def check_hooks() -> Iterator[Check]:
     """One line for each hook or use that does not fit, or one that says that all do."""
-    table = hooks.HOOKS + hooks.PLAIN_CPU_HOOKS + hooks.USES
-    problems = {hook.target: hooks.find_problem(hook) for hook in table}
+    table = hooks.entries()
+    problems = {entry.target: hooks.find_problem(entry) for entry in table}
     remedy = f"install sglang=={SGLANG_VERSION}, or serve with --kv-mode full"
     fitting = sum(problem is None for problem in problems.values())
     caller = ", called by this patched fork" if hooks.is_patched_fork() else ""

@@ -186,13 +186,18 @@ USES: tuple[Use, ...] = (
 )
 
 
+def entries() -> tuple[Hook | Use, ...]:
+    """Everything that must fit the installed SGLang before a mode starts."""
+    return HOOKS + PLAIN_CPU_HOOKS + USES
+
+
 def check(mode: str) -> None:
     """Check every hook and every use against the installed SGLang.
 
     Raises:
         HookError: a target is missing or has other parameters or fields than expected.
     """
-    for entry in HOOKS + PLAIN_CPU_HOOKS + USES:
+    for entry in entries():
         problem = find_problem(entry)
         if problem is not None:
             raise HookError(

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_ext.bench import BenchError
+from sglang_ext.bench.compare import first_difference
 from sglang_ext.bench.traffic import Request
 
 LOGPROB_TOLERANCE = 0.01
@@ -125,13 +126,13 @@ def check(request: Request, samples: Sequence[Sample], expected: Sequence[Sample
 def _check_sample(request: Request, sample: Sample, reference: Sample) -> None:
     if sample.aborted and request.kind != "abort":
         raise AnswerError("aborted by the server")
-    for index, token in enumerate(sample.ids):
-        if index >= len(reference.ids) or token != reference.ids[index]:
-            start = max(0, index - 2)
-            raise AnswerError(
-                f"differs from stock at token {index}: from {start} on {list(sample.ids[start : index + 4])}, "
-                f"stock {list(reference.ids[start : index + 4])}, aborted: {sample.aborted}"
-            )
+    index = first_difference(sample.ids, reference.ids[: len(sample.ids)])
+    if index is not None:
+        start = max(0, index - 2)
+        raise AnswerError(
+            f"differs from stock at token {index}: from {start} on {list(sample.ids[start : index + 4])}, "
+            f"stock {list(reference.ids[start : index + 4])}, aborted: {sample.aborted}"
+        )
     length = min(request.tokens, len(reference.ids))
     if len(sample.ids) != length and not sample.aborted:
         raise AnswerError(f"{len(sample.ids)} tokens instead of {length}")

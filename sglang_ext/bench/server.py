@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
@@ -69,11 +70,10 @@ class ServerProcess(ServerClient):
                 start_new_session=True,
                 env={**os.environ, **self.env},
             )
-        try:
+        with ExitStack() as unhealthy:
+            unhealthy.callback(self.stop)
             self._wait_healthy()
-        except BaseException:
-            self.stop()
-            raise
+            unhealthy.pop_all()
         return self
 
     def __exit__(

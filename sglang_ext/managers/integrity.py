@@ -36,8 +36,8 @@ def check(steps: list[Step], written: torch.Tensor, views: CompressedViews) -> N
     page = views.allocator.page_size
     free = views.free_slots()
     _require(written >= page, written, "a forward writes", "SGLang's padding page")
-    _disjoint(written, None, "a forward writes", "two tokens of it")
-    _disjoint(copies, None, "a compressed copy holds", "another copy")
+    _unique(written, "a forward writes", "two tokens of it")
+    _unique(copies, "a compressed copy holds", "another copy")
     _disjoint(written, exact, "a forward writes", "exact KV")
     _disjoint(written, copies, "a forward writes", "a compressed copy")
     _disjoint(copies, exact, "a compressed copy holds", "exact KV")
@@ -45,12 +45,13 @@ def check(steps: list[Step], written: torch.Tensor, views: CompressedViews) -> N
         _disjoint(slots, free, what, "the free list")
 
 
-def _disjoint(slots: torch.Tensor, others: torch.Tensor | None, what: str, owner: str) -> None:
-    if others is None:
-        values, counts = slots.unique(return_counts=True)
-        _require(counts == 1, values, what, owner)
-    else:
-        _require(~torch.isin(slots, others), slots, what, owner)
+def _unique(slots: torch.Tensor, what: str, owner: str) -> None:
+    values, counts = slots.unique(return_counts=True)
+    _require(counts == 1, values, what, owner)
+
+
+def _disjoint(slots: torch.Tensor, others: torch.Tensor, what: str, owner: str) -> None:
+    _require(~torch.isin(slots, others), slots, what, owner)
 
 
 def _require(good: torch.Tensor, slots: torch.Tensor, what: str, owner: str) -> None:

@@ -52,7 +52,8 @@ def accept(
         agreed += 1
     if drafts:
         state.count_verify(len(drafts), agreed)
-    tokens = answers[: agreed + (not state.closed or agreed < len(drafts))]
+    ends_grammar = state.closed and agreed == len(drafts)
+    tokens = answers[: agreed if ends_grammar else agreed + 1]
     state.bonus, state.drafts, state.closed = tokens[-1], [], False
     return Accepted(first, tokens)
 

@@ -61,7 +61,6 @@ class Sampled:
     top: list[tuple]
     chosen: list[tuple]
 
-
     def fill_logprobs(self, output: LogitsProcessorOutput, rows: list[int], stride: int) -> None:
         """Write the log-probabilities of ``rows``, ``stride`` for each request, as SGLang expects them.
 

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from sglang_ext.bench.server import ServerProcess
+from sglang_ext.bench.soak import server_environment
 
-STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
+STRICT = server_environment(retraction_steps=None)
 # Seeds, processors and hidden states are per request: what else is asked does not depend on these flags.
 STOCK = ("--enable-deterministic-inference", "--enable-custom-logit-processor", "--enable-return-hidden-states")
 VERIFIED = (*STOCK, "--kv-mode", "verified", "--kv-budget", "0.25", "--enable-metrics")

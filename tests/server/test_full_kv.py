@@ -3,7 +3,7 @@
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from servers import STOCK, VERIFIED, assert_same_answers, first_name, greedy
+from servers import EXPECTED_TOKENS, STOCK, VERIFIED, assert_same_answers, first_name, greedy
 from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
 
 pytestmark = pytest.mark.server
@@ -57,7 +57,7 @@ def test_a_logit_processor_acts_on_its_request_and_not_on_one_that_drafts(stock,
         **greedy(24, custom_params={"token_ids": disallowed}),
     }
     with ThreadPoolExecutor(2) as pool:
-        drafting = pool.submit(verified.ask, input_ids=prompts[0], **greedy(48))
+        drafting = pool.submit(verified.ask, input_ids=prompts[0], **greedy(EXPECTED_TOKENS))
         found = verified.ask(**body)
     assert_same_answers(stock.ask(**body), found, "custom-logit-processor")
     assert not set(found["output_ids"]) & set(disallowed)
@@ -71,7 +71,7 @@ def test_hidden_states_are_stocks_beside_a_request_that_drafts(stock, verified, 
     for server in (stock, verified):
         server.flush_cache()
     with ThreadPoolExecutor(2) as pool:
-        drafting = pool.submit(verified.ask, input_ids=prompts[0], **greedy(48))
+        drafting = pool.submit(verified.ask, input_ids=prompts[0], **greedy(EXPECTED_TOKENS))
         found = verified.ask(**body)
     answer = stock.ask(**body)
     assert_same_answers(answer, found, "hidden-states")

@@ -3,6 +3,8 @@
 import pytest
 from servers import EXPECTED_TOKENS, STRICT, greedy
 
+from sglang_ext.bench.soak import server_environment
+
 pytestmark = pytest.mark.server
 
 
@@ -25,9 +27,8 @@ def test_a_pool_too_small_for_all_requests_keeps_the_output(launch, prompts, exp
 
 
 def test_retracted_requests_come_back_and_keep_the_output(launch, prompts, expected):
-    forced = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "25"}
     flags = ("--kv-mode", "verified", "--kv-budget", "0.5", "--max-total-tokens", "4600")
-    found = launch(*flags, env={**STRICT, **forced}).ask_all(prompts, 4, **greedy(EXPECTED_TOKENS))
+    found = launch(*flags, env=server_environment(retraction_steps=25)).ask_all(prompts, 4, **greedy(EXPECTED_TOKENS))
     assert [r["output_ids"] for r in found] == expected
     assert sum(r["meta_info"]["num_retractions"] for r in found) > 0
     assert all(r["meta_info"]["kv_drafts"] > 0 for r in found)

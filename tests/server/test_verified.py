@@ -9,6 +9,7 @@ from servers import EXPECTED_TOKENS, assert_same_answers, first_name, greedy
 
 pytestmark = pytest.mark.server
 
+
 def test_greedy_output_is_stocks_at_concurrency(verified, prompts, expected):
     found = verified.ask_all(prompts, **greedy(EXPECTED_TOKENS))
     assert [r["output_ids"] for r in found] == expected
