@@ -34,14 +34,23 @@ def check(steps: list[Step], written: torch.Tensor, views: CompressedViews) -> N
     exact = torch.cat([views.token_table[step.state.row, : step.exact] for step in steps]).long()
     copies = views.all_slots()
     page = views.allocator.page_size
-    free = views.free_slots()
+    free, cached = views.free_slots(), views.tree_cache.cached_slots()
     _require(written >= page, written, "a forward writes", "SGLang's padding page")
     _unique(written, "a forward writes", "two tokens of it")
     _unique(copies, "a compressed copy holds", "another copy")
+    _unique(cached, "the prefix tree holds", "another node of it")
+    _unique(exact[~torch.isin(exact, cached)], "a request's own KV lies in", "another request")
     _disjoint(written, exact, "a forward writes", "exact KV")
     _disjoint(written, copies, "a forward writes", "a compressed copy")
     _disjoint(copies, exact, "a compressed copy holds", "exact KV")
-    for slots, what in ((written, "a forward writes"), (exact, "exact KV lies in"), (copies, "a copy holds")):
+    _disjoint(written, cached, "a forward writes", "the prefix tree")
+    _disjoint(copies, cached, "a compressed copy holds", "the prefix tree")
+    for slots, what in (
+        (written, "a forward writes"),
+        (exact, "exact KV lies in"),
+        (copies, "a copy holds"),
+        (cached, "the prefix tree holds"),
+    ):
         _disjoint(slots, free, what, "the free list")
 
 

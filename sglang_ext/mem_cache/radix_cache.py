@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import torch
 from sglang.srt.mem_cache.radix_cache import RadixCache
 
 from sglang_ext.mem_cache.compressed_views import CompressedViews
@@ -32,6 +33,12 @@ class KVViewsRadixCache(RadixCache):
         super().cache_finished_req(
             req, is_insert and self.insert_generated, kv_len_to_handle=kv_len_to_handle
         )
+
+    def cached_slots(self) -> torch.Tensor:
+        """Slots of all nodes: int64 [cached tokens]."""
+        if not self.root_node.children:
+            return torch.empty(0, dtype=torch.int64, device=self.device)
+        return self.all_values_flatten()
 
     def session_held_tokens(self, active_pool_idxs: set | None = None) -> int:
         """Slots of compressed copies, which neither the tree nor the requests' rows account for."""

@@ -11,12 +11,13 @@ from sglang_ext.managers.integrity import IntegrityError, check
 TABLE = torch.tensor([[0] * 6, [1, 2, 3, 4, 5, 6], [1, 2, 7, 8, 9, 10]])  # two requests share 1 and 2
 
 
-def views(copies=(11, 12), free=(13, 14), page_size=1):
+def views(copies=(11, 12), free=(13, 14), cached=(1, 2, 15), page_size=1):
     return SimpleNamespace(
         token_table=TABLE,
         all_slots=lambda: torch.tensor(copies, dtype=torch.int64),
         free_slots=lambda: torch.tensor(free, dtype=torch.int64),
         allocator=SimpleNamespace(page_size=page_size),
+        tree_cache=SimpleNamespace(cached_slots=lambda: torch.tensor(cached, dtype=torch.int64)),
     )
 
 
@@ -50,6 +51,11 @@ def test_exact_tokens_are_those_before_the_drafts():
         ([5, 6, 10], views(copies=(2, 11)), "exact KV"),
         ([5, 6, 10], views(copies=(11, 13)), "free list"),
         ([5, 6, 10], views(free=(3,)), "free list"),
+        ([5, 6, 10], views(cached=()), "another request"),
+        ([5, 6, 10], views(cached=(1, 2, 2)), "another node"),
+        ([5, 6, 15], views(), "the prefix tree"),
+        ([5, 6, 10], views(cached=(1, 2, 12)), "the prefix tree"),
+        ([5, 6, 10], views(cached=(1, 2, 14)), "free list"),
         ([15, 16, 17], views(page_size=16), "padding page"),
     ],
 )
