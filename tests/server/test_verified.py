@@ -56,7 +56,7 @@ def test_logprobs_and_input_logprobs_match(stock, verified, prompts):
     [
         {"logit_bias": {"28": -5.0, "30": 2.0}},
         {"stop": ["return", "the"]},
-        {"stop_token_ids": [30, 28]},
+        {"stop_token_ids": [30, 28], "ignore_eos": False},
         {"n": 2},
         {"regex": r"[0-9]{3}-[a-z]{4,12}", "ignore_eos": False},
         {"json_schema": json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}})},
@@ -66,6 +66,13 @@ def test_logprobs_and_input_logprobs_match(stock, verified, prompts):
 def test_each_sampling_option_gives_stocks_answer(stock, verified, prompts, more):
     body = {"input_ids": prompts[1], **greedy(40, **more)}
     assert_same_answers(stock.ask(**body), verified.ask(**body), fallback=None)
+
+
+def test_a_stop_right_before_the_longest_output_ends_it(stock, verified, prompts, expected):
+    for ids, answer in zip(prompts, expected):
+        body = greedy(9, ignore_eos=False, stop_token_ids=[answer[7]])
+        body["input_ids"] = ids
+        assert_same_answers(stock.ask(**body), verified.ask(**body), None)
 
 
 def test_streaming_sends_no_empty_chunk_and_the_same_text(stock, verified, prompts):

@@ -1,0 +1,32 @@
+"""An output ends where it would if its tokens came one at a time.
+
+For tokens that come together, SGLang looks for the length first, then for stop strings in the order in
+which they were given, then for stop tokens: of two ends it may take the later one.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+
+def end_at_first(original: Callable, req: "Req", new_accepted_len: int = 1) -> None:
+    """Hook around ``update_finish_state``: look for an end after each new token.
+
+    Tokens after the end stay in ``output_ids``, as their KV is in the pool; ``finished_len`` excludes
+    them.
+    """
+    if new_accepted_len == 1 or req.to_finish or req.finished():
+        original(req, new_accepted_len)
+        return
+    newest = req.output_ids[-new_accepted_len:]
+    del req.output_ids[-new_accepted_len:]
+    count = 0
+    while count < new_accepted_len and not req.finished():
+        req.output_ids.append(newest[count])
+        original(req, 1)
+        count += 1
+    if req.finished() and req.finished_len is None:
+        req.finished_len = len(req.output_ids)
+    req.output_ids.extend(newest[count:])

@@ -1,0 +1,86 @@
+"""Tokens that are accepted together end an output where they would one by one."""
+
+from array import array
+from types import SimpleNamespace
+
+from hypothesis import example, given
+from hypothesis import strategies as st
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from sglang_ext.managers.finish import end_at_first
+
+LETTERS = "abcd"
+END = LETTERS.index("d")
+TOKENIZER = SimpleNamespace(
+    decode=lambda ids: "".join(LETTERS[i] for i in ids),
+    encode=lambda text, add_special_tokens: list(text),
+    eos_token_id=END,
+    additional_stop_token_ids=None,
+)
+
+
+def make_request(**params):
+    """A request that has put out nothing, with what SGLang reads when it looks for an end."""
+    req = Req.__new__(Req)
+    req.sampling_params = SamplingParams(**params)
+    req.sampling_params.normalize(TOKENIZER)
+    req.tokenizer, req.eos_token_ids, req.vocab_size = TOKENIZER, {END}, len(LETTERS)
+    req.output_ids, req.decoded_text, req.grammar = array("q"), "", None
+    req.to_finish = req.finished_reason = req.finished_len = None
+    return req
+
+
+def answer(req):
+    reason = req.finished_reason.to_json() if req.finished() else None
+    return list(req.output_ids_through_stop), reason
+
+
+def one_by_one(tokens, params):
+    """SGLang without speculation."""
+    req = make_request(**params)
+    for token in tokens:
+        if not req.finished():
+            req.output_ids.append(token)
+            Req.update_finish_state(req)
+    return answer(req)
+
+
+def together(tokens, sizes, params):
+    """The same tokens, ``sizes`` of them at a time."""
+    req, sizes, rest = make_request(**params), list(sizes), list(tokens)
+    while rest and not req.finished():
+        count = min(sizes.pop() if sizes else len(rest), len(rest))
+        req.output_ids.extend(rest[:count])
+        end_at_first(Req.update_finish_state, req, count)
+        rest = rest[count:]
+    assert list(req.output_ids) == tokens[: len(tokens) - len(rest)]
+    return answer(req)
+
+
+stops = st.fixed_dictionaries(
+    {"max_new_tokens": st.integers(1, 8), "ignore_eos": st.booleans()},
+    optional={
+        "stop": st.lists(st.text("abc", min_size=1, max_size=2), max_size=2),
+        "stop_regex": st.sampled_from(["a[bc]", "cc"]),
+        "stop_token_ids": st.just([1]),
+    },
+)
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=10), st.lists(st.integers(1, 5), max_size=10), stops)
+@example([0, 1, 2], [3], {"max_new_tokens": 3, "stop": ["b"]})
+@example([0, 3, 2], [3], {"max_new_tokens": 3})
+@example([0, 3, 2], [3], {"max_new_tokens": 8, "stop": ["c"]})
+@example([0, 1, 2], [3], {"max_new_tokens": 8, "stop": ["c", "a"]})
+def test_the_first_end_counts(tokens, sizes, params):
+    params = {"stop": None, **params}
+    assert together(tokens, sizes, params) == one_by_one(tokens, params)
+
+
+def test_an_abort_keeps_the_tokens_that_came_with_it():
+    req = make_request(max_new_tokens=8)
+    req.output_ids.extend([0, 1, 2])
+    req.to_finish = FINISH_ABORT("gone")
+    end_at_first(Req.update_finish_state, req, 3)
+    assert answer(req)[0] == [0, 1, 2] and isinstance(req.finished_reason, FINISH_ABORT)
