@@ -81,6 +81,22 @@ HOOKS: tuple[Hook, ...] = (
         process="scheduler",
     ),
     Hook(
+        target="sglang.srt.managers.schedule_batch.Req.update_finish_state",
+        kind="around",
+        hook="sglang_ext.managers.finish.end_at_first",
+        why="of tokens accepted together, the first that ends the output ends it, as without speculation",
+        expects=("self", "new_accepted_len"),
+        process="scheduler",
+    ),
+    Hook(
+        target="sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_extend",
+        kind="around",
+        hook="sglang_ext.managers.penalties.restore_penalties",
+        why="a retracted request's penalties must not forget its output, for copies make retraction likelier",
+        expects=("self",),
+        process="scheduler",
+    ),
+    Hook(
         target="sglang.srt.managers.schedule_batch.ScheduleBatch.check_decode_mem",
         kind="around",
         hook="sglang_ext.mem_cache.compressed_views.give_back_when_full",

@@ -1,7 +1,9 @@
 """Page size, chunking, a pool too small, retraction, lossy mode: still stock's answers."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
-from servers import EXPECTED_TOKENS, STRICT, greedy
+from servers import EXPECTED_TOKENS, STRICT, assert_same_answers, greedy
 
 from sglang_ext.bench.soak import server_environment
 
@@ -26,12 +28,19 @@ def test_a_pool_too_small_for_all_requests_keeps_the_output(launch, prompts, exp
     assert server.alive()
 
 
-def test_retracted_requests_come_back_and_keep_the_output(launch, prompts, expected):
+def test_retracted_requests_come_back_and_keep_the_output(launch, stock, prompts, expected):
+    penalized = greedy(EXPECTED_TOKENS, frequency_penalty=0.6, repetition_penalty=1.2)
+    theirs = stock.ask_all(prompts, 1, **penalized)
     flags = ("--kv-mode", "verified", "--kv-budget", "0.5", "--max-total-tokens", "4600")
-    found = launch(*flags, env=server_environment(retraction_steps=25)).ask_all(prompts, 4, **greedy(EXPECTED_TOKENS))
+    server = launch(*flags, env=server_environment(retraction_steps=12))
+    with ThreadPoolExecutor(1) as pool:
+        beside = pool.submit(server.ask_all, prompts, 4, cold=False, **penalized)
+        found = server.ask_all(prompts, 4, cold=False, **greedy(EXPECTED_TOKENS))
     assert [r["output_ids"] for r in found] == expected
-    assert sum(r["meta_info"]["num_retractions"] for r in found) > 0
     assert all(r["meta_info"]["kv_drafts"] > 0 for r in found)
+    assert_same_answers(theirs, beside.result(), "penalty")
+    for answers in (found, beside.result()):
+        assert sum(r["meta_info"]["num_retractions"] for r in answers) > 0
 
 
 def test_lossy_serves_the_compressed_view_and_leaves_the_prefix_tree_exact(launch, prompts, expected):
