@@ -99,7 +99,10 @@ def server_environment(retraction_steps: int | None) -> dict[str, str]:
 
 
 def reference_answers(stock: ServerClient, prompts: tuple[Prompt, ...], tokens: int) -> References:
-    """Stock's answers of ``tokens`` tokens to each prompt with each option.
+    """Stock's answers of ``tokens`` tokens to each prompt with each option, asked one by one.
+
+    Each finds an idle server, which only then can flush its cache. Right after another answer, SGLang
+    may still count that request in its batch, and then draws the noise of a seeded one by another route.
 
     Raises:
         BenchError: stock refused one, or answered without tokens.
@@ -107,6 +110,7 @@ def reference_answers(stock: ServerClient, prompts: tuple[Prompt, ...], tokens: 
     references = {}
     for p, prompt in enumerate(prompts):
         for option in OPTIONS:
+            stock.flush_cache()
             try:
                 answer = stock.post("generate", option.body(prompt, tokens))
             except OSError as error:

@@ -107,6 +107,21 @@ class TestRun:
         assert code == 1
         assert any("differs from stock at token" in problem for problem in totals["problems"])
 
+    def test_each_reference_finds_an_idle_server(self, server: type[FakeServer]) -> None:
+        class Busy(FakeServer):
+            idle = False
+
+            def flush_cache(self) -> None:
+                self.idle = True
+
+            def post(self, path: str, body: dict[str, Any]) -> Any:
+                assert self.idle
+                self.idle = False
+                return super().post(path, body)
+
+        answers = soak.reference_answers(Busy("m", (), Path("log")), (PROMPT,), 4)  # type: ignore[arg-type]
+        assert len(answers) == len(soak.OPTIONS)
+
     def test_reference_that_stock_refuses_is_named(self, server: type[FakeServer]) -> None:
         class Refusing(FakeServer):
             def post(self, path: str, body: dict[str, Any]) -> Any:
