@@ -11,6 +11,8 @@ import shutil
 import sys
 from pathlib import Path
 
+from filelock import FileLock
+
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 DEFAULT_FOLDER = Path(".cache/models/SmolLM2-135M-Instruct")
 
@@ -60,11 +62,19 @@ def convert(gguf: Path, folder: Path) -> None:
 
 
 def prepare(folder: Path = DEFAULT_FOLDER, gguf: Path | None = None) -> Path:
-    """Return ``folder``, converting the model into it first if it is not there yet."""
-    if not (folder / "config.json").exists():
-        gguf = gguf or find_gguf()
-        print(f"converting {gguf.name} to {folder} (about 20 s, once)", file=sys.stderr)
-        convert(gguf, folder)
+    """Return ``folder``, converting the model into it first if it is not there yet.
+
+    Processes that ask at once wait for the first of them to convert it.
+    """
+    ready = folder / "config.json"
+    if ready.exists():
+        return folder
+    gguf = gguf or find_gguf()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.with_name(folder.name + ".lock")):
+        if not ready.exists():
+            print(f"converting {gguf.name} to {folder} (about 20 s, once)", file=sys.stderr)
+            convert(gguf, folder)
     return folder
 
 

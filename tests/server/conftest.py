@@ -1,9 +1,11 @@
 """Real SGLang servers for tests: stock SGLang for the whole session, and one other at a time.
 
 ``launch(*flags)`` starts the other one, or gives it back while it runs. Two of them serve many tests, which
-run one after the other: see :data:`SHARED`.
+run one after the other: see :data:`SHARED`. With ``--numprocesses`` and ``--dist=loadgroup`` each process has
+its own servers and its share of the cores.
 """
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,16 +18,25 @@ ROOT = Path(__file__).parents[2]
 SHARED = ("verified", "paged")
 
 
+def pytest_configure() -> None:
+    """Servers of several processes share the cores."""
+    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Unit tests first, then the tests of each shared server together, so that it starts once."""
+    here = Path(__file__).parent
+    groups = {item: group(item) for item in items if item.path.is_relative_to(here)}
+    turns = {name: turn for turn, name in enumerate(SHARED)}
+    items.sort(key=lambda item: turns.get(groups[item], len(SHARED)) if item in groups else -1)
+    for item, name in groups.items():
+        item.add_marker(pytest.mark.xdist_group(name))
 
-    def turn(item: pytest.Item) -> int:
-        if not item.path.is_relative_to(Path(__file__).parent):
-            return -1
-        used = [SHARED.index(name) for name in SHARED if name in getattr(item, "fixturenames", ())]
-        return min(used, default=len(SHARED))
 
-    items.sort(key=turn)
+def group(item: pytest.Item) -> str:
+    """The tests that run one after the other in one process: those of a shared server, or of a file."""
+    return next((name for name in SHARED if name in getattr(item, "fixturenames", ())), item.path.stem)
 
 
 @pytest.fixture(scope="session")
