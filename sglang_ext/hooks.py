@@ -92,7 +92,7 @@ HOOKS: tuple[Hook, ...] = (
         target="sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_extend",
         kind="around",
         hook="sglang_ext.managers.penalties.restore_penalties",
-        why="a retracted request's penalties must not forget its output, for copies make retraction likelier",
+        why="penalties must not depend on the process, nor forget a retracted request's output",
         expects=("self",),
         process="scheduler",
     ),

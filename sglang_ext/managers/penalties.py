@@ -1,13 +1,17 @@
-"""A retracted request's penalties see its whole output again.
+"""Penalties that do not depend on the process, nor on whether a request was retracted.
 
-SGLang counts an answer's tokens as they come, in its penalizers, and starts them from nothing when it
-prefills a retracted request again: from there on the answer is another. Whether a request is retracted
-depends on its neighbours and on the memory that compressed copies take, so the answer would too.
+*Order.* Added penalties (frequency, presence, minimum length) and scaled ones (repetition) do not commute.
+SGLang's overlapped scheduler adds, then scales; its other one, which verified decoding runs on, takes them
+as they come out of a set of classes, in an order of that process alone.
+
+*Retraction.* SGLang counts an answer's tokens as they come, in its penalizers, and starts them from nothing
+when it prefills a retracted request again: from there on the answer is another. Whether a request is
+retracted depends on its neighbours and on the memory that compressed copies take, so the answer would too.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.sampling.penaltylib import BatchedPenalizerOrchestrator
@@ -25,11 +29,18 @@ class Part:
 
 
 def restore_penalties(original: Callable, batch: "ScheduleBatch") -> None:
-    """Hook around ``prepare_for_extend``: penalizers that have seen what each request has put out."""
+    """Hook around ``prepare_for_extend``: penalizers that have seen each request's output, adders first."""
     original(batch)
     orchestrator = batch.sampling_info.penalizer_orchestrator
     if orchestrator.is_required and any(req.output_ids for req in batch.reqs):
-        batch.sampling_info.penalizer_orchestrator = replayed(orchestrator, batch)
+        orchestrator = replayed(orchestrator, batch)
+    orchestrator.penalizers = adders_first(orchestrator.penalizers)
+    batch.sampling_info.penalizer_orchestrator = orchestrator
+
+
+def adders_first(penalizers: dict[type, Any]) -> dict[type, Any]:
+    """Those that add to logits before those that scale them, as in SGLang's overlapped scheduler."""
+    return dict(sorted(penalizers.items(), key=lambda entry: (entry[1].is_multiplicative, entry[0].__name__)))
 
 
 def replayed(

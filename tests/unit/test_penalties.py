@@ -1,5 +1,6 @@
-"""Penalties of a request that was retracted are those it would have without."""
+"""Penalties are those of SGLang's overlapped scheduler, for a request that was retracted too."""
 
+from itertools import permutations
 from types import SimpleNamespace
 
 import pytest
@@ -12,12 +13,12 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang_ext.managers.penalties import restore_penalties
 
 VOCABULARY = 16
-KINDS = {
+KINDS = (
     penaltylib.BatchedFrequencyPenalizer,
     penaltylib.BatchedMinNewTokensPenalizer,
     penaltylib.BatchedPresencePenalizer,
     penaltylib.BatchedRepetitionPenalizer,
-}
+)
 TOKENIZER = SimpleNamespace(additional_stop_token_ids=None, eos_token_id=0)
 PENALTIES = (
     {},
@@ -41,26 +42,38 @@ class Batch(SimpleNamespace):
         super().__init__(reqs=reqs, device="cpu", sampling_info=None)
 
 
-def prefill(batch):
+def prefill(batch, kinds=KINDS):
     """SGLang's part of preparing a prefill: penalizers that have seen nothing."""
-    fresh = penaltylib.BatchedPenalizerOrchestrator(VOCABULARY, batch, KINDS)
+    fresh = penaltylib.BatchedPenalizerOrchestrator(VOCABULARY, batch, kinds)
     batch.sampling_info = SimpleNamespace(penalizer_orchestrator=fresh)
 
 
-def applied(batch):
+def applied(batch, **options):
     """Logits, [requests, vocabulary], after the batch's penalties."""
     logits = torch.linspace(-2, 2, VOCABULARY).repeat(len(batch.reqs), 1)
-    batch.sampling_info.penalizer_orchestrator.apply(logits)
+    batch.sampling_info.penalizer_orchestrator.apply(logits, **options)
     return logits
 
 
 def never_retracted(penalties, output):
-    """The same of a request alone, fed by SGLang token by token as it decodes."""
+    """The same of a request alone, fed by SGLang token by token as it decodes, and overlapped."""
     batch = Batch([(penalties, output)])
     prefill(batch)
     for token in output:
         batch.sampling_info.penalizer_orchestrator.cumulate_output_tokens(torch.tensor([token]))
-    return applied(batch)
+    return applied(batch, repeat=1)
+
+
+@pytest.mark.parametrize("output", [[], [3, 3, 0]])
+@pytest.mark.parametrize("kinds", permutations(KINDS), ids=lambda kinds: "")
+def test_added_penalties_come_before_scaled_ones_in_any_process(kinds, output):
+    asked = {"frequency_penalty": 0.5, "presence_penalty": 0.25, "repetition_penalty": 1.25}
+    batch = Batch([(asked, output)])
+    restore_penalties(lambda batch: prefill(batch, kinds), batch)
+    fed = batch.sampling_info.penalizer_orchestrator
+    if not output:
+        fed.cumulate_output_tokens(torch.tensor([3]))
+    torch.testing.assert_close(applied(batch), never_retracted(asked, output or [3]))
 
 
 @settings(deadline=None, max_examples=60)
