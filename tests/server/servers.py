@@ -38,7 +38,10 @@ class Server(ServerProcess):
 
 
 class Servers:
-    """Starts servers on demand: stock stays, another one ends when the next is asked for."""
+    """Starts servers on demand: stock stays, another one ends when the next is asked for.
+
+    They sleep when idle: SGLang's scheduler polls otherwise, and takes a core from the other server.
+    """
 
     def __init__(self, model: Path, folder: Path) -> None:
         self.model = model
@@ -67,7 +70,7 @@ class Servers:
         pool = () if "--max-total-tokens" in flags else ("--max-total-tokens", "16384")
         server = Server(
             str(self.model),
-            ("--dtype", "float32", *pool, *flags),
+            ("--dtype", "float32", "--sleep-on-idle", *pool, *flags),
             self.folder / f"server-{self.started}.log",
             request_timeout=300,
             env={"HF_HUB_OFFLINE": "1", **(env or {})},

@@ -65,7 +65,7 @@ def never_retracted(penalties, output):
 
 
 @pytest.mark.parametrize("output", [[], [3, 3, 0]])
-@pytest.mark.parametrize("kinds", permutations(KINDS), ids=lambda kinds: "")
+@pytest.mark.parametrize("kinds", list(permutations(KINDS)), ids=lambda kinds: "")
 def test_added_penalties_come_before_scaled_ones_in_any_process(kinds, output):
     asked = {"frequency_penalty": 0.5, "presence_penalty": 0.25, "repetition_penalty": 1.25}
     batch = Batch([(asked, output)])
