@@ -57,6 +57,16 @@ class KVServerArgs(ServerArgs):
         f"{options.MAX_DRAFT_LENGTH}.",
         NS("memory"),
     ] = 16
+    kv_schedule: A[
+        str,
+        Arg(
+            help="lockstep: all requests draft together, then verify together, with CUDA graphs and "
+            "SGLang's overlapped scheduler. staggered: some verify while others draft. auto: lockstep "
+            "on a GPU, staggered on a CPU and with LoRA.",
+            choices=list(options.SCHEDULES),
+        ),
+        NS("memory"),
+    ] = "auto"
 
     def __post_init__(self) -> None:
         """Check the flags, prepare SGLang's own options for the mode, then let SGLang resolve."""
@@ -92,11 +102,18 @@ class KVServerArgs(ServerArgs):
         self.speculative_eagle_topk = 1
         self.speculative_num_draft_tokens = self.kv_draft_length + 1
         self.radix_cache_backend = RADIX_CACHE_BACKEND
-        # Drafts and verifications of one iteration are scheduled from the host's view of the
-        # accepted lengths, and their forwards are ragged.
-        self.disable_overlap_schedule = True
-        self.disable_cuda_graph = True
-        if self.attention_backend is None and torch.cuda.is_available():
+        on_gpu = self.device in (None, "cuda") and torch.cuda.is_available()
+        if self.kv_schedule == "auto":
+            self.kv_schedule = "lockstep" if on_gpu and not (self.enable_lora or self.lora_paths) else "staggered"
+        if self.kv_schedule == "staggered":
+            # Steps are decided from the host's view of the accepted lengths, and forwards are ragged.
+            self.disable_overlap_schedule = True
+            self.disable_cuda_graph = True
+        if not on_gpu:
+            self.disable_overlap_schedule = True
+        # A graph runs no Python, so that the prompt's queries would not be recorded.
+        self.disable_prefill_cuda_graph = True
+        if self.attention_backend is None and on_gpu:
             self.attention_backend = "flashinfer"
         # Shared noise between draft and verify needs a sampler that takes a seed.
         self.sampling_backend = self.sampling_backend or "pytorch"

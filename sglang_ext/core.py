@@ -14,6 +14,7 @@ FALLBACK_REASONS: tuple[str, ...] = (
     "custom-logit-processor",
     "grammar",
     "hidden-states",
+    "neighbour",
 )
 
 
@@ -44,7 +45,7 @@ class RequestState:
         rid: SGLang's request id, for logs and traces.
         row: the request's row in the token table.
         seed: noise shared by draft and verify, in [0, 2**63).
-        bonus: newest token of the output; its KV is not computed yet.
+        bonus: newest token of the output; its KV is not computed yet. Staggered scheduling sets it.
         fallback: index into :data:`FALLBACK_REASONS`; 0 while the request drafts.
         drafts: tokens drafted since the last verification.
         closed: the newest draft ends the request's grammar, so that nothing may follow it.
@@ -57,7 +58,7 @@ class RequestState:
     rid: str
     row: int
     seed: int
-    bonus: int
+    bonus: int = 0
     fallback: int = 0
     drafts: list[int] = field(default_factory=list)
     closed: bool = False

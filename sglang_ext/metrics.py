@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sglang_ext.core import FALLBACK_REASONS, Step
+from sglang_ext.core import FALLBACK_REASONS
 
 if TYPE_CHECKING:
     from sglang_ext.arguments import KVServerArgs
@@ -66,19 +66,22 @@ class KVMetrics:
             ),
         )
 
-    def observe(self, step: Step, answers: int) -> None:
-        """Count one request's step; ``answers`` tokens were emitted."""
-        if self.drafts is None:
-            return
-        if not step.emits:
-            self.drafts.labels(self.model_name).inc()
-        elif step.state.fallback:
-            reason = FALLBACK_REASONS[step.state.fallback]
-            self.fallbacks.labels(self.model_name, reason).inc(answers)
-        elif len(step.tokens) > 1:
+    def count_drafts(self, drafts: int) -> None:
+        """Count tokens drafted on a compressed view."""
+        if self.drafts is not None:
+            self.drafts.labels(self.model_name).inc(drafts)
+
+    def count_verify(self, answers: int) -> None:
+        """Count a verification that gave ``answers`` tokens, its own among them."""
+        if self.verifies is not None:
             self.verifies.labels(self.model_name).inc()
             self.accepted.labels(self.model_name).inc(answers - 1)
             self.accept_length.labels(self.model_name).observe(answers)
+
+    def count_fallback(self, reason: int, answers: int) -> None:
+        """Count tokens served with full KV; ``reason`` is an index into ``FALLBACK_REASONS``."""
+        if self.fallbacks is not None:
+            self.fallbacks.labels(self.model_name, FALLBACK_REASONS[reason]).inc(answers)
 
     def observe_pool(self, views: "CompressedViews") -> None:
         """Report the bytes in compressed slots."""

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 MODES = ("full", "lossy", "verified")
 COMPRESSORS = ("snapkv", "sink-recent")
 MAX_DRAFT_LENGTH = 64
+SCHEDULES = ("auto", "lockstep", "staggered")
 ATTENTION_BACKENDS = ("torch_native", "flashinfer")
 
 
@@ -78,6 +79,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "copies of a quantized cache are untested",
         "use --kv-cache-dtype auto",
     ),
+    Refusal(
+        "--enable-lora",
+        lambda args: args.kv_schedule == "lockstep" and bool(args.enable_lora or args.lora_paths),
+        "adapters are untested in CUDA graphs of verifications",
+        "use --kv-schedule staggered",
+    ),
     Refusal("--dllm-algorithm", _set("dllm_algorithm"), "diffusion models have no autoregressive KV", "use --kv-mode full"),
     Refusal("--is-embedding", _set("is_embedding"), "embeddings are not decoded", "use --kv-mode full"),
     Refusal(
@@ -98,6 +105,7 @@ def check_flags(args: "KVServerArgs") -> None:
     """
     _one_of("--kv-mode", args.kv_mode, MODES)
     _one_of("--kv-compressor", args.kv_compressor, COMPRESSORS)
+    _one_of("--kv-schedule", args.kv_schedule, SCHEDULES)
     if not isinstance(args.kv_budget, (int, float)) or not 0 < args.kv_budget <= 1:
         raise OptionError(
             f"--kv-budget is {args.kv_budget}; it is the share of the KV cache that is kept: pass "

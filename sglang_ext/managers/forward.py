@@ -1,4 +1,4 @@
-"""Run one forward of the target model over the steps of an iteration."""
+"""Forwards of the target model over views: the input tokens, where they lie, what they attend to."""
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 
 from sglang_ext.core import Step
-from sglang_ext.layers.attention.views import ViewsInput
+from sglang_ext.layers.attention.views import RaggedViews
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -20,87 +20,96 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Where the steps' tokens lie in the forward's token dimension, host and device copies.
+class Inputs:
+    """One forward's inputs, request by request, on the device where not said otherwise.
 
     Attributes:
-        starts: first token of each step.
         tokens: int64 [total], input tokens.
         positions: int64 [total], absolute positions.
         slots: int64 [total], where their KV is written.
+        rows: int64 [batch], rows of the token table that attention reads.
+        lengths: int64 [batch], tokens that each request's last query attends to.
+        lengths_cpu: the same on the host.
+        counts: tokens of each request.
     """
 
-    starts: list[int]
     tokens: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
+    rows: torch.Tensor
+    lengths: torch.Tensor
+    lengths_cpu: torch.Tensor
+    counts: list[int]
 
 
-def lay_out(steps: list[Step], token_table: torch.Tensor) -> Layout:
+def lay_out(steps: list[Step], token_table: torch.Tensor) -> Inputs:
     """Concatenate the steps' tokens; KV goes to the slots of the request's own row."""
     device = token_table.device
-    tokens, positions, rows, starts = [], [], [], []
+    tokens, positions, owners = [], [], []
     for step in steps:
-        starts.append(len(tokens))
         tokens += step.tokens
         positions += range(step.position, step.position + len(step.tokens))
-        rows += [step.state.row] * len(step.tokens)
+        owners += [step.state.row] * len(step.tokens)
     place = torch.tensor(positions, dtype=torch.int64, device=device)
-    return Layout(
-        starts=starts,
+    lengths = torch.tensor([step.length for step in steps], dtype=torch.int64)
+    return Inputs(
         tokens=torch.tensor(tokens, dtype=torch.int64, device=device),
         positions=place,
-        slots=token_table[torch.tensor(rows, device=device), place].long(),
+        slots=token_table[torch.tensor(owners, device=device), place].long(),
+        rows=torch.tensor([step.row for step in steps], dtype=torch.int64, device=device),
+        lengths=lengths.to(device),
+        lengths_cpu=lengths,
+        counts=[len(step.tokens) for step in steps],
     )
 
 
 def run(
-    model_runner: "ModelRunner", batch: "ScheduleBatch", steps: list[Step], layout: Layout
+    model_runner: "ModelRunner", batch: "ScheduleBatch", inputs: Inputs
 ) -> LogitsProcessorOutput:
-    """Forward the steps; logits for each token: float [total, vocabulary]."""
-    return model_runner.forward(build(model_runner, batch, steps, layout)).logits_output
+    """Forward the inputs; logits for each token: float [total, vocabulary]."""
+    return model_runner.forward(build(model_runner, batch, inputs)).logits_output
 
 
-def build(
-    model_runner: "ModelRunner", batch: "ScheduleBatch", steps: list[Step], layout: Layout
-) -> ForwardBatch:
-    """SGLang's forward batch: a plain decode when each step has one token, else a ragged verify."""
-    device = layout.tokens.device
-    lengths = torch.tensor([step.length for step in steps], dtype=torch.int64)
-    counts = [len(step.tokens) for step in steps]
-    ragged = max(counts) > 1
-    hidden = CaptureHiddenMode.FULL if batch.return_hidden_states else CaptureHiddenMode.NULL
-    forward = ForwardBatch(
-        forward_mode=ForwardMode.TARGET_VERIFY if ragged else ForwardMode.DECODE,
-        batch_size=len(steps),
-        input_ids=layout.tokens,
-        req_pool_indices=torch.tensor([step.row for step in steps], dtype=torch.int64, device=device),
-        seq_lens=lengths.to(device),
-        out_cache_loc=layout.slots,
-        seq_lens_sum=int(lengths.sum()),
-        orig_seq_lens=lengths.to(device, torch.int32),
-        seq_lens_cpu=lengths,
-        positions=layout.positions,
-        spec_algorithm=batch.spec_algorithm,
-        sampling_info=batch.sampling_info,
-        capture_hidden_mode=hidden,
-        lora_ids=[req.lora_id for req in batch.reqs],
-        rids=[step.state.rid for step in steps],
-        num_token_non_padded_cpu=len(layout.tokens),
-    )
-    if ragged:
-        query_lengths = torch.tensor(counts, dtype=torch.int64, device=device)
-        forward.spec_info = ViewsInput(forward.seq_lens, query_lengths)
-        forward.spec_info.capture_hidden_mode = hidden
+def build(model_runner: "ModelRunner", batch: "ScheduleBatch", inputs: Inputs) -> ForwardBatch:
+    """SGLang's forward batch: a plain decode when each request has one token, else a ragged verify."""
+    forward = base(batch, inputs)
+    counts = inputs.counts
+    if max(counts) > 1:
+        query_lengths = torch.tensor(counts, dtype=torch.int64).to(inputs.tokens.device, non_blocking=True)
+        forward.forward_mode = ForwardMode.TARGET_VERIFY
+        forward.spec_info = RaggedViews(forward.seq_lens, query_lengths, max(counts))
+        forward.spec_info.capture_hidden_mode = forward.capture_hidden_mode
         forward.extend_seq_lens = query_lengths
         forward.extend_prefix_lens = forward.seq_lens - query_lengths
         forward.extend_seq_lens_cpu = counts
-        forward.extend_prefix_lens_cpu = (lengths - torch.tensor(counts)).tolist()
-        forward.extend_num_tokens = len(layout.tokens)
+        forward.extend_prefix_lens_cpu = (inputs.lengths_cpu - torch.tensor(counts)).tolist()
+        forward.extend_num_tokens = len(inputs.tokens)
         forward.extend_start_loc = query_lengths.cumsum(0) - query_lengths
     if model_runner.server_args.enable_lora:
         prepare_lora(model_runner, forward, counts)
     return forward
+
+
+def base(batch: "ScheduleBatch", inputs: Inputs) -> ForwardBatch:
+    """A decode of the inputs, as if each token were a request's."""
+    return ForwardBatch(
+        forward_mode=ForwardMode.DECODE,
+        batch_size=len(inputs.counts),
+        input_ids=inputs.tokens,
+        req_pool_indices=inputs.rows,
+        seq_lens=inputs.lengths,
+        out_cache_loc=inputs.slots,
+        seq_lens_sum=int(inputs.lengths_cpu.sum()),
+        orig_seq_lens=inputs.lengths.to(torch.int32),
+        seq_lens_cpu=inputs.lengths_cpu,
+        positions=inputs.positions,
+        spec_algorithm=batch.spec_algorithm,
+        sampling_info=batch.sampling_info,
+        capture_hidden_mode=CaptureHiddenMode.FULL if batch.return_hidden_states else CaptureHiddenMode.NULL,
+        lora_ids=[req.lora_id for req in batch.reqs],
+        rids=[req.rid for req in batch.reqs],
+        num_token_non_padded_cpu=len(inputs.tokens),
+    )
 
 
 def prepare_lora(model_runner: "ModelRunner", forward: ForwardBatch, counts: list[int]) -> None:

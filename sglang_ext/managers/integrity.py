@@ -7,7 +7,6 @@ They cost a pass over all live slots, so they run only where SGLang's own invari
 import torch
 from sglang.srt.environ import envs
 
-from sglang_ext.core import Step
 from sglang_ext.mem_cache.compressed_views import CompressedViews
 
 
@@ -20,18 +19,18 @@ def is_strict() -> bool:
     return bool(envs.SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY.get())
 
 
-def check(steps: list[Step], written: torch.Tensor, views: CompressedViews) -> None:
+def check(exact_tokens: dict[int, int], written: torch.Tensor, views: CompressedViews) -> None:
     """Check that a forward writes only slots of its own, and that nothing live is free.
 
     Args:
-        steps: the forward's steps.
+        exact_tokens: by the request's row in the token table, tokens whose full KV is in the pool.
         written: int64 [tokens], slots that it writes.
         views: the compressed copies.
 
     Raises:
         IntegrityError: names the two owners and the slots.
     """
-    exact = torch.cat([views.token_table[step.state.row, : step.exact] for step in steps]).long()
+    exact = torch.cat([views.token_table[row, :count] for row, count in exact_tokens.items()]).long()
     copies = views.all_slots()
     page = views.allocator.page_size
     free, cached = views.free_slots(), views.tree_cache.cached_slots()

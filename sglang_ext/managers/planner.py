@@ -16,12 +16,16 @@ if TYPE_CHECKING:
 
 # Below this a compressed copy saves nothing worth drafting for.
 MIN_CONTEXT = 128
-# A copy is renewed when this many exact tokens follow it: it bounds the draft view.
+# A copy is renewed when more exact tokens follow it than this, and than this share of it: that bounds the
+# draft view, and what is spent on renewals.
 RENEW_AFTER = 256
+RENEW_SHARE = 1 / 8
 SHORT_CONTEXT = FALLBACK_REASONS.index("short-context")
 NO_FREE_SLOTS = FALLBACK_REASONS.index("no-free-slots")
-# Fallbacks that end once the context is long enough or slots are free.
-CURABLE = (0, SHORT_CONTEXT, NO_FREE_SLOTS)
+# The request could draft, but another in its batch cannot (lockstep.py).
+NEIGHBOUR = FALLBACK_REASONS.index("neighbour")
+# Fallbacks that end once the context is long enough, slots are free, or the other request is done.
+CURABLE = (0, SHORT_CONTEXT, NO_FREE_SLOTS, NEIGHBOUR)
 
 
 @dataclass
@@ -63,7 +67,7 @@ class Planner:
         state.target = 0
         if state.fallback not in CURABLE or (req.grammar is not None and req.grammar.is_terminated()):
             return
-        state.fallback = self._ensure_copy(state, length, headroom)
+        state.fallback = ensure_copy(self.views, state, length, headroom)
         if state.fallback:
             return
         if self.lossy:
@@ -74,17 +78,6 @@ class Planner:
         if state.target > 0:
             due[state.target] += 1
             self.views.write_tail(state.row, length + state.target + 1)
-
-    def _ensure_copy(self, state: RequestState, length: int, headroom: int) -> int:
-        """Make or renew the compressed copy when due; the fallback reason, 0 for none."""
-        view = self.views.get(state.row)
-        if view is None:
-            if length < MIN_CONTEXT:
-                return SHORT_CONTEXT
-            return 0 if self.views.compress(state.row, length, headroom) else NO_FREE_SLOTS
-        if length - view.covered > RENEW_AFTER:
-            self.views.compress(state.row, length, headroom)
-        return 0
 
     def _step(self, req: "Req", state: RequestState, length: int) -> Step:
         view = self.views.get(state.row)
@@ -110,6 +103,25 @@ class Planner:
             length=view.kept + position - view.covered + 1,
             emits=serving_lossy,
         )
+
+
+def ensure_copy(views: CompressedViews, state: RequestState, length: int, headroom: int) -> int:
+    """Make or renew a request's compressed copy when due; the fallback reason, 0 for none.
+
+    Args:
+        views: the compressed copies.
+        state: the request's draft state.
+        length: tokens of the request whose full KV is in the pool.
+        headroom: slots that must stay free or evictable for decoding.
+    """
+    view = views.get(state.row)
+    if view is None:
+        if length < MIN_CONTEXT:
+            return SHORT_CONTEXT
+        return 0 if views.compress(state.row, length, headroom) else NO_FREE_SLOTS
+    if length - view.covered > max(RENEW_AFTER, RENEW_SHARE * view.kept):
+        views.compress(state.row, length, headroom)
+    return 0
 
 
 def spread(longest: int, due: Counter) -> int:

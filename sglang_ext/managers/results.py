@@ -33,7 +33,7 @@ class Accepted:
 
 
 def accept(
-    step: Step, first: int, sampled: Sampled, grammar: "BaseGrammarObject | None" = None
+    step: Step, first: int, sampled: list[int], grammar: "BaseGrammarObject | None" = None
 ) -> Accepted:
     """The longest prefix of the drafts that the full KV would have given, and its next token.
 
@@ -41,7 +41,7 @@ def accept(
     outcome into its request's state.
     """
     state = step.state
-    answers = sampled.tokens[first : first + len(step.tokens)]
+    answers = sampled[first : first + len(step.tokens)]
     if not step.emits:
         state.drafts.append(answers[0])
         state.closed = grammar is not None and ends_after(grammar, state.drafts)
@@ -82,7 +82,7 @@ def batch_result(
         next_token_ids=tokens.flatten(),
         accept_lens=counts,
         new_seq_lens=batch.seq_lens + counts.to(device),
-        next_draft_input=BetweenSteps(),
+        next_draft_input=BetweenSteps(tokens[:, 0].to(device)),
         speculative_num_draft_tokens=stride,
         can_run_cuda_graph=False,
     )
@@ -105,6 +105,9 @@ def process_emitted(original: Callable, processor, batch: "ScheduleBatch", resul
     """
     if result.accept_lens is None:
         return original(processor, batch, result)
+    if result.copy_done is not None:
+        result.copy_done.synchronize()
+    processor.model_worker.account(batch, result)
     emitting = [i for i, count in enumerate(result.accept_lens.tolist()) if count > 0]
     if not emitting:
         return None

@@ -34,13 +34,11 @@ class Row:
 
     Attributes:
         request: index of its request in the batch.
-        position: absolute position of the row's input token; selects the noise.
         seed: seed of the shared noise, None for SGLang's own choice (requests with full KV).
         drafts: the drafts before the row; its request's grammar is advanced over them.
     """
 
     request: int
-    position: int
     seed: int | None
     drafts: tuple[int, ...] = ()
 
@@ -50,24 +48,26 @@ class Sampled:
     """What was sampled, row by row.
 
     Attributes:
-        tokens: the sampled token of each row.
-        logprobs: log-probability of each sampled token; empty unless the batch returns logprobs.
+        tokens: int64 [rows], on the logits' device.
+        logprobs: float [rows], log-probability of each sampled token; None unless asked for.
         top: per row, (values, token ids) of the most likely tokens.
         chosen: per row, (values, token ids) of the token ids that the request asked for.
     """
 
-    tokens: list[int]
-    logprobs: list[float]
+    tokens: torch.Tensor
+    logprobs: torch.Tensor | None
     top: list[tuple]
     chosen: list[tuple]
 
-    def fill_logprobs(self, output: LogitsProcessorOutput, rows: list[int], stride: int) -> None:
-        """Write the log-probabilities of ``rows``, ``stride`` for each request, as SGLang expects them.
+    def fill_logprobs(
+        self, output: LogitsProcessorOutput, rows: list[int], stride: int | None = None
+    ) -> None:
+        """Write the log-probabilities of ``rows`` as SGLang expects them.
 
-        ``next_token_logprobs`` gets [requests, stride], or [requests] for a stride of 1.
+        ``next_token_logprobs`` gets [requests, stride] in a decode, [requests] in a prefill (None).
         """
-        values = torch.tensor([self.logprobs[row] for row in rows])
-        output.next_token_logprobs = values.view(-1, stride) if stride > 1 else values
+        values = self.logprobs[rows]
+        output.next_token_logprobs = values if stride is None else values.view(-1, stride)
         output.next_token_top_logprobs_val = [torch.as_tensor(self.top[row][0]) for row in rows]
         output.next_token_top_logprobs_idx = [torch.as_tensor(self.top[row][1]) for row in rows]
         output.next_token_token_ids_logprobs_val = [torch.as_tensor(self.chosen[row][0]) for row in rows]
@@ -84,38 +84,96 @@ def route(req: "Req") -> str:
     return "sorted"
 
 
-def sample(
-    model_runner: "ModelRunner", batch: "ScheduleBatch", logits: torch.Tensor, rows: list[Row]
-) -> Sampled:
-    """Sample from each row.
+@dataclass(frozen=True)
+class Group:
+    """Rows that take one way through SGLang's sampler.
 
-    Args:
-        logits: float [len(rows), vocabulary].
-        rows: whose row it is, and which noise it takes.
+    Attributes:
+        rows: their indices among all rows.
+        places: the same, int64 on the device; None when the group has all rows, in order.
+        batch: what SGLang's sampler reads of a batch; positions are set for each draw.
     """
-    empty = (torch.empty(0), [])
-    out = Sampled([0] * len(rows), [0.0] * len(rows), [empty] * len(rows), [empty] * len(rows))
-    groups: dict[tuple, list[int]] = defaultdict(list)
-    for index, row in enumerate(rows):
-        groups[(route(batch.reqs[row.request]), row.seed is None)].append(index)
-    for indices in groups.values():
-        picked = [rows[i] for i in indices]
-        output = LogitsProcessorOutput(next_token_logits=logits[indices])
-        tokens = model_runner.sample(output, _sampling_batch(batch, picked, logits.device))
-        _collect(out, indices, tokens, output, batch.return_logprob)
-    return out
+
+    rows: list[int]
+    places: torch.Tensor | None
+    batch: SimpleNamespace
 
 
-def _sampling_batch(batch: "ScheduleBatch", rows: list[Row], device) -> SimpleNamespace:
-    """What ``ModelRunner.sample`` reads of a forward batch."""
+@dataclass(frozen=True)
+class Sampling:
+    """Rows of logits to sample from, made ready once and drawn from any number of times.
+
+    Nothing in a draw waits for the device, unless log-probabilities are asked for.
+    """
+
+    model_runner: "ModelRunner"
+    groups: tuple[Group, ...]
+    count: int
+    logprobs: bool
+
+    @classmethod
+    def of(
+        cls, model_runner: "ModelRunner", batch: "ScheduleBatch", rows: list[Row], logprobs: bool
+    ) -> "Sampling":
+        """Group ``rows`` by the route of their request.
+
+        Args:
+            rows: whose row each is, and which noise it takes.
+            logprobs: whether :meth:`draw` computes what the batch's requests ask for.
+        """
+        routes: dict[tuple, list[int]] = defaultdict(list)
+        for index, row in enumerate(rows):
+            routes[(route(batch.reqs[row.request]), row.seed is None)].append(index)
+        device = batch.seq_lens.device
+        groups = []
+        for indices in routes.values():
+            picked = [rows[i] for i in indices]
+            places = None if len(routes) == 1 else to_device(indices, device)
+            groups.append(Group(indices, places, _sampling_batch(batch, picked, device, logprobs)))
+        return cls(model_runner, tuple(groups), len(rows), logprobs)
+
+    def draw(self, logits: torch.Tensor, positions: torch.Tensor) -> Sampled:
+        """Sample from each row.
+
+        Args:
+            logits: float [rows, vocabulary]; the sampler may overwrite them.
+            positions: int64 [rows], absolute positions of the rows' input tokens; they select the noise.
+        """
+        empty = (torch.empty(0), [])
+        out = Sampled(
+            tokens=torch.empty(self.count, dtype=torch.int64, device=logits.device),
+            logprobs=torch.empty(self.count, device=logits.device) if self.logprobs else None,
+            top=[empty] * self.count,
+            chosen=[empty] * self.count,
+        )
+        for group in self.groups:
+            everything = group.places is None
+            group.batch.positions = positions if everything else positions[group.places]
+            output = LogitsProcessorOutput(
+                next_token_logits=logits if everything else logits[group.places]
+            )
+            tokens = self.model_runner.sample(output, group.batch).long()
+            _collect(out, group, tokens, output)
+        return out
+
+
+def to_device(values: list[int], device: torch.device | str) -> torch.Tensor:
+    """int64 values on the device, without waiting for it."""
+    host = torch.tensor(values, dtype=torch.int64, pin_memory=torch.device(device).type == "cuda")
+    return host.to(device, non_blocking=True)
+
+
+def _sampling_batch(
+    batch: "ScheduleBatch", rows: list[Row], device: torch.device, logprobs: bool
+) -> SimpleNamespace:
+    """What ``ModelRunner.sample`` reads of a forward batch, but for the positions."""
     index = [row.request for row in rows]
-    returns = batch.return_logprob
     return SimpleNamespace(
         sampling_info=select_rows(batch, rows, device),
-        return_logprob=returns,
-        top_logprobs_nums=[batch.top_logprobs_nums[i] for i in index] if returns else [0] * len(rows),
-        token_ids_logprobs=[batch.token_ids_logprobs[i] for i in index] if returns else [None] * len(rows),
-        positions=torch.tensor([row.position for row in rows], dtype=torch.int64, device=device),
+        return_logprob=logprobs,
+        top_logprobs_nums=[batch.top_logprobs_nums[i] for i in index] if logprobs else [0] * len(rows),
+        token_ids_logprobs=[batch.token_ids_logprobs[i] for i in index] if logprobs else [None] * len(rows),
+        positions=None,
         forward_mode=ForwardMode.DECODE,
         batch_size=len(rows),
         ngram_embedding_info=None,
@@ -128,7 +186,7 @@ def select_rows(batch: "ScheduleBatch", rows: list[Row], device) -> "SamplingBat
     The rows of one call take one route, and have all a seed or none.
     """
     info = batch.sampling_info
-    index = torch.tensor([row.request for row in rows], dtype=torch.int64, device=device)
+    index = to_device([row.request for row in rows], device)
     reqs = [batch.reqs[row.request] for row in rows]
     kind = route(reqs[0])
     seeded = rows[0].seed is not None
@@ -156,7 +214,7 @@ def select_rows(batch: "ScheduleBatch", rows: list[Row], device) -> "SamplingBat
         custom_params=[info.custom_params[row.request] for row in rows] if info.custom_params else None,
         return_sampling_masks=None,
         sampling_seed=(
-            torch.tensor([row.seed for row in rows], dtype=torch.int64, device=device)
+            to_device([row.seed for row in rows], device)
             if seeded
             else _pick(info.sampling_seed, index)
         ),
@@ -167,20 +225,17 @@ def _pick(values: torch.Tensor | None, index: torch.Tensor) -> torch.Tensor | No
     return None if values is None else values[index]
 
 
-def _collect(
-    out: Sampled, indices: list[int], tokens: torch.Tensor, output: LogitsProcessorOutput, logprobs: bool
-) -> None:
-    ids = tokens.tolist()
-    values = output.next_token_logprobs.tolist() if logprobs else None
-    for k, index in enumerate(indices):
-        out.tokens[index] = ids[k]
-        if not logprobs:
-            continue
-        out.logprobs[index] = values[k]
+def _collect(out: Sampled, group: Group, tokens: torch.Tensor, output: LogitsProcessorOutput) -> None:
+    places = slice(None) if group.places is None else group.places
+    out.tokens[places] = tokens
+    if out.logprobs is None:
+        return
+    out.logprobs[places] = output.next_token_logprobs
+    for k, row in enumerate(group.rows):
         if output.next_token_top_logprobs_val is not None:
-            out.top[index] = (output.next_token_top_logprobs_val[k], output.next_token_top_logprobs_idx[k])
+            out.top[row] = (output.next_token_top_logprobs_val[k], output.next_token_top_logprobs_idx[k])
         if output.next_token_token_ids_logprobs_val is not None:
-            out.chosen[index] = (
+            out.chosen[row] = (
                 output.next_token_token_ids_logprobs_val[k],
                 output.next_token_token_ids_logprobs_idx[k],
             )

@@ -1,7 +1,7 @@
 """The worker that SGLang's scheduler calls: drafts on compressed KV, verifies on full KV.
 
-One iteration of a running batch: plan a step for each request, run them in one forward, sample,
-accept, report. See docs/request-path.md.
+A prefill runs as SGLang's own. What running requests do in an iteration is up to the schedule:
+staggered.py or lockstep.py. See docs/request-path.md.
 """
 
 import hashlib
@@ -13,15 +13,20 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
-from sglang_ext.core import RequestState, Step
-from sglang_ext.layers.attention import torch_native
+from sglang_ext.core import RequestState
+from sglang_ext.layers.attention import torch_native, verify_graphs
 from sglang_ext.layers.attention.views import BetweenSteps
-from sglang_ext.managers import forward, integrity, meta_info, results, sampling
+from sglang_ext.managers import integrity, meta_info
 from sglang_ext.managers.eligibility import fallback_reason
-from sglang_ext.managers.planner import CURABLE, Planner
+from sglang_ext.managers.lockstep import Lockstep, RoundResult
+from sglang_ext.managers.planner import CURABLE
+from sglang_ext.managers.sampling import Row, Sampling
+from sglang_ext.managers.simulation import Simulation
+from sglang_ext.managers.staggered import Staggered
 from sglang_ext.mem_cache import query_window
 from sglang_ext.mem_cache.compressed_views import CompressedViews
 from sglang_ext.mem_cache.compressors import create
+from sglang_ext.mem_cache.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.query_window import QueryWindows, Recorded
 from sglang_ext.metrics import KVMetrics
 
@@ -48,12 +53,18 @@ class KVWorker(BaseSpecWorker):
         self.lossy = server_args.kv_mode == "lossy"
         self.stride = server_args.kv_draft_length + 1
         self.compressor = create(server_args.kv_compressor)
-        self.queries = QueryWindows(self.compressor.window)
+        self.layers = attention_scaling(self.model_runner.model)
+        self.queries = QueryWindows(self.compressor.window, tuple(self.layers), self.stride)
         self.states: dict[int, RequestState] = {}
         self.metrics = KVMetrics.create(server_args)
         self.strict = integrity.is_strict()
+        device = torch.device(self.model_runner.device)
+        self.simulation = Simulation.from_environment(device, server_args.kv_schedule)
+        self.views: CompressedViews | None = None
+        self.schedule: Staggered | Lockstep | None = None
         self._admitted = 0
-        self.planner: Planner | None = None
+        self._graphs: verify_graphs.VerifyGraphs | None = None
+        verify_graphs.plain(self.model_runner)
         torch_native.register()
         query_window.reserve_queries(self.compressor.window)
 
@@ -61,6 +72,14 @@ class KVWorker(BaseSpecWorker):
     def draft_worker(self) -> None:
         """None: the target model drafts."""
         return None
+
+    @property
+    def spec_v2_attn_backends(self) -> tuple:
+        """Asks SGLang for the lengths on the host: copies are made and rounds are planned by them."""
+        return (*super().spec_v2_attn_backends, self)
+
+    # Read by SGLang, of the above.
+    needs_cpu_seq_lens = True
 
     def alloc_memory_pool(self, **kwargs) -> None:
         """Double the token table for draft rows, before attention backends are built on it."""
@@ -74,35 +93,45 @@ class KVWorker(BaseSpecWorker):
         )
         self._rows = rows
 
+    def init_cuda_graphs(self) -> None:
+        """Capture verifications, after SGLang captured the target's graphs of one token a request."""
+        if self.lossy or self.server_args.kv_schedule != "lockstep":
+            return
+        attention = next(m for m in self.model_runner.model.modules() if is_attention(m))
+        requests = max(self.server_args.cuda_graph_config.decode.bs or [0])
+        like = torch.empty(0, dtype=self.model_runner.dtype, device=self.model_runner.device)
+        with self.queries.capturing(
+            requests * self.stride, attention.tp_q_head_num, attention.qk_head_dim, like
+        ):
+            self._graphs = verify_graphs.capture(self.model_runner, self.stride)
+
     def bind_tree_cache(self, tree_cache) -> None:
         """Build the compressed views once the prefix tree exists."""
-        views = CompressedViews(
+        args = self.server_args
+        self.views = CompressedViews(
             compressor=self.compressor,
-            budget=self.server_args.kv_budget,
+            budget=args.kv_budget,
             token_table=self.req_to_token_pool.req_to_token,
             rows=self._rows,
-            kv_pool=self.model_runner.token_to_kv_pool,
+            buffers=KVBuffers.of(self.model_runner.token_to_kv_pool, self.layers),
             allocator=self.token_to_kv_pool_allocator,
             tree_cache=tree_cache,
-            layers=attention_scaling(self.model_runner.model),
             queries=self.queries,
         )
-        tree_cache.views = views
+        tree_cache.views = self.views
         tree_cache.on_release = self.forget
         tree_cache.insert_generated = not self.lossy
-        self.planner = Planner(views, self.server_args.kv_draft_length, self.lossy)
+        lockstep = args.kv_schedule == "lockstep"
+        self.schedule = Lockstep(self, self._graphs, self.simulation) if lockstep else Staggered(self)
         logger.info(
-            "sglang-ext: --kv-mode %s, compressor %s, budget %s, draft length %s",
-            self.server_args.kv_mode,
-            self.server_args.kv_compressor,
-            self.server_args.kv_budget,
-            self.server_args.kv_draft_length,
+            "sglang-ext: --kv-mode %s, compressor %s, budget %s, draft length %s, schedule %s",
+            *(args.kv_mode, args.kv_compressor, args.kv_budget, args.kv_draft_length, args.kv_schedule),
         )
 
     def forget(self, row: int) -> None:
         """Drop the draft state of the request in ``row``: it finished, was aborted or retracted."""
         self.states.pop(row, None)
-        self.metrics.observe_pool(self.planner.views)
+        self.metrics.observe_pool(self.views)
 
     def clear_cache_pool(self) -> None:
         """Forget all requests: the scheduler cleared the pool."""
@@ -122,35 +151,46 @@ class KVWorker(BaseSpecWorker):
 
     def forward_batch_generation(self, batch: "ScheduleBatch", on_publish=None) -> GenerationBatchResult:
         """One iteration of SGLang's scheduler: a prefill as it is, a decode drafted and verified."""
-        if self.planner is None:
+        if self.schedule is None:
             self.bind_tree_cache(batch.tree_cache)
         if batch.forward_mode.is_idle():
             result = self.target_worker.forward_batch_generation(batch)
-            result.next_draft_input = BetweenSteps()
+            result.next_draft_input = BetweenSteps(torch.empty(0, dtype=torch.int64))
             return result
         if batch.forward_mode.is_extend():
-            return self._prefill(batch)
-        return self._decode(batch)
+            return self._prefill(batch, on_publish)
+        states = [self.states[req.req_pool_idx] for req in batch.reqs]
+        return self.schedule.decode(batch, states, on_publish)
 
-    def _prefill(self, batch: "ScheduleBatch") -> GenerationBatchResult:
+    def account(self, batch: "ScheduleBatch", result: GenerationBatchResult) -> None:
+        """Count an iteration's outcome, once it is on the host."""
+        if isinstance(result, RoundResult):
+            self.schedule.account(batch, result)
+
+    def _prefill(self, batch: "ScheduleBatch", on_publish=None) -> GenerationBatchResult:
         """SGLang's own prefill; its first tokens are sampled like all others (sampling.py)."""
         rows, start = [], 0
-        for req, length in zip(batch.reqs, batch.extend_lens):
-            rows.append(Recorded(req.req_pool_idx, start, start + length))
+        for req, prefix, length in zip(batch.reqs, batch.prefix_lens, batch.extend_lens):
+            rows.append(Recorded(req.req_pool_idx, start, start + length, prefix))
             start += length
         with self.queries.recording(tuple(rows)):
             result = self.target_worker.forward_batch_generation(batch, is_verify=True)
         states = [self._admit(req) for req in batch.reqs]
-        lengths = batch.seq_lens.tolist()
-        rows = [self._sampling_row(i, s, length - 1) for i, (s, length) in enumerate(zip(states, lengths))]
+        sampling = Sampling.of(
+            self.model_runner,
+            batch,
+            [self.sampling_row(i, state) for i, state in enumerate(states)],
+            batch.return_logprob,
+        )
         output = result.logits_output
-        sampled = sampling.sample(self.model_runner, batch, output.next_token_logits, rows)
-        for state, token in zip(states, sampled.tokens):
-            state.bonus = token
+        sampled = sampling.draw(output.next_token_logits, batch.seq_lens - 1)
+        self.schedule.begin(states, sampled.tokens)
         if batch.return_logprob:
-            sampled.fill_logprobs(output, list(range(len(rows))), stride=1)
-        result.next_token_ids = torch.tensor(sampled.tokens, dtype=torch.int64)
-        result.next_draft_input = BetweenSteps()
+            sampled.fill_logprobs(output, list(range(len(states))))
+        if on_publish is not None:
+            on_publish(batch.seq_lens)
+        result.next_token_ids = sampled.tokens
+        result.next_draft_input = BetweenSteps(sampled.tokens)
         result.new_seq_lens = batch.seq_lens
         return result
 
@@ -165,62 +205,15 @@ class KVWorker(BaseSpecWorker):
             rid=req.rid,
             row=req.req_pool_idx,
             seed=noise_seed(req, self.server_args, self._admitted),
-            bonus=0,
             fallback=fallback_reason(req),
         )
         meta_info.resume(req, state)
         self.states[req.req_pool_idx] = state
         return state
 
-    def _decode(self, batch: "ScheduleBatch") -> GenerationBatchResult:
-        states = [self.states[req.req_pool_idx] for req in batch.reqs]
-        steps = self.planner.plan(batch.reqs, states, batch.seq_lens.tolist())
-        layout = forward.lay_out(steps, self.req_to_token_pool.req_to_token)
-        if self.strict:
-            integrity.check(steps, layout.slots, self.planner.views)
-        with self.queries.recording(self._to_record(steps, layout)):
-            output = forward.run(self.model_runner, batch, steps, layout)
-        rows = self._sampling_rows(steps)
-        sampled = sampling.sample(self.model_runner, batch, output.next_token_logits, rows)
-        outcomes = [
-            results.accept(step, start, sampled, req.grammar)
-            for req, step, start in zip(batch.reqs, steps, layout.starts)
-        ]
-        for req, step, outcome in zip(batch.reqs, steps, outcomes):
-            self._account(req, step, outcome)
-        self.metrics.observe_pool(self.planner.views)
-        return results.batch_result(batch, outcomes, sampled, output, self.stride)
-
-    def _sampling_rows(self, steps: list[Step]) -> list[sampling.Row]:
-        return [
-            self._sampling_row(i, step.state, step.position + j, step.drafts_before(j))
-            for i, step in enumerate(steps)
-            for j in range(len(step.tokens))
-        ]
-
-    def _sampling_row(
-        self, index: int, state: RequestState, position: int, drafts: tuple[int, ...] = ()
-    ) -> sampling.Row:
-        return sampling.Row(index, position, None if is_ineligible(state) else state.seed, drafts)
-
-    def _to_record(self, steps: list[Step], layout: forward.Layout) -> tuple[Recorded, ...]:
-        """Queries over exact KV; in lossy mode there are none after the prompt, so all."""
-        return tuple(
-            Recorded(step.state.row, start, start + len(step.tokens))
-            for step, start in zip(steps, layout.starts)
-            if step.emits and not is_ineligible(step.state)
-        )
-
-    def _account(self, req: "Req", step: Step, outcome: results.Accepted) -> None:
-        if step.emits:
-            self.queries.drop_newest(step.state.row, len(step.tokens) - len(outcome.tokens))
-            meta_info.fill(req, step.state)
-        self.metrics.observe(step, len(outcome.tokens))
-
-
-def is_ineligible(state: RequestState) -> bool:
-    """Whether a request is served with full KV for good, not only until it has a copy."""
-    return state.fallback not in CURABLE
+    def sampling_row(self, index: int, state: RequestState, drafts: tuple[int, ...] = ()) -> Row:
+        """A row of logits of the request at ``index``; those never drafted take SGLang's own noise."""
+        return Row(index, state.seed if state.fallback in CURABLE else None, drafts)
 
 
 def noise_seed(req: "Req", server_args, admitted: int) -> int:
@@ -233,9 +226,13 @@ def noise_seed(req: "Req", server_args, admitted: int) -> int:
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 1
 
 
-def attention_scaling(model: torch.nn.Module) -> dict[int, float]:
-    """Scaling of query-key products by layer index, from the model's attention layers."""
+def is_attention(module: torch.nn.Module) -> bool:
+    """Whether a module is one of SGLang's attention layers."""
     from sglang.srt.layers.radix_attention import RadixAttention
 
-    layers = [module for module in model.modules() if isinstance(module, RadixAttention)]
-    return {layer.layer_id: layer.scaling for layer in layers}
+    return isinstance(module, RadixAttention)
+
+
+def attention_scaling(model: torch.nn.Module) -> dict[int, float]:
+    """Scaling of query-key products by layer index, from the model's attention layers."""
+    return {module.layer_id: module.scaling for module in model.modules() if is_attention(module)}

@@ -7,13 +7,13 @@ any other row, so one forward serves both views.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
 from sglang.srt.mem_cache.common import evict_from_tree_cache
 
 from sglang_ext.core import CompressedView
-from sglang_ext.mem_cache.compressors import Compressor, LayerKV, kept_count
+from sglang_ext.mem_cache.compressors import Compressor, ContextKV, kept_count
+from sglang_ext.mem_cache.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.query_window import QueryWindows
 
 
@@ -26,10 +26,9 @@ class CompressedViews:
         budget: share of the covered tokens that a copy keeps.
         token_table: int32 [2 * rows, width], ordinary rows first, draft rows after.
         rows: number of ordinary rows.
-        kv_pool: SGLang's KV pool (``get_key_buffer``, ``get_value_buffer`` by layer).
+        buffers: the layers of SGLang's KV pool.
         allocator: SGLang's slot allocator.
         tree_cache: SGLang's radix cache, asked to evict when slots run out.
-        layers: attention scaling by layer index.
         queries: the newest queries of each request.
     """
 
@@ -37,10 +36,9 @@ class CompressedViews:
     budget: float
     token_table: torch.Tensor
     rows: int
-    kv_pool: object
+    buffers: KVBuffers
     allocator: object
     tree_cache: object
-    layers: dict[int, float]
     queries: QueryWindows
     _views: dict[int, CompressedView] = field(default_factory=dict)
 
@@ -67,14 +65,7 @@ class CompressedViews:
 
     def held_bytes(self) -> int:
         """Bytes of KV in all copies, over all layers."""
-        return self.bytes_per_slot * self.held_tokens
-
-    @cached_property
-    def bytes_per_slot(self) -> int:
-        """Bytes of keys and values in one slot, over all layers."""
-        pool = self.kv_pool
-        buffers = [get(i) for i in self.layers for get in (pool.get_key_buffer, pool.get_value_buffer)]
-        return sum(buffer[0].numel() * buffer.element_size() for buffer in buffers)
+        return self.buffers.bytes_per_slot * self.held_tokens
 
     def draft_row(self, row: int) -> int:
         """Index of the draft row of the request in ``row``."""
@@ -124,30 +115,14 @@ class CompressedViews:
     def _fill(self, row: int, view: CompressedView, tokens: int) -> None:
         """Gather the chosen KV of each layer into the copy's slots, write the draft row."""
         source = self.token_table[row, : view.covered].long()
-        for layer_id, scaling in self.layers.items():
-            keys, values = self.kv_pool.get_key_buffer(layer_id), self.kv_pool.get_value_buffer(layer_id)
-            layer = self._layer_kv(row, layer_id, scaling, keys[source], values[source], tokens)
-            kept = self.compressor.select(layer, view.kept)
-            index = kept.t().unsqueeze(-1)
-            keys[view.slots] = layer.keys.gather(0, index.expand(-1, -1, keys.shape[-1]))
-            values[view.slots] = layer.values.gather(0, index.expand(-1, -1, values.shape[-1]))
+        buffers = self.buffers
+        kept_queries = self.queries.get(row, tokens)
+        if kept_queries is None:
+            key = buffers.keys[0]
+            kept_queries = key.new_empty(len(buffers.keys), 0, *key.shape[1:]), tokens
+        context = ContextKV(buffers, source, *kept_queries)
+        buffers.copy_kept(self.compressor.select_all(context, view.kept), source, view.slots)
         self.token_table[self.draft_row(row), : view.kept] = view.slots.to(self.token_table.dtype)
-
-    def _layer_kv(
-        self, row: int, layer_id: int, scaling: float, keys: torch.Tensor, values: torch.Tensor, tokens: int
-    ) -> LayerKV:
-        queries = self.queries.get(row, layer_id)
-        if queries is None:
-            queries = keys.new_empty(0, keys.shape[1], keys.shape[2])
-        positions = torch.arange(tokens - len(queries), tokens, device=keys.device)
-        return LayerKV(
-            keys=keys,
-            values=values,
-            queries=queries,
-            query_positions=positions,
-            scaling=scaling,
-            layer_id=layer_id,
-        )
 
     def write_tail(self, row: int, end: int) -> None:
         """Point the draft row, after the copy, at the full row's tokens ``[covered, end)``."""

@@ -1,86 +1,162 @@
 """The newest queries of each request, for compressors that score keys by them.
 
 Queries exist only inside a forward pass. While one runs, :func:`record_queries` (a hook on SGLang's
-attention layer) passes each layer's queries to the active :class:`QueryWindows`, which keeps the last
-``window`` of each request across prefill chunks and verifications.
+attention layer) passes each layer's queries to the active :class:`QueryWindows`, which keeps the newest of
+each request across prefill chunks and verifications. A CUDA graph runs no Python: graphs that are captured
+with the hook active copy their queries to one buffer, from which the windows are filled after a replay.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
-
-from sglang_ext.options import MAX_DRAFT_LENGTH
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """Rows of the running forward whose queries shall be kept.
+    """Rows of a forward whose queries shall be kept.
 
     Attributes:
         key: the request's row in the token table.
         start: first of the request's rows in the forward's token dimension.
         end: one past its last row.
+        position: absolute position of the first row's token.
     """
 
     key: int
     start: int
     end: int
+    position: int
 
 
-# Queries kept beyond the window: a verification's rejected rows are taken back after the forward.
-SPARE = MAX_DRAFT_LENGTH + 1
+@dataclass
+class Kept:
+    """One request's queries, in a ring by position: those of rejected drafts are overwritten.
+
+    Attributes:
+        ring: [layers, span, query_heads, head_dim]; position ``p`` lies at ``p % span``.
+        first: first position since which none is missing.
+        end: one past the newest position.
+    """
+
+    ring: torch.Tensor
+    first: int
+    end: int
 
 
 @dataclass
 class QueryWindows:
-    """Per request and layer, the last ``window`` queries of tokens whose KV is exact.
+    """Per request and layer, the newest queries of tokens whose KV is exact.
 
     Attributes:
-        window: queries kept; 0 keeps nothing and makes every call free.
+        window: queries that a compressor wants; 0 keeps nothing and makes every call free.
+        layers: indices of the model's attention layers, in the order of :attr:`Kept.ring`.
+        spare: tokens that may be recorded and then rejected.
     """
 
     window: int
-    _kept: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)
+    layers: Sequence[int]
+    spare: int
+    _kept: dict[int, Kept] = field(default_factory=dict)
     _running: tuple[Recorded, ...] = ()
+    _captured: torch.Tensor | None = None
+
+    @property
+    def span(self) -> int:
+        """Positions that a ring holds."""
+        return self.window + self.spare
+
+    @cached_property
+    def _index(self) -> dict[int, int]:
+        return {layer_id: index for index, layer_id in enumerate(self.layers)}
 
     @contextmanager
     def recording(self, rows: tuple[Recorded, ...]) -> Iterator[None]:
         """Keep the queries of ``rows`` from the forward that runs inside this context."""
-        global _active
         if not self.window or not rows:
             yield
             return
-        self._running, _active = rows, self
+        self._running = rows
         try:
-            yield
+            with _active_windows(self):
+                yield
         finally:
-            self._running, _active = (), None
+            self._running = ()
+
+    @contextmanager
+    def capturing(self, tokens: int, heads: int, head_dim: int, like: torch.Tensor) -> Iterator[None]:
+        """CUDA graphs captured inside this context leave their queries for :meth:`keep_replayed`.
+
+        Args:
+            tokens: tokens of the largest graph.
+            heads: query heads of this rank.
+            head_dim: size of a query.
+            like: a tensor with the queries' dtype and device.
+        """
+        if not self.window:
+            yield
+            return
+        self._captured = like.new_zeros(len(self.layers), tokens, heads, head_dim)
+        self._running = ()
+        with _active_windows(self):
+            yield
 
     def record(self, layer_id: int, queries: torch.Tensor) -> None:
-        """Append a layer's queries ([tokens, query_heads, head_dim]) of the running forward."""
+        """Take a layer's queries ([tokens, query_heads, head_dim]) of the running forward."""
+        index = self._index[layer_id]
+        if not self._running:
+            self._captured[index, : len(queries)] = queries
         for row in self._running:
-            longest = self.window + SPARE
-            new = queries[max(row.start, row.end - longest) : row.end]
-            layers = self._kept.setdefault(row.key, {})
-            old = layers.get(layer_id)
-            if old is not None and len(new) < longest:
-                layers[layer_id] = torch.cat([old, new])[-longest:]
-            else:
-                layers[layer_id] = new.clone()
+            self._write(row, queries, index)
 
-    def drop_newest(self, key: int, count: int) -> None:
-        """Forget the newest ``count`` queries of a request: their tokens were rejected."""
-        if count <= 0:
-            return
-        for layer_id, queries in self._kept.get(key, {}).items():
-            self._kept[key][layer_id] = queries[: max(0, len(queries) - count)]
+    def keep_replayed(self, rows: tuple[Recorded, ...]) -> None:
+        """Keep the queries of ``rows`` from the graph that was replayed last."""
+        if self._captured is not None:
+            for row in rows:
+                self._write(row, self._captured, slice(None))
 
-    def get(self, key: int, layer_id: int) -> torch.Tensor | None:
-        """Queries of a request and layer, oldest first: [up to window, heads, head_dim]."""
-        queries = self._kept.get(key, {}).get(layer_id)
-        return None if queries is None else queries[-self.window :]
+    def _write(self, row: Recorded, queries: torch.Tensor, layers: int | slice) -> None:
+        """Put the newest of a row's queries into its ring.
+
+        Args:
+            row: where they lie.
+            queries: [tokens, heads, head_dim] of one layer, or with all layers before.
+            layers: the layer's index, or a slice over all.
+        """
+        count = min(row.end - row.start, self.span)
+        end = row.position + row.end - row.start
+        kept = self._ring(row.key, end - count, queries)
+        places = torch.arange(end - count, end, device=queries.device) % self.span
+        newest = queries[..., row.end - count : row.end, :, :]
+        kept.ring[layers, places] = newest
+        kept.end = end
+
+    def _ring(self, key: int, position: int, queries: torch.Tensor) -> Kept:
+        """The ring of a request, for queries from ``position`` on; new, or begun anew after a gap."""
+        kept = self._kept.get(key)
+        if kept is None:
+            ring = queries.new_zeros(len(self.layers), self.span, *queries.shape[-2:])
+            kept = self._kept[key] = Kept(ring, position, position)
+        if not kept.first <= position <= kept.end:
+            kept.first = position
+        return kept
+
+    def get(self, key: int, end: int) -> tuple[torch.Tensor, int] | None:
+        """The newest queries before position ``end``, oldest first, and the oldest's position.
+
+        The queries are [layers, up to window, heads, head_dim]; None when there are none.
+        """
+        kept = self._kept.get(key)
+        if kept is None:
+            return None
+        end = min(end, kept.end)
+        first = max(kept.first, end - self.window)
+        if first >= end:
+            return None
+        places = torch.arange(first, end, device=kept.ring.device) % self.span
+        return kept.ring[:, places], first
 
     def forget(self, key: int) -> None:
         """Release what is kept for a request."""
@@ -90,9 +166,26 @@ class QueryWindows:
         """Release everything."""
         self._kept.clear()
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all rings, and of the buffer that graphs write."""
+        tensors = [kept.ring for kept in self._kept.values()]
+        tensors += [] if self._captured is None else [self._captured]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
 
 _active: QueryWindows | None = None
 prefix_reserve = 0
+
+
+@contextmanager
+def _active_windows(windows: QueryWindows) -> Iterator[None]:
+    global _active
+    _active = windows
+    try:
+        yield
+    finally:
+        _active = None
 
 
 def record_queries(

@@ -1,6 +1,7 @@
 """The flags: checked, refused with value, allowed set and remedy, and carried to other processes."""
 
 import argparse
+import dataclasses
 import json
 import pickle
 
@@ -40,6 +41,7 @@ def build(path, **flags):
         ({"kv_budget": 1.5}, ["--kv-budget", "1.5", "at most 1"]),
         ({"kv_draft_length": 0}, ["--kv-draft-length", "0", "1 to 64"]),
         ({"kv_draft_length": 65}, ["--kv-draft-length", "65", "1 to 64"]),
+        ({"kv_schedule": "random"}, ["--kv-schedule", "'random'", "lockstep", "staggered"]),
     ],
 )
 def test_a_value_out_of_range_is_refused(folder, flags, words):
@@ -60,6 +62,7 @@ def test_a_value_out_of_range_is_refused(folder, flags, words):
         ({"disaggregation_mode": "prefill"}, "--disaggregation-mode"),
         ({"torchao_config": "int8wo"}, "--torchao-config"),
         ({"kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype"),
+        ({"kv_schedule": "lockstep", "lora_paths": ["name=/some/adapter"]}, "--enable-lora"),
     ],
 )
 def test_an_option_that_cannot_be_combined_is_refused_with_a_remedy(folder, flags, option):
@@ -92,7 +95,23 @@ def test_verified_mode_enters_by_sglangs_registries(folder):
     args = build(folder(), kv_mode="verified", kv_draft_length=8)
     assert args.speculative_algorithm == "KV_VERIFIED"
     assert args.speculative_num_draft_tokens == 9
+    assert args.kv_schedule == "staggered", "on a CPU"
     assert unsupported_model(args.get_model_config()) is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "schedule", "overlapped"),
+    [({}, "lockstep", True), ({"kv_schedule": "staggered"}, "staggered", False),
+     ({"lora_paths": ["name=/some/adapter"]}, "staggered", False)],
+    ids=["gpu", "asked", "lora"],
+)
+def test_the_schedule_is_lockstep_on_a_gpu(monkeypatch, flags, schedule, overlapped):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    args = KVServerArgs.__new__(KVServerArgs)
+    vars(args).update({field.name: field.default for field in dataclasses.fields(KVServerArgs)}, kv_mode="verified", **flags)
+    args._prepare_speculation()
+    assert args.kv_schedule == schedule
+    assert args.disable_overlap_schedule is not overlapped and args.disable_cuda_graph is not overlapped
 
 
 def test_adapters_pass_sglangs_check_and_the_mode_stays(folder):

@@ -50,13 +50,13 @@ def run_build(adapters, counts, **args):
         for row, count in enumerate(counts)
     ]
     batch = SimpleNamespace(
-        reqs=[SimpleNamespace(lora_id=adapter) for adapter in adapters],
+        reqs=[SimpleNamespace(lora_id=adapter, rid=str(i)) for i, adapter in enumerate(adapters)],
         return_hidden_states=False,
         spec_algorithm=None,
         sampling_info=None,
     )
-    layout = forward.lay_out(steps, torch.arange(5 * 40, dtype=torch.int32).view(5, 40))
-    return without_pinning(forward.build, runner, batch, steps, layout), manager
+    inputs = forward.lay_out(steps, torch.arange(5 * 40, dtype=torch.int32).view(5, 40))
+    return without_pinning(forward.build, runner, batch, inputs), manager
 
 
 @pytest.mark.parametrize("counts", [[1, 1, 1, 1], [5, 1, 3, 2]], ids=["drafts", "ragged"])

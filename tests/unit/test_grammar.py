@@ -15,7 +15,6 @@ from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
 from sglang_ext.core import RequestState, Step
 from sglang_ext.managers.grammar import GrammarAfter, advanced, can_roll_back, ends_after
 from sglang_ext.managers.results import accept
-from sglang_ext.managers.sampling import Sampled
 
 BYTES = LLTokenizer("byte")
 END = BYTES.eos_token
@@ -115,13 +114,9 @@ def step(tokens, emits, closed=False):
     return Step(state=state, tokens=list(tokens), position=9, row=1, length=10, emits=emits)
 
 
-def sampled(values):
-    return Sampled(list(values), [0.0] * len(values), [()] * len(values), [()] * len(values))
-
-
 def test_a_draft_that_ends_the_grammar_closes_its_round():
     one = step([ord("x")], emits=False)
-    accept(one, 0, sampled([END]), grammar(b"ababx"))
+    accept(one, 0, [END], grammar(b"ababx"))
     assert one.state.drafts == [END] and one.state.closed
 
 
@@ -131,5 +126,5 @@ def test_a_draft_that_ends_the_grammar_closes_its_round():
 )
 def test_no_token_follows_the_end_of_a_grammar(answers, expected):
     one = step([ord("b"), ord("x"), END], emits=True, closed=True)
-    assert accept(one, 0, sampled(answers), SimpleNamespace()).tokens == expected
+    assert accept(one, 0, answers, SimpleNamespace()).tokens == expected
     assert one.state.bonus == expected[-1] and not one.state.closed

@@ -21,22 +21,20 @@ def views(copies=(11, 12), free=(13, 14), cached=(1, 2, 15), page_size=1):
     )
 
 
-def step(row, position, drafts=(), emits=True):
-    state = RequestState(rid=f"r{row}", row=row, seed=0, bonus=1, drafts=list(drafts))
-    tokens = [1, *drafts] if emits else [drafts[-1] if drafts else 1]
-    return Step(state=state, tokens=tokens, position=position, row=row, length=position + 1, emits=emits)
-
-
-STEPS = [step(1, 4, drafts=(8,)), step(2, 5, drafts=(9,), emits=False)]
+# Tokens of each row whose KV is exact.
+EXACT = {1: 4, 2: 4}
 WRITTEN = torch.tensor([5, 6, 10])
 
 
 def test_own_slots_pass_and_a_shared_prefix_too():
-    check(STEPS, WRITTEN, views())
+    check(EXACT, WRITTEN, views())
 
 
 def test_exact_tokens_are_those_before_the_drafts():
-    assert [one.exact for one in STEPS] == [4, 4]
+    state = RequestState(rid="r", row=1, seed=0, drafts=[9])
+    verify = Step(state=state, tokens=[1, 9], position=4, row=1, length=6, emits=True)
+    draft = Step(state=state, tokens=[9], position=5, row=1, length=6, emits=False)
+    assert verify.exact == draft.exact == 4
 
 
 @pytest.mark.parametrize(
@@ -61,4 +59,4 @@ def test_exact_tokens_are_those_before_the_drafts():
 )
 def test_a_slot_with_two_owners_is_named(written, found, owner):
     with pytest.raises(IntegrityError, match=owner):
-        check(STEPS, torch.tensor(written), found)
+        check(EXACT, torch.tensor(written), found)

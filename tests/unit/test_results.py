@@ -22,13 +22,14 @@ def step(tokens, emits=True, row=1):
 
 def sampled(values):
     empty = [(torch.empty(0), [])] * len(values)
-    return Sampled(list(values), [-float(v) for v in values], empty, empty)
+    tokens = torch.tensor(values)
+    return Sampled(tokens, -tokens.float(), empty, empty)
 
 
 @given(drafts=tokens, answers=st.lists(st.integers(0, 3), min_size=13, max_size=13))
 def test_accepted_tokens_are_those_of_one_by_one_decoding(drafts, answers):
     one = step([7, *drafts])
-    outcome = accept(one, 0, sampled(answers))
+    outcome = accept(one, 0, answers)
     expected = []
     for i, answer in enumerate(answers[: len(drafts) + 1]):
         expected.append(answer)
@@ -41,7 +42,7 @@ def test_accepted_tokens_are_those_of_one_by_one_decoding(drafts, answers):
 
 def test_a_draft_is_kept_and_emits_nothing():
     one = step([7], emits=False)
-    assert accept(one, 2, sampled([0, 0, 5])).tokens == []
+    assert accept(one, 2, [0, 0, 5]).tokens == []
     assert one.state.drafts == [5]
 
 
@@ -52,7 +53,7 @@ def request(name, grammar=None):
 def make_result(return_logprob=True):
     steps = [step([7, 1, 2], row=1), step([8], emits=False, row=2), step([9], row=3)]
     rows = sampled([1, 5, 6, 4, 3])
-    outcomes = [accept(s, first, rows) for s, first in zip(steps, (0, 3, 4))]
+    outcomes = [accept(s, first, rows.tokens.tolist()) for s, first in zip(steps, (0, 3, 4))]
     batch = SimpleNamespace(
         return_logprob=return_logprob, seq_lens=torch.tensor([10, 20, 30]), reqs=[request(n) for n in "abc"]
     )
@@ -69,10 +70,20 @@ def test_result_fills_a_stride_of_places_and_advances_the_lengths():
     assert result.logits_output.hidden_states.view(3, 4)[0, :2].tolist() == [0.0, 1.0]
 
 
+class Processor(SimpleNamespace):
+    """SGLang's result processor, whose worker counts what it is shown."""
+
+    def __init__(self, **more):
+        self.counted = []
+        super().__init__(model_worker=SimpleNamespace(account=lambda *seen: self.counted.append(seen)), **more)
+
+
 def test_requests_that_only_drafted_are_left_out_of_processing():
     batch, result = make_result()
     seen = []
-    process_emitted(lambda _, b, r: seen.append((b.reqs, r)), None, batch, result)
+    processor = Processor()
+    process_emitted(lambda _, b, r: seen.append((b.reqs, r)), processor, batch, result)
+    assert processor.counted == [(batch, result)]
     ((reqs, part),) = seen
     assert [req.name for req in reqs] == ["a", "c"] and len(batch.reqs) == 3
     assert part.next_token_ids.view(2, 4)[:, 0].tolist() == [1, 3]
@@ -85,7 +96,7 @@ def test_a_grammar_advances_after_the_request_was_processed():
     batch, result = make_result()
     batch.reqs[2].grammar = SimpleNamespace()
     order = []
-    processor = SimpleNamespace(_accept_grammar_tokens=lambda req, row: order.append((req.name, row)))
+    processor = Processor(_accept_grammar_tokens=lambda req, row: order.append((req.name, row)))
     process_emitted(lambda *_: order.append("processed"), processor, batch, result)
     assert order == ["processed", ("c", [3])]
 
@@ -93,7 +104,7 @@ def test_a_grammar_advances_after_the_request_was_processed():
 def test_nothing_is_processed_when_all_only_drafted():
     batch, result = make_result(return_logprob=False)
     result.accept_lens = torch.zeros(3, dtype=torch.int64)
-    process_emitted(lambda *_: 1 / 0, None, batch, result)
+    process_emitted(lambda *_: 1 / 0, Processor(), batch, result)
 
 
 @given(st.lists(st.tuples(st.integers(1, 20), st.integers(0, 20)), max_size=10), st.integers(0, 7))

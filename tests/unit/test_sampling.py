@@ -39,7 +39,7 @@ PARAMS = (SamplingParams(temperature=0.5, top_p=0.9, top_k=40), SamplingParams(t
 
 
 def test_each_row_has_the_parameters_and_the_noise_of_its_request():
-    info = select_rows(batch(PARAMS), [Row(0, 5, 11), Row(0, 6, 11)], "cpu")
+    info = select_rows(batch(PARAMS), [Row(0, 11), Row(0, 11)], "cpu")
     assert info.temperatures.tolist() == [[0.5], [0.5]]
     assert info.sampling_seed.tolist() == [11, 11]
     assert torch.equal(info.logit_bias, torch.arange(8.0).repeat(2, 1))
@@ -47,9 +47,9 @@ def test_each_row_has_the_parameters_and_the_noise_of_its_request():
 
 
 def test_a_logit_processor_comes_along_with_its_own_request_only():
-    drafting = select_rows(batch(PARAMS), [Row(0, 5, 11), Row(0, 6, 11)], "cpu")
+    drafting = select_rows(batch(PARAMS), [Row(0, 11), Row(0, 11)], "cpu")
     assert not drafting.has_custom_logit_processor and drafting.custom_logit_processor is None
-    own = select_rows(batch(PARAMS), [Row(1, 5, None)], "cpu")
+    own = select_rows(batch(PARAMS), [Row(1, None)], "cpu")
     (processor, mask), = own.custom_logit_processor.values()
     assert own.has_custom_logit_processor and mask.tolist() == [True]
     assert processor(torch.zeros(1, 8), own.custom_params)[0, 3] == float("-inf")

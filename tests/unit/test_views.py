@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from sglang_ext.mem_cache.compressed_views import CompressedViews, give_back_when_full
 from sglang_ext.mem_cache.compressors import create
+from sglang_ext.mem_cache.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.query_window import QueryWindows, Recorded, cap_prefix_match, record_queries
 from sglang_ext.mem_cache import query_window
 
@@ -56,8 +57,9 @@ def make_views(page_size=1, budget=0.25, name="sink-recent"):
     allocator, table = Allocator(page_size), torch.zeros(8, 300, dtype=torch.int32)
     table[1, :200] = torch.randperm(200, generator=generator)
     layers = {layer: 0.5 for layer in range(LAYERS)}
-    windows = QueryWindows(create(name).window)
-    return CompressedViews(create(name), budget, table, 4, pool, allocator, Tree(allocator), layers, windows)
+    windows = QueryWindows(create(name).window, range(LAYERS), 4)
+    kv = KVBuffers.of(pool, layers)
+    return CompressedViews(create(name), budget, table, 4, kv, allocator, Tree(allocator), windows)
 
 
 def test_the_copy_holds_the_kept_tokens_of_each_layer_and_the_draft_row_leads_to_them():
@@ -66,7 +68,7 @@ def test_the_copy_holds_the_kept_tokens_of_each_layer_and_the_draft_row_leads_to
     kept = [0, 1, 2, 3, *range(79, 100)]
     source, copy = views.token_table[1, kept].long(), views.token_table[5, :25].long()
     for layer in range(LAYERS):
-        keys = views.kv_pool.get_key_buffer(layer)
+        keys = views.buffers.keys[layer]
         assert torch.equal(keys[copy], keys[source])
     views.write_tail(1, 110)
     assert torch.equal(views.token_table[5, 25:35], views.token_table[1, 100:110])
@@ -116,32 +118,70 @@ def run_layer(queries, layer_id=0):
     record_queries(lambda *args, **kwargs: None, layer, queries, None, None, None)
 
 
+def kept(windows, key, end):
+    found = windows.get(key, end)
+    return found and (found[0].flatten().tolist(), found[1])
+
+
 def test_windows_keep_the_newest_queries_of_each_request_across_chunks():
-    windows = QueryWindows(window=3)
+    windows = QueryWindows(3, (0,), spare=2)
     for start in (0, 2, 4):
-        rows = (Recorded(1, 0, 2), Recorded(2, 2, 3))
+        rows = (Recorded(1, 0, 2, start), Recorded(2, 2, 3, start // 2))
         with windows.recording(rows):
             run_layer(torch.tensor([[start], [start + 1], [90 + start]], dtype=torch.float32))
-    assert windows.get(1, 0).flatten().tolist() == [3.0, 4.0, 5.0]
-    assert windows.get(2, 0).flatten().tolist() == [90.0, 92.0, 94.0]
-    windows.drop_newest(1, 2)
-    assert windows.get(1, 0).flatten().tolist() == [1.0, 2.0, 3.0]
+    assert kept(windows, 1, 6) == ([3, 4, 5], 3)
+    assert kept(windows, 2, 3) == ([90, 92, 94], 0)
     windows.forget(1)
-    assert windows.get(1, 0) is None and len(windows.get(2, 0)) == 3
+    assert kept(windows, 1, 6) is None and kept(windows, 2, 3) is not None
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_queries_of_rejected_drafts_are_never_seen(data):
+    windows, exact, length = QueryWindows(3, (0,), spare=4), [], 0
+    for _ in range(data.draw(st.integers(1, 8))):
+        drafted = data.draw(st.integers(1, 4))
+        kept_tokens = data.draw(st.integers(1, drafted))
+        values = [length * 10 + i + data.draw(st.integers(0, 5)) for i in range(drafted)]
+        with windows.recording((Recorded(1, 0, drafted, length),)):
+            run_layer(torch.tensor(values, dtype=torch.float32)[:, None])
+        exact += values[:kept_tokens]
+        length += kept_tokens
+        assert kept(windows, 1, length) == (exact[-3:], max(0, length - 3))
+
+
+def test_a_gap_begins_a_new_window():
+    windows = QueryWindows(3, (0,), spare=2)
+    for position in (0, 5):
+        with windows.recording((Recorded(1, 0, 2, position),)):
+            run_layer(torch.tensor([[position], [position + 1]], dtype=torch.float32))
+    assert kept(windows, 1, 7) == ([5, 6], 5)
+    assert kept(windows, 1, 5) is None
+
+
+def test_what_a_graph_left_is_kept_by_request():
+    windows = QueryWindows(2, (0, 1), spare=2)
+    with windows.capturing(4, 1, 1, torch.empty(0)):
+        for layer in (0, 1):
+            run_layer(torch.tensor([[1], [2], [3], [4]], dtype=torch.float32) * 10**layer, layer)
+    windows.keep_replayed((Recorded(1, 0, 2, 5), Recorded(2, 2, 4, 7)))
+    assert windows.get(1, 7)[0].flatten().tolist() == [1, 2, 10, 20]
+    assert windows.get(2, 8)[0].flatten().tolist() == [3, 30]
+    assert windows.held_bytes == (2 * 2 * 4 + 2 * 4) * 4
 
 
 def test_no_queries_are_kept_outside_a_recording():
-    windows = QueryWindows(window=3)
+    windows = QueryWindows(3, (0,), spare=2)
     run_layer(torch.ones(2, 1))
-    assert windows.get(1, 0) is None
+    assert windows.get(1, 2) is None
 
 
 def test_windows_under_tensor_outputs_do_not_alias_the_forward():
-    windows, queries = QueryWindows(window=4), torch.ones(2, 1)
-    with windows.recording((Recorded(1, 0, 2),)):
+    windows, queries = QueryWindows(4, (0,), spare=2), torch.ones(2, 1)
+    with windows.recording((Recorded(1, 0, 2, 0),)):
         run_layer(queries)
     queries.zero_()
-    assert windows.get(1, 0).sum() == 2
+    assert windows.get(1, 2)[0].sum() == 2
 
 
 @pytest.mark.parametrize(("reserve", "expected"), [(0, 99), (32, 68), (200, 0)])

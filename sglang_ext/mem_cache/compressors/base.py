@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang_ext.mem_cache.kv_buffers import KVBuffers
+
 
 @dataclass(frozen=True)
 class LayerKV:
@@ -37,6 +39,35 @@ class LayerKV:
     layer_id: int
 
 
+@dataclass(frozen=True)
+class ContextKV:
+    """The full KV of a context over all layers, where it lies in SGLang's pool.
+
+    Attributes:
+        buffers: the pool's layers (kv_buffers.py).
+        slots: int64 [tokens], slots of the context's tokens, in order.
+        queries: [layers, window, query_heads, head_dim], as in :class:`LayerKV`.
+        first_query: absolute position of the oldest query.
+    """
+
+    buffers: KVBuffers
+    slots: torch.Tensor
+    queries: torch.Tensor
+    first_query: int
+
+    def layer(self, index: int) -> LayerKV:
+        """One layer's KV, gathered."""
+        end = self.first_query + self.queries.shape[1]
+        return LayerKV(
+            keys=self.buffers.keys[index][self.slots],
+            values=self.buffers.values[index][self.slots],
+            queries=self.queries[index],
+            query_positions=torch.arange(self.first_query, end, device=self.slots.device),
+            scaling=self.buffers.scaling[index],
+            layer_id=self.buffers.layer_ids[index],
+        )
+
+
 class Compressor(ABC):
     """Chooses the tokens of a context that the compressed view keeps.
 
@@ -57,6 +88,14 @@ class Compressor(ABC):
         Returns:
             int64 [kv_heads, count], ascending in each row, without repetition.
         """
+
+    def select_all(self, context: ContextKV, count: int) -> torch.Tensor:
+        """:meth:`select` in all layers: int64 [layers, kv_heads, count].
+
+        A method overrides it where a kernel over all layers is faster.
+        """
+        layers = range(len(context.buffers.keys))
+        return torch.stack([self.select(context.layer(index), count) for index in layers])
 
 
 _REGISTRY: dict[str, Callable[[], Compressor]] = {}

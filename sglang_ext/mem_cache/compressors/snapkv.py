@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_ext.mem_cache.compressors.base import Compressor, LayerKV, register
+from sglang_ext.mem_cache.compressors.base import Compressor, ContextKV, LayerKV, register
 
 
 @register("snapkv")
@@ -26,8 +26,24 @@ class SnapKV(Compressor):
 
     def select(self, layer: LayerKV, count: int) -> torch.Tensor:
         """Top ``count`` tokens of :meth:`scores` for each KV head."""
-        kept = self.scores(layer).topk(count, dim=-1).indices
-        return kept.sort(dim=-1).values
+        return _best(self.scores(layer), count)
+
+    def select_all(self, context: ContextKV, count: int) -> torch.Tensor:
+        """As :meth:`select` in each layer; on a GPU by a kernel over all layers at once."""
+        buffers, window = context.buffers, context.queries.shape[1]
+        if not buffers.on_gpu or window == 0 or len(set(buffers.scaling)) > 1:
+            return super().select_all(context, count)
+        from sglang_ext.layers.kernels.window_scores import window_scores
+
+        attention = window_scores(
+            context.queries,
+            buffers.key_table,
+            buffers.keys[0],
+            context.slots,
+            context.first_query,
+            buffers.scaling[0],
+        )
+        return _best(self.pooled(attention, context.first_query), count)
 
     def scores(self, layer: LayerKV) -> torch.Tensor:
         """Importance of each token: float32 [kv_heads, tokens], infinite inside the window.
@@ -43,8 +59,17 @@ class SnapKV(Compressor):
         positions = torch.arange(tokens, device=layer.keys.device)
         hidden = positions[None, :] > layer.query_positions[:, None]
         attention = logits.masked_fill(hidden, float("-inf")).softmax(dim=-1).mean(dim=-2)
-        pooled = torch.nn.functional.avg_pool1d(
-            attention, self.kernel, stride=1, padding=self.kernel // 2
-        ).mean(dim=1)
-        observed = positions >= layer.query_positions[:1]
-        return pooled.masked_fill(observed, float("inf"))
+        return self.pooled(attention.mean(dim=1), layer.query_positions[0])
+
+    def pooled(self, attention: torch.Tensor, first_query: int | torch.Tensor) -> torch.Tensor:
+        """Scores from the window's mean attention, [..., tokens], and the oldest query's position."""
+        tokens = attention.shape[-1]
+        flat = attention.reshape(-1, 1, tokens)
+        pooled = torch.nn.functional.avg_pool1d(flat, self.kernel, stride=1, padding=self.kernel // 2)
+        observed = torch.arange(tokens, device=attention.device) >= first_query
+        return pooled.view_as(attention).masked_fill(observed, float("inf"))
+
+
+def _best(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """Positions of the ``count`` highest scores, ascending: int64 [..., count]."""
+    return scores.topk(count, dim=-1).indices.sort(dim=-1).values

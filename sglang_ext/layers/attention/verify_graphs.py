@@ -1,0 +1,80 @@
+"""CUDA graphs of verifications: all requests bring the same number of tokens over their full KV.
+
+SGLang's own graphs of the target model, for one token a request, serve drafts and plain decoding.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.model_executor.graph_shared_output import GraphSharedOutput
+from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+from sglang_ext.arguments import SPECULATIVE_ALGORITHM
+from sglang_ext.layers.attention.views import EvenVerify
+from sglang_ext.managers import forward
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+
+class VerifyGraphs(DecodeCudaGraphRunner):
+    """SGLang's graph runner, for verifications of ``width`` tokens a request."""
+
+    def get_spec_info(self, num_tokens: int) -> EvenVerify:
+        """The speculative input of a captured batch."""
+        return EvenVerify(self.captured_req_width)
+
+    @property
+    def width(self) -> int:
+        """Tokens of each request."""
+        return self.captured_req_width
+
+    def fits(self, requests: int) -> bool:
+        """Whether a batch of so many requests was captured, or pads to one that was."""
+        return requests <= self.max_bs
+
+    def verify(self, batch: "ScheduleBatch", inputs: forward.Inputs) -> LogitsProcessorOutput:
+        """Replay over ``inputs``, of :attr:`width` tokens a request."""
+        batch_input = forward.base(batch, inputs)
+        batch_input.forward_mode = ForwardMode.TARGET_VERIFY
+        batch_input.spec_info = EvenVerify(self.width)
+        batch_input.seq_lens = inputs.lengths - self.width
+        batch_input.seq_lens_cpu = inputs.lengths_cpu - self.width
+        batch_input.seq_lens_sum = int(batch_input.seq_lens_cpu.sum())
+        return self.execute(batch_input)
+
+
+def capture(model_runner: "ModelRunner", width: int) -> VerifyGraphs | None:
+    """Capture verifications of ``width`` tokens for SGLang's list of batch sizes; None without graphs."""
+    if model_runner.decode_cuda_graph_runner is None:
+        return None
+    name = model_runner.decode_attention_backend_str
+    backend = ATTENTION_BACKENDS[name](model_runner)
+    logger.info("sglang-ext: capturing verifications of %s tokens a request with %s", width, name)
+    with speculative(model_runner):
+        model_runner.graph_shared_output = GraphSharedOutput.create_for_model_runner(model_runner)
+        return VerifyGraphs(model_runner, attn_backend=backend, speculative_num_draft_tokens=width)
+
+
+@contextmanager
+def speculative(model_runner: "ModelRunner") -> Iterator[None]:
+    """Let SGLang take the target's runner for one of a speculative algorithm, as it captures."""
+    model_runner.spec_algorithm = SpeculativeAlgorithm.from_string(SPECULATIVE_ALGORITHM)
+    try:
+        yield
+    finally:
+        plain(model_runner)
+
+
+def plain(model_runner: "ModelRunner") -> None:
+    """Let SGLang take the target's runner for one that decodes one token a request."""
+    model_runner.spec_algorithm = SpeculativeAlgorithm.NONE

@@ -1,0 +1,1 @@
+"""Triton kernels, each with its launcher; plain PyTorch serves where Triton is not."""

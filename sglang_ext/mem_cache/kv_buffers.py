@@ -1,0 +1,76 @@
+"""The layers of SGLang's KV pool: their buffers, and their addresses for kernels over all layers."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+
+@dataclass(frozen=True)
+class KVBuffers:
+    """Key and value buffers of all attention layers, in the same order.
+
+    Attributes:
+        layer_ids: index of each layer in the model.
+        scaling: factor on query-key products of each layer.
+        keys, values: of each layer, [slots, kv_heads, head_dim].
+    """
+
+    layer_ids: tuple[int, ...]
+    scaling: tuple[float, ...]
+    keys: tuple[torch.Tensor, ...]
+    values: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def of(cls, pool, scaling: dict[int, float]) -> "KVBuffers":
+        """The buffers of SGLang's ``pool``; ``scaling`` by the index of the attention layer."""
+        ids = tuple(scaling)
+        return cls(
+            layer_ids=ids,
+            scaling=tuple(scaling.values()),
+            keys=tuple(pool.get_key_buffer(layer) for layer in ids),
+            values=tuple(pool.get_value_buffer(layer) for layer in ids),
+        )
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether kernels can take them."""
+        return self.keys[0].is_cuda
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Bytes of keys and values in one slot, over all layers."""
+        return sum(buffer[0].numel() * buffer.element_size() for buffer in (*self.keys, *self.values))
+
+    @cached_property
+    def key_table(self) -> torch.Tensor:
+        """int64 [layers], addresses of the key buffers."""
+        return _addresses(self.keys)
+
+    @cached_property
+    def value_table(self) -> torch.Tensor:
+        """int64 [layers], addresses of the value buffers."""
+        return _addresses(self.values)
+
+    def copy_kept(self, kept: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Slot ``targets[j]`` gets, for each layer and head, that head's ``j``-th kept token.
+
+        Args:
+            kept: int64 [layers, kv_heads, count], tokens counted in ``sources``.
+            sources: int64 [tokens], slots of the context.
+            targets: int64 [count], slots of the copy.
+        """
+        if self.on_gpu:
+            from sglang_ext.layers.kernels.gather_kept import gather_kept
+
+            gather_kept(self.key_table, self.value_table, self.keys[0], kept, sources, targets)
+            return
+        heads = torch.arange(kept.shape[1])
+        for layer, of_layer in enumerate(kept):
+            read = sources[of_layer].t()
+            for buffer in (self.keys[layer], self.values[layer]):
+                buffer[targets] = buffer[read, heads]
+
+
+def _addresses(buffers: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    return torch.tensor([buffer.data_ptr() for buffer in buffers], device=buffers[0].device)

@@ -1,0 +1,62 @@
+"""Lockstep scheduling gives stock's answers too; on a GPU it is the default, with graphs."""
+
+import concurrent.futures
+
+import pytest
+from servers import EXPECTED_TOKENS, STRICT, VERIFIED, assert_same_answers, greedy
+
+pytestmark = pytest.mark.server
+
+
+@pytest.fixture
+def lockstep(stock, launch):
+    """Verified decoding in lockstep, on a quarter of the KV, with strict checks."""
+    return launch(*VERIFIED, "--kv-schedule", "lockstep", "--kv-draft-length", "8", env=STRICT)
+
+
+def test_greedy_output_is_stocks_cold_and_warm(lockstep, prompts, expected):
+    for cold in (True, False):
+        found = lockstep.ask_all(prompts, cold=cold, **greedy(EXPECTED_TOKENS))
+        assert [r["output_ids"] for r in found] == expected
+        assert all(r["meta_info"]["kv_drafts"] > 0 for r in found)
+        assert all(r["meta_info"]["kv_accept_length"] > 1 for r in found)
+
+
+def test_seeded_sampling_with_logprobs_is_stocks(stock, lockstep, prompts):
+    params = {"temperature": 0.9, "top_p": 0.95, "sampling_seed": 5, "max_new_tokens": 24, "ignore_eos": True}
+    body = {"input_ids": prompts[0], "sampling_params": params, "return_logprob": True, "top_logprobs_num": 2}
+    expected, found = (server.ask(**body) for server in (stock, lockstep))
+    assert_same_answers(expected, found, None)
+    for name in ("output_token_logprobs", "output_top_logprobs"):
+        assert len(found["meta_info"][name]) == 24
+    pairs = zip(expected["meta_info"]["output_token_logprobs"], found["meta_info"]["output_token_logprobs"])
+    assert all(a[1] == b[1] and abs(a[0] - b[0]) < 1e-3 for a, b in pairs)
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [({"frequency_penalty": 0.5}, "penalty"), ({"regex": r"[0-9]{3}-[a-z]{4,12}", "ignore_eos": False}, "neighbour")],
+    ids=["penalty", "regex"],
+)
+def test_what_cannot_be_drafted_and_its_neighbour_have_stocks_answers(stock, lockstep, prompts, more, reason):
+    bodies = [{"input_ids": prompts[1], **greedy(24, **more)}, {"input_ids": prompts[2], **greedy(60)}]
+    expected = [stock.ask(**body) for body in bodies]
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda body: lockstep.ask(**body), bodies))
+    assert_same_answers(expected[0], found[0], reason)
+    assert found[1]["output_ids"] == expected[1]["output_ids"]
+    # It drafts again when the other is done.
+    assert found[1]["meta_info"]["kv_drafts"] > 0
+
+
+def test_stops_lengths_and_samples_end_where_stocks_do(stock, lockstep, prompts, expected):
+    options = [
+        greedy(9, ignore_eos=False, stop_token_ids=[expected[0][7]]),
+        greedy(1),
+        greedy(24, stop=["return", "the"]),
+        greedy(12, n=2),
+    ]
+    for body in options:
+        body["input_ids"] = prompts[0]
+        theirs, ours = stock.ask(**body), lockstep.ask(**body)
+        assert_same_answers(theirs, ours, (ours if isinstance(ours, dict) else ours[0])["meta_info"]["kv_fallback"])

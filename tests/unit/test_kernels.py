@@ -1,0 +1,16 @@
+"""Triton kernels, through Triton's interpreter, against plain PyTorch."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CHECKS = Path(__file__).with_name("kernel_checks.py")
+
+
+@pytest.mark.parametrize("check", ["window_scores", "gather_kept"])
+def test_kernel_gives_what_pytorch_gives(check):
+    # The interpreter is chosen as Triton is imported, so it needs a process of its own.
+    done = subprocess.run([sys.executable, str(CHECKS), check], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
