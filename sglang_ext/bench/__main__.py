@@ -23,6 +23,7 @@ COMMANDS = {
     "identity": Command(
         "sglang_ext.bench.identity", "compare the tokens of verified decoding with stock SGLang's"
     ),
+    "decode": Command("sglang_ext.bench.decode", "measure decode speed of stock SGLang and of verified decoding"),
     "families": Command(
         "sglang_ext.bench.families", "identity on tiny random models of each supported family"
     ),

@@ -1,0 +1,260 @@
+"""Decode speed: stock SGLang against verified decoding, on the same prompts in one run.
+
+For each setting a server is started; its prefix cache is filled with the prompts, so that decoding alone is
+measured; then each batch decodes, streaming, --repeats times. The table shows the median, its ratio to stock,
+and the least time that the GPU's measured read bandwidth allows.
+
+With --force-acceptance P each draft is accepted with probability P when those before it were, whatever
+verification finds: speed at the acceptance of a trained model, on weights without training. Verification
+still runs on the full KV, and what is rejected is rolled back.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from sglang_ext.bench import BenchError, decode_limit, decode_wave
+from sglang_ext.bench.client import SamplingSettings
+from sglang_ext.bench.decode_limit import ModelBytes
+from sglang_ext.bench.decode_wave import Wave
+from sglang_ext.bench.server import ServerProcess
+from sglang_ext.managers.simulation import VARIABLE
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One server of the comparison.
+
+    Attributes:
+        name: for tables and logs.
+        arguments: its flags, beside those of all.
+        budget, draft_length: of verified decoding; None for others.
+    """
+
+    name: str
+    arguments: tuple[str, ...] = ()
+    budget: float | None = None
+    draft_length: int | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """A batch's decode speed in one setting.
+
+    Attributes:
+        setting: its name.
+        context: prompt tokens of each request.
+        token_ms: milliseconds per output token of each request, median of the waves.
+        gain: stock's milliseconds over these; None before stock was measured.
+        limit_ms: the least that the bandwidth allows; None without a GPU.
+        waves: what was measured.
+    """
+
+    setting: str
+    context: int
+    batch: int
+    token_ms: float
+    gain: float | None
+    limit_ms: float | None
+    waves: list[Wave]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command line."""
+    add = parser.add_argument
+    add("--model", type=Path, required=True, help="Hugging Face folder; with --load-format dummy its config.json does")
+    add("--context-len", default="32768", help="prompt tokens of each request, separated by commas")
+    add("--batch", default="8,16", help="requests at once, separated by commas")
+    add("--output-len", type=int, default=256, help="output tokens of each request")
+    add("--compressor", default="snapkv", help="names, separated by commas")
+    add("--budget", default="0.125", help="shares, separated by commas")
+    add("--draft-length", default="16", help="numbers, separated by commas")
+    add("--force-acceptance", type=float, metavar="P", help="accept each draft with this probability")
+    add("--baseline", action="append", default=[], metavar="FLAGS", help="also run stock SGLang with these flags, for example '--speculative-algorithm NGRAM'")
+    add("--server-arg", action="append", default=[], metavar="FLAGS", help="flags of all servers")
+    add("--prompt-file", type=Path, help="take prompts from this text, by the model's tokenizer; default: random tokens")
+    add("--repeats", type=int, default=3, help="waves of each batch")
+    add("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    add("--start-timeout", type=float, default=600, help="seconds")
+    add("--logs", type=Path, help="folder for the servers' logs")
+    add("--json", type=Path, help="write all measurements here")
+    add("--plot", type=Path, help="write a PNG of gains here")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure all settings, print a table; 0 when all could be measured."""
+    if args.force_acceptance is not None and not 0 <= args.force_acceptance <= 1:
+        raise BenchError(f"--force-acceptance {args.force_acceptance}: pass a probability from 0 to 1")
+    contexts, batches = _numbers(args.context_len, "--context-len"), _numbers(args.batch, "--batch")
+    prompts = make_prompts(args, max(batches), contexts)
+    bandwidth = decode_limit.measure_bandwidth()
+    if bandwidth:
+        print(f"read bandwidth {bandwidth / 1e12:.2f} TB/s", flush=True)
+    results: list[Result] = []
+    with tempfile.TemporaryDirectory() as folder:
+        logs = args.logs or Path(folder)
+        logs.mkdir(parents=True, exist_ok=True)
+        for setting in settings(args):
+            print(f"{setting.name}: starting", flush=True)
+            for result in run_setting(args, setting, prompts, batches, results, bandwidth, logs):
+                results.append(result)
+                print(line(result), flush=True)
+    if args.json:
+        document = {"arguments": {k: str(v) for k, v in vars(args).items()}, "bandwidth": bandwidth}
+        args.json.write_text(json.dumps({**document, "results": [asdict(r) for r in results]}, indent=1))
+    if args.plot:
+        write_plot(args.plot, results)
+    return 0
+
+
+def settings(args: argparse.Namespace) -> Iterator[Setting]:
+    """Stock first, then other baselines, then each combination of verified decoding."""
+    yield Setting("stock")
+    for flags in args.baseline:
+        yield Setting(flags.replace("--", "").replace(" ", "-"), tuple(flags.split()))
+    schedule = () if args.force_acceptance is None else ("--kv-schedule", "lockstep")
+    for compressor in args.compressor.split(","):
+        for budget in _numbers(args.budget, "--budget", float):
+            for drafts in _numbers(args.draft_length, "--draft-length"):
+                flags = ("--kv-mode", "verified", "--kv-compressor", compressor, "--kv-budget", f"{budget:g}")
+                name = f"{compressor}-{budget:g}-x{drafts}"
+                yield Setting(name, (*flags, *schedule, "--kv-draft-length", str(drafts)), budget, drafts)
+
+
+def make_prompts(
+    args: argparse.Namespace, count: int, contexts: list[int]
+) -> dict[int, list[tuple[int, ...]]]:
+    """``count`` different prompts of each length."""
+    config = json.loads((args.model / "config.json").read_text())
+    if args.prompt_file is None:
+        draw = random.Random(0)
+        # The first ids are special tokens in most vocabularies.
+        lowest = min(1000, config["vocab_size"] // 2)
+        return {
+            length: [
+                tuple(draw.randrange(lowest, config["vocab_size"]) for _ in range(length)) for _ in range(count)
+            ]
+            for length in contexts
+        }
+    from transformers import AutoTokenizer
+
+    ids = AutoTokenizer.from_pretrained(args.model)(args.prompt_file.read_text())["input_ids"]
+    needed = max(contexts) + count
+    if len(ids) < needed:
+        raise BenchError(f"--prompt-file {args.prompt_file} has {len(ids)} tokens; these prompts need {needed}")
+    stride = (len(ids) - max(contexts)) // count
+    return {
+        length: [tuple(ids[i * stride : i * stride + length]) for i in range(count)] for length in contexts
+    }
+
+
+def run_setting(
+    args: argparse.Namespace,
+    setting: Setting,
+    prompts: dict[int, list[tuple[int, ...]]],
+    batches: list[int],
+    before: list[Result],
+    bandwidth: float | None,
+    logs: Path,
+) -> Iterator[Result]:
+    """Start the setting's server and decode each batch at each context."""
+    common = ("--dtype", args.dtype, *(flag for flags in args.server_arg for flag in flags.split()))
+    forced = setting.budget is not None and args.force_acceptance is not None
+    with ServerProcess(
+        str(args.model),
+        (*common, *setting.arguments),
+        logs / f"{setting.name}.log",
+        start_timeout=args.start_timeout,
+        env={VARIABLE: str(args.force_acceptance)} if forced else {},
+    ) as server:
+        sampling = SamplingSettings()
+        for context, of_length in prompts.items():
+            decode_wave.run(server, of_length, sampling, 1)
+            for batch in batches:
+                waves = [
+                    decode_wave.measure(decode_wave.run(server, of_length[:batch], sampling, args.output_len))
+                    for _ in range(args.repeats)
+                ]
+                yield summarize(args, setting, context, waves, before, bandwidth)
+
+
+def summarize(
+    args: argparse.Namespace,
+    setting: Setting,
+    context: int,
+    waves: list[Wave],
+    before: list[Result],
+    bandwidth: float | None,
+) -> Result:
+    """The waves' median, beside stock's and the bandwidth's limit."""
+    batch = waves[0].batch
+    token_ms = statistics.median(wave.token_ms for wave in waves)
+    stock = [r.token_ms for r in before if (r.setting, r.context, r.batch) == ("stock", context, batch)]
+    limit = None
+    if bandwidth:
+        model = ModelBytes.of(args.model, 4 if args.dtype == "float32" else 2)
+        grown = context + args.output_len / 2
+        lengths = [wave.accept_length for wave in waves if wave.accept_length]
+        if setting.budget is None:
+            limit = decode_limit.stock_ms(model, bandwidth, batch, grown) if setting.name == "stock" else None
+        elif lengths:
+            accepted = statistics.mean(lengths)
+            limit = decode_limit.verified_ms(
+                model, bandwidth, batch, grown, setting.budget, setting.draft_length, accepted
+            )
+    return Result(
+        setting.name, context, batch, token_ms, stock[0] / token_ms if stock else None, limit, waves
+    )
+
+
+def line(result: Result) -> str:
+    """A result as one line of text."""
+    parts = [f"{result.setting:24} context {result.context:6} batch {result.batch:3}"]
+    parts.append(f"{result.token_ms:8.2f} ms/token")
+    if result.gain:
+        parts.append(f"gain {result.gain:5.2f}")
+    if result.limit_ms:
+        parts.append(f"limit {result.limit_ms:6.2f} ms ({result.limit_ms / result.token_ms:4.0%})")
+    lengths = [f"{wave.accept_length:.2f}" for wave in result.waves if wave.accept_length]
+    if lengths:
+        parts.append(f"accept length {' '.join(lengths)}")
+    fallbacks = sum(wave.fallbacks for wave in result.waves)
+    if fallbacks:
+        parts.append(f"{fallbacks} requests ended on full KV")
+    parts.append(f"first token {statistics.median(wave.first_token for wave in result.waves):.2f} s")
+    return "  ".join(parts)
+
+
+def write_plot(path: Path, results: list[Result]) -> None:
+    """Bars of milliseconds per token, by context and batch."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    names = list(dict.fromkeys(result.setting for result in results))
+    places = list(dict.fromkeys((result.context, result.batch) for result in results))
+    for offset, name in enumerate(names):
+        mine = [result for result in results if result.setting == name]
+        at = [places.index((result.context, result.batch)) + offset / (len(names) + 1) for result in mine]
+        axes.bar(at, [result.token_ms for result in mine], width=0.9 / (len(names) + 1), label=name)
+    axes.set_xticks(range(len(places)), [f"{context} tokens\nbatch {batch}" for context, batch in places])
+    axes.set_ylabel("ms per token")
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def _numbers(text: str, flag: str, kind: type = int) -> list:
+    try:
+        numbers = [kind(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) <= 0:
+        raise BenchError(f"{flag} {text!r}: pass numbers above 0, separated by commas")
+    return numbers

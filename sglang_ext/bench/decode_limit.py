@@ -1,0 +1,82 @@
+"""The least time that memory bandwidth allows a decoded token: the bytes it must read over the bandwidth."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class ModelBytes:
+    """What decoding reads.
+
+    Attributes:
+        weights: bytes of the weights that each step reads, without the table of input embeddings.
+        kv_token: bytes of keys and values of one token, over all layers.
+    """
+
+    weights: int
+    kv_token: int
+
+    @classmethod
+    def of(cls, folder: Path, bytes_per_number: int) -> "ModelBytes":
+        """From a dense model's ``config.json``: attention and gated MLP in each layer, and the output head."""
+        config = json.loads((folder / "config.json").read_text())
+        hidden, layers = config["hidden_size"], config["num_hidden_layers"]
+        query_heads = config["num_attention_heads"]
+        kv_heads = config.get("num_key_value_heads") or query_heads
+        dim = config.get("head_dim") or hidden // query_heads
+        attention = hidden * dim * (2 * query_heads + 2 * kv_heads)
+        mlp = 3 * hidden * config["intermediate_size"]
+        weights = layers * (attention + mlp) + config["vocab_size"] * hidden
+        return cls(weights * bytes_per_number, 2 * layers * kv_heads * dim * bytes_per_number)
+
+    def step(self, batch: int, tokens: float) -> float:
+        """Bytes of a step in which each of ``batch`` requests attends to ``tokens`` tokens."""
+        return self.weights + batch * tokens * self.kv_token
+
+
+def stock_ms(model: ModelBytes, bandwidth: float, batch: int, context: float) -> float:
+    """Milliseconds per token of plain decoding; ``bandwidth`` in bytes per second."""
+    return 1000 * model.step(batch, context) / bandwidth
+
+
+def verified_ms(
+    model: ModelBytes,
+    bandwidth: float,
+    batch: int,
+    context: float,
+    budget: float,
+    drafts: int,
+    accept_length: float,
+) -> float:
+    """Milliseconds per token of verified decoding (VeriCache, equation (11) with full KV on the device).
+
+    A round drafts ``drafts`` tokens on ``budget`` of the context, verifies once on all of it, and gains
+    ``accept_length`` tokens.
+    """
+    read = drafts * model.step(batch, budget * context) + model.step(batch, context)
+    return 1000 * read / bandwidth / accept_length
+
+
+def measure_bandwidth() -> float | None:
+    """Read bandwidth of the first GPU, in bytes per second; None without one.
+
+    The best of ten sums over 4 GiB, which read them once and write nothing.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    numbers = torch.ones(1 << 30, dtype=torch.float32, device="cuda")
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    best = float("inf")
+    for _ in range(10):
+        begin.record()
+        numbers.sum()
+        end.record()
+        end.synchronize()
+        best = min(best, begin.elapsed_time(end))
+    size = numbers.numel() * numbers.element_size()
+    del numbers
+    torch.cuda.empty_cache()
+    return size / best * 1000

@@ -1,0 +1,120 @@
+"""Requests that decode side by side, and how fast they do."""
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from sglang_ext.bench import BenchError
+from sglang_ext.bench.client import SamplingSettings, ServerClient
+
+
+@dataclass
+class Stream:
+    """One request's answer as it came.
+
+    Attributes:
+        times: seconds since the wave began, of each chunk.
+        tokens: output tokens up to and with each chunk.
+        meta: ``kv_*`` fields of the last chunk's ``meta_info``.
+    """
+
+    times: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    meta: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, seconds: float, meta_info: dict[str, Any]) -> None:
+        """Take a chunk's time and ``meta_info``."""
+        self.times.append(seconds)
+        self.tokens.append(meta_info["completion_tokens"])
+        self.meta = {name: value for name, value in meta_info.items() if name.startswith("kv_")}
+
+    def tokens_at(self, seconds: float) -> int:
+        """Output tokens that had come by then."""
+        return max((n for t, n in zip(self.times, self.tokens) if t <= seconds), default=0)
+
+
+@dataclass(frozen=True)
+class Wave:
+    """What a wave of requests showed.
+
+    Attributes:
+        batch: requests.
+        seconds: from the first token of the last request to the last token of the first to end.
+        tokens: output tokens of all requests in these seconds.
+        first_token: seconds until the last request's first token.
+        accept_length: mean tokens per verification; None when nothing was drafted.
+        fallbacks: requests that were last served with full KV, though they could draft.
+    """
+
+    batch: int
+    seconds: float
+    tokens: int
+    first_token: float
+    accept_length: float | None
+    fallbacks: int
+
+    @property
+    def token_ms(self) -> float:
+        """Milliseconds per output token of each request."""
+        return 1000 * self.batch * self.seconds / self.tokens
+
+
+def measure(streams: Sequence[Stream]) -> Wave:
+    """The span in which all requests decoded.
+
+    Tokens come in bursts, so the span begins and ends with a chunk.
+
+    Raises:
+        BenchError: a request ended before another began.
+    """
+    begin = max(stream.times[0] for stream in streams)
+    end = min(stream.times[-1] for stream in streams)
+    tokens = sum(stream.tokens_at(end) - stream.tokens_at(begin) for stream in streams)
+    if end <= begin or tokens <= 0:
+        raise BenchError(
+            f"a request ended {begin - end:.2f} s before another began, so they never decoded side by side; "
+            "ask for a longer output (--output-len), or check that the server admits the whole batch"
+        )
+    verifies = sum(stream.meta.get("kv_verifies", 0) for stream in streams)
+    accepted = sum(stream.meta.get("kv_accepted", 0) for stream in streams)
+    return Wave(
+        batch=len(streams),
+        seconds=end - begin,
+        tokens=tokens,
+        first_token=begin,
+        accept_length=(accepted + verifies) / verifies if verifies else None,
+        fallbacks=sum(bool(stream.meta.get("kv_fallback")) for stream in streams),
+    )
+
+
+def run(
+    server: ServerClient,
+    prompts: Sequence[tuple[int, ...]],
+    sampling: SamplingSettings,
+    new_tokens: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[Stream]:
+    """Send all prompts at once and read their streams.
+
+    Raises:
+        BenchError: a request was refused or broke off.
+    """
+    began = clock()
+
+    def ask(input_ids: tuple[int, ...]) -> Stream:
+        body = {"input_ids": list(input_ids), "sampling_params": sampling.as_json(new_tokens), "stream": True}
+        stream = Stream()
+        try:
+            for event in server.stream("generate", body):
+                stream.add(clock() - began, event["meta_info"])
+        except (OSError, KeyError) as error:
+            raise BenchError(f"a request of {len(input_ids)} tokens failed: {error}") from error
+        if not stream.tokens or stream.tokens[-1] < new_tokens:
+            got = stream.tokens[-1] if stream.tokens else 0
+            raise BenchError(f"a request ended after {got} of {new_tokens} tokens; see the server's log")
+        return stream
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        return list(pool.map(ask, prompts))

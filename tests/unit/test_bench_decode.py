@@ -1,0 +1,108 @@
+"""The decode benchmark measures only while all requests decode, and its limits are bytes over bandwidth."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_ext.bench import BenchError, decode, decode_limit, decode_wave
+from sglang_ext.bench.decode_limit import ModelBytes
+from sglang_ext.bench.decode_wave import Stream, Wave
+
+QWEN3_8B = {
+    "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+}
+
+
+def stream(chunks, **meta):
+    found = Stream()
+    for seconds, tokens in chunks:
+        found.add(seconds, {"completion_tokens": tokens, **meta})
+    return found
+
+
+def test_the_span_is_that_in_which_all_decode():
+    early = stream([(1.0, 1), (2.0, 11), (3.0, 21)])
+    late = stream([(2.0, 1), (3.0, 9), (4.0, 17)])
+    wave = decode_wave.measure([early, late])
+    assert (wave.seconds, wave.tokens, wave.first_token) == (1.0, 10 + 8, 2.0)
+    assert wave.token_ms == pytest.approx(2000 / 18) and wave.accept_length is None
+
+
+def test_drafts_and_fallbacks_are_reported():
+    drafted = stream([(1, 1), (2, 30)], kv_verifies=2, kv_accepted=27, kv_fallback=None)
+    full = stream([(1, 1), (2, 30)], kv_verifies=0, kv_accepted=0, kv_fallback="short-context")
+    wave = decode_wave.measure([drafted, full])
+    assert wave.accept_length == pytest.approx(29 / 2) and wave.fallbacks == 1
+
+
+def test_requests_that_never_decoded_side_by_side_are_refused():
+    with pytest.raises(BenchError, match="1.00 s before another began.*--output-len"):
+        decode_wave.measure([stream([(1, 1), (2, 30)]), stream([(3, 1), (4, 30)])])
+
+
+@pytest.mark.parametrize("events", [[], [{"meta_info": {"completion_tokens": 3}}]])
+def test_an_answer_that_breaks_off_is_no_measurement(events):
+    server = SimpleNamespace(stream=lambda path, body: iter(events))
+    with pytest.raises(BenchError, match="of 8 tokens"):
+        decode_wave.run(server, [(1, 2)], decode.SamplingSettings(), 8)
+
+
+def test_limits_count_weights_and_kv(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
+    model = ModelBytes.of(tmp_path, 2)
+    assert model.kv_token == 147_456
+    assert model.weights == pytest.approx(15.1e9, rel=0.01)
+    # MEASURED.md: 12.8 ms for batch 8 at 32k with 4.24 TB/s.
+    stock = decode_limit.stock_ms(model, 4.24e12, 8, 32768)
+    assert stock == pytest.approx(12.8, rel=0.02)
+    everything = decode_limit.verified_ms(model, 4.24e12, 8, 32768, 1.0, 16, 17.0)
+    assert everything == pytest.approx(stock)
+    assert decode_limit.verified_ms(model, 4.24e12, 8, 32768, 0.125, 16, 16.0) < stock / 2
+
+
+def arguments(folder, *flags):
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    decode.add_arguments(parser)
+    return parser.parse_args(["--model", str(folder), *flags])
+
+
+def test_each_combination_is_a_setting_after_stock_and_baselines(tmp_path):
+    args = arguments(
+        tmp_path, "--baseline", "--speculative-algorithm NGRAM", "--budget", "0.25,0.125", "--draft-length", "8,16"
+    )
+    found = list(decode.settings(args))
+    assert [s.name for s in found][:3] == ["stock", "speculative-algorithm-NGRAM", "snapkv-0.25-x8"]
+    assert len(found) == 6 and found[-1].arguments[-1] == "16"
+
+
+def test_a_gain_is_over_stock_at_the_same_context_and_batch(tmp_path):
+    args = arguments(tmp_path)
+    wave = Wave(batch=8, seconds=1.0, tokens=800, first_token=0.1, accept_length=None, fallbacks=0)
+    fast = Wave(batch=8, seconds=1.0, tokens=1600, first_token=0.1, accept_length=16.0, fallbacks=1)
+    stock = decode.summarize(args, decode.Setting("stock"), 4096, [wave], [], None)
+    ours = decode.summarize(args, decode.Setting("s", budget=0.1, draft_length=16), 4096, [fast], [stock], None)
+    other = decode.summarize(args, decode.Setting("s", budget=0.1, draft_length=16), 512, [fast], [stock], None)
+    assert stock.token_ms == 10 and ours.gain == 2 and other.gain is None
+    assert "gain  2.00" in decode.line(ours) and "1 requests ended on full KV" in decode.line(ours)
+
+
+@pytest.mark.parametrize("flags", [("--batch", "0"), ("--context-len", "many"), ("--force-acceptance", "1.5")])
+def test_bad_options_are_refused_before_a_server_starts(tmp_path, flags):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
+    with pytest.raises(BenchError, match=flags[0]):
+        decode.run(arguments(tmp_path, *flags))
+
+
+def test_a_text_too_short_for_the_prompts_is_refused(tmp_path, monkeypatch):
+    import transformers
+
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
+    (tmp_path / "text").write_text("a b c")
+    words = SimpleNamespace(from_pretrained=lambda model: lambda text: {"input_ids": list(range(3))})
+    monkeypatch.setattr(transformers, "AutoTokenizer", words)
+    with pytest.raises(BenchError, match="has 3 tokens"):
+        decode.make_prompts(arguments(tmp_path, "--prompt-file", str(tmp_path / "text")), 2, [16])
