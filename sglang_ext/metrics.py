@@ -23,6 +23,7 @@ class KVMetrics:
         accept_length: tokens per verification.
         fallbacks: tokens served with full KV, by reason.
         held_bytes: bytes of KV in compressed slots.
+        query_bytes: bytes of queries kept for compressors.
     """
 
     model_name: str
@@ -32,6 +33,7 @@ class KVMetrics:
     accept_length: object = None
     fallbacks: object = None
     held_bytes: object = None
+    query_bytes: object = None
 
     @classmethod
     def create(cls, server_args: "KVServerArgs") -> "KVMetrics":
@@ -64,6 +66,12 @@ class KVMetrics:
                 LABELS,
                 multiprocess_mode="mostrecent",
             ),
+            query_bytes=Gauge(
+                "sglang_ext:query_bytes",
+                "Bytes of queries kept for compressors, outside the KV pool.",
+                LABELS,
+                multiprocess_mode="mostrecent",
+            ),
         )
 
     def count_drafts(self, drafts: int) -> None:
@@ -84,6 +92,7 @@ class KVMetrics:
             self.fallbacks.labels(self.model_name, FALLBACK_REASONS[reason]).inc(answers)
 
     def observe_pool(self, views: "CompressedViews") -> None:
-        """Report the bytes in compressed slots."""
+        """Report the bytes in compressed slots, and of queries."""
         if self.held_bytes is not None:
             self.held_bytes.labels(self.model_name).set(views.held_bytes())
+            self.query_bytes.labels(self.model_name).set(views.queries.held_bytes)

@@ -126,7 +126,7 @@ class Lockstep:
                 reason = ensure_copy(views, state, length, headroom)
             view = None if reason else views.get(state.row)
             if view is not None:
-                views.write_tail(state.row, length + drafts + 1)
+                views.write_tail(state.row, length)
             rows.append(state.row if view is None else views.draft_row(state.row))
             viewed.append(length if view is None else view.kept + length - view.covered)
             fallbacks.append(reason)
@@ -148,7 +148,7 @@ class Lockstep:
         """The drafts of a round: int64 [requests, drafts]."""
         if not round_.drafts:
             return tokens.new_empty(len(tokens), 0)
-        rows, viewed = (to_device(values, tokens.device) for values in (round_.rows, round_.viewed))
+        rows, viewed = self._extend_rows(round_, slots)
         viewed_cpu = torch.tensor(round_.viewed)
         sampling = self._sampling(batch, round_, 1, logprobs=False)
         drafted = []
@@ -167,6 +167,17 @@ class Lockstep:
             tokens = sampling.draw(output.next_token_logits, inputs.positions).tokens
             drafted.append(tokens)
         return torch.stack(drafted, dim=1)
+
+    def _extend_rows(self, round_: Round, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Let the rows that drafts read lead to ``slots``, int64 [requests, width]; the rows, and tokens before."""
+        views, width = self.worker.views, slots.shape[1]
+        rows, viewed = (to_device(values, slots.device) for values in (round_.rows, round_.viewed))
+        places = viewed[:, None] + torch.arange(width, device=slots.device)
+        self.table[rows[:, None], places] = slots.to(self.table.dtype)
+        for state, length, reason in zip(round_.states, round_.lengths, round_.fallbacks):
+            if not reason:
+                views.tail_written(state.row, length + width)
+        return rows, viewed
 
     def _verify(
         self, batch: "ScheduleBatch", round_: Round, tokens: torch.Tensor, slots: torch.Tensor
@@ -216,12 +227,12 @@ class Lockstep:
         """Tokens int64 [requests, width] after what each request has: all over full KV but in lossy mode."""
         width, device = tokens.shape[1], tokens.device
         lossy = self.worker.lossy
-        lengths = to_device(round_.viewed, device) if lossy else batch.seq_lens
+        rows, lengths = self._extend_rows(round_, slots) if lossy else (batch.req_pool_indices, batch.seq_lens)
         return forward.Inputs(
             tokens=tokens.flatten(),
             positions=(batch.seq_lens[:, None] + torch.arange(width, device=device)).flatten(),
             slots=slots.flatten(),
-            rows=to_device(round_.rows, device) if lossy else batch.req_pool_indices,
+            rows=rows,
             lengths=lengths + width,
             lengths_cpu=torch.tensor(round_.viewed if lossy else round_.lengths) + width,
             counts=[width] * len(tokens),

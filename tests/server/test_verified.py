@@ -9,6 +9,9 @@ from servers import EXPECTED_TOKENS, assert_same_answers, first_name, greedy
 
 pytestmark = pytest.mark.server
 
+# Gauges of what drafting holds beside SGLang's own.
+HELD = ("sglang_ext:compressed_bytes", "sglang_ext:query_bytes")
+
 
 def test_greedy_output_is_stocks_at_concurrency(verified, prompts, expected):
     found = verified.ask_all(prompts, **greedy(EXPECTED_TOKENS))
@@ -112,9 +115,9 @@ def test_abort_while_drafting_frees_everything_and_the_rid_can_come_back(stock, 
 
 
 def held_bytes(server) -> float:
-    """The server's gauge of bytes in compressed slots."""
+    """Bytes in compressed slots and of kept queries."""
     lines = server.request("/metrics").splitlines()
-    return sum(float(x.rsplit(" ", 1)[1]) for x in lines if x.startswith("sglang_ext:compressed_bytes"))
+    return sum(float(x.rsplit(" ", 1)[1]) for x in lines if x.startswith(HELD))
 
 
 def test_metrics_count_drafts_verifies_and_fallbacks(verified, prompts):

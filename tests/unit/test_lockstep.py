@@ -35,6 +35,9 @@ class Views:
     def write_tail(self, row, end):
         self.tails.append((row, end))
 
+    def tail_written(self, row, end):
+        self.tails.append((row, end))
+
     def draft_row(self, row):
         return row + ROWS
 
@@ -76,7 +79,20 @@ def test_each_drafts_on_its_copy_and_without_one_on_its_full_kv():
     assert planned.rows == [1 + ROWS, 2, 3]
     assert planned.viewed == [50, 300, 40]
     assert planned.fallbacks == [0, NO_FREE_SLOTS, SHORT_CONTEXT]
-    assert views.tails == [(1, 205)]
+    assert views.tails == [(1, 200)]
+
+
+def test_the_rows_that_drafts_read_lead_to_the_slots_of_the_drafts():
+    views = Views(full=(2,))
+    found, asked = schedule(views), batch([200, 300])
+    planned = found._plan(asked, states(2))
+    slots = found._slots(asked, planned.drafts + 1)
+    table = views.token_table.clone()
+    assert torch.equal(slots, torch.stack([table[1, 200:205], table[2, 300:305]]).long())
+    found._extend_rows(planned, slots)
+    assert views.token_table[1 + ROWS, 50:55].tolist() == slots[0].tolist()
+    assert torch.equal(views.token_table[2], table[2]), "a request without a copy reads its own row"
+    assert views.tails == [(1, 200), (1, 205)]
 
 
 @pytest.mark.parametrize(

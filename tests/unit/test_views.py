@@ -74,6 +74,29 @@ def test_the_copy_holds_the_kept_tokens_of_each_layer_and_the_draft_row_leads_to
     assert torch.equal(views.token_table[5, 25:35], views.token_table[1, 100:110])
 
 
+@given(st.lists(st.tuples(st.integers(1, 9), st.sampled_from(["write", "noted", "renew", "skip"])), max_size=15))
+@settings(max_examples=30, deadline=None)
+def test_the_draft_row_leads_to_the_copy_and_then_to_all_tokens_after_it(steps):
+    views, length = make_views(), 100
+    views.compress(1, length)
+    for tokens, what in steps:
+        length = min(199, length + tokens)
+        view = views.get(1)
+        if what == "renew":
+            views.compress(1, length)
+            view = views.get(1)
+        elif what == "noted":
+            views.write_tail(1, length - tokens)
+            shift = view.kept - view.covered
+            views.token_table[5, length - tokens + shift : length + shift] = views.token_table[1, length - tokens : length]
+            views.tail_written(1, length)
+        if what == "skip":
+            continue
+        views.write_tail(1, length)
+        row = torch.cat([view.slots, views.token_table[1, view.covered : length].long()])
+        assert torch.equal(views.token_table[5, : len(row)].long(), row)
+
+
 @given(st.lists(st.tuples(st.integers(10, 200), st.booleans()), max_size=12), st.sampled_from([1, 16]))
 @settings(max_examples=30, deadline=None)
 def test_slots_are_conserved_over_growing_renewing_and_releasing(steps, page_size):
