@@ -52,9 +52,13 @@ class KVServerArgs(ServerArgs):
         NS("memory"),
     ] = 0.25
     kv_draft_length: A[
-        int,
-        "Tokens drafted on the compressed view before each verification, from 1 to "
-        f"{options.MAX_DRAFT_LENGTH}.",
+        int | str,
+        Arg(
+            help="Tokens drafted on the compressed view before each verification, from 1 to "
+            f"{options.MAX_DRAFT_LENGTH}; auto: what measured acceptance and times make fastest, none where full "
+            "KV is faster (in lockstep).",
+            type_parser=options.parse_draft_length,
+        ),
         NS("memory"),
     ] = 16
     kv_schedule: A[
@@ -98,13 +102,14 @@ class KVServerArgs(ServerArgs):
         """Enter through SGLang's own registries: speculative algorithm and radix cache backend."""
         options.check_combinations(self)
         self.speculative_algorithm = SPECULATIVE_ALGORITHM
-        self.speculative_num_steps = self.kv_draft_length
+        self.speculative_num_steps = options.longest_draft(self)
         self.speculative_eagle_topk = 1
-        self.speculative_num_draft_tokens = self.kv_draft_length + 1
+        self.speculative_num_draft_tokens = options.longest_draft(self) + 1
         self.radix_cache_backend = RADIX_CACHE_BACKEND
         on_gpu = self.device in (None, "cuda") and torch.cuda.is_available()
         if self.kv_schedule == "auto":
-            self.kv_schedule = "lockstep" if on_gpu and not (self.enable_lora or self.lora_paths) else "staggered"
+            in_lockstep = on_gpu or self.kv_draft_length == "auto"
+            self.kv_schedule = "lockstep" if in_lockstep and not (self.enable_lora or self.lora_paths) else "staggered"
         if self.kv_schedule == "staggered":
             # Steps are decided from the host's view of the accepted lengths, and forwards are ragged.
             self.disable_overlap_schedule = True

@@ -15,7 +15,12 @@ FALLBACK_REASONS: tuple[str, ...] = (
     "grammar",
     "hidden-states",
     "neighbour",
+    "slower",
 )
+# Evidence that a request begins with: drafts accepted and rejected, at a probability of 0.9.
+PRIOR = (4.5, 0.5)
+# Weight of what was seen before, at each verification.
+MEMORY = 0.9
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,28 @@ class CompressedView:
 
 
 @dataclass
+class Acceptance:
+    """How often a request's drafts are accepted when those before them were.
+
+    Attributes:
+        accepted, rejected: decayed counts, with the prior.
+    """
+
+    accepted: float = PRIOR[0]
+    rejected: float = PRIOR[1]
+
+    def observe(self, offered: int, accepted: int) -> None:
+        """Count a verification; drafts after the first that was rejected say nothing."""
+        self.accepted = MEMORY * self.accepted + accepted
+        self.rejected = MEMORY * self.rejected + (accepted < offered)
+
+    @property
+    def probability(self) -> float:
+        """That the next draft is accepted, in (0, 1)."""
+        return self.accepted / (self.accepted + self.rejected)
+
+
+@dataclass
 class RequestState:
     """Draft state of one running request; the worker creates and updates it.
 
@@ -53,6 +80,7 @@ class RequestState:
         verifies, offered, accepted: totals over the request's life.
         accept_histogram: element ``k`` counts the verifications that accepted exactly ``k`` drafts.
         offer_histogram: element ``k`` counts the verifications that were offered ``k`` drafts.
+        acceptance: how often drafts are accepted, of late.
     """
 
     rid: str
@@ -68,6 +96,7 @@ class RequestState:
     accepted: int = 0
     accept_histogram: list[int] = field(default_factory=list)
     offer_histogram: list[int] = field(default_factory=list)
+    acceptance: Acceptance = field(default_factory=Acceptance)
 
     def count_verify(self, offered: int, accepted: int) -> None:
         """Add one verification to the totals."""
@@ -76,6 +105,7 @@ class RequestState:
         self.accepted += accepted
         _count(self.accept_histogram, accepted)
         _count(self.offer_histogram, offered)
+        self.acceptance.observe(offered, accepted)
 
 
 def _count(histogram: list[int], value: int) -> None:

@@ -46,7 +46,7 @@ class KVMetrics:
             return cls(name)
         from prometheus_client import Counter, Gauge, Histogram
 
-        buckets = [*range(1, server_args.kv_draft_length + 2)]
+        buckets = [*range(1, server_args.speculative_num_draft_tokens + 1)]
         return cls(
             name,
             drafts=Counter("sglang_ext:drafts", "Tokens drafted on compressed KV.", LABELS),

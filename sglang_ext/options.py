@@ -14,6 +14,8 @@ MODES = ("full", "lossy", "verified")
 COMPRESSORS = ("snapkv", "sink-recent")
 MAX_DRAFT_LENGTH = 64
 SCHEDULES = ("auto", "lockstep", "staggered")
+# Drafts at most with --kv-draft-length auto.
+AUTO_DRAFT_LENGTH = 16
 ATTENTION_BACKENDS = ("torch_native", "flashinfer")
 
 
@@ -85,6 +87,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "adapters are untested in CUDA graphs of verifications",
         "use --kv-schedule staggered",
     ),
+    Refusal(
+        "--kv-schedule staggered",
+        lambda args: args.kv_draft_length == "auto" and args.kv_schedule == "staggered",
+        "--kv-draft-length auto measures whole rounds",
+        "use --kv-schedule lockstep, or a number",
+    ),
     Refusal("--dllm-algorithm", _set("dllm_algorithm"), "diffusion models have no autoregressive KV", "use --kv-mode full"),
     Refusal("--is-embedding", _set("is_embedding"), "embeddings are not decoded", "use --kv-mode full"),
     Refusal(
@@ -111,11 +119,21 @@ def check_flags(args: "KVServerArgs") -> None:
             f"--kv-budget is {args.kv_budget}; it is the share of the KV cache that is kept: pass "
             "a number above 0 and at most 1, for example 0.25"
         )
-    if not isinstance(args.kv_draft_length, int) or not 1 <= args.kv_draft_length <= MAX_DRAFT_LENGTH:
+    length = args.kv_draft_length
+    if length != "auto" and not (isinstance(length, int) and 1 <= length <= MAX_DRAFT_LENGTH):
         raise OptionError(
-            f"--kv-draft-length is {args.kv_draft_length}; pass a whole number from 1 to "
-            f"{MAX_DRAFT_LENGTH}, for example 16"
+            f"--kv-draft-length is {length}; pass a whole number from 1 to {MAX_DRAFT_LENGTH}, for example 16, or auto"
         )
+
+
+def parse_draft_length(text: str) -> int | str:
+    """``--kv-draft-length`` from the command line: a number, or what :func:`check_flags` will look at."""
+    return int(text) if text.lstrip("-").isdigit() else text
+
+
+def longest_draft(args: "KVServerArgs") -> int:
+    """Tokens drafted before a verification at most."""
+    return AUTO_DRAFT_LENGTH if args.kv_draft_length == "auto" else args.kv_draft_length
 
 
 def _one_of(flag: str, value: object, allowed: tuple[str, ...]) -> None:

@@ -17,7 +17,8 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang_ext.core import RequestState
 from sglang_ext.layers.attention.views import BetweenSteps
 from sglang_ext.managers import forward, integrity, meta_info
-from sglang_ext.managers.planner import CURABLE, NEIGHBOUR, ensure_copy
+from sglang_ext.managers.pace import Pace
+from sglang_ext.managers.planner import CURABLE, NEIGHBOUR, SLOWER, ensure_copy
 from sglang_ext.managers.sampling import Sampled, Sampling, to_device
 from sglang_ext.managers.simulation import Simulation
 from sglang_ext.mem_cache.query_window import Recorded
@@ -64,30 +65,43 @@ class Lockstep:
         worker: whose states, views and queries these are.
         graphs: captured verifications, None where CUDA graphs are off.
         simulation: forced acceptance, None outside benchmarks.
+        pace: chooses draft lengths; None for the longest, always.
     """
 
     def __init__(
-        self, worker: "KVWorker", graphs: "VerifyGraphs | None", simulation: Simulation | None = None
+        self,
+        worker: "KVWorker",
+        graphs: "VerifyGraphs | None",
+        simulation: Simulation | None = None,
+        pace: Pace | None = None,
     ):
         self.worker = worker
         self.graphs = graphs
         self.simulation = simulation
+        self.pace = pace
         self.table = worker.views.token_table
 
     def begin(self, states: list[RequestState], tokens: torch.Tensor) -> None:
-        """Nothing to keep: the scheduler relays the first tokens on the device."""
+        """A prefill ran. Its first tokens need not be kept: the scheduler relays them on the device."""
+        if self.pace is not None:
+            self.pace.interrupt()
 
     def decode(
         self, batch: "ScheduleBatch", states: list[RequestState], on_publish=None
     ) -> GenerationBatchResult:
         """One round of all requests."""
-        round_ = self._plan(batch, states)
+        wanted = self.worker.stride - 1 if self.pace is None else self.pace.begin(states)
+        round_ = self._plan(batch, states, wanted)
+        if self.pace is not None:
+            self.pace.planned(len(states), round_.drafts)
         bonus = batch.spec_info.bonus_tokens
         slots = self._slots(batch, round_.drafts + 1)
         if self.worker.strict:
             exact = {state.row: length for state, length in zip(states, round_.lengths)}
             integrity.check(exact, slots.flatten(), self.worker.views)
         drafted = self._draft(batch, round_, bonus, slots)
+        if self.pace is not None:
+            self.pace.drafted()
         if round_.drafts:
             output, sampled = self._verify(batch, round_, torch.cat([bonus[:, None], drafted], 1), slots)
         else:
@@ -111,11 +125,11 @@ class Lockstep:
             meta_info.fill(req, state)
         metrics.observe_pool(self.worker.views)
 
-    def _plan(self, batch: "ScheduleBatch", states: list[RequestState]) -> Round:
-        """Copies are made or renewed, draft rows written."""
+    def _plan(self, batch: "ScheduleBatch", states: list[RequestState], wanted: int) -> Round:
+        """Copies are made or renewed, draft rows written; ``wanted`` tokens are drafted at most."""
         views, lengths = self.worker.views, batch.seq_lens_cpu.tolist()
         longest = max(r.sampling_params.max_new_tokens - len(r.output_ids) for r in batch.reqs) - 1
-        drafts = max(0, min(self.worker.stride - 1, longest))
+        drafts = max(0, min(wanted, longest))
         able = all(self._can_draft(req, state) for req, state in zip(batch.reqs, states))
         headroom = 2 * self.worker.stride * len(states)
         rows, viewed, fallbacks = [], [], []
@@ -123,7 +137,8 @@ class Lockstep:
             incurable = state.fallback not in CURABLE
             reason = state.fallback if incurable else NEIGHBOUR
             if able:
-                reason = ensure_copy(views, state, length, headroom)
+                useful = wanted or self.worker.lossy
+                reason = ensure_copy(views, state, length, headroom) if useful else SLOWER
             view = None if reason else views.get(state.row)
             if view is not None:
                 views.write_tail(state.row, length)

@@ -24,8 +24,10 @@ SHORT_CONTEXT = FALLBACK_REASONS.index("short-context")
 NO_FREE_SLOTS = FALLBACK_REASONS.index("no-free-slots")
 # The request could draft, but another in its batch cannot (lockstep.py).
 NEIGHBOUR = FALLBACK_REASONS.index("neighbour")
-# Fallbacks that end once the context is long enough, slots are free, or the other request is done.
-CURABLE = (0, SHORT_CONTEXT, NO_FREE_SLOTS, NEIGHBOUR)
+# Drafting would not be faster than full KV (draft_length.py).
+SLOWER = FALLBACK_REASONS.index("slower")
+# Fallbacks that end once the context is long enough, slots are free, the other request is done, drafting pays.
+CURABLE = (0, SHORT_CONTEXT, NO_FREE_SLOTS, NEIGHBOUR, SLOWER)
 
 
 @dataclass

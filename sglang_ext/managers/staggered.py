@@ -30,7 +30,7 @@ class Staggered:
 
     def __init__(self, worker: "KVWorker"):
         self.worker = worker
-        self.planner = Planner(worker.views, worker.server_args.kv_draft_length, worker.lossy)
+        self.planner = Planner(worker.views, worker.stride - 1, worker.lossy)
 
     def begin(self, states: list[RequestState], tokens: torch.Tensor) -> None:
         """Take the first token of each request's output: int64 [requests]."""

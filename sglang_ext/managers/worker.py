@@ -17,8 +17,10 @@ from sglang_ext.core import RequestState
 from sglang_ext.layers.attention import torch_native, verify_graphs
 from sglang_ext.layers.attention.views import BetweenSteps
 from sglang_ext.managers import integrity, meta_info
+from sglang_ext.managers.draft_length import DraftLength
 from sglang_ext.managers.eligibility import fallback_reason
 from sglang_ext.managers.lockstep import Lockstep, RoundResult
+from sglang_ext.managers.pace import Pace
 from sglang_ext.managers.planner import CURABLE
 from sglang_ext.managers.sampling import Row, Sampling
 from sglang_ext.managers.simulation import Simulation
@@ -51,7 +53,7 @@ class KVWorker(BaseSpecWorker):
         self._target_worker = target_worker
         self.model_runner = target_worker.model_runner
         self.lossy = server_args.kv_mode == "lossy"
-        self.stride = server_args.kv_draft_length + 1
+        self.stride = server_args.speculative_num_draft_tokens
         self.compressor = create(server_args.kv_compressor)
         self.layers = attention_scaling(self.model_runner.model)
         self.queries = QueryWindows(self.compressor.window, tuple(self.layers), self.stride)
@@ -122,7 +124,13 @@ class KVWorker(BaseSpecWorker):
         tree_cache.on_release = self.forget
         tree_cache.insert_generated = not self.lossy
         lockstep = args.kv_schedule == "lockstep"
-        self.schedule = Lockstep(self, self._graphs, self.simulation) if lockstep else Staggered(self)
+        if lockstep:
+            pace = None
+            if args.kv_draft_length == "auto" and not self.lossy:
+                pace = Pace(DraftLength(self.stride - 1), torch.device(self.model_runner.device))
+            self.schedule = Lockstep(self, self._graphs, self.simulation, pace)
+        else:
+            self.schedule = Staggered(self)
         logger.info(
             "sglang-ext: --kv-mode %s, compressor %s, budget %s, draft length %s, schedule %s",
             *(args.kv_mode, args.kv_compressor, args.kv_budget, args.kv_draft_length, args.kv_schedule),

@@ -41,6 +41,7 @@ def build(path, **flags):
         ({"kv_budget": 1.5}, ["--kv-budget", "1.5", "at most 1"]),
         ({"kv_draft_length": 0}, ["--kv-draft-length", "0", "1 to 64"]),
         ({"kv_draft_length": 65}, ["--kv-draft-length", "65", "1 to 64"]),
+        ({"kv_draft_length": "long"}, ["--kv-draft-length", "long", "or auto"]),
         ({"kv_schedule": "random"}, ["--kv-schedule", "'random'", "lockstep", "staggered"]),
     ],
 )
@@ -63,6 +64,7 @@ def test_a_value_out_of_range_is_refused(folder, flags, words):
         ({"torchao_config": "int8wo"}, "--torchao-config"),
         ({"kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype"),
         ({"kv_schedule": "lockstep", "lora_paths": ["name=/some/adapter"]}, "--enable-lora"),
+        ({"kv_schedule": "staggered", "kv_draft_length": "auto"}, "--kv-schedule staggered"),
     ],
 )
 def test_an_option_that_cannot_be_combined_is_refused_with_a_remedy(folder, flags, option):
@@ -119,6 +121,16 @@ def test_adapters_pass_sglangs_check_and_the_mode_stays(folder):
     args.check_lora_server_args()
     assert args.enable_lora and args.lora_paths[0].lora_name == "name"
     assert args.speculative_algorithm == "KV_VERIFIED"
+
+
+@pytest.mark.parametrize(("text", "value", "most"), [("8", 8, 9), ("auto", "auto", 17)])
+def test_the_draft_length_is_a_number_or_auto(folder, text, value, most):
+    parser = argparse.ArgumentParser()
+    KVServerArgs.add_cli_args(parser)
+    argv = ["--model-path", folder(), "--device", "cpu", "--attention-backend", "torch_native", "--kv-mode", "verified"]
+    args = KVServerArgs.from_cli_args(parser.parse_args([*argv, "--kv-draft-length", text]))
+    assert (args.kv_draft_length, args.speculative_num_draft_tokens) == (value, most)
+    assert args.kv_schedule == ("lockstep" if text == "auto" else "staggered")
 
 
 def test_flags_parse_show_in_help_and_survive_pickling(folder):

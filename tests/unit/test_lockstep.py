@@ -74,7 +74,7 @@ def states(count, **fallback):
 
 def test_each_drafts_on_its_copy_and_without_one_on_its_full_kv():
     views = Views(full=(2,))
-    planned = schedule(views)._plan(batch([200, 300, 40]), states(3))
+    planned = schedule(views)._plan(batch([200, 300, 40]), states(3), 4)
     assert planned.drafts == 4
     assert planned.rows == [1 + ROWS, 2, 3]
     assert planned.viewed == [50, 300, 40]
@@ -85,7 +85,7 @@ def test_each_drafts_on_its_copy_and_without_one_on_its_full_kv():
 def test_the_rows_that_drafts_read_lead_to_the_slots_of_the_drafts():
     views = Views(full=(2,))
     found, asked = schedule(views), batch([200, 300])
-    planned = found._plan(asked, states(2))
+    planned = found._plan(asked, states(2), 4)
     slots = found._slots(asked, planned.drafts + 1)
     table = views.token_table.clone()
     assert torch.equal(slots, torch.stack([table[1, 200:205], table[2, 300:305]]).long())
@@ -101,15 +101,15 @@ def test_the_rows_that_drafts_read_lead_to_the_slots_of_the_drafts():
     ids=["grammar", "penalty"],
 )
 def test_one_that_cannot_draft_has_all_decode_one_token_with_full_kv(reqs, fallback):
-    planned = schedule()._plan(batch([200, 300], reqs), states(2, **fallback))
+    planned = schedule()._plan(batch([200, 300], reqs), states(2, **fallback), 4)
     assert planned.drafts == 0 and planned.rows == [1, 2] and planned.viewed == [200, 300]
     assert planned.fallbacks == [NEIGHBOUR, fallback.get("r2", NEIGHBOUR)]
 
 
 def test_drafts_end_with_the_longest_output_and_lossy_drafts_none():
-    assert schedule()._plan(batch([200, 300], [request(2), request(3)]), states(2)).drafts == 2
-    assert schedule()._plan(batch([200], [request(1)]), states(1)).drafts == 0
-    planned = schedule(lossy=True)._plan(batch([200]), states(1))
+    assert schedule()._plan(batch([200, 300], [request(2), request(3)]), states(2), 4).drafts == 2
+    assert schedule()._plan(batch([200], [request(1)]), states(1), 4).drafts == 0
+    planned = schedule(lossy=True)._plan(batch([200]), states(1), 4)
     assert planned.drafts == 0 and planned.rows == [1 + ROWS] and planned.viewed == [50]
 
 

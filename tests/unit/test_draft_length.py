@@ -1,0 +1,119 @@
+"""The draft length that is chosen gains the most tokens per second, and notices when none pays."""
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_ext.core import Acceptance, RequestState
+from sglang_ext.managers.clock import Mark
+from sglang_ext.managers.draft_length import LOOK_AGAIN, DraftLength, expected_tokens
+from sglang_ext.managers.pace import Pace
+
+
+@given(st.floats(0, 1), st.integers(0, 64))
+def test_expected_tokens_are_the_sum_over_accepted_lengths(p, drafts):
+    assert expected_tokens(p, drafts) == pytest.approx(sum(p**k for k in range(drafts + 1)), rel=1e-6)
+
+
+@given(st.floats(0.05, 0.98), st.integers(0, 99))
+@settings(max_examples=40, deadline=None)
+def test_acceptance_finds_the_probability_per_token(p, seed):
+    noise, found, seen = random.Random(seed), Acceptance(), []
+    for _ in range(400):
+        accepted = 0
+        while accepted < 16 and noise.random() < p:
+            accepted += 1
+        found.observe(16, accepted)
+        seen.append(found.probability)
+    assert sum(seen[100:]) / 300 == pytest.approx(p, abs=0.08)
+
+
+def drive(chooser, times, p, iterations, batch=4):
+    """Run iterations on a machine with these (step, draft, rest) seconds; lengths chosen, and their speed."""
+    step, draft, rest = times
+    lengths, tokens, seconds = [], 0.0, 0.0
+    for _ in range(iterations):
+        drafts = chooser.choose([p] * batch)
+        whole = drafts * draft + rest if drafts else step
+        chooser.observe(batch, drafts, drafts * draft, whole)
+        lengths.append(drafts)
+        tokens += batch * (expected_tokens(p, drafts) if drafts else 1)
+        seconds += whole
+    return lengths, tokens / seconds
+
+
+@given(
+    st.floats(0.3, 0.99), st.floats(0.2, 1.2), st.floats(0.5, 3.0), st.sampled_from([4, 16, 32]), st.integers(1, 16)
+)
+@settings(max_examples=30, deadline=None)
+def test_it_comes_within_a_twentieth_of_the_best_fixed_length(p, draft, rest, longest, batch):
+    chooser = DraftLength(longest)
+    drive(chooser, (1.0, draft, rest), p, 10, batch)
+    _, speed = drive(chooser, (1.0, draft, rest), p, 800, batch)
+    best = max([batch] + [batch * expected_tokens(p, x) / (x * draft + rest) for x in range(1, longest + 1)])
+    assert speed > 0.95 * best
+
+
+@pytest.mark.parametrize("times", [(1.0, 0.9, 3.0), (1.0, 1.2, 1.5)], ids=["dear-verify", "dear-draft"])
+def test_where_nothing_pays_full_kv_is_served_and_looked_past_now_and_then(times):
+    chooser = DraftLength(16)
+    drive(chooser, times, 0.2, 20)
+    lengths, speed = drive(chooser, times, 0.2, 4 * LOOK_AGAIN)
+    assert speed > 0.97 * 4
+    assert 3 <= sum(x > 0 for x in lengths) <= 5
+
+
+def test_what_begins_to_pay_is_found():
+    chooser = DraftLength(16)
+    drive(chooser, (1.0, 0.3, 1.5), 0.1, 400)
+    lengths, _ = drive(chooser, (1.0, 0.3, 1.5), 0.97, 50)
+    assert lengths[-1] > 8
+
+
+def test_a_new_batch_size_is_measured_before_it_is_judged():
+    chooser = DraftLength(8)
+    lengths, _ = drive(chooser, (1.0, 0.3, 1.5), 0.9, 6, batch=3)
+    assert lengths == [0, 0, 0, 8, 8, 8]
+
+
+class Machine:
+    """A device whose marks are set at times that the test moves."""
+
+    def __init__(self, monkeypatch):
+        self.now = 0.0
+        monkeypatch.setattr(Mark, "now", lambda device: Mark(seconds=self.now))
+        self.pace = Pace(DraftLength(8), torch.device("cpu"))
+
+    def iterate(self, drafts, planning, drafting, rest, batch=2):
+        states = [RequestState(rid=str(i), row=i, seed=0) for i in range(batch)]
+        self.pace.begin(states)
+        self.now += planning
+        self.pace.planned(batch, drafts)
+        self.now += drafting
+        self.pace.drafted()
+        self.now += rest
+
+    def times(self, batch=2):
+        self.pace.begin([])
+        return self.pace.lengths.times[batch]
+
+
+def test_times_run_to_the_next_iteration_and_leave_out_copies(monkeypatch):
+    machine = Machine(monkeypatch)
+    machine.iterate(4, planning=50.0, drafting=2.0, rest=1.0)
+    machine.iterate(0, planning=0.0, drafting=0.0, rest=0.7)
+    machine.iterate(0, planning=0.0, drafting=0.0, rest=0.7)
+    times = machine.times()
+    assert (times.draft, times.rest, times.step) == pytest.approx((0.5, 1.0, 0.7))
+
+
+def test_an_iteration_before_a_prefill_or_another_batch_tells_no_time(monkeypatch):
+    machine = Machine(monkeypatch)
+    machine.iterate(4, planning=0.0, drafting=2.0, rest=1.0)
+    machine.pace.interrupt()
+    machine.iterate(4, planning=0.0, drafting=2.0, rest=90.0)
+    machine.iterate(4, planning=0.0, drafting=2.0, rest=1.0, batch=3)
+    assert machine.times().rounds == 0
