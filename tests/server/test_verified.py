@@ -67,7 +67,7 @@ def test_logprobs_and_input_logprobs_match(stock, verified, prompts):
     ids=first_name,
 )
 def test_each_sampling_option_gives_stocks_answer(stock, verified, prompts, more):
-    body = {"input_ids": prompts[1], **greedy(40, **more)}
+    body = {"input_ids": prompts[1], **greedy(28, **more)}
     assert_same_answers(stock.ask(**body), verified.ask(**body), fallback=None)
 
 
@@ -79,8 +79,8 @@ def test_a_stop_right_before_the_longest_output_ends_it(stock, verified, prompts
 
 
 def test_streaming_sends_no_empty_chunk_and_the_same_text(stock, verified, prompts):
-    expected = stock.ask(input_ids=prompts[2], **greedy(40))
-    body = {"input_ids": prompts[2], **greedy(40), "stream": True}
+    expected = stock.ask(input_ids=prompts[2], **greedy(28))
+    body = {"input_ids": prompts[2], **greedy(28), "stream": True}
     request = urllib.request.Request(
         verified.url + "/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
