@@ -59,17 +59,20 @@ def test_the_engine_of_the_example_gives_stocks_texts(stock: Server, model: Path
     assert len(counts) == 2 and all(count["kv_drafts"] > 0 for count in counts)
 
 
-def test_sglang_serve_takes_the_flags_and_serves_without_a_prefix_cache(
+def test_sglang_serve_takes_the_flags_and_chooses_draft_lengths_without_a_prefix_cache(
     launch: Callable[..., Server], prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
-    flags = ("--kv-mode", "verified", "--kv-budget", "0.3", "--disable-radix-cache")
+    flags = ("--kv-mode", "verified", "--kv-budget", "0.3", "--kv-draft-length", "auto", "--disable-radix-cache")
     server = launch(*flags, env=STRICT, console=True)
     assert server.command[1] == "serve"
     info = server.request("server_info")
     assert (info["kv_mode"], info["kv_budget"], info["kv_compressor"]) == ("verified", 0.3, "snapkv")
+    assert (info["kv_draft_length"], info["kv_schedule"]) == ("auto", "lockstep")
     found = server.ask_all(prompts, 4, **greedy(EXPECTED_TOKENS))
     assert [r["output_ids"] for r in found] == expected
-    assert all(r["meta_info"]["kv_drafts"] > 0 for r in found)
+    assert sum(r["meta_info"]["kv_drafts"] for r in found) > 0
+    # The first iterations of a batch size are plain steps, by which drafting is judged.
+    assert all(r["meta_info"]["kv_fallback"] in (None, "slower") for r in found)
 
 
 @pytest.mark.parametrize(

@@ -60,14 +60,3 @@ def test_stops_lengths_and_samples_end_where_stocks_do(stock, lockstep, prompts,
         body["input_ids"] = prompts[0]
         theirs, ours = stock.ask(**body), lockstep.ask(**body)
         assert_same_answers(theirs, ours, (ours if isinstance(ours, dict) else ours[0])["meta_info"]["kv_fallback"])
-
-
-def test_a_draft_length_chosen_by_measurement_keeps_the_output(launch, prompts, expected):
-    server = launch(*VERIFIED, "--kv-draft-length", "auto", env=STRICT)
-    info = server.request("server_info")
-    assert (info["kv_draft_length"], info["kv_schedule"]) == ("auto", "lockstep")
-    for workers in (4, 1):
-        found = server.ask_all(prompts, workers, **greedy(EXPECTED_TOKENS))
-        assert [r["output_ids"] for r in found] == expected
-        # The first iterations of a batch size are plain steps, by which drafting is judged.
-        assert all(r["meta_info"]["kv_fallback"] in (None, "slower") for r in found)
