@@ -33,7 +33,8 @@ class Setting:
     Attributes:
         name: for tables and logs.
         arguments: its flags, beside those of all.
-        budget, draft_length: of verified decoding; None for others.
+        budget: of verified decoding; None for others.
+        draft_length: of verified decoding; None for others, and where it is chosen as it goes.
     """
 
     name: str
@@ -73,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output-len", type=int, default=256, help="output tokens of each request")
     add("--compressor", default="snapkv", help="names, separated by commas")
     add("--budget", default="0.125", help="shares, separated by commas")
-    add("--draft-length", default="16", help="numbers, separated by commas")
+    add("--draft-length", default="16", help="numbers, or auto, separated by commas")
     add("--force-acceptance", type=float, metavar="P", help="accept each draft with this probability")
     add("--baseline", action="append", default=[], metavar="FLAGS", help="also run stock SGLang with these flags, for example '--speculative-algorithm NGRAM'")
     add("--server-arg", action="append", default=[], metavar="FLAGS", help="flags of all servers")
@@ -120,10 +121,11 @@ def settings(args: argparse.Namespace) -> Iterator[Setting]:
     schedule = () if args.force_acceptance is None else ("--kv-schedule", "lockstep")
     for compressor in args.compressor.split(","):
         for budget in _numbers(args.budget, "--budget", float):
-            for drafts in _numbers(args.draft_length, "--draft-length"):
+            for drafts in args.draft_length.split(","):
+                length = None if drafts == "auto" else _numbers(drafts, "--draft-length")[0]
                 flags = ("--kv-mode", "verified", "--kv-compressor", compressor, "--kv-budget", f"{budget:g}")
                 name = f"{compressor}-{budget:g}-x{drafts}"
-                yield Setting(name, (*flags, *schedule, "--kv-draft-length", str(drafts)), budget, drafts)
+                yield Setting(name, (*flags, *schedule, "--kv-draft-length", drafts), budget, length)
 
 
 def make_prompts(
@@ -202,7 +204,7 @@ def summarize(
         lengths = [wave.accept_length for wave in waves if wave.accept_length]
         if setting.budget is None:
             limit = decode_limit.stock_ms(model, bandwidth, batch, grown) if setting.name == "stock" else None
-        elif lengths:
+        elif lengths and setting.draft_length:
             accepted = statistics.mean(lengths)
             limit = decode_limit.verified_ms(
                 model, bandwidth, batch, grown, setting.budget, setting.draft_length, accepted

@@ -61,7 +61,7 @@ def ask(server, ids, names):
     """The answers to one prompt under each adapter, all in one batch."""
 
     def generate(name):
-        return server.ask(input_ids=ids, **greedy(12), **({"lora_path": name} if name else {}))
+        return server.ask(input_ids=ids, **greedy(20), **({"lora_path": name} if name else {}))
 
     with concurrent.futures.ThreadPoolExecutor(len(names)) as pool:
         return list(pool.map(generate, names))

@@ -72,11 +72,12 @@ def arguments(folder, *flags):
 
 def test_each_combination_is_a_setting_after_stock_and_baselines(tmp_path):
     args = arguments(
-        tmp_path, "--baseline", "--speculative-algorithm NGRAM", "--budget", "0.25,0.125", "--draft-length", "8,16"
+        tmp_path, "--baseline", "--speculative-algorithm NGRAM", "--budget", "0.25,0.125", "--draft-length", "8,auto"
     )
     found = list(decode.settings(args))
     assert [s.name for s in found][:3] == ["stock", "speculative-algorithm-NGRAM", "snapkv-0.25-x8"]
-    assert len(found) == 6 and found[-1].arguments[-1] == "16"
+    assert len(found) == 6 and found[-1].arguments[-1] == "auto"
+    assert [s.draft_length for s in found] == [None, None, 8, None, 8, None]
 
 
 def test_a_gain_is_over_stock_at_the_same_context_and_batch(tmp_path):
