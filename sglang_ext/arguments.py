@@ -104,7 +104,7 @@ class KVServerArgs(ServerArgs):
         self.speculative_algorithm = SPECULATIVE_ALGORITHM
         self.speculative_num_steps = options.longest_draft(self)
         self.speculative_eagle_topk = 1
-        self.speculative_num_draft_tokens = options.longest_draft(self) + 1
+        self.speculative_num_draft_tokens = self.speculative_num_steps + 1
         self.radix_cache_backend = RADIX_CACHE_BACKEND
         on_gpu = self.device in (None, "cuda") and torch.cuda.is_available()
         if self.kv_schedule == "auto":

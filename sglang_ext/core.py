@@ -23,7 +23,7 @@ PRIOR = (4.5, 0.5)
 MEMORY = 0.9
 
 
-@dataclass(frozen=True)
+@dataclass
 class CompressedView:
     """A request's compressed copy: what attention reads instead of the first ``covered`` tokens.
 
@@ -31,10 +31,15 @@ class CompressedView:
         slots: int64 [kept], slots of the copy in SGLang's KV pool, in whole pages.
         covered: tokens of the full KV, from the start of the context, that the copy stands for; a
             multiple of the page size.
+        tail_end: first position after ``covered`` that the draft row does not lead to yet; its writers set it.
     """
 
     slots: torch.Tensor
     covered: int
+    tail_end: int = 0
+
+    def __post_init__(self) -> None:
+        self.tail_end = max(self.tail_end, self.covered)
 
     @property
     def kept(self) -> int:

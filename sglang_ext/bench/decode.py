@@ -18,10 +18,12 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from sglang_ext.bench import BenchError, decode_limit, decode_wave
+from sglang_ext.bench import BenchError, decode_limit, decode_wave, report
 from sglang_ext.bench.client import SamplingSettings
 from sglang_ext.bench.decode_limit import ModelBytes
 from sglang_ext.bench.decode_wave import Wave
+from sglang_ext.bench.identity_options import words
+from sglang_ext.bench.prompts import encode, load_tokenizer
 from sglang_ext.bench.server import ServerProcess
 from sglang_ext.managers.simulation import VARIABLE
 
@@ -106,8 +108,8 @@ def run(args: argparse.Namespace) -> int:
                 results.append(result)
                 print(line(result), flush=True)
     if args.json:
-        document = {"arguments": {k: str(v) for k, v in vars(args).items()}, "bandwidth": bandwidth}
-        args.json.write_text(json.dumps({**document, "results": [asdict(r) for r in results]}, indent=1))
+        measured = {"bandwidth": bandwidth, "results": [asdict(result) for result in results]}
+        report.write_json(args.json, {"arguments": vars(args), **report.origin(), **measured})
     if args.plot:
         write_plot(args.plot, results)
     return 0
@@ -117,7 +119,7 @@ def settings(args: argparse.Namespace) -> Iterator[Setting]:
     """Stock first, then other baselines, then each combination of verified decoding."""
     yield Setting("stock")
     for flags in args.baseline:
-        yield Setting(flags.replace("--", "").replace(" ", "-"), tuple(flags.split()))
+        yield Setting(flags.replace("--", "").replace(" ", "-"), words([flags]))
     schedule = () if args.force_acceptance is None else ("--kv-schedule", "lockstep")
     for compressor in args.compressor.split(","):
         for budget in _numbers(args.budget, "--budget", float):
@@ -143,15 +145,13 @@ def make_prompts(
             ]
             for length in contexts
         }
-    from transformers import AutoTokenizer
-
-    ids = AutoTokenizer.from_pretrained(args.model)(args.prompt_file.read_text())["input_ids"]
+    ids = encode(load_tokenizer(str(args.model)), args.prompt_file.read_text())
     needed = max(contexts) + count
     if len(ids) < needed:
         raise BenchError(f"--prompt-file {args.prompt_file} has {len(ids)} tokens; these prompts need {needed}")
     stride = (len(ids) - max(contexts)) // count
     return {
-        length: [tuple(ids[i * stride : i * stride + length]) for i in range(count)] for length in contexts
+        length: [ids[i * stride : i * stride + length] for i in range(count)] for length in contexts
     }
 
 
@@ -165,7 +165,7 @@ def run_setting(
     logs: Path,
 ) -> Iterator[Result]:
     """Start the setting's server and decode each batch at each context."""
-    common = ("--dtype", args.dtype, *(flag for flags in args.server_arg for flag in flags.split()))
+    common = ("--dtype", args.dtype, *words(args.server_arg))
     forced = setting.budget is not None and args.force_acceptance is not None
     with ServerProcess(
         str(args.model),
@@ -234,22 +234,16 @@ def line(result: Result) -> str:
 
 def write_plot(path: Path, results: list[Result]) -> None:
     """Bars of milliseconds per token, by context and batch."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     names = list(dict.fromkeys(result.setting for result in results))
     places = list(dict.fromkeys((result.context, result.batch) for result in results))
-    for offset, name in enumerate(names):
-        mine = [result for result in results if result.setting == name]
-        at = [places.index((result.context, result.batch)) + offset / (len(names) + 1) for result in mine]
-        axes.bar(at, [result.token_ms for result in mine], width=0.9 / (len(names) + 1), label=name)
-    axes.set_xticks(range(len(places)), [f"{context} tokens\nbatch {batch}" for context, batch in places])
-    axes.set_ylabel("ms per token")
-    axes.legend()
-    figure.savefig(path, dpi=120)
+    with report.png(path, (8, 4.5)) as axes:
+        for offset, name in enumerate(names):
+            mine = [result for result in results if result.setting == name]
+            at = [places.index((result.context, result.batch)) + offset / (len(names) + 1) for result in mine]
+            axes.bar(at, [result.token_ms for result in mine], width=0.9 / (len(names) + 1), label=name)
+        axes.set_xticks(range(len(places)), [f"{context} tokens\nbatch {batch}" for context, batch in places])
+        axes.set_ylabel("ms per token")
+        axes.legend()
 
 
 def _numbers(text: str, flag: str, kind: type = int) -> list:

@@ -21,7 +21,8 @@ def _ints(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in _names(text))
 
 
-def _words(texts: Sequence[str]) -> tuple[str, ...]:
+def words(texts: Sequence[str]) -> tuple[str, ...]:
+    """Flags that were given in several texts, each split as a shell does."""
     return tuple(word for text in texts for word in shlex.split(text))
 
 
@@ -113,8 +114,8 @@ def config_from(args: argparse.Namespace) -> IdentityConfig:
         given.pop(name)
     given["compressors"] = given.pop("compressor")
     given["budgets"] = given.pop("budget")
-    given["server_args"] = _words(given.pop("server_arg"))
-    together = _words(given.pop("control_arg"))
+    given["server_args"] = words(given.pop("server_arg"))
+    together = words(given.pop("control_arg"))
     apart = tuple(tuple(shlex.split(text)) for text in given.pop("control_arm"))
     given["control_arms"] = ((together,) if together else ()) + apart
     if given["deterministic"] is None:

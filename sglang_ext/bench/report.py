@@ -6,7 +6,8 @@ import json
 import platform
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -98,14 +99,21 @@ def versions() -> dict[str, str]:
     return found
 
 
+def origin() -> dict[str, Any]:
+    """What a report is of: versions, and the command."""
+    return {
+        "versions": versions(),
+        "command": shlex.join(["python", "-m", "sglang_ext.bench", *sys.argv[1:]]),
+    }
+
+
 def as_json(
     config: Mapping[str, Any], comparisons: Sequence[Comparison], rules: Rules, verdict: Verdict
 ) -> dict[str, Any]:
     """The report as JSON values: config, versions, command, verdict, one entry per setting."""
     return {
         "config": dict(config),
-        "versions": versions(),
-        "command": shlex.join(["python", "-m", "sglang_ext.bench", *sys.argv[1:]]),
+        **origin(),
         "rules": dataclasses.asdict(rules),
         "verdict": verdict.as_json(),
         "comparisons": [_comparison_json(each, rules) for each in comparisons],
@@ -120,21 +128,28 @@ def write_json(path: Path, report: Mapping[str, Any]) -> None:
 
 def write_plot(path: Path, comparisons: Sequence[Comparison]) -> None:
     """Acceptance over draft position, one line per setting."""
+    with png(path, (7, 4.5)) as axes:
+        for each in (each for each in comparisons if each.acceptance.by_position):
+            curve = each.acceptance.by_position
+            axes.plot(range(1, len(curve) + 1), curve, marker="o", label=each.setting.label)
+        axes.set(xlabel="draft position", ylabel="share of verifies that accept it", ylim=(0, 1.02))
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.set_title("Drafts accepted by the full KV cache")
+        axes.grid(alpha=0.3)
+        if axes.lines:
+            axes.legend()
+
+
+@contextmanager
+def png(path: Path, inches: tuple[float, float]) -> Iterator[Any]:
+    """Axes to draw on; written to ``path``, with its folder, at the end."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
-    for each in (each for each in comparisons if each.acceptance.by_position):
-        curve = each.acceptance.by_position
-        axes.plot(range(1, len(curve) + 1), curve, marker="o", label=each.setting.label)
-    axes.set(xlabel="draft position", ylabel="share of verifies that accept it", ylim=(0, 1.02))
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.set_title("Drafts accepted by the full KV cache")
-    axes.grid(alpha=0.3)
-    if axes.lines:
-        axes.legend()
+    figure, axes = pyplot.subplots(figsize=inches, layout="constrained")
+    yield axes
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)

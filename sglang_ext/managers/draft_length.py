@@ -29,13 +29,15 @@ def expected_tokens(probability: float, drafts: int) -> float:
 
 @dataclass
 class Times:
-    """Measured seconds of one batch size; None until seen.
+    """What was measured and chosen for one batch size; seconds, None until seen.
 
     Attributes:
         step: an iteration of plain decoding, from its beginning to the next one's.
         draft: a draft in a round.
         rest: a round without its drafts, to the beginning of the next.
         plain_steps, rounds: how many were seen.
+        chosen: drafts of the last choice; None before the first.
+        since: choices since the mode that is not in use was measured.
     """
 
     step: float | None = None
@@ -43,6 +45,8 @@ class Times:
     rest: float | None = None
     plain_steps: int = 0
     rounds: int = 0
+    chosen: int | None = None
+    since: int = 0
 
     def observe(self, drafts: int, drafting: float, whole: float) -> None:
         """Take an iteration's seconds: its drafts', and all of it."""
@@ -70,25 +74,22 @@ class DraftLength:
 
     longest: int
     times: dict[int, Times] = field(default_factory=dict)
-    _chosen: dict[int, int] = field(default_factory=dict)
-    _since: dict[int, int] = field(default_factory=dict)
 
     def choose(self, probabilities: Sequence[float]) -> int:
         """Drafts of the next iteration for a batch with these probabilities, from 0 to :attr:`longest`."""
-        batch = len(probabilities)
-        times = self.times.setdefault(batch, Times())
+        times = self.times.setdefault(len(probabilities), Times())
         if times.plain_steps < FIRST_LOOKS:
             return 0
         if times.rounds < FIRST_LOOKS:
             return self.longest
         best = self._best(times, probabilities)
-        last = self._chosen.get(batch, best)
+        last = best if times.chosen is None else times.chosen
         if self._rate(times, probabilities, best) < HYSTERESIS * self._rate(times, probabilities, last):
             best = last
-        self._chosen[batch] = best
-        self._since[batch] = self._since.get(batch, 0) + 1
-        if self._since[batch] >= LOOK_AGAIN:
-            self._since[batch] = 0
+        times.chosen = best
+        times.since += 1
+        if times.since >= LOOK_AGAIN:
+            times.since = 0
             # A short round shows acceptance and times; a plain step shows its time.
             return 0 if best else min(4, self.longest)
         return best

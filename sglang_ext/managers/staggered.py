@@ -5,6 +5,7 @@ does is decided from the outcome of the iteration before, so SGLang's scheduler 
 forwards are ragged, so they run without CUDA graphs.
 """
 
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -44,7 +45,7 @@ class Staggered:
         worker = self.worker
         steps = self.planner.plan(batch.reqs, states, batch.seq_lens.tolist())
         inputs = forward.lay_out(steps, worker.views.token_table)
-        starts = [sum(inputs.counts[:i]) for i in range(len(steps))]
+        starts = [0, *accumulate(inputs.counts[:-1])]
         if worker.strict:
             exact = {step.state.row: step.exact for step in steps}
             integrity.check(exact, inputs.slots, worker.views)

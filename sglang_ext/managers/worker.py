@@ -123,8 +123,7 @@ class KVWorker(BaseSpecWorker):
         tree_cache.views = self.views
         tree_cache.on_release = self.forget
         tree_cache.insert_generated = not self.lossy
-        lockstep = args.kv_schedule == "lockstep"
-        if lockstep:
+        if args.kv_schedule == "lockstep":
             pace = None
             if args.kv_draft_length == "auto" and not self.lossy:
                 pace = Pace(DraftLength(self.stride - 1), torch.device(self.model_runner.device))

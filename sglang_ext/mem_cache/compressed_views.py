@@ -41,8 +41,6 @@ class CompressedViews:
     tree_cache: object
     queries: QueryWindows
     _views: dict[int, CompressedView] = field(default_factory=dict)
-    # By row, the first position that its draft row does not lead to.
-    _tails: dict[int, int] = field(default_factory=dict)
 
     def get(self, row: int) -> CompressedView | None:
         """The compressed copy of the request in ``row``."""
@@ -125,24 +123,25 @@ class CompressedViews:
         context = ContextKV(buffers, source, *kept_queries)
         buffers.copy_kept(self.compressor.select_all(context, view.kept), source, view.slots)
         self.token_table[self.draft_row(row), : view.kept] = view.slots.to(self.token_table.dtype)
-        self._tails[row] = view.covered
 
     def write_tail(self, row: int, end: int) -> None:
         """Let the draft row lead, after the copy, to the full row's tokens ``[covered, end)``.
 
         A position keeps its slot while its request runs, so only what is new is written.
         """
-        view, start = self._views[row], self._tails[row]
+        view = self._views[row]
+        start = view.tail_end
         if start >= end:
             return
         shift = view.kept - view.covered
         tail = self.token_table[row, start:end]
         self.token_table[self.draft_row(row), start + shift : end + shift] = tail
-        self._tails[row] = end
+        view.tail_end = end
 
     def tail_written(self, row: int, end: int) -> None:
         """Note that the draft row leads to all positions before ``end``."""
-        self._tails[row] = max(self._tails[row], end)
+        view = self._views[row]
+        view.tail_end = max(view.tail_end, end)
 
     def release(self, row: int) -> None:
         """Free the copy and the queries of the request in ``row``."""
@@ -152,7 +151,6 @@ class CompressedViews:
     def release_copy(self, row: int) -> None:
         """Free the copy of the request in ``row``; no-op without one. Its queries stay."""
         view = self._views.pop(row, None)
-        self._tails.pop(row, None)
         if view is not None:
             self.allocator.free(view.slots)
 
@@ -163,7 +161,6 @@ class CompressedViews:
     def forget_all(self) -> None:
         """Drop all records; the pool itself is being cleared."""
         self._views.clear()
-        self._tails.clear()
         self.queries.clear()
 
 

@@ -99,11 +99,9 @@ def test_bad_options_are_refused_before_a_server_starts(tmp_path, flags):
 
 
 def test_a_text_too_short_for_the_prompts_is_refused(tmp_path, monkeypatch):
-    import transformers
-
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
     (tmp_path / "text").write_text("a b c")
-    words = SimpleNamespace(from_pretrained=lambda model: lambda text: {"input_ids": list(range(3))})
-    monkeypatch.setattr(transformers, "AutoTokenizer", words)
+    tokenizer = SimpleNamespace(bos_token=None, encode=lambda text, add_special_tokens: text.split())
+    monkeypatch.setattr(decode, "load_tokenizer", lambda model: tokenizer)
     with pytest.raises(BenchError, match="has 3 tokens"):
         decode.make_prompts(arguments(tmp_path, "--prompt-file", str(tmp_path / "text")), 2, [16])
