@@ -100,16 +100,17 @@ class KVServerArgs(ServerArgs):
 
     def _prepare_speculation(self) -> None:
         """Enter through SGLang's own registries: speculative algorithm and radix cache backend."""
+        on_gpu = self.device in (None, "cuda") and torch.cuda.is_available()
+        if self.kv_schedule == "auto":
+            with_lora = self.enable_lora or self.lora_paths
+            lockstep = self.kv_draft_length == "auto" or (on_gpu and not with_lora)
+            self.kv_schedule = "lockstep" if lockstep else "staggered"
         options.check_combinations(self)
         self.speculative_algorithm = SPECULATIVE_ALGORITHM
         self.speculative_num_steps = options.longest_draft(self)
         self.speculative_eagle_topk = 1
         self.speculative_num_draft_tokens = self.speculative_num_steps + 1
         self.radix_cache_backend = RADIX_CACHE_BACKEND
-        on_gpu = self.device in (None, "cuda") and torch.cuda.is_available()
-        if self.kv_schedule == "auto":
-            in_lockstep = on_gpu or self.kv_draft_length == "auto"
-            self.kv_schedule = "lockstep" if in_lockstep and not (self.enable_lora or self.lora_paths) else "staggered"
         if self.kv_schedule == "staggered":
             # Steps are decided from the host's view of the accepted lengths, and forwards are ragged.
             self.disable_overlap_schedule = True

@@ -85,7 +85,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "--enable-lora",
         lambda args: args.kv_schedule == "lockstep" and bool(args.enable_lora or args.lora_paths),
         "adapters are untested in CUDA graphs of verifications",
-        "use --kv-schedule staggered",
+        "use --kv-schedule staggered and a number for --kv-draft-length",
     ),
     Refusal(
         "--kv-schedule staggered",

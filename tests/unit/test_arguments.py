@@ -65,6 +65,7 @@ def test_a_value_out_of_range_is_refused(folder, flags, words):
         ({"kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype"),
         ({"kv_schedule": "lockstep", "lora_paths": ["name=/some/adapter"]}, "--enable-lora"),
         ({"kv_schedule": "staggered", "kv_draft_length": "auto"}, "--kv-schedule staggered"),
+        ({"kv_draft_length": "auto", "lora_paths": ["name=/some/adapter"]}, "--enable-lora"),
     ],
 )
 def test_an_option_that_cannot_be_combined_is_refused_with_a_remedy(folder, flags, option):
