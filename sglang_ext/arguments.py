@@ -117,9 +117,7 @@ class KVServerArgs(ServerArgs):
             self.disable_cuda_graph = True
         if not on_gpu:
             self.disable_overlap_schedule = True
-        # A graph runs no Python, so that the prompt's queries would not be recorded.
-        self.disable_prefill_cuda_graph = True
         if self.attention_backend is None and on_gpu:
-            self.attention_backend = "flashinfer"
+            self.attention_backend = "triton" if self.enable_deterministic_inference else "flashinfer"
         # Shared noise between draft and verify needs a sampler that takes a seed.
         self.sampling_backend = self.sampling_backend or "pytorch"

@@ -98,10 +98,12 @@ def check_attention_backends() -> Check:
     """Which attention backends that read compressed views are installed."""
     import torch
 
-    # torch_native comes with SGLang, flashinfer is a package of its own.
-    there = [name for name in options.ATTENTION_BACKENDS if name != "flashinfer" or find_spec(name)]
-    needed = "flashinfer" if torch.cuda.is_available() else "torch_native"
-    remedy = "install flashinfer (`make install`), or pass --attention-backend torch_native"
+    # torch_native and triton come with SGLang, flashinfer is a package of its own.
+    on_gpu = torch.cuda.is_available()
+    missing = {"flashinfer": not find_spec("flashinfer"), "triton": not on_gpu}
+    there = [name for name in options.ATTENTION_BACKENDS if not missing.get(name)]
+    needed = "flashinfer" if on_gpu else "torch_native"
+    remedy = "install flashinfer (`make install`), or pass --attention-backend triton"
     return verdict("attention backends", needed in there, ", ".join(there), remedy)
 
 

@@ -113,20 +113,11 @@ HOOKS: tuple[Hook, ...] = (
         process="scheduler",
     ),
     Hook(
-        target="sglang.srt.layers.radix_attention.RadixAttention.forward",
+        target="sglang.srt.layers.attention.base_attn_backend.AttentionBackend.forward",
         kind="around",
         hook="sglang_ext.mem_cache.query_window.record_queries",
         why="compressors score keys by the queries of the newest tokens",
-        expects=(
-            "self",
-            "q",
-            "k",
-            "v",
-            "forward_batch",
-            "save_kv_cache",
-            "key_value_num_tokens",
-            "kwargs",
-        ),
+        expects=("self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache", "kwargs"),
         process="scheduler",
     ),
 )

@@ -16,7 +16,9 @@ MAX_DRAFT_LENGTH = 64
 SCHEDULES = ("auto", "lockstep", "staggered")
 # Drafts at most with --kv-draft-length auto.
 AUTO_DRAFT_LENGTH = 16
-ATTENTION_BACKENDS = ("torch_native", "flashinfer")
+ATTENTION_BACKENDS = ("torch_native", "flashinfer", "triton")
+# Of these, on which a verification's tokens are, bit for bit, those of decoding one by one.
+DETERMINISTIC_BACKENDS = ("torch_native", "triton")
 
 
 class OptionError(ValueError):
@@ -156,17 +158,28 @@ def check_combinations(args: "KVServerArgs") -> None:
 
 
 def check_resolved(args: "KVServerArgs") -> None:
-    """Refuse what shows only after SGLang resolved its defaults: attention backend and model.
+    """Refuse what shows only after SGLang resolved its defaults: attention backend, graphs and model.
 
     Raises:
-        OptionError: names the backend or the model and what is supported.
+        OptionError: names what is not supported, and what is.
     """
+    if args.cuda_graph_config.prefill.backend == "full":
+        raise OptionError(
+            f"--cuda-graph-backend-prefill is 'full'; --kv-mode {args.kv_mode} reads the prompt's queries, which such "
+            "graphs hide. Pass breakable, tc_piecewise or disabled."
+        )
     backends = {args.attention_backend, args.prefill_attention_backend, args.decode_attention_backend}
     for backend in sorted(backends - {None}):
         if backend not in ATTENTION_BACKENDS:
             raise OptionError(
                 f"--attention-backend is {backend!r}; --kv-mode {args.kv_mode} runs with "
                 f"{', '.join(ATTENTION_BACKENDS)}. Pass one of these."
+            )
+        if args.enable_deterministic_inference and backend not in DETERMINISTIC_BACKENDS:
+            raise OptionError(
+                f"--attention-backend is {backend!r}; with --enable-deterministic-inference --kv-mode {args.kv_mode} "
+                f"runs with {', '.join(DETERMINISTIC_BACKENDS)}: elsewhere a verification rounds differently from a "
+                "decode. Pass one of these."
             )
     reason = unsupported_model(args.get_model_config())
     if reason is not None:

@@ -1,12 +1,12 @@
 """Decode speed: stock SGLang against verified decoding, on the same prompts in one run.
 
-For each setting a server is started; its prefix cache is filled with the prompts, so that decoding alone is
-measured; then each batch decodes, streaming, --repeats times. The table shows the median, its ratio to stock,
-and the least time that the GPU's measured read bandwidth allows.
+For each setting a server is started; its prefix cache is filled with the prompts, one after another, which
+measures the time to the first token; then each batch decodes, streaming, --repeats times. The table shows the
+median, its ratio to stock, and the least time that the GPU's measured read bandwidth allows.
 
 With --force-acceptance P each draft is accepted with probability P when those before it were, whatever
 verification finds: speed at the acceptance of a trained model, on weights without training. Verification
-still runs on the full KV, and what is rejected is rolled back.
+still runs on the full KV, and what is rejected is rolled back. Several P are measured on one server.
 """
 
 import argparse
@@ -15,7 +15,8 @@ import random
 import statistics
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 
 from sglang_ext.bench import BenchError, decode_limit, decode_wave, report
@@ -52,6 +53,8 @@ class Result:
     Attributes:
         setting: its name.
         context: prompt tokens of each request.
+        acceptance: probability that a draft was forced to be accepted; None where verification decided.
+        prefill: seconds to the first token of one prompt alone that is not in the prefix cache, median.
         token_ms: milliseconds per output token of each request, median of the waves.
         gain: stock's milliseconds over these; None before stock was measured.
         limit_ms: the least that the bandwidth allows; None without a GPU.
@@ -60,6 +63,8 @@ class Result:
 
     setting: str
     context: int
+    acceptance: float | None
+    prefill: float
     batch: int
     token_ms: float
     gain: float | None
@@ -77,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--compressor", default="snapkv", help="names, separated by commas")
     add("--budget", default="0.125", help="shares, separated by commas")
     add("--draft-length", default="16", help="numbers, or auto, separated by commas")
-    add("--force-acceptance", type=float, metavar="P", help="accept each draft with this probability")
+    add("--force-acceptance", metavar="P", help="accept each draft with this probability; several separated by commas")
     add("--baseline", action="append", default=[], metavar="FLAGS", help="also run stock SGLang with these flags, for example '--speculative-algorithm NGRAM'")
     add("--server-arg", action="append", default=[], metavar="FLAGS", help="flags of all servers")
     add("--prompt-file", type=Path, help="take prompts from this text, by the model's tokenizer; default: random tokens")
@@ -91,8 +96,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure all settings, print a table; 0 when all could be measured."""
-    if args.force_acceptance is not None and not 0 <= args.force_acceptance <= 1:
-        raise BenchError(f"--force-acceptance {args.force_acceptance}: pass a probability from 0 to 1")
+    if max(forced_acceptances(args)) > 1:
+        raise BenchError(f"--force-acceptance {args.force_acceptance!r}: pass probabilities up to 1")
     contexts, batches = _numbers(args.context_len, "--context-len"), _numbers(args.batch, "--batch")
     prompts = make_prompts(args, max(batches), contexts)
     bandwidth = decode_limit.measure_bandwidth()
@@ -113,6 +118,13 @@ def run(args: argparse.Namespace) -> int:
     if args.plot:
         write_plot(args.plot, results)
     return 0
+
+
+def forced_acceptances(args: argparse.Namespace) -> list[float]:
+    """What --force-acceptance asks for; none as a list of 0."""
+    if args.force_acceptance is None:
+        return [0.0]
+    return _numbers(args.force_acceptance, "--force-acceptance", float, zero=True)
 
 
 def settings(args: argparse.Namespace) -> Iterator[Setting]:
@@ -167,22 +179,27 @@ def run_setting(
     """Start the setting's server and decode each batch at each context."""
     common = ("--dtype", args.dtype, *words(args.server_arg))
     forced = setting.budget is not None and args.force_acceptance is not None
+    acceptances = forced_acceptances(args) if forced else [None]
     with ServerProcess(
         str(args.model),
         (*common, *setting.arguments),
         logs / f"{setting.name}.log",
         start_timeout=args.start_timeout,
-        env={VARIABLE: str(args.force_acceptance)} if forced else {},
+        env={VARIABLE: str(acceptances[0])} if forced else {},
     ) as server:
         sampling = SamplingSettings()
         for context, of_length in prompts.items():
-            decode_wave.run(server, of_length, sampling, 1)
-            for batch in batches:
+            # The first prompt of a length also makes the server ready for it.
+            prefills = [decode_wave.run(server, [prompt], sampling, 1)[0].times[0] for prompt in of_length][1:]
+            for batch, acceptance in product(batches, acceptances):
                 waves = [
-                    decode_wave.measure(decode_wave.run(server, of_length[:batch], sampling, args.output_len))
+                    decode_wave.measure(
+                        decode_wave.run(server, of_length[:batch], sampling, args.output_len, acceptance)
+                    )
                     for _ in range(args.repeats)
                 ]
-                yield summarize(args, setting, context, waves, before, bandwidth)
+                result = summarize(args, setting, context, waves, before, bandwidth)
+                yield replace(result, acceptance=acceptance, prefill=statistics.median(prefills or [0.0]))
 
 
 def summarize(
@@ -209,14 +226,15 @@ def summarize(
             limit = decode_limit.verified_ms(
                 model, bandwidth, batch, grown, setting.budget, setting.draft_length, accepted
             )
-    return Result(
-        setting.name, context, batch, token_ms, stock[0] / token_ms if stock else None, limit, waves
-    )
+    gain = stock[0] / token_ms if stock else None
+    return Result(setting.name, context, None, 0.0, batch, token_ms, gain, limit, waves)
 
 
 def line(result: Result) -> str:
     """A result as one line of text."""
     parts = [f"{result.setting:24} context {result.context:6} batch {result.batch:3}"]
+    if result.acceptance is not None:
+        parts.append(f"p {result.acceptance:g}")
     parts.append(f"{result.token_ms:8.2f} ms/token")
     if result.gain:
         parts.append(f"gain {result.gain:5.2f}")
@@ -228,17 +246,17 @@ def line(result: Result) -> str:
     fallbacks = sum(wave.fallbacks for wave in result.waves)
     if fallbacks:
         parts.append(f"{fallbacks} requests ended on full KV")
-    parts.append(f"first token {statistics.median(wave.first_token for wave in result.waves):.2f} s")
+    parts.append(f"first token {1000 * result.prefill:.0f} ms")
     return "  ".join(parts)
 
 
 def write_plot(path: Path, results: list[Result]) -> None:
     """Bars of milliseconds per token, by context and batch."""
-    names = list(dict.fromkeys(result.setting for result in results))
+    names = list(dict.fromkeys(_label(result) for result in results))
     places = list(dict.fromkeys((result.context, result.batch) for result in results))
     with report.png(path, (8, 4.5)) as axes:
         for offset, name in enumerate(names):
-            mine = [result for result in results if result.setting == name]
+            mine = [result for result in results if _label(result) == name]
             at = [places.index((result.context, result.batch)) + offset / (len(names) + 1) for result in mine]
             axes.bar(at, [result.token_ms for result in mine], width=0.9 / (len(names) + 1), label=name)
         axes.set_xticks(range(len(places)), [f"{context} tokens\nbatch {batch}" for context, batch in places])
@@ -246,11 +264,15 @@ def write_plot(path: Path, results: list[Result]) -> None:
         axes.legend()
 
 
-def _numbers(text: str, flag: str, kind: type = int) -> list:
+def _label(result: Result) -> str:
+    return result.setting if result.acceptance is None else f"{result.setting} p={result.acceptance:g}"
+
+
+def _numbers(text: str, flag: str, kind: type = int, zero: bool = False) -> list:
     try:
         numbers = [kind(part) for part in text.split(",")]
     except ValueError:
         numbers = []
-    if not numbers or min(numbers) <= 0:
+    if not numbers or min(numbers) < 0 or (0 in numbers and not zero):
         raise BenchError(f"{flag} {text!r}: pass numbers above 0, separated by commas")
     return numbers

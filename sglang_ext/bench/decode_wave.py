@@ -8,6 +8,7 @@ from typing import Any
 
 from sglang_ext.bench import BenchError
 from sglang_ext.bench.client import SamplingSettings, ServerClient
+from sglang_ext.managers.simulation import PARAMETER
 
 
 @dataclass
@@ -94,17 +95,29 @@ def run(
     prompts: Sequence[tuple[int, ...]],
     sampling: SamplingSettings,
     new_tokens: int,
+    acceptance: float | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[Stream]:
     """Send all prompts at once and read their streams.
+
+    Args:
+        server: where to.
+        prompts: token ids.
+        sampling: how to sample.
+        new_tokens: output tokens of each, whatever they are.
+        acceptance: forced on a server that simulates (managers/simulation.py).
+        clock: seconds.
 
     Raises:
         BenchError: a request was refused or broke off.
     """
     began = clock()
+    parameters = sampling.as_json(new_tokens)
+    if acceptance is not None:
+        parameters["custom_params"] = {PARAMETER: acceptance}
 
     def ask(input_ids: tuple[int, ...]) -> Stream:
-        body = {"input_ids": list(input_ids), "sampling_params": sampling.as_json(new_tokens), "stream": True}
+        body = {"input_ids": list(input_ids), "sampling_params": parameters, "stream": True}
         stream = Stream()
         try:
             for event in server.stream("generate", body):

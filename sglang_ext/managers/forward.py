@@ -1,9 +1,12 @@
 """Forwards of the target model over views: the input tokens, where they lie, what they attend to."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
@@ -64,10 +67,32 @@ def lay_out(steps: list[Step], token_table: torch.Tensor) -> Inputs:
 
 
 def run(
-    model_runner: "ModelRunner", batch: "ScheduleBatch", inputs: Inputs
+    model_runner: "ModelRunner",
+    batch: "ScheduleBatch",
+    inputs: Inputs,
+    verifier: AttentionBackend | None = None,
 ) -> LogitsProcessorOutput:
-    """Forward the inputs; logits for each token: float [total, vocabulary]."""
-    return model_runner.forward(build(model_runner, batch, inputs)).logits_output
+    """Forward the inputs; logits for each token: float [total, vocabulary].
+
+    Args:
+        model_runner: the target's.
+        batch: whose requests these are.
+        inputs: what to forward.
+        verifier: attention of several tokens a request; None for that of all else.
+    """
+    with attending(model_runner, verifier if max(inputs.counts) > 1 else None):
+        return model_runner.forward(build(model_runner, batch, inputs)).logits_output
+
+
+@contextmanager
+def attending(model_runner: "ModelRunner", backend: AttentionBackend | None) -> Iterator[None]:
+    """Let the model attend with ``backend``; with its own for None."""
+    own = model_runner.attn_backend
+    model_runner.attn_backend = backend or own
+    try:
+        yield
+    finally:
+        model_runner.attn_backend = own
 
 
 def build(model_runner: "ModelRunner", batch: "ScheduleBatch", inputs: Inputs) -> ForwardBatch:
@@ -77,7 +102,7 @@ def build(model_runner: "ModelRunner", batch: "ScheduleBatch", inputs: Inputs) -
     if max(counts) > 1:
         query_lengths = torch.tensor(counts, dtype=torch.int64).to(inputs.tokens.device, non_blocking=True)
         forward.forward_mode = ForwardMode.TARGET_VERIFY
-        forward.spec_info = RaggedViews(forward.seq_lens, query_lengths, max(counts))
+        forward.spec_info = RaggedViews(forward.seq_lens, query_lengths, counts)
         forward.spec_info.capture_hidden_mode = forward.capture_hidden_mode
         forward.extend_seq_lens = query_lengths
         forward.extend_prefix_lens = forward.seq_lens - query_lengths

@@ -216,7 +216,7 @@ class Lockstep:
             self.worker.queries.keep_replayed(rows)
         else:
             with self.worker.queries.recording(rows):
-                output = forward.run(self.worker.model_runner, batch, inputs)
+                output = forward.run(self.worker.model_runner, batch, inputs, self.worker.verifier)
         sampling = self._sampling(batch, round_, width, batch.return_logprob)
         return output, sampling.draw(output.next_token_logits, inputs.positions)
 
@@ -279,7 +279,8 @@ class Lockstep:
         width, drafts = answers.shape[1], round_.drafts
         agreed = (answers[:, :drafts] == drafted).long().cumprod(1).sum(1)
         if self.simulation is not None and drafts:
-            agreed = self.simulation.accept(answers, drafted)
+            asked = to_device(self.simulation.probabilities(batch.reqs), drafted.device, torch.float32)
+            agreed = self.simulation.accept(answers, drafted, asked)
         accepted = agreed + 1
         lengths = batch.seq_lens + accepted
         # The event marks an earlier read of the token table than the round's last one.

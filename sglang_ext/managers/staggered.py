@@ -50,7 +50,7 @@ class Staggered:
             exact = {step.state.row: step.exact for step in steps}
             integrity.check(exact, inputs.slots, worker.views)
         with worker.queries.recording(_to_record(steps, starts)):
-            output = forward.run(worker.model_runner, batch, inputs)
+            output = forward.run(worker.model_runner, batch, inputs, worker.verifier)
         rows = [
             worker.sampling_row(i, step.state, step.drafts_before(j))
             for i, step in enumerate(steps)

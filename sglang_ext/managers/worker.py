@@ -15,6 +15,7 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
 from sglang_ext.core import RequestState
 from sglang_ext.layers.attention import torch_native, verify_graphs
+from sglang_ext.layers.attention.verify_attention import VerifyAttention
 from sglang_ext.layers.attention.views import BetweenSteps
 from sglang_ext.managers import integrity, meta_info
 from sglang_ext.managers.draft_length import DraftLength
@@ -66,6 +67,7 @@ class KVWorker(BaseSpecWorker):
         self.schedule: Staggered | Lockstep | None = None
         self._admitted = 0
         self._graphs: verify_graphs.VerifyGraphs | None = None
+        self.verifier: VerifyAttention | None = None
         verify_graphs.plain(self.model_runner)
         torch_native.register()
         query_window.reserve_queries(self.compressor.window)
@@ -97,7 +99,11 @@ class KVWorker(BaseSpecWorker):
 
     def init_cuda_graphs(self) -> None:
         """Capture verifications, after SGLang captured the target's graphs of one token a request."""
-        if self.lossy or self.server_args.kv_schedule != "lockstep":
+        if self.lossy:
+            return
+        if self.model_runner.decode_attention_backend_str == "triton":
+            self.verifier = VerifyAttention(self.model_runner)
+        if self.server_args.kv_schedule != "lockstep":
             return
         attention = next(m for m in self.model_runner.model.modules() if is_attention(m))
         requests = max(self.server_args.cuda_graph_config.decode.bs or [0])
@@ -105,7 +111,7 @@ class KVWorker(BaseSpecWorker):
         with self.queries.capturing(
             requests * self.stride, attention.tp_q_head_num, attention.qk_head_dim, like
         ):
-            self._graphs = verify_graphs.capture(self.model_runner, self.stride)
+            self._graphs = verify_graphs.capture(self.model_runner, self.stride, self.verifier)
 
     def bind_tree_cache(self, tree_cache) -> None:
         """Build the compressed views once the prefix tree exists."""

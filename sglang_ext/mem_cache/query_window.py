@@ -1,8 +1,8 @@
 """The newest queries of each request, for compressors that score keys by them.
 
 Queries exist only inside a forward pass. While one runs, :func:`record_queries` (a hook on SGLang's
-attention layer) passes each layer's queries to the active :class:`QueryWindows`, which keeps the newest of
-each request across prefill chunks and verifications. A CUDA graph runs no Python: graphs that are captured
+attention backends) passes each layer's queries to the active :class:`QueryWindows`, which keeps the newest
+of each request across prefill chunks and verifications. A CUDA graph runs no Python: graphs that are captured
 with the hook active copy their queries to one buffer, from which the windows are filled after a replay.
 """
 
@@ -188,13 +188,14 @@ def _active_windows(windows: QueryWindows) -> Iterator[None]:
         _active = None
 
 
-def record_queries(
-    original: Callable, layer, q, k, v, forward_batch, save_kv_cache=True, *args, **kwargs
-) -> torch.Tensor:
-    """Hook around ``RadixAttention.forward``: hand the queries to the active windows."""
+def record_queries(original: Callable, backend, q, k, v, layer, *args, **kwargs) -> torch.Tensor:
+    """Hook around ``AttentionBackend.forward``: hand the queries to the active windows.
+
+    SGLang's graphs of prefills leave out the attention backend, so that this is called between their pieces.
+    """
     if _active is not None:
         _active.record(layer.layer_id, q.view(-1, layer.tp_q_head_num, layer.qk_head_dim))
-    return original(layer, q, k, v, forward_batch, save_kv_cache, *args, **kwargs)
+    return original(backend, q, k, v, layer, *args, **kwargs)
 
 
 def reserve_queries(count: int) -> None:

@@ -10,6 +10,15 @@ if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
 
 from sglang_ext.layers.kernels.gather_kept import gather_kept  # noqa: E402
+from sglang_ext.layers.kernels.verify_attention import (  # noqa: E402
+    EXACT,
+    Splits,
+    Tokens,
+    fast_blocks,
+    partial_buffers,
+    partial_numbers,
+    verify_attention,
+)
 from sglang_ext.layers.kernels.window_scores import window_scores  # noqa: E402
 
 
@@ -59,5 +68,93 @@ def check_gather_kept():
                 assert torch.equal(kind[layer], buffers[layer])
 
 
+def new_tokens(prefixes, counts, rows, splits):
+    """What a verification tells the kernel."""
+    lengths = torch.cat([torch.arange(p + 1, p + c + 1) for p, c in zip(prefixes, counts)]).to(DEVICE)
+    starts = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], device=DEVICE)
+    ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    return Tokens(
+        rows.to(DEVICE), torch.tensor(prefixes, device=DEVICE), starts, counts, ends, splits.of(lengths)
+    ), lengths
+
+
+def workspace(tokens, heads, dim, splits):
+    """Room for so many tokens' partial results."""
+    numbers = torch.full((tokens * partial_numbers(heads, dim, splits),), float("nan"), device=DEVICE)
+    return partial_buffers(numbers, heads, dim, splits)
+
+
+def verification(prefixes, counts, heads, group, dim, splits, blocks, dtype, cap=0.0, room=None):
+    """The kernel's output, and what it was given."""
+    noise = torch.Generator().manual_seed(sum(prefixes) + dim)
+    width = max(p + c for p, c in zip(prefixes, counts))
+    slots = len(counts) * width + 7
+    keys, values = (torch.randn(slots, heads, dim, generator=noise).to(DEVICE, dtype) for _ in "kv")
+    queries = torch.randn(sum(counts), heads * group, dim, generator=noise).to(DEVICE, dtype)
+    table = torch.randperm(slots, generator=noise)[: len(counts) * width].view(len(counts), width).int().to(DEVICE)
+    rows = torch.randperm(len(counts), generator=noise)
+    tokens, lengths = new_tokens(prefixes, counts, rows, splits)
+    out = torch.full_like(queries, float("nan"))
+    buffers = workspace(room or sum(counts), heads * group, dim, splits)
+    verify_attention(queries, keys, values, out, table, tokens, splits, blocks, buffers, 0.3, cap)
+    return out, queries, keys, values, table[tokens.rows], lengths, tokens
+
+
+def check_verify_attention():
+    """Causal attention over paged KV, over lengths around parts and blocks, even and ragged, in one launch and more."""
+    cases = (
+        ((70, 5), (3, 3), 2, 4, 16, Splits(4), fast_blocks(12), 0.0, None),
+        ((33, 0, 200), (17, 1, 5), 1, 3, 24, Splits(3), fast_blocks(51), 0.0, None),
+        ((300, 257), (17, 17), 1, 4, 16, Splits(2, tile=256), EXACT, 0.0, 17),
+        ((40,), (9,), 2, 9, 32, Splits(8), fast_blocks(81), 5.0, None),
+    )
+    for prefixes, counts, heads, group, dim, splits, blocks, cap, room in cases:
+        out, queries, keys, values, table, lengths, _ = verification(
+            prefixes, counts, heads, group, dim, splits, blocks, torch.float32, cap, room
+        )
+        owners = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+        for token, owner in enumerate(owners):
+            slots = table[owner, : lengths[token]].long()
+            k, v = keys[slots].double(), values[slots].double()
+            q = queries[token].double().view(heads, group, dim)
+            logits = torch.einsum("hgd,thd->hgt", q, k) * 0.3
+            logits = cap * torch.tanh(logits / cap) if cap else logits
+            expected = torch.einsum("hgt,thd->hgd", logits.softmax(-1), v).reshape(heads * group, dim)
+            tolerance = 2e-3 if DEVICE == "cuda" else 1e-5
+            torch.testing.assert_close(out[token].double(), expected, rtol=tolerance, atol=tolerance)
+
+
+def check_verify_attention_is_decode():
+    """With a decode's blocks and splits, each token gets bit for bit what SGLang's decode kernel gives it."""
+    from sglang.kernels.ops.attention.decode_attention import decode_attention_fwd
+
+    kinds = (torch.float32,) if DEVICE == "cpu" else (torch.bfloat16, torch.float16, torch.float32)
+    lengths_of = ((300, 505), (17, 17)) if DEVICE == "cpu" else ((300, 505, 7000, 31), (17, 17, 17, 17))
+    for dtype in kinds:
+        for heads, group, dim in ((1, 4, 16), (2, 3, 64), (1, 5, 128))[: 1 if DEVICE == "cpu" else 3]:
+            prefixes, counts = lengths_of
+            splits = Splits(most=-(-(max(prefixes) + 17) // 256), tile=256)
+            out, queries, keys, values, table, lengths, tokens = verification(
+                prefixes, counts, heads, group, dim, splits, EXACT, dtype
+            )
+            owners = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+            indices = torch.cat([table[owner, :length] for owner, length in zip(owners, lengths)]).long()
+            expected = torch.empty_like(out)
+            partial, lse = workspace(len(lengths), heads * group, dim, splits)
+            decode_attention_fwd(
+                queries, keys, values, expected, tokens.ends, indices, partial, lse, tokens.parts, splits.most, 0.3, 1.0, 1.0
+            )
+            # The interpreter's matrix products round by a row's place.
+            tolerance = 1e-6 if DEVICE == "cpu" else 0.0
+            torch.testing.assert_close(out, expected, rtol=0, atol=tolerance)
+
+
+CHECKS = {
+    "window_scores": check_window_scores,
+    "gather_kept": check_gather_kept,
+    "verify_attention": check_verify_attention,
+    "verify_attention_is_decode": check_verify_attention_is_decode,
+}
+
 if __name__ == "__main__":
-    {"window_scores": check_window_scores, "gather_kept": check_gather_kept}[sys.argv[1]]()
+    CHECKS[sys.argv[1]]()

@@ -53,7 +53,7 @@ def test_each_query_sees_its_prefix_and_itself(requests, heads):
 
 def test_flashinfer_pointers_are_ragged():
     table = torch.arange(40, dtype=torch.int32).view(4, 10)
-    views = RaggedViews(torch.tensor([3, 5]), torch.tensor([1, 4]), 4)
+    views = RaggedViews(torch.tensor([3, 5]), torch.tensor([1, 4]), [1, 4])
     indices, kv, qo, mask = views.generate_attn_arg_prefill(torch.tensor([2, 0]), None, 0, table)
     assert indices.tolist() == [20, 21, 22, 0, 1, 2, 3, 4]
     assert kv.tolist() == [0, 3, 8] and qo.tolist() == [0, 1, 5] and mask is None

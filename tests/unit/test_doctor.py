@@ -216,8 +216,8 @@ def test_a_platform_that_does_not_load_is_a_failing_line(monkeypatch: pytest.Mon
     ("cuda", "installed", "found", "ok"),
     [
         (False, False, "torch_native", True),
-        (True, True, "torch_native, flashinfer", True),
-        (True, False, "torch_native", False),
+        (True, True, "torch_native, flashinfer, triton", True),
+        (True, False, "torch_native, triton", False),
     ],
 )
 def test_a_gpu_needs_flashinfer(

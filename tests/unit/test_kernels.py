@@ -9,7 +9,7 @@ import pytest
 CHECKS = Path(__file__).with_name("kernel_checks.py")
 
 
-@pytest.mark.parametrize("check", ["window_scores", "gather_kept"])
+@pytest.mark.parametrize("check", ["window_scores", "gather_kept", "verify_attention", "verify_attention_is_decode"])
 def test_kernel_gives_what_pytorch_gives(check):
     # The interpreter is chosen as Triton is imported, so it needs a process of its own.
     done = subprocess.run([sys.executable, str(CHECKS), check], capture_output=True, text=True, timeout=300)

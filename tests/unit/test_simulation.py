@@ -1,5 +1,7 @@
 """Forced acceptance is a probability for each token, and keeps output and KV in agreement."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -33,8 +35,14 @@ def test_accepted_lengths_have_the_mean_of_that_probability(monkeypatch, probabi
     drafts = 8
     drafted = torch.full((4000, drafts), 7)
     answers = torch.full((4000, drafts + 1), 3)
-    kept = simulation(monkeypatch, str(probability)).accept(answers, drafted)
+    kept = simulation(monkeypatch, "0.5").accept(answers, drafted, torch.full((4000,), probability))
     expected = sum(probability**k for k in range(1, drafts + 1))
     assert abs(kept.double().mean().item() - expected) < 0.15
     places = torch.arange(drafts + 1)
     assert torch.equal(answers, torch.where(places < kept[:, None], 7, 3))
+
+
+def test_a_request_may_ask_for_its_own_probability(monkeypatch):
+    asked = [None, {}, {"kv_acceptance": 0.25}, {"kv_acceptance": "much"}]
+    reqs = [SimpleNamespace(sampling_params=SimpleNamespace(custom_params=params)) for params in asked]
+    assert simulation(monkeypatch, "0.9").probabilities(reqs) == [0.9, 0.9, 0.25, 0.9]

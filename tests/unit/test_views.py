@@ -138,7 +138,7 @@ def test_copies_go_before_a_request_is_retracted():
 
 def run_layer(queries, layer_id=0):
     layer = SimpleNamespace(layer_id=layer_id, tp_q_head_num=1, qk_head_dim=1)
-    record_queries(lambda *args, **kwargs: None, layer, queries, None, None, None)
+    record_queries(lambda *args, **kwargs: None, None, queries, None, None, layer, None)
 
 
 def kept(windows, key, end):

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.graph_shared_output import GraphSharedOutput
@@ -53,12 +54,20 @@ class VerifyGraphs(DecodeCudaGraphRunner):
         return self.execute(batch_input)
 
 
-def capture(model_runner: "ModelRunner", width: int) -> VerifyGraphs | None:
-    """Capture verifications of ``width`` tokens for SGLang's list of batch sizes; None without graphs."""
+def capture(
+    model_runner: "ModelRunner", width: int, verifier: AttentionBackend | None
+) -> VerifyGraphs | None:
+    """Capture verifications of ``width`` tokens for SGLang's list of batch sizes; None without graphs.
+
+    Args:
+        model_runner: the target's.
+        width: tokens of each request.
+        verifier: their attention; None for another instance of the model's own backend.
+    """
     if model_runner.decode_cuda_graph_runner is None:
         return None
     name = model_runner.decode_attention_backend_str
-    backend = ATTENTION_BACKENDS[name](model_runner)
+    backend = verifier or ATTENTION_BACKENDS[name](model_runner)
     logger.info("sglang-ext: capturing verifications of %s tokens a request with %s", width, name)
     with speculative(model_runner):
         model_runner.graph_shared_output = GraphSharedOutput.create_for_model_runner(model_runner)

@@ -7,8 +7,23 @@ every token's logits are kept. Its speculative input tells backends the true len
 from dataclasses import dataclass
 
 import torch
-from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """How the new tokens of a forward are laid out.
+
+    Attributes:
+        prefixes: int64 [batch], tokens before each request's new ones.
+        starts: int64 [batch + 1], first of each request's new tokens among all.
+        counts: new tokens of each request, on the host.
+    """
+
+    prefixes: torch.Tensor
+    starts: torch.Tensor
+    counts: list[int]
 
 
 class RaggedViews(SpecInput):
@@ -17,16 +32,22 @@ class RaggedViews(SpecInput):
     Attributes:
         lengths: int64 [batch], tokens that each request's last query attends to.
         query_lengths: int64 [batch], new tokens of each request.
-        width: new tokens of the request that has most.
+        counts: the same on the host.
     """
 
-    def __init__(self, lengths: torch.Tensor, query_lengths: torch.Tensor, width: int):
+    def __init__(self, lengths: torch.Tensor, query_lengths: torch.Tensor, counts: list[int]):
         super().__init__(SpecInputType.NGRAM_VERIFY)
         self.lengths = lengths
         self.query_lengths = query_lengths
+        self.counts = counts
         # Captured graphs are as wide as one token; SGLang runs what is wider without them.
-        self.num_tokens_per_req = width
+        self.num_tokens_per_req = max(counts)
         self.capture_hidden_mode = CaptureHiddenMode.NULL
+
+    def new_tokens(self, forward_batch: ForwardBatch) -> NewTokens:
+        """For verify_attention.py."""
+        starts = torch.nn.functional.pad(self.query_lengths.cumsum(0), (1, 0))
+        return NewTokens(self.lengths - self.query_lengths, starts, self.counts)
 
     def generate_attn_arg_prefill(
         self,
@@ -64,6 +85,12 @@ class EvenVerify(SpecInput):
         super().__init__(SpecInputType.NGRAM_VERIFY)
         self.width = self.draft_token_num = self.num_tokens_per_req = width
         self.capture_hidden_mode = CaptureHiddenMode.NULL
+
+    def new_tokens(self, forward_batch: ForwardBatch) -> NewTokens:
+        """For verify_attention.py; reads nothing but ``seq_lens`` on the device."""
+        lengths, batch = forward_batch.seq_lens, forward_batch.batch_size
+        starts = torch.arange(batch + 1, device=lengths.device) * self.width
+        return NewTokens(lengths, starts, [self.width] * batch)
 
     def generate_attn_arg_prefill(
         self,

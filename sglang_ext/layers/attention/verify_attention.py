@@ -1,0 +1,142 @@
+"""Attention backend of verifications with the ``triton`` attention backend.
+
+SGLang's Triton kernel for several new tokens reads the whole context once for each query head; this one reads it once
+for all that share a KV head, and plans nothing on the host. With ``--enable-deterministic-inference`` each token's
+attention is, bit for bit, that of SGLang's Triton decode.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+from sglang_ext.layers.kernels.verify_attention import (
+    EXACT,
+    Blocks,
+    Splits,
+    Tokens,
+    fast_blocks,
+    partial_buffers,
+    partial_numbers,
+    verify_attention,
+)
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+# Bytes of partial results; more where one request needs more.
+WORKSPACE_BYTES = 256 << 20
+# Parts of all contexts together, KV heads counted, that keep a GPU busy; found on an H200.
+BUSY = 512
+FEWEST_PARTS, MOST_PARTS = 4, 64
+
+
+@dataclass
+class Metadata:
+    """What all layers of a forward share."""
+
+    tokens: Tokens
+    splits: Splits
+    blocks: Blocks
+    buffers: tuple[torch.Tensor, torch.Tensor]
+
+
+class VerifyAttention(AttentionBackend):
+    """New tokens of each request over its row of the token table, causal; for ``TARGET_VERIFY`` only."""
+
+    needs_cpu_seq_lens = False
+
+    def __init__(self, model_runner: "ModelRunner"):
+        config, self.device = model_runner.model_config, model_runner.device
+        self.token_to_kv_pool = model_runner.token_to_kv_pool
+        self.req_to_token_pool = model_runner.req_to_token_pool
+        self.kv_heads, self.value_dim = self.token_to_kv_pool.get_value_buffer(0).shape[-2:]
+        self.query_heads = config.num_attention_heads // model_runner.server_args.tp_size
+        self.longest = model_runner.req_to_token_pool.req_to_token.shape[1]
+        exact = model_runner.server_args.enable_deterministic_inference
+        # With different backends for prefill and decode, SGLang's is one of both.
+        decode = getattr(model_runner.attn_backend, "decode_backend", model_runner.attn_backend)
+        self.exact_tile: int = decode.split_tile_size if exact else 0
+        self.metadata: Metadata | None = None
+        # One for all graphs, which keep its address.
+        widest = model_runner.server_args.speculative_num_draft_tokens
+        splits = self.splits(requests=1)
+        needed = widest * partial_numbers(self.query_heads, self.value_dim, splits)
+        self._workspace = torch.empty(max(needed, WORKSPACE_BYTES // 4), dtype=torch.float32, device=self.device)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Nothing: graphs read the batch's own tensors and the workspace."""
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Tokens before the new ones of a request that pads a batch."""
+        return 1
+
+    def init_forward_metadata_in_graph(self, forward_batch: "ForwardBatch") -> None:
+        """Whose tokens these are, and how contexts are split; from the batch's tensors on the device alone."""
+        new = forward_batch.spec_info.new_tokens(forward_batch)
+        lengths = forward_batch.positions + 1
+        splits = self.splits(len(new.counts))
+        tokens = Tokens(
+            rows=forward_batch.req_pool_indices,
+            prefixes=new.prefixes,
+            starts=new.starts,
+            counts=new.counts,
+            ends=torch.nn.functional.pad(lengths.cumsum(0), (1, 0)),
+            parts=splits.of(lengths),
+        )
+        rows = max(new.counts) * self.query_heads // self.kv_heads
+        blocks = EXACT if self.exact_tile else fast_blocks(rows)
+        buffers = partial_buffers(self._workspace, self.query_heads, self.value_dim, splits)
+        self.metadata = Metadata(tokens, splits, blocks, buffers)
+
+    def splits(self, requests: int) -> Splits:
+        """Parts of each context in a batch of so many requests."""
+        if self.exact_tile:
+            return Splits(-(-self.longest // self.exact_tile), self.exact_tile)
+        wanted = BUSY // (requests * self.kv_heads)
+        return Splits(max(FEWEST_PARTS, min(MOST_PARTS, wanted)))
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: "RadixAttention",
+        forward_batch: "ForwardBatch",
+        save_kv_cache: bool = True,
+        **kwargs,
+    ) -> torch.Tensor:
+        """Write the new tokens' KV, then attend: [tokens, query_heads * value_dim].
+
+        Raises:
+            ValueError: the layer wants more of attention than a scale and a cap.
+        """
+        wanted = [name for name, value in kwargs.items() if value is not None]
+        if wanted or layer.xai_temperature_len > 0:
+            raise ValueError(
+                f"layer {layer.layer_id} asks for {', '.join(wanted) or 'a temperature by length'}, which verifications "
+                "with --attention-backend triton lack; use --attention-backend flashinfer, or --kv-mode full"
+            )
+        pool, shared = self.token_to_kv_pool, self.metadata
+        if save_kv_cache:
+            where = KVWriteLoc(forward_batch.out_cache_loc, None)
+            pool.set_kv_buffer(layer, where, k, v, layer.k_scale, layer.v_scale)
+        out = q.new_empty(len(q), layer.tp_q_head_num, layer.v_head_dim)
+        verify_attention(
+            q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
+            pool.get_key_buffer(layer.layer_id),
+            pool.get_value_buffer(layer.layer_id),
+            out,
+            self.req_to_token_pool.req_to_token,
+            shared.tokens,
+            shared.splits,
+            shared.blocks,
+            shared.buffers,
+            layer.scaling,
+            layer.logit_cap,
+        )
+        return out.view(len(q), -1)

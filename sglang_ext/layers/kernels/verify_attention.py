@@ -1,0 +1,289 @@
+"""Attention of a few new tokens of each request over its paged KV, split over the context.
+
+The query heads that share a KV head, of several tokens, are the rows of one matrix product, so that keys and values
+are read once for all of them (flash decoding). A row's own context is split as SGLang's Triton decode kernel splits
+it, and its arithmetic is that kernel's: with the same number of splits and :data:`EXACT` blocks each row has, bit for
+bit, what a decode of that token alone gives.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+# Splits begin at multiples of this, as in SGLang's decode kernel.
+SPLIT_STEP = 32
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Sizes of a program's matrix products.
+
+    Attributes:
+        rows: rows of the first product, a power of 2 of at least 16.
+        more_rows: rows of a second one over the same keys, 0 or a power of 2 of at least 16.
+        tokens: tokens of the context in a step.
+        warps: of a program.
+        stages: of the pipeline that loads keys and values.
+    """
+
+    rows: int
+    more_rows: int
+    tokens: int
+    warps: int
+    stages: int
+
+
+# Those of SGLang's grouped decode kernel.
+EXACT = Blocks(rows=16, more_rows=0, tokens=32, warps=4, stages=2)
+
+
+def fast_blocks(rows: int) -> Blocks:
+    """Blocks for ``rows`` rows a request: fewest programs, then fewest rows that are padding."""
+    choices = ((16, 0), (32, 0), (32, 16), (64, 0), (64, 16), (128, 0), (128, 16))
+    first, second = min(choices, key=lambda pair: (-(-rows // sum(pair)), sum(pair)))
+    return Blocks(first, second, tokens=64, warps=4 if first <= 64 else 8, stages=3)
+
+
+@triton.jit
+def _rows(first_row, count, prefix, split, fixed_splits, SPLIT_TILE: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr):
+    """Token and head of each of ``M`` rows, and the part of the context that it reads in this split."""
+    row = first_row + tl.arange(0, M)
+    token, head = row // GROUP, row % GROUP
+    length = prefix + token + 1
+    splits = tl.cdiv(length, SPLIT_TILE) if SPLIT_TILE > 0 else fixed_splits
+    per_split = tl.cdiv(tl.cdiv(length, splits), 32) * 32
+    begin = per_split * split
+    end = tl.minimum(begin + per_split, length)
+    end = tl.where(token < count, end, 0)
+    return token, head, begin, end
+
+
+@triton.jit
+def _tanh(x):
+    return 2 * tl.sigmoid(2 * x) - 1
+
+
+@triton.jit
+def _attend(q, k, v, places, begin, end, scaling, best, total, acc, CAP: tl.constexpr):
+    """One step of online softmax."""
+    qk = tl.dot(q, k)
+    qk *= scaling
+    if CAP > 0:
+        qk = CAP * _tanh(qk / CAP)
+    seen = (places[None, :] >= begin[:, None]) & (places[None, :] < end[:, None])
+    qk = tl.where(seen, qk, float("-inf"))
+    new_best = tl.maximum(tl.max(qk, 1), best)
+    # A row that has seen nothing yet has no maximum.
+    finite = tl.where(new_best == float("-inf"), 0.0, new_best)
+    rescale = tl.exp(best - finite)
+    p = tl.exp(qk - finite[:, None])
+    acc *= rescale[:, None]
+    acc += tl.dot(p.to(v.dtype), v)
+    total = total * rescale + tl.sum(p, 1)
+    return new_best, total, acc
+
+
+@triton.jit
+def _store(
+    partial, lse, start, head0, token, head, begin, end, split, best, total, acc,
+    partial_token, partial_head, partial_split, VALUE_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr,
+):
+    dim = tl.arange(0, PADDED_VALUE_DIM)
+    place = (start + token) * partial_token + (head0 + head) * partial_head + split * partial_split
+    mine = begin < end
+    tl.store(
+        partial + place[:, None] + dim[None, :], acc / total[:, None], mask=mine[:, None] & (dim < VALUE_DIM)[None, :]
+    )
+    tl.store(lse + place // VALUE_DIM, best + tl.log(total), mask=mine)
+
+
+@triton.jit
+def _verify_attention(
+    queries, keys, values, partial, lse, token_table, rows, prefixes, starts, fixed_splits, scaling,
+    query_token, query_head, key_slot, key_head, value_slot, value_head, table_row,
+    partial_token, partial_head, partial_split, first_request,
+    GROUP: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+    PADDED_VALUE_DIM: tl.constexpr, ROW_BLOCKS: tl.constexpr, M: tl.constexpr, MORE: tl.constexpr,
+    N: tl.constexpr, SPLIT_TILE: tl.constexpr, CAP: tl.constexpr,
+):  # fmt: skip
+    # Programs that read the same keys are neighbours, so that these are in the cache.
+    block, split = tl.program_id(0) % ROW_BLOCKS, tl.program_id(0) // ROW_BLOCKS
+    kv_head = tl.program_id(1)
+    request = first_request + tl.program_id(2)
+    start = tl.load(starts + request).to(tl.int64)
+    origin = tl.load(starts + first_request).to(tl.int64)
+    count = tl.load(starts + request + 1) - start
+    prefix = tl.load(prefixes + request)
+    table = token_table + tl.load(rows + request) * table_row
+    head0 = kv_head * GROUP
+    dim, value_dim = tl.arange(0, PADDED_DIM), tl.arange(0, PADDED_VALUE_DIM)
+
+    row0 = block * (M + MORE)
+    token, head, begin, end = _rows(row0, count, prefix, split, fixed_splits, SPLIT_TILE, GROUP, M)
+    lowest, highest = tl.min(tl.where(begin < end, begin, 1 << 30)), tl.max(end)
+    if MORE > 0:
+        token2, head2, begin2, end2 = _rows(row0 + M, count, prefix, split, fixed_splits, SPLIT_TILE, GROUP, MORE)
+        lowest = tl.minimum(lowest, tl.min(tl.where(begin2 < end2, begin2, 1 << 30)))
+        highest = tl.maximum(highest, tl.max(end2))
+    if lowest < highest:
+        at = queries + (start + token) * query_token + (head0 + head) * query_head
+        q = tl.load(at[:, None] + dim[None, :], mask=(token < count)[:, None] & (dim < KEY_DIM)[None, :], other=0.0)
+        q = q.to(keys.dtype.element_ty)
+        best = tl.zeros([M], dtype=tl.float32) - float("inf")
+        total = tl.zeros([M], dtype=tl.float32)
+        acc = tl.zeros([M, PADDED_VALUE_DIM], dtype=tl.float32)
+        if MORE > 0:
+            at = queries + (start + token2) * query_token + (head0 + head2) * query_head
+            q2 = tl.load(at[:, None] + dim[None, :], mask=(token2 < count)[:, None] & (dim < KEY_DIM)[None, :], other=0.0)
+            q2 = q2.to(keys.dtype.element_ty)
+            best2 = tl.zeros([MORE], dtype=tl.float32) - float("inf")
+            total2 = tl.zeros([MORE], dtype=tl.float32)
+            acc2 = tl.zeros([MORE, PADDED_VALUE_DIM], dtype=tl.float32)
+        for first in tl.range(lowest, highest, N):
+            places = first + tl.arange(0, N)
+            slot = tl.load(table + places, mask=places < highest, other=0).to(tl.int64)
+            inside = places < highest
+            k = tl.load(
+                keys + slot[None, :] * key_slot + kv_head * key_head + dim[:, None],
+                mask=inside[None, :] & (dim < KEY_DIM)[:, None], other=0.0,
+            )  # fmt: skip
+            v = tl.load(
+                values + slot[:, None] * value_slot + kv_head * value_head + value_dim[None, :],
+                mask=inside[:, None] & (value_dim < VALUE_DIM)[None, :], other=0.0,
+            )  # fmt: skip
+            best, total, acc = _attend(q, k, v, places, begin, end, scaling, best, total, acc, CAP)
+            if MORE > 0:
+                best2, total2, acc2 = _attend(q2, k, v, places, begin2, end2, scaling, best2, total2, acc2, CAP)
+        # Partial results are counted from the first request of this launch.
+        _store(
+            partial, lse, start - origin, head0, token, head, begin, end, split, best, total, acc,
+            partial_token, partial_head, partial_split, VALUE_DIM, PADDED_VALUE_DIM,
+        )  # fmt: skip
+        if MORE > 0:
+            _store(
+                partial, lse, start - origin, head0, token2, head2, begin2, end2, split, best2, total2, acc2,
+                partial_token, partial_head, partial_split, VALUE_DIM, PADDED_VALUE_DIM,
+            )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Splits:
+    """How many parts each row's context is split into.
+
+    Attributes:
+        most: parts at most, of the longest context.
+        tile: tokens of a part, 0 for :attr:`most` parts whatever the length.
+    """
+
+    most: int
+    tile: int = 0
+
+    def of(self, lengths: torch.Tensor) -> torch.Tensor:
+        """Parts of contexts of ``lengths`` tokens: int32, same shape."""
+        if self.tile:
+            return ((lengths + self.tile - 1) // self.tile).to(torch.int32)
+        return torch.full_like(lengths, self.most, dtype=torch.int32)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The new tokens of each request.
+
+    Attributes:
+        rows: int64 [requests], rows of the token table.
+        prefixes: int64 [requests], tokens before the new ones.
+        starts: int64 [requests + 1], first of each request's new tokens among all.
+        counts: new tokens of each request, on the host.
+        ends: int64 [tokens + 1], running sum of the tokens that each new token attends to, from 0.
+        parts: int32 [tokens], parts of each new token's context.
+    """
+
+    rows: torch.Tensor
+    prefixes: torch.Tensor
+    starts: torch.Tensor
+    counts: Sequence[int]
+    ends: torch.Tensor
+    parts: torch.Tensor
+
+
+def partial_numbers(query_heads: int, value_dim: int, splits: Splits) -> int:
+    """float32 numbers of one token's partial results."""
+    return query_heads * splits.most * (value_dim + 1)
+
+
+def partial_buffers(
+    workspace: torch.Tensor, query_heads: int, value_dim: int, splits: Splits
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Room for the parts' outputs and log-sums in ``workspace``, float32 [numbers], for as many tokens as fit.
+
+    Returns:
+        float32 [tokens, query_heads, parts, value_dim], and the same without the last dimension.
+    """
+    tokens = len(workspace) // partial_numbers(query_heads, value_dim, splits)
+    shape = (tokens, query_heads, splits.most)
+    outputs, sums = workspace[: tokens * partial_numbers(query_heads, value_dim, splits)].split(
+        (tokens * query_heads * splits.most * value_dim, tokens * query_heads * splits.most)
+    )
+    return outputs.view(*shape, value_dim), sums.view(shape)
+
+
+def verify_attention(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    out: torch.Tensor,
+    token_table: torch.Tensor,
+    tokens: Tokens,
+    splits: Splits,
+    blocks: Blocks,
+    buffers: tuple[torch.Tensor, torch.Tensor],
+    scaling: float,
+    cap: float = 0.0,
+) -> None:
+    """Write causal attention of the new tokens over their requests' rows of the table into ``out``.
+
+    Args:
+        queries: [tokens, query_heads, key_dim].
+        keys, values: the pool's buffers, [slots, kv_heads, key_dim or value_dim]; the new tokens' are written.
+        out: [tokens, query_heads, value_dim].
+        token_table: int32 [rows, width], slots of each request's tokens.
+        tokens: whose tokens these are.
+        splits: how contexts are split.
+        blocks: sizes of the products; :data:`EXACT` for a decode's own arithmetic.
+        buffers: of :func:`partial_buffers`; requests that do not fit together are computed one group
+            after another.
+        scaling: factor on query-key products.
+        cap: bound of tanh on them, 0 for none.
+    """
+    from sglang.kernels.ops.attention.decode_attention import _decode_softmax_reducev_fwd
+
+    partial, lse = buffers
+    group, most = queries.shape[1] // keys.shape[1], splits.most
+    for first, last, begin, end in _groups(tokens.counts, len(partial)):
+        row_blocks = triton.cdiv(max(tokens.counts[first:last]) * group, blocks.rows + blocks.more_rows)
+        _verify_attention[(row_blocks * most, keys.shape[1], last - first)](
+            queries, keys, values, partial, lse, token_table, tokens.rows, tokens.prefixes, tokens.starts, most, scaling,
+            queries.stride(0), queries.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
+            token_table.stride(0), partial.stride(0), partial.stride(1), partial.stride(2), first,
+            GROUP=group, KEY_DIM=keys.shape[2], VALUE_DIM=values.shape[2],
+            PADDED_DIM=triton.next_power_of_2(keys.shape[2]), PADDED_VALUE_DIM=triton.next_power_of_2(values.shape[2]),
+            ROW_BLOCKS=row_blocks, M=blocks.rows, MORE=blocks.more_rows, N=blocks.tokens, SPLIT_TILE=splits.tile,
+            CAP=cap, num_warps=blocks.warps, num_stages=blocks.stages,
+        )  # fmt: skip
+        ends, parts = tokens.ends[begin : end + 1], tokens.parts[begin:end]
+        _decode_softmax_reducev_fwd(partial, lse, queries[begin:end], out[begin:end], 1.0, values, ends, parts, most)
+
+
+def _groups(counts: Sequence[int], room: int) -> Iterator[tuple[int, int, int, int]]:
+    """Requests whose tokens fit together: first, one past the last, and the same of their tokens."""
+    first = begin = end = 0
+    for index, count in enumerate(counts):
+        if index > first and end + count - begin > room:
+            yield first, index, begin, end
+            first, begin = index, end
+        end += count
+    if counts:
+        yield first, len(counts), begin, end
