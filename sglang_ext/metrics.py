@@ -24,6 +24,7 @@ class KVMetrics:
         fallbacks: tokens served with full KV, by reason.
         held_bytes: bytes of KV in compressed slots.
         query_bytes: bytes of queries kept for compressors.
+        round_seconds: times of the last round in lockstep, by part: a draft, the rest, or a step of plain decoding.
     """
 
     model_name: str
@@ -34,6 +35,7 @@ class KVMetrics:
     fallbacks: object = None
     held_bytes: object = None
     query_bytes: object = None
+    round_seconds: object = None
 
     @classmethod
     def create(cls, server_args: "KVServerArgs") -> "KVMetrics":
@@ -72,6 +74,12 @@ class KVMetrics:
                 LABELS,
                 multiprocess_mode="mostrecent",
             ),
+            round_seconds=Gauge(
+                "sglang_ext:round_seconds",
+                "Seconds on the device in the last round: one draft, the rest with the verification, or a plain step.",
+                (*LABELS, "part"),
+                multiprocess_mode="mostrecent",
+            ),
         )
 
     def count_drafts(self, drafts: int) -> None:
@@ -90,6 +98,14 @@ class KVMetrics:
         """Count tokens served with full KV; ``reason`` is an index into ``FALLBACK_REASONS``."""
         if self.fallbacks is not None:
             self.fallbacks.labels(self.model_name, FALLBACK_REASONS[reason]).inc(answers)
+
+    def observe_round(self, drafts: int, drafting: float, whole: float) -> None:
+        """Report a round's seconds: of all its drafts, and of all of it."""
+        if self.round_seconds is None:
+            return
+        parts = {"draft": drafting / drafts, "rest": whole - drafting} if drafts else {"step": whole}
+        for part, seconds in parts.items():
+            self.round_seconds.labels(self.model_name, part).set(seconds)
 
     def observe_pool(self, views: "CompressedViews") -> None:
         """Report the bytes in compressed slots, and of queries."""

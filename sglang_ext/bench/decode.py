@@ -12,10 +12,11 @@ still runs on the full KV, and what is rejected is rolled back. Several P are me
 import argparse
 import json
 import random
+import re
 import statistics
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
 
@@ -58,6 +59,8 @@ class Result:
         token_ms: milliseconds per output token of each request, median of the waves.
         gain: stock's milliseconds over these; None before stock was measured.
         limit_ms: the least that the bandwidth allows; None without a GPU.
+        parts_ms: milliseconds of the last round's parts: draft, rest, step (metrics.py).
+        memory_gib: GiB of device memory in use after the waves; None without a GPU.
         waves: what was measured.
     """
 
@@ -70,6 +73,8 @@ class Result:
     gain: float | None
     limit_ms: float | None
     waves: list[Wave]
+    parts_ms: dict[str, float] = field(default_factory=dict)
+    memory_gib: float | None = None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,6 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--compressor", default="snapkv", help="names, separated by commas")
     add("--budget", default="0.125", help="shares, separated by commas")
     add("--draft-length", default="16", help="numbers, or auto, separated by commas")
+    add("--also", action="append", default=[], metavar="BUDGET:DRAFTS", help="also run the first compressor with this pair, beside all combinations")
     add("--force-acceptance", metavar="P", help="accept each draft with this probability; several separated by commas")
     add("--baseline", action="append", default=[], metavar="FLAGS", help="also run stock SGLang with these flags, for example '--speculative-algorithm NGRAM'")
     add("--server-arg", action="append", default=[], metavar="FLAGS", help="flags of all servers")
@@ -99,6 +105,7 @@ def run(args: argparse.Namespace) -> int:
     if max(forced_acceptances(args)) > 1:
         raise BenchError(f"--force-acceptance {args.force_acceptance!r}: pass probabilities up to 1")
     contexts, batches = _numbers(args.context_len, "--context-len"), _numbers(args.batch, "--batch")
+    servers = list(settings(args))
     prompts = make_prompts(args, max(batches), contexts)
     bandwidth = decode_limit.measure_bandwidth()
     if bandwidth:
@@ -107,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder:
         logs = args.logs or Path(folder)
         logs.mkdir(parents=True, exist_ok=True)
-        for setting in settings(args):
+        for setting in servers:
             print(f"{setting.name}: starting", flush=True)
             for result in run_setting(args, setting, prompts, batches, results, bandwidth, logs):
                 results.append(result)
@@ -132,14 +139,25 @@ def settings(args: argparse.Namespace) -> Iterator[Setting]:
     yield Setting("stock")
     for flags in args.baseline:
         yield Setting(flags.replace("--", "").replace(" ", "-"), words([flags]))
-    schedule = () if args.force_acceptance is None else ("--kv-schedule", "lockstep")
-    for compressor in args.compressor.split(","):
-        for budget in _numbers(args.budget, "--budget", float):
-            for drafts in args.draft_length.split(","):
-                length = None if drafts == "auto" else _numbers(drafts, "--draft-length")[0]
-                flags = ("--kv-mode", "verified", "--kv-compressor", compressor, "--kv-budget", f"{budget:g}")
-                name = f"{compressor}-{budget:g}-x{drafts}"
-                yield Setting(name, (*flags, *schedule, "--kv-draft-length", drafts), budget, length)
+    compressors = args.compressor.split(",")
+    budgets = [budget for budget in args.budget.split(",") if budget]
+    for compressor, budget, drafts in product(compressors, budgets, args.draft_length.split(",")):
+        yield verified(args, compressor, budget, drafts)
+    for pair in args.also:
+        budget, separator, drafts = pair.partition(":")
+        if not separator:
+            raise BenchError(f"--also {pair!r}: pass a budget and a draft length, for example 0.0625:24")
+        yield verified(args, compressors[0], budget, drafts)
+
+
+def verified(args: argparse.Namespace, compressor: str, budget: str, drafts: str) -> Setting:
+    """A server of verified decoding."""
+    share = _numbers(budget, "--budget", float)[0]
+    length = None if drafts == "auto" else _numbers(drafts, "--draft-length")[0]
+    flags = ["--kv-mode", "verified", "--kv-compressor", compressor, "--kv-budget", f"{share:g}", "--kv-draft-length", drafts]
+    if args.force_acceptance is not None:
+        flags += ["--kv-schedule", "lockstep"]
+    return Setting(f"{compressor}-{share:g}-x{drafts}", tuple(flags), share, length)
 
 
 def make_prompts(
@@ -177,7 +195,7 @@ def run_setting(
     logs: Path,
 ) -> Iterator[Result]:
     """Start the setting's server and decode each batch at each context."""
-    common = ("--dtype", args.dtype, *words(args.server_arg))
+    common = ("--dtype", args.dtype, "--enable-metrics", *words(args.server_arg))
     forced = setting.budget is not None and args.force_acceptance is not None
     acceptances = forced_acceptances(args) if forced else [None]
     with ServerProcess(
@@ -198,8 +216,19 @@ def run_setting(
                     )
                     for _ in range(args.repeats)
                 ]
-                result = summarize(args, setting, context, waves, before, bandwidth)
-                yield replace(result, acceptance=acceptance, prefill=statistics.median(prefills or [0.0]))
+                yield replace(
+                    summarize(args, setting, context, waves, before, bandwidth),
+                    acceptance=acceptance,
+                    prefill=statistics.median(prefills or [0.0]),
+                    parts_ms=read_parts(server.request("metrics")),
+                    memory_gib=decode_limit.memory_in_use(),
+                )
+
+
+def read_parts(metrics: str) -> dict[str, float]:
+    """Milliseconds of the last round's parts, from a server's ``/metrics`` page."""
+    found = re.findall(r'^sglang_ext:round_seconds\{[^}]*part="(\w+)"[^}]*\} (\S+)$', metrics, re.MULTILINE)
+    return {part: 1000 * float(seconds) for part, seconds in found}
 
 
 def summarize(
@@ -246,6 +275,7 @@ def line(result: Result) -> str:
     fallbacks = sum(wave.fallbacks for wave in result.waves)
     if fallbacks:
         parts.append(f"{fallbacks} requests ended on full KV")
+    parts += [f"{part} {ms:.2f} ms" for part, ms in result.parts_ms.items()]
     parts.append(f"first token {1000 * result.prefill:.0f} ms")
     return "  ".join(parts)
 

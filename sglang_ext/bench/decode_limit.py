@@ -80,3 +80,13 @@ def measure_bandwidth() -> float | None:
     del numbers
     torch.cuda.empty_cache()
     return size / best * 1000
+
+
+def memory_in_use() -> float | None:
+    """GiB of the first GPU's memory that are in use, whoever uses them; None without one."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / 2**30

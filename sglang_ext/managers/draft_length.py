@@ -63,6 +63,24 @@ def _mix(old: float | None, new: float) -> float:
     return new if old is None else (1 - NEW_TIME) * old + NEW_TIME * new
 
 
+@dataclass(frozen=True)
+class FixedLength:
+    """A draft length that was asked for.
+
+    Attributes:
+        drafts: of each iteration.
+    """
+
+    drafts: int
+
+    def choose(self, probabilities: Sequence[float]) -> int:
+        """:attr:`drafts`, whatever was measured."""
+        return self.drafts
+
+    def observe(self, batch: int, drafts: int, drafting: float, whole: float) -> None:
+        """Nothing is learned."""
+
+
 @dataclass
 class DraftLength:
     """Chooses the draft length of each iteration.

@@ -65,15 +65,15 @@ class Lockstep:
         worker: whose states, views and queries these are.
         graphs: captured verifications, None where CUDA graphs are off.
         simulation: forced acceptance, None outside benchmarks.
-        pace: chooses draft lengths; None for the longest, always.
+        pace: chooses draft lengths, and keeps the times of rounds.
     """
 
     def __init__(
         self,
         worker: "KVWorker",
         graphs: "VerifyGraphs | None",
-        simulation: Simulation | None = None,
-        pace: Pace | None = None,
+        simulation: Simulation | None,
+        pace: Pace,
     ):
         self.worker = worker
         self.graphs = graphs
@@ -83,25 +83,21 @@ class Lockstep:
 
     def begin(self, states: list[RequestState], tokens: torch.Tensor) -> None:
         """A prefill ran. Its first tokens need not be kept: the scheduler relays them on the device."""
-        if self.pace is not None:
-            self.pace.interrupt()
+        self.pace.interrupt()
 
     def decode(
         self, batch: "ScheduleBatch", states: list[RequestState], on_publish=None
     ) -> GenerationBatchResult:
         """One round of all requests."""
-        wanted = self.worker.stride - 1 if self.pace is None else self.pace.begin(states)
-        round_ = self._plan(batch, states, wanted)
-        if self.pace is not None:
-            self.pace.planned(len(states), round_.drafts)
+        round_ = self._plan(batch, states, self.pace.begin(states))
+        self.pace.planned(len(states), round_.drafts)
         bonus = batch.spec_info.bonus_tokens
         slots = self._slots(batch, round_.drafts + 1)
         if self.worker.strict:
             exact = {state.row: length for state, length in zip(states, round_.lengths)}
             integrity.check(exact, slots.flatten(), self.worker.views)
         drafted = self._draft(batch, round_, bonus, slots)
-        if self.pace is not None:
-            self.pace.drafted()
+        self.pace.drafted()
         if round_.drafts:
             output, sampled = self._verify(batch, round_, torch.cat([bonus[:, None], drafted], 1), slots)
         else:

@@ -6,7 +6,8 @@ import torch
 
 from sglang_ext.core import RequestState
 from sglang_ext.managers.clock import Mark
-from sglang_ext.managers.draft_length import DraftLength
+from sglang_ext.managers.draft_length import DraftLength, FixedLength
+from sglang_ext.metrics import KVMetrics
 
 
 @dataclass
@@ -42,10 +43,12 @@ class Pace:
     Attributes:
         lengths: the choice.
         device: whose work is timed.
+        metrics: told of each iteration's times.
     """
 
-    lengths: DraftLength
+    lengths: DraftLength | FixedLength
     device: torch.device
+    metrics: KVMetrics
     _running: Timed | None = None
     _pending: list[Timed] = field(default_factory=list)
 
@@ -75,4 +78,6 @@ class Pace:
         self._pending = [timed for timed in self._pending if not timed.complete]
         for timed in done:
             drafting = timed.planned.until(timed.drafted)
-            self.lengths.observe(timed.batch, timed.drafts, drafting, timed.planned.until(timed.next))
+            whole = timed.planned.until(timed.next)
+            self.lengths.observe(timed.batch, timed.drafts, drafting, whole)
+            self.metrics.observe_round(timed.drafts, drafting, whole)

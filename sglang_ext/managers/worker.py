@@ -18,7 +18,7 @@ from sglang_ext.layers.attention import torch_native, verify_graphs
 from sglang_ext.layers.attention.verify_attention import VerifyAttention
 from sglang_ext.layers.attention.views import BetweenSteps
 from sglang_ext.managers import integrity, meta_info
-from sglang_ext.managers.draft_length import DraftLength
+from sglang_ext.managers.draft_length import DraftLength, FixedLength
 from sglang_ext.managers.eligibility import fallback_reason
 from sglang_ext.managers.lockstep import Lockstep, RoundResult
 from sglang_ext.managers.pace import Pace
@@ -130,9 +130,9 @@ class KVWorker(BaseSpecWorker):
         tree_cache.on_release = self.forget
         tree_cache.insert_generated = not self.lossy
         if args.kv_schedule == "lockstep":
-            pace = None
-            if args.kv_draft_length == "auto" and not self.lossy:
-                pace = Pace(DraftLength(self.stride - 1), torch.device(self.model_runner.device))
+            longest = self.stride - 1
+            lengths = DraftLength(longest) if args.kv_draft_length == "auto" else FixedLength(longest)
+            pace = Pace(lengths, torch.device(self.model_runner.device), self.metrics)
             self.schedule = Lockstep(self, self._graphs, self.simulation, pace)
         else:
             self.schedule = Staggered(self)

@@ -72,12 +72,13 @@ def arguments(folder, *flags):
 
 def test_each_combination_is_a_setting_after_stock_and_baselines(tmp_path):
     args = arguments(
-        tmp_path, "--baseline", "--speculative-algorithm NGRAM", "--budget", "0.25,0.125", "--draft-length", "8,auto"
-    )
+        tmp_path, "--baseline", "--speculative-algorithm NGRAM", "--budget", "0.25,0.125", "--draft-length", "8,auto",
+        "--also", "0.0625:24",
+    )  # fmt: skip
     found = list(decode.settings(args))
     assert [s.name for s in found][:3] == ["stock", "speculative-algorithm-NGRAM", "snapkv-0.25-x8"]
-    assert len(found) == 6 and found[-1].arguments[-1] == "auto"
-    assert [s.draft_length for s in found] == [None, None, 8, None, 8, None]
+    assert [s.name for s in found][3:] == ["snapkv-0.25-xauto", "snapkv-0.125-x8", "snapkv-0.125-xauto", "snapkv-0.0625-x24"]
+    assert [s.draft_length for s in found] == [None, None, 8, None, 8, None, 24]
 
 
 def test_a_gain_is_over_stock_at_the_same_context_and_batch(tmp_path):
@@ -91,7 +92,7 @@ def test_a_gain_is_over_stock_at_the_same_context_and_batch(tmp_path):
     assert "gain  2.00" in decode.line(ours) and "1 requests ended on full KV" in decode.line(ours)
 
 
-@pytest.mark.parametrize("flags", [("--batch", "0"), ("--context-len", "many"), ("--force-acceptance", "1.5")])
+@pytest.mark.parametrize("flags", [("--batch", "0"), ("--context-len", "many"), ("--force-acceptance", "1.5"), ("--also", "0.5")])
 def test_bad_options_are_refused_before_a_server_starts(tmp_path, flags):
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
     with pytest.raises(BenchError, match=flags[0]):
@@ -105,3 +106,12 @@ def test_a_text_too_short_for_the_prompts_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(decode, "load_tokenizer", lambda model: tokenizer)
     with pytest.raises(BenchError, match="has 3 tokens"):
         decode.make_prompts(arguments(tmp_path, "--prompt-file", str(tmp_path / "text")), 2, [16])
+
+
+def test_times_of_a_round_are_read_from_the_metrics_page():
+    page = """# HELP sglang_ext:round_seconds Seconds
+sglang_ext:round_seconds{model_name="m",part="draft"} 0.0065
+sglang_ext:round_seconds{model_name="m",part="rest"} 0.025
+sglang_ext:drafts_total{model_name="m"} 16.0
+"""
+    assert decode.read_parts(page) == {"draft": 6.5, "rest": 25.0}

@@ -11,6 +11,7 @@ from sglang_ext.core import Acceptance, RequestState
 from sglang_ext.managers.clock import Mark
 from sglang_ext.managers.draft_length import LOOK_AGAIN, DraftLength, expected_tokens
 from sglang_ext.managers.pace import Pace
+from sglang_ext.metrics import KVMetrics
 
 
 @given(st.floats(0, 1), st.integers(0, 64))
@@ -85,7 +86,7 @@ class Machine:
     def __init__(self, monkeypatch):
         self.now = 0.0
         monkeypatch.setattr(Mark, "now", lambda device: Mark(seconds=self.now))
-        self.pace = Pace(DraftLength(8), torch.device("cpu"))
+        self.pace = Pace(DraftLength(8), torch.device("cpu"), KVMetrics("model"))
 
     def iterate(self, drafts, planning, drafting, rest, batch=2):
         states = [RequestState(rid=str(i), row=i, seed=0) for i in range(batch)]

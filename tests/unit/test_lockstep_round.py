@@ -9,7 +9,10 @@ from hypothesis import strategies as st
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
 from sglang_ext.core import FALLBACK_REASONS, CompressedView, RequestState
+from sglang_ext.managers.draft_length import FixedLength
 from sglang_ext.managers.lockstep import Lockstep, Round
+from sglang_ext.managers.pace import Pace
+from sglang_ext.metrics import KVMetrics
 from sglang_ext.managers.planner import NEIGHBOUR, NO_FREE_SLOTS, SHORT_CONTEXT
 from sglang_ext.managers.sampling import Sampled
 
@@ -57,7 +60,8 @@ def schedule(views=None, lossy=False, stride=5):
         views=views or Views(), lossy=lossy, stride=stride, strict=False, metrics=metrics,
         model_runner=SimpleNamespace(war_fastpath_read_done_event="earlier"),
     )
-    return Lockstep(worker, graphs=None)
+    pace = Pace(FixedLength(worker.stride - 1), torch.device("cpu"), KVMetrics("model"))
+    return Lockstep(worker, None, None, pace)
 
 
 def batch(lengths, reqs=None):
