@@ -72,6 +72,12 @@ class KVServerArgs(ServerArgs):
         NS("memory"),
     ] = "auto"
 
+    kv_max_burst: A[
+        int | None,
+        "Tokens that a request gets in one piece at most, from 2: caps the draft length, for an even stream.",
+        NS("memory"),
+    ] = None
+
     def __post_init__(self) -> None:
         """Check the flags, prepare SGLang's own options for the mode, then let SGLang resolve."""
         options.check_flags(self)

@@ -19,8 +19,9 @@ FALLBACK_REASONS: tuple[str, ...] = (
 )
 # Evidence that a request begins with: drafts accepted and rejected, at a probability of 0.9.
 PRIOR = (4.5, 0.5)
-# Weight of what was seen before, at each verification.
+# Weight of what was seen before, at each verification: of one request, and of all.
 MEMORY = 0.9
+LONG_MEMORY = 0.99
 
 
 @dataclass
@@ -53,15 +54,22 @@ class Acceptance:
 
     Attributes:
         accepted, rejected: decayed counts, with the prior.
+        memory: weight of what was seen before, at each verification.
     """
 
     accepted: float = PRIOR[0]
     rejected: float = PRIOR[1]
+    memory: float = MEMORY
+
+    @classmethod
+    def expecting(cls, probability: float) -> "Acceptance":
+        """With the prior's weight for another probability."""
+        return cls(sum(PRIOR) * probability, sum(PRIOR) * (1 - probability))
 
     def observe(self, offered: int, accepted: int) -> None:
         """Count a verification; drafts after the first that was rejected say nothing."""
-        self.accepted = MEMORY * self.accepted + accepted
-        self.rejected = MEMORY * self.rejected + (accepted < offered)
+        self.accepted = self.memory * self.accepted + accepted
+        self.rejected = self.memory * self.rejected + (accepted < offered)
 
     @property
     def probability(self) -> float:

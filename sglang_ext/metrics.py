@@ -38,13 +38,13 @@ class KVMetrics:
     round_seconds: object = None
 
     @classmethod
-    def create(cls, server_args: "KVServerArgs") -> "KVMetrics":
-        """Define the metrics when ``--enable-metrics`` asks for them.
+    def create(cls, server_args: "KVServerArgs", counts: bool = True) -> "KVMetrics":
+        """Define the metrics when ``--enable-metrics`` asks for them and this process ``counts``.
 
         prometheus_client must be imported after SGLang prepared its multi-process folder.
         """
         name = server_args.served_model_name or server_args.model_path
-        if not server_args.enable_metrics:
+        if not (server_args.enable_metrics and counts):
             return cls(name)
         from prometheus_client import Counter, Gauge, Histogram
 
@@ -99,11 +99,11 @@ class KVMetrics:
         if self.fallbacks is not None:
             self.fallbacks.labels(self.model_name, FALLBACK_REASONS[reason]).inc(answers)
 
-    def observe_round(self, drafts: int, drafting: float, whole: float) -> None:
-        """Report a round's seconds: of all its drafts, and of all of it."""
+    def observe_round(self, drafts: int, steps: int, drafting: float, whole: float) -> None:
+        """Report a round's seconds: of all its drafts, and of all of it, ``steps`` of plain decoding without any."""
         if self.round_seconds is None:
             return
-        parts = {"draft": drafting / drafts, "rest": whole - drafting} if drafts else {"step": whole}
+        parts = {"draft": drafting / drafts, "rest": whole - drafting} if drafts else {"step": whole / steps}
         for part, seconds in parts.items():
             self.round_seconds.labels(self.model_name, part).set(seconds)
 

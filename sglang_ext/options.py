@@ -59,7 +59,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "the prefix tree must count compressed slots",
         "leave it out, or use --kv-mode full",
     ),
-    Refusal("--tp-size", lambda a: a.tp_size > 1, "tensor parallelism is untested", "use --tp-size 1"),
     Refusal("--dp-size", lambda a: a.dp_size > 1, "data parallelism is untested", "use --dp-size 1"),
     Refusal("--pp-size", lambda a: a.pp_size > 1, "a draft needs all layers in one process", "use --pp-size 1"),
     Refusal(
@@ -121,6 +120,12 @@ def check_flags(args: "KVServerArgs") -> None:
             f"--kv-budget is {args.kv_budget}; it is the share of the KV cache that is kept: pass "
             "a number above 0 and at most 1, for example 0.25"
         )
+    burst = args.kv_max_burst
+    if burst is not None and not (isinstance(burst, int) and burst >= 2):
+        raise OptionError(
+            f"--kv-max-burst is {burst}; a round gives at least a draft and the verifier's token: pass a whole number "
+            "from 2, or leave it out"
+        )
     length = args.kv_draft_length
     if length != "auto" and not (isinstance(length, int) and 1 <= length <= MAX_DRAFT_LENGTH):
         raise OptionError(
@@ -135,7 +140,8 @@ def parse_draft_length(text: str) -> int | str:
 
 def longest_draft(args: "KVServerArgs") -> int:
     """Tokens drafted before a verification at most."""
-    return AUTO_DRAFT_LENGTH if args.kv_draft_length == "auto" else args.kv_draft_length
+    longest = AUTO_DRAFT_LENGTH if args.kv_draft_length == "auto" else args.kv_draft_length
+    return longest if args.kv_max_burst is None else min(longest, args.kv_max_burst - 1)
 
 
 def _one_of(flag: str, value: object, allowed: tuple[str, ...]) -> None:

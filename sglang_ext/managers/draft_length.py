@@ -4,20 +4,37 @@
 the one at which the batch gains most tokens per second (VeriCache, equation (11), with the times measured
 instead of modelled). A probability ``p`` per token that a draft is accepted gives, at ``x`` drafts, a mean of
 ``(1 - p^(x+1)) / (1 - p)`` tokens. Length 0 is plain decoding with full KV: where drafting does not pay, nothing
-is drafted, but for a short round now and then that looks whether it would.
+is drafted, but for a short round now and then that looks whether it would. Times are kept apart by
+:class:`Load`, as steps depend on the batch and on the context.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 # Weight of a new time among those before it.
 NEW_TIME = 0.2
 # Another length must be that much better before it is taken: times are noisy.
 HYSTERESIS = 1.03
-# Iterations after which the mode that is not in use is measured again.
-LOOK_AGAIN = 256
-# Plain steps, then rounds, that are run first to measure their times.
-FIRST_LOOKS = 3
+# Tokens of a request after which the mode that is not in use is measured again.
+LOOK_AGAIN = 1024
+# Plain rounds, then rounds with drafts, that are run first to measure their times.
+FIRST_LOOKS = 2
+# Drafts of a round that only looks: enough for the time of one, few to lose.
+LOOK_DRAFTS = 4
+
+
+class Load(NamedTuple):
+    """What times are kept apart by: powers of 2 that hold the requests of a batch and their mean context."""
+
+    requests: int
+    context: int
+
+    @classmethod
+    def of(cls, lengths: Sequence[int]) -> "Load":
+        """Of requests with so many tokens."""
+        mean = sum(lengths) // len(lengths)
+        return cls((len(lengths) - 1).bit_length(), mean.bit_length())
 
 
 def expected_tokens(probability: float, drafts: int) -> float:
@@ -29,30 +46,31 @@ def expected_tokens(probability: float, drafts: int) -> float:
 
 @dataclass
 class Times:
-    """What was measured and chosen for one batch size; seconds, None until seen.
+    """What was measured and chosen for one load; seconds, None until seen.
 
     Attributes:
-        step: an iteration of plain decoding, from its beginning to the next one's.
+        step: a step of plain decoding; the time to the next iteration counts.
         draft: a draft in a round.
         rest: a round without its drafts, to the beginning of the next.
-        plain_steps, rounds: how many were seen.
+        plain_rounds, rounds: how many were seen, without drafts and with.
         chosen: drafts of the last choice; None before the first.
-        since: choices since the mode that is not in use was measured.
+        since: tokens since the mode that is not in use was measured.
     """
 
     step: float | None = None
     draft: float | None = None
     rest: float | None = None
-    plain_steps: int = 0
+    plain_rounds: int = 0
     rounds: int = 0
     chosen: int | None = None
     since: int = 0
 
-    def observe(self, drafts: int, drafting: float, whole: float) -> None:
-        """Take an iteration's seconds: its drafts', and all of it."""
+    def observe(self, drafts: int, steps: int, drafting: float, whole: float) -> None:
+        """Take an iteration's seconds: its drafts', and all of it; ``steps`` of plain decoding without any."""
+        self.since += steps or drafts
         if drafts == 0:
-            self.step = _mix(self.step, whole)
-            self.plain_steps += 1
+            self.step = _mix(self.step, whole / steps)
+            self.plain_rounds += 1
             return
         self.draft = _mix(self.draft, drafting / drafts)
         self.rest = _mix(self.rest, whole - drafting)
@@ -73,11 +91,7 @@ class FixedLength:
 
     drafts: int
 
-    def choose(self, probabilities: Sequence[float]) -> int:
-        """:attr:`drafts`, whatever was measured."""
-        return self.drafts
-
-    def observe(self, batch: int, drafts: int, drafting: float, whole: float) -> None:
+    def observe(self, load: Load, drafts: int, steps: int, drafting: float, whole: float) -> None:
         """Nothing is learned."""
 
 
@@ -87,34 +101,33 @@ class DraftLength:
 
     Attributes:
         longest: drafts at most, which the captured verification has room for.
-        times: by batch size.
+        times: by load.
     """
 
     longest: int
-    times: dict[int, Times] = field(default_factory=dict)
+    times: dict[Load, Times] = field(default_factory=dict)
 
-    def choose(self, probabilities: Sequence[float]) -> int:
+    def choose(self, load: Load, probabilities: Sequence[float]) -> int:
         """Drafts of the next iteration for a batch with these probabilities, from 0 to :attr:`longest`."""
-        times = self.times.setdefault(len(probabilities), Times())
-        if times.plain_steps < FIRST_LOOKS:
+        times = self.times.setdefault(load, Times())
+        if times.plain_rounds < FIRST_LOOKS:
             return 0
         if times.rounds < FIRST_LOOKS:
-            return self.longest
+            return min(LOOK_DRAFTS, self.longest)
         best = self._best(times, probabilities)
         last = best if times.chosen is None else times.chosen
         if self._rate(times, probabilities, best) < HYSTERESIS * self._rate(times, probabilities, last):
             best = last
         times.chosen = best
-        times.since += 1
         if times.since >= LOOK_AGAIN:
             times.since = 0
-            # A short round shows acceptance and times; a plain step shows its time.
-            return 0 if best else min(4, self.longest)
+            # A short round shows acceptance and times; a plain one shows its time.
+            return 0 if best else min(LOOK_DRAFTS, self.longest)
         return best
 
-    def observe(self, batch: int, drafts: int, drafting: float, whole: float) -> None:
-        """Take an iteration's seconds; see :class:`Times`."""
-        self.times.setdefault(batch, Times()).observe(drafts, drafting, whole)
+    def observe(self, load: Load, drafts: int, steps: int, drafting: float, whole: float) -> None:
+        """Take an iteration's seconds; see :meth:`Times.observe`."""
+        self.times.setdefault(load, Times()).observe(drafts, steps, drafting, whole)
 
     def _best(self, times: Times, probabilities: Sequence[float]) -> int:
         return max(range(self.longest + 1), key=lambda drafts: self._rate(times, probabilities, drafts))

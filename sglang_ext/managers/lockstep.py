@@ -3,8 +3,9 @@
 A round is one call of SGLang's scheduler: drafts replay the target model's graphs of one token a request,
 the verification replays a graph of its own (verify_graphs.py). Nothing in a round waits for the device, so
 SGLang's scheduler stays overlapped: it prepares the next round while one runs. A request that has no copy
-drafts on its full KV, and loses nothing by it. Where a request in the batch cannot be drafted exactly, all
-decode one token with full KV.
+drafts on its full KV, and loses nothing by it. Where nothing is drafted (round_plan.py), a round is a few
+steps of plain decoding; their number is known before they run, so that the next round is launched while
+they do.
 """
 
 from dataclasses import dataclass
@@ -15,11 +16,13 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.utils import GenerationBatchResult
 
 from sglang_ext.core import RequestState
+from sglang_ext.device import to_device
 from sglang_ext.layers.attention.views import BetweenSteps
 from sglang_ext.managers import forward, integrity, meta_info
 from sglang_ext.managers.pace import Pace
-from sglang_ext.managers.planner import CURABLE, NEIGHBOUR, SLOWER, ensure_copy
-from sglang_ext.managers.sampling import Sampled, Sampling, to_device
+from sglang_ext.managers.planner import CURABLE
+from sglang_ext.managers.round_plan import Round, RoundPlanner
+from sglang_ext.managers.sampling import Row, Sampled, Sampling, SamplingCache
 from sglang_ext.managers.simulation import Simulation
 from sglang_ext.mem_cache.query_window import Recorded
 
@@ -28,27 +31,6 @@ if TYPE_CHECKING:
 
     from sglang_ext.layers.attention.verify_graphs import VerifyGraphs
     from sglang_ext.managers.worker import KVWorker
-
-
-@dataclass(frozen=True)
-class Round:
-    """What the requests of a batch do in one iteration.
-
-    Attributes:
-        states: draft states of the requests.
-        drafts: tokens that each drafts before the verification; 0 for one token without drafts.
-        lengths: tokens of each request whose full KV is in the pool.
-        rows: row of the token table that each request's drafts read.
-        viewed: tokens in that row before the round.
-        fallbacks: why each request is served with full KV in this round; 0 where it is not.
-    """
-
-    states: list[RequestState]
-    drafts: int
-    lengths: list[int]
-    rows: list[int]
-    viewed: list[int]
-    fallbacks: list[int]
 
 
 @dataclass
@@ -80,6 +62,10 @@ class Lockstep:
         self.simulation = simulation
         self.pace = pace
         self.table = worker.views.token_table
+        self.planner = RoundPlanner(worker.views, worker.stride, worker.lossy)
+        self._samplings = SamplingCache(worker.model_runner)
+        # When the plan that was written last was taken from pinned memory.
+        self._plan_taken: torch.cuda.Event | None = None
 
     def begin(self, states: list[RequestState], tokens: torch.Tensor) -> None:
         """A prefill ran. Its first tokens need not be kept: the scheduler relays them on the device."""
@@ -89,20 +75,16 @@ class Lockstep:
         self, batch: "ScheduleBatch", states: list[RequestState], on_publish=None
     ) -> GenerationBatchResult:
         """One round of all requests."""
-        round_ = self._plan(batch, states, self.pace.begin(states))
-        self.pace.planned(len(states), round_.drafts)
-        bonus = batch.spec_info.bonus_tokens
-        slots = self._slots(batch, round_.drafts + 1)
+        round_ = self.planner.plan(batch, states, self.pace.begin(batch, states))
+        self.pace.planned(len(states), round_.drafts, round_.steps)
+        bonus, slots = batch.spec_info.bonus_tokens, self._slots(batch, round_.width)
         if self.worker.strict:
+            self.worker.ranks.check_alike("a round", (round_.width, round_.rows, round_.viewed, round_.fallbacks))
             exact = {state.row: length for state, length in zip(states, round_.lengths)}
             integrity.check(exact, slots.flatten(), self.worker.views)
-        drafted = self._draft(batch, round_, bonus, slots)
-        self.pace.drafted()
         if round_.drafts:
-            output, sampled = self._verify(batch, round_, torch.cat([bonus[:, None], drafted], 1), slots)
-        else:
-            output, sampled = self._decode_one(batch, round_, bonus, slots)
-        return self._result(batch, round_, drafted, output, sampled, on_publish)
+            return self._draft_and_verify(batch, round_, bonus, slots, on_publish)
+        return self._decode_plainly(batch, round_, bonus, slots, on_publish)
 
     def account(self, batch: "ScheduleBatch", result: RoundResult) -> None:
         """Count a round's outcome, once it is on the host."""
@@ -117,76 +99,101 @@ class Lockstep:
                 state.count_verify(round_.drafts, answers - 1)
                 metrics.count_drafts(round_.drafts)
                 metrics.count_verify(answers)
+                self.worker.typical.observe(round_.drafts, answers - 1)
             state.fallback = fallback
             meta_info.fill(req, state)
         metrics.observe_pool(self.worker.views)
-
-    def _plan(self, batch: "ScheduleBatch", states: list[RequestState], wanted: int) -> Round:
-        """Copies are made or renewed, draft rows written; ``wanted`` tokens are drafted at most."""
-        views, lengths = self.worker.views, batch.seq_lens_cpu.tolist()
-        longest = max(r.sampling_params.max_new_tokens - len(r.output_ids) for r in batch.reqs) - 1
-        drafts = max(0, min(wanted, longest))
-        able = all(self._can_draft(req, state) for req, state in zip(batch.reqs, states))
-        headroom = 2 * self.worker.stride * len(states)
-        rows, viewed, fallbacks = [], [], []
-        for state, length in zip(states, lengths):
-            incurable = state.fallback not in CURABLE
-            reason = state.fallback if incurable else NEIGHBOUR
-            if able:
-                useful = wanted or self.worker.lossy
-                reason = ensure_copy(views, state, length, headroom) if useful else SLOWER
-            view = None if reason else views.get(state.row)
-            if view is not None:
-                views.write_tail(state.row, length)
-            rows.append(state.row if view is None else views.draft_row(state.row))
-            viewed.append(length if view is None else view.kept + length - view.covered)
-            fallbacks.append(reason)
-        if self.worker.lossy or all(fallbacks):
-            drafts = 0
-        return Round(states, drafts, lengths, rows, viewed, fallbacks)
-
-    def _can_draft(self, req, state: RequestState) -> bool:
-        return state.fallback in CURABLE and req.grammar is None
 
     def _slots(self, batch: "ScheduleBatch", width: int) -> torch.Tensor:
         """Where the KV of each request's next ``width`` tokens lies: int64 [requests, width]."""
         places = batch.seq_lens[:, None] + torch.arange(width, device=self.table.device)
         return self.table[batch.req_pool_indices[:, None], places].long()
 
-    def _draft(
-        self, batch: "ScheduleBatch", round_: Round, tokens: torch.Tensor, slots: torch.Tensor
-    ) -> torch.Tensor:
-        """The drafts of a round: int64 [requests, drafts]."""
-        if not round_.drafts:
-            return tokens.new_empty(len(tokens), 0)
-        rows, viewed = self._extend_rows(round_, slots)
+    def _draft_and_verify(
+        self, batch: "ScheduleBatch", round_: Round, bonus: torch.Tensor, slots: torch.Tensor, on_publish
+    ) -> RoundResult:
+        """Drafts, their verification, and of both the longest prefix that full KV would have given."""
+        steps = self._steps(batch, round_, round_.drafts, bonus, slots)
+        drafted = torch.stack([sampled.tokens for _, sampled in steps], dim=1)
+        self.pace.drafted()
+        output, sampled = self._verify(batch, round_, torch.cat([bonus[:, None], drafted], 1), slots)
+        answers, accepted = self._accept(batch, drafted, sampled)
+        lengths = batch.seq_lens + accepted
+        # The event marks an earlier read of the token table than the round's last one.
+        self.worker.model_runner.war_fastpath_read_done_event = None
+        if on_publish is not None:
+            on_publish(lengths)
+        return self._result(batch, round_, answers, accepted, lengths, sampled, output)
+
+    def _decode_plainly(
+        self, batch: "ScheduleBatch", round_: Round, bonus: torch.Tensor, slots: torch.Tensor, on_publish
+    ) -> RoundResult:
+        """A few tokens of each request, one by one over its full KV, or in lossy mode over its copy."""
+        lengths = batch.seq_lens + round_.steps
+        if on_publish is not None:
+            on_publish(lengths)
+        steps = self._steps(batch, round_, round_.steps, bonus, slots)
+        self.pace.drafted()
+        answers = torch.stack([sampled.tokens for _, sampled in steps], dim=1)
+        accepted = torch.full_like(batch.seq_lens, round_.steps)
+        output, sampled = steps[-1]
+        return self._result(batch, round_, answers, accepted, lengths, sampled, output)
+
+    def _steps(
+        self, batch: "ScheduleBatch", round_: Round, count: int, tokens: torch.Tensor, slots: torch.Tensor
+    ) -> list[tuple[LogitsProcessorOutput, Sampled]]:
+        """``count`` tokens of each request, one after another, over the rows of the round.
+
+        Args:
+            batch: whose requests these are.
+            round_: what they do.
+            count: tokens of each.
+            tokens: int64 [requests], the newest token of each.
+            slots: int64 [requests, at least count], where their KV is written.
+        """
+        rows, viewed = self._extend_rows(batch, round_, slots)
         viewed_cpu = torch.tensor(round_.viewed)
-        sampling = self._sampling(batch, round_, 1, logprobs=False)
-        drafted = []
-        for count in range(round_.drafts):
-            self._await_plan()
+        plain = not round_.drafts
+        sampling = self._sampling(batch, round_, 1, plain and batch.return_logprob)
+        done = []
+        for index in range(count):
             inputs = forward.Inputs(
                 tokens=tokens,
-                positions=batch.seq_lens + count,
-                slots=slots[:, count].contiguous(),
+                positions=batch.seq_lens + index,
+                slots=slots[:, index].contiguous(),
                 rows=rows,
-                lengths=viewed + count + 1,
-                lengths_cpu=viewed_cpu + count + 1,
+                lengths=viewed + index + 1,
+                lengths_cpu=viewed_cpu + index + 1,
                 counts=[1] * len(round_.rows),
             )
-            output = forward.run(self.worker.model_runner, batch, inputs)
-            tokens = sampling.draw(output.next_token_logits, inputs.positions).tokens
-            drafted.append(tokens)
-        return torch.stack(drafted, dim=1)
+            with self.worker.queries.recording(_to_record(round_, index) if plain else ()):
+                output = self._forward(batch, inputs)
+            sampled = sampling.draw(output.next_token_logits, inputs.positions)
+            tokens = sampled.tokens
+            done.append((output, sampled))
+        return done
 
-    def _extend_rows(self, round_: Round, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Let the rows that drafts read lead to ``slots``, int64 [requests, width]; the rows, and tokens before."""
+    def _forward(self, batch: "ScheduleBatch", inputs: forward.Inputs) -> LogitsProcessorOutput:
+        """One forward; the plan of the graph before has been taken from the memory that the next is written to."""
+        runner = self.worker.model_runner
+        if self._plan_taken is not None:
+            self._plan_taken.synchronize()
+        output = forward.run(runner, batch, inputs, self.worker.verifier)
+        self._plan_taken = getattr(runner, "war_fastpath_read_done_event", None)
+        return output
+
+    def _extend_rows(
+        self, batch: "ScheduleBatch", round_: Round, slots: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Let the rows that a round reads lead to ``slots``, int64 [requests, width]; the rows, and tokens before."""
+        if round_.on_full_kv:
+            return batch.req_pool_indices, batch.seq_lens
         views, width = self.worker.views, slots.shape[1]
         rows, viewed = (to_device(values, slots.device) for values in (round_.rows, round_.viewed))
         places = viewed[:, None] + torch.arange(width, device=slots.device)
         self.table[rows[:, None], places] = slots.to(self.table.dtype)
-        for state, length, reason in zip(round_.states, round_.lengths, round_.fallbacks):
-            if not reason:
+        for state, row, length in zip(round_.states, round_.rows, round_.lengths):
+            if row != state.row:
                 views.tail_written(state.row, length + width)
         return rows, viewed
 
@@ -206,83 +213,64 @@ class Lockstep:
             Recorded(state.row, i * width, (i + 1) * width, length)
             for i, (state, length) in enumerate(zip(round_.states, round_.lengths))
         )
-        self._await_plan()
         if graphs is not None:
             output = graphs.verify(batch, inputs)
             self.worker.queries.keep_replayed(rows)
         else:
             with self.worker.queries.recording(rows):
-                output = forward.run(self.worker.model_runner, batch, inputs, self.worker.verifier)
+                output = self._forward(batch, inputs)
         sampling = self._sampling(batch, round_, width, batch.return_logprob)
-        return output, sampling.draw(output.next_token_logits, inputs.positions)
-
-    def _decode_one(
-        self, batch: "ScheduleBatch", round_: Round, tokens: torch.Tensor, slots: torch.Tensor
-    ) -> tuple[LogitsProcessorOutput, Sampled]:
-        """One token of each request, over its full KV, or in lossy mode over its copy."""
-        inputs = self._inputs(batch, round_, tokens[:, None], slots)
-        rows = tuple(
-            Recorded(state.row, i, i + 1, length)
-            for i, (state, length) in enumerate(zip(round_.states, round_.lengths))
-            if state.fallback in CURABLE
-        )
-        self._await_plan()
-        with self.worker.queries.recording(rows):
-            output = forward.run(self.worker.model_runner, batch, inputs)
-        sampling = self._sampling(batch, round_, 1, batch.return_logprob)
         return output, sampling.draw(output.next_token_logits, inputs.positions)
 
     def _inputs(
         self, batch: "ScheduleBatch", round_: Round, tokens: torch.Tensor, slots: torch.Tensor
     ) -> forward.Inputs:
-        """Tokens int64 [requests, width] after what each request has: all over full KV but in lossy mode."""
+        """Tokens int64 [requests, width] after what each request has, over full KV."""
         width, device = tokens.shape[1], tokens.device
-        lossy = self.worker.lossy
-        rows, lengths = self._extend_rows(round_, slots) if lossy else (batch.req_pool_indices, batch.seq_lens)
         return forward.Inputs(
             tokens=tokens.flatten(),
             positions=(batch.seq_lens[:, None] + torch.arange(width, device=device)).flatten(),
             slots=slots.flatten(),
-            rows=rows,
-            lengths=lengths + width,
-            lengths_cpu=torch.tensor(round_.viewed if lossy else round_.lengths) + width,
+            rows=batch.req_pool_indices,
+            lengths=batch.seq_lens + width,
+            lengths_cpu=torch.tensor(round_.lengths) + width,
             counts=[width] * len(tokens),
         )
 
     def _sampling(self, batch: "ScheduleBatch", round_: Round, width: int, logprobs: bool) -> Sampling:
-        rows = [
-            self.worker.sampling_row(i, state) for i, state in enumerate(round_.states) for _ in range(width)
-        ]
-        return Sampling.of(self.worker.model_runner, batch, rows, logprobs)
+        """How the rows of ``width`` tokens of each request are sampled."""
 
-    def _await_plan(self) -> None:
-        """Let the graph before take its plan from the pinned memory that the next plan is written to."""
-        event = getattr(self.worker.model_runner, "war_fastpath_read_done_event", None)
-        if event is not None:
-            event.synchronize()
+        def rows() -> list[Row]:
+            states = enumerate(round_.states)
+            return [self.worker.sampling_row(i, state) for i, state in states for _ in range(width)]
+
+        return self._samplings.get(batch, round_.states, width, logprobs, rows)
+
+    def _accept(
+        self, batch: "ScheduleBatch", drafted: torch.Tensor, sampled: Sampled
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Answers, int64 [requests, width], and how many of them count: agreeing drafts and the next token."""
+        answers = sampled.tokens.view(len(drafted), -1)
+        drafts = drafted.shape[1]
+        if self.simulation is None:
+            agreed = (answers[:, :drafts] == drafted).long().cumprod(1).sum(1)
+        else:
+            asked = to_device(self.simulation.probabilities(batch.reqs), drafted.device, torch.float32)
+            agreed = self.simulation.accept(answers, drafted, asked)
+        return answers, agreed + 1
 
     def _result(
         self,
         batch: "ScheduleBatch",
         round_: Round,
-        drafted: torch.Tensor,
-        output: LogitsProcessorOutput,
+        answers: torch.Tensor,
+        accepted: torch.Tensor,
+        lengths: torch.Tensor,
         sampled: Sampled,
-        on_publish,
+        output: LogitsProcessorOutput,
     ) -> RoundResult:
-        """Accept the longest prefix of the drafts that full KV would have given, and its next token."""
-        answers = sampled.tokens.view(len(drafted), -1)
-        width, drafts = answers.shape[1], round_.drafts
-        agreed = (answers[:, :drafts] == drafted).long().cumprod(1).sum(1)
-        if self.simulation is not None and drafts:
-            asked = to_device(self.simulation.probabilities(batch.reqs), drafted.device, torch.float32)
-            agreed = self.simulation.accept(answers, drafted, asked)
-        accepted = agreed + 1
-        lengths = batch.seq_lens + accepted
-        # The event marks an earlier read of the token table than the round's last one.
-        self.worker.model_runner.war_fastpath_read_done_event = None
-        if on_publish is not None:
-            on_publish(lengths)
+        """SGLang's result: ``answers``, int64 [requests, width], of which the first ``accepted`` count."""
+        width = answers.shape[1]
         shown = LogitsProcessorOutput(next_token_logits=None)
         if batch.return_logprob:
             sampled.fill_logprobs(shown, list(range(answers.numel())), stride=width)
@@ -292,8 +280,17 @@ class Lockstep:
             next_token_ids=answers.flatten(),
             accept_lens=accepted,
             new_seq_lens=lengths,
-            next_draft_input=BetweenSteps(answers.gather(1, agreed[:, None])[:, 0]),
+            next_draft_input=BetweenSteps(answers.gather(1, accepted[:, None] - 1)[:, 0]),
             speculative_num_draft_tokens=width,
             can_run_cuda_graph=self.graphs is not None,
             round=round_,
         )
+
+
+def _to_record(round_: Round, index: int) -> tuple[Recorded, ...]:
+    """The queries of a plain step; those of requests that are never drafted are of no use."""
+    return tuple(
+        Recorded(state.row, i, i + 1, length + index)
+        for i, (state, length) in enumerate(zip(round_.states, round_.lengths))
+        if state.fallback in CURABLE
+    )

@@ -1,13 +1,18 @@
 """Keeps the times of iterations, and chooses the draft length of the next by them."""
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
 from sglang_ext.core import RequestState
 from sglang_ext.managers.clock import Mark
-from sglang_ext.managers.draft_length import DraftLength, FixedLength
+from sglang_ext.managers.draft_length import DraftLength, FixedLength, Load
+from sglang_ext.managers.ranks import Ranks
 from sglang_ext.metrics import KVMetrics
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
 
 
 @dataclass
@@ -15,15 +20,19 @@ class Timed:
     """An iteration's marks; each is set as its work is launched.
 
     Attributes:
-        batch: requests.
+        load: of the requests.
+        requests: how many.
         drafts: of each request.
+        steps: of plain decoding, where none are drafted.
         planned: copies are made, drafting begins.
         drafted: the last draft is done.
         next: the next iteration of the same requests began; None when another kind of work came between.
     """
 
-    batch: int
+    load: Load
+    requests: int
     drafts: int
+    steps: int
     planned: Mark
     drafted: Mark | None = None
     next: Mark | None = None
@@ -44,26 +53,33 @@ class Pace:
         lengths: the choice.
         device: whose work is timed.
         metrics: told of each iteration's times.
+        ranks: who must choose alike.
     """
 
     lengths: DraftLength | FixedLength
     device: torch.device
     metrics: KVMetrics
+    ranks: Ranks = Ranks()
+    _load: Load | None = None
     _running: Timed | None = None
     _pending: list[Timed] = field(default_factory=list)
 
-    def begin(self, states: list[RequestState]) -> int:
+    def begin(self, batch: "ScheduleBatch", states: list[RequestState]) -> int:
         """An iteration of these requests begins: how many tokens they draft."""
         running, self._running = self._running, None
-        if running is not None and running.batch == len(states) and running.drafted is not None:
+        if running is not None and running.requests == len(states) and running.drafted is not None:
             running.next = Mark.now(self.device)
             self._pending.append(running)
         self._learn()
-        return self.lengths.choose([state.acceptance.probability for state in states])
+        self._load = Load.of(batch.seq_lens_cpu.tolist())
+        if isinstance(self.lengths, FixedLength):
+            return self.lengths.drafts
+        chosen = self.lengths.choose(self._load, [state.acceptance.probability for state in states])
+        return self.ranks.agree(chosen)
 
-    def planned(self, batch: int, drafts: int) -> None:
+    def planned(self, requests: int, drafts: int, steps: int) -> None:
         """Drafting begins; ``drafts`` may be fewer than were chosen."""
-        self._running = Timed(batch, drafts, Mark.now(self.device))
+        self._running = Timed(self._load, requests, drafts, steps, Mark.now(self.device))
 
     def drafted(self) -> None:
         """The drafts of the running iteration were launched."""
@@ -79,5 +95,5 @@ class Pace:
         for timed in done:
             drafting = timed.planned.until(timed.drafted)
             whole = timed.planned.until(timed.next)
-            self.lengths.observe(timed.batch, timed.drafts, drafting, whole)
-            self.metrics.observe_round(timed.drafts, drafting, whole)
+            self.lengths.observe(timed.load, timed.drafts, timed.steps, drafting, whole)
+            self.metrics.observe_round(timed.drafts, timed.steps, drafting, whole)

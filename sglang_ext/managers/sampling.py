@@ -11,6 +11,7 @@ request's output does not depend on its company.
 
 import dataclasses
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.sampling.sampling_params import TOP_K_ALL
 
+from sglang_ext.device import to_device
 from sglang_ext.managers.grammar import GrammarAfter
 
 if TYPE_CHECKING:
@@ -157,12 +159,44 @@ class Sampling:
         return out
 
 
-def to_device(
-    values: list, device: torch.device | str, dtype: torch.dtype = torch.int64
-) -> torch.Tensor:
-    """Values on the device, without waiting for it."""
-    host = torch.tensor(values, dtype=dtype, pin_memory=torch.device(device).type == "cuda")
-    return host.to(device, non_blocking=True)
+class SamplingCache:
+    """Keeps a batch's samplings while the same requests run: making one takes a dozen operations on the device.
+
+    Attributes:
+        model_runner: the target's.
+    """
+
+    def __init__(self, model_runner: "ModelRunner"):
+        self.model_runner = model_runner
+        self._owners: list = []
+        self._kept: dict[tuple[int, bool], Sampling] = {}
+
+    def get(
+        self, batch: "ScheduleBatch", states: list, width: int, logprobs: bool, rows: Callable[[], list[Row]]
+    ) -> Sampling:
+        """The sampling of ``width`` rows a request.
+
+        Args:
+            batch: whose requests these are.
+            states: their draft states; with the requests they say whether a sampling can be used again.
+            width: rows of each request.
+            logprobs: as for :meth:`Sampling.of`.
+            rows: makes the rows, where they are needed.
+        """
+        if _changes(batch.sampling_info):
+            return Sampling.of(self.model_runner, batch, rows(), logprobs)
+        owners = [*batch.reqs, *states]
+        if len(owners) != len(self._owners) or any(a is not b for a, b in zip(owners, self._owners)):
+            self._owners, self._kept = owners, {}
+        if (width, logprobs) not in self._kept:
+            self._kept[width, logprobs] = Sampling.of(self.model_runner, batch, rows(), logprobs)
+        return self._kept[width, logprobs]
+
+
+def _changes(info: "SamplingBatchInfo") -> bool:
+    """Whether what is sampled from depends on the output so far."""
+    penalties = (info.acc_additive_penalties, info.acc_scaling_penalties)
+    return any(p is not None for p in penalties) or bool(info.grammars) or info.has_custom_logit_processor
 
 
 def _sampling_batch(

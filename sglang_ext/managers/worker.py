@@ -13,7 +13,7 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
-from sglang_ext.core import RequestState
+from sglang_ext.core import LONG_MEMORY, Acceptance, RequestState
 from sglang_ext.layers.attention import torch_native, verify_graphs
 from sglang_ext.layers.attention.verify_attention import VerifyAttention
 from sglang_ext.layers.attention.views import BetweenSteps
@@ -23,6 +23,7 @@ from sglang_ext.managers.eligibility import fallback_reason
 from sglang_ext.managers.lockstep import Lockstep, RoundResult
 from sglang_ext.managers.pace import Pace
 from sglang_ext.managers.planner import CURABLE
+from sglang_ext.managers.ranks import Ranks
 from sglang_ext.managers.sampling import Row, Sampling
 from sglang_ext.managers.simulation import Simulation
 from sglang_ext.managers.staggered import Staggered
@@ -59,7 +60,10 @@ class KVWorker(BaseSpecWorker):
         self.layers = attention_scaling(self.model_runner.model)
         self.queries = QueryWindows(self.compressor.window, tuple(self.layers), self.stride)
         self.states: dict[int, RequestState] = {}
-        self.metrics = KVMetrics.create(server_args)
+        # Of all requests; a new one is expected to be like them.
+        self.typical = Acceptance(memory=LONG_MEMORY)
+        self.ranks = Ranks.of(self.model_runner.tp_group)
+        self.metrics = KVMetrics.create(server_args, self.ranks.first)
         self.strict = integrity.is_strict()
         device = torch.device(self.model_runner.device)
         self.simulation = Simulation.from_environment(device, server_args.kv_schedule)
@@ -105,13 +109,18 @@ class KVWorker(BaseSpecWorker):
             self.verifier = VerifyAttention(self.model_runner)
         if self.server_args.kv_schedule != "lockstep":
             return
-        attention = next(m for m in self.model_runner.model.modules() if is_attention(m))
+        attention = self._attention
         requests = max(self.server_args.cuda_graph_config.decode.bs or [0])
         like = torch.empty(0, dtype=self.model_runner.dtype, device=self.model_runner.device)
         with self.queries.capturing(
             requests * self.stride, attention.tp_q_head_num, attention.qk_head_dim, like
         ):
             self._graphs = verify_graphs.capture(self.model_runner, self.stride, self.verifier)
+
+    @property
+    def _attention(self) -> torch.nn.Module:
+        """Any of the model's attention layers."""
+        return next(module for module in self.model_runner.model.modules() if is_attention(module))
 
     def bind_tree_cache(self, tree_cache) -> None:
         """Build the compressed views once the prefix tree exists."""
@@ -126,13 +135,15 @@ class KVWorker(BaseSpecWorker):
             tree_cache=tree_cache,
             queries=self.queries,
         )
+        if self.views.buffers.on_gpu:
+            self.views.compile_kernels(self._attention.tp_q_head_num)
         tree_cache.views = self.views
         tree_cache.on_release = self.forget
         tree_cache.insert_generated = not self.lossy
         if args.kv_schedule == "lockstep":
             longest = self.stride - 1
             lengths = DraftLength(longest) if args.kv_draft_length == "auto" else FixedLength(longest)
-            pace = Pace(lengths, torch.device(self.model_runner.device), self.metrics)
+            pace = Pace(lengths, torch.device(self.model_runner.device), self.metrics, self.ranks)
             self.schedule = Lockstep(self, self._graphs, self.simulation, pace)
         else:
             self.schedule = Staggered(self)
@@ -219,6 +230,7 @@ class KVWorker(BaseSpecWorker):
             row=req.req_pool_idx,
             seed=noise_seed(req, self.server_args, self._admitted),
             fallback=fallback_reason(req),
+            acceptance=Acceptance.expecting(self.typical.probability),
         )
         meta_info.resume(req, state)
         self.states[req.req_pool_idx] = state

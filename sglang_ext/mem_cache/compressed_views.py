@@ -98,6 +98,15 @@ class CompressedViews:
         self._fill(row, view, tokens)
         return True
 
+    def compile_kernels(self, query_heads: int) -> None:
+        """Compress what lies in slot 0, which no request owns, so that no request waits for compilers."""
+        keys, tokens = self.buffers.keys[0], 4 * self.compressor.window + 64
+        slots = torch.zeros(tokens, dtype=torch.int64, device=keys.device)
+        window = keys.new_zeros(len(self.buffers.keys), self.compressor.window, query_heads, keys.shape[-1])
+        context = ContextKV(self.buffers, slots, window, tokens - self.compressor.window)
+        kept = self.compressor.select_all(context, tokens // 2)
+        self.buffers.copy_kept(kept[..., :1], slots, slots[:1])
+
     def _slots_for(self, row: int, count: int, headroom: int) -> torch.Tensor | None:
         """``count`` slots for the request in ``row``: those it has, grown or cut; None when full."""
         old = self._views.get(row)

@@ -8,10 +8,12 @@ with the hook active copy their queries to one buffer, from which the windows ar
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
+
+from sglang_ext.device import to_device
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,11 @@ class Recorded:
     start: int
     end: int
     position: int
+
+    def newest(self, count: int) -> "Recorded":
+        """The last ``count`` of the rows."""
+        skipped = max(0, self.end - self.start - count)
+        return replace(self, start=self.start + skipped, position=self.position + skipped)
 
 
 @dataclass
@@ -61,6 +68,8 @@ class QueryWindows:
     spare: int
     _kept: dict[int, Kept] = field(default_factory=dict)
     _running: tuple[Recorded, ...] = ()
+    _places: torch.Tensor | None = None
+    _picked: torch.Tensor | None = None
     _captured: torch.Tensor | None = None
 
     @property
@@ -78,12 +87,14 @@ class QueryWindows:
         if not self.window or not rows:
             yield
             return
-        self._running = rows
+        self._running = tuple(row.newest(self.span) for row in rows)
         try:
             with _active_windows(self):
                 yield
+            if self._picked is not None:
+                self._keep(self._running, self._picked)
         finally:
-            self._running = ()
+            self._running, self._places, self._picked = (), None, None
 
     @contextmanager
     def capturing(self, tokens: int, heads: int, head_dim: int, like: torch.Tensor) -> Iterator[None]:
@@ -108,29 +119,34 @@ class QueryWindows:
         index = self._index[layer_id]
         if not self._running:
             self._captured[index, : len(queries)] = queries
-        for row in self._running:
-            self._write(row, queries, index)
+            return
+        if self._picked is None:
+            places = [place for row in self._running for place in range(row.start, row.end)]
+            self._places = to_device(places, queries.device)
+            self._picked = queries.new_empty(len(self.layers), len(places), *queries.shape[1:])
+        # One operation a layer, whatever the requests.
+        torch.index_select(queries, 0, self._places, out=self._picked[index])
+
+    def _keep(self, rows: tuple[Recorded, ...], picked: torch.Tensor) -> None:
+        """Put ``picked``, [layers, rows' tokens, heads, head_dim], one row after another, into their rings."""
+        start = 0
+        for row in rows:
+            count = row.end - row.start
+            self._write(Recorded(row.key, start, start + count, row.position), picked)
+            start += count
 
     def keep_replayed(self, rows: tuple[Recorded, ...]) -> None:
         """Keep the queries of ``rows`` from the graph that was replayed last."""
         if self._captured is not None:
             for row in rows:
-                self._write(row, self._captured, slice(None))
+                self._write(row.newest(self.span), self._captured)
 
-    def _write(self, row: Recorded, queries: torch.Tensor, layers: int | slice) -> None:
-        """Put the newest of a row's queries into its ring.
-
-        Args:
-            row: where they lie.
-            queries: [tokens, heads, head_dim] of one layer, or with all layers before.
-            layers: the layer's index, or a slice over all.
-        """
-        count = min(row.end - row.start, self.span)
+    def _write(self, row: Recorded, queries: torch.Tensor) -> None:
+        """Put a row's queries, out of [layers, tokens, heads, head_dim], into its ring."""
         end = row.position + row.end - row.start
-        kept = self._ring(row.key, end - count, queries)
-        places = torch.arange(end - count, end, device=queries.device) % self.span
-        newest = queries[..., row.end - count : row.end, :, :]
-        kept.ring[layers, places] = newest
+        kept = self._ring(row.key, row.position, queries)
+        places = torch.arange(row.position, end, device=queries.device) % self.span
+        kept.ring.index_copy_(1, places, queries[:, row.start : row.end])
         kept.end = end
 
     def _ring(self, key: int, position: int, queries: torch.Tensor) -> Kept:

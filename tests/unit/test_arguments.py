@@ -43,6 +43,7 @@ def build(path, **flags):
         ({"kv_draft_length": 65}, ["--kv-draft-length", "65", "1 to 64"]),
         ({"kv_draft_length": "long"}, ["--kv-draft-length", "long", "or auto"]),
         ({"kv_schedule": "random"}, ["--kv-schedule", "'random'", "lockstep", "staggered"]),
+        ({"kv_max_burst": 1}, ["--kv-max-burst is 1", "from 2"]),
     ],
 )
 def test_a_value_out_of_range_is_refused(folder, flags, words):
@@ -55,7 +56,6 @@ def test_a_value_out_of_range_is_refused(folder, flags, words):
     ("flags", "option"),
     [
         ({"speculative_algorithm": "NGRAM"}, "--speculative-algorithm"),
-        ({"tp_size": 2}, "--tp-size"),
         ({"dp_size": 2}, "--dp-size"),
         ({"pp_size": 2}, "--pp-size"),
         ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),

@@ -1,6 +1,7 @@
 """The draft length that is chosen gains the most tokens per second, and notices when none pays."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from sglang_ext.core import Acceptance, RequestState
 from sglang_ext.managers.clock import Mark
-from sglang_ext.managers.draft_length import LOOK_AGAIN, DraftLength, expected_tokens
+from sglang_ext.managers.draft_length import LOOK_AGAIN, DraftLength, Load, expected_tokens
 from sglang_ext.managers.pace import Pace
 from sglang_ext.metrics import KVMetrics
 
@@ -32,16 +33,18 @@ def test_acceptance_finds_the_probability_per_token(p, seed):
     assert sum(seen[100:]) / 300 == pytest.approx(p, abs=0.08)
 
 
-def drive(chooser, times, p, iterations, batch=4):
+def drive(chooser, times, p, iterations, batch=4, plain_steps=4):
     """Run iterations on a machine with these (step, draft, rest) seconds; lengths chosen, and their speed."""
     step, draft, rest = times
+    load = Load.of([1000] * batch)
     lengths, tokens, seconds = [], 0.0, 0.0
     for _ in range(iterations):
-        drafts = chooser.choose([p] * batch)
-        whole = drafts * draft + rest if drafts else step
-        chooser.observe(batch, drafts, drafts * draft, whole)
+        drafts = chooser.choose(load, [p] * batch)
+        steps = 0 if drafts else plain_steps
+        whole = drafts * draft + rest if drafts else steps * step
+        chooser.observe(load, drafts, steps, drafts * draft, whole)
         lengths.append(drafts)
-        tokens += batch * (expected_tokens(p, drafts) if drafts else 1)
+        tokens += batch * (expected_tokens(p, drafts) if drafts else steps)
         seconds += whole
     return lengths, tokens / seconds
 
@@ -62,9 +65,16 @@ def test_it_comes_within_a_twentieth_of_the_best_fixed_length(p, draft, rest, lo
 def test_where_nothing_pays_full_kv_is_served_and_looked_past_now_and_then(times):
     chooser = DraftLength(16)
     drive(chooser, times, 0.2, 20)
-    lengths, speed = drive(chooser, times, 0.2, 4 * LOOK_AGAIN)
+    lengths, speed = drive(chooser, times, 0.2, LOOK_AGAIN)
     assert speed > 0.97 * 4
     assert 3 <= sum(x > 0 for x in lengths) <= 5
+
+
+@pytest.mark.parametrize("batch", [1, 8, 64])
+def test_a_short_answer_of_a_hopeless_compressor_loses_little_even_at_first(batch):
+    chooser = DraftLength(16)
+    _, speed = drive(chooser, (1.0, 0.9, 1.6), 0.0, 64, batch)
+    assert speed > 0.95 * batch
 
 
 def test_what_begins_to_pay_is_found():
@@ -74,10 +84,23 @@ def test_what_begins_to_pay_is_found():
     assert lengths[-1] > 8
 
 
-def test_a_new_batch_size_is_measured_before_it_is_judged():
+def test_a_new_load_is_measured_before_it_is_judged():
     chooser = DraftLength(8)
     lengths, _ = drive(chooser, (1.0, 0.3, 1.5), 0.9, 6, batch=3)
-    assert lengths == [0, 0, 0, 8, 8, 8]
+    assert lengths == [0, 0, 4, 4, 7, 7]
+    assert drive(chooser, (1.0, 0.3, 1.5), 0.9, 1, batch=4)[0] == [7], "four pad to the same graph as three"
+    assert drive(chooser, (1.0, 0.3, 1.5), 0.9, 1, batch=5)[0] == [0]
+
+
+@given(st.lists(st.integers(1, 100_000), min_size=1, max_size=70))
+def test_a_load_holds_its_requests_and_their_mean(lengths):
+    load, mean = Load.of(lengths), sum(lengths) // len(lengths)
+    assert 2**load.requests >= len(lengths) > 2 ** (load.requests - 1) - 0.5
+    assert 2**load.context > mean >= 2 ** (load.context - 1)
+
+
+def asked(requests):
+    return SimpleNamespace(seq_lens_cpu=torch.full((requests,), 500))
 
 
 class Machine:
@@ -90,16 +113,16 @@ class Machine:
 
     def iterate(self, drafts, planning, drafting, rest, batch=2):
         states = [RequestState(rid=str(i), row=i, seed=0) for i in range(batch)]
-        self.pace.begin(states)
+        self.pace.begin(asked(batch), states)
         self.now += planning
-        self.pace.planned(batch, drafts)
+        self.pace.planned(batch, drafts, 0 if drafts else 2)
         self.now += drafting
         self.pace.drafted()
         self.now += rest
 
     def times(self, batch=2):
-        self.pace.begin([])
-        return self.pace.lengths.times[batch]
+        self.pace.begin(asked(1), [])
+        return self.pace.lengths.times[Load.of([500] * batch)]
 
 
 def test_times_run_to_the_next_iteration_and_leave_out_copies(monkeypatch):
@@ -108,7 +131,7 @@ def test_times_run_to_the_next_iteration_and_leave_out_copies(monkeypatch):
     machine.iterate(0, planning=0.0, drafting=0.0, rest=0.7)
     machine.iterate(0, planning=0.0, drafting=0.0, rest=0.7)
     times = machine.times()
-    assert (times.draft, times.rest, times.step) == pytest.approx((0.5, 1.0, 0.7))
+    assert (times.draft, times.rest, times.step) == pytest.approx((0.5, 1.0, 0.35))
 
 
 def test_an_iteration_before_a_prefill_or_another_batch_tells_no_time(monkeypatch):

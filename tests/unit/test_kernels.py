@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-CHECKS = Path(__file__).with_name("kernel_checks.py")
+CHECKS = Path(__file__).parents[1] / "kernel_checks.py"
 
 
 @pytest.mark.parametrize("check", ["window_scores", "gather_kept", "verify_attention", "verify_attention_is_decode"])

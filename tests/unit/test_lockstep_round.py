@@ -8,12 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
-from sglang_ext.core import FALLBACK_REASONS, CompressedView, RequestState
+from sglang_ext.core import FALLBACK_REASONS, Acceptance, CompressedView, RequestState
 from sglang_ext.managers.draft_length import FixedLength
-from sglang_ext.managers.lockstep import Lockstep, Round
+from sglang_ext.managers.lockstep import Lockstep
 from sglang_ext.managers.pace import Pace
 from sglang_ext.metrics import KVMetrics
-from sglang_ext.managers.planner import NEIGHBOUR, NO_FREE_SLOTS, SHORT_CONTEXT
+from sglang_ext.managers.planner import NEIGHBOUR, NO_FREE_SLOTS, SHORT_CONTEXT, SLOWER
+from sglang_ext.managers.round_plan import PLAIN_STEPS, Round, RoundPlanner
 from sglang_ext.managers.sampling import Sampled
 
 ROWS = 8
@@ -57,11 +58,15 @@ def schedule(views=None, lossy=False, stride=5):
         observe_pool=lambda v: None,
     )
     worker = SimpleNamespace(
-        views=views or Views(), lossy=lossy, stride=stride, strict=False, metrics=metrics,
+        views=views or Views(), lossy=lossy, stride=stride, strict=False, metrics=metrics, typical=Acceptance(),
         model_runner=SimpleNamespace(war_fastpath_read_done_event="earlier"),
     )
     pace = Pace(FixedLength(worker.stride - 1), torch.device("cpu"), KVMetrics("model"))
     return Lockstep(worker, None, None, pace)
+
+
+def plan(asked, found, wanted, views=None, lossy=False):
+    return RoundPlanner(views or Views(), 5, lossy).plan(asked, found, wanted)
 
 
 def batch(lengths, reqs=None):
@@ -78,7 +83,7 @@ def states(count, **fallback):
 
 def test_each_drafts_on_its_copy_and_without_one_on_its_full_kv():
     views = Views(full=(2,))
-    planned = schedule(views)._plan(batch([200, 300, 40]), states(3), 4)
+    planned = plan(batch([200, 300, 40]), states(3), 4, views)
     assert planned.drafts == 4
     assert planned.rows == [1 + ROWS, 2, 3]
     assert planned.viewed == [50, 300, 40]
@@ -89,11 +94,11 @@ def test_each_drafts_on_its_copy_and_without_one_on_its_full_kv():
 def test_the_rows_that_drafts_read_lead_to_the_slots_of_the_drafts():
     views = Views(full=(2,))
     found, asked = schedule(views), batch([200, 300])
-    planned = found._plan(asked, states(2), 4)
-    slots = found._slots(asked, planned.drafts + 1)
+    planned = plan(asked, states(2), 4, views)
+    slots = found._slots(asked, planned.width)
     table = views.token_table.clone()
     assert torch.equal(slots, torch.stack([table[1, 200:205], table[2, 300:305]]).long())
-    found._extend_rows(planned, slots)
+    found._extend_rows(asked, planned, slots)
     assert views.token_table[1 + ROWS, 50:55].tolist() == slots[0].tolist()
     assert torch.equal(views.token_table[2], table[2]), "a request without a copy reads its own row"
     assert views.tails == [(1, 200), (1, 205)]
@@ -105,32 +110,80 @@ def test_the_rows_that_drafts_read_lead_to_the_slots_of_the_drafts():
     ids=["grammar", "penalty"],
 )
 def test_one_that_cannot_draft_has_all_decode_one_token_with_full_kv(reqs, fallback):
-    planned = schedule()._plan(batch([200, 300], reqs), states(2, **fallback), 4)
-    assert planned.drafts == 0 and planned.rows == [1, 2] and planned.viewed == [200, 300]
+    planned = plan(batch([200, 300], reqs), states(2, **fallback), 4)
+    assert (planned.drafts, planned.steps) == (0, 1) and planned.rows == [1, 2] and planned.viewed == [200, 300]
     assert planned.fallbacks == [NEIGHBOUR, fallback.get("r2", NEIGHBOUR)]
 
 
 def test_drafts_end_with_the_longest_output_and_lossy_drafts_none():
-    assert schedule()._plan(batch([200, 300], [request(2), request(3)]), states(2), 4).drafts == 2
-    assert schedule()._plan(batch([200], [request(1)]), states(1), 4).drafts == 0
-    planned = schedule(lossy=True)._plan(batch([200]), states(1), 4)
+    assert plan(batch([200, 300], [request(2), request(3)]), states(2), 4).drafts == 2
+    last = plan(batch([200], [request(1)]), states(1), 4)
+    assert (last.drafts, last.steps, last.rows, last.viewed) == (0, 1, [1], [200]), "a last token is one of full KV"
+    planned = plan(batch([200]), states(1), 4, lossy=True)
     assert planned.drafts == 0 and planned.rows == [1 + ROWS] and planned.viewed == [50]
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 500), st.integers(1, 30), st.booleans()), min_size=1, max_size=4),
+    st.integers(0, 8), st.sampled_from(["", "penalty", "min-p"]),
+)  # fmt: skip
+def test_no_token_of_verified_decoding_comes_from_a_copy_alone(requests, wanted, fallback):
+    found = states(len(requests))
+    if fallback:
+        found[0].fallback = FALLBACK_REASONS.index(fallback)
+    views = Views(full=[state.row for state, (_, _, full) in zip(found, requests) if full])
+    asked = batch([length for length, _, _ in requests], [request(missing) for _, missing, _ in requests])
+    planned = plan(asked, found, wanted, views)
+    assert bool(planned.drafts) != bool(planned.steps)
+    assert planned.drafts or (planned.on_full_kv and planned.viewed == planned.lengths)
+    assert planned.drafts <= wanted and planned.width <= max(missing for _, missing, _ in requests)
+
+
+def test_without_drafts_a_few_tokens_are_decoded_at_once_where_nothing_forbids_it():
+    planned = plan(batch([200, 300]), states(2), 0)
+    assert (planned.drafts, planned.steps, planned.width) == (0, PLAIN_STEPS, PLAIN_STEPS)
+    assert planned.rows == [1, 2] and set(planned.fallbacks) == {SLOWER}
+    assert plan(batch([200, 300], [request(1), request(2)]), states(2), 0).steps == 2
+    with_logprobs = batch([200])
+    with_logprobs.return_logprob = True
+    assert plan(with_logprobs, states(1), 0).steps == 1
 
 
 def outcome(drafted, answers, width=None):
     """The result of a round of one request that drafted ``drafted`` and verified to ``answers``."""
-    found, published = schedule(), []
-    round_ = Round(states(1), len(drafted), [100], [1], [100], [0])
+    found, published, asked = schedule(), [], batch([100])
+    round_ = Round(states(1), len(drafted), 0, [100], [1], [100], [0])
     tokens = torch.tensor([*answers, *[0] * ((width or len(answers)) - len(answers))])
-    sampled = Sampled(tokens, None, [], [])
-    result = found._result(
-        batch([100]), round_, torch.tensor([drafted], dtype=torch.int64).view(1, -1),
-        LogitsProcessorOutput(next_token_logits=None), sampled, published.append,
-    )
+    nothing = LogitsProcessorOutput(next_token_logits=None)
+    found._steps = lambda *_: [(nothing, sampled([token])) for token in drafted]
+    found._verify = lambda *_: (nothing, sampled(tokens))
+    found.pace = SimpleNamespace(drafted=lambda: None)
+    slots = torch.zeros(1, 1 + len(drafted))
+    result = found._draft_and_verify(asked, round_, torch.tensor([9]), slots, published.append)
     return found, result, published
 
 
-@given(st.lists(st.integers(0, 2), max_size=6), st.lists(st.integers(0, 2), min_size=7, max_size=7), st.integers(0, 2))
+def sampled(tokens):
+    return Sampled(torch.as_tensor(tokens), None, [], [])
+
+
+def test_plain_steps_are_published_before_they_run():
+    found, order = schedule(), []
+    nothing = LogitsProcessorOutput(next_token_logits=None)
+    found._steps = lambda *_: order.append("run") or [(nothing, sampled([token])) for token in (5, 6, 7)]
+    found.pace = SimpleNamespace(drafted=lambda: None)
+    round_ = Round(states(1), 0, 3, [100], [1], [100], [SLOWER])
+    result = found._decode_plainly(
+        batch([100]), round_, torch.tensor([9]), torch.zeros(1, 3), lambda n: order.append(n.tolist())
+    )
+    assert order == [[103], "run"]
+    assert result.next_token_ids.tolist() == [5, 6, 7] and result.accept_lens.tolist() == [3]
+    assert result.next_draft_input.bonus_tokens.tolist() == [7]
+    # SGLang's own decoding waits for the same event.
+    assert found.worker.model_runner.war_fastpath_read_done_event == "earlier"
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=6), st.lists(st.integers(0, 2), min_size=7, max_size=7), st.integers(0, 2))
 def test_accepted_is_what_one_by_one_decoding_gives(drafts, answers, spare):
     answers = answers[: len(drafts) + 1]
     expected = []

@@ -7,7 +7,7 @@ from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsPro
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_ext.managers.sampling import Row, select_rows
+from sglang_ext.managers.sampling import Row, SamplingCache, select_rows
 
 DISALLOWED = {"token_ids": [3]}
 
@@ -53,3 +53,30 @@ def test_a_logit_processor_comes_along_with_its_own_request_only():
     (processor, mask), = own.custom_logit_processor.values()
     assert own.has_custom_logit_processor and mask.tolist() == [True]
     assert processor(torch.zeros(1, 8), own.custom_params)[0, 3] == float("-inf")
+
+
+def kept(asked, cache, states, width=2):
+    asked.seq_lens = torch.tensor([5, 6])
+    return cache.get(asked, states, width, False, lambda: [Row(i, 11) for i in range(2) for _ in range(width)])
+
+
+def test_a_sampling_is_used_again_while_the_same_requests_run():
+    params, states = (SamplingParams(temperature=0), SamplingParams(temperature=1.0)), [object(), object()]
+    asked, cache = batch(params), SamplingCache(model_runner=None)
+    asked.sampling_info.has_custom_logit_processor = False
+    asked.sampling_info.custom_logit_processor = None
+    first = kept(asked, cache, states)
+    assert kept(asked, cache, states) is first
+    assert kept(asked, cache, states, width=1) is not first and kept(asked, cache, states) is first
+    # A retracted request comes back with another state, and other noise.
+    assert kept(asked, cache, [object(), states[1]]) is not first
+
+
+def test_what_depends_on_the_output_is_made_anew():
+    asked, cache, states = batch(PARAMS), SamplingCache(model_runner=None), [object(), object()]
+    assert kept(asked, cache, states) is not kept(asked, cache, states)
+    penalized = batch((SamplingParams(temperature=0), SamplingParams(temperature=0)))
+    penalized.sampling_info.has_custom_logit_processor = False
+    penalized.sampling_info.custom_logit_processor = None
+    penalized.sampling_info.acc_additive_penalties = torch.zeros(2, 8)
+    assert kept(penalized, cache, states) is not kept(penalized, cache, states)

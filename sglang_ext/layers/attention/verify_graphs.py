@@ -67,11 +67,20 @@ def capture(
     if model_runner.decode_cuda_graph_runner is None:
         return None
     name = model_runner.decode_attention_backend_str
-    backend = verifier or ATTENTION_BACKENDS[name](model_runner)
+    backend = verifier or _attention(model_runner, name)
     logger.info("sglang-ext: capturing verifications of %s tokens a request with %s", width, name)
     with speculative(model_runner):
         model_runner.graph_shared_output = GraphSharedOutput.create_for_model_runner(model_runner)
         return VerifyGraphs(model_runner, attn_backend=backend, speculative_num_draft_tokens=width)
+
+
+def _attention(model_runner: "ModelRunner", name: str) -> AttentionBackend:
+    """An instance of the model's own backend for verifications."""
+    if name != "flashinfer":
+        return ATTENTION_BACKENDS[name](model_runner)
+    from sglang_ext.layers.attention.verify_flashinfer import VerifyFlashInfer
+
+    return VerifyFlashInfer(model_runner, init_new_workspace=model_runner.init_new_workspace)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import triton.language as tl
 BLOCK = 32
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("count",))
 def _gather_kept(
     key_table,
     value_table,

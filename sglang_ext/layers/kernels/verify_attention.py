@@ -100,7 +100,7 @@ def _store(
     tl.store(lse + place // VALUE_DIM, best + tl.log(total), mask=mine)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("fixed_splits", "first_request"))
 def _verify_attention(
     queries, keys, values, partial, lse, token_table, rows, prefixes, starts, fixed_splits, scaling,
     query_token, query_head, key_slot, key_head, value_slot, value_head, table_row,

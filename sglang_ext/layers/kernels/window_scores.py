@@ -12,6 +12,8 @@ import triton.language as tl
 BLOCK = 64
 CHUNK_BLOCKS = 16
 LARGEST_ROWS = 128
+# Lengths differ from call to call: a kernel that was compiled for one serves all.
+LENGTHS = ("tokens", "first")
 
 
 @triton.jit
@@ -56,7 +58,7 @@ def _logits(
     return tl.where(seen, logits, float("-inf"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _normalizers(
     queries,
     key_table,
@@ -99,7 +101,7 @@ def _normalizers(
     tl.store(total + place, mass)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _means(
     queries,
     key_table,

@@ -1,0 +1,45 @@
+"""FlashInfer's plan of a captured verification, from lengths on the host.
+
+FlashInfer's own plan reads them back from the device, and so waits until all that was launched is done. SGLang has a
+plan without that for its draft models; lengths of a verification, where the new tokens count, are given to it here.
+"""
+
+from functools import partial
+
+import torch
+from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend, fast_prefill_plan
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+
+class VerifyFlashInfer(FlashInferAttnBackend):
+    """SGLang's ``flashinfer`` backend, for the graphs of verify_graphs.py."""
+
+    _lengths: torch.Tensor
+    _width: int
+
+    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
+        """Plan; SGLang's buffers of a batch are wrappers that are planned anew before each replay."""
+        batch = forward_batch.batch_size
+        self._width = forward_batch.spec_info.width
+        if not in_capture:
+            # Tokens that each request's last query attends to, padding included.
+            self._lengths = (forward_batch.seq_lens_cpu[:batch] + self._width).to(torch.int32)
+        super().init_forward_metadata_out_graph(forward_batch, in_capture)
+        if in_capture and self.prefill_backend == "fa2" and self.dispatch_reason is None:
+            # The first plan, which is FlashInfer's own, has made what the fast one needs.
+            for wrapper in self.prefill_cuda_graph_metadata[batch]:
+                wrapper.begin_forward = partial(self._plan, wrapper)
+
+    def _plan(self, wrapper, *args, **kwargs) -> None:
+        """SGLang's plan without a look at the device, with the lengths of this verification."""
+        count = len(self._lengths)
+        fast_prefill_plan(
+            wrapper,
+            *args,
+            **kwargs,
+            qo_indptr_host=torch.arange(count + 1, dtype=torch.int32) * self._width,
+            kv_indptr_host=torch.nn.functional.pad(self._lengths.cumsum(0), (1, 0)).to(torch.int32),
+            kv_lens_host=self._lengths,
+            max_q_len=self._width,
+            max_kv_len=int(self._lengths.max()),
+        )

@@ -1,0 +1,54 @@
+"""Real SGLang servers for tests: stock SGLang for the whole session, and one other at a time.
+
+``launch(*flags)`` starts the other one, or gives it back while it runs. With ``--numprocesses`` and
+``--dist=loadgroup`` each process has its own servers and its share of the cores.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from servers import Server, Servers
+
+ROOT = Path(__file__).parents[1]
+
+
+def pytest_configure() -> None:
+    """Servers of several processes share the cores."""
+    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
+
+
+@pytest.fixture(scope="session")
+def model() -> Path:
+    """The demo model's folder."""
+    from sglang_ext.demo_model import prepare
+
+    return prepare(ROOT / ".cache/models/SmolLM2-135M-Instruct")
+
+
+@pytest.fixture(scope="session")
+def launch(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Server]]:
+    """Start (or reuse) a server with these flags."""
+    servers = Servers(model, tmp_path_factory.mktemp("servers"))
+    yield servers.launch
+    servers.stop()
+
+
+@pytest.fixture(scope="session")
+def prompts(model: Path) -> list[list[int]]:
+    """Token ids of real text: source code and prose, 300 to 700 tokens each."""
+    import argparse
+    import inspect
+    import textwrap
+
+    import pydoc_data.topics
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    topics = "\n".join(list(pydoc_data.topics.topics.values())[:12])
+    texts = [inspect.getsource(argparse), topics, inspect.getsource(textwrap), topics[9000:]]
+    lengths = [300, 430, 560, 700]
+    return [tokenizer.encode(text[:8000])[:length] for text, length in zip(texts, lengths)]

@@ -1,0 +1,54 @@
+"""Verified decoding on a GPU: CUDA graphs, SGLang's overlapped scheduler, and stock's answers in bfloat16."""
+
+import pytest
+
+from servers import greedy
+
+pytestmark = pytest.mark.server
+
+COMMON = (
+    *("--dtype", "bfloat16", "--mem-fraction-static", "0.5", "--max-total-tokens", "60000"),
+    *("--cuda-graph-max-bs", "8", "--max-running-requests", "8"),
+)
+EXACT = (*COMMON, "--enable-deterministic-inference", "--attention-backend", "triton")
+VERIFIED = ("--kv-mode", "verified", "--kv-budget", "0.25")
+SEEDED = {"temperature": 0.8, "top_p": 0.95, "sampling_seed": 7, "max_new_tokens": 64, "ignore_eos": True}
+
+
+@pytest.mark.parametrize("drafts", ["16", "auto"])
+def test_in_deterministic_mode_answers_are_stocks_token_by_token(launch, prompts, drafts):
+    bodies = [greedy(64), {"sampling_params": SEEDED}]
+    expected = [launch(*EXACT).ask_all(prompts, 1, **body) for body in bodies]
+    verified = launch(*EXACT, *VERIFIED, "--kv-draft-length", drafts)
+    for body, answers in zip(bodies, expected):
+        for workers in (1, 4):
+            found = verified.ask_all(prompts, workers, **body)
+            assert [r["output_ids"] for r in found] == [r["output_ids"] for r in answers]
+            assert drafts == "auto" or all(r["meta_info"]["kv_drafts"] > 0 for r in found)
+
+
+@pytest.mark.parametrize("backend", ["flashinfer", "triton"])
+@pytest.mark.parametrize("mode", ["verified", "lossy"])
+def test_drafts_and_verifications_run_in_graphs(launch, prompts, backend, mode):
+    server = launch(*COMMON, "--attention-backend", backend, "--kv-mode", mode, "--kv-budget", "0.25")
+    answers = server.ask_all(prompts, 4, **greedy(64))
+    assert all(len(r["output_ids"]) == 64 for r in answers)
+    if mode == "verified":
+        assert all(r["meta_info"]["kv_accept_length"] > 1.5 for r in answers)
+    log = server.log.read_text(errors="replace")
+    assert (f"capturing verifications of 17 tokens a request with {backend}" in log) == (mode == "verified")
+    assert "disable_overlap_schedule=False" in log and "cuda graph: True" in log
+
+
+def test_without_graphs_and_staggered_it_drafts_too(launch, prompts):
+    for backend, more in (("triton", ("--disable-cuda-graph",)), ("flashinfer", ("--kv-schedule", "staggered"))):
+        server = launch(*COMMON, "--attention-backend", backend, *VERIFIED, *more)
+        answers = server.ask_all(prompts, 4, **greedy(40))
+        assert all(r["meta_info"]["kv_accept_length"] > 1.5 for r in answers)
+
+
+def test_deterministic_mode_refuses_a_backend_that_rounds_differently(launch):
+    from sglang_ext.bench import BenchError
+
+    with pytest.raises(BenchError, match="'flashinfer'.*torch_native, triton.*rounds differently"):
+        launch(*COMMON, "--enable-deterministic-inference", "--attention-backend", "flashinfer", *VERIFIED)
