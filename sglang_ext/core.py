@@ -18,10 +18,10 @@ FALLBACK_REASONS: tuple[str, ...] = (
     "slower",
 )
 # Evidence that a request begins with: drafts accepted and rejected, at a probability of 0.9.
-PRIOR = (4.5, 0.5)
+PRIOR = (1.8, 0.2)
 # Weight of what was seen before, at each verification: of one request, and of all.
 MEMORY = 0.9
-LONG_MEMORY = 0.99
+LONG_MEMORY = 0.95
 
 
 @dataclass

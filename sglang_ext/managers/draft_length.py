@@ -12,16 +12,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-# Weight of a new time among those before it.
+# Weight of a new time among those before it, once there are enough for a mean.
 NEW_TIME = 0.2
 # Another length must be that much better before it is taken: times are noisy.
 HYSTERESIS = 1.03
-# Tokens of a request after which the mode that is not in use is measured again.
-LOOK_AGAIN = 1024
 # Plain rounds, then rounds with drafts, that are run first to measure their times.
-FIRST_LOOKS = 2
+FIRST_PLAIN_ROUNDS, FIRST_ROUNDS = 2, 1
 # Drafts of a round that only looks: enough for the time of one, few to lose.
 LOOK_DRAFTS = 4
+# Tokens of a request after which the mode that is not in use is looked at again: plain steps cost nothing, a look
+# at drafting costs a few steps (and copies), so that each one in vain doubles the time to the next.
+LOOK_AT_PLAIN = 1024
+SHORTEST_PATIENCE, LONGEST_PATIENCE = 256, 1024
+# Where drafting is estimated to come this close to plain decoding, a round of it costs next to nothing.
+CLOSE, CLOSE_PATIENCE = 0.9, 16
 
 
 class Load(NamedTuple):
@@ -55,6 +59,7 @@ class Times:
         plain_rounds, rounds: how many were seen, without drafts and with.
         chosen: drafts of the last choice; None before the first.
         since: tokens since the mode that is not in use was measured.
+        patience: tokens before drafting is looked at again.
     """
 
     step: float | None = None
@@ -64,21 +69,23 @@ class Times:
     rounds: int = 0
     chosen: int | None = None
     since: int = 0
+    patience: int = SHORTEST_PATIENCE
 
     def observe(self, drafts: int, steps: int, drafting: float, whole: float) -> None:
         """Take an iteration's seconds: its drafts', and all of it; ``steps`` of plain decoding without any."""
         self.since += steps or drafts
         if drafts == 0:
-            self.step = _mix(self.step, whole / steps)
+            self.step = _mix(self.step, whole / steps, self.plain_rounds)
             self.plain_rounds += 1
             return
-        self.draft = _mix(self.draft, drafting / drafts)
-        self.rest = _mix(self.rest, whole - drafting)
+        self.draft = _mix(self.draft, drafting / drafts, self.rounds)
+        self.rest = _mix(self.rest, whole - drafting, self.rounds)
         self.rounds += 1
 
 
-def _mix(old: float | None, new: float) -> float:
-    return new if old is None else (1 - NEW_TIME) * old + NEW_TIME * new
+def _mix(old: float | None, new: float, seen: int) -> float:
+    weight = max(NEW_TIME, 1 / (seen + 1))
+    return new if old is None else (1 - weight) * old + weight * new
 
 
 @dataclass(frozen=True)
@@ -110,27 +117,37 @@ class DraftLength:
     def choose(self, load: Load, probabilities: Sequence[float]) -> int:
         """Drafts of the next iteration for a batch with these probabilities, from 0 to :attr:`longest`."""
         times = self.times.setdefault(load, Times())
-        if times.plain_rounds < FIRST_LOOKS:
+        if times.plain_rounds < FIRST_PLAIN_ROUNDS:
             return 0
-        if times.rounds < FIRST_LOOKS:
-            return min(LOOK_DRAFTS, self.longest)
-        best = self._best(times, probabilities)
-        last = best if times.chosen is None else times.chosen
-        if self._rate(times, probabilities, best) < HYSTERESIS * self._rate(times, probabilities, last):
-            best = last
+        look = min(LOOK_DRAFTS, self.longest)
+        if times.rounds < FIRST_ROUNDS:
+            return look
+        rates = [self._rate(times, probabilities, drafts) for drafts in range(self.longest + 1)]
+        best = max(range(len(rates)), key=rates.__getitem__)
+        if times.chosen is not None and rates[best] < HYSTERESIS * rates[times.chosen]:
+            best = times.chosen
         times.chosen = best
-        if times.since >= LOOK_AGAIN:
-            times.since = 0
-            # A short round shows acceptance and times; a plain one shows its time.
-            return 0 if best else min(LOOK_DRAFTS, self.longest)
-        return best
+        if best:
+            times.patience = SHORTEST_PATIENCE
+            return self._look(times, LOOK_AT_PLAIN, best, 0)
+        close = max(range(1, len(rates)), key=rates.__getitem__)
+        if rates[close] >= CLOSE * rates[0]:
+            return self._look(times, CLOSE_PATIENCE, 0, close)
+        drafts = self._look(times, times.patience, 0, look)
+        if drafts:
+            times.patience = min(LONGEST_PATIENCE, 2 * times.patience)
+        return drafts
+
+    def _look(self, times: Times, patience: int, best: int, other: int) -> int:
+        """``best``, or ``other`` when it is time to look at it."""
+        if times.since < patience:
+            return best
+        times.since = 0
+        return other
 
     def observe(self, load: Load, drafts: int, steps: int, drafting: float, whole: float) -> None:
         """Take an iteration's seconds; see :meth:`Times.observe`."""
         self.times.setdefault(load, Times()).observe(drafts, steps, drafting, whole)
-
-    def _best(self, times: Times, probabilities: Sequence[float]) -> int:
-        return max(range(self.longest + 1), key=lambda drafts: self._rate(times, probabilities, drafts))
 
     def _rate(self, times: Times, probabilities: Sequence[float], drafts: int) -> float:
         """Tokens per second of the batch."""
