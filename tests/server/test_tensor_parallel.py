@@ -1,0 +1,23 @@
+"""Ranks that hold some of the heads each make the same rounds, and together the answers of one."""
+
+import pytest
+
+from servers import STRICT, VERIFIED, greedy
+
+pytestmark = pytest.mark.server
+
+# The demo model's nine query and three KV heads divide by three.
+RANKS = ("--tp-size", "3", "--kv-schedule", "lockstep", "--kv-draft-length", "auto", "--kv-max-burst", "9")
+# Without it SGLang wants a NUMA node for each rank.
+CORES = {"SGLANG_CPU_OMP_THREADS_BIND": "0|0|0", "OMP_NUM_THREADS": "1"}
+
+
+def test_three_ranks_give_stocks_answers_and_decide_alike(stock, launch, prompts, expected):
+    # In strict mode a round that differs between ranks stops the server.
+    ranks = launch(*VERIFIED, *RANKS, env={**STRICT, **CORES})
+    found = ranks.ask_all(prompts[:2], **greedy(16))
+    assert [r["output_ids"] for r in found] == [ids[:16] for ids in expected[:2]]
+    assert sum(r["meta_info"]["kv_drafts"] for r in found) > 0
+    drafted = [line for line in ranks.request("metrics").splitlines() if line.startswith("sglang_ext:drafts_total")]
+    counted = sum(float(line.split()[-1]) for line in drafted)
+    assert counted == sum(r["meta_info"]["kv_drafts"] for r in found), "only one rank counts"
