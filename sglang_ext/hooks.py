@@ -190,6 +190,30 @@ USES: tuple[Use, ...] = (
         why="a batch's adapters are fetched before its forward (prepare_lora_batch is hooked on a CPU)",
         expects=("self", "new_loras", "running_loras"),
     ),
+    Use(
+        target="sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.get_spec_info",
+        why="its subclass tells attention backends the lengths of a captured verification",
+        expects=("self", "num_tokens"),
+    ),
+    Use(
+        target="sglang.kernels.ops.attention.decode_attention._decode_softmax_reducev_fwd",
+        why="parts of a verification's attention are merged as SGLang merges those of a decode",
+        expects=(
+            *("logits", "lse", "q", "o", "v_scale", "v_buffer", "kv_indptr"),
+            *("num_kv_splits", "max_kv_splits", "sinks", "use_pdl"),
+        ),
+    ),
+    Use(
+        target="sglang.srt.layers.attention.flashinfer_backend.fast_prefill_plan",
+        why="verifications are planned from lengths on the host",
+        expects=(
+            *("self", "qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len"),
+            *("num_qo_heads", "num_kv_heads", "head_dim_qk", "page_size", "head_dim_vo", "custom_mask", "causal"),
+            *("window_left", "q_data_type", "kv_data_type", "o_data_type", "non_blocking", "fixed_split_size"),
+            *("prefix_len_ptr", "token_pos_in_items_ptr", "token_pos_in_items_len", "max_item_len_ptr"),
+            *("qo_indptr_host", "kv_indptr_host", "kv_lens_host", "max_q_len", "max_kv_len"),
+        ),
+    ),
 )
 
 

@@ -24,6 +24,7 @@ COMMANDS = {
         "sglang_ext.bench.identity", "compare the tokens of verified decoding with stock SGLang's"
     ),
     "decode": Command("sglang_ext.bench.decode", "measure decode speed of stock SGLang and of verified decoding"),
+    "latency": Command("sglang_ext.bench.latency", "measure latency of both against the rate of requests"),
     "families": Command(
         "sglang_ext.bench.families", "identity on tiny random models of each supported family"
     ),

@@ -14,37 +14,17 @@ import json
 import random
 import re
 import statistics
-import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
 
-from sglang_ext.bench import BenchError, decode_limit, decode_wave, report
+from sglang_ext.bench import BenchError, decode_limit, decode_wave, report, settings
 from sglang_ext.bench.client import SamplingSettings
 from sglang_ext.bench.decode_limit import ModelBytes
 from sglang_ext.bench.decode_wave import Wave
-from sglang_ext.bench.identity_options import words
 from sglang_ext.bench.prompts import encode, load_tokenizer
-from sglang_ext.bench.server import ServerProcess
-from sglang_ext.managers.simulation import VARIABLE
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One server of the comparison.
-
-    Attributes:
-        name: for tables and logs.
-        arguments: its flags, beside those of all.
-        budget: of verified decoding; None for others.
-        draft_length: of verified decoding; None for others, and where it is chosen as it goes.
-    """
-
-    name: str
-    arguments: tuple[str, ...] = ()
-    budget: float | None = None
-    draft_length: int | None = None
+from sglang_ext.bench.settings import Setting, numbers
 
 
 @dataclass(frozen=True)
@@ -80,40 +60,24 @@ class Result:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command line."""
     add = parser.add_argument
-    add("--model", type=Path, required=True, help="Hugging Face folder; with --load-format dummy its config.json does")
     add("--context-len", default="32768", help="prompt tokens of each request, separated by commas")
     add("--batch", default="8,16", help="requests at once, separated by commas")
     add("--output-len", type=int, default=256, help="output tokens of each request")
-    add("--compressor", default="snapkv", help="names, separated by commas")
-    add("--budget", default="0.125", help="shares, separated by commas")
-    add("--draft-length", default="16", help="numbers, or auto, separated by commas")
-    add("--also", action="append", default=[], metavar="BUDGET:DRAFTS", help="also run the first compressor with this pair, beside all combinations")
-    add("--force-acceptance", metavar="P", help="accept each draft with this probability; several separated by commas")
-    add("--baseline", action="append", default=[], metavar="FLAGS", help="also run stock SGLang with these flags, for example '--speculative-algorithm NGRAM'")
-    add("--server-arg", action="append", default=[], metavar="FLAGS", help="flags of all servers")
+    settings.add_arguments(parser)
     add("--prompt-file", type=Path, help="take prompts from this text, by the model's tokenizer; default: random tokens")
     add("--repeats", type=int, default=3, help="waves of each batch")
-    add("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
-    add("--start-timeout", type=float, default=600, help="seconds")
-    add("--logs", type=Path, help="folder for the servers' logs")
-    add("--json", type=Path, help="write all measurements here")
-    add("--plot", type=Path, help="write a PNG of gains here")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure all settings, print a table; 0 when all could be measured."""
-    if max(forced_acceptances(args)) > 1:
-        raise BenchError(f"--force-acceptance {args.force_acceptance!r}: pass probabilities up to 1")
-    contexts, batches = _numbers(args.context_len, "--context-len"), _numbers(args.batch, "--batch")
-    servers = list(settings(args))
+    contexts, batches = numbers(args.context_len, "--context-len"), numbers(args.batch, "--batch")
+    servers = list(settings.all_of(args))
     prompts = make_prompts(args, max(batches), contexts)
     bandwidth = decode_limit.measure_bandwidth()
     if bandwidth:
         print(f"read bandwidth {bandwidth / 1e12:.2f} TB/s", flush=True)
     results: list[Result] = []
-    with tempfile.TemporaryDirectory() as folder:
-        logs = args.logs or Path(folder)
-        logs.mkdir(parents=True, exist_ok=True)
+    with settings.log_folder(args) as logs:
         for setting in servers:
             print(f"{setting.name}: starting", flush=True)
             for result in run_setting(args, setting, prompts, batches, results, bandwidth, logs):
@@ -125,39 +89,6 @@ def run(args: argparse.Namespace) -> int:
     if args.plot:
         write_plot(args.plot, results)
     return 0
-
-
-def forced_acceptances(args: argparse.Namespace) -> list[float]:
-    """What --force-acceptance asks for; none as a list of 0."""
-    if args.force_acceptance is None:
-        return [0.0]
-    return _numbers(args.force_acceptance, "--force-acceptance", float, zero=True)
-
-
-def settings(args: argparse.Namespace) -> Iterator[Setting]:
-    """Stock first, then other baselines, then each combination of verified decoding."""
-    yield Setting("stock")
-    for flags in args.baseline:
-        yield Setting(flags.replace("--", "").replace(" ", "-"), words([flags]))
-    compressors = args.compressor.split(",")
-    budgets = [budget for budget in args.budget.split(",") if budget]
-    for compressor, budget, drafts in product(compressors, budgets, args.draft_length.split(",")):
-        yield verified(args, compressor, budget, drafts)
-    for pair in args.also:
-        budget, separator, drafts = pair.partition(":")
-        if not separator:
-            raise BenchError(f"--also {pair!r}: pass a budget and a draft length, for example 0.0625:24")
-        yield verified(args, compressors[0], budget, drafts)
-
-
-def verified(args: argparse.Namespace, compressor: str, budget: str, drafts: str) -> Setting:
-    """A server of verified decoding."""
-    share = _numbers(budget, "--budget", float)[0]
-    length = None if drafts == "auto" else _numbers(drafts, "--draft-length")[0]
-    flags = ["--kv-mode", "verified", "--kv-compressor", compressor, "--kv-budget", f"{share:g}", "--kv-draft-length", drafts]
-    if args.force_acceptance is not None:
-        flags += ["--kv-schedule", "lockstep"]
-    return Setting(f"{compressor}-{share:g}-x{drafts}", tuple(flags), share, length)
 
 
 def make_prompts(
@@ -195,21 +126,12 @@ def run_setting(
     logs: Path,
 ) -> Iterator[Result]:
     """Start the setting's server and decode each batch at each context."""
-    common = ("--dtype", args.dtype, "--enable-metrics", *words(args.server_arg))
-    forced = setting.budget is not None and args.force_acceptance is not None
-    acceptances = forced_acceptances(args) if forced else [None]
-    with ServerProcess(
-        str(args.model),
-        (*common, *setting.arguments),
-        logs / f"{setting.name}.log",
-        start_timeout=args.start_timeout,
-        env={VARIABLE: str(acceptances[0])} if forced else {},
-    ) as server:
+    with settings.server(args, setting, logs) as server:
         sampling = SamplingSettings()
         for context, of_length in prompts.items():
             # The first prompt of a length also makes the server ready for it.
             prefills = [decode_wave.run(server, [prompt], sampling, 1)[0].times[0] for prompt in of_length][1:]
-            for batch, acceptance in product(batches, acceptances):
+            for batch, acceptance in product(batches, settings.acceptances(args, setting)):
                 waves = [
                     decode_wave.measure(
                         decode_wave.run(server, of_length[:batch], sampling, args.output_len, acceptance)
@@ -296,13 +218,3 @@ def write_plot(path: Path, results: list[Result]) -> None:
 
 def _label(result: Result) -> str:
     return result.setting if result.acceptance is None else f"{result.setting} p={result.acceptance:g}"
-
-
-def _numbers(text: str, flag: str, kind: type = int, zero: bool = False) -> list:
-    try:
-        numbers = [kind(part) for part in text.split(",")]
-    except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < 0 or (0 in numbers and not zero):
-        raise BenchError(f"{flag} {text!r}: pass numbers above 0, separated by commas")
-    return numbers

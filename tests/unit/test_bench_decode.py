@@ -5,9 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_ext.bench import BenchError, decode, decode_limit, decode_wave
+from sglang_ext.bench import BenchError, decode, decode_limit, decode_wave, settings
 from sglang_ext.bench.decode_limit import ModelBytes
 from sglang_ext.bench.decode_wave import Stream, Wave
+from sglang_ext.bench.settings import Setting
 
 QWEN3_8B = {
     "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
@@ -75,7 +76,7 @@ def test_each_combination_is_a_setting_after_stock_and_baselines(tmp_path):
         tmp_path, "--baseline", "--speculative-algorithm NGRAM", "--budget", "0.25,0.125", "--draft-length", "8,auto",
         "--also", "0.0625:24",
     )  # fmt: skip
-    found = list(decode.settings(args))
+    found = list(settings.all_of(args))
     assert [s.name for s in found][:3] == ["stock", "speculative-algorithm-NGRAM", "snapkv-0.25-x8"]
     assert [s.name for s in found][3:] == ["snapkv-0.25-xauto", "snapkv-0.125-x8", "snapkv-0.125-xauto", "snapkv-0.0625-x24"]
     assert [s.draft_length for s in found] == [None, None, 8, None, 8, None, 24]
@@ -85,9 +86,9 @@ def test_a_gain_is_over_stock_at_the_same_context_and_batch(tmp_path):
     args = arguments(tmp_path)
     wave = Wave(batch=8, seconds=1.0, tokens=800, first_token=0.1, accept_length=None, fallbacks=0)
     fast = Wave(batch=8, seconds=1.0, tokens=1600, first_token=0.1, accept_length=16.0, fallbacks=1)
-    stock = decode.summarize(args, decode.Setting("stock"), 4096, [wave], [], None)
-    ours = decode.summarize(args, decode.Setting("s", budget=0.1, draft_length=16), 4096, [fast], [stock], None)
-    other = decode.summarize(args, decode.Setting("s", budget=0.1, draft_length=16), 512, [fast], [stock], None)
+    stock = decode.summarize(args, Setting("stock"), 4096, [wave], [], None)
+    ours = decode.summarize(args, Setting("s", budget=0.1, draft_length=16), 4096, [fast], [stock], None)
+    other = decode.summarize(args, Setting("s", budget=0.1, draft_length=16), 512, [fast], [stock], None)
     assert stock.token_ms == 10 and ours.gain == 2 and other.gain is None
     assert "gain  2.00" in decode.line(ours) and "1 requests ended on full KV" in decode.line(ours)
 

@@ -1,0 +1,132 @@
+"""The servers that a speed benchmark compares: stock SGLang, other baselines, verified decoding."""
+
+import argparse
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+from sglang_ext.bench import BenchError
+from sglang_ext.bench.identity_options import words
+from sglang_ext.bench.server import ServerProcess
+from sglang_ext.managers.simulation import VARIABLE
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One server of the comparison.
+
+    Attributes:
+        name: for tables and logs.
+        arguments: its flags, beside those of all.
+        budget: of verified decoding; None for others.
+        draft_length: of verified decoding; None for others, and where it is chosen as it goes.
+    """
+
+    name: str
+    arguments: tuple[str, ...] = ()
+    budget: float | None = None
+    draft_length: int | None = None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command line that say what is compared, and where results go."""
+    add = parser.add_argument
+    add("--model", type=Path, required=True, help="Hugging Face folder; with --load-format dummy its config.json does")
+    add("--compressor", default="snapkv", help="names, separated by commas")
+    add("--budget", default="0.125", help="shares, separated by commas")
+    add("--draft-length", default="16", help="numbers, or auto, separated by commas")
+    add("--also", action="append", default=[], metavar="BUDGET:DRAFTS", help="also run the first compressor with this pair, beside all combinations")
+    add("--force-acceptance", metavar="P", help="accept each draft with this probability; several separated by commas")
+    add("--baseline", action="append", default=[], metavar="FLAGS", help="also run stock SGLang with these flags, for example '--speculative-algorithm NGRAM'")
+    add("--server-arg", action="append", default=[], metavar="FLAGS", help="flags of all servers")
+    add("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    add("--start-timeout", type=float, default=600, help="seconds")
+    add("--logs", type=Path, help="folder for the servers' logs")
+    add("--json", type=Path, help="write all measurements here")
+    add("--plot", type=Path, help="write a PNG here")
+
+
+def forced_acceptances(args: argparse.Namespace) -> list[float]:
+    """What --force-acceptance asks for; none as a list of 0."""
+    if args.force_acceptance is None:
+        return [0.0]
+    found = numbers(args.force_acceptance, "--force-acceptance", float, zero=True)
+    if max(found) > 1:
+        raise BenchError(f"--force-acceptance {args.force_acceptance!r}: pass probabilities up to 1")
+    return found
+
+
+def acceptances(args: argparse.Namespace, setting: Setting) -> list[float | None]:
+    """Probabilities to force on a setting's server; None where verification decides."""
+    forced = setting.budget is not None and args.force_acceptance is not None
+    return forced_acceptances(args) if forced else [None]
+
+
+@contextmanager
+def log_folder(args: argparse.Namespace) -> Iterator[Path]:
+    """Where servers' logs lie: --logs, or a folder that is gone at the end."""
+    with tempfile.TemporaryDirectory() as folder:
+        logs = args.logs or Path(folder)
+        logs.mkdir(parents=True, exist_ok=True)
+        yield logs
+
+
+def server(args: argparse.Namespace, setting: Setting, logs: Path) -> ServerProcess:
+    """A setting's server, to be entered; its log lies in ``logs``."""
+    first = acceptances(args, setting)[0]
+    return ServerProcess(
+        str(args.model),
+        ("--dtype", args.dtype, "--enable-metrics", *words(args.server_arg), *setting.arguments),
+        logs / f"{setting.name}.log",
+        start_timeout=args.start_timeout,
+        env={} if first is None else {VARIABLE: str(first)},
+    )
+
+
+def all_of(args: argparse.Namespace) -> Iterator[Setting]:
+    """Stock first, then other baselines, then each combination of verified decoding.
+
+    Raises:
+        BenchError: an option is no number.
+    """
+    forced_acceptances(args)
+    yield Setting("stock")
+    for flags in args.baseline:
+        yield Setting(flags.replace("--", "").replace(" ", "-"), words([flags]))
+    compressors = args.compressor.split(",")
+    budgets = [budget for budget in args.budget.split(",") if budget]
+    for compressor, budget, drafts in product(compressors, budgets, args.draft_length.split(",")):
+        yield verified(args, compressor, budget, drafts)
+    for pair in args.also:
+        budget, separator, drafts = pair.partition(":")
+        if not separator:
+            raise BenchError(f"--also {pair!r}: pass a budget and a draft length, for example 0.0625:24")
+        yield verified(args, compressors[0], budget, drafts)
+
+
+def verified(args: argparse.Namespace, compressor: str, budget: str, drafts: str) -> Setting:
+    """A server of verified decoding."""
+    share = numbers(budget, "--budget", float)[0]
+    length = None if drafts == "auto" else numbers(drafts, "--draft-length")[0]
+    flags = ["--kv-mode", "verified", "--kv-compressor", compressor, "--kv-budget", f"{share:g}", "--kv-draft-length", drafts]
+    if args.force_acceptance is not None:
+        flags += ["--kv-schedule", "lockstep"]
+    return Setting(f"{compressor}-{share:g}-x{drafts}", tuple(flags), share, length)
+
+
+def numbers(text: str, flag: str, kind: type = int, zero: bool = False) -> list:
+    """Numbers separated by commas, all above 0 (or 0, where ``zero`` allows it).
+
+    Raises:
+        BenchError: names the flag.
+    """
+    try:
+        numbers = [kind(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 0 or (0 in numbers and not zero):
+        raise BenchError(f"{flag} {text!r}: pass numbers above 0, separated by commas")
+    return numbers
