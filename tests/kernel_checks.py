@@ -2,6 +2,7 @@
 
 import os
 import sys
+from types import SimpleNamespace
 
 import torch
 
@@ -149,7 +150,69 @@ def check_verify_attention_is_decode():
             torch.testing.assert_close(out, expected, rtol=0, atol=tolerance)
 
 
+class Pool:
+    """One layer of SGLang's KV pool."""
+
+    def __init__(self, slots, heads, dim, noise):
+        self.keys, self.values = (torch.randn(slots, heads, dim, generator=noise).to(DEVICE) for _ in "kv")
+
+    def get_key_buffer(self, layer):
+        return self.keys
+
+    def get_value_buffer(self, layer):
+        return self.values
+
+    def set_kv_buffer(self, layer, where, k, v, k_scale, v_scale):
+        self.keys[where.loc], self.values[where.loc] = k.view(-1, *self.keys.shape[1:]), v.view(-1, *self.keys.shape[1:])
+
+
+def check_verify_backend():
+    """The backend writes KV and attends, for even verifications and for ragged steps over rows shorter than their positions."""
+    from sglang_ext.layers.attention.verify_attention import VerifyAttention
+    from sglang_ext.layers.attention.views import EvenVerify, RaggedViews
+
+    heads, group, dim, width = 2, 3, 16, 700
+    for exact, (before, counts) in ((False, ((40, 300), (5, 5))), (True, ((300, 7), (5, 5))), (True, ((290, 64, 9), (4, 1, 3)))):
+        noise = torch.Generator().manual_seed(len(counts))
+        pool = Pool(4 * width, heads, dim, noise)
+        table = torch.randperm(4 * width, generator=noise).view(4, width).int().to(DEVICE)
+        runner = SimpleNamespace(
+            model_config=SimpleNamespace(num_attention_heads=heads * group), device=DEVICE, token_to_kv_pool=pool,
+            req_to_token_pool=SimpleNamespace(req_to_token=table), attn_backend=SimpleNamespace(split_tile_size=256),
+            server_args=SimpleNamespace(tp_size=1, enable_deterministic_inference=exact, speculative_num_draft_tokens=5),
+        )  # fmt: skip
+        rows = torch.randperm(4, generator=noise)[: len(counts)].to(DEVICE)
+        prefixes, news = (torch.tensor(x, device=DEVICE) for x in (before, counts))
+        even = len(set(counts)) == 1
+        batch = SimpleNamespace(
+            batch_size=len(counts), req_pool_indices=rows, seq_lens=prefixes if even else prefixes + news,
+            spec_info=EvenVerify(counts[0]) if even else RaggedViews(prefixes + news, news, list(counts)),
+            positions=torch.zeros(sum(counts), device=DEVICE),
+            out_cache_loc=torch.cat([table[r, b : b + c] for r, b, c in zip(rows, before, counts)]).long(),
+        )  # fmt: skip
+        layer = SimpleNamespace(
+            layer_id=0, tp_q_head_num=heads * group, qk_head_dim=dim, v_head_dim=dim, scaling=0.3, logit_cap=0.0,
+            xai_temperature_len=-1, k_scale=None, v_scale=None,
+        )  # fmt: skip
+        q = torch.randn(sum(counts), heads * group * dim, generator=noise).to(DEVICE)
+        k, v = (torch.randn(sum(counts), heads, dim, generator=noise).to(DEVICE) for _ in "kv")
+        backend = VerifyAttention(runner)
+        backend.init_forward_metadata(batch)
+        out = backend.forward_extend(q, k, v, layer, batch).view(sum(counts), heads, group, dim)
+        token = 0
+        for row, first, count in zip(rows, before, counts):
+            for offset in range(count):
+                slots = table[row, : first + offset + 1].long()
+                keys, values = pool.keys[slots].double(), pool.values[slots].double()
+                logits = torch.einsum("hgd,thd->hgt", q[token].double().view(heads, group, dim), keys) * 0.3
+                expected = torch.einsum("hgt,thd->hgd", logits.softmax(-1), values)
+                torch.testing.assert_close(out[token].double(), expected, rtol=2e-3, atol=2e-3)
+                token += 1
+        assert torch.equal(pool.keys[batch.out_cache_loc], k)
+
+
 CHECKS = {
+    "verify_backend": check_verify_backend,
     "window_scores": check_window_scores,
     "gather_kept": check_gather_kept,
     "verify_attention": check_verify_attention,

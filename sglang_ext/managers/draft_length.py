@@ -19,7 +19,7 @@ HYSTERESIS = 1.03
 # Plain rounds, then rounds with drafts, that are run first to measure their times.
 FIRST_PLAIN_ROUNDS, FIRST_ROUNDS = 2, 1
 # Drafts of a round that only looks: enough for the time of one, few to lose.
-LOOK_DRAFTS = 4
+LOOK_DRAFTS = 2
 # Tokens of a request after which the mode that is not in use is looked at again: plain steps cost nothing, a look
 # at drafting costs a few steps (and copies), so that each one in vain doubles the time to the next.
 LOOK_AT_PLAIN = 1024

@@ -78,15 +78,14 @@ class VerifyAttention(AttentionBackend):
     def init_forward_metadata_in_graph(self, forward_batch: "ForwardBatch") -> None:
         """Whose tokens these are, and how contexts are split; from the batch's tensors on the device alone."""
         new = forward_batch.spec_info.new_tokens(forward_batch)
-        lengths = forward_batch.positions + 1
         splits = self.splits(len(new.counts))
         tokens = Tokens(
             rows=forward_batch.req_pool_indices,
             prefixes=new.prefixes,
             starts=new.starts,
             counts=new.counts,
-            ends=torch.nn.functional.pad(lengths.cumsum(0), (1, 0)),
-            parts=splits.of(lengths),
+            ends=torch.nn.functional.pad(new.lengths.cumsum(0), (1, 0)),
+            parts=splits.of(new.lengths),
         )
         rows = max(new.counts) * self.query_heads // self.kv_heads
         blocks = EXACT if self.exact_tile else fast_blocks(rows)

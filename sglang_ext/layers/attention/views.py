@@ -19,11 +19,14 @@ class NewTokens:
         prefixes: int64 [batch], tokens before each request's new ones.
         starts: int64 [batch + 1], first of each request's new tokens among all.
         counts: new tokens of each request, on the host.
+        lengths: int64 [tokens], tokens of its row that each new token attends to; a draft row is shorter than the
+            positions in it.
     """
 
     prefixes: torch.Tensor
     starts: torch.Tensor
     counts: list[int]
+    lengths: torch.Tensor
 
 
 class RaggedViews(SpecInput):
@@ -46,8 +49,12 @@ class RaggedViews(SpecInput):
 
     def new_tokens(self, forward_batch: ForwardBatch) -> NewTokens:
         """For verify_attention.py."""
+        prefixes, total = self.lengths - self.query_lengths, sum(self.counts)
         starts = torch.nn.functional.pad(self.query_lengths.cumsum(0), (1, 0))
-        return NewTokens(self.lengths - self.query_lengths, starts, self.counts)
+        # What lies before a request's tokens in its row, less what lies before them in the forward.
+        before = torch.repeat_interleave(prefixes - starts[:-1], self.query_lengths, output_size=total)
+        lengths = before + torch.arange(1, total + 1, device=before.device)
+        return NewTokens(prefixes, starts, self.counts, lengths)
 
     def generate_attn_arg_prefill(
         self,
@@ -88,9 +95,10 @@ class EvenVerify(SpecInput):
 
     def new_tokens(self, forward_batch: ForwardBatch) -> NewTokens:
         """For verify_attention.py; reads nothing but ``seq_lens`` on the device."""
-        lengths, batch = forward_batch.seq_lens, forward_batch.batch_size
-        starts = torch.arange(batch + 1, device=lengths.device) * self.width
-        return NewTokens(lengths, starts, [self.width] * batch)
+        prefixes, batch = forward_batch.seq_lens, forward_batch.batch_size
+        starts = torch.arange(batch + 1, device=prefixes.device) * self.width
+        lengths = prefixes[:, None] + torch.arange(1, self.width + 1, device=prefixes.device)
+        return NewTokens(prefixes, starts, [self.width] * batch, lengths.flatten())
 
     def generate_attn_arg_prefill(
         self,
