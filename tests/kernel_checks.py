@@ -104,10 +104,10 @@ def verification(prefixes, counts, heads, group, dim, splits, blocks, dtype, cap
 def check_verify_attention():
     """Causal attention over paged KV, over lengths around parts and blocks, even and ragged, in one launch and more."""
     cases = (
-        ((70, 5), (3, 3), 2, 4, 16, Splits(4), fast_blocks(12), 0.0, None),
-        ((33, 0, 200), (17, 1, 5), 1, 3, 24, Splits(3), fast_blocks(51), 0.0, None),
+        ((70, 5), (3, 3), 2, 4, 16, Splits(4), fast_blocks(12, 256), 0.0, None),
+        ((33, 0, 200), (17, 1, 5), 1, 3, 24, Splits(3), fast_blocks(51, 1024), 0.0, None),
         ((300, 257), (17, 17), 1, 4, 16, Splits(2, tile=256), EXACT, 0.0, 17),
-        ((40,), (9,), 2, 9, 32, Splits(8), fast_blocks(81), 5.0, None),
+        ((40,), (9,), 2, 9, 32, Splits(8), fast_blocks(81, 128), 5.0, None),
     )
     for prefixes, counts, heads, group, dim, splits, blocks, cap, room in cases:
         out, queries, keys, values, table, lengths, _ = verification(

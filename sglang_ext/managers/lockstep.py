@@ -82,9 +82,10 @@ class Lockstep:
             self.worker.ranks.check_alike("a round", (round_.width, round_.rows, round_.viewed, round_.fallbacks))
             exact = {state.row: length for state, length in zip(states, round_.lengths)}
             integrity.check(exact, slots.flatten(), self.worker.views)
-        if round_.drafts:
-            return self._draft_and_verify(batch, round_, bonus, slots, on_publish)
-        return self._decode_plainly(batch, round_, bonus, slots, on_publish)
+        run = self._draft_and_verify if round_.drafts else self._decode_plainly
+        result = run(batch, round_, bonus, slots, on_publish)
+        self.pace.ended()
+        return result
 
     def account(self, batch: "ScheduleBatch", result: RoundResult) -> None:
         """Count a round's outcome, once it is on the host."""

@@ -26,7 +26,8 @@ class Timed:
         steps: of plain decoding, where none are drafted.
         planned: copies are made, drafting begins.
         drafted: the last draft is done.
-        next: the next iteration of the same requests began; None when another kind of work came between.
+        ended: all of it is done.
+        next: the next iteration of the same requests began, or where other work came between, :attr:`ended`.
     """
 
     load: Load
@@ -35,6 +36,7 @@ class Timed:
     steps: int
     planned: Mark
     drafted: Mark | None = None
+    ended: Mark | None = None
     next: Mark | None = None
 
     @property
@@ -66,10 +68,8 @@ class Pace:
 
     def begin(self, batch: "ScheduleBatch", states: list[RequestState]) -> int:
         """An iteration of these requests begins: how many tokens they draft."""
-        running, self._running = self._running, None
-        if running is not None and running.requests == len(states) and running.drafted is not None:
-            running.next = Mark.now(self.device)
-            self._pending.append(running)
+        same = self._running is not None and self._running.requests == len(states)
+        self._close(Mark.now(self.device) if same else None)
         self._learn()
         self._load = Load.of(batch.seq_lens_cpu.tolist())
         if isinstance(self.lengths, FixedLength):
@@ -85,9 +85,20 @@ class Pace:
         """The drafts of the running iteration were launched."""
         self._running.drafted = Mark.now(self.device)
 
+    def ended(self) -> None:
+        """All of the running iteration was launched."""
+        self._running.ended = Mark.now(self.device)
+
     def interrupt(self) -> None:
-        """Other work came: the running iteration's end cannot be told from it."""
-        self._running = None
+        """Other work came: what passes from now on is not the running iteration's time."""
+        self._close(None)
+
+    def _close(self, following: Mark | None) -> None:
+        """The running iteration reaches to ``following``, or to its own end."""
+        running, self._running = self._running, None
+        if running is not None and running.ended is not None:
+            running.next = following or running.ended
+            self._pending.append(running)
 
     def _learn(self) -> None:
         done = [timed for timed in self._pending if timed.complete]

@@ -118,14 +118,16 @@ class Machine:
         monkeypatch.setattr(Mark, "now", lambda device: Mark(seconds=self.now))
         self.pace = Pace(DraftLength(8), torch.device("cpu"), KVMetrics("model"))
 
-    def iterate(self, drafts, planning, drafting, rest, batch=2):
+    def iterate(self, drafts, planning, drafting, rest, batch=2, turnaround=0.0):
         states = [RequestState(rid=str(i), row=i, seed=0) for i in range(batch)]
         self.pace.begin(asked(batch), states)
         self.now += planning
         self.pace.planned(batch, drafts, 0 if drafts else 2)
         self.now += drafting
         self.pace.drafted()
-        self.now += rest
+        self.now += rest - turnaround
+        self.pace.ended()
+        self.now += turnaround
 
     def times(self, batch=2):
         self.pace.begin(asked(1), [])
@@ -141,10 +143,16 @@ def test_times_run_to_the_next_iteration_and_leave_out_copies(monkeypatch):
     assert (times.draft, times.rest, times.step) == pytest.approx((0.5, 1.0, 0.35))
 
 
-def test_an_iteration_before_a_prefill_or_another_batch_tells_no_time(monkeypatch):
+@pytest.mark.parametrize("other", ["prefill", "other-batch", "none"])
+def test_a_wait_belongs_to_an_iteration_only_where_the_same_requests_go_on(monkeypatch, other):
     machine = Machine(monkeypatch)
-    machine.iterate(4, planning=0.0, drafting=2.0, rest=1.0)
+    machine.iterate(4, planning=0.0, drafting=2.0, rest=1.5, turnaround=0.5)
+    if other == "prefill":
+        machine.pace.interrupt()
+        machine.now += 60.0
+    machine.iterate(4, planning=0.0, drafting=2.0, rest=1.5, batch=3 if other == "other-batch" else 2)
     machine.pace.interrupt()
-    machine.iterate(4, planning=0.0, drafting=2.0, rest=90.0)
-    machine.iterate(4, planning=0.0, drafting=2.0, rest=1.0, batch=3)
-    assert machine.times().rounds == 0
+    machine.pace.begin(asked(2), [])
+    first = 1.5 if other == "none" else 1.0
+    expected = first if other == "other-batch" else (first + 1.5) / 2
+    assert machine.times().rest == pytest.approx(expected)

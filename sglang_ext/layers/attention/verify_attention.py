@@ -55,6 +55,8 @@ class VerifyAttention(AttentionBackend):
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.kv_heads, self.value_dim = self.token_to_kv_pool.get_value_buffer(0).shape[-2:]
+        key = self.token_to_kv_pool.get_key_buffer(0)[0, 0]
+        self.key_bytes = key.numel() * key.element_size()
         self.query_heads = config.num_attention_heads // model_runner.server_args.tp_size
         self.longest = model_runner.req_to_token_pool.req_to_token.shape[1]
         exact = model_runner.server_args.enable_deterministic_inference
@@ -88,7 +90,7 @@ class VerifyAttention(AttentionBackend):
             parts=splits.of(new.lengths),
         )
         rows = max(new.counts) * self.query_heads // self.kv_heads
-        blocks = EXACT if self.exact_tile else fast_blocks(rows)
+        blocks = EXACT if self.exact_tile else fast_blocks(rows, self.key_bytes)
         buffers = partial_buffers(self._workspace, self.query_heads, self.value_dim, splits)
         self.metadata = Metadata(tokens, splits, blocks, buffers)
 

@@ -40,11 +40,17 @@ class Blocks:
 EXACT = Blocks(rows=16, more_rows=0, tokens=32, warps=4, stages=2)
 
 
-def fast_blocks(rows: int) -> Blocks:
-    """Blocks for ``rows`` rows a request: fewest programs, then fewest rows that are padding."""
+def fast_blocks(rows: int, key_bytes: int) -> Blocks:
+    """Blocks for ``rows`` rows a request: fewest programs, then fewest rows that are padding.
+
+    Args:
+        rows: new tokens of a request times the query heads that share a KV head.
+        key_bytes: bytes of a key; three steps' keys and values lie in shared memory, 96 KiB.
+    """
     choices = ((16, 0), (32, 0), (32, 16), (64, 0), (64, 16), (128, 0), (128, 16))
     first, second = min(choices, key=lambda pair: (-(-rows // sum(pair)), sum(pair)))
-    return Blocks(first, second, tokens=64, warps=4 if first <= 64 else 8, stages=3)
+    tokens = max(16, min(64, 16384 // triton.next_power_of_2(key_bytes)))
+    return Blocks(first, second, tokens=tokens, warps=4 if first <= 64 else 8, stages=3)
 
 
 @triton.jit
