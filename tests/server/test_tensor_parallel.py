@@ -1,5 +1,7 @@
 """Ranks that hold some of the heads each make the same rounds, and together the answers of one."""
 
+import os
+
 import pytest
 
 from servers import STRICT, VERIFIED, greedy
@@ -8,8 +10,9 @@ pytestmark = pytest.mark.server
 
 # The demo model's nine query and three KV heads divide by three.
 RANKS = ("--tp-size", "3", "--kv-schedule", "lockstep", "--kv-draft-length", "auto", "--kv-max-burst", "9")
-# Without it SGLang wants a NUMA node for each rank.
-CORES = {"SGLANG_CPU_OMP_THREADS_BIND": "0|0|0", "OMP_NUM_THREADS": "1"}
+# SGLang wants a NUMA node for each rank, or to be told its cores.
+AVAILABLE = sorted(os.sched_getaffinity(0))
+CORES = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(AVAILABLE[rank % len(AVAILABLE)]) for rank in range(3)), "OMP_NUM_THREADS": "1"}
 
 
 def test_three_ranks_give_stocks_answers_and_decide_alike(stock, launch, prompts, expected):
