@@ -71,7 +71,6 @@ class KVServerArgs(ServerArgs):
         ),
         NS("memory"),
     ] = "auto"
-
     kv_max_burst: A[
         int | None,
         "Tokens that a request gets in one piece at most, from 2: caps the draft length, for an even stream.",

@@ -34,25 +34,25 @@ class Result:
     Attributes:
         setting: its name.
         context: prompt tokens of each request.
-        acceptance: probability that a draft was forced to be accepted; None where verification decided.
-        prefill: seconds to the first token of one prompt alone that is not in the prefix cache, median.
         token_ms: milliseconds per output token of each request, median of the waves.
         gain: stock's milliseconds over these; None before stock was measured.
         limit_ms: the least that the bandwidth allows; None without a GPU.
+        waves: what was measured.
+        acceptance: probability that a draft was forced to be accepted; None where verification decided.
+        prefill: seconds to the first token of one prompt alone that is not in the prefix cache, median.
         parts_ms: milliseconds of the last round's parts: draft, rest, step (metrics.py).
         memory_gib: GiB of device memory in use after the waves; None without a GPU.
-        waves: what was measured.
     """
 
     setting: str
     context: int
-    acceptance: float | None
-    prefill: float
     batch: int
     token_ms: float
     gain: float | None
     limit_ms: float | None
     waves: list[Wave]
+    acceptance: float | None = None
+    prefill: float = 0.0
     parts_ms: dict[str, float] = field(default_factory=dict)
     memory_gib: float | None = None
 
@@ -178,7 +178,7 @@ def summarize(
                 model, bandwidth, batch, grown, setting.budget, setting.draft_length, accepted
             )
     gain = stock[0] / token_ms if stock else None
-    return Result(setting.name, context, None, 0.0, batch, token_ms, gain, limit, waves)
+    return Result(setting.name, context, batch, token_ms, gain, limit, waves)
 
 
 def line(result: Result) -> str:

@@ -50,9 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def forced_acceptances(args: argparse.Namespace) -> list[float]:
-    """What --force-acceptance asks for; none as a list of 0."""
+    """What --force-acceptance asks for; empty where verification decides."""
     if args.force_acceptance is None:
-        return [0.0]
+        return []
     found = numbers(args.force_acceptance, "--force-acceptance", float, zero=True)
     if max(found) > 1:
         raise BenchError(f"--force-acceptance {args.force_acceptance!r}: pass probabilities up to 1")
@@ -61,8 +61,7 @@ def forced_acceptances(args: argparse.Namespace) -> list[float]:
 
 def acceptances(args: argparse.Namespace, setting: Setting) -> list[float | None]:
     """Probabilities to force on a setting's server; None where verification decides."""
-    forced = setting.budget is not None and args.force_acceptance is not None
-    return forced_acceptances(args) if forced else [None]
+    return (forced_acceptances(args) if setting.budget is not None else []) or [None]
 
 
 @contextmanager

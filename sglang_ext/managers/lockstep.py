@@ -75,8 +75,9 @@ class Lockstep:
         self, batch: "ScheduleBatch", states: list[RequestState], on_publish=None
     ) -> GenerationBatchResult:
         """One round of all requests."""
-        round_ = self.planner.plan(batch, states, self.pace.begin(batch, states))
-        self.pace.planned(len(states), round_.drafts, round_.steps)
+        lengths = batch.seq_lens_cpu.tolist()
+        round_ = self.planner.plan(batch, states, lengths, self.pace.begin(lengths, states))
+        self.pace.planned(round_)
         bonus, slots = batch.spec_info.bonus_tokens, self._slots(batch, round_.width)
         if self.worker.strict:
             self.worker.ranks.check_alike("a round", (round_.width, round_.rows, round_.viewed, round_.fallbacks))

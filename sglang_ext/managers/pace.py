@@ -1,7 +1,6 @@
 """Keeps the times of iterations, and chooses the draft length of the next by them."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -9,10 +8,8 @@ from sglang_ext.core import RequestState
 from sglang_ext.managers.clock import Mark
 from sglang_ext.managers.draft_length import DraftLength, FixedLength, Load
 from sglang_ext.managers.ranks import Ranks
+from sglang_ext.managers.round_plan import Round
 from sglang_ext.metrics import KVMetrics
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
 
 
 @dataclass
@@ -20,20 +17,14 @@ class Timed:
     """An iteration's marks; each is set as its work is launched.
 
     Attributes:
-        load: of the requests.
-        requests: how many.
-        drafts: of each request.
-        steps: of plain decoding, where none are drafted.
+        round: what its requests did.
         planned: copies are made, drafting begins.
         drafted: the last draft is done.
         ended: all of it is done.
         next: the next iteration of the same requests began, or where other work came between, :attr:`ended`.
     """
 
-    load: Load
-    requests: int
-    drafts: int
-    steps: int
+    round: Round
     planned: Mark
     drafted: Mark | None = None
     ended: Mark | None = None
@@ -62,24 +53,22 @@ class Pace:
     device: torch.device
     metrics: KVMetrics
     ranks: Ranks = Ranks()
-    _load: Load | None = None
     _running: Timed | None = None
     _pending: list[Timed] = field(default_factory=list)
 
-    def begin(self, batch: "ScheduleBatch", states: list[RequestState]) -> int:
-        """An iteration of these requests begins: how many tokens they draft."""
-        same = self._running is not None and self._running.requests == len(states)
+    def begin(self, lengths: list[int], states: list[RequestState]) -> int:
+        """An iteration of requests with so many tokens begins: how many tokens they draft."""
+        same = self._running is not None and len(self._running.round.states) == len(states)
         self._close(Mark.now(self.device) if same else None)
         self._learn()
-        self._load = Load.of(batch.seq_lens_cpu.tolist())
         if isinstance(self.lengths, FixedLength):
             return self.lengths.drafts
-        chosen = self.lengths.choose(self._load, [state.acceptance.probability for state in states])
+        chosen = self.lengths.choose(Load.of(lengths), [state.acceptance.probability for state in states])
         return self.ranks.agree(chosen)
 
-    def planned(self, requests: int, drafts: int, steps: int) -> None:
-        """Drafting begins; ``drafts`` may be fewer than were chosen."""
-        self._running = Timed(self._load, requests, drafts, steps, Mark.now(self.device))
+    def planned(self, round_: Round) -> None:
+        """Drafting begins; its drafts may be fewer than were chosen."""
+        self._running = Timed(round_, Mark.now(self.device))
 
     def drafted(self) -> None:
         """The drafts of the running iteration were launched."""
@@ -104,7 +93,8 @@ class Pace:
         done = [timed for timed in self._pending if timed.complete]
         self._pending = [timed for timed in self._pending if not timed.complete]
         for timed in done:
+            round_ = timed.round
             drafting = timed.planned.until(timed.drafted)
             whole = timed.planned.until(timed.next)
-            self.lengths.observe(timed.load, timed.drafts, timed.steps, drafting, whole)
-            self.metrics.observe_round(timed.drafts, timed.steps, drafting, whole)
+            self.lengths.observe(Load.of(round_.lengths), round_.drafts, round_.steps, drafting, whole)
+            self.metrics.observe_round(round_.drafts, round_.steps, drafting, whole)

@@ -61,12 +61,19 @@ class RoundPlanner:
     stride: int
     lossy: bool
 
-    def plan(self, batch: "ScheduleBatch", states: list[RequestState], wanted: int) -> Round:
+    def plan(
+        self, batch: "ScheduleBatch", states: list[RequestState], lengths: list[int], wanted: int
+    ) -> Round:
         """A round in which ``wanted`` tokens are drafted at most.
 
         Where one request cannot be drafted exactly, all decode one token with full KV.
+
+        Args:
+            batch: the running requests.
+            states: their draft states, same order.
+            lengths: tokens of each request whose full KV is in the pool.
+            wanted: drafts at most.
         """
-        lengths = batch.seq_lens_cpu.tolist()
         missing = max(r.sampling_params.max_new_tokens - len(r.output_ids) for r in batch.reqs)
         able = all(can_draft(req, state) for req, state in zip(batch.reqs, states))
         drafts = 0 if self.lossy or not able else max(0, min(wanted, missing - 1))

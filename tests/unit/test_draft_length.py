@@ -1,7 +1,6 @@
 """The draft length that is chosen gains the most tokens per second, and notices when none pays."""
 
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from sglang_ext.core import Acceptance, RequestState
 from sglang_ext.managers.clock import Mark
 from sglang_ext.managers.draft_length import LONGEST_PATIENCE, DraftLength, Load, expected_tokens
 from sglang_ext.managers.pace import Pace
+from sglang_ext.managers.round_plan import Round
 from sglang_ext.metrics import KVMetrics
 
 
@@ -106,10 +106,6 @@ def test_a_load_holds_its_requests_and_their_mean(lengths):
     assert 2**load.context > mean >= 2 ** (load.context - 1)
 
 
-def asked(requests):
-    return SimpleNamespace(seq_lens_cpu=torch.full((requests,), 500))
-
-
 class Machine:
     """A device whose marks are set at times that the test moves."""
 
@@ -120,9 +116,10 @@ class Machine:
 
     def iterate(self, drafts, planning, drafting, rest, batch=2, turnaround=0.0):
         states = [RequestState(rid=str(i), row=i, seed=0) for i in range(batch)]
-        self.pace.begin(asked(batch), states)
+        lengths = [500] * batch
+        self.pace.begin(lengths, states)
         self.now += planning
-        self.pace.planned(batch, drafts, 0 if drafts else 2)
+        self.pace.planned(Round(states, drafts, 0 if drafts else 2, lengths, [], [], []))
         self.now += drafting
         self.pace.drafted()
         self.now += rest - turnaround
@@ -130,7 +127,7 @@ class Machine:
         self.now += turnaround
 
     def times(self, batch=2):
-        self.pace.begin(asked(1), [])
+        self.pace.begin([500], [])
         return self.pace.lengths.times[Load.of([500] * batch)]
 
 
@@ -152,7 +149,7 @@ def test_a_wait_belongs_to_an_iteration_only_where_the_same_requests_go_on(monke
         machine.now += 60.0
     machine.iterate(4, planning=0.0, drafting=2.0, rest=1.5, batch=3 if other == "other-batch" else 2)
     machine.pace.interrupt()
-    machine.pace.begin(asked(2), [])
+    machine.pace.begin([500, 500], [])
     first = 1.5 if other == "none" else 1.0
     expected = first if other == "other-batch" else (first + 1.5) / 2
     assert machine.times().rest == pytest.approx(expected)

@@ -66,7 +66,7 @@ def schedule(views=None, lossy=False, stride=5):
 
 
 def plan(asked, found, wanted, views=None, lossy=False):
-    return RoundPlanner(views or Views(), 5, lossy).plan(asked, found, wanted)
+    return RoundPlanner(views or Views(), 5, lossy).plan(asked, found, asked.seq_lens.tolist(), wanted)
 
 
 def batch(lengths, reqs=None):

@@ -10,6 +10,8 @@ import torch
 from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend, fast_prefill_plan
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
+from sglang_ext.layers.attention.views import pointers
+
 
 class VerifyFlashInfer(FlashInferAttnBackend):
     """SGLang's ``flashinfer`` backend, for the graphs of verify_graphs.py."""
@@ -38,7 +40,7 @@ class VerifyFlashInfer(FlashInferAttnBackend):
             *args,
             **kwargs,
             qo_indptr_host=torch.arange(count + 1, dtype=torch.int32) * self._width,
-            kv_indptr_host=torch.nn.functional.pad(self._lengths.cumsum(0), (1, 0)).to(torch.int32),
+            kv_indptr_host=pointers(self._lengths),
             kv_lens_host=self._lengths,
             max_q_len=self._width,
             max_kv_len=int(self._lengths.max()),

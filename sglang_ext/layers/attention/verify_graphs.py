@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -62,22 +61,19 @@ def capture(
     Args:
         model_runner: the target's.
         width: tokens of each request.
-        verifier: their attention; None for another instance of the model's own backend.
+        verifier: their attention; None for FlashInfer's.
     """
     if model_runner.decode_cuda_graph_runner is None:
         return None
     name = model_runner.decode_attention_backend_str
-    backend = verifier or _attention(model_runner, name)
+    attention = verifier or _flashinfer(model_runner)
     logger.info("sglang-ext: capturing verifications of %s tokens a request with %s", width, name)
     with speculative(model_runner):
         model_runner.graph_shared_output = GraphSharedOutput.create_for_model_runner(model_runner)
-        return VerifyGraphs(model_runner, attn_backend=backend, speculative_num_draft_tokens=width)
+        return VerifyGraphs(model_runner, attn_backend=attention, speculative_num_draft_tokens=width)
 
 
-def _attention(model_runner: "ModelRunner", name: str) -> AttentionBackend:
-    """An instance of the model's own backend for verifications."""
-    if name != "flashinfer":
-        return ATTENTION_BACKENDS[name](model_runner)
+def _flashinfer(model_runner: "ModelRunner") -> AttentionBackend:
     from sglang_ext.layers.attention.verify_flashinfer import VerifyFlashInfer
 
     return VerifyFlashInfer(model_runner, init_new_workspace=model_runner.init_new_workspace)

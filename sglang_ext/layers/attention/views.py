@@ -72,7 +72,7 @@ class RaggedViews(SpecInput):
         columns = torch.arange(int(self.lengths.max()), device=req_to_token.device)
         table = req_to_token[req_pool_indices.long()[:, None], columns[None, :]]
         kv_indices = table[columns[None, :] < self.lengths[:, None]].to(torch.int32)
-        return kv_indices, _pointers(self.lengths), _pointers(self.query_lengths), None
+        return kv_indices, pointers(self.lengths), pointers(self.query_lengths), None
 
 
 class EvenVerify(SpecInput):
@@ -119,7 +119,7 @@ class EvenVerify(SpecInput):
 
         batch, device = len(req_pool_indices), req_to_token.device
         lengths = paged_kernel_lens + self.width
-        kv_indptr = _pointers(lengths)
+        kv_indptr = pointers(lengths)
         kv_indices = torch.empty(
             paged_kernel_lens_sum + batch * self.width, dtype=torch.int32, device=device
         )
@@ -130,7 +130,8 @@ class EvenVerify(SpecInput):
         return kv_indices, kv_indptr, qo_indptr, None
 
 
-def _pointers(lengths: torch.Tensor) -> torch.Tensor:
+def pointers(lengths: torch.Tensor) -> torch.Tensor:
+    """Running sum of ``lengths`` from 0: int32 [batch + 1]."""
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
 
 
