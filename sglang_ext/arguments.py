@@ -77,6 +77,13 @@ class KVServerArgs(ServerArgs):
         NS("memory"),
     ] = None
 
+    kv_ngram_tokens: A[
+        int,
+        "Tokens that n-grams of the context propose in each draft step: the compressed view checks them first, full KV "
+        "afterwards (in lockstep). 0: none.",
+        NS("memory"),
+    ] = 0
+
     def __post_init__(self) -> None:
         """Check the flags, prepare SGLang's own options for the mode, then let SGLang resolve."""
         options.check_flags(self)
@@ -108,7 +115,8 @@ class KVServerArgs(ServerArgs):
         on_gpu = self.device in (None, "cuda") and torch.cuda.is_available()
         if self.kv_schedule == "auto":
             with_lora = self.enable_lora or self.lora_paths
-            lockstep = self.kv_draft_length == "auto" or (on_gpu and not with_lora)
+            asked = self.kv_draft_length == "auto" or self.kv_ngram_tokens
+            lockstep = asked or (on_gpu and not with_lora)
             self.kv_schedule = "lockstep" if lockstep else "staggered"
         options.check_combinations(self)
         self.speculative_algorithm = SPECULATIVE_ALGORITHM

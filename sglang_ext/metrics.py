@@ -18,6 +18,7 @@ class KVMetrics:
 
     Attributes:
         drafts: tokens drafted on compressed views.
+        draft_forwards: forwards of one request that gave drafts; n-grams make them fewer than the drafts.
         verifies: verifications over full KV.
         accepted: drafts that verification accepted.
         accept_length: tokens per verification.
@@ -29,6 +30,7 @@ class KVMetrics:
 
     model_name: str
     drafts: object = None
+    draft_forwards: object = None
     verifies: object = None
     accepted: object = None
     accept_length: object = None
@@ -52,6 +54,7 @@ class KVMetrics:
         return cls(
             name,
             drafts=Counter("sglang_ext:drafts", "Tokens drafted on compressed KV.", LABELS),
+            draft_forwards=Counter("sglang_ext:draft_forwards", "Forwards over compressed KV that gave drafts.", LABELS),
             verifies=Counter("sglang_ext:verifies", "Verifications over full KV.", LABELS),
             accepted=Counter("sglang_ext:accepted_drafts", "Drafts accepted.", LABELS),
             accept_length=Histogram(
@@ -82,10 +85,11 @@ class KVMetrics:
             ),
         )
 
-    def count_drafts(self, drafts: int) -> None:
-        """Count tokens drafted on a compressed view."""
+    def count_drafts(self, drafts: int, forwards: int) -> None:
+        """Count a request's tokens drafted on a compressed view, and the forwards that gave them."""
         if self.drafts is not None:
             self.drafts.labels(self.model_name).inc(drafts)
+            self.draft_forwards.labels(self.model_name).inc(forwards)
 
     def count_verify(self, answers: int) -> None:
         """Count a verification that gave ``answers`` tokens, its own among them."""

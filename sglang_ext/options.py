@@ -94,6 +94,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "--kv-draft-length auto measures whole rounds",
         "use --kv-schedule lockstep, or a number",
     ),
+    Refusal(
+        "--kv-ngram-tokens",
+        lambda args: args.kv_ngram_tokens > 0 and (args.kv_mode != "verified" or args.kv_schedule == "staggered"),
+        "proposals of n-grams are checked in rounds that a verification ends",
+        "use --kv-mode verified and --kv-schedule lockstep, or leave it out",
+    ),
     Refusal("--dllm-algorithm", _set("dllm_algorithm"), "diffusion models have no autoregressive KV", "use --kv-mode full"),
     Refusal("--is-embedding", _set("is_embedding"), "embeddings are not decoded", "use --kv-mode full"),
     Refusal(
@@ -130,6 +136,12 @@ def check_flags(args: "KVServerArgs") -> None:
     if length != "auto" and not (isinstance(length, int) and 1 <= length <= MAX_DRAFT_LENGTH):
         raise OptionError(
             f"--kv-draft-length is {length}; pass a whole number from 1 to {MAX_DRAFT_LENGTH}, for example 16, or auto"
+        )
+    proposed = args.kv_ngram_tokens
+    if not isinstance(proposed, int) or not 0 <= proposed <= longest_draft(args):
+        raise OptionError(
+            f"--kv-ngram-tokens is {proposed}; n-grams propose no more than is drafted: pass a whole number from 0, for "
+            f"none, to {longest_draft(args)}"
         )
 
 

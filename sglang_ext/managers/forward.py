@@ -44,6 +44,10 @@ class Inputs:
     lengths_cpu: torch.Tensor
     counts: list[int]
 
+    def with_host_lengths(self) -> "Inputs":
+        """The same, with :attr:`lengths_cpu` read from the device; waits for it."""
+        return replace(self, lengths_cpu=self.lengths.cpu())
+
 
 def lay_out(steps: list[Step], token_table: torch.Tensor) -> Inputs:
     """Concatenate the steps' tokens; KV goes to the slots of the request's own row."""

@@ -19,11 +19,12 @@ from sglang_ext.core import RequestState
 from sglang_ext.device import to_device
 from sglang_ext.layers.attention.views import BetweenSteps
 from sglang_ext.managers import forward, integrity, meta_info
+from sglang_ext.managers.checked_drafts import CheckedDrafts
 from sglang_ext.managers.pace import Pace
-from sglang_ext.managers.planner import CURABLE
 from sglang_ext.managers.round_plan import Round, RoundPlanner
-from sglang_ext.managers.sampling import Row, Sampled, Sampling, SamplingCache
+from sglang_ext.managers.sampling import Sampled
 from sglang_ext.managers.simulation import Simulation
+from sglang_ext.managers.steps import Drafted, Steps
 from sglang_ext.mem_cache.query_window import Recorded
 
 if TYPE_CHECKING:
@@ -35,9 +36,23 @@ if TYPE_CHECKING:
 
 @dataclass
 class RoundResult(GenerationBatchResult):
-    """SGLang's result, with the round that it is of."""
+    """SGLang's result, with the round that it is of.
+
+    Attributes:
+        round: what the requests did.
+        drafted: what they drafted; None where nothing was.
+        counted: its counts on the host.
+    """
 
     round: Round | None = None
+    drafted: Drafted | None = None
+    counted: Drafted | None = None
+
+    def copy_to_cpu(self, *args, **kwargs) -> None:
+        """SGLang's copies, and the counts of drafts."""
+        super().copy_to_cpu(*args, **kwargs)
+        if self.drafted is not None:
+            self.counted = self.drafted.to_host()
 
 
 class Lockstep:
@@ -48,6 +63,8 @@ class Lockstep:
         graphs: captured verifications, None where CUDA graphs are off.
         simulation: forced acceptance, None outside benchmarks.
         pace: chooses draft lengths, and keeps the times of rounds.
+        steps: the forwards.
+        checked: drafts that n-grams propose; None where drafts come one by one.
     """
 
     def __init__(
@@ -56,16 +73,16 @@ class Lockstep:
         graphs: "VerifyGraphs | None",
         simulation: Simulation | None,
         pace: Pace,
+        steps: Steps,
+        checked: CheckedDrafts | None = None,
     ):
         self.worker = worker
         self.graphs = graphs
         self.simulation = simulation
         self.pace = pace
-        self.table = worker.views.token_table
+        self.steps = steps
+        self.checked = checked
         self.planner = RoundPlanner(worker.views, worker.stride, worker.lossy)
-        self._samplings = SamplingCache(worker.model_runner)
-        # When the plan that was written last was taken from pinned memory.
-        self._plan_taken: torch.cuda.Event | None = None
 
     def begin(self, states: list[RequestState], tokens: torch.Tensor) -> None:
         """A prefill ran. Its first tokens need not be kept: the scheduler relays them on the device."""
@@ -78,11 +95,13 @@ class Lockstep:
         lengths = batch.seq_lens_cpu.tolist()
         round_ = self.planner.plan(batch, states, lengths, self.pace.begin(lengths, states))
         self.pace.planned(round_)
-        bonus, slots = batch.spec_info.bonus_tokens, self._slots(batch, round_.width)
+        bonus, slots = batch.spec_info.bonus_tokens, self.steps.slots(batch, round_.width)
         if self.worker.strict:
             self.worker.ranks.check_alike("a round", (round_.width, round_.rows, round_.viewed, round_.fallbacks))
             exact = {state.row: length for state, length in zip(states, round_.lengths)}
             integrity.check(exact, slots.flatten(), self.worker.views)
+        if self.checked is not None:
+            self.checked.history.put(batch.req_pool_indices, batch.seq_lens[:, None], bonus[:, None])
         run = self._draft_and_verify if round_.drafts else self._decode_plainly
         result = run(batch, round_, bonus, slots, on_publish)
         self.pace.ended()
@@ -91,41 +110,42 @@ class Lockstep:
     def account(self, batch: "ScheduleBatch", result: RoundResult) -> None:
         """Count a round's outcome, once it is on the host."""
         metrics, round_ = self.worker.metrics, result.round
-        outcome = zip(batch.reqs, round_.states, round_.fallbacks, result.accept_lens.tolist())
-        for req, state, fallback, answers in outcome:
+        offered = forwards = [round_.drafts] * len(round_.states)
+        if result.counted is not None and result.counted.offered is not None:
+            offered, forwards = result.counted.offered.tolist(), result.counted.forwards.tolist()
+            self.checked.observe(sum(offered), sum(forwards))
+        accepted = result.accept_lens.tolist()
+        outcome = zip(batch.reqs, round_.states, round_.fallbacks, offered, forwards, accepted)
+        for req, state, fallback, drafts, taken, answers in outcome:
             if req.finished() or req.is_retracted:
                 continue  # the scheduler drops what came after
             if fallback:
                 metrics.count_fallback(fallback, answers)
             elif round_.drafts:
-                state.count_verify(round_.drafts, answers - 1)
-                metrics.count_drafts(round_.drafts)
+                state.count_verify(drafts, answers - 1)
+                metrics.count_drafts(drafts, taken)
                 metrics.count_verify(answers)
-                self.worker.typical.observe(round_.drafts, answers - 1)
+                self.worker.typical.observe(drafts, answers - 1)
             state.fallback = fallback
             meta_info.fill(req, state)
         metrics.observe_pool(self.worker.views)
-
-    def _slots(self, batch: "ScheduleBatch", width: int) -> torch.Tensor:
-        """Where the KV of each request's next ``width`` tokens lies: int64 [requests, width]."""
-        places = batch.seq_lens[:, None] + torch.arange(width, device=self.table.device)
-        return self.table[batch.req_pool_indices[:, None], places].long()
 
     def _draft_and_verify(
         self, batch: "ScheduleBatch", round_: Round, bonus: torch.Tensor, slots: torch.Tensor, on_publish
     ) -> RoundResult:
         """Drafts, their verification, and of both the longest prefix that full KV would have given."""
-        steps = self._steps(batch, round_, round_.drafts, bonus, slots)
-        drafted = torch.stack([sampled.tokens for _, sampled in steps], dim=1)
+        drafted = (self.checked or self.steps).draft(batch, round_, bonus, slots)
         self.pace.drafted()
-        output, sampled = self._verify(batch, round_, torch.cat([bonus[:, None], drafted], 1), slots)
+        output, sampled = self._verify(batch, round_, torch.cat([bonus[:, None], drafted.tokens], 1), slots)
         answers, accepted = self._accept(batch, drafted, sampled)
         lengths = batch.seq_lens + accepted
         # The event marks an earlier read of the token table than the round's last one.
         self.worker.model_runner.war_fastpath_read_done_event = None
         if on_publish is not None:
             on_publish(lengths)
-        return self._result(batch, round_, answers, accepted, lengths, sampled, output)
+        result = self._result(batch, round_, answers, accepted, lengths, sampled, output)
+        result.drafted = drafted
+        return result
 
     def _decode_plainly(
         self, batch: "ScheduleBatch", round_: Round, bonus: torch.Tensor, slots: torch.Tensor, on_publish
@@ -134,70 +154,12 @@ class Lockstep:
         lengths = batch.seq_lens + round_.steps
         if on_publish is not None:
             on_publish(lengths)
-        steps = self._steps(batch, round_, round_.steps, bonus, slots)
+        steps = self.steps.one_by_one(batch, round_, round_.steps, bonus, slots)
         self.pace.drafted()
         answers = torch.stack([sampled.tokens for _, sampled in steps], dim=1)
         accepted = torch.full_like(batch.seq_lens, round_.steps)
         output, sampled = steps[-1]
         return self._result(batch, round_, answers, accepted, lengths, sampled, output)
-
-    def _steps(
-        self, batch: "ScheduleBatch", round_: Round, count: int, tokens: torch.Tensor, slots: torch.Tensor
-    ) -> list[tuple[LogitsProcessorOutput, Sampled]]:
-        """``count`` tokens of each request, one after another, over the rows of the round.
-
-        Args:
-            batch: whose requests these are.
-            round_: what they do.
-            count: tokens of each.
-            tokens: int64 [requests], the newest token of each.
-            slots: int64 [requests, at least count], where their KV is written.
-        """
-        rows, viewed = self._extend_rows(batch, round_, slots)
-        viewed_cpu = torch.tensor(round_.viewed)
-        plain = not round_.drafts
-        sampling = self._sampling(batch, round_, 1, plain and batch.return_logprob)
-        done = []
-        for index in range(count):
-            inputs = forward.Inputs(
-                tokens=tokens,
-                positions=batch.seq_lens + index,
-                slots=slots[:, index].contiguous(),
-                rows=rows,
-                lengths=viewed + index + 1,
-                lengths_cpu=viewed_cpu + index + 1,
-                counts=[1] * len(round_.rows),
-            )
-            with self.worker.queries.recording(_to_record(round_, index) if plain else ()):
-                output = self._forward(batch, inputs)
-            sampled = sampling.draw(output.next_token_logits, inputs.positions)
-            tokens = sampled.tokens
-            done.append((output, sampled))
-        return done
-
-    def _forward(self, batch: "ScheduleBatch", inputs: forward.Inputs) -> LogitsProcessorOutput:
-        """One forward; the plan of the graph before has been taken from the memory that the next is written to."""
-        runner = self.worker.model_runner
-        if self._plan_taken is not None:
-            self._plan_taken.synchronize()
-        output = forward.run(runner, batch, inputs, self.worker.verifier)
-        self._plan_taken = getattr(runner, "war_fastpath_read_done_event", None)
-        return output
-
-    def _extend_rows(
-        self, batch: "ScheduleBatch", round_: Round, slots: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Let the rows that a round reads lead to ``slots``, int64 [requests, width]; the rows, and tokens before."""
-        if round_.on_full_kv:
-            return batch.req_pool_indices, batch.seq_lens
-        views, width = self.worker.views, slots.shape[1]
-        rows, viewed = (to_device(values, slots.device) for values in (round_.rows, round_.viewed))
-        places = viewed[:, None] + torch.arange(width, device=slots.device)
-        self.table[rows[:, None], places] = slots.to(self.table.dtype)
-        for state, row, length in zip(round_.states, round_.rows, round_.lengths):
-            if row != state.row:
-                views.tail_written(state.row, length + width)
-        return rows, viewed
 
     def _verify(
         self, batch: "ScheduleBatch", round_: Round, tokens: torch.Tensor, slots: torch.Tensor
@@ -209,7 +171,7 @@ class Lockstep:
             # A graph has one width: what is beyond the drafts is computed and not looked at.
             spare = graphs.width - width
             tokens = torch.cat([tokens, tokens.new_zeros(count, spare)], 1)
-            slots, width = self._slots(batch, graphs.width), graphs.width
+            slots, width = self.steps.slots(batch, graphs.width), graphs.width
         inputs = self._inputs(batch, round_, tokens, slots)
         rows = tuple(
             Recorded(state.row, i * width, (i + 1) * width, length)
@@ -220,8 +182,8 @@ class Lockstep:
             self.worker.queries.keep_replayed(rows)
         else:
             with self.worker.queries.recording(rows):
-                output = self._forward(batch, inputs)
-        sampling = self._sampling(batch, round_, width, batch.return_logprob)
+                output = self.steps.forward(batch, inputs)
+        sampling = self.steps.sampling(batch, round_, width, batch.return_logprob)
         return output, sampling.draw(output.next_token_logits, inputs.positions)
 
     def _inputs(
@@ -239,26 +201,19 @@ class Lockstep:
             counts=[width] * len(tokens),
         )
 
-    def _sampling(self, batch: "ScheduleBatch", round_: Round, width: int, logprobs: bool) -> Sampling:
-        """How the rows of ``width`` tokens of each request are sampled."""
-
-        def rows() -> list[Row]:
-            states = enumerate(round_.states)
-            return [self.worker.sampling_row(i, state) for i, state in states for _ in range(width)]
-
-        return self._samplings.get(batch, round_.states, width, logprobs, rows)
-
     def _accept(
-        self, batch: "ScheduleBatch", drafted: torch.Tensor, sampled: Sampled
+        self, batch: "ScheduleBatch", drafted: Drafted, sampled: Sampled
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Answers, int64 [requests, width], and how many of them count: agreeing drafts and the next token."""
-        answers = sampled.tokens.view(len(drafted), -1)
-        drafts = drafted.shape[1]
+        answers = sampled.tokens.view(len(drafted.tokens), -1)
+        drafts = drafted.tokens.shape[1]
         if self.simulation is None:
-            agreed = (answers[:, :drafts] == drafted).long().cumprod(1).sum(1)
+            agreed = (answers[:, :drafts] == drafted.tokens).long().cumprod(1).sum(1)
         else:
-            asked = to_device(self.simulation.probabilities(batch.reqs), drafted.device, torch.float32)
-            agreed = self.simulation.accept(answers, drafted, asked)
+            asked = to_device(self.simulation.probabilities(batch.reqs), answers.device, torch.float32)
+            agreed = self.simulation.accept(answers, drafted.tokens, asked)
+        if drafted.offered is not None:
+            agreed = torch.minimum(agreed, drafted.offered)
         return answers, agreed + 1
 
     def _result(
@@ -273,6 +228,9 @@ class Lockstep:
     ) -> RoundResult:
         """SGLang's result: ``answers``, int64 [requests, width], of which the first ``accepted`` count."""
         width = answers.shape[1]
+        if self.checked is not None:
+            following = batch.seq_lens[:, None] + torch.arange(1, width + 1, device=answers.device)
+            self.checked.history.put(batch.req_pool_indices, following, answers)
         shown = LogitsProcessorOutput(next_token_logits=None)
         if batch.return_logprob:
             sampled.fill_logprobs(shown, list(range(answers.numel())), stride=width)
@@ -287,12 +245,3 @@ class Lockstep:
             can_run_cuda_graph=self.graphs is not None,
             round=round_,
         )
-
-
-def _to_record(round_: Round, index: int) -> tuple[Recorded, ...]:
-    """The queries of a plain step; those of requests that are never drafted are of no use."""
-    return tuple(
-        Recorded(state.row, i, i + 1, length + index)
-        for i, (state, length) in enumerate(zip(round_.states, round_.lengths))
-        if state.fallback in CURABLE
-    )

@@ -72,7 +72,7 @@ class Staggered:
     def _account(self, req: "Req", step: Step, outcome: results.Accepted) -> None:
         state, metrics, answers = step.state, self.worker.metrics, len(outcome.tokens)
         if not step.emits:
-            metrics.count_drafts(1)
+            metrics.count_drafts(1, 1)
             return
         meta_info.fill(req, state)
         if state.fallback:

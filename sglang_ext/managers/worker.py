@@ -18,15 +18,18 @@ from sglang_ext.layers.attention import torch_native, verify_graphs
 from sglang_ext.layers.attention.verify_attention import VerifyAttention
 from sglang_ext.layers.attention.views import BetweenSteps
 from sglang_ext.managers import integrity, meta_info
+from sglang_ext.managers.checked_drafts import CheckedDrafts
 from sglang_ext.managers.draft_length import DraftLength, FixedLength
 from sglang_ext.managers.eligibility import fallback_reason
 from sglang_ext.managers.lockstep import Lockstep, RoundResult
+from sglang_ext.managers.ngram import TokenHistory
 from sglang_ext.managers.pace import Pace
 from sglang_ext.managers.planner import CURABLE
 from sglang_ext.managers.ranks import Ranks
 from sglang_ext.managers.sampling import Row, Sampling
 from sglang_ext.managers.simulation import Simulation
 from sglang_ext.managers.staggered import Staggered
+from sglang_ext.managers.steps import Steps
 from sglang_ext.mem_cache import query_window
 from sglang_ext.mem_cache.compressed_views import CompressedViews
 from sglang_ext.mem_cache.compressors import create
@@ -71,7 +74,9 @@ class KVWorker(BaseSpecWorker):
         self.schedule: Staggered | Lockstep | None = None
         self._admitted = 0
         self._graphs: verify_graphs.VerifyGraphs | None = None
+        self._check_graphs: verify_graphs.VerifyGraphs | None = None
         self.verifier: VerifyAttention | None = None
+        self.history: TokenHistory | None = None
         verify_graphs.plain(self.model_runner)
         torch_native.register()
         query_window.reserve_queries(self.compressor.window)
@@ -100,6 +105,9 @@ class KVWorker(BaseSpecWorker):
             (2 * rows, width), dtype=pool.req_to_token.dtype, device=pool.req_to_token.device
         )
         self._rows = rows
+        if self.server_args.kv_ngram_tokens:
+            # Answers of a round, and what is proposed after its last draft, go beyond a context's end.
+            self.history = TokenHistory(rows, width + 2 * self.stride, pool.req_to_token.device)
 
     def init_cuda_graphs(self) -> None:
         """Capture verifications, after SGLang captured the target's graphs of one token a request."""
@@ -116,6 +124,11 @@ class KVWorker(BaseSpecWorker):
             requests * self.stride, attention.tp_q_head_num, attention.qk_head_dim, like
         ):
             self._graphs = verify_graphs.capture(self.model_runner, self.stride, self.verifier)
+        if self._graphs is not None and self.server_args.kv_ngram_tokens:
+            # Planned on the device, where alone the lengths are known.
+            planned_there = self.verifier or VerifyAttention(self.model_runner)
+            width = 1 + self.server_args.kv_ngram_tokens
+            self._check_graphs = verify_graphs.capture(self.model_runner, width, planned_there)
 
     @property
     def _attention(self) -> torch.nn.Module:
@@ -144,7 +157,11 @@ class KVWorker(BaseSpecWorker):
             longest = self.stride - 1
             lengths = DraftLength(longest) if args.kv_draft_length == "auto" else FixedLength(longest)
             pace = Pace(lengths, torch.device(self.model_runner.device), self.metrics, self.ranks)
-            self.schedule = Lockstep(self, self._graphs, self.simulation, pace)
+            steps = Steps(self)
+            checked = None
+            if self.history is not None:
+                checked = CheckedDrafts(steps, self.history, args.kv_ngram_tokens, self._check_graphs)
+            self.schedule = Lockstep(self, self._graphs, self.simulation, pace, steps, checked)
         else:
             self.schedule = Staggered(self)
         logger.info(
@@ -234,6 +251,8 @@ class KVWorker(BaseSpecWorker):
         )
         meta_info.resume(req, state)
         self.states[req.req_pool_idx] = state
+        if self.history is not None:
+            self.history.begin(state.row, [*req.origin_input_ids, *req.output_ids])
         return state
 
     def sampling_row(self, index: int, state: RequestState, drafts: tuple[int, ...] = ()) -> Row:

@@ -60,3 +60,20 @@ def test_stops_lengths_and_samples_end_where_stocks_do(stock, lockstep, prompts,
         body["input_ids"] = prompts[0]
         theirs, ours = stock.ask(**body), lockstep.ask(**body)
         assert_same_answers(theirs, ours, (ours if isinstance(ours, dict) else ours[0])["meta_info"]["kv_fallback"])
+
+
+def test_proposals_of_ngrams_leave_answers_as_they_are_and_spare_forwards(stock, launch, prompts, expected):
+    flags = ("--kv-schedule", "lockstep", "--kv-draft-length", "8", "--kv-ngram-tokens", "3")
+    server = launch(*VERIFIED, *flags, env=STRICT)
+    for cold in (True, False):
+        found = server.ask_all(prompts, cold=cold, **greedy(EXPECTED_TOKENS))
+        assert [r["output_ids"] for r in found] == expected
+    sampled = {"temperature": 0.9, "top_p": 0.95, "sampling_seed": 5, "max_new_tokens": 24, "ignore_eos": True}
+    body = {"input_ids": prompts[0], "sampling_params": sampled}
+    assert server.ask(**body)["output_ids"] == stock.ask(**body)["output_ids"]
+    lines = server.request("metrics").splitlines()
+    drafts, forwards = (
+        sum(float(line.split()[-1]) for line in lines if line.startswith(f"sglang_ext:{name}_total"))
+        for name in ("drafts", "draft_forwards")
+    )
+    assert 0 < forwards < 0.8 * drafts

@@ -123,7 +123,7 @@ def held_bytes(server) -> float:
 def test_metrics_count_drafts_verifies_and_fallbacks(verified, prompts):
     verified.ask(input_ids=prompts[0], **greedy(4, frequency_penalty=0.5))
     page = verified.request("/metrics")
-    for name in ("drafts_total", "verifies_total", "accepted_drafts_total", "accept_length_bucket"):
+    for name in ("drafts_total", "draft_forwards_total", "verifies_total", "accepted_drafts_total", "accept_length_bucket"):
         assert f"sglang_ext:{name}" in page
     assert 'reason="penalty"' in page
 

@@ -44,6 +44,8 @@ def build(path, **flags):
         ({"kv_draft_length": "long"}, ["--kv-draft-length", "long", "or auto"]),
         ({"kv_schedule": "random"}, ["--kv-schedule", "'random'", "lockstep", "staggered"]),
         ({"kv_max_burst": 1}, ["--kv-max-burst is 1", "from 2"]),
+        ({"kv_ngram_tokens": -1}, ["--kv-ngram-tokens is -1", "from 0", "to 16"]),
+        ({"kv_ngram_tokens": 9, "kv_draft_length": 8}, ["--kv-ngram-tokens is 9", "to 8"]),
     ],
 )
 def test_a_value_out_of_range_is_refused(folder, flags, words):

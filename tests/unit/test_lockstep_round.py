@@ -16,6 +16,8 @@ from sglang_ext.metrics import KVMetrics
 from sglang_ext.managers.planner import NEIGHBOUR, NO_FREE_SLOTS, SHORT_CONTEXT, SLOWER
 from sglang_ext.managers.round_plan import PLAIN_STEPS, Round, RoundPlanner
 from sglang_ext.managers.sampling import Sampled
+from sglang_ext.managers.steps import Drafted, Steps
+from sglang_ext.platforms.plain_cpu import without_pinning
 
 ROWS = 8
 
@@ -54,7 +56,7 @@ def request(missing=40, **more):
 
 def schedule(views=None, lossy=False, stride=5):
     metrics = SimpleNamespace(
-        count_drafts=lambda n: None, count_verify=lambda n: None, count_fallback=lambda r, n: None,
+        count_drafts=lambda n, f: None, count_verify=lambda n: None, count_fallback=lambda r, n: None,
         observe_pool=lambda v: None,
     )
     worker = SimpleNamespace(
@@ -62,7 +64,7 @@ def schedule(views=None, lossy=False, stride=5):
         model_runner=SimpleNamespace(war_fastpath_read_done_event="earlier"),
     )
     pace = Pace(FixedLength(worker.stride - 1), torch.device("cpu"), KVMetrics("model"))
-    return Lockstep(worker, None, None, pace)
+    return Lockstep(worker, None, None, pace, Steps(worker))
 
 
 def plan(asked, found, wanted, views=None, lossy=False):
@@ -95,10 +97,10 @@ def test_the_rows_that_drafts_read_lead_to_the_slots_of_the_drafts():
     views = Views(full=(2,))
     found, asked = schedule(views), batch([200, 300])
     planned = plan(asked, states(2), 4, views)
-    slots = found._slots(asked, planned.width)
+    slots = found.steps.slots(asked, planned.width)
     table = views.token_table.clone()
     assert torch.equal(slots, torch.stack([table[1, 200:205], table[2, 300:305]]).long())
-    found._extend_rows(asked, planned, slots)
+    found.steps.extend_rows(asked, planned, slots)
     assert views.token_table[1 + ROWS, 50:55].tolist() == slots[0].tolist()
     assert torch.equal(views.token_table[2], table[2]), "a request without a copy reads its own row"
     assert views.tails == [(1, 200), (1, 205)]
@@ -155,7 +157,7 @@ def outcome(drafted, answers, width=None):
     round_ = Round(states(1), len(drafted), 0, [100], [1], [100], [0])
     tokens = torch.tensor([*answers, *[0] * ((width or len(answers)) - len(answers))])
     nothing = LogitsProcessorOutput(next_token_logits=None)
-    found._steps = lambda *_: [(nothing, sampled([token])) for token in drafted]
+    found.steps.draft = lambda *_: Drafted(torch.tensor([drafted]))
     found._verify = lambda *_: (nothing, sampled(tokens))
     found.pace = SimpleNamespace(drafted=lambda: None)
     slots = torch.zeros(1, 1 + len(drafted))
@@ -170,7 +172,7 @@ def sampled(tokens):
 def test_plain_steps_are_published_before_they_run():
     found, order = schedule(), []
     nothing = LogitsProcessorOutput(next_token_logits=None)
-    found._steps = lambda *_: order.append("run") or [(nothing, sampled([token])) for token in (5, 6, 7)]
+    found.steps.one_by_one = lambda *_: order.append("run") or [(nothing, sampled([token])) for token in (5, 6, 7)]
     found.pace = SimpleNamespace(drafted=lambda: None)
     round_ = Round(states(1), 0, 3, [100], [1], [100], [SLOWER])
     result = found._decode_plainly(
@@ -213,3 +215,22 @@ def test_counts_leave_out_requests_that_ended_before():
     found.account(batch([100]), result)
     state = result.round.states[0]
     assert (state.verifies, state.offered, state.accepted) == (1, 2, 2)
+
+
+def test_of_drafts_that_ngrams_proposed_only_those_offered_are_accepted_and_counted():
+    found, seen = schedule(), []
+    found.checked = SimpleNamespace(
+        history=SimpleNamespace(put=lambda *_: None), observe=lambda *n: seen.append(n),
+        draft=lambda *_: Drafted(torch.tensor([[1, 2, 3]]), torch.tensor([2]), torch.tensor([1])),
+    )  # fmt: skip
+    nothing = LogitsProcessorOutput(next_token_logits=None)
+    found._verify = lambda *_: (nothing, sampled([1, 2, 3, 4]))
+    found.pace = SimpleNamespace(drafted=lambda: None)
+    round_ = Round(states(1), 3, 0, [100], [1], [100], [0])
+    result = found._draft_and_verify(batch([100]), round_, torch.tensor([9]), torch.zeros(1, 4), None)
+    # The third draft was never checked: the verifier's own token stands in its place.
+    assert result.accept_lens.tolist() == [3] and result.next_token_ids[:3].tolist() == [1, 2, 3]
+    without_pinning(result.copy_to_cpu, return_logprob=False)
+    found.account(batch([100]), result)
+    state = round_.states[0]
+    assert (state.verifies, state.offered, state.accepted, seen) == (1, 2, 2, [(2, 1)])

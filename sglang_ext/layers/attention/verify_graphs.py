@@ -56,17 +56,17 @@ class VerifyGraphs(DecodeCudaGraphRunner):
 def capture(
     model_runner: "ModelRunner", width: int, verifier: AttentionBackend | None
 ) -> VerifyGraphs | None:
-    """Capture verifications of ``width`` tokens for SGLang's list of batch sizes; None without graphs.
+    """Capture forwards of ``width`` tokens a request for SGLang's list of batch sizes; None without graphs.
 
     Args:
         model_runner: the target's.
         width: tokens of each request.
-        verifier: their attention; None for FlashInfer's.
+        verifier: their attention; None for FlashInfer's, which must be told the lengths on the host.
     """
     if model_runner.decode_cuda_graph_runner is None:
         return None
-    name = model_runner.decode_attention_backend_str
     attention = verifier or _flashinfer(model_runner)
+    name = "triton" if verifier else "flashinfer"
     logger.info("sglang-ext: capturing verifications of %s tokens a request with %s", width, name)
     with speculative(model_runner):
         model_runner.graph_shared_output = GraphSharedOutput.create_for_model_runner(model_runner)

@@ -1,0 +1,143 @@
+"""The forwards of a lockstep round, and how what they give is sampled."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+
+from sglang_ext.device import to_device
+from sglang_ext.managers import forward
+from sglang_ext.managers.planner import CURABLE
+from sglang_ext.managers.round_plan import Round
+from sglang_ext.managers.sampling import Row, Sampled, Sampling, SamplingCache
+from sglang_ext.mem_cache.query_window import Recorded
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+    from sglang_ext.managers.worker import KVWorker
+
+
+@dataclass
+class Drafted:
+    """What the requests of a round drafted.
+
+    Attributes:
+        tokens: int64 [requests, drafts].
+        offered: int64 [requests], how many of them count; None where all do.
+        forwards: int64 [requests], forwards that gave them; None where that is one each.
+    """
+
+    tokens: torch.Tensor
+    offered: torch.Tensor | None = None
+    forwards: torch.Tensor | None = None
+
+    def to_host(self) -> "Drafted":
+        """Copies of the counts on the host, once the current stream reached them; the tokens stay."""
+        counts = (None if t is None else t.to("cpu", non_blocking=True) for t in (self.offered, self.forwards))
+        return Drafted(self.tokens, *counts)
+
+
+class Steps:
+    """Runs forwards for a worker's rounds.
+
+    Attributes:
+        worker: whose states, views and queries these are.
+        table: int32, SGLang's token table with the draft rows.
+    """
+
+    def __init__(self, worker: "KVWorker"):
+        self.worker = worker
+        self.table = worker.views.token_table
+        self._samplings = SamplingCache(worker.model_runner)
+        # When the plan that was written last was taken from pinned memory.
+        self._plan_taken: torch.cuda.Event | None = None
+
+    def slots(self, batch: "ScheduleBatch", width: int) -> torch.Tensor:
+        """Where the KV of each request's next ``width`` tokens lies: int64 [requests, width]."""
+        places = batch.seq_lens[:, None] + torch.arange(width, device=self.table.device)
+        return self.table[batch.req_pool_indices[:, None], places].long()
+
+    def extend_rows(
+        self, batch: "ScheduleBatch", round_: Round, slots: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Let the rows that a round reads lead to ``slots``, int64 [requests, width]; the rows, and tokens before."""
+        if round_.on_full_kv:
+            return batch.req_pool_indices, batch.seq_lens
+        views, width = self.worker.views, slots.shape[1]
+        rows, viewed = (to_device(values, slots.device) for values in (round_.rows, round_.viewed))
+        places = viewed[:, None] + torch.arange(width, device=slots.device)
+        self.table[rows[:, None], places] = slots.to(self.table.dtype)
+        for state, row, length in zip(round_.states, round_.rows, round_.lengths):
+            if row != state.row:
+                views.tail_written(state.row, length + width)
+        return rows, viewed
+
+    def forward(self, batch: "ScheduleBatch", inputs: forward.Inputs) -> LogitsProcessorOutput:
+        """One forward; the plan of the graph before has been taken from the memory that the next is written to."""
+        runner = self.worker.model_runner
+        if self._plan_taken is not None:
+            self._plan_taken.synchronize()
+        output = forward.run(runner, batch, inputs, self.worker.verifier)
+        self._plan_taken = getattr(runner, "war_fastpath_read_done_event", None)
+        return output
+
+    def sampling(self, batch: "ScheduleBatch", round_: Round, width: int, logprobs: bool) -> Sampling:
+        """How the rows of ``width`` tokens of each request are sampled."""
+
+        def rows() -> list[Row]:
+            states = enumerate(round_.states)
+            return [self.worker.sampling_row(i, state) for i, state in states for _ in range(width)]
+
+        return self._samplings.get(batch, round_.states, width, logprobs, rows)
+
+    def one_by_one(
+        self, batch: "ScheduleBatch", round_: Round, count: int, tokens: torch.Tensor, slots: torch.Tensor
+    ) -> list[tuple[LogitsProcessorOutput, Sampled]]:
+        """``count`` tokens of each request, one after another, over the rows of the round.
+
+        Args:
+            batch: whose requests these are.
+            round_: what they do.
+            count: tokens of each.
+            tokens: int64 [requests], the newest token of each.
+            slots: int64 [requests, at least count], where their KV is written.
+        """
+        rows, viewed = self.extend_rows(batch, round_, slots)
+        viewed_cpu = torch.tensor(round_.viewed)
+        plain = not round_.drafts
+        sampling = self.sampling(batch, round_, 1, plain and batch.return_logprob)
+        done = []
+        for index in range(count):
+            inputs = forward.Inputs(
+                tokens=tokens,
+                positions=batch.seq_lens + index,
+                slots=slots[:, index].contiguous(),
+                rows=rows,
+                lengths=viewed + index + 1,
+                lengths_cpu=viewed_cpu + index + 1,
+                counts=[1] * len(round_.rows),
+            )
+            with self.worker.queries.recording(_to_record(round_, index) if plain else ()):
+                output = self.forward(batch, inputs)
+            sampled = sampling.draw(output.next_token_logits, inputs.positions)
+            tokens = sampled.tokens
+            done.append((output, sampled))
+        return done
+
+    def draft(
+        self, batch: "ScheduleBatch", round_: Round, bonus: torch.Tensor, slots: torch.Tensor
+    ) -> Drafted:
+        """The drafts of a round, one by one; arguments as :meth:`one_by_one`'s."""
+        steps = self.one_by_one(batch, round_, round_.drafts, bonus, slots)
+        return Drafted(torch.stack([sampled.tokens for _, sampled in steps], dim=1))
+
+
+def _to_record(round_: Round, index: int) -> tuple[Recorded, ...]:
+    """The queries of a plain step; those of requests that are never drafted are of no use."""
+    return tuple(
+        Recorded(state.row, i, i + 1, length + index)
+        for i, (state, length) in enumerate(zip(round_.states, round_.lengths))
+        if state.fallback in CURABLE
+    )
