@@ -17,8 +17,11 @@ FALLBACK_REASONS: tuple[str, ...] = (
     "neighbour",
     "slower",
 )
-# Evidence that a request begins with: drafts accepted and rejected, at a probability of 0.9.
+# Evidence that the first request begins with: drafts accepted and rejected, at a probability of 0.9.
 PRIOR = (1.8, 0.2)
+# Weight of what is expected of a later one, at probability 0 and 1: where drafts were of no use, a few that are accepted
+# shall tell; where they were good, one rejection shall not.
+EXPECTED = (0.5, 4.0)
 # Weight of what was seen before, at each verification: of one request, and of all.
 MEMORY = 0.9
 LONG_MEMORY = 0.95
@@ -63,8 +66,9 @@ class Acceptance:
 
     @classmethod
     def expecting(cls, probability: float) -> "Acceptance":
-        """With the prior's weight for another probability."""
-        return cls(sum(PRIOR) * probability, sum(PRIOR) * (1 - probability))
+        """Of a request that is expected to be like those before it."""
+        weight = EXPECTED[0] + (EXPECTED[1] - EXPECTED[0]) * probability**2
+        return cls(weight * probability, weight * (1 - probability))
 
     def observe(self, offered: int, accepted: int) -> None:
         """Count a verification; drafts after the first that was rejected say nothing."""

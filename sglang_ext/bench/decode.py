@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure all settings, print a table; 0 when all could be measured."""
+    """Measure all settings, print a table; 0 when all could be measured, else 1 after the others."""
     contexts, batches = numbers(args.context_len, "--context-len"), numbers(args.batch, "--batch")
     servers = list(settings.all_of(args))
     prompts = make_prompts(args, max(batches), contexts)
@@ -77,18 +77,19 @@ def run(args: argparse.Namespace) -> int:
     if bandwidth:
         print(f"read bandwidth {bandwidth / 1e12:.2f} TB/s", flush=True)
     results: list[Result] = []
-    with settings.log_folder(args) as logs:
-        for setting in servers:
-            print(f"{setting.name}: starting", flush=True)
-            for result in run_setting(args, setting, prompts, batches, results, bandwidth, logs):
-                results.append(result)
-                print(line(result), flush=True)
+
+    def measure(setting: Setting, logs: Path) -> None:
+        for result in run_setting(args, setting, prompts, batches, results, bandwidth, logs):
+            results.append(result)
+            print(line(result), flush=True)
+
+    failed = settings.each(args, servers, measure)
     if args.json:
-        measured = {"bandwidth": bandwidth, "results": [asdict(result) for result in results]}
+        measured = {"bandwidth": bandwidth, "results": [asdict(result) for result in results], "failed": failed}
         report.write_json(args.json, {"arguments": vars(args), **report.origin(), **measured})
-    if args.plot:
+    if args.plot and results:
         write_plot(args.plot, results)
-    return 0
+    return 1 if failed else 0
 
 
 def make_prompts(

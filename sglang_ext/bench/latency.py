@@ -61,23 +61,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure all settings at all rates, print a table; 0 when all could be measured."""
+    """Measure all settings at all rates, print a table; 0 when all could be measured, else 1 after the others."""
     rates, servers = numbers(args.rate, "--rate", float), list(settings.all_of(args))
     if len(settings.forced_acceptances(args)) > 1:
         raise BenchError(f"--force-acceptance {args.force_acceptance!r}: pass a single probability")
     results: list[Latency] = []
-    with settings.log_folder(args) as logs:
-        for setting in servers:
-            print(f"{setting.name}: starting", flush=True)
-            for result in run_setting(args, setting, rates, logs):
-                results.append(result)
-                print(line(result), flush=True)
+
+    def measure(setting: Setting, logs: Path) -> None:
+        for result in run_setting(args, setting, rates, logs):
+            results.append(result)
+            print(line(result), flush=True)
+
+    failed = settings.each(args, servers, measure)
     if args.json:
-        measured = {"results": [asdict(result) for result in results]}
+        measured = {"results": [asdict(result) for result in results], "failed": failed}
         report.write_json(args.json, {"arguments": vars(args), **report.origin(), **measured})
-    if args.plot:
+    if args.plot and results:
         write_plot(args.plot, results)
-    return 0
+    return 1 if failed else 0
 
 
 def run_setting(
@@ -115,6 +116,11 @@ def send(args: argparse.Namespace, server: ServerClient, rate: float, stem: Path
     record = json.loads(out.read_text().splitlines()[-1])
     if record["completed"] < args.requests:
         raise BenchError(f"{record['completed']} of {args.requests} requests were answered at rate {rate:g}:\n{end}")
+    if not all(record["ttfts"]):
+        raise BenchError(
+            "the server's answers have no text, by which SGLang's benchmark tells the first token: start it with a "
+            "tokenizer that knows all of the model's tokens, not with --skip-tokenizer-init"
+        )
     return record
 
 

@@ -2,7 +2,7 @@
 
 import argparse
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
@@ -38,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--compressor", default="snapkv", help="names, separated by commas")
     add("--budget", default="0.125", help="shares, separated by commas")
     add("--draft-length", default="16", help="numbers, or auto, separated by commas")
+    add("--ngram-tokens", default="0", help="tokens that n-grams propose in each draft step, separated by commas; 0: none")
     add("--also", action="append", default=[], metavar="BUDGET:DRAFTS", help="also run the first compressor with this pair, beside all combinations")
     add("--force-acceptance", metavar="P", help="accept each draft with this probability; several separated by commas")
     add("--baseline", action="append", default=[], metavar="FLAGS", help="also run stock SGLang with these flags, for example '--speculative-algorithm NGRAM'")
@@ -85,6 +86,25 @@ def server(args: argparse.Namespace, setting: Setting, logs: Path) -> ServerProc
     )
 
 
+def each(
+    args: argparse.Namespace, servers: Sequence[Setting], measure: Callable[[Setting, Path], None]
+) -> dict[str, str]:
+    """Measure one setting after another; why some could not be measured, by name.
+
+    A server that does not start costs its own figures, not those of the others.
+    """
+    failed = {}
+    with log_folder(args) as logs:
+        for setting in servers:
+            print(f"{setting.name}: starting", flush=True)
+            try:
+                measure(setting, logs)
+            except BenchError as error:
+                failed[setting.name] = str(error)
+                print(f"{setting.name}: failed: {error}", flush=True)
+    return failed
+
+
 def all_of(args: argparse.Namespace) -> Iterator[Setting]:
     """Stock first, then other baselines, then each combination of verified decoding.
 
@@ -97,8 +117,9 @@ def all_of(args: argparse.Namespace) -> Iterator[Setting]:
         yield Setting(flags.replace("--", "").replace(" ", "-"), words([flags]))
     compressors = args.compressor.split(",")
     budgets = [budget for budget in args.budget.split(",") if budget]
-    for compressor, budget, drafts in product(compressors, budgets, args.draft_length.split(",")):
-        yield verified(args, compressor, budget, drafts)
+    proposals = numbers(args.ngram_tokens, "--ngram-tokens", zero=True)
+    for compressor, budget, drafts, proposed in product(compressors, budgets, args.draft_length.split(","), proposals):
+        yield verified(args, compressor, budget, drafts, proposed)
     for pair in args.also:
         budget, separator, drafts = pair.partition(":")
         if not separator:
@@ -106,14 +127,17 @@ def all_of(args: argparse.Namespace) -> Iterator[Setting]:
         yield verified(args, compressors[0], budget, drafts)
 
 
-def verified(args: argparse.Namespace, compressor: str, budget: str, drafts: str) -> Setting:
-    """A server of verified decoding."""
+def verified(args: argparse.Namespace, compressor: str, budget: str, drafts: str, proposed: int = 0) -> Setting:
+    """A server of verified decoding, in which n-grams propose ``proposed`` tokens a step."""
     share = numbers(budget, "--budget", float)[0]
     length = None if drafts == "auto" else numbers(drafts, "--draft-length")[0]
     flags = ["--kv-mode", "verified", "--kv-compressor", compressor, "--kv-budget", f"{share:g}", "--kv-draft-length", drafts]
     if args.force_acceptance is not None:
         flags += ["--kv-schedule", "lockstep"]
-    return Setting(f"{compressor}-{share:g}-x{drafts}", tuple(flags), share, length)
+    name = f"{compressor}-{share:g}-x{drafts}"
+    if proposed:
+        name, flags = f"{name}-n{proposed}", [*flags, "--kv-ngram-tokens", str(proposed)]
+    return Setting(name, tuple(flags), share, length)
 
 
 def numbers(text: str, flag: str, kind: type = int, zero: bool = False) -> list:

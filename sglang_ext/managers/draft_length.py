@@ -4,8 +4,8 @@
 the one at which the batch gains most tokens per second (VeriCache, equation (11), with the times measured
 instead of modelled). A probability ``p`` per token that a draft is accepted gives, at ``x`` drafts, a mean of
 ``(1 - p^(x+1)) / (1 - p)`` tokens. Length 0 is plain decoding with full KV: where drafting does not pay, nothing
-is drafted, but for a short round now and then that looks whether it would. Times are kept apart by
-:class:`Load`, as steps depend on the batch and on the context.
+is drafted, but for a short round now and then that looks whether it would: of the time that passes, such looks may
+lose :data:`LOOK_SHARE`. Times are kept apart by :class:`Load`, as steps depend on the batch and on the context.
 """
 
 from collections.abc import Sequence
@@ -16,16 +16,15 @@ from typing import NamedTuple
 NEW_TIME = 0.2
 # Another length must be that much better before it is taken: times are noisy.
 HYSTERESIS = 1.03
-# Plain rounds, then rounds with drafts, that are run first to measure their times.
-FIRST_PLAIN_ROUNDS, FIRST_ROUNDS = 2, 1
-# Drafts of a round that only looks: enough for the time of one, few to lose.
+# Plain rounds that are run first to measure their time; then one with drafts, which is asked for again if after so
+# many iterations nothing of it is seen: it may have become a plain one.
+FIRST_PLAIN_ROUNDS, ASK_AGAIN = 2, 8
+# Drafts of a round that only looks, at least: enough for the time of one, few to lose.
 LOOK_DRAFTS = 2
-# Tokens of a request after which the mode that is not in use is looked at again: plain steps cost nothing, a look
-# at drafting costs a few steps (and copies), so that each one in vain doubles the time to the next.
+# Of the time that passes, what looks at drafting may lose: for copies, and for rounds that gain less than plain steps.
+LOOK_SHARE = 0.01
+# Tokens of a request after which plain steps are measured again, where drafting pays.
 LOOK_AT_PLAIN = 1024
-SHORTEST_PATIENCE, LONGEST_PATIENCE = 256, 1024
-# Where drafting is estimated to come this close to plain decoding, a round of it costs next to nothing.
-CLOSE, CLOSE_PATIENCE = 0.9, 16
 
 
 class Load(NamedTuple):
@@ -39,6 +38,24 @@ class Load(NamedTuple):
         """Of requests with so many tokens."""
         mean = sum(lengths) // len(lengths)
         return cls((len(lengths) - 1).bit_length(), mean.bit_length())
+
+
+class Spent(NamedTuple):
+    """An iteration's seconds.
+
+    Attributes:
+        drafts: of each request; 0 for plain decoding.
+        steps: of plain decoding; 0 where tokens were drafted.
+        copying: until drafting or decoding began.
+        drafting: of all drafts.
+        whole: from where drafting or decoding began to the next iteration.
+    """
+
+    drafts: int
+    steps: int
+    copying: float
+    drafting: float
+    whole: float
 
 
 def expected_tokens(probability: float, drafts: int) -> float:
@@ -56,31 +73,50 @@ class Times:
         step: a step of plain decoding; the time to the next iteration counts.
         draft: a draft in a round.
         rest: a round without its drafts, to the beginning of the next.
+        copying: what a look spends on copies before it drafts.
         plain_rounds, rounds: how many were seen, without drafts and with.
         chosen: drafts of the last choice; None before the first.
-        since: tokens since the mode that is not in use was measured.
-        patience: tokens before drafting is looked at again.
+        since: tokens since plain steps were measured last.
+        allowance: seconds that looks may lose by now; below 0 after the first, which is not waited for.
+        awaited: iterations until the first round is asked for again.
     """
 
     step: float | None = None
     draft: float | None = None
     rest: float | None = None
+    copying: float = 0.0
     plain_rounds: int = 0
     rounds: int = 0
     chosen: int | None = None
     since: int = 0
-    patience: int = SHORTEST_PATIENCE
+    allowance: float = 0.0
+    awaited: int = 0
 
-    def observe(self, drafts: int, steps: int, drafting: float, whole: float) -> None:
-        """Take an iteration's seconds: its drafts', and all of it; ``steps`` of plain decoding without any."""
-        self.since += steps or drafts
-        if drafts == 0:
-            self.step = _mix(self.step, whole / steps, self.plain_rounds)
+    def observe(self, spent: Spent) -> None:
+        """Take an iteration's seconds."""
+        self.allowance += LOOK_SHARE * spent.whole
+        if spent.drafts == 0:
+            self.step = _mix(self.step, spent.whole / spent.steps, self.plain_rounds)
             self.plain_rounds += 1
+            self.since = 0
             return
-        self.draft = _mix(self.draft, drafting / drafts, self.rounds)
-        self.rest = _mix(self.rest, whole - drafting, self.rounds)
+        self.since += spent.drafts
+        if self.rounds == 0:
+            self.allowance -= spent.copying + spent.whole - (self.step or 0.0)
+        if not self.chosen:
+            self.copying = _mix(self.copying, spent.copying, self.rounds)
+        self.draft = _mix(self.draft, spent.drafting / spent.drafts, self.rounds)
+        self.rest = _mix(self.rest, spent.whole - spent.drafting, self.rounds)
         self.rounds += 1
+
+    def ask_first(self, drafts: int) -> int:
+        """``drafts`` of the first round; none while its times are awaited, which come iterations later."""
+        self.awaited = (self.awaited or ASK_AGAIN) - 1
+        return drafts if self.awaited == ASK_AGAIN - 1 else 0
+
+    def seconds(self, drafts: int) -> float:
+        """Of a round with so many drafts."""
+        return drafts * self.draft + self.rest
 
 
 def _mix(old: float | None, new: float, seen: int) -> float:
@@ -98,7 +134,7 @@ class FixedLength:
 
     drafts: int
 
-    def observe(self, load: Load, drafts: int, steps: int, drafting: float, whole: float) -> None:
+    def observe(self, load: Load, spent: Spent) -> None:
         """Nothing is learned."""
 
 
@@ -120,38 +156,32 @@ class DraftLength:
         if times.plain_rounds < FIRST_PLAIN_ROUNDS:
             return 0
         look = min(LOOK_DRAFTS, self.longest)
-        if times.rounds < FIRST_ROUNDS:
-            return look
+        if not times.rounds:
+            return times.ask_first(look)
         rates = [self._rate(times, probabilities, drafts) for drafts in range(self.longest + 1)]
         best = max(range(len(rates)), key=rates.__getitem__)
         if times.chosen is not None and rates[best] < HYSTERESIS * rates[times.chosen]:
             best = times.chosen
         times.chosen = best
         if best:
-            times.patience = SHORTEST_PATIENCE
-            return self._look(times, LOOK_AT_PLAIN, best, 0)
-        close = max(range(1, len(rates)), key=rates.__getitem__)
-        if rates[close] >= CLOSE * rates[0]:
-            return self._look(times, CLOSE_PATIENCE, 0, close)
-        drafts = self._look(times, times.patience, 0, look)
-        if drafts:
-            times.patience = min(LONGEST_PATIENCE, 2 * times.patience)
+            return 0 if times.since >= LOOK_AT_PLAIN else best
+        # Of what does not pay, as it seems, the least bad is looked at.
+        drafts = max(range(look, len(rates)), key=rates.__getitem__)
+        loss = max(0.0, times.copying + times.seconds(drafts) * (1 - rates[drafts] / rates[0]))
+        # What looks have not lost is not saved up for more than one.
+        times.allowance = min(times.allowance, loss)
+        if times.allowance < loss:
+            return 0
+        times.allowance -= loss
         return drafts
 
-    def _look(self, times: Times, patience: int, best: int, other: int) -> int:
-        """``best``, or ``other`` when it is time to look at it."""
-        if times.since < patience:
-            return best
-        times.since = 0
-        return other
-
-    def observe(self, load: Load, drafts: int, steps: int, drafting: float, whole: float) -> None:
+    def observe(self, load: Load, spent: Spent) -> None:
         """Take an iteration's seconds; see :meth:`Times.observe`."""
-        self.times.setdefault(load, Times()).observe(drafts, steps, drafting, whole)
+        self.times.setdefault(load, Times()).observe(spent)
 
     def _rate(self, times: Times, probabilities: Sequence[float], drafts: int) -> float:
         """Tokens per second of the batch."""
         if drafts == 0:
             return len(probabilities) / times.step
         tokens = sum(expected_tokens(p, drafts) for p in probabilities)
-        return tokens / (drafts * times.draft + times.rest)
+        return tokens / times.seconds(drafts)

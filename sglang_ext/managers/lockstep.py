@@ -49,10 +49,10 @@ class RoundResult(GenerationBatchResult):
     counted: Drafted | None = None
 
     def copy_to_cpu(self, *args, **kwargs) -> None:
-        """SGLang's copies, and the counts of drafts."""
-        super().copy_to_cpu(*args, **kwargs)
+        """The counts of drafts, then SGLang's copies, at whose end it sets the mark for all."""
         if self.drafted is not None:
             self.counted = self.drafted.to_host()
+        super().copy_to_cpu(*args, **kwargs)
 
 
 class Lockstep:

@@ -6,7 +6,7 @@ import torch
 
 from sglang_ext.core import RequestState
 from sglang_ext.managers.clock import Mark
-from sglang_ext.managers.draft_length import DraftLength, FixedLength, Load
+from sglang_ext.managers.draft_length import DraftLength, FixedLength, Load, Spent
 from sglang_ext.managers.ranks import Ranks
 from sglang_ext.managers.round_plan import Round
 from sglang_ext.metrics import KVMetrics
@@ -18,13 +18,15 @@ class Timed:
 
     Attributes:
         round: what its requests did.
-        planned: copies are made, drafting begins.
+        begun: copies are made.
+        planned: they are there, drafting begins.
         drafted: the last draft is done.
         ended: all of it is done.
         next: the next iteration of the same requests began, or where other work came between, :attr:`ended`.
     """
 
     round: Round
+    begun: Mark
     planned: Mark
     drafted: Mark | None = None
     ended: Mark | None = None
@@ -40,7 +42,7 @@ class Timed:
 class Pace:
     """Chooses draft lengths (draft_length.py) by the times of the iterations before.
 
-    What copies cost is left out: it belongs to no single round.
+    What copies cost is kept apart: it belongs to no single round.
 
     Attributes:
         lengths: the choice.
@@ -53,13 +55,15 @@ class Pace:
     device: torch.device
     metrics: KVMetrics
     ranks: Ranks = Ranks()
+    _begun: Mark | None = None
     _running: Timed | None = None
     _pending: list[Timed] = field(default_factory=list)
 
     def begin(self, lengths: list[int], states: list[RequestState]) -> int:
         """An iteration of requests with so many tokens begins: how many tokens they draft."""
         same = self._running is not None and len(self._running.round.states) == len(states)
-        self._close(Mark.now(self.device) if same else None)
+        self._begun = Mark.now(self.device)
+        self._close(self._begun if same else None)
         self._learn()
         if isinstance(self.lengths, FixedLength):
             return self.lengths.drafts
@@ -68,7 +72,7 @@ class Pace:
 
     def planned(self, round_: Round) -> None:
         """Drafting begins; its drafts may be fewer than were chosen."""
-        self._running = Timed(round_, Mark.now(self.device))
+        self._running = Timed(round_, self._begun, Mark.now(self.device))
 
     def drafted(self) -> None:
         """The drafts of the running iteration were launched."""
@@ -94,7 +98,9 @@ class Pace:
         self._pending = [timed for timed in self._pending if not timed.complete]
         for timed in done:
             round_ = timed.round
+            copying = timed.begun.until(timed.planned)
             drafting = timed.planned.until(timed.drafted)
             whole = timed.planned.until(timed.next)
-            self.lengths.observe(Load.of(round_.lengths), round_.drafts, round_.steps, drafting, whole)
+            spent = Spent(round_.drafts, round_.steps, copying, drafting, whole)
+            self.lengths.observe(Load.of(round_.lengths), spent)
             self.metrics.observe_round(round_.drafts, round_.steps, drafting, whole)

@@ -141,6 +141,11 @@ class Sampling:
             logits: float [rows, vocabulary]; the sampler may overwrite them.
             positions: int64 [rows], absolute positions of the rows' input tokens; they select the noise.
         """
+        if len(self.groups) == 1 and not self.logprobs:
+            batch = self.groups[0].batch
+            batch.positions = positions
+            tokens = self.model_runner.sample(LogitsProcessorOutput(next_token_logits=logits), batch)
+            return Sampled(tokens.long(), None, [], [])
         empty = (torch.empty(0), [])
         out = Sampled(
             tokens=torch.empty(self.count, dtype=torch.int64, device=logits.device),

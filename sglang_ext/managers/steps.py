@@ -105,17 +105,20 @@ class Steps:
             slots: int64 [requests, at least count], where their KV is written.
         """
         rows, viewed = self.extend_rows(batch, round_, slots)
-        viewed_cpu = torch.tensor(round_.viewed)
+        # Made for all steps at once: between the graphs of two steps each operation costs the device time.
+        ahead = torch.arange(count, device=slots.device)[:, None]
+        positions, lengths = batch.seq_lens + ahead, viewed + ahead + 1
+        slots, viewed_cpu = slots[:, :count].T.contiguous(), torch.tensor(round_.viewed)
         plain = not round_.drafts
         sampling = self.sampling(batch, round_, 1, plain and batch.return_logprob)
         done = []
         for index in range(count):
             inputs = forward.Inputs(
                 tokens=tokens,
-                positions=batch.seq_lens + index,
-                slots=slots[:, index].contiguous(),
+                positions=positions[index],
+                slots=slots[index],
                 rows=rows,
-                lengths=viewed + index + 1,
+                lengths=lengths[index],
                 lengths_cpu=viewed_cpu + index + 1,
                 counts=[1] * len(round_.rows),
             )

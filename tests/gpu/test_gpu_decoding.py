@@ -10,16 +10,18 @@ COMMON = (
     *("--dtype", "bfloat16", "--mem-fraction-static", "0.5", "--max-total-tokens", "60000"),
     *("--cuda-graph-max-bs", "8", "--max-running-requests", "8"),
 )
-EXACT = (*COMMON, "--enable-deterministic-inference", "--attention-backend", "triton")
+# Prompts are short here, and SGLang takes long to capture their graphs.
+QUICK = (*COMMON, "--disable-prefill-cuda-graph")
+EXACT = (*QUICK, "--enable-deterministic-inference", "--attention-backend", "triton")
 VERIFIED = ("--kv-mode", "verified", "--kv-budget", "0.25")
 SEEDED = {"temperature": 0.8, "top_p": 0.95, "sampling_seed": 7, "max_new_tokens": 64, "ignore_eos": True}
 
 
-@pytest.mark.parametrize("drafts", ["16", "auto"])
+@pytest.mark.parametrize("drafts", ["16", "auto", "16 --kv-ngram-tokens 4"])
 def test_in_deterministic_mode_answers_are_stocks_token_by_token(launch, prompts, drafts):
     bodies = [greedy(64), {"sampling_params": SEEDED}]
     expected = [launch(*EXACT).ask_all(prompts, 1, **body) for body in bodies]
-    verified = launch(*EXACT, *VERIFIED, "--kv-draft-length", drafts)
+    verified = launch(*EXACT, *VERIFIED, "--kv-draft-length", *drafts.split())
     for body, answers in zip(bodies, expected):
         for workers in (1, 4):
             found = verified.ask_all(prompts, workers, **body)
@@ -28,21 +30,28 @@ def test_in_deterministic_mode_answers_are_stocks_token_by_token(launch, prompts
 
 
 @pytest.mark.parametrize("backend", ["flashinfer", "triton"])
-@pytest.mark.parametrize("mode", ["verified", "lossy"])
+@pytest.mark.parametrize("mode", ["verified", "lossy", "verified --kv-ngram-tokens 4"])
 def test_drafts_and_verifications_run_in_graphs(launch, prompts, backend, mode):
-    server = launch(*COMMON, "--attention-backend", backend, "--kv-mode", mode, "--kv-budget", "0.25")
+    server = launch(*COMMON, "--attention-backend", backend, "--kv-budget", "0.25", "--kv-mode", *mode.split())
     answers = server.ask_all(prompts, 4, **greedy(64))
     assert all(len(r["output_ids"]) == 64 for r in answers)
-    if mode == "verified":
+    verified = mode != "lossy"
+    if verified:
         assert all(r["meta_info"]["kv_accept_length"] > 1.5 for r in answers)
     log = server.log.read_text(errors="replace")
-    assert (f"capturing verifications of 17 tokens a request with {backend}" in log) == (mode == "verified")
+    assert (f"capturing verifications of 17 tokens a request with {backend}" in log) == verified
+    assert ("capturing verifications of 5 tokens a request with triton" in log) == ("ngram" in mode)
     assert "disable_overlap_schedule=False" in log and "cuda graph: True" in log
 
 
 def test_without_graphs_and_staggered_it_drafts_too(launch, prompts):
-    for backend, more in (("triton", ("--disable-cuda-graph",)), ("flashinfer", ("--kv-schedule", "staggered"))):
-        server = launch(*COMMON, "--attention-backend", backend, *VERIFIED, *more)
+    ways = [
+        ("triton", ("--disable-cuda-graph",)),
+        ("flashinfer", ("--disable-cuda-graph", "--kv-ngram-tokens", "4")),
+        ("flashinfer", ("--kv-schedule", "staggered")),
+    ]
+    for backend, more in ways:
+        server = launch(*QUICK, "--attention-backend", backend, *VERIFIED, *more)
         answers = server.ask_all(prompts, 4, **greedy(40))
         assert all(r["meta_info"]["kv_accept_length"] > 1.5 for r in answers)
 

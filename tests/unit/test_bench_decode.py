@@ -82,6 +82,22 @@ def test_each_combination_is_a_setting_after_stock_and_baselines(tmp_path):
     assert [s.draft_length for s in found] == [None, None, 8, None, 8, None, 24]
 
 
+def test_ngrams_are_a_setting_of_their_own(tmp_path):
+    found = list(settings.all_of(arguments(tmp_path, "--budget", "0.25", "--ngram-tokens", "0,4")))
+    assert [s.name for s in found] == ["stock", "snapkv-0.25-x16", "snapkv-0.25-x16-n4"]
+    assert found[2].arguments[-2:] == ("--kv-ngram-tokens", "4") and "--kv-ngram-tokens" not in found[1].arguments
+
+
+def test_a_setting_that_fails_costs_no_other_its_figures(tmp_path, capsys):
+    def measure(setting, logs):
+        if setting.name == "stock":
+            raise BenchError("the server ended")
+
+    args = arguments(tmp_path)
+    assert settings.each(args, list(settings.all_of(args)), measure) == {"stock": "the server ended"}
+    assert capsys.readouterr().out.splitlines() == ["stock: starting", "stock: failed: the server ended", "snapkv-0.125-x16: starting"]
+
+
 def test_a_gain_is_over_stock_at_the_same_context_and_batch(tmp_path):
     args = arguments(tmp_path)
     wave = Wave(batch=8, seconds=1.0, tokens=800, first_token=0.1, accept_length=None, fallbacks=0)

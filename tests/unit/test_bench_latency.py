@@ -52,7 +52,7 @@ def test_traffic_is_poisson_of_the_rate_with_outputs_of_the_length(tmp_path, mon
     assert "--request-rate 2.5 " in text and "--random-output-len 32 " in text and "--port 7 " in text
 
 
-@pytest.mark.parametrize(("code", "more", "words"), [(1, {}, "code 1.*no such tokenizer"), (0, {"completed": 1}, "1 of 2 requests")])
+@pytest.mark.parametrize(("code", "more", "words"), [(1, {}, "code 1.*no such tokenizer"), (0, {"completed": 1}, "1 of 2 requests"), (0, {"ttfts": [0.0, 1.0]}, "no text.*--skip-tokenizer-init")])
 def test_a_failed_run_is_shown(tmp_path, monkeypatch, code, more, words):
     serving(monkeypatch, code, **more)
     with pytest.raises(BenchError, match=f"(?s){words}"):

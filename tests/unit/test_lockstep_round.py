@@ -230,7 +230,10 @@ def test_of_drafts_that_ngrams_proposed_only_those_offered_are_accepted_and_coun
     result = found._draft_and_verify(batch([100]), round_, torch.tensor([9]), torch.zeros(1, 4), None)
     # The third draft was never checked: the verifier's own token stands in its place.
     assert result.accept_lens.tolist() == [3] and result.next_token_ids[:3].tolist() == [1, 2, 3]
+    order = []
+    result.copy_done = SimpleNamespace(record=lambda: order.append(result.counted is not None))
     without_pinning(result.copy_to_cpu, return_logprob=False)
+    assert order == [True], "SGLang waits for its mark alone"
     found.account(batch([100]), result)
     state = round_.states[0]
     assert (state.verifies, state.offered, state.accepted, seen) == (1, 2, 2, [(2, 1)])
