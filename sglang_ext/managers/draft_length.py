@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 # Weight of a new time among those before it, once there are enough for a mean.
 NEW_TIME = 0.2
 # Another length must be that much better before it is taken: times are noisy.
@@ -23,6 +25,8 @@ FIRST_PLAIN_ROUNDS, ASK_AGAIN = 2, 8
 LOOK_DRAFTS = 2
 # Of the time that passes, what looks at drafting may lose: for copies, and for rounds that gain less than plain steps.
 LOOK_SHARE = 0.01
+# Of a plain step, what a draft takes at least, where its time is extrapolated from a trial with few copies.
+LEAST_DRAFT = 0.25
 # Tokens of a request after which plain steps are measured again, where drafting pays.
 LOOK_AT_PLAIN = 1024
 
@@ -40,6 +44,18 @@ class Load(NamedTuple):
         return cls((len(lengths) - 1).bit_length(), mean.bit_length())
 
 
+class Choice(NamedTuple):
+    """What a batch shall do in its next iteration.
+
+    Attributes:
+        drafts: of each request; 0 for plain decoding.
+        trial: the drafts only look whether drafting pays: copies shall be made for a few requests, which are enough.
+    """
+
+    drafts: int
+    trial: bool = False
+
+
 class Spent(NamedTuple):
     """An iteration's seconds.
 
@@ -49,6 +65,7 @@ class Spent(NamedTuple):
         copying: until drafting or decoding began.
         drafting: of all drafts.
         whole: from where drafting or decoding began to the next iteration.
+        share: of the requests that drafted on copies, in a trial; the others drafted on full KV.
     """
 
     drafts: int
@@ -56,13 +73,14 @@ class Spent(NamedTuple):
     copying: float
     drafting: float
     whole: float
+    share: float = 1.0
 
 
-def expected_tokens(probability: float, drafts: int) -> float:
-    """Mean tokens of a round, the verifier's own among them."""
-    if probability >= 1:
-        return drafts + 1.0
-    return (1 - probability ** (drafts + 1)) / (1 - probability)
+def expected_tokens(probability: np.ndarray | float, drafts: np.ndarray | int) -> np.ndarray:
+    """Mean tokens of rounds, the verifier's own among them."""
+    # At 1 the quotient has no value, but a limit.
+    p = np.minimum(probability, 1 - 1e-9)
+    return (1 - p ** (drafts + 1)) / (1 - p)
 
 
 @dataclass
@@ -105,7 +123,11 @@ class Times:
             self.allowance -= spent.copying + spent.whole - (self.step or 0.0)
         if not self.chosen:
             self.copying = _mix(self.copying, spent.copying, self.rounds)
-        self.draft = _mix(self.draft, spent.drafting / spent.drafts, self.rounds)
+        draft = spent.drafting / spent.drafts
+        if 0 < spent.share < 1 and self.step is not None:
+            # Attention adds up over requests: with copies for all, a draft differs from a plain step by so much more.
+            draft = max(LEAST_DRAFT * self.step, self.step - (self.step - draft) / spent.share)
+        self.draft = _mix(self.draft, draft, self.rounds)
         self.rest = _mix(self.rest, spent.whole - spent.drafting, self.rounds)
         self.rounds += 1
 
@@ -114,7 +136,7 @@ class Times:
         self.awaited = (self.awaited or ASK_AGAIN) - 1
         return drafts if self.awaited == ASK_AGAIN - 1 else 0
 
-    def seconds(self, drafts: int) -> float:
+    def seconds(self, drafts: np.ndarray | int) -> np.ndarray | float:
         """Of a round with so many drafts."""
         return drafts * self.draft + self.rest
 
@@ -150,38 +172,39 @@ class DraftLength:
     longest: int
     times: dict[Load, Times] = field(default_factory=dict)
 
-    def choose(self, load: Load, probabilities: Sequence[float]) -> int:
-        """Drafts of the next iteration for a batch with these probabilities, from 0 to :attr:`longest`."""
+    def choose(self, load: Load, probabilities: Sequence[float]) -> Choice:
+        """The next iteration of a batch with these probabilities; up to :attr:`longest` drafts."""
         times = self.times.setdefault(load, Times())
         if times.plain_rounds < FIRST_PLAIN_ROUNDS:
-            return 0
+            return Choice(0)
         look = min(LOOK_DRAFTS, self.longest)
         if not times.rounds:
-            return times.ask_first(look)
-        rates = [self._rate(times, probabilities, drafts) for drafts in range(self.longest + 1)]
-        best = max(range(len(rates)), key=rates.__getitem__)
+            return Choice(times.ask_first(look), trial=True)
+        rates = self._rates(times, probabilities)
+        best = int(rates.argmax())
         if times.chosen is not None and rates[best] < HYSTERESIS * rates[times.chosen]:
             best = times.chosen
         times.chosen = best
         if best:
-            return 0 if times.since >= LOOK_AT_PLAIN else best
+            return Choice(0 if times.since >= LOOK_AT_PLAIN else best)
         # Of what does not pay, as it seems, the least bad is looked at.
-        drafts = max(range(look, len(rates)), key=rates.__getitem__)
+        drafts = look + int(rates[look:].argmax())
         loss = max(0.0, times.copying + times.seconds(drafts) * (1 - rates[drafts] / rates[0]))
         # What looks have not lost is not saved up for more than one.
         times.allowance = min(times.allowance, loss)
         if times.allowance < loss:
-            return 0
+            return Choice(0)
         times.allowance -= loss
-        return drafts
+        return Choice(drafts, trial=True)
 
     def observe(self, load: Load, spent: Spent) -> None:
         """Take an iteration's seconds; see :meth:`Times.observe`."""
         self.times.setdefault(load, Times()).observe(spent)
 
-    def _rate(self, times: Times, probabilities: Sequence[float], drafts: int) -> float:
-        """Tokens per second of the batch."""
-        if drafts == 0:
-            return len(probabilities) / times.step
-        tokens = sum(expected_tokens(p, drafts) for p in probabilities)
-        return tokens / times.seconds(drafts)
+    def _rates(self, times: Times, probabilities: Sequence[float]) -> np.ndarray:
+        """Tokens per second of the batch, by draft length."""
+        drafts = np.arange(self.longest + 1)
+        tokens = expected_tokens(np.asarray(probabilities)[:, None], drafts).sum(0)
+        seconds = times.seconds(drafts)
+        seconds[0] = times.step
+        return tokens / seconds

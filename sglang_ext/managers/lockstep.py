@@ -21,6 +21,7 @@ from sglang_ext.layers.attention.views import BetweenSteps
 from sglang_ext.managers import forward, integrity, meta_info
 from sglang_ext.managers.checked_drafts import CheckedDrafts
 from sglang_ext.managers.pace import Pace
+from sglang_ext.managers.planner import renew_at
 from sglang_ext.managers.round_plan import Round, RoundPlanner
 from sglang_ext.managers.sampling import Sampled
 from sglang_ext.managers.simulation import Simulation
@@ -176,6 +177,7 @@ class Lockstep:
         rows = tuple(
             Recorded(state.row, i * width, (i + 1) * width, length)
             for i, (state, length) in enumerate(zip(round_.states, round_.lengths))
+            if self._copy_is_near(state, length)
         )
         if graphs is not None:
             output = graphs.verify(batch, inputs)
@@ -185,6 +187,11 @@ class Lockstep:
                 output = self.steps.forward(batch, inputs)
         sampling = self.steps.sampling(batch, round_, width, batch.return_logprob)
         return output, sampling.draw(output.next_token_logits, inputs.positions)
+
+    def _copy_is_near(self, state: RequestState, length: int) -> bool:
+        """Whether a copy may be made before as many queries follow as are kept; those before need not be."""
+        view = self.worker.views.get(state.row)
+        return view is None or length + 2 * self.worker.queries.span >= renew_at(view)
 
     def _inputs(
         self, batch: "ScheduleBatch", round_: Round, tokens: torch.Tensor, slots: torch.Tensor

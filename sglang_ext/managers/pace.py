@@ -6,7 +6,7 @@ import torch
 
 from sglang_ext.core import RequestState
 from sglang_ext.managers.clock import Mark
-from sglang_ext.managers.draft_length import DraftLength, FixedLength, Load, Spent
+from sglang_ext.managers.draft_length import Choice, DraftLength, FixedLength, Load, Spent
 from sglang_ext.managers.ranks import Ranks
 from sglang_ext.managers.round_plan import Round
 from sglang_ext.metrics import KVMetrics
@@ -59,16 +59,16 @@ class Pace:
     _running: Timed | None = None
     _pending: list[Timed] = field(default_factory=list)
 
-    def begin(self, lengths: list[int], states: list[RequestState]) -> int:
-        """An iteration of requests with so many tokens begins: how many tokens they draft."""
+    def begin(self, lengths: list[int], states: list[RequestState]) -> Choice:
+        """An iteration of requests with so many tokens begins: what they shall do."""
         same = self._running is not None and len(self._running.round.states) == len(states)
         self._begun = Mark.now(self.device)
         self._close(self._begun if same else None)
         self._learn()
         if isinstance(self.lengths, FixedLength):
-            return self.lengths.drafts
-        chosen = self.lengths.choose(Load.of(lengths), [state.acceptance.probability for state in states])
-        return self.ranks.agree(chosen)
+            return Choice(self.lengths.drafts)
+        choice = self.lengths.choose(Load.of(lengths), [state.acceptance.probability for state in states])
+        return self.ranks.agree(choice)
 
     def planned(self, round_: Round) -> None:
         """Drafting begins; its drafts may be fewer than were chosen."""
@@ -101,6 +101,7 @@ class Pace:
             copying = timed.begun.until(timed.planned)
             drafting = timed.planned.until(timed.drafted)
             whole = timed.planned.until(timed.next)
-            spent = Spent(round_.drafts, round_.steps, copying, drafting, whole)
+            share = round_.share_on_copies if round_.trial else 1.0
+            spent = Spent(round_.drafts, round_.steps, copying, drafting, whole, share)
             self.lengths.observe(Load.of(round_.lengths), spent)
             self.metrics.observe_round(round_.drafts, round_.steps, drafting, whole)

@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sglang_ext.core import FALLBACK_REASONS, RequestState, Step
+from sglang_ext.core import FALLBACK_REASONS, CompressedView, RequestState, Step
 from sglang_ext.mem_cache.compressed_views import CompressedViews
 
 if TYPE_CHECKING:
@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 # Below this a compressed copy saves nothing worth drafting for.
 MIN_CONTEXT = 128
 # A copy is renewed when more exact tokens follow it than this, and than this share of it: that bounds the
-# draft view, and what is spent on renewals.
-RENEW_AFTER = 256
+# draft view, and what is spent on renewals. A renewal reads the keys of the whole context, which takes as long as some
+# 600 draft steps lose by 512 tokens more (docs/results/decode.md).
+RENEW_AFTER = 512
 RENEW_SHARE = 1 / 8
 SHORT_CONTEXT = FALLBACK_REASONS.index("short-context")
 NO_FREE_SLOTS = FALLBACK_REASONS.index("no-free-slots")
@@ -121,9 +122,14 @@ def ensure_copy(views: CompressedViews, state: RequestState, length: int, headro
         if length < MIN_CONTEXT:
             return SHORT_CONTEXT
         return 0 if views.compress(state.row, length, headroom) else NO_FREE_SLOTS
-    if length - view.covered > max(RENEW_AFTER, RENEW_SHARE * view.kept):
+    if views.reach(state.row, length) >= renew_at(view):
         views.compress(state.row, length, headroom)
     return 0
+
+
+def renew_at(view: CompressedView) -> int:
+    """Tokens at which a copy is made anew."""
+    return view.covered + 1 + int(max(RENEW_AFTER, RENEW_SHARE * view.kept))
 
 
 def spread(longest: int, due: Counter) -> int:

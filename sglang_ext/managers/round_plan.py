@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sglang_ext.core import RequestState
+from sglang_ext.managers.draft_length import Choice
 from sglang_ext.managers.planner import CURABLE, NEIGHBOUR, SLOWER, ensure_copy
 from sglang_ext.mem_cache.compressed_views import CompressedViews
 
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
 
 # Tokens decoded in one iteration without drafts: more spare SGLang's scheduler work, and let requests end later.
 PLAIN_STEPS = 4
+# Copies made in a round that only looks whether drafting pays: the others draft on full KV, and tell nothing.
+TRIAL_COPIES = 8
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,7 @@ class Round:
         rows: row of the token table that each request's drafts or steps read.
         viewed: tokens in that row before the round.
         fallbacks: why each request is served with full KV in this round; 0 where it is not.
+        trial: whether it only looks if drafting pays, on few copies.
     """
 
     states: list[RequestState]
@@ -35,6 +39,12 @@ class Round:
     rows: list[int]
     viewed: list[int]
     fallbacks: list[int]
+    trial: bool = False
+
+    @property
+    def share_on_copies(self) -> float:
+        """Of the requests, those that read a compressed copy."""
+        return sum(row != state.row for row, state in zip(self.rows, self.states)) / len(self.states)
 
     @property
     def on_full_kv(self) -> bool:
@@ -62,9 +72,9 @@ class RoundPlanner:
     lossy: bool
 
     def plan(
-        self, batch: "ScheduleBatch", states: list[RequestState], lengths: list[int], wanted: int
+        self, batch: "ScheduleBatch", states: list[RequestState], lengths: list[int], wanted: Choice
     ) -> Round:
-        """A round in which ``wanted`` tokens are drafted at most.
+        """A round in which ``wanted.drafts`` tokens are drafted at most.
 
         Where one request cannot be drafted exactly, all decode one token with full KV.
 
@@ -72,20 +82,22 @@ class RoundPlanner:
             batch: the running requests.
             states: their draft states, same order.
             lengths: tokens of each request whose full KV is in the pool.
-            wanted: drafts at most.
+            wanted: what the requests shall do.
         """
         missing = max(r.sampling_params.max_new_tokens - len(r.output_ids) for r in batch.reqs)
         able = all(can_draft(req, state) for req, state in zip(batch.reqs, states))
-        drafts = 0 if self.lossy or not able else max(0, min(wanted, missing - 1))
+        drafts = 0 if self.lossy or not able else max(0, min(wanted.drafts, missing - 1))
         on_copies = able and bool(self.lossy or drafts)
         headroom = 2 * self.stride * len(states)
+        copies = TRIAL_COPIES if wanted.trial and not self.lossy else len(states)
         rows, viewed, fallbacks = [], [], []
         for state, length in zip(states, lengths):
             if on_copies:
-                reason = ensure_copy(self.views, state, length, headroom)
+                reason = ensure_copy(self.views, state, length, headroom) if copies > 0 else SLOWER
+                copies -= not reason
             elif able:
                 # The last token of an output needs no draft.
-                reason = 0 if wanted else SLOWER
+                reason = 0 if wanted.drafts else SLOWER
             else:
                 reason = state.fallback if state.fallback not in CURABLE else NEIGHBOUR
             view = self.views.get(state.row) if on_copies and not reason else None
@@ -99,7 +111,7 @@ class RoundPlanner:
         # Penalties, grammars and log-probabilities are kept by SGLang from token to token.
         several = able and not batch.return_logprob
         steps = 0 if drafts else max(1, min(PLAIN_STEPS, self.stride, missing)) if several else 1
-        return Round(states, drafts, steps, lengths, rows, viewed, fallbacks)
+        return Round(states, drafts, steps, lengths, rows, viewed, fallbacks, wanted.trial and drafts > 0)
 
 
 def can_draft(req, state: RequestState) -> bool:

@@ -7,6 +7,7 @@ import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
 from sglang_ext.device import to_device
+from sglang_ext.layers.attention.plan_buffers import PlanBuffers
 from sglang_ext.managers import forward
 from sglang_ext.managers.planner import CURABLE
 from sglang_ext.managers.round_plan import Round
@@ -51,8 +52,7 @@ class Steps:
         self.worker = worker
         self.table = worker.views.token_table
         self._samplings = SamplingCache(worker.model_runner)
-        # When the plan that was written last was taken from pinned memory.
-        self._plan_taken: torch.cuda.Event | None = None
+        self._plans = PlanBuffers.of(worker.model_runner.attn_backend)
 
     def slots(self, batch: "ScheduleBatch", width: int) -> torch.Tensor:
         """Where the KV of each request's next ``width`` tokens lies: int64 [requests, width]."""
@@ -75,12 +75,13 @@ class Steps:
         return rows, viewed
 
     def forward(self, batch: "ScheduleBatch", inputs: forward.Inputs) -> LogitsProcessorOutput:
-        """One forward; the plan of the graph before has been taken from the memory that the next is written to."""
+        """One forward, launched at most a few steps ahead of the device (plan_buffers.py)."""
         runner = self.worker.model_runner
-        if self._plan_taken is not None:
-            self._plan_taken.synchronize()
+        if self._plans is None:
+            return forward.run(runner, batch, inputs, self.worker.verifier)
+        self._plans.next()
         output = forward.run(runner, batch, inputs, self.worker.verifier)
-        self._plan_taken = getattr(runner, "war_fastpath_read_done_event", None)
+        self._plans.written(runner.war_fastpath_read_done_event)
         return output
 
     def sampling(self, batch: "ScheduleBatch", round_: Round, width: int, logprobs: bool) -> Sampling:

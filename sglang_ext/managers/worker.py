@@ -149,7 +149,7 @@ class KVWorker(BaseSpecWorker):
             queries=self.queries,
         )
         if self.views.buffers.on_gpu:
-            self.views.compile_kernels(self._attention.tp_q_head_num)
+            self._warm_up()
         tree_cache.views = self.views
         tree_cache.on_release = self.forget
         tree_cache.insert_generated = not self.lossy
@@ -168,6 +168,16 @@ class KVWorker(BaseSpecWorker):
             "sglang-ext: --kv-mode %s, compressor %s, budget %s, draft length %s, schedule %s",
             *(args.kv_mode, args.kv_compressor, args.kv_budget, args.kv_draft_length, args.kv_schedule),
         )
+
+    def _warm_up(self) -> None:
+        """Run once what else the first requests would wait for."""
+        self.views.compile_kernels(self._attention.tp_q_head_num)
+        for graphs in (self._graphs, self._check_graphs):
+            if graphs is not None:
+                graphs.warm_up()
+        # Row 0 is no request's.
+        self.queries.keep_replayed((Recorded(0, 0, self.stride, 0),))
+        self.queries.forget(0)
 
     def forget(self, row: int) -> None:
         """Drop the draft state of the request in ``row``: it finished, was aborted or retracted."""

@@ -74,7 +74,7 @@ class CompressedViews:
     def compress(self, row: int, tokens: int, headroom: int = 0) -> bool:
         """Make or renew the copy of the request in ``row`` over its first ``tokens`` tokens.
 
-        Covers whole pages. An existing copy is overwritten in place and grown.
+        Covers whole pages, up to where queries were kept (:meth:`reach`). An existing copy is overwritten in place and grown.
 
         Args:
             row: the request's row in the token table.
@@ -86,7 +86,7 @@ class CompressedViews:
             was evicted for it.
         """
         page = self.allocator.page_size
-        covered = tokens // page * page
+        covered = self.reach(row, tokens) // page * page
         if covered == 0:
             return False
         count = kept_count(covered, self.budget, page)
@@ -97,6 +97,14 @@ class CompressedViews:
         self._views[row] = view
         self._fill(row, view, tokens)
         return True
+
+    def reach(self, row: int, tokens: int) -> int:
+        """Of a request's first ``tokens`` tokens, those that a copy made now would cover, before it counts in pages.
+
+        What came after the newest queries that were kept, nobody attended to: it stays exact instead.
+        """
+        newest = self.queries.newest(row)
+        return tokens if newest is None else min(tokens, newest)
 
     def compile_kernels(self, query_heads: int) -> None:
         """Compress what lies in slot 0, which no request owns, so that no request waits for compilers."""

@@ -37,7 +37,7 @@ class KVBuffers:
         """Whether kernels can take them."""
         return self.keys[0].is_cuda
 
-    @property
+    @cached_property
     def bytes_per_slot(self) -> int:
         """Bytes of keys and values in one slot, over all layers."""
         return sum(buffer[0].numel() * buffer.element_size() for buffer in (*self.keys, *self.values))

@@ -174,6 +174,11 @@ class QueryWindows:
         places = torch.arange(first, end, device=kept.ring.device) % self.span
         return kept.ring[:, places], first
 
+    def newest(self, key: int) -> int | None:
+        """The position after the newest query of a request; None when there are none."""
+        kept = self._kept.get(key)
+        return None if kept is None else kept.end
+
     def forget(self, key: int) -> None:
         """Release what is kept for a request."""
         self._kept.pop(key, None)

@@ -39,7 +39,7 @@ def drive(chooser, times, p, iterations, batch=4, plain_steps=4):
     load = Load.of([1000] * batch)
     lengths, tokens, seconds = [], 0.0, 0.0
     for _ in range(iterations):
-        drafts = chooser.choose(load, [p] * batch)
+        drafts = chooser.choose(load, [p] * batch).drafts
         steps = 0 if drafts else plain_steps
         whole = drafts * draft + rest if drafts else steps * step
         chooser.observe(load, Spent(drafts, steps, 0.0, drafts * draft, whole))
@@ -102,7 +102,7 @@ def serve(chooser, requests, times, tokens, copying, lag=2):
     step, draft, rest = times
     load, copied, done, seconds, pending, lengths = Load.of([1000] * len(requests.found)), False, 0, 0.0, [], []
     while done < tokens * len(requests.found):
-        drafts = chooser.choose(load, [r.probability for r in requests.found])
+        drafts = chooser.choose(load, [r.probability for r in requests.found]).drafts
         copies = copying if drafts and not copied else 0.0
         copied, steps = copied or bool(drafts), 0 if drafts else 4
         whole = drafts * draft + rest if drafts else steps * step
@@ -145,6 +145,14 @@ def test_one_unlucky_rejection_does_not_end_what_pays(seed):
     (times, copying), typical, chooser = LONG, Acceptance(memory=LONG_MEMORY), DraftLength(16)
     total = sum(serve(chooser, Requests(0.95, 1, typical, seed * 9 + i), times, 256, copying / 8)[0] for i in range(8))
     assert total < 0.85 * 8 * 256 * times[0]
+
+
+def test_a_trial_with_few_copies_tells_what_drafts_would_take_with_copies_for_all():
+    chooser, load = DraftLength(16), Load.of([1000] * 16)
+    chooser.observe(load, Spent(0, 4, 0.0, 0.0, 40.0))
+    # Half of the requests read a tenth of what they read in a plain step, whose weights take 4 of 10.
+    chooser.observe(load, Spent(2, 0, 1.0, 2 * (4 + 3 + 0.3), 30.0, share=0.5))
+    assert chooser.times[load].draft == pytest.approx(4 + 0.6)
 
 
 def test_a_new_load_is_measured_before_it_is_judged():

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
 from sglang_ext.core import FALLBACK_REASONS, Acceptance, CompressedView, RequestState
-from sglang_ext.managers.draft_length import FixedLength
+from sglang_ext.managers.draft_length import Choice, FixedLength
 from sglang_ext.managers.lockstep import Lockstep
 from sglang_ext.managers.pace import Pace
 from sglang_ext.metrics import KVMetrics
 from sglang_ext.managers.planner import NEIGHBOUR, NO_FREE_SLOTS, SHORT_CONTEXT, SLOWER
-from sglang_ext.managers.round_plan import PLAIN_STEPS, Round, RoundPlanner
+from sglang_ext.managers.round_plan import PLAIN_STEPS, TRIAL_COPIES, Round, RoundPlanner
 from sglang_ext.managers.sampling import Sampled
 from sglang_ext.managers.steps import Drafted, Steps
 from sglang_ext.platforms.plain_cpu import without_pinning
@@ -44,6 +44,9 @@ class Views:
     def tail_written(self, row, end):
         self.tails.append((row, end))
 
+    def reach(self, row, tokens):
+        return tokens
+
     def draft_row(self, row):
         return row + ROWS
 
@@ -61,14 +64,15 @@ def schedule(views=None, lossy=False, stride=5):
     )
     worker = SimpleNamespace(
         views=views or Views(), lossy=lossy, stride=stride, strict=False, metrics=metrics, typical=Acceptance(),
-        model_runner=SimpleNamespace(war_fastpath_read_done_event="earlier"),
+        model_runner=SimpleNamespace(war_fastpath_read_done_event="earlier", attn_backend=None),
     )
     pace = Pace(FixedLength(worker.stride - 1), torch.device("cpu"), KVMetrics("model"))
     return Lockstep(worker, None, None, pace, Steps(worker))
 
 
 def plan(asked, found, wanted, views=None, lossy=False):
-    return RoundPlanner(views or Views(), 5, lossy).plan(asked, found, asked.seq_lens.tolist(), wanted)
+    choice = wanted if isinstance(wanted, Choice) else Choice(wanted)
+    return RoundPlanner(views or Views(), 5, lossy).plan(asked, found, asked.seq_lens.tolist(), choice)
 
 
 def batch(lengths, reqs=None):
@@ -139,6 +143,17 @@ def test_no_token_of_verified_decoding_comes_from_a_copy_alone(requests, wanted,
     assert bool(planned.drafts) != bool(planned.steps)
     assert planned.drafts or (planned.on_full_kv and planned.viewed == planned.lengths)
     assert planned.drafts <= wanted and planned.width <= max(missing for _, missing, _ in requests)
+
+
+def test_a_trial_makes_few_copies_and_the_others_draft_on_full_kv():
+    views, count = Views(), TRIAL_COPIES + 3
+    views.token_table = torch.zeros(2, 2)
+    planned = plan(batch([200] * count), states(count), Choice(2, trial=True), views)
+    assert planned.drafts == 2 and len(views.copies) == TRIAL_COPIES
+    assert planned.fallbacks == [0] * TRIAL_COPIES + [SLOWER] * 3 and planned.rows[-3:] == [count - 2, count - 1, count]
+    assert planned.trial and planned.share_on_copies == TRIAL_COPIES / count
+    everybody = plan(batch([200] * count), states(count), Choice(2), views)
+    assert not everybody.trial and len(views.copies) == count and not any(everybody.fallbacks)
 
 
 def test_without_drafts_a_few_tokens_are_decoded_at_once_where_nothing_forbids_it():

@@ -16,13 +16,16 @@ class FakeViews:
     """Copies of a quarter, as many as ``room`` allows."""
 
     def __init__(self, room=1 << 30):
-        self.copies, self.room, self.made = {}, room, []
+        self.copies, self.room, self.made, self.queried = {}, room, [], 1 << 30
 
     def get(self, row):
         return self.copies.get(row)
 
     def draft_row(self, row):
         return row + 100
+
+    def reach(self, row, tokens):
+        return min(tokens, self.queried)
 
     def compress(self, row, tokens, headroom):
         if tokens // 4 > self.room:
@@ -86,6 +89,17 @@ def test_the_copy_is_renewed_when_the_exact_tail_grew():
     planner.plan([request()], [one], [400 + RENEW_AFTER])
     planner.plan([request()], [one], [401 + RENEW_AFTER])
     assert views.made == [(1, 400), (1, 401 + RENEW_AFTER)]
+
+
+def test_a_copy_is_not_renewed_for_tokens_whose_queries_nobody_kept():
+    planner, one = Planner(views := FakeViews(), 4, False), state()
+    planner.plan([request()], [one], [400])
+    views.queried = 400 + RENEW_AFTER
+    planner.plan([request()], [one], [2000])
+    assert views.made == [(1, 400)]
+    views.queried += 1
+    planner.plan([request()], [one], [2000])
+    assert len(views.made) == 2
 
 
 def test_drafts_never_pass_the_end_of_the_output():

@@ -136,8 +136,8 @@ def test_copies_go_before_a_request_is_retracted():
     assert not give_back_when_full(lambda b, i: False, batch)
 
 
-def run_layer(queries, layer_id=0):
-    layer = SimpleNamespace(layer_id=layer_id, tp_q_head_num=1, qk_head_dim=1)
+def run_layer(queries, layer_id=0, heads=1, dim=1):
+    layer = SimpleNamespace(layer_id=layer_id, tp_q_head_num=heads, qk_head_dim=dim)
     record_queries(lambda *args, **kwargs: None, None, queries, None, None, layer, None)
 
 
@@ -191,6 +191,22 @@ def test_what_a_graph_left_is_kept_by_request():
     assert windows.get(1, 7)[0].flatten().tolist() == [1, 2, 10, 20]
     assert windows.get(2, 8)[0].flatten().tolist() == [3, 30]
     assert windows.held_bytes == (2 * 2 * 4 + 2 * 4) * 4
+
+
+def test_a_copy_covers_no_more_than_what_queries_were_kept_for():
+    views = make_views(name="snapkv")
+    count = views.compressor.window
+    assert views.reach(1, 100) == 100, "without any, the compressor says what it does"
+    queries = torch.randn(count, HEADS * DIM)
+    with views.queries.recording((Recorded(1, 0, count, 80 - count),)):
+        for layer in range(LAYERS):
+            run_layer(queries, layer, HEADS, DIM)
+    assert (views.reach(1, 70), views.reach(1, 100)) == (70, 80)
+    assert views.compress(1, 100)
+    view = views.get(1)
+    assert (view.covered, view.kept, view.tail_end) == (80, 20, 80)
+    views.write_tail(1, 100)
+    assert torch.equal(views.token_table[5, 20:40], views.token_table[1, 80:100]), "the rest is exact"
 
 
 def test_no_queries_are_kept_outside_a_recording():

@@ -6,8 +6,10 @@ SGLang's own graphs of the target model, for one token a request, serve drafts a
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
+import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -41,6 +43,25 @@ class VerifyGraphs(DecodeCudaGraphRunner):
     def fits(self, requests: int) -> bool:
         """Whether a batch of so many requests was captured, or pads to one that was."""
         return requests <= self.max_bs
+
+    def warm_up(self) -> None:
+        """Replay each over slot 0, which no request owns: a first replay takes many times as long as those after."""
+        device = self.model_runner.device
+        for requests in self.capture_bs:
+            nobody = [SimpleNamespace(lora_id=None, rid="")] * requests
+            batch = SimpleNamespace(reqs=nobody, spec_algorithm=None, sampling_info=None, return_hidden_states=False)
+            zeros = torch.zeros(requests * self.width, dtype=torch.int64, device=device)
+            lengths = torch.full((requests,), 1 + self.width, dtype=torch.int64)
+            inputs = forward.Inputs(
+                tokens=zeros,
+                positions=zeros,
+                slots=zeros,
+                rows=zeros[:requests],
+                lengths=lengths.to(device),
+                lengths_cpu=lengths,
+                counts=[self.width] * requests,
+            )
+            self.verify(batch, inputs)
 
     def verify(self, batch: "ScheduleBatch", inputs: forward.Inputs) -> LogitsProcessorOutput:
         """Replay over ``inputs``, of :attr:`width` tokens a request."""
