@@ -16,6 +16,8 @@ MAX_DRAFT_LENGTH = 64
 SCHEDULES = ("auto", "lockstep", "staggered")
 # Drafts at most with --kv-draft-length auto.
 AUTO_DRAFT_LENGTH = 16
+# Tokens of a narrow verification there: where acceptance is middling, short drafts are best, and wait for less.
+NARROW_VERIFY = 5
 ATTENTION_BACKENDS = ("torch_native", "flashinfer", "triton")
 # Of these, on which a verification's tokens are, bit for bit, those of decoding one by one.
 DETERMINISTIC_BACKENDS = ("torch_native", "triton")
@@ -154,6 +156,12 @@ def longest_draft(args: "KVServerArgs") -> int:
     """Tokens drafted before a verification at most."""
     longest = AUTO_DRAFT_LENGTH if args.kv_draft_length == "auto" else args.kv_draft_length
     return longest if args.kv_max_burst is None else min(longest, args.kv_max_burst - 1)
+
+
+def verify_widths(args: "KVServerArgs") -> tuple[int, ...]:
+    """Tokens of a request in the verifications that are captured; several where the draft length is chosen."""
+    widest = longest_draft(args) + 1
+    return (NARROW_VERIFY, widest) if args.kv_draft_length == "auto" and widest > NARROW_VERIFY else (widest,)
 
 
 def _one_of(flag: str, value: object, allowed: tuple[str, ...]) -> None:

@@ -90,7 +90,8 @@ class Times:
     Attributes:
         step: a step of plain decoding; the time to the next iteration counts.
         draft: a draft in a round.
-        rest: a round without its drafts, to the beginning of the next.
+        widths: tokens of a request in the verifications that are captured, narrow first.
+        rests: a round without its drafts, to the beginning of the next, by width; None until seen.
         copying: what a look spends on copies before it drafts.
         plain_rounds, rounds: how many were seen, without drafts and with.
         chosen: drafts of the last choice; None before the first.
@@ -101,7 +102,8 @@ class Times:
 
     step: float | None = None
     draft: float | None = None
-    rest: float | None = None
+    widths: tuple[int, ...] = (1,)
+    rests: list[float | None] = field(default_factory=list)
     copying: float = 0.0
     plain_rounds: int = 0
     rounds: int = 0
@@ -128,8 +130,14 @@ class Times:
             # Attention adds up over requests: with copies for all, a draft differs from a plain step by so much more.
             draft = max(LEAST_DRAFT * self.step, self.step - (self.step - draft) / spent.share)
         self.draft = _mix(self.draft, draft, self.rounds)
-        self.rest = _mix(self.rest, spent.whole - spent.drafting, self.rounds)
+        width = self._verification(spent.drafts)
+        self.rests = self.rests or [None] * len(self.widths)
+        self.rests[width] = _mix(self.rests[width], spent.whole - spent.drafting, self.rounds)
         self.rounds += 1
+
+    def _verification(self, drafts: np.ndarray | int) -> np.ndarray:
+        """Index of the width that so many drafts and the newest token need; the widest for more."""
+        return np.minimum(np.searchsorted(self.widths, np.asarray(drafts) + 1), len(self.widths) - 1)
 
     def ask_first(self, drafts: int) -> int:
         """``drafts`` of the first round; none while its times are awaited, which come iterations later."""
@@ -137,8 +145,10 @@ class Times:
         return drafts if self.awaited == ASK_AGAIN - 1 else 0
 
     def seconds(self, drafts: np.ndarray | int) -> np.ndarray | float:
-        """Of a round with so many drafts."""
-        return drafts * self.draft + self.rest
+        """Of a round with so many drafts; a width that was not seen is thought to take as long as one that was."""
+        seen = [rest for rest in self.rests if rest is not None]
+        rests = np.array([seen[0] if rest is None else rest for rest in self.rests])
+        return drafts * self.draft + rests[self._verification(drafts)]
 
 
 def _mix(old: float | None, new: float, seen: int) -> float:
@@ -165,16 +175,18 @@ class DraftLength:
     """Chooses the draft length of each iteration.
 
     Attributes:
-        longest: drafts at most, which the captured verification has room for.
+        longest: drafts at most.
+        widths: tokens of a request in the verifications that are captured; by default of the longest drafts alone.
         times: by load.
     """
 
     longest: int
+    widths: tuple[int, ...] = ()
     times: dict[Load, Times] = field(default_factory=dict)
 
     def choose(self, load: Load, probabilities: Sequence[float]) -> Choice:
         """The next iteration of a batch with these probabilities; up to :attr:`longest` drafts."""
-        times = self.times.setdefault(load, Times())
+        times = self._times(load)
         if times.plain_rounds < FIRST_PLAIN_ROUNDS:
             return Choice(0)
         look = min(LOOK_DRAFTS, self.longest)
@@ -199,7 +211,12 @@ class DraftLength:
 
     def observe(self, load: Load, spent: Spent) -> None:
         """Take an iteration's seconds; see :meth:`Times.observe`."""
-        self.times.setdefault(load, Times()).observe(spent)
+        self._times(load).observe(spent)
+
+    def _times(self, load: Load) -> Times:
+        if load not in self.times:
+            self.times[load] = Times(widths=self.widths or (self.longest + 1,))
+        return self.times[load]
 
     def _rates(self, times: Times, probabilities: Sequence[float]) -> np.ndarray:
         """Tokens per second of the batch, by draft length."""

@@ -31,7 +31,7 @@ from sglang_ext.mem_cache.query_window import Recorded
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
-    from sglang_ext.layers.attention.verify_graphs import VerifyGraphs
+    from sglang_ext.layers.attention.verify_graphs import VerifyGraphSet
     from sglang_ext.managers.worker import KVWorker
 
 
@@ -71,7 +71,7 @@ class Lockstep:
     def __init__(
         self,
         worker: "KVWorker",
-        graphs: "VerifyGraphs | None",
+        graphs: "VerifyGraphSet | None",
         simulation: Simulation | None,
         pace: Pace,
         steps: Steps,
@@ -167,9 +167,9 @@ class Lockstep:
     ) -> tuple[LogitsProcessorOutput, Sampled]:
         """Forward ``tokens``, int64 [requests, 1 + drafts], over full KV and sample after each."""
         width, count = tokens.shape[1], len(tokens)
-        graphs = self.graphs if self.graphs is not None and self.graphs.fits(count) else None
+        graphs = None if self.graphs is None else self.graphs.fit(count, width)
         if graphs is not None and width < graphs.width:
-            # A graph has one width: what is beyond the drafts is computed and not looked at.
+            # Graphs have few widths: what is beyond the drafts is computed and not looked at.
             spare = graphs.width - width
             tokens = torch.cat([tokens, tokens.new_zeros(count, spare)], 1)
             slots, width = self.steps.slots(batch, graphs.width), graphs.width

@@ -36,6 +36,7 @@ from sglang_ext.mem_cache.compressors import create
 from sglang_ext.mem_cache.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.query_window import QueryWindows, Recorded
 from sglang_ext.metrics import KVMetrics
+from sglang_ext.options import verify_widths
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -73,7 +74,7 @@ class KVWorker(BaseSpecWorker):
         self.views: CompressedViews | None = None
         self.schedule: Staggered | Lockstep | None = None
         self._admitted = 0
-        self._graphs: verify_graphs.VerifyGraphs | None = None
+        self._graphs: verify_graphs.VerifyGraphSet | None = None
         self._check_graphs: verify_graphs.VerifyGraphs | None = None
         self.verifier: VerifyAttention | None = None
         self.history: TokenHistory | None = None
@@ -123,8 +124,12 @@ class KVWorker(BaseSpecWorker):
         with self.queries.capturing(
             requests * self.stride, attention.tp_q_head_num, attention.qk_head_dim, like
         ):
-            self._graphs = verify_graphs.capture(self.model_runner, self.stride, self.verifier)
-        if self._graphs is not None and self.server_args.kv_ngram_tokens:
+            widths = verify_widths(self.server_args)
+            captured = [verify_graphs.capture(self.model_runner, width, self.verifier) for width in widths]
+        if None in captured:
+            return
+        self._graphs = verify_graphs.VerifyGraphSet(captured)
+        if self.server_args.kv_ngram_tokens:
             # Planned on the device, where alone the lengths are known.
             planned_there = self.verifier or VerifyAttention(self.model_runner)
             width = 1 + self.server_args.kv_ngram_tokens
@@ -155,7 +160,8 @@ class KVWorker(BaseSpecWorker):
         tree_cache.insert_generated = not self.lossy
         if args.kv_schedule == "lockstep":
             longest = self.stride - 1
-            lengths = DraftLength(longest) if args.kv_draft_length == "auto" else FixedLength(longest)
+            auto = args.kv_draft_length == "auto"
+            lengths = DraftLength(longest, verify_widths(args)) if auto else FixedLength(longest)
             pace = Pace(lengths, torch.device(self.model_runner.device), self.metrics, self.ranks)
             steps = Steps(self)
             checked = None

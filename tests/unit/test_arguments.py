@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 
+from sglang_ext import options
 from sglang_ext.arguments import KVServerArgs
 from sglang_ext.options import OptionError, unsupported_model
 
@@ -126,14 +127,17 @@ def test_adapters_pass_sglangs_check_and_the_mode_stays(folder):
     assert args.speculative_algorithm == "KV_VERIFIED"
 
 
-@pytest.mark.parametrize(("text", "value", "most"), [("8", 8, 9), ("auto", "auto", 17)])
-def test_the_draft_length_is_a_number_or_auto(folder, text, value, most):
+@pytest.mark.parametrize(
+    ("text", "value", "most", "widths"), [("8", 8, 9, (9,)), ("auto", "auto", 17, (5, 17))], ids=["8", "auto"]
+)
+def test_the_draft_length_is_a_number_or_auto(folder, text, value, most, widths):
     parser = argparse.ArgumentParser()
     KVServerArgs.add_cli_args(parser)
     argv = ["--model-path", folder(), "--device", "cpu", "--attention-backend", "torch_native", "--kv-mode", "verified"]
     args = KVServerArgs.from_cli_args(parser.parse_args([*argv, "--kv-draft-length", text]))
     assert (args.kv_draft_length, args.speculative_num_draft_tokens) == (value, most)
     assert args.kv_schedule == ("lockstep" if text == "auto" else "staggered")
+    assert options.verify_widths(args) == widths
 
 
 def test_flags_parse_show_in_help_and_survive_pickling(folder):

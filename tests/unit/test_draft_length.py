@@ -147,6 +147,18 @@ def test_one_unlucky_rejection_does_not_end_what_pays(seed):
     assert total < 0.85 * 8 * 256 * times[0]
 
 
+def test_a_narrow_verification_makes_short_drafts_pay():
+    chooser, load = DraftLength(16, (5, 17)), Load.of([1000])
+    for spent in [Spent(0, 4, 0, 0, 56.0)] * 2 + [Spent(16, 0, 0, 96.0, 118.0)]:
+        chooser.observe(load, spent)
+    times = chooser.times[load]
+    assert times.seconds(4) == 4 * 6 + 22, "before it was seen it is thought to take as long"
+    assert chooser.choose(load, [0.9]).drafts == 5
+    chooser.observe(load, Spent(4, 0, 0, 24.0, 38.0))
+    assert times.seconds(4) == pytest.approx(38) and times.seconds(5) == pytest.approx(5 * 6 + 22)
+    assert chooser.choose(load, [0.9]).drafts == 4
+
+
 def test_a_trial_with_few_copies_tells_what_drafts_would_take_with_copies_for_all():
     chooser, load = DraftLength(16), Load.of([1000] * 16)
     chooser.observe(load, Spent(0, 4, 0.0, 0.0, 40.0))
@@ -201,7 +213,7 @@ def test_times_run_to_the_next_iteration_and_leave_out_copies(monkeypatch):
     machine.iterate(0, planning=0.0, drafting=0.0, rest=0.7)
     machine.iterate(0, planning=0.0, drafting=0.0, rest=0.7)
     times = machine.times()
-    assert (times.draft, times.rest, times.step, times.copying) == pytest.approx((0.5, 1.0, 0.35, 50.0))
+    assert (times.draft, times.rests[0], times.step, times.copying) == pytest.approx((0.5, 1.0, 0.35, 50.0))
 
 
 @pytest.mark.parametrize("other", ["prefill", "other-batch", "none"])
@@ -216,4 +228,4 @@ def test_a_wait_belongs_to_an_iteration_only_where_the_same_requests_go_on(monke
     machine.pace.begin([500, 500], [])
     first = 1.5 if other == "none" else 1.0
     expected = first if other == "other-batch" else (first + 1.5) / 2
-    assert machine.times().rest == pytest.approx(expected)
+    assert machine.times().rests[0] == pytest.approx(expected)

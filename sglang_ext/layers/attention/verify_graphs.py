@@ -4,7 +4,7 @@ SGLang's own graphs of the target model, for one token a request, serve drafts a
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -72,6 +72,26 @@ class VerifyGraphs(DecodeCudaGraphRunner):
         batch_input.seq_lens_cpu = inputs.lengths_cpu - self.width
         batch_input.seq_lens_sum = int(batch_input.seq_lens_cpu.sum())
         return self.execute(batch_input)
+
+
+class VerifyGraphSet:
+    """Captured verifications of several widths: fewer tokens read the same KV in less time.
+
+    Attributes:
+        graphs: by width, narrow ones first.
+    """
+
+    def __init__(self, graphs: Sequence[VerifyGraphs]):
+        self.graphs = sorted(graphs, key=lambda graph: graph.width)
+
+    def fit(self, requests: int, width: int) -> VerifyGraphs | None:
+        """The narrowest for ``requests`` of ``width`` tokens each; None where they must run without a graph."""
+        return next((g for g in self.graphs if g.width >= width and g.fits(requests)), None)
+
+    def warm_up(self) -> None:
+        """Replay all once."""
+        for graph in self.graphs:
+            graph.warm_up()
 
 
 def capture(
