@@ -41,7 +41,8 @@ class Result:
         acceptance: probability that a draft was forced to be accepted; None where verification decided.
         prefill: seconds to the first token of one prompt alone that is not in the prefix cache, median.
         parts_ms: milliseconds of the last round's parts: draft, rest, step (metrics.py).
-        memory_gib: GiB of device memory in use after the waves; None without a GPU.
+        memory_gib: GiB of device memory in use after the waves, which is the most so far, as PyTorch gives none back;
+            None without a GPU.
     """
 
     setting: str
@@ -200,6 +201,8 @@ def line(result: Result) -> str:
         parts.append(f"{fallbacks} requests ended on full KV")
     parts += [f"{part} {ms:.2f} ms" for part, ms in result.parts_ms.items()]
     parts.append(f"first token {1000 * result.prefill:.0f} ms")
+    if result.memory_gib is not None:
+        parts.append(f"memory {result.memory_gib:.2f} GiB")
     return "  ".join(parts)
 
 

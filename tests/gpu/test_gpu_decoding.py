@@ -22,6 +22,8 @@ def test_in_deterministic_mode_answers_are_stocks_token_by_token(launch, prompts
     bodies = [greedy(64), {"sampling_params": SEEDED}]
     expected = [launch(*EXACT).ask_all(prompts, 1, **body) for body in bodies]
     verified = launch(*EXACT, *VERIFIED, "--kv-draft-length", *drafts.split())
+    narrow = "capturing verifications of 5 tokens a request with triton"
+    assert (narrow in verified.log.read_text(errors="replace")) == (drafts != "16")
     for body, answers in zip(bodies, expected):
         for workers in (1, 4):
             found = verified.ask_all(prompts, workers, **body)
