@@ -14,7 +14,7 @@ STOCK = ("--enable-deterministic-inference", "--enable-custom-logit-processor", 
 VERIFIED = (*STOCK, "--kv-mode", "verified", "--kv-budget", "0.25", "--enable-metrics")
 PAGED = (
     *("--kv-mode", "verified", "--kv-compressor", "sink-recent", "--kv-budget", "0.125"),
-    *("--page-size", "16", "--chunked-prefill-size", "256", "--kv-draft-length", "8"),
+    *("--page-size", "16", "--chunked-prefill-size", "256", "--kv-draft-length", "8", "--kv-schedule", "lockstep"),
 )
 # Length of the answers that fixture ``expected`` holds: two rounds of drafts and more.
 EXPECTED_TOKENS = 24

@@ -1,4 +1,7 @@
-"""Lockstep scheduling gives stock's answers too; on a GPU it is the default, with graphs."""
+"""Lockstep scheduling with proposals of n-grams gives stock's answers too.
+
+On a GPU lockstep is the default, with graphs. Without n-grams it serves the paged server of servers.py.
+"""
 
 import concurrent.futures
 
@@ -10,8 +13,9 @@ pytestmark = pytest.mark.server
 
 @pytest.fixture
 def lockstep(stock, launch):
-    """Verified decoding in lockstep, on a quarter of the KV, with strict checks."""
-    return launch(*VERIFIED, "--kv-schedule", "lockstep", "--kv-draft-length", "8", env=STRICT)
+    """Verified decoding in lockstep, on a quarter of the KV, with strict checks; n-grams propose three tokens."""
+    flags = ("--kv-schedule", "lockstep", "--kv-draft-length", "8", "--kv-ngram-tokens", "3")
+    return launch(*VERIFIED, *flags, env=STRICT)
 
 
 def test_greedy_output_is_stocks_cold_and_warm(lockstep, prompts, expected):
@@ -20,6 +24,14 @@ def test_greedy_output_is_stocks_cold_and_warm(lockstep, prompts, expected):
         assert [r["output_ids"] for r in found] == expected
         assert all(r["meta_info"]["kv_drafts"] > 0 for r in found)
         assert all(r["meta_info"]["kv_accept_length"] > 1 for r in found)
+    drafts, forwards = (counted(lockstep, name) for name in ("drafts", "draft_forwards"))
+    assert 0 < forwards < 0.8 * drafts, "what came before is drafted in fewer forwards"
+
+
+def counted(server, name):
+    """A counter of the server's metrics page."""
+    lines = server.request("metrics").splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(f"sglang_ext:{name}_total"))
 
 
 def test_seeded_sampling_with_logprobs_is_stocks(stock, lockstep, prompts):
@@ -60,20 +72,3 @@ def test_stops_lengths_and_samples_end_where_stocks_do(stock, lockstep, prompts,
         body["input_ids"] = prompts[0]
         theirs, ours = stock.ask(**body), lockstep.ask(**body)
         assert_same_answers(theirs, ours, (ours if isinstance(ours, dict) else ours[0])["meta_info"]["kv_fallback"])
-
-
-def test_proposals_of_ngrams_leave_answers_as_they_are_and_spare_forwards(stock, launch, prompts, expected):
-    flags = ("--kv-schedule", "lockstep", "--kv-draft-length", "8", "--kv-ngram-tokens", "3")
-    server = launch(*VERIFIED, *flags, env=STRICT)
-    for cold in (True, False):
-        found = server.ask_all(prompts, cold=cold, **greedy(EXPECTED_TOKENS))
-        assert [r["output_ids"] for r in found] == expected
-    sampled = {"temperature": 0.9, "top_p": 0.95, "sampling_seed": 5, "max_new_tokens": 24, "ignore_eos": True}
-    body = {"input_ids": prompts[0], "sampling_params": sampled}
-    assert server.ask(**body)["output_ids"] == stock.ask(**body)["output_ids"]
-    lines = server.request("metrics").splitlines()
-    drafts, forwards = (
-        sum(float(line.split()[-1]) for line in lines if line.startswith(f"sglang_ext:{name}_total"))
-        for name in ("drafts", "draft_forwards")
-    )
-    assert 0 < forwards < 0.8 * drafts
