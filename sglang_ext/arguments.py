@@ -76,7 +76,6 @@ class KVServerArgs(ServerArgs):
         "Tokens that a request gets in one piece at most, from 2: caps the draft length, for an even stream.",
         NS("memory"),
     ] = None
-
     kv_ngram_tokens: A[
         int,
         "Tokens that n-grams of the context propose in each draft step: the compressed view checks them first, full KV "

@@ -27,6 +27,11 @@ class Server(ServerProcess):
         """POST /generate."""
         return self.request("generate", body)
 
+    def metric(self, *names: str) -> float:
+        """Sum of the samples of its metrics page that begin with one of ``names``."""
+        lines = self.request("metrics").splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(names))
+
     def ask_all(
         self, prompts: list[list[int]], workers: int = 4, cold: bool = True, **body: Any
     ) -> list[Any]:

@@ -15,7 +15,7 @@ import random
 import re
 import statistics
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 
@@ -84,13 +84,7 @@ def run(args: argparse.Namespace) -> int:
             results.append(result)
             print(line(result), flush=True)
 
-    failed = settings.each(args, servers, measure)
-    if args.json:
-        measured = {"bandwidth": bandwidth, "results": [asdict(result) for result in results], "failed": failed}
-        report.write_json(args.json, {"arguments": vars(args), **report.origin(), **measured})
-    if args.plot and results:
-        write_plot(args.plot, results)
-    return 1 if failed else 0
+    return settings.finish(args, results, settings.each(args, servers, measure), write_plot, bandwidth=bandwidth)
 
 
 def make_prompts(

@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -72,13 +72,7 @@ def run(args: argparse.Namespace) -> int:
             results.append(result)
             print(line(result), flush=True)
 
-    failed = settings.each(args, servers, measure)
-    if args.json:
-        measured = {"results": [asdict(result) for result in results], "failed": failed}
-        report.write_json(args.json, {"arguments": vars(args), **report.origin(), **measured})
-    if args.plot and results:
-        write_plot(args.plot, results)
-    return 1 if failed else 0
+    return settings.finish(args, results, settings.each(args, servers, measure), write_plot)
 
 
 def run_setting(

@@ -4,11 +4,12 @@ import argparse
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
+from typing import Any
 
-from sglang_ext.bench import BenchError
+from sglang_ext.bench import BenchError, report
 from sglang_ext.bench.identity_options import words
 from sglang_ext.bench.server import ServerProcess
 from sglang_ext.managers.simulation import VARIABLE
@@ -103,6 +104,25 @@ def each(
                 failed[setting.name] = str(error)
                 print(f"{setting.name}: failed: {error}", flush=True)
     return failed
+
+
+def finish(
+    args: argparse.Namespace, results: Sequence[Any], failed: dict[str, str], plot: Callable, **more: Any
+) -> int:
+    """Write --json and --plot; the exit code, 0 when all could be measured, else 1.
+
+    Args:
+        results: dataclasses.
+        failed: as :func:`each` gives it.
+        plot: writes ``results`` to a path.
+        more: what else was measured.
+    """
+    if args.json:
+        measured = {**more, "results": [asdict(result) for result in results], "failed": failed}
+        report.write_json(args.json, {"arguments": vars(args), **report.origin(), **measured})
+    if args.plot and results:
+        plot(args.plot, results)
+    return 1 if failed else 0
 
 
 def all_of(args: argparse.Namespace) -> Iterator[Setting]:

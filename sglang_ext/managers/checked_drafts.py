@@ -14,12 +14,12 @@ import torch
 from sglang_ext.managers import forward
 from sglang_ext.managers.ngram import TokenHistory
 from sglang_ext.managers.round_plan import Round
-from sglang_ext.managers.steps import Drafted, Steps
+from sglang_ext.managers.steps import Drafted, Steps, agreeing
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
-    from sglang_ext.layers.attention.verify_graphs import VerifyGraphs
+    from sglang_ext.layers.attention.verify_graphs import VerifyGraphSet
 
 # Weight of a round's tokens per forward among those before it.
 NEW_ROUND = 0.1
@@ -36,7 +36,7 @@ class CheckedDrafts:
         per_check: tokens that a forward gave a request, of late.
     """
 
-    def __init__(self, steps: Steps, history: TokenHistory, proposals: int, graphs: "VerifyGraphs | None"):
+    def __init__(self, steps: Steps, history: TokenHistory, proposals: int, graphs: "VerifyGraphSet | None"):
         self.steps = steps
         self.history = history
         self.proposals = proposals
@@ -87,7 +87,7 @@ class CheckedDrafts:
             )
             logits = self._forward(batch, inputs).next_token_logits
             answers = sampling.draw(logits, inputs.positions).tokens.view(len(rows), width)
-            agreed = (answers[:, :-1] == proposed).long().cumprod(1).sum(1)
+            agreed = agreeing(answers, proposed)
             self.history.put(batch.req_pool_indices, newest[:, None] + 1 + ahead, answers)
             missing = count < drafts
             forwards += missing
@@ -97,8 +97,9 @@ class CheckedDrafts:
         return Drafted(self.history.at(batch.req_pool_indices, drafted), count, forwards)
 
     def _forward(self, batch: "ScheduleBatch", inputs: forward.Inputs):
-        if self.graphs is not None and self.graphs.fits(len(inputs.counts)):
-            return self.graphs.verify(batch, inputs)
+        graph = None if self.graphs is None else self.graphs.fit(len(inputs.counts), 1 + self.proposals)
+        if graph is not None:
+            return graph.verify(batch, inputs)
         # Without graphs attention is planned on the host, which must know the lengths.
         exact = inputs.with_host_lengths()
         return self.steps.forward(batch, exact)

@@ -91,19 +91,19 @@ class Times:
         step: a step of plain decoding; the time to the next iteration counts.
         draft: a draft in a round.
         widths: tokens of a request in the verifications that are captured, narrow first.
-        rests: a round without its drafts, to the beginning of the next, by width; None until seen.
+        rests: a round without its drafts, to the beginning of the next, by index of the width.
         copying: what a look spends on copies before it drafts.
         plain_rounds, rounds: how many were seen, without drafts and with.
         chosen: drafts of the last choice; None before the first.
         since: tokens since plain steps were measured last.
         allowance: seconds that looks may lose by now; below 0 after the first, which is not waited for.
-        awaited: iterations until the first round is asked for again.
+        awaited: iterations since the first round was asked for, that one included.
     """
 
     step: float | None = None
     draft: float | None = None
     widths: tuple[int, ...] = (1,)
-    rests: list[float | None] = field(default_factory=list)
+    rests: dict[int, float] = field(default_factory=dict)
     copying: float = 0.0
     plain_rounds: int = 0
     rounds: int = 0
@@ -130,9 +130,8 @@ class Times:
             # Attention adds up over requests: with copies for all, a draft differs from a plain step by so much more.
             draft = max(LEAST_DRAFT * self.step, self.step - (self.step - draft) / spent.share)
         self.draft = _mix(self.draft, draft, self.rounds)
-        width = self._verification(spent.drafts)
-        self.rests = self.rests or [None] * len(self.widths)
-        self.rests[width] = _mix(self.rests[width], spent.whole - spent.drafting, self.rounds)
+        width = int(self._verification(spent.drafts))
+        self.rests[width] = _mix(self.rests.get(width), spent.whole - spent.drafting, self.rounds)
         self.rounds += 1
 
     def _verification(self, drafts: np.ndarray | int) -> np.ndarray:
@@ -141,13 +140,13 @@ class Times:
 
     def ask_first(self, drafts: int) -> int:
         """``drafts`` of the first round; none while its times are awaited, which come iterations later."""
-        self.awaited = (self.awaited or ASK_AGAIN) - 1
-        return drafts if self.awaited == ASK_AGAIN - 1 else 0
+        self.awaited += 1
+        return drafts if self.awaited % ASK_AGAIN == 1 else 0
 
     def seconds(self, drafts: np.ndarray | int) -> np.ndarray | float:
         """Of a round with so many drafts; a width that was not seen is thought to take as long as one that was."""
-        seen = [rest for rest in self.rests if rest is not None]
-        rests = np.array([seen[0] if rest is None else rest for rest in self.rests])
+        other = self.rests[min(self.rests)]
+        rests = np.array([self.rests.get(width, other) for width in range(len(self.widths))])
         return drafts * self.draft + rests[self._verification(drafts)]
 
 

@@ -25,7 +25,7 @@ from sglang_ext.managers.planner import renew_at
 from sglang_ext.managers.round_plan import Round, RoundPlanner
 from sglang_ext.managers.sampling import Sampled
 from sglang_ext.managers.simulation import Simulation
-from sglang_ext.managers.steps import Drafted, Steps
+from sglang_ext.managers.steps import Drafted, Steps, agreeing
 from sglang_ext.mem_cache.query_window import Recorded
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class RoundResult(GenerationBatchResult):
     Attributes:
         round: what the requests did.
         drafted: what they drafted; None where nothing was.
-        counted: its counts on the host.
+        counted: its counts on the host; None where they are the round's.
     """
 
     round: Round | None = None
@@ -51,7 +51,7 @@ class RoundResult(GenerationBatchResult):
 
     def copy_to_cpu(self, *args, **kwargs) -> None:
         """The counts of drafts, then SGLang's copies, at whose end it sets the mark for all."""
-        if self.drafted is not None:
+        if self.drafted is not None and self.drafted.offered is not None:
             self.counted = self.drafted.to_host()
         super().copy_to_cpu(*args, **kwargs)
 
@@ -112,7 +112,7 @@ class Lockstep:
         """Count a round's outcome, once it is on the host."""
         metrics, round_ = self.worker.metrics, result.round
         offered = forwards = [round_.drafts] * len(round_.states)
-        if result.counted is not None and result.counted.offered is not None:
+        if result.counted is not None:
             offered, forwards = result.counted.offered.tolist(), result.counted.forwards.tolist()
             self.checked.observe(sum(offered), sum(forwards))
         accepted = result.accept_lens.tolist()
@@ -213,9 +213,8 @@ class Lockstep:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Answers, int64 [requests, width], and how many of them count: agreeing drafts and the next token."""
         answers = sampled.tokens.view(len(drafted.tokens), -1)
-        drafts = drafted.tokens.shape[1]
         if self.simulation is None:
-            agreed = (answers[:, :drafts] == drafted.tokens).long().cumprod(1).sum(1)
+            agreed = agreeing(answers, drafted.tokens)
         else:
             asked = to_device(self.simulation.probabilities(batch.reqs), answers.device, torch.float32)
             agreed = self.simulation.accept(answers, drafted.tokens, asked)

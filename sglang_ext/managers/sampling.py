@@ -142,10 +142,7 @@ class Sampling:
             positions: int64 [rows], absolute positions of the rows' input tokens; they select the noise.
         """
         if len(self.groups) == 1 and not self.logprobs:
-            batch = self.groups[0].batch
-            batch.positions = positions
-            tokens = self.model_runner.sample(LogitsProcessorOutput(next_token_logits=logits), batch)
-            return Sampled(tokens.long(), None, [], [])
+            return Sampled(self._draw(self.groups[0], logits, positions)[0], None, [], [])
         empty = (torch.empty(0), [])
         out = Sampled(
             tokens=torch.empty(self.count, dtype=torch.int64, device=logits.device),
@@ -154,14 +151,17 @@ class Sampling:
             chosen=[empty] * self.count,
         )
         for group in self.groups:
-            everything = group.places is None
-            group.batch.positions = positions if everything else positions[group.places]
-            output = LogitsProcessorOutput(
-                next_token_logits=logits if everything else logits[group.places]
-            )
-            tokens = self.model_runner.sample(output, group.batch).long()
-            _collect(out, group, tokens, output)
+            _collect(out, group, *self._draw(group, logits, positions))
         return out
+
+    def _draw(
+        self, group: Group, logits: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, LogitsProcessorOutput]:
+        """Tokens of a group's rows, int64, and what SGLang's sampler wrote beside them."""
+        everything = group.places is None
+        group.batch.positions = positions if everything else positions[group.places]
+        output = LogitsProcessorOutput(next_token_logits=logits if everything else logits[group.places])
+        return self.model_runner.sample(output, group.batch).long(), output
 
 
 class SamplingCache:

@@ -36,8 +36,17 @@ class Drafted:
 
     def to_host(self) -> "Drafted":
         """Copies of the counts on the host, once the current stream reached them; the tokens stay."""
-        counts = (None if t is None else t.to("cpu", non_blocking=True) for t in (self.offered, self.forwards))
-        return Drafted(self.tokens, *counts)
+        return Drafted(self.tokens, *(t.to("cpu", non_blocking=True) for t in (self.offered, self.forwards)))
+
+
+def agreeing(answers: torch.Tensor, drafts: torch.Tensor) -> torch.Tensor:
+    """Drafts of each request that are the answers at their places, up to the first that is not: int64 [requests].
+
+    Args:
+        answers: int64 [requests, at least drafts].
+        drafts: int64 [requests, drafts].
+    """
+    return (answers[:, : drafts.shape[1]] == drafts).long().cumprod(1).sum(1)
 
 
 class Steps:

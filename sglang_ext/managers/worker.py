@@ -75,7 +75,7 @@ class KVWorker(BaseSpecWorker):
         self.schedule: Staggered | Lockstep | None = None
         self._admitted = 0
         self._graphs: verify_graphs.VerifyGraphSet | None = None
-        self._check_graphs: verify_graphs.VerifyGraphs | None = None
+        self._check_graphs: verify_graphs.VerifyGraphSet | None = None
         self.verifier: VerifyAttention | None = None
         self.history: TokenHistory | None = None
         verify_graphs.plain(self.model_runner)
@@ -116,24 +116,23 @@ class KVWorker(BaseSpecWorker):
             return
         if self.model_runner.decode_attention_backend_str == "triton":
             self.verifier = VerifyAttention(self.model_runner)
-        if self.server_args.kv_schedule != "lockstep":
+        if self.server_args.kv_schedule != "lockstep" or self.model_runner.decode_cuda_graph_runner is None:
             return
         attention = self._attention
-        requests = max(self.server_args.cuda_graph_config.decode.bs or [0])
+        requests = max(self.server_args.cuda_graph_config.decode.bs)
         like = torch.empty(0, dtype=self.model_runner.dtype, device=self.model_runner.device)
         with self.queries.capturing(
             requests * self.stride, attention.tp_q_head_num, attention.qk_head_dim, like
         ):
             widths = verify_widths(self.server_args)
             captured = [verify_graphs.capture(self.model_runner, width, self.verifier) for width in widths]
-        if None in captured:
-            return
         self._graphs = verify_graphs.VerifyGraphSet(captured)
         if self.server_args.kv_ngram_tokens:
             # Planned on the device, where alone the lengths are known.
             planned_there = self.verifier or VerifyAttention(self.model_runner)
             width = 1 + self.server_args.kv_ngram_tokens
-            self._check_graphs = verify_graphs.capture(self.model_runner, width, planned_there)
+            captured = [verify_graphs.capture(self.model_runner, width, planned_there)]
+            self._check_graphs = verify_graphs.VerifyGraphSet(captured)
 
     @property
     def _attention(self) -> torch.nn.Module:

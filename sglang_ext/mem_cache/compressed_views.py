@@ -74,7 +74,8 @@ class CompressedViews:
     def compress(self, row: int, tokens: int, headroom: int = 0) -> bool:
         """Make or renew the copy of the request in ``row`` over its first ``tokens`` tokens.
 
-        Covers whole pages, up to where queries were kept (:meth:`reach`). An existing copy is overwritten in place and grown.
+        Covers whole pages, up to where queries were kept (:meth:`reach`). An existing copy is overwritten in
+        place and grown.
 
         Args:
             row: the request's row in the token table.

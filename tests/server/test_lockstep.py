@@ -24,14 +24,8 @@ def test_greedy_output_is_stocks_cold_and_warm(lockstep, prompts, expected):
         assert [r["output_ids"] for r in found] == expected
         assert all(r["meta_info"]["kv_drafts"] > 0 for r in found)
         assert all(r["meta_info"]["kv_accept_length"] > 1 for r in found)
-    drafts, forwards = (counted(lockstep, name) for name in ("drafts", "draft_forwards"))
+    drafts, forwards = (lockstep.metric(f"sglang_ext:{name}_total") for name in ("drafts", "draft_forwards"))
     assert 0 < forwards < 0.8 * drafts, "what came before is drafted in fewer forwards"
-
-
-def counted(server, name):
-    """A counter of the server's metrics page."""
-    lines = server.request("metrics").splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith(f"sglang_ext:{name}_total"))
 
 
 def test_seeded_sampling_with_logprobs_is_stocks(stock, lockstep, prompts):

@@ -21,6 +21,5 @@ def test_three_ranks_give_stocks_answers_and_decide_alike(stock, launch, prompts
     found = ranks.ask_all(prompts[:2], **greedy(16))
     assert [r["output_ids"] for r in found] == [ids[:16] for ids in expected[:2]]
     assert sum(r["meta_info"]["kv_drafts"] for r in found) > 0
-    drafted = [line for line in ranks.request("metrics").splitlines() if line.startswith("sglang_ext:drafts_total")]
-    counted = sum(float(line.split()[-1]) for line in drafted)
+    counted = ranks.metric("sglang_ext:drafts_total")
     assert counted == sum(r["meta_info"]["kv_drafts"] for r in found), "only one rank counts"

@@ -109,15 +109,9 @@ def test_abort_while_drafting_frees_everything_and_the_rid_can_come_back(stock, 
     assert result["meta_info"]["finish_reason"]["type"] == "abort"
     verified.flush_cache()
     assert verified.alive()
-    assert held_bytes(verified) == 0
+    assert verified.metric(*HELD) == 0
     body = {"input_ids": prompts[0], "rid": "to-abort", **greedy(16)}
     assert verified.ask(**body)["output_ids"] == stock.ask(**body)["output_ids"]
-
-
-def held_bytes(server) -> float:
-    """Bytes in compressed slots and of kept queries."""
-    lines = server.request("/metrics").splitlines()
-    return sum(float(x.rsplit(" ", 1)[1]) for x in lines if x.startswith(HELD))
 
 
 def test_metrics_count_drafts_verifies_and_fallbacks(verified, prompts):

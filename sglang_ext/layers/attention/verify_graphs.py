@@ -96,16 +96,14 @@ class VerifyGraphSet:
 
 def capture(
     model_runner: "ModelRunner", width: int, verifier: AttentionBackend | None
-) -> VerifyGraphs | None:
-    """Capture forwards of ``width`` tokens a request for SGLang's list of batch sizes; None without graphs.
+) -> VerifyGraphs:
+    """Capture forwards of ``width`` tokens a request for SGLang's list of batch sizes.
 
     Args:
-        model_runner: the target's.
+        model_runner: the target's, which captured its own graphs.
         width: tokens of each request.
         verifier: their attention; None for FlashInfer's, which must be told the lengths on the host.
     """
-    if model_runner.decode_cuda_graph_runner is None:
-        return None
     attention = verifier or _flashinfer(model_runner)
     name = "triton" if verifier else "flashinfer"
     logger.info("sglang-ext: capturing verifications of %s tokens a request with %s", width, name)
