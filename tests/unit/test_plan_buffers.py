@@ -38,5 +38,7 @@ def test_only_graphs_that_are_planned_on_the_host_have_such_memory():
     owner, _ = backend()
     assert PlanBuffers.of(owner) is not None
     assert PlanBuffers.of(SimpleNamespace(decode_backend=owner)) is not None
-    for other in (None, SimpleNamespace(), SimpleNamespace(decode_cuda_graph_metadata={}), SimpleNamespace(decode_cuda_graph_metadata="triton")):
-        assert PlanBuffers.of(other) is None
+    by_batch = {8: SimpleNamespace(page_table=None)}
+    for kept in (None, {}, "triton", by_batch):
+        assert PlanBuffers.of(SimpleNamespace(decode_cuda_graph_metadata=kept)) is None
+    assert PlanBuffers.of(SimpleNamespace()) is None

@@ -32,9 +32,11 @@ class PlanBuffers:
         """Those of the graphs that SGLang captured with ``backend``; None for one without plans on the host."""
         # With different backends for prefill and decode, SGLang's is one of both.
         decode = getattr(backend, "decode_backend", backend)
-        graphs = getattr(decode, "decode_cuda_graph_metadata", None) or {}
-        wrappers = [wrapper for of_batch in graphs.values() for wrapper in of_batch] if isinstance(graphs, dict) else []
-        return cls(wrappers) if wrappers and hasattr(wrappers[0], "_pin_memory_int_workspace_buffer") else None
+        graphs = getattr(decode, "decode_cuda_graph_metadata", None)
+        # Backends that plan on the device keep something else under this name.
+        planned = [of_batch for of_batch in graphs.values() if isinstance(of_batch, list)] if isinstance(graphs, dict) else []
+        wrappers = [wrapper for of_batch in planned for wrapper in of_batch]
+        return cls(wrappers) if wrappers else None
 
     def next(self) -> None:
         """The next plan is written to the memory that was used longest ago, once the device took what it held."""
