@@ -1,8 +1,9 @@
 """Decode speed: stock SGLang against verified decoding, on the same prompts in one run.
 
-For each setting a server is started; its prefix cache is filled with the prompts, one after another, which
-measures the time to the first token; then each batch decodes, streaming, --repeats times. The table shows the
-median, its ratio to stock, and the least time that the GPU's measured read bandwidth allows.
+For each setting a server is started. Each batch decodes, streaming, --repeats times; its prompts are put into the
+prefix cache before, one after another, which measures the time to the first token. The table shows the median, its
+ratio to stock, and the least time that the GPU's measured read bandwidth allows. Prompts from a text are other ones in
+each wave, as some servers learn from answers (SGLang's NGRAM).
 
 With --force-acceptance P each draft is accepted with probability P when those before it were, whatever
 verification finds: speed at the acceptance of a trained model, on weights without training. Verification
@@ -73,18 +74,45 @@ def run(args: argparse.Namespace) -> int:
     """Measure all settings, print a table; 0 when all could be measured, else 1 after the others."""
     contexts, batches = numbers(args.context_len, "--context-len"), numbers(args.batch, "--batch")
     servers = list(settings.all_of(args))
-    prompts = make_prompts(args, max(batches), contexts)
+    waves = Waves(batches, args.repeats, fresh=args.prompt_file is not None)
+    prompts = make_prompts(args, waves.prompts, contexts)
     bandwidth = decode_limit.measure_bandwidth()
     if bandwidth:
         print(f"read bandwidth {bandwidth / 1e12:.2f} TB/s", flush=True)
     results: list[Result] = []
 
     def measure(setting: Setting, logs: Path) -> None:
-        for result in run_setting(args, setting, prompts, batches, results, bandwidth, logs):
+        for result in run_setting(args, setting, prompts, waves, results, bandwidth, logs):
             results.append(result)
             print(line(result), flush=True)
 
     return settings.finish(args, results, settings.each(args, servers, measure), write_plot, bandwidth=bandwidth)
+
+
+@dataclass(frozen=True)
+class Waves:
+    """Which prompts each wave takes of all that there are of a length.
+
+    Attributes:
+        batches: requests at once.
+        repeats: waves of each batch.
+        fresh: whether each wave takes others; else all begin with the first.
+    """
+
+    batches: list[int]
+    repeats: int
+    fresh: bool
+
+    @property
+    def prompts(self) -> int:
+        """Prompts that all waves need."""
+        return self.repeats * sum(self.batches) if self.fresh else max(self.batches)
+
+    def of(self, batch: int) -> list[slice]:
+        """Where the prompts of a batch's waves lie."""
+        before = self.repeats * sum(self.batches[: self.batches.index(batch)]) if self.fresh else 0
+        step = batch if self.fresh else 0
+        return [slice(before + i * step, before + i * step + batch) for i in range(self.repeats)]
 
 
 def make_prompts(
@@ -107,6 +135,8 @@ def make_prompts(
     if len(ids) < needed:
         raise BenchError(f"--prompt-file {args.prompt_file} has {len(ids)} tokens; these prompts need {needed}")
     stride = (len(ids) - max(contexts)) // count
+    if stride < max(contexts):
+        print(f"--prompt-file has {len(ids)} tokens: the {count} prompts overlap, each begins {stride} tokens after the last")
     return {
         length: [ids[i * stride : i * stride + length] for i in range(count)] for length in contexts
     }
@@ -116,7 +146,7 @@ def run_setting(
     args: argparse.Namespace,
     setting: Setting,
     prompts: dict[int, list[tuple[int, ...]]],
-    batches: list[int],
+    waves: Waves,
     before: list[Result],
     bandwidth: float | None,
     logs: Path,
@@ -125,17 +155,19 @@ def run_setting(
     with settings.server(args, setting, logs) as server:
         sampling = SamplingSettings()
         for context, of_length in prompts.items():
-            # The first prompt of a length also makes the server ready for it.
-            prefills = [decode_wave.run(server, [prompt], sampling, 1)[0].times[0] for prompt in of_length][1:]
-            for batch, acceptance in product(batches, settings.acceptances(args, setting)):
-                waves = [
-                    decode_wave.measure(
-                        decode_wave.run(server, of_length[:batch], sampling, args.output_len, acceptance)
-                    )
-                    for _ in range(args.repeats)
-                ]
+            cached: dict[tuple[int, ...], float] = {}
+            for batch, acceptance in product(waves.batches, settings.acceptances(args, setting)):
+                measured = []
+                for where in waves.of(batch):
+                    for prompt in of_length[where]:
+                        if prompt not in cached:
+                            cached[prompt] = decode_wave.run(server, [prompt], sampling, 1)[0].times[0]
+                    streams = decode_wave.run(server, of_length[where], sampling, args.output_len, acceptance)
+                    measured.append(decode_wave.measure(streams))
+                # The first prompt of a length also makes the server ready for it.
+                prefills = list(cached.values())[1:]
                 yield replace(
-                    summarize(args, setting, context, waves, before, bandwidth),
+                    summarize(args, setting, context, measured, before, bandwidth),
                     acceptance=acceptance,
                     prefill=statistics.median(prefills or [0.0]),
                     parts_ms=read_parts(server.request("metrics")),

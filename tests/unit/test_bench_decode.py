@@ -116,6 +116,14 @@ def test_bad_options_are_refused_before_a_server_starts(tmp_path, flags):
         decode.run(arguments(tmp_path, *flags))
 
 
+def test_each_wave_of_a_text_has_prompts_of_its_own():
+    waves = decode.Waves([1, 4], repeats=2, fresh=True)
+    taken = [list(range(10)[where]) for batch in (1, 4) for where in waves.of(batch)]
+    assert taken == [[0], [1], [2, 3, 4, 5], [6, 7, 8, 9]] and waves.prompts == 10
+    same = decode.Waves([1, 4], repeats=2, fresh=False)
+    assert same.of(4) == [slice(0, 4)] * 2 and same.prompts == 4
+
+
 def test_a_text_too_short_for_the_prompts_is_refused(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
     (tmp_path / "text").write_text("a b c")
