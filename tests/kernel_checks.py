@@ -31,20 +31,20 @@ def pools(layers, slots, heads, dim, seed):
 
 
 def check_window_scores():
-    """Means of softmax attention, over window sizes, groups and lengths around the kernel's blocks."""
+    """Means of softmax attention, over window sizes, groups and lengths around the kernel's blocks; positions have gaps."""
     for window, heads, group, dim, tokens in ((32, 2, 3, 64, 1100), (5, 1, 4, 24, 63), (40, 2, 8, 16, 65), (1, 3, 1, 128, 1)):
         (keys, table), _ = pools(2, tokens + 30, heads, dim, window)
         noise = torch.Generator().manual_seed(1)
         slots = torch.randperm(tokens + 30, generator=noise)[:tokens].to(DEVICE)
         window = min(window, tokens)
         queries = torch.randn(2, window, heads * group, dim, generator=noise).to(DEVICE)
-        first = tokens - window
-        found = window_scores(queries, table, keys[0], slots, first, 0.3)
+        positions = torch.randperm(tokens, generator=noise)[:window].sort().values.to(DEVICE)
+        found = window_scores(queries, table, keys[0], slots, positions, 0.3)
         for layer in range(2):
             k = keys[layer][slots].double()
             q = queries[layer].double().view(window, heads, group, dim)
             logits = torch.einsum("whgd,thd->hgwt", q, k) * 0.3
-            hidden = torch.arange(tokens, device=DEVICE)[None] > torch.arange(first, tokens, device=DEVICE)[:, None]
+            hidden = torch.arange(tokens, device=DEVICE)[None] > positions[:, None]
             expected = logits.masked_fill(hidden, float("-inf")).softmax(-1).mean((1, 2))
             torch.testing.assert_close(found[layer].double(), expected, rtol=1e-4, atol=1e-7)
 

@@ -12,6 +12,7 @@ import torch
 from sglang.srt.mem_cache.common import evict_from_tree_cache
 
 from sglang_ext.core import CompressedView
+from sglang_ext.device import to_device
 from sglang_ext.mem_cache.compressors import Compressor, ContextKV, kept_count
 from sglang_ext.mem_cache.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.query_window import QueryWindows
@@ -112,7 +113,8 @@ class CompressedViews:
         keys, tokens = self.buffers.keys[0], 4 * self.compressor.window + 64
         slots = torch.zeros(tokens, dtype=torch.int64, device=keys.device)
         window = keys.new_zeros(len(self.buffers.keys), self.compressor.window, query_heads, keys.shape[-1])
-        context = ContextKV(self.buffers, slots, window, tokens - self.compressor.window)
+        positions = torch.arange(tokens - self.compressor.window, tokens, device=keys.device)
+        context = ContextKV(self.buffers, slots, window, positions)
         kept = self.compressor.select_all(context, tokens // 2)
         self.buffers.copy_kept(kept[..., :1], slots, slots[:1])
 
@@ -134,11 +136,9 @@ class CompressedViews:
         """Gather the chosen KV of each layer into the copy's slots, write the draft row."""
         source = self.token_table[row, : view.covered].long()
         buffers = self.buffers
-        kept_queries = self.queries.get(row, tokens)
-        if kept_queries is None:
-            key = buffers.keys[0]
-            kept_queries = key.new_empty(len(buffers.keys), 0, *key.shape[1:]), tokens
-        context = ContextKV(buffers, source, *kept_queries)
+        key = buffers.keys[0]
+        queries, positions = self.queries.get(row, view.covered) or (key.new_empty(len(buffers.keys), 0, *key.shape[1:]), [])
+        context = ContextKV(buffers, source, queries, to_device(positions, source.device))
         buffers.copy_kept(self.compressor.select_all(context, view.kept), source, view.slots)
         self.token_table[self.draft_row(row), : view.kept] = view.slots.to(self.token_table.dtype)
 

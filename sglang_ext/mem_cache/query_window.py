@@ -6,10 +6,12 @@ of each request across prefill chunks and verifications. A CUDA graph runs no Py
 with the hook active copy their queries to one buffer, from which the windows are filled after a replay.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 
@@ -40,17 +42,41 @@ class Recorded:
 
 @dataclass
 class Kept:
-    """One request's queries, in a ring by position: those of rejected drafts are overwritten.
+    """One request's queries, in a ring: those of rejected drafts are overwritten.
+
+    Positions may be missing between them: a CUDA graph of plain decoding leaves no queries.
 
     Attributes:
-        ring: [layers, span, query_heads, head_dim]; position ``p`` lies at ``p % span``.
-        first: first position since which none is missing.
-        end: one past the newest position.
+        ring: [layers, span, query_heads, head_dim]; the newest lies before :attr:`head`, modulo its span.
+        positions: of the queries, ascending; the last belongs to the newest.
+        head: where the next query will lie, counted without modulo.
     """
 
     ring: torch.Tensor
-    first: int
-    end: int
+    positions: list[int] = field(default_factory=list)
+    head: int = 0
+
+    @property
+    def span(self) -> int:
+        """Queries that the ring holds."""
+        return self.ring.shape[1]
+
+    def reserve(self, positions: range) -> list[int]:
+        """Places in the ring for queries of ``positions``, over those of the same positions and later ones."""
+        while self.positions and self.positions[-1] >= positions.start:
+            self.positions.pop()
+            self.head -= 1
+        places = [(self.head + i) % self.span for i in range(len(positions))]
+        self.positions = [*self.positions, *positions][-self.span :]
+        self.head += len(positions)
+        return places
+
+    def newest(self, count: int, end: int) -> tuple[list[int], list[int]]:
+        """Places and positions of the newest ``count`` queries before position ``end``, oldest first."""
+        until = bisect_left(self.positions, end)
+        since = max(0, until - count)
+        begin = self.head - len(self.positions)
+        return [(begin + i) % self.span for i in range(since, until)], self.positions[since:until]
 
 
 @dataclass
@@ -74,7 +100,7 @@ class QueryWindows:
 
     @property
     def span(self) -> int:
-        """Positions that a ring holds."""
+        """Queries that a ring holds."""
         return self.window + self.spare
 
     @cached_property
@@ -92,7 +118,7 @@ class QueryWindows:
             with _active_windows(self):
                 yield
             if self._picked is not None:
-                self._keep(self._running, self._picked)
+                self._keep(_one_after_another(self._running), self._picked)
         finally:
             self._running, self._places, self._picked = (), None, None
 
@@ -127,57 +153,41 @@ class QueryWindows:
         # One operation a layer, whatever the requests.
         torch.index_select(queries, 0, self._places, out=self._picked[index])
 
-    def _keep(self, rows: tuple[Recorded, ...], picked: torch.Tensor) -> None:
-        """Put ``picked``, [layers, rows' tokens, heads, head_dim], one row after another, into their rings."""
-        start = 0
-        for row in rows:
-            count = row.end - row.start
-            self._write(Recorded(row.key, start, start + count, row.position), picked)
-            start += count
-
     def keep_replayed(self, rows: tuple[Recorded, ...]) -> None:
         """Keep the queries of ``rows`` from the graph that was replayed last."""
         if self._captured is not None:
-            for row in rows:
-                self._write(row.newest(self.span), self._captured)
+            self._keep(tuple(row.newest(self.span) for row in rows), self._captured)
 
-    def _write(self, row: Recorded, queries: torch.Tensor) -> None:
-        """Put a row's queries, out of [layers, tokens, heads, head_dim], into its ring."""
-        end = row.position + row.end - row.start
-        kept = self._ring(row.key, row.position, queries)
-        places = torch.arange(row.position, end, device=queries.device) % self.span
-        kept.ring.index_copy_(1, places, queries[:, row.start : row.end])
-        kept.end = end
+    def _keep(self, rows: tuple[Recorded, ...], queries: torch.Tensor) -> None:
+        """Put the queries of ``rows``, out of [layers, tokens, heads, head_dim], into their rings."""
+        rings = [self._ring(row.key, queries) for row in rows]
+        reserved = [ring.reserve(range(row.position, row.position + row.end - row.start)) for ring, row in zip(rings, rows)]
+        # One copy to the device, whatever the requests.
+        places = to_device([place for of_row in reserved for place in of_row], queries.device)
+        for kept, row, mine in zip(rings, rows, places.split([len(of_row) for of_row in reserved])):
+            kept.ring.index_copy_(1, mine, queries[:, row.start : row.end])
 
-    def _ring(self, key: int, position: int, queries: torch.Tensor) -> Kept:
-        """The ring of a request, for queries from ``position`` on; new, or begun anew after a gap."""
-        kept = self._kept.get(key)
-        if kept is None:
-            ring = queries.new_zeros(len(self.layers), self.span, *queries.shape[-2:])
-            kept = self._kept[key] = Kept(ring, position, position)
-        if not kept.first <= position <= kept.end:
-            kept.first = position
-        return kept
+    def _ring(self, key: int, like: torch.Tensor) -> Kept:
+        """The ring of a request; a new one for queries as in ``like``, [layers, tokens, heads, head_dim]."""
+        if key not in self._kept:
+            self._kept[key] = Kept(like.new_zeros(len(self.layers), self.span, *like.shape[-2:]))
+        return self._kept[key]
 
-    def get(self, key: int, end: int) -> tuple[torch.Tensor, int] | None:
-        """The newest queries before position ``end``, oldest first, and the oldest's position.
+    def get(self, key: int, end: int) -> tuple[torch.Tensor, list[int]] | None:
+        """The newest queries before position ``end``, oldest first, and their positions.
 
         The queries are [layers, up to window, heads, head_dim]; None when there are none.
         """
         kept = self._kept.get(key)
-        if kept is None:
+        places, positions = kept.newest(self.window, end) if kept is not None else ([], [])
+        if not positions:
             return None
-        end = min(end, kept.end)
-        first = max(kept.first, end - self.window)
-        if first >= end:
-            return None
-        places = torch.arange(first, end, device=kept.ring.device) % self.span
-        return kept.ring[:, places], first
+        return kept.ring[:, to_device(places, kept.ring.device)], positions
 
     def newest(self, key: int) -> int | None:
         """The position after the newest query of a request; None when there are none."""
         kept = self._kept.get(key)
-        return None if kept is None else kept.end
+        return kept.positions[-1] + 1 if kept is not None and kept.positions else None
 
     def forget(self, key: int) -> None:
         """Release what is kept for a request."""
@@ -193,6 +203,12 @@ class QueryWindows:
         tensors = [kept.ring for kept in self._kept.values()]
         tensors += [] if self._captured is None else [self._captured]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _one_after_another(rows: tuple[Recorded, ...]) -> tuple[Recorded, ...]:
+    """``rows`` as they lie where only their tokens were picked."""
+    ends = list(accumulate(row.end - row.start for row in rows))
+    return tuple(Recorded(row.key, start, end, row.position) for row, start, end in zip(rows, [0, *ends], ends))
 
 
 _active: QueryWindows | None = None

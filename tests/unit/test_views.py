@@ -152,8 +152,8 @@ def test_windows_keep_the_newest_queries_of_each_request_across_chunks():
         rows = (Recorded(1, 0, 2, start), Recorded(2, 2, 3, start // 2))
         with windows.recording(rows):
             run_layer(torch.tensor([[start], [start + 1], [90 + start]], dtype=torch.float32))
-    assert kept(windows, 1, 6) == ([3, 4, 5], 3)
-    assert kept(windows, 2, 3) == ([90, 92, 94], 0)
+    assert kept(windows, 1, 6) == ([3, 4, 5], [3, 4, 5])
+    assert kept(windows, 2, 3) == ([90, 92, 94], [0, 1, 2])
     windows.forget(1)
     assert kept(windows, 1, 6) is None and kept(windows, 2, 3) is not None
 
@@ -170,16 +170,17 @@ def test_queries_of_rejected_drafts_are_never_seen(data):
             run_layer(torch.tensor(values, dtype=torch.float32)[:, None])
         exact += values[:kept_tokens]
         length += kept_tokens
-        assert kept(windows, 1, length) == (exact[-3:], max(0, length - 3))
+        assert kept(windows, 1, length) == (exact[-3:], list(range(max(0, length - 3), length)))
 
 
-def test_a_gap_begins_a_new_window():
+def test_a_window_reaches_over_a_gap():
     windows = QueryWindows(3, (0,), spare=2)
     for position in (0, 5):
         with windows.recording((Recorded(1, 0, 2, position),)):
             run_layer(torch.tensor([[position], [position + 1]], dtype=torch.float32))
-    assert kept(windows, 1, 7) == ([5, 6], 5)
-    assert kept(windows, 1, 5) is None
+    assert kept(windows, 1, 7) == ([1, 5, 6], [1, 5, 6])
+    assert kept(windows, 1, 5) == ([0, 1], [0, 1])
+    assert windows.newest(1) == 7 and windows.newest(2) is None
 
 
 def test_what_a_graph_left_is_kept_by_request():

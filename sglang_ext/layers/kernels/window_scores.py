@@ -13,7 +13,7 @@ BLOCK = 64
 CHUNK_BLOCKS = 16
 LARGEST_ROWS = 128
 # Lengths differ from call to call: a kernel that was compiled for one serves all.
-LENGTHS = ("tokens", "first")
+LENGTHS = ("tokens", "window")
 
 
 @triton.jit
@@ -26,11 +26,11 @@ def _logits(
     head,
     row,
     column,
+    positions,
+    window,
     tokens,
-    first,
     scaling,
     slot_stride,
-    WINDOW: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
@@ -40,10 +40,10 @@ def _logits(
     dim = tl.arange(0, PADDED_DIM)
     inside = dim < DIM
     query = row // GROUP
-    place = ((layer * WINDOW + query) * HEADS + head) * GROUP + row % GROUP
+    place = ((layer * window + query) * HEADS + head) * GROUP + row % GROUP
     q = tl.load(
         queries + place[:, None] * DIM + dim[None, :],
-        mask=(row < WINDOW * GROUP)[:, None] & inside[None, :],
+        mask=(row < window * GROUP)[:, None] & inside[None, :],
         other=0.0,
     )
     keys = tl.load(key_table + layer).to(tl.pointer_type(like.dtype.element_ty))
@@ -54,7 +54,8 @@ def _logits(
         other=0.0,
     )
     logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scaling
-    seen = (column < tokens)[None, :] & (column[None, :] <= (first + query)[:, None])
+    position = tl.load(positions + query, mask=query < window, other=0)
+    seen = (column < tokens)[None, :] & (column[None, :] <= position[:, None])
     return tl.where(seen, logits, float("-inf"))
 
 
@@ -66,11 +67,11 @@ def _normalizers(
     like,
     largest,
     total,
+    positions,
+    window,
     tokens,
-    first,
     scaling,
     slot_stride,
-    WINDOW: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
@@ -88,8 +89,8 @@ def _normalizers(
     for block in range(CHUNK_BLOCKS):
         column = (chunk * CHUNK_BLOCKS + block) * BLOCK + tl.arange(0, BLOCK)
         logits = _logits(
-            queries, key_table, slots, like, layer, head, row, column, tokens, first, scaling,
-            slot_stride, WINDOW, GROUP, DIM, PADDED_DIM, HEADS,
+            queries, key_table, slots, like, layer, head, row, column, positions, window, tokens, scaling,
+            slot_stride, GROUP, DIM, PADDED_DIM, HEADS,
         )
         new = tl.maximum(top, tl.max(logits, 1))
         # Rows that saw no key yet have -inf on both sides.
@@ -109,11 +110,11 @@ def _means(
     like,
     normalizers,
     scores,
+    positions,
+    window,
     tokens,
-    first,
     scaling,
     slot_stride,
-    WINDOW: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
@@ -129,14 +130,14 @@ def _means(
     for block in range(ROW_BLOCKS):
         row = block * ROWS + tl.arange(0, ROWS)
         logits = _logits(
-            queries, key_table, slots, like, layer, head, row, column, tokens, first, scaling,
-            slot_stride, WINDOW, GROUP, DIM, PADDED_DIM, HEADS,
+            queries, key_table, slots, like, layer, head, row, column, positions, window, tokens, scaling,
+            slot_stride, GROUP, DIM, PADDED_DIM, HEADS,
         )
         normalizer = tl.load(normalizers + tl.program_id(0) * ROW_BLOCKS * ROWS + row)
         attention = tl.exp(logits - normalizer[:, None])
-        sums += tl.sum(tl.where((row < WINDOW * GROUP)[:, None], attention, 0.0), 0)
+        sums += tl.sum(tl.where((row < window * GROUP)[:, None], attention, 0.0), 0)
     tl.store(
-        scores + tl.program_id(0) * tokens + column, sums / (WINDOW * GROUP), mask=column < tokens
+        scores + tl.program_id(0) * tokens + column, sums / (window * GROUP), mask=column < tokens
     )
 
 
@@ -145,7 +146,7 @@ def window_scores(
     key_table: torch.Tensor,
     like: torch.Tensor,
     slots: torch.Tensor,
-    first: int,
+    positions: torch.Tensor,
     scaling: float,
 ) -> torch.Tensor:
     """Mean attention of the window to each key: float32 [layers, kv_heads, tokens].
@@ -155,7 +156,7 @@ def window_scores(
         key_table: int64 [layers], addresses of the layers' key buffers.
         like: a key buffer, [slots, kv_heads, head_dim]; all have its shape, strides and dtype.
         slots: int64 [tokens], where the context's keys lie, in order.
-        first: position of the oldest query, counted in ``slots``; a query sees keys up to its own position.
+        positions: int64 [window], of the queries, counted in ``slots``; a query sees keys up to its own position.
         scaling: factor on query-key products.
     """
     layers, window, query_heads, dim = queries.shape
@@ -165,11 +166,11 @@ def window_scores(
     row_blocks = triton.cdiv(window * group, rows)
     chunks = triton.cdiv(tokens, BLOCK * CHUNK_BLOCKS)
     shape = dict(
-        WINDOW=window, GROUP=group, DIM=dim, PADDED_DIM=max(16, triton.next_power_of_2(dim)), HEADS=heads,
+        GROUP=group, DIM=dim, PADDED_DIM=max(16, triton.next_power_of_2(dim)), HEADS=heads,
         ROWS=rows, BLOCK=BLOCK,
     )
     common = (queries.contiguous().to(like.dtype), key_table, slots, like)
-    numbers = (tokens, first, scaling, like.stride(0))
+    numbers = (positions, window, tokens, scaling, like.stride(0))
     largest = torch.empty(layers * heads, row_blocks * rows, chunks, device=like.device)
     total = torch.empty_like(largest)
     _normalizers[(layers * heads, chunks, row_blocks)](

@@ -26,7 +26,7 @@ class LayerKV:
         values: [tokens, kv_heads, head_dim].
         queries: [window, query_heads, head_dim], the queries of the newest tokens, oldest first,
             rotary embedding applied; window is at most :attr:`Compressor.window` and may be 0.
-        query_positions: int64 [window], absolute positions of the queries.
+        query_positions: int64 [window], absolute positions of the queries, ascending; some may be missing between.
         scaling: factor on query-key products before softmax.
         layer_id: index of the layer.
     """
@@ -47,22 +47,21 @@ class ContextKV:
         buffers: the pool's layers (kv_buffers.py).
         slots: int64 [tokens], slots of the context's tokens, in order.
         queries: [layers, window, query_heads, head_dim], as in :class:`LayerKV`.
-        first_query: absolute position of the oldest query.
+        query_positions: int64 [window], as in :class:`LayerKV`.
     """
 
     buffers: KVBuffers
     slots: torch.Tensor
     queries: torch.Tensor
-    first_query: int
+    query_positions: torch.Tensor
 
     def layer(self, index: int) -> LayerKV:
         """One layer's KV, gathered."""
-        end = self.first_query + self.queries.shape[1]
         return LayerKV(
             keys=self.buffers.keys[index][self.slots],
             values=self.buffers.values[index][self.slots],
             queries=self.queries[index],
-            query_positions=torch.arange(self.first_query, end, device=self.slots.device),
+            query_positions=self.query_positions,
             scaling=self.buffers.scaling[index],
             layer_id=self.buffers.layer_ids[index],
         )

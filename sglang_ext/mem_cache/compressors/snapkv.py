@@ -14,7 +14,7 @@ class SnapKV(Compressor):
 
     Scores are the window's mean attention, average-pooled over neighbouring tokens so that kept
     tokens bring their surroundings, then averaged over the query heads of a KV head. The window
-    itself is always kept.
+    itself, the newest tokens, is always kept.
 
     Attributes:
         window: newest queries that observe.
@@ -40,10 +40,10 @@ class SnapKV(Compressor):
             buffers.key_table,
             buffers.keys[0],
             context.slots,
-            context.first_query,
+            context.query_positions,
             buffers.scaling[0],
         )
-        return _best(self.pooled(attention, context.first_query), count)
+        return _best(self.pooled(attention, window), count)
 
     def scores(self, layer: LayerKV) -> torch.Tensor:
         """Importance of each token: float32 [kv_heads, tokens], infinite inside the window.
@@ -59,14 +59,14 @@ class SnapKV(Compressor):
         positions = torch.arange(tokens, device=layer.keys.device)
         hidden = positions[None, :] > layer.query_positions[:, None]
         attention = logits.masked_fill(hidden, float("-inf")).softmax(dim=-1).mean(dim=-2)
-        return self.pooled(attention.mean(dim=1), layer.query_positions[0])
+        return self.pooled(attention.mean(dim=1), window)
 
-    def pooled(self, attention: torch.Tensor, first_query: int | torch.Tensor) -> torch.Tensor:
-        """Scores from the window's mean attention, [..., tokens], and the oldest query's position."""
+    def pooled(self, attention: torch.Tensor, window: int) -> torch.Tensor:
+        """Scores from the mean attention, [..., tokens], of so many queries."""
         tokens = attention.shape[-1]
         flat = attention.reshape(-1, 1, tokens)
         pooled = torch.nn.functional.avg_pool1d(flat, self.kernel, stride=1, padding=self.kernel // 2)
-        observed = torch.arange(tokens, device=attention.device) >= first_query
+        observed = torch.arange(tokens, device=attention.device) >= tokens - window
         return pooled.view_as(attention).masked_fill(observed, float("inf"))
 
 
