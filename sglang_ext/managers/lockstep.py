@@ -94,6 +94,9 @@ class Lockstep:
     ) -> GenerationBatchResult:
         """One round of all requests."""
         lengths = batch.seq_lens_cpu.tolist()
+        for state, length in zip(states, lengths):
+            # Graphs of plain steps, which may follow, would not overwrite them.
+            self.worker.queries.drop_rejected(state.row, length)
         round_ = self.planner.plan(batch, states, lengths, self.pace.begin(lengths, states))
         self.pace.planned(round_)
         bonus, slots = batch.spec_info.bonus_tokens, self.steps.slots(batch, round_.width)

@@ -61,11 +61,15 @@ class Kept:
         """Queries that the ring holds."""
         return self.ring.shape[1]
 
-    def reserve(self, positions: range) -> list[int]:
-        """Places in the ring for queries of ``positions``, over those of the same positions and later ones."""
-        while self.positions and self.positions[-1] >= positions.start:
+    def drop(self, position: int) -> None:
+        """Forget the queries of ``position`` and later ones."""
+        while self.positions and self.positions[-1] >= position:
             self.positions.pop()
             self.head -= 1
+
+    def reserve(self, positions: range) -> list[int]:
+        """Places in the ring for queries of ``positions``, over those of the same positions and later ones."""
+        self.drop(positions.start)
         places = [(self.head + i) % self.span for i in range(len(positions))]
         self.positions = [*self.positions, *positions][-self.span :]
         self.head += len(positions)
@@ -188,6 +192,11 @@ class QueryWindows:
         """The position after the newest query of a request; None when there are none."""
         kept = self._kept.get(key)
         return kept.positions[-1] + 1 if kept is not None and kept.positions else None
+
+    def drop_rejected(self, key: int, length: int) -> None:
+        """Forget the queries of a request's drafts that were rejected: it has ``length`` tokens."""
+        if key in self._kept:
+            self._kept[key].drop(length)
 
     def forget(self, key: int) -> None:
         """Release what is kept for a request."""

@@ -183,6 +183,15 @@ def test_a_window_reaches_over_a_gap():
     assert windows.newest(1) == 7 and windows.newest(2) is None
 
 
+def test_queries_of_rejected_drafts_do_not_outlive_plain_steps():
+    windows = QueryWindows(3, (0,), spare=3)
+    with windows.recording((Recorded(1, 0, 4, 0),)):
+        run_layer(torch.tensor([[0.0], [1.0], [2.0], [3.0]]))
+    windows.drop_rejected(1, 2)
+    windows.drop_rejected(2, 2)
+    assert kept(windows, 1, 9) == ([0, 1], [0, 1]) and windows.newest(1) == 2
+
+
 def test_what_a_graph_left_is_kept_by_request():
     windows = QueryWindows(2, (0, 1), spare=2)
     with windows.capturing(4, 1, 1, torch.empty(0)):
