@@ -110,9 +110,10 @@ class Waves:
 
     def of(self, batch: int) -> list[slice]:
         """Where the prompts of a batch's waves lie."""
-        before = self.repeats * sum(self.batches[: self.batches.index(batch)]) if self.fresh else 0
-        step = batch if self.fresh else 0
-        return [slice(before + i * step, before + i * step + batch) for i in range(self.repeats)]
+        if not self.fresh:
+            return [slice(0, batch)] * self.repeats
+        before = self.repeats * sum(self.batches[: self.batches.index(batch)])
+        return [slice(first, first + batch) for first in range(before, before + self.repeats * batch, batch)]
 
 
 def make_prompts(

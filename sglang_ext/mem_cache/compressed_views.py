@@ -12,7 +12,6 @@ import torch
 from sglang.srt.mem_cache.common import evict_from_tree_cache
 
 from sglang_ext.core import CompressedView
-from sglang_ext.device import to_device
 from sglang_ext.mem_cache.compressors import Compressor, ContextKV, kept_count
 from sglang_ext.mem_cache.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.query_window import QueryWindows
@@ -97,7 +96,7 @@ class CompressedViews:
             return False
         view = CompressedView(slots=slots, covered=covered)
         self._views[row] = view
-        self._fill(row, view, tokens)
+        self._fill(row, view)
         return True
 
     def reach(self, row: int, tokens: int) -> int:
@@ -132,13 +131,15 @@ class CompressedViews:
         new = self.allocator.alloc(missing)
         return None if new is None else torch.cat([slots, new])
 
-    def _fill(self, row: int, view: CompressedView, tokens: int) -> None:
+    def _fill(self, row: int, view: CompressedView) -> None:
         """Gather the chosen KV of each layer into the copy's slots, write the draft row."""
         source = self.token_table[row, : view.covered].long()
         buffers = self.buffers
-        key = buffers.keys[0]
-        queries, positions = self.queries.get(row, view.covered) or (key.new_empty(len(buffers.keys), 0, *key.shape[1:]), [])
-        context = ContextKV(buffers, source, queries, to_device(positions, source.device))
+        found = self.queries.get(row, view.covered)
+        if found is None:
+            key = buffers.keys[0]
+            found = key.new_empty(len(buffers.keys), 0, *key.shape[1:]), source.new_empty(0)
+        context = ContextKV(buffers, source, *found)
         buffers.copy_kept(self.compressor.select_all(context, view.kept), source, view.slots)
         self.token_table[self.draft_row(row), : view.kept] = view.slots.to(self.token_table.dtype)
 

@@ -159,7 +159,7 @@ class QueryWindows:
 
     def keep_replayed(self, rows: tuple[Recorded, ...]) -> None:
         """Keep the queries of ``rows`` from the graph that was replayed last."""
-        if self._captured is not None:
+        if self._captured is not None and rows:
             self._keep(tuple(row.newest(self.span) for row in rows), self._captured)
 
     def _keep(self, rows: tuple[Recorded, ...], queries: torch.Tensor) -> None:
@@ -177,16 +177,19 @@ class QueryWindows:
             self._kept[key] = Kept(like.new_zeros(len(self.layers), self.span, *like.shape[-2:]))
         return self._kept[key]
 
-    def get(self, key: int, end: int) -> tuple[torch.Tensor, list[int]] | None:
+    def get(self, key: int, end: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The newest queries before position ``end``, oldest first, and their positions.
 
-        The queries are [layers, up to window, heads, head_dim]; None when there are none.
+        The queries are [layers, up to window, heads, head_dim], the positions int64; None when there are none.
         """
         kept = self._kept.get(key)
-        places, positions = kept.newest(self.window, end) if kept is not None else ([], [])
-        if not positions:
+        if kept is None:
             return None
-        return kept.ring[:, to_device(places, kept.ring.device)], positions
+        found = kept.newest(self.window, end)
+        if not found[1]:
+            return None
+        places, positions = to_device([*found], kept.ring.device)
+        return kept.ring[:, places], positions
 
     def newest(self, key: int) -> int | None:
         """The position after the newest query of a request; None when there are none."""

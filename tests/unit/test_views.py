@@ -143,7 +143,7 @@ def run_layer(queries, layer_id=0, heads=1, dim=1):
 
 def kept(windows, key, end):
     found = windows.get(key, end)
-    return found and (found[0].flatten().tolist(), found[1])
+    return found and (found[0].flatten().tolist(), found[1].tolist())
 
 
 def test_windows_keep_the_newest_queries_of_each_request_across_chunks():

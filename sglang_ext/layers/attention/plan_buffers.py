@@ -34,8 +34,8 @@ class PlanBuffers:
         decode = getattr(backend, "decode_backend", backend)
         graphs = getattr(decode, "decode_cuda_graph_metadata", None)
         # Backends that plan on the device keep something else under this name.
-        planned = [of_batch for of_batch in graphs.values() if isinstance(of_batch, list)] if isinstance(graphs, dict) else []
-        wrappers = [wrapper for of_batch in planned for wrapper in of_batch]
+        by_batch = graphs.values() if isinstance(graphs, dict) else ()
+        wrappers = [wrapper for of_batch in by_batch if isinstance(of_batch, list) for wrapper in of_batch]
         return cls(wrappers) if wrappers else None
 
     def next(self) -> None:
