@@ -8,19 +8,23 @@ is drafted, but for a short round now and then that looks whether it would: of t
 lose :data:`LOOK_SHARE`. Times are kept apart by :class:`Load`, as steps depend on the batch and on the context.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import median_low
 from typing import NamedTuple
 
 import numpy as np
 
-# Weight of a new time among those before it, once there are enough for a mean.
-NEW_TIME = 0.2
+# Newest times whose median is believed: a stall, as when a kernel is compiled, is in one of them.
+RECENT_TIMES = 5
 # Another length must be that much better before it is taken: times are noisy.
 HYSTERESIS = 1.03
-# Plain rounds that are run first to measure their time; then one with drafts, which is asked for again if after so
-# many iterations nothing of it is seen: it may have become a plain one.
-FIRST_PLAIN_ROUNDS, ASK_AGAIN = 2, 8
+# Rounds that tell a time, of which one may have stalled. First come plain ones, then one with drafts, which is asked for
+# again if after so many iterations nothing of it is seen: it may have become a plain one.
+ENOUGH_ROUNDS, ASK_AGAIN = 2, 8
+# Plain steps in the time of a first look, from which on it stalled, and tells nothing: there is another.
+STALL = 10
 # Drafts of a round that only looks, at least: enough for the time of one, few to lose.
 LOOK_DRAFTS = 2
 # Of the time that passes, what looks at drafting may lose: for copies, and for rounds that gain less than plain steps.
@@ -84,8 +88,29 @@ def expected_tokens(probability: np.ndarray | float, drafts: np.ndarray | int) -
 
 
 @dataclass
+class Recent:
+    """Times of one kind.
+
+    Attributes:
+        newest: the last that were seen, in seconds.
+    """
+
+    newest: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_TIMES))
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self.newest)
+
+    @property
+    def seconds(self) -> float:
+        """The median of the newest; of two the shorter; 0 before the first."""
+        return median_low(self.newest) if self.newest else 0.0
+
+
+@dataclass
 class Times:
-    """What was measured and chosen for one load; seconds, None until seen.
+    """What was measured and chosen for one load.
 
     Attributes:
         step: a step of plain decoding; the time to the next iteration counts.
@@ -93,46 +118,48 @@ class Times:
         widths: tokens of a request in the verifications that are captured, narrow first.
         rests: a round without its drafts, to the beginning of the next, by index of the width.
         copying: what a look spends on copies before it drafts.
-        plain_rounds, rounds: how many were seen, without drafts and with.
         chosen: drafts of the last choice; None before the first.
         since: tokens since plain steps were measured last.
         allowance: seconds that looks may lose by now; below 0 after the first, which is not waited for.
-        awaited: iterations since the first round was asked for, that one included.
+        awaited: iterations since a first round was asked for, that one included.
+        stalled: that first round, so that there is to be another.
     """
 
-    step: float | None = None
-    draft: float | None = None
+    step: Recent = field(default_factory=Recent)
+    draft: Recent = field(default_factory=Recent)
     widths: tuple[int, ...] = (1,)
-    rests: dict[int, float] = field(default_factory=dict)
-    copying: float = 0.0
-    plain_rounds: int = 0
-    rounds: int = 0
+    rests: dict[int, Recent] = field(default_factory=dict)
+    copying: Recent = field(default_factory=Recent)
     chosen: int | None = None
     since: int = 0
     allowance: float = 0.0
     awaited: int = 0
+    stalled: bool = False
 
     def observe(self, spent: Spent) -> None:
         """Take an iteration's seconds."""
         self.allowance += LOOK_SHARE * spent.whole
         if spent.drafts == 0:
-            self.step = _mix(self.step, spent.whole / spent.steps, self.plain_rounds)
-            self.plain_rounds += 1
+            self.step.newest.append(spent.whole / spent.steps)
             self.since = 0
             return
         self.since += spent.drafts
-        if self.rounds == 0:
-            self.allowance -= spent.copying + spent.whole - (self.step or 0.0)
+        step = self.step.seconds
+        self.stalled = False
+        if not self.draft.count:
+            spending = spent.copying + spent.whole
+            self.stalled = spending > STALL * step > 0
+            self.allowance -= 0 if self.stalled else spending - step
+            self.awaited = 0
         if not self.chosen:
-            self.copying = _mix(self.copying, spent.copying, self.rounds)
+            self.copying.newest.append(spent.copying)
         draft = spent.drafting / spent.drafts
-        if 0 < spent.share < 1 and self.step is not None:
+        if 0 < spent.share < 1 and self.step.count:
             # Attention adds up over requests: with copies for all, a draft differs from a plain step by so much more.
-            draft = max(LEAST_DRAFT * self.step, self.step - (self.step - draft) / spent.share)
-        self.draft = _mix(self.draft, draft, self.rounds)
-        width = int(self._verification(spent.drafts))
-        self.rests[width] = _mix(self.rests.get(width), spent.whole - spent.drafting, self.rounds)
-        self.rounds += 1
+            draft = max(LEAST_DRAFT * step, step - (step - draft) / spent.share)
+        self.draft.newest.append(draft)
+        rests = self.rests.setdefault(int(self._verification(spent.drafts)), Recent())
+        rests.newest.append(spent.whole - spent.drafting)
 
     def _verification(self, drafts: np.ndarray | int) -> np.ndarray:
         """Index of the width that so many drafts and the newest token need; the widest for more."""
@@ -144,15 +171,17 @@ class Times:
         return drafts if self.awaited % ASK_AGAIN == 1 else 0
 
     def seconds(self, drafts: np.ndarray | int) -> np.ndarray | float:
-        """Of a round with so many drafts; a width that was not seen is thought to take as long as one that was."""
-        other = self.rests[min(self.rests)]
-        rests = np.array([self.rests.get(width, other) for width in range(len(self.widths))])
-        return drafts * self.draft + rests[self._verification(drafts)]
+        """Of a round with so many drafts; see :meth:`_rest`."""
+        rests = np.array([self._rest(width) for width in range(len(self.widths))])
+        return drafts * self.draft.seconds + rests[self._verification(drafts)]
 
-
-def _mix(old: float | None, new: float, seen: int) -> float:
-    weight = max(NEW_TIME, 1 / (seen + 1))
-    return new if old is None else (1 - weight) * old + weight * new
+    def _rest(self, width: int) -> float:
+        """Of a width seen too seldom: no longer than that of one that was seen, so that it is tried."""
+        other = self.rests[min(self.rests)].seconds
+        mine = self.rests.get(width)
+        if mine is None:
+            return other
+        return mine.seconds if mine.count >= ENOUGH_ROUNDS else min(mine.seconds, other)
 
 
 @dataclass(frozen=True)
@@ -186,10 +215,10 @@ class DraftLength:
     def choose(self, load: Load, probabilities: Sequence[float]) -> Choice:
         """The next iteration of a batch with these probabilities; up to :attr:`longest` drafts."""
         times = self._times(load)
-        if times.plain_rounds < FIRST_PLAIN_ROUNDS:
+        if times.step.count < ENOUGH_ROUNDS:
             return Choice(0)
         look = min(LOOK_DRAFTS, self.longest)
-        if not times.rounds:
+        if not times.draft.count or times.stalled:
             return Choice(times.ask_first(look), trial=True)
         rates = self._rates(times, probabilities)
         best = int(rates.argmax())
@@ -200,7 +229,7 @@ class DraftLength:
             return Choice(0 if times.since >= LOOK_AT_PLAIN else best)
         # Of what does not pay, as it seems, the least bad is looked at.
         drafts = look + int(rates[look:].argmax())
-        loss = max(0.0, times.copying + times.seconds(drafts) * (1 - rates[drafts] / rates[0]))
+        loss = max(0.0, times.copying.seconds + times.seconds(drafts) * (1 - rates[drafts] / rates[0]))
         # What looks have not lost is not saved up for more than one.
         times.allowance = min(times.allowance, loss)
         if times.allowance < loss:
@@ -222,5 +251,5 @@ class DraftLength:
         drafts = np.arange(self.longest + 1)
         tokens = expected_tokens(np.asarray(probabilities)[:, None], drafts).sum(0)
         seconds = times.seconds(drafts)
-        seconds[0] = times.step
+        seconds[0] = times.step.seconds
         return tokens / seconds
