@@ -7,7 +7,6 @@ import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
 from sglang_ext.device import to_device
-from sglang_ext.layers.attention.plan_buffers import PlanBuffers
 from sglang_ext.managers import forward
 from sglang_ext.managers.planner import CURABLE
 from sglang_ext.managers.round_plan import Round
@@ -61,7 +60,6 @@ class Steps:
         self.worker = worker
         self.table = worker.views.token_table
         self._samplings = SamplingCache(worker.model_runner)
-        self._plans = PlanBuffers.of(worker.model_runner.attn_backend)
 
     def slots(self, batch: "ScheduleBatch", width: int) -> torch.Tensor:
         """Where the KV of each request's next ``width`` tokens lies: int64 [requests, width]."""
@@ -84,14 +82,8 @@ class Steps:
         return rows, viewed
 
     def forward(self, batch: "ScheduleBatch", inputs: forward.Inputs) -> LogitsProcessorOutput:
-        """One forward, launched at most a few steps ahead of the device (plan_buffers.py)."""
-        runner = self.worker.model_runner
-        if self._plans is None:
-            return forward.run(runner, batch, inputs, self.worker.verifier)
-        self._plans.next()
-        output = forward.run(runner, batch, inputs, self.worker.verifier)
-        self._plans.written(runner.war_fastpath_read_done_event)
-        return output
+        """One forward; see forward.py."""
+        return forward.run(self.worker.model_runner, batch, inputs, self.worker.verifier)
 
     def sampling(self, batch: "ScheduleBatch", round_: Round, width: int, logprobs: bool) -> Sampling:
         """How the rows of ``width`` tokens of each request are sampled."""

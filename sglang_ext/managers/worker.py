@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
 from sglang_ext.core import LONG_MEMORY, Acceptance, RequestState
-from sglang_ext.layers.attention import torch_native, verify_graphs
+from sglang_ext.layers.attention import plan_memory, torch_native, verify_graphs
 from sglang_ext.layers.attention.verify_attention import VerifyAttention
 from sglang_ext.layers.attention.views import BetweenSteps
 from sglang_ext.managers import integrity, meta_info
@@ -114,7 +114,9 @@ class KVWorker(BaseSpecWorker):
         """Capture verifications, after SGLang captured the target's graphs of one token a request."""
         if self.lossy:
             return
-        if self.model_runner.decode_attention_backend_str == "triton":
+        backend = self.model_runner.decode_attention_backend_str
+        if backend in ("triton", "fa3"):
+            # Where no graph is replayed; fa3 takes equal numbers of tokens only.
             self.verifier = VerifyAttention(self.model_runner)
         if self.server_args.kv_schedule != "lockstep" or self.model_runner.decode_cuda_graph_runner is None:
             return
@@ -125,7 +127,8 @@ class KVWorker(BaseSpecWorker):
             requests * self.stride, attention.tp_q_head_num, attention.qk_head_dim, like
         ):
             widths = verify_widths(self.server_args)
-            captured = [verify_graphs.capture(self.model_runner, width, self.verifier) for width in widths]
+            verifier = self.verifier if backend == "triton" else None
+            captured = [verify_graphs.capture(self.model_runner, width, verifier) for width in widths]
         self._graphs = verify_graphs.VerifyGraphSet(captured)
         if self.server_args.kv_ngram_tokens:
             # Planned on the device, where alone the lengths are known.
@@ -153,6 +156,7 @@ class KVWorker(BaseSpecWorker):
             queries=self.queries,
         )
         if self.views.buffers.on_gpu:
+            self._unpin_plans()
             self._warm_up()
         tree_cache.views = self.views
         tree_cache.on_release = self.forget
@@ -173,6 +177,14 @@ class KVWorker(BaseSpecWorker):
             "sglang-ext: --kv-mode %s, compressor %s, budget %s, draft length %s, schedule %s",
             *(args.kv_mode, args.kv_compressor, args.kv_budget, args.kv_draft_length, args.kv_schedule),
         )
+
+    def _unpin_plans(self) -> None:
+        """Rounds are launched further ahead of the device than SGLang's forwards (plan_memory.py)."""
+        captured = [graph for graphs in (self._graphs, self._check_graphs) if graphs is not None for graph in graphs.graphs]
+        backends = [self.model_runner.attn_backend, *(graph.attn_backend for graph in captured)]
+        count = sum(plan_memory.unpin(backend) for backend in backends)
+        if count:
+            logger.info("sglang-ext: FlashInfer's plans of %s wrappers are not in pinned memory", count)
 
     def _warm_up(self) -> None:
         """Run once what else the first requests would wait for."""
