@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from importlib.util import find_spec
+from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
@@ -98,13 +99,22 @@ def check_attention_backends() -> Check:
     """Which attention backends that read compressed views are installed."""
     import torch
 
-    # torch_native and triton come with SGLang, flashinfer is a package of its own.
+    # torch_native and triton come with SGLang, flashinfer is a package of its own; fa3 is a part of SGLang's kernels
+    # that is compiled for some GPUs.
     on_gpu = torch.cuda.is_available()
-    missing = {"flashinfer": not find_spec("flashinfer"), "triton": not on_gpu}
+    missing = {"flashinfer": not find_spec("flashinfer"), "triton": not on_gpu, "fa3": not (on_gpu and _has_fa3())}
     there = [name for name in options.ATTENTION_BACKENDS if not missing.get(name)]
     needed = "flashinfer" if on_gpu else "torch_native"
     remedy = "install flashinfer (`make install`), or pass --attention-backend triton"
     return verdict("attention backends", needed in there, ", ".join(there), remedy)
+
+
+def _has_fa3() -> bool:
+    """Whether SGLang's kernels hold FlashAttention-3; they are not loaded for it."""
+    spec = find_spec("sgl_kernel")
+    return spec is not None and any(
+        any(Path(folder).glob("flash_ops*")) for folder in spec.submodule_search_locations
+    )
 
 
 def check_entry_point(name: str, group: str, value: str) -> Check:

@@ -18,7 +18,7 @@ SCHEDULES = ("auto", "lockstep", "staggered")
 AUTO_DRAFT_LENGTH = 16
 # Tokens of a narrow verification there: where acceptance is middling, short drafts are best, and wait for less.
 NARROW_VERIFY = 5
-ATTENTION_BACKENDS = ("torch_native", "flashinfer", "triton")
+ATTENTION_BACKENDS = ("torch_native", "flashinfer", "triton", "fa3")
 # Of these, on which a verification's tokens are, bit for bit, those of decoding one by one.
 DETERMINISTIC_BACKENDS = ("torch_native", "triton")
 

@@ -1,10 +1,15 @@
 """Verified decoding on a GPU: CUDA graphs, SGLang's overlapped scheduler, and stock's answers in bfloat16."""
 
+import sys
+from pathlib import Path
+
 import pytest
 
 from servers import greedy
 
 pytestmark = pytest.mark.server
+HAS_FA3 = any(any((Path(p) / "sgl_kernel").glob("flash_ops*")) for p in sys.path)
+NEEDS_FA3 = pytest.mark.skipif(not HAS_FA3, reason="this sglang-kernel has no FlashAttention-3")
 
 COMMON = (
     *("--dtype", "bfloat16", "--mem-fraction-static", "0.5", "--max-total-tokens", "60000"),
@@ -31,7 +36,7 @@ def test_in_deterministic_mode_answers_are_stocks_token_by_token(launch, prompts
             assert drafts == "auto" or all(r["meta_info"]["kv_drafts"] > 0 for r in found)
 
 
-@pytest.mark.parametrize("backend", ["flashinfer", "triton"])
+@pytest.mark.parametrize("backend", ["flashinfer", "triton", pytest.param("fa3", marks=NEEDS_FA3)])
 @pytest.mark.parametrize("mode", ["verified", "lossy", "verified --kv-ngram-tokens 4"])
 def test_drafts_and_verifications_run_in_graphs(launch, prompts, backend, mode):
     server = launch(*COMMON, "--attention-backend", backend, "--kv-budget", "0.25", "--kv-mode", *mode.split())

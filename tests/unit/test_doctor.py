@@ -213,18 +213,23 @@ def test_a_platform_that_does_not_load_is_a_failing_line(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("cuda", "installed", "found", "ok"),
+    ("cuda", "installed", "kernels", "found", "ok"),
     [
-        (False, False, "torch_native", True),
-        (True, True, "torch_native, flashinfer, triton", True),
-        (True, False, "torch_native, triton", False),
+        (False, False, [], "torch_native", True),
+        (False, False, ["flash_ops.abi3.so"], "torch_native", True),
+        (True, True, ["spatial_ops.abi3.so"], "torch_native, flashinfer, triton", True),
+        (True, True, ["flash_ops.abi3.so"], "torch_native, flashinfer, triton, fa3", True),
+        (True, False, [], "torch_native, triton", False),
     ],
 )
 def test_a_gpu_needs_flashinfer(
-    monkeypatch: pytest.MonkeyPatch, cuda: bool, installed: bool, found: str, ok: bool
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cuda: bool, installed: bool, kernels: list, found: str, ok: bool
 ) -> None:
+    for name in kernels:
+        (tmp_path / name).touch()
+    specs = {"sgl_kernel": SimpleNamespace(submodule_search_locations=[str(tmp_path)]), "flashinfer": installed}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
-    monkeypatch.setattr(doctor, "find_spec", lambda name: object() if installed else None)
+    monkeypatch.setattr(doctor, "find_spec", specs.get)
     check = doctor.check_attention_backends()
     assert (check.found, check.ok) == (found, ok)
     assert bool(check.remedy) is not ok

@@ -102,17 +102,21 @@ def capture(
     Args:
         model_runner: the target's, which captured its own graphs.
         width: tokens of each request.
-        verifier: their attention; None for FlashInfer's, which must be told the lengths on the host.
+        verifier: their attention; None for that of the target's own backend.
     """
-    attention = verifier or _flashinfer(model_runner)
-    name = "triton" if verifier else "flashinfer"
+    name = "triton" if verifier else model_runner.decode_attention_backend_str
+    attention = verifier or _of_backend(model_runner, name, width)
     logger.info("sglang-ext: capturing verifications of %s tokens a request with %s", width, name)
     with speculative(model_runner):
         model_runner.graph_shared_output = GraphSharedOutput.create_for_model_runner(model_runner)
         return VerifyGraphs(model_runner, attn_backend=attention, speculative_num_draft_tokens=width)
 
 
-def _flashinfer(model_runner: "ModelRunner") -> AttentionBackend:
+def _of_backend(model_runner: "ModelRunner", name: str, width: int) -> AttentionBackend:
+    if name == "fa3":
+        from sglang_ext.layers.attention.verify_fa3 import VerifyFlashAttention
+
+        return VerifyFlashAttention(model_runner, width)
     from sglang_ext.layers.attention.verify_flashinfer import VerifyFlashInfer
 
     return VerifyFlashInfer(model_runner, init_new_workspace=model_runner.init_new_workspace)

@@ -1,0 +1,22 @@
+"""FlashAttention-3's attention of captured verifications: SGLang's ``fa3`` backend at another width.
+
+It plans on the device, so that nothing of a round is told the host's lengths.
+"""
+
+from typing import TYPE_CHECKING
+
+from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBackend
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+class VerifyFlashAttention(FlashAttentionBackend):
+    """SGLang's ``fa3`` backend, for the graphs of verify_graphs.py."""
+
+    def __init__(self, model_runner: "ModelRunner", width: int):
+        super().__init__(model_runner, fa_impl_ver=3)
+        # SGLang has one number of draft tokens; graphs here have several widths.
+        self.speculative_num_draft_tokens = width
+        # A verification at a context's end reaches beyond it; the token table has room.
+        self.max_context_len += width
