@@ -11,6 +11,7 @@ if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
 
 from sglang_ext.layers.kernels.gather_kept import gather_kept  # noqa: E402
+from sglang_ext.layers.kernels.page_checksum import page_checksum  # noqa: E402
 from sglang_ext.layers.kernels.verify_attention import (  # noqa: E402
     EXACT,
     Splits,
@@ -21,6 +22,8 @@ from sglang_ext.layers.kernels.verify_attention import (  # noqa: E402
     verify_attention,
 )
 from sglang_ext.layers.kernels.window_scores import window_scores  # noqa: E402
+from sglang_ext.mem_cache.checksums import SUMMED_WORD, PageChecksums, as_words  # noqa: E402
+from sglang_ext.mem_cache.kv_buffers import KVBuffers  # noqa: E402
 
 
 def pools(layers, slots, heads, dim, seed):
@@ -67,6 +70,30 @@ def check_gather_kept():
         for kind, buffers in zip(expected, (keys, values)):
             for layer in range(layers):
                 assert torch.equal(kind[layer], buffers[layer])
+
+
+def check_page_checksum():
+    """The sums that PyTorch gives, over word sizes, and rows and pages around the kernel's blocks."""
+    cases = (
+        (torch.bfloat16, 2, 8, 128, 16, 3),
+        (torch.float32, 1, 3, 200, 5, 2),
+        (torch.float16, 3, 1, 3, 40, 1),
+        (torch.uint8, 2, 1, 7, 1, 9),
+        (torch.float8_e4m3fn, 1, 1, 64, 64, 2),
+    )
+    for dtype, layers, heads, dim, page_size, pages in cases:
+        noise = torch.Generator().manual_seed(dim)
+        room, shape = pages * page_size, (pages * page_size + 9, heads, dim * dtype.itemsize)
+        bits = [torch.randint(0, 256, shape, generator=noise, dtype=torch.uint8).view(dtype) for _ in range(2 * layers)]
+        slots = torch.randperm(room + 9, generator=noise)[:room]
+        keys, values = tuple(bits[:layers]), tuple(bits[layers:])
+        plain = PageChecksums(KVBuffers((0,) * layers, (1.0,) * layers, keys, values), page_size)
+        keys, values = (tuple(buffer.to(DEVICE) for buffer in buffers) for buffers in (keys, values))
+        found = page_checksum(
+            *(torch.tensor([x.data_ptr() for x in buffers], device=DEVICE) for buffers in (keys, values)),
+            as_words(keys[0], SUMMED_WORD), slots.to(DEVICE), plain.token_weights.to(DEVICE), plain.column_weights.to(DEVICE),
+        )  # fmt: skip
+        assert torch.equal(found.cpu(), plain.of(slots)), (dtype, page_size)
 
 
 def new_tokens(prefixes, counts, rows, splits):
@@ -215,6 +242,7 @@ CHECKS = {
     "verify_backend": check_verify_backend,
     "window_scores": check_window_scores,
     "gather_kept": check_gather_kept,
+    "page_checksum": check_page_checksum,
     "verify_attention": check_verify_attention,
     "verify_attention_is_decode": check_verify_attention_is_decode,
 }

@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 
-CHECKS = ("window_scores", "gather_kept", "verify_attention", "verify_attention_is_decode", "verify_backend")
+CHECKS = ("window_scores", "gather_kept", "page_checksum", "verify_attention", "verify_attention_is_decode", "verify_backend")
 
 
 @pytest.mark.parametrize("check", CHECKS)

@@ -1,0 +1,196 @@
+"""Full KV in pinned host memory: copies beside the forward pass, and as fast as the link."""
+
+import time
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from sglang_ext.mem_cache.host_pool import HostPool
+from sglang_ext.mem_cache.host_tier import HostTier
+from sglang_ext.mem_cache.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.link_rate import LinkRate
+
+PAGE = 16
+
+
+@dataclass
+class Setup:
+    buffers: KVBuffers
+    tier: HostTier
+    slots: int
+
+    def contents(self, slots):
+        """Bytes of slots in all layers."""
+        return torch.stack([b.flatten(1).view(torch.uint8)[slots] for b in (*self.buffers.keys, *self.buffers.values)])
+
+    def write(self, slots):
+        """New random bits in slots, by the current stream."""
+        for buffer in (*self.buffers.keys, *self.buffers.values):
+            rows = buffer.flatten(1).view(torch.uint8)
+            rows[slots] = torch.randint(0, 256, (len(slots), rows.shape[1]), device=rows.device, dtype=torch.uint8)
+
+
+def setup(layers=6, slots=4096, pages=192, heads=8, dim=128, dtype=torch.bfloat16, **kwargs):
+    """A device pool of random bits and its tier."""
+    keys, values = (tuple(torch.zeros(slots, heads, dim, device="cuda").to(dtype) for _ in range(layers)) for _ in "kv")
+    buffers = KVBuffers(tuple(range(layers)), (1.0,) * layers, keys, values)
+    pool = HostPool.create(buffers, PAGE, pages * PAGE * buffers.bytes_per_slot)
+    made = Setup(buffers, HostTier(buffers, pool, **kwargs), slots)
+    made.write(torch.arange(slots, device="cuda"))
+    return made
+
+
+def slots_of(pages):
+    """Slots of device pages, on the device."""
+    return (pages.cuda()[:, None] * PAGE + torch.arange(PAGE, device="cuda")).flatten()
+
+
+def sleep(seconds):
+    """Keep the current stream busy."""
+    torch.cuda._sleep(int(seconds * 1.5e9))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("staging", [0, 1 << 20, 64 << 20])
+def test_what_was_stored_comes_back(dtype, staging):
+    made = setup(dtype=dtype, staging=staging)
+    assert made.tier.pool.kv.is_pinned() and made.tier.pool.checksums.is_pinned()
+    order = torch.randperm(made.slots // PAGE)
+    sources, targets, rest = (slots_of(part) for part in order.split([100, 100, len(order) - 200]))
+    before, untouched = made.contents(sources), made.contents(rest)
+    pages = made.tier.pool.pages.allocate(192)[torch.randperm(192)[:100]]
+    stored = made.tier.store(sources, pages)
+    loaded = made.tier.load(pages, targets)
+    loaded.wait()
+    assert torch.equal(made.contents(targets), before) and torch.equal(made.contents(rest), untouched)
+    loaded.synchronize()
+    assert stored.done and loaded.done and loaded.failed_pages() == []
+    assert 0 < stored.seconds < 1 and 0 < loaded.seconds < 1
+
+
+def test_forwards_go_on_and_order_is_kept_without_the_host_waiting():
+    made = setup()
+    pages, sources, targets = made.tier.pool.pages.allocate(64), slots_of(torch.arange(64)), slots_of(torch.arange(64, 128))
+    others = slots_of(torch.arange(128, 256))
+    # The first time, kernels are loaded and memory is allocated, for which the device is waited.
+    for seconds in (0, 0.5):
+        torch.cuda.synchronize()
+        sleep(seconds)
+        made.write(sources)
+        before = made.contents(sources)
+        stored = made.tier.store(sources, pages)
+        loaded = made.tier.load(pages, targets)
+        # Temporary tensors of the current stream must not take the memory of what the transfers still use.
+        for _ in range(20):
+            made.write(others)
+        stored.wait()
+        made.write(sources)
+        loaded.wait()
+        landed = made.contents(targets)
+        under_way = not stored.done and not loaded.done
+        loaded.synchronize()
+        assert loaded.failed_pages() == [] and torch.equal(landed, before)
+    assert under_way, "launching does not wait for the device"
+
+
+def test_a_load_waits_for_the_readers_of_its_slots():
+    made = setup()
+    pages, sources, targets = made.tier.pool.pages.allocate(64), slots_of(torch.arange(64)), slots_of(torch.arange(64, 128))
+    made.tier.store(sources, pages).synchronize()
+    for seconds in (0, 0.3):
+        made.write(targets)
+        before = made.contents(targets)
+        torch.cuda.synchronize()
+        sleep(seconds)
+        read = made.contents(targets)
+        loaded = made.tier.load(pages, targets)
+        loaded.synchronize()
+        assert torch.equal(read, before) and torch.equal(made.contents(targets), made.contents(sources))
+    assert loaded.seconds < 0.1, "what it waited for does not count"
+
+
+def test_many_transfers_beside_each_other_arrive():
+    made = setup(staging=1 << 20)
+    noise = torch.Generator().manual_seed(0)
+    kept, landed = [], []
+    for step in range(60):
+        count = int(torch.randint(1, 30, (1,), generator=noise))
+        if step % 3 == 2 and kept:
+            pages, before = kept.pop(0)
+            targets = slots_of(torch.randperm(128)[: len(pages)] + 128)
+            loaded = made.tier.load(pages, targets)
+            loaded.wait()
+            landed.append((loaded, made.contents(targets), before))
+            made.tier.pool.pages.free(pages)
+        elif (pages := made.tier.pool.pages.allocate(count)) is not None:
+            sources = slots_of(torch.randperm(128)[:count])
+            kept.append((pages, made.contents(sources)))
+            made.tier.store(sources, pages).wait()
+            made.write(sources)
+    torch.cuda.synchronize()
+    assert len(landed) > 10
+    for loaded, found, before in landed:
+        assert loaded.failed_pages() == [] and torch.equal(found, before)
+
+
+def test_pages_that_changed_on_the_host_are_named():
+    made = setup()
+    pages, slots = made.tier.pool.pages.allocate(64), slots_of(torch.arange(64))
+    made.tier.store(slots, pages).synchronize()
+    kv = made.tier.pool.kv.view(torch.int16)
+    kv[1, 3, 17, 5, 2, 100] ^= 1
+    kv[:, :, 40, [2, 3]] = kv[:, :, 40, [3, 2]]
+    loaded = made.tier.load(pages, slots_of(torch.arange(64, 128)))
+    loaded.synchronize()
+    assert loaded.failed_pages() == [17, 40]
+
+
+def test_pinned_memory_can_be_made_again():
+    for _ in range(3):
+        made = setup()
+        made.tier.store(slots_of(torch.arange(4)), made.tier.pool.pages.allocate(4))
+        del made
+    torch.cuda.synchronize()
+
+
+def timed(copy):
+    """Seconds of a copy on the current stream, the best of three."""
+    best = float("inf")
+    for _ in range(3):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        copy()
+        end.record()
+        end.synchronize()
+        best = min(best, start.elapsed_time(end) / 1000)
+    return best
+
+
+def test_a_load_is_nearly_as_fast_as_one_plain_copy():
+    pages = 2048
+    made = setup(layers=32, slots=pages * PAGE, pages=pages)
+    size = made.tier.pool.kv.numel() * made.tier.pool.kv.element_size()
+    assert size == 1 << 32
+    of_device = torch.empty(size // 8, dtype=torch.int64, device="cuda")
+    of_host = made.tier.pool.words.view(-1)
+    plain = size / timed(lambda: of_device.copy_(of_host, non_blocking=True))
+    del of_device
+    held, slots = made.tier.pool.pages.allocate(pages), slots_of(torch.randperm(pages))
+    rate = LinkRate()
+    made.tier.store(slots, held).synchronize()
+    best = 0.0
+    for _ in range(3):
+        began = time.perf_counter()
+        loaded = made.tier.load(held, slots)
+        launched = time.perf_counter() - began
+        loaded.synchronize()
+        assert loaded.failed_pages() == []
+        best = max(best, loaded.size / loaded.seconds)
+        rate.add(loaded)
+    print(f"plain {plain / 1e9:.1f} GB/s, load {best / 1e9:.1f} GB/s, launched in {launched * 1e3:.1f} ms")
+    assert best >= 0.8 * plain
+    assert launched < 0.5 * loaded.seconds
+    assert rate.bandwidth == pytest.approx(best, rel=0.3)
+    made.tier.pool.pages.free(held)
+    assert LinkRate().measure(made.tier, slots[: 512 * PAGE]) > 0.5 * plain
