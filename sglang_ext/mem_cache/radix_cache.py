@@ -27,12 +27,15 @@ class KVViewsRadixCache(RadixCache):
 
     def cache_finished_req(self, req, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
         """Release the request's compressed copy, then cache its full KV as SGLang does."""
-        if self.views is not None:
-            self.views.release(req.req_pool_idx)
-            self.on_release(req.req_pool_idx)
+        self._release_copy(req)
         super().cache_finished_req(
             req, is_insert and self.insert_generated, kv_len_to_handle=kv_len_to_handle
         )
+
+    def _release_copy(self, req) -> None:
+        if self.views is not None:
+            self.views.release(req.req_pool_idx)
+            self.on_release(req.req_pool_idx)
 
     def cached_slots(self) -> torch.Tensor:
         """Slots of all nodes: int64 [cached tokens]."""

@@ -1,0 +1,165 @@
+"""Compressed chunks of contexts, shared by all requests whose paths lead through them."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
+from sglang.srt.mem_cache.radix_cache import TreeNode
+
+
+@dataclass(eq=False)
+class Segment:
+    """A compressed chunk that stands for tokens ``[start, end)`` of a path; its KV never changes.
+
+    Attributes:
+        start, end: positions from the root, in whole pages.
+        slots: int64 [kept], in SGLang's pool, whole pages; the tree's from when it is attached.
+        users: running requests that read it; the tree counts them.
+        node: the node that holds position ``end - 1``; the tree sets it. None before it is attached and after that node was
+            dropped: its users may read it still.
+    """
+
+    start: int
+    end: int
+    slots: torch.Tensor
+    users: int = 0
+    node: TreeNode | None = None
+
+
+class Segments:
+    """All segments of one tree: who uses them, and whose slots could be freed.
+
+    Args:
+        allocator: SGLang's slot allocator, which gets the slots back.
+        page_size: tokens in a page.
+
+    Attributes:
+        held_tokens: slots of segments in use.
+        unused_tokens: slots of the others, which may be evicted.
+    """
+
+    def __init__(self, allocator: BaseTokenToKVPoolAllocator, page_size: int) -> None:
+        self._allocator, self._page_size = allocator, page_size
+        # In the order of attachment: ranks shall evict the same ones.
+        self._all: dict[Segment, None] = {}
+        self.held_tokens = self.unused_tokens = 0
+
+    def __iter__(self) -> Iterator[Segment]:
+        return iter(self._all)
+
+    def __contains__(self, segment: Segment) -> bool:
+        return segment in self._all
+
+    @property
+    def unused(self) -> list[Segment]:
+        """Those that no running request reads."""
+        return [segment for segment in self._all if not segment.users]
+
+    def add(self, segment: Segment, nodes: Iterable[TreeNode]) -> None:
+        """Attach ``segment`` to that of ``nodes``, a path from the root, which holds its last position.
+
+        Raises:
+            ValueError: it does not lie on the path, is attached already, or is not made of whole pages.
+        """
+        self._check(segment)
+        owner = next((node for node in nodes if node.start < segment.end <= node.end), None)
+        if owner is None:
+            raise ValueError(
+                f"a segment of tokens [{segment.start}, {segment.end}) does not lie on a path of "
+                f"{max((node.end for node in nodes), default=0)} tokens; attach it where the tree holds its context"
+            )
+        segment.node = owner
+        owner.segments.append(segment)
+        self._all[segment] = None
+        self._count(segment, len(segment.slots))
+
+    def use(self, segment: Segment) -> None:
+        """Count a running request that reads ``segment``, which stays until it is released.
+
+        Raises:
+            ValueError: the tree does not have it any more.
+        """
+        self._check_known(segment)
+        self._count(segment, -len(segment.slots))
+        segment.users += 1
+        self._count(segment, len(segment.slots))
+
+    def release(self, segment: Segment) -> None:
+        """A running request reads ``segment`` no longer.
+
+        Raises:
+            ValueError: no request reads it.
+        """
+        self._check_known(segment)
+        if not segment.users:
+            raise ValueError(f"{_named(segment)} is released more often than it was used; release it once for each use")
+        self._count(segment, -len(segment.slots))
+        segment.users -= 1
+        self._count(segment, len(segment.slots))
+        if segment.node is None:
+            self.free(segment)
+
+    def free(self, segment: Segment) -> int:
+        """Give back the slots of ``segment``, or, while requests read it, only take it from its node.
+
+        Returns:
+            Slots that were freed.
+        """
+        if segment not in self._all:
+            return 0
+        if segment.node is not None:
+            segment.node.segments.remove(segment)
+            segment.node = None
+        if segment.users:
+            return 0
+        del self._all[segment]
+        self._count(segment, -len(segment.slots))
+        self._allocator.free(segment.slots)
+        return len(segment.slots)
+
+    def clear(self) -> None:
+        """Forget all; the pool itself is being cleared."""
+        self._all.clear()
+        self.held_tokens = self.unused_tokens = 0
+
+    def _count(self, segment: Segment, tokens: int) -> None:
+        if segment.users:
+            self.held_tokens += tokens
+        else:
+            self.unused_tokens += tokens
+
+    def _check_known(self, segment: Segment) -> None:
+        if segment not in self._all:
+            raise ValueError(f"{_named(segment)} is not in the tree; use those that path_segments names now")
+
+    def _check(self, segment: Segment) -> None:
+        if segment in self._all:
+            raise ValueError(f"{_named(segment)} is attached already; attach each segment once")
+        whole = all(count % self._page_size == 0 for count in (segment.start, segment.end, len(segment.slots)))
+        if not whole or not 0 <= segment.start < segment.end or not len(segment.slots) or segment.users < 0:
+            raise ValueError(
+                f"{_named(segment)} with {len(segment.slots)} slots and {segment.users} users; a segment stands for whole "
+                f"pages of {self._page_size} tokens, in whole pages of slots"
+            )
+
+
+def covering(nodes: Iterable[TreeNode], length: int) -> list[Segment]:
+    """Segments of a path that follow one another from position 0, and end at or before ``length``.
+
+    Of those that begin at one position it takes the one that reaches farthest; it stops where none begins.
+    """
+    farthest: dict[int, Segment] = {}
+    for node in nodes:
+        for segment in node.segments:
+            best = farthest.get(segment.start)
+            if segment.end <= length and (best is None or segment.end > best.end):
+                farthest[segment.start] = segment
+    found: list[Segment] = []
+    while (segment := farthest.get(found[-1].end if found else 0)) is not None:
+        found.append(segment)
+    return found
+
+
+def _named(segment: Segment) -> str:
+    return f"the segment of tokens [{segment.start}, {segment.end})"

@@ -1,0 +1,203 @@
+"""Full KV of the prefix tree moves between the device and the host."""
+
+import heapq
+
+import torch
+from sglang.srt.mem_cache.common import evict_from_tree_cache
+
+from sglang_ext.mem_cache.host_tier import HostTier
+from sglang_ext.mem_cache.tiered_node import TieredNode, below, path
+from sglang_ext.mem_cache.tiered_tree import TieredTree
+from sglang_ext.mem_cache.transfers import Transfer
+
+
+class TieredMoves(TieredTree):
+    """A tree whose nodes are backed up to the host, dropped from the device, and loaded back.
+
+    All calls come from the thread that owns the tree.
+
+    Attributes:
+        failed_pages: host pages so far whose KV came back changed, and was forgotten.
+    """
+
+    failed_pages: int = 0
+
+    def use_host(self, tier: HostTier) -> None:
+        """Keep full KV in ``tier``, too.
+
+        Raises:
+            ValueError: its pages are not as long as the tree's.
+        """
+        if tier.pool.page_size != self.page_size:
+            raise ValueError(
+                f"host pages of {tier.pool.page_size} tokens for a prefix tree of {self.page_size}: pass --page-size "
+                f"{tier.pool.page_size}, so that nodes are whole host pages"
+            )
+        self.host_tier = tier
+
+    def back_up(self, node: TieredNode) -> Transfer | None:
+        """Store the KV of ``node`` to the host; its device slots stay.
+
+        Returns:
+            The transfer; of a node that has a host copy, the one that made it. None when there is no host tier, or it is
+            full even after it forgot what nobody needs, least recently used first.
+
+        Raises:
+            ValueError: the node's KV is not on the device.
+        """
+        if node.host_value is not None:
+            return node.store
+        if not node.on_device:
+            raise ValueError(f"tokens [{node.start}, {node.end}) of a path are not on the device; back up what is there")
+        pages = self._allocate_pages(len(node.key) // self.page_size)
+        if pages is None:
+            return None
+        node.host_value, node.store = pages, self.host_tier.store(node.value, pages)
+        return node.store
+
+    def drop_device(self, node: TieredNode) -> int:
+        """Free the device slots of ``node`` when its host copy is finished, even while requests lock it.
+
+        The caller knows that no forward reads them any more: rows of running requests that lead there are stale from now on.
+
+        Returns:
+            Slots that were freed; 0 when there are none, or the host copy is missing or not finished.
+        """
+        if not node.on_device or node.host_value is None or not node.store.done:
+            return 0
+        return self._free_value(node)
+
+    def load_into(self, nodes: list[TieredNode], slots: torch.Tensor) -> Transfer:
+        """Copy the host's KV of ``nodes`` to ``slots``, which stay the caller's.
+
+        Once it is done, pass the transfer to :meth:`drop_failed`, and use the slots only when that answers 0.
+
+        Args:
+            nodes: whose tokens come one after another.
+            slots: int64 [tokens of all nodes], on the device.
+
+        Raises:
+            ValueError: a node is not on the host, or the slots are not as many as the tokens.
+        """
+        for node in nodes:
+            if node.host_value is None:
+                raise ValueError(f"tokens [{node.start}, {node.end}) of a path are not on the host; back them up before")
+        return self.host_tier.load(torch.cat([node.host_value for node in nodes]), slots)
+
+    def load_back(self, nodes: list[TieredNode], slots: torch.Tensor | None = None) -> Transfer | None:
+        """Copy the host's KV of ``nodes`` to device slots that the tree owns from now on.
+
+        They count as on the device once the transfer is done and was settled (:meth:`settle`): only then may rows lead to
+        them.
+
+        Args:
+            nodes: of one path, on the host and not on the device.
+            slots: int64 [tokens of all nodes]; the tree takes them. None: it allocates, and evicts what it has to.
+
+        Returns:
+            None when the device lacks the slots; then nothing was loaded.
+
+        Raises:
+            ValueError: as of :meth:`load_into`, or a node has device slots, or they are not of one path.
+        """
+        for node in nodes:
+            if node.value is not None:
+                raise ValueError(f"tokens [{node.start}, {node.end}) of a path have device slots; load back those without")
+        if slots is None:
+            slots = self._allocate_slots(nodes)
+        if slots is None:
+            return None
+        load = self.load_into(nodes, slots)
+        for node, part in zip(nodes, slots.split([len(node.key) for node in nodes])):
+            node.load = load
+            self._loading.add(node)
+            self._set_value(node, part)
+        return load
+
+    def settle(self) -> int:
+        """Take in the loads that are done: their nodes are on the device, but for those whose KV came back changed.
+
+        Returns:
+            Host pages that were forgotten for that, as :meth:`drop_failed` does.
+        """
+        return sum(self._take_in(load) for load in {node.load for node in self._loading} if load.done)
+
+    def drop_failed(self, load: Transfer) -> int:
+        """Forget host pages that ``load`` found changed, and what lies on the host below them.
+
+        Nodes that nobody locks are dropped, others stay without KV (:attr:`TieredNode.is_void`) until their requests are
+        gone or bring it again; no match reaches what is below them. Requests that lead through them must be recomputed.
+
+        Returns:
+            How many pages had changed.
+
+        Raises:
+            TransferError: the load is not done.
+        """
+        failed = load.failed_pages()
+        if failed:
+            wrong = torch.tensor(failed)
+            for node in list(below(self.root_node)):
+                if node.host_value is not None and len(places := torch.isin(node.host_value, wrong).nonzero()):
+                    self._lose(node, int(places[0]))
+            self.failed_pages += len(failed)
+        return len(failed)
+
+    def _take_in(self, load: Transfer) -> int:
+        lost = self.drop_failed(load)
+        for node in [node for node in self._loading if node.load is load]:
+            node.load = None
+            self._loading.remove(node)
+        return lost
+
+    def _lose(self, node: TieredNode, page: int) -> None:
+        """Forget a node's host copy from its ``page`` on, and what depends on it."""
+        if page:
+            self._split_node(node.key, node, page * self.page_size)
+        self._strip(node)
+        if not node.is_void:
+            return
+        if node.lock_ref == 0:
+            self._drop(node)
+            return
+        for child in list(node.children.values()):
+            self._lose_below(child)
+
+    def _lose_below(self, node: TieredNode) -> None:
+        if node.lock_ref == 0:
+            self._drop(node)
+            return
+        self._strip(node)
+        for child in list(node.children.values()):
+            self._lose_below(child)
+
+    def _strip(self, node: TieredNode) -> None:
+        """Forget a node's host copy, and what is being loaded from it."""
+        if node.load is not None:
+            self._free_value(node)
+        self._free_host(node)
+
+    def _allocate_slots(self, nodes: list[TieredNode]) -> torch.Tensor | None:
+        """A slot for each token of ``nodes``, which stay whatever is evicted for it."""
+        deepest = max(nodes, key=lambda node: node.end)
+        if not set(nodes) <= set(path(deepest)):
+            ends = [node.end for node in nodes][:8]
+            raise ValueError(f"nodes that end at tokens {ends} are not of one path; load each path alone")
+        tokens = sum(len(node.key) for node in nodes)
+        self.inc_lock_ref(deepest)
+        evict_from_tree_cache(self, tokens)
+        self.dec_lock_ref(deepest)
+        return self.token_to_kv_pool_allocator.alloc(tokens)
+
+    def _allocate_pages(self, count: int) -> torch.Tensor | None:
+        if self.host_tier is None or count > self.host_tier.pool.pages.count:
+            return None
+        pages = self.host_tier.pool.pages
+        heap = [(self.eviction_strategy.get_priority(node), node.id, node) for node in self.host_leaves]
+        heapq.heapify(heap)
+        while pages.free_pages < count and heap:
+            *_, node = heapq.heappop(heap)
+            self._drop(node)
+            if node.parent in self.host_leaves:
+                heapq.heappush(heap, (self.eviction_strategy.get_priority(node.parent), node.parent.id, node.parent))
+        return pages.allocate(count)

@@ -1,0 +1,209 @@
+"""The prefix tree below SGLang's contract: its nodes, what they own, and what keeps them."""
+
+import sys
+import time
+from array import array
+
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import DecLockRefParams, DecLockRefResult, IncLockRefResult
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.utils import split_node_hash_value
+
+from sglang_ext.mem_cache.host_tier import HostTier
+from sglang_ext.mem_cache.radix_cache import KVViewsRadixCache
+from sglang_ext.mem_cache.segments import Segments
+from sglang_ext.mem_cache.tiered_node import TieredNode, below, joined
+
+
+class TieredTree(KVViewsRadixCache):
+    """Nodes that own device slots, host pages and segments, in any subset.
+
+    A node that no request locks holds its KV on the device or on the host; all nodes below it are unlocked too, so that
+    it can be dropped with them. A locked node may lose both (:attr:`TieredNode.is_void`): it stays until it is unlocked, or
+    a request brings its KV again.
+
+    Attributes:
+        segments: the compressed chunks that hang on the nodes.
+        host_tier: where full KV lies in host memory; None without one.
+        host_leaves: nodes that the host may forget.
+    """
+
+    host_tier: HostTier | None = None
+
+    def __init__(self, params: CacheInitParams) -> None:
+        self.segments = Segments(params.token_to_kv_pool_allocator, params.page_size)
+        self.host_leaves: set[TieredNode] = set()
+        self._loading: set[TieredNode] = set()
+        self.root_node = TieredNode(0)
+        super().__init__(params)
+
+    def reset(self) -> None:
+        """Forget the tree, all segments and all copies, and give the host pages back."""
+        for node in below(self.root_node):
+            self._await_transfers(node)
+            if node.host_value is not None:
+                self.host_tier.pool.pages.free(node.host_value)
+        self.segments.clear()
+        self.host_leaves.clear()
+        self._loading.clear()
+        super().reset()
+        root = TieredNode(0, priority=-sys.maxsize)
+        root.key = RadixKey(token_ids=array("q"))
+        # As SGLang has it: the root is on the device and on the host, and locked for ever.
+        root.value, root.host_value, root.hash_value, root.lock_ref = [], [], [], 1
+        self.root_node = root
+        self._empty_match_result = self._empty_match_result._replace(
+            last_device_node=root, last_host_node=root, best_match_node=root
+        )
+
+    def inc_lock_ref(self, node: TieredNode) -> IncLockRefResult:
+        """Keep the path to ``node``: nobody may evict it; slots that it owns count as protected."""
+        if self.disable:
+            return IncLockRefResult(delta=0)
+        delta = 0
+        while node is not self.root_node:
+            if node.lock_ref == 0:
+                self.evictable_size_ -= node.device_tokens
+                self.protected_size_ += node.device_tokens
+                delta -= node.device_tokens
+            node.lock_ref += 1
+            self._update_leaf_status(node)
+            node = node.parent
+        return IncLockRefResult(delta=delta)
+
+    def dec_lock_ref(self, node: TieredNode, params: DecLockRefParams | None = None) -> DecLockRefResult:
+        """Undo one :meth:`inc_lock_ref`; nodes whose KV is lost go once nobody locks them."""
+        if self.disable:
+            return DecLockRefResult(delta=0)
+        delta, lost = 0, []
+        while node is not self.root_node:
+            node.lock_ref -= 1
+            if node.lock_ref == 0:
+                self.evictable_size_ += node.device_tokens
+                self.protected_size_ -= node.device_tokens
+                delta += node.device_tokens
+                lost += [node] if node.is_void else []
+            self._update_leaf_status(node)
+            node = node.parent
+        for node in lost:
+            self._drop(node)
+        return DecLockRefResult(delta=delta)
+
+    def evictable_size(self) -> int:
+        """Slots that :meth:`evict` can free: of nodes that nobody locks, and of segments that nobody reads."""
+        return self.evictable_size_ + self.segments.unused_tokens
+
+    def total_size(self) -> int:
+        """Slots that nodes own."""
+        return sum(node.device_tokens for node in below(self.root_node))
+
+    def all_values_flatten(self) -> torch.Tensor:
+        """Slots that nodes own: int64 [total_size]."""
+        values = [node.value for node in below(self.root_node) if node.value is not None]
+        return joined(values, self._empty_match_result.device_indices)
+
+    def cached_slots(self) -> torch.Tensor:
+        """Slots that the tree owns, of nodes and segments: int64 [slots]."""
+        return torch.cat([self.all_values_flatten(), *(segment.slots for segment in self.segments)])
+
+    def session_held_tokens(self, active_pool_idxs: set | None = None) -> int:
+        """Slots of requests' own copies and of segments in use."""
+        return super().session_held_tokens(active_pool_idxs) + self.segments.held_tokens
+
+    def _walk(self, key: RadixKey) -> list[TieredNode]:
+        """Nodes of the longest path that begins ``key``, in whole pages; the last is split where they part."""
+        now, node = time.monotonic(), self.root_node
+        node.last_access_time = now
+        nodes = []
+        while len(key) > 0:
+            child = node.children.get(key.child_key(self.page_size))
+            if child is None:
+                break
+            matched = child.key.match(key, page_size=self.page_size)
+            if matched < len(child.key):
+                child = self._split_node(child.key, child, matched)
+            child.last_access_time = now
+            nodes.append(child)
+            node, key = child, key[matched:]
+        return nodes
+
+    def _split_node(self, key: RadixKey, child: TieredNode, split_len: int) -> TieredNode:
+        """Put a new node above ``child`` that takes over its first ``split_len`` tokens; returns the new one."""
+        upper = TieredNode(child.start, priority=child.priority)
+        upper.hit_count, upper.lock_ref, upper.last_access_time = child.hit_count, child.lock_ref, child.last_access_time
+        upper.parent, upper.key = child.parent, key[:split_len]
+        upper.parent.children[key.child_key(self.page_size)] = upper
+        child.split_tiers(upper, split_len, self.page_size)
+        upper.hash_value, child.hash_value = split_node_hash_value(child.hash_value, split_len, self.page_size)
+        child.parent, child.key = upper, key[split_len:]
+        upper.children[child.key.child_key(self.page_size)] = child
+        if child.load is not None:
+            self._loading.add(upper)
+        return upper
+
+    def _set_value(self, node: TieredNode, slots: torch.Tensor) -> None:
+        node.value = slots.clone()
+        self._count(node, len(slots))
+        self._update_leaf_status(node)
+        self._update_leaf_status(node.parent)
+
+    def _free_value(self, node: TieredNode) -> int:
+        """Free a node's device slots, after transfers that read or write them; returns how many."""
+        if node.value is None:
+            return 0
+        self._await_transfers(node)
+        slots, node.value, node.load = node.value, None, None
+        self._loading.discard(node)
+        self.token_to_kv_pool_allocator.free_segment(slots, start_pos=0)
+        self._count(node, -len(slots))
+        self._update_leaf_status(node)
+        self._update_leaf_status(node.parent)
+        return len(slots)
+
+    def _free_host(self, node: TieredNode) -> None:
+        if node.host_value is not None:
+            self.host_tier.pool.pages.free(node.host_value)
+            node.host_value = node.store = None
+            self._update_leaf_status(node)
+
+    def _drop(self, node: TieredNode) -> int:
+        """Take a node that nobody locks out of the tree, and all below it, with what they own; no-op if that was done.
+
+        Returns:
+            Device slots that were freed.
+        """
+        if node.dropped:
+            return 0
+        freed = 0
+        for gone in [*list(below(node))[::-1], node]:
+            freed += sum(self.segments.free(segment) for segment in list(gone.segments))
+            freed += self._free_value(gone)
+            self._free_host(gone)
+            self._record_remove_event(gone)
+            gone.dropped = True
+            del gone.parent.children[gone.key.child_key(self.page_size)]
+            self.evictable_leaves.discard(gone)
+            self.host_leaves.discard(gone)
+        self._update_leaf_status(node.parent)
+        return freed
+
+    def _count(self, node: TieredNode, tokens: int) -> None:
+        if node.lock_ref:
+            self.protected_size_ += tokens
+        else:
+            self.evictable_size_ += tokens
+
+    def _update_leaf_status(self, node: TieredNode) -> None:
+        super()._update_leaf_status(node)
+        if node.is_host_leaf:
+            self.host_leaves.add(node)
+        else:
+            self.host_leaves.discard(node)
+
+    @staticmethod
+    def _await_transfers(node: TieredNode) -> None:
+        """Let the current stream wait for what reads or writes a node's device slots."""
+        for transfer in (node.store, node.load):
+            if transfer is not None:
+                transfer.wait()
