@@ -1,8 +1,12 @@
 """The nouns that cross modules; each field says who sets it."""
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from sglang_ext.mem_cache.segments import Segment
 
 # Why a request is served with full KV. The order is the wire format of meta_info: append only.
 FALLBACK_REASONS: tuple[str, ...] = (
@@ -32,23 +36,35 @@ class CompressedView:
     """A request's compressed copy: what attention reads instead of the first ``covered`` tokens.
 
     Attributes:
-        slots: int64 [kept], slots of the copy in SGLang's KV pool, in whole pages.
+        own: int64 [own tokens], slots of what the request alone reads, in SGLang's KV pool, in whole pages.
         covered: tokens of the full KV, from the start of the context, that the copy stands for; a
             multiple of the page size.
+        segments: what it shares with others, from the start of the context on; ``own`` stands for the rest.
         tail_end: first position after ``covered`` that the draft row does not lead to yet; its writers set it.
     """
 
-    slots: torch.Tensor
+    own: torch.Tensor
     covered: int
+    segments: "list[Segment]" = field(default_factory=list)
     tail_end: int = 0
 
     def __post_init__(self) -> None:
         self.tail_end = max(self.tail_end, self.covered)
 
     @property
+    def slots(self) -> torch.Tensor:
+        """All slots in the order of the draft row: int64 [kept]."""
+        return torch.cat([*(segment.slots for segment in self.segments), self.own])
+
+    @property
+    def shared(self) -> int:
+        """Tokens of the full KV that its segments stand for."""
+        return self.segments[-1].end if self.segments else 0
+
+    @property
     def kept(self) -> int:
         """Tokens in the copy."""
-        return len(self.slots)
+        return sum(len(segment.slots) for segment in self.segments) + len(self.own)
 
 
 @dataclass
@@ -89,6 +105,7 @@ class RequestState:
         rid: SGLang's request id, for logs and traces.
         row: the request's row in the token table.
         seed: noise shared by draft and verify, in [0, 2**63).
+        matched: tokens of the prompt that the prefix tree had when the request came.
         bonus: newest token of the output; its KV is not computed yet. Staggered scheduling sets it.
         fallback: index into :data:`FALLBACK_REASONS`; 0 while the request drafts.
         drafts: tokens drafted since the last verification.
@@ -103,6 +120,7 @@ class RequestState:
     rid: str
     row: int
     seed: int
+    matched: int = 0
     bonus: int = 0
     fallback: int = 0
     drafts: list[int] = field(default_factory=list)

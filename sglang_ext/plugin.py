@@ -50,6 +50,6 @@ def register_backends() -> None:
 
 
 def _radix_cache(context) -> object:
-    from sglang_ext.mem_cache.radix_cache import KVViewsRadixCache
+    from sglang_ext.mem_cache.tiered_radix_cache import TieredRadixCache
 
-    return KVViewsRadixCache(context.params)
+    return TieredRadixCache(context.params)

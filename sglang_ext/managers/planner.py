@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sglang_ext.core import FALLBACK_REASONS, CompressedView, RequestState, Step
-from sglang_ext.mem_cache.compressed_views import CompressedViews
+from sglang_ext.mem_cache.compressed_views import CompressedViews, Prefix
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -70,7 +70,7 @@ class Planner:
         state.target = 0
         if state.fallback not in CURABLE or (req.grammar is not None and req.grammar.is_terminated()):
             return
-        state.fallback = ensure_copy(self.views, state, length, headroom)
+        state.fallback = ensure_copy(self.views, req, state, length, headroom)
         if state.fallback:
             return
         if self.lossy:
@@ -108,11 +108,12 @@ class Planner:
         )
 
 
-def ensure_copy(views: CompressedViews, state: RequestState, length: int, headroom: int) -> int:
+def ensure_copy(views: CompressedViews, req: "Req", state: RequestState, length: int, headroom: int) -> int:
     """Make or renew a request's compressed copy when due; the fallback reason, 0 for none.
 
     Args:
         views: the compressed copies.
+        req: the request, whose path in the prefix tree is locked.
         state: the request's draft state.
         length: tokens of the request whose full KV is in the pool.
         headroom: slots that must stay free or evictable for decoding.
@@ -121,7 +122,8 @@ def ensure_copy(views: CompressedViews, state: RequestState, length: int, headro
     if view is None:
         if length < MIN_CONTEXT:
             return SHORT_CONTEXT
-        return 0 if views.compress(state.row, length, headroom) else NO_FREE_SLOTS
+        prefix = Prefix(req.last_node, state.matched) if state.matched else None
+        return 0 if views.compress(state.row, length, headroom, prefix) else NO_FREE_SLOTS
     if views.reach(state.row, length) >= renew_at(view):
         views.compress(state.row, length, headroom)
     return 0

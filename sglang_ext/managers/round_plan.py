@@ -91,9 +91,9 @@ class RoundPlanner:
         headroom = 2 * self.stride * len(states)
         copies = TRIAL_COPIES if wanted.trial and not self.lossy else len(states)
         rows, viewed, fallbacks = [], [], []
-        for state, length in zip(states, lengths):
+        for req, state, length in zip(batch.reqs, states, lengths):
             if on_copies:
-                reason = ensure_copy(self.views, state, length, headroom) if copies > 0 else SLOWER
+                reason = ensure_copy(self.views, req, state, length, headroom) if copies > 0 else SLOWER
                 copies -= not reason
             elif able:
                 # The last token of an output needs no draft.

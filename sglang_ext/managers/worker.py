@@ -243,7 +243,7 @@ class KVWorker(BaseSpecWorker):
             start += length
         with self.queries.recording(tuple(rows)):
             result = self.target_worker.forward_batch_generation(batch, is_verify=True)
-        states = [self._admit(req) for req in batch.reqs]
+        states = [self._admit(req, matched) for req, matched in zip(batch.reqs, batch.prefix_lens)]
         sampling = Sampling.of(
             self.model_runner,
             batch,
@@ -262,8 +262,8 @@ class KVWorker(BaseSpecWorker):
         result.new_seq_lens = batch.seq_lens
         return result
 
-    def _admit(self, req: "Req") -> RequestState:
-        """The draft state of a request whose prompt (or a chunk of it) was computed."""
+    def _admit(self, req: "Req", matched: int) -> RequestState:
+        """The draft state of a request whose prompt (or a chunk of it) was computed, after ``matched`` tokens."""
         old = self.states.get(req.req_pool_idx)
         if old is not None:
             # An earlier chunk of the same prompt.
@@ -273,6 +273,7 @@ class KVWorker(BaseSpecWorker):
             rid=req.rid,
             row=req.req_pool_idx,
             seed=noise_seed(req, self.server_args, self._admitted),
+            matched=matched,
             fallback=fallback_reason(req),
             acceptance=Acceptance.expecting(self.typical.probability),
         )

@@ -7,14 +7,32 @@ any other row, so one forward serves both views.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from sglang.srt.mem_cache.common import evict_from_tree_cache
 
 from sglang_ext.core import CompressedView
-from sglang_ext.mem_cache.compressors import Compressor, ContextKV, kept_count
+from sglang_ext.mem_cache.compressors import Compressor, ContextKV, Part, kept_count
 from sglang_ext.mem_cache.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.query_window import QueryWindows
+from sglang_ext.mem_cache.segments import Segment
+from sglang_ext.mem_cache.tiered_node import TieredNode
+
+# Tokens of a prefix from which on a copy of it that others may read is worth its keeping.
+MIN_SHARED = 256
+
+
+class Prefix(NamedTuple):
+    """The beginning of a context with which others began before.
+
+    Attributes:
+        node: of the prefix tree, locked; the beginning lies on its path.
+        tokens: of the beginning.
+    """
+
+    node: TieredNode
+    tokens: int
 
 
 @dataclass
@@ -48,13 +66,12 @@ class CompressedViews:
 
     @property
     def held_tokens(self) -> int:
-        """Slots of all copies."""
-        return sum(view.kept for view in self._views.values())
+        """Slots that copies hold alone; those of segments are the prefix tree's."""
+        return sum(len(view.own) for view in self._views.values())
 
     def all_slots(self) -> torch.Tensor:
-        """Slots of all copies: int64 [held_tokens]."""
-        empty = self.token_table.new_empty(0, dtype=torch.int64)
-        return torch.cat([empty, *(view.slots for view in self._views.values())])
+        """Slots that copies hold alone: int64 [held_tokens]."""
+        return torch.cat([self._no_slots(), *(view.own for view in self._views.values())])
 
     def free_slots(self) -> torch.Tensor:
         """Slots that SGLang's allocator could hand out: int64 [free]."""
@@ -64,23 +81,25 @@ class CompressedViews:
         return (pages[:, None] * page + within).flatten()
 
     def held_bytes(self) -> int:
-        """Bytes of KV in all copies, over all layers."""
-        return self.buffers.bytes_per_slot * self.held_tokens
+        """Bytes of KV in all copies, over all layers; what several share counts once."""
+        return self.buffers.bytes_per_slot * (self.held_tokens + self.tree_cache.segments.held_tokens)
 
     def draft_row(self, row: int) -> int:
         """Index of the draft row of the request in ``row``."""
         return row + self.rows
 
-    def compress(self, row: int, tokens: int, headroom: int = 0) -> bool:
+    def compress(self, row: int, tokens: int, headroom: int = 0, prefix: Prefix | None = None) -> bool:
         """Make or renew the copy of the request in ``row`` over its first ``tokens`` tokens.
 
-        Covers whole pages, up to where queries were kept (:meth:`reach`). An existing copy is overwritten in
-        place and grown.
+        Covers whole pages, up to where queries were kept (:meth:`reach`). A new copy reads the segments of ``prefix`` that
+        the prefix tree has, and leaves one there for the rest of it. Of an existing copy what it shares stays; its own
+        part is overwritten in place and grown.
 
         Args:
             row: the request's row in the token table.
             tokens: tokens whose full KV is exact.
             headroom: slots that must stay free or evictable for decoding.
+            prefix: what a new copy may share; None for nothing.
 
         Returns:
             False when the pool lacks the slots; an existing copy then stays as it is, and nothing
@@ -90,14 +109,51 @@ class CompressedViews:
         covered = self.reach(row, tokens) // page * page
         if covered == 0:
             return False
-        count = kept_count(covered, self.budget, page)
-        slots = self._slots_for(row, count, headroom)
+        old = self._views.get(row)
+        if old is not None:
+            return self._resize(row, CompressedView(old.own, covered, old.segments), headroom, None)
+        view = CompressedView(self.token_table.new_empty(0, dtype=torch.int64), covered)
+        if prefix is None:
+            return self._resize(row, view, headroom, None)
+        view.segments += self.tree_cache.path_segments(prefix.node, min(prefix.tokens, covered))
+        for segment in view.segments:
+            # Or they would be evicted for the rest.
+            self.tree_cache.use(segment)
+        if self._resize(row, view, headroom, prefix):
+            return True
+        for segment in view.segments:
+            self.tree_cache.release(segment)
+        return False
+
+    def _resize(self, row: int, view: CompressedView, headroom: int, prefix: Prefix | None) -> bool:
+        """Give ``view`` the slots that it lacks, fill it, and let the request read it; False when the pool lacks them."""
+        end = view.shared
+        if prefix is not None:
+            shareable = min(prefix.tokens, view.covered) // self.allocator.page_size * self.allocator.page_size
+            end = shareable if shareable - end >= MIN_SHARED else end
+        shared = kept_count(end - view.shared, self.budget, self.allocator.page_size) if end > view.shared else 0
+        slots = self._slots_for(view.own, shared + self._own_count(view, end, shared), headroom)
         if slots is None:
             return False
-        view = CompressedView(slots=slots, covered=covered)
+        view.own, made = slots[shared:], None
+        if shared:
+            made = Segment(view.shared, end, slots[:shared].clone())
+            self.tree_cache.attach(prefix.node, made)
+            self.tree_cache.use(made)
+            view.segments.append(made)
         self._views[row] = view
-        self._fill(row, view)
+        self._fill(row, view, made)
         return True
+
+    def _own_count(self, view: CompressedView, end: int, shared: int) -> int:
+        """Tokens that a copy keeps of those from ``end`` on, where ``shared`` and its segments stand for those before.
+
+        What is left of the budget, and the newest tokens in any case: they see what nobody has seen before.
+        """
+        page, rest = self.allocator.page_size, view.covered - end
+        before = shared + view.kept - len(view.own)
+        newest = -(-max(1, self.compressor.window) // page) * page if end else 0
+        return min(rest, max(kept_count(view.covered, self.budget, page) - before, newest))
 
     def reach(self, row: int, tokens: int) -> int:
         """Of a request's first ``tokens`` tokens, those that a copy made now would cover, before it counts in pages.
@@ -114,13 +170,11 @@ class CompressedViews:
         window = keys.new_zeros(len(self.buffers.keys), self.compressor.window, query_heads, keys.shape[-1])
         positions = torch.arange(tokens - self.compressor.window, tokens, device=keys.device)
         context = ContextKV(self.buffers, slots, window, positions)
-        kept = self.compressor.select_all(context, tokens // 2)
+        (kept,) = self.compressor.select(context, [Part(0, tokens, tokens // 2)])
         self.buffers.copy_kept(kept[..., :1], slots, slots[:1])
 
-    def _slots_for(self, row: int, count: int, headroom: int) -> torch.Tensor | None:
-        """``count`` slots for the request in ``row``: those it has, grown or cut; None when full."""
-        old = self._views.get(row)
-        slots = old.slots if old else self.token_table.new_empty(0, dtype=torch.int64)
+    def _slots_for(self, slots: torch.Tensor, count: int, headroom: int) -> torch.Tensor | None:
+        """``slots``, int64, grown or cut to ``count``; None when the pool lacks them."""
         missing = count - len(slots)
         if missing <= 0:
             self.allocator.free(slots[count:])
@@ -131,16 +185,20 @@ class CompressedViews:
         new = self.allocator.alloc(missing)
         return None if new is None else torch.cat([slots, new])
 
-    def _fill(self, row: int, view: CompressedView) -> None:
-        """Gather the chosen KV of each layer into the copy's slots, write the draft row."""
+    def _fill(self, row: int, view: CompressedView, made: Segment | None) -> None:
+        """Gather the chosen KV of each layer into a copy's own slots, and into a segment's; write the draft row."""
         source = self.token_table[row, : view.covered].long()
         buffers = self.buffers
         found = self.queries.get(row, view.covered)
         if found is None:
             key = buffers.keys[0]
             found = key.new_empty(len(buffers.keys), 0, *key.shape[1:]), source.new_empty(0)
-        context = ContextKV(buffers, source, *found)
-        buffers.copy_kept(self.compressor.select_all(context, view.kept), source, view.slots)
+        targets = {Part(view.shared, view.covered, len(view.own)): view.own}
+        if made is not None:
+            targets[Part(made.start, made.end, len(made.slots))] = made.slots
+        parts = [part for part in targets if part.count]
+        for part, kept in zip(parts, self.compressor.select(ContextKV(buffers, source, *found), parts)):
+            buffers.copy_kept(kept, source, targets[part])
         self.token_table[self.draft_row(row), : view.kept] = view.slots.to(self.token_table.dtype)
 
     def write_tail(self, row: int, end: int) -> None:
@@ -170,8 +228,11 @@ class CompressedViews:
     def release_copy(self, row: int) -> None:
         """Free the copy of the request in ``row``; no-op without one. Its queries stay."""
         view = self._views.pop(row, None)
-        if view is not None:
-            self.allocator.free(view.slots)
+        if view is None:
+            return
+        self.allocator.free(view.own)
+        for segment in view.segments:
+            self.tree_cache.release(segment)
 
     def largest(self) -> int | None:
         """Row of the request with the largest copy."""

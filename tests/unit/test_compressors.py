@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_ext.mem_cache.compressors import LayerKV, create, kept_count, names
+from sglang_ext.mem_cache.compressors import LayerKV, best, create, kept_count, names
 from sglang_ext.mem_cache.compressors.snapkv import SnapKV
 from sglang_ext.options import COMPRESSORS
 
@@ -31,14 +31,14 @@ def test_the_flag_offers_exactly_the_registered_compressors():
 @settings(max_examples=40, deadline=None)
 def test_selection_is_sorted_unique_and_in_range(name, tokens, share):
     count = kept_count(tokens, share, 1)
-    kept = create(name).select(layer(tokens), count)
+    kept = best(create(name).scores(layer(tokens)), count)
     assert kept.shape == (2, count) and kept.dtype == torch.int64
     assert (kept[:, 1:] > kept[:, :-1]).all()
     assert kept.min() >= 0 and kept.max() < tokens
 
 
 def test_sink_recent_keeps_the_first_four_and_the_newest():
-    kept = create("sink-recent").select(layer(50), 10)
+    kept = best(create("sink-recent").scores(layer(50)), 10)
     assert kept.tolist() == [[0, 1, 2, 3, 44, 45, 46, 47, 48, 49]] * 2
 
 
@@ -46,7 +46,7 @@ def test_snapkv_keeps_its_window_and_the_attended_token():
     data = layer(60)
     data.keys[20] *= 4
     data.queries[:] = 8 * data.keys[20].repeat_interleave(3, dim=0)
-    kept = create("snapkv").select(data, 12)
+    kept = best(create("snapkv").scores(data), 12)
     for head in kept.tolist():
         assert set(range(56, 60)) <= set(head) and 20 in head
 

@@ -32,7 +32,7 @@ class Views:
     def get(self, row):
         return self.copies.get(row)
 
-    def compress(self, row, tokens, headroom):
+    def compress(self, row, tokens, headroom, prefix=None):
         if row in self.full:
             return False
         self.copies[row] = CompressedView(torch.arange(tokens // 4), tokens)

@@ -27,7 +27,7 @@ class FakeViews:
     def reach(self, row, tokens):
         return min(tokens, self.queried)
 
-    def compress(self, row, tokens, headroom):
+    def compress(self, row, tokens, headroom, prefix=None):
         if tokens // 4 > self.room:
             return False
         self.made.append((row, tokens))

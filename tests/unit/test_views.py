@@ -37,7 +37,7 @@ class Tree:
     """A prefix tree with nothing to evict."""
 
     def __init__(self, allocator):
-        self.token_to_kv_pool_allocator = allocator
+        self.token_to_kv_pool_allocator, self.segments = allocator, SimpleNamespace(held_tokens=0)
 
     def evictable_size(self):
         return 0

@@ -1,6 +1,6 @@
 """The compressor interface: what a method sees of the full KV and what it answers.
 
-A compressor looks at one layer's KV of a context and says which tokens each KV head keeps. Within a
+A compressor looks at one layer's KV of a context and says how much each KV head needs each token. Within a
 layer every head keeps the same number of tokens, the positions may differ by head: slot ``j`` of the
 compressed copy holds, for each head, that head's own ``j``-th kept token. Rotary embedding was applied
 before caching, so a kept token needs no position again (VeriCache, section 6).
@@ -9,8 +9,9 @@ Adding a method is one file: subclass :class:`Compressor`, register it with :fun
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -67,34 +68,47 @@ class ContextKV:
         )
 
 
+class Part(NamedTuple):
+    """Tokens ``[start, end)`` of a context, of which each KV head keeps ``count``, at least 1."""
+
+    start: int
+    end: int
+    count: int
+
+
 class Compressor(ABC):
-    """Chooses the tokens of a context that the compressed view keeps.
+    """Says how much each token of a context matters; the copy keeps those that matter most.
 
     Attributes:
-        window: how many of the newest queries :meth:`select` wants, 0 for none.
+        window: how many of the newest queries :meth:`scores` wants, 0 for none.
     """
 
     window: int = 0
 
     @abstractmethod
-    def select(self, layer: LayerKV, count: int) -> torch.Tensor:
-        """Positions that each KV head keeps.
+    def scores(self, layer: LayerKV) -> torch.Tensor:
+        """How much each KV head needs each token: float32 [kv_heads, tokens], more for what is kept first.
 
-        Args:
-            layer: the full KV of one layer.
-            count: tokens to keep, from 1 to the number of tokens.
-
-        Returns:
-            int64 [kv_heads, count], ascending in each row, without repetition.
+        Infinity is allowed for what is kept whatever the others score.
         """
 
-    def select_all(self, context: ContextKV, count: int) -> torch.Tensor:
-        """:meth:`select` in all layers: int64 [layers, kv_heads, count].
+    def scores_all(self, context: ContextKV) -> torch.Tensor:
+        """:meth:`scores` in all layers: float32 [layers, kv_heads, tokens].
 
         A method overrides it where a kernel over all layers is faster.
         """
         layers = range(len(context.buffers.keys))
-        return torch.stack([self.select(context.layer(index), count) for index in layers])
+        return torch.stack([self.scores(context.layer(index)) for index in layers])
+
+    def select(self, context: ContextKV, parts: Sequence[Part]) -> list[torch.Tensor]:
+        """Positions that the heads keep of each part: int64 [layers, kv_heads, its count], ascending."""
+        scores = self.scores_all(context)
+        return [best(scores[..., part.start : part.end], part.count) + part.start for part in parts]
+
+
+def best(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """Positions of the ``count`` highest scores, ascending: int64 [..., count]."""
+    return scores.topk(count, dim=-1).indices.sort(dim=-1).values
 
 
 _REGISTRY: dict[str, Callable[[], Compressor]] = {}

@@ -18,10 +18,9 @@ class SinkRecent(Compressor):
 
     sinks: int = 4
 
-    def select(self, layer: LayerKV, count: int) -> torch.Tensor:
-        """Same positions for all heads: ``[0, sinks)`` and the last ``count - sinks``."""
+    def scores(self, layer: LayerKV) -> torch.Tensor:
+        """The position, for all heads alike; infinite for the first tokens."""
         tokens, heads = layer.keys.shape[:2]
-        sinks = min(self.sinks, count)
-        first = torch.arange(sinks, device=layer.keys.device)
-        last = torch.arange(tokens - (count - sinks), tokens, device=layer.keys.device)
-        return torch.cat([first, last]).expand(heads, -1)
+        scores = torch.arange(tokens, dtype=torch.float32, device=layer.keys.device)
+        scores[: self.sinks] = float("inf")
+        return scores.expand(heads, -1)

@@ -24,15 +24,11 @@ class SnapKV(Compressor):
     window: int = 32
     kernel: int = 5
 
-    def select(self, layer: LayerKV, count: int) -> torch.Tensor:
-        """Top ``count`` tokens of :meth:`scores` for each KV head."""
-        return _best(self.scores(layer), count)
-
-    def select_all(self, context: ContextKV, count: int) -> torch.Tensor:
-        """As :meth:`select` in each layer; on a GPU by a kernel over all layers at once."""
+    def scores_all(self, context: ContextKV) -> torch.Tensor:
+        """As :meth:`scores` in each layer; on a GPU by a kernel over all layers at once."""
         buffers, window = context.buffers, context.queries.shape[1]
         if not buffers.on_gpu or window == 0 or len(set(buffers.scaling)) > 1:
-            return super().select_all(context, count)
+            return super().scores_all(context)
         from sglang_ext.layers.kernels.window_scores import window_scores
 
         attention = window_scores(
@@ -43,7 +39,7 @@ class SnapKV(Compressor):
             context.query_positions,
             buffers.scaling[0],
         )
-        return _best(self.pooled(attention, window), count)
+        return self.pooled(attention, window)
 
     def scores(self, layer: LayerKV) -> torch.Tensor:
         """Importance of each token: float32 [kv_heads, tokens], infinite inside the window.
@@ -68,8 +64,3 @@ class SnapKV(Compressor):
         pooled = torch.nn.functional.avg_pool1d(flat, self.kernel, stride=1, padding=self.kernel // 2)
         observed = torch.arange(tokens, device=attention.device) >= tokens - window
         return pooled.view_as(attention).masked_fill(observed, float("inf"))
-
-
-def _best(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """Positions of the ``count`` highest scores, ascending: int64 [..., count]."""
-    return scores.topk(count, dim=-1).indices.sort(dim=-1).values

@@ -1,0 +1,121 @@
+"""Requests with one beginning read one compressed copy of it, which the prefix tree keeps."""
+
+import pytest
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from tiered_helpers import PAGE, ROWS, World, done, kv_of
+
+from sglang_ext.mem_cache import compressed_views
+from sglang_ext.mem_cache.compressed_views import CompressedViews, Prefix
+from sglang_ext.mem_cache.compressors import create
+from sglang_ext.mem_cache.query_window import QueryWindows
+
+COMMON = list(range(1, 17))
+
+
+@pytest.fixture
+def world(monkeypatch):
+    monkeypatch.setattr(compressed_views, "MIN_SHARED", 8)
+    made = World(slots=160)
+    made.table.req_to_token = torch.zeros(2 * ROWS, 128, dtype=torch.int32)
+    made.cache.views = CompressedViews(
+        create("sink-recent"), 0.5, made.table.req_to_token, ROWS, made.buffers, made.allocator, made.cache,
+        QueryWindows(0, (0,), 0),
+    )
+    made.cache.on_release = lambda row: None
+    return made
+
+
+def start(world, tokens):
+    """A request that is drafted, and what of its beginning the tree had."""
+    matched = len(world.match(tokens[:-1]).device_indices)
+    req = world.start(tokens)
+    prefix = Prefix(req.last_node, matched) if matched else None
+    assert world.cache.views.compress(req.req_pool_idx, len(tokens), 0, prefix)
+    return req
+
+
+def drafted_on(world, req):
+    """The KV that the request's draft row leads to."""
+    view = world.cache.views.get(req.req_pool_idx)
+    return world.kv[world.table.req_to_token[ROWS + req.req_pool_idx, : view.kept].long(), 0, 0]
+
+
+def test_what_others_began_with_is_copied_once(world):
+    done(world, COMMON)
+    requests = [start(world, [*COMMON, *range(100 + 10 * i, 108 + 10 * i)]) for i in range(6)]
+    views, cache = world.cache.views, world.cache
+    assert cache.segments.held_tokens == 8 and views.held_tokens == 6 * 4
+    assert views.held_bytes() == (8 + 6 * 4) * world.buffers.bytes_per_slot
+    for req in requests:
+        kept = [0, 1, 2, 3, 12, 13, 14, 15, 20, 21, 22, 23]
+        assert torch.equal(drafted_on(world, req), kv_of(req.tokens)[kept])
+    world.check()
+    for req in requests[:5]:
+        world.finish(req)
+    assert cache.segments.held_tokens == 8, "the last one reads it still"
+    world.finish(requests[5])
+    assert cache.segments.held_tokens == 0 and cache.segments.unused_tokens == 8, "kept for those to come"
+    again = start(world, [*COMMON, 7, 7, 7, 7])
+    assert len(cache.segments.unused) == 0 and views.get(again.req_pool_idx).shared == 16
+    world.check()
+    world.empty()
+
+
+def test_a_turn_adds_to_what_the_turns_before_share(world):
+    history, shared = list(COMMON), []
+    done(world, history)
+    for turn in range(4):
+        history += [50 + turn] * 12
+        req = start(world, history)
+        shared.append(world.cache.views.get(req.req_pool_idx).shared)
+        world.check()
+        world.finish(req)
+    assert shared == [16, 28, 40, 52]
+    assert [(s.start, s.end) for s in world.cache.segments] == [(0, 16), (16, 28), (28, 40), (40, 52)]
+    world.empty()
+
+
+def test_a_renewal_leaves_what_is_shared_and_covers_what_was_generated(world):
+    done(world, COMMON)
+    first, second = (start(world, [*COMMON, *[60 + i] * 8]) for i in range(2))
+    views, before = world.cache.views, drafted_on(world, second)
+    for token in range(20):
+        first.output_ids.append(token)
+        world.extend(first, len(first.tokens))
+    assert views.compress(first.req_pool_idx, first.length)
+    view = views.get(first.req_pool_idx)
+    assert view.covered == 44 and view.shared == 16 and len(view.own) == 22 - 8
+    kept = [0, 1, 2, 3, 12, 13, 14, 15, *range(30, 44)]
+    assert torch.equal(drafted_on(world, first), kv_of(first.tokens)[kept])
+    assert torch.equal(drafted_on(world, second), before)
+    world.check()
+    world.empty()
+
+
+def test_a_short_beginning_is_not_shared_and_a_full_pool_loses_nothing(world):
+    done(world, COMMON[:4])
+    short = start(world, [*COMMON[:4], *range(70, 90)])
+    assert not list(world.cache.segments) and world.cache.views.get(short.req_pool_idx).shared == 0
+    done(world, [*COMMON, 3, 3])
+    one = start(world, [*COMMON, 5, 5, 5, 5])
+    world.finish(one)
+    unused = world.cache.segments.unused
+    rest = world.start([*COMMON, 6, 6, 6, 6])
+    prefix = Prefix(rest.last_node, 16)
+    assert unused and not world.cache.views.compress(rest.req_pool_idx, 20, headroom=1000, prefix=prefix)
+    assert world.cache.segments.unused == unused and world.cache.views.get(rest.req_pool_idx) is None
+    world.check()
+    world.empty()
+
+
+def test_a_copy_that_is_given_back_leaves_its_segments_to_be_evicted(world):
+    done(world, COMMON)
+    req = start(world, [*COMMON, 5, 5, 5, 5])
+    world.cache.evict(EvictParams(num_tokens=1000))
+    assert len(list(world.cache.segments)) == 1, "nobody takes what is read"
+    world.cache.views.release_copy(req.req_pool_idx)
+    world.cache.evict(EvictParams(num_tokens=PAGE))
+    assert not list(world.cache.segments)
+    world.check()
+    world.empty()
