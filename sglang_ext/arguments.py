@@ -82,6 +82,12 @@ class KVServerArgs(ServerArgs):
         "afterwards (in lockstep). 0: none.",
         NS("memory"),
     ] = 0
+    kv_host_gb: A[
+        float,
+        "Host memory, in GB of 10^9 bytes, for full KV of prefixes that the device has no room for; it comes back, its "
+        "checksums compared, when a prompt begins with it. 0: none.",
+        NS("memory"),
+    ] = 0.0
 
     def __post_init__(self) -> None:
         """Check the flags, prepare SGLang's own options for the mode, then let SGLang resolve."""

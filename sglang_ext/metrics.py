@@ -1,6 +1,6 @@
 """Prometheus metrics, ``sglang_ext:*``, on SGLang's own ``/metrics`` page."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from sglang_ext.core import FALLBACK_REASONS
@@ -8,6 +8,7 @@ from sglang_ext.core import FALLBACK_REASONS
 if TYPE_CHECKING:
     from sglang_ext.arguments import KVServerArgs
     from sglang_ext.mem_cache.compressed_views import CompressedViews
+    from sglang_ext.mem_cache.tiered_moves import TieredMoves
 
 LABELS = ("model_name",)
 
@@ -25,6 +26,9 @@ class KVMetrics:
         fallbacks: tokens served with full KV, by reason.
         held_bytes: bytes of KV in compressed slots.
         query_bytes: bytes of queries kept for compressors.
+        host_bytes: bytes of full KV in host memory.
+        moved_bytes: bytes of full KV that went to the host and back, by direction.
+        failed_pages: host pages whose KV came back changed.
         round_seconds: times of the last round in lockstep, by part: a draft, the rest, or a step of plain decoding.
     """
 
@@ -37,7 +41,11 @@ class KVMetrics:
     fallbacks: object = None
     held_bytes: object = None
     query_bytes: object = None
+    host_bytes: object = None
+    moved_bytes: object = None
+    failed_pages: object = None
     round_seconds: object = None
+    _reported: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def create(cls, server_args: "KVServerArgs", counts: bool = True) -> "KVMetrics":
@@ -76,6 +84,15 @@ class KVMetrics:
                 "Bytes of queries kept for compressors, outside the KV pool.",
                 LABELS,
                 multiprocess_mode="mostrecent",
+            ),
+            host_bytes=Gauge(
+                "sglang_ext:host_bytes", "Bytes of full KV in host memory.", LABELS, multiprocess_mode="mostrecent"
+            ),
+            moved_bytes=Counter(
+                "sglang_ext:host_moved_bytes", "Bytes of full KV stored to host memory and loaded back.", (*LABELS, "direction")
+            ),
+            failed_pages=Counter(
+                "sglang_ext:host_failed_pages", "Pages of full KV that came back changed, and are computed again.", LABELS
             ),
             round_seconds=Gauge(
                 "sglang_ext:round_seconds",
@@ -116,3 +133,13 @@ class KVMetrics:
         if self.held_bytes is not None:
             self.held_bytes.labels(self.model_name).set(views.held_bytes())
             self.query_bytes.labels(self.model_name).set(views.queries.held_bytes)
+            self._observe_host(views.tree_cache)
+
+    def _observe_host(self, tree: "TieredMoves") -> None:
+        self.host_bytes.labels(self.model_name).set(tree.host_bytes)
+        now = {"stored": tree.stored_bytes, "loaded": tree.loaded_bytes, "failed": tree.failed_pages}
+        new = {name: total - self._reported.get(name, 0) for name, total in now.items()}
+        self._reported = now
+        for direction in ("stored", "loaded"):
+            self.moved_bytes.labels(self.model_name, direction).inc(new[direction])
+        self.failed_pages.labels(self.model_name).inc(new["failed"])

@@ -102,6 +102,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "proposals of n-grams are checked in rounds that a verification ends",
         "use --kv-mode verified and --kv-schedule lockstep, or leave it out",
     ),
+    Refusal(
+        "--kv-host-gb",
+        lambda args: args.kv_host_gb > 0 and args.tp_size > 1,
+        "ranks do not agree yet on which copies came back whole",
+        "use --tp-size 1, or leave it out",
+    ),
     Refusal("--dllm-algorithm", _set("dllm_algorithm"), "diffusion models have no autoregressive KV", "use --kv-mode full"),
     Refusal("--is-embedding", _set("is_embedding"), "embeddings are not decoded", "use --kv-mode full"),
     Refusal(
@@ -144,6 +150,18 @@ def check_flags(args: "KVServerArgs") -> None:
         raise OptionError(
             f"--kv-ngram-tokens is {proposed}; n-grams propose no more than is drafted: pass a whole number from 0, for "
             f"none, to {longest_draft(args)}"
+        )
+    _check_host(args)
+
+
+def _check_host(args: "KVServerArgs") -> None:
+    size = args.kv_host_gb
+    if not isinstance(size, int | float) or not 0 <= size < float("inf"):
+        raise OptionError(f"--kv-host-gb is {size}; pass GB of host memory for full KV, from 0, for none, for example 16")
+    if size and args.kv_mode == "full":
+        raise OptionError(
+            f"--kv-host-gb is {size} with --kv-mode full, which is stock SGLang: use its --enable-hierarchical-cache, or "
+            "--kv-mode verified"
         )
 
 

@@ -20,7 +20,7 @@ def is_strict() -> bool:
 
 
 def check(exact_tokens: dict[int, int], written: torch.Tensor, views: CompressedViews) -> None:
-    """Check that a forward writes only slots of its own, and that nothing live is free.
+    """Check that a forward writes only slots of its own, that nothing live is free, and the prefix tree.
 
     Args:
         exact_tokens: by the request's row in the token table, tokens whose full KV is in the pool.
@@ -51,6 +51,7 @@ def check(exact_tokens: dict[int, int], written: torch.Tensor, views: Compressed
         (cached, "the prefix tree holds"),
     ):
         _disjoint(slots, free, what, "the free list")
+    views.tree_cache.check_integrity()
 
 
 def _unique(slots: torch.Tensor, what: str, owner: str) -> None:

@@ -33,6 +33,8 @@ from sglang_ext.managers.steps import Steps
 from sglang_ext.mem_cache import query_window
 from sglang_ext.mem_cache.compressed_views import CompressedViews
 from sglang_ext.mem_cache.compressors import create
+from sglang_ext.mem_cache.host_pool import HostPool
+from sglang_ext.mem_cache.host_tier import HostTier
 from sglang_ext.mem_cache.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.query_window import QueryWindows, Recorded
 from sglang_ext.metrics import KVMetrics
@@ -158,6 +160,9 @@ class KVWorker(BaseSpecWorker):
         if self.views.buffers.on_gpu:
             self._unpin_plans()
             self._warm_up()
+        if args.kv_host_gb:
+            pool = HostPool.create(self.views.buffers, args.page_size, int(args.kv_host_gb * 1e9))
+            tree_cache.use_host(HostTier(self.views.buffers, pool))
         tree_cache.views = self.views
         tree_cache.on_release = self.forget
         tree_cache.insert_generated = not self.lossy

@@ -73,6 +73,9 @@ class CompressedViews:
         """Slots that copies hold alone: int64 [held_tokens]."""
         return torch.cat([self._no_slots(), *(view.own for view in self._views.values())])
 
+    def _no_slots(self) -> torch.Tensor:
+        return self.token_table.new_empty(0, dtype=torch.int64)
+
     def free_slots(self) -> torch.Tensor:
         """Slots that SGLang's allocator could hand out: int64 [free]."""
         page = self.allocator.page_size
@@ -112,7 +115,7 @@ class CompressedViews:
         old = self._views.get(row)
         if old is not None:
             return self._resize(row, CompressedView(old.own, covered, old.segments), headroom, None)
-        view = CompressedView(self.token_table.new_empty(0, dtype=torch.int64), covered)
+        view = CompressedView(self._no_slots(), covered)
         if prefix is None:
             return self._resize(row, view, headroom, None)
         view.segments += self.tree_cache.path_segments(prefix.node, min(prefix.tokens, covered))

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-import torch
 from sglang.srt.mem_cache.radix_cache import RadixCache
 
 from sglang_ext.mem_cache.compressed_views import CompressedViews
@@ -36,12 +35,6 @@ class KVViewsRadixCache(RadixCache):
         if self.views is not None:
             self.views.release(req.req_pool_idx)
             self.on_release(req.req_pool_idx)
-
-    def cached_slots(self) -> torch.Tensor:
-        """Slots of all nodes: int64 [cached tokens]."""
-        if not self.root_node.children:
-            return torch.empty(0, dtype=torch.int64, device=self.device)
-        return self.all_values_flatten()
 
     def session_held_tokens(self, active_pool_idxs: set | None = None) -> int:
         """Slots of compressed copies, which neither the tree nor the requests' rows account for."""

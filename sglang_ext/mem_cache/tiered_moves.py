@@ -18,9 +18,20 @@ class TieredMoves(TieredTree):
 
     Attributes:
         failed_pages: host pages so far whose KV came back changed, and was forgotten.
+        stored_bytes, loaded_bytes: of full KV, so far, to the host and back.
     """
 
     failed_pages: int = 0
+    stored_bytes: int = 0
+    loaded_bytes: int = 0
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of full KV on the host."""
+        if self.host_tier is None:
+            return 0
+        pool = self.host_tier.pool
+        return (pool.pages.count - pool.pages.free_pages) * pool.page_bytes
 
     def use_host(self, tier: HostTier) -> None:
         """Keep full KV in ``tier``, too.
@@ -53,6 +64,7 @@ class TieredMoves(TieredTree):
         if pages is None:
             return None
         node.host_value, node.store = pages, self.host_tier.store(node.value, pages)
+        self.stored_bytes += node.store.size
         return node.store
 
     def drop_device(self, node: TieredNode) -> int:
@@ -82,7 +94,9 @@ class TieredMoves(TieredTree):
         for node in nodes:
             if node.host_value is None:
                 raise ValueError(f"tokens [{node.start}, {node.end}) of a path are not on the host; back them up before")
-        return self.host_tier.load(torch.cat([node.host_value for node in nodes]), slots)
+        load = self.host_tier.load(torch.cat([node.host_value for node in nodes]), slots)
+        self.loaded_bytes += load.size
+        return load
 
     def load_back(self, nodes: list[TieredNode], slots: torch.Tensor | None = None) -> Transfer | None:
         """Copy the host's KV of ``nodes`` to device slots that the tree owns from now on.

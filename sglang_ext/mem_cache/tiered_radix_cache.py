@@ -193,8 +193,8 @@ class TieredRadixCache(TieredMoves):
     def evict(self, params: EvictParams) -> EvictResult:
         """Free device slots: of segments that nobody reads, and of nodes that nobody locks, from the leaves up.
 
-        Segments are as old as the node that they hang on, and go before it. A node with a host copy stays on the host; one
-        without is dropped, or backed up first when nodes hang on it, since they would be lost with it.
+        Segments are as old as the node that they hang on, and go before it. Where there is a host tier with room, nodes stay
+        there; else they are dropped.
         """
         if self.disable:
             return EvictResult()
@@ -218,8 +218,7 @@ class TieredRadixCache(TieredMoves):
         return self.eviction_strategy.get_priority(node), -node.end, rank, node, segment
 
     def _evict_leaf(self, node: TieredNode) -> int:
-        if node.children and node.host_value is None:
-            self.back_up(node)
+        self.back_up(node)
         return self._drop(node) if node.host_value is None else self._free_value(node)
 
     def path_segments(self, node: TieredNode, length: int) -> list[Segment]:

@@ -56,7 +56,7 @@ def test_twenty_requests_share_one_set_of_segments():
 
 
 def test_segments_go_with_their_node_unless_somebody_reads_them():
-    world = World()
+    world = World(host=False)
     done(world, A)
     read, unread = world.segment(0, 4), world.segment(4, 8)
     for segment in (read, unread):
@@ -76,7 +76,7 @@ def test_segments_go_with_their_node_unless_somebody_reads_them():
 
 
 def test_an_unread_segment_goes_before_the_node_it_hangs_on():
-    world = World()
+    world = World(host=False)
     done(world, A)
     node, segment = world.node(A), world.segment(0, 8)
     world.cache.attach(node, segment)
@@ -87,7 +87,7 @@ def test_an_unread_segment_goes_before_the_node_it_hangs_on():
 
 
 def test_segments_that_do_not_fit_the_path_are_refused():
-    world = World()
+    world = World(host=False)
     done(world, A)
     node = world.node(A)
     for start, end, slots, message in (

@@ -276,6 +276,20 @@ def test_without_room_on_the_host_eviction_drops_what_hangs_on_a_node():
     world.empty()
 
 
+def test_what_the_device_has_no_room_for_comes_back_from_the_host():
+    world = World(slots=20)
+    prompts = [[10 * i + j for j in range(8)] for i in range(1, 5)]
+    for prompt in prompts:
+        done(world, prompt)
+    match = world.match(prompts[0])
+    assert len(match.device_indices) == 0 and match.host_hit_length == 8
+    indices, _ = world.bring(match)
+    assert torch.equal(world.kv[indices, 0, 0], kv_of(prompts[0]))
+    assert world.cache.loaded_bytes == 8 * world.buffers.bytes_per_slot and world.cache.host_bytes > 0
+    world.check()
+    world.empty()
+
+
 def test_eviction_takes_the_deepest_of_what_is_equally_old():
     world = World()
     done(world, A)
@@ -286,7 +300,7 @@ def test_eviction_takes_the_deepest_of_what_is_equally_old():
     world.cache.drop_device(middle)
     assert upper in world.cache.evictable_leaves and leaf in world.cache.evictable_leaves
     assert world.cache.evict(EvictParams(num_tokens=1)).num_tokens_evicted == 2
-    assert leaf.dropped and upper.on_device
+    assert leaf.value is None and upper.on_device
     world.check()
     world.empty()
 
