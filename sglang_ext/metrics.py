@@ -29,6 +29,7 @@ class KVMetrics:
         host_bytes: bytes of full KV in host memory.
         moved_bytes: bytes of full KV that went to the host and back, by direction.
         failed_pages: host pages whose KV came back changed.
+        link_rate: bytes per second of loads from host memory.
         round_seconds: times of the last round in lockstep, by part: a draft, the rest, or a step of plain decoding.
     """
 
@@ -44,6 +45,7 @@ class KVMetrics:
     host_bytes: object = None
     moved_bytes: object = None
     failed_pages: object = None
+    link_rate: object = None
     round_seconds: object = None
     _reported: dict[str, int] = field(default_factory=dict)
 
@@ -94,6 +96,10 @@ class KVMetrics:
             failed_pages=Counter(
                 "sglang_ext:host_failed_pages", "Pages of full KV that came back changed, and are computed again.", LABELS
             ),
+            link_rate=Gauge(
+                "sglang_ext:host_load_bytes_per_second", "Bandwidth of loads from host memory, newer ones counting more.", LABELS,
+                multiprocess_mode="mostrecent",
+            ),
             round_seconds=Gauge(
                 "sglang_ext:round_seconds",
                 "Seconds on the device in the last round: one draft, the rest with the verification, or a plain step.",
@@ -137,6 +143,7 @@ class KVMetrics:
 
     def _observe_host(self, tree: "TieredMoves") -> None:
         self.host_bytes.labels(self.model_name).set(tree.host_bytes)
+        self.link_rate.labels(self.model_name).set(tree.link.bandwidth or 0.0)
         now = {"stored": tree.stored_bytes, "loaded": tree.loaded_bytes, "failed": tree.failed_pages}
         new = {name: total - self._reported.get(name, 0) for name, total in now.items()}
         self._reported = now

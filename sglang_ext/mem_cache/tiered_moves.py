@@ -3,9 +3,11 @@
 import heapq
 
 import torch
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.common import evict_from_tree_cache
 
 from sglang_ext.mem_cache.host_tier import HostTier
+from sglang_ext.mem_cache.link_rate import LinkRate
 from sglang_ext.mem_cache.tiered_node import TieredNode, below, path
 from sglang_ext.mem_cache.tiered_tree import TieredTree
 from sglang_ext.mem_cache.transfers import Transfer
@@ -19,11 +21,16 @@ class TieredMoves(TieredTree):
     Attributes:
         failed_pages: host pages so far whose KV came back changed, and was forgotten.
         stored_bytes, loaded_bytes: of full KV, so far, to the host and back.
+        link: how fast loads are.
     """
 
     failed_pages: int = 0
     stored_bytes: int = 0
     loaded_bytes: int = 0
+
+    def __init__(self, params: CacheInitParams) -> None:
+        self.link = LinkRate()
+        super().__init__(params)
 
     @property
     def host_bytes(self) -> int:
@@ -159,6 +166,7 @@ class TieredMoves(TieredTree):
 
     def _take_in(self, load: Transfer) -> int:
         lost = self.drop_failed(load)
+        self.link.add(load)
         for node in [node for node in self._loading if node.load is load]:
             node.load = None
             self._loading.remove(node)
