@@ -102,14 +102,14 @@ def check_attention_backends() -> Check:
     # torch_native and triton come with SGLang, flashinfer is a package of its own; fa3 is a part of SGLang's kernels
     # that is compiled for some GPUs.
     on_gpu = torch.cuda.is_available()
-    missing = {"flashinfer": not find_spec("flashinfer"), "triton": not on_gpu, "fa3": not (on_gpu and _has_fa3())}
+    missing = {"flashinfer": not find_spec("flashinfer"), "triton": not on_gpu, "fa3": not (on_gpu and has_fa3())}
     there = [name for name in options.ATTENTION_BACKENDS if not missing.get(name)]
     needed = "flashinfer" if on_gpu else "torch_native"
     remedy = "install flashinfer (`make install`), or pass --attention-backend triton"
     return verdict("attention backends", needed in there, ", ".join(there), remedy)
 
 
-def _has_fa3() -> bool:
+def has_fa3() -> bool:
     """Whether SGLang's kernels hold FlashAttention-3; they are not loaded for it."""
     spec = find_spec("sgl_kernel")
     return spec is not None and any(

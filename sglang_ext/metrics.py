@@ -47,7 +47,7 @@ class KVMetrics:
     failed_pages: object = None
     link_rate: object = None
     round_seconds: object = None
-    _reported: dict[str, int] = field(default_factory=dict)
+    _reported: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def create(cls, server_args: "KVServerArgs", counts: bool = True) -> "KVMetrics":
@@ -142,11 +142,20 @@ class KVMetrics:
             self._observe_host(views.tree_cache)
 
     def _observe_host(self, tree: "TieredMoves") -> None:
-        self.host_bytes.labels(self.model_name).set(tree.host_bytes)
-        self.link_rate.labels(self.model_name).set(tree.link.bandwidth or 0.0)
-        now = {"stored": tree.stored_bytes, "loaded": tree.loaded_bytes, "failed": tree.failed_pages}
+        """Of most rounds there is nothing new."""
+        now = {
+            "held": tree.host_bytes,
+            "rate": tree.link.bandwidth or 0.0,
+            "stored": tree.stored_bytes,
+            "loaded": tree.loaded_bytes,
+            "failed": tree.failed_pages,
+        }
+        if now == self._reported:
+            return
         new = {name: total - self._reported.get(name, 0) for name, total in now.items()}
         self._reported = now
+        self.host_bytes.labels(self.model_name).set(now["held"])
+        self.link_rate.labels(self.model_name).set(now["rate"])
         for direction in ("stored", "loaded"):
             self.moved_bytes.labels(self.model_name, direction).inc(new[direction])
         self.failed_pages.labels(self.model_name).inc(new["failed"])

@@ -183,10 +183,15 @@ class KVWorker(BaseSpecWorker):
             *(args.kv_mode, args.kv_compressor, args.kv_budget, args.kv_draft_length, args.kv_schedule),
         )
 
+    @property
+    def _captured(self) -> list[verify_graphs.VerifyGraphSet]:
+        """All captured verifications, full ones and those of proposals."""
+        return [graphs for graphs in (self._graphs, self._check_graphs) if graphs is not None]
+
     def _unpin_plans(self) -> None:
         """Rounds are launched further ahead of the device than SGLang's forwards (plan_memory.py)."""
-        captured = [graph for graphs in (self._graphs, self._check_graphs) if graphs is not None for graph in graphs.graphs]
-        backends = [self.model_runner.attn_backend, *(graph.attn_backend for graph in captured)]
+        captured = [graph.attn_backend for graphs in self._captured for graph in graphs.graphs]
+        backends = [self.model_runner.attn_backend, *captured]
         count = sum(plan_memory.unpin(backend) for backend in backends)
         if count:
             logger.info("sglang-ext: FlashInfer's plans of %s wrappers are not in pinned memory", count)
@@ -194,9 +199,8 @@ class KVWorker(BaseSpecWorker):
     def _warm_up(self) -> None:
         """Run once what else the first requests would wait for."""
         self.views.compile_kernels(self._attention.tp_q_head_num)
-        for graphs in (self._graphs, self._check_graphs):
-            if graphs is not None:
-                graphs.warm_up()
+        for graphs in self._captured:
+            graphs.warm_up()
         # Row 0 is no request's.
         self.queries.keep_replayed((Recorded(0, 0, self.stride, 0),))
         self.queries.forget(0)

@@ -16,7 +16,7 @@ from sglang_ext.core import CompressedView
 from sglang_ext.mem_cache.compressors import Compressor, ContextKV, Part, kept_count
 from sglang_ext.mem_cache.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.query_window import QueryWindows
-from sglang_ext.mem_cache.segments import Segment
+from sglang_ext.mem_cache.segments import Segment, free_slots
 from sglang_ext.mem_cache.tiered_node import TieredNode
 
 # Tokens of a prefix from which on a copy of it that others may read is worth its keeping.
@@ -78,10 +78,7 @@ class CompressedViews:
 
     def free_slots(self) -> torch.Tensor:
         """Slots that SGLang's allocator could hand out: int64 [free]."""
-        page = self.allocator.page_size
-        pages = torch.cat([self.allocator.free_pages, self.allocator.release_pages])
-        within = torch.arange(page, device=pages.device)
-        return (pages[:, None] * page + within).flatten()
+        return free_slots(self.allocator)
 
     def held_bytes(self) -> int:
         """Bytes of KV in all copies, over all layers; what several share counts once."""
@@ -115,26 +112,23 @@ class CompressedViews:
         old = self._views.get(row)
         if old is not None:
             return self._resize(row, CompressedView(old.own, covered, old.segments), headroom, None)
-        view = CompressedView(self._no_slots(), covered)
-        if prefix is None:
-            return self._resize(row, view, headroom, None)
-        view.segments += self.tree_cache.path_segments(prefix.node, min(prefix.tokens, covered))
-        for segment in view.segments:
+        segments = self.tree_cache.path_segments(prefix.node, min(prefix.tokens, covered)) if prefix else []
+        for segment in segments:
             # Or they would be evicted for the rest.
             self.tree_cache.use(segment)
-        if self._resize(row, view, headroom, prefix):
-            return True
-        for segment in view.segments:
-            self.tree_cache.release(segment)
-        return False
+        made = self._resize(row, CompressedView(self._no_slots(), covered, segments), headroom, prefix)
+        if not made:
+            for segment in segments:
+                self.tree_cache.release(segment)
+        return made
 
     def _resize(self, row: int, view: CompressedView, headroom: int, prefix: Prefix | None) -> bool:
         """Give ``view`` the slots that it lacks, fill it, and let the request read it; False when the pool lacks them."""
-        end = view.shared
+        end, page = view.shared, self.allocator.page_size
         if prefix is not None:
-            shareable = min(prefix.tokens, view.covered) // self.allocator.page_size * self.allocator.page_size
+            shareable = min(prefix.tokens, view.covered) // page * page
             end = shareable if shareable - end >= MIN_SHARED else end
-        shared = kept_count(end - view.shared, self.budget, self.allocator.page_size) if end > view.shared else 0
+        shared = kept_count(end - view.shared, self.budget, page) if end > view.shared else 0
         slots = self._slots_for(view.own, shared + self._own_count(view, end, shared), headroom)
         if slots is None:
             return False

@@ -161,5 +161,12 @@ def covering(nodes: Iterable[TreeNode], length: int) -> list[Segment]:
     return found
 
 
+def free_slots(allocator: BaseTokenToKVPoolAllocator) -> torch.Tensor:
+    """Slots that SGLang's allocator could hand out: int64 [free]."""
+    pages = torch.cat([allocator.free_pages, allocator.release_pages])
+    within = torch.arange(allocator.page_size, device=pages.device)
+    return (pages[:, None] * allocator.page_size + within).flatten()
+
+
 def _named(segment: Segment) -> str:
     return f"the segment of tokens [{segment.start}, {segment.end})"

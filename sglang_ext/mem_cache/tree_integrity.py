@@ -7,7 +7,7 @@ import torch
 
 from sglang_ext.managers.integrity import IntegrityError
 from sglang_ext.mem_cache.host_pages import HostPageError
-from sglang_ext.mem_cache.segments import Segment
+from sglang_ext.mem_cache.segments import Segment, free_slots
 from sglang_ext.mem_cache.tiered_node import TieredNode, below
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def _check_owners(tree: "TieredTree", nodes: list[TieredNode]) -> None:
         twice = {number for number, count in Counter(n for _, part in owned for n in part.tolist()).items() if count > 1}
         for node, part in owned:
             _require(not twice & set(part.tolist()), node, f"its {what} {sorted(twice)[:8]} are owned twice")
-    free = _free_slots(tree)
+    free = free_slots(tree.token_to_kv_pool_allocator)
     for node, slots in held:
         wrong = slots[torch.isin(slots, free)].tolist()
         _require(not wrong, node, f"its slots {wrong[:8]} are free")
@@ -106,13 +106,6 @@ def _check_owners(tree: "TieredTree", nodes: list[TieredNode]) -> None:
             tree.host_tier.pool.pages.check_owned(part)
         except HostPageError as error:
             raise IntegrityError(f"{_named(node)}: {error}") from error
-
-
-def _free_slots(tree: "TieredTree") -> torch.Tensor:
-    """Slots that SGLang's allocator could hand out: int64 [free]."""
-    allocator = tree.token_to_kv_pool_allocator
-    pages = torch.cat([allocator.free_pages, allocator.release_pages])
-    return (pages[:, None] * allocator.page_size + torch.arange(allocator.page_size, device=pages.device)).flatten()
 
 
 def _named(node: TieredNode) -> str:

@@ -1,15 +1,12 @@
 """Verified decoding on a GPU: CUDA graphs, SGLang's overlapped scheduler, and stock's answers in bfloat16."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
 from servers import greedy
+from sglang_ext.doctor import has_fa3
 
 pytestmark = pytest.mark.server
-HAS_FA3 = any(any((Path(p) / "sgl_kernel").glob("flash_ops*")) for p in sys.path)
-NEEDS_FA3 = pytest.mark.skipif(not HAS_FA3, reason="this sglang-kernel has no FlashAttention-3")
+NEEDS_FA3 = pytest.mark.skipif(not has_fa3(), reason="this sglang-kernel has no FlashAttention-3")
 
 COMMON = (
     *("--dtype", "bfloat16", "--mem-fraction-static", "0.5", "--max-total-tokens", "60000"),

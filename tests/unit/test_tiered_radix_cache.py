@@ -48,8 +48,7 @@ def test_a_match_names_what_is_on_the_device_and_what_has_to_be_loaded():
     world = World()
     done(world, A)
     upper, lower = world.node(A[:4]), world.node(A)
-    world.cache.back_up(lower).wait()
-    assert world.cache.drop_device(lower) == 4
+    assert world.offload(lower) == 4
     match = world.match(A + [9])
     assert torch.equal(kv_at(world, match.device_indices), kv_of(A[:4]))
     assert (match.last_device_node, match.last_host_node, match.best_match_node) == (upper, lower, lower)
@@ -66,8 +65,7 @@ def test_what_is_on_the_device_below_what_is_not_needs_no_copy():
     world = World()
     done(world, A)
     world.node(A[:4])
-    world.cache.back_up(world.node(A[:4])).wait()
-    world.cache.drop_device(world.node(A[:4]))
+    world.offload(world.node(A[:4]))
     lower = world.node(A)
     match = world.match(A)
     assert len(match.device_indices) == 0 and match.last_device_node is world.cache.root_node
@@ -97,8 +95,7 @@ def test_loading_evicts_nothing_on_the_way_to_what_is_loaded():
     world = World(slots=12)
     done(world, A)
     upper, lower = world.node(A[:4]), world.node(A)
-    world.cache.back_up(lower).wait()
-    world.cache.drop_device(lower)
+    world.offload(lower)
     world.start(list(range(20, 28)))
     assert world.allocator.available_size() == 0 and world.cache.load_back([lower]) is None
     assert upper.on_device
@@ -233,8 +230,7 @@ def test_nothing_is_reached_through_a_hole():
     done(world, A)
     upper, lower = world.node(A[:4]), world.node(A)
     world.cache.inc_lock_ref(lower)
-    world.cache.back_up(upper).wait()
-    world.cache.drop_device(upper)
+    world.offload(upper)
     corrupt(world, upper, 0)
     indices, last = world.bring(world.match(A))
     assert len(indices) == 0 and last is world.cache.root_node
@@ -267,8 +263,7 @@ def test_without_room_on_the_host_eviction_drops_what_hangs_on_a_node():
     world = World(host_pages=2)
     done(world, A)
     upper, lower = world.node(A[:6]), world.node(A)
-    world.cache.back_up(lower).wait()
-    world.cache.drop_device(lower)
+    world.offload(lower)
     assert world.cache.back_up(upper) is None and not lower.dropped, "nothing is given up for what can never fit"
     assert world.cache.evict(EvictParams(num_tokens=1)).num_tokens_evicted == 6
     assert upper.dropped and lower.dropped and world.pages.free_pages == 2
@@ -296,8 +291,7 @@ def test_eviction_takes_the_deepest_of_what_is_equally_old():
     upper, middle = world.node(A[:4]), world.node(A)
     done(world, A + [9, 10])
     leaf = world.node(A + [9, 10])
-    world.cache.back_up(middle).wait()
-    world.cache.drop_device(middle)
+    world.offload(middle)
     assert upper in world.cache.evictable_leaves and leaf in world.cache.evictable_leaves
     assert world.cache.evict(EvictParams(num_tokens=1)).num_tokens_evicted == 2
     assert leaf.value is None and upper.on_device

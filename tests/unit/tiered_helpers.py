@@ -154,6 +154,11 @@ class World:
     def segment(self, start, end, kept=PAGE):
         return Segment(start, end, self.allocator.alloc(kept))
 
+    def offload(self, node):
+        """Back up a node and drop its device slots; how many."""
+        self.cache.back_up(node).wait()
+        return self.cache.drop_device(node)
+
     def drop_path(self, node):
         """Back up and drop the device slots of a whole path; how many."""
         for part in path(node):
