@@ -1,0 +1,139 @@
+"""What a round of verified decoding costs: bytes that are read and loaded over bandwidths, modelled or measured."""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+
+class CostError(ValueError):
+    """Costs that no machine has; the message says which and what to pass."""
+
+
+class Timed(NamedTuple):
+    """A forward that was measured.
+
+    Attributes:
+        requests: in it.
+        seconds: that it took.
+    """
+
+    requests: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a machine and a load of equal requests cost.
+
+    Attributes:
+        weights: bytes that each forward reads (M).
+        context: bytes of full KV of a request.
+        bandwidth: at which the device reads, bytes per second.
+        link: bytes per second from the host.
+        memory: bytes of the device for KV: full, copies, and what is being loaded.
+        budget: share of the context that a copy keeps (c).
+        drafts: of each request in a round (y).
+        turnaround: seconds of a round beside its forwards.
+        token_seconds: of computing a verified token, beside reading.
+        recent: bytes of the context that are the newest tokens: they stay on the device and in each copy.
+    """
+
+    weights: float
+    context: float
+    bandwidth: float
+    link: float
+    memory: float
+    budget: float
+    drafts: int = 16
+    turnaround: float = 0.0
+    token_seconds: float = 0.0
+    recent: float = 0.0
+
+    def __post_init__(self):
+        for name in ("weights", "memory", "turnaround", "token_seconds", "recent"):
+            self._check(name, getattr(self, name) >= 0, "0 or above")
+        for name in ("context", "bandwidth", "link"):
+            self._check(name, getattr(self, name) > 0, "above 0")
+        self._check("budget", 0 < self.budget <= 1, "a share above 0 and up to 1")
+        self._check("drafts", self.drafts >= 1, "at least 1")
+        self._check("recent", self.recent < self.context, f"below the context's {self.context:g}")
+
+    def _check(self, name: str, holds: bool, allowed: str) -> None:
+        value = getattr(self, name)
+        if not (math.isfinite(value) and holds):
+            raise CostError(f"{name} {value!r}: pass a finite number, {allowed}")
+
+    @classmethod
+    def measured(
+        cls, draft: Timed, verify: Timed, *, context: float, link: float, memory: float, budget: float, **more: float
+    ) -> "Costs":
+        """From times of forwards: what a draft takes, and a verification, gives the bandwidth and the weights.
+
+        The weights are then what each forward takes whatever it reads, launches among it.
+
+        Args:
+            draft: a draft step of requests with copies.
+            verify: a verification of requests over full KV, without ``token_seconds``.
+            more: ``drafts``, ``turnaround``, ``token_seconds``, ``recent``.
+
+        Raises:
+            CostError: the times do not tell reading from the rest.
+        """
+        known = cls(0.0, context, 1.0, link, memory, budget, **more)
+        read = verify.requests * context - draft.requests * known.copy
+        if read <= 0 or verify.seconds <= draft.seconds:
+            raise CostError(
+                f"a draft step of {draft.requests} requests in {draft.seconds!r} s and a verification of {verify.requests} in "
+                f"{verify.seconds!r} s: the verification has to read more and take longer; measure one of more requests"
+            )
+        bandwidth = read / (verify.seconds - draft.seconds)
+        weights = draft.seconds * bandwidth - draft.requests * known.copy
+        if weights < -1e-6 * read:
+            raise CostError(
+                f"a draft step of {draft.seconds!r} s is faster than reading its copies at {bandwidth:g} bytes/s, as the "
+                f"verification of {verify.seconds!r} s tells: measure both at the same clocks"
+            )
+        return cls(max(0.0, weights), context, bandwidth, link, memory, budget, **more)
+
+    @property
+    def loaded(self) -> float:
+        """Bytes of full KV that a request without it on the device loads to verify."""
+        return self.context - self.recent
+
+    @property
+    def copy(self) -> float:
+        """Bytes that a request reads in a draft step, and holds where its full KV is not on the device."""
+        return self.budget * self.loaded + self.recent
+
+    @property
+    def resident(self) -> float:
+        """Bytes that a request holds whose full KV is on the device."""
+        return self.context + self.budget * self.loaded
+
+    @property
+    def load_seconds(self) -> float:
+        """Of the link for a load."""
+        return self.loaded / self.link
+
+
+def draft_seconds(costs: Costs, requests: float) -> float:
+    """A draft step of so many requests."""
+    return (costs.weights + requests * costs.copy) / costs.bandwidth
+
+
+def verify_seconds(costs: Costs, requests: float, tokens: float = 0.0) -> float:
+    """A verification of so many requests; below 1, the mean over rounds of which some have none.
+
+    Args:
+        tokens: that are verified, of all requests.
+    """
+    read = np.minimum(requests, 1) * costs.weights + requests * costs.context
+    return read / costs.bandwidth + tokens * costs.token_seconds
+
+
+def round_seconds(costs: Costs, requests: float, resident: float, reloaded: float, tokens: float = 0.0) -> float:
+    """A round in which ``requests`` draft and ``resident`` + ``reloaded`` of them verify ``tokens`` tokens (7)."""
+    drafting = costs.drafts * draft_seconds(costs, requests)
+    return drafting + verify_seconds(costs, resident + reloaded, tokens) + costs.turnaround
