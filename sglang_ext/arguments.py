@@ -89,6 +89,22 @@ class KVServerArgs(ServerArgs):
         NS("memory"),
     ] = 0.0
 
+    kv_full_tier: A[
+        str,
+        Arg(
+            help="Where full KV of running requests lies. device: on the device. host: in host memory (--kv-host-gb), from "
+            "where it is loaded for each verification. auto: on the device while it fits.",
+            choices=list(options.FULL_TIERS),
+        ),
+        NS("memory"),
+    ] = "device"
+    kv_offload_draft_length: A[
+        int,
+        "Tokens drafted at most before a verification whose full KV has to be loaded from the host; rounded down to whole "
+        "rounds of --kv-draft-length.",
+        NS("memory"),
+    ] = 64
+
     def __post_init__(self) -> None:
         """Check the flags, prepare SGLang's own options for the mode, then let SGLang resolve."""
         options.check_flags(self)
@@ -120,12 +136,12 @@ class KVServerArgs(ServerArgs):
         on_gpu = self.device in (None, "cuda") and torch.cuda.is_available()
         if self.kv_schedule == "auto":
             with_lora = self.enable_lora or self.lora_paths
-            asked = self.kv_draft_length == "auto" or self.kv_ngram_tokens
+            asked = self.kv_draft_length == "auto" or self.kv_ngram_tokens or self.kv_full_tier == "host"
             lockstep = asked or (on_gpu and not with_lora)
             self.kv_schedule = "lockstep" if lockstep else "staggered"
         options.check_combinations(self)
         self.speculative_algorithm = SPECULATIVE_ALGORITHM
-        self.speculative_num_steps = options.longest_draft(self)
+        self.speculative_num_steps = options.gathered_drafts(self)
         self.speculative_eagle_topk = 1
         self.speculative_num_draft_tokens = self.speculative_num_steps + 1
         self.radix_cache_backend = RADIX_CACHE_BACKEND

@@ -108,7 +108,8 @@ class RequestState:
         matched: tokens of the prompt that the prefix tree had when the request came.
         bonus: newest token of the output; its KV is not computed yet. Staggered scheduling sets it.
         fallback: index into :data:`FALLBACK_REASONS`; 0 while the request drafts.
-        drafts: tokens drafted since the last verification.
+        drafts: tokens drafted since the last verification. Staggered scheduling sets them.
+        gathered: how many there are, where rolling rounds keep them on the device (rolling.py).
         closed: the newest draft ends the request's grammar, so that nothing may follow it.
         target: drafts after which this round verifies; set at the start of a round.
         verifies, offered, accepted: totals over the request's life.
@@ -124,6 +125,7 @@ class RequestState:
     bonus: int = 0
     fallback: int = 0
     drafts: list[int] = field(default_factory=list)
+    gathered: int = 0
     closed: bool = False
     target: int = 0
     verifies: int = 0

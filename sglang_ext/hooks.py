@@ -105,6 +105,14 @@ HOOKS: tuple[Hook, ...] = (
         process="scheduler",
     ),
     Hook(
+        target="sglang.srt.managers.schedule_batch.ScheduleBatch.retract_decode",
+        kind="around",
+        hook="sglang_ext.mem_cache.recompute.retract_lost",
+        why="a request whose full KV came back changed from the host is computed again",
+        expects=("self", "server_args"),
+        process="scheduler",
+    ),
+    Hook(
         target="sglang.srt.mem_cache.kv_cache_builder.get_draft_kv_pool",
         kind="around",
         hook="sglang_ext.managers.algorithm.get_draft_kv_pool",
@@ -179,6 +187,11 @@ USES: tuple[Use, ...] = (
         "SchedulerBatchResultProcessor._accept_grammar_tokens",
         why="grammars advance after the search for the end of an output, as without speculation",
         expects=("self", "req", "tokens"),
+    ),
+    Use(
+        target="sglang.srt.managers.schedule_batch.ScheduleBatch.release_req",
+        why="a request whose full KV is lost gives back what it holds",
+        expects=("self", "idx", "remaing_req_count", "server_args"),
     ),
     Use(
         target="sglang.srt.managers.utils.GenerationBatchResult",

@@ -14,6 +14,9 @@ MODES = ("full", "lossy", "verified")
 COMPRESSORS = ("snapkv", "sink-recent")
 MAX_DRAFT_LENGTH = 64
 SCHEDULES = ("auto", "lockstep", "staggered")
+FULL_TIERS = ("auto", "device", "host")
+# Tokens drafted before a verification whose full KV has to be loaded from the host, at most.
+MAX_OFFLOAD_DRAFT_LENGTH = 256
 # Drafts at most with --kv-draft-length auto.
 AUTO_DRAFT_LENGTH = 16
 # Tokens of a narrow verification there: where acceptance is middling, short drafts are best, and wait for less.
@@ -129,6 +132,7 @@ def check_flags(args: "KVServerArgs") -> None:
     _one_of("--kv-mode", args.kv_mode, MODES)
     _one_of("--kv-compressor", args.kv_compressor, COMPRESSORS)
     _one_of("--kv-schedule", args.kv_schedule, SCHEDULES)
+    _one_of("--kv-full-tier", args.kv_full_tier, FULL_TIERS)
     if not isinstance(args.kv_budget, (int, float)) or not 0 < args.kv_budget <= 1:
         raise OptionError(
             f"--kv-budget is {args.kv_budget}; it is the share of the KV cache that is kept: pass "
@@ -152,6 +156,27 @@ def check_flags(args: "KVServerArgs") -> None:
             f"none, to {longest_draft(args)}"
         )
     _check_host(args)
+    _check_offload(args)
+
+
+def _check_offload(args: "KVServerArgs") -> None:
+    length = args.kv_offload_draft_length
+    if not (isinstance(length, int) and 1 <= length <= MAX_OFFLOAD_DRAFT_LENGTH):
+        raise OptionError(
+            f"--kv-offload-draft-length is {length}; pass a whole number from 1 to {MAX_OFFLOAD_DRAFT_LENGTH}, for example 64"
+        )
+    if args.kv_full_tier != "host":
+        return
+    for refused, why, remedy in (
+        (not args.kv_host_gb, "there is no host memory for full KV", "pass --kv-host-gb"),
+        (args.kv_mode != "verified", f"--kv-mode {args.kv_mode} verifies nothing", "pass --kv-mode verified"),
+        (args.disable_radix_cache, "full KV leaves the device by nodes of the prefix tree", "leave out --disable-radix-cache"),
+        (args.kv_draft_length == "auto", "lengths are chosen for whole batches", "pass a number for --kv-draft-length"),
+        (args.kv_ngram_tokens > 0, "proposals of n-grams are verified in the round that checks them", "leave out --kv-ngram-tokens"),
+        (args.kv_schedule == "staggered", "drafts gather on the device in lockstep", "use --kv-schedule lockstep"),
+    ):
+        if refused:
+            raise OptionError(f"--kv-full-tier is 'host', but {why}: {remedy}, or use --kv-full-tier device")
 
 
 def _check_host(args: "KVServerArgs") -> None:
@@ -176,9 +201,29 @@ def longest_draft(args: "KVServerArgs") -> int:
     return longest if args.kv_max_burst is None else min(longest, args.kv_max_burst - 1)
 
 
+def offloads(args: "KVServerArgs") -> bool:
+    """Whether full KV of running requests may leave the device."""
+    fits = args.kv_mode == "verified" and args.kv_host_gb > 0 and not args.disable_radix_cache
+    alone = args.kv_draft_length != "auto" and not args.kv_ngram_tokens and args.kv_schedule == "lockstep"
+    return args.kv_full_tier != "device" and fits and alone
+
+
+def gathered_drafts(args: "KVServerArgs") -> int:
+    """Drafts that a request gathers before a verification at most; where full KV may leave the device, whole rounds of them."""
+    longest = longest_draft(args)
+    if not offloads(args):
+        return longest
+    most = args.kv_offload_draft_length
+    if args.kv_max_burst is not None:
+        most = min(most, args.kv_max_burst - 1)
+    return max(1, most // longest) * longest
+
+
 def verify_widths(args: "KVServerArgs") -> tuple[int, ...]:
     """Tokens of a request in the verifications that are captured; several where the draft length is chosen."""
     widest = longest_draft(args) + 1
+    if offloads(args):
+        return tuple(sorted({widest, gathered_drafts(args) + 1}))
     return (NARROW_VERIFY, widest) if args.kv_draft_length == "auto" and widest > NARROW_VERIFY else (widest,)
 
 

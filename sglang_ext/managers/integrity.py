@@ -19,18 +19,18 @@ def is_strict() -> bool:
     return bool(envs.SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY.get())
 
 
-def check(exact_tokens: dict[int, int], written: torch.Tensor, views: CompressedViews) -> None:
+def check(exact_tokens: dict[int, range], written: torch.Tensor, views: CompressedViews) -> None:
     """Check that a forward writes only slots of its own, that nothing live is free, and the prefix tree.
 
     Args:
-        exact_tokens: by the request's row in the token table, tokens whose full KV is in the pool.
+        exact_tokens: by the request's row in the token table, positions whose full KV is in the pool.
         written: int64 [tokens], slots that it writes.
         views: the compressed copies.
 
     Raises:
         IntegrityError: names the two owners and the slots.
     """
-    exact = torch.cat([views.token_table[row, :count] for row, count in exact_tokens.items()]).long()
+    exact = torch.cat([views.token_table[row, at.start : at.stop] for row, at in exact_tokens.items()]).long()
     copies = views.all_slots()
     page = views.allocator.page_size
     free, cached = views.free_slots(), views.tree_cache.cached_slots()

@@ -8,6 +8,7 @@ steps of plain decoding; their number is known before they run, so that the next
 they do.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,7 @@ from sglang_ext.managers.checked_drafts import CheckedDrafts
 from sglang_ext.managers.pace import Pace
 from sglang_ext.managers.planner import renew_at
 from sglang_ext.managers.round_plan import Round, RoundPlanner
-from sglang_ext.managers.sampling import Sampled
+from sglang_ext.managers.sampling import Sampled, Sampling
 from sglang_ext.managers.simulation import Simulation
 from sglang_ext.managers.steps import Drafted, Steps, agreeing
 from sglang_ext.mem_cache.query_window import Recorded
@@ -89,6 +90,9 @@ class Lockstep:
         """A prefill ran. Its first tokens need not be kept: the scheduler relays them on the device."""
         self.pace.interrupt()
 
+    def forget(self, row: int) -> None:
+        """The request in ``row`` is gone."""
+
     def decode(
         self, batch: "ScheduleBatch", states: list[RequestState], on_publish=None
     ) -> GenerationBatchResult:
@@ -102,7 +106,7 @@ class Lockstep:
         bonus, slots = batch.spec_info.bonus_tokens, self.steps.slots(batch, round_.width)
         if self.worker.strict:
             self.worker.ranks.check_alike("a round", (round_.width, round_.rows, round_.viewed, round_.fallbacks))
-            exact = {state.row: length for state, length in zip(states, round_.lengths)}
+            exact = {state.row: range(length) for state, length in zip(states, round_.lengths)}
             integrity.check(exact, slots.flatten(), self.worker.views)
         if self.checked is not None:
             self.checked.history.put(batch.req_pool_indices, batch.seq_lens[:, None], bonus[:, None])
@@ -166,9 +170,17 @@ class Lockstep:
         return self._result(batch, round_, answers, accepted, lengths, sampled, output)
 
     def _verify(
-        self, batch: "ScheduleBatch", round_: Round, tokens: torch.Tensor, slots: torch.Tensor
+        self,
+        batch: "ScheduleBatch",
+        round_: Round,
+        tokens: torch.Tensor,
+        slots: torch.Tensor,
+        sampling: Callable[[int], Sampling] | None = None,
     ) -> tuple[LogitsProcessorOutput, Sampled]:
-        """Forward ``tokens``, int64 [requests, 1 + drafts], over full KV and sample after each."""
+        """Forward ``tokens``, int64 [requests, 1 + drafts], over full KV and sample after each.
+
+        ``sampling`` says how, for so many tokens of each request; None: as the batch does.
+        """
         width, count = tokens.shape[1], len(tokens)
         graphs = None if self.graphs is None else self.graphs.fit(count, width)
         if graphs is not None and width < graphs.width:
@@ -188,8 +200,8 @@ class Lockstep:
         else:
             with self.worker.queries.recording(rows):
                 output = self.steps.forward(batch, inputs)
-        sampling = self.steps.sampling(batch, round_, width, batch.return_logprob)
-        return output, sampling.draw(output.next_token_logits, inputs.positions)
+        ready = sampling(width) if sampling else self.steps.sampling(batch, round_, width, batch.return_logprob)
+        return output, ready.draw(output.next_token_logits, inputs.positions)
 
     def _copy_is_near(self, state: RequestState, length: int) -> bool:
         """Whether a copy may be made before as many queries follow as are kept; those before need not be."""

@@ -56,6 +56,16 @@ class Round:
         """Tokens of each request whose KV the round writes."""
         return self.steps or self.drafts + 1
 
+    @property
+    def starts(self) -> list[int]:
+        """Position of each request's first token in the round."""
+        return self.lengths
+
+    @property
+    def answering(self) -> list[int]:
+        """Requests whose steps give answers, not drafts."""
+        return [] if self.drafts else list(range(len(self.states)))
+
 
 @dataclass(frozen=True)
 class RoundPlanner:

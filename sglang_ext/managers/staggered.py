@@ -38,6 +38,9 @@ class Staggered:
         for state, token in zip(states, tokens.tolist()):
             state.bonus = token
 
+    def forget(self, row: int) -> None:
+        """The request in ``row`` is gone; what is kept of it lies in its state."""
+
     def decode(
         self, batch: "ScheduleBatch", states: list[RequestState], on_publish=None
     ) -> GenerationBatchResult:
@@ -47,7 +50,7 @@ class Staggered:
         inputs = forward.lay_out(steps, worker.views.token_table)
         starts = [0, *accumulate(inputs.counts[:-1])]
         if worker.strict:
-            exact = {step.state.row: step.exact for step in steps}
+            exact = {step.state.row: range(step.exact) for step in steps}
             integrity.check(exact, inputs.slots, worker.views)
         with worker.queries.recording(_to_record(steps, starts)):
             output = forward.run(worker.model_runner, batch, inputs, worker.verifier)

@@ -61,9 +61,13 @@ class Steps:
         self.table = worker.views.token_table
         self._samplings = SamplingCache(worker.model_runner)
 
-    def slots(self, batch: "ScheduleBatch", width: int) -> torch.Tensor:
-        """Where the KV of each request's next ``width`` tokens lies: int64 [requests, width]."""
-        places = batch.seq_lens[:, None] + torch.arange(width, device=self.table.device)
+    def slots(self, batch: "ScheduleBatch", width: int, starts: torch.Tensor | None = None) -> torch.Tensor:
+        """Where the KV of ``width`` tokens of each request lies, from ``starts`` on: int64 [requests, width].
+
+        ``starts`` are positions, int64 [requests]; None for those after what each has.
+        """
+        starts = batch.seq_lens if starts is None else starts
+        places = starts[:, None] + torch.arange(width, device=self.table.device)
         return self.table[batch.req_pool_indices[:, None], places].long()
 
     def extend_rows(
@@ -76,9 +80,9 @@ class Steps:
         rows, viewed = (to_device(values, slots.device) for values in (round_.rows, round_.viewed))
         places = viewed[:, None] + torch.arange(width, device=slots.device)
         self.table[rows[:, None], places] = slots.to(self.table.dtype)
-        for state, row, length in zip(round_.states, round_.rows, round_.lengths):
+        for state, row, start in zip(round_.states, round_.rows, round_.starts):
             if row != state.row:
-                views.tail_written(state.row, length + width)
+                views.tail_written(state.row, start + width)
         return rows, viewed
 
     def forward(self, batch: "ScheduleBatch", inputs: forward.Inputs) -> LogitsProcessorOutput:
@@ -95,7 +99,13 @@ class Steps:
         return self._samplings.get(batch, round_.states, width, logprobs, rows)
 
     def one_by_one(
-        self, batch: "ScheduleBatch", round_: Round, count: int, tokens: torch.Tensor, slots: torch.Tensor
+        self,
+        batch: "ScheduleBatch",
+        round_: Round,
+        count: int,
+        tokens: torch.Tensor,
+        slots: torch.Tensor,
+        starts: torch.Tensor | None = None,
     ) -> list[tuple[LogitsProcessorOutput, Sampled]]:
         """``count`` tokens of each request, one after another, over the rows of the round.
 
@@ -105,14 +115,15 @@ class Steps:
             count: tokens of each.
             tokens: int64 [requests], the newest token of each.
             slots: int64 [requests, at least count], where their KV is written.
+            starts: int64 [requests], positions of ``tokens``; None for those after what each has.
         """
         rows, viewed = self.extend_rows(batch, round_, slots)
         # Made for all steps at once: between the graphs of two steps each operation costs the device time.
         ahead = torch.arange(count, device=slots.device)[:, None]
-        positions, lengths = batch.seq_lens + ahead, viewed + ahead + 1
+        positions = (batch.seq_lens if starts is None else starts) + ahead
+        lengths = viewed + ahead + 1
         slots, viewed_cpu = slots[:, :count].T.contiguous(), torch.tensor(round_.viewed)
-        plain = not round_.drafts
-        sampling = self.sampling(batch, round_, 1, plain and batch.return_logprob)
+        sampling = self.sampling(batch, round_, 1, bool(round_.answering) and batch.return_logprob)
         done = []
         for index in range(count):
             inputs = forward.Inputs(
@@ -124,7 +135,7 @@ class Steps:
                 lengths_cpu=viewed_cpu + index + 1,
                 counts=[1] * len(round_.rows),
             )
-            with self.worker.queries.recording(_to_record(round_, index) if plain else ()):
+            with self.worker.queries.recording(_to_record(round_, index)):
                 output = self.forward(batch, inputs)
             sampled = sampling.draw(output.next_token_logits, inputs.positions)
             tokens = sampled.tokens
@@ -140,9 +151,6 @@ class Steps:
 
 
 def _to_record(round_: Round, index: int) -> tuple[Recorded, ...]:
-    """The queries of a plain step; those of requests that are never drafted are of no use."""
-    return tuple(
-        Recorded(state.row, i, i + 1, length + index)
-        for i, (state, length) in enumerate(zip(round_.states, round_.lengths))
-        if state.fallback in CURABLE
-    )
+    """The queries of a step that gives answers; those of requests that are never drafted are of no use."""
+    found = ((i, round_.states[i], round_.lengths[i]) for i in round_.answering)
+    return tuple(Recorded(state.row, i, i + 1, length + index) for i, state, length in found if state.fallback in CURABLE)

@@ -13,6 +13,7 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
+from sglang_ext import options
 from sglang_ext.core import LONG_MEMORY, Acceptance, RequestState
 from sglang_ext.layers.attention import plan_memory, torch_native, verify_graphs
 from sglang_ext.layers.attention.verify_attention import VerifyAttention
@@ -25,11 +26,14 @@ from sglang_ext.managers.lockstep import Lockstep, RoundResult
 from sglang_ext.managers.ngram import TokenHistory
 from sglang_ext.managers.pace import Pace
 from sglang_ext.managers.planner import CURABLE
+from sglang_ext.managers.admission import Admission
 from sglang_ext.managers.ranks import Ranks
+from sglang_ext.managers.rolling import Rolling
 from sglang_ext.managers.sampling import Row, Sampling
 from sglang_ext.managers.simulation import Simulation
 from sglang_ext.managers.staggered import Staggered
 from sglang_ext.managers.steps import Steps
+from sglang_ext.managers.verifications import Verifications
 from sglang_ext.mem_cache import query_window
 from sglang_ext.mem_cache.compressed_views import CompressedViews
 from sglang_ext.mem_cache.compressors import create
@@ -37,14 +41,16 @@ from sglang_ext.mem_cache.host_pool import HostPool
 from sglang_ext.mem_cache.host_tier import HostTier
 from sglang_ext.mem_cache.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.query_window import QueryWindows, Recorded
+from sglang_ext.mem_cache.residency import Residency
 from sglang_ext.metrics import KVMetrics
-from sglang_ext.options import verify_widths
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
 logger = logging.getLogger(__name__)
 
+# Loaded once at start, to know how fast that goes.
+LINK_SAMPLE_BYTES = 256 << 20
 # SGLang's seed, under --enable-deterministic-inference, for requests that bring none.
 STOCK_DEFAULT_SEED = 42
 
@@ -128,7 +134,7 @@ class KVWorker(BaseSpecWorker):
         with self.queries.capturing(
             requests * self.stride, attention.tp_q_head_num, attention.qk_head_dim, like
         ):
-            widths = verify_widths(self.server_args)
+            widths = options.verify_widths(self.server_args)
             verifier = self.verifier if backend == "triton" else None
             captured = [verify_graphs.capture(self.model_runner, width, verifier) for width in widths]
         self._graphs = verify_graphs.VerifyGraphSet(captured)
@@ -163,25 +169,46 @@ class KVWorker(BaseSpecWorker):
         if args.kv_host_gb:
             pool = HostPool.create(self.views.buffers, args.page_size, int(args.kv_host_gb * 1e9))
             tree_cache.use_host(HostTier(self.views.buffers, pool))
+            if options.offloads(args):
+                self._measure_link(tree_cache)
         tree_cache.views = self.views
         tree_cache.on_release = self.forget
         tree_cache.insert_generated = not self.lossy
         if args.kv_schedule == "lockstep":
-            longest = self.stride - 1
+            longest = options.longest_draft(args)
             auto = args.kv_draft_length == "auto"
-            lengths = DraftLength(longest, verify_widths(args)) if auto else FixedLength(longest)
+            lengths = DraftLength(longest, options.verify_widths(args)) if auto else FixedLength(longest)
             pace = Pace(lengths, torch.device(self.model_runner.device), self.metrics, self.ranks)
-            steps = Steps(self)
-            checked = None
-            if self.history is not None:
-                checked = CheckedDrafts(steps, self.history, args.kv_ngram_tokens, self._check_graphs)
-            self.schedule = Lockstep(self, self._graphs, self.simulation, pace, steps, checked)
+            self.schedule = self._lockstep(pace, Steps(self))
         else:
             self.schedule = Staggered(self)
         logger.info(
             "sglang-ext: --kv-mode %s, compressor %s, budget %s, draft length %s, schedule %s",
             *(args.kv_mode, args.kv_compressor, args.kv_budget, args.kv_draft_length, args.kv_schedule),
         )
+
+    def _measure_link(self, tree_cache) -> None:
+        """How fast full KV comes back; nothing runs yet that would read or write the page that no request owns."""
+        page, pages = self.server_args.page_size, tree_cache.host_tier.pool.pages.count
+        count = max(1, min(pages, LINK_SAMPLE_BYTES // tree_cache.host_tier.pool.page_bytes))
+        slots = torch.arange(page, device=self.views.token_table.device).repeat(count)
+        rate = tree_cache.link.measure(tree_cache.host_tier, slots)
+        logger.info("sglang-ext: full KV comes back from host memory at %.1f GB/s", rate / 1e9)
+
+    def _lockstep(self, pace: Pace, steps: Steps) -> Lockstep:
+        """The schedule of rounds: rolling where full KV may leave the device."""
+        args, views = self.server_args, self.views
+        if options.offloads(args):
+            tree = views.tree_cache
+            residency = tree.residency = Residency(tree, views.token_table, args.kv_full_tier == "host")
+            # What a first round takes does not matter; it is measured from then on.
+            admission = Admission(iteration_seconds=1.0, memory=residency.room)
+            verifications = Verifications(admission, residency, views.buffers.bytes_per_slot)
+            return Rolling(self, self._graphs, self.simulation, pace, steps, verifications)
+        checked = None
+        if self.history is not None:
+            checked = CheckedDrafts(steps, self.history, args.kv_ngram_tokens, self._check_graphs)
+        return Lockstep(self, self._graphs, self.simulation, pace, steps, checked)
 
     @property
     def _captured(self) -> list[verify_graphs.VerifyGraphSet]:
@@ -208,6 +235,7 @@ class KVWorker(BaseSpecWorker):
     def forget(self, row: int) -> None:
         """Drop the draft state of the request in ``row``: it finished, was aborted or retracted."""
         self.states.pop(row, None)
+        self.schedule.forget(row)
         self.metrics.observe_pool(self.views)
 
     def clear_cache_pool(self) -> None:

@@ -16,6 +16,7 @@ from sglang_ext.core import CompressedView
 from sglang_ext.mem_cache.compressors import Compressor, ContextKV, Part, kept_count
 from sglang_ext.mem_cache.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.query_window import QueryWindows
+from sglang_ext.mem_cache.recompute import lost_requests
 from sglang_ext.mem_cache.segments import Segment, free_slots
 from sglang_ext.mem_cache.tiered_node import TieredNode
 
@@ -232,8 +233,10 @@ class CompressedViews:
             self.tree_cache.release(segment)
 
     def largest(self) -> int | None:
-        """Row of the request with the largest copy."""
-        return max(self._views, key=lambda row: self._views[row].kept, default=None)
+        """Row of the request with the largest copy that it can do without; others have their full KV on the host."""
+        residency = self.tree_cache.residency
+        rows = [row for row in self._views if residency is None or not residency.is_stale(row)]
+        return max(rows, key=lambda row: self._views[row].kept, default=None)
 
     def forget_all(self) -> None:
         """Drop all records; the pool itself is being cleared."""
@@ -242,7 +245,9 @@ class CompressedViews:
 
 
 def give_back_when_full(original: Callable, batch, selected_indices: list[int] | None = None) -> bool:
-    """Hook around ``ScheduleBatch.check_decode_mem``: copies go before requests are retracted."""
+    """Hook around ``ScheduleBatch.check_decode_mem``: copies go before requests are retracted; those that are lost go at once."""
+    if selected_indices is None and lost_requests(batch):
+        return False
     fits = original(batch, selected_indices)
     views = getattr(batch.tree_cache, "views", None)
     while not fits and views is not None and (row := views.largest()) is not None:

@@ -6,6 +6,7 @@ import torch
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.common import evict_from_tree_cache
 
+from sglang_ext.mem_cache.faults import Faults
 from sglang_ext.mem_cache.host_tier import HostTier
 from sglang_ext.mem_cache.link_rate import LinkRate
 from sglang_ext.mem_cache.tiered_node import TieredNode, below, path
@@ -22,6 +23,7 @@ class TieredMoves(TieredTree):
         failed_pages: host pages so far whose KV came back changed, and was forgotten.
         stored_bytes, loaded_bytes: of full KV, so far, to the host and back.
         link: how fast loads are.
+        faults: of tests; None outside them.
     """
 
     failed_pages: int = 0
@@ -30,6 +32,7 @@ class TieredMoves(TieredTree):
 
     def __init__(self, params: CacheInitParams) -> None:
         self.link = LinkRate()
+        self.faults = Faults.from_environment()
         super().__init__(params)
 
     @property
@@ -101,7 +104,12 @@ class TieredMoves(TieredTree):
         for node in nodes:
             if node.host_value is None:
                 raise ValueError(f"tokens [{node.start}, {node.end}) of a path are not on the host; back them up before")
-        load = self.host_tier.load(torch.cat([node.host_value for node in nodes]), slots)
+        pages = torch.cat([node.host_value for node in nodes])
+        if self.faults is not None:
+            for node in nodes:
+                node.store.synchronize()
+            self.faults.strike(self.host_tier.pool, pages)
+        load = self.host_tier.load(pages, slots)
         self.loaded_bytes += load.size
         return load
 

@@ -194,7 +194,7 @@ class TieredRadixCache(TieredMoves):
         """Free device slots: of segments that nobody reads, and of nodes that nobody locks, from the leaves up.
 
         Segments are as old as the node that they hang on, and go before it. Where there is a host tier with room, nodes stay
-        there; else they are dropped.
+        there; else they are dropped. What lacks then is taken from running requests that need it for verifications only.
         """
         if self.disable:
             return EvictResult()
@@ -210,6 +210,8 @@ class TieredRadixCache(TieredMoves):
                 evicted += self._evict_leaf(node)
                 if node.parent in self.evictable_leaves:
                     heapq.heappush(heap, self._ranked(node.parent, node.parent.id))
+        if evicted < params.num_tokens and self.residency is not None:
+            evicted += self.residency.drop(params.num_tokens - evicted)
         self.update_eviction_metrics(evicted, start_time)
         return EvictResult(num_tokens_evicted=evicted)
 

@@ -3,6 +3,7 @@
 import sys
 import time
 from array import array
+from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import DecLockRefParams, DecLockRefResult, IncLockRefResult
@@ -15,6 +16,9 @@ from sglang_ext.mem_cache.radix_cache import KVViewsRadixCache
 from sglang_ext.mem_cache.segments import Segments
 from sglang_ext.mem_cache.tiered_node import TieredNode, below, joined
 
+if TYPE_CHECKING:
+    from sglang_ext.mem_cache.residency import Residency
+
 
 class TieredTree(KVViewsRadixCache):
     """Nodes that own device slots, host pages and segments, in any subset.
@@ -26,10 +30,12 @@ class TieredTree(KVViewsRadixCache):
     Attributes:
         segments: the compressed chunks that hang on the nodes.
         host_tier: where full KV lies in host memory; None without one.
+        residency: running requests whose full KV may leave the device; None where it stays.
         host_leaves: nodes that the host may forget.
     """
 
     host_tier: HostTier | None = None
+    residency: "Residency | None" = None
 
     def __init__(self, params: CacheInitParams) -> None:
         self.segments = Segments(params.token_to_kv_pool_allocator, params.page_size)
@@ -44,6 +50,8 @@ class TieredTree(KVViewsRadixCache):
             self._await_transfers(node)
             if node.host_value is not None:
                 self.host_tier.pool.pages.free(node.host_value)
+        if self.residency is not None:
+            self.residency.clear()
         self.segments.clear()
         self.host_leaves.clear()
         self._loading.clear()
@@ -91,8 +99,17 @@ class TieredTree(KVViewsRadixCache):
         return DecLockRefResult(delta=delta)
 
     def evictable_size(self) -> int:
-        """Slots that :meth:`evict` can free: of nodes that nobody locks, and of segments that nobody reads."""
-        return self.evictable_size_ + self.segments.unused_tokens
+        """Slots that :meth:`evict` can free: of nodes that nobody locks, of segments that nobody reads, and of running
+        requests' full KV that may leave the device."""
+        return self.evictable_size_ + self.segments.unused_tokens + self._offered
+
+    def protected_size(self) -> int:
+        """Slots of locked nodes that stay."""
+        return self.protected_size_ - self._offered
+
+    @property
+    def _offered(self) -> int:
+        return self.residency.offered_tokens if self.residency is not None else 0
 
     def total_size(self) -> int:
         """Slots that nodes own."""

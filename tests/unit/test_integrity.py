@@ -23,8 +23,8 @@ def views(copies=(11, 12), free=(13, 14), cached=(1, 2, 15), page_size=1):
     )
 
 
-# Tokens of each row whose KV is exact.
-EXACT = {1: 4, 2: 4}
+# Positions of each row whose KV is exact.
+EXACT = {1: range(4), 2: range(4)}
 WRITTEN = torch.tensor([5, 6, 10])
 
 

@@ -130,7 +130,7 @@ def test_held_bytes_count_keys_and_values_of_all_layers():
 def test_copies_go_before_a_request_is_retracted():
     views = make_views()
     views.compress(1, 100)
-    batch = SimpleNamespace(tree_cache=SimpleNamespace(views=views))
+    batch = SimpleNamespace(tree_cache=SimpleNamespace(views=views, residency=None))
     assert give_back_when_full(lambda b, i: views.held_tokens == 0, batch)
     assert views.get(1) is None
     assert not give_back_when_full(lambda b, i: False, batch)

@@ -1,0 +1,239 @@
+"""Rolling rounds: all requests draft, and in turn some verify, as their full KV comes from the host.
+
+As in lockstep.py a round is one call of SGLang's scheduler, and its steps replay CUDA graphs. But drafts gather over several
+rounds: their tokens stay on the device, by row of the token table. Verifications are spread over the rounds, so that
+the link to the host is never congested (VeriCache, section 5: cross-resource staggering).
+"""
+
+import copy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.managers.utils import GenerationBatchResult
+
+from sglang_ext.core import RequestState
+from sglang_ext.device import to_device
+from sglang_ext.layers.attention.views import BetweenSteps
+from sglang_ext.managers import integrity, meta_info
+from sglang_ext.managers.lockstep import Lockstep, RoundResult
+from sglang_ext.managers.rolling_plan import RollingPlanner, RollingRound
+from sglang_ext.managers.round_plan import Round
+from sglang_ext.managers.sampling import Sampled, Sampling
+from sglang_ext.managers.steps import Drafted, Steps
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+    from sglang_ext.layers.attention.verify_graphs import VerifyGraphSet
+    from sglang_ext.managers.pace import Pace
+    from sglang_ext.managers.simulation import Simulation
+    from sglang_ext.managers.verifications import Verifications
+    from sglang_ext.managers.worker import KVWorker
+
+
+@dataclass(frozen=True)
+class Part:
+    """Requests of a round that answer together.
+
+    Attributes:
+        requests: their places in the batch.
+        answers: int64 [requests, width].
+        accepted: int64 [requests], how many of the answers count.
+        sampled: what the answers were taken from, ``width`` rows a request.
+    """
+
+    requests: list[int]
+    answers: torch.Tensor
+    accepted: torch.Tensor
+    sampled: Sampled
+
+
+class Rolling(Lockstep):
+    """Runs the rounds of a worker's running batches while full KV may be on the host.
+
+    Attributes:
+        verifications: whose turn it is.
+        gathered: int64 [rows, longest], drafts of each row since its last verification.
+    """
+
+    def __init__(
+        self,
+        worker: "KVWorker",
+        graphs: "VerifyGraphSet | None",
+        simulation: "Simulation | None",
+        pace: "Pace",
+        steps: Steps,
+        verifications: "Verifications",
+    ):
+        super().__init__(worker, graphs, simulation, pace, steps)
+        longest = worker.stride - 1
+        self.verifications = verifications
+        self.planner = RollingPlanner(worker.views, verifications, longest)
+        self.gathered = torch.zeros(worker.views.rows, longest, dtype=torch.int64, device=steps.table.device)
+
+    def forget(self, row: int) -> None:
+        """The request in ``row`` is gone."""
+        self.verifications.forget(row)
+        self.verifications.residency.forget(row)
+
+    def decode(
+        self, batch: "ScheduleBatch", states: list[RequestState], on_publish=None
+    ) -> GenerationBatchResult:
+        """One round of all requests."""
+        lengths = batch.seq_lens_cpu.tolist()
+        for state, length in zip(states, lengths):
+            self.worker.queries.drop_rejected(state.row, length)
+        drafts = self.pace.begin(lengths, states).drafts
+        round_ = self.planner.plan(batch, states, lengths, drafts, self.pace.lengths.round_seconds)
+        self.pace.planned(round_)
+        if self.worker.strict:
+            self._check(batch, round_)
+        steps = self._step(batch, round_)
+        self.pace.drafted()
+        parts = [self._verify_part(batch, round_, requests) for requests in _by_width(round_)]
+        if round_.answering:
+            parts.append(self._plain_part(round_, steps))
+        result = self._answer(batch, round_, parts, steps[-1][0], on_publish)
+        for i, state in enumerate(states):
+            state.gathered = 0 if i in round_.due or i in round_.answering else round_.offered[i]
+        self.verifications.end()
+        self.pace.ended()
+        return result
+
+    def account(self, batch: "ScheduleBatch", result: RoundResult) -> None:
+        """Count a round's outcome, once it is on the host."""
+        metrics, round_ = self.worker.metrics, result.round
+        accepted = result.accept_lens.tolist()
+        for i, (req, state, answers) in enumerate(zip(batch.reqs, round_.states, accepted)):
+            if req.finished() or req.is_retracted:
+                continue  # the scheduler drops what came after
+            if i in round_.due:
+                state.count_verify(round_.offered[i], answers - 1)
+                metrics.count_verify(answers)
+                self.worker.typical.observe(round_.offered[i], answers - 1)
+            if round_.rows[i] != state.row:
+                metrics.count_drafts(round_.drafts, round_.drafts)
+            elif round_.fallbacks[i]:
+                metrics.count_fallback(round_.fallbacks[i], answers)
+            state.fallback = round_.fallbacks[i]
+            meta_info.fill(req, state)
+        metrics.observe_pool(self.worker.views)
+
+    def _check(self, batch: "ScheduleBatch", round_: RollingRound) -> None:
+        """Strict mode: no slot has two owners."""
+        table, residency = self.steps.table, self.verifications.residency
+        written, exact = [], {}
+        for i, (req, state, start) in enumerate(zip(batch.reqs, round_.states, round_.starts)):
+            length, end = round_.lengths[i], start + round_.drafts
+            written.append(table[state.row, length if i in round_.due else start : end + (i in round_.due)].long())
+            exact[state.row] = range(req.cache_protected_len if residency.is_stale(state.row) else 0, length)
+        integrity.check(exact, torch.cat(written), self.worker.views)
+
+    def _step(self, batch: "ScheduleBatch", round_: RollingRound) -> list[tuple[LogitsProcessorOutput, Sampled]]:
+        """The round's steps; what they draw is kept behind the drafts of earlier rounds."""
+        own, before = batch.req_pool_indices, to_device(round_.gathered, batch.seq_lens.device)
+        last = self.gathered[own, (before - 1).clamp(min=0)]
+        tokens = torch.where(before > 0, last, batch.spec_info.bonus_tokens)
+        starts = batch.seq_lens + before
+        slots = self.steps.slots(batch, round_.drafts, starts)
+        steps = self.steps.one_by_one(batch, round_, round_.drafts, tokens, slots, starts)
+        places = before[:, None] + torch.arange(round_.drafts, device=before.device)
+        self.gathered[own[:, None], places] = torch.stack([sampled.tokens for _, sampled in steps], dim=1)
+        return steps
+
+    def _plain_part(self, round_: RollingRound, steps: list[tuple[LogitsProcessorOutput, Sampled]]) -> Part:
+        """Those that decode on their full KV: their steps are answers."""
+        where = to_device(round_.answering, steps[0][1].tokens.device)
+        answers = torch.stack([sampled.tokens for _, sampled in steps], dim=1)[where]
+        # Where log-probabilities are asked for there is one step.
+        sampled = steps[-1][1]
+        if sampled.logprobs is not None:
+            picked = round_.answering
+            sampled = Sampled(
+                sampled.tokens[where], sampled.logprobs[where], [sampled.top[i] for i in picked], [sampled.chosen[i] for i in picked]
+            )
+        return Part(round_.answering, answers, torch.full_like(where, round_.drafts), sampled)
+
+    def _verify_part(self, batch: "ScheduleBatch", round_: RollingRound, requests: list[int]) -> Part:
+        """Verify all drafts of some requests over their full KV."""
+        where = to_device(requests, batch.seq_lens.device)
+        part = copy.copy(batch)
+        part.reqs = [batch.reqs[i] for i in requests]
+        part.seq_lens, part.req_pool_indices = batch.seq_lens[where], batch.req_pool_indices[where]
+        states, lengths = ([values[i] for i in requests] for values in (round_.states, round_.lengths))
+        offered = [round_.offered[i] for i in requests]
+        width = max(offered) + 1
+        drafts = self.gathered[part.req_pool_indices, : width - 1]
+
+        def sampling(width: int) -> Sampling:
+            rows = [self.worker.sampling_row(i, state) for i, state in zip(requests, states) for _ in range(width)]
+            return Sampling.of(self.worker.model_runner, batch, rows, batch.return_logprob)
+
+        tokens = torch.cat([batch.spec_info.bonus_tokens[where, None], drafts], 1)
+        small = Round(states, width - 1, 0, lengths, [], [], [])
+        _, sampled = self._verify(part, small, tokens, self.steps.slots(part, width), sampling)
+        answers, accepted = self._accept(part, Drafted(drafts, to_device(offered, where.device)), sampled)
+        return Part(requests, answers, accepted, sampled)
+
+    def _answer(
+        self,
+        batch: "ScheduleBatch",
+        round_: RollingRound,
+        parts: list[Part],
+        output: LogitsProcessorOutput,
+        on_publish,
+    ) -> RoundResult:
+        """The answers of those that verified or decoded on their full KV; the others have none yet."""
+        count, width = len(round_.states), max([1, *(part.answers.shape[1] for part in parts)])
+        answers = batch.seq_lens.new_zeros(count, width)
+        accepted = batch.seq_lens.new_zeros(count)
+        for part in parts:
+            where = to_device(part.requests, answers.device)
+            answers[where, : part.answers.shape[1]] = part.answers
+            accepted[where] = part.accepted
+        lengths = batch.seq_lens + accepted
+        # The event marks an earlier read of the token table than the round's last one.
+        self.worker.model_runner.war_fastpath_read_done_event = None
+        if on_publish is not None:
+            on_publish(lengths)
+        shown = LogitsProcessorOutput(next_token_logits=None)
+        if batch.return_logprob:
+            _logprobs(parts, count, width).fill_logprobs(shown, list(range(count * width)), stride=width)
+        if output.hidden_states is not None:
+            # Of those that decode one token on their full KV; nobody else asks for them.
+            shown.hidden_states = output.hidden_states.repeat_interleave(width, 0)
+        last = answers.gather(1, (accepted - 1).clamp(min=0)[:, None])[:, 0]
+        return RoundResult(
+            logits_output=shown,
+            next_token_ids=answers.flatten(),
+            accept_lens=accepted,
+            new_seq_lens=lengths,
+            next_draft_input=BetweenSteps(torch.where(accepted > 0, last, batch.spec_info.bonus_tokens)),
+            speculative_num_draft_tokens=width,
+            can_run_cuda_graph=self.graphs is not None,
+            round=round_,
+        )
+
+
+def _by_width(round_: RollingRound) -> list[list[int]]:
+    """Those that verify, apart by whether they have the drafts of one round, or more: a few wide ones cost the others nothing."""
+    narrow = [i for i in round_.due if round_.offered[i] <= round_.drafts]
+    wide = [i for i in round_.due if round_.offered[i] > round_.drafts]
+    return [part for part in (narrow, wide) if part]
+
+
+def _logprobs(parts: list[Part], count: int, width: int) -> Sampled:
+    """Log-probabilities of ``width`` answers of each request; of requests without an answer they are not read."""
+    empty = (torch.empty(0), [])
+    found = Sampled(torch.empty(0), torch.zeros(count * width), [empty] * (count * width), [empty] * (count * width))
+    for part in parts:
+        each = part.answers.shape[1]
+        found.logprobs = found.logprobs.to(part.sampled.logprobs.device)
+        for k, i in enumerate(part.requests):
+            mine, there = range(k * each, (k + 1) * each), slice(i * width, i * width + each)
+            found.logprobs[there] = part.sampled.logprobs[mine.start : mine.stop]
+            found.top[there] = part.sampled.top[mine.start : mine.stop]
+            found.chosen[there] = part.sampled.chosen[mine.start : mine.stop]
+    return found

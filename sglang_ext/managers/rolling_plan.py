@@ -1,0 +1,133 @@
+"""What the requests of a batch do in a rolling round: all draft, those whose turn it is verify.
+
+Full KV may be off the device. Drafts then gather over several rounds, until the full KV is there for their verification
+(verifications.py). A request that cannot draft, or has no copy, decodes on its full KV meanwhile, which stays.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from sglang_ext.core import RequestState
+from sglang_ext.managers.planner import CURABLE, ensure_copy
+from sglang_ext.managers.round_plan import Round, can_draft
+from sglang_ext.managers.verifications import Verifications
+from sglang_ext.mem_cache.compressed_views import CompressedViews
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+
+
+@dataclass(frozen=True)
+class RollingRound(Round):
+    """A round in which ``drafts`` steps are done by all, and some verify what they drafted in this and earlier rounds.
+
+    Attributes:
+        gathered: drafts that each has from earlier rounds; 0 for those that decode on their full KV.
+        due: requests that verify at its end.
+    """
+
+    gathered: list[int] = field(default_factory=list)
+    due: list[int] = field(default_factory=list)
+
+    @property
+    def starts(self) -> list[int]:
+        """Position of each request's first token in the round."""
+        return [length + gathered for length, gathered in zip(self.lengths, self.gathered)]
+
+    @property
+    def answering(self) -> list[int]:
+        """Requests that decode on their full KV."""
+        return [i for i, (state, row) in enumerate(zip(self.states, self.rows)) if row == state.row]
+
+    @property
+    def offered(self) -> list[int]:
+        """Drafts that each has at the round's end."""
+        return [gathered + self.drafts for gathered in self.gathered]
+
+
+@dataclass(frozen=True)
+class RollingPlanner:
+    """Plans rolling rounds; makes and renews copies for them.
+
+    Attributes:
+        views: the compressed copies.
+        verifications: whose turn it is, and what is loaded for it.
+        longest: drafts that a request gathers at most; a multiple of the drafts of a round.
+    """
+
+    views: CompressedViews
+    verifications: Verifications
+    longest: int
+
+    def plan(
+        self,
+        batch: "ScheduleBatch",
+        states: list[RequestState],
+        lengths: list[int],
+        drafts: int,
+        iteration_seconds: float | None = None,
+    ) -> RollingRound:
+        """A round of ``drafts`` steps, or fewer: one where a request's tokens must be looked at one by one.
+
+        Args:
+            batch: the running requests.
+            states: their draft states, same order.
+            lengths: tokens of each request whose full KV is known, on the device or not.
+            drafts: steps at most.
+            iteration_seconds: of a round, as measured.
+        """
+        residency, verifications = self.verifications.residency, self.verifications
+        residency.tree.settle()
+        able = [can_draft(req, state) for req, state in zip(batch.reqs, states)]
+        residency.update(
+            {
+                state.row: (req.last_node, view.covered)
+                for req, state, can in zip(batch.reqs, states, able)
+                if can and (view := self.views.get(state.row)) is not None
+            }
+        )
+        headroom = 2 * self.longest * len(states)
+        reasons = [state.fallback for state in states]
+        for i, (req, state) in enumerate(zip(batch.reqs, states)):
+            if able[i] and not residency.is_stale(state.row):
+                reasons[i] = self._copy(req, state, lengths[i], headroom)
+            elif able[i]:
+                reasons[i] = 0
+        on_copy = [can and not reason for can, reason in zip(able, reasons)]
+        missing = [req.sampling_params.max_new_tokens - len(req.output_ids) for req in batch.reqs]
+        steps = self._steps(batch, able, on_copy, missing, drafts)
+        verifications.begin(iteration_seconds)
+        for state, drafting, left in zip(states, on_copy, missing):
+            if drafting and not residency.is_lost(state.row):
+                target = min(self.longest, left - 1) - state.gathered
+                verifications.want(state.row, max(1, -(-target // steps) - 1))
+        verifications.start()
+        due = verifications.turns
+        for i, (req, state) in enumerate(zip(batch.reqs, states)):
+            if state.row in due and residency.is_stale(state.row):
+                residency.restore(state.row)
+                self._copy(req, state, lengths[i], headroom)
+        gathered = [min(state.gathered, self.longest - steps) if drafting else 0 for state, drafting in zip(states, on_copy)]
+        rows, viewed = [], []
+        for state, length, before, drafting in zip(states, lengths, gathered, on_copy):
+            if drafting:
+                self.views.write_tail(state.row, length + before)
+            view = self.views.get(state.row) if drafting else None
+            rows.append(state.row if view is None else self.views.draft_row(state.row))
+            viewed.append(length if view is None else view.kept + length + before - view.covered)
+        turns = [i for i, state in enumerate(states) if on_copy[i] and state.row in due]
+        return RollingRound(states, steps, 0, lengths, rows, viewed, reasons, gathered=gathered, due=turns)
+
+    def _copy(self, req: "Req", state: RequestState, length: int, headroom: int) -> int:
+        with self.verifications.residency.reading(state.row):
+            return ensure_copy(self.views, req, state, length, headroom)
+
+    def _steps(
+        self, batch: "ScheduleBatch", able: list[bool], on_copy: list[bool], missing: list[int], drafts: int
+    ) -> int:
+        """Steps of the round. SGLang keeps penalties, grammars and log-probabilities of answers from token to token."""
+        if not all(able) or (batch.return_logprob and not all(on_copy)):
+            return 1
+        return max(1, min(drafts, max(missing)))

@@ -1,0 +1,85 @@
+"""Whose turn it is to verify, and which full KV is loaded for it: Algorithm 1 of VeriCache over the requests that run.
+
+Full KV that is on the device is verified in each round. What is on the host is reserved time on the link and room on the
+device for (admission.py), once as many drafts as pay for its load will have gathered.
+"""
+
+from dataclasses import dataclass, field
+
+from sglang_ext.managers.admission import Admission
+from sglang_ext.mem_cache.residency import Residency
+
+
+@dataclass
+class Verifications:
+    """The turns of one scheduler process.
+
+    Attributes:
+        admission: the reservations, by row of the token table.
+        residency: whose full KV is on the device.
+        bytes_per_token: of full KV.
+        turns: rows that verify in this iteration.
+    """
+
+    admission: Admission
+    residency: Residency
+    bytes_per_token: int
+    turns: set[int] = field(default_factory=set)
+    _reserved: set[int] = field(default_factory=set)
+
+    def begin(self, iteration_seconds: float | None) -> None:
+        """An iteration begins, in which those verify whose full KV has arrived.
+
+        Args:
+            iteration_seconds: as measured; None where that is not known yet.
+        """
+        if iteration_seconds:
+            self.admission.iteration_seconds = iteration_seconds
+        self.admission.memory = self.residency.room
+        self.admission.advance()
+        self.turns = set()
+        for row in self.admission.due():
+            if self.residency.missing_tokens(row):
+                # It came back changed, or lost its place on the device: it needs another reservation.
+                self.forget(row)
+            elif self.residency.ready(row):
+                self._reserved.discard(row)
+                self.turns.add(row)
+            else:
+                self._reserved.difference_update(self.admission.late(row))
+
+    def want(self, row: int, rounds: int) -> None:
+        """A request shall verify: now, if its full KV is on the device, or else after so many rounds.
+
+        Where nothing fits it waits, and wants it again.
+
+        Args:
+            row: of the token table.
+            rounds: of drafts after this one until enough are gathered, at least 1.
+        """
+        if row in self.turns or row in self._reserved:
+            return
+        tokens = self.residency.missing_tokens(row)
+        if tokens:
+            seconds = tokens * self.bytes_per_token / self.residency.tree.link.bandwidth
+            if self.admission.admit(row, seconds, tokens, rounds) is not None:
+                self._reserved.add(row)
+        elif self.residency.load(row) and self.residency.ready(row):
+            self.turns.add(row)
+
+    def start(self) -> None:
+        """Begin the loads whose time has come."""
+        for row in self.admission.starting():
+            if not self.residency.load(row):
+                self.forget(row)
+
+    def end(self) -> None:
+        """The verifications were launched: full KV that was read may leave the device again."""
+        for row in self.turns:
+            self.residency.release(row)
+
+    def forget(self, row: int) -> None:
+        """The request in ``row`` is gone, or has to be reserved anew."""
+        self._reserved.discard(row)
+        self.admission.cancel(row)
+        self.residency.release(row)
