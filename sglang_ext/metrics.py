@@ -1,16 +1,15 @@
 """Prometheus metrics, ``sglang_ext:*``, on SGLang's own ``/metrics`` page."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sglang_ext.core import FALLBACK_REASONS
+from sglang_ext.tier_metrics import LABELS, TierMetrics
 
 if TYPE_CHECKING:
     from sglang_ext.arguments import KVServerArgs
+    from sglang_ext.managers.verifications import Verifications
     from sglang_ext.mem_cache.compressed_views import CompressedViews
-    from sglang_ext.mem_cache.tiered_moves import TieredMoves
-
-LABELS = ("model_name",)
 
 
 @dataclass
@@ -26,11 +25,8 @@ class KVMetrics:
         fallbacks: tokens served with full KV, by reason.
         held_bytes: bytes of KV in compressed slots.
         query_bytes: bytes of queries kept for compressors.
-        host_bytes: bytes of full KV in host memory.
-        moved_bytes: bytes of full KV that went to the host and back, by direction.
-        failed_pages: host pages whose KV came back changed.
-        link_rate: bytes per second of loads from host memory.
         round_seconds: times of the last round in lockstep, by part: a draft, the rest, or a step of plain decoding.
+        tiers: of full KV in host memory; None without any.
     """
 
     model_name: str
@@ -42,12 +38,8 @@ class KVMetrics:
     fallbacks: object = None
     held_bytes: object = None
     query_bytes: object = None
-    host_bytes: object = None
-    moved_bytes: object = None
-    failed_pages: object = None
-    link_rate: object = None
     round_seconds: object = None
-    _reported: dict[str, float] = field(default_factory=dict)
+    tiers: TierMetrics | None = None
 
     @classmethod
     def create(cls, server_args: "KVServerArgs", counts: bool = True) -> "KVMetrics":
@@ -87,25 +79,13 @@ class KVMetrics:
                 LABELS,
                 multiprocess_mode="mostrecent",
             ),
-            host_bytes=Gauge(
-                "sglang_ext:host_bytes", "Bytes of full KV in host memory.", LABELS, multiprocess_mode="mostrecent"
-            ),
-            moved_bytes=Counter(
-                "sglang_ext:host_moved_bytes", "Bytes of full KV stored to host memory and loaded back.", (*LABELS, "direction")
-            ),
-            failed_pages=Counter(
-                "sglang_ext:host_failed_pages", "Pages of full KV that came back changed, and are computed again.", LABELS
-            ),
-            link_rate=Gauge(
-                "sglang_ext:host_load_bytes_per_second", "Bandwidth of loads from host memory, newer ones counting more.", LABELS,
-                multiprocess_mode="mostrecent",
-            ),
             round_seconds=Gauge(
                 "sglang_ext:round_seconds",
                 "Seconds on the device in the last round: one draft, the rest with the verification, or a plain step.",
                 (*LABELS, "part"),
                 multiprocess_mode="mostrecent",
             ),
+            tiers=TierMetrics(name) if server_args.kv_host_gb else None,
         )
 
     def count_drafts(self, drafts: int, forwards: int) -> None:
@@ -134,28 +114,10 @@ class KVMetrics:
         for part, seconds in parts.items():
             self.round_seconds.labels(self.model_name, part).set(seconds)
 
-    def observe_pool(self, views: "CompressedViews") -> None:
-        """Report the bytes in compressed slots, and of queries."""
+    def observe_pool(self, views: "CompressedViews", verifications: "Verifications | None" = None) -> None:
+        """Report the bytes in compressed slots, of queries, and what became of full KV in host memory."""
         if self.held_bytes is not None:
             self.held_bytes.labels(self.model_name).set(views.held_bytes())
             self.query_bytes.labels(self.model_name).set(views.queries.held_bytes)
-            self._observe_host(views.tree_cache)
-
-    def _observe_host(self, tree: "TieredMoves") -> None:
-        """Of most rounds there is nothing new."""
-        now = {
-            "held": tree.host_bytes,
-            "rate": tree.link.bandwidth or 0.0,
-            "stored": tree.stored_bytes,
-            "loaded": tree.loaded_bytes,
-            "failed": tree.failed_pages,
-        }
-        if now == self._reported:
-            return
-        new = {name: total - self._reported.get(name, 0) for name, total in now.items()}
-        self._reported = now
-        self.host_bytes.labels(self.model_name).set(now["held"])
-        self.link_rate.labels(self.model_name).set(now["rate"])
-        for direction in ("stored", "loaded"):
-            self.moved_bytes.labels(self.model_name, direction).inc(new[direction])
-        self.failed_pages.labels(self.model_name).inc(new["failed"])
+        if self.tiers is not None:
+            self.tiers.observe(views.tree_cache, verifications)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
     from sglang_ext.layers.attention.verify_graphs import VerifyGraphSet
+    from sglang_ext.managers.verifications import Verifications
     from sglang_ext.managers.worker import KVWorker
 
 
@@ -67,7 +68,10 @@ class Lockstep:
         pace: chooses draft lengths, and keeps the times of rounds.
         steps: the forwards.
         checked: drafts that n-grams propose; None where drafts come one by one.
+        verifications: whose turn it is; None where all verify together.
     """
+
+    verifications: "Verifications | None" = None
 
     def __init__(
         self,

@@ -119,7 +119,7 @@ class Rolling(Lockstep):
                 metrics.count_fallback(round_.fallbacks[i], answers)
             state.fallback = round_.fallbacks[i]
             meta_info.fill(req, state)
-        metrics.observe_pool(self.worker.views)
+        metrics.observe_pool(self.worker.views, self.verifications)
 
     def _check(self, batch: "ScheduleBatch", round_: RollingRound) -> None:
         """Strict mode: no slot has two owners."""

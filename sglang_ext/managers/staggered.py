@@ -27,7 +27,10 @@ class Staggered:
 
     Attributes:
         worker: whose states, views and queries these are.
+        verifications: None, as full KV stays on the device.
     """
+
+    verifications = None
 
     def __init__(self, worker: "KVWorker"):
         self.worker = worker

@@ -19,12 +19,14 @@ class Verifications:
         residency: whose full KV is on the device.
         bytes_per_token: of full KV.
         turns: rows that verify in this iteration.
+        slack: iterations by which full KV was there before its turn, in all.
     """
 
     admission: Admission
     residency: Residency
     bytes_per_token: int
     turns: set[int] = field(default_factory=set)
+    slack: int = 0
     _reserved: set[int] = field(default_factory=set)
 
     def begin(self, iteration_seconds: float | None) -> None:
@@ -47,6 +49,7 @@ class Verifications:
                 self.turns.add(row)
             else:
                 self._reserved.difference_update(self.admission.late(row))
+        self.slack += sum(self.residency.waits(row) for row in self._reserved)
 
     def want(self, row: int, rounds: int) -> None:
         """A request shall verify: now, if its full KV is on the device, or else after so many rounds.

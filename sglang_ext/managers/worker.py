@@ -236,7 +236,7 @@ class KVWorker(BaseSpecWorker):
         """Drop the draft state of the request in ``row``: it finished, was aborted or retracted."""
         self.states.pop(row, None)
         self.schedule.forget(row)
-        self.metrics.observe_pool(self.views)
+        self.metrics.observe_pool(self.views, self.schedule.verifications)
 
     def clear_cache_pool(self) -> None:
         """Forget all requests: the scheduler cleared the pool."""

@@ -44,6 +44,7 @@ class Faults:
         logger.warning("sglang-ext: %s=%s: host memory loses bits on purpose", VARIABLE, text)
         return cls(int(text))
 
+    @torch.inference_mode()
     def strike(self, pool: HostPool, pages: torch.Tensor) -> None:
         """A load of ``pages``, whose stores are done, is about to begin."""
         self.loads += 1

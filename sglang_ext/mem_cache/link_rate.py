@@ -14,9 +14,12 @@ class LinkRate:
 
     Attributes:
         decay: what is left of a transfer's weight when the next one ends.
+        loads, seconds: that were counted, and how long they took.
     """
 
     decay: float = 0.9
+    loads: int = 0
+    seconds: float = 0.0
     _bytes: float = 0.0
     _seconds: float = 0.0
 
@@ -34,6 +37,8 @@ class LinkRate:
         seconds = transfer.seconds
         self._bytes = self.decay * self._bytes + transfer.size
         self._seconds = self.decay * self._seconds + seconds
+        self.loads += 1
+        self.seconds += seconds
 
     def measure(self, tier: HostTier, slots: torch.Tensor) -> float:
         """Count one load of what lies in ``slots``, waiting for it, and give the bandwidth.

@@ -93,6 +93,11 @@ class Residency:
         self._of_node.clear()
 
     @property
+    def offloaded_tokens(self) -> int:
+        """Tokens of holders' full KV that are not on the device; what several share counts once."""
+        return sum(len(node.key) for node in self._of_node if node.value is None)
+
+    @property
     def room(self) -> int:
         """Device slots that loads may hold together: what is free, what can be, and what they hold now."""
         tree = self.tree
@@ -179,6 +184,10 @@ class Residency:
         """Whether all of a request's full KV is on the device, and stays."""
         holder = self.holders.get(row)
         return holder is None or (holder.pinned and all(node.on_device for node in path(holder.node)))
+
+    def waits(self, row: int) -> bool:
+        """Whether what was loaded for a request is there."""
+        return row in self.holders and self.ready(row)
 
     def restore(self, row: int) -> None:
         """Let a request's row lead to its full KV, which is :meth:`ready`."""

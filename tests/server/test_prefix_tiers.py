@@ -50,6 +50,6 @@ def test_evicted_prefixes_come_back_from_the_host_with_stocks_answers(stock, sma
         assert [r["output_ids"] for r in found] == expected
     # Of each prompt all but the tokens whose queries are wanted.
     assert all(r["meta_info"]["cached_tokens"] >= len(ids) - 40 for r, ids in zip(found, asked))
-    moved = [small.metric(f'sglang_ext:host_moved_bytes_total{{direction="{way}"') for way in ("stored", "loaded")]
+    moved = [small.metric(f"sglang_ext:host_{way}_bytes_total") for way in ("stored", "loaded")]
     assert min(moved) > 0 and small.metric("sglang_ext:host_load_bytes_per_second") > 0
     assert small.metric("sglang_ext:host_failed_pages_total") == 0
