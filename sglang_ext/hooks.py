@@ -113,6 +113,14 @@ HOOKS: tuple[Hook, ...] = (
         process="scheduler",
     ),
     Hook(
+        target="sglang.srt.managers.scheduler_components.invariant_checker.SchedulerInvariantChecker._check_tree_cache",
+        kind="around",
+        hook="sglang_ext.mem_cache.tree_integrity.check_when_idle",
+        why="an idle scheduler checks its prefix tree, of which SGLang checks other kinds only",
+        expects=("self",),
+        process="scheduler",
+    ),
+    Hook(
         target="sglang.srt.mem_cache.kv_cache_builder.get_draft_kv_pool",
         kind="around",
         hook="sglang_ext.managers.algorithm.get_draft_kv_pool",

@@ -13,6 +13,7 @@ from sglang_ext.bench import BenchError, report
 from sglang_ext.bench.identity_options import words
 from sglang_ext.bench.server import ServerProcess
 from sglang_ext.managers.simulation import VARIABLE
+from sglang_ext.options import FULL_TIERS
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--budget", default="0.125", help="shares, separated by commas")
     add("--draft-length", default="16", help="numbers, or auto, separated by commas")
     add("--ngram-tokens", default="0", help="tokens that n-grams propose in each draft step, separated by commas; 0: none")
+    add("--full-tier", default="device", help="where full KV of running requests lies: device, auto, host, separated by commas")
+    add("--offload-draft-length", default="64", help="tokens drafted before full KV is loaded, separated by commas")
+    add("--host-gb", type=float, default=0.0, help="host memory for full KV, with --full-tier auto or host")
     add("--also", action="append", default=[], metavar="BUDGET:DRAFTS", help="also run the first compressor with this pair, beside all combinations")
     add("--force-acceptance", metavar="P", help="accept each draft with this probability; several separated by commas")
     add("--baseline", action="append", default=[], metavar="FLAGS", help="also run stock SGLang with these flags, for example '--speculative-algorithm NGRAM'")
@@ -139,7 +143,8 @@ def all_of(args: argparse.Namespace) -> Iterator[Setting]:
     budgets = [budget for budget in args.budget.split(",") if budget]
     proposals = numbers(args.ngram_tokens, "--ngram-tokens", zero=True)
     for compressor, budget, drafts, proposed in product(compressors, budgets, args.draft_length.split(","), proposals):
-        yield verified(args, compressor, budget, drafts, proposed)
+        for tier in tiers(args):
+            yield verified(args, compressor, budget, drafts, proposed, tier)
     for pair in args.also:
         budget, separator, drafts = pair.partition(":")
         if not separator:
@@ -147,16 +152,53 @@ def all_of(args: argparse.Namespace) -> Iterator[Setting]:
         yield verified(args, compressors[0], budget, drafts)
 
 
-def verified(args: argparse.Namespace, compressor: str, budget: str, drafts: str, proposed: int = 0) -> Setting:
+@dataclass(frozen=True)
+class Tier:
+    """Where full KV of running requests lies.
+
+    Attributes:
+        name: value of ``--kv-full-tier``.
+        longest: drafts before full KV is loaded; of ``device``, 0.
+    """
+
+    name: str = "device"
+    longest: int = 0
+
+
+def tiers(args: argparse.Namespace) -> list[Tier]:
+    """What --full-tier and --offload-draft-length ask for.
+
+    Raises:
+        BenchError: a tier is unknown, or has no host memory.
+    """
+    found = []
+    for name in args.full_tier.split(","):
+        if name not in FULL_TIERS:
+            raise BenchError(f"--full-tier {args.full_tier!r}: pass {', '.join(FULL_TIERS)}, separated by commas")
+        if name != "device" and not args.host_gb:
+            raise BenchError(f"--full-tier {name} keeps full KV in host memory: pass --host-gb")
+        longest = [0] if name == "device" else numbers(args.offload_draft_length, "--offload-draft-length")
+        found += [Tier(name, each) for each in longest]
+    return found
+
+
+def verified(
+    args: argparse.Namespace, compressor: str, budget: str, drafts: str, proposed: int = 0, tier: Tier = Tier()
+) -> Setting:
     """A server of verified decoding, in which n-grams propose ``proposed`` tokens a step."""
     share = numbers(budget, "--budget", float)[0]
     length = None if drafts == "auto" else numbers(drafts, "--draft-length")[0]
     flags = ["--kv-mode", "verified", "--kv-compressor", compressor, "--kv-budget", f"{share:g}", "--kv-draft-length", drafts]
-    if args.force_acceptance is not None:
+    if args.force_acceptance is not None or tier.longest:
         flags += ["--kv-schedule", "lockstep"]
     name = f"{compressor}-{share:g}-x{drafts}"
     if proposed:
         name, flags = f"{name}-n{proposed}", [*flags, "--kv-ngram-tokens", str(proposed)]
+    if tier.longest:
+        name = f"{name}-{tier.name}-x{tier.longest}"
+        flags += ["--kv-full-tier", tier.name, "--kv-host-gb", f"{args.host_gb:g}", "--kv-offload-draft-length", str(tier.longest)]
+        # The limit of what is drafted and verified on the device alone does not hold.
+        length = None
     return Setting(name, tuple(flags), share, length)
 
 

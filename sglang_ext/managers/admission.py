@@ -107,6 +107,11 @@ class Admission:
         """Of the current iteration."""
         return Occupancy(self._loads.link.occupancy(), self._loads.memory.occupancy())
 
+    @property
+    def longest_load(self) -> float:
+        """Seconds of the link that a load can be given at most, within the horizon."""
+        return self.iteration_seconds * (self._loads.link.horizon - 2)
+
     def slow_link(self, factor: float) -> None:
         """All loads that are planned take ``factor`` times as long: a link's old bandwidth over its new one."""
         self._loads.link.scale(factor)

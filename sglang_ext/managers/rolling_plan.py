@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from sglang_ext.core import RequestState
+from sglang_ext.core import FALLBACK_REASONS, RequestState
 from sglang_ext.managers.planner import CURABLE, ensure_copy
 from sglang_ext.managers.round_plan import Round, can_draft
 from sglang_ext.managers.verifications import Verifications
@@ -17,6 +17,8 @@ from sglang_ext.mem_cache.compressed_views import CompressedViews
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+
+GRAMMAR = FALLBACK_REASONS.index("grammar")
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ class RollingPlanner:
             }
         )
         headroom = 2 * self.longest * len(states)
-        reasons = [state.fallback for state in states]
+        reasons = [state.fallback if state.fallback not in CURABLE else GRAMMAR for state in states]
         for i, (req, state) in enumerate(zip(batch.reqs, states)):
             if able[i] and not residency.is_stale(state.row):
                 reasons[i] = self._copy(req, state, lengths[i], headroom)

@@ -65,6 +65,8 @@ class Verifications:
         tokens = self.residency.missing_tokens(row)
         if tokens:
             seconds = tokens * self.bytes_per_token / self.residency.tree.link.bandwidth
+            # One that takes longer than the horizon gets all of it, and is late.
+            seconds = min(seconds, self.admission.longest_load)
             if self.admission.admit(row, seconds, tokens, rounds) is not None:
                 self._reserved.add(row)
         elif self.residency.load(row) and self.residency.ready(row):

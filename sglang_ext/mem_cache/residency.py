@@ -158,8 +158,10 @@ class Residency:
         """Begin to bring a request's full KV to the device, and keep it there until :meth:`release`.
 
         Returns:
-            False when slots lack; then nothing was begun.
+            False when slots lack, or it is lost; then nothing was begun.
         """
+        if self.is_lost(row):
+            return False
         missing = [node for node in self._path(row) if node.value is None]
         with self.reading(row):
             begun = not missing or self.tree.load_back(missing) is not None

@@ -31,11 +31,13 @@ class TieredTree(KVViewsRadixCache):
         segments: the compressed chunks that hang on the nodes.
         host_tier: where full KV lies in host memory; None without one.
         residency: running requests whose full KV may leave the device; None where it stays.
+        changed: whether a node was since the tree was checked last (tree_integrity.py).
         host_leaves: nodes that the host may forget.
     """
 
     host_tier: HostTier | None = None
     residency: "Residency | None" = None
+    changed: bool = False
 
     def __init__(self, params: CacheInitParams) -> None:
         self.segments = Segments(params.token_to_kv_pool_allocator, params.page_size)
@@ -213,6 +215,7 @@ class TieredTree(KVViewsRadixCache):
 
     def _update_leaf_status(self, node: TieredNode) -> None:
         super()._update_leaf_status(node)
+        self.changed = True
         if node.is_host_leaf:
             self.host_leaves.add(node)
         else:

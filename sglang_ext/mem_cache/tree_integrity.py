@@ -1,9 +1,12 @@
 """Checks that the prefix tree owns what it says, and nothing that another owns."""
 
+import logging
 from collections import Counter
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
+from sglang.srt.environ import envs
 
 from sglang_ext.managers.integrity import IntegrityError
 from sglang_ext.mem_cache.host_pages import HostPageError
@@ -12,6 +15,27 @@ from sglang_ext.mem_cache.tiered_node import TieredNode, below
 
 if TYPE_CHECKING:
     from sglang_ext.mem_cache.tiered_tree import TieredTree
+
+logger = logging.getLogger(__name__)
+
+
+def check_when_idle(original: Callable, checker) -> None:
+    """Hook around SGLang's check of an idle scheduler's tree: what changed since the last one is looked at, once.
+
+    Raises:
+        IntegrityError: something is wrong, where SGLang's own idle checks are strict; else it is logged.
+    """
+    original(checker)
+    tree = checker.tree_cache
+    if not getattr(tree, "changed", False):
+        return
+    tree.changed = False
+    try:
+        check(tree)
+    except IntegrityError as error:
+        if envs.SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE.get():
+            raise
+        logger.error("sglang-ext: the prefix tree is not sound: %s", error)
 
 
 def check(tree: "TieredTree") -> None:

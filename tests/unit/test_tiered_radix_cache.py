@@ -1,6 +1,8 @@
 """The prefix tree keeps KV on the device and on the host, shares it, and loses nothing that it says it has."""
 
 from array import array
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from tiered_helpers import PAGE, World, done, kv_of
 
 from sglang_ext.managers.integrity import IntegrityError
+from sglang_ext.mem_cache import tree_integrity
 from sglang_ext.mem_cache.tiered_node import path
 
 A, B = list(range(1, 9)), [1, 2, 3, 4, 50, 60, 70, 80]
@@ -407,3 +410,23 @@ def test_integrity_names_the_node_and_what_is_wrong(damage, message):
     damage(world, node)
     with pytest.raises(IntegrityError, match=message):
         world.cache.check_integrity()
+
+
+def test_an_idle_scheduler_looks_at_what_changed_once(monkeypatch, caplog):
+    world = World()
+    done(world, A)
+    checker, calls = SimpleNamespace(tree_cache=world.cache), []
+    check = partial(tree_integrity.check_when_idle, calls.append, checker)
+    check()
+    world.node(A).value = world.node(A).value.flip(0).clone()[:4]
+    check()
+    assert len(calls) == 2, "nothing was told to have changed"
+    world.cache.inc_lock_ref(world.node(A))
+    monkeypatch.setenv("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE", "1")
+    with pytest.raises(IntegrityError, match="4 device slots"):
+        check()
+    world.cache.changed = True
+    monkeypatch.setenv("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE", "0")
+    check()
+    assert "4 device slots" in caplog.text
+    tree_integrity.check_when_idle(calls.append, SimpleNamespace(tree_cache=object()))

@@ -1,0 +1,58 @@
+"""Full KV of running requests in host memory: more of them run than fit on the device, and their answers are stock's."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from servers import STRICT, VERIFIED, greedy
+
+from sglang_ext.mem_cache.faults import VARIABLE
+
+pytestmark = pytest.mark.server
+
+# Full KV of the prompts below, 3,700 tokens, does not fit; every seventh load finds a changed page.
+FLAGS = (
+    *("--kv-schedule", "lockstep", "--kv-draft-length", "4", "--kv-full-tier", "host", "--kv-host-gb", "0.5"),
+    *("--kv-offload-draft-length", "12", "--max-total-tokens", "2600"),
+)
+
+
+@pytest.fixture
+def host(stock, launch):
+    """A server whose full KV lies in host memory that loses bits, with strict checks."""
+    return launch(*VERIFIED, *FLAGS, env=STRICT | {VARIABLE: "7"})
+
+
+def test_more_run_at_once_than_fit_and_what_the_host_lost_is_computed_again(stock, host, prompts):
+    asked = [*prompts, *(prompt[::-1] for prompt in prompts[1:])]
+    expected = stock.ask_all(asked, 2, **greedy(20))
+    found = host.ask_all(asked, 7, **greedy(20))
+    assert [r["output_ids"] for r in found] == [r["output_ids"] for r in expected]
+    assert sum(r["meta_info"]["kv_verifies"] > 0 for r in found) >= 5
+    assert "#running-req: 6" in host.log.read_text(errors="replace"), "all seven ran at once"
+    assert host.metric("sglang_ext:host_failed_pages_total") > 0 < host.metric("sglang_ext:recomputed_requests_total")
+    for name in ("host_stored_bytes_total", "host_loaded_bytes_total", "host_load_seconds_total", "reservations_total"):
+        assert host.metric(f"sglang_ext:{name}") > 0, name
+    assert host.metric("sglang_ext:offloaded_bytes") == 0, "nobody runs"
+
+
+def test_company_that_cannot_draft_changes_nobodys_answer(stock, host, prompts):
+    bodies = [
+        greedy(20),
+        {"sampling_params": {"temperature": 0.8, "top_p": 0.9, "sampling_seed": 5, "max_new_tokens": 20}},
+        {**greedy(16), "return_logprob": True, "top_logprobs_num": 2},
+        greedy(14, frequency_penalty=0.7),
+        {"sampling_params": {"temperature": 0, "regex": "[a-z ]{30}", "max_new_tokens": 12}},
+        greedy(20),
+    ]
+    asked = [*prompts, prompts[1][::-1], prompts[2][::-1]]
+
+    def ask(server, workers):
+        server.flush_cache()
+        with ThreadPoolExecutor(workers) as pool:
+            return list(pool.map(lambda pair: server.ask(input_ids=pair[0], **pair[1]), zip(asked, bodies)))
+
+    expected, found = ask(stock, 1), ask(host, 6)
+    assert [r["output_ids"] for r in found] == [r["output_ids"] for r in expected]
+    values = [[value for value, *_ in r[2]["meta_info"]["output_token_logprobs"]] for r in (found, expected)]
+    assert values[0] == pytest.approx(values[1], abs=1e-3)
+    assert [r["meta_info"]["kv_fallback"] for r in found[3:5]] == ["penalty", "grammar"]

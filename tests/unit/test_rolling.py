@@ -1,0 +1,246 @@
+"""Rolling rounds: whoever verifies when, the tokens are those that full KV gives, and only full KV that is there is read."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+
+from sglang_ext.core import FALLBACK_REASONS, Acceptance, RequestState
+from sglang_ext.layers.attention.views import BetweenSteps
+from sglang_ext.managers.admission import Admission
+from sglang_ext.managers.draft_length import FixedLength
+from sglang_ext.managers.pace import Pace
+from sglang_ext.managers.rolling import Rolling
+from sglang_ext.managers.sampling import Sampled
+from sglang_ext.managers.verifications import Verifications
+from sglang_ext.metrics import KVMetrics
+from sglang_ext.platforms.plain_cpu import without_pinning
+from test_lockstep_round import Views, request
+
+DRAFTS, LONGEST, PROMPT = 3, 9, 200
+
+
+def truth(sequence):
+    """The token that full KV gives after a sequence."""
+    return hash((len(sequence), *sequence[-3:])) % 97
+
+
+def guess(sequence):
+    """What a copy drafts: mostly the same."""
+    return truth(sequence) if hash((7, *sequence[-2:])) % 4 else 96
+
+
+class FakeResidency:
+    """Full KV of rows in ``away`` has to be loaded, which takes some rounds; after a verification it leaves again."""
+
+    def __init__(self, away, rounds, bandwidth=1e12):
+        self.away, self.rounds = set(away), rounds
+        self.missing, self.loading, self.pinned, self.stale, self.lost = set(away), {}, set(), set(away), set()
+        self.tree = SimpleNamespace(settle=self.settle, link=SimpleNamespace(bandwidth=bandwidth))
+        self.room = 10**6
+
+    def settle(self):
+        self.loading = {row: left - 1 for row, left in self.loading.items() if left > 1}
+
+    def update(self, running):
+        self.running = running
+
+    def is_stale(self, row):
+        return row in self.stale
+
+    def is_lost(self, row):
+        return row in self.lost
+
+    def missing_tokens(self, row):
+        return PROMPT * (row in self.missing)
+
+    def load(self, row):
+        if row in self.missing:
+            self.missing.discard(row)
+            self.loading[row] = self.rounds
+        self.pinned.add(row)
+        return True
+
+    def ready(self, row):
+        return row in self.pinned and row not in self.missing and row not in self.loading
+
+    def waits(self, row):
+        return self.ready(row)
+
+    def restore(self, row):
+        assert self.ready(row)
+        self.stale.discard(row)
+
+    def reading(self, row):
+        return nullcontext()
+
+    def release(self, row):
+        self.pinned.discard(row)
+        if row in self.away:
+            self.missing.add(row)
+            self.stale.add(row)
+            self.loading.pop(row, None)
+
+    def forget(self, row):
+        self.away.discard(row)
+
+
+class Toy(Rolling):
+    """Rounds of a model whose tokens are :func:`truth`."""
+
+    def __init__(self, count, residency, views):
+        metrics = KVMetrics("model")
+        worker = SimpleNamespace(
+            views=views, lossy=False, stride=LONGEST + 1, strict=False, metrics=metrics, typical=Acceptance(),
+            model_runner=SimpleNamespace(war_fastpath_read_done_event="earlier"),
+            queries=SimpleNamespace(drop_rejected=lambda row, length: None),
+        )
+        views.rows = count + 1
+        verifications = Verifications(Admission(PROMPT, residency.room, horizon=8), residency, 1)
+        steps = SimpleNamespace(table=views.token_table, slots=lambda *args: torch.zeros(1), one_by_one=self.draw)
+        pace = Pace(FixedLength(DRAFTS), torch.device("cpu"), metrics)
+        super().__init__(worker, None, None, pace, steps, verifications)
+        self.committed = {row: [row] * (PROMPT + 1) for row in range(1, count + 1)}
+
+    def draw(self, batch, round_, count, tokens, slots, starts):
+        drawn = []
+        for i, state in enumerate(round_.states):
+            before = self.gathered[state.row, : round_.gathered[i]].tolist()
+            sequence = [*self.committed[state.row], *before]
+            assert int(tokens[i]) == sequence[-1] and int(starts[i]) == len(sequence) - 1 == round_.starts[i]
+            exact = round_.rows[i] == state.row
+            assert not (exact and state.row in self.verifications.residency.stale)
+            for _ in range(count):
+                sequence.append(truth(sequence) if exact else guess(sequence))
+            drawn.append(sequence[-count:])
+        output = LogitsProcessorOutput(next_token_logits=None)
+        return [(output, Sampled(column, None, [], [])) for column in torch.tensor(drawn).T]
+
+    def _verify(self, batch, round_, tokens, slots, sampling=None):
+        answers = []
+        for state, row in zip(round_.states, tokens.tolist()):
+            residency = self.verifications.residency
+            assert residency.ready(state.row) and state.row not in residency.stale
+            before = self.committed[state.row]
+            assert row[0] == before[-1]
+            answers += [truth([*before, *row[1 : j + 1]]) for j in range(len(row))]
+        return LogitsProcessorOutput(next_token_logits=None), Sampled(torch.tensor(answers), None, [], [])
+
+
+def rounds(toy, states, reqs, count):
+    """Run rounds; the drafts offered and accepted by each verification."""
+    seen = []
+    with without_pinning(lambda: nullcontext()):
+        for _ in range(count):
+            lengths = torch.tensor([len(toy.committed[s.row]) - 1 for s in states])
+            batch = SimpleNamespace(
+                reqs=reqs, seq_lens=lengths, seq_lens_cpu=lengths, return_logprob=False,
+                req_pool_indices=torch.tensor([s.row for s in states]),
+                spec_info=BetweenSteps(torch.tensor([toy.committed[s.row][-1] for s in states])),
+            )
+            result = toy.decode(batch, states)
+            width = result.speculative_num_draft_tokens
+            for i, state in enumerate(states):
+                accepted = int(result.accept_lens[i])
+                toy.committed[state.row] += result.next_token_ids.view(-1, width)[i, :accepted].tolist()
+                assert int(result.next_draft_input.bonus_tokens[i]) == toy.committed[state.row][-1]
+                if i in result.round.due:
+                    seen.append((state.row, result.round.offered[i], accepted - 1))
+                else:
+                    assert accepted == (DRAFTS if result.round.drafts == DRAFTS else 1) * (i in result.round.answering)
+            assert result.new_seq_lens.tolist() == [len(toy.committed[s.row]) - 1 for s in states]
+            toy.account(batch, result)
+    return seen
+
+
+def asked(missing=10**6):
+    return request(missing, last_node=None, cache_protected_len=PROMPT)
+
+
+def make(count, away=(), rounds=1, full=(), bandwidth=1e12):
+    views = Views(full=full)
+    toy = Toy(count, FakeResidency(away, rounds, bandwidth), views)
+    states = [RequestState(rid=str(row), row=row, seed=0) for row in range(1, count + 1)]
+    for row in away:
+        views.compress(row, PROMPT, 0)
+    return toy, states, [asked() for _ in states]
+
+
+def correct(toy):
+    for row, tokens in toy.committed.items():
+        expected = [row] * (PROMPT + 1)
+        while len(expected) < len(tokens):
+            expected.append(truth(expected))
+        assert tokens == expected
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 5), st.data())
+def test_the_tokens_are_those_of_full_kv(count, data):
+    rows = st.sets(st.integers(1, count))
+    full = data.draw(rows)
+    away = data.draw(rows) - full
+    toy, states, reqs = make(count, away, data.draw(st.integers(1, 4)), full)
+    seen = rounds(toy, states, reqs, 24)
+    correct(toy)
+    assert {row for row, *_ in seen} == set(range(1, count + 1)) - full
+    assert all(len(tokens) > PROMPT + 1 for tokens in toy.committed.values())
+    assert {offered for row, offered, _ in seen if row not in away} <= {DRAFTS}
+
+
+def test_what_has_to_be_loaded_gathers_drafts_first_and_the_others_verify_in_each_round():
+    toy, states, reqs = make(2, away=[2], rounds=1)
+    seen = rounds(toy, states, reqs, 12)
+    assert [row for row, *_ in seen].count(1) == 12
+    assert {offered for row, offered, _ in seen if row == 2} == {LONGEST}
+    assert states[1].verifies == 4 and states[1].offered == 4 * LONGEST
+
+
+def test_drafts_stop_at_the_longest_while_the_link_is_busy():
+    toy, states, reqs = make(1, away=[1], rounds=6)
+    seen = rounds(toy, states, reqs, 20)
+    assert seen and all(offered == LONGEST for _, offered, _ in seen) and toy.verifications.admission.slips > 0
+    correct(toy)
+
+
+def test_a_load_that_takes_longer_than_all_that_is_planned_happens_all_the_same():
+    toy, states, reqs = make(2, away=[1, 2], rounds=2, bandwidth=1e-9)
+    seen = rounds(toy, states, reqs, 40)
+    assert {row for row, *_ in seen} == {1, 2}
+    correct(toy)
+
+
+def test_one_that_cannot_draft_has_all_go_step_by_step_and_nobody_loses_drafts():
+    toy, states, reqs = make(3, away=[2])
+    states[2].fallback = FALLBACK_REASONS.index("penalty")
+    seen = rounds(toy, states, reqs, 14)
+    assert len(toy.committed[3]) == PROMPT + 1 + 14 and {row for row, *_ in seen} == {1, 2}
+    correct(toy)
+
+
+def test_one_whose_full_kv_is_lost_does_not_verify_any_more():
+    toy, states, reqs = make(2, away=[2])
+    toy.verifications.residency.lost.add(2)
+    seen = rounds(toy, states, reqs, 6)
+    assert {row for row, *_ in seen} == {1} and len(toy.committed[2]) == PROMPT + 1
+
+
+def test_gone_requests_give_back_what_was_reserved():
+    toy, states, reqs = make(3, away=[1, 2, 3], rounds=3)
+    rounds(toy, states, reqs, 2)
+    assert toy.verifications.admission.occupancy.memory > 0
+    for state in states:
+        toy.forget(state.row)
+    assert toy.verifications.admission.memory_peak == 0 and not toy.verifications.turns
+
+
+@pytest.mark.parametrize("left", [1, 2, 5])
+def test_near_the_end_of_an_output_nothing_is_gathered_that_cannot_count(left):
+    toy, states, reqs = make(1, away=[1])
+    reqs[0] = asked(left)
+    seen = rounds(toy, states, reqs, 3)
+    assert seen[0][1] <= max(2 * DRAFTS, left + DRAFTS)
