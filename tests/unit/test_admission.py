@@ -110,6 +110,12 @@ def test_loads_share_the_iterations_at_both_ends_so_that_the_link_is_not_idle():
     assert max(slot.due - slot.start for slot in placed) == 2
 
 
+def test_where_memory_is_scarcer_than_the_link_loads_do_not_begin_early_to_join_others():
+    scarce, ample = Admission(1.0, 10.0, 24), Admission(1.0, 1000.0, 24)
+    spans = [[slot.due - slot.start for slot in (each.admit(i, 0.7, 8, 10) for i in range(5))] for each in (scarce, ample)]
+    assert spans[0] == [1] * 5 and max(spans[1]) == 2
+
+
 def test_a_load_is_not_placed_inside_a_longer_one():
     admission = Admission(1.0, 100.0, 12)
     admission._loads.link.reserve(0.2, 4, 4)
@@ -190,7 +196,7 @@ def test_a_late_load_keeps_its_memory_and_is_due_in_the_next_iteration():
 def test_loads_that_were_to_take_a_late_ones_memory_give_way():
     admission = Admission(1.0, 10.0, 12)
     admission.admit("late", 1.0, 4, 2)
-    admission.admit("running", 0.9, 4, 3)
+    admission.admit("running", 1.0, 4, 3)
     admission.admit("fits", 0.5, 2, 4)
     admission.admit("large", 0.4, 4, 4)
     assert due_now(admission, 2) == ["late"]
