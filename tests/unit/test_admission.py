@@ -111,9 +111,10 @@ def test_loads_share_the_iterations_at_both_ends_so_that_the_link_is_not_idle():
 
 
 def test_where_memory_is_scarcer_than_the_link_loads_do_not_begin_early_to_join_others():
-    scarce, ample = Admission(1.0, 10.0, 24), Admission(1.0, 1000.0, 24)
-    spans = [[slot.due - slot.start for slot in (each.admit(i, 0.7, 8, 10) for i in range(5))] for each in (scarce, ample)]
-    assert spans[0] == [1] * 5 and max(spans[1]) == 2
+    for memory, start in ((20.0, 10), (1000.0, 9)):
+        admission = Admission(1.0, memory, 24)
+        assert admission.admit("a", 0.7, 8, 10) == Slot(9, 10)
+        assert admission.admit("b", 0.7, 8, 11) == Slot(start, 11)
 
 
 def test_a_load_is_not_placed_inside_a_longer_one():
