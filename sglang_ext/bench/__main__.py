@@ -28,6 +28,9 @@ COMMANDS = {
     "families": Command(
         "sglang_ext.bench.families", "identity on tiny random models of each supported family"
     ),
+    "simulate": Command(
+        "sglang_ext.bench.simulate", "simulate full KV in host memory: what a machine would gain, without a model"
+    ),
     "soak": Command(
         "sglang_ext.bench.soak", "send mixed traffic for minutes and check every answer"
     ),

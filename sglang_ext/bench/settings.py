@@ -11,6 +11,7 @@ from typing import Any
 
 from sglang_ext.bench import BenchError, report
 from sglang_ext.bench.identity_options import words
+from sglang_ext.bench.options import numbers
 from sglang_ext.bench.server import ServerProcess
 from sglang_ext.managers.simulation import VARIABLE
 from sglang_ext.options import FULL_TIERS
@@ -200,18 +201,3 @@ def verified(
         # The limit of what is drafted and verified on the device alone does not hold.
         length = None
     return Setting(name, tuple(flags), share, length)
-
-
-def numbers(text: str, flag: str, kind: type = int, zero: bool = False) -> list:
-    """Numbers separated by commas, all above 0 (or 0, where ``zero`` allows it).
-
-    Raises:
-        BenchError: names the flag.
-    """
-    try:
-        numbers = [kind(part) for part in text.split(",")]
-    except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < 0 or (0 in numbers and not zero):
-        raise BenchError(f"{flag} {text!r}: pass numbers above 0, separated by commas")
-    return numbers

@@ -63,20 +63,22 @@ class Loads:
             others: all that are planned.
         """
         span = self.span(seconds)
+        joined = self.link.load >= self.memory.load
         for due in outward(wanted, span, self.link.horizon - 1):
-            parts = self._parts(seconds, due, span)
-            if parts is None:
-                continue
-            start = due - len(parts)
-            if not self.memory.fits(tokens, start, due) or not _in_order(self.now + start, self.now + due, others):
-                continue
-            for iteration, part in enumerate(parts, start):
-                if part:
-                    self.link.reserve(part, iteration, iteration)
-            if tokens:
-                self.memory.reserve(tokens, start, due)
-            return Planned(self.now + start, self.now + due, parts, tokens)
+            for parts in self._forms(seconds, due, span, joined):
+                start = due - len(parts)
+                if self.memory.fits(tokens, start, due) and _in_order(self.now + start, self.now + due, others):
+                    return self._reserve(Planned(self.now + start, self.now + due, parts, tokens))
         return None
+
+    def _reserve(self, planned: Planned) -> Planned:
+        start, due = planned.start - self.now, planned.due - self.now
+        for iteration, part in enumerate(planned.parts, start):
+            if part:
+                self.link.reserve(part, iteration, iteration)
+        if planned.tokens:
+            self.memory.reserve(planned.tokens, start, due)
+        return planned
 
     def release(self, planned: Planned) -> None:
         """Give back what is still to come of a load."""
@@ -86,17 +88,34 @@ class Loads:
         if planned.tokens:
             self.memory.release(planned.tokens, max(0, planned.start - self.now), planned.due - self.now)
 
-    def _parts(self, seconds: float, due: int, span: int) -> list[float] | None:
-        """Seconds in each iteration of a load that ends right before ``due``; None where too few are free."""
-        parts, left = [], seconds
+    def _forms(self, seconds: float, due: int, span: int, joined: bool) -> Iterator[list[float]]:
+        """Seconds in each iteration of loads that end right before ``due``, the better one first.
+
+        Args:
+            joined: what another load leaves of the iteration before the span is of use: memory is less scarce than the link.
+        """
         if seconds and self.link.free(due - 1) <= ROUNDING * self.link.capacity:
-            return None
-        for iteration in range(due - 1, max(0, due - span - 1) - 1, -1):
+            return
+        first = max(0, due - span - 1)
+        if joined and first < due - span and 0 < self.link.free(first) < self.link.capacity:
+            yield from self._fill(seconds, list(range(first, due)))
+        for parts in self._fill(seconds, list(range(due - 1, first - 1, -1))):
+            yield parts[::-1]
+
+    def _fill(self, seconds: float, iterations: list[int]) -> Iterator[list[float]]:
+        """Seconds in these iterations, in their order, each as full as it gets; nothing where they do not suffice.
+
+        Backward, iterations that are not needed are left out; forward, all are needed, or there is a sooner place.
+        """
+        parts, left = [], seconds
+        for iteration in iterations:
             parts.append(min(left, self.link.free(iteration)))
             left -= parts[-1]
             if left <= ROUNDING * self.link.capacity:
-                return parts[::-1]
-        return None
+                break
+        backward = iterations[0] > iterations[-1]
+        if left <= ROUNDING * self.link.capacity and (backward or len(parts) == len(iterations)):
+            yield parts
 
 
 def _in_order(start: int, due: int, others: Collection[Planned]) -> bool:

@@ -72,8 +72,14 @@ def throughput(
 
 def stock(costs: Costs, requests: int) -> float:
     """Tokens per second of plain decoding, with at most as many requests at once as fit."""
-    running = min(requests, int(costs.memory / costs.context + ROUNDING))
-    return running * costs.bandwidth / (costs.weights + running * costs.context) if running else 0.0
+    return plain(costs, requests).tokens_per_second
+
+
+def plain(costs: Costs, requests: int) -> Placement:
+    """Plain decoding of up to so many requests, as many as fit."""
+    running = _most(costs, requests, costs.context)
+    rate = running * costs.bandwidth / (costs.weights + running * costs.context) if running else 0.0
+    return Placement(running, 0, 0, 0, rate)
 
 
 @lru_cache(maxsize=1024)
@@ -99,10 +105,8 @@ def best(costs: Costs, p: float, requests: int, tier: Tier = "auto", longest: in
         *[(1, longest // costs.drafts)] * 2,
     ]
     found = _search(costs, p, requests, ranges) if any(high for _, high in ranges[:2]) else Placement(0, 0, 0, 0, 0.0)
-    plain = 0.0 if tier == "host" else stock(costs, requests)
-    if plain > 0 and plain >= found.tokens_per_second:
-        return Placement(_most(costs, requests, costs.context), 0, 0, 0, plain)
-    return found
+    undrafted = plain(costs, requests)
+    return undrafted if tier != "host" and undrafted.tokens_per_second >= found.tokens_per_second else found
 
 
 def _most(costs: Costs, requests: int, size: float) -> int:

@@ -52,6 +52,12 @@ class Ring:
         """The most that is reserved in an iteration."""
         return max(self._totals)
 
+    @property
+    def load(self) -> float:
+        """Share of the capacity of all iterations that is reserved; infinite where there is no capacity."""
+        total = math.fsum(self._totals)
+        return total / self._capacity / self.horizon if self._capacity else math.inf
+
     def reserved(self, iteration: int) -> float:
         """What is reserved in an iteration."""
         self._check(iteration, iteration)

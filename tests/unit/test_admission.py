@@ -110,6 +110,13 @@ def test_loads_share_the_iterations_at_both_ends_so_that_the_link_is_not_idle():
     assert max(slot.due - slot.start for slot in placed) == 2
 
 
+def test_where_memory_is_scarcer_than_the_link_loads_do_not_begin_early_to_join_others():
+    for memory, start in ((20.0, 10), (1000.0, 9)):
+        admission = Admission(1.0, memory, 24)
+        assert admission.admit("a", 0.7, 8, 10) == Slot(9, 10)
+        assert admission.admit("b", 0.7, 8, 11) == Slot(start, 11)
+
+
 def test_a_load_is_not_placed_inside_a_longer_one():
     admission = Admission(1.0, 100.0, 12)
     admission._loads.link.reserve(0.2, 4, 4)
@@ -190,7 +197,7 @@ def test_a_late_load_keeps_its_memory_and_is_due_in_the_next_iteration():
 def test_loads_that_were_to_take_a_late_ones_memory_give_way():
     admission = Admission(1.0, 10.0, 12)
     admission.admit("late", 1.0, 4, 2)
-    admission.admit("running", 0.9, 4, 3)
+    admission.admit("running", 1.0, 4, 3)
     admission.admit("fits", 0.5, 2, 4)
     admission.admit("large", 0.4, 4, 4)
     assert due_now(admission, 2) == ["late"]

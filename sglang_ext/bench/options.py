@@ -1,0 +1,18 @@
+"""Options of several values on the command line."""
+
+from sglang_ext.bench import BenchError
+
+
+def numbers(text: str, flag: str, kind: type = int, zero: bool = False) -> list:
+    """Numbers separated by commas, all above 0 (or 0, where ``zero`` allows it).
+
+    Raises:
+        BenchError: names the flag.
+    """
+    try:
+        numbers = [kind(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 0 or (0 in numbers and not zero):
+        raise BenchError(f"{flag} {text!r}: pass numbers above 0, separated by commas")
+    return numbers
