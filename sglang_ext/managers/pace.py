@@ -1,5 +1,6 @@
 """Keeps the times of iterations, and chooses the draft length of the next by them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -49,12 +50,14 @@ class Pace:
         device: whose work is timed.
         metrics: told of each iteration's times.
         ranks: who must choose alike.
+        watch: told of each iteration and its seconds.
     """
 
     lengths: DraftLength | FixedLength
     device: torch.device
     metrics: KVMetrics
     ranks: Ranks = Ranks()
+    watch: Callable[[Round, Spent], None] | None = None
     _begun: Mark | None = None
     _running: Timed | None = None
     _pending: list[Timed] = field(default_factory=list)
@@ -104,4 +107,6 @@ class Pace:
             share = round_.share_on_copies if round_.trial else 1.0
             spent = Spent(round_.drafts, round_.steps, copying, drafting, whole, share)
             self.lengths.observe(Load.of(round_.lengths), spent)
+            if self.watch is not None:
+                self.watch(round_, spent)
             self.metrics.observe_round(round_.drafts, round_.steps, drafting, whole)

@@ -18,6 +18,7 @@ from sglang_ext.device import to_device
 from sglang_ext.layers.attention.views import BetweenSteps
 from sglang_ext.managers import integrity, meta_info
 from sglang_ext.managers.lockstep import Lockstep, RoundResult
+from sglang_ext.managers.offload_policy import OffloadPolicy
 from sglang_ext.managers.rolling_plan import RollingPlanner, RollingRound
 from sglang_ext.managers.round_plan import Round
 from sglang_ext.managers.sampling import Sampled, Sampling
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from sglang_ext.managers.simulation import Simulation
     from sglang_ext.managers.verifications import Verifications
     from sglang_ext.managers.worker import KVWorker
+
+# Rounds after which the optimum is looked for again: times, acceptance and the link change slowly.
+PLACE_AFTER = 64
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,7 @@ class Rolling(Lockstep):
 
     Attributes:
         verifications: whose turn it is.
+        policy: how much full KV may leave the device; None where all of it does.
         gathered: int64 [rows, longest], drafts of each row since its last verification.
     """
 
@@ -66,8 +71,13 @@ class Rolling(Lockstep):
         pace: "Pace",
         steps: Steps,
         verifications: "Verifications",
+        policy: OffloadPolicy | None = None,
     ):
         super().__init__(worker, graphs, simulation, pace, steps)
+        self.policy = policy
+        self._rounds = 0
+        if policy is not None:
+            pace.watch = policy.observe
         longest = worker.stride - 1
         self.verifications = verifications
         self.planner = RollingPlanner(worker.views, verifications, longest)
@@ -86,6 +96,7 @@ class Rolling(Lockstep):
         for state, length in zip(states, lengths):
             self.worker.queries.drop_rejected(state.row, length)
         drafts = self.pace.begin(lengths, states).drafts
+        self._place()
         round_ = self.planner.plan(batch, states, lengths, drafts, self.pace.lengths.round_seconds)
         self.pace.planned(round_)
         if self.worker.strict:
@@ -101,6 +112,15 @@ class Rolling(Lockstep):
         self.verifications.end()
         self.pace.ended()
         return result
+
+    def _place(self) -> None:
+        """Choose anew how much full KV may leave the device, now and then."""
+        self._rounds += 1
+        if self.policy is None or self._rounds % PLACE_AFTER:
+            return
+        residency = self.verifications.residency
+        found = self.policy.choose(self.worker.typical.probability, residency.tree.link.bandwidth)
+        residency.most, self.verifications.drafts = found
 
     def account(self, batch: "ScheduleBatch", result: RoundResult) -> None:
         """Count a round's outcome, once it is on the host."""

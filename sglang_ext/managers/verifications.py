@@ -19,6 +19,7 @@ class Verifications:
         residency: whose full KV is on the device.
         bytes_per_token: of full KV.
         turns: rows that verify in this iteration.
+        drafts: that a request gathers before its full KV is loaded; None for as many as it can.
         slack: iterations by which full KV was there before its turn, in all.
     """
 
@@ -26,6 +27,7 @@ class Verifications:
     residency: Residency
     bytes_per_token: int
     turns: set[int] = field(default_factory=set)
+    drafts: int | None = None
     slack: int = 0
     _reserved: set[int] = field(default_factory=set)
 

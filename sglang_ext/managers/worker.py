@@ -23,6 +23,7 @@ from sglang_ext.managers.checked_drafts import CheckedDrafts
 from sglang_ext.managers.draft_length import DraftLength, FixedLength
 from sglang_ext.managers.eligibility import fallback_reason
 from sglang_ext.managers.lockstep import Lockstep, RoundResult
+from sglang_ext.managers.offload_policy import OffloadPolicy
 from sglang_ext.managers.ngram import TokenHistory
 from sglang_ext.managers.pace import Pace
 from sglang_ext.managers.planner import CURABLE
@@ -200,15 +201,28 @@ class KVWorker(BaseSpecWorker):
         args, views = self.server_args, self.views
         if options.offloads(args):
             tree = views.tree_cache
-            residency = tree.residency = Residency(tree, views.token_table, args.kv_full_tier == "host")
+            always = args.kv_full_tier == "host"
+            residency = tree.residency = Residency(tree, views.token_table, always, most=None if always else 0)
             # What a first round takes does not matter; it is measured from then on.
             admission = Admission(iteration_seconds=1.0, memory=residency.room)
             verifications = Verifications(admission, residency, views.buffers.bytes_per_slot)
-            return Rolling(self, self._graphs, self.simulation, pace, steps, verifications)
+            policy = None if always else self._offload_policy()
+            return Rolling(self, self._graphs, self.simulation, pace, steps, verifications, policy)
         checked = None
         if self.history is not None:
             checked = CheckedDrafts(steps, self.history, args.kv_ngram_tokens, self._check_graphs)
         return Lockstep(self, self._graphs, self.simulation, pace, steps, checked)
+
+    def _offload_policy(self) -> OffloadPolicy:
+        args, views = self.server_args, self.views
+        return OffloadPolicy(
+            bytes_per_token=views.buffers.bytes_per_slot,
+            memory=views.allocator.size,
+            budget=args.kv_budget,
+            drafts=options.longest_draft(args),
+            longest=self.stride - 1,
+            requests=min(self._rows - 1, args.max_running_requests or self._rows),
+        )
 
     @property
     def _captured(self) -> list[verify_graphs.VerifyGraphSet]:

@@ -47,6 +47,7 @@ class Residency:
         tree: the prefix tree, with a host tier.
         token_table: int32, SGLang's token table.
         always: full KV leaves the device as soon as it is on the host; else when its slots are needed.
+        most: requests whose full KV may be off the device, when more wait to run; None for any number.
         holders: by row.
         recomputed: requests so far whose full KV was lost.
     """
@@ -54,6 +55,7 @@ class Residency:
     tree: "TieredMoves"
     token_table: torch.Tensor
     always: bool
+    most: int | None = None
     holders: dict[int, Holder] = field(default_factory=dict)
     recomputed: int = 0
     _of_node: dict[TieredNode, list[Holder]] = field(default_factory=dict)
@@ -107,7 +109,9 @@ class Residency:
 
     @property
     def offered_tokens(self) -> int:
-        """Device slots that :meth:`drop` can free; room for the longest reload is kept back."""
+        """Device slots that :meth:`drop` can free for requests that wait; room for the longest reload is kept back."""
+        if self.most is not None and sum(holder.stale for holder in self.holders.values()) >= self.most:
+            return 0
         longest = max((holder.node.end for holder in self.holders.values()), default=0)
         return max(0, sum(node.device_tokens for node in self._droppable()) - longest)
 

@@ -1,0 +1,63 @@
+"""How much full KV leaves the device follows from measured times: none where it does not pay or nothing is known."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_ext.managers.draft_length import Spent
+from sglang_ext.managers.offload_policy import Offload, OffloadPolicy
+
+TOKEN, CONTEXT, BANDWIDTH, WEIGHTS = 147456, 32768, 4.35e12, 16.4e9
+
+
+def policy(memory_contexts=8):
+    return OffloadPolicy(TOKEN, memory_contexts * CONTEXT, budget=1 / 32, drafts=16, longest=256, requests=24)
+
+
+def measured(found, requests=8, due=8):
+    """A round as bytes over bandwidths have it."""
+    context = CONTEXT * TOKEN
+    draft = (WEIGHTS + requests * context / 32) / BANDWIDTH
+    verify = (WEIGHTS + due * context) / BANDWIDTH
+    round_ = SimpleNamespace(states=[None] * requests, lengths=[CONTEXT] * requests, due=list(range(due)))
+    found.observe(round_, Spent(16, 0, 0.0, 16 * draft, 16 * draft + verify))
+
+
+def test_nothing_leaves_before_times_are_known():
+    assert policy().choose(0.999, 50e9) == Offload(0, 256)
+    found = policy()
+    measured(found, due=0)
+    assert found.choose(0.999, 50e9) == Offload(0, 256)
+
+
+@pytest.mark.parametrize(("probability", "link", "leaves"), [(0.999, 50e9, True), (0.9, 50e9, False), (0.999, 1e9, False), (0.99, 500e9, True)])
+def test_full_kv_leaves_where_drafts_are_good_and_the_link_is_fast(probability, link, leaves):
+    found = policy()
+    measured(found)
+    chosen = found.choose(probability, link)
+    assert (chosen.requests > 0) == leaves
+    assert chosen.drafts % 16 == 0 and 16 <= chosen.drafts <= 256
+
+
+def test_more_leaves_when_memory_is_short_than_when_all_fits():
+    short, ample = policy(4), policy(64)
+    for found in (short, ample):
+        measured(found)
+    assert short.choose(0.999, 100e9).requests > ample.choose(0.999, 100e9).requests == 0
+
+
+def test_times_that_are_not_those_of_reading_kv_let_nothing_leave():
+    found = policy()
+    round_ = SimpleNamespace(states=[None] * 8, lengths=[CONTEXT] * 8, due=[0])
+    found.observe(round_, Spent(16, 0, 0.0, 1.6, 1.65))
+    assert found.choose(0.999, 50e9) == Offload(0, 256)
+
+
+def test_times_are_the_medians_of_the_newest():
+    found = policy()
+    for _ in range(5):
+        measured(found)
+    expected = found.choose(0.995, 100e9)
+    round_ = SimpleNamespace(states=[None] * 8, lengths=[CONTEXT] * 8, due=list(range(8)))
+    found.observe(round_, Spent(16, 0, 0.0, 160.0, 160.2))
+    assert found.choose(0.995, 100e9) == expected
