@@ -17,6 +17,8 @@ SCHEDULES = ("auto", "lockstep", "staggered")
 FULL_TIERS = ("auto", "device", "host")
 # Tokens drafted before a verification whose full KV has to be loaded from the host, at most.
 MAX_OFFLOAD_DRAFT_LENGTH = 256
+# Such verifications in one forward at most: they are wide, and come one by one, as their loads do.
+WIDE_REQUESTS = 2
 # Drafts at most with --kv-draft-length auto.
 AUTO_DRAFT_LENGTH = 16
 # Tokens of a narrow verification there: where acceptance is middling, short drafts are best, and wait for less.
@@ -220,10 +222,8 @@ def gathered_drafts(args: "KVServerArgs") -> int:
 
 
 def verify_widths(args: "KVServerArgs") -> tuple[int, ...]:
-    """Tokens of a request in the verifications that are captured; several where the draft length is chosen."""
+    """Tokens of a request in the verifications of one round's drafts; several where the draft length is chosen."""
     widest = longest_draft(args) + 1
-    if offloads(args):
-        return tuple(sorted({widest, gathered_drafts(args) + 1}))
     return (NARROW_VERIFY, widest) if args.kv_draft_length == "auto" and widest > NARROW_VERIFY else (widest,)
 
 

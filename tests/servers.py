@@ -1,8 +1,11 @@
 """A real SGLang server with the requests that tests send, and the flags that several tests share."""
 
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 from sglang_ext.bench.server import ServerProcess
@@ -84,6 +87,24 @@ class Servers:
             command = Path(sys.executable).with_name("sglang")
             server.command = (str(command), "serve", *server.command[3:])
         return server.__enter__()
+
+
+@contextmanager
+def sampled(server: Server, name: str) -> Iterator[list[float]]:
+    """Values of a metric, twice a second, while the block runs; the list is filled as it goes."""
+    values, ended = [], Event()
+
+    def watch() -> None:
+        while not ended.wait(0.5):
+            values.append(server.metric(name))
+
+    with ThreadPoolExecutor(1) as background:
+        done = background.submit(watch)
+        try:
+            yield values
+        finally:
+            ended.set()
+    done.result()
 
 
 def greedy(tokens: int, **more: Any) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from sglang_ext.managers.rolling_plan import RollingPlanner, RollingRound
 from sglang_ext.managers.round_plan import Round
 from sglang_ext.managers.sampling import Sampled, Sampling
 from sglang_ext.managers.steps import Drafted, Steps
+from sglang_ext.options import WIDE_REQUESTS
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -238,10 +239,11 @@ class Rolling(Lockstep):
 
 
 def _by_width(round_: RollingRound) -> list[list[int]]:
-    """Those that verify, apart by whether they have the drafts of one round, or more: a few wide ones cost the others nothing."""
+    """Those that verify, apart by whether they have the drafts of one round, or more: few wide ones in one forward."""
     narrow = [i for i in round_.due if round_.offered[i] <= round_.drafts]
     wide = [i for i in round_.due if round_.offered[i] > round_.drafts]
-    return [part for part in (narrow, wide) if part]
+    parts = [wide[at : at + WIDE_REQUESTS] for at in range(0, len(wide), WIDE_REQUESTS)]
+    return [narrow, *parts] if narrow else parts
 
 
 def _logprobs(parts: list[Part], count: int, width: int) -> Sampled:

@@ -130,14 +130,17 @@ class KVWorker(BaseSpecWorker):
         if self.server_args.kv_schedule != "lockstep" or self.model_runner.decode_cuda_graph_runner is None:
             return
         attention = self._attention
-        requests = max(self.server_args.cuda_graph_config.decode.bs)
+        widths = options.verify_widths(self.server_args)
+        tokens = max(self.server_args.cuda_graph_config.decode.bs) * widths[-1]
+        if options.offloads(self.server_args):
+            tokens = max(tokens, options.WIDE_REQUESTS * self.stride)
         like = torch.empty(0, dtype=self.model_runner.dtype, device=self.model_runner.device)
-        with self.queries.capturing(
-            requests * self.stride, attention.tp_q_head_num, attention.qk_head_dim, like
-        ):
-            widths = options.verify_widths(self.server_args)
+        with self.queries.capturing(tokens, attention.tp_q_head_num, attention.qk_head_dim, like):
             verifier = self.verifier if backend == "triton" else None
             captured = [verify_graphs.capture(self.model_runner, width, verifier) for width in widths]
+            if options.offloads(self.server_args) and self.stride > widths[-1]:
+                wide = verify_graphs.capture(self.model_runner, self.stride, verifier, options.WIDE_REQUESTS)
+                captured.append(wide)
         self._graphs = verify_graphs.VerifyGraphSet(captured)
         if self.server_args.kv_ngram_tokens:
             # Planned on the device, where alone the lengths are known.

@@ -1,10 +1,7 @@
 """Requests that begin alike share one compressed copy, and prefixes that the device has no room for wait on the host."""
 
-from concurrent.futures import ThreadPoolExecutor
-from threading import Event
-
 import pytest
-from servers import STRICT, VERIFIED, greedy
+from servers import STRICT, VERIFIED, greedy, sampled
 
 pytestmark = pytest.mark.server
 
@@ -16,30 +13,17 @@ def small(stock, launch):
     return launch(*VERIFIED, *flags, env=STRICT)
 
 
-def most(server, name, ended):
-    """The largest value of a metric until an event."""
-    values = []
-    while not ended.wait(0.5):
-        values.append(server.metric(name))
-    return max(values)
-
-
 def test_twenty_requests_with_one_beginning_share_its_copy_and_have_stocks_answers(stock, small, prompts):
     asked = [prompts[3][:640] + prompts[0][i * 11 : i * 11 + 24] for i in range(20)]
     expected = [r["output_ids"] for r in stock.ask_all(asked, 20, **greedy(12))]
     small.flush_cache()
     small.ask(input_ids=prompts[3][:640], **greedy(1))
-    ended = Event()
-    with ThreadPoolExecutor(1) as background:
-        held = background.submit(most, small, "sglang_ext:compressed_bytes", ended)
-        try:
-            found = small.ask_all(asked, 20, cold=False, **greedy(12))
-        finally:
-            ended.set()
+    with sampled(small, "sglang_ext:compressed_bytes") as held:
+        found = small.ask_all(asked, 20, cold=False, **greedy(12))
     assert [r["output_ids"] for r in found] == expected
     assert all(r["meta_info"]["kv_drafts"] > 0 and r["meta_info"]["cached_tokens"] >= 600 for r in found)
     # A quarter of 640 tokens once, and of each request the 32 newest; each token has 46,080 bytes.
-    assert 0 < held.result() <= (160 + 20 * 32) * 46080
+    assert 0 < max(held) <= (160 + 20 * 32) * 46080
 
 
 def test_evicted_prefixes_come_back_from_the_host_with_stocks_answers(stock, small, prompts):

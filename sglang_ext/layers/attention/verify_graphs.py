@@ -95,7 +95,7 @@ class VerifyGraphSet:
 
 
 def capture(
-    model_runner: "ModelRunner", width: int, verifier: AttentionBackend | None
+    model_runner: "ModelRunner", width: int, verifier: AttentionBackend | None, most: int | None = None
 ) -> VerifyGraphs:
     """Capture forwards of ``width`` tokens a request for SGLang's list of batch sizes.
 
@@ -103,13 +103,26 @@ def capture(
         model_runner: the target's, which captured its own graphs.
         width: tokens of each request.
         verifier: their attention; None for that of the target's own backend.
+        most: capture all batch sizes up to this one instead.
     """
     name = "triton" if verifier else model_runner.decode_attention_backend_str
     attention = verifier or _of_backend(model_runner, name, width)
     logger.info("sglang-ext: capturing verifications of %s tokens a request with %s", width, name)
-    with speculative(model_runner):
+    with speculative(model_runner), _batch_sizes(model_runner, most):
         model_runner.graph_shared_output = GraphSharedOutput.create_for_model_runner(model_runner)
         return VerifyGraphs(model_runner, attn_backend=attention, speculative_num_draft_tokens=width)
+
+
+@contextmanager
+def _batch_sizes(model_runner: "ModelRunner", most: int | None) -> Iterator[None]:
+    """Let SGLang capture batches of 1 to ``most`` requests; those of its options for None."""
+    config = model_runner.server_args.cuda_graph_config.decode
+    asked = config.bs
+    config.bs = asked if most is None else list(range(1, most + 1))
+    try:
+        yield
+    finally:
+        config.bs = asked
 
 
 def _of_backend(model_runner: "ModelRunner", name: str, width: int) -> AttentionBackend:
