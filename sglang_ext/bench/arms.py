@@ -60,6 +60,7 @@ def verified_arms(config: IdentityConfig) -> list[Arm]:
             (
                 *("--kv-mode", "verified", "--kv-compressor", compressor),
                 *("--kv-budget", f"{budget:g}", "--kv-draft-length", str(config.draft_length)),
+                *config.kv_args,
             ),
             config.logprobs,
         )

@@ -31,6 +31,7 @@ class IdentityConfig:
     page_size: int = 1
     chunked_prefill_size: int | None = None
     server_args: tuple[str, ...] = ()
+    kv_args: tuple[str, ...] = ()
     control: bool = False
     control_arms: tuple[tuple[str, ...], ...] = ()
     logprobs: bool = False

@@ -61,6 +61,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="'--name value'",
         help='for both servers, repeatable; write --server-arg="--flag"',
     )
+    add(
+        "--kv-arg",
+        action="append",
+        default=[],
+        metavar="'--name value'",
+        help='for the verified servers alone, repeatable: --kv-arg="--kv-full-tier host --kv-host-gb 1"',
+    )
     add("--control", action="store_true", help="compare stock with stock: the noise of the method itself")
     add(
         "--control-arg",
@@ -115,6 +122,7 @@ def config_from(args: argparse.Namespace) -> IdentityConfig:
     given["compressors"] = given.pop("compressor")
     given["budgets"] = given.pop("budget")
     given["server_args"] = words(given.pop("server_arg"))
+    given["kv_args"] = words(given.pop("kv_arg"))
     together = words(given.pop("control_arg"))
     apart = tuple(tuple(shlex.split(text)) for text in given.pop("control_arm"))
     given["control_arms"] = ((together,) if together else ()) + apart

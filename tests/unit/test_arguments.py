@@ -45,6 +45,15 @@ def build(path, **flags):
         ({"kv_draft_length": "long"}, ["--kv-draft-length", "long", "or auto"]),
         ({"kv_schedule": "random"}, ["--kv-schedule", "'random'", "lockstep", "staggered"]),
         ({"kv_max_burst": 1}, ["--kv-max-burst is 1", "from 2"]),
+        ({"kv_full_tier": "disk"}, ["--kv-full-tier", "'disk'", "auto, device, host"]),
+        ({"kv_full_tier": "host"}, ["--kv-full-tier is 'host'", "no host memory", "--kv-host-gb"]),
+        ({"kv_full_tier": "host", "kv_host_gb": 1, "kv_mode": "lossy"}, ["--kv-mode lossy verifies nothing", "--kv-mode verified"]),
+        ({"kv_full_tier": "host", "kv_host_gb": 1, "kv_draft_length": "auto"}, ["whole batches", "a number for --kv-draft-length"]),
+        ({"kv_full_tier": "host", "kv_host_gb": 1, "kv_schedule": "staggered"}, ["--kv-schedule lockstep"]),
+        ({"kv_full_tier": "host", "kv_host_gb": 1, "disable_radix_cache": True}, ["leave out --disable-radix-cache"]),
+        ({"kv_full_tier": "host", "kv_host_gb": 1, "kv_ngram_tokens": 2}, ["leave out --kv-ngram-tokens"]),
+        ({"kv_offload_draft_length": 0}, ["--kv-offload-draft-length is 0", "1 to 256"]),
+        ({"kv_offload_draft_length": 257}, ["--kv-offload-draft-length is 257", "1 to 256"]),
         ({"kv_ngram_tokens": -1}, ["--kv-ngram-tokens is -1", "from 0", "to 16"]),
         ({"kv_ngram_tokens": 9, "kv_draft_length": 8}, ["--kv-ngram-tokens is 9", "to 8"]),
     ],
@@ -138,6 +147,23 @@ def test_the_draft_length_is_a_number_or_auto(folder, text, value, most, widths)
     assert (args.kv_draft_length, args.speculative_num_draft_tokens) == (value, most)
     assert args.kv_schedule == ("lockstep" if text == "auto" else "staggered")
     assert options.verify_widths(args) == widths
+
+
+@pytest.mark.parametrize(
+    ("flags", "offloads", "drafts"),
+    [
+        ({"kv_full_tier": "host", "kv_host_gb": 1, "kv_draft_length": 10}, True, 60),
+        ({"kv_full_tier": "host", "kv_host_gb": 1, "kv_draft_length": 10, "kv_max_burst": 32}, True, 30),
+        ({"kv_full_tier": "auto", "kv_host_gb": 1, "kv_schedule": "lockstep", "kv_offload_draft_length": 8}, True, 16),
+        ({"kv_full_tier": "auto", "kv_schedule": "lockstep"}, False, 16),
+        ({"kv_full_tier": "auto", "kv_host_gb": 1, "kv_draft_length": "auto"}, False, 16),
+        ({"kv_host_gb": 1, "kv_schedule": "lockstep"}, False, 16),
+    ],
+)
+def test_where_full_kv_leaves_the_device_drafts_gather_over_whole_rounds(folder, flags, offloads, drafts):
+    args = build(folder(), kv_mode="verified", **flags)
+    assert options.offloads(args) == offloads and args.speculative_num_steps == drafts
+    assert args.kv_schedule == ("lockstep" if flags else "staggered")
 
 
 def test_flags_parse_show_in_help_and_survive_pickling(folder):

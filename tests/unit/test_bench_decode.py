@@ -88,6 +88,23 @@ def test_ngrams_are_a_setting_of_their_own(tmp_path):
     assert found[2].arguments[-2:] == ("--kv-ngram-tokens", "4") and "--kv-ngram-tokens" not in found[1].arguments
 
 
+def test_tiers_are_settings_of_their_own(tmp_path):
+    flags = ("--full-tier", "device,host", "--host-gb", "4", "--offload-draft-length", "32,64")
+    stock, device, *host = settings.all_of(arguments(tmp_path, *flags))
+    assert "--kv-full-tier" not in device.arguments
+    assert [each.name for each in host] == [f"{device.name}-host-x32", f"{device.name}-host-x64"]
+    for each, drafts in zip(host, ("32", "64")):
+        asked = dict(zip(each.arguments[::2], each.arguments[1::2]))
+        assert asked["--kv-full-tier"] == "host" and asked["--kv-host-gb"] == "4" and asked["--kv-schedule"] == "lockstep"
+        assert asked["--kv-offload-draft-length"] == drafts and each.draft_length is None
+
+
+@pytest.mark.parametrize("flags", [("--full-tier", "disk"), ("--full-tier", "host"), ("--full-tier", "host", "--host-gb", "1", "--offload-draft-length", "0")])
+def test_a_tier_without_host_memory_or_drafts_is_refused(tmp_path, flags):
+    with pytest.raises(BenchError, match="--full-tier|--offload-draft-length"):
+        list(settings.all_of(arguments(tmp_path, *flags)))
+
+
 def test_a_setting_that_fails_costs_no_other_its_figures(tmp_path, capsys):
     def measure(setting, logs):
         if setting.name == "stock":

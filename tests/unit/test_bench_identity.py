@@ -71,6 +71,13 @@ class TestConfig:
         assert config.concurrency == (1, 8)
         assert config.common_server_arguments[-3:] == ("--max-total-tokens", "64", "-x")
 
+    def test_kv_arguments_are_those_of_the_verified_arms(self) -> None:
+        words = ("--compressor", "a", "--budget", "0.5", "--kv-arg", "--kv-full-tier host", "--kv-arg=--kv-host-gb 1")
+        config = config_from(parse(*words))
+        asked = ("--kv-full-tier", "host", "--kv-host-gb", "1")
+        assert verified_arms(config)[0].arguments[-4:] == asked
+        assert not set(asked) & {*config.common_server_arguments, *stock_arm(config).arguments}
+
     def test_control_arguments_form_one_arm_and_each_control_arm_another(self) -> None:
         words = ("--compressor", "a", "--budget", "0.5", "--control-arg", "--x 1", "--control-arg=--y")
         config = config_from(parse(*words, "--control-arm", "--chunked-prefill-size 512", "--control-arm=--z 2"))
