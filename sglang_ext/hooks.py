@@ -202,6 +202,12 @@ USES: tuple[Use, ...] = (
         expects=("self", "idx", "remaing_req_count", "server_args"),
     ),
     Use(
+        target="sglang.srt.managers.scheduler_components.batch_result_processor."
+        "SchedulerBatchResultProcessor._handle_finish_state_updated_req",
+        why="an aborted request whose drafts gather finishes without a new token",
+        expects=("self", "req", "batch", "result", "i", "logits_output"),
+    ),
+    Use(
         target="sglang.srt.managers.utils.GenerationBatchResult",
         why="it carries accepted tokens, and that their grammars were advanced",
         expects=("accept_lens", "new_seq_lens", "grammar_advanced", "grammar_retained_tokens"),

@@ -108,12 +108,25 @@ def process_emitted(original: Callable, processor, batch: "ScheduleBatch", resul
     if result.copy_done is not None:
         result.copy_done.synchronize()
     processor.model_worker.account(batch, result)
+    _end_aborted(processor, batch, result)
     emitting = [i for i, count in enumerate(result.accept_lens.tolist()) if count > 0]
     if not emitting:
         return None
     if len(emitting) < len(batch.reqs):
         batch, result = _subset(batch, emitting), _result_subset(result, emitting)
     return _advance_grammars_last(original, processor, batch, result)
+
+
+def _end_aborted(processor, batch: "ScheduleBatch", result) -> None:
+    """Finish requests that were aborted while their drafts gather: their next answer may be long in coming."""
+    ended = []
+    for i, (req, count) in enumerate(zip(batch.reqs, result.accept_lens.tolist())):
+        if count == 0 and req.to_finish and not req.finished() and not req.is_retracted:
+            req.update_finish_state(0)
+            processor._handle_finish_state_updated_req(req, batch, result, i, result.logits_output)
+            ended.append(req)
+    if ended:
+        processor.output_streamer.stream_output(ended, batch.return_logprob)
 
 
 def _advance_grammars_last(original: Callable, processor, batch: "ScheduleBatch", result) -> None:

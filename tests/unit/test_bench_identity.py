@@ -72,9 +72,9 @@ class TestConfig:
         assert config.common_server_arguments[-3:] == ("--max-total-tokens", "64", "-x")
 
     def test_kv_arguments_are_those_of_the_verified_arms(self) -> None:
-        words = ("--compressor", "a", "--budget", "0.5", "--kv-arg", "--kv-full-tier host", "--kv-arg=--kv-host-gb 1")
+        words = ("--compressor", "a", "--budget", "0.5", "--kv-arg", "--kv-full-tier host", "--kv-arg=--kv-host-gb 3")
         config = config_from(parse(*words))
-        asked = ("--kv-full-tier", "host", "--kv-host-gb", "1")
+        asked = ("--kv-full-tier", "host", "--kv-host-gb", "3")
         assert verified_arms(config)[0].arguments[-4:] == asked
         assert not set(asked) & {*config.common_server_arguments, *stock_arm(config).arguments}
 

@@ -47,7 +47,7 @@ def test_a_draft_is_kept_and_emits_nothing():
 
 
 def request(name, grammar=None):
-    return SimpleNamespace(name=name, grammar=grammar, finished=lambda: False)
+    return SimpleNamespace(name=name, grammar=grammar, finished=lambda: False, to_finish=None, is_retracted=False)
 
 
 def make_result(return_logprob=True):
@@ -105,6 +105,20 @@ def test_nothing_is_processed_when_all_only_drafted():
     batch, result = make_result(return_logprob=False)
     result.accept_lens = torch.zeros(3, dtype=torch.int64)
     process_emitted(lambda *_: 1 / 0, Processor(), batch, result)
+
+
+def test_an_aborted_request_finishes_without_a_new_token():
+    batch, result = make_result(return_logprob=False)
+    aborted, ended, streamed = batch.reqs[1], [], []
+    aborted.to_finish = batch.reqs[0].to_finish = "abort"
+    aborted.update_finish_state = ended.append
+    processor = Processor(
+        _handle_finish_state_updated_req=lambda req, b, r, i, output: ended.append((req.name, i)),
+        output_streamer=SimpleNamespace(stream_output=lambda reqs, logprobs: streamed.append([req.name for req in reqs])),
+    )
+    seen = []
+    process_emitted(lambda _, b, r: seen.append([req.name for req in b.reqs]), processor, batch, result)
+    assert ended == [0, ("b", 1)] and streamed == [["b"]] and seen == [["a", "c"]]
 
 
 @given(st.lists(st.tuples(st.integers(1, 20), st.integers(0, 20)), max_size=10), st.integers(0, 7))
