@@ -4,8 +4,6 @@ Full KV may be off the device. Drafts then gather over several rounds, until the
 (verifications.py). A request that cannot draft, or has no copy, decodes on its full KV meanwhile, which stays.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -80,7 +78,7 @@ class RollingPlanner:
             drafts: steps at most.
             iteration_seconds: of a round, as measured.
         """
-        residency, verifications = self.verifications.residency, self.verifications
+        residency = self.verifications.residency
         residency.tree.settle()
         able = [can_draft(req, state) for req, state in zip(batch.reqs, states)]
         residency.update(
@@ -90,46 +88,64 @@ class RollingPlanner:
                 if can and (view := self.views.get(state.row)) is not None
             }
         )
-        headroom = 2 * self.longest * len(states)
-        reasons = [state.fallback if state.fallback not in CURABLE else GRAMMAR for state in states]
-        for i, (req, state) in enumerate(zip(batch.reqs, states)):
-            if able[i] and not residency.is_stale(state.row):
-                reasons[i] = self._copy(req, state, lengths[i], headroom)
-            elif able[i]:
-                reasons[i] = 0
+        # Beside the slots that SGLang keeps ahead of each request.
+        headroom = 2 * drafts * len(states)
+        reasons = [self._fallback(*each, headroom) for each in zip(batch.reqs, states, lengths, able)]
         on_copy = [can and not reason for can, reason in zip(able, reasons)]
         missing = [req.sampling_params.max_new_tokens - len(req.output_ids) for req in batch.reqs]
-        steps = self._steps(batch, able, on_copy, missing, drafts)
-        verifications.begin(iteration_seconds)
-        for state, drafting, left in zip(states, on_copy, missing):
-            if drafting and not residency.is_lost(state.row):
-                target = min(verifications.drafts or self.longest, left - 1) - state.gathered
-                verifications.want(state.row, max(1, -(-target // steps) - 1))
-        verifications.start()
-        due = verifications.turns
-        for i, (req, state) in enumerate(zip(batch.reqs, states)):
-            if state.row in due and residency.is_stale(state.row):
-                residency.restore(state.row)
-                self._copy(req, state, lengths[i], headroom)
+        steps = _steps(batch, able, on_copy, max(missing), drafts)
+        self._take_turns(states, on_copy, missing, steps, iteration_seconds)
+        turns = [i for i, state in enumerate(states) if on_copy[i] and state.row in self.verifications.turns]
+        for i in turns:
+            if residency.is_stale(states[i].row):
+                residency.restore(states[i].row)
+                self._copy(batch.reqs[i], states[i], lengths[i], headroom)
         gathered = [min(state.gathered, self.longest - steps) if drafting else 0 for state, drafting in zip(states, on_copy)]
-        rows, viewed = [], []
-        for state, length, before, drafting in zip(states, lengths, gathered, on_copy):
-            if drafting:
-                self.views.write_tail(state.row, length + before)
-            view = self.views.get(state.row) if drafting else None
-            rows.append(state.row if view is None else self.views.draft_row(state.row))
-            viewed.append(length if view is None else view.kept + length + before - view.covered)
-        turns = [i for i, state in enumerate(states) if on_copy[i] and state.row in due]
+        places = [self._row(*each) for each in zip(states, lengths, gathered, on_copy)]
+        rows, viewed = [row for row, _ in places], [tokens for _, tokens in places]
         return RollingRound(states, steps, 0, lengths, rows, viewed, reasons, gathered=gathered, due=turns)
+
+    def _fallback(self, req: "Req", state: RequestState, length: int, able: bool, headroom: int) -> int:
+        """Why a request decodes on its full KV in this round; 0 where it drafts. Makes its copy, or renews it."""
+        if not able:
+            return state.fallback if state.fallback not in CURABLE else GRAMMAR
+        if self.verifications.residency.is_stale(state.row):
+            # It has a copy, which is renewed when the full KV is there.
+            return 0
+        return self._copy(req, state, length, headroom)
 
     def _copy(self, req: "Req", state: RequestState, length: int, headroom: int) -> int:
         with self.verifications.residency.reading(state.row):
             return ensure_copy(self.views, req, state, length, headroom)
 
-    def _steps(
-        self, batch: "ScheduleBatch", able: list[bool], on_copy: list[bool], missing: list[int], drafts: int
-    ) -> int:
-        """Steps of the round. SGLang keeps penalties, grammars and log-probabilities of answers from token to token."""
-        if not all(able) or (batch.return_logprob and not all(on_copy)):
-            return 1
-        return max(1, min(drafts, max(missing)))
+    def _take_turns(
+        self,
+        states: list[RequestState],
+        on_copy: list[bool],
+        missing: list[int],
+        steps: int,
+        iteration_seconds: float | None,
+    ) -> None:
+        """Find who verifies in this round, and begin the loads for later ones."""
+        verifications = self.verifications
+        verifications.begin(iteration_seconds)
+        for state, drafting, left in zip(states, on_copy, missing):
+            if drafting and not verifications.residency.is_lost(state.row):
+                target = min(verifications.drafts or self.longest, left - 1) - state.gathered
+                verifications.want(state.row, max(1, -(-target // steps) - 1))
+        verifications.start()
+
+    def _row(self, state: RequestState, length: int, gathered: int, drafting: bool) -> tuple[int, int]:
+        """The row of the token table that a request's steps read, and the tokens in it before them."""
+        if not drafting:
+            return state.row, length
+        self.views.write_tail(state.row, length + gathered)
+        view = self.views.get(state.row)
+        return self.views.draft_row(state.row), view.kept + length + gathered - view.covered
+
+
+def _steps(batch: "ScheduleBatch", able: list[bool], on_copy: list[bool], missing: int, drafts: int) -> int:
+    """Steps of the round. SGLang keeps penalties, grammars and log-probabilities of answers from token to token."""
+    if not all(able) or (batch.return_logprob and not all(on_copy)):
+        return 1
+    return max(1, min(drafts, missing))

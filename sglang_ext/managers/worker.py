@@ -18,31 +18,24 @@ from sglang_ext.core import LONG_MEMORY, Acceptance, RequestState
 from sglang_ext.layers.attention import plan_memory, torch_native, verify_graphs
 from sglang_ext.layers.attention.verify_attention import VerifyAttention
 from sglang_ext.layers.attention.views import BetweenSteps
-from sglang_ext.managers import integrity, meta_info
+from sglang_ext.managers import full_tier, integrity, meta_info
 from sglang_ext.managers.checked_drafts import CheckedDrafts
 from sglang_ext.managers.draft_length import DraftLength, FixedLength
 from sglang_ext.managers.eligibility import fallback_reason
 from sglang_ext.managers.lockstep import Lockstep, RoundResult
-from sglang_ext.managers.offload_policy import OffloadPolicy
 from sglang_ext.managers.ngram import TokenHistory
 from sglang_ext.managers.pace import Pace
 from sglang_ext.managers.planner import CURABLE
-from sglang_ext.managers.admission import Admission
 from sglang_ext.managers.ranks import Ranks
-from sglang_ext.managers.rolling import Rolling
 from sglang_ext.managers.sampling import Row, Sampling
 from sglang_ext.managers.simulation import Simulation
 from sglang_ext.managers.staggered import Staggered
 from sglang_ext.managers.steps import Steps
-from sglang_ext.managers.verifications import Verifications
 from sglang_ext.mem_cache import query_window
 from sglang_ext.mem_cache.compressed_views import CompressedViews
 from sglang_ext.mem_cache.compressors import create
-from sglang_ext.mem_cache.host_pool import HostPool
-from sglang_ext.mem_cache.host_tier import HostTier
 from sglang_ext.mem_cache.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.query_window import QueryWindows, Recorded
-from sglang_ext.mem_cache.residency import Residency
 from sglang_ext.metrics import KVMetrics
 
 if TYPE_CHECKING:
@@ -50,8 +43,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Loaded once at start, to know how fast that goes.
-LINK_SAMPLE_BYTES = 256 << 20
 # SGLang's seed, under --enable-deterministic-inference, for requests that bring none.
 STOCK_DEFAULT_SEED = 42
 
@@ -171,10 +162,7 @@ class KVWorker(BaseSpecWorker):
             self._unpin_plans()
             self._warm_up()
         if args.kv_host_gb:
-            pool = HostPool.create(self.views.buffers, args.page_size, int(args.kv_host_gb * 1e9))
-            tree_cache.use_host(HostTier(self.views.buffers, pool))
-            if options.offloads(args):
-                self._measure_link(tree_cache)
+            full_tier.use_host_memory(self, tree_cache)
         tree_cache.views = self.views
         tree_cache.on_release = self.forget
         tree_cache.insert_generated = not self.lossy
@@ -191,41 +179,15 @@ class KVWorker(BaseSpecWorker):
             *(args.kv_mode, args.kv_compressor, args.kv_budget, args.kv_draft_length, args.kv_schedule),
         )
 
-    def _measure_link(self, tree_cache) -> None:
-        """How fast full KV comes back; nothing runs yet that would read or write the page that no request owns."""
-        page, pages = self.server_args.page_size, tree_cache.host_tier.pool.pages.count
-        count = max(1, min(pages, LINK_SAMPLE_BYTES // tree_cache.host_tier.pool.page_bytes))
-        slots = torch.arange(page, device=self.views.token_table.device).repeat(count)
-        rate = tree_cache.link.measure(tree_cache.host_tier, slots)
-        logger.info("sglang-ext: full KV comes back from host memory at %.1f GB/s", rate / 1e9)
-
     def _lockstep(self, pace: Pace, steps: Steps) -> Lockstep:
         """The schedule of rounds: rolling where full KV may leave the device."""
-        args, views = self.server_args, self.views
+        args = self.server_args
         if options.offloads(args):
-            tree = views.tree_cache
-            always = args.kv_full_tier == "host"
-            residency = tree.residency = Residency(tree, views.token_table, always, most=None if always else 0)
-            # What a first round takes does not matter; it is measured from then on.
-            admission = Admission(iteration_seconds=1.0, memory=residency.room)
-            verifications = Verifications(admission, residency, views.buffers.bytes_per_slot)
-            policy = None if always else self._offload_policy()
-            return Rolling(self, self._graphs, self.simulation, pace, steps, verifications, policy)
+            return full_tier.rolling(self, self._graphs, pace, steps)
         checked = None
         if self.history is not None:
             checked = CheckedDrafts(steps, self.history, args.kv_ngram_tokens, self._check_graphs)
         return Lockstep(self, self._graphs, self.simulation, pace, steps, checked)
-
-    def _offload_policy(self) -> OffloadPolicy:
-        args, views = self.server_args, self.views
-        return OffloadPolicy(
-            bytes_per_token=views.buffers.bytes_per_slot,
-            memory=views.allocator.size,
-            budget=args.kv_budget,
-            drafts=options.longest_draft(args),
-            longest=self.stride - 1,
-            requests=min(self._rows - 1, args.max_running_requests or self._rows),
-        )
 
     @property
     def _captured(self) -> list[verify_graphs.VerifyGraphSet]:

@@ -1,0 +1,71 @@
+"""Where full KV lies besides the device: builds what ``--kv-host-gb`` and ``--kv-full-tier`` ask for."""
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang_ext import options
+from sglang_ext.managers.admission import Admission
+from sglang_ext.managers.offload_policy import OffloadPolicy
+from sglang_ext.managers.pace import Pace
+from sglang_ext.managers.rolling import Rolling
+from sglang_ext.managers.steps import Steps
+from sglang_ext.managers.verifications import Verifications
+from sglang_ext.mem_cache.host_pool import HostPool
+from sglang_ext.mem_cache.host_tier import HostTier
+from sglang_ext.mem_cache.residency import Residency
+
+if TYPE_CHECKING:
+    from sglang_ext.layers.attention.verify_graphs import VerifyGraphSet
+    from sglang_ext.managers.worker import KVWorker
+    from sglang_ext.mem_cache.tiered_moves import TieredMoves
+
+logger = logging.getLogger(__name__)
+
+# Loaded once at start, to know how fast that goes.
+LINK_SAMPLE_BYTES = 256 << 20
+
+
+def use_host_memory(worker: "KVWorker", tree: "TieredMoves") -> None:
+    """Give the prefix tree its host tier; before anything else runs.
+
+    Raises:
+        OptionError: the host lacks the memory.
+        TransferError: what was stored to it does not come back.
+    """
+    args, buffers = worker.server_args, worker.views.buffers
+    pool = HostPool.create(buffers, args.page_size, int(args.kv_host_gb * 1e9))
+    tree.use_host(HostTier(buffers, pool))
+    if options.offloads(args):
+        # The page that no request owns, again and again.
+        count = max(1, min(pool.pages.count, LINK_SAMPLE_BYTES // pool.page_bytes))
+        slots = torch.arange(args.page_size, device=worker.views.token_table.device).repeat(count)
+        rate = tree.link.measure(tree.host_tier, slots)
+        logger.info("sglang-ext: full KV comes back from host memory at %.1f GB/s", rate / 1e9)
+
+
+def rolling(worker: "KVWorker", graphs: "VerifyGraphSet | None", pace: Pace, steps: Steps) -> Rolling:
+    """The schedule in which full KV of running requests leaves the device."""
+    args, views = worker.server_args, worker.views
+    always = args.kv_full_tier == "host"
+    residency = Residency(views.tree_cache, views.token_table, always, most=None if always else 0)
+    views.tree_cache.residency = residency
+    # What a first round takes does not matter; it is measured from then on.
+    admission = Admission(iteration_seconds=1.0, memory=residency.room)
+    verifications = Verifications(admission, residency, views.buffers.bytes_per_slot)
+    policy = None if always else _policy(worker)
+    return Rolling(worker, graphs, worker.simulation, pace, steps, verifications, policy)
+
+
+def _policy(worker: "KVWorker") -> OffloadPolicy:
+    args, views = worker.server_args, worker.views
+    rows = views.rows - 1
+    return OffloadPolicy(
+        bytes_per_token=views.buffers.bytes_per_slot,
+        memory=views.allocator.size,
+        budget=args.kv_budget,
+        drafts=options.longest_draft(args),
+        longest=worker.stride - 1,
+        requests=min(rows, args.max_running_requests or rows),
+    )
