@@ -15,11 +15,12 @@ def end_at_first(original: Callable, req: "Req", new_accepted_len: int = 1) -> N
     """Hook around ``update_finish_state``: look for an end after each new token.
 
     Tokens after the end stay in ``output_ids``, as their KV is in the pool; ``finished_len`` excludes
-    them.
+    them. An abort that came meanwhile ends what has no end of its own.
     """
-    if new_accepted_len == 1 or req.to_finish or req.finished():
+    if new_accepted_len <= 1 or req.finished():
         original(req, new_accepted_len)
         return
+    abort, req.to_finish = req.to_finish, None
     newest = req.output_ids[-new_accepted_len:]
     del req.output_ids[-new_accepted_len:]
     count = 0
@@ -27,6 +28,9 @@ def end_at_first(original: Callable, req: "Req", new_accepted_len: int = 1) -> N
         req.output_ids.append(newest[count])
         original(req, 1)
         count += 1
-    if req.finished() and req.finished_len is None:
+    if abort and not req.finished():
+        req.to_finish = abort
+        original(req, 1)
+    elif req.finished() and req.finished_len is None:
         req.finished_len = len(req.output_ids)
     req.output_ids.extend(newest[count:])

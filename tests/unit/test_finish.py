@@ -84,3 +84,11 @@ def test_an_abort_keeps_the_tokens_that_came_with_it():
     req.to_finish = FINISH_ABORT("gone")
     end_at_first(Req.update_finish_state, req, 3)
     assert answer(req)[0] == [0, 1, 2] and isinstance(req.finished_reason, FINISH_ABORT)
+
+
+def test_an_abort_does_not_show_what_follows_an_end():
+    req = make_request(max_new_tokens=8, stop=["b"])
+    req.output_ids.extend([0, 1, 2])
+    req.to_finish = FINISH_ABORT("gone")
+    end_at_first(Req.update_finish_state, req, 3)
+    assert answer(req) == one_by_one([0, 1, 2], {"max_new_tokens": 8, "stop": ["b"]})
