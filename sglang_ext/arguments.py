@@ -7,12 +7,15 @@ this module must import without any hook in place.
 """
 
 import dataclasses
+import logging
 
 import torch
 from sglang.srt.arg_groups.arg_utils import NS, A, Arg
 from sglang.srt.server_args import ServerArgs
 
 from sglang_ext import options
+
+logger = logging.getLogger(__name__)
 
 SPECULATIVE_ALGORITHM = "KV_VERIFIED"
 RADIX_CACHE_BACKEND = "kv_views"
@@ -137,9 +140,12 @@ class KVServerArgs(ServerArgs):
         if self.kv_schedule == "auto":
             with_lora = self.enable_lora or self.lora_paths
             asked = self.kv_draft_length == "auto" or self.kv_ngram_tokens or self.kv_full_tier == "host"
+            asked = asked or (self.kv_full_tier == "auto" and self.kv_host_gb and not with_lora)
             lockstep = asked or (on_gpu and not with_lora)
             self.kv_schedule = "lockstep" if lockstep else "staggered"
         options.check_combinations(self)
+        if self.kv_full_tier == "auto" and (obstacle := options.offload_obstacle(self)) is not None:
+            logger.warning("sglang-ext: --kv-full-tier auto keeps all full KV on the device, as %s", obstacle)
         self.speculative_algorithm = SPECULATIVE_ALGORITHM
         self.speculative_num_steps = options.gathered_drafts(self)
         self.speculative_eagle_topk = 1

@@ -167,18 +167,9 @@ def _check_offload(args: "KVServerArgs") -> None:
         raise OptionError(
             f"--kv-offload-draft-length is {length}; pass a whole number from 1 to {MAX_OFFLOAD_DRAFT_LENGTH}, for example 64"
         )
-    if args.kv_full_tier != "host":
-        return
-    for refused, why, remedy in (
-        (not args.kv_host_gb, "there is no host memory for full KV", "pass --kv-host-gb"),
-        (args.kv_mode != "verified", f"--kv-mode {args.kv_mode} verifies nothing", "pass --kv-mode verified"),
-        (args.disable_radix_cache, "full KV leaves the device by nodes of the prefix tree", "leave out --disable-radix-cache"),
-        (args.kv_draft_length == "auto", "lengths are chosen for whole batches", "pass a number for --kv-draft-length"),
-        (args.kv_ngram_tokens > 0, "proposals of n-grams are verified in the round that checks them", "leave out --kv-ngram-tokens"),
-        (args.kv_schedule == "staggered", "drafts gather on the device in lockstep", "use --kv-schedule lockstep"),
-    ):
-        if refused:
-            raise OptionError(f"--kv-full-tier is 'host', but {why}: {remedy}, or use --kv-full-tier device")
+    obstacle = offload_obstacle(args)
+    if args.kv_full_tier == "host" and obstacle is not None:
+        raise OptionError(f"--kv-full-tier is 'host', but {obstacle}, or use --kv-full-tier device")
 
 
 def _check_host(args: "KVServerArgs") -> None:
@@ -203,11 +194,24 @@ def longest_draft(args: "KVServerArgs") -> int:
     return longest if args.kv_max_burst is None else min(longest, args.kv_max_burst - 1)
 
 
+def offload_obstacle(args: "KVServerArgs") -> str | None:
+    """Why full KV of running requests cannot leave the device, and the remedy; None when it can."""
+    for refused, why in (
+        (not args.kv_host_gb, "there is no host memory for full KV: pass --kv-host-gb"),
+        (args.kv_mode != "verified", f"--kv-mode {args.kv_mode} verifies nothing: pass --kv-mode verified"),
+        (args.disable_radix_cache, "full KV leaves the device by nodes of the prefix tree: leave out --disable-radix-cache"),
+        (args.kv_draft_length == "auto", "lengths are chosen for whole batches: pass a number for --kv-draft-length"),
+        (args.kv_ngram_tokens > 0, "proposals of n-grams are verified in the round that checks them: leave out --kv-ngram-tokens"),
+        (args.kv_schedule == "staggered", "drafts gather on the device in lockstep: use --kv-schedule lockstep"),
+    ):
+        if refused:
+            return why
+    return None
+
+
 def offloads(args: "KVServerArgs") -> bool:
     """Whether full KV of running requests may leave the device."""
-    fits = args.kv_mode == "verified" and args.kv_host_gb > 0 and not args.disable_radix_cache
-    alone = args.kv_draft_length != "auto" and not args.kv_ngram_tokens and args.kv_schedule == "lockstep"
-    return args.kv_full_tier != "device" and fits and alone
+    return args.kv_full_tier != "device" and offload_obstacle(args) is None
 
 
 def gathered_drafts(args: "KVServerArgs") -> int:

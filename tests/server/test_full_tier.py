@@ -59,3 +59,15 @@ def test_company_that_cannot_draft_changes_nobodys_answer(stock, host, prompts):
     values = [[value for value, *_ in r[2]["meta_info"]["output_token_logprobs"]] for r in (found, expected)]
     assert values[0] == pytest.approx(values[1], abs=1e-3)
     assert [r["meta_info"]["kv_fallback"] for r in found[3:5]] == ["penalty", "grammar"]
+
+
+def test_requests_with_one_beginning_share_its_copy_and_its_loads(stock, host, prompts):
+    asked = [prompts[3][:640] + prompts[0][i * 11 : i * 11 + 24] for i in range(8)]
+    expected = [r["output_ids"] for r in stock.ask_all(asked, 4, **greedy(12))]
+    host.flush_cache()
+    host.ask(input_ids=prompts[3][:640], **greedy(1))
+    with sampled(host, "sglang_ext:compressed_bytes") as held:
+        found = host.ask_all(asked, 8, cold=False, **greedy(12))
+    assert [r["output_ids"] for r in found] == expected
+    # A quarter of 640 tokens once, and of each request the 32 newest.
+    assert 0 < max(held) <= (160 + 8 * 32) * 46080

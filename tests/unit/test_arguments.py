@@ -155,6 +155,7 @@ def test_the_draft_length_is_a_number_or_auto(folder, text, value, most, widths)
         ({"kv_full_tier": "host", "kv_host_gb": 1, "kv_draft_length": 10}, True, 60),
         ({"kv_full_tier": "host", "kv_host_gb": 1, "kv_draft_length": 10, "kv_max_burst": 32}, True, 30),
         ({"kv_full_tier": "auto", "kv_host_gb": 1, "kv_schedule": "lockstep", "kv_offload_draft_length": 8}, True, 16),
+        ({"kv_full_tier": "auto", "kv_host_gb": 1}, True, 64),
         ({"kv_full_tier": "auto", "kv_schedule": "lockstep"}, False, 16),
         ({"kv_full_tier": "auto", "kv_host_gb": 1, "kv_draft_length": "auto"}, False, 16),
         ({"kv_host_gb": 1, "kv_schedule": "lockstep"}, False, 16),
@@ -163,7 +164,15 @@ def test_the_draft_length_is_a_number_or_auto(folder, text, value, most, widths)
 def test_where_full_kv_leaves_the_device_drafts_gather_over_whole_rounds(folder, flags, offloads, drafts):
     args = build(folder(), kv_mode="verified", **flags)
     assert options.offloads(args) == offloads and args.speculative_num_steps == drafts
-    assert args.kv_schedule == ("lockstep" if flags else "staggered")
+    assert args.kv_schedule == "lockstep"
+
+
+def test_auto_says_why_all_full_kv_stays_on_the_device(folder, caplog):
+    build(folder(), kv_mode="verified", kv_full_tier="auto")
+    assert "stays" not in caplog.text and "keeps all full KV on the device, as there is no host memory" in caplog.text
+    caplog.clear()
+    build(folder(), kv_mode="verified", kv_full_tier="auto", kv_host_gb=1)
+    assert "keeps all full KV" not in caplog.text
 
 
 def test_flags_parse_show_in_help_and_survive_pickling(folder):
