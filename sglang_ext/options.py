@@ -200,7 +200,6 @@ def offload_obstacle(args: "KVServerArgs") -> str | None:
         (not args.kv_host_gb, "there is no host memory for full KV: pass --kv-host-gb"),
         (args.kv_mode != "verified", f"--kv-mode {args.kv_mode} verifies nothing: pass --kv-mode verified"),
         (args.disable_radix_cache, "full KV leaves the device by nodes of the prefix tree: leave out --disable-radix-cache"),
-        (args.kv_draft_length == "auto", "lengths are chosen for whole batches: pass a number for --kv-draft-length"),
         (args.kv_ngram_tokens > 0, "proposals of n-grams are verified in the round that checks them: leave out --kv-ngram-tokens"),
         (args.kv_schedule == "staggered", "drafts gather on the device in lockstep: use --kv-schedule lockstep"),
     ):

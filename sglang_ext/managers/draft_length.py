@@ -190,20 +190,12 @@ class FixedLength:
 
     Attributes:
         drafts: of each iteration.
-        rounds: seconds of whole iterations.
     """
 
     drafts: int
-    rounds: Recent = field(default_factory=Recent)
-
-    @property
-    def round_seconds(self) -> float | None:
-        """Of an iteration, of late; None before the first was measured."""
-        return self.rounds.seconds or None
 
     def observe(self, load: Load, spent: Spent) -> None:
-        """Take an iteration's seconds."""
-        self.rounds.newest.append(spent.copying + spent.whole)
+        """Nothing is learned."""
 
 
 @dataclass

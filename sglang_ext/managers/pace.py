@@ -7,7 +7,7 @@ import torch
 
 from sglang_ext.core import RequestState
 from sglang_ext.managers.clock import Mark
-from sglang_ext.managers.draft_length import Choice, DraftLength, FixedLength, Load, Spent
+from sglang_ext.managers.draft_length import Choice, DraftLength, FixedLength, Load, Recent, Spent
 from sglang_ext.managers.ranks import Ranks
 from sglang_ext.managers.round_plan import Round
 from sglang_ext.metrics import KVMetrics
@@ -51,6 +51,7 @@ class Pace:
         metrics: told of each iteration's times.
         ranks: who must choose alike.
         watch: told of each iteration and its seconds.
+        rounds: seconds of the newest whole iterations.
     """
 
     lengths: DraftLength | FixedLength
@@ -58,6 +59,7 @@ class Pace:
     metrics: KVMetrics
     ranks: Ranks = Ranks()
     watch: Callable[[Round, Spent], None] | None = None
+    rounds: Recent = field(default_factory=Recent)
     _begun: Mark | None = None
     _running: Timed | None = None
     _pending: list[Timed] = field(default_factory=list)
@@ -107,6 +109,7 @@ class Pace:
             share = round_.share_on_copies if round_.trial else 1.0
             spent = Spent(round_.drafts, round_.steps, copying, drafting, whole, share)
             self.lengths.observe(Load.of(round_.lengths), spent)
+            self.rounds.newest.append(copying + whole)
             if self.watch is not None:
                 self.watch(round_, spent)
             self.metrics.observe_round(round_.drafts, round_.steps, drafting, whole)

@@ -96,23 +96,33 @@ class Rolling(Lockstep):
         lengths = batch.seq_lens_cpu.tolist()
         for state, length in zip(states, lengths):
             self.worker.queries.drop_rejected(state.row, length)
-        drafts = self.pace.begin(lengths, states).drafts
+        wanted = self.pace.begin(lengths, states)
         self._place()
-        round_ = self.planner.plan(batch, states, lengths, drafts, self.pace.lengths.round_seconds)
+        round_ = self.planner.plan(batch, states, lengths, wanted, self.pace.rounds.seconds or None)
         self.pace.planned(round_)
         if self.worker.strict:
             self._check(batch, round_)
-        steps = self._step(batch, round_)
-        self.pace.drafted()
-        parts = [self._verify_part(batch, round_, requests) for requests in _by_width(round_)]
-        if round_.answering:
-            parts.append(self._plain_part(round_, steps))
-        result = self._answer(batch, round_, parts, steps[-1][0], on_publish)
+        run = self._draft_and_verify_some if round_.drafts else self._decode_all_plainly
+        result = run(batch, round_, on_publish)
         for i, state in enumerate(states):
             state.gathered = 0 if i in round_.due or i in round_.answering else round_.offered[i]
         self.verifications.end()
         self.pace.ended()
         return result
+
+    def _decode_all_plainly(self, batch: "ScheduleBatch", round_: RollingRound, on_publish) -> RoundResult:
+        """A few tokens of each request over its full KV; their number is published before they are known."""
+        slots = self.steps.slots(batch, round_.steps)
+        return self._decode_plainly(batch, round_, batch.spec_info.bonus_tokens, slots, on_publish)
+
+    def _draft_and_verify_some(self, batch: "ScheduleBatch", round_: RollingRound, on_publish) -> RoundResult:
+        """Steps of all requests, then the verifications of those that are due."""
+        steps = self._step(batch, round_)
+        self.pace.drafted()
+        parts = [self._verify_part(batch, round_, requests) for requests in _by_width(round_)]
+        if round_.answering:
+            parts.append(self._plain_part(round_, steps))
+        return self._answer(batch, round_, parts, steps[-1][0], on_publish)
 
     def _place(self) -> None:
         """Choose anew how much full KV may leave the device, now and then."""
@@ -147,7 +157,7 @@ class Rolling(Lockstep):
         table, residency = self.steps.table, self.verifications.residency
         written, exact = [], {}
         for i, (req, state, start) in enumerate(zip(batch.reqs, round_.states, round_.starts)):
-            length, end = round_.lengths[i], start + round_.drafts
+            length, end = round_.lengths[i], start + (round_.drafts or round_.steps)
             written.append(table[state.row, length if i in round_.due else start : end + (i in round_.due)].long())
             exact[state.row] = range(req.cache_protected_len if residency.is_stale(state.row) else 0, length)
         integrity.check(exact, torch.cat(written), self.worker.views)

@@ -4,12 +4,14 @@ Full KV may be off the device. Drafts then gather over several rounds, until the
 (verifications.py). A request that cannot draft, or has no copy, decodes on its full KV meanwhile, which stays.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from sglang_ext.core import FALLBACK_REASONS, RequestState
-from sglang_ext.managers.planner import CURABLE, ensure_copy
-from sglang_ext.managers.round_plan import Round, can_draft
+from sglang_ext.managers.draft_length import Choice
+from sglang_ext.managers.planner import CURABLE, SLOWER, ensure_copy
+from sglang_ext.managers.round_plan import PLAIN_STEPS, TRIAL_COPIES, Round, can_draft
 from sglang_ext.managers.verifications import Verifications
 from sglang_ext.mem_cache.compressed_views import CompressedViews
 
@@ -66,16 +68,18 @@ class RollingPlanner:
         batch: "ScheduleBatch",
         states: list[RequestState],
         lengths: list[int],
-        drafts: int,
+        wanted: Choice,
         iteration_seconds: float | None = None,
     ) -> RollingRound:
-        """A round of ``drafts`` steps, or fewer: one where a request's tokens must be looked at one by one.
+        """A round of ``wanted.drafts`` steps, or fewer: one where a request's tokens must be looked at one by one.
+
+        Where none are wanted, requests decode a few tokens on their full KV, as far as it is on the device.
 
         Args:
             batch: the running requests.
             states: their draft states, same order.
             lengths: tokens of each request whose full KV is known, on the device or not.
-            drafts: steps at most.
+            wanted: what the requests shall do.
             iteration_seconds: of a round, as measured.
         """
         residency = self.verifications.residency
@@ -89,11 +93,12 @@ class RollingPlanner:
             }
         )
         # Beside the slots that SGLang keeps ahead of each request.
-        headroom = 2 * drafts * len(states)
-        reasons = [self._fallback(*each, headroom) for each in zip(batch.reqs, states, lengths, able)]
+        headroom = 2 * (wanted.drafts or PLAIN_STEPS) * len(states)
+        copies = _copies(wanted, len(states))
+        reasons = [self._fallback(*each, headroom, copies) for each in zip(batch.reqs, states, lengths, able)]
         on_copy = [can and not reason for can, reason in zip(able, reasons)]
         missing = [req.sampling_params.max_new_tokens - len(req.output_ids) for req in batch.reqs]
-        steps = _steps(batch, able, on_copy, max(missing), drafts)
+        steps = _steps(batch, able, on_copy, max(missing), wanted.drafts or PLAIN_STEPS)
         self._take_turns(states, on_copy, missing, steps, iteration_seconds)
         turns = [i for i, state in enumerate(states) if on_copy[i] and state.row in self.verifications.turns]
         for i in turns:
@@ -103,15 +108,23 @@ class RollingPlanner:
         gathered = [min(state.gathered, self.longest - steps) if drafting else 0 for state, drafting in zip(states, on_copy)]
         places = [self._row(*each) for each in zip(states, lengths, gathered, on_copy)]
         rows, viewed = [row for row, _ in places], [tokens for _, tokens in places]
-        return RollingRound(states, steps, 0, lengths, rows, viewed, reasons, gathered=gathered, due=turns)
+        drafted, plain = (steps, 0) if any(on_copy) else (0, steps)
+        trial = wanted.trial and drafted > 0
+        return RollingRound(states, drafted, plain, lengths, rows, viewed, reasons, trial, gathered=gathered, due=turns)
 
-    def _fallback(self, req: "Req", state: RequestState, length: int, able: bool, headroom: int) -> int:
+    def _fallback(
+        self, req: "Req", state: RequestState, length: int, able: bool, headroom: int, copies: Iterator[None]
+    ) -> int:
         """Why a request decodes on its full KV in this round; 0 where it drafts. Makes its copy, or renews it."""
         if not able:
             return state.fallback if state.fallback not in CURABLE else GRAMMAR
-        if self.verifications.residency.is_stale(state.row):
+        if state.gathered or self.verifications.residency.is_stale(state.row):
             # It has a copy, which is renewed when the full KV is there.
             return 0
+        if next(copies, SLOWER) is SLOWER:
+            # Before others are given room.
+            self.verifications.keep(state.row)
+            return SLOWER
         return self._copy(req, state, length, headroom)
 
     def _copy(self, req: "Req", state: RequestState, length: int, headroom: int) -> int:
@@ -142,6 +155,11 @@ class RollingPlanner:
         self.views.write_tail(state.row, length + gathered)
         view = self.views.get(state.row)
         return self.views.draft_row(state.row), view.kept + length + gathered - view.covered
+
+
+def _copies(wanted: Choice, requests: int) -> Iterator[None]:
+    """A turn for each request that may draft on a copy: none where drafts are not wanted, few where they are tried."""
+    return iter([None] * (min(requests, TRIAL_COPIES) if wanted.trial else requests if wanted.drafts else 0))
 
 
 def _steps(batch: "ScheduleBatch", able: list[bool], on_copy: list[bool], missing: int, drafts: int) -> int:

@@ -30,6 +30,7 @@ class Verifications:
     drafts: int | None = None
     slack: int = 0
     _reserved: set[int] = field(default_factory=set)
+    _kept: set[int] = field(default_factory=set)
 
     def begin(self, iteration_seconds: float | None) -> None:
         """An iteration begins, in which those verify whose full KV has arrived.
@@ -74,6 +75,11 @@ class Verifications:
         elif self.residency.load(row) and self.residency.ready(row):
             self.turns.add(row)
 
+    def keep(self, row: int) -> None:
+        """The request in ``row``, whose full KV is on the device, decodes on it in this iteration."""
+        self.residency.load(row)
+        self._kept.add(row)
+
     def start(self) -> None:
         """Begin the loads whose time has come."""
         for row in self.admission.starting():
@@ -81,9 +87,10 @@ class Verifications:
                 self.forget(row)
 
     def end(self) -> None:
-        """The verifications were launched: full KV that was read may leave the device again."""
-        for row in self.turns:
+        """The iteration was launched: full KV that was read may leave the device again."""
+        for row in self.turns | self._kept:
             self.residency.release(row)
+        self._kept.clear()
 
     def forget(self, row: int) -> None:
         """The request in ``row`` is gone, or has to be reserved anew."""

@@ -48,7 +48,6 @@ def build(path, **flags):
         ({"kv_full_tier": "disk"}, ["--kv-full-tier", "'disk'", "auto, device, host"]),
         ({"kv_full_tier": "host"}, ["--kv-full-tier is 'host'", "no host memory", "--kv-host-gb"]),
         ({"kv_full_tier": "host", "kv_host_gb": 1, "kv_mode": "lossy"}, ["--kv-mode lossy verifies nothing", "--kv-mode verified"]),
-        ({"kv_full_tier": "host", "kv_host_gb": 1, "kv_draft_length": "auto"}, ["whole batches", "a number for --kv-draft-length"]),
         ({"kv_full_tier": "host", "kv_host_gb": 1, "kv_schedule": "staggered"}, ["--kv-schedule lockstep"]),
         ({"kv_full_tier": "host", "kv_host_gb": 1, "disable_radix_cache": True}, ["leave out --disable-radix-cache"]),
         ({"kv_full_tier": "host", "kv_host_gb": 1, "kv_ngram_tokens": 2}, ["leave out --kv-ngram-tokens"]),
@@ -157,7 +156,7 @@ def test_the_draft_length_is_a_number_or_auto(folder, text, value, most, widths)
         ({"kv_full_tier": "auto", "kv_host_gb": 1, "kv_schedule": "lockstep", "kv_offload_draft_length": 8}, True, 16),
         ({"kv_full_tier": "auto", "kv_host_gb": 1}, True, 64),
         ({"kv_full_tier": "auto", "kv_schedule": "lockstep"}, False, 16),
-        ({"kv_full_tier": "auto", "kv_host_gb": 1, "kv_draft_length": "auto"}, False, 16),
+        ({"kv_full_tier": "auto", "kv_host_gb": 1, "kv_draft_length": "auto"}, True, 64),
         ({"kv_host_gb": 1, "kv_schedule": "lockstep"}, False, 16),
     ],
 )

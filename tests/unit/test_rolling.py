@@ -12,9 +12,11 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang_ext.core import FALLBACK_REASONS, Acceptance, RequestState
 from sglang_ext.layers.attention.views import BetweenSteps
 from sglang_ext.managers.admission import Admission
-from sglang_ext.managers.draft_length import FixedLength
+from sglang_ext.managers.draft_length import Choice, FixedLength
 from sglang_ext.managers.pace import Pace
+from sglang_ext.managers.planner import SLOWER
 from sglang_ext.managers.rolling import Rolling
+from sglang_ext.managers.round_plan import PLAIN_STEPS
 from sglang_ext.managers.sampling import Sampled
 from sglang_ext.managers.verifications import Verifications
 from sglang_ext.metrics import KVMetrics
@@ -35,10 +37,13 @@ def guess(sequence):
 
 
 class FakeResidency:
-    """Full KV of rows in ``away`` has to be loaded, which takes some rounds; after a verification it leaves again."""
+    """Full KV of rows in ``away`` has to be loaded, which takes some rounds; after a verification it leaves again.
 
-    def __init__(self, away, rounds, bandwidth=1e12):
-        self.away, self.rounds = set(away), rounds
+    Unless it ``stays`` until a load takes its place.
+    """
+
+    def __init__(self, away, rounds, bandwidth=1e12, stays=False):
+        self.away, self.rounds, self.stays = set(away), rounds, stays
         self.missing, self.loading, self.pinned, self.stale, self.lost = set(away), {}, set(), set(away), set()
         self.tree = SimpleNamespace(settle=self.settle, link=SimpleNamespace(bandwidth=bandwidth))
         self.room = 10**6
@@ -60,6 +65,8 @@ class FakeResidency:
 
     def load(self, row):
         if row in self.missing:
+            for other in self.away - self.pinned - self.missing - self.loading.keys() if self.stays else ():
+                self.leave(other)
             self.missing.discard(row)
             self.loading[row] = self.rounds
         self.pinned.add(row)
@@ -80,10 +87,13 @@ class FakeResidency:
 
     def release(self, row):
         self.pinned.discard(row)
-        if row in self.away:
-            self.missing.add(row)
-            self.stale.add(row)
-            self.loading.pop(row, None)
+        if row in self.away and not self.stays:
+            self.leave(row)
+
+    def leave(self, row):
+        self.missing.add(row)
+        self.stale.add(row)
+        self.loading.pop(row, None)
 
     def forget(self, row):
         self.away.discard(row)
@@ -106,8 +116,8 @@ class Toy(Rolling):
         super().__init__(worker, None, None, pace, steps, verifications)
         self.committed = {row: [row] * (PROMPT + 1) for row in range(1, count + 1)}
 
-    def draw(self, batch, round_, count, tokens, slots, starts):
-        drawn = []
+    def draw(self, batch, round_, count, tokens, slots, starts=None):
+        starts, drawn = batch.seq_lens if starts is None else starts, []
         for i, state in enumerate(round_.states):
             before = self.gathered[state.row, : round_.gathered[i]].tolist()
             sequence = [*self.committed[state.row], *before]
@@ -151,7 +161,7 @@ def rounds(toy, states, reqs, count):
                 if i in result.round.due:
                     seen.append((state.row, result.round.offered[i], accepted - 1))
                 else:
-                    assert accepted == (DRAFTS if result.round.drafts == DRAFTS else 1) * (i in result.round.answering)
+                    assert accepted == (result.round.drafts or result.round.steps) * (i in result.round.answering)
             assert result.new_seq_lens.tolist() == [len(toy.committed[s.row]) - 1 for s in states]
             toy.account(batch, result)
     return seen
@@ -161,9 +171,9 @@ def asked(missing=10**6):
     return request(missing, last_node=None, cache_protected_len=PROMPT)
 
 
-def make(count, away=(), rounds=1, full=(), bandwidth=1e12):
+def make(count, away=(), rounds=1, full=(), bandwidth=1e12, stays=False):
     views = Views(full=full)
-    toy = Toy(count, FakeResidency(away, rounds, bandwidth), views)
+    toy = Toy(count, FakeResidency(away, rounds, bandwidth, stays), views)
     states = [RequestState(rid=str(row), row=row, seed=0) for row in range(1, count + 1)]
     for row in away:
         views.compress(row, PROMPT, 0)
@@ -190,6 +200,53 @@ def test_the_tokens_are_those_of_full_kv(count, data):
     assert {row for row, *_ in seen} == set(range(1, count + 1)) - full
     assert all(len(tokens) > PROMPT + 1 for tokens in toy.committed.values())
     assert {offered for row, offered, _ in seen if row not in away} <= {DRAFTS}
+
+
+class Choices:
+    """Draft lengths one after another, whatever was measured."""
+
+    def __init__(self, choices):
+        self.choices = list(choices)
+
+    def choose(self, load, probabilities):
+        return self.choices.pop() if self.choices else Choice(DRAFTS)
+
+    def observe(self, load, spent):
+        pass
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.integers(1, 4),
+    st.lists(st.builds(Choice, st.integers(0, 5), st.booleans()), min_size=20, max_size=20),
+    st.data(),
+)
+def test_with_lengths_chosen_as_it_goes_the_tokens_are_those_of_full_kv(count, choices, data):
+    away = data.draw(st.sets(st.integers(1, count)))
+    toy, states, reqs = make(count, away, data.draw(st.integers(1, 3)), stays=data.draw(st.booleans()))
+    toy.pace.lengths = Choices(choices)
+    rounds(toy, states, reqs, 24)
+    correct(toy)
+
+
+def test_where_drafts_are_not_wanted_those_on_the_device_decode_plainly_and_stay():
+    toy, states, reqs = make(2, away=[2], stays=True)
+    toy.pace.lengths = Choices([Choice(0)] * 12)
+    seen = rounds(toy, states, reqs, 12)
+    assert len(toy.committed[1]) == PROMPT + 1 + 12 * PLAIN_STEPS and states[0].fallback == SLOWER
+    assert [row for row, *_ in seen] == [2], "its drafts are verified, then it decodes plainly, too"
+    assert len(toy.committed[2]) > PROMPT + 1 + 5 * PLAIN_STEPS
+    correct(toy)
+
+
+def test_a_load_does_not_take_the_place_of_what_is_read_in_the_round():
+    toy, states, reqs = make(2, away=[1, 2], stays=True)
+    toy.verifications.residency.missing, toy.verifications.residency.stale = {2}, {2}
+    toy.pace.lengths = Choices([Choice(0)] * 8)
+    seen = rounds(toy, states, reqs, 8)
+    assert 2 in {row for row, *_ in seen}
+    assert len(toy.committed[1]) == PROMPT + 1 + 8 * PLAIN_STEPS
+    correct(toy)
 
 
 def test_what_has_to_be_loaded_gathers_drafts_first_and_the_others_verify_in_each_round():
