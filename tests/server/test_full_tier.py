@@ -31,7 +31,7 @@ def test_more_run_at_once_than_fit_and_what_the_host_lost_is_computed_again(stoc
     assert [r["output_ids"] for r in found] == [r["output_ids"] for r in expected]
     assert sum(r["meta_info"]["kv_verifies"] > 0 for r in found) >= 5
     # Each token has 46,080 bytes.
-    assert max(offloaded) > 1000 * 46080, "of running requests, beside what is on the device"
+    assert max(offloaded) > 400 * 46080, "of running requests, beside what is on the device"
     assert host.metric("sglang_ext:host_failed_pages_total") > 0 < host.metric("sglang_ext:recomputed_requests_total")
     for name in ("host_stored_bytes_total", "host_loaded_bytes_total", "host_load_seconds_total", "reservations_total"):
         assert host.metric(f"sglang_ext:{name}") > 0, name

@@ -36,6 +36,8 @@ class Allocator:
 class Tree:
     """A prefix tree with nothing to evict."""
 
+    residency = None
+
     def __init__(self, allocator):
         self.token_to_kv_pool_allocator, self.segments = allocator, SimpleNamespace(held_tokens=0)
 
@@ -130,7 +132,7 @@ def test_held_bytes_count_keys_and_values_of_all_layers():
 def test_copies_go_before_a_request_is_retracted():
     views = make_views()
     views.compress(1, 100)
-    batch = SimpleNamespace(tree_cache=SimpleNamespace(views=views, residency=None))
+    batch = SimpleNamespace(tree_cache=SimpleNamespace(views=views))
     assert give_back_when_full(lambda b, i: views.held_tokens == 0, batch)
     assert views.get(1) is None
     assert not give_back_when_full(lambda b, i: False, batch)
