@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from sglang_ext.mem_cache.tiered_moves import TieredMoves
 
 
-@dataclass
+@dataclass(eq=False)
 class Holder:
     """A running request that drafts on its copy.
 
@@ -26,7 +26,6 @@ class Holder:
         row: of the token table.
         node: the end of its path in the prefix tree, which it locks.
         covered: tokens that its copy stands for; nodes that reach beyond must stay.
-        due: iterations until its verification, as far as is known.
         pinned: its full KV is being loaded, or about to be read.
         stale: its row leads to slots that were given up.
     """
@@ -34,7 +33,6 @@ class Holder:
     row: int
     node: TieredNode
     covered: int
-    due: int = 0
     pinned: bool = False
     stale: bool = False
 
@@ -116,9 +114,9 @@ class Residency:
         return max(0, sum(node.device_tokens for node in self._droppable()) - longest)
 
     def drop(self, tokens: int) -> int:
-        """Free ``tokens`` device slots or more, of requests that verify late first; how many were freed."""
+        """Free ``tokens`` device slots or more, large nodes first, so that few requests have to load; how many were freed."""
         freed = 0
-        for node in sorted(self._droppable(), key=self._first_due, reverse=True):
+        for node in sorted(self._droppable(), key=lambda node: len(node.key), reverse=True):
             if freed >= tokens:
                 break
             freed += self._drop(node)
@@ -133,9 +131,6 @@ class Residency:
         if not holders or not node.on_device or node.host_value is None or node.lock_ref != len(holders):
             return False
         return all(node.end <= holder.covered and not holder.pinned for holder in holders) and node.store.done
-
-    def _first_due(self, node: TieredNode) -> tuple[int, int]:
-        return min(holder.due for holder in self._of_node[node]), node.end
 
     def _drop(self, node: TieredNode) -> int:
         freed = self.tree.drop_device(node)
