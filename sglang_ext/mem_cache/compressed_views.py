@@ -133,7 +133,8 @@ class CompressedViews:
         slots = self._slots_for(view.own, shared + self._own_count(view, end, shared), headroom)
         if slots is None:
             return False
-        view.own, made = slots[shared:], None
+        # Copied, or Triton would compile its kernels again for a tensor that begins elsewhere than at 16 bytes.
+        view.own, made = slots[shared:].clone(), None
         if shared:
             made = Segment(view.shared, end, slots[:shared].clone())
             self.tree_cache.attach(prefix.node, made)

@@ -50,6 +50,7 @@ def test_what_others_began_with_is_copied_once(world):
     for req in requests:
         kept = [0, 1, 2, 3, 12, 13, 14, 15, 20, 21, 22, 23]
         assert torch.equal(drafted_on(world, req), kv_of(req.tokens)[kept])
+        assert views.get(req.req_pool_idx).own.storage_offset() == 0, "a kernel is compiled for aligned slots alone"
     world.check()
     for req in requests[:5]:
         world.finish(req)
