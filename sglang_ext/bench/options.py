@@ -16,3 +16,15 @@ def numbers(text: str, flag: str, kind: type = int, zero: bool = False) -> list:
     if not numbers or min(numbers) < 0 or (0 in numbers and not zero):
         raise BenchError(f"{flag} {text!r}: pass numbers above 0, separated by commas")
     return numbers
+
+
+def probabilities(text: str, flag: str) -> list[float]:
+    """Probabilities separated by commas.
+
+    Raises:
+        BenchError: names the flag.
+    """
+    found = numbers(text, flag, float, zero=True)
+    if max(found) > 1:
+        raise BenchError(f"{flag} {text!r}: pass probabilities up to 1")
+    return found

@@ -11,7 +11,7 @@ from typing import Any
 
 from sglang_ext.bench import BenchError, report
 from sglang_ext.bench.identity_options import words
-from sglang_ext.bench.options import numbers
+from sglang_ext.bench.options import numbers, probabilities
 from sglang_ext.bench.server import ServerProcess
 from sglang_ext.managers.simulation import VARIABLE
 from sglang_ext.options import FULL_TIERS
@@ -60,10 +60,7 @@ def forced_acceptances(args: argparse.Namespace) -> list[float]:
     """What --force-acceptance asks for; empty where verification decides."""
     if args.force_acceptance is None:
         return []
-    found = numbers(args.force_acceptance, "--force-acceptance", float, zero=True)
-    if max(found) > 1:
-        raise BenchError(f"--force-acceptance {args.force_acceptance!r}: pass probabilities up to 1")
-    return found
+    return probabilities(args.force_acceptance, "--force-acceptance")
 
 
 def acceptances(args: argparse.Namespace, setting: Setting) -> list[float | None]:

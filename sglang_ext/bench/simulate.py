@@ -20,7 +20,7 @@ from rich import box
 from rich.table import Table
 
 from sglang_ext.bench import BenchError, report
-from sglang_ext.bench.options import numbers
+from sglang_ext.bench.options import numbers, probabilities
 from sglang_ext.bench.scenario import TIERS, Request, Scenario, SimulationError
 from sglang_ext.bench.simulated import Result
 from sglang_ext.bench.simulation import Engine
@@ -86,9 +86,7 @@ def simulate(args: argparse.Namespace) -> Iterator[Result]:
     policies = args.policy.split(",")
     if unknown := set(policies) - set(POLICIES):
         raise BenchError(f"--policy {args.policy!r}: {', '.join(sorted(unknown))} is none of {', '.join(POLICIES)}")
-    acceptances = numbers(args.acceptance, "--acceptance", float, zero=True)
-    if max(acceptances) > 1:
-        raise BenchError(f"--acceptance {args.acceptance!r}: pass probabilities up to 1")
+    acceptances = probabilities(args.acceptance, "--acceptance")
     schedules = [True] * (args.staggered or not args.lock_step) + [False] * args.lock_step
     memories = numbers(args.memory_tokens, "--memory-tokens", float)
     links = numbers(args.link_bandwidth, "--link-bandwidth", float)

@@ -101,10 +101,7 @@ class Lockstep:
         self, batch: "ScheduleBatch", states: list[RequestState], on_publish=None
     ) -> GenerationBatchResult:
         """One round of all requests."""
-        lengths = batch.seq_lens_cpu.tolist()
-        for state, length in zip(states, lengths):
-            # Graphs of plain steps, which may follow, would not overwrite them.
-            self.worker.queries.drop_rejected(state.row, length)
+        lengths = self._lengths(batch, states)
         round_ = self.planner.plan(batch, states, lengths, self.pace.begin(lengths, states))
         self.pace.planned(round_)
         bonus, slots = batch.spec_info.bonus_tokens, self.steps.slots(batch, round_.width)
@@ -118,6 +115,21 @@ class Lockstep:
         result = run(batch, round_, bonus, slots, on_publish)
         self.pace.ended()
         return result
+
+    def _lengths(self, batch: "ScheduleBatch", states: list[RequestState]) -> list[int]:
+        """Tokens of each request whose full KV is known; the queries of drafts that were rejected are dropped."""
+        lengths = batch.seq_lens_cpu.tolist()
+        for state, length in zip(states, lengths):
+            # Graphs of plain steps, which may follow, would not overwrite them.
+            self.worker.queries.drop_rejected(state.row, length)
+        return lengths
+
+    def _publish(self, lengths: torch.Tensor, on_publish) -> None:
+        """Tell SGLang's scheduler the new lengths, int64 [requests], of a round that ended with a verification."""
+        # The event marks an earlier read of the token table than the round's last one.
+        self.worker.model_runner.war_fastpath_read_done_event = None
+        if on_publish is not None:
+            on_publish(lengths)
 
     def account(self, batch: "ScheduleBatch", result: RoundResult) -> None:
         """Count a round's outcome, once it is on the host."""
@@ -151,10 +163,7 @@ class Lockstep:
         output, sampled = self._verify(batch, round_, torch.cat([bonus[:, None], drafted.tokens], 1), slots)
         answers, accepted = self._accept(batch, drafted, sampled)
         lengths = batch.seq_lens + accepted
-        # The event marks an earlier read of the token table than the round's last one.
-        self.worker.model_runner.war_fastpath_read_done_event = None
-        if on_publish is not None:
-            on_publish(lengths)
+        self._publish(lengths, on_publish)
         result = self._result(batch, round_, answers, accepted, lengths, sampled, output)
         result.drafted = drafted
         return result

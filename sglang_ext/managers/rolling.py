@@ -93,9 +93,7 @@ class Rolling(Lockstep):
         self, batch: "ScheduleBatch", states: list[RequestState], on_publish=None
     ) -> GenerationBatchResult:
         """One round of all requests."""
-        lengths = batch.seq_lens_cpu.tolist()
-        for state, length in zip(states, lengths):
-            self.worker.queries.drop_rejected(state.row, length)
+        lengths = self._lengths(batch, states)
         wanted = self.pace.begin(lengths, states)
         self._place()
         round_ = self.planner.plan(batch, states, lengths, wanted, self.pace.rounds.seconds or None)
@@ -225,10 +223,7 @@ class Rolling(Lockstep):
             answers[where, : part.answers.shape[1]] = part.answers
             accepted[where] = part.accepted
         lengths = batch.seq_lens + accepted
-        # The event marks an earlier read of the token table than the round's last one.
-        self.worker.model_runner.war_fastpath_read_done_event = None
-        if on_publish is not None:
-            on_publish(lengths)
+        self._publish(lengths, on_publish)
         shown = LogitsProcessorOutput(next_token_logits=None)
         if batch.return_logprob:
             _logprobs(parts, count, width).fill_logprobs(shown, list(range(count * width)), stride=width)

@@ -6,6 +6,7 @@ Full KV may be off the device. Drafts then gather over several rounds, until the
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from sglang_ext.core import FALLBACK_REASONS, RequestState
@@ -33,17 +34,17 @@ class RollingRound(Round):
     gathered: list[int] = field(default_factory=list)
     due: list[int] = field(default_factory=list)
 
-    @property
+    @cached_property
     def starts(self) -> list[int]:
         """Position of each request's first token in the round."""
         return [length + gathered for length, gathered in zip(self.lengths, self.gathered)]
 
-    @property
+    @cached_property
     def answering(self) -> list[int]:
         """Requests that decode on their full KV."""
         return [i for i, (state, row) in enumerate(zip(self.states, self.rows)) if row == state.row]
 
-    @property
+    @cached_property
     def offered(self) -> list[int]:
         """Drafts that each has at the round's end."""
         return [gathered + self.drafts for gathered in self.gathered]
@@ -113,7 +114,7 @@ class RollingPlanner:
         return RollingRound(states, drafted, plain, lengths, rows, viewed, reasons, trial, gathered=gathered, due=turns)
 
     def _fallback(
-        self, req: "Req", state: RequestState, length: int, able: bool, headroom: int, copies: Iterator[None]
+        self, req: "Req", state: RequestState, length: int, able: bool, headroom: int, copies: Iterator[int]
     ) -> int:
         """Why a request decodes on its full KV in this round; 0 where it drafts. Makes its copy, or renews it."""
         if not able:
@@ -121,7 +122,7 @@ class RollingPlanner:
         if state.gathered or self.verifications.residency.is_stale(state.row):
             # It has a copy, which is renewed when the full KV is there.
             return 0
-        if next(copies, SLOWER) is SLOWER:
+        if next(copies, None) is None:
             # Before others are given room.
             self.verifications.keep(state.row)
             return SLOWER
@@ -157,9 +158,11 @@ class RollingPlanner:
         return self.views.draft_row(state.row), view.kept + length + gathered - view.covered
 
 
-def _copies(wanted: Choice, requests: int) -> Iterator[None]:
+def _copies(wanted: Choice, requests: int) -> Iterator[int]:
     """A turn for each request that may draft on a copy: none where drafts are not wanted, few where they are tried."""
-    return iter([None] * (min(requests, TRIAL_COPIES) if wanted.trial else requests if wanted.drafts else 0))
+    if not wanted.drafts and not wanted.trial:
+        return iter(())
+    return iter(range(TRIAL_COPIES if wanted.trial else requests))
 
 
 def _steps(batch: "ScheduleBatch", able: list[bool], on_copy: list[bool], missing: int, drafts: int) -> int:
