@@ -1,12 +1,13 @@
 """HTTP requests to an SGLang server."""
 
 import json
+import random
 import socket
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http.client import HTTPException, HTTPResponse
 from typing import Any
@@ -38,10 +39,19 @@ class SamplingSettings:
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return probe.getsockname()[1]
+    """A TCP port of the loopback interface that nothing is bound to now.
+
+    It lies below those that the kernel hands out by itself: a server listens only when it has started, and by
+    then the kernel may have given one of its own to another process.
+
+    Raises:
+        BenchError: none was found.
+    """
+    for port in random.SystemRandom().sample(range(10000, 32768), 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind((HOST, port))
+            return port
+    raise BenchError("100 ports of 10000 to 32767 are all taken; pass --port with a free one")
 
 
 class ServerClient:

@@ -1,6 +1,7 @@
 """A real SGLang server as a subprocess."""
 
 import os
+import re
 import shlex
 import signal
 import socket
@@ -16,6 +17,7 @@ from sglang_ext.bench import BenchError
 from sglang_ext.bench.client import HOST, ServerClient, free_port
 
 TAIL_LINES = 25
+ERROR = re.compile(r"\b(ERROR|Errno|\w+Error)\b")
 ORPHAN_GRACE = 2.0
 """Seconds in which workers end after their server has."""
 
@@ -116,9 +118,13 @@ class ServerProcess(ServerClient):
             raise BenchError(f"{error}\n{self.describe_log()}") from error
 
     def describe_log(self) -> str:
-        """The command and the last lines of the server's log, for an error message."""
-        lines = self.log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
-        return "\n".join([f"command: {shlex.join(self.command)}", "end of its log:", *lines])
+        """The command, the first error and the last lines of the server's log, for an error message."""
+        lines = self.log.read_text(errors="replace").splitlines()
+        errors = [line for line in lines[:-TAIL_LINES] if ERROR.search(line)]
+        first = [f"first error in its log: {errors[0]}"] if errors else []
+        return "\n".join(
+            [f"command: {shlex.join(self.command)}", *first, "end of its log:", *lines[-TAIL_LINES:]]
+        )
 
     def _refuse_taken_port(self) -> None:
         with socket.socket() as probe:

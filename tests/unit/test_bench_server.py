@@ -86,6 +86,10 @@ class TestClient:
         assert client.alive()
         assert not ServerClient(free_port()).alive()
 
+    def test_a_free_port_is_none_that_the_kernel_gives_to_others_meanwhile(self) -> None:
+        lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+        assert free_port() < lowest or lowest < 32768  # a machine may have widened its range
+
     def test_refused_flush_shows_the_servers_words(self, client: ServerClient) -> None:
         with pytest.raises(BenchError, match="HTTP 400: not now"):
             client.flush_cache()
@@ -112,6 +116,13 @@ class TestServerProcess:
         server = ServerProcess("m", (), tmp_path / "log")
         server.command = (sys.executable, "-c", "print('last words'); raise SystemExit(3)")
         with pytest.raises(BenchError, match="(?s)code 3.*last words"):
+            server.__enter__()
+
+    def test_server_that_ends_shows_its_first_error_though_more_followed(self, tmp_path: Path) -> None:
+        server = ServerProcess("m", (), tmp_path / "log")
+        lines = "print('fine'); print('ERROR: [Errno 98] address in use'); [print('more') for _ in range(99)]"
+        server.command = (sys.executable, "-c", lines)
+        with pytest.raises(BenchError, match="first error in its log: ERROR: .Errno 98. address in use"):
             server.__enter__()
 
     def test_extra_variables_reach_the_server_only(
