@@ -87,8 +87,8 @@ class KVServerArgs(ServerArgs):
     ] = 0
     kv_host_gb: A[
         float,
-        "Host memory, in GB of 10^9 bytes, for full KV of prefixes that the device has no room for; it comes back, its "
-        "checksums compared, when a prompt begins with it. 0: none.",
+        "Host memory of each tensor-parallel rank, in GB of 10^9 bytes, for full KV of prefixes that the device has no room "
+        "for; it comes back, its checksums compared, when a prompt begins with it. 0: none.",
         NS("memory"),
     ] = 0.0
 

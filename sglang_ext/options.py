@@ -107,12 +107,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "proposals of n-grams are checked in rounds that a verification ends",
         "use --kv-mode verified and --kv-schedule lockstep, or leave it out",
     ),
-    Refusal(
-        "--kv-host-gb",
-        lambda args: args.kv_host_gb > 0 and args.tp_size > 1,
-        "ranks do not agree yet on which copies came back whole",
-        "use --tp-size 1, or leave it out",
-    ),
     Refusal("--dllm-algorithm", _set("dllm_algorithm"), "diffusion models have no autoregressive KV", "use --kv-mode full"),
     Refusal("--is-embedding", _set("is_embedding"), "embeddings are not decoded", "use --kv-mode full"),
     Refusal(

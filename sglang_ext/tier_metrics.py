@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 LABELS = ("model_name",)
 GAUGES = {
     "host_bytes": "Bytes of full KV in host memory.",
+    "host_staging_bytes": "Bytes on the device through which full KV goes to host memory and back.",
     "offloaded_bytes": "Bytes of full KV of running requests that are not on the device.",
     "host_load_bytes_per_second": "Bandwidth of loads from host memory, newer ones counting more.",
     "link_reserved": "Share of a round's time in which the link to host memory is reserved for loads.",
@@ -63,6 +64,7 @@ class TierMetrics:
 
 def _values(tree: "TieredMoves", verifications: "Verifications | None") -> Iterator[tuple[str, float]]:
     yield "host_bytes", tree.host_bytes
+    yield "host_staging_bytes", tree.host_tier.workspace_bytes
     yield "host_load_bytes_per_second", tree.link.bandwidth or 0.0
     yield "host_stored_bytes", tree.stored_bytes
     yield "host_loaded_bytes", tree.loaded_bytes

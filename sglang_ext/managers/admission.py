@@ -15,7 +15,6 @@ from collections.abc import Hashable
 from typing import NamedTuple
 
 from sglang_ext.managers.loads import Loads, Planned, outward
-from sglang_ext.managers.rings import ROUNDING
 
 
 class AdmissionError(ValueError):
@@ -117,10 +116,6 @@ class Admission:
         self._loads.link.scale(factor)
         for planned in self._planned.values():
             planned.parts = [part * factor for part in planned.parts]
-
-    def possible(self, seconds: float, tokens: float) -> bool:
-        """Whether a load could be placed if there were no other; if not, waiting does not help."""
-        return self._loads.span(seconds) < self._loads.link.horizon and tokens <= self.memory * (1 + ROUNDING)
 
     def admit(self, key: Hashable, seconds: float, tokens: float, wanted: int) -> Slot | None:
         """Place a request's next verification; None where nothing fits: ask again in a later iteration.

@@ -35,13 +35,13 @@ def use_host_memory(worker: "KVWorker", tree: "TieredMoves") -> None:
         TransferError: what was stored to it does not come back.
     """
     args, buffers = worker.server_args, worker.views.buffers
-    pool = HostPool.create(buffers, args.page_size, int(args.kv_host_gb * 1e9))
-    tree.use_host(HostTier(buffers, pool))
+    pool = HostPool.create(buffers, args.page_size, int(args.kv_host_gb * 1e9), -(-args.tp_size // args.nnodes))
+    tree.use_host(HostTier(buffers, pool), worker.ranks)
     if options.offloads(args):
         # The page that no request owns, again and again.
         count = max(1, min(pool.pages.count, LINK_SAMPLE_BYTES // pool.page_bytes))
         slots = torch.arange(args.page_size, device=worker.views.token_table.device).repeat(count)
-        rate = tree.link.measure(tree.host_tier, slots)
+        rate = tree.link.measure(tree.host_tier, slots, tree.arrivals)
         logger.info("sglang-ext: full KV comes back from host memory at %.1f GB/s", rate / 1e9)
 
 

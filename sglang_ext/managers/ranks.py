@@ -33,11 +33,20 @@ class Ranks:
     @property
     def first(self) -> bool:
         """Whether this is rank 0, which counts for all."""
-        return self.group is None or self.group.rank_in_group == 0
+        return self.rank == 0
+
+    @property
+    def rank(self) -> int:
+        """This process's number among the ranks."""
+        return 0 if self.group is None else self.group.rank_in_group
 
     def agree(self, value: Any) -> Any:
         """Rank 0's value, on all ranks; waits for them on the host."""
         return value if self.group is None else self.group.broadcast_object(value, src=0)
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, in their order; waits for them on the host."""
+        return [value] if self.group is None else self.group.all_gather_object(value)
 
     def check_alike(self, what: str, value: Any) -> None:
         """Check that all ranks have this value.
@@ -45,8 +54,6 @@ class Ranks:
         Raises:
             RankError: names what differs, and the values by rank.
         """
-        if self.group is None:
-            return
-        values = self.group.all_gather_object(value)
+        values = self.gather(value)
         if any(other != value for other in values):
             raise RankError(f"{what} differs between tensor-parallel ranks: {values}")

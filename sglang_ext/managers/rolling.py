@@ -96,9 +96,12 @@ class Rolling(Lockstep):
         lengths = self._lengths(batch, states)
         wanted = self.pace.begin(lengths, states)
         self._place()
-        round_ = self.planner.plan(batch, states, lengths, wanted, self.pace.rounds.seconds or None)
+        seconds = self.worker.ranks.agree(self.pace.rounds.seconds or None)
+        round_ = self.planner.plan(batch, states, lengths, wanted, seconds)
         self.pace.planned(round_)
         if self.worker.strict:
+            alike = (round_.drafts, round_.steps, round_.rows, round_.viewed, round_.due, round_.gathered, round_.fallbacks)
+            self.worker.ranks.check_alike("a round", alike)
             self._check(batch, round_)
         run = self._draft_and_verify_some if round_.drafts else self._decode_all_plainly
         result = run(batch, round_, on_publish)
@@ -129,7 +132,7 @@ class Rolling(Lockstep):
             return
         residency = self.verifications.residency
         found = self.policy.choose(self.worker.typical.probability, residency.tree.link.bandwidth)
-        residency.most, self.verifications.drafts = found
+        residency.most, self.verifications.drafts = self.worker.ranks.agree(found)
 
     def account(self, batch: "ScheduleBatch", result: RoundResult) -> None:
         """Count a round's outcome, once it is on the host."""
@@ -195,13 +198,12 @@ class Rolling(Lockstep):
         offered = [round_.offered[i] for i in requests]
         width = max(offered) + 1
         drafts = self.gathered[part.req_pool_indices, : width - 1]
-
-        def sampling(width: int) -> Sampling:
-            rows = [self.worker.sampling_row(i, state) for i, state in zip(requests, states) for _ in range(width)]
-            return Sampling.of(self.worker.model_runner, batch, rows, batch.return_logprob)
-
         tokens = torch.cat([batch.spec_info.bonus_tokens[where, None], drafts], 1)
         small = Round(states, width - 1, 0, lengths, [], [], [])
+
+        def sampling(width: int) -> Sampling:
+            return self.steps.sampling(batch, round_, width, batch.return_logprob, requests)
+
         _, sampled = self._verify(part, small, tokens, self.steps.slots(part, width), sampling)
         answers, accepted = self._accept(part, Drafted(drafts, to_device(offered, where.device)), sampled)
         return Part(requests, answers, accepted, sampled)

@@ -84,7 +84,7 @@ class RollingPlanner:
             iteration_seconds: of a round, as measured.
         """
         residency = self.verifications.residency
-        residency.tree.settle()
+        residency.settle()
         able = [can_draft(req, state) for req, state in zip(batch.reqs, states)]
         residency.update(
             {

@@ -169,22 +169,31 @@ class SamplingCache:
 
     Attributes:
         model_runner: the target's.
+        most: samplings that are kept; those of some of the batch's requests are many.
     """
 
-    def __init__(self, model_runner: "ModelRunner"):
+    def __init__(self, model_runner: "ModelRunner", most: int = 64):
         self.model_runner = model_runner
+        self.most = most
         self._owners: list = []
-        self._kept: dict[tuple[int, bool], Sampling] = {}
+        self._kept: dict[tuple[tuple[int, ...], int, bool], Sampling] = {}
 
     def get(
-        self, batch: "ScheduleBatch", states: list, width: int, logprobs: bool, rows: Callable[[], list[Row]]
+        self,
+        batch: "ScheduleBatch",
+        states: list,
+        requests: tuple[int, ...],
+        width: int,
+        logprobs: bool,
+        rows: Callable[[], list[Row]],
     ) -> Sampling:
-        """The sampling of ``width`` rows a request.
+        """The sampling of ``width`` rows of each of some requests.
 
         Args:
-            batch: whose requests these are.
+            batch: all requests.
             states: their draft states; with the requests they say whether a sampling can be used again.
-            width: rows of each request.
+            requests: whose rows they are, by their places in the batch.
+            width: rows of each.
             logprobs: as for :meth:`Sampling.of`.
             rows: makes the rows, where they are needed.
         """
@@ -193,9 +202,12 @@ class SamplingCache:
         owners = [*batch.reqs, *states]
         if len(owners) != len(self._owners) or any(a is not b for a, b in zip(owners, self._owners)):
             self._owners, self._kept = owners, {}
-        if (width, logprobs) not in self._kept:
-            self._kept[width, logprobs] = Sampling.of(self.model_runner, batch, rows(), logprobs)
-        return self._kept[width, logprobs]
+        key = requests, width, logprobs
+        if key not in self._kept:
+            if len(self._kept) >= self.most:
+                self._kept.clear()
+            self._kept[key] = Sampling.of(self.model_runner, batch, rows(), logprobs)
+        return self._kept[key]
 
 
 def _changes(info: "SamplingBatchInfo") -> bool:

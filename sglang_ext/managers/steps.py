@@ -89,14 +89,16 @@ class Steps:
         """One forward; see forward.py."""
         return forward.run(self.worker.model_runner, batch, inputs, self.worker.verifier)
 
-    def sampling(self, batch: "ScheduleBatch", round_: Round, width: int, logprobs: bool) -> Sampling:
-        """How the rows of ``width`` tokens of each request are sampled."""
+    def sampling(
+        self, batch: "ScheduleBatch", round_: Round, width: int, logprobs: bool, requests: list[int] | None = None
+    ) -> Sampling:
+        """How the rows of ``width`` tokens of each request are sampled; ``requests``: of some, by their places, not of all."""
+        places = tuple(range(len(round_.states))) if requests is None else tuple(requests)
 
         def rows() -> list[Row]:
-            states = enumerate(round_.states)
-            return [self.worker.sampling_row(i, state) for i, state in states for _ in range(width)]
+            return [self.worker.sampling_row(i, round_.states[i]) for i in places for _ in range(width)]
 
-        return self._samplings.get(batch, round_.states, width, logprobs, rows)
+        return self._samplings.get(batch, round_.states, places, width, logprobs, rows)
 
     def one_by_one(
         self,

@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from sglang_ext.managers.admission import Admission
 from sglang_ext.mem_cache.residency import Residency
 
+# Share by which the link's bandwidth may change before loads that are planned take another time.
+DRIFT = 0.1
+
 
 @dataclass
 class Verifications:
@@ -31,6 +34,7 @@ class Verifications:
     slack: int = 0
     _reserved: set[int] = field(default_factory=set)
     _kept: set[int] = field(default_factory=set)
+    _bandwidth: float | None = None
 
     def begin(self, iteration_seconds: float | None) -> None:
         """An iteration begins, in which those verify whose full KV has arrived.
@@ -41,6 +45,7 @@ class Verifications:
         if iteration_seconds:
             self.admission.iteration_seconds = iteration_seconds
         self.admission.memory = self.residency.room
+        self._measure_link()
         self.admission.advance()
         self.turns = set()
         for row in self.admission.due():
@@ -53,6 +58,15 @@ class Verifications:
             else:
                 self._reserved.difference_update(self.admission.late(row))
         self.slack += sum(self.residency.waits(row) for row in self._reserved)
+
+    def _measure_link(self) -> None:
+        """Let the loads that are planned take the time that they will."""
+        bandwidth = self.residency.tree.link.bandwidth
+        before = self._bandwidth or bandwidth
+        if bandwidth is not None and abs(bandwidth - before) > DRIFT * before:
+            self.admission.slow_link(before / bandwidth)
+            before = bandwidth
+        self._bandwidth = before
 
     def want(self, row: int, rounds: int) -> None:
         """A request shall verify: now, if its full KV is on the device, or else after so many rounds.

@@ -23,15 +23,15 @@ class Faults:
 
     Attributes:
         every: of so many loads one finds a changed page.
-        loads: so far.
+        loads: so far, and its start.
     """
 
     every: int
     loads: int = 0
 
     @classmethod
-    def from_environment(cls) -> "Faults | None":
-        """What :data:`VARIABLE` asks for; None when it is not set.
+    def from_environment(cls, rank: int = 0) -> "Faults | None":
+        """What :data:`VARIABLE` asks for, on each tensor-parallel ``rank`` for other loads; None when it is not set.
 
         Raises:
             OptionError: it is no whole number from 1.
@@ -42,7 +42,7 @@ class Faults:
         if not text.isdigit() or int(text) < 1:
             raise OptionError(f"{VARIABLE} is {text!r}; pass a whole number from 1, for example 7, or leave it out")
         logger.warning("sglang-ext: %s=%s: host memory loses bits on purpose", VARIABLE, text)
-        return cls(int(text))
+        return cls(int(text), loads=rank)
 
     @torch.inference_mode()
     def strike(self, pool: HostPool, pages: torch.Tensor) -> None:

@@ -32,13 +32,14 @@ class HostPool:
     pages: HostPages
 
     @classmethod
-    def create(cls, buffers: KVBuffers, page_size: int, size: int) -> "HostPool":
+    def create(cls, buffers: KVBuffers, page_size: int, size: int, pools: int = 1) -> "HostPool":
         """A pool for as many pages as fit in ``size`` bytes.
 
         Args:
             buffers: the layers of the device's pool; all of one shape and dtype.
             page_size: tokens in a page.
             size: bytes of host memory.
+            pools: of as many bytes that processes of this host make now.
 
         Raises:
             OptionError: no page fits, or the host has less memory.
@@ -52,7 +53,7 @@ class HostPool:
                 f"{buffers.bytes_per_slot * page_size / 1e9:.3f} GB: pass at least that, better room for many requests"
             )
         used = count * page_size * buffers.bytes_per_slot
-        _check_available(used)
+        _check_available(used * pools)
         key = buffers.keys[0]
         memory = _pinned(used) if key.is_cuda else torch.empty(used, dtype=torch.uint8)
         shape = 2, len(buffers.keys), count, page_size, *key.shape[1:]
@@ -98,8 +99,8 @@ def _check_available(size: int) -> None:
     available = psutil.virtual_memory().available
     if size > available:
         raise OptionError(
-            f"--kv-host-gb asks for {size / 1e9:.1f} GB of host memory for the full KV; {available / 1e9:.1f} GB are "
-            "available to all processes of this host: pass less, or free memory"
+            f"--kv-host-gb asks for {size / 1e9:.1f} GB of host memory for the full KV, of all ranks on this host; "
+            f"{available / 1e9:.1f} GB are available to all its processes: pass less, or free memory"
         )
 
 

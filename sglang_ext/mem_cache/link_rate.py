@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang_ext.mem_cache.arrivals import Arrivals
 from sglang_ext.mem_cache.host_tier import HostTier
-from sglang_ext.mem_cache.transfers import Transfer, TransferError
+from sglang_ext.mem_cache.transfers import TransferError
 
 
 @dataclass
@@ -28,19 +29,14 @@ class LinkRate:
         """Bytes per second; None until a transfer was counted."""
         return self._bytes / self._seconds if self._seconds > 0 else None
 
-    def add(self, transfer: Transfer) -> None:
-        """Count a transfer.
-
-        Raises:
-            TransferError: it is not done.
-        """
-        seconds = transfer.seconds
-        self._bytes = self.decay * self._bytes + transfer.size
+    def add(self, size: int, seconds: float) -> None:
+        """Count a load of ``size`` bytes that took so long."""
+        self._bytes = self.decay * self._bytes + size
         self._seconds = self.decay * self._seconds + seconds
         self.loads += 1
         self.seconds += seconds
 
-    def measure(self, tier: HostTier, slots: torch.Tensor) -> float:
+    def measure(self, tier: HostTier, slots: torch.Tensor, arrivals: Arrivals) -> float:
         """Count one load of what lies in ``slots``, waiting for it, and give the bandwidth.
 
         Stores it first, and loads it once more before, since a first load waits for compilers. For the start of a
@@ -49,6 +45,7 @@ class LinkRate:
         Args:
             tier: a tier with room for so many pages.
             slots: int64 [pages * page_size], on the device, that nobody writes meanwhile; they may repeat.
+            arrivals: tell when all ranks are done.
 
         Raises:
             TransferError: the host has too few free pages, or the loads did not bring back what was stored.
@@ -61,12 +58,13 @@ class LinkRate:
             )
         try:
             for transfer in (tier.store(slots, pages), tier.load(pages, slots), last := tier.load(pages, slots)):
-                transfer.synchronize()
+                arrivals.wait(transfer)
         finally:
             tier.pool.pages.free(pages)
-        if last.failed_pages():
+        seconds, failed = arrivals.outcome(last)
+        if failed:
             raise TransferError(
-                f"host pages {last.failed_pages()[:8]} came back changed; the link or the memory is broken: do not serve from it"
+                f"host pages {failed[:8]} came back changed; the link or the memory is broken: do not serve from it"
             )
-        self.add(last)
+        self.add(last.size, seconds)
         return self.bandwidth

@@ -74,6 +74,10 @@ class Residency:
             for node in self._droppable():
                 self._drop(node)
 
+    def settle(self) -> None:
+        """Take in what has come to the device since the last call, and to the host."""
+        self.tree.settle(node.store for node in self._of_node if node.store is not None)
+
     def _holder(self, row: int, node: TieredNode, covered: int) -> Holder:
         holder = self.holders.get(row) or Holder(row, node, covered)
         holder.node, holder.covered = node, covered
@@ -125,12 +129,11 @@ class Residency:
     def _droppable(self) -> list[TieredNode]:
         return [node for node, holders in self._of_node.items() if self._may_go(node, holders)]
 
-    @staticmethod
-    def _may_go(node: TieredNode, holders: list[Holder]) -> bool:
+    def _may_go(self, node: TieredNode, holders: list[Holder]) -> bool:
         """Whether nobody reads a node's device slots before they could be loaded again."""
-        if not holders or not node.on_device or node.host_value is None or node.lock_ref != len(holders):
+        if not holders or node.lock_ref != len(holders):
             return False
-        return all(node.end <= holder.covered and not holder.pinned for holder in holders) and node.store.done
+        return all(node.end <= holder.covered and not holder.pinned for holder in holders) and self.tree.is_stored(node)
 
     def _drop(self, node: TieredNode) -> int:
         freed = self.tree.drop_device(node)

@@ -1,11 +1,14 @@
 """Full KV of the prefix tree moves between the device and the host."""
 
 import heapq
+from collections.abc import Iterable
 
 import torch
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.common import evict_from_tree_cache
 
+from sglang_ext.managers.ranks import Ranks
+from sglang_ext.mem_cache.arrivals import Arrivals
 from sglang_ext.mem_cache.faults import Faults
 from sglang_ext.mem_cache.host_tier import HostTier
 from sglang_ext.mem_cache.link_rate import LinkRate
@@ -22,6 +25,7 @@ class TieredMoves(TieredTree):
     Attributes:
         failed_pages: host pages so far whose KV came back changed, and was forgotten.
         stored_bytes, loaded_bytes: of full KV, so far, to the host and back.
+        arrivals: which transfers are done.
         link: how fast loads are.
         faults: of tests; None outside them.
     """
@@ -29,10 +33,11 @@ class TieredMoves(TieredTree):
     failed_pages: int = 0
     stored_bytes: int = 0
     loaded_bytes: int = 0
+    faults: Faults | None = None
 
     def __init__(self, params: CacheInitParams) -> None:
+        self.arrivals = Arrivals()
         self.link = LinkRate()
-        self.faults = Faults.from_environment()
         super().__init__(params)
 
     @property
@@ -43,8 +48,8 @@ class TieredMoves(TieredTree):
         pool = self.host_tier.pool
         return (pool.pages.count - pool.pages.free_pages) * pool.page_bytes
 
-    def use_host(self, tier: HostTier) -> None:
-        """Keep full KV in ``tier``, too.
+    def use_host(self, tier: HostTier, ranks: Ranks = Ranks()) -> None:
+        """Keep full KV in ``tier``, too; the trees of all ``ranks`` do the same.
 
         Raises:
             ValueError: its pages are not as long as the tree's.
@@ -55,6 +60,8 @@ class TieredMoves(TieredTree):
                 f"{tier.pool.page_size}, so that nodes are whole host pages"
             )
         self.host_tier = tier
+        self.arrivals = Arrivals(ranks)
+        self.faults = Faults.from_environment(ranks.rank)
 
     def back_up(self, node: TieredNode) -> Transfer | None:
         """Store the KV of ``node`` to the host; its device slots stay.
@@ -85,9 +92,11 @@ class TieredMoves(TieredTree):
         Returns:
             Slots that were freed; 0 when there are none, or the host copy is missing or not finished.
         """
-        if not node.on_device or node.host_value is None or not node.store.done:
-            return 0
-        return self._free_value(node)
+        return self._free_value(node) if self.is_stored(node) else 0
+
+    def is_stored(self, node: TieredNode) -> bool:
+        """Whether the KV of ``node`` lies on the device, and all of it on the host too."""
+        return node.on_device and node.host_value is not None and self.arrivals.done(node.store)
 
     def load_into(self, nodes: list[TieredNode], slots: torch.Tensor) -> Transfer:
         """Copy the host's KV of ``nodes`` to ``slots``, which stay the caller's.
@@ -139,17 +148,22 @@ class TieredMoves(TieredTree):
         load = self.load_into(nodes, slots)
         for node, part in zip(nodes, slots.split([len(node.key) for node in nodes])):
             node.load = load
-            self._loading.add(node)
+            self._loading[node] = None
             self._set_value(node, part)
         return load
 
-    def settle(self) -> int:
+    def settle(self, stores: Iterable[Transfer] = ()) -> int:
         """Take in the loads that are done: their nodes are on the device, but for those whose KV came back changed.
+
+        Args:
+            stores: to find out about, too.
 
         Returns:
             Host pages that were forgotten for that, as :meth:`drop_failed` does.
         """
-        return sum(self._take_in(load) for load in {node.load for node in self._loading} if load.done)
+        loads = list(dict.fromkeys(node.load for node in self._loading))
+        self.arrivals.update([*loads, *stores])
+        return sum(self._take_in(load) for load in loads if self.arrivals.done(load))
 
     def drop_failed(self, load: Transfer) -> int:
         """Forget host pages that ``load`` found changed, and what lies on the host below them.
@@ -163,7 +177,7 @@ class TieredMoves(TieredTree):
         Raises:
             TransferError: the load is not done.
         """
-        failed = load.failed_pages()
+        failed = self.arrivals.outcome(load).failed
         if failed:
             wrong = torch.tensor(failed)
             for node in list(below(self.root_node)):
@@ -174,10 +188,10 @@ class TieredMoves(TieredTree):
 
     def _take_in(self, load: Transfer) -> int:
         lost = self.drop_failed(load)
-        self.link.add(load)
+        self.link.add(load.size, self.arrivals.outcome(load).seconds)
         for node in [node for node in self._loading if node.load is load]:
             node.load = None
-            self._loading.remove(node)
+            del self._loading[node]
         return lost
 
     def _lose(self, node: TieredNode, page: int) -> None:

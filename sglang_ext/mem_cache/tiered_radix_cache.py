@@ -81,8 +81,8 @@ class TieredRadixCache(TieredMoves):
         missing = [node for node in nodes if node.value is None]
         if missing and (quota is None or sum(len(node.key) for node in missing) <= quota):
             self.load_back(missing)
-        for load in {node.load for node in nodes if node.load is not None}:
-            load.synchronize()
+        for load in dict.fromkeys(node.load for node in nodes if node.load is not None):
+            self.arrivals.wait(load)
             self._take_in(load)
 
     def insert(self, params: InsertParams) -> InsertResult:

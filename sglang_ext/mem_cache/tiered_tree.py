@@ -42,7 +42,8 @@ class TieredTree(KVViewsRadixCache):
     def __init__(self, params: CacheInitParams) -> None:
         self.segments = Segments(params.token_to_kv_pool_allocator, params.page_size)
         self.host_leaves: set[TieredNode] = set()
-        self._loading: set[TieredNode] = set()
+        # In the order in which their loads began, as on all ranks.
+        self._loading: dict[TieredNode, None] = {}
         self.root_node = TieredNode(0)
         super().__init__(params)
 
@@ -158,7 +159,7 @@ class TieredTree(KVViewsRadixCache):
         child.parent, child.key = upper, key[split_len:]
         upper.children[child.key.child_key(self.page_size)] = child
         if child.load is not None:
-            self._loading.add(upper)
+            self._loading[upper] = None
         return upper
 
     def _set_value(self, node: TieredNode, slots: torch.Tensor) -> None:
@@ -173,7 +174,7 @@ class TieredTree(KVViewsRadixCache):
             return 0
         self._await_transfers(node)
         slots, node.value, node.load = node.value, None, None
-        self._loading.discard(node)
+        self._loading.pop(node, None)
         self.token_to_kv_pool_allocator.free_segment(slots, start_pos=0)
         self._count(node, -len(slots))
         self._update_leaf_status(node)

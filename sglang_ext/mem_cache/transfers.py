@@ -2,6 +2,7 @@
 
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -10,6 +11,18 @@ from sglang_ext.managers.clock import Mark
 
 class TransferError(RuntimeError):
     """A transfer was asked for what it cannot tell, or did not bring what it should."""
+
+
+class Outcome(NamedTuple):
+    """What a transfer that is done brought.
+
+    Attributes:
+        seconds: how long it took, without what it had to wait for.
+        failed: of a load, host pages whose KV did not arrive as it was stored.
+    """
+
+    seconds: float
+    failed: list[int]
 
 
 @dataclass(frozen=True)
@@ -59,27 +72,14 @@ class Transfer:
             end.event.synchronize()
 
     @property
-    def seconds(self) -> float:
-        """How long it took, without what it had to wait for.
+    def outcome(self) -> Outcome:
+        """What it brought; a store compares no checksums.
 
         Raises:
             TransferError: it is not done.
         """
-        launched = self._ended()
-        return launched.start.until(launched.end)
-
-    def failed_pages(self) -> list[int]:
-        """Of a load, host pages whose KV did not arrive as it was stored.
-
-        Raises:
-            TransferError: it is not done, or is a store.
-        """
-        wrong = self._ended().wrong
-        if wrong is None:
-            raise TransferError("a store compares no checksums; ask the load that brings the pages back")
-        return self.pages[wrong].tolist()
-
-    def _ended(self) -> Launched:
         if not self.done:
             raise TransferError(f"a transfer of {self.size} bytes is still under way; ask once it is done")
-        return self._launched.result()
+        launched = self._launched.result()
+        failed = [] if launched.wrong is None else self.pages[launched.wrong].tolist()
+        return Outcome(launched.start.until(launched.end), failed)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from sglang_ext.mem_cache.arrivals import Arrivals
 from sglang_ext.mem_cache.host_pool import HostPool
 from sglang_ext.mem_cache.host_tier import HostTier
 from sglang_ext.mem_cache.kv_buffers import KVBuffers
@@ -65,8 +66,8 @@ def test_what_was_stored_comes_back(dtype, staging):
     loaded.wait()
     assert torch.equal(made.contents(targets), before) and torch.equal(made.contents(rest), untouched)
     loaded.synchronize()
-    assert stored.done and loaded.done and loaded.failed_pages() == []
-    assert 0 < stored.seconds < 1 and 0 < loaded.seconds < 1
+    assert stored.done and loaded.done and loaded.outcome.failed == []
+    assert 0 < stored.seconds < 1 and 0 < loaded.outcome.seconds < 1
 
 
 def test_forwards_go_on_and_order_is_kept_without_the_host_waiting():
@@ -90,7 +91,7 @@ def test_forwards_go_on_and_order_is_kept_without_the_host_waiting():
         landed = made.contents(targets)
         under_way = not stored.done and not loaded.done
         loaded.synchronize()
-        assert loaded.failed_pages() == [] and torch.equal(landed, before)
+        assert loaded.outcome.failed == [] and torch.equal(landed, before)
     assert under_way, "launching does not wait for the device"
 
 
@@ -107,7 +108,7 @@ def test_a_load_waits_for_the_readers_of_its_slots():
         loaded = made.tier.load(pages, targets)
         loaded.synchronize()
         assert torch.equal(read, before) and torch.equal(made.contents(targets), made.contents(sources))
-    assert loaded.seconds < 0.1, "what it waited for does not count"
+    assert loaded.outcome.seconds < 0.1, "what it waited for does not count"
 
 
 def test_many_transfers_beside_each_other_arrive():
@@ -131,7 +132,7 @@ def test_many_transfers_beside_each_other_arrive():
     torch.cuda.synchronize()
     assert len(landed) > 10
     for loaded, found, before in landed:
-        assert loaded.failed_pages() == [] and torch.equal(found, before)
+        assert loaded.outcome.failed == [] and torch.equal(found, before)
 
 
 def test_pages_that_changed_on_the_host_are_named():
@@ -143,7 +144,7 @@ def test_pages_that_changed_on_the_host_are_named():
     kv[:, :, 40, [2, 3]] = kv[:, :, 40, [3, 2]]
     loaded = made.tier.load(pages, slots_of(torch.arange(64, 128)))
     loaded.synchronize()
-    assert loaded.failed_pages() == [17, 40]
+    assert loaded.outcome.failed == [17, 40]
 
 
 def test_pinned_memory_can_be_made_again():
@@ -185,12 +186,12 @@ def test_a_load_is_nearly_as_fast_as_one_plain_copy():
         loaded = made.tier.load(held, slots)
         launched = time.perf_counter() - began
         loaded.synchronize()
-        assert loaded.failed_pages() == []
-        best = max(best, loaded.size / loaded.seconds)
-        rate.add(loaded)
+        assert loaded.outcome.failed == []
+        best = max(best, loaded.size / loaded.outcome.seconds)
+        rate.add(loaded.size, loaded.outcome.seconds)
     print(f"plain {plain / 1e9:.1f} GB/s, load {best / 1e9:.1f} GB/s, launched in {launched * 1e3:.1f} ms")
     assert best >= 0.8 * plain
-    assert launched < 0.5 * loaded.seconds
+    assert launched < 0.5 * loaded.outcome.seconds
     assert rate.bandwidth == pytest.approx(best, rel=0.3)
     made.tier.pool.pages.free(held)
-    assert LinkRate().measure(made.tier, slots[: 512 * PAGE]) > 0.5 * plain
+    assert LinkRate().measure(made.tier, slots[: 512 * PAGE], Arrivals()) > 0.5 * plain

@@ -6,6 +6,8 @@ import pytest
 
 from servers import STRICT, VERIFIED, greedy
 
+from sglang_ext.mem_cache.faults import VARIABLE
+
 pytestmark = pytest.mark.server
 
 # The demo model's nine query and three KV heads divide by three.
@@ -23,3 +25,16 @@ def test_three_ranks_give_stocks_answers_and_decide_alike(stock, launch, prompts
     assert sum(r["meta_info"]["kv_drafts"] for r in found) > 0
     counted = ranks.metric("sglang_ext:drafts_total")
     assert counted == sum(r["meta_info"]["kv_drafts"] for r in found), "only one rank counts"
+
+
+def test_ranks_that_lose_different_pages_in_host_memory_recompute_alike(stock, launch, prompts, expected):
+    flags = (
+        *("--tp-size", "3", "--kv-schedule", "lockstep", "--kv-draft-length", "4", "--kv-full-tier", "host"),
+        *("--kv-host-gb", "0.2", "--kv-offload-draft-length", "8", "--max-total-tokens", "1300"),
+    )
+    # Full KV of the two needs more than 1,000 of the slots; each rank loses a page in another load.
+    ranks = launch(*VERIFIED, *flags, env={**STRICT, **CORES, VARIABLE: "4"})
+    found = ranks.ask_all(prompts[1:3], 2, **greedy(16))
+    assert [r["output_ids"] for r in found] == [ids[:16] for ids in expected[1:3]]
+    assert ranks.metric("sglang_ext:host_failed_pages_total") > 1
+    assert ranks.metric("sglang_ext:host_loaded_bytes_total") > 0

@@ -236,14 +236,6 @@ def test_measured_times_change_what_fits_and_lose_nothing():
     assert state(admission) == [(0, 0)] * 8
 
 
-def test_what_can_never_fit_is_known_before_it_waits():
-    admission = Admission(1.0, 10.0, 8)
-    assert admission.possible(7.0, 10) and admission.admit(0, 7.0, 10, 1) == Slot(0, 7)
-    for seconds, tokens in ((7.1, 1), (1, 10.1)):
-        assert not admission.possible(seconds, tokens)
-        assert Admission(1.0, 10.0, 8).admit(0, seconds, tokens, 1) is None
-
-
 @pytest.mark.parametrize("numbers", [(-1, 0, 1), (0, -1, 1), (0, 0, 0), (float("nan"), 1, 1), (1, float("inf"), 1)])
 def test_numbers_out_of_range_are_named(numbers):
     with pytest.raises(AdmissionError, match="'a': .* pass finite numbers"):

@@ -17,6 +17,7 @@ from sglang_ext.managers.pace import Pace
 from sglang_ext.managers.planner import SLOWER
 from sglang_ext.managers.rolling import Rolling
 from sglang_ext.managers.round_plan import PLAIN_STEPS
+from sglang_ext.managers.ranks import Ranks
 from sglang_ext.managers.sampling import Sampled
 from sglang_ext.managers.verifications import Verifications
 from sglang_ext.metrics import KVMetrics
@@ -45,7 +46,7 @@ class FakeResidency:
     def __init__(self, away, rounds, bandwidth=1e12, stays=False):
         self.away, self.rounds, self.stays = set(away), rounds, stays
         self.missing, self.loading, self.pinned, self.stale, self.lost = set(away), {}, set(), set(away), set()
-        self.tree = SimpleNamespace(settle=self.settle, link=SimpleNamespace(bandwidth=bandwidth))
+        self.tree = SimpleNamespace(link=SimpleNamespace(bandwidth=bandwidth))
         self.room = 10**6
 
     def settle(self):
@@ -107,7 +108,7 @@ class Toy(Rolling):
         worker = SimpleNamespace(
             views=views, lossy=False, stride=LONGEST + 1, strict=False, metrics=metrics, typical=Acceptance(),
             model_runner=SimpleNamespace(war_fastpath_read_done_event="earlier"),
-            queries=SimpleNamespace(drop_rejected=lambda row, length: None),
+            queries=SimpleNamespace(drop_rejected=lambda row, length: None), ranks=Ranks(),
         )
         views.rows = count + 1
         verifications = Verifications(Admission(PROMPT, residency.room, horizon=8), residency, 1)
@@ -301,3 +302,22 @@ def test_near_the_end_of_an_output_nothing_is_gathered_that_cannot_count(left):
     reqs[0] = asked(left)
     seen = rounds(toy, states, reqs, 3)
     assert seen[0][1] <= max(2 * DRAFTS, left + DRAFTS)
+
+
+def test_loads_that_are_planned_take_as_long_as_the_link_needs_now():
+    residency = FakeResidency({1}, 1, bandwidth=PROMPT / 2)
+    admission = Admission(iteration_seconds=1.0, memory=10**6, horizon=16)
+    verifications = Verifications(admission, residency, bytes_per_token=1)
+    verifications.begin(None)
+    verifications.want(1, rounds=8)
+
+    def reserved():
+        return sum(admission._loads.link.free(i) < 1 for i in range(1, 16))
+
+    assert reserved() == 2
+    residency.tree.link.bandwidth *= 1.05
+    verifications.begin(None)
+    before = admission._loads.link.load
+    residency.tree.link.bandwidth /= 4.2
+    verifications.begin(None)
+    assert admission._loads.link.load == pytest.approx(4 * before), "small changes are not followed, this one is"

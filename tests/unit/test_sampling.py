@@ -55,9 +55,9 @@ def test_a_logit_processor_comes_along_with_its_own_request_only():
     assert processor(torch.zeros(1, 8), own.custom_params)[0, 3] == float("-inf")
 
 
-def kept(asked, cache, states, width=2):
+def kept(asked, cache, states, width=2, requests=(0, 1)):
     asked.seq_lens = torch.tensor([5, 6])
-    return cache.get(asked, states, width, False, lambda: [Row(i, 11) for i in range(2) for _ in range(width)])
+    return cache.get(asked, states, requests, width, False, lambda: [Row(i, 11) for i in requests for _ in range(width)])
 
 
 def test_a_sampling_is_used_again_while_the_same_requests_run():
@@ -68,6 +68,8 @@ def test_a_sampling_is_used_again_while_the_same_requests_run():
     first = kept(asked, cache, states)
     assert kept(asked, cache, states) is first
     assert kept(asked, cache, states, width=1) is not first and kept(asked, cache, states) is first
+    some = kept(asked, cache, states, requests=(1,))
+    assert some.count == 2 and kept(asked, cache, states, requests=(1,)) is some is not kept(asked, cache, states, requests=(0,))
     # A retracted request comes back with another state, and other noise.
     assert kept(asked, cache, [object(), states[1]]) is not first
 

@@ -1,0 +1,110 @@
+"""Ranks that are done with their transfers at different times, and lose different pages, go on with the same tree."""
+
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sglang_ext.managers.clock import Mark
+from sglang_ext.managers.ranks import Ranks
+from sglang_ext.mem_cache.arrivals import Arrivals
+from sglang_ext.mem_cache.faults import VARIABLE
+from sglang_ext.mem_cache.tiered_node import path
+from sglang_ext.mem_cache.transfers import Launched, Transfer, TransferError
+from tiered_helpers import World, kv_of
+
+A = list(range(1, 13))
+
+
+class Meeting:
+    """What ranks that are threads tell each other."""
+
+    def __init__(self, count):
+        self.count, self.said = count, [None] * count
+        self.barrier = threading.Barrier(count, timeout=20)
+
+    def group(self, rank):
+        return SimpleNamespace(
+            world_size=self.count, rank_in_group=rank, all_gather_object=lambda value: self.gather(rank, value)
+        )
+
+    def gather(self, rank, value):
+        self.said[rank] = value
+        self.barrier.wait()
+        heard = list(self.said)
+        self.barrier.wait()
+        return heard
+
+
+def on_ranks(count, work):
+    """What ``work(ranks)`` gives on each of ``count`` ranks that run side by side."""
+    meeting = Meeting(count)
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(lambda rank: work(Ranks.of(meeting.group(rank))), range(count)))
+
+
+def transfer(seconds=None, wrong=()):
+    """A load of pages 10 to 13: done after ``seconds``, ``wrong`` of them changed; None for one under way."""
+    launched = Future()
+    if seconds is not None:
+        found = torch.tensor([page in wrong for page in range(10, 14)])
+        launched.set_result(Launched(Mark(seconds=1.0), Mark(seconds=1.0 + seconds), found))
+    return Transfer(8, torch.arange(10, 14), launched)
+
+
+def test_done_is_what_all_ranks_said_and_the_worst_of_it_counts():
+    def work(ranks):
+        arrivals, first = Arrivals(ranks), ranks.first
+        both, one, none = transfer(2.0, {11}) if first else transfer(3.0, {13}), transfer(1.0 if first else None), transfer()
+        before = arrivals.done(both)
+        arrivals.update([both, one, none, both])
+        return before, [arrivals.done(each) for each in (both, one, none)], arrivals.outcome(both)
+
+    for before, done, outcome in on_ranks(2, work):
+        assert not before, "nobody asked the others yet"
+        assert done == [True, False, False]
+        assert outcome == (3.0, [11, 13])
+
+
+def test_one_rank_alone_looks_for_itself():
+    arrivals, load = Arrivals(), transfer(1.0, {12})
+    assert arrivals.done(load) and arrivals.outcome(load) == (1.0, [12])
+    with pytest.raises(TransferError, match="8 bytes is still under way"):
+        arrivals.outcome(transfer())
+
+
+def slowed(world, seconds):
+    """Let each transfer of a world begin late."""
+    submit = world.tier._worker.submit
+    world.tier._worker.submit = lambda *args: (submit(threading.Event().wait, seconds), submit(*args))[1]
+
+
+def test_trees_of_slow_and_fast_ranks_stay_alike_whatever_each_loses(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "3")
+
+    def work(ranks):
+        world, seen = World(), []
+        world.cache.use_host(world.tier, ranks)
+        slowed(world, 0.02 * ranks.rank)
+        for turn in range(6):
+            tokens = [*A, 20 + turn, 40 + turn]
+            req = world.start(tokens)
+            leaf = req.last_node
+            world.finish(req)
+            for node in path(leaf):
+                world.cache.back_up(node)
+            freed = []
+            while sum(freed) < leaf.end:
+                world.cache.settle(node.store for node in path(leaf) if node.store is not None)
+                freed.append(sum(world.cache.drop_device(node) for node in path(leaf)))
+            indices, last = world.bring(world.match(tokens))
+            assert torch.equal(world.kv[indices, 0, 0], kv_of(tokens)[: last.end])
+            seen.append((freed, last.end, sorted(world.tiers().items())))
+        return seen, world.cache.failed_pages, world.cache.faults.loads
+
+    one, other = on_ranks(2, work)
+    assert one[0] == other[0]
+    assert one[1] == other[1] > 1, "each rank lost a page that the other had"
+    assert one[2] != other[2]
