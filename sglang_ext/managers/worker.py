@@ -237,6 +237,12 @@ class KVWorker(BaseSpecWorker):
         """One iteration of SGLang's scheduler: a prefill as it is, a decode drafted and verified."""
         if self.schedule is None:
             self.bind_tree_cache(batch.tree_cache)
+        result = self._forward(batch, on_publish)
+        if batch.tree_cache.host_tier is not None:
+            batch.tree_cache.host_tier.forward_launched()
+        return result
+
+    def _forward(self, batch: "ScheduleBatch", on_publish) -> GenerationBatchResult:
         if batch.forward_mode.is_idle():
             result = self.target_worker.forward_batch_generation(batch)
             result.next_draft_input = BetweenSteps(torch.empty(0, dtype=torch.int64))

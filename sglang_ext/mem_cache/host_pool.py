@@ -3,6 +3,7 @@
 import logging
 import mmap
 import weakref
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -107,11 +108,14 @@ def _check_available(size: int) -> None:
 def _pinned(size: int) -> torch.Tensor:
     """``size`` bytes that the GPU's copy engines reach.
 
-    PyTorch's own pinned memory comes in powers of two, which could double it. It is mapped as shared memory so that a
-    fork does not move pages away from the device.
+    PyTorch's own pinned memory comes in powers of two, which could double it. Forks leave it out, or they would move its
+    pages away from the device. Large pages, written by all cores, take a tenth of the time until it is there.
     """
-    flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
-    memory = torch.frombuffer(mmap.mmap(-1, size, flags=flags), dtype=torch.uint8)
+    mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapped.madvise(mmap.MADV_DONTFORK)
+    with suppress(OSError):  # of kernels without them
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+    memory = torch.frombuffer(mapped, dtype=torch.uint8).zero_()
     cudart = torch.cuda.cudart()
     status = cudart.cudaHostRegister(memory.data_ptr(), size, 0)
     if int(status) != 0:

@@ -27,8 +27,8 @@ STAGING_BYTES = 64 << 20
 class HostTier:
     """Moves KV between a device's slots and a pool of host pages.
 
-    All calls come from one thread. A transfer starts after what the current stream was given before the call. Its
-    device slots must stay as they are until it is done: whoever writes, reads or frees them afterwards waits for it
+    All calls come from one thread. A transfer starts after what the current stream was given before the call, and after the
+    last forward (:meth:`forward_launched`), which may run on another stream. Its device slots must stay as they are until it is done: whoever writes, reads or frees them afterwards waits for it
     (:meth:`Transfer.wait`). Host pages need no such care: transfers of the same pages follow one another.
 
     Args:
@@ -55,6 +55,7 @@ class HostTier:
         self._stores = Pipe(self._halves(), filler=moves(), emptier=copies())
         self._loads = Pipe(self._halves(), filler=copies(), emptier=moves())
         self._stored, self._loaded = LastUse(pool.pages.count), LastUse(pool.pages.count)
+        self._forward: Mark | None = None
         self._worker = None if buffers.on_gpu else ThreadPoolExecutor(1, thread_name_prefix="host-tier")
 
     def _halves(self) -> torch.Tensor:
@@ -65,6 +66,10 @@ class HostTier:
     def workspace_bytes(self) -> int:
         """Bytes on the device beside the KV pool: the buffers of both directions."""
         return self._stores.size + self._loads.size
+
+    def forward_launched(self) -> None:
+        """The current stream was given a forward. Slots that are freed meanwhile may be written by it until its end."""
+        self._forward = Mark.now(self._device)
 
     def store(self, slots: torch.Tensor, pages: torch.Tensor) -> Transfer:
         """Copy device slots to host pages.
@@ -101,18 +106,18 @@ class HostTier:
         """Launch a transfer from here, or on a CPU let the worker do it."""
         # The caller's may be views of tables that change before the transfer reads them.
         slots, pages = slots.clone(), pages.clone()
-        asked = Mark.now(self._device)
+        after = Mark.now(self._device), self._forward
         if self._worker is not None:
-            launched = self._worker.submit(launch, slots, pages, asked)
+            launched = self._worker.submit(launch, slots, pages, after)
         else:
             launched = Future()
-            launched.set_result(launch(slots, pages, asked))
+            launched.set_result(launch(slots, pages, after))
         return Transfer(len(pages) * self.pool.page_bytes, pages, launched)
 
     @torch.inference_mode()
-    def _store(self, slots: torch.Tensor, pages: torch.Tensor, asked: Mark) -> Launched:
+    def _store(self, slots: torch.Tensor, pages: torch.Tensor, after: tuple[Mark | None, ...]) -> Launched:
         pipe = self._stores
-        pipe.after(asked, self._loaded.end(pages))
+        pipe.after(*after, self._loaded.end(pages))
         pipe.filler.uses(slots)
         start = pipe.emptier.mark()
         for piece in self._pieces(pages):
@@ -130,9 +135,9 @@ class HostTier:
         return Launched(start, end, wrong=None)
 
     @torch.inference_mode()
-    def _load(self, slots: torch.Tensor, pages: torch.Tensor, asked: Mark) -> Launched:
+    def _load(self, slots: torch.Tensor, pages: torch.Tensor, after: tuple[Mark | None, ...]) -> Launched:
         pipe = self._loads
-        pipe.after(asked, self._stored.end(pages))
+        pipe.after(*after, self._stored.end(pages))
         pipe.emptier.uses(slots)
         start = pipe.filler.mark()
         for piece in self._pieces(pages):
