@@ -1,9 +1,10 @@
 """Decode speed: stock SGLang against verified decoding, on the same prompts in one run.
 
 For each setting a server is started. Each batch decodes, streaming, --repeats times; its prompts are put into the
-prefix cache before, one after another, which measures the time to the first token. The table shows the median, its
-ratio to stock, and the least time that the GPU's measured read bandwidth allows. Prompts from a text are other ones in
-each wave, as some servers learn from answers (SGLang's NGRAM).
+prefix cache before, one after another, as far as they fit, which measures the time to the first token. The table shows the
+median, its ratio to stock, and the least time that the GPU's measured read bandwidth allows. Where a batch does not fit at once,
+what is measured is as many requests as do. Prompts from a text are other ones in each wave, as some servers learn from
+answers (SGLang's NGRAM).
 
 With --force-acceptance P each draft is accepted with probability P when those before it were, whatever
 verification finds: speed at the acceptance of a trained model, on weights without training. Verification
@@ -35,9 +36,12 @@ class Result:
     Attributes:
         setting: its name.
         context: prompt tokens of each request.
-        token_ms: milliseconds per output token of each request, median of the waves.
-        gain: stock's milliseconds over these; None before stock was measured.
-        limit_ms: the least that the bandwidth allows; None without a GPU.
+        running: requests that decoded side by side.
+        tokens_per_second: of all, median of the waves.
+        token_ms: milliseconds per output token of each request that ran.
+        gain: these tokens per second over stock's; None before stock was measured.
+        limit_ms: the least that the bandwidth allows; None without a GPU, and where full KV lies in tiers.
+        allowed: tokens per second that bandwidths and memory allow where full KV lies in tiers, at a forced acceptance.
         waves: what was measured.
         acceptance: probability that a draft was forced to be accepted; None where verification decided.
         prefill: seconds to the first token of one prompt alone that is not in the prefix cache, median.
@@ -49,10 +53,13 @@ class Result:
     setting: str
     context: int
     batch: int
+    running: int
+    tokens_per_second: float
     token_ms: float
     gain: float | None
     limit_ms: float | None
     waves: list[Wave]
+    allowed: float | None = None
     acceptance: float | None = None
     prefill: float = 0.0
     parts_ms: dict[str, float] = field(default_factory=dict)
@@ -155,23 +162,26 @@ def run_setting(
     """Start the setting's server and decode each batch at each context."""
     with settings.server(args, setting, logs) as server:
         sampling = SamplingSettings()
+        pool = int(server.request("server_info")["max_total_num_tokens"])
         for context, of_length in prompts.items():
+            fitting = len(of_length) if setting.tier.longest else pool // (context + 1)
             cached: dict[tuple[int, ...], float] = {}
             for batch, acceptance in product(waves.batches, settings.acceptances(args, setting)):
                 measured = []
                 for where in waves.of(batch):
-                    for prompt in of_length[where]:
+                    for prompt in of_length[where][:fitting]:
                         if prompt not in cached:
                             cached[prompt] = decode_wave.run(server, [prompt], sampling, 1)[0].times[0]
                     streams = decode_wave.run(server, of_length[where], sampling, args.output_len, acceptance)
                     measured.append(decode_wave.measure(streams))
                 # The first prompt of a length also makes the server ready for it.
-                prefills = list(cached.values())[1:]
+                prefills, metrics = list(cached.values())[1:], server.request("metrics")
                 yield replace(
                     summarize(args, setting, context, measured, before, bandwidth),
                     acceptance=acceptance,
+                    allowed=allowed(args, setting, context, batch, acceptance, bandwidth, pool, metrics),
                     prefill=statistics.median(prefills or [0.0]),
-                    parts_ms=read_parts(server.request("metrics")),
+                    parts_ms=read_parts(metrics),
                     memory_gib=decode_limit.memory_in_use(),
                 )
 
@@ -180,6 +190,25 @@ def read_parts(metrics: str) -> dict[str, float]:
     """Milliseconds of the last round's parts, from a server's ``/metrics`` page."""
     found = re.findall(r'^sglang_ext:round_seconds\{[^}]*part="(\w+)"[^}]*\} (\S+)$', metrics, re.MULTILINE)
     return {part: 1000 * float(seconds) for part, seconds in found}
+
+
+def allowed(
+    args: argparse.Namespace,
+    setting: Setting,
+    context: int,
+    batch: int,
+    acceptance: float | None,
+    bandwidth: float | None,
+    pool: int,
+    metrics: str,
+) -> float | None:
+    """Tokens per second that the bandwidths allow where full KV lies in tiers; None where that cannot be said."""
+    link = re.search(r"^sglang_ext:host_load_bytes_per_second\{[^}]*\} (\S+)$", metrics, re.MULTILINE)
+    if not (link and bandwidth and acceptance and setting.draft_length):
+        return None
+    model = ModelBytes.of(args.model, 4 if args.dtype == "float32" else 2)
+    machine = decode_limit.Machine(bandwidth, pool, float(link[1]))
+    return decode_limit.tiered_tokens_per_second(model, machine, batch, context, args.output_len, setting, acceptance)
 
 
 def summarize(
@@ -191,23 +220,23 @@ def summarize(
     bandwidth: float | None,
 ) -> Result:
     """The waves' median, beside stock's and the bandwidth's limit."""
-    batch = waves[0].batch
-    token_ms = statistics.median(wave.token_ms for wave in waves)
-    stock = [r.token_ms for r in before if (r.setting, r.context, r.batch) == ("stock", context, batch)]
+    batch, running = waves[0].batch, round(statistics.median(wave.running for wave in waves))
+    speed = statistics.median(wave.tokens_per_second for wave in waves)
+    stock = [r.tokens_per_second for r in before if (r.setting, r.context, r.batch) == ("stock", context, batch)]
     limit = None
     if bandwidth:
         model = ModelBytes.of(args.model, 4 if args.dtype == "float32" else 2)
         grown = context + args.output_len / 2
         lengths = [wave.accept_length for wave in waves if wave.accept_length]
         if setting.budget is None:
-            limit = decode_limit.stock_ms(model, bandwidth, batch, grown) if setting.name == "stock" else None
-        elif lengths and setting.draft_length:
+            limit = decode_limit.stock_ms(model, bandwidth, running, grown) if setting.name == "stock" else None
+        elif lengths and setting.draft_length and not setting.tier.longest:
             accepted = statistics.mean(lengths)
             limit = decode_limit.verified_ms(
-                model, bandwidth, batch, grown, setting.budget, setting.draft_length, accepted
+                model, bandwidth, running, grown, setting.budget, setting.draft_length, accepted
             )
-    gain = stock[0] / token_ms if stock else None
-    return Result(setting.name, context, batch, token_ms, gain, limit, waves)
+    gain = speed / stock[0] if stock else None
+    return Result(setting.name, context, batch, running, speed, 1000 * running / speed, gain, limit, waves)
 
 
 def line(result: Result) -> str:
@@ -215,11 +244,16 @@ def line(result: Result) -> str:
     parts = [f"{result.setting:24} context {result.context:6} batch {result.batch:3}"]
     if result.acceptance is not None:
         parts.append(f"p {result.acceptance:g}")
+    if result.running < result.batch:
+        parts.append(f"{result.running} at once")
     parts.append(f"{result.token_ms:8.2f} ms/token")
+    parts.append(f"{result.tokens_per_second:7.0f} tokens/s")
     if result.gain:
         parts.append(f"gain {result.gain:5.2f}")
     if result.limit_ms:
         parts.append(f"limit {result.limit_ms:6.2f} ms ({result.limit_ms / result.token_ms:4.0%})")
+    if result.allowed:
+        parts.append(f"allowed {result.allowed:.0f} tokens/s ({result.tokens_per_second / result.allowed:4.0%})")
     lengths = [f"{wave.accept_length:.2f}" for wave in result.waves if wave.accept_length]
     if lengths:
         parts.append(f"accept length {' '.join(lengths)}")

@@ -3,6 +3,13 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sglang_ext.managers import placement
+from sglang_ext.managers.costs import Costs
+
+if TYPE_CHECKING:
+    from sglang_ext.bench.settings import Setting
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,45 @@ def verified_ms(
     """
     read = drafts * model.step(batch, budget * context) + model.step(batch, context)
     return 1000 * read / bandwidth / accept_length
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a server and its GPU have.
+
+    Attributes:
+        bandwidth: of reads, bytes per second.
+        pool: tokens that the KV pool holds.
+        link: bytes per second from the host.
+    """
+
+    bandwidth: float
+    pool: int
+    link: float
+
+
+def tiered_tokens_per_second(
+    model: ModelBytes, machine: Machine, batch: int, prompt: int, output: int, setting: "Setting", acceptance: float
+) -> float:
+    """Tokens per second of up to ``batch`` requests where full KV lies in tiers (placement.py, VeriCache's (3), (5)-(11)).
+
+    Requests are in the middle of their ``output``, which is on the device and in each copy.
+
+    Args:
+        acceptance: probability that a draft is accepted when those before it were.
+    """
+    costs = Costs(
+        weights=model.weights,
+        context=model.kv_token * (prompt + output / 2),
+        bandwidth=machine.bandwidth,
+        link=machine.link,
+        memory=model.kv_token * machine.pool,
+        budget=setting.budget,
+        drafts=setting.draft_length,
+        recent=model.kv_token * output / 2,
+    )
+    longest = max(setting.draft_length, setting.tier.longest // setting.draft_length * setting.draft_length)
+    return placement.best(costs, acceptance, batch, setting.tier.name, longest).tokens_per_second
 
 
 def measure_bandwidth() -> float | None:

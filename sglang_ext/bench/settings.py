@@ -18,6 +18,19 @@ from sglang_ext.options import FULL_TIERS
 
 
 @dataclass(frozen=True)
+class Tier:
+    """Where full KV of running requests lies.
+
+    Attributes:
+        name: value of ``--kv-full-tier``.
+        longest: drafts before full KV is loaded; of ``device``, 0.
+    """
+
+    name: str = "device"
+    longest: int = 0
+
+
+@dataclass(frozen=True)
 class Setting:
     """One server of the comparison.
 
@@ -26,12 +39,14 @@ class Setting:
         arguments: its flags, beside those of all.
         budget: of verified decoding; None for others.
         draft_length: of verified decoding; None for others, and where it is chosen as it goes.
+        tier: where full KV lies.
     """
 
     name: str
     arguments: tuple[str, ...] = ()
     budget: float | None = None
     draft_length: int | None = None
+    tier: Tier = Tier()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -150,19 +165,6 @@ def all_of(args: argparse.Namespace) -> Iterator[Setting]:
         yield verified(args, compressors[0], budget, drafts)
 
 
-@dataclass(frozen=True)
-class Tier:
-    """Where full KV of running requests lies.
-
-    Attributes:
-        name: value of ``--kv-full-tier``.
-        longest: drafts before full KV is loaded; of ``device``, 0.
-    """
-
-    name: str = "device"
-    longest: int = 0
-
-
 def tiers(args: argparse.Namespace) -> list[Tier]:
     """What --full-tier and --offload-draft-length ask for.
 
@@ -195,6 +197,4 @@ def verified(
     if tier.longest:
         name = f"{name}-{tier.name}-x{tier.longest}"
         flags += ["--kv-full-tier", tier.name, "--kv-host-gb", f"{args.host_gb:g}", "--kv-offload-draft-length", str(tier.longest)]
-        # The limit of what is drafted and verified on the device alone does not hold.
-        length = None
-    return Setting(name, tuple(flags), share, length)
+    return Setting(name, tuple(flags), share, length, tier)

@@ -27,7 +27,7 @@ def test_the_span_is_that_in_which_all_decode():
     early = stream([(1.0, 1), (2.0, 11), (3.0, 21)])
     late = stream([(2.0, 1), (3.0, 9), (4.0, 17)])
     wave = decode_wave.measure([early, late])
-    assert (wave.seconds, wave.tokens, wave.first_token) == (1.0, 10 + 8, 2.0)
+    assert (wave.running, wave.seconds, wave.tokens, wave.first_token) == (2, 1.0, 10 + 8, 2.0)
     assert wave.token_ms == pytest.approx(2000 / 18) and wave.accept_length is None
 
 
@@ -38,9 +38,16 @@ def test_drafts_and_fallbacks_are_reported():
     assert wave.accept_length == pytest.approx(29 / 2) and wave.fallbacks == 1
 
 
-def test_requests_that_never_decoded_side_by_side_are_refused():
-    with pytest.raises(BenchError, match="1.00 s before another began.*--output-len"):
-        decode_wave.measure([stream([(1, 1), (2, 30)]), stream([(3, 1), (4, 30)])])
+def test_requests_that_wait_for_room_are_not_among_those_that_decode():
+    first = [stream([(1, 1), (2, 11), (3, 31)]), stream([(2, 1), (3, 21), (4, 31)])]
+    wave = decode_wave.measure([*first, stream([(3.5, 1), (5, 31)])])
+    assert (wave.batch, wave.running, wave.seconds, wave.tokens) == (3, 2, 1.0, 20 + 20)
+    assert wave.tokens_per_second == 40 and wave.token_ms == 50
+
+
+def test_requests_that_hardly_decoded_side_by_side_are_refused():
+    with pytest.raises(BenchError, match="2 requests of 2 decoded side by side for 0.10 s of the 3.00 s.*--output-len"):
+        decode_wave.measure([stream([(1, 1), (3, 30)]), stream([(2.9, 1), (4, 30)])])
 
 
 @pytest.mark.parametrize("events", [[], [{"meta_info": {"completion_tokens": 3}}]])
@@ -96,7 +103,7 @@ def test_tiers_are_settings_of_their_own(tmp_path):
     for each, drafts in zip(host, ("32", "64")):
         asked = dict(zip(each.arguments[::2], each.arguments[1::2]))
         assert asked["--kv-full-tier"] == "host" and asked["--kv-host-gb"] == "4" and asked["--kv-schedule"] == "lockstep"
-        assert asked["--kv-offload-draft-length"] == drafts and each.draft_length is None
+        assert asked["--kv-offload-draft-length"] == drafts and each.tier.longest == int(drafts)
 
 
 @pytest.mark.parametrize("flags", [("--full-tier", "disk"), ("--full-tier", "host"), ("--full-tier", "host", "--host-gb", "1", "--offload-draft-length", "0")])
@@ -117,12 +124,15 @@ def test_a_setting_that_fails_costs_no_other_its_figures(tmp_path, capsys):
 
 def test_a_gain_is_over_stock_at_the_same_context_and_batch(tmp_path):
     args = arguments(tmp_path)
-    wave = Wave(batch=8, seconds=1.0, tokens=800, first_token=0.1, accept_length=None, fallbacks=0)
-    fast = Wave(batch=8, seconds=1.0, tokens=1600, first_token=0.1, accept_length=16.0, fallbacks=1)
+    wave = Wave(batch=8, running=8, seconds=1.0, tokens=800, first_token=0.1, accept_length=None, fallbacks=0)
+    fast = Wave(batch=8, running=8, seconds=1.0, tokens=1600, first_token=0.1, accept_length=16.0, fallbacks=1)
     stock = decode.summarize(args, Setting("stock"), 4096, [wave], [], None)
     ours = decode.summarize(args, Setting("s", budget=0.1, draft_length=16), 4096, [fast], [stock], None)
     other = decode.summarize(args, Setting("s", budget=0.1, draft_length=16), 512, [fast], [stock], None)
     assert stock.token_ms == 10 and ours.gain == 2 and other.gain is None
+    more = Wave(batch=8, running=4, seconds=1.0, tokens=1200, first_token=0.1, accept_length=16.0, fallbacks=0)
+    half = decode.summarize(args, Setting("s", budget=0.1, draft_length=16), 4096, [more], [stock], None)
+    assert half.gain == 1.5 and "4 at once" in decode.line(half) and "at once" not in decode.line(ours)
     assert "gain  2.00" in decode.line(ours) and "1 requests ended on full KV" in decode.line(ours)
 
 
@@ -157,3 +167,18 @@ sglang_ext:round_seconds{model_name="m",part="rest"} 0.025
 sglang_ext:drafts_total{model_name="m"} 16.0
 """
     assert decode.read_parts(page) == {"draft": 6.5, "rest": 25.0}
+
+
+def test_what_tiers_allow_grows_with_the_link_and_with_the_memory(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
+    args = arguments(tmp_path, "--output-len", "2048", "--full-tier", "host", "--host-gb", "130", "--offload-draft-length", "256")
+    *_, host = settings.all_of(args)
+    page = 'sglang_ext:host_load_bytes_per_second{model_name="m"} '
+
+    def allowed(link, pool, acceptance=0.99):
+        return decode.allowed(args, host, 30720, 24, acceptance, 4.35e12, pool, f"{page}{link}\n")
+
+    # docs/results/simulate.md has 1,080 for these.
+    assert allowed(53.7e9, 262144) == pytest.approx(1080, rel=0.03)
+    assert allowed(53.7e9, 262144) < allowed(107e9, 262144) and allowed(53.7e9, 131072) < allowed(53.7e9, 262144)
+    assert allowed(53.7e9, 262144, None) is None and decode.allowed(args, host, 30720, 24, 0.9, 4e12, 262144, "") is None
