@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from sglang_ext.arguments import KVServerArgs
 
 MODES = ("full", "lossy", "verified")
-COMPRESSORS = ("snapkv", "sink-recent")
+COMPRESSORS = ("snapkv", "sink-recent", "expected-attention")
 MAX_DRAFT_LENGTH = 64
 SCHEDULES = ("auto", "lockstep", "staggered")
 FULL_TIERS = ("auto", "device", "host")

@@ -36,6 +36,7 @@ from sglang_ext.mem_cache.compressed_views import CompressedViews
 from sglang_ext.mem_cache.compressors import create
 from sglang_ext.mem_cache.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.query_window import QueryWindows, Recorded
+from sglang_ext.mem_cache.rotary import rotary_of
 from sglang_ext.metrics import KVMetrics
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class KVWorker(BaseSpecWorker):
         self.stride = server_args.speculative_num_draft_tokens
         self.compressor = create(server_args.kv_compressor)
         self.layers = attention_scaling(self.model_runner.model)
+        self.rotary = rotary_of(self.model_runner.model, is_attention) if self.compressor.needs_rotary else None
         self.queries = QueryWindows(self.compressor.window, tuple(self.layers), self.stride)
         self.states: dict[int, RequestState] = {}
         # Of all requests; a new one is expected to be like them.
@@ -157,6 +159,7 @@ class KVWorker(BaseSpecWorker):
             allocator=self.token_to_kv_pool_allocator,
             tree_cache=tree_cache,
             queries=self.queries,
+            rotary=self.rotary,
         )
         if self.views.buffers.on_gpu:
             self._unpin_plans()

@@ -17,6 +17,7 @@ from sglang_ext.mem_cache.compressors import Compressor, ContextKV, Part, kept_c
 from sglang_ext.mem_cache.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.query_window import QueryWindows
 from sglang_ext.mem_cache.recompute import lost_requests
+from sglang_ext.mem_cache.rotary import Rotary
 from sglang_ext.mem_cache.segments import Segment, free_slots
 from sglang_ext.mem_cache.tiered_node import TieredNode
 
@@ -49,6 +50,7 @@ class CompressedViews:
         allocator: SGLang's slot allocator.
         tree_cache: SGLang's radix cache, asked to evict when slots run out.
         queries: the newest queries of each request.
+        rotary: the model's rotary embedding, for a compressor that needs it.
     """
 
     compressor: Compressor
@@ -59,6 +61,7 @@ class CompressedViews:
     allocator: object
     tree_cache: object
     queries: QueryWindows
+    rotary: Rotary | None = None
     _views: dict[int, CompressedView] = field(default_factory=dict)
 
     def get(self, row: int) -> CompressedView | None:
@@ -168,7 +171,7 @@ class CompressedViews:
         slots = torch.zeros(tokens, dtype=torch.int64, device=keys.device)
         window = keys.new_zeros(len(self.buffers.keys), self.compressor.window, query_heads, keys.shape[-1])
         positions = torch.arange(tokens - self.compressor.window, tokens, device=keys.device)
-        context = ContextKV(self.buffers, slots, window, positions)
+        context = ContextKV(self.buffers, slots, window, positions, self.rotary)
         (kept,) = self.compressor.select(context, [Part(0, tokens, tokens // 2)])
         self.buffers.copy_kept(kept[..., :1], slots, slots[:1])
 
@@ -196,7 +199,8 @@ class CompressedViews:
         if made is not None:
             targets[Part(made.start, made.end, len(made.slots))] = made.slots
         parts = [part for part in targets if part.count]
-        for part, kept in zip(parts, self.compressor.select(ContextKV(buffers, source, *found), parts)):
+        context = ContextKV(buffers, source, *found, self.rotary)
+        for part, kept in zip(parts, self.compressor.select(context, parts)):
             buffers.copy_kept(kept, source, targets[part])
         self.token_table[self.draft_row(row), : view.kept] = view.slots.to(self.token_table.dtype)
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from sglang_ext.mem_cache.compressors import LayerKV, best, create, kept_count, names
 from sglang_ext.mem_cache.compressors.snapkv import SnapKV
+from sglang_ext.mem_cache.rotary import Rotary
 from sglang_ext.options import COMPRESSORS
 
 
@@ -19,6 +20,7 @@ def layer(tokens: int, heads: int = 2, group: int = 3, dim: int = 8, window: int
         query_positions=torch.arange(tokens - window, tokens),
         scaling=dim**-0.5,
         layer_id=0,
+        rotary=Rotary(1 / 10 ** torch.arange(dim // 2)),
     )
 
 

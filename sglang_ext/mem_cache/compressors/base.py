@@ -11,11 +11,12 @@ Adding a method is one file: subclass :class:`Compressor`, register it with :fun
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 
 from sglang_ext.mem_cache.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.rotary import Rotary
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class LayerKV:
         query_positions: int64 [window], absolute positions of the queries, ascending; some may be missing between.
         scaling: factor on query-key products before softmax.
         layer_id: index of the layer.
+        rotary: the rotary embedding that was applied; None where no compressor :attr:`~Compressor.needs_rotary`.
     """
 
     keys: torch.Tensor
@@ -38,6 +40,7 @@ class LayerKV:
     query_positions: torch.Tensor
     scaling: float
     layer_id: int
+    rotary: Rotary | None = None
 
 
 @dataclass(frozen=True)
@@ -49,12 +52,14 @@ class ContextKV:
         slots: int64 [tokens], slots of the context's tokens, in order.
         queries: [layers, window, query_heads, head_dim], as in :class:`LayerKV`.
         query_positions: int64 [window], as in :class:`LayerKV`.
+        rotary: as in :class:`LayerKV`.
     """
 
     buffers: KVBuffers
     slots: torch.Tensor
     queries: torch.Tensor
     query_positions: torch.Tensor
+    rotary: Rotary | None = None
 
     def layer(self, index: int) -> LayerKV:
         """One layer's KV, gathered."""
@@ -65,6 +70,7 @@ class ContextKV:
             query_positions=self.query_positions,
             scaling=self.buffers.scaling[index],
             layer_id=self.buffers.layer_ids[index],
+            rotary=self.rotary,
         )
 
 
@@ -81,9 +87,11 @@ class Compressor(ABC):
 
     Attributes:
         window: how many of the newest queries :meth:`scores` wants, 0 for none.
+        needs_rotary: whether it reads :attr:`LayerKV.rotary`; models without a known one are refused then.
     """
 
     window: int = 0
+    needs_rotary: ClassVar[bool] = False
 
     @abstractmethod
     def scores(self, layer: LayerKV) -> torch.Tensor:
