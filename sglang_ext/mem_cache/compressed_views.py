@@ -5,7 +5,8 @@ slots of the compressed copy, then those of the tokens after it. Stock attention
 any other row, so one forward serves both views.
 """
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -51,6 +52,8 @@ class CompressedViews:
         tree_cache: SGLang's radix cache, asked to evict when slots run out.
         queries: the newest queries of each request.
         rotary: the model's rotary embedding, for a compressor that needs it.
+        prompt_of: token ids of the prompt of the request in a row.
+        made: copies that were made or renewed, by the method that chose what they keep.
     """
 
     compressor: Compressor
@@ -62,6 +65,8 @@ class CompressedViews:
     tree_cache: object
     queries: QueryWindows
     rotary: Rotary | None = None
+    prompt_of: Callable[[int], Sequence[int]] = lambda row: ()
+    made: Counter[str] = field(default_factory=Counter)
     _views: dict[int, CompressedView] = field(default_factory=dict)
 
     def get(self, row: int) -> CompressedView | None:
@@ -199,8 +204,11 @@ class CompressedViews:
         if made is not None:
             targets[Part(made.start, made.end, len(made.slots))] = made.slots
         parts = [part for part in targets if part.count]
-        context = ContextKV(buffers, source, *found, self.rotary)
-        for part, kept in zip(parts, self.compressor.select(context, parts)):
+        context = ContextKV(buffers, source, *found, self.rotary, self.prompt_of(row))
+        compressor = self.compressor.for_context(context)
+        view.method = compressor.name
+        self.made[view.method] += 1
+        for part, kept in zip(parts, compressor.select(context, parts)):
             buffers.copy_kept(kept, source, targets[part])
         self.token_table[self.draft_row(row), : view.kept] = view.slots.to(self.token_table.dtype)
 

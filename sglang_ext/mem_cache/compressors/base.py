@@ -53,6 +53,7 @@ class ContextKV:
         queries: [layers, window, query_heads, head_dim], as in :class:`LayerKV`.
         query_positions: int64 [window], as in :class:`LayerKV`.
         rotary: as in :class:`LayerKV`.
+        prompt: token ids of the request's prompt, which may be longer than the context, or shorter.
     """
 
     buffers: KVBuffers
@@ -60,6 +61,7 @@ class ContextKV:
     queries: torch.Tensor
     query_positions: torch.Tensor
     rotary: Rotary | None = None
+    prompt: Sequence[int] = ()
 
     def layer(self, index: int) -> LayerKV:
         """One layer's KV, gathered."""
@@ -86,12 +88,18 @@ class Compressor(ABC):
     """Says how much each token of a context matters; the copy keeps those that matter most.
 
     Attributes:
+        name: as ``--kv-compressor`` and ``kv_compressor`` of ``meta_info`` name it.
         window: how many of the newest queries :meth:`scores` wants, 0 for none.
         needs_rotary: whether it reads :attr:`LayerKV.rotary`; models without a known one are refused then.
     """
 
+    name: ClassVar[str] = ""
     window: int = 0
     needs_rotary: ClassVar[bool] = False
+
+    def for_context(self, context: ContextKV) -> "Compressor":
+        """Who chooses what a copy of this context keeps: another, where a method knows some contexts only."""
+        return self
 
     @abstractmethod
     def scores(self, layer: LayerKV) -> torch.Tensor:
@@ -126,7 +134,7 @@ def register(name: str) -> Callable[[type[Compressor]], type[Compressor]]:
     """Class decorator: make a compressor selectable as ``--kv-compressor NAME``."""
 
     def decorate(cls: type[Compressor]) -> type[Compressor]:
-        _REGISTRY[name] = cls
+        _REGISTRY[name], cls.name = cls, name
         return cls
 
     return decorate
