@@ -87,6 +87,18 @@ def test_a_file_that_changed_under_a_running_server_is_said_once_and_served_by_t
     assert caplog.text.count(reason) == 1 and path.name in caplog.text
 
 
+def test_a_file_that_is_touched_while_it_is_mapped_is_checked_again(tmp_path):
+    path, scores = store(tmp_path)
+    found = index(tmp_path)
+    assert torch.equal(found.match(TOKENS), scores)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-600])
+    assert found.match(TOKENS) is None
+    path.unlink()
+    path.write_bytes(whole)
+    assert torch.equal(found.match(TOKENS), scores)
+
+
 def test_files_that_do_not_fit_the_model_are_named_and_not_used(tmp_path, caplog):
     store(tmp_path, model="other")
     store(tmp_path, TOKENS[::-1], layers=3)

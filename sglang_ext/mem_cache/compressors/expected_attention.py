@@ -47,7 +47,8 @@ class ExpectedAttention(Compressor):
         if len(layer.queries):
             scores = torch.cat(list(self._attention_logits(layer)), dim=-1)[..., self.sinks :].softmax(dim=-1).mean(dim=1)
             if self.value_norm:
-                scores = (scores + self.epsilon) * layer.values[self.sinks :].float().norm(dim=-1).t()
+                norms = torch.linalg.vector_norm(layer.values[self.sinks :], dim=-1, dtype=torch.float32)
+                scores = (scores + self.epsilon) * norms.t()
         else:
             scores = torch.arange(tokens - self.sinks, device=layer.keys.device).float().expand(kv_heads, -1)
         return torch.nn.functional.pad(scores, (self.sinks, 0), value=float("inf"))

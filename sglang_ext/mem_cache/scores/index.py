@@ -4,6 +4,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -16,12 +17,24 @@ logger = logging.getLogger(__name__)
 MIN_MATCH = 128
 
 
+class Mapped(NamedTuple):
+    """A file's scores.
+
+    Attributes:
+        state: of the file when it was mapped: inode, size, time of its last change; None where it was gone.
+        scores: float16 [layers, kv_heads, tokens], mapped from the file; None where its checksum differed.
+    """
+
+    state: tuple[int, ...] | None
+    scores: torch.Tensor | None
+
+
 @dataclass
 class ScoreIndex:
     """The scores of a folder that fit a model: by the hash of each of their pages, file and tokens up to its end."""
 
     _pages: dict[bytes, tuple[ScoreFile, int]] = field(default_factory=dict)
-    _mapped: dict[Path, torch.Tensor | None] = field(default_factory=dict)
+    _mapped: dict[Path, Mapped] = field(default_factory=dict)
 
     @classmethod
     def open(cls, folder: Path, method: str, model: str, layers: int, kv_heads: int) -> "ScoreIndex":
@@ -52,7 +65,8 @@ class ScoreIndex:
     def match(self, tokens: Sequence[int]) -> torch.Tensor | None:
         """Scores, float16 [layers, kv_heads, common tokens], of the document that has most in common with ``tokens``.
 
-        None where that is less than :data:`MIN_MATCH`, or its file has changed, which the log says once.
+        None where that is less than :data:`MIN_MATCH`, or its file has changed, which the log says once. A file is mapped and
+        its checksum compared when it is first needed, and again when it was touched: what a cut file maps must not be read.
         """
         found, common = None, 0
         for digest in chain(tokens):
@@ -61,10 +75,10 @@ class ScoreIndex:
             found, common = self._pages[digest]
         if found is None or common < MIN_MATCH:
             return None
-        if found.path not in self._mapped:
-            self._mapped[found.path] = _mapped(found)
-        scores = self._mapped[found.path]
-        return None if scores is None else scores[..., :common]
+        mapped, state = self._mapped.get(found.path), _state(found.path)
+        if mapped is None or mapped.state != state:
+            mapped = self._mapped[found.path] = Mapped(state, _checked(found))
+        return None if mapped.scores is None else mapped.scores[..., :common]
 
 
 def _fitting(file: ScoreFile, method: str, model: str, layers: int, kv_heads: int) -> ScoreFile:
@@ -83,7 +97,15 @@ def _fitting(file: ScoreFile, method: str, model: str, layers: int, kv_heads: in
     return file
 
 
-def _mapped(file: ScoreFile) -> torch.Tensor | None:
+def _state(path: Path) -> tuple[int, ...] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _checked(file: ScoreFile) -> torch.Tensor | None:
     try:
         return file.scores()
     except ScoreFileError as error:
