@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from sglang_ext.mem_cache.compressors import Compressor, create
 from sglang_ext.mem_cache.compressors.kvzip import KVzip
 from sglang_ext.mem_cache.scores.index import ScoreIndex
-from sglang_ext.mem_cache.scores.model_key import model_key
+from sglang_ext.mem_cache.scores.model_key import model_folder, model_key
 
 if TYPE_CHECKING:
     from sglang_ext.arguments import KVServerArgs
@@ -24,6 +24,6 @@ def compressor_of(args: "KVServerArgs", layers: int, kv_heads: int) -> Compresso
     """
     if args.kv_compressor != KVzip.name:
         return create(args.kv_compressor)
-    key = model_key(args.model_path, args.revision)
+    key = model_key(model_folder(args.model_path, args.revision))
     index = ScoreIndex.open(Path(args.kv_scores), KVzip.name, key, layers, kv_heads)
     return KVzip(create(args.kv_online_compressor), index)

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sglang_ext.mem_cache.scores.model_key import model_key
+from sglang_ext.mem_cache.scores.model_key import model_folder, model_key
 from sglang_ext.options import OptionError
 from sglang_ext.precompress import PrecompressError
 from sglang_ext.precompress.documents import Beginning
@@ -56,14 +56,14 @@ def run(args: argparse.Namespace, console: Console) -> None:
     if args.system is not None and not args.chat_template:
         raise PrecompressError("--system is a message of the chat template: pass --chat-template too")
     args.out.mkdir(parents=True, exist_ok=True)
-    key, options = model_key(args.model, args.revision), {"revision": args.revision}
+    folder = model_folder(args.model, args.revision, download=True)
     beginning = Beginning(args.prefix_text, args.chat_template, args.system)
-    tokenizer = AutoTokenizer.from_pretrained(args.model, **options)
-    work = Work(tokenizer, beginning, Reconstruction(chunk=args.chunk), key, args.out)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    work = Work(tokenizer, beginning, Reconstruction(chunk=args.chunk), model_key(folder), args.out)
     documents = work.missing(args.files, lambda line: console.print(line, markup=False, highlight=False))
     if not documents:
         return
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype, **options).to(args.device).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=args.dtype).to(args.device).eval()
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"), TimeRemainingColumn()
     with Progress(*columns, console=console) as progress:
         for file, tokens in documents.items():

@@ -12,7 +12,7 @@ from sglang_ext.mem_cache.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.scores.chain import chain
 from sglang_ext.mem_cache.scores.files import Document, ScoreFile, ScoreFileError, write
 from sglang_ext.mem_cache.scores.index import MIN_MATCH, ScoreIndex
-from sglang_ext.mem_cache.scores.model_key import model_key
+from sglang_ext.mem_cache.scores.model_key import model_folder, model_key
 from sglang_ext.options import OptionError
 
 LAYERS, HEADS, DIM = 2, 2, 4
@@ -128,7 +128,7 @@ def test_the_key_of_a_model_depends_on_its_weights_and_config_but_not_on_who_wro
     def key(weights, config):
         (tmp_path / "model.safetensors").write_bytes(weights)
         (tmp_path / "config.json").write_text(config)
-        return model_key(str(tmp_path))
+        return model_key(tmp_path)
 
     first = key(b"abc" * 9999, '{"hidden_size": 4, "transformers_version": "5"}')
     assert first == key(b"abc" * 9999, '{"transformers_version": "6", "hidden_size": 4}')
@@ -136,8 +136,8 @@ def test_the_key_of_a_model_depends_on_its_weights_and_config_but_not_on_who_wro
 
 
 def test_a_model_without_files_has_no_key():
-    with pytest.raises(OptionError, match="--model-path no-such-model .*pass its folder"):
-        model_key("no-such-model")
+    with pytest.raises(OptionError, match="no-such-model is no folder .*pass its folder"):
+        model_folder("no-such-model")
 
 
 @given(st.integers(1, 199), st.integers(1, 60), st.integers(0, 150), st.floats(0.05, 1))

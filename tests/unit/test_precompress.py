@@ -35,7 +35,7 @@ def precompress(tiny, out, *arguments):
 
 
 def stored(tiny, folder):
-    return ScoreIndex.open(folder, "kvzip", model_key(str(tiny)), 4, 2)
+    return ScoreIndex.open(folder, "kvzip", model_key(tiny), 4, 2)
 
 
 def test_scores_are_the_largest_attention_that_eager_attention_gives_while_the_context_is_repeated(tiny):

@@ -47,9 +47,14 @@ class Document:
         return cls(model, method, json.dumps(settings, sort_keys=True), b"".join(chain(tokens)))
 
     @property
+    def hashes(self) -> list[bytes]:
+        """Hashes of its pages."""
+        return [self.chain[begin : begin + HASH_BYTES] for begin in range(0, len(self.chain), HASH_BYTES)]
+
+    @property
     def tokens(self) -> int:
         """Tokens in whole pages."""
-        return len(self.chain) // HASH_BYTES * PAGE
+        return len(self.hashes) * PAGE
 
     @cached_property
     def file_name(self) -> str:

@@ -58,9 +58,8 @@ class ScoreIndex:
         return index
 
     def _add(self, file: ScoreFile) -> None:
-        hashes, size = file.document.chain, len(file.document.chain) * PAGE // max(1, file.document.tokens)
-        for page in range(file.document.tokens // PAGE):
-            self._pages.setdefault(hashes[page * size : (page + 1) * size], (file, (page + 1) * PAGE))
+        for page, digest in enumerate(file.document.hashes, start=1):
+            self._pages.setdefault(digest, (file, page * PAGE))
 
     def match(self, tokens: Sequence[int]) -> torch.Tensor | None:
         """Scores, float16 [layers, kv_heads, common tokens], of the document that has most in common with ``tokens``.
