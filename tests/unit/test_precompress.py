@@ -4,9 +4,8 @@ import shutil
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-from sglang_ext.bench.families import write_model
 from sglang_ext.mem_cache.scores.index import ScoreIndex
 from sglang_ext.mem_cache.scores.model_key import model_key
 from sglang_ext.precompress import work
@@ -14,13 +13,20 @@ from sglang_ext.precompress.__main__ import main
 from sglang_ext.precompress.documents import Beginning
 from sglang_ext.precompress.reconstruction import Reconstruction, reconstruction_scores
 
+LAYERS = 2
 TEXT = "Counting words: " + " ".join(str(number) for number in range(150))
 
 
 @pytest.fixture(scope="module")
 def tiny(model, tmp_path_factory):
-    """A model with random weights, and the demo model's tokenizer."""
-    return write_model("qwen3-gqa-128", tmp_path_factory.mktemp("tiny"), str(model))
+    """The folder of a model with random weights, and the demo model's tokenizer."""
+    folder, tokenizer = tmp_path_factory.mktemp("tiny"), AutoTokenizer.from_pretrained(model)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": LAYERS, "initializer_range": 0.2}
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), tie_word_embeddings=True, **heads, **sizes)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture
@@ -35,7 +41,7 @@ def precompress(tiny, out, *arguments):
 
 
 def stored(tiny, folder):
-    return ScoreIndex.open(folder, "kvzip", model_key(tiny), 4, 2)
+    return ScoreIndex.open(folder, "kvzip", model_key(tiny), LAYERS, 2)
 
 
 def test_scores_are_the_largest_attention_that_eager_attention_gives_while_the_context_is_repeated(tiny):
@@ -65,7 +71,7 @@ def test_a_document_is_scored_once_and_found_by_a_prompt_that_begins_with_it(tin
     assert precompress(tiny, out, document) == 0
     tokens = AutoTokenizer.from_pretrained(tiny).encode(TEXT)
     found = stored(tiny, out).match([*tokens, 1, 2, 3])
-    assert found.shape == (4, 2, len(tokens) // 16 * 16) and found.isfinite().any()
+    assert found.shape == (LAYERS, 2, len(tokens) // 16 * 16) and found.isfinite().any()
 
     monkeypatch.setattr(work, "reconstruction_scores", lambda *_: pytest.fail("it is there already"))
     assert precompress(tiny, out, document) == 0
