@@ -49,6 +49,20 @@ class KVServerArgs(ServerArgs):
         ),
         NS("memory"),
     ] = "snapkv"
+    kv_scores: A[
+        str | None,
+        "Folder of documents' scores, written by python -m sglang_ext.precompress, for --kv-compressor kvzip.",
+        NS("memory"),
+    ] = None
+    kv_online_compressor: A[
+        str,
+        Arg(
+            help="With --kv-compressor kvzip: how contexts are compressed that begin with none of the documents, and what "
+            "follows one.",
+            choices=list(options.ONLINE_COMPRESSORS),
+        ),
+        NS("memory"),
+    ] = "snapkv"
     kv_budget: A[
         float,
         "Share of the context's KV that the compressed view keeps, above 0 and at most 1.",

@@ -1,5 +1,6 @@
 """The nouns that cross modules; each field says who sets it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -41,12 +42,14 @@ class CompressedView:
             multiple of the page size.
         segments: what it shares with others, from the start of the context on; ``own`` stands for the rest.
         tail_end: first position after ``covered`` that the draft row does not lead to yet; its writers set it.
+        method: name of the compressor that chose what it keeps; set when it is filled.
     """
 
     own: torch.Tensor
     covered: int
     segments: "list[Segment]" = field(default_factory=list)
     tail_end: int = 0
+    method: str = ""
 
     def __post_init__(self) -> None:
         self.tail_end = max(self.tail_end, self.covered)
@@ -106,6 +109,8 @@ class RequestState:
         row: the request's row in the token table.
         seed: noise shared by draft and verify, in [0, 2**63).
         matched: tokens of the prompt that the prefix tree had when the request came.
+        prompt: token ids of the prompt.
+        compressor: name of the method that made or renewed its copy last; empty before that.
         bonus: newest token of the output; its KV is not computed yet. Staggered scheduling sets it.
         fallback: index into :data:`FALLBACK_REASONS`; 0 while the request drafts.
         drafts: tokens drafted since the last verification. Staggered scheduling sets them.
@@ -122,6 +127,8 @@ class RequestState:
     row: int
     seed: int
     matched: int = 0
+    prompt: Sequence[int] = ()
+    compressor: str = ""
     bonus: int = 0
     fallback: int = 0
     drafts: list[int] = field(default_factory=list)

@@ -1,6 +1,7 @@
 """Prometheus metrics, ``sglang_ext:*``, on SGLang's own ``/metrics`` page."""
 
-from dataclasses import dataclass
+import collections
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from sglang_ext.core import FALLBACK_REASONS
@@ -25,6 +26,7 @@ class KVMetrics:
         fallbacks: tokens served with full KV, by reason.
         held_bytes: bytes of KV in compressed slots.
         query_bytes: bytes of queries kept for compressors.
+        copies: copies made or renewed, by the method that chose what they keep.
         round_seconds: times of the last round in lockstep, by part: a draft, the rest, or a step of plain decoding.
         tiers: of full KV in host memory; None without any.
     """
@@ -38,8 +40,10 @@ class KVMetrics:
     fallbacks: object = None
     held_bytes: object = None
     query_bytes: object = None
+    copies: object = None
     round_seconds: object = None
     tiers: TierMetrics | None = None
+    _copies_told: collections.Counter[str] = field(default_factory=collections.Counter)
 
     @classmethod
     def create(cls, server_args: "KVServerArgs", counts: bool = True) -> "KVMetrics":
@@ -78,6 +82,9 @@ class KVMetrics:
                 "Bytes of queries kept for compressors, outside the KV pool.",
                 LABELS,
                 multiprocess_mode="mostrecent",
+            ),
+            copies=Counter(
+                "sglang_ext:copies", "Compressed copies made or renewed, by compressor.", (*LABELS, "compressor")
             ),
             round_seconds=Gauge(
                 "sglang_ext:round_seconds",
@@ -119,5 +126,8 @@ class KVMetrics:
         if self.held_bytes is not None:
             self.held_bytes.labels(self.model_name).set(views.held_bytes())
             self.query_bytes.labels(self.model_name).set(views.queries.held_bytes)
+            for method, made in (views.made - self._copies_told).items():
+                self.copies.labels(self.model_name, method).inc(made)
+            self._copies_told = views.made.copy()
         if self.tiers is not None:
             self.tiers.observe(views.tree_cache, verifications)

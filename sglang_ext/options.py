@@ -5,13 +5,16 @@ One table for each, so that ``--help``, the checks at start, the doctor and the 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sglang_ext.arguments import KVServerArgs
 
 MODES = ("full", "lossy", "verified")
-COMPRESSORS = ("snapkv", "sink-recent")
+# Those that look at KV and queries as they are made.
+ONLINE_COMPRESSORS = ("snapkv", "sink-recent", "expected-attention")
+COMPRESSORS = (*ONLINE_COMPRESSORS, "kvzip")
 MAX_DRAFT_LENGTH = 64
 SCHEDULES = ("auto", "lockstep", "staggered")
 FULL_TIERS = ("auto", "device", "host")
@@ -107,6 +110,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "proposals of n-grams are checked in rounds that a verification ends",
         "use --kv-mode verified and --kv-schedule lockstep, or leave it out",
     ),
+    Refusal(
+        "--tp-size above 1",
+        lambda args: args.kv_compressor == "kvzip" and args.tp_size > 1,
+        "stored scores are of all KV heads, of which a rank holds some",
+        "use --tp-size 1, or another --kv-compressor",
+    ),
     Refusal("--dllm-algorithm", _set("dllm_algorithm"), "diffusion models have no autoregressive KV", "use --kv-mode full"),
     Refusal("--is-embedding", _set("is_embedding"), "embeddings are not decoded", "use --kv-mode full"),
     Refusal(
@@ -153,6 +162,26 @@ def check_flags(args: "KVServerArgs") -> None:
         )
     _check_host(args)
     _check_offload(args)
+    _check_scores(args)
+
+
+def _check_scores(args: "KVServerArgs") -> None:
+    _one_of("--kv-online-compressor", args.kv_online_compressor, ONLINE_COMPRESSORS)
+    folder = args.kv_scores
+    if args.kv_compressor == "kvzip" and folder is None:
+        raise OptionError(
+            "--kv-compressor is 'kvzip', which reads scores that were computed ahead: pass --kv-scores FOLDER, written by "
+            f"python -m sglang_ext.precompress, or one of {', '.join(ONLINE_COMPRESSORS)}"
+        )
+    if args.kv_compressor != "kvzip" and folder is not None:
+        raise OptionError(
+            f"--kv-scores is {folder!r} with --kv-compressor {args.kv_compressor}, which reads none: pass --kv-compressor "
+            "kvzip, or leave it out"
+        )
+    if folder is not None and not Path(folder).is_dir():
+        raise OptionError(
+            f"--kv-scores is {folder!r}, which is no folder: pass one that python -m sglang_ext.precompress wrote to"
+        )
 
 
 def _check_offload(args: "KVServerArgs") -> None:

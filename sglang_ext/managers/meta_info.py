@@ -8,22 +8,27 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang_ext.core import FALLBACK_REASONS, RequestState
+from sglang_ext.options import COMPRESSORS
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
+
+# Numbers before the histograms.
+HEAD = 6
 
 
 def fill(req: "Req", state: RequestState) -> None:
     """Put a request's totals into one of SGLang's per-request lists of integers.
 
-    Layout: verifies, offered, accepted, fallback, length of the accept histogram, the accept
-    histogram, the offer histogram.
+    Layout: verifies, offered, accepted, fallback, compressor (its place in ``COMPRESSORS``, from 1; 0 for none), length of
+    the accept histogram, the accept histogram, the offer histogram.
     """
     req.spec_cap_lens_histogram = [
         state.verifies,
         state.offered,
         state.accepted,
         state.fallback,
+        COMPRESSORS.index(state.compressor) + 1 if state.compressor else 0,
         len(state.accept_histogram),
         *state.accept_histogram,
         *state.offer_histogram,
@@ -35,8 +40,8 @@ def resume(req: "Req", state: RequestState) -> None:
     record = req.spec_cap_lens_histogram
     if record:
         state.verifies, state.offered, state.accepted = record[:3]
-        end = 5 + record[4]
-        state.accept_histogram, state.offer_histogram = record[5:end], record[end:]
+        end = HEAD + record[HEAD - 1]
+        state.accept_histogram, state.offer_histogram = record[HEAD:end], record[end:]
 
 
 def add_kv_fields(
@@ -48,7 +53,8 @@ def add_kv_fields(
     ``kv_accepted`` of these accepted, ``kv_accept_length`` tokens gained per verification (accepted
     drafts and the verifier's own), ``kv_accept_histogram`` and ``kv_offer_histogram`` (element k:
     verifications that accepted, or were offered, exactly k drafts), ``kv_fallback`` why the request
-    was last served with full KV, None when it drafted.
+    was last served with full KV, None when it drafted, ``kv_compressor`` the method that made its
+    compressed copy, None without one.
     """
     histograms = recv_obj.spec_cap_lens_histogram
     meta_info.update(describe(histograms[i] if histograms else []))
@@ -56,13 +62,14 @@ def add_kv_fields(
 
 def describe(record: list[int]) -> dict[str, Any]:
     """The fields that users see, from what :func:`fill` wrote; empty for a request of one token."""
-    verifies, offered, accepted, fallback, split = record[:5] or (0, 0, 0, 0, 0)
+    verifies, offered, accepted, fallback, method, split = record[:HEAD] or (0,) * HEAD
     return {
         "kv_verifies": verifies,
         "kv_drafts": offered,
         "kv_accepted": accepted,
         "kv_accept_length": (accepted + verifies) / verifies if verifies else 0.0,
-        "kv_accept_histogram": list(record[5 : 5 + split]),
-        "kv_offer_histogram": list(record[5 + split :]),
+        "kv_accept_histogram": list(record[HEAD : HEAD + split]),
+        "kv_offer_histogram": list(record[HEAD + split :]),
         "kv_fallback": FALLBACK_REASONS[fallback] if fallback else None,
+        "kv_compressor": COMPRESSORS[method - 1] if method else None,
     }

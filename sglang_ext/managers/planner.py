@@ -123,9 +123,11 @@ def ensure_copy(views: CompressedViews, req: "Req", state: RequestState, length:
         if length < MIN_CONTEXT:
             return SHORT_CONTEXT
         prefix = Prefix(req.last_node, state.matched) if state.matched else None
-        return 0 if views.compress(state.row, length, headroom, prefix) else NO_FREE_SLOTS
-    if views.reach(state.row, length) >= renew_at(view):
+        if not views.compress(state.row, length, headroom, prefix):
+            return NO_FREE_SLOTS
+    elif views.reach(state.row, length) >= renew_at(view):
         views.compress(state.row, length, headroom)
+    state.compressor = views.get(state.row).method
     return 0
 
 

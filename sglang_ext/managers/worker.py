@@ -18,7 +18,7 @@ from sglang_ext.core import LONG_MEMORY, Acceptance, RequestState
 from sglang_ext.layers.attention import plan_memory, torch_native, verify_graphs
 from sglang_ext.layers.attention.verify_attention import VerifyAttention
 from sglang_ext.layers.attention.views import BetweenSteps
-from sglang_ext.managers import full_tier, integrity, meta_info
+from sglang_ext.managers import compression, full_tier, integrity, meta_info
 from sglang_ext.managers.checked_drafts import CheckedDrafts
 from sglang_ext.managers.draft_length import DraftLength, FixedLength
 from sglang_ext.managers.eligibility import fallback_reason
@@ -33,9 +33,9 @@ from sglang_ext.managers.staggered import Staggered
 from sglang_ext.managers.steps import Steps
 from sglang_ext.mem_cache import query_window
 from sglang_ext.mem_cache.compressed_views import CompressedViews
-from sglang_ext.mem_cache.compressors import create
 from sglang_ext.mem_cache.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.query_window import QueryWindows, Recorded
+from sglang_ext.mem_cache.rotary import rotary_of
 from sglang_ext.metrics import KVMetrics
 
 if TYPE_CHECKING:
@@ -60,8 +60,9 @@ class KVWorker(BaseSpecWorker):
         self.model_runner = target_worker.model_runner
         self.lossy = server_args.kv_mode == "lossy"
         self.stride = server_args.speculative_num_draft_tokens
-        self.compressor = create(server_args.kv_compressor)
         self.layers = attention_scaling(self.model_runner.model)
+        self.compressor = compression.compressor_of(server_args, len(self.layers), self._attention.tp_k_head_num)
+        self.rotary = rotary_of(self.model_runner.model, is_attention) if self.compressor.needs_rotary else None
         self.queries = QueryWindows(self.compressor.window, tuple(self.layers), self.stride)
         self.states: dict[int, RequestState] = {}
         # Of all requests; a new one is expected to be like them.
@@ -157,6 +158,8 @@ class KVWorker(BaseSpecWorker):
             allocator=self.token_to_kv_pool_allocator,
             tree_cache=tree_cache,
             queries=self.queries,
+            rotary=self.rotary,
+            prompt_of=lambda row: self.states[row].prompt,
         )
         if self.views.buffers.on_gpu:
             self._unpin_plans()
@@ -296,6 +299,7 @@ class KVWorker(BaseSpecWorker):
             row=req.req_pool_idx,
             seed=noise_seed(req, self.server_args, self._admitted),
             matched=matched,
+            prompt=req.origin_input_ids,
             fallback=fallback_reason(req),
             acceptance=Acceptance.expecting(self.typical.probability),
         )

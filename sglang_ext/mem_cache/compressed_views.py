@@ -5,7 +5,8 @@ slots of the compressed copy, then those of the tokens after it. Stock attention
 any other row, so one forward serves both views.
 """
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from sglang_ext.mem_cache.compressors import Compressor, ContextKV, Part, kept_c
 from sglang_ext.mem_cache.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.query_window import QueryWindows
 from sglang_ext.mem_cache.recompute import lost_requests
+from sglang_ext.mem_cache.rotary import Rotary
 from sglang_ext.mem_cache.segments import Segment, free_slots
 from sglang_ext.mem_cache.tiered_node import TieredNode
 
@@ -49,6 +51,9 @@ class CompressedViews:
         allocator: SGLang's slot allocator.
         tree_cache: SGLang's radix cache, asked to evict when slots run out.
         queries: the newest queries of each request.
+        rotary: the model's rotary embedding, for a compressor that needs it.
+        prompt_of: token ids of the prompt of the request in a row.
+        made: copies that were made or renewed, by the method that chose what they keep.
     """
 
     compressor: Compressor
@@ -59,6 +64,9 @@ class CompressedViews:
     allocator: object
     tree_cache: object
     queries: QueryWindows
+    rotary: Rotary | None = None
+    prompt_of: Callable[[int], Sequence[int]] = lambda row: ()
+    made: Counter[str] = field(default_factory=Counter)
     _views: dict[int, CompressedView] = field(default_factory=dict)
 
     def get(self, row: int) -> CompressedView | None:
@@ -168,7 +176,7 @@ class CompressedViews:
         slots = torch.zeros(tokens, dtype=torch.int64, device=keys.device)
         window = keys.new_zeros(len(self.buffers.keys), self.compressor.window, query_heads, keys.shape[-1])
         positions = torch.arange(tokens - self.compressor.window, tokens, device=keys.device)
-        context = ContextKV(self.buffers, slots, window, positions)
+        context = ContextKV(self.buffers, slots, window, positions, self.rotary)
         (kept,) = self.compressor.select(context, [Part(0, tokens, tokens // 2)])
         self.buffers.copy_kept(kept[..., :1], slots, slots[:1])
 
@@ -196,7 +204,11 @@ class CompressedViews:
         if made is not None:
             targets[Part(made.start, made.end, len(made.slots))] = made.slots
         parts = [part for part in targets if part.count]
-        for part, kept in zip(parts, self.compressor.select(ContextKV(buffers, source, *found), parts)):
+        context = ContextKV(buffers, source, *found, self.rotary, self.prompt_of(row))
+        compressor = self.compressor.for_context(context)
+        view.method = compressor.name
+        self.made[view.method] += 1
+        for part, kept in zip(parts, compressor.select(context, parts)):
             buffers.copy_kept(kept, source, targets[part])
         self.token_table[self.draft_row(row), : view.kept] = view.slots.to(self.token_table.dtype)
 

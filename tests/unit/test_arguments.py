@@ -38,6 +38,13 @@ def build(path, **flags):
     [
         ({"kv_mode": "fast"}, ["--kv-mode", "'fast'", "verified"]),
         ({"kv_compressor": "zip"}, ["--kv-compressor", "'zip'", "snapkv", "sink-recent"]),
+        ({"kv_compressor": "kvzip"}, ["--kv-compressor is 'kvzip'", "--kv-scores FOLDER", "sglang_ext.precompress", "snapkv"]),
+        ({"kv_scores": "/"}, ["--kv-scores is '/'", "--kv-compressor snapkv", "pass --kv-compressor kvzip"]),
+        (
+            {"kv_compressor": "kvzip", "kv_scores": "/no/such/folder"},
+            ["--kv-scores is '/no/such/folder'", "no folder", "sglang_ext.precompress"],
+        ),
+        ({"kv_online_compressor": "kvzip"}, ["--kv-online-compressor is 'kvzip'", "snapkv, sink-recent, expected-attention"]),
         ({"kv_budget": 0.0}, ["--kv-budget", "0.0", "above 0"]),
         ({"kv_budget": 1.5}, ["--kv-budget", "1.5", "at most 1"]),
         ({"kv_draft_length": 0}, ["--kv-draft-length", "0", "1 to 64"]),
@@ -77,6 +84,7 @@ def test_a_value_out_of_range_is_refused(folder, flags, words):
         ({"kv_schedule": "lockstep", "lora_paths": ["name=/some/adapter"]}, "--enable-lora"),
         ({"kv_schedule": "staggered", "kv_draft_length": "auto"}, "--kv-schedule staggered"),
         ({"kv_draft_length": "auto", "lora_paths": ["name=/some/adapter"]}, "--enable-lora"),
+        ({"kv_compressor": "kvzip", "kv_scores": "/", "tp_size": 2}, "--tp-size above 1"),
     ],
 )
 def test_an_option_that_cannot_be_combined_is_refused_with_a_remedy(folder, flags, option):

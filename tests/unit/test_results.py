@@ -11,6 +11,7 @@ from sglang_ext.core import RequestState, Step
 from sglang_ext.managers import meta_info
 from sglang_ext.managers.results import accept, batch_result, process_emitted
 from sglang_ext.managers.sampling import Sampled
+from sglang_ext.options import COMPRESSORS
 
 tokens = st.lists(st.integers(0, 3), max_size=12)
 
@@ -121,17 +122,19 @@ def test_an_aborted_request_finishes_without_a_new_token():
     assert ended == [0, ("b", 1)] and streamed == [["b"]] and seen == [["a", "c"]]
 
 
-@given(st.lists(st.tuples(st.integers(1, 20), st.integers(0, 20)), max_size=10), st.integers(0, 7))
-def test_meta_info_survives_the_trip_through_sglangs_counters(verifies, fallback):
+@given(st.lists(st.tuples(st.integers(1, 20), st.integers(0, 20)), max_size=10), st.integers(0, 7), st.sampled_from(("", *COMPRESSORS)))
+def test_meta_info_survives_the_trip_through_sglangs_counters(verifies, fallback, compressor):
     state = RequestState(rid="r", row=1, seed=0, bonus=0, fallback=fallback)
     for offered, accepted in verifies:
         state.count_verify(offered, min(offered, accepted))
+    state.compressor = compressor
     req = SimpleNamespace(spec_cap_lens_histogram=[])
     meta_info.fill(req, state)
     fields = meta_info.describe(req.spec_cap_lens_histogram)
     assert fields["kv_verifies"] == len(verifies) == sum(fields["kv_accept_histogram"])
     assert fields["kv_drafts"] == sum(k * n for k, n in enumerate(fields["kv_offer_histogram"]))
     assert fields["kv_accepted"] == sum(k * n for k, n in enumerate(fields["kv_accept_histogram"]))
+    assert fields["kv_compressor"] == (compressor or None)
     resumed = RequestState(rid="r", row=2, seed=0, bonus=0)
     meta_info.resume(req, resumed)
     assert resumed.offer_histogram == state.offer_histogram and resumed.accepted == state.accepted

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from sglang_ext.mem_cache.compressed_views import CompressedViews, give_back_when_full
 from sglang_ext.mem_cache.compressors import create
+from sglang_ext.mem_cache.compressors.kvzip import KVzip
 from sglang_ext.mem_cache.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.query_window import QueryWindows, Recorded, cap_prefix_match, record_queries
 from sglang_ext.mem_cache import query_window
@@ -74,6 +75,19 @@ def test_the_copy_holds_the_kept_tokens_of_each_layer_and_the_draft_row_leads_to
         assert torch.equal(keys[copy], keys[source])
     views.write_tail(1, 110)
     assert torch.equal(views.token_table[5, 25:35], views.token_table[1, 100:110])
+
+
+def test_the_copy_of_a_prompt_that_begins_with_a_document_keeps_what_its_scores_say():
+    views, prompt = make_views(), list(range(200))
+    wanted = torch.zeros(LAYERS, HEADS, 100).half()
+    wanted[..., 30:55] = 1.0
+    index = SimpleNamespace(match=lambda tokens: wanted if len(tokens) == 100 else None)
+    views.compressor, views.prompt_of = KVzip(create("sink-recent"), index), {1: prompt, 2: []}.__getitem__
+    views.token_table[2, :100] = views.token_table[1, :100]
+    assert views.compress(1, 100) and views.compress(2, 100)
+    assert torch.equal(views.buffers.keys[0][views.get(1).own], views.buffers.keys[0][views.token_table[1, 30:55].long()])
+    assert [views.get(row).method for row in (1, 2)] == ["kvzip", "sink-recent"]
+    assert views.made == {"kvzip": 1, "sink-recent": 1}
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.sampled_from(["write", "noted", "renew", "skip"])), max_size=15))

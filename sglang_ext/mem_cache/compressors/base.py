@@ -11,11 +11,12 @@ Adding a method is one file: subclass :class:`Compressor`, register it with :fun
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 
 from sglang_ext.mem_cache.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.rotary import Rotary
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class LayerKV:
         query_positions: int64 [window], absolute positions of the queries, ascending; some may be missing between.
         scaling: factor on query-key products before softmax.
         layer_id: index of the layer.
+        rotary: the rotary embedding that was applied; None where no compressor :attr:`~Compressor.needs_rotary`.
     """
 
     keys: torch.Tensor
@@ -38,6 +40,7 @@ class LayerKV:
     query_positions: torch.Tensor
     scaling: float
     layer_id: int
+    rotary: Rotary | None = None
 
 
 @dataclass(frozen=True)
@@ -49,12 +52,16 @@ class ContextKV:
         slots: int64 [tokens], slots of the context's tokens, in order.
         queries: [layers, window, query_heads, head_dim], as in :class:`LayerKV`.
         query_positions: int64 [window], as in :class:`LayerKV`.
+        rotary: as in :class:`LayerKV`.
+        prompt: token ids of the request's prompt, which may be longer than the context, or shorter.
     """
 
     buffers: KVBuffers
     slots: torch.Tensor
     queries: torch.Tensor
     query_positions: torch.Tensor
+    rotary: Rotary | None = None
+    prompt: Sequence[int] = ()
 
     def layer(self, index: int) -> LayerKV:
         """One layer's KV, gathered."""
@@ -65,6 +72,7 @@ class ContextKV:
             query_positions=self.query_positions,
             scaling=self.buffers.scaling[index],
             layer_id=self.buffers.layer_ids[index],
+            rotary=self.rotary,
         )
 
 
@@ -80,10 +88,18 @@ class Compressor(ABC):
     """Says how much each token of a context matters; the copy keeps those that matter most.
 
     Attributes:
+        name: as ``--kv-compressor`` and ``kv_compressor`` of ``meta_info`` name it.
         window: how many of the newest queries :meth:`scores` wants, 0 for none.
+        needs_rotary: whether it reads :attr:`LayerKV.rotary`; models without a known one are refused then.
     """
 
+    name: ClassVar[str] = ""
     window: int = 0
+    needs_rotary: ClassVar[bool] = False
+
+    def for_context(self, context: ContextKV) -> "Compressor":
+        """Who chooses what a copy of this context keeps: another, where a method knows some contexts only."""
+        return self
 
     @abstractmethod
     def scores(self, layer: LayerKV) -> torch.Tensor:
@@ -118,7 +134,7 @@ def register(name: str) -> Callable[[type[Compressor]], type[Compressor]]:
     """Class decorator: make a compressor selectable as ``--kv-compressor NAME``."""
 
     def decorate(cls: type[Compressor]) -> type[Compressor]:
-        _REGISTRY[name] = cls
+        _REGISTRY[name], cls.name = cls, name
         return cls
 
     return decorate

@@ -60,7 +60,8 @@ class SnapKV(Compressor):
     def pooled(self, attention: torch.Tensor, window: int) -> torch.Tensor:
         """Scores from the mean attention, [..., tokens], of so many queries."""
         tokens = attention.shape[-1]
-        flat = attention.reshape(-1, 1, tokens)
-        pooled = torch.nn.functional.avg_pool1d(flat, self.kernel, stride=1, padding=self.kernel // 2)
         observed = torch.arange(tokens, device=attention.device) >= tokens - window
+        # What the window attends to in itself is no reason to keep what lies before it.
+        flat = attention.masked_fill(observed, 0.0).reshape(-1, 1, tokens)
+        pooled = torch.nn.functional.avg_pool1d(flat, self.kernel, stride=1, padding=self.kernel // 2)
         return pooled.view_as(attention).masked_fill(observed, float("inf"))

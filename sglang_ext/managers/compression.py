@@ -1,0 +1,29 @@
+"""The compressor that the flags ask for."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sglang_ext.mem_cache.compressors import Compressor, create
+from sglang_ext.mem_cache.compressors.kvzip import KVzip
+from sglang_ext.mem_cache.scores.index import ScoreIndex
+from sglang_ext.mem_cache.scores.model_key import model_folder, model_key
+
+if TYPE_CHECKING:
+    from sglang_ext.arguments import KVServerArgs
+
+
+def compressor_of(args: "KVServerArgs", layers: int, kv_heads: int) -> Compressor:
+    """The compressor of ``--kv-compressor``, with stored scores where it reads them.
+
+    Args:
+        args: the server's.
+        layers, kv_heads: of the model.
+
+    Raises:
+        OptionError: scores are asked for, and the model has no files to tell whose they are.
+    """
+    if args.kv_compressor != KVzip.name:
+        return create(args.kv_compressor)
+    key = model_key(model_folder(args.model_path, args.revision))
+    index = ScoreIndex.open(Path(args.kv_scores), KVzip.name, key, layers, kv_heads)
+    return KVzip(create(args.kv_online_compressor), index)

@@ -1,0 +1,98 @@
+"""KVzip (Kim et al. 2025, arXiv 2505.23416): keep what the model needs to repeat the context, whatever is asked later."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from sglang_ext.mem_cache.compressors.base import Compressor, ContextKV, LayerKV, Part, best, register
+from sglang_ext.mem_cache.compressors.snapkv import SnapKV
+from sglang_ext.mem_cache.scores.index import ScoreIndex
+
+
+@register("kvzip")
+@dataclass(frozen=True)
+class KVzip(Compressor):
+    """Scores of documents come from files (``python -m sglang_ext.precompress``), all others from an online method.
+
+    Attributes:
+        online: scores contexts that begin with no stored document, and what follows one.
+        index: the stored documents.
+    """
+
+    online: Compressor = SnapKV()
+    index: ScoreIndex = field(default_factory=ScoreIndex)
+
+    @property
+    def window(self) -> int:
+        """Queries that the online method wants."""
+        return self.online.window
+
+    @property
+    def needs_rotary(self) -> bool:
+        """Whether the online method does."""
+        return self.online.needs_rotary
+
+    def for_context(self, context: ContextKV) -> Compressor:
+        """Stored scores where the context begins with a document, else the online method."""
+        found = self.index.match(context.prompt[: len(context.slots)])
+        return self.online if found is None else StoredScores(found, self.online)
+
+    def scores(self, layer: LayerKV) -> torch.Tensor:
+        """The online method's."""
+        return self.online.scores(layer)
+
+    def scores_all(self, context: ContextKV) -> torch.Tensor:
+        """The online method's."""
+        return self.online.scores_all(context)
+
+
+@dataclass(frozen=True)
+class StoredScores(Compressor):
+    """A context that begins with a document: each method ranks its own tokens.
+
+    Scores of two methods do not compare, so each gets a share of the budget: first what it keeps in any case (infinite
+    scores: first tokens, the observing window), then the rest in proportion to the tokens that are left.
+
+    Attributes:
+        stored: float16 [layers, kv_heads, tokens of the document].
+        online: scores the tokens after it.
+    """
+
+    stored: torch.Tensor
+    online: Compressor
+    name = KVzip.name
+
+    def scores(self, layer: LayerKV) -> torch.Tensor:
+        """The document's, then the online method's: float32 [kv_heads, tokens]."""
+        return self._joined(self.stored[layer.layer_id], self.online.scores(layer))
+
+    def scores_all(self, context: ContextKV) -> torch.Tensor:
+        """The document's, then the online method's: float32 [layers, kv_heads, tokens]."""
+        if self.stored.shape[-1] == len(context.slots):
+            return self.stored.to(context.slots.device).float()
+        return self._joined(self.stored, self.online.scores_all(context))
+
+    def _joined(self, stored: torch.Tensor, online: torch.Tensor) -> torch.Tensor:
+        return torch.cat([stored.to(online.device).float(), online[..., stored.shape[-1] :]], dim=-1)
+
+    def select(self, context: ContextKV, parts: Sequence[Part]) -> list[torch.Tensor]:
+        """Positions that the heads keep of each part; of one with tokens of both methods each keeps its share."""
+        scores = self.scores_all(context)
+        return [
+            torch.cat([best(scores[..., p.start : p.end], p.count) + p.start for p in self._by_method(scores, part)], dim=-1)
+            for part in parts
+        ]
+
+    def _by_method(self, scores: torch.Tensor, part: Part) -> list[Part]:
+        """``part`` cut where the document ends."""
+        border = self.stored.shape[-1]
+        if not part.start < border < part.end:
+            return [part]
+        always = scores[..., part.start : part.end].isinf()
+        # Of all heads alike, for they keep the same number.
+        first, second = (int(half.sum(dim=-1).max()) for half in (always[..., : border - part.start], always[..., border - part.start :]))
+        left = [border - part.start - first, part.end - border - second]
+        share = first + round((part.count - first - second) * left[0] / max(1, sum(left)))
+        count = min(max(share, part.count - (part.end - border), 0), border - part.start, part.count)
+        return [Part(part.start, border, count), Part(border, part.end, part.count - count)]

@@ -1,0 +1,90 @@
+"""Score the tokens of documents, ahead of the requests that begin with them, for ``--kv-compressor kvzip``.
+
+    python -m sglang_ext.precompress --model MODEL --out FOLDER FILES...
+
+A server started with ``--kv-compressor kvzip --kv-scores FOLDER`` finds a document's scores when a prompt begins with
+its tokens, from the first token on: say with --prefix-text or --chat-template what stands before documents.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from sglang_ext.mem_cache.scores.model_key import model_folder, model_key
+from sglang_ext.options import OptionError
+from sglang_ext.precompress import PrecompressError
+from sglang_ext.precompress.documents import Beginning
+from sglang_ext.precompress.reconstruction import Reconstruction
+from sglang_ext.precompress.work import Work
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(
+        prog="python -m sglang_ext.precompress", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = made.add_argument
+    add("files", nargs="+", type=Path, metavar="FILES", help="documents: text in UTF-8")
+    add("--model", required=True, help="Hugging Face folder or name; the one that is served")
+    add("--revision", help="of a model's name")
+    add("--out", required=True, type=Path, metavar="FOLDER", help="takes one file for each document; those that are there are skipped")
+    add("--prefix-text", default="", metavar="TEXT", help="what stands before each document in prompts")
+    add("--chat-template", action="store_true", help="documents begin the user's message in the model's chat template")
+    add("--system", metavar="TEXT", help="with --chat-template: the system message, where requests send one")
+    add("--chunk", type=int, default=Reconstruction.chunk, help="tokens that the model repeats at once (default: %(default)s)")
+    add("--dtype", default="auto", choices=("auto", "bfloat16", "float16", "float32"))
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: cuda where there is one, else cpu")
+    return made
+
+
+def run(args: argparse.Namespace, console: Console) -> None:
+    """Score the documents that are not scored yet.
+
+    Raises:
+        PrecompressError: an option or a document cannot be used.
+        OptionError: the model's files are not there.
+    """
+    if args.chunk < 1:
+        raise PrecompressError(f"--chunk is {args.chunk}; pass how many tokens are repeated at once, from 1, for example 2048")
+    if args.chat_template and args.prefix_text:
+        raise PrecompressError("--prefix-text and --chat-template both say what stands before documents: pass one of them")
+    if args.system is not None and not args.chat_template:
+        raise PrecompressError("--system is a message of the chat template: pass --chat-template too")
+    args.out.mkdir(parents=True, exist_ok=True)
+    folder = model_folder(args.model, args.revision, download=True)
+    beginning = Beginning(args.prefix_text, args.chat_template, args.system)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    work = Work(tokenizer, beginning, Reconstruction(chunk=args.chunk), model_key(folder), args.out)
+    documents = work.missing(args.files, lambda line: console.print(line, markup=False, highlight=False))
+    if not documents:
+        return
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=args.dtype).to(args.device).eval()
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"), TimeRemainingColumn()
+    with Progress(*columns, console=console) as progress:
+        for file, tokens in documents.items():
+            # Each token is computed once, and repeated once.
+            task = progress.add_task(file.name, total=2 * len(tokens))
+            work.score(model, tokens, lambda count: progress.advance(task, count))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run; 2 for what cannot be scored, 130 when interrupted: documents that were done stay, and are skipped next time."""
+    args, console = parser().parse_args(argv), Console(stderr=True)
+    try:
+        run(args, console)
+    except (PrecompressError, OptionError) as error:
+        console.print(f"precompress: {error}", style="red", markup=False)
+        return 2
+    except KeyboardInterrupt:
+        console.print("precompress: interrupted; run it again for the rest")
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,136 @@
+"""``python -m sglang_ext.precompress`` scores documents as KVzip does, once, and as the beginnings of prompts."""
+
+import shutil
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+from sglang_ext.mem_cache.scores.index import ScoreIndex
+from sglang_ext.mem_cache.scores.model_key import model_key
+from sglang_ext.precompress import work
+from sglang_ext.precompress.__main__ import main
+from sglang_ext.precompress.documents import Beginning
+from sglang_ext.precompress.reconstruction import Reconstruction, reconstruction_scores
+
+LAYERS = 2
+TEXT = "Counting words: " + " ".join(str(number) for number in range(150))
+
+
+@pytest.fixture(scope="module")
+def tiny(model, tmp_path_factory):
+    """The folder of a model with random weights, and the demo model's tokenizer."""
+    folder, tokenizer = tmp_path_factory.mktemp("tiny"), AutoTokenizer.from_pretrained(model)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": LAYERS, "initializer_range": 0.2}
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), tie_word_embeddings=True, **heads, **sizes)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def document(tmp_path):
+    path = tmp_path / "document.txt"
+    path.write_text(TEXT)
+    return path
+
+
+def precompress(tiny, out, *arguments):
+    return main(["--model", str(tiny), "--out", str(out), "--device", "cpu", *map(str, arguments)])
+
+
+def stored(tiny, folder):
+    return ScoreIndex.open(folder, "kvzip", model_key(tiny), LAYERS, 2)
+
+
+def test_scores_are_the_largest_attention_that_eager_attention_gives_while_the_context_is_repeated(tiny):
+    tokens = torch.randint(5, 900, (70,), generator=torch.Generator().manual_seed(0)).tolist()
+    how = Reconstruction(chunk=30, sinks=3, lead=2, whole_prompt="a", part_prompt="bc")
+    words = {"a": [901], "bc": [902, 903]}
+    scores = reconstruction_scores(AutoModelForCausalLM.from_pretrained(tiny), words.get, tokens, [904], how)
+
+    eager = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float64, attn_implementation="eager")
+    for begin, asked in ((0, [901, 904]), (30, [902, 903, *tokens[28:30], 904]), (60, [902, 903, *tokens[58:60], 904])):
+        end = min(begin + 30, 70)
+        with torch.inference_mode():
+            found = eager(torch.tensor([tokens + asked + tokens[begin:end]]), output_attentions=True).attentions
+        for layer, attention in enumerate(found):
+            # Of the sinks before the chunk, the chunk and what repeats it alone.
+            seen = [*range(min(3, begin)), *range(begin, end), *range(70, attention.shape[-1])]
+            shares = attention[0, :, 70:][..., seen]
+            shares = shares / shares.sum(-1, keepdim=True)
+            expected = shares[..., min(3, begin) :][..., : end - begin].amax(1).unflatten(0, (2, 2)).amax(1)
+            since = max(begin, 3)
+            torch.testing.assert_close(scores[layer, :, since:end].double(), expected[:, since - begin :], atol=1e-5, rtol=1e-3)
+    assert scores[..., :3].isinf().all()
+
+
+def test_a_document_is_scored_once_and_found_by_a_prompt_that_begins_with_it(tiny, document, tmp_path, capsys, monkeypatch):
+    out = tmp_path / "scores"
+    assert precompress(tiny, out, document) == 0
+    tokens = AutoTokenizer.from_pretrained(tiny).encode(TEXT)
+    found = stored(tiny, out).match([*tokens, 1, 2, 3])
+    assert found.shape == (LAYERS, 2, len(tokens) // 16 * 16) and found.isfinite().any()
+
+    monkeypatch.setattr(work, "reconstruction_scores", lambda *_: pytest.fail("it is there already"))
+    assert precompress(tiny, out, document) == 0
+    assert "there already" in " ".join(capsys.readouterr().err.split())
+
+
+def test_an_interrupted_run_keeps_what_is_done_and_a_changed_file_is_made_again(tiny, document, tmp_path, monkeypatch):
+    out, second = tmp_path / "scores", tmp_path / "second.txt"
+    second.write_text(TEXT[::-1])
+    score, calls = work.reconstruction_scores, []
+
+    def interrupted(*arguments):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return score(*arguments)
+
+    monkeypatch.setattr(work, "reconstruction_scores", interrupted)
+    assert precompress(tiny, out, document, second) == 130
+    (first,) = out.iterdir()
+    first.write_bytes(first.read_bytes()[:-1])
+    assert precompress(tiny, out, document, second) == 0
+    assert len(calls) == 4 and len(list(out.iterdir())) == 2
+
+
+@pytest.mark.parametrize("system", [None, "Answer in rhyme."])
+def test_in_the_chat_template_a_document_begins_the_users_message(tiny, system):
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    tokens = Beginning(chat=True, system=system).tokens(tokenizer, TEXT)
+    messages = [{"role": "user", "content": TEXT + "\nHow many words?"}]
+    messages = ([] if system is None else [{"role": "system", "content": system}]) + messages
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert prompt[: len(tokens)] == tokens
+    assert tokenizer.decode(Beginning(chat=True).suffix(tokenizer)) == "<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--chunk", "0"], "--chunk is 0"),
+        (["--chat-template", "--prefix-text", "x"], "pass one of them"),
+        (["--system", "x"], "pass --chat-template too"),
+        (["no-such-file.txt"], "no-such-file.txt cannot be read"),
+    ],
+)
+def test_what_cannot_be_scored_is_refused_with_a_remedy(tiny, document, tmp_path, capsys, arguments, reason):
+    assert precompress(tiny, tmp_path / "scores", document, *arguments) == 2
+    assert reason in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_text_too_short_for_a_copy_is_left_out(tiny, tmp_path, capsys):
+    short = tmp_path / "short.txt"
+    short.write_text("Few words.")
+    assert precompress(tiny, tmp_path / "scores", short) == 0
+    assert "left out" in " ".join(capsys.readouterr().err.split()) and not list((tmp_path / "scores").iterdir())
+
+
+def test_a_template_that_changes_the_document_is_refused(tiny, document, tmp_path, capsys):
+    changed = shutil.copytree(tiny, tmp_path / "model")
+    (changed / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] | upper }}{% endfor %}")
+    assert precompress(changed, tmp_path / "scores", document, "--chat-template") == 2
+    assert "the chat template changes the document's text" in " ".join(capsys.readouterr().err.split())
