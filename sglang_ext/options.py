@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from sglang_ext.arguments import KVServerArgs
 
 MODES = ("full", "lossy", "verified")
+# Methods that drop tokens; those that pack them in few bits are in compressor_options.py.
 COMPRESSORS = ("snapkv", "sink-recent")
 MAX_DRAFT_LENGTH = 64
 SCHEDULES = ("auto", "lockstep", "staggered")
@@ -132,14 +133,8 @@ def check_flags(args: "KVServerArgs") -> None:
         OptionError: names the flag, its value and the allowed values.
     """
     _one_of("--kv-mode", args.kv_mode, MODES)
-    _one_of("--kv-compressor", args.kv_compressor, COMPRESSORS)
     _one_of("--kv-schedule", args.kv_schedule, SCHEDULES)
     _one_of("--kv-full-tier", args.kv_full_tier, FULL_TIERS)
-    if not isinstance(args.kv_budget, (int, float)) or not 0 < args.kv_budget <= 1:
-        raise OptionError(
-            f"--kv-budget is {args.kv_budget}; it is the share of the KV cache that is kept: pass "
-            "a number above 0 and at most 1, for example 0.25"
-        )
     burst = args.kv_max_burst
     if burst is not None and not (isinstance(burst, int) and burst >= 2):
         raise OptionError(

@@ -16,6 +16,7 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang_ext import options
 from sglang_ext.core import LONG_MEMORY, Acceptance, RequestState
 from sglang_ext.layers.attention import plan_memory, torch_native, verify_graphs
+from sglang_ext.layers.attention.packed import PackedRows
 from sglang_ext.layers.attention.verify_attention import VerifyAttention
 from sglang_ext.layers.attention.views import BetweenSteps
 from sglang_ext.managers import full_tier, integrity, meta_info
@@ -33,8 +34,9 @@ from sglang_ext.managers.staggered import Staggered
 from sglang_ext.managers.steps import Steps
 from sglang_ext.mem_cache import query_window
 from sglang_ext.mem_cache.compressed_views import CompressedViews
-from sglang_ext.mem_cache.compressors import create
+from sglang_ext.mem_cache.compressors import method
 from sglang_ext.mem_cache.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.packing import Packing
 from sglang_ext.mem_cache.query_window import QueryWindows, Recorded
 from sglang_ext.metrics import KVMetrics
 
@@ -60,7 +62,8 @@ class KVWorker(BaseSpecWorker):
         self.model_runner = target_worker.model_runner
         self.lossy = server_args.kv_mode == "lossy"
         self.stride = server_args.speculative_num_draft_tokens
-        self.compressor = create(server_args.kv_compressor)
+        self.method = method(server_args.kv_compressor, server_args.kv_bits)
+        self.compressor = self.method.compressor
         self.layers = attention_scaling(self.model_runner.model)
         self.queries = QueryWindows(self.compressor.window, tuple(self.layers), self.stride)
         self.states: dict[int, RequestState] = {}
@@ -148,16 +151,21 @@ class KVWorker(BaseSpecWorker):
     def bind_tree_cache(self, tree_cache) -> None:
         """Build the compressed views once the prefix tree exists."""
         args = self.server_args
+        buffers = KVBuffers.of(self.model_runner.token_to_kv_pool, self.layers)
+        quantizer = self.method.quantizer
         self.views = CompressedViews(
             compressor=self.compressor,
             budget=args.kv_budget,
             token_table=self.req_to_token_pool.req_to_token,
             rows=self._rows,
-            buffers=KVBuffers.of(self.model_runner.token_to_kv_pool, self.layers),
+            buffers=buffers,
             allocator=self.token_to_kv_pool_allocator,
             tree_cache=tree_cache,
             queries=self.queries,
+            packing=None if quantizer is None else Packing.of(quantizer, buffers, self.token_to_kv_pool_allocator.page_size),
         )
+        if quantizer is not None:
+            self.model_runner.attn_backend.packed_rows = PackedRows(self.views.packing, self.views.packed_slots)
         if self.views.buffers.on_gpu:
             self._unpin_plans()
             self._warm_up()

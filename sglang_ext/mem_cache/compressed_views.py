@@ -15,6 +15,7 @@ from sglang.srt.mem_cache.common import evict_from_tree_cache
 from sglang_ext.core import CompressedView
 from sglang_ext.mem_cache.compressors import Compressor, ContextKV, Part, kept_count
 from sglang_ext.mem_cache.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.packing import Packing, Unpacked
 from sglang_ext.mem_cache.query_window import QueryWindows
 from sglang_ext.mem_cache.recompute import lost_requests
 from sglang_ext.mem_cache.segments import Segment, free_slots
@@ -49,6 +50,8 @@ class CompressedViews:
         allocator: SGLang's slot allocator.
         tree_cache: SGLang's radix cache, asked to evict when slots run out.
         queries: the newest queries of each request.
+        packing: how copies lie in slots; None for tokens as they are.
+        packed_slots: int32 [2 * rows], slots of each draft row that hold packed blocks, from its beginning.
     """
 
     compressor: Compressor
@@ -59,7 +62,13 @@ class CompressedViews:
     allocator: object
     tree_cache: object
     queries: QueryWindows
+    packing: Packing | Unpacked | None = None
+    packed_slots: torch.Tensor = field(init=False)
     _views: dict[int, CompressedView] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.packing = self.packing or Unpacked(self.allocator.page_size)
+        self.packed_slots = torch.zeros(len(self.token_table), dtype=torch.int32, device=self.token_table.device)
 
     def get(self, row: int) -> CompressedView | None:
         """The compressed copy of the request in ``row``."""
@@ -85,6 +94,21 @@ class CompressedViews:
         """Bytes of KV in all copies, over all layers; what several share counts once."""
         return self.buffers.bytes_per_slot * (self.held_tokens + self.tree_cache.segments.held_tokens)
 
+    @property
+    def recent(self) -> int:
+        """Newest tokens of a context that copies leave as they are."""
+        return self.packing.recent
+
+    @property
+    def unit(self) -> int:
+        """Tokens of which copies cover, share and keep whole multiples: those of a page, and of a packed block."""
+        return self.packing.unit
+
+    @property
+    def share(self) -> float:
+        """Of the slots of full KV, those that a copy takes, about."""
+        return self.budget * self.packing.share
+
     def draft_row(self, row: int) -> int:
         """Index of the draft row of the request in ``row``."""
         return row + self.rows
@@ -92,7 +116,7 @@ class CompressedViews:
     def compress(self, row: int, tokens: int, headroom: int = 0, prefix: Prefix | None = None) -> bool:
         """Make or renew the copy of the request in ``row`` over its first ``tokens`` tokens.
 
-        Covers whole pages, up to where queries were kept (:meth:`reach`). A new copy reads the segments of ``prefix`` that
+        Covers whole units, up to where queries were kept (:meth:`reach`). A new copy reads the segments of ``prefix`` that
         the prefix tree has, and leaves one there for the rest of it. Of an existing copy what it shares stays; its own
         part is overwritten in place and grown.
 
@@ -106,8 +130,7 @@ class CompressedViews:
             False when the pool lacks the slots; an existing copy then stays as it is, and nothing
             was evicted for it.
         """
-        page = self.allocator.page_size
-        covered = self.reach(row, tokens) // page * page
+        covered = self.reach(row, tokens) // self.unit * self.unit
         if covered == 0:
             return False
         old = self._views.get(row)
@@ -125,18 +148,21 @@ class CompressedViews:
 
     def _resize(self, row: int, view: CompressedView, headroom: int, prefix: Prefix | None) -> bool:
         """Give ``view`` the slots that it lacks, fill it, and let the request read it; False when the pool lacks them."""
-        end, page = view.shared, self.allocator.page_size
+        end = view.shared
         if prefix is not None:
-            shareable = min(prefix.tokens, view.covered) // page * page
+            shareable = min(prefix.tokens, view.covered) // self.unit * self.unit
             end = shareable if shareable - end >= MIN_SHARED else end
-        shared = kept_count(end - view.shared, self.budget, page) if end > view.shared else 0
-        slots = self._slots_for(view.own, shared + self._own_count(view, end, shared), headroom)
+        shared = kept_count(end - view.shared, self.budget, self.unit) if end > view.shared else 0
+        own = self._own_count(view, end, shared)
+        slots = self._slots_for(view.own, self.packing.held_slots(shared) + self.packing.held_slots(own), headroom)
         if slots is None:
             return False
         # Copied, or Triton would compile its kernels again for a tensor that begins elsewhere than at 16 bytes.
-        view.own, made = slots[shared:].clone(), None
+        view.own, made = slots[self.packing.held_slots(shared) :].clone(), None
+        view.own_tokens, view.own_packed = own, self.packing.packed_slots(own)
         if shared:
-            made = Segment(view.shared, end, slots[:shared].clone())
+            mine = slots[: self.packing.held_slots(shared)].clone()
+            made = Segment(view.shared, end, mine, tokens=shared, packed=self.packing.packed_slots(shared))
             self.tree_cache.attach(prefix.node, made)
             self.tree_cache.use(made)
             view.segments.append(made)
@@ -149,18 +175,18 @@ class CompressedViews:
 
         What is left of the budget, and the newest tokens in any case: they see what nobody has seen before.
         """
-        page, rest = self.allocator.page_size, view.covered - end
-        before = shared + view.kept - len(view.own)
-        newest = -(-max(1, self.compressor.window) // page) * page if end else 0
-        return min(rest, max(kept_count(view.covered, self.budget, page) - before, newest))
+        unit, rest = self.unit, view.covered - end
+        before = shared + sum(segment.tokens for segment in view.segments)
+        newest = -(-max(1, self.compressor.window) // unit) * unit if end else 0
+        return min(rest, max(kept_count(view.covered, self.budget, unit) - before, newest))
 
     def reach(self, row: int, tokens: int) -> int:
-        """Of a request's first ``tokens`` tokens, those that a copy made now would cover, before it counts in pages.
+        """Of a request's first ``tokens`` tokens, those that a copy made now would cover, before it counts in units.
 
-        What came after the newest queries that were kept, nobody attended to: it stays exact instead.
+        What came after the newest queries that were kept, nobody attended to: it stays exact instead, as recent tokens do.
         """
-        newest = self.queries.newest(row)
-        return tokens if newest is None else min(tokens, newest)
+        newest, oldest = self.queries.newest(row), max(0, tokens - self.recent)
+        return oldest if newest is None else min(oldest, newest)
 
     def compile_kernels(self, query_heads: int) -> None:
         """Compress what lies in slot 0, which no request owns, so that no request waits for compilers."""
@@ -192,13 +218,14 @@ class CompressedViews:
         if found is None:
             key = buffers.keys[0]
             found = key.new_empty(len(buffers.keys), 0, *key.shape[1:]), source.new_empty(0)
-        targets = {Part(view.shared, view.covered, len(view.own)): view.own}
+        targets = {Part(view.shared, view.covered, view.own_tokens): view.own}
         if made is not None:
-            targets[Part(made.start, made.end, len(made.slots))] = made.slots
+            targets[Part(made.start, made.end, made.tokens)] = made.slots
         parts = [part for part in targets if part.count]
         for part, kept in zip(parts, self.compressor.select(ContextKV(buffers, source, *found), parts)):
-            buffers.copy_kept(kept, source, targets[part])
+            self.packing.write(buffers, kept, source, targets[part])
         self.token_table[self.draft_row(row), : view.kept] = view.slots.to(self.token_table.dtype)
+        self.packed_slots[self.draft_row(row)] = view.packed
 
     def write_tail(self, row: int, end: int) -> None:
         """Let the draft row lead, after the copy, to the full row's tokens ``[covered, end)``.

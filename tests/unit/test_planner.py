@@ -15,6 +15,8 @@ from sglang_ext.managers.planner import MIN_CONTEXT, RENEW_AFTER, Planner, sprea
 class FakeViews:
     """Copies of a quarter, as many as ``room`` allows."""
 
+    recent = 0
+
     def __init__(self, room=1 << 30):
         self.copies, self.room, self.made, self.queried = {}, room, [], 1 << 30
 
