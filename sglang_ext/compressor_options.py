@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 # The share of tokens that is kept unless told.
 DEFAULT_BUDGET = 0.25
 # Methods that pack tokens, and the bits that each may have, the default first.
-QUANTIZERS: dict[str, tuple[int, ...]] = {"int8": (8,), "int4": (4,), "kivi": (4, 2)}
+QUANTIZERS: dict[str, tuple[int, ...]] = {"int8": (8,), "int4": (4,), "kivi": (4, 2), "rotatekv": (4, 2), "turboquant": (4, 2)}
 # The attention backend that reads packed copies.
 PACKED_BACKEND = "torch_native"
 

@@ -11,7 +11,7 @@ from sglang_ext.mem_cache.packed_layout import Grid
 @dataclass(frozen=True)
 class Kivi(Quantizer):
     """Keys have channels of large numbers, so that neighbouring tokens share a scale for each channel; values have none,
-    so that neighbouring channels of one token do. The newest tokens stay as they are (section 3.2: the residual).
+    so that neighbouring channels of one token do. The newest tokens stay as they are.
 
     Attributes:
         group: tokens of keys, and channels of values, that share a scale.
