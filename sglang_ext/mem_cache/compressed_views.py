@@ -135,7 +135,8 @@ class CompressedViews:
             return False
         old = self._views.get(row)
         if old is not None:
-            return self._resize(row, CompressedView(old.own, covered, old.segments), headroom, None)
+            grown = CompressedView(old.own, covered, old.segments, own_tokens=old.own_tokens)
+            return self._resize(row, grown, headroom, None)
         segments = self.tree_cache.path_segments(prefix.node, min(prefix.tokens, covered)) if prefix else []
         for segment in segments:
             # Or they would be evicted for the rest.
@@ -159,6 +160,8 @@ class CompressedViews:
             return False
         # Copied, or Triton would compile its kernels again for a tensor that begins elsewhere than at 16 bytes.
         view.own, made = slots[self.packing.held_slots(shared) :].clone(), None
+        # Where all tokens are kept, those that are packed stay: full KV does not change.
+        done = min(view.own_tokens, own) if self.compressor.keeps_all else 0
         view.own_tokens, view.own_packed = own, self.packing.packed_slots(own)
         if shared:
             mine = slots[: self.packing.held_slots(shared)].clone()
@@ -167,7 +170,7 @@ class CompressedViews:
             self.tree_cache.use(made)
             view.segments.append(made)
         self._views[row] = view
-        self._fill(row, view, made)
+        self._fill(row, view, made, done)
         return True
 
     def _own_count(self, view: CompressedView, end: int, shared: int) -> int:
@@ -210,15 +213,16 @@ class CompressedViews:
         new = self.allocator.alloc(missing)
         return None if new is None else torch.cat([slots, new])
 
-    def _fill(self, row: int, view: CompressedView, made: Segment | None) -> None:
-        """Gather the chosen KV of each layer into a copy's own slots, and into a segment's; write the draft row."""
+    def _fill(self, row: int, view: CompressedView, made: Segment | None, done: int) -> None:
+        """Gather the chosen KV of each layer into a copy's own slots, after ``done`` tokens, and into a segment's; write the row."""
         source = self.token_table[row, : view.covered].long()
         buffers = self.buffers
         found = self.queries.get(row, view.covered)
         if found is None:
             key = buffers.keys[0]
             found = key.new_empty(len(buffers.keys), 0, *key.shape[1:]), source.new_empty(0)
-        targets = {Part(view.shared, view.covered, view.own_tokens): view.own}
+        rest = Part(view.shared + done, view.covered, view.own_tokens - done)
+        targets = {rest: view.own[self.packing.packed_slots(done) :]}
         if made is not None:
             targets[Part(made.start, made.end, made.tokens)] = made.slots
         parts = [part for part in targets if part.count]

@@ -15,7 +15,7 @@ from sglang_ext.mem_cache import compressed_views
 from sglang_ext.mem_cache.compressed_views import CompressedViews, Prefix
 from sglang_ext.mem_cache.compressors import method
 from sglang_ext.mem_cache.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.packing import Packing
+from sglang_ext.mem_cache.packing import Packing, as_bytes
 from sglang_ext.mem_cache.query_window import QueryWindows
 
 TOKENS, HEADS, DIM = 700, 2, 64
@@ -86,6 +86,23 @@ def test_contexts_of_less_than_a_block_and_the_recent_window_get_no_copy():
     views = views_of("kivi")
     assert not views.compress(1, 191) and views.get(1) is None
     assert views.compress(1, 192) and views.get(1).covered == 64
+
+
+def test_a_longer_context_adds_blocks_behind_those_that_are_packed():
+    views = views_of("kivi")
+    views.compress(1, 320)
+    packing, early = views.packing, views.get(1).slots
+    before = as_bytes(views.buffers.keys[0])[early]
+    # If they were packed anew, they would change.
+    views.buffers.keys[0][views.token_table[1, :192].long()] = 0
+    views.compress(1, 520)
+    view = views.get(1)
+    assert view.covered == 384 and torch.equal(view.slots[: len(early)], early)
+    assert torch.equal(as_bytes(views.buffers.keys[0])[early], before)
+    back = meant(packing.read(views.buffers.keys[0], packing.keys, view.slots[len(early) :]), None, None)
+    full = views.buffers.keys[0][views.token_table[1, 192:384].long()].transpose(0, 1)
+    assert (back - full).norm() / full.norm() < 0.15
+    assert views.compress(1, 520) and torch.equal(views.get(1).slots, view.slots)
 
 
 def test_selected_tokens_are_packed_for_each_head():

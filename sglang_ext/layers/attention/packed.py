@@ -98,7 +98,7 @@ def _by_token(numbers: torch.Tensor, block: Quantized) -> tuple[torch.Tensor, to
 
 def _meant(codes: torch.Tensor, levels: torch.Tensor | None) -> torch.Tensor:
     """What codes mean before scale and zero point: float32."""
-    return codes.float() if levels is None else levels.to(codes.device)[codes.int()]
+    return codes.float() if levels is None else levels.to(codes.device).take(codes.long())
 
 
 def _rotated(rows: torch.Tensor, rotation: torch.Tensor | None) -> torch.Tensor:

@@ -81,9 +81,11 @@ class Compressor(ABC):
 
     Attributes:
         window: how many of the newest queries :meth:`scores` wants, 0 for none.
+        keeps_all: whether it drops nothing.
     """
 
     window: int = 0
+    keeps_all: bool = False
 
     @abstractmethod
     def scores(self, layer: LayerKV) -> torch.Tensor:

@@ -9,7 +9,9 @@ from sglang_ext.mem_cache.compressors.base import Compressor, LayerKV
 
 @dataclass(frozen=True)
 class KeepAll(Compressor):
-    """All tokens are alike. No name of its own: it keeps what a budget of 1 keeps."""
+    """All tokens are alike; with a budget of 1 none is dropped."""
+
+    keeps_all: bool = True
 
     def scores(self, layer: LayerKV) -> torch.Tensor:
         """Zero for all."""
