@@ -48,12 +48,23 @@ class Packing:
         quantizer: gives the codes.
         keys, values: how a block lies in key cells, and in value cells.
         page_size: slots that the pool hands out together.
+
+    Raises:
+        ValueError: attention has no products with numbers that share scales so.
     """
 
     quantizer: Quantizer
     keys: Layout
     values: Layout
     page_size: int
+
+    def __post_init__(self) -> None:
+        keys, values = self.keys.grid, self.values.grid
+        if (keys.channels > 1 and keys != (1, self.keys.dim)) or values.tokens > 1:
+            raise ValueError(
+                f"keys share scales over {keys.tokens} tokens and {keys.channels} channels, values over {values.tokens} and "
+                f"{values.channels}; let keys share them in one channel or in one whole token, values in one token"
+            )
 
     @classmethod
     def of(cls, quantizer: Quantizer, buffers: KVBuffers, page_size: int) -> "Packing":

@@ -82,6 +82,11 @@ def test_slots_are_conserved_over_growing_renewing_and_releasing(steps, page_siz
     assert views.allocator.available_size() == before and views.held_tokens == 0
 
 
+def test_a_copys_share_of_the_full_kv_counts_codes_and_parameters():
+    assert views_of("kivi").share == 10 / 64 and views_of("int8").share == 17 / 64
+    assert views_of("snapkv+int8", budget=0.5).share == 17 / 128
+
+
 def test_contexts_of_less_than_a_block_and_the_recent_window_get_no_copy():
     views = views_of("kivi")
     assert not views.compress(1, 191) and views.get(1) is None

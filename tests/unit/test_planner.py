@@ -70,6 +70,13 @@ def test_a_short_context_is_served_with_full_kv_until_it_grows():
     assert one.fallback == 0
 
 
+def test_a_context_is_short_while_most_of_it_stays_as_it_is(monkeypatch):
+    monkeypatch.setattr(FakeViews, "recent", 100)
+    planner, one = Planner(FakeViews(), 4, False), state()
+    assert planner.plan([request()], [one], [227])[0].emits and FALLBACK_REASONS[one.fallback] == "short-context"
+    assert not planner.plan([request()], [one], [228])[0].emits and one.fallback == 0
+
+
 def test_no_free_slots_is_served_with_full_kv():
     planner, one = Planner(FakeViews(room=10), 4, False), state()
     (step,) = planner.plan([request()], [one], [400])

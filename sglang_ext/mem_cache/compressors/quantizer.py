@@ -33,11 +33,11 @@ class Quantizer(ABC):
 
     @abstractmethod
     def key_grid(self, dim: int) -> Grid:
-        """Numbers of keys with ``dim`` channels that share a scale."""
+        """Numbers of keys with ``dim`` channels that share a scale: of one channel, or all of one token."""
 
     @abstractmethod
     def value_grid(self, dim: int) -> Grid:
-        """Numbers of values with ``dim`` channels that share a scale; one token each."""
+        """Numbers of values with ``dim`` channels that share a scale: of one token."""
 
     def rotation(self, dim: int) -> torch.Tensor | None:
         """What vectors are multiplied with before they are quantized: float32 [dim, dim], orthogonal; None for nothing."""
