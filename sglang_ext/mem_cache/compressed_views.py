@@ -214,7 +214,10 @@ class CompressedViews:
         return None if new is None else torch.cat([slots, new])
 
     def _fill(self, row: int, view: CompressedView, made: Segment | None, done: int) -> None:
-        """Gather the chosen KV of each layer into a copy's own slots, after ``done`` tokens, and into a segment's; write the row."""
+        """Gather the chosen KV of each layer into a copy's own slots, after ``done`` tokens there, and into a segment's.
+
+        Writes the draft row.
+        """
         source = self.token_table[row, : view.covered].long()
         buffers = self.buffers
         found = self.queries.get(row, view.covered)

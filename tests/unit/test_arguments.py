@@ -79,7 +79,8 @@ def test_what_only_packs_tokens_keeps_all_of_them_unless_told(folder, compressor
 @pytest.mark.parametrize("backend", ["attention_backend", "prefill_attention_backend", "decode_attention_backend"])
 def test_packed_copies_are_refused_where_attention_cannot_read_them(backend):
     backends = dict.fromkeys(("attention_backend", "prefill_attention_backend", "decode_attention_backend"))
-    args = SimpleNamespace(kv_compressor="snapkv+kivi", **backends | {"attention_backend": "torch_native"} | {backend: "flashinfer"})
+    backends |= {"attention_backend": "torch_native"} | {backend: "flashinfer"}
+    args = SimpleNamespace(kv_compressor="snapkv+kivi", **backends)
     with pytest.raises(OptionError, match="--attention-backend is flashinfer; .*torch_native.*: snapkv, sink-recent"):
         compressor_options.check_resolved(args)
     compressor_options.check_resolved(SimpleNamespace(**vars(args) | {"kv_compressor": "snapkv"}))

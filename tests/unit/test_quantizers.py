@@ -73,7 +73,8 @@ def test_a_hadamard_rotation_spreads_one_outlier_over_all_channels():
 
 @pytest.mark.parametrize(("bits", "error"), [(2, 0.117), (4, 0.0095)])
 def test_turboquant_has_the_papers_error(bits, error):
-    method, unit = TurboQuant(bits=bits), torch.nn.functional.normalize(numbers(dim=128) @ TurboQuant(bits=bits).rotation(128), dim=-1)
+    method = TurboQuant(bits=bits)
+    unit = torch.nn.functional.normalize(numbers(dim=128) @ method.rotation(128), dim=-1)
     back = meant(method.quantize(unit, method.key_grid(128)), method.levels(128), None).view_as(unit)
     assert ((back - unit) ** 2).sum(-1).mean() == pytest.approx(error, rel=0.06)
 

@@ -78,8 +78,8 @@ def packed_decode(
     }  # fmt: skip
     packed_splits[(most, kv_heads, requests)](
         queries, rotated, keys, values, as_bytes(keys), keys.view(torch.float16), as_bytes(values),
-        values.view(torch.float16), *levels, token_table, token_table.stride(0), rows, lengths, packed_slots, partial, lse, scaling,
-        keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), HEADS=kv_heads, GROUP=heads // kv_heads,
+        values.view(torch.float16), *levels, token_table, token_table.stride(0), rows, lengths, packed_slots, partial, lse,
+        scaling, keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), HEADS=kv_heads, GROUP=heads // kv_heads,
         M=max(16, triton.next_power_of_2(heads // kv_heads)), DIM=dim, PADDED_DIM=triton.next_power_of_2(dim),
         BITS=key.bits, BLOCK_TOKENS=key.tokens, BLOCK_SLOTS=packing.block_slots, CODE_CELLS=key.code_cells,
         KEY_CELL=key.cell_bytes // 2, VALUE_CELL=value.cell_bytes // 2, PER_CHANNEL=per_channel,
