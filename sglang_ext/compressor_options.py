@@ -77,16 +77,17 @@ def code_bits(packs: str, bits: int | None) -> int:
 
 
 def check_resolved(args: "KVServerArgs") -> None:
-    """Refuse packed copies where attention cannot read them, once SGLang has chosen its backends.
+    """Refuse packed copies where attention cannot read them, once SGLang has chosen device and backends.
 
     Raises:
-        OptionError: names the backend and the remedy.
+        OptionError: names both, and the remedy.
     """
     if parse_compressor(args.kv_compressor)[1] is None:
         return
     backends = {args.attention_backend, args.prefill_attention_backend, args.decode_attention_backend}
-    if others := sorted(backends - {None, PACKED_BACKEND}):
+    if args.device != "cpu" or backends - {None, PACKED_BACKEND}:
         raise OptionError(
-            f"--attention-backend is {', '.join(others)}; the packed copies of --kv-compressor {args.kv_compressor} are read by "
-            f"{PACKED_BACKEND}, on a CPU. Pass a compressor that only drops tokens: {', '.join(COMPRESSORS)}."
+            f"--device is {args.device} and --attention-backend {', '.join(sorted(backends - {None}))}; the packed copies of "
+            f"--kv-compressor {args.kv_compressor} are read on a CPU by {PACKED_BACKEND} alone. Pass a compressor that only "
+            f"drops tokens: {', '.join(COMPRESSORS)}."
         )

@@ -76,14 +76,23 @@ def test_what_only_packs_tokens_keeps_all_of_them_unless_told(folder, compressor
     assert build(folder(), kv_mode="verified", kv_compressor=compressor, kv_budget=1).kv_budget == 1
 
 
-@pytest.mark.parametrize("backend", ["attention_backend", "prefill_attention_backend", "decode_attention_backend"])
-def test_packed_copies_are_refused_where_attention_cannot_read_them(backend):
-    backends = dict.fromkeys(("attention_backend", "prefill_attention_backend", "decode_attention_backend"))
-    backends |= {"attention_backend": "torch_native"} | {backend: "flashinfer"}
-    args = SimpleNamespace(kv_compressor="snapkv+kivi", **backends)
-    with pytest.raises(OptionError, match="--attention-backend is flashinfer; .*torch_native.*: snapkv, sink-recent"):
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({"attention_backend": "flashinfer"}, "--device is cpu and --attention-backend flashinfer"),
+        ({"decode_attention_backend": "triton"}, "--attention-backend torch_native, triton"),
+        ({"device": "cuda"}, "--device is cuda and --attention-backend torch_native"),
+    ],
+)
+def test_packed_copies_are_refused_where_attention_cannot_read_them(change, found):
+    backends = {"attention_backend": "torch_native", "prefill_attention_backend": None, "decode_attention_backend": None}
+    args = SimpleNamespace(device="cpu", kv_compressor="snapkv+kivi", **backends)
+    compressor_options.check_resolved(args)
+    vars(args).update(change)
+    with pytest.raises(OptionError, match=f"{found}; .* Pass .* only drops tokens: snapkv, sink-recent"):
         compressor_options.check_resolved(args)
-    compressor_options.check_resolved(SimpleNamespace(**vars(args) | {"kv_compressor": "snapkv"}))
+    args.kv_compressor = "snapkv"
+    compressor_options.check_resolved(args)
 
 
 @pytest.mark.parametrize(
