@@ -13,7 +13,7 @@ import torch
 from sglang.srt.arg_groups.arg_utils import NS, A, Arg
 from sglang.srt.server_args import ServerArgs
 
-from sglang_ext import options
+from sglang_ext import compressor_options, options
 
 logger = logging.getLogger(__name__)
 
@@ -43,10 +43,8 @@ class KVServerArgs(ServerArgs):
     ] = "full"
     kv_compressor: A[
         str,
-        Arg(
-            help="How the KV cache is compressed.",
-            choices=list(options.COMPRESSORS),
-        ),
+        f"How the KV cache is compressed: by dropping tokens ({', '.join(options.COMPRESSORS)}), by packing them in few bits "
+        f"({', '.join(compressor_options.QUANTIZERS)}), or both, as in {options.COMPRESSORS[0]}+kivi.",
         NS("memory"),
     ] = "snapkv"
     kv_scores: A[
@@ -63,11 +61,19 @@ class KVServerArgs(ServerArgs):
         ),
         NS("memory"),
     ] = "snapkv"
-    kv_budget: A[
-        float,
-        "Share of the context's KV that the compressed view keeps, above 0 and at most 1.",
+    kv_bits: A[
+        int | None,
+        "Bits of a packed number: "
+        + "; ".join(f"{name}: {' or '.join(map(str, bits))}" for name, bits in compressor_options.QUANTIZERS.items())
+        + ". The first is the default.",
         NS("memory"),
-    ] = 0.25
+    ] = None
+    kv_budget: A[
+        float | None,
+        "Share of the context's tokens that the compressed view keeps, above 0 and at most 1. Default: "
+        f"{compressor_options.DEFAULT_BUDGET}, or 1 where tokens are only packed.",
+        NS("memory"),
+    ] = None
     kv_draft_length: A[
         int | str,
         Arg(
@@ -125,6 +131,7 @@ class KVServerArgs(ServerArgs):
     def __post_init__(self) -> None:
         """Check the flags, prepare SGLang's own options for the mode, then let SGLang resolve."""
         options.check_flags(self)
+        compressor_options.resolve(self)
         if self.kv_mode == "full":
             super().__post_init__()
             return
@@ -133,6 +140,7 @@ class KVServerArgs(ServerArgs):
         if self.model_path.lower() in ("none", "dummy"):
             return
         options.check_resolved(self)
+        compressor_options.check_resolved(self)
         from sglang_ext import hooks
 
         hooks.check(self.kv_mode)

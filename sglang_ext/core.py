@@ -43,6 +43,8 @@ class CompressedView:
         segments: what it shares with others, from the start of the context on; ``own`` stands for the rest.
         tail_end: first position after ``covered`` that the draft row does not lead to yet; its writers set it.
         method: name of the compressor that chose what it keeps; set when it is filled.
+        own_tokens: tokens that ``own`` keeps; the compressed views set it.
+        own_packed: slots of ``own``, from its beginning, that hold packed blocks (packing.py); 0 where it holds tokens.
     """
 
     own: torch.Tensor
@@ -50,14 +52,17 @@ class CompressedView:
     segments: "list[Segment]" = field(default_factory=list)
     tail_end: int = 0
     method: str = ""
+    own_tokens: int = 0
+    own_packed: int = 0
 
     def __post_init__(self) -> None:
         self.tail_end = max(self.tail_end, self.covered)
 
     @property
     def slots(self) -> torch.Tensor:
-        """All slots in the order of the draft row: int64 [kept]."""
-        return torch.cat([*(segment.slots for segment in self.segments), self.own])
+        """What the draft row leads to of the copy, in its order: int64 [kept]. What fills up pages of blocks is left out."""
+        own = self.own[: self.own_packed or None]
+        return torch.cat([*(segment.slots[: segment.packed or None] for segment in self.segments), own])
 
     @property
     def shared(self) -> int:
@@ -66,8 +71,14 @@ class CompressedView:
 
     @property
     def kept(self) -> int:
-        """Tokens in the copy."""
-        return sum(len(segment.slots) for segment in self.segments) + len(self.own)
+        """Slots that the draft row leads to of the copy."""
+        own = self.own_packed or len(self.own)
+        return sum(segment.packed or len(segment.slots) for segment in self.segments) + own
+
+    @property
+    def packed(self) -> int:
+        """Of these, those that hold packed blocks: all or none."""
+        return sum(segment.packed for segment in self.segments) + self.own_packed
 
 
 @dataclass

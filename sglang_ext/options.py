@@ -5,14 +5,14 @@ One table for each, so that ``--help``, the checks at start, the doctor and the 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sglang_ext.arguments import KVServerArgs
 
 MODES = ("full", "lossy", "verified")
-# Those that look at KV and queries as they are made.
+# Methods that drop tokens; those that pack them in few bits are in compressor_options.py. First those that look at KV and
+# queries as they are made.
 ONLINE_COMPRESSORS = ("snapkv", "sink-recent", "expected-attention")
 COMPRESSORS = (*ONLINE_COMPRESSORS, "kvzip")
 MAX_DRAFT_LENGTH = 64
@@ -112,7 +112,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "--tp-size above 1",
-        lambda args: args.kv_compressor == "kvzip" and args.tp_size > 1,
+        lambda args: args.kv_compressor.split("+")[0] == "kvzip" and args.tp_size > 1,
         "stored scores are of all KV heads, of which a rank holds some",
         "use --tp-size 1, or another --kv-compressor",
     ),
@@ -134,15 +134,9 @@ def check_flags(args: "KVServerArgs") -> None:
     Raises:
         OptionError: names the flag, its value and the allowed values.
     """
-    _one_of("--kv-mode", args.kv_mode, MODES)
-    _one_of("--kv-compressor", args.kv_compressor, COMPRESSORS)
-    _one_of("--kv-schedule", args.kv_schedule, SCHEDULES)
-    _one_of("--kv-full-tier", args.kv_full_tier, FULL_TIERS)
-    if not isinstance(args.kv_budget, (int, float)) or not 0 < args.kv_budget <= 1:
-        raise OptionError(
-            f"--kv-budget is {args.kv_budget}; it is the share of the KV cache that is kept: pass "
-            "a number above 0 and at most 1, for example 0.25"
-        )
+    one_of("--kv-mode", args.kv_mode, MODES)
+    one_of("--kv-schedule", args.kv_schedule, SCHEDULES)
+    one_of("--kv-full-tier", args.kv_full_tier, FULL_TIERS)
     burst = args.kv_max_burst
     if burst is not None and not (isinstance(burst, int) and burst >= 2):
         raise OptionError(
@@ -162,26 +156,6 @@ def check_flags(args: "KVServerArgs") -> None:
         )
     _check_host(args)
     _check_offload(args)
-    _check_scores(args)
-
-
-def _check_scores(args: "KVServerArgs") -> None:
-    _one_of("--kv-online-compressor", args.kv_online_compressor, ONLINE_COMPRESSORS)
-    folder = args.kv_scores
-    if args.kv_compressor == "kvzip" and folder is None:
-        raise OptionError(
-            "--kv-compressor is 'kvzip', which reads scores that were computed ahead: pass --kv-scores FOLDER, written by "
-            f"python -m sglang_ext.precompress, or one of {', '.join(ONLINE_COMPRESSORS)}"
-        )
-    if args.kv_compressor != "kvzip" and folder is not None:
-        raise OptionError(
-            f"--kv-scores is {folder!r} with --kv-compressor {args.kv_compressor}, which reads none: pass --kv-compressor "
-            "kvzip, or leave it out"
-        )
-    if folder is not None and not Path(folder).is_dir():
-        raise OptionError(
-            f"--kv-scores is {folder!r}, which is no folder: pass one that python -m sglang_ext.precompress wrote to"
-        )
 
 
 def _check_offload(args: "KVServerArgs") -> None:
@@ -253,7 +227,12 @@ def verify_widths(args: "KVServerArgs") -> tuple[int, ...]:
     return (NARROW_VERIFY, widest) if args.kv_draft_length == "auto" and widest > NARROW_VERIFY else (widest,)
 
 
-def _one_of(flag: str, value: object, allowed: tuple[str, ...]) -> None:
+def one_of(flag: str, value: object, allowed: tuple[str, ...]) -> None:
+    """Refuse a flag's value that is not among those allowed.
+
+    Raises:
+        OptionError: names all three.
+    """
     if value not in allowed:
         raise OptionError(f"{flag} is {value!r}; allowed: {', '.join(allowed)}. Pass one of these.")
 

@@ -7,7 +7,7 @@ not used there.
 import pkgutil
 from typing import TYPE_CHECKING
 
-from sglang_ext import hooks, options
+from sglang_ext import compressor_options, hooks, options
 from sglang_ext.arguments import KVServerArgs
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ def prepare(args: "ServerArgs") -> None:
         options.OptionError: a flag is out of range, or an option cannot be combined with the mode.
     """
     options.check_flags(args)
+    compressor_options.resolve(args)
     KVServerArgs._prepare_speculation(args)
 
 
@@ -32,6 +33,7 @@ def check(args: "ServerArgs") -> None:
         hooks.HookError: a function is not marked in the fork, or has other parameters than expected.
     """
     options.check_resolved(args)
+    compressor_options.check_resolved(args)
     hooks.check(args.kv_mode)
     for hook in hooks.HOOKS:
         marked = getattr(pkgutil.resolve_name(hook.target), "kv_hook", None)

@@ -11,6 +11,7 @@ if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
 
 from sglang_ext.layers.kernels.gather_kept import gather_kept  # noqa: E402
+from sglang_ext.layers.kernels.packed_decode import packed_decode  # noqa: E402
 from sglang_ext.layers.kernels.page_checksum import page_checksum  # noqa: E402
 from sglang_ext.layers.kernels.verify_attention import (  # noqa: E402
     EXACT,
@@ -24,6 +25,7 @@ from sglang_ext.layers.kernels.verify_attention import (  # noqa: E402
 from sglang_ext.layers.kernels.window_scores import window_scores  # noqa: E402
 from sglang_ext.mem_cache.checksums import SUMMED_WORD, PageChecksums, as_words  # noqa: E402
 from sglang_ext.mem_cache.kv_buffers import KVBuffers  # noqa: E402
+from packed_helpers import KINDS, attention, packed_pool  # noqa: E402
 
 
 def pools(layers, slots, heads, dim, seed):
@@ -238,7 +240,37 @@ def check_verify_backend():
         assert torch.equal(pool.keys[batch.out_cache_loc], k)
 
 
+def check_packed_decode():
+    """Attention over what packed and exact tokens mean, for all quantizers, groups, sizes and lengths, in one batch."""
+    # The interpreter has no products of bfloat16.
+    half = torch.float16 if DEVICE == "cpu" else torch.bfloat16
+    shapes = ((3, 64, 2, 3, (3, 2), torch.float32), (1, 32, 1, 5, (16, 4), torch.float32), (8, 80, 1, 1, (2, 1), half))
+    for number, (name, bits) in enumerate(KINDS):
+        group, dim, heads, blocks, splits, dtype = shapes[number % len(shapes)]
+        pool = packed_pool(name, bits, blocks, 75, heads=heads, dim=dim, dtype=dtype)
+        keys, values = (part[0].to(DEVICE) for part in (pool.buffers.keys, pool.buffers.values))
+        packed, width = pool.packed, len(pool.row)
+        # Rows with blocks and all, few, or one exact token after them; rows without any.
+        table = torch.zeros(6, width, dtype=torch.int32)
+        table[4], table[1], table[2, :75], table[5] = pool.row, pool.row, pool.row[packed:], pool.row
+        rows, lengths = torch.tensor([4, 2, 5, 1]), torch.tensor([width, 40, packed + 1, packed + 33])
+        slots = torch.tensor([0, packed, 0, 0, packed, packed], dtype=torch.int32)
+        queries = torch.randn(4, heads * group, dim, generator=torch.Generator().manual_seed(number)).to(dtype)
+        found = packed_decode(
+            pool.packing, queries.to(DEVICE), keys, values, *(t.to(DEVICE) for t in (table, rows, lengths, slots)), 0.1, splits
+        ).cpu()
+        tokens = pool.keys.shape[1] - 75
+        for request, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist())):
+            first = 0 if slots[row] else tokens
+            last = tokens + length - int(slots[row])
+            expected = attention(queries[request][None], pool.keys[:, first:last], pool.values[:, first:last], 0.1)[0]
+            tolerance = 1e-5 if DEVICE == "cpu" and dtype == torch.float32 else 5e-3 if dtype != torch.bfloat16 else 3e-2
+            worst = float((found[request].double() - expected).abs().max() / expected.abs().max())
+            assert worst < tolerance, (name, bits, request, worst)
+
+
 CHECKS = {
+    "packed_decode": check_packed_decode,
     "verify_backend": check_verify_backend,
     "window_scores": check_window_scores,
     "gather_kept": check_gather_kept,

@@ -7,8 +7,8 @@ filled here with ours (:func:`fill`) and read back under their own names (:func:
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from sglang_ext.compressor_options import METHODS
 from sglang_ext.core import FALLBACK_REASONS, RequestState
-from sglang_ext.options import COMPRESSORS
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -20,7 +20,7 @@ HEAD = 6
 def fill(req: "Req", state: RequestState) -> None:
     """Put a request's totals into one of SGLang's per-request lists of integers.
 
-    Layout: verifies, offered, accepted, fallback, compressor (its place in ``COMPRESSORS``, from 1; 0 for none), length of
+    Layout: verifies, offered, accepted, fallback, compressor (its place in ``METHODS``, from 1; 0 for none), length of
     the accept histogram, the accept histogram, the offer histogram.
     """
     req.spec_cap_lens_histogram = [
@@ -28,7 +28,7 @@ def fill(req: "Req", state: RequestState) -> None:
         state.offered,
         state.accepted,
         state.fallback,
-        COMPRESSORS.index(state.compressor) + 1 if state.compressor else 0,
+        METHODS.index(state.compressor) + 1 if state.compressor else 0,
         len(state.accept_histogram),
         *state.accept_histogram,
         *state.offer_histogram,
@@ -71,5 +71,5 @@ def describe(record: list[int]) -> dict[str, Any]:
         "kv_accept_histogram": list(record[HEAD : HEAD + split]),
         "kv_offer_histogram": list(record[HEAD + split :]),
         "kv_fallback": FALLBACK_REASONS[fallback] if fallback else None,
-        "kv_compressor": COMPRESSORS[method - 1] if method else None,
+        "kv_compressor": METHODS[method - 1] if method else None,
     }

@@ -120,7 +120,7 @@ def ensure_copy(views: CompressedViews, req: "Req", state: RequestState, length:
     """
     view = views.get(state.row)
     if view is None:
-        if length < MIN_CONTEXT:
+        if length < MIN_CONTEXT + views.recent:
             return SHORT_CONTEXT
         prefix = Prefix(req.last_node, state.matched) if state.matched else None
         if not views.compress(state.row, length, headroom, prefix):

@@ -14,8 +14,10 @@ from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
 from sglang_ext import options
+from sglang_ext.compressor_options import parse_compressor
 from sglang_ext.core import LONG_MEMORY, Acceptance, RequestState
 from sglang_ext.layers.attention import plan_memory, torch_native, verify_graphs
+from sglang_ext.layers.attention.packed import PackedRows
 from sglang_ext.layers.attention.verify_attention import VerifyAttention
 from sglang_ext.layers.attention.views import BetweenSteps
 from sglang_ext.managers import compression, full_tier, integrity, meta_info
@@ -34,6 +36,7 @@ from sglang_ext.managers.steps import Steps
 from sglang_ext.mem_cache import query_window
 from sglang_ext.mem_cache.compressed_views import CompressedViews
 from sglang_ext.mem_cache.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.packing import Packing
 from sglang_ext.mem_cache.query_window import QueryWindows, Recorded
 from sglang_ext.mem_cache.rotary import rotary_of
 from sglang_ext.metrics import KVMetrics
@@ -61,7 +64,8 @@ class KVWorker(BaseSpecWorker):
         self.lossy = server_args.kv_mode == "lossy"
         self.stride = server_args.speculative_num_draft_tokens
         self.layers = attention_scaling(self.model_runner.model)
-        self.compressor = compression.compressor_of(server_args, len(self.layers), self._attention.tp_k_head_num)
+        self.method = compression.method_of(server_args, len(self.layers), self._attention.tp_k_head_num)
+        self.compressor = self.method.compressor
         self.rotary = rotary_of(self.model_runner.model, is_attention) if self.compressor.needs_rotary else None
         self.queries = QueryWindows(self.compressor.window, tuple(self.layers), self.stride)
         self.states: dict[int, RequestState] = {}
@@ -149,18 +153,24 @@ class KVWorker(BaseSpecWorker):
     def bind_tree_cache(self, tree_cache) -> None:
         """Build the compressed views once the prefix tree exists."""
         args = self.server_args
+        buffers = KVBuffers.of(self.model_runner.token_to_kv_pool, self.layers)
+        quantizer, packs = self.method.quantizer, parse_compressor(args.kv_compressor)[1]
         self.views = CompressedViews(
             compressor=self.compressor,
             budget=args.kv_budget,
             token_table=self.req_to_token_pool.req_to_token,
             rows=self._rows,
-            buffers=KVBuffers.of(self.model_runner.token_to_kv_pool, self.layers),
+            buffers=buffers,
             allocator=self.token_to_kv_pool_allocator,
             tree_cache=tree_cache,
             queries=self.queries,
             rotary=self.rotary,
             prompt_of=lambda row: self.states[row].prompt,
+            packs=packs or "",
+            packing=None if quantizer is None else Packing.of(quantizer, buffers, self.token_to_kv_pool_allocator.page_size),
         )
+        if quantizer is not None:
+            self.model_runner.attn_backend.packed_rows = PackedRows(self.views.packing, self.views.packed_slots)
         if self.views.buffers.on_gpu:
             self._unpin_plans()
             self._warm_up()

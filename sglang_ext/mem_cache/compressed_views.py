@@ -16,6 +16,7 @@ from sglang.srt.mem_cache.common import evict_from_tree_cache
 from sglang_ext.core import CompressedView
 from sglang_ext.mem_cache.compressors import Compressor, ContextKV, Part, kept_count
 from sglang_ext.mem_cache.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.packing import Packing, Unpacked
 from sglang_ext.mem_cache.query_window import QueryWindows
 from sglang_ext.mem_cache.recompute import lost_requests
 from sglang_ext.mem_cache.rotary import Rotary
@@ -54,6 +55,9 @@ class CompressedViews:
         rotary: the model's rotary embedding, for a compressor that needs it.
         prompt_of: token ids of the prompt of the request in a row.
         made: copies that were made or renewed, by the method that chose what they keep.
+        packs: name of the method that packs copies; empty for none.
+        packing: how copies lie in slots; None for tokens as they are.
+        packed_slots: int32 [2 * rows], slots of each draft row that hold packed blocks, from its beginning.
     """
 
     compressor: Compressor
@@ -67,7 +71,14 @@ class CompressedViews:
     rotary: Rotary | None = None
     prompt_of: Callable[[int], Sequence[int]] = lambda row: ()
     made: Counter[str] = field(default_factory=Counter)
+    packs: str = ""
+    packing: Packing | Unpacked | None = None
+    packed_slots: torch.Tensor = field(init=False)
     _views: dict[int, CompressedView] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.packing = self.packing or Unpacked(self.allocator.page_size)
+        self.packed_slots = torch.zeros(len(self.token_table), dtype=torch.int32, device=self.token_table.device)
 
     def get(self, row: int) -> CompressedView | None:
         """The compressed copy of the request in ``row``."""
@@ -93,6 +104,21 @@ class CompressedViews:
         """Bytes of KV in all copies, over all layers; what several share counts once."""
         return self.buffers.bytes_per_slot * (self.held_tokens + self.tree_cache.segments.held_tokens)
 
+    @property
+    def recent(self) -> int:
+        """Newest tokens of a context that copies leave as they are."""
+        return self.packing.recent
+
+    @property
+    def unit(self) -> int:
+        """Tokens of which copies cover, share and keep whole multiples: those of a page, and of a packed block."""
+        return self.packing.unit
+
+    @property
+    def share(self) -> float:
+        """Of the slots of full KV, those that a copy takes, about."""
+        return self.budget * self.packing.share
+
     def draft_row(self, row: int) -> int:
         """Index of the draft row of the request in ``row``."""
         return row + self.rows
@@ -100,7 +126,7 @@ class CompressedViews:
     def compress(self, row: int, tokens: int, headroom: int = 0, prefix: Prefix | None = None) -> bool:
         """Make or renew the copy of the request in ``row`` over its first ``tokens`` tokens.
 
-        Covers whole pages, up to where queries were kept (:meth:`reach`). A new copy reads the segments of ``prefix`` that
+        Covers whole units, up to where queries were kept (:meth:`reach`). A new copy reads the segments of ``prefix`` that
         the prefix tree has, and leaves one there for the rest of it. Of an existing copy what it shares stays; its own
         part is overwritten in place and grown.
 
@@ -114,13 +140,13 @@ class CompressedViews:
             False when the pool lacks the slots; an existing copy then stays as it is, and nothing
             was evicted for it.
         """
-        page = self.allocator.page_size
-        covered = self.reach(row, tokens) // page * page
+        covered = self.reach(row, tokens) // self.unit * self.unit
         if covered == 0:
             return False
         old = self._views.get(row)
         if old is not None:
-            return self._resize(row, CompressedView(old.own, covered, old.segments), headroom, None)
+            grown = CompressedView(old.own, covered, old.segments, own_tokens=old.own_tokens)
+            return self._resize(row, grown, headroom, None)
         segments = self.tree_cache.path_segments(prefix.node, min(prefix.tokens, covered)) if prefix else []
         for segment in segments:
             # Or they would be evicted for the rest.
@@ -133,23 +159,28 @@ class CompressedViews:
 
     def _resize(self, row: int, view: CompressedView, headroom: int, prefix: Prefix | None) -> bool:
         """Give ``view`` the slots that it lacks, fill it, and let the request read it; False when the pool lacks them."""
-        end, page = view.shared, self.allocator.page_size
+        end = view.shared
         if prefix is not None:
-            shareable = min(prefix.tokens, view.covered) // page * page
+            shareable = min(prefix.tokens, view.covered) // self.unit * self.unit
             end = shareable if shareable - end >= MIN_SHARED else end
-        shared = kept_count(end - view.shared, self.budget, page) if end > view.shared else 0
-        slots = self._slots_for(view.own, shared + self._own_count(view, end, shared), headroom)
+        shared = kept_count(end - view.shared, self.budget, self.unit) if end > view.shared else 0
+        own = self._own_count(view, end, shared)
+        slots = self._slots_for(view.own, self.packing.held_slots(shared) + self.packing.held_slots(own), headroom)
         if slots is None:
             return False
         # Copied, or Triton would compile its kernels again for a tensor that begins elsewhere than at 16 bytes.
-        view.own, made = slots[shared:].clone(), None
+        view.own, made = slots[self.packing.held_slots(shared) :].clone(), None
+        # Where all tokens are kept, those that are packed stay: full KV does not change.
+        done = min(view.own_tokens, own) if self.compressor.keeps_all else 0
+        view.own_tokens, view.own_packed = own, self.packing.packed_slots(own)
         if shared:
-            made = Segment(view.shared, end, slots[:shared].clone())
+            mine = slots[: self.packing.held_slots(shared)].clone()
+            made = Segment(view.shared, end, mine, tokens=shared, packed=self.packing.packed_slots(shared))
             self.tree_cache.attach(prefix.node, made)
             self.tree_cache.use(made)
             view.segments.append(made)
         self._views[row] = view
-        self._fill(row, view, made)
+        self._fill(row, view, made, done)
         return True
 
     def _own_count(self, view: CompressedView, end: int, shared: int) -> int:
@@ -157,18 +188,18 @@ class CompressedViews:
 
         What is left of the budget, and the newest tokens in any case: they see what nobody has seen before.
         """
-        page, rest = self.allocator.page_size, view.covered - end
-        before = shared + view.kept - len(view.own)
-        newest = -(-max(1, self.compressor.window) // page) * page if end else 0
-        return min(rest, max(kept_count(view.covered, self.budget, page) - before, newest))
+        unit, rest = self.unit, view.covered - end
+        before = shared + sum(segment.tokens for segment in view.segments)
+        newest = -(-max(1, self.compressor.window) // unit) * unit if end else 0
+        return min(rest, max(kept_count(view.covered, self.budget, unit) - before, newest))
 
     def reach(self, row: int, tokens: int) -> int:
-        """Of a request's first ``tokens`` tokens, those that a copy made now would cover, before it counts in pages.
+        """Of a request's first ``tokens`` tokens, those that a copy made now would cover, before it counts in units.
 
-        What came after the newest queries that were kept, nobody attended to: it stays exact instead.
+        What came after the newest queries that were kept, nobody attended to: it stays exact instead, as recent tokens do.
         """
-        newest = self.queries.newest(row)
-        return tokens if newest is None else min(tokens, newest)
+        newest, oldest = self.queries.newest(row), max(0, tokens - self.recent)
+        return oldest if newest is None else min(oldest, newest)
 
     def compile_kernels(self, query_heads: int) -> None:
         """Compress what lies in slot 0, which no request owns, so that no request waits for compilers."""
@@ -192,25 +223,30 @@ class CompressedViews:
         new = self.allocator.alloc(missing)
         return None if new is None else torch.cat([slots, new])
 
-    def _fill(self, row: int, view: CompressedView, made: Segment | None) -> None:
-        """Gather the chosen KV of each layer into a copy's own slots, and into a segment's; write the draft row."""
+    def _fill(self, row: int, view: CompressedView, made: Segment | None, done: int) -> None:
+        """Gather the chosen KV of each layer into a copy's own slots, after ``done`` tokens there, and into a segment's.
+
+        Writes the draft row.
+        """
         source = self.token_table[row, : view.covered].long()
         buffers = self.buffers
         found = self.queries.get(row, view.covered)
         if found is None:
             key = buffers.keys[0]
             found = key.new_empty(len(buffers.keys), 0, *key.shape[1:]), source.new_empty(0)
-        targets = {Part(view.shared, view.covered, len(view.own)): view.own}
+        rest = Part(view.shared + done, view.covered, view.own_tokens - done)
+        targets = {rest: view.own[self.packing.packed_slots(done) :]}
         if made is not None:
-            targets[Part(made.start, made.end, len(made.slots))] = made.slots
+            targets[Part(made.start, made.end, made.tokens)] = made.slots
         parts = [part for part in targets if part.count]
         context = ContextKV(buffers, source, *found, self.rotary, self.prompt_of(row))
         compressor = self.compressor.for_context(context)
-        view.method = compressor.name
+        view.method = "+".join(name for name in (compressor.name, self.packs) if name)
         self.made[view.method] += 1
         for part, kept in zip(parts, compressor.select(context, parts)):
-            buffers.copy_kept(kept, source, targets[part])
+            self.packing.write(buffers, kept, source, targets[part])
         self.token_table[self.draft_row(row), : view.kept] = view.slots.to(self.token_table.dtype)
+        self.packed_slots[self.draft_row(row)] = view.packed
 
     def write_tail(self, row: int, end: int) -> None:
         """Let the draft row lead, after the copy, to the full row's tokens ``[covered, end)``.

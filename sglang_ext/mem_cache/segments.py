@@ -14,10 +14,12 @@ class Segment:
 
     Attributes:
         start, end: positions from the root, in whole pages.
-        slots: int64 [kept], in SGLang's pool, whole pages; the tree's from when it is attached.
+        slots: int64, in SGLang's pool, whole pages; the tree's from when it is attached.
         users: running requests that read it; the tree counts them.
         node: the node that holds position ``end - 1``; the tree sets it. None before it is attached and after that node was
             dropped: its users may read it still.
+        tokens: tokens that it keeps.
+        packed: slots, from the beginning of ``slots``, that hold packed blocks (packing.py); 0 where each holds a token.
     """
 
     start: int
@@ -25,6 +27,8 @@ class Segment:
     slots: torch.Tensor
     users: int = 0
     node: TreeNode | None = None
+    tokens: int = 0
+    packed: int = 0
 
 
 class Segments:

@@ -4,7 +4,10 @@ import importlib
 
 import pytest
 
-CHECKS = ("window_scores", "gather_kept", "page_checksum", "verify_attention", "verify_attention_is_decode", "verify_backend")
+CHECKS = (
+    *("window_scores", "gather_kept", "page_checksum", "verify_attention", "verify_attention_is_decode", "verify_backend"),
+    "packed_decode",
+)
 
 
 @pytest.mark.parametrize("check", CHECKS)

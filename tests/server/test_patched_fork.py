@@ -113,7 +113,8 @@ def test_each_marked_function_is_a_hook_target() -> None:
 
 
 def test_a_fork_without_a_mark_that_is_needed_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patched.options, "check_resolved", lambda args: None)
+    for checks in (patched.options, patched.compressor_options):
+        monkeypatch.setattr(checks, "check_resolved", lambda args: None)
     unmarked = SimpleNamespace(kv_mode="verified")  # the installed SGLang has no marks
     with pytest.raises(hooks.HookError, match="_calculate_spec_decoding_metrics with None.*--kv-mode full"):
         patched.check(unmarked)

@@ -4,10 +4,11 @@ import argparse
 import dataclasses
 import json
 import pickle
+from types import SimpleNamespace
 
 import pytest
 
-from sglang_ext import options
+from sglang_ext import compressor_options, options
 from sglang_ext.arguments import KVServerArgs
 from sglang_ext.options import OptionError, unsupported_model
 
@@ -47,6 +48,11 @@ def build(path, **flags):
         ({"kv_online_compressor": "kvzip"}, ["--kv-online-compressor is 'kvzip'", "snapkv, sink-recent, expected-attention"]),
         ({"kv_budget": 0.0}, ["--kv-budget", "0.0", "above 0"]),
         ({"kv_budget": 1.5}, ["--kv-budget", "1.5", "at most 1"]),
+        ({"kv_compressor": "kivi+snapkv"}, ["--kv-compressor", "'kivi+snapkv'", "sink-recent", "int8", "snapkv+kivi"]),
+        ({"kv_compressor": "kivi", "kv_budget": 0.5}, ["--kv-budget is 0.5", "keeps all tokens", "--kv-compressor snapkv+kivi"]),
+        ({"kv_compressor": "kivi", "kv_bits": 3}, ["--kv-bits is 3", "4 or 2 bits"]),
+        ({"kv_compressor": "snapkv+int8", "kv_bits": 4}, ["--kv-bits is 4", "int8 has codes of 8 bits"]),
+        ({"kv_bits": 4}, ["--kv-bits is 4", "snapkv keeps tokens as they are", "--kv-compressor snapkv+kivi"]),
         ({"kv_draft_length": 0}, ["--kv-draft-length", "0", "1 to 64"]),
         ({"kv_draft_length": 65}, ["--kv-draft-length", "65", "1 to 64"]),
         ({"kv_draft_length": "long"}, ["--kv-draft-length", "long", "or auto"]),
@@ -68,6 +74,32 @@ def test_a_value_out_of_range_is_refused(folder, flags, words):
     with pytest.raises(OptionError) as raised:
         build(folder(), **{"kv_mode": "verified", **flags})
     assert all(word in str(raised.value) for word in words)
+
+
+@pytest.mark.parametrize(("compressor", "budget"), [("snapkv", 0.25), ("snapkv+kivi", 0.25), ("kivi", 1.0), ("int8", 1.0)])
+def test_what_only_packs_tokens_keeps_all_of_them_unless_told(folder, compressor, budget):
+    args = build(folder(), kv_mode="verified", kv_compressor=compressor)
+    assert args.kv_budget == budget and args.kv_bits is None
+    assert build(folder(), kv_mode="verified", kv_compressor=compressor, kv_budget=1).kv_budget == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({"attention_backend": "flashinfer"}, "--device is cpu and --attention-backend flashinfer"),
+        ({"decode_attention_backend": "triton"}, "--attention-backend torch_native, triton"),
+        ({"device": "cuda"}, "--device is cuda and --attention-backend torch_native"),
+    ],
+)
+def test_packed_copies_are_refused_where_attention_cannot_read_them(change, found):
+    backends = {"attention_backend": "torch_native", "prefill_attention_backend": None, "decode_attention_backend": None}
+    args = SimpleNamespace(device="cpu", kv_compressor="snapkv+kivi", **backends)
+    compressor_options.check_resolved(args)
+    vars(args).update(change)
+    with pytest.raises(OptionError, match=f"{found}; .* Pass .* only drops tokens: snapkv, sink-recent"):
+        compressor_options.check_resolved(args)
+    args.kv_compressor = "snapkv"
+    compressor_options.check_resolved(args)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,10 @@ CHECKS = Path(__file__).parents[1] / "kernel_checks.py"
 
 @pytest.mark.parametrize(
     "check",
-    ["window_scores", "gather_kept", "page_checksum", "verify_attention", "verify_attention_is_decode", "verify_backend"],
+    [
+        *("window_scores", "gather_kept", "page_checksum", "verify_attention", "verify_attention_is_decode", "verify_backend"),
+        "packed_decode",
+    ],
 )
 def test_kernel_gives_what_pytorch_gives(check):
     # The interpreter is chosen as Triton is imported, so it needs a process of its own.

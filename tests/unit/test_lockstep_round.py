@@ -25,6 +25,8 @@ ROWS = 8
 class Views:
     """Copies of a quarter; none for requests in ``full``."""
 
+    recent = 0
+
     def __init__(self, full=()):
         self.full, self.tails, self.copies = full, [], {}
         self.token_table = torch.arange(2 * ROWS * 600, dtype=torch.int32).view(2 * ROWS, 600)

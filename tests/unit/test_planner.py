@@ -15,6 +15,8 @@ from sglang_ext.managers.planner import MIN_CONTEXT, RENEW_AFTER, Planner, sprea
 class FakeViews:
     """Copies of a quarter, as many as ``room`` allows."""
 
+    recent = 0
+
     def __init__(self, room=1 << 30):
         self.copies, self.room, self.made, self.queried = {}, room, [], 1 << 30
 
@@ -66,6 +68,13 @@ def test_a_short_context_is_served_with_full_kv_until_it_grows():
     assert step.emits and step.row == 1 and FALLBACK_REASONS[one.fallback] == "short-context"
     planner.plan([request()], [one], [MIN_CONTEXT])
     assert one.fallback == 0
+
+
+def test_a_context_is_short_while_most_of_it_stays_as_it_is(monkeypatch):
+    monkeypatch.setattr(FakeViews, "recent", 100)
+    planner, one = Planner(FakeViews(), 4, False), state()
+    assert planner.plan([request()], [one], [227])[0].emits and FALLBACK_REASONS[one.fallback] == "short-context"
+    assert not planner.plan([request()], [one], [228])[0].emits and one.fallback == 0
 
 
 def test_no_free_slots_is_served_with_full_kv():

@@ -1,16 +1,25 @@
 """``torch_native`` attention for views: each query attends once, whatever the prefix.
 
 SGLang's own extend path pads the queries to the length of the whole context, which makes verifying a
-few tokens as dear as a prefill. This computes the new rows alone.
+few tokens as dear as a prefill. This computes the new rows alone. Rows of the token table may begin with packed blocks
+(packed.py).
 """
 
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from torch.nn.functional import scaled_dot_product_attention
 
+from sglang_ext.layers.attention.packed import PackedRows, packed_attention
+
 
 class RaggedTorchNativeBackend(TorchNativeAttnBackend):
-    """SGLang's ``torch_native`` backend with an extend path linear in the context."""
+    """SGLang's ``torch_native`` backend with an extend path linear in the context.
+
+    Attributes:
+        packed_rows: which rows begin with packed blocks; the worker sets it. None where no copy is packed.
+    """
+
+    packed_rows: PackedRows | None = None
 
     def _run_sdpa_forward_extend(
         self,
@@ -35,22 +44,56 @@ class RaggedTorchNativeBackend(TorchNativeAttnBackend):
         The last of a request's ``extend_seq_lens[i]`` queries attends to ``seq_lens[i]`` tokens.
         """
         start = 0
-        lengths = zip(req_pool_indices.tolist(), seq_lens.tolist(), extend_seq_lens.tolist())
-        for row, length, count in lengths:
-            slots = req_to_token[row, :length]
-            queries = query[start : start + count].transpose(0, 1)
-            result = scaled_dot_product_attention(
-                queries.unsqueeze(0),
-                k_cache[slots].transpose(0, 1).unsqueeze(0).to(query.dtype),
-                v_cache[slots].transpose(0, 1).unsqueeze(0).to(query.dtype),
-                attn_mask=_causal(count, length, query.device) if 1 < count < length else None,
-                is_causal=causal and count == length,
-                scale=scaling,
-                enable_gqa=enable_gqa,
-            )
-            output[start : start + count] = result.squeeze(0).transpose(0, 1)
+        lengths = zip(req_pool_indices.tolist(), seq_lens.tolist(), extend_seq_lens.tolist(), self._packed(req_pool_indices))
+        for row, length, count, packed in lengths:
+            slots, queries = req_to_token[row, :length], query[start : start + count]
+            if packed:
+                result = packed_attention(self.packed_rows.packing, queries, k_cache, v_cache, slots, packed, scaling)
+            else:
+                result = _dense_attention(queries, k_cache[slots], v_cache[slots], causal, scaling, enable_gqa)
+            output[start : start + count] = result
             start += count
         return output
+
+    def _run_sdpa_forward_decode(
+        self,
+        query: torch.Tensor,
+        output: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        req_to_token: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        encoder_lens: torch.Tensor | None = None,
+        **options,
+    ) -> torch.Tensor:
+        """SGLang's own where no row is packed; else as an extend of one token each."""
+        shared = query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens
+        if not any(self._packed(req_pool_indices)):
+            return super()._run_sdpa_forward_decode(*shared, encoder_lens, **options)
+        counts = torch.ones_like(seq_lens)
+        return self._run_sdpa_forward_extend(*shared, seq_lens - counts, counts, encoder_lens, **options)
+
+    def _packed(self, rows: torch.Tensor) -> list[int]:
+        """Packed slots at the beginning of each of ``rows``."""
+        return [0] * len(rows) if self.packed_rows is None else self.packed_rows.of(rows)
+
+
+def _dense_attention(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, causal: bool, scaling: float | None, enable_gqa: bool
+) -> torch.Tensor:
+    """Attention of the newest tokens, [count, heads, dim], over all: ``keys`` and ``values`` [length, kv_heads, dim]."""
+    count, length = len(queries), len(keys)
+    result = scaled_dot_product_attention(
+        queries.transpose(0, 1).unsqueeze(0),
+        keys.transpose(0, 1).unsqueeze(0).to(queries.dtype),
+        values.transpose(0, 1).unsqueeze(0).to(queries.dtype),
+        attn_mask=_causal(count, length, queries.device) if 1 < count < length else None,
+        is_causal=causal and count == length,
+        scale=scaling,
+        enable_gqa=enable_gqa,
+    )
+    return result.squeeze(0).transpose(0, 1)
 
 
 def _causal(count: int, length: int, device: torch.device) -> torch.Tensor:

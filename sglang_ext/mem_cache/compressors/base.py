@@ -91,10 +91,12 @@ class Compressor(ABC):
         name: as ``--kv-compressor`` and ``kv_compressor`` of ``meta_info`` name it.
         window: how many of the newest queries :meth:`scores` wants, 0 for none.
         needs_rotary: whether it reads :attr:`LayerKV.rotary`; models without a known one are refused then.
+        keeps_all: whether it drops nothing.
     """
 
     name: ClassVar[str] = ""
     window: int = 0
+    keeps_all: bool = False
     needs_rotary: ClassVar[bool] = False
 
     def for_context(self, context: ContextKV) -> "Compressor":

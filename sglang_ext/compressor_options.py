@@ -1,0 +1,116 @@
+"""What ``--kv-compressor`` and the flags of its methods may be: ``--kv-budget`` and ``--kv-bits``."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sglang_ext.options import COMPRESSORS, ONLINE_COMPRESSORS, OptionError, one_of
+
+if TYPE_CHECKING:
+    from sglang_ext.arguments import KVServerArgs
+
+# The share of tokens that is kept unless told.
+DEFAULT_BUDGET = 0.25
+# Methods that pack tokens, and the bits that each may have, the default first.
+QUANTIZERS: dict[str, tuple[int, ...]] = {"int8": (8,), "int4": (4,), "kivi": (4, 2), "rotatekv": (4, 2), "turboquant": (4, 2)}
+# All values of --kv-compressor.
+METHODS = (*COMPRESSORS, *QUANTIZERS, *(f"{drops}+{packs}" for drops in COMPRESSORS for packs in QUANTIZERS))
+# The attention backend that reads packed copies.
+PACKED_BACKEND = "torch_native"
+
+
+def resolve(args: "KVServerArgs") -> None:
+    """Refuse wrong values of ``--kv-compressor``, ``--kv-budget`` and ``--kv-bits``; set the budget where it was left open.
+
+    Raises:
+        OptionError: names the flag, its value and the remedy.
+    """
+    drops, packs = parse_compressor(args.kv_compressor)
+    budget = args.kv_budget
+    if budget is not None and not (isinstance(budget, int | float) and 0 < budget <= 1):
+        raise OptionError(
+            f"--kv-budget is {budget}; it is the share of the KV cache that is kept: pass a number above 0 and at most 1, "
+            "for example 0.25"
+        )
+    if drops is None and budget is not None and budget < 1:
+        raise OptionError(
+            f"--kv-budget is {budget}, but --kv-compressor {packs} keeps all tokens, in few bits: leave it out, or name what "
+            f"drops the others too: --kv-compressor {COMPRESSORS[0]}+{packs}"
+        )
+    if packs is not None:
+        code_bits(packs, args.kv_bits)
+    elif args.kv_bits is not None:
+        raise OptionError(
+            f"--kv-bits is {args.kv_bits}, but --kv-compressor {drops} keeps tokens as they are: leave it out, or name what "
+            f"packs them too: --kv-compressor {drops}+kivi"
+        )
+    if budget is None:
+        args.kv_budget = 1.0 if drops is None else DEFAULT_BUDGET
+    _check_scores(args)
+
+
+def _check_scores(args: "KVServerArgs") -> None:
+    one_of("--kv-online-compressor", args.kv_online_compressor, ONLINE_COMPRESSORS)
+    folder, reads = args.kv_scores, parse_compressor(args.kv_compressor)[0] == "kvzip"
+    if reads and folder is None:
+        raise OptionError(
+            f"--kv-compressor is {args.kv_compressor!r}, which reads scores that were computed ahead: pass --kv-scores FOLDER, written by "
+            f"python -m sglang_ext.precompress, or one of {', '.join(ONLINE_COMPRESSORS)}"
+        )
+    if not reads and folder is not None:
+        raise OptionError(
+            f"--kv-scores is {folder!r} with --kv-compressor {args.kv_compressor}, which reads none: pass --kv-compressor "
+            "kvzip, or leave it out"
+        )
+    if folder is not None and not Path(folder).is_dir():
+        raise OptionError(
+            f"--kv-scores is {folder!r}, which is no folder: pass one that python -m sglang_ext.precompress wrote to"
+        )
+
+
+def parse_compressor(name: str) -> tuple[str | None, str | None]:
+    """What drops tokens and what packs them, of a value of ``--kv-compressor``; None for nobody.
+
+    Raises:
+        OptionError: names the value and what is allowed.
+    """
+    drops, packs = (name, None) if name in COMPRESSORS else (None, name)
+    if packs is not None and "+" in packs:
+        drops, _, packs = name.partition("+")
+    if (drops is not None and drops not in COMPRESSORS) or (packs is not None and packs not in QUANTIZERS):
+        raise OptionError(
+            f"--kv-compressor is {name!r}; allowed: one that drops tokens ({', '.join(COMPRESSORS)}), one that packs them in "
+            f"few bits ({', '.join(QUANTIZERS)}), or one of each, as in {COMPRESSORS[0]}+kivi. Pass one of these."
+        )
+    return drops, packs
+
+
+def code_bits(packs: str, bits: int | None) -> int:
+    """Bits of the codes of a quantizer; ``bits`` as asked for, None for its default.
+
+    Raises:
+        OptionError: names the value and what is allowed.
+    """
+    allowed = QUANTIZERS[packs]
+    if bits is not None and bits not in allowed:
+        raise OptionError(
+            f"--kv-bits is {bits}; --kv-compressor {packs} has codes of {' or '.join(map(str, allowed))} bits. Pass one of "
+            "these, or leave it out"
+        )
+    return allowed[0] if bits is None else bits
+
+
+def check_resolved(args: "KVServerArgs") -> None:
+    """Refuse packed copies where attention cannot read them, once SGLang has chosen device and backends.
+
+    Raises:
+        OptionError: names both, and the remedy.
+    """
+    if parse_compressor(args.kv_compressor)[1] is None:
+        return
+    backends = {args.attention_backend, args.prefill_attention_backend, args.decode_attention_backend}
+    if args.device != "cpu" or backends - {None, PACKED_BACKEND}:
+        raise OptionError(
+            f"--device is {args.device} and --attention-backend {', '.join(sorted(backends - {None}))}; the packed copies of "
+            f"--kv-compressor {args.kv_compressor} are read on a CPU by {PACKED_BACKEND} alone. Pass a compressor that only "
+            f"drops tokens: {', '.join(COMPRESSORS)}."
+        )

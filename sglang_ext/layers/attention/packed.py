@@ -1,0 +1,105 @@
+"""Attention over rows that begin with packed blocks, in PyTorch: products with codes, scales outside of them.
+
+With a scale for each channel of a group of tokens ``q . (s * c + z) = (q * s) . c + q . z``; with one for each token
+``s_t * (q . c_t) + z_t * sum(q)``, and likewise of the values, whose weights take the scales. What was rotated before it was
+quantized is met by rotated queries, and what comes of rotated values is rotated back.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from sglang_ext.mem_cache.packed_layout import Grid, Quantized
+from sglang_ext.mem_cache.packing import Packing
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Which rows of the token table begin with packed blocks.
+
+    Attributes:
+        packing: how they are packed.
+        slots: int32 [rows], slots of each row that hold blocks, from its beginning; 0 for none.
+    """
+
+    packing: Packing
+    slots: torch.Tensor
+
+    def of(self, rows: torch.Tensor) -> list[int]:
+        """Packed slots of ``rows``, int64 [batch], on the host."""
+        return self.slots[rows].tolist()
+
+
+def packed_attention(
+    packing: Packing,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    packed: int,
+    scaling: float,
+) -> torch.Tensor:
+    """Causal attention of a request's newest tokens over its row: one softmax over packed and exact tokens.
+
+    Args:
+        packing: how the row's first slots are packed.
+        queries: [count, heads, dim], of the last ``count`` tokens, which are exact.
+        keys, values: a layer's buffers, [slots, kv_heads, dim].
+        slots: int64, the row: packed blocks, then a slot for each exact token.
+        packed: slots of blocks.
+        scaling: factor on query-key products.
+
+    Returns:
+        float32 [count, heads, dim of a value].
+    """
+    count, heads, dim = queries.shape
+    kv_heads, exact = keys.shape[1], slots[packed:]
+    rows = (queries.float() * scaling).view(count, kv_heads, -1, dim).transpose(0, 1).flatten(1, 2)
+    blocks = packing.read(keys, packing.keys, slots[:packed])
+    far = key_scores(_rotated(rows, packing.rotations[0]), blocks, packing.keys.grid, packing.levels[0])
+    near = rows @ keys[exact].float().permute(1, 2, 0)
+    newest = torch.arange(count, device=slots.device).repeat_interleave(heads // kv_heads) + len(exact) - count
+    near = near.masked_fill(torch.arange(len(exact), device=slots.device) > newest[:, None], float("-inf"))
+    weights = torch.cat([far, near], -1).softmax(-1)
+    far, near = weights.split([far.shape[-1], len(exact)], -1)
+    blocks = packing.read(values, packing.values, slots[:packed])
+    summed = weighted_values(far, blocks, packing.values.grid, packing.levels[1])
+    back = packing.rotations[1]
+    summed = _rotated(summed, None if back is None else back.t()) + near @ values[exact].float().transpose(0, 1)
+    return summed.view(kv_heads, count, heads // kv_heads, -1).transpose(0, 1).flatten(1, 2)
+
+
+def key_scores(rows: torch.Tensor, block: Quantized, grid: Grid, levels: torch.Tensor | None) -> torch.Tensor:
+    """Products of ``rows``, float32 [heads, rows, dim], with packed keys: [heads, rows, tokens]."""
+    heads, count, dim = rows.shape
+    numbers = _meant(block.codes, levels)
+    if grid.channels == 1:
+        scale, zero = (part.reshape(heads, -1, 1, dim) for part in (block.scale, block.zero))
+        groups = rows[:, None] * scale @ numbers.reshape(heads, -1, grid.tokens, dim).mT + (rows[:, None] * zero).sum(-1, True)
+        return groups.transpose(1, 2).reshape(heads, count, -1)
+    numbers, scale, zero = _by_token(numbers, block)
+    parts = rows.unflatten(-1, (numbers.shape[1], -1)).transpose(1, 2)
+    return (parts @ numbers.mT * scale + parts.sum(-1, True) * zero).sum(1)
+
+
+def weighted_values(weights: torch.Tensor, block: Quantized, grid: Grid, levels: torch.Tensor | None) -> torch.Tensor:
+    """Sums of packed values with ``weights``, float32 [heads, rows, tokens]: [heads, rows, dim]."""
+    numbers, scale, zero = _by_token(_meant(block.codes, levels), block)
+    weights = weights[:, None]
+    return (weights * scale @ numbers + (weights * zero).sum(-1, True)).transpose(1, 2).flatten(2)
+
+
+def _by_token(numbers: torch.Tensor, block: Quantized) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of blocks with scales for each token: numbers [heads, groups, tokens, channels]; scales, zeros [heads, groups, 1, tokens]."""
+    heads, groups = len(numbers), block.scale.shape[-1]
+    scale, zero = (part.reshape(heads, -1, groups).mT[:, :, None] for part in (block.scale, block.zero))
+    return numbers.reshape(heads, -1, groups, numbers.shape[-1] // groups).transpose(1, 2), scale, zero
+
+
+def _meant(codes: torch.Tensor, levels: torch.Tensor | None) -> torch.Tensor:
+    """What codes mean before scale and zero point: float32."""
+    return codes.float() if levels is None else levels.to(codes.device).take(codes.long())
+
+
+def _rotated(rows: torch.Tensor, rotation: torch.Tensor | None) -> torch.Tensor:
+    return rows if rotation is None else rows @ rotation.to(rows.device)

@@ -1,0 +1,92 @@
+"""Decode attention over rows that begin with packed blocks, split over the context (flash decoding).
+
+Programs of a request's first splits read its packed blocks, those of the others its exact tokens; a second kernel joins what
+they found by log-sum-exp. What comes of packed and of exact tokens is summed apart, as the former may have to be rotated
+back. Servers do not call it yet: on a GPU they refuse packed copies (compressor_options.py).
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_ext.layers.kernels.packed_attention import packed_splits
+from sglang_ext.mem_cache.packing import Packing, as_bytes
+
+# Exact tokens in a step.
+EXACT_TOKENS = 32
+
+
+@triton.jit
+def _join(
+    partial, lse, far, near, VALUE_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr, PACKED: tl.constexpr,
+    SPLITS: tl.constexpr, PADDED_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """One request's head: what its splits found, those over packed blocks and the others apart."""
+    head = tl.program_id(0).to(tl.int64)
+    split, dim = tl.arange(0, PADDED_SPLITS), tl.arange(0, PADDED_VALUE_DIM)
+    sums = tl.load(lse + head * SPLITS + split, mask=split < SPLITS, other=float("-inf"))
+    weights = tl.exp(sums - tl.max(sums, 0))
+    weights /= tl.sum(weights, 0)
+    there = (weights > 0)[:, None] & (dim < VALUE_DIM)[None, :]
+    found = tl.load(partial + (head * SPLITS + split[:, None]) * VALUE_DIM + dim[None, :], mask=there, other=0.0)
+    found *= weights[:, None]
+    inside = dim < VALUE_DIM
+    tl.store(far + head * VALUE_DIM + dim, tl.sum(tl.where((split < PACKED)[:, None], found, 0.0), 0), mask=inside)
+    tl.store(near + head * VALUE_DIM + dim, tl.sum(tl.where((split >= PACKED)[:, None], found, 0.0), 0), mask=inside)
+
+
+def packed_decode(
+    packing: Packing,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    token_table: torch.Tensor,
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
+    packed_slots: torch.Tensor,
+    scaling: float,
+    splits: tuple[int, int] = (16, 4),
+) -> torch.Tensor:
+    """Attention of one token of each request over its row of the table: [requests, heads, dim of a value].
+
+    Args:
+        packing: how blocks are packed.
+        queries: [requests, heads, dim].
+        keys, values: a layer's buffers, [slots, kv_heads, dim].
+        token_table: int32 [rows, width]; a row leads to its blocks' slots, then to those of exact tokens.
+        rows: int64 [requests], rows of the table.
+        lengths: int64 [requests], slots of each row.
+        packed_slots: int32 [rows], of these, those with blocks; 0 for none.
+        scaling: factor on query-key products.
+        splits: parts of the blocks, and of the exact tokens, that are read at the same time.
+    """
+    requests, heads, dim = queries.shape
+    kv_heads, value_dim, most = keys.shape[1], values.shape[2], sum(splits)
+    key, value = packing.keys, packing.values
+    (to_keys, to_values), (key_levels, value_levels) = packing.rotations, packing.levels
+    device = queries.device
+    queries = queries.contiguous()
+    rotated = queries if to_keys is None else queries.float() @ to_keys.to(device)
+    partial = torch.empty(requests * heads * most, value_dim, device=device)
+    lse = torch.empty(requests * heads, most, device=device)
+    table = key_levels is not None
+    # Without a table the kernel reads none of it.
+    levels = (key_levels.to(device), value_levels.to(device)) if table else (lse, lse)
+    per_channel = key.grid.channels == 1
+    shape = {
+        "VALUE_DIM": value_dim, "PADDED_VALUE_DIM": triton.next_power_of_2(value_dim), "PACKED": splits[0],
+    }  # fmt: skip
+    packed_splits[(most, kv_heads, requests)](
+        queries, rotated, keys, values, as_bytes(keys), keys.view(torch.float16), as_bytes(values),
+        values.view(torch.float16), *levels, token_table, token_table.stride(0), rows, lengths, packed_slots, partial, lse,
+        scaling, keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), HEADS=kv_heads, GROUP=heads // kv_heads,
+        M=max(16, triton.next_power_of_2(heads // kv_heads)), DIM=dim, PADDED_DIM=triton.next_power_of_2(dim),
+        BITS=key.bits, BLOCK_TOKENS=key.tokens, BLOCK_SLOTS=packing.block_slots, CODE_CELLS=key.code_cells,
+        KEY_CELL=key.cell_bytes // 2, VALUE_CELL=value.cell_bytes // 2, PER_CHANNEL=per_channel,
+        STEP=key.grid.tokens if per_channel else key.tokens, VALUE_GROUPS=value.groups[1], TABLE=table,
+        EXACT=splits[1], N=EXACT_TOKENS, **shape,
+    )  # fmt: skip
+    far, near = torch.empty(2, requests, heads, value_dim, device=device)
+    _join[(requests * heads,)](partial, lse, far, near, SPLITS=most, PADDED_SPLITS=triton.next_power_of_2(most), **shape)
+    back = far if to_values is None else far @ to_values.t().to(device)
+    return (back + near).to(queries.dtype)

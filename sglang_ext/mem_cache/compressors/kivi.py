@@ -1,0 +1,29 @@
+"""KIVI (Liu et al. 2024, arXiv 2402.02750): keys in few bits by channel, values by token."""
+
+from dataclasses import dataclass
+from math import gcd
+
+from sglang_ext.mem_cache.compressors.quantizer import Quantizer, register_quantizer
+from sglang_ext.mem_cache.packed_layout import Grid
+
+
+@register_quantizer("kivi")
+@dataclass(frozen=True)
+class Kivi(Quantizer):
+    """Keys have channels of large numbers, so that neighbouring tokens share a scale for each channel; values have none,
+    so that neighbouring channels of one token do. The newest tokens stay as they are.
+
+    Attributes:
+        group: tokens of keys, and channels of values, that share a scale.
+    """
+
+    recent: int = 128
+    group: int = 32
+
+    def key_grid(self, dim: int) -> Grid:
+        """A group of tokens, one channel."""
+        return Grid(self.group, 1)
+
+    def value_grid(self, dim: int) -> Grid:
+        """One token, a group of channels."""
+        return Grid(1, gcd(self.group, dim))

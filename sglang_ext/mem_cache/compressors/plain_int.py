@@ -1,0 +1,19 @@
+"""Plain integers: each token of each KV head has a scale and a zero point of its own."""
+
+from dataclasses import dataclass
+
+from sglang_ext.mem_cache.compressors.quantizer import Quantizer, register_quantizer
+from sglang_ext.mem_cache.packed_layout import Grid
+
+
+@register_quantizer("int4")
+@register_quantizer("int8")
+@dataclass(frozen=True)
+class PlainInt(Quantizer):
+    """Asymmetric integers per token and head, of keys and values alike."""
+
+    def key_grid(self, dim: int) -> Grid:
+        """One token, all channels."""
+        return Grid(1, dim)
+
+    value_grid = key_grid

@@ -1,0 +1,107 @@
+"""The interface of methods that keep tokens in few bits: what shares a scale, and which codes numbers get.
+
+Where the bytes lie and how attention reads them is the same for all (packed_layout.py, packing.py). A quantizer says
+what a code means: ``level[code] * scale + zero``, of vectors that it may rotate first. Attention then rotates queries
+alike, and the outputs back, so that products stay what they were.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from sglang_ext.mem_cache.packed_layout import PARAMETER, Grid, Quantized
+
+# Bounds of float16: scales and zero points stay finite.
+LARGEST = torch.finfo(PARAMETER).max
+
+
+@dataclass(frozen=True)
+class Quantizer(ABC):
+    """Turns keys and values into codes.
+
+    Attributes:
+        bits: of a code.
+        block: tokens that are packed together.
+        recent: newest tokens of a context that are not quantized; the draft row leads to the full KV's own.
+    """
+
+    bits: int
+    block: int = 64
+    recent: int = 0
+
+    @abstractmethod
+    def key_grid(self, dim: int) -> Grid:
+        """Numbers of keys with ``dim`` channels that share a scale: of one channel, or all of one token."""
+
+    @abstractmethod
+    def value_grid(self, dim: int) -> Grid:
+        """Numbers of values with ``dim`` channels that share a scale: of one token."""
+
+    def rotation(self, dim: int) -> torch.Tensor | None:
+        """What vectors are multiplied with before they are quantized: float32 [dim, dim], orthogonal; None for nothing."""
+        return None
+
+    def levels(self, dim: int) -> torch.Tensor | None:
+        """Numbers that the codes mean: float32 [2 ** bits], ascending; None for the codes themselves."""
+        return None
+
+    def quantize(self, numbers: torch.Tensor, grid: Grid) -> Quantized:
+        """Codes of ``numbers``, float32 [heads, blocks, tokens, dim], rotated already.
+
+        Asymmetric: the scale is the range of a group over ``2 ** bits - 1``, the zero point its least number. Codes are
+        those of the parameters as they are stored, so that their rounding costs nothing more.
+        """
+        groups = grouped(numbers, grid)
+        least, most = groups.amin((3, 5), keepdim=True), groups.amax((3, 5), keepdim=True)
+        zero = stored(least)
+        scale = stored((most - zero) / (2**self.bits - 1))
+        steps = torch.where(scale > 0, (groups - zero) / scale, 0.0)
+        codes = steps.round().clamp(0, 2**self.bits - 1).to(torch.uint8)
+        return Quantized(codes.view(numbers.shape), squeezed(scale), squeezed(zero))
+
+
+def grouped(numbers: torch.Tensor, grid: Grid) -> torch.Tensor:
+    """[heads, blocks, tokens, dim] with its groups apart: [heads, blocks, groups, grid.tokens, groups, grid.channels]."""
+    heads, blocks, tokens, dim = numbers.shape
+    return numbers.reshape(heads, blocks, tokens // grid.tokens, grid.tokens, dim // grid.channels, grid.channels)
+
+
+def squeezed(parameter: torch.Tensor) -> torch.Tensor:
+    """A number for each group of :func:`grouped`: [heads, blocks, groups along tokens, groups along channels]."""
+    return parameter.squeeze(5).squeeze(3)
+
+
+def stored(parameter: torch.Tensor) -> torch.Tensor:
+    """Scales or zero points as they are read again: float32, rounded to float16, finite."""
+    return parameter.clamp(-LARGEST, LARGEST).to(PARAMETER).float()
+
+
+_REGISTRY: dict[str, Callable[..., Quantizer]] = {}
+
+
+def register_quantizer(name: str, **parameters: int) -> Callable[[type[Quantizer]], type[Quantizer]]:
+    """Class decorator: make a quantizer selectable as ``--kv-compressor NAME``, with these parameters."""
+
+    def decorate(cls: type[Quantizer]) -> type[Quantizer]:
+        _REGISTRY[name] = lambda **more: cls(**{**parameters, **more})
+        return cls
+
+    return decorate
+
+
+def quantizer(name: str, bits: int) -> Quantizer:
+    """The quantizer of that name with codes of ``bits`` bits.
+
+    Raises:
+        ValueError: no quantizer has that name.
+    """
+    if name not in _REGISTRY:
+        raise ValueError(f"no quantizer is called {name!r}; there are: {', '.join(quantizers())}")
+    return _REGISTRY[name](bits=bits)
+
+
+def quantizers() -> tuple[str, ...]:
+    """All registered names, sorted."""
+    return tuple(sorted(_REGISTRY))

@@ -1,0 +1,49 @@
+"""RotateKV (Su et al. 2025, arXiv 2501.16383): a Walsh-Hadamard rotation spreads outliers before tokens are quantized."""
+
+from dataclasses import dataclass
+
+import torch
+
+from sglang_ext.mem_cache.compressors.quantizer import Quantizer, register_quantizer
+from sglang_ext.mem_cache.packed_layout import Grid
+
+
+@register_quantizer("rotatekv")
+@dataclass(frozen=True)
+class RotateKV(Quantizer):
+    """Rotated keys and values, asymmetric integers per token and head.
+
+    Each head is rotated by itself, after rotary embedding, as that is what the cache holds; the paper rotates keys of several
+    heads together, before it. Its reordering of channels is the fixed one of :func:`reordering`: it matters where a head
+    takes several Hadamard blocks, as one block mixes all channels whatever their order. Attention sinks are not kept
+    apart: a token's scale is its own.
+    """
+
+    def key_grid(self, dim: int) -> Grid:
+        """One token, all channels."""
+        return Grid(1, dim)
+
+    value_grid = key_grid
+
+    def rotation(self, dim: int) -> torch.Tensor:
+        """Channels reordered, then Hadamard blocks: float32 [dim, dim], orthogonal."""
+        size = dim & -dim
+        blocks = torch.block_diag(*[hadamard(size)] * (dim // size))
+        return torch.eye(dim)[:, reordering(dim, size)] @ blocks
+
+
+def hadamard(size: int) -> torch.Tensor:
+    """The orthogonal Walsh-Hadamard matrix (Sylvester's): float32 [size, size]; ``size`` is a power of 2."""
+    matrix = torch.ones(1, 1)
+    while len(matrix) < size:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return matrix / size**0.5
+
+
+def reordering(dim: int, size: int) -> torch.Tensor:
+    """Channels in an order in which neighbours fall to different blocks of ``size``: int64 [dim].
+
+    Keys have their outliers in channels of neighbouring frequencies.
+    """
+    blocks = dim // size
+    return torch.arange(dim).view(size, blocks).t().flatten()

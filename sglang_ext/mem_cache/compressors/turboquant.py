@@ -1,0 +1,63 @@
+"""TurboQuant (Zandieh et al. 2025, arXiv 2504.19874): a random rotation, then the best levels for what it makes of any vector."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from sglang_ext.mem_cache.compressors.quantizer import Quantizer, register_quantizer, stored
+from sglang_ext.mem_cache.packed_layout import Grid, Quantized
+
+# Of the rotation; all ranks and all copies have the same one.
+SEED = 2504
+# Points of the distribution's density, and rounds of Lloyd's algorithm over them.
+POINTS, ROUNDS = 1 << 15, 2000
+
+
+@register_quantizer("turboquant")
+@dataclass(frozen=True)
+class TurboQuant(Quantizer):
+    """The variant for least squared error (algorithm 1): a norm for each token and head, and levels for the coordinates."""
+
+    def key_grid(self, dim: int) -> Grid:
+        """One token, all channels."""
+        return Grid(1, dim)
+
+    value_grid = key_grid
+
+    def rotation(self, dim: int) -> torch.Tensor:
+        """A random one: float32 [dim, dim], orthogonal."""
+        noise = torch.randn(dim, dim, generator=torch.Generator().manual_seed(SEED), dtype=torch.float64)
+        rotation, upper = torch.linalg.qr(noise)
+        return (rotation * upper.diagonal().sign()).float()
+
+    def levels(self, dim: int) -> torch.Tensor:
+        """Lloyd-Max levels of a coordinate of a random unit vector: float32 [2 ** bits], ascending."""
+        return lloyd_max(dim, 2**self.bits).float()
+
+    def quantize(self, numbers: torch.Tensor, grid: Grid) -> Quantized:
+        """The norms as scales, and of each coordinate of the unit vectors the nearest level; zero points are 0."""
+        norm = numbers.norm(dim=-1, keepdim=True)
+        levels = self.levels(numbers.shape[-1]).to(numbers.device)
+        codes = torch.bucketize(numbers / norm.clamp(min=1e-30), (levels[1:] + levels[:-1]) / 2)
+        return Quantized(codes.to(torch.uint8), stored(norm), torch.zeros_like(norm))
+
+
+@lru_cache
+def lloyd_max(dim: int, count: int) -> torch.Tensor:
+    """The ``count`` levels of least squared error for a coordinate of a random unit vector: float64, ascending.
+
+    Its density is proportional to ``(1 - x^2) ^ ((dim - 3) / 2)`` (lemma 1), near a normal one of variance ``1 / dim``.
+    """
+    points = (torch.arange(POINTS, dtype=torch.float64) + 0.5) / POINTS * 2 - 1
+    density = (1 - points**2) ** ((dim - 3) / 2)
+    mass = torch.nn.functional.pad(density.cumsum(0), (1, 0))
+    moment = torch.nn.functional.pad((density * points).cumsum(0), (1, 0))
+    # From the distribution's quantiles.
+    wanted = (torch.arange(count, dtype=torch.float64) + 0.5) / count * mass[-1]
+    levels = points[torch.searchsorted(mass, wanted) - 1]
+    for _ in range(ROUNDS):
+        inner = torch.searchsorted(points, (levels[1:] + levels[:-1]) / 2)
+        ends = torch.cat([inner.new_zeros(1), inner, inner.new_full((1,), POINTS)])
+        levels = (moment[ends[1:]] - moment[ends[:-1]]) / (mass[ends[1:]] - mass[ends[:-1]])
+    return (levels - levels.flip(0)) / 2

@@ -1,0 +1,135 @@
+"""How quantized tokens lie in cells: pure functions between codes, their scales and zero points, and bytes.
+
+A *cell* is what one slot of the KV pool holds of one layer, KV head and kind (keys or values): ``head_dim`` numbers of the
+pool's dtype, here plain bytes. Tokens are packed in *blocks*. The first cells of a block hold its codes, token after token,
+as many tokens in a cell as fit; those after them hold its scales, then its zero points, in float16, group after group.
+A token's codes lie in parts, not in neighbours: of ``p`` codes in a byte, byte ``b`` holds channels ``b``, ``b + dim/p``, ...,
+from the lowest bits on, so that a kernel unpacks contiguous channels by shift and mask.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+# Of scales and zero points.
+PARAMETER = torch.float16
+
+
+class Grid(NamedTuple):
+    """Numbers of a block that share a scale and a zero point.
+
+    Attributes:
+        tokens: neighbouring tokens; divides those of the block.
+        channels: neighbouring channels; divides ``head_dim``.
+    """
+
+    tokens: int
+    channels: int
+
+
+class Quantized(NamedTuple):
+    """Blocks of codes and what they mean: a number is ``level[code] * scale + zero``.
+
+    Attributes:
+        codes: uint8 [heads, blocks, tokens, dim].
+        scale, zero: [heads, blocks, tokens / grid.tokens, dim / grid.channels].
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    zero: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the blocks of one kind lie in cells.
+
+    Attributes:
+        bits: of a code: 2, 4 or 8.
+        tokens: of a block; whole cells of codes.
+        dim: channels of a token, whole bytes of each part.
+        cell_bytes: of a cell.
+        grid: what shares a scale.
+
+    Raises:
+        ValueError: a block's codes are not whole cells, or the grid does not divide it.
+    """
+
+    bits: int
+    tokens: int
+    dim: int
+    cell_bytes: int
+    grid: Grid
+
+    def __post_init__(self) -> None:
+        grid = self.grid
+        if self.bits not in (2, 4, 8) or self.dim * self.bits % 8 or self.tokens * self.token_bytes % self.cell_bytes:
+            raise ValueError(
+                f"codes of {self.bits} bits of {self.tokens} tokens with {self.dim} channels do not fill cells of "
+                f"{self.cell_bytes} bytes; use 2, 4 or 8 bits and blocks of a multiple of 64 tokens"
+            )
+        if self.tokens % grid.tokens or self.dim % grid.channels:
+            raise ValueError(
+                f"groups of {grid.tokens} tokens and {grid.channels} channels do not divide blocks of {self.tokens} tokens "
+                f"with {self.dim} channels; use divisors of both"
+            )
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token's codes."""
+        return self.dim * self.bits // 8
+
+    @property
+    def code_cells(self) -> int:
+        """Cells of a block's codes."""
+        return self.tokens * self.token_bytes // self.cell_bytes
+
+    @property
+    def groups(self) -> tuple[int, int]:
+        """Groups of a block along tokens and channels."""
+        return self.tokens // self.grid.tokens, self.dim // self.grid.channels
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of a block's scales and zero points."""
+        along_tokens, along_channels = self.groups
+        return 2 * PARAMETER.itemsize * along_tokens * along_channels
+
+    @property
+    def cells(self) -> int:
+        """Cells of a block."""
+        return self.code_cells - (-self.parameter_bytes // self.cell_bytes)
+
+    def pack(self, block: Quantized, cells: int) -> torch.Tensor:
+        """Bytes of whole blocks: uint8 [heads, blocks, ``cells``, cell_bytes]; ``cells`` is at least :attr:`cells`."""
+        heads, blocks = block.codes.shape[:2]
+        codes = pack_codes(block.codes, self.bits).reshape(heads, blocks, -1)
+        both = torch.cat([part.to(PARAMETER).reshape(heads, blocks, -1) for part in (block.scale, block.zero)], -1)
+        packed = torch.cat([codes, both.view(torch.uint8)], -1)
+        spare = cells * self.cell_bytes - packed.shape[-1]
+        return torch.nn.functional.pad(packed, (0, spare)).view(heads, blocks, cells, self.cell_bytes)
+
+    def unpack(self, cells: torch.Tensor) -> Quantized:
+        """What :meth:`pack` was given, from uint8 [heads, blocks, cells, cell_bytes]; scales and zero points in float32."""
+        heads, blocks = cells.shape[:2]
+        flat = cells.reshape(heads, blocks, -1)
+        end = self.tokens * self.token_bytes
+        codes = unpack_codes(flat[..., :end].reshape(heads, blocks, self.tokens, self.token_bytes), self.bits)
+        both = flat[..., end : end + self.parameter_bytes].contiguous().view(PARAMETER).float()
+        scale, zero = both.view(heads, blocks, 2, *self.groups).unbind(2)
+        return Quantized(codes, scale, zero)
+
+
+def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes below ``2 ** bits``, uint8 [..., dim], as bytes: uint8 [..., dim * bits / 8]."""
+    packed = torch.zeros_like(codes[..., : codes.shape[-1] * bits // 8])
+    for index, part in enumerate(codes.chunk(8 // bits, dim=-1)):
+        packed |= part << (bits * index)
+    return packed
+
+
+def unpack_codes(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """The codes that :func:`pack_codes` was given: uint8 [..., bytes * 8 / bits]."""
+    mask = (1 << bits) - 1
+    return torch.cat([(packed >> (bits * index)) & mask for index in range(8 // bits)], dim=-1)

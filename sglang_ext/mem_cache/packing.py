@@ -1,0 +1,161 @@
+"""Packed copies in SGLang's KV pool: how many slots they take, how they are written, how they are read.
+
+A copy's blocks lie in ordinary slots, whose cells hold bytes instead of keys and values (packed_layout.py). Each KV head's
+bytes stay in its own cells, so that ranks that hold different heads need nothing of each other.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import lcm
+
+import torch
+
+from sglang_ext.mem_cache.compressors.quantizer import Quantizer
+from sglang_ext.mem_cache.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.packed_layout import Layout, Quantized
+
+
+@dataclass(frozen=True)
+class Unpacked:
+    """Copies that keep tokens as they are, a slot each: what :class:`Packing` says of others.
+
+    Attributes:
+        unit: tokens of a page.
+    """
+
+    unit: int
+    recent = 0
+    share = 1.0
+
+    def packed_slots(self, tokens: int) -> int:
+        """None hold blocks."""
+        return 0
+
+    def held_slots(self, tokens: int) -> int:
+        """One for each token."""
+        return tokens
+
+    def write(self, buffers: KVBuffers, kept: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copy what each head keeps; arguments as :meth:`Packing.write`'s."""
+        buffers.copy_kept(kept, sources, targets)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How one pool holds the copies of one quantizer.
+
+    Attributes:
+        quantizer: gives the codes.
+        keys, values: how a block lies in key cells, and in value cells.
+        page_size: slots that the pool hands out together.
+
+    Raises:
+        ValueError: attention has no products with numbers that share scales so.
+    """
+
+    quantizer: Quantizer
+    keys: Layout
+    values: Layout
+    page_size: int
+
+    def __post_init__(self) -> None:
+        keys, values = self.keys.grid, self.values.grid
+        if (keys.channels > 1 and keys != (1, self.keys.dim)) or values.tokens > 1:
+            raise ValueError(
+                f"keys share scales over {keys.tokens} tokens and {keys.channels} channels, values over {values.tokens} and "
+                f"{values.channels}; let keys share them in one channel or in one whole token, values in one token"
+            )
+
+    @classmethod
+    def of(cls, quantizer: Quantizer, buffers: KVBuffers, page_size: int) -> "Packing":
+        """For a pool with these buffers.
+
+        Raises:
+            ValueError: heads of this size cannot be packed so.
+        """
+
+        def layout(buffer: torch.Tensor, grid) -> Layout:
+            dim = buffer.shape[-1]
+            return Layout(quantizer.bits, quantizer.block, dim, dim * buffer.element_size(), grid(dim))
+
+        keys, values = layout(buffers.keys[0], quantizer.key_grid), layout(buffers.values[0], quantizer.value_grid)
+        return cls(quantizer, keys, values, page_size)
+
+    @property
+    def recent(self) -> int:
+        """Newest tokens of a context that copies leave as they are."""
+        return self.quantizer.recent
+
+    @property
+    def share(self) -> float:
+        """Of the slots that the kept tokens have in full KV, those that their blocks take."""
+        return self.block_slots / self.block_tokens
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens in a block."""
+        return self.keys.tokens
+
+    @property
+    def block_slots(self) -> int:
+        """Slots of a block: each has a key cell and a value cell."""
+        return max(self.keys.cells, self.values.cells)
+
+    @property
+    def unit(self) -> int:
+        """Tokens of which a copy covers, shares and keeps whole multiples."""
+        return lcm(self.block_tokens, self.page_size)
+
+    def packed_slots(self, tokens: int) -> int:
+        """Slots of ``tokens`` tokens' blocks; ``tokens`` is a multiple of :attr:`unit`."""
+        return tokens // self.block_tokens * self.block_slots
+
+    def held_slots(self, tokens: int) -> int:
+        """The same in whole pages."""
+        return -(-self.packed_slots(tokens) // self.page_size) * self.page_size
+
+    @cached_property
+    def rotations(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Of keys and of values, as :meth:`Quantizer.rotation` says."""
+        return self.quantizer.rotation(self.keys.dim), self.quantizer.rotation(self.values.dim)
+
+    @cached_property
+    def levels(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Of keys and of values, as :meth:`Quantizer.levels` says."""
+        return self.quantizer.levels(self.keys.dim), self.quantizer.levels(self.values.dim)
+
+    def write(self, buffers: KVBuffers, kept: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Pack, for each layer and head, that head's kept tokens into ``targets``; one layer after another.
+
+        Args:
+            buffers: the pool's.
+            kept: int64 [layers, kv_heads, tokens], counted in ``sources``; whole blocks.
+            sources: int64, slots of the context.
+            targets: int64 [held_slots(tokens)]; what fills up its last page stays as it is.
+        """
+        targets = targets[: self.packed_slots(kept.shape[-1])]
+        heads = torch.arange(kept.shape[1], device=kept.device)
+        kinds = ((buffers.keys, self.keys), (buffers.values, self.values))
+        for layer, of_layer in enumerate(kept):
+            read = sources[of_layer]
+            for (kind, layout), rotation in zip(kinds, self.rotations):
+                numbers = kind[layer][read, heads[:, None]].float()
+                cells = layout.pack(self.quantized(numbers, layout, rotation), self.block_slots)
+                as_bytes(kind[layer])[targets] = cells.flatten(1, 2).transpose(0, 1)
+
+    def quantized(self, numbers: torch.Tensor, layout: Layout, rotation: torch.Tensor | None) -> Quantized:
+        """Codes of float32 [heads, tokens, dim], rotated first."""
+        if rotation is not None:
+            numbers = numbers @ rotation.to(numbers.device)
+        blocks = numbers.view(len(numbers), -1, layout.tokens, layout.dim)
+        return self.quantizer.quantize(blocks, layout.grid)
+
+    def read(self, buffer: torch.Tensor, layout: Layout, slots: torch.Tensor) -> Quantized:
+        """The blocks in ``slots``, int64 [packed], of a layer's key or value ``buffer``."""
+        cells = as_bytes(buffer)[slots]
+        return layout.unpack(cells.unflatten(0, (-1, self.block_slots)).permute(2, 0, 1, 3))
+
+
+def as_bytes(buffer: torch.Tensor) -> torch.Tensor:
+    """A layer's buffer, [slots, kv_heads, head_dim], as uint8 [slots, kv_heads, cell_bytes] over the same memory."""
+    return buffer.view(torch.uint8)

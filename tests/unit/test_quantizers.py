@@ -1,0 +1,110 @@
+"""Quantizers give the codes that their papers say, and attention over them is attention over what they mean."""
+
+import math
+
+import pytest
+import torch
+from packed_helpers import KINDS, attention, meant, packed_pool
+
+from sglang_ext.compressor_options import QUANTIZERS
+from sglang_ext.layers.attention.packed import packed_attention
+from sglang_ext.mem_cache.compressors import names, quantizer, quantizers
+from sglang_ext.mem_cache.compressors.rotatekv import RotateKV, hadamard
+from sglang_ext.mem_cache.compressors.turboquant import TurboQuant, lloyd_max
+
+
+def numbers(heads=2, blocks=2, dim=64):
+    noise = torch.Generator().manual_seed(dim)
+    return torch.randn(heads, blocks, 64, dim, generator=noise) * (1 + 4 * torch.rand(dim, generator=noise))
+
+
+def test_the_flag_offers_exactly_the_registered_quantizers():
+    assert set(QUANTIZERS) == set(quantizers()) and not set(quantizers()) & set(names())
+
+
+@pytest.mark.parametrize(("name", "bits"), [kind for kind in KINDS if kind[0] in ("int8", "int4", "kivi")])
+def test_integers_are_the_nearest_of_their_groups_in_float64(name, bits):
+    method, data = quantizer(name, bits), numbers()
+    for grid in (method.key_grid(64), method.value_grid(64)):
+        found = method.quantize(data, grid)
+        for head, block, first, channel in ((0, 0, 0, 0), (1, 1, 64 - grid.tokens, 64 - grid.channels), (1, 0, 0, 0)):
+            group = data[head, block, first : first + grid.tokens, channel : channel + grid.channels].double()
+            zero = group.min().half().double()
+            scale = ((group.max() - zero) / (2**bits - 1)).half().double()
+            where = head, block, first // grid.tokens, channel // grid.channels
+            assert (found.scale[where].double(), found.zero[where].double()) == (scale, zero)
+            codes = found.codes[head, block, first : first + grid.tokens, channel : channel + grid.channels].double()
+            exact = ((group - zero) / scale).clamp(0, 2**bits - 1)
+            assert ((codes - exact).abs() <= 0.5 + 1e-4).all()
+
+
+def test_kivi_shares_scales_of_keys_along_tokens_and_of_values_along_channels():
+    method = quantizer("kivi", 4)
+    assert method.recent == 128
+    assert method.key_grid(64) == (32, 1) and method.value_grid(64) == (1, 32) and method.value_grid(80) == (1, 16)
+
+
+@pytest.mark.parametrize("name", sorted(QUANTIZERS))
+def test_equal_and_huge_numbers_stay_finite(name):
+    method = quantizer(name, QUANTIZERS[name][0])
+    data = torch.cat([torch.zeros(1, 1, 64, 64), torch.full((1, 1, 64, 64), 7.0), torch.full((1, 1, 64, 64), -3e6)], 1)
+    for grid in (method.key_grid(64), method.value_grid(64)):
+        found = method.quantize(data, grid)
+        assert found.scale.isfinite().all() and found.zero.isfinite().all()
+        back = meant(found, method.levels(64), None).view(3, 64, 64)
+        assert back[0].abs().max() == 0
+        if method.levels(64) is None:
+            assert (back[1] == 7).all()
+
+
+@pytest.mark.parametrize("dim", [64, 80])
+@pytest.mark.parametrize("name", ["rotatekv", "turboquant"])
+def test_rotations_keep_products(name, dim):
+    rotation = quantizer(name, 4).rotation(dim)
+    assert torch.allclose(rotation @ rotation.t(), torch.eye(dim), atol=1e-6)
+
+
+def test_a_hadamard_rotation_spreads_one_outlier_over_all_channels():
+    data = torch.zeros(64)
+    data[5] = 8.0
+    assert torch.allclose((data @ RotateKV(bits=4).rotation(64)).abs(), torch.ones(64))
+    assert torch.equal(hadamard(4) * 2, torch.tensor([[1, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]]).float())
+
+
+@pytest.mark.parametrize(("bits", "error"), [(2, 0.117), (4, 0.0095)])
+def test_turboquant_has_the_papers_error(bits, error):
+    method = TurboQuant(bits=bits)
+    unit = torch.nn.functional.normalize(numbers(dim=128) @ method.rotation(128), dim=-1)
+    back = meant(method.quantize(unit, method.key_grid(128)), method.levels(128), None).view_as(unit)
+    assert ((back - unit) ** 2).sum(-1).mean() == pytest.approx(error, rel=0.06)
+
+
+def test_lloyd_max_levels_are_their_cells_means():
+    levels = lloyd_max(64, 4)
+    points = torch.linspace(-1, 1, 400001, dtype=torch.float64)
+    density = (1 - points**2) ** 30.5
+    cells = torch.bucketize(points, (levels[1:] + levels[:-1]) / 2)
+    means = [float((points * density)[cells == i].sum() / density[cells == i].sum()) for i in range(4)]
+    assert levels.tolist() == pytest.approx(means, abs=1e-4)
+    assert levels[2] * math.sqrt(64) == pytest.approx(0.4528, rel=0.01), "near those of a normal distribution"
+
+
+@pytest.mark.parametrize(("name", "bits"), KINDS)
+@pytest.mark.parametrize(("group", "count"), [(1, 1), (3, 5)])
+def test_attention_on_packed_tokens_is_attention_on_what_they_mean(name, bits, group, count):
+    for blocks, exact in ((1, count), (3, 70)):
+        pool = packed_pool(name, bits, blocks, exact)
+        queries = torch.randn(count, 2 * group, 64, generator=torch.Generator().manual_seed(5))
+        keys, values = pool.buffers.keys[0], pool.buffers.values[0]
+        found = packed_attention(pool.packing, queries, keys, values, pool.row, pool.packed, 0.125)
+        expected = attention(queries, pool.keys, pool.values, 0.125)
+        assert torch.allclose(found.double(), expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("name", "bits"), KINDS)
+def test_packed_tokens_are_near_what_they_were(name, bits, dtype):
+    pool = packed_pool(name, bits, 2, 1, dim=128, dtype=dtype)
+    for means, original in zip((pool.keys, pool.values), pool.originals):
+        error = (means[:, :128] - original).norm() / original.norm()
+        assert error < {8: 0.01, 4: 0.15, 2: 0.6}[bits]
