@@ -54,7 +54,8 @@ def published(model, presses):
         prefix = press.prefix_length
         for watch in watches:
             watch.remove()
-    return SimpleNamespace(llama=llama, tokenizer=tokenizer, tokens=tokens, inputs=inputs, cache=cache, kvzip=kvzip[0], prefix=prefix)
+    given = {"llama": llama, "tokenizer": tokenizer, "tokens": tokens, "prefix": prefix}
+    return SimpleNamespace(**given, inputs=inputs, cache=cache, kvzip=kvzip[0])
 
 
 def layers(published, window):
