@@ -19,7 +19,7 @@ from sglang_ext.mem_cache.rotary import Rotary
 from sglang_ext.precompress.documents import Beginning
 from sglang_ext.precompress.reconstruction import Reconstruction, reconstruction_scores
 
-TOKENS, CHUNK = 256, 100
+TOKENS, CHUNK = 192, 100
 BUDGETS = (0.5, 0.25, 0.125)
 
 
