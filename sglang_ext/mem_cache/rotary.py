@@ -72,6 +72,8 @@ def rotary_of(model: torch.nn.Module, is_attention: Callable[[torch.nn.Module], 
     if len(embeddings) != 1:
         raise _refused(f"its layers have {len(embeddings)} different ones")
     (embedding,) = embeddings.values()
+    if embedding is None:
+        raise _refused("there is none beside its attention layers")
     table = getattr(embedding, "cos_sin_cache", None)
     style = getattr(embedding, "is_neox_style", None)
     if not isinstance(table, torch.Tensor) or table.dim() != 2 or len(table) < 2 or style is None:

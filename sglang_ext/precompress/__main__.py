@@ -32,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
     add("files", nargs="+", type=Path, metavar="FILES", help="documents: text in UTF-8")
     add("--model", required=True, help="Hugging Face folder or name; the one that is served")
     add("--revision", help="of a model's name")
-    add("--out", required=True, type=Path, metavar="FOLDER", help="takes one file for each document; those that are there are skipped")
+    add("--out", required=True, type=Path, metavar="FOLDER", help="takes a file for each document; what is there is skipped")
     add("--prefix-text", default="", metavar="TEXT", help="what stands before each document in prompts")
     add("--chat-template", action="store_true", help="documents begin the user's message in the model's chat template")
     add("--system", metavar="TEXT", help="with --chat-template: the system message, where requests send one")

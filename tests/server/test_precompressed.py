@@ -13,7 +13,8 @@ def scores(model, prompts, tmp_path_factory):
     """A folder with the scores of three prompts, the last of which changed since."""
     from transformers import AutoTokenizer
 
-    tokenizer, folder, out = AutoTokenizer.from_pretrained(model), *(tmp_path_factory.mktemp(name) for name in ("texts", "scores"))
+    folder, out = (tmp_path_factory.mktemp(name) for name in ("texts", "scores"))
+    tokenizer = AutoTokenizer.from_pretrained(model)
     for place, prompt in enumerate(prompts[:3]):
         text = folder / f"{place}.txt"
         text.write_text(tokenizer.decode(prompt))

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3
 
 from sglang_ext.mem_cache.scores.index import ScoreIndex
 from sglang_ext.mem_cache.scores.model_key import model_key
-from sglang_ext.precompress import work
+from sglang_ext.precompress import reconstruction, work
 from sglang_ext.precompress.__main__ import main
 from sglang_ext.precompress.documents import Beginning
 from sglang_ext.precompress.reconstruction import Reconstruction, reconstruction_scores
@@ -44,7 +44,8 @@ def stored(tiny, folder):
     return ScoreIndex.open(folder, "kvzip", model_key(tiny), LAYERS, 2)
 
 
-def test_scores_are_the_largest_attention_that_eager_attention_gives_while_the_context_is_repeated(tiny):
+def test_scores_are_the_largest_attention_that_eager_attention_gives_while_the_context_is_repeated(tiny, monkeypatch):
+    monkeypatch.setattr(reconstruction, "QUERIES", 13)
     tokens = torch.randint(5, 900, (70,), generator=torch.Generator().manual_seed(0)).tolist()
     how = Reconstruction(chunk=30, sinks=3, lead=2, whole_prompt="a", part_prompt="bc")
     words = {"a": [901], "bc": [902, 903]}

@@ -19,7 +19,7 @@ from sglang_ext.mem_cache.rotary import Rotary
 from sglang_ext.precompress.documents import Beginning
 from sglang_ext.precompress.reconstruction import Reconstruction, reconstruction_scores
 
-TOKENS, CHUNK = 256, 100
+TOKENS, CHUNK = 192, 100
 BUDGETS = (0.5, 0.25, 0.125)
 
 
@@ -54,7 +54,8 @@ def published(model, presses):
         prefix = press.prefix_length
         for watch in watches:
             watch.remove()
-    return SimpleNamespace(llama=llama, tokenizer=tokenizer, tokens=tokens, inputs=inputs, cache=cache, kvzip=kvzip[0], prefix=prefix)
+    given = {"llama": llama, "tokenizer": tokenizer, "tokens": tokens, "prefix": prefix}
+    return SimpleNamespace(**given, inputs=inputs, cache=cache, kvzip=kvzip[0])
 
 
 def layers(published, window):

@@ -122,7 +122,11 @@ def test_an_aborted_request_finishes_without_a_new_token():
     assert ended == [0, ("b", 1)] and streamed == [["b"]] and seen == [["a", "c"]]
 
 
-@given(st.lists(st.tuples(st.integers(1, 20), st.integers(0, 20)), max_size=10), st.integers(0, 7), st.sampled_from(("", *COMPRESSORS)))
+@given(
+    st.lists(st.tuples(st.integers(1, 20), st.integers(0, 20)), max_size=10),
+    st.integers(0, 7),
+    st.sampled_from(("", *COMPRESSORS)),
+)
 def test_meta_info_survives_the_trip_through_sglangs_counters(verifies, fallback, compressor):
     state = RequestState(rid="r", row=1, seed=0, bonus=0, fallback=fallback)
     for offered, accepted in verifies:

@@ -89,10 +89,11 @@ class StoredScores(Compressor):
         border = self.stored.shape[-1]
         if not part.start < border < part.end:
             return [part]
-        always = scores[..., part.start : part.end].isinf()
+        sizes = border - part.start, part.end - border
         # Of all heads alike, for they keep the same number.
-        first, second = (int(half.sum(dim=-1).max()) for half in (always[..., : border - part.start], always[..., border - part.start :]))
-        left = [border - part.start - first, part.end - border - second]
+        always = scores[..., part.start : part.end].isinf().split(sizes, dim=-1)
+        first, second = (int(half.sum(dim=-1).max()) for half in always)
+        left = sizes[0] - first, sizes[1] - second
         share = first + round((part.count - first - second) * left[0] / max(1, sum(left)))
-        count = min(max(share, part.count - (part.end - border), 0), border - part.start, part.count)
+        count = min(max(share, part.count - sizes[1], 0), sizes[0], part.count)
         return [Part(part.start, border, count), Part(border, part.end, part.count - count)]

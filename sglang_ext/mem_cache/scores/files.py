@@ -118,17 +118,18 @@ class ScoreFile:
         try:
             with safe_open(path, "pt") as opened:
                 metadata = opened.metadata() or {}
-                if metadata.get("format") != FORMAT:
-                    raise ScoreFileError(f"{path} has format {metadata.get('format')!r}; this version reads {FORMAT!r}: make it again")
+                found = metadata.get("format")
+                if found != FORMAT:
+                    raise ScoreFileError(f"{path} has format {found!r}; this version reads {FORMAT!r}: make it again")
                 hashes = opened.get_tensor("chain").numpy().tobytes()
                 shape = tuple(opened.get_slice("scores").get_shape())
             document = Document(metadata["model"], metadata["method"], metadata["settings"], hashes)
-            found = cls(path, document, shape, metadata["checksum"])
+            file = cls(path, document, shape, metadata["checksum"])
         except (SafetensorError, OSError, KeyError) as error:
             raise ScoreFileError(f"{path} is no file of scores ({error}): make it again") from error
         if len(shape) != 3 or shape[2] != document.tokens:
             raise ScoreFileError(f"{path} has scores of shape {list(shape)} for {document.tokens} tokens: make it again")
-        return found
+        return file
 
     def scores(self) -> torch.Tensor:
         """The scores, float16 [layers, kv_heads, tokens], mapped from the file; all of it is read once for the checksum.

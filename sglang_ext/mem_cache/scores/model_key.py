@@ -49,8 +49,8 @@ def model_folder(model: str, revision: str | None = None, download: bool = False
         return Path(snapshot_download(model, revision=revision, local_files_only=not download, allow_patterns=NEEDED))
     except (OSError, ValueError) as error:
         raise OptionError(
-            f"{model} is no folder with a config.json, and the files of a model of that name are not here: stored scores belong to "
-            "a model's files; pass its folder"
+            f"{model} is no folder with a config.json, and the files of a model of that name are not here: stored scores "
+            "belong to a model's files; pass its folder"
         ) from error
 
 
