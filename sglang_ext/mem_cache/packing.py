@@ -4,15 +4,17 @@ A copy's blocks lie in ordinary slots, whose cells hold bytes instead of keys an
 bytes stay in its own cells, so that ranks that hold different heads need nothing of each other.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from math import lcm
+from typing import ClassVar
 
 import torch
 
 from sglang_ext.mem_cache.compressors.quantizer import Quantizer
 from sglang_ext.mem_cache.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.packed_layout import Layout, Quantized
+from sglang_ext.mem_cache.packed_layout import Grid, Layout, Quantized
 
 
 @dataclass(frozen=True)
@@ -24,8 +26,8 @@ class Unpacked:
     """
 
     unit: int
-    recent = 0
-    share = 1.0
+    recent: ClassVar[int] = 0
+    share: ClassVar[float] = 1.0
 
     def packed_slots(self, tokens: int) -> int:
         """None hold blocks."""
@@ -74,7 +76,7 @@ class Packing:
             ValueError: heads of this size cannot be packed so.
         """
 
-        def layout(buffer: torch.Tensor, grid) -> Layout:
+        def layout(buffer: torch.Tensor, grid: Callable[[int], Grid]) -> Layout:
             dim = buffer.shape[-1]
             return Layout(quantizer.bits, quantizer.block, dim, dim * buffer.element_size(), grid(dim))
 

@@ -8,8 +8,10 @@ from packed_helpers import KINDS, attention, meant, packed_pool
 
 from sglang_ext.compressor_options import QUANTIZERS
 from sglang_ext.layers.attention.packed import packed_attention
-from sglang_ext.mem_cache.compressors import names, quantizer, quantizers
+from sglang_ext.mem_cache.compressors import method, names, quantizer, quantizers
+from sglang_ext.mem_cache.compressors.kivi import Kivi
 from sglang_ext.mem_cache.compressors.rotatekv import RotateKV, hadamard
+from sglang_ext.mem_cache.compressors.snapkv import SnapKV
 from sglang_ext.mem_cache.compressors.turboquant import TurboQuant, lloyd_max
 
 
@@ -22,11 +24,19 @@ def test_the_flag_offers_exactly_the_registered_quantizers():
     assert set(QUANTIZERS) == set(quantizers()) and not set(quantizers()) & set(names())
 
 
+def test_a_method_selects_then_packs():
+    both, one = method("snapkv+kivi", 2), method("int8")
+    assert isinstance(both.compressor, SnapKV) and (type(both.quantizer), both.quantizer.bits) == (Kivi, 2)
+    assert one.compressor.keeps_all and one.quantizer.bits == 8 and method("snapkv").quantizer is None
+    with pytest.raises(ValueError, match="'nope'.*kivi"):
+        quantizer("nope", 4)
+
+
 @pytest.mark.parametrize(("name", "bits"), [kind for kind in KINDS if kind[0] in ("int8", "int4", "kivi")])
 def test_integers_are_the_nearest_of_their_groups_in_float64(name, bits):
-    method, data = quantizer(name, bits), numbers()
-    for grid in (method.key_grid(64), method.value_grid(64)):
-        found = method.quantize(data, grid)
+    packs, data = quantizer(name, bits), numbers()
+    for grid in (packs.key_grid(64), packs.value_grid(64)):
+        found = packs.quantize(data, grid)
         for head, block, first, channel in ((0, 0, 0, 0), (1, 1, 64 - grid.tokens, 64 - grid.channels), (1, 0, 0, 0)):
             group = data[head, block, first : first + grid.tokens, channel : channel + grid.channels].double()
             zero = group.min().half().double()
@@ -39,21 +49,21 @@ def test_integers_are_the_nearest_of_their_groups_in_float64(name, bits):
 
 
 def test_kivi_shares_scales_of_keys_along_tokens_and_of_values_along_channels():
-    method = quantizer("kivi", 4)
-    assert method.recent == 128
-    assert method.key_grid(64) == (32, 1) and method.value_grid(64) == (1, 32) and method.value_grid(80) == (1, 16)
+    packs = quantizer("kivi", 4)
+    assert packs.recent == 128
+    assert packs.key_grid(64) == (32, 1) and packs.value_grid(64) == (1, 32) and packs.value_grid(80) == (1, 16)
 
 
 @pytest.mark.parametrize("name", sorted(QUANTIZERS))
 def test_equal_and_huge_numbers_stay_finite(name):
-    method = quantizer(name, QUANTIZERS[name][0])
+    packs = quantizer(name, QUANTIZERS[name][0])
     data = torch.cat([torch.zeros(1, 1, 64, 64), torch.full((1, 1, 64, 64), 7.0), torch.full((1, 1, 64, 64), -3e6)], 1)
-    for grid in (method.key_grid(64), method.value_grid(64)):
-        found = method.quantize(data, grid)
+    for grid in (packs.key_grid(64), packs.value_grid(64)):
+        found = packs.quantize(data, grid)
         assert found.scale.isfinite().all() and found.zero.isfinite().all()
-        back = meant(found, method.levels(64), None).view(3, 64, 64)
+        back = meant(found, packs.levels(64), None).view(3, 64, 64)
         assert back[0].abs().max() == 0
-        if method.levels(64) is None:
+        if packs.levels(64) is None:
             assert (back[1] == 7).all()
 
 
@@ -73,9 +83,9 @@ def test_a_hadamard_rotation_spreads_one_outlier_over_all_channels():
 
 @pytest.mark.parametrize(("bits", "error"), [(2, 0.117), (4, 0.0095)])
 def test_turboquant_has_the_papers_error(bits, error):
-    method = TurboQuant(bits=bits)
-    unit = torch.nn.functional.normalize(numbers(dim=128) @ method.rotation(128), dim=-1)
-    back = meant(method.quantize(unit, method.key_grid(128)), method.levels(128), None).view_as(unit)
+    packs = TurboQuant(bits=bits)
+    unit = torch.nn.functional.normalize(numbers(dim=128) @ packs.rotation(128), dim=-1)
+    back = meant(packs.quantize(unit, packs.key_grid(128)), packs.levels(128), None).view_as(unit)
     assert ((back - unit) ** 2).sum(-1).mean() == pytest.approx(error, rel=0.06)
 
 

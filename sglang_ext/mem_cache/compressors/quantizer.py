@@ -78,14 +78,14 @@ def stored(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.clamp(-LARGEST, LARGEST).to(PARAMETER).float()
 
 
-_REGISTRY: dict[str, Callable[..., Quantizer]] = {}
+_REGISTRY: dict[str, type[Quantizer]] = {}
 
 
-def register_quantizer(name: str, **parameters: int) -> Callable[[type[Quantizer]], type[Quantizer]]:
-    """Class decorator: make a quantizer selectable as ``--kv-compressor NAME``, with these parameters."""
+def register_quantizer(name: str) -> Callable[[type[Quantizer]], type[Quantizer]]:
+    """Class decorator: make a quantizer selectable as ``--kv-compressor NAME``."""
 
     def decorate(cls: type[Quantizer]) -> type[Quantizer]:
-        _REGISTRY[name] = lambda **more: cls(**{**parameters, **more})
+        _REGISTRY[name] = cls
         return cls
 
     return decorate
