@@ -11,6 +11,7 @@ from sglang_ext.bench.client import ServerClient, describe_error
 from sglang_ext.bench.generation import Generation, TopLogprobs, parse_top_logprobs
 from sglang_ext.bench.prompts import Prompt
 from sglang_ext.bench.quality.config import COMPARED, QualityConfig
+from sglang_ext.bench.quality.copy_bytes import copy_share, token_bytes
 from sglang_ext.bench.quality.tasks import Task
 from sglang_ext.bench.server import ServerProcess
 
@@ -20,12 +21,20 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True)
 class QualityArm:
-    """One server. ``mode`` is that of ``--kv-mode``; stock (``full``) has a budget of 1, and only ``verified`` drafts."""
+    """One server.
+
+    Attributes:
+        mode: as ``--kv-mode``.
+        budget: 1 of stock (``full``).
+        draft_length: None unless ``verified``.
+        extra: further flags.
+    """
 
     mode: str
     compressor: str = "none"
     budget: float = 1.0
     draft_length: int | None = None
+    extra: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -44,6 +53,7 @@ class QualityArm:
         return (
             *("--kv-mode", self.mode, "--kv-compressor", self.compressor, "--kv-budget", f"{self.budget:g}"),
             *drafts,
+            *self.extra,
         )
 
 
@@ -56,19 +66,23 @@ def arms_of(config: QualityConfig) -> list[QualityArm]:
     for compressor in config.compressors:
         for budget in config.budgets:
             if config.asks(*COMPARED):
-                found.append(QualityArm("lossy", compressor, budget))
+                found.append(QualityArm("lossy", compressor, budget, None, config.kv_args))
             lengths = config.draft_lengths if config.asks("acceptance") else config.draft_lengths[:1]
             if config.asks("acceptance", *COMPARED):
-                found += [QualityArm("verified", compressor, budget, length) for length in lengths]
+                found += [QualityArm("verified", compressor, budget, length, config.kv_args) for length in lengths]
     return [*found, FULL] if config.asks(*COMPARED) else found
 
 
 @dataclass(frozen=True)
 class Answers:
-    """What a server answered, by temperature, in the order of prompts and tasks; empty where it was not asked."""
+    """What a server answered, by temperature, in the order of prompts and tasks; empty where it was not asked.
+
+    ``bytes_share`` is that of its compressed copies in full KV's bytes; 1 of stock.
+    """
 
     prompts: Mapping[float, tuple[Generation, ...]] = field(default_factory=dict)
     tasks: Mapping[float, tuple[Generation, ...]] = field(default_factory=dict)
+    bytes_share: float = 1.0
 
 
 def server(config: QualityConfig, arm: QualityArm, logs: Path) -> ServerProcess:
@@ -92,9 +106,12 @@ def ask(
         BenchError: a request failed.
     """
     compared = arm.draft_length in (None, config.draft_lengths[0])
-    wants_prompts = config.asks("acceptance") and arm.mode == "verified" or config.asks("kl", "divergence") and compared
+    drafts = config.asks("acceptance") and arm.mode == "verified"
+    wants_prompts = drafts or (config.asks("kl", "divergence") and compared)
     wants_tasks = config.asks("functional") and compared
+    longest = max((each.input_ids for each in (*prompts, *tasks)), key=len)
     return Answers(
+        bytes_share=1.0 if arm == FULL else copy_share(client, longest, token_bytes(config.model, config.dtype)),
         prompts=_ask_prompts(config, client, prompts, compared) if wants_prompts else {},
         tasks=_ask_tasks(config, client, tasks) if wants_tasks else {},
     )

@@ -36,6 +36,7 @@ from sglang_ext.bench.quality.options import add_arguments, config_from
 from sglang_ext.bench.quality.results import Results, arm_quality
 from sglang_ext.bench.quality.tasks import Task, build_tasks
 from sglang_ext.bench.server import ServerProcess
+from sglang_ext.mem_cache.compressors import names
 
 __all__ = ["add_arguments", "run"]
 
@@ -88,8 +89,12 @@ class Bench:
         if not config.asks("attention"):
             return ()
         self._console.print("attention: in this process", markup=False)
+        chosen = [name for name in config.compressors if name in names()]
+        for name in config.compressors:
+            if name not in chosen:
+                self._console.print(f"attention: {name} chooses no tokens by itself and is left out", markup=False)
         model = CapturedModel(config.model, config.dtype)
-        return tuple(measure(model, self._prompts, config.compressors, config.budgets, config.output_len))
+        return tuple(measure(model, self._prompts, chosen, config.budgets, config.output_len))
 
 
 def load_tasks(config: QualityConfig, tokenizer: Tokenizer) -> tuple[Task, ...]:

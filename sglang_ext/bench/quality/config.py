@@ -56,6 +56,7 @@ class QualityConfig:
     keep_cache: bool = False
     dtype: str = "float32"
     server_args: tuple[str, ...] = ()
+    kv_args: tuple[str, ...] = ()
     limit: int | None = None
     port: int = 0
     start_timeout: float = 300.0
@@ -70,8 +71,9 @@ class QualityConfig:
         for part in self.parts:
             if part not in PARTS:
                 raise BenchError(f"--parts {part!r}: pass some of {', '.join(PARTS)}, separated by commas")
-        if not (self.parts and self.compressors and self.budgets and self.draft_lengths and self.temperatures):
-            raise BenchError("--parts, --compressor, --budget, --draft-length and --temperature need a value each")
+        for option, given in (("--parts", self.parts), ("--compressor", self.compressors)):
+            if not given:
+                raise BenchError(f"{option} names nothing; pass some, separated by commas")
         self._check_ranges()
         if self.prompts is None and self.parts != ("functional",):
             raise BenchError(f"--parts {','.join(self.parts)} needs --prompts; only functional goes without")
@@ -99,9 +101,9 @@ class QualityConfig:
 
     @property
     def common_server_arguments(self) -> tuple[str, ...]:
-        """Arguments of all servers; SGLang honours seeds in deterministic inference only."""
+        """Arguments of all servers; SGLang honours seeds in deterministic inference only, and metrics tell bytes."""
         seeded = ("--enable-deterministic-inference",) if max(self.temperatures) > 0 else ()
-        return ("--dtype", self.dtype, *seeded, *self.server_args)
+        return ("--dtype", self.dtype, "--enable-metrics", *seeded, *self.server_args)
 
     def sampling(self, temperature: float, index: int, ignore_eos: bool) -> SamplingSettings:
         """How all servers choose the tokens of the request of that index."""

@@ -37,6 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--dtype", default="float32")
     add("--server-arg", action="append", default=[], metavar="'--name value'", help="for all servers, repeatable")
+    add(
+        "--kv-arg",
+        action="append",
+        default=[],
+        metavar="'--name value'",
+        help='for lossy and verified servers, repeatable: --kv-arg="--kv-schedule lockstep"',
+    )
     add("--limit", type=int, help="use the first prompts, and the benchmark's first lines, only")
     add("--port", type=int, default=0, help="default: any free one")
     add("--start-timeout", type=float, default=300.0, metavar="SECONDS")
@@ -80,6 +87,7 @@ def config_from(args: argparse.Namespace) -> QualityConfig:
         keep_cache=args.keep_cache,
         dtype=args.dtype,
         server_args=words(args.server_arg),
+        kv_args=words(args.kv_arg),
         limit=args.limit,
         port=args.port,
         start_timeout=args.start_timeout,

@@ -70,7 +70,7 @@ def _lines(arms: Sequence[ArmQuality], value: Callable[[ArmQuality], float | Non
         found = value(each)
         if found is not None:
             label = f"{each.arm.mode} {each.arm.compressor}{suffix}"
-            points.setdefault(label, []).append((each.arm.budget, found))
+            points.setdefault(label, []).append((each.bytes_share, found))
     return tuple(Line(label, tuple(sorted(of_line))) for label, of_line in points.items())
 
 
@@ -93,10 +93,10 @@ def _difference_lines(lossy: Sequence[ArmQuality]) -> tuple[Line, ...]:
 
 def _attention_lines(results: Results) -> tuple[Line, ...]:
     names = dict.fromkeys(each.compressor for each in results.attention)
-    return tuple(
-        Line(name, tuple(sorted((each.budget, each.mean) for each in results.attention if each.compressor == name)))
-        for name in names
-    )
+    points = [
+        (each.compressor, (results.bytes_share(each.compressor, each.budget), each.mean)) for each in results.attention
+    ]
+    return tuple(Line(name, tuple(sorted(point for of, point in points if of == name))) for name in names)
 
 
 def _temperatures(arms: Sequence[ArmQuality], of: Callable[[ArmQuality], Any]) -> list[float]:

@@ -18,6 +18,7 @@ class ArmQuality:
     """One server's figures, by temperature where they depend on it; empty or None where they were not asked for.
 
     Attributes:
+        bytes_share: of a compressed copy in full KV's bytes, as the server reports them.
         acceptance: of a verified server.
         kl: from full KV; of stock, of its decode from its prefill.
         first_differences: from stock's answers.
@@ -25,6 +26,7 @@ class ArmQuality:
     """
 
     arm: QualityArm
+    bytes_share: float = 1.0
     acceptance: Mapping[float, Acceptance] = field(default_factory=dict)
     kl: KLSummary | None = None
     first_differences: Mapping[float, FirstDifferences] = field(default_factory=dict)
@@ -49,6 +51,11 @@ class Results:
     def stock(self) -> ArmQuality | None:
         """Stock's figures."""
         return next((each for each in self.arms if each.arm == FULL), None)
+
+    def bytes_share(self, compressor: str, budget: float) -> float:
+        """Share of a compressor's copies in full KV's bytes; the budget where no server reported it."""
+        found = (each.bytes_share for each in self.arms if (each.arm.compressor, each.arm.budget) == (compressor, budget))
+        return next(found, budget)
 
     @property
     def above_noise(self) -> list[str]:
@@ -76,6 +83,7 @@ def arm_quality(
     compared = config.asks("divergence") and arm != FULL and stock is not None
     return ArmQuality(
         arm=arm,
+        bytes_share=mine.bytes_share,
         acceptance=_acceptance(arm, mine) if config.asks("acceptance") and arm.draft_length else {},
         kl=_kl(mine, scores[arm]) if arm in scores else None,
         first_differences=_first_differences(mine, stock) if compared and stock else {},

@@ -108,6 +108,7 @@ def arm_json(each: ArmQuality) -> dict[str, Any]:
     """A server's figures as JSON values; those by temperature under its text."""
     return {
         "name": each.arm.name,
+        "bytes_share": each.bytes_share,
         **dataclasses.asdict(each.arm),
         "acceptance": _by_temperature(each.acceptance, _acceptance_json),
         "kl": each.kl and dataclasses.asdict(each.kl) | {"growth": each.kl.growth},

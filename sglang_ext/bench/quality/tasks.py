@@ -80,8 +80,8 @@ def repetition(tokenizer: Tokenizer, text: list[int], depth: float) -> Task:
     lead, rest = text[at : at + LEAD_TOKENS], text[at + LEAD_TOKENS : at + LEAD_TOKENS + REPEATED_TOKENS]
     asked = f"{tokenizer.decode(text)}\n\nOnce more, word by word:\n\n{tokenizer.decode(lead)}"
     # The last token may be part of a word.
-    wanted = tokenizer.decode(rest).rsplit(maxsplit=1)[0]
-    return Task("repetition", encode(tokenizer, asked), REPEATED_TOKENS + 4, begins(wanted))
+    wanted = tokenizer.decode(rest).split()[:-1]
+    return Task("repetition", encode(tokenizer, asked), REPEATED_TOKENS + 4, begins(" ".join(wanted)))
 
 
 def json_record(tokenizer: Tokenizer, text: list[int], index: int) -> Task:
