@@ -142,7 +142,10 @@ def write_plot(path: Path, comparisons: Sequence[Comparison]) -> None:
 
 @contextmanager
 def png(path: Path, inches: tuple[float, float], grid: tuple[int, int] = (1, 1)) -> Iterator[Any]:
-    """Axes to draw on, or an array of them for a ``grid`` of rows and columns; written to ``path``, with its folder, at the end."""
+    """Axes to draw on, or an array of them for a ``grid`` of rows and columns.
+
+    They are written to ``path``, with its folder, at the end.
+    """
     import matplotlib
 
     matplotlib.use("Agg")

@@ -100,6 +100,8 @@ def test_the_histogram_holds_every_answer(answers):
         (scorers.contains("4171"), "It is 4171.", "It is 41712"),
         (scorers.begins("one two three"), " one\ntwo three four", "two three"),
         (scorers.number("so 3 + 4 = 7 #### 1,007"), "The answer is 1007.00.", "7 of 1007 are 12"),
+        (scorers.number("-3"), "x = -3.", "10-3"),
+        (scorers.number("12"), "12, or 5,12", "1,2"),
         (scorers.letter("C"), "B looks right, but the answer is (C).", "The answer is B, not C"),
         (scorers.letter("C"), "C. Paris", "Paris"),
         (scorers.is_json_object, ' {"a": [1, {"b": null}]} and more', '{"a": 1, "b"'),

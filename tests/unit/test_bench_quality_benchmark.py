@@ -63,7 +63,7 @@ GOOD = '{"question": "q", "answer": "a"}'
     [
         ("{", (), r"gsm.jsonl:2 is not JSON.*each line needs one object"),
         ('["q", "a"]', (), r"gsm.jsonl:2 has no text or number in 'question'.*--prompt-field.*no object but list"),
-        ('{"question": "q", "key": "A"}', (), r"gsm.jsonl:2 .*'answer'; name the field with --answer-field .*key, question"),
+        ('{"question": "q", "key": "A"}', (), "gsm.jsonl:2 .*'answer'; name the field with --answer-field .*key, q"),
         ('{"question": "q", "answer": [1]}', (), "'answer'; name the field"),
         ('{"question": " ", "answer": "a"}', (), "'question'; name the field"),
         ('{"question": "q", "answer": "none"}', ("--scored-by", "letter"), "gsm.jsonl:2: the expected answer 'none' has no letter"),

@@ -1,7 +1,5 @@
 """Keys, values and queries of a model by layer, with transformers, without a server."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,9 +26,8 @@ class LayerAttention:
     layer_id: int
 
 
-@contextmanager
-def capturing(found: list[LayerAttention]) -> Iterator[None]:
-    """Forwards of a model with attention :data:`NAME` append what they see to ``found``, layer by layer."""
+def capture_into(found: list[LayerAttention]) -> None:
+    """From now on, forwards of a model with attention :data:`NAME` append what they see to ``found``, layer by layer."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import sdpa_mask
@@ -52,7 +49,6 @@ def capturing(found: list[LayerAttention]) -> Iterator[None]:
 
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, sdpa_mask)
-    yield
 
 
 class CapturedModel:
@@ -86,7 +82,8 @@ class CapturedModel:
         """Queries, keys and values of all tokens, by layer."""
         found: list[LayerAttention] = []
         usual = self._model.config._attn_implementation
-        with capturing(found), torch.inference_mode():
+        capture_into(found)
+        with torch.inference_mode():
             self._model.set_attn_implementation(NAME)
             self._model(torch.tensor([input_ids]), use_cache=False)
             self._model.set_attn_implementation(usual)

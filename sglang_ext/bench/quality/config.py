@@ -9,13 +9,14 @@ from sglang_ext.bench.client import SamplingSettings
 PARTS = ("acceptance", "kl", "divergence", "functional", "attention")
 COMPARED = ("kl", "divergence", "functional")
 """Parts that ask stock, lossy and verified servers alike."""
-METHODS = ("exact", "contains", "number", "letter")
-"""How an answer to a user's benchmark is scored."""
 
 
 @dataclass(frozen=True)
 class BenchmarkFile:
-    """A user's benchmark: JSON lines, the fields of prompt and expected answer, and how answers are scored."""
+    """A user's benchmark: JSON lines, the fields of prompt and expected answer, and how answers are scored.
+
+    ``scored_by`` is one of :data:`~.scorers.BY_NAME`; with ``chat`` prompts go through the model's chat template.
+    """
 
     path: Path
     prompt_field: str
@@ -33,7 +34,7 @@ class QualityConfig:
         prompts: None where no part needs any.
         draft_lengths: of verified servers; the first one's serves the parts beside acceptance.
         top: best log-probabilities at each step, for KL divergences.
-        tasks: functional tasks of each kind.
+        tasks: functional tasks of each kind; 0 for the benchmark alone.
         task_tokens: tokens of real text in each of them.
         benchmark: a user's tasks, beside these.
         keep_cache: whether a temperature finds the prefix caches as the one before left them.
@@ -83,7 +84,7 @@ class QualityConfig:
             )
 
     def _check_ranges(self) -> None:
-        counts = {"--output-len": self.output_len, "--top-logprobs": self.top, "--tasks": self.tasks}
+        counts = {"--output-len": self.output_len, "--top-logprobs": self.top}
         counts |= {"--task-tokens": self.task_tokens, "--concurrency": self.concurrency}
         counts |= {"--draft-length": min(self.draft_lengths), "--limit": 1 if self.limit is None else self.limit}
         for option, value in counts.items():
@@ -92,6 +93,8 @@ class QualityConfig:
         for budget in self.budgets:
             if not 0 < budget <= 1:
                 raise BenchError(f"--budget {budget:g}: a budget is a share of the cache in (0, 1]")
+        if self.tasks < 1 and "functional" in self.parts and self.benchmark is None:
+            raise BenchError(f"--tasks {self.tasks}: --parts functional needs at least 1, or a --benchmark")
         if min(self.temperatures) < 0:
             raise BenchError(f"--temperature {min(self.temperatures):g}: must be 0 (greedy) or above")
 

@@ -6,7 +6,8 @@ from pathlib import Path
 from sglang_ext.bench import BenchError
 from sglang_ext.bench.identity_options import words
 from sglang_ext.bench.options import names, numbers
-from sglang_ext.bench.quality.config import METHODS, PARTS, BenchmarkFile, QualityConfig
+from sglang_ext.bench.quality.config import PARTS, BenchmarkFile, QualityConfig
+from sglang_ext.bench.quality.scorers import BY_NAME
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=1, help="sampling seed of the first request; others count up")
     add("--output-len", type=int, default=64, help="tokens to generate for each prompt")
     add("--top-logprobs", type=int, default=64, help="best tokens at each step that a KL divergence tells apart")
-    add("--tasks", type=int, default=4, help="functional tasks of each kind")
+    add("--tasks", type=int, default=4, help="functional tasks of each kind; 0 for --benchmark alone")
     add("--task-tokens", type=int, default=1024, help="tokens of real text in each functional task")
     _add_benchmark(parser)
     add("--concurrency", type=int, default=4, help="requests in flight")
@@ -58,7 +59,7 @@ def _add_benchmark(parser: argparse.ArgumentParser) -> None:
     add("--benchmark", type=Path, help="JSON lines with prompts and expected answers, scored beside the functional tasks")
     add("--prompt-field", default="question", help="of the benchmark; a.b is field b of field a (default: %(default)s)")
     add("--answer-field", default="answer", help="of the benchmark, likewise (default: %(default)s)")
-    add("--scored-by", choices=METHODS, default="contains", help="how its answers are scored (default: %(default)s)")
+    add("--scored-by", choices=tuple(BY_NAME), default="contains", help="how its answers are scored (default: %(default)s)")
     add("--benchmark-tokens", type=int, default=512, help="longest answer to it, in tokens")
     add("--raw-prompt", action="store_true", help="send its prompts as they are, without the model's chat template")
 

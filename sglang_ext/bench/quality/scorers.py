@@ -8,7 +8,7 @@ from decimal import Decimal
 
 Scorer = Callable[[str], float]
 
-NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
 LETTER = re.compile(r"\b([A-J])\b")
 STATED = re.compile(r"(?i:answer|choice|option)\s*(?i:is|:)?[\s:*(\[]*([A-J])\b")
 CUT_LINES = 3
