@@ -15,6 +15,9 @@ from sglang_ext.bench.quality.copy_bytes import copy_share, token_bytes
 from sglang_ext.bench.quality.tasks import Task
 from sglang_ext.bench.server import ServerProcess
 
+MEASURED_TOKENS = 512
+"""Tokens of a context whose copy's bytes stand for others'; in shorter ones what is kept exact weighs more."""
+
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 
@@ -109,12 +112,18 @@ def ask(
     drafts = config.asks("acceptance") and arm.mode == "verified"
     wants_prompts = drafts or (config.asks("kl", "divergence") and compared)
     wants_tasks = config.asks("functional") and compared
-    longest = max((each.input_ids for each in (*prompts, *tasks)), key=len)
     return Answers(
-        bytes_share=1.0 if arm == FULL else copy_share(client, longest, token_bytes(config.model, config.dtype)),
+        bytes_share=1.0 if arm == FULL else _bytes_share(config, client, [each.input_ids for each in (*prompts, *tasks)]),
         prompts=_ask_prompts(config, client, prompts, compared) if wants_prompts else {},
         tasks=_ask_tasks(config, client, tasks) if wants_tasks else {},
     )
+
+
+def _bytes_share(config: QualityConfig, client: ServerClient, contexts: Sequence[tuple[int, ...]]) -> float:
+    """Measured on the shortest context that is long enough, else on the longest."""
+    ordered = sorted(contexts, key=len)
+    context = next((each for each in ordered if len(each) >= MEASURED_TOKENS), ordered[-1])
+    return copy_share(client, context, token_bytes(config.model, config.dtype))
 
 
 def _ask_prompts(

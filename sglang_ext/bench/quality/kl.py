@@ -17,7 +17,7 @@ def kl_bound(full: TopLogprobs, other: TopLogprobs) -> float:
 
     The tokens that stand in both lists are events of their own, all others together are one more: what a list does not
     name, its server did not say. Merging events never raises a KL divergence (data-processing inequality), so that the true
-    one is at least this; it is equal where the two distributions agree outside the lists.
+    one is at least this; it is equal where what was merged has the same ratio in both.
     """
     ours, theirs = dict(full), dict(other)
     shared = ours.keys() & theirs.keys()
