@@ -145,6 +145,16 @@ def test_further_draft_lengths_are_asked_for_acceptance_alone():
     assert not answers.tasks and all("top_logprobs_num" not in body for body in server.asked)
 
 
+@pytest.mark.parametrize(("lengths", "measured"), [((2, 900, 600), 600), ((2, 9), 9)])
+def test_bytes_are_those_of_the_shortest_context_that_is_long_enough(monkeypatch, lengths, measured):
+    asked: list[int] = []
+    monkeypatch.setattr(arms, "copy_share", lambda client, input_ids, token: asked.append(len(input_ids)) or 0.25)
+    prompts = [Prompt(str(length), (1,) * length) for length in lengths]
+    arm = QualityArm("lossy", "snapkv", 0.5)
+    assert ask(config("--parts", "divergence"), arm, FakeServer(arm), prompts, []).bytes_share == 0.25
+    assert asked == [measured]
+
+
 def test_a_failed_request_fails_its_server():
     class Refusing(FakeServer):
         def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
