@@ -20,7 +20,7 @@ from sglang_ext.bench.quality.config import QualityConfig
 from sglang_ext.bench.quality.options import add_arguments, config_from
 from sglang_ext.bench.quality.copy_bytes import copy_share
 from sglang_ext.bench.quality.plots import panels_of, write
-from sglang_ext.bench.quality.results import Results
+from sglang_ext.bench.quality.results import ArmQuality, Results
 
 TOPS = 3
 OUTPUT = 4
@@ -71,7 +71,7 @@ class FakeServer(ServerClient):
 def half_of_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies take half of full KV's bytes."""
     monkeypatch.setattr(arms, "token_bytes", lambda model, dtype: 10)
-    monkeypatch.setattr(arms, "copy_share", lambda client, input_ids, token: 0.5)
+    monkeypatch.setattr(arms, "copy_share", lambda client, input_ids, new_tokens, token: 0.5)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_further_draft_lengths_are_asked_for_acceptance_alone():
 @pytest.mark.parametrize(("lengths", "measured"), [((2, 900, 600), 600), ((2, 9), 9)])
 def test_bytes_are_those_of_the_shortest_context_that_is_long_enough(monkeypatch, lengths, measured):
     asked: list[int] = []
-    monkeypatch.setattr(arms, "copy_share", lambda client, input_ids, token: asked.append(len(input_ids)) or 0.25)
+    monkeypatch.setattr(arms, "copy_share", lambda client, input_ids, *rest: asked.append(len(input_ids)) or 0.25)
     prompts = [Prompt(str(length), (1,) * length) for length in lengths]
     arm = QualityArm("lossy", "snapkv", 0.5)
     assert ask(config("--parts", "divergence"), arm, FakeServer(arm), prompts, []).bytes_share == 0.25
@@ -165,33 +165,46 @@ def test_a_failed_request_fails_its_server():
 
 
 class Metered(ServerClient):
-    """A server whose copy grows while it answers two chunks."""
+    """A server that answers when its metrics have been read to their end."""
 
-    def __init__(self, *reported: str) -> None:
+    def __init__(self, *pages: str) -> None:
         super().__init__(port=1)
-        self.pages, self.flushed = list(reported), 0
+        self.pages, self.flushed, self.read = list(pages), 0, threading.Event()
 
     def flush_cache(self) -> None:
         self.flushed += 1
 
-    def stream(self, path: str, body: dict[str, Any]):
-        yield from ({} for _ in list(self.pages))
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        assert self.read.wait(10)
+        return {"output_ids": [5], "meta_info": {}}
 
     def request(self, path: str, body: Any = None, timeout: float | None = None) -> str:
-        return self.pages.pop(0)
+        page = self.pages.pop(0)
+        if not self.pages:
+            self.pages = [page]
+            self.read.set()
+        return page
 
 
 PAGE = '# HELP x\nsglang_ext:compressed_bytes{model_name="m"} %s\nsglang_ext:query_bytes{model_name="m"} 9e9\n'
 
 
-def test_the_share_of_bytes_is_what_the_server_reports_at_most():
-    server = Metered(PAGE % "0.0", PAGE % "300.0", PAGE % "2.5e+02")
-    assert copy_share(server, (1, 2, 3, 4, 5, 6), 100) == 0.5 and server.flushed == 1
+def test_the_share_of_bytes_is_the_most_that_the_server_reports_while_it_answers():
+    server = Metered(PAGE % "0.0", PAGE % "300.0", PAGE % "2.5e+02", PAGE % "0.0")
+    assert copy_share(server, (1, 2, 3, 4, 5, 6), 8, 100) == 0.5 and server.flushed == 1
 
 
-def test_a_server_that_makes_no_copy_is_refused():
-    with pytest.raises(BenchError, match="no copy of a prompt of 2 tokens.*use longer prompts"):
-        copy_share(Metered("sglang:x 1\n"), (1, 2), 100)
+def test_a_server_that_reports_no_copy_has_no_share():
+    assert copy_share(Metered("sglang:x 1\n"), (1, 2), 8, 100) is None
+
+
+def test_a_request_that_fails_while_bytes_are_measured_is_an_error():
+    class Refusing(Metered):
+        def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+            raise ConnectionError("gone")
+
+    with pytest.raises(BenchError, match="bytes of a copy could not be measured: .*gone"):
+        copy_share(Refusing(PAGE % "1.0"), (1, 2), 8, 100)
 
 
 def test_stock_scores_each_token_of_an_answer_after_its_prompt():
@@ -280,6 +293,13 @@ def test_a_server_that_fails_costs_its_own_figures_alone(run):
     code, report, _ = run("--parts", "divergence", server=Broken)
     assert code == 1 and list(report["failed"]) == ["lossy-snapkv-0.5"]
     assert [each["name"] for each in report["arms"]] == ["verified-snapkv-0.5-x4", "full"]
+
+
+def test_a_server_that_does_not_report_bytes_is_drawn_at_its_budget():
+    arm = QualityArm("lossy", "snapkv", 0.25)
+    assert (ArmQuality(arm, None).share, ArmQuality(arm, 0.3).share) == (0.25, 0.3)
+    (panel,) = panels_of(Results((ArmQuality(arm, None, functional={0.0: {"needle": 0.5}}),)))
+    assert panel.lines[0].points == ((0.25, 0.5),)
 
 
 def test_nothing_is_drawn_of_nothing(tmp_path):

@@ -80,12 +80,12 @@ def arms_of(config: QualityConfig) -> list[QualityArm]:
 class Answers:
     """What a server answered, by temperature, in the order of prompts and tasks; empty where it was not asked.
 
-    ``bytes_share`` is that of its compressed copies in full KV's bytes; 1 of stock.
+    ``bytes_share`` is that of its compressed copies in full KV's bytes, 1 of stock; None where it reported none.
     """
 
     prompts: Mapping[float, tuple[Generation, ...]] = field(default_factory=dict)
     tasks: Mapping[float, tuple[Generation, ...]] = field(default_factory=dict)
-    bytes_share: float = 1.0
+    bytes_share: float | None = 1.0
 
 
 def server(config: QualityConfig, arm: QualityArm, logs: Path) -> ServerProcess:
@@ -113,17 +113,21 @@ def ask(
     wants_prompts = drafts or (config.asks("kl", "divergence") and compared)
     wants_tasks = config.asks("functional") and compared
     return Answers(
-        bytes_share=1.0 if arm == FULL else _bytes_share(config, client, [each.input_ids for each in (*prompts, *tasks)]),
+        bytes_share=_bytes_share(config, arm, client, [each.input_ids for each in (*prompts, *tasks)]),
         prompts=_ask_prompts(config, client, prompts, compared) if wants_prompts else {},
         tasks=_ask_tasks(config, client, tasks) if wants_tasks else {},
     )
 
 
-def _bytes_share(config: QualityConfig, client: ServerClient, contexts: Sequence[tuple[int, ...]]) -> float:
-    """Measured on the shortest context that is long enough, else on the longest."""
+def _bytes_share(
+    config: QualityConfig, arm: QualityArm, client: ServerClient, contexts: Sequence[tuple[int, ...]]
+) -> float | None:
+    """Measured on the shortest context that is long enough, else on the longest, over two rounds at least."""
+    if arm == FULL:
+        return 1.0
     ordered = sorted(contexts, key=len)
     context = next((each for each in ordered if len(each) >= MEASURED_TOKENS), ordered[-1])
-    return copy_share(client, context, token_bytes(config.model, config.dtype))
+    return copy_share(client, context, 8 + 2 * (arm.draft_length or 0), token_bytes(config.model, config.dtype))
 
 
 def _ask_prompts(

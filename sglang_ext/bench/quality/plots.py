@@ -70,7 +70,7 @@ def _lines(arms: Sequence[ArmQuality], value: Callable[[ArmQuality], float | Non
         found = value(each)
         if found is not None:
             label = f"{each.arm.mode} {each.arm.compressor}{suffix}"
-            points.setdefault(label, []).append((each.bytes_share, found))
+            points.setdefault(label, []).append((each.share, found))
     return tuple(Line(label, tuple(sorted(of_line))) for label, of_line in points.items())
 
 

@@ -18,7 +18,7 @@ class ArmQuality:
     """One server's figures, by temperature where they depend on it; empty or None where they were not asked for.
 
     Attributes:
-        bytes_share: of a compressed copy in full KV's bytes, as the server reports them.
+        bytes_share: of a compressed copy in full KV's bytes, as the server reports them; None where it did not.
         acceptance: of a verified server.
         kl: from full KV; of stock, of its decode from its prefill.
         first_differences: from stock's answers.
@@ -26,11 +26,16 @@ class ArmQuality:
     """
 
     arm: QualityArm
-    bytes_share: float = 1.0
+    bytes_share: float | None = 1.0
     acceptance: Mapping[float, Acceptance] = field(default_factory=dict)
     kl: KLSummary | None = None
     first_differences: Mapping[float, FirstDifferences] = field(default_factory=dict)
     functional: Mapping[float, Mapping[str, float]] = field(default_factory=dict)
+
+    @property
+    def share(self) -> float:
+        """Of a copy in full KV's bytes; the budget where the server did not say."""
+        return self.arm.budget if self.bytes_share is None else self.bytes_share
 
     @property
     def functional_mean(self) -> float | None:
@@ -54,7 +59,7 @@ class Results:
 
     def bytes_share(self, compressor: str, budget: float) -> float:
         """Share of a compressor's copies in full KV's bytes; the budget where no server reported it."""
-        found = (each.bytes_share for each in self.arms if (each.arm.compressor, each.arm.budget) == (compressor, budget))
+        found = (each.share for each in self.arms if (each.arm.compressor, each.arm.budget) == (compressor, budget))
         return next(found, budget)
 
     @property
