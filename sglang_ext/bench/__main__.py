@@ -25,6 +25,10 @@ COMMANDS = {
     ),
     "decode": Command("sglang_ext.bench.decode", "measure decode speed of stock SGLang and of verified decoding"),
     "latency": Command("sglang_ext.bench.latency", "measure latency of both against the rate of requests"),
+    "quality": Command(
+        "sglang_ext.bench.quality.command",
+        "measure what compressed KV costs in quality, and that verified decoding costs nothing",
+    ),
     "families": Command(
         "sglang_ext.bench.families", "identity on tiny random models of each supported family"
     ),

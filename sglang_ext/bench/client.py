@@ -21,17 +21,21 @@ HEALTH_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How tokens are chosen. ``temperature`` 0 is greedy; a seed needs a server that honours it."""
+    """How tokens are chosen. ``temperature`` 0 is greedy; a seed needs a server that honours it.
+
+    With ``ignore_eos`` an answer has all tokens that were asked for, else it may end by itself before.
+    """
 
     temperature: float = 0.0
     seed: int | None = None
+    ignore_eos: bool = True
 
     def as_json(self, new_tokens: int) -> dict[str, Any]:
-        """``sampling_params`` of a request for exactly ``new_tokens`` tokens."""
+        """``sampling_params`` of a request for ``new_tokens`` tokens."""
         params: dict[str, Any] = {
             "temperature": self.temperature,
             "max_new_tokens": new_tokens,
-            "ignore_eos": True,
+            "ignore_eos": self.ignore_eos,
         }
         if self.seed is not None:
             params["sampling_seed"] = self.seed

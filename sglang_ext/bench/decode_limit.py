@@ -1,15 +1,29 @@
 """The least time that memory bandwidth allows a decoded token: the bytes it must read over the bandwidth."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sglang_ext.managers import placement
 from sglang_ext.managers.costs import Costs
 
 if TYPE_CHECKING:
     from sglang_ext.bench.settings import Setting
+
+
+def kv_shape(config: Mapping[str, Any]) -> tuple[int, int]:
+    """KV heads and ``head_dim``, from the values of a ``config.json``."""
+    query_heads = config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads") or query_heads
+    return kv_heads, config.get("head_dim") or config["hidden_size"] // query_heads
+
+
+def kv_token_bytes(config: Mapping[str, Any], bytes_per_number: int) -> int:
+    """Bytes of keys and values of one token, over all layers."""
+    kv_heads, dim = kv_shape(config)
+    return 2 * config["num_hidden_layers"] * kv_heads * dim * bytes_per_number
 
 
 @dataclass(frozen=True)
@@ -28,14 +42,12 @@ class ModelBytes:
     def of(cls, folder: Path, bytes_per_number: int) -> "ModelBytes":
         """From a dense model's ``config.json``: attention and gated MLP in each layer, and the output head."""
         config = json.loads((folder / "config.json").read_text())
-        hidden, layers = config["hidden_size"], config["num_hidden_layers"]
-        query_heads = config["num_attention_heads"]
-        kv_heads = config.get("num_key_value_heads") or query_heads
-        dim = config.get("head_dim") or hidden // query_heads
+        hidden, layers, query_heads = config["hidden_size"], config["num_hidden_layers"], config["num_attention_heads"]
+        kv_heads, dim = kv_shape(config)
         attention = hidden * dim * (2 * query_heads + 2 * kv_heads)
         mlp = 3 * hidden * config["intermediate_size"]
         weights = layers * (attention + mlp) + config["vocab_size"] * hidden
-        return cls(weights * bytes_per_number, 2 * layers * kv_heads * dim * bytes_per_number)
+        return cls(weights * bytes_per_number, kv_token_bytes(config, bytes_per_number))
 
     def step(self, batch: int, tokens: float) -> float:
         """Bytes of a step in which each of ``batch`` requests attends to ``tokens`` tokens."""

@@ -30,7 +30,8 @@ class Generation:
     """The answer to one request.
 
     ``top_logprobs[i]`` belongs to output token i (None: not asked for). ``fallback`` is the
-    server's reason to have used the full KV cache. With ``error`` set, nothing else is.
+    server's reason to have used the full KV cache. ``text`` is the answer without the tokens that
+    ended it. With ``error`` set, nothing else is.
     """
 
     output_ids: tuple[int, ...] = ()
@@ -39,6 +40,7 @@ class Generation:
     fallback: str | None = None
     error: str | None = None
     seconds: float = 0.0
+    text: str = ""
 
     def margin(self, index: int) -> float | None:
         """Top-2 margin at output token ``index``; None where it is unknown.
@@ -93,6 +95,7 @@ def parse_response(payload: Mapping[str, Any], seconds: float = 0.0) -> Generati
             verify=parse_verify(meta),
             fallback=meta.get("kv_fallback"),
             seconds=seconds,
+            text=payload.get("text", ""),
         )
     except (KeyError, TypeError, ValueError) as error:
         return Generation(error=f"malformed meta_info ({error!r}): {meta}", seconds=seconds)

@@ -7,18 +7,15 @@ from pathlib import Path
 from typing import Literal
 
 from sglang_ext.bench.identity_config import AUTO, IdentityConfig
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in text.split(",") if part.strip())
+from sglang_ext.bench.options import names
 
 
 def _floats(text: str) -> tuple[float, ...]:
-    return tuple(float(part) for part in _names(text))
+    return tuple(float(part) for part in names(text))
 
 
 def _ints(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in _names(text))
+    return tuple(int(part) for part in names(text))
 
 
 def words(texts: Sequence[str]) -> tuple[str, ...]:
@@ -38,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", required=True, help="model folder or name")
     add("--prompts", required=True, type=Path, help="folder of .txt files, or JSON lines (text / messages)")
     add("--output-len", required=True, type=int, help="tokens to generate for each prompt")
-    add("--compressor", type=_names, default=(), help="names, separated by commas")
+    add("--compressor", type=names, default=(), help="names, separated by commas")
     add("--budget", type=_floats, default=(), help="shares of the KV cache kept, separated by commas")
     add("--draft-length", type=int, default=16)
     add("--temperature", type=float, default=0.0)

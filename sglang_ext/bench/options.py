@@ -3,6 +3,11 @@
 from sglang_ext.bench import BenchError
 
 
+def names(text: str) -> tuple[str, ...]:
+    """Names separated by commas, without blanks and empty ones."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
 def numbers(text: str, flag: str, kind: type = int, zero: bool = False) -> list:
     """Numbers separated by commas, all above 0 (or 0, where ``zero`` allows it).
 

@@ -141,14 +141,17 @@ def write_plot(path: Path, comparisons: Sequence[Comparison]) -> None:
 
 
 @contextmanager
-def png(path: Path, inches: tuple[float, float]) -> Iterator[Any]:
-    """Axes to draw on; written to ``path``, with its folder, at the end."""
+def png(path: Path, inches: tuple[float, float], grid: tuple[int, int] = (1, 1)) -> Iterator[Any]:
+    """Axes to draw on, or an array of them for a ``grid`` of rows and columns.
+
+    They are written to ``path``, with its folder, at the end.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=inches, layout="constrained")
+    figure, axes = pyplot.subplots(*grid, figsize=inches, layout="constrained")
     yield axes
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)

@@ -1,0 +1,1 @@
+"""What a compressed KV cache costs in quality, and that verified decoding costs nothing."""

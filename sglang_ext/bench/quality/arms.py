@@ -1,0 +1,196 @@
+"""The servers of a quality run, and what each is asked."""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from sglang_ext.bench import BenchError
+from sglang_ext.bench.client import ServerClient, describe_error
+from sglang_ext.bench.generation import Generation, TopLogprobs, parse_top_logprobs
+from sglang_ext.bench.prompts import Prompt
+from sglang_ext.bench.quality.config import COMPARED, QualityConfig
+from sglang_ext.bench.quality.copy_bytes import copy_share, token_bytes
+from sglang_ext.bench.quality.tasks import Task
+from sglang_ext.bench.server import ServerProcess
+
+MEASURED_TOKENS = 512
+"""Tokens of a context whose copy's bytes stand for others'; in shorter ones what is kept exact weighs more."""
+
+Item = TypeVar("Item")
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True)
+class QualityArm:
+    """One server.
+
+    Attributes:
+        mode: as ``--kv-mode``.
+        budget: 1 of stock (``full``).
+        draft_length: None unless ``verified``.
+        extra: further flags.
+    """
+
+    mode: str
+    compressor: str = "none"
+    budget: float = 1.0
+    draft_length: int | None = None
+    extra: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """For tables and logs."""
+        if self.mode == "full":
+            return "full"
+        drafts = "" if self.draft_length is None else f"-x{self.draft_length}"
+        return f"{self.mode}-{self.compressor}-{self.budget:g}{drafts}"
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Flags beside those of all servers."""
+        if self.mode == "full":
+            return ("--kv-mode", "full")
+        drafts = () if self.draft_length is None else ("--kv-draft-length", str(self.draft_length))
+        return (
+            *("--kv-mode", self.mode, "--kv-compressor", self.compressor, "--kv-budget", f"{self.budget:g}"),
+            *drafts,
+            *self.extra,
+        )
+
+
+FULL = QualityArm("full")
+
+
+def arms_of(config: QualityConfig) -> list[QualityArm]:
+    """The servers that the wanted parts need; stock comes last, for it scores what the others answered."""
+    found = []
+    for compressor in config.compressors:
+        for budget in config.budgets:
+            if config.asks(*COMPARED):
+                found.append(QualityArm("lossy", compressor, budget, None, config.kv_args))
+            lengths = config.draft_lengths if config.asks("acceptance") else config.draft_lengths[:1]
+            if config.asks("acceptance", *COMPARED):
+                found += [QualityArm("verified", compressor, budget, length, config.kv_args) for length in lengths]
+    return [*found, FULL] if config.asks(*COMPARED) else found
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What a server answered, by temperature, in the order of prompts and tasks; empty where it was not asked.
+
+    ``bytes_share`` is that of its compressed copies in full KV's bytes, 1 of stock; None where it reported none.
+    """
+
+    prompts: Mapping[float, tuple[Generation, ...]] = field(default_factory=dict)
+    tasks: Mapping[float, tuple[Generation, ...]] = field(default_factory=dict)
+    bytes_share: float | None = 1.0
+
+
+def server(config: QualityConfig, arm: QualityArm, logs: Path) -> ServerProcess:
+    """An arm's server, to be entered; its log lies in ``logs``."""
+    return ServerProcess(
+        config.model,
+        (*config.common_server_arguments, *arm.arguments),
+        logs / f"{arm.name}.log",
+        config.port,
+        config.start_timeout,
+        config.request_timeout,
+    )
+
+
+def ask(
+    config: QualityConfig, arm: QualityArm, client: ServerClient, prompts: Sequence[Prompt], tasks: Sequence[Task]
+) -> Answers:
+    """Ask a server for all that the wanted parts need of it.
+
+    Raises:
+        BenchError: a request failed.
+    """
+    compared = arm.draft_length in (None, config.draft_lengths[0])
+    drafts = config.asks("acceptance") and arm.mode == "verified"
+    wants_prompts = drafts or (config.asks("kl", "divergence") and compared)
+    wants_tasks = config.asks("functional") and compared
+    return Answers(
+        bytes_share=_bytes_share(config, arm, client, [each.input_ids for each in (*prompts, *tasks)]),
+        prompts=_ask_prompts(config, client, prompts, compared) if wants_prompts else {},
+        tasks=_ask_tasks(config, client, tasks) if wants_tasks else {},
+    )
+
+
+def _bytes_share(
+    config: QualityConfig, arm: QualityArm, client: ServerClient, contexts: Sequence[tuple[int, ...]]
+) -> float | None:
+    """Measured on the shortest context that is long enough, else on the longest, over two rounds at least."""
+    if arm == FULL:
+        return 1.0
+    ordered = sorted(contexts, key=len)
+    context = next((each for each in ordered if len(each) >= MEASURED_TOKENS), ordered[-1])
+    return copy_share(client, context, 8 + 2 * (arm.draft_length or 0), token_bytes(config.model, config.dtype))
+
+
+def _ask_prompts(
+    config: QualityConfig, client: ServerClient, prompts: Sequence[Prompt], compared: bool
+) -> dict[float, tuple[Generation, ...]]:
+    def generate(temperature: float, index: int) -> Generation:
+        wants_top = config.asks("kl") and compared and temperature == 0
+        sampling = config.sampling(temperature, index, ignore_eos=True)
+        return client.generate(prompts[index].input_ids, sampling, config.output_len, config.top if wants_top else 0)
+
+    return _by_temperature(config, client, len(prompts), generate)
+
+
+def _ask_tasks(
+    config: QualityConfig, client: ServerClient, tasks: Sequence[Task]
+) -> dict[float, tuple[Generation, ...]]:
+    def generate(temperature: float, index: int) -> Generation:
+        sampling = config.sampling(temperature, index, ignore_eos=False)
+        return client.generate(tasks[index].input_ids, sampling, tasks[index].new_tokens)
+
+    return _by_temperature(config, client, len(tasks), generate)
+
+
+def _by_temperature(
+    config: QualityConfig, client: ServerClient, count: int, generate: Callable[[float, int], Generation]
+) -> dict[float, tuple[Generation, ...]]:
+    found = {}
+    for turn, temperature in enumerate(config.temperatures):
+        if not (turn and config.keep_cache):
+            client.flush_cache()
+        answers = together(config.concurrency, range(count), lambda index: generate(temperature, index))
+        failed = [f"request {index}: {answer.error}" for index, answer in enumerate(answers) if answer.error]
+        if failed:
+            raise BenchError(f"at temperature {temperature:g} {len(failed)} of {count} requests failed; {failed[0]}")
+        found[temperature] = answers
+    return found
+
+
+def together(width: int, items: Sequence[Item], work: Callable[[Item], Answer]) -> tuple[Answer, ...]:
+    """Work on items, ``width`` at once; results in their order."""
+    with ThreadPoolExecutor(width) as pool:
+        return tuple(pool.map(work, items))
+
+
+def score(client: ServerClient, prompt: Prompt, output_ids: Sequence[int], top: int) -> tuple[TopLogprobs, ...]:
+    """The server's best log-probabilities at each token of an answer that was given to a prompt, by prefill.
+
+    Raises:
+        BenchError: the server refused, or its answer does not cover the tokens.
+    """
+    body: dict[str, Any] = {
+        "input_ids": [*prompt.input_ids, *output_ids],
+        "sampling_params": {"temperature": 0, "max_new_tokens": 0},
+        "return_logprob": True,
+        "top_logprobs_num": top,
+        # The first position asked for has no prediction; the next one is the answer's first token.
+        "logprob_start_len": len(prompt.input_ids) - 1,
+    }
+    try:
+        meta = client.post("generate", body)["meta_info"]
+    except OSError as error:
+        raise BenchError(f"stock could not score the answer to {prompt.name}: {describe_error(error)}") from error
+    scored = [row[1] for row in meta["input_token_logprobs"][1:]]
+    if scored != list(output_ids):
+        raise BenchError(f"stock scored {len(scored)} other tokens than the {len(output_ids)} answered to {prompt.name}")
+    return parse_top_logprobs(meta["input_top_logprobs"][1:]) or ()

@@ -1,0 +1,90 @@
+"""Keys, values and queries of a model by layer, with transformers, without a server."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+NAME = "sglang_ext_capture"
+
+
+@dataclass(frozen=True)
+class LayerAttention:
+    """What attention saw in one layer, rotary embedding applied.
+
+    Attributes:
+        queries: [tokens, query_heads, head_dim].
+        keys, values: [tokens, kv_heads, head_dim].
+        scaling: factor on query-key products before softmax.
+        layer_id: index of the layer.
+    """
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    scaling: float
+    layer_id: int
+
+
+def capture_into(found: list[LayerAttention]) -> None:
+    """From now on, forwards of a model with attention :data:`NAME` append what they see to ``found``, layer by layer."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import sdpa_mask
+
+    def attend(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float | None = None,
+        **options: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        # transformers has [batch, heads, tokens, head_dim].
+        queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        factor = query.shape[-1] ** -0.5 if scaling is None else scaling
+        found.append(LayerAttention(queries, keys, values, factor, module.layer_idx))
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
+
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+class CapturedModel:
+    """A model in this process that shows its attention.
+
+    Args:
+        model: folder or name.
+        dtype: of weights and KV, as for ``--dtype``.
+    """
+
+    def __init__(self, model: str, dtype: str) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self._model = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
+
+    def continued(self, input_ids: tuple[int, ...], tokens: int) -> tuple[int, ...]:
+        """The prompt and its greedy continuation by so many tokens."""
+        ids = torch.tensor([input_ids])
+        with torch.inference_mode():
+            out = self._model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=tokens,
+                min_new_tokens=tokens,
+                do_sample=False,
+                pad_token_id=0,
+            )
+        return tuple(out[0].tolist())
+
+    def attention(self, input_ids: tuple[int, ...]) -> list[LayerAttention]:
+        """Queries, keys and values of all tokens, by layer."""
+        found: list[LayerAttention] = []
+        usual = self._model.config._attn_implementation
+        capture_into(found)
+        with torch.inference_mode():
+            self._model.set_attn_implementation(NAME)
+            self._model(torch.tensor([input_ids]), use_cache=False)
+            self._model.set_attn_implementation(usual)
+        return found

@@ -1,0 +1,113 @@
+"""What ``python -m sglang_ext.bench quality`` was asked to do."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from sglang_ext.bench import BenchError
+from sglang_ext.bench.client import SamplingSettings
+
+PARTS = ("acceptance", "kl", "divergence", "functional", "attention")
+COMPARED = ("kl", "divergence", "functional")
+"""Parts that ask stock, lossy and verified servers alike."""
+
+
+@dataclass(frozen=True)
+class BenchmarkFile:
+    """A user's benchmark: JSON lines, the fields of prompt and expected answer, and how answers are scored.
+
+    ``scored_by`` is one of :data:`~.scorers.BY_NAME`; with ``chat`` prompts go through the model's chat template.
+    """
+
+    path: Path
+    prompt_field: str
+    answer_field: str
+    scored_by: str
+    new_tokens: int
+    chat: bool
+
+
+@dataclass(frozen=True)
+class QualityConfig:
+    """The command line of ``quality``, checked. Field names are those of the options.
+
+    Attributes:
+        prompts: None where no part needs any.
+        draft_lengths: of verified servers; the first one's serves the parts beside acceptance.
+        top: best log-probabilities at each step, for KL divergences.
+        tasks: functional tasks of each kind; 0 for the benchmark alone.
+        task_tokens: tokens of real text in each of them.
+        benchmark: a user's tasks, beside these.
+        keep_cache: whether a temperature finds the prefix caches as the one before left them.
+    """
+
+    model: str
+    parts: tuple[str, ...]
+    prompts: Path | None
+    compressors: tuple[str, ...]
+    budgets: tuple[float, ...]
+    draft_lengths: tuple[int, ...] = (4, 8, 16, 32)
+    temperatures: tuple[float, ...] = (0.0, 0.7)
+    seed: int = 1
+    output_len: int = 64
+    top: int = 64
+    tasks: int = 4
+    task_tokens: int = 1024
+    benchmark: BenchmarkFile | None = None
+    concurrency: int = 4
+    keep_cache: bool = False
+    dtype: str = "float32"
+    server_args: tuple[str, ...] = ()
+    kv_args: tuple[str, ...] = ()
+    limit: int | None = None
+    port: int = 0
+    start_timeout: float = 300.0
+    request_timeout: float = 1800.0
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be measured.
+
+        Raises:
+            BenchError: naming the option, its value and what is allowed.
+        """
+        for part in self.parts:
+            if part not in PARTS:
+                raise BenchError(f"--parts {part!r}: pass some of {', '.join(PARTS)}, separated by commas")
+        for option, given in (("--parts", self.parts), ("--compressor", self.compressors)):
+            if not given:
+                raise BenchError(f"{option} names nothing; pass some, separated by commas")
+        self._check_ranges()
+        if self.prompts is None and self.parts != ("functional",):
+            raise BenchError(f"--parts {','.join(self.parts)} needs --prompts; only functional goes without")
+        if "kl" in self.parts and 0 not in self.temperatures:
+            raise BenchError(
+                "--parts kl compares distributions before temperature, along greedy answers: add 0 to --temperature"
+            )
+
+    def _check_ranges(self) -> None:
+        counts = {"--output-len": self.output_len, "--top-logprobs": self.top}
+        counts |= {"--task-tokens": self.task_tokens, "--concurrency": self.concurrency}
+        counts |= {"--draft-length": min(self.draft_lengths), "--limit": 1 if self.limit is None else self.limit}
+        for option, value in counts.items():
+            if value < 1:
+                raise BenchError(f"{option} {value}: must be at least 1")
+        for budget in self.budgets:
+            if not 0 < budget <= 1:
+                raise BenchError(f"--budget {budget:g}: a budget is a share of the cache in (0, 1]")
+        if self.tasks < 1 and "functional" in self.parts and self.benchmark is None:
+            raise BenchError(f"--tasks {self.tasks}: --parts functional needs at least 1, or a --benchmark")
+        if min(self.temperatures) < 0:
+            raise BenchError(f"--temperature {min(self.temperatures):g}: must be 0 (greedy) or above")
+
+    def asks(self, *parts: str) -> bool:
+        """Whether one of these parts is wanted."""
+        return any(part in self.parts for part in parts)
+
+    @property
+    def common_server_arguments(self) -> tuple[str, ...]:
+        """Arguments of all servers; SGLang honours seeds in deterministic inference only, and metrics tell bytes."""
+        seeded = ("--enable-deterministic-inference",) if max(self.temperatures) > 0 else ()
+        return ("--dtype", self.dtype, "--enable-metrics", *seeded, *self.server_args)
+
+    def sampling(self, temperature: float, index: int, ignore_eos: bool) -> SamplingSettings:
+        """How all servers choose the tokens of the request of that index."""
+        return SamplingSettings(temperature, self.seed + index if temperature > 0 else None, ignore_eos)

@@ -1,0 +1,56 @@
+"""Bytes of a compressed copy, as its server reports them: codes, scales and whatever else lies in its slots."""
+
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from sglang_ext.bench import BenchError
+from sglang_ext.bench.client import SamplingSettings, ServerClient, describe_error
+from sglang_ext.bench.decode_limit import kv_token_bytes
+
+REPORTED = re.compile(r"^sglang_ext:compressed_bytes\{[^}]*\} (\S+)$", re.MULTILINE)
+POLL_SECONDS = 0.01
+
+
+def token_bytes(model: str, dtype: str) -> int:
+    """Bytes of full KV of one token of a model, folder or name, over all layers."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model).get_text_config().to_dict()
+    return kv_token_bytes(config, 4 if dtype == "float32" else 2)
+
+
+def copy_share(client: ServerClient, input_ids: tuple[int, ...], new_tokens: int, bytes_per_token: int) -> float | None:
+    """Bytes of a prompt's compressed copy over those of its full KV, on a server with ``--enable-metrics``.
+
+    The copy is there only while the request runs, so that metrics are read again and again meanwhile.
+
+    Returns:
+        None where the server reported no copy.
+
+    Raises:
+        BenchError: a request failed.
+    """
+    client.flush_cache()
+    largest = 0.0
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(client.generate, input_ids, SamplingSettings(), new_tokens)
+        while not answer.done():
+            largest = max(largest, reported_bytes(client))
+            time.sleep(POLL_SECONDS)
+    if answer.result().error:
+        raise BenchError(f"the bytes of a copy could not be measured: {answer.result().error}")
+    return largest / (len(input_ids) * bytes_per_token) or None
+
+
+def reported_bytes(client: ServerClient) -> float:
+    """Bytes in compressed copies at present; 0 where the server does not say.
+
+    Raises:
+        BenchError: the server refused, or is gone.
+    """
+    try:
+        page = client.request("metrics")
+    except OSError as error:
+        raise BenchError(f"GET /metrics failed: {describe_error(error)}; the server must be alive") from error
+    return max(map(float, REPORTED.findall(page)), default=0.0)
