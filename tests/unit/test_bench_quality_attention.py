@@ -6,7 +6,7 @@ import torch
 from sglang_ext.bench.prompts import Prompt
 from sglang_ext.bench.quality.attention import attend, context_of, measure, relative_errors
 from sglang_ext.bench.quality.capture import CapturedModel, LayerAttention
-from sglang_ext.mem_cache.compressors import create
+from sglang_ext.mem_cache.compressors import create, method
 
 PROMPT, AFTER = 40, 5
 
@@ -38,7 +38,7 @@ def test_attention_of_the_newest_tokens_is_a_plain_causal_loop():
 
 @pytest.mark.parametrize("name", ["snapkv", "sink-recent"])
 def test_a_whole_copy_has_no_error_and_less_has_more(name):
-    errors = [relative_errors(layers(), PROMPT, create(name), budget) for budget in (1.0, 0.5, 0.1)]
+    errors = [relative_errors(layers(), PROMPT, method(name), budget) for budget in (1.0, 0.5, 0.1)]
     assert all(each.shape == (2, AFTER) for each in errors)
     assert errors[0].max() == 0
     assert 0 < errors[1].mean() < errors[2].mean()
@@ -49,7 +49,7 @@ def test_a_token_that_is_dropped_costs_its_share_of_the_output():
     # All attention goes to token 10, which sink-recent drops, and whose value is seen nowhere else.
     layer.keys[:], layer.values[:] = 0, 0
     layer.keys[10], layer.values[10], layer.queries[:] = 100, 1, 1
-    errors = relative_errors([layer], PROMPT, create("sink-recent"), 0.5)
+    errors = relative_errors([layer], PROMPT, method("sink-recent"), 0.5)
     assert torch.allclose(errors, torch.ones(1, AFTER), atol=1e-4)
 
 
@@ -96,3 +96,19 @@ def test_errors_are_pooled_over_prompts_by_layer():
     whole, part = measure(TinyModel(), prompts, ["sink-recent"], [1.0, 0.25], tokens=3)
     assert (whole.mean, whole.worst) == (0, 0) and len(part.mean_by_layer) == 2
     assert 0 < part.mean < part.worst
+
+
+def test_fewer_bits_have_larger_errors_and_what_is_dropped_too_adds_to_them():
+    found = layers(tokens=256 + AFTER, dim=64)
+    error = {name: relative_errors(found, 256, method(name, bits), budget).mean() for name, bits, budget in (
+        ("int8", None, 1.0), ("kivi", 4, 1.0), ("turboquant", 2, 1.0), ("snapkv+int8", None, 0.5),
+    )}  # fmt: skip
+    assert 0 < error["int8"] < 0.01 < error["kivi"] < error["turboquant"] < 1
+    assert error["snapkv+int8"] > 5 * error["int8"]
+
+
+def test_a_method_that_needs_the_models_rotary_embedding_gets_it():
+    model = TinyModel()
+    prompts = [Prompt("a", tuple(range(1, 40)))]
+    (found,) = measure(model, prompts, ["expected-attention"], [0.5], tokens=3)
+    assert 0 < found.mean < 1

@@ -305,3 +305,16 @@ def test_a_server_that_does_not_report_bytes_is_drawn_at_its_budget():
 def test_nothing_is_drawn_of_nothing(tmp_path):
     write(tmp_path / "none.png", Results(()))
     assert panels_of(Results(())) == [] and not (tmp_path / "none.png").exists()
+
+
+def test_methods_that_pack_keep_all_tokens_and_have_bits():
+    found = arms_of(config("--compressor", "kivi:2,snapkv+int8", "--budget", "0.5,0.25", "--parts", "kl"))
+    assert [(each.mode, each.compressor, each.budget) for each in found[:2]] == [("lossy", "kivi:2", 1), ("verified", "kivi:2", 1)]
+    assert found[0].arguments[2:8] == ("--kv-compressor", "kivi", "--kv-bits", "2", "--kv-budget", "1")
+    assert [each.budget for each in found[2:-1]] == [0.5, 0.5, 0.25, 0.25] and "--kv-bits" not in found[2].arguments
+
+
+@pytest.mark.parametrize("name", ["gzip", "kivi:3", "kivi:few", "snapkv:4"])
+def test_a_method_that_there_is_not_is_refused_before_a_server_starts(name):
+    with pytest.raises(BenchError, match=f"--compressor '{name}'"):
+        config("--compressor", name)

@@ -12,6 +12,7 @@ from sglang_ext.bench.generation import Generation, TopLogprobs, parse_top_logpr
 from sglang_ext.bench.prompts import Prompt
 from sglang_ext.bench.quality.config import COMPARED, QualityConfig
 from sglang_ext.bench.quality.copy_bytes import copy_share, token_bytes
+from sglang_ext.bench.quality.named import Named
 from sglang_ext.bench.quality.tasks import Task
 from sglang_ext.bench.server import ServerProcess
 
@@ -28,6 +29,7 @@ class QualityArm:
 
     Attributes:
         mode: as ``--kv-mode``.
+        compressor: as ``--compressor`` names it (named.py).
         budget: 1 of stock (``full``).
         draft_length: None unless ``verified``.
         extra: further flags.
@@ -54,7 +56,7 @@ class QualityArm:
             return ("--kv-mode", "full")
         drafts = () if self.draft_length is None else ("--kv-draft-length", str(self.draft_length))
         return (
-            *("--kv-mode", self.mode, "--kv-compressor", self.compressor, "--kv-budget", f"{self.budget:g}"),
+            *("--kv-mode", self.mode, *Named.of(self.compressor).flags, "--kv-budget", f"{self.budget:g}"),
             *drafts,
             *self.extra,
         )
@@ -67,7 +69,7 @@ def arms_of(config: QualityConfig) -> list[QualityArm]:
     """The servers that the wanted parts need; stock comes last, for it scores what the others answered."""
     found = []
     for compressor in config.compressors:
-        for budget in config.budgets:
+        for budget in Named.of(compressor).budgets(config.budgets):
             if config.asks(*COMPARED):
                 found.append(QualityArm("lossy", compressor, budget, None, config.kv_args))
             lengths = config.draft_lengths if config.asks("acceptance") else config.draft_lengths[:1]

@@ -2,14 +2,18 @@
 
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from sglang_ext.bench.prompts import Prompt
 from sglang_ext.bench.quality.capture import CapturedModel, LayerAttention
-from sglang_ext.mem_cache.compressors import Compressor, ContextKV, Part, create, kept_count
+from sglang_ext.bench.quality.named import Named
+from sglang_ext.layers.attention.packed import packed_attention
+from sglang_ext.mem_cache.compressors import Compressor, ContextKV, Method, Part, kept_count, method
 from sglang_ext.mem_cache.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.packing import Packing, Unpacked
+from sglang_ext.mem_cache.rotary import Rotary
 
 
 @dataclass(frozen=True)
@@ -43,12 +47,14 @@ def measure(
 
     Every layer sees full KV's queries: the errors of the layers before it are not added.
     """
-    settings = [(name, budget) for name in compressors for budget in budgets]
+    settings = [(name, budget) for name in compressors for budget in Named.of(name).budgets(budgets)]
     by_setting: dict[tuple[str, float], list[torch.Tensor]] = {setting: [] for setting in settings}
     for prompt in prompts:
         layers = model.attention(model.continued(prompt.input_ids, tokens))
         for name, budget in settings:
-            by_setting[name, budget].append(relative_errors(layers, len(prompt.input_ids), create(name), budget))
+            named = Named.of(name)
+            chosen = method(named.compressor, named.bits)
+            by_setting[name, budget].append(relative_errors(layers, len(prompt.input_ids), chosen, budget, model.rotary))
     for (name, budget), found in by_setting.items():
         errors = torch.cat(found, dim=1)
         mean, worst = errors.mean(dim=1).tolist(), errors.amax(dim=1).tolist()
@@ -56,17 +62,41 @@ def measure(
 
 
 def relative_errors(
-    layers: Sequence[LayerAttention], prompt: int, compressor: Compressor, budget: float
+    layers: Sequence[LayerAttention], prompt: int, chosen: Method, budget: float, rotary: Rotary | None = None
 ) -> torch.Tensor:
     """Errors of the tokens after the first ``prompt`` ones: float32 [layers, tokens after them].
 
-    The copy stands for the prompt; the tokens after it are exact, as they are in a server.
+    The copy stands for the prompt, but for the newest tokens that a method leaves as they are; these and the tokens after the
+    prompt are exact, as they are in a server.
+
+    Args:
+        budget: share of the prompt that is kept.
+        rotary: the model's, for a compressor that needs it.
     """
-    (kept,) = compressor.select(context_of(layers, prompt, compressor), [Part(0, prompt, kept_count(prompt, budget, 1))])
-    return torch.stack([_layer_errors(layer, prompt, of_layer) for layer, of_layer in zip(layers, kept)])
+    context = context_of(layers, prompt, chosen.compressor, rotary)
+    packing = Unpacked(1) if chosen.quantizer is None else Packing.of(chosen.quantizer, context.buffers, 1)
+    covered = max(0, prompt - packing.recent) // packing.unit * packing.unit
+    (kept,) = chosen.compressor.select(context, [Part(0, covered, kept_count(covered, budget, packing.unit))])
+    held = packing.held_slots(kept.shape[-1])
+    copies = torch.arange(held) + len(layers[0].keys)
+    grown = replace(context.buffers, keys=_grown(context.buffers.keys, held), values=_grown(context.buffers.values, held))
+    packing.write(grown, kept, context.slots, copies)
+    row = torch.cat([copies, torch.arange(covered, len(layers[0].keys))])
+    found = []
+    for layer, keys, values in zip(layers, grown.keys, grown.values):
+        queries = layer.queries[prompt:]
+        full = attend(queries, layer.keys, layer.values, layer.scaling)
+        if chosen.quantizer is None:
+            compressed = attend(queries, keys[row], values[row], layer.scaling)
+        else:
+            compressed = packed_attention(packing, queries, keys, values, row, held, layer.scaling)
+        found.append((compressed - full).flatten(1).norm(dim=1) / full.flatten(1).norm(dim=1))
+    return torch.stack(found)
 
 
-def context_of(layers: Sequence[LayerAttention], prompt: int, compressor: Compressor) -> ContextKV:
+def context_of(
+    layers: Sequence[LayerAttention], prompt: int, compressor: Compressor, rotary: Rotary | None = None
+) -> ContextKV:
     """The prompt's full KV as a compressor sees it in a server, with its newest queries."""
     buffers = KVBuffers(
         layer_ids=tuple(layer.layer_id for layer in layers),
@@ -76,18 +106,12 @@ def context_of(layers: Sequence[LayerAttention], prompt: int, compressor: Compre
     )
     first = max(0, prompt - compressor.window)
     queries = torch.stack([layer.queries[first:prompt] for layer in layers])
-    return ContextKV(buffers, torch.arange(prompt), queries, torch.arange(first, prompt))
+    return ContextKV(buffers, torch.arange(prompt), queries, torch.arange(first, prompt), rotary)
 
 
-def _layer_errors(layer: LayerAttention, prompt: int, kept: torch.Tensor) -> torch.Tensor:
-    """Errors of one layer, whose copy keeps ``kept``, int64 [kv_heads, count]: float32 [tokens after the prompt]."""
-    heads = torch.arange(kept.shape[0])
-    keys, values = (
-        torch.cat([tensor[:prompt][kept.t(), heads], tensor[prompt:]]) for tensor in (layer.keys, layer.values)
-    )
-    full = attend(layer.queries[prompt:], layer.keys, layer.values, layer.scaling)
-    compressed = attend(layer.queries[prompt:], keys, values, layer.scaling)
-    return (compressed - full).flatten(1).norm(dim=1) / full.flatten(1).norm(dim=1)
+def _grown(buffers: Sequence[torch.Tensor], slots: int) -> tuple[torch.Tensor, ...]:
+    """Layers' buffers, [slots, kv_heads, head_dim], with so many slots more."""
+    return tuple(torch.cat([buffer, buffer.new_zeros(slots, *buffer.shape[1:])]) for buffer in buffers)
 
 
 def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float) -> torch.Tensor:

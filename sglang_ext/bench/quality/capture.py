@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from sglang_ext.mem_cache.rotary import Rotary
+
 NAME = "sglang_ext_capture"
 
 
@@ -77,6 +79,12 @@ class CapturedModel:
                 pad_token_id=0,
             )
         return tuple(out[0].tolist())
+
+    @property
+    def rotary(self) -> Rotary | None:
+        """The model's rotary embedding; None without one."""
+        embedding = getattr(self._model.base_model, "rotary_emb", None)
+        return None if embedding is None else Rotary(embedding.inv_freq.float())
 
     def attention(self, input_ids: tuple[int, ...]) -> list[LayerAttention]:
         """Queries, keys and values of all tokens, by layer."""

@@ -32,11 +32,11 @@ from sglang_ext.bench.quality.attention import AttentionError, measure
 from sglang_ext.bench.quality.benchmark_file import load_benchmark
 from sglang_ext.bench.quality.capture import CapturedModel
 from sglang_ext.bench.quality.config import QualityConfig
+from sglang_ext.bench.quality.named import Named
 from sglang_ext.bench.quality.options import add_arguments, config_from
 from sglang_ext.bench.quality.results import Results, arm_quality
 from sglang_ext.bench.quality.tasks import Task, build_tasks
 from sglang_ext.bench.server import ServerProcess
-from sglang_ext.mem_cache.compressors import names
 
 __all__ = ["add_arguments", "run"]
 
@@ -89,10 +89,10 @@ class Bench:
         if not config.asks("attention"):
             return ()
         self._console.print("attention: in this process", markup=False)
-        chosen = [name for name in config.compressors if name in names()]
+        chosen = [name for name in config.compressors if Named.of(name).chooses_here]
         for name in config.compressors:
             if name not in chosen:
-                self._console.print(f"attention: {name} chooses no tokens by itself and is left out", markup=False)
+                self._console.print(f"attention: {name} reads scores of a server's folder and is left out", markup=False)
         model = CapturedModel(config.model, config.dtype)
         return tuple(measure(model, self._prompts, chosen, config.budgets, config.output_len))
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from sglang_ext.bench import BenchError
 from sglang_ext.bench.client import SamplingSettings
+from sglang_ext.bench.quality.named import Named
 
 PARTS = ("acceptance", "kl", "divergence", "functional", "attention")
 COMPARED = ("kl", "divergence", "functional")
@@ -75,6 +76,8 @@ class QualityConfig:
         for option, given in (("--parts", self.parts), ("--compressor", self.compressors)):
             if not given:
                 raise BenchError(f"{option} names nothing; pass some, separated by commas")
+        for compressor in self.compressors:
+            Named.of(compressor)
         self._check_ranges()
         if self.prompts is None and self.parts != ("functional",):
             raise BenchError(f"--parts {','.join(self.parts)} needs --prompts; only functional goes without")

@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", required=True, help="model folder or name")
     add("--prompts", type=Path, help="folder of .txt files, or JSON lines (text / messages)")
     add("--parts", default=",".join(PARTS), help="what to measure, separated by commas (default: %(default)s)")
-    add("--compressor", default="snapkv", help="names, separated by commas")
+    add("--compressor", default="snapkv", help="names, separated by commas; kivi:2 is kivi with 2 bits")
     add("--budget", default="0.5,0.25,0.125", help="shares of the KV cache kept, separated by commas")
     add(
         "--draft-length",

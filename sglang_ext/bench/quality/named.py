@@ -1,0 +1,62 @@
+"""Methods as ``--compressor`` names them: ``kivi:2`` is ``--kv-compressor kivi --kv-bits 2``."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sglang_ext.bench import BenchError
+from sglang_ext.compressor_options import code_bits, parse_compressor
+from sglang_ext.options import ONLINE_COMPRESSORS, OptionError
+
+
+@dataclass(frozen=True)
+class Named:
+    """A method.
+
+    Attributes:
+        compressor: as ``--kv-compressor``.
+        bits: as ``--kv-bits``; None for its default.
+    """
+
+    compressor: str
+    bits: int | None = None
+
+    @classmethod
+    def of(cls, text: str) -> "Named":
+        """What ``text`` names.
+
+        Raises:
+            BenchError: there is no such method, or it has no codes of so many bits.
+        """
+        compressor, _, bits = text.partition(":")
+        if bits and not bits.isdigit():
+            raise BenchError(f"--compressor {text!r}: after the colon stand bits, as in kivi:2")
+        found = cls(compressor, int(bits) if bits else None)
+        try:
+            packs = parse_compressor(compressor)[1]
+            if packs is not None:
+                code_bits(packs, found.bits)
+        except OptionError as error:
+            raise BenchError(f"--compressor {text!r}: {error}") from error
+        if packs is None and bits:
+            raise BenchError(f"--compressor {text!r}: {compressor} keeps tokens as they are, without bits: pass {compressor}")
+        return found
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Of a server."""
+        bits = () if self.bits is None else ("--kv-bits", str(self.bits))
+        return ("--kv-compressor", self.compressor, *bits)
+
+    @property
+    def drops(self) -> str | None:
+        """What drops tokens; None where all are kept."""
+        return parse_compressor(self.compressor)[0]
+
+    @property
+    def chooses_here(self) -> bool:
+        """Whether it needs nothing but keys, values and queries; stored scores are for servers."""
+        return self.drops is None or self.drops in ONLINE_COMPRESSORS
+
+    def budgets(self, asked: Sequence[float]) -> Sequence[float]:
+        """Shares of the tokens that it can keep, of those asked for."""
+        return (1.0,) if self.drops is None else asked
