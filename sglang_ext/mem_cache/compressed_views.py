@@ -146,18 +146,18 @@ class CompressedViews:
         old = self._views.get(row)
         if old is not None:
             grown = CompressedView(old.own, covered, old.segments, own_tokens=old.own_tokens)
-            return self._resize(row, grown, headroom, None)
+            return self._resize(row, grown, headroom, None, tokens)
         segments = self.tree_cache.path_segments(prefix.node, min(prefix.tokens, covered)) if prefix else []
         for segment in segments:
             # Or they would be evicted for the rest.
             self.tree_cache.use(segment)
-        made = self._resize(row, CompressedView(self._no_slots(), covered, segments), headroom, prefix)
+        made = self._resize(row, CompressedView(self._no_slots(), covered, segments), headroom, prefix, tokens)
         if not made:
             for segment in segments:
                 self.tree_cache.release(segment)
         return made
 
-    def _resize(self, row: int, view: CompressedView, headroom: int, prefix: Prefix | None) -> bool:
+    def _resize(self, row: int, view: CompressedView, headroom: int, prefix: Prefix | None, tokens: int) -> bool:
         """Give ``view`` the slots that it lacks, fill it, and let the request read it; False when the pool lacks them."""
         end = view.shared
         if prefix is not None:
@@ -180,7 +180,7 @@ class CompressedViews:
             self.tree_cache.use(made)
             view.segments.append(made)
         self._views[row] = view
-        self._fill(row, view, made, done)
+        self._fill(row, view, made, done, tokens)
         return True
 
     def _own_count(self, view: CompressedView, end: int, shared: int) -> int:
@@ -223,14 +223,15 @@ class CompressedViews:
         new = self.allocator.alloc(missing)
         return None if new is None else torch.cat([slots, new])
 
-    def _fill(self, row: int, view: CompressedView, made: Segment | None, done: int) -> None:
+    def _fill(self, row: int, view: CompressedView, made: Segment | None, done: int, tokens: int) -> None:
         """Gather the chosen KV of each layer into a copy's own slots, after ``done`` tokens there, and into a segment's.
 
         Writes the draft row.
         """
         source = self.token_table[row, : view.covered].long()
         buffers = self.buffers
-        found = self.queries.get(row, view.covered)
+        # The newest queries are of tokens that stay as they are, where blocks leave some out.
+        found = self.queries.get(row, tokens if view.packed else view.covered)
         if found is None:
             key = buffers.keys[0]
             found = key.new_empty(len(buffers.keys), 0, *key.shape[1:]), source.new_empty(0)

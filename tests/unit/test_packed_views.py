@@ -1,5 +1,7 @@
 """Packed copies: slots are counted, shared, renewed and freed as those of other copies are, and rows say where blocks end."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,9 +16,10 @@ from sglang_ext.layers.attention.torch_native import RaggedTorchNativeBackend
 from sglang_ext.mem_cache import compressed_views
 from sglang_ext.mem_cache.compressed_views import CompressedViews, Prefix
 from sglang_ext.mem_cache.compressors import method
+from sglang_ext.mem_cache.compressors.snapkv import SnapKV
 from sglang_ext.mem_cache.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.packing import Packing, as_bytes
-from sglang_ext.mem_cache.query_window import QueryWindows
+from sglang_ext.mem_cache.query_window import QueryWindows, Recorded, record_queries
 
 TOKENS, HEADS, DIM = 700, 2, 64
 
@@ -119,6 +122,23 @@ def test_selected_tokens_are_packed_for_each_head():
     back = meant(packing.read(views.buffers.keys[0], packing.keys, view.slots), None, None)
     original = views.buffers.keys[0][views.token_table[1, kept].long()].transpose(0, 1).double()
     assert (back - original).abs().max() < 0.03
+
+
+def test_what_is_packed_is_chosen_by_the_newest_queries_though_their_tokens_stay_exact():
+    seen = []
+
+    class Spy(SnapKV):
+        def select(self, context, parts):
+            seen.append(context.query_positions.tolist())
+            return super().select(context, parts)
+
+    views = views_of("snapkv+kivi", budget=0.5)
+    views.compressor = Spy()
+    with views.queries.recording((Recorded(1, 0, 32, 468),)):
+        layer = SimpleNamespace(layer_id=0, tp_q_head_num=HEADS, qk_head_dim=DIM)
+        record_queries(lambda *args: None, None, torch.randn(32, HEADS * DIM), None, None, layer, None)
+    assert views.compress(1, 500) and views.get(1).covered == 320
+    assert seen == [list(range(468, 500))]
 
 
 def test_one_decode_reads_rows_with_and_without_blocks():
