@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 MODES = ("full", "lossy", "verified")
 # Those that look at KV and queries as they are made.
 ONLINE_COMPRESSORS = ("snapkv", "sink-recent", "expected-attention")
-COMPRESSORS = (*ONLINE_COMPRESSORS, "kvzip")
+COMPRESSORS = (*ONLINE_COMPRESSORS, "kvzip", "kvzap")
 MAX_DRAFT_LENGTH = 64
 SCHEDULES = ("auto", "lockstep", "staggered")
 FULL_TIERS = ("auto", "device", "host")
@@ -169,6 +169,7 @@ def check_flags(args: "KVServerArgs") -> None:
     _check_host(args)
     _check_offload(args)
     _check_scores(args)
+    _check_predictor(args)
 
 
 def _check_scores(args: "KVServerArgs") -> None:
@@ -188,6 +189,22 @@ def _check_scores(args: "KVServerArgs") -> None:
         raise OptionError(
             f"--kv-scores is {folder!r}, which is no folder: pass one that python -m sglang_ext.precompress wrote to"
         )
+
+
+def _check_predictor(args: "KVServerArgs") -> None:
+    folder = args.kv_predictor
+    if args.kv_compressor == "kvzap" and folder is None:
+        raise OptionError(
+            "--kv-compressor is 'kvzap', which needs a network fitted to the model: pass --kv-predictor FOLDER, written by "
+            f"python -m sglang_ext.fit kvzap, or one of {', '.join(ONLINE_COMPRESSORS)}"
+        )
+    if args.kv_compressor != "kvzap" and folder is not None:
+        raise OptionError(
+            f"--kv-predictor is {folder!r} with --kv-compressor {args.kv_compressor}, which reads none: pass --kv-compressor "
+            "kvzap, or leave it out"
+        )
+    if folder is not None and not Path(folder).is_dir():
+        raise OptionError(f"--kv-predictor is {folder!r}, which is no folder: pass one that python -m sglang_ext.fit wrote to")
 
 
 def _check_offload(args: "KVServerArgs") -> None:
@@ -288,6 +305,11 @@ def check_resolved(args: "KVServerArgs") -> None:
         raise OptionError(
             f"--cuda-graph-backend-prefill is 'full'; --kv-mode {args.kv_mode} reads the prompt's queries, which such "
             "graphs hide. Pass breakable, tc_piecewise or disabled."
+        )
+    if args.kv_compressor == "kvzap" and args.cuda_graph_config.prefill.backend == "tc_piecewise":
+        raise OptionError(
+            "--cuda-graph-backend-prefill is 'tc_piecewise'; --kv-compressor kvzap reads hidden states by hooks, which are "
+            "untested in compiled graphs. Pass breakable or disabled."
         )
     backends = {args.attention_backend, args.prefill_attention_backend, args.decode_attention_backend}
     for backend in sorted(backends - {None}):

@@ -1,6 +1,7 @@
 """Full KV of the prefix tree moves between the device and the host."""
 
 import heapq
+from collections.abc import Callable
 
 import torch
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
@@ -24,11 +25,13 @@ class TieredMoves(TieredTree):
         stored_bytes, loaded_bytes: of full KV, so far, to the host and back.
         link: how fast loads are.
         faults: of tests; None outside them.
+        on_load: told of the slots, int64 [tokens], that a load is about to write.
     """
 
     failed_pages: int = 0
     stored_bytes: int = 0
     loaded_bytes: int = 0
+    on_load: Callable[[torch.Tensor], None] = staticmethod(lambda slots: None)
 
     def __init__(self, params: CacheInitParams) -> None:
         self.link = LinkRate()
@@ -109,6 +112,7 @@ class TieredMoves(TieredTree):
             for node in nodes:
                 node.store.synchronize()
             self.faults.strike(self.host_tier.pool, pages)
+        self.on_load(slots)
         load = self.host_tier.load(pages, slots)
         self.loaded_bytes += load.size
         return load

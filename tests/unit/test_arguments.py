@@ -39,6 +39,9 @@ def build(path, **flags):
         ({"kv_mode": "fast"}, ["--kv-mode", "'fast'", "verified"]),
         ({"kv_compressor": "zip"}, ["--kv-compressor", "'zip'", "snapkv", "sink-recent"]),
         ({"kv_compressor": "kvzip"}, ["--kv-compressor is 'kvzip'", "--kv-scores FOLDER", "sglang_ext.precompress", "snapkv"]),
+        ({"kv_compressor": "kvzap"}, ["--kv-compressor is 'kvzap'", "--kv-predictor FOLDER", "sglang_ext.fit kvzap", "snapkv"]),
+        ({"kv_predictor": "/"}, ["--kv-predictor is '/'", "--kv-compressor snapkv", "pass --kv-compressor kvzap"]),
+        ({"kv_compressor": "kvzap", "kv_predictor": "/no/such"}, ["--kv-predictor is '/no/such'", "no folder"]),
         ({"kv_scores": "/"}, ["--kv-scores is '/'", "--kv-compressor snapkv", "pass --kv-compressor kvzip"]),
         (
             {"kv_compressor": "kvzip", "kv_scores": "/no/such/folder"},
