@@ -38,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
     add("texts", nargs="+", type=Path, metavar="TEXTS", help="files of text in UTF-8, like those that will be served")
     add("--model", required=True, help="Hugging Face folder or name; the one that is served")
     add("--revision", help="of a model's name")
-    add("--out", required=True, type=Path, metavar="FOLDER", help="takes the predictor, and in FOLDER/work what it is made of")
+    add("--out", required=True, type=Path, metavar="FOLDER", help="takes the predictor, and its samples in FOLDER/work")
     add("--target", default=Sampling.target, choices=("kvzip+", "kvzip"), help="which scores (default: %(default)s, as published)")
     add("--tokens", type=int, default=Sampling.tokens, help="longer texts are cut into pieces of so many (default: %(default)s)")
     add("--samples", type=int, default=Sampling.samples, help="tokens of a piece that are learned from (default: %(default)s)")
@@ -72,7 +72,8 @@ def run(args: argparse.Namespace, console: Console) -> None:
     sampler = Sampler(AutoTokenizer.from_pretrained(folder), model_key(folder), sampling, samples)
     texts = [sampler.pieces(file) for file in args.texts]
     parts = split(texts, args.held_out)
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[unit]}"), TimeRemainingColumn()
+    unit = TextColumn("{task.fields[unit]}")
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), unit, TimeRemainingColumn()
     layers = AutoConfig.from_pretrained(folder).get_text_config().num_hidden_layers
     with Progress(*columns, console=console) as progress:
         _take(sampler, [piece for pieces in texts for piece in pieces], args, folder, progress)
@@ -95,7 +96,8 @@ def _take(sampler: Sampler, pieces: list[Piece], args: argparse.Namespace, folde
 
 
 def _tell(fitted: Fitted, console: Console) -> None:
-    table = Table("layer", "mean squared error", "R^2", title=f"on held-out texts; fitted to {fitted.tokens} tokens of {fitted.texts} texts")
+    title = f"on held-out texts; fitted to {fitted.tokens} tokens of {fitted.texts} texts"
+    table = Table("layer", "mean squared error", "R^2", title=title)
     for layer, (loss, r2) in enumerate(zip(fitted.loss, fitted.r2)):
         table.add_row(str(layer), f"{loss:.3f}", f"{r2:.3f}")
     table.add_row("mean", *(f"{sum(values) / len(values):.3f}" for values in (fitted.loss, fitted.r2)))

@@ -67,7 +67,8 @@ class Fit:
     @property
     def settings(self) -> str:
         """Of samples and training, as JSON with sorted keys."""
-        texts = blake2b(repr([[path.name for path in side] for side in (self.split.learned, self.split.held)]).encode(), digest_size=16)
+        names = [[path.name for path in side] for side in (self.split.learned, self.split.held)]
+        texts = blake2b(json.dumps(names).encode(), digest_size=16)
         parts = {"sampling": json.loads(self.sampler.sampling.settings), "training": json.loads(self.training.settings)}
         return json.dumps({**parts, "samples": texts.hexdigest()}, sort_keys=True)
 

@@ -66,7 +66,8 @@ def test_samples_are_the_states_and_the_logarithms_of_the_scores_of_the_same_tok
     monkeypatch.setattr(samples, "reconstruction_scores", lambda *a: seen.append((a[2], original(*a))) or seen[-1][1])
     assert fit(tiny, tmp_path / "out", *texts) == 0
     model, inputs = AutoModelForCausalLM.from_pretrained(tiny), []
-    model.model.layers[1].self_attn.register_forward_pre_hook(lambda *a: inputs.append(a[2]["hidden_states"][0]), with_kwargs=True)
+    attention = model.model.layers[1].self_attn
+    attention.register_forward_pre_hook(lambda *a: inputs.append(a[2]["hidden_states"][0]), with_kwargs=True)
     assert len(seen) > 3, "longer texts are cut"
     files = [path for path in (tmp_path / "out/work").iterdir() if not path.name.startswith("layer")]
     states, targets = of_layer(files, 1)

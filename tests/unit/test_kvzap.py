@@ -6,12 +6,10 @@ import pytest
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 
-from sglang_ext.managers import compression
 from sglang_ext.mem_cache.compressors import ContextKV, Part
 from sglang_ext.mem_cache.compressors.kvzap import KVzap
 from sglang_ext.mem_cache.compressors.sink_recent import SinkRecent
 from sglang_ext.mem_cache.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.scores.model_key import model_key
 from sglang_ext.mem_cache.scores.predictor import Fitted, Predictor
 from sglang_ext.mem_cache.slot_scores import SlotScores, owners
 from sglang_ext.options import OptionError
@@ -49,7 +47,8 @@ class Model(torch.nn.Module):
 @pytest.fixture
 def predictor():
     generator = torch.Generator().manual_seed(0)
-    return Predictor(torch.randn(LAYERS, HEADS, HIDDEN, generator=generator), torch.randn(LAYERS, HEADS, generator=generator), UNKNOWN)
+    outer, bias = (torch.randn(LAYERS, HEADS, *size, generator=generator) for size in ((HIDDEN,), ()))
+    return Predictor(outer, bias, UNKNOWN)
 
 
 @pytest.fixture
@@ -162,35 +161,6 @@ def test_without_host_memory_no_queries_are_kept_and_nothing_is_unknown(scores):
     assert (alone.window, alone.needs_rotary) == (0, False) and beside.window == 32
     assert alone.for_context(SimpleNamespace(slots=torch.tensor([1]))) is alone
     assert alone.held_bytes == LAYERS * HEADS * (SLOTS * 2 + HIDDEN * 4 + 4)
-
-
-def arguments(folder, model, **others):
-    config = SimpleNamespace(num_hidden_layers=2, get_total_num_kv_heads=lambda: 2, hidden_size=64)
-    flags = {"kv_compressor": "kvzap", "tp_size": 1, "revision": None, "kv_host_gb": 0, "kv_online_compressor": "snapkv", **others}
-    return SimpleNamespace(kv_predictor=str(folder), model_path=str(model), get_model_config=lambda: config, **flags)
-
-
-def store(folder, tiny, heads=2, hidden=64):
-    outer = torch.arange(2.0 * heads * hidden).view(2, heads, hidden)
-    Predictor(outer, torch.zeros(2, heads), Fitted(model_key(tiny), "{}", 1, 1, (0.0,) * 2, (0.0,) * 2)).write(folder)
-    return outer
-
-
-@pytest.mark.parametrize(("heads", "ranks", "first"), [(4, 2, [0, 2]), (2, 4, [0, 0, 1, 1])])
-def test_each_rank_scores_the_heads_that_it_has(tiny, tmp_path, heads, ranks, first):
-    outer, args = store(tmp_path, tiny, heads), arguments(tmp_path, tiny, tp_size=ranks)
-    local = max(1, heads // ranks)
-    for rank, begin in enumerate(first):
-        found = compression.slot_scores_of(args, (0, 1), local, rank)
-        assert torch.equal(found.predictor.outer, outer[:, begin : begin + local])
-
-
-def test_a_predictor_of_other_sizes_than_the_model_is_refused_before_the_model_is_loaded(tiny, tmp_path):
-    store(tmp_path, tiny)
-    compression.check_files(arguments(tmp_path, tiny))
-    store(tmp_path, tiny, hidden=32)
-    with pytest.raises(OptionError, match=r"\(2, 2, 32\).*the model \(2, 2, 64\)"):
-        compression.check_files(arguments(tmp_path, tiny))
 
 
 def test_a_model_that_does_not_show_what_enters_its_attention_is_refused():

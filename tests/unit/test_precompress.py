@@ -64,7 +64,9 @@ def test_kvzip_plus_divides_by_the_norm_of_what_the_query_read_and_multiplies_by
 
     eager, seen = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float64, attn_implementation="eager"), []
     for layer in eager.model.layers:
-        layer.self_attn.register_forward_pre_hook(lambda module, _, given: seen.append((module, given["hidden_states"][0])), with_kwargs=True)
+        layer.self_attn.register_forward_pre_hook(
+            lambda module, _, given: seen.append((module, given["hidden_states"][0])), with_kwargs=True
+        )
     with torch.inference_mode():
         attention = eager(torch.tensor([tokens + [901, 904] + tokens]), output_attentions=True).attentions
     for layer, (module, states) in enumerate(seen):

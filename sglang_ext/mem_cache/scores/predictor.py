@@ -101,7 +101,8 @@ class Predictor:
         Raises:
             OSError: the folder cannot be written.
         """
-        write_checked(folder / FILE, self._tensors(), {"format": FORMAT, "fitted": json.dumps(asdict(self.fitted), sort_keys=True)})
+        fitted = json.dumps(asdict(self.fitted), sort_keys=True)
+        write_checked(folder / FILE, self._tensors(), {"format": FORMAT, "fitted": fitted})
         return folder / FILE
 
     @classmethod
