@@ -52,11 +52,16 @@ class KVServerArgs(ServerArgs):
         "Folder of documents' scores, written by python -m sglang_ext.precompress, for --kv-compressor kvzip.",
         NS("memory"),
     ] = None
+    kv_predictor: A[
+        str | None,
+        "Folder of a network fitted to the model, written by python -m sglang_ext.fit kvzap, for --kv-compressor kvzap.",
+        NS("memory"),
+    ] = None
     kv_online_compressor: A[
         str,
         Arg(
             help="With --kv-compressor kvzip: how contexts are compressed that begin with none of the documents, and what "
-            "follows one.",
+            "follows one. With kvzap: those whose KV comes from host memory (--kv-host-gb).",
             choices=list(options.ONLINE_COMPRESSORS),
         ),
         NS("memory"),
@@ -142,7 +147,9 @@ class KVServerArgs(ServerArgs):
         options.check_resolved(self)
         compressor_options.check_resolved(self)
         from sglang_ext import hooks
+        from sglang_ext.managers import compression
 
+        compression.check_files(self)
         hooks.check(self.kv_mode)
         hooks.activate_frontend()
 

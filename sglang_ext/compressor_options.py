@@ -46,6 +46,7 @@ def resolve(args: "KVServerArgs") -> None:
     if budget is None:
         args.kv_budget = 1.0 if drops is None else DEFAULT_BUDGET
     _check_scores(args)
+    _check_predictor(args)
 
 
 def _check_scores(args: "KVServerArgs") -> None:
@@ -65,6 +66,22 @@ def _check_scores(args: "KVServerArgs") -> None:
         raise OptionError(
             f"--kv-scores is {folder!r}, which is no folder: pass one that python -m sglang_ext.precompress wrote to"
         )
+
+
+def _check_predictor(args: "KVServerArgs") -> None:
+    folder, reads = args.kv_predictor, parse_compressor(args.kv_compressor)[0] == "kvzap"
+    if reads and folder is None:
+        raise OptionError(
+            f"--kv-compressor is {args.kv_compressor!r}, which needs a network fitted to the model: pass --kv-predictor FOLDER, written by "
+            f"python -m sglang_ext.fit kvzap, or one of {', '.join(ONLINE_COMPRESSORS)}"
+        )
+    if not reads and folder is not None:
+        raise OptionError(
+            f"--kv-predictor is {folder!r} with --kv-compressor {args.kv_compressor}, which reads none: pass --kv-compressor "
+            "kvzap, or leave it out"
+        )
+    if folder is not None and not Path(folder).is_dir():
+        raise OptionError(f"--kv-predictor is {folder!r}, which is no folder: pass one that python -m sglang_ext.fit wrote to")
 
 
 def parse_compressor(name: str) -> tuple[str | None, str | None]:

@@ -213,6 +213,11 @@ USES: tuple[Use, ...] = (
         expects=("accept_lens", "new_seq_lens", "grammar_advanced", "grammar_retained_tokens"),
     ),
     Use(
+        target="sglang.srt.model_executor.forward_batch_info.ForwardBatch",
+        why="predicted scores are kept at the slots to which a forward writes its KV",
+        expects=("out_cache_loc",),
+    ),
+    Use(
         target="sglang.srt.lora.lora_manager.LoRAManager.fetch_new_loras",
         why="a batch's adapters are fetched before its forward (prepare_lora_batch is hooked on a CPU)",
         expects=("self", "new_loras", "running_loras"),

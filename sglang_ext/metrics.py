@@ -26,6 +26,7 @@ class KVMetrics:
         fallbacks: tokens served with full KV, by reason.
         held_bytes: bytes of KV in compressed slots.
         query_bytes: bytes of queries kept for compressors.
+        score_bytes: bytes of scores and networks that compressors hold.
         copies: copies made or renewed, by the method that chose what they keep.
         round_seconds: times of the last round in lockstep, by part: a draft, the rest, or a step of plain decoding.
         tiers: of full KV in host memory; None without any.
@@ -40,6 +41,7 @@ class KVMetrics:
     fallbacks: object = None
     held_bytes: object = None
     query_bytes: object = None
+    score_bytes: object = None
     copies: object = None
     round_seconds: object = None
     tiers: TierMetrics | None = None
@@ -80,6 +82,12 @@ class KVMetrics:
             query_bytes=Gauge(
                 "sglang_ext:query_bytes",
                 "Bytes of queries kept for compressors, outside the KV pool.",
+                LABELS,
+                multiprocess_mode="mostrecent",
+            ),
+            score_bytes=Gauge(
+                "sglang_ext:score_bytes",
+                "Bytes of predicted scores and of the network that gives them, outside the KV pool.",
                 LABELS,
                 multiprocess_mode="mostrecent",
             ),
@@ -126,6 +134,7 @@ class KVMetrics:
         if self.held_bytes is not None:
             self.held_bytes.labels(self.model_name).set(views.held_bytes())
             self.query_bytes.labels(self.model_name).set(views.queries.held_bytes)
+            self.score_bytes.labels(self.model_name).set(views.compressor.held_bytes)
             for method, made in (views.made - self._copies_told).items():
                 self.copies.labels(self.model_name, method).inc(made)
             self._copies_told = views.made.copy()

@@ -14,7 +14,7 @@ MODES = ("full", "lossy", "verified")
 # Methods that drop tokens; those that pack them in few bits are in compressor_options.py. First those that look at KV and
 # queries as they are made.
 ONLINE_COMPRESSORS = ("snapkv", "sink-recent", "expected-attention")
-COMPRESSORS = (*ONLINE_COMPRESSORS, "kvzip")
+COMPRESSORS = (*ONLINE_COMPRESSORS, "kvzip", "kvzap")
 MAX_DRAFT_LENGTH = 64
 SCHEDULES = ("auto", "lockstep", "staggered")
 FULL_TIERS = ("auto", "device", "host")
@@ -109,12 +109,6 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda args: args.kv_ngram_tokens > 0 and (args.kv_mode != "verified" or args.kv_schedule == "staggered"),
         "proposals of n-grams are checked in rounds that a verification ends",
         "use --kv-mode verified and --kv-schedule lockstep, or leave it out",
-    ),
-    Refusal(
-        "--tp-size above 1",
-        lambda args: args.kv_compressor.split("+")[0] == "kvzip" and args.tp_size > 1,
-        "stored scores are of all KV heads, of which a rank holds some",
-        "use --tp-size 1, or another --kv-compressor",
     ),
     Refusal("--dllm-algorithm", _set("dllm_algorithm"), "diffusion models have no autoregressive KV", "use --kv-mode full"),
     Refusal("--is-embedding", _set("is_embedding"), "embeddings are not decoded", "use --kv-mode full"),
@@ -261,6 +255,11 @@ def check_resolved(args: "KVServerArgs") -> None:
         raise OptionError(
             f"--cuda-graph-backend-prefill is 'full'; --kv-mode {args.kv_mode} reads the prompt's queries, which such "
             "graphs hide. Pass breakable, tc_piecewise or disabled."
+        )
+    if args.kv_compressor.split("+")[0] == "kvzap" and args.cuda_graph_config.prefill.backend == "tc_piecewise":
+        raise OptionError(
+            "--cuda-graph-backend-prefill is 'tc_piecewise'; --kv-compressor kvzap reads hidden states by hooks, which are "
+            "untested in compiled graphs. Pass breakable or disabled."
         )
     backends = {args.attention_backend, args.prefill_attention_backend, args.decode_attention_backend}
     for backend in sorted(backends - {None}):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from sglang_ext import compressor_options, hooks, options
 from sglang_ext.arguments import KVServerArgs
+from sglang_ext.managers import compression
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -29,11 +30,12 @@ def check(args: "ServerArgs") -> None:
     """After SGLang resolved its options: check the backend, the model and the fork's seams.
 
     Raises:
-        options.OptionError: the attention backend or the model is not supported.
+        options.OptionError: the attention backend or the model is not supported, or a predictor is of another model.
         hooks.HookError: a function is not marked in the fork, or has other parameters than expected.
     """
     options.check_resolved(args)
     compressor_options.check_resolved(args)
+    compression.check_files(args)
     hooks.check(args.kv_mode)
     for hook in hooks.HOOKS:
         marked = getattr(pkgutil.resolve_name(hook.target), "kv_hook", None)

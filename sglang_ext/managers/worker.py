@@ -64,7 +64,9 @@ class KVWorker(BaseSpecWorker):
         self.lossy = server_args.kv_mode == "lossy"
         self.stride = server_args.speculative_num_draft_tokens
         self.layers = attention_scaling(self.model_runner.model)
-        self.method = compression.method_of(server_args, len(self.layers), self._attention.tp_k_head_num)
+        kv_heads, rank = self._attention.tp_k_head_num, self.model_runner.ps.tp_rank
+        self.scores = compression.slot_scores_of(server_args, tuple(self.layers), kv_heads, rank)
+        self.method = compression.method_of(server_args, len(self.layers), kv_heads, rank, self.scores)
         self.compressor = self.method.compressor
         self.rotary = rotary_of(self.model_runner.model, is_attention) if self.compressor.needs_rotary else None
         self.queries = QueryWindows(self.compressor.window, tuple(self.layers), self.stride)
@@ -101,7 +103,7 @@ class KVWorker(BaseSpecWorker):
     needs_cpu_seq_lens = True
 
     def alloc_memory_pool(self, **kwargs) -> None:
-        """Double the token table for draft rows, before attention backends are built on it."""
+        """Double the token table for draft rows, before attention backends are built on it; make room for scores."""
         super().alloc_memory_pool(**kwargs)
         pool = self.req_to_token_pool
         rows, width = pool.req_to_token.shape
@@ -114,6 +116,12 @@ class KVWorker(BaseSpecWorker):
         if self.server_args.kv_ngram_tokens:
             # Answers of a round, and what is proposed after its last draft, go beyond a context's end.
             self.history = TokenHistory(rows, width + 2 * self.stride, pool.req_to_token.device)
+
+        if self.scores is not None:
+            # Before any graph is captured: graphs write scores, too.
+            slots = len(self.model_runner.token_to_kv_pool.get_key_buffer(next(iter(self.layers))))
+            self.scores.allocate(slots, self.model_runner.device, self.model_runner.dtype)
+            self.scores.watch(self.model_runner.model)
 
     def init_cuda_graphs(self) -> None:
         """Capture verifications, after SGLang captured the target's graphs of one token a request."""
@@ -176,6 +184,8 @@ class KVWorker(BaseSpecWorker):
             self._warm_up()
         if args.kv_host_gb:
             full_tier.use_host_memory(self, tree_cache)
+        if args.kv_host_gb and self.scores is not None:
+            tree_cache.on_load = self.scores.forget
         tree_cache.views = self.views
         tree_cache.on_release = self.forget
         tree_cache.insert_generated = not self.lossy

@@ -1,7 +1,7 @@
 """Full KV of the prefix tree moves between the device and the host."""
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
@@ -28,12 +28,14 @@ class TieredMoves(TieredTree):
         arrivals: which transfers are done.
         link: how fast loads are.
         faults: of tests; None outside them.
+        on_load: told of the slots, int64 [tokens], that a load is about to write.
     """
 
     failed_pages: int = 0
     stored_bytes: int = 0
     loaded_bytes: int = 0
     faults: Faults | None = None
+    on_load: Callable[[torch.Tensor], None] = staticmethod(lambda slots: None)
 
     def __init__(self, params: CacheInitParams) -> None:
         self.arrivals = Arrivals()
@@ -118,6 +120,7 @@ class TieredMoves(TieredTree):
             for node in nodes:
                 node.store.synchronize()
             self.faults.strike(self.host_tier.pool, pages)
+        self.on_load(slots)
         load = self.host_tier.load(pages, slots)
         self.loaded_bytes += load.size
         return load

@@ -8,6 +8,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from sglang_ext.precompress.attention_inputs import AttentionInputs, output_norms
+
 ATTENTION = "sglang_ext_reconstruction"
 # Queries that are looked at together; bounds the memory.
 QUERIES = 512
@@ -41,22 +43,38 @@ class AttentionWatch:
     Attributes:
         scores: float32 [layers, kv_heads, tokens], filled span by span.
         sinks: first keys that take part beside the span and the queries' own.
+        inputs: sees what enters the layers, for KVzip+ (KVzap, Jegou and Jeblick 2026, arXiv 2601.07891): attention is
+            divided by the norm of the query's hidden state, and multiplied by that of ``W_O v``. None for KVzip.
         span: the keys that are looked at; None while the context's KV is computed.
     """
 
     scores: torch.Tensor
     sinks: int
+    inputs: AttentionInputs | None = None
     span: range | None = None
 
     def __call__(self, module, query, key, value, attention_mask, **kwargs) -> tuple[torch.Tensor, None]:
         """Attention as ever; the tensors are [1, heads, tokens, head_dim], rotary embedding applied."""
         if self.span is not None:
-            span = self.span.start, self.span.stop
-            self.scores[module.layer_idx, :, span[0] : span[1]] = self._largest(query[0], key[0], kwargs["scaling"])
+            begin, end = self.span.start, self.span.stop
+            of_query = of_value = None
+            if self.inputs is not None:
+                of_query, of_value = self.inputs.norms[module.layer_idx], output_norms(module, value[0, :, begin:end])
+            self.scores[module.layer_idx, :, begin:end] = self._largest(query[0], key[0], kwargs["scaling"], of_query, of_value)
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
 
-    def _largest(self, queries: torch.Tensor, keys: torch.Tensor, scaling: float) -> torch.Tensor:
-        """The largest attention over queries and query heads: float32 [kv_heads, tokens of the span]."""
+    def _largest(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        scaling: float,
+        of_query: torch.Tensor | None,
+        of_value: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The largest attention over queries and query heads: float32 [kv_heads, tokens of the span].
+
+        Divided by ``of_query``, [queries], and multiplied by ``of_value``, [kv_heads, group, tokens of the span], if given.
+        """
         own, sinks = queries.shape[1], min(self.sinks, self.span.start)
         seen = torch.cat([keys[:, :sinks], keys[:, self.span.start : self.span.stop], keys[:, -own:]], dim=1).float()
         before = sinks + len(self.span)
@@ -68,8 +86,13 @@ class AttentionWatch:
             for head, group in enumerate(of_group):
                 logits = group @ seen[head].t() * scaling
                 logits[..., before:].masked_fill_(later, float("-inf"))
-                found = logits.softmax(dim=-1)[..., sinks:before].amax(dim=(0, 1))
-                largest[head] = torch.maximum(largest[head], found)
+                found = logits.softmax(dim=-1)[..., sinks:before]
+                if of_query is not None:
+                    found = found / of_query[begin : begin + QUERIES, None]
+                found = found.amax(dim=1)
+                if of_value is not None:
+                    found = found * of_value[head]
+                largest[head] = torch.maximum(largest[head], found.amax(dim=0))
         return largest
 
 
@@ -81,6 +104,7 @@ def reconstruction_scores(
     suffix: list[int],
     how: Reconstruction,
     progress: Callable[[int], None] = lambda tokens: None,
+    inputs: AttentionInputs | None = None,
 ) -> torch.Tensor:
     """Importance of a context's KV pairs: float32 [layers, kv_heads, tokens], infinite for the first tokens.
 
@@ -91,10 +115,11 @@ def reconstruction_scores(
         suffix: token ids that end the asking prompt and begin the answer.
         how: the method's settings.
         progress: told how many tokens more were computed or repeated.
+        inputs: watches ``model``, for the normalization of KVzip+; None for KVzip.
     """
     config = model.config.get_text_config()
     scores = torch.zeros(config.num_hidden_layers, config.num_key_value_heads, len(tokens), device=model.device)
-    watch = AttentionWatch(scores, how.sinks)
+    watch = AttentionWatch(scores, how.sinks, inputs)
     AttentionInterface.register(ATTENTION, watch)
     AttentionMaskInterface.register(ATTENTION, sdpa_mask)
     model.set_attn_implementation(ATTENTION)

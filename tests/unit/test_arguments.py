@@ -40,6 +40,9 @@ def build(path, **flags):
         ({"kv_mode": "fast"}, ["--kv-mode", "'fast'", "verified"]),
         ({"kv_compressor": "zip"}, ["--kv-compressor", "'zip'", "snapkv", "sink-recent"]),
         ({"kv_compressor": "kvzip"}, ["--kv-compressor is 'kvzip'", "--kv-scores FOLDER", "sglang_ext.precompress", "snapkv"]),
+        ({"kv_compressor": "kvzap"}, ["--kv-compressor is 'kvzap'", "--kv-predictor FOLDER", "sglang_ext.fit kvzap", "snapkv"]),
+        ({"kv_predictor": "/"}, ["--kv-predictor is '/'", "--kv-compressor snapkv", "pass --kv-compressor kvzap"]),
+        ({"kv_compressor": "kvzap", "kv_predictor": "/no/such"}, ["--kv-predictor is '/no/such'", "no folder"]),
         ({"kv_scores": "/"}, ["--kv-scores is '/'", "--kv-compressor snapkv", "pass --kv-compressor kvzip"]),
         (
             {"kv_compressor": "kvzip", "kv_scores": "/no/such/folder"},
@@ -116,7 +119,6 @@ def test_packed_copies_are_refused_where_attention_cannot_read_them(change, foun
         ({"kv_schedule": "lockstep", "lora_paths": ["name=/some/adapter"]}, "--enable-lora"),
         ({"kv_schedule": "staggered", "kv_draft_length": "auto"}, "--kv-schedule staggered"),
         ({"kv_draft_length": "auto", "lora_paths": ["name=/some/adapter"]}, "--enable-lora"),
-        ({"kv_compressor": "kvzip", "kv_scores": "/", "tp_size": 2}, "--tp-size above 1"),
     ],
 )
 def test_an_option_that_cannot_be_combined_is_refused_with_a_remedy(folder, flags, option):

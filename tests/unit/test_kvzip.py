@@ -87,6 +87,12 @@ def test_a_file_that_changed_under_a_running_server_is_said_once_and_served_by_t
     assert caplog.text.count(reason) == 1 and path.name in caplog.text
 
 
+def test_a_rank_chooses_by_the_scores_of_its_own_heads(tmp_path):
+    _, scores = store(tmp_path)
+    chosen = KVzip(SinkRecent(), index(tmp_path), slice(1, 2)).for_context(context(TOKENS, scores.shape[-1]))
+    assert torch.equal(chosen.stored, scores[:, 1:2])
+
+
 def test_a_file_that_is_touched_while_it_is_mapped_is_checked_again(tmp_path):
     path, scores = store(tmp_path)
     found = index(tmp_path)

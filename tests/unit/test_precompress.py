@@ -4,29 +4,18 @@ import shutil
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sglang_ext.mem_cache.scores.index import ScoreIndex
 from sglang_ext.mem_cache.scores.model_key import model_key
 from sglang_ext.precompress import reconstruction, work
 from sglang_ext.precompress.__main__ import main
+from sglang_ext.precompress.attention_inputs import AttentionInputs
 from sglang_ext.precompress.documents import Beginning
 from sglang_ext.precompress.reconstruction import Reconstruction, reconstruction_scores
 
 LAYERS = 2
 TEXT = "Counting words: " + " ".join(str(number) for number in range(150))
-
-
-@pytest.fixture(scope="module")
-def tiny(model, tmp_path_factory):
-    """The folder of a model with random weights, and the demo model's tokenizer."""
-    folder, tokenizer = tmp_path_factory.mktemp("tiny"), AutoTokenizer.from_pretrained(model)
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": LAYERS, "initializer_range": 0.2}
-    torch.manual_seed(0)
-    Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), tie_word_embeddings=True, **heads, **sizes)).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture
@@ -65,6 +54,31 @@ def test_scores_are_the_largest_attention_that_eager_attention_gives_while_the_c
             since = max(begin, 3)
             torch.testing.assert_close(scores[layer, :, since:end].double(), expected[:, since - begin :], atol=1e-5, rtol=1e-3)
     assert scores[..., :3].isinf().all()
+
+
+def test_kvzip_plus_divides_by_the_norm_of_what_the_query_read_and_multiplies_by_that_of_what_the_value_adds(tiny):
+    tokens = torch.randint(5, 900, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+    how, inputs = Reconstruction(whole_prompt="a"), AttentionInputs(LAYERS, torch.tensor([0, 7, 39]))
+    model = AutoModelForCausalLM.from_pretrained(tiny)
+    with inputs.watching(model):
+        scores = reconstruction_scores(model, {"a": [901]}.get, tokens, [904], how, inputs=inputs)
+
+    eager, seen = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float64, attn_implementation="eager"), []
+    for layer in eager.model.layers:
+        layer.self_attn.register_forward_pre_hook(
+            lambda module, _, given: seen.append((module, given["hidden_states"][0])), with_kwargs=True
+        )
+    with torch.inference_mode():
+        attention = eager(torch.tensor([tokens + [901, 904] + tokens]), output_attentions=True).attentions
+    for layer, (module, states) in enumerate(seen):
+        values = (states @ module.v_proj.weight.detach().t()).unflatten(-1, (2, -1))
+        found = torch.zeros(2, 40, dtype=torch.float64)
+        for head in range(4):
+            added = values[:40, head // 2] @ module.o_proj.weight.detach()[:, 16 * head : 16 * head + 16].t()
+            weighed = attention[layer][0, head, 40:, :40] / states[40:].norm(dim=-1, keepdim=True) * added.norm(dim=-1)
+            found[head // 2] = found[head // 2].maximum(weighed.amax(dim=0))
+        torch.testing.assert_close(scores[layer, :, 4:].double(), found[:, 4:], atol=1e-6, rtol=1e-3)
+        torch.testing.assert_close(inputs.kept()[layer].double(), states[[0, 7, 39]], atol=1e-4, rtol=1e-3)
 
 
 def test_a_document_is_scored_once_and_found_by_a_prompt_that_begins_with_it(tiny, document, tmp_path, capsys, monkeypatch):

@@ -16,6 +16,8 @@ from sglang_ext.mem_cache.compressors.expected_attention import ExpectedAttentio
 from sglang_ext.mem_cache.compressors.sink_recent import SinkRecent
 from sglang_ext.mem_cache.compressors.snapkv import SnapKV
 from sglang_ext.mem_cache.rotary import Rotary
+from sglang_ext.mem_cache.scores.predictor import Fitted, Predictor
+from sglang_ext.precompress.attention_inputs import AttentionInputs
 from sglang_ext.precompress.documents import Beginning
 from sglang_ext.precompress.reconstruction import Reconstruction, reconstruction_scores
 
@@ -29,7 +31,7 @@ def presses():
     package = ModuleType("kvpress")
     package.__path__ = importlib.util.find_spec("kvpress").submodule_search_locations
     sys.modules["kvpress"] = package
-    names = ("expected_attention", "kvzip", "snapkv", "streaming_llm")
+    names = ("expected_attention", "kvzap", "kvzip", "snapkv", "streaming_llm")
     yield SimpleNamespace(**{name: importlib.import_module(f"kvpress.presses.{name}_press") for name in names})
     for name in [name for name in sys.modules if name.split(".")[0] == "kvpress"]:
         del sys.modules[name]
@@ -127,3 +129,39 @@ def test_kvzip_keeps_what_the_published_code_keeps_chunk_by_chunk(published):
     torch.testing.assert_close(ours, published.kvzip, atol=1e-4, rtol=1e-3)
     assert overlap(kept(published.kvzip), kept(ours)) > 0.9999
     assert overlap(kept(published.kvzip), kept(ours.half().float())) > 0.999
+
+
+@torch.inference_mode()
+def test_kvzip_plus_scores_are_those_of_the_published_code(published, presses):
+    llama, tokens, found = published.llama, published.tokens[:150], []
+    llama.set_attn_implementation("sdpa")
+    press = presses.kvzip.KVzipPress(compression_ratio=0.5, chunk_size=CHUNK, kvzip_plus_normalization=True)
+    press.compress_post = lambda _: found.append(press.score_val[:, 0].clone())
+    with press(llama):
+        llama.model(input_ids=torch.tensor([tokens]), past_key_values=DynamicCache())
+
+    how, inputs = Reconstruction(chunk=CHUNK, begin=published.prefix), AttentionInputs(len(found[0]), torch.arange(0))
+
+    def encode(text):
+        return published.tokenizer.encode(text, add_special_tokens=False)
+
+    with inputs.watching(llama):
+        ours = reconstruction_scores(llama, encode, tokens, Beginning(chat=True).suffix(published.tokenizer), how, inputs=inputs)
+    found[0][..., : how.sinks] = float("inf")
+    torch.testing.assert_close(ours, found[0], atol=1e-5, rtol=2e-3)
+
+
+@pytest.mark.parametrize("width", [None, 5])
+def test_predicted_scores_are_those_of_the_published_network(presses, width):
+    config = presses.kvzap.KVzapConfig(input_dim=6, output_dim=3, n_modules=2, hidden_dim=width)
+    theirs = presses.kvzap.KVzapModel(config).eval()
+    maps = [[layer] if width is None else [layer[0], layer[2]] for layer in theirs.layers]
+    weights = [tensor.detach() for place in (-1, 0) for name in ("weight", "bias") for tensor in [
+        torch.stack([getattr(of_layer[place], name) for of_layer in maps])
+    ]]
+    inner = weights[2:] if width else (None, None)
+    ours = Predictor(*weights[:2], Fitted("", "", 0, 0, (), ()), *inner)
+    states = torch.randn(4, 2, 6, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        found = torch.stack([ours(layer, states[:, layer]) for layer in range(2)], dim=1)
+        torch.testing.assert_close(found, theirs(states))

@@ -90,6 +90,7 @@ class Compressor(ABC):
     Attributes:
         name: as ``--kv-compressor`` and ``kv_compressor`` of ``meta_info`` name it.
         window: how many of the newest queries :meth:`scores` wants, 0 for none.
+        held_bytes: bytes of device memory, outside the KV pool, that it holds.
         needs_rotary: whether it reads :attr:`LayerKV.rotary`; models without a known one are refused then.
         keeps_all: whether it drops nothing.
     """
@@ -98,6 +99,7 @@ class Compressor(ABC):
     window: int = 0
     keeps_all: bool = False
     needs_rotary: ClassVar[bool] = False
+    held_bytes: int = 0
 
     def for_context(self, context: ContextKV) -> "Compressor":
         """Who chooses what a copy of this context keeps: another, where a method knows some contexts only."""

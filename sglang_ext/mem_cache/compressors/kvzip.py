@@ -18,10 +18,12 @@ class KVzip(Compressor):
     Attributes:
         online: scores contexts that begin with no stored document, and what follows one.
         index: the stored documents.
+        heads: of all KV heads, those of this tensor-parallel rank.
     """
 
     online: Compressor = SnapKV()
     index: ScoreIndex = field(default_factory=ScoreIndex)
+    heads: slice = slice(None)
 
     @property
     def window(self) -> int:
@@ -36,7 +38,7 @@ class KVzip(Compressor):
     def for_context(self, context: ContextKV) -> Compressor:
         """Stored scores where the context begins with a document, else the online method."""
         found = self.index.match(context.prompt[: len(context.slots)])
-        return self.online if found is None else StoredScores(found, self.online)
+        return self.online if found is None else StoredScores(found[:, self.heads], self.online)
 
     def scores(self, layer: LayerKV) -> torch.Tensor:
         """The online method's."""

@@ -1,0 +1,122 @@
+"""Fit a predictor of KVzip's scores to a model, for ``--kv-compressor kvzap``.
+
+    python -m sglang_ext.fit kvzap --model MODEL --out FOLDER TEXTS...
+
+A server started with ``--kv-compressor kvzap --kv-predictor FOLDER`` then predicts the score of each token as it computes
+its KV. An interrupted run goes on where it was. FOLDER/work holds samples and may be deleted afterwards.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from sglang_ext.fit import FitError
+from sglang_ext.fit.samples import Piece, Sampler, Sampling
+from sglang_ext.fit.training import Training
+from sglang_ext.fit.work import Fit, split
+from sglang_ext.mem_cache.scores.model_key import model_folder, model_key
+from sglang_ext.mem_cache.scores.predictor import Fitted
+from sglang_ext.options import OptionError
+from sglang_ext.precompress import PrecompressError
+
+SMALLEST = {"tokens": 128, "samples": 1, "width": 0, "epochs": 1, "seed": 0}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(
+        prog="python -m sglang_ext.fit", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("method", choices=("kvzap",))
+    add = made.add_argument
+    add("texts", nargs="+", type=Path, metavar="TEXTS", help="files of text in UTF-8, like those that will be served")
+    add("--model", required=True, help="Hugging Face folder or name; the one that is served")
+    add("--revision", help="of a model's name")
+    add("--out", required=True, type=Path, metavar="FOLDER", help="takes the predictor, and its samples in FOLDER/work")
+    add("--target", default=Sampling.target, choices=("kvzip+", "kvzip"), help="which scores (default: %(default)s, as published)")
+    add("--tokens", type=int, default=Sampling.tokens, help="longer texts are cut into pieces of so many (default: %(default)s)")
+    add("--samples", type=int, default=Sampling.samples, help="tokens of a piece that are learned from (default: %(default)s)")
+    add("--network", default=Training.network, choices=("mlp", "linear"), help="default: %(default)s")
+    add("--width", type=int, default=Training.width, help="of the mlp's inner layer; 0: an eighth of the hidden size (default)")
+    add("--epochs", type=int, default=Training.epochs, help="of the mlp (default: %(default)s)")
+    add("--held-out", type=float, default=0.1, metavar="SHARE", help="of the texts (default: %(default)s)")
+    add("--seed", type=int, default=0)
+    add("--dtype", default="auto", choices=("auto", "bfloat16", "float16", "float32"))
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: cuda where there is one, else cpu")
+    return made
+
+
+def run(args: argparse.Namespace, console: Console) -> None:
+    """Fit what is not there yet.
+
+    Raises:
+        FitError, PrecompressError: an option or a text cannot be used.
+        OptionError: the model's files are not there.
+    """
+    for name, least in SMALLEST.items():
+        if getattr(args, name) < least:
+            raise FitError(f"--{name} is {getattr(args, name)}; pass a whole number from {least}")
+    if not 0 < args.held_out < 1:
+        raise FitError(f"--held-out is {args.held_out}; pass the share of the texts that is not learned from, for example 0.1")
+    folder = model_folder(args.model, args.revision, download=True)
+    samples = args.out / "work"
+    samples.mkdir(parents=True, exist_ok=True)
+    sampling = Sampling(args.target, args.tokens, args.samples, args.seed)
+    training = Training(args.network, args.width, args.epochs, seed=args.seed)
+    sampler = Sampler(AutoTokenizer.from_pretrained(folder), model_key(folder), sampling, samples)
+    texts = [sampler.pieces(file) for file in args.texts]
+    parts = split(texts, args.held_out)
+    unit = TextColumn("{task.fields[unit]}")
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), unit, TimeRemainingColumn()
+    layers = AutoConfig.from_pretrained(folder).get_text_config().num_hidden_layers
+    with Progress(*columns, console=console) as progress:
+        _take(sampler, [piece for pieces in texts for piece in pieces], args, folder, progress)
+        task = progress.add_task("networks", total=layers, unit="layers")
+        predictor = Fit(sampler, training, parts, layers, torch.device(args.device)).run(lambda: progress.advance(task))
+    predictor.write(args.out)
+    _tell(predictor.fitted, console)
+
+
+def _take(sampler: Sampler, pieces: list[Piece], args: argparse.Namespace, folder: Path, progress: Progress) -> None:
+    """Take the samples that are not there yet."""
+    missing = [piece for piece in pieces if not piece.there]
+    if not missing:
+        return
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=args.dtype).to(args.device).eval()
+    # Each token is computed once, and repeated once.
+    task = progress.add_task("scores of texts", total=2 * sum(len(piece.tokens) for piece in missing), unit="tokens")
+    for piece in missing:
+        sampler.take(model, piece, lambda count: progress.advance(task, count))
+
+
+def _tell(fitted: Fitted, console: Console) -> None:
+    title = f"on held-out texts; fitted to {fitted.tokens} tokens of {fitted.texts} texts"
+    table = Table("layer", "mean squared error", "R^2", title=title)
+    for layer, (loss, r2) in enumerate(zip(fitted.loss, fitted.r2)):
+        table.add_row(str(layer), f"{loss:.3f}", f"{r2:.3f}")
+    table.add_row("mean", *(f"{sum(values) / len(values):.3f}" for values in (fitted.loss, fitted.r2)))
+    console.print(table)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run; 2 for what cannot be fitted, 130 when interrupted: what was done stays, and is not done again."""
+    args, console = parser().parse_args(argv), Console(stderr=True)
+    try:
+        run(args, console)
+    except (FitError, PrecompressError, OptionError) as error:
+        console.print(f"fit: {error}", style="red", markup=False)
+        return 2
+    except KeyboardInterrupt:
+        console.print("fit: interrupted; run it again for the rest")
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
