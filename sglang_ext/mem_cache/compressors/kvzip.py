@@ -23,7 +23,7 @@ class KVzip(Compressor):
 
     online: Compressor = SnapKV()
     index: ScoreIndex = field(default_factory=ScoreIndex)
-    heads: slice = slice(None)
+    heads: slice = field(default_factory=lambda: slice(None))
 
     @property
     def window(self) -> int:
