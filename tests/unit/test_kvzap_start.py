@@ -43,6 +43,7 @@ def test_a_predictor_of_other_sizes_than_the_model_is_refused_before_the_model_i
 
 @pytest.mark.parametrize(("host", "online"), [(0, None), (4, "expected-attention")])
 def test_the_online_method_is_there_where_kv_can_come_from_the_host(host, online):
-    args = SimpleNamespace(kv_compressor="kvzap", kv_host_gb=host, kv_online_compressor="expected-attention")
-    found = compression.compressor_of(args, 2, 2, None)
-    assert isinstance(found, KVzap) and (found.online and found.online.name) == online
+    args = SimpleNamespace(kv_compressor="kvzap+kivi", kv_bits=2, kv_host_gb=host, kv_online_compressor="expected-attention")
+    found = compression.method_of(args, 2, 2, 0, None)
+    assert isinstance(found.compressor, KVzap) and found.quantizer.bits == 2
+    assert (found.compressor.online and found.compressor.online.name) == online
