@@ -94,8 +94,6 @@ def scores_of(method: str, context: Context, tokenizer: PreTrainedTokenizerBase,
             plus = inputs if method == "kvzip+" else None
             scores = reconstruction_scores(context.model, encode, context.prompt, suffix, Reconstruction(), inputs=plus)
         context.model.set_attn_implementation("sdpa")
-        if method.endswith("recent"):
-            scores[..., -RECENT:] = float("inf")
     scores[..., :SINKS] = float("inf")
     return scores
 
@@ -104,10 +102,10 @@ def scores_of(method: str, context: Context, tokenizer: PreTrainedTokenizerBase,
 def main() -> None:
     """Print accepted and offered drafts by method and budget, after each prompt."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("methods", nargs="*", default=["snapkv", "kvzip", "kvzap"])
+    parser.add_argument("methods", nargs="*", default=["snapkv", "kvzip", "kvzap"], help="of these and kvzip+")
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--prompts", type=Path, required=True)
-    parser.add_argument("--predictor", type=Path)
+    parser.add_argument("--predictor", type=Path, help="for kvzap")
     args = parser.parse_args()
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
