@@ -120,6 +120,7 @@ def _draw(axes: Any, panel: Panel) -> None:
     axes.set_xscale("log", base=2)
     if panel.log:
         # Divergences of nothing have a place too.
-        axes.set_yscale("symlog", linthresh=1e-9)
+        axes.set_yscale("symlog", linthresh=1e-12)
+        axes.set_ylim(0, 3 * max(value for line in panel.lines for _, value in line.points) or 1)
     axes.grid(alpha=0.3)
     axes.legend(fontsize="x-small")
