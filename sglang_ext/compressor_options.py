@@ -1,5 +1,6 @@
 """What ``--kv-compressor`` and the flags of its methods may be: ``--kv-budget`` and ``--kv-bits``."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,43 +46,51 @@ def resolve(args: "KVServerArgs") -> None:
         )
     if budget is None:
         args.kv_budget = 1.0 if drops is None else DEFAULT_BUDGET
-    _check_scores(args)
-    _check_predictor(args)
-
-
-def _check_scores(args: "KVServerArgs") -> None:
     one_of("--kv-online-compressor", args.kv_online_compressor, ONLINE_COMPRESSORS)
-    folder, reads = args.kv_scores, parse_compressor(args.kv_compressor)[0] == "kvzip"
-    if reads and folder is None:
-        raise OptionError(
-            f"--kv-compressor is {args.kv_compressor!r}, which reads scores that were computed ahead: pass --kv-scores FOLDER, written by "
-            f"python -m sglang_ext.precompress, or one of {', '.join(ONLINE_COMPRESSORS)}"
-        )
-    if not reads and folder is not None:
-        raise OptionError(
-            f"--kv-scores is {folder!r} with --kv-compressor {args.kv_compressor}, which reads none: pass --kv-compressor "
-            "kvzip, or leave it out"
-        )
-    if folder is not None and not Path(folder).is_dir():
-        raise OptionError(
-            f"--kv-scores is {folder!r}, which is no folder: pass one that python -m sglang_ext.precompress wrote to"
-        )
+    SCORES.check(args.kv_compressor, args.kv_scores)
+    PREDICTOR.check(args.kv_compressor, args.kv_predictor)
 
 
-def _check_predictor(args: "KVServerArgs") -> None:
-    folder, reads = args.kv_predictor, parse_compressor(args.kv_compressor)[0] == "kvzap"
-    if reads and folder is None:
-        raise OptionError(
-            f"--kv-compressor is {args.kv_compressor!r}, which needs a network fitted to the model: pass --kv-predictor FOLDER, written by "
-            f"python -m sglang_ext.fit kvzap, or one of {', '.join(ONLINE_COMPRESSORS)}"
-        )
-    if not reads and folder is not None:
-        raise OptionError(
-            f"--kv-predictor is {folder!r} with --kv-compressor {args.kv_compressor}, which reads none: pass --kv-compressor "
-            "kvzap, or leave it out"
-        )
-    if folder is not None and not Path(folder).is_dir():
-        raise OptionError(f"--kv-predictor is {folder!r}, which is no folder: pass one that python -m sglang_ext.fit wrote to")
+@dataclass(frozen=True)
+class Folder:
+    """A folder that one method reads and the others do not.
+
+    Attributes:
+        flag: that names it.
+        method: that reads it.
+        why: the method needs it.
+        maker: the module that writes it, and its arguments.
+    """
+
+    flag: str
+    method: str
+    why: str
+    maker: str
+
+    def check(self, compressor: str, folder: str | None) -> None:
+        """Refuse ``folder``, the flag's value, where ``compressor`` reads none, and its absence where it does.
+
+        Raises:
+            OptionError: names the flag, its value and the remedy.
+        """
+        reads = parse_compressor(compressor)[0] == self.method
+        if reads and folder is None:
+            raise OptionError(
+                f"--kv-compressor is {compressor!r}, which {self.why}: pass {self.flag} FOLDER, written by "
+                f"python -m {self.maker}, or one of {', '.join(ONLINE_COMPRESSORS)}"
+            )
+        if not reads and folder is not None:
+            raise OptionError(
+                f"{self.flag} is {folder!r} with --kv-compressor {compressor}, which reads none: pass --kv-compressor "
+                f"{self.method}, or leave it out"
+            )
+        if folder is not None and not Path(folder).is_dir():
+            module = self.maker.split()[0]
+            raise OptionError(f"{self.flag} is {folder!r}, which is no folder: pass one that python -m {module} wrote to")
+
+
+SCORES = Folder("--kv-scores", "kvzip", "reads scores that were computed ahead", "sglang_ext.precompress")
+PREDICTOR = Folder("--kv-predictor", "kvzap", "needs a network fitted to the model", "sglang_ext.fit kvzap")
 
 
 def parse_compressor(name: str) -> tuple[str | None, str | None]:
@@ -117,12 +126,18 @@ def code_bits(packs: str, bits: int | None) -> int:
 
 
 def check_resolved(args: "KVServerArgs") -> None:
-    """Refuse packed copies where attention cannot read them, once SGLang has chosen device and backends.
+    """Refuse methods where hooks or attention cannot serve them, once SGLang has chosen graphs, device and backends.
 
     Raises:
-        OptionError: names both, and the remedy.
+        OptionError: names what it chose, and the remedy.
     """
-    if parse_compressor(args.kv_compressor)[1] is None:
+    drops, packs = parse_compressor(args.kv_compressor)
+    if drops == PREDICTOR.method and args.cuda_graph_config.prefill.backend == "tc_piecewise":
+        raise OptionError(
+            "--cuda-graph-backend-prefill is 'tc_piecewise'; --kv-compressor kvzap reads hidden states by hooks, which are "
+            "untested in compiled graphs. Pass breakable or disabled."
+        )
+    if packs is None:
         return
     backends = {args.attention_backend, args.prefill_attention_backend, args.decode_attention_backend}
     if args.device != "cpu" or backends - {None, PACKED_BACKEND}:

@@ -256,11 +256,6 @@ def check_resolved(args: "KVServerArgs") -> None:
             f"--cuda-graph-backend-prefill is 'full'; --kv-mode {args.kv_mode} reads the prompt's queries, which such "
             "graphs hide. Pass breakable, tc_piecewise or disabled."
         )
-    if args.kv_compressor.split("+")[0] == "kvzap" and args.cuda_graph_config.prefill.backend == "tc_piecewise":
-        raise OptionError(
-            "--cuda-graph-backend-prefill is 'tc_piecewise'; --kv-compressor kvzap reads hidden states by hooks, which are "
-            "untested in compiled graphs. Pass breakable or disabled."
-        )
     backends = {args.attention_backend, args.prefill_attention_backend, args.decode_attention_backend}
     for backend in sorted(backends - {None}):
         if backend not in ATTENTION_BACKENDS:

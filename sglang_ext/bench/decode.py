@@ -25,6 +25,7 @@ from sglang_ext.bench import BenchError, decode_limit, decode_wave, report, sett
 from sglang_ext.bench.client import SamplingSettings
 from sglang_ext.bench.decode_limit import ModelBytes
 from sglang_ext.bench.decode_wave import Wave
+from sglang_ext.bench.metrics_page import readings
 from sglang_ext.bench.prompts import encode, load_tokenizer
 from sglang_ext.bench.settings import Setting, numbers
 
@@ -188,8 +189,8 @@ def run_setting(
 
 def read_parts(metrics: str) -> dict[str, float]:
     """Milliseconds of the last round's parts, from a server's ``/metrics`` page."""
-    found = re.findall(r'^sglang_ext:round_seconds\{[^}]*part="(\w+)"[^}]*\} (\S+)$', metrics, re.MULTILINE)
-    return {part: 1000 * float(seconds) for part, seconds in found}
+    found = readings(metrics, "sglang_ext:round_seconds")
+    return {re.search(r'part="(\w+)"', labels)[1]: 1000 * seconds for labels, seconds in found}
 
 
 def allowed(
@@ -203,12 +204,15 @@ def allowed(
     metrics: str,
 ) -> float | None:
     """Tokens per second that the bandwidths allow where full KV lies in tiers; None where that cannot be said."""
-    link = re.search(r"^sglang_ext:host_load_bytes_per_second\{[^}]*\} (\S+)$", metrics, re.MULTILINE)
+    link = readings(metrics, "sglang_ext:host_load_bytes_per_second")
     if not (link and bandwidth and acceptance and setting.draft_length):
         return None
-    model = ModelBytes.of(args.model, 4 if args.dtype == "float32" else 2)
-    machine = decode_limit.Machine(bandwidth, pool, float(link[1]))
-    return decode_limit.tiered_tokens_per_second(model, machine, batch, context, args.output_len, setting, acceptance)
+    machine = decode_limit.Machine(bandwidth, pool, link[0][1])
+    return decode_limit.tiered_tokens_per_second(_model(args), machine, batch, context, args.output_len, setting, acceptance)
+
+
+def _model(args: argparse.Namespace) -> ModelBytes:
+    return ModelBytes.of(args.model, 4 if args.dtype == "float32" else 2)
 
 
 def summarize(
@@ -225,7 +229,7 @@ def summarize(
     stock = [r.tokens_per_second for r in before if (r.setting, r.context, r.batch) == ("stock", context, batch)]
     limit = None
     if bandwidth:
-        model = ModelBytes.of(args.model, 4 if args.dtype == "float32" else 2)
+        model = _model(args)
         grown = context + args.output_len / 2
         lengths = [wave.accept_length for wave in waves if wave.accept_length]
         if setting.budget is None:

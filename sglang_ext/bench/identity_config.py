@@ -6,6 +6,7 @@ from typing import Final, Literal
 
 from sglang_ext.bench import BenchError
 from sglang_ext.bench.client import SamplingSettings
+from sglang_ext.bench.options import check_budgets, check_counts
 from sglang_ext.bench.tolerance import Rules
 
 AUTO: Final = "auto"
@@ -51,12 +52,8 @@ class IdentityConfig:
         counts |= {"--draft-length": self.draft_length}
         counts |= {"--concurrency": min(self.concurrency, default=0)}
         counts |= {"--limit": 1 if self.limit is None else self.limit}
-        for option, value in counts.items():
-            if value < 1:
-                raise BenchError(f"{option} {value}: must be at least 1")
-        for budget in self.budgets:
-            if not 0 < budget <= 1:
-                raise BenchError(f"--budget {budget:g}: a budget is a share of the cache in (0, 1]")
+        check_counts(counts)
+        check_budgets(self.budgets)
         if not self.control and not (self.compressors and self.budgets):
             raise BenchError("--compressor and --budget are needed (or --control for stock against stock)")
         self._check_sampling()

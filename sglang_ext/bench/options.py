@@ -1,11 +1,35 @@
 """Options of several values on the command line."""
 
+from collections.abc import Iterable, Mapping
+
 from sglang_ext.bench import BenchError
 
 
 def names(text: str) -> tuple[str, ...]:
     """Names separated by commas, without blanks and empty ones."""
     return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def check_counts(counts: Mapping[str, int]) -> None:
+    """Refuse options below 1.
+
+    Raises:
+        BenchError: names the option.
+    """
+    for option, value in counts.items():
+        if value < 1:
+            raise BenchError(f"{option} {value}: must be at least 1")
+
+
+def check_budgets(budgets: Iterable[float]) -> None:
+    """Refuse values of --budget that are no shares.
+
+    Raises:
+        BenchError: names the value.
+    """
+    for budget in budgets:
+        if not 0 < budget <= 1:
+            raise BenchError(f"--budget {budget:g}: a budget is a share of the cache in (0, 1]")
 
 
 def numbers(text: str, flag: str, kind: type = int, zero: bool = False) -> list:

@@ -24,6 +24,7 @@ from sglang_ext.mem_cache.scores.model_key import model_folder, model_key
 from sglang_ext.mem_cache.scores.predictor import Fitted
 from sglang_ext.options import OptionError
 from sglang_ext.precompress import PrecompressError
+from sglang_ext.precompress.command import exit_code
 
 SMALLEST = {"tokens": 128, "samples": 1, "width": 0, "epochs": 1, "seed": 0}
 
@@ -107,15 +108,7 @@ def _tell(fitted: Fitted, console: Console) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Run; 2 for what cannot be fitted, 130 when interrupted: what was done stays, and is not done again."""
     args, console = parser().parse_args(argv), Console(stderr=True)
-    try:
-        run(args, console)
-    except (FitError, PrecompressError, OptionError) as error:
-        console.print(f"fit: {error}", style="red", markup=False)
-        return 2
-    except KeyboardInterrupt:
-        console.print("fit: interrupted; run it again for the rest")
-        return 130
-    return 0
+    return exit_code("fit", lambda: run(args, console), (FitError, PrecompressError, OptionError), console)
 
 
 if __name__ == "__main__":

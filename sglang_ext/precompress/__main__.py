@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from sglang_ext.mem_cache.scores.model_key import model_folder, model_key
 from sglang_ext.options import OptionError
 from sglang_ext.precompress import PrecompressError
+from sglang_ext.precompress.command import exit_code
 from sglang_ext.precompress.documents import Beginning
 from sglang_ext.precompress.reconstruction import Reconstruction
 from sglang_ext.precompress.work import Work
@@ -75,15 +76,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Run; 2 for what cannot be scored, 130 when interrupted: documents that were done stay, and are skipped next time."""
     args, console = parser().parse_args(argv), Console(stderr=True)
-    try:
-        run(args, console)
-    except (PrecompressError, OptionError) as error:
-        console.print(f"precompress: {error}", style="red", markup=False)
-        return 2
-    except KeyboardInterrupt:
-        console.print("precompress: interrupted; run it again for the rest")
-        return 130
-    return 0
+    return exit_code("precompress", lambda: run(args, console), (PrecompressError, OptionError), console)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from sglang_ext.bench import BenchError
 from sglang_ext.bench.client import SamplingSettings
+from sglang_ext.bench.options import check_budgets, check_counts
 from sglang_ext.bench.quality.named import Named
 
 PARTS = ("acceptance", "kl", "divergence", "functional", "attention")
@@ -90,12 +91,8 @@ class QualityConfig:
         counts = {"--output-len": self.output_len, "--top-logprobs": self.top}
         counts |= {"--task-tokens": self.task_tokens, "--concurrency": self.concurrency}
         counts |= {"--draft-length": min(self.draft_lengths), "--limit": 1 if self.limit is None else self.limit}
-        for option, value in counts.items():
-            if value < 1:
-                raise BenchError(f"{option} {value}: must be at least 1")
-        for budget in self.budgets:
-            if not 0 < budget <= 1:
-                raise BenchError(f"--budget {budget:g}: a budget is a share of the cache in (0, 1]")
+        check_counts(counts)
+        check_budgets(self.budgets)
         if self.tasks < 1 and "functional" in self.parts and self.benchmark is None:
             raise BenchError(f"--tasks {self.tasks}: --parts functional needs at least 1, or a --benchmark")
         if min(self.temperatures) < 0:

@@ -1,14 +1,13 @@
 """Bytes of a compressed copy, as its server reports them: codes, scales and whatever else lies in its slots."""
 
-import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 from sglang_ext.bench import BenchError
 from sglang_ext.bench.client import SamplingSettings, ServerClient, describe_error
 from sglang_ext.bench.decode_limit import kv_token_bytes
+from sglang_ext.bench.metrics_page import readings
 
-REPORTED = re.compile(r"^sglang_ext:compressed_bytes\{[^}]*\} (\S+)$", re.MULTILINE)
 POLL_SECONDS = 0.01
 
 
@@ -53,4 +52,4 @@ def reported_bytes(client: ServerClient) -> float:
         page = client.request("metrics")
     except OSError as error:
         raise BenchError(f"GET /metrics failed: {describe_error(error)}; the server must be alive") from error
-    return max(map(float, REPORTED.findall(page)), default=0.0)
+    return max((value for _, value in readings(page, "sglang_ext:compressed_bytes")), default=0.0)

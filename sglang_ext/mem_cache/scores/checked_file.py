@@ -28,9 +28,18 @@ def write_checked(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
     """
     stored = {name: tensor.contiguous() for name, tensor in tensors.items()}
     about = {**metadata, "checksum": _checksum(stored, metadata)}
+    write_whole(path, save(stored, {NAME: json.dumps(about, sort_keys=True)}))
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file that takes its name when it is whole.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
-        partial.write_bytes(save(stored, {NAME: json.dumps(about, sort_keys=True)}))
+        partial.write_bytes(content)
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)

@@ -5,7 +5,6 @@ the format's version, the model's key, the method, its settings and a checksum o
 """
 
 import json
-import os
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
@@ -16,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from sglang_ext.mem_cache.scores.chain import HASH_BYTES, PAGE, chain
+from sglang_ext.mem_cache.scores.checked_file import write_whole
 
 FORMAT = "1"
 SUFFIX = ".safetensors"
@@ -83,12 +83,7 @@ def write(folder: Path, document: Document, scores: torch.Tensor) -> Path:
     metadata["checksum"] = document.checksum(stored)
     hashes = torch.frombuffer(bytearray(document.chain), dtype=torch.uint8).view(-1, HASH_BYTES)
     path = folder / document.file_name
-    partial = path.with_suffix(f".{os.getpid()}.partial")
-    try:
-        partial.write_bytes(save({"scores": stored, "chain": hashes}, metadata))
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_whole(path, save({"scores": stored, "chain": hashes}, metadata))
     return path
 
 
