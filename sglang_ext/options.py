@@ -22,6 +22,8 @@ FULL_TIERS = ("auto", "device", "host")
 MAX_OFFLOAD_DRAFT_LENGTH = 256
 # Such verifications in one forward at most: they are wide, and come one by one, as their loads do.
 WIDE_REQUESTS = 2
+# They are captured for every so many tokens of a request: what is beyond the drafts is computed for nothing.
+WIDE_STEP = 64
 # Drafts at most with --kv-draft-length auto.
 AUTO_DRAFT_LENGTH = 16
 # Tokens of a narrow verification there: where acceptance is middling, short drafts are best, and wait for less.
@@ -219,6 +221,13 @@ def verify_widths(args: "KVServerArgs") -> tuple[int, ...]:
     """Tokens of a request in the verifications of one round's drafts; several where the draft length is chosen."""
     widest = longest_draft(args) + 1
     return (NARROW_VERIFY, widest) if args.kv_draft_length == "auto" and widest > NARROW_VERIFY else (widest,)
+
+
+def wide_widths(args: "KVServerArgs") -> tuple[int, ...]:
+    """Tokens of a request in verifications of drafts that gathered over several rounds, wide ones first."""
+    if not offloads(args):
+        return ()
+    return tuple(range(gathered_drafts(args) + 1, verify_widths(args)[-1], -WIDE_STEP))
 
 
 def one_of(flag: str, value: object, allowed: tuple[str, ...]) -> None:

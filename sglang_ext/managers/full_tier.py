@@ -49,12 +49,13 @@ def rolling(worker: "KVWorker", graphs: "VerifyGraphSet | None", pace: Pace, ste
     """The schedule in which full KV of running requests leaves the device."""
     args, views = worker.server_args, worker.views
     always = args.kv_full_tier == "host"
-    residency = Residency(views.tree_cache, views.token_table, always, most=None if always else 0)
+    policy = _policy(worker)
+    first = policy.unknown
+    residency = Residency(views.tree_cache, views.token_table, always, most=first.requests)
     views.tree_cache.residency = residency
     # What a first round takes does not matter; it is measured from then on.
     admission = Admission(iteration_seconds=1.0, memory=residency.room)
-    verifications = Verifications(admission, residency, views.buffers.bytes_per_slot)
-    policy = None if always else _policy(worker)
+    verifications = Verifications(admission, residency, views.buffers.bytes_per_slot, first.drafts)
     return Rolling(worker, graphs, worker.simulation, pace, steps, verifications, policy)
 
 
@@ -68,4 +69,5 @@ def _policy(worker: "KVWorker") -> OffloadPolicy:
         drafts=options.longest_draft(args),
         longest=worker.stride - 1,
         requests=min(rows, args.max_running_requests or rows),
+        tier=args.kv_full_tier,
     )

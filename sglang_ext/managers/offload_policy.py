@@ -1,8 +1,8 @@
-"""How many running requests' full KV may leave the device, by what rounds and loads were measured to take.
+"""How many running requests' full KV may leave the device, and how long they draft, by what rounds and loads were measured to take.
 
 ``--kv-full-tier auto``: full KV stays on the device while it fits. For more requests than fit, some of it leaves where
 VeriCache's optimum (equations (5)-(11), placement.py) says that more tokens a second come of it; else the others
-wait, as in stock SGLang.
+wait, as in stock SGLang. ``host``: all of it leaves, and the optimum says after how many drafts it is loaded.
 """
 
 from dataclasses import dataclass, field
@@ -15,17 +15,19 @@ from sglang_ext.managers.rolling_plan import RollingRound
 
 # The optimum gains less than its equations say where requests come and go (docs/results/simulate.md).
 MARGIN = 1.1
+# Drafts before a load until times are known.
+FIRST_DRAFTS = 64
 
 
 class Offload(NamedTuple):
     """What may leave the device.
 
     Attributes:
-        requests: whose full KV may be off the device at once.
+        requests: whose full KV may be off the device at once; None for any number.
         drafts: that such a request gathers before its full KV is loaded.
     """
 
-    requests: int
+    requests: int | None
     drafts: int
 
 
@@ -40,6 +42,7 @@ class OffloadPolicy:
         drafts: of a round.
         longest: drafts that a request gathers at most.
         requests: that run at once at most.
+        tier: ``auto`` or ``host``.
     """
 
     bytes_per_token: int
@@ -48,11 +51,17 @@ class OffloadPolicy:
     drafts: int
     longest: int
     requests: int
+    tier: placement.Tier = "auto"
     _draft: Recent = field(default_factory=Recent)
     _verify: Recent = field(default_factory=Recent)
     _drafting: int = 0
     _verifying: int = 0
     _context: float = 0.0
+
+    @property
+    def unknown(self) -> Offload:
+        """What may leave the device before enough was measured."""
+        return Offload(None if self.tier == "host" else 0, min(self.longest, FIRST_DRAFTS))
 
     def observe(self, round_: RollingRound, spent: Spent) -> None:
         """Take a round's seconds."""
@@ -68,15 +77,14 @@ class OffloadPolicy:
             self._verify.newest.append(spent.whole - spent.drafting)
 
     def choose(self, probability: float, link: float) -> Offload:
-        """What may leave the device from now on; nothing before enough was measured.
+        """What may leave the device from now on; :attr:`unknown` before enough was measured.
 
         Args:
             probability: that a draft is accepted when those before it were.
             link: bytes per second of loads.
         """
-        nothing = Offload(0, self.longest)
         if not self._verify.count or not self._draft.count:
-            return nothing
+            return self.unknown
         try:
             costs = Costs.measured(
                 Timed(self._drafting, self._draft.seconds),
@@ -89,9 +97,13 @@ class OffloadPolicy:
             )
         except CostError:
             # Times that are not those of reading KV, as of short contexts, where launches take longer.
-            return nothing
+            return self.unknown
+        if self.tier == "host":
+            # Of those that run: more may not come.
+            found = placement.best(costs, round(probability, 3), self._drafting, "host", self.longest)
+            return Offload(None, found.drafts_offloaded or self.longest)
         found = placement.best(costs, round(probability, 3), self.requests, "auto", self.longest)
         stays = placement.best(costs, round(probability, 3), self.requests, "device", self.longest)
         if found.tokens_per_second < MARGIN * stays.tokens_per_second:
-            return nothing
+            return self.unknown
         return Offload(found.offloaded, found.drafts_offloaded or self.longest)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from sglang_ext.managers.worker import KVWorker
 
 # Rounds after which the optimum is looked for again: times, acceptance and the link change slowly.
-PLACE_AFTER = 64
+PLACE_AFTER = 16
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Rolling(Lockstep):
 
     Attributes:
         verifications: whose turn it is.
-        policy: how much full KV may leave the device; None where all of it does.
+        policy: how much full KV may leave the device, and how long drafts gather.
         gathered: int64 [rows, longest], drafts of each row since its last verification.
     """
 
@@ -72,13 +72,12 @@ class Rolling(Lockstep):
         pace: "Pace",
         steps: Steps,
         verifications: "Verifications",
-        policy: OffloadPolicy | None = None,
+        policy: OffloadPolicy,
     ):
         super().__init__(worker, graphs, simulation, pace, steps)
         self.policy = policy
         self._rounds = 0
-        if policy is not None:
-            pace.watch = policy.observe
+        pace.watch = policy.observe
         longest = worker.stride - 1
         self.verifications = verifications
         self.planner = RollingPlanner(worker.views, verifications, longest)
@@ -128,7 +127,7 @@ class Rolling(Lockstep):
     def _place(self) -> None:
         """Choose anew how much full KV may leave the device, now and then."""
         self._rounds += 1
-        if self.policy is None or self._rounds % PLACE_AFTER:
+        if self._rounds % PLACE_AFTER:
             return
         residency = self.verifications.residency
         found = self.policy.choose(self.worker.typical.probability, residency.tree.link.bandwidth)

@@ -145,7 +145,7 @@ class RollingPlanner:
         verifications.begin(iteration_seconds)
         for state, drafting, left in zip(states, on_copy, missing):
             if drafting and not verifications.residency.is_lost(state.row):
-                target = min(verifications.drafts or self.longest, left - 1) - state.gathered
+                target = min(verifications.drafts, left - 1) - state.gathered
                 verifications.want(state.row, max(1, -(-target // steps) - 1))
         verifications.start()
 

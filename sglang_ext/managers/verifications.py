@@ -21,16 +21,16 @@ class Verifications:
         admission: the reservations, by row of the token table.
         residency: whose full KV is on the device.
         bytes_per_token: of full KV.
+        drafts: that a request gathers before its full KV is loaded.
         turns: rows that verify in this iteration.
-        drafts: that a request gathers before its full KV is loaded; None for as many as it can.
         slack: iterations by which full KV was there before its turn, in all.
     """
 
     admission: Admission
     residency: Residency
     bytes_per_token: int
+    drafts: int
     turns: set[int] = field(default_factory=set)
-    drafts: int | None = None
     slack: int = 0
     _reserved: set[int] = field(default_factory=set)
     _kept: set[int] = field(default_factory=set)

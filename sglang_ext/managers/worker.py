@@ -142,9 +142,8 @@ class KVWorker(BaseSpecWorker):
         with self.queries.capturing(tokens, attention.tp_q_head_num, attention.qk_head_dim, like):
             verifier = self.verifier if backend == "triton" else None
             captured = [verify_graphs.capture(self.model_runner, width, verifier) for width in widths]
-            if options.offloads(self.server_args) and self.stride > widths[-1]:
-                wide = verify_graphs.capture(self.model_runner, self.stride, verifier, options.WIDE_REQUESTS)
-                captured.append(wide)
+            for width in options.wide_widths(self.server_args):
+                captured.append(verify_graphs.capture(self.model_runner, width, verifier, options.WIDE_REQUESTS))
         self._graphs = verify_graphs.VerifyGraphSet(captured)
         if self.server_args.kv_ngram_tokens:
             # Planned on the device, where alone the lengths are known.

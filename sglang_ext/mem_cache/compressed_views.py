@@ -303,4 +303,7 @@ def give_back_when_full(original: Callable, batch, selected_indices: list[int] |
     while not fits and views is not None and (row := views.largest()) is not None:
         views.release_copy(row)
         fits = original(batch, selected_indices)
+    if getattr(batch.tree_cache, "residency", None) is not None:
+        # SGLang looks for room again only when a request is done. Here it also comes as full KV leaves the device.
+        batch.batch_is_full = False
     return fits

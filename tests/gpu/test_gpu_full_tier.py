@@ -8,7 +8,7 @@ from sglang_ext.mem_cache.faults import VARIABLE
 pytestmark = pytest.mark.server
 
 POOL = ("--dtype", "bfloat16", "--mem-fraction-static", "0.5", "--max-total-tokens", "3200", "--disable-prefill-cuda-graph")
-BATCH = ("--cuda-graph-bs", "1", "4", "8", "--max-running-requests", "8", "--enable-metrics")
+BATCH = ("--cuda-graph-bs", "1", "4", "8", "--max-running-requests", "8", "--enable-metrics", "--decode-log-interval", "1")
 EXACT = (*POOL, *BATCH, "--enable-deterministic-inference", "--attention-backend", "triton")
 HOST = (
     *("--kv-mode", "verified", "--kv-budget", "0.25", "--kv-draft-length", "8", "--kv-offload-draft-length", "32"),
@@ -22,16 +22,25 @@ def asked(prompts):
     return [*prompts, *(prompt[::-1] for prompt in prompts)]
 
 
-def test_in_deterministic_mode_answers_are_stocks_though_host_memory_loses_bits(launch, asked):
+def test_in_deterministic_mode_answers_are_stocks(launch, asked):
     expected = launch(*EXACT).ask_all(asked, 1, **greedy(64))
-    server = launch(*EXACT, *HOST, env=STRICT | {VARIABLE: "9"})
+    server = launch(*EXACT, *HOST, env=STRICT)
     for workers in (1, 8):
         with sampled(server, "sglang_ext:offloaded_bytes") as offloaded:
             found = server.ask_all(asked, workers, **greedy(64))
         assert [r["output_ids"] for r in found] == [r["output_ids"] for r in expected]
-    assert max(offloaded) > 0 and server.metric("sglang_ext:recomputed_requests_total") > 0
+    assert max(offloaded) > 0
+    assert server.metric("sglang_ext:recomputed_requests_total") == 0
     log = server.log.read_text(errors="replace")
     assert "capturing verifications of 9 tokens" in log and "capturing verifications of 33 tokens" in log
+
+
+def test_what_host_memory_lost_is_computed_again(launch, asked):
+    """By a prefill, which rounds unlike the decoding that gave it: answers may differ where two tokens are nearly as good."""
+    server = launch(*EXACT, *HOST, env=STRICT | {VARIABLE: "9"})
+    answers = server.ask_all(asked, 8, **greedy(64))
+    assert all(len(r["output_ids"]) == 64 for r in answers)
+    assert server.metric("sglang_ext:recomputed_requests_total") > 0 < server.metric("sglang_ext:host_failed_pages_total")
 
 
 @pytest.mark.parametrize("backend", ["flashinfer", "triton"])

@@ -13,6 +13,7 @@ from sglang_ext.core import FALLBACK_REASONS, Acceptance, RequestState
 from sglang_ext.layers.attention.views import BetweenSteps
 from sglang_ext.managers.admission import Admission
 from sglang_ext.managers.draft_length import Choice, FixedLength
+from sglang_ext.managers.offload_policy import Offload
 from sglang_ext.managers.pace import Pace
 from sglang_ext.managers.planner import SLOWER
 from sglang_ext.managers.rolling import Rolling
@@ -111,10 +112,11 @@ class Toy(Rolling):
             queries=SimpleNamespace(drop_rejected=lambda row, length: None), ranks=Ranks(),
         )
         views.rows = count + 1
-        verifications = Verifications(Admission(PROMPT, residency.room, horizon=8), residency, 1)
+        verifications = Verifications(Admission(PROMPT, residency.room, horizon=8), residency, 1, drafts=LONGEST)
         steps = SimpleNamespace(table=views.token_table, slots=lambda *args: torch.zeros(1), one_by_one=self.draw)
         pace = Pace(FixedLength(DRAFTS), torch.device("cpu"), metrics)
-        super().__init__(worker, None, None, pace, steps, verifications)
+        policy = SimpleNamespace(observe=lambda round_, spent: None, choose=lambda p, link: Offload(None, LONGEST))
+        super().__init__(worker, None, None, pace, steps, verifications, policy)
         self.committed = {row: [row] * (PROMPT + 1) for row in range(1, count + 1)}
 
     def draw(self, batch, round_, count, tokens, slots, starts=None):
@@ -307,7 +309,7 @@ def test_near_the_end_of_an_output_nothing_is_gathered_that_cannot_count(left):
 def test_loads_that_are_planned_take_as_long_as_the_link_needs_now():
     residency = FakeResidency({1}, 1, bandwidth=PROMPT / 2)
     admission = Admission(iteration_seconds=1.0, memory=10**6, horizon=16)
-    verifications = Verifications(admission, residency, bytes_per_token=1)
+    verifications = Verifications(admission, residency, bytes_per_token=1, drafts=8)
     verifications.begin(None)
     verifications.want(1, rounds=8)
 

@@ -152,6 +152,14 @@ def test_copies_go_before_a_request_is_retracted():
     assert not give_back_when_full(lambda b, i: False, batch)
 
 
+@pytest.mark.parametrize("offloads", [False, True])
+def test_where_full_kv_leaves_the_device_the_scheduler_looks_for_room_in_each_iteration(offloads):
+    residency = SimpleNamespace(is_lost=lambda row: False) if offloads else None
+    batch = SimpleNamespace(tree_cache=SimpleNamespace(views=make_views(), residency=residency), batch_is_full=True, reqs=[])
+    assert give_back_when_full(lambda b, i: True, batch)
+    assert batch.batch_is_full == (not offloads)
+
+
 def run_layer(queries, layer_id=0, heads=1, dim=1):
     layer = SimpleNamespace(layer_id=layer_id, tp_q_head_num=heads, qk_head_dim=dim)
     record_queries(lambda *args, **kwargs: None, None, queries, None, None, layer, None)

@@ -129,7 +129,8 @@ def packed_splits(
     split, kv_head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     table_at = tl.load(rows + request)
     table = token_table + table_at * table_row
-    packed, length = tl.load(packed_slots + table_at), tl.load(lengths + request)
+    # Both branches below count in one type.
+    packed, length = tl.load(packed_slots + table_at).to(tl.int32), tl.load(lengths + request).to(tl.int32)
     row, value_dim = tl.arange(0, M), tl.arange(0, PADDED_VALUE_DIM)
     best = tl.zeros([M], dtype=tl.float32) - float("inf")
     total = tl.zeros([M], dtype=tl.float32)
