@@ -1,117 +1,153 @@
 """Softmax over one part of a row that begins with packed blocks: the kernel that packed_decode.py launches.
 
-Codes are unpacked in registers. Scales of keys, and of values that have one scale a token, stay outside of the products with
-codes, as in layers/attention/packed.py.
+Codes become numbers in registers (packed_codes.py).
 """
 
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def _parameters(numbers, table, index, slot_numbers, head_numbers, kv_head, CODE_CELLS: tl.constexpr, CELL: tl.constexpr):
-    """Scales or zero points of a block by their ``index``; ``table``: its slots, ``numbers``: a buffer as float16."""
-    slot = tl.load(table + CODE_CELLS + index // CELL).to(tl.int64)
-    return tl.load(numbers + slot * slot_numbers + kv_head * head_numbers + index % CELL).to(tl.float32)
+from sglang_ext.layers.kernels.packed_codes import dequantized
 
 
 @triton.jit
-def _codes(raw, shift, levels, BITS: tl.constexpr, TABLE: tl.constexpr):
-    """What the codes in bytes mean, before scale and zero point: float32."""
-    codes = (raw.to(tl.int32) >> shift) & ((1 << BITS) - 1)
-    if TABLE:
-        return tl.load(levels + codes)
-    return codes.to(tl.float32)
-
-
-@triton.jit
-def _softmax_step(qk, best, total):
-    """New maximum, what older sums shrink by, and the weights of a step of online softmax."""
-    new_best = tl.maximum(tl.max(qk, 1), best)
-    # A row that has seen nothing yet has no maximum.
+def _softmax_step(qk, best, total, AXIS: tl.constexpr):
+    """New maximum, what older sums shrink by, and the weights of a step of online softmax over ``AXIS``, of two."""
+    new_best = tl.maximum(tl.max(qk, AXIS), best)
+    # What has seen nothing yet has no maximum.
     finite = tl.where(new_best == float("-inf"), 0.0, new_best)
-    rescale, p = tl.exp(best - finite), tl.exp(qk - finite[:, None])
-    return new_best, rescale, p, total * rescale + tl.sum(p, 1)
+    rescale, p = tl.exp(best - finite), tl.exp(qk - tl.expand_dims(finite, AXIS))
+    return new_best, rescale, p, total * rescale + tl.sum(p, AXIS)
+
+
+@triton.jit
+def _store(partial, lse, place, channel, there, best, total, acc, row, GROUP: tl.constexpr, VALUE_DIM: tl.constexpr):
+    """What a part of a row gave: the mean of its values, and the logarithm of its weights' sum."""
+    mine = row < GROUP
+    some = tl.where(total > 0, total, 1.0)
+    mask = (mine & (total > 0))[:, None] & there[None, :]
+    tl.store(partial + place[:, None] * VALUE_DIM + channel[None, :], acc / some[:, None], mask=mask)
+    tl.store(lse + place, best + tl.log(some), mask=mine)
+
+
+@triton.jit
+def _queries(queries, channel, row, scaling, AHEAD: tl.constexpr, PART: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, LIKE: tl.constexpr):  # fmt: skip
+    """The channels of a part, and 0 for those that pad it: LIKE [channels, rows]."""
+    mask = (channel < PART)[:, None] & (row < GROUP)[None, :]
+    found = tl.load(queries + row[None, :] * DIM + AHEAD + channel[:, None], mask=mask, other=0.0)
+    return (found.to(tl.float32) * scaling).to(LIKE)
 
 
 @triton.jit
 def _packed_part(
-    queries, key_bytes, key_numbers, value_bytes, value_numbers, key_levels, value_levels, table, first, last, scaling,
-    kv_head, row, key_slot, key_head, value_slot, value_head, best, total, acc,
-    GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
-    PADDED_VALUE_DIM: tl.constexpr, BITS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_SLOTS: tl.constexpr,
-    CODE_CELLS: tl.constexpr, KEY_CELL: tl.constexpr, VALUE_CELL: tl.constexpr, PER_CHANNEL: tl.constexpr,
-    STEP: tl.constexpr, VALUE_GROUPS: tl.constexpr, TABLE: tl.constexpr, LIKE: tl.constexpr,
+    queries, key_bytes, key_numbers, value_bytes, value_numbers, key_levels, value_levels, table, first, last, scaling, row,
+    partial, lse, place, key_slot, value_slot, GROUP: tl.constexpr, M: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    COLUMNS: tl.constexpr, VALUE_COLUMNS: tl.constexpr, BITS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    BLOCK_SLOTS: tl.constexpr, CODE_CELLS: tl.constexpr, KEY_CELL: tl.constexpr, VALUE_CELL: tl.constexpr,
+    KEY_GROUPS: tl.constexpr, KEY_UNIT: tl.constexpr, VALUE_UNIT: tl.constexpr, TABLE: tl.constexpr, FAST: tl.constexpr,
+    LIKE: tl.constexpr,
 ):  # fmt: skip
-    """Softmax over the blocks [first, last) of a request's row."""
-    TOKENS_PER_CELL: tl.constexpr = BLOCK_TOKENS // CODE_CELLS
-    PART: tl.constexpr = DIM * BITS // 8
-    VALUE_PART: tl.constexpr = VALUE_DIM * BITS // 8
-    # Scales of a block; its zero points follow them.
-    KEY_SCALES: tl.constexpr = BLOCK_TOKENS // STEP * DIM if PER_CHANNEL else BLOCK_TOKENS
-    VALUE_SCALES: tl.constexpr = BLOCK_TOKENS * VALUE_GROUPS
-    dim, value_dim = tl.arange(0, PADDED_DIM), tl.arange(0, PADDED_VALUE_DIM)
-    # Channels that pad a head are read as the last one's, whose query is 0; of values they are never stored.
-    dim_at, value_at = tl.minimum(dim, DIM - 1), tl.minimum(value_dim, VALUE_DIM - 1)
-    q = tl.load(queries + row[:, None] * DIM + dim[None, :], mask=(row < GROUP)[:, None] & (dim < DIM)[None, :], other=0.0)
-    q = q.to(tl.float32) * scaling
-    for step in tl.range(first * (BLOCK_TOKENS // STEP), last * (BLOCK_TOKENS // STEP)):
-        block, part = step // (BLOCK_TOKENS // STEP), step % (BLOCK_TOKENS // STEP)
+    """Softmax over the blocks [first, last) of a request's row.
+
+    Bytes and numbers begin at the head's cells; ``key_slot`` and ``value_slot``: bytes from one slot to the next.
+    """
+    PARTS: tl.constexpr = 8 // BITS
+    CELL_TOKENS: tl.constexpr = BLOCK_TOKENS // CODE_CELLS
+    PART: tl.constexpr = DIM // PARTS
+    VALUE_PART: tl.constexpr = VALUE_DIM // PARTS
+    VALUE_GROUPS: tl.constexpr = VALUE_DIM // VALUE_UNIT
+    KEY_SCALES: tl.constexpr = BLOCK_TOKENS if KEY_UNIT == DIM else KEY_GROUPS * DIM
+    # Values are read in groups of bytes that share a scale, where these are whole; else byte by byte.
+    WHOLE: tl.constexpr = VALUE_COLUMNS == VALUE_PART and VALUE_PART % VALUE_UNIT == 0
+    WIDTH: tl.constexpr = VALUE_COLUMNS if VALUE_GROUPS == 1 else VALUE_UNIT if WHOLE else 1
+    channel = tl.arange(0, COLUMNS)
+    q0 = _queries(queries, channel, row, scaling, 0, PART, DIM, GROUP, LIKE)
+    q1, q2, q3 = q0, q0, q0
+    if PARTS > 1:
+        q1 = _queries(queries, channel, row, scaling, PART, PART, DIM, GROUP, LIKE)
+    if PARTS > 2:
+        q2 = _queries(queries, channel, row, scaling, 2 * PART, PART, DIM, GROUP, LIKE)
+        q3 = _queries(queries, channel, row, scaling, 3 * PART, PART, DIM, GROUP, LIKE)
+    # What says where a tile lies, or scales it, is loaded without the tile's other axes, or Triton would arrange the tile by it.
+    # Bytes that pad a part are read as its last one, whose query is 0; of values they are never stored.
+    BY_TOKEN: tl.constexpr = KEY_UNIT == DIM
+    OUTER: tl.constexpr = BLOCK_TOKENS if BY_TOKEN else KEY_GROUPS
+    outer = tl.arange(0, OUTER)[:, None]
+    key_token = outer * (BLOCK_TOKENS // OUTER) + tl.arange(0, BLOCK_TOKENS // OUTER)[None, :]
+    byte = channel if COLUMNS == PART else tl.minimum(channel, PART - 1)
+    key_at = (key_token % CELL_TOKENS * PART)[:, :, None] + byte[None, None, :]
+    key_first = outer if BY_TOKEN else outer * DIM
+    key_offset = tl.zeros([1, 1], dtype=tl.int32) if BY_TOKEN else byte[None, :]
+    token, group = tl.arange(0, BLOCK_TOKENS), tl.arange(0, VALUE_COLUMNS // WIDTH)[None, :]
+    value_byte = (group * WIDTH)[:, :, None] + tl.arange(0, WIDTH)[None, None, :]
+    value_offset = group * WIDTH
+    if VALUE_COLUMNS > VALUE_PART:
+        value_byte, value_offset = tl.minimum(value_byte, VALUE_PART - 1), tl.minimum(value_offset, VALUE_PART - 1)
+    value_at = (token % CELL_TOKENS * VALUE_PART)[:, None, None] + value_byte
+    value_first = (token * VALUE_GROUPS)[:, None]
+    best = tl.zeros([M], dtype=tl.float32) - float("inf")
+    total = tl.zeros([M], dtype=tl.float32)
+    acc0 = tl.zeros([M, VALUE_COLUMNS], dtype=tl.float32)
+    acc1, acc2, acc3 = acc0, acc0, acc0
+    for block in tl.range(first, last):
         slots = table + block * BLOCK_SLOTS
-        token = part * STEP + tl.arange(0, STEP)
-        slot = tl.load(slots + token // TOKENS_PER_CELL).to(tl.int64)
-        within = token % TOKENS_PER_CELL
-        at = slot * key_slot + kv_head * key_head + within * PART
-        raw = tl.load(key_bytes + at[None, :] + (dim_at % PART)[:, None])
-        codes = _codes(raw, (dim_at // PART * BITS)[:, None], key_levels, BITS, TABLE)
-        index = part * DIM + dim_at if PER_CHANNEL else token
-        scale = _parameters(key_numbers, slots, index, key_slot // 2, key_head // 2, kv_head, CODE_CELLS, KEY_CELL)
-        zero = _parameters(key_numbers, slots, index + KEY_SCALES, key_slot // 2, key_head // 2, kv_head, CODE_CELLS, KEY_CELL)
-        if PER_CHANNEL:
-            qk = tl.dot((q * scale[None, :]).to(LIKE), codes.to(LIKE)) + tl.sum(q * zero[None, :], 1)[:, None]
-        else:
-            qk = tl.dot(q.to(LIKE), codes.to(LIKE)) * scale[None, :] + tl.sum(q, 1)[:, None] * zero[None, :]
-        best, rescale, p, total = _softmax_step(qk, best, total)
-        at = slot * value_slot + kv_head * value_head + within * VALUE_PART
-        raw = tl.load(value_bytes + at[:, None] + (value_at % VALUE_PART)[None, :])
-        codes = _codes(raw, (value_at // VALUE_PART * BITS)[None, :], value_levels, BITS, TABLE)
-        if VALUE_GROUPS == 1:
-            index = token
-        else:
-            index = token[:, None] * VALUE_GROUPS + (value_at // (VALUE_DIM // VALUE_GROUPS))[None, :]
-        scale = _parameters(value_numbers, slots, index, value_slot // 2, value_head // 2, kv_head, CODE_CELLS, VALUE_CELL)
-        zero = _parameters(
-            value_numbers, slots, index + VALUE_SCALES, value_slot // 2, value_head // 2, kv_head, CODE_CELLS, VALUE_CELL
-        )
-        acc *= rescale[:, None]
-        if VALUE_GROUPS == 1:
-            acc += tl.dot((p * scale[None, :]).to(LIKE), codes.to(LIKE)) + tl.sum(p * zero[None, :], 1)[:, None]
-        else:
-            acc += tl.dot(p.to(LIKE), (codes * scale + zero).to(LIKE))
-    return best, total, acc
+        slot = tl.load(slots + key_token // CELL_TOKENS).to(tl.int64) * key_slot
+        raw = tl.load(key_bytes + slot[:, :, None] + key_at)
+        slot = tl.load(slots + token // CELL_TOKENS).to(tl.int64) * value_slot
+        value_raw = tl.load(value_bytes + slot[:, None, None] + value_at)
+        k0, k1, k2, k3 = dequantized(
+            raw, key_numbers, slots + CODE_CELLS, key_first, key_offset, key_levels, KEY_SCALES, KEY_CELL, key_slot // 2, PART,
+            KEY_UNIT, 1, BITS, TABLE, FAST, LIKE,
+        )  # fmt: skip
+        qk = tl.dot(tl.reshape(k0, (BLOCK_TOKENS, COLUMNS)), q0)
+        if PARTS > 1:
+            qk = tl.dot(tl.reshape(k1, (BLOCK_TOKENS, COLUMNS)), q1, qk)
+        if PARTS > 2:
+            qk = tl.dot(tl.reshape(k3, (BLOCK_TOKENS, COLUMNS)), q3, tl.dot(tl.reshape(k2, (BLOCK_TOKENS, COLUMNS)), q2, qk))
+        best, rescale, p, total = _softmax_step(qk, best, total, 0)
+        p = tl.trans(p).to(LIKE)
+        v0, v1, v2, v3 = dequantized(
+            value_raw, value_numbers, slots + CODE_CELLS, value_first, value_offset, value_levels, BLOCK_TOKENS * VALUE_GROUPS,
+            VALUE_CELL, value_slot // 2, VALUE_PART, VALUE_UNIT, 2, BITS, TABLE, FAST, LIKE,
+        )  # fmt: skip
+        acc0 = tl.dot(p, tl.reshape(v0, (BLOCK_TOKENS, VALUE_COLUMNS)), acc0 * rescale[:, None])
+        if PARTS > 1:
+            acc1 = tl.dot(p, tl.reshape(v1, (BLOCK_TOKENS, VALUE_COLUMNS)), acc1 * rescale[:, None])
+        if PARTS > 2:
+            acc2 = tl.dot(p, tl.reshape(v2, (BLOCK_TOKENS, VALUE_COLUMNS)), acc2 * rescale[:, None])
+            acc3 = tl.dot(p, tl.reshape(v3, (BLOCK_TOKENS, VALUE_COLUMNS)), acc3 * rescale[:, None])
+    channel = tl.arange(0, VALUE_COLUMNS)
+    there = channel < VALUE_PART
+    _store(partial, lse, place, channel, there, best, total, acc0, row, GROUP, VALUE_DIM)
+    if PARTS > 1:
+        _store(partial, lse, place, VALUE_PART + channel, there, best, total, acc1, row, GROUP, VALUE_DIM)
+    if PARTS > 2:
+        _store(partial, lse, place, 2 * VALUE_PART + channel, there, best, total, acc2, row, GROUP, VALUE_DIM)
+        _store(partial, lse, place, 3 * VALUE_PART + channel, there, best, total, acc3, row, GROUP, VALUE_DIM)
 
 
 @triton.jit
 def _exact_part(
-    queries, keys, values, table, first, last, scaling, kv_head, row, key_slot, key_head, value_slot, value_head,
-    best, total, acc, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
-    PADDED_VALUE_DIM: tl.constexpr, N: tl.constexpr, LIKE: tl.constexpr,
+    queries, keys, values, table, first, last, scaling, row, key_slot, value_slot, GROUP: tl.constexpr, M: tl.constexpr,
+    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr, N: tl.constexpr,
+    LIKE: tl.constexpr,
 ):  # fmt: skip
-    """Softmax over the tokens [first, last) of a request's row."""
+    """Softmax over the tokens [first, last) of a request's row; keys and values begin at the head's cells."""
     dim, value_dim = tl.arange(0, PADDED_DIM), tl.arange(0, PADDED_VALUE_DIM)
     q = tl.load(queries + row[:, None] * DIM + dim[None, :], mask=(row < GROUP)[:, None] & (dim < DIM)[None, :], other=0.0)
     q = (q.to(tl.float32) * scaling).to(LIKE)
+    best = tl.zeros([M], dtype=tl.float32) - float("inf")
+    total = tl.zeros([M], dtype=tl.float32)
+    acc = tl.zeros([M, PADDED_VALUE_DIM], dtype=tl.float32)
     for start in tl.range(first, last, N):
         place = start + tl.arange(0, N)
         inside = place < last
         slot = tl.load(table + place, mask=inside, other=0).to(tl.int64)
-        at = slot * key_slot + kv_head * key_head
-        k = tl.load(keys + at[None, :] + dim[:, None], mask=inside[None, :] & (dim < DIM)[:, None], other=0.0)
-        qk = tl.where(inside[None, :], tl.dot(q, k), float("-inf"))
-        best, rescale, p, total = _softmax_step(qk, best, total)
-        at = slot * value_slot + kv_head * value_head
+        seen = inside[:, None] & (dim < DIM)[None, :]
+        k = tl.load(keys + (slot * key_slot)[:, None] + dim[None, :], mask=seen, other=0.0)
+        qk = tl.where(inside[None, :], tl.dot(q, tl.trans(k)), float("-inf"))
+        best, rescale, p, total = _softmax_step(qk, best, total, 1)
         seen = inside[:, None] & (value_dim < VALUE_DIM)[None, :]
-        v = tl.load(values + at[:, None] + value_dim[None, :], mask=seen, other=0.0)
+        v = tl.load(values + (slot * value_slot)[:, None] + value_dim[None, :], mask=seen, other=0.0)
         acc = acc * rescale[:, None] + tl.dot(p.to(LIKE), v)
     return best, total, acc
 
@@ -122,46 +158,41 @@ def packed_splits(
     token_table, table_row, rows, lengths, packed_slots, partial, lse, scaling,
     key_slot, key_head, value_slot, value_head, HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr,
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr,
-    BITS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_SLOTS: tl.constexpr, CODE_CELLS: tl.constexpr,
-    KEY_CELL: tl.constexpr, VALUE_CELL: tl.constexpr, PER_CHANNEL: tl.constexpr, STEP: tl.constexpr,
-    VALUE_GROUPS: tl.constexpr, TABLE: tl.constexpr, PACKED: tl.constexpr, EXACT: tl.constexpr, N: tl.constexpr,
+    COLUMNS: tl.constexpr, VALUE_COLUMNS: tl.constexpr, BITS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    BLOCK_SLOTS: tl.constexpr, CODE_CELLS: tl.constexpr, KEY_CELL: tl.constexpr, VALUE_CELL: tl.constexpr, KEY_GROUPS: tl.constexpr, KEY_UNIT: tl.constexpr,
+    VALUE_UNIT: tl.constexpr, TABLE: tl.constexpr, FAST: tl.constexpr, PACKED: tl.constexpr, EXACT: tl.constexpr,
+    N: tl.constexpr,
 ):  # fmt: skip
     split, kv_head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     table_at = tl.load(rows + request)
     table = token_table + table_at * table_row
     # Both branches below count in one type.
     packed, length = tl.load(packed_slots + table_at).to(tl.int32), tl.load(lengths + request).to(tl.int32)
-    row, value_dim = tl.arange(0, M), tl.arange(0, PADDED_VALUE_DIM)
-    best = tl.zeros([M], dtype=tl.float32) - float("inf")
-    total = tl.zeros([M], dtype=tl.float32)
-    acc = tl.zeros([M, PADDED_VALUE_DIM], dtype=tl.float32)
+    row = tl.arange(0, M)
     LIKE: tl.constexpr = keys.dtype.element_ty
+    # Numbers of the pool to bytes.
+    KEY_BYTES: tl.constexpr = KEY_CELL * 2 // DIM
+    VALUE_BYTES: tl.constexpr = VALUE_CELL * 2 // VALUE_DIM
     head0 = request * HEADS * GROUP + kv_head * GROUP
+    place = (head0 + row) * (PACKED + EXACT) + split
     if split < PACKED:
         blocks = packed // BLOCK_SLOTS
         each = tl.cdiv(blocks, PACKED)
-        best, total, acc = _packed_part(
-            rotated + head0 * DIM, key_bytes, key_numbers, value_bytes, value_numbers, key_levels, value_levels, table,
-            each * split, tl.minimum(each * (split + 1), blocks), scaling, kv_head, row,
-            key_slot * (KEY_CELL * 2 // DIM), key_head * (KEY_CELL * 2 // DIM),
-            value_slot * (VALUE_CELL * 2 // VALUE_DIM), value_head * (VALUE_CELL * 2 // VALUE_DIM), best, total, acc,
-            GROUP, DIM, VALUE_DIM, PADDED_DIM, PADDED_VALUE_DIM, BITS, BLOCK_TOKENS, BLOCK_SLOTS, CODE_CELLS, KEY_CELL,
-            VALUE_CELL, PER_CHANNEL, STEP, VALUE_GROUPS, TABLE, LIKE,
+        key_at, value_at = kv_head * key_head * KEY_BYTES, kv_head * value_head * VALUE_BYTES
+        _packed_part(
+            rotated + head0 * DIM, key_bytes + key_at, key_numbers + key_at // 2, value_bytes + value_at,
+            value_numbers + value_at // 2, key_levels, value_levels, table, each * split,
+            tl.minimum(each * (split + 1), blocks), scaling, row, partial, lse, place, key_slot * KEY_BYTES,
+            value_slot * VALUE_BYTES, GROUP, M, DIM, VALUE_DIM, COLUMNS, VALUE_COLUMNS, BITS, BLOCK_TOKENS, BLOCK_SLOTS,
+            CODE_CELLS, KEY_CELL, VALUE_CELL, KEY_GROUPS, KEY_UNIT, VALUE_UNIT, TABLE, FAST, tl.float16 if FAST else LIKE,
         )  # fmt: skip
     else:
         each = tl.cdiv(length - packed, EXACT)
         first = packed + each * (split - PACKED)
         best, total, acc = _exact_part(
-            queries + head0 * DIM, keys, values, table, first, tl.minimum(first + each, length), scaling, kv_head, row,
-            key_slot, key_head, value_slot, value_head, best, total, acc, GROUP, DIM, VALUE_DIM, PADDED_DIM,
+            queries + head0 * DIM, keys + kv_head * key_head, values + kv_head * value_head, table, first,
+            tl.minimum(first + each, length), scaling, row, key_slot, value_slot, GROUP, M, DIM, VALUE_DIM, PADDED_DIM,
             PADDED_VALUE_DIM, N, LIKE,
         )  # fmt: skip
-    place = (head0 + row) * (PACKED + EXACT) + split
-    mine = row < GROUP
-    found = mine & (total > 0)
-    total = tl.where(total > 0, total, 1.0)
-    tl.store(
-        partial + place[:, None] * VALUE_DIM + value_dim[None, :], acc / total[:, None],
-        mask=found[:, None] & (value_dim < VALUE_DIM)[None, :],
-    )  # fmt: skip
-    tl.store(lse + place, best + tl.log(total), mask=mine)
+        channel = tl.arange(0, PADDED_VALUE_DIM)
+        _store(partial, lse, place, channel, channel < VALUE_DIM, best, total, acc, row, GROUP, VALUE_DIM)

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from sglang_ext.layers.kernels.packed_attention import packed_splits
+from sglang_ext.mem_cache.packed_layout import Layout
 from sglang_ext.mem_cache.packing import Packing, as_bytes
 
 # Exact tokens in a step.
@@ -33,6 +34,15 @@ def _join(
     inside = dim < VALUE_DIM
     tl.store(far + head * VALUE_DIM + dim, tl.sum(tl.where((split < PACKED)[:, None], found, 0.0), 0), mask=inside)
     tl.store(near + head * VALUE_DIM + dim, tl.sum(tl.where((split >= PACKED)[:, None], found, 0.0), 0), mask=inside)
+
+
+def _on_gpu(keys: torch.Tensor) -> bool:
+    return keys.is_cuda
+
+
+def _columns(layout: Layout) -> int:
+    """Bytes of a token's codes, as a tile has them."""
+    return max(16, triton.next_power_of_2(layout.token_bytes))
 
 
 def packed_decode(
@@ -72,7 +82,8 @@ def packed_decode(
     table = key_levels is not None
     # Without a table the kernel reads none of it.
     levels = (key_levels.to(device), value_levels.to(device)) if table else (lse, lse)
-    per_channel = key.grid.channels == 1
+    key_groups = key.groups[0] if key.grid.channels == 1 else 1
+    fast = _on_gpu(keys) and keys.dtype != torch.float32 and key.bits < 8 and not table
     shape = {
         "VALUE_DIM": value_dim, "PADDED_VALUE_DIM": triton.next_power_of_2(value_dim), "PACKED": splits[0],
     }  # fmt: skip
@@ -80,10 +91,10 @@ def packed_decode(
         queries, rotated, keys, values, as_bytes(keys), keys.view(torch.float16), as_bytes(values),
         values.view(torch.float16), *levels, token_table, token_table.stride(0), rows, lengths, packed_slots, partial, lse,
         scaling, keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), HEADS=kv_heads, GROUP=heads // kv_heads,
-        M=max(16, triton.next_power_of_2(heads // kv_heads)), DIM=dim, PADDED_DIM=triton.next_power_of_2(dim),
+        M=max(8, triton.next_power_of_2(heads // kv_heads)), DIM=dim, PADDED_DIM=triton.next_power_of_2(dim),
         BITS=key.bits, BLOCK_TOKENS=key.tokens, BLOCK_SLOTS=packing.block_slots, CODE_CELLS=key.code_cells,
-        KEY_CELL=key.cell_bytes // 2, VALUE_CELL=value.cell_bytes // 2, PER_CHANNEL=per_channel,
-        STEP=key.grid.tokens if per_channel else key.tokens, VALUE_GROUPS=value.groups[1], TABLE=table,
+        KEY_CELL=key.cell_bytes // 2, VALUE_CELL=value.cell_bytes // 2, KEY_GROUPS=key_groups,
+        COLUMNS=_columns(key), VALUE_COLUMNS=_columns(value), KEY_UNIT=key.grid.channels, VALUE_UNIT=value.grid.channels, TABLE=table, FAST=fast,
         EXACT=splits[1], N=EXACT_TOKENS, **shape,
     )  # fmt: skip
     far, near = torch.empty(2, requests, heads, value_dim, device=device)
