@@ -6,7 +6,6 @@ bytes stay in its own cells, so that ranks that hold different heads need nothin
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from math import lcm
 from typing import ClassVar
 
@@ -116,18 +115,18 @@ class Packing:
         """The same in whole pages."""
         return -(-self.packed_slots(tokens) // self.page_size) * self.page_size
 
-    @cached_property
-    def rotations(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Of keys and of values, as :meth:`Quantizer.rotation` says."""
-        return self.quantizer.rotation(self.keys.dim), self.quantizer.rotation(self.values.dim)
+    def rotations(self, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Of keys and of values, on ``device``, as :meth:`Quantizer.rotation` says; the same tensors each time."""
+        return self.quantizer.rotation_on(device, self.keys.dim), self.quantizer.rotation_on(device, self.values.dim)
 
-    @cached_property
-    def levels(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Of keys and of values, as :meth:`Quantizer.levels` says."""
-        return self.quantizer.levels(self.keys.dim), self.quantizer.levels(self.values.dim)
+    def levels(self, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Of keys and of values, on ``device``, as :meth:`Quantizer.levels` says; the same tensors each time."""
+        return self.quantizer.levels_on(device, self.keys.dim), self.quantizer.levels_on(device, self.values.dim)
 
     def write(self, buffers: KVBuffers, kept: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Pack, for each layer and head, that head's kept tokens into ``targets``; one layer after another.
+
+        Does not wait for the device.
 
         Args:
             buffers: the pool's.
@@ -140,7 +139,7 @@ class Packing:
         kinds = ((buffers.keys, self.keys), (buffers.values, self.values))
         for layer, of_layer in enumerate(kept):
             read = sources[of_layer]
-            for (kind, layout), rotation in zip(kinds, self.rotations):
+            for (kind, layout), rotation in zip(kinds, self.rotations(kept.device)):
                 numbers = kind[layer][read, heads[:, None]].float()
                 cells = layout.pack(self.quantized(numbers, layout, rotation), self.block_slots)
                 as_bytes(kind[layer])[targets] = cells.flatten(1, 2).transpose(0, 1)
@@ -148,7 +147,7 @@ class Packing:
     def quantized(self, numbers: torch.Tensor, layout: Layout, rotation: torch.Tensor | None) -> Quantized:
         """Codes of float32 [heads, tokens, dim], rotated first."""
         if rotation is not None:
-            numbers = numbers @ rotation.to(numbers.device)
+            numbers = numbers @ rotation
         blocks = numbers.view(len(numbers), -1, layout.tokens, layout.dim)
         return self.quantizer.quantize(blocks, layout.grid)
 

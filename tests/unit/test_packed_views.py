@@ -57,8 +57,9 @@ def test_the_draft_row_leads_to_blocks_and_then_to_the_full_kvs_recent_tokens(na
     row = views.token_table[5, : view.kept + length - covered].long()
     assert torch.equal(row[view.packed :], views.token_table[1, covered:length].long())
     full = views.token_table[1, :covered].long()
+    levels, rotations = packing.levels(full.device), packing.rotations(full.device)
     for kind, (buffer, layout) in enumerate(((views.buffers.keys[0], packing.keys), (views.buffers.values[0], packing.values))):
-        back = meant(packing.read(buffer, layout, row[: view.packed]), packing.levels[kind], packing.rotations[kind])
+        back = meant(packing.read(buffer, layout, row[: view.packed]), levels[kind], rotations[kind])
         error = (back - buffer[full].transpose(0, 1)).norm() / back.norm()
         assert error < 0.15
 

@@ -2,7 +2,7 @@
 
 Programs of a request's first splits read its packed blocks, those of the others its exact tokens; a second kernel joins what
 they found by log-sum-exp. What comes of packed and of exact tokens is summed apart, as the former may have to be rotated
-back. Servers do not call it yet: on a GPU they refuse packed copies (compressor_options.py).
+back.
 """
 
 import torch
@@ -63,15 +63,15 @@ def packed_decode(
     requests, heads, dim = queries.shape
     kv_heads, value_dim, most = keys.shape[1], values.shape[2], sum(splits)
     key, value = packing.keys, packing.values
-    (to_keys, to_values), (key_levels, value_levels) = packing.rotations, packing.levels
     device = queries.device
+    (to_keys, to_values), (key_levels, value_levels) = packing.rotations(device), packing.levels(device)
     queries = queries.contiguous()
-    rotated = queries if to_keys is None else queries.float() @ to_keys.to(device)
+    rotated = queries if to_keys is None else queries.float() @ to_keys
     partial = torch.empty(requests * heads * most, value_dim, device=device)
     lse = torch.empty(requests * heads, most, device=device)
     table = key_levels is not None
     # Without a table the kernel reads none of it.
-    levels = (key_levels.to(device), value_levels.to(device)) if table else (lse, lse)
+    levels = (key_levels, value_levels) if table else (lse, lse)
     per_channel = key.grid.channels == 1
     shape = {
         "VALUE_DIM": value_dim, "PADDED_VALUE_DIM": triton.next_power_of_2(value_dim), "PACKED": splits[0],
@@ -88,5 +88,5 @@ def packed_decode(
     )  # fmt: skip
     far, near = torch.empty(2, requests, heads, value_dim, device=device)
     _join[(requests * heads,)](partial, lse, far, near, SPLITS=most, PADDED_SPLITS=triton.next_power_of_2(most), **shape)
-    back = far if to_values is None else far @ to_values.t().to(device)
+    back = far if to_values is None else far @ to_values.t()
     return (back + near).to(queries.dtype)
