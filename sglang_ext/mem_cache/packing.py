@@ -157,6 +157,28 @@ class Packing:
         return layout.unpack(cells.unflatten(0, (-1, self.block_slots)).permute(2, 0, 1, 3))
 
 
+@dataclass(frozen=True)
+class PackedRows:
+    """Which rows of the token table begin with packed blocks.
+
+    Attributes:
+        packing: how they are packed.
+        slots: int32 [rows], slots of each row that hold blocks, from its beginning; 0 for none. Captured graphs read it.
+    """
+
+    packing: Packing
+    slots: torch.Tensor
+
+    @classmethod
+    def of_table(cls, packing: Packing, token_table: torch.Tensor) -> "PackedRows":
+        """None yet, of the rows of a token table."""
+        return cls(packing, torch.zeros(len(token_table), dtype=torch.int32, device=token_table.device))
+
+    def on_host(self, rows: torch.Tensor) -> list[int]:
+        """Packed slots of ``rows``, int64 [batch]; waits for the device."""
+        return self.slots[rows].tolist()
+
+
 def as_bytes(buffer: torch.Tensor) -> torch.Tensor:
     """A layer's buffer, [slots, kv_heads, head_dim], as uint8 [slots, kv_heads, cell_bytes] over the same memory."""
     return buffer.view(torch.uint8)

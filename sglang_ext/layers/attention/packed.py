@@ -5,29 +5,10 @@ With a scale for each channel of a group of tokens ``q . (s * c + z) = (q * s) .
 quantized is met by rotated queries, and what comes of rotated values is rotated back.
 """
 
-from dataclasses import dataclass
-
 import torch
 
 from sglang_ext.mem_cache.packed_layout import Grid, Quantized
 from sglang_ext.mem_cache.packing import Packing
-
-
-@dataclass(frozen=True)
-class PackedRows:
-    """Which rows of the token table begin with packed blocks.
-
-    Attributes:
-        packing: how they are packed.
-        slots: int32 [rows], slots of each row that hold blocks, from its beginning; 0 for none.
-    """
-
-    packing: Packing
-    slots: torch.Tensor
-
-    def of(self, rows: torch.Tensor) -> list[int]:
-        """Packed slots of ``rows``, int64 [batch], on the host."""
-        return self.slots[rows].tolist()
 
 
 def packed_attention(
