@@ -129,7 +129,7 @@ class KVWorker(BaseSpecWorker):
             self.scores.watch(self.model_runner.model)
 
     def init_cuda_graphs(self) -> None:
-        """Capture steps over packed copies, and verifications, after SGLang captured the target's graphs of one token a request."""
+        """Capture steps over packed copies, and verifications; SGLang captured the target's graphs of one token a request."""
         packed, verifier = self._read_packed(), None
         backend = self.model_runner.decode_attention_backend_str
         if backend in ("triton", "fa3") and not self.lossy:

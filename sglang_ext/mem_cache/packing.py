@@ -15,6 +15,9 @@ from sglang_ext.mem_cache.compressors.quantizer import Quantizer
 from sglang_ext.mem_cache.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.packed_layout import Grid, Layout, Quantized
 
+# Tokens that are packed at once: their numbers lie in float32 meanwhile, several times. Whole blocks.
+WRITTEN_TOKENS = 1 << 14
+
 
 @dataclass(frozen=True)
 class Unpacked:
@@ -124,9 +127,7 @@ class Packing:
         return self.quantizer.levels_on(device, self.keys.dim), self.quantizer.levels_on(device, self.values.dim)
 
     def write(self, buffers: KVBuffers, kept: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Pack, for each layer and head, that head's kept tokens into ``targets``; one layer after another.
-
-        Does not wait for the device.
+        """Pack, for each layer and head, that head's kept tokens into ``targets``; does not wait for the device.
 
         Args:
             buffers: the pool's.
@@ -134,15 +135,16 @@ class Packing:
             sources: int64, slots of the context.
             targets: int64 [held_slots(tokens)]; what fills up its last page stays as it is.
         """
-        targets = targets[: self.packed_slots(kept.shape[-1])]
-        heads = torch.arange(kept.shape[1], device=kept.device)
+        targets = targets[: self.packed_slots(kept.shape[-1])].split(self.packed_slots(WRITTEN_TOKENS))
+        heads = torch.arange(kept.shape[1], device=kept.device)[:, None]
         kinds = ((buffers.keys, self.keys), (buffers.values, self.values))
         for layer, of_layer in enumerate(kept):
-            read = sources[of_layer]
-            for (kind, layout), rotation in zip(kinds, self.rotations(kept.device)):
-                numbers = kind[layer][read, heads[:, None]].float()
-                cells = layout.pack(self.quantized(numbers, layout, rotation), self.block_slots)
-                as_bytes(kind[layer])[targets] = cells.flatten(1, 2).transpose(0, 1)
+            for tokens, slots in zip(of_layer.split(WRITTEN_TOKENS, dim=-1), targets):
+                read = sources[tokens]
+                for (kind, layout), rotation in zip(kinds, self.rotations(kept.device)):
+                    numbers = kind[layer][read, heads].float()
+                    cells = layout.pack(self.quantized(numbers, layout, rotation), self.block_slots)
+                    as_bytes(kind[layer])[slots] = cells.flatten(1, 2).transpose(0, 1)
 
     def quantized(self, numbers: torch.Tensor, layout: Layout, rotation: torch.Tensor | None) -> Quantized:
         """Codes of float32 [heads, tokens, dim], rotated first."""

@@ -10,7 +10,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_ext.layers.attention.plain import require_plain, write_kv
-from sglang_ext.layers.attention.verify_attention import BUSY, FEWEST_PARTS, MOST_PARTS
+from sglang_ext.layers.attention.verify_attention import BUSY, MOST_PARTS
 from sglang_ext.layers.kernels.packed_decode import packed_decode
 from sglang_ext.mem_cache.packing import PackedRows
 from sglang_ext.options import OptionError
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Sizes of a head that fit the kernel's tiles.
 SMALLEST_HEAD, LARGEST_HEAD = 16, 256
-# Parts of a row's exact tokens: the newest of a context, and those since its copy was made.
+# Parts of a row; of these, those of its exact tokens: the newest of a context, and those since its copy was made.
+FEWEST_PARTS = 8
 EXACT_PARTS = 4
 REMEDY = "use a --kv-compressor that only drops tokens, such as snapkv"
 
@@ -67,9 +68,9 @@ class PackedDecode(AttentionBackend):
         return 1
 
     def splits(self, requests: int) -> tuple[int, int]:
-        """Parts of the blocks and of the exact tokens of each request in a batch; powers of 2, or each batch had its kernel."""
+        """Parts of each request's blocks and exact tokens in a batch; together a power of 2: each sum has its kernel."""
         wanted = max(FEWEST_PARTS, min(MOST_PARTS, BUSY // (requests * self.kv_heads)))
-        return 1 << (wanted.bit_length() - 1), EXACT_PARTS
+        return (1 << (wanted.bit_length() - 1)) - EXACT_PARTS, EXACT_PARTS
 
     def forward_decode(
         self,

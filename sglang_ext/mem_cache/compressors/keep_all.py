@@ -1,10 +1,11 @@
 """Every token is kept: what a quantizer selects that is not told to drop any."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from sglang_ext.mem_cache.compressors.base import Compressor, ContextKV, LayerKV
+from sglang_ext.mem_cache.compressors.base import Compressor, ContextKV, LayerKV, Part
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,8 @@ class KeepAll(Compressor):
         tokens, heads = layer.keys.shape[:2]
         return layer.keys.new_zeros(heads, tokens, dtype=torch.float32)
 
-    def scores_all(self, context: ContextKV) -> torch.Tensor:
-        """The same in all layers, without a look at the KV."""
+    def select(self, context: ContextKV, parts: Sequence[Part]) -> list[torch.Tensor]:
+        """The first of each part, without a look at the KV; with a budget of 1 a part's count is all of them."""
         keys = context.buffers.keys
-        return keys[0].new_zeros(len(keys), keys[0].shape[1], len(context.slots), dtype=torch.float32)
+        starts = torch.zeros(len(keys), keys[0].shape[1], 1, dtype=torch.int64, device=keys[0].device)
+        return [starts + torch.arange(part.start, part.start + part.count, device=starts.device) for part in parts]
