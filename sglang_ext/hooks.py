@@ -228,6 +228,11 @@ USES: tuple[Use, ...] = (
         expects=("self", "num_tokens"),
     ),
     Use(
+        target="sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.execute",
+        why="its subclass replays steps over packed copies, which read the token table to their end",
+        expects=("self", "forward_batch", "pp_proxy_tensors"),
+    ),
+    Use(
         target="sglang.kernels.ops.attention.decode_attention._decode_softmax_reducev_fwd",
         why="parts of a verification's attention are merged as SGLang merges those of a decode",
         expects=(

@@ -25,6 +25,7 @@ from sglang_ext.layers.kernels.verify_attention import (  # noqa: E402
 from sglang_ext.layers.kernels.window_scores import window_scores  # noqa: E402
 from sglang_ext.mem_cache.checksums import SUMMED_WORD, PageChecksums, as_words  # noqa: E402
 from sglang_ext.mem_cache.kv_buffers import KVBuffers  # noqa: E402
+from packed_backend import Pool, check_packed_backend  # noqa: E402
 from packed_helpers import KINDS, attention, packed_pool  # noqa: E402
 
 
@@ -179,22 +180,6 @@ def check_verify_attention_is_decode():
             torch.testing.assert_close(out, expected, rtol=0, atol=tolerance)
 
 
-class Pool:
-    """One layer of SGLang's KV pool."""
-
-    def __init__(self, slots, heads, dim, noise):
-        self.keys, self.values = (torch.randn(slots, heads, dim, generator=noise).to(DEVICE) for _ in "kv")
-
-    def get_key_buffer(self, layer):
-        return self.keys
-
-    def get_value_buffer(self, layer):
-        return self.values
-
-    def set_kv_buffer(self, layer, where, k, v, k_scale, v_scale):
-        self.keys[where.loc], self.values[where.loc] = k.view(-1, *self.keys.shape[1:]), v.view(-1, *self.keys.shape[1:])
-
-
 def check_verify_backend():
     """The backend writes KV and attends, for even verifications and for ragged steps over rows shorter than their positions."""
     from sglang_ext.layers.attention.verify_attention import VerifyAttention
@@ -203,7 +188,7 @@ def check_verify_backend():
     heads, group, dim, width = 2, 3, 16, 700
     for exact, (before, counts) in ((False, ((40, 300), (5, 5))), (True, ((300, 7), (5, 5))), (True, ((290, 64, 9), (4, 1, 3)))):
         noise = torch.Generator().manual_seed(len(counts))
-        pool = Pool(4 * width, heads, dim, noise)
+        pool = Pool(*(torch.randn(4 * width, heads, dim, generator=noise).to(DEVICE) for _ in "kv"))
         table = torch.randperm(4 * width, generator=noise).view(4, width).int().to(DEVICE)
         runner = SimpleNamespace(
             model_config=SimpleNamespace(num_attention_heads=heads * group), device=DEVICE, token_to_kv_pool=pool,
@@ -271,6 +256,7 @@ def check_packed_decode():
 
 CHECKS = {
     "packed_decode": check_packed_decode,
+    "packed_backend": lambda: check_packed_backend(DEVICE),
     "verify_backend": check_verify_backend,
     "window_scores": check_window_scores,
     "gather_kept": check_gather_kept,

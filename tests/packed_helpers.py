@@ -58,10 +58,10 @@ def packed_pool(name, bits, blocks, exact, heads=2, dim=64, dtype=torch.float32,
     originals = [buffer[sources].transpose(0, 1).double() for buffer in (keys, values)]
     kept = torch.arange(tokens).expand(1, heads, -1)
     packing.write(buffers, kept, sources, row[:packed])
-    means = []
+    means, levels, rotations = [], packing.levels(row.device), packing.rotations(row.device)
     for kind, (buffer, layout) in enumerate(((keys, packing.keys), (values, packing.values))):
         block = packing.read(buffer, layout, row[:packed])
-        far = meant(block, packing.levels[kind], packing.rotations[kind])
+        far = meant(block, levels[kind], rotations[kind])
         means.append(torch.cat([far, buffer[row[packed:]].transpose(0, 1).double()], 1))
     return PackedPool(buffers, packing, row, packed, *means, originals)
 

@@ -20,6 +20,39 @@ from sglang_ext.layers.attention.views import RaggedViews
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
+
+
+@dataclass(frozen=True)
+class Attention:
+    """What a forward attends with in the place of the model's own.
+
+    Attributes:
+        backend: computes it.
+        graphs: forwards of one token a request that were captured with it; None to run without.
+    """
+
+    backend: AttentionBackend
+    graphs: "DecodeCudaGraphRunner | None" = None
+
+
+@dataclass(frozen=True)
+class Attentions:
+    """Which attention a forward takes; None stands for the model's own.
+
+    Attributes:
+        verifier: of several tokens a request.
+        packed: of one token a request, over rows of which some may begin with packed blocks.
+    """
+
+    verifier: Attention | None = None
+    packed: Attention | None = None
+
+    def of(self, counts: list[int], on_full_kv: bool) -> Attention | None:
+        """That of a forward of so many tokens of each request; ``on_full_kv``: no request reads a compressed copy."""
+        if max(counts) > 1:
+            return self.verifier
+        return None if on_full_kv else self.packed
 
 
 @dataclass(frozen=True)
@@ -74,7 +107,7 @@ def run(
     model_runner: "ModelRunner",
     batch: "ScheduleBatch",
     inputs: Inputs,
-    verifier: AttentionBackend | None = None,
+    attention: Attention | None = None,
 ) -> LogitsProcessorOutput:
     """Forward the inputs; logits for each token: float [total, vocabulary].
 
@@ -82,21 +115,22 @@ def run(
         model_runner: the target's.
         batch: whose requests these are.
         inputs: what to forward.
-        verifier: attention of several tokens a request; None for that of all else.
+        attention: what the model attends with; None for its own.
     """
-    with attending(model_runner, verifier if max(inputs.counts) > 1 else None):
+    with attending(model_runner, attention):
         return model_runner.forward(build(model_runner, batch, inputs)).logits_output
 
 
 @contextmanager
-def attending(model_runner: "ModelRunner", backend: AttentionBackend | None) -> Iterator[None]:
-    """Let the model attend with ``backend``; with its own for None."""
-    own = model_runner.attn_backend
-    model_runner.attn_backend = backend or own
+def attending(model_runner: "ModelRunner", attention: Attention | None) -> Iterator[None]:
+    """Let the model attend with ``attention``, and replay what was captured with it; with its own for None."""
+    own = Attention(model_runner.attn_backend, model_runner.decode_cuda_graph_runner)
+    chosen = attention or own
+    model_runner.attn_backend, model_runner.decode_cuda_graph_runner = chosen.backend, chosen.graphs
     try:
         yield
     finally:
-        model_runner.attn_backend = own
+        model_runner.attn_backend, model_runner.decode_cuda_graph_runner = own.backend, own.graphs
 
 
 def build(model_runner: "ModelRunner", batch: "ScheduleBatch", inputs: Inputs) -> ForwardBatch:

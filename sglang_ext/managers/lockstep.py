@@ -276,6 +276,6 @@ class Lockstep:
             new_seq_lens=lengths,
             next_draft_input=BetweenSteps(answers.gather(1, accepted[:, None] - 1)[:, 0]),
             speculative_num_draft_tokens=width,
-            can_run_cuda_graph=self.graphs is not None,
+            can_run_cuda_graph=self.worker.model_runner.decode_cuda_graph_runner is not None,
             round=round_,
         )

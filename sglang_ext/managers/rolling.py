@@ -239,7 +239,7 @@ class Rolling(Lockstep):
             new_seq_lens=lengths,
             next_draft_input=BetweenSteps(torch.where(accepted > 0, last, batch.spec_info.bonus_tokens)),
             speculative_num_draft_tokens=width,
-            can_run_cuda_graph=self.graphs is not None,
+            can_run_cuda_graph=self.worker.model_runner.decode_cuda_graph_runner is not None,
             round=round_,
         )
 

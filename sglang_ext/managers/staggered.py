@@ -56,7 +56,8 @@ class Staggered:
             exact = {step.state.row: range(step.exact) for step in steps}
             integrity.check(exact, inputs.slots, worker.views)
         with worker.queries.recording(_to_record(steps, starts)):
-            output = forward.run(worker.model_runner, batch, inputs, worker.verifier)
+            attention = worker.attentions.of(inputs.counts, all(step.row == step.state.row for step in steps))
+            output = forward.run(worker.model_runner, batch, inputs, attention)
         rows = [
             worker.sampling_row(i, step.state, step.drafts_before(j))
             for i, step in enumerate(steps)

@@ -85,9 +85,10 @@ class Steps:
                 views.tail_written(state.row, start + width)
         return rows, viewed
 
-    def forward(self, batch: "ScheduleBatch", inputs: forward.Inputs) -> LogitsProcessorOutput:
-        """One forward; see forward.py."""
-        return forward.run(self.worker.model_runner, batch, inputs, self.worker.verifier)
+    def forward(self, batch: "ScheduleBatch", inputs: forward.Inputs, on_full_kv: bool = True) -> LogitsProcessorOutput:
+        """One forward, over rows of which none is a compressed copy's, or some are; see forward.py."""
+        attention = self.worker.attentions.of(inputs.counts, on_full_kv)
+        return forward.run(self.worker.model_runner, batch, inputs, attention)
 
     def sampling(
         self, batch: "ScheduleBatch", round_: Round, width: int, logprobs: bool, requests: list[int] | None = None
@@ -138,7 +139,7 @@ class Steps:
                 counts=[1] * len(round_.rows),
             )
             with self.worker.queries.recording(_to_record(round_, index)):
-                output = self.forward(batch, inputs)
+                output = self.forward(batch, inputs, round_.on_full_kv)
             sampled = sampling.draw(output.next_token_logits, inputs.positions)
             tokens = sampled.tokens
             done.append((output, sampled))

@@ -16,14 +16,14 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang_ext import options
 from sglang_ext.compressor_options import parse_compressor
 from sglang_ext.core import LONG_MEMORY, Acceptance, RequestState
-from sglang_ext.layers.attention import plan_memory, torch_native, verify_graphs
-from sglang_ext.layers.attention.packed import PackedRows
+from sglang_ext.layers.attention import packed_graphs, plan_memory, torch_native, verify_graphs
 from sglang_ext.layers.attention.verify_attention import VerifyAttention
 from sglang_ext.layers.attention.views import BetweenSteps
 from sglang_ext.managers import compression, full_tier, integrity, meta_info
 from sglang_ext.managers.checked_drafts import CheckedDrafts
 from sglang_ext.managers.draft_length import DraftLength, FixedLength
 from sglang_ext.managers.eligibility import fallback_reason
+from sglang_ext.managers.forward import Attention, Attentions
 from sglang_ext.managers.lockstep import Lockstep, RoundResult
 from sglang_ext.managers.ngram import TokenHistory
 from sglang_ext.managers.pace import Pace
@@ -36,7 +36,7 @@ from sglang_ext.managers.steps import Steps
 from sglang_ext.mem_cache import query_window
 from sglang_ext.mem_cache.compressed_views import CompressedViews
 from sglang_ext.mem_cache.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.packing import Packing
+from sglang_ext.mem_cache.packing import PackedRows, Packing
 from sglang_ext.mem_cache.query_window import QueryWindows, Recorded
 from sglang_ext.mem_cache.rotary import rotary_of
 from sglang_ext.metrics import KVMetrics
@@ -83,7 +83,8 @@ class KVWorker(BaseSpecWorker):
         self._admitted = 0
         self._graphs: verify_graphs.VerifyGraphSet | None = None
         self._check_graphs: verify_graphs.VerifyGraphSet | None = None
-        self.verifier: VerifyAttention | None = None
+        self.attentions = Attentions()
+        self.packed_rows: PackedRows | None = None
         self.history: TokenHistory | None = None
         verify_graphs.plain(self.model_runner)
         torch_native.register()
@@ -113,24 +114,30 @@ class KVWorker(BaseSpecWorker):
             (2 * rows, width), dtype=pool.req_to_token.dtype, device=pool.req_to_token.device
         )
         self._rows = rows
+        self.buffers = KVBuffers.of(self.model_runner.token_to_kv_pool, self.layers)
+        if self.method.quantizer is not None:
+            # Before any graph is captured: graphs read which rows are packed.
+            packing = Packing.of(self.method.quantizer, self.buffers, self.token_to_kv_pool_allocator.page_size)
+            self.packed_rows = PackedRows.of_table(packing, pool.req_to_token)
         if self.server_args.kv_ngram_tokens:
             # Answers of a round, and what is proposed after its last draft, go beyond a context's end.
             self.history = TokenHistory(rows, width + 2 * self.stride, pool.req_to_token.device)
 
         if self.scores is not None:
             # Before any graph is captured: graphs write scores, too.
-            slots = len(self.model_runner.token_to_kv_pool.get_key_buffer(next(iter(self.layers))))
-            self.scores.allocate(slots, self.model_runner.device, self.model_runner.dtype)
+            self.scores.allocate(len(self.buffers.keys[0]), self.model_runner.device, self.model_runner.dtype)
             self.scores.watch(self.model_runner.model)
 
     def init_cuda_graphs(self) -> None:
-        """Capture verifications, after SGLang captured the target's graphs of one token a request."""
+        """Capture steps over packed copies, and verifications; SGLang captured the target's graphs of one token a request."""
+        packed, verifier = self._read_packed(), None
+        backend = self.model_runner.decode_attention_backend_str
+        if backend in ("triton", "fa3") and not self.lossy:
+            # Where no graph is replayed; fa3 takes equal numbers of tokens only.
+            verifier = VerifyAttention(self.model_runner)
+        self.attentions = Attentions(None if verifier is None else Attention(verifier), packed)
         if self.lossy:
             return
-        backend = self.model_runner.decode_attention_backend_str
-        if backend in ("triton", "fa3"):
-            # Where no graph is replayed; fa3 takes equal numbers of tokens only.
-            self.verifier = VerifyAttention(self.model_runner)
         if self.server_args.kv_schedule != "lockstep" or self.model_runner.decode_cuda_graph_runner is None:
             return
         attention = self._attention
@@ -140,17 +147,26 @@ class KVWorker(BaseSpecWorker):
             tokens = max(tokens, options.WIDE_REQUESTS * self.stride)
         like = torch.empty(0, dtype=self.model_runner.dtype, device=self.model_runner.device)
         with self.queries.capturing(tokens, attention.tp_q_head_num, attention.qk_head_dim, like):
-            verifier = self.verifier if backend == "triton" else None
-            captured = [verify_graphs.capture(self.model_runner, width, verifier) for width in widths]
+            own = verifier if backend == "triton" else None
+            captured = [verify_graphs.capture(self.model_runner, width, own) for width in widths]
             for width in options.wide_widths(self.server_args):
-                captured.append(verify_graphs.capture(self.model_runner, width, verifier, options.WIDE_REQUESTS))
+                captured.append(verify_graphs.capture(self.model_runner, width, own, options.WIDE_REQUESTS))
         self._graphs = verify_graphs.VerifyGraphSet(captured)
         if self.server_args.kv_ngram_tokens:
             # Planned on the device, where alone the lengths are known.
-            planned_there = self.verifier or VerifyAttention(self.model_runner)
+            planned_there = verifier or VerifyAttention(self.model_runner)
             width = 1 + self.server_args.kv_ngram_tokens
             captured = [verify_graphs.capture(self.model_runner, width, planned_there)]
             self._check_graphs = verify_graphs.VerifyGraphSet(captured)
+
+    def _read_packed(self) -> Attention | None:
+        """Let attention read packed copies; what does so in the place of the model's own, None where that can."""
+        if self.packed_rows is None:
+            return None
+        if self.buffers.on_gpu:
+            return packed_graphs.attention(self.model_runner, self.packed_rows)
+        self.model_runner.attn_backend.packed_rows = self.packed_rows
+        return None
 
     @property
     def _attention(self) -> torch.nn.Module:
@@ -160,25 +176,21 @@ class KVWorker(BaseSpecWorker):
     def bind_tree_cache(self, tree_cache) -> None:
         """Build the compressed views once the prefix tree exists."""
         args = self.server_args
-        buffers = KVBuffers.of(self.model_runner.token_to_kv_pool, self.layers)
-        quantizer, packs = self.method.quantizer, parse_compressor(args.kv_compressor)[1]
         self.views = CompressedViews(
             compressor=self.compressor,
             budget=args.kv_budget,
             token_table=self.req_to_token_pool.req_to_token,
             rows=self._rows,
-            buffers=buffers,
+            buffers=self.buffers,
             allocator=self.token_to_kv_pool_allocator,
             tree_cache=tree_cache,
             queries=self.queries,
             rotary=self.rotary,
             prompt_of=lambda row: self.states[row].prompt,
-            packs=packs or "",
-            packing=None if quantizer is None else Packing.of(quantizer, buffers, self.token_to_kv_pool_allocator.page_size),
+            packs=parse_compressor(args.kv_compressor)[1] or "",
+            packed_rows=self.packed_rows,
         )
-        if quantizer is not None:
-            self.model_runner.attn_backend.packed_rows = PackedRows(self.views.packing, self.views.packed_slots)
-        if self.views.buffers.on_gpu:
+        if self.buffers.on_gpu:
             self._unpin_plans()
             self._warm_up()
         if args.kv_host_gb:

@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.common import evict_from_tree_cache
 from sglang_ext.core import CompressedView
 from sglang_ext.mem_cache.compressors import Compressor, ContextKV, Part, kept_count
 from sglang_ext.mem_cache.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.packing import Packing, Unpacked
+from sglang_ext.mem_cache.packing import PackedRows, Packing, Unpacked
 from sglang_ext.mem_cache.query_window import QueryWindows
 from sglang_ext.mem_cache.recompute import lost_requests
 from sglang_ext.mem_cache.rotary import Rotary
@@ -56,8 +56,8 @@ class CompressedViews:
         prompt_of: token ids of the prompt of the request in a row.
         made: copies that were made or renewed, by the method that chose what they keep.
         packs: name of the method that packs copies; empty for none.
-        packing: how copies lie in slots; None for tokens as they are.
-        packed_slots: int32 [2 * rows], slots of each draft row that hold packed blocks, from its beginning.
+        packed_rows: how copies are packed, and which rows begin with blocks; None for copies of tokens as they are.
+        packing: how copies lie in slots.
     """
 
     compressor: Compressor
@@ -72,13 +72,13 @@ class CompressedViews:
     prompt_of: Callable[[int], Sequence[int]] = lambda row: ()
     made: Counter[str] = field(default_factory=Counter)
     packs: str = ""
-    packing: Packing | Unpacked | None = None
-    packed_slots: torch.Tensor = field(init=False)
+    packed_rows: PackedRows | None = None
+    packing: Packing | Unpacked = field(init=False)
     _views: dict[int, CompressedView] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.packing = self.packing or Unpacked(self.allocator.page_size)
-        self.packed_slots = torch.zeros(len(self.token_table), dtype=torch.int32, device=self.token_table.device)
+        rows = self.packed_rows
+        self.packing = Unpacked(self.allocator.page_size) if rows is None else rows.packing
 
     def get(self, row: int) -> CompressedView | None:
         """The compressed copy of the request in ``row``."""
@@ -203,13 +203,14 @@ class CompressedViews:
 
     def compile_kernels(self, query_heads: int) -> None:
         """Compress what lies in slot 0, which no request owns, so that no request waits for compilers."""
-        keys, tokens = self.buffers.keys[0], 4 * self.compressor.window + 64
+        keys, tokens = self.buffers.keys[0], 4 * self.compressor.window + max(64, self.unit)
+        count = max(1, tokens // 2 // self.unit) * self.unit
         slots = torch.zeros(tokens, dtype=torch.int64, device=keys.device)
         window = keys.new_zeros(len(self.buffers.keys), self.compressor.window, query_heads, keys.shape[-1])
         positions = torch.arange(tokens - self.compressor.window, tokens, device=keys.device)
         context = ContextKV(self.buffers, slots, window, positions, self.rotary)
-        (kept,) = self.compressor.select(context, [Part(0, tokens, tokens // 2)])
-        self.buffers.copy_kept(kept[..., :1], slots, slots[:1])
+        (kept,) = self.compressor.select(context, [Part(0, tokens, count)])
+        self.packing.write(self.buffers, kept, slots, slots.new_zeros(self.packing.held_slots(count)))
 
     def _slots_for(self, slots: torch.Tensor, count: int, headroom: int) -> torch.Tensor | None:
         """``slots``, int64, grown or cut to ``count``; None when the pool lacks them."""
@@ -247,7 +248,8 @@ class CompressedViews:
         for part, kept in zip(parts, compressor.select(context, parts)):
             self.packing.write(buffers, kept, source, targets[part])
         self.token_table[self.draft_row(row), : view.kept] = view.slots.to(self.token_table.dtype)
-        self.packed_slots[self.draft_row(row)] = view.packed
+        if self.packed_rows is not None:
+            self.packed_rows.slots[self.draft_row(row)] = view.packed
 
     def write_tail(self, row: int, end: int) -> None:
         """Let the draft row lead, after the copy, to the full row's tokens ``[covered, end)``.

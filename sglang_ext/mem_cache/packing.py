@@ -6,7 +6,6 @@ bytes stay in its own cells, so that ranks that hold different heads need nothin
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from math import lcm
 from typing import ClassVar
 
@@ -15,6 +14,9 @@ import torch
 from sglang_ext.mem_cache.compressors.quantizer import Quantizer
 from sglang_ext.mem_cache.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.packed_layout import Grid, Layout, Quantized
+
+# Tokens that are packed at once: their numbers lie in float32 meanwhile, several times. Whole blocks.
+WRITTEN_TOKENS = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -116,18 +118,16 @@ class Packing:
         """The same in whole pages."""
         return -(-self.packed_slots(tokens) // self.page_size) * self.page_size
 
-    @cached_property
-    def rotations(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Of keys and of values, as :meth:`Quantizer.rotation` says."""
-        return self.quantizer.rotation(self.keys.dim), self.quantizer.rotation(self.values.dim)
+    def rotations(self, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Of keys and of values, on ``device``, as :meth:`Quantizer.rotation` says; the same tensors each time."""
+        return self.quantizer.rotation_on(device, self.keys.dim), self.quantizer.rotation_on(device, self.values.dim)
 
-    @cached_property
-    def levels(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Of keys and of values, as :meth:`Quantizer.levels` says."""
-        return self.quantizer.levels(self.keys.dim), self.quantizer.levels(self.values.dim)
+    def levels(self, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Of keys and of values, on ``device``, as :meth:`Quantizer.levels` says; the same tensors each time."""
+        return self.quantizer.levels_on(device, self.keys.dim), self.quantizer.levels_on(device, self.values.dim)
 
     def write(self, buffers: KVBuffers, kept: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Pack, for each layer and head, that head's kept tokens into ``targets``; one layer after another.
+        """Pack, for each layer and head, that head's kept tokens into ``targets``; does not wait for the device.
 
         Args:
             buffers: the pool's.
@@ -135,20 +135,21 @@ class Packing:
             sources: int64, slots of the context.
             targets: int64 [held_slots(tokens)]; what fills up its last page stays as it is.
         """
-        targets = targets[: self.packed_slots(kept.shape[-1])]
-        heads = torch.arange(kept.shape[1], device=kept.device)
+        targets = targets[: self.packed_slots(kept.shape[-1])].split(self.packed_slots(WRITTEN_TOKENS))
+        heads = torch.arange(kept.shape[1], device=kept.device)[:, None]
         kinds = ((buffers.keys, self.keys), (buffers.values, self.values))
         for layer, of_layer in enumerate(kept):
-            read = sources[of_layer]
-            for (kind, layout), rotation in zip(kinds, self.rotations):
-                numbers = kind[layer][read, heads[:, None]].float()
-                cells = layout.pack(self.quantized(numbers, layout, rotation), self.block_slots)
-                as_bytes(kind[layer])[targets] = cells.flatten(1, 2).transpose(0, 1)
+            for tokens, slots in zip(of_layer.split(WRITTEN_TOKENS, dim=-1), targets):
+                read = sources[tokens]
+                for (kind, layout), rotation in zip(kinds, self.rotations(kept.device)):
+                    numbers = kind[layer][read, heads].float()
+                    cells = layout.pack(self.quantized(numbers, layout, rotation), self.block_slots)
+                    as_bytes(kind[layer])[slots] = cells.flatten(1, 2).transpose(0, 1)
 
     def quantized(self, numbers: torch.Tensor, layout: Layout, rotation: torch.Tensor | None) -> Quantized:
         """Codes of float32 [heads, tokens, dim], rotated first."""
         if rotation is not None:
-            numbers = numbers @ rotation.to(numbers.device)
+            numbers = numbers @ rotation
         blocks = numbers.view(len(numbers), -1, layout.tokens, layout.dim)
         return self.quantizer.quantize(blocks, layout.grid)
 
@@ -156,6 +157,28 @@ class Packing:
         """The blocks in ``slots``, int64 [packed], of a layer's key or value ``buffer``."""
         cells = as_bytes(buffer)[slots]
         return layout.unpack(cells.unflatten(0, (-1, self.block_slots)).permute(2, 0, 1, 3))
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Which rows of the token table begin with packed blocks.
+
+    Attributes:
+        packing: how they are packed.
+        slots: int32 [rows], slots of each row that hold blocks, from its beginning; 0 for none. Captured graphs read it.
+    """
+
+    packing: Packing
+    slots: torch.Tensor
+
+    @classmethod
+    def of_table(cls, packing: Packing, token_table: torch.Tensor) -> "PackedRows":
+        """None yet, of the rows of a token table."""
+        return cls(packing, torch.zeros(len(token_table), dtype=torch.int32, device=token_table.device))
+
+    def on_host(self, rows: torch.Tensor) -> list[int]:
+        """Packed slots of ``rows``, int64 [batch]; waits for the device."""
+        return self.slots[rows].tolist()
 
 
 def as_bytes(buffer: torch.Tensor) -> torch.Tensor:

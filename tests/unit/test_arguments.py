@@ -86,22 +86,50 @@ def test_what_only_packs_tokens_keeps_all_of_them_unless_told(folder, compressor
     assert build(folder(), kv_mode="verified", kv_compressor=compressor, kv_budget=1).kv_budget == 1
 
 
+ON_GPU = {"device": "cuda", "attention_backend": "flashinfer", "kv_schedule": "lockstep"}
+
+
+def packed_args(**change):
+    """Resolved arguments for packed copies on a CPU, in staggered rounds."""
+    args = SimpleNamespace(
+        device="cpu", attention_backend="torch_native", prefill_attention_backend=None, decode_attention_backend=None,
+        kv_compressor="snapkv+kivi", kv_mode="verified", kv_schedule="staggered", kv_ngram_tokens=0, kv_full_tier="device",
+        kv_host_gb=0, disable_radix_cache=False, enable_deterministic_inference=False,
+    )
+    vars(args).update(change)
+    return args
+
+
 @pytest.mark.parametrize(
     ("change", "found"),
     [
-        ({"attention_backend": "flashinfer"}, "--device is cpu and --attention-backend flashinfer"),
-        ({"decode_attention_backend": "triton"}, "--attention-backend torch_native, triton"),
-        ({"device": "cuda"}, "--device is cuda and --attention-backend torch_native"),
+        ({"attention_backend": "flashinfer"}, "--device is cpu and --attention-backend flashinfer; .* cuda with flashinfer, triton"),
+        ({"decode_attention_backend": "triton"}, "--attention-backend torch_native, triton; .* cpu with torch_native"),
+        ({"device": "cuda"}, "--device is cuda and --attention-backend torch_native; "),
+        ({**ON_GPU, "device": "xpu"}, "--device is xpu and --attention-backend flashinfer; "),
+        ({**ON_GPU, "kv_schedule": "staggered"}, "--kv-schedule is 'staggered'; .* Pass --kv-schedule lockstep"),
+        ({**ON_GPU, "kv_ngram_tokens": 4}, "--kv-ngram-tokens is 4; .* Pass --kv-ngram-tokens 0"),
+        (
+            {**ON_GPU, "kv_full_tier": "host", "kv_host_gb": 1, "enable_deterministic_inference": True},
+            "--kv-full-tier is 'host' with --enable-deterministic-inference; .* Pass --kv-full-tier device",
+        ),
     ],
 )
 def test_packed_copies_are_refused_where_attention_cannot_read_them(change, found):
-    backends = {"attention_backend": "torch_native", "prefill_attention_backend": None, "decode_attention_backend": None}
-    args = SimpleNamespace(device="cpu", kv_compressor="snapkv+kivi", **backends)
+    args = packed_args()
     compressor_options.check_resolved(args)
     vars(args).update(change)
-    with pytest.raises(OptionError, match=f"{found}; .* Pass .* only drops tokens: snapkv, sink-recent"):
+    with pytest.raises(OptionError, match=f"{found}.* only drops tokens: snapkv, sink-recent"):
         compressor_options.check_resolved(args)
     args.kv_compressor = "snapkv"
+    compressor_options.check_resolved(args)
+
+
+@pytest.mark.parametrize("backend", ["flashinfer", "triton", "fa3"])
+def test_on_a_gpu_packed_copies_are_served_in_lockstep(backend):
+    args = packed_args(**{**ON_GPU, "attention_backend": backend})
+    compressor_options.check_resolved(args)
+    vars(args).update(kv_full_tier="host", kv_host_gb=1)
     compressor_options.check_resolved(args)
 
 

@@ -66,7 +66,7 @@ def schedule(views=None, lossy=False, stride=5):
     )
     worker = SimpleNamespace(
         views=views or Views(), lossy=lossy, stride=stride, strict=False, metrics=metrics, typical=Acceptance(),
-        model_runner=SimpleNamespace(war_fastpath_read_done_event="earlier", attn_backend=None),
+        model_runner=SimpleNamespace(war_fastpath_read_done_event="earlier", decode_cuda_graph_runner=None),
     )
     pace = Pace(FixedLength(worker.stride - 1), torch.device("cpu"), KVMetrics("model"))
     return Lockstep(worker, None, None, pace, Steps(worker))

@@ -11,14 +11,13 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from test_views import Allocator, Tree
 from tiered_helpers import PAGE, ROWS, World, done
 
-from sglang_ext.layers.attention.packed import PackedRows
 from sglang_ext.layers.attention.torch_native import RaggedTorchNativeBackend
 from sglang_ext.mem_cache import compressed_views
 from sglang_ext.mem_cache.compressed_views import CompressedViews, Prefix
 from sglang_ext.mem_cache.compressors import method
 from sglang_ext.mem_cache.compressors.snapkv import SnapKV
 from sglang_ext.mem_cache.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.packing import Packing, as_bytes
+from sglang_ext.mem_cache.packing import PackedRows, Packing, as_bytes
 from sglang_ext.mem_cache.query_window import QueryWindows, Recorded, record_queries
 
 TOKENS, HEADS, DIM = 700, 2, 64
@@ -39,9 +38,9 @@ def views_of(name, page_size=1, budget=1.0):
     buffers, allocator = KVBuffers((0,), (0.125,), (keys,), (values,)), Room(page_size)
     table = torch.zeros(8, TOKENS + 300, dtype=torch.int32)
     table[1, :TOKENS] = torch.randperm(TOKENS, generator=noise) + 4
-    packing = Packing.of(chosen.quantizer, buffers, page_size)
+    rows = PackedRows.of_table(Packing.of(chosen.quantizer, buffers, page_size), table)
     windows = QueryWindows(chosen.compressor.window, range(1), 4)
-    return CompressedViews(chosen.compressor, budget, table, 4, buffers, allocator, Tree(allocator), windows, packing=packing)
+    return CompressedViews(chosen.compressor, budget, table, 4, buffers, allocator, Tree(allocator), windows, packed_rows=rows)
 
 
 @pytest.mark.parametrize("name", ["int8", "kivi", "turboquant"])
@@ -52,13 +51,14 @@ def test_the_draft_row_leads_to_blocks_and_then_to_the_full_kvs_recent_tokens(na
     covered = (length - packing.recent) // 64 * 64
     assert (view.covered, view.packed, view.kept) == (covered, covered // 64 * packing.block_slots, view.packed)
     assert views.held_bytes() == view.packed * 2 * HEADS * DIM * 4 < 0.3 * covered * 2 * HEADS * DIM * 4
-    assert views.packed_slots.tolist() == [0] * 5 + [view.packed] + [0] * 2
+    assert views.packed_rows.slots.tolist() == [0] * 5 + [view.packed] + [0] * 2
     views.write_tail(1, length)
     row = views.token_table[5, : view.kept + length - covered].long()
     assert torch.equal(row[view.packed :], views.token_table[1, covered:length].long())
     full = views.token_table[1, :covered].long()
+    levels, rotations = packing.levels(full.device), packing.rotations(full.device)
     for kind, (buffer, layout) in enumerate(((views.buffers.keys[0], packing.keys), (views.buffers.values[0], packing.values))):
-        back = meant(packing.read(buffer, layout, row[: view.packed]), packing.levels[kind], packing.rotations[kind])
+        back = meant(packing.read(buffer, layout, row[: view.packed]), levels[kind], rotations[kind])
         error = (back - buffer[full].transpose(0, 1)).norm() / back.norm()
         assert error < 0.15
 
@@ -146,7 +146,7 @@ def test_one_decode_reads_rows_with_and_without_blocks():
     views.compress(1, length)
     views.write_tail(1, length)
     view, backend = views.get(1), object.__new__(RaggedTorchNativeBackend)
-    backend.packed_rows = PackedRows(views.packing, views.packed_slots)
+    backend.packed_rows = views.packed_rows
     keys, values = views.buffers.keys[0], views.buffers.values[0]
     rows, lengths = torch.tensor([1, 5]), torch.tensor([length, view.kept + length - view.covered])
     queries = torch.randn(2, 6, DIM, generator=torch.Generator().manual_seed(1))
@@ -173,9 +173,10 @@ def world(monkeypatch):
     made.table.req_to_token = torch.zeros(2 * ROWS, 400, dtype=torch.int32)
     noise = torch.Generator().manual_seed(0)
     buffers = KVBuffers((0,), (1.0,), *((torch.randn(1402, HEADS, DIM, generator=noise),) for _ in "kv"))
+    packing = Packing.of(method("int4").quantizer, buffers, PAGE)
     made.cache.views = CompressedViews(
         method("int4").compressor, 1.0, made.table.req_to_token, ROWS, buffers, made.allocator, made.cache,
-        QueryWindows(0, (0,), 0), packing=Packing.of(method("int4").quantizer, buffers, PAGE),
+        QueryWindows(0, (0,), 0), packed_rows=PackedRows.of_table(packing, made.table.req_to_token),
     )
     made.cache.on_release = lambda row: None
     return made

@@ -118,3 +118,13 @@ def test_packed_tokens_are_near_what_they_were(name, bits, dtype):
     for means, original in zip((pool.keys, pool.values), pool.originals):
         error = (means[:, :128] - original).norm() / original.norm()
         assert error < {8: 0.01, 4: 0.15, 2: 0.6}[bits]
+
+
+@pytest.mark.parametrize("name", ["rotatekv", "turboquant"])
+def test_rotations_and_levels_are_moved_to_a_device_once_and_stay_where_they_are(name):
+    layout = packed_pool(name, 4, 1, 1).packing
+    meta = torch.device("meta")
+    for found in (layout.rotations, layout.levels):
+        assert all(first is again for first, again in zip(found(meta), found(meta)))
+        assert {tensor.device for tensor in found(meta) if tensor is not None} <= {meta}
+    assert layout.rotations(meta)[0].shape == (64, 64) and layout.rotations(torch.device("cpu"))[0].device.type == "cpu"

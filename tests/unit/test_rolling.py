@@ -108,7 +108,7 @@ class Toy(Rolling):
         metrics = KVMetrics("model")
         worker = SimpleNamespace(
             views=views, lossy=False, stride=LONGEST + 1, strict=False, metrics=metrics, typical=Acceptance(),
-            model_runner=SimpleNamespace(war_fastpath_read_done_event="earlier"),
+            model_runner=SimpleNamespace(war_fastpath_read_done_event="earlier", decode_cuda_graph_runner=None),
             queries=SimpleNamespace(drop_rejected=lambda row, length: None), ranks=Ranks(),
         )
         views.rows = count + 1

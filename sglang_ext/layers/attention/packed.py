@@ -5,29 +5,10 @@ With a scale for each channel of a group of tokens ``q . (s * c + z) = (q * s) .
 quantized is met by rotated queries, and what comes of rotated values is rotated back.
 """
 
-from dataclasses import dataclass
-
 import torch
 
 from sglang_ext.mem_cache.packed_layout import Grid, Quantized
 from sglang_ext.mem_cache.packing import Packing
-
-
-@dataclass(frozen=True)
-class PackedRows:
-    """Which rows of the token table begin with packed blocks.
-
-    Attributes:
-        packing: how they are packed.
-        slots: int32 [rows], slots of each row that hold blocks, from its beginning; 0 for none.
-    """
-
-    packing: Packing
-    slots: torch.Tensor
-
-    def of(self, rows: torch.Tensor) -> list[int]:
-        """Packed slots of ``rows``, int64 [batch], on the host."""
-        return self.slots[rows].tolist()
 
 
 def packed_attention(
@@ -56,16 +37,16 @@ def packed_attention(
     kv_heads, exact = keys.shape[1], slots[packed:]
     rows = (queries.float() * scaling).view(count, kv_heads, -1, dim).transpose(0, 1).flatten(1, 2)
     blocks = packing.read(keys, packing.keys, slots[:packed])
-    far = key_scores(_rotated(rows, packing.rotations[0]), blocks, packing.keys.grid, packing.levels[0])
+    (to_keys, to_values), (key_levels, value_levels) = packing.rotations(slots.device), packing.levels(slots.device)
+    far = key_scores(_rotated(rows, to_keys), blocks, packing.keys.grid, key_levels)
     near = rows @ keys[exact].float().permute(1, 2, 0)
     newest = torch.arange(count, device=slots.device).repeat_interleave(heads // kv_heads) + len(exact) - count
     near = near.masked_fill(torch.arange(len(exact), device=slots.device) > newest[:, None], float("-inf"))
     weights = torch.cat([far, near], -1).softmax(-1)
     far, near = weights.split([far.shape[-1], len(exact)], -1)
     blocks = packing.read(values, packing.values, slots[:packed])
-    summed = weighted_values(far, blocks, packing.values.grid, packing.levels[1])
-    back = packing.rotations[1]
-    summed = _rotated(summed, None if back is None else back.t()) + near @ values[exact].float().transpose(0, 1)
+    summed = weighted_values(far, blocks, packing.values.grid, value_levels)
+    summed = _rotated(summed, None if to_values is None else to_values.t()) + near @ values[exact].float().transpose(0, 1)
     return summed.view(kv_heads, count, heads // kv_heads, -1).transpose(0, 1).flatten(1, 2)
 
 
@@ -98,8 +79,8 @@ def _by_token(numbers: torch.Tensor, block: Quantized) -> tuple[torch.Tensor, to
 
 def _meant(codes: torch.Tensor, levels: torch.Tensor | None) -> torch.Tensor:
     """What codes mean before scale and zero point: float32."""
-    return codes.float() if levels is None else levels.to(codes.device).take(codes.long())
+    return codes.float() if levels is None else levels.take(codes.long())
 
 
 def _rotated(rows: torch.Tensor, rotation: torch.Tensor | None) -> torch.Tensor:
-    return rows if rotation is None else rows @ rotation.to(rows.device)
+    return rows if rotation is None else rows @ rotation

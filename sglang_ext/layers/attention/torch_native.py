@@ -9,7 +9,8 @@ import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from torch.nn.functional import scaled_dot_product_attention
 
-from sglang_ext.layers.attention.packed import PackedRows, packed_attention
+from sglang_ext.layers.attention.packed import packed_attention
+from sglang_ext.mem_cache.packing import PackedRows
 
 
 class RaggedTorchNativeBackend(TorchNativeAttnBackend):
@@ -76,7 +77,7 @@ class RaggedTorchNativeBackend(TorchNativeAttnBackend):
 
     def _packed(self, rows: torch.Tensor) -> list[int]:
         """Packed slots at the beginning of each of ``rows``."""
-        return [0] * len(rows) if self.packed_rows is None else self.packed_rows.of(rows)
+        return [0] * len(rows) if self.packed_rows is None else self.packed_rows.on_host(rows)
 
 
 def _dense_attention(

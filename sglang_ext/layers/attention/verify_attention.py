@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
+from sglang_ext.layers.attention.plain import require_plain, write_kv
 from sglang_ext.layers.kernels.verify_attention import (
     EXACT,
     Blocks,
@@ -116,16 +116,11 @@ class VerifyAttention(AttentionBackend):
         Raises:
             ValueError: the layer wants more of attention than a scale and a cap.
         """
-        wanted = [name for name, value in kwargs.items() if value is not None]
-        if wanted or layer.xai_temperature_len > 0:
-            raise ValueError(
-                f"layer {layer.layer_id} asks for {', '.join(wanted) or 'a temperature by length'}, which verifications "
-                "with --attention-backend triton lack; use --attention-backend flashinfer, or --kv-mode full"
-            )
+        where = "verifications with --attention-backend triton"
+        require_plain(layer, kwargs, where, "use --attention-backend flashinfer, or --kv-mode full")
         pool, shared = self.token_to_kv_pool, self.metadata
         if save_kv_cache:
-            where = KVWriteLoc(forward_batch.out_cache_loc, None)
-            pool.set_kv_buffer(layer, where, k, v, layer.k_scale, layer.v_scale)
+            write_kv(pool, layer, forward_batch, k, v)
         out = q.new_empty(len(q), layer.tp_q_head_num, layer.v_head_dim)
         verify_attention(
             q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),

@@ -46,22 +46,8 @@ class VerifyGraphs(DecodeCudaGraphRunner):
 
     def warm_up(self) -> None:
         """Replay each over slot 0, which no request owns: a first replay takes many times as long as those after."""
-        device = self.model_runner.device
         for requests in self.capture_bs:
-            nobody = [SimpleNamespace(lora_id=None, rid="")] * requests
-            batch = SimpleNamespace(reqs=nobody, spec_algorithm=None, sampling_info=None, return_hidden_states=False)
-            zeros = torch.zeros(requests * self.width, dtype=torch.int64, device=device)
-            lengths = torch.full((requests,), 1 + self.width, dtype=torch.int64)
-            inputs = forward.Inputs(
-                tokens=zeros,
-                positions=zeros,
-                slots=zeros,
-                rows=zeros[:requests],
-                lengths=lengths.to(device),
-                lengths_cpu=lengths,
-                counts=[self.width] * requests,
-            )
-            self.verify(batch, inputs)
+            self.verify(*of_nobody(requests, self.width, self.model_runner.device))
 
     def verify(self, batch: "ScheduleBatch", inputs: forward.Inputs) -> LogitsProcessorOutput:
         """Replay over ``inputs``, of :attr:`width` tokens a request."""
@@ -92,6 +78,24 @@ class VerifyGraphSet:
         """Replay all once."""
         for graph in self.graphs:
             graph.warm_up()
+
+
+def of_nobody(requests: int, width: int, device: torch.device | str) -> tuple[SimpleNamespace, forward.Inputs]:
+    """A batch of ``width`` tokens a request in slot 0, and what to forward: to have forwards run before requests come."""
+    nobody = [SimpleNamespace(lora_id=None, rid="")] * requests
+    batch = SimpleNamespace(reqs=nobody, spec_algorithm=None, sampling_info=None, return_hidden_states=False)
+    zeros = torch.zeros(requests * width, dtype=torch.int64, device=device)
+    lengths = torch.full((requests,), 1 + width, dtype=torch.int64)
+    inputs = forward.Inputs(
+        tokens=zeros,
+        positions=zeros,
+        slots=zeros,
+        rows=zeros[:requests],
+        lengths=lengths.to(device),
+        lengths_cpu=lengths,
+        counts=[width] * requests,
+    )
+    return batch, inputs
 
 
 def capture(

@@ -44,7 +44,7 @@ def _packed_part(
     COLUMNS: tl.constexpr, VALUE_COLUMNS: tl.constexpr, BITS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     BLOCK_SLOTS: tl.constexpr, CODE_CELLS: tl.constexpr, KEY_CELL: tl.constexpr, VALUE_CELL: tl.constexpr,
     KEY_GROUPS: tl.constexpr, KEY_UNIT: tl.constexpr, VALUE_UNIT: tl.constexpr, TABLE: tl.constexpr, FAST: tl.constexpr,
-    LIKE: tl.constexpr,
+    STEP: tl.constexpr, LIKE: tl.constexpr,
 ):  # fmt: skip
     """Softmax over the blocks [first, last) of a request's row.
 
@@ -70,14 +70,14 @@ def _packed_part(
     # What says where a tile lies, or scales it, is loaded without the tile's other axes, or Triton would arrange the tile by it.
     # Bytes that pad a part are read as its last one, whose query is 0; of values they are never stored.
     BY_TOKEN: tl.constexpr = KEY_UNIT == DIM
-    OUTER: tl.constexpr = BLOCK_TOKENS if BY_TOKEN else KEY_GROUPS
+    OUTER: tl.constexpr = STEP if BY_TOKEN else STEP * KEY_GROUPS // BLOCK_TOKENS
     outer = tl.arange(0, OUTER)[:, None]
-    key_token = outer * (BLOCK_TOKENS // OUTER) + tl.arange(0, BLOCK_TOKENS // OUTER)[None, :]
+    key_token = outer * (STEP // OUTER) + tl.arange(0, STEP // OUTER)[None, :]
     byte = channel if COLUMNS == PART else tl.minimum(channel, PART - 1)
     key_at = (key_token % CELL_TOKENS * PART)[:, :, None] + byte[None, None, :]
     key_first = outer if BY_TOKEN else outer * DIM
     key_offset = tl.zeros([1, 1], dtype=tl.int32) if BY_TOKEN else byte[None, :]
-    token, group = tl.arange(0, BLOCK_TOKENS), tl.arange(0, VALUE_COLUMNS // WIDTH)[None, :]
+    token, group = tl.arange(0, STEP), tl.arange(0, VALUE_COLUMNS // WIDTH)[None, :]
     value_byte = (group * WIDTH)[:, :, None] + tl.arange(0, WIDTH)[None, None, :]
     value_offset = group * WIDTH
     if VALUE_COLUMNS > VALUE_PART:
@@ -88,33 +88,36 @@ def _packed_part(
     total = tl.zeros([M], dtype=tl.float32)
     acc0 = tl.zeros([M, VALUE_COLUMNS], dtype=tl.float32)
     acc1, acc2, acc3 = acc0, acc0, acc0
-    for block in tl.range(first, last):
-        slots = table + block * BLOCK_SLOTS
+    for step in tl.range(first * (BLOCK_TOKENS // STEP), last * (BLOCK_TOKENS // STEP)):
+        # A step's cells of codes follow those of the steps before in its block; scales are those of the whole block.
+        part = step % (BLOCK_TOKENS // STEP)
+        block = table + step // (BLOCK_TOKENS // STEP) * BLOCK_SLOTS
+        slots = block + part * (STEP // CELL_TOKENS)
         slot = tl.load(slots + key_token // CELL_TOKENS).to(tl.int64) * key_slot
         raw = tl.load(key_bytes + slot[:, :, None] + key_at)
         slot = tl.load(slots + token // CELL_TOKENS).to(tl.int64) * value_slot
         value_raw = tl.load(value_bytes + slot[:, None, None] + value_at)
         k0, k1, k2, k3 = dequantized(
-            raw, key_numbers, slots + CODE_CELLS, key_first, key_offset, key_levels, KEY_SCALES, KEY_CELL, key_slot // 2, PART,
+            raw, key_numbers, block + CODE_CELLS, key_first + part * OUTER * (1 if BY_TOKEN else DIM), key_offset, key_levels, KEY_SCALES, KEY_CELL, key_slot // 2, PART,
             KEY_UNIT, 1, BITS, TABLE, FAST, LIKE,
         )  # fmt: skip
-        qk = tl.dot(tl.reshape(k0, (BLOCK_TOKENS, COLUMNS)), q0)
+        qk = tl.dot(tl.reshape(k0, (STEP, COLUMNS)), q0)
         if PARTS > 1:
-            qk = tl.dot(tl.reshape(k1, (BLOCK_TOKENS, COLUMNS)), q1, qk)
+            qk = tl.dot(tl.reshape(k1, (STEP, COLUMNS)), q1, qk)
         if PARTS > 2:
-            qk = tl.dot(tl.reshape(k3, (BLOCK_TOKENS, COLUMNS)), q3, tl.dot(tl.reshape(k2, (BLOCK_TOKENS, COLUMNS)), q2, qk))
+            qk = tl.dot(tl.reshape(k3, (STEP, COLUMNS)), q3, tl.dot(tl.reshape(k2, (STEP, COLUMNS)), q2, qk))
         best, rescale, p, total = _softmax_step(qk, best, total, 0)
         p = tl.trans(p).to(LIKE)
         v0, v1, v2, v3 = dequantized(
-            value_raw, value_numbers, slots + CODE_CELLS, value_first, value_offset, value_levels, BLOCK_TOKENS * VALUE_GROUPS,
+            value_raw, value_numbers, block + CODE_CELLS, value_first + part * STEP * VALUE_GROUPS, value_offset, value_levels, BLOCK_TOKENS * VALUE_GROUPS,
             VALUE_CELL, value_slot // 2, VALUE_PART, VALUE_UNIT, 2, BITS, TABLE, FAST, LIKE,
         )  # fmt: skip
-        acc0 = tl.dot(p, tl.reshape(v0, (BLOCK_TOKENS, VALUE_COLUMNS)), acc0 * rescale[:, None])
+        acc0 = tl.dot(p, tl.reshape(v0, (STEP, VALUE_COLUMNS)), acc0 * rescale[:, None])
         if PARTS > 1:
-            acc1 = tl.dot(p, tl.reshape(v1, (BLOCK_TOKENS, VALUE_COLUMNS)), acc1 * rescale[:, None])
+            acc1 = tl.dot(p, tl.reshape(v1, (STEP, VALUE_COLUMNS)), acc1 * rescale[:, None])
         if PARTS > 2:
-            acc2 = tl.dot(p, tl.reshape(v2, (BLOCK_TOKENS, VALUE_COLUMNS)), acc2 * rescale[:, None])
-            acc3 = tl.dot(p, tl.reshape(v3, (BLOCK_TOKENS, VALUE_COLUMNS)), acc3 * rescale[:, None])
+            acc2 = tl.dot(p, tl.reshape(v2, (STEP, VALUE_COLUMNS)), acc2 * rescale[:, None])
+            acc3 = tl.dot(p, tl.reshape(v3, (STEP, VALUE_COLUMNS)), acc3 * rescale[:, None])
     channel = tl.arange(0, VALUE_COLUMNS)
     there = channel < VALUE_PART
     _store(partial, lse, place, channel, there, best, total, acc0, row, GROUP, VALUE_DIM)
@@ -160,8 +163,8 @@ def packed_splits(
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr,
     COLUMNS: tl.constexpr, VALUE_COLUMNS: tl.constexpr, BITS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     BLOCK_SLOTS: tl.constexpr, CODE_CELLS: tl.constexpr, KEY_CELL: tl.constexpr, VALUE_CELL: tl.constexpr, KEY_GROUPS: tl.constexpr, KEY_UNIT: tl.constexpr,
-    VALUE_UNIT: tl.constexpr, TABLE: tl.constexpr, FAST: tl.constexpr, PACKED: tl.constexpr, EXACT: tl.constexpr,
-    N: tl.constexpr,
+    VALUE_UNIT: tl.constexpr, TABLE: tl.constexpr, FAST: tl.constexpr, STEP: tl.constexpr, PACKED: tl.constexpr,
+    EXACT: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     split, kv_head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     table_at = tl.load(rows + request)
@@ -184,7 +187,8 @@ def packed_splits(
             value_numbers + value_at // 2, key_levels, value_levels, table, each * split,
             tl.minimum(each * (split + 1), blocks), scaling, row, partial, lse, place, key_slot * KEY_BYTES,
             value_slot * VALUE_BYTES, GROUP, M, DIM, VALUE_DIM, COLUMNS, VALUE_COLUMNS, BITS, BLOCK_TOKENS, BLOCK_SLOTS,
-            CODE_CELLS, KEY_CELL, VALUE_CELL, KEY_GROUPS, KEY_UNIT, VALUE_UNIT, TABLE, FAST, tl.float16 if FAST else LIKE,
+            CODE_CELLS, KEY_CELL, VALUE_CELL, KEY_GROUPS, KEY_UNIT, VALUE_UNIT, TABLE, FAST, STEP,
+            tl.float16 if FAST else LIKE,
         )  # fmt: skip
     else:
         each = tl.cdiv(length - packed, EXACT)

@@ -3,31 +3,27 @@
 A byte holds the codes of ``8 / bits`` channels, each of another part of the head (mem_cache/packed_layout.py): a tile of bytes
 gives as many tiles of numbers.
 
-On a GPU codes of 2 and 4 bits become float16 without a conversion, two numbers an instruction: among the bits of 64.0, with
-its sixth-last the lowest of the code, they are 64 more than the code, which the zero point takes back.
+On a GPU codes of 2 and 4 bits become float16 without a conversion, two numbers an instruction: as the highest bits of the
+mantissa of 2 ** bits they are so much more than the code, which the zero point takes back.
 """
 
 import triton
 import triton.language as tl
 
-# Of float16: 64.0, whose bit 4 is worth 1.
-POWER = 0x5400
-SHIFT = 4
-OFFSET = tl.constexpr(64)
+# Of float16.
+MANTISSA, BIAS = 10, 15
 
 
 def _assembly(bits: int) -> str:
     """Of four bytes, ``8 / bits`` scales and as many zero points: the numbers of part 0, of part 1...; two a register."""
-    parts = 8 // bits
-    source, mask = 2 * parts, ((1 << bits) - 1) << SHIFT
+    parts, shift = 8 // bits, MANTISSA - bits
+    source, mask, power = 2 * parts, ((1 << bits) - 1) << shift, (BIAS + bits) << MANTISSA
     lines = ["{ .reg .b32 t, u, c;", f"prmt.b32 t, ${source}, 0, 0x4140;", f"prmt.b32 u, ${source}, 0, 0x4342;"]
     for part in range(parts):
-        left = SHIFT - part * bits
         for half, register in enumerate("tu"):
             scale, zero = (source + 1 + 4 * part + 2 * kind + half for kind in range(2))
-            moved = f"shl.b32 c, {register}, {left};" if left > 0 else f"shr.b32 c, {register}, {-left};"
-            lines.append(moved if left else f"mov.b32 c, {register};")
-            lines.append(f"lop3.b32 c, c, {mask << 16 | mask:#x}, {POWER << 16 | POWER:#x}, 0xEA;")
+            lines.append(f"shl.b32 c, {register}, {shift - part * bits};")
+            lines.append(f"lop3.b32 c, c, {mask << 16 | mask:#x}, {power << 16 | power:#x}, 0xEA;")
             lines.append(f"fma.rn.f16x2 ${2 * part + half}, c, ${scale}, ${zero};")
     return "\n".join([*lines, "}"])
 
@@ -50,7 +46,7 @@ def _number(codes, scale, zero, levels, TABLE: tl.constexpr, LIKE: tl.constexpr)
 @triton.jit
 def _scale_and_zero(
     numbers, table, first, offset, COUNT: tl.constexpr, CELL: tl.constexpr, slot_numbers, UNIT: tl.constexpr, AHEAD: tl.constexpr,
-    FAST: tl.constexpr, AXIS: tl.constexpr,
+    FAST: tl.constexpr, AXIS: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """Of a part that begins ``AHEAD`` channels later. Where codes come with an offset, the zero point is less by that."""
     index, zeros = (AHEAD + offset) // UNIT, first + COUNT
@@ -59,7 +55,7 @@ def _scale_and_zero(
     cell = tl.load(table + zeros // CELL).to(tl.int64) * slot_numbers + zeros % CELL
     zero = tl.load(numbers + cell + index)
     if FAST:
-        zero = zero - scale * OFFSET
+        zero = zero - scale * (1 << BITS)
     return tl.expand_dims(scale, AXIS), tl.expand_dims(zero, AXIS)
 
 
@@ -84,7 +80,7 @@ def dequantized(
         UNIT: channels that share a scale.
         FAST: with instructions of NVIDIA's; LIKE is float16 then, and there are 2 or 4 bits and no table.
     """
-    s0, z0 = _scale_and_zero(numbers, table, first, offset, COUNT, CELL, slot_numbers, UNIT, 0, FAST, AXIS)
+    s0, z0 = _scale_and_zero(numbers, table, first, offset, COUNT, CELL, slot_numbers, UNIT, 0, FAST, AXIS, BITS)
     if BITS == 8:
         a = _number(raw, s0, z0, levels, TABLE, LIKE)
         return a, a, a, a
@@ -93,7 +89,7 @@ def dequantized(
         ONE: tl.constexpr = UNIT == PART * (8 // BITS)
         s1, z1 = s0, z0
         if not ONE:
-            s1, z1 = _scale_and_zero(numbers, table, first, offset, COUNT, CELL, slot_numbers, UNIT, PART, FAST, AXIS)
+            s1, z1 = _scale_and_zero(numbers, table, first, offset, COUNT, CELL, slot_numbers, UNIT, PART, FAST, AXIS, BITS)
         if BITS == 4:
             if FAST:
                 a, b = tl.inline_asm_elementwise(
@@ -106,8 +102,8 @@ def dequantized(
         else:
             s2, z2, s3, z3 = s0, z0, s0, z0
             if not ONE:
-                s2, z2 = _scale_and_zero(numbers, table, first, offset, COUNT, CELL, slot_numbers, UNIT, 2 * PART, FAST, AXIS)
-                s3, z3 = _scale_and_zero(numbers, table, first, offset, COUNT, CELL, slot_numbers, UNIT, 3 * PART, FAST, AXIS)
+                s2, z2 = _scale_and_zero(numbers, table, first, offset, COUNT, CELL, slot_numbers, UNIT, 2 * PART, FAST, AXIS, BITS)
+                s3, z3 = _scale_and_zero(numbers, table, first, offset, COUNT, CELL, slot_numbers, UNIT, 3 * PART, FAST, AXIS, BITS)
             if FAST:
                 a, b, c, d = tl.inline_asm_elementwise(
                     ASSEMBLY_2, REGISTERS_2, [raw, s0, z0, s1, z1, s2, z2, s3, z3],

@@ -2,7 +2,7 @@
 
 Programs of a request's first splits read its packed blocks, those of the others its exact tokens; a second kernel joins what
 they found by log-sum-exp. What comes of packed and of exact tokens is summed apart, as the former may have to be rotated
-back. Servers do not call it yet: on a GPU they refuse packed copies (compressor_options.py).
+back.
 """
 
 import torch
@@ -13,8 +13,9 @@ from sglang_ext.layers.kernels.packed_attention import packed_splits
 from sglang_ext.mem_cache.packed_layout import Layout
 from sglang_ext.mem_cache.packing import Packing, as_bytes
 
-# Exact tokens in a step.
-EXACT_TOKENS = 32
+# Packed and exact tokens in a step of a program, which is of one warp: found on an H200.
+PACKED_TOKENS, EXACT_TOKENS = 32, 32
+WARPS = 1
 
 
 @triton.jit
@@ -73,15 +74,15 @@ def packed_decode(
     requests, heads, dim = queries.shape
     kv_heads, value_dim, most = keys.shape[1], values.shape[2], sum(splits)
     key, value = packing.keys, packing.values
-    (to_keys, to_values), (key_levels, value_levels) = packing.rotations, packing.levels
     device = queries.device
+    (to_keys, to_values), (key_levels, value_levels) = packing.rotations(device), packing.levels(device)
     queries = queries.contiguous()
-    rotated = queries if to_keys is None else queries.float() @ to_keys.to(device)
+    rotated = queries if to_keys is None else queries.float() @ to_keys
     partial = torch.empty(requests * heads * most, value_dim, device=device)
     lse = torch.empty(requests * heads, most, device=device)
     table = key_levels is not None
     # Without a table the kernel reads none of it.
-    levels = (key_levels.to(device), value_levels.to(device)) if table else (lse, lse)
+    levels = (key_levels, value_levels) if table else (lse, lse)
     key_groups = key.groups[0] if key.grid.channels == 1 else 1
     fast = _on_gpu(keys) and keys.dtype != torch.float32 and key.bits < 8 and not table
     shape = {
@@ -92,12 +93,12 @@ def packed_decode(
         values.view(torch.float16), *levels, token_table, token_table.stride(0), rows, lengths, packed_slots, partial, lse,
         scaling, keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), HEADS=kv_heads, GROUP=heads // kv_heads,
         M=max(8, triton.next_power_of_2(heads // kv_heads)), DIM=dim, PADDED_DIM=triton.next_power_of_2(dim),
-        BITS=key.bits, BLOCK_TOKENS=key.tokens, BLOCK_SLOTS=packing.block_slots, CODE_CELLS=key.code_cells,
-        KEY_CELL=key.cell_bytes // 2, VALUE_CELL=value.cell_bytes // 2, KEY_GROUPS=key_groups,
-        COLUMNS=_columns(key), VALUE_COLUMNS=_columns(value), KEY_UNIT=key.grid.channels, VALUE_UNIT=value.grid.channels, TABLE=table, FAST=fast,
-        EXACT=splits[1], N=EXACT_TOKENS, **shape,
+        COLUMNS=_columns(key), VALUE_COLUMNS=_columns(value), BITS=key.bits, BLOCK_TOKENS=key.tokens,
+        BLOCK_SLOTS=packing.block_slots, CODE_CELLS=key.code_cells, KEY_CELL=key.cell_bytes // 2,
+        VALUE_CELL=value.cell_bytes // 2, KEY_GROUPS=key_groups, KEY_UNIT=key.grid.channels, VALUE_UNIT=value.grid.channels,
+        TABLE=table, FAST=fast, STEP=PACKED_TOKENS, EXACT=splits[1], N=EXACT_TOKENS, num_warps=WARPS, **shape,
     )  # fmt: skip
     far, near = torch.empty(2, requests, heads, value_dim, device=device)
     _join[(requests * heads,)](partial, lse, far, near, SPLITS=most, PADDED_SPLITS=triton.next_power_of_2(most), **shape)
-    back = far if to_values is None else far @ to_values.t().to(device)
+    back = far if to_values is None else far @ to_values.t()
     return (back + near).to(queries.dtype)

@@ -8,6 +8,7 @@ alike, and the outputs back, so that products stay what they were.
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -47,6 +48,14 @@ class Quantizer(ABC):
         """Numbers that the codes mean: float32 [2 ** bits], ascending; None for the codes themselves."""
         return None
 
+    def rotation_on(self, device: torch.device, dim: int) -> torch.Tensor | None:
+        """:meth:`rotation` on a device; copied there once, so that later calls neither wait for it nor move in memory."""
+        return _moved_once(self, "rotation", device, dim)
+
+    def levels_on(self, device: torch.device, dim: int) -> torch.Tensor | None:
+        """:meth:`levels` on a device, as :meth:`rotation_on`."""
+        return _moved_once(self, "levels", device, dim)
+
     def quantize(self, numbers: torch.Tensor, grid: Grid) -> Quantized:
         """Codes of ``numbers``, float32 [heads, blocks, tokens, dim], rotated already.
 
@@ -60,6 +69,12 @@ class Quantizer(ABC):
         steps = torch.where(scale > 0, (groups - zero) / scale, 0.0)
         codes = steps.round().clamp(0, 2**self.bits - 1).to(torch.uint8)
         return Quantized(codes.view(numbers.shape), squeezed(scale), squeezed(zero))
+
+
+@lru_cache(maxsize=None)
+def _moved_once(packs: Quantizer, made_by: str, device: torch.device, dim: int) -> torch.Tensor | None:
+    made = getattr(packs, made_by)(dim)
+    return None if made is None else made.to(device)
 
 
 def grouped(numbers: torch.Tensor, grid: Grid) -> torch.Tensor:

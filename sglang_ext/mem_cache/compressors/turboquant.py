@@ -38,7 +38,7 @@ class TurboQuant(Quantizer):
     def quantize(self, numbers: torch.Tensor, grid: Grid) -> Quantized:
         """The norms as scales, and of each coordinate of the unit vectors the nearest level; zero points are 0."""
         norm = numbers.norm(dim=-1, keepdim=True)
-        levels = self.levels(numbers.shape[-1]).to(numbers.device)
+        levels = self.levels_on(numbers.device, numbers.shape[-1])
         codes = torch.bucketize(numbers / norm.clamp(min=1e-30), (levels[1:] + levels[:-1]) / 2)
         return Quantized(codes.to(torch.uint8), stored(norm), torch.zeros_like(norm))
 

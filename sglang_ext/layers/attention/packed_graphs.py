@@ -1,0 +1,57 @@
+"""CUDA graphs of steps over packed copies: one token a request, beside SGLang's own graphs, which read tokens as they are."""
+
+import logging
+from typing import TYPE_CHECKING
+
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.model_executor.graph_shared_output import GraphSharedOutput
+from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
+
+from sglang_ext.layers.attention.packed_decode import PackedDecode
+from sglang_ext.layers.attention.verify_graphs import of_nobody
+from sglang_ext.managers import forward
+from sglang_ext.mem_cache.packing import PackedRows
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, PPProxyTensors
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+
+class PackedGraphs(DecodeCudaGraphRunner):
+    """SGLang's graph runner, for one token a request over rows that may begin with packed blocks."""
+
+    def execute(
+        self, forward_batch: "ForwardBatch", pp_proxy_tensors: "PPProxyTensors | None" = None
+    ) -> LogitsProcessorOutput:
+        """Replay. SGLang's mark of the last read of the token table is taken back: these graphs read it as they run."""
+        output = super().execute(forward_batch, pp_proxy_tensors)
+        self.model_runner.war_fastpath_read_done_event = None
+        return output
+
+    def warm_up(self) -> None:
+        """Replay each once, as :meth:`VerifyGraphs.warm_up`."""
+        for requests in self.capture_bs:
+            self.execute(forward.base(*of_nobody(requests, 1, self.model_runner.device)))
+
+
+def attention(model_runner: "ModelRunner", packed_rows: PackedRows) -> forward.Attention:
+    """What reads packed copies on a GPU; with graphs for SGLang's list of batch sizes, where it captured its own.
+
+    Args:
+        model_runner: the target's, while it is one that decodes one token a request (verify_graphs.py).
+        packed_rows: how copies are packed, and which rows begin with blocks.
+
+    Raises:
+        OptionError: the kernel does not take the model's heads.
+    """
+    backend = PackedDecode(model_runner, packed_rows)
+    if model_runner.decode_cuda_graph_runner is None:
+        backend.compile_kernels()
+        return forward.Attention(backend)
+    logger.info("sglang-ext: capturing steps over packed copies")
+    model_runner.graph_shared_output = GraphSharedOutput.create_for_model_runner(model_runner)
+    graphs = PackedGraphs(model_runner, attn_backend=backend)
+    graphs.warm_up()
+    return forward.Attention(backend, graphs)

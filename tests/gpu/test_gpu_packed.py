@@ -1,0 +1,69 @@
+"""Packed copies on a GPU: drafts on them replay graphs of their own, and full KV verifies them as ever."""
+
+import pytest
+
+from servers import greedy
+from test_gpu_decoding import EXACT, QUICK
+
+pytestmark = pytest.mark.server
+
+# SGLang says for each iteration whether it ran in graphs, and for each replay of which kind it is.
+TELLING = ("--decode-log-interval", "1")
+REPLAYS = {"SGLANG_LOG_DECODE_GRAPH_KEY": "1"}
+CAPTURED = "capturing steps over packed copies"
+
+
+def served(server, prompts, tokens=64):
+    """Answers to all prompts at once; each has its tokens, and none fell back to full KV for good."""
+    answers = server.ask_all(prompts, 4, **greedy(tokens))
+    assert all(len(r["output_ids"]) == tokens for r in answers)
+    assert {r["meta_info"]["kv_fallback"] for r in answers} == {None}
+    return answers
+
+
+def accept_length(answers):
+    """Tokens gained per verification, over all answers."""
+    told = [r["meta_info"] for r in answers]
+    return 1 + sum(each["kv_accepted"] for each in told) / sum(each["kv_verifies"] for each in told)
+
+
+@pytest.mark.parametrize(
+    ("backend", "compressor", "least"),
+    [
+        ("flashinfer", "kivi", 4),
+        ("flashinfer", "int8", 6),
+        ("flashinfer", "turboquant --kv-bits 4", 3),
+        ("triton", "snapkv+kivi --kv-budget 0.5", 2),
+    ],
+)
+def test_drafts_on_blocks_run_in_graphs_and_most_are_right(launch, prompts, backend, compressor, least):
+    flags = ("--attention-backend", backend, "--kv-mode", "verified", "--kv-compressor", *compressor.split())
+    server = launch(*QUICK, *TELLING, *flags, env=REPLAYS)
+    answers = served(server, prompts)
+    assert accept_length(answers) > least
+    log = server.log.read_text(errors="replace")
+    assert CAPTURED in log and "cuda graph: True" in log and "mode=DECODE" in log
+
+
+def test_in_deterministic_mode_answers_are_stocks_token_by_token(launch, prompts):
+    expected = [r["output_ids"] for r in launch(*EXACT).ask_all(prompts, 1, **greedy(64))]
+    server = launch(*EXACT, "--kv-mode", "verified", "--kv-compressor", "kivi")
+    for workers in (1, 4):
+        found = server.ask_all(prompts, workers, **greedy(64))
+        assert [r["output_ids"] for r in found] == expected
+        assert accept_length(found) > 4
+
+
+def test_lossy_answers_come_from_blocks_in_graphs(launch, prompts):
+    flags = ("--attention-backend", "flashinfer", "--kv-mode", "lossy", "--kv-compressor", "kivi")
+    server = launch(*QUICK, *TELLING, *flags, env=REPLAYS)
+    served(server, prompts)
+    log = server.log.read_text(errors="replace")
+    assert CAPTURED in log and "cuda graph: True" in log and "mode=DECODE" in log
+
+
+def test_without_graphs_drafts_read_blocks_too(launch, prompts):
+    flags = ("--attention-backend", "flashinfer", "--kv-mode", "verified", "--kv-compressor", "kivi", "--disable-cuda-graph")
+    server = launch(*QUICK, *flags)
+    assert accept_length(served(server, prompts)) > 4
+    assert CAPTURED not in server.log.read_text(errors="replace")
