@@ -91,7 +91,11 @@ class Rolling(Lockstep):
     def decode(
         self, batch: "ScheduleBatch", states: list[RequestState], on_publish=None
     ) -> GenerationBatchResult:
-        """One round of all requests."""
+        """One round of all requests; loads are launched while it runs."""
+        with self.verifications.residency.tree.host_tier.deferred():
+            return self._decode(batch, states, on_publish)
+
+    def _decode(self, batch: "ScheduleBatch", states: list[RequestState], on_publish) -> RoundResult:
         lengths = self._lengths(batch, states)
         wanted = self.pace.begin(lengths, states)
         self._place()

@@ -8,6 +8,7 @@ same happens in a thread, one transfer after another.
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -28,8 +29,9 @@ class HostTier:
     """Moves KV between a device's slots and a pool of host pages.
 
     All calls come from one thread. A transfer starts after what the current stream was given before the call, and after the
-    last forward (:meth:`forward_launched`), which may run on another stream. Its device slots must stay as they are until it is done: whoever writes, reads or frees them afterwards waits for it
-    (:meth:`Transfer.wait`). Host pages need no such care: transfers of the same pages follow one another.
+    last forward (:meth:`forward_launched`), which may run on another stream. Its device slots must stay as they are until it is
+    done: whoever writes, reads or frees them afterwards waits for it (:meth:`Transfer.wait`). Host pages need no such care:
+    transfers of the same pages follow one another.
 
     Args:
         buffers: the layers of the device's pool; contiguous, of one shape and dtype.
@@ -57,6 +59,7 @@ class HostTier:
         self._stored, self._loaded = LastUse(pool.pages.count), LastUse(pool.pages.count)
         self._forward: Mark | None = None
         self._worker = None if buffers.on_gpu else ThreadPoolExecutor(1, thread_name_prefix="host-tier")
+        self._deferred: list[Callable[[], None]] | None = None
 
     def _halves(self) -> torch.Tensor:
         rows = self._rows[0]
@@ -70,6 +73,21 @@ class HostTier:
     def forward_launched(self) -> None:
         """The current stream was given a forward. Slots that are freed meanwhile may be written by it until its end."""
         self._forward = Mark.now(self._device)
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Launch the transfers that are asked for inside this context at its end, which takes the host milliseconds each.
+
+        What the current stream is given meanwhile they do not wait for, only for what it had as they were asked for. On a CPU a
+        thread of their own begins them at once. Nobody may wait for them inside the context.
+        """
+        self._deferred = [] if self._worker is None else None
+        try:
+            yield
+        finally:
+            waiting, self._deferred = self._deferred, None
+            for launch in waiting or ():
+                launch()
 
     def store(self, slots: torch.Tensor, pages: torch.Tensor) -> Transfer:
         """Copy device slots to host pages.
@@ -111,7 +129,8 @@ class HostTier:
             launched = self._worker.submit(launch, slots, pages, after)
         else:
             launched = Future()
-            launched.set_result(launch(slots, pages, after))
+            begin = partial(_fulfil, launched, launch, slots, pages, after)
+            begin() if self._deferred is None else self._deferred.append(begin)
         return Transfer(len(pages) * self.pool.page_bytes, pages, launched)
 
     @torch.inference_mode()
@@ -192,3 +211,7 @@ class HostTier:
             if tensor.dtype != torch.int64 or tensor.device != device:
                 raise ValueError(f"{name} are {tensor.dtype} on {tensor.device}; pass torch.int64 on {device}")
         self.pool.pages.check_owned(pages)
+
+
+def _fulfil(launched: "Future[Launched]", launch: Callable[..., Launched], *args: object) -> None:
+    launched.set_result(launch(*args))

@@ -126,6 +126,23 @@ def test_a_load_waits_for_a_forward_on_another_stream_that_writes_its_slots():
         assert torch.equal(made.contents(targets), made.contents(sources))
 
 
+def test_what_is_deferred_does_not_wait_for_what_the_stream_is_given_meanwhile():
+    made = setup()
+    pages, sources, targets = made.tier.pool.pages.allocate(64), slots_of(torch.arange(64)), slots_of(torch.arange(64, 128))
+    made.tier.store(sources, pages).synchronize()
+    for seconds in (0, 0.5):
+        torch.cuda.synchronize()
+        with made.tier.deferred():
+            loaded = made.tier.load(pages, targets)
+            assert not loaded.done
+            sleep(seconds)
+        began = time.perf_counter()
+        loaded.synchronize()
+        took = time.perf_counter() - began
+        assert torch.equal(made.contents(targets), made.contents(sources))
+    assert took < 0.3
+
+
 def test_many_transfers_beside_each_other_arrive():
     made = setup(staging=1 << 20)
     noise = torch.Generator().manual_seed(0)

@@ -47,7 +47,7 @@ class FakeResidency:
     def __init__(self, away, rounds, bandwidth=1e12, stays=False):
         self.away, self.rounds, self.stays = set(away), rounds, stays
         self.missing, self.loading, self.pinned, self.stale, self.lost = set(away), {}, set(), set(away), set()
-        self.tree = SimpleNamespace(link=SimpleNamespace(bandwidth=bandwidth))
+        self.tree = SimpleNamespace(link=SimpleNamespace(bandwidth=bandwidth), host_tier=SimpleNamespace(deferred=nullcontext))
         self.room = 10**6
 
     def settle(self):
