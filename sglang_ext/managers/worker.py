@@ -35,6 +35,7 @@ from sglang_ext.managers.staggered import Staggered
 from sglang_ext.managers.steps import Steps
 from sglang_ext.mem_cache import query_window
 from sglang_ext.mem_cache.compressed_views import CompressedViews
+from sglang_ext.mem_cache.head_cells import HeadCells
 from sglang_ext.mem_cache.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.packing import Packing
 from sglang_ext.mem_cache.query_window import QueryWindows, Recorded
@@ -162,10 +163,12 @@ class KVWorker(BaseSpecWorker):
         args = self.server_args
         buffers = KVBuffers.of(self.model_runner.token_to_kv_pool, self.layers)
         quantizer, packs = self.method.quantizer, parse_compressor(args.kv_compressor)[1]
+        table = self.req_to_token_pool.req_to_token
+        uneven = HeadCells.of(buffers, len(table)) if args.kv_head_budgets == "adaptive" else None
         self.views = CompressedViews(
             compressor=self.compressor,
             budget=args.kv_budget,
-            token_table=self.req_to_token_pool.req_to_token,
+            token_table=table,
             rows=self._rows,
             buffers=buffers,
             allocator=self.token_to_kv_pool_allocator,
@@ -175,9 +178,12 @@ class KVWorker(BaseSpecWorker):
             prompt_of=lambda row: self.states[row].prompt,
             packs=packs or "",
             packing=None if quantizer is None else Packing.of(quantizer, buffers, self.token_to_kv_pool_allocator.page_size),
+            head_cells=uneven,
         )
         if quantizer is not None:
             self.model_runner.attn_backend.packed_rows = PackedRows(self.views.packing, self.views.packed_slots)
+        if uneven is not None:
+            self.model_runner.attn_backend.head_cells = uneven
         if self.views.buffers.on_gpu:
             self._unpin_plans()
             self._warm_up()
