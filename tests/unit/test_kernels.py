@@ -13,7 +13,7 @@ CHECKS = Path(__file__).parents[1] / "kernel_checks.py"
     "check",
     [
         *("window_scores", "gather_kept", "page_checksum", "verify_attention", "verify_attention_is_decode", "verify_backend"),
-        "packed_decode",
+        *("packed_decode", "uneven_decode"),
     ],
 )
 def test_kernel_gives_what_pytorch_gives(check):
