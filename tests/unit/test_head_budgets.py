@@ -1,16 +1,21 @@
-"""What heads keep that share one budget: the best of all, and of each what is kept in any case."""
+"""Heads that share one budget: who may, and what they keep, the best of all and of each what is kept in any case."""
 
+from types import SimpleNamespace
+
+import pytest
 import torch
 from head_helpers import Given, context, scores_of, sets
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_ext import head_budgets
 from sglang_ext.head_budgets import BETTER, COMPARABLE
 from sglang_ext.mem_cache.compressors import Part, create
 from sglang_ext.mem_cache.compressors.kvzip import StoredScores
 from sglang_ext.mem_cache.compressors.sink_recent import SinkRecent
-from sglang_ext.options import COMPRESSORS
+from sglang_ext.options import COMPRESSORS, OptionError
 
+UNSET_BACKENDS = {"attention_backend": None, "prefill_attention_backend": None, "decode_attention_backend": None}
 SHAPES = st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 40))
 
 
@@ -63,3 +68,32 @@ def test_which_methods_may_share_one_budget_is_said_once():
     stored = StoredScores(torch.empty(0), SinkRecent())
     named = [name for name in COMPRESSORS if name != "kvzip" and create(name).comparable]
     assert stored.comparable and sorted([*named, "kvzip"]) == sorted(COMPARABLE) and set(BETTER) <= set(COMPARABLE)
+
+
+@pytest.mark.parametrize(
+    ("compressor", "asked", "change", "found"),
+    [
+        ("kvzip", "auto", {}, "adaptive"),
+        ("kvzip", "equal", {}, "equal"),
+        ("kvzip", "auto", {"device": "cuda"}, "equal"),
+        ("kvzip", "auto", {"attention_backend": "triton"}, "equal"),
+        ("kvzip+int8", "auto", {}, "equal"),
+        ("snapkv", "auto", {}, "equal"),
+        ("snapkv", "adaptive", {}, "adaptive"),
+    ],
+)
+def test_heads_share_a_budget_where_it_is_better_and_can_be(compressor, asked, change, found):
+    args = SimpleNamespace(device="cpu", kv_compressor=compressor, kv_head_budgets=asked, **UNSET_BACKENDS)
+    vars(args).update(change)
+    head_budgets.resolve(args)
+    assert args.kv_head_budgets == found
+    head_budgets.check_resolved(args)
+
+
+@pytest.mark.parametrize(("change", "found"), [({"attention_backend": "triton"}, "cpu .* triton"), ({"device": "cuda"}, "cuda")])
+def test_uneven_heads_are_refused_where_attention_cannot_read_them(change, found):
+    args = SimpleNamespace(device="cpu", kv_compressor="snapkv", kv_head_budgets="adaptive", **UNSET_BACKENDS)
+    vars(args).update(change)
+    head_budgets.resolve(args)
+    with pytest.raises(OptionError, match=f"--device is {found}.*; copies of --kv-head-budgets adaptive .* Pass .* equal"):
+        head_budgets.check_resolved(args)
