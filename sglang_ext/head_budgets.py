@@ -14,7 +14,7 @@ HEAD_BUDGETS = ("auto", "equal", "adaptive")
 # Methods whose scores compare over heads and layers (Compressor.comparable).
 COMPARABLE = ("snapkv", "kvzip", "kvzap")
 # Of these, the ones whose drafts are accepted more often for it (docs/results/compressors.md).
-BETTER = ("kvzip",)
+BETTER = ("kvzip", "kvzap")
 # The attention backend that reads copies of uneven heads.
 BACKEND = "torch_native"
 

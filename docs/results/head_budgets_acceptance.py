@@ -1,6 +1,6 @@
 """How many greedy drafts full KV accepts, by how heads share a budget, without a server: docs/results/compressors.md.
 
-    python docs/results/head_budgets_acceptance.py --model MODEL --prompts FOLDER [METHODS...]
+    python docs/results/head_budgets_acceptance.py --model MODEL --prompts FOLDER [--predictor FOLDER] [METHODS...]
 
 Rounds are those of kvzap_acceptance.py. What a head does not keep is masked, so that heads may keep different numbers.
 """
@@ -18,6 +18,8 @@ from transformers.masking_utils import sdpa_mask
 
 from sglang_ext.mem_cache.compressors.expected_attention import ExpectedAttention
 from sglang_ext.mem_cache.rotary import Rotary
+from sglang_ext.mem_cache.scores.model_key import model_key
+from sglang_ext.mem_cache.scores.predictor import Predictor
 
 BUDGETS, NAME = (0.25, 0.125), "head_budgets"
 # Axes of the scores, [layers, kv_heads, tokens], over which tokens compete.
@@ -69,10 +71,12 @@ def accepted(context: Context, masked: Masked, kept: torch.Tensor) -> tuple[int,
     return agreed, offered
 
 
-def method_scores(method: str, context: Context, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
+def method_scores(
+    method: str, context: Context, tokenizer: PreTrainedTokenizerBase, predictor: Predictor | None
+) -> torch.Tensor:
     """A method's scores of the prompt: float32 [layers, kv_heads, tokens]."""
     if method != "expected-attention":
-        return scores_of(method, context, tokenizer, None)
+        return scores_of(method, context, tokenizer, predictor)
     expected, rotary = ExpectedAttention(), Rotary(context.model.model.rotary_emb.inv_freq.float())
     return torch.stack([expected.scores(replace(layer, rotary=rotary)) for layer in context.layers(expected.window)])
 
@@ -84,17 +88,19 @@ def main() -> None:
     parser.add_argument("methods", nargs="*", default=["kvzip", "snapkv", "expected-attention"])
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--prompts", type=Path, required=True)
+    parser.add_argument("--predictor", type=Path, help="for kvzap")
     args = parser.parse_args()
     masked = Masked()
     AttentionInterface.register(NAME, masked)
     AttentionMaskInterface.register(NAME, sdpa_mask)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
+    predictor = Predictor.read(args.predictor, model_key(args.model)) if args.predictor else None
     counts: dict[tuple[str, str, float], list[int]] = {}
     for file in sorted(args.prompts.glob("*.txt")):
         context = Context(model, tokenizer.encode(file.read_text()))
         for method in args.methods:
-            scores = method_scores(method, context, tokenizer)
+            scores = method_scores(method, context, tokenizer, predictor)
             for name, shared in SHARED.items():
                 for budget in BUDGETS:
                     found = accepted(context, masked, kept_of(scores, budget, shared))

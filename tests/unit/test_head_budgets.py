@@ -77,6 +77,7 @@ def test_which_methods_may_share_one_budget_is_said_once():
         ("kvzip", "equal", {}, "equal"),
         ("kvzip", "auto", {"device": "cuda"}, "equal"),
         ("kvzip", "auto", {"attention_backend": "triton"}, "equal"),
+        ("kvzap", "auto", {}, "adaptive"),
         ("kvzip+int8", "auto", {}, "equal"),
         ("snapkv", "auto", {}, "equal"),
         ("snapkv", "adaptive", {}, "adaptive"),

@@ -142,7 +142,7 @@ class Compressor(ABC):
         tokens, chosen = scores.shape[-1], []
         for cut in self.cuts(scores, part):
             choose = best_of_all if self.comparable else best_of_each
-            places = choose(scores[..., cut.start : cut.end].contiguous(), cut.count)
+            places = choose(scores[..., cut.start : cut.end], cut.count)
             head, token = places // (cut.end - cut.start), places % (cut.end - cut.start)
             chosen.append(head * tokens + token + cut.start)
         return KeptCells.of(torch.cat(chosen), scores[..., 0].numel(), tokens)
