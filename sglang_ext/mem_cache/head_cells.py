@@ -104,6 +104,6 @@ class HeadCells:
         found = [kind[0].new_empty(0, kind[0].shape[-1])]
         for index in range(first // each, -(-last // each)):
             begin, end = max(first - index * each, 0), min(last - index * each, each)
-            whole = kind[index][slots[begin // heads : -(-end // heads)]].flatten(0, 1)
+            whole = kind[index].index_select(0, slots[begin // heads : -(-end // heads)]).flatten(0, 1)
             found.append(whole[begin % heads : begin % heads + end - begin])
         return torch.cat(found)
