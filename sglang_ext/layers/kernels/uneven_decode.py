@@ -31,8 +31,9 @@ def _cells_part(
         inside = cell < last
         layer, within = cell // (copied * HEADS), cell % (copied * HEADS)
         slot = tl.load(table + within // HEADS, mask=inside, other=0).to(tl.int64)
-        keys = tl.load(key_table + layer, mask=inside, other=0).to(tl.pointer_type(LIKE))
-        values = tl.load(value_table + layer, mask=inside, other=0).to(tl.pointer_type(LIKE))
+        # Without the hint nothing is known of a loaded address, and keys would be read number by number.
+        keys = tl.multiple_of(tl.load(key_table + layer, mask=inside, other=0).to(tl.pointer_type(LIKE)), 16)
+        values = tl.multiple_of(tl.load(value_table + layer, mask=inside, other=0).to(tl.pointer_type(LIKE)), 16)
         at = keys + slot * key_slot + within % HEADS * key_head
         k = tl.load(at[None, :] + dim[:, None], mask=inside[None, :] & (dim < DIM)[:, None], other=0.0)
         qk = tl.where(inside[None, :], tl.dot(q, k), float("-inf"))
