@@ -2,8 +2,8 @@
 
 A slot of the pool has a *cell* for each layer and KV head: a key and a value. In a copy of S slots a cell holds what any head
 of any layer keeps, so that none is left empty however uneven heads are. Cells are counted buffer by buffer: with H heads cell
-``c`` lies in the buffer of layer ``c // (S * H)``, there in the copy's slot ``c % (S * H) // H``, in the column of head ``c % H``.
-The heads' tokens follow one another, layer by layer and head by head.
+``c`` lies in the buffer of layer ``c // (S * H)``, there in the copy's slot ``c % (S * H) // H``, in the column of head
+``c % H``. The heads' tokens follow one another, layer by layer and head by head.
 """
 
 from dataclasses import dataclass

@@ -8,8 +8,8 @@ from head_helpers import Given, context, scores_of, sets
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_ext import head_budgets
-from sglang_ext.head_budgets import BETTER, COMPARABLE
+from sglang_ext import head_budget_options
+from sglang_ext.head_budget_options import BETTER, COMPARABLE
 from sglang_ext.mem_cache.compressors import Part, create
 from sglang_ext.mem_cache.compressors.kvzip import StoredScores
 from sglang_ext.mem_cache.compressors.sink_recent import SinkRecent
@@ -86,15 +86,15 @@ def test_which_methods_may_share_one_budget_is_said_once():
 def test_heads_share_a_budget_where_it_is_better_and_can_be(compressor, asked, change, found):
     args = SimpleNamespace(device="cpu", kv_compressor=compressor, kv_head_budgets=asked, **UNSET_BACKENDS)
     vars(args).update(change)
-    head_budgets.resolve(args)
+    head_budget_options.resolve(args)
     assert args.kv_head_budgets == found
-    head_budgets.check_resolved(args)
+    head_budget_options.check_resolved(args)
 
 
 @pytest.mark.parametrize(("change", "found"), [({"attention_backend": "triton"}, "cpu .* triton"), ({"device": "cuda"}, "cuda")])
 def test_uneven_heads_are_refused_where_attention_cannot_read_them(change, found):
     args = SimpleNamespace(device="cpu", kv_compressor="snapkv", kv_head_budgets="adaptive", **UNSET_BACKENDS)
     vars(args).update(change)
-    head_budgets.resolve(args)
+    head_budget_options.resolve(args)
     with pytest.raises(OptionError, match=f"--device is {found}.*; copies of --kv-head-budgets adaptive .* Pass .* equal"):
-        head_budgets.check_resolved(args)
+        head_budget_options.check_resolved(args)

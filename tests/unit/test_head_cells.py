@@ -64,7 +64,8 @@ def test_attention_over_a_copy_and_its_tail_is_that_over_what_each_head_keeps(se
             )
         for head, (k, v) in enumerate(exact(views, 1, layer, kept, range(covered, length))):
             mine = slice(head * group, (head + 1) * group)
-            assert torch.allclose(found[:count, mine].double(), attention(queries[:count, mine], k[None], v[None], 0.3), atol=1e-5)
+            expected = attention(queries[:count, mine], k[None], v[None], 0.3)
+            assert torch.allclose(found[:count, mine].double(), expected, atol=1e-5)
         full = views.token_table[1, :length].long()
         whole = [kind[full].transpose(0, 1).double() for kind in (keys, values)]
         assert torch.allclose(found[count:].double(), attention(queries[count:], *whole, 0.3), atol=1e-5)
@@ -81,9 +82,8 @@ def test_a_layer_that_keeps_nothing_attends_to_what_follows_the_copy():
     backend.head_cells = views.head_cells
     for layer, tokens in enumerate((range(40, 42), range(42))):
         keys, values = views.buffers.keys[layer], views.buffers.values[layer]
-        found = backend._run_sdpa_forward_decode(
-            queries, torch.empty_like(queries), keys, values, views.token_table, torch.tensor([5]), torch.tensor([22]), scaling=0.3
-        )
+        row = views.token_table, torch.tensor([5]), torch.tensor([22])
+        found = backend._run_sdpa_forward_decode(queries, torch.empty_like(queries), keys, values, *row, scaling=0.3)
         seen = views.token_table[1, tokens].long()
         expected = attention(queries, *(part[seen].transpose(0, 1).double() for part in (keys, values)), 0.3)
         assert torch.allclose(found.double(), expected, atol=1e-5)

@@ -1,7 +1,7 @@
 """Decode attention over rows that begin with a copy of uneven heads (head_cells.py), split over the context (flash decoding).
 
 Programs of a request's first splits read what a head keeps of the copy, those of the others the tokens after it; the kernel
-that joins them is packed_decode.py's. Servers do not call it yet: on a GPU they refuse uneven heads (head_budgets.py).
+that joins them is packed_decode.py's. Servers do not call it yet: on a GPU they refuse uneven heads (head_budget_options.py).
 """
 
 import torch
