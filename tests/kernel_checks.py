@@ -272,7 +272,7 @@ def check_packed_decode():
 
 
 def check_uneven_decode():
-    """Attention over what each head keeps and the tokens after it, over sizes, groups, and heads that keep all, one or nothing."""
+    """Attention over what each head keeps and the tokens after it; some heads keep nothing, some nearly all."""
     half = torch.float16 if DEVICE == "cpu" else torch.bfloat16
     for layers, heads, group, dim, splits, dtype in (
         (3, 2, 3, 64, (3, 2), torch.float32), (2, 1, 5, 24, (16, 4), torch.float32), (2, 8, 1, 80, (2, 1), half),
