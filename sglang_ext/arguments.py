@@ -13,7 +13,7 @@ import torch
 from sglang.srt.arg_groups.arg_utils import NS, A, Arg
 from sglang.srt.server_args import ServerArgs
 
-from sglang_ext import compressor_options, options
+from sglang_ext import compressor_options, head_budget_options, options
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +79,12 @@ class KVServerArgs(ServerArgs):
         f"{compressor_options.DEFAULT_BUDGET}, or 1 where tokens are only packed.",
         NS("memory"),
     ] = None
+    kv_head_budgets: A[
+        str,
+        "equal: all heads keep the same number of tokens. adaptive: what matters most over all heads and layers, on a CPU, with "
+        f"{', '.join(head_budget_options.COMPARABLE)}. auto: adaptive for {', '.join(head_budget_options.BETTER)}, if it can be.",
+        NS("memory"),
+    ] = "auto"
     kv_draft_length: A[
         int | str,
         Arg(
@@ -116,7 +122,6 @@ class KVServerArgs(ServerArgs):
         "for; it comes back, its checksums compared, when a prompt begins with it. 0: none.",
         NS("memory"),
     ] = 0.0
-
     kv_full_tier: A[
         str,
         Arg(
@@ -137,6 +142,7 @@ class KVServerArgs(ServerArgs):
         """Check the flags, prepare SGLang's own options for the mode, then let SGLang resolve."""
         options.check_flags(self)
         compressor_options.resolve(self)
+        head_budget_options.resolve(self)
         if self.kv_mode == "full":
             super().__post_init__()
             return
@@ -146,6 +152,7 @@ class KVServerArgs(ServerArgs):
             return
         options.check_resolved(self)
         compressor_options.check_resolved(self)
+        head_budget_options.check_resolved(self)
         from sglang_ext import hooks
         from sglang_ext.managers import compression
 

@@ -7,7 +7,7 @@ not used there.
 import pkgutil
 from typing import TYPE_CHECKING
 
-from sglang_ext import compressor_options, hooks, options
+from sglang_ext import compressor_options, head_budget_options, hooks, options
 from sglang_ext.arguments import KVServerArgs
 from sglang_ext.managers import compression
 
@@ -23,6 +23,7 @@ def prepare(args: "ServerArgs") -> None:
     """
     options.check_flags(args)
     compressor_options.resolve(args)
+    head_budget_options.resolve(args)
     KVServerArgs._prepare_speculation(args)
 
 
@@ -35,6 +36,7 @@ def check(args: "ServerArgs") -> None:
     """
     options.check_resolved(args)
     compressor_options.check_resolved(args)
+    head_budget_options.check_resolved(args)
     compression.check_files(args)
     hooks.check(args.kv_mode)
     for hook in hooks.HOOKS:

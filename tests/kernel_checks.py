@@ -13,6 +13,7 @@ if DEVICE == "cpu":
 from sglang_ext.layers.kernels.gather_kept import gather_kept  # noqa: E402
 from sglang_ext.layers.kernels.packed_decode import packed_decode  # noqa: E402
 from sglang_ext.layers.kernels.page_checksum import page_checksum  # noqa: E402
+from sglang_ext.layers.kernels.uneven_decode import uneven_decode  # noqa: E402
 from sglang_ext.layers.kernels.verify_attention import (  # noqa: E402
     EXACT,
     Splits,
@@ -24,6 +25,7 @@ from sglang_ext.layers.kernels.verify_attention import (  # noqa: E402
 )
 from sglang_ext.layers.kernels.window_scores import window_scores  # noqa: E402
 from sglang_ext.mem_cache.checksums import SUMMED_WORD, PageChecksums, as_words  # noqa: E402
+from sglang_ext.mem_cache.head_cells import HeadCells, KeptCells  # noqa: E402
 from sglang_ext.mem_cache.kv_buffers import KVBuffers  # noqa: E402
 from packed_backend import Pool, check_packed_backend  # noqa: E402
 from packed_helpers import KINDS, attention, packed_pool  # noqa: E402
@@ -254,7 +256,50 @@ def check_packed_decode():
             assert worst < tolerance, (name, bits, request, worst)
 
 
+def check_uneven_decode():
+    """Attention over what each head keeps and the tokens after it; some heads keep nothing, some nearly all."""
+    half = torch.float16 if DEVICE == "cpu" else torch.bfloat16
+    for layers, heads, group, dim, splits, dtype in (
+        (3, 2, 3, 64, (3, 2), torch.float32), (2, 1, 5, 24, (16, 4), torch.float32), (2, 8, 1, 80, (2, 1), half),
+    ):  # fmt: skip
+        copied, width, noise = 21, 60, torch.Generator().manual_seed(dim)
+        buffers = [[torch.randn(400, heads, dim, generator=noise).to(DEVICE, dtype) for _ in range(layers)] for _ in "kv"]
+        cells = HeadCells.of(KVBuffers(tuple(range(layers)), (0.1,) * layers, *map(tuple, buffers)), 6)
+        slots = torch.randperm(400, generator=noise).to(DEVICE)
+        table = torch.zeros(6, width, dtype=torch.int32, device=DEVICE)
+        context, table[1], table[4] = slots[:50], slots[100 : 100 + width], slots[200 : 200 + width]
+        # Some heads end where they begin; the rows are those of two copies and of a request without one.
+        kept = {}
+        for row in (1, 4):
+            ends = torch.randint(copied * layers * heads + 1, (layers * heads - 1,), generator=noise).sort().values
+            ends[: layers * heads // 3] = 1
+            tokens = torch.randint(50, (copied * layers * heads,), generator=noise).to(DEVICE)
+            bounds = torch.nn.functional.pad(ends.int(), (1, 0)).tolist() + [len(tokens)]
+            kept[row] = KeptCells(tokens, torch.tensor(bounds, dtype=torch.int32, device=DEVICE))
+            cells.write(row, kept[row], context, table[row, :copied].long())
+        table[2, :40] = slots[300:340]
+        rows, lengths = [4, 2, 1], [copied + 1, 40, width]
+        queries = torch.randn(3, heads * group, dim, generator=noise).to(DEVICE, dtype)
+        tolerance = 1e-5 if DEVICE == "cpu" and dtype == torch.float32 else 5e-3 if dtype != torch.bfloat16 else 3e-2
+        for layer in range(layers):
+            found = uneven_decode(
+                cells, layer, queries, table, *(torch.tensor(part, device=DEVICE) for part in (rows, lengths)), 0.1, splits
+            )
+            for request, (row, length) in enumerate(zip(rows, lengths)):
+                for head in range(heads):
+                    tail, seen = table[row, copied if row in kept else 0 : length].long(), context[:0]
+                    if row in kept:
+                        first, last = kept[row].bounds[layer * heads + head :][:2].tolist()
+                        seen = context[kept[row].tokens[first:last]]
+                    k, v = (kind[layer][torch.cat([seen, tail]), head].double()[None].cpu() for kind in buffers)
+                    mine = slice(head * group, (head + 1) * group)
+                    expected = attention(queries[request, mine][None].cpu(), k, v, 0.1)[0]
+                    worst = float((found[request, mine].cpu().double() - expected).abs().max() / expected.abs().max())
+                    assert worst < tolerance, (dim, layer, row, head, worst)
+
+
 CHECKS = {
+    "uneven_decode": check_uneven_decode,
     "packed_decode": check_packed_decode,
     "packed_backend": lambda: check_packed_backend(DEVICE),
     "verify_backend": check_verify_backend,

@@ -51,7 +51,26 @@ def check(exact_tokens: dict[int, range], written: torch.Tensor, views: Compress
         (cached, "the prefix tree holds"),
     ):
         _disjoint(slots, free, what, "the free list")
+    check_heads(views)
     views.tree_cache.check_integrity()
+
+
+def check_heads(views: CompressedViews) -> None:
+    """Check that in each copy of uneven heads these partition its cells.
+
+    Raises:
+        IntegrityError: names a copy in which they do not.
+    """
+    if views.head_cells is None:
+        return
+    for row, view in views.copies():
+        bounds = views.head_cells.bounds[views.draft_row(row)]
+        cells = len(view.own) * (len(bounds) - 1)
+        if not (bounds[0] == 0 and bool((bounds.diff() >= 0).all()) and bounds[-1] == cells):
+            raise IntegrityError(
+                f"heads of the draft row {views.draft_row(row)} begin and end at cells {bounds.tolist()[:8]}..., which do not "
+                f"partition the {cells} cells of its {len(view.own)} slots"
+            )
 
 
 def _unique(slots: torch.Tensor, what: str, owner: str) -> None:

@@ -35,6 +35,7 @@ from sglang_ext.managers.staggered import Staggered
 from sglang_ext.managers.steps import Steps
 from sglang_ext.mem_cache import query_window
 from sglang_ext.mem_cache.compressed_views import CompressedViews
+from sglang_ext.mem_cache.head_cells import HeadCells
 from sglang_ext.mem_cache.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.packing import PackedRows, Packing
 from sglang_ext.mem_cache.query_window import QueryWindows, Recorded
@@ -176,10 +177,12 @@ class KVWorker(BaseSpecWorker):
     def bind_tree_cache(self, tree_cache) -> None:
         """Build the compressed views once the prefix tree exists."""
         args = self.server_args
+        table = self.req_to_token_pool.req_to_token
+        uneven = HeadCells.of(self.buffers, len(table)) if args.kv_head_budgets == "adaptive" else None
         self.views = CompressedViews(
             compressor=self.compressor,
             budget=args.kv_budget,
-            token_table=self.req_to_token_pool.req_to_token,
+            token_table=table,
             rows=self._rows,
             buffers=self.buffers,
             allocator=self.token_to_kv_pool_allocator,
@@ -189,7 +192,10 @@ class KVWorker(BaseSpecWorker):
             prompt_of=lambda row: self.states[row].prompt,
             packs=parse_compressor(args.kv_compressor)[1] or "",
             packed_rows=self.packed_rows,
+            head_cells=uneven,
         )
+        if uneven is not None:
+            self.model_runner.attn_backend.head_cells = uneven
         if self.buffers.on_gpu:
             self._unpin_plans()
             self._warm_up()

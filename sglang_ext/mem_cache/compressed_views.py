@@ -6,7 +6,7 @@ any other row, so one forward serves both views.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, ItemsView, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ from sglang.srt.mem_cache.common import evict_from_tree_cache
 
 from sglang_ext.core import CompressedView
 from sglang_ext.mem_cache.compressors import Compressor, ContextKV, Part, kept_count
+from sglang_ext.mem_cache.head_cells import HeadCells
 from sglang_ext.mem_cache.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.packing import PackedRows, Packing, Unpacked
 from sglang_ext.mem_cache.query_window import QueryWindows
@@ -58,6 +59,7 @@ class CompressedViews:
         packs: name of the method that packs copies; empty for none.
         packed_rows: how copies are packed, and which rows begin with blocks; None for copies of tokens as they are.
         packing: how copies lie in slots.
+        head_cells: what the cells of copies hold whose heads keep different numbers of tokens; None where numbers are equal.
     """
 
     compressor: Compressor
@@ -73,6 +75,7 @@ class CompressedViews:
     made: Counter[str] = field(default_factory=Counter)
     packs: str = ""
     packed_rows: PackedRows | None = None
+    head_cells: HeadCells | None = None
     packing: Packing | Unpacked = field(init=False)
     _views: dict[int, CompressedView] = field(default_factory=dict)
 
@@ -83,6 +86,10 @@ class CompressedViews:
     def get(self, row: int) -> CompressedView | None:
         """The compressed copy of the request in ``row``."""
         return self._views.get(row)
+
+    def copies(self) -> ItemsView[int, CompressedView]:
+        """All copies, by their requests' rows."""
+        return self._views.items()
 
     @property
     def held_tokens(self) -> int:
@@ -128,7 +135,8 @@ class CompressedViews:
 
         Covers whole units, up to where queries were kept (:meth:`reach`). A new copy reads the segments of ``prefix`` that
         the prefix tree has, and leaves one there for the rest of it. Of an existing copy what it shares stays; its own
-        part is overwritten in place and grown.
+        part is overwritten in place and grown. Copies of uneven heads share nothing: how much each head keeps of a beginning
+        depends on what follows it.
 
         Args:
             row: the request's row in the token table.
@@ -147,6 +155,7 @@ class CompressedViews:
         if old is not None:
             grown = CompressedView(old.own, covered, old.segments, own_tokens=old.own_tokens)
             return self._resize(row, grown, headroom, None, tokens)
+        prefix = prefix if self.head_cells is None else None
         segments = self.tree_cache.path_segments(prefix.node, min(prefix.tokens, covered)) if prefix else []
         for segment in segments:
             # Or they would be evicted for the rest.
@@ -240,13 +249,16 @@ class CompressedViews:
         targets = {rest: view.own[self.packing.packed_slots(done) :]}
         if made is not None:
             targets[Part(made.start, made.end, made.tokens)] = made.slots
-        parts = [part for part in targets if part.count]
         context = ContextKV(buffers, source, *found, self.rotary, self.prompt_of(row))
         compressor = self.compressor.for_context(context)
         view.method = "+".join(name for name in (compressor.name, self.packs) if name)
         self.made[view.method] += 1
-        for part, kept in zip(parts, compressor.select(context, parts)):
-            self.packing.write(buffers, kept, source, targets[part])
+        if self.head_cells is not None:
+            self.head_cells.write(self.draft_row(row), compressor.select_cells(context, rest), source, view.own)
+        else:
+            parts = [part for part in targets if part.count]
+            for part, kept in zip(parts, compressor.select(context, parts)):
+                self.packing.write(buffers, kept, source, targets[part])
         self.token_table[self.draft_row(row), : view.kept] = view.slots.to(self.token_table.dtype)
         if self.packed_rows is not None:
             self.packed_rows.slots[self.draft_row(row)] = view.packed

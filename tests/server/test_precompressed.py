@@ -34,6 +34,7 @@ def test_prompts_that_begin_with_a_scored_document_are_drafted_by_its_scores_oth
         "--kv-mode", "verified", "--kv-compressor", "kvzip", "--kv-scores", str(folder),
         "--kv-online-compressor", "expected-attention", "--enable-metrics", env=STRICT,
     )
+    assert server.request("/server_info")["kv_head_budgets"] == "adaptive", "the default"
     found = server.ask_all(prompts, **greedy(EXPECTED_TOKENS))
     assert [r["output_ids"] for r in found] == expected
     methods = [r["meta_info"]["kv_compressor"] for r in found]

@@ -56,6 +56,13 @@ def build(path, **flags):
         ({"kv_compressor": "kivi", "kv_bits": 3}, ["--kv-bits is 3", "4 or 2 bits"]),
         ({"kv_compressor": "snapkv+int8", "kv_bits": 4}, ["--kv-bits is 4", "int8 has codes of 8 bits"]),
         ({"kv_bits": 4}, ["--kv-bits is 4", "snapkv keeps tokens as they are", "--kv-compressor snapkv+kivi"]),
+        ({"kv_head_budgets": "even"}, ["--kv-head-budgets is 'even'", "auto, equal, adaptive"]),
+        ({"kv_head_budgets": "adaptive", "kv_compressor": "snapkv+kivi"}, ["snapkv+kivi", "packed heads", "Pass equal, or one of"]),
+        ({"kv_head_budgets": "adaptive", "kv_compressor": "int8"}, ["--kv-compressor int8", "packed heads", "Pass equal"]),
+        (
+            {"kv_head_budgets": "adaptive", "kv_compressor": "expected-attention"},
+            ["--kv-compressor expected-attention", "do not compare", "pass equal, or one of snapkv, kvzip, kvzap"],
+        ),
         ({"kv_draft_length": 0}, ["--kv-draft-length", "0", "1 to 64"]),
         ({"kv_draft_length": 65}, ["--kv-draft-length", "65", "1 to 64"]),
         ({"kv_draft_length": "long"}, ["--kv-draft-length", "long", "or auto"]),

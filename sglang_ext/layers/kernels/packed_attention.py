@@ -6,27 +6,8 @@ Codes become numbers in registers (packed_codes.py).
 import triton
 import triton.language as tl
 
+from sglang_ext.layers.kernels.flash_parts import exact_part, softmax_step, store_part
 from sglang_ext.layers.kernels.packed_codes import dequantized
-
-
-@triton.jit
-def _softmax_step(qk, best, total, AXIS: tl.constexpr):
-    """New maximum, what older sums shrink by, and the weights of a step of online softmax over ``AXIS``, of two."""
-    new_best = tl.maximum(tl.max(qk, AXIS), best)
-    # What has seen nothing yet has no maximum.
-    finite = tl.where(new_best == float("-inf"), 0.0, new_best)
-    rescale, p = tl.exp(best - finite), tl.exp(qk - tl.expand_dims(finite, AXIS))
-    return new_best, rescale, p, total * rescale + tl.sum(p, AXIS)
-
-
-@triton.jit
-def _store(partial, lse, place, channel, there, best, total, acc, row, GROUP: tl.constexpr, VALUE_DIM: tl.constexpr):
-    """What a part of a row gave: the mean of its values, and the logarithm of its weights' sum."""
-    mine = row < GROUP
-    some = tl.where(total > 0, total, 1.0)
-    mask = (mine & (total > 0))[:, None] & there[None, :]
-    tl.store(partial + place[:, None] * VALUE_DIM + channel[None, :], acc / some[:, None], mask=mask)
-    tl.store(lse + place, best + tl.log(some), mask=mine)
 
 
 @triton.jit
@@ -106,7 +87,7 @@ def _packed_part(
             qk = tl.dot(tl.reshape(k1, (STEP, COLUMNS)), q1, qk)
         if PARTS > 2:
             qk = tl.dot(tl.reshape(k3, (STEP, COLUMNS)), q3, tl.dot(tl.reshape(k2, (STEP, COLUMNS)), q2, qk))
-        best, rescale, p, total = _softmax_step(qk, best, total, 0)
+        best, rescale, p, total = softmax_step(qk, best, total, 0)
         p = tl.trans(p).to(LIKE)
         v0, v1, v2, v3 = dequantized(
             value_raw, value_numbers, block + CODE_CELLS, value_first + part * STEP * VALUE_GROUPS, value_offset, value_levels, BLOCK_TOKENS * VALUE_GROUPS,
@@ -120,39 +101,12 @@ def _packed_part(
             acc3 = tl.dot(p, tl.reshape(v3, (STEP, VALUE_COLUMNS)), acc3 * rescale[:, None])
     channel = tl.arange(0, VALUE_COLUMNS)
     there = channel < VALUE_PART
-    _store(partial, lse, place, channel, there, best, total, acc0, row, GROUP, VALUE_DIM)
+    store_part(partial, lse, place, channel, there, best, total, acc0, row, GROUP, VALUE_DIM)
     if PARTS > 1:
-        _store(partial, lse, place, VALUE_PART + channel, there, best, total, acc1, row, GROUP, VALUE_DIM)
+        store_part(partial, lse, place, VALUE_PART + channel, there, best, total, acc1, row, GROUP, VALUE_DIM)
     if PARTS > 2:
-        _store(partial, lse, place, 2 * VALUE_PART + channel, there, best, total, acc2, row, GROUP, VALUE_DIM)
-        _store(partial, lse, place, 3 * VALUE_PART + channel, there, best, total, acc3, row, GROUP, VALUE_DIM)
-
-
-@triton.jit
-def _exact_part(
-    queries, keys, values, table, first, last, scaling, row, key_slot, value_slot, GROUP: tl.constexpr, M: tl.constexpr,
-    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr, N: tl.constexpr,
-    LIKE: tl.constexpr,
-):  # fmt: skip
-    """Softmax over the tokens [first, last) of a request's row; keys and values begin at the head's cells."""
-    dim, value_dim = tl.arange(0, PADDED_DIM), tl.arange(0, PADDED_VALUE_DIM)
-    q = tl.load(queries + row[:, None] * DIM + dim[None, :], mask=(row < GROUP)[:, None] & (dim < DIM)[None, :], other=0.0)
-    q = (q.to(tl.float32) * scaling).to(LIKE)
-    best = tl.zeros([M], dtype=tl.float32) - float("inf")
-    total = tl.zeros([M], dtype=tl.float32)
-    acc = tl.zeros([M, PADDED_VALUE_DIM], dtype=tl.float32)
-    for start in tl.range(first, last, N):
-        place = start + tl.arange(0, N)
-        inside = place < last
-        slot = tl.load(table + place, mask=inside, other=0).to(tl.int64)
-        seen = inside[:, None] & (dim < DIM)[None, :]
-        k = tl.load(keys + (slot * key_slot)[:, None] + dim[None, :], mask=seen, other=0.0)
-        qk = tl.where(inside[None, :], tl.dot(q, tl.trans(k)), float("-inf"))
-        best, rescale, p, total = _softmax_step(qk, best, total, 1)
-        seen = inside[:, None] & (value_dim < VALUE_DIM)[None, :]
-        v = tl.load(values + (slot * value_slot)[:, None] + value_dim[None, :], mask=seen, other=0.0)
-        acc = acc * rescale[:, None] + tl.dot(p.to(LIKE), v)
-    return best, total, acc
+        store_part(partial, lse, place, 2 * VALUE_PART + channel, there, best, total, acc2, row, GROUP, VALUE_DIM)
+        store_part(partial, lse, place, 3 * VALUE_PART + channel, there, best, total, acc3, row, GROUP, VALUE_DIM)
 
 
 @triton.jit
@@ -193,10 +147,10 @@ def packed_splits(
     else:
         each = tl.cdiv(length - packed, EXACT)
         first = packed + each * (split - PACKED)
-        best, total, acc = _exact_part(
+        best, total, acc = exact_part(
             queries + head0 * DIM, keys + kv_head * key_head, values + kv_head * value_head, table, first,
             tl.minimum(first + each, length), scaling, row, key_slot, value_slot, GROUP, M, DIM, VALUE_DIM, PADDED_DIM,
             PADDED_VALUE_DIM, N, LIKE,
         )  # fmt: skip
         channel = tl.arange(0, PADDED_VALUE_DIM)
-        _store(partial, lse, place, channel, channel < VALUE_DIM, best, total, acc, row, GROUP, VALUE_DIM)
+        store_part(partial, lse, place, channel, channel < VALUE_DIM, best, total, acc, row, GROUP, VALUE_DIM)

@@ -7,8 +7,8 @@ back.
 
 import torch
 import triton
-import triton.language as tl
 
+from sglang_ext.layers.kernels.flash_parts import join_parts
 from sglang_ext.layers.kernels.packed_attention import packed_splits
 from sglang_ext.mem_cache.packed_layout import Layout
 from sglang_ext.mem_cache.packing import Packing, as_bytes
@@ -18,26 +18,8 @@ PACKED_TOKENS, EXACT_TOKENS = 32, 32
 WARPS = 1
 
 
-@triton.jit
-def _join(
-    partial, lse, far, near, VALUE_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr, PACKED: tl.constexpr,
-    SPLITS: tl.constexpr, PADDED_SPLITS: tl.constexpr,
-):  # fmt: skip
-    """One request's head: what its splits found, those over packed blocks and the others apart."""
-    head = tl.program_id(0).to(tl.int64)
-    split, dim = tl.arange(0, PADDED_SPLITS), tl.arange(0, PADDED_VALUE_DIM)
-    sums = tl.load(lse + head * SPLITS + split, mask=split < SPLITS, other=float("-inf"))
-    weights = tl.exp(sums - tl.max(sums, 0))
-    weights /= tl.sum(weights, 0)
-    there = (weights > 0)[:, None] & (dim < VALUE_DIM)[None, :]
-    found = tl.load(partial + (head * SPLITS + split[:, None]) * VALUE_DIM + dim[None, :], mask=there, other=0.0)
-    found *= weights[:, None]
-    inside = dim < VALUE_DIM
-    tl.store(far + head * VALUE_DIM + dim, tl.sum(tl.where((split < PACKED)[:, None], found, 0.0), 0), mask=inside)
-    tl.store(near + head * VALUE_DIM + dim, tl.sum(tl.where((split >= PACKED)[:, None], found, 0.0), 0), mask=inside)
-
-
-def _on_gpu(keys: torch.Tensor) -> bool:
+def on_gpu(keys: torch.Tensor) -> bool:
+    """Whether kernels run on the GPU that holds ``keys``, not in the interpreter."""
     return keys.is_cuda
 
 
@@ -84,7 +66,7 @@ def packed_decode(
     # Without a table the kernel reads none of it.
     levels = (key_levels, value_levels) if table else (lse, lse)
     key_groups = key.groups[0] if key.grid.channels == 1 else 1
-    fast = _on_gpu(keys) and keys.dtype != torch.float32 and key.bits < 8 and not table
+    fast = on_gpu(keys) and keys.dtype != torch.float32 and key.bits < 8 and not table
     shape = {
         "VALUE_DIM": value_dim, "PADDED_VALUE_DIM": triton.next_power_of_2(value_dim), "PACKED": splits[0],
     }  # fmt: skip
@@ -99,6 +81,6 @@ def packed_decode(
         TABLE=table, FAST=fast, STEP=PACKED_TOKENS, EXACT=splits[1], N=EXACT_TOKENS, num_warps=WARPS, **shape,
     )  # fmt: skip
     far, near = torch.empty(2, requests, heads, value_dim, device=device)
-    _join[(requests * heads,)](partial, lse, far, near, SPLITS=most, PADDED_SPLITS=triton.next_power_of_2(most), **shape)
+    join_parts[(requests * heads,)](partial, lse, far, near, SPLITS=most, PADDED_SPLITS=triton.next_power_of_2(most), **shape)
     back = far if to_values is None else far @ to_values.t()
     return (back + near).to(queries.dtype)

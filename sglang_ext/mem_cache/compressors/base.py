@@ -1,9 +1,9 @@
 """The compressor interface: what a method sees of the full KV and what it answers.
 
-A compressor looks at one layer's KV of a context and says how much each KV head needs each token. Within a
-layer every head keeps the same number of tokens, the positions may differ by head: slot ``j`` of the
-compressed copy holds, for each head, that head's own ``j``-th kept token. Rotary embedding was applied
-before caching, so a kept token needs no position again (VeriCache, section 6).
+A compressor looks at one layer's KV of a context and says how much each KV head needs each token. Heads keep
+the same number of tokens, at positions of their own: slot ``j`` of the compressed copy holds, for each head, that
+head's own ``j``-th kept token. Or they share one budget, and keep different numbers (head_cells.py). Rotary embedding
+was applied before caching, so a kept token needs no position again (VeriCache, section 6).
 
 Adding a method is one file: subclass :class:`Compressor`, register it with :func:`register`.
 """
@@ -15,6 +15,8 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
+from sglang_ext.mem_cache.compressors.head_budgets import best_of_all, best_of_each
+from sglang_ext.mem_cache.head_cells import KeptCells
 from sglang_ext.mem_cache.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.rotary import Rotary
 
@@ -92,6 +94,7 @@ class Compressor(ABC):
         window: how many of the newest queries :meth:`scores` wants, 0 for none.
         held_bytes: bytes of device memory, outside the KV pool, that it holds.
         needs_rotary: whether it reads :attr:`LayerKV.rotary`; models without a known one are refused then.
+        comparable: whether scores of one head compare with those of another, of any layer.
         keeps_all: whether it drops nothing.
     """
 
@@ -99,6 +102,7 @@ class Compressor(ABC):
     window: int = 0
     keeps_all: bool = False
     needs_rotary: ClassVar[bool] = False
+    comparable: ClassVar[bool] = False
     held_bytes: int = 0
 
     def for_context(self, context: ContextKV) -> "Compressor":
@@ -120,10 +124,28 @@ class Compressor(ABC):
         layers = range(len(context.buffers.keys))
         return torch.stack([self.scores(context.layer(index)) for index in layers])
 
+    def cuts(self, scores: torch.Tensor, part: Part) -> list[Part]:
+        """``part`` in runs of tokens whose ``scores``, of the whole context, compare, each with its share of the count."""
+        return [part]
+
     def select(self, context: ContextKV, parts: Sequence[Part]) -> list[torch.Tensor]:
         """Positions that the heads keep of each part: int64 [layers, kv_heads, its count], ascending."""
         scores = self.scores_all(context)
-        return [best(scores[..., part.start : part.end], part.count) + part.start for part in parts]
+        return [
+            torch.cat([best(scores[..., cut.start : cut.end], cut.count) + cut.start for cut in self.cuts(scores, part)], dim=-1)
+            for part in parts
+        ]
+
+    def select_cells(self, context: ContextKV, part: Part) -> KeptCells:
+        """What the heads keep of a part if they may keep different numbers, ``part.count`` on the average."""
+        scores = self.scores_all(context)
+        tokens, chosen = scores.shape[-1], []
+        for cut in self.cuts(scores, part):
+            choose = best_of_all if self.comparable else best_of_each
+            places = choose(scores[..., cut.start : cut.end], cut.count)
+            head, token = places // (cut.end - cut.start), places % (cut.end - cut.start)
+            chosen.append(head * tokens + token + cut.start)
+        return KeptCells.of(torch.cat(chosen), scores[..., 0].numel(), tokens)
 
 
 def best(scores: torch.Tensor, count: int) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """KVzap (Jegou and Jeblick 2026, arXiv 2601.07891): keep what a small network predicts that KVzip would keep."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -26,6 +27,7 @@ class KVzap(Compressor):
     online: Compressor | None = SnapKV()
     sinks: int = 4
     recent: int = 32
+    comparable: ClassVar[bool] = True
 
     @property
     def window(self) -> int:

@@ -1,11 +1,11 @@
 """KVzip (Kim et al. 2025, arXiv 2505.23416): keep what the model needs to repeat the context, whatever is asked later."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 
-from sglang_ext.mem_cache.compressors.base import Compressor, ContextKV, LayerKV, Part, best, register
+from sglang_ext.mem_cache.compressors.base import Compressor, ContextKV, LayerKV, Part, register
 from sglang_ext.mem_cache.compressors.snapkv import SnapKV
 from sglang_ext.mem_cache.scores.index import ScoreIndex
 
@@ -64,6 +64,7 @@ class StoredScores(Compressor):
     stored: torch.Tensor
     online: Compressor
     name = KVzip.name
+    comparable: ClassVar[bool] = True
 
     def scores(self, layer: LayerKV) -> torch.Tensor:
         """The document's, then the online method's: float32 [kv_heads, tokens]."""
@@ -78,15 +79,7 @@ class StoredScores(Compressor):
     def _joined(self, stored: torch.Tensor, online: torch.Tensor) -> torch.Tensor:
         return torch.cat([stored.to(online.device).float(), online[..., stored.shape[-1] :]], dim=-1)
 
-    def select(self, context: ContextKV, parts: Sequence[Part]) -> list[torch.Tensor]:
-        """Positions that the heads keep of each part; of one with tokens of both methods each keeps its share."""
-        scores = self.scores_all(context)
-        return [
-            torch.cat([best(scores[..., p.start : p.end], p.count) + p.start for p in self._by_method(scores, part)], dim=-1)
-            for part in parts
-        ]
-
-    def _by_method(self, scores: torch.Tensor, part: Part) -> list[Part]:
+    def cuts(self, scores: torch.Tensor, part: Part) -> list[Part]:
         """``part`` cut where the document ends."""
         border = self.stored.shape[-1]
         if not part.start < border < part.end:

@@ -1,6 +1,7 @@
 """SnapKV (Li et al. 2024, arXiv 2404.14469): keep what the newest queries attend to."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -23,6 +24,7 @@ class SnapKV(Compressor):
 
     window: int = 32
     kernel: int = 5
+    comparable: ClassVar[bool] = True
 
     def scores_all(self, context: ContextKV) -> torch.Tensor:
         """As :meth:`scores` in each layer; on a GPU by a kernel over all layers at once."""

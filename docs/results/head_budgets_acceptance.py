@@ -1,0 +1,113 @@
+"""How many greedy drafts full KV accepts, by how heads share a budget, without a server: docs/results/compressors.md.
+
+    python docs/results/head_budgets_acceptance.py --model MODEL --prompts FOLDER [--predictor FOLDER] [METHODS...]
+
+Rounds are those of kvzap_acceptance.py. What a head does not keep is masked, so that heads may keep different numbers.
+"""
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from kvzap_acceptance import ANSWER, DRAFTS, SINKS, Context, scores_of
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import PreTrainedTokenizerBase
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from sglang_ext.mem_cache.compressors.expected_attention import ExpectedAttention
+from sglang_ext.mem_cache.rotary import Rotary
+from sglang_ext.mem_cache.scores.model_key import model_key
+from sglang_ext.mem_cache.scores.predictor import Predictor
+
+BUDGETS, NAME = (0.25, 0.125), "head_budgets"
+# Axes of the scores, [layers, kv_heads, tokens], over which tokens compete.
+SHARED = {"head": (2,), "layer": (1, 2), "model": (0, 1, 2)}
+
+
+class Masked:
+    """An attention function of transformers in which each KV head sees only what it keeps of the prompt.
+
+    Attributes:
+        kept: bool [layers, kv_heads, tokens of the prompt]; None to see all.
+    """
+
+    kept: torch.Tensor | None = None
+
+    def __call__(self, module, query, key, value, attention_mask, **kwargs) -> tuple[torch.Tensor, None]:
+        """Attention of [1, heads, tokens, head_dim]."""
+        if self.kept is not None:
+            kept, count = self.kept[module.layer_idx], query.shape[2]
+            tail = torch.ones(count, key.shape[2] - kept.shape[1], dtype=torch.bool).tril(key.shape[2] - kept.shape[1] - count)
+            of_query = kept.repeat_interleave(query.shape[1] // len(kept), 0)[:, None].expand(-1, count, -1)
+            attention_mask = torch.cat([of_query, tail.expand(len(of_query), -1, -1)], dim=-1)[None]
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+
+def kept_of(scores: torch.Tensor, budget: float, shared: tuple[int, ...]) -> torch.Tensor:
+    """The best of what competes over the axes ``shared``: bool, as ``scores``."""
+    flat = scores.flatten(scores.dim() - len(shared))
+    best = flat.topk(int(flat.shape[-1] * budget), dim=-1).indices
+    return torch.zeros_like(flat, dtype=torch.bool).scatter_(-1, best, True).view_as(scores)
+
+
+def accepted(context: Context, masked: Masked, kept: torch.Tensor) -> tuple[int, int]:
+    """Drafts that are accepted, and offered, over the whole answer."""
+    tokens, answer, agreed, offered, done = len(context.prompt), context.answer, 0, 0, 0
+    context.model.set_attn_implementation(NAME)
+    while done < ANSWER - 1:
+        some = answer[done : min(done + DRAFTS, ANSWER - 1)]
+        cache = DynamicCache()
+        for index, layer in enumerate(context.cache.layers):
+            cache.update(layer.keys[:, :, : tokens + done], layer.values[:, :, : tokens + done], index)
+        masked.kept = kept
+        logits = context.model(torch.tensor([some]), past_key_values=cache).logits
+        masked.kept = None
+        right = logits[0].argmax(dim=-1) == torch.tensor(answer[done + 1 : done + 1 + len(some)])
+        found = int(right.long().cumprod(0).sum())
+        agreed, offered, done = agreed + found, offered + len(some), done + found + 1
+    context.model.set_attn_implementation("sdpa")
+    return agreed, offered
+
+
+def method_scores(
+    method: str, context: Context, tokenizer: PreTrainedTokenizerBase, predictor: Predictor | None
+) -> torch.Tensor:
+    """A method's scores of the prompt: float32 [layers, kv_heads, tokens]."""
+    if method != "expected-attention":
+        return scores_of(method, context, tokenizer, predictor)
+    expected, rotary = ExpectedAttention(), Rotary(context.model.model.rotary_emb.inv_freq.float())
+    return torch.stack([expected.scores(replace(layer, rotary=rotary)) for layer in context.layers(expected.window)])
+
+
+@torch.inference_mode()
+def main() -> None:
+    """Print accepted and offered drafts by method, what tokens compete in, and budget, after each prompt."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("methods", nargs="*", default=["kvzip", "snapkv", "expected-attention"])
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--prompts", type=Path, required=True)
+    parser.add_argument("--predictor", type=Path, help="for kvzap")
+    args = parser.parse_args()
+    masked = Masked()
+    AttentionInterface.register(NAME, masked)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    predictor = Predictor.read(args.predictor, model_key(args.model)) if args.predictor else None
+    counts: dict[tuple[str, str, float], list[int]] = {}
+    for file in sorted(args.prompts.glob("*.txt")):
+        context = Context(model, tokenizer.encode(file.read_text()))
+        for method in args.methods:
+            scores = method_scores(method, context, tokenizer, predictor)
+            for name, shared in SHARED.items():
+                for budget in BUDGETS:
+                    found = accepted(context, masked, kept_of(scores, budget, shared))
+                    total = counts.setdefault((method, name, budget), [0, 0])
+                    total[:] = (before + more for before, more in zip(total, found))
+        print(file.name, {name: f"{a}/{o} {a / o:.3f}" for name, (a, o) in counts.items()}, flush=True)
+
+
+if __name__ == "__main__":
+    main()

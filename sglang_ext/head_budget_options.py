@@ -1,0 +1,65 @@
+"""What ``--kv-head-budgets`` may be: how heads share what a compressed copy keeps."""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang_ext.compressor_options import parse_compressor
+from sglang_ext.options import OptionError, one_of
+
+if TYPE_CHECKING:
+    from sglang_ext.arguments import KVServerArgs
+
+HEAD_BUDGETS = ("auto", "equal", "adaptive")
+# Methods whose scores compare over heads and layers (Compressor.comparable).
+COMPARABLE = ("snapkv", "kvzip", "kvzap")
+# Of these, the ones whose drafts are accepted more often for it (docs/results/compressors.md).
+BETTER = ("kvzip", "kvzap")
+# The attention backend that reads copies of uneven heads.
+BACKEND = "torch_native"
+
+
+def resolve(args: "KVServerArgs") -> None:
+    """Refuse what cannot be combined with ``adaptive``, and choose where ``auto`` leaves it open.
+
+    Raises:
+        OptionError: names the flag, its value and the remedy.
+    """
+    one_of("--kv-head-budgets", args.kv_head_budgets, HEAD_BUDGETS)
+    drops, packs = parse_compressor(args.kv_compressor)
+    if args.kv_head_budgets == "auto":
+        served = packs is None and _on_cpu(args) and _backends(args) <= {BACKEND}
+        args.kv_head_budgets = "adaptive" if drops in BETTER and served else "equal"
+    if args.kv_head_budgets == "equal":
+        return
+    if packs is not None:
+        raise OptionError(
+            f"--kv-head-budgets is 'adaptive' with --kv-compressor {args.kv_compressor}: packed heads keep equal numbers of "
+            f"tokens. Pass equal, or one of {', '.join(COMPARABLE)}"
+        )
+    if drops not in COMPARABLE:
+        raise OptionError(
+            f"--kv-head-budgets is 'adaptive' with --kv-compressor {drops}, whose scores do not compare over heads: pass equal, "
+            f"or one of {', '.join(COMPARABLE)}"
+        )
+
+
+def check_resolved(args: "KVServerArgs") -> None:
+    """Refuse uneven heads where attention does not read them, once SGLang has chosen device and backends.
+
+    Raises:
+        OptionError: names what it chose, and the remedy.
+    """
+    if args.kv_head_budgets == "adaptive" and (args.device != "cpu" or not _backends(args) <= {BACKEND}):
+        raise OptionError(
+            f"--device is {args.device} and --attention-backend {', '.join(sorted(_backends(args)))}; copies of "
+            f"--kv-head-budgets adaptive are read on a CPU by {BACKEND} alone so far. Pass --kv-head-budgets equal."
+        )
+
+
+def _backends(args: "KVServerArgs") -> set[str]:
+    return {args.attention_backend, args.prefill_attention_backend, args.decode_attention_backend} - {None}
+
+
+def _on_cpu(args: "KVServerArgs") -> bool:
+    return args.device == "cpu" or (args.device is None and not torch.cuda.is_available())

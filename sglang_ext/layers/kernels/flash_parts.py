@@ -1,0 +1,74 @@
+"""What decode kernels over rows of two kinds share: online softmax, the exact tokens of a row, and how parts are joined.
+
+A row is split over programs (flash decoding). Those of its first parts read what a copy holds, those of the others its exact
+tokens; :func:`join_parts` joins them by log-sum-exp, and keeps both kinds apart, as one may have to be rotated back.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def softmax_step(qk, best, total, AXIS: tl.constexpr):
+    """New maximum, what older sums shrink by, and the weights of a step of online softmax over ``AXIS``, of two."""
+    new_best = tl.maximum(tl.max(qk, AXIS), best)
+    # What has seen nothing yet has no maximum.
+    finite = tl.where(new_best == float("-inf"), 0.0, new_best)
+    rescale, p = tl.exp(best - finite), tl.exp(qk - tl.expand_dims(finite, AXIS))
+    return new_best, rescale, p, total * rescale + tl.sum(p, AXIS)
+
+
+@triton.jit
+def exact_part(
+    queries, keys, values, table, first, last, scaling, row, key_slot, value_slot, GROUP: tl.constexpr, M: tl.constexpr,
+    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr, N: tl.constexpr,
+    LIKE: tl.constexpr,
+):  # fmt: skip
+    """Softmax over the tokens [first, last) of a request's row; keys and values begin at the head's cells."""
+    dim, value_dim = tl.arange(0, PADDED_DIM), tl.arange(0, PADDED_VALUE_DIM)
+    q = tl.load(queries + row[:, None] * DIM + dim[None, :], mask=(row < GROUP)[:, None] & (dim < DIM)[None, :], other=0.0)
+    q = (q.to(tl.float32) * scaling).to(LIKE)
+    best = tl.zeros([M], dtype=tl.float32) - float("inf")
+    total = tl.zeros([M], dtype=tl.float32)
+    acc = tl.zeros([M, PADDED_VALUE_DIM], dtype=tl.float32)
+    for start in tl.range(first, last, N):
+        place = start + tl.arange(0, N)
+        inside = place < last
+        slot = tl.load(table + place, mask=inside, other=0).to(tl.int64)
+        seen = inside[:, None] & (dim < DIM)[None, :]
+        k = tl.load(keys + (slot * key_slot)[:, None] + dim[None, :], mask=seen, other=0.0)
+        qk = tl.where(inside[None, :], tl.dot(q, tl.trans(k)), float("-inf"))
+        best, rescale, p, total = softmax_step(qk, best, total, 1)
+        seen = inside[:, None] & (value_dim < VALUE_DIM)[None, :]
+        v = tl.load(values + (slot * value_slot)[:, None] + value_dim[None, :], mask=seen, other=0.0)
+        acc = acc * rescale[:, None] + tl.dot(p.to(LIKE), v)
+    return best, total, acc
+
+
+@triton.jit
+def store_part(partial, lse, place, channel, there, best, total, acc, row, GROUP: tl.constexpr, VALUE_DIM: tl.constexpr):
+    """What a part of a row gave: the mean of its values, and the logarithm of its weights' sum."""
+    mine = row < GROUP
+    some = tl.where(total > 0, total, 1.0)
+    mask = (mine & (total > 0))[:, None] & there[None, :]
+    tl.store(partial + place[:, None] * VALUE_DIM + channel[None, :], acc / some[:, None], mask=mask)
+    tl.store(lse + place, best + tl.log(some), mask=mine)
+
+
+@triton.jit
+def join_parts(
+    partial, lse, far, near, VALUE_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr, PACKED: tl.constexpr,
+    SPLITS: tl.constexpr, PADDED_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """One request's head: what its splits found, those over packed blocks and the others apart."""
+    head = tl.program_id(0).to(tl.int64)
+    split, dim = tl.arange(0, PADDED_SPLITS), tl.arange(0, PADDED_VALUE_DIM)
+    sums = tl.load(lse + head * SPLITS + split, mask=split < SPLITS, other=float("-inf"))
+    weights = tl.exp(sums - tl.max(sums, 0))
+    weights /= tl.sum(weights, 0)
+    there = (weights > 0)[:, None] & (dim < VALUE_DIM)[None, :]
+    found = tl.load(partial + (head * SPLITS + split[:, None]) * VALUE_DIM + dim[None, :], mask=there, other=0.0)
+    found *= weights[:, None]
+    inside = dim < VALUE_DIM
+    tl.store(far + head * VALUE_DIM + dim, tl.sum(tl.where((split < PACKED)[:, None], found, 0.0), 0), mask=inside)
+    tl.store(near + head * VALUE_DIM + dim, tl.sum(tl.where((split >= PACKED)[:, None], found, 0.0), 0), mask=inside)

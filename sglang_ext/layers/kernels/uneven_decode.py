@@ -1,0 +1,122 @@
+"""Decode attention over rows that begin with a copy of uneven heads (head_cells.py), split over the context (flash decoding).
+
+Programs of a request's first splits read what a head keeps of the copy, those of the others the tokens after it; the kernel
+that joins them is flash_parts.py's. Servers do not call it yet: on a GPU they refuse uneven heads (head_budget_options.py).
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_ext.layers.kernels.flash_parts import exact_part, join_parts, softmax_step, store_part
+from sglang_ext.mem_cache.head_cells import HeadCells
+
+# Tokens in a step.
+TOKENS = 32
+
+
+@triton.jit
+def _cells_part(
+    queries, key_table, value_table, table, first, last, copied, scaling, row, key_slot, key_head, value_slot, value_head,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr, N: tl.constexpr, LIKE: tl.constexpr,
+):  # fmt: skip
+    """Softmax over the cells [first, last) of a copy of ``copied`` slots."""
+    dim, value_dim = tl.arange(0, PADDED_DIM), tl.arange(0, PADDED_VALUE_DIM)
+    q = tl.load(queries + row[:, None] * DIM + dim[None, :], mask=(row < GROUP)[:, None] & (dim < DIM)[None, :], other=0.0)
+    q = (q.to(tl.float32) * scaling).to(LIKE)
+    best = tl.zeros([M], dtype=tl.float32) - float("inf")
+    total = tl.zeros([M], dtype=tl.float32)
+    acc = tl.zeros([M, PADDED_VALUE_DIM], dtype=tl.float32)
+    for start in tl.range(first, last, N):
+        cell = start + tl.arange(0, N)
+        inside = cell < last
+        layer, within = cell // (copied * HEADS), cell % (copied * HEADS)
+        slot = tl.load(table + within // HEADS, mask=inside, other=0).to(tl.int64)
+        # Without the hint nothing is known of a loaded address, and keys would be read number by number.
+        keys = tl.multiple_of(tl.load(key_table + layer, mask=inside, other=0).to(tl.pointer_type(LIKE)), 16)
+        values = tl.multiple_of(tl.load(value_table + layer, mask=inside, other=0).to(tl.pointer_type(LIKE)), 16)
+        at = keys + slot * key_slot + within % HEADS * key_head
+        k = tl.load(at[None, :] + dim[:, None], mask=inside[None, :] & (dim < DIM)[:, None], other=0.0)
+        qk = tl.where(inside[None, :], tl.dot(q, k), float("-inf"))
+        best, rescale, p, total = softmax_step(qk, best, total, 1)
+        at = values + slot * value_slot + within % HEADS * value_head
+        v = tl.load(at[:, None] + value_dim[None, :], mask=inside[:, None] & (value_dim < VALUE_DIM)[None, :], other=0.0)
+        acc = acc * rescale[:, None] + tl.dot(p.to(LIKE), v)
+    return best, total, acc
+
+
+@triton.jit
+def _splits(
+    queries, keys, values, key_table, value_table, token_table, table_row, rows, lengths, bounds, bounds_row, first_head,
+    partial, lse, scaling, key_slot, key_head, value_slot, value_head, ALL_HEADS: tl.constexpr, HEADS: tl.constexpr,
+    GROUP: tl.constexpr, M: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+    PADDED_VALUE_DIM: tl.constexpr, PACKED: tl.constexpr, SPLITS: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    split, kv_head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    table_at = tl.load(rows + request)
+    table, bounds = token_table + table_at * table_row, bounds + table_at * bounds_row
+    copied, length = tl.load(bounds + ALL_HEADS) // ALL_HEADS, tl.load(lengths + request).to(tl.int32)
+    row, value_dim = tl.arange(0, M), tl.arange(0, PADDED_VALUE_DIM)
+    LIKE: tl.constexpr = keys.dtype.element_ty
+    head0 = request * HEADS * GROUP + kv_head * GROUP
+    if split < PACKED:
+        begin, end = tl.load(bounds + first_head + kv_head), tl.load(bounds + first_head + kv_head + 1)
+        each = tl.cdiv(end - begin, PACKED)
+        first = begin + each * split
+        best, total, acc = _cells_part(
+            queries + head0 * DIM, key_table, value_table, table, first, tl.minimum(first + each, end), copied, scaling, row,
+            key_slot, key_head, value_slot, value_head, HEADS, GROUP, M, DIM, VALUE_DIM, PADDED_DIM, PADDED_VALUE_DIM, N, LIKE,
+        )  # fmt: skip
+    else:
+        each = tl.cdiv(length - copied, SPLITS - PACKED)
+        first = copied + each * (split - PACKED)
+        best, total, acc = exact_part(
+            queries + head0 * DIM, keys + kv_head * key_head, values + kv_head * value_head, table, first,
+            tl.minimum(first + each, length), scaling, row, key_slot, value_slot, GROUP, M, DIM, VALUE_DIM, PADDED_DIM,
+            PADDED_VALUE_DIM, N, LIKE,
+        )  # fmt: skip
+    place = (head0 + row) * SPLITS + split
+    store_part(partial, lse, place, value_dim, value_dim < VALUE_DIM, best, total, acc, row, GROUP, VALUE_DIM)
+
+
+def uneven_decode(
+    cells: HeadCells,
+    layer: int,
+    queries: torch.Tensor,
+    token_table: torch.Tensor,
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
+    scaling: float,
+    splits: tuple[int, int] = (16, 4),
+) -> torch.Tensor:
+    """Attention of one token of each request over its row of the table: [requests, heads, dim of a value].
+
+    Reads nothing of the device on the host, and ``cells`` where it always lies: CUDA graphs may capture it.
+
+    Args:
+        cells: which rows begin with a copy, and what its cells hold; also of other layers.
+        layer: index of the layer in its buffers.
+        queries: [requests, heads, dim], in the dtype of the buffers.
+        token_table: int32 [rows, width]; a row leads to its copy's slots, then to those of the tokens after it.
+        rows: int64 [requests], rows of the table.
+        lengths: int64 [requests], slots of each row.
+        scaling: factor on query-key products.
+        splits: parts of what a head keeps, and of the tokens after the copy, that are read at the same time.
+    """
+    keys, values = cells.buffers.keys[layer], cells.buffers.values[layer]
+    requests, heads, dim = queries.shape
+    kv_heads, value_dim, most = keys.shape[1], values.shape[2], sum(splits)
+    partial = torch.empty(requests * heads * most, value_dim, device=queries.device)
+    lse = torch.empty(requests * heads, most, device=queries.device)
+    shape = {"VALUE_DIM": value_dim, "PADDED_VALUE_DIM": triton.next_power_of_2(value_dim), "PACKED": splits[0], "SPLITS": most}
+    _splits[(most, kv_heads, requests)](
+        queries.contiguous(), keys, values, cells.buffers.key_table, cells.buffers.value_table, token_table,
+        token_table.stride(0), rows, lengths, cells.bounds, cells.bounds.stride(0), layer * kv_heads, partial, lse, scaling,
+        keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), ALL_HEADS=cells.bounds.shape[1] - 1,
+        HEADS=kv_heads, GROUP=heads // kv_heads, M=max(16, triton.next_power_of_2(heads // kv_heads)), DIM=dim,
+        PADDED_DIM=triton.next_power_of_2(dim), N=TOKENS, **shape,
+    )  # fmt: skip
+    kept, exact = torch.empty(2, requests, heads, value_dim, device=queries.device)
+    join_parts[(requests * heads,)](partial, lse, kept, exact, PADDED_SPLITS=triton.next_power_of_2(most), **shape)
+    return (kept + exact).to(queries.dtype)

@@ -1,0 +1,56 @@
+"""Compile kernels for an NVIDIA GPU where there is none: ``compile_checks.py``. Types that the interpreter lets pass fail here."""
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from packed_helpers import packed_pool
+from sglang_ext.layers.kernels import packed_decode, uneven_decode
+from sglang_ext.mem_cache.head_cells import HeadCells
+
+KINDS = (("kivi", 4), ("kivi", 2), ("int8", 8), ("turboquant", 4))
+
+
+class Hopper:
+    """Triton's driver of a machine with one."""
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+
+def compile_only(compiled):
+    """Let launches compile, and note the kernels' names."""
+    triton.runtime.driver.set_active(Hopper())
+    run = JITFunction.run
+
+    def compiling(self, *args, grid, warmup, **kwargs):
+        compiled.append(self.__name__)
+        return run(self, *args, grid=grid, warmup=True, **kwargs)
+
+    JITFunction.run = compiling
+
+
+def main():
+    compiled = []
+    compile_only(compiled)
+    packed_decode.on_gpu = lambda tensor: True
+    for name, bits in KINDS:
+        pool = packed_pool(name, bits, 2, 75, heads=1, dim=128, dtype=torch.bfloat16)
+        table, rows = torch.zeros(2, len(pool.row), dtype=torch.int32), torch.tensor([1])
+        buffers = pool.buffers.keys[0], pool.buffers.values[0]
+        slots = torch.zeros(2, dtype=torch.int32)
+        packed_decode.packed_decode(pool.packing, torch.zeros(1, 4, 128).bfloat16(), *buffers, table, rows, rows, slots, 0.1)
+    cells = HeadCells.of(pool.buffers, 2)
+    uneven_decode.uneven_decode(cells, 0, torch.zeros(1, 4, 128).bfloat16(), table, rows, rows, 0.1)
+    print(" ".join(compiled))
+
+
+if __name__ == "__main__":
+    main()

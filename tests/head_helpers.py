@@ -1,0 +1,39 @@
+"""Scores of uneven heads, and what heads keep by them."""
+
+import torch
+
+from sglang_ext.mem_cache.compressors import ContextKV
+from sglang_ext.mem_cache.compressors.base import Compressor
+from sglang_ext.mem_cache.kv_buffers import KVBuffers
+
+
+class Given(Compressor):
+    """Scores as they are given: float32 [layers, kv_heads, tokens]."""
+
+    comparable = True
+
+    def __init__(self, given):
+        self.given = given
+
+    def scores(self, layer):
+        return self.given[layer.layer_id]
+
+
+def context(layers, heads, tokens):
+    """A context of zeros, without queries."""
+    zeros = tuple(torch.zeros(tokens, heads, 2) for _ in range(layers))
+    buffers = KVBuffers(tuple(range(layers)), (1.0,) * layers, zeros, zeros)
+    return ContextKV(buffers, torch.arange(tokens), torch.empty(layers, 0, heads, 2), torch.empty(0, dtype=torch.int64))
+
+
+def sets(kept):
+    """Positions by head."""
+    bounds = kept.bounds.tolist()
+    return [kept.tokens[a:b].tolist() for a, b in zip(bounds, bounds[1:])]
+
+
+def scores_of(layers, heads, tokens, seed):
+    """Distinct scores, of very different sizes by head."""
+    noise = torch.Generator().manual_seed(seed)
+    order = torch.randperm(layers * heads * tokens, generator=noise).float().view(layers, heads, tokens)
+    return order * torch.rand(layers, heads, 1, generator=noise) ** 3

@@ -1,0 +1,100 @@
+"""Heads that share one budget: who may, and what they keep, the best of all and of each what is kept in any case."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from head_helpers import Given, context, scores_of, sets
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_ext import head_budget_options
+from sglang_ext.head_budget_options import BETTER, COMPARABLE
+from sglang_ext.mem_cache.compressors import Part, create
+from sglang_ext.mem_cache.compressors.kvzip import StoredScores
+from sglang_ext.mem_cache.compressors.sink_recent import SinkRecent
+from sglang_ext.options import COMPRESSORS, OptionError
+
+UNSET_BACKENDS = {"attention_backend": None, "prefill_attention_backend": None, "decode_attention_backend": None}
+SHAPES = st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 40))
+
+
+@given(SHAPES, st.integers(0, 99), st.floats(0.01, 1))
+@settings(max_examples=60, deadline=None)
+def test_what_scores_best_over_all_layers_and_heads_is_kept_and_bounds_partition_it(shape, seed, budget):
+    scores, count = scores_of(*shape, seed), max(1, int(budget * shape[2]))
+    kept = Given(scores).select_cells(context(*shape), Part(0, shape[2], count))
+    threshold = scores.flatten().sort(descending=True).values[count * shape[0] * shape[1] - 1]
+    assert sets(kept) == [(head >= threshold).nonzero().flatten().tolist() for head in scores.flatten(0, 1)]
+    assert kept.bounds.dtype == torch.int32 and kept.bounds[0] == 0 and kept.bounds[-1] == count * shape[0] * shape[1]
+
+
+@given(SHAPES, st.integers(0, 99), st.integers(1, 6), st.integers(1, 40))
+@settings(max_examples=60, deadline=None)
+def test_each_head_keeps_what_is_kept_in_any_case_as_far_as_the_budget_goes(shape, seed, always, count):
+    layers, heads, tokens = shape
+    always, count = min(always, tokens), min(count, tokens)
+    scores = scores_of(*shape, seed)
+    scores[..., -always:] = float("inf")
+    found = sets(Given(scores).select_cells(context(*shape), Part(0, tokens, count)))
+    for head in found:
+        assert len(set(head) & set(range(tokens - always, tokens))) >= min(always, count)
+        assert len(head) == count or count > always
+
+
+def test_scores_that_do_not_compare_over_heads_give_equal_numbers():
+    shape = (2, 3, 30)
+    even = Given(scores_of(*shape, 0))
+    even.comparable = False
+    kept = even.select_cells(context(*shape), Part(0, 30, 7))
+    (expected,) = even.select(context(*shape), [Part(0, 30, 7)])
+    assert kept.tokens.view(2, 3, 7).equal(expected)
+
+
+def test_a_document_and_what_follows_it_keep_their_shares_and_heads_compete_in_each():
+    stored = scores_of(2, 2, 40, 3).half()
+    stored[..., :4] = float("inf")
+    method = StoredScores(stored, SinkRecent(sinks=0))
+    kept = method.select_cells(context(2, 2, 60), Part(0, 60, 15))
+    (equal,) = method.select(context(2, 2, 60), [Part(0, 60, 15)])
+    of_document = [[token for token in head if token < 40] for head in sets(kept)]
+    assert sum(map(len, of_document)) == int((equal < 40).sum()) < len(kept.tokens)
+    worst = min(stored.flatten(0, 1)[head, token] for head, tokens in enumerate(of_document) for token in tokens)
+    assert int((stored > worst).sum()) < sum(map(len, of_document)) <= int((stored >= worst).sum())
+    assert len(set(map(len, of_document))) > 1
+
+
+def test_which_methods_may_share_one_budget_is_said_once():
+    stored = StoredScores(torch.empty(0), SinkRecent())
+    named = [name for name in COMPRESSORS if name != "kvzip" and create(name).comparable]
+    assert stored.comparable and sorted([*named, "kvzip"]) == sorted(COMPARABLE) and set(BETTER) <= set(COMPARABLE)
+
+
+@pytest.mark.parametrize(
+    ("compressor", "asked", "change", "found"),
+    [
+        ("kvzip", "auto", {}, "adaptive"),
+        ("kvzip", "equal", {}, "equal"),
+        ("kvzip", "auto", {"device": "cuda"}, "equal"),
+        ("kvzip", "auto", {"attention_backend": "triton"}, "equal"),
+        ("kvzap", "auto", {}, "adaptive"),
+        ("kvzip+int8", "auto", {}, "equal"),
+        ("snapkv", "auto", {}, "equal"),
+        ("snapkv", "adaptive", {}, "adaptive"),
+    ],
+)
+def test_heads_share_a_budget_where_it_is_better_and_can_be(compressor, asked, change, found):
+    args = SimpleNamespace(device="cpu", kv_compressor=compressor, kv_head_budgets=asked, **UNSET_BACKENDS)
+    vars(args).update(change)
+    head_budget_options.resolve(args)
+    assert args.kv_head_budgets == found
+    head_budget_options.check_resolved(args)
+
+
+@pytest.mark.parametrize(("change", "found"), [({"attention_backend": "triton"}, "cpu .* triton"), ({"device": "cuda"}, "cuda")])
+def test_uneven_heads_are_refused_where_attention_cannot_read_them(change, found):
+    args = SimpleNamespace(device="cpu", kv_compressor="snapkv", kv_head_budgets="adaptive", **UNSET_BACKENDS)
+    vars(args).update(change)
+    head_budget_options.resolve(args)
+    with pytest.raises(OptionError, match=f"--device is {found}.*; copies of --kv-head-budgets adaptive .* Pass .* equal"):
+        head_budget_options.check_resolved(args)
