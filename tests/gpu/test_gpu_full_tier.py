@@ -7,7 +7,7 @@ from sglang_ext.mem_cache.faults import VARIABLE
 
 pytestmark = pytest.mark.server
 
-POOL = ("--dtype", "bfloat16", "--mem-fraction-static", "0.5", "--max-total-tokens", "3200", "--disable-prefill-cuda-graph")
+POOL = ("--dtype", "bfloat16", "--mem-fraction-static", "0.5", "--max-total-tokens", "4000", "--disable-prefill-cuda-graph")
 BATCH = ("--cuda-graph-bs", "1", "4", "8", "--max-running-requests", "8", "--enable-metrics", "--decode-log-interval", "1")
 EXACT = (*POOL, *BATCH, "--enable-deterministic-inference", "--attention-backend", "triton")
 HOST = (
