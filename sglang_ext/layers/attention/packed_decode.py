@@ -10,7 +10,6 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_ext.layers.attention.plain import require_plain, write_kv
-from sglang_ext.layers.attention.verify_attention import BUSY, MOST_PARTS
 from sglang_ext.layers.kernels.packed_decode import packed_decode
 from sglang_ext.mem_cache.packing import PackedRows
 from sglang_ext.options import OptionError
@@ -24,8 +23,10 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Sizes of a head that fit the kernel's tiles.
 SMALLEST_HEAD, LARGEST_HEAD = 16, 256
 # Parts of a row; of these, those of its exact tokens: the newest of a context, and those since its copy was made.
-FEWEST_PARTS = 8
+FEWEST_PARTS, MOST_PARTS = 8, 64
 EXACT_PARTS = 4
+# Parts of all rows together, KV heads counted, that keep a GPU busy; found on an H200.
+BUSY = 4096
 REMEDY = "use a --kv-compressor that only drops tokens, such as snapkv"
 
 

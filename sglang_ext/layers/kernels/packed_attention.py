@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from sglang_ext.layers.kernels.flash_parts import exact_part, softmax_step, store_part
-from sglang_ext.layers.kernels.packed_codes import dequantized
+from sglang_ext.layers.kernels.packed_codes import dequantized, parameters
 
 
 @triton.jit
@@ -16,6 +16,18 @@ def _queries(queries, channel, row, scaling, AHEAD: tl.constexpr, PART: tl.const
     mask = (channel < PART)[:, None] & (row < GROUP)[None, :]
     found = tl.load(queries + row[None, :] * DIM + AHEAD + channel[:, None], mask=mask, other=0.0)
     return (found.to(tl.float32) * scaling).to(LIKE)
+
+
+@triton.jit
+def _step_parameters(
+    numbers, table, step, end, first, offset, STRIDE: tl.constexpr, COUNT: tl.constexpr, CELL: tl.constexpr, slot_numbers,
+    PART: tl.constexpr, UNIT: tl.constexpr, BITS: tl.constexpr, STEPS: tl.constexpr, BLOCK_SLOTS: tl.constexpr,
+    CODE_CELLS: tl.constexpr,
+):  # fmt: skip
+    """Scales and zero points of a step; beyond the last one, which are not used, those of another."""
+    step = tl.maximum(tl.minimum(step, end - 1), 0)
+    slots = table + step // STEPS * BLOCK_SLOTS + CODE_CELLS
+    return parameters(numbers, slots, first + step % STEPS * STRIDE, offset, COUNT, CELL, slot_numbers, PART, UNIT, BITS)
 
 
 @triton.jit
@@ -52,6 +64,8 @@ def _packed_part(
     # Bytes that pad a part are read as its last one, whose query is 0; of values they are never stored.
     BY_TOKEN: tl.constexpr = KEY_UNIT == DIM
     OUTER: tl.constexpr = STEP if BY_TOKEN else STEP * KEY_GROUPS // BLOCK_TOKENS
+    # Scales of keys from one step to the next.
+    KEY_STRIDE: tl.constexpr = OUTER * (1 if BY_TOKEN else DIM)
     outer = tl.arange(0, OUTER)[:, None]
     key_token = outer * (STEP // OUTER) + tl.arange(0, STEP // OUTER)[None, :]
     byte = channel if COLUMNS == PART else tl.minimum(channel, PART - 1)
@@ -69,18 +83,34 @@ def _packed_part(
     total = tl.zeros([M], dtype=tl.float32)
     acc0 = tl.zeros([M, VALUE_COLUMNS], dtype=tl.float32)
     acc1, acc2, acc3 = acc0, acc0, acc0
-    for step in tl.range(first * (BLOCK_TOKENS // STEP), last * (BLOCK_TOKENS // STEP)):
-        # A step's cells of codes follow those of the steps before in its block; scales are those of the whole block.
-        part = step % (BLOCK_TOKENS // STEP)
-        block = table + step // (BLOCK_TOKENS // STEP) * BLOCK_SLOTS
-        slots = block + part * (STEP // CELL_TOKENS)
+    # Scales are loaded a step ahead: they lie behind two loads, one after the other.
+    end = last * (BLOCK_TOKENS // STEP)
+    k_s0, k_z0, k_s1, k_z1, k_s2, k_z2, k_s3, k_z3 = _step_parameters(
+        key_numbers, table, first * (BLOCK_TOKENS // STEP), end, key_first, key_offset, KEY_STRIDE, KEY_SCALES, KEY_CELL,
+        key_slot // 2, PART, KEY_UNIT, BITS, BLOCK_TOKENS // STEP, BLOCK_SLOTS, CODE_CELLS,
+    )  # fmt: skip
+    v_s0, v_z0, v_s1, v_z1, v_s2, v_z2, v_s3, v_z3 = _step_parameters(
+        value_numbers, table, first * (BLOCK_TOKENS // STEP), end, value_first, value_offset, STEP * VALUE_GROUPS,
+        BLOCK_TOKENS * VALUE_GROUPS, VALUE_CELL, value_slot // 2, VALUE_PART, VALUE_UNIT, BITS, BLOCK_TOKENS // STEP,
+        BLOCK_SLOTS, CODE_CELLS,
+    )  # fmt: skip
+    for step in tl.range(first * (BLOCK_TOKENS // STEP), end):
+        n_s0, n_z0, n_s1, n_z1, n_s2, n_z2, n_s3, n_z3 = _step_parameters(
+            key_numbers, table, step + 1, end, key_first, key_offset, KEY_STRIDE, KEY_SCALES, KEY_CELL, key_slot // 2, PART,
+            KEY_UNIT, BITS, BLOCK_TOKENS // STEP, BLOCK_SLOTS, CODE_CELLS,
+        )  # fmt: skip
+        w_s0, w_z0, w_s1, w_z1, w_s2, w_z2, w_s3, w_z3 = _step_parameters(
+            value_numbers, table, step + 1, end, value_first, value_offset, STEP * VALUE_GROUPS, BLOCK_TOKENS * VALUE_GROUPS,
+            VALUE_CELL, value_slot // 2, VALUE_PART, VALUE_UNIT, BITS, BLOCK_TOKENS // STEP, BLOCK_SLOTS, CODE_CELLS,
+        )  # fmt: skip
+        # A step's cells of codes follow those of the steps before in its block.
+        slots = table + step // (BLOCK_TOKENS // STEP) * BLOCK_SLOTS + step % (BLOCK_TOKENS // STEP) * (STEP // CELL_TOKENS)
         slot = tl.load(slots + key_token // CELL_TOKENS).to(tl.int64) * key_slot
         raw = tl.load(key_bytes + slot[:, :, None] + key_at)
         slot = tl.load(slots + token // CELL_TOKENS).to(tl.int64) * value_slot
         value_raw = tl.load(value_bytes + slot[:, None, None] + value_at)
         k0, k1, k2, k3 = dequantized(
-            raw, key_numbers, block + CODE_CELLS, key_first + part * OUTER * (1 if BY_TOKEN else DIM), key_offset, key_levels, KEY_SCALES, KEY_CELL, key_slot // 2, PART,
-            KEY_UNIT, 1, BITS, TABLE, FAST, LIKE,
+            raw, k_s0, k_z0, k_s1, k_z1, k_s2, k_z2, k_s3, k_z3, key_levels, 1, BITS, TABLE, FAST, LIKE
         )  # fmt: skip
         qk = tl.dot(tl.reshape(k0, (STEP, COLUMNS)), q0)
         if PARTS > 1:
@@ -90,8 +120,7 @@ def _packed_part(
         best, rescale, p, total = softmax_step(qk, best, total, 0)
         p = tl.trans(p).to(LIKE)
         v0, v1, v2, v3 = dequantized(
-            value_raw, value_numbers, block + CODE_CELLS, value_first + part * STEP * VALUE_GROUPS, value_offset, value_levels, BLOCK_TOKENS * VALUE_GROUPS,
-            VALUE_CELL, value_slot // 2, VALUE_PART, VALUE_UNIT, 2, BITS, TABLE, FAST, LIKE,
+            value_raw, v_s0, v_z0, v_s1, v_z1, v_s2, v_z2, v_s3, v_z3, value_levels, 2, BITS, TABLE, FAST, LIKE
         )  # fmt: skip
         acc0 = tl.dot(p, tl.reshape(v0, (STEP, VALUE_COLUMNS)), acc0 * rescale[:, None])
         if PARTS > 1:
@@ -99,6 +128,8 @@ def _packed_part(
         if PARTS > 2:
             acc2 = tl.dot(p, tl.reshape(v2, (STEP, VALUE_COLUMNS)), acc2 * rescale[:, None])
             acc3 = tl.dot(p, tl.reshape(v3, (STEP, VALUE_COLUMNS)), acc3 * rescale[:, None])
+        k_s0, k_z0, k_s1, k_z1, k_s2, k_z2, k_s3, k_z3 = n_s0, n_z0, n_s1, n_z1, n_s2, n_z2, n_s3, n_z3
+        v_s0, v_z0, v_s1, v_z1, v_s2, v_z2, v_s3, v_z3 = w_s0, w_z0, w_s1, w_z1, w_s2, w_z2, w_s3, w_z3
     channel = tl.arange(0, VALUE_COLUMNS)
     there = channel < VALUE_PART
     store_part(partial, lse, place, channel, there, best, total, acc0, row, GROUP, VALUE_DIM)

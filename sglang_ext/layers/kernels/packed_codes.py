@@ -45,15 +45,48 @@ def _number(codes, scale, zero, levels, TABLE: tl.constexpr, LIKE: tl.constexpr)
 
 @triton.jit
 def _scale_and_zero(
-    numbers, table, first, offset, COUNT: tl.constexpr, CELL: tl.constexpr, slot_numbers, UNIT: tl.constexpr, AHEAD: tl.constexpr,
-    FAST: tl.constexpr, AXIS: tl.constexpr, BITS: tl.constexpr,
+    numbers, table, first, offset, COUNT: tl.constexpr, CELL: tl.constexpr, slot_numbers, UNIT: tl.constexpr, AHEAD: tl.constexpr
 ):  # fmt: skip
-    """Of a part that begins ``AHEAD`` channels later. Where codes come with an offset, the zero point is less by that."""
+    """Of a part that begins ``AHEAD`` channels later."""
     index, zeros = (AHEAD + offset) // UNIT, first + COUNT
     cell = tl.load(table + first // CELL).to(tl.int64) * slot_numbers + first % CELL
     scale = tl.load(numbers + cell + index)
     cell = tl.load(table + zeros // CELL).to(tl.int64) * slot_numbers + zeros % CELL
-    zero = tl.load(numbers + cell + index)
+    return scale, tl.load(numbers + cell + index)
+
+
+@triton.jit
+def parameters(
+    numbers, table, first, offset, COUNT: tl.constexpr, CELL: tl.constexpr, slot_numbers, PART: tl.constexpr, UNIT: tl.constexpr,
+    BITS: tl.constexpr,
+):  # fmt: skip
+    """Scale and zero point of each part, of a tile of one block, in turn: eight; of parts that are none, those of another.
+
+    Args:
+        numbers: the head's first cell, as float16.
+        table: the slots of the block that hold its scales, then its zero points.
+        first: which scale of the block is the first that may be meant; the others lie in its cell.
+        offset: channel within a part. Both are broadcast, without the axis of the tile along which scales are the same.
+        COUNT: scales of a block.
+        CELL: numbers in a cell.
+        slot_numbers: numbers from one slot to the next.
+        PART: channels of a part.
+        UNIT: channels that share a scale.
+    """
+    s0, z0 = _scale_and_zero(numbers, table, first, offset, COUNT, CELL, slot_numbers, UNIT, 0)
+    s1, z1, s2, z2, s3, z3 = s0, z0, s0, z0, s0, z0
+    # Where all channels share a scale, so do the parts.
+    if BITS < 8 and UNIT < PART * (8 // BITS):
+        s1, z1 = _scale_and_zero(numbers, table, first, offset, COUNT, CELL, slot_numbers, UNIT, PART)
+        if BITS == 2:
+            s2, z2 = _scale_and_zero(numbers, table, first, offset, COUNT, CELL, slot_numbers, UNIT, 2 * PART)
+            s3, z3 = _scale_and_zero(numbers, table, first, offset, COUNT, CELL, slot_numbers, UNIT, 3 * PART)
+    return s0, z0, s1, z1, s2, z2, s3, z3
+
+
+@triton.jit
+def _broad(scale, zero, AXIS: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr):
+    """With the axis that they lack. Where codes come with an offset, the zero point is less by that."""
     if FAST:
         zero = zero - scale * (1 << BITS)
     return tl.expand_dims(scale, AXIS), tl.expand_dims(zero, AXIS)
@@ -61,35 +94,24 @@ def _scale_and_zero(
 
 @triton.jit
 def dequantized(
-    raw, numbers, table, first, offset, levels, COUNT: tl.constexpr, CELL: tl.constexpr, slot_numbers, PART: tl.constexpr,
-    UNIT: tl.constexpr, AXIS: tl.constexpr, BITS: tl.constexpr, TABLE: tl.constexpr, FAST: tl.constexpr, LIKE: tl.constexpr,
+    raw, s0, z0, s1, z1, s2, z2, s3, z3, levels, AXIS: tl.constexpr, BITS: tl.constexpr, TABLE: tl.constexpr,
+    FAST: tl.constexpr, LIKE: tl.constexpr,
 ):  # fmt: skip
     """Numbers of a tile of bytes of one block, by part: four tiles of LIKE, which are those of ``8 // BITS`` parts again and again.
 
     Args:
         raw: uint8, of three axes.
-        numbers: the head's first cell, as float16.
-        table: the slots of the block that hold its scales, then its zero points.
-        first: which scale of the block is the first that may be meant; the others lie in its cell.
-        offset: channel within a part. Both are broadcast, without the axis ``AXIS`` of ``raw`` along which scales are the same.
+        s0, z0, s1, z1, s2, z2, s3, z3: what :func:`parameters` gave.
         levels: what codes mean, for TABLE.
-        COUNT: scales of a block.
-        CELL: numbers in a cell.
-        slot_numbers: numbers from one slot to the next.
-        PART: channels of a part.
-        UNIT: channels that share a scale.
+        AXIS: of ``raw``, along which scales are the same.
         FAST: with instructions of NVIDIA's; LIKE is float16 then, and there are 2 or 4 bits and no table.
     """
-    s0, z0 = _scale_and_zero(numbers, table, first, offset, COUNT, CELL, slot_numbers, UNIT, 0, FAST, AXIS, BITS)
+    s0, z0 = _broad(s0, z0, AXIS, BITS, FAST)
     if BITS == 8:
         a = _number(raw, s0, z0, levels, TABLE, LIKE)
         return a, a, a, a
     else:
-        # Where all channels share a scale, so do the parts.
-        ONE: tl.constexpr = UNIT == PART * (8 // BITS)
-        s1, z1 = s0, z0
-        if not ONE:
-            s1, z1 = _scale_and_zero(numbers, table, first, offset, COUNT, CELL, slot_numbers, UNIT, PART, FAST, AXIS, BITS)
+        s1, z1 = _broad(s1, z1, AXIS, BITS, FAST)
         if BITS == 4:
             if FAST:
                 a, b = tl.inline_asm_elementwise(
@@ -100,10 +122,8 @@ def dequantized(
                 b = _number(raw >> 4, s1, z1, levels, TABLE, LIKE)
             return a, b, a, b
         else:
-            s2, z2, s3, z3 = s0, z0, s0, z0
-            if not ONE:
-                s2, z2 = _scale_and_zero(numbers, table, first, offset, COUNT, CELL, slot_numbers, UNIT, 2 * PART, FAST, AXIS, BITS)
-                s3, z3 = _scale_and_zero(numbers, table, first, offset, COUNT, CELL, slot_numbers, UNIT, 3 * PART, FAST, AXIS, BITS)
+            s2, z2 = _broad(s2, z2, AXIS, BITS, FAST)
+            s3, z3 = _broad(s3, z3, AXIS, BITS, FAST)
             if FAST:
                 a, b, c, d = tl.inline_asm_elementwise(
                     ASSEMBLY_2, REGISTERS_2, [raw, s0, z0, s1, z1, s2, z2, s3, z3],
@@ -115,4 +135,3 @@ def dequantized(
                 c = _number((raw >> 4) & 3, s2, z2, levels, TABLE, LIKE)
                 d = _number(raw >> 6, s3, z3, levels, TABLE, LIKE)
             return a, b, c, d
-

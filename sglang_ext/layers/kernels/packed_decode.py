@@ -13,8 +13,9 @@ from sglang_ext.layers.kernels.packed_attention import packed_splits
 from sglang_ext.mem_cache.packed_layout import Layout
 from sglang_ext.mem_cache.packing import Packing, as_bytes
 
-# Packed and exact tokens in a step of a program, which is of one warp: found on an H200.
-PACKED_TOKENS, EXACT_TOKENS = 32, 32
+# Found on an H200: programs of one warp do best, with so many tokens in a step where scales of keys are a token's, or are a
+# channel's; and so many exact tokens.
+BY_TOKEN, BY_CHANNEL, EXACT = 64, 32, 32
 WARPS = 1
 
 
@@ -78,7 +79,8 @@ def packed_decode(
         COLUMNS=_columns(key), VALUE_COLUMNS=_columns(value), BITS=key.bits, BLOCK_TOKENS=key.tokens,
         BLOCK_SLOTS=packing.block_slots, CODE_CELLS=key.code_cells, KEY_CELL=key.cell_bytes // 2,
         VALUE_CELL=value.cell_bytes // 2, KEY_GROUPS=key_groups, KEY_UNIT=key.grid.channels, VALUE_UNIT=value.grid.channels,
-        TABLE=table, FAST=fast, STEP=PACKED_TOKENS, EXACT=splits[1], N=EXACT_TOKENS, num_warps=WARPS, **shape,
+        TABLE=table, FAST=fast, STEP=BY_CHANNEL if key.grid.channels == 1 else BY_TOKEN, EXACT=splits[1], N=EXACT,
+        num_warps=WARPS, **shape,
     )  # fmt: skip
     far, near = torch.empty(2, requests, heads, value_dim, device=device)
     join_parts[(requests * heads,)](partial, lse, far, near, SPLITS=most, PADDED_SPLITS=triton.next_power_of_2(most), **shape)
