@@ -39,7 +39,7 @@ def check_packed_backend(device):
         req_to_token_pool=SimpleNamespace(req_to_token=table), server_args=SimpleNamespace(tp_size=1),
     )  # fmt: skip
     backend = PackedDecode(runner, rows)
-    assert [backend.splits(n) for n in (1, 8, 1000)] == [(60, 4), (28, 4), (4, 4)]
+    assert [backend.splits(n) for n in (1, 64, 1000)] == [(60, 4), (28, 4), (4, 4)]
     backend.splits = lambda requests: (2, 1)
     layer = SimpleNamespace(
         layer_id=0, tp_q_head_num=heads * group, qk_head_dim=dim, scaling=0.1, logit_cap=0.0, xai_temperature_len=-1,
