@@ -303,6 +303,9 @@ class KVWorker(BaseSpecWorker):
         for req, prefix, length in zip(batch.reqs, batch.prefix_lens, batch.extend_lens):
             rows.append(Recorded(req.req_pool_idx, start, start + length, prefix))
             start += length
+        if on_publish is not None:
+            # The lengths are known before the forward: the scheduler shall prepare the next round while it runs.
+            on_publish(batch.seq_lens)
         with self.queries.recording(tuple(rows)):
             result = self.target_worker.forward_batch_generation(batch, is_verify=True)
         states = [self._admit(req, matched) for req, matched in zip(batch.reqs, batch.prefix_lens)]
@@ -317,8 +320,6 @@ class KVWorker(BaseSpecWorker):
         self.schedule.begin(states, sampled.tokens)
         if batch.return_logprob:
             sampled.fill_logprobs(output, list(range(len(states))))
-        if on_publish is not None:
-            on_publish(batch.seq_lens)
         result.next_token_ids = sampled.tokens
         result.next_draft_input = BetweenSteps(sampled.tokens)
         result.new_seq_lens = batch.seq_lens

@@ -1,0 +1,35 @@
+"""What the worker tells SGLang's scheduler, and when."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import torch
+
+from sglang_ext.managers import worker as module
+from sglang_ext.managers.worker import KVWorker
+
+
+def test_lengths_of_a_prefill_are_known_before_it_runs(monkeypatch):
+    """Else the scheduler would wait for its end before it prepares the next round, and show the first token later."""
+    seen = []
+    result = SimpleNamespace(logits_output=SimpleNamespace(next_token_logits=torch.zeros(1, 4)))
+
+    def forward(batch, is_verify):
+        assert is_verify
+        seen.append("forward")
+        return result
+
+    sampled = SimpleNamespace(tokens=torch.tensor([3]))
+    monkeypatch.setattr(module.Sampling, "of", lambda *args: SimpleNamespace(draw=lambda logits, positions: sampled))
+    worker = KVWorker.__new__(KVWorker)
+    worker.queries = SimpleNamespace(recording=lambda rows: nullcontext())
+    worker._target_worker = SimpleNamespace(forward_batch_generation=forward)
+    worker.model_runner = None
+    worker.states = {1: SimpleNamespace(fallback=0, seed=5)}
+    worker.schedule = SimpleNamespace(begin=lambda states, tokens: None)
+    batch = SimpleNamespace(
+        reqs=[SimpleNamespace(req_pool_idx=1)], prefix_lens=[0], extend_lens=[7], seq_lens=torch.tensor([7]), return_logprob=False
+    )
+    found = worker._prefill(batch, on_publish=lambda lengths: seen.append(lengths.tolist()))
+    assert seen == [[7], "forward"]
+    assert found.next_token_ids.tolist() == [3] and found.new_seq_lens.tolist() == [7]
