@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 
 from sglang_ext import head_budget_options
 from sglang_ext.head_budget_options import BETTER, COMPARABLE
-from sglang_ext.mem_cache.compressors import Part, create
+from sglang_ext.mem_cache.compressors import ContextKV, Part, create
+from sglang_ext.mem_cache.compressors.kvzap import KVzap
 from sglang_ext.mem_cache.compressors.kvzip import StoredScores
 from sglang_ext.mem_cache.compressors.sink_recent import SinkRecent
+from sglang_ext.mem_cache.kv_buffers import KVBuffers
 from sglang_ext.options import COMPRESSORS, OptionError
 
 UNSET_BACKENDS = {"attention_backend": None, "prefill_attention_backend": None, "decode_attention_backend": None}
@@ -134,3 +136,29 @@ def test_on_a_gpu_uneven_heads_are_served_in_lockstep(backend, method):
     head_budget_options.check_resolved(args)
     vars(args).update(kv_full_tier="host", kv_host_gb=1)
     head_budget_options.check_resolved(args)
+
+
+def on_no_device(layers, heads, tokens, window):
+    """A context whose numbers nobody can read: an operation that needs one on the host fails."""
+    zeros = tuple(torch.zeros(tokens, heads, 16, device="meta") for _ in range(layers))
+    buffers = KVBuffers(tuple(range(layers)), (1.0,) * layers, zeros, zeros)
+    queries = torch.zeros(layers, window, 2 * heads, 16, device="meta")
+    return ContextKV(buffers, torch.arange(tokens, device="meta"), queries, torch.arange(tokens, device="meta")[-window:])
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        create("snapkv"),
+        KVzap(SimpleNamespace(read=lambda slots: torch.zeros(2, 3, len(slots), device=slots.device))),
+        StoredScores(torch.rand(2, 3, 200).half(), create("snapkv")),
+        StoredScores(torch.rand(2, 3, 256).half(), create("sink-recent")),
+    ],
+    ids=lambda method: method.name,
+)
+def test_choosing_what_heads_keep_waits_for_no_device(method):
+    part = Part(0, 256, 64)
+    found = on_no_device(2, 3, 256, 32)
+    kept = method.select_cells(found, part)
+    assert kept.tokens.shape == (64 * 6,) and kept.bounds.shape == (7,)
+    assert [chosen.shape for chosen in method.select(found, [part])] == [(2, 3, 64)]
