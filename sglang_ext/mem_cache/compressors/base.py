@@ -142,10 +142,7 @@ class Compressor(ABC):
         ]
 
     def select_cells(self, context: ContextKV, part: Part) -> KeptCells:
-        """What the heads keep of a part if they may keep different numbers, ``part.count`` on the average.
-
-        Does not wait for the device.
-        """
+        """What heads keep of a part that may keep different numbers, on the average its count; does not wait for the device."""
         scores = self.scores_all(context)
         tokens, chosen = scores.shape[-1], []
         for cut in self.cuts(context, part):
