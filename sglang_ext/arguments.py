@@ -81,8 +81,9 @@ class KVServerArgs(ServerArgs):
     ] = None
     kv_head_budgets: A[
         str,
-        "equal: all heads keep the same number of tokens. adaptive: what matters most over all heads and layers, on a CPU, with "
-        f"{', '.join(head_budget_options.COMPARABLE)}. auto: adaptive for {', '.join(head_budget_options.BETTER)}, if it can be.",
+        "equal: all heads keep the same number of tokens. adaptive: what matters most over all heads and layers, with "
+        f"{', '.join(head_budget_options.COMPARABLE)}; on a GPU in lockstep. auto: adaptive for "
+        f"{', '.join(head_budget_options.BETTER)} on a CPU, else equal.",
         NS("memory"),
     ] = "auto"
     kv_draft_length: A[

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sglang_ext.options import COMPRESSORS, ONLINE_COMPRESSORS, OptionError, offloads, one_of
+from sglang_ext import copy_options
+from sglang_ext.options import COMPRESSORS, ONLINE_COMPRESSORS, OptionError, one_of
 
 if TYPE_CHECKING:
     from sglang_ext.arguments import KVServerArgs
@@ -15,9 +16,6 @@ DEFAULT_BUDGET = 0.25
 QUANTIZERS: dict[str, tuple[int, ...]] = {"int8": (8,), "int4": (4,), "kivi": (4, 2), "rotatekv": (4, 2), "turboquant": (4, 2)}
 # All values of --kv-compressor.
 METHODS = (*COMPRESSORS, *QUANTIZERS, *(f"{drops}+{packs}" for drops in COMPRESSORS for packs in QUANTIZERS))
-# By device, the attention backends with which packed copies are served. On a CPU the backend reads them; on a GPU steps over
-# them have a backend of their own, and these do the rest.
-PACKED_BACKENDS: dict[str, tuple[str, ...]] = {"cpu": ("torch_native",), "cuda": ("flashinfer", "triton", "fa3")}
 
 
 def resolve(args: "KVServerArgs") -> None:
@@ -140,46 +138,5 @@ def check_resolved(args: "KVServerArgs") -> None:
         )
     if packs is None:
         return
-    backends = {args.attention_backend, args.prefill_attention_backend, args.decode_attention_backend}
-    allowed = PACKED_BACKENDS.get(args.device, ())
-    if backends - {None, *allowed}:
-        raise OptionError(
-            f"--device is {args.device} and --attention-backend {', '.join(sorted(backends - {None}))}; the packed copies of "
-            f"--kv-compressor {args.kv_compressor} are read on {_readers()}. Pass one of these, or a compressor that only "
-            f"drops tokens: {', '.join(COMPRESSORS)}."
-        )
-    if args.device != "cpu":
-        _check_packed_steps(args)
-
-
-def _readers() -> str:
-    return ", on ".join(f"{device} with {', '.join(backends)}" for device, backends in PACKED_BACKENDS.items())
-
-
-def _check_packed_steps(args: "KVServerArgs") -> None:
-    """Refuse forwards that read packed copies otherwise than one token a request, or whose answers would round otherwise."""
-    for refused, value, why, remedy in (
-        (
-            args.kv_schedule == "staggered",
-            f"--kv-schedule is {args.kv_schedule!r}",
-            "some requests verify there in the forwards in which others draft",
-            "Pass --kv-schedule lockstep",
-        ),
-        (
-            args.kv_ngram_tokens > 0,
-            f"--kv-ngram-tokens is {args.kv_ngram_tokens}",
-            "their checks read several tokens of a request",
-            "Pass --kv-ngram-tokens 0",
-        ),
-        (
-            args.enable_deterministic_inference and offloads(args),
-            f"--kv-full-tier is {args.kv_full_tier!r} with --enable-deterministic-inference",
-            "requests without a copy answer there in the steps in which others draft, and round differently",
-            "Pass --kv-full-tier device",
-        ),
-    ):
-        if refused:
-            raise OptionError(
-                f"{value}; with the packed copies of --kv-compressor {args.kv_compressor} a GPU takes one token of each request "
-                f"over copies: {why}. {remedy}, or a compressor that only drops tokens: {', '.join(COMPRESSORS)}."
-            )
+    copies = f"the packed copies of --kv-compressor {args.kv_compressor}"
+    copy_options.check_resolved(args, copies, f"a compressor that only drops tokens: {', '.join(COMPRESSORS)}")

@@ -9,3 +9,8 @@ def to_device(
     """Values on the device, without waiting for it."""
     host = torch.tensor(values, dtype=dtype, pin_memory=torch.device(device).type == "cuda")
     return host.to(device, non_blocking=True)
+
+
+def sent(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the host on the device, without waiting for it; itself where that is the host."""
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)

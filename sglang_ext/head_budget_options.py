@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglang_ext import copy_options
 from sglang_ext.compressor_options import parse_compressor
 from sglang_ext.options import OptionError, one_of
 
@@ -15,8 +16,6 @@ HEAD_BUDGETS = ("auto", "equal", "adaptive")
 COMPARABLE = ("snapkv", "kvzip", "kvzap")
 # Of these, the ones whose drafts are accepted more often for it (docs/results/compressors.md).
 BETTER = ("kvzip", "kvzap")
-# The attention backend that reads copies of uneven heads.
-BACKEND = "torch_native"
 
 
 def resolve(args: "KVServerArgs") -> None:
@@ -28,7 +27,8 @@ def resolve(args: "KVServerArgs") -> None:
     one_of("--kv-head-budgets", args.kv_head_budgets, HEAD_BUDGETS)
     drops, packs = parse_compressor(args.kv_compressor)
     if args.kv_head_budgets == "auto":
-        served = packs is None and _on_cpu(args) and _backends(args) <= {BACKEND}
+        # On a GPU not before it is measured there.
+        served = packs is None and _on_cpu(args) and copy_options.backends(args) <= set(copy_options.BACKENDS["cpu"])
         args.kv_head_budgets = "adaptive" if drops in BETTER and served else "equal"
     if args.kv_head_budgets == "equal":
         return
@@ -50,15 +50,8 @@ def check_resolved(args: "KVServerArgs") -> None:
     Raises:
         OptionError: names what it chose, and the remedy.
     """
-    if args.kv_head_budgets == "adaptive" and (args.device != "cpu" or not _backends(args) <= {BACKEND}):
-        raise OptionError(
-            f"--device is {args.device} and --attention-backend {', '.join(sorted(_backends(args)))}; copies of "
-            f"--kv-head-budgets adaptive are read on a CPU by {BACKEND} alone so far. Pass --kv-head-budgets equal."
-        )
-
-
-def _backends(args: "KVServerArgs") -> set[str]:
-    return {args.attention_backend, args.prefill_attention_backend, args.decode_attention_backend} - {None}
+    if args.kv_head_budgets == "adaptive":
+        copy_options.check_resolved(args, "copies of --kv-head-budgets adaptive", "--kv-head-budgets equal")
 
 
 def _on_cpu(args: "KVServerArgs") -> bool:

@@ -229,7 +229,7 @@ USES: tuple[Use, ...] = (
     ),
     Use(
         target="sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.execute",
-        why="its subclass replays steps over packed copies, which read the token table to their end",
+        why="its subclass replays steps over copies, which read the token table to their end",
         expects=("self", "forward_batch", "pp_proxy_tensors"),
     ),
     Use(

@@ -6,7 +6,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from packed_helpers import packed_pool
-from sglang_ext.layers.kernels import packed_decode, uneven_decode
+from sglang_ext.layers.kernels import packed_decode, scatter_cells, uneven_decode
 from sglang_ext.mem_cache.head_cells import HeadCells
 
 KINDS = (("kivi", 4), ("kivi", 2), ("int8", 8), ("turboquant", 4))
@@ -49,6 +49,8 @@ def main():
         packed_decode.packed_decode(pool.packing, torch.zeros(1, 4, 128).bfloat16(), *buffers, table, rows, rows, slots, 0.1)
     cells = HeadCells.of(pool.buffers, 2)
     uneven_decode.uneven_decode(cells, 0, torch.zeros(1, 4, 128).bfloat16(), table, rows, rows, 0.1)
+    tables, layer = (pool.buffers.key_table, pool.buffers.value_table), (pool.buffers.keys[0], pool.buffers.values[0])
+    scatter_cells.scatter_cells(*tables, *layer, rows, cells.bounds[0], rows, rows)
     print(" ".join(compiled))
 
 

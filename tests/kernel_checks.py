@@ -29,6 +29,7 @@ from sglang_ext.mem_cache.head_cells import HeadCells, KeptCells  # noqa: E402
 from sglang_ext.mem_cache.kv_buffers import KVBuffers  # noqa: E402
 from packed_backend import Pool, check_packed_backend  # noqa: E402
 from packed_helpers import KINDS, attention, packed_pool  # noqa: E402
+from uneven_checks import check_scatter_cells, check_uneven_backend  # noqa: E402
 
 
 def pools(layers, slots, heads, dim, seed):
@@ -299,6 +300,8 @@ def check_uneven_decode():
 
 
 CHECKS = {
+    "scatter_cells": lambda: check_scatter_cells(DEVICE),
+    "uneven_backend": lambda: check_uneven_backend(DEVICE),
     "uneven_decode": check_uneven_decode,
     "packed_decode": check_packed_decode,
     "packed_backend": lambda: check_packed_backend(DEVICE),

@@ -24,6 +24,30 @@ class Pool:
         self.keys[where.loc], self.values[where.loc] = k.view(-1, *self.keys.shape[1:]), v.view(-1, *self.keys.shape[1:])
 
 
+def runner_of(pool, table, query_heads):
+    """What a backend reads of SGLang's model runner, with the token ``table``."""
+    return SimpleNamespace(
+        model_config=SimpleNamespace(num_attention_heads=query_heads), dtype=torch.float32, token_to_kv_pool=pool,
+        req_to_token_pool=SimpleNamespace(req_to_token=table), server_args=SimpleNamespace(tp_size=1),
+    )  # fmt: skip
+
+
+def layer_of(index, query_heads, dim):
+    """What a backend reads of SGLang's attention layer."""
+    return SimpleNamespace(
+        layer_id=index, tp_q_head_num=query_heads, qk_head_dim=dim, scaling=0.1, logit_cap=0.0, xai_temperature_len=-1,
+        k_scale=None, v_scale=None,
+    )  # fmt: skip
+
+
+def batch_of_nobody(device):
+    """A decode of two requests of one token, in row 0 and slot 0."""
+    return SimpleNamespace(
+        req_pool_indices=torch.tensor([0, 0], device=device), seq_lens=torch.tensor([1, 1], device=device),
+        out_cache_loc=torch.tensor([0, 0], device=device),
+    )  # fmt: skip
+
+
 def check_packed_backend(device):
     """The backend writes the newest KV and attends over rows with blocks and without; a graph of it follows its tables."""
     from sglang_ext.layers.attention.packed_decode import PackedDecode
@@ -34,21 +58,10 @@ def check_packed_backend(device):
     table = torch.zeros(4, len(made.row), dtype=torch.int32, device=device)
     table[1, :40], table[3] = made.row[made.packed :], made.row
     rows = PackedRows.of_table(made.packing, table)
-    runner = SimpleNamespace(
-        model_config=SimpleNamespace(num_attention_heads=heads * group), dtype=torch.float32, token_to_kv_pool=pool,
-        req_to_token_pool=SimpleNamespace(req_to_token=table), server_args=SimpleNamespace(tp_size=1),
-    )  # fmt: skip
-    backend = PackedDecode(runner, rows)
+    backend = PackedDecode(runner_of(pool, table, heads * group), rows)
     assert [backend.splits(n) for n in (1, 64, 1000)] == [(60, 4), (28, 4), (4, 4)]
     backend.splits = lambda requests: (2, 1)
-    layer = SimpleNamespace(
-        layer_id=0, tp_q_head_num=heads * group, qk_head_dim=dim, scaling=0.1, logit_cap=0.0, xai_temperature_len=-1,
-        k_scale=None, v_scale=None,
-    )  # fmt: skip
-    batch = SimpleNamespace(
-        req_pool_indices=torch.tensor([0, 0], device=device), seq_lens=torch.tensor([1, 1], device=device),
-        out_cache_loc=torch.tensor([0, 0], device=device),
-    )  # fmt: skip
+    layer, batch = layer_of(0, heads * group, dim), batch_of_nobody(device)
     noise = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(2, count * dim, generator=noise).to(device) for count in (heads * group, heads, heads))
     run = captured(lambda: backend.forward_decode(q, k, v, layer, batch), device)

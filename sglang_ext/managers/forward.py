@@ -42,17 +42,17 @@ class Attentions:
 
     Attributes:
         verifier: of several tokens a request.
-        packed: of one token a request, over rows of which some may begin with packed blocks.
+        copies: of one token a request, over rows of which some may begin with packed blocks, or with cells of uneven heads.
     """
 
     verifier: Attention | None = None
-    packed: Attention | None = None
+    copies: Attention | None = None
 
     def of(self, counts: list[int], on_full_kv: bool) -> Attention | None:
         """That of a forward of so many tokens of each request; ``on_full_kv``: no request reads a compressed copy."""
         if max(counts) > 1:
             return self.verifier
-        return None if on_full_kv else self.packed
+        return None if on_full_kv else self.copies
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang_ext import options
 from sglang_ext.compressor_options import parse_compressor
 from sglang_ext.core import LONG_MEMORY, Acceptance, RequestState
-from sglang_ext.layers.attention import packed_graphs, plan_memory, torch_native, verify_graphs
+from sglang_ext.layers.attention import copy_graphs, plan_memory, torch_native, verify_graphs
 from sglang_ext.layers.attention.verify_attention import VerifyAttention
 from sglang_ext.layers.attention.views import BetweenSteps
 from sglang_ext.managers import compression, full_tier, integrity, meta_info
@@ -86,6 +86,7 @@ class KVWorker(BaseSpecWorker):
         self._check_graphs: verify_graphs.VerifyGraphSet | None = None
         self.attentions = Attentions()
         self.packed_rows: PackedRows | None = None
+        self.head_cells: HeadCells | None = None
         self.history: TokenHistory | None = None
         verify_graphs.plain(self.model_runner)
         torch_native.register()
@@ -117,9 +118,11 @@ class KVWorker(BaseSpecWorker):
         self._rows = rows
         self.buffers = KVBuffers.of(self.model_runner.token_to_kv_pool, self.layers)
         if self.method.quantizer is not None:
-            # Before any graph is captured: graphs read which rows are packed.
+            # Before any graph is captured, as cells below: graphs read which rows are packed, and which cells are whose.
             packing = Packing.of(self.method.quantizer, self.buffers, self.token_to_kv_pool_allocator.page_size)
             self.packed_rows = PackedRows.of_table(packing, pool.req_to_token)
+        if self.server_args.kv_head_budgets == "adaptive":
+            self.head_cells = HeadCells.of(self.buffers, 2 * rows)
         if self.server_args.kv_ngram_tokens:
             # Answers of a round, and what is proposed after its last draft, go beyond a context's end.
             self.history = TokenHistory(rows, width + 2 * self.stride, pool.req_to_token.device)
@@ -130,13 +133,13 @@ class KVWorker(BaseSpecWorker):
             self.scores.watch(self.model_runner.model)
 
     def init_cuda_graphs(self) -> None:
-        """Capture steps over packed copies, and verifications; SGLang captured the target's graphs of one token a request."""
-        packed, verifier = self._read_packed(), None
+        """Capture steps over copies, where they need it, and verifications; SGLang captured graphs of one token a request."""
+        copies, verifier = self._read_copies(), None
         backend = self.model_runner.decode_attention_backend_str
         if backend in ("triton", "fa3") and not self.lossy:
             # Where no graph is replayed; fa3 takes equal numbers of tokens only.
             verifier = VerifyAttention(self.model_runner)
-        self.attentions = Attentions(None if verifier is None else Attention(verifier), packed)
+        self.attentions = Attentions(None if verifier is None else Attention(verifier), copies)
         if self.lossy:
             return
         if self.server_args.kv_schedule != "lockstep" or self.model_runner.decode_cuda_graph_runner is None:
@@ -160,13 +163,12 @@ class KVWorker(BaseSpecWorker):
             captured = [verify_graphs.capture(self.model_runner, width, planned_there)]
             self._check_graphs = verify_graphs.VerifyGraphSet(captured)
 
-    def _read_packed(self) -> Attention | None:
-        """Let attention read packed copies; what does so in the place of the model's own, None where that can."""
-        if self.packed_rows is None:
-            return None
+    def _read_copies(self) -> Attention | None:
+        """Let attention read packed copies and uneven heads; what does so in the place of the model's own, None where that can."""
         if self.buffers.on_gpu:
-            return packed_graphs.attention(self.model_runner, self.packed_rows)
-        self.model_runner.attn_backend.packed_rows = self.packed_rows
+            return copy_graphs.attention(self.model_runner, self.packed_rows, self.head_cells)
+        own = self.model_runner.attn_backend
+        own.packed_rows, own.head_cells = self.packed_rows, self.head_cells
         return None
 
     @property
@@ -177,12 +179,10 @@ class KVWorker(BaseSpecWorker):
     def bind_tree_cache(self, tree_cache) -> None:
         """Build the compressed views once the prefix tree exists."""
         args = self.server_args
-        table = self.req_to_token_pool.req_to_token
-        uneven = HeadCells.of(self.buffers, len(table)) if args.kv_head_budgets == "adaptive" else None
         self.views = CompressedViews(
             compressor=self.compressor,
             budget=args.kv_budget,
-            token_table=table,
+            token_table=self.req_to_token_pool.req_to_token,
             rows=self._rows,
             buffers=self.buffers,
             allocator=self.token_to_kv_pool_allocator,
@@ -192,10 +192,8 @@ class KVWorker(BaseSpecWorker):
             prompt_of=lambda row: self.states[row].prompt,
             packs=parse_compressor(args.kv_compressor)[1] or "",
             packed_rows=self.packed_rows,
-            head_cells=uneven,
+            head_cells=self.head_cells,
         )
-        if uneven is not None:
-            self.model_runner.attn_backend.head_cells = uneven
         if self.buffers.on_gpu:
             self._unpin_plans()
             self._warm_up()

@@ -218,6 +218,10 @@ class CompressedViews:
         window = keys.new_zeros(len(self.buffers.keys), self.compressor.window, query_heads, keys.shape[-1])
         positions = torch.arange(tokens - self.compressor.window, tokens, device=keys.device)
         context = ContextKV(self.buffers, slots, window, positions, self.rotary)
+        if self.head_cells is not None:
+            cells = self.compressor.select_cells(context, Part(0, tokens, count))
+            self.head_cells.copy(cells, slots, slots.new_zeros(count))
+            return
         (kept,) = self.compressor.select(context, [Part(0, tokens, count)])
         self.packing.write(self.buffers, kept, slots, slots.new_zeros(self.packing.held_slots(count)))
 

@@ -74,14 +74,24 @@ class HeadCells:
         return self.bounds[row, first : first + self.kv_heads + 1].tolist()
 
     def write(self, row: int, kept: KeptCells, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Copy what each head keeps, and let ``row`` begin with it.
+        """Copy what each head keeps, and let ``row``, of the token table, begin with it; other arguments as :meth:`copy`'s."""
+        self.copy(kept, sources, targets)
+        self.bounds[row] = kept.bounds
+
+    def copy(self, kept: KeptCells, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copy what each head keeps; on a GPU without waiting for it.
 
         Args:
-            row: of the token table.
             kept: fills all cells of ``targets``.
             sources: int64 [tokens], slots of the context.
             targets: int64, the copy's slots; none of them is a source.
         """
+        if self.buffers.on_gpu:
+            from sglang_ext.layers.kernels.scatter_cells import scatter_cells
+
+            tables, layer = (self.buffers.key_table, self.buffers.value_table), (self.buffers.keys[0], self.buffers.values[0])
+            scatter_cells(*tables, *layer, kept.tokens, kept.bounds, sources, targets)
+            return
         layers, heads = len(self.buffers.keys), self.kv_heads
         columns = torch.arange(layers * heads, device=sources.device).repeat_interleave(kept.bounds.diff()) % heads
         read, ends = sources[kept.tokens], kept.bounds[::heads].tolist()
@@ -90,7 +100,6 @@ class HeadCells:
             found = torch.cat([of[read[a:b], columns[a:b]] for of, (a, b) in zip(kind, pairwise(ends))])
             for buffer, whole in zip(kind, found.view(layers, len(targets), heads, -1)):
                 buffer[targets] = whole
-        self.bounds[row] = kept.bounds
 
     def read(self, kind: tuple[torch.Tensor, ...], slots: torch.Tensor, first: int, last: int) -> torch.Tensor:
         """What lies in the cells ``[first, last)`` of a copy: [cells, head_dim].

@@ -1,5 +1,7 @@
 """Compressors keep what their papers say, within the interface's contract."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -37,6 +39,16 @@ def test_selection_is_sorted_unique_and_in_range(name, tokens, share):
     assert kept.shape == (2, count) and kept.dtype == torch.int64
     assert (kept[:, 1:] > kept[:, :-1]).all()
     assert kept.min() >= 0 and kept.max() < tokens
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
+@given(tokens=st.integers(8, 80), window=st.integers(0, 8))
+@settings(max_examples=30, deadline=None)
+def test_the_tokens_of_infinite_scores_are_those_that_a_method_names(name, tokens, window):
+    method, data = create(name), layer(tokens, window=window)
+    named, scores = method.always(SimpleNamespace(queries=data.queries[None])), method.scores(data)
+    for start, end in ((0, tokens), (2, tokens - 3), (tokens - 1, tokens)):
+        assert scores[:, start:end].isinf().sum(-1).tolist() == [named.among(start, end, tokens)] * 2
 
 
 def test_sink_recent_keeps_the_first_four_and_the_newest():

@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 
 from sglang_ext import head_budget_options
 from sglang_ext.head_budget_options import BETTER, COMPARABLE
-from sglang_ext.mem_cache.compressors import Part, create
+from sglang_ext.mem_cache.compressors import ContextKV, Part, create
+from sglang_ext.mem_cache.compressors.kvzap import KVzap
 from sglang_ext.mem_cache.compressors.kvzip import StoredScores
 from sglang_ext.mem_cache.compressors.sink_recent import SinkRecent
+from sglang_ext.mem_cache.kv_buffers import KVBuffers
 from sglang_ext.options import COMPRESSORS, OptionError
 
 UNSET_BACKENDS = {"attention_backend": None, "prefill_attention_backend": None, "decode_attention_backend": None}
@@ -70,6 +72,20 @@ def test_which_methods_may_share_one_budget_is_said_once():
     assert stored.comparable and sorted([*named, "kvzip"]) == sorted(COMPARABLE) and set(BETTER) <= set(COMPARABLE)
 
 
+ON_GPU = {"device": "cuda", "attention_backend": "flashinfer"}
+
+
+def adaptive_args(**change):
+    """Resolved arguments for uneven heads on a CPU, in lockstep."""
+    args = SimpleNamespace(
+        device="cpu", kv_compressor="snapkv", kv_head_budgets="adaptive", kv_mode="verified", kv_schedule="lockstep",
+        kv_ngram_tokens=0, kv_full_tier="device", kv_host_gb=0, disable_radix_cache=False,
+        enable_deterministic_inference=False, **UNSET_BACKENDS,
+    )  # fmt: skip
+    vars(args).update(change)
+    return args
+
+
 @pytest.mark.parametrize(
     ("compressor", "asked", "change", "found"),
     [
@@ -84,17 +100,65 @@ def test_which_methods_may_share_one_budget_is_said_once():
     ],
 )
 def test_heads_share_a_budget_where_it_is_better_and_can_be(compressor, asked, change, found):
-    args = SimpleNamespace(device="cpu", kv_compressor=compressor, kv_head_budgets=asked, **UNSET_BACKENDS)
-    vars(args).update(change)
+    args = adaptive_args(kv_compressor=compressor, kv_head_budgets=asked, **change)
     head_budget_options.resolve(args)
     assert args.kv_head_budgets == found
     head_budget_options.check_resolved(args)
 
 
-@pytest.mark.parametrize(("change", "found"), [({"attention_backend": "triton"}, "cpu .* triton"), ({"device": "cuda"}, "cuda")])
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({"attention_backend": "triton"}, "--device is cpu and --attention-backend triton; .* cpu with torch_native, .* cuda with"),
+        ({**ON_GPU, "decode_attention_backend": "torch_native"}, "--device is cuda and --attention-backend flashinfer, torch_"),
+        ({**ON_GPU, "kv_schedule": "staggered"}, "--kv-schedule is 'staggered'; .* Pass --kv-schedule lockstep"),
+        ({**ON_GPU, "kv_ngram_tokens": 4}, "--kv-ngram-tokens is 4; .* Pass --kv-ngram-tokens 0"),
+        (
+            {**ON_GPU, "kv_full_tier": "host", "kv_host_gb": 1, "enable_deterministic_inference": True},
+            "--kv-full-tier is 'host' with --enable-deterministic-inference; .* Pass --kv-full-tier device",
+        ),
+    ],
+)
 def test_uneven_heads_are_refused_where_attention_cannot_read_them(change, found):
-    args = SimpleNamespace(device="cpu", kv_compressor="snapkv", kv_head_budgets="adaptive", **UNSET_BACKENDS)
-    vars(args).update(change)
-    head_budget_options.resolve(args)
-    with pytest.raises(OptionError, match=f"--device is {found}.*; copies of --kv-head-budgets adaptive .* Pass .* equal"):
+    args = adaptive_args(**change)
+    with pytest.raises(OptionError, match=f"{found}.* or --kv-head-budgets equal"):
         head_budget_options.check_resolved(args)
+    args.kv_head_budgets = "equal"
+    head_budget_options.check_resolved(args)
+
+
+@pytest.mark.parametrize("backend", ["flashinfer", "triton", "fa3"])
+@pytest.mark.parametrize("method", COMPARABLE)
+def test_on_a_gpu_uneven_heads_are_served_in_lockstep(backend, method):
+    args = adaptive_args(device="cuda", attention_backend=backend, kv_compressor=method)
+    head_budget_options.resolve(args)
+    assert args.kv_head_budgets == "adaptive"
+    head_budget_options.check_resolved(args)
+    vars(args).update(kv_full_tier="host", kv_host_gb=1)
+    head_budget_options.check_resolved(args)
+
+
+def on_no_device(layers, heads, tokens, window):
+    """A context whose numbers nobody can read: an operation that needs one on the host fails."""
+    zeros = tuple(torch.zeros(tokens, heads, 16, device="meta") for _ in range(layers))
+    buffers = KVBuffers(tuple(range(layers)), (1.0,) * layers, zeros, zeros)
+    queries = torch.zeros(layers, window, 2 * heads, 16, device="meta")
+    return ContextKV(buffers, torch.arange(tokens, device="meta"), queries, torch.arange(tokens, device="meta")[-window:])
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        create("snapkv"),
+        KVzap(SimpleNamespace(read=lambda slots: torch.zeros(2, 3, len(slots), device=slots.device))),
+        StoredScores(torch.rand(2, 3, 200).half(), create("snapkv")),
+        StoredScores(torch.rand(2, 3, 256).half(), create("sink-recent")),
+    ],
+    ids=lambda method: method.name,
+)
+def test_choosing_what_heads_keep_waits_for_no_device(method):
+    part = Part(0, 256, 64)
+    found = on_no_device(2, 3, 256, 32)
+    kept = method.select_cells(found, part)
+    assert kept.tokens.shape == (64 * 6,) and kept.bounds.shape == (7,)
+    assert [chosen.shape for chosen in method.select(found, [part])] == [(2, 3, 64)]

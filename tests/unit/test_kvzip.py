@@ -158,6 +158,9 @@ def test_each_part_keeps_its_count_and_what_is_always_kept_comes_first(known, mo
     class Online(SinkRecent):
         """Keeps the last tokens in any case."""
 
+        def always(self, context):
+            return super().always(context)._replace(newest=min(3, more))
+
         def scores(self, layer):
             return super().scores(layer).clone().index_fill_(1, torch.arange(tokens - min(3, more), tokens), float("inf"))
 

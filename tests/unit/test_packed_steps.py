@@ -1,4 +1,4 @@
-"""Which attention a forward takes where copies are packed, and what of it exists before graphs are captured."""
+"""Which attention a forward takes where copies hold no plain tokens, and what of it exists before graphs are captured."""
 
 from types import SimpleNamespace
 
@@ -6,27 +6,26 @@ import pytest
 import torch
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 
-from sglang_ext.layers.attention import packed_graphs
-from sglang_ext.layers.attention.packed_decode import check_heads
+from sglang_ext.layers.attention import copy_graphs
+from sglang_ext.layers.attention.copy_decode import check_heads
 from sglang_ext.managers import forward
 from sglang_ext.managers.forward import Attention, Attentions
 from sglang_ext.managers.round_plan import Round
 from sglang_ext.managers.steps import Steps
 from sglang_ext.managers.worker import KVWorker
 from sglang_ext.mem_cache.compressors import method
-from sglang_ext.mem_cache.packing import PackedRows
 from sglang_ext.mem_cache.query_window import QueryWindows
 from sglang_ext.options import OptionError
 
-VERIFIER, PACKED = Attention("verifier"), Attention("packed", graphs="over packed copies")
+VERIFIER, COPIES = Attention("verifier"), Attention("copies", graphs="over copies")
 
 
 @pytest.mark.parametrize(
     ("counts", "on_full_kv", "expected"),
-    [([1, 1], False, PACKED), ([1, 1], True, None), ([5, 5], True, VERIFIER), ([1, 5], False, VERIFIER)],
+    [([1, 1], False, COPIES), ([1, 1], True, None), ([5, 5], True, VERIFIER), ([1, 5], False, VERIFIER)],
 )
-def test_one_token_over_copies_takes_the_attention_that_reads_blocks(counts, on_full_kv, expected):
-    assert Attentions(VERIFIER, PACKED).of(counts, on_full_kv) is expected
+def test_one_token_over_copies_takes_the_attention_that_reads_them(counts, on_full_kv, expected):
+    assert Attentions(VERIFIER, COPIES).of(counts, on_full_kv) is expected
     assert Attentions().of(counts, on_full_kv) is None
 
 
@@ -36,8 +35,8 @@ def runner():
 
 def test_a_forward_replays_what_was_captured_with_its_attention():
     model = runner()
-    with forward.attending(model, PACKED):
-        assert (model.attn_backend, model.decode_cuda_graph_runner) == ("packed", "over packed copies")
+    with forward.attending(model, COPIES):
+        assert (model.attn_backend, model.decode_cuda_graph_runner) == ("copies", "over copies")
     with pytest.raises(RuntimeError), forward.attending(model, VERIFIER):
         assert (model.attn_backend, model.decode_cuda_graph_runner) == ("verifier", None)
         raise RuntimeError
@@ -46,13 +45,13 @@ def test_a_forward_replays_what_was_captured_with_its_attention():
     assert vars(model) == vars(runner())
 
 
-@pytest.mark.parametrize(("rows", "expected"), [([1, 10], PACKED), ([1, 2], None)], ids=["a copy", "none"])
+@pytest.mark.parametrize(("rows", "expected"), [([1, 10], COPIES), ([1, 2], None)], ids=["a copy", "none"])
 @pytest.mark.parametrize("drafts", [3, 0], ids=["drafts", "plain steps"])
-def test_all_steps_of_a_round_in_which_one_request_reads_a_copy_read_blocks(monkeypatch, rows, expected, drafts):
+def test_all_steps_of_a_round_in_which_one_request_reads_a_copy_read_copies(monkeypatch, rows, expected, drafts):
     taken, model = [], runner()
     views = SimpleNamespace(token_table=torch.zeros(16, 40, dtype=torch.int32), tail_written=lambda row, end: None)
     worker = SimpleNamespace(
-        views=views, model_runner=model, attentions=Attentions(VERIFIER, PACKED), queries=QueryWindows(0, (0,), 0)
+        views=views, model_runner=model, attentions=Attentions(VERIFIER, COPIES), queries=QueryWindows(0, (0,), 0)
     )
     output = SimpleNamespace(next_token_logits=None)
     monkeypatch.setattr(forward, "run", lambda model, batch, inputs, attention: taken.append(attention) or output)
@@ -69,50 +68,60 @@ def test_all_steps_of_a_round_in_which_one_request_reads_a_copy_read_blocks(monk
 class Worker(KVWorker):
     """A worker with a pool and no model."""
 
-    def __init__(self, name):
-        self.server_args = SimpleNamespace(page_size=1, kv_ngram_tokens=0)
+    def __init__(self, name, head_budgets="equal"):
+        self.server_args = SimpleNamespace(page_size=1, kv_ngram_tokens=0, kv_head_budgets=head_budgets)
         pool = torch.zeros(50, 2, 64)
         kv = SimpleNamespace(get_key_buffer=lambda layer: pool, get_value_buffer=lambda layer: pool)
         self.model_runner = SimpleNamespace(token_to_kv_pool=kv, attn_backend=SimpleNamespace())
-        self.layers, self.method, self.scores, self.packed_rows = {0: 0.1}, method(name), None, None
+        self.layers, self.method, self.scores = {0: 0.1, 2: 0.1}, method(name), None
+        self.packed_rows = self.head_cells = None
 
     def allocate(self):
         table = SimpleNamespace(req_to_token=torch.zeros(4, 30, dtype=torch.int32))
         self.alloc_memory_pool(req_to_token_pool=table, token_to_kv_pool_allocator=SimpleNamespace(page_size=1))
 
 
-def test_which_rows_are_packed_has_its_place_before_graphs_are_captured(monkeypatch):
+def told(worker):
+    """What a worker tells its model's own attention of copies."""
+    own = worker.model_runner.attn_backend
+    return own.packed_rows, own.head_cells
+
+
+def test_what_rows_begin_with_has_its_place_before_graphs_are_captured(monkeypatch):
     monkeypatch.setattr("sglang_ext.managers.worker.get_alloc_reserve_per_decode", lambda args: 4)
-    worker, plain = Worker("snapkv+kivi"), Worker("snapkv")
-    worker.allocate()
-    plain.allocate()
-    assert plain.packed_rows is None and plain._read_packed() is None and not vars(plain.model_runner.attn_backend)
-    assert worker.packed_rows.slots.tolist() == [0] * 8 and worker.packed_rows.slots.dtype == torch.int32
-    assert worker._read_packed() is None and worker.model_runner.attn_backend.packed_rows is worker.packed_rows, "on a CPU"
+    packed, uneven, plain = Worker("snapkv+kivi"), Worker("snapkv", "adaptive"), Worker("snapkv")
+    for worker in (packed, uneven, plain):
+        worker.allocate()
+        assert worker._read_copies() is None, "on a CPU the model's own attention reads copies"
+        assert told(worker) == (worker.packed_rows, worker.head_cells)
+    assert plain.packed_rows is plain.head_cells is packed.head_cells is uneven.packed_rows is None
+    assert packed.packed_rows.slots.tolist() == [0] * 8 and packed.packed_rows.slots.dtype == torch.int32
+    # Of two layers with two heads.
+    assert uneven.head_cells.bounds.tolist() == [[0] * 5] * 8 and uneven.head_cells.bounds.dtype == torch.int32
 
 
 def test_on_a_gpu_steps_over_copies_have_an_attention_of_their_own(monkeypatch):
-    monkeypatch.setattr("sglang_ext.managers.worker.get_alloc_reserve_per_decode", lambda args: 4)
-    monkeypatch.setattr(packed_graphs, "attention", lambda model, rows: Attention((model, rows)))
+    monkeypatch.setattr(copy_graphs, "attention", lambda *given: Attention(given))
     worker = Worker("kivi")
-    worker.allocate()
-    worker.buffers = SimpleNamespace(on_gpu=True)
-    assert worker._read_packed().backend == (worker.model_runner, worker.packed_rows)
+    worker.buffers, worker.packed_rows, worker.head_cells = SimpleNamespace(on_gpu=True), "packed", "cells"
+    assert worker._read_copies().backend == (worker.model_runner, "packed", "cells")
     assert not vars(worker.model_runner.attn_backend)
 
 
 @pytest.mark.parametrize("captures", [True, False])
-def test_steps_over_copies_have_graphs_where_sglang_has_some(monkeypatch, captures):
+@pytest.mark.parametrize(("rows", "kind"), [(("rows", None), "PackedDecode"), ((None, "cells"), "UnevenDecode")])
+def test_steps_over_copies_have_graphs_where_sglang_has_some(monkeypatch, captures, rows, kind):
     ran = []
-    backend = SimpleNamespace(compile_kernels=lambda: ran.append("compiled"))
+    backend = SimpleNamespace(compile_kernels=lambda: ran.append("compiled"), copies="copies")
     graphs = SimpleNamespace(warm_up=lambda: ran.append("replayed"))
-    monkeypatch.setattr(packed_graphs, "PackedDecode", lambda model, rows: backend)
-    monkeypatch.setattr(packed_graphs, "PackedGraphs", lambda model, attn_backend: graphs)
-    monkeypatch.setattr(packed_graphs.GraphSharedOutput, "create_for_model_runner", lambda model: "logits")
+    monkeypatch.setattr(copy_graphs, kind, lambda model, given: ran.append(given) or backend)
+    monkeypatch.setattr(copy_graphs, "CopyGraphs", lambda model, attn_backend: graphs)
+    monkeypatch.setattr(copy_graphs.GraphSharedOutput, "create_for_model_runner", lambda model: "logits")
     model = SimpleNamespace(decode_cuda_graph_runner="own graphs" if captures else None)
-    found = packed_graphs.attention(model, PackedRows(None, torch.zeros(1)))
+    found = copy_graphs.attention(model, *rows)
     assert found == Attention(backend, graphs if captures else None)
-    assert ran == ["replayed" if captures else "compiled"]
+    assert ran == [rows[0] or rows[1], "replayed" if captures else "compiled"]
+    assert copy_graphs.attention(model, None, None) is None, "plain tokens"
 
 
 def test_the_scheduler_waits_for_the_end_of_a_replay_that_reads_the_token_table(monkeypatch):
@@ -121,7 +130,7 @@ def test_the_scheduler_waits_for_the_end_of_a_replay_that_reads_the_token_table(
         return "logits"
 
     monkeypatch.setattr(DecodeCudaGraphRunner, "execute", execute)
-    graphs = object.__new__(packed_graphs.PackedGraphs)
+    graphs = object.__new__(copy_graphs.CopyGraphs)
     graphs.model_runner = SimpleNamespace()
     assert graphs.execute("batch") == "logits" and graphs.model_runner.war_fastpath_read_done_event is None
 
@@ -136,5 +145,5 @@ def test_the_scheduler_waits_for_the_end_of_a_replay_that_reads_the_token_table(
 )
 def test_heads_that_the_kernel_does_not_take_are_refused(shape, dtype, words):
     with pytest.raises(OptionError, match=words):
-        check_heads(torch.empty(shape, dtype=dtype), torch.empty(4, 2, 64))
-    check_heads(torch.empty(4, 2, 80), torch.empty(4, 2, 256, dtype=torch.float16))
+        check_heads(torch.empty(shape, dtype=dtype), torch.empty(4, 2, 64), "copies", "use snapkv")
+    check_heads(torch.empty(4, 2, 80), torch.empty(4, 2, 256, dtype=torch.float16), "copies", "use snapkv")

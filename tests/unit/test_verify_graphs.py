@@ -22,7 +22,7 @@ def test_the_narrowest_that_holds_the_batch_is_taken(requests, width, expected):
 def test_without_graphs_none_are_captured_and_no_queries_are_expected_of_them():
     windows = QueryWindows(4, (0,), spare=5)
     worker = SimpleNamespace(
-        lossy=False, queries=windows, server_args=SimpleNamespace(kv_schedule="lockstep"), _read_packed=lambda: None,
+        lossy=False, queries=windows, server_args=SimpleNamespace(kv_schedule="lockstep"), _read_copies=lambda: None,
         model_runner=SimpleNamespace(
             decode_attention_backend_str="flashinfer", decode_cuda_graph_runner=None, dtype=torch.float32, device="cpu"
         ),

@@ -1,128 +1,39 @@
-"""Attention backend of steps over packed copies on a GPU: one token a request, over rows that may begin with packed blocks.
-
-It plans nothing: the kernel finds in the token table, and in the table of packed slots, which part of a row holds blocks. So
-one captured graph serves all copies, and requests without one.
-"""
+"""Attention backend of steps over packed copies on a GPU (copy_decode.py): rows may begin with packed blocks."""
 
 from typing import TYPE_CHECKING
 
 import torch
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
-from sglang_ext.layers.attention.plain import require_plain, write_kv
+from sglang_ext.layers.attention.copy_decode import CopyDecode
 from sglang_ext.layers.kernels.packed_decode import packed_decode
 from sglang_ext.mem_cache.packing import PackedRows
-from sglang_ext.options import OptionError
 
 if TYPE_CHECKING:
-    from sglang.srt.layers.radix_attention import RadixAttention
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Sizes of a head that fit the kernel's tiles.
-SMALLEST_HEAD, LARGEST_HEAD = 16, 256
-# Parts of a row; of these, those of its exact tokens: the newest of a context, and those since its copy was made.
-FEWEST_PARTS, MOST_PARTS = 8, 64
-EXACT_PARTS = 4
-# Parts of all rows together, KV heads counted, that keep a GPU busy; found on an H200.
-BUSY = 4096
-REMEDY = "use a --kv-compressor that only drops tokens, such as snapkv"
 
+class PackedDecode(CopyDecode):
+    """Attends to packed blocks, as ``packed_rows`` says which slots hold some, and to the tokens after them."""
 
-class PackedDecode(AttentionBackend):
-    """The newest token of each request over its row of the token table; for ``DECODE`` only.
-
-    Raises:
-        OptionError: the kernel does not take heads or numbers like the pool's.
-    """
-
-    needs_cpu_seq_lens = False
+    copies = "packed copies"
+    remedy = "use a --kv-compressor that only drops tokens, such as snapkv"
+    # Found on an H200: the kernel's programs are of one warp.
+    busy = 4096
 
     def __init__(self, model_runner: "ModelRunner", packed_rows: PackedRows):
-        self.token_to_kv_pool = model_runner.token_to_kv_pool
-        self.req_to_token_pool = model_runner.req_to_token_pool
+        super().__init__(model_runner)
         self.packed_rows = packed_rows
-        keys, values = self.token_to_kv_pool.get_key_buffer(0), self.token_to_kv_pool.get_value_buffer(0)
-        check_heads(keys, values)
-        self.kv_heads = keys.shape[1]
-        self.query_heads = model_runner.model_config.num_attention_heads // model_runner.server_args.tp_size
-        self.dtype = model_runner.dtype
 
-    def compile_kernels(self) -> None:
-        """Attend once with each number of parts, in row 0, which is no request's, so that no request waits for compilers."""
-        keys, values = self.token_to_kv_pool.get_key_buffer(0), self.token_to_kv_pool.get_value_buffer(0)
-        fewest = {self.splits(requests): requests for requests in range(BUSY, 0, -1)}
-        for splits, requests in fewest.items():
-            queries = keys.new_zeros(requests, self.query_heads, keys.shape[-1], dtype=self.dtype)
-            rows = torch.zeros(requests, dtype=torch.int64, device=keys.device)
-            packed_decode(
-                self.packed_rows.packing, queries, keys, values, self.req_to_token_pool.req_to_token, rows, rows + 1,
-                self.packed_rows.slots, 1.0, splits,
-            )  # fmt: skip
-
-    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Nothing: graphs read the batch's own tensors, the token table and the packed slots of its rows."""
-
-    def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """Tokens of a request that pads a batch."""
-        return 1
-
-    def splits(self, requests: int) -> tuple[int, int]:
-        """Parts of each request's blocks and exact tokens in a batch; together a power of 2: each sum has its kernel."""
-        wanted = max(FEWEST_PARTS, min(MOST_PARTS, BUSY // (requests * self.kv_heads)))
-        return (1 << (wanted.bit_length() - 1)) - EXACT_PARTS, EXACT_PARTS
-
-    def forward_decode(
+    def attend(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: "RadixAttention",
-        forward_batch: "ForwardBatch",
-        save_kv_cache: bool = True,
-        **kwargs,
+        layer_id: int,
+        queries: torch.Tensor,
+        rows: torch.Tensor,
+        lengths: torch.Tensor,
+        scaling: float,
+        splits: tuple[int, int],
     ) -> torch.Tensor:
-        """Write the new tokens' KV, then attend: [requests, query_heads * value_dim].
-
-        Raises:
-            ValueError: the layer wants more of attention than a scale.
-        """
-        asked = {**kwargs, "a cap of logits": layer.logit_cap or None}
-        require_plain(layer, asked, "drafts on packed copies", REMEDY)
-        pool = self.token_to_kv_pool
-        if save_kv_cache:
-            write_kv(pool, layer, forward_batch, k, v)
-        out = packed_decode(
-            self.packed_rows.packing,
-            q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
-            pool.get_key_buffer(layer.layer_id),
-            pool.get_value_buffer(layer.layer_id),
-            self.req_to_token_pool.req_to_token,
-            forward_batch.req_pool_indices,
-            forward_batch.seq_lens,
-            self.packed_rows.slots,
-            layer.scaling,
-            self.splits(len(q)),
-        )
-        return out.view(len(q), -1)
-
-
-def check_heads(keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Refuse a pool whose numbers or heads the kernel does not take.
-
-    Args:
-        keys, values: a layer's buffers, [slots, kv_heads, dim].
-
-    Raises:
-        OptionError: names what they are, and what is allowed.
-    """
-    for kind, buffer in (("keys", keys), ("values", values)):
-        if buffer.dtype not in DTYPES:
-            allowed = ", ".join(str(dtype) for dtype in DTYPES)
-            raise OptionError(f"the KV pool holds {kind} as {buffer.dtype}; packed copies lie among {allowed}: {REMEDY}")
-        if not SMALLEST_HEAD <= buffer.shape[-1] <= LARGEST_HEAD:
-            raise OptionError(
-                f"the model's {kind} have {buffer.shape[-1]} channels a head; packed copies are read with "
-                f"{SMALLEST_HEAD} to {LARGEST_HEAD}: {REMEDY}"
-            )
+        """As :meth:`CopyDecode.attend`."""
+        pool, packed, table = self.token_to_kv_pool, self.packed_rows, self.req_to_token_pool.req_to_token
+        buffers = pool.get_key_buffer(layer_id), pool.get_value_buffer(layer_id)
+        return packed_decode(packed.packing, queries, *buffers, table, rows, lengths, packed.slots, scaling, splits)

@@ -1,7 +1,7 @@
 """Decode attention over rows that begin with a copy of uneven heads (head_cells.py), split over the context (flash decoding).
 
 Programs of a request's first splits read what a head keeps of the copy, those of the others the tokens after it; the kernel
-that joins them is flash_parts.py's. Servers do not call it yet: on a GPU they refuse uneven heads (head_budget_options.py).
+that joins them is flash_parts.py's.
 """
 
 import torch
@@ -46,7 +46,7 @@ def _cells_part(
     return best, total, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("first_head",))
 def _splits(
     queries, keys, values, key_table, value_table, token_table, table_row, rows, lengths, bounds, bounds_row, first_head,
     partial, lse, scaling, key_slot, key_head, value_slot, value_head, ALL_HEADS: tl.constexpr, HEADS: tl.constexpr,

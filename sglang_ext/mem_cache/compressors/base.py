@@ -15,6 +15,7 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
+from sglang_ext.mem_cache.compressors.always import Always
 from sglang_ext.mem_cache.compressors.head_budgets import best_of_all, best_of_each
 from sglang_ext.mem_cache.head_cells import KeptCells
 from sglang_ext.mem_cache.kv_buffers import KVBuffers
@@ -113,7 +114,7 @@ class Compressor(ABC):
     def scores(self, layer: LayerKV) -> torch.Tensor:
         """How much each KV head needs each token: float32 [kv_heads, tokens], more for what is kept first.
 
-        Infinity is allowed for what is kept whatever the others score.
+        Infinity is allowed for what is kept whatever the others score, and :meth:`always` says so.
         """
 
     def scores_all(self, context: ContextKV) -> torch.Tensor:
@@ -124,23 +125,27 @@ class Compressor(ABC):
         layers = range(len(context.buffers.keys))
         return torch.stack([self.scores(context.layer(index)) for index in layers])
 
-    def cuts(self, scores: torch.Tensor, part: Part) -> list[Part]:
-        """``part`` in runs of tokens whose ``scores``, of the whole context, compare, each with its share of the count."""
+    def always(self, context: ContextKV) -> Always:
+        """Which tokens score infinity, known before any score is."""
+        return Always()
+
+    def cuts(self, context: ContextKV, part: Part) -> list[Part]:
+        """``part`` in runs of tokens whose scores compare, each with its share of the count; does not wait for the device."""
         return [part]
 
     def select(self, context: ContextKV, parts: Sequence[Part]) -> list[torch.Tensor]:
         """Positions that the heads keep of each part: int64 [layers, kv_heads, its count], ascending."""
         scores = self.scores_all(context)
         return [
-            torch.cat([best(scores[..., cut.start : cut.end], cut.count) + cut.start for cut in self.cuts(scores, part)], dim=-1)
+            torch.cat([best(scores[..., cut.start : cut.end], cut.count) + cut.start for cut in self.cuts(context, part)], dim=-1)
             for part in parts
         ]
 
     def select_cells(self, context: ContextKV, part: Part) -> KeptCells:
-        """What the heads keep of a part if they may keep different numbers, ``part.count`` on the average."""
+        """What heads keep of a part that may keep different numbers, on the average its count; does not wait for the device."""
         scores = self.scores_all(context)
         tokens, chosen = scores.shape[-1], []
-        for cut in self.cuts(scores, part):
+        for cut in self.cuts(context, part):
             choose = best_of_all if self.comparable else best_of_each
             places = choose(scores[..., cut.start : cut.end], cut.count)
             head, token = places // (cut.end - cut.start), places % (cut.end - cut.start)

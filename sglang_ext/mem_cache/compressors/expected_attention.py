@@ -6,7 +6,8 @@ from typing import ClassVar
 
 import torch
 
-from sglang_ext.mem_cache.compressors.base import Compressor, LayerKV, register
+from sglang_ext.mem_cache.compressors.always import Always
+from sglang_ext.mem_cache.compressors.base import Compressor, ContextKV, LayerKV, register
 
 
 @register("expected-attention")
@@ -37,6 +38,10 @@ class ExpectedAttention(Compressor):
     epsilon: float = 0.0
     block: int = 4096
     needs_rotary: ClassVar[bool] = True
+
+    def always(self, context: ContextKV) -> Always:
+        """The first tokens."""
+        return Always(self.sinks)
 
     def scores(self, layer: LayerKV) -> torch.Tensor:
         """Expected attention times norm of value: float32 [kv_heads, tokens], infinite for the first tokens.

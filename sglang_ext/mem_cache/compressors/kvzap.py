@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import torch
 
+from sglang_ext.mem_cache.compressors.always import Always
 from sglang_ext.mem_cache.compressors.base import Compressor, ContextKV, LayerKV, register
 from sglang_ext.mem_cache.compressors.snapkv import SnapKV
 from sglang_ext.mem_cache.slot_scores import SlotScores
@@ -47,6 +48,12 @@ class KVzap(Compressor):
     def for_context(self, context: ContextKV) -> Compressor:
         """The online method where a score is unknown."""
         return self if self.online is None or (self.slots is not None and self.slots.knows(context.slots)) else self.online
+
+    def always(self, context: ContextKV) -> Always:
+        """The first tokens; the newest only score far above all others."""
+        if self.slots is None and self.online is not None:
+            return self.online.always(context)
+        return Always(self.sinks)
 
     def scores(self, layer: LayerKV) -> torch.Tensor:
         """The online method's: a layer's KV alone does not tell its slots.

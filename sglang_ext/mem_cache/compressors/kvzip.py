@@ -5,6 +5,8 @@ from typing import ClassVar
 
 import torch
 
+from sglang_ext.device import sent
+from sglang_ext.mem_cache.compressors.always import Always
 from sglang_ext.mem_cache.compressors.base import Compressor, ContextKV, LayerKV, Part, register
 from sglang_ext.mem_cache.compressors.snapkv import SnapKV
 from sglang_ext.mem_cache.scores.index import ScoreIndex
@@ -40,6 +42,10 @@ class KVzip(Compressor):
         found = self.index.match(context.prompt[: len(context.slots)])
         return self.online if found is None else StoredScores(found[:, self.heads], self.online)
 
+    def always(self, context: ContextKV) -> Always:
+        """The online method's."""
+        return self.online.always(context)
+
     def scores(self, layer: LayerKV) -> torch.Tensor:
         """The online method's."""
         return self.online.scores(layer)
@@ -57,7 +63,7 @@ class StoredScores(Compressor):
     scores: first tokens, the observing window), then the rest in proportion to the tokens that are left.
 
     Attributes:
-        stored: float16 [layers, kv_heads, tokens of the document].
+        stored: float16 [layers, kv_heads, tokens of the document], on the host.
         online: scores the tokens after it.
     """
 
@@ -73,21 +79,21 @@ class StoredScores(Compressor):
     def scores_all(self, context: ContextKV) -> torch.Tensor:
         """The document's, then the online method's: float32 [layers, kv_heads, tokens]."""
         if self.stored.shape[-1] == len(context.slots):
-            return self.stored.to(context.slots.device).float()
+            return sent(self.stored, context.slots.device).float()
         return self._joined(self.stored, self.online.scores_all(context))
 
     def _joined(self, stored: torch.Tensor, online: torch.Tensor) -> torch.Tensor:
-        return torch.cat([stored.to(online.device).float(), online[..., stored.shape[-1] :]], dim=-1)
+        return torch.cat([sent(stored, online.device).float(), online[..., stored.shape[-1] :]], dim=-1)
 
-    def cuts(self, scores: torch.Tensor, part: Part) -> list[Part]:
+    def cuts(self, context: ContextKV, part: Part) -> list[Part]:
         """``part`` cut where the document ends."""
         border = self.stored.shape[-1]
         if not part.start < border < part.end:
             return [part]
         sizes = border - part.start, part.end - border
         # Of all heads alike, for they keep the same number.
-        always = scores[..., part.start : part.end].isinf().split(sizes, dim=-1)
-        first, second = (int(half.sum(dim=-1).max()) for half in always)
+        first = int(self.stored[..., part.start :].isinf().sum(dim=-1).max())
+        second = self.online.always(context).among(border, part.end, len(context.slots))
         left = sizes[0] - first, sizes[1] - second
         share = first + round((part.count - first - second) * left[0] / max(1, sum(left)))
         count = min(max(share, part.count - sizes[1], 0), sizes[0], part.count)

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_ext.mem_cache.compressors.base import Compressor, LayerKV, register
+from sglang_ext.mem_cache.compressors.always import Always
+from sglang_ext.mem_cache.compressors.base import Compressor, ContextKV, LayerKV, register
 
 
 @register("sink-recent")
@@ -17,6 +18,10 @@ class SinkRecent(Compressor):
     """
 
     sinks: int = 4
+
+    def always(self, context: ContextKV) -> Always:
+        """The first tokens."""
+        return Always(self.sinks)
 
     def scores(self, layer: LayerKV) -> torch.Tensor:
         """The position, for all heads alike; infinite for the first tokens."""

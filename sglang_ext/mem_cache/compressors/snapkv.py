@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import torch
 
+from sglang_ext.mem_cache.compressors.always import Always
 from sglang_ext.mem_cache.compressors.base import Compressor, ContextKV, LayerKV, register
 
 
@@ -25,6 +26,10 @@ class SnapKV(Compressor):
     window: int = 32
     kernel: int = 5
     comparable: ClassVar[bool] = True
+
+    def always(self, context: ContextKV) -> Always:
+        """The window."""
+        return Always(newest=context.queries.shape[1])
 
     def scores_all(self, context: ContextKV) -> torch.Tensor:
         """As :meth:`scores` in each layer; on a GPU by a kernel over all layers at once."""

@@ -1,4 +1,4 @@
-"""CUDA graphs of steps over packed copies: one token a request, beside SGLang's own graphs, which read tokens as they are."""
+"""CUDA graphs of steps over copies (copy_decode.py): one token a request, beside SGLang's own, which read tokens as they are."""
 
 import logging
 from typing import TYPE_CHECKING
@@ -8,8 +8,10 @@ from sglang.srt.model_executor.graph_shared_output import GraphSharedOutput
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 
 from sglang_ext.layers.attention.packed_decode import PackedDecode
+from sglang_ext.layers.attention.uneven_decode import UnevenDecode
 from sglang_ext.layers.attention.verify_graphs import of_nobody
 from sglang_ext.managers import forward
+from sglang_ext.mem_cache.head_cells import HeadCells
 from sglang_ext.mem_cache.packing import PackedRows
 
 if TYPE_CHECKING:
@@ -19,8 +21,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class PackedGraphs(DecodeCudaGraphRunner):
-    """SGLang's graph runner, for one token a request over rows that may begin with packed blocks."""
+class CopyGraphs(DecodeCudaGraphRunner):
+    """SGLang's graph runner, for one token a request over rows that may begin with a copy that its own attention cannot read."""
 
     def execute(
         self, forward_batch: "ForwardBatch", pp_proxy_tensors: "PPProxyTensors | None" = None
@@ -36,22 +38,33 @@ class PackedGraphs(DecodeCudaGraphRunner):
             self.execute(forward.base(*of_nobody(requests, 1, self.model_runner.device)))
 
 
-def attention(model_runner: "ModelRunner", packed_rows: PackedRows) -> forward.Attention:
-    """What reads packed copies on a GPU; with graphs for SGLang's list of batch sizes, where it captured its own.
+def attention(
+    model_runner: "ModelRunner", packed_rows: PackedRows | None, head_cells: HeadCells | None
+) -> forward.Attention | None:
+    """What reads copies on a GPU; with graphs for SGLang's list of batch sizes, where it captured its own.
 
     Args:
         model_runner: the target's, while it is one that decodes one token a request (verify_graphs.py).
-        packed_rows: how copies are packed, and which rows begin with blocks.
+        packed_rows: how copies are packed, and which rows begin with blocks; None where none is.
+        head_cells: what the cells of copies hold whose heads are uneven; None where none are.
+
+    Returns:
+        None where copies hold plain tokens, which the model's own attention reads.
 
     Raises:
         OptionError: the kernel does not take the model's heads.
     """
-    backend = PackedDecode(model_runner, packed_rows)
+    if packed_rows is not None:
+        backend = PackedDecode(model_runner, packed_rows)
+    elif head_cells is not None:
+        backend = UnevenDecode(model_runner, head_cells)
+    else:
+        return None
     if model_runner.decode_cuda_graph_runner is None:
         backend.compile_kernels()
         return forward.Attention(backend)
-    logger.info("sglang-ext: capturing steps over packed copies")
+    logger.info("sglang-ext: capturing steps over %s", backend.copies)
     model_runner.graph_shared_output = GraphSharedOutput.create_for_model_runner(model_runner)
-    graphs = PackedGraphs(model_runner, attn_backend=backend)
+    graphs = CopyGraphs(model_runner, attn_backend=backend)
     graphs.warm_up()
     return forward.Attention(backend, graphs)

@@ -1,0 +1,37 @@
+"""Attention backend of steps over copies of uneven heads on a GPU (copy_decode.py): rows may begin with cells (head_cells.py)."""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang_ext.layers.attention.copy_decode import CopyDecode
+from sglang_ext.layers.kernels.uneven_decode import uneven_decode
+from sglang_ext.mem_cache.head_cells import HeadCells
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+class UnevenDecode(CopyDecode):
+    """Attends to the cells of each head, as ``head_cells`` says which are whose, and to the tokens after the copy."""
+
+    copies = "copies of --kv-head-budgets adaptive"
+    remedy = "pass --kv-head-budgets equal"
+
+    def __init__(self, model_runner: "ModelRunner", head_cells: HeadCells):
+        super().__init__(model_runner)
+        self.head_cells = head_cells
+        self.layers = {layer_id: index for index, layer_id in enumerate(head_cells.buffers.layer_ids)}
+
+    def attend(
+        self,
+        layer_id: int,
+        queries: torch.Tensor,
+        rows: torch.Tensor,
+        lengths: torch.Tensor,
+        scaling: float,
+        splits: tuple[int, int],
+    ) -> torch.Tensor:
+        """As :meth:`CopyDecode.attend`."""
+        table = self.req_to_token_pool.req_to_token
+        return uneven_decode(self.head_cells, self.layers[layer_id], queries, table, rows, lengths, scaling, splits)
