@@ -75,6 +75,7 @@ class Worker(KVWorker):
         kv = SimpleNamespace(get_key_buffer=lambda layer: pool, get_value_buffer=lambda layer: pool)
         self.model_runner = SimpleNamespace(token_to_kv_pool=kv, attn_backend=SimpleNamespace())
         self.layers, self.method, self.scores, self.packed_rows = {0: 0.1}, method(name), None, None
+        self.rotary = None
 
     def allocate(self):
         table = SimpleNamespace(req_to_token=torch.zeros(4, 30, dtype=torch.int32))
