@@ -37,7 +37,7 @@ def scattered(bits, dtype=torch.float32):
 def plain_codes(numbers, tokens, channels, bits):
     """Codes, scales, zero points and places of outliers of a block, float64 [64, dim], in plain loops."""
     dim, count = numbers.shape[-1], 2**bits
-    end = math.erf(1.5 / math.sqrt(6))
+    end = math.erf(0.7 / math.sqrt(6))
     inverse = torch.erfinv(torch.linspace(-end, end, count, dtype=torch.float64))
     levels = (inverse / inverse[-1] + 1) / 2
     groups = [
