@@ -13,7 +13,11 @@ if TYPE_CHECKING:
 # The share of tokens that is kept unless told.
 DEFAULT_BUDGET = 0.25
 # Methods that pack tokens, and the bits that each may have, the default first.
-QUANTIZERS: dict[str, tuple[int, ...]] = {"int8": (8,), "int4": (4,), "kivi": (4, 2), "rotatekv": (4, 2), "turboquant": (4, 2)}
+QUANTIZERS: dict[str, tuple[int, ...]] = {
+    "int8": (8,), "int4": (4,), "kivi": (4, 2), "kvquant": (4, 2), "rotatekv": (4, 2), "turboquant": (4, 2),
+}  # fmt: skip
+# Of these, the ones that no kernel reads on a GPU: it neither rotates keys nor adds outliers.
+ON_CPU_ONLY = ("kvquant",)
 # All values of --kv-compressor.
 METHODS = (*COMPRESSORS, *QUANTIZERS, *(f"{drops}+{packs}" for drops in COMPRESSORS for packs in QUANTIZERS))
 
@@ -140,3 +144,15 @@ def check_resolved(args: "KVServerArgs") -> None:
         return
     copies = f"the packed copies of --kv-compressor {args.kv_compressor}"
     copy_options.check_resolved(args, copies, f"a compressor that only drops tokens: {', '.join(COMPRESSORS)}")
+    if args.device != "cpu":
+        _check_kernel(args, packs)
+
+
+def _check_kernel(args: "KVServerArgs", packs: str) -> None:
+    """Refuse copies that the kernel of a GPU does not read."""
+    if packs in ON_CPU_ONLY:
+        others = ", ".join(name for name in QUANTIZERS if name not in ON_CPU_ONLY)
+        raise OptionError(
+            f"--device is {args.device} with --kv-compressor {args.kv_compressor}; the kernel of packed copies there turns no "
+            f"keys: {packs} is served on a CPU only. Pass {others}, or one that only drops tokens: {', '.join(COMPRESSORS)}."
+        )

@@ -8,9 +8,23 @@ from sglang_ext.compressor_options import QUANTIZERS
 from sglang_ext.mem_cache.compressors import quantizer
 from sglang_ext.mem_cache.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.packing import Packing
+from sglang_ext.mem_cache.rotary import Rotary
 
 # Every quantizer with every number of bits that it allows.
 KINDS = [(name, bits) for name, allowed in QUANTIZERS.items() for bits in allowed]
+
+
+def frequencies(dim):
+    """Of a rotary embedding that turns all channels but the last quarter: float32 [pairs]."""
+    return 100.0 ** -torch.linspace(0, 1, dim * 3 // 8)
+
+
+def turned(vectors, positions, angles):
+    """NeoX rotary embedding in complex float64: ``vectors`` [..., tokens, dim] at ``positions`` [..., tokens], or [tokens]."""
+    pairs = len(angles)
+    units = torch.polar(torch.ones(1, dtype=torch.float64), positions.double()[..., None] * angles.double())
+    units = torch.complex(vectors[..., :pairs].double(), vectors[..., pairs : 2 * pairs].double()) * units
+    return torch.cat([units.real, units.imag, vectors[..., 2 * pairs :].double()], -1)
 
 
 def meant(block, levels, rotation):
@@ -21,7 +35,11 @@ def meant(block, levels, rotation):
     scale, zero = (
         part.double().repeat_interleave(along[0], 2).repeat_interleave(along[1], 3) for part in (block.scale, block.zero)
     )
-    numbers = (numbers * scale + zero).reshape(heads, -1, dim)
+    numbers = numbers * scale + zero
+    if block.outliers is not None:
+        head, number, _ = torch.meshgrid(*map(torch.arange, block.outliers.places.shape), indexing="ij")
+        numbers[head, number, block.outliers.places // dim, block.outliers.places % dim] += block.outliers.excess.double()
+    numbers = numbers.reshape(heads, -1, dim)
     return numbers if rotation is None else numbers @ rotation.double().t()
 
 
@@ -50,7 +68,7 @@ def packed_pool(name, bits, blocks, exact, heads=2, dim=64, dtype=torch.float32,
     spread = 1 + 3 * torch.rand(dim, generator=noise)
     keys, values = ((torch.randn(2 * tokens + exact + 60, heads, dim, generator=noise) * spread).to(dtype) for _ in "kv")
     buffers = KVBuffers((0,), (0.1,), (keys,), (values,))
-    packing = Packing.of(quantizer(name, bits), buffers, 1)
+    packing = Packing.of(quantizer(name, bits), buffers, 1, Rotary(frequencies(dim)))
     order = torch.randperm(len(keys), generator=noise)
     sources, rest = order[:tokens], order[tokens:]
     packed = packing.packed_slots(tokens)
@@ -62,6 +80,7 @@ def packed_pool(name, bits, blocks, exact, heads=2, dim=64, dtype=torch.float32,
     for kind, (buffer, layout) in enumerate(((keys, packing.keys), (values, packing.values))):
         block = packing.read(buffer, layout, row[:packed])
         far = meant(block, levels[kind], rotations[kind])
+        far = far if block.positions is None else turned(far, torch.arange(tokens), frequencies(dim))
         means.append(torch.cat([far, buffer[row[packed:]].transpose(0, 1).double()], 1))
     return PackedPool(buffers, packing, row, packed, *means, originals)
 

@@ -69,7 +69,9 @@ class KVWorker(BaseSpecWorker):
         self.scores = compression.slot_scores_of(server_args, tuple(self.layers), kv_heads, rank)
         self.method = compression.method_of(server_args, len(self.layers), kv_heads, rank, self.scores)
         self.compressor = self.method.compressor
-        self.rotary = rotary_of(self.model_runner.model, is_attention) if self.compressor.needs_rotary else None
+        self.rotary = None
+        if self.method.needs_rotary:
+            self.rotary = rotary_of(self.model_runner.model, is_attention, server_args.kv_compressor)
         self.queries = QueryWindows(self.compressor.window, tuple(self.layers), self.stride)
         self.states: dict[int, RequestState] = {}
         # Of all requests; a new one is expected to be like them.
@@ -119,7 +121,8 @@ class KVWorker(BaseSpecWorker):
         self.buffers = KVBuffers.of(self.model_runner.token_to_kv_pool, self.layers)
         if self.method.quantizer is not None:
             # Before any graph is captured, as cells below: graphs read which rows are packed, and which cells are whose.
-            packing = Packing.of(self.method.quantizer, self.buffers, self.token_to_kv_pool_allocator.page_size)
+            page_size = self.token_to_kv_pool_allocator.page_size
+            packing = Packing.of(self.method.quantizer, self.buffers, page_size, self.rotary)
             self.packed_rows = PackedRows.of_table(packing, pool.req_to_token)
         if self.server_args.kv_head_budgets == "adaptive":
             self.head_cells = HeadCells.of(self.buffers, 2 * rows)

@@ -2,12 +2,15 @@
 
 A *cell* is what one slot of the KV pool holds of one layer, KV head and kind (keys or values): ``head_dim`` numbers of the
 pool's dtype, here plain bytes. Tokens are packed in *blocks*. The first cells of a block hold its codes, token after token,
-as many tokens in a cell as fit; those after them hold its scales, then its zero points, in float16, group after group.
+as many tokens in a cell as fit; those after them hold its scales, then its zero points, in float16, group after group; then,
+where a method asks for them, the positions of its tokens (int32), and its outliers: their places in the block (int16), token
+after token, and what each lacks (float16).
 A token's codes lie in parts, not in neighbours: of ``p`` codes in a byte, byte ``b`` holds channels ``b``, ``b + dim/p``, ...,
 from the lowest bits on, so that a kernel unpacks contiguous channels by shift and mask.
 """
 
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -28,17 +31,33 @@ class Grid(NamedTuple):
     channels: int
 
 
+class Outliers(NamedTuple):
+    """Numbers of each block that are kept beside its codes.
+
+    Attributes:
+        places: int64 [heads, blocks, count], ``token * dim + channel`` in the block.
+        excess: float32, as ``places``, what is added to what the codes mean there.
+    """
+
+    places: torch.Tensor
+    excess: torch.Tensor
+
+
 class Quantized(NamedTuple):
-    """Blocks of codes and what they mean: a number is ``level[code] * scale + zero``.
+    """Blocks of codes and what they mean: a number is ``level[code] * scale + zero``, and an outlier's excess.
 
     Attributes:
         codes: uint8 [heads, blocks, tokens, dim].
         scale, zero: [heads, blocks, tokens / grid.tokens, dim / grid.channels].
+        outliers: None where the layout has none.
+        positions: int64 [heads, blocks, tokens], of the tokens in their context; None where the layout has none.
     """
 
     codes: torch.Tensor
     scale: torch.Tensor
     zero: torch.Tensor
+    outliers: Outliers | None = None
+    positions: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -51,9 +70,11 @@ class Layout:
         dim: channels of a token, whole bytes of each part.
         cell_bytes: of a cell.
         grid: what shares a scale.
+        outliers: numbers of a block that are kept beside its codes.
+        positions: whether its tokens' positions are kept.
 
     Raises:
-        ValueError: a block's codes are not whole cells, or the grid does not divide it.
+        ValueError: a block's codes are not whole cells, the grid does not divide it, or outliers' places do not fit.
     """
 
     bits: int
@@ -61,6 +82,8 @@ class Layout:
     dim: int
     cell_bytes: int
     grid: Grid
+    outliers: int = 0
+    positions: bool = False
 
     def __post_init__(self) -> None:
         grid = self.grid
@@ -73,6 +96,11 @@ class Layout:
             raise ValueError(
                 f"groups of {grid.tokens} tokens and {grid.channels} channels do not divide blocks of {self.tokens} tokens "
                 f"with {self.dim} channels; use divisors of both"
+            )
+        if self.outliers and self.tokens * self.dim > 1 << 15:
+            raise ValueError(
+                f"places among {self.tokens} tokens of {self.dim} channels do not fit 16 bits; keep no outliers, or pack blocks "
+                f"of at most {(1 << 15) // self.dim} tokens"
             )
 
     @property
@@ -91,10 +119,22 @@ class Layout:
         return self.tokens // self.grid.tokens, self.dim // self.grid.channels
 
     @property
+    def plain(self) -> bool:
+        """Whether codes, scales and zero points say all."""
+        return not self.outliers and not self.positions
+
+    @property
+    def parameters(self) -> tuple[tuple[torch.dtype, tuple[int, ...]], ...]:
+        """What follows the codes of a block: dtype and shape of each."""
+        scales = ((PARAMETER, self.groups),) * 2
+        positions = ((torch.int32, (self.tokens,)),) * self.positions
+        outliers = ((torch.int16, (self.outliers,)), (PARAMETER, (self.outliers,))) if self.outliers else ()
+        return (*scales, *positions, *outliers)
+
+    @property
     def parameter_bytes(self) -> int:
-        """Bytes of a block's scales and zero points."""
-        along_tokens, along_channels = self.groups
-        return 2 * PARAMETER.itemsize * along_tokens * along_channels
+        """Bytes of a block's :attr:`parameters`."""
+        return sum(dtype.itemsize * prod(shape) for dtype, shape in self.parameters)
 
     @property
     def cells(self) -> int:
@@ -105,8 +145,10 @@ class Layout:
         """Bytes of whole blocks: uint8 [heads, blocks, ``cells``, cell_bytes]; ``cells`` is at least :attr:`cells`."""
         heads, blocks = block.codes.shape[:2]
         codes = pack_codes(block.codes, self.bits).reshape(heads, blocks, -1)
-        both = torch.cat([part.to(PARAMETER).reshape(heads, blocks, -1) for part in (block.scale, block.zero)], -1)
-        packed = torch.cat([codes, both.view(torch.uint8)], -1)
+        positions = () if block.positions is None else (block.positions,)
+        given = (block.scale, block.zero, *positions, *(block.outliers or ()))
+        parameters = [part.to(dtype).reshape(heads, blocks, -1) for part, (dtype, _) in zip(given, self.parameters, strict=True)]
+        packed = torch.cat([codes, *(part.view(torch.uint8) for part in parameters)], -1)
         spare = cells * self.cell_bytes - packed.shape[-1]
         return torch.nn.functional.pad(packed, (0, spare)).view(heads, blocks, cells, self.cell_bytes)
 
@@ -116,9 +158,14 @@ class Layout:
         flat = cells.reshape(heads, blocks, -1)
         end = self.tokens * self.token_bytes
         codes = unpack_codes(flat[..., :end].reshape(heads, blocks, self.tokens, self.token_bytes), self.bits)
-        both = flat[..., end : end + self.parameter_bytes].contiguous().view(PARAMETER).float()
-        scale, zero = both.view(heads, blocks, 2, *self.groups).unbind(2)
-        return Quantized(codes, scale, zero)
+        found = []
+        for dtype, shape in self.parameters:
+            begin, end = end, end + dtype.itemsize * prod(shape)
+            part = flat[..., begin:end].contiguous().view(dtype).view(heads, blocks, *shape)
+            found.append(part.float() if dtype is PARAMETER else part.long())
+        scale, zero, *rest = found
+        positions = rest.pop(0) if self.positions else None
+        return Quantized(codes, scale, zero, Outliers(*rest) if self.outliers else None, positions)
 
 
 def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:

@@ -11,9 +11,10 @@ from typing import ClassVar
 
 import torch
 
-from sglang_ext.mem_cache.compressors.quantizer import Quantizer
+from sglang_ext.mem_cache.compressors.quantizer import Quantizer, whole
 from sglang_ext.mem_cache.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.packed_layout import Grid, Layout, Quantized
+from sglang_ext.mem_cache.rotary import Rotary
 
 # Tokens that are packed at once: their numbers lie in float32 meanwhile, several times. Whole blocks.
 WRITTEN_TOKENS = 1 << 14
@@ -52,15 +53,17 @@ class Packing:
         quantizer: gives the codes.
         keys, values: how a block lies in key cells, and in value cells.
         page_size: slots that the pool hands out together.
+        rotary: the model's rotary embedding, for a quantizer that takes keys as they were before it.
 
     Raises:
-        ValueError: attention has no products with numbers that share scales so.
+        ValueError: attention has no products with numbers that share scales so, or the rotary embedding is missing.
     """
 
     quantizer: Quantizer
     keys: Layout
     values: Layout
     page_size: int
+    rotary: Rotary | None = None
 
     def __post_init__(self) -> None:
         keys, values = self.keys.grid, self.values.grid
@@ -69,21 +72,23 @@ class Packing:
                 f"keys share scales over {keys.tokens} tokens and {keys.channels} channels, values over {values.tokens} and "
                 f"{values.channels}; let keys share them in one channel or in one whole token, values in one token"
             )
+        if self.keys.positions and self.rotary is None:
+            raise ValueError("keys lie in blocks as before rotary embedding, and none is given: pass the model's")
 
     @classmethod
-    def of(cls, quantizer: Quantizer, buffers: KVBuffers, page_size: int) -> "Packing":
-        """For a pool with these buffers.
+    def of(cls, quantizer: Quantizer, buffers: KVBuffers, page_size: int, rotary: Rotary | None = None) -> "Packing":
+        """For a pool with these buffers, of a model with this rotary embedding.
 
         Raises:
             ValueError: heads of this size cannot be packed so.
         """
 
-        def layout(buffer: torch.Tensor, grid: Callable[[int], Grid]) -> Layout:
-            dim = buffer.shape[-1]
-            return Layout(quantizer.bits, quantizer.block, dim, dim * buffer.element_size(), grid(dim))
+        def layout(buffer: torch.Tensor, grid: Callable[[int], Grid], positions: bool) -> Layout:
+            dim, size = buffer.shape[-1], buffer.element_size()
+            return Layout(quantizer.bits, quantizer.block, dim, dim * size, grid(dim), quantizer.outliers(dim), positions)
 
-        keys, values = layout(buffers.keys[0], quantizer.key_grid), layout(buffers.values[0], quantizer.value_grid)
-        return cls(quantizer, keys, values, page_size)
+        keys = layout(buffers.keys[0], quantizer.key_grid, quantizer.before_rotary)
+        return cls(quantizer, keys, layout(buffers.values[0], quantizer.value_grid, False), page_size, rotary)
 
     @property
     def recent(self) -> int:
@@ -132,7 +137,7 @@ class Packing:
         Args:
             buffers: the pool's.
             kept: int64 [layers, kv_heads, tokens], counted in ``sources``; whole blocks.
-            sources: int64, slots of the context.
+            sources: int64, slots of the context, from its beginning: what is kept is counted by position.
             targets: int64 [held_slots(tokens)]; what fills up its last page stays as it is.
         """
         targets = targets[: self.packed_slots(kept.shape[-1])].split(self.packed_slots(WRITTEN_TOKENS))
@@ -143,15 +148,24 @@ class Packing:
                 read = sources[tokens]
                 for (kind, layout), rotation in zip(kinds, self.rotations(kept.device)):
                     numbers = kind[layer][read, heads].float()
-                    cells = layout.pack(self.quantized(numbers, layout, rotation), self.block_slots)
+                    cells = layout.pack(self.quantized(numbers, tokens, layout, rotation), self.block_slots)
                     as_bytes(kind[layer])[slots] = cells.flatten(1, 2).transpose(0, 1)
 
-    def quantized(self, numbers: torch.Tensor, layout: Layout, rotation: torch.Tensor | None) -> Quantized:
-        """Codes of float32 [heads, tokens, dim], rotated first."""
+    def quantized(self, numbers: torch.Tensor, tokens: torch.Tensor, layout: Layout, rotation: torch.Tensor | None) -> Quantized:
+        """Codes of float32 [heads, tokens, dim] at positions ``tokens``, int64 [heads, tokens]; rotated (back) first."""
+        if layout.positions:
+            numbers = self.rotary.rotated(numbers, -tokens)
         if rotation is not None:
             numbers = numbers @ rotation
-        blocks = numbers.view(len(numbers), -1, layout.tokens, layout.dim)
-        return self.quantizer.quantize(blocks, layout.grid)
+        block = self.quantizer.quantize(numbers.view(len(numbers), -1, layout.tokens, layout.dim), layout.grid)
+        return block._replace(positions=tokens.view(block.codes.shape[:3])) if layout.positions else block
+
+    def whole(self, block: Quantized, layout: Layout, levels: torch.Tensor | None) -> torch.Tensor:
+        """What blocks mean, keys with rotary embedding at their positions: float32 [heads, tokens, dim]."""
+        numbers = whole(block, layout.grid, levels)
+        if layout.positions:
+            numbers = self.rotary.rotated(numbers, block.positions)
+        return numbers.flatten(1, 2)
 
     def read(self, buffer: torch.Tensor, layout: Layout, slots: torch.Tensor) -> Quantized:
         """The blocks in ``slots``, int64 [packed], of a layer's key or value ``buffer``."""

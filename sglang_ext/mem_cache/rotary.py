@@ -1,4 +1,4 @@
-"""The rotary embedding that a model applied to its queries: taken back from them, and its mean over coming positions."""
+"""The rotary embedding that a model applied: to vectors, taken back from them, and its mean over coming positions."""
 
 import math
 from collections.abc import Callable
@@ -38,6 +38,16 @@ class Rotary:
         angles = angles.view(len(positions), *(1,) * (vectors.dim() - 2), -1)
         return self._turned(vectors, angles.cos(), -angles.sin())
 
+    def rotated(self, vectors: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Vectors with rotary embedding at ``positions``; it is taken back at their negatives.
+
+        Args:
+            vectors: float [..., tokens, dim].
+            positions: int64 [..., tokens].
+        """
+        angles = positions.float()[..., None] * self.frequencies
+        return self._turned(vectors, angles.cos(), angles.sin())
+
     def mean_rotation(self, begin: int, count: int, dim: int) -> torch.Tensor:
         """The mean of the rotations at positions ``[begin, begin + count)``: float32 [dim, dim], for column vectors."""
         angles = torch.arange(begin, begin + count, device=self.frequencies.device)[:, None] * self.frequencies
@@ -55,7 +65,7 @@ class Rotary:
         return torch.cat([turned.flatten(-2), rest], dim=-1)
 
 
-def rotary_of(model: torch.nn.Module, is_attention: Callable[[torch.nn.Module], bool]) -> Rotary:
+def rotary_of(model: torch.nn.Module, is_attention: Callable[[torch.nn.Module], bool], compressor: str) -> Rotary:
     """The rotary embedding that all attention layers of an SGLang model share.
 
     It is read off the table of cosines and sines, so that any scaling of the frequencies is in it.
@@ -63,6 +73,7 @@ def rotary_of(model: torch.nn.Module, is_attention: Callable[[torch.nn.Module], 
     Args:
         model: the model; the module that holds an attention layer also holds its ``rotary_emb``.
         is_attention: whether a module is an attention layer.
+        compressor: that needs it, as ``--kv-compressor`` names it.
 
     Raises:
         OptionError: a layer has none, layers differ, or it is of a kind whose frequencies depend on the position.
@@ -70,17 +81,17 @@ def rotary_of(model: torch.nn.Module, is_attention: Callable[[torch.nn.Module], 
     owners = [module for module in model.modules() if any(map(is_attention, module.children()))]
     embeddings = {id(found): found for found in (getattr(owner, "rotary_emb", None) for owner in owners)}
     if len(embeddings) != 1:
-        raise _refused(f"its layers have {len(embeddings)} different ones")
+        raise _refused(compressor, f"its layers have {len(embeddings)} different ones")
     (embedding,) = embeddings.values()
     if embedding is None:
-        raise _refused("there is none beside its attention layers")
+        raise _refused(compressor, "there is none beside its attention layers")
     table = getattr(embedding, "cos_sin_cache", None)
     style = getattr(embedding, "is_neox_style", None)
     if not isinstance(table, torch.Tensor) or table.dim() != 2 or len(table) < 2 or style is None:
-        raise _refused(f"{type(embedding).__name__} is of an unknown kind")
+        raise _refused(compressor, f"{type(embedding).__name__} is of an unknown kind")
     rotary = Rotary(_frequencies(table), not style)
     if not _explains(rotary, table):
-        raise _refused(f"frequencies of {type(embedding).__name__} depend on the position")
+        raise _refused(compressor, f"frequencies of {type(embedding).__name__} depend on the position")
     return rotary
 
 
@@ -104,8 +115,8 @@ def _explains(rotary: Rotary, table: torch.Tensor) -> bool:
     return bool((torch.cat([angles.cos(), angles.sin()], dim=-1) * scale - found).abs().max() <= TABLE_ERROR * scale)
 
 
-def _refused(reason: str) -> OptionError:
+def _refused(compressor: str, reason: str) -> OptionError:
     return OptionError(
-        f"--kv-compressor expected-attention cannot take back the model's rotary embedding: {reason}. It serves models with one "
+        f"--kv-compressor {compressor} cannot take back the model's rotary embedding: {reason}. It serves models with one "
         "rotary embedding in all layers, of fixed frequencies; use --kv-compressor snapkv for this model."
     )

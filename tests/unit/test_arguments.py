@@ -114,6 +114,7 @@ def packed_args(**change):
         ({"decode_attention_backend": "triton"}, "--attention-backend torch_native, triton; .* cpu with torch_native"),
         ({"device": "cuda"}, "--device is cuda and --attention-backend torch_native; "),
         ({**ON_GPU, "device": "xpu"}, "--device is xpu and --attention-backend flashinfer; "),
+        ({**ON_GPU, "kv_compressor": "kvquant"}, "--device is cuda with --kv-compressor kvquant; .*CPU only. Pass int8, int4, "),
         ({**ON_GPU, "kv_schedule": "staggered"}, "--kv-schedule is 'staggered'; .* Pass --kv-schedule lockstep"),
         ({**ON_GPU, "kv_ngram_tokens": 4}, "--kv-ngram-tokens is 4; .* Pass --kv-ngram-tokens 0"),
         (

@@ -75,6 +75,7 @@ class Worker(KVWorker):
         self.model_runner = SimpleNamespace(token_to_kv_pool=kv, attn_backend=SimpleNamespace())
         self.layers, self.method, self.scores = {0: 0.1, 2: 0.1}, method(name), None
         self.packed_rows = self.head_cells = None
+        self.rotary = None
 
     def allocate(self):
         table = SimpleNamespace(req_to_token=torch.zeros(4, 30, dtype=torch.int32))

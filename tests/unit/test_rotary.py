@@ -27,7 +27,7 @@ def model_of(*embeddings):
 
 
 def found(*embeddings):
-    return rotary_of(model_of(*embeddings), lambda module: isinstance(module, torch.nn.Identity))
+    return rotary_of(model_of(*embeddings), lambda module: isinstance(module, torch.nn.Identity), "kvquant")
 
 
 @pytest.fixture
@@ -59,6 +59,9 @@ def test_queries_are_as_before_sglang_rotated_them_and_the_mean_rotation_is_the_
     factor[:turned] = after[0, 0, :turned].norm() / before[0, 0, :turned].norm()
     torch.testing.assert_close(rotary.unrotated(after, positions), before * factor, atol=1e-3, rtol=0)
 
+    by_head, expected = (part.transpose(0, 1) for part in (before * factor, after))
+    torch.testing.assert_close(rotary.rotated(by_head, positions), expected, atol=1e-3, rtol=0)
+
     coming = torch.arange(40, 48)
     one = before[:1].expand(8, -1, -1)
     rotated, _ = embedding.forward_native(coming, one.flatten(1).clone(), one.flatten(1).clone())
@@ -72,7 +75,7 @@ def test_a_table_in_bfloat16_gives_the_frequencies_too(rope):
     rounded = SimpleNamespace(cos_sin_cache=embedding.cos_sin_cache.bfloat16(), is_neox_style=True)
     model = model_of(None)
     model[0].rotary_emb = rounded
-    read = rotary_of(model, lambda module: isinstance(module, torch.nn.Identity)).frequencies
+    read = rotary_of(model, lambda module: isinstance(module, torch.nn.Identity), "kvquant").frequencies
     torch.testing.assert_close(read, exact, atol=1e-5, rtol=0)
 
 
@@ -90,8 +93,8 @@ def test_a_model_whose_rotary_embedding_is_not_known_is_refused(tables, reason):
     model = model_of(*[None] * len(tables))
     for attention, embedding in zip(model, embeddings):
         attention.rotary_emb = embedding
-    with pytest.raises(OptionError, match=f"{reason}.*--kv-compressor snapkv"):
-        rotary_of(model, lambda module: isinstance(module, torch.nn.Identity))
+    with pytest.raises(OptionError, match=f"--kv-compressor int8.kvquant .*{reason}.*--kv-compressor snapkv"):
+        rotary_of(model, lambda module: isinstance(module, torch.nn.Identity), "int8+kvquant")
 
 
 def test_rotations_of_one_position_keep_lengths_and_those_of_many_shorten_fast_pairs():

@@ -71,10 +71,10 @@ def relative_errors(
 
     Args:
         budget: share of the prompt that is kept.
-        rotary: the model's, for a compressor that needs it.
+        rotary: the model's, for a method that needs it.
     """
     context = context_of(layers, prompt, chosen.compressor, rotary)
-    packing = Unpacked(1) if chosen.quantizer is None else Packing.of(chosen.quantizer, context.buffers, 1)
+    packing = Unpacked(1) if chosen.quantizer is None else Packing.of(chosen.quantizer, context.buffers, 1, rotary)
     covered = max(0, prompt - packing.recent) // packing.unit * packing.unit
     (kept,) = chosen.compressor.select(context, [Part(0, covered, kept_count(covered, budget, packing.unit))])
     held = packing.held_slots(kept.shape[-1])

@@ -2,7 +2,8 @@
 
 With a scale for each channel of a group of tokens ``q . (s * c + z) = (q * s) . c + q . z``; with one for each token
 ``s_t * (q . c_t) + z_t * sum(q)``, and likewise of the values, whose weights take the scales. What was rotated before it was
-quantized is met by rotated queries, and what comes of rotated values is rotated back.
+quantized is met by rotated queries, and what comes of rotated values is rotated back. Blocks with outliers, or with keys from
+before rotary embedding, have no such products: they are made whole.
 """
 
 import torch
@@ -38,16 +39,30 @@ def packed_attention(
     rows = (queries.float() * scaling).view(count, kv_heads, -1, dim).transpose(0, 1).flatten(1, 2)
     blocks = packing.read(keys, packing.keys, slots[:packed])
     (to_keys, to_values), (key_levels, value_levels) = packing.rotations(slots.device), packing.levels(slots.device)
-    far = key_scores(_rotated(rows, to_keys), blocks, packing.keys.grid, key_levels)
+    far = _far_scores(packing, _rotated(rows, to_keys), blocks, key_levels)
     near = rows @ keys[exact].float().permute(1, 2, 0)
     newest = torch.arange(count, device=slots.device).repeat_interleave(heads // kv_heads) + len(exact) - count
     near = near.masked_fill(torch.arange(len(exact), device=slots.device) > newest[:, None], float("-inf"))
     weights = torch.cat([far, near], -1).softmax(-1)
     far, near = weights.split([far.shape[-1], len(exact)], -1)
     blocks = packing.read(values, packing.values, slots[:packed])
-    summed = weighted_values(far, blocks, packing.values.grid, value_levels)
+    summed = _far_sums(packing, far, blocks, value_levels)
     summed = _rotated(summed, None if to_values is None else to_values.t()) + near @ values[exact].float().transpose(0, 1)
     return summed.view(kv_heads, count, heads // kv_heads, -1).transpose(0, 1).flatten(1, 2)
+
+
+def _far_scores(packing: Packing, rows: torch.Tensor, block: Quantized, levels: torch.Tensor | None) -> torch.Tensor:
+    """Products with packed keys, as :func:`key_scores`."""
+    if packing.keys.plain:
+        return key_scores(rows, block, packing.keys.grid, levels)
+    return rows @ packing.whole(block, packing.keys, levels).mT
+
+
+def _far_sums(packing: Packing, weights: torch.Tensor, block: Quantized, levels: torch.Tensor | None) -> torch.Tensor:
+    """Sums of packed values, as :func:`weighted_values`."""
+    if packing.values.plain:
+        return weighted_values(weights, block, packing.values.grid, levels)
+    return weights @ packing.whole(block, packing.values, levels)
 
 
 def key_scores(rows: torch.Tensor, block: Quantized, grid: Grid, levels: torch.Tensor | None) -> torch.Tensor:

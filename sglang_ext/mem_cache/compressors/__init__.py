@@ -4,6 +4,7 @@ in few bits (quantizer.py)."""
 from sglang_ext.mem_cache.compressors import (  # noqa: F401  (they register)
     expected_attention,
     kivi,
+    kvquant,
     kvzap,
     kvzip,
     plain_int,

@@ -20,6 +20,11 @@ class Method:
     compressor: Compressor
     quantizer: Quantizer | None
 
+    @property
+    def needs_rotary(self) -> bool:
+        """Whether it reads the model's rotary embedding; models without a known one are refused then."""
+        return self.compressor.needs_rotary or (self.quantizer is not None and self.quantizer.before_rotary)
+
 
 def method(name: str, bits: int | None = None) -> Method:
     """The method of that name, as ``--kv-compressor`` and ``--kv-bits`` say.

@@ -2,13 +2,15 @@
 
 Where the bytes lie and how attention reads them is the same for all (packed_layout.py, packing.py). A quantizer says
 what a code means: ``level[code] * scale + zero``, of vectors that it may rotate first. Attention then rotates queries
-alike, and the outputs back, so that products stay what they were.
+alike, and the outputs back, so that products stay what they were. It may also keep some numbers beside their codes, and take
+the keys as they were before rotary embedding: then attention makes whole vectors of the codes (:func:`whole`).
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import ClassVar
 
 import torch
 
@@ -26,11 +28,13 @@ class Quantizer(ABC):
         bits: of a code.
         block: tokens that are packed together.
         recent: newest tokens of a context that are not quantized; the draft row leads to the full KV's own.
+        before_rotary: whether it takes keys as they were before rotary embedding; models without a known one are refused then.
     """
 
     bits: int
     block: int = 64
     recent: int = 0
+    before_rotary: ClassVar[bool] = False
 
     @abstractmethod
     def key_grid(self, dim: int) -> Grid:
@@ -47,6 +51,10 @@ class Quantizer(ABC):
     def levels(self, dim: int) -> torch.Tensor | None:
         """Numbers that the codes mean: float32 [2 ** bits], ascending; None for the codes themselves."""
         return None
+
+    def outliers(self, dim: int) -> int:
+        """Numbers of a block of heads with ``dim`` channels that are kept beside its codes."""
+        return 0
 
     def rotation_on(self, device: torch.device, dim: int) -> torch.Tensor | None:
         """:meth:`rotation` on a device; copied there once, so that later calls neither wait for it nor move in memory."""
@@ -86,6 +94,16 @@ def grouped(numbers: torch.Tensor, grid: Grid) -> torch.Tensor:
 def squeezed(parameter: torch.Tensor) -> torch.Tensor:
     """A number for each group of :func:`grouped`: [heads, blocks, groups along tokens, groups along channels]."""
     return parameter.squeeze(5).squeeze(3)
+
+
+def whole(block: Quantized, grid: Grid, levels: torch.Tensor | None) -> torch.Tensor:
+    """What blocks mean, outliers included: float32 [heads, blocks, tokens, dim]; ``levels`` as :meth:`Quantizer.levels`."""
+    codes = block.codes.float() if levels is None else levels.take(block.codes.long())
+    scale, zero = (part[:, :, :, None, :, None] for part in (block.scale, block.zero))
+    numbers = (grouped(codes, grid) * scale + zero).reshape(codes.shape)
+    if block.outliers is None:
+        return numbers
+    return numbers.flatten(2).scatter_add(2, *block.outliers).view(codes.shape)
 
 
 def stored(parameter: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,106 @@
+"""How many greedy drafts on packed copies full KV accepts, without a server: docs/results/quantized.md.
+
+    python docs/results/quantized_acceptance.py --model MODEL --prompts FOLDER [--limit PROMPTS] [METHODS...]
+
+Rounds are those of kvzap_acceptance.py, on the plugin's packing and attention. Methods have the names of bench quality: kivi:2.
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+from kvzap_acceptance import ANSWER, DRAFTS, Context
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from sglang_ext.bench.quality.named import Named
+from sglang_ext.layers.attention.packed import packed_attention
+from sglang_ext.mem_cache.compressors import method
+from sglang_ext.mem_cache.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.packing import Packing
+from sglang_ext.mem_cache.rotary import Rotary
+
+NAME = "packed_copies"
+
+
+class Drafting:
+    """An attention function of transformers that reads packed blocks in the place of a prompt's first tokens.
+
+    Attributes:
+        packing: how they are packed; None to read full KV.
+    """
+
+    packing: Packing | None = None
+
+    def pack(self, context: Context, name: str) -> None:
+        """Pack the prompt's KV; ``name`` as bench quality names a method."""
+        named, tokens = Named.of(name), len(context.prompt)
+        keys, values = (
+            tuple(getattr(layer, kind)[0, :, :tokens].transpose(0, 1).contiguous() for layer in context.cache.layers)
+            for kind in ("keys", "values")
+        )
+        buffers = KVBuffers(tuple(range(len(keys))), (1.0,) * len(keys), keys, values)
+        rotary = Rotary(context.model.model.rotary_emb.inv_freq.float())
+        packs = Packing.of(method(named.compressor, named.bits).quantizer, buffers, 1, rotary)
+        self.covered = (tokens - packs.recent) // packs.unit * packs.unit
+        self.held = packs.packed_slots(self.covered)
+        kept = torch.arange(self.covered).expand(len(keys), keys[0].shape[1], -1)
+        # Blocks of one layer fit where its tokens that they stand for lay: numbers are read before cells are written.
+        packs.write(buffers, kept, torch.arange(tokens), torch.arange(self.held))
+        self.blocks = [(key[: self.held], value[: self.held]) for key, value in zip(keys, values)]
+        self.packing = packs
+
+    def __call__(self, module, query, key, value, attention_mask, **kwargs) -> tuple[torch.Tensor, None]:
+        """Attention of [1, heads, tokens, head_dim]."""
+        if self.packing is None:
+            return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+        exact = (part[0].transpose(0, 1)[self.covered :] for part in (key, value))
+        keys, values = (torch.cat(parts) for parts in zip(self.blocks[module.layer_idx], exact))
+        queries, row = query[0].transpose(0, 1), torch.arange(len(keys))
+        return packed_attention(self.packing, queries, keys, values, row, self.held, module.scaling)[None], None
+
+
+def accepted(context: Context, drafting: Drafting, name: str) -> tuple[int, int]:
+    """Drafts that are accepted, and offered, over the whole answer."""
+    tokens, answer, agreed, offered, done = len(context.prompt), context.answer, 0, 0, 0
+    drafting.pack(context, name)
+    context.model.set_attn_implementation(NAME)
+    while done < ANSWER - 1:
+        some = answer[done : min(done + DRAFTS, ANSWER - 1)]
+        cache = DynamicCache()
+        for index, layer in enumerate(context.cache.layers):
+            cache.update(layer.keys[:, :, : tokens + done], layer.values[:, :, : tokens + done], index)
+        logits = context.model(torch.tensor([some]), past_key_values=cache).logits
+        right = logits[0].argmax(dim=-1) == torch.tensor(answer[done + 1 : done + 1 + len(some)])
+        found = int(right.long().cumprod(0).sum())
+        agreed, offered, done = agreed + found, offered + len(some), done + found + 1
+    context.model.set_attn_implementation("sdpa")
+    return agreed, offered
+
+
+@torch.inference_mode()
+def main() -> None:
+    """Print accepted and offered drafts by method, after each prompt."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("methods", nargs="*", default=["kivi", "kvquant", "kivi:2", "kvquant:2"])
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--prompts", type=Path, required=True)
+    parser.add_argument("--limit", type=int, help="prompts, of the first")
+    args = parser.parse_args()
+    drafting = Drafting()
+    AttentionInterface.register(NAME, drafting)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    counts = {name: (0, 0) for name in args.methods}
+    for file in sorted(args.prompts.glob("*.txt"))[: args.limit]:
+        context = Context(model, tokenizer.encode(file.read_text()))
+        for name in args.methods:
+            agreed, offered = accepted(context, drafting, name)
+            counts[name] = (counts[name][0] + agreed, counts[name][1] + offered)
+        print(file.name, {name: f"{a}/{o} {a / o:.3f}" for name, (a, o) in counts.items()}, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""KVQuant (Hooper et al. 2024, arXiv 2401.18079): keys before rotary embedding, non-uniform levels, outliers apart."""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from sglang_ext.mem_cache.compressors.quantizer import Quantizer, grouped, register_quantizer, squeezed, stored, whole
+from sglang_ext.mem_cache.packed_layout import Grid, Outliers, Quantized
+
+# Standard deviations of the normal distribution that lie between the middle of a group's range and its ends. Fewer than a group
+# has: keys of the demo model, with 4 bits, lose more to attention with 1.5 or 2.2, which leave too few levels near the ends.
+HALF_RANGE = 0.7
+
+
+@register_quantizer("kvquant")
+@dataclass(frozen=True)
+class KVQuant(Quantizer):
+    """Keys by channel, as they were before rotary embedding mixed channels; values by token; some numbers nearly exact.
+
+    Read from the paper's sections 3.1 (keys before rotary embedding), 3.2 (levels) and 3.3 (dense and sparse), without
+    calibration:
+
+    - Ranges are those of what a copy holds, of 64 tokens of a key channel and of half a value, not of calibration data.
+    - Levels are the same for all models and layers, not k-means weighted by Fisher information: those of :func:`levels_of`,
+      which are nearly even.
+    - Of each block of 64 tokens and head the 1/64 of the numbers that are farthest from their group's mean, in the group's
+      standard deviations, are outliers. The range is that of the others; what the code leaves over of them is kept in float16.
+    - The newest tokens stay as they are, as KIVI's do. The first token, which the paper keeps, has no place of its own.
+
+    Each token's position lies in its block, so that heads may keep tokens of their own choice (``snapkv+kvquant``).
+    """
+
+    recent: int = 128
+    before_rotary: ClassVar[bool] = True
+
+    def key_grid(self, dim: int) -> Grid:
+        """All tokens of a block, one channel."""
+        return Grid(self.block, 1)
+
+    def value_grid(self, dim: int) -> Grid:
+        """One token, half of the channels."""
+        return Grid(1, dim // 2)
+
+    def levels(self, dim: int) -> torch.Tensor:
+        """Shares of a group's range: float32 [2 ** bits], ascending from 0 to 1."""
+        return levels_of(2**self.bits)
+
+    def outliers(self, dim: int) -> int:
+        """1/64 of a block's numbers."""
+        return self.block * dim // 64
+
+    def quantize(self, numbers: torch.Tensor, grid: Grid) -> Quantized:
+        """Of each number the nearest level between the least and the greatest of its group, outliers left out."""
+        dim = numbers.shape[-1]
+        places = farthest(numbers, grid, self.outliers(dim))
+        groups = grouped(without(numbers, grid, places), grid)
+        least, most = groups.amin((3, 5), keepdim=True), groups.amax((3, 5), keepdim=True)
+        zero = stored(least)
+        scale = stored((most - zero).clamp(min=0))
+        levels = self.levels_on(numbers.device, dim)
+        shares = torch.where(scale > 0, (grouped(numbers, grid) - zero) / scale, 0.0)
+        codes = torch.bucketize(shares, (levels[1:] + levels[:-1]) / 2).to(torch.uint8).view(numbers.shape)
+        block = Quantized(codes, squeezed(scale), squeezed(zero))
+        rest = (numbers - whole(block, grid, levels)).flatten(2)
+        return block._replace(outliers=Outliers(places, stored(rest.gather(-1, places))))
+
+
+def levels_of(count: int) -> torch.Tensor:
+    """``count`` levels for normally distributed numbers, cut off :data:`HALF_RANGE` deviations from their mean: float32, 0 to 1.
+
+    Levels of least squared error lie as densely as the third root of the density (Panter and Dite 1951), so as quantiles of a
+    normal distribution that is wider by the root of 3. Both ends are levels: the largest numbers matter most to attention.
+    """
+    end = torch.tensor(HALF_RANGE / math.sqrt(6), dtype=torch.float64)
+    spread = torch.linspace(-1, 1, count, dtype=torch.float64) * torch.erf(end)
+    return (torch.erfinv(spread) / end + 1).div(2).clamp(0, 1).float()
+
+
+def farthest(numbers: torch.Tensor, grid: Grid, count: int) -> torch.Tensor:
+    """Places in each block of the numbers farthest from their group's mean, in deviations: int64 [heads, blocks, count].
+
+    Args:
+        numbers: float32 [heads, blocks, tokens, dim].
+        grid: the groups.
+        count: of each block.
+    """
+    groups = grouped(numbers, grid)
+    deviation, mean = torch.std_mean(groups, (3, 5), keepdim=True)
+    distances = (groups - mean).abs() / deviation.clamp(min=1e-9)
+    return distances.reshape(numbers.shape).flatten(2).topk(count, -1).indices
+
+
+def without(numbers: torch.Tensor, grid: Grid, places: torch.Tensor) -> torch.Tensor:
+    """``numbers`` with the mean of the others of its group (0 where there are none) in each of ``places``."""
+    others = torch.ones_like(numbers).flatten(2).scatter(-1, places, 0.0).view(numbers.shape)
+    counted, known = grouped(others, grid), grouped(numbers * others, grid)
+    mean = known.sum((3, 5), keepdim=True) / counted.sum((3, 5), keepdim=True).clamp(min=1)
+    return torch.where(counted > 0, known, mean).reshape(numbers.shape)
