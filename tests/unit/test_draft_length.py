@@ -20,17 +20,20 @@ def test_expected_tokens_are_the_sum_over_accepted_lengths(p, drafts):
     assert expected_tokens(p, drafts) == pytest.approx(sum(p**k for k in range(drafts + 1)), rel=1e-6)
 
 
-@given(st.floats(0.05, 0.98), st.integers(0, 99))
-@settings(max_examples=40, deadline=None)
-def test_acceptance_finds_the_probability_per_token(p, seed):
-    noise, found, seen = random.Random(seed), Acceptance(), []
-    for _ in range(400):
-        accepted = 0
-        while accepted < 16 and noise.random() < p:
-            accepted += 1
-        found.observe(16, accepted)
-        seen.append(found.probability)
-    assert sum(seen[100:]) / 300 == pytest.approx(p, abs=0.08)
+@pytest.mark.parametrize("p", [0.05, 0.4, 0.7, 0.9, 0.98])
+def test_acceptance_finds_the_probability_per_token(p):
+    # Fixed seeds: a search for the worst one finds noise.
+    means = []
+    for seed in range(10):
+        noise, found, seen = random.Random(seed), Acceptance(), []
+        for _ in range(400):
+            accepted = 0
+            while accepted < 16 and noise.random() < p:
+                accepted += 1
+            found.observe(16, accepted)
+            seen.append(found.probability)
+        means.append(sum(seen[100:]) / 300)
+    assert means == pytest.approx([p] * 10, abs=0.08) and sum(means) / 10 == pytest.approx(p, abs=0.03)
 
 
 def drive(chooser, times, p, iterations, batch=4, plain_steps=4):
