@@ -1,4 +1,4 @@
-"""How many running requests' full KV may leave the device, and how long they draft, by what rounds and loads were measured to take.
+"""How much full KV may leave the device, and how long its requests draft, by what rounds and loads were measured to take.
 
 ``--kv-full-tier auto``: full KV stays on the device while it fits. For more requests than fit, some of it leaves where
 VeriCache's optimum (equations (5)-(11), placement.py) says that more tokens a second come of it; else the others

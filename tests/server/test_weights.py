@@ -2,6 +2,7 @@
 
 import base64
 import pickle
+import time
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,8 @@ def test_weights_from_tensors_change_the_answer_as_they_change_stocks(stock, ver
 def test_weights_from_disk_drop_what_was_cached_and_serve_on(verified, prompts, model):
     body = {"input_ids": prompts[1], **greedy(16)}
     before = verified.ask(**body)
+    # SGLang ends where it cannot flush its cache then: a request that was just answered is in its batch for another iteration.
+    time.sleep(1)
     answer = verified.request("/update_weights_from_disk", {"model_path": str(model)})
     assert answer["success"]
     after = verified.ask(**body)

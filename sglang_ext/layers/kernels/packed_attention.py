@@ -11,7 +11,10 @@ from sglang_ext.layers.kernels.packed_codes import dequantized, parameters
 
 
 @triton.jit
-def _queries(queries, channel, row, scaling, AHEAD: tl.constexpr, PART: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, LIKE: tl.constexpr):  # fmt: skip
+def _queries(
+    queries, channel, row, scaling, AHEAD: tl.constexpr, PART: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr,
+    LIKE: tl.constexpr,
+):  # fmt: skip
     """The channels of a part, and 0 for those that pad it: LIKE [channels, rows]."""
     mask = (channel < PART)[:, None] & (row < GROUP)[None, :]
     found = tl.load(queries + row[None, :] * DIM + AHEAD + channel[:, None], mask=mask, other=0.0)
@@ -147,9 +150,9 @@ def packed_splits(
     key_slot, key_head, value_slot, value_head, HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr,
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr,
     COLUMNS: tl.constexpr, VALUE_COLUMNS: tl.constexpr, BITS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
-    BLOCK_SLOTS: tl.constexpr, CODE_CELLS: tl.constexpr, KEY_CELL: tl.constexpr, VALUE_CELL: tl.constexpr, KEY_GROUPS: tl.constexpr, KEY_UNIT: tl.constexpr,
-    VALUE_UNIT: tl.constexpr, TABLE: tl.constexpr, FAST: tl.constexpr, STEP: tl.constexpr, PACKED: tl.constexpr,
-    EXACT: tl.constexpr, N: tl.constexpr,
+    BLOCK_SLOTS: tl.constexpr, CODE_CELLS: tl.constexpr, KEY_CELL: tl.constexpr, VALUE_CELL: tl.constexpr,
+    KEY_GROUPS: tl.constexpr, KEY_UNIT: tl.constexpr, VALUE_UNIT: tl.constexpr, TABLE: tl.constexpr, FAST: tl.constexpr,
+    STEP: tl.constexpr, PACKED: tl.constexpr, EXACT: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     split, kv_head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     table_at = tl.load(rows + request)

@@ -97,7 +97,7 @@ def dequantized(
     raw, s0, z0, s1, z1, s2, z2, s3, z3, levels, AXIS: tl.constexpr, BITS: tl.constexpr, TABLE: tl.constexpr,
     FAST: tl.constexpr, LIKE: tl.constexpr,
 ):  # fmt: skip
-    """Numbers of a tile of bytes of one block, by part: four tiles of LIKE, which are those of ``8 // BITS`` parts again and again.
+    """Numbers of a tile of bytes of one block: four tiles of LIKE, which are those of ``8 // BITS`` parts again and again.
 
     Args:
         raw: uint8, of three axes.
