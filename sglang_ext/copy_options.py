@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from sglang_ext.options import OptionError, offloads
+from sglang_ext.options import OptionError, attention_backends, offloads
 
 if TYPE_CHECKING:
     from sglang_ext.arguments import KVServerArgs
@@ -23,7 +23,7 @@ def check_resolved(args: "KVServerArgs", copies: str, remedy: str) -> None:
     Raises:
         OptionError: names what it chose, and the remedy.
     """
-    found = backends(args)
+    found = attention_backends(args)
     if found - set(BACKENDS.get(args.device, ())):
         raise OptionError(
             f"--device is {args.device} and --attention-backend {', '.join(sorted(found))}; {copies} are read on {_readers()}. "
@@ -31,11 +31,6 @@ def check_resolved(args: "KVServerArgs", copies: str, remedy: str) -> None:
         )
     if args.device != "cpu":
         _check_steps(args, copies, remedy)
-
-
-def backends(args: "KVServerArgs") -> set[str]:
-    """The attention backends that flags or SGLang chose so far."""
-    return {args.attention_backend, args.prefill_attention_backend, args.decode_attention_backend} - {None}
 
 
 def _readers() -> str:

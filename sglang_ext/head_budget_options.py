@@ -6,7 +6,7 @@ import torch
 
 from sglang_ext import copy_options
 from sglang_ext.compressor_options import parse_compressor
-from sglang_ext.options import OptionError, one_of
+from sglang_ext.options import OptionError, attention_backends, one_of
 
 if TYPE_CHECKING:
     from sglang_ext.arguments import KVServerArgs
@@ -28,7 +28,7 @@ def resolve(args: "KVServerArgs") -> None:
     drops, packs = parse_compressor(args.kv_compressor)
     if args.kv_head_budgets == "auto":
         # On a GPU not before it is measured there.
-        served = packs is None and _on_cpu(args) and copy_options.backends(args) <= set(copy_options.BACKENDS["cpu"])
+        served = packs is None and _on_cpu(args) and attention_backends(args) <= set(copy_options.BACKENDS["cpu"])
         args.kv_head_budgets = "adaptive" if drops in BETTER and served else "equal"
     if args.kv_head_budgets == "equal":
         return

@@ -240,6 +240,11 @@ def one_of(flag: str, value: object, allowed: tuple[str, ...]) -> None:
         raise OptionError(f"{flag} is {value!r}; allowed: {', '.join(allowed)}. Pass one of these.")
 
 
+def attention_backends(args: "KVServerArgs") -> set[str]:
+    """Those that flags or SGLang chose so far."""
+    return {args.attention_backend, args.prefill_attention_backend, args.decode_attention_backend} - {None}
+
+
 def check_combinations(args: "KVServerArgs") -> None:
     """Refuse SGLang options that a compressed KV cache cannot be combined with yet.
 
@@ -265,8 +270,7 @@ def check_resolved(args: "KVServerArgs") -> None:
             f"--cuda-graph-backend-prefill is 'full'; --kv-mode {args.kv_mode} reads the prompt's queries, which such "
             "graphs hide. Pass breakable, tc_piecewise or disabled."
         )
-    backends = {args.attention_backend, args.prefill_attention_backend, args.decode_attention_backend}
-    for backend in sorted(backends - {None}):
+    for backend in sorted(attention_backends(args)):
         if backend not in ATTENTION_BACKENDS:
             raise OptionError(
                 f"--attention-backend is {backend!r}; --kv-mode {args.kv_mode} runs with "

@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from kvzap_acceptance import ANSWER, DRAFTS, SINKS, Context, scores_of
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from kvzap_acceptance import Context, scores_of
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, AutoTokenizer
 from transformers import PreTrainedTokenizerBase
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -54,21 +54,12 @@ def kept_of(scores: torch.Tensor, budget: float, shared: tuple[int, ...]) -> tor
 
 def accepted(context: Context, masked: Masked, kept: torch.Tensor) -> tuple[int, int]:
     """Drafts that are accepted, and offered, over the whole answer."""
-    tokens, answer, agreed, offered, done = len(context.prompt), context.answer, 0, 0, 0
     context.model.set_attn_implementation(NAME)
-    while done < ANSWER - 1:
-        some = answer[done : min(done + DRAFTS, ANSWER - 1)]
-        cache = DynamicCache()
-        for index, layer in enumerate(context.cache.layers):
-            cache.update(layer.keys[:, :, : tokens + done], layer.values[:, :, : tokens + done], index)
-        masked.kept = kept
-        logits = context.model(torch.tensor([some]), past_key_values=cache).logits
-        masked.kept = None
-        right = logits[0].argmax(dim=-1) == torch.tensor(answer[done + 1 : done + 1 + len(some)])
-        found = int(right.long().cumprod(0).sum())
-        agreed, offered, done = agreed + found, offered + len(some), done + found + 1
+    masked.kept = kept
+    found = context.rounds(context.whole)
+    masked.kept = None
     context.model.set_attn_implementation("sdpa")
-    return agreed, offered
+    return found
 
 
 def method_scores(

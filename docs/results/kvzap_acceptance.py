@@ -7,6 +7,7 @@ the same tokens as if the answer's were fed, so that one forward of so many toke
 """
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -54,15 +55,26 @@ class Context:
     def accepted(self, scores: torch.Tensor, budget: float) -> tuple[int, int]:
         """Drafts that are accepted, and offered, over the whole answer."""
         kept = best(scores, int(len(self.prompt) * budget))
+        return self.rounds(lambda done: self._compressed(kept, done))
+
+    def rounds(self, cache_of: Callable[[int], DynamicCache]) -> tuple[int, int]:
+        """Drafts that are accepted, and offered; ``cache_of``: what those after so many tokens of the answer attend to."""
         accepted = offered = done = 0
         while done < ANSWER - 1:
             some = self.answer[done : min(done + DRAFTS, ANSWER - 1)]
             where = torch.arange(len(self.prompt) + done, len(self.prompt) + done + len(some))[None]
-            logits = self.model(torch.tensor([some]), past_key_values=self._compressed(kept, done), position_ids=where).logits
+            logits = self.model(torch.tensor([some]), past_key_values=cache_of(done), position_ids=where).logits
             right = logits[0].argmax(dim=-1) == torch.tensor(self.answer[done + 1 : done + 1 + len(some)])
             agreed = int(right.long().cumprod(0).sum())
             accepted, offered, done = accepted + agreed, offered + len(some), done + agreed + 1
         return accepted, offered
+
+    def whole(self, done: int) -> DynamicCache:
+        """The full KV of the prompt, and of the answer's ``done`` tokens."""
+        cache, tokens = DynamicCache(), len(self.prompt) + done
+        for index, layer in enumerate(self.cache.layers):
+            cache.update(layer.keys[:, :, :tokens], layer.values[:, :, :tokens], index)
+        return cache
 
     def _compressed(self, kept: torch.Tensor, done: int) -> DynamicCache:
         """What ``kept``, int64 [layers, kv_heads, count], leaves of the prompt, and all of the answer's ``done`` tokens."""

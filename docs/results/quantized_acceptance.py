@@ -9,8 +9,8 @@ import argparse
 from pathlib import Path
 
 import torch
-from kvzap_acceptance import ANSWER, DRAFTS, Context
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from kvzap_acceptance import Context
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -63,20 +63,11 @@ class Drafting:
 
 def accepted(context: Context, drafting: Drafting, name: str) -> tuple[int, int]:
     """Drafts that are accepted, and offered, over the whole answer."""
-    tokens, answer, agreed, offered, done = len(context.prompt), context.answer, 0, 0, 0
     drafting.pack(context, name)
     context.model.set_attn_implementation(NAME)
-    while done < ANSWER - 1:
-        some = answer[done : min(done + DRAFTS, ANSWER - 1)]
-        cache = DynamicCache()
-        for index, layer in enumerate(context.cache.layers):
-            cache.update(layer.keys[:, :, : tokens + done], layer.values[:, :, : tokens + done], index)
-        logits = context.model(torch.tensor([some]), past_key_values=cache).logits
-        right = logits[0].argmax(dim=-1) == torch.tensor(answer[done + 1 : done + 1 + len(some)])
-        found = int(right.long().cumprod(0).sum())
-        agreed, offered, done = agreed + found, offered + len(some), done + found + 1
+    found = context.rounds(context.whole)
     context.model.set_attn_implementation("sdpa")
-    return agreed, offered
+    return found
 
 
 @torch.inference_mode()

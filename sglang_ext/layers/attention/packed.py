@@ -8,6 +8,7 @@ before rotary embedding, have no such products: they are made whole.
 
 import torch
 
+from sglang_ext.mem_cache.compressors.quantizer import meant
 from sglang_ext.mem_cache.packed_layout import Grid, Quantized
 from sglang_ext.mem_cache.packing import Packing
 
@@ -68,7 +69,7 @@ def _far_sums(packing: Packing, weights: torch.Tensor, block: Quantized, levels:
 def key_scores(rows: torch.Tensor, block: Quantized, grid: Grid, levels: torch.Tensor | None) -> torch.Tensor:
     """Products of ``rows``, float32 [heads, rows, dim], with packed keys: [heads, rows, tokens]."""
     heads, count, dim = rows.shape
-    numbers = _meant(block.codes, levels)
+    numbers = meant(block.codes, levels)
     if grid.channels == 1:
         scale, zero = (part.reshape(heads, -1, 1, dim) for part in (block.scale, block.zero))
         groups = rows[:, None] * scale @ numbers.reshape(heads, -1, grid.tokens, dim).mT + (rows[:, None] * zero).sum(-1, True)
@@ -80,7 +81,7 @@ def key_scores(rows: torch.Tensor, block: Quantized, grid: Grid, levels: torch.T
 
 def weighted_values(weights: torch.Tensor, block: Quantized, grid: Grid, levels: torch.Tensor | None) -> torch.Tensor:
     """Sums of packed values with ``weights``, float32 [heads, rows, tokens]: [heads, rows, dim]."""
-    numbers, scale, zero = _by_token(_meant(block.codes, levels), block)
+    numbers, scale, zero = _by_token(meant(block.codes, levels), block)
     weights = weights[:, None]
     return (weights * scale @ numbers + (weights * zero).sum(-1, True)).transpose(1, 2).flatten(2)
 
@@ -90,11 +91,6 @@ def _by_token(numbers: torch.Tensor, block: Quantized) -> tuple[torch.Tensor, to
     heads, groups = len(numbers), block.scale.shape[-1]
     scale, zero = (part.reshape(heads, -1, groups).mT[:, :, None] for part in (block.scale, block.zero))
     return numbers.reshape(heads, -1, groups, numbers.shape[-1] // groups).transpose(1, 2), scale, zero
-
-
-def _meant(codes: torch.Tensor, levels: torch.Tensor | None) -> torch.Tensor:
-    """What codes mean before scale and zero point: float32."""
-    return codes.float() if levels is None else levels.take(codes.long())
 
 
 def _rotated(rows: torch.Tensor, rotation: torch.Tensor | None) -> torch.Tensor:

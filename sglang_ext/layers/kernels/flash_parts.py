@@ -19,15 +19,24 @@ def softmax_step(qk, best, total, AXIS: tl.constexpr):
 
 
 @triton.jit
-def exact_part(
-    queries, keys, values, table, first, last, scaling, row, key_slot, value_slot, GROUP: tl.constexpr, M: tl.constexpr,
-    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr, N: tl.constexpr,
-    LIKE: tl.constexpr,
-):  # fmt: skip
-    """Softmax over the tokens [first, last) of a request's row; keys and values begin at the head's cells."""
-    dim, value_dim = tl.arange(0, PADDED_DIM), tl.arange(0, PADDED_VALUE_DIM)
+def scaled_queries(queries, row, dim, scaling, GROUP: tl.constexpr, DIM: tl.constexpr, LIKE: tl.constexpr):
+    """The queries that share a KV head, and 0 for what pads them: LIKE [rows, channels]."""
     q = tl.load(queries + row[:, None] * DIM + dim[None, :], mask=(row < GROUP)[:, None] & (dim < DIM)[None, :], other=0.0)
-    q = (q.to(tl.float32) * scaling).to(LIKE)
+    return (q.to(tl.float32) * scaling).to(LIKE)
+
+
+@triton.jit
+def exact_part(
+    queries, keys, values, table, begin, end, part, scaling, row, key_slot, value_slot, PARTS: tl.constexpr,
+    GROUP: tl.constexpr, M: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+    PADDED_VALUE_DIM: tl.constexpr, N: tl.constexpr, LIKE: tl.constexpr,
+):  # fmt: skip
+    """Softmax over one of PARTS of the tokens [begin, end) of a request's row; keys and values begin at the head's cells."""
+    each = tl.cdiv(end - begin, PARTS)
+    first = begin + each * part
+    last = tl.minimum(first + each, end)
+    dim, value_dim = tl.arange(0, PADDED_DIM), tl.arange(0, PADDED_VALUE_DIM)
+    q = scaled_queries(queries, row, dim, scaling, GROUP, DIM, LIKE)
     best = tl.zeros([M], dtype=tl.float32) - float("inf")
     total = tl.zeros([M], dtype=tl.float32)
     acc = tl.zeros([M, PADDED_VALUE_DIM], dtype=tl.float32)
@@ -60,7 +69,7 @@ def join_parts(
     partial, lse, far, near, VALUE_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr, PACKED: tl.constexpr,
     SPLITS: tl.constexpr, PADDED_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """One request's head: what its splits found, those over packed blocks and the others apart."""
+    """One request's head: what its splits found, those over its copy and the others apart."""
     head = tl.program_id(0).to(tl.int64)
     split, dim = tl.arange(0, PADDED_SPLITS), tl.arange(0, PADDED_VALUE_DIM)
     sums = tl.load(lse + head * SPLITS + split, mask=split < SPLITS, other=float("-inf"))

@@ -47,6 +47,7 @@ def _packed_part(
     Bytes and numbers begin at the head's cells; ``key_slot`` and ``value_slot``: bytes from one slot to the next.
     """
     PARTS: tl.constexpr = 8 // BITS
+    STEPS: tl.constexpr = BLOCK_TOKENS // STEP
     CELL_TOKENS: tl.constexpr = BLOCK_TOKENS // CODE_CELLS
     PART: tl.constexpr = DIM // PARTS
     VALUE_PART: tl.constexpr = VALUE_DIM // PARTS
@@ -87,27 +88,27 @@ def _packed_part(
     acc0 = tl.zeros([M, VALUE_COLUMNS], dtype=tl.float32)
     acc1, acc2, acc3 = acc0, acc0, acc0
     # Scales are loaded a step ahead: they lie behind two loads, one after the other.
-    end = last * (BLOCK_TOKENS // STEP)
+    end = last * STEPS
     k_s0, k_z0, k_s1, k_z1, k_s2, k_z2, k_s3, k_z3 = _step_parameters(
-        key_numbers, table, first * (BLOCK_TOKENS // STEP), end, key_first, key_offset, KEY_STRIDE, KEY_SCALES, KEY_CELL,
-        key_slot // 2, PART, KEY_UNIT, BITS, BLOCK_TOKENS // STEP, BLOCK_SLOTS, CODE_CELLS,
+        key_numbers, table, first * STEPS, end, key_first, key_offset, KEY_STRIDE, KEY_SCALES, KEY_CELL,
+        key_slot // 2, PART, KEY_UNIT, BITS, STEPS, BLOCK_SLOTS, CODE_CELLS,
     )  # fmt: skip
     v_s0, v_z0, v_s1, v_z1, v_s2, v_z2, v_s3, v_z3 = _step_parameters(
-        value_numbers, table, first * (BLOCK_TOKENS // STEP), end, value_first, value_offset, STEP * VALUE_GROUPS,
-        BLOCK_TOKENS * VALUE_GROUPS, VALUE_CELL, value_slot // 2, VALUE_PART, VALUE_UNIT, BITS, BLOCK_TOKENS // STEP,
+        value_numbers, table, first * STEPS, end, value_first, value_offset, STEP * VALUE_GROUPS,
+        BLOCK_TOKENS * VALUE_GROUPS, VALUE_CELL, value_slot // 2, VALUE_PART, VALUE_UNIT, BITS, STEPS,
         BLOCK_SLOTS, CODE_CELLS,
     )  # fmt: skip
-    for step in tl.range(first * (BLOCK_TOKENS // STEP), end):
+    for step in tl.range(first * STEPS, end):
         n_s0, n_z0, n_s1, n_z1, n_s2, n_z2, n_s3, n_z3 = _step_parameters(
             key_numbers, table, step + 1, end, key_first, key_offset, KEY_STRIDE, KEY_SCALES, KEY_CELL, key_slot // 2, PART,
-            KEY_UNIT, BITS, BLOCK_TOKENS // STEP, BLOCK_SLOTS, CODE_CELLS,
+            KEY_UNIT, BITS, STEPS, BLOCK_SLOTS, CODE_CELLS,
         )  # fmt: skip
         w_s0, w_z0, w_s1, w_z1, w_s2, w_z2, w_s3, w_z3 = _step_parameters(
             value_numbers, table, step + 1, end, value_first, value_offset, STEP * VALUE_GROUPS, BLOCK_TOKENS * VALUE_GROUPS,
-            VALUE_CELL, value_slot // 2, VALUE_PART, VALUE_UNIT, BITS, BLOCK_TOKENS // STEP, BLOCK_SLOTS, CODE_CELLS,
+            VALUE_CELL, value_slot // 2, VALUE_PART, VALUE_UNIT, BITS, STEPS, BLOCK_SLOTS, CODE_CELLS,
         )  # fmt: skip
         # A step's cells of codes follow those of the steps before in its block.
-        slots = table + step // (BLOCK_TOKENS // STEP) * BLOCK_SLOTS + step % (BLOCK_TOKENS // STEP) * (STEP // CELL_TOKENS)
+        slots = table + step // STEPS * BLOCK_SLOTS + step % STEPS * (STEP // CELL_TOKENS)
         slot = tl.load(slots + key_token // CELL_TOKENS).to(tl.int64) * key_slot
         raw = tl.load(key_bytes + slot[:, :, None] + key_at)
         slot = tl.load(slots + token // CELL_TOKENS).to(tl.int64) * value_slot
@@ -179,11 +180,9 @@ def packed_splits(
             tl.float16 if FAST else LIKE,
         )  # fmt: skip
     else:
-        each = tl.cdiv(length - packed, EXACT)
-        first = packed + each * (split - PACKED)
         best, total, acc = exact_part(
-            queries + head0 * DIM, keys + kv_head * key_head, values + kv_head * value_head, table, first,
-            tl.minimum(first + each, length), scaling, row, key_slot, value_slot, GROUP, M, DIM, VALUE_DIM, PADDED_DIM,
+            queries + head0 * DIM, keys + kv_head * key_head, values + kv_head * value_head, table, packed, length,
+            split - PACKED, scaling, row, key_slot, value_slot, EXACT, GROUP, M, DIM, VALUE_DIM, PADDED_DIM,
             PADDED_VALUE_DIM, N, LIKE,
         )  # fmt: skip
         channel = tl.arange(0, PADDED_VALUE_DIM)

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_ext.layers.kernels.flash_parts import exact_part, join_parts, softmax_step, store_part
+from sglang_ext.layers.kernels.flash_parts import exact_part, join_parts, scaled_queries, softmax_step, store_part
 from sglang_ext.mem_cache.head_cells import HeadCells
 
 # Tokens in a step.
@@ -23,8 +23,7 @@ def _cells_part(
 ):  # fmt: skip
     """Softmax over the cells [first, last) of a copy of ``copied`` slots."""
     dim, value_dim = tl.arange(0, PADDED_DIM), tl.arange(0, PADDED_VALUE_DIM)
-    q = tl.load(queries + row[:, None] * DIM + dim[None, :], mask=(row < GROUP)[:, None] & (dim < DIM)[None, :], other=0.0)
-    q = (q.to(tl.float32) * scaling).to(LIKE)
+    q = scaled_queries(queries, row, dim, scaling, GROUP, DIM, LIKE)
     best = tl.zeros([M], dtype=tl.float32) - float("inf")
     total = tl.zeros([M], dtype=tl.float32)
     acc = tl.zeros([M, PADDED_VALUE_DIM], dtype=tl.float32)
@@ -69,11 +68,9 @@ def _splits(
             key_slot, key_head, value_slot, value_head, HEADS, GROUP, M, DIM, VALUE_DIM, PADDED_DIM, PADDED_VALUE_DIM, N, LIKE,
         )  # fmt: skip
     else:
-        each = tl.cdiv(length - copied, SPLITS - PACKED)
-        first = copied + each * (split - PACKED)
         best, total, acc = exact_part(
-            queries + head0 * DIM, keys + kv_head * key_head, values + kv_head * value_head, table, first,
-            tl.minimum(first + each, length), scaling, row, key_slot, value_slot, GROUP, M, DIM, VALUE_DIM, PADDED_DIM,
+            queries + head0 * DIM, keys + kv_head * key_head, values + kv_head * value_head, table, copied, length,
+            split - PACKED, scaling, row, key_slot, value_slot, SPLITS - PACKED, GROUP, M, DIM, VALUE_DIM, PADDED_DIM,
             PADDED_VALUE_DIM, N, LIKE,
         )  # fmt: skip
     place = (head0 + row) * SPLITS + split

@@ -96,9 +96,14 @@ def squeezed(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.squeeze(5).squeeze(3)
 
 
+def meant(codes: torch.Tensor, levels: torch.Tensor | None) -> torch.Tensor:
+    """What codes mean before scale and zero point: float32; ``levels`` as :meth:`Quantizer.levels`."""
+    return codes.float() if levels is None else levels.take(codes.long())
+
+
 def whole(block: Quantized, grid: Grid, levels: torch.Tensor | None) -> torch.Tensor:
     """What blocks mean, outliers included: float32 [heads, blocks, tokens, dim]; ``levels`` as :meth:`Quantizer.levels`."""
-    codes = block.codes.float() if levels is None else levels.take(block.codes.long())
+    codes = meant(block.codes, levels)
     scale, zero = (part[:, :, :, None, :, None] for part in (block.scale, block.zero))
     numbers = (grouped(codes, grid) * scale + zero).reshape(codes.shape)
     if block.outliers is None:
