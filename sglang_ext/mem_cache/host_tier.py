@@ -7,14 +7,15 @@ same happens in a thread, one transfer after another.
 """
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
 
 from sglang_ext.managers.clock import Mark
 from sglang_ext.mem_cache.checksums import PageChecksums, as_words
+from sglang_ext.mem_cache.deferral import Deferral
 from sglang_ext.mem_cache.host_pool import HostPool, check_alike
 from sglang_ext.mem_cache.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.lanes import Lane, LastUse, Pipe
@@ -59,7 +60,7 @@ class HostTier:
         self._stored, self._loaded = LastUse(pool.pages.count), LastUse(pool.pages.count)
         self._forward: Mark | None = None
         self._worker = None if buffers.on_gpu else ThreadPoolExecutor(1, thread_name_prefix="host-tier")
-        self._deferred: list[Callable[[], None]] | None = None
+        self._deferral = Deferral()
 
     def _halves(self) -> torch.Tensor:
         rows = self._rows[0]
@@ -74,20 +75,13 @@ class HostTier:
         """The current stream was given a forward. Slots that are freed meanwhile may be written by it until its end."""
         self._forward = Mark.now(self._device)
 
-    @contextmanager
-    def deferred(self) -> Iterator[None]:
+    def deferred(self) -> AbstractContextManager[None]:
         """Launch the transfers that are asked for inside this context at its end, which takes the host milliseconds each.
 
-        What the current stream is given meanwhile they do not wait for, only for what it had as they were asked for. On a CPU a
-        thread of their own begins them at once. Nobody may wait for them inside the context.
+        What the current stream is given meanwhile they do not wait for, only for what it had as they were asked for. Who waits
+        for one inside the context has it launched, and those before it. On a CPU a thread of their own begins them at once.
         """
-        self._deferred = [] if self._worker is None else None
-        try:
-            yield
-        finally:
-            waiting, self._deferred = self._deferred, None
-            for launch in waiting or ():
-                launch()
+        return self._deferral.until_end() if self._worker is None else nullcontext()
 
     def store(self, slots: torch.Tensor, pages: torch.Tensor) -> Transfer:
         """Copy device slots to host pages.
@@ -128,9 +122,7 @@ class HostTier:
         if self._worker is not None:
             launched = self._worker.submit(launch, slots, pages, after)
         else:
-            launched = Future()
-            begin = partial(_fulfil, launched, launch, slots, pages, after)
-            begin() if self._deferred is None else self._deferred.append(begin)
+            launched = self._deferral.begin(partial(launch, slots, pages, after))
         return Transfer(len(pages) * self.pool.page_bytes, pages, launched)
 
     @torch.inference_mode()
@@ -212,6 +204,3 @@ class HostTier:
                 raise ValueError(f"{name} are {tensor.dtype} on {tensor.device}; pass torch.int64 on {device}")
         self.pool.pages.check_owned(pages)
 
-
-def _fulfil(launched: "Future[Launched]", launch: Callable[..., Launched], *args: object) -> None:
-    launched.set_result(launch(*args))

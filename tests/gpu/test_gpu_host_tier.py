@@ -143,6 +143,15 @@ def test_what_is_deferred_does_not_wait_for_what_the_stream_is_given_meanwhile()
     assert took < 0.3
 
 
+def test_who_waits_for_what_is_deferred_gets_it():
+    made = setup()
+    pages, sources, targets = made.tier.pool.pages.allocate(64), slots_of(torch.arange(64)), slots_of(torch.arange(64, 128))
+    with made.tier.deferred():
+        made.tier.store(sources, pages)
+        made.tier.load(pages, targets).wait()
+        assert torch.equal(made.contents(targets), made.contents(sources))
+
+
 def test_many_transfers_beside_each_other_arrive():
     made = setup(staging=1 << 20)
     noise = torch.Generator().manual_seed(0)
