@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 # Tokens decoded in one iteration without drafts: more spare SGLang's scheduler work, and let requests end later.
 PLAIN_STEPS = 4
 # Copies made in a round that only looks whether drafting pays: the others draft on full KV, and tell nothing.
-TRIAL_COPIES = 8
+TRIAL_COPIES = 4
 
 
 @dataclass(frozen=True)
