@@ -42,7 +42,7 @@ class CompressedView:
             multiple of the page size.
         segments: what it shares with others, from the start of the context on; ``own`` stands for the rest.
         tail_end: first position after ``covered`` that the draft row does not lead to yet; its writers set it.
-        method: name of the compressor that chose what it keeps; set when it is filled.
+        method: what it is called, after the compressor that chose what it keeps; set when it is filled.
         own_tokens: tokens that ``own`` keeps; the compressed views set it.
         own_packed: slots of ``own``, from its beginning, that hold packed blocks (packing.py); 0 where it holds tokens.
     """
@@ -121,7 +121,8 @@ class RequestState:
         seed: noise shared by draft and verify, in [0, 2**63).
         matched: tokens of the prompt that the prefix tree had when the request came.
         prompt: token ids of the prompt.
-        compressor: name of the method that made or renewed its copy last; empty before that.
+        method: place among the server's methods of the one that it asked for (method_options.py).
+        compressor: what its copy is called, after the method that made or renewed it last; empty before that.
         bonus: newest token of the output; its KV is not computed yet. Staggered scheduling sets it.
         fallback: index into :data:`FALLBACK_REASONS`; 0 while the request drafts.
         drafts: tokens drafted since the last verification. Staggered scheduling sets them.
@@ -139,6 +140,7 @@ class RequestState:
     seed: int
     matched: int = 0
     prompt: Sequence[int] = ()
+    method: int = 0
     compressor: str = ""
     bonus: int = 0
     fallback: int = 0

@@ -88,7 +88,7 @@ class QueryWindows:
     """Per request and layer, the newest queries of tokens whose KV is exact.
 
     Attributes:
-        window: queries that a compressor wants; 0 keeps nothing and makes every call free.
+        window: queries that compressors want at most; 0 keeps nothing and makes every call free.
         layers: indices of the model's attention layers, in the order of :attr:`Kept.ring`.
         spare: tokens that may be recorded and then rejected.
     """
@@ -177,15 +177,15 @@ class QueryWindows:
             self._kept[key] = Kept(like.new_zeros(len(self.layers), self.span, *like.shape[-2:]))
         return self._kept[key]
 
-    def get(self, key: int, end: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The newest queries before position ``end``, oldest first, and their positions.
+    def get(self, key: int, end: int, count: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The newest ``count`` queries, at most :attr:`window`, before position ``end``, oldest first, and their positions.
 
-        The queries are [layers, up to window, heads, head_dim], the positions int64; None when there are none.
+        The queries are [layers, up to count, heads, head_dim], the positions int64; None when there are none.
         """
         kept = self._kept.get(key)
         if kept is None:
             return None
-        found = kept.newest(self.window, end)
+        found = kept.newest(count, end)
         if not found[1]:
             return None
         places, positions = to_device([*found], kept.ring.device)

@@ -223,12 +223,12 @@ class TieredRadixCache(TieredMoves):
         self.back_up(node)
         return self._drop(node) if node.host_value is None else self._free_value(node)
 
-    def path_segments(self, node: TieredNode, length: int) -> list[Segment]:
-        """Segments that stand for the beginning of the path to ``node``, one after another, up to ``length`` tokens or less.
+    def path_segments(self, node: TieredNode, length: int, method: str = "") -> list[Segment]:
+        """Segments of ``method`` that stand for the beginning of the path to ``node``, one after another.
 
-        Of alternatives that begin at one position it names the one that reaches farthest.
+        They stand for ``length`` tokens at most. Of alternatives that begin at one position it names the one that reaches farthest.
         """
-        return covering(path(node), length)
+        return covering(path(node), length, method)
 
     def attach(self, node: TieredNode, segment: Segment) -> None:
         """Let the tree own ``segment``, which stands for tokens of the path to ``node``, and its slots.

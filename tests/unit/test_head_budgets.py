@@ -78,7 +78,8 @@ ON_GPU = {"device": "cuda", "attention_backend": "flashinfer"}
 def adaptive_args(**change):
     """Resolved arguments for uneven heads on a CPU, in lockstep."""
     args = SimpleNamespace(
-        device="cpu", kv_compressor="snapkv", kv_head_budgets="adaptive", kv_mode="verified", kv_schedule="lockstep",
+        device="cpu", kv_compressor="snapkv", kv_more_compressors=None, kv_budget=0.25, kv_head_budgets="adaptive",
+        kv_mode="verified", kv_schedule="lockstep",
         kv_ngram_tokens=0, kv_full_tier="device", kv_host_gb=0, disable_radix_cache=False,
         enable_deterministic_inference=False, **UNSET_BACKENDS,
     )  # fmt: skip

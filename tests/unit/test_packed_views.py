@@ -13,12 +13,14 @@ from tiered_helpers import PAGE, ROWS, World, done
 
 from sglang_ext.layers.attention.torch_native import RaggedTorchNativeBackend
 from sglang_ext.mem_cache import compressed_views
-from sglang_ext.mem_cache.compressed_views import CompressedViews, Prefix
+from sglang_ext.mem_cache.compressed_views import CompressedViews
 from sglang_ext.mem_cache.compressors import method
 from sglang_ext.mem_cache.compressors.snapkv import SnapKV
+from sglang_ext.mem_cache.copy_method import CopyMethod
 from sglang_ext.mem_cache.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.packing import PackedRows, Packing, as_bytes
 from sglang_ext.mem_cache.query_window import QueryWindows, Recorded, record_queries
+from sglang_ext.mem_cache.tiered_node import Prefix
 
 TOKENS, HEADS, DIM = 700, 2, 64
 
@@ -31,8 +33,8 @@ class Room(Allocator):
         self.free_slots = list(range(TOKENS + 4, TOKENS + 404))
 
 
-def views_of(name, page_size=1, budget=1.0):
-    """Views of one request in row 1, with a pool of one layer."""
+def views_of(name, page_size=1, budget=1.0, compressor=None):
+    """Views of one request in row 1, with a pool of one layer; ``compressor`` in the place of the one that ``name`` names."""
     noise, chosen = torch.Generator().manual_seed(0), method(name)
     keys, values = (torch.randn(TOKENS + 404, HEADS, DIM, generator=noise) for _ in "kv")
     buffers, allocator = KVBuffers((0,), (0.125,), (keys,), (values,)), Room(page_size)
@@ -40,14 +42,17 @@ def views_of(name, page_size=1, budget=1.0):
     table[1, :TOKENS] = torch.randperm(TOKENS, generator=noise) + 4
     rows = PackedRows.of_table(Packing.of(chosen.quantizer, buffers, page_size), table)
     windows = QueryWindows(chosen.compressor.window, range(1), 4)
-    return CompressedViews(chosen.compressor, budget, table, 4, buffers, allocator, Tree(allocator), windows, packed_rows=rows)
+    return CompressedViews(
+        methods=(CopyMethod(compressor or chosen.compressor, budget, rows.packing),), token_table=table, rows=4, buffers=buffers,
+        allocator=allocator, tree_cache=Tree(allocator), queries=windows, packed_rows=rows,
+    )
 
 
 @pytest.mark.parametrize("name", ["int8", "kivi", "turboquant"])
 def test_the_draft_row_leads_to_blocks_and_then_to_the_full_kvs_recent_tokens(name):
     views, length = views_of(name), 500
     assert views.compress(1, length)
-    view, packing = views.get(1), views.packing
+    view, packing = views.get(1), views.methods[0].packing
     covered = (length - packing.recent) // 64 * 64
     assert (view.covered, view.packed, view.kept) == (covered, covered // 64 * packing.block_slots, view.packed)
     assert views.held_bytes() == view.packed * 2 * HEADS * DIM * 4 < 0.3 * covered * 2 * HEADS * DIM * 4
@@ -77,8 +82,9 @@ def test_slots_are_conserved_over_growing_renewing_and_releasing(steps, page_siz
         held = views.held_tokens
         assert held % page_size == 0 and views.allocator.available_size() == before - held
         if (view := views.get(1)) is not None:
-            assert view.covered % views.unit == 0 and view.own_tokens % 64 == 0
-            assert view.own_packed == view.own_tokens // 64 * views.packing.block_slots <= held < view.own_packed + page_size
+            assert view.covered % views.methods[0].unit == 0 and view.own_tokens % 64 == 0
+            blocks = view.own_tokens // 64
+            assert view.own_packed == blocks * views.methods[0].packing.block_slots <= held < view.own_packed + page_size
         if release:
             views.release(1)
     views.release(1)
@@ -99,7 +105,7 @@ def test_contexts_of_less_than_a_block_and_the_recent_window_get_no_copy():
 def test_a_longer_context_adds_blocks_behind_those_that_are_packed():
     views = views_of("kivi")
     views.compress(1, 320)
-    packing, early = views.packing, views.get(1).slots
+    packing, early = views.methods[0].packing, views.get(1).slots
     before = as_bytes(views.buffers.keys[0])[early]
     # If they were packed anew, they would change.
     views.buffers.keys[0][views.token_table[1, :192].long()] = 0
@@ -116,7 +122,7 @@ def test_a_longer_context_adds_blocks_behind_those_that_are_packed():
 def test_selected_tokens_are_packed_for_each_head():
     views = views_of("sink-recent+int8", budget=0.25)
     assert views.compress(1, 512)
-    view, packing = views.get(1), views.packing
+    view, packing = views.get(1), views.methods[0].packing
     assert view.own_tokens == 128 and view.packed == 2 * packing.block_slots
     kept = [0, 1, 2, 3, *range(388, 512)]
     back = meant(packing.read(views.buffers.keys[0], packing.keys, view.slots), None, None)
@@ -132,8 +138,7 @@ def test_what_is_packed_is_chosen_by_the_newest_queries_though_their_tokens_stay
             seen.append(context.query_positions.tolist())
             return super().select(context, parts)
 
-    views = views_of("snapkv+kivi", budget=0.5)
-    views.compressor = Spy()
+    views = views_of("snapkv+kivi", budget=0.5, compressor=Spy())
     with views.queries.recording((Recorded(1, 0, 32, 468),)):
         layer = SimpleNamespace(layer_id=0, tp_q_head_num=HEADS, qk_head_dim=DIM)
         record_queries(lambda *args: None, None, torch.randn(32, HEADS * DIM), None, None, layer, None)
@@ -158,8 +163,9 @@ def test_one_decode_reads_rows_with_and_without_blocks():
     exact = [part[full].transpose(0, 1).double() for part in (keys, values)]
     assert torch.allclose(found[:1].double(), attention(queries[:1], *exact, 0.125), atol=1e-5)
     drafted = []
-    for layout, buffer, whole in ((views.packing.keys, keys, exact[0]), (views.packing.values, values, exact[1])):
-        far = meant(views.packing.read(buffer, layout, view.slots), None, None)
+    packing = views.methods[0].packing
+    for layout, buffer, whole in ((packing.keys, keys, exact[0]), (packing.values, values, exact[1])):
+        far = meant(packing.read(buffer, layout, view.slots), None, None)
         drafted.append(torch.cat([far, whole[:, view.covered :]], 1))
     assert torch.allclose(found[1:].double(), attention(queries[1:], *drafted, 0.125), atol=1e-5)
     assert not torch.allclose(found[0], found[1])
@@ -175,8 +181,9 @@ def world(monkeypatch):
     buffers = KVBuffers((0,), (1.0,), *((torch.randn(1402, HEADS, DIM, generator=noise),) for _ in "kv"))
     packing = Packing.of(method("int4").quantizer, buffers, PAGE)
     made.cache.views = CompressedViews(
-        method("int4").compressor, 1.0, made.table.req_to_token, ROWS, buffers, made.allocator, made.cache,
-        QueryWindows(0, (0,), 0), packed_rows=PackedRows.of_table(packing, made.table.req_to_token),
+        methods=(CopyMethod(method("int4").compressor, 1.0, packing),), token_table=made.table.req_to_token, rows=ROWS,
+        buffers=buffers, allocator=made.allocator, tree_cache=made.cache, queries=QueryWindows(0, (0,), 0),
+        packed_rows=PackedRows.of_table(packing, made.table.req_to_token),
     )
     made.cache.on_release = lambda row: None
     return made
@@ -186,7 +193,7 @@ def test_requests_with_one_beginning_read_its_blocks_once(world):
     common = list(range(1, 151))
     done(world, common)
     views, cache = world.cache.views, world.cache
-    slots = views.packing.held_slots
+    slots = views.methods[0].packing.held_slots
     requests = []
     for number in range(3):
         tokens = [*common, *range(200 + 90 * number, 290 + 90 * number)]
@@ -198,9 +205,9 @@ def test_requests_with_one_beginning_read_its_blocks_once(world):
     assert cache.segments.held_tokens == slots(128) and views.held_tokens == 3 * slots(64)
     for req in requests:
         view = views.get(req.req_pool_idx)
-        assert (view.covered, view.shared, view.packed) == (192, 128, views.packing.packed_slots(192))
+        assert (view.covered, view.shared, view.packed) == (192, 128, views.methods[0].packing.packed_slots(192))
         row = world.table.req_to_token[ROWS + req.req_pool_idx, : view.kept].long()
-        back = meant(views.packing.read(views.buffers.keys[0], views.packing.keys, row), None, None)
+        back = meant(views.methods[0].packing.read(views.buffers.keys[0], views.methods[0].packing.keys, row), None, None)
         full = world.table.req_to_token[req.req_pool_idx, :192].long()
         assert (back - views.buffers.keys[0][full].transpose(0, 1)).abs().max() < 0.3
     world.check()

@@ -22,6 +22,6 @@ def test_what_runs_before_the_first_request_writes_to_nobodys_slot(monkeypatch):
         monkeypatch.setattr(Packing, "write", lambda self, *args, write=Packing.write: ran.append(self) or write(self, *args))
         before = views.buffers.keys[0].clone()
         views.compile_kernels(query_heads=2 * HEADS)
-        assert ran == [views.packing] and torch.equal(views.buffers.keys[0][1:], before[1:])
+        assert ran == [views.methods[0].packing] and torch.equal(views.buffers.keys[0][1:], before[1:])
         assert not torch.equal(as_bytes(views.buffers.keys[0][0]), as_bytes(before[0]))
         monkeypatch.undo()

@@ -7,10 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_ext.mem_cache.compressed_views import CompressedViews, give_back_when_full
+from sglang_ext.mem_cache.compressed_views import CompressedViews
 from sglang_ext.mem_cache.compressors import create
 from sglang_ext.mem_cache.compressors.kvzip import KVzip
+from sglang_ext.mem_cache.copy_method import CopyMethod
+from sglang_ext.mem_cache.give_back import give_back_when_full
 from sglang_ext.mem_cache.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.packing import Unpacked
 from sglang_ext.mem_cache.query_window import QueryWindows, Recorded, cap_prefix_match, record_queries
 from sglang_ext.mem_cache import query_window
 
@@ -49,7 +52,8 @@ class Tree:
         return False
 
 
-def make_views(page_size=1, budget=0.25, name="sink-recent"):
+def make_views(page_size=1, budget=0.25, name="sink-recent", compressor=None):
+    """Views of requests in a pool of two layers; ``compressor`` in the place of the one called ``name``."""
     generator = torch.Generator().manual_seed(0)
     buffers = {
         kind: [torch.randn(SLOTS, HEADS, DIM, generator=generator) for _ in range(LAYERS)] for kind in "kv"
@@ -62,7 +66,10 @@ def make_views(page_size=1, budget=0.25, name="sink-recent"):
     layers = {layer: 0.5 for layer in range(LAYERS)}
     windows = QueryWindows(create(name).window, range(LAYERS), 4)
     kv = KVBuffers.of(pool, layers)
-    return CompressedViews(create(name), budget, table, 4, kv, allocator, Tree(allocator), windows)
+    method = CopyMethod(compressor or create(name), budget, Unpacked(page_size))
+    return CompressedViews(
+        methods=(method,), token_table=table, rows=4, buffers=kv, allocator=allocator, tree_cache=Tree(allocator), queries=windows
+    )
 
 
 def test_the_copy_holds_the_kept_tokens_of_each_layer_and_the_draft_row_leads_to_them():
@@ -78,11 +85,12 @@ def test_the_copy_holds_the_kept_tokens_of_each_layer_and_the_draft_row_leads_to
 
 
 def test_the_copy_of_a_prompt_that_begins_with_a_document_keeps_what_its_scores_say():
-    views, prompt = make_views(), list(range(200))
+    prompt = list(range(200))
     wanted = torch.zeros(LAYERS, HEADS, 100).half()
     wanted[..., 30:55] = 1.0
     index = SimpleNamespace(match=lambda tokens: wanted if len(tokens) == 100 else None)
-    views.compressor, views.prompt_of = KVzip(create("sink-recent"), index), {1: prompt, 2: []}.__getitem__
+    views = make_views(compressor=KVzip(create("sink-recent"), index))
+    views.prompt_of = {1: prompt, 2: []}.__getitem__
     views.token_table[2, :100] = views.token_table[1, :100]
     assert views.compress(1, 100) and views.compress(2, 100)
     assert torch.equal(views.buffers.keys[0][views.get(1).own], views.buffers.keys[0][views.token_table[1, 30:55].long()])
@@ -166,7 +174,7 @@ def run_layer(queries, layer_id=0, heads=1, dim=1):
 
 
 def kept(windows, key, end):
-    found = windows.get(key, end)
+    found = windows.get(key, end, windows.window)
     return found and (found[0].flatten().tolist(), found[1].tolist())
 
 
@@ -222,14 +230,14 @@ def test_what_a_graph_left_is_kept_by_request():
         for layer in (0, 1):
             run_layer(torch.tensor([[1], [2], [3], [4]], dtype=torch.float32) * 10**layer, layer)
     windows.keep_replayed((Recorded(1, 0, 2, 5), Recorded(2, 2, 4, 7)))
-    assert windows.get(1, 7)[0].flatten().tolist() == [1, 2, 10, 20]
-    assert windows.get(2, 8)[0].flatten().tolist() == [3, 30]
+    assert windows.get(1, 7, 2)[0].flatten().tolist() == [1, 2, 10, 20]
+    assert windows.get(2, 8, 2)[0].flatten().tolist() == [3, 30]
     assert windows.held_bytes == (2 * 2 * 4 + 2 * 4) * 4
 
 
 def test_a_copy_covers_no_more_than_what_queries_were_kept_for():
     views = make_views(name="snapkv")
-    count = views.compressor.window
+    count = views.methods[0].compressor.window
     assert views.reach(1, 100) == 100, "without any, the compressor says what it does"
     queries = torch.randn(count, HEADS * DIM)
     with views.queries.recording((Recorded(1, 0, count, 80 - count),)):
@@ -246,7 +254,7 @@ def test_a_copy_covers_no_more_than_what_queries_were_kept_for():
 def test_no_queries_are_kept_outside_a_recording():
     windows = QueryWindows(3, (0,), spare=2)
     run_layer(torch.ones(2, 1))
-    assert windows.get(1, 2) is None
+    assert windows.get(1, 2, 3) is None
 
 
 def test_windows_under_tensor_outputs_do_not_alias_the_forward():
@@ -254,7 +262,7 @@ def test_windows_under_tensor_outputs_do_not_alias_the_forward():
     with windows.recording((Recorded(1, 0, 2, 0),)):
         run_layer(queries)
     queries.zero_()
-    assert windows.get(1, 2)[0].sum() == 2
+    assert windows.get(1, 2, 4)[0].sum() == 2
 
 
 @pytest.mark.parametrize(("reserve", "expected"), [(0, 99), (32, 68), (200, 0)])
