@@ -121,7 +121,8 @@ def ensure_copy(views: CompressedViews, req: "Req", state: RequestState, length:
     """
     view = views.get(state.row)
     if view is None:
-        if length < MIN_CONTEXT + views.method(state.row).recent:
+        method = views.method(state.row)
+        if length < max(MIN_CONTEXT, method.least) + method.recent:
             return SHORT_CONTEXT
         prefix = Prefix(req.last_node, state.matched) if state.matched else None
         if not views.compress(state.row, length, headroom, prefix):

@@ -72,10 +72,10 @@ class CompressedViews(CopyWriter):
     def compress(self, row: int, tokens: int, headroom: int = 0, prefix: Prefix | None = None) -> bool:
         """Make or renew the copy of the request in ``row`` over its first ``tokens`` tokens.
 
-        Covers whole units, up to where queries were kept (:meth:`reach`). A new copy reads the segments of ``prefix`` its
-        method that the prefix tree has, and leaves one there for the rest of it. Of an existing copy what it shares stays; its
-        own part is overwritten in place and grown. Copies of uneven heads share nothing: how much each head keeps of a beginning
-        depends on what follows it.
+        Covers the sinks and whole units after them, up to where queries were kept (:meth:`reach`). A new copy reads the
+        segments of its method that the prefix tree has of ``prefix``, and leaves one there for the rest of it. Of an existing
+        copy what it shares stays; its own part is overwritten in place and grown. Copies of uneven heads share nothing: how
+        much each head keeps of a beginning depends on what follows it.
 
         Args:
             row: the request's row in the token table.
@@ -88,21 +88,23 @@ class CompressedViews(CopyWriter):
             was evicted for it.
         """
         method = self.method(row)
-        covered = self.reach(row, tokens) // method.unit * method.unit
+        covered = method.covered(self.reach(row, tokens))
         if covered == 0:
             return False
         old = self._views.get(row)
         if old is not None:
-            grown = CompressedView(old.own, covered, old.segments, own_tokens=old.own_tokens)
+            grown = CompressedView(old.own, covered, old.segments, sinks=old.sinks, own_tokens=old.own_tokens)
             return self._resize(row, grown, headroom, None, tokens)
         prefix = prefix if self.head_cells is None else None
         segments = []
         if prefix is not None:
-            segments = self.tree_cache.path_segments(prefix.node, min(prefix.tokens, covered), method.name)
+            length = min(prefix.tokens, covered)
+            segments = self.tree_cache.path_segments(prefix.node, length, method.name, method.sinks)
         for segment in segments:
             # Or they would be evicted for the rest.
             self.tree_cache.use(segment)
-        made = self._resize(row, CompressedView(self._no_slots(), covered, segments), headroom, prefix, tokens)
+        view = CompressedView(self._no_slots(), covered, segments, sinks=method.sinks)
+        made = self._resize(row, view, headroom, prefix, tokens)
         if not made:
             for segment in segments:
                 self.tree_cache.release(segment)
@@ -113,12 +115,12 @@ class CompressedViews(CopyWriter):
         method, end = self.method(row), view.shared
         packing = method.packing
         if prefix is not None:
-            shareable = min(prefix.tokens, view.covered) // method.unit * method.unit
+            shareable = method.covered(min(prefix.tokens, view.covered))
             end = shareable if shareable - end >= MIN_SHARED else end
         shared = method.kept(end - view.shared)
         own = method.own(view, end, shared)
         held = packing.held_slots(shared)
-        slots = self._slots_for(view.own, held + packing.held_slots(own), headroom)
+        slots = self._slots_for(view.own, held + view.sinks + packing.held_slots(own), headroom)
         if slots is None:
             return False
         # Copied, or Triton would compile its kernels again for a tensor that begins elsewhere than at 16 bytes.

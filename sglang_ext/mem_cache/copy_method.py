@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from sglang_ext.core import CompressedView
 from sglang_ext.mem_cache.compressors import Compressor, kept_count
-from sglang_ext.mem_cache.packing import Packing, Unpacked
+from sglang_ext.mem_cache.packing import Packing
+from sglang_ext.mem_cache.unpacked import Unpacked
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,13 @@ class CopyMethod:
         return self.packing.recent
 
     @property
+    def sinks(self) -> int:
+        """First tokens of a context that copies keep as they are, in slots of their own."""
+        return self.packing.sinks
+
+    @property
     def unit(self) -> int:
-        """Tokens of which copies cover, share and keep whole multiples: those of a page, and of a packed block."""
+        """Tokens of which copies cover, share and keep whole multiples, after the sinks: those of a page, and of a block."""
         return self.packing.unit
 
     @property
@@ -42,9 +48,18 @@ class CopyMethod:
         """Of the slots of full KV, those that a copy takes, about."""
         return self.budget * self.packing.share
 
-    def kept(self, covered: int) -> int:
-        """Tokens that a copy keeps of ``covered``, a multiple of :attr:`unit`."""
-        return kept_count(covered, self.budget, self.unit) if covered else 0
+    @property
+    def least(self) -> int:
+        """Tokens that a copy covers at least."""
+        return self.sinks + self.unit
+
+    def covered(self, tokens: int) -> int:
+        """Of a context's first ``tokens`` tokens, those that a copy can stand for; 0 where they are too few."""
+        return self.sinks + (tokens - self.sinks) // self.unit * self.unit if tokens >= self.least else 0
+
+    def kept(self, tokens: int) -> int:
+        """Tokens that a copy keeps of ``tokens`` after the sinks, a multiple of :attr:`unit`."""
+        return kept_count(tokens, self.budget, self.unit) if tokens else 0
 
     def own(self, view: CompressedView, end: int, shared: int) -> int:
         """Tokens that ``view`` keeps of those from ``end`` on, where ``shared`` and its segments stand for those before.
@@ -52,8 +67,8 @@ class CopyMethod:
         What is left of the budget, and the newest tokens in any case: they see what nobody has seen before.
         """
         before = shared + sum(segment.tokens for segment in view.segments)
-        newest = -(-max(1, self.compressor.window) // self.unit) * self.unit if end else 0
-        return min(view.covered - end, max(self.kept(view.covered) - before, newest))
+        newest = -(-max(1, self.compressor.window) // self.unit) * self.unit if end > view.sinks else 0
+        return min(view.covered - end, max(self.kept(view.covered - view.sinks) - before, newest))
 
     def called(self, chooser: Compressor) -> str:
         """What a copy is called whose tokens ``chooser`` chose, the compressor or the one that it leaves this context to."""

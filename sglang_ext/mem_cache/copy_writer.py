@@ -83,6 +83,7 @@ class CopyWriter:
             cells = method.compressor.select_cells(context, Part(0, tokens, count))
             self.head_cells.copy(cells, slots, slots.new_zeros(count))
             return
+        self._keep_sinks(slots, slots.new_zeros(method.sinks))
         (kept,) = method.compressor.select(context, [Part(0, tokens, count)])
         method.packing.write(self.buffers, kept, slots, slots.new_zeros(method.packing.held_slots(count)))
 
@@ -100,7 +101,7 @@ class CopyWriter:
         """
         method, source = self.method(row), self.token_table[row, : view.covered].long()
         rest = Part(view.shared + done, view.covered, view.own_tokens - done)
-        targets = {rest: view.own[method.packing.packed_slots(done) :]}
+        targets = {rest: view.own[view.sinks + method.packing.packed_slots(done) :]}
         if made is not None:
             targets[Part(made.start, made.end, made.tokens)] = made.slots
         # The newest queries are of tokens that stay as they are, where blocks leave some out.
@@ -114,9 +115,18 @@ class CopyWriter:
             parts = [part for part in targets if part.count]
             for part, kept in zip(parts, chooser.select(context, parts)):
                 method.packing.write(self.buffers, kept, source, targets[part])
+        self._keep_sinks(source, view.own[: view.sinks])
         self.token_table[self.draft_row(row), : view.kept] = view.slots.to(self.token_table.dtype)
         if self.packed_rows is not None:
             self.packed_rows.slots[self.draft_row(row)] = view.packed
+
+    def _keep_sinks(self, source: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copy the first tokens of the context in slots ``source``, int64, as they are, to ``targets``, int64 [sinks]."""
+        if not len(targets):
+            return
+        keys = self.buffers.keys
+        first = torch.arange(len(targets), device=targets.device)
+        self.buffers.copy_kept(first.repeat(len(keys), keys[0].shape[1], 1), source, targets)
 
     def _context(self, row: int, method: CopyMethod, source: torch.Tensor, end: int) -> ContextKV:
         """What a method sees of the tokens in slots ``source``, with its newest queries before position ``end``."""

@@ -150,8 +150,8 @@ class Segments:
             )
 
 
-def covering(nodes: Iterable[TreeNode], length: int, method: str = "") -> list[Segment]:
-    """Segments of ``method`` of a path that follow one another from position 0, and end at or before ``length``.
+def covering(nodes: Iterable[TreeNode], length: int, method: str = "", start: int = 0) -> list[Segment]:
+    """Segments of ``method`` of a path that follow one another from position ``start``, and end at or before ``length``.
 
     Of those that begin at one position it takes the one that reaches farthest; it stops where none begins.
     """
@@ -162,7 +162,7 @@ def covering(nodes: Iterable[TreeNode], length: int, method: str = "") -> list[S
             if segment.method == method and segment.end <= length and (best is None or segment.end > best.end):
                 farthest[segment.start] = segment
     found: list[Segment] = []
-    while (segment := farthest.get(found[-1].end if found else 0)) is not None:
+    while (segment := farthest.get(found[-1].end if found else start)) is not None:
         found.append(segment)
     return found
 

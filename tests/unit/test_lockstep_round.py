@@ -28,7 +28,7 @@ class Views:
     recent, share = 0, 0.25
 
     def method(self, row):
-        return SimpleNamespace(recent=self.recent)
+        return SimpleNamespace(recent=self.recent, least=1)
 
     def __init__(self, full=()):
         self.full, self.tails, self.copies = full, [], {}

@@ -7,7 +7,8 @@ import pytest
 from sglang_ext import method_options
 from sglang_ext.managers import compression, meta_info
 from sglang_ext.managers.method_choice import place_of, refuse_unknown
-from sglang_ext.mem_cache.packing import PackedRows, Unpacked
+from sglang_ext.mem_cache.packing import PackedRows
+from sglang_ext.mem_cache.unpacked import Unpacked
 from sglang_ext.method_options import Offer, offers
 from sglang_ext.options import OptionError
 

@@ -15,9 +15,10 @@ from sglang_ext.mem_cache.compressors import create, method
 from sglang_ext.mem_cache.compressors.snapkv import SnapKV
 from sglang_ext.mem_cache.copy_method import CopyMethod
 from sglang_ext.mem_cache.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.packing import PackedRows, Packing, Unpacked
+from sglang_ext.mem_cache.packing import PackedRows, Packing
 from sglang_ext.mem_cache.query_window import QueryWindows, Recorded, record_queries
 from sglang_ext.mem_cache.tiered_node import Prefix
+from sglang_ext.mem_cache.unpacked import Unpacked
 
 PAGE = 2
 COMMON = list(range(1, 151))
@@ -70,7 +71,7 @@ def test_requests_share_the_beginning_with_those_of_their_own_method_alone(world
         world.check()
     segments, views = list(world.cache.segments), world.cache.views
     found = [(s.method, s.end, s.tokens, s.users) for s in segments]
-    assert found == [("half", 150, 76, 2), ("eighth", 150, 20, 2), ("int4", 128, 128, 2)]
+    assert found == [("half", 150, 76, 2), ("eighth", 150, 20, 2), ("int4", 132, 128, 2)]
     for row, place in world.asked.items():
         packed = views.packed_rows.slots[views.draft_row(row)]
         assert packed == views.get(row).packed and (packed > 0) == (place == PACKED)
@@ -84,13 +85,13 @@ def test_a_split_leaves_each_methods_segment_where_it_ends_and_all_are_evicted_w
     done(world, COMMON)
     for place in (HALF, EIGHTH, PACKED):
         start(world, [*COMMON, *tokens_after(place)], place)
-    done(world, [*COMMON[:130], *range(900, 920)])
+    done(world, [*COMMON[:134], *range(900, 920)])
     world.check()
     found = [(s.method, s.node.end) for s in world.cache.segments]
-    assert found == [("half", 150), ("eighth", 150), ("int4", 130)]
-    later = start(world, [*COMMON[:130], *range(900, 910), *tokens_after(5)], EIGHTH)
-    assert later.shared == 140 and [s.start for s in later.segments] == [0]
-    assert start(world, [*COMMON[:130], *range(900, 910), *tokens_after(6)], PACKED).shared == 128
+    assert found == [("half", 150), ("eighth", 150), ("int4", 134)]
+    later = start(world, [*COMMON[:134], *range(900, 910), *tokens_after(5)], EIGHTH)
+    assert later.shared == 144 and [s.start for s in later.segments] == [0]
+    assert start(world, [*COMMON[:134], *range(900, 910), *tokens_after(6)], PACKED).shared == 132
     world.check()
     world.empty()
 
@@ -113,7 +114,7 @@ def test_the_share_of_full_kv_is_that_of_the_copies_that_there_are(world):
     assert views.share == 0.5
     covered = [start(world, [*COMMON, *tokens_after(place)], place).covered for place in (EIGHTH, PACKED)]
     expected = sum(views.methods[place].share * tokens for place, tokens in zip((EIGHTH, PACKED), covered)) / sum(covered)
-    assert covered == [240, 192] and abs(views.share - expected) < 1e-12
+    assert covered == [240, 196] and abs(views.share - expected) < 1e-12
     world.empty()
 
 
@@ -146,7 +147,7 @@ def test_each_method_sees_as_many_of_the_newest_queries_as_it_wants_and_one_with
     with views.queries.recording((Recorded(1, 0, 32, 268),)):
         layer = SimpleNamespace(layer_id=0, tp_q_head_num=HEADS, qk_head_dim=DIM)
         record_queries(lambda *args: None, None, torch.randn(32, HEADS * DIM), None, None, layer, None)
-    for place, covered in enumerate((256, 256, 384)):
+    for place, covered in enumerate((260, 260, 388)):
         asked[1] = place
         assert views.compress(1, 400) and views.get(1).covered == covered
         views.release_copy(1)

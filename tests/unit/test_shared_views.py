@@ -9,9 +9,9 @@ from sglang_ext.mem_cache import compressed_views
 from sglang_ext.mem_cache.compressed_views import CompressedViews
 from sglang_ext.mem_cache.compressors import create
 from sglang_ext.mem_cache.copy_method import CopyMethod
-from sglang_ext.mem_cache.packing import Unpacked
 from sglang_ext.mem_cache.query_window import QueryWindows
 from sglang_ext.mem_cache.tiered_node import Prefix
+from sglang_ext.mem_cache.unpacked import Unpacked
 
 COMMON = list(range(1, 17))
 

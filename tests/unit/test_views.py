@@ -13,8 +13,8 @@ from sglang_ext.mem_cache.compressors.kvzip import KVzip
 from sglang_ext.mem_cache.copy_method import CopyMethod
 from sglang_ext.mem_cache.give_back import give_back_when_full
 from sglang_ext.mem_cache.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.packing import Unpacked
 from sglang_ext.mem_cache.query_window import QueryWindows, Recorded, cap_prefix_match, record_queries
+from sglang_ext.mem_cache.unpacked import Unpacked
 from sglang_ext.mem_cache import query_window
 
 SLOTS, HEADS, DIM, LAYERS = 400, 2, 4, 2
