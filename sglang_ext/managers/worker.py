@@ -75,7 +75,7 @@ class KVWorker(BaseSpecWorker):
             if method.needs_rotary:
                 self.rotary = rotary_of(self.model_runner.model, is_attention, offer.name)
         window = max(method.compressor.window for method in self.methods)
-        self.queries = QueryWindows(window, tuple(self.layers), self.stride)
+        self.queries = QueryWindows(window, tuple(self.layers), self.stride, self._scores_by_queries)
         self.states: dict[int, RequestState] = {}
         # Of all requests; a new one is expected to be like them.
         self.typical = Acceptance(memory=LONG_MEMORY)
@@ -304,6 +304,8 @@ class KVWorker(BaseSpecWorker):
 
     def _prefill(self, batch: "ScheduleBatch", on_publish=None) -> GenerationBatchResult:
         """SGLang's own prefill; its first tokens are sampled like all others (sampling.py)."""
+        # First, as queries are kept by the method that a request asks for.
+        states = [self._admit(req, matched) for req, matched in zip(batch.reqs, batch.prefix_lens)]
         rows, start = [], 0
         for req, prefix, length in zip(batch.reqs, batch.prefix_lens, batch.extend_lens):
             rows.append(Recorded(req.req_pool_idx, start, start + length, prefix))
@@ -313,7 +315,6 @@ class KVWorker(BaseSpecWorker):
             on_publish(batch.seq_lens)
         with self.queries.recording(tuple(rows)):
             result = self.target_worker.forward_batch_generation(batch, is_verify=True)
-        states = [self._admit(req, matched) for req, matched in zip(batch.reqs, batch.prefix_lens)]
         sampling = Sampling.of(
             self.model_runner,
             batch,
@@ -331,7 +332,7 @@ class KVWorker(BaseSpecWorker):
         return result
 
     def _admit(self, req: "Req", matched: int) -> RequestState:
-        """The draft state of a request whose prompt (or a chunk of it) was computed, after ``matched`` tokens."""
+        """The draft state of a request whose prompt (or a chunk of it) is computed, after ``matched`` tokens."""
         old = self.states.get(req.req_pool_idx)
         if old is not None:
             # An earlier chunk of the same prompt.
@@ -353,6 +354,11 @@ class KVWorker(BaseSpecWorker):
         if self.history is not None:
             self.history.begin(state.row, [*req.origin_input_ids, *req.output_ids])
         return state
+
+    def _scores_by_queries(self, row: int) -> bool:
+        """Whether the method of the request in ``row`` wants its queries; of a row that is nobody's, too."""
+        state = self.states.get(row)
+        return state is None or self.methods[state.method].compressor.window > 0
 
     def sampling_row(self, index: int, state: RequestState, drafts: tuple[int, ...] = ()) -> Row:
         """A row of logits of the request at ``index``; those never drafted take SGLang's own noise."""

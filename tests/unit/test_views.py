@@ -205,6 +205,21 @@ def test_queries_of_rejected_drafts_are_never_seen(data):
         assert kept(windows, 1, length) == (exact[-3:], list(range(max(0, length - 3), length)))
 
 
+def test_nothing_is_kept_of_requests_whose_compressor_wants_no_queries():
+    windows = QueryWindows(3, (0,), spare=2, wanted_by={1: True, 2: False}.__getitem__)
+    both = (Recorded(1, 0, 2, 0), Recorded(2, 2, 4, 7))
+    with windows.recording(both):
+        run_layer(torch.tensor([[1.0], [2.0], [3.0], [4.0]]))
+    assert kept(windows, 1, 2) == ([1, 2], [0, 1]) and kept(windows, 2, 9) is None
+    with windows.recording(both[1:]):
+        run_layer(torch.tensor([[5.0], [6.0]]))
+    with windows.capturing(4, 1, 1, torch.empty(0)):
+        run_layer(torch.tensor([[1.0], [2.0], [3.0], [4.0]]))
+    windows.keep_replayed((Recorded(1, 2, 4, 2), Recorded(2, 0, 2, 9)))
+    assert kept(windows, 1, 4) == ([2, 3, 4], [1, 2, 3]) and windows.newest(2) is None
+    assert windows.held_bytes == (5 + 4) * 4, "a ring, and what a graph leaves"
+
+
 def test_a_window_reaches_over_a_gap():
     windows = QueryWindows(3, (0,), spare=2)
     for position in (0, 5):
