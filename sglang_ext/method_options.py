@@ -117,9 +117,9 @@ def budget_of(compressor: str, budget: float | None, flag: str = FIRST, told: st
 
 def _parsed(item: str) -> Offer:
     """One item of ``--kv-more-compressors``."""
-    compressor, _, text = item.partition(":")
+    compressor, colon, text = item.partition(":")
     try:
-        budget = float(text) if text else None
+        budget = float(text) if colon else None
     except ValueError:
         raise OptionError(
             f"{MORE} has {item!r}, where {text!r} is no number: pass NAME or NAME:BUDGET, as in snapkv:0.125,kivi"

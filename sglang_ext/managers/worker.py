@@ -16,6 +16,7 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang_ext import options
 from sglang_ext.core import LONG_MEMORY, Acceptance, RequestState
 from sglang_ext.layers.attention import copy_graphs, plan_memory, torch_native, verify_graphs
+from sglang_ext.layers.attention.of_model import attention_scaling, is_attention
 from sglang_ext.layers.attention.verify_attention import VerifyAttention
 from sglang_ext.layers.attention.views import BetweenSteps
 from sglang_ext.managers import compression, full_tier, integrity, meta_info
@@ -373,15 +374,3 @@ def noise_seed(req: "Req", server_args, admitted: int) -> int:
         return STOCK_DEFAULT_SEED
     name = f"{server_args.random_seed}/{admitted}/{req.rid}".encode()
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 1
-
-
-def is_attention(module: torch.nn.Module) -> bool:
-    """Whether a module is one of SGLang's attention layers."""
-    from sglang.srt.layers.radix_attention import RadixAttention
-
-    return isinstance(module, RadixAttention)
-
-
-def attention_scaling(model: torch.nn.Module) -> dict[int, float]:
-    """Scaling of query-key products by layer index, from the model's attention layers."""
-    return {module.layer_id: module.scaling for module in model.modules() if is_attention(module)}

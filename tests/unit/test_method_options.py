@@ -42,6 +42,7 @@ def test_further_methods_are_named_with_their_budgets_or_have_their_defaults():
     [
         ({"kv_more_compressors": "zip"}, ["--kv-more-compressors is 'zip'", "snapkv, sink-recent", "snapkv+kivi"]),
         ({"kv_more_compressors": "snapkv:half"}, ["'snapkv:half'", "'half' is no number", "as in snapkv:0.125,kivi"]),
+        ({"kv_more_compressors": "snapkv:"}, ["'snapkv:'", "'' is no number"]),
         ({"kv_more_compressors": "snapkv:1.5"}, ["'snapkv:1.5'", "1.5", "above 0 and at most 1"]),
         ({"kv_more_compressors": "snapkv:nan"}, ["'snapkv:nan'", "above 0 and at most 1"]),
         ({"kv_more_compressors": "kivi:0.5"}, ["'kivi:0.5'", "keeps all tokens", "--kv-more-compressors snapkv+kivi"]),
