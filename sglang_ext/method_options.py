@@ -139,8 +139,8 @@ def _check_differs(offer: Offer, before: tuple[Offer, ...]) -> None:
     if packs is not None and offer.packs not in (None, packs):
         raise OptionError(
             f"{MORE} has {offer.name!r} beside {packs}: slots of blocks, kernels and CUDA graphs are made for one method that "
-            f"packs tokens. Leave {offer.packs} or {packs} out, or start a server for each; methods that only drop tokens, and any "
-            f"budgets, serve beside it"
+            f"packs tokens. Leave {offer.packs} or {packs} out, or start a server for each; methods that only drop tokens, and "
+            "any budgets, serve beside it"
         )
 
 
