@@ -13,7 +13,7 @@ import torch
 from sglang.srt.arg_groups.arg_utils import NS, A, Arg
 from sglang.srt.server_args import ServerArgs
 
-from sglang_ext import compressor_options, head_budget_options, options
+from sglang_ext import compressor_options, flag_checks, head_budget_options, options
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +47,12 @@ class KVServerArgs(ServerArgs):
         f"({', '.join(compressor_options.QUANTIZERS)}), or both, as in {options.COMPRESSORS[0]}+kivi.",
         NS("memory"),
     ] = "snapkv"
+    kv_more_compressors: A[
+        str | None,
+        "Further methods that requests may ask for by name, in custom_params: NAME or NAME:BUDGET, with commas between, as in "
+        "snapkv:0.125,kivi. Of all methods one at most may pack tokens.",
+        NS("memory"),
+    ] = None
     kv_scores: A[
         str | None,
         "Folder of documents' scores, written by python -m sglang_ext.precompress, for --kv-compressor kvzip.",
@@ -141,9 +147,7 @@ class KVServerArgs(ServerArgs):
 
     def __post_init__(self) -> None:
         """Check the flags, prepare SGLang's own options for the mode, then let SGLang resolve."""
-        options.check_flags(self)
-        compressor_options.resolve(self)
-        head_budget_options.resolve(self)
+        flag_checks.check_flags(self)
         if self.kv_mode == "full":
             super().__post_init__()
             return
@@ -151,14 +155,9 @@ class KVServerArgs(ServerArgs):
         super().__post_init__()
         if self.model_path.lower() in ("none", "dummy"):
             return
-        options.check_resolved(self)
-        compressor_options.check_resolved(self)
-        head_budget_options.check_resolved(self)
+        flag_checks.check_resolved(self)
         from sglang_ext import hooks
-        from sglang_ext.managers import compression
 
-        compression.check_files(self)
-        hooks.check(self.kv_mode)
         hooks.activate_frontend()
 
     def check_lora_server_args(self) -> None:

@@ -28,8 +28,7 @@ PRIOR = (1.8, 0.2)
 # shall tell; where they were good, one rejection shall not.
 EXPECTED = (0.5, 4.0)
 # Weight of what was seen before, at each verification: of one request, and of all.
-MEMORY = 0.9
-LONG_MEMORY = 0.95
+MEMORY, LONG_MEMORY = 0.9, 0.95
 
 
 @dataclass
@@ -38,13 +37,13 @@ class CompressedView:
 
     Attributes:
         own: int64 [own tokens], slots of what the request alone reads, in SGLang's KV pool, in whole pages.
-        covered: tokens of the full KV, from the start of the context, that the copy stands for; a
-            multiple of the page size.
-        segments: what it shares with others, from the start of the context on; ``own`` stands for the rest.
+        covered: tokens of the full KV, from the start of the context, that the copy stands for; whole pages.
+        segments: what it shares with others, from the sinks on; ``own`` stands for the rest.
         tail_end: first position after ``covered`` that the draft row does not lead to yet; its writers set it.
-        method: name of the compressor that chose what it keeps; set when it is filled.
-        own_tokens: tokens that ``own`` keeps; the compressed views set it.
-        own_packed: slots of ``own``, from its beginning, that hold packed blocks (packing.py); 0 where it holds tokens.
+        method: what it is called, after the compressor that chose what it keeps; set when it is filled.
+        sinks: slots at the beginning of ``own`` that hold the context's first tokens, before those that blocks stand for.
+        own_tokens: tokens that ``own`` keeps of the rest; the compressed views set it.
+        own_packed: slots of ``own``, after the sinks, that hold packed blocks (packing.py); 0 where it holds tokens.
     """
 
     own: torch.Tensor
@@ -52,6 +51,7 @@ class CompressedView:
     segments: "list[Segment]" = field(default_factory=list)
     tail_end: int = 0
     method: str = ""
+    sinks: int = 0
     own_tokens: int = 0
     own_packed: int = 0
 
@@ -60,24 +60,25 @@ class CompressedView:
 
     @property
     def slots(self) -> torch.Tensor:
-        """What the draft row leads to of the copy, in its order: int64 [kept]. What fills up pages of blocks is left out."""
-        own = self.own[: self.own_packed or None]
-        return torch.cat([*(segment.slots[: segment.packed or None] for segment in self.segments), own])
+        """What the draft row leads to of the copy, blocks first: int64 [kept]. What fills up pages of blocks is left out."""
+        sinks, own = self.own[: self.sinks], self.own[self.sinks :]
+        shared = [segment.slots[: segment.packed or None] for segment in self.segments]
+        return torch.cat([*shared, own[: self.own_packed or None], sinks])
 
     @property
     def shared(self) -> int:
-        """Tokens of the full KV that its segments stand for."""
-        return self.segments[-1].end if self.segments else 0
+        """Tokens of the full KV that its sinks and its segments stand for."""
+        return self.segments[-1].end if self.segments else self.sinks
 
     @property
     def kept(self) -> int:
         """Slots that the draft row leads to of the copy."""
-        own = self.own_packed or len(self.own)
+        own = self.own_packed + self.sinks if self.own_packed else len(self.own)
         return sum(segment.packed or len(segment.slots) for segment in self.segments) + own
 
     @property
     def packed(self) -> int:
-        """Of these, those that hold packed blocks: all or none."""
+        """Of these, those that hold packed blocks: all but the sinks, or none."""
         return sum(segment.packed for segment in self.segments) + self.own_packed
 
 
@@ -121,7 +122,8 @@ class RequestState:
         seed: noise shared by draft and verify, in [0, 2**63).
         matched: tokens of the prompt that the prefix tree had when the request came.
         prompt: token ids of the prompt.
-        compressor: name of the method that made or renewed its copy last; empty before that.
+        method: place among the server's methods of the one that it asked for (method_options.py).
+        compressor: what its copy is called, after the method that made or renewed it last; empty before that.
         bonus: newest token of the output; its KV is not computed yet. Staggered scheduling sets it.
         fallback: index into :data:`FALLBACK_REASONS`; 0 while the request drafts.
         drafts: tokens drafted since the last verification. Staggered scheduling sets them.
@@ -129,8 +131,7 @@ class RequestState:
         closed: the newest draft ends the request's grammar, so that nothing may follow it.
         target: drafts after which this round verifies; set at the start of a round.
         verifies, offered, accepted: totals over the request's life.
-        accept_histogram: element ``k`` counts the verifications that accepted exactly ``k`` drafts.
-        offer_histogram: element ``k`` counts the verifications that were offered ``k`` drafts.
+        accept_histogram, offer_histogram: element ``k`` counts the verifications that accepted, or were offered, ``k`` drafts.
         acceptance: how often drafts are accepted, of late.
     """
 
@@ -139,6 +140,7 @@ class RequestState:
     seed: int
     matched: int = 0
     prompt: Sequence[int] = ()
+    method: int = 0
     compressor: str = ""
     bonus: int = 0
     fallback: int = 0

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang_ext import copy_options
-from sglang_ext.compressor_options import parse_compressor
+from sglang_ext.method_options import offers
 from sglang_ext.options import OptionError, attention_backends, one_of
 
 if TYPE_CHECKING:
@@ -25,13 +25,19 @@ def resolve(args: "KVServerArgs") -> None:
         OptionError: names the flag, its value and the remedy.
     """
     one_of("--kv-head-budgets", args.kv_head_budgets, HEAD_BUDGETS)
-    drops, packs = parse_compressor(args.kv_compressor)
+    first, *others = offers(args)
+    drops, packs = first.drops, first.packs
     if args.kv_head_budgets == "auto":
         # On a GPU not before it is measured there.
-        served = packs is None and _on_cpu(args) and attention_backends(args) <= set(copy_options.BACKENDS["cpu"])
+        served = not others and packs is None and _on_cpu(args) and attention_backends(args) <= set(copy_options.BACKENDS["cpu"])
         args.kv_head_budgets = "adaptive" if drops in BETTER and served else "equal"
     if args.kv_head_budgets == "equal":
         return
+    if others:
+        raise OptionError(
+            f"--kv-head-budgets is 'adaptive' with --kv-more-compressors {args.kv_more_compressors}: where heads keep different "
+            "numbers of tokens, all copies are made by one method. Pass equal, or leave --kv-more-compressors out"
+        )
     if packs is not None:
         raise OptionError(
             f"--kv-head-budgets is 'adaptive' with --kv-compressor {args.kv_compressor}: packed heads keep equal numbers of "

@@ -99,7 +99,7 @@ HOOKS: tuple[Hook, ...] = (
     Hook(
         target="sglang.srt.managers.schedule_batch.ScheduleBatch.check_decode_mem",
         kind="around",
-        hook="sglang_ext.mem_cache.compressed_views.give_back_when_full",
+        hook="sglang_ext.mem_cache.give_back.give_back_when_full",
         why="a full pool takes compressed copies back before it retracts a request",
         expects=("self", "selected_indices"),
         process="scheduler",
@@ -135,6 +135,14 @@ HOOKS: tuple[Hook, ...] = (
         why="compressors score keys by the queries of the newest tokens",
         expects=("self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache", "kwargs"),
         process="scheduler",
+    ),
+    Hook(
+        target="sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request",
+        kind="around",
+        hook="sglang_ext.managers.method_choice.refuse_unknown",
+        why="a request that asks for a method that the server does not have shall be told so",
+        expects=("self", "obj", "input_ids"),
+        process="frontend",
     ),
 )
 

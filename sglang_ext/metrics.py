@@ -134,7 +134,7 @@ class KVMetrics:
         if self.held_bytes is not None:
             self.held_bytes.labels(self.model_name).set(views.held_bytes())
             self.query_bytes.labels(self.model_name).set(views.queries.held_bytes)
-            self.score_bytes.labels(self.model_name).set(views.compressor.held_bytes)
+            self.score_bytes.labels(self.model_name).set(max(method.compressor.held_bytes for method in views.methods))
             for method, made in (views.made - self._copies_told).items():
                 self.copies.labels(self.model_name, method).inc(made)
             self._copies_told = views.made.copy()

@@ -7,9 +7,8 @@ not used there.
 import pkgutil
 from typing import TYPE_CHECKING
 
-from sglang_ext import compressor_options, head_budget_options, hooks, options
+from sglang_ext import flag_checks, hooks
 from sglang_ext.arguments import KVServerArgs
-from sglang_ext.managers import compression
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -21,9 +20,7 @@ def prepare(args: "ServerArgs") -> None:
     Raises:
         options.OptionError: a flag is out of range, or an option cannot be combined with the mode.
     """
-    options.check_flags(args)
-    compressor_options.resolve(args)
-    head_budget_options.resolve(args)
+    flag_checks.check_flags(args)
     KVServerArgs._prepare_speculation(args)
 
 
@@ -34,11 +31,7 @@ def check(args: "ServerArgs") -> None:
         options.OptionError: the attention backend or the model is not supported, or a predictor is of another model.
         hooks.HookError: a function is not marked in the fork, or has other parameters than expected.
     """
-    options.check_resolved(args)
-    compressor_options.check_resolved(args)
-    head_budget_options.check_resolved(args)
-    compression.check_files(args)
-    hooks.check(args.kv_mode)
+    flag_checks.check_resolved(args)
     for hook in hooks.HOOKS:
         marked = getattr(pkgutil.resolve_name(hook.target), "kv_hook", None)
         if marked != hook.hook:

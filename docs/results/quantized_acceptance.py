@@ -1,6 +1,6 @@
 """How many greedy drafts on packed copies full KV accepts, without a server: docs/results/quantized.md.
 
-    python docs/results/quantized_acceptance.py --model MODEL --prompts FOLDER [--limit PROMPTS] [METHODS...]
+    python docs/results/quantized_acceptance.py --model MODEL --prompts FOLDER [--limit PROMPTS] [--exact TOKENS...] [METHODS...]
 
 Rounds are those of kvzap_acceptance.py, on the plugin's packing and attention. Methods have the names of bench quality: kivi:2.
 """
@@ -33,8 +33,8 @@ class Drafting:
 
     packing: Packing | None = None
 
-    def pack(self, context: Context, name: str) -> None:
-        """Pack the prompt's KV; ``name`` as bench quality names a method."""
+    def pack(self, context: Context, name: str, first: int | None) -> None:
+        """Pack the prompt's KV after its ``first`` tokens, None for the method's sinks; ``name`` as bench quality names it."""
         named, tokens = Named.of(name), len(context.prompt)
         keys, values = (
             tuple(getattr(layer, kind)[0, :, :tokens].transpose(0, 1).contiguous() for layer in context.cache.layers)
@@ -43,9 +43,10 @@ class Drafting:
         buffers = KVBuffers(tuple(range(len(keys))), (1.0,) * len(keys), keys, values)
         rotary = Rotary(context.model.model.rotary_emb.inv_freq.float())
         packs = Packing.of(method(named.compressor, named.bits).quantizer, buffers, 1, rotary)
-        self.covered = (tokens - packs.recent) // packs.unit * packs.unit
-        self.held = packs.packed_slots(self.covered)
-        kept = torch.arange(self.covered).expand(len(keys), keys[0].shape[1], -1)
+        first = packs.sinks if first is None else first
+        count = (tokens - packs.recent - first) // packs.unit * packs.unit
+        self.packed, self.held = range(first, first + count), packs.packed_slots(count)
+        kept = torch.arange(first, first + count).expand(len(keys), keys[0].shape[1], -1)
         # Blocks of one layer fit where its tokens that they stand for lay: numbers are read before cells are written.
         packs.write(buffers, kept, torch.arange(tokens), torch.arange(self.held))
         self.blocks = [(key[: self.held], value[: self.held]) for key, value in zip(keys, values)]
@@ -55,19 +56,25 @@ class Drafting:
         """Attention of [1, heads, tokens, head_dim]."""
         if self.packing is None:
             return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-        exact = (part[0].transpose(0, 1)[self.covered :] for part in (key, value))
+        whole = (part[0].transpose(0, 1) for part in (key, value))
+        exact = (torch.cat([part[: self.packed.start], part[self.packed.stop :]]) for part in whole)
         keys, values = (torch.cat(parts) for parts in zip(self.blocks[module.layer_idx], exact))
         queries, row = query[0].transpose(0, 1), torch.arange(len(keys))
         return packed_attention(self.packing, queries, keys, values, row, self.held, module.scaling)[None], None
 
 
-def accepted(context: Context, drafting: Drafting, name: str) -> tuple[int, int]:
-    """Drafts that are accepted, and offered, over the whole answer."""
-    drafting.pack(context, name)
+def accepted(context: Context, drafting: Drafting, name: str, first: int | None) -> tuple[int, int]:
+    """Drafts that are accepted, and offered, over the whole answer; ``first`` as of :meth:`Drafting.pack`."""
+    drafting.pack(context, name, first)
     context.model.set_attn_implementation(NAME)
     found = context.rounds(context.whole)
     context.model.set_attn_implementation("sdpa")
     return found
+
+
+def described(name: str, first: int | None) -> str:
+    """A method, and how many tokens are exact where that is not its own choice."""
+    return name if first is None else f"{name}, {first} exact"
 
 
 @torch.inference_mode()
@@ -78,19 +85,20 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--limit", type=int, help="prompts, of the first")
+    parser.add_argument("--exact", type=int, nargs="+", default=[None], help="first tokens that are not packed: the method's")
     args = parser.parse_args()
     drafting = Drafting()
     AttentionInterface.register(NAME, drafting)
     AttentionMaskInterface.register(NAME, sdpa_mask)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    counts = {name: (0, 0) for name in args.methods}
+    counts = {(name, first): (0, 0) for name in args.methods for first in args.exact}
     for file in sorted(args.prompts.glob("*.txt"))[: args.limit]:
         context = Context(model, tokenizer.encode(file.read_text()))
-        for name in args.methods:
-            agreed, offered = accepted(context, drafting, name)
-            counts[name] = (counts[name][0] + agreed, counts[name][1] + offered)
-        print(file.name, {name: f"{a}/{o} {a / o:.3f}" for name, (a, o) in counts.items()}, flush=True)
+        for name, first in counts:
+            agreed, offered = accepted(context, drafting, name, first)
+            counts[name, first] = (counts[name, first][0] + agreed, counts[name, first][1] + offered)
+        print(file.name, {described(*each): f"{a}/{o} {a / o:.3f}" for each, (a, o) in counts.items()}, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,21 @@
-"""The method that the flags ask for, and what it reads from files."""
+"""The methods that the flags ask for, and what they read from files."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sglang_ext.compressor_options import parse_compressor
-from sglang_ext.mem_cache.compressors import Method, create, method
+from sglang_ext.mem_cache.compressors import Compressor, Method, create, method
 from sglang_ext.mem_cache.compressors.kvzap import KVzap
 from sglang_ext.mem_cache.compressors.kvzip import KVzip
+from sglang_ext.mem_cache.copy_method import CopyMethod
+from sglang_ext.mem_cache.packing import PackedRows
 from sglang_ext.mem_cache.scores.index import ScoreIndex
 from sglang_ext.mem_cache.scores.model_key import model_folder, model_key
 from sglang_ext.mem_cache.scores.predictor import Predictor
 from sglang_ext.mem_cache.slot_scores import SlotScores
+from sglang_ext.mem_cache.unpacked import Unpacked
+from sglang_ext.method_options import offers
 from sglang_ext.options import OptionError
 
 if TYPE_CHECKING:
@@ -25,7 +28,7 @@ def check_files(args: "KVServerArgs") -> None:
     Raises:
         OptionError: it is missing, has changed, or is of another model.
     """
-    if parse_compressor(args.kv_compressor)[0] != KVzap.name:
+    if not _predicts(args):
         return
     predictor, config = _predictor(args), args.get_model_config()
     found = predictor.layers, predictor.kv_heads, predictor.hidden_size
@@ -49,18 +52,24 @@ def slot_scores_of(args: "KVServerArgs", layers: Sequence[int], kv_heads: int, r
     Raises:
         OptionError: the predictor is missing, has changed, or is of another model.
     """
-    if parse_compressor(args.kv_compressor)[0] != KVzap.name:
+    if not _predicts(args):
         return None
     predictor = _predictor(args)
     return SlotScores(predictor.of_heads(rank * predictor.kv_heads // args.tp_size, kv_heads), layers)
+
+
+def _predicts(args: "KVServerArgs") -> bool:
+    return any(offer.drops == KVzap.name for offer in offers(args))
 
 
 def _predictor(args: "KVServerArgs") -> Predictor:
     return Predictor.read(Path(args.kv_predictor), model_key(model_folder(args.model_path, args.revision)))
 
 
-def method_of(args: "KVServerArgs", layers: int, kv_heads: int, rank: int, scores: SlotScores | None) -> Method:
-    """The method of ``--kv-compressor``, with stored or predicted scores where it reads them.
+def methods_of(
+    args: "KVServerArgs", layers: int, kv_heads: int, rank: int, scores: SlotScores | None
+) -> tuple[Method, ...]:
+    """The methods that a server offers, in the order of :func:`offers`, with stored or predicted scores where they read them.
 
     Args:
         args: the server's.
@@ -71,15 +80,32 @@ def method_of(args: "KVServerArgs", layers: int, kv_heads: int, rank: int, score
     Raises:
         OptionError: scores are asked for, and the model has no files to tell whose they are.
     """
-    found = method(args.kv_compressor, args.kv_bits)
-    if found.compressor.name == KVzap.name:
-        # Without host memory no score is ever unknown.
-        reading = KVzap(scores, create(args.kv_online_compressor) if args.kv_host_gb else None)
-    elif found.compressor.name == KVzip.name:
-        reading = _kvzip(args, layers, kv_heads, rank)
-    else:
-        return found
-    return replace(found, compressor=reading)
+    found: list[Method] = []
+    # Methods that differ in budget or packing read the same scores.
+    compressors: dict[str, Compressor] = {}
+    for offer in offers(args):
+        each = method(offer.compressor, args.kv_bits if offer.packs else None)
+        name = each.compressor.name
+        if name not in compressors:
+            compressors[name] = each.compressor
+            if name == KVzap.name:
+                # Without host memory no score is ever unknown.
+                compressors[name] = KVzap(scores, create(args.kv_online_compressor) if args.kv_host_gb else None)
+            elif name == KVzip.name:
+                compressors[name] = _kvzip(args, layers, kv_heads, rank)
+        found.append(replace(each, compressor=compressors[name]))
+    return tuple(found)
+
+
+def copy_methods(
+    args: "KVServerArgs", methods: tuple[Method, ...], page_size: int, packed_rows: PackedRows | None
+) -> tuple[CopyMethod, ...]:
+    """How ``methods``, those of :func:`methods_of`, make copies in a pool with such pages, packed as ``packed_rows`` says."""
+    plain, made = Unpacked(page_size), []
+    for offer, each in zip(offers(args), methods, strict=True):
+        packing = plain if each.quantizer is None else packed_rows.packing
+        made.append(CopyMethod(each.compressor, offer.budget, packing, offer.name, offer.packs or "", offer.suffix))
+    return tuple(made)
 
 
 def _kvzip(args: "KVServerArgs", layers: int, kv_heads: int, rank: int) -> KVzip:

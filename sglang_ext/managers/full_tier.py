@@ -65,7 +65,6 @@ def _policy(worker: "KVWorker") -> OffloadPolicy:
     return OffloadPolicy(
         bytes_per_token=views.buffers.bytes_per_slot,
         memory=views.allocator.size,
-        budget=views.share,
         drafts=options.longest_draft(args),
         longest=worker.stride - 1,
         requests=min(rows, args.max_running_requests or rows),

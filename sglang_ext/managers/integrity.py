@@ -52,7 +52,25 @@ def check(exact_tokens: dict[int, range], written: torch.Tensor, views: Compress
     ):
         _disjoint(slots, free, what, "the free list")
     check_heads(views)
+    check_methods(views)
     views.tree_cache.check_integrity()
+
+
+def check_methods(views: CompressedViews) -> None:
+    """Check that each copy reads only what its own method made, and that its row says how much of it is packed.
+
+    Raises:
+        IntegrityError: names a copy that does not.
+    """
+    for row, view in views.copies():
+        own, draft_row = views.method(row).name, views.draft_row(row)
+        packed = 0 if views.packed_rows is None else int(views.packed_rows.slots[draft_row])
+        others = sorted({segment.method for segment in view.segments} - {own})
+        if others or packed != view.packed:
+            raise IntegrityError(
+                f"the copy of row {row} is one of {own}, with {view.packed} packed slots; it reads segments of "
+                f"{', '.join(others) or 'no other'}, and its row says {packed} packed slots"
+            )
 
 
 def check_heads(views: CompressedViews) -> None:

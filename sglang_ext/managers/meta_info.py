@@ -4,31 +4,33 @@ SGLang carries a few counters of speculative decoding from the scheduler to the 
 filled here with ours (:func:`fill`) and read back under their own names (:func:`add_kv_fields`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sglang_ext.compressor_options import METHODS
 from sglang_ext.core import FALLBACK_REASONS, RequestState
+from sglang_ext.method_options import offers
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
 # Numbers before the histograms.
-HEAD = 6
+HEAD = 7
 
 
 def fill(req: "Req", state: RequestState) -> None:
     """Put a request's totals into one of SGLang's per-request lists of integers.
 
-    Layout: verifies, offered, accepted, fallback, compressor (its place in ``METHODS``, from 1; 0 for none), length of
-    the accept histogram, the accept histogram, the offer histogram.
+    Layout: verifies, offered, accepted, fallback, compressor (its place in ``METHODS``, from 1; 0 for none), method asked for,
+    length of the accept histogram, the accept histogram, the offer histogram.
     """
     req.spec_cap_lens_histogram = [
         state.verifies,
         state.offered,
         state.accepted,
         state.fallback,
-        METHODS.index(state.compressor) + 1 if state.compressor else 0,
+        METHODS.index(state.compressor.partition(":")[0]) + 1 if state.compressor else 0,
+        state.method,
         len(state.accept_histogram),
         *state.accept_histogram,
         *state.offer_histogram,
@@ -57,12 +59,16 @@ def add_kv_fields(
     compressed copy, None without one.
     """
     histograms = recv_obj.spec_cap_lens_histogram
-    meta_info.update(describe(histograms[i] if histograms else []))
+    suffixes = [offer.suffix for offer in offers(manager.server_args)]
+    meta_info.update(describe(histograms[i] if histograms else [], suffixes))
 
 
-def describe(record: list[int]) -> dict[str, Any]:
-    """The fields that users see, from what :func:`fill` wrote; empty for a request of one token."""
-    verifies, offered, accepted, fallback, method, split = record[:HEAD] or (0,) * HEAD
+def describe(record: list[int], suffixes: Sequence[str] = ("",)) -> dict[str, Any]:
+    """The fields that users see, from what :func:`fill` wrote; empty for a request of one token.
+
+    ``suffixes`` are those of the server's methods.
+    """
+    verifies, offered, accepted, fallback, compressor, method, split = record[:HEAD] or (0,) * HEAD
     return {
         "kv_verifies": verifies,
         "kv_drafts": offered,
@@ -71,5 +77,5 @@ def describe(record: list[int]) -> dict[str, Any]:
         "kv_accept_histogram": list(record[HEAD : HEAD + split]),
         "kv_offer_histogram": list(record[HEAD + split :]),
         "kv_fallback": FALLBACK_REASONS[fallback] if fallback else None,
-        "kv_compressor": METHODS[method - 1] if method else None,
+        "kv_compressor": METHODS[compressor - 1] + suffixes[method] if compressor else None,
     }

@@ -38,7 +38,6 @@ class OffloadPolicy:
     Attributes:
         bytes_per_token: of full KV.
         memory: tokens that the device's pool holds.
-        budget: share that a copy keeps.
         drafts: of a round.
         longest: drafts that a request gathers at most.
         requests: that run at once at most.
@@ -47,7 +46,6 @@ class OffloadPolicy:
 
     bytes_per_token: int
     memory: int
-    budget: float
     drafts: int
     longest: int
     requests: int
@@ -76,12 +74,13 @@ class OffloadPolicy:
                 self._verify, self._verifying = Recent(), len(round_.due)
             self._verify.newest.append(spent.whole - spent.drafting)
 
-    def choose(self, probability: float, link: float) -> Offload:
+    def choose(self, probability: float, link: float, share: float) -> Offload:
         """What may leave the device from now on; :attr:`unknown` before enough was measured.
 
         Args:
             probability: that a draft is accepted when those before it were.
             link: bytes per second of loads.
+            share: of full KV that copies keep.
         """
         if not self._verify.count or not self._draft.count:
             return self.unknown
@@ -92,7 +91,7 @@ class OffloadPolicy:
                 context=self._context * self.bytes_per_token,
                 link=link,
                 memory=self.memory * self.bytes_per_token,
-                budget=self.budget,
+                budget=share,
                 drafts=self.drafts,
             )
         except CostError:

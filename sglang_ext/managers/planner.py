@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sglang_ext.core import FALLBACK_REASONS, CompressedView, RequestState, Step
-from sglang_ext.mem_cache.compressed_views import CompressedViews, Prefix
+from sglang_ext.mem_cache.compressed_views import CompressedViews
+from sglang_ext.mem_cache.tiered_node import Prefix
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -120,7 +121,8 @@ def ensure_copy(views: CompressedViews, req: "Req", state: RequestState, length:
     """
     view = views.get(state.row)
     if view is None:
-        if length < MIN_CONTEXT + views.recent:
+        method = views.method(state.row)
+        if length < max(MIN_CONTEXT, method.least) + method.recent:
             return SHORT_CONTEXT
         prefix = Prefix(req.last_node, state.matched) if state.matched else None
         if not views.compress(state.row, length, headroom, prefix):

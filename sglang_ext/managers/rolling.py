@@ -133,9 +133,9 @@ class Rolling(Lockstep):
         self._rounds += 1
         if self._rounds % PLACE_AFTER:
             return
-        residency = self.verifications.residency
-        found = self.policy.choose(self.worker.typical.probability, residency.tree.link.bandwidth)
-        residency.most, self.verifications.drafts = self.worker.ranks.agree(found)
+        worker, residency = self.worker, self.verifications.residency
+        found = self.policy.choose(worker.typical.probability, residency.tree.link.bandwidth, worker.views.share)
+        residency.most, self.verifications.drafts = worker.ranks.agree(found)
 
     def account(self, batch: "ScheduleBatch", result: RoundResult) -> None:
         """Count a round's outcome, once it is on the host."""

@@ -14,9 +14,9 @@ from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
 from sglang_ext import options
-from sglang_ext.compressor_options import parse_compressor
 from sglang_ext.core import LONG_MEMORY, Acceptance, RequestState
 from sglang_ext.layers.attention import copy_graphs, plan_memory, torch_native, verify_graphs
+from sglang_ext.layers.attention.of_model import attention_scaling, is_attention
 from sglang_ext.layers.attention.verify_attention import VerifyAttention
 from sglang_ext.layers.attention.views import BetweenSteps
 from sglang_ext.managers import compression, full_tier, integrity, meta_info
@@ -25,6 +25,7 @@ from sglang_ext.managers.draft_length import DraftLength, FixedLength
 from sglang_ext.managers.eligibility import fallback_reason
 from sglang_ext.managers.forward import Attention, Attentions
 from sglang_ext.managers.lockstep import Lockstep, RoundResult
+from sglang_ext.managers.method_choice import place_of
 from sglang_ext.managers.ngram import TokenHistory
 from sglang_ext.managers.pace import Pace
 from sglang_ext.managers.planner import CURABLE
@@ -40,6 +41,7 @@ from sglang_ext.mem_cache.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.packing import PackedRows, Packing
 from sglang_ext.mem_cache.query_window import QueryWindows, Recorded
 from sglang_ext.mem_cache.rotary import rotary_of
+from sglang_ext.method_options import offers
 from sglang_ext.metrics import KVMetrics
 
 if TYPE_CHECKING:
@@ -67,12 +69,14 @@ class KVWorker(BaseSpecWorker):
         self.layers = attention_scaling(self.model_runner.model)
         kv_heads, rank = self._attention.tp_k_head_num, self.model_runner.ps.tp_rank
         self.scores = compression.slot_scores_of(server_args, tuple(self.layers), kv_heads, rank)
-        self.method = compression.method_of(server_args, len(self.layers), kv_heads, rank, self.scores)
-        self.compressor = self.method.compressor
+        self.offers = offers(server_args)
+        self.methods = compression.methods_of(server_args, len(self.layers), kv_heads, rank, self.scores)
         self.rotary = None
-        if self.method.needs_rotary:
-            self.rotary = rotary_of(self.model_runner.model, is_attention, server_args.kv_compressor)
-        self.queries = QueryWindows(self.compressor.window, tuple(self.layers), self.stride)
+        for offer, method in zip(self.offers, self.methods):
+            if method.needs_rotary:
+                self.rotary = rotary_of(self.model_runner.model, is_attention, offer.name)
+        window = max(method.compressor.window for method in self.methods)
+        self.queries = QueryWindows(window, tuple(self.layers), self.stride, self._scores_by_queries)
         self.states: dict[int, RequestState] = {}
         # Of all requests; a new one is expected to be like them.
         self.typical = Acceptance(memory=LONG_MEMORY)
@@ -92,7 +96,7 @@ class KVWorker(BaseSpecWorker):
         self.history: TokenHistory | None = None
         verify_graphs.plain(self.model_runner)
         torch_native.register()
-        query_window.reserve_queries(self.compressor.window)
+        query_window.reserve_queries(window)
 
     @property
     def draft_worker(self) -> None:
@@ -119,10 +123,10 @@ class KVWorker(BaseSpecWorker):
         )
         self._rows = rows
         self.buffers = KVBuffers.of(self.model_runner.token_to_kv_pool, self.layers)
-        if self.method.quantizer is not None:
+        quantizer = next((method.quantizer for method in self.methods if method.quantizer is not None), None)
+        if quantizer is not None:
             # Before any graph is captured, as cells below: graphs read which rows are packed, and which cells are whose.
-            page_size = self.token_to_kv_pool_allocator.page_size
-            packing = Packing.of(self.method.quantizer, self.buffers, page_size, self.rotary)
+            packing = Packing.of(quantizer, self.buffers, self.token_to_kv_pool_allocator.page_size, self.rotary)
             self.packed_rows = PackedRows.of_table(packing, pool.req_to_token)
         if self.server_args.kv_head_budgets == "adaptive":
             self.head_cells = HeadCells.of(self.buffers, 2 * rows)
@@ -181,19 +185,18 @@ class KVWorker(BaseSpecWorker):
 
     def bind_tree_cache(self, tree_cache) -> None:
         """Build the compressed views once the prefix tree exists."""
-        args = self.server_args
+        args, allocator = self.server_args, self.token_to_kv_pool_allocator
         self.views = CompressedViews(
-            compressor=self.compressor,
-            budget=args.kv_budget,
+            methods=compression.copy_methods(args, self.methods, allocator.page_size, self.packed_rows),
             token_table=self.req_to_token_pool.req_to_token,
             rows=self._rows,
             buffers=self.buffers,
-            allocator=self.token_to_kv_pool_allocator,
+            allocator=allocator,
             tree_cache=tree_cache,
             queries=self.queries,
             rotary=self.rotary,
+            asked_by=lambda row: self.states[row].method,
             prompt_of=lambda row: self.states[row].prompt,
-            packs=parse_compressor(args.kv_compressor)[1] or "",
             packed_rows=self.packed_rows,
             head_cells=self.head_cells,
         )
@@ -216,8 +219,10 @@ class KVWorker(BaseSpecWorker):
         else:
             self.schedule = Staggered(self)
         logger.info(
-            "sglang-ext: --kv-mode %s, compressor %s, budget %s, draft length %s, schedule %s",
-            *(args.kv_mode, args.kv_compressor, args.kv_budget, args.kv_draft_length, args.kv_schedule),
+            "sglang-ext: --kv-mode %s, %s, draft length %s, schedule %s",
+            args.kv_mode,
+            ", ".join(f"compressor {offer.name} with budget {offer.budget}" for offer in self.offers),
+            *(args.kv_draft_length, args.kv_schedule),
         )
 
     def _lockstep(self, pace: Pace, steps: Steps) -> Lockstep:
@@ -300,6 +305,8 @@ class KVWorker(BaseSpecWorker):
 
     def _prefill(self, batch: "ScheduleBatch", on_publish=None) -> GenerationBatchResult:
         """SGLang's own prefill; its first tokens are sampled like all others (sampling.py)."""
+        # First, as queries are kept by the method that a request asks for.
+        states = [self._admit(req, matched) for req, matched in zip(batch.reqs, batch.prefix_lens)]
         rows, start = [], 0
         for req, prefix, length in zip(batch.reqs, batch.prefix_lens, batch.extend_lens):
             rows.append(Recorded(req.req_pool_idx, start, start + length, prefix))
@@ -309,7 +316,6 @@ class KVWorker(BaseSpecWorker):
             on_publish(batch.seq_lens)
         with self.queries.recording(tuple(rows)):
             result = self.target_worker.forward_batch_generation(batch, is_verify=True)
-        states = [self._admit(req, matched) for req, matched in zip(batch.reqs, batch.prefix_lens)]
         sampling = Sampling.of(
             self.model_runner,
             batch,
@@ -327,7 +333,7 @@ class KVWorker(BaseSpecWorker):
         return result
 
     def _admit(self, req: "Req", matched: int) -> RequestState:
-        """The draft state of a request whose prompt (or a chunk of it) was computed, after ``matched`` tokens."""
+        """The draft state of a request whose prompt (or a chunk of it) is computed, after ``matched`` tokens."""
         old = self.states.get(req.req_pool_idx)
         if old is not None:
             # An earlier chunk of the same prompt.
@@ -339,6 +345,8 @@ class KVWorker(BaseSpecWorker):
             seed=noise_seed(req, self.server_args, self._admitted),
             matched=matched,
             prompt=req.origin_input_ids,
+            # The frontend refuses names that are none.
+            method=place_of(self.offers, req.sampling_params.custom_params) or 0,
             fallback=fallback_reason(req),
             acceptance=Acceptance.expecting(self.typical.probability),
         )
@@ -347,6 +355,11 @@ class KVWorker(BaseSpecWorker):
         if self.history is not None:
             self.history.begin(state.row, [*req.origin_input_ids, *req.output_ids])
         return state
+
+    def _scores_by_queries(self, row: int) -> bool:
+        """Whether the method of the request in ``row`` wants its queries; of a row that is nobody's, too."""
+        state = self.states.get(row)
+        return state is None or self.methods[state.method].compressor.window > 0
 
     def sampling_row(self, index: int, state: RequestState, drafts: tuple[int, ...] = ()) -> Row:
         """A row of logits of the request at ``index``; those never drafted take SGLang's own noise."""
@@ -361,15 +374,3 @@ def noise_seed(req: "Req", server_args, admitted: int) -> int:
         return STOCK_DEFAULT_SEED
     name = f"{server_args.random_seed}/{admitted}/{req.rid}".encode()
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 1
-
-
-def is_attention(module: torch.nn.Module) -> bool:
-    """Whether a module is one of SGLang's attention layers."""
-    from sglang.srt.layers.radix_attention import RadixAttention
-
-    return isinstance(module, RadixAttention)
-
-
-def attention_scaling(model: torch.nn.Module) -> dict[int, float]:
-    """Scaling of query-key products by layer index, from the model's attention layers."""
-    return {module.layer_id: module.scaling for module in model.modules() if is_attention(module)}

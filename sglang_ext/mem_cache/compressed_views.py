@@ -1,87 +1,37 @@
-"""Compressed copies of requests' KV: made, grown, released, counted.
+"""Compressed copies of requests' KV: grown, shared, released, counted; copy_writer.py makes them.
 
 The token table has a second row for each request (its index plus the number of ordinary rows): the
 slots of the compressed copy, then those of the tokens after it. Stock attention backends read it like
 any other row, so one forward serves both views.
 """
 
-from collections import Counter
-from collections.abc import Callable, ItemsView, Sequence
+from collections.abc import ItemsView
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from sglang.srt.mem_cache.common import evict_from_tree_cache
 
 from sglang_ext.core import CompressedView
-from sglang_ext.mem_cache.compressors import Compressor, ContextKV, Part, kept_count
-from sglang_ext.mem_cache.head_cells import HeadCells
-from sglang_ext.mem_cache.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.packing import PackedRows, Packing, Unpacked
-from sglang_ext.mem_cache.query_window import QueryWindows
-from sglang_ext.mem_cache.recompute import lost_requests
-from sglang_ext.mem_cache.rotary import Rotary
+from sglang_ext.mem_cache.copy_writer import CopyWriter
 from sglang_ext.mem_cache.segments import Segment, free_slots
-from sglang_ext.mem_cache.tiered_node import TieredNode
+from sglang_ext.mem_cache.tiered_node import Prefix
 
 # Tokens of a prefix from which on a copy of it that others may read is worth its keeping.
 MIN_SHARED = 256
 
 
-class Prefix(NamedTuple):
-    """The beginning of a context with which others began before.
+@dataclass(kw_only=True)
+class CompressedViews(CopyWriter):
+    """All compressed copies of one scheduler process: their slots, and who reads them.
 
     Attributes:
-        node: of the prefix tree, locked; the beginning lies on its path.
-        tokens: of the beginning.
-    """
-
-    node: TieredNode
-    tokens: int
-
-
-@dataclass
-class CompressedViews:
-    """All compressed copies of one scheduler process.
-
-    Attributes:
-        compressor: chooses what a copy keeps.
-        budget: share of the covered tokens that a copy keeps.
-        token_table: int32 [2 * rows, width], ordinary rows first, draft rows after.
-        rows: number of ordinary rows.
-        buffers: the layers of SGLang's KV pool.
         allocator: SGLang's slot allocator.
         tree_cache: SGLang's radix cache, asked to evict when slots run out.
-        queries: the newest queries of each request.
-        rotary: the model's rotary embedding, for a compressor that needs it.
-        prompt_of: token ids of the prompt of the request in a row.
-        made: copies that were made or renewed, by the method that chose what they keep.
-        packs: name of the method that packs copies; empty for none.
-        packed_rows: how copies are packed, and which rows begin with blocks; None for copies of tokens as they are.
-        packing: how copies lie in slots.
-        head_cells: what the cells of copies hold whose heads keep different numbers of tokens; None where numbers are equal.
     """
 
-    compressor: Compressor
-    budget: float
-    token_table: torch.Tensor
-    rows: int
-    buffers: KVBuffers
     allocator: object
     tree_cache: object
-    queries: QueryWindows
-    rotary: Rotary | None = None
-    prompt_of: Callable[[int], Sequence[int]] = lambda row: ()
-    made: Counter[str] = field(default_factory=Counter)
-    packs: str = ""
-    packed_rows: PackedRows | None = None
-    head_cells: HeadCells | None = None
-    packing: Packing | Unpacked = field(init=False)
     _views: dict[int, CompressedView] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        rows = self.packed_rows
-        self.packing = Unpacked(self.allocator.page_size) if rows is None else rows.packing
 
     def get(self, row: int) -> CompressedView | None:
         """The compressed copy of the request in ``row``."""
@@ -112,31 +62,20 @@ class CompressedViews:
         return self.buffers.bytes_per_slot * (self.held_tokens + self.tree_cache.segments.held_tokens)
 
     @property
-    def recent(self) -> int:
-        """Newest tokens of a context that copies leave as they are."""
-        return self.packing.recent
-
-    @property
-    def unit(self) -> int:
-        """Tokens of which copies cover, share and keep whole multiples: those of a page, and of a packed block."""
-        return self.packing.unit
-
-    @property
     def share(self) -> float:
-        """Of the slots of full KV, those that a copy takes, about."""
-        return self.budget * self.packing.share
-
-    def draft_row(self, row: int) -> int:
-        """Index of the draft row of the request in ``row``."""
-        return row + self.rows
+        """Of the slots of full KV, those that copies take, about; without any, those that the first method's would take."""
+        covered = sum(view.covered for view in self._views.values())
+        if not covered:
+            return self.methods[0].share
+        return sum(self.method(row).share * view.covered for row, view in self._views.items()) / covered
 
     def compress(self, row: int, tokens: int, headroom: int = 0, prefix: Prefix | None = None) -> bool:
         """Make or renew the copy of the request in ``row`` over its first ``tokens`` tokens.
 
-        Covers whole units, up to where queries were kept (:meth:`reach`). A new copy reads the segments of ``prefix`` that
-        the prefix tree has, and leaves one there for the rest of it. Of an existing copy what it shares stays; its own
-        part is overwritten in place and grown. Copies of uneven heads share nothing: how much each head keeps of a beginning
-        depends on what follows it.
+        Covers the sinks and whole units after them, up to where queries were kept (:meth:`reach`). A new copy reads the
+        segments of its method that the prefix tree has of ``prefix``, and leaves one there for the rest of it. Of an existing
+        copy what it shares stays; its own part is overwritten in place and grown. Copies of uneven heads share nothing: how
+        much each head keeps of a beginning depends on what follows it.
 
         Args:
             row: the request's row in the token table.
@@ -148,19 +87,24 @@ class CompressedViews:
             False when the pool lacks the slots; an existing copy then stays as it is, and nothing
             was evicted for it.
         """
-        covered = self.reach(row, tokens) // self.unit * self.unit
+        method = self.method(row)
+        covered = method.covered(self.reach(row, tokens))
         if covered == 0:
             return False
         old = self._views.get(row)
         if old is not None:
-            grown = CompressedView(old.own, covered, old.segments, own_tokens=old.own_tokens)
+            grown = CompressedView(old.own, covered, old.segments, sinks=old.sinks, own_tokens=old.own_tokens)
             return self._resize(row, grown, headroom, None, tokens)
         prefix = prefix if self.head_cells is None else None
-        segments = self.tree_cache.path_segments(prefix.node, min(prefix.tokens, covered)) if prefix else []
+        segments = []
+        if prefix is not None:
+            length = min(prefix.tokens, covered)
+            segments = self.tree_cache.path_segments(prefix.node, length, method.name, method.sinks)
         for segment in segments:
             # Or they would be evicted for the rest.
             self.tree_cache.use(segment)
-        made = self._resize(row, CompressedView(self._no_slots(), covered, segments), headroom, prefix, tokens)
+        view = CompressedView(self._no_slots(), covered, segments, sinks=method.sinks)
+        made = self._resize(row, view, headroom, prefix, tokens)
         if not made:
             for segment in segments:
                 self.tree_cache.release(segment)
@@ -168,62 +112,32 @@ class CompressedViews:
 
     def _resize(self, row: int, view: CompressedView, headroom: int, prefix: Prefix | None, tokens: int) -> bool:
         """Give ``view`` the slots that it lacks, fill it, and let the request read it; False when the pool lacks them."""
-        end = view.shared
+        method, end = self.method(row), view.shared
+        packing = method.packing
         if prefix is not None:
-            shareable = min(prefix.tokens, view.covered) // self.unit * self.unit
+            shareable = method.covered(min(prefix.tokens, view.covered))
             end = shareable if shareable - end >= MIN_SHARED else end
-        shared = kept_count(end - view.shared, self.budget, self.unit) if end > view.shared else 0
-        own = self._own_count(view, end, shared)
-        slots = self._slots_for(view.own, self.packing.held_slots(shared) + self.packing.held_slots(own), headroom)
+        shared = method.kept(end - view.shared)
+        own = method.own(view, end, shared)
+        held = packing.held_slots(shared)
+        slots = self._slots_for(view.own, held + view.sinks + packing.held_slots(own), headroom)
         if slots is None:
             return False
         # Copied, or Triton would compile its kernels again for a tensor that begins elsewhere than at 16 bytes.
-        view.own, made = slots[self.packing.held_slots(shared) :].clone(), None
+        view.own, made = slots[held:].clone(), None
         # Where all tokens are kept, those that are packed stay: full KV does not change.
-        done = min(view.own_tokens, own) if self.compressor.keeps_all else 0
-        view.own_tokens, view.own_packed = own, self.packing.packed_slots(own)
+        done = min(view.own_tokens, own) if method.compressor.keeps_all else 0
+        view.own_tokens, view.own_packed = own, packing.packed_slots(own)
         if shared:
-            mine = slots[: self.packing.held_slots(shared)].clone()
-            made = Segment(view.shared, end, mine, tokens=shared, packed=self.packing.packed_slots(shared))
+            made = Segment(
+                view.shared, end, slots[:held].clone(), tokens=shared, packed=packing.packed_slots(shared), method=method.name
+            )
             self.tree_cache.attach(prefix.node, made)
             self.tree_cache.use(made)
             view.segments.append(made)
         self._views[row] = view
-        self._fill(row, view, made, done, tokens)
+        self.write(row, view, made, done, tokens)
         return True
-
-    def _own_count(self, view: CompressedView, end: int, shared: int) -> int:
-        """Tokens that a copy keeps of those from ``end`` on, where ``shared`` and its segments stand for those before.
-
-        What is left of the budget, and the newest tokens in any case: they see what nobody has seen before.
-        """
-        unit, rest = self.unit, view.covered - end
-        before = shared + sum(segment.tokens for segment in view.segments)
-        newest = -(-max(1, self.compressor.window) // unit) * unit if end else 0
-        return min(rest, max(kept_count(view.covered, self.budget, unit) - before, newest))
-
-    def reach(self, row: int, tokens: int) -> int:
-        """Of a request's first ``tokens`` tokens, those that a copy made now would cover, before it counts in units.
-
-        What came after the newest queries that were kept, nobody attended to: it stays exact instead, as recent tokens do.
-        """
-        newest, oldest = self.queries.newest(row), max(0, tokens - self.recent)
-        return oldest if newest is None else min(oldest, newest)
-
-    def compile_kernels(self, query_heads: int) -> None:
-        """Compress what lies in slot 0, which no request owns, so that no request waits for compilers."""
-        keys, tokens = self.buffers.keys[0], 4 * self.compressor.window + max(64, self.unit)
-        count = max(1, tokens // 2 // self.unit) * self.unit
-        slots = torch.zeros(tokens, dtype=torch.int64, device=keys.device)
-        window = keys.new_zeros(len(self.buffers.keys), self.compressor.window, query_heads, keys.shape[-1])
-        positions = torch.arange(tokens - self.compressor.window, tokens, device=keys.device)
-        context = ContextKV(self.buffers, slots, window, positions, self.rotary)
-        if self.head_cells is not None:
-            cells = self.compressor.select_cells(context, Part(0, tokens, count))
-            self.head_cells.copy(cells, slots, slots.new_zeros(count))
-            return
-        (kept,) = self.compressor.select(context, [Part(0, tokens, count)])
-        self.packing.write(self.buffers, kept, slots, slots.new_zeros(self.packing.held_slots(count)))
 
     def _slots_for(self, slots: torch.Tensor, count: int, headroom: int) -> torch.Tensor | None:
         """``slots``, int64, grown or cut to ``count``; None when the pool lacks them."""
@@ -236,36 +150,6 @@ class CompressedViews:
         evict_from_tree_cache(self.tree_cache, missing)
         new = self.allocator.alloc(missing)
         return None if new is None else torch.cat([slots, new])
-
-    def _fill(self, row: int, view: CompressedView, made: Segment | None, done: int, tokens: int) -> None:
-        """Gather the chosen KV of each layer into a copy's own slots, after ``done`` tokens there, and into a segment's.
-
-        Writes the draft row.
-        """
-        source = self.token_table[row, : view.covered].long()
-        buffers = self.buffers
-        # The newest queries are of tokens that stay as they are, where blocks leave some out.
-        found = self.queries.get(row, tokens if view.packed else view.covered)
-        if found is None:
-            key = buffers.keys[0]
-            found = key.new_empty(len(buffers.keys), 0, *key.shape[1:]), source.new_empty(0)
-        rest = Part(view.shared + done, view.covered, view.own_tokens - done)
-        targets = {rest: view.own[self.packing.packed_slots(done) :]}
-        if made is not None:
-            targets[Part(made.start, made.end, made.tokens)] = made.slots
-        context = ContextKV(buffers, source, *found, self.rotary, self.prompt_of(row))
-        compressor = self.compressor.for_context(context)
-        view.method = "+".join(name for name in (compressor.name, self.packs) if name)
-        self.made[view.method] += 1
-        if self.head_cells is not None:
-            self.head_cells.write(self.draft_row(row), compressor.select_cells(context, rest), source, view.own)
-        else:
-            parts = [part for part in targets if part.count]
-            for part, kept in zip(parts, compressor.select(context, parts)):
-                self.packing.write(buffers, kept, source, targets[part])
-        self.token_table[self.draft_row(row), : view.kept] = view.slots.to(self.token_table.dtype)
-        if self.packed_rows is not None:
-            self.packed_rows.slots[self.draft_row(row)] = view.packed
 
     def write_tail(self, row: int, end: int) -> None:
         """Let the draft row lead, after the copy, to the full row's tokens ``[covered, end)``.
@@ -310,18 +194,3 @@ class CompressedViews:
         """Drop all records; the pool itself is being cleared."""
         self._views.clear()
         self.queries.clear()
-
-
-def give_back_when_full(original: Callable, batch, selected_indices: list[int] | None = None) -> bool:
-    """Hook around ``ScheduleBatch.check_decode_mem``: copies go before requests are retracted; those that are lost go at once."""
-    if selected_indices is None and lost_requests(batch):
-        return False
-    fits = original(batch, selected_indices)
-    views = getattr(batch.tree_cache, "views", None)
-    while not fits and views is not None and (row := views.largest()) is not None:
-        views.release_copy(row)
-        fits = original(batch, selected_indices)
-    if getattr(batch.tree_cache, "residency", None) is not None:
-        # SGLang looks for room again only when a request is done. Here it also comes as full KV leaves the device.
-        batch.batch_is_full = False
-    return fits

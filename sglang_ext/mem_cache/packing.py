@@ -7,7 +7,6 @@ bytes stay in its own cells, so that ranks that hold different heads need nothin
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import lcm
-from typing import ClassVar
 
 import torch
 
@@ -18,31 +17,6 @@ from sglang_ext.mem_cache.rotary import Rotary
 
 # Tokens that are packed at once: their numbers lie in float32 meanwhile, several times. Whole blocks.
 WRITTEN_TOKENS = 1 << 14
-
-
-@dataclass(frozen=True)
-class Unpacked:
-    """Copies that keep tokens as they are, a slot each: what :class:`Packing` says of others.
-
-    Attributes:
-        unit: tokens of a page.
-    """
-
-    unit: int
-    recent: ClassVar[int] = 0
-    share: ClassVar[float] = 1.0
-
-    def packed_slots(self, tokens: int) -> int:
-        """None hold blocks."""
-        return 0
-
-    def held_slots(self, tokens: int) -> int:
-        """One for each token."""
-        return tokens
-
-    def write(self, buffers: KVBuffers, kept: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Copy what each head keeps; arguments as :meth:`Packing.write`'s."""
-        buffers.copy_kept(kept, sources, targets)
 
 
 @dataclass(frozen=True)
@@ -94,6 +68,11 @@ class Packing:
     def recent(self) -> int:
         """Newest tokens of a context that copies leave as they are."""
         return self.quantizer.recent
+
+    @property
+    def sinks(self) -> int:
+        """First tokens of a context that copies keep as they are, in whole pages."""
+        return -(-self.quantizer.sinks // self.page_size) * self.page_size
 
     @property
     def share(self) -> float:

@@ -88,14 +88,16 @@ class QueryWindows:
     """Per request and layer, the newest queries of tokens whose KV is exact.
 
     Attributes:
-        window: queries that a compressor wants; 0 keeps nothing and makes every call free.
+        window: queries that compressors want at most; 0 keeps nothing and makes every call free.
         layers: indices of the model's attention layers, in the order of :attr:`Kept.ring`.
         spare: tokens that may be recorded and then rejected.
+        wanted_by: whether anything is kept of the request with a key: its compressor may want none.
     """
 
     window: int
     layers: Sequence[int]
     spare: int
+    wanted_by: Callable[[int], bool] = lambda key: True
     _kept: dict[int, Kept] = field(default_factory=dict)
     _running: tuple[Recorded, ...] = ()
     _places: torch.Tensor | None = None
@@ -114,10 +116,11 @@ class QueryWindows:
     @contextmanager
     def recording(self, rows: tuple[Recorded, ...]) -> Iterator[None]:
         """Keep the queries of ``rows`` from the forward that runs inside this context."""
+        rows = self._wanted(rows)
         if not self.window or not rows:
             yield
             return
-        self._running = tuple(row.newest(self.span) for row in rows)
+        self._running = rows
         try:
             with _active_windows(self):
                 yield
@@ -159,8 +162,13 @@ class QueryWindows:
 
     def keep_replayed(self, rows: tuple[Recorded, ...]) -> None:
         """Keep the queries of ``rows`` from the graph that was replayed last."""
+        rows = self._wanted(rows)
         if self._captured is not None and rows:
-            self._keep(tuple(row.newest(self.span) for row in rows), self._captured)
+            self._keep(rows, self._captured)
+
+    def _wanted(self, rows: tuple[Recorded, ...]) -> tuple[Recorded, ...]:
+        """Of ``rows``, what rings have room for, and somebody will read."""
+        return tuple(row.newest(self.span) for row in rows if self.wanted_by(row.key))
 
     def _keep(self, rows: tuple[Recorded, ...], queries: torch.Tensor) -> None:
         """Put the queries of ``rows``, out of [layers, tokens, heads, head_dim], into their rings."""
@@ -177,15 +185,15 @@ class QueryWindows:
             self._kept[key] = Kept(like.new_zeros(len(self.layers), self.span, *like.shape[-2:]))
         return self._kept[key]
 
-    def get(self, key: int, end: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The newest queries before position ``end``, oldest first, and their positions.
+    def get(self, key: int, end: int, count: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The newest ``count`` queries, at most :attr:`window`, before position ``end``, oldest first, and their positions.
 
-        The queries are [layers, up to window, heads, head_dim], the positions int64; None when there are none.
+        The queries are [layers, up to count, heads, head_dim], the positions int64; None when there are none.
         """
         kept = self._kept.get(key)
         if kept is None:
             return None
-        found = kept.newest(self.window, end)
+        found = kept.newest(count, end)
         if not found[1]:
             return None
         places, positions = to_device([*found], kept.ring.device)

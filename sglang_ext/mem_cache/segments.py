@@ -20,6 +20,7 @@ class Segment:
             dropped: its users may read it still.
         tokens: tokens that it keeps.
         packed: slots, from the beginning of ``slots``, that hold packed blocks (packing.py); 0 where each holds a token.
+        method: name of the method that made it, whose copies alone may read it (copy_method.py).
     """
 
     start: int
@@ -29,6 +30,7 @@ class Segment:
     node: TreeNode | None = None
     tokens: int = 0
     packed: int = 0
+    method: str = ""
 
 
 class Segments:
@@ -148,8 +150,8 @@ class Segments:
             )
 
 
-def covering(nodes: Iterable[TreeNode], length: int) -> list[Segment]:
-    """Segments of a path that follow one another from position 0, and end at or before ``length``.
+def covering(nodes: Iterable[TreeNode], length: int, method: str = "", start: int = 0) -> list[Segment]:
+    """Segments of ``method`` of a path that follow one another from position ``start``, and end at or before ``length``.
 
     Of those that begin at one position it takes the one that reaches farthest; it stops where none begins.
     """
@@ -157,10 +159,10 @@ def covering(nodes: Iterable[TreeNode], length: int) -> list[Segment]:
     for node in nodes:
         for segment in node.segments:
             best = farthest.get(segment.start)
-            if segment.end <= length and (best is None or segment.end > best.end):
+            if segment.method == method and segment.end <= length and (best is None or segment.end > best.end):
                 farthest[segment.start] = segment
     found: list[Segment] = []
-    while (segment := farthest.get(found[-1].end if found else 0)) is not None:
+    while (segment := farthest.get(found[-1].end if found else start)) is not None:
         found.append(segment)
     return found
 
@@ -173,4 +175,4 @@ def free_slots(allocator: BaseTokenToKVPoolAllocator) -> torch.Tensor:
 
 
 def _named(segment: Segment) -> str:
-    return f"the segment of tokens [{segment.start}, {segment.end})"
+    return f"the segment of tokens [{segment.start}, {segment.end}){segment.method and f' of {segment.method}'}"

@@ -1,6 +1,7 @@
 """A node of the prefix tree whose KV may lie on the device, on the host, or both."""
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from sglang.srt.mem_cache.radix_cache import TreeNode
@@ -75,6 +76,18 @@ class TieredNode(TreeNode):
             self.segments.remove(segment)
             upper.segments.append(segment)
             segment.node = upper
+
+
+class Prefix(NamedTuple):
+    """The beginning of a context with which others began before.
+
+    Attributes:
+        node: of the prefix tree, locked; the beginning lies on its path.
+        tokens: of the beginning.
+    """
+
+    node: TieredNode
+    tokens: int
 
 
 def path(node: TieredNode) -> list[TieredNode]:

@@ -223,12 +223,12 @@ class TieredRadixCache(TieredMoves):
         self.back_up(node)
         return self._drop(node) if node.host_value is None else self._free_value(node)
 
-    def path_segments(self, node: TieredNode, length: int) -> list[Segment]:
-        """Segments that stand for the beginning of the path to ``node``, one after another, up to ``length`` tokens or less.
+    def path_segments(self, node: TieredNode, length: int, method: str = "", start: int = 0) -> list[Segment]:
+        """Segments of ``method`` that stand for the path to ``node`` from token ``start`` on, one after another.
 
-        Of alternatives that begin at one position it names the one that reaches farthest.
+        None ends after ``length``. Of alternatives that begin at one position it names the one that reaches farthest.
         """
-        return covering(path(node), length)
+        return covering(path(node), length, method, start)
 
     def attach(self, node: TieredNode, segment: Segment) -> None:
         """Let the tree own ``segment``, which stands for tokens of the path to ``node``, and its slots.

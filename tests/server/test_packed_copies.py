@@ -34,5 +34,5 @@ def test_two_requests_read_one_packed_copy_of_their_beginning(stock, packed, pro
         found = packed.ask_all(asked, 2, cold=False, **greedy(40))
     assert [r["output_ids"] for r in found] == expected
     assert all(r["meta_info"]["kv_drafts"] > 0 and r["meta_info"]["cached_tokens"] >= 600 for r in found)
-    # A block of 64 tokens takes 10 slots: 10 of them once, and of each request the one before its 128 newest tokens.
-    assert 100 * TOKEN_BYTES < max(held) <= 120 * TOKEN_BYTES
+    # A block of 64 tokens takes 10 slots: 9 of them once; of each request two before its 128 newest tokens, and the first four.
+    assert 90 * TOKEN_BYTES < max(held) <= 138 * TOKEN_BYTES

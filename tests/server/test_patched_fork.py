@@ -113,9 +113,8 @@ def test_each_marked_function_is_a_hook_target() -> None:
 
 
 def test_a_fork_without_a_mark_that_is_needed_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    for checks in (patched.options, patched.compressor_options, patched.head_budget_options):
-        monkeypatch.setattr(checks, "check_resolved", lambda args: None)
-    unmarked = SimpleNamespace(kv_mode="verified", kv_compressor="snapkv")  # the installed SGLang has no marks
+    monkeypatch.setattr(patched.flag_checks, "check_resolved", lambda args: None)
+    unmarked = SimpleNamespace(kv_mode="verified")  # the installed SGLang has no marks
     with pytest.raises(hooks.HookError, match="_calculate_spec_decoding_metrics with None.*--kv-mode full"):
         patched.check(unmarked)
 

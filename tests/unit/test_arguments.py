@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_ext import compressor_options, options
+from sglang_ext import method_options, options
 from sglang_ext.arguments import KVServerArgs
 from sglang_ext.options import OptionError, unsupported_model
 
@@ -101,7 +101,7 @@ def packed_args(**change):
     args = SimpleNamespace(
         device="cpu", attention_backend="torch_native", prefill_attention_backend=None, decode_attention_backend=None,
         kv_compressor="snapkv+kivi", kv_mode="verified", kv_schedule="staggered", kv_ngram_tokens=0, kv_full_tier="device",
-        kv_host_gb=0, disable_radix_cache=False, enable_deterministic_inference=False,
+        kv_host_gb=0, disable_radix_cache=False, enable_deterministic_inference=False, kv_budget=0.25, kv_more_compressors=None,
     )
     vars(args).update(change)
     return args
@@ -125,20 +125,20 @@ def packed_args(**change):
 )
 def test_packed_copies_are_refused_where_attention_cannot_read_them(change, found):
     args = packed_args()
-    compressor_options.check_resolved(args)
+    method_options.check_resolved(args)
     vars(args).update(change)
     with pytest.raises(OptionError, match=f"{found}.* only drops tokens: snapkv, sink-recent"):
-        compressor_options.check_resolved(args)
+        method_options.check_resolved(args)
     args.kv_compressor = "snapkv"
-    compressor_options.check_resolved(args)
+    method_options.check_resolved(args)
 
 
 @pytest.mark.parametrize("backend", ["flashinfer", "triton", "fa3"])
 def test_on_a_gpu_packed_copies_are_served_in_lockstep(backend):
     args = packed_args(**{**ON_GPU, "attention_backend": backend})
-    compressor_options.check_resolved(args)
+    method_options.check_resolved(args)
     vars(args).update(kv_full_tier="host", kv_host_gb=1)
-    compressor_options.check_resolved(args)
+    method_options.check_resolved(args)
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,8 @@ ON_GPU = {"device": "cuda", "attention_backend": "flashinfer"}
 def adaptive_args(**change):
     """Resolved arguments for uneven heads on a CPU, in lockstep."""
     args = SimpleNamespace(
-        device="cpu", kv_compressor="snapkv", kv_head_budgets="adaptive", kv_mode="verified", kv_schedule="lockstep",
+        device="cpu", kv_compressor="snapkv", kv_more_compressors=None, kv_budget=0.25, kv_head_budgets="adaptive",
+        kv_mode="verified", kv_schedule="lockstep",
         kv_ngram_tokens=0, kv_full_tier="device", kv_host_gb=0, disable_radix_cache=False,
         enable_deterministic_inference=False, **UNSET_BACKENDS,
     )  # fmt: skip
@@ -93,6 +94,7 @@ def adaptive_args(**change):
         ("kvzip", "equal", {}, "equal"),
         ("kvzip", "auto", {"device": "cuda"}, "equal"),
         ("kvzip", "auto", {"attention_backend": "triton"}, "equal"),
+        ("kvzip", "auto", {"kv_more_compressors": "snapkv"}, "equal"),
         ("kvzap", "auto", {}, "adaptive"),
         ("kvzip+int8", "auto", {}, "equal"),
         ("snapkv", "auto", {}, "equal"),
@@ -104,6 +106,11 @@ def test_heads_share_a_budget_where_it_is_better_and_can_be(compressor, asked, c
     head_budget_options.resolve(args)
     assert args.kv_head_budgets == found
     head_budget_options.check_resolved(args)
+
+
+def test_uneven_heads_are_refused_beside_other_methods():
+    with pytest.raises(OptionError, match="adaptive' with --kv-more-compressors snapkv:0.5: .* or leave"):
+        head_budget_options.resolve(adaptive_args(kv_more_compressors="snapkv:0.5"))
 
 
 @pytest.mark.parametrize(

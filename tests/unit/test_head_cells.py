@@ -1,5 +1,6 @@
 """Copies whose heads keep different numbers of tokens: where what they keep lies, and what attention reads of it."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,15 +13,14 @@ from test_views import DIM, HEADS, LAYERS, make_views
 
 from sglang_ext.layers.attention.torch_native import RaggedTorchNativeBackend
 from sglang_ext.managers.integrity import IntegrityError, check_heads
-from sglang_ext.mem_cache.compressed_views import Prefix
 from sglang_ext.mem_cache.compressors import Part
 from sglang_ext.mem_cache.head_cells import HeadCells, KeptCells
+from sglang_ext.mem_cache.tiered_node import Prefix
 
 
-def uneven_views(scores, page_size=1):
+def uneven_views(scores, page_size=1, budget=0.25):
     """Views of a request in row 1, whose heads keep what has the best of ``scores``."""
-    views = make_views(page_size)
-    views.compressor = Given(scores)
+    views = make_views(page_size, budget, compressor=Given(scores))
     views.head_cells = HeadCells.of(views.buffers, len(views.token_table))
     return views
 
@@ -42,12 +42,12 @@ def test_attention_over_a_copy_and_its_tail_is_that_over_what_each_head_keeps(se
     length = covered + count + seed % 3
     scores = scores_of(LAYERS, HEADS, covered, seed)
     views = uneven_views(scores, page_size)
-    views.queries = SimpleNamespace(newest=lambda row: covered, get=lambda row, tokens: None)
+    views.queries = SimpleNamespace(newest=lambda row: covered, get=lambda row, tokens, count: None)
     assert views.compress(1, length)
     views.write_tail(1, length)
     view, backend = views.get(1), object.__new__(RaggedTorchNativeBackend)
     backend.head_cells = views.head_cells
-    kept = views.compressor.select_cells(context(LAYERS, HEADS, covered), Part(0, covered, view.kept))
+    kept = views.methods[0].compressor.select_cells(context(LAYERS, HEADS, covered), Part(0, covered, view.kept))
     # The draft row beside the request's own, which has no copy.
     rows, lengths = torch.tensor([5, 1]), torch.tensor([view.kept + length - covered, length])
     noise = torch.Generator().manual_seed(seed)
@@ -73,8 +73,7 @@ def test_attention_over_a_copy_and_its_tail_is_that_over_what_each_head_keeps(se
 
 def test_a_layer_that_keeps_nothing_attends_to_what_follows_the_copy():
     scores = torch.stack([torch.zeros(HEADS, 40), torch.ones(HEADS, 40)])
-    views = uneven_views(scores)
-    views.budget = 0.5
+    views = uneven_views(scores, budget=0.5)
     assert views.compress(1, 40)
     assert views.head_cells.bounds[5].tolist() == [0, 0, 0, 40, 80]
     views.write_tail(1, 42)
@@ -96,7 +95,8 @@ def test_slots_are_conserved_and_all_cells_hold_something_over_growing_renewing_
     before = views.allocator.available_size()
     for tokens, release in steps:
         covered = tokens // page_size * page_size
-        views.compressor = Given(scores_of(LAYERS, HEADS, max(covered, 1), tokens))
+        given = Given(scores_of(LAYERS, HEADS, max(covered, 1), tokens))
+        views.methods = (replace(views.methods[0], compressor=given),)
         assert views.compress(1, tokens) == (covered > 0)
         view = views.get(1)
         held = view.kept if view else 0

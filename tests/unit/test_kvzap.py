@@ -96,9 +96,8 @@ def test_tokens_that_pad_a_forward_harm_only_slot_0(scores, predictor):
 
 
 def test_a_prefix_hit_finds_the_scores_whatever_request_computed_them(scores, predictor):
-    views, model = make_views(), Model()
+    views, model = make_views(compressor=KVzap(scores, SinkRecent(), recent=5)), Model()
     scores.watch(model)
-    views.compressor = KVzap(scores, SinkRecent(), recent=5)
     prompt = states(100)
     model(prompt, views.token_table[1, :100].tolist())
     views.token_table[2, :100] = views.token_table[1, :100]
@@ -114,9 +113,8 @@ def test_a_prefix_hit_finds_the_scores_whatever_request_computed_them(scores, pr
 
 
 def test_a_context_with_unknown_slots_is_compressed_by_the_online_method_until_they_are_computed_again(scores):
-    views, model = make_views(), Model()
+    views, model = make_views(compressor=KVzap(scores, SinkRecent())), Model()
     scores.watch(model)
-    views.compressor = KVzap(scores, SinkRecent())
     slots = views.token_table[1, :100].tolist()
     model(states(100), slots)
     scores.forget(torch.tensor(slots[40:50]))

@@ -14,7 +14,7 @@ from sglang_ext.options import OptionError
 
 def arguments(folder, model, **others):
     config = SimpleNamespace(num_hidden_layers=2, get_total_num_kv_heads=lambda: 2, hidden_size=64)
-    flags = {"kv_compressor": "kvzap", "tp_size": 1, "revision": None, **others}
+    flags = {"kv_compressor": "kvzap", "kv_more_compressors": None, "kv_budget": 0.25, "tp_size": 1, "revision": None, **others}
     return SimpleNamespace(kv_predictor=str(folder), model_path=str(model), get_model_config=lambda: config, **flags)
 
 
@@ -43,7 +43,10 @@ def test_a_predictor_of_other_sizes_than_the_model_is_refused_before_the_model_i
 
 @pytest.mark.parametrize(("host", "online"), [(0, None), (4, "expected-attention")])
 def test_the_online_method_is_there_where_kv_can_come_from_the_host(host, online):
-    args = SimpleNamespace(kv_compressor="kvzap+kivi", kv_bits=2, kv_host_gb=host, kv_online_compressor="expected-attention")
-    found = compression.method_of(args, 2, 2, 0, None)
+    args = SimpleNamespace(
+        kv_compressor="kvzap+kivi", kv_more_compressors=None, kv_budget=0.25, kv_bits=2, kv_host_gb=host,
+        kv_online_compressor="expected-attention",
+    )
+    (found,) = compression.methods_of(args, 2, 2, 0, None)
     assert isinstance(found.compressor, KVzap) and found.quantizer.bits == 2
     assert (found.compressor.online and found.compressor.online.name) == online

@@ -25,7 +25,10 @@ ROWS = 8
 class Views:
     """Copies of a quarter; none for requests in ``full``."""
 
-    recent = 0
+    recent, share = 0, 0.25
+
+    def method(self, row):
+        return SimpleNamespace(recent=self.recent, least=1)
 
     def __init__(self, full=()):
         self.full, self.tails, self.copies = full, [], {}

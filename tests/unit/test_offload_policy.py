@@ -8,33 +8,34 @@ from sglang_ext.managers.draft_length import Spent
 from sglang_ext.managers.offload_policy import FIRST_DRAFTS, Offload, OffloadPolicy
 
 TOKEN, CONTEXT, BANDWIDTH, WEIGHTS = 147456, 32768, 4.35e12, 16.4e9
+SHARE = 1 / 32
 
 
 def policy(memory_contexts=8, tier="auto"):
-    return OffloadPolicy(TOKEN, memory_contexts * CONTEXT, budget=1 / 32, drafts=16, longest=256, requests=24, tier=tier)
+    return OffloadPolicy(TOKEN, memory_contexts * CONTEXT, drafts=16, longest=256, requests=24, tier=tier)
 
 
 def measured(found, requests=8, due=8):
     """A round as bytes over bandwidths have it."""
     context = CONTEXT * TOKEN
-    draft = (WEIGHTS + requests * context / 32) / BANDWIDTH
+    draft = (WEIGHTS + requests * context * SHARE) / BANDWIDTH
     verify = (WEIGHTS + due * context) / BANDWIDTH
     round_ = SimpleNamespace(states=[None] * requests, lengths=[CONTEXT] * requests, due=list(range(due)))
     found.observe(round_, Spent(16, 0, 0.0, 16 * draft, 16 * draft + verify))
 
 
 def test_nothing_leaves_before_times_are_known():
-    assert policy().choose(0.999, 50e9) == Offload(0, FIRST_DRAFTS)
+    assert policy().choose(0.999, 50e9, SHARE) == Offload(0, FIRST_DRAFTS)
     found = policy()
     measured(found, due=0)
-    assert found.choose(0.999, 50e9) == Offload(0, FIRST_DRAFTS)
+    assert found.choose(0.999, 50e9, SHARE) == Offload(0, FIRST_DRAFTS)
 
 
 @pytest.mark.parametrize(("probability", "link", "leaves"), [(0.999, 50e9, True), (0.9, 50e9, False), (0.999, 1e9, False), (0.99, 500e9, True)])
 def test_full_kv_leaves_where_drafts_are_good_and_the_link_is_fast(probability, link, leaves):
     found = policy()
     measured(found)
-    chosen = found.choose(probability, link)
+    chosen = found.choose(probability, link, SHARE)
     assert (chosen.requests > 0) == leaves
     assert chosen.drafts % 16 == 0 and 16 <= chosen.drafts <= 256
 
@@ -43,30 +44,30 @@ def test_more_leaves_when_memory_is_short_than_when_all_fits():
     short, ample = policy(4), policy(64)
     for found in (short, ample):
         measured(found)
-    assert short.choose(0.999, 100e9).requests > ample.choose(0.999, 100e9).requests == 0
+    assert short.choose(0.999, 100e9, SHARE).requests > ample.choose(0.999, 100e9, SHARE).requests == 0
 
 
 def test_times_that_are_not_those_of_reading_kv_let_nothing_leave():
     found = policy()
     round_ = SimpleNamespace(states=[None] * 8, lengths=[CONTEXT] * 8, due=[0])
     found.observe(round_, Spent(16, 0, 0.0, 1.6, 1.65))
-    assert found.choose(0.999, 50e9) == Offload(0, FIRST_DRAFTS)
+    assert found.choose(0.999, 50e9, SHARE) == Offload(0, FIRST_DRAFTS)
 
 
 def test_times_are_the_medians_of_the_newest():
     found = policy()
     for _ in range(5):
         measured(found)
-    expected = found.choose(0.995, 100e9)
+    expected = found.choose(0.995, 100e9, SHARE)
     round_ = SimpleNamespace(states=[None] * 8, lengths=[CONTEXT] * 8, due=list(range(8)))
     found.observe(round_, Spent(16, 0, 0.0, 160.0, 160.2))
-    assert found.choose(0.995, 100e9) == expected
+    assert found.choose(0.995, 100e9, SHARE) == expected
 
 
 def test_where_all_full_kv_leaves_the_optimum_says_after_how_many_drafts_it_comes_back():
     found = policy(tier="host")
     assert found.unknown == Offload(None, FIRST_DRAFTS)
     measured(found)
-    chosen = {(p, link): found.choose(p, link) for p in (0.9, 0.99) for link in (50e9, 1e12)}
+    chosen = {(p, link): found.choose(p, link, SHARE) for p in (0.9, 0.99) for link in (50e9, 1e12)}
     assert all(each.requests is None and 16 <= each.drafts <= 256 for each in chosen.values())
     assert chosen[0.9, 1e12].drafts < chosen[0.99, 1e12].drafts < chosen[0.99, 50e9].drafts

@@ -73,7 +73,7 @@ class Worker(KVWorker):
         pool = torch.zeros(50, 2, 64)
         kv = SimpleNamespace(get_key_buffer=lambda layer: pool, get_value_buffer=lambda layer: pool)
         self.model_runner = SimpleNamespace(token_to_kv_pool=kv, attn_backend=SimpleNamespace())
-        self.layers, self.method, self.scores = {0: 0.1, 2: 0.1}, method(name), None
+        self.layers, self.methods, self.scores = {0: 0.1, 2: 0.1}, (method("snapkv"), method(name)), None
         self.packed_rows = self.head_cells = None
         self.rotary = None
 

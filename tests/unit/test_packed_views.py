@@ -13,14 +13,18 @@ from tiered_helpers import PAGE, ROWS, World, done
 
 from sglang_ext.layers.attention.torch_native import RaggedTorchNativeBackend
 from sglang_ext.mem_cache import compressed_views
-from sglang_ext.mem_cache.compressed_views import CompressedViews, Prefix
+from sglang_ext.mem_cache.compressed_views import CompressedViews
 from sglang_ext.mem_cache.compressors import method
 from sglang_ext.mem_cache.compressors.snapkv import SnapKV
+from sglang_ext.mem_cache.copy_method import CopyMethod
 from sglang_ext.mem_cache.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.packing import PackedRows, Packing, as_bytes
 from sglang_ext.mem_cache.query_window import QueryWindows, Recorded, record_queries
+from sglang_ext.mem_cache.tiered_node import Prefix
 
 TOKENS, HEADS, DIM = 700, 2, 64
+# First tokens of a context that are not packed, in pages of one or two.
+SINKS = 4
 
 
 class Room(Allocator):
@@ -31,8 +35,8 @@ class Room(Allocator):
         self.free_slots = list(range(TOKENS + 4, TOKENS + 404))
 
 
-def views_of(name, page_size=1, budget=1.0):
-    """Views of one request in row 1, with a pool of one layer."""
+def views_of(name, page_size=1, budget=1.0, compressor=None):
+    """Views of one request in row 1, with a pool of one layer; ``compressor`` in the place of the one that ``name`` names."""
     noise, chosen = torch.Generator().manual_seed(0), method(name)
     keys, values = (torch.randn(TOKENS + 404, HEADS, DIM, generator=noise) for _ in "kv")
     buffers, allocator = KVBuffers((0,), (0.125,), (keys,), (values,)), Room(page_size)
@@ -40,22 +44,29 @@ def views_of(name, page_size=1, budget=1.0):
     table[1, :TOKENS] = torch.randperm(TOKENS, generator=noise) + 4
     rows = PackedRows.of_table(Packing.of(chosen.quantizer, buffers, page_size), table)
     windows = QueryWindows(chosen.compressor.window, range(1), 4)
-    return CompressedViews(chosen.compressor, budget, table, 4, buffers, allocator, Tree(allocator), windows, packed_rows=rows)
+    return CompressedViews(
+        methods=(CopyMethod(compressor or chosen.compressor, budget, rows.packing),), token_table=table, rows=4, buffers=buffers,
+        allocator=allocator, tree_cache=Tree(allocator), queries=windows, packed_rows=rows,
+    )
 
 
 @pytest.mark.parametrize("name", ["int8", "kivi", "turboquant"])
-def test_the_draft_row_leads_to_blocks_and_then_to_the_full_kvs_recent_tokens(name):
+def test_the_draft_row_leads_to_blocks_then_to_a_copy_of_the_first_tokens_and_then_to_the_full_kvs_recent_ones(name):
     views, length = views_of(name), 500
     assert views.compress(1, length)
-    view, packing = views.get(1), views.packing
-    covered = (length - packing.recent) // 64 * 64
-    assert (view.covered, view.packed, view.kept) == (covered, covered // 64 * packing.block_slots, view.packed)
-    assert views.held_bytes() == view.packed * 2 * HEADS * DIM * 4 < 0.3 * covered * 2 * HEADS * DIM * 4
+    view, packing = views.get(1), views.methods[0].packing
+    blocks = (length - packing.recent - SINKS) // 64
+    covered = SINKS + 64 * blocks
+    assert (view.covered, view.packed, view.kept) == (covered, blocks * packing.block_slots, view.packed + SINKS)
+    assert views.held_bytes() == view.kept * 2 * HEADS * DIM * 4 < 0.3 * covered * 2 * HEADS * DIM * 4
     assert views.packed_rows.slots.tolist() == [0] * 5 + [view.packed] + [0] * 2
     views.write_tail(1, length)
     row = views.token_table[5, : view.kept + length - covered].long()
-    assert torch.equal(row[view.packed :], views.token_table[1, covered:length].long())
-    full = views.token_table[1, :covered].long()
+    assert torch.equal(row[view.kept :], views.token_table[1, covered:length].long())
+    full = views.token_table[1, SINKS:covered].long()
+    copied, first = row[view.packed : view.kept], views.token_table[1, :SINKS].long()
+    assert not set(copied.tolist()) & set(views.token_table[1, :length].tolist()), "they are there when full KV is not"
+    assert all(torch.equal(kind[0][copied], kind[0][first]) for kind in (views.buffers.keys, views.buffers.values))
     levels, rotations = packing.levels(full.device), packing.rotations(full.device)
     for kind, (buffer, layout) in enumerate(((views.buffers.keys[0], packing.keys), (views.buffers.values[0], packing.values))):
         back = meant(packing.read(buffer, layout, row[: view.packed]), levels[kind], rotations[kind])
@@ -77,8 +88,10 @@ def test_slots_are_conserved_over_growing_renewing_and_releasing(steps, page_siz
         held = views.held_tokens
         assert held % page_size == 0 and views.allocator.available_size() == before - held
         if (view := views.get(1)) is not None:
-            assert view.covered % views.unit == 0 and view.own_tokens % 64 == 0
-            assert view.own_packed == view.own_tokens // 64 * views.packing.block_slots <= held < view.own_packed + page_size
+            packing, blocks = views.methods[0].packing, view.own_tokens // 64
+            assert view.sinks == packing.sinks == max(SINKS, page_size) and view.own_tokens % 64 == 0
+            assert (view.covered - view.sinks) % packing.unit == 0 and view.own_packed == blocks * packing.block_slots
+            assert view.own_packed <= held - view.sinks < view.own_packed + page_size
         if release:
             views.release(1)
     views.release(1)
@@ -90,25 +103,25 @@ def test_a_copys_share_of_the_full_kv_counts_codes_and_parameters():
     assert views_of("snapkv+int8", budget=0.5).share == 17 / 128
 
 
-def test_contexts_of_less_than_a_block_and_the_recent_window_get_no_copy():
+def test_contexts_of_less_than_a_block_and_what_stays_exact_get_no_copy():
     views = views_of("kivi")
-    assert not views.compress(1, 191) and views.get(1) is None
-    assert views.compress(1, 192) and views.get(1).covered == 64
+    assert not views.compress(1, 195) and views.get(1) is None
+    assert views.compress(1, 196) and views.get(1).covered == 68 and views.methods[0].least == 68
 
 
 def test_a_longer_context_adds_blocks_behind_those_that_are_packed():
     views = views_of("kivi")
     views.compress(1, 320)
-    packing, early = views.packing, views.get(1).slots
+    packing, (early, first) = views.methods[0].packing, views.get(1).slots.tensor_split([views.get(1).packed])
     before = as_bytes(views.buffers.keys[0])[early]
     # If they were packed anew, they would change.
-    views.buffers.keys[0][views.token_table[1, :192].long()] = 0
+    views.buffers.keys[0][views.token_table[1, :132].long()] = 0
     views.compress(1, 520)
     view = views.get(1)
-    assert view.covered == 384 and torch.equal(view.slots[: len(early)], early)
+    assert view.covered == 388 and torch.equal(view.slots[: len(early)], early) and torch.equal(view.slots[view.packed :], first)
     assert torch.equal(as_bytes(views.buffers.keys[0])[early], before)
-    back = meant(packing.read(views.buffers.keys[0], packing.keys, view.slots[len(early) :]), None, None)
-    full = views.buffers.keys[0][views.token_table[1, 192:384].long()].transpose(0, 1)
+    back = meant(packing.read(views.buffers.keys[0], packing.keys, view.slots[len(early) : view.packed]), None, None)
+    full = views.buffers.keys[0][views.token_table[1, 132:388].long()].transpose(0, 1)
     assert (back - full).norm() / full.norm() < 0.15
     assert views.compress(1, 520) and torch.equal(views.get(1).slots, view.slots)
 
@@ -116,10 +129,12 @@ def test_a_longer_context_adds_blocks_behind_those_that_are_packed():
 def test_selected_tokens_are_packed_for_each_head():
     views = views_of("sink-recent+int8", budget=0.25)
     assert views.compress(1, 512)
-    view, packing = views.get(1), views.packing
+    view, packing = views.get(1), views.methods[0].packing
     assert view.own_tokens == 128 and view.packed == 2 * packing.block_slots
-    kept = [0, 1, 2, 3, *range(388, 512)]
-    back = meant(packing.read(views.buffers.keys[0], packing.keys, view.slots), None, None)
+    # Of the tokens after the first ones, which are there already.
+    kept = range(452 - 128, 452)
+    assert view.covered == 452
+    back = meant(packing.read(views.buffers.keys[0], packing.keys, view.slots[: view.packed]), None, None)
     original = views.buffers.keys[0][views.token_table[1, kept].long()].transpose(0, 1).double()
     assert (back - original).abs().max() < 0.03
 
@@ -132,12 +147,11 @@ def test_what_is_packed_is_chosen_by_the_newest_queries_though_their_tokens_stay
             seen.append(context.query_positions.tolist())
             return super().select(context, parts)
 
-    views = views_of("snapkv+kivi", budget=0.5)
-    views.compressor = Spy()
+    views = views_of("snapkv+kivi", budget=0.5, compressor=Spy())
     with views.queries.recording((Recorded(1, 0, 32, 468),)):
         layer = SimpleNamespace(layer_id=0, tp_q_head_num=HEADS, qk_head_dim=DIM)
         record_queries(lambda *args: None, None, torch.randn(32, HEADS * DIM), None, None, layer, None)
-    assert views.compress(1, 500) and views.get(1).covered == 320
+    assert views.compress(1, 500) and views.get(1).covered == 324
     assert seen == [list(range(468, 500))]
 
 
@@ -158,9 +172,10 @@ def test_one_decode_reads_rows_with_and_without_blocks():
     exact = [part[full].transpose(0, 1).double() for part in (keys, values)]
     assert torch.allclose(found[:1].double(), attention(queries[:1], *exact, 0.125), atol=1e-5)
     drafted = []
-    for layout, buffer, whole in ((views.packing.keys, keys, exact[0]), (views.packing.values, values, exact[1])):
-        far = meant(views.packing.read(buffer, layout, view.slots), None, None)
-        drafted.append(torch.cat([far, whole[:, view.covered :]], 1))
+    packing = views.methods[0].packing
+    for layout, buffer, whole in ((packing.keys, keys, exact[0]), (packing.values, values, exact[1])):
+        far = meant(packing.read(buffer, layout, view.slots[: view.packed]), None, None)
+        drafted.append(torch.cat([far, whole[:, :SINKS], whole[:, view.covered :]], 1))
     assert torch.allclose(found[1:].double(), attention(queries[1:], *drafted, 0.125), atol=1e-5)
     assert not torch.allclose(found[0], found[1])
 
@@ -175,8 +190,9 @@ def world(monkeypatch):
     buffers = KVBuffers((0,), (1.0,), *((torch.randn(1402, HEADS, DIM, generator=noise),) for _ in "kv"))
     packing = Packing.of(method("int4").quantizer, buffers, PAGE)
     made.cache.views = CompressedViews(
-        method("int4").compressor, 1.0, made.table.req_to_token, ROWS, buffers, made.allocator, made.cache,
-        QueryWindows(0, (0,), 0), packed_rows=PackedRows.of_table(packing, made.table.req_to_token),
+        methods=(CopyMethod(method("int4").compressor, 1.0, packing),), token_table=made.table.req_to_token, rows=ROWS,
+        buffers=buffers, allocator=made.allocator, tree_cache=made.cache, queries=QueryWindows(0, (0,), 0),
+        packed_rows=PackedRows.of_table(packing, made.table.req_to_token),
     )
     made.cache.on_release = lambda row: None
     return made
@@ -186,7 +202,7 @@ def test_requests_with_one_beginning_read_its_blocks_once(world):
     common = list(range(1, 151))
     done(world, common)
     views, cache = world.cache.views, world.cache
-    slots = views.packing.held_slots
+    slots = views.methods[0].packing.held_slots
     requests = []
     for number in range(3):
         tokens = [*common, *range(200 + 90 * number, 290 + 90 * number)]
@@ -194,14 +210,15 @@ def test_requests_with_one_beginning_read_its_blocks_once(world):
         req = world.start(tokens)
         assert views.compress(req.req_pool_idx, len(tokens), 0, Prefix(req.last_node, matched))
         requests.append(req)
-    assert matched == 150 and [(s.start, s.end, s.tokens) for s in cache.segments] == [(0, 128, 128)]
-    assert cache.segments.held_tokens == slots(128) and views.held_tokens == 3 * slots(64)
+    assert matched == 150 and [(s.start, s.end, s.tokens) for s in cache.segments] == [(4, 132, 128)]
+    assert cache.segments.held_tokens == slots(128) and views.held_tokens == 3 * (SINKS + slots(64))
     for req in requests:
         view = views.get(req.req_pool_idx)
-        assert (view.covered, view.shared, view.packed) == (192, 128, views.packing.packed_slots(192))
+        packing = views.methods[0].packing
+        assert (view.covered, view.shared, view.packed) == (196, 132, packing.packed_slots(192))
         row = world.table.req_to_token[ROWS + req.req_pool_idx, : view.kept].long()
-        back = meant(views.packing.read(views.buffers.keys[0], views.packing.keys, row), None, None)
-        full = world.table.req_to_token[req.req_pool_idx, :192].long()
+        back = meant(packing.read(views.buffers.keys[0], packing.keys, row[: view.packed]), None, None)
+        full = world.table.req_to_token[req.req_pool_idx, SINKS:196].long()
         assert (back - views.buffers.keys[0][full].transpose(0, 1)).abs().max() < 0.3
     world.check()
     for req in requests:
@@ -209,5 +226,20 @@ def test_requests_with_one_beginning_read_its_blocks_once(world):
     assert cache.segments.held_tokens == 0 and cache.segments.unused_tokens == slots(128)
     cache.evict(EvictParams(num_tokens=10_000))
     assert not list(cache.segments)
+    world.check()
+    world.empty()
+
+
+def test_a_copy_of_shared_blocks_alone_has_the_first_tokens_for_itself(world):
+    common = list(range(1, 151))
+    done(world, common)
+    req = world.start([*common, 900, 901])
+    views = world.cache.views
+    assert views.compress(req.req_pool_idx, 152, 0, Prefix(req.last_node, 150))
+    view = views.get(req.req_pool_idx)
+    assert (view.covered, view.shared, view.own_tokens) == (132, 132, 0) and len(view.own) == SINKS
+    assert view.kept == view.packed + SINKS and torch.equal(view.slots[view.packed :], view.own)
+    first = world.table.req_to_token[req.req_pool_idx, :SINKS].long()
+    assert torch.equal(views.buffers.keys[0][view.own], views.buffers.keys[0][first])
     world.check()
     world.empty()

@@ -17,6 +17,9 @@ class FakeViews:
 
     recent = 0
 
+    def method(self, row):
+        return SimpleNamespace(recent=self.recent, least=1)
+
     def __init__(self, room=1 << 30):
         self.copies, self.room, self.made, self.queried = {}, room, [], 1 << 30
 

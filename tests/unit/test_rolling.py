@@ -115,7 +115,7 @@ class Toy(Rolling):
         verifications = Verifications(Admission(PROMPT, residency.room, horizon=8), residency, 1, drafts=LONGEST)
         steps = SimpleNamespace(table=views.token_table, slots=lambda *args: torch.zeros(1), one_by_one=self.draw)
         pace = Pace(FixedLength(DRAFTS), torch.device("cpu"), metrics)
-        policy = SimpleNamespace(observe=lambda round_, spent: None, choose=lambda p, link: Offload(None, LONGEST))
+        policy = SimpleNamespace(observe=lambda round_, spent: None, choose=lambda p, link, share: Offload(None, LONGEST))
         super().__init__(worker, None, None, pace, steps, verifications, policy)
         self.committed = {row: [row] * (PROMPT + 1) for row in range(1, count + 1)}
 

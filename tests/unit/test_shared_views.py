@@ -6,9 +6,12 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from tiered_helpers import PAGE, ROWS, World, done, kv_of
 
 from sglang_ext.mem_cache import compressed_views
-from sglang_ext.mem_cache.compressed_views import CompressedViews, Prefix
+from sglang_ext.mem_cache.compressed_views import CompressedViews
 from sglang_ext.mem_cache.compressors import create
+from sglang_ext.mem_cache.copy_method import CopyMethod
 from sglang_ext.mem_cache.query_window import QueryWindows
+from sglang_ext.mem_cache.tiered_node import Prefix
+from sglang_ext.mem_cache.unpacked import Unpacked
 
 COMMON = list(range(1, 17))
 
@@ -19,8 +22,8 @@ def world(monkeypatch):
     made = World(slots=160)
     made.table.req_to_token = torch.zeros(2 * ROWS, 128, dtype=torch.int32)
     made.cache.views = CompressedViews(
-        create("sink-recent"), 0.5, made.table.req_to_token, ROWS, made.buffers, made.allocator, made.cache,
-        QueryWindows(0, (0,), 0),
+        methods=(CopyMethod(create("sink-recent"), 0.5, Unpacked(PAGE)),), token_table=made.table.req_to_token, rows=ROWS,
+        buffers=made.buffers, allocator=made.allocator, tree_cache=made.cache, queries=QueryWindows(0, (0,), 0),
     )
     made.cache.on_release = lambda row: None
     return made

@@ -7,11 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_ext.mem_cache.compressed_views import CompressedViews, give_back_when_full
+from sglang_ext.mem_cache.compressed_views import CompressedViews
 from sglang_ext.mem_cache.compressors import create
 from sglang_ext.mem_cache.compressors.kvzip import KVzip
+from sglang_ext.mem_cache.copy_method import CopyMethod
+from sglang_ext.mem_cache.give_back import give_back_when_full
 from sglang_ext.mem_cache.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.query_window import QueryWindows, Recorded, cap_prefix_match, record_queries
+from sglang_ext.mem_cache.unpacked import Unpacked
 from sglang_ext.mem_cache import query_window
 
 SLOTS, HEADS, DIM, LAYERS = 400, 2, 4, 2
@@ -49,7 +52,8 @@ class Tree:
         return False
 
 
-def make_views(page_size=1, budget=0.25, name="sink-recent"):
+def make_views(page_size=1, budget=0.25, name="sink-recent", compressor=None):
+    """Views of requests in a pool of two layers; ``compressor`` in the place of the one called ``name``."""
     generator = torch.Generator().manual_seed(0)
     buffers = {
         kind: [torch.randn(SLOTS, HEADS, DIM, generator=generator) for _ in range(LAYERS)] for kind in "kv"
@@ -62,7 +66,10 @@ def make_views(page_size=1, budget=0.25, name="sink-recent"):
     layers = {layer: 0.5 for layer in range(LAYERS)}
     windows = QueryWindows(create(name).window, range(LAYERS), 4)
     kv = KVBuffers.of(pool, layers)
-    return CompressedViews(create(name), budget, table, 4, kv, allocator, Tree(allocator), windows)
+    method = CopyMethod(compressor or create(name), budget, Unpacked(page_size))
+    return CompressedViews(
+        methods=(method,), token_table=table, rows=4, buffers=kv, allocator=allocator, tree_cache=Tree(allocator), queries=windows
+    )
 
 
 def test_the_copy_holds_the_kept_tokens_of_each_layer_and_the_draft_row_leads_to_them():
@@ -78,11 +85,12 @@ def test_the_copy_holds_the_kept_tokens_of_each_layer_and_the_draft_row_leads_to
 
 
 def test_the_copy_of_a_prompt_that_begins_with_a_document_keeps_what_its_scores_say():
-    views, prompt = make_views(), list(range(200))
+    prompt = list(range(200))
     wanted = torch.zeros(LAYERS, HEADS, 100).half()
     wanted[..., 30:55] = 1.0
     index = SimpleNamespace(match=lambda tokens: wanted if len(tokens) == 100 else None)
-    views.compressor, views.prompt_of = KVzip(create("sink-recent"), index), {1: prompt, 2: []}.__getitem__
+    views = make_views(compressor=KVzip(create("sink-recent"), index))
+    views.prompt_of = {1: prompt, 2: []}.__getitem__
     views.token_table[2, :100] = views.token_table[1, :100]
     assert views.compress(1, 100) and views.compress(2, 100)
     assert torch.equal(views.buffers.keys[0][views.get(1).own], views.buffers.keys[0][views.token_table[1, 30:55].long()])
@@ -166,7 +174,7 @@ def run_layer(queries, layer_id=0, heads=1, dim=1):
 
 
 def kept(windows, key, end):
-    found = windows.get(key, end)
+    found = windows.get(key, end, windows.window)
     return found and (found[0].flatten().tolist(), found[1].tolist())
 
 
@@ -197,6 +205,21 @@ def test_queries_of_rejected_drafts_are_never_seen(data):
         assert kept(windows, 1, length) == (exact[-3:], list(range(max(0, length - 3), length)))
 
 
+def test_nothing_is_kept_of_requests_whose_compressor_wants_no_queries():
+    windows = QueryWindows(3, (0,), spare=2, wanted_by={1: True, 2: False}.__getitem__)
+    both = (Recorded(1, 0, 2, 0), Recorded(2, 2, 4, 7))
+    with windows.recording(both):
+        run_layer(torch.tensor([[1.0], [2.0], [3.0], [4.0]]))
+    assert kept(windows, 1, 2) == ([1, 2], [0, 1]) and kept(windows, 2, 9) is None
+    with windows.recording(both[1:]):
+        run_layer(torch.tensor([[5.0], [6.0]]))
+    with windows.capturing(4, 1, 1, torch.empty(0)):
+        run_layer(torch.tensor([[1.0], [2.0], [3.0], [4.0]]))
+    windows.keep_replayed((Recorded(1, 2, 4, 2), Recorded(2, 0, 2, 9)))
+    assert kept(windows, 1, 4) == ([2, 3, 4], [1, 2, 3]) and windows.newest(2) is None
+    assert windows.held_bytes == (5 + 4) * 4, "a ring, and what a graph leaves"
+
+
 def test_a_window_reaches_over_a_gap():
     windows = QueryWindows(3, (0,), spare=2)
     for position in (0, 5):
@@ -222,14 +245,14 @@ def test_what_a_graph_left_is_kept_by_request():
         for layer in (0, 1):
             run_layer(torch.tensor([[1], [2], [3], [4]], dtype=torch.float32) * 10**layer, layer)
     windows.keep_replayed((Recorded(1, 0, 2, 5), Recorded(2, 2, 4, 7)))
-    assert windows.get(1, 7)[0].flatten().tolist() == [1, 2, 10, 20]
-    assert windows.get(2, 8)[0].flatten().tolist() == [3, 30]
+    assert windows.get(1, 7, 2)[0].flatten().tolist() == [1, 2, 10, 20]
+    assert windows.get(2, 8, 2)[0].flatten().tolist() == [3, 30]
     assert windows.held_bytes == (2 * 2 * 4 + 2 * 4) * 4
 
 
 def test_a_copy_covers_no_more_than_what_queries_were_kept_for():
     views = make_views(name="snapkv")
-    count = views.compressor.window
+    count = views.methods[0].compressor.window
     assert views.reach(1, 100) == 100, "without any, the compressor says what it does"
     queries = torch.randn(count, HEADS * DIM)
     with views.queries.recording((Recorded(1, 0, count, 80 - count),)):
@@ -246,7 +269,7 @@ def test_a_copy_covers_no_more_than_what_queries_were_kept_for():
 def test_no_queries_are_kept_outside_a_recording():
     windows = QueryWindows(3, (0,), spare=2)
     run_layer(torch.ones(2, 1))
-    assert windows.get(1, 2) is None
+    assert windows.get(1, 2, 3) is None
 
 
 def test_windows_under_tensor_outputs_do_not_alias_the_forward():
@@ -254,7 +277,7 @@ def test_windows_under_tensor_outputs_do_not_alias_the_forward():
     with windows.recording((Recorded(1, 0, 2, 0),)):
         run_layer(queries)
     queries.zero_()
-    assert windows.get(1, 2)[0].sum() == 2
+    assert windows.get(1, 2, 4)[0].sum() == 2
 
 
 @pytest.mark.parametrize(("reserve", "expected"), [(0, 99), (32, 68), (200, 0)])

@@ -12,8 +12,9 @@ from sglang_ext.bench.quality.named import Named
 from sglang_ext.layers.attention.packed import packed_attention
 from sglang_ext.mem_cache.compressors import Compressor, ContextKV, Method, Part, kept_count, method
 from sglang_ext.mem_cache.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.packing import Packing, Unpacked
+from sglang_ext.mem_cache.packing import Packing
 from sglang_ext.mem_cache.rotary import Rotary
+from sglang_ext.mem_cache.unpacked import Unpacked
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,8 @@ def relative_errors(
 ) -> torch.Tensor:
     """Errors of the tokens after the first ``prompt`` ones: float32 [layers, tokens after them].
 
-    The copy stands for the prompt, but for the newest tokens that a method leaves as they are; these and the tokens after the
-    prompt are exact, as they are in a server.
+    The copy stands for the prompt, but for the first and the newest tokens that a method leaves as they are; these and the
+    tokens after the prompt are exact, as they are in a server.
 
     Args:
         budget: share of the prompt that is kept.
@@ -75,13 +76,15 @@ def relative_errors(
     """
     context = context_of(layers, prompt, chosen.compressor, rotary)
     packing = Unpacked(1) if chosen.quantizer is None else Packing.of(chosen.quantizer, context.buffers, 1, rotary)
-    covered = max(0, prompt - packing.recent) // packing.unit * packing.unit
-    (kept,) = chosen.compressor.select(context, [Part(0, covered, kept_count(covered, budget, packing.unit))])
+    sinks = packing.sinks
+    count = max(0, prompt - packing.recent - sinks) // packing.unit * packing.unit
+    covered = sinks + count
+    (kept,) = chosen.compressor.select(context, [Part(sinks, covered, kept_count(count, budget, packing.unit))])
     held = packing.held_slots(kept.shape[-1])
     copies = torch.arange(held) + len(layers[0].keys)
     grown = replace(context.buffers, keys=_grown(context.buffers.keys, held), values=_grown(context.buffers.values, held))
     packing.write(grown, kept, context.slots, copies)
-    row = torch.cat([copies, torch.arange(covered, len(layers[0].keys))])
+    row = torch.cat([copies, torch.arange(sinks), torch.arange(covered, len(layers[0].keys))])
     found = []
     for layer, keys, values in zip(layers, grown.keys, grown.values):
         queries = layer.queries[prompt:]

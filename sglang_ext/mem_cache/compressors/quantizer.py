@@ -28,12 +28,15 @@ class Quantizer(ABC):
         bits: of a code.
         block: tokens that are packed together.
         recent: newest tokens of a context that are not quantized; the draft row leads to the full KV's own.
+        sinks: first tokens of a context that are not quantized: much attention goes to them, whatever is asked
+            (docs/results/quantized.md).
         before_rotary: whether it takes keys as they were before rotary embedding; models without a known one are refused then.
     """
 
     bits: int
     block: int = 64
     recent: int = 0
+    sinks: int = 4
     before_rotary: ClassVar[bool] = False
 
     @abstractmethod

@@ -1,0 +1,36 @@
+"""All checks of flags and of what SGLang made of them, in their order: for the plugin, and for a fork with ``patches/``."""
+
+from typing import TYPE_CHECKING
+
+from sglang_ext import head_budget_options, method_options, options
+
+if TYPE_CHECKING:
+    from sglang_ext.arguments import KVServerArgs
+
+
+def check_flags(args: "KVServerArgs") -> None:
+    """Before SGLang resolves its options: refuse wrong values, and set what was left open.
+
+    Raises:
+        options.OptionError: a flag is out of range, or flags cannot be combined.
+    """
+    options.check_flags(args)
+    method_options.resolve(args)
+    head_budget_options.resolve(args)
+
+
+def check_resolved(args: "KVServerArgs") -> None:
+    """After SGLang resolved its options: refuse backends, models and versions of SGLang that cannot be served.
+
+    Raises:
+        options.OptionError: the attention backend or the model is not supported, or a predictor is of another model.
+        hooks.HookError: a function that is hooked has other parameters than expected.
+    """
+    from sglang_ext import hooks
+    from sglang_ext.managers import compression
+
+    options.check_resolved(args)
+    method_options.check_resolved(args)
+    head_budget_options.check_resolved(args)
+    compression.check_files(args)
+    hooks.check(args.kv_mode)

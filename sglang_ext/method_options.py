@@ -1,0 +1,171 @@
+"""The methods that one server offers, of which a request chooses one by name: what they may be, alone and together."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from sglang_ext import copy_options
+from sglang_ext.compressor_options import (
+    DEFAULT_BUDGET,
+    ON_CPU_ONLY,
+    PREDICTOR,
+    QUANTIZERS,
+    SCORES,
+    code_bits,
+    parse_compressor,
+)
+from sglang_ext.options import COMPRESSORS, ONLINE_COMPRESSORS, OptionError, one_of
+
+if TYPE_CHECKING:
+    from sglang_ext.arguments import KVServerArgs
+
+FIRST, MORE = "--kv-compressor", "--kv-more-compressors"
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A method that requests may ask for.
+
+    Attributes:
+        name: as requests ask for it: NAME, or NAME:BUDGET.
+        compressor: a value of ``--kv-compressor``.
+        budget: share of the context's tokens that its copies keep.
+    """
+
+    name: str
+    compressor: str
+    budget: float
+
+    @property
+    def drops(self) -> str | None:
+        """What drops tokens; None where all are kept."""
+        return parse_compressor(self.compressor)[0]
+
+    @property
+    def packs(self) -> str | None:
+        """What packs them in few bits; None where they stay as they are."""
+        return parse_compressor(self.compressor)[1]
+
+    @property
+    def suffix(self) -> str:
+        """What its name adds to that of its compressor."""
+        return self.name.removeprefix(self.compressor)
+
+
+def offers(args: "KVServerArgs") -> tuple[Offer, ...]:
+    """All methods of a server, the one of requests that ask for none first; for arguments that :func:`resolve` saw."""
+    first = Offer(args.kv_compressor, args.kv_compressor, args.kv_budget)
+    return first, *(_parsed(item.strip()) for item in (args.kv_more_compressors or "").split(",") if item.strip())
+
+
+def quantizer_of(found: tuple[Offer, ...]) -> str | None:
+    """What packs the copies of those methods that have them packed; None where none has."""
+    return next((offer.packs for offer in found if offer.packs), None)
+
+
+def resolve(args: "KVServerArgs") -> None:
+    """Refuse wrong values of ``--kv-compressor``, ``--kv-more-compressors``, ``--kv-budget`` and ``--kv-bits``; set the
+    budget where it was left open.
+
+    Raises:
+        OptionError: names the flag, its value and the remedy.
+    """
+    args.kv_budget = budget_of(args.kv_compressor, args.kv_budget)
+    found = offers(args)
+    for place, offer in enumerate(found):
+        _check_differs(offer, found[:place])
+    packs = quantizer_of(found)
+    if packs is not None:
+        code_bits(packs, args.kv_bits)
+    elif args.kv_bits is not None:
+        raise OptionError(
+            f"--kv-bits is {args.kv_bits}, but --kv-compressor {found[0].drops} keeps tokens as they are: leave it out, or name "
+            f"what packs them too: --kv-compressor {found[0].drops}+kivi"
+        )
+    one_of("--kv-online-compressor", args.kv_online_compressor, ONLINE_COMPRESSORS)
+    compressors = tuple(offer.compressor for offer in found)
+    SCORES.check(compressors, args.kv_scores)
+    PREDICTOR.check(compressors, args.kv_predictor)
+
+
+def budget_of(compressor: str, budget: float | None, flag: str = FIRST, told: str = "--kv-budget is {}") -> float:
+    """The share of tokens that a method keeps; ``budget`` as asked for, None for its default.
+
+    Args:
+        compressor: NAME, NAME+NAME.
+        budget: asked for.
+        flag: that names the compressor, for messages.
+        told: how messages name the budget.
+
+    Raises:
+        OptionError: names the flag, its value and the remedy.
+    """
+    drops, packs = parse_compressor(compressor, flag)
+    if budget is None:
+        return 1.0 if drops is None else DEFAULT_BUDGET
+    if not (isinstance(budget, int | float) and 0 < budget <= 1):
+        raise OptionError(
+            f"{told.format(budget)}; it is the share of the KV cache that is kept: pass a number above 0 and at most 1, for "
+            "example 0.25"
+        )
+    if drops is None and budget < 1:
+        raise OptionError(
+            f"{told.format(budget)}, but {flag} {packs} keeps all tokens, in few bits: leave it out, or name what drops the "
+            f"others too: {flag} {COMPRESSORS[0]}+{packs}"
+        )
+    return budget
+
+
+def _parsed(item: str) -> Offer:
+    """One item of ``--kv-more-compressors``."""
+    compressor, colon, text = item.partition(":")
+    try:
+        budget = float(text) if colon else None
+    except ValueError:
+        raise OptionError(
+            f"{MORE} has {item!r}, where {text!r} is no number: pass NAME or NAME:BUDGET, as in snapkv:0.125,kivi"
+        ) from None
+    return Offer(item, compressor, budget_of(compressor, budget, MORE, f"{MORE} has {item!r}, the budget of which is {{}}"))
+
+
+def _check_differs(offer: Offer, before: tuple[Offer, ...]) -> None:
+    """Refuse a method that is there already, and a second one that packs tokens otherwise."""
+    for other in before:
+        if (other.compressor, other.budget) == (offer.compressor, offer.budget):
+            raise OptionError(
+                f"{MORE} has {offer.name!r}, which is {other.name!r} again, with a budget of {offer.budget}: leave it out, or "
+                f"give it another one, as in {offer.compressor}:0.125"
+            )
+    packs = quantizer_of(before)
+    if packs is not None and offer.packs not in (None, packs):
+        raise OptionError(
+            f"{MORE} has {offer.name!r} beside {packs}: slots of blocks, kernels and CUDA graphs are made for one method that "
+            f"packs tokens. Leave {offer.packs} or {packs} out, or start a server for each; methods that only drop tokens, and "
+            "any budgets, serve beside it"
+        )
+
+
+def check_resolved(args: "KVServerArgs") -> None:
+    """Refuse methods where hooks or attention cannot serve them, once SGLang has chosen graphs, device and backends.
+
+    Raises:
+        OptionError: names what it chose, and the remedy.
+    """
+    found = offers(args)
+    predicted = any(offer.drops == PREDICTOR.method for offer in found)
+    if predicted and args.cuda_graph_config.prefill.backend == "tc_piecewise":
+        raise OptionError(
+            "--cuda-graph-backend-prefill is 'tc_piecewise'; --kv-compressor kvzap reads hidden states by hooks, which are "
+            "untested in compiled graphs. Pass breakable or disabled."
+        )
+    packed = next((offer for offer in found if offer.packs), None)
+    if packed is None:
+        return
+    named = f"{FIRST if packed is found[0] else MORE} {packed.name}"
+    copies = f"the packed copies of {named}"
+    copy_options.check_resolved(args, copies, f"a compressor that only drops tokens: {', '.join(COMPRESSORS)}")
+    if args.device != "cpu" and packed.packs in ON_CPU_ONLY:
+        others = ", ".join(name for name in QUANTIZERS if name not in ON_CPU_ONLY)
+        raise OptionError(
+            f"--device is {args.device} with {named}; the kernel of packed copies there turns no keys: {packed.packs} is served "
+            f"on a CPU only. Pass {others}, or one that only drops tokens: {', '.join(COMPRESSORS)}."
+        )

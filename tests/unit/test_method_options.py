@@ -1,0 +1,125 @@
+"""The methods that a server offers: how flags name them, which serve together, and how a request names one."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_ext import method_options
+from sglang_ext.managers import compression, meta_info
+from sglang_ext.managers.method_choice import place_of, refuse_unknown
+from sglang_ext.mem_cache.packing import PackedRows
+from sglang_ext.mem_cache.unpacked import Unpacked
+from sglang_ext.method_options import Offer, offers
+from sglang_ext.options import OptionError
+
+
+def resolved(**change):
+    """Arguments of a server with these flags, budgets set."""
+    args = SimpleNamespace(
+        kv_compressor="snapkv", kv_more_compressors=None, kv_budget=None, kv_bits=None, kv_scores=None, kv_predictor=None,
+        kv_online_compressor="snapkv", kv_host_gb=0,
+    )
+    vars(args).update(change)
+    method_options.resolve(args)
+    return args
+
+
+def test_further_methods_are_named_with_their_budgets_or_have_their_defaults():
+    found = offers(resolved(kv_more_compressors="snapkv:0.125, kivi,sink-recent,snapkv+kivi:.5", kv_budget=0.5))
+    assert found == (
+        Offer("snapkv", "snapkv", 0.5),
+        Offer("snapkv:0.125", "snapkv", 0.125),
+        Offer("kivi", "kivi", 1.0),
+        Offer("sink-recent", "sink-recent", 0.25),
+        Offer("snapkv+kivi:.5", "snapkv+kivi", 0.5),
+    )
+    assert [offer.suffix for offer in found] == ["", ":0.125", "", "", ":.5"]
+    assert offers(resolved(kv_more_compressors="")) == offers(resolved()) == (Offer("snapkv", "snapkv", 0.25),)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"kv_more_compressors": "zip"}, ["--kv-more-compressors is 'zip'", "snapkv, sink-recent", "snapkv+kivi"]),
+        ({"kv_more_compressors": "snapkv:half"}, ["'snapkv:half'", "'half' is no number", "as in snapkv:0.125,kivi"]),
+        ({"kv_more_compressors": "snapkv:"}, ["'snapkv:'", "'' is no number"]),
+        ({"kv_more_compressors": "snapkv:1.5"}, ["'snapkv:1.5'", "1.5", "above 0 and at most 1"]),
+        ({"kv_more_compressors": "snapkv:nan"}, ["'snapkv:nan'", "above 0 and at most 1"]),
+        ({"kv_more_compressors": "kivi:0.5"}, ["'kivi:0.5'", "keeps all tokens", "--kv-more-compressors snapkv+kivi"]),
+        ({"kv_more_compressors": "snapkv"}, ["'snapkv'", "again", "budget of 0.25", "snapkv:0.125"]),
+        ({"kv_more_compressors": "kivi,kivi:1"}, ["'kivi:1'", "'kivi' again"]),
+        ({"kv_more_compressors": "kivi,snapkv+int4"}, ["'snapkv+int4' beside kivi", "one method that", "a server for each"]),
+        ({"kv_compressor": "int8", "kv_more_compressors": "snapkv,kivi"}, ["'kivi' beside int8", "Leave kivi or int8 out"]),
+        ({"kv_more_compressors": "snapkv:0.125", "kv_bits": 4}, ["--kv-bits is 4", "snapkv keeps tokens as they are"]),
+        ({"kv_more_compressors": "kivi", "kv_bits": 8}, ["--kv-bits is 8", "4 or 2 bits"]),
+        ({"kv_more_compressors": "kvzip"}, ["--kv-more-compressors has 'kvzip'", "--kv-scores FOLDER"]),
+    ],
+)
+def test_what_cannot_serve_together_is_refused(flags, words):
+    with pytest.raises(OptionError) as raised:
+        resolved(**flags)
+    assert all(word in str(raised.value) for word in words)
+
+
+def test_the_bits_are_those_of_the_method_that_packs_and_scores_are_read_by_any(tmp_path):
+    found = resolved(kv_more_compressors="kivi,kvzip:0.1", kv_bits=2, kv_scores=str(tmp_path))
+    assert [offer.packs for offer in offers(found)] == [None, "kivi", None]
+
+
+def test_each_method_makes_copies_in_its_own_way_and_equal_ones_share_what_they_read():
+    args = resolved(kv_more_compressors="kivi,snapkv+kivi:0.5", kv_bits=2)
+    methods = compression.methods_of(args, 2, 2, 0, None)
+    rows = PackedRows(SimpleNamespace(recent=128), None)
+    plain, packed, both = compression.copy_methods(args, methods, 16, rows)
+    assert plain.packing == Unpacked(16) and packed.packing is both.packing is rows.packing
+    assert methods[1].quantizer == methods[2].quantizer and methods[1].quantizer.bits == 2
+    assert plain.compressor is both.compressor and (plain.budget, packed.budget, both.budget) == (0.25, 1.0, 0.5)
+    assert [method.called(method.compressor) for method in (plain, packed, both)] == ["snapkv", "kivi", "snapkv+kivi:0.5"]
+
+
+NAMES = offers(resolved(kv_more_compressors="snapkv:0.125,kivi"))
+
+
+@pytest.mark.parametrize(
+    ("custom_params", "place"),
+    [
+        (None, 0), ({}, 0), ({"kv_acceptance": 0.9}, 0), ({"kv_compressor": None}, 0), ({"kv_compressor": "snapkv"}, 0),
+        ({"kv_compressor": "snapkv:0.125"}, 1), ({"kv_compressor": "kivi"}, 2), ({"kv_compressor": "KIVI"}, None),
+        ({"kv_compressor": ["kivi"]}, None), ({"kv_compressor": 1}, None), ("kivi", 0),
+    ],
+)  # fmt: skip
+def test_a_request_names_a_method_as_the_flags_do_or_gets_the_first(custom_params, place):
+    assert place_of(NAMES, custom_params) == place
+
+
+def asking(name):
+    """Sampling parameters of a request for that method; for no method without a name."""
+    return {"custom_params": {"kv_compressor": name}} if name else {}
+
+
+@pytest.mark.parametrize(("preferred", "asked", "refused"), [
+    ("", "kivi", False), ("", "", False), ("int4", "kivi", False), ("", "int4", True), ("int4", "", True), ("kivi", "int4", True),
+])  # fmt: skip
+def test_an_unknown_name_is_refused_with_those_that_there_are_before_sglang_looks_at_the_request(preferred, asked, refused):
+    checked, args = [], resolved(kv_more_compressors="snapkv:0.125,kivi")
+    manager = SimpleNamespace(server_args=args, preferred_sampling_params=asking(preferred) or None)
+    request = manager, SimpleNamespace(sampling_params=asking(asked)), [1]
+    if not refused:
+        refuse_unknown(lambda *args: checked.append(args), *request)
+        assert checked == [request]
+        return
+    with pytest.raises(ValueError, match="is 'int4'; this server compresses with snapkv, snapkv:0.125, kivi: ask for"):
+        refuse_unknown(lambda *args: checked.append(args), *request)
+    assert not checked
+
+
+def test_meta_info_names_the_method_as_it_was_asked_for():
+    args = resolved(kv_more_compressors="snapkv:0.125,kivi,sink-recent:.5")
+    for place, name in enumerate(("snapkv", "snapkv:0.125", "kivi", "sink-recent:.5")):
+        req, state = SimpleNamespace(spec_cap_lens_histogram=[]), meta_info.RequestState("r", 1, 0, method=place)
+        for served in ("", name):
+            state.compressor, fields = served, {}
+            meta_info.fill(req, state)
+            told = SimpleNamespace(spec_cap_lens_histogram=[req.spec_cap_lens_histogram])
+            meta_info.add_kv_fields(None, SimpleNamespace(server_args=args), fields, told, 0)
+            assert fields["kv_compressor"] == (served or None)
