@@ -16,7 +16,7 @@ from ptx_emulator import Assembly
 
 KERNELS = Path(__file__).parents[1] / "sglang_ext/layers/kernels/gluon"
 # In the order in which they import each other.
-MODULES = ("tiles", "parts", "exact", "keys", "values", "packed")
+MODULES = ("orders", "tiles", "parts", "exact", "keys", "values", "packed")
 
 
 class Pointer:

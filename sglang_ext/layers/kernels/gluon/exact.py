@@ -5,6 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from sglang_ext.layers.kernels.gluon import assembly
+from sglang_ext.layers.kernels.gluon.orders import exact_channel
 from sglang_ext.layers.kernels.gluon.parts import LOG2E, finish, store_rows, totals
 from sglang_ext.layers.kernels.gluon.tiles import QUERY, SUM, A, B, as_weights
 
@@ -56,8 +57,7 @@ def exact_part(
     first = begin + each * part
     last = gl.minimum(first + each, end)
     index, column = gl.arange(0, DIM, gl.SliceLayout(1, B)), gl.arange(0, N, gl.SliceLayout(0, B))[None, :]
-    channel = (index // 32 * 32 + index // 2 % 4 * 8 + index // 8 % 4 * 2 + index % 2)[:, None]
-    q = gl.load(queries + column * DIM + channel, mask=column < F.value.group, other=0.0).to(LIKE)
+    q = gl.load(queries + column * DIM + exact_channel(index)[:, None], mask=column < F.value.group, other=0.0).to(LIKE)
     outputs, side = gl.full([DIM, N], 0.0, gl.float32, SUM), gl.full([16, N], 0.0, gl.float32, SUM)
     best = gl.full([N], float("-inf"), gl.float32, QUERY)
     for start in range(first, last, STEP):

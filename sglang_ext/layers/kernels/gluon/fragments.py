@@ -4,7 +4,7 @@ The fragments are those of ``mma.sync.m16n8k16``. With ``g = lane // 4`` and ``q
 ``g, g + 8`` and the columns ``2q, 2q + 1, 2q + 8, 2q + 9``, of B the column ``g`` and these as rows, of the sum the rows
 ``g, g + 8`` and the columns ``2q, 2q + 1``. Keys and values are A, queries and weights B: its eight columns are the queries
 that share a KV head. The order of what is summed over is free, as long as both sides agree, and so is which token or
-channel is which row: so loads land in fragments, in the orders of :func:`token_of`, :func:`key_byte` and so on.
+channel is which row: so the codes of a load land in fragments (orders.py).
 """
 
 from math import prod
@@ -16,26 +16,6 @@ TOKENS = 64
 # Of the sums; of A; of B.
 SUM = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, 1], instr_shape=[16, 8])
 A, B = (gl.DotOperandLayout(operand, SUM, 2) for operand in range(2))
-
-
-def token_of(row: int) -> int:
-    """Token of a block that is a row of the scores: a lane's rows are neighbours in a cell."""
-    return row // 32 * 32 + row % 8 * 4 + row // 8 % 4
-
-
-def key_byte(index: int, count: int) -> int:
-    """Byte, of a token's ``count``, that is the ``index``-th to be summed over: a lane has a quarter of them."""
-    return index // 2 % 4 * (count // 4) + index // 8 * 2 + index % 2
-
-
-def value_byte(row: int, count: int) -> int:
-    """Byte, of ``count`` that share a scale, that is a row of the output: a lane has an eighth of them."""
-    return row % 8 * (count // 8) + row // 8
-
-
-def exact_channel(index: int) -> int:
-    """Channel of an exact key that is the ``index``-th to be summed over."""
-    return index // 32 * 32 + index // 2 % 4 * 8 + index // 8 % 4 * 2 + index % 2
 
 
 def spans(first: int, end: int) -> list[int]:

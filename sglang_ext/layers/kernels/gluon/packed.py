@@ -11,6 +11,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from sglang_ext.layers.kernels.gluon import assembly
 from sglang_ext.layers.kernels.gluon.exact import exact_part
+from sglang_ext.layers.kernels.gluon.orders import key_byte
 from sglang_ext.layers.kernels.gluon.parts import LOG2E, finish, store_rows, totals
 from sglang_ext.layers.kernels.gluon.keys import query_sums, scores_by_channel, scores_by_token
 from sglang_ext.layers.kernels.gluon.tiles import CODE, QUERY, SUM, B, as_weights
@@ -27,7 +28,7 @@ def _load_queries(queries, F: gl.constexpr):
     """Of each part float16 [bytes, columns] as B, in the order of key_byte, over the powers of two of the part's codes."""
     COUNT: gl.constexpr = F.value.bytes
     index, column = gl.arange(0, COUNT, gl.SliceLayout(1, B)), gl.arange(0, F.value.columns, gl.SliceLayout(0, B))[None, :]
-    byte = (index // 2 % 4 * (COUNT // 4) + index // 8 * 2 + index % 2)[:, None]
+    byte = key_byte(index, COUNT)[:, None]
     found = ()
     for part in gl.static_range(gl.constexpr(F.value.parts)):
         q = gl.load(queries + column * F.value.dim + (part * COUNT + byte), mask=column < F.value.group, other=0.0)

@@ -3,6 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from sglang_ext.layers.kernels.gluon.orders import value_byte
 from sglang_ext.layers.kernels.gluon.tiles import SUM
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -28,7 +29,7 @@ def store_rows(partial, place, splits, found, total, first, COUNT: gl.constexpr,
     """Store means of COUNT channels from ``first`` on, of sums, [COUNT, columns], in the order of value_byte; none of no tokens."""
     column = gl.arange(0, F.value.columns, gl.SliceLayout(0, SUM))[None, :]
     row = gl.arange(0, COUNT, gl.SliceLayout(1, SUM))[:, None]
-    channel = first + row % 8 * (COUNT // 8) + row // 8
+    channel = first + value_byte(row, COUNT)
     total = total[None, :]
     at = partial + (place + column * splits) * F.value.dim + channel
     gl.store(at, found / gl.where(total > 0, total, 1.0), mask=(column < F.value.group) & (total > 0))
