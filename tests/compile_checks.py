@@ -13,10 +13,7 @@ from sglang_ext.mem_cache.head_cells import HeadCells
 
 KINDS = (("kivi", 4), ("kivi", 2), ("int8", 8), ("turboquant", 4))
 # Blocks for the Gluon kernel: method, bits, channels of a head, queries that share a KV head.
-TILES = (
-    *(("kivi", 4, 128, 4), ("kivi", 2, 128, 8), ("int4", 4, 128, 4), ("int8", 8, 128, 4), ("rotatekv", 2, 128, 1)),
-    *(("kivi", 4, 64, 8), ("int8", 8, 64, 1), ("int4", 4, 128, 16)),
-)
+TILES = (("kivi", 4, 128, 4), ("kivi", 2, 128, 8), ("int8", 8, 64, 1), ("int4", 4, 128, 16))
 
 
 class Hopper:

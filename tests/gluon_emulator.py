@@ -95,6 +95,7 @@ def _language(program, assembly):
         constexpr=lambda value: value, static_range=range, program_id=lambda axis: program[axis], load=load, store=store,
         SliceLayout=lambda axis, parent: None, SwizzledSharedLayout=lambda *_: None, inline_asm_elementwise=assembly,
         arange=lambda first, end, layout: torch.arange(first, end), cdiv=lambda left, right: -(-left // right),
+        thread_barrier=lambda: None,
         full=lambda shape, value, dtype, layout: torch.full(tuple(shape), value, dtype=dtype),
         allocate_shared_memory=lambda dtype, shape, layout: Shared(torch.full(tuple(shape), float("nan"), dtype=dtype)),
         convert_layout=lambda numbers, layout, assert_trivial: numbers, expand_dims=torch.unsqueeze, where=torch.where,

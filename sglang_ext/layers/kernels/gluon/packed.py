@@ -122,9 +122,10 @@ def _packed_part(
         slots = _load_slots(table, first, BLOCK_SLOTS, F)
         _copy_parameters(of_keys.index(0), of_values.index(0), key_numbers, value_numbers, slots, key_slot, value_slot, F)
         keys = _load_keys(key_words, slots[0], key_slot // 2, F)
-        values = _load_values(value_words, slots[1], value_slot // 2, F)
+        value_slots = slots[1]
         slots = _load_slots(table, gl.minimum(first + 1, last - 1), BLOCK_SLOTS, F)
         for block in range(first, last):
+            values = _load_values(value_words, value_slots, value_slot // 2, F)
             now = (block - first) % 2
             mine = of_keys.index(1 - now), of_values.index(1 - now)
             _copy_parameters(mine[0], mine[1], key_numbers, value_numbers, slots, key_slot, value_slot, F)
@@ -135,6 +136,8 @@ def _packed_part(
             else:
                 scores = scores_by_token(keys, q, sums, scale, zero, F)
             keys = _load_keys(key_words, slots[0], key_slot // 2, F)
+            # Keeps the compiler from putting the load off to where its registers are scarce no more.
+            gl.thread_barrier()
             new_best = gl.maximum(best, gl.max(scores, 0) * factor)
             rescale = gl.exp2(best - new_best)[None, :]
             best = new_best
@@ -145,7 +148,7 @@ def _packed_part(
             for at in gl.static_range(gl.constexpr(F.value.parts * F.value.value_units)):
                 rescaled = rescaled + (outputs[at] * rescale,)
             outputs = add_values(rescaled, values, scaled_weights(weights, scale, F), F)
-            values = _load_values(value_words, slots[1], value_slot // 2, F)
+            value_slots = slots[1]
             slots = _load_slots(table, gl.minimum(block + 2, last - 1), BLOCK_SLOTS, F)
         async_copy.wait_group(0)
     total = totals(side)
