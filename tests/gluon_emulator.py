@@ -97,12 +97,12 @@ def _language(program, assembly):
         arange=lambda first, end, layout: torch.arange(first, end), cdiv=lambda left, right: -(-left // right),
         thread_barrier=lambda: None,
         full=lambda shape, value, dtype, layout: torch.full(tuple(shape), value, dtype=dtype),
-        allocate_shared_memory=lambda dtype, shape, layout: Shared(torch.full(tuple(shape), float("nan"), dtype=dtype)),
+        allocate_shared_memory=lambda dtype, shape, layout: Shared(torch.full(tuple(shape), torch.nan, dtype=dtype)),
         convert_layout=lambda numbers, layout, assert_trivial: numbers, expand_dims=torch.unsqueeze, where=torch.where,
         broadcast=torch.broadcast_tensors, join=lambda left, right: torch.stack([left, right], -1),
         split=lambda both: both.unbind(-1), max=torch.amax, sum=torch.sum, exp2=torch.exp2, log2=torch.log2,
-        fma=lambda left, right, more: left * right + more, minimum=tensors("minimum"), maximum=tensors("maximum"), int32=torch.int32, int64=torch.int64,
-        float16=torch.float16, bfloat16=torch.bfloat16, float32=torch.float32,
+        fma=lambda left, right, more: left * right + more, minimum=tensors("minimum"), maximum=tensors("maximum"),
+        int32=torch.int32, int64=torch.int64, float16=torch.float16, bfloat16=torch.bfloat16, float32=torch.float32,
     )  # fmt: skip
 
 

@@ -34,8 +34,8 @@ def run(assembly, inputs):
 
 def _prmt(name, low, high, select):
     picked = [(int(select, 16) >> 4 * place) & 15 for place in range(4)]
-    parts = [((high if pick > 3 else low) >> np.uint32(pick % 4 * 8) & np.uint32(255)) << np.uint32(8 * place) for place, pick in enumerate(picked)]
-    return parts[0] | parts[1] | parts[2] | parts[3]
+    taken = [(high if pick > 3 else low) >> np.uint32(pick % 4 * 8) & np.uint32(255) for pick in picked]
+    return np.bitwise_or.reduce([byte << np.uint32(8 * place) for place, byte in enumerate(taken)])
 
 
 def _cvt(name, high, low):
@@ -46,7 +46,8 @@ def _cvt(name, high, low):
 
 def _movmatrix(name, source):
     """Lane ``4 * row + column // 2`` holds the matrix's ``row`` and two columns."""
-    halves = np.stack([source & np.uint32(0xFFFF), source >> np.uint32(16)], 1).reshape(8, 8, -1).swapaxes(0, 1).reshape(32, 2, -1)
+    matrix = np.stack([source & np.uint32(0xFFFF), source >> np.uint32(16)], 1).reshape(8, 8, -1)
+    halves = matrix.swapaxes(0, 1).reshape(32, 2, -1)
     return halves[:, 0] | halves[:, 1] << np.uint32(16)
 
 
@@ -67,9 +68,8 @@ INSTRUCTIONS = {
 
 def _sum_layout(rows, columns):
     """Of a sum of mma.sync.m16n8k16."""
-    flat = lambda row, column: [row, column]  # noqa: E731
-    steps = [flat(0, 1), *(flat(1 << bit, 0) for bit in range(3, rows.bit_length() - 1)), *([flat(0, 8)] if columns == 16 else [])]
-    lanes = [flat(0, 2), flat(0, 4), flat(1, 0), flat(2, 0), flat(4, 0)]
+    steps = [[0, 1], *([1 << bit, 0] for bit in range(3, rows.bit_length() - 1)), *([[0, 8]] if columns == 16 else [])]
+    lanes = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
     return SimpleNamespace(shape=[rows, columns], reg_bases=steps, lane_bases=lanes)
 
 

@@ -1,6 +1,7 @@
 """Decode attention over packed blocks on a GPU: error, time, and bytes over bandwidth: docs/results/quantized.md.
 
-    python docs/results/packed_kernel.py [--methods kivi:4 int4:4] [--kernels gluon triton] [--parts 12,4 28,4] [--registers 0 200]
+    python docs/results/packed_kernel.py [--methods kivi:4 int4:4] [--kernels gluon triton] [--parts 16,2 28,4] \\
+        [--registers 0 200]
 
 One layer; slots are scattered one by one. The error is the first request's, over the largest number of its outputs in float64.
 Times are those of a CUDA graph of ten calls, the kernel that joins parts included; what does not compile or run is said.
@@ -148,7 +149,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--methods", nargs="+", default=["kivi:4", "int4:4", "kivi:2", "int8:8", "rotatekv:4"])
     parser.add_argument("--kernels", nargs="+", default=["gluon"], choices=("gluon", "triton"))
-    parser.add_argument("--parts", nargs="+", default=["14,2", "12,4", "28,4", "60,4"], help="of blocks, and of exact tokens")
+    parser.add_argument("--parts", nargs="+", default=["16,2", "20,4", "28,4", "60,4"], help="of blocks, and of exact tokens")
     parser.add_argument("--registers", nargs="+", type=int, default=[0], help="a thread's, at most; 0: the compiler's choice")
     for option, default in (("batch", 8), ("tokens", 32768), ("tail", 192), ("kv-heads", 8), ("group", 4), ("dim", 128)):
         parser.add_argument(f"--{option}", type=int, default=default)

@@ -133,7 +133,8 @@ class Fragments(ExactFragments):
     @property
     def row_layout(self) -> gl.DistributedLinearLayout:
         """Of A with 16 rows as [16 / groups, groups, tokens]."""
-        return layout([16 // self.groups, self.groups, TOKENS], [1, 8 * TOKENS, 8, 16, 32], [2, 4, *(TOKENS * r for r in (1, 2, 4))])
+        lanes = [2, 4, *(TOKENS * row for row in (1, 2, 4))]
+        return layout([16 // self.groups, self.groups, TOKENS], [1, 8 * TOKENS, 8, 16, 32], lanes)
 
     @property
     def key_copy(self) -> gl.DistributedLinearLayout:

@@ -22,6 +22,13 @@ def _of_scores(numbers):
 
 
 @gluon.jit
+def _key_numbers(words, F: gl.constexpr):
+    """Of each part float16 [cells, tokens, words, 4]."""
+    ASSEMBLY: gl.constexpr = F.value.key_assembly
+    return numbers_of(words, ASSEMBLY, 1, gl.constexpr(F.value.key_layout), gl.constexpr(F.value.parts))
+
+
+@gluon.jit
 def query_sums(queries, F: gl.constexpr):
     """Of each query's channels, of queries as packed.py's ``_load_queries`` gives them: float32 [columns]."""
     sums = gl.full([F.value.columns], 0.0, gl.float32, QUERY)
@@ -43,7 +50,7 @@ def scores_by_token(words, queries, sums, scale, zero, F: gl.constexpr):
         scale, zero: in shared memory, [1, tokens].
     """
     COUNT: gl.constexpr = F.value.bytes
-    numbers = numbers_of(words, gl.constexpr(F.value.key_assembly), 4, gl.constexpr(F.value.key_layout), gl.constexpr(F.value.parts))
+    numbers = _key_numbers(words, F)
     found = gl.full([64, F.value.columns], 0.0, gl.float32, SUM)
     for part in gl.static_range(gl.constexpr(F.value.parts)):
         tile = numbers[part].reshape(2, 8, 4, 4, COUNT // 8, 2).permute(0, 2, 1, 4, 3, 5).reshape(64, COUNT)
@@ -75,7 +82,7 @@ def scores_by_channel(words, queries, scale, zero, F: gl.constexpr):
     Arguments are those of :func:`scores_by_token`, but ``scale`` and ``zero``, [parts of both halves, bytes].
     """
     COUNT: gl.constexpr = F.value.bytes
-    numbers = numbers_of(words, gl.constexpr(F.value.key_assembly), 4, gl.constexpr(F.value.key_layout), gl.constexpr(F.value.parts))
+    numbers = _key_numbers(words, F)
     early, late = _zero_products(queries, zero, 0, F), _zero_products(queries, zero, 1, F)
     for part in gl.static_range(gl.constexpr(F.value.parts)):
         tiles = numbers[part].reshape(2, 8, 4, 4, COUNT // 8, 2).permute(2, 1, 4, 3, 5, 0).reshape(32, COUNT, 2)

@@ -48,7 +48,8 @@ def _load_words(words, slots, slot_words, SHIFT: gl.constexpr, COUNT: gl.constex
 @gluon.jit
 def _load_keys(words, slots, slot_words, F: gl.constexpr):
     """A block's codes, as the products with queries take them."""
-    return _load_words(words, slots, slot_words, 0, gl.constexpr(F.value.bytes), gl.constexpr(gl.SliceLayout(3, F.value.key_layout)), F)
+    LAYOUT: gl.constexpr = gl.SliceLayout(3, F.value.key_layout)
+    return _load_words(words, slots, slot_words, 0, gl.constexpr(F.value.bytes), LAYOUT, F)
 
 
 @gluon.jit
@@ -95,8 +96,23 @@ def _copy_rows(shared, numbers, slots, slot_numbers, SHAPE: gl.constexpr, LAYOUT
 def _copy_parameters(of_keys, of_values, key_numbers, value_numbers, slots, key_slot, value_slot, F: gl.constexpr):
     """Begin to copy a block's scales and zero points, as one group."""
     _copy_rows(of_keys, key_numbers, slots[2], key_slot, gl.constexpr(F.value.key_shape), gl.constexpr(F.value.key_copy), F)
-    _copy_rows(of_values, value_numbers, slots[3], value_slot, gl.constexpr(F.value.value_shape), gl.constexpr(F.value.value_copy), F)
+    SHAPE: gl.constexpr = F.value.value_shape
+    _copy_rows(of_values, value_numbers, slots[3], value_slot, SHAPE, gl.constexpr(F.value.value_copy), F)
     async_copy.commit_group()
+
+
+@gluon.jit
+def _store(partial, lse, place, splits, best, outputs, side, F: gl.constexpr):
+    """What a part gave: outputs as they were summed, and what zero points and ones added up to."""
+    UNIT: gl.constexpr = F.value.value_unit
+    UNITS: gl.constexpr = F.value.value_units
+    row = gl.arange(0, 16, gl.SliceLayout(1, SUM))[:, None]
+    total = totals(side)
+    finish(lse, place, splits, best, total, F)
+    for at in gl.static_range(gl.constexpr(F.value.parts * F.value.value_units)):
+        zeros = gl.sum(gl.where(row == (at if F.value.groups > 1 else 0), side, 0.0), 0)
+        found = outputs[at] * (CODE / F.value.powers[at // UNITS]) + zeros[None, :]
+        store_rows(partial, place, splits, found, total, at * UNIT, UNIT, F)
 
 
 @gluon.jit
@@ -151,14 +167,7 @@ def _packed_part(
             value_slots = slots[1]
             slots = _load_slots(table, gl.minimum(block + 2, last - 1), BLOCK_SLOTS, F)
         async_copy.wait_group(0)
-    total = totals(side)
-    finish(lse, place, splits, best - HEADROOM, total, F)
-    UNIT: gl.constexpr = F.value.value_unit
-    row = gl.arange(0, 16, gl.SliceLayout(1, SUM))[:, None]
-    for at in gl.static_range(gl.constexpr(F.value.parts * F.value.value_units)):
-        zeros = gl.sum(gl.where(row == (at if F.value.groups > 1 else 0), side, 0.0), 0)
-        found = outputs[at] * (CODE / F.value.powers[at // F.value.value_units]) + zeros[None, :]
-        store_rows(partial, place, splits, found, total, at * UNIT, UNIT, F)
+    _store(partial, lse, place, splits, best - HEADROOM, outputs, side, F)
 
 
 @gluon.jit

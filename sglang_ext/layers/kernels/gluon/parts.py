@@ -26,7 +26,10 @@ def finish(lse, place, splits, best, total, F: gl.constexpr):
 
 @gluon.jit
 def store_rows(partial, place, splits, found, total, first, COUNT: gl.constexpr, F: gl.constexpr):
-    """Store means of COUNT channels from ``first`` on, of sums, [COUNT, columns], in the order of value_byte; none of no tokens."""
+    """Store means of COUNT channels from ``first`` on, if there are tokens: ``found`` over ``total``.
+
+    ``found``: float32 [COUNT, columns], rows in the order of value_byte; ``total``: float32 [columns].
+    """
     column = gl.arange(0, F.value.columns, gl.SliceLayout(0, SUM))[None, :]
     row = gl.arange(0, COUNT, gl.SliceLayout(1, SUM))[:, None]
     channel = first + value_byte(row, COUNT)

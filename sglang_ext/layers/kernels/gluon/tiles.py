@@ -24,18 +24,21 @@ def as_wide(numbers, like):
 
 
 @gluon.jit
-def numbers_of(words, ASSEMBLY: gl.constexpr, PACK: gl.constexpr, LAYOUT: gl.constexpr, PARTS: gl.constexpr):
-    """Numbers of the codes in int32 [cells, tokens, words]: for each part float16 [cells, tokens, words, 4]."""
+def numbers_of(words, ASSEMBLY: gl.constexpr, TOKENS: gl.constexpr, LAYOUT: gl.constexpr, PARTS: gl.constexpr):
+    """Numbers of the codes in int32 [cells, tokens, words]: for each part float16 [cells, tokens, words, 4].
+
+    ASSEMBLY takes words of as many TOKENS, 1 or 2, and the result lies as LAYOUT says.
+    """
     words = gl.expand_dims(words, 3)
-    # Four numbers of a part come of each word, so that it is their only input: its register is not repeated.
+    # Each of a word's four numbers has the word as its input, so that one of these, its register, is the word.
     words = as_wide(words, gl.full([words.shape[0], words.shape[1], words.shape[2], 4], 0, gl.int32, LAYOUT))
     if PARTS == 1:
-        return (gl.inline_asm_elementwise(ASSEMBLY[0], ASSEMBLY[1], [words], gl.float16, True, PACK),)
+        return (gl.inline_asm_elementwise(ASSEMBLY[0], ASSEMBLY[1], [words], gl.float16, True, 4 * TOKENS),)
     elif PARTS == 2:
-        return gl.inline_asm_elementwise(ASSEMBLY[0], ASSEMBLY[1], [words], (gl.float16, gl.float16), True, PACK)
+        return gl.inline_asm_elementwise(ASSEMBLY[0], ASSEMBLY[1], [words], (gl.float16, gl.float16), True, 4 * TOKENS)
     else:
         types: gl.constexpr = (gl.float16, gl.float16, gl.float16, gl.float16)
-        return gl.inline_asm_elementwise(ASSEMBLY[0], ASSEMBLY[1], [words], types, True, PACK)
+        return gl.inline_asm_elementwise(ASSEMBLY[0], ASSEMBLY[1], [words], types, True, 4 * TOKENS)
 
 
 @gluon.jit

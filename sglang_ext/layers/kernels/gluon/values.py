@@ -63,10 +63,11 @@ def add_values(outputs, words, weights, F: gl.constexpr):
     UNIT: gl.constexpr = F.value.value_unit
     UNITS: gl.constexpr = F.value.value_units
     LAYOUT: gl.constexpr = F.value.paired_layout
+    ASSEMBLY: gl.constexpr = F.value.value_assembly
     numbers = ()
     for unit in gl.static_range(UNITS):
         paired = gl.convert_layout(words[unit], gl.SliceLayout(3, LAYOUT), assert_trivial=True)
-        numbers = numbers + (numbers_of(paired, gl.constexpr(F.value.value_assembly), 8, LAYOUT, gl.constexpr(F.value.parts)),)
+        numbers = numbers + (numbers_of(paired, ASSEMBLY, 2, LAYOUT, gl.constexpr(F.value.parts)),)
     found = ()
     for part in gl.static_range(gl.constexpr(F.value.parts)):
         for unit in gl.static_range(UNITS):
