@@ -151,7 +151,7 @@ def packed_decode(
         rows: int64 [requests], rows of the table.
         lengths: int64 [requests], slots of each row.
         packed_slots: int32 [rows], of these, those with blocks; 0 for none.
-        scaling: factor on query-key products.
+        scaling: factor on query-key products, positive.
         splits: parts of the blocks, and of the exact tokens, that are read at the same time.
     """
     (requests, heads, _), value_dim, most = queries.shape, values.shape[2], sum(splits)

@@ -1,12 +1,19 @@
 """Constants of the kernel over packed blocks: how these lie, and the layouts in which a warp holds their parts."""
 
 from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
 
 from triton.experimental.gluon import language as gl
 
 from sglang_ext.layers.kernels.gluon import assembly
 from sglang_ext.layers.kernels.gluon.exact_fragments import ExactFragments
 from sglang_ext.layers.kernels.gluon.fragments import TOKENS, copies, layout, spans
+
+
+# Triton keeps compiled kernels by their constants as text: what the constants' layouts and assembly come from is part of that.
+_FILES = ("constants.py", "exact_fragments.py", "fragments.py", "assembly.py")
+SOURCES = sha256(b"".join((Path(__file__).parent / name).read_bytes() for name in _FILES)).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -18,12 +25,14 @@ class Fragments(ExactFragments):
         cells: with a block's codes.
         unit: channels of a value that share a scale.
         by_channel: whether 32 tokens of keys share a scale for each channel; else all channels of a token do.
+        sources: of which code the layouts are.
     """
 
     bits: int
     cells: int
     unit: int
     by_channel: bool
+    sources: str = SOURCES
 
     @property
     def parts(self) -> int:
