@@ -1,5 +1,7 @@
 """Compile kernels for an NVIDIA GPU where there is none: ``compile_checks.py``. Types that the interpreter lets pass fail here."""
 
+import re
+
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -10,6 +12,8 @@ from sglang_ext.layers.kernels import packed_decode, scatter_cells, uneven_decod
 from sglang_ext.mem_cache.head_cells import HeadCells
 
 KINDS = (("kivi", 4), ("kivi", 2), ("int8", 8), ("turboquant", 4))
+# Blocks for the Gluon kernel: method, bits, channels of a head, queries that share a KV head.
+TILES = (("kivi", 4, 128, 4), ("kivi", 2, 128, 8), ("int8", 8, 64, 1), ("int4", 4, 128, 16))
 
 
 class Hopper:
@@ -26,15 +30,37 @@ class Hopper:
 
 
 def compile_only(compiled):
-    """Let launches compile, and note the kernels' names."""
+    """Let launches compile, and note the kernels' names and what they became."""
     triton.runtime.driver.set_active(Hopper())
     run = JITFunction.run
 
     def compiling(self, *args, grid, warmup, **kwargs):
-        compiled.append(self.__name__)
-        return run(self, *args, grid=grid, warmup=True, **kwargs)
+        made = run(self, *args, grid=grid, warmup=True, **kwargs)
+        compiled.append((self.__name__, made))
+        return made
 
     JITFunction.run = compiling
+
+
+def decode(name, bits, dim, group):
+    """Attend to packed copies of one request; answers them, and its table and row."""
+    pool = packed_pool(name, bits, 2, 75, heads=1, dim=dim, dtype=torch.bfloat16)
+    table, rows = torch.zeros(2, len(pool.row), dtype=torch.int32), torch.tensor([1])
+    buffers, slots = (pool.buffers.keys[0], pool.buffers.values[0]), torch.zeros(2, dtype=torch.int32)
+    packed_decode.packed_decode(pool.packing, torch.zeros(1, group, dim).bfloat16(), *buffers, table, rows, rows, slots, 0.1)
+    return pool, table, rows
+
+
+def check_tiles(compiled):
+    """The Gluon kernel keeps everything in registers: nothing spills, or is stored to shared memory."""
+    for name, bits, dim, group in TILES:
+        decode(name, bits, dim, group)
+        kernel, made = compiled[-2]
+        counts = {part: len(re.findall(rf"\b{part}\b", made.asm["sass"])) for part in ("HMMA", "LDL", "STL", "STS", "LDSM")}
+        assert kernel == "packed_splits_gluon" and counts.pop("HMMA") > 0
+        # With two columns of tiles some registers are too few.
+        if group <= 8:
+            assert not any(counts.values()), (name, bits, dim, group, counts)
 
 
 def main():
@@ -42,16 +68,14 @@ def main():
     compile_only(compiled)
     packed_decode.on_gpu = lambda tensor: True
     for name, bits in KINDS:
-        pool = packed_pool(name, bits, 2, 75, heads=1, dim=128, dtype=torch.bfloat16)
-        table, rows = torch.zeros(2, len(pool.row), dtype=torch.int32), torch.tensor([1])
-        buffers = pool.buffers.keys[0], pool.buffers.values[0]
-        slots = torch.zeros(2, dtype=torch.int32)
-        packed_decode.packed_decode(pool.packing, torch.zeros(1, 4, 128).bfloat16(), *buffers, table, rows, rows, slots, 0.1)
+        pool, table, rows = decode(name, bits, 128, 4)
+    packed_decode.has_tensor_cores = lambda tensor: True
+    check_tiles(compiled)
     cells = HeadCells.of(pool.buffers, 2)
     uneven_decode.uneven_decode(cells, 0, torch.zeros(1, 4, 128).bfloat16(), table, rows, rows, 0.1)
     tables, layer = (pool.buffers.key_table, pool.buffers.value_table), (pool.buffers.keys[0], pool.buffers.values[0])
     scatter_cells.scatter_cells(*tables, *layer, rows, cells.bounds[0], rows, rows)
-    print(" ".join(compiled))
+    print(" ".join(name for name, _ in compiled))
 
 
 if __name__ == "__main__":

@@ -2,13 +2,18 @@
 
 Programs of a request's first splits read its packed blocks, those of the others its exact tokens; a second kernel joins what
 they found by log-sum-exp. What comes of packed and of exact tokens is summed apart, as the former may have to be rotated
-back.
+back. The splits' kernel is gluon/packed.py's where it takes the blocks (:func:`fragments`), else packed_attention.py's.
 """
+
+from dataclasses import dataclass
 
 import torch
 import triton
 
 from sglang_ext.layers.kernels.flash_parts import join_parts
+from sglang_ext.layers.kernels.gluon.constants import Fragments
+from sglang_ext.layers.kernels.gluon.fragments import TOKENS
+from sglang_ext.layers.kernels.gluon.packed import packed_splits_gluon
 from sglang_ext.layers.kernels.packed_attention import packed_splits
 from sglang_ext.mem_cache.packed_layout import Layout
 from sglang_ext.mem_cache.packing import Packing, as_bytes
@@ -17,6 +22,10 @@ from sglang_ext.mem_cache.packing import Packing, as_bytes
 # channel's; and so many exact tokens.
 BY_TOKEN, BY_CHANNEL, EXACT = 64, 32, 32
 WARPS = 1
+# Tokens that share a channel's scale, sizes of a head, and most queries that share a KV head, in the Gluon kernel.
+SHARED_TOKENS, DIMS, MOST_QUERIES = 32, (64, 128), 16
+# Options of its compiler.
+GLUON_OPTIONS = {"num_warps": 1}
 
 
 def on_gpu(keys: torch.Tensor) -> bool:
@@ -24,9 +33,100 @@ def on_gpu(keys: torch.Tensor) -> bool:
     return keys.is_cuda
 
 
+def has_tensor_cores(keys: torch.Tensor) -> bool:
+    """Whether ``keys`` lie on an NVIDIA GPU with the instructions of gluon/packed.py."""
+    return keys.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(keys.device) >= (8, 0)
+
+
+def fragments(packing: Packing, keys: torch.Tensor, values: torch.Tensor, group: int) -> Fragments | None:
+    """The constants of the Gluon kernel; None where it does not take such blocks, or there is no GPU for it.
+
+    It takes codes of all bits in pools of 16 bits, with heads of 64 or 128 channels, unless codes mean levels of a table.
+
+    Args:
+        packing: how blocks are packed.
+        keys, values: a layer's buffers, [slots, kv_heads, dim].
+        group: queries that share a KV head.
+    """
+    key, value = packing.keys, packing.values
+    if not has_tensor_cores(keys) or packing.levels(keys.device) != (None, None) or keys.element_size() != 2:
+        return None
+    if key.dim not in DIMS or (value.dim, value.bits, value.tokens) != (key.dim, key.bits, key.tokens) or key.tokens != TOKENS:
+        return None
+    if group > MOST_QUERIES or key.grid not in ((SHARED_TOKENS, 1), (1, key.dim)):
+        return None
+    made = Fragments(key.dim, group, key.bits, key.code_cells, value.grid.channels, by_channel=key.grid.channels == 1)
+    whole_units = value.grid.channels == key.dim or made.bytes % value.grid.channels == 0
+    return made if whole_units and made.value_unit >= 32 and made.groups <= 4 else None
+
+
 def _columns(layout: Layout) -> int:
     """Bytes of a token's codes, as a tile has them."""
     return max(16, triton.next_power_of_2(layout.token_bytes))
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What both kernels take, as :func:`packed_decode` was given it.
+
+    Attributes:
+        rotated: queries as packed keys are.
+        partial, lse: what parts give, float32 [requests * heads * parts, dim of a value] and [requests * heads, parts].
+    """
+
+    packing: Packing
+    queries: torch.Tensor
+    rotated: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    rows: tuple[torch.Tensor, int, torch.Tensor, torch.Tensor, torch.Tensor]
+    partial: torch.Tensor
+    lse: torch.Tensor
+    scaling: float
+    splits: tuple[int, int]
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Programs."""
+        return sum(self.splits), self.keys.shape[1], len(self.queries)
+
+    @property
+    def outcome(self) -> tuple[torch.Tensor, torch.Tensor, float, int, int, int, int]:
+        """Where parts go, and what follows it in both kernels."""
+        steps = *self.keys.stride()[:2], *self.values.stride()[:2]
+        return self.partial, self.lse, self.scaling, *steps
+
+
+def _launch_gluon(call: _Call, constants: Fragments) -> None:
+    keys, values = call.keys, call.values
+    words, numbers = ([part.view(dtype) for part in (keys, values)] for dtype in (torch.int32, torch.float16))
+    packed_splits_gluon[call.grid](
+        call.queries, call.rotated, keys, values, words[0], numbers[0], words[1], numbers[1], *call.rows, *call.outcome,
+        HEADS=keys.shape[1], BLOCK_SLOTS=call.packing.block_slots, PACKED=call.splits[0], EXACT=call.splits[1], F=constants,
+        **GLUON_OPTIONS,
+    )  # fmt: skip
+
+
+def _launch_triton(call: _Call) -> None:
+    keys, values, key, value = call.keys, call.values, call.packing.keys, call.packing.values
+    (_, heads, dim), kv_heads, value_dim = call.queries.shape, keys.shape[1], values.shape[2]
+    key_levels, value_levels = call.packing.levels(keys.device)
+    table = key_levels is not None
+    # Without a table the kernel reads none of it.
+    levels = (key_levels, value_levels) if table else (call.lse, call.lse)
+    packed_splits[call.grid](
+        call.queries, call.rotated, keys, values, as_bytes(keys), keys.view(torch.float16), as_bytes(values),
+        values.view(torch.float16), *levels, *call.rows, *call.outcome, HEADS=kv_heads, GROUP=heads // kv_heads,
+        M=max(8, triton.next_power_of_2(heads // kv_heads)), DIM=dim, VALUE_DIM=value_dim,
+        PADDED_DIM=triton.next_power_of_2(dim), PADDED_VALUE_DIM=triton.next_power_of_2(value_dim), COLUMNS=_columns(key),
+        VALUE_COLUMNS=_columns(value), BITS=key.bits, BLOCK_TOKENS=key.tokens, BLOCK_SLOTS=call.packing.block_slots,
+        CODE_CELLS=key.code_cells, KEY_CELL=key.cell_bytes // 2, VALUE_CELL=value.cell_bytes // 2,
+        KEY_GROUPS=key.groups[0] if key.grid.channels == 1 else 1, KEY_UNIT=key.grid.channels,
+        VALUE_UNIT=value.grid.channels, TABLE=table,
+        FAST=on_gpu(keys) and keys.dtype != torch.float32 and key.bits < 8 and not table,
+        STEP=BY_CHANNEL if key.grid.channels == 1 else BY_TOKEN, PACKED=call.splits[0], EXACT=call.splits[1], N=EXACT,
+        num_warps=WARPS,
+    )  # fmt: skip
 
 
 def packed_decode(
@@ -51,38 +151,27 @@ def packed_decode(
         rows: int64 [requests], rows of the table.
         lengths: int64 [requests], slots of each row.
         packed_slots: int32 [rows], of these, those with blocks; 0 for none.
-        scaling: factor on query-key products.
+        scaling: factor on query-key products, positive.
         splits: parts of the blocks, and of the exact tokens, that are read at the same time.
     """
-    requests, heads, dim = queries.shape
-    kv_heads, value_dim, most = keys.shape[1], values.shape[2], sum(splits)
-    key, value = packing.keys, packing.values
+    (requests, heads, _), value_dim, most = queries.shape, values.shape[2], sum(splits)
     device = queries.device
-    (to_keys, to_values), (key_levels, value_levels) = packing.rotations(device), packing.levels(device)
+    to_keys, to_values = packing.rotations(device)
     queries = queries.contiguous()
     rotated = queries if to_keys is None else queries.float() @ to_keys
     partial = torch.empty(requests * heads * most, value_dim, device=device)
     lse = torch.empty(requests * heads, most, device=device)
-    table = key_levels is not None
-    # Without a table the kernel reads none of it.
-    levels = (key_levels, value_levels) if table else (lse, lse)
-    key_groups = key.groups[0] if key.grid.channels == 1 else 1
-    fast = on_gpu(keys) and keys.dtype != torch.float32 and key.bits < 8 and not table
-    shape = {
-        "VALUE_DIM": value_dim, "PADDED_VALUE_DIM": triton.next_power_of_2(value_dim), "PACKED": splits[0],
-    }  # fmt: skip
-    packed_splits[(most, kv_heads, requests)](
-        queries, rotated, keys, values, as_bytes(keys), keys.view(torch.float16), as_bytes(values),
-        values.view(torch.float16), *levels, token_table, token_table.stride(0), rows, lengths, packed_slots, partial, lse,
-        scaling, keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), HEADS=kv_heads, GROUP=heads // kv_heads,
-        M=max(8, triton.next_power_of_2(heads // kv_heads)), DIM=dim, PADDED_DIM=triton.next_power_of_2(dim),
-        COLUMNS=_columns(key), VALUE_COLUMNS=_columns(value), BITS=key.bits, BLOCK_TOKENS=key.tokens,
-        BLOCK_SLOTS=packing.block_slots, CODE_CELLS=key.code_cells, KEY_CELL=key.cell_bytes // 2,
-        VALUE_CELL=value.cell_bytes // 2, KEY_GROUPS=key_groups, KEY_UNIT=key.grid.channels, VALUE_UNIT=value.grid.channels,
-        TABLE=table, FAST=fast, STEP=BY_CHANNEL if key.grid.channels == 1 else BY_TOKEN, EXACT=splits[1], N=EXACT,
-        num_warps=WARPS, **shape,
-    )  # fmt: skip
+    table = token_table, token_table.stride(0), rows, lengths, packed_slots
+    call = _Call(packing, queries, rotated, keys, values, table, partial, lse, scaling, splits)
+    constants = fragments(packing, keys, values, heads // keys.shape[1])
+    if constants is None:
+        _launch_triton(call)
+    else:
+        _launch_gluon(call, constants)
     far, near = torch.empty(2, requests, heads, value_dim, device=device)
-    join_parts[(requests * heads,)](partial, lse, far, near, SPLITS=most, PADDED_SPLITS=triton.next_power_of_2(most), **shape)
+    join_parts[(requests * heads,)](
+        partial, lse, far, near, VALUE_DIM=value_dim, PADDED_VALUE_DIM=triton.next_power_of_2(value_dim), PACKED=splits[0],
+        SPLITS=most, PADDED_SPLITS=triton.next_power_of_2(most),
+    )  # fmt: skip
     back = far if to_values is None else far @ to_values.t()
     return (back + near).to(queries.dtype)

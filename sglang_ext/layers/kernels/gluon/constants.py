@@ -1,0 +1,155 @@
+"""Constants of the kernel over packed blocks: how these lie, and the layouts in which a warp holds their parts."""
+
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from triton.experimental.gluon import language as gl
+
+from sglang_ext.layers.kernels.gluon import assembly
+from sglang_ext.layers.kernels.gluon.exact_fragments import ExactFragments
+from sglang_ext.layers.kernels.gluon.fragments import TOKENS, copies, layout, spans
+
+# Triton keeps compiled kernels by their constants as text: what the constants' layouts and assembly come from is part of that.
+_FILES = ("constants.py", "exact_fragments.py", "fragments.py", "assembly.py")
+SOURCES = sha256(b"".join((Path(__file__).parent / name).read_bytes() for name in _FILES)).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Fragments(ExactFragments):
+    """How blocks lie in cells, and the layouts of their parts.
+
+    Attributes:
+        bits: of a code.
+        cells: with a block's codes.
+        unit: channels of a value that share a scale.
+        by_channel: whether 32 tokens of keys share a scale for each channel; else all channels of a token do.
+        sources: of which code the layouts are.
+    """
+
+    bits: int
+    cells: int
+    unit: int
+    by_channel: bool
+    sources: str = SOURCES
+
+    @property
+    def parts(self) -> int:
+        """Codes of a byte."""
+        return 8 // self.bits
+
+    @property
+    def key_assembly(self) -> tuple[str, str]:
+        """Instructions that make numbers of bytes of keys."""
+        return assembly.key_numbers(self.bits)
+
+    @property
+    def value_assembly(self) -> tuple[str, str]:
+        """Instructions that make numbers of bytes of values."""
+        return assembly.value_numbers(self.bits)
+
+    @property
+    def powers(self) -> tuple[float, ...]:
+        """What each part's numbers are too large by, as its codes lie at higher bits."""
+        return tuple(2.0 ** (self.bits * part) for part in range(self.parts))
+
+    @property
+    def bytes(self) -> int:
+        """Of a token's codes: channels of a part."""
+        return self.dim // self.parts
+
+    @property
+    def cell_tokens(self) -> int:
+        """Tokens whose codes lie in a cell."""
+        return TOKENS // self.cells
+
+    @property
+    def value_unit(self) -> int:
+        """Bytes of a token's values that are multiplied by one weight."""
+        return min(self.unit, self.bytes)
+
+    @property
+    def value_units(self) -> int:
+        """Of a token's bytes."""
+        return self.bytes // self.value_unit
+
+    @property
+    def groups(self) -> int:
+        """Scales of a token's values."""
+        return self.dim // self.unit
+
+    @property
+    def key_shape(self) -> tuple[int, int]:
+        """Of the keys' scales, as of their zero points: [parts of both halves, bytes], or [1, tokens]."""
+        return (2 * self.parts, self.bytes) if self.by_channel else (1, TOKENS)
+
+    @property
+    def value_shape(self) -> tuple[int, int]:
+        """Of the values' scales, as of their zero points: by token, then group, in rows that fit cells."""
+        rows = max(1, TOKENS * self.groups // self.dim)
+        return rows, TOKENS * self.groups // rows
+
+    @property
+    def key_layout(self) -> gl.DistributedLinearLayout:
+        """Of a block's keys as they lie, [cells, tokens of a cell, bytes of a token]."""
+        count = self.bytes
+        tokens = [count * token for token in (1, 2, 32)]
+        lanes = [count // 4, count // 2, *(count * token for token in (4, 8, 16))]
+        return layout([self.cells, self.cell_tokens, count // 4, 4], spans(1, count // 4) + tokens, lanes)
+
+    def _values(self, neighbours: int) -> gl.DistributedLinearLayout:
+        count = self.value_unit
+        inside = spans(1, count // 8)
+        registers = inside[:neighbours] + [count * 4] + inside[neighbours:] + [count * token for token in (1, 2, 32)]
+        lanes = [count * 8, count * 16, count // 8, count // 4, count // 2]
+        return layout([self.cells, self.cell_tokens, count // 4, 4], registers, lanes)
+
+    @property
+    def value_layout(self) -> gl.DistributedLinearLayout:
+        """Of a unit of each of a block's values as they lie, [cells, tokens of a cell, bytes of a unit]."""
+        return self._values(len(spans(1, self.value_unit // 8)))
+
+    @property
+    def paired_layout(self) -> gl.DistributedLinearLayout:
+        """The same, but four bytes of a token are followed by those of the token beside it in a fragment."""
+        return self._values(2)
+
+    @property
+    def channel_layout(self) -> gl.DistributedLinearLayout:
+        """Of a number for each byte of a token's keys, [1, bytes]: those that a lane multiplies."""
+        return layout([1, self.bytes], spans(1, self.bytes // 4), [self.bytes // 4, self.bytes // 2])
+
+    @property
+    def score_layout(self) -> gl.DistributedLinearLayout:
+        """Of a number for each token, [1, tokens]: those of a lane's scores."""
+        return layout([1, TOKENS], [1, 2, 32], [0, 0, 4, 8, 16])
+
+    @property
+    def weight_layout(self) -> gl.DistributedLinearLayout:
+        """Of a number for each token and group as they are copied: those of a lane's weights."""
+        groups = self.groups
+        tokens = [groups * token for token in (1, 2, 4, 32)]
+        return layout([*self.value_shape], spans(1, groups) + tokens, [groups * 8, groups * 16])
+
+    @property
+    def zero_layout(self) -> gl.DistributedLinearLayout:
+        """The same, with the groups as rows of A: a lane has one of them."""
+        groups = self.groups
+        lanes = [groups * 8, groups * 16, *spans(1, groups)]
+        return layout([*self.value_shape], [groups * token for token in (1, 2, 4, 32)], lanes)
+
+    @property
+    def row_layout(self) -> gl.DistributedLinearLayout:
+        """Of A with 16 rows as [16 / groups, groups, tokens]."""
+        lanes = [2, 4, *(TOKENS * row for row in (1, 2, 4))]
+        return layout([16 // self.groups, self.groups, TOKENS], [1, 8 * TOKENS, 8, 16, 32], lanes)
+
+    @property
+    def key_copy(self) -> gl.DistributedLinearLayout:
+        """Of the keys' scales, then zero points, as they are copied to shared memory."""
+        return copies(*self.key_shape)
+
+    @property
+    def value_copy(self) -> gl.DistributedLinearLayout:
+        """The same of the values'."""
+        return copies(*self.value_shape)

@@ -1,0 +1,40 @@
+"""Which lane and register of a warp holds which number of the tensor cores' fragments, and layouts out of that.
+
+The fragments are those of ``mma.sync.m16n8k16``. With ``g = lane // 4`` and ``q = lane % 4``, a lane holds of A the rows
+``g, g + 8`` and the columns ``2q, 2q + 1, 2q + 8, 2q + 9``, of B the column ``g`` and these as rows, of the sum the rows
+``g, g + 8`` and the columns ``2q, 2q + 1``. Keys and values are A, queries and weights B: its eight columns are the queries
+that share a KV head. The order of what is summed over is free, as long as both sides agree, and so is which token or
+channel is which row: so the codes of a load land in fragments (orders.py).
+"""
+
+from math import prod
+
+from triton.experimental.gluon import language as gl
+
+# Tokens of a block.
+TOKENS = 64
+# Of the sums; of A; of B.
+SUM = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, 1], instr_shape=[16, 8])
+A, B = (gl.DotOperandLayout(operand, SUM, 2) for operand in range(2))
+
+
+def spans(first: int, end: int) -> list[int]:
+    """Powers of 2 from ``first``, below ``end``."""
+    return [1 << bit for bit in range(first.bit_length() - 1, end.bit_length() - 1)]
+
+
+def layout(shape: list[int], registers: list[int], lanes: list[int]) -> gl.DistributedLinearLayout:
+    """Which steps in a flat tensor of ``shape`` the bits of a register's and of a lane's number are; 0: the same number."""
+
+    def place(span: int) -> list[int]:
+        return [span // prod(shape[axis + 1 :]) % size for axis, size in enumerate(shape)]
+
+    lanes = lanes + [0] * (5 - len(lanes))
+    return gl.DistributedLinearLayout([place(s) for s in registers], [place(s) for s in lanes], [], [], shape)
+
+
+def copies(rows: int, columns: int) -> gl.DistributedLinearLayout:
+    """Of scales, then zero points, [rows, columns] each: up to 16 bytes a lane."""
+    every = spans(1, 2 * rows * columns)
+    inside = min(3, len(every) - 5)
+    return layout([2 * rows, columns], every[:inside] + every[inside + 5 :], every[inside : inside + 5])

@@ -1,0 +1,97 @@
+"""Products of queries with packed keys, in Gluon: what lies in a warp's registers goes in, scores come out."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+
+from sglang_ext.layers.kernels.gluon.tiles import CODE, QUERY, SUM, A, B, as_wide, numbers_of, products
+
+
+@gluon.jit
+def _of_channels(numbers, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
+    """A number for each byte, [1, bytes], in the order in which channels are summed over."""
+    numbers = numbers.reshape(4, COUNT // 8, 2).permute(1, 0, 2).reshape(COUNT)
+    return gl.convert_layout(numbers, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _of_scores(numbers):
+    """A number for each token, [1, tokens], in the order of the scores' rows, as float32 [tokens, 1]."""
+    rows = numbers.reshape(2, 8, 4).permute(0, 2, 1).reshape(64)
+    return gl.expand_dims(gl.convert_layout(rows, gl.SliceLayout(1, SUM), assert_trivial=True).to(gl.float32), 1)
+
+
+@gluon.jit
+def _key_numbers(words, F: gl.constexpr):
+    """Of each part float16 [cells, tokens, words, 4]."""
+    ASSEMBLY: gl.constexpr = F.value.key_assembly
+    return numbers_of(words, ASSEMBLY, 1, gl.constexpr(F.value.key_layout), gl.constexpr(F.value.parts))
+
+
+@gluon.jit
+def query_sums(queries, F: gl.constexpr):
+    """Of each query's channels, of queries as packed.py's ``_load_queries`` gives them: float32 [columns]."""
+    sums = gl.full([F.value.columns], 0.0, gl.float32, QUERY)
+    for part in gl.static_range(gl.constexpr(F.value.parts)):
+        ones = gl.full([16, F.value.bytes], 1.0, gl.float16, A)
+        found = mma_v2(ones, queries[part], gl.full([16, F.value.columns], 0.0, gl.float32, SUM))
+        sums += gl.max(found, 0) * F.value.powers[part]
+    return sums
+
+
+@gluon.jit
+def scores_by_token(words, queries, sums, scale, zero, F: gl.constexpr):
+    """Products of queries with keys whose channels share a scale: float32 [tokens, columns].
+
+    Args:
+        words: int32 [cells, tokens, words], the keys' codes.
+        queries: of each part float16 [bytes, columns].
+        sums: of the queries' channels, float32 [columns].
+        scale, zero: in shared memory, [1, tokens].
+    """
+    COUNT: gl.constexpr = F.value.bytes
+    numbers = _key_numbers(words, F)
+    found = gl.full([64, F.value.columns], 0.0, gl.float32, SUM)
+    for part in gl.static_range(gl.constexpr(F.value.parts)):
+        tile = numbers[part].reshape(2, 8, 4, 4, COUNT // 8, 2).permute(0, 2, 1, 4, 3, 5).reshape(64, COUNT)
+        found = mma_v2(gl.convert_layout(tile, A, assert_trivial=True), queries[part], found)
+    scale = _of_scores(scale.load(F.value.score_layout)) * CODE
+    zero = _of_scores(zero.load(F.value.score_layout))
+    return gl.fma(found, as_wide(scale, found), zero * sums[None, :])
+
+
+@gluon.jit
+def _zero_products(queries, zero, HALF: gl.constexpr, F: gl.constexpr):
+    """Products of queries with the zero points of a half of the tokens, as those with codes are: float32 [32, columns]."""
+    COUNT: gl.constexpr = F.value.bytes
+    found = gl.full([16, F.value.columns], 0.0, gl.float32, SUM)
+    for part in gl.static_range(gl.constexpr(F.value.parts)):
+        channels = zero.slice(HALF * F.value.parts + part, 1).load(F.value.channel_layout)
+        channels = gl.expand_dims(_of_channels(channels, COUNT, gl.constexpr(gl.SliceLayout(0, A))), 0)
+        rows = as_wide(channels, gl.full([16, COUNT], 0.0, gl.float16, A))
+        of_part = mma_v2(rows, queries[part], gl.full([16, F.value.columns], 0.0, gl.float32, SUM))
+        found += of_part * (F.value.powers[part] / CODE)
+    found = gl.join(found, found).permute(2, 0, 1).reshape(32, F.value.columns)
+    return gl.convert_layout(found, SUM, assert_trivial=True)
+
+
+@gluon.jit
+def scores_by_channel(words, queries, scale, zero, F: gl.constexpr):
+    """Products of queries with keys of which half of a block's tokens share each channel's scale, over CODE.
+
+    Arguments are those of :func:`scores_by_token`, but ``scale`` and ``zero``, [parts of both halves, bytes].
+    """
+    COUNT: gl.constexpr = F.value.bytes
+    numbers = _key_numbers(words, F)
+    early, late = _zero_products(queries, zero, 0, F), _zero_products(queries, zero, 1, F)
+    for part in gl.static_range(gl.constexpr(F.value.parts)):
+        tiles = numbers[part].reshape(2, 8, 4, 4, COUNT // 8, 2).permute(2, 1, 4, 3, 5, 0).reshape(32, COUNT, 2)
+        first, second = gl.split(tiles)
+        channels = scale.slice(part, 1).load(F.value.channel_layout)
+        channels = gl.expand_dims(_of_channels(channels, COUNT, gl.constexpr(gl.SliceLayout(1, B))), 1)
+        early = mma_v2(gl.convert_layout(first, A, assert_trivial=True), products(queries[part], channels), early)
+        channels = scale.slice(F.value.parts + part, 1).load(F.value.channel_layout)
+        channels = gl.expand_dims(_of_channels(channels, COUNT, gl.constexpr(gl.SliceLayout(1, B))), 1)
+        late = mma_v2(gl.convert_layout(second, A, assert_trivial=True), products(queries[part], channels), late)
+    found = gl.join(early, late).permute(2, 0, 1).reshape(64, F.value.columns)
+    return gl.convert_layout(found, SUM, assert_trivial=True)
