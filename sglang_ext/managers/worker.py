@@ -34,7 +34,7 @@ from sglang_ext.managers.sampling import Row, Sampling
 from sglang_ext.managers.simulation import Simulation
 from sglang_ext.managers.staggered import Staggered
 from sglang_ext.managers.steps import Steps
-from sglang_ext.mem_cache import query_window
+from sglang_ext.mem_cache import query_window, slot_assignment
 from sglang_ext.mem_cache.compressed_views import CompressedViews
 from sglang_ext.mem_cache.head_cells import HeadCells
 from sglang_ext.mem_cache.kv_buffers import KVBuffers
@@ -251,6 +251,7 @@ class KVWorker(BaseSpecWorker):
     def _warm_up(self) -> None:
         """Run once what else the first requests would wait for."""
         self.views.compile_kernels(self._attention.tp_q_head_num)
+        slot_assignment.compile_ahead(self.views.token_table, self.views.rows - 1)
         for graphs in self._captured:
             graphs.warm_up()
         # Row 0 is no request's.
