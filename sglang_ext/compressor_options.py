@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sglang_ext import copy_options
-from sglang_ext.options import COMPRESSORS, ONLINE_COMPRESSORS, OptionError, one_of
+from sglang_ext.options import COMPRESSORS, ONLINE_COMPRESSORS, POINTING, OptionError, one_of
 
 if TYPE_CHECKING:
     from sglang_ext.arguments import KVServerArgs
@@ -18,8 +18,10 @@ QUANTIZERS: dict[str, tuple[int, ...]] = {
 }  # fmt: skip
 # Of these, the ones that no kernel reads on a GPU: it neither rotates keys nor adds outliers.
 ON_CPU_ONLY = ("kvquant",)
+# Methods that drop tokens, and whose copies can be packed besides: they hold KV.
+PACKABLE = tuple(name for name in COMPRESSORS if name not in POINTING)
 # All values of --kv-compressor.
-METHODS = (*COMPRESSORS, *QUANTIZERS, *(f"{drops}+{packs}" for drops in COMPRESSORS for packs in QUANTIZERS))
+METHODS = (*COMPRESSORS, *QUANTIZERS, *(f"{drops}+{packs}" for drops in PACKABLE for packs in QUANTIZERS))
 
 
 def resolve(args: "KVServerArgs") -> None:
@@ -110,6 +112,11 @@ def parse_compressor(name: str) -> tuple[str | None, str | None]:
             f"--kv-compressor is {name!r}; allowed: one that drops tokens ({', '.join(COMPRESSORS)}), one that packs them in "
             f"few bits ({', '.join(QUANTIZERS)}), or one of each, as in {COMPRESSORS[0]}+kivi. Pass one of these."
         )
+    if packs is not None and drops in POINTING:
+        raise OptionError(
+            f"--kv-compressor is {name!r}; {drops} leads into full KV and holds none that could be packed: pass {drops} alone, or "
+            f"one of {', '.join(PACKABLE)} before +{packs}"
+        )
     return drops, packs
 
 
@@ -140,6 +147,9 @@ def check_resolved(args: "KVServerArgs") -> None:
             "--cuda-graph-backend-prefill is 'tc_piecewise'; --kv-compressor kvzap reads hidden states by hooks, which are "
             "untested in compiled graphs. Pass breakable or disabled."
         )
+    if drops in POINTING:
+        copies = f"the tokens that --kv-compressor {drops} leads to"
+        copy_options.check_resolved(args, copies, f"one that copies them: {', '.join(PACKABLE)}")
     if packs is None:
         return
     copies = f"the packed copies of --kv-compressor {args.kv_compressor}"

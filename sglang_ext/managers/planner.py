@@ -125,14 +125,18 @@ def ensure_copy(views: CompressedViews, req: "Req", state: RequestState, length:
         prefix = Prefix(req.last_node, state.matched) if state.matched else None
         if not views.compress(state.row, length, headroom, prefix):
             return NO_FREE_SLOTS
-    elif views.reach(state.row, length) >= renew_at(view):
-        views.compress(state.row, length, headroom)
+    elif views.reach(state.row, length) >= renew_at(view, views.compressor.each_round):
+        if not views.compress(state.row, length, headroom) and views.compressor.each_round:
+            views.release_copy(state.row)
+            return NO_FREE_SLOTS
     state.compressor = views.get(state.row).method
     return 0
 
 
-def renew_at(view: CompressedView) -> int:
-    """Tokens at which a copy is made anew."""
+def renew_at(view: CompressedView, each_round: bool = False) -> int:
+    """Tokens at which a copy is made anew; ``each_round``: as soon as there are new ones."""
+    if each_round:
+        return view.covered + 1
     return view.covered + 1 + int(max(RENEW_AFTER, RENEW_SHARE * view.kept))
 
 

@@ -22,6 +22,7 @@ from sglang_ext.mem_cache.query_window import QueryWindows
 from sglang_ext.mem_cache.recompute import lost_requests
 from sglang_ext.mem_cache.rotary import Rotary
 from sglang_ext.mem_cache.segments import Segment, free_slots
+from sglang_ext.mem_cache.slot_pointers import PointerRows, Pointers
 from sglang_ext.mem_cache.tiered_node import TieredNode
 
 # Tokens of a prefix from which on a copy of it that others may read is worth its keeping.
@@ -60,6 +61,7 @@ class CompressedViews:
         packed_rows: how copies are packed, and which rows begin with blocks; None for copies of tokens as they are.
         packing: how copies lie in slots.
         head_cells: what the cells of copies hold whose heads keep different numbers of tokens; None where numbers are equal.
+        pointer_rows: how copies lead into full KV, and which rows begin with pointers; None for copies that hold KV.
     """
 
     compressor: Compressor
@@ -76,12 +78,17 @@ class CompressedViews:
     packs: str = ""
     packed_rows: PackedRows | None = None
     head_cells: HeadCells | None = None
-    packing: Packing | Unpacked = field(init=False)
+    pointer_rows: PointerRows | None = None
+    packing: Packing | Pointers | Unpacked = field(init=False)
     _views: dict[int, CompressedView] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        rows = self.packed_rows
-        self.packing = Unpacked(self.allocator.page_size) if rows is None else rows.packing
+        if self.packed_rows is not None:
+            self.packing = self.packed_rows.packing
+        elif self.pointer_rows is not None:
+            self.packing = self.pointer_rows.pointers
+        else:
+            self.packing = Unpacked(self.allocator.page_size)
 
     def get(self, row: int) -> CompressedView | None:
         """The compressed copy of the request in ``row``."""
@@ -136,7 +143,7 @@ class CompressedViews:
         Covers whole units, up to where queries were kept (:meth:`reach`). A new copy reads the segments of ``prefix`` that
         the prefix tree has, and leaves one there for the rest of it. Of an existing copy what it shares stays; its own
         part is overwritten in place and grown. Copies of uneven heads share nothing: how much each head keeps of a beginning
-        depends on what follows it.
+        depends on what follows it. Neither do pointers, which are chosen anew in each round.
 
         Args:
             row: the request's row in the token table.
@@ -155,7 +162,7 @@ class CompressedViews:
         if old is not None:
             grown = CompressedView(old.own, covered, old.segments, own_tokens=old.own_tokens)
             return self._resize(row, grown, headroom, None, tokens)
-        prefix = prefix if self.head_cells is None else None
+        prefix = prefix if self.head_cells is None and self.pointer_rows is None else None
         segments = self.tree_cache.path_segments(prefix.node, min(prefix.tokens, covered)) if prefix else []
         for segment in segments:
             # Or they would be evicted for the rest.
@@ -266,6 +273,8 @@ class CompressedViews:
         self.token_table[self.draft_row(row), : view.kept] = view.slots.to(self.token_table.dtype)
         if self.packed_rows is not None:
             self.packed_rows.slots[self.draft_row(row)] = view.packed
+        if self.pointer_rows is not None:
+            self.pointer_rows.counts[self.draft_row(row)] = view.own_tokens
 
     def write_tail(self, row: int, end: int) -> None:
         """Let the draft row lead, after the copy, to the full row's tokens ``[covered, end)``.

@@ -97,6 +97,8 @@ class Compressor(ABC):
         needs_rotary: whether it reads :attr:`LayerKV.rotary`; models without a known one are refused then.
         comparable: whether scores of one head compare with those of another, of any layer.
         keeps_all: whether it drops nothing.
+        each_round: whether it chooses anew after each verification, by the queries of that.
+        points: whether copies lead to what it keeps in full KV, instead of holding it (slot_pointers.py).
     """
 
     name: ClassVar[str] = ""
@@ -104,6 +106,8 @@ class Compressor(ABC):
     keeps_all: bool = False
     needs_rotary: ClassVar[bool] = False
     comparable: ClassVar[bool] = False
+    each_round: ClassVar[bool] = False
+    points: ClassVar[bool] = False
     held_bytes: int = 0
 
     def for_context(self, context: ContextKV) -> "Compressor":
