@@ -114,8 +114,8 @@ def parse_compressor(name: str) -> tuple[str | None, str | None]:
         )
     if packs is not None and drops in POINTING:
         raise OptionError(
-            f"--kv-compressor is {name!r}; {drops} leads into full KV and holds none that could be packed: pass {drops} alone, or "
-            f"one of {', '.join(PACKABLE)} before +{packs}"
+            f"--kv-compressor is {name!r}; {drops} leads into full KV and holds none that could be packed: pass {drops} alone, "
+            f"or one of {', '.join(PACKABLE)} before +{packs}"
         )
     return drops, packs
 
@@ -148,12 +148,12 @@ def check_resolved(args: "KVServerArgs") -> None:
             "untested in compiled graphs. Pass breakable or disabled."
         )
     if drops in POINTING:
-        copies = f"the tokens that --kv-compressor {drops} leads to"
-        copy_options.check_resolved(args, copies, f"one that copies them: {', '.join(PACKABLE)}")
+        copies = f"the copies of --kv-compressor {drops}"
+        copy_options.check_resolved(args, copies, f"one that copies tokens: {', '.join(PACKABLE)}")
     if packs is None:
         return
     copies = f"the packed copies of --kv-compressor {args.kv_compressor}"
-    copy_options.check_resolved(args, copies, f"a compressor that only drops tokens: {', '.join(COMPRESSORS)}")
+    copy_options.check_resolved(args, copies, f"a compressor that only drops tokens: {', '.join(PACKABLE)}")
     if args.device != "cpu":
         _check_kernel(args, packs)
 

@@ -49,8 +49,10 @@ def check_write_pointers(device):
     """Each head's pointers lead where PyTorch's do, over counts around the kernel's blocks; nothing else changes."""
     from sglang_ext.layers.kernels.write_pointers import write_pointers
 
-    shapes = (3, 2, 64, 140, torch.float16), (2, 3, 24, 33, torch.float32), (1, 1, 16, 1, torch.float32), (2, 1, 80, 40, torch.bfloat16)
-    for layers, heads, dim, count, dtype in shapes:
+    for layers, heads, dim, count, dtype in (
+        (3, 2, 64, 140, torch.float16), (2, 3, 24, 33, torch.float32), (1, 1, 16, 1, torch.float32),
+        (2, 1, 80, 40, torch.bfloat16),
+    ):  # fmt: skip
         made = pointed(layers, heads, dim, count, dtype)
         there, pointers = on(device, made.buffers), Pointers.of(made.buffers, 1)
         write_pointers(there.key_table, there.keys[0], *(part.to(device) for part in (made.kept, made.context, made.held)))

@@ -1,8 +1,8 @@
-"""How many drafts full KV accepts when each verification chooses anew what is kept, without a server: docs/results/verify_guided.md.
+"""How many drafts full KV accepts when verifications choose what is kept, without a server: docs/results/verify_guided.md.
 
-    python docs/results/verify_guided_acceptance.py --model MODEL --prompts FOLDER [--temperature T] [--budgets SHARES] [CHOICES...]
+    python docs/results/verify_guided_acceptance.py --model MODEL --prompts FOLDER [--temperature T] [--budgets B] [CHOICE...]
 
-A choice is snapkv, made once at the prompt's end, or fields of Guided, as in window=16,recent=64. Rounds are those of
+A choice is snapkv, made once at the prompt's end, or fields of Guided, as in window=32,recent=64. Rounds are those of
 kvzap_acceptance.py; above temperature 0 draft and verification share the noise of each position.
 """
 
@@ -34,7 +34,7 @@ class Guided:
         tail: whether the answer's tokens are all kept, beside the budget of the prompt.
     """
 
-    window: int = 16
+    window: int = 32
     recent: int = 32
     sinks: int = 0
     kernel: int = 1
@@ -108,9 +108,9 @@ class Answered:
         scores = avg_pool1d(flat, choice.kernel, stride=1, padding=choice.kernel // 2).view_as(scores)
         scores[..., : choice.sinks] = float("inf")
         scores[..., scores.shape[-1] - choice.recent :] = float("inf")
-        return self._with_tail(kept_of(scores[..., : len(self.prompt)], budget, NOBODY_ELSE), done) if choice.tail else (
-            kept_of(scores, budget, NOBODY_ELSE)
-        )
+        if choice.tail:
+            return self._with_tail(kept_of(scores[..., : len(self.prompt)], budget, NOBODY_ELSE), done)
+        return kept_of(scores, budget, NOBODY_ELSE)
 
     def fixed(self, budget: float, done: int) -> torch.Tensor:
         """What SnapKV keeps of the prompt, and all of the answer's ``done`` tokens: bool."""
@@ -148,7 +148,7 @@ class Answered:
 def main() -> None:
     """Print accepted and offered drafts, and tokens read, by budget and choice, after each prompt."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("choices", nargs="*", default=["snapkv", "window=16,recent=32"])
+    parser.add_argument("choices", nargs="*", default=["snapkv", "window=32,recent=32"])
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--temperature", type=float, default=0.0)

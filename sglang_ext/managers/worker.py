@@ -172,7 +172,7 @@ class KVWorker(BaseSpecWorker):
             self._check_graphs = verify_graphs.VerifyGraphSet(captured)
 
     def _read_copies(self) -> Attention | None:
-        """Let attention read packed copies, uneven heads and pointers; what does so in the place of the model's own, None where that can."""
+        """Let attention read copies that hold no plain tokens; what does so in place of the model's own, None where that can."""
         if self.buffers.on_gpu:
             return copy_graphs.attention(self.model_runner, self.packed_rows, self.head_cells, self.pointer_rows)
         own = self.model_runner.attn_backend

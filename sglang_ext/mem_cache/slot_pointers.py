@@ -1,8 +1,8 @@
 """Copies that hold no KV: for each layer and KV head, the slots of full KV where the tokens lie that the head keeps.
 
-A pointer is the int32 number of a slot. Those of a head lie one after the other in the head's key cells of the copy's own slots
-of SGLang's pool, layer by layer, which for heads of 128 numbers in 16 bits hold 64 each: beside full KV they take next to nothing,
-and the pool counts them. Full KV of a running request is locked, so that its slots stay where they are.
+A pointer is the int32 number of a slot. Those of a head lie one after the other in its key cells of the copy's own slots in
+SGLang's pool, in each layer; for heads of 128 numbers in 16 bits a slot holds 64 of each head. So they take next to nothing
+beside full KV, and the pool counts them. Full KV of a running request is locked: its slots stay where they are.
 """
 
 from dataclasses import dataclass

@@ -16,6 +16,7 @@ class FakeViews:
     """Copies of a quarter, as many as ``room`` allows."""
 
     recent = 0
+    compressor = SimpleNamespace(each_round=False)
 
     def __init__(self, room=1 << 30):
         self.copies, self.room, self.made, self.queried = {}, room, [], 1 << 30

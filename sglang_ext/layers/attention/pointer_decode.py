@@ -1,4 +1,4 @@
-"""Attention backend of steps over pointers on a GPU (copy_decode.py): rows may begin with some into full KV (slot_pointers.py)."""
+"""Attention backend of steps over pointers into full KV on a GPU (copy_decode.py, slot_pointers.py)."""
 
 from typing import TYPE_CHECKING
 

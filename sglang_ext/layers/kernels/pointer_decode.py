@@ -59,8 +59,9 @@ def pointer_splits(
     mine, my_keys, my_values = queries + head0 * DIM, keys + kv_head * key_head, values + kv_head * value_head
     if split < PACKED:
         each = tl.cdiv(count, PACKED)
+        first = each * split
         best, total, acc = _pointed_part(
-            mine, my_keys, my_values, pointers + kv_head * pointer_head, table, each * split, tl.minimum(each * split + each, count),
+            mine, my_keys, my_values, pointers + kv_head * pointer_head, table, first, tl.minimum(first + each, count),
             scaling, row, key_slot, value_slot, pointer_slot, GROUP, M, DIM, VALUE_DIM, PADDED_DIM, PADDED_VALUE_DIM, PER_SLOT, N,
             LIKE,
         )  # fmt: skip

@@ -72,7 +72,7 @@ def window_attention(layer: LayerKV) -> torch.Tensor:
 
 
 def window_attention_all(context: ContextKV) -> torch.Tensor | None:
-    """:func:`window_attention` of all layers by one kernel: float32 [layers, kv_heads, tokens]; None where there is none for it."""
+    """:func:`window_attention` of all layers at once, on a GPU: float32 [layers, kv_heads, tokens]; None where no kernel can."""
     buffers = context.buffers
     if not buffers.on_gpu or context.queries.shape[1] == 0 or len(set(buffers.scaling)) > 1:
         return None

@@ -1,5 +1,5 @@
-"""Keep what the newest verified tokens attend to, chosen anew after each verification (as SparseSpec's PillarAttn does, arXiv
-2512.01278, and Vegas)."""
+"""Keep what the newest verified tokens attend to, chosen anew after each verification: the idea of SparseSpec's PillarAttn
+(Zhao et al. 2025, arXiv 2512.01278) and of Vegas (Yue et al. 2026, arXiv 2602.07223)."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -25,7 +25,7 @@ class VerifyGuided(Compressor):
         recent: newest tokens kept.
     """
 
-    window: int = 16
+    window: int = 32
     recent: int = 32
     each_round: ClassVar[bool] = True
     points: ClassVar[bool] = True
