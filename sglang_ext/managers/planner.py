@@ -127,6 +127,7 @@ def ensure_copy(views: CompressedViews, req: "Req", state: RequestState, length:
             return NO_FREE_SLOTS
     elif views.reach(state.row, length) >= renew_at(view, views.compressor.each_round):
         if not views.compress(state.row, length, headroom) and views.compressor.each_round:
+            # It may lead to slots of a prompt that the prefix tree had already, and has exchanged since.
             views.release_copy(state.row)
             return NO_FREE_SLOTS
     state.compressor = views.get(state.row).method

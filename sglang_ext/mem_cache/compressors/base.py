@@ -122,10 +122,7 @@ class Compressor(ABC):
         """
 
     def scores_all(self, context: ContextKV) -> torch.Tensor:
-        """:meth:`scores` in all layers: float32 [layers, kv_heads, tokens].
-
-        A method overrides it where a kernel over all layers is faster.
-        """
+        """:meth:`scores` in all layers: float32 [layers, kv_heads, tokens]; overridden where one kernel for all is faster."""
         layers = range(len(context.buffers.keys))
         return torch.stack([self.scores(context.layer(index)) for index in layers])
 
