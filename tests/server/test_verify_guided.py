@@ -27,7 +27,7 @@ def test_answers_are_stocks_many_drafts_are_right_and_each_round_chooses_anew(la
 def test_pages_chunks_proposals_and_retractions_in_lockstep(launch, prompts, expected):
     server = launch(
         *GUIDED, "--kv-schedule", "lockstep", "--page-size", "16", "--chunked-prefill-size", "256", "--kv-ngram-tokens", "2",
-        "--max-total-tokens", "1600", "--schedule-conservativeness", "0.1", env=server_environment(retraction_steps=6),
+        env=server_environment(retraction_steps=2),
     )  # fmt: skip
     found = server.ask_all(prompts[:3], 3, **greedy(EXPECTED_TOKENS))
     assert [r["output_ids"] for r in found] == expected[:3]
