@@ -100,7 +100,7 @@ class Answered:
         return {heads: torch.stack(layers) for heads, layers in found.items()}
 
     def kept(self, choice: Guided, budget: float, done: int, before: int) -> torch.Tensor:
-        """What is kept after ``done`` tokens of the answer, ``before`` of which the last verification found: bool."""
+        """What is kept after ``done`` tokens of the answer, of which the last verification added those from ``before`` on: bool."""
         first = NEWEST + done - choice.window if choice.window else NEWEST + (before if done else -16)
         weights = self.attention[choice.heads][:, :, max(0, first) : NEWEST + done, : len(self.prompt) + done]
         scores = weights.mean(dim=2) if choice.rows == "mean" else weights.amax(dim=2)
