@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from sglang_ext.options import COMPRESSORS, ONLINE_COMPRESSORS, OptionError
+from sglang_ext.options import COMPRESSORS, ONLINE_COMPRESSORS, POINTING, OptionError
 
 # The share of tokens that is kept unless told.
 DEFAULT_BUDGET = 0.25
@@ -13,8 +13,10 @@ QUANTIZERS: dict[str, tuple[int, ...]] = {
 }  # fmt: skip
 # Of these, the ones that no kernel reads on a GPU: it neither rotates keys nor adds outliers.
 ON_CPU_ONLY = ("kvquant",)
+# Methods that drop tokens, and whose copies can be packed besides: they hold KV.
+PACKABLE = tuple(name for name in COMPRESSORS if name not in POINTING)
 # All values of --kv-compressor.
-METHODS = (*COMPRESSORS, *QUANTIZERS, *(f"{drops}+{packs}" for drops in COMPRESSORS for packs in QUANTIZERS))
+METHODS = (*COMPRESSORS, *QUANTIZERS, *(f"{drops}+{packs}" for drops in PACKABLE for packs in QUANTIZERS))
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,11 @@ def parse_compressor(name: str, flag: str = "--kv-compressor") -> tuple[str | No
         raise OptionError(
             f"{flag} is {name!r}; allowed: one that drops tokens ({', '.join(COMPRESSORS)}), one that packs them in "
             f"few bits ({', '.join(QUANTIZERS)}), or one of each, as in {COMPRESSORS[0]}+kivi. Pass one of these."
+        )
+    if packs is not None and drops in POINTING:
+        raise OptionError(
+            f"{flag} is {name!r}; {drops} leads into full KV and holds none that could be packed: pass {drops} alone, "
+            f"or one of {', '.join(PACKABLE)} before +{packs}"
         )
     return drops, packs
 

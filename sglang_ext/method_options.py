@@ -7,13 +7,14 @@ from sglang_ext import copy_options
 from sglang_ext.compressor_options import (
     DEFAULT_BUDGET,
     ON_CPU_ONLY,
+    PACKABLE,
     PREDICTOR,
     QUANTIZERS,
     SCORES,
     code_bits,
     parse_compressor,
 )
-from sglang_ext.options import COMPRESSORS, ONLINE_COMPRESSORS, OptionError, one_of
+from sglang_ext.options import COMPRESSORS, ONLINE_COMPRESSORS, POINTING, OptionError, one_of
 
 if TYPE_CHECKING:
     from sglang_ext.arguments import KVServerArgs
@@ -73,6 +74,7 @@ def resolve(args: "KVServerArgs") -> None:
     found = offers(args)
     for place, offer in enumerate(found):
         _check_differs(offer, found[:place])
+    _check_alone(found)
     packs = quantizer_of(found)
     if packs is not None:
         code_bits(packs, args.kv_bits)
@@ -144,6 +146,16 @@ def _check_differs(offer: Offer, before: tuple[Offer, ...]) -> None:
         )
 
 
+def _check_alone(found: tuple[Offer, ...]) -> None:
+    """Refuse others beside a method whose copies lead into full KV."""
+    pointing = [offer.name for offer in found if offer.drops in POINTING]
+    if pointing and len(found) > 1:
+        raise OptionError(
+            f"{MORE} makes {pointing[0]} one of {len(found)} methods; its copies hold no KV, but where the tokens lie, and others' "
+            f"are not read so. Let it serve alone, or pass {', '.join(PACKABLE)}"
+        )
+
+
 def check_resolved(args: "KVServerArgs") -> None:
     """Refuse methods where hooks or attention cannot serve them, once SGLang has chosen graphs, device and backends.
 
@@ -157,15 +169,18 @@ def check_resolved(args: "KVServerArgs") -> None:
             "--cuda-graph-backend-prefill is 'tc_piecewise'; --kv-compressor kvzap reads hidden states by hooks, which are "
             "untested in compiled graphs. Pass breakable or disabled."
         )
+    others = ', '.join(PACKABLE)
+    if found[0].drops in POINTING:
+        copy_options.check_resolved(args, f"the copies of {FIRST} {found[0].name}", f"one that copies tokens: {others}")
     packed = next((offer for offer in found if offer.packs), None)
     if packed is None:
         return
     named = f"{FIRST if packed is found[0] else MORE} {packed.name}"
     copies = f"the packed copies of {named}"
-    copy_options.check_resolved(args, copies, f"a compressor that only drops tokens: {', '.join(COMPRESSORS)}")
+    copy_options.check_resolved(args, copies, f"a compressor that only drops tokens: {others}")
     if args.device != "cpu" and packed.packs in ON_CPU_ONLY:
-        others = ", ".join(name for name in QUANTIZERS if name not in ON_CPU_ONLY)
+        read = ", ".join(name for name in QUANTIZERS if name not in ON_CPU_ONLY)
         raise OptionError(
             f"--device is {args.device} with {named}; the kernel of packed copies there turns no keys: {packed.packs} is served "
-            f"on a CPU only. Pass {others}, or one that only drops tokens: {', '.join(COMPRESSORS)}."
+            f"on a CPU only. Pass {read}, or one that only drops tokens: {others}."
         )

@@ -14,7 +14,9 @@ MODES = ("full", "lossy", "verified")
 # Methods that drop tokens; those that pack them in few bits are in compressor_options.py. First those that look at KV and
 # queries as they are made.
 ONLINE_COMPRESSORS = ("snapkv", "sink-recent", "expected-attention")
-COMPRESSORS = (*ONLINE_COMPRESSORS, "kvzip", "kvzap")
+# Methods whose copies hold no KV, but lead into full KV on the device (Compressor.points): verifications choose them.
+POINTING = ("verify-guided",)
+COMPRESSORS = (*ONLINE_COMPRESSORS, "kvzip", "kvzap", *POINTING)
 MAX_DRAFT_LENGTH = 64
 SCHEDULES = ("auto", "lockstep", "staggered")
 FULL_TIERS = ("auto", "device", "host")
@@ -86,6 +88,12 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda args: args.disaggregation_mode not in (None, "null"),
         "compressed views are built where the prompt is computed",
         "use --disaggregation-mode null",
+    ),
+    Refusal(
+        "--kv-compressor verify-guided",
+        lambda args: args.kv_mode == "lossy" and args.kv_compressor in POINTING,
+        "nothing is verified, and verifications choose what it keeps",
+        "use --kv-mode verified, or --kv-compressor snapkv",
     ),
     Refusal("--torchao-config", _set("torchao_config"), "quantized weights are untested", "leave it out"),
     Refusal(
@@ -192,6 +200,10 @@ def offload_obstacle(args: "KVServerArgs") -> str | None:
     for refused, why in (
         (not args.kv_host_gb, "there is no host memory for full KV: pass --kv-host-gb"),
         (args.kv_mode != "verified", f"--kv-mode {args.kv_mode} verifies nothing: pass --kv-mode verified"),
+        (
+            args.kv_compressor in POINTING,
+            f"drafts of --kv-compressor {args.kv_compressor} read it on the device: pass --kv-compressor snapkv",
+        ),
         (args.disable_radix_cache, "full KV leaves the device by nodes of the prefix tree: leave out --disable-radix-cache"),
         (args.kv_ngram_tokens > 0, "proposals of n-grams are verified in the round that checks them: leave out --kv-ngram-tokens"),
         (args.kv_schedule == "staggered", "drafts gather on the device in lockstep: use --kv-schedule lockstep"),

@@ -8,8 +8,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from packed_helpers import packed_pool
-from sglang_ext.layers.kernels import packed_decode, scatter_cells, uneven_decode
+from sglang_ext.layers.kernels import packed_decode, pointer_decode, scatter_cells, uneven_decode, write_pointers
 from sglang_ext.mem_cache.head_cells import HeadCells
+from sglang_ext.mem_cache.slot_pointers import PointerRows, Pointers
 
 KINDS = (("kivi", 4), ("kivi", 2), ("int8", 8), ("turboquant", 4))
 # Blocks for the Gluon kernel: method, bits, channels of a head, queries that share a KV head.
@@ -75,6 +76,10 @@ def main():
     uneven_decode.uneven_decode(cells, 0, torch.zeros(1, 4, 128).bfloat16(), table, rows, rows, 0.1)
     tables, layer = (pool.buffers.key_table, pool.buffers.value_table), (pool.buffers.keys[0], pool.buffers.values[0])
     scatter_cells.scatter_cells(*tables, *layer, rows, cells.bounds[0], rows, rows)
+    begins = PointerRows.of_table(Pointers.of(pool.buffers, 1), table)
+    pointer_decode.pointer_decode(begins, torch.zeros(1, 4, 128).bfloat16(), *layer, table, rows, rows, 0.1)
+    kept = torch.zeros(len(pool.buffers.keys), 1, 70, dtype=torch.int64)
+    write_pointers.write_pointers(pool.buffers.key_table, layer[0], kept, rows, rows)
     print(" ".join(name for name, _ in compiled))
 
 

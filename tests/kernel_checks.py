@@ -31,6 +31,7 @@ from sglang_ext.mem_cache.kv_buffers import KVBuffers  # noqa: E402
 from gluon_checks import check_packed_gluon  # noqa: E402
 from packed_backend import Pool, check_packed_backend  # noqa: E402
 from packed_helpers import KINDS, attention, packed_pool  # noqa: E402
+from pointer_checks import check_pointers  # noqa: E402
 from uneven_checks import check_scatter_cells, check_uneven_backend  # noqa: E402
 
 
@@ -302,6 +303,7 @@ def check_uneven_decode():
 
 
 CHECKS = {
+    "pointers": lambda: check_pointers(DEVICE),
     "scatter_cells": lambda: check_scatter_cells(DEVICE),
     "uneven_backend": lambda: check_uneven_backend(DEVICE),
     "uneven_decode": check_uneven_decode,

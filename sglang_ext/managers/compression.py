@@ -13,6 +13,7 @@ from sglang_ext.mem_cache.packing import PackedRows
 from sglang_ext.mem_cache.scores.index import ScoreIndex
 from sglang_ext.mem_cache.scores.model_key import model_folder, model_key
 from sglang_ext.mem_cache.scores.predictor import Predictor
+from sglang_ext.mem_cache.slot_pointers import PointerRows
 from sglang_ext.mem_cache.slot_scores import SlotScores
 from sglang_ext.mem_cache.unpacked import Unpacked
 from sglang_ext.method_options import offers
@@ -98,12 +99,18 @@ def methods_of(
 
 
 def copy_methods(
-    args: "KVServerArgs", methods: tuple[Method, ...], page_size: int, packed_rows: PackedRows | None
+    args: "KVServerArgs",
+    methods: tuple[Method, ...],
+    page_size: int,
+    packed_rows: PackedRows | None,
+    pointer_rows: PointerRows | None,
 ) -> tuple[CopyMethod, ...]:
-    """How ``methods``, those of :func:`methods_of`, make copies in a pool with such pages, packed as ``packed_rows`` says."""
+    """How ``methods``, those of :func:`methods_of`, make copies in a pool with such pages, where some hold blocks or pointers."""
     plain, made = Unpacked(page_size), []
     for offer, each in zip(offers(args), methods, strict=True):
         packing = plain if each.quantizer is None else packed_rows.packing
+        if each.compressor.points:
+            packing = pointer_rows.pointers
         made.append(CopyMethod(each.compressor, offer.budget, packing, offer.name, offer.packs or "", offer.suffix))
     return tuple(made)
 

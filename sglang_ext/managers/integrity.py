@@ -53,6 +53,7 @@ def check(exact_tokens: dict[int, range], written: torch.Tensor, views: Compress
         _disjoint(slots, free, what, "the free list")
     check_heads(views)
     check_methods(views)
+    check_pointers(views)
     views.tree_cache.check_integrity()
 
 
@@ -64,7 +65,7 @@ def check_methods(views: CompressedViews) -> None:
     """
     for row, view in views.copies():
         own, draft_row = views.method(row).name, views.draft_row(row)
-        packed = 0 if views.packed_rows is None else int(views.packed_rows.slots[draft_row])
+        packed = view.packed if views.packed_rows is None else int(views.packed_rows.slots[draft_row])
         others = sorted({segment.method for segment in view.segments} - {own})
         if others or packed != view.packed:
             raise IntegrityError(
@@ -89,6 +90,22 @@ def check_heads(views: CompressedViews) -> None:
                 f"heads of the draft row {views.draft_row(row)} begin and end at cells {bounds.tolist()[:8]}..., which do not "
                 f"partition the {cells} cells of its {len(view.own)} slots"
             )
+
+
+def check_pointers(views: CompressedViews) -> None:
+    """Check that all pointers of a copy lead to its own request's tokens.
+
+    Raises:
+        IntegrityError: names a copy whose pointers lead elsewhere.
+    """
+    if views.pointer_rows is None:
+        return
+    for row, view in views.copies():
+        mine = views.token_table[row, : view.covered]
+        for layer, keys in zip(views.buffers.layer_ids, views.buffers.keys):
+            led = views.pointer_rows.pointers.read(keys, view.own, view.own_tokens).flatten()
+            what = f"pointers of the draft row {views.draft_row(row)} in layer {layer} lead to"
+            _require(torch.isin(led, mine), led, what, "no token of its request")
 
 
 def _unique(slots: torch.Tensor, what: str, owner: str) -> None:

@@ -218,8 +218,9 @@ class Lockstep:
 
     def _copy_is_near(self, state: RequestState, length: int) -> bool:
         """Whether a copy may be made before as many queries follow as are kept; those before need not be."""
-        view = self.worker.views.get(state.row)
-        return view is None or length + 2 * self.worker.queries.span >= renew_at(view)
+        views = self.worker.views
+        view = views.get(state.row)
+        return view is None or length + 2 * self.worker.queries.span >= renew_at(view, views.method(state.row).compressor.each_round)
 
     def _inputs(
         self, batch: "ScheduleBatch", round_: Round, tokens: torch.Tensor, slots: torch.Tensor

@@ -119,22 +119,26 @@ def ensure_copy(views: CompressedViews, req: "Req", state: RequestState, length:
         length: tokens of the request whose full KV is in the pool.
         headroom: slots that must stay free or evictable for decoding.
     """
-    view = views.get(state.row)
+    view, method = views.get(state.row), views.method(state.row)
     if view is None:
-        method = views.method(state.row)
         if length < max(MIN_CONTEXT, method.least) + method.recent:
             return SHORT_CONTEXT
         prefix = Prefix(req.last_node, state.matched) if state.matched else None
         if not views.compress(state.row, length, headroom, prefix):
             return NO_FREE_SLOTS
-    elif views.reach(state.row, length) >= renew_at(view):
-        views.compress(state.row, length, headroom)
+    elif views.reach(state.row, length) >= renew_at(view, each_round := method.compressor.each_round):
+        if not views.compress(state.row, length, headroom) and each_round:
+            # It may lead to slots of a prompt that the prefix tree had already, and has exchanged since.
+            views.release_copy(state.row)
+            return NO_FREE_SLOTS
     state.compressor = views.get(state.row).method
     return 0
 
 
-def renew_at(view: CompressedView) -> int:
-    """Tokens at which a copy is made anew."""
+def renew_at(view: CompressedView, each_round: bool = False) -> int:
+    """Tokens at which a copy is made anew; ``each_round``: as soon as there are new ones."""
+    if each_round:
+        return view.covered + 1
     return view.covered + 1 + int(max(RENEW_AFTER, RENEW_SHARE * view.kept))
 
 

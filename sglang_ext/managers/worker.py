@@ -41,6 +41,7 @@ from sglang_ext.mem_cache.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.packing import PackedRows, Packing
 from sglang_ext.mem_cache.query_window import QueryWindows, Recorded
 from sglang_ext.mem_cache.rotary import rotary_of
+from sglang_ext.mem_cache.slot_pointers import PointerRows, Pointers
 from sglang_ext.method_options import offers
 from sglang_ext.metrics import KVMetrics
 
@@ -93,6 +94,7 @@ class KVWorker(BaseSpecWorker):
         self.attentions = Attentions()
         self.packed_rows: PackedRows | None = None
         self.head_cells: HeadCells | None = None
+        self.pointer_rows: PointerRows | None = None
         self.history: TokenHistory | None = None
         verify_graphs.plain(self.model_runner)
         torch_native.register()
@@ -125,11 +127,14 @@ class KVWorker(BaseSpecWorker):
         self.buffers = KVBuffers.of(self.model_runner.token_to_kv_pool, self.layers)
         quantizer = next((method.quantizer for method in self.methods if method.quantizer is not None), None)
         if quantizer is not None:
-            # Before any graph is captured, as cells below: graphs read which rows are packed, and which cells are whose.
+            # Before any graph is captured, as what follows: graphs read what rows begin with.
             packing = Packing.of(quantizer, self.buffers, self.token_to_kv_pool_allocator.page_size, self.rotary)
             self.packed_rows = PackedRows.of_table(packing, pool.req_to_token)
         if self.server_args.kv_head_budgets == "adaptive":
             self.head_cells = HeadCells.of(self.buffers, 2 * rows)
+        if any(method.compressor.points for method in self.methods):
+            pointers = Pointers.of(self.buffers, self.token_to_kv_pool_allocator.page_size)
+            self.pointer_rows = PointerRows.of_table(pointers, pool.req_to_token)
         if self.server_args.kv_ngram_tokens:
             # Answers of a round, and what is proposed after its last draft, go beyond a context's end.
             self.history = TokenHistory(rows, width + 2 * self.stride, pool.req_to_token.device)
@@ -171,11 +176,11 @@ class KVWorker(BaseSpecWorker):
             self._check_graphs = verify_graphs.VerifyGraphSet(captured)
 
     def _read_copies(self) -> Attention | None:
-        """Let attention read packed copies and uneven heads; what does so in the place of the model's own, None where that can."""
+        """Let attention read copies that hold no plain tokens; what does so in place of the model's own, None where that can."""
         if self.buffers.on_gpu:
-            return copy_graphs.attention(self.model_runner, self.packed_rows, self.head_cells)
+            return copy_graphs.attention(self.model_runner, self.packed_rows, self.head_cells, self.pointer_rows)
         own = self.model_runner.attn_backend
-        own.packed_rows, own.head_cells = self.packed_rows, self.head_cells
+        own.packed_rows, own.head_cells, own.pointer_rows = self.packed_rows, self.head_cells, self.pointer_rows
         return None
 
     @property
@@ -187,7 +192,9 @@ class KVWorker(BaseSpecWorker):
         """Build the compressed views once the prefix tree exists."""
         args, allocator = self.server_args, self.token_to_kv_pool_allocator
         self.views = CompressedViews(
-            methods=compression.copy_methods(args, self.methods, allocator.page_size, self.packed_rows),
+            methods=compression.copy_methods(
+                args, self.methods, allocator.page_size, self.packed_rows, self.pointer_rows
+            ),
             token_table=self.req_to_token_pool.req_to_token,
             rows=self._rows,
             buffers=self.buffers,
@@ -199,6 +206,7 @@ class KVWorker(BaseSpecWorker):
             prompt_of=lambda row: self.states[row].prompt,
             packed_rows=self.packed_rows,
             head_cells=self.head_cells,
+            pointer_rows=self.pointer_rows,
         )
         if self.buffers.on_gpu:
             self._unpin_plans()

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from sglang_ext.core import CompressedView
 from sglang_ext.mem_cache.compressors import Compressor, kept_count
 from sglang_ext.mem_cache.packing import Packing
+from sglang_ext.mem_cache.slot_pointers import Pointers
 from sglang_ext.mem_cache.unpacked import Unpacked
 
 
@@ -23,7 +24,7 @@ class CopyMethod:
 
     compressor: Compressor
     budget: float
-    packing: Packing | Unpacked
+    packing: Packing | Pointers | Unpacked
     name: str = ""
     packs: str = ""
     suffix: str = ""

@@ -15,6 +15,7 @@ from sglang_ext.mem_cache.packing import PackedRows
 from sglang_ext.mem_cache.query_window import QueryWindows
 from sglang_ext.mem_cache.rotary import Rotary
 from sglang_ext.mem_cache.segments import Segment
+from sglang_ext.mem_cache.slot_pointers import PointerRows
 
 
 @dataclass(kw_only=True)
@@ -33,6 +34,7 @@ class CopyWriter:
         made: copies that were made or renewed, by what they are called.
         packed_rows: how copies are packed, and which rows begin with blocks; None where no method packs any.
         head_cells: what the cells of copies hold whose heads keep different numbers of tokens; None where numbers are equal.
+        pointer_rows: how copies lead into full KV, and which rows begin with pointers; None for copies that hold KV.
     """
 
     methods: tuple[CopyMethod, ...]
@@ -46,6 +48,7 @@ class CopyWriter:
     made: Counter[str] = field(default_factory=Counter)
     packed_rows: PackedRows | None = None
     head_cells: HeadCells | None = None
+    pointer_rows: PointerRows | None = None
 
     def method(self, row: int) -> CopyMethod:
         """What makes the copies of the request in ``row``."""
@@ -119,6 +122,8 @@ class CopyWriter:
         self.token_table[self.draft_row(row), : view.kept] = view.slots.to(self.token_table.dtype)
         if self.packed_rows is not None:
             self.packed_rows.slots[self.draft_row(row)] = view.packed
+        if self.pointer_rows is not None:
+            self.pointer_rows.counts[self.draft_row(row)] = view.own_tokens
 
     def _keep_sinks(self, source: torch.Tensor, targets: torch.Tensor) -> None:
         """Copy the first tokens of the context in slots ``source``, int64, as they are, to ``targets``, int64 [sinks]."""

@@ -63,6 +63,19 @@ def build(path, **flags):
             {"kv_head_budgets": "adaptive", "kv_compressor": "expected-attention"},
             ["--kv-compressor expected-attention", "do not compare", "pass equal, or one of snapkv, kvzip, kvzap"],
         ),
+        (
+            {"kv_compressor": "verify-guided+kivi"},
+            ["'verify-guided+kivi'", "holds none that could be packed", "pass verify-guided alone, or one of snapkv, "],
+        ),
+        ({"kv_compressor": "verify-guided", "kv_head_budgets": "adaptive"}, ["--kv-compressor verify-guided", "do not compare"]),
+        (
+            {"kv_compressor": "verify-guided", "kv_mode": "lossy"},
+            ["lossy cannot be combined with --kv-compressor verify-guided", "nothing is verified", "use --kv-mode verified"],
+        ),
+        (
+            {"kv_compressor": "verify-guided", "kv_full_tier": "host", "kv_host_gb": 1},
+            ["--kv-full-tier is 'host'", "verify-guided read it on the device", "or use --kv-full-tier device"],
+        ),
         ({"kv_draft_length": 0}, ["--kv-draft-length", "0", "1 to 64"]),
         ({"kv_draft_length": 65}, ["--kv-draft-length", "65", "1 to 64"]),
         ({"kv_draft_length": "long"}, ["--kv-draft-length", "long", "or auto"]),
@@ -138,6 +151,24 @@ def test_on_a_gpu_packed_copies_are_served_in_lockstep(backend):
     args = packed_args(**{**ON_GPU, "attention_backend": backend})
     method_options.check_resolved(args)
     vars(args).update(kv_full_tier="host", kv_host_gb=1)
+    method_options.check_resolved(args)
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({"attention_backend": "triton"}, "--device is cpu and --attention-backend triton; .* cpu with torch_native"),
+        ({**ON_GPU, "kv_schedule": "staggered"}, "--kv-schedule is 'staggered'; .* Pass --kv-schedule lockstep"),
+        ({**ON_GPU, "kv_ngram_tokens": 4}, "--kv-ngram-tokens is 4; .* Pass --kv-ngram-tokens 0"),
+    ],
+)
+def test_pointers_into_full_kv_are_refused_where_attention_cannot_follow_them(change, found):
+    args = packed_args(kv_compressor="verify-guided")
+    method_options.check_resolved(args)
+    vars(args).update(change)
+    with pytest.raises(OptionError, match=f"{found}.* one that copies tokens: snapkv, sink-recent"):
+        method_options.check_resolved(args)
+    vars(args).update(ON_GPU, kv_ngram_tokens=0)
     method_options.check_resolved(args)
 
 
@@ -242,6 +273,11 @@ def test_where_full_kv_leaves_the_device_drafts_gather_over_whole_rounds(folder,
     args = build(folder(), kv_mode="verified", **flags)
     assert options.offloads(args) == offloads and args.speculative_num_steps == drafts
     assert args.kv_schedule == "lockstep"
+
+
+def test_full_kv_that_drafts_read_stays_on_the_device(folder, caplog):
+    args = build(folder(), kv_mode="verified", kv_compressor="verify-guided", kv_full_tier="auto", kv_host_gb=1)
+    assert not options.offloads(args) and "as drafts of --kv-compressor verify-guided read it on the device" in caplog.text
 
 
 def test_auto_says_why_all_full_kv_stays_on_the_device(folder, caplog):

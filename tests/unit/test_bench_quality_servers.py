@@ -308,6 +308,8 @@ def test_nothing_is_drawn_of_nothing(tmp_path):
 
 
 def test_methods_that_pack_keep_all_tokens_and_have_bits():
+    (first, *_) = arms_of(config("--compressor", "verify-guided", "--budget", "0.5", "--parts", "kl"))
+    assert first.mode == "verified", "nothing lossy is served with it"
     found = arms_of(config("--compressor", "kivi:2,snapkv+int8", "--budget", "0.5,0.25", "--parts", "kl"))
     assert [(each.mode, each.compressor, each.budget) for each in found[:2]] == [("lossy", "kivi:2", 1), ("verified", "kivi:2", 1)]
     assert found[0].arguments[2:8] == ("--kv-compressor", "kivi", "--kv-bits", "2", "--kv-budget", "1")

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from sglang_ext.mem_cache.compressors import LayerKV, best, create, kept_count, names
 from sglang_ext.mem_cache.compressors.snapkv import SnapKV
 from sglang_ext.mem_cache.rotary import Rotary
-from sglang_ext.options import COMPRESSORS
+from sglang_ext.mem_cache.compressors.verify_guided import VerifyGuided
+from sglang_ext.options import COMPRESSORS, POINTING
 
 
 def layer(tokens: int, heads: int = 2, group: int = 3, dim: int = 8, window: int = 4) -> LayerKV:
@@ -28,6 +29,12 @@ def layer(tokens: int, heads: int = 2, group: int = 3, dim: int = 8, window: int
 
 def test_the_flag_offers_exactly_the_registered_compressors():
     assert set(COMPRESSORS) == set(names())
+
+
+def test_which_methods_lead_into_full_kv_is_said_once():
+    methods = {name: create(name) for name in COMPRESSORS if name not in ("kvzip", "kvzap")}
+    assert tuple(name for name, method in methods.items() if method.points) == POINTING
+    assert tuple(name for name, method in methods.items() if method.each_round) == POINTING
 
 
 @pytest.mark.parametrize("name", COMPRESSORS)
@@ -79,6 +86,23 @@ def test_snapkv_scores_match_a_float64_loop():
         padded = torch.nn.functional.pad(rows, (1, 1))
         expected = sum(padded[:, i : i + 30] for i in range(3)).mean(0) / 3
         assert torch.allclose(scores[head, :26].double(), expected[:26], atol=1e-6)
+
+
+def test_verify_guided_keeps_the_newest_and_what_verified_queries_attend_to_by_a_float64_loop():
+    data, method = layer(40), VerifyGuided(window=4, recent=6)
+    # Verified last are tokens before the newest, and not all in a row.
+    data.query_positions[:] = torch.tensor([30, 31, 33, 36])
+    expected = torch.zeros(2, 40, dtype=torch.float64)
+    for head in range(2):
+        for member in range(3):
+            for w, position in enumerate(data.query_positions.tolist()):
+                query = data.queries[w, head * 3 + member].double()
+                logits = data.keys[: position + 1, head].double() @ query * data.scaling
+                expected[head, : position + 1] += logits.softmax(0) / 12
+    scores = method.scores(data)
+    assert torch.allclose(scores[:, :34].double(), expected[:, :34], atol=1e-6) and scores[:, 34:].isinf().all()
+    attended = expected[:, :34].topk(5, dim=-1).indices.sort(dim=-1).values
+    assert torch.equal(best(scores, 11), torch.cat([attended, torch.arange(34, 40).expand(2, -1)], dim=-1))
 
 
 @given(tokens=st.integers(1, 2000), share=st.floats(0.01, 1.0), page=st.sampled_from([1, 16, 64]))

@@ -16,6 +16,7 @@ def views(copies=(11, 12), free=(13, 14), cached=(1, 2, 15), page_size=1):
         token_table=TABLE,
         head_cells=None,
         copies=lambda: (),
+        pointer_rows=None,
         all_slots=lambda: torch.tensor(copies, dtype=torch.int64),
         free_slots=lambda: torch.tensor(free, dtype=torch.int64),
         allocator=SimpleNamespace(page_size=page_size),

@@ -25,10 +25,10 @@ ROWS = 8
 class Views:
     """Copies of a quarter; none for requests in ``full``."""
 
-    recent, share = 0, 0.25
+    recent, share, each_round = 0, 0.25, False
 
     def method(self, row):
-        return SimpleNamespace(recent=self.recent, least=1)
+        return SimpleNamespace(recent=self.recent, least=1, compressor=SimpleNamespace(each_round=self.each_round))
 
     def __init__(self, full=()):
         self.full, self.tails, self.copies = full, [], {}
@@ -219,6 +219,18 @@ def test_accepted_is_what_one_by_one_decoding_gives(drafts, answers, spare):
     assert result.next_draft_input.bonus_tokens.tolist() == [expected[-1]]
     assert result.speculative_num_draft_tokens == len(answers) + spare
     assert published[0].tolist() == result.new_seq_lens.tolist() == [100 + count]
+
+
+def test_verifications_leave_their_queries_where_a_choice_is_near_or_made_in_each_round():
+    views = Views()
+    worker, state = SimpleNamespace(views=views, queries=SimpleNamespace(span=49)), RequestState(rid="r", row=1, seed=0)
+    schedule = object.__new__(Lockstep)
+    schedule.worker = worker
+    assert schedule._copy_is_near(state, 400), "there is none yet"
+    views.compress(1, 400, 0)
+    assert [schedule._copy_is_near(state, length) for length in (401, 814, 815)] == [False, False, True]
+    views.each_round = True
+    assert schedule._copy_is_near(state, 401)
 
 
 def test_the_scheduler_does_not_take_an_earlier_event_for_the_end_of_the_round():

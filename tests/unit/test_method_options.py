@@ -52,6 +52,8 @@ def test_further_methods_are_named_with_their_budgets_or_have_their_defaults():
         ({"kv_compressor": "int8", "kv_more_compressors": "snapkv,kivi"}, ["'kivi' beside int8", "Leave kivi or int8 out"]),
         ({"kv_more_compressors": "snapkv:0.125", "kv_bits": 4}, ["--kv-bits is 4", "snapkv keeps tokens as they are"]),
         ({"kv_more_compressors": "kivi", "kv_bits": 8}, ["--kv-bits is 8", "4 or 2 bits"]),
+        ({"kv_more_compressors": "verify-guided"}, ["makes verify-guided one of 2 methods", "serve alone", "snapkv, sink-recent"]),
+        ({"kv_compressor": "verify-guided", "kv_more_compressors": "kivi"}, ["makes verify-guided one of 2", "serve alone"]),
         ({"kv_more_compressors": "kvzip"}, ["--kv-more-compressors has 'kvzip'", "--kv-scores FOLDER"]),
     ],
 )
@@ -70,7 +72,7 @@ def test_each_method_makes_copies_in_its_own_way_and_equal_ones_share_what_they_
     args = resolved(kv_more_compressors="kivi,snapkv+kivi:0.5", kv_bits=2)
     methods = compression.methods_of(args, 2, 2, 0, None)
     rows = PackedRows(SimpleNamespace(recent=128), None)
-    plain, packed, both = compression.copy_methods(args, methods, 16, rows)
+    plain, packed, both = compression.copy_methods(args, methods, 16, rows, None)
     assert plain.packing == Unpacked(16) and packed.packing is both.packing is rows.packing
     assert methods[1].quantizer == methods[2].quantizer and methods[1].quantizer.bits == 2
     assert plain.compressor is both.compressor and (plain.budget, packed.budget, both.budget) == (0.25, 1.0, 0.5)

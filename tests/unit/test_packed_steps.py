@@ -74,7 +74,7 @@ class Worker(KVWorker):
         kv = SimpleNamespace(get_key_buffer=lambda layer: pool, get_value_buffer=lambda layer: pool)
         self.model_runner = SimpleNamespace(token_to_kv_pool=kv, attn_backend=SimpleNamespace())
         self.layers, self.methods, self.scores = {0: 0.1, 2: 0.1}, (method("snapkv"), method(name)), None
-        self.packed_rows = self.head_cells = None
+        self.packed_rows = self.head_cells = self.pointer_rows = None
         self.rotary = None
 
     def allocate(self):
@@ -85,16 +85,19 @@ class Worker(KVWorker):
 def told(worker):
     """What a worker tells its model's own attention of copies."""
     own = worker.model_runner.attn_backend
-    return own.packed_rows, own.head_cells
+    return own.packed_rows, own.head_cells, own.pointer_rows
 
 
 def test_what_rows_begin_with_has_its_place_before_graphs_are_captured(monkeypatch):
     monkeypatch.setattr("sglang_ext.managers.worker.get_alloc_reserve_per_decode", lambda args: 4)
     packed, uneven, plain = Worker("snapkv+kivi"), Worker("snapkv", "adaptive"), Worker("snapkv")
-    for worker in (packed, uneven, plain):
+    pointing = Worker("verify-guided")
+    for worker in (packed, uneven, plain, pointing):
         worker.allocate()
         assert worker._read_copies() is None, "on a CPU the model's own attention reads copies"
-        assert told(worker) == (worker.packed_rows, worker.head_cells)
+        assert told(worker) == (worker.packed_rows, worker.head_cells, worker.pointer_rows)
+    assert pointing.packed_rows is pointing.head_cells is packed.pointer_rows is uneven.pointer_rows is plain.pointer_rows is None
+    assert pointing.pointer_rows.counts.tolist() == [0] * 8 and pointing.pointer_rows.pointers.per_slot == 64
     assert plain.packed_rows is plain.head_cells is packed.head_cells is uneven.packed_rows is None
     assert packed.packed_rows.slots.tolist() == [0] * 8 and packed.packed_rows.slots.dtype == torch.int32
     # Of two layers with two heads.
@@ -105,12 +108,16 @@ def test_on_a_gpu_steps_over_copies_have_an_attention_of_their_own(monkeypatch):
     monkeypatch.setattr(copy_graphs, "attention", lambda *given: Attention(given))
     worker = Worker("kivi")
     worker.buffers, worker.packed_rows, worker.head_cells = SimpleNamespace(on_gpu=True), "packed", "cells"
-    assert worker._read_copies().backend == (worker.model_runner, "packed", "cells")
+    worker.pointer_rows = "pointers"
+    assert worker._read_copies().backend == (worker.model_runner, "packed", "cells", "pointers")
     assert not vars(worker.model_runner.attn_backend)
 
 
 @pytest.mark.parametrize("captures", [True, False])
-@pytest.mark.parametrize(("rows", "kind"), [(("rows", None), "PackedDecode"), ((None, "cells"), "UnevenDecode")])
+@pytest.mark.parametrize(
+    ("rows", "kind"),
+    [(("rows", None, None), "PackedDecode"), ((None, "rows", None), "UnevenDecode"), ((None, None, "rows"), "PointerDecode")],
+)
 def test_steps_over_copies_have_graphs_where_sglang_has_some(monkeypatch, captures, rows, kind):
     ran = []
     backend = SimpleNamespace(compile_kernels=lambda: ran.append("compiled"), copies="copies")
@@ -121,8 +128,8 @@ def test_steps_over_copies_have_graphs_where_sglang_has_some(monkeypatch, captur
     model = SimpleNamespace(decode_cuda_graph_runner="own graphs" if captures else None)
     found = copy_graphs.attention(model, *rows)
     assert found == Attention(backend, graphs if captures else None)
-    assert ran == [rows[0] or rows[1], "replayed" if captures else "compiled"]
-    assert copy_graphs.attention(model, None, None) is None, "plain tokens"
+    assert ran == ["rows", "replayed" if captures else "compiled"]
+    assert copy_graphs.attention(model, None, None, None) is None, "plain tokens"
 
 
 def test_the_scheduler_waits_for_the_end_of_a_replay_that_reads_the_token_table(monkeypatch):

@@ -18,7 +18,7 @@ class FakeViews:
     recent = 0
 
     def method(self, row):
-        return SimpleNamespace(recent=self.recent, least=1)
+        return SimpleNamespace(recent=self.recent, least=1, compressor=SimpleNamespace(each_round=False))
 
     def __init__(self, room=1 << 30):
         self.copies, self.room, self.made, self.queried = {}, room, [], 1 << 30

@@ -70,7 +70,7 @@ def arms_of(config: QualityConfig) -> list[QualityArm]:
     found = []
     for compressor in config.compressors:
         for budget in Named.of(compressor).budgets(config.budgets):
-            if config.asks(*COMPARED):
+            if config.asks(*COMPARED) and Named.of(compressor).serves_lossy:
                 found.append(QualityArm("lossy", compressor, budget, None, config.kv_args))
             lengths = config.draft_lengths if config.asks("acceptance") else config.draft_lengths[:1]
             if config.asks("acceptance", *COMPARED):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from sglang_ext.bench import BenchError
 from sglang_ext.compressor_options import code_bits, parse_compressor
-from sglang_ext.options import ONLINE_COMPRESSORS, OptionError
+from sglang_ext.options import ONLINE_COMPRESSORS, POINTING, OptionError
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,13 @@ class Named:
 
     @property
     def chooses_here(self) -> bool:
-        """Whether it needs nothing but keys, values and queries; stored scores are for servers."""
+        """Whether it needs nothing but keys, values and queries; stored scores and verifications are for servers."""
         return self.drops is None or self.drops in ONLINE_COMPRESSORS
+
+    @property
+    def serves_lossy(self) -> bool:
+        """Whether it can serve by itself; what verifications choose cannot."""
+        return self.drops not in POINTING
 
     def budgets(self, asked: Sequence[float]) -> Sequence[float]:
         """Shares of the tokens that it can keep, of those asked for."""

@@ -8,11 +8,13 @@ from sglang.srt.model_executor.graph_shared_output import GraphSharedOutput
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 
 from sglang_ext.layers.attention.packed_decode import PackedDecode
+from sglang_ext.layers.attention.pointer_decode import PointerDecode
 from sglang_ext.layers.attention.uneven_decode import UnevenDecode
 from sglang_ext.layers.attention.verify_graphs import of_nobody
 from sglang_ext.managers import forward
 from sglang_ext.mem_cache.head_cells import HeadCells
 from sglang_ext.mem_cache.packing import PackedRows
+from sglang_ext.mem_cache.slot_pointers import PointerRows
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, PPProxyTensors
@@ -39,7 +41,10 @@ class CopyGraphs(DecodeCudaGraphRunner):
 
 
 def attention(
-    model_runner: "ModelRunner", packed_rows: PackedRows | None, head_cells: HeadCells | None
+    model_runner: "ModelRunner",
+    packed_rows: PackedRows | None,
+    head_cells: HeadCells | None,
+    pointer_rows: PointerRows | None,
 ) -> forward.Attention | None:
     """What reads copies on a GPU; with graphs for SGLang's list of batch sizes, where it captured its own.
 
@@ -47,6 +52,7 @@ def attention(
         model_runner: the target's, while it is one that decodes one token a request (verify_graphs.py).
         packed_rows: how copies are packed, and which rows begin with blocks; None where none is.
         head_cells: what the cells of copies hold whose heads are uneven; None where none are.
+        pointer_rows: which rows begin with pointers into full KV; None where copies hold KV.
 
     Returns:
         None where copies hold plain tokens, which the model's own attention reads.
@@ -58,6 +64,8 @@ def attention(
         backend = PackedDecode(model_runner, packed_rows)
     elif head_cells is not None:
         backend = UnevenDecode(model_runner, head_cells)
+    elif pointer_rows is not None:
+        backend = PointerDecode(model_runner, pointer_rows)
     else:
         return None
     if model_runner.decode_cuda_graph_runner is None:

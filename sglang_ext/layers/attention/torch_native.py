@@ -2,7 +2,7 @@
 
 SGLang's own extend path pads the queries to the length of the whole context, which makes verifying a
 few tokens as dear as a prefill. This computes the new rows alone. Rows of the token table may begin with packed blocks
-(packed.py), or with cells of uneven heads (uneven_heads.py).
+(packed.py), with cells of uneven heads (uneven_heads.py), or with pointers into full KV (pointers.py).
 """
 
 import torch
@@ -10,9 +10,11 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from torch.nn.functional import scaled_dot_product_attention
 
 from sglang_ext.layers.attention.packed import packed_attention
+from sglang_ext.layers.attention.pointers import pointer_attention
 from sglang_ext.layers.attention.uneven_heads import uneven_attention
 from sglang_ext.mem_cache.head_cells import HeadCells
 from sglang_ext.mem_cache.packing import PackedRows
+from sglang_ext.mem_cache.slot_pointers import PointerRows
 
 
 class RaggedTorchNativeBackend(TorchNativeAttnBackend):
@@ -21,10 +23,12 @@ class RaggedTorchNativeBackend(TorchNativeAttnBackend):
     Attributes:
         packed_rows: which rows begin with packed blocks; the worker sets it. None where no copy is packed.
         head_cells: which rows begin with cells of uneven heads; the worker sets it. None where heads keep equal numbers.
+        pointer_rows: which rows begin with pointers; the worker sets it. None where copies hold KV.
     """
 
     packed_rows: PackedRows | None = None
     head_cells: HeadCells | None = None
+    pointer_rows: PointerRows | None = None
 
     def _run_sdpa_forward_extend(
         self,
@@ -50,13 +54,16 @@ class RaggedTorchNativeBackend(TorchNativeAttnBackend):
         """
         start = 0
         rows = req_pool_indices
-        lengths = zip(rows.tolist(), seq_lens.tolist(), extend_seq_lens.tolist(), self._packed(rows), self._uneven(rows))
-        for row, length, count, packed, uneven in lengths:
+        begins = self._packed(rows), self._uneven(rows), self._pointed(rows)
+        lengths = zip(rows.tolist(), seq_lens.tolist(), extend_seq_lens.tolist(), *begins)
+        for row, length, count, packed, uneven, pointed in lengths:
             slots, queries = req_to_token[row, :length], query[start : start + count]
             if packed:
                 result = packed_attention(self.packed_rows.packing, queries, k_cache, v_cache, slots, packed, scaling)
             elif uneven:
                 result = uneven_attention(self.head_cells, row, uneven, queries, k_cache, v_cache, slots, scaling)
+            elif pointed:
+                result = pointer_attention(self.pointer_rows.pointers, pointed, queries, k_cache, v_cache, slots, scaling)
             else:
                 result = _dense_attention(queries, k_cache[slots], v_cache[slots], causal, scaling, enable_gqa)
             output[start : start + count] = result
@@ -75,9 +82,9 @@ class RaggedTorchNativeBackend(TorchNativeAttnBackend):
         encoder_lens: torch.Tensor | None = None,
         **options,
     ) -> torch.Tensor:
-        """SGLang's own where no row is packed or uneven; else as an extend of one token each."""
+        """SGLang's own where rows lead to tokens as they are; else as an extend of one token each."""
         shared = query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens
-        if not any(self._packed(req_pool_indices)) and not any(self._uneven(req_pool_indices)):
+        if not any(any(begins(req_pool_indices)) for begins in (self._packed, self._uneven, self._pointed)):
             return super()._run_sdpa_forward_decode(*shared, encoder_lens, **options)
         counts = torch.ones_like(seq_lens)
         return self._run_sdpa_forward_extend(*shared, seq_lens - counts, counts, encoder_lens, **options)
@@ -89,6 +96,10 @@ class RaggedTorchNativeBackend(TorchNativeAttnBackend):
     def _uneven(self, rows: torch.Tensor) -> list[int]:
         """Slots of uneven heads at the beginning of each of ``rows``."""
         return [0] * len(rows) if self.head_cells is None else self.head_cells.slots(rows)
+
+    def _pointed(self, rows: torch.Tensor) -> list[int]:
+        """Tokens to which pointers at the beginning of each of ``rows`` lead."""
+        return [0] * len(rows) if self.pointer_rows is None else self.pointer_rows.on_host(rows)
 
 
 def _dense_attention(

@@ -12,6 +12,7 @@ from sglang_ext.mem_cache.compressors import (  # noqa: F401  (they register)
     sink_recent,
     snapkv,
     turboquant,
+    verify_guided,
 )
 from sglang_ext.mem_cache.compressors.base import Compressor, ContextKV, LayerKV, Part, best, create, kept_count, names
 from sglang_ext.mem_cache.compressors.method import Method, method

@@ -97,6 +97,8 @@ class Compressor(ABC):
         needs_rotary: whether it reads :attr:`LayerKV.rotary`; models without a known one are refused then.
         comparable: whether scores of one head compare with those of another, of any layer.
         keeps_all: whether it drops nothing.
+        each_round: whether it chooses anew after each verification, by the queries of that.
+        points: whether copies lead to what it keeps in full KV, instead of holding it (slot_pointers.py).
     """
 
     name: ClassVar[str] = ""
@@ -104,6 +106,8 @@ class Compressor(ABC):
     keeps_all: bool = False
     needs_rotary: ClassVar[bool] = False
     comparable: ClassVar[bool] = False
+    each_round: ClassVar[bool] = False
+    points: ClassVar[bool] = False
     held_bytes: int = 0
 
     def for_context(self, context: ContextKV) -> "Compressor":
@@ -118,10 +122,7 @@ class Compressor(ABC):
         """
 
     def scores_all(self, context: ContextKV) -> torch.Tensor:
-        """:meth:`scores` in all layers: float32 [layers, kv_heads, tokens].
-
-        A method overrides it where a kernel over all layers is faster.
-        """
+        """:meth:`scores` in all layers: float32 [layers, kv_heads, tokens]; overridden where one kernel for all is faster."""
         layers = range(len(context.buffers.keys))
         return torch.stack([self.scores(context.layer(index)) for index in layers])
 

@@ -33,36 +33,16 @@ class SnapKV(Compressor):
 
     def scores_all(self, context: ContextKV) -> torch.Tensor:
         """As :meth:`scores` in each layer; on a GPU by a kernel over all layers at once."""
-        buffers, window = context.buffers, context.queries.shape[1]
-        if not buffers.on_gpu or window == 0 or len(set(buffers.scaling)) > 1:
-            return super().scores_all(context)
-        from sglang_ext.layers.kernels.window_scores import window_scores
-
-        attention = window_scores(
-            context.queries,
-            buffers.key_table,
-            buffers.keys[0],
-            context.slots,
-            context.query_positions,
-            buffers.scaling[0],
-        )
-        return self.pooled(attention, window)
+        attention = window_attention_all(context)
+        return super().scores_all(context) if attention is None else self.pooled(attention, context.queries.shape[1])
 
     def scores(self, layer: LayerKV) -> torch.Tensor:
         """Importance of each token: float32 [kv_heads, tokens], infinite inside the window.
 
         Without any query, newer tokens are more important.
         """
-        tokens, kv_heads, dim = layer.keys.shape
-        window, query_heads = layer.queries.shape[:2]
-        if window == 0:
-            return torch.arange(tokens, device=layer.keys.device).float().expand(kv_heads, -1)
-        queries = layer.queries.float().view(window, kv_heads, query_heads // kv_heads, dim)
-        logits = torch.einsum("whgd,thd->hgwt", queries, layer.keys.float()) * layer.scaling
-        positions = torch.arange(tokens, device=layer.keys.device)
-        hidden = positions[None, :] > layer.query_positions[:, None]
-        attention = logits.masked_fill(hidden, float("-inf")).softmax(dim=-1).mean(dim=-2)
-        return self.pooled(attention.mean(dim=1), window)
+        attention, window = window_attention(layer), len(layer.queries)
+        return self.pooled(attention, window) if window else attention
 
     def pooled(self, attention: torch.Tensor, window: int) -> torch.Tensor:
         """Scores from the mean attention, [..., tokens], of so many queries."""
@@ -72,3 +52,31 @@ class SnapKV(Compressor):
         flat = attention.masked_fill(observed, 0.0).reshape(-1, 1, tokens)
         pooled = torch.nn.functional.avg_pool1d(flat, self.kernel, stride=1, padding=self.kernel // 2)
         return pooled.view_as(attention).masked_fill(observed, float("inf"))
+
+
+def window_attention(layer: LayerKV) -> torch.Tensor:
+    """Mean attention of a layer's newest queries to each token, over them and the query heads of a KV head.
+
+    Returns:
+        float32 [kv_heads, tokens]; without any query the tokens' positions.
+    """
+    tokens, kv_heads, dim = layer.keys.shape
+    window, query_heads = layer.queries.shape[:2]
+    positions = torch.arange(tokens, device=layer.keys.device)
+    if window == 0:
+        return positions.float().expand(kv_heads, -1)
+    queries = layer.queries.float().view(window, kv_heads, query_heads // kv_heads, dim)
+    logits = torch.einsum("whgd,thd->hgwt", queries, layer.keys.float()) * layer.scaling
+    hidden = positions[None, :] > layer.query_positions[:, None]
+    return logits.masked_fill(hidden, float("-inf")).softmax(dim=-1).mean(dim=-2).mean(dim=1)
+
+
+def window_attention_all(context: ContextKV) -> torch.Tensor | None:
+    """:func:`window_attention` of all layers at once, on a GPU: float32 [layers, kv_heads, tokens]; None where no kernel can."""
+    buffers = context.buffers
+    if not buffers.on_gpu or context.queries.shape[1] == 0 or len(set(buffers.scaling)) > 1:
+        return None
+    from sglang_ext.layers.kernels.window_scores import window_scores
+
+    place = buffers.key_table, buffers.keys[0], context.slots
+    return window_scores(context.queries, *place, context.query_positions, buffers.scaling[0])

@@ -1,0 +1,115 @@
+"""Decode attention over rows that begin with pointers into full KV (slot_pointers.py), split over the context (flash decoding).
+
+Programs of a request's first splits read the tokens to which a head's pointers lead, those of the others the tokens after them;
+the kernel that joins them is flash_parts.py's.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_ext.layers.kernels.flash_parts import exact_part, join_parts, scaled_queries, softmax_step, store_part
+from sglang_ext.mem_cache.slot_pointers import PointerRows, as_pointers
+
+# Tokens in a step.
+TOKENS = 32
+
+
+@triton.jit
+def _pointed_part(
+    queries, keys, values, pointers, table, first, last, scaling, row, key_slot, value_slot, pointer_slot, GROUP: tl.constexpr,
+    M: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr,
+    PER_SLOT: tl.constexpr, N: tl.constexpr, LIKE: tl.constexpr,
+):  # fmt: skip
+    """Softmax over the tokens to which a head's pointers [first, last) lead; buffers begin at the head's cells."""
+    dim, value_dim = tl.arange(0, PADDED_DIM), tl.arange(0, PADDED_VALUE_DIM)
+    q = scaled_queries(queries, row, dim, scaling, GROUP, DIM, LIKE)
+    best = tl.zeros([M], dtype=tl.float32) - float("inf")
+    total = tl.zeros([M], dtype=tl.float32)
+    acc = tl.zeros([M, PADDED_VALUE_DIM], dtype=tl.float32)
+    for start in tl.range(first, last, N):
+        place = start + tl.arange(0, N)
+        inside = place < last
+        held = tl.load(table + place // PER_SLOT, mask=inside, other=0).to(tl.int64)
+        slot = tl.load(pointers + held * pointer_slot + place % PER_SLOT, mask=inside, other=0).to(tl.int64)
+        seen = inside[:, None] & (dim < DIM)[None, :]
+        k = tl.load(keys + (slot * key_slot)[:, None] + dim[None, :], mask=seen, other=0.0)
+        qk = tl.where(inside[None, :], tl.dot(q, tl.trans(k)), float("-inf"))
+        best, rescale, p, total = softmax_step(qk, best, total, 1)
+        seen = inside[:, None] & (value_dim < VALUE_DIM)[None, :]
+        v = tl.load(values + (slot * value_slot)[:, None] + value_dim[None, :], mask=seen, other=0.0)
+        acc = acc * rescale[:, None] + tl.dot(p.to(LIKE), v)
+    return best, total, acc
+
+
+@triton.jit
+def pointer_splits(
+    queries, keys, values, pointers, token_table, table_row, rows, lengths, counts, partial, lse, scaling, key_slot, key_head,
+    value_slot, value_head, pointer_slot, pointer_head, HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr,
+    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr,
+    PER_SLOT: tl.constexpr, PACKED: tl.constexpr, SPLITS: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """One split of a request's KV head: the first PACKED read what its pointers lead to, the others what follows them."""
+    split, kv_head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    at = tl.load(rows + request)
+    table, count = token_table + at * table_row, tl.load(counts + at)
+    row, value_dim = tl.arange(0, M), tl.arange(0, PADDED_VALUE_DIM)
+    LIKE: tl.constexpr = keys.dtype.element_ty
+    head0 = request * HEADS * GROUP + kv_head * GROUP
+    mine, my_keys, my_values = queries + head0 * DIM, keys + kv_head * key_head, values + kv_head * value_head
+    if split < PACKED:
+        each = tl.cdiv(count, PACKED)
+        first = each * split
+        best, total, acc = _pointed_part(
+            mine, my_keys, my_values, pointers + kv_head * pointer_head, table, first, tl.minimum(first + each, count),
+            scaling, row, key_slot, value_slot, pointer_slot, GROUP, M, DIM, VALUE_DIM, PADDED_DIM, PADDED_VALUE_DIM, PER_SLOT, N,
+            LIKE,
+        )  # fmt: skip
+    else:
+        best, total, acc = exact_part(
+            mine, my_keys, my_values, table, tl.cdiv(count, PER_SLOT), tl.load(lengths + request).to(tl.int32), split - PACKED,
+            scaling, row, key_slot, value_slot, SPLITS - PACKED, GROUP, M, DIM, VALUE_DIM, PADDED_DIM, PADDED_VALUE_DIM, N, LIKE,
+        )  # fmt: skip
+    place = (head0 + row) * SPLITS + split
+    store_part(partial, lse, place, value_dim, value_dim < VALUE_DIM, best, total, acc, row, GROUP, VALUE_DIM)
+
+
+def pointer_decode(
+    begins: PointerRows,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    token_table: torch.Tensor,
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
+    scaling: float,
+    splits: tuple[int, int] = (16, 4),
+) -> torch.Tensor:
+    """Attention of one token of each request over its row of the table: [requests, heads, dim of a value].
+
+    Reads nothing of the device on the host, and ``begins`` where it always lies: CUDA graphs may capture it.
+
+    Args:
+        begins: which rows begin with pointers.
+        queries: [requests, heads, dim], in the dtype of the buffers.
+        keys, values: a layer's buffers, [slots, kv_heads, dim].
+        token_table: int32 [rows, width]; a row leads to the slots that hold its pointers, then to those of the tokens after them.
+        rows: int64 [requests], rows of the table.
+        lengths: int64 [requests], slots of each row.
+        scaling: factor on query-key products.
+        splits: parts of what a head keeps, and of the tokens after it, that are read at the same time.
+    """
+    requests, heads, dim = queries.shape
+    kv_heads, value_dim, most, cells = keys.shape[1], values.shape[2], sum(splits), as_pointers(keys)
+    partial = torch.empty(requests * heads * most, value_dim, device=queries.device)
+    lse = torch.empty(requests * heads, most, device=queries.device)
+    shape = {"VALUE_DIM": value_dim, "PADDED_VALUE_DIM": triton.next_power_of_2(value_dim), "PACKED": splits[0], "SPLITS": most}
+    pointer_splits[(most, kv_heads, requests)](
+        queries.contiguous(), keys, values, cells, token_table, token_table.stride(0), rows, lengths, begins.counts, partial, lse,
+        scaling, keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), cells.stride(0), cells.stride(1),
+        HEADS=kv_heads, GROUP=heads // kv_heads, M=max(16, triton.next_power_of_2(heads // kv_heads)), DIM=dim,
+        PADDED_DIM=triton.next_power_of_2(dim), PER_SLOT=begins.pointers.per_slot, N=TOKENS, **shape,
+    )  # fmt: skip
+    kept, exact = torch.empty(2, requests, heads, value_dim, device=queries.device)
+    join_parts[(requests * heads,)](partial, lse, kept, exact, PADDED_SPLITS=triton.next_power_of_2(most), **shape)
+    return (kept + exact).to(queries.dtype)
