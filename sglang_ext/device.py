@@ -1,5 +1,8 @@
 """Between host and device."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 
@@ -14,3 +17,17 @@ def to_device(
 def sent(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A tensor of the host on the device, without waiting for it; itself where that is the host."""
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+
+
+@contextmanager
+def coarse_products(device: torch.device) -> Iterator[None]:
+    """On a GPU, products of float32 matrices inside this context take tensor cores: factors have 10 bits after the first, as TF32."""
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

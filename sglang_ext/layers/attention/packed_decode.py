@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang_ext.layers.attention.copy_decode import CopyDecode
-from sglang_ext.layers.kernels.packed_decode import packed_decode
+from sglang_ext.layers.kernels.gluon import waves
+from sglang_ext.layers.kernels.packed_decode import packed_decode, warps_at_once
 from sglang_ext.mem_cache.packing import PackedRows
 
 if TYPE_CHECKING:
@@ -17,12 +18,18 @@ class PackedDecode(CopyDecode):
 
     copies = "packed copies"
     remedy = "use a --kv-compressor that only drops tokens, such as snapkv"
-    # Found on an H200: the kernel's programs are of one warp.
+    # Found on an H200: the kernels' programs are of one warp.
     busy = 4096
 
     def __init__(self, model_runner: "ModelRunner", packed_rows: PackedRows):
         super().__init__(model_runner)
         self.packed_rows = packed_rows
+        buffers = self.token_to_kv_pool.get_key_buffer(0), self.token_to_kv_pool.get_value_buffer(0)
+        self._room = warps_at_once(packed_rows.packing, *buffers, self.query_heads // self.kv_heads)
+
+    def splits(self, requests: int) -> tuple[int, int]:
+        """Parts of each request's blocks and exact tokens."""
+        return super().splits(requests) if self._room is None else waves.cut(requests * self.kv_heads, self._room)
 
     def attend(
         self,

@@ -13,6 +13,7 @@ import triton
 from sglang_ext.layers.kernels.flash_parts import join_parts
 from sglang_ext.layers.kernels.gluon.constants import Fragments
 from sglang_ext.layers.kernels.gluon.fragments import TOKENS
+from sglang_ext.layers.kernels.gluon import waves
 from sglang_ext.layers.kernels.gluon.packed import packed_splits_gluon
 from sglang_ext.layers.kernels.packed_attention import packed_splits
 from sglang_ext.mem_cache.packed_layout import Layout
@@ -60,6 +61,13 @@ def fragments(packing: Packing, keys: torch.Tensor, values: torch.Tensor, group:
     return made if whole_units and made.value_unit >= 32 and made.groups <= 4 else None
 
 
+def warps_at_once(packing: Packing, keys: torch.Tensor, values: torch.Tensor, group: int) -> int | None:
+    """Programs of the Gluon kernel that run side by side; None where it does not take the blocks (:func:`fragments`)."""
+    if fragments(packing, keys, values, group) is None:
+        return None
+    return torch.cuda.get_device_properties(keys.device).multi_processor_count * waves.RESIDENT
+
+
 def _columns(layout: Layout) -> int:
     """Bytes of a token's codes, as a tile has them."""
     return max(16, triton.next_power_of_2(layout.token_bytes))
@@ -102,8 +110,7 @@ def _launch_gluon(call: _Call, constants: Fragments) -> None:
     words, numbers = ([part.view(dtype) for part in (keys, values)] for dtype in (torch.int32, torch.float16))
     packed_splits_gluon[call.grid](
         call.queries, call.rotated, keys, values, words[0], numbers[0], words[1], numbers[1], *call.rows, *call.outcome,
-        HEADS=keys.shape[1], BLOCK_SLOTS=call.packing.block_slots, PACKED=call.splits[0], EXACT=call.splits[1], F=constants,
-        **GLUON_OPTIONS,
+        *call.splits, HEADS=keys.shape[1], BLOCK_SLOTS=call.packing.block_slots, F=constants, **GLUON_OPTIONS,
     )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import torch
 
+from sglang_ext.device import coarse_products
 from sglang_ext.mem_cache.compressors.always import Always
 from sglang_ext.mem_cache.compressors.base import Compressor, ContextKV, LayerKV, register
 
@@ -36,7 +37,7 @@ class ExpectedAttention(Compressor):
     covariance: bool = True
     value_norm: bool = True
     epsilon: float = 0.0
-    block: int = 4096
+    block: int = 16384
     needs_rotary: ClassVar[bool] = True
 
     def always(self, context: ContextKV) -> Always:
@@ -68,8 +69,10 @@ class ExpectedAttention(Compressor):
             keys = layer.keys[begin : begin + self.block].float().transpose(0, 1)
             logits = mean @ keys.transpose(1, 2)
             if self.covariance:
-                for member in range(covariance.shape[1]):
-                    logits[:, member] += ((keys @ covariance[:, member]) * keys).sum(dim=-1)
+                # Keys have no more bits; of the covariance, an estimate from few queries, these are enough.
+                with coarse_products(keys.device):
+                    for member in range(covariance.shape[1]):
+                        logits[:, member] += ((keys @ covariance[:, member]) * keys).sum(dim=-1)
             yield logits
 
     def _coming_queries(self, layer: LayerKV) -> tuple[torch.Tensor, torch.Tensor]:

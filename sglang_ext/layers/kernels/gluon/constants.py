@@ -64,6 +64,11 @@ class Fragments(ExactFragments):
         return TOKENS // self.cells
 
     @property
+    def ahead(self) -> bool:
+        """Whether a block's codes are loaded while the block before is multiplied: where registers suffice, and it was faster."""
+        return self.bits < 8 and not self.by_channel
+
+    @property
     def value_unit(self) -> int:
         """Bytes of a token's values that are multiplied by one weight."""
         return min(self.unit, self.bytes)

@@ -44,16 +44,16 @@ def _values(numbers, F: gl.constexpr):
 @gluon.jit
 def exact_part(
     queries, keys, values, table, begin, end, part, scaling, partial, lse, place, splits, key_slot, value_slot,
-    PARTS: gl.constexpr, F: gl.constexpr,
+    parts, F: gl.constexpr,
 ):  # fmt: skip
-    """Softmax over one of PARTS of the tokens [begin, end) of a request's row; keys and values begin at the head's cells."""
+    """Softmax over one of ``parts`` of the tokens [begin, end) of a request's row; keys and values begin at the head's cells."""
     N: gl.constexpr = F.value.columns
     DIM: gl.constexpr = F.value.dim
     LIKE: gl.constexpr = keys.dtype.element_ty
     WEIGHTS: gl.constexpr = IN_FLOAT16 if LIKE == gl.float16 else IN_BFLOAT16
     KEYS: gl.constexpr = F.value.exact_keys
     VALUES: gl.constexpr = F.value.exact_values
-    each = gl.cdiv(end - begin, PARTS)
+    each = gl.cdiv(end - begin, parts)
     first = begin + each * part
     last = gl.minimum(first + each, end)
     index, column = gl.arange(0, DIM, gl.SliceLayout(1, B)), gl.arange(0, N, gl.SliceLayout(0, B))[None, :]

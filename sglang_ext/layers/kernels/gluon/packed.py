@@ -139,9 +139,15 @@ def _packed_part(
         _copy_parameters(of_keys.index(0), of_values.index(0), key_numbers, value_numbers, slots, key_slot, value_slot, F)
         keys = _load_keys(key_words, slots[0], key_slot // 2, F)
         value_slots = slots[1]
+        if F.value.ahead:
+            values = _load_values(value_words, value_slots, value_slot // 2, F)
         slots = _load_slots(table, gl.minimum(first + 1, last - 1), BLOCK_SLOTS, F)
         for block in range(first, last):
-            values = _load_values(value_words, value_slots, value_slot // 2, F)
+            if F.value.ahead:
+                coming_keys = _load_keys(key_words, slots[0], key_slot // 2, F)
+                coming_values = _load_values(value_words, slots[1], value_slot // 2, F)
+            else:
+                values = _load_values(value_words, value_slots, value_slot // 2, F)
             now = (block - first) % 2
             mine = of_keys.index(1 - now), of_values.index(1 - now)
             _copy_parameters(mine[0], mine[1], key_numbers, value_numbers, slots, key_slot, value_slot, F)
@@ -151,7 +157,10 @@ def _packed_part(
                 scores = scores_by_channel(keys, q, scale, zero, F)
             else:
                 scores = scores_by_token(keys, q, sums, scale, zero, F)
-            keys = _load_keys(key_words, slots[0], key_slot // 2, F)
+            if F.value.ahead:
+                keys = coming_keys
+            else:
+                keys = _load_keys(key_words, slots[0], key_slot // 2, F)
             # Keeps the compiler from putting the load off to where its registers are scarce no more.
             gl.thread_barrier()
             new_best = gl.maximum(best, gl.max(scores, 0) * factor)
@@ -164,7 +173,10 @@ def _packed_part(
             for at in gl.static_range(gl.constexpr(F.value.parts * F.value.value_units)):
                 rescaled = rescaled + (outputs[at] * rescale,)
             outputs = add_values(rescaled, values, scaled_weights(weights, scale, F), F)
-            value_slots = slots[1]
+            if F.value.ahead:
+                values = coming_values
+            else:
+                value_slots = slots[1]
             slots = _load_slots(table, gl.minimum(block + 2, last - 1), BLOCK_SLOTS, F)
         async_copy.wait_group(0)
     _store(partial, lse, place, splits, best - HEADROOM, outputs, side, F)
@@ -173,28 +185,28 @@ def _packed_part(
 @gluon.jit
 def packed_splits_gluon(
     queries, rotated, keys, values, key_words, key_numbers, value_words, value_numbers, token_table, table_row, rows, lengths,
-    packed_slots, partial, lse, scaling, key_slot, key_head, value_slot, value_head, HEADS: gl.constexpr,
-    BLOCK_SLOTS: gl.constexpr, PACKED: gl.constexpr, EXACT: gl.constexpr, F: gl.constexpr,
+    packed_slots, partial, lse, scaling, key_slot, key_head, value_slot, value_head, packed_parts, exact_parts,
+    HEADS: gl.constexpr, BLOCK_SLOTS: gl.constexpr, F: gl.constexpr,
 ):  # fmt: skip
     """As ../packed_attention.py's ``packed_splits``; ``key_words``, ``key_numbers``: the buffer as int32 and float16."""
     split, kv_head, request = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     table_at = gl.load(rows + request)
     table = token_table + table_at * table_row
     packed, length = gl.load(packed_slots + table_at).to(gl.int32), gl.load(lengths + request).to(gl.int32)
-    SPLITS: gl.constexpr = PACKED + EXACT
+    splits = packed_parts + exact_parts
     head0 = (request * HEADS + kv_head) * F.value.group
-    place = head0 * SPLITS + split
+    place = head0 * splits + split
     key_at, value_at = kv_head * key_head, kv_head * value_head
-    if split < PACKED:
+    if split < packed_parts:
         blocks = packed // BLOCK_SLOTS
-        each = gl.cdiv(blocks, PACKED)
+        each = gl.cdiv(blocks, packed_parts)
         _packed_part(
             rotated + head0 * F.value.dim, key_words + key_at // 2, key_numbers + key_at, value_words + value_at // 2,
             value_numbers + value_at, table, each * split, gl.minimum(each * (split + 1), blocks), scaling, partial, lse,
-            place, SPLITS, key_slot, value_slot, BLOCK_SLOTS, F,
+            place, splits, key_slot, value_slot, BLOCK_SLOTS, F,
         )  # fmt: skip
     else:
         exact_part(
-            queries + head0 * F.value.dim, keys + key_at, values + value_at, table, packed, length, split - PACKED, scaling,
-            partial, lse, place, SPLITS, key_slot, value_slot, EXACT, F,
+            queries + head0 * F.value.dim, keys + key_at, values + value_at, table, packed, length, split - packed_parts, scaling,
+            partial, lse, place, splits, key_slot, value_slot, exact_parts, F,
         )  # fmt: skip

@@ -1,0 +1,30 @@
+"""Into how many parts rows are cut, so that a GPU's multiprocessors are busy to the end."""
+
+# Programs of one warp that fit a multiprocessor: two in each of its four parts, whose registers are 16,384.
+RESIDENT = 8
+MOST_PARTS = 128
+# Of this many parts of a row one reads exact tokens: those of a context's end are few beside its blocks.
+PARTS_TO_AN_EXACT_ONE = 16
+# What a part takes besides reading, over what a whole row takes.
+OVERHEAD = 0.01
+
+
+def cut(rows: int, room: int) -> tuple[int, int]:
+    """Parts of each row's blocks, and of its exact tokens, with which all are read soonest.
+
+    Parts take equally long, so what counts is how many follow each other, and how long one is.
+
+    Args:
+        rows: of the batch, KV heads counted.
+        room: programs that run at once.
+    """
+
+    def time(parts: int) -> float:
+        return -(-rows * parts // room) * (1 / (parts - _exact(parts)) + OVERHEAD)
+
+    best = min(range(2, MOST_PARTS + 1), key=time)
+    return best - _exact(best), _exact(best)
+
+
+def _exact(parts: int) -> int:
+    return max(1, parts // PARTS_TO_AN_EXACT_ONE)

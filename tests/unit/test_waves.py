@@ -1,0 +1,25 @@
+"""Rows are cut so that programs of a warp fill a GPU once, or several times without a remainder."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_ext.layers.kernels.gluon.waves import MOST_PARTS, cut
+
+# Of an H200, with 132 multiprocessors.
+ROOM = 132 * 8
+
+
+def test_a_batch_of_eight_fills_the_gpu_once_and_one_request_has_the_most_parts():
+    assert cut(64, ROOM) == (15, 1)
+    assert sum(cut(8, ROOM)) == MOST_PARTS - 1
+
+
+@given(st.integers(1, 5000), st.integers(1, 2000))
+def test_no_other_number_of_parts_leaves_fewer_rounds_of_shorter_parts(rows, room):
+    packed, exact = cut(rows, room)
+    assert packed >= 1 <= exact and packed + exact <= MOST_PARTS
+    rounds = -(-rows * (packed + exact) // room)
+    for parts in range(2, MOST_PARTS + 1):
+        others = parts - max(1, parts // 16)
+        if -(-rows * parts // room) <= rounds:
+            assert others <= packed, "more parts in as many rounds would be shorter"
