@@ -22,8 +22,15 @@ from sglang_ext.mem_cache.lanes import Lane, LastUse, Pipe
 from sglang_ext.mem_cache.pieces import Piece, pieces, runs
 from sglang_ext.mem_cache.transfers import Launched, Transfer
 
-# Bytes of both buffers of a direction: copies of half of it take much longer than their launch.
-STAGING_BYTES = 64 << 20
+# Bytes of both buffers of a direction: a share of the device's KV, within bounds. Copies of half of it take much longer than their
+# launch; and a stream takes some 1,000 launches before it lets the host wait: several loads of a long context stay below that.
+STAGING_SHARE, LEAST_STAGING, MOST_STAGING = 1 / 128, 16 << 20, 256 << 20
+
+
+def staging_bytes(buffers: KVBuffers) -> int:
+    """What the buffers of one direction take on the device."""
+    share = int(STAGING_SHARE * len(buffers.keys[0]) * buffers.bytes_per_slot)
+    return min(max(share, LEAST_STAGING), MOST_STAGING)
 
 
 class HostTier:
@@ -37,13 +44,14 @@ class HostTier:
     Args:
         buffers: the layers of the device's pool; contiguous, of one shape and dtype.
         pool: the host pages.
-        staging: bytes on the device for the buffers of one direction; at least two pages of one layer's keys are taken.
+        staging: bytes on the device for the buffers of one direction; at least two pages of one layer's keys are taken. None:
+            :func:`staging_bytes`.
 
     Raises:
         ValueError: the layers' buffers differ, or are not contiguous.
     """
 
-    def __init__(self, buffers: KVBuffers, pool: HostPool, staging: int = STAGING_BYTES) -> None:
+    def __init__(self, buffers: KVBuffers, pool: HostPool, staging: int | None = None) -> None:
         check_alike(buffers)
         self.pool = pool
         key = buffers.keys[0]
@@ -53,6 +61,7 @@ class HostTier:
         # The tables and the kernel are made here: no lane shall find them unfinished.
         self._checksums.of(torch.zeros(pool.page_size, dtype=torch.int64, device=key.device))
         page_words = pool.page_size * self._rows[0].shape[1]
+        staging = staging_bytes(buffers) if staging is None else staging
         self._room = max(1, staging // 2 // (page_words * self._rows[0].element_size()))
         copies, moves = (partial(Lane.beside, self._device, urgent=urgent) for urgent in (False, True))
         self._stores = Pipe(self._halves(), filler=moves(), emptier=copies())

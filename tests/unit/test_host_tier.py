@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from sglang_ext.mem_cache.arrivals import Arrivals
 from sglang_ext.mem_cache.host_pages import HostPageError
 from sglang_ext.mem_cache.host_pool import HostPool
-from sglang_ext.mem_cache.host_tier import HostTier
+from sglang_ext.mem_cache.host_tier import HostTier, staging_bytes
 from sglang_ext.mem_cache.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.link_rate import LinkRate
+from sglang_ext.mem_cache.pieces import pieces
 from sglang_ext.mem_cache.transfers import TransferError
 from sglang_ext.options import OptionError
 
@@ -258,3 +259,14 @@ def test_a_rate_is_measured_before_anything_is_served():
     assert torch.equal(contents(buffers, torch.arange(SLOTS)), before)
     with pytest.raises(TransferError, match="12 free pages of host memory"):
         rate.measure(tier, torch.arange(4).repeat(13), Arrivals())
+
+
+def test_three_loads_of_a_long_context_are_fewer_launches_than_a_stream_takes():
+    # Qwen3-8B in bfloat16: a pool of 262,144 tokens, contexts of 30,720, keys or values of a layer and token 2 KB.
+    bytes_per_buffer = 2048
+    staging = staging_bytes(SimpleNamespace(keys=[range(262144)], bytes_per_slot=72 * bytes_per_buffer))
+    found = list(pieces(72, torch.arange(30720), 1, staging // 2 // bytes_per_buffer))
+    copies = sum(len(piece.buffers) * len(piece.runs) for piece in found)
+    # With each piece a lane waits twice at most, and is marked once.
+    assert 3 * (copies + 3 * len(found)) < 1000
+    assert staging_bytes(SimpleNamespace(keys=[range(100)], bytes_per_slot=1000)) == 16 << 20
