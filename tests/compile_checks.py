@@ -1,6 +1,8 @@
 """Compile kernels for an NVIDIA GPU where there is none: ``compile_checks.py``. Types that the interpreter lets pass fail here."""
 
 import re
+import subprocess
+import tempfile
 
 import torch
 import triton
@@ -16,7 +18,7 @@ KINDS = (("kivi", 4), ("kivi", 2), ("int8", 8), ("turboquant", 4))
 # Blocks to pack: method, bits, channels of a head, numbers of a pool.
 PACKED = (
     ("kivi", 4, 128, torch.bfloat16), ("kivi", 2, 64, torch.float32), ("int8", 8, 128, torch.float16),
-    ("turboquant", 2, 64, torch.bfloat16),
+    ("rotatekv", 4, 128, torch.bfloat16), ("turboquant", 4, 128, torch.float32), ("turboquant", 2, 64, torch.bfloat16),
 )  # fmt: skip
 # Blocks for the Gluon kernel: method, bits, channels of a head, queries that share a KV head.
 TILES = (("kivi", 4, 128, 4), ("kivi", 2, 128, 8), ("int8", 8, 64, 1), ("int4", 4, 128, 16))
@@ -69,15 +71,25 @@ def check_tiles(compiled):
             assert not any(counts.values()), (name, bits, dim, group, counts)
 
 
+def stack_bytes(made):
+    """Bytes of memory that a thread has for what registers cannot hold; long kernels are cut off in what Triton disassembles."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        tool = triton.knobs.nvidia.cuobjdump.path
+        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return int(re.search(r"STACK:(\d+)", usage)[1])
+
+
 def check_packing(compiled):
-    """Packing keeps everything in registers, with two programs on a processor at least."""
+    """Packing keeps everything in registers, and of 16 bits two programs fit on a processor."""
     for name, bits, dim, dtype in PACKED:
         pool = packed_pool(name, bits, 2, 0, heads=2, dim=dim, dtype=dtype)
         kept, slots = torch.zeros(1, 2, 128, dtype=torch.int64), torch.zeros(128, dtype=torch.int64)
         pack_blocks.pack_blocks(pool.packing, pool.buffers, kept, slots, slots)
         for kernel, made in compiled[-2:]:
-            assert kernel == "pack_tiles" and made.metadata.shared <= 113 << 10
-            assert not re.search(r"\b(LDL|STL)\b", made.asm["sass"]), (name, bits, dim, dtype)
+            assert kernel == "pack_tiles" and stack_bytes(made) == 0, (name, bits, dim, dtype)
+            assert dtype == torch.float32 or made.metadata.shared <= (113 << 10)
 
 
 def main():

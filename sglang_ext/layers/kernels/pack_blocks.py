@@ -18,8 +18,10 @@ from sglang_ext.mem_cache.packing import Packing
 DIMS, TOKENS, DTYPES = (64, 128), 64, (torch.bfloat16, torch.float16, torch.float32)
 RULES = (Quantizer.quantize, TurboQuant.quantize)
 # Blocks that a program packs, one after the other; those that rotate read the rotation once for all of them.
-BLOCKS, ROTATED_BLOCKS = 1, 8
-WARPS = 4
+BLOCKS, ROTATED_BLOCKS = 1, 16
+# With so many warps registers suffice; 16 bits rotate in few enough, and without more stages of loads, for two programs on a
+# processor.
+WARPS, WIDE_ROTATED_WARPS, STAGES = 4, 8, 1
 # The greatest float16, and what rounds a small float32 to an integer, ties to even, which its lowest bits then hold.
 LARGEST, ROUNDING = tl.constexpr(65504.0), tl.constexpr(1.5 * 2**23)
 
@@ -35,9 +37,9 @@ def _evenly(groups, LAST: tl.constexpr):
     """Codes of ``groups``, float32 of four axes, which share scales along the second and the fourth; scales; zero points."""
     zero = _stored(tl.min(tl.min(groups, 3, keep_dims=True), 1, keep_dims=True))
     most = tl.max(tl.max(groups, 3, keep_dims=True), 1, keep_dims=True)
-    scale = _stored(tl.div_rn(most - zero, LAST * 1.0))
-    # A division for each group, not for each number.
-    steps = (groups - zero) * tl.where(scale > 0, tl.div_rn(1.0, tl.where(scale > 0, scale, 1.0)), 0.0)
+    scale = _stored((most - zero) * (1.0 / LAST))
+    # One division for a group, not one for each number, and not the exact one, which takes ten times as long.
+    steps = (groups - zero) * tl.where(scale > 0, 1.0 / tl.where(scale > 0, scale, 1.0), 0.0)
     steps = tl.minimum(tl.maximum(steps, 0.0), LAST * 1.0) + ROUNDING
     return steps.to(tl.int32, bitcast=True) & LAST, scale, zero
 
@@ -74,6 +76,26 @@ def _store_parameters(parameters, head_bytes, slots, slot_bytes, FIRST: tl.const
     tl.store(cell.to(tl.pointer_type(tl.float16)), parameters.to(tl.float16))
 
 
+@triton.jit
+def _turning(rotation, DIM: tl.constexpr, LIKE: tl.constexpr):
+    """The rotation, float32 [dim, dim], as a sum of three of LIKE; of one where that is float32."""
+    channel = tl.arange(0, DIM)
+    whole = tl.load(rotation + channel[:, None] * DIM + channel[None, :])
+    first = whole.to(LIKE)
+    rest = whole - first.to(tl.float32)
+    second = rest.to(LIKE)
+    return first, second, (rest - second.to(tl.float32)).to(LIKE)
+
+
+@triton.jit
+def _turned(numbers, first, second, third):
+    """``numbers``, of the pool's dtype, times what :func:`_turning` gave: float32, and nearly as exact."""
+    if numbers.dtype == tl.float32:
+        return tl.dot(numbers, first, input_precision="tf32x3")
+    else:
+        return tl.dot(numbers, first, tl.dot(numbers, second, tl.dot(numbers, third)))
+
+
 @triton.jit(do_not_specialize=("blocks",), do_not_specialize_on_alignment=("kept", "sources", "targets"))
 def pack_tiles(
     table, like, kept, sources, targets, rotation, thresholds, blocks, slot_stride, head_stride, HEADS: tl.constexpr,
@@ -91,14 +113,14 @@ def pack_tiles(
     # Without the hint nothing is known of loaded addresses, and numbers would be read one by one.
     buffer = tl.multiple_of(tl.load(table + layer).to(tl.pointer_type(like.dtype.element_ty)), 16) + head * head_stride
     if rotation is not None:
-        turning = tl.load(rotation + channel[:, None] * DIM + channel[None, :])
+        turning = _turning(rotation, DIM, like.dtype.element_ty)
     for block in tl.range(first, tl.minimum(first + BLOCKS, blocks)):
         place = ((layer * HEADS + head) * blocks + block) * TOKENS + token
         source = tl.load(sources + tl.load(kept + place))
-        numbers = tl.load(buffer + source[:, None] * slot_stride + channel[None, :]).to(tl.float32)
+        numbers = tl.load(buffer + source[:, None] * slot_stride + channel[None, :])
         if rotation is not None:
-            numbers = tl.dot(numbers, turning, input_precision="tf32x3")
-        groups = tl.reshape(numbers, (TOKENS // SHARING, SHARING, DIM // CHANNELS, CHANNELS))
+            numbers = _turned(numbers, turning[0], turning[1], turning[2])
+        groups = tl.reshape(numbers.to(tl.float32), (TOKENS // SHARING, SHARING, DIM // CHANNELS, CHANNELS))
         if thresholds is None:
             codes, scale, zero = _evenly(groups, (1 << BITS) - 1)
         else:
@@ -150,8 +172,9 @@ def _launch(
     """Pack keys, or values."""
     layers, heads, tokens = kept.shape
     blocks, share = tokens // layout.tokens, BLOCKS if rotation is None else ROTATED_BLOCKS
+    wide = rotation is not None and like.element_size() > 2
     pack_tiles[(heads * triton.cdiv(blocks, share), layers)](
         table, like, kept, sources, targets, rotation, thresholds, blocks, like.stride(0), like.stride(1), HEADS=heads,
         DIM=layout.dim, TOKENS=layout.tokens, BITS=layout.bits, SHARING=layout.grid.tokens, CHANNELS=layout.grid.channels,
-        SLOTS=block_slots, BLOCKS=share, num_warps=WARPS,
+        SLOTS=block_slots, BLOCKS=share, num_warps=WIDE_ROTATED_WARPS if wide else WARPS, num_stages=STAGES,
     )  # fmt: skip
