@@ -24,7 +24,8 @@ def pool(layers, heads, dim, dtype, slots, noise):
     spread = 1 + 3 * torch.rand(dim, generator=noise)
     kinds = [[torch.randn(slots, heads, dim, generator=noise) * spread for _ in range(layers)] for _ in "kv"]
     for buffer in (*kinds[0], *kinds[1]):
-        buffer[..., -1], buffer[0] = 0.25, 0
+        # The nearest float16 is greater, so that zero points of one channel are, too, and scales negative.
+        buffer[..., -1], buffer[0] = 0.20015, 0
         # Scales and zero points end where float16 does.
         buffer[1] *= 1 if dtype == torch.float16 else 1e5
     return KVBuffers((0,) * layers, (1.0,) * layers, *(tuple(buffer.to(dtype) for buffer in kind) for kind in kinds))

@@ -117,7 +117,7 @@ class Packing:
             buffers: the pool's.
             kept: int64 [layers, kv_heads, tokens], counted in ``sources``; whole blocks.
             sources: int64, slots of the context, from its beginning: what is kept is counted by position.
-            targets: int64 [held_slots(tokens)], none of them in ``sources``; what fills up its last page stays as it is.
+            targets: int64 [held_slots(tokens)], on a GPU none of ``sources``; what fills up its last page stays as it is.
         """
         if buffers.on_gpu:
             from sglang_ext.layers.kernels.pack_blocks import pack_blocks, takes

@@ -1,7 +1,7 @@
 """Pack what each KV head keeps into the blocks of a compressed copy (packed_layout.py): a launch for keys, one for values.
 
-A program packs blocks of one head of one layer. Codes are those that PyTorch finds (compressors/quantizer.py, turboquant.py),
-but for numbers that lie halfway between two codes, within rounding.
+A program packs blocks of one head of one layer. Codes, scales and zero points are those that PyTorch finds
+(compressors/quantizer.py, turboquant.py), within rounding: a number halfway between two codes may get the other one.
 """
 
 import torch
@@ -14,9 +14,10 @@ from sglang_ext.mem_cache.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.packed_layout import Layout
 from sglang_ext.mem_cache.packing import Packing
 
-# What the kernel packs: channels of a head, tokens of a block, dtypes of a pool, and how codes are found.
+# What the kernel packs: channels of a head, tokens of a block, dtypes of a pool.
 DIMS, TOKENS, DTYPES = (64, 128), 64, (torch.bfloat16, torch.float16, torch.float32)
-RULES = (Quantizer.quantize, TurboQuant.quantize)
+# How it finds codes. A method that finds them otherwise stays with PyTorch.
+EVENLY, BY_LEVELS = Quantizer.quantize, TurboQuant.quantize
 # Blocks that a program packs, one after the other; those that rotate read the rotation once for all of them.
 BLOCKS, ROTATED_BLOCKS = 1, 8
 # With so many warps registers suffice; 16 bits rotate in few enough, and without more stages of loads, for two programs on a
@@ -133,7 +134,7 @@ def pack_tiles(
 def takes(packing: Packing, buffers: KVBuffers) -> bool:
     """Whether the kernel packs so, into such buffers; PyTorch packs everything."""
     layouts, pools = (packing.keys, packing.values), (buffers.keys[0], buffers.values[0])
-    known = type(packing.quantizer).quantize in RULES and all(pool.dtype in DTYPES for pool in pools)
+    known = type(packing.quantizer).quantize in (EVENLY, BY_LEVELS) and all(pool.dtype in DTYPES for pool in pools)
     return known and all(layout.plain and layout.dim in DIMS and layout.tokens == TOKENS for layout in layouts)
 
 
@@ -150,10 +151,11 @@ def pack_blocks(
     tables = (buffers.key_table, buffers.value_table)
     kinds = zip(tables, (buffers.keys[0], buffers.values[0]), (packing.keys, packing.values), strict=True)
     kept = kept.contiguous()
+    by_levels = type(packing.quantizer).quantize is BY_LEVELS
     rotations, levels = packing.rotations(kept.device), packing.levels(kept.device)
-    for (table, like, layout), rotation, of_codes in zip(kinds, rotations, levels, strict=True):
+    for (table, like, layout), rotation, meanings in zip(kinds, rotations, levels, strict=True):
         rotation = None if rotation is None else rotation.contiguous()
-        thresholds = None if of_codes is None else (of_codes[1:] + of_codes[:-1]) / 2
+        thresholds = (meanings[1:] + meanings[:-1]) / 2 if by_levels else None
         _launch(table, like, layout, packing.block_slots, kept, sources, targets, rotation, thresholds)
 
 
