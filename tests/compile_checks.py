@@ -17,7 +17,7 @@ from sglang_ext.mem_cache.slot_pointers import PointerRows, Pointers
 KINDS = (("kivi", 4), ("kivi", 2), ("int8", 8), ("turboquant", 4))
 # Blocks to pack: method, bits, channels of a head, numbers of a pool.
 PACKED = (
-    ("kivi", 4, 128, torch.bfloat16), ("kivi", 2, 64, torch.float32), ("int8", 8, 128, torch.float16),
+    ("kivi", 4, 128, torch.bfloat16), ("kivi", 2, 64, torch.float16), ("int8", 8, 128, torch.float32),
     ("rotatekv", 4, 128, torch.bfloat16), ("turboquant", 4, 128, torch.float32), ("turboquant", 2, 64, torch.bfloat16),
 )  # fmt: skip
 # Blocks for the Gluon kernel: method, bits, channels of a head, queries that share a KV head.
@@ -82,7 +82,7 @@ def stack_bytes(made):
 
 
 def check_packing(compiled):
-    """Packing keeps everything in registers, and of 16 bits two programs fit on a processor."""
+    """Packing keeps everything in registers, and of a pool of 16 bits two programs fit on a processor."""
     for name, bits, dim, dtype in PACKED:
         pool = packed_pool(name, bits, 2, 0, heads=2, dim=dim, dtype=dtype)
         kept, slots = torch.zeros(1, 2, 128, dtype=torch.int64), torch.zeros(128, dtype=torch.int64)

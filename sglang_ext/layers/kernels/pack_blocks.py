@@ -20,11 +20,11 @@ DIMS, TOKENS, DTYPES = (64, 128), 64, (torch.bfloat16, torch.float16, torch.floa
 EVENLY, BY_LEVELS = Quantizer.quantize, TurboQuant.quantize
 # Blocks that a program packs, one after the other; those that rotate read the rotation once for all of them.
 BLOCKS, ROTATED_BLOCKS = 1, 8
-# With so many warps registers suffice; 16 bits rotate in few enough, and without more stages of loads, for two programs on a
-# processor.
-WARPS, WIDE_ROTATED_WARPS, STAGES = 4, 8, 1
-# The greatest and the smallest float16, and what rounds a small float32 to an integer, ties to even, which its lowest bits then
-# hold.
+# With so many warps registers suffice, of pools of 16 bits and of 32; with one stage of loads two programs that rotate 16 bits fit
+# on a processor.
+WARPS, WIDE_WARPS, STAGES = 4, 8, 1
+# The greatest and the smallest float16, and what rounds a small float32 that is added to it to an integer, ties to even: the
+# lowest bits of the sum hold it.
 LARGEST, SMALLEST, ROUNDING = tl.constexpr(65504.0), tl.constexpr(2.0**-24), tl.constexpr(1.5 * 2**23)
 
 
@@ -51,10 +51,11 @@ def _by_levels(groups, thresholds, LAST: tl.constexpr):
     """The same where codes mean levels, between which lie the ``thresholds`` for a vector of length 1: scales are lengths."""
     norm = tl.sqrt_rn(tl.sum(tl.sum(groups * groups, 3, keep_dims=True), 1, keep_dims=True))
     bound = tl.maximum(norm, 1e-30)
-    codes = tl.zeros_like(groups).to(tl.int32)
+    # Counted in float32: that takes two instructions for each number and level, integers three.
+    codes = tl.zeros_like(groups) + ROUNDING
     for level in tl.static_range(LAST):
-        codes += (groups > tl.load(thresholds + level) * bound).to(tl.int32)
-    return codes, _stored(norm), tl.zeros_like(norm)
+        codes += tl.where(groups > tl.load(thresholds + level) * bound, 1.0, 0.0)
+    return codes.to(tl.int32, bitcast=True) & LAST, _stored(norm), tl.zeros_like(norm)
 
 
 @triton.jit
@@ -173,9 +174,8 @@ def _launch(
     """Pack keys, or values."""
     layers, heads, tokens = kept.shape
     blocks, share = tokens // layout.tokens, BLOCKS if rotation is None else ROTATED_BLOCKS
-    wide = rotation is not None and like.element_size() > 2
     pack_tiles[(heads * triton.cdiv(blocks, share), layers)](
         table, like, kept, sources, targets, rotation, thresholds, blocks, like.stride(0), like.stride(1), HEADS=heads,
         DIM=layout.dim, TOKENS=layout.tokens, BITS=layout.bits, SHARING=layout.grid.tokens, CHANNELS=layout.grid.channels,
-        SLOTS=block_slots, BLOCKS=share, num_warps=WIDE_ROTATED_WARPS if wide else WARPS, num_stages=STAGES,
+        SLOTS=block_slots, BLOCKS=share, num_warps=WARPS if like.element_size() == 2 else WIDE_WARPS, num_stages=STAGES,
     )  # fmt: skip
