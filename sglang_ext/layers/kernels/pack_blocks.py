@@ -20,8 +20,8 @@ DIMS, TOKENS, DTYPES = (64, 128), 64, (torch.bfloat16, torch.float16, torch.floa
 EVENLY, BY_LEVELS = Quantizer.quantize, TurboQuant.quantize
 # Blocks that a program packs, one after the other; those that rotate read the rotation once for all of them.
 BLOCKS, ROTATED_BLOCKS = 1, 8
-# With so many warps registers suffice, of pools of 16 bits and of 32; with one stage of loads two programs that rotate 16 bits fit
-# on a processor.
+# With so many warps registers suffice, of pools of 16 bits and of 32; with one stage of loads two programs that rotate 16 bits
+# fit on a processor.
 WARPS, WIDE_WARPS, STAGES = 4, 8, 1
 # The greatest and the smallest float16, and what rounds a small float32 that is added to it to an integer, ties to even: the
 # lowest bits of the sum hold it.
@@ -143,6 +143,8 @@ def pack_blocks(
     packing: Packing, buffers: KVBuffers, kept: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor
 ) -> None:
     """What :meth:`Packing.write` does, where :func:`takes` holds; does not wait for the device.
+
+    Bytes of cells that a layout leaves over stay as they are, where PyTorch writes zeros.
 
     Args:
         packing, kept, sources: as there.
