@@ -1,6 +1,8 @@
 """Compile kernels for an NVIDIA GPU where there is none: ``compile_checks.py``. Types that the interpreter lets pass fail here."""
 
 import re
+import subprocess
+import tempfile
 
 import torch
 import triton
@@ -8,11 +10,16 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from packed_helpers import packed_pool
-from sglang_ext.layers.kernels import packed_decode, pointer_decode, scatter_cells, uneven_decode, write_pointers
+from sglang_ext.layers.kernels import pack_blocks, packed_decode, pointer_decode, scatter_cells, uneven_decode, write_pointers
 from sglang_ext.mem_cache.head_cells import HeadCells
 from sglang_ext.mem_cache.slot_pointers import PointerRows, Pointers
 
 KINDS = (("kivi", 4), ("kivi", 2), ("int8", 8), ("turboquant", 4))
+# Blocks to pack: method, bits, channels of a head, numbers of a pool.
+PACKED = (
+    ("kivi", 4, 128, torch.bfloat16), ("kivi", 2, 64, torch.float16), ("int8", 8, 128, torch.float32),
+    ("rotatekv", 4, 128, torch.bfloat16), ("turboquant", 4, 128, torch.float32), ("turboquant", 2, 64, torch.bfloat16),
+)  # fmt: skip
 # Blocks for the Gluon kernel: method, bits, channels of a head, queries that share a KV head.
 TILES = (("kivi", 4, 128, 4), ("kivi", 2, 128, 8), ("int8", 8, 64, 1), ("int4", 4, 128, 16))
 
@@ -64,6 +71,27 @@ def check_tiles(compiled):
             assert not any(counts.values()), (name, bits, dim, group, counts)
 
 
+def stack_bytes(made):
+    """Bytes of memory that a thread has for what registers cannot hold; long kernels are cut off in what Triton disassembles."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        tool = triton.knobs.nvidia.cuobjdump.path
+        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return int(re.search(r"STACK:(\d+)", usage)[1])
+
+
+def check_packing(compiled):
+    """Packing keeps everything in registers, and of a pool of 16 bits two programs fit on a processor."""
+    for name, bits, dim, dtype in PACKED:
+        pool = packed_pool(name, bits, 2, 0, heads=2, dim=dim, dtype=dtype)
+        kept, slots = torch.zeros(1, 2, 128, dtype=torch.int64), torch.zeros(128, dtype=torch.int64)
+        pack_blocks.pack_blocks(pool.packing, pool.buffers, kept, slots, slots)
+        for kernel, made in compiled[-2:]:
+            assert kernel == "pack_tiles" and stack_bytes(made) == 0, (name, bits, dim, dtype)
+            assert dtype == torch.float32 or made.metadata.shared <= (113 << 10)
+
+
 def main():
     compiled = []
     compile_only(compiled)
@@ -78,6 +106,7 @@ def main():
     scatter_cells.scatter_cells(*tables, *layer, rows, cells.bounds[0], rows, rows)
     begins = PointerRows.of_table(Pointers.of(pool.buffers, 1), table)
     pointer_decode.pointer_decode(begins, torch.zeros(1, 4, 128).bfloat16(), *layer, table, rows, rows, 0.1)
+    check_packing(compiled)
     kept = torch.zeros(len(pool.buffers.keys), 1, 70, dtype=torch.int64)
     write_pointers.write_pointers(pool.buffers.key_table, layer[0], kept, rows, rows)
     print(" ".join(name for name, _ in compiled))

@@ -29,6 +29,7 @@ from sglang_ext.mem_cache.checksums import SUMMED_WORD, PageChecksums, as_words 
 from sglang_ext.mem_cache.head_cells import HeadCells, KeptCells  # noqa: E402
 from sglang_ext.mem_cache.kv_buffers import KVBuffers  # noqa: E402
 from gluon_checks import check_packed_gluon  # noqa: E402
+from pack_checks import check_pack_blocks  # noqa: E402
 from packed_backend import Pool, check_packed_backend  # noqa: E402
 from packed_helpers import KINDS, attention, packed_pool  # noqa: E402
 from pointer_checks import check_pointers  # noqa: E402
@@ -309,6 +310,7 @@ CHECKS = {
     "uneven_decode": check_uneven_decode,
     "packed_decode": check_packed_decode,
     "packed_gluon": lambda: check_packed_gluon(DEVICE),
+    "pack_blocks": lambda: check_pack_blocks(DEVICE),
     "packed_backend": lambda: check_packed_backend(DEVICE),
     "verify_backend": check_verify_backend,
     "window_scores": check_window_scores,

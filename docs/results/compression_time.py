@@ -88,7 +88,8 @@ def copying(args: argparse.Namespace, name: str) -> Callable[[], None]:
     packs = next((part for part in named.compressor.split("+") if part != named.drops), None)
     chooser = None if named.drops is None else create(named.drops)
     context = context_of(args, 0 if chooser is None else chooser.window)
-    spare = torch.randperm(2 * args.tokens, device=args.device)
+    taken = torch.zeros(2 * args.tokens, dtype=torch.bool, device=args.device).index_fill_(0, context.slots, True)
+    spare = torch.argsort(taken.float() + torch.rand(len(taken), device=args.device))[: args.tokens]
     packing = Packing.of(quantizer(packs, code_bits(packs, named.bits)), context.buffers, 1, context.rotary) if packs else None
     unit = packing.unit if packing else 1
     tokens = args.tokens // unit * unit

@@ -117,8 +117,14 @@ class Packing:
             buffers: the pool's.
             kept: int64 [layers, kv_heads, tokens], counted in ``sources``; whole blocks.
             sources: int64, slots of the context, from its beginning: what is kept is counted by position.
-            targets: int64 [held_slots(tokens)]; what fills up its last page stays as it is.
+            targets: int64 [held_slots(tokens)], on a GPU none of ``sources``; what fills up its last page stays as it is.
         """
+        if buffers.on_gpu:
+            from sglang_ext.layers.kernels.pack_blocks import pack_blocks, takes
+
+            if takes(self, buffers):
+                pack_blocks(self, buffers, kept, sources, targets)
+                return
         targets = targets[: self.packed_slots(kept.shape[-1])].split(self.packed_slots(WRITTEN_TOKENS))
         heads = torch.arange(kept.shape[1], device=kept.device)[:, None]
         kinds = ((buffers.keys, self.keys), (buffers.values, self.values))

@@ -1,0 +1,183 @@
+"""Pack what each KV head keeps into the blocks of a compressed copy (packed_layout.py): a launch for keys, one for values.
+
+A program packs blocks of one head of one layer. Codes, scales and zero points are those that PyTorch finds
+(compressors/quantizer.py, turboquant.py), within rounding: a number halfway between two codes may get the other one.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_ext.mem_cache.compressors.quantizer import Quantizer
+from sglang_ext.mem_cache.compressors.turboquant import TurboQuant
+from sglang_ext.mem_cache.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.packed_layout import Layout
+from sglang_ext.mem_cache.packing import Packing
+
+# What the kernel packs: channels of a head, tokens of a block, dtypes of a pool.
+DIMS, TOKENS, DTYPES = (64, 128), 64, (torch.bfloat16, torch.float16, torch.float32)
+# How it finds codes. A method that finds them otherwise stays with PyTorch.
+EVENLY, BY_LEVELS = Quantizer.quantize, TurboQuant.quantize
+# Blocks that a program packs, one after the other; those that rotate read the rotation once for all of them.
+BLOCKS, ROTATED_BLOCKS = 1, 8
+# With so many warps registers suffice, of pools of 16 bits and of 32; with one stage of loads two programs that rotate 16 bits
+# fit on a processor.
+WARPS, WIDE_WARPS, STAGES = 4, 8, 1
+# The greatest and the smallest float16, and what rounds a small float32 that is added to it to an integer, ties to even: the
+# lowest bits of the sum hold it.
+LARGEST, SMALLEST, ROUNDING = tl.constexpr(65504.0), tl.constexpr(2.0**-24), tl.constexpr(1.5 * 2**23)
+
+
+@triton.jit
+def _stored(parameter):
+    """Scales or zero points as they are read again."""
+    return tl.minimum(tl.maximum(parameter, -LARGEST), LARGEST).to(tl.float16).to(tl.float32)
+
+
+@triton.jit
+def _evenly(groups, LAST: tl.constexpr):
+    """Codes of ``groups``, float32 of four axes, which share scales along the second and the fourth; scales; zero points."""
+    zero = _stored(tl.min(tl.min(groups, 3, keep_dims=True), 1, keep_dims=True))
+    most = tl.max(tl.max(groups, 3, keep_dims=True), 1, keep_dims=True)
+    scale = _stored((most - zero) * (1.0 / LAST))
+    # One division for a group, not for each number; where the scale is 0, all codes mean the same.
+    steps = (groups - zero) * (1.0 / tl.maximum(scale, SMALLEST))
+    steps = tl.minimum(tl.maximum(steps, 0.0), LAST * 1.0) + ROUNDING
+    return steps.to(tl.int32, bitcast=True) & LAST, scale, zero
+
+
+@triton.jit
+def _by_levels(groups, thresholds, LAST: tl.constexpr):
+    """The same where codes mean levels, between which lie the ``thresholds`` for a vector of length 1: scales are lengths."""
+    norm = tl.sqrt_rn(tl.sum(tl.sum(groups * groups, 3, keep_dims=True), 1, keep_dims=True))
+    bound = tl.maximum(norm, 1e-30)
+    # Counted in float32: that takes two instructions for each number and level, integers three.
+    codes = tl.zeros_like(groups) + ROUNDING
+    for level in tl.static_range(LAST):
+        codes += tl.where(groups > tl.load(thresholds + level) * bound, 1.0, 0.0)
+    return codes.to(tl.int32, bitcast=True) & LAST, _stored(norm), tl.zeros_like(norm)
+
+
+@triton.jit
+def _store_codes(codes, head_bytes, slots, slot_bytes, BITS: tl.constexpr, CELL: tl.constexpr):
+    """Codes, int32 [tokens, dim], as bytes, into a head's cells in ``slots``."""
+    TOKENS: tl.constexpr = codes.shape[0]
+    PARTS: tl.constexpr = 8 // BITS
+    BYTES: tl.constexpr = codes.shape[1] // PARTS
+    shifts = tl.arange(0, PARTS) * BITS
+    packed = tl.sum(tl.reshape(codes, (TOKENS, PARTS, BYTES)) << shifts[None, :, None], 1)
+    token, column = tl.arange(0, TOKENS), tl.arange(0, BYTES)
+    cell = head_bytes + tl.load(slots + token * BYTES // CELL) * slot_bytes + token * BYTES % CELL
+    tl.store(cell[:, None] + column[None, :], packed.to(tl.uint8))
+
+
+@triton.jit
+def _store_parameters(parameters, head_bytes, slots, slot_bytes, FIRST: tl.constexpr, CELL: tl.constexpr):
+    """Scales or zero points, one axis, as float16 into a head's cells, beginning ``FIRST`` bytes after its first."""
+    byte = FIRST + 2 * tl.arange(0, parameters.shape[0])
+    cell = head_bytes + tl.load(slots + byte // CELL) * slot_bytes + byte % CELL
+    tl.store(cell.to(tl.pointer_type(tl.float16)), parameters.to(tl.float16))
+
+
+@triton.jit
+def _turning(rotation, DIM: tl.constexpr, LIKE: tl.constexpr):
+    """The rotation, float32 [dim, dim], as a sum of two of LIKE, off by less than 2 ** -17 (float16 scales: by 2 ** -11)."""
+    channel = tl.arange(0, DIM)
+    whole = tl.load(rotation + channel[:, None] * DIM + channel[None, :])
+    first = whole.to(LIKE)
+    return first, (whole - first.to(tl.float32)).to(LIKE)
+
+
+@triton.jit
+def _turned(numbers, first, second):
+    """``numbers``, of the pool's dtype, times what :func:`_turning` gave: float32."""
+    if numbers.dtype == tl.float32:
+        return tl.dot(numbers, first, input_precision="tf32x3")
+    else:
+        return tl.dot(numbers, first, tl.dot(numbers, second))
+
+
+@triton.jit(do_not_specialize=("blocks",), do_not_specialize_on_alignment=("kept", "sources", "targets"))
+def pack_tiles(
+    table, like, kept, sources, targets, rotation, thresholds, blocks, slot_stride, head_stride, HEADS: tl.constexpr,
+    DIM: tl.constexpr, TOKENS: tl.constexpr, BITS: tl.constexpr, SHARING: tl.constexpr, CHANNELS: tl.constexpr,
+    SLOTS: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """``BLOCKS`` blocks of one head; scales are shared by ``SHARING`` tokens and ``CHANNELS`` channels."""
+    SIZE: tl.constexpr = like.dtype.element_ty.primitive_bitwidth // 8
+    CELL: tl.constexpr = DIM * SIZE
+    COUNT: tl.constexpr = TOKENS // SHARING * (DIM // CHANNELS)
+    CODES: tl.constexpr = TOKENS * DIM * BITS // 8
+    layer, head = tl.program_id(1).to(tl.int64), tl.program_id(0) % HEADS
+    first = tl.program_id(0) // HEADS * BLOCKS
+    token, channel = tl.arange(0, TOKENS), tl.arange(0, DIM)
+    # Without the hint nothing is known of loaded addresses, and numbers would be read one by one.
+    buffer = tl.multiple_of(tl.load(table + layer).to(tl.pointer_type(like.dtype.element_ty)), 16) + head * head_stride
+    if rotation is not None:
+        turning = _turning(rotation, DIM, like.dtype.element_ty)
+    for block in tl.range(first, tl.minimum(first + BLOCKS, blocks)):
+        place = ((layer * HEADS + head) * blocks + block) * TOKENS + token
+        source = tl.load(sources + tl.load(kept + place))
+        numbers = tl.load(buffer + source[:, None] * slot_stride + channel[None, :])
+        if rotation is not None:
+            numbers = _turned(numbers, turning[0], turning[1])
+        groups = tl.reshape(numbers.to(tl.float32), (TOKENS // SHARING, SHARING, DIM // CHANNELS, CHANNELS))
+        if thresholds is None:
+            codes, scale, zero = _evenly(groups, (1 << BITS) - 1)
+        else:
+            codes, scale, zero = _by_levels(groups, thresholds, (1 << BITS) - 1)
+        cells, slots = buffer.to(tl.pointer_type(tl.uint8)), targets + block * SLOTS
+        _store_codes(tl.reshape(codes, (TOKENS, DIM)), cells, slots, slot_stride * SIZE, BITS, CELL)
+        _store_parameters(tl.reshape(scale, (COUNT,)), cells, slots, slot_stride * SIZE, CODES, CELL)
+        _store_parameters(tl.reshape(zero, (COUNT,)), cells, slots, slot_stride * SIZE, CODES + 2 * COUNT, CELL)
+
+
+def takes(packing: Packing, buffers: KVBuffers) -> bool:
+    """Whether the kernel packs so, into such buffers; PyTorch packs everything."""
+    layouts, pools = (packing.keys, packing.values), (buffers.keys[0], buffers.values[0])
+    known = type(packing.quantizer).quantize in (EVENLY, BY_LEVELS) and all(pool.dtype in DTYPES for pool in pools)
+    return known and all(layout.plain and layout.dim in DIMS and layout.tokens == TOKENS for layout in layouts)
+
+
+def pack_blocks(
+    packing: Packing, buffers: KVBuffers, kept: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor
+) -> None:
+    """What :meth:`Packing.write` does, where :func:`takes` holds; does not wait for the device.
+
+    Bytes of cells that a layout leaves over stay as they are, where PyTorch writes zeros.
+
+    Args:
+        packing, kept, sources: as there.
+        buffers: as there; those of all layers have the same shape, strides and dtype.
+        targets: as there; none of them is a source.
+    """
+    tables = (buffers.key_table, buffers.value_table)
+    kinds = zip(tables, (buffers.keys[0], buffers.values[0]), (packing.keys, packing.values), strict=True)
+    kept = kept.contiguous()
+    by_levels = type(packing.quantizer).quantize is BY_LEVELS
+    rotations, levels = packing.rotations(kept.device), packing.levels(kept.device)
+    for (table, like, layout), rotation, meanings in zip(kinds, rotations, levels, strict=True):
+        rotation = None if rotation is None else rotation.contiguous()
+        thresholds = (meanings[1:] + meanings[:-1]) / 2 if by_levels else None
+        _launch(table, like, layout, packing.block_slots, kept, sources, targets, rotation, thresholds)
+
+
+def _launch(
+    table: torch.Tensor,
+    like: torch.Tensor,
+    layout: Layout,
+    block_slots: int,
+    kept: torch.Tensor,
+    sources: torch.Tensor,
+    targets: torch.Tensor,
+    rotation: torch.Tensor | None,
+    thresholds: torch.Tensor | None,
+) -> None:
+    """Pack keys, or values."""
+    layers, heads, tokens = kept.shape
+    blocks, share = tokens // layout.tokens, BLOCKS if rotation is None else ROTATED_BLOCKS
+    pack_tiles[(heads * triton.cdiv(blocks, share), layers)](
+        table, like, kept, sources, targets, rotation, thresholds, blocks, like.stride(0), like.stride(1), HEADS=heads,
+        DIM=layout.dim, TOKENS=layout.tokens, BITS=layout.bits, SHARING=layout.grid.tokens, CHANNELS=layout.grid.channels,
+        SLOTS=block_slots, BLOCKS=share, num_warps=WARPS if like.element_size() == 2 else WIDE_WARPS, num_stages=STAGES,
+    )  # fmt: skip
