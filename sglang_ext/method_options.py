@@ -1,6 +1,7 @@
 """The methods that one server offers, of which a request chooses one by name: what they may be, alone and together."""
 
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 from sglang_ext import copy_options
@@ -54,8 +55,13 @@ class Offer:
 
 def offers(args: "KVServerArgs") -> tuple[Offer, ...]:
     """All methods of a server, the one of requests that ask for none first; for arguments that :func:`resolve` saw."""
-    first = Offer(args.kv_compressor, args.kv_compressor, args.kv_budget)
-    return first, *(_parsed(item.strip()) for item in (args.kv_more_compressors or "").split(",") if item.strip())
+    return _offers(args.kv_compressor, args.kv_budget, args.kv_more_compressors or "")
+
+
+@cache
+def _offers(compressor: str, budget: float, more: str) -> tuple[Offer, ...]:
+    # Of one server, and asked for with each request and each chunk of its answer.
+    return Offer(compressor, compressor, budget), *(_parsed(item.strip()) for item in more.split(",") if item.strip())
 
 
 def quantizer_of(found: tuple[Offer, ...]) -> str | None:

@@ -4,11 +4,10 @@ from typing import NamedTuple
 
 import torch
 
-from packed_backend import batch_of_nobody, captured, layer_of, runner_of
+from backend_steps import check_steps, on
 from packed_helpers import attention
 from sglang_ext.mem_cache.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.slot_pointers import PointerRows, Pointers
-from uneven_checks import Layers
 
 # Slots of a pool.
 SLOTS = 400
@@ -37,12 +36,6 @@ def pointed(layers, heads, dim, count, dtype):
     # Slot 0 is no request's.
     order, held = 1 + torch.randperm(SLOTS - 1, generator=noise), Pointers.of(buffers, 1).packed_slots(count)
     return Pointed(buffers, kept.view(layers, heads, count), order[:150], order[150 : 150 + held], order[150 + held :])
-
-
-def on(device, buffers):
-    """The same buffers there."""
-    keys, values = (tuple(part.to(device, copy=True) for part in kind) for kind in (buffers.keys, buffers.values))
-    return KVBuffers(buffers.layer_ids, buffers.scaling, keys, values)
 
 
 def check_write_pointers(device):
@@ -101,38 +94,17 @@ def check_pointer_backend(device):
     """The backend writes the newest KV and attends to what pointers lead to; a graph of it follows its tables."""
     from sglang_ext.layers.attention.pointer_decode import PointerDecode
 
-    layers, heads, group, dim, count, exact, index = 2, 2, 2, 32, 50, 40, 1
-    made = pointed(layers, heads, dim, count, torch.float32)
-    there, pointers, held = on(device, made.buffers), Pointers.of(made.buffers, 1), len(made.held)
-    # Row 3 will begin with pointers; row 1 holds tokens as they are.
-    table = torch.zeros(4, held + exact, dtype=torch.int32, device=device)
-    table[3], table[1, :30] = torch.cat([made.held, made.others[:exact]]), made.others[exact : exact + 30]
-    begins = PointerRows.of_table(pointers, table)
-    backend = PointerDecode(runner_of(Layers(there), table, heads * group), begins)
-    backend.splits = lambda requests: (2, 1)
-    layer, batch = layer_of(index, heads * group, dim), batch_of_nobody(device)
-    noise = torch.Generator().manual_seed(1)
-    q, k, v = (torch.randn(2, width * dim, generator=noise).to(device) for width in (heads * group, heads, heads))
-    run = captured(lambda: backend.forward_decode(q, k, v, layer, batch), device)
-    # What changes between replays: to how much pointers lead, who reads which row, and how long it is.
-    pointers.write(there, *(part.to(device) for part in (made.kept, made.context, made.held)))
-    begins.counts[3] = count
-    batch.req_pool_indices.copy_(torch.tensor([3, 1]))
-    batch.seq_lens.copy_(torch.tensor([held + exact, 30]))
-    newest = made.others[[exact - 1, exact + 29]]
-    batch.out_cache_loc.copy_(newest)
-    found = run().view(2, heads * group, dim).cpu().double()
-    of_layer = [kind[index].clone() for kind in (made.buffers.keys, made.buffers.values)]
-    for buffer, written, new in zip(of_layer, (there.keys, there.values), (k, v)):
-        buffer[newest] = new.view(2, heads, dim).cpu()
-        assert torch.equal(written[index][newest.to(device)].cpu(), buffer[newest])
-    for head, mine in enumerate(range(0, heads * group, group)):
-        seen = torch.cat([made.led(index, head), made.others[:exact]]), made.others[exact : exact + 30]
-        for request, slots in enumerate(seen):
-            queries = q[request].view(1, -1, dim)[:, mine : mine + group].cpu()
-            expected = attention(queries, *(buffer[slots, head][None].double() for buffer in of_layer), 0.1)[0]
-            worst = float((found[request, mine : mine + group] - expected).abs().max() / expected.abs().max())
-            assert worst < (5e-3 if device == "cuda" else 1e-5), (head, request, worst)
+    count, index = 50, 1
+    made = pointed(2, 2, 32, count, torch.float32)
+    there, pointers = on(device, made.buffers), Pointers.of(made.buffers, 1)
+    begins = PointerRows(pointers, torch.zeros(4, dtype=torch.int32, device=device))
+
+    def write():
+        pointers.write(there, *(part.to(device) for part in (made.kept, made.context, made.held)))
+        begins.counts[3] = count
+
+    steps = made.buffers, there, made.held, made.others, 2, index, write, lambda head: made.led(index, head)
+    check_steps(lambda runner: PointerDecode(runner, begins), *steps)
 
 
 def check_pointers(device):

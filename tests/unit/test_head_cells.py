@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from head_helpers import Given, context, scores_of, sets
+from head_helpers import Given, check_slots_are_conserved, context, scores_of, sets
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from packed_helpers import attention
@@ -92,22 +92,15 @@ def test_a_layer_that_keeps_nothing_attends_to_what_follows_the_copy():
 @settings(max_examples=25, deadline=None)
 def test_slots_are_conserved_and_all_cells_hold_something_over_growing_renewing_and_releasing(steps, page_size):
     views = uneven_views(scores_of(LAYERS, HEADS, 200, 1), page_size)
-    before = views.allocator.available_size()
-    for tokens, release in steps:
-        covered = tokens // page_size * page_size
-        given = Given(scores_of(LAYERS, HEADS, max(covered, 1), tokens))
-        views.methods = (replace(views.methods[0], compressor=given),)
-        assert views.compress(1, tokens) == (covered > 0)
-        view = views.get(1)
-        held = view.kept if view else 0
-        assert views.held_tokens == held and views.allocator.available_size() == before - held
-        if view:
-            check_heads(views)
-            assert views.head_cells.slots(torch.tensor([1, 5])) == [0, held]
-        if release:
-            views.release(1)
-    views.release(1)
-    assert views.allocator.available_size() == before
+
+    def choose(covered, seed):
+        views.methods = (replace(views.methods[0], compressor=Given(scores_of(LAYERS, HEADS, covered, seed))),)
+
+    def check(held):
+        check_heads(views)
+        assert views.head_cells.slots(torch.tensor([1, 5])) == [0, held]
+
+    check_slots_are_conserved(views, steps, page_size, choose, lambda view: view.kept, check)
 
 
 def test_a_copy_of_uneven_heads_reads_no_segments_and_leaves_none():

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from head_helpers import Given, scores_of
+from head_helpers import Given, check_slots_are_conserved, scores_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from packed_helpers import attention
@@ -102,19 +102,15 @@ def test_attention_over_pointers_and_the_tail_is_that_over_what_each_head_keeps(
 @settings(max_examples=25, deadline=None)
 def test_slots_are_conserved_over_choosing_anew_and_releasing(steps, page_size):
     views = pointing_views(scores_of(LAYERS, HEADS, 200, 1), page_size)
-    before = views.allocator.available_size()
-    for tokens, release in steps:
-        covered = tokens // page_size * page_size
-        choose_by(views, GivenAnew(scores_of(LAYERS, HEADS, max(covered, 1), tokens)))
-        assert views.compress(1, tokens) == (covered > 0)
-        view = views.get(1)
-        held = views.methods[0].packing.held_slots(view.own_tokens) if view else 0
-        assert views.held_tokens == held and views.allocator.available_size() == before - held
-        check_pointers(views)
-        if release:
-            views.release(1)
-    views.release(1)
-    assert views.allocator.available_size() == before
+    held_slots = views.methods[0].packing.held_slots
+
+    def choose(covered, seed):
+        choose_by(views, GivenAnew(scores_of(LAYERS, HEADS, covered, seed)))
+
+    def held_of(view):
+        return held_slots(view.own_tokens)
+
+    check_slots_are_conserved(views, steps, page_size, choose, held_of, lambda held: check_pointers(views))
 
 
 def test_pointers_read_no_segments_and_leave_none():

@@ -4,6 +4,10 @@ A row is split over programs (flash decoding). Those of its first parts read wha
 tokens; :func:`join_parts` joins them by log-sum-exp, and keeps both kinds apart, as one may have to be rotated back.
 """
 
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
 import triton
 import triton.language as tl
 
@@ -26,6 +30,21 @@ def scaled_queries(queries, row, dim, scaling, GROUP: tl.constexpr, DIM: tl.cons
 
 
 @triton.jit
+def token_step(
+    q, keys, values, slot, inside, dim, value_dim, best, total, acc, key_slot, value_slot, DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, LIKE: tl.constexpr,
+):  # fmt: skip
+    """A step of online softmax over the tokens in ``slot`` that are ``inside``; keys and values begin at the head's cells."""
+    seen = inside[:, None] & (dim < DIM)[None, :]
+    k = tl.load(keys + (slot * key_slot)[:, None] + dim[None, :], mask=seen, other=0.0)
+    qk = tl.where(inside[None, :], tl.dot(q, tl.trans(k)), float("-inf"))
+    best, rescale, p, total = softmax_step(qk, best, total, 1)
+    seen = inside[:, None] & (value_dim < VALUE_DIM)[None, :]
+    v = tl.load(values + (slot * value_slot)[:, None] + value_dim[None, :], mask=seen, other=0.0)
+    return best, total, acc * rescale[:, None] + tl.dot(p.to(LIKE), v)
+
+
+@triton.jit
 def exact_part(
     queries, keys, values, table, begin, end, part, scaling, row, key_slot, value_slot, PARTS: tl.constexpr,
     GROUP: tl.constexpr, M: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
@@ -44,13 +63,9 @@ def exact_part(
         place = start + tl.arange(0, N)
         inside = place < last
         slot = tl.load(table + place, mask=inside, other=0).to(tl.int64)
-        seen = inside[:, None] & (dim < DIM)[None, :]
-        k = tl.load(keys + (slot * key_slot)[:, None] + dim[None, :], mask=seen, other=0.0)
-        qk = tl.where(inside[None, :], tl.dot(q, tl.trans(k)), float("-inf"))
-        best, rescale, p, total = softmax_step(qk, best, total, 1)
-        seen = inside[:, None] & (value_dim < VALUE_DIM)[None, :]
-        v = tl.load(values + (slot * value_slot)[:, None] + value_dim[None, :], mask=seen, other=0.0)
-        acc = acc * rescale[:, None] + tl.dot(p.to(LIKE), v)
+        best, total, acc = token_step(
+            q, keys, values, slot, inside, dim, value_dim, best, total, acc, key_slot, value_slot, DIM, VALUE_DIM, LIKE
+        )  # fmt: skip
     return best, total, acc
 
 
@@ -81,3 +96,49 @@ def join_parts(
     inside = dim < VALUE_DIM
     tl.store(far + head * VALUE_DIM + dim, tl.sum(tl.where((split < PACKED)[:, None], found, 0.0), 0), mask=inside)
     tl.store(near + head * VALUE_DIM + dim, tl.sum(tl.where((split >= PACKED)[:, None], found, 0.0), 0), mask=inside)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the parts of a batch's rows give, and how they are joined.
+
+    Attributes:
+        queries: [requests, heads, dim].
+        value_dim: of a head's outputs.
+        splits: parts of a row's copy, and of its exact tokens.
+    """
+
+    queries: torch.Tensor
+    value_dim: int
+    splits: tuple[int, int]
+
+    @property
+    def most(self) -> int:
+        """Parts of a row."""
+        return sum(self.splits)
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """Constants of kernels that store parts."""
+        return {"VALUE_DIM": self.value_dim, "PADDED_VALUE_DIM": triton.next_power_of_2(self.value_dim), "PACKED": self.splits[0]}
+
+    @cached_property
+    def partial(self) -> torch.Tensor:
+        """Means of values: float32 [requests * heads * parts, value_dim]."""
+        requests, heads, _ = self.queries.shape
+        return torch.empty(requests * heads * self.most, self.value_dim, device=self.queries.device)
+
+    @cached_property
+    def lse(self) -> torch.Tensor:
+        """Logarithms of weights' sums: float32 [requests * heads, parts]."""
+        requests, heads, _ = self.queries.shape
+        return torch.empty(requests * heads, self.most, device=self.queries.device)
+
+    def joined(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the copies add to the outputs, and what the exact tokens do: float32 [requests, heads, value_dim]."""
+        requests, heads, _ = self.queries.shape
+        far, near = torch.empty(2, requests, heads, self.value_dim, device=self.queries.device)
+        join_parts[(requests * heads,)](
+            self.partial, self.lse, far, near, SPLITS=self.most, PADDED_SPLITS=triton.next_power_of_2(self.most), **self.shape
+        )
+        return far, near

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from sglang_ext.layers.kernels.flash_parts import join_parts
+from sglang_ext.layers.kernels.flash_parts import Parts
+from sglang_ext.layers.kernels.gluon import waves
 from sglang_ext.layers.kernels.gluon.constants import Fragments
 from sglang_ext.layers.kernels.gluon.fragments import TOKENS
-from sglang_ext.layers.kernels.gluon import waves
 from sglang_ext.layers.kernels.gluon.packed import packed_splits_gluon
 from sglang_ext.layers.kernels.packed_attention import packed_splits
 from sglang_ext.mem_cache.packed_layout import Layout
@@ -79,7 +79,7 @@ class _Call:
 
     Attributes:
         rotated: queries as packed keys are.
-        partial, lse: what parts give, float32 [requests * heads * parts, dim of a value] and [requests * heads, parts].
+        parts: what parts of rows give.
     """
 
     packing: Packing
@@ -88,21 +88,19 @@ class _Call:
     keys: torch.Tensor
     values: torch.Tensor
     rows: tuple[torch.Tensor, int, torch.Tensor, torch.Tensor, torch.Tensor]
-    partial: torch.Tensor
-    lse: torch.Tensor
     scaling: float
-    splits: tuple[int, int]
+    parts: Parts
 
     @property
     def grid(self) -> tuple[int, int, int]:
         """Programs."""
-        return sum(self.splits), self.keys.shape[1], len(self.queries)
+        return self.parts.most, self.keys.shape[1], len(self.queries)
 
     @property
     def outcome(self) -> tuple[torch.Tensor, torch.Tensor, float, int, int, int, int]:
         """Where parts go, and what follows it in both kernels."""
         steps = *self.keys.stride()[:2], *self.values.stride()[:2]
-        return self.partial, self.lse, self.scaling, *steps
+        return self.parts.partial, self.parts.lse, self.scaling, *steps
 
 
 def _launch_gluon(call: _Call, constants: Fragments) -> None:
@@ -110,29 +108,28 @@ def _launch_gluon(call: _Call, constants: Fragments) -> None:
     words, numbers = ([part.view(dtype) for part in (keys, values)] for dtype in (torch.int32, torch.float16))
     packed_splits_gluon[call.grid](
         call.queries, call.rotated, keys, values, words[0], numbers[0], words[1], numbers[1], *call.rows, *call.outcome,
-        *call.splits, HEADS=keys.shape[1], BLOCK_SLOTS=call.packing.block_slots, F=constants, **GLUON_OPTIONS,
+        *call.parts.splits, HEADS=keys.shape[1], BLOCK_SLOTS=call.packing.block_slots, F=constants, **GLUON_OPTIONS,
     )  # fmt: skip
 
 
 def _launch_triton(call: _Call) -> None:
     keys, values, key, value = call.keys, call.values, call.packing.keys, call.packing.values
-    (_, heads, dim), kv_heads, value_dim = call.queries.shape, keys.shape[1], values.shape[2]
+    (_, heads, dim), kv_heads = call.queries.shape, keys.shape[1]
     key_levels, value_levels = call.packing.levels(keys.device)
     table = key_levels is not None
     # Without a table the kernel reads none of it.
-    levels = (key_levels, value_levels) if table else (call.lse, call.lse)
+    levels = (key_levels, value_levels) if table else (call.parts.lse, call.parts.lse)
     packed_splits[call.grid](
         call.queries, call.rotated, keys, values, as_bytes(keys), keys.view(torch.float16), as_bytes(values),
         values.view(torch.float16), *levels, *call.rows, *call.outcome, HEADS=kv_heads, GROUP=heads // kv_heads,
-        M=max(8, triton.next_power_of_2(heads // kv_heads)), DIM=dim, VALUE_DIM=value_dim,
-        PADDED_DIM=triton.next_power_of_2(dim), PADDED_VALUE_DIM=triton.next_power_of_2(value_dim), COLUMNS=_columns(key),
+        M=max(8, triton.next_power_of_2(heads // kv_heads)), DIM=dim, PADDED_DIM=triton.next_power_of_2(dim), COLUMNS=_columns(key),
         VALUE_COLUMNS=_columns(value), BITS=key.bits, BLOCK_TOKENS=key.tokens, BLOCK_SLOTS=call.packing.block_slots,
         CODE_CELLS=key.code_cells, KEY_CELL=key.cell_bytes // 2, VALUE_CELL=value.cell_bytes // 2,
         KEY_GROUPS=key.groups[0] if key.grid.channels == 1 else 1, KEY_UNIT=key.grid.channels,
         VALUE_UNIT=value.grid.channels, TABLE=table,
         FAST=on_gpu(keys) and keys.dtype != torch.float32 and key.bits < 8 and not table,
-        STEP=BY_CHANNEL if key.grid.channels == 1 else BY_TOKEN, PACKED=call.splits[0], EXACT=call.splits[1], N=EXACT,
-        num_warps=WARPS,
+        STEP=BY_CHANNEL if key.grid.channels == 1 else BY_TOKEN, EXACT=call.parts.splits[1], N=EXACT, num_warps=WARPS,
+        **call.parts.shape,
     )  # fmt: skip
 
 
@@ -161,24 +158,17 @@ def packed_decode(
         scaling: factor on query-key products, positive.
         splits: parts of the blocks, and of the exact tokens, that are read at the same time.
     """
-    (requests, heads, _), value_dim, most = queries.shape, values.shape[2], sum(splits)
-    device = queries.device
-    to_keys, to_values = packing.rotations(device)
+    to_keys, to_values = packing.rotations(queries.device)
     queries = queries.contiguous()
     rotated = queries if to_keys is None else queries.float() @ to_keys
-    partial = torch.empty(requests * heads * most, value_dim, device=device)
-    lse = torch.empty(requests * heads, most, device=device)
     table = token_table, token_table.stride(0), rows, lengths, packed_slots
-    call = _Call(packing, queries, rotated, keys, values, table, partial, lse, scaling, splits)
-    constants = fragments(packing, keys, values, heads // keys.shape[1])
+    parts = Parts(queries, values.shape[2], splits)
+    call = _Call(packing, queries, rotated, keys, values, table, scaling, parts)
+    constants = fragments(packing, keys, values, queries.shape[1] // keys.shape[1])
     if constants is None:
         _launch_triton(call)
     else:
         _launch_gluon(call, constants)
-    far, near = torch.empty(2, requests, heads, value_dim, device=device)
-    join_parts[(requests * heads,)](
-        partial, lse, far, near, VALUE_DIM=value_dim, PADDED_VALUE_DIM=triton.next_power_of_2(value_dim), PACKED=splits[0],
-        SPLITS=most, PADDED_SPLITS=triton.next_power_of_2(most),
-    )  # fmt: skip
+    far, near = parts.joined()
     back = far if to_values is None else far @ to_values.t()
     return (back + near).to(queries.dtype)

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_ext.layers.kernels.flash_parts import exact_part, join_parts, scaled_queries, softmax_step, store_part
+from sglang_ext.layers.kernels.flash_parts import Parts, exact_part, scaled_queries, store_part, token_step
 from sglang_ext.mem_cache.slot_pointers import PointerRows, as_pointers
 
 # Tokens in a step.
@@ -32,13 +32,9 @@ def _pointed_part(
         inside = place < last
         held = tl.load(table + place // PER_SLOT, mask=inside, other=0).to(tl.int64)
         slot = tl.load(pointers + held * pointer_slot + place % PER_SLOT, mask=inside, other=0).to(tl.int64)
-        seen = inside[:, None] & (dim < DIM)[None, :]
-        k = tl.load(keys + (slot * key_slot)[:, None] + dim[None, :], mask=seen, other=0.0)
-        qk = tl.where(inside[None, :], tl.dot(q, tl.trans(k)), float("-inf"))
-        best, rescale, p, total = softmax_step(qk, best, total, 1)
-        seen = inside[:, None] & (value_dim < VALUE_DIM)[None, :]
-        v = tl.load(values + (slot * value_slot)[:, None] + value_dim[None, :], mask=seen, other=0.0)
-        acc = acc * rescale[:, None] + tl.dot(p.to(LIKE), v)
+        best, total, acc = token_step(
+            q, keys, values, slot, inside, dim, value_dim, best, total, acc, key_slot, value_slot, DIM, VALUE_DIM, LIKE
+        )  # fmt: skip
     return best, total, acc
 
 
@@ -100,16 +96,12 @@ def pointer_decode(
         splits: parts of what a head keeps, and of the tokens after it, that are read at the same time.
     """
     requests, heads, dim = queries.shape
-    kv_heads, value_dim, most, cells = keys.shape[1], values.shape[2], sum(splits), as_pointers(keys)
-    partial = torch.empty(requests * heads * most, value_dim, device=queries.device)
-    lse = torch.empty(requests * heads, most, device=queries.device)
-    shape = {"VALUE_DIM": value_dim, "PADDED_VALUE_DIM": triton.next_power_of_2(value_dim), "PACKED": splits[0], "SPLITS": most}
-    pointer_splits[(most, kv_heads, requests)](
-        queries.contiguous(), keys, values, cells, token_table, token_table.stride(0), rows, lengths, begins.counts, partial, lse,
-        scaling, keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), cells.stride(0), cells.stride(1),
+    kv_heads, cells, parts = keys.shape[1], as_pointers(keys), Parts(queries, values.shape[2], splits)
+    pointer_splits[(parts.most, kv_heads, requests)](
+        queries.contiguous(), keys, values, cells, token_table, token_table.stride(0), rows, lengths, begins.counts, parts.partial,
+        parts.lse, scaling, keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), cells.stride(0), cells.stride(1),
         HEADS=kv_heads, GROUP=heads // kv_heads, M=max(16, triton.next_power_of_2(heads // kv_heads)), DIM=dim,
-        PADDED_DIM=triton.next_power_of_2(dim), PER_SLOT=begins.pointers.per_slot, N=TOKENS, **shape,
+        PADDED_DIM=triton.next_power_of_2(dim), PER_SLOT=begins.pointers.per_slot, SPLITS=parts.most, N=TOKENS, **parts.shape,
     )  # fmt: skip
-    kept, exact = torch.empty(2, requests, heads, value_dim, device=queries.device)
-    join_parts[(requests * heads,)](partial, lse, kept, exact, PADDED_SPLITS=triton.next_power_of_2(most), **shape)
+    kept, exact = parts.joined()
     return (kept + exact).to(queries.dtype)

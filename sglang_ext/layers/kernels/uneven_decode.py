@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_ext.layers.kernels.flash_parts import exact_part, join_parts, scaled_queries, softmax_step, store_part
+from sglang_ext.layers.kernels.flash_parts import Parts, exact_part, scaled_queries, softmax_step, store_part
 from sglang_ext.mem_cache.head_cells import HeadCells
 
 # Tokens in a step.
@@ -103,17 +103,13 @@ def uneven_decode(
     """
     keys, values = cells.buffers.keys[layer], cells.buffers.values[layer]
     requests, heads, dim = queries.shape
-    kv_heads, value_dim, most = keys.shape[1], values.shape[2], sum(splits)
-    partial = torch.empty(requests * heads * most, value_dim, device=queries.device)
-    lse = torch.empty(requests * heads, most, device=queries.device)
-    shape = {"VALUE_DIM": value_dim, "PADDED_VALUE_DIM": triton.next_power_of_2(value_dim), "PACKED": splits[0], "SPLITS": most}
-    _splits[(most, kv_heads, requests)](
+    kv_heads, parts = keys.shape[1], Parts(queries, values.shape[2], splits)
+    _splits[(parts.most, kv_heads, requests)](
         queries.contiguous(), keys, values, cells.buffers.key_table, cells.buffers.value_table, token_table,
-        token_table.stride(0), rows, lengths, cells.bounds, cells.bounds.stride(0), layer * kv_heads, partial, lse, scaling,
-        keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), ALL_HEADS=cells.bounds.shape[1] - 1,
+        token_table.stride(0), rows, lengths, cells.bounds, cells.bounds.stride(0), layer * kv_heads, parts.partial, parts.lse,
+        scaling, keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), ALL_HEADS=cells.bounds.shape[1] - 1,
         HEADS=kv_heads, GROUP=heads // kv_heads, M=max(16, triton.next_power_of_2(heads // kv_heads)), DIM=dim,
-        PADDED_DIM=triton.next_power_of_2(dim), N=TOKENS, **shape,
+        PADDED_DIM=triton.next_power_of_2(dim), SPLITS=parts.most, N=TOKENS, **parts.shape,
     )  # fmt: skip
-    kept, exact = torch.empty(2, requests, heads, value_dim, device=queries.device)
-    join_parts[(requests * heads,)](partial, lse, kept, exact, PADDED_SPLITS=triton.next_power_of_2(most), **shape)
+    kept, exact = parts.joined()
     return (kept + exact).to(queries.dtype)

@@ -1,5 +1,7 @@
 """Into how many parts rows are cut, so that a GPU's multiprocessors are busy to the end."""
 
+from functools import cache
+
 # Programs of one warp that fit a multiprocessor: two in each of its four parts, whose registers are 16,384.
 RESIDENT = 8
 MOST_PARTS = 128
@@ -9,6 +11,7 @@ PARTS_TO_AN_EXACT_ONE = 16
 OVERHEAD = 0.01
 
 
+@cache
 def cut(rows: int, room: int) -> tuple[int, int]:
     """Parts of each row's blocks, and of its exact tokens, with which all are read soonest.
 
