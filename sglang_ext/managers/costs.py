@@ -1,26 +1,13 @@
-"""What a round of verified decoding costs: bytes that are read and loaded over bandwidths, modelled or measured."""
+"""What a round of verified decoding costs: bytes that are read and loaded over bandwidths."""
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
 
 class CostError(ValueError):
     """Costs that no machine has; the message says which and what to pass."""
-
-
-class Timed(NamedTuple):
-    """A forward that was measured.
-
-    Attributes:
-        requests: in it.
-        seconds: that it took.
-    """
-
-    requests: int
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -64,38 +51,6 @@ class Costs:
         value = getattr(self, name)
         if not (math.isfinite(value) and holds):
             raise CostError(f"{name} {value!r}: pass a finite number, {allowed}")
-
-    @classmethod
-    def measured(
-        cls, draft: Timed, verify: Timed, *, context: float, link: float, memory: float, budget: float, **more: float
-    ) -> "Costs":
-        """From times of forwards: what a draft takes, and a verification, gives the bandwidth and the weights.
-
-        The weights are then what each forward takes whatever it reads, launches among it.
-
-        Args:
-            draft: a draft step of requests with copies.
-            verify: a verification of requests over full KV, without ``token_seconds``.
-            more: ``drafts``, ``turnaround``, ``token_seconds``, ``recent``.
-
-        Raises:
-            CostError: the times do not tell reading from the rest.
-        """
-        known = cls(0.0, context, 1.0, link, memory, budget, **more)
-        read = verify.requests * context - draft.requests * known.copy
-        if read <= 0 or verify.seconds <= draft.seconds:
-            raise CostError(
-                f"a draft step of {draft.requests} requests in {draft.seconds!r} s and a verification of {verify.requests} in "
-                f"{verify.seconds!r} s: the verification has to read more and take longer; measure one of more requests"
-            )
-        bandwidth = read / (verify.seconds - draft.seconds)
-        weights = draft.seconds * bandwidth - draft.requests * known.copy
-        if weights < -1e-6 * read:
-            raise CostError(
-                f"a draft step of {draft.seconds!r} s is faster than reading its copies at {bandwidth:g} bytes/s, as the "
-                f"verification of {verify.seconds!r} s tells: measure both at the same clocks"
-            )
-        return cls(max(0.0, weights), context, bandwidth, link, memory, budget, **more)
 
     @property
     def loaded(self) -> float:

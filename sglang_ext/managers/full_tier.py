@@ -63,6 +63,7 @@ def _policy(worker: "KVWorker") -> OffloadPolicy:
     args, views = worker.server_args, worker.views
     rows = views.rows - 1
     return OffloadPolicy(
+        weights=sum(each.nbytes for each in worker.model_runner.model.parameters()),
         bytes_per_token=views.buffers.bytes_per_slot,
         memory=views.allocator.size,
         drafts=options.longest_draft(args),

@@ -5,18 +5,25 @@ VeriCache's optimum (equations (5)-(11), placement.py) says that more tokens a s
 wait, as in stock SGLang. ``host``: all of it leaves, and the optimum says after how many drafts it is loaded.
 """
 
+from collections import deque
 from dataclasses import dataclass, field
+from statistics import median_low
 from typing import NamedTuple
 
 from sglang_ext.managers import placement
-from sglang_ext.managers.costs import CostError, Costs, Timed
-from sglang_ext.managers.draft_length import Recent, Spent
+from sglang_ext.managers.costs import CostError
+from sglang_ext.managers.draft_length import Spent
+from sglang_ext.managers.measured_costs import Draft, Rest, measured
 from sglang_ext.managers.rolling_plan import RollingRound
 
 # The optimum gains less than its equations say where requests come and go (docs/results/simulate.md).
 MARGIN = 1.1
 # Drafts before a load until times are known.
 FIRST_DRAFTS = 64
+# Rounds that are remembered, and those that tell enough.
+RECENT_ROUNDS, ENOUGH_ROUNDS = 32, 3
+# A round of which the rest took so many times the median stalled, and tells nothing.
+STALL = 3
 
 
 class Offload(NamedTuple):
@@ -31,11 +38,26 @@ class Offload(NamedTuple):
     drafts: int
 
 
+class Seen(NamedTuple):
+    """A round that was measured.
+
+    Attributes:
+        draft: a step of it.
+        rest: all else.
+        context: mean tokens of its requests.
+    """
+
+    draft: Draft
+    rest: Rest
+    context: float
+
+
 @dataclass
 class OffloadPolicy:
     """Learns from rounds, and chooses.
 
     Attributes:
+        weights: bytes of the model.
         bytes_per_token: of full KV.
         memory: tokens that the device's pool holds.
         drafts: of a round.
@@ -44,17 +66,14 @@ class OffloadPolicy:
         tier: ``auto`` or ``host``.
     """
 
+    weights: float
     bytes_per_token: int
     memory: int
     drafts: int
     longest: int
     requests: int
     tier: placement.Tier = "auto"
-    _draft: Recent = field(default_factory=Recent)
-    _verify: Recent = field(default_factory=Recent)
-    _drafting: int = 0
-    _verifying: int = 0
-    _context: float = 0.0
+    _seen: deque[Seen] = field(default_factory=lambda: deque(maxlen=RECENT_ROUNDS))
 
     @property
     def unknown(self) -> Offload:
@@ -65,14 +84,10 @@ class OffloadPolicy:
         """Take a round's seconds."""
         if not spent.drafts:
             return
-        if len(round_.states) != self._drafting:
-            self._draft, self._drafting = Recent(), len(round_.states)
-        self._draft.newest.append(spent.drafting / spent.drafts)
-        self._context = sum(round_.lengths) / len(round_.lengths)
-        if round_.due:
-            if len(round_.due) != self._verifying:
-                self._verify, self._verifying = Recent(), len(round_.due)
-            self._verify.newest.append(spent.whole - spent.drafting)
+        draft = Draft(len(round_.states), spent.drafting / spent.drafts)
+        tokens = sum(round_.offered[i] + 1 for i in round_.due)
+        rest = Rest(len(round_.due), tokens, spent.whole - spent.drafting)
+        self._seen.append(Seen(draft, rest, sum(round_.lengths) / len(round_.lengths)))
 
     def choose(self, probability: float, link: float, share: float) -> Offload:
         """What may leave the device from now on; :attr:`unknown` before enough was measured.
@@ -82,27 +97,40 @@ class OffloadPolicy:
             link: bytes per second of loads.
             share: of full KV that copies keep.
         """
-        if not self._verify.count or not self._draft.count:
+        telling = self._telling()
+        if not any(seen.rest.requests for seen in telling):
             return self.unknown
+        running = telling[-1].draft.requests
         try:
-            costs = Costs.measured(
-                Timed(self._drafting, self._draft.seconds),
-                Timed(self._verifying, self._verify.seconds),
-                context=self._context * self.bytes_per_token,
+            costs = measured(
+                Draft(running, median_low(seen.draft.seconds for seen in telling)),
+                [seen.rest for seen in telling],
+                weights=self.weights,
+                context=telling[-1].context * self.bytes_per_token,
                 link=link,
                 memory=self.memory * self.bytes_per_token,
                 budget=share,
                 drafts=self.drafts,
             )
         except CostError:
-            # Times that are not those of reading KV, as of short contexts, where launches take longer.
             return self.unknown
         if self.tier == "host":
             # Of those that run: more may not come.
-            found = placement.best(costs, round(probability, 3), self._drafting, "host", self.longest)
+            found = placement.best(costs, round(probability, 3), running, "host", self.longest)
             return Offload(None, found.drafts_offloaded or self.longest)
         found = placement.best(costs, round(probability, 3), self.requests, "auto", self.longest)
         stays = placement.best(costs, round(probability, 3), self.requests, "device", self.longest)
         if found.tokens_per_second < MARGIN * stays.tokens_per_second:
             return self.unknown
         return Offload(found.offloaded, found.drafts_offloaded or self.longest)
+
+    def _telling(self) -> list[Seen]:
+        """Rounds of as many requests as the newest, where there are enough, else all; none that stalled."""
+        rounds = list(self._seen)
+        alike = [seen for seen in rounds if seen.draft.requests == rounds[-1].draft.requests]
+        if sum(seen.rest.requests > 0 for seen in alike) >= ENOUGH_ROUNDS:
+            rounds = alike
+        if not rounds:
+            return []
+        longest = STALL * median_low([seen.rest.seconds for seen in rounds if seen.rest.requests] or [float("inf")])
+        return [seen for seen in rounds if seen.rest.seconds <= longest]

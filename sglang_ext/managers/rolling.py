@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from sglang_ext.managers.worker import KVWorker
 
 # Rounds after which the optimum is looked for again: times, acceptance and the link change slowly.
-PLACE_AFTER = 16
+PLACE_AFTER = 8
 
 
 @dataclass(frozen=True)

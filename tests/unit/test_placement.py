@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_ext.managers import costs as costs_module
-from sglang_ext.managers.costs import CostError, Costs, Timed, draft_seconds, round_seconds, verify_seconds
+from sglang_ext.managers.costs import CostError, Costs, round_seconds, verify_seconds
 from sglang_ext.managers.placement import Placement, best, stock, throughput
 
 # Qwen3-8B in bfloat16 at 32k tokens, memory for 8 of them, on an H200 (docs/results/simulate.md).
@@ -120,28 +120,6 @@ def test_recent_tokens_stay_on_the_device_and_in_copies():
 def test_rounds_without_a_verification_do_not_read_weights_for_one():
     assert verify_seconds(H200, 0.5) == pytest.approx(0.5 * verify_seconds(H200, 1))
     assert verify_seconds(H200, 2) - verify_seconds(H200, 1) == pytest.approx(CONTEXT / 4.35e12)
-
-
-@given(MACHINES, st.integers(1, 20), st.integers(1, 20))
-@settings(deadline=None)
-def test_measured_times_give_back_the_machine(costs, drafting, verifying):
-    draft = Timed(drafting, draft_seconds(costs, drafting))
-    verify = Timed(verifying, float(verify_seconds(costs, verifying)))
-    given = {name: getattr(costs, name) for name in ("context", "link", "memory", "budget", "drafts", "turnaround", "token_seconds", "recent")}
-    if verifying * costs.context < drafting * costs.copy * 1.01:
-        return
-    found = Costs.measured(draft, verify, **given)
-    assert found.bandwidth == pytest.approx(costs.bandwidth, rel=1e-3)
-    assert found.weights == pytest.approx(costs.weights, rel=1e-3, abs=1e-2)
-
-
-@pytest.mark.parametrize(
-    ("draft", "verify", "words"),
-    [(Timed(9, 1.0), Timed(1, 2.0), "read more"), (Timed(1, 2.0), Timed(9, 2.0), "take longer"), (Timed(8, 0.1), Timed(9, 2.0), "same clocks")],
-)
-def test_times_that_tell_nothing_are_refused(draft, verify, words):
-    with pytest.raises(CostError, match=words):
-        Costs.measured(draft, verify, context=8.0, link=1.0, memory=1.0, budget=0.25)
 
 
 @pytest.mark.parametrize(
