@@ -40,6 +40,7 @@ class Result:
         running: requests that decoded side by side.
         tokens_per_second: of all, median of the waves.
         token_ms: milliseconds per output token of each request that ran.
+        steady: tokens per second of all between each request's first verification and its last, median of the waves.
         gain: these tokens per second over stock's; None before stock was measured.
         limit_ms: the least that the bandwidth allows; None without a GPU, and where full KV lies in tiers.
         allowed: tokens per second that bandwidths and memory allow where full KV lies in tiers, at a forced acceptance.
@@ -61,6 +62,7 @@ class Result:
     limit_ms: float | None
     waves: list[Wave]
     allowed: float | None = None
+    steady: float = 0.0
     acceptance: float | None = None
     prefill: float = 0.0
     parts_ms: dict[str, float] = field(default_factory=dict)
@@ -179,6 +181,7 @@ def run_setting(
                 prefills, metrics = list(cached.values())[1:], server.request("metrics")
                 yield replace(
                     summarize(args, setting, context, measured, before, bandwidth),
+                    steady=statistics.median(wave.steady for wave in measured),
                     acceptance=acceptance,
                     allowed=allowed(args, setting, context, batch, acceptance, bandwidth, pool, metrics),
                     prefill=statistics.median(prefills or [0.0]),
@@ -257,7 +260,8 @@ def line(result: Result) -> str:
     if result.limit_ms:
         parts.append(f"limit {result.limit_ms:6.2f} ms ({result.limit_ms / result.token_ms:4.0%})")
     if result.allowed:
-        parts.append(f"allowed {result.allowed:.0f} tokens/s ({result.tokens_per_second / result.allowed:4.0%})")
+        steady = f"steady {result.steady:.0f} ({result.steady / result.allowed:4.0%})"
+        parts.append(f"allowed {result.allowed:.0f} tokens/s ({result.tokens_per_second / result.allowed:4.0%}), {steady}")
     lengths = [f"{wave.accept_length:.2f}" for wave in result.waves if wave.accept_length]
     if lengths:
         parts.append(f"accept length {' '.join(lengths)}")

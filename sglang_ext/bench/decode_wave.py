@@ -38,6 +38,14 @@ class Stream:
         """Output tokens that had come by then."""
         return max((n for t, n in zip(self.times, self.tokens) if t <= seconds), default=0)
 
+    def rate(self, begin: float, end: float) -> float:
+        """Tokens per second from the first chunk after ``begin`` until the last one up to ``end``; 0 where these are not two."""
+        chunks = [(t, n) for t, n in zip(self.times, self.tokens) if begin < t <= end]
+        if len(chunks) < 2:
+            return 0.0
+        (first, before), (last, after) = chunks[0], chunks[-1]
+        return (after - before) / (last - first) if last > first else 0.0
+
 
 @dataclass(frozen=True)
 class Wave:
@@ -48,6 +56,8 @@ class Wave:
         running: those that decoded side by side; the others waited, for lack of room, until one of them had ended.
         seconds: from the first token of the last of these to the last token of the first to end.
         tokens: their output tokens in these seconds.
+        steady: tokens per second of all, each request from its first chunk after that until its last: without the wait for a first
+            verification, and without drafts that are not verified yet when the span ends.
         first_token: seconds until the first token of the last of these.
         accept_length: mean tokens per verification; None when nothing was drafted.
         fallbacks: requests that were last served with full KV, though they could draft.
@@ -57,6 +67,7 @@ class Wave:
     running: int
     seconds: float
     tokens: int
+    steady: float
     first_token: float
     accept_length: float | None
     fallbacks: int
@@ -96,6 +107,7 @@ def measure(streams: Sequence[Stream]) -> Wave:
         running=len(together),
         seconds=end - begin,
         tokens=tokens,
+        steady=sum(stream.rate(begin, end) for stream in together),
         first_token=begin,
         accept_length=(accepted + verifies) / verifies if verifies else None,
         fallbacks=sum(bool(stream.meta.get("kv_fallback")) for stream in streams),

@@ -7,6 +7,7 @@ import torch
 
 from sglang_ext import options
 from sglang_ext.managers.admission import Admission
+from sglang_ext.managers.lock_step import LockStep
 from sglang_ext.managers.offload_policy import OffloadPolicy
 from sglang_ext.managers.pace import Pace
 from sglang_ext.managers.rolling import Rolling
@@ -55,7 +56,7 @@ def rolling(worker: "KVWorker", graphs: "VerifyGraphSet | None", pace: Pace, ste
     views.tree_cache.residency = residency
     # What a first round takes does not matter; it is measured from then on.
     admission = Admission(iteration_seconds=1.0, memory=residency.room)
-    verifications = Verifications(admission, residency, views.buffers.bytes_per_slot, first.drafts)
+    verifications = Verifications(admission, residency, views.buffers.bytes_per_slot, first.drafts, LockStep.from_environment())
     return Rolling(worker, graphs, worker.simulation, pace, steps, verifications, policy)
 
 

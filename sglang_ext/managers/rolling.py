@@ -108,9 +108,10 @@ class Rolling(Lockstep):
             self._check(batch, round_)
         run = self._draft_and_verify_some if round_.drafts else self._decode_all_plainly
         result = run(batch, round_, on_publish)
-        for i, state in enumerate(states):
-            state.gathered = 0 if i in round_.due or i in round_.answering else round_.offered[i]
         self.verifications.end()
+        for i, state in enumerate(states):
+            answered = i in round_.due or i in round_.answering
+            state.gathered = 0 if answered or self.verifications.waits(state.row) else round_.offered[i]
         self.pace.ended()
         return result
 

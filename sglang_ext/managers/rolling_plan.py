@@ -143,10 +143,12 @@ class RollingPlanner:
         """Find who verifies in this round, and begin the loads for later ones."""
         verifications = self.verifications
         verifications.begin(iteration_seconds)
+        rounds = {}
         for state, drafting, left in zip(states, on_copy, missing):
             if drafting and not verifications.residency.is_lost(state.row):
                 target = min(verifications.drafts, left - 1) - state.gathered
-                verifications.want(state.row, max(1, -(-target // steps) - 1))
+                rounds[state.row] = max(1, -(-target // steps) - 1)
+        verifications.want(rounds)
         verifications.start()
 
     def _row(self, state: RequestState, length: int, gathered: int, drafting: bool) -> tuple[int, int]:

@@ -7,6 +7,7 @@ device for (admission.py), once as many drafts as pay for its load will have gat
 from dataclasses import dataclass, field
 
 from sglang_ext.managers.admission import Admission
+from sglang_ext.managers.lock_step import LockStep
 from sglang_ext.mem_cache.residency import Residency
 
 # Share by which the link's bandwidth may change before loads that are planned take another time.
@@ -22,6 +23,7 @@ class Verifications:
         residency: whose full KV is on the device.
         bytes_per_token: of full KV.
         drafts: that a request gathers before its full KV is loaded.
+        lock_step: lets requests verify together; None where they are staggered.
         turns: rows that verify in this iteration.
         slack: iterations by which full KV was there before its turn, in all.
     """
@@ -30,6 +32,7 @@ class Verifications:
     residency: Residency
     bytes_per_token: int
     drafts: int
+    lock_step: LockStep | None = None
     turns: set[int] = field(default_factory=set)
     slack: int = 0
     _reserved: set[int] = field(default_factory=set)
@@ -68,15 +71,23 @@ class Verifications:
             before = bandwidth
         self._bandwidth = before
 
-    def want(self, row: int, rounds: int) -> None:
-        """A request shall verify: now, if its full KV is on the device, or else after so many rounds.
+    def want(self, rounds: dict[int, int]) -> None:
+        """Requests shall verify: now, if their full KV is on the device, or else after so many rounds.
 
-        Where nothing fits it waits, and wants it again.
+        Where nothing fits they wait, and want it again.
 
         Args:
-            row: of the token table.
-            rounds: of drafts after this one until enough are gathered, at least 1.
+            rounds: by row of the token table, of drafts after this one until enough are gathered, at least 1.
         """
+        if self.lock_step is not None:
+            coming = {row: row in self._reserved or self.residency.missing_tokens(row) for row in rounds}
+            away = {row: left for row, left in rounds.items() if row not in self.turns and coming[row]}
+            allowed = self.lock_step.allowed(away)
+            rounds = {row: left for row, left in rounds.items() if row not in away or row in allowed}
+        for row, left in rounds.items():
+            self._want(row, left)
+
+    def _want(self, row: int, rounds: int) -> None:
         if row in self.turns or row in self._reserved:
             return
         tokens = self.residency.missing_tokens(row)
@@ -102,9 +113,15 @@ class Verifications:
 
     def end(self) -> None:
         """The iteration was launched: full KV that was read may leave the device again."""
+        if self.lock_step is not None:
+            self.lock_step.verified(self.turns)
         for row in self.turns | self._kept:
             self.residency.release(row)
         self._kept.clear()
+
+    def waits(self, row: int) -> bool:
+        """Whether a request verified, and what it drafts until the others have is of no use."""
+        return self.lock_step is not None and row in self.lock_step.waiting
 
     def forget(self, row: int) -> None:
         """The request in ``row`` is gone, or has to be reserved anew."""

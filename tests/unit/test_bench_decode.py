@@ -31,6 +31,14 @@ def test_the_span_is_that_in_which_all_decode():
     assert wave.token_ms == pytest.approx(2000 / 18) and wave.accept_length is None
 
 
+def test_the_steady_rate_is_between_the_first_and_the_last_verification_of_each():
+    often = stream([(1.0, 1), (2.0, 11), (3.0, 21), (4.0, 31), (5.0, 41)])
+    seldom = stream([(1.0, 1), (2.5, 41), (4.5, 121), (6.0, 181)])
+    wave = decode_wave.measure([often, seldom])
+    assert wave.steady == pytest.approx(10 + 40) and wave.tokens_per_second == (40 + 120) / 4
+    assert decode_wave.measure([often, stream([(1.0, 1), (5.0, 81)])]).steady == 10, "one chunk alone tells no rate"
+
+
 def test_drafts_and_fallbacks_are_reported():
     drafted = stream([(1, 1), (2, 30)], kv_verifies=2, kv_accepted=27, kv_fallback=None)
     full = stream([(1, 1), (2, 30)], kv_verifies=0, kv_accepted=0, kv_fallback="short-context")
@@ -124,13 +132,13 @@ def test_a_setting_that_fails_costs_no_other_its_figures(tmp_path, capsys):
 
 def test_a_gain_is_over_stock_at_the_same_context_and_batch(tmp_path):
     args = arguments(tmp_path)
-    wave = Wave(batch=8, running=8, seconds=1.0, tokens=800, first_token=0.1, accept_length=None, fallbacks=0)
-    fast = Wave(batch=8, running=8, seconds=1.0, tokens=1600, first_token=0.1, accept_length=16.0, fallbacks=1)
+    wave = Wave(batch=8, running=8, seconds=1.0, tokens=800, steady=800.0, first_token=0.1, accept_length=None, fallbacks=0)
+    fast = Wave(batch=8, running=8, seconds=1.0, tokens=1600, steady=1600.0, first_token=0.1, accept_length=16.0, fallbacks=1)
     stock = decode.summarize(args, Setting("stock"), 4096, [wave], [], None)
     ours = decode.summarize(args, Setting("s", budget=0.1, draft_length=16), 4096, [fast], [stock], None)
     other = decode.summarize(args, Setting("s", budget=0.1, draft_length=16), 512, [fast], [stock], None)
     assert stock.token_ms == 10 and ours.gain == 2 and other.gain is None
-    more = Wave(batch=8, running=4, seconds=1.0, tokens=1200, first_token=0.1, accept_length=16.0, fallbacks=0)
+    more = Wave(batch=8, running=4, seconds=1.0, tokens=1200, steady=1200.0, first_token=0.1, accept_length=16.0, fallbacks=0)
     half = decode.summarize(args, Setting("s", budget=0.1, draft_length=16), 4096, [more], [stock], None)
     assert half.gain == 1.5 and "4 at once" in decode.line(half) and "at once" not in decode.line(ours)
     assert "gain  2.00" in decode.line(ours) and "1 requests ended on full KV" in decode.line(ours)

@@ -13,6 +13,7 @@ from sglang_ext.core import FALLBACK_REASONS, Acceptance, RequestState
 from sglang_ext.layers.attention.views import BetweenSteps
 from sglang_ext.managers.admission import Admission
 from sglang_ext.managers.draft_length import Choice, FixedLength
+from sglang_ext.managers.lock_step import LockStep
 from sglang_ext.managers.offload_policy import Offload
 from sglang_ext.managers.pace import Pace
 from sglang_ext.managers.planner import SLOWER
@@ -260,6 +261,16 @@ def test_what_has_to_be_loaded_gathers_drafts_first_and_the_others_verify_in_eac
     assert states[1].verifies == 4 and states[1].offered == 4 * LONGEST
 
 
+def test_in_lock_step_all_gather_and_then_all_verify():
+    toy, states, reqs = make(3, away=[1, 2, 3], rounds=2)
+    toy.verifications.lock_step = LockStep()
+    seen = rounds(toy, states, reqs, 40)
+    verified = [row for row, *_ in seen]
+    assert len(verified) >= 9 and all(set(verified[i : i + 3]) == {1, 2, 3} for i in range(0, len(verified) - 2, 3))
+    assert {offered for _, offered, _ in seen} == {LONGEST}
+    correct(toy)
+
+
 def test_drafts_stop_at_the_longest_while_the_link_is_busy():
     toy, states, reqs = make(1, away=[1], rounds=6)
     seen = rounds(toy, states, reqs, 20)
@@ -311,7 +322,7 @@ def test_loads_that_are_planned_take_as_long_as_the_link_needs_now():
     admission = Admission(iteration_seconds=1.0, memory=10**6, horizon=16)
     verifications = Verifications(admission, residency, bytes_per_token=1, drafts=8)
     verifications.begin(None)
-    verifications.want(1, rounds=8)
+    verifications.want({1: 8})
 
     def reserved():
         return sum(admission._loads.link.free(i) < 1 for i in range(1, 16))
