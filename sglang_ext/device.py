@@ -6,12 +6,20 @@ from contextlib import contextmanager
 import torch
 
 
+# Up to so many bytes CUDA takes from memory that is not pinned before the call returns, and sends them along with launches.
+SENT_WITH_LAUNCHES = 64 << 10
+
+
 def to_device(
     values: list, device: torch.device | str, dtype: torch.dtype = torch.int64
 ) -> torch.Tensor:
-    """Values on the device, without waiting for it."""
-    host = torch.tensor(values, dtype=dtype, pin_memory=torch.device(device).type == "cuda")
-    return host.to(device, non_blocking=True)
+    """Values on the device, without waiting for it.
+
+    A copy from pinned memory is a copy engine's, which serves one after the other: beside a load of full KV from the host it would wait
+    for the end of that, and the stream with it (docs/results/tiers.md).
+    """
+    host = torch.tensor(values, dtype=dtype)
+    return sent(host, torch.device(device)) if host.nbytes > SENT_WITH_LAUNCHES else host.to(device, non_blocking=True)
 
 
 def sent(host: torch.Tensor, device: torch.device) -> torch.Tensor:

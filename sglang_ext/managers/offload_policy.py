@@ -22,8 +22,6 @@ MARGIN = 1.1
 FIRST_DRAFTS = 64
 # Rounds that are remembered, and those that tell enough.
 RECENT_ROUNDS, ENOUGH_ROUNDS = 32, 3
-# A round of which the rest took so many times the median stalled, and tells nothing.
-STALL = 3
 
 
 class Offload(NamedTuple):
@@ -104,7 +102,7 @@ class OffloadPolicy:
         try:
             costs = measured(
                 Draft(running, median_low(seen.draft.seconds for seen in telling)),
-                [seen.rest for seen in telling],
+                _quickest([seen.rest for seen in telling]),
                 weights=self.weights,
                 context=telling[-1].context * self.bytes_per_token,
                 link=link,
@@ -125,12 +123,16 @@ class OffloadPolicy:
         return Offload(found.offloaded, found.drafts_offloaded or self.longest)
 
     def _telling(self) -> list[Seen]:
-        """Rounds of as many requests as the newest, where there are enough, else all; none that stalled."""
+        """Rounds of as many requests as the newest, where there are enough of them, else all."""
         rounds = list(self._seen)
         alike = [seen for seen in rounds if seen.draft.requests == rounds[-1].draft.requests]
-        if sum(seen.rest.requests > 0 for seen in alike) >= ENOUGH_ROUNDS:
-            rounds = alike
-        if not rounds:
-            return []
-        longest = STALL * median_low([seen.rest.seconds for seen in rounds if seen.rest.requests] or [float("inf")])
-        return [seen for seen in rounds if seen.rest.seconds <= longest]
+        return alike if sum(seen.rest.requests > 0 for seen in alike) >= ENOUGH_ROUNDS else rounds
+
+
+def _quickest(rests: list[Rest]) -> list[Rest]:
+    """The quicker half of those with as many verifications: what waits, for the link or for the host, takes longer, never shorter."""
+    found = []
+    for requests in {rest.requests for rest in rests}:
+        alike = sorted((rest for rest in rests if rest.requests == requests), key=lambda rest: rest.seconds)
+        found += alike[: (len(alike) + 1) // 2]
+    return found

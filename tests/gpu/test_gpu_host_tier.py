@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from sglang_ext.device import to_device
 from sglang_ext.mem_cache.arrivals import Arrivals
 from sglang_ext.mem_cache.host_pool import HostPool
 from sglang_ext.mem_cache.host_tier import HostTier
@@ -236,3 +237,17 @@ def test_a_load_is_nearly_as_fast_as_one_plain_copy():
     assert rate.bandwidth == pytest.approx(best, rel=0.3)
     made.tier.pool.pages.free(held)
     assert LinkRate().measure(made.tier, slots[: 512 * PAGE], Arrivals()) > 0.5 * plain
+
+
+def test_what_a_forward_sends_to_the_device_does_not_wait_for_a_load():
+    made = setup(layers=32, slots=65536, pages=2048)
+    pages = made.tier.pool.pages.allocate(2048)
+    made.tier.store(slots_of(torch.arange(2048)), pages).synchronize()
+    for _ in range(2):
+        load = made.tier.load(pages, slots_of(torch.arange(2048, 4096)))
+        began = time.perf_counter()
+        for values in ([1, 2, 3], list(range(8192))):
+            assert to_device(values, "cuda").tolist() == values
+        waited, load_runs = time.perf_counter() - began, not load.done
+        load.synchronize()
+    assert load_runs and waited < load.outcome.seconds / 4
