@@ -13,8 +13,9 @@ from sglang_ext.bench import BenchError, report
 from sglang_ext.bench.identity_options import words
 from sglang_ext.bench.options import numbers, probabilities
 from sglang_ext.bench.server import ServerProcess
+from sglang_ext.compressor_options import code_bits, parse_compressor
 from sglang_ext.managers.simulation import VARIABLE
-from sglang_ext.options import FULL_TIERS
+from sglang_ext.options import FULL_TIERS, OptionError
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,8 @@ def all_of(args: argparse.Namespace) -> Iterator[Setting]:
     compressors = args.compressor.split(",")
     budgets = [budget for budget in args.budget.split(",") if budget]
     proposals = numbers(args.ngram_tokens, "--ngram-tokens", zero=True)
-    for compressor, budget, drafts, proposed in product(compressors, budgets, args.draft_length.split(","), proposals):
+    kept = [(name, budget) for name in compressors for budget in (budgets if _drops(name) else budgets[:1])]
+    for (compressor, budget), drafts, proposed in product(kept, args.draft_length.split(","), proposals):
         for tier in tiers(args):
             yield verified(args, compressor, budget, drafts, proposed, tier)
     for pair in args.also:
@@ -163,6 +165,18 @@ def all_of(args: argparse.Namespace) -> Iterator[Setting]:
         if not separator:
             raise BenchError(f"--also {pair!r}: pass a budget and a draft length, for example 0.0625:24")
         yield verified(args, compressors[0], budget, drafts)
+
+
+def _drops(compressor: str) -> bool:
+    """Whether a method drops tokens.
+
+    Raises:
+        BenchError: there is no such method.
+    """
+    try:
+        return parse_compressor(compressor, "--compressor")[0] is not None
+    except OptionError as error:
+        raise BenchError(str(error)) from error
 
 
 def tiers(args: argparse.Namespace) -> list[Tier]:
@@ -185,13 +199,22 @@ def tiers(args: argparse.Namespace) -> list[Tier]:
 def verified(
     args: argparse.Namespace, compressor: str, budget: str, drafts: str, proposed: int = 0, tier: Tier = Tier()
 ) -> Setting:
-    """A server of verified decoding, in which n-grams propose ``proposed`` tokens a step."""
+    """A server of verified decoding, in which n-grams propose ``proposed`` tokens a step.
+
+    What keeps all tokens, in few bits, has no ``budget``. Of packed tokens the bits count, without scales.
+    """
     share = numbers(budget, "--budget", float)[0]
     length = None if drafts == "auto" else numbers(drafts, "--draft-length")[0]
-    flags = ["--kv-mode", "verified", "--kv-compressor", compressor, "--kv-budget", f"{share:g}", "--kv-draft-length", drafts]
+    drops, packs = parse_compressor(compressor, "--compressor")
+    flags = ["--kv-mode", "verified", "--kv-compressor", compressor, "--kv-draft-length", drafts]
+    if drops is not None:
+        flags += ["--kv-budget", f"{share:g}"]
     if args.force_acceptance is not None or tier.longest:
         flags += ["--kv-schedule", "lockstep"]
-    name = f"{compressor}-{share:g}-x{drafts}"
+    name = f"{compressor}-x{drafts}" if drops is None else f"{compressor}-{share:g}-x{drafts}"
+    if packs is not None:
+        bits = 32 if args.dtype == "float32" else 16
+        share = (1.0 if drops is None else share) * code_bits(packs, None) / bits
     if proposed:
         name, flags = f"{name}-n{proposed}", [*flags, "--kv-ngram-tokens", str(proposed)]
     if tier.longest:

@@ -97,6 +97,17 @@ def test_each_combination_is_a_setting_after_stock_and_baselines(tmp_path):
     assert [s.draft_length for s in found] == [None, None, 8, None, 8, None, 24]
 
 
+def test_what_keeps_all_tokens_has_no_budget_and_its_bits_count(tmp_path):
+    args = arguments(tmp_path, "--compressor", "snapkv,kivi,snapkv+int8", "--budget", "0.25,0.5")
+    found = [(s.name, s.budget, "--kv-budget" in s.arguments) for s in settings.all_of(args)][1:]
+    assert found == [
+        ("snapkv-0.25-x16", 0.25, True), ("snapkv-0.5-x16", 0.5, True), ("kivi-x16", 0.25, False),
+        ("snapkv+int8-0.25-x16", 0.125, True), ("snapkv+int8-0.5-x16", 0.25, True),
+    ]  # fmt: skip
+    with pytest.raises(BenchError, match="--compressor is 'zip'"):
+        list(settings.all_of(arguments(tmp_path, "--compressor", "zip")))
+
+
 def test_ngrams_are_a_setting_of_their_own(tmp_path):
     found = list(settings.all_of(arguments(tmp_path, "--budget", "0.25", "--ngram-tokens", "0,4")))
     assert [s.name for s in found] == ["stock", "snapkv-0.25-x16", "snapkv-0.25-x16-n4"]
