@@ -21,8 +21,10 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.sampling.sampling_params import TOP_K_ALL
 
+from sglang_ext.core import RequestState
 from sglang_ext.device import to_device
 from sglang_ext.managers.grammar import GrammarAfter
+from sglang_ext.managers.planner import CURABLE
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -43,6 +45,11 @@ class Row:
     request: int
     seed: int | None
     drafts: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, request: int, state: RequestState, drafts: tuple[int, ...] = ()) -> "Row":
+        """Of a request with this draft state; those never drafted take SGLang's own noise."""
+        return cls(request, state.seed if state.fallback in CURABLE else None, drafts)
 
 
 @dataclass

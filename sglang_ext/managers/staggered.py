@@ -59,7 +59,7 @@ class Staggered:
             attention = worker.attentions.of(inputs.counts, all(step.row == step.state.row for step in steps))
             output = forward.run(worker.model_runner, batch, inputs, attention)
         rows = [
-            worker.sampling_row(i, step.state, step.drafts_before(j))
+            sampling.Row.of(i, step.state, step.drafts_before(j))
             for i, step in enumerate(steps)
             for j in range(len(step.tokens))
         ]

@@ -97,7 +97,7 @@ class Steps:
         places = tuple(range(len(round_.states))) if requests is None else tuple(requests)
 
         def rows() -> list[Row]:
-            return [self.worker.sampling_row(i, round_.states[i]) for i in places for _ in range(width)]
+            return [Row.of(i, round_.states[i]) for i in places for _ in range(width)]
 
         return self._samplings.get(batch, round_.states, places, width, logprobs, rows)
 

@@ -3,11 +3,10 @@
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from sglang_ext.layers.attention.verify_graphs import VerifyGraphSet
-from sglang_ext.managers.worker import KVWorker
-from sglang_ext.mem_cache.query_window import QueryWindows, Recorded
+from sglang_ext.managers.captured import Captured
+from sglang_ext.mem_cache.query_window import QueryWindows
 
 
 @pytest.mark.parametrize(
@@ -21,13 +20,8 @@ def test_the_narrowest_that_holds_the_batch_is_taken(requests, width, expected):
 
 def test_without_graphs_none_are_captured_and_no_queries_are_expected_of_them():
     windows = QueryWindows(4, (0,), spare=5)
-    worker = SimpleNamespace(
-        lossy=False, queries=windows, server_args=SimpleNamespace(kv_schedule="lockstep"), _read_copies=lambda: None,
-        model_runner=SimpleNamespace(
-            decode_attention_backend_str="flashinfer", decode_cuda_graph_runner=None, dtype=torch.float32, device="cpu"
-        ),
-    )  # fmt: skip
-    KVWorker.init_cuda_graphs(worker)
+    args = SimpleNamespace(kv_mode="verified", kv_schedule="lockstep")
+    assert Captured.of(args, SimpleNamespace(decode_cuda_graph_runner=None), windows, None).sets == []
     # What the worker does once at start, to have it done.
-    windows.keep_replayed((Recorded(0, 0, 5, 0),))
+    windows.warm_up()
     assert windows.held_bytes == 0
