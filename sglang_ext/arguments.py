@@ -1,6 +1,6 @@
 """The flags of sglang-ext, as SGLang server arguments.
 
-:class:`KVServerArgs` replaces ``sglang.srt.server_args.ServerArgs`` (hooks.py), so the flags are
+:class:`KVServerArgs` replaces ``sglang.srt.server_args.ServerArgs`` (plugin.py), so the flags are
 parsed, logged, shown by ``/server_info``, accepted by ``sgl.Engine(...)`` and pickled to the
 scheduler process like SGLang's own. The scheduler unpickles the arguments before it loads plugins:
 this module must import without any hook in place.
@@ -156,9 +156,9 @@ class KVServerArgs(ServerArgs):
         if self.model_path.lower() in ("none", "dummy"):
             return
         flag_checks.check_resolved(self)
-        from sglang_ext import hooks
+        from sglang_ext import hooking
 
-        hooks.activate_frontend()
+        hooking.activate_frontend()
 
     def check_lora_server_args(self) -> None:
         """SGLang's check; of all speculative algorithms it lets LoRA pass with NGRAM alone."""

@@ -24,13 +24,13 @@ def check_resolved(args: "KVServerArgs") -> None:
 
     Raises:
         options.OptionError: the attention backend or the model is not supported, or a predictor is of another model.
-        hooks.HookError: a function that is hooked has other parameters than expected.
+        hooking.HookError: a function that is hooked has other parameters than expected.
     """
-    from sglang_ext import hooks
+    from sglang_ext import hooking
     from sglang_ext.managers import compression
 
     options.check_resolved(args)
     method_options.check_resolved(args)
     head_budget_options.check_resolved(args)
     compression.check_files(args)
-    hooks.check(args.kv_mode)
+    hooking.check(args.kv_mode)
