@@ -48,7 +48,7 @@ HOOKS: tuple[Hook, ...] = (
     Hook(
         target="sglang.srt.managers.schedule_batch.Req._compute_max_prefix_len",
         kind="around",
-        hook="sglang_ext.mem_cache.query_window.cap_prefix_match",
+        hook="sglang_ext.mem_cache.query_hooks.cap_prefix_match",
         why="a prefix hit must leave enough new queries for a compressor that scores by queries",
         expects=("self", "input_len"),
         process="scheduler",
@@ -104,7 +104,7 @@ HOOKS: tuple[Hook, ...] = (
     Hook(
         target="sglang.srt.layers.attention.base_attn_backend.AttentionBackend.forward",
         kind="around",
-        hook="sglang_ext.mem_cache.query_window.record_queries",
+        hook="sglang_ext.mem_cache.query_hooks.record_queries",
         why="compressors score keys by the queries of the newest tokens",
         expects=("self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache", "kwargs"),
         process="scheduler",

@@ -25,7 +25,7 @@ from sglang_ext.managers.schedules import schedule_of
 from sglang_ext.managers.served_methods import ServedMethods
 from sglang_ext.managers.simulation import Simulation
 from sglang_ext.managers.staggered import Staggered
-from sglang_ext.mem_cache import query_window, slot_assignment
+from sglang_ext.mem_cache import query_hooks, slot_assignment
 from sglang_ext.mem_cache.compressed_views import CompressedViews
 from sglang_ext.mem_cache.copy_forms import CopyForms
 from sglang_ext.mem_cache.kv_buffers import KVBuffers
@@ -64,7 +64,7 @@ class KVWorker(BaseSpecWorker):
         self.schedule: Staggered | Lockstep | None = None
         verify_graphs.plain(self.model_runner)
         torch_native.register()
-        query_window.reserve_queries(window)
+        query_hooks.reserve_queries(window)
 
     @property
     def draft_worker(self) -> None:

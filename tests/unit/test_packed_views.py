@@ -19,7 +19,8 @@ from sglang_ext.mem_cache.compressors.snapkv import SnapKV
 from sglang_ext.mem_cache.copy_method import CopyMethod
 from sglang_ext.mem_cache.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.packing import PackedRows, Packing, as_bytes
-from sglang_ext.mem_cache.query_window import QueryWindows, Recorded, record_queries
+from sglang_ext.mem_cache.query_hooks import record_queries
+from sglang_ext.mem_cache.query_window import QueryWindows, Recorded
 from sglang_ext.mem_cache.tiered_node import Prefix
 
 TOKENS, HEADS, DIM = 700, 2, 64

@@ -16,7 +16,8 @@ from sglang_ext.mem_cache.compressors.snapkv import SnapKV
 from sglang_ext.mem_cache.copy_method import CopyMethod
 from sglang_ext.mem_cache.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.packing import PackedRows, Packing
-from sglang_ext.mem_cache.query_window import QueryWindows, Recorded, record_queries
+from sglang_ext.mem_cache.query_hooks import record_queries
+from sglang_ext.mem_cache.query_window import QueryWindows, Recorded
 from sglang_ext.mem_cache.tiered_node import Prefix
 from sglang_ext.mem_cache.unpacked import Unpacked
 
