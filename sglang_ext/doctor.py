@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from sglang_ext import hooking, options
+from sglang_ext import hooking, model_options, options
 
 SGLANG_VERSION = "0.5.17"
 PYTHON_VERSIONS = ((3, 11), (3, 12))
@@ -165,7 +165,7 @@ def check_model(path: str) -> Check:
     except (OSError, ValueError) as error:
         found = f"{path}: {str(error).strip().splitlines()[0]}"
         return Check("model", False, found, "pass a Hugging Face folder or name that SGLang serves")
-    reason = options.unsupported_model(config)
+    reason = model_options.unsupported_model(config)
     found = f"{path}: {reason or config.hf_config.architectures[0]}"
     return verdict("model", reason is None, found, "serve this model with --kv-mode full")
 
