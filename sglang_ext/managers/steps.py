@@ -10,7 +10,9 @@ from sglang_ext.device import to_device
 from sglang_ext.managers import forward
 from sglang_ext.managers.planner import CURABLE
 from sglang_ext.managers.round_plan import Round
-from sglang_ext.managers.sampling import Row, Sampled, Sampling, SamplingCache
+from sglang_ext.managers.sampling import Sampled, Sampling
+from sglang_ext.managers.sampling_cache import SamplingCache
+from sglang_ext.managers.sampling_rows import Row
 from sglang_ext.mem_cache.query_window import Recorded
 
 if TYPE_CHECKING:
