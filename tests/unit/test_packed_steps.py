@@ -100,7 +100,7 @@ def test_what_rows_begin_with_has_its_place_before_graphs_are_captured(monkeypat
     assert pointing.packed_rows is pointing.head_cells is packed.pointer_rows is uneven.pointer_rows is plain.pointer_rows is None
     assert pointing.pointer_rows.counts.tolist() == [0] * 8 and pointing.pointer_rows.pointers.per_slot == 64
     assert plain.packed_rows is plain.head_cells is packed.head_cells is uneven.packed_rows is None
-    assert packed.packed_rows.slots.tolist() == [0] * 8 and packed.packed_rows.slots.dtype == torch.int32
+    assert packed.packed_rows.counts.tolist() == [0] * 8 and packed.packed_rows.counts.dtype == torch.int32
     # Of two layers with two heads.
     assert uneven.head_cells.bounds.tolist() == [[0] * 5] * 8 and uneven.head_cells.bounds.dtype == torch.int32
 
