@@ -1,4 +1,4 @@
-"""What the worker tells SGLang's scheduler, and when."""
+"""What a prefill tells SGLang's scheduler, and when."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
