@@ -1,6 +1,6 @@
 """The flags of sglang-ext, as SGLang server arguments.
 
-:class:`KVServerArgs` replaces ``sglang.srt.server_args.ServerArgs`` (hooks.py), so the flags are
+:class:`KVServerArgs` replaces ``sglang.srt.server_args.ServerArgs`` (plugin.py), so the flags are
 parsed, logged, shown by ``/server_info``, accepted by ``sgl.Engine(...)`` and pickled to the
 scheduler process like SGLang's own. The scheduler unpickles the arguments before it loads plugins:
 this module must import without any hook in place.
@@ -13,7 +13,7 @@ import torch
 from sglang.srt.arg_groups.arg_utils import NS, A, Arg
 from sglang.srt.server_args import ServerArgs
 
-from sglang_ext import compressor_options, flag_checks, head_budget_options, options
+from sglang_ext import compressor_options, flag_checks, head_budget_options, options, refused_options
 
 logger = logging.getLogger(__name__)
 
@@ -156,9 +156,9 @@ class KVServerArgs(ServerArgs):
         if self.model_path.lower() in ("none", "dummy"):
             return
         flag_checks.check_resolved(self)
-        from sglang_ext import hooks
+        from sglang_ext import hooking
 
-        hooks.activate_frontend()
+        hooking.activate_frontend()
 
     def check_lora_server_args(self) -> None:
         """SGLang's check; of all speculative algorithms it lets LoRA pass with NGRAM alone."""
@@ -179,7 +179,7 @@ class KVServerArgs(ServerArgs):
             asked = asked or (self.kv_full_tier == "auto" and self.kv_host_gb and not with_lora)
             lockstep = asked or (on_gpu and not with_lora)
             self.kv_schedule = "lockstep" if lockstep else "staggered"
-        options.check_combinations(self)
+        refused_options.check_combinations(self)
         if self.kv_full_tier == "auto" and (obstacle := options.offload_obstacle(self)) is not None:
             logger.warning("sglang-ext: --kv-full-tier auto keeps all full KV on the device, as %s", obstacle)
         self.speculative_algorithm = SPECULATIVE_ALGORITHM

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from sglang_ext import hooks, options
+from sglang_ext import hooking, model_options, options
 
 SGLANG_VERSION = "0.5.17"
 PYTHON_VERSIONS = ((3, 11), (3, 12))
@@ -141,11 +141,11 @@ def check_not_filtered() -> Check:
 
 def check_hooks() -> Iterator[Check]:
     """One line for each hook or use that does not fit, or one that says that all do."""
-    table = hooks.entries()
-    problems = {entry.target: hooks.find_problem(entry) for entry in table}
+    table = hooking.entries()
+    problems = {entry.target: hooking.find_problem(entry) for entry in table}
     remedy = f"install sglang=={SGLANG_VERSION}, or serve with --kv-mode full"
     fitting = sum(problem is None for problem in problems.values())
-    caller = ", called by this patched fork" if hooks.is_patched_fork() else ""
+    caller = ", called by this patched fork" if hooking.is_patched_fork() else ""
     yield verdict("hooks", fitting == len(table), f"{fitting} of {len(table)} fit{caller}", remedy)
     for target, problem in problems.items():
         if problem is not None:
@@ -165,7 +165,7 @@ def check_model(path: str) -> Check:
     except (OSError, ValueError) as error:
         found = f"{path}: {str(error).strip().splitlines()[0]}"
         return Check("model", False, found, "pass a Hugging Face folder or name that SGLang serves")
-    reason = options.unsupported_model(config)
+    reason = model_options.unsupported_model(config)
     found = f"{path}: {reason or config.hf_config.architectures[0]}"
     return verdict("model", reason is None, found, "serve this model with --kv-mode full")
 

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from sglang_ext import head_budget_options, method_options, options
+from sglang_ext import head_budget_options, method_options, model_options, range_options
 
 if TYPE_CHECKING:
     from sglang_ext.arguments import KVServerArgs
@@ -14,7 +14,7 @@ def check_flags(args: "KVServerArgs") -> None:
     Raises:
         options.OptionError: a flag is out of range, or flags cannot be combined.
     """
-    options.check_flags(args)
+    range_options.check_flags(args)
     method_options.resolve(args)
     head_budget_options.resolve(args)
 
@@ -24,13 +24,13 @@ def check_resolved(args: "KVServerArgs") -> None:
 
     Raises:
         options.OptionError: the attention backend or the model is not supported, or a predictor is of another model.
-        hooks.HookError: a function that is hooked has other parameters than expected.
+        hooking.HookError: a function that is hooked has other parameters than expected.
     """
-    from sglang_ext import hooks
+    from sglang_ext import hooking
     from sglang_ext.managers import compression
 
-    options.check_resolved(args)
+    model_options.check_resolved(args)
     method_options.check_resolved(args)
     head_budget_options.check_resolved(args)
     compression.check_files(args)
-    hooks.check(args.kv_mode)
+    hooking.check(args.kv_mode)

@@ -1,21 +1,9 @@
-"""Everything that touches a private SGLang name, in one place.
+"""Where sglang-ext enters SGLang: the table of hooks. What it calls or sets there without one is in uses.py.
 
-Each hook says its target, its kind, why it is needed and which parameters it expects of the
-target; each use names what is called or set without being hooked. :func:`check` resolves all of
-them when a mode is switched on; a target that moved or changed its signature stops the start with
-a message that names it. Nothing here is applied while ``--kv-mode`` is ``full``.
+Nothing here is applied while ``--kv-mode`` is ``full``; hooking.py checks and applies it.
 """
 
-import dataclasses
-import importlib.util
-import inspect
-import pkgutil
-from collections.abc import Callable
 from dataclasses import dataclass
-
-
-class HookError(RuntimeError):
-    """This SGLang is not the one that the hooks were written for."""
 
 
 @dataclass(frozen=True)
@@ -39,21 +27,6 @@ class Hook:
     process: str
 
 
-@dataclass(frozen=True)
-class Use:
-    """A private SGLang name that is called or set, not hooked.
-
-    Attributes:
-        target: dotted name of the function, method or dataclass.
-        why: what it is needed for.
-        expects: a function's parameter names in order, or the fields needed of a dataclass.
-    """
-
-    target: str
-    why: str
-    expects: tuple[str, ...]
-
-
 HOOKS: tuple[Hook, ...] = (
     Hook(
         target="sglang.srt.managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics",
@@ -75,7 +48,7 @@ HOOKS: tuple[Hook, ...] = (
     Hook(
         target="sglang.srt.managers.schedule_batch.Req._compute_max_prefix_len",
         kind="around",
-        hook="sglang_ext.mem_cache.query_window.cap_prefix_match",
+        hook="sglang_ext.mem_cache.query_hooks.cap_prefix_match",
         why="a prefix hit must leave enough new queries for a compressor that scores by queries",
         expects=("self", "input_len"),
         process="scheduler",
@@ -131,7 +104,7 @@ HOOKS: tuple[Hook, ...] = (
     Hook(
         target="sglang.srt.layers.attention.base_attn_backend.AttentionBackend.forward",
         kind="around",
-        hook="sglang_ext.mem_cache.query_window.record_queries",
+        hook="sglang_ext.mem_cache.query_hooks.record_queries",
         why="compressors score keys by the queries of the newest tokens",
         expects=("self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache", "kwargs"),
         process="scheduler",
@@ -195,148 +168,3 @@ PLAIN_CPU_HOOKS: tuple[Hook, ...] = (
         }.items()
     ),
 )
-
-
-USES: tuple[Use, ...] = (
-    Use(
-        target="sglang.srt.managers.scheduler_components.batch_result_processor."
-        "SchedulerBatchResultProcessor._accept_grammar_tokens",
-        why="grammars advance after the search for the end of an output, as without speculation",
-        expects=("self", "req", "tokens"),
-    ),
-    Use(
-        target="sglang.srt.managers.schedule_batch.ScheduleBatch.release_req",
-        why="a request whose full KV is lost gives back what it holds",
-        expects=("self", "idx", "remaing_req_count", "server_args"),
-    ),
-    Use(
-        target="sglang.srt.managers.scheduler_components.batch_result_processor."
-        "SchedulerBatchResultProcessor._handle_finish_state_updated_req",
-        why="an aborted request whose drafts gather finishes without a new token",
-        expects=("self", "req", "batch", "result", "i", "logits_output"),
-    ),
-    Use(
-        target="sglang.srt.managers.utils.GenerationBatchResult",
-        why="it carries accepted tokens, and that their grammars were advanced",
-        expects=("accept_lens", "new_seq_lens", "grammar_advanced", "grammar_retained_tokens"),
-    ),
-    Use(
-        target="sglang.srt.model_executor.forward_batch_info.ForwardBatch",
-        why="predicted scores are kept at the slots to which a forward writes its KV",
-        expects=("out_cache_loc",),
-    ),
-    Use(
-        target="sglang.srt.lora.lora_manager.LoRAManager.fetch_new_loras",
-        why="a batch's adapters are fetched before its forward (prepare_lora_batch is hooked on a CPU)",
-        expects=("self", "new_loras", "running_loras"),
-    ),
-    Use(
-        target="sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.get_spec_info",
-        why="its subclass tells attention backends the lengths of a captured verification",
-        expects=("self", "num_tokens"),
-    ),
-    Use(
-        target="sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.execute",
-        why="its subclass replays steps over copies, which read the token table to their end",
-        expects=("self", "forward_batch", "pp_proxy_tensors"),
-    ),
-    Use(
-        target="sglang.kernels.ops.attention.decode_attention._decode_softmax_reducev_fwd",
-        why="parts of a verification's attention are merged as SGLang merges those of a decode",
-        expects=(
-            *("logits", "lse", "q", "o", "v_scale", "v_buffer", "kv_indptr"),
-            *("num_kv_splits", "max_kv_splits", "sinks", "use_pdl"),
-        ),
-    ),
-    Use(
-        target="sglang.srt.layers.attention.flashinfer_backend.fast_prefill_plan",
-        why="verifications are planned from lengths on the host",
-        expects=(
-            *("self", "qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len"),
-            *("num_qo_heads", "num_kv_heads", "head_dim_qk", "page_size", "head_dim_vo", "custom_mask", "causal"),
-            *("window_left", "q_data_type", "kv_data_type", "o_data_type", "non_blocking", "fixed_split_size"),
-            *("prefix_len_ptr", "token_pos_in_items_ptr", "token_pos_in_items_len", "max_item_len_ptr"),
-            *("qo_indptr_host", "kv_indptr_host", "kv_lens_host", "max_q_len", "max_kv_len"),
-        ),
-    ),
-)
-
-
-def entries() -> tuple[Hook | Use, ...]:
-    """Everything that must fit the installed SGLang before a mode starts."""
-    return HOOKS + PLAIN_CPU_HOOKS + USES
-
-
-def check(mode: str) -> None:
-    """Check every hook and every use against the installed SGLang.
-
-    Raises:
-        HookError: a target is missing or has other parameters or fields than expected.
-    """
-    for entry in entries():
-        problem = find_problem(entry)
-        if problem is not None:
-            raise HookError(
-                f"--kv-mode {mode} cannot start: {entry.target} does not fit ({problem}). It is "
-                f"needed because {entry.why}. Install sglang==0.5.17, or use --kv-mode full."
-            )
-
-
-def find_problem(entry: Hook | Use) -> str | None:
-    """What keeps a hook or a use from fitting the installed SGLang; None when it fits."""
-    try:
-        target = pkgutil.resolve_name(entry.target)
-    except (ImportError, AttributeError) as error:
-        return f"no such name: {error}"
-    if dataclasses.is_dataclass(target):
-        missing = set(entry.expects) - {field.name for field in dataclasses.fields(target)}
-        return f"no field is called {', '.join(sorted(missing))}" if missing else None
-    found = tuple(inspect.signature(inspect.unwrap(target)).parameters)
-    if found != entry.expects:
-        return f"parameters are {', '.join(found)}; expected {', '.join(entry.expects)}"
-    return None
-
-
-def apply(hooks: tuple[Hook, ...]) -> None:
-    """Register hooks with SGLang's registry and apply them now.
-
-    Applying is idempotent. SGLang's registry logs a failure and goes on; this raises.
-
-    Raises:
-        HookError: a hook did not take effect.
-    """
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    for hook in hooks:
-        if hook.target not in HookRegistry._hooks:
-            HookRegistry.register(hook.target, _load(hook.hook), HookType(hook.kind))
-    HookRegistry.apply_hooks()
-    for hook in hooks:
-        if hook.target not in HookRegistry._patched:
-            raise HookError(f"the hook on {hook.target} was not applied; see the log for the reason")
-
-
-def _load(name: str) -> Callable:
-    return pkgutil.resolve_name(name)
-
-
-def is_patched_fork() -> bool:
-    """Whether this SGLang is a fork with the series of ``patches/``, which calls the hooks itself."""
-    return importlib.util.find_spec("sglang.srt.kv_seams") is not None
-
-
-def activate_frontend() -> None:
-    """Apply the hooks of the tokenizer and HTTP process."""
-    if not is_patched_fork():
-        apply(tuple(hook for hook in HOOKS if hook.process == "frontend"))
-
-
-def activate_scheduler() -> None:
-    """Apply the hooks of the scheduler process."""
-    if not is_patched_fork():
-        apply(tuple(hook for hook in HOOKS if hook.process == "scheduler"))
-
-
-def activate_plain_cpu() -> None:
-    """Apply what the plain CPU platform replaces, in any mode."""
-    apply(PLAIN_CPU_HOOKS)

@@ -7,7 +7,7 @@ not used there.
 import pkgutil
 from typing import TYPE_CHECKING
 
-from sglang_ext import flag_checks, hooks
+from sglang_ext import flag_checks, hooking, hooks
 from sglang_ext.arguments import KVServerArgs
 
 if TYPE_CHECKING:
@@ -29,13 +29,13 @@ def check(args: "ServerArgs") -> None:
 
     Raises:
         options.OptionError: the attention backend or the model is not supported, or a predictor is of another model.
-        hooks.HookError: a function is not marked in the fork, or has other parameters than expected.
+        hooking.HookError: a function is not marked in the fork, or has other parameters than expected.
     """
     flag_checks.check_resolved(args)
     for hook in hooks.HOOKS:
         marked = getattr(pkgutil.resolve_name(hook.target), "kv_hook", None)
         if marked != hook.hook:
-            raise hooks.HookError(
+            raise hooking.HookError(
                 f"--kv-mode {args.kv_mode} cannot start: this fork of SGLang marks {hook.target} "
                 f"with {marked}; expected {hook.hook}. Apply the patches that belong to this "
                 "version of sglang-ext, or use --kv-mode full."

@@ -17,7 +17,7 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from sglang_ext.arguments import KVServerArgs
-    from sglang_ext.hooks import is_patched_fork
+    from sglang_ext.hooking import is_patched_fork
 
     if is_patched_fork():
         return

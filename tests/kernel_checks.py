@@ -15,14 +15,14 @@ from sglang_ext.layers.kernels.gather_kept import gather_kept  # noqa: E402
 from sglang_ext.layers.kernels.packed_decode import packed_decode  # noqa: E402
 from sglang_ext.layers.kernels.page_checksum import page_checksum  # noqa: E402
 from sglang_ext.layers.kernels.uneven_decode import uneven_decode  # noqa: E402
-from sglang_ext.layers.kernels.verify_attention import (  # noqa: E402
+from sglang_ext.layers.kernels.verify_attention import verify_attention  # noqa: E402
+from sglang_ext.layers.kernels.verify_sizes import (  # noqa: E402
     EXACT,
     Splits,
     Tokens,
     fast_blocks,
     partial_buffers,
     partial_numbers,
-    verify_attention,
 )
 from sglang_ext.layers.kernels.window_scores import window_scores  # noqa: E402
 from sglang_ext.mem_cache.checksums import SUMMED_WORD, PageChecksums, as_words  # noqa: E402

@@ -66,7 +66,7 @@ def check_packed_backend(device):
     q, k, v = (torch.randn(2, count * dim, generator=noise).to(device) for count in (heads * group, heads, heads))
     run = captured(lambda: backend.forward_decode(q, k, v, layer, batch), device)
     # What a step changes between replays: who reads which row, how long it is, how much of it is packed.
-    rows.slots[3] = made.packed
+    rows.counts[3] = made.packed
     batch.req_pool_indices.copy_(torch.tensor([3, 1]))
     batch.seq_lens.copy_(torch.tensor([len(made.row), 30]))
     newest = torch.stack([made.row[-1], made.row[made.packed + 29]])

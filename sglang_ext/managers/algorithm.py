@@ -42,11 +42,11 @@ class KVVerifiedAlgorithm(CustomSpecAlgo):
 
 def worker_class(server_args: "ServerArgs") -> type:
     """The worker class, with the hooks it needs applied in this scheduler process."""
-    from sglang_ext import hooks
+    from sglang_ext import hooking
     from sglang_ext.managers.worker import KVWorker
 
-    hooks.check(server_args.kv_mode)
-    hooks.activate_scheduler()
+    hooking.check(server_args.kv_mode)
+    hooking.activate_scheduler()
     return KVWorker
 
 

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 from sglang_ext.mem_cache.compressors import Compressor, Method, create, method
 from sglang_ext.mem_cache.compressors.kvzap import KVzap
 from sglang_ext.mem_cache.compressors.kvzip import KVzip
+from sglang_ext.mem_cache.copy_forms import CopyForms
 from sglang_ext.mem_cache.copy_method import CopyMethod
-from sglang_ext.mem_cache.packing import PackedRows
 from sglang_ext.mem_cache.scores.index import ScoreIndex
 from sglang_ext.mem_cache.scores.model_key import model_folder, model_key
 from sglang_ext.mem_cache.scores.predictor import Predictor
-from sglang_ext.mem_cache.slot_pointers import PointerRows
 from sglang_ext.mem_cache.slot_scores import SlotScores
 from sglang_ext.mem_cache.unpacked import Unpacked
 from sglang_ext.method_options import offers
@@ -99,18 +98,14 @@ def methods_of(
 
 
 def copy_methods(
-    args: "KVServerArgs",
-    methods: tuple[Method, ...],
-    page_size: int,
-    packed_rows: PackedRows | None,
-    pointer_rows: PointerRows | None,
+    args: "KVServerArgs", methods: tuple[Method, ...], page_size: int, forms: CopyForms
 ) -> tuple[CopyMethod, ...]:
-    """How ``methods``, those of :func:`methods_of`, make copies in a pool with such pages, where some hold blocks or pointers."""
+    """How ``methods``, those of :func:`methods_of`, make copies of these forms in a pool with such pages."""
     plain, made = Unpacked(page_size), []
     for offer, each in zip(offers(args), methods, strict=True):
-        packing = plain if each.quantizer is None else packed_rows.packing
+        packing = plain if each.quantizer is None else forms.packed_rows.packing
         if each.compressor.points:
-            packing = pointer_rows.pointers
+            packing = forms.pointer_rows.pointers
         made.append(CopyMethod(each.compressor, offer.budget, packing, offer.name, offer.packs or "", offer.suffix))
     return tuple(made)
 

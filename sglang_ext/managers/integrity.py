@@ -65,7 +65,7 @@ def check_methods(views: CompressedViews) -> None:
     """
     for row, view in views.copies():
         own, draft_row = views.method(row).name, views.draft_row(row)
-        packed = view.packed if views.packed_rows is None else int(views.packed_rows.slots[draft_row])
+        packed = view.packed if views.packed_rows is None else int(views.packed_rows.counts[draft_row])
         others = sorted({segment.method for segment in view.segments} - {own})
         if others or packed != view.packed:
             raise IntegrityError(

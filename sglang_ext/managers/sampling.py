@@ -9,40 +9,20 @@ consume noise differently. Here rows are grouped by the route their own request 
 request's output does not depend on its company.
 """
 
-import dataclasses
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang.srt.sampling.sampling_params import TOP_K_ALL
 
 from sglang_ext.device import to_device
-from sglang_ext.managers.grammar import GrammarAfter
+from sglang_ext.managers.sampling_rows import Row, route, sampling_batch
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
-    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
-
-
-@dataclass(frozen=True)
-class Row:
-    """One row of logits to sample from.
-
-    Attributes:
-        request: index of its request in the batch.
-        seed: seed of the shared noise, None for SGLang's own choice (requests with full KV).
-        drafts: the drafts before the row; its request's grammar is advanced over them.
-    """
-
-    request: int
-    seed: int | None
-    drafts: tuple[int, ...] = ()
 
 
 @dataclass
@@ -74,16 +54,6 @@ class Sampled:
         output.next_token_top_logprobs_idx = [torch.as_tensor(self.top[row][1]) for row in rows]
         output.next_token_token_ids_logprobs_val = [torch.as_tensor(self.chosen[row][0]) for row in rows]
         output.next_token_token_ids_logprobs_idx = [list(self.chosen[row][1]) for row in rows]
-
-
-def route(req: "Req") -> str:
-    """Which way through SGLang's sampler a request takes when it is alone."""
-    params = req.sampling_params
-    if params.top_k <= 1:
-        return "greedy"
-    if params.top_p == 1.0 and params.top_k == TOP_K_ALL and params.min_p <= 0:
-        return "plain"
-    return "sorted"
 
 
 @dataclass(frozen=True)
@@ -131,7 +101,7 @@ class Sampling:
         for indices in routes.values():
             picked = [rows[i] for i in indices]
             places = None if len(routes) == 1 else to_device(indices, device)
-            groups.append(Group(indices, places, _sampling_batch(batch, picked, device, logprobs)))
+            groups.append(Group(indices, places, sampling_batch(batch, picked, device, logprobs)))
         return cls(model_runner, tuple(groups), len(rows), logprobs)
 
     def draw(self, logits: torch.Tensor, positions: torch.Tensor) -> Sampled:
@@ -162,120 +132,6 @@ class Sampling:
         group.batch.positions = positions if everything else positions[group.places]
         output = LogitsProcessorOutput(next_token_logits=logits if everything else logits[group.places])
         return self.model_runner.sample(output, group.batch).long(), output
-
-
-class SamplingCache:
-    """Keeps a batch's samplings while the same requests run: making one takes a dozen operations on the device.
-
-    Attributes:
-        model_runner: the target's.
-        most: samplings that are kept; those of some of the batch's requests are many.
-    """
-
-    def __init__(self, model_runner: "ModelRunner", most: int = 64):
-        self.model_runner = model_runner
-        self.most = most
-        self._owners: list = []
-        self._kept: dict[tuple[tuple[int, ...], int, bool], Sampling] = {}
-
-    def get(
-        self,
-        batch: "ScheduleBatch",
-        states: list,
-        requests: tuple[int, ...],
-        width: int,
-        logprobs: bool,
-        rows: Callable[[], list[Row]],
-    ) -> Sampling:
-        """The sampling of ``width`` rows of each of some requests.
-
-        Args:
-            batch: all requests.
-            states: their draft states; with the requests they say whether a sampling can be used again.
-            requests: whose rows they are, by their places in the batch.
-            width: rows of each.
-            logprobs: as for :meth:`Sampling.of`.
-            rows: makes the rows, where they are needed.
-        """
-        if _changes(batch.sampling_info):
-            return Sampling.of(self.model_runner, batch, rows(), logprobs)
-        owners = [*batch.reqs, *states]
-        if len(owners) != len(self._owners) or any(a is not b for a, b in zip(owners, self._owners)):
-            self._owners, self._kept = owners, {}
-        key = requests, width, logprobs
-        if key not in self._kept:
-            if len(self._kept) >= self.most:
-                self._kept.clear()
-            self._kept[key] = Sampling.of(self.model_runner, batch, rows(), logprobs)
-        return self._kept[key]
-
-
-def _changes(info: "SamplingBatchInfo") -> bool:
-    """Whether what is sampled from depends on the output so far."""
-    penalties = (info.acc_additive_penalties, info.acc_scaling_penalties)
-    return any(p is not None for p in penalties) or bool(info.grammars) or info.has_custom_logit_processor
-
-
-def _sampling_batch(
-    batch: "ScheduleBatch", rows: list[Row], device: torch.device, logprobs: bool
-) -> SimpleNamespace:
-    """What ``ModelRunner.sample`` reads of a forward batch, but for the positions."""
-    index = [row.request for row in rows]
-    return SimpleNamespace(
-        sampling_info=select_rows(batch, rows, device),
-        return_logprob=logprobs,
-        top_logprobs_nums=[batch.top_logprobs_nums[i] for i in index] if logprobs else [0] * len(rows),
-        token_ids_logprobs=[batch.token_ids_logprobs[i] for i in index] if logprobs else [None] * len(rows),
-        positions=None,
-        forward_mode=ForwardMode.DECODE,
-        batch_size=len(rows),
-        ngram_embedding_info=None,
-    )
-
-
-def select_rows(batch: "ScheduleBatch", rows: list[Row], device) -> "SamplingBatchInfo":
-    """The batch's sampling parameters, repeated for each row.
-
-    The rows of one call take one route, and have all a seed or none.
-    """
-    info = batch.sampling_info
-    index = to_device([row.request for row in rows], device)
-    reqs = [batch.reqs[row.request] for row in rows]
-    kind = route(reqs[0])
-    seeded = rows[0].seed is not None
-    processors = {k: (p, mask[index]) for k, (p, mask) in (info.custom_logit_processor or {}).items()}
-    # As in SGLang, a processor is not called for no row; some cannot bear it.
-    processors = {k: (p, mask) for k, (p, mask) in processors.items() if mask.any()}
-    grammars = [GrammarAfter(req.grammar, row.drafts) if req.grammar else None for req, row in zip(reqs, rows)]
-    return dataclasses.replace(
-        info,
-        temperatures=info.temperatures[index],
-        top_ps=info.top_ps[index],
-        top_ks=info.top_ks[index],
-        min_ps=info.min_ps[index],
-        is_all_greedy=kind == "greedy",
-        is_any_greedy=kind == "greedy",
-        need_top_p_sampling=any(req.sampling_params.top_p != 1.0 for req in reqs),
-        need_top_k_sampling=any(req.sampling_params.top_k != TOP_K_ALL for req in reqs),
-        need_min_p_sampling=any(req.sampling_params.min_p > 0 for req in reqs),
-        grammars=grammars if any(grammars) else None,
-        acc_additive_penalties=_pick(info.acc_additive_penalties, index),
-        acc_scaling_penalties=_pick(info.acc_scaling_penalties, index),
-        logit_bias=_pick(info.logit_bias, index),
-        has_custom_logit_processor=bool(processors),
-        custom_logit_processor=processors or None,
-        custom_params=[info.custom_params[row.request] for row in rows] if info.custom_params else None,
-        return_sampling_masks=None,
-        sampling_seed=(
-            to_device([row.seed for row in rows], device)
-            if seeded
-            else _pick(info.sampling_seed, index)
-        ),
-    )
-
-
-def _pick(values: torch.Tensor | None, index: torch.Tensor) -> torch.Tensor | None:
-    return None if values is None else values[index]
 
 
 def _collect(out: Sampled, group: Group, tokens: torch.Tensor, output: LogitsProcessorOutput) -> None:

@@ -12,8 +12,10 @@ import torch
 from sglang.srt.managers.utils import GenerationBatchResult
 
 from sglang_ext.core import RequestState, Step
-from sglang_ext.managers import forward, integrity, meta_info, results, sampling
+from sglang_ext.managers import forward, integrity, meta_info, results
 from sglang_ext.managers.planner import CURABLE, Planner
+from sglang_ext.managers.sampling import Sampling
+from sglang_ext.managers.sampling_rows import Row
 from sglang_ext.mem_cache.query_window import Recorded
 
 if TYPE_CHECKING:
@@ -59,11 +61,11 @@ class Staggered:
             attention = worker.attentions.of(inputs.counts, all(step.row == step.state.row for step in steps))
             output = forward.run(worker.model_runner, batch, inputs, attention)
         rows = [
-            worker.sampling_row(i, step.state, step.drafts_before(j))
+            Row.of(i, step.state, step.drafts_before(j))
             for i, step in enumerate(steps)
             for j in range(len(step.tokens))
         ]
-        sampled = sampling.Sampling.of(worker.model_runner, batch, rows, batch.return_logprob).draw(
+        sampled = Sampling.of(worker.model_runner, batch, rows, batch.return_logprob).draw(
             output.next_token_logits, inputs.positions
         )
         answers = sampled.tokens.tolist()

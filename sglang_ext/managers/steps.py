@@ -10,7 +10,9 @@ from sglang_ext.device import to_device
 from sglang_ext.managers import forward
 from sglang_ext.managers.planner import CURABLE
 from sglang_ext.managers.round_plan import Round
-from sglang_ext.managers.sampling import Row, Sampled, Sampling, SamplingCache
+from sglang_ext.managers.sampling import Sampled, Sampling
+from sglang_ext.managers.sampling_cache import SamplingCache
+from sglang_ext.managers.sampling_rows import Row
 from sglang_ext.mem_cache.query_window import Recorded
 
 if TYPE_CHECKING:
@@ -97,7 +99,7 @@ class Steps:
         places = tuple(range(len(round_.states))) if requests is None else tuple(requests)
 
         def rows() -> list[Row]:
-            return [self.worker.sampling_row(i, round_.states[i]) for i in places for _ in range(width)]
+            return [Row.of(i, round_.states[i]) for i in places for _ in range(width)]
 
         return self._samplings.get(batch, round_.states, places, width, logprobs, rows)
 

@@ -121,7 +121,7 @@ class CopyWriter:
         self._keep_sinks(source, view.own[: view.sinks])
         self.token_table[self.draft_row(row), : view.kept] = view.slots.to(self.token_table.dtype)
         if self.packed_rows is not None:
-            self.packed_rows.slots[self.draft_row(row)] = view.packed
+            self.packed_rows.counts[self.draft_row(row)] = view.packed
         if self.pointer_rows is not None:
             self.pointer_rows.counts[self.draft_row(row)] = view.own_tokens
 

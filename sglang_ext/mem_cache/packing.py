@@ -10,6 +10,7 @@ from math import lcm
 
 import torch
 
+from sglang_ext.mem_cache.begun_rows import BegunRows
 from sglang_ext.mem_cache.compressors.quantizer import Quantizer, whole
 from sglang_ext.mem_cache.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.packed_layout import Grid, Layout, Quantized
@@ -158,26 +159,13 @@ class Packing:
         return layout.unpack(cells.unflatten(0, (-1, self.block_slots)).permute(2, 0, 1, 3))
 
 
-@dataclass(frozen=True)
-class PackedRows:
-    """Which rows of the token table begin with packed blocks.
+class PackedRows(BegunRows[Packing]):
+    """Rows that begin with packed blocks, and how many slots of each hold them."""
 
-    Attributes:
-        packing: how they are packed.
-        slots: int32 [rows], slots of each row that hold blocks, from its beginning; 0 for none. Captured graphs read it.
-    """
-
-    packing: Packing
-    slots: torch.Tensor
-
-    @classmethod
-    def of_table(cls, packing: Packing, token_table: torch.Tensor) -> "PackedRows":
-        """None yet, of the rows of a token table."""
-        return cls(packing, torch.zeros(len(token_table), dtype=torch.int32, device=token_table.device))
-
-    def on_host(self, rows: torch.Tensor) -> list[int]:
-        """Packed slots of ``rows``, int64 [batch]; waits for the device."""
-        return self.slots[rows].tolist()
+    @property
+    def packing(self) -> Packing:
+        """How they are packed."""
+        return self.form
 
 
 def as_bytes(buffer: torch.Tensor) -> torch.Tensor:

@@ -1,12 +1,11 @@
 """The newest queries of each request, for compressors that score keys by them.
 
-Queries exist only inside a forward pass. While one runs, :func:`record_queries` (a hook on SGLang's
-attention backends) passes each layer's queries to the active :class:`QueryWindows`, which keeps the newest
-of each request across prefill chunks and verifications. A CUDA graph runs no Python: graphs that are captured
-with the hook active copy their queries to one buffer, from which the windows are filled after a replay.
+Queries exist only inside a forward pass. While one runs, a hook on SGLang's attention backends (query_hooks.py) passes
+each layer's queries to :class:`QueryWindows`, which keeps the newest of each request across prefill chunks and
+verifications. A CUDA graph runs no Python: graphs that are captured with the hook active copy their queries to one buffer,
+from which the windows are filled after a replay.
 """
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -16,6 +15,8 @@ from itertools import accumulate
 import torch
 
 from sglang_ext.device import to_device
+from sglang_ext.mem_cache import query_hooks
+from sglang_ext.mem_cache.query_ring import QueryRing
 
 
 @dataclass(frozen=True)
@@ -41,55 +42,12 @@ class Recorded:
 
 
 @dataclass
-class Kept:
-    """One request's queries, in a ring: those of rejected drafts are overwritten.
-
-    Positions may be missing between them: a CUDA graph of plain decoding leaves no queries.
-
-    Attributes:
-        ring: [layers, span, query_heads, head_dim]; the newest lies before :attr:`head`, modulo its span.
-        positions: of the queries, ascending; the last belongs to the newest.
-        head: where the next query will lie, counted without modulo.
-    """
-
-    ring: torch.Tensor
-    positions: list[int] = field(default_factory=list)
-    head: int = 0
-
-    @property
-    def span(self) -> int:
-        """Queries that the ring holds."""
-        return self.ring.shape[1]
-
-    def drop(self, position: int) -> None:
-        """Forget the queries of ``position`` and later ones."""
-        while self.positions and self.positions[-1] >= position:
-            self.positions.pop()
-            self.head -= 1
-
-    def reserve(self, positions: range) -> list[int]:
-        """Places in the ring for queries of ``positions``, over those of the same positions and later ones."""
-        self.drop(positions.start)
-        places = [(self.head + i) % self.span for i in range(len(positions))]
-        self.positions = [*self.positions, *positions][-self.span :]
-        self.head += len(positions)
-        return places
-
-    def newest(self, count: int, end: int) -> tuple[list[int], list[int]]:
-        """Places and positions of the newest ``count`` queries before position ``end``, oldest first."""
-        until = bisect_left(self.positions, end)
-        since = max(0, until - count)
-        begin = self.head - len(self.positions)
-        return [(begin + i) % self.span for i in range(since, until)], self.positions[since:until]
-
-
-@dataclass
 class QueryWindows:
     """Per request and layer, the newest queries of tokens whose KV is exact.
 
     Attributes:
         window: queries that compressors want at most; 0 keeps nothing and makes every call free.
-        layers: indices of the model's attention layers, in the order of :attr:`Kept.ring`.
+        layers: indices of the model's attention layers, in the order of :attr:`QueryRing.ring`.
         spare: tokens that may be recorded and then rejected.
         wanted_by: whether anything is kept of the request with a key: its compressor may want none.
     """
@@ -98,7 +56,7 @@ class QueryWindows:
     layers: Sequence[int]
     spare: int
     wanted_by: Callable[[int], bool] = lambda key: True
-    _kept: dict[int, Kept] = field(default_factory=dict)
+    _kept: dict[int, QueryRing] = field(default_factory=dict)
     _running: tuple[Recorded, ...] = ()
     _places: torch.Tensor | None = None
     _picked: torch.Tensor | None = None
@@ -122,7 +80,7 @@ class QueryWindows:
             return
         self._running = rows
         try:
-            with _active_windows(self):
+            with query_hooks.recording_to(self):
                 yield
             if self._picked is not None:
                 self._keep(_one_after_another(self._running), self._picked)
@@ -144,7 +102,7 @@ class QueryWindows:
             return
         self._captured = like.new_zeros(len(self.layers), tokens, heads, head_dim)
         self._running = ()
-        with _active_windows(self):
+        with query_hooks.recording_to(self):
             yield
 
     def record(self, layer_id: int, queries: torch.Tensor) -> None:
@@ -166,6 +124,11 @@ class QueryWindows:
         if self._captured is not None and rows:
             self._keep(rows, self._captured)
 
+    def warm_up(self) -> None:
+        """Keep once what graphs left, for row 0, which is no request's: a first time takes longer than those after."""
+        self.keep_replayed((Recorded(0, 0, self.spare, 0),))
+        self.forget(0)
+
     def _wanted(self, rows: tuple[Recorded, ...]) -> tuple[Recorded, ...]:
         """Of ``rows``, what rings have room for, and somebody will read."""
         return tuple(row.newest(self.span) for row in rows if self.wanted_by(row.key))
@@ -179,10 +142,10 @@ class QueryWindows:
         for kept, row, mine in zip(rings, rows, places.split([len(of_row) for of_row in reserved])):
             kept.ring.index_copy_(1, mine, queries[:, row.start : row.end])
 
-    def _ring(self, key: int, like: torch.Tensor) -> Kept:
+    def _ring(self, key: int, like: torch.Tensor) -> QueryRing:
         """The ring of a request; a new one for queries as in ``like``, [layers, tokens, heads, head_dim]."""
         if key not in self._kept:
-            self._kept[key] = Kept(like.new_zeros(len(self.layers), self.span, *like.shape[-2:]))
+            self._kept[key] = QueryRing(like.new_zeros(len(self.layers), self.span, *like.shape[-2:]))
         return self._kept[key]
 
     def get(self, key: int, end: int, count: int) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -229,39 +192,3 @@ def _one_after_another(rows: tuple[Recorded, ...]) -> tuple[Recorded, ...]:
     """``rows`` as they lie where only their tokens were picked."""
     ends = list(accumulate(row.end - row.start for row in rows))
     return tuple(Recorded(row.key, start, end, row.position) for row, start, end in zip(rows, [0, *ends], ends))
-
-
-_active: QueryWindows | None = None
-prefix_reserve = 0
-
-
-@contextmanager
-def _active_windows(windows: QueryWindows) -> Iterator[None]:
-    global _active
-    _active = windows
-    try:
-        yield
-    finally:
-        _active = None
-
-
-def record_queries(original: Callable, backend, q, k, v, layer, *args, **kwargs) -> torch.Tensor:
-    """Hook around ``AttentionBackend.forward``: hand the queries to the active windows.
-
-    SGLang's graphs of prefills leave out the attention backend, so that this is called between their pieces.
-    """
-    if _active is not None:
-        _active.record(layer.layer_id, q.view(-1, layer.tp_q_head_num, layer.qk_head_dim))
-    return original(backend, q, k, v, layer, *args, **kwargs)
-
-
-def reserve_queries(count: int) -> None:
-    """Let prefix hits leave at least ``count`` tokens of each prompt to compute."""
-    global prefix_reserve
-    prefix_reserve = count
-
-
-def cap_prefix_match(original: Callable, req, input_len: int) -> int:
-    """Hook around ``Req._compute_max_prefix_len``: leave the query window uncached."""
-    longest = original(req, input_len)
-    return max(0, min(longest, input_len - prefix_reserve)) if prefix_reserve else longest

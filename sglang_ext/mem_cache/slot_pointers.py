@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import torch
 
+from sglang_ext.mem_cache.begun_rows import BegunRows
 from sglang_ext.mem_cache.kv_buffers import KVBuffers
 
 
@@ -81,26 +82,13 @@ class Pointers:
         return held.transpose(0, 1).flatten(1)[:, :count].long()
 
 
-@dataclass(frozen=True)
-class PointerRows:
-    """Which rows of the token table begin with pointers.
+class PointerRows(BegunRows[Pointers]):
+    """Rows that begin with pointers, and to how many tokens each head's lead."""
 
-    Attributes:
-        pointers: how they lie in slots.
-        counts: int32 [rows], tokens to which each head's lead; 0 for rows that begin with none. Captured graphs read it.
-    """
-
-    pointers: Pointers
-    counts: torch.Tensor
-
-    @classmethod
-    def of_table(cls, pointers: Pointers, token_table: torch.Tensor) -> "PointerRows":
-        """None yet, of the rows of a token table."""
-        return cls(pointers, torch.zeros(len(token_table), dtype=torch.int32, device=token_table.device))
-
-    def on_host(self, rows: torch.Tensor) -> list[int]:
-        """Tokens to which the pointers of ``rows``, int64 [batch], lead; waits for the device."""
-        return self.counts[rows].tolist()
+    @property
+    def pointers(self) -> Pointers:
+        """How they lie in slots."""
+        return self.form
 
 
 def as_pointers(keys: torch.Tensor) -> torch.Tensor:

@@ -44,11 +44,11 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
         """Put plain PyTorch in place of what SGLang compiles or has as Triton kernels on any device."""
         import torch._dynamo
 
-        from sglang_ext import hooks
+        from sglang_ext import hooking
 
         # Small operators that SGLang and its grammar backends compile would need a C++ compiler.
         torch._dynamo.config.disable = True
-        hooks.activate_plain_cpu()
+        hooking.activate_plain_cpu()
 
     def get_device(self, local_rank: int = 0) -> str:
         """``cpu``; SGLang's arguments expect the name, not a ``torch.device``."""

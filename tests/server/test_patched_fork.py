@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_ext import hooks, patched
+from sglang_ext import hooking, hooks, patched
 from sglang_ext.arguments import KVServerArgs
 
 ROOT = Path(__file__).parents[2]
@@ -115,7 +115,7 @@ def test_each_marked_function_is_a_hook_target() -> None:
 def test_a_fork_without_a_mark_that_is_needed_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patched.flag_checks, "check_resolved", lambda args: None)
     unmarked = SimpleNamespace(kv_mode="verified")  # the installed SGLang has no marks
-    with pytest.raises(hooks.HookError, match="_calculate_spec_decoding_metrics with None.*--kv-mode full"):
+    with pytest.raises(hooking.HookError, match="_calculate_spec_decoding_metrics with None.*--kv-mode full"):
         patched.check(unmarked)
 
 

@@ -10,7 +10,8 @@ import pytest
 
 from sglang_ext import method_options, options
 from sglang_ext.arguments import KVServerArgs
-from sglang_ext.options import OptionError, unsupported_model
+from sglang_ext.model_options import unsupported_model
+from sglang_ext.options import OptionError
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64,

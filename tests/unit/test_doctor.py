@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_ext import doctor, hooks
+from sglang_ext import doctor, hooking, hooks, uses
 from sglang_ext.doctor import Check
 
 SMALL = {
@@ -120,7 +120,7 @@ def test_a_hook_that_does_not_fit_gets_a_line_of_its_own(
     table = (dataclasses.replace(hooks.HOOKS[0], **change), *hooks.HOOKS[1:])
     monkeypatch.setattr(hooks, "HOOKS", table)
     summary, line = doctor.check_hooks()
-    total = len(table) + len(hooks.PLAIN_CPU_HOOKS) + len(hooks.USES)
+    total = len(table) + len(hooks.PLAIN_CPU_HOOKS) + len(uses.USES)
     assert summary.found == f"{total - 1} of {total} fit" and not summary.ok
     assert problem in line.found and table[0].target in line.found
     assert "sglang==0.5.17" in line.remedy
@@ -128,7 +128,7 @@ def test_a_hook_that_does_not_fit_gets_a_line_of_its_own(
 
 
 def test_a_patched_fork_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hooks, "is_patched_fork", lambda: True)
+    monkeypatch.setattr(hooking, "is_patched_fork", lambda: True)
     (summary,) = doctor.check_hooks()
     assert summary.ok and summary.found.endswith("called by this patched fork")
 

@@ -11,9 +11,11 @@ from sglang_ext.layers.attention.copy_decode import check_heads
 from sglang_ext.managers import forward
 from sglang_ext.managers.forward import Attention, Attentions
 from sglang_ext.managers.round_plan import Round
+from sglang_ext.managers.served_methods import ServedMethods
 from sglang_ext.managers.steps import Steps
 from sglang_ext.managers.worker import KVWorker
 from sglang_ext.mem_cache.compressors import method
+from sglang_ext.mem_cache.copy_forms import CopyForms
 from sglang_ext.mem_cache.query_window import QueryWindows
 from sglang_ext.options import OptionError
 
@@ -73,9 +75,7 @@ class Worker(KVWorker):
         pool = torch.zeros(50, 2, 64)
         kv = SimpleNamespace(get_key_buffer=lambda layer: pool, get_value_buffer=lambda layer: pool)
         self.model_runner = SimpleNamespace(token_to_kv_pool=kv, attn_backend=SimpleNamespace())
-        self.layers, self.methods, self.scores = {0: 0.1, 2: 0.1}, (method("snapkv"), method(name)), None
-        self.packed_rows = self.head_cells = self.pointer_rows = None
-        self.rotary = None
+        self.layers, self.methods = {0: 0.1, 2: 0.1}, ServedMethods((), (method("snapkv"), method(name)))
 
     def allocate(self):
         table = SimpleNamespace(req_to_token=torch.zeros(4, 30, dtype=torch.int32))
@@ -85,7 +85,7 @@ class Worker(KVWorker):
 def told(worker):
     """What a worker tells its model's own attention of copies."""
     own = worker.model_runner.attn_backend
-    return own.packed_rows, own.head_cells, own.pointer_rows
+    return CopyForms(own.packed_rows, own.head_cells, own.pointer_rows)
 
 
 def test_what_rows_begin_with_has_its_place_before_graphs_are_captured(monkeypatch):
@@ -95,11 +95,12 @@ def test_what_rows_begin_with_has_its_place_before_graphs_are_captured(monkeypat
     for worker in (packed, uneven, plain, pointing):
         worker.allocate()
         assert worker._read_copies() is None, "on a CPU the model's own attention reads copies"
-        assert told(worker) == (worker.packed_rows, worker.head_cells, worker.pointer_rows)
+        assert vars(told(worker)) == vars(worker.forms)
+    packed, uneven, plain, pointing = (worker.forms for worker in (packed, uneven, plain, pointing))
     assert pointing.packed_rows is pointing.head_cells is packed.pointer_rows is uneven.pointer_rows is plain.pointer_rows is None
     assert pointing.pointer_rows.counts.tolist() == [0] * 8 and pointing.pointer_rows.pointers.per_slot == 64
     assert plain.packed_rows is plain.head_cells is packed.head_cells is uneven.packed_rows is None
-    assert packed.packed_rows.slots.tolist() == [0] * 8 and packed.packed_rows.slots.dtype == torch.int32
+    assert packed.packed_rows.counts.tolist() == [0] * 8 and packed.packed_rows.counts.dtype == torch.int32
     # Of two layers with two heads.
     assert uneven.head_cells.bounds.tolist() == [[0] * 5] * 8 and uneven.head_cells.bounds.dtype == torch.int32
 
@@ -107,9 +108,8 @@ def test_what_rows_begin_with_has_its_place_before_graphs_are_captured(monkeypat
 def test_on_a_gpu_steps_over_copies_have_an_attention_of_their_own(monkeypatch):
     monkeypatch.setattr(copy_graphs, "attention", lambda *given: Attention(given))
     worker = Worker("kivi")
-    worker.buffers, worker.packed_rows, worker.head_cells = SimpleNamespace(on_gpu=True), "packed", "cells"
-    worker.pointer_rows = "pointers"
-    assert worker._read_copies().backend == (worker.model_runner, "packed", "cells", "pointers")
+    worker.buffers, worker.forms = SimpleNamespace(on_gpu=True), CopyForms("packed", "cells", "pointers")
+    assert worker._read_copies().backend == (worker.model_runner, worker.forms)
     assert not vars(worker.model_runner.attn_backend)
 
 
@@ -126,10 +126,10 @@ def test_steps_over_copies_have_graphs_where_sglang_has_some(monkeypatch, captur
     monkeypatch.setattr(copy_graphs, "CopyGraphs", lambda model, attn_backend: graphs)
     monkeypatch.setattr(copy_graphs.GraphSharedOutput, "create_for_model_runner", lambda model: "logits")
     model = SimpleNamespace(decode_cuda_graph_runner="own graphs" if captures else None)
-    found = copy_graphs.attention(model, *rows)
+    found = copy_graphs.attention(model, CopyForms(*rows))
     assert found == Attention(backend, graphs if captures else None)
     assert ran == ["rows", "replayed" if captures else "compiled"]
-    assert copy_graphs.attention(model, None, None, None) is None, "plain tokens"
+    assert copy_graphs.attention(model, CopyForms()) is None, "plain tokens"
 
 
 def test_the_scheduler_waits_for_the_end_of_a_replay_that_reads_the_token_table(monkeypatch):

@@ -19,7 +19,8 @@ from sglang_ext.mem_cache.compressors.snapkv import SnapKV
 from sglang_ext.mem_cache.copy_method import CopyMethod
 from sglang_ext.mem_cache.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.packing import PackedRows, Packing, as_bytes
-from sglang_ext.mem_cache.query_window import QueryWindows, Recorded, record_queries
+from sglang_ext.mem_cache.query_hooks import record_queries
+from sglang_ext.mem_cache.query_window import QueryWindows, Recorded
 from sglang_ext.mem_cache.tiered_node import Prefix
 
 TOKENS, HEADS, DIM = 700, 2, 64
@@ -59,7 +60,7 @@ def test_the_draft_row_leads_to_blocks_then_to_a_copy_of_the_first_tokens_and_th
     covered = SINKS + 64 * blocks
     assert (view.covered, view.packed, view.kept) == (covered, blocks * packing.block_slots, view.packed + SINKS)
     assert views.held_bytes() == view.kept * 2 * HEADS * DIM * 4 < 0.3 * covered * 2 * HEADS * DIM * 4
-    assert views.packed_rows.slots.tolist() == [0] * 5 + [view.packed] + [0] * 2
+    assert views.packed_rows.counts.tolist() == [0] * 5 + [view.packed] + [0] * 2
     views.write_tail(1, length)
     row = views.token_table[5, : view.kept + length - covered].long()
     assert torch.equal(row[view.kept :], views.token_table[1, covered:length].long())

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from sglang_ext.layers.attention.verify_graphs import VerifyGraphSet
-from sglang_ext.managers.worker import KVWorker
-from sglang_ext.mem_cache.query_window import QueryWindows, Recorded
+from sglang_ext.managers import captured
+from sglang_ext.managers.captured import Captured
+from sglang_ext.mem_cache.query_window import QueryWindows
 
 
 @pytest.mark.parametrize(
@@ -21,13 +22,49 @@ def test_the_narrowest_that_holds_the_batch_is_taken(requests, width, expected):
 
 def test_without_graphs_none_are_captured_and_no_queries_are_expected_of_them():
     windows = QueryWindows(4, (0,), spare=5)
-    worker = SimpleNamespace(
-        lossy=False, queries=windows, server_args=SimpleNamespace(kv_schedule="lockstep"), _read_copies=lambda: None,
-        model_runner=SimpleNamespace(
-            decode_attention_backend_str="flashinfer", decode_cuda_graph_runner=None, dtype=torch.float32, device="cpu"
-        ),
-    )  # fmt: skip
-    KVWorker.init_cuda_graphs(worker)
+    args = SimpleNamespace(kv_mode="verified", kv_schedule="lockstep")
+    assert Captured.of(args, SimpleNamespace(decode_cuda_graph_runner=None), windows, None).sets == []
     # What the worker does once at start, to have it done.
-    windows.keep_replayed((Recorded(0, 0, 5, 0),))
+    windows.warm_up()
     assert windows.held_bytes == 0
+
+
+HOST = {"kv_full_tier": "host", "kv_host_gb": 1, "speculative_num_draft_tokens": 65}
+
+
+@pytest.mark.parametrize(
+    ("flags", "backend", "full", "checks", "tokens"),
+    [
+        ({}, "flashinfer", [(17, None, None)], [], 8 * 17),
+        ({}, "triton", [(17, "verifier", None)], [], 8 * 17),
+        ({"kv_draft_length": "auto"}, "fa3", [(5, None, None), (17, None, None)], [], 8 * 17),
+        ({"kv_ngram_tokens": 3}, "flashinfer", [(17, None, None)], [(4, "verifier", None)], 8 * 17),
+        (HOST, "flashinfer", [(17, None, None), (65, None, 2)], [], 8 * 17),
+        (HOST | {"bs": [1, 2]}, "flashinfer", [(17, None, None), (65, None, 2)], [], 2 * 65),
+    ],
+)
+def test_what_is_captured_follows_from_flags_and_backend(monkeypatch, flags, backend, full, checks, tokens):
+    """Of each: tokens of a request, what attends where it is not the model's own backend, and requests at most."""
+    bs = flags.get("bs", [1, 8])
+    args = SimpleNamespace(
+        **{
+            "kv_mode": "verified", "kv_schedule": "lockstep", "kv_draft_length": 16, "kv_max_burst": None,
+            "kv_full_tier": "device", "kv_host_gb": 0, "kv_compressor": "snapkv", "disable_radix_cache": False,
+            "kv_ngram_tokens": 0, "kv_offload_draft_length": 64, "speculative_num_draft_tokens": 17,
+        } | flags,
+        cuda_graph_config=SimpleNamespace(decode=SimpleNamespace(bs=bs)),
+    )  # fmt: skip
+    model = SimpleNamespace(
+        decode_cuda_graph_runner="graphs", decode_attention_backend_str=backend, dtype=torch.float32, device="cpu", model=None
+    )
+    monkeypatch.setattr(captured, "an_attention", lambda model: SimpleNamespace(tp_q_head_num=1, qk_head_dim=1))
+    monkeypatch.setattr(captured, "VerifyAttention", lambda model: "verifier")
+    monkeypatch.setattr(
+        captured, "capture", lambda model, width, own, most=None: SimpleNamespace(width=width, found=(width, own, most))
+    )
+    windows = QueryWindows(4, (0,), spare=5)
+    found = Captured.of(args, model, windows, captured.verifier_of(args, model))
+    assert [graph.found for graph in found.full.graphs] == full
+    assert [graph.found for graphs in found.sets[1:] for graph in graphs.graphs] == checks
+    assert windows.held_bytes == tokens * 4, "room for the queries of the largest"
+    assert captured.verifier_of(SimpleNamespace(kv_mode="lossy"), model) is None

@@ -7,15 +7,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_ext.mem_cache import query_hooks
 from sglang_ext.mem_cache.compressed_views import CompressedViews
 from sglang_ext.mem_cache.compressors import create
 from sglang_ext.mem_cache.compressors.kvzip import KVzip
 from sglang_ext.mem_cache.copy_method import CopyMethod
 from sglang_ext.mem_cache.give_back import give_back_when_full
 from sglang_ext.mem_cache.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.query_window import QueryWindows, Recorded, cap_prefix_match, record_queries
+from sglang_ext.mem_cache.query_hooks import cap_prefix_match, record_queries
+from sglang_ext.mem_cache.query_window import QueryWindows, Recorded
 from sglang_ext.mem_cache.unpacked import Unpacked
-from sglang_ext.mem_cache import query_window
 
 SLOTS, HEADS, DIM, LAYERS = 400, 2, 4, 2
 
@@ -282,5 +283,5 @@ def test_windows_under_tensor_outputs_do_not_alias_the_forward():
 
 @pytest.mark.parametrize(("reserve", "expected"), [(0, 99), (32, 68), (200, 0)])
 def test_a_prefix_hit_leaves_the_query_window_to_compute(monkeypatch, reserve, expected):
-    monkeypatch.setattr(query_window, "prefix_reserve", reserve)
+    monkeypatch.setattr(query_hooks, "prefix_reserve", reserve)
     assert cap_prefix_match(lambda req, length: length - 1, None, 100) == expected

@@ -12,9 +12,7 @@ from sglang_ext.layers.attention.pointer_decode import PointerDecode
 from sglang_ext.layers.attention.uneven_decode import UnevenDecode
 from sglang_ext.layers.attention.verify_graphs import of_nobody
 from sglang_ext.managers import forward
-from sglang_ext.mem_cache.head_cells import HeadCells
-from sglang_ext.mem_cache.packing import PackedRows
-from sglang_ext.mem_cache.slot_pointers import PointerRows
+from sglang_ext.mem_cache.copy_forms import CopyForms
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, PPProxyTensors
@@ -40,19 +38,12 @@ class CopyGraphs(DecodeCudaGraphRunner):
             self.execute(forward.base(*of_nobody(requests, 1, self.model_runner.device)))
 
 
-def attention(
-    model_runner: "ModelRunner",
-    packed_rows: PackedRows | None,
-    head_cells: HeadCells | None,
-    pointer_rows: PointerRows | None,
-) -> forward.Attention | None:
+def attention(model_runner: "ModelRunner", forms: CopyForms) -> forward.Attention | None:
     """What reads copies on a GPU; with graphs for SGLang's list of batch sizes, where it captured its own.
 
     Args:
         model_runner: the target's, while it is one that decodes one token a request (verify_graphs.py).
-        packed_rows: how copies are packed, and which rows begin with blocks; None where none is.
-        head_cells: what the cells of copies hold whose heads are uneven; None where none are.
-        pointer_rows: which rows begin with pointers into full KV; None where copies hold KV.
+        forms: what rows may begin with.
 
     Returns:
         None where copies hold plain tokens, which the model's own attention reads.
@@ -60,12 +51,12 @@ def attention(
     Raises:
         OptionError: the kernel does not take the model's heads.
     """
-    if packed_rows is not None:
-        backend = PackedDecode(model_runner, packed_rows)
-    elif head_cells is not None:
-        backend = UnevenDecode(model_runner, head_cells)
-    elif pointer_rows is not None:
-        backend = PointerDecode(model_runner, pointer_rows)
+    if forms.packed_rows is not None:
+        backend = PackedDecode(model_runner, forms.packed_rows)
+    elif forms.head_cells is not None:
+        backend = UnevenDecode(model_runner, forms.head_cells)
+    elif forms.pointer_rows is not None:
+        backend = PointerDecode(model_runner, forms.pointer_rows)
     else:
         return None
     if model_runner.decode_cuda_graph_runner is None:

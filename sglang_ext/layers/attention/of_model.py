@@ -10,6 +10,11 @@ def is_attention(module: torch.nn.Module) -> bool:
     return isinstance(module, RadixAttention)
 
 
+def an_attention(model: torch.nn.Module) -> torch.nn.Module:
+    """Any of the model's attention layers: all have the same heads."""
+    return next(module for module in model.modules() if is_attention(module))
+
+
 def attention_scaling(model: torch.nn.Module) -> dict[int, float]:
     """Scaling of query-key products by layer index, from the model's attention layers."""
     return {module.layer_id: module.scaling for module in model.modules() if is_attention(module)}

@@ -43,4 +43,4 @@ class PackedDecode(CopyDecode):
         """As :meth:`CopyDecode.attend`."""
         pool, packed, table = self.token_to_kv_pool, self.packed_rows, self.req_to_token_pool.req_to_token
         buffers = pool.get_key_buffer(layer_id), pool.get_value_buffer(layer_id)
-        return packed_decode(packed.packing, queries, *buffers, table, rows, lengths, packed.slots, scaling, splits)
+        return packed_decode(packed.packing, queries, *buffers, table, rows, lengths, packed.counts, scaling, splits)

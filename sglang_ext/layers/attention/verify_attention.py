@@ -12,7 +12,8 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_ext.layers.attention.plain import require_plain, write_kv
-from sglang_ext.layers.kernels.verify_attention import (
+from sglang_ext.layers.kernels.verify_attention import verify_attention
+from sglang_ext.layers.kernels.verify_sizes import (
     EXACT,
     Blocks,
     Splits,
@@ -20,7 +21,6 @@ from sglang_ext.layers.kernels.verify_attention import (
     fast_blocks,
     partial_buffers,
     partial_numbers,
-    verify_attention,
 )
 
 if TYPE_CHECKING:

@@ -1,12 +1,11 @@
-"""What the worker tells SGLang's scheduler, and when."""
+"""What a prefill tells SGLang's scheduler, and when."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import torch
 
-from sglang_ext.managers import worker as module
-from sglang_ext.managers.worker import KVWorker
+from sglang_ext.managers import prefill as module
 
 
 def test_lengths_of_a_prefill_are_known_before_it_runs(monkeypatch):
@@ -21,15 +20,16 @@ def test_lengths_of_a_prefill_are_known_before_it_runs(monkeypatch):
 
     sampled = SimpleNamespace(tokens=torch.tensor([3]))
     monkeypatch.setattr(module.Sampling, "of", lambda *args: SimpleNamespace(draw=lambda logits, positions: sampled))
-    worker = KVWorker.__new__(KVWorker)
-    worker.queries = SimpleNamespace(recording=lambda rows: nullcontext())
-    worker._target_worker = SimpleNamespace(forward_batch_generation=forward)
-    worker.model_runner = None
-    worker.states = {1: SimpleNamespace(fallback=0, seed=5)}
-    worker.schedule = SimpleNamespace(begin=lambda states, tokens: None)
+    worker = SimpleNamespace(
+        queries=SimpleNamespace(recording=lambda rows: nullcontext()),
+        target_worker=SimpleNamespace(forward_batch_generation=forward),
+        model_runner=None,
+        requests=SimpleNamespace(admit=lambda req, matched: SimpleNamespace(fallback=0, seed=5)),
+        schedule=SimpleNamespace(begin=lambda states, tokens: None),
+    )
     batch = SimpleNamespace(
         reqs=[SimpleNamespace(req_pool_idx=1)], prefix_lens=[0], extend_lens=[7], seq_lens=torch.tensor([7]), return_logprob=False
     )
-    found = worker._prefill(batch, on_publish=lambda lengths: seen.append(lengths.tolist()))
+    found = module.prefill(worker, batch, on_publish=lambda lengths: seen.append(lengths.tolist()))
     assert seen == [[7], "forward"]
     assert found.next_token_ids.tolist() == [3] and found.new_seq_lens.tolist() == [7]

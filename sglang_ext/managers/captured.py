@@ -1,0 +1,103 @@
+"""Verifications that are captured as CUDA graphs when the server starts, and what is done once for all of them."""
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+
+from sglang_ext import options
+from sglang_ext.layers.attention import plan_memory
+from sglang_ext.layers.attention.of_model import an_attention
+from sglang_ext.layers.attention.verify_attention import VerifyAttention
+from sglang_ext.layers.attention.verify_graphs import VerifyGraphSet, capture
+from sglang_ext.mem_cache.query_window import QueryWindows
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    from sglang_ext.arguments import KVServerArgs
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Captured:
+    """Captured verifications, by what they are of; None where none are captured.
+
+    Attributes:
+        full: of drafts, over full KV.
+        checks: of what n-grams propose, over the rows that drafts read.
+    """
+
+    full: VerifyGraphSet | None = None
+    checks: VerifyGraphSet | None = None
+
+    @classmethod
+    def of(
+        cls,
+        args: "KVServerArgs",
+        model_runner: "ModelRunner",
+        queries: QueryWindows,
+        verifier: AttentionBackend | None,
+    ) -> "Captured":
+        """Those of a server in lockstep, where SGLang captured graphs of one token a request; else none.
+
+        Args:
+            args: the server's.
+            model_runner: the target's.
+            queries: take the graphs' queries.
+            verifier: what attends in verifications that no graph holds; None for the model's own attention.
+        """
+        if args.kv_mode == "lossy" or args.kv_schedule != "lockstep" or model_runner.decode_cuda_graph_runner is None:
+            return cls()
+        full = _full(args, model_runner, queries, verifier)
+        if not args.kv_ngram_tokens:
+            return cls(full)
+        # Planned on the device, where alone the lengths are known.
+        planned_there = verifier or VerifyAttention(model_runner)
+        return cls(full, VerifyGraphSet([capture(model_runner, 1 + args.kv_ngram_tokens, planned_there)]))
+
+    @property
+    def sets(self) -> list[VerifyGraphSet]:
+        """All that there are."""
+        return [graphs for graphs in (self.full, self.checks) if graphs is not None]
+
+    def unpin_plans(self, model_runner: "ModelRunner") -> None:
+        """Let rounds be launched further ahead of the device than SGLang's forwards (plan_memory.py)."""
+        captured = [graph.attn_backend for graphs in self.sets for graph in graphs.graphs]
+        count = sum(plan_memory.unpin(backend) for backend in [model_runner.attn_backend, *captured])
+        if count:
+            logger.info("sglang-ext: FlashInfer's plans of %s wrappers are not in pinned memory", count)
+
+    def warm_up(self) -> None:
+        """Replay all once: a first replay takes many times as long as those after."""
+        for graphs in self.sets:
+            graphs.warm_up()
+
+
+def verifier_of(args: "KVServerArgs", model_runner: "ModelRunner") -> VerifyAttention | None:
+    """What attends in verifications where no graph is replayed; None for the model's own attention."""
+    if args.kv_mode == "lossy":
+        return None
+    # fa3 takes equal numbers of tokens only.
+    in_place = model_runner.decode_attention_backend_str in ("triton", "fa3")
+    return VerifyAttention(model_runner) if in_place else None
+
+
+def _full(
+    args: "KVServerArgs", model_runner: "ModelRunner", queries: QueryWindows, verifier: AttentionBackend | None
+) -> VerifyGraphSet:
+    attention = an_attention(model_runner.model)
+    widths = options.verify_widths(args)
+    tokens = max(args.cuda_graph_config.decode.bs) * widths[-1]
+    if options.offloads(args):
+        tokens = max(tokens, options.WIDE_REQUESTS * args.speculative_num_draft_tokens)
+    own = verifier if model_runner.decode_attention_backend_str == "triton" else None
+    like = torch.empty(0, dtype=model_runner.dtype, device=model_runner.device)
+    with queries.capturing(tokens, attention.tp_q_head_num, attention.qk_head_dim, like):
+        captured = [capture(model_runner, width, own) for width in widths]
+        for width in options.wide_widths(args):
+            captured.append(capture(model_runner, width, own, options.WIDE_REQUESTS))
+    return VerifyGraphSet(captured)

@@ -1,0 +1,61 @@
+"""A prefill, or a chunk of one: SGLang's own forward, with its queries kept and its first tokens sampled like all others."""
+
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.srt.managers.utils import GenerationBatchResult
+
+from sglang_ext.core import RequestState
+from sglang_ext.layers.attention.views import BetweenSteps
+from sglang_ext.managers.sampling import Sampling
+from sglang_ext.managers.sampling_rows import Row
+from sglang_ext.mem_cache.query_window import Recorded
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+    from sglang_ext.managers.worker import KVWorker
+
+
+def prefill(worker: "KVWorker", batch: "ScheduleBatch", on_publish=None) -> GenerationBatchResult:
+    """Admit a batch's requests, compute their prompts' KV, and sample the token after each.
+
+    Args:
+        worker: whose requests these become.
+        batch: SGLang's, in extend mode.
+        on_publish: tells SGLang's scheduler the new lengths, int64 [requests]; None where it does not wait for them.
+    """
+    # First, as queries are kept by the method that a request asks for.
+    states = [worker.requests.admit(req, matched) for req, matched in zip(batch.reqs, batch.prefix_lens)]
+    if on_publish is not None:
+        # The lengths are known before the forward: the scheduler shall prepare the next round while it runs.
+        on_publish(batch.seq_lens)
+    with worker.queries.recording(_to_record(batch)):
+        result = worker.target_worker.forward_batch_generation(batch, is_verify=True)
+    result.next_token_ids = _first_tokens(worker, batch, states, result)
+    worker.schedule.begin(states, result.next_token_ids)
+    result.next_draft_input = BetweenSteps(result.next_token_ids)
+    result.new_seq_lens = batch.seq_lens
+    return result
+
+
+def _to_record(batch: "ScheduleBatch") -> tuple[Recorded, ...]:
+    """The queries of all its tokens."""
+    ends = accumulate(batch.extend_lens)
+    parts = zip(batch.reqs, batch.prefix_lens, batch.extend_lens, ends)
+    return tuple(Recorded(req.req_pool_idx, end - length, end, prefix) for req, prefix, length, end in parts)
+
+
+def _first_tokens(
+    worker: "KVWorker", batch: "ScheduleBatch", states: list[RequestState], result: GenerationBatchResult
+) -> torch.Tensor:
+    """The token after each prompt, int64 [requests]; log-probabilities are written into the result where asked for."""
+    rows = [Row.of(i, state) for i, state in enumerate(states)]
+    output = result.logits_output
+    sampled = Sampling.of(worker.model_runner, batch, rows, batch.return_logprob).draw(
+        output.next_token_logits, batch.seq_lens - 1
+    )
+    if batch.return_logprob:
+        sampled.fill_logprobs(output, list(range(len(states))))
+    return sampled.tokens
