@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from sglang_ext.mem_cache.compressors.quantizer import Quantizer, grouped, register_quantizer, squeezed, stored, whole
+from sglang_ext.mem_cache.compressors.quantizer import Quantizer, grouped, meant, register_quantizer, squeezed, stored
 from sglang_ext.mem_cache.packed_layout import Grid, Outliers, Quantized
 
 # Standard deviations of the normal distribution that lie between the middle of a group's range and its ends. Fewer than a group
@@ -55,16 +55,13 @@ class KVQuant(Quantizer):
         """Of each number the nearest level between the least and the greatest of its group, outliers left out."""
         dim = numbers.shape[-1]
         places = farthest(numbers, grid, self.outliers(dim))
-        groups = grouped(without(numbers, grid, places), grid)
-        least, most = groups.amin((3, 5), keepdim=True), groups.amax((3, 5), keepdim=True)
-        zero = stored(least)
-        scale = stored((most - zero).clamp(min=0))
+        zero, scale = range_of_others(numbers, grid, places)
         levels = self.levels_on(numbers.device, dim)
         shares = torch.where(scale > 0, (grouped(numbers, grid) - zero) / scale, 0.0)
-        codes = torch.bucketize(shares, (levels[1:] + levels[:-1]) / 2).to(torch.uint8).view(numbers.shape)
+        codes = torch.bucketize(shares, (levels[1:] + levels[:-1]) / 2, out_int32=True).to(torch.uint8).view(numbers.shape)
         block = Quantized(codes, squeezed(scale), squeezed(zero))
-        rest = (numbers - whole(block, grid, levels)).flatten(2)
-        return block._replace(outliers=Outliers(places, stored(rest.gather(-1, places))))
+        rest = numbers.flatten(2).gather(-1, places) - meant_at(block, grid, levels, places)
+        return block._replace(outliers=Outliers(places, stored(rest)))
 
 
 def levels_of(count: int) -> torch.Tensor:
@@ -92,9 +89,26 @@ def farthest(numbers: torch.Tensor, grid: Grid, count: int) -> torch.Tensor:
     return distances.reshape(numbers.shape).flatten(2).topk(count, -1).indices
 
 
-def without(numbers: torch.Tensor, grid: Grid, places: torch.Tensor) -> torch.Tensor:
-    """``numbers`` with the mean of the others of its group (0 where there are none) in each of ``places``."""
-    others = torch.ones_like(numbers).flatten(2).scatter(-1, places, 0.0).view(numbers.shape)
-    counted, known = grouped(others, grid), grouped(numbers * others, grid)
-    mean = known.sum((3, 5), keepdim=True) / counted.sum((3, 5), keepdim=True).clamp(min=1)
-    return torch.where(counted > 0, known, mean).reshape(numbers.shape)
+def range_of_others(numbers: torch.Tensor, grid: Grid, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Zero points and scales, as stored, of groups without the numbers in ``places``; 0 where these are all of a group.
+
+    Args:
+        numbers: float32 [heads, blocks, tokens, dim].
+        grid: the groups.
+        places: int64 [heads, blocks, count].
+    """
+
+    def others(filling: float) -> torch.Tensor:
+        return grouped(numbers.flatten(2).scatter(-1, places, filling).view(numbers.shape), grid)
+
+    least, most = others(math.inf).amin((3, 5), keepdim=True), others(-math.inf).amax((3, 5), keepdim=True)
+    zero = stored(torch.where(least <= most, least, 0.0))
+    return zero, stored((torch.where(least <= most, most, 0.0) - zero).clamp(min=0))
+
+
+def meant_at(block: Quantized, grid: Grid, levels: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """What the codes in ``places``, int64 [heads, blocks, count], mean: float32, as ``places``."""
+    dim = block.codes.shape[-1]
+    groups = places // dim // grid.tokens * (dim // grid.channels) + places % dim // grid.channels
+    scale, zero = (part.flatten(2).gather(-1, groups) for part in (block.scale, block.zero))
+    return meant(block.codes.flatten(2).gather(-1, places), levels) * scale + zero
