@@ -13,22 +13,10 @@ from sglang_ext.bench import BenchError, report
 from sglang_ext.bench.identity_options import words
 from sglang_ext.bench.options import numbers, probabilities
 from sglang_ext.bench.server import ServerProcess
+from sglang_ext.bench.tiers import Tier, tiers
 from sglang_ext.compressor_options import code_bits, parse_compressor
 from sglang_ext.managers.simulation import VARIABLE
-from sglang_ext.options import FULL_TIERS, OptionError
-
-
-@dataclass(frozen=True)
-class Tier:
-    """Where full KV of running requests lies.
-
-    Attributes:
-        name: value of ``--kv-full-tier``.
-        longest: drafts before full KV is loaded; of ``device``, 0.
-    """
-
-    name: str = "device"
-    longest: int = 0
+from sglang_ext.options import OptionError
 
 
 @dataclass(frozen=True)
@@ -177,23 +165,6 @@ def _drops(compressor: str) -> bool:
         return parse_compressor(compressor, "--compressor")[0] is not None
     except OptionError as error:
         raise BenchError(str(error)) from error
-
-
-def tiers(args: argparse.Namespace) -> list[Tier]:
-    """What --full-tier and --offload-draft-length ask for.
-
-    Raises:
-        BenchError: a tier is unknown, or has no host memory.
-    """
-    found = []
-    for name in args.full_tier.split(","):
-        if name not in FULL_TIERS:
-            raise BenchError(f"--full-tier {args.full_tier!r}: pass {', '.join(FULL_TIERS)}, separated by commas")
-        if name != "device" and not args.host_gb:
-            raise BenchError(f"--full-tier {name} keeps full KV in host memory: pass --host-gb")
-        longest = [0] if name == "device" else numbers(args.offload_draft_length, "--offload-draft-length")
-        found += [Tier(name, each) for each in longest]
-    return found
 
 
 def verified(
