@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from filelock import FileLock
@@ -29,16 +30,16 @@ def group(item: pytest.Item) -> str:
 
 
 def turn(item: pytest.Item) -> tuple[int, int]:
-    """Tests of a shared server together; of those that do not ask stock, first who does not wait for its answers either."""
+    """Tests of a shared server together; of those that do not ask stock, first those that do not wait for its answers either."""
     names = getattr(item, "fixturenames", ())
     if "stock" in names:
         return 0, next((place for place, name in enumerate(SHARED) if name in names), len(SHARED))
-    return 1, int("expected" in names)
+    return 1, int("once" in names)
 
 
 @pytest.fixture
-def stock(expected: list[list[int]], launch: Callable[..., Server]) -> Server:
-    """Stock SGLang; its expected answers come first, as other processes wait for them."""
+def stock(expected: list[list[int]], penalized: tuple[dict[str, Any], list[Any]], launch: Callable[..., Server]) -> Server:
+    """Stock SGLang; first it answers what other processes wait for."""
     return launch(*STOCK)
 
 
@@ -67,14 +68,36 @@ def several(stock: Server, launch: Callable[..., Server]) -> Server:
 
 
 @pytest.fixture(scope="session")
-def expected(
-    launch: Callable[..., Server], prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory
-) -> list[list[int]]:
-    """Stock's first greedy tokens after each prompt, one request at a time; one process asks, and the others read."""
+def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[], Any]], Any]:
+    """What ``make`` gives, in JSON, by name: the first process of a run that wants it makes it, the others read it."""
     folder = tmp_path_factory.getbasetemp()
-    file = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "expected.json"
-    with FileLock(f"{file}.lock"):
-        if not file.exists():
-            answers = launch(*STOCK).ask_all(prompts, 1, **greedy(EXPECTED_TOKENS))
-            file.write_text(json.dumps([answer["output_ids"] for answer in answers]))
-    return json.loads(file.read_text())
+    shared = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+
+    def read(name: str, make: Callable[[], Any]) -> Any:
+        file = shared / f"{name}.json"
+        with FileLock(f"{file}.lock"):
+            if not file.exists():
+                file.write_text(json.dumps(make()))
+        return json.loads(file.read_text())
+
+    return read
+
+
+@pytest.fixture(scope="session")
+def expected(once: Callable, launch: Callable[..., Server], prompts: list[list[int]]) -> list[list[int]]:
+    """Stock's first greedy tokens after each prompt, one request at a time."""
+
+    def ask() -> list[list[int]]:
+        return [answer["output_ids"] for answer in launch(*STOCK).ask_all(prompts, 1, **greedy(EXPECTED_TOKENS))]
+
+    return once("expected", ask)
+
+
+@pytest.fixture(scope="session")
+def penalized(once: Callable, launch: Callable[..., Server], prompts: list[list[int]]) -> tuple[dict[str, Any], list[Any]]:
+    """A request that two prompts make, each with a penalty, and stock's answers."""
+    # One penalty at a time: on a CPU, stock applies several in an order of its process.
+    penalties = ({"frequency_penalty": 0.6}, {"repetition_penalty": 1.2})
+    params = [greedy(EXPECTED_TOKENS, **each)["sampling_params"] for each in penalties]
+    body = {"input_ids": prompts[:2], "sampling_params": params}
+    return body, once("penalized", lambda: launch(*STOCK).ask(**body))
