@@ -1,7 +1,9 @@
 """Servers that several tests share, and the order in which tests run, so that each starts once and processes end together."""
 
+import inspect
 import json
 import os
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,11 @@ from servers import EXPECTED_TOKENS, LOCKSTEP, PAGED, SEVERAL, STOCK, STRICT, VE
 
 # Fixtures of servers that several tests share, in the order in which these tests run.
 SHARED = ("verified", "paged", "lockstep", "several")
+# Fixtures of answers that stock gives once a run.
+ANSWERS = ("expected", "penalized", "continued")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist, which reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of servers first, in groups that one process runs; unit tests are short, and fill what is left of each process."""
     here = Path(__file__).parent
@@ -38,8 +43,11 @@ def turn(item: pytest.Item) -> tuple[int, int]:
 
 
 @pytest.fixture
-def stock(expected: list[list[int]], penalized: tuple[dict[str, Any], list[Any]], launch: Callable[..., Server]) -> Server:
-    """Stock SGLang; first it answers what other processes wait for."""
+def stock(request: pytest.FixtureRequest, launch: Callable[..., Server]) -> Server:
+    """Stock SGLang; where tests run in several processes, it first answers what the others wait for."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        for name in ANSWERS:
+            request.getfixturevalue(name)
     return launch(*STOCK)
 
 
@@ -101,3 +109,15 @@ def penalized(once: Callable, launch: Callable[..., Server], prompts: list[list[
     params = [greedy(EXPECTED_TOKENS, **each)["sampling_params"] for each in penalties]
     body = {"input_ids": prompts[:2], "sampling_params": params}
     return body, once("penalized", lambda: launch(*STOCK).ask(**body))
+
+
+@pytest.fixture(scope="session")
+def continued(once: Callable, launch: Callable[..., Server]) -> list[str]:
+    """Stock's texts after the two prompts of ``examples/offline_engine.py``."""
+
+    def ask() -> list[str]:
+        greedily = {"temperature": 0, "max_new_tokens": 48}
+        prompts = [inspect.getsource(module)[:2000] for module in (textwrap, inspect)]
+        return [launch(*STOCK).ask(text=prompt, sampling_params=greedily)["text"] for prompt in prompts]
+
+    return once("continued", ask)
