@@ -90,7 +90,7 @@ serve: $(STAMP)  ## serve MODEL (default: the demo model) on http://127.0.0.1:PO
 test: $(TEST_STAMP)  ## run the tests (at most 20 minutes on 2 cores)
 	@export PATH="$(CURDIR)/.venv/bin:$$PATH"
 	status=0
-	.venv/bin/python -m pytest tests --numprocesses=2 --dist=loadgroup --durations=15 || status=$$?
+	.venv/bin/python -m pytest tests --numprocesses=2 --dist=loadgroup --no-loadscope-reorder --durations=15 || status=$$?
 	echo $$status > .venv/.test-status  # make itself exits with 2 whatever failed; .ci/run reads this
 	exit $$status
 

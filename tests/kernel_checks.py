@@ -1,4 +1,4 @@
-"""Checks of kernels against plain PyTorch: ``kernel_checks.py NAME``; interpreted where there is no GPU."""
+"""Checks of kernels against plain PyTorch: ``kernel_checks.py NAME...`` prints those that hold; interpreted where there is no GPU."""
 
 import os
 import sys
@@ -321,4 +321,6 @@ CHECKS = {
 }
 
 if __name__ == "__main__":
-    CHECKS[sys.argv[1]]()
+    for check in sys.argv[1:]:
+        CHECKS[check]()
+        print(check)

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
@@ -10,15 +10,32 @@ from typing import Any
 
 from sglang_ext.bench.server import ServerProcess
 from sglang_ext.bench.soak import server_environment
+from sglang_ext.platforms import activate
 
 STRICT = server_environment(retraction_steps=None)
 # Seeds, processors and hidden states are per request: what else is asked does not depend on these flags.
 STOCK = ("--enable-deterministic-inference", "--enable-custom-logit-processor", "--enable-return-hidden-states")
-VERIFIED = (*STOCK, "--kv-mode", "verified", "--kv-budget", "0.25", "--enable-metrics")
+# Of half the default's drafts fewer are wrong, and an answer takes more rounds.
+VERIFIED = (*STOCK, "--kv-mode", "verified", "--kv-budget", "0.25", "--kv-draft-length", "8", "--enable-metrics")
 PAGED = (
     *("--kv-mode", "verified", "--kv-compressor", "sink-recent", "--kv-budget", "0.125"),
     *("--page-size", "16", "--chunked-prefill-size", "256", "--kv-draft-length", "8", "--kv-schedule", "lockstep"),
+    *("--max-total-tokens", "16384"),
 )
+# Two methods that drop tokens, and one that packs them, which serves whoever asks for none.
+SEVERAL = (
+    *(*STOCK, "--kv-mode", "verified", "--kv-compressor", "kivi", "--kv-bits", "4", "--enable-metrics"),
+    *("--kv-more-compressors", "snapkv,snapkv:0.125"),
+)
+# Three tokens of n-grams in each draft step; a pool that does not hold all prompts at once, and host memory for the rest.
+LOCKSTEP = (
+    *(*VERIFIED, "--kv-schedule", "lockstep", "--kv-ngram-tokens", "3"),
+    *("--max-running-requests", "20", "--max-total-tokens", "3584", "--kv-host-gb", "0.3"),
+)
+# Slots of a server that does not say how many; each thousand takes 0.2 s to allocate.
+POOL_TOKENS = 8192
+# Where no kernel is compiled, leaving PyTorch's compiler out saves a fifth of a start.
+QUICK_START = {} if activate() is None else {"TORCHDYNAMO_DISABLE": "1"}
 # Length of the answers that fixture ``expected`` holds: two rounds of drafts and more.
 EXPECTED_TOKENS = 24
 
@@ -48,13 +65,16 @@ class Server(ServerProcess):
 class Servers:
     """Starts servers on demand: stock stays, another one ends when the next is asked for.
 
-    They sleep when idle: SGLang's scheduler polls otherwise, and takes a core from the other server.
+    They sleep when idle: SGLang's scheduler polls otherwise, and takes a core from the other server. What ends mostly
+    waits, so that the next one starts meanwhile.
     """
 
     def __init__(self, model: Path, folder: Path) -> None:
         self.model = model
         self.folder = folder
         self.running: dict[tuple, Server] = {}
+        self.background = ThreadPoolExecutor()
+        self.ending: list[Future[None]] = []
         self.started = 0
 
     def launch(self, *flags: str, env: dict[str, str] | None = None, console: bool = False) -> Server:
@@ -63,25 +83,30 @@ class Servers:
         for other, server in list(self.running.items()):
             replaced = STOCK not in (key, other) and other != key
             if replaced or not server.running:
-                self.running.pop(other).stop()
+                self._end(other)
         if key not in self.running:
             self.running[key] = self._start(flags, env, console)
         return self.running[key]
 
     def stop(self) -> None:
         """End all servers."""
-        for server in self.running.values():
-            server.stop()
+        for key in list(self.running):
+            self._end(key)
+        for ended in self.ending:
+            ended.result()
+
+    def _end(self, key: tuple) -> None:
+        self.ending.append(self.background.submit(self.running.pop(key).stop))
 
     def _start(self, flags: tuple[str, ...], env: dict[str, str] | None, console: bool) -> Server:
         self.started += 1
-        pool = () if "--max-total-tokens" in flags else ("--max-total-tokens", "16384")
+        pool = () if "--max-total-tokens" in flags else ("--max-total-tokens", str(POOL_TOKENS))
         server = Server(
             str(self.model),
             ("--dtype", "float32", "--sleep-on-idle", *pool, *flags),
             self.folder / f"server-{self.started}.log",
             request_timeout=300,
-            env={"HF_HUB_OFFLINE": "1", **(env or {})},
+            env={"HF_HUB_OFFLINE": "1", **({} if console else QUICK_START), **(env or {})},
         )
         if console:
             command = Path(sys.executable).with_name("sglang")

@@ -1,34 +1,53 @@
-"""Servers that several tests share, and the order in which these tests run, so that each starts once."""
+"""Servers that several tests share, and the order in which tests run, so that each starts once and processes end together."""
 
+import inspect
+import json
+import os
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from filelock import FileLock
 
-from servers import EXPECTED_TOKENS, PAGED, STOCK, STRICT, VERIFIED, Server, greedy
+from servers import EXPECTED_TOKENS, LOCKSTEP, PAGED, SEVERAL, STOCK, STRICT, VERIFIED, Server, greedy
 
 # Fixtures of servers that several tests share, in the order in which these tests run.
-SHARED = ("verified", "paged")
+SHARED = ("verified", "paged", "lockstep", "several")
+# Fixtures of answers that stock gives once a run.
+ANSWERS = ("expected", "penalized", "continued")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist, which reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Unit tests first, then the tests of each shared server together, so that it starts once."""
+    """Tests of servers first, in groups that one process runs; unit tests are short, and fill what is left of each process."""
     here = Path(__file__).parent
     groups = {item: group(item) for item in items if item.path.is_relative_to(here)}
-    turns = {name: turn for turn, name in enumerate(SHARED)}
-    items.sort(key=lambda item: turns.get(groups[item], len(SHARED)) if item in groups else -1)
+    items.sort(key=lambda item: turn(item) if item in groups else (2, 0))
     for item, name in groups.items():
         item.add_marker(pytest.mark.xdist_group(name))
 
 
 def group(item: pytest.Item) -> str:
-    """The tests that run one after the other in one process: those of a shared server, or of a file."""
-    return next((name for name in SHARED if name in getattr(item, "fixturenames", ())), item.path.stem)
+    """The tests that run one after the other in one process: those that ask stock SGLang, or of a file."""
+    return "stock" if "stock" in getattr(item, "fixturenames", ()) else item.path.stem
+
+
+def turn(item: pytest.Item) -> tuple[int, int]:
+    """Tests of a shared server together; of those that do not ask stock, first those that do not wait for its answers either."""
+    names = getattr(item, "fixturenames", ())
+    if "stock" in names:
+        return 0, next((place for place, name in enumerate(SHARED) if name in names), len(SHARED))
+    return 1, int("once" in names)
 
 
 @pytest.fixture
-def stock(launch: Callable[..., Server]) -> Server:
-    """Stock SGLang."""
+def stock(request: pytest.FixtureRequest, launch: Callable[..., Server]) -> Server:
+    """Stock SGLang; where tests run in several processes, it first answers what the others wait for."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        for name in ANSWERS:
+            request.getfixturevalue(name)
     return launch(*STOCK)
 
 
@@ -44,7 +63,61 @@ def paged(stock: Server, launch: Callable[..., Server]) -> Server:
     return launch(*PAGED, env=STRICT)
 
 
+@pytest.fixture
+def lockstep(stock: Server, launch: Callable[..., Server]) -> Server:
+    """Verified decoding in lockstep, on a quarter of the KV, with strict checks; n-grams propose, and prefixes go to the host."""
+    return launch(*LOCKSTEP, env=STRICT)
+
+
+@pytest.fixture
+def several(stock: Server, launch: Callable[..., Server]) -> Server:
+    """Verified decoding on KIVI's blocks, or on two budgets of SnapKV for those who ask for it, with strict checks."""
+    return launch(*SEVERAL, env=STRICT)
+
+
 @pytest.fixture(scope="session")
-def expected(launch: Callable[..., Server], prompts: list[list[int]]) -> list[list[int]]:
+def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[], Any]], Any]:
+    """What ``make`` gives, in JSON, by name: the first process of a run that wants it makes it, the others read it."""
+    folder = tmp_path_factory.getbasetemp()
+    shared = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+
+    def read(name: str, make: Callable[[], Any]) -> Any:
+        file = shared / f"{name}.json"
+        with FileLock(f"{file}.lock"):
+            if not file.exists():
+                file.write_text(json.dumps(make()))
+        return json.loads(file.read_text())
+
+    return read
+
+
+@pytest.fixture(scope="session")
+def expected(once: Callable, launch: Callable[..., Server], prompts: list[list[int]]) -> list[list[int]]:
     """Stock's first greedy tokens after each prompt, one request at a time."""
-    return [answer["output_ids"] for answer in launch(*STOCK).ask_all(prompts, 1, **greedy(EXPECTED_TOKENS))]
+
+    def ask() -> list[list[int]]:
+        return [answer["output_ids"] for answer in launch(*STOCK).ask_all(prompts, 1, **greedy(EXPECTED_TOKENS))]
+
+    return once("expected", ask)
+
+
+@pytest.fixture(scope="session")
+def penalized(once: Callable, launch: Callable[..., Server], prompts: list[list[int]]) -> tuple[dict[str, Any], list[Any]]:
+    """A request that two prompts make, each with a penalty, and stock's answers."""
+    # One penalty at a time: on a CPU, stock applies several in an order of its process.
+    penalties = ({"frequency_penalty": 0.6}, {"repetition_penalty": 1.2})
+    params = [greedy(EXPECTED_TOKENS, **each)["sampling_params"] for each in penalties]
+    body = {"input_ids": prompts[:2], "sampling_params": params}
+    return body, once("penalized", lambda: launch(*STOCK).ask(**body))
+
+
+@pytest.fixture(scope="session")
+def continued(once: Callable, launch: Callable[..., Server]) -> list[str]:
+    """Stock's texts after the two prompts of ``examples/offline_engine.py``."""
+
+    def ask() -> list[str]:
+        greedily = {"temperature": 0, "max_new_tokens": 48}
+        prompts = [inspect.getsource(module)[:2000] for module in (textwrap, inspect)]
+        return [launch(*STOCK).ask(text=prompt, sampling_params=greedily)["text"] for prompt in prompts]
+
+    return once("continued", ask)

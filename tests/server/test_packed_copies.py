@@ -1,7 +1,7 @@
 """Copies in 4 bits draft for full KV, whose answers come out; what requests begin with is packed once."""
 
 import pytest
-from servers import EXPECTED_TOKENS, STOCK, STRICT, greedy, sampled
+from servers import EXPECTED_TOKENS, greedy, sampled
 
 pytestmark = pytest.mark.server
 
@@ -9,29 +9,22 @@ pytestmark = pytest.mark.server
 TOKEN_BYTES = 46080
 
 
-@pytest.fixture
-def packed(stock, launch):
-    """A server that drafts on KIVI's blocks, with strict checks."""
-    flags = ("--kv-mode", "verified", "--kv-compressor", "kivi", "--kv-bits", "4", "--enable-metrics")
-    return launch(*STOCK, *flags, env=STRICT)
-
-
-def test_answers_are_stocks_and_most_drafts_are_right(packed, prompts, expected):
+def test_answers_are_stocks_and_most_drafts_are_right(several, prompts, expected):
     for cold in (True, False):
-        found = packed.ask_all(prompts, 4, cold, **greedy(EXPECTED_TOKENS))
+        found = several.ask_all(prompts, 4, cold, **greedy(EXPECTED_TOKENS))
         assert [r["output_ids"] for r in found] == expected
         told = [r["meta_info"] for r in found]
         assert all(each["kv_drafts"] > 0 and each["kv_fallback"] is None for each in told)
         assert sum(each["kv_accepted"] for each in told) > 0.6 * sum(each["kv_drafts"] for each in told)
 
 
-def test_two_requests_read_one_packed_copy_of_their_beginning(stock, packed, prompts):
+def test_two_requests_read_one_packed_copy_of_their_beginning(stock, several, prompts):
     asked = [prompts[3][:640] + prompts[0][i * 50 : i * 50 + 200] for i in range(2)]
     expected = [r["output_ids"] for r in stock.ask_all(asked, 2, **greedy(40))]
-    packed.flush_cache()
-    packed.ask(input_ids=prompts[3][:640], **greedy(1))
-    with sampled(packed, "sglang_ext:compressed_bytes") as held:
-        found = packed.ask_all(asked, 2, cold=False, **greedy(40))
+    several.flush_cache()
+    several.ask(input_ids=prompts[3][:640], **greedy(1))
+    with sampled(several, "sglang_ext:compressed_bytes") as held:
+        found = several.ask_all(asked, 2, cold=False, **greedy(40))
     assert [r["output_ids"] for r in found] == expected
     assert all(r["meta_info"]["kv_drafts"] > 0 and r["meta_info"]["cached_tokens"] >= 600 for r in found)
     # A block of 64 tokens takes 10 slots: 9 of them once; of each request two before its 128 newest tokens, and the first four.

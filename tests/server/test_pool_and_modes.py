@@ -15,20 +15,16 @@ def test_pages_of_16_with_chunked_prefill_and_sink_recent(paged, prompts, expect
         assert all(r["meta_info"]["kv_drafts"] > 0 for r in found)
 
 
-def test_a_pool_too_small_and_retractions_keep_the_output(launch, stock, prompts, expected):
-    # One penalty at a time: on a CPU, stock applies several in an order of its process.
-    penalties = ({"frequency_penalty": 0.6}, {"repetition_penalty": 1.2})
-    params = [greedy(EXPECTED_TOKENS, **each)["sampling_params"] for each in penalties]
-    penalized = {"input_ids": prompts[:2], "sampling_params": params}
-    theirs = stock.ask(**penalized)
+def test_a_pool_too_small_and_retractions_keep_the_output(launch, prompts, expected, penalized):
+    body, theirs = penalized
     server = launch(
         "--kv-mode", "verified", "--kv-budget", "0.5", "--max-total-tokens", "1300",
         "--schedule-conservativeness", "0.1", env=server_environment(retraction_steps=12),
     )
-    found = server.ask_all(prompts * 2, 8, **greedy(EXPECTED_TOKENS))
-    assert [r["output_ids"] for r in found] == expected * 2
+    found = server.ask_all([*prompts, *prompts[:2]], 6, **greedy(EXPECTED_TOKENS))
+    assert [r["output_ids"] for r in found] == [*expected, *expected[:2]]
     assert sum(r["meta_info"]["kv_drafts"] for r in found) > 0
-    ours = server.ask(**penalized)
+    ours = server.ask(**body)
     assert_same_answers(theirs, ours, "penalty")
     for answers in (found, ours):
         assert sum(r["meta_info"]["num_retractions"] for r in answers) > 0

@@ -15,10 +15,10 @@ def scores(model, prompts, tmp_path_factory):
 
     folder, out = (tmp_path_factory.mktemp(name) for name in ("texts", "scores"))
     tokenizer = AutoTokenizer.from_pretrained(model)
-    for place, prompt in enumerate(prompts[:3]):
-        text = folder / f"{place}.txt"
+    texts = [folder / f"{place}.txt" for place in range(3)]
+    for text, prompt in zip(texts, prompts):
         text.write_text(tokenizer.decode(prompt))
-        assert main(["--model", str(model), "--out", str(out), "--device", "cpu", str(text)]) == 0
+    assert main(["--model", str(model), "--out", str(out), "--device", "cpu", *map(str, texts)]) == 0
     changed = max(out.iterdir(), key=lambda path: path.stat().st_mtime)
     data = bytearray(changed.read_bytes())
     data[len(data) // 2] ^= 1

@@ -1,39 +1,32 @@
 """Requests that begin alike share one compressed copy, and prefixes that the device has no room for wait on the host."""
 
 import pytest
-from servers import STRICT, VERIFIED, greedy, sampled
+from servers import greedy, sampled
 
 pytestmark = pytest.mark.server
 
 
-@pytest.fixture
-def small(stock, launch):
-    """A server whose pool does not hold all prompts at once, with host memory for the rest and strict checks."""
-    flags = ("--kv-schedule", "lockstep", "--max-running-requests", "20", "--max-total-tokens", "3584", "--kv-host-gb", "0.3")
-    return launch(*VERIFIED, *flags, env=STRICT)
-
-
-def test_twenty_requests_with_one_beginning_share_its_copy_and_have_stocks_answers(stock, small, prompts):
+def test_twenty_requests_with_one_beginning_share_its_copy_and_have_stocks_answers(stock, lockstep, prompts):
     asked = [prompts[3][:640] + prompts[0][i * 11 : i * 11 + 24] for i in range(20)]
     expected = [r["output_ids"] for r in stock.ask_all(asked, 20, **greedy(12))]
-    small.flush_cache()
-    small.ask(input_ids=prompts[3][:640], **greedy(1))
-    with sampled(small, "sglang_ext:compressed_bytes") as held:
-        found = small.ask_all(asked, 20, cold=False, **greedy(12))
+    lockstep.flush_cache()
+    lockstep.ask(input_ids=prompts[3][:640], **greedy(1))
+    with sampled(lockstep, "sglang_ext:compressed_bytes") as held:
+        found = lockstep.ask_all(asked, 20, cold=False, **greedy(12))
     assert [r["output_ids"] for r in found] == expected
     assert all(r["meta_info"]["kv_drafts"] > 0 and r["meta_info"]["cached_tokens"] >= 600 for r in found)
     # A quarter of 640 tokens once, and of each request the 32 newest; each token has 46,080 bytes.
     assert 0 < max(held) <= (160 + 20 * 32) * 46080
 
 
-def test_evicted_prefixes_come_back_from_the_host_with_stocks_answers(stock, small, prompts):
+def test_evicted_prefixes_come_back_from_the_host_with_stocks_answers(stock, lockstep, prompts):
     asked = [*prompts, *(prompt[::-1] for prompt in prompts)]
     expected = [r["output_ids"] for r in stock.ask_all(asked, 2, **greedy(8))]
     for cold in (True, False):
-        found = small.ask_all(asked, 1, cold=cold, **greedy(8))
+        found = lockstep.ask_all(asked, 1, cold=cold, **greedy(8))
         assert [r["output_ids"] for r in found] == expected
     # Of each prompt all but the tokens whose queries are wanted.
     assert all(r["meta_info"]["cached_tokens"] >= len(ids) - 40 for r, ids in zip(found, asked))
-    moved = [small.metric(f"sglang_ext:host_{way}_bytes_total") for way in ("stored", "loaded")]
-    assert min(moved) > 0 and small.metric("sglang_ext:host_load_bytes_per_second") > 0
-    assert small.metric("sglang_ext:host_failed_pages_total") == 0
+    moved = [lockstep.metric(f"sglang_ext:host_{way}_bytes_total") for way in ("stored", "loaded")]
+    assert min(moved) > 0 and lockstep.metric("sglang_ext:host_load_bytes_per_second") > 0
+    assert lockstep.metric("sglang_ext:host_failed_pages_total") == 0

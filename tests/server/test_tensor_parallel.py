@@ -17,7 +17,7 @@ AVAILABLE = sorted(os.sched_getaffinity(0))
 CORES = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(AVAILABLE[rank % len(AVAILABLE)]) for rank in range(3)), "OMP_NUM_THREADS": "1"}
 
 
-def test_three_ranks_give_stocks_answers_and_decide_alike(stock, launch, prompts, expected):
+def test_three_ranks_give_stocks_answers_and_decide_alike(launch, prompts, expected):
     # In strict mode a round that differs between ranks stops the server.
     ranks = launch(*VERIFIED, *RANKS, env={**STRICT, **CORES})
     found = ranks.ask_all(prompts[:2], **greedy(16))
@@ -27,7 +27,7 @@ def test_three_ranks_give_stocks_answers_and_decide_alike(stock, launch, prompts
     assert counted == sum(r["meta_info"]["kv_drafts"] for r in found), "only one rank counts"
 
 
-def test_ranks_that_lose_different_pages_in_host_memory_recompute_alike(stock, launch, prompts, expected):
+def test_ranks_that_lose_different_pages_in_host_memory_recompute_alike(launch, prompts, expected):
     flags = (
         *("--tp-size", "3", "--kv-schedule", "lockstep", "--kv-draft-length", "4", "--kv-full-tier", "host"),
         *("--kv-host-gb", "0.2", "--kv-offload-draft-length", "8", "--max-total-tokens", "1300"),
