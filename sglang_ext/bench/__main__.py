@@ -2,10 +2,12 @@
 
 import argparse
 import importlib
+import signal
 import sys
 from dataclasses import dataclass
 
 from sglang_ext.bench import BenchError
+from sglang_ext.bench.server import stop_all
 
 
 @dataclass(frozen=True)
@@ -74,5 +76,13 @@ def main(argv: list[str] | None = None) -> int:
         return 2
 
 
+def _leave(number: int, frame: object) -> None:
+    """Leave no server behind, and wait for no request."""
+    stop_all()
+    sys.exit(128 + number)
+
+
 if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _leave)
     sys.exit(main())

@@ -20,6 +20,17 @@ TAIL_LINES = 25
 ERROR = re.compile(r"\b(ERROR|Errno|\w+Error)\b")
 ORPHAN_GRACE = 2.0
 """Seconds in which workers end after their server has."""
+INTERRUPTED_GRACE = 2.0
+"""Seconds that a server has to end where the benchmark itself is ended."""
+
+_entered: "list[ServerProcess]" = []
+
+
+def stop_all() -> None:
+    """End all servers of this process that run: requests under way fail then, instead of being waited for."""
+    for server in list(_entered):
+        server.stop_grace = min(server.stop_grace, INTERRUPTED_GRACE)
+        server.stop()
 
 
 class ServerProcess(ServerClient):
@@ -72,6 +83,7 @@ class ServerProcess(ServerClient):
                 start_new_session=True,
                 env={**os.environ, **self.env},
             )
+        _entered.append(self)
         with ExitStack() as unhealthy:
             unhealthy.callback(self.stop)
             self._wait_healthy()
@@ -91,6 +103,7 @@ class ServerProcess(ServerClient):
         process, self._process = self._process, None
         if process is None:
             return
+        _entered.remove(self)
         process.terminate()
         try:
             process.wait(self.stop_grace)

@@ -1,6 +1,8 @@
 """ServerProcess and its client against a small HTTP server in place of SGLang."""
 
+import signal
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -154,3 +156,33 @@ class TestServerProcess:
         with pytest.raises(BenchError, match="not healthy after 1 s"):
             server.__enter__()
         assert not is_running(int(server.log.read_text()))
+
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+    def test_a_benchmark_that_is_ended_leaves_no_server(self, tmp_path: Path, number: int) -> None:
+        """Though it waits for a request in another thread, and the server takes its time to end."""
+        stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+        script = f"""
+import runpy, sys, threading, time
+from pathlib import Path
+from sglang_ext.bench import server
+server.INTERRUPTED_GRACE = 0.2
+process = server.ServerProcess("m", (), Path({str(tmp_path / "log")!r}))
+process.command = (sys.executable, "-c", {stubborn!r})
+process.alive = lambda timeout: True
+def run(args):
+    with process:
+        print(process._process.pid, flush=True)
+        waiting = threading.Thread(target=process._process.wait)
+        waiting.start()
+        time.sleep(60)
+from sglang_ext.bench import corpus
+corpus.run = run
+sys.argv = ["bench", "prompts", "--out", "o", "--tokenizer", "t"]
+runpy.run_module("sglang_ext.bench", run_name="__main__")
+"""
+        with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as bench:
+            server = int(bench.stdout.readline())
+            assert is_running(server)
+            bench.send_signal(number)
+            assert bench.wait(10) == 128 + number
+        assert not is_running(server)
