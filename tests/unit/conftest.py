@@ -2,7 +2,12 @@
 
 import pytest
 import torch
+from hypothesis import settings
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+# How long an example takes says how busy the machine is.
+settings.register_profile("without deadlines", deadline=None)
+settings.load_profile("without deadlines")
 
 
 @pytest.fixture(scope="session", autouse=True)
