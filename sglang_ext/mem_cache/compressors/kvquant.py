@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from sglang_ext.mem_cache.compressors.quantizer import Quantizer, grouped, meant, register_quantizer, squeezed, stored
+from sglang_ext.mem_cache.compressors.quantizer import Quantizer, grouped, meant, nearest, register_quantizer, squeezed, stored
 from sglang_ext.mem_cache.packed_layout import Grid, Outliers, Quantized
 
 # Standard deviations of the normal distribution that lie between the middle of a group's range and its ends. Fewer than a group
@@ -58,7 +58,7 @@ class KVQuant(Quantizer):
         zero, scale = range_of_others(numbers, grid, places)
         levels = self.levels_on(numbers.device, dim)
         shares = torch.where(scale > 0, (grouped(numbers, grid) - zero) / scale, 0.0)
-        codes = torch.bucketize(shares, (levels[1:] + levels[:-1]) / 2, out_int32=True).to(torch.uint8).view(numbers.shape)
+        codes = nearest(shares, levels).view(numbers.shape)
         block = Quantized(codes, squeezed(scale), squeezed(zero))
         rest = numbers.flatten(2).gather(-1, places) - meant_at(block, grid, levels, places)
         return block._replace(outliers=Outliers(places, stored(rest)))

