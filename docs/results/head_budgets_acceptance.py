@@ -5,13 +5,13 @@
 Rounds are those of kvzap_acceptance.py. What a head does not keep is masked, so that heads may keep different numbers.
 """
 
-import argparse
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from kvzap_acceptance import Context, scores_of
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, AutoTokenizer
+from on_prompts import load, parser_of, prompts_in
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers import PreTrainedTokenizerBase
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -75,20 +75,16 @@ def method_scores(
 @torch.inference_mode()
 def main() -> None:
     """Print accepted and offered drafts by method, what tokens compete in, and budget, after each prompt."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("methods", nargs="*", default=["kvzip", "snapkv", "expected-attention"])
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--prompts", type=Path, required=True)
+    parser = parser_of(__doc__, "methods", default=["kvzip", "snapkv", "expected-attention"])
     parser.add_argument("--predictor", type=Path, help="for kvzap")
     args = parser.parse_args()
     masked = Masked()
     AttentionInterface.register(NAME, masked)
     AttentionMaskInterface.register(NAME, sdpa_mask)
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    model, tokenizer = load(args.model)
     predictor = Predictor.read(args.predictor, model_key(args.model)) if args.predictor else None
     counts: dict[tuple[str, str, float], list[int]] = {}
-    for file in sorted(args.prompts.glob("*.txt")):
+    for file in prompts_in(args.prompts):
         context = Context(model, tokenizer.encode(file.read_text()))
         for method in args.methods:
             scores = method_scores(method, context, tokenizer, predictor)

@@ -6,12 +6,12 @@ Each round drafts on the compressed prompt and the exact KV of what was answered
 the same tokens as if the answer's were fed, so that one forward of so many tokens tells how many are right.
 """
 
-import argparse
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from on_prompts import load, parser_of, prompts_in
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from sglang_ext.mem_cache.compressors import LayerKV, best
@@ -113,17 +113,13 @@ def scores_of(method: str, context: Context, tokenizer: PreTrainedTokenizerBase,
 @torch.inference_mode()
 def main() -> None:
     """Print accepted and offered drafts by method and budget, after each prompt."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("methods", nargs="*", default=["snapkv", "kvzip", "kvzap"], help="of these and kvzip+")
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--prompts", type=Path, required=True)
+    parser = parser_of(__doc__, "methods", default=["snapkv", "kvzip", "kvzap"], help="of these and kvzip+")
     parser.add_argument("--predictor", type=Path, help="for kvzap")
     args = parser.parse_args()
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    model, tokenizer = load(args.model)
     predictor = Predictor.read(args.predictor, model_key(args.model)) if args.predictor else None
     counts = {(method, budget): [0, 0] for method in args.methods for budget in BUDGETS}
-    for file in sorted(args.prompts.glob("*.txt")):
+    for file in prompts_in(args.prompts):
         context = Context(model, tokenizer.encode(file.read_text()))
         for method in args.methods:
             scores = scores_of(method, context, tokenizer, predictor)

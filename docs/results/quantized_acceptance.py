@@ -5,12 +5,10 @@
 Rounds are those of kvzap_acceptance.py, on the plugin's packing and attention. Methods have the names of bench quality: kivi:2.
 """
 
-import argparse
-from pathlib import Path
-
 import torch
 from kvzap_acceptance import Context
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, AutoTokenizer
+from on_prompts import load, parser_of, prompts_in
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -80,20 +78,16 @@ def described(name: str, first: int | None) -> str:
 @torch.inference_mode()
 def main() -> None:
     """Print accepted and offered drafts by method, after each prompt."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("methods", nargs="*", default=["kivi", "kvquant", "kivi:2", "kvquant:2"])
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--prompts", type=Path, required=True)
+    parser = parser_of(__doc__, "methods", default=["kivi", "kvquant", "kivi:2", "kvquant:2"])
     parser.add_argument("--limit", type=int, help="prompts, of the first")
     parser.add_argument("--exact", type=int, nargs="+", default=[None], help="first tokens that are not packed: the method's")
     args = parser.parse_args()
     drafting = Drafting()
     AttentionInterface.register(NAME, drafting)
     AttentionMaskInterface.register(NAME, sdpa_mask)
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    model, tokenizer = load(args.model)
     counts = {(name, first): (0, 0) for name in args.methods for first in args.exact}
-    for file in sorted(args.prompts.glob("*.txt"))[: args.limit]:
+    for file in prompts_in(args.prompts)[: args.limit]:
         context = Context(model, tokenizer.encode(file.read_text()))
         for name, first in counts:
             agreed, offered = accepted(context, drafting, name, first)

@@ -6,12 +6,9 @@ A token's keys of all heads lie side by side, on the host as on the device, so t
 What a layer's heads all keep could stay out of it; what some keep could only in pieces of a head's size.
 """
 
-import argparse
-from pathlib import Path
-
 import torch
 from kvzap_acceptance import Context, scores_of
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from on_prompts import load, parser_of, prompts_in
 
 BUDGETS = (0.5, 0.25, 0.125, 0.03125)
 
@@ -19,14 +16,10 @@ BUDGETS = (0.5, 0.25, 0.125, 0.03125)
 @torch.inference_mode()
 def main() -> None:
     """Print the share of rows that all heads keep, and the runs of consecutive tokens that a load is cut into without them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("methods", nargs="*", default=["snapkv", "kvzip"])
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--prompts", type=Path, required=True)
+    parser = parser_of(__doc__, "methods", default=["snapkv", "kvzip"])
     args = parser.parse_args()
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    contexts = [Context(model, tokenizer.encode(file.read_text())) for file in sorted(args.prompts.glob("*.txt"))]
+    model, tokenizer = load(args.model)
+    contexts = [Context(model, tokenizer.encode(file.read_text())) for file in prompts_in(args.prompts)]
     for method in args.methods:
         all_scores = [scores_of(method, context, tokenizer, None) for context in contexts]
         for budget in BUDGETS:

@@ -6,15 +6,14 @@ A choice is snapkv, made once at the prompt's end, or fields of Guided, as in wi
 kvzap_acceptance.py; above temperature 0 draft and verification share the noise of each position.
 """
 
-import argparse
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from head_budgets_acceptance import Masked, kept_of
+from on_prompts import load, parser_of, prompts_in
 from torch.nn.functional import avg_pool1d
 from transformers import (
-    AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel,
+    AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel,
 )  # fmt: skip
 from transformers.masking_utils import sdpa_mask
 
@@ -147,21 +146,17 @@ class Answered:
 @torch.inference_mode()
 def main() -> None:
     """Print accepted and offered drafts, and tokens read, by budget and choice, after each prompt."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("choices", nargs="*", default=["snapkv", "window=32,recent=32"])
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--prompts", type=Path, required=True)
+    parser = parser_of(__doc__, "choices", default=["snapkv", "window=32,recent=32"])
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--budgets", default="0.25,0.125,0.0625", help="shares, separated by commas")
     args = parser.parse_args()
     watched = Watched()
     AttentionInterface.register(NAME, watched)
     AttentionMaskInterface.register(NAME, sdpa_mask)
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, attn_implementation=NAME).eval()
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    model, tokenizer = load(args.model, attn_implementation=NAME)
     budgets = [float(share) for share in args.budgets.split(",")]
     totals = {(budget, text): torch.zeros(4, dtype=torch.int64) for budget in budgets for text in args.choices}
-    for seed, file in enumerate(sorted(args.prompts.glob("*.txt"))):
+    for seed, file in enumerate(prompts_in(args.prompts)):
         answered = Answered(model, watched, tokenizer.encode(file.read_text()), args.temperature, seed)
         for (budget, text), total in totals.items():
             total += answered.rounds(None if text == "snapkv" else Guided.of(text), budget)

@@ -144,7 +144,7 @@ def all_of(args: argparse.Namespace) -> Iterator[Setting]:
     compressors = args.compressor.split(",")
     budgets = [budget for budget in args.budget.split(",") if budget]
     proposals = numbers(args.ngram_tokens, "--ngram-tokens", zero=True)
-    kept = [(name, budget) for name in compressors for budget in (budgets if _drops(name) else budgets[:1])]
+    kept = [(name, budget) for name in compressors for budget in (budgets if _methods(name)[0] else budgets[:1])]
     for (compressor, budget), drafts, proposed in product(kept, args.draft_length.split(","), proposals):
         for tier in tiers(args):
             yield verified(args, compressor, budget, drafts, proposed, tier)
@@ -155,14 +155,14 @@ def all_of(args: argparse.Namespace) -> Iterator[Setting]:
         yield verified(args, compressors[0], budget, drafts)
 
 
-def _drops(compressor: str) -> bool:
-    """Whether a method drops tokens.
+def _methods(compressor: str) -> tuple[str | None, str | None]:
+    """What drops tokens, and what packs them.
 
     Raises:
         BenchError: there is no such method.
     """
     try:
-        return parse_compressor(compressor, "--compressor")[0] is not None
+        return parse_compressor(compressor, "--compressor")
     except OptionError as error:
         raise BenchError(str(error)) from error
 
@@ -174,18 +174,18 @@ def verified(
 
     What keeps all tokens, in few bits, has no ``budget``. Of packed tokens the bits count, without scales.
     """
-    share = numbers(budget, "--budget", float)[0]
+    drops, packs = _methods(compressor)
+    asked = numbers(budget, "--budget", float)[0]
+    share = 1.0 if drops is None else asked
     length = None if drafts == "auto" else numbers(drafts, "--draft-length")[0]
-    drops, packs = parse_compressor(compressor, "--compressor")
     flags = ["--kv-mode", "verified", "--kv-compressor", compressor, "--kv-draft-length", drafts]
+    name = f"{compressor}-x{drafts}"
     if drops is not None:
-        flags += ["--kv-budget", f"{share:g}"]
+        name, flags = f"{compressor}-{share:g}-x{drafts}", [*flags, "--kv-budget", f"{share:g}"]
+    if packs is not None:
+        share *= code_bits(packs, None) / (32 if args.dtype == "float32" else 16)
     if args.force_acceptance is not None or tier.longest:
         flags += ["--kv-schedule", "lockstep"]
-    name = f"{compressor}-x{drafts}" if drops is None else f"{compressor}-{share:g}-x{drafts}"
-    if packs is not None:
-        bits = 32 if args.dtype == "float32" else 16
-        share = (1.0 if drops is None else share) * code_bits(packs, None) / bits
     if proposed:
         name, flags = f"{name}-n{proposed}", [*flags, "--kv-ngram-tokens", str(proposed)]
     if tier.longest:

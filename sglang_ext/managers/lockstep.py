@@ -149,7 +149,7 @@ class Lockstep:
                 state.count_verify(drafts, answers - 1)
                 metrics.count_drafts(drafts, taken)
                 metrics.count_verify(answers)
-                self.worker.typical.observe(drafts, answers - 1)
+                self.worker.requests.typical.observe(drafts, answers - 1)
             state.fallback = fallback
             meta_info.fill(req, state)
         metrics.observe_pool(self.worker.views)

@@ -5,6 +5,7 @@ and beside reading full KV at that speed is computing the verified tokens, and a
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -81,7 +82,7 @@ def measured(
     turnaround, per_token = _fit(tokens, seconds - per_byte * read)
     bandwidth = 1 / per_byte if per_byte else 0.0
     each = max(0.0, draft.seconds * bandwidth - copies)
-    return Costs(each, context, bandwidth, link, memory, budget, drafts, turnaround, per_token)
+    return replace(known, weights=each, bandwidth=bandwidth, turnaround=turnaround, token_seconds=per_token)
 
 
 def _fit(amounts: np.ndarray, seconds: np.ndarray) -> tuple[float, float]:

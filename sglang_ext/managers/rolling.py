@@ -135,7 +135,7 @@ class Rolling(Lockstep):
         if self._rounds % PLACE_AFTER:
             return
         worker, residency = self.worker, self.verifications.residency
-        found = self.policy.choose(worker.typical.probability, residency.tree.link.bandwidth, worker.views.share)
+        found = self.policy.choose(worker.requests.typical.probability, residency.tree.link.bandwidth, worker.views.share)
         residency.most, self.verifications.drafts = worker.ranks.agree(found)
 
     def account(self, batch: "ScheduleBatch", result: RoundResult) -> None:
@@ -148,7 +148,7 @@ class Rolling(Lockstep):
             if i in round_.due:
                 state.count_verify(round_.offered[i], answers - 1)
                 metrics.count_verify(answers)
-                self.worker.typical.observe(round_.offered[i], answers - 1)
+                self.worker.requests.typical.observe(round_.offered[i], answers - 1)
             if round_.rows[i] != state.row:
                 metrics.count_drafts(round_.drafts, round_.drafts)
             elif round_.fallbacks[i]:

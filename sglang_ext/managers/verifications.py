@@ -80,12 +80,14 @@ class Verifications:
             rounds: by row of the token table, of drafts after this one until enough are gathered, at least 1.
         """
         if self.lock_step is not None:
-            coming = {row: row in self._reserved or self.residency.missing_tokens(row) for row in rounds}
-            away = {row: left for row, left in rounds.items() if row not in self.turns and coming[row]}
-            allowed = self.lock_step.allowed(away)
-            rounds = {row: left for row, left in rounds.items() if row not in away or row in allowed}
+            away = {row: left for row, left in rounds.items() if self._is_away(row)}
+            rounds = {row: left for row, left in rounds.items() if row not in away} | self.lock_step.allowed(away)
         for row, left in rounds.items():
             self._want(row, left)
+
+    def _is_away(self, row: int) -> bool:
+        """Whether a request's full KV has to come, or is on its way, before it verifies."""
+        return row not in self.turns and (row in self._reserved or self.residency.missing_tokens(row) > 0)
 
     def _want(self, row: int, rounds: int) -> None:
         if row in self.turns or row in self._reserved:

@@ -54,7 +54,6 @@ class KVWorker(BaseSpecWorker):
         self.requests = RequestStates(server_args, self.methods)
         window = self.methods.window
         self.queries = QueryWindows(window, tuple(self.layers), self.stride, self.requests.score_by_queries)
-        self.typical = self.requests.typical
         self.ranks = Ranks.of(self.model_runner.tp_group)
         self.metrics = KVMetrics.create(server_args, self.ranks.first)
         self.strict = integrity.is_strict()

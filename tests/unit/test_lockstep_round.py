@@ -68,7 +68,8 @@ def schedule(views=None, lossy=False, stride=5):
         observe_pool=lambda v: None,
     )
     worker = SimpleNamespace(
-        views=views or Views(), lossy=lossy, stride=stride, strict=False, metrics=metrics, typical=Acceptance(),
+        views=views or Views(), lossy=lossy, stride=stride, strict=False, metrics=metrics,
+        requests=SimpleNamespace(typical=Acceptance()),
         model_runner=SimpleNamespace(war_fastpath_read_done_event="earlier", decode_cuda_graph_runner=None),
     )
     pace = Pace(FixedLength(worker.stride - 1), torch.device("cpu"), KVMetrics("model"))

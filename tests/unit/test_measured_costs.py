@@ -4,21 +4,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from sglang_ext.managers.costs import CostError, Costs, draft_seconds, verify_seconds
+from cost_helpers import machines
+from sglang_ext.managers.costs import CostError, draft_seconds, verify_seconds
 from sglang_ext.managers.measured_costs import Draft, Rest, measured
 
-MACHINES = st.builds(
-    Costs,
-    weights=st.floats(1, 20),
-    context=st.floats(1, 10),
-    bandwidth=st.floats(50, 500),
-    link=st.floats(1, 60),
-    memory=st.floats(5, 60),
-    budget=st.sampled_from([0.0625, 0.25, 0.5]),
-    drafts=st.sampled_from([1, 4, 16]),
-    turnaround=st.floats(0, 0.1),
-    token_seconds=st.floats(1e-5, 0.001),
-)
+MACHINES = machines(weights=st.floats(1, 20), token_seconds=st.floats(1e-5, 0.001))
 
 
 def rest(costs, requests, tokens):

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cost_helpers import machines
 from sglang_ext.managers import costs as costs_module
 from sglang_ext.managers.costs import CostError, Costs, round_seconds, verify_seconds
 from sglang_ext.managers.placement import Placement, best, stock, throughput
@@ -15,19 +16,7 @@ from sglang_ext.managers.placement import Placement, best, stock, throughput
 CONTEXT = 147456 * 32768.0
 H200 = Costs(16.4e9, CONTEXT, 4.35e12, 53.7e9, 8 * CONTEXT, budget=0.125)
 
-MACHINES = st.builds(
-    Costs,
-    weights=st.floats(0, 20),
-    context=st.floats(1, 10),
-    bandwidth=st.floats(50, 500),
-    link=st.floats(1, 60),
-    memory=st.floats(5, 60),
-    budget=st.sampled_from([0.0625, 0.25, 0.5]),
-    drafts=st.sampled_from([1, 4, 16]),
-    turnaround=st.floats(0, 0.1),
-    token_seconds=st.floats(0, 0.001),
-    recent=st.floats(0, 0.5),
-)
+MACHINES = machines(recent=st.floats(0, 0.5))
 
 
 def everything(costs, p, requests, longest):

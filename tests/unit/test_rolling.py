@@ -108,7 +108,8 @@ class Toy(Rolling):
     def __init__(self, count, residency, views):
         metrics = KVMetrics("model")
         worker = SimpleNamespace(
-            views=views, lossy=False, stride=LONGEST + 1, strict=False, metrics=metrics, typical=Acceptance(),
+            views=views, lossy=False, stride=LONGEST + 1, strict=False, metrics=metrics,
+            requests=SimpleNamespace(typical=Acceptance()),
             model_runner=SimpleNamespace(war_fastpath_read_done_event="earlier", decode_cuda_graph_runner=None),
             queries=SimpleNamespace(drop_rejected=lambda row, length: None), ranks=Ranks(),
         )
