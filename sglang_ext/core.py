@@ -28,7 +28,7 @@ PRIOR = (1.8, 0.2)
 # shall tell; where they were good, one rejection shall not.
 EXPECTED = (0.5, 4.0)
 # Weight of what was seen before, at each verification: of one request, and of all.
-MEMORY, LONG_MEMORY = 0.9, 0.95
+MEMORY, LONG_MEMORY = 0.9, 0.99
 
 
 @dataclass

@@ -54,7 +54,7 @@ class Engine:
         expected = costs.drafts * draft_seconds(costs, placed) + costs.turnaround
         self.admission = Admission(expected, self.pool, scenario.horizon, 0.25 if scenario.staggered else 0.0)
         self.link_free = self.store_free = 0.0
-        self.unplanned: set[int] = set()
+        self.unplanned: dict[int, None] = {}
 
     def run(self) -> Rounds:
         """Until all requests have their output.
@@ -119,7 +119,7 @@ class Engine:
                 break
             self.queue.popleft()
             self.running[number] = request
-            self.unplanned.add(number)
+            self.unplanned[number] = None
             taken.append(number)
             wanted = 0.0
             if request.offloaded:
@@ -159,7 +159,7 @@ class Engine:
             if not request.offloaded or not self.scenario.staggered:
                 continue
             if request.ready is None:
-                self.unplanned.update(self.admission.late(number))
+                self.unplanned.update(dict.fromkeys(self.admission.late(number)))
             else:
                 self.rounds.loaded(request.ends - request.asked, self.iteration - request.ready)
 
@@ -167,14 +167,15 @@ class Engine:
         """The next verification of those that verify now, of new ones, and of those that got no place before."""
         # What may be finished by this verification needs no other one.
         again = [i for i in verifying if self.running[i].drafts + self.scenario.costs.drafts < self.running[i].output - self.running[i].produced]
-        self.unplanned.update(set(verifying) - set(again))
-        for number in [*again, *(i for i in self.running if i in self.unplanned and i not in verifying)]:
+        waiting = [i for i in self.unplanned if i not in verifying]
+        self.unplanned.update(dict.fromkeys(i for i in verifying if i not in again))
+        for number in [*waiting, *again]:
             request = self.running[number]
             gathered = 0 if number in verifying else request.drafts
             load = request.offloaded and self.scenario.staggered
             needs = (self._load_seconds(request), request.prompt) if load else (0.0, 0.0)
             slot = self.admission.admit(number, *needs, self._wanted(request, gathered))
-            self.unplanned.add(number) if slot is None else self.unplanned.discard(number)
+            self.unplanned.pop(number, None) if slot else self.unplanned.setdefault(number)
 
     def _wanted(self, request: Request, gathered: int) -> int:
         """Rounds until a request's verification, by the placement, and by what is left of its output."""
@@ -243,7 +244,7 @@ class Engine:
             request.produced, request.drafts = request.produced + gained, 0
             if request.produced >= request.output:
                 self.admission.cancel(number)
-                self.unplanned.discard(number)
+                self.unplanned.pop(number, None)
                 del self.running[number]
         self.rounds.finished += running - len(self.running)
         spent = Spent(seconds, prefill, tokens, len(verified), running, busy, occupancy)

@@ -171,7 +171,8 @@ class Admission:
         """Put off a verification of this iteration whose load is not complete to the next one; its memory stays held.
 
         Returns:
-            requests whose loads would have begun in the next iteration and had to make room: admit them anew.
+            requests whose loads had to make room, in the order in which they would have begun: admit them anew, in that order,
+            so that none of them is overtaken each time.
 
         Raises:
             AdmissionError: the request is not due, or has its next place already.
@@ -179,12 +180,13 @@ class Admission:
         if key not in self._verifying or key in self._planned:
             raise AdmissionError(f"{key!r} cannot be late: only what due() lists, before it is admitted anew")
         late = self._verifying.pop(key)
-        displaced = []
         # What began before was held beside the late load until now: without those that are yet to begin it fits.
-        begins = [other for other, each in self._planned.items() if each.tokens and each.start == self._loads.now + 1]
-        while begins and not self._loads.memory.fits(late.tokens, 1, 1):
-            displaced.append(begins.pop())
-            self.cancel(displaced[-1])
+        displaced = []
+        if not self._loads.memory.fits(late.tokens, 1, 1):
+            coming = [(each.start, other) for other, each in self._planned.items() if each.tokens and each.start > self._loads.now]
+            displaced = [other for _, other in sorted(coming, key=lambda pair: pair[0])]
+            for other in displaced:
+                self.cancel(other)
         if late.tokens:
             self._loads.memory.hold(late.tokens, 1, 1)
         self._dues[late.due] -= 1

@@ -16,8 +16,9 @@ from sglang_ext.managers.draft_length import Spent
 from sglang_ext.managers.measured_costs import Draft, Rest, measured
 from sglang_ext.managers.rolling_plan import RollingRound
 
-# Of what the equations say of full KV in both tiers, two thirds were reached on an H200 (docs/results/tiers.md).
-MARGIN = 1.5
+# Times as many tokens a second as with all full KV on the device that the equations must have of both tiers, before any leaves
+# and for it to stay away. Of what they say two thirds to four fifths are reached (docs/results/tiers.md), and acceptance is known roughly.
+LEAVE, STAY_AWAY = 1.5, 1.25
 # Drafts before a load until times are known.
 FIRST_DRAFTS = 64
 # Rounds that are remembered, and those that tell enough.
@@ -62,6 +63,7 @@ class OffloadPolicy:
         longest: drafts that a request gathers at most.
         requests: that run at once at most.
         tier: ``auto`` or ``host``.
+        away: full KV leaves the device where ``auto`` is asked, as of the last choice.
     """
 
     weights: float
@@ -71,6 +73,7 @@ class OffloadPolicy:
     longest: int
     requests: int
     tier: placement.Tier = "auto"
+    away: bool = False
     _seen: deque[Seen] = field(default_factory=lambda: deque(maxlen=RECENT_ROUNDS))
 
     @property
@@ -112,15 +115,18 @@ class OffloadPolicy:
             )
         except CostError:
             return self.unknown
-        if self.tier == "host":
-            # Of those that run: more may not come.
-            found = placement.best(costs, round(probability, 3), running, "host", self.longest)
-            return Offload(None, found.drafts_offloaded or self.longest)
-        found = placement.best(costs, round(probability, 3), self.requests, "auto", self.longest)
-        stays = placement.best(costs, round(probability, 3), self.requests, "device", self.longest)
-        if found.tokens_per_second < MARGIN * stays.tokens_per_second:
-            return self.unknown
-        return Offload(found.offloaded, found.drafts_offloaded or self.longest)
+
+        def best(requests: int, tier: placement.Tier) -> placement.Placement:
+            return placement.best(costs, round(probability, 3), requests, tier, self.longest)
+
+        if self.tier == "auto":
+            both, device = best(self.requests, "auto"), best(self.requests, "device")
+            self.away = both.tokens_per_second >= (STAY_AWAY if self.away else LEAVE) * device.tokens_per_second
+            if self.away:
+                return Offload(both.offloaded, both.drafts_offloaded or self.longest)
+        # Of those that run: more may not come. With ``auto`` these are left from before, until they are done.
+        host = best(running, "host")
+        return Offload(self.unknown.requests, host.drafts_offloaded or self.longest)
 
     def _telling(self) -> list[Seen]:
         """Rounds of as many requests as the newest, where there are enough of them, else all."""

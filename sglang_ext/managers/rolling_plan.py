@@ -126,7 +126,10 @@ class RollingPlanner:
             # Before others are given room.
             self.verifications.keep(state.row)
             return SLOWER
-        return self._copy(req, state, length, headroom)
+        reason = self._copy(req, state, length, headroom)
+        if reason:
+            self.verifications.keep(state.row)
+        return reason
 
     def _copy(self, req: "Req", state: RequestState, length: int, headroom: int) -> int:
         with self.verifications.residency.reading(state.row):
@@ -149,7 +152,6 @@ class RollingPlanner:
                 target = min(verifications.drafts, left - 1) - state.gathered
                 rounds[state.row] = max(1, -(-target // steps) - 1)
         verifications.want(rounds)
-        verifications.start()
 
     def _row(self, state: RequestState, length: int, gathered: int, drafting: bool) -> tuple[int, int]:
         """The row of the token table that a request's steps read, and the tokens in it before them."""

@@ -36,6 +36,7 @@ class Verifications:
     turns: set[int] = field(default_factory=set)
     slack: int = 0
     _reserved: set[int] = field(default_factory=set)
+    _refused: dict[int, None] = field(default_factory=dict)
     _kept: set[int] = field(default_factory=set)
     _bandwidth: float | None = None
 
@@ -59,7 +60,9 @@ class Verifications:
                 self._reserved.discard(row)
                 self.turns.add(row)
             else:
-                self._reserved.difference_update(self.admission.late(row))
+                displaced = self.admission.late(row)
+                self._reserved.difference_update(displaced)
+                self._refused.update(dict.fromkeys(displaced))
         self.slack += sum(self.residency.waits(row) for row in self._reserved)
 
     def _measure_link(self) -> None:
@@ -74,7 +77,8 @@ class Verifications:
     def want(self, rounds: dict[int, int]) -> None:
         """Requests shall verify: now, if their full KV is on the device, or else after so many rounds.
 
-        Where nothing fits they wait, and want it again.
+        Loads whose time has come begin first: for them full KV leaves that would be verified now, else those that are on the
+        device would stay for good, and the others wait. Where nothing fits they wait, and want it again.
 
         Args:
             rounds: by row of the token table, of drafts after this one until enough are gathered, at least 1.
@@ -82,32 +86,39 @@ class Verifications:
         if self.lock_step is not None:
             away = {row: left for row, left in rounds.items() if self._is_away(row)}
             rounds = {row: left for row, left in rounds.items() if row not in away} | self.lock_step.allowed(away)
-        for row, left in rounds.items():
-            self._want(row, left)
+        self._reserve(rounds)
+        self._start()
+        for row in rounds:
+            if row not in self._reserved and not self.residency.missing_tokens(row) and self.residency.load(row):
+                if self.residency.ready(row):
+                    self.turns.add(row)
+        # What left the device for a load.
+        self._reserve(rounds)
+        self._start()
+
+    def _reserve(self, rounds: dict[int, int]) -> None:
+        """Give a place to those whose full KV is on the host alone, first to who was refused before, in that order."""
+        for row in [*(row for row in self._refused if row in rounds), *(row for row in rounds if row not in self._refused)]:
+            tokens = 0 if row in self.turns or row in self._reserved else self.residency.missing_tokens(row)
+            if tokens:
+                # One that takes longer than the horizon gets all of it, and is late.
+                seconds = min(tokens * self.bytes_per_token / self.residency.tree.link.bandwidth, self.admission.longest_load)
+                if self.admission.admit(row, seconds, tokens, rounds[row]) is not None:
+                    self._reserved.add(row)
+                    self._refused.pop(row, None)
+                else:
+                    self._refused[row] = None
 
     def _is_away(self, row: int) -> bool:
         """Whether a request's full KV has to come, or is on its way, before it verifies."""
         return row not in self.turns and (row in self._reserved or self.residency.missing_tokens(row) > 0)
-
-    def _want(self, row: int, rounds: int) -> None:
-        if row in self.turns or row in self._reserved:
-            return
-        tokens = self.residency.missing_tokens(row)
-        if tokens:
-            seconds = tokens * self.bytes_per_token / self.residency.tree.link.bandwidth
-            # One that takes longer than the horizon gets all of it, and is late.
-            seconds = min(seconds, self.admission.longest_load)
-            if self.admission.admit(row, seconds, tokens, rounds) is not None:
-                self._reserved.add(row)
-        elif self.residency.load(row) and self.residency.ready(row):
-            self.turns.add(row)
 
     def keep(self, row: int) -> None:
         """The request in ``row``, whose full KV is on the device, decodes on it in this iteration."""
         self.residency.load(row)
         self._kept.add(row)
 
-    def start(self) -> None:
+    def _start(self) -> None:
         """Begin the loads whose time has come."""
         for row in self.admission.starting():
             if not self.residency.load(row):
@@ -128,5 +139,6 @@ class Verifications:
     def forget(self, row: int) -> None:
         """The request in ``row`` is gone, or has to be reserved anew."""
         self._reserved.discard(row)
+        self._refused.pop(row, None)
         self.admission.cancel(row)
         self.residency.release(row)

@@ -194,7 +194,7 @@ def test_a_late_load_keeps_its_memory_and_is_due_in_the_next_iteration():
     assert state(admission) == [(0, 0)] * 8
 
 
-def test_loads_that_were_to_take_a_late_ones_memory_give_way():
+def test_loads_that_have_not_begun_give_way_to_a_late_one_in_the_order_in_which_they_would_have_begun():
     admission = Admission(1.0, 10.0, 12)
     admission.admit("late", 1.0, 4, 2)
     admission.admit("running", 1.0, 4, 3)
@@ -202,9 +202,9 @@ def test_loads_that_were_to_take_a_late_ones_memory_give_way():
     admission.admit("large", 0.4, 4, 4)
     assert due_now(admission, 2) == ["late"]
     assert [admission._planned[key].start - 2 for key in ("running", "fits", "large")] == [0, 1, 1]
-    assert admission.late("late") == ["large"]
+    assert admission.late("late") == ["fits", "large"]
     check(admission)
-    assert admission.admit("large", 0.1, 4, 2) is not None
+    assert admission.admit("fits", 0.5, 2, 2) < admission.admit("large", 0.1, 4, 2)
     check(admission)
 
 

@@ -88,3 +88,14 @@ def test_where_all_full_kv_leaves_the_optimum_says_after_how_many_drafts_it_come
     chosen = {(p, link): found.choose(p, link, SHARE) for p in (0.9, 0.99) for link in (50e9, 1e12)}
     assert all(each.requests is None and 16 <= each.drafts <= 256 for each in chosen.values())
     assert chosen[0.9, 1e12].drafts < chosen[0.99, 1e12].drafts < chosen[0.99, 50e9].drafts
+
+
+def test_where_acceptance_is_close_to_where_it_pays_full_kv_does_not_go_to_and_fro():
+    found = policy()
+    measured(found)
+    ranked = [round(0.985 + i / 1000, 3) for i in range(15)]
+    leaves = next(p for p in ranked if found.choose(p, 50e9, SHARE).requests)
+    assert found.choose(leaves - 0.001, 50e9, SHARE).requests, "a little less than what lets it leave does not call it back"
+    returned = found.choose(0.97, 50e9, SHARE)
+    assert not returned.requests and not found.choose(leaves - 0.001, 50e9, SHARE).requests
+    assert 16 < returned.drafts <= 256, "those whose full KV is away yet gather as many drafts as pay for a load"

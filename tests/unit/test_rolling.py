@@ -18,6 +18,7 @@ from sglang_ext.managers.offload_policy import Offload
 from sglang_ext.managers.pace import Pace
 from sglang_ext.managers.planner import SLOWER
 from sglang_ext.managers.rolling import Rolling
+from sglang_ext.managers.rolling_plan import RollingPlanner
 from sglang_ext.managers.round_plan import PLAIN_STEPS
 from sglang_ext.managers.ranks import Ranks
 from sglang_ext.managers.sampling import Sampled
@@ -251,6 +252,33 @@ def test_a_load_does_not_take_the_place_of_what_is_read_in_the_round():
     seen = rounds(toy, states, reqs, 8)
     assert 2 in {row for row, *_ in seen}
     assert len(toy.committed[1]) == PROMPT + 1 + 8 * PLAIN_STEPS
+    correct(toy)
+
+
+class Crowded(FakeResidency):
+    """On the device there is room for the full KV of two; a load takes the place of one that nobody reads."""
+
+    def load(self, row):
+        here = self.away - self.missing
+        if row in self.missing and len(here) >= 2:
+            free = sorted(here - self.pinned - self.loading.keys())
+            if not free:
+                return False
+            self.leave(free[0])
+        return super().load(row)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(3, 6), st.integers(1, 3))
+def test_those_on_the_device_make_room_for_the_loads_of_the_others(count, took):
+    rows = range(1, count + 1)
+    toy, states, reqs = make(count, away=rows)
+    residency = toy.verifications.residency = Crowded(rows, took, stays=True)
+    residency.missing, residency.stale = set(rows[2:]), set(rows[2:])
+    residency.room = 2 * PROMPT
+    toy.planner = RollingPlanner(toy.worker.views, toy.verifications, LONGEST)
+    seen = [row for row, *_ in rounds(toy, states, reqs, 30 * count)]
+    assert min(seen.count(row) for row in rows) >= 5, "none waits for good"
     correct(toy)
 
 
