@@ -9,93 +9,69 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK = 64
-CHUNK_BLOCKS = 16
-LARGEST_ROWS = 128
+# Keys that are multiplied at once, blocks of them that a program reads one after the other, and rows of queries at once.
+BLOCK, CHUNK_BLOCKS, LARGEST_ROWS = 64, 16, 128
+# Exponentials are powers of two on a GPU.
+LOG2_E = 1.4426950408889634
 # Lengths differ from call to call: a kernel that was compiled for one serves all.
 LENGTHS = ("tokens", "window")
 
 
 @triton.jit
-def _logits(
-    queries,
-    key_table,
-    slots,
-    like,
-    layer,
-    head,
-    row,
-    column,
-    positions,
-    window,
-    tokens,
-    scaling,
-    slot_stride,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    HEADS: tl.constexpr,
-):
-    """Scaled query-key products of rows ``row`` and keys ``column``; -inf where a key is hidden."""
+def _query_rows(
+    queries, layer, head, row, window, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, HEADS: tl.constexpr
+):  # fmt: skip
+    """Rows of a KV head's queries, 0 where there are none: [rows, padded dim]."""
     dim = tl.arange(0, PADDED_DIM)
-    inside = dim < DIM
-    query = row // GROUP
-    place = ((layer * window + query) * HEADS + head) * GROUP + row % GROUP
-    q = tl.load(
-        queries + place[:, None] * DIM + dim[None, :],
-        mask=(row < window * GROUP)[:, None] & inside[None, :],
-        other=0.0,
-    )
-    keys = tl.load(key_table + layer).to(tl.pointer_type(like.dtype.element_ty))
-    slot = tl.load(slots + column, mask=column < tokens, other=0)
-    k = tl.load(
-        keys + slot[:, None] * slot_stride + head * DIM + dim[None, :],
-        mask=(column < tokens)[:, None] & inside[None, :],
-        other=0.0,
-    )
+    place = ((layer * window + row // GROUP) * HEADS + head) * GROUP + row % GROUP
+    there = (row < window * GROUP)[:, None] & (dim < DIM)[None, :]
+    return tl.load(queries + place[:, None] * DIM + dim[None, :], mask=there, other=0.0)
+
+
+@triton.jit
+def _logits(
+    q, keys, slots, first, position, oldest, tokens, scaling, slot_stride,
+    DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Products of queries with the keys from ``first`` on, times log2(e) and the scaling; -inf where a key is hidden.
+
+    Queries see keys up to their ``position``; up to the ``oldest`` one all do.
+    """
+    dim, column = tl.arange(0, PADDED_DIM), first + tl.arange(0, BLOCK)
+    inside = column < tokens
+    slot = tl.load(slots + column, mask=inside, other=0)
+    there = inside[:, None] & (dim < DIM)[None, :]
+    k = tl.load(keys + slot[:, None] * slot_stride + dim[None, :], mask=there, other=0.0)
     logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scaling
-    position = tl.load(positions + query, mask=query < window, other=0)
-    seen = (column < tokens)[None, :] & (column[None, :] <= position[:, None])
-    return tl.where(seen, logits, float("-inf"))
+    if first + BLOCK - 1 > oldest:
+        logits = tl.where(inside[None, :] & (column[None, :] <= position[:, None]), logits, float("-inf"))
+    return logits
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def _normalizers(
-    queries,
-    key_table,
-    slots,
-    like,
-    largest,
-    total,
-    positions,
-    window,
-    tokens,
-    scaling,
-    slot_stride,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    HEADS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHUNK_BLOCKS: tl.constexpr,
-):
-    """Largest logit of each row in a chunk of keys, and the sum of exponentials below it."""
+    queries, key_table, slots, like, largest, total, positions, window, tokens, scaling, slot_stride, key_head,
+    GROUP: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNK_BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Largest logit of each row in a chunk of keys, and the sum of powers of two below it."""
     layer, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     chunk, chunks = tl.program_id(1), tl.num_programs(1)
     row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    q = _query_rows(queries, layer, head, row, window, GROUP, DIM, PADDED_DIM, HEADS)
+    keys = tl.multiple_of(tl.load(key_table + layer).to(tl.pointer_type(like.dtype.element_ty)), 16) + head * key_head
+    # Rows that pad see all keys.
+    position = tl.load(positions + row // GROUP, mask=row < window * GROUP, other=tokens)
+    oldest = tl.load(positions)
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     mass = tl.zeros((ROWS,), tl.float32)
-    for block in range(CHUNK_BLOCKS):
-        column = (chunk * CHUNK_BLOCKS + block) * BLOCK + tl.arange(0, BLOCK)
-        logits = _logits(
-            queries, key_table, slots, like, layer, head, row, column, positions, window, tokens, scaling,
-            slot_stride, GROUP, DIM, PADDED_DIM, HEADS,
-        )
+    begin = chunk * CHUNK_BLOCKS * BLOCK
+    for first in tl.range(begin, tl.minimum(begin + CHUNK_BLOCKS * BLOCK, tokens), BLOCK):
+        logits = _logits(q, keys, slots, first, position, oldest, tokens, scaling, slot_stride, DIM, PADDED_DIM, BLOCK)
         new = tl.maximum(top, tl.max(logits, 1))
         # Rows that saw no key yet have -inf on both sides.
         base = tl.where(new == float("-inf"), 0.0, new)
-        mass = mass * tl.exp(top - base) + tl.sum(tl.exp(logits - base[:, None]), 1)
+        mass = mass * tl.exp2(top - base) + tl.sum(tl.exp2(logits - base[:, None]), 1)
         top = new
     place = (tl.program_id(0) * tl.num_programs(2) * ROWS + row) * chunks + chunk
     tl.store(largest + place, top)
@@ -104,41 +80,33 @@ def _normalizers(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def _means(
-    queries,
-    key_table,
-    slots,
-    like,
-    normalizers,
-    scores,
-    positions,
-    window,
-    tokens,
-    scaling,
-    slot_stride,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    HEADS: tl.constexpr,
-    ROWS: tl.constexpr,
-    ROW_BLOCKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Mean attention of all rows to a block of keys."""
+    queries, key_table, slots, like, normalizers, scores, positions, window, tokens, scaling, slot_stride, key_head,
+    GROUP: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
+    ROW_BLOCKS: tl.constexpr, BLOCK: tl.constexpr, CHUNK_BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Mean attention of all rows to a chunk of keys."""
     layer, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    sums = tl.zeros((BLOCK,), tl.float32)
-    for block in range(ROW_BLOCKS):
-        row = block * ROWS + tl.arange(0, ROWS)
-        logits = _logits(
-            queries, key_table, slots, like, layer, head, row, column, positions, window, tokens, scaling,
-            slot_stride, GROUP, DIM, PADDED_DIM, HEADS,
-        )
-        normalizer = tl.load(normalizers + tl.program_id(0) * ROW_BLOCKS * ROWS + row)
-        attention = tl.exp(logits - normalizer[:, None])
-        sums += tl.sum(tl.where((row < window * GROUP)[:, None], attention, 0.0), 0)
-    tl.store(
-        scores + tl.program_id(0) * tokens + column, sums / (window * GROUP), mask=column < tokens
-    )
+    keys = tl.multiple_of(tl.load(key_table + layer).to(tl.pointer_type(like.dtype.element_ty)), 16) + head * key_head
+    row = tl.arange(0, ROWS)
+    normalizers, scores = normalizers + tl.program_id(0) * ROW_BLOCKS * ROWS, scores + tl.program_id(0).to(tl.int64) * tokens
+    q = _query_rows(queries, layer, head, row, window, GROUP, DIM, PADDED_DIM, HEADS)
+    position = tl.load(positions + row // GROUP, mask=row < window * GROUP, other=tokens)
+    oldest = tl.load(positions)
+    # Of rows that pad nothing counts.
+    normalizer = tl.where(row < window * GROUP, tl.load(normalizers + row), float("inf"))
+    begin = tl.program_id(1) * CHUNK_BLOCKS * BLOCK
+    for first in tl.range(begin, tl.minimum(begin + CHUNK_BLOCKS * BLOCK, tokens), BLOCK):
+        logits = _logits(q, keys, slots, first, position, oldest, tokens, scaling, slot_stride, DIM, PADDED_DIM, BLOCK)
+        sums = tl.sum(tl.exp2(logits - normalizer[:, None]), 0)
+        for block in tl.static_range(1, ROW_BLOCKS):
+            more = block * ROWS + row
+            other = _query_rows(queries, layer, head, more, window, GROUP, DIM, PADDED_DIM, HEADS)
+            seen = tl.load(positions + more // GROUP, mask=more < window * GROUP, other=tokens)
+            below = tl.where(more < window * GROUP, tl.load(normalizers + more), float("inf"))
+            logits = _logits(other, keys, slots, first, seen, oldest, tokens, scaling, slot_stride, DIM, PADDED_DIM, BLOCK)
+            sums += tl.sum(tl.exp2(logits - below[:, None]), 0)
+        column = first + tl.arange(0, BLOCK)
+        tl.store(scores + column, sums / (window * GROUP), mask=column < tokens)
 
 
 def window_scores(
@@ -156,7 +124,7 @@ def window_scores(
         key_table: int64 [layers], addresses of the layers' key buffers.
         like: a key buffer, [slots, kv_heads, head_dim]; all have its shape, strides and dtype.
         slots: int64 [tokens], where the context's keys lie, in order.
-        positions: int64 [window], of the queries, counted in ``slots``; a query sees keys up to its own position.
+        positions: int64 [window], of the queries, ascending, counted in ``slots``; a query sees keys up to its own position.
         scaling: factor on query-key products.
     """
     layers, window, query_heads, dim = queries.shape
@@ -166,19 +134,16 @@ def window_scores(
     row_blocks = triton.cdiv(window * group, rows)
     chunks = triton.cdiv(tokens, BLOCK * CHUNK_BLOCKS)
     shape = dict(
-        GROUP=group, DIM=dim, PADDED_DIM=max(16, triton.next_power_of_2(dim)), HEADS=heads,
-        ROWS=rows, BLOCK=BLOCK,
-    )
+        GROUP=group, DIM=dim, PADDED_DIM=max(16, triton.next_power_of_2(dim)), HEADS=heads, ROWS=rows, BLOCK=BLOCK,
+        CHUNK_BLOCKS=CHUNK_BLOCKS,
+    )  # fmt: skip
     common = (queries.contiguous().to(like.dtype), key_table, slots, like)
-    numbers = (positions, window, tokens, scaling, like.stride(0))
+    numbers = (positions, window, tokens, scaling * LOG2_E, like.stride(0), like.stride(1))
     largest = torch.empty(layers * heads, row_blocks * rows, chunks, device=like.device)
     total = torch.empty_like(largest)
-    _normalizers[(layers * heads, chunks, row_blocks)](
-        *common, largest, total, *numbers, **shape, CHUNK_BLOCKS=CHUNK_BLOCKS
-    )
-    normalizers = (largest + total.log()).logsumexp(-1)
+    _normalizers[(layers * heads, chunks, row_blocks)](*common, largest, total, *numbers, **shape)
+    # Powers of two throughout.
+    normalizers = ((largest + total.log2()) / LOG2_E).logsumexp(-1) * LOG2_E
     scores = torch.empty(layers, heads, tokens, device=like.device)
-    _means[(layers * heads, triton.cdiv(tokens, BLOCK))](
-        *common, normalizers, scores, *numbers, **shape, ROW_BLOCKS=row_blocks
-    )
+    _means[(layers * heads, chunks)](*common, normalizers, scores, *numbers, **shape, ROW_BLOCKS=row_blocks)
     return scores
