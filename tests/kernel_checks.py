@@ -11,7 +11,6 @@ if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
 
 from sglang_ext.compressor_options import ON_CPU_ONLY  # noqa: E402
-from sglang_ext.layers.kernels.best_tokens import best_tokens  # noqa: E402
 from sglang_ext.layers.kernels.gather_kept import gather_kept  # noqa: E402
 from sglang_ext.layers.kernels.packed_decode import packed_decode  # noqa: E402
 from sglang_ext.layers.kernels.page_checksum import page_checksum  # noqa: E402
@@ -61,19 +60,6 @@ def check_window_scores():
             hidden = torch.arange(tokens, device=DEVICE)[None] > positions[:, None]
             expected = logits.masked_fill(hidden, float("-inf")).softmax(-1).mean((1, 2))
             torch.testing.assert_close(found[layer].double(), expected, rtol=1e-4, atol=1e-7)
-
-
-def check_best_tokens():
-    """The places that a sort finds, of slices of rows, with infinite, negative and equal scores; of equal ones the first."""
-    noise = torch.Generator().manual_seed(3)
-    for tokens, count in ((1, 1), (100, 7), (4097, 4097), (9000, 1200)):
-        scores = torch.randn(2, 3, tokens + 5, generator=noise)
-        scores[0, :, -9:] = float("inf")
-        scores[1, 1] = scores[1, 1].round()
-        scores[1, 2] = -torch.inf
-        scores = scores.to(DEVICE)[..., 3 : tokens + 3]
-        expected = scores.cpu().sort(dim=-1, descending=True, stable=True).indices[..., :count].sort(-1).values
-        assert best_tokens(scores, count).cpu().equal(expected), (tokens, count)
 
 
 def check_gather_kept():
@@ -328,7 +314,6 @@ CHECKS = {
     "packed_backend": lambda: check_packed_backend(DEVICE),
     "verify_backend": check_verify_backend,
     "window_scores": check_window_scores,
-    "best_tokens": check_best_tokens,
     "gather_kept": check_gather_kept,
     "page_checksum": check_page_checksum,
     "verify_attention": check_verify_attention,

@@ -155,11 +155,7 @@ class Compressor(ABC):
 
 
 def best(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """Positions of the ``count`` highest scores, ascending: int64 [..., count]; on a GPU by a kernel that does not sort."""
-    if scores.is_cuda and count:
-        from sglang_ext.layers.kernels.best_tokens import best_tokens
-
-        return best_tokens(scores.float(), count)
+    """Positions of the ``count`` highest scores, ascending: int64 [..., count]."""
     return scores.topk(count, dim=-1).indices.sort(dim=-1).values
 
 
