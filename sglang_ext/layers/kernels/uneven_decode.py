@@ -11,30 +11,51 @@ import triton.language as tl
 from sglang_ext.layers.kernels.flash_parts import Parts, exact_part, scaled_queries, softmax_step, store_part
 from sglang_ext.mem_cache.head_cells import HeadCells
 
-# Tokens in a step.
-TOKENS = 32
+# Tokens in a step, and steps that are loaded ahead: found on an H200.
+TOKENS, STAGES = 32, 2
+
+
+@triton.jit
+def _buffers(table, layer, over, narrow, LAYERS: tl.constexpr):
+    """Addresses of the buffers ``over`` layers after ``layer``, of which there are at most two unless copies are ``narrow``."""
+    next_layer = tl.minimum(layer + 1, LAYERS - 1)
+    found = tl.where(over > 0, tl.load(table + next_layer), tl.load(table + layer))
+    if narrow:
+        found = tl.load(table + tl.minimum(layer + over, LAYERS - 1))
+    return found
 
 
 @triton.jit
 def _cells_part(
     queries, key_table, value_table, table, first, last, copied, scaling, row, key_slot, key_head, value_slot, value_head,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    LAYERS: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr, N: tl.constexpr, LIKE: tl.constexpr,
 ):  # fmt: skip
-    """Softmax over the cells [first, last) of a copy of ``copied`` slots."""
+    """Softmax over the cells [first, last) of a copy of ``copied`` slots.
+
+    Cells follow one another, so only where a part begins its layer is divided for; a step lies in two layers at most, unless a
+    layer has fewer cells than a step.
+    """
     dim, value_dim = tl.arange(0, PADDED_DIM), tl.arange(0, PADDED_VALUE_DIM)
     q = scaled_queries(queries, row, dim, scaling, GROUP, DIM, LIKE)
     best = tl.zeros([M], dtype=tl.float32) - float("inf")
     total = tl.zeros([M], dtype=tl.float32)
     acc = tl.zeros([M, PADDED_VALUE_DIM], dtype=tl.float32)
+    cells = tl.maximum(copied * HEADS, 1)
+    narrow = cells < N
+    layer, begin = first // cells, first % cells
     for start in tl.range(first, last, N):
-        cell = start + tl.arange(0, N)
-        inside = cell < last
-        layer, within = cell // (copied * HEADS), cell % (copied * HEADS)
+        place = tl.arange(0, N)
+        inside = start + place < last
+        within = begin + place
+        over = (within >= cells).to(tl.int32)
+        if narrow:
+            over = within // cells
+        within -= over * cells
         slot = tl.load(table + within // HEADS, mask=inside, other=0).to(tl.int64)
         # Without the hint nothing is known of a loaded address, and keys would be read number by number.
-        keys = tl.multiple_of(tl.load(key_table + layer, mask=inside, other=0).to(tl.pointer_type(LIKE)), 16)
-        values = tl.multiple_of(tl.load(value_table + layer, mask=inside, other=0).to(tl.pointer_type(LIKE)), 16)
+        keys = tl.multiple_of(_buffers(key_table, layer, over, narrow, LAYERS).to(tl.pointer_type(LIKE)), 16)
+        values = tl.multiple_of(_buffers(value_table, layer, over, narrow, LAYERS).to(tl.pointer_type(LIKE)), 16)
         at = keys + slot * key_slot + within % HEADS * key_head
         k = tl.load(at[None, :] + dim[:, None], mask=inside[None, :] & (dim < DIM)[:, None], other=0.0)
         qk = tl.where(inside[None, :], tl.dot(q, k), float("-inf"))
@@ -42,6 +63,8 @@ def _cells_part(
         at = values + slot * value_slot + within % HEADS * value_head
         v = tl.load(at[:, None] + value_dim[None, :], mask=inside[:, None] & (value_dim < VALUE_DIM)[None, :], other=0.0)
         acc = acc * rescale[:, None] + tl.dot(p.to(LIKE), v)
+        begin += N
+        layer, begin = layer + begin // cells, begin % cells
     return best, total, acc
 
 
@@ -65,7 +88,8 @@ def _splits(
         first = begin + each * split
         best, total, acc = _cells_part(
             queries + head0 * DIM, key_table, value_table, table, first, tl.minimum(first + each, end), copied, scaling, row,
-            key_slot, key_head, value_slot, value_head, HEADS, GROUP, M, DIM, VALUE_DIM, PADDED_DIM, PADDED_VALUE_DIM, N, LIKE,
+            key_slot, key_head, value_slot, value_head, ALL_HEADS // HEADS, HEADS, GROUP, M, DIM, VALUE_DIM, PADDED_DIM,
+            PADDED_VALUE_DIM, N, LIKE,
         )  # fmt: skip
     else:
         best, total, acc = exact_part(
@@ -85,7 +109,7 @@ def uneven_decode(
     rows: torch.Tensor,
     lengths: torch.Tensor,
     scaling: float,
-    splits: tuple[int, int] = (16, 4),
+    splits: tuple[int, int] = (28, 4),
 ) -> torch.Tensor:
     """Attention of one token of each request over its row of the table: [requests, heads, dim of a value].
 
@@ -109,7 +133,8 @@ def uneven_decode(
         token_table.stride(0), rows, lengths, cells.bounds, cells.bounds.stride(0), layer * kv_heads, parts.partial, parts.lse,
         scaling, keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), ALL_HEADS=cells.bounds.shape[1] - 1,
         HEADS=kv_heads, GROUP=heads // kv_heads, M=max(16, triton.next_power_of_2(heads // kv_heads)), DIM=dim,
-        PADDED_DIM=triton.next_power_of_2(dim), SPLITS=parts.most, N=TOKENS, **parts.shape,
+        PADDED_DIM=triton.next_power_of_2(dim), SPLITS=parts.most, N=TOKENS, num_stages=STAGES,
+        **parts.shape,
     )  # fmt: skip
     kept, exact = parts.joined()
     return (kept + exact).to(queries.dtype)
