@@ -1,7 +1,7 @@
 """What decode kernels over rows of two kinds share: online softmax, the exact tokens of a row, and how parts are joined.
 
 A row is split over programs (flash decoding). Those of its first parts read what a copy holds, those of the others its exact
-tokens; :func:`join_parts` joins them by log-sum-exp, and keeps both kinds apart, as one may have to be rotated back.
+tokens; :func:`join_parts` joins them by log-sum-exp, and can keep both kinds apart, as one may have to be rotated back.
 """
 
 from dataclasses import dataclass
@@ -82,9 +82,9 @@ def store_part(partial, lse, place, channel, there, best, total, acc, row, GROUP
 @triton.jit
 def join_parts(
     partial, lse, far, near, VALUE_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr, PACKED: tl.constexpr,
-    SPLITS: tl.constexpr, PADDED_SPLITS: tl.constexpr,
+    SPLITS: tl.constexpr, PADDED_SPLITS: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
-    """One request's head: what its splits found, those over its copy and the others apart."""
+    """One request's head: what its splits found; those over its copy and the others ``APART``, or all in ``far``."""
     head = tl.program_id(0).to(tl.int64)
     split, dim = tl.arange(0, PADDED_SPLITS), tl.arange(0, PADDED_VALUE_DIM)
     sums = tl.load(lse + head * SPLITS + split, mask=split < SPLITS, other=float("-inf"))
@@ -94,8 +94,11 @@ def join_parts(
     found = tl.load(partial + (head * SPLITS + split[:, None]) * VALUE_DIM + dim[None, :], mask=there, other=0.0)
     found *= weights[:, None]
     inside = dim < VALUE_DIM
-    tl.store(far + head * VALUE_DIM + dim, tl.sum(tl.where((split < PACKED)[:, None], found, 0.0), 0), mask=inside)
-    tl.store(near + head * VALUE_DIM + dim, tl.sum(tl.where((split >= PACKED)[:, None], found, 0.0), 0), mask=inside)
+    if APART:
+        tl.store(far + head * VALUE_DIM + dim, tl.sum(tl.where((split < PACKED)[:, None], found, 0.0), 0), mask=inside)
+        tl.store(near + head * VALUE_DIM + dim, tl.sum(tl.where((split >= PACKED)[:, None], found, 0.0), 0), mask=inside)
+    else:
+        tl.store(far + head * VALUE_DIM + dim, tl.sum(found, 0), mask=inside)
 
 
 @dataclass(frozen=True)
@@ -134,11 +137,19 @@ class Parts:
         requests, heads, _ = self.queries.shape
         return torch.empty(requests * heads, self.most, device=self.queries.device)
 
-    def joined(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def apart(self) -> tuple[torch.Tensor, torch.Tensor]:
         """What the copies add to the outputs, and what the exact tokens do: float32 [requests, heads, value_dim]."""
-        requests, heads, _ = self.queries.shape
-        far, near = torch.empty(2, requests, heads, self.value_dim, device=self.queries.device)
-        join_parts[(requests * heads,)](
-            self.partial, self.lse, far, near, SPLITS=self.most, PADDED_SPLITS=triton.next_power_of_2(self.most), **self.shape
-        )
+        far, near = torch.empty(2, *self.queries.shape[:2], self.value_dim, device=self.queries.device)
+        self._join(far, near, apart=True)
         return far, near
+
+    def joined(self) -> torch.Tensor:
+        """The outputs, in the dtype of the queries: [requests, heads, value_dim]."""
+        outputs = self.queries.new_empty(*self.queries.shape[:2], self.value_dim)
+        self._join(outputs, outputs, apart=False)
+        return outputs
+
+    def _join(self, far: torch.Tensor, near: torch.Tensor, apart: bool) -> None:
+        requests, heads, _ = self.queries.shape
+        numbers = {"SPLITS": self.most, "PADDED_SPLITS": triton.next_power_of_2(self.most), "APART": apart}
+        join_parts[(requests * heads,)](self.partial, self.lse, far, near, **numbers, **self.shape)

@@ -1,7 +1,7 @@
 """Decode attention over rows that begin with packed blocks, split over the context (flash decoding).
 
 Programs of a request's first splits read its packed blocks, those of the others its exact tokens; a second kernel joins what
-they found by log-sum-exp. What comes of packed and of exact tokens is summed apart, as the former may have to be rotated
+they found by log-sum-exp. What comes of packed and of exact tokens is summed apart where the former has to be rotated
 back. The splits' kernel is gluon/packed.py's where it takes the blocks (:func:`fragments`), else packed_attention.py's.
 """
 
@@ -169,6 +169,7 @@ def packed_decode(
         _launch_triton(call)
     else:
         _launch_gluon(call, constants)
-    far, near = parts.joined()
-    back = far if to_values is None else far @ to_values.t()
-    return (back + near).to(queries.dtype)
+    if to_values is None:
+        return parts.joined()
+    far, near = parts.apart()
+    return (far @ to_values.t() + near).to(queries.dtype)

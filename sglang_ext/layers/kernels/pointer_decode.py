@@ -103,5 +103,4 @@ def pointer_decode(
         HEADS=kv_heads, GROUP=heads // kv_heads, M=max(16, triton.next_power_of_2(heads // kv_heads)), DIM=dim,
         PADDED_DIM=triton.next_power_of_2(dim), PER_SLOT=begins.pointers.per_slot, SPLITS=parts.most, N=TOKENS, **parts.shape,
     )  # fmt: skip
-    kept, exact = parts.joined()
-    return (kept + exact).to(queries.dtype)
+    return parts.joined()

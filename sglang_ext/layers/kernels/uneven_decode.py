@@ -136,5 +136,4 @@ def uneven_decode(
         PADDED_DIM=triton.next_power_of_2(dim), SPLITS=parts.most, N=TOKENS, num_stages=STAGES,
         **parts.shape,
     )  # fmt: skip
-    kept, exact = parts.joined()
-    return (kept + exact).to(queries.dtype)
+    return parts.joined()
