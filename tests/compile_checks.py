@@ -14,7 +14,7 @@ from sglang_ext.layers.kernels import pack_blocks, packed_decode, pointer_decode
 from sglang_ext.mem_cache.head_cells import HeadCells
 from sglang_ext.mem_cache.slot_pointers import PointerRows, Pointers
 
-KINDS = (("kivi", 4), ("kivi", 2), ("int8", 8), ("turboquant", 4))
+KINDS = (("kivi", 4), ("kivi", 2), ("int8", 8), ("turboquant", 4), ("kvquant", 4), ("kvquant", 2))
 # Blocks to pack: method, bits, channels of a head, numbers of a pool.
 PACKED = (
     ("kivi", 4, 128, torch.bfloat16), ("kivi", 2, 64, torch.float16), ("int8", 8, 128, torch.float32),
