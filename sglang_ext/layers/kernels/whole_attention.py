@@ -10,6 +10,7 @@ import triton.language as tl
 
 from sglang_ext.layers.kernels.flash_parts import exact_part, softmax_step, store_part
 from sglang_ext.layers.kernels.whole_blocks import (
+    at_most,
     cell,
     cosine_and_sine,
     first_channel,
@@ -72,7 +73,8 @@ def _whole_part(
     TOGETHER: tl.constexpr = BITS < 8 and not INTERLEAVED and (PAIRS == 0 or 2 * PAIRS == DIM)
     token, inside = tl.arange(0, TOKENS), tl.arange(0, COLUMNS) < DIM // 2
     # What pads a tile is read as its last pair, whose query is 0; of values it is never stored.
-    pair, value = tl.minimum(tl.arange(0, COLUMNS), DIM // 2 - 1), tl.minimum(tl.arange(0, VALUE_COLUMNS), HALF - 1)
+    pair = at_most(tl.arange(0, COLUMNS), DIM // 2, COLUMNS)
+    value = at_most(tl.arange(0, VALUE_COLUMNS), HALF, VALUE_COLUMNS)
     a_channel, b_channel = first_channel(pair, DIM, PAIRS, INTERLEAVED), second_channel(pair, DIM, PAIRS, INTERLEAVED)
     a_query = _queries(queries, a_channel, inside, row, scaling, DIM, GROUP).to(LIKE)
     b_query = _queries(queries, b_channel, inside, row, scaling, DIM, GROUP).to(LIKE)
@@ -85,7 +87,7 @@ def _whole_part(
     for block in tl.range(first, last):
         slots = table + block * BLOCK_SLOTS
         ends = slots + CODE_CELLS
-        codes = cell(key_bytes, slots, token * PART, key_slot, KEY_CELL)[:, None]
+        codes = cell(key_bytes, slots, token * PART, key_slot, KEY_CELL, 0, TOKENS * PART)[:, None]
         raw = tl.load(codes + (a_channel % PART)[None, :])
         scale, zero = scales_and_zeros(
             key_numbers, ends, token, a_channel, key_slot // 2, KEY_CELL // 2, TOKENS, DIM, KEY_SHARING, KEY_CHANNELS, KEY_GROUP
@@ -98,7 +100,7 @@ def _whole_part(
         )  # fmt: skip
         b = meant(raw, b_channel, scale, zero, middle, linear, cubic, fifth, BITS, PART)
         if PAIRS > 0:
-            position = tl.load(cell(key_positions, ends, SCALES // 2 + token, key_slot // 4, KEY_CELL // 4))
+            position = tl.load(cell(key_positions, ends, token, key_slot // 4, KEY_CELL // 4, SCALES // 2, TOKENS))
             cosine, sine = cosine_and_sine(position[:, None], pair_steps[None, :], FAST)
             a, b = a * cosine - b * sine, b * cosine + a * sine
         qk = tl.dot(b.to(LIKE), b_query, tl.dot(a.to(LIKE), a_query))
@@ -108,15 +110,15 @@ def _whole_part(
             )  # fmt: skip
             position = channel
             if PAIRS > 0:
-                index = SCALES // 2 + tl.maximum(owner, 0)
-                position = tl.load(cell(key_positions, ends, index, key_slot // 4, KEY_CELL // 4))
+                owned = tl.maximum(owner, 0)
+                position = tl.load(cell(key_positions, ends, owned, key_slot // 4, KEY_CELL // 4, SCALES // 2, TOKENS))
             more = _outliers_products(
                 queries, excess, channel, position, steps, row, scaling, DIM, GROUP, PAIRS, INTERLEAVED, FAST
             )  # fmt: skip
             qk = tl.dot((token[:, None] == owner[None, :]).to(LIKE), more.to(LIKE), qk)
         best, rescale, p, total = softmax_step(qk, best, total, 0)
         p = tl.trans(p).to(LIKE)
-        codes = cell(value_bytes, slots, token * VALUE_PART, value_slot, VALUE_CELL)[:, None]
+        codes = cell(value_bytes, slots, token * VALUE_PART, value_slot, VALUE_CELL, 0, TOKENS * VALUE_PART)[:, None]
         raw = tl.load(codes + (value % VALUE_PART)[None, :])
         scale, zero = scales_and_zeros(
             value_numbers, ends, token, value, value_slot // 2, VALUE_CELL // 2, TOKENS, VALUE_DIM, 1, VALUE_CHANNELS,
@@ -179,7 +181,8 @@ def whole_splits(
             key_positions + key_at // 4, value_bytes + value_at, value_numbers + value_at // 2, value_places + value_at // 2,
             steps, middle, linear, cubic, fifth, table, each * split, tl.minimum(each * (split + 1), blocks), scaling, row,
             partial, lse, place, key_slot * KEY_BYTES, value_slot * VALUE_BYTES, GROUP, M, DIM, VALUE_DIM, COLUMNS,
-            VALUE_COLUMNS, BITS, TOKENS, BLOCK_SLOTS, CODE_CELLS, KEY_CELL, VALUE_CELL, KEY_SHARING, KEY_CHANNELS, VALUE_CHANNELS, OUTLIERS, VALUE_OUTLIERS,
+            VALUE_COLUMNS, BITS, TOKENS, BLOCK_SLOTS, CODE_CELLS, KEY_CELL, VALUE_CELL, KEY_SHARING, KEY_CHANNELS,
+            VALUE_CHANNELS, OUTLIERS, VALUE_OUTLIERS,
             PLACES, VALUE_PLACES, PAIRS, INTERLEAVED, FAST, tl.float16 if FAST else LIKE,
         )  # fmt: skip
     else:

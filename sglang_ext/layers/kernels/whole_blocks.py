@@ -47,9 +47,18 @@ def polynomial(packs: Quantizer, dim: int) -> tuple[float, float, float, float]:
 
 
 @triton.jit
-def cell(pointer, slots, index, slot_step, CELL: tl.constexpr):
-    """Where number ``index`` of what lies in the cells of ``slots`` is; CELL numbers in each."""
-    return pointer + tl.load(slots + index // CELL).to(tl.int64) * slot_step + index % CELL
+def cell(pointer, slots, index, slot_step, CELL: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    """Where number ``FIRST + index``, ``index`` below COUNT, of what lies in the cells of ``slots`` is; CELL numbers in each."""
+    if FIRST // CELL == (FIRST + COUNT - 1) // CELL:
+        return pointer + tl.load(slots + FIRST // CELL).to(tl.int64) * slot_step + (FIRST % CELL + index)
+    else:
+        return pointer + tl.load(slots + (FIRST + index) // CELL).to(tl.int64) * slot_step + (FIRST + index) % CELL
+
+
+@triton.jit
+def at_most(index, COUNT: tl.constexpr, PADDED: tl.constexpr):
+    """What pads COUNT numbers to PADDED is read as the last one."""
+    return index if COUNT == PADDED else tl.minimum(index, COUNT - 1)
 
 
 @triton.jit
@@ -91,6 +100,14 @@ def cosine_and_sine(position, steps, FAST: tl.constexpr):
 
 
 @triton.jit
+def _pair_of(numbers, slots, index, slot_numbers, CELL: tl.constexpr, COUNT: tl.constexpr):
+    """Scales and zero points of groups ``index``, of COUNT: float32."""
+    scale = tl.load(cell(numbers, slots, index, slot_numbers, CELL, 0, COUNT))
+    zero = tl.load(cell(numbers, slots, index, slot_numbers, CELL, COUNT, COUNT))
+    return scale.to(tl.float32), zero.to(tl.float32)
+
+
+@triton.jit
 def scales_and_zeros(
     numbers, slots, token, channel, slot_numbers, CELL: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr,
     SHARING: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr,
@@ -105,11 +122,17 @@ def scales_and_zeros(
         GROUP: of channels, in which all of the tile are; -1 where they are in several.
     """
     COUNT: tl.constexpr = TOKENS // SHARING * (DIM // CHANNELS)
-    along = tl.zeros([1, 1], dtype=tl.int32) if SHARING == TOKENS else (token // SHARING * (DIM // CHANNELS))[:, None]
-    across = tl.full([1, 1], GROUP, dtype=tl.int32) if GROUP >= 0 else (channel // CHANNELS)[None, :]
-    scale = tl.load(cell(numbers, slots, along + across, slot_numbers, CELL))
-    zero = tl.load(cell(numbers, slots, COUNT + along + across, slot_numbers, CELL))
-    return scale.to(tl.float32), zero.to(tl.float32)
+    # What scales a tile is loaded without the tile's other axis, or Triton would arrange the tile by it.
+    if SHARING == TOKENS and GROUP < 0:
+        scale, zero = _pair_of(numbers, slots, channel // CHANNELS, slot_numbers, CELL, COUNT)
+        return scale[None, :], zero[None, :]
+    elif GROUP >= 0:
+        index = token // SHARING * (DIM // CHANNELS) + GROUP
+        scale, zero = _pair_of(numbers, slots, index, slot_numbers, CELL, COUNT)
+        return scale[:, None], zero[:, None]
+    else:
+        index = (token // SHARING * (DIM // CHANNELS))[:, None] + (channel // CHANNELS)[None, :]
+        return _pair_of(numbers, slots, index, slot_numbers, CELL, COUNT)
 
 
 @triton.jit
@@ -135,7 +158,8 @@ def outliers(
         FIRST: numbers of the block before the places.
     """
     number = tl.arange(0, PADDED)
-    there, index = number < COUNT, FIRST + tl.minimum(number, COUNT - 1)
-    place = tl.load(cell(places, slots, index, slot_numbers, CELL)).to(tl.int32)
-    excess = tl.load(cell(numbers, slots, COUNT + index, slot_numbers, CELL)).to(tl.float32)
+    index = at_most(number, COUNT, PADDED)
+    place = tl.load(cell(places, slots, index, slot_numbers, CELL, FIRST, COUNT)).to(tl.int32)
+    excess = tl.load(cell(numbers, slots, index, slot_numbers, CELL, FIRST + COUNT, COUNT)).to(tl.float32)
+    there = number < COUNT
     return tl.where(there, place // DIM, -1), place % DIM, tl.where(there, excess, 0.0)
