@@ -29,6 +29,6 @@ def test_kernels_compile_for_a_gpu():
     assert done.returncode == 0, done.stderr[-3000:]
     expected = {
         *("packed_splits", "packed_splits_gluon", "join_parts", "_splits", "scatter_kept", "pointer_splits", "write_kept"),
-        *("pack_tiles", "whole_splits"),
+        *("pack_tiles", "pack_apart", "whole_splits"),
     }
     assert expected <= set(done.stdout.split())

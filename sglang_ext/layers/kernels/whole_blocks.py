@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_ext.mem_cache.compressors.odd_polynomial import odd_polynomial
 from sglang_ext.mem_cache.compressors.quantizer import Quantizer
 
 # A float32 whose lowest bits are a small integer, and that integer more.
@@ -33,17 +34,10 @@ def polynomial(packs: Quantizer, dim: int) -> tuple[float, float, float, float]:
     levels = packs.levels(dim)
     if levels is None:
         return last / 2, 0.5, 0.0, 0.0
-    codes, levels = torch.arange(last + 1, dtype=torch.float64) * 2 / last - 1, levels.double()
-    powers = torch.stack([codes**power for power in (0, 1, 3, 5)], -1)
-    # Two levels on each side leave more than one polynomial: the least.
-    found = torch.linalg.lstsq(powers, levels[:, None], driver="gelsd").solution[:, 0]
-    error = float((powers @ found - levels).abs().max() / (levels[-1] - levels[0]))
-    if error > LEVEL_ERROR:
-        raise ValueError(
-            f"codes of {packs.bits} bits mean levels that differ by {error:.0e} of their range from each odd polynomial of fifth "
-            f"degree; blocks with outliers or positions are read with levels within {LEVEL_ERROR:.0e}, such as even ones"
-        )
-    return tuple(float(part) / last**power for part, power in zip(found, (0, 1, 3, 5)))
+    levels, middle = levels.double(), float(levels[0] + levels[-1]) / 2
+    codes = torch.arange(-last, last + 1, 2, dtype=torch.float64) / last
+    found = odd_polynomial(codes, levels - middle, LEVEL_ERROR * float(levels[-1] - levels[0]))
+    return middle, *(part / last ** (2 * power + 1) for power, part in enumerate(found))
 
 
 @triton.jit
