@@ -11,8 +11,6 @@ DEFAULT_BUDGET = 0.25
 QUANTIZERS: dict[str, tuple[int, ...]] = {
     "int8": (8,), "int4": (4,), "kivi": (4, 2), "kvquant": (4, 2), "rotatekv": (4, 2), "turboquant": (4, 2),
 }  # fmt: skip
-# Of these, the ones that no kernel reads on a GPU: it neither rotates keys nor adds outliers.
-ON_CPU_ONLY = ("kvquant",)
 # Methods that drop tokens, and whose copies can be packed besides: they hold KV.
 PACKABLE = tuple(name for name in COMPRESSORS if name not in POINTING)
 # All values of --kv-compressor.

@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING
 from sglang_ext import copy_options
 from sglang_ext.compressor_options import (
     DEFAULT_BUDGET,
-    ON_CPU_ONLY,
     PACKABLE,
     PREDICTOR,
-    QUANTIZERS,
     SCORES,
     code_bits,
     parse_compressor,
@@ -184,9 +182,3 @@ def check_resolved(args: "KVServerArgs") -> None:
     named = f"{FIRST if packed is found[0] else MORE} {packed.name}"
     copies = f"the packed copies of {named}"
     copy_options.check_resolved(args, copies, f"a compressor that only drops tokens: {others}")
-    if args.device != "cpu" and packed.packs in ON_CPU_ONLY:
-        read = ", ".join(name for name in QUANTIZERS if name not in ON_CPU_ONLY)
-        raise OptionError(
-            f"--device is {args.device} with {named}; the kernel of packed copies there turns no keys: {packed.packs} is served "
-            f"on a CPU only. Pass {read}, or one that only drops tokens: {others}."
-        )

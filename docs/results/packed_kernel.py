@@ -21,6 +21,7 @@ from sglang_ext.layers.kernels import packed_decode as kernels
 from sglang_ext.mem_cache.compressors import quantizer
 from sglang_ext.mem_cache.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.packing import Packing
+from sglang_ext.mem_cache.rotary import Rotary
 
 SCALING, REPEATS, CALLS = 128**-0.5, 5, 10
 
@@ -54,7 +55,8 @@ class Setting:
         batch, tokens, tail = options.batch, options.tokens, options.tail
         shape, like = (options.kv_heads, options.dim), {"dtype": torch.bfloat16, "device": "cuda"}
         probe = KVBuffers((0,), (SCALING,), (torch.zeros(1, *shape, **like),), (torch.zeros(1, *shape, **like),))
-        packing = Packing.of(quantizer(method, bits), probe, 1)
+        frequencies = 1e6 ** -(torch.arange(0, options.dim, 2, device="cuda") / options.dim)
+        packing = Packing.of(quantizer(method, bits), probe, 1, Rotary(frequencies))
         packed = packing.packed_slots(tokens)
         slots = torch.randperm(batch * (packed + tail), device="cuda").int().view(batch, -1)
         room = max(slots.numel(), tokens + packed)
@@ -95,7 +97,7 @@ class Setting:
         return torch.einsum("hgt,htd->hgd", weights, means[1]).flatten(0, 1)
 
     def bytes(self) -> int:
-        """Read by a call: codes, scales, zero points, exact tokens."""
+        """Read by a call: codes and what follows them in blocks, exact tokens."""
         layouts, (batch, width) = (self.packing.keys, self.packing.values), (len(self.queries), self.table.shape[1])
         block = sum(layout.tokens * layout.token_bytes + layout.parameter_bytes for layout in layouts)
         exact = (width - self.packed) * self.keys.shape[2] * 4

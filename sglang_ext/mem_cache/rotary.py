@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 import torch
 
@@ -13,6 +14,8 @@ from sglang_ext.options import OptionError
 STRIDES = (1, 32, 1024, 32768)
 # Largest difference between a model's table and one from the frequencies: far from the beginning angles are rounded.
 TABLE_ERROR = 0.05
+# Angles are counted in turns of so many steps: integers that overflow lose whole turns only, and nothing far from the beginning.
+TURN = 1 << 32
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,18 @@ class Rotary:
     frequencies: torch.Tensor
     interleaved: bool = False
 
+    @cached_property
+    def steps(self) -> torch.Tensor:
+        """The frequencies in steps of a turn: int64 [pairs], 0 to ``TURN - 1``."""
+        return (self.frequencies.double() * (TURN / math.tau)).round().long() % TURN
+
+    def steps_on(self, device: torch.device, dim: int) -> torch.Tensor:
+        """Steps of each of ``dim`` channels: those of its pair, forwards of first ones, backwards of second ones; 0 of others.
+
+        int32 [dim], at most half a turn either way, on ``device``; made there once, so that later calls do not wait for it.
+        """
+        return _steps_of_channels(self, device, dim)
+
     def unrotated(self, vectors: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Vectors as they were before rotary embedding at ``positions``.
 
@@ -34,8 +49,7 @@ class Rotary:
             vectors: float [tokens, ..., dim].
             positions: int64 [tokens].
         """
-        angles = positions.float()[:, None] * self.frequencies
-        angles = angles.view(len(positions), *(1,) * (vectors.dim() - 2), -1)
+        angles = self._angles(positions).view(len(positions), *(1,) * (vectors.dim() - 2), -1)
         return self._turned(vectors, angles.cos(), -angles.sin())
 
     def rotated(self, vectors: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -45,7 +59,7 @@ class Rotary:
             vectors: float [..., tokens, dim].
             positions: int64 [..., tokens].
         """
-        angles = positions.float()[..., None] * self.frequencies
+        angles = self._angles(positions)
         return self._turned(vectors, angles.cos(), angles.sin())
 
     def mean_rotation(self, begin: int, count: int, dim: int) -> torch.Tensor:
@@ -53,6 +67,10 @@ class Rotary:
         angles = torch.arange(begin, begin + count, device=self.frequencies.device)[:, None] * self.frequencies
         units = torch.eye(dim, device=self.frequencies.device)
         return self._turned(units, angles.cos().mean(dim=0), angles.sin().mean(dim=0)).t()
+
+    def _angles(self, positions: torch.Tensor) -> torch.Tensor:
+        """Of the pairs at ``positions``, int64 of any sign, within a turn: float32 [..., pairs]."""
+        return (positions[..., None] * self.steps & (TURN - 1)).float() * (math.tau / TURN)
 
     def _turned(self, vectors: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Each pair times the complex number ``cos + i sin``, both [..., pairs]."""
@@ -63,6 +81,14 @@ class Rotary:
         turned = torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1)
         turned = turned if self.interleaved else turned.transpose(-1, -2)
         return torch.cat([turned.flatten(-2), rest], dim=-1)
+
+
+@lru_cache(maxsize=None)
+def _steps_of_channels(rotary: Rotary, device: torch.device, dim: int) -> torch.Tensor:
+    steps = rotary.steps.to(device)
+    # What overflows are whole turns.
+    pairs = torch.stack([steps, -steps], dim=-1 if rotary.interleaved else 0).flatten().int()
+    return torch.nn.functional.pad(pairs, (0, dim - len(pairs)))
 
 
 def rotary_of(model: torch.nn.Module, is_attention: Callable[[torch.nn.Module], bool], compressor: str) -> Rotary:

@@ -128,7 +128,6 @@ def packed_args(**change):
         ({"decode_attention_backend": "triton"}, "--attention-backend torch_native, triton; .* cpu with torch_native"),
         ({"device": "cuda"}, "--device is cuda and --attention-backend torch_native; "),
         ({**ON_GPU, "device": "xpu"}, "--device is xpu and --attention-backend flashinfer; "),
-        ({**ON_GPU, "kv_compressor": "kvquant"}, "--device is cuda with --kv-compressor kvquant; .*CPU only. Pass int8, int4, "),
         ({**ON_GPU, "kv_schedule": "staggered"}, "--kv-schedule is 'staggered'; .* Pass --kv-schedule lockstep"),
         ({**ON_GPU, "kv_ngram_tokens": 4}, "--kv-ngram-tokens is 4; .* Pass --kv-ngram-tokens 0"),
         (
@@ -147,9 +146,9 @@ def test_packed_copies_are_refused_where_attention_cannot_read_them(change, foun
     method_options.check_resolved(args)
 
 
-@pytest.mark.parametrize("backend", ["flashinfer", "triton", "fa3"])
-def test_on_a_gpu_packed_copies_are_served_in_lockstep(backend):
-    args = packed_args(**{**ON_GPU, "attention_backend": backend})
+@pytest.mark.parametrize(("backend", "packs"), [("flashinfer", "kivi"), ("triton", "kvquant"), ("fa3", "snapkv+kvquant")])
+def test_on_a_gpu_packed_copies_are_served_in_lockstep(backend, packs):
+    args = packed_args(**{**ON_GPU, "attention_backend": backend, "kv_compressor": packs})
     method_options.check_resolved(args)
     vars(args).update(kv_full_tier="host", kv_host_gb=1)
     method_options.check_resolved(args)

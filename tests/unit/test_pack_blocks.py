@@ -40,7 +40,7 @@ def written(packs, monkeypatch, **pool):
     return len(ran), not torch.equal(as_bytes(buffers.keys[0]), before)
 
 
-@pytest.mark.parametrize(("name", "bits"), [("kivi", 2), ("int8", 8), ("rotatekv", 4), ("turboquant", 2)])
+@pytest.mark.parametrize(("name", "bits"), [("kivi", 2), ("int8", 8), ("rotatekv", 4), ("turboquant", 2), ("kvquant", 4)])
 def test_where_buffers_lie_on_a_gpu_the_kernel_packs(name, bits, monkeypatch):
     assert written(quantizer(name, bits), monkeypatch) == (1, False)
     assert written(quantizer(name, bits), monkeypatch, dim=128, dtype=torch.bfloat16) == (1, False)
@@ -49,13 +49,12 @@ def test_where_buffers_lie_on_a_gpu_the_kernel_packs(name, bits, monkeypatch):
 @pytest.mark.parametrize(
     ("packs", "pool"),
     [
-        (quantizer("kvquant", 4), {}),
         (Coarse(4), {}),
         (Kivi(4, block=128), {}),
         (quantizer("int4", 4), {"dim": 32}),
         (quantizer("int8", 8), {"dtype": torch.float64}),
     ],
-    ids=["outliers", "codes of its own", "long blocks", "small heads", "other numbers"],
+    ids=["codes of its own", "long blocks", "small heads", "other numbers"],
 )
 def test_pytorch_packs_what_the_kernel_does_not_take(packs, pool, monkeypatch):
     assert written(packs, monkeypatch, **pool) == (0, True)

@@ -2,7 +2,8 @@
 
 Programs of a request's first splits read its packed blocks, those of the others its exact tokens; a second kernel joins what
 they found by log-sum-exp. What comes of packed and of exact tokens is summed apart where the former has to be rotated
-back. The splits' kernel is gluon/packed.py's where it takes the blocks (:func:`fragments`), else packed_attention.py's.
+back. The splits' kernel is gluon/packed.py's where it takes the blocks (:func:`fragments`), whole_attention.py's where they hold
+more than codes, scales and zero points, else packed_attention.py's.
 """
 
 from dataclasses import dataclass
@@ -16,13 +17,15 @@ from sglang_ext.layers.kernels.gluon.constants import Fragments
 from sglang_ext.layers.kernels.gluon.fragments import TOKENS
 from sglang_ext.layers.kernels.gluon.packed import packed_splits_gluon
 from sglang_ext.layers.kernels.packed_attention import packed_splits
-from sglang_ext.mem_cache.packed_layout import Layout
+from sglang_ext.layers.kernels.whole_attention import whole_splits
+from sglang_ext.layers.kernels.whole_blocks import polynomial
 from sglang_ext.mem_cache.packing import Packing, as_bytes
 
 # Found on an H200: programs of one warp do best, with so many tokens in a step where scales of keys are a token's, or are a
-# channel's; and so many exact tokens.
+# channel's; and so many exact tokens. Not tried there: programs that make whole blocks at once, of four.
 BY_TOKEN, BY_CHANNEL, EXACT = 64, 32, 32
 WARPS = 1
+WHOLE_WARPS = 4
 # Tokens that share a channel's scale, sizes of a head, and most queries that share a KV head, in the Gluon kernel.
 SHARED_TOKENS, DIMS, MOST_QUERIES = 32, (64, 128), 16
 # Options of its compiler.
@@ -50,7 +53,8 @@ def fragments(packing: Packing, keys: torch.Tensor, values: torch.Tensor, group:
         group: queries that share a KV head.
     """
     key, value = packing.keys, packing.values
-    if not has_tensor_cores(keys) or packing.levels(keys.device) != (None, None) or keys.element_size() != 2:
+    plain = key.plain and value.plain and packing.levels(keys.device) == (None, None)
+    if not (plain and has_tensor_cores(keys)) or keys.element_size() != 2:
         return None
     if key.dim not in DIMS or (value.dim, value.bits, value.tokens) != (key.dim, key.bits, key.tokens) or key.tokens != TOKENS:
         return None
@@ -68,9 +72,9 @@ def warps_at_once(packing: Packing, keys: torch.Tensor, values: torch.Tensor, gr
     return torch.cuda.get_device_properties(keys.device).multi_processor_count * waves.RESIDENT
 
 
-def _columns(layout: Layout) -> int:
-    """Bytes of a token's codes, as a tile has them."""
-    return max(16, triton.next_power_of_2(layout.token_bytes))
+def _padded(count: int) -> int:
+    """As many, or more, as a tile may have along an axis; 0 of none."""
+    return max(16, triton.next_power_of_2(count)) if count else 0
 
 
 @dataclass(frozen=True)
@@ -122,14 +126,34 @@ def _launch_triton(call: _Call) -> None:
     packed_splits[call.grid](
         call.queries, call.rotated, keys, values, as_bytes(keys), keys.view(torch.float16), as_bytes(values),
         values.view(torch.float16), *levels, *call.rows, *call.outcome, HEADS=kv_heads, GROUP=heads // kv_heads,
-        M=max(8, triton.next_power_of_2(heads // kv_heads)), DIM=dim, PADDED_DIM=triton.next_power_of_2(dim), COLUMNS=_columns(key),
-        VALUE_COLUMNS=_columns(value), BITS=key.bits, BLOCK_TOKENS=key.tokens, BLOCK_SLOTS=call.packing.block_slots,
-        CODE_CELLS=key.code_cells, KEY_CELL=key.cell_bytes // 2, VALUE_CELL=value.cell_bytes // 2,
+        M=max(8, triton.next_power_of_2(heads // kv_heads)), DIM=dim, PADDED_DIM=triton.next_power_of_2(dim),
+        COLUMNS=_padded(key.token_bytes), VALUE_COLUMNS=_padded(value.token_bytes), BITS=key.bits, BLOCK_TOKENS=key.tokens,
+        BLOCK_SLOTS=call.packing.block_slots, CODE_CELLS=key.code_cells, KEY_CELL=key.cell_bytes // 2, VALUE_CELL=value.cell_bytes // 2,
         KEY_GROUPS=key.groups[0] if key.grid.channels == 1 else 1, KEY_UNIT=key.grid.channels,
         VALUE_UNIT=value.grid.channels, TABLE=table,
         FAST=on_gpu(keys) and keys.dtype != torch.float32 and key.bits < 8 and not table,
         STEP=BY_CHANNEL if key.grid.channels == 1 else BY_TOKEN, EXACT=call.parts.splits[1], N=EXACT, num_warps=WARPS,
         **call.parts.shape,
+    )  # fmt: skip
+
+
+def _launch_whole(call: _Call) -> None:
+    keys, values, packing, (_, heads, dim) = call.keys, call.values, call.packing, call.queries.shape
+    key, value, rotary, kv_heads = packing.keys, packing.values, packing.rotary, keys.shape[1]
+    group, fast = heads // kv_heads, on_gpu(keys) and keys.dtype != torch.float32
+    # Without a rotary embedding the kernel reads no steps.
+    steps = rotary.steps_on(keys.device, dim) if key.positions else call.parts.lse
+    whole_splits[call.grid](
+        call.queries, call.rotated, keys, values, as_bytes(keys), keys.view(torch.float16), keys.view(torch.int16),
+        keys.view(torch.int32), as_bytes(values), values.view(torch.float16), values.view(torch.int16), steps,
+        *polynomial(packing.quantizer, dim), *call.rows, *call.outcome, HEADS=kv_heads, GROUP=group,
+        M=max(8, triton.next_power_of_2(group)), DIM=dim, PADDED_DIM=triton.next_power_of_2(dim),
+        COLUMNS=_padded(dim // 2), VALUE_COLUMNS=_padded(value.dim // 2), BITS=key.bits, TOKENS=key.tokens,
+        BLOCK_SLOTS=packing.block_slots, CODE_CELLS=key.code_cells, KEY_CELL=key.cell_bytes, VALUE_CELL=value.cell_bytes,
+        KEY_SHARING=key.grid.tokens, KEY_CHANNELS=key.grid.channels, VALUE_CHANNELS=value.grid.channels,
+        OUTLIERS=key.outliers, VALUE_OUTLIERS=value.outliers, PLACES=_padded(key.outliers), VALUE_PLACES=_padded(value.outliers),
+        PAIRS=len(rotary.frequencies) if key.positions else 0, INTERLEAVED=key.positions and rotary.interleaved, FAST=fast,
+        EXACT=call.parts.splits[1], N=EXACT, num_warps=WHOLE_WARPS, **call.parts.shape,
     )  # fmt: skip
 
 
@@ -165,10 +189,12 @@ def packed_decode(
     parts = Parts(queries, values.shape[2], splits)
     call = _Call(packing, queries, rotated, keys, values, table, scaling, parts)
     constants = fragments(packing, keys, values, queries.shape[1] // keys.shape[1])
-    if constants is None:
+    if constants is not None:
+        _launch_gluon(call, constants)
+    elif packing.keys.plain and packing.values.plain:
         _launch_triton(call)
     else:
-        _launch_gluon(call, constants)
+        _launch_whole(call)
     if to_values is None:
         return parts.joined()
     far, near = parts.apart()

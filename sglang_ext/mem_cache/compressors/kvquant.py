@@ -2,16 +2,23 @@
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar
 
+import numpy
 import torch
 
-from sglang_ext.mem_cache.compressors.quantizer import Quantizer, grouped, meant, nearest, register_quantizer, squeezed, stored
+from sglang_ext.mem_cache.compressors.odd_polynomial import odd_polynomial
+from sglang_ext.mem_cache.compressors.quantizer import Quantizer, grouped, meant, register_quantizer, squeezed, stored
 from sglang_ext.mem_cache.packed_layout import Grid, Outliers, Quantized
 
 # Standard deviations of the normal distribution that lie between the middle of a group's range and its ends. Fewer than a group
 # has: keys of the demo model, with 4 bits, lose more to attention with 1.5 or 2.2, which leave too few levels near the ends.
 HALF_RANGE = 0.7
+# Least square of a deviation that distances are counted in.
+SMALLEST = 1e-18
+# Of codes: float32 rounds shares of a range as much.
+ROUNDING_ERROR = 2e-6
 
 
 @register_quantizer("kvquant")
@@ -57,8 +64,8 @@ class KVQuant(Quantizer):
         places = farthest(numbers, grid, self.outliers(dim))
         zero, scale = range_of_others(numbers, grid, places)
         levels = self.levels_on(numbers.device, dim)
-        shares = torch.where(scale > 0, (grouped(numbers, grid) - zero) / scale, 0.0)
-        codes = nearest(shares, levels).view(numbers.shape)
+        shares = (grouped(numbers, grid) - zero).mul_(torch.where(scale > 0, 1 / scale, 0.0)).clamp_(0, 1)
+        codes = codes_of(shares, len(levels)).view(numbers.shape)
         block = Quantized(codes, squeezed(scale), squeezed(zero))
         rest = numbers.flatten(2).gather(-1, places) - meant_at(block, grid, levels, places)
         return block._replace(outliers=Outliers(places, stored(rest)))
@@ -75,8 +82,30 @@ def levels_of(count: int) -> torch.Tensor:
     return (torch.erfinv(spread) / end + 1).div(2).clamp(0, 1).float()
 
 
+@lru_cache(maxsize=None)
+def rounding(count: int) -> tuple[float, float, float]:
+    """Where between ``count`` levels shares of a range lie, as an odd polynomial: its coefficients, those of :func:`codes_of`.
+
+    Midpoints of levels lie midway between codes. That is as exact as float32, and in some products instead of a comparison with
+    each midpoint.
+    """
+    levels = levels_of(count).double()
+    middle = torch.arange(2 - count, count - 1, 2, dtype=torch.float64) / 2
+    return odd_polynomial(levels[1:] + levels[:-1] - 1, middle, ROUNDING_ERROR)
+
+
+def codes_of(shares: torch.Tensor, count: int) -> torch.Tensor:
+    """Which of :func:`levels_of` lies nearest to each share, float32, 0 to 1: uint8; ``shares`` change."""
+    linear, cubic, fifth = rounding(count)
+    centred = shares.mul_(2).sub_(1)
+    square = centred.square()
+    return (square * fifth).add_(cubic).mul_(square).add_(linear).mul_(centred).add_((count - 1) / 2).round_().to(torch.uint8)
+
+
 def farthest(numbers: torch.Tensor, grid: Grid, count: int) -> torch.Tensor:
     """Places in each block of the numbers farthest from their group's mean, in deviations: int64 [heads, blocks, count].
+
+    They ascend; of numbers as far the first are taken.
 
     Args:
         numbers: float32 [heads, blocks, tokens, dim].
@@ -84,9 +113,31 @@ def farthest(numbers: torch.Tensor, grid: Grid, count: int) -> torch.Tensor:
         count: of each block.
     """
     groups = grouped(numbers, grid)
-    deviation, mean = torch.std_mean(groups, (3, 5), keepdim=True)
-    distances = (groups - mean).abs() / deviation.clamp(min=1e-9)
-    return distances.reshape(numbers.shape).flatten(2).topk(count, -1).indices
+    squares = (groups - groups.mean((3, 5), keepdim=True)).square_()
+    deviation = squares.sum((3, 5), keepdim=True).div_(grid.tokens * grid.channels - 1)
+    distances = squares.div_(deviation.clamp_(min=SMALLEST)).reshape(numbers.shape).flatten(2)
+    return _greatest_on_host(distances, count) if distances.is_cpu else _greatest(distances, count)
+
+
+def _greatest(distances: torch.Tensor, count: int) -> torch.Tensor:
+    """Places of the ``count`` greatest along the last axis, ascending, of equal ones the first; does not wait for the device."""
+    last = distances.shape[-1] - 1
+    # Numbers of no sign are ordered as their bits are; below those, the places.
+    bits = distances.contiguous().view(torch.int32).long() << 32
+    found = (bits + torch.arange(last, -1, -1, device=bits.device)).topk(count, -1).values
+    return last - (found & 0xFFFFFFFF).sort(-1, descending=True).values
+
+
+def _greatest_on_host(distances: torch.Tensor, count: int) -> torch.Tensor:
+    """The same on a CPU, where numpy finds the least of the greatest several times as fast as PyTorch."""
+    size = distances.shape[-1]
+    bound = torch.from_numpy(numpy.partition(distances.numpy(), size - count, -1)[..., size - count, None])
+    chosen = distances >= bound
+    if int(chosen.sum()) > len(distances.flatten(0, -2)) * count:
+        farther = distances > bound
+        chosen = farther | (chosen & ((chosen & ~farther).cumsum(-1) <= count - farther.sum(-1, keepdim=True)))
+    places = torch.from_numpy(numpy.flatnonzero(chosen.numpy()))
+    return (places % size).view(*distances.shape[:-1], count)
 
 
 def range_of_others(numbers: torch.Tensor, grid: Grid, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
