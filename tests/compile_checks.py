@@ -92,7 +92,7 @@ def stack_bytes(made):
 
 
 def check_packing(compiled):
-    """Packing keeps everything in registers, but for a few numbers beside outliers; of a pool of 16 bits two programs fit on a processor."""
+    """Packing keeps all in registers, but for a few numbers beside outliers; of a pool of 16 bits two programs fit on a processor."""
     for name, bits, dim, dtype in PACKED:
         pool = packed_pool(name, bits, 2, 0, heads=2, dim=dim, dtype=dtype)
         kept, slots = torch.zeros(1, 2, 128, dtype=torch.int64), torch.zeros(128, dtype=torch.int64)

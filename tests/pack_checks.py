@@ -18,7 +18,8 @@ CASES = (
     ("kivi", 4, 128, 2, torch.bfloat16, 3), ("kivi", 2, 64, 1, torch.float16, 9), ("kivi", 2, 128, 1, torch.float32, 1),
     ("int8", 8, 128, 1, torch.bfloat16, 2), ("int4", 4, 64, 3, torch.float32, 1), ("rotatekv", 2, 64, 2, torch.bfloat16, 9),
     ("rotatekv", 4, 128, 1, torch.float16, 1), ("turboquant", 4, 128, 2, torch.bfloat16, 2),
-    ("turboquant", 2, 64, 1, torch.float32, 10), ("kvquant", 4, 128, 2, torch.bfloat16, 2), ("kvquant", 2, 64, 1, torch.float32, 3),
+    ("turboquant", 2, 64, 1, torch.float32, 10), ("kvquant", 4, 128, 2, torch.bfloat16, 2),
+    ("kvquant", 2, 64, 1, torch.float32, 3),
 )  # fmt: skip
 
 

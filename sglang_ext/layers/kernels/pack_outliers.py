@@ -1,7 +1,7 @@
-"""Pack blocks whose outliers are kept beside their codes (compressors/kvquant.py): the kernel that pack_blocks.py launches for them.
+"""Pack blocks whose outliers are kept beside their codes (compressors/kvquant.py): a kernel that pack_blocks.py launches.
 
-A program packs one block of one head of one layer; it turns keys back first, and finds as many outliers as are asked, by bisection of
-their distance from the mean: the numbers at the distance so found are taken from the beginning of the block on.
+A program packs one block of one head of one layer. It turns keys back first, and finds as many outliers as are asked by bisection
+of their distance from the mean; of numbers at the distance so found the first of the block are taken.
 """
 
 import torch
@@ -78,9 +78,9 @@ def _codes(groups, chosen, levels, linear, cubic, fifth, LAST: tl.constexpr):
 
 @triton.jit(do_not_specialize=("blocks",), do_not_specialize_on_alignment=("kept", "sources", "targets"))
 def pack_apart(
-    table, like, kept, sources, targets, levels, linear, cubic, fifth, steps, blocks, slot_stride, head_stride, HEADS: tl.constexpr,
-    DIM: tl.constexpr, TOKENS: tl.constexpr, BITS: tl.constexpr, SHARING: tl.constexpr, CHANNELS: tl.constexpr,
-    OUTLIERS: tl.constexpr, SLOTS: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, FAST: tl.constexpr,
+    table, like, kept, sources, targets, levels, linear, cubic, fifth, steps, blocks, slot_stride, head_stride,
+    HEADS: tl.constexpr, DIM: tl.constexpr, TOKENS: tl.constexpr, BITS: tl.constexpr, SHARING: tl.constexpr,
+    CHANNELS: tl.constexpr, OUTLIERS: tl.constexpr, SLOTS: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """A block of one head; scales are shared by ``SHARING`` tokens and ``CHANNELS`` channels, PAIRS of which turn."""
     SIZE: tl.constexpr = like.dtype.element_ty.primitive_bitwidth // 8
@@ -143,8 +143,8 @@ def launch_apart(
     # Without a rotary embedding the kernel reads no steps.
     steps = rotary.steps_on(kept.device, layout.dim) if layout.positions else levels
     pack_apart[(heads * blocks, layers)](
-        table, like, kept, sources, targets, levels, *rounding(len(levels)), steps, blocks, like.stride(0), like.stride(1), HEADS=heads, DIM=layout.dim,
-        TOKENS=layout.tokens, BITS=layout.bits, SHARING=layout.grid.tokens, CHANNELS=layout.grid.channels,
-        OUTLIERS=layout.outliers, SLOTS=packing.block_slots, PAIRS=len(rotary.frequencies) if layout.positions else 0,
+        table, like, kept, sources, targets, levels, *rounding(len(levels)), steps, blocks, like.stride(0), like.stride(1),
+        HEADS=heads, DIM=layout.dim, TOKENS=layout.tokens, BITS=layout.bits, SHARING=layout.grid.tokens,
+        CHANNELS=layout.grid.channels, OUTLIERS=layout.outliers, SLOTS=packing.block_slots, PAIRS=len(rotary.frequencies) if layout.positions else 0,
         INTERLEAVED=layout.positions and rotary.interleaved, FAST=approximate(like), num_warps=WARPS,
     )  # fmt: skip

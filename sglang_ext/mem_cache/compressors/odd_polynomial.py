@@ -19,6 +19,6 @@ def odd_polynomial(places: torch.Tensor, values: torch.Tensor, error: float) -> 
         if off <= error:
             return tuple(found.tolist() + [0.0] * (3 - count))
     raise ValueError(
-        f"values {values.tolist()} at {places.tolist()} are {off:.0e} off the nearest odd polynomial of fifth degree; allowed are "
-        f"{error:.0e}: give values that are symmetrical about 0, and nearly even"
+        f"values {values.tolist()} at {places.tolist()} are {off:.0e} off the nearest odd polynomial of fifth degree; allowed "
+        f"are {error:.0e}: give values that are symmetrical about 0, and nearly even"
     )
