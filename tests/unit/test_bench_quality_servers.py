@@ -3,6 +3,7 @@
 import argparse
 import json
 import threading
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,15 @@ from sglang_ext.bench import BenchError
 from sglang_ext.bench.client import ServerClient
 from sglang_ext.bench.prompts import Prompt
 from sglang_ext.bench.quality import arms, command
-from sglang_ext.bench.quality.arms import FULL, QualityArm, arms_of, ask, score
+from sglang_ext.bench.quality.arms import FULL, QualityArm, arms_of, ask
 from sglang_ext.bench.quality.attention import AttentionError
 from sglang_ext.bench.quality.config import QualityConfig
 from sglang_ext.bench.quality.options import add_arguments, config_from
 from sglang_ext.bench.quality.copy_bytes import copy_share
-from sglang_ext.bench.quality.plots import panels_of, write
+from sglang_ext.bench.quality.plots import by_bytes, by_speed, write
 from sglang_ext.bench.quality.results import ArmQuality, Results
+from sglang_ext.bench.quality.speed import tokens_per_second
+from sglang_ext.bench.quality.stock_scores import score
 
 TOPS = 3
 OUTPUT = 4
@@ -102,7 +105,7 @@ def test_servers_get_their_mode_and_seeds_make_all_deterministic():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--parts", "kl,speed"), "speed.*acceptance, kl"),
+        (("--parts", "kl,bytes"), "bytes.*acceptance, kl"),
         (("--parts", "kl", "--temperature", "0.7"), "add 0 to --temperature"),
         (("--budget", "1.5"), r"--budget 1.5: .*\(0, 1\]"),
         (("--tasks", "0"), "--tasks 0: --parts functional needs at least 1, or a --benchmark"),
@@ -298,13 +301,50 @@ def test_a_server_that_fails_costs_its_own_figures_alone(run):
 def test_a_server_that_does_not_report_bytes_is_drawn_at_its_budget():
     arm = QualityArm("lossy", "snapkv", 0.25)
     assert (ArmQuality(arm, None).share, ArmQuality(arm, 0.3).share) == (0.25, 0.3)
-    (panel,) = panels_of(Results((ArmQuality(arm, None, functional={0.0: {"needle": 0.5}}),)))
+    (panel,) = by_bytes(Results((ArmQuality(arm, None, functional={0.0: {"needle": 0.5}}),)))
     assert panel.lines[0].points == ((0.25, 0.5),)
+
+
+def test_quality_is_drawn_over_speed_where_stocks_is_known():
+    arm = QualityArm("lossy", "snapkv", 0.25)
+    fast = ArmQuality(arm, 0.3, functional={0.0: {"needle": 0.5}}, speed=30.0)
+    assert by_speed(Results((fast,))) == []
+    (panel,) = by_speed(Results((fast, ArmQuality(FULL, speed=20.0))))
+    assert panel.lines[0].points == ((1.5, 0.5),)
+
+
+class Timed(ServerClient):
+    """A server that takes a time for each token."""
+
+    def __init__(self, of_token: float, of_first: float = 0.0) -> None:
+        super().__init__(port=1)
+        self.of_token, self.of_first, self.asked = of_token, of_first, []
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        tokens = body["sampling_params"]["max_new_tokens"]
+        self.asked.append(tokens)
+        time.sleep(self.of_first * (len(self.asked) == 1) + self.of_token * tokens)
+        return {"output_ids": [5] * tokens, "meta_info": {}, "text": ""}
+
+
+def test_speed_is_that_of_decoding_from_cached_prompts():
+    slow, quick = (tokens_per_second(Timed(each, 0.2), [Prompt("a", (1, 2))], 21, 1) for each in (0.01, 0.001))
+    assert 50 < slow < 101 and quick > 3 * slow
+    assert tokens_per_second(Timed(0.0), [Prompt("a", (1, 2))], 1, 1) is None
+
+
+def test_a_request_that_fails_while_speed_is_measured_is_an_error():
+    class Refusing(Timed):
+        def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+            raise ConnectionError("gone")
+
+    with pytest.raises(BenchError, match="speed could not be measured: 1 of 1 requests failed; .*gone"):
+        tokens_per_second(Refusing(0.0), [Prompt("a", (1, 2))], 4, 1)
 
 
 def test_nothing_is_drawn_of_nothing(tmp_path):
     write(tmp_path / "none.png", Results(()))
-    assert panels_of(Results(())) == [] and not (tmp_path / "none.png").exists()
+    assert by_bytes(Results(())) == by_speed(Results(())) == [] and not (tmp_path / "none.png").exists()
 
 
 def test_methods_that_pack_keep_all_tokens_and_have_bits():

@@ -4,15 +4,16 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from sglang_ext.bench import BenchError
-from sglang_ext.bench.client import ServerClient, describe_error
-from sglang_ext.bench.generation import Generation, TopLogprobs, parse_top_logprobs
+from sglang_ext.bench.client import ServerClient
+from sglang_ext.bench.generation import Generation
 from sglang_ext.bench.prompts import Prompt
 from sglang_ext.bench.quality.config import COMPARED, QualityConfig
 from sglang_ext.bench.quality.copy_bytes import copy_share, token_bytes
 from sglang_ext.bench.quality.named import Named
+from sglang_ext.bench.quality.speed import tokens_per_second
 from sglang_ext.bench.quality.tasks import Task
 from sglang_ext.bench.server import ServerProcess
 
@@ -82,12 +83,14 @@ def arms_of(config: QualityConfig) -> list[QualityArm]:
 class Answers:
     """What a server answered, by temperature, in the order of prompts and tasks; empty where it was not asked.
 
-    ``bytes_share`` is that of its compressed copies in full KV's bytes, 1 of stock; None where it reported none.
+    ``bytes_share`` is that of its compressed copies in full KV's bytes, 1 of stock; None where it reported none. ``speed`` is in
+    tokens per second; None where it was not asked for.
     """
 
     prompts: Mapping[float, tuple[Generation, ...]] = field(default_factory=dict)
     tasks: Mapping[float, tuple[Generation, ...]] = field(default_factory=dict)
     bytes_share: float | None = 1.0
+    speed: float | None = None
 
 
 def server(config: QualityConfig, arm: QualityArm, logs: Path) -> ServerProcess:
@@ -118,7 +121,12 @@ def ask(
         bytes_share=_bytes_share(config, arm, client, [each.input_ids for each in (*prompts, *tasks)]),
         prompts=_ask_prompts(config, client, prompts, compared) if wants_prompts else {},
         tasks=_ask_tasks(config, client, tasks) if wants_tasks else {},
+        speed=_speed(config, client, prompts) if config.asks("speed") and compared else None,
     )
+
+
+def _speed(config: QualityConfig, client: ServerClient, prompts: Sequence[Prompt]) -> float | None:
+    return tokens_per_second(client, prompts, config.output_len, config.concurrency)
 
 
 def _bytes_share(
@@ -172,27 +180,3 @@ def together(width: int, items: Sequence[Item], work: Callable[[Item], Answer]) 
     """Work on items, ``width`` at once; results in their order."""
     with ThreadPoolExecutor(width) as pool:
         return tuple(pool.map(work, items))
-
-
-def score(client: ServerClient, prompt: Prompt, output_ids: Sequence[int], top: int) -> tuple[TopLogprobs, ...]:
-    """The server's best log-probabilities at each token of an answer that was given to a prompt, by prefill.
-
-    Raises:
-        BenchError: the server refused, or its answer does not cover the tokens.
-    """
-    body: dict[str, Any] = {
-        "input_ids": [*prompt.input_ids, *output_ids],
-        "sampling_params": {"temperature": 0, "max_new_tokens": 0},
-        "return_logprob": True,
-        "top_logprobs_num": top,
-        # The first position asked for has no prediction; the next one is the answer's first token.
-        "logprob_start_len": len(prompt.input_ids) - 1,
-    }
-    try:
-        meta = client.post("generate", body)["meta_info"]
-    except OSError as error:
-        raise BenchError(f"stock could not score the answer to {prompt.name}: {describe_error(error)}") from error
-    scored = [row[1] for row in meta["input_token_logprobs"][1:]]
-    if scored != list(output_ids):
-        raise BenchError(f"stock scored {len(scored)} other tokens than the {len(output_ids)} answered to {prompt.name}")
-    return parse_top_logprobs(meta["input_top_logprobs"][1:]) or ()

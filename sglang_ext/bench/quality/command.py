@@ -7,6 +7,7 @@ acceptance   drafts that full KV accepts over those it was offered, by draft len
 kl           KL divergence of the next-token distribution from full KV's at the same prefix, by step
 divergence   the first token in which answers differ from full KV's, greedy and with equal seeds
 functional   tasks with right and wrong answers: a fact in a long text, repetition, JSON, Python; and --benchmark
+speed        tokens per second from cached prompts, over stock's in the same run
 attention    relative error of attention outputs, by layer, in this process
 
 Ends with code 1 if a server could not be measured, or if a verified server's KL divergence is above the noise of stock
@@ -27,7 +28,7 @@ from sglang_ext.bench import BenchError, report
 from sglang_ext.bench.generation import TopLogprobs
 from sglang_ext.bench.prompts import Prompt, Tokenizer, load_prompts, load_tokenizer
 from sglang_ext.bench.quality import plots, tables
-from sglang_ext.bench.quality.arms import FULL, Answers, QualityArm, arms_of, ask, score, server
+from sglang_ext.bench.quality.arms import FULL, Answers, QualityArm, arms_of, ask, server
 from sglang_ext.bench.quality.attention import AttentionError, measure
 from sglang_ext.bench.quality.benchmark_file import load_benchmark
 from sglang_ext.bench.quality.capture import CapturedModel
@@ -35,6 +36,7 @@ from sglang_ext.bench.quality.config import QualityConfig
 from sglang_ext.bench.quality.named import Named
 from sglang_ext.bench.quality.options import add_arguments, config_from
 from sglang_ext.bench.quality.results import Results, arm_quality
+from sglang_ext.bench.quality.stock_scores import score
 from sglang_ext.bench.quality.tasks import Task, build_tasks
 from sglang_ext.bench.server import ServerProcess
 

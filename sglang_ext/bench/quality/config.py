@@ -8,8 +8,8 @@ from sglang_ext.bench.client import SamplingSettings
 from sglang_ext.bench.options import check_budgets, check_counts
 from sglang_ext.bench.quality.named import Named
 
-PARTS = ("acceptance", "kl", "divergence", "functional", "attention")
-COMPARED = ("kl", "divergence", "functional")
+PARTS = ("acceptance", "kl", "divergence", "functional", "speed", "attention")
+COMPARED = ("kl", "divergence", "functional", "speed")
 """Parts that ask stock, lossy and verified servers alike."""
 
 

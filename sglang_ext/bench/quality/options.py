@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--request-timeout", type=float, default=1800.0, metavar="SECONDS")
     add("--logs", type=Path, help="folder that keeps the servers' logs")
     add("--json", type=Path, help="write the report")
-    add("--plot", type=Path, help="write a PNG of quality against bytes")
+    add("--plot", type=Path, help="write a PNG of quality against bytes, and against speed")
 
 
 def _add_benchmark(parser: argparse.ArgumentParser) -> None:

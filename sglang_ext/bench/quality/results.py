@@ -23,6 +23,7 @@ class ArmQuality:
         kl: from full KV; of stock, of its decode from its prefill.
         first_differences: from stock's answers.
         functional: mean score by kind of task.
+        speed: tokens per second.
     """
 
     arm: QualityArm
@@ -31,6 +32,7 @@ class ArmQuality:
     kl: KLSummary | None = None
     first_differences: Mapping[float, FirstDifferences] = field(default_factory=dict)
     functional: Mapping[float, Mapping[str, float]] = field(default_factory=dict)
+    speed: float | None = None
 
     @property
     def share(self) -> float:
@@ -56,6 +58,10 @@ class Results:
     def stock(self) -> ArmQuality | None:
         """Stock's figures."""
         return next((each for each in self.arms if each.arm == FULL), None)
+
+    def speedup(self, each: ArmQuality) -> float | None:
+        """A server's tokens per second over stock's; None where one of them was not measured."""
+        return each.speed / self.stock.speed if each.speed and self.stock and self.stock.speed else None
 
     def bytes_share(self, compressor: str, budget: float) -> float:
         """Share of a compressor's copies in full KV's bytes; the budget where no server reported it."""
@@ -93,6 +99,7 @@ def arm_quality(
         kl=_kl(mine, scores[arm]) if arm in scores else None,
         first_differences=_first_differences(mine, stock) if compared and stock else {},
         functional={temperature: functional(tasks, of_tasks) for temperature, of_tasks in mine.tasks.items()},
+        speed=mine.speed,
     )
 
 

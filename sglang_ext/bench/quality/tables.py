@@ -18,6 +18,7 @@ def print_results(console: Console, results: Results) -> None:
     """A table for each part that was measured, and the verdict on verified decoding."""
     for print_part in (_print_acceptance, _print_kl, _print_differences, _print_functional):
         print_part(console, results.arms)
+    _print_speed(console, results)
     _print_attention(console, results.attention)
     for line in verdict_lines(results):
         console.print(line, markup=False, soft_wrap=True)
@@ -90,6 +91,13 @@ def _print_functional(console: Console, arms: Sequence[ArmQuality]) -> None:
     _table(console, "Share of tasks done", ("server", "temperature", *kinds), rows)
 
 
+def _print_speed(console: Console, results: Results) -> None:
+    rows = [
+        (each.arm.name, f"{each.speed:.1f}", _number(results.speedup(each))) for each in results.arms if each.speed is not None
+    ]
+    _table(console, "Speed", ("server", "tokens per second", "over stock"), rows)
+
+
 def _print_attention(console: Console, errors: Sequence[AttentionError]) -> None:
     rows = [
         (
@@ -114,6 +122,7 @@ def arm_json(each: ArmQuality) -> dict[str, Any]:
         "kl": each.kl and dataclasses.asdict(each.kl) | {"growth": each.kl.growth},
         "first_differences": _by_temperature(each.first_differences, _differences_json),
         "functional": _by_temperature(each.functional, dict),
+        "tokens_per_second": each.speed,
     }
 
 
