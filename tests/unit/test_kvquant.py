@@ -5,11 +5,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from packed_helpers import attention, frequencies, meant, packed_pool, turned
 
 from sglang_ext.layers.attention.packed import packed_attention
 from sglang_ext.mem_cache.compressors import method, quantizer
-from sglang_ext.mem_cache.compressors.kvquant import levels_of
+from sglang_ext.mem_cache.compressors.kvquant import codes_of, farthest, greatest, greatest_on_host, levels_of
+from sglang_ext.mem_cache.compressors.odd_polynomial import odd_polynomial
 from sglang_ext.mem_cache.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.packed_layout import Grid, Layout
 from sglang_ext.mem_cache.packing import Packing
@@ -129,3 +132,36 @@ def test_what_cannot_be_packed_so_is_refused_with_a_remedy():
 def test_only_methods_that_read_rotary_embedding_ask_for_the_models():
     needing = {name: method(name).needs_rotary for name in ("kvquant", "snapkv+kvquant", "expected-attention", "kivi", "snapkv")}
     assert needing == {"kvquant": True, "snapkv+kvquant": True, "expected-attention": True, "kivi": False, "snapkv": False}
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 2**30), st.integers(1, 50), st.sampled_from([8, 64, 512]))
+def test_the_greatest_are_the_same_on_any_device_and_of_equals_the_first(seed, values, count):
+    numbers = torch.randint(values, (2, 3, 512), generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
+    order = torch.sort(numbers, stable=True, dim=-1, descending=True).indices[..., :count].sort(-1).values
+    assert torch.equal(greatest(numbers, count), order) and torch.equal(greatest_on_host(numbers, count), order)
+
+
+@pytest.mark.parametrize("broken", [math.inf, -math.inf, math.nan])
+def test_what_is_no_number_is_apart_and_a_block_has_as_many_outliers_as_ever(broken):
+    numbers = torch.randn(1, 2, 64, DIM, generator=torch.Generator().manual_seed(0))
+    numbers[0, 1, 7, 3] = broken
+    for grid in (Grid(64, 1), Grid(1, DIM // 2)):
+        found = farthest(numbers, grid, 64)
+        assert found.shape == (1, 2, 64) and (found.diff(dim=-1) > 0).all()
+        assert 7 * DIM + 3 in found[0, 1].tolist()
+
+
+@pytest.mark.parametrize("count", [4, 16])
+def test_each_share_of_a_range_gets_the_code_of_the_nearest_level(count):
+    shares = torch.rand(20000, generator=torch.Generator().manual_seed(count))
+    shares[:3] = torch.tensor([0.0, 1.0, 0.5])
+    levels = levels_of(count).double()
+    expected = (shares.double()[:, None] - levels).abs()
+    codes = codes_of(shares.clone(), count)
+    assert (expected.gather(1, codes.long()[:, None])[:, 0] <= expected.amin(1) + 1e-6).all()
+
+
+def test_values_that_no_odd_polynomial_gives_are_refused_with_what_is_missing():
+    with pytest.raises(ValueError, match=r"\[0.0, 1.0, 0.5\] at .* off .* allowed are 1e-03: give values that are symmetrical"):
+        odd_polynomial(torch.tensor([-1.0, 0.0, 1.0]).double(), torch.tensor([0.0, 1.0, 0.5]).double(), 1e-3)

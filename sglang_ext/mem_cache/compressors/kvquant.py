@@ -116,28 +116,33 @@ def farthest(numbers: torch.Tensor, grid: Grid, count: int) -> torch.Tensor:
     squares = (groups - groups.mean((3, 5), keepdim=True)).square_()
     deviation = squares.sum((3, 5), keepdim=True).div_(grid.tokens * grid.channels - 1)
     distances = squares.div_(deviation.clamp_(min=SMALLEST)).reshape(numbers.shape).flatten(2)
-    return _greatest_on_host(distances, count) if distances.is_cpu else _greatest(distances, count)
+    # Without their signs they are ordered as their bits are; what is no number is farthest.
+    bits = distances.view(torch.int32) & 0x7FFFFFFF
+    return greatest_on_host(bits, count) if bits.is_cpu else greatest(bits, count)
 
 
-def _greatest(distances: torch.Tensor, count: int) -> torch.Tensor:
-    """Places of the ``count`` greatest along the last axis, ascending, of equal ones the first; does not wait for the device."""
-    last = distances.shape[-1] - 1
-    # Numbers of no sign are ordered as their bits are; below those, the places.
-    bits = distances.contiguous().view(torch.int32).long() << 32
-    found = (bits + torch.arange(last, -1, -1, device=bits.device)).topk(count, -1).values
-    return last - (found & 0xFFFFFFFF).sort(-1, descending=True).values
+def greatest(numbers: torch.Tensor, count: int) -> torch.Tensor:
+    """Places of the ``count`` greatest along the last axis, ascending; of equal ones the first.
+
+    Args:
+        numbers: int32, not negative; the host does not wait for the device that they are on.
+        count: of each row.
+    """
+    last = numbers.shape[-1] - 1
+    ordered = (numbers.long() << 32) + torch.arange(last, -1, -1, device=numbers.device)
+    return last - (ordered.topk(count, -1).values & 0xFFFFFFFF).sort(-1, descending=True).values
 
 
-def _greatest_on_host(distances: torch.Tensor, count: int) -> torch.Tensor:
-    """The same on a CPU, where numpy finds the least of the greatest several times as fast as PyTorch."""
-    size = distances.shape[-1]
-    bound = torch.from_numpy(numpy.partition(distances.numpy(), size - count, -1)[..., size - count, None])
-    chosen = distances >= bound
-    if int(chosen.sum()) > len(distances.flatten(0, -2)) * count:
-        farther = distances > bound
-        chosen = farther | (chosen & ((chosen & ~farther).cumsum(-1) <= count - farther.sum(-1, keepdim=True)))
+def greatest_on_host(numbers: torch.Tensor, count: int) -> torch.Tensor:
+    """The same on a CPU, where numpy finds the least of the greatest several times as fast as PyTorch does."""
+    size = numbers.shape[-1]
+    least = torch.from_numpy(numpy.partition(numbers.numpy(), size - count, -1)[..., size - count, None])
+    chosen = numbers >= least
+    if int(chosen.sum()) > numbers.numel() // size * count:
+        greater = numbers > least
+        chosen = greater | (chosen & ((chosen & ~greater).cumsum(-1) <= count - greater.sum(-1, keepdim=True)))
     places = torch.from_numpy(numpy.flatnonzero(chosen.numpy()))
-    return (places % size).view(*distances.shape[:-1], count)
+    return (places % size).view(*numbers.shape[:-1], count)
 
 
 def range_of_others(numbers: torch.Tensor, grid: Grid, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
