@@ -17,10 +17,11 @@ from sglang_ext.layers.attention.views import BetweenSteps
 from sglang_ext.managers import compression, full_tier, integrity
 from sglang_ext.managers.captured import Captured, verifier_of
 from sglang_ext.managers.forward import Attention, Attentions
-from sglang_ext.managers.lockstep import Lockstep, RoundResult
+from sglang_ext.managers.lockstep import Lockstep
 from sglang_ext.managers.prefill import prefill
 from sglang_ext.managers.ranks import Ranks
 from sglang_ext.managers.request_states import RequestStates
+from sglang_ext.managers.round_result import RoundResult
 from sglang_ext.managers.schedules import schedule_of
 from sglang_ext.managers.served_methods import ServedMethods
 from sglang_ext.managers.simulation import Simulation
