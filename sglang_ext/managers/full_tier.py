@@ -20,7 +20,7 @@ from sglang_ext.mem_cache.residency import Residency
 
 if TYPE_CHECKING:
     from sglang_ext.managers.worker import KVWorker
-    from sglang_ext.mem_cache.tiered_moves import TieredMoves
+    from sglang_ext.mem_cache.tiered_loads import TieredLoads
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 LINK_SAMPLE_BYTES = 256 << 20
 
 
-def use_host_memory(worker: "KVWorker", tree: "TieredMoves") -> None:
+def use_host_memory(worker: "KVWorker", tree: "TieredLoads") -> None:
     """Give the prefix tree its host tier; before anything else runs.
 
     Raises:

@@ -15,7 +15,7 @@ import torch
 from sglang_ext.mem_cache.tiered_node import TieredNode, path
 
 if TYPE_CHECKING:
-    from sglang_ext.mem_cache.tiered_moves import TieredMoves
+    from sglang_ext.mem_cache.tiered_loads import TieredLoads
 
 
 @dataclass(eq=False)
@@ -50,7 +50,7 @@ class Residency:
         recomputed: requests so far whose full KV was lost.
     """
 
-    tree: "TieredMoves"
+    tree: "TieredLoads"
     token_table: torch.Tensor
     always: bool
     most: int | None = None
