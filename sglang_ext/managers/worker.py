@@ -108,8 +108,7 @@ class KVWorker(BaseSpecWorker):
         """Let attention read copies that hold no plain tokens; what does so in place of the model's own, None where that can."""
         if self.buffers.on_gpu:
             return copy_graphs.attention(self.model_runner, self.forms)
-        own, forms = self.model_runner.attn_backend, self.forms
-        own.packed_rows, own.head_cells, own.pointer_rows = forms.packed_rows, forms.head_cells, forms.pointer_rows
+        self.model_runner.attn_backend.forms = self.forms
         return None
 
     def bind_tree_cache(self, tree_cache) -> None:
@@ -141,9 +140,7 @@ class KVWorker(BaseSpecWorker):
             rotary=served.rotary,
             asked_by=self.requests.asked_by,
             prompt_of=self.requests.prompt_of,
-            packed_rows=forms.packed_rows,
-            head_cells=forms.head_cells,
-            pointer_rows=forms.pointer_rows,
+            forms=forms,
         )
 
     def _warm_up(self) -> None:
