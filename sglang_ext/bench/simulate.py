@@ -1,11 +1,11 @@
-"""Simulate verified decoding with full KV in host memory, without a model: what would a machine gain, and from which acceptance on?
+"""Simulate verified decoding with full KV in host memory, without a model: what would a machine gain, from which acceptance on?
 
 Time comes from bytes over bandwidths, acceptance from random numbers; verifications and loads are placed by the engine's
 own admission. Policies say where full KV lies: ``stock`` decodes plainly; ``resident`` keeps it on the device, so that
-others wait; ``host`` loads it to verify; ``auto`` does what the equations find best. *Allowed* is what the equations say of the
-same placement in the steady state, without prefill; *overall* is from the first request to the last. *Placed* are requests with full
-KV on the device, and those that load it; of both follow the *drafts* until a verification. *Rings* are the shares of link time and
-of memory that are reserved. *Slack* is iterations from a load's end to its verification.
+others wait; ``host`` loads it to verify; ``auto`` does what the equations find best. *Allowed* is what the equations say of
+the same placement in the steady state, without prefill; *overall* is from the first request to the last. *Placed* are requests
+with full KV on the device, and those that load it; of both follow the *drafts* until a verification. *Rings* are the shares of
+link time and of memory that are reserved. *Slack* is iterations from a load's end to its verification.
 """
 
 import argparse
@@ -121,7 +121,9 @@ def requests_of(args: argparse.Namespace) -> list[Request]:
         BenchError: there are none.
     """
     if min(args.requests, args.input_len, args.output_len, args.concurrency) < 1 or not args.rate > 0 or args.sigma < 0:
-        raise BenchError("pass at least 1 for --requests, --concurrency, --input-len and --output-len, and no --rate or --sigma below 0")
+        raise BenchError(
+            "pass at least 1 for --requests, --concurrency, --input-len and --output-len, and no --rate or --sigma below 0"
+        )
     noise, now, requests = random.Random(args.seed), 0.0, []
     for _ in range(args.requests):
         # A lognormal number's mean is e^(mu + sigma^2 / 2).

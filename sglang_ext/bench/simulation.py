@@ -1,7 +1,8 @@
-"""Rounds of verified decoding without a model: costs tell the time, a random number accepts drafts, :class:`Admission` is the engine's own.
+"""Rounds of verified decoding without a model: costs tell the time, a random number accepts drafts.
 
-Memory and time are the machine's (simulated_machine.py). A request is prefilled when there is room for its full KV and its
-copy; where the full KV is to leave the device, it leaves over the link's other direction.
+:class:`Admission` is the engine's own. Memory and time are the machine's (simulated_machine.py). A request is prefilled when
+there is room for its full KV and its copy (simulated_intake.py); where the full KV is to leave the device, it leaves over the
+link's other direction.
 """
 
 import math
@@ -119,7 +120,8 @@ class Engine:
     def _place(self, verifying: Sequence[int]) -> None:
         """The next verification of those that verify now, of new ones, and of those that got no place before."""
         # What may be finished by this verification needs no other one.
-        again = [i for i in verifying if self.running[i].drafts + self.scenario.costs.drafts < self.running[i].output - self.running[i].produced]
+        drafts = self.scenario.costs.drafts
+        again = [i for i in verifying if self.running[i].drafts + drafts < self.running[i].output - self.running[i].produced]
         waiting = [i for i in self.unplanned if i not in verifying]
         self.unplanned.update(dict.fromkeys(i for i in verifying if i not in again))
         for number in [*waiting, *again]:

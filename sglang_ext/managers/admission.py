@@ -122,7 +122,8 @@ class Admission:
             raise AdmissionError(f"{key!r} is due in {self._planned[key].due - self._loads.now} iterations: cancel it first")
         if wanted < 1 or not (0 <= seconds < math.inf and 0 <= tokens < math.inf):
             raise AdmissionError(
-                f"{key!r}: {seconds!r} seconds, {tokens!r} tokens, {wanted!r} rounds: pass finite numbers, 0 or above, and at least 1 round"
+                f"{key!r}: {seconds!r} seconds, {tokens!r} tokens, {wanted!r} rounds: pass finite numbers, 0 or above, "
+                "and at least 1 round"
             )
         if seconds or tokens:
             planned = self._loads.place(seconds, tokens, wanted, self._planned.values())
@@ -170,7 +171,8 @@ class Admission:
         # What began before was held beside the late load until now: without those that are yet to begin it fits.
         displaced = []
         if not self._loads.memory.fits(late.tokens, 1, 1):
-            coming = [(each.start, other) for other, each in self._planned.items() if each.tokens and each.start > self._loads.now]
+            now = self._loads.now
+            coming = [(each.start, other) for other, each in self._planned.items() if each.tokens and each.start > now]
             displaced = [other for _, other in sorted(coming, key=lambda pair: pair[0])]
             for other in displaced:
                 self.cancel(other)

@@ -97,7 +97,9 @@ class VerifyPass:
         """Whether a copy may be made before as many queries follow as are kept; those before need not be."""
         views = self.worker.views
         view = views.get(state.row)
-        return view is None or length + 2 * self.worker.queries.span >= renew_at(view, views.method(state.row).compressor.each_round)
+        if view is None:
+            return True
+        return length + 2 * self.worker.queries.span >= renew_at(view, views.method(state.row).compressor.each_round)
 
 
 def _inputs(batch: "ScheduleBatch", round_: Round, tokens: torch.Tensor, slots: torch.Tensor) -> forward.Inputs:

@@ -23,8 +23,8 @@ from sglang_ext.mem_cache.piece_copies import PieceCopies
 from sglang_ext.mem_cache.pieces import Piece, pieces, runs
 from sglang_ext.mem_cache.transfers import Launched, Transfer
 
-# Bytes of both buffers of a direction: a share of the device's KV, within bounds. Copies of half of it take much longer than their
-# launch; and a stream takes some 1,000 launches before it lets the host wait: several loads of a long context stay below that.
+# Bytes of both buffers of a direction: a share of the device's KV, within bounds. Copies of half of it take much longer than
+# their launch; and a stream takes some 1,000 launches before it lets the host wait: several loads of a long context stay below.
 STAGING_SHARE, LEAST_STAGING, MOST_STAGING = 1 / 128, 16 << 20, 256 << 20
 
 
