@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sglang_ext.managers.verifications import Verifications
-    from sglang_ext.mem_cache.tiered_moves import TieredMoves
+    from sglang_ext.mem_cache.tiered_loads import TieredLoads
 
 LABELS = ("model_name",)
 GAUGES = {
@@ -50,7 +50,7 @@ class TierMetrics:
         }
         self._counters = {name: Counter(f"sglang_ext:{name}", text, LABELS) for name, text in COUNTERS.items()}
 
-    def observe(self, tree: "TieredMoves", verifications: "Verifications | None") -> None:
+    def observe(self, tree: "TieredLoads", verifications: "Verifications | None") -> None:
         """Report what is new."""
         for name, value in _values(tree, verifications):
             if value == self._told.get(name, 0):
@@ -62,7 +62,7 @@ class TierMetrics:
             self._told[name] = value
 
 
-def _values(tree: "TieredMoves", verifications: "Verifications | None") -> Iterator[tuple[str, float]]:
+def _values(tree: "TieredLoads", verifications: "Verifications | None") -> Iterator[tuple[str, float]]:
     yield "host_bytes", tree.host_bytes
     yield "host_staging_bytes", tree.host_tier.workspace_bytes
     yield "host_load_bytes_per_second", tree.link.bandwidth or 0.0

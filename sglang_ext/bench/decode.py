@@ -12,61 +12,21 @@ still runs on the full KV, and what is rejected is rolled back. Several P are me
 """
 
 import argparse
-import json
-import random
 import re
 import statistics
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
-from sglang_ext.bench import BenchError, decode_limit, decode_wave, report, settings
+from sglang_ext.bench import decode_limit, decode_wave, settings
 from sglang_ext.bench.client import SamplingSettings
 from sglang_ext.bench.decode_limit import ModelBytes
+from sglang_ext.bench.decode_prompts import Waves, make_prompts
+from sglang_ext.bench.decode_report import Result, line, write_plot
 from sglang_ext.bench.decode_wave import Wave
 from sglang_ext.bench.metrics_page import readings
-from sglang_ext.bench.prompts import encode, load_tokenizer
 from sglang_ext.bench.settings import Setting, numbers
-
-
-@dataclass(frozen=True)
-class Result:
-    """A batch's decode speed in one setting.
-
-    Attributes:
-        setting: its name.
-        context: prompt tokens of each request.
-        running: requests that decoded side by side.
-        tokens_per_second: of all, median of the waves.
-        token_ms: milliseconds per output token of each request that ran.
-        steady: tokens per second of all between each request's first verification and its last, median of the waves.
-        gain: these tokens per second over stock's; None before stock was measured.
-        limit_ms: the least that the bandwidth allows; None without a GPU, and where full KV lies in tiers.
-        allowed: tokens per second that bandwidths and memory allow where full KV lies in tiers, at a forced acceptance.
-        waves: what was measured.
-        acceptance: probability that a draft was forced to be accepted; None where verification decided.
-        prefill: seconds to the first token of one prompt alone that is not in the prefix cache, median.
-        parts_ms: milliseconds of the last round's parts: draft, rest, step (metrics.py).
-        memory_gib: GiB of device memory in use after the waves, which is the most so far, as PyTorch gives none back;
-            None without a GPU.
-    """
-
-    setting: str
-    context: int
-    batch: int
-    running: int
-    tokens_per_second: float
-    token_ms: float
-    gain: float | None
-    limit_ms: float | None
-    waves: list[Wave]
-    allowed: float | None = None
-    steady: float = 0.0
-    acceptance: float | None = None
-    prefill: float = 0.0
-    parts_ms: dict[str, float] = field(default_factory=dict)
-    memory_gib: float | None = None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -97,60 +57,6 @@ def run(args: argparse.Namespace) -> int:
             print(line(result), flush=True)
 
     return settings.finish(args, results, settings.each(args, servers, measure), write_plot, bandwidth=bandwidth)
-
-
-@dataclass(frozen=True)
-class Waves:
-    """Which prompts each wave takes of all that there are of a length.
-
-    Attributes:
-        batches: requests at once.
-        repeats: waves of each batch.
-        fresh: whether each wave takes others; else all begin with the first.
-    """
-
-    batches: list[int]
-    repeats: int
-    fresh: bool
-
-    @property
-    def prompts(self) -> int:
-        """Prompts that all waves need."""
-        return self.repeats * sum(self.batches) if self.fresh else max(self.batches)
-
-    def of(self, batch: int) -> list[slice]:
-        """Where the prompts of a batch's waves lie."""
-        if not self.fresh:
-            return [slice(0, batch)] * self.repeats
-        before = self.repeats * sum(self.batches[: self.batches.index(batch)])
-        return [slice(first, first + batch) for first in range(before, before + self.repeats * batch, batch)]
-
-
-def make_prompts(
-    args: argparse.Namespace, count: int, contexts: list[int]
-) -> dict[int, list[tuple[int, ...]]]:
-    """``count`` different prompts of each length."""
-    config = json.loads((args.model / "config.json").read_text())
-    if args.prompt_file is None:
-        draw = random.Random(0)
-        # The first ids are special tokens in most vocabularies.
-        lowest = min(1000, config["vocab_size"] // 2)
-        return {
-            length: [
-                tuple(draw.randrange(lowest, config["vocab_size"]) for _ in range(length)) for _ in range(count)
-            ]
-            for length in contexts
-        }
-    ids = encode(load_tokenizer(str(args.model)), args.prompt_file.read_text())
-    needed = max(contexts) + count
-    if len(ids) < needed:
-        raise BenchError(f"--prompt-file {args.prompt_file} has {len(ids)} tokens; these prompts need {needed}")
-    stride = (len(ids) - max(contexts)) // count
-    if stride < max(contexts):
-        print(f"--prompt-file has {len(ids)} tokens: the {count} prompts overlap, each begins {stride} tokens after the last")
-    return {
-        length: [ids[i * stride : i * stride + length] for i in range(count)] for length in contexts
-    }
 
 
 def run_setting(
@@ -244,50 +150,3 @@ def summarize(
             )
     gain = speed / stock[0] if stock else None
     return Result(setting.name, context, batch, running, speed, 1000 * running / speed, gain, limit, waves)
-
-
-def line(result: Result) -> str:
-    """A result as one line of text."""
-    parts = [f"{result.setting:24} context {result.context:6} batch {result.batch:3}"]
-    if result.acceptance is not None:
-        parts.append(f"p {result.acceptance:g}")
-    if result.running < result.batch:
-        parts.append(f"{result.running} at once")
-    parts.append(f"{result.token_ms:8.2f} ms/token")
-    parts.append(f"{result.tokens_per_second:7.0f} tokens/s")
-    if result.gain:
-        parts.append(f"gain {result.gain:5.2f}")
-    if result.limit_ms:
-        parts.append(f"limit {result.limit_ms:6.2f} ms ({result.limit_ms / result.token_ms:4.0%})")
-    if result.allowed:
-        steady = f"steady {result.steady:.0f} ({result.steady / result.allowed:4.0%})"
-        parts.append(f"allowed {result.allowed:.0f} tokens/s ({result.tokens_per_second / result.allowed:4.0%}), {steady}")
-    lengths = [f"{wave.accept_length:.2f}" for wave in result.waves if wave.accept_length]
-    if lengths:
-        parts.append(f"accept length {' '.join(lengths)}")
-    fallbacks = sum(wave.fallbacks for wave in result.waves)
-    if fallbacks:
-        parts.append(f"{fallbacks} requests ended on full KV")
-    parts += [f"{part} {ms:.2f} ms" for part, ms in result.parts_ms.items()]
-    parts.append(f"first token {1000 * result.prefill:.0f} ms")
-    if result.memory_gib is not None:
-        parts.append(f"memory {result.memory_gib:.2f} GiB")
-    return "  ".join(parts)
-
-
-def write_plot(path: Path, results: list[Result]) -> None:
-    """Bars of milliseconds per token, by context and batch."""
-    names = list(dict.fromkeys(_label(result) for result in results))
-    places = list(dict.fromkeys((result.context, result.batch) for result in results))
-    with report.png(path, (8, 4.5)) as axes:
-        for offset, name in enumerate(names):
-            mine = [result for result in results if _label(result) == name]
-            at = [places.index((result.context, result.batch)) + offset / (len(names) + 1) for result in mine]
-            axes.bar(at, [result.token_ms for result in mine], width=0.9 / (len(names) + 1), label=name)
-        axes.set_xticks(range(len(places)), [f"{context} tokens\nbatch {batch}" for context, batch in places])
-        axes.set_ylabel("ms per token")
-        axes.legend()
-
-
-def _label(result: Result) -> str:
-    return result.setting if result.acceptance is None else f"{result.setting} p={result.acceptance:g}"

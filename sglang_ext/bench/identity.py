@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from sglang_ext.bench import report
+from sglang_ext.bench import identity_report, report
 from sglang_ext.bench.arms import Arm, ArmOutputs, control_arms, run_arm, stock_arm, try_arm, verified_arms
 from sglang_ext.bench.compare import Comparison, compare
 from sglang_ext.bench.identity_config import IdentityConfig
@@ -48,7 +48,7 @@ class Bench:
     def show(self, comparisons: list[Comparison], rules: Rules) -> None:
         """Print a table for each."""
         for each in comparisons:
-            report.print_comparison(self.console, each, rules, self.config.draft_length)
+            identity_report.print_comparison(self.console, each, rules, self.config.draft_length)
 
 
 def run_config(
@@ -84,8 +84,8 @@ def run(args: argparse.Namespace) -> int:
         comparisons, rules = run_config(config, prompts, logs, console)
     verdict = judge(comparisons, rules)
     if args.json:
-        report.write_json(args.json, report.as_json(dataclasses.asdict(config), comparisons, rules, verdict))
+        report.write_json(args.json, identity_report.as_json(dataclasses.asdict(config), comparisons, rules, verdict))
     if args.plot:
-        report.write_plot(args.plot, comparisons)
-    report.print_verdict(console, verdict)
+        identity_report.write_plot(args.plot, comparisons)
+    identity_report.print_verdict(console, verdict)
     return verdict.exit_code

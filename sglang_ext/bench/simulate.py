@@ -1,34 +1,31 @@
-"""Simulate verified decoding with full KV in host memory, without a model: what would a machine gain, and from which acceptance on?
+"""Simulate verified decoding with full KV in host memory, without a model: what would a machine gain, from which acceptance on?
 
 Time comes from bytes over bandwidths, acceptance from random numbers; verifications and loads are placed by the engine's
 own admission. Policies say where full KV lies: ``stock`` decodes plainly; ``resident`` keeps it on the device, so that
-others wait; ``host`` loads it to verify; ``auto`` does what the equations find best. *Allowed* is what the equations say of the
-same placement in the steady state, without prefill; *overall* is from the first request to the last. *Placed* are requests with full
-KV on the device, and those that load it; of both follow the *drafts* until a verification. *Rings* are the shares of link time and
-of memory that are reserved. *Slack* is iterations from a load's end to its verification.
+others wait; ``host`` loads it to verify; ``auto`` does what the equations find best. *Allowed* is what the equations say of
+the same placement in the steady state, without prefill; *overall* is from the first request to the last. *Placed* are requests
+with full KV on the device, and those that load it; of both follow the *drafts* until a verification. *Rings* are the shares of
+link time and of memory that are reserved. *Slack* is iterations from a load's end to its verification.
 """
 
 import argparse
 import itertools
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-
-from rich import box
-from rich.table import Table
 
 from sglang_ext.bench import BenchError, report
 from sglang_ext.bench.options import numbers, probabilities
 from sglang_ext.bench.scenario import TIERS, Request, Scenario, SimulationError
+from sglang_ext.bench.simulate_report import table, write_plot
 from sglang_ext.bench.simulated import Result
 from sglang_ext.bench.simulation import Engine
 from sglang_ext.managers.costs import CostError, Costs
 from sglang_ext.managers.placement import LONGEST
 
 POLICIES = ("stock", *TIERS)
-COLUMNS = ("policy", "p", "tokens/s", "allowed", "ratio", "gain", "overall", "placed", "drafts", "at once", "link", "rings", "load ms", "slack", "waits", "slips")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -124,7 +121,9 @@ def requests_of(args: argparse.Namespace) -> list[Request]:
         BenchError: there are none.
     """
     if min(args.requests, args.input_len, args.output_len, args.concurrency) < 1 or not args.rate > 0 or args.sigma < 0:
-        raise BenchError("pass at least 1 for --requests, --concurrency, --input-len and --output-len, and no --rate or --sigma below 0")
+        raise BenchError(
+            "pass at least 1 for --requests, --concurrency, --input-len and --output-len, and no --rate or --sigma below 0"
+        )
     noise, now, requests = random.Random(args.seed), 0.0, []
     for _ in range(args.requests):
         # A lognormal number's mean is e^(mu + sigma^2 / 2).
@@ -168,55 +167,3 @@ def one(args: argparse.Namespace, costs: Costs, policy: str, p: float, staggered
         waits=admission.refused,
         slips=admission.slips,
     )
-
-
-def table(results: Sequence[Result], title: str) -> Table:
-    """Results of one machine, beside stock's where it was simulated."""
-    found = Table(title=title, box=box.SIMPLE, padding=(0, 1, 0, 0))
-    for column in COLUMNS:
-        found.add_column(column, justify="left" if column == "policy" else "right", no_wrap=True)
-    plain = next((each.tokens_per_second for each in results if each.policy == "stock"), None)
-    for each in results:
-        found.add_row(*_row(each, plain))
-    return found
-
-
-def _row(result: Result, plain: float | None) -> tuple[str, ...]:
-    drafts = "-" if result.schedule == "plain" else f"{result.drafts_resident or '-'} / {result.drafts_offloaded or '-'}"
-    return (
-        result.policy if result.schedule != "lock-step" else f"{result.policy} lock-step",
-        "-" if result.policy == "stock" else f"{result.acceptance:g}",
-        f"{result.tokens_per_second:.0f}",
-        f"{result.allowed:.0f}",
-        f"{result.ratio:.2f}",
-        f"{result.tokens_per_second / plain:.2f}" if plain else "-",
-        f"{result.overall:.0f}",
-        f"{result.resident} + {result.offloaded}",
-        drafts,
-        f"{result.requests_mean:.1f} / {result.requests_most}",
-        f"{result.link_used:.0%}",
-        f"{result.link_reserved:.0%} / {result.memory_reserved:.0%}" if result.offloaded else "-",
-        f"{result.load_ms:.0f}" if result.load_ms else "-",
-        f"{result.slack:.1f}" if result.load_ms else "-",
-        str(result.waits),
-        str(result.slips),
-    )
-
-
-def write_plot(path: Path, results: Sequence[Result]) -> None:
-    """Tokens per second over acceptance, a line for each policy, schedule and machine; what the equations allow, dotted."""
-    with report.png(path, (8, 4.5)) as axes:
-        span = (min(each.acceptance for each in results), max(each.acceptance for each in results))
-        keys = dict.fromkeys((each.policy, each.schedule, each.memory_tokens, each.link_bandwidth) for each in results)
-        several = len({key[2:] for key in keys}) > 1
-        for policy, schedule, memory, link in keys:
-            key = (policy, schedule, memory, link)
-            mine = [each for each in results if (each.policy, each.schedule, each.memory_tokens, each.link_bandwidth) == key]
-            label = f"{policy}, {schedule}" + (f", {memory:g} tokens, {link / 1e9:g} GB/s" if several else "")
-            if policy == "stock":
-                axes.plot(span, [mine[0].tokens_per_second] * 2, color="gray", label=label)
-                continue
-            (drawn,) = axes.plot([each.acceptance for each in mine], [each.tokens_per_second for each in mine], marker="o", label=label)
-            axes.plot([each.acceptance for each in mine], [each.allowed for each in mine], ":", color=drawn.get_color())
-        axes.set(xlabel="acceptance per token", ylabel="tokens per second, simulated", ylim=(0, None))
-        axes.legend(fontsize="small")

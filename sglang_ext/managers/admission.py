@@ -10,11 +10,11 @@ and its memory is held until d is over.
 """
 
 import math
-from collections import Counter
 from collections.abc import Hashable
 from typing import NamedTuple
 
-from sglang_ext.managers.loads import Loads, Planned, outward
+from sglang_ext.managers.dues import Dues
+from sglang_ext.managers.loads import Loads, Occupancy, Planned
 
 
 class AdmissionError(ValueError):
@@ -33,18 +33,6 @@ class Slot(NamedTuple):
     due: int
 
 
-class Occupancy(NamedTuple):
-    """Shares that are reserved in the current iteration, from 0 to 1.
-
-    Attributes:
-        link: of its seconds.
-        memory: of what loads may hold.
-    """
-
-    link: float
-    memory: float
-
-
 class Admission:
     """Places verifications and their loads so that the link and the memory suffice in each iteration.
 
@@ -53,8 +41,6 @@ class Admission:
     that serves loads in the order of :meth:`starting` completes all in time.
 
     Attributes:
-        tolerance: share of the wanted rounds by which a verification without a load may move to where the fewest are
-            due, so that of B requests about B/x verify in each iteration.
         admitted: requests that got a place, each time.
         refused: requests that got none, each time: they wait.
         slips: verifications that were put off since their load was late.
@@ -67,16 +53,16 @@ class Admission:
             iteration_seconds: of an iteration, as measured.
             memory: that loads may hold together, in tokens or bytes.
             horizon: iterations that are planned, the current one among them.
+            tolerance: of verifications without a load (:class:`~sglang_ext.managers.dues.Dues`).
 
         Raises:
             RingError: a number is out of range.
         """
         self._loads = Loads(iteration_seconds, memory, horizon)
-        self.tolerance = tolerance
         self.admitted = self.refused = self.slips = 0
         self._planned: dict[Hashable, Planned] = {}
         self._verifying: dict[Hashable, Planned] = {}
-        self._dues: Counter[int] = Counter()
+        self._dues = Dues(tolerance)
 
     @property
     def iteration_seconds(self) -> float:
@@ -104,7 +90,7 @@ class Admission:
     @property
     def occupancy(self) -> Occupancy:
         """Of the current iteration."""
-        return Occupancy(self._loads.link.occupancy(), self._loads.memory.occupancy())
+        return self._loads.occupancy
 
     @property
     def longest_load(self) -> float:
@@ -122,7 +108,7 @@ class Admission:
 
         Tried are ``wanted``, one more, one less, two more..., from as many iterations as the load needs up to the
         horizon. A request whose full KV is on the device (0 seconds, 0 tokens) verifies in the next iteration at the
-        earliest; see :attr:`tolerance`.
+        earliest, near what is wanted, where the fewest are due.
 
         Args:
             seconds: of the link for the load.
@@ -136,23 +122,25 @@ class Admission:
             raise AdmissionError(f"{key!r} is due in {self._planned[key].due - self._loads.now} iterations: cancel it first")
         if wanted < 1 or not (0 <= seconds < math.inf and 0 <= tokens < math.inf):
             raise AdmissionError(
-                f"{key!r}: {seconds!r} seconds, {tokens!r} tokens, {wanted!r} rounds: pass finite numbers, 0 or above, and at least 1 round"
+                f"{key!r}: {seconds!r} seconds, {tokens!r} tokens, {wanted!r} rounds: pass finite numbers, 0 or above, "
+                "and at least 1 round"
             )
         if seconds or tokens:
             planned = self._loads.place(seconds, tokens, wanted, self._planned.values())
         else:
-            planned = self._stay(wanted)
+            due = self._dues.quietest(self._loads.now, wanted, self._loads.link.horizon - 1)
+            planned = Planned(due, due, [], 0.0)
         if planned is None:
             self.refused += 1
             return None
         self.admitted += 1
-        self._dues[planned.due] += 1
+        self._dues.add(planned.due)
         self._planned[key] = planned
         return Slot(planned.start - self._loads.now, planned.due - self._loads.now)
 
     def advance(self) -> None:
         """The next iteration begins; what verified in the last one gives back its memory."""
-        self._dues.pop(self._loads.now, None)
+        self._dues.over(self._loads.now)
         self._loads.advance()
         self._verifying = {key: each for key, each in self._planned.items() if each.due == self._loads.now}
         for key in self._verifying:
@@ -183,15 +171,16 @@ class Admission:
         # What began before was held beside the late load until now: without those that are yet to begin it fits.
         displaced = []
         if not self._loads.memory.fits(late.tokens, 1, 1):
-            coming = [(each.start, other) for other, each in self._planned.items() if each.tokens and each.start > self._loads.now]
+            now = self._loads.now
+            coming = [(each.start, other) for other, each in self._planned.items() if each.tokens and each.start > now]
             displaced = [other for _, other in sorted(coming, key=lambda pair: pair[0])]
             for other in displaced:
                 self.cancel(other)
         if late.tokens:
             self._loads.memory.hold(late.tokens, 1, 1)
-        self._dues[late.due] -= 1
+        self._dues.remove(late.due)
         late.due += 1
-        self._dues[late.due] += 1
+        self._dues.add(late.due)
         self._planned[key] = late
         self.slips += 1
         return displaced
@@ -203,13 +192,5 @@ class Admission:
         """
         for each in (self._planned.pop(key, None), self._verifying.pop(key, None)):
             if each is not None:
-                self._dues[each.due] -= 1
+                self._dues.remove(each.due)
                 self._loads.release(each)
-
-    def _stay(self, wanted: int) -> Planned:
-        """A verification without a load: near what is wanted, where the fewest are due."""
-        anchor = min(wanted, self._loads.link.horizon - 1)
-        reach = int(self.tolerance * anchor)
-        near = outward(anchor, max(1, anchor - reach), min(self._loads.link.horizon - 1, anchor + reach))
-        due = self._loads.now + min(near, key=lambda due: self._dues[self._loads.now + due])
-        return Planned(due, due, [], 0.0)

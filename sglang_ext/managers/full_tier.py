@@ -13,14 +13,14 @@ from sglang_ext.managers.pace import Pace
 from sglang_ext.managers.rolling import Rolling
 from sglang_ext.managers.steps import Steps
 from sglang_ext.managers.verifications import Verifications
+from sglang_ext.managers.verify_pass import VerifyPass
 from sglang_ext.mem_cache.host_pool import HostPool
 from sglang_ext.mem_cache.host_tier import HostTier
 from sglang_ext.mem_cache.residency import Residency
 
 if TYPE_CHECKING:
-    from sglang_ext.layers.attention.verify_graphs import VerifyGraphSet
     from sglang_ext.managers.worker import KVWorker
-    from sglang_ext.mem_cache.tiered_moves import TieredMoves
+    from sglang_ext.mem_cache.tiered_loads import TieredLoads
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 LINK_SAMPLE_BYTES = 256 << 20
 
 
-def use_host_memory(worker: "KVWorker", tree: "TieredMoves") -> None:
+def use_host_memory(worker: "KVWorker", tree: "TieredLoads") -> None:
     """Give the prefix tree its host tier; before anything else runs.
 
     Raises:
@@ -46,7 +46,7 @@ def use_host_memory(worker: "KVWorker", tree: "TieredMoves") -> None:
         logger.info("sglang-ext: full KV comes back from host memory at %.1f GB/s", rate / 1e9)
 
 
-def rolling(worker: "KVWorker", graphs: "VerifyGraphSet | None", pace: Pace, steps: Steps) -> Rolling:
+def rolling(worker: "KVWorker", pace: Pace, steps: Steps, verify_pass: VerifyPass) -> Rolling:
     """The schedule in which full KV of running requests leaves the device."""
     args, views = worker.server_args, worker.views
     always = args.kv_full_tier == "host"
@@ -57,7 +57,7 @@ def rolling(worker: "KVWorker", graphs: "VerifyGraphSet | None", pace: Pace, ste
     # What a first round takes does not matter; it is measured from then on.
     admission = Admission(iteration_seconds=1.0, memory=residency.room)
     verifications = Verifications(admission, residency, views.buffers.bytes_per_slot, first.drafts, LockStep.from_environment())
-    return Rolling(worker, graphs, worker.simulation, pace, steps, verifications, policy)
+    return Rolling(worker, pace, steps, verify_pass, verifications, policy)
 
 
 def _policy(worker: "KVWorker") -> OffloadPolicy:

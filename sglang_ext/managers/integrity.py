@@ -65,7 +65,7 @@ def check_methods(views: CompressedViews) -> None:
     """
     for row, view in views.copies():
         own, draft_row = views.method(row).name, views.draft_row(row)
-        packed = view.packed if views.packed_rows is None else int(views.packed_rows.counts[draft_row])
+        packed = view.packed if views.forms.packed_rows is None else int(views.forms.packed_rows.counts[draft_row])
         others = sorted({segment.method for segment in view.segments} - {own})
         if others or packed != view.packed:
             raise IntegrityError(
@@ -80,10 +80,10 @@ def check_heads(views: CompressedViews) -> None:
     Raises:
         IntegrityError: names a copy in which they do not.
     """
-    if views.head_cells is None:
+    if views.forms.head_cells is None:
         return
     for row, view in views.copies():
-        bounds = views.head_cells.bounds[views.draft_row(row)]
+        bounds = views.forms.head_cells.bounds[views.draft_row(row)]
         cells = len(view.own) * (len(bounds) - 1)
         if not (bounds[0] == 0 and bool((bounds.diff() >= 0).all()) and bounds[-1] == cells):
             raise IntegrityError(
@@ -98,13 +98,13 @@ def check_pointers(views: CompressedViews) -> None:
     Raises:
         IntegrityError: names a copy whose pointers lead elsewhere.
     """
-    if views.pointer_rows is None:
+    if views.forms.pointer_rows is None:
         return
     for row, view in views.copies():
         mine = torch.zeros(len(views.buffers.keys[0]), dtype=torch.bool, device=views.token_table.device)
         mine[views.token_table[row, : view.covered].long()] = True
         for layer, keys in zip(views.buffers.layer_ids, views.buffers.keys):
-            led = views.pointer_rows.pointers.read(keys, view.own, view.own_tokens).flatten()
+            led = views.forms.pointer_rows.pointers.read(keys, view.own, view.own_tokens).flatten()
             what = f"pointers of the draft row {views.draft_row(row)} in layer {layer} lead to"
             _require(mine[led], led, what, "no token of its request")
 

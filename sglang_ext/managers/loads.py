@@ -3,6 +3,7 @@
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from sglang_ext.managers.rings import ROUNDING, Ring
 
@@ -29,6 +30,18 @@ class Planned:
         return bool(self.parts)
 
 
+class Occupancy(NamedTuple):
+    """Shares that are reserved in the current iteration, from 0 to 1.
+
+    Attributes:
+        link: of its seconds.
+        memory: of what loads may hold.
+    """
+
+    link: float
+    memory: float
+
+
 class Loads:
     """Places loads so that the link and the memory suffice in each iteration.
 
@@ -43,6 +56,11 @@ class Loads:
         self.link = Ring(iteration_seconds, horizon)
         self.memory = Ring(memory, horizon)
         self.now = 0
+
+    @property
+    def occupancy(self) -> Occupancy:
+        """Of the current iteration."""
+        return Occupancy(self.link.occupancy(), self.memory.occupancy())
 
     def advance(self) -> None:
         """The next iteration begins."""

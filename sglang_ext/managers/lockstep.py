@@ -8,8 +8,6 @@ steps of plain decoding; their number is known before they run, so that the next
 they do.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,45 +15,20 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.utils import GenerationBatchResult
 
 from sglang_ext.core import RequestState
-from sglang_ext.device import to_device
-from sglang_ext.layers.attention.views import BetweenSteps
-from sglang_ext.managers import forward, integrity, meta_info
+from sglang_ext.managers import integrity, meta_info
+from sglang_ext.managers.answers import Answers
 from sglang_ext.managers.checked_drafts import CheckedDrafts
 from sglang_ext.managers.pace import Pace
-from sglang_ext.managers.planner import renew_at
 from sglang_ext.managers.round_plan import Round, RoundPlanner
-from sglang_ext.managers.sampling import Sampled, Sampling
-from sglang_ext.managers.simulation import Simulation
-from sglang_ext.managers.steps import Drafted, Steps, agreeing
-from sglang_ext.mem_cache.query_window import Recorded
+from sglang_ext.managers.round_result import RoundResult
+from sglang_ext.managers.steps import Steps
+from sglang_ext.managers.verify_pass import VerifyPass
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
-    from sglang_ext.layers.attention.verify_graphs import VerifyGraphSet
     from sglang_ext.managers.verifications import Verifications
     from sglang_ext.managers.worker import KVWorker
-
-
-@dataclass
-class RoundResult(GenerationBatchResult):
-    """SGLang's result, with the round that it is of.
-
-    Attributes:
-        round: what the requests did.
-        drafted: what they drafted; None where nothing was.
-        counted: its counts on the host; None where they are the round's.
-    """
-
-    round: Round | None = None
-    drafted: Drafted | None = None
-    counted: Drafted | None = None
-
-    def copy_to_cpu(self, *args, **kwargs) -> None:
-        """The counts of drafts, then SGLang's copies, at whose end it sets the mark for all."""
-        if self.drafted is not None and self.drafted.offered is not None:
-            self.counted = self.drafted.to_host()
-        super().copy_to_cpu(*args, **kwargs)
 
 
 class Lockstep:
@@ -63,10 +36,9 @@ class Lockstep:
 
     Attributes:
         worker: whose states, views and queries these are.
-        graphs: captured verifications, None where CUDA graphs are off.
-        simulation: forced acceptance, None outside benchmarks.
         pace: chooses draft lengths, and keeps the times of rounds.
-        steps: the forwards.
+        steps: the forwards of drafts and of plain decoding.
+        verify_pass: the verifications.
         checked: drafts that n-grams propose; None where drafts come one by one.
         verifications: whose turn it is; None where all verify together.
     """
@@ -76,17 +48,15 @@ class Lockstep:
     def __init__(
         self,
         worker: "KVWorker",
-        graphs: "VerifyGraphSet | None",
-        simulation: Simulation | None,
         pace: Pace,
         steps: Steps,
+        verify_pass: VerifyPass,
         checked: CheckedDrafts | None = None,
     ):
         self.worker = worker
-        self.graphs = graphs
-        self.simulation = simulation
         self.pace = pace
         self.steps = steps
+        self.verify_pass = verify_pass
         self.checked = checked
         self.planner = RoundPlanner(worker.views, worker.stride, worker.lossy)
 
@@ -160,11 +130,12 @@ class Lockstep:
         """Drafts, their verification, and of both the longest prefix that full KV would have given."""
         drafted = (self.checked or self.steps).draft(batch, round_, bonus, slots)
         self.pace.drafted()
-        output, sampled = self._verify(batch, round_, torch.cat([bonus[:, None], drafted.tokens], 1), slots)
-        answers, accepted = self._accept(batch, drafted, sampled)
-        lengths = batch.seq_lens + accepted
+        tokens = torch.cat([bonus[:, None], drafted.tokens], 1)
+        output, sampled = self.verify_pass.forward(batch, round_, tokens, slots)
+        answers = self.verify_pass.accept(batch, drafted, sampled)
+        lengths = batch.seq_lens + answers.accepted
         self._publish(lengths, on_publish)
-        result = self._result(batch, round_, answers, accepted, lengths, sampled, output)
+        result = self._result(batch, round_, answers, lengths, output)
         result.drafted = drafted
         return result
 
@@ -177,106 +148,15 @@ class Lockstep:
             on_publish(lengths)
         steps = self.steps.one_by_one(batch, round_, round_.steps, bonus, slots)
         self.pace.drafted()
-        answers = torch.stack([sampled.tokens for _, sampled in steps], dim=1)
-        accepted = torch.full_like(batch.seq_lens, round_.steps)
-        output, sampled = steps[-1]
-        return self._result(batch, round_, answers, accepted, lengths, sampled, output)
-
-    def _verify(
-        self,
-        batch: "ScheduleBatch",
-        round_: Round,
-        tokens: torch.Tensor,
-        slots: torch.Tensor,
-        sampling: Callable[[int], Sampling] | None = None,
-    ) -> tuple[LogitsProcessorOutput, Sampled]:
-        """Forward ``tokens``, int64 [requests, 1 + drafts], over full KV and sample after each.
-
-        ``sampling`` says how, for so many tokens of each request; None: as the batch does.
-        """
-        width, count = tokens.shape[1], len(tokens)
-        graphs = None if self.graphs is None else self.graphs.fit(count, width)
-        if graphs is not None and width < graphs.width:
-            # Graphs have few widths: what is beyond the drafts is computed and not looked at.
-            spare = graphs.width - width
-            tokens = torch.cat([tokens, tokens.new_zeros(count, spare)], 1)
-            slots, width = self.steps.slots(batch, graphs.width), graphs.width
-        inputs = self._inputs(batch, round_, tokens, slots)
-        rows = tuple(
-            Recorded(state.row, i * width, (i + 1) * width, length)
-            for i, (state, length) in enumerate(zip(round_.states, round_.lengths))
-            if self._copy_is_near(state, length)
-        )
-        if graphs is not None:
-            output = graphs.verify(batch, inputs)
-            self.worker.queries.keep_replayed(rows)
-        else:
-            with self.worker.queries.recording(rows):
-                output = self.steps.forward(batch, inputs)
-        ready = sampling(width) if sampling else self.steps.sampling(batch, round_, width, batch.return_logprob)
-        return output, ready.draw(output.next_token_logits, inputs.positions)
-
-    def _copy_is_near(self, state: RequestState, length: int) -> bool:
-        """Whether a copy may be made before as many queries follow as are kept; those before need not be."""
-        views = self.worker.views
-        view = views.get(state.row)
-        return view is None or length + 2 * self.worker.queries.span >= renew_at(view, views.method(state.row).compressor.each_round)
-
-    def _inputs(
-        self, batch: "ScheduleBatch", round_: Round, tokens: torch.Tensor, slots: torch.Tensor
-    ) -> forward.Inputs:
-        """Tokens int64 [requests, width] after what each request has, over full KV."""
-        width, device = tokens.shape[1], tokens.device
-        return forward.Inputs(
-            tokens=tokens.flatten(),
-            positions=(batch.seq_lens[:, None] + torch.arange(width, device=device)).flatten(),
-            slots=slots.flatten(),
-            rows=batch.req_pool_indices,
-            lengths=batch.seq_lens + width,
-            lengths_cpu=torch.tensor(round_.lengths) + width,
-            counts=[width] * len(tokens),
-        )
-
-    def _accept(
-        self, batch: "ScheduleBatch", drafted: Drafted, sampled: Sampled
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Answers, int64 [requests, width], and how many of them count: agreeing drafts and the next token."""
-        answers = sampled.tokens.view(len(drafted.tokens), -1)
-        if self.simulation is None:
-            agreed = agreeing(answers, drafted.tokens)
-        else:
-            asked = to_device(self.simulation.probabilities(batch.reqs), answers.device, torch.float32)
-            agreed = self.simulation.accept(answers, drafted.tokens, asked)
-        if drafted.offered is not None:
-            agreed = torch.minimum(agreed, drafted.offered)
-        return answers, agreed + 1
+        output, _ = steps[-1]
+        return self._result(batch, round_, Answers.of_steps(steps), lengths, output)
 
     def _result(
-        self,
-        batch: "ScheduleBatch",
-        round_: Round,
-        answers: torch.Tensor,
-        accepted: torch.Tensor,
-        lengths: torch.Tensor,
-        sampled: Sampled,
-        output: LogitsProcessorOutput,
+        self, batch: "ScheduleBatch", round_: Round, answers: Answers, lengths: torch.Tensor, output: LogitsProcessorOutput
     ) -> RoundResult:
-        """SGLang's result: ``answers``, int64 [requests, width], of which the first ``accepted`` count."""
-        width = answers.shape[1]
+        """SGLang's result; what n-grams are looked for in takes the answers, too."""
         if self.checked is not None:
-            following = batch.seq_lens[:, None] + torch.arange(1, width + 1, device=answers.device)
-            self.checked.history.put(batch.req_pool_indices, following, answers)
-        shown = LogitsProcessorOutput(next_token_logits=None)
-        if batch.return_logprob:
-            sampled.fill_logprobs(shown, list(range(answers.numel())), stride=width)
-        shown.hidden_states = output.hidden_states
-        return RoundResult(
-            logits_output=shown,
-            next_token_ids=answers.flatten(),
-            accept_lens=accepted,
-            new_seq_lens=lengths,
-            next_draft_input=BetweenSteps(answers.gather(1, accepted[:, None] - 1)[:, 0]),
-            speculative_num_draft_tokens=width,
-            can_run_cuda_graph=self.worker.model_runner.decode_cuda_graph_runner is not None,
-            round=round_,
-        )
+            following = batch.seq_lens[:, None] + torch.arange(1, answers.width + 1, device=lengths.device)
+            self.checked.history.put(batch.req_pool_indices, following, answers.tokens)
+        newest = answers.tokens.gather(1, answers.accepted[:, None] - 1)[:, 0]
+        return RoundResult.of(self.worker.model_runner, batch, round_, answers, lengths, newest, output.hidden_states)

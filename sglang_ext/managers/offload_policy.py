@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from sglang_ext.managers import placement
 from sglang_ext.managers.costs import CostError
-from sglang_ext.managers.draft_length import Spent
 from sglang_ext.managers.measured_costs import Draft, Rest, measured
 from sglang_ext.managers.rolling_plan import RollingRound
+from sglang_ext.managers.round_times import Spent
 
 # Times as many tokens a second as with all full KV on the device that the equations must have of both tiers, before any leaves
 # and for it to stay away. Of what they say two thirds to four fifths are reached (docs/results/tiers.md), and acceptance is known roughly.

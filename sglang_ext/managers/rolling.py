@@ -6,7 +6,6 @@ the link to the host is never congested (VeriCache, section 5: cross-resource st
 """
 
 import copy
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,44 +14,27 @@ from sglang.srt.managers.utils import GenerationBatchResult
 
 from sglang_ext.core import RequestState
 from sglang_ext.device import to_device
-from sglang_ext.layers.attention.views import BetweenSteps
 from sglang_ext.managers import integrity, meta_info
-from sglang_ext.managers.lockstep import Lockstep, RoundResult
+from sglang_ext.managers.answers import Answers, Part, together
+from sglang_ext.managers.gathered_drafts import GatheredDrafts
+from sglang_ext.managers.lockstep import Lockstep
 from sglang_ext.managers.offload_policy import OffloadPolicy
 from sglang_ext.managers.rolling_plan import RollingPlanner, RollingRound
 from sglang_ext.managers.round_plan import Round
+from sglang_ext.managers.round_result import RoundResult
 from sglang_ext.managers.sampling import Sampled, Sampling
 from sglang_ext.managers.steps import Drafted, Steps
-from sglang_ext.options import WIDE_REQUESTS
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
-    from sglang_ext.layers.attention.verify_graphs import VerifyGraphSet
     from sglang_ext.managers.pace import Pace
-    from sglang_ext.managers.simulation import Simulation
     from sglang_ext.managers.verifications import Verifications
+    from sglang_ext.managers.verify_pass import VerifyPass
     from sglang_ext.managers.worker import KVWorker
 
 # Rounds after which the optimum is looked for again: times, acceptance and the link change slowly.
 PLACE_AFTER = 8
-
-
-@dataclass(frozen=True)
-class Part:
-    """Requests of a round that answer together.
-
-    Attributes:
-        requests: their places in the batch.
-        answers: int64 [requests, width].
-        accepted: int64 [requests], how many of the answers count.
-        sampled: what the answers were taken from, ``width`` rows a request.
-    """
-
-    requests: list[int]
-    answers: torch.Tensor
-    accepted: torch.Tensor
-    sampled: Sampled
 
 
 class Rolling(Lockstep):
@@ -61,27 +43,26 @@ class Rolling(Lockstep):
     Attributes:
         verifications: whose turn it is.
         policy: how much full KV may leave the device, and how long drafts gather.
-        gathered: int64 [rows, longest], drafts of each row since its last verification.
+        gathered: the drafts of each row since its last verification.
     """
 
     def __init__(
         self,
         worker: "KVWorker",
-        graphs: "VerifyGraphSet | None",
-        simulation: "Simulation | None",
         pace: "Pace",
         steps: Steps,
+        verify_pass: "VerifyPass",
         verifications: "Verifications",
         policy: OffloadPolicy,
     ):
-        super().__init__(worker, graphs, simulation, pace, steps)
+        super().__init__(worker, pace, steps, verify_pass)
         self.policy = policy
         self._rounds = 0
         pace.watch = policy.observe
         longest = worker.stride - 1
         self.verifications = verifications
         self.planner = RollingPlanner(worker.views, verifications, longest)
-        self.gathered = torch.zeros(worker.views.rows, longest, dtype=torch.int64, device=steps.table.device)
+        self.gathered = GatheredDrafts(worker.views.rows, longest, steps.table.device)
 
     def forget(self, row: int) -> None:
         """The request in ``row`` is gone."""
@@ -124,9 +105,10 @@ class Rolling(Lockstep):
         """Steps of all requests, then the verifications of those that are due."""
         steps = self._step(batch, round_)
         self.pace.drafted()
-        parts = [self._verify_part(batch, round_, requests) for requests in _by_width(round_)]
+        parts = [self._verify_part(batch, round_, requests) for requests in round_.verified_together]
         if round_.answering:
-            parts.append(self._plain_part(round_, steps))
+            # Those that decode on their full KV: their steps are answers.
+            parts.append(Answers.of_steps(steps).part(round_.answering))
         return self._answer(batch, round_, parts, steps[-1][0], on_publish)
 
     def _place(self) -> None:
@@ -170,27 +152,12 @@ class Rolling(Lockstep):
     def _step(self, batch: "ScheduleBatch", round_: RollingRound) -> list[tuple[LogitsProcessorOutput, Sampled]]:
         """The round's steps; what they draw is kept behind the drafts of earlier rounds."""
         own, before = batch.req_pool_indices, to_device(round_.gathered, batch.seq_lens.device)
-        last = self.gathered[own, (before - 1).clamp(min=0)]
-        tokens = torch.where(before > 0, last, batch.spec_info.bonus_tokens)
+        tokens = self.gathered.newest(own, before, batch.spec_info.bonus_tokens)
         starts = batch.seq_lens + before
         slots = self.steps.slots(batch, round_.drafts, starts)
         steps = self.steps.one_by_one(batch, round_, round_.drafts, tokens, slots, starts)
-        places = before[:, None] + torch.arange(round_.drafts, device=before.device)
-        self.gathered[own[:, None], places] = torch.stack([sampled.tokens for _, sampled in steps], dim=1)
+        self.gathered.put(own, before, torch.stack([sampled.tokens for _, sampled in steps], dim=1))
         return steps
-
-    def _plain_part(self, round_: RollingRound, steps: list[tuple[LogitsProcessorOutput, Sampled]]) -> Part:
-        """Those that decode on their full KV: their steps are answers."""
-        where = to_device(round_.answering, steps[0][1].tokens.device)
-        answers = torch.stack([sampled.tokens for _, sampled in steps], dim=1)[where]
-        # Where log-probabilities are asked for there is one step.
-        sampled = steps[-1][1]
-        if sampled.logprobs is not None:
-            picked = round_.answering
-            sampled = Sampled(
-                sampled.tokens[where], sampled.logprobs[where], [sampled.top[i] for i in picked], [sampled.chosen[i] for i in picked]
-            )
-        return Part(round_.answering, answers, torch.full_like(where, round_.drafts), sampled)
 
     def _verify_part(self, batch: "ScheduleBatch", round_: RollingRound, requests: list[int]) -> Part:
         """Verify all drafts of some requests over their full KV."""
@@ -201,16 +168,16 @@ class Rolling(Lockstep):
         states, lengths = ([values[i] for i in requests] for values in (round_.states, round_.lengths))
         offered = [round_.offered[i] for i in requests]
         width = max(offered) + 1
-        drafts = self.gathered[part.req_pool_indices, : width - 1]
+        drafts = self.gathered.of(part.req_pool_indices, width - 1)
         tokens = torch.cat([batch.spec_info.bonus_tokens[where, None], drafts], 1)
         small = Round(states, width - 1, 0, lengths, [], [], [])
 
         def sampling(width: int) -> Sampling:
             return self.steps.sampling(batch, round_, width, batch.return_logprob, requests)
 
-        _, sampled = self._verify(part, small, tokens, self.steps.slots(part, width), sampling)
-        answers, accepted = self._accept(part, Drafted(drafts, to_device(offered, where.device)), sampled)
-        return Part(requests, answers, accepted, sampled)
+        _, sampled = self.verify_pass.forward(part, small, tokens, self.steps.slots(part, width), sampling)
+        drafted = Drafted(drafts, to_device(offered, where.device))
+        return Part(requests, self.verify_pass.accept(part, drafted, sampled))
 
     def _answer(
         self,
@@ -221,52 +188,13 @@ class Rolling(Lockstep):
         on_publish,
     ) -> RoundResult:
         """The answers of those that verified or decoded on their full KV; the others have none yet."""
-        count, width = len(round_.states), max([1, *(part.answers.shape[1] for part in parts)])
-        answers = batch.seq_lens.new_zeros(count, width)
-        accepted = batch.seq_lens.new_zeros(count)
-        for part in parts:
-            where = to_device(part.requests, answers.device)
-            answers[where, : part.answers.shape[1]] = part.answers
-            accepted[where] = part.accepted
+        answers = together(parts, batch.seq_lens, batch.return_logprob)
+        accepted, hidden_states = answers.accepted, output.hidden_states
         lengths = batch.seq_lens + accepted
         self._publish(lengths, on_publish)
-        shown = LogitsProcessorOutput(next_token_logits=None)
-        if batch.return_logprob:
-            _logprobs(parts, count, width).fill_logprobs(shown, list(range(count * width)), stride=width)
-        if output.hidden_states is not None:
+        if hidden_states is not None:
             # Of those that decode one token on their full KV; nobody else asks for them.
-            shown.hidden_states = output.hidden_states.repeat_interleave(width, 0)
-        last = answers.gather(1, (accepted - 1).clamp(min=0)[:, None])[:, 0]
-        return RoundResult(
-            logits_output=shown,
-            next_token_ids=answers.flatten(),
-            accept_lens=accepted,
-            new_seq_lens=lengths,
-            next_draft_input=BetweenSteps(torch.where(accepted > 0, last, batch.spec_info.bonus_tokens)),
-            speculative_num_draft_tokens=width,
-            can_run_cuda_graph=self.worker.model_runner.decode_cuda_graph_runner is not None,
-            round=round_,
-        )
-
-
-def _by_width(round_: RollingRound) -> list[list[int]]:
-    """Those that verify, apart by whether they have the drafts of one round, or more: few wide ones in one forward."""
-    narrow = [i for i in round_.due if round_.offered[i] <= round_.drafts]
-    wide = [i for i in round_.due if round_.offered[i] > round_.drafts]
-    parts = [wide[at : at + WIDE_REQUESTS] for at in range(0, len(wide), WIDE_REQUESTS)]
-    return [narrow, *parts] if narrow else parts
-
-
-def _logprobs(parts: list[Part], count: int, width: int) -> Sampled:
-    """Log-probabilities of ``width`` answers of each request; of requests without an answer they are not read."""
-    empty = (torch.empty(0), [])
-    found = Sampled(torch.empty(0), torch.zeros(count * width), [empty] * (count * width), [empty] * (count * width))
-    for part in parts:
-        each = part.answers.shape[1]
-        found.logprobs = found.logprobs.to(part.sampled.logprobs.device)
-        for k, i in enumerate(part.requests):
-            mine, there = range(k * each, (k + 1) * each), slice(i * width, i * width + each)
-            found.logprobs[there] = part.sampled.logprobs[mine.start : mine.stop]
-            found.top[there] = part.sampled.top[mine.start : mine.stop]
-            found.chosen[there] = part.sampled.chosen[mine.start : mine.stop]
-    return found
+            hidden_states = hidden_states.repeat_interleave(answers.width, 0)
+        last = answers.tokens.gather(1, (accepted - 1).clamp(min=0)[:, None])[:, 0]
+        newest = torch.where(accepted > 0, last, batch.spec_info.bonus_tokens)
+        return RoundResult.of(self.worker.model_runner, batch, round_, answers, lengths, newest, hidden_states)

@@ -15,6 +15,7 @@ from sglang_ext.managers.planner import CURABLE, SLOWER, ensure_copy
 from sglang_ext.managers.round_plan import PLAIN_STEPS, TRIAL_COPIES, Round, can_draft
 from sglang_ext.managers.verifications import Verifications
 from sglang_ext.mem_cache.compressed_views import CompressedViews
+from sglang_ext.options import WIDE_REQUESTS
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -48,6 +49,14 @@ class RollingRound(Round):
     def offered(self) -> list[int]:
         """Drafts that each has at the round's end."""
         return [gathered + self.drafts for gathered in self.gathered]
+
+    @property
+    def verified_together(self) -> list[list[int]]:
+        """Those that verify, apart by whether they have the drafts of one round, or more: few wide ones in one forward."""
+        narrow = [i for i in self.due if self.offered[i] <= self.drafts]
+        wide = [i for i in self.due if self.offered[i] > self.drafts]
+        parts = [wide[at : at + WIDE_REQUESTS] for at in range(0, len(wide), WIDE_REQUESTS)]
+        return [narrow, *parts] if narrow else parts
 
 
 @dataclass(frozen=True)

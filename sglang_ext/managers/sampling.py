@@ -41,6 +41,11 @@ class Sampled:
     top: list[tuple]
     chosen: list[tuple]
 
+    def picked(self, rows: list[int]) -> "Sampled":
+        """Those of ``rows`` alone; log-probabilities were asked for."""
+        top, chosen = ([values[row] for row in rows] for values in (self.top, self.chosen))
+        return Sampled(self.tokens[rows], self.logprobs[rows], top, chosen)
+
     def fill_logprobs(
         self, output: LogitsProcessorOutput, rows: list[int], stride: int | None = None
     ) -> None:

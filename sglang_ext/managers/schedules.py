@@ -13,6 +13,7 @@ from sglang_ext.managers.lockstep import Lockstep
 from sglang_ext.managers.pace import Pace
 from sglang_ext.managers.staggered import Staggered
 from sglang_ext.managers.steps import Steps
+from sglang_ext.managers.verify_pass import VerifyPass
 
 if TYPE_CHECKING:
     from sglang_ext.managers.worker import KVWorker
@@ -33,12 +34,13 @@ def _lockstep(worker: "KVWorker") -> Lockstep:
     """The schedule of rounds: rolling where full KV may leave the device."""
     args = worker.server_args
     pace, steps = _pace(worker), Steps(worker)
+    verify_pass = VerifyPass(worker, steps, worker.captured.full, worker.simulation)
     if options.offloads(args):
-        return full_tier.rolling(worker, worker.captured.full, pace, steps)
+        return full_tier.rolling(worker, pace, steps, verify_pass)
     checked, history = None, worker.requests.history
     if history is not None:
         checked = CheckedDrafts(steps, history, args.kv_ngram_tokens, worker.captured.checks)
-    return Lockstep(worker, worker.captured.full, worker.simulation, pace, steps, checked)
+    return Lockstep(worker, pace, steps, verify_pass, checked)
 
 
 def _pace(worker: "KVWorker") -> Pace:

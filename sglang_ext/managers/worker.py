@@ -17,10 +17,11 @@ from sglang_ext.layers.attention.views import BetweenSteps
 from sglang_ext.managers import compression, full_tier, integrity
 from sglang_ext.managers.captured import Captured, verifier_of
 from sglang_ext.managers.forward import Attention, Attentions
-from sglang_ext.managers.lockstep import Lockstep, RoundResult
+from sglang_ext.managers.lockstep import Lockstep
 from sglang_ext.managers.prefill import prefill
 from sglang_ext.managers.ranks import Ranks
 from sglang_ext.managers.request_states import RequestStates
+from sglang_ext.managers.round_result import RoundResult
 from sglang_ext.managers.schedules import schedule_of
 from sglang_ext.managers.served_methods import ServedMethods
 from sglang_ext.managers.simulation import Simulation
@@ -107,8 +108,7 @@ class KVWorker(BaseSpecWorker):
         """Let attention read copies that hold no plain tokens; what does so in place of the model's own, None where that can."""
         if self.buffers.on_gpu:
             return copy_graphs.attention(self.model_runner, self.forms)
-        own, forms = self.model_runner.attn_backend, self.forms
-        own.packed_rows, own.head_cells, own.pointer_rows = forms.packed_rows, forms.head_cells, forms.pointer_rows
+        self.model_runner.attn_backend.forms = self.forms
         return None
 
     def bind_tree_cache(self, tree_cache) -> None:
@@ -140,9 +140,7 @@ class KVWorker(BaseSpecWorker):
             rotary=served.rotary,
             asked_by=self.requests.asked_by,
             prompt_of=self.requests.prompt_of,
-            packed_rows=forms.packed_rows,
-            head_cells=forms.head_cells,
-            pointer_rows=forms.pointer_rows,
+            forms=forms,
         )
 
     def _warm_up(self) -> None:

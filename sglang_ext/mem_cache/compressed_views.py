@@ -74,8 +74,8 @@ class CompressedViews(CopyWriter):
 
         Covers the sinks and whole units after them, up to where queries were kept (:meth:`reach`). A new copy reads the
         segments of its method that the prefix tree has of ``prefix``, and leaves one there for the rest of it. Of an existing
-        copy what it shares stays; its own part is overwritten in place and grown. Copies of uneven heads share nothing: how
-        much each head keeps of a beginning depends on what follows it. Neither do pointers, which are chosen anew in each round.
+        copy what it shares stays; its own part is overwritten in place and grown. Copies of some forms share nothing
+        (:attr:`CopyForms.shareable`).
 
         Args:
             row: the request's row in the token table.
@@ -95,7 +95,7 @@ class CompressedViews(CopyWriter):
         if old is not None:
             grown = CompressedView(old.own, covered, old.segments, sinks=old.sinks, own_tokens=old.own_tokens)
             return self._resize(row, grown, headroom, None, tokens)
-        prefix = prefix if self.head_cells is None and self.pointer_rows is None else None
+        prefix = prefix if self.forms.shareable else None
         segments = []
         if prefix is not None:
             length = min(prefix.tokens, covered)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang_ext.core import CompressedView
 from sglang_ext.mem_cache.compressors import Method
 from sglang_ext.mem_cache.head_cells import HeadCells
 from sglang_ext.mem_cache.kv_buffers import KVBuffers
@@ -26,6 +27,21 @@ class CopyForms:
     packed_rows: PackedRows | None = None
     head_cells: HeadCells | None = None
     pointer_rows: PointerRows | None = None
+
+    @property
+    def shareable(self) -> bool:
+        """Whether requests may read one copy of what they begin with.
+
+        How much each uneven head keeps of a beginning depends on what follows it; pointers are chosen anew in each round.
+        """
+        return self.head_cells is None and self.pointer_rows is None
+
+    def begins(self, row: int, view: CompressedView) -> None:
+        """Note what ``row`` of the token table, a draft row, begins with: its copy ``view``, whose cells are known."""
+        if self.packed_rows is not None:
+            self.packed_rows.counts[row] = view.packed
+        if self.pointer_rows is not None:
+            self.pointer_rows.counts[row] = view.own_tokens
 
     @classmethod
     def of(

@@ -8,14 +8,12 @@ import torch
 
 from sglang_ext.core import CompressedView
 from sglang_ext.mem_cache.compressors import ContextKV, Part
+from sglang_ext.mem_cache.copy_forms import CopyForms
 from sglang_ext.mem_cache.copy_method import CopyMethod
-from sglang_ext.mem_cache.head_cells import HeadCells
 from sglang_ext.mem_cache.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.packing import PackedRows
 from sglang_ext.mem_cache.query_window import QueryWindows
 from sglang_ext.mem_cache.rotary import Rotary
 from sglang_ext.mem_cache.segments import Segment
-from sglang_ext.mem_cache.slot_pointers import PointerRows
 
 
 @dataclass(kw_only=True)
@@ -32,9 +30,7 @@ class CopyWriter:
         asked_by: place in :attr:`methods` of what the request in a row asked for.
         prompt_of: token ids of the prompt of the request in a row.
         made: copies that were made or renewed, by what they are called.
-        packed_rows: how copies are packed, and which rows begin with blocks; None where no method packs any.
-        head_cells: what the cells of copies hold whose heads keep different numbers of tokens; None where numbers are equal.
-        pointer_rows: how copies lead into full KV, and which rows begin with pointers; None for copies that hold KV.
+        forms: in which copies lie in their slots.
     """
 
     methods: tuple[CopyMethod, ...]
@@ -46,9 +42,7 @@ class CopyWriter:
     asked_by: Callable[[int], int] = lambda row: 0
     prompt_of: Callable[[int], Sequence[int]] = lambda row: ()
     made: Counter[str] = field(default_factory=Counter)
-    packed_rows: PackedRows | None = None
-    head_cells: HeadCells | None = None
-    pointer_rows: PointerRows | None = None
+    forms: CopyForms = CopyForms()
 
     def method(self, row: int) -> CopyMethod:
         """What makes the copies of the request in ``row``."""
@@ -82,9 +76,9 @@ class CopyWriter:
         queries = keys.new_zeros(len(self.buffers.keys), window, query_heads, keys.shape[-1])
         positions = torch.arange(tokens - window, tokens, device=keys.device)
         context = ContextKV(self.buffers, slots, queries, positions, self.rotary)
-        if self.head_cells is not None:
+        if self.forms.head_cells is not None:
             cells = method.compressor.select_cells(context, Part(0, tokens, count))
-            self.head_cells.copy(cells, slots, slots.new_zeros(count))
+            self.forms.head_cells.copy(cells, slots, slots.new_zeros(count))
             return
         self._keep_sinks(slots, slots.new_zeros(method.sinks))
         (kept,) = method.compressor.select(context, [Part(0, tokens, count)])
@@ -112,18 +106,15 @@ class CopyWriter:
         chooser = method.compressor.for_context(context)
         view.method = method.called(chooser)
         self.made[view.method] += 1
-        if self.head_cells is not None:
-            self.head_cells.write(self.draft_row(row), chooser.select_cells(context, rest), source, view.own)
+        if self.forms.head_cells is not None:
+            self.forms.head_cells.write(self.draft_row(row), chooser.select_cells(context, rest), source, view.own)
         else:
             parts = [part for part in targets if part.count]
             for part, kept in zip(parts, chooser.select(context, parts)):
                 method.packing.write(self.buffers, kept, source, targets[part])
         self._keep_sinks(source, view.own[: view.sinks])
         self.token_table[self.draft_row(row), : view.kept] = view.slots.to(self.token_table.dtype)
-        if self.packed_rows is not None:
-            self.packed_rows.counts[self.draft_row(row)] = view.packed
-        if self.pointer_rows is not None:
-            self.pointer_rows.counts[self.draft_row(row)] = view.own_tokens
+        self.forms.begins(self.draft_row(row), view)
 
     def _keep_sinks(self, source: torch.Tensor, targets: torch.Tensor) -> None:
         """Copy the first tokens of the context in slots ``source``, int64, as they are, to ``targets``, int64 [sinks]."""

@@ -19,11 +19,12 @@ from sglang_ext.mem_cache.deferral import Deferral
 from sglang_ext.mem_cache.host_pool import HostPool, check_alike
 from sglang_ext.mem_cache.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.lanes import Lane, LastUse, Pipe
+from sglang_ext.mem_cache.piece_copies import PieceCopies
 from sglang_ext.mem_cache.pieces import Piece, pieces, runs
 from sglang_ext.mem_cache.transfers import Launched, Transfer
 
-# Bytes of both buffers of a direction: a share of the device's KV, within bounds. Copies of half of it take much longer than their
-# launch; and a stream takes some 1,000 launches before it lets the host wait: several loads of a long context stay below that.
+# Bytes of both buffers of a direction: a share of the device's KV, within bounds. Copies of half of it take much longer than
+# their launch; and a stream takes some 1,000 launches before it lets the host wait: several loads of a long context stay below.
 STAGING_SHARE, LEAST_STAGING, MOST_STAGING = 1 / 64, 16 << 20, 256 << 20
 
 
@@ -56,13 +57,13 @@ class HostTier:
         self.pool = pool
         key = buffers.keys[0]
         self._device = key.device
-        self._rows = [as_words(buffer, 8) for buffer in (*buffers.keys, *buffers.values)]
+        self._copies = PieceCopies([as_words(buffer, 8) for buffer in (*buffers.keys, *buffers.values)], pool)
         self._checksums = PageChecksums(buffers, pool.page_size)
         # The tables and the kernel are made here: no lane shall find them unfinished.
         self._checksums.of(torch.zeros(pool.page_size, dtype=torch.int64, device=key.device))
-        page_words = pool.page_size * self._rows[0].shape[1]
+        rows = self._copies.rows[0]
         staging = staging_bytes(buffers) if staging is None else staging
-        self._room = max(1, staging // 2 // (page_words * self._rows[0].element_size()))
+        self._room = max(1, staging // 2 // (pool.page_size * rows.shape[1] * rows.element_size()))
         copies, moves = (partial(Lane.beside, self._device, urgent=urgent) for urgent in (False, True))
         self._stores = Pipe(self._halves(), filler=moves(), emptier=copies())
         self._loads = Pipe(self._halves(), filler=copies(), emptier=moves())
@@ -72,7 +73,7 @@ class HostTier:
         self._deferral = Deferral()
 
     def _halves(self) -> torch.Tensor:
-        rows = self._rows[0]
+        rows = self._copies.rows[0]
         return rows.new_empty(2, self._room * self.pool.page_size, rows.shape[1])
 
     @property
@@ -141,7 +142,7 @@ class HostTier:
         pipe.filler.uses(slots)
         start = pipe.emptier.mark()
         for piece in self._pieces(pages):
-            pipe.move(partial(self._gather, piece, slots), partial(self._to_host, piece))
+            pipe.move(partial(self._copies.gather, piece, slots), partial(self._copies.to_host, piece))
         with pipe.filler.running():
             sums = self._checksums.of(slots)
         pipe.hand_over()
@@ -161,7 +162,7 @@ class HostTier:
         pipe.emptier.uses(slots)
         start = pipe.filler.mark()
         for piece in self._pieces(pages):
-            pipe.move(partial(self._from_host, piece), partial(self._scatter, piece, slots))
+            pipe.move(partial(self._copies.from_host, piece), partial(self._copies.scatter, piece, slots))
         with pipe.filler.running():
             expected = slots.new_empty(len(pages))
             for run in runs(pages):
@@ -177,30 +178,7 @@ class HostTier:
         return Launched(start, end, wrong)
 
     def _pieces(self, pages: torch.Tensor) -> Iterator[Piece]:
-        return pieces(len(self._rows), pages, self.pool.page_size, self._room)
-
-    def _gather(self, piece: Piece, slots: torch.Tensor, half: torch.Tensor) -> None:
-        for part, buffer in zip(piece.part(half), piece.buffers):
-            torch.index_select(self._rows[buffer], 0, slots[piece.tokens], out=part)
-
-    def _scatter(self, piece: Piece, slots: torch.Tensor, half: torch.Tensor) -> None:
-        for part, buffer in zip(piece.part(half), piece.buffers):
-            self._rows[buffer].index_copy_(0, slots[piece.tokens], part)
-
-    def _to_host(self, piece: Piece, half: torch.Tensor) -> None:
-        for of_host, of_device in self._copies(piece, half):
-            of_host.copy_(of_device, non_blocking=True)
-
-    def _from_host(self, piece: Piece, half: torch.Tensor) -> None:
-        for of_host, of_device in self._copies(piece, half):
-            of_device.copy_(of_host, non_blocking=True)
-
-    def _copies(self, piece: Piece, half: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Blocks of memory on the host and in a buffer that belong together."""
-        for part, buffer in zip(piece.part(half), piece.buffers):
-            of_host = self.pool.words[buffer]
-            for run in piece.runs:
-                yield of_host[run.first : run.first + run.count], part[run.place : run.place + run.count]
+        return pieces(len(self._copies.rows), pages, self.pool.page_size, self._room)
 
     def _check(self, slots: torch.Tensor, pages: torch.Tensor) -> None:
         if len(pages) == 0 or len(slots) != len(pages) * self.pool.page_size:

@@ -3,17 +3,15 @@
 SGLang's page size is the unit throughout, and equals that of the host tier. A prefix match is a run of nodes on the device,
 then a run of nodes that :meth:`TieredRadixCache.init_load_back` can bring there: from the host, or because they are on the
 device already, below a node that is not. It ends at the first node that is in neither tier.
+
+Here is what SGLang calls; below lie, class upon class, tiered_loads.py, tiered_stores.py, tiered_locks.py and tiered_tree.py.
 """
 
-import heapq
-import time
 from array import array
 from itertools import takewhile
 
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import (
-    EvictParams,
-    EvictResult,
     InitLoadBackParams,
     InsertParams,
     InsertResult,
@@ -23,12 +21,11 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_ext.mem_cache import tree_integrity
-from sglang_ext.mem_cache.segments import Segment, covering
-from sglang_ext.mem_cache.tiered_moves import TieredMoves
+from sglang_ext.mem_cache.tiered_loads import TieredLoads
 from sglang_ext.mem_cache.tiered_node import TieredNode, joined, path
 
 
-class TieredRadixCache(TieredMoves):
+class TieredRadixCache(TieredLoads):
     """A radix cache whose nodes hold full KV on the device or the host, and compressed chunks of it."""
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
@@ -189,74 +186,6 @@ class TieredRadixCache(TieredMoves):
         self._inc_hit_count(node, chunked)
         self._record_store_event(node)
         return node
-
-    def evict(self, params: EvictParams) -> EvictResult:
-        """Free device slots: of segments that nobody reads, and of nodes that nobody locks, from the leaves up.
-
-        Segments are as old as the node that they hang on, and go before it. Where there is a host tier with room, nodes stay
-        there; else they are dropped. What lacks then is taken from running requests that need it for verifications only.
-        """
-        if self.disable:
-            return EvictResult()
-        start_time, evicted = time.perf_counter(), 0
-        heap = [self._ranked(node, node.id) for node in self.evictable_leaves]
-        heap += [self._ranked(segment.node, -1 - count, segment) for count, segment in enumerate(self.segments.unused)]
-        heapq.heapify(heap)
-        while evicted < params.num_tokens and heap:
-            *_, node, segment = heapq.heappop(heap)
-            if segment is not None:
-                evicted += self.segments.free(segment)
-            elif node in self.evictable_leaves:
-                evicted += self._evict_leaf(node)
-                if node.parent in self.evictable_leaves:
-                    heapq.heappush(heap, self._ranked(node.parent, node.parent.id))
-        if evicted < params.num_tokens and self.residency is not None:
-            evicted += self.residency.drop(params.num_tokens - evicted)
-        self.update_eviction_metrics(evicted, start_time)
-        return EvictResult(num_tokens_evicted=evicted)
-
-    def _ranked(self, node: TieredNode, rank: int, segment: Segment | None = None) -> tuple:
-        """An entry of the heap of what may be evicted, least needed first, then deepest; ``rank`` differs between all."""
-        return self.eviction_strategy.get_priority(node), -node.end, rank, node, segment
-
-    def _evict_leaf(self, node: TieredNode) -> int:
-        self.back_up(node)
-        return self._drop(node) if node.host_value is None else self._free_value(node)
-
-    def path_segments(self, node: TieredNode, length: int, method: str = "", start: int = 0) -> list[Segment]:
-        """Segments of ``method`` that stand for the path to ``node`` from token ``start`` on, one after another.
-
-        None ends after ``length``. Of alternatives that begin at one position it names the one that reaches farthest.
-        """
-        return covering(path(node), length, method, start)
-
-    def attach(self, node: TieredNode, segment: Segment) -> None:
-        """Let the tree own ``segment``, which stands for tokens of the path to ``node``, and its slots.
-
-        Unless it has users it may be evicted from now on.
-
-        Raises:
-            ValueError: it does not lie on the path, is attached already, or is not made of whole pages.
-        """
-        if node.dropped:
-            raise ValueError(f"a path of {node.end} tokens was dropped from the tree; match it again before attaching to it")
-        self.segments.add(segment, path(node))
-
-    def use(self, segment: Segment) -> None:
-        """Count a running request that reads ``segment``; it outlives its node.
-
-        Raises:
-            ValueError: the tree does not have it any more.
-        """
-        self.segments.use(segment)
-
-    def release(self, segment: Segment) -> None:
-        """Undo one :meth:`use`; a segment whose node is gone is freed with its last user.
-
-        Raises:
-            ValueError: no request reads it.
-        """
-        self.segments.release(segment)
 
     def check_integrity(self) -> None:
         """Check the tree and what it owns, in a pass over all slots; not between SGLang's ``free_group_begin`` and ``end``.

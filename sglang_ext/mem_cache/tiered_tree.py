@@ -1,4 +1,4 @@
-"""The prefix tree below SGLang's contract: its nodes, what they own, and what keeps them."""
+"""The prefix tree below SGLang's contract: its nodes, and what they own."""
 
 import sys
 import time
@@ -6,15 +6,14 @@ from array import array
 from typing import TYPE_CHECKING
 
 import torch
-from sglang.srt.mem_cache.base_prefix_cache import DecLockRefParams, DecLockRefResult, IncLockRefResult
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import split_node_hash_value
 
 from sglang_ext.mem_cache.host_tier import HostTier
 from sglang_ext.mem_cache.radix_cache import KVViewsRadixCache
-from sglang_ext.mem_cache.segments import Segments
-from sglang_ext.mem_cache.tiered_node import TieredNode, below, joined
+from sglang_ext.mem_cache.segments import Segment, Segments, covering
+from sglang_ext.mem_cache.tiered_node import TieredNode, below, path
 
 if TYPE_CHECKING:
     from sglang_ext.mem_cache.residency import Residency
@@ -23,9 +22,7 @@ if TYPE_CHECKING:
 class TieredTree(KVViewsRadixCache):
     """Nodes that own device slots, host pages and segments, in any subset.
 
-    A node that no request locks holds its KV on the device or on the host; all nodes below it are unlocked too, so that
-    it can be dropped with them. A locked node may lose both (:attr:`TieredNode.is_void`): it stays until it is unlocked, or
-    a request brings its KV again.
+    What they own is counted as evictable or protected, as they are locked (tiered_locks.py).
 
     Attributes:
         segments: the compressed chunks that hang on the nodes.
@@ -68,68 +65,40 @@ class TieredTree(KVViewsRadixCache):
             last_device_node=root, last_host_node=root, best_match_node=root
         )
 
-    def inc_lock_ref(self, node: TieredNode) -> IncLockRefResult:
-        """Keep the path to ``node``: nobody may evict it; slots that it owns count as protected."""
-        if self.disable:
-            return IncLockRefResult(delta=0)
-        delta = 0
-        while node is not self.root_node:
-            if node.lock_ref == 0:
-                self.evictable_size_ -= node.device_tokens
-                self.protected_size_ += node.device_tokens
-                delta -= node.device_tokens
-            node.lock_ref += 1
-            self._update_leaf_status(node)
-            node = node.parent
-        return IncLockRefResult(delta=delta)
+    def path_segments(self, node: TieredNode, length: int, method: str = "", start: int = 0) -> list[Segment]:
+        """Segments of ``method`` that stand for the path to ``node`` from token ``start`` on, one after another.
 
-    def dec_lock_ref(self, node: TieredNode, params: DecLockRefParams | None = None) -> DecLockRefResult:
-        """Undo one :meth:`inc_lock_ref`; nodes whose KV is lost go once nobody locks them."""
-        if self.disable:
-            return DecLockRefResult(delta=0)
-        delta, lost = 0, []
-        while node is not self.root_node:
-            node.lock_ref -= 1
-            if node.lock_ref == 0:
-                self.evictable_size_ += node.device_tokens
-                self.protected_size_ -= node.device_tokens
-                delta += node.device_tokens
-                lost += [node] if node.is_void else []
-            self._update_leaf_status(node)
-            node = node.parent
-        for node in lost:
-            self._drop(node)
-        return DecLockRefResult(delta=delta)
+        None ends after ``length``. Of alternatives that begin at one position it names the one that reaches farthest.
+        """
+        return covering(path(node), length, method, start)
 
-    def evictable_size(self) -> int:
-        """Slots that :meth:`evict` can free: of nodes that nobody locks, of segments that nobody reads, and of running
-        requests' full KV that may leave the device."""
-        return self.evictable_size_ + self.segments.unused_tokens + self._offered
+    def attach(self, node: TieredNode, segment: Segment) -> None:
+        """Let the tree own ``segment``, which stands for tokens of the path to ``node``, and its slots.
 
-    def protected_size(self) -> int:
-        """Slots of locked nodes that stay."""
-        return self.protected_size_ - self._offered
+        Unless it has users it may be evicted from now on.
 
-    @property
-    def _offered(self) -> int:
-        return self.residency.offered_tokens if self.residency is not None else 0
+        Raises:
+            ValueError: it does not lie on the path, is attached already, or is not made of whole pages.
+        """
+        if node.dropped:
+            raise ValueError(f"a path of {node.end} tokens was dropped from the tree; match it again before attaching to it")
+        self.segments.add(segment, path(node))
 
-    def total_size(self) -> int:
-        """Slots that nodes own."""
-        return sum(node.device_tokens for node in below(self.root_node))
+    def use(self, segment: Segment) -> None:
+        """Count a running request that reads ``segment``; it outlives its node.
 
-    def all_values_flatten(self) -> torch.Tensor:
-        """Slots that nodes own: int64 [total_size]."""
-        values = [node.value for node in below(self.root_node) if node.value is not None]
-        return joined(values, self._empty_match_result.device_indices)
+        Raises:
+            ValueError: the tree does not have it any more.
+        """
+        self.segments.use(segment)
 
-    def cached_slots(self) -> torch.Tensor:
-        """Slots that the tree owns, of nodes and segments: int64 [slots]."""
-        return torch.cat([self.all_values_flatten(), *(segment.slots for segment in self.segments)])
+    def release(self, segment: Segment) -> None:
+        """Undo one :meth:`use`; a segment whose node is gone is freed with its last user.
 
-    def session_held_tokens(self, active_pool_idxs: set | None = None) -> int:
-        """Slots of requests' own copies and of segments in use."""
-        return super().session_held_tokens(active_pool_idxs) + self.segments.held_tokens
+        Raises:
+            ValueError: no request reads it.
+        """
+        self.segments.release(segment)
 
     def _walk(self, key: RadixKey) -> list[TieredNode]:
         """Nodes of the longest path that begins ``key``, in whole pages; the last is split where they part."""

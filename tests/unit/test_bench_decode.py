@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_ext.bench import BenchError, decode, decode_limit, decode_wave, settings
+from sglang_ext.bench import BenchError, decode, decode_limit, decode_prompts, decode_report, decode_wave, settings
+from sglang_ext.bench.client import SamplingSettings
 from sglang_ext.bench.decode_limit import ModelBytes
 from sglang_ext.bench.decode_wave import Stream, Wave
 from sglang_ext.bench.settings import Setting
@@ -62,7 +63,7 @@ def test_requests_that_hardly_decoded_side_by_side_are_refused():
 def test_an_answer_that_breaks_off_is_no_measurement(events):
     server = SimpleNamespace(stream=lambda path, body: iter(events))
     with pytest.raises(BenchError, match="of 8 tokens"):
-        decode_wave.run(server, [(1, 2)], decode.SamplingSettings(), 8)
+        decode_wave.run(server, [(1, 2)], SamplingSettings(), 8)
 
 
 def test_limits_count_weights_and_kv(tmp_path):
@@ -151,8 +152,8 @@ def test_a_gain_is_over_stock_at_the_same_context_and_batch(tmp_path):
     assert stock.token_ms == 10 and ours.gain == 2 and other.gain is None
     more = Wave(batch=8, running=4, seconds=1.0, tokens=1200, steady=1200.0, first_token=0.1, accept_length=16.0, fallbacks=0)
     half = decode.summarize(args, Setting("s", budget=0.1, draft_length=16), 4096, [more], [stock], None)
-    assert half.gain == 1.5 and "4 at once" in decode.line(half) and "at once" not in decode.line(ours)
-    assert "gain  2.00" in decode.line(ours) and "1 requests ended on full KV" in decode.line(ours)
+    assert half.gain == 1.5 and "4 at once" in decode_report.line(half) and "at once" not in decode_report.line(ours)
+    assert "gain  2.00" in decode_report.line(ours) and "1 requests ended on full KV" in decode_report.line(ours)
 
 
 @pytest.mark.parametrize("flags", [("--batch", "0"), ("--context-len", "many"), ("--force-acceptance", "1.5"), ("--also", "0.5")])
@@ -163,10 +164,10 @@ def test_bad_options_are_refused_before_a_server_starts(tmp_path, flags):
 
 
 def test_each_wave_of_a_text_has_prompts_of_its_own():
-    waves = decode.Waves([1, 4], repeats=2, fresh=True)
+    waves = decode_prompts.Waves([1, 4], repeats=2, fresh=True)
     taken = [list(range(10)[where]) for batch in (1, 4) for where in waves.of(batch)]
     assert taken == [[0], [1], [2, 3, 4, 5], [6, 7, 8, 9]] and waves.prompts == 10
-    same = decode.Waves([1, 4], repeats=2, fresh=False)
+    same = decode_prompts.Waves([1, 4], repeats=2, fresh=False)
     assert same.of(4) == [slice(0, 4)] * 2 and same.prompts == 4
 
 
@@ -174,9 +175,9 @@ def test_a_text_too_short_for_the_prompts_is_refused(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
     (tmp_path / "text").write_text("a b c")
     tokenizer = SimpleNamespace(bos_token=None, encode=lambda text, add_special_tokens: text.split())
-    monkeypatch.setattr(decode, "load_tokenizer", lambda model: tokenizer)
+    monkeypatch.setattr(decode_prompts, "load_tokenizer", lambda model: tokenizer)
     with pytest.raises(BenchError, match="has 3 tokens"):
-        decode.make_prompts(arguments(tmp_path, "--prompt-file", str(tmp_path / "text")), 2, [16])
+        decode_prompts.make_prompts(arguments(tmp_path, "--prompt-file", str(tmp_path / "text")), 2, [16])
 
 
 def test_times_of_a_round_are_read_from_the_metrics_page():

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from bench_helpers import PROMPT, SETTING, STATS, tops
 
-from sglang_ext.bench import report
+from sglang_ext.bench import identity_report, report
 from sglang_ext.bench.compare import compare
 from sglang_ext.bench.generation import Generation
 from sglang_ext.bench.prompts import Prompt
@@ -22,7 +22,7 @@ class TestReport:
     )
 
     def test_summary_tells_failures_and_curve(self) -> None:
-        text = "\n".join(report.summary_lines(self.comparison, RULES))
+        text = "\n".join(identity_report.summary_lines(self.comparison, RULES))
         assert "0 of 1 identical, 1 failed" in text
         assert "largest top-2 margin at the first difference 0.5" in text
         assert "acceptance by draft position: 0.75 0.33" in text
@@ -30,7 +30,7 @@ class TestReport:
     def test_json_round_trip(self, tmp_path: Path) -> None:
         path = tmp_path / "new" / "r.json"
         verdict = judge([self.comparison], RULES)
-        report.write_json(path, report.as_json({"a": Path("x")}, [self.comparison], RULES, verdict))
+        report.write_json(path, identity_report.as_json({"a": Path("x")}, [self.comparison], RULES, verdict))
         read = json.loads(path.read_text())
         assert read["config"] == {"a": "x"}
         assert {"sglang", "torch", "sglang_ext", "python"} <= set(read["versions"])
@@ -45,24 +45,24 @@ class TestReport:
         answer = Generation((1, 2), (((7, -0.5),), ((7, -0.75),)), STATS)
         stock = Generation((1, 2), (((7, -0.5),), ((7, -1.0),)))
         found = compare(SETTING, [PROMPT], [stock], [answer], 2)
-        report.print_comparison(report.make_console(), found, RULES, 2)
+        identity_report.print_comparison(report.make_console(), found, RULES, 2)
         printed = capsys.readouterr().out
         assert "0.25 @1" in printed and "largest logprob difference 0.25: p at token 1" in printed
-        (entry,) = report.as_json({}, [found], RULES, judge([found], RULES))["comparisons"]
+        (entry,) = identity_report.as_json({}, [found], RULES, judge([found], RULES))["comparisons"]
         where = {"value": 0.25, "index": 1, "token": 7}
         assert entry["prompts"][0]["max_logprob_difference"] == where
         assert entry["summary"]["max_logprob_difference"] == {"prompt": "p", **where}
 
     def test_verdict_ends_the_console_report(self, capsys: pytest.CaptureFixture[str]) -> None:
-        report.print_verdict(report.make_console(), judge([self.comparison], Rules("float32", 1.0)))
+        identity_report.print_verdict(report.make_console(), judge([self.comparison], Rules("float32", 1.0)))
         lines = capsys.readouterr().out.splitlines()
         assert lines[0].startswith("tolerated: quant 0.5") and lines[-1] == "FAILED"
 
     def test_plot_is_a_png(self, tmp_path: Path) -> None:
-        report.write_plot(tmp_path / "p.png", [self.comparison])
+        identity_report.write_plot(tmp_path / "p.png", [self.comparison])
         assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
     def test_table_takes_names_with_brackets_literally(self, capsys: pytest.CaptureFixture[str]) -> None:
         found = compare(SETTING, [Prompt("[b]x", (1,))], [Generation()], [Generation(error="[/x]")], 2)
-        report.print_comparison(report.make_console(), found, RULES, 2)
+        identity_report.print_comparison(report.make_console(), found, RULES, 2)
         assert "[b]x" in capsys.readouterr().out

@@ -37,10 +37,10 @@ def engine_of(*flags, policy="auto", p=0.98, staggered=True):
 @pytest.mark.parametrize("more", [(), ("--sigma", "0.6", "--rate", "3", "--prefill-rate", "40000")], ids=["equal", "mixed"])
 def test_each_request_gets_its_output_and_no_memory_is_used_twice(policy, more):
     engine = engine_of(*SMALL, "--memory-tokens", "40000", *more, policy=policy)
-    while engine.queue or engine.running:
+    while engine.intake.queue or engine.running:
         engine.step()
         loading = engine.admission._loads.memory.reserved(0) if not engine.plain else 0.0
-        assert engine._committed() + loading <= engine.pool * (1 + 1e-9)
+        assert engine.room.committed(engine.running.values()) + loading <= engine.room.pool * (1 + 1e-9)
     assert engine.rounds.whole.tokens == sum(request.output for request in engine.requests)
     assert all(request.produced == request.output for request in engine.requests)
     assert engine.rounds.finished == 16

@@ -9,8 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_ext import doctor, hooking, hooks, uses
-from sglang_ext.doctor import Check
+from sglang_ext import hooking, hooks, uses
+from sglang_ext.doctor import __main__ as doctor
+from sglang_ext.doctor import installation, serving
+from sglang_ext.doctor.check import Check
 
 SMALL = {
     "hidden_size": 64,
@@ -69,7 +71,7 @@ def install(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]) -> None:
             raise PackageNotFoundError(package)
         return versions[package]
 
-    monkeypatch.setattr(doctor, "version", version)
+    monkeypatch.setattr(installation, "version", version)
 
 
 @pytest.mark.usefixtures("device")
@@ -119,7 +121,7 @@ def test_a_hook_that_does_not_fit_gets_a_line_of_its_own(
 ) -> None:
     table = (dataclasses.replace(hooks.HOOKS[0], **change), *hooks.HOOKS[1:])
     monkeypatch.setattr(hooks, "HOOKS", table)
-    summary, line = doctor.check_hooks()
+    summary, line = serving.check_hooks()
     total = len(table) + len(hooks.PLAIN_CPU_HOOKS) + len(uses.USES)
     assert summary.found == f"{total - 1} of {total} fit" and not summary.ok
     assert problem in line.found and table[0].target in line.found
@@ -129,7 +131,7 @@ def test_a_hook_that_does_not_fit_gets_a_line_of_its_own(
 
 def test_a_patched_fork_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hooking, "is_patched_fork", lambda: True)
-    (summary,) = doctor.check_hooks()
+    (summary,) = serving.check_hooks()
     assert summary.ok and summary.found.endswith("called by this patched fork")
 
 
@@ -146,7 +148,7 @@ def test_a_patched_fork_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_unsupported_models_are_named_with_the_reason(
     tmp_path: Path, config: dict[str, object], reason: str
 ) -> None:
-    check = doctor.check_model(config_folder(tmp_path, config))
+    check = serving.check_model(config_folder(tmp_path, config))
     assert not check.ok and reason in check.found
     assert "--kv-mode full" in check.remedy
 
@@ -160,14 +162,14 @@ def test_a_folder_without_a_model_is_a_failing_line_not_a_traceback(tmp_path: Pa
 
 @pytest.mark.parametrize(("minor", "ok"), [(10, False), (11, True), (12, True), (13, False)])
 def test_python_versions(minor: int, ok: bool) -> None:
-    check = doctor.check_python((3, minor))
+    check = installation.check_python((3, minor))
     assert check.ok is ok
     assert bool(check.remedy) is not ok
 
 
 def test_an_entry_point_that_is_not_installed_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "entry_points", lambda group: ())
-    check = doctor.check_entry_point("plugin", doctor.PLUGIN_GROUP, doctor.PLUGIN)
+    monkeypatch.setattr(installation, "entry_points", lambda group: ())
+    check = installation.check_entry_point("plugin", installation.PLUGIN_GROUP, installation.PLUGIN)
     assert not check.ok and "pip install -e ." in check.remedy
 
 
@@ -184,7 +186,7 @@ def test_environment_variables_that_leave_the_plugin_out_are_named(
     monkeypatch: pytest.MonkeyPatch, variable: str, value: str, ok: bool
 ) -> None:
     monkeypatch.setenv(variable, value)
-    check = doctor.check_not_filtered()
+    check = installation.check_not_filtered()
     assert check.ok is ok
     assert ok or f"{variable}={value}" in check.found
 
@@ -199,7 +201,7 @@ def test_of_gpus_nvidias_are_supported(
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
-    check = doctor.check_device()
+    check = serving.check_device()
     assert check.ok is ok
     assert "H200" in check.found if ok else "SGLANG_USE_CPU_ENGINE" in check.remedy
 
@@ -229,8 +231,8 @@ def test_a_gpu_needs_flashinfer(
         (tmp_path / name).touch()
     specs = {"sgl_kernel": SimpleNamespace(submodule_search_locations=[str(tmp_path)]), "flashinfer": installed}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
-    monkeypatch.setattr(doctor, "find_spec", specs.get)
-    check = doctor.check_attention_backends()
+    monkeypatch.setattr(serving, "find_spec", specs.get)
+    check = serving.check_attention_backends()
     assert (check.found, check.ok) == (found, ok)
     assert bool(check.remedy) is not ok
 

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from sglang_ext.core import LONG_MEMORY, Acceptance, RequestState
 from sglang_ext.managers.clock import Mark
-from sglang_ext.managers.draft_length import LOOK_SHARE, DraftLength, Load, Spent, expected_tokens
+from sglang_ext.managers.draft_length import LOOK_SHARE, DraftLength, expected_tokens
 from sglang_ext.managers.pace import Pace
 from sglang_ext.managers.round_plan import Round
+from sglang_ext.managers.round_times import Load, Spent
 from sglang_ext.metrics import KVMetrics
 
 

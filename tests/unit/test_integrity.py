@@ -7,6 +7,7 @@ import torch
 
 from sglang_ext.core import RequestState, Step
 from sglang_ext.managers.integrity import IntegrityError, check
+from sglang_ext.mem_cache.copy_forms import CopyForms
 
 TABLE = torch.tensor([[0] * 6, [1, 2, 3, 4, 5, 6], [1, 2, 7, 8, 9, 10]])  # two requests share 1 and 2
 
@@ -14,9 +15,8 @@ TABLE = torch.tensor([[0] * 6, [1, 2, 3, 4, 5, 6], [1, 2, 7, 8, 9, 10]])  # two 
 def views(copies=(11, 12), free=(13, 14), cached=(1, 2, 15), page_size=1):
     return SimpleNamespace(
         token_table=TABLE,
-        head_cells=None,
+        forms=CopyForms(),
         copies=lambda: (),
-        pointer_rows=None,
         all_slots=lambda: torch.tensor(copies, dtype=torch.int64),
         free_slots=lambda: torch.tensor(free, dtype=torch.int64),
         allocator=SimpleNamespace(page_size=page_size),

@@ -13,6 +13,7 @@ from sglang_ext.mem_cache.host_pool import HostPool
 from sglang_ext.mem_cache.host_tier import HostTier
 from sglang_ext.mem_cache.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.lanes import LastUse, Pipe
+from sglang_ext.mem_cache.piece_copies import PieceCopies
 
 
 @dataclass(frozen=True)
@@ -100,28 +101,35 @@ def test_the_last_use_of_any_page_is_waited_for():
     assert only.end(torch.tensor([2])) is None
 
 
-class TracedTier(HostTier):
-    """A tier that notes its reads and writes."""
+@dataclass(frozen=True)
+class TracedCopies(PieceCopies):
+    """Copies that note their reads and writes."""
 
-    def __init__(self, buffers, pool, trace):
-        super().__init__(buffers, pool)
-        self.trace = trace
-        self._room = 2
-        self._stores, self._loads = traced_pipe("store", trace), traced_pipe("load", trace)
+    trace: Trace
 
-    def _gather(self, piece, slots, half):
+    def gather(self, piece, slots, half):
         self.trace.touch(half.data_ptr(), True)
 
-    def _scatter(self, piece, slots, half):
+    def scatter(self, piece, slots, half):
         self.trace.touch(half.data_ptr(), False)
 
-    def _copies(self, piece, half):
+    def _blocks(self, piece, half):
         storing = "store" in self.trace.lane.name
         self.trace.touch(half.data_ptr(), not storing)
         for run in piece.runs:
             for row in range(run.first, run.first + run.count, self.pool.page_size):
                 self.trace.touch(("page", piece.buffers.start, row), storing)
         return ()
+
+
+class TracedTier(HostTier):
+    """A tier whose copies are traced."""
+
+    def __init__(self, buffers, pool, trace):
+        super().__init__(buffers, pool)
+        self._room = 2
+        self._copies = TracedCopies(self._copies.rows, pool, trace)
+        self._stores, self._loads = traced_pipe("store", trace), traced_pipe("load", trace)
 
 
 def races(transfers):

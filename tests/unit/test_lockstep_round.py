@@ -17,6 +17,7 @@ from sglang_ext.managers.planner import NEIGHBOUR, NO_FREE_SLOTS, SHORT_CONTEXT,
 from sglang_ext.managers.round_plan import PLAIN_STEPS, TRIAL_COPIES, Round, RoundPlanner
 from sglang_ext.managers.sampling import Sampled
 from sglang_ext.managers.steps import Drafted, Steps
+from sglang_ext.managers.verify_pass import VerifyPass
 from sglang_ext.platforms.plain_cpu import without_pinning
 
 ROWS = 8
@@ -73,7 +74,8 @@ def schedule(views=None, lossy=False, stride=5):
         model_runner=SimpleNamespace(war_fastpath_read_done_event="earlier", decode_cuda_graph_runner=None),
     )
     pace = Pace(FixedLength(worker.stride - 1), torch.device("cpu"), KVMetrics("model"))
-    return Lockstep(worker, None, None, pace, Steps(worker))
+    steps = Steps(worker)
+    return Lockstep(worker, pace, steps, VerifyPass(worker, steps, None, None))
 
 
 def plan(asked, found, wanted, views=None, lossy=False):
@@ -179,7 +181,7 @@ def outcome(drafted, answers, width=None):
     tokens = torch.tensor([*answers, *[0] * ((width or len(answers)) - len(answers))])
     nothing = LogitsProcessorOutput(next_token_logits=None)
     found.steps.draft = lambda *_: Drafted(torch.tensor([drafted]))
-    found._verify = lambda *_: (nothing, sampled(tokens))
+    found.verify_pass.forward = lambda *_: (nothing, sampled(tokens))
     found.pace = SimpleNamespace(drafted=lambda: None)
     slots = torch.zeros(1, 1 + len(drafted))
     result = found._draft_and_verify(asked, round_, torch.tensor([9]), slots, published.append)
@@ -225,13 +227,12 @@ def test_accepted_is_what_one_by_one_decoding_gives(drafts, answers, spare):
 def test_verifications_leave_their_queries_where_a_choice_is_near_or_made_in_each_round():
     views = Views()
     worker, state = SimpleNamespace(views=views, queries=SimpleNamespace(span=49)), RequestState(rid="r", row=1, seed=0)
-    schedule = object.__new__(Lockstep)
-    schedule.worker = worker
-    assert schedule._copy_is_near(state, 400), "there is none yet"
+    verify_pass = VerifyPass(worker, None, None, None)
+    assert verify_pass._copy_is_near(state, 400), "there is none yet"
     views.compress(1, 400, 0)
-    assert [schedule._copy_is_near(state, length) for length in (401, 814, 815)] == [False, False, True]
+    assert [verify_pass._copy_is_near(state, length) for length in (401, 814, 815)] == [False, False, True]
     views.each_round = True
-    assert schedule._copy_is_near(state, 401)
+    assert verify_pass._copy_is_near(state, 401)
 
 
 def test_the_scheduler_does_not_take_an_earlier_event_for_the_end_of_the_round():
@@ -257,7 +258,7 @@ def test_of_drafts_that_ngrams_proposed_only_those_offered_are_accepted_and_coun
         draft=lambda *_: Drafted(torch.tensor([[1, 2, 3]]), torch.tensor([2]), torch.tensor([1])),
     )  # fmt: skip
     nothing = LogitsProcessorOutput(next_token_logits=None)
-    found._verify = lambda *_: (nothing, sampled([1, 2, 3, 4]))
+    found.verify_pass.forward = lambda *_: (nothing, sampled([1, 2, 3, 4]))
     found.pace = SimpleNamespace(drafted=lambda: None)
     round_ = Round(states(1), 3, 0, [100], [1], [100], [0])
     result = found._draft_and_verify(batch([100]), round_, torch.tensor([9]), torch.zeros(1, 4), None)

@@ -82,12 +82,6 @@ class Worker(KVWorker):
         self.alloc_memory_pool(req_to_token_pool=table, token_to_kv_pool_allocator=SimpleNamespace(page_size=1))
 
 
-def told(worker):
-    """What a worker tells its model's own attention of copies."""
-    own = worker.model_runner.attn_backend
-    return CopyForms(own.packed_rows, own.head_cells, own.pointer_rows)
-
-
 def test_what_rows_begin_with_has_its_place_before_graphs_are_captured(monkeypatch):
     monkeypatch.setattr("sglang_ext.managers.worker.get_alloc_reserve_per_decode", lambda args: 4)
     packed, uneven, plain = Worker("snapkv+kivi"), Worker("snapkv", "adaptive"), Worker("snapkv")
@@ -95,7 +89,7 @@ def test_what_rows_begin_with_has_its_place_before_graphs_are_captured(monkeypat
     for worker in (packed, uneven, plain, pointing):
         worker.allocate()
         assert worker._read_copies() is None, "on a CPU the model's own attention reads copies"
-        assert vars(told(worker)) == vars(worker.forms)
+        assert worker.model_runner.attn_backend.forms is worker.forms
     packed, uneven, plain, pointing = (worker.forms for worker in (packed, uneven, plain, pointing))
     assert pointing.packed_rows is pointing.head_cells is packed.pointer_rows is uneven.pointer_rows is plain.pointer_rows is None
     assert pointing.pointer_rows.counts.tolist() == [0] * 8 and pointing.pointer_rows.pointers.per_slot == 64

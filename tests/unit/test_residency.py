@@ -30,7 +30,7 @@ def track(made, *reqs, covered=None):
 
 def stored(made):
     """Let the stores under way end."""
-    for node in made.cache.residency._of_node:
+    for node in made.cache.residency.holders.by_node:
         if node.store is not None:
             node.store.wait()
 

@@ -23,6 +23,7 @@ from sglang_ext.managers.round_plan import PLAIN_STEPS
 from sglang_ext.managers.ranks import Ranks
 from sglang_ext.managers.sampling import Sampled
 from sglang_ext.managers.verifications import Verifications
+from sglang_ext.managers.verify_pass import VerifyPass
 from sglang_ext.metrics import KVMetrics
 from sglang_ext.platforms.plain_cpu import without_pinning
 from test_lockstep_round import Views, request
@@ -119,13 +120,14 @@ class Toy(Rolling):
         steps = SimpleNamespace(table=views.token_table, slots=lambda *args: torch.zeros(1), one_by_one=self.draw)
         pace = Pace(FixedLength(DRAFTS), torch.device("cpu"), metrics)
         policy = SimpleNamespace(observe=lambda round_, spent: None, choose=lambda p, link, share: Offload(None, LONGEST))
-        super().__init__(worker, None, None, pace, steps, verifications, policy)
+        super().__init__(worker, pace, steps, VerifyPass(worker, steps, None, None), verifications, policy)
+        self.verify_pass.forward = self.verify
         self.committed = {row: [row] * (PROMPT + 1) for row in range(1, count + 1)}
 
     def draw(self, batch, round_, count, tokens, slots, starts=None):
         starts, drawn = batch.seq_lens if starts is None else starts, []
         for i, state in enumerate(round_.states):
-            before = self.gathered[state.row, : round_.gathered[i]].tolist()
+            before = self.gathered.tokens[state.row, : round_.gathered[i]].tolist()
             sequence = [*self.committed[state.row], *before]
             assert int(tokens[i]) == sequence[-1] and int(starts[i]) == len(sequence) - 1 == round_.starts[i]
             exact = round_.rows[i] == state.row
@@ -136,7 +138,7 @@ class Toy(Rolling):
         output = LogitsProcessorOutput(next_token_logits=None)
         return [(output, Sampled(column, None, [], [])) for column in torch.tensor(drawn).T]
 
-    def _verify(self, batch, round_, tokens, slots, sampling=None):
+    def verify(self, batch, round_, tokens, slots, sampling=None):
         answers = []
         for state, row in zip(round_.states, tokens.tolist()):
             residency = self.verifications.residency

@@ -13,6 +13,7 @@ from sglang_ext.mem_cache import compressed_views
 from sglang_ext.mem_cache.compressed_views import CompressedViews
 from sglang_ext.mem_cache.compressors import create, method
 from sglang_ext.mem_cache.compressors.snapkv import SnapKV
+from sglang_ext.mem_cache.copy_forms import CopyForms
 from sglang_ext.mem_cache.copy_method import CopyMethod
 from sglang_ext.mem_cache.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.packing import PackedRows, Packing
@@ -43,7 +44,7 @@ def world(monkeypatch):
     )
     made.cache.views = CompressedViews(
         methods=methods, token_table=table, rows=ROWS, buffers=buffers, allocator=made.allocator, tree_cache=made.cache,
-        queries=QueryWindows(0, (0,), 0), packed_rows=rows, asked_by=made.asked.__getitem__,
+        queries=QueryWindows(0, (0,), 0), forms=CopyForms(rows), asked_by=made.asked.__getitem__,
     )
     made.cache.on_release = lambda row: None
     return made
@@ -74,7 +75,7 @@ def test_requests_share_the_beginning_with_those_of_their_own_method_alone(world
     found = [(s.method, s.end, s.tokens, s.users) for s in segments]
     assert found == [("half", 150, 76, 2), ("eighth", 150, 20, 2), ("int4", 132, 128, 2)]
     for row, place in world.asked.items():
-        packed = views.packed_rows.counts[views.draft_row(row)]
+        packed = views.forms.packed_rows.counts[views.draft_row(row)]
         assert packed == views.get(row).packed and (packed > 0) == (place == PACKED)
     assert views.made == {"sink-recent": 2, "sink-recent:0.125": 2, "int4": 2}
     check_methods(views)
@@ -102,10 +103,10 @@ def test_a_row_that_held_blocks_says_so_no_longer_when_a_request_of_another_meth
     views = world.cache.views
     first = start(world, [*COMMON, *tokens_after(0)], PACKED)
     (row,) = world.asked
-    assert views.packed_rows.counts[views.draft_row(row)] == first.packed > 0
+    assert views.forms.packed_rows.counts[views.draft_row(row)] == first.packed > 0
     world.finish(world.running[0])
     start(world, [*COMMON, *tokens_after(1)], HALF)
-    assert list(world.asked) == [row] and views.packed_rows.counts[views.draft_row(row)] == 0
+    assert list(world.asked) == [row] and views.forms.packed_rows.counts[views.draft_row(row)] == 0
     world.empty()
 
 
@@ -128,7 +129,7 @@ def test_a_copy_of_two_methods_and_a_row_with_other_blocks_are_found(world, wron
     if wrong == "segment":
         view.segments[0].method = "half"
     else:
-        views.packed_rows.counts[views.draft_row(row)] -= 1
+        views.forms.packed_rows.counts[views.draft_row(row)] -= 1
     with pytest.raises(IntegrityError, match=f"row {row} is one of int4, .*{'of half' if wrong == 'segment' else 'no other'}"):
         check_methods(views)
 

@@ -16,6 +16,7 @@ from sglang_ext.layers.attention.torch_native import RaggedTorchNativeBackend
 from sglang_ext.managers.integrity import IntegrityError, check_pointers
 from sglang_ext.managers.planner import ensure_copy
 from sglang_ext.mem_cache.compressors import create
+from sglang_ext.mem_cache.copy_forms import CopyForms
 from sglang_ext.mem_cache.query_window import Recorded
 from sglang_ext.mem_cache.slot_pointers import PointerRows, Pointers, as_pointers
 from sglang_ext.mem_cache.tiered_node import Prefix
@@ -31,7 +32,7 @@ def pointing_views(scores, page_size=1, budget=0.25):
     """Views of a request in row 1, whose heads are led to the best of ``scores``."""
     views = make_views(page_size, budget)
     pointers = Pointers.of(views.buffers, page_size)
-    views.pointer_rows = PointerRows.of_table(pointers, views.token_table)
+    views.forms = CopyForms(pointer_rows=PointerRows.of_table(pointers, views.token_table))
     choose_by(views, GivenAnew(scores), pointers)
     return views
 
@@ -70,8 +71,8 @@ def test_attention_over_pointers_and_the_tail_is_that_over_what_each_head_keeps(
     views.write_tail(1, length)
     check_pointers(views)
     view, backend = views.get(1), object.__new__(RaggedTorchNativeBackend)
-    backend.pointer_rows = views.pointer_rows
-    assert views.pointer_rows.counts.tolist() == [0, 0, 0, 0, 0, view.own_tokens, 0, 0]
+    backend.forms = views.forms
+    assert views.forms.pointer_rows.counts.tolist() == [0, 0, 0, 0, 0, view.own_tokens, 0, 0]
     kept = chosen(scores, covered, view.own_tokens)
     # The draft row beside the request's own, which begins with no pointers.
     rows, lengths = torch.tensor([5, 1]), torch.tensor([view.kept + length - covered, length])

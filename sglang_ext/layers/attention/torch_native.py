@@ -12,23 +12,17 @@ from torch.nn.functional import scaled_dot_product_attention
 from sglang_ext.layers.attention.packed import packed_attention
 from sglang_ext.layers.attention.pointers import pointer_attention
 from sglang_ext.layers.attention.uneven_heads import uneven_attention
-from sglang_ext.mem_cache.head_cells import HeadCells
-from sglang_ext.mem_cache.packing import PackedRows
-from sglang_ext.mem_cache.slot_pointers import PointerRows
+from sglang_ext.mem_cache.copy_forms import CopyForms
 
 
 class RaggedTorchNativeBackend(TorchNativeAttnBackend):
     """SGLang's ``torch_native`` backend with an extend path linear in the context.
 
     Attributes:
-        packed_rows: which rows begin with packed blocks; the worker sets it. None where no copy is packed.
-        head_cells: which rows begin with cells of uneven heads; the worker sets it. None where heads keep equal numbers.
-        pointer_rows: which rows begin with pointers; the worker sets it. None where copies hold KV.
+        forms: what rows may begin with besides plain tokens; the worker sets it.
     """
 
-    packed_rows: PackedRows | None = None
-    head_cells: HeadCells | None = None
-    pointer_rows: PointerRows | None = None
+    forms: CopyForms = CopyForms()
 
     def _run_sdpa_forward_extend(
         self,
@@ -59,11 +53,11 @@ class RaggedTorchNativeBackend(TorchNativeAttnBackend):
         for row, length, count, packed, uneven, pointed in lengths:
             slots, queries = req_to_token[row, :length], query[start : start + count]
             if packed:
-                result = packed_attention(self.packed_rows.packing, queries, k_cache, v_cache, slots, packed, scaling)
+                result = packed_attention(self.forms.packed_rows.packing, queries, k_cache, v_cache, slots, packed, scaling)
             elif uneven:
-                result = uneven_attention(self.head_cells, row, uneven, queries, k_cache, v_cache, slots, scaling)
+                result = uneven_attention(self.forms.head_cells, row, uneven, queries, k_cache, v_cache, slots, scaling)
             elif pointed:
-                result = pointer_attention(self.pointer_rows.pointers, pointed, queries, k_cache, v_cache, slots, scaling)
+                result = pointer_attention(self.forms.pointer_rows.pointers, pointed, queries, k_cache, v_cache, slots, scaling)
             else:
                 result = _dense_attention(queries, k_cache[slots], v_cache[slots], causal, scaling, enable_gqa)
             output[start : start + count] = result
@@ -91,15 +85,15 @@ class RaggedTorchNativeBackend(TorchNativeAttnBackend):
 
     def _packed(self, rows: torch.Tensor) -> list[int]:
         """Packed slots at the beginning of each of ``rows``."""
-        return [0] * len(rows) if self.packed_rows is None else self.packed_rows.on_host(rows)
+        return [0] * len(rows) if self.forms.packed_rows is None else self.forms.packed_rows.on_host(rows)
 
     def _uneven(self, rows: torch.Tensor) -> list[int]:
         """Slots of uneven heads at the beginning of each of ``rows``."""
-        return [0] * len(rows) if self.head_cells is None else self.head_cells.slots(rows)
+        return [0] * len(rows) if self.forms.head_cells is None else self.forms.head_cells.slots(rows)
 
     def _pointed(self, rows: torch.Tensor) -> list[int]:
         """Tokens to which pointers at the beginning of each of ``rows`` lead."""
-        return [0] * len(rows) if self.pointer_rows is None else self.pointer_rows.on_host(rows)
+        return [0] * len(rows) if self.forms.pointer_rows is None else self.forms.pointer_rows.on_host(rows)
 
 
 def _dense_attention(

@@ -1,6 +1,5 @@
-"""Full KV of the prefix tree moves between the device and the host."""
+"""Full KV of the prefix tree comes back from the host; what came back changed is forgotten."""
 
-import heapq
 from collections.abc import Callable, Iterable
 
 import torch
@@ -8,97 +7,38 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.common import evict_from_tree_cache
 
 from sglang_ext.managers.ranks import Ranks
-from sglang_ext.mem_cache.arrivals import Arrivals
 from sglang_ext.mem_cache.faults import Faults
 from sglang_ext.mem_cache.host_tier import HostTier
 from sglang_ext.mem_cache.link_rate import LinkRate
 from sglang_ext.mem_cache.tiered_node import TieredNode, below, path
-from sglang_ext.mem_cache.tiered_tree import TieredTree
+from sglang_ext.mem_cache.tiered_stores import TieredStores
 from sglang_ext.mem_cache.transfers import Transfer
 
 
-class TieredMoves(TieredTree):
-    """A tree whose nodes are backed up to the host, dropped from the device, and loaded back.
-
-    All calls come from the thread that owns the tree.
+class TieredLoads(TieredStores):
+    """A tree whose nodes are loaded back to the device.
 
     Attributes:
         failed_pages: host pages so far whose KV came back changed, and was forgotten.
-        stored_bytes, loaded_bytes: of full KV, so far, to the host and back.
-        arrivals: which transfers are done.
+        loaded_bytes: of full KV, so far, from the host.
         link: how fast loads are.
         faults: of tests; None outside them.
         on_load: told of the slots, int64 [tokens], that a load is about to write.
     """
 
     failed_pages: int = 0
-    stored_bytes: int = 0
     loaded_bytes: int = 0
     faults: Faults | None = None
     on_load: Callable[[torch.Tensor], None] = staticmethod(lambda slots: None)
 
     def __init__(self, params: CacheInitParams) -> None:
-        self.arrivals = Arrivals()
         self.link = LinkRate()
         super().__init__(params)
 
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of full KV on the host."""
-        if self.host_tier is None:
-            return 0
-        pool = self.host_tier.pool
-        return (pool.pages.count - pool.pages.free_pages) * pool.page_bytes
-
     def use_host(self, tier: HostTier, ranks: Ranks = Ranks()) -> None:
-        """Keep full KV in ``tier``, too; the trees of all ``ranks`` do the same.
-
-        Raises:
-            ValueError: its pages are not as long as the tree's.
-        """
-        if tier.pool.page_size != self.page_size:
-            raise ValueError(
-                f"host pages of {tier.pool.page_size} tokens for a prefix tree of {self.page_size}: pass --page-size "
-                f"{tier.pool.page_size}, so that nodes are whole host pages"
-            )
-        self.host_tier = tier
-        self.arrivals = Arrivals(ranks)
+        """Keep full KV in ``tier``, as :meth:`TieredStores.use_host` says, which loses some of it where tests ask for that."""
+        super().use_host(tier, ranks)
         self.faults = Faults.from_environment(ranks.rank)
-
-    def back_up(self, node: TieredNode) -> Transfer | None:
-        """Store the KV of ``node`` to the host; its device slots stay.
-
-        Returns:
-            The transfer; of a node that has a host copy, the one that made it. None when there is no host tier, or it is
-            full even after it forgot what nobody needs, least recently used first.
-
-        Raises:
-            ValueError: the node's KV is not on the device.
-        """
-        if node.host_value is not None:
-            return node.store
-        if not node.on_device:
-            raise ValueError(f"tokens [{node.start}, {node.end}) of a path are not on the device; back up what is there")
-        pages = self._allocate_pages(len(node.key) // self.page_size)
-        if pages is None:
-            return None
-        node.host_value, node.store = pages, self.host_tier.store(node.value, pages)
-        self.stored_bytes += node.store.size
-        return node.store
-
-    def drop_device(self, node: TieredNode) -> int:
-        """Free the device slots of ``node`` when its host copy is finished, even while requests lock it.
-
-        The caller knows that no forward reads them any more: rows of running requests that lead there are stale from now on.
-
-        Returns:
-            Slots that were freed; 0 when there are none, or the host copy is missing or not finished.
-        """
-        return self._free_value(node) if self.is_stored(node) else 0
-
-    def is_stored(self, node: TieredNode) -> bool:
-        """Whether the KV of ``node`` lies on the device, and all of it on the host too."""
-        return node.on_device and node.host_value is not None and self.arrivals.done(node.store)
 
     def load_into(self, nodes: list[TieredNode], slots: torch.Tensor) -> Transfer:
         """Copy the host's KV of ``nodes`` to ``slots``, which stay the caller's.
@@ -235,16 +175,3 @@ class TieredMoves(TieredTree):
         evict_from_tree_cache(self, tokens)
         self.dec_lock_ref(deepest)
         return self.token_to_kv_pool_allocator.alloc(tokens)
-
-    def _allocate_pages(self, count: int) -> torch.Tensor | None:
-        if self.host_tier is None or count > self.host_tier.pool.pages.count:
-            return None
-        pages = self.host_tier.pool.pages
-        heap = [(self.eviction_strategy.get_priority(node), node.id, node) for node in self.host_leaves]
-        heapq.heapify(heap)
-        while pages.free_pages < count and heap:
-            *_, node = heapq.heappop(heap)
-            self._drop(node)
-            if node.parent in self.host_leaves:
-                heapq.heappush(heap, (self.eviction_strategy.get_priority(node.parent), node.parent.id, node.parent))
-        return pages.allocate(count)

@@ -1,0 +1,81 @@
+"""Says whether this machine can serve with sglang-ext, and what is switched on.
+
+``python -m sglang_ext.doctor [--model M]`` prints a table, one line a check; a failing line tells the
+remedy. The exit code is 1 when anything needed is missing or unsupported, else 0.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from sglang_ext import options
+from sglang_ext.doctor.check import INSTALL, Check, verdict
+from sglang_ext.doctor.installation import (
+    PLATFORM,
+    PLATFORM_GROUP,
+    PLUGIN,
+    PLUGIN_GROUP,
+    check_entry_point,
+    check_not_filtered,
+    check_python,
+    check_sglang,
+    check_torch,
+    package_version,
+)
+from sglang_ext.doctor.serving import check_attention_backends, check_device, check_hooks, check_model
+
+
+def check_modes(others: Iterable[Check]) -> Check:
+    """Which ``--kv-mode`` values can be asked for, given what the other checks found."""
+    failed = [check.name for check in others if not check.ok]
+    found = ", ".join(options.MODES) if not failed else "full, if SGLang itself starts"
+    return verdict("kv modes", not failed, found, f"see {', '.join(failed)}")
+
+
+def examine(model: str | None = None) -> list[Check]:
+    """All checks, in the order of the report; those that need SGLang only when it is installed."""
+    checks = [check_python(), check_sglang(), check_torch()]
+    checks.append(check_entry_point("plugin", PLUGIN_GROUP, PLUGIN))
+    checks.append(check_entry_point("platform", PLATFORM_GROUP, PLATFORM))
+    checks.append(check_not_filtered())
+    if package_version("sglang") and package_version("torch"):
+        checks += _guarded("device", check_device)
+        checks.append(check_attention_backends())
+        checks += check_hooks()
+        if model is not None:
+            checks.append(check_model(model))
+    return [*checks, check_modes(checks)]
+
+
+def _guarded(name: str, check: Callable[[], Check]) -> list[Check]:
+    """A check of what SGLang resolves at import: an SGLang that does not load is a failing line."""
+    try:
+        return [check()]
+    except (ImportError, RuntimeError) as error:
+        return [Check(name, False, f"{type(error).__name__}: {error}", INSTALL)]
+
+
+def render(checks: list[Check]) -> Table:
+    """The report as a table."""
+    table = Table("", "check", "found", "remedy", title="sglang-ext doctor")
+    for check in checks:
+        mark = "[green]ok[/]" if check.ok else "[red]no[/]"
+        table.add_row(mark, *map(escape, (check.name, check.found, check.remedy)))
+    return table
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m sglang_ext.doctor", description=__doc__.split("\n")[0])
+    parser.add_argument("--model", help="a Hugging Face folder or name, as for --model-path")
+    checks = examine(parser.parse_args(arguments).model)
+    Console().print(render(checks))
+    return 0 if all(check.ok for check in checks) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

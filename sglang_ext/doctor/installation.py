@@ -1,0 +1,61 @@
+"""Checks of what is installed: Python, the packages, and the entry points by which SGLang finds this one."""
+
+import os
+import sys
+from importlib.metadata import PackageNotFoundError, entry_points, version
+
+from sglang_ext.doctor.check import INSTALL, SGLANG_VERSION, Check, verdict
+
+PYTHON_VERSIONS = ((3, 11), (3, 12))
+PLUGIN_GROUP, PLUGIN = "sglang.srt.plugins", "sglang_ext.plugin:register"
+PLATFORM_GROUP, PLATFORM = "sglang.srt.platforms", "sglang_ext.platforms:activate"
+
+
+def check_python(running: tuple[int, int] = sys.version_info[:2]) -> Check:
+    """Whether this Python is one that SGLang's packages are pinned for."""
+    supported = [".".join(map(str, version)) for version in PYTHON_VERSIONS]
+    remedy = f"make the environment with Python {' or '.join(supported)}: `make install PYTHON=python3.11`"
+    return verdict("Python", running in PYTHON_VERSIONS, ".".join(map(str, running)), remedy)
+
+
+def package_version(package: str) -> str | None:
+    """Version of an installed package, None when it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def check_sglang() -> Check:
+    """Whether SGLang is there, in the version that the hooks were written for."""
+    found = package_version("sglang")
+    remedy = f"install sglang=={SGLANG_VERSION}: `make install`"
+    return verdict("SGLang", found == SGLANG_VERSION, found or "not installed", remedy)
+
+
+def check_torch() -> Check:
+    """Whether torch is there; SGLang's requirements say which."""
+    found = package_version("torch")
+    return verdict("torch", found is not None, found or "not installed", INSTALL)
+
+
+def check_entry_point(name: str, group: str, value: str) -> Check:
+    """Whether SGLang will find an entry point of ours."""
+    known = [point.name for point in entry_points(group=group) if point.value == value]
+    found = f"{known[0]} in {group}" if known else f"not in {group}"
+    return verdict(name, bool(known), found, INSTALL)
+
+
+def check_not_filtered() -> Check:
+    """Whether SGLang's environment variables let it load the plugin."""
+    ours = {point.name for point in entry_points(group=PLUGIN_GROUP) if point.value == PLUGIN}
+    platforms = {point.name for point in entry_points(group=PLATFORM_GROUP) if point.value == PLATFORM}
+    asked = {name.strip() for name in os.environ.get("SGLANG_PLUGINS", "").split(",") if name.strip()}
+    if asked and not asked & ours:
+        found = f"SGLANG_PLUGINS={os.environ['SGLANG_PLUGINS']} leaves it out"
+        return Check("plugin selection", False, found, "add sglang_ext to SGLANG_PLUGINS, or unset it")
+    platform = os.environ.get("SGLANG_PLATFORM")
+    if platform and platform not in platforms:
+        found = f"SGLANG_PLATFORM={platform} leaves it out"
+        return Check("plugin selection", False, found, "unset SGLANG_PLATFORM")
+    return Check("plugin selection", True, "SGLang loads it")

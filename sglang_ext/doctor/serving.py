@@ -1,0 +1,80 @@
+"""Checks of what would serve: the device, its attention backends, the hooks into SGLang, and the model."""
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+from sglang_ext import hooking, model_options, options
+from sglang_ext.doctor.check import SGLANG_VERSION, Check, verdict
+
+
+def check_device() -> Check:
+    """What SGLang would run on: an NVIDIA GPU, or the plain CPU platform."""
+    import torch
+    from sglang.srt.platforms import current_platform
+
+    from sglang_ext.platforms.plain_cpu import PlainCpuPlatform
+
+    if isinstance(current_platform, PlainCpuPlatform):
+        return Check("device", True, f"plain CPU, {torch.get_num_threads()} threads")
+    if torch.version.cuda is not None and torch.cuda.is_available():
+        return Check("device", True, f"CUDA: {torch.cuda.get_device_name()}")
+    found = f"SGLang's {type(current_platform).__name__}"
+    remedy = (
+        "use an NVIDIA GPU, or a CPU with SGLANG_PLUGINS, SGLANG_PLATFORM and SGLANG_USE_CPU_ENGINE "
+        "unset; other accelerators serve with --kv-mode full"
+    )
+    return Check("device", False, found, remedy)
+
+
+def check_attention_backends() -> Check:
+    """Which attention backends that read compressed views are installed."""
+    import torch
+
+    # torch_native and triton come with SGLang, flashinfer is a package of its own; fa3 is a part of SGLang's kernels
+    # that is compiled for some GPUs.
+    on_gpu = torch.cuda.is_available()
+    missing = {"flashinfer": not find_spec("flashinfer"), "triton": not on_gpu, "fa3": not (on_gpu and has_fa3())}
+    there = [name for name in options.ATTENTION_BACKENDS if not missing.get(name)]
+    needed = "flashinfer" if on_gpu else "torch_native"
+    remedy = "install flashinfer (`make install`), or pass --attention-backend triton"
+    return verdict("attention backends", needed in there, ", ".join(there), remedy)
+
+
+def has_fa3() -> bool:
+    """Whether SGLang's kernels hold FlashAttention-3; they are not loaded for it."""
+    spec = find_spec("sgl_kernel")
+    return spec is not None and any(
+        any(Path(folder).glob("flash_ops*")) for folder in spec.submodule_search_locations
+    )
+
+
+def check_hooks() -> Iterator[Check]:
+    """One line for each hook or use that does not fit, or one that says that all do."""
+    table = hooking.entries()
+    problems = {entry.target: hooking.find_problem(entry) for entry in table}
+    remedy = f"install sglang=={SGLANG_VERSION}, or serve with --kv-mode full"
+    fitting = sum(problem is None for problem in problems.values())
+    caller = ", called by this patched fork" if hooking.is_patched_fork() else ""
+    yield verdict("hooks", fitting == len(table), f"{fitting} of {len(table)} fit{caller}", remedy)
+    for target, problem in problems.items():
+        if problem is not None:
+            yield Check(f"hook {target.rsplit('.', 1)[-1]}", False, f"{target}: {problem}", remedy)
+
+
+def check_model(path: str) -> Check:
+    """Whether a model's ``config.json`` is of a family that can be compressed.
+
+    Args:
+        path: a Hugging Face folder or name, as for ``--model-path``. Its code is not run.
+    """
+    from sglang.srt.configs.model_config import ModelConfig
+
+    try:
+        config = ModelConfig(path, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        found = f"{path}: {str(error).strip().splitlines()[0]}"
+        return Check("model", False, found, "pass a Hugging Face folder or name that SGLang serves")
+    reason = model_options.unsupported_model(config)
+    found = f"{path}: {reason or config.hf_config.architectures[0]}"
+    return verdict("model", reason is None, found, "serve this model with --kv-mode full")

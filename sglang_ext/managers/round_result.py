@@ -1,0 +1,75 @@
+"""What SGLang's scheduler gets of a round: the answers, and from which tokens and lengths the next one goes on."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.managers.utils import GenerationBatchResult
+
+from sglang_ext.layers.attention.views import BetweenSteps
+from sglang_ext.managers.answers import Answers
+from sglang_ext.managers.round_plan import Round
+from sglang_ext.managers.steps import Drafted
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+@dataclass
+class RoundResult(GenerationBatchResult):
+    """SGLang's result, with the round that it is of.
+
+    Attributes:
+        round: what the requests did.
+        drafted: what they drafted; None where nothing was.
+        counted: its counts on the host; None where they are the round's.
+    """
+
+    round: Round | None = None
+    drafted: Drafted | None = None
+    counted: Drafted | None = None
+
+    @classmethod
+    def of(
+        cls,
+        model_runner: "ModelRunner",
+        batch: "ScheduleBatch",
+        round_: Round,
+        answers: Answers,
+        lengths: torch.Tensor,
+        newest: torch.Tensor,
+        hidden_states: torch.Tensor | None,
+    ) -> "RoundResult":
+        """The result of a round that gave ``answers``.
+
+        Args:
+            model_runner: that ran it.
+            batch: whose requests these are.
+            round_: what they did.
+            answers: of all of them.
+            lengths: int64 [requests], of each after the round.
+            newest: int64 [requests], the token of each that the next round begins with.
+            hidden_states: of the answers, where some request asks for them.
+        """
+        shown = LogitsProcessorOutput(next_token_logits=None)
+        if batch.return_logprob:
+            answers.sampled.fill_logprobs(shown, list(range(answers.tokens.numel())), stride=answers.width)
+        shown.hidden_states = hidden_states
+        return cls(
+            logits_output=shown,
+            next_token_ids=answers.tokens.flatten(),
+            accept_lens=answers.accepted,
+            new_seq_lens=lengths,
+            next_draft_input=BetweenSteps(newest),
+            speculative_num_draft_tokens=answers.width,
+            can_run_cuda_graph=model_runner.decode_cuda_graph_runner is not None,
+            round=round_,
+        )
+
+    def copy_to_cpu(self, *args, **kwargs) -> None:
+        """The counts of drafts, then SGLang's copies, at whose end it sets the mark for all."""
+        if self.drafted is not None and self.drafted.offered is not None:
+            self.counted = self.drafted.to_host()
+        super().copy_to_cpu(*args, **kwargs)
