@@ -28,7 +28,7 @@ def sent(host: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 @contextmanager
 def coarse_products(device: torch.device) -> Iterator[None]:
-    """On a GPU, products of float32 matrices inside this context take tensor cores: factors have 10 bits after the first, as TF32."""
+    """On a GPU, products of float32 matrices inside this context take tensor cores: factors have 10 bits after the first (TF32)."""
     if device.type != "cuda":
         yield
         return

@@ -49,9 +49,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--full-tier", default="device", help="where full KV of running requests lies: device, auto, host, separated by commas")
     add("--offload-draft-length", default="64", help="tokens drafted before full KV is loaded, separated by commas")
     add("--host-gb", type=float, default=0.0, help="host memory for full KV, with --full-tier auto or host")
-    add("--also", action="append", default=[], metavar="BUDGET:DRAFTS", help="also run the first compressor with this pair, beside all combinations")
+    beside = "also run the first compressor with this pair, beside all combinations"
+    add("--also", action="append", default=[], metavar="BUDGET:DRAFTS", help=beside)
     add("--force-acceptance", metavar="P", help="accept each draft with this probability; several separated by commas")
-    add("--baseline", action="append", default=[], metavar="FLAGS", help="also run stock SGLang with these flags, for example '--speculative-algorithm NGRAM'")
+    stock = "also run stock SGLang with these flags, for example '--speculative-algorithm NGRAM'"
+    add("--baseline", action="append", default=[], metavar="FLAGS", help=stock)
     add("--server-arg", action="append", default=[], metavar="FLAGS", help="flags of all servers")
     add("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     add("--start-timeout", type=float, default=600, help="seconds")

@@ -1,7 +1,7 @@
 """Verifications in lock-step, which staggered ones are compared with: ``SGLANG_EXT_LOCK_STEP=1``.
 
 All requests gather drafts; once the last has enough, the full KV of one after another is loaded and verified. Who has
-verified waits for the others: its drafts of these rounds are thrown away, so that the device is as busy as the link is not before.
+verified waits for the others: its drafts of these rounds are thrown away, so that the device is as busy as the link was not.
 """
 
 import os

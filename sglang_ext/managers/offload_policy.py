@@ -17,7 +17,7 @@ from sglang_ext.managers.rolling_plan import RollingRound
 from sglang_ext.managers.round_times import Spent
 
 # Times as many tokens a second as with all full KV on the device that the equations must have of both tiers, before any leaves
-# and for it to stay away. Of what they say two thirds to four fifths are reached (docs/results/tiers.md), and acceptance is known roughly.
+# and for it to stay away. Of what they say two thirds to four fifths are reached (docs/results/tiers.md).
 LEAVE, STAY_AWAY = 1.5, 1.25
 # Drafts before a load until times are known.
 FIRST_DRAFTS = 64
@@ -136,7 +136,7 @@ class OffloadPolicy:
 
 
 def _quickest(rests: list[Rest]) -> list[Rest]:
-    """The quicker half of those with as many verifications: what waits, for the link or for the host, takes longer, never shorter."""
+    """The quicker half of those with as many verifications: what waits, for link or host, takes longer, never shorter."""
     found = []
     for requests in {rest.requests for rest in rests}:
         alike = sorted((rest for rest in rests if rest.requests == requests), key=lambda rest: rest.seconds)

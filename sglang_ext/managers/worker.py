@@ -89,7 +89,8 @@ class KVWorker(BaseSpecWorker):
         table = pool.req_to_token = pool.req_to_token.new_zeros(2 * self._rows, width)
         self.buffers = KVBuffers.of(self.model_runner.token_to_kv_pool, self.layers)
         served, page_size = self.methods, self.token_to_kv_pool_allocator.page_size
-        self.forms = CopyForms.of(served.methods, args.kv_head_budgets == "adaptive", self.buffers, page_size, table, served.rotary)
+        adaptive = args.kv_head_budgets == "adaptive"
+        self.forms = CopyForms.of(served.methods, adaptive, self.buffers, page_size, table, served.rotary)
         if args.kv_ngram_tokens:
             # Answers of a round, and what is proposed after its last draft, go beyond a context's end.
             self.requests.keep_history(self._rows, width + 2 * self.stride, table.device)

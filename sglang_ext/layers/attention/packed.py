@@ -87,7 +87,7 @@ def weighted_values(weights: torch.Tensor, block: Quantized, grid: Grid, levels:
 
 
 def _by_token(numbers: torch.Tensor, block: Quantized) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of blocks with scales for each token: numbers [heads, groups, tokens, channels]; scales, zeros [heads, groups, 1, tokens]."""
+    """Of blocks with scales by token: numbers [heads, groups, tokens, channels]; scales, zeros [heads, groups, 1, tokens]."""
     heads, groups = len(numbers), block.scale.shape[-1]
     scale, zero = (part.reshape(heads, -1, groups).mT[:, :, None] for part in (block.scale, block.zero))
     return numbers.reshape(heads, -1, groups, numbers.shape[-1] // groups).transpose(1, 2), scale, zero
