@@ -10,9 +10,9 @@ Times are those of a CUDA graph of ten calls, the kernel that joins parts includ
 import argparse
 import itertools
 from dataclasses import dataclass
-from statistics import median
 
 import torch
+from graph_time import seconds
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
@@ -23,7 +23,7 @@ from sglang_ext.mem_cache.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.packing import Packing
 from sglang_ext.mem_cache.rotary import Rotary
 
-SCALING, REPEATS, CALLS = 128**-0.5, 5, 10
+SCALING, CALLS = 128**-0.5, 10
 
 
 @dataclass(frozen=True)
@@ -104,26 +104,6 @@ class Setting:
         return batch * self.keys.shape[1] * (self.packed // self.packing.block_slots * block + exact)
 
 
-def microseconds(setting: Setting, parts: tuple[int, int]) -> float:
-    """Median time of a call."""
-    setting.attend(parts)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(CALLS):
-            setting.attend(parts)
-    graph.replay()
-    times = []
-    for _ in range(REPEATS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / CALLS)
-    return median(times)
-
-
 def measure(setting: Setting, name: str, expected: torch.Tensor, bandwidth: float, options: argparse.Namespace) -> None:
     """Print a line for each kernel, number of registers and of parts."""
     group, choose = options.group, kernels.fragments
@@ -139,7 +119,7 @@ def measure(setting: Setting, name: str, expected: torch.Tensor, bandwidth: floa
             try:
                 error = float((setting.attend(parts)[0].double() - expected).abs().max() / expected.abs().max())
                 print(f"{label}: error {error:.1e}", end="", flush=True)
-                time = microseconds(setting, parts)
+                time = 1e6 * seconds(lambda: setting.attend(parts), CALLS)
                 print(f", {time:.0f} us, limit {limit:.0f}, {time / limit:.2f} of it", flush=True)
             except (CompilationError, OutOfResources, PTXASError, RuntimeError) as failure:
                 print(f"{label}: failed: {str(failure)[-400:]}", flush=True)

@@ -7,17 +7,15 @@ All layers of one step, in a CUDA graph; slots are scattered one by one. A head'
 """
 
 import argparse
-from statistics import median
 
 import torch
 from flashinfer import BatchDecodeWithPagedKVCacheWrapper
+from graph_time import seconds
 
 from sglang_ext.bench.decode_limit import measure_bandwidth
 from sglang_ext.layers.kernels.uneven_decode import uneven_decode
 from sglang_ext.mem_cache.head_cells import HeadCells
 from sglang_ext.mem_cache.kv_buffers import KVBuffers
-
-REPEATS = 7
 
 
 def shares(options: argparse.Namespace, spread: float) -> torch.Tensor:
@@ -33,25 +31,6 @@ def shares(options: argparse.Namespace, spread: float) -> torch.Tensor:
     bounds = torch.cat([torch.zeros(1), counts.cumsum(0)]).round().int()
     bounds[-1] = heads * kept
     return bounds
-
-
-def milliseconds(run) -> float:
-    """Median time of a replay."""
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    graph.replay()
-    times = []
-    for _ in range(REPEATS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return median(times)
 
 
 def main() -> None:
@@ -81,7 +60,7 @@ def main() -> None:
     shape, dtypes = (heads * options.group, heads, dim, 1), {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
     wrapper.plan(ends, table.flatten(), last, *shape, **dtypes)
     pools = [(key.unsqueeze(1), value.unsqueeze(1)) for key, value in zip(keys, values)]
-    took = milliseconds(lambda: [wrapper.run(queries, pool) for pool in pools])
+    took = 1e3 * seconds(lambda: [wrapper.run(queries, pool) for pool in pools])
     print(f"FlashInfer, equal heads: {took:.2f} ms, {took / limit:.2f} of the limit", flush=True)
     for spread in options.spread:
         cells = HeadCells.of(buffers, batch)
@@ -97,7 +76,7 @@ def main() -> None:
                 for layer in range(options.layers):
                     uneven_decode(cells, layer, queries, table, rows, lengths, dim**-0.5, parts)
 
-            took = milliseconds(step)
+            took = 1e3 * seconds(step)
             print(f"  parts {splits}: {took:.2f} ms, {took / limit:.2f} of the limit", flush=True)
 
 

@@ -86,14 +86,14 @@ class Verifications:
         if self.lock_step is not None:
             away = {row: left for row, left in rounds.items() if self._is_away(row)}
             rounds = {row: left for row, left in rounds.items() if row not in away} | self.lock_step.allowed(away)
+        here = [row for row in rounds if row not in self._reserved and not self.residency.missing_tokens(row)]
         self._reserve(rounds)
         self._start()
-        for row in rounds:
-            if row not in self._reserved and not self.residency.missing_tokens(row) and self.residency.load(row):
-                if self.residency.ready(row):
-                    self.turns.add(row)
+        for row in here:
+            if not self.residency.missing_tokens(row) and self.residency.load(row) and self.residency.ready(row):
+                self.turns.add(row)
         # What left the device for a load.
-        self._reserve(rounds)
+        self._reserve({row: rounds[row] for row in here})
         self._start()
 
     def _reserve(self, rounds: dict[int, int]) -> None:

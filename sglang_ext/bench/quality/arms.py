@@ -1,10 +1,8 @@
 """The servers of a quality run, and what each is asked."""
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
 
 from sglang_ext.bench import BenchError
 from sglang_ext.bench.client import ServerClient
@@ -15,13 +13,11 @@ from sglang_ext.bench.quality.copy_bytes import copy_share, token_bytes
 from sglang_ext.bench.quality.named import Named
 from sglang_ext.bench.quality.speed import tokens_per_second
 from sglang_ext.bench.quality.tasks import Task
+from sglang_ext.bench.quality.together import together
 from sglang_ext.bench.server import ServerProcess
 
 MEASURED_TOKENS = 512
 """Tokens of a context whose copy's bytes stand for others'; in shorter ones what is kept exact weighs more."""
-
-Item = TypeVar("Item")
-Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
@@ -174,9 +170,3 @@ def _by_temperature(
             raise BenchError(f"at temperature {temperature:g} {len(failed)} of {count} requests failed; {failed[0]}")
         found[temperature] = answers
     return found
-
-
-def together(width: int, items: Sequence[Item], work: Callable[[Item], Answer]) -> tuple[Answer, ...]:
-    """Work on items, ``width`` at once; results in their order."""
-    with ThreadPoolExecutor(width) as pool:
-        return tuple(pool.map(work, items))

@@ -2,11 +2,11 @@
 
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from sglang_ext.bench import BenchError
 from sglang_ext.bench.client import SamplingSettings, ServerClient
 from sglang_ext.bench.prompts import Prompt
+from sglang_ext.bench.quality.together import together
 
 
 def tokens_per_second(client: ServerClient, prompts: Sequence[Prompt], output_len: int, width: int) -> float | None:
@@ -28,10 +28,8 @@ def tokens_per_second(client: ServerClient, prompts: Sequence[Prompt], output_le
 
 
 def _seconds(client: ServerClient, prompts: Sequence[Prompt], output_len: int, width: int) -> float:
-    began = time.perf_counter()
-    with ThreadPoolExecutor(width) as pool:
-        settings = SamplingSettings(ignore_eos=True)
-        answers = list(pool.map(lambda prompt: client.generate(prompt.input_ids, settings, output_len), prompts))
+    settings, began = SamplingSettings(ignore_eos=True), time.perf_counter()
+    answers = together(width, prompts, lambda prompt: client.generate(prompt.input_ids, settings, output_len))
     seconds = time.perf_counter() - began
     failed = [answer.error for answer in answers if answer.error]
     if failed:
