@@ -191,8 +191,6 @@ class KVServerArgs(ServerArgs):
             # Steps are decided from the host's view of the accepted lengths, and forwards are ragged.
             self.disable_overlap_schedule = True
             self.disable_cuda_graph = True
-        if not on_gpu:
-            self.disable_overlap_schedule = True
         if self.attention_backend is None and on_gpu:
             self.attention_backend = "triton" if self.enable_deterministic_inference else "flashinfer"
         # Shared noise between draft and verify needs a sampler that takes a seed.

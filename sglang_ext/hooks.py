@@ -151,6 +151,14 @@ PLAIN_CPU_HOOKS: tuple[Hook, ...] = (
         expects=("seed", "positions", "col_indices"),
         process="scheduler",
     ),
+    Hook(
+        target="sglang.srt.managers.overlap_utils.FutureMap._resolve_spec_extras",
+        kind="around",
+        hook="sglang_ext.platforms.plain_cpu.relay_without_streams",
+        why="SGLang's overlapped scheduler records the stream that reads its relayed tensors; torch refuses to on a CPU",
+        expects=("self", "batch"),
+        process="scheduler",
+    ),
     *(
         Hook(
             target=f"sglang.srt.lora.lora_manager.LoRAManager.{name}",

@@ -38,7 +38,6 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
         # The scheduler polls; on a CPU the poll takes the cores that compute.
         server_args.sleep_on_idle = True
         server_args.disable_cuda_graph = True
-        server_args.disable_overlap_schedule = True
 
     def init_backend(self) -> None:
         """Put plain PyTorch in place of what SGLang compiles or has as Triton kernels on any device."""
@@ -100,6 +99,17 @@ class _Unpinned(TorchFunctionMode):
         if func is torch.Tensor.pin_memory:
             return args[0]
         return func(*args, **{name: value for name, value in (kwargs or {}).items() if name != "pin_memory"})
+
+
+def relay_without_streams(original: Callable, future_map, batch) -> None:
+    """Hook around ``FutureMap._resolve_spec_extras``: hand a round the tokens that it begins with, and record no stream.
+
+    SGLang tells these tensors which CUDA stream reads them, which torch refuses on a CPU; of what it relays beside tokens,
+    verified decoding uses nothing.
+    """
+    between = batch.spec_info
+    if between is not None and len(between.future_indices):
+        between.bonus_tokens = future_map.output_tokens_buf[between.future_indices]
 
 
 def without_pinning(original: Callable, *args: Any, **kwargs: Any) -> Any:
