@@ -11,7 +11,7 @@ from sglang_ext.mem_cache.faults import VARIABLE
 pytestmark = pytest.mark.server
 
 # The demo model's nine query and three KV heads divide by three.
-RANKS = ("--tp-size", "3", "--kv-schedule", "lockstep", "--kv-draft-length", "auto", "--kv-max-burst", "9")
+RANKS = ("--tp-size", "3", "--kv-draft-length", "auto", "--kv-max-burst", "9")
 # SGLang wants a NUMA node for each rank, or to be told its cores.
 AVAILABLE = sorted(os.sched_getaffinity(0))
 CORES = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(AVAILABLE[rank % len(AVAILABLE)]) for rank in range(3)), "OMP_NUM_THREADS": "1"}
@@ -29,7 +29,7 @@ def test_three_ranks_give_stocks_answers_and_decide_alike(launch, prompts, expec
 
 def test_ranks_that_lose_different_pages_in_host_memory_recompute_alike(launch, prompts, expected):
     flags = (
-        *("--tp-size", "3", "--kv-schedule", "lockstep", "--kv-draft-length", "4", "--kv-full-tier", "host"),
+        *("--tp-size", "3", "--kv-draft-length", "auto", "--kv-max-burst", "3", "--kv-full-tier", "host"),
         *("--kv-host-gb", "0.2", "--kv-offload-draft-length", "8", "--max-total-tokens", "1300"),
     )
     # Full KV of the two needs more than 1,000 of the slots; each rank loses a page in another load.
