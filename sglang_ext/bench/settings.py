@@ -15,7 +15,6 @@ from sglang_ext.bench.options import numbers, probabilities
 from sglang_ext.bench.server import ServerProcess
 from sglang_ext.bench.tiers import Tier, tiers
 from sglang_ext.compressor_options import code_bits, parse_compressor
-from sglang_ext.managers.simulation import VARIABLE
 from sglang_ext.options import OptionError
 
 
@@ -85,13 +84,11 @@ def log_folder(args: argparse.Namespace) -> Iterator[Path]:
 
 def server(args: argparse.Namespace, setting: Setting, logs: Path) -> ServerProcess:
     """A setting's server, to be entered; its log lies in ``logs``."""
-    first = acceptances(args, setting)[0]
     return ServerProcess(
         str(args.model),
         ("--dtype", args.dtype, "--enable-metrics", *words(args.server_arg), *setting.arguments),
         logs / f"{setting.name}.log",
         start_timeout=args.start_timeout,
-        env={} if first is None else {VARIABLE: str(first)},
     )
 
 
@@ -186,8 +183,12 @@ def verified(
         name, flags = f"{compressor}-{share:g}-x{drafts}", [*flags, "--kv-budget", f"{share:g}"]
     if packs is not None:
         share *= code_bits(packs, None) / (32 if args.dtype == "float32" else 16)
-    if args.force_acceptance is not None or tier.longest:
+    forced = forced_acceptances(args)
+    if forced or tier.longest:
         flags += ["--kv-schedule", "lockstep"]
+    if forced:
+        # Each request asks for its own; the server has to force one to let it.
+        flags += ["--kv-bench-acceptance", str(forced[0])]
     if proposed:
         name, flags = f"{name}-n{proposed}", [*flags, "--kv-ngram-tokens", str(proposed)]
     if tier.longest:
