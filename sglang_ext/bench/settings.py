@@ -48,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--full-tier", default="device", help="where full KV of running requests lies: device, auto, host, separated by commas")
     add("--offload-draft-length", default="64", help="tokens drafted before full KV is loaded, separated by commas")
     add("--host-gb", type=float, default=0.0, help="host memory for full KV, with --full-tier auto or host")
+    add("--lock-step", action="store_true", help="where full KV is loaded, have requests wait for one another to verify")
     beside = "also run the first compressor with this pair, beside all combinations"
     add("--also", action="append", default=[], metavar="BUDGET:DRAFTS", help=beside)
     add("--force-acceptance", metavar="P", help="accept each draft with this probability; several separated by commas")
@@ -134,9 +135,11 @@ def all_of(args: argparse.Namespace) -> Iterator[Setting]:
     """Stock first, then other baselines, then each combination of verified decoding.
 
     Raises:
-        BenchError: an option is no number.
+        BenchError: an option is no number, or --lock-step is of no setting.
     """
     forced_acceptances(args)
+    if args.lock_step and not any(tier.longest for tier in tiers(args)):
+        raise BenchError(f"--lock-step with --full-tier {args.full_tier!r}: nothing is loaded; pass --full-tier host")
     yield Setting("stock")
     for flags in args.baseline:
         yield Setting(flags.replace("--", "").replace(" ", "-"), words([flags]))
@@ -194,4 +197,5 @@ def verified(
     if tier.longest:
         name = f"{name}-{tier.name}-x{tier.longest}"
         flags += ["--kv-full-tier", tier.name, "--kv-host-gb", f"{args.host_gb:g}", "--kv-offload-draft-length", str(tier.longest)]
+        flags += ["--kv-bench-lock-step"] if args.lock_step else []
     return Setting(name, tuple(flags), share, length, tier)

@@ -141,6 +141,15 @@ def test_acceptance_is_forced_by_a_flag_of_those_servers_alone_that_verify(tmp_p
         assert settings.acceptances(args, each) == [None]
 
 
+def test_requests_verify_in_lock_step_where_full_kv_is_loaded(tmp_path):
+    flags = ("--full-tier", "device,host", "--host-gb", "4")
+    found = list(settings.all_of(arguments(tmp_path, *flags, "--lock-step")))
+    assert ["--kv-bench-lock-step" in each.arguments for each in found] == [False, False, True]
+    assert not any("--kv-bench-lock-step" in each.arguments for each in settings.all_of(arguments(tmp_path, *flags)))
+    with pytest.raises(BenchError, match="--lock-step with --full-tier 'device': nothing is loaded; pass --full-tier host"):
+        list(settings.all_of(arguments(tmp_path, "--lock-step")))
+
+
 @pytest.mark.parametrize("flags", [("--full-tier", "disk"), ("--full-tier", "host"), ("--full-tier", "host", "--host-gb", "1", "--offload-draft-length", "0")])
 def test_a_tier_without_host_memory_or_drafts_is_refused(tmp_path, flags):
     with pytest.raises(BenchError, match="--full-tier|--offload-draft-length"):
