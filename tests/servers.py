@@ -37,6 +37,8 @@ LOCKSTEP = (
     *(*VERIFIED, "--kv-ngram-tokens", "3"),
     *("--max-running-requests", "20", "--max-total-tokens", "3584", "--kv-host-gb", "0.3"),
 )
+# What former versions read of the environment: a shell may have left it.
+LEFT = {"SGLANG_EXT_SIMULATE_ACCEPTANCE": "0", "SGLANG_EXT_CORRUPT_LOADS": "1", "SGLANG_EXT_LOCK_STEP": "1"}
 # Slots of a server that does not say how many; each thousand takes 0.2 s to allocate.
 POOL_TOKENS = 8192
 # Where no kernel is compiled, leaving PyTorch's compiler out saves a fifth of a start.

@@ -59,7 +59,7 @@ class KVWorker(BaseSpecWorker):
         self.ranks = Ranks.of(self.model_runner.tp_group)
         self.metrics = KVMetrics.create(server_args, self.ranks.first)
         self.strict = integrity.is_strict()
-        self.simulation = Simulation.from_environment(torch.device(self.model_runner.device), server_args.kv_schedule)
+        self.simulation = Simulation.of(server_args.kv_bench_acceptance, torch.device(self.model_runner.device))
         self.attentions, self.captured = Attentions(), Captured()
         self.views: CompressedViews | None = None
         self.schedule: Staggered | Lockstep | None = None

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from servers import EXPECTED_TOKENS, LOCKSTEP, PAGED, SEVERAL, STAGGERED, STOCK, STRICT, VERIFIED, Server, greedy
+from servers import EXPECTED_TOKENS, LEFT, LOCKSTEP, PAGED, SEVERAL, STAGGERED, STOCK, STRICT, VERIFIED, Server, greedy
 
 # Fixtures of servers that several tests share, in the order in which these tests run.
 SHARED = ("verified", "staggered", "paged", "lockstep", "several")
@@ -72,7 +72,7 @@ def paged(stock: Server, launch: Callable[..., Server]) -> Server:
 @pytest.fixture
 def lockstep(stock: Server, launch: Callable[..., Server]) -> Server:
     """Verified decoding in lockstep, on a quarter of the KV, with strict checks; n-grams propose, and prefixes go to the host."""
-    return launch(*LOCKSTEP, env=STRICT)
+    return launch(*LOCKSTEP, env=STRICT | LEFT)
 
 
 @pytest.fixture

@@ -5,21 +5,19 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from servers import STRICT, VERIFIED, greedy, sampled
 
-from sglang_ext.mem_cache.faults import VARIABLE
-
 pytestmark = pytest.mark.server
 
 # Full KV of the prompts below, 3,700 tokens, does not fit; every seventh load finds a changed page.
 FLAGS = (
     *("--kv-draft-length", "4", "--kv-full-tier", "host", "--kv-host-gb", "0.5"),
-    *("--kv-offload-draft-length", "12", "--max-total-tokens", "2100"),
+    *("--kv-offload-draft-length", "12", "--max-total-tokens", "2100", "--kv-bench-corrupt-loads", "7"),
 )
 
 
 @pytest.fixture
 def host(stock, launch):
     """A server whose full KV lies in host memory that loses bits, with strict checks."""
-    return launch(*VERIFIED, *FLAGS, env=STRICT | {VARIABLE: "7"})
+    return launch(*VERIFIED, *FLAGS, env=STRICT)
 
 
 def test_more_run_at_once_than_fit_and_what_the_host_lost_is_computed_again(stock, host, prompts):

@@ -25,6 +25,14 @@ def test_greedy_output_is_stocks_cold_and_warm(lockstep, prompts, expected):
     assert 0 < forwards < 0.8 * drafts, "what came before is drafted in fewer forwards"
 
 
+def test_variables_that_a_shell_has_left_force_nothing(lockstep, prompts, expected):
+    answer = lockstep.ask(input_ids=prompts[1], **greedy(EXPECTED_TOKENS))
+    assert answer["output_ids"] == expected[1] and answer["meta_info"]["kv_accepted"] > 0
+    assert "kv_simulated_acceptance" not in answer["meta_info"]
+    info = lockstep.request("server_info")
+    assert (info["kv_bench_acceptance"], info["kv_bench_corrupt_loads"], info["kv_bench_lock_step"]) == (None, None, False)
+
+
 def test_seeded_sampling_with_logprobs_is_stocks(stock, lockstep, prompts):
     params = {"temperature": 0.9, "top_p": 0.95, "sampling_seed": 5, "max_new_tokens": 24, "ignore_eos": True}
     body = {"input_ids": prompts[0], "sampling_params": params, "return_logprob": True, "top_logprobs_num": 2}
