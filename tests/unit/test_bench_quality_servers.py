@@ -328,8 +328,8 @@ class Timed(ServerClient):
 
 
 def test_speed_is_that_of_decoding_from_cached_prompts():
-    slow, quick = (tokens_per_second(Timed(each, 0.2), [Prompt("a", (1, 2))], 21, 1) for each in (0.01, 0.001))
-    assert 50 < slow < 101 and quick > 3 * slow
+    slow, quick = (tokens_per_second(Timed(each, 0.2), [Prompt("a", (1, 2))], 21, 1) for each in (0.03, 0.006))
+    assert 15 < slow < 34 and quick > 2 * slow
     assert tokens_per_second(Timed(0.0), [Prompt("a", (1, 2))], 1, 1) is None
 
 
