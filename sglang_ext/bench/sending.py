@@ -58,11 +58,11 @@ def traffic(soak: Soak, args: argparse.Namespace) -> None:
         count, taken_back = 0, None
         while time.monotonic() < deadline and not soak.tally.problems:
             count += 1
-            # The id of an aborted request comes back at once.
             rid = taken_back or f"soak-{index:03d}-{count:06d}"
             taken_back = None
             request = draw_request(chance, rid, soak.cases, args.output_len)
-            if send(soak, request):
+            # The id of an aborted request comes back at once; SGLang aborts a streamed one again two seconds after its end.
+            if send(soak, request) and not request.stream:
                 taken_back = rid
 
     with ThreadPoolExecutor(args.workers) as pool:
@@ -78,7 +78,7 @@ def traffic(soak: Soak, args: argparse.Namespace) -> None:
 def send(soak: Soak, request: Request) -> bool:
     """One request; ``abort`` takes it back after a while, ``malformed`` must be refused. Whether it was aborted."""
     tally, samples = soak.tally, ()
-    with soak.company.join(request.alone) as stay, _taken_back(soak.server, request):
+    with soak.company.join(request.alone) as stay, taken_back(soak.server, request):
         try:
             samples = ask(soak.server, request, soak.prompts)
             if request.kind == "malformed":
@@ -110,7 +110,7 @@ def send(soak: Soak, request: Request) -> bool:
 
 
 @contextmanager
-def _taken_back(server: ServerClient, request: Request) -> Iterator[None]:
+def taken_back(server: ServerClient, request: Request) -> Iterator[None]:
     """Abort the request after its delay while it is under way; its id is free afterwards."""
     if request.kind != "abort":
         yield

@@ -179,7 +179,8 @@ class TestStocksOwn:
         asked = next(each for each in OPTIONS if each.name == option)
         request = Request("r", 0, asked, 2, "plain", stream=False, delay=0.0)
         references = {(0, option): (Sample((1, 2), "length", (-0.5, -0.5)),)}
-        given = soak.Soak(FakeServer("m", (), Path("log")), [PROMPT], (), references, overlapped, Tally())  # type: ignore[arg-type]
+        fake: Any = FakeServer("m", (), Path("log"))
+        given = soak.Soak(fake, [PROMPT], (), references, overlapped, Tally())
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sending, "ask", lambda *_: (answered,))
             if company:
@@ -217,12 +218,17 @@ class TestStocksOwn:
         assert (not tally.problems) == overlapped == (tally.stocks_own[LOST_LOGPROB] == 1)
 
 
-def test_the_id_of_an_aborted_request_is_used_again(server: type[FakeServer], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_id_of_an_aborted_request_is_used_again_unless_it_was_streamed(
+    server: type[FakeServer], monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
     drawn: list[str] = []
 
     def draw(chance: object, rid: str, *_: object) -> Request:
         drawn.append(rid)
-        return Request(rid, 0, OPTIONS[0], 4, "abort" if len(drawn) == 2 else "plain", stream=False, delay=9.0)
+        if len(drawn) == 4:
+            tally.fail("enough")
+        return Request(rid, 0, OPTIONS[0], 4, "abort" if len(drawn) == 2 else "plain", stream=stream, delay=9.0)
 
     def ask(_: object, request: Request, __: object) -> tuple[Sample, ...]:
         return (Sample((1,), "abort") if request.kind == "abort" else Sample((1, 2, 3, 4), "length"),)
@@ -232,10 +238,10 @@ def test_the_id_of_an_aborted_request_is_used_again(server: type[FakeServer], mo
     tally = Tally()
     references = {(0, "greedy"): (Sample((1, 2, 3, 4), "length"),)}
     given = soak.Soak(FakeServer("m", (), Path("log")), [PROMPT], (), references, True, tally)  # type: ignore[arg-type]
-    sending.traffic(given, argparse.Namespace(minutes=0.0005, workers=1, seed=0, output_len=4))
-    first, second, third, fourth = drawn[:4]
-    assert second == third and len({first, second, fourth}) == 3
-    assert not tally.problems
+    sending.traffic(given, argparse.Namespace(minutes=5, workers=1, seed=0, output_len=4))
+    first, second, third, fourth = drawn
+    assert (second == third) != stream and len({first, second, fourth}) == 3
+    assert tally.problems == ["enough"]
 
 
 class TestForcedRetraction:
