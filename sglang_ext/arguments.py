@@ -13,7 +13,7 @@ import torch
 from sglang.srt.arg_groups.arg_utils import NS, A, Arg
 from sglang.srt.server_args import ServerArgs
 
-from sglang_ext import compressor_options, flag_checks, head_budget_options, options, refused_options
+from sglang_ext import benchmark_options, compressor_options, flag_checks, head_budget_options, options, refused_options
 
 logger = logging.getLogger(__name__)
 
@@ -144,6 +144,24 @@ class KVServerArgs(ServerArgs):
         "rounds of --kv-draft-length.",
         NS("memory"),
     ] = 64
+    kv_bench_acceptance: A[
+        float | None,
+        "For benchmarks: answers are of no use. Each draft is accepted with this probability, 0 to 1, when those before it "
+        "were, whatever verification finds, so that speed can be measured without trained weights (in lockstep).",
+        NS("memory"),
+    ] = None
+    kv_bench_corrupt_loads: A[
+        int | None,
+        "For tests: full KV in host memory (--kv-host-gb) is changed before every so many loads, from 1. Checksums notice, and "
+        "it is computed again: answers stay right, speed is of no use.",
+        NS("memory"),
+    ] = None
+    kv_bench_lock_step: A[
+        bool,
+        "For benchmarks: where full KV is loaded for verifications (--kv-full-tier), all requests gather drafts and then wait "
+        "for one another to verify. Answers stay right, and come later.",
+        NS("memory"),
+    ] = False
 
     def __post_init__(self) -> None:
         """Check the flags, prepare SGLang's own options for the mode, then let SGLang resolve."""
@@ -176,12 +194,14 @@ class KVServerArgs(ServerArgs):
         if self.kv_schedule == "auto":
             with_lora = self.enable_lora or self.lora_paths
             asked = self.kv_draft_length == "auto" or self.kv_ngram_tokens or self.kv_full_tier == "host"
+            asked = asked or benchmark_options.need_lockstep(self)
             asked = asked or (self.kv_full_tier == "auto" and self.kv_host_gb and not with_lora)
             lockstep = asked or (on_gpu and not with_lora)
             self.kv_schedule = "lockstep" if lockstep else "staggered"
         refused_options.check_combinations(self)
         if self.kv_full_tier == "auto" and (obstacle := options.offload_obstacle(self)) is not None:
             logger.warning("sglang-ext: --kv-full-tier auto keeps all full KV on the device, as %s", obstacle)
+        benchmark_options.warn(self)
         self.speculative_algorithm = SPECULATIVE_ALGORITHM
         self.speculative_num_steps = options.gathered_drafts(self)
         self.speculative_eagle_topk = 1

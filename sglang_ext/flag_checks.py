@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from sglang_ext import head_budget_options, method_options, model_options, range_options
+from sglang_ext import benchmark_options, head_budget_options, method_options, model_options, range_options
 
 if TYPE_CHECKING:
     from sglang_ext.arguments import KVServerArgs
@@ -15,6 +15,7 @@ def check_flags(args: "KVServerArgs") -> None:
         options.OptionError: a flag is out of range, or flags cannot be combined.
     """
     range_options.check_flags(args)
+    benchmark_options.check_flags(args)
     method_options.resolve(args)
     head_budget_options.resolve(args)
 

@@ -113,7 +113,7 @@ HOOKS: tuple[Hook, ...] = (
         target="sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request",
         kind="around",
         hook="sglang_ext.managers.method_choice.refuse_unknown",
-        why="a request that asks for a method that the server does not have shall be told so",
+        why="a request that asks for a method or a forced acceptance that the server does not have shall be told so",
         expects=("self", "obj", "input_ids"),
         process="frontend",
     ),

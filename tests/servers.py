@@ -16,7 +16,11 @@ STRICT = server_environment(retraction_steps=None)
 # Seeds, processors and hidden states are per request: what else is asked does not depend on these flags.
 STOCK = ("--enable-deterministic-inference", "--enable-custom-logit-processor", "--enable-return-hidden-states")
 # Of half the default's drafts fewer are wrong, and an answer takes more rounds.
-VERIFIED = (*STOCK, "--kv-mode", "verified", "--kv-budget", "0.25", "--kv-draft-length", "8", "--enable-metrics")
+DRAFTING = (*STOCK, "--kv-mode", "verified", "--kv-budget", "0.25", "--kv-draft-length", "8", "--enable-metrics")
+# As on a GPU: rounds of a batch in SGLang's overlapped loop.
+VERIFIED = (*DRAFTING, "--kv-schedule", "lockstep")
+# The default on a CPU: some verify while others draft, in SGLang's plain loop.
+STAGGERED = (*DRAFTING, "--kv-schedule", "staggered")
 PAGED = (
     *("--kv-mode", "verified", "--kv-compressor", "sink-recent", "--kv-budget", "0.125"),
     *("--page-size", "16", "--chunked-prefill-size", "256", "--kv-draft-length", "8", "--kv-schedule", "lockstep"),
@@ -24,14 +28,17 @@ PAGED = (
 )
 # Two methods that drop tokens, and one that packs them, which serves whoever asks for none.
 SEVERAL = (
-    *(*STOCK, "--kv-mode", "verified", "--kv-compressor", "kivi", "--kv-bits", "4", "--enable-metrics"),
+    *(*STOCK, "--kv-mode", "verified", "--kv-compressor", "kivi", "--kv-bits", "4", "--kv-schedule", "lockstep"),
+    "--enable-metrics",
     *("--kv-more-compressors", "snapkv,snapkv:0.125"),
 )
 # Three tokens of n-grams in each draft step; a pool that does not hold all prompts at once, and host memory for the rest.
 LOCKSTEP = (
-    *(*VERIFIED, "--kv-schedule", "lockstep", "--kv-ngram-tokens", "3"),
+    *(*VERIFIED, "--kv-ngram-tokens", "3"),
     *("--max-running-requests", "20", "--max-total-tokens", "3584", "--kv-host-gb", "0.3"),
 )
+# What former versions read of the environment: a shell may have left it.
+LEFT = {"SGLANG_EXT_SIMULATE_ACCEPTANCE": "0", "SGLANG_EXT_CORRUPT_LOADS": "1", "SGLANG_EXT_LOCK_STEP": "1"}
 # Slots of a server that does not say how many; each thousand takes 0.2 s to allocate.
 POOL_TOKENS = 8192
 # Where no kernel is compiled, leaving PyTorch's compiler out saves a fifth of a start.
@@ -60,6 +67,24 @@ class Server(ServerProcess):
             self.flush_cache()
         with ThreadPoolExecutor(workers) as pool:
             return list(pool.map(lambda ids: self.ask(input_ids=ids, **body), prompts))
+
+    def ask_beside(self, running: dict[str, Any], **body: Any) -> tuple[Any, Any]:
+        """The answer to ``body``, sent once ``running`` decodes, and the answer to ``running``.
+
+        So no prefill joins while ``body`` decodes: in SGLang's overlapped loop that changes what penalties have counted.
+        """
+        begun = Event()
+
+        def run() -> Any:
+            chunk = None
+            for chunk in self.stream("generate", {**running, "stream": True}):
+                begun.set()
+            return chunk
+
+        with ThreadPoolExecutor(1) as pool:
+            other = pool.submit(run)
+            assert begun.wait(self.request_timeout)
+            return self.ask(**body), other.result()
 
 
 class Servers:

@@ -129,7 +129,7 @@ def run(
         prompts: token ids.
         sampling: how to sample.
         new_tokens: output tokens of each, whatever they are.
-        acceptance: forced on a server that simulates (managers/simulation.py).
+        acceptance: forced on a server with --kv-bench-acceptance (managers/simulation.py).
         clock: seconds.
 
     Raises:

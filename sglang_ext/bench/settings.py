@@ -15,7 +15,6 @@ from sglang_ext.bench.options import numbers, probabilities
 from sglang_ext.bench.server import ServerProcess
 from sglang_ext.bench.tiers import Tier, tiers
 from sglang_ext.compressor_options import code_bits, parse_compressor
-from sglang_ext.managers.simulation import VARIABLE
 from sglang_ext.options import OptionError
 
 
@@ -49,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--full-tier", default="device", help="where full KV of running requests lies: device, auto, host, separated by commas")
     add("--offload-draft-length", default="64", help="tokens drafted before full KV is loaded, separated by commas")
     add("--host-gb", type=float, default=0.0, help="host memory for full KV, with --full-tier auto or host")
+    add("--lock-step", action="store_true", help="where full KV is loaded, have requests wait for one another to verify")
     beside = "also run the first compressor with this pair, beside all combinations"
     add("--also", action="append", default=[], metavar="BUDGET:DRAFTS", help=beside)
     add("--force-acceptance", metavar="P", help="accept each draft with this probability; several separated by commas")
@@ -85,13 +85,11 @@ def log_folder(args: argparse.Namespace) -> Iterator[Path]:
 
 def server(args: argparse.Namespace, setting: Setting, logs: Path) -> ServerProcess:
     """A setting's server, to be entered; its log lies in ``logs``."""
-    first = acceptances(args, setting)[0]
     return ServerProcess(
         str(args.model),
         ("--dtype", args.dtype, "--enable-metrics", *words(args.server_arg), *setting.arguments),
         logs / f"{setting.name}.log",
         start_timeout=args.start_timeout,
-        env={} if first is None else {VARIABLE: str(first)},
     )
 
 
@@ -137,9 +135,11 @@ def all_of(args: argparse.Namespace) -> Iterator[Setting]:
     """Stock first, then other baselines, then each combination of verified decoding.
 
     Raises:
-        BenchError: an option is no number.
+        BenchError: an option is no number, or --lock-step is of no setting.
     """
     forced_acceptances(args)
+    if args.lock_step and not any(tier.longest for tier in tiers(args)):
+        raise BenchError(f"--lock-step with --full-tier {args.full_tier!r}: nothing is loaded; pass --full-tier host")
     yield Setting("stock")
     for flags in args.baseline:
         yield Setting(flags.replace("--", "").replace(" ", "-"), words([flags]))
@@ -186,11 +186,16 @@ def verified(
         name, flags = f"{compressor}-{share:g}-x{drafts}", [*flags, "--kv-budget", f"{share:g}"]
     if packs is not None:
         share *= code_bits(packs, None) / (32 if args.dtype == "float32" else 16)
-    if args.force_acceptance is not None or tier.longest:
+    forced = forced_acceptances(args)
+    if forced or tier.longest:
         flags += ["--kv-schedule", "lockstep"]
+    if forced:
+        # Each request asks for its own; the server has to force one to let it.
+        flags += ["--kv-bench-acceptance", str(forced[0])]
     if proposed:
         name, flags = f"{name}-n{proposed}", [*flags, "--kv-ngram-tokens", str(proposed)]
     if tier.longest:
         name = f"{name}-{tier.name}-x{tier.longest}"
         flags += ["--kv-full-tier", tier.name, "--kv-host-gb", f"{args.host_gb:g}", "--kv-offload-draft-length", str(tier.longest)]
+        flags += ["--kv-bench-lock-step"] if args.lock_step else []
     return Setting(name, tuple(flags), share, length, tier)

@@ -14,6 +14,7 @@ from sglang_ext.managers.rolling import Rolling
 from sglang_ext.managers.steps import Steps
 from sglang_ext.managers.verifications import Verifications
 from sglang_ext.managers.verify_pass import VerifyPass
+from sglang_ext.mem_cache.faults import Faults
 from sglang_ext.mem_cache.host_pool import HostPool
 from sglang_ext.mem_cache.host_tier import HostTier
 from sglang_ext.mem_cache.residency import Residency
@@ -37,7 +38,9 @@ def use_host_memory(worker: "KVWorker", tree: "TieredLoads") -> None:
     """
     args, buffers = worker.server_args, worker.views.buffers
     pool = HostPool.create(buffers, args.page_size, int(args.kv_host_gb * 1e9), -(-args.tp_size // args.nnodes))
-    tree.use_host(HostTier(buffers, pool), worker.ranks)
+    corrupt = args.kv_bench_corrupt_loads
+    faults = None if corrupt is None else Faults(corrupt, loads=worker.ranks.rank)
+    tree.use_host(HostTier(buffers, pool), worker.ranks, faults)
     if options.offloads(args):
         # The page that no request owns, again and again.
         count = max(1, min(pool.pages.count, LINK_SAMPLE_BYTES // pool.page_bytes))
@@ -56,7 +59,8 @@ def rolling(worker: "KVWorker", pace: Pace, steps: Steps, verify_pass: VerifyPas
     views.tree_cache.residency = residency
     # What a first round takes does not matter; it is measured from then on.
     admission = Admission(iteration_seconds=1.0, memory=residency.room)
-    verifications = Verifications(admission, residency, views.buffers.bytes_per_slot, first.drafts, LockStep.from_environment())
+    lock_step = LockStep() if args.kv_bench_lock_step else None
+    verifications = Verifications(admission, residency, views.buffers.bytes_per_slot, first.drafts, lock_step)
     return Rolling(worker, pace, steps, verify_pass, verifications, policy)
 
 

@@ -51,10 +51,29 @@ def check(exact_tokens: dict[int, range], written: torch.Tensor, views: Compress
         (cached, "the prefix tree holds"),
     ):
         _disjoint(slots, free, what, "the free list")
+    check_tails(views)
     check_heads(views)
     check_methods(views)
     check_pointers(views)
     views.tree_cache.check_integrity()
+
+
+def check_tails(views: CompressedViews) -> None:
+    """Check that after each copy its draft row leads where the request's own row does.
+
+    Raises:
+        IntegrityError: names a draft row that leads elsewhere, and from which position on.
+    """
+    table = views.token_table
+    for row, view in views.copies():
+        after = view.tail_end - view.covered
+        own, draft = table[row, view.covered : view.tail_end], table[views.draft_row(row), view.kept : view.kept + after]
+        if not torch.equal(own, draft):
+            first = int((own != draft).nonzero()[0])
+            raise IntegrityError(
+                f"the draft row {views.draft_row(row)} leads to slot {int(draft[first])} for position {view.covered + first}, "
+                f"whose KV the request in row {row} has in slot {int(own[first])}"
+            )
 
 
 def check_methods(views: CompressedViews) -> None:

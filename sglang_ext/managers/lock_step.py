@@ -1,13 +1,10 @@
-"""Verifications in lock-step, which staggered ones are compared with: ``SGLANG_EXT_LOCK_STEP=1``.
+"""Verifications in lock-step, which staggered ones are compared with: ``--kv-bench-lock-step``.
 
 All requests gather drafts; once the last has enough, the full KV of one after another is loaded and verified. Who has
 verified waits for the others: its drafts of these rounds are thrown away, so that the device is as busy as the link was not.
 """
 
-import os
 from dataclasses import dataclass, field
-
-VARIABLE = "SGLANG_EXT_LOCK_STEP"
 
 
 @dataclass
@@ -20,11 +17,6 @@ class LockStep:
 
     waiting: set[int] = field(default_factory=set)
     _verifying: bool = False
-
-    @classmethod
-    def from_environment(cls) -> "LockStep | None":
-        """None unless :data:`VARIABLE` is ``1``."""
-        return cls() if os.environ.get(VARIABLE) == "1" else None
 
     def allowed(self, wanted: dict[int, int]) -> dict[int, int]:
         """Which requests may verify, of those whose full KV has to be loaded.

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_ext.compressor_options import METHODS
 from sglang_ext.core import FALLBACK_REASONS, RequestState
+from sglang_ext.managers.method_choice import custom_params_of
+from sglang_ext.managers.simulation import probability_of
 from sglang_ext.method_options import offers
 
 if TYPE_CHECKING:
@@ -56,11 +58,16 @@ def add_kv_fields(
     drafts and the verifier's own), ``kv_accept_histogram`` and ``kv_offer_histogram`` (element k:
     verifications that accepted, or were offered, exactly k drafts), ``kv_fallback`` why the request
     was last served with full KV, None when it drafted, ``kv_compressor`` the method that made its
-    compressed copy, None without one.
+    compressed copy, None without one. Where a benchmark forces acceptance, and there alone,
+    ``kv_simulated_acceptance``: the probability with which the request's drafts were accepted.
     """
     histograms = recv_obj.spec_cap_lens_histogram
     suffixes = [offer.suffix for offer in offers(manager.server_args)]
     meta_info.update(describe(histograms[i] if histograms else [], suffixes))
+    forced = manager.server_args.kv_bench_acceptance
+    if forced is not None:
+        asked = custom_params_of(manager, manager.rid_to_state[recv_obj.rids[i]].obj)
+        meta_info["kv_simulated_acceptance"] = probability_of(forced, asked)
 
 
 def describe(record: list[int], suffixes: Sequence[str] = ("",)) -> dict[str, Any]:

@@ -93,10 +93,12 @@ class RequestStates:
 
 
 def noise_seed(req: "Req", args: "KVServerArgs", admitted: int) -> int:
-    """The request's sampling seed, or one of its own: equal on all ranks, different each time."""
-    if req.sampling_params.sampling_seed is not None:
-        return req.sampling_params.sampling_seed
+    """The request's sampling seed where SGLang honours it, in deterministic mode; else one of its own.
+
+    What is its own is equal on all ranks and different each time: samples of one request (``n``) have the same ``sampling_seed``.
+    """
     if args.enable_deterministic_inference:
-        return STOCK_DEFAULT_SEED
+        asked = req.sampling_params.sampling_seed
+        return STOCK_DEFAULT_SEED if asked is None else asked
     name = f"{args.random_seed}/{admitted}/{req.rid}".encode()
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 1

@@ -12,6 +12,7 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang_ext.core import Step
 from sglang_ext.layers.attention.views import BetweenSteps
 from sglang_ext.managers.grammar import ends_after
+from sglang_ext.managers.round_result import RoundResult
 from sglang_ext.managers.sampling import Sampled
 
 if TYPE_CHECKING:
@@ -107,6 +108,8 @@ def process_emitted(original: Callable, processor, batch: "ScheduleBatch", resul
         return original(processor, batch, result)
     if result.copy_done is not None:
         result.copy_done.synchronize()
+    if isinstance(result, RoundResult) and result.requests is not None:
+        batch = _subset(batch, result.requests)
     processor.model_worker.account(batch, result)
     _end_aborted(processor, batch, result)
     emitting = [i for i, count in enumerate(result.accept_lens.tolist()) if count > 0]
@@ -140,7 +143,10 @@ def _advance_grammars_last(original: Callable, processor, batch: "ScheduleBatch"
     tokens = [row[:count] for row, count in zip(tokens, result.accept_lens.tolist())]
     result.grammar_advanced, result.grammar_retained_tokens = True, tokens
     open_grammars = [
-        (req, row) for req, row in zip(batch.reqs, tokens) if req.grammar is not None and not req.finished()
+        (req, row)
+        for req, row in zip(batch.reqs, tokens)
+        # Tokens of a retracted request are dropped, and decoded again.
+        if req.grammar is not None and not req.finished() and not req.is_retracted
     ]
     original(processor, batch, result)
     for req, row in open_grammars:
@@ -151,6 +157,7 @@ def _advance_grammars_last(original: Callable, processor, batch: "ScheduleBatch"
 def _subset(batch: "ScheduleBatch", indices: list[int]) -> "ScheduleBatch":
     part = copy.copy(batch)
     part.reqs = [batch.reqs[i] for i in indices]
+    part.return_logprob = any(req.return_logprob for req in part.reqs)
     return part
 
 

@@ -108,7 +108,9 @@ class RollingPlanner:
         reasons = [self._fallback(*each, headroom, copies) for each in zip(batch.reqs, states, lengths, able)]
         on_copy = [can and not reason for can, reason in zip(able, reasons)]
         missing = [req.sampling_params.max_new_tokens - len(req.output_ids) for req in batch.reqs]
-        steps = _steps(batch, able, on_copy, max(missing), wanted.drafts or PLAIN_STEPS)
+        # Drafts of a round have to fit where they gather; plain steps too, as some requests may draft beside them.
+        most = min(wanted.drafts or PLAIN_STEPS, self.longest)
+        steps = _steps(batch, able, on_copy, max(missing), most)
         self._take_turns(states, on_copy, missing, steps, iteration_seconds)
         turns = [i for i, state in enumerate(states) if on_copy[i] and state.row in self.verifications.turns]
         for i in turns:
@@ -116,6 +118,7 @@ class RollingPlanner:
                 residency.restore(states[i].row)
                 self._copy(batch.reqs[i], states[i], lengths[i], headroom)
         gathered = [min(state.gathered, self.longest - steps) if drafting else 0 for state, drafting in zip(states, on_copy)]
+        assert all(0 <= before <= self.longest - steps for before in gathered), (gathered, steps, self.longest)
         places = [self._row(*each) for each in zip(states, lengths, gathered, on_copy)]
         rows, viewed = [row for row, _ in places], [tokens for _, tokens in places]
         drafted, plain = (steps, 0) if any(on_copy) else (0, steps)

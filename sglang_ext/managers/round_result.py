@@ -25,11 +25,28 @@ class RoundResult(GenerationBatchResult):
         round: what the requests did.
         drafted: what they drafted; None where nothing was.
         counted: its counts on the host; None where they are the round's.
+        requests: places in SGLang's batch of the requests that it is of; None where these are all (running_part.py).
     """
 
     round: Round | None = None
     drafted: Drafted | None = None
     counted: Drafted | None = None
+    requests: list[int] | None = None
+
+    @classmethod
+    def of_nobody(cls, like: torch.Tensor) -> "RoundResult":
+        """The result of a round without requests, on the device of ``like``."""
+        nothing = like.new_empty(0, dtype=torch.int64)
+        return cls(
+            logits_output=LogitsProcessorOutput(next_token_logits=None),
+            next_token_ids=nothing,
+            accept_lens=nothing,
+            new_seq_lens=nothing,
+            next_draft_input=BetweenSteps(nothing),
+            speculative_num_draft_tokens=1,
+            can_run_cuda_graph=False,
+            round=Round([], 0, 0, [], [], [], []),
+        )
 
     @classmethod
     def of(

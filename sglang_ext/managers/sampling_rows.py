@@ -71,39 +71,45 @@ def select_rows(batch: "ScheduleBatch", rows: list[Row], device) -> "SamplingBat
 
     The rows of one call take one route, and have all a seed or none.
     """
-    info = batch.sampling_info
-    index = to_device([row.request for row in rows], device)
     reqs = [batch.reqs[row.request] for row in rows]
     kind = route(reqs[0])
-    seeded = rows[0].seed is not None
-    processors = {k: (p, mask[index]) for k, (p, mask) in (info.custom_logit_processor or {}).items()}
-    # As in SGLang, a processor is not called for no row; some cannot bear it.
-    processors = {k: (p, mask) for k, (p, mask) in processors.items() if mask.any()}
     grammars = [GrammarAfter(req.grammar, row.drafts) if req.grammar else None for req, row in zip(reqs, rows)]
+    info = pick_requests(batch.sampling_info, [row.request for row in rows], device)
     return dataclasses.replace(
         info,
-        temperatures=info.temperatures[index],
-        top_ps=info.top_ps[index],
-        top_ks=info.top_ks[index],
-        min_ps=info.min_ps[index],
         is_all_greedy=kind == "greedy",
         is_any_greedy=kind == "greedy",
         need_top_p_sampling=any(req.sampling_params.top_p != 1.0 for req in reqs),
         need_top_k_sampling=any(req.sampling_params.top_k != TOP_K_ALL for req in reqs),
         need_min_p_sampling=any(req.sampling_params.min_p > 0 for req in reqs),
         grammars=grammars if any(grammars) else None,
+        return_sampling_masks=None,
+        sampling_seed=info.sampling_seed if rows[0].seed is None else to_device([row.seed for row in rows], device),
+    )
+
+
+def pick_requests(info: "SamplingBatchInfo", requests: list[int], device: torch.device) -> "SamplingBatchInfo":
+    """What is sampled by, of the requests at these places of the batch; a request may come several times.
+
+    Grammars, and what says of all requests how they are sampled, stay those of the batch.
+    """
+    index = to_device(requests, device)
+    processors = {k: (p, mask[index]) for k, (p, mask) in (info.custom_logit_processor or {}).items()}
+    # As in SGLang, a processor is not called for no row; some cannot bear it.
+    processors = {k: (p, mask) for k, (p, mask) in processors.items() if mask.any()}
+    return dataclasses.replace(
+        info,
+        temperatures=info.temperatures[index],
+        top_ps=info.top_ps[index],
+        top_ks=info.top_ks[index],
+        min_ps=info.min_ps[index],
         acc_additive_penalties=_pick(info.acc_additive_penalties, index),
         acc_scaling_penalties=_pick(info.acc_scaling_penalties, index),
         logit_bias=_pick(info.logit_bias, index),
         has_custom_logit_processor=bool(processors),
         custom_logit_processor=processors or None,
-        custom_params=[info.custom_params[row.request] for row in rows] if info.custom_params else None,
-        return_sampling_masks=None,
-        sampling_seed=(
-            to_device([row.seed for row in rows], device)
-            if seeded
-            else _pick(info.sampling_seed, index)
-        ),
+        custom_params=[info.custom_params[i] for i in requests] if info.custom_params else None,
+        sampling_seed=_pick(info.sampling_seed, index),
     )
 
 

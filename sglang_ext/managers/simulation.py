@@ -1,26 +1,55 @@
 """Acceptance that a benchmark asks for, in place of what verification finds.
 
 Throughput depends on how many drafts are accepted, and weights without training accept none. With
-``SGLANG_EXT_SIMULATE_ACCEPTANCE=0.99`` each draft is accepted with that probability, as long as those before
+``--kv-bench-acceptance 0.99`` each draft is accepted with that probability, as long as those before
 it were; a request may ask for another one with ``"custom_params": {"kv_acceptance": 0.95}``. Drafting, the
-verification over full KV, and the roll-back of what is rejected stay real; the output is of no use.
+verification over full KV, and the roll-back of what is rejected stay real; the output is of no use, and its ``meta_info``
+says so (meta_info.py).
 """
 
-import logging
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+from sglang_ext.benchmark_options import is_probability
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
-logger = logging.getLogger(__name__)
-
-VARIABLE = "SGLANG_EXT_SIMULATE_ACCEPTANCE"
 PARAMETER = "kv_acceptance"
+
+
+def check(forced: float | None, custom_params: dict[str, Any] | None) -> None:
+    """Refuse what a request asks for, on a server that accepts with probability ``forced``, or None where verification decides.
+
+    Raises:
+        ValueError: the server forces nothing, or what is asked is no number from 0 to 1.
+    """
+    value = _asked(custom_params)
+    if value is None:
+        return
+    if forced is None:
+        raise ValueError(
+            f"{PARAMETER} in custom_params is {value!r}, and on this server verification decides what is accepted: leave it out, "
+            "or start a server for benchmarks with --kv-bench-acceptance"
+        )
+    if not is_probability(value):
+        raise ValueError(
+            f"{PARAMETER} in custom_params is {value!r}; pass a number from 0 to 1, or leave it out for the server's {forced:g}"
+        )
+
+
+def probability_of(forced: float, custom_params: dict[str, Any] | None) -> float:
+    """That a request's draft is accepted when all before it were: what it asks for, else the server's ``forced``."""
+    value = _asked(custom_params)
+    return float(forced if value is None else value)
+
+
+def _asked(custom_params: dict[str, Any] | None) -> object:
+    """None where the request does not say."""
+    return custom_params.get(PARAMETER) if isinstance(custom_params, dict) else None
 
 
 @dataclass(frozen=True)
@@ -36,33 +65,14 @@ class Simulation:
     noise: torch.Generator
 
     @classmethod
-    def from_environment(cls, device: torch.device, schedule: str) -> "Simulation | None":
-        """What :data:`VARIABLE` asks for; None when it is not set.
-
-        Args:
-            device: where acceptance is decided.
-            schedule: ``--kv-schedule``.
-
-        Raises:
-            ValueError: it is not a number from 0 to 1, or the schedule is not lockstep.
-        """
-        value = os.environ.get(VARIABLE)
-        if value is None:
-            return None
-        if schedule != "lockstep":
-            raise ValueError(f"{VARIABLE} is set, and --kv-schedule is {schedule}; use --kv-schedule lockstep, or unset it")
-        probability = _probability(value)
-        if probability is None:
-            raise ValueError(
-                f"{VARIABLE} is {value!r}; it is a probability for benchmarks: pass a number from 0 to 1, or unset it"
-            )
-        logger.warning("sglang-ext: %s=%s, answers are of no use", VARIABLE, value)
-        return cls(probability, torch.Generator(device).manual_seed(0))
+    def of(cls, probability: float | None, device: torch.device) -> "Simulation | None":
+        """What ``--kv-bench-acceptance`` asks for, decided on ``device``; None where verification decides."""
+        return None if probability is None else cls(probability, torch.Generator(device).manual_seed(0))
 
     def probabilities(self, reqs: Sequence["Req"]) -> list[float]:
-        """What each request asks for; :attr:`probability` where that is nothing, or no number from 0 to 1."""
-        asked = [_probability((req.sampling_params.custom_params or {}).get(PARAMETER)) for req in reqs]
-        return [self.probability if value is None else value for value in asked]
+        """What each request asks for; :attr:`probability` where that is nothing."""
+        # The frontend refuses what is no probability.
+        return [probability_of(self.probability, req.sampling_params.custom_params) for req in reqs]
 
     def accept(
         self, answers: torch.Tensor, drafted: torch.Tensor, probabilities: torch.Tensor
@@ -80,11 +90,3 @@ class Simulation:
         kept = lucky.long().cumprod(1)
         answers[:, : drafted.shape[1]] = torch.where(kept.bool(), drafted, answers[:, : drafted.shape[1]])
         return kept.sum(1)
-
-
-def _probability(value: object) -> float | None:
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        return None
-    return number if 0 <= number <= 1 else None

@@ -22,6 +22,7 @@ from sglang_ext.managers.prefill import prefill
 from sglang_ext.managers.ranks import Ranks
 from sglang_ext.managers.request_states import RequestStates
 from sglang_ext.managers.round_result import RoundResult
+from sglang_ext.managers.running_part import decode_running
 from sglang_ext.managers.schedules import schedule_of
 from sglang_ext.managers.served_methods import ServedMethods
 from sglang_ext.managers.simulation import Simulation
@@ -58,7 +59,7 @@ class KVWorker(BaseSpecWorker):
         self.ranks = Ranks.of(self.model_runner.tp_group)
         self.metrics = KVMetrics.create(server_args, self.ranks.first)
         self.strict = integrity.is_strict()
-        self.simulation = Simulation.from_environment(torch.device(self.model_runner.device), server_args.kv_schedule)
+        self.simulation = Simulation.of(server_args.kv_bench_acceptance, torch.device(self.model_runner.device))
         self.attentions, self.captured = Attentions(), Captured()
         self.views: CompressedViews | None = None
         self.schedule: Staggered | Lockstep | None = None
@@ -187,6 +188,9 @@ class KVWorker(BaseSpecWorker):
             return result
         if batch.forward_mode.is_extend():
             return prefill(self, batch, on_publish)
+        return decode_running(self._decode, batch, on_publish)
+
+    def _decode(self, batch: "ScheduleBatch", on_publish) -> GenerationBatchResult:
         return self.schedule.decode(batch, self.requests.of(batch), on_publish)
 
     def account(self, batch: "ScheduleBatch", result: GenerationBatchResult) -> None:

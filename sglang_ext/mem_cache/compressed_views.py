@@ -154,7 +154,7 @@ class CompressedViews(CopyWriter):
     def write_tail(self, row: int, end: int) -> None:
         """Let the draft row lead, after the copy, to the full row's tokens ``[covered, end)``.
 
-        A position keeps its slot while its request runs, so only what is new is written.
+        A position keeps its slot unless :meth:`row_moved` says otherwise, so only what is new is written.
         """
         view = self._views[row]
         start = view.tail_end
@@ -164,6 +164,19 @@ class CompressedViews(CopyWriter):
         tail = self.token_table[row, start:end]
         self.token_table[self.draft_row(row), start + shift : end + shift] = tail
         view.tail_end = end
+
+    def row_moved(self, row: int, start: int) -> None:
+        """Note that the row of a request leads to other slots from position ``start`` on: those of before are free.
+
+        Under the overlapped loop a first round is launched before the prefix tree takes the prompt over, and with it exchanges
+        slots of which it has others. A draft row would go on to lead to what is free; so would pointers, which are dropped.
+        """
+        view = self._views.get(row)
+        if view is None:
+            return
+        if self.forms.pointer_rows is not None:
+            self.release_copy(row)
+        view.tail_end = max(view.covered, min(view.tail_end, start))
 
     def tail_written(self, row: int, end: int) -> None:
         """Note that the draft row leads to all positions before ``end``."""

@@ -22,7 +22,7 @@ class TieredLoads(TieredStores):
         failed_pages: host pages so far whose KV came back changed, and was forgotten.
         loaded_bytes: of full KV, so far, from the host.
         link: how fast loads are.
-        faults: of tests; None outside them.
+        faults: that a test asked for; None outside tests.
         on_load: told of the slots, int64 [tokens], that a load is about to write.
     """
 
@@ -35,10 +35,10 @@ class TieredLoads(TieredStores):
         self.link = LinkRate()
         super().__init__(params)
 
-    def use_host(self, tier: HostTier, ranks: Ranks = Ranks()) -> None:
-        """Keep full KV in ``tier``, as :meth:`TieredStores.use_host` says, which loses some of it where tests ask for that."""
+    def use_host(self, tier: HostTier, ranks: Ranks = Ranks(), faults: Faults | None = None) -> None:
+        """Keep full KV in ``tier``, as :meth:`TieredStores.use_host` says, which loses some of it where ``faults`` ask for it."""
         super().use_host(tier, ranks)
-        self.faults = Faults.from_environment(ranks.rank)
+        self.faults = faults
 
     def load_into(self, nodes: list[TieredNode], slots: torch.Tensor) -> Transfer:
         """Copy the host's KV of ``nodes`` to ``slots``, which stay the caller's.

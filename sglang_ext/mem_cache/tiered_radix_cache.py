@@ -132,6 +132,8 @@ class TieredRadixCache(TieredLoads):
         parts = [node.value if node.on_device else slots[node.start : node.end] for node in path(last)]
         indices = joined(parts, self._empty_match_result.device_indices)
         self.req_to_token_pool.write((req.req_pool_idx, slice(own, len(indices))), indices[own:])
+        if unneeded and self.views is not None:
+            self.views.row_moved(req.req_pool_idx, unneeded[0][0])
         req.cache_protected_len = len(indices)
         # In this order, or what lost its KV would go although the request leads through it.
         self.inc_lock_ref(last)

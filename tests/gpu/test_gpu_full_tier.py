@@ -3,7 +3,6 @@
 import pytest
 
 from servers import STRICT, greedy, sampled
-from sglang_ext.mem_cache.faults import VARIABLE
 
 pytestmark = pytest.mark.server
 
@@ -37,7 +36,7 @@ def test_in_deterministic_mode_answers_are_stocks(launch, asked):
 
 def test_what_host_memory_lost_is_computed_again(launch, asked):
     """By a prefill, which rounds unlike the decoding that gave it: answers may differ where two tokens are nearly as good."""
-    server = launch(*EXACT, *HOST, env=STRICT | {VARIABLE: "9"})
+    server = launch(*EXACT, *HOST, "--kv-bench-corrupt-loads", "9", env=STRICT)
     answers = server.ask_all(asked, 8, **greedy(64))
     assert all(len(r["output_ids"]) == 64 for r in answers)
     assert server.metric("sglang_ext:recomputed_requests_total") > 0 < server.metric("sglang_ext:host_failed_pages_total")

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from servers import EXPECTED_TOKENS, LOCKSTEP, PAGED, SEVERAL, STOCK, STRICT, VERIFIED, Server, greedy
+from servers import EXPECTED_TOKENS, LEFT, LOCKSTEP, PAGED, SEVERAL, STAGGERED, STOCK, STRICT, VERIFIED, Server, greedy
 
 # Fixtures of servers that several tests share, in the order in which these tests run.
-SHARED = ("verified", "paged", "lockstep", "several")
+SHARED = ("verified", "staggered", "paged", "lockstep", "several")
 # Fixtures of answers that stock gives once a run.
-ANSWERS = ("expected", "penalized", "continued")
+ANSWERS = ("expected", "penalized", "worded", "continued")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist, which reads the groups
@@ -53,8 +53,14 @@ def stock(request: pytest.FixtureRequest, launch: Callable[..., Server]) -> Serv
 
 @pytest.fixture
 def verified(stock: Server, launch: Callable[..., Server]) -> Server:
-    """Stock's flags, and verified decoding on a quarter of the KV."""
+    """Stock's flags, and verified decoding on a quarter of the KV, in lockstep."""
     return launch(*VERIFIED)
+
+
+@pytest.fixture
+def staggered(stock: Server, launch: Callable[..., Server]) -> Server:
+    """The same where some verify while others draft, in SGLang's plain loop, with strict checks."""
+    return launch(*STAGGERED, env=STRICT)
 
 
 @pytest.fixture
@@ -66,7 +72,7 @@ def paged(stock: Server, launch: Callable[..., Server]) -> Server:
 @pytest.fixture
 def lockstep(stock: Server, launch: Callable[..., Server]) -> Server:
     """Verified decoding in lockstep, on a quarter of the KV, with strict checks; n-grams propose, and prefixes go to the host."""
-    return launch(*LOCKSTEP, env=STRICT)
+    return launch(*LOCKSTEP, env=STRICT | LEFT)
 
 
 @pytest.fixture
@@ -102,13 +108,19 @@ def expected(once: Callable, launch: Callable[..., Server], prompts: list[list[i
 
 
 @pytest.fixture(scope="session")
-def penalized(once: Callable, launch: Callable[..., Server], prompts: list[list[int]]) -> tuple[dict[str, Any], list[Any]]:
-    """A request that two prompts make, each with a penalty, and stock's answers."""
-    # One penalty at a time: on a CPU, stock applies several in an order of its process.
-    penalties = ({"frequency_penalty": 0.6}, {"repetition_penalty": 1.2})
-    params = [greedy(EXPECTED_TOKENS, **each)["sampling_params"] for each in penalties]
-    body = {"input_ids": prompts[:2], "sampling_params": params}
-    return body, once("penalized", lambda: launch(*STOCK).ask(**body))
+def penalized(once: Callable, launch: Callable[..., Server], prompts: list[list[int]]) -> list[tuple[dict[str, Any], Any]]:
+    """Two requests with penalties, each with stock's answer to it alone."""
+    penalties = ({"frequency_penalty": 0.6}, {"repetition_penalty": 1.2, "presence_penalty": 0.3})
+    bodies = [{"input_ids": ids, **greedy(EXPECTED_TOKENS, **more)} for ids, more in zip(prompts, penalties)]
+    answers = once("penalized", lambda: [launch(*STOCK).ask(**body) for body in bodies])
+    return list(zip(bodies, answers))
+
+
+@pytest.fixture(scope="session")
+def worded(once: Callable, launch: Callable[..., Server], prompts: list[list[int]]) -> tuple[dict[str, Any], Any]:
+    """A request whose grammar shows when it is advanced over tokens that are not part of the answer, and stock's answer."""
+    body = {"input_ids": prompts[0], **greedy(48, regex=r"(yes|no)( and (yes|no)){8}", ignore_eos=False)}
+    return body, once("worded", lambda: launch(*STOCK).ask(**body))
 
 
 @pytest.fixture(scope="session")

@@ -37,6 +37,16 @@ def test_requests_of_three_methods_at_once_get_stocks_answers_and_are_told_what_
 
 
 @pytest.mark.parametrize("path", ["generate", "v1/completions"])
+def test_an_acceptance_that_the_server_does_not_force_is_refused(several, prompts, path):
+    body = {"input_ids": prompts[0], **greedy(4, custom_params={"kv_acceptance": 0.9})}
+    if path != "generate":
+        body = {"model": "default", "prompt": prompts[0], "custom_params": {"kv_acceptance": 0.9}}
+    with pytest.raises(urllib.error.HTTPError) as raised:
+        several.request(path, body)
+    assert raised.value.code == 400 and "--kv-bench-acceptance" in raised.value.read().decode()
+
+
+@pytest.mark.parametrize("path", ["generate", "v1/completions"])
 def test_a_method_that_the_server_does_not_have_is_refused_by_name_and_the_server_goes_on(several, prompts, expected, path):
     body = {"input_ids": prompts[0], **asking(4, "snapkv:0.5")}
     if path != "generate":

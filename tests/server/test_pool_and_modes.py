@@ -15,21 +15,37 @@ def test_pages_of_16_with_chunked_prefill_and_sink_recent(paged, prompts, expect
         assert all(r["meta_info"]["kv_drafts"] > 0 for r in found)
 
 
-def test_a_pool_too_small_and_retractions_keep_the_output(launch, prompts, expected, penalized):
-    body, theirs = penalized
-    server = launch(
-        "--kv-mode", "verified", "--kv-budget", "0.5", "--max-total-tokens", "1300",
-        "--schedule-conservativeness", "0.1", env=server_environment(retraction_steps=12),
+@pytest.fixture
+def retracting(launch):
+    """A server with a pool too small for all requests, which retracts one every few steps."""
+    return launch(
+        "--kv-mode", "verified", "--kv-budget", "0.5", "--max-total-tokens", "1400", "--kv-schedule", "lockstep",
+        "--schedule-conservativeness", "0.1", env=server_environment(retraction_steps=6),
     )
-    found = server.ask_all([*prompts, *prompts[:2]], 6, **greedy(EXPECTED_TOKENS))
+
+
+def test_a_pool_too_small_and_retractions_keep_the_output(retracting, prompts, expected):
+    found = retracting.ask_all([*prompts, *prompts[:2]], 6, **greedy(EXPECTED_TOKENS))
     assert [r["output_ids"] for r in found] == [*expected, *expected[:2]]
     assert sum(r["meta_info"]["kv_drafts"] for r in found) > 0
-    ours = server.ask(**body)
-    assert_same_answers(theirs, ours, "penalty")
-    for answers in (found, ours):
-        assert sum(r["meta_info"]["num_retractions"] for r in answers) > 0
-    server.flush_cache()
-    assert server.alive()
+    assert sum(r["meta_info"]["num_retractions"] for r in found) > 0
+    retracting.flush_cache()
+    assert retracting.alive()
+
+
+def test_a_retracted_request_keeps_what_it_was_penalized_for(retracting, prompts, penalized):
+    for body, theirs in penalized:
+        ours, _ = retracting.ask_beside({"input_ids": prompts[2], **greedy(120)}, **body)
+        assert_same_answers(theirs, ours, "penalty")
+        assert ours["meta_info"]["num_retractions"] > 0
+
+
+def test_a_retracted_request_goes_on_in_its_grammar_where_it_was(retracting, prompts, worded):
+    body, theirs = worded
+    for _ in range(2):
+        ours, _ = retracting.ask_beside({"input_ids": prompts[2], **greedy(120)}, **body)
+        assert_same_answers(theirs, ours, "neighbour")
+        assert ours["meta_info"]["num_retractions"] > 0
 
 
 def test_lossy_serves_the_compressed_view_and_leaves_the_prefix_tree_exact(launch, prompts, expected):

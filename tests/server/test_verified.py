@@ -68,7 +68,9 @@ def test_logprobs_and_input_logprobs_match(stock, verified, prompts):
 )
 def test_each_sampling_option_gives_stocks_answer(stock, verified, prompts, more):
     body = {"input_ids": prompts[1], **greedy(28, **more)}
-    assert_same_answers(stock.ask(**body), verified.ask(**body), fallback=None)
+    # In lockstep a request with a grammar is served with full KV.
+    fallback = "neighbour" if {"regex", "json_schema"} & set(more) else None
+    assert_same_answers(stock.ask(**body), verified.ask(**body), fallback)
 
 
 def test_a_stop_right_before_the_longest_output_ends_it(stock, verified, prompts, expected):

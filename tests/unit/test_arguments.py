@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import pickle
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -92,6 +93,28 @@ def build(path, **flags):
         ({"kv_offload_draft_length": 257}, ["--kv-offload-draft-length is 257", "1 to 256"]),
         ({"kv_ngram_tokens": -1}, ["--kv-ngram-tokens is -1", "from 0", "to 16"]),
         ({"kv_ngram_tokens": 9, "kv_draft_length": 8}, ["--kv-ngram-tokens is 9", "to 8"]),
+        ({"kv_bench_acceptance": 1.5}, ["--kv-bench-acceptance is 1.5", "from 0 to 1", "leave it out"]),
+        ({"kv_bench_acceptance": float("nan")}, ["--kv-bench-acceptance is nan", "from 0 to 1"]),
+        ({"kv_bench_acceptance": "0.9"}, ["--kv-bench-acceptance is '0.9'", "pass a number"]),
+        (
+            {"kv_bench_acceptance": 0.0, "kv_mode": "lossy"},
+            ["--kv-bench-acceptance is 0.0, but --kv-mode is 'lossy'", "--kv-mode verified, or leave --kv-bench-acceptance out"],
+        ),
+        ({"kv_bench_acceptance": 0.9, "kv_mode": "full"}, ["--kv-mode is 'full'", "pass --kv-mode verified"]),
+        ({"kv_bench_acceptance": 0.9, "kv_schedule": "staggered"}, ["--kv-schedule is 'staggered'", "--kv-schedule lockstep"]),
+        ({"kv_bench_corrupt_loads": 0, "kv_host_gb": 1}, ["--kv-bench-corrupt-loads is 0", "from 1", "leave it out"]),
+        ({"kv_bench_corrupt_loads": 7.0, "kv_host_gb": 1}, ["--kv-bench-corrupt-loads is 7.0", "a whole number"]),
+        ({"kv_bench_corrupt_loads": 7}, ["--kv-bench-corrupt-loads is 7, but --kv-host-gb is 0", "-corrupt-loads out"]),
+        (
+            {"kv_bench_corrupt_loads": 7, "kv_host_gb": 1, "kv_mode": "lossy"},
+            ["--kv-bench-corrupt-loads is 7, but --kv-mode is 'lossy'", "pass --kv-mode verified"],
+        ),
+        ({"kv_bench_lock_step": True}, ["--kv-bench-lock-step is True, but --kv-full-tier is 'device'", "--kv-full-tier host"]),
+        ({"kv_bench_lock_step": True, "kv_full_tier": "auto"}, ["--kv-bench-lock-step is True", "no host memory"]),
+        (
+            {"kv_bench_lock_step": True, "kv_full_tier": "auto", "kv_host_gb": 1, "kv_schedule": "staggered"},
+            ["--kv-bench-lock-step is True", "pass --kv-schedule lockstep"],
+        ),
     ],
 )
 def test_a_value_out_of_range_is_refused(folder, flags, words):
@@ -286,6 +309,33 @@ def test_auto_says_why_all_full_kv_stays_on_the_device(folder, caplog):
     caplog.clear()
     build(folder(), kv_mode="verified", kv_full_tier="auto", kv_host_gb=1)
     assert "keeps all full KV" not in caplog.text
+
+
+FOR_BENCHMARKS = {"kv_bench_acceptance": 0.9, "kv_bench_corrupt_loads": 7, "kv_bench_lock_step": True}
+
+
+def test_flags_for_benchmarks_parse_and_run_in_lockstep_and_the_log_says_what_they_do(folder, caplog):
+    parser = argparse.ArgumentParser()
+    KVServerArgs.add_cli_args(parser)
+    argv = ["--model-path", folder(), "--device", "cpu", "--attention-backend", "torch_native", "--kv-mode", "verified"]
+    argv += ["--kv-full-tier", "auto", "--kv-host-gb", "1", "--kv-bench-acceptance", "0.9", "--kv-bench-corrupt-loads", "7"]
+    args = KVServerArgs.from_cli_args(parser.parse_args([*argv, "--kv-bench-lock-step"]))
+    assert {name: getattr(args, name) for name in FOR_BENCHMARKS} == FOR_BENCHMARKS
+    assert args.kv_schedule == "lockstep" and options.offloads(args)
+    assert "--kv-bench-acceptance is 0.9: drafts are accepted by chance, so answers are of no use" in caplog.text
+    assert "--kv-bench-corrupt-loads is 7: host memory loses bits" in caplog.text
+    assert "--kv-bench-lock-step is True: requests wait for one another" in caplog.text
+    assert build(folder(), kv_mode="verified", kv_bench_acceptance=0).kv_schedule == "lockstep", "0 is a probability, too"
+
+
+def test_a_variable_that_a_shell_has_left_changes_nothing(folder, monkeypatch, caplog):
+    flags = {"kv_mode": "verified", "kv_full_tier": "host", "kv_host_gb": 1, "random_seed": 1}
+    plain = build(folder(), **flags)
+    for name, value in {"SIMULATE_ACCEPTANCE": "0.9", "CORRUPT_LOADS": "7", "LOCK_STEP": "1"}.items():
+        monkeypatch.setenv(f"SGLANG_EXT_{name}", value)
+    assert build(folder(), **flags) == plain and "kv-bench" not in caplog.text
+    source = "".join(path.read_text() for path in Path(options.__file__).parent.rglob("*.py"))
+    assert "SGLANG_EXT_" not in source, "what changes answers or schedules is a flag"
 
 
 def test_flags_parse_show_in_help_and_survive_pickling(folder):

@@ -10,7 +10,7 @@ import torch
 from sglang_ext.managers.clock import Mark
 from sglang_ext.managers.ranks import Ranks
 from sglang_ext.mem_cache.arrivals import Arrivals
-from sglang_ext.mem_cache.faults import VARIABLE
+from sglang_ext.mem_cache.faults import Faults
 from sglang_ext.mem_cache.tiered_node import path
 from sglang_ext.mem_cache.transfers import Launched, Transfer, TransferError
 from tiered_helpers import World, kv_of
@@ -81,12 +81,10 @@ def slowed(world, seconds):
     world.tier._worker.submit = lambda *args: (submit(threading.Event().wait, seconds), submit(*args))[1]
 
 
-def test_trees_of_slow_and_fast_ranks_stay_alike_whatever_each_loses(monkeypatch):
-    monkeypatch.setenv(VARIABLE, "3")
-
+def test_trees_of_slow_and_fast_ranks_stay_alike_whatever_each_loses():
     def work(ranks):
         world, seen = World(), []
-        world.cache.use_host(world.tier, ranks)
+        world.cache.use_host(world.tier, ranks, Faults(3, loads=ranks.rank))
         slowed(world, 0.02 * ranks.rank)
         for turn in range(6):
             tokens = [*A, 20 + turn, 40 + turn]

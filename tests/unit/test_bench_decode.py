@@ -126,6 +126,30 @@ def test_tiers_are_settings_of_their_own(tmp_path):
         assert asked["--kv-offload-draft-length"] == drafts and each.tier.longest == int(drafts)
 
 
+def test_acceptance_is_forced_by_a_flag_of_those_servers_alone_that_verify(tmp_path):
+    beside = ("--baseline", "--speculative-algorithm NGRAM", "--also", "0.5:8")
+    asked = arguments(tmp_path, "--force-acceptance", "0.99,0.9", *beside)
+    stock, baseline, *verified = settings.all_of(asked)
+    for each in verified:
+        flags = settings.server(asked, each, tmp_path).command
+        assert flags[flags.index("--kv-bench-acceptance") + 1] == "0.99" and flags[flags.index("--kv-schedule") + 1] == "lockstep"
+        assert settings.acceptances(asked, each) == [0.99, 0.9]
+    plain = arguments(tmp_path)
+    for args, each in ((asked, stock), (asked, baseline), (plain, [*settings.all_of(plain)][-1])):
+        made = settings.server(args, each, tmp_path)
+        assert not any("--kv-bench" in flag for flag in made.command) and not made.env
+        assert settings.acceptances(args, each) == [None]
+
+
+def test_requests_verify_in_lock_step_where_full_kv_is_loaded(tmp_path):
+    flags = ("--full-tier", "device,host", "--host-gb", "4")
+    found = list(settings.all_of(arguments(tmp_path, *flags, "--lock-step")))
+    assert ["--kv-bench-lock-step" in each.arguments for each in found] == [False, False, True]
+    assert not any("--kv-bench-lock-step" in each.arguments for each in settings.all_of(arguments(tmp_path, *flags)))
+    with pytest.raises(BenchError, match="--lock-step with --full-tier 'device': nothing is loaded; pass --full-tier host"):
+        list(settings.all_of(arguments(tmp_path, "--lock-step")))
+
+
 @pytest.mark.parametrize("flags", [("--full-tier", "disk"), ("--full-tier", "host"), ("--full-tier", "host", "--host-gb", "1", "--offload-draft-length", "0")])
 def test_a_tier_without_host_memory_or_drafts_is_refused(tmp_path, flags):
     with pytest.raises(BenchError, match="--full-tier|--offload-draft-length"):

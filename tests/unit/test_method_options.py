@@ -18,7 +18,7 @@ def resolved(**change):
     """Arguments of a server with these flags, budgets set."""
     args = SimpleNamespace(
         kv_compressor="snapkv", kv_more_compressors=None, kv_budget=None, kv_bits=None, kv_scores=None, kv_predictor=None,
-        kv_online_compressor="snapkv", kv_host_gb=0,
+        kv_online_compressor="snapkv", kv_host_gb=0, kv_bench_acceptance=None,
     )
     vars(args).update(change)
     method_options.resolve(args)
@@ -114,6 +114,16 @@ def test_an_unknown_name_is_refused_with_those_that_there_are_before_sglang_look
     with pytest.raises(ValueError, match="is 'int4'; this server compresses with snapkv, snapkv:0.125, kivi: ask for"):
         refuse_unknown(lambda *args: checked.append(args), *request)
     assert not checked
+
+
+@pytest.mark.parametrize(
+    ("forced", "words"), [(None, "is 2, and on this server verification decides"), (0.9, "is 2; pass a number from 0 to 1")]
+)
+def test_an_acceptance_that_cannot_be_forced_is_refused_before_sglang_looks_at_the_request(forced, words):
+    manager = SimpleNamespace(server_args=resolved(kv_bench_acceptance=forced), preferred_sampling_params=None)
+    request = SimpleNamespace(sampling_params={"custom_params": {"kv_acceptance": 2}})
+    with pytest.raises(ValueError, match=f"kv_acceptance in custom_params {words}"):
+        refuse_unknown(None, manager, request, [1])
 
 
 def test_meta_info_names_the_method_as_it_was_asked_for():

@@ -28,18 +28,22 @@ PENALTIES = (
     {"min_new_tokens": 3},
     {"frequency_penalty": 0.5, "repetition_penalty": 1.25},
 )
+# Token that prompts end with.
+LAST = 7
 requests = st.tuples(st.sampled_from(PENALTIES), st.lists(st.integers(0, VOCABULARY - 1), max_size=5))
 
 
 class Batch(SimpleNamespace):
     """What penalizers and the hook read of a batch."""
 
-    def __init__(self, asked):
+    def __init__(self, asked, overlapped=False):
         reqs = [
-            SimpleNamespace(sampling_params=SamplingParams(**penalties), output_ids=output, tokenizer=TOKENIZER)
+            SimpleNamespace(
+                sampling_params=SamplingParams(**penalties), output_ids=output, origin_input_ids=[LAST], tokenizer=TOKENIZER
+            )
             for penalties, output in asked
         ]
-        super().__init__(reqs=reqs, device="cpu", sampling_info=None)
+        super().__init__(reqs=reqs, device="cpu", sampling_info=None, enable_overlap=overlapped)
 
 
 def prefill(batch, kinds=KINDS):
@@ -87,6 +91,17 @@ def test_each_request_of_a_prefill_is_penalized_for_its_whole_output(asked, wait
     merged.merge(later.sampling_info.penalizer_orchestrator)
     batch.reqs += later.reqs
     expected = torch.cat([never_retracted(*each) for each in asked + waiting])
+    torch.testing.assert_close(applied(batch), expected)
+
+
+@pytest.mark.parametrize("output", [[], [3], [3, 3, 0]])
+def test_under_the_overlapped_loop_a_retracted_request_is_penalized_as_one_that_ran_on(output):
+    penalties = {"frequency_penalty": 0.5, "repetition_penalty": 1.25}
+    batch = Batch([(penalties, output)], overlapped=True)
+    restore_penalties(prefill, batch)
+    # SGLang counts the newest token that it knows as it prepares a step: the one before has not been processed yet.
+    known = [LAST, *output[:-1]] if output else []
+    expected = never_retracted(penalties, known)
     torch.testing.assert_close(applied(batch), expected)
 
 

@@ -75,10 +75,15 @@ def test_a_new_request_is_expected_to_be_like_those_before_it():
     assert known.admit(request("b", 2), 0).acceptance.probability < hopeful / 2
 
 
-def test_noise_is_the_requests_own_seed_or_differs_by_request_and_agrees_between_ranks():
-    assert noise_seed(request(sampling_seed=11), ARGS, 1) == 11
+def test_in_deterministic_mode_noise_is_the_requests_own_seed_or_stocks():
     deterministic = SimpleNamespace(enable_deterministic_inference=True, random_seed=3)
+    assert noise_seed(request(sampling_seed=11), deterministic, 1) == 11
     assert noise_seed(request(), deterministic, 1) == STOCK_DEFAULT_SEED
+
+
+def test_else_noise_differs_by_request_and_agrees_between_ranks():
+    samples = [noise_seed(request(f"a_{n}", sampling_seed=11), ARGS, n) for n in range(1, 5)]
+    assert len(set(samples)) == 4, "samples of one request, which bring one seed, are not alike"
     found = [noise_seed(request(rid), ARGS, admitted) for rid in "ab" for admitted in (1, 2)]
     assert len(set(found)) == 4 and all(0 <= seed < 1 << 63 for seed in found)
     assert found[0] == noise_seed(request("a"), ARGS, 1)

@@ -10,6 +10,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang_ext.core import RequestState, Step
 from sglang_ext.managers import meta_info
 from sglang_ext.managers.results import accept, batch_result, process_emitted
+from sglang_ext.managers.round_result import RoundResult
 from sglang_ext.managers.sampling import Sampled
 from sglang_ext.options import COMPRESSORS
 
@@ -48,7 +49,9 @@ def test_a_draft_is_kept_and_emits_nothing():
 
 
 def request(name, grammar=None):
-    return SimpleNamespace(name=name, grammar=grammar, finished=lambda: False, to_finish=None, is_retracted=False)
+    return SimpleNamespace(
+        name=name, grammar=grammar, finished=lambda: False, to_finish=None, is_retracted=False, return_logprob=name == "a"
+    )
 
 
 def make_result(return_logprob=True):
@@ -100,6 +103,28 @@ def test_a_grammar_advances_after_the_request_was_processed():
     processor = Processor(_accept_grammar_tokens=lambda req, row: order.append((req.name, row)))
     process_emitted(lambda *_: order.append("processed"), processor, batch, result)
     assert order == ["processed", ("c", [3])]
+
+
+def test_a_grammar_stays_where_it_is_while_tokens_of_its_retracted_request_are_dropped():
+    batch, result = make_result()
+    for req in batch.reqs:
+        req.grammar = SimpleNamespace()
+    batch.reqs[2].is_retracted = True
+    advanced = []
+    processor = Processor(_accept_grammar_tokens=lambda req, row: advanced.append((req.name, row)))
+    process_emitted(lambda *_: None, processor, batch, result)
+    assert advanced == [("a", [1, 5])]
+
+
+def test_a_round_of_those_that_still_ran_is_processed_for_them_alone():
+    batch, made = make_result()
+    result = RoundResult(**{**vars(made), "requests": [1, 2, 4]})
+    batch.reqs = [request(name) for name in "xabyc"]
+    seen = []
+    processor = Processor()
+    process_emitted(lambda _, b, r: seen.append(([req.name for req in b.reqs], b.return_logprob)), processor, batch, result)
+    assert [[req.name for req in b.reqs] for b, _ in processor.counted] == [["a", "b", "c"]]
+    assert seen == [(["a", "c"], True)]
 
 
 def test_nothing_is_processed_when_all_only_drafted():

@@ -5,6 +5,7 @@ import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from tiered_helpers import PAGE, ROWS, World, done, kv_of
 
+from sglang_ext.managers.integrity import IntegrityError, check_tails
 from sglang_ext.mem_cache import compressed_views
 from sglang_ext.mem_cache.compressed_views import CompressedViews
 from sglang_ext.mem_cache.compressors import create
@@ -93,6 +94,35 @@ def test_a_renewal_leaves_what_is_shared_and_covers_what_was_generated(world):
     kept = [0, 1, 2, 3, 12, 13, 14, 15, *range(30, 44)]
     assert torch.equal(drafted_on(world, first), kv_of(first.tokens)[kept])
     assert torch.equal(drafted_on(world, second), before)
+    world.check()
+    world.empty()
+
+
+def test_a_draft_row_follows_its_request_to_the_slots_that_the_tree_has_of_its_prompt(world):
+    # As under the overlapped loop: a round is launched, and the tree takes the prompt over afterwards.
+    views, insert = world.cache.views, world.cache.cache_unfinished_req
+    tokens = [*COMMON, 71, 72, 73, 74, 75, 76]
+    world.cache.cache_unfinished_req = lambda req: None
+    late = world.start(tokens)
+    assert views.compress(late.req_pool_idx, 12)
+    view = views.get(late.req_pool_idx)
+    views.write_tail(late.req_pool_idx, len(tokens))
+    views.tail_written(late.req_pool_idx, len(tokens) + 4)
+    world.cache.cache_unfinished_req = insert
+    done(world, tokens)
+    before = world.table.req_to_token[late.req_pool_idx, : len(tokens)].clone()
+    insert(late)
+    moved = world.table.req_to_token[late.req_pool_idx, : len(tokens)]
+    assert not torch.equal(moved, before), "the tree has slots of its own, and the request's are free"
+    with pytest.raises(IntegrityError, match="whose KV the request in row"):
+        view.tail_end, written = len(tokens), view.tail_end
+        check_tails(views)
+    view.tail_end = written
+    check_tails(views)
+    views.write_tail(late.req_pool_idx, len(tokens))
+    tail = world.table.req_to_token[ROWS + late.req_pool_idx, view.kept : view.kept + len(tokens) - view.covered]
+    assert torch.equal(world.kv[tail.long(), 0, 0], kv_of(tokens)[view.covered :])
+    check_tails(views)
     world.check()
     world.empty()
 

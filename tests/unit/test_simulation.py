@@ -5,44 +5,69 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_ext.managers.simulation import VARIABLE, Simulation
+from sglang_ext.managers import meta_info
+from sglang_ext.managers.simulation import Simulation, check
 
 
-def simulation(monkeypatch, value):
-    monkeypatch.setenv(VARIABLE, value)
-    return Simulation.from_environment(torch.device("cpu"), "lockstep")
+def simulation(probability):
+    return Simulation.of(probability, torch.device("cpu"))
 
 
-def test_without_the_variable_verification_decides(monkeypatch):
-    monkeypatch.delenv(VARIABLE, raising=False)
-    assert Simulation.from_environment(torch.device("cpu"), "staggered") is None
-
-
-def test_the_staggered_schedule_does_not_pretend_to_simulate(monkeypatch):
-    monkeypatch.setenv(VARIABLE, "0.9")
-    with pytest.raises(ValueError, match="--kv-schedule is staggered; use --kv-schedule lockstep"):
-        Simulation.from_environment(torch.device("cpu"), "staggered")
-
-
-@pytest.mark.parametrize("value", ["", "high", "1.5", "-0.1", "nan"])
-def test_what_is_no_probability_is_refused_with_its_value(monkeypatch, value):
-    with pytest.raises(ValueError, match=f"{VARIABLE} is '{value}'.*from 0 to 1"):
-        simulation(monkeypatch, value)
+def test_without_the_flag_verification_decides():
+    assert simulation(None) is None and simulation(0.0) is not None
 
 
 @pytest.mark.parametrize("probability", [0.0, 0.6, 0.95, 1.0])
-def test_accepted_lengths_have_the_mean_of_that_probability(monkeypatch, probability):
+def test_accepted_lengths_have_the_mean_of_that_probability(probability):
     drafts = 8
     drafted = torch.full((4000, drafts), 7)
     answers = torch.full((4000, drafts + 1), 3)
-    kept = simulation(monkeypatch, "0.5").accept(answers, drafted, torch.full((4000,), probability))
+    kept = simulation(0.5).accept(answers, drafted, torch.full((4000,), probability))
     expected = sum(probability**k for k in range(1, drafts + 1))
     assert abs(kept.double().mean().item() - expected) < 0.15
     places = torch.arange(drafts + 1)
     assert torch.equal(answers, torch.where(places < kept[:, None], 7, 3))
 
 
-def test_a_request_may_ask_for_its_own_probability(monkeypatch):
-    asked = [None, {}, {"kv_acceptance": 0.25}, {"kv_acceptance": "much"}]
-    reqs = [SimpleNamespace(sampling_params=SimpleNamespace(custom_params=params)) for params in asked]
-    assert simulation(monkeypatch, "0.9").probabilities(reqs) == [0.9, 0.9, 0.25, 0.9]
+ASKED = [None, {}, {"kv_acceptance": None}, "much", {"kv_acceptance": 0.25}, {"kv_acceptance": 0}]
+
+
+def test_a_request_may_ask_for_its_own_probability():
+    reqs = [SimpleNamespace(sampling_params=SimpleNamespace(custom_params=params)) for params in ASKED]
+    assert simulation(0.9).probabilities(reqs) == [0.9, 0.9, 0.9, 0.9, 0.25, 0.0]
+
+
+@pytest.mark.parametrize("value", ["0.9", 1.5, -0.1, float("nan"), True, [0.9], {}])
+def test_what_is_no_probability_is_refused_with_its_value(value):
+    with pytest.raises(ValueError, match=r"kv_acceptance in .*; pass a number from 0 to 1, or .* server's 0.9") as raised:
+        check(0.9, {"kv_acceptance": value})
+    assert repr(value) in str(raised.value)
+
+
+def test_a_server_on_which_verification_decides_forces_nothing():
+    for params in ASKED:
+        check(0.9, params)
+    for params in ASKED[:4]:
+        check(None, params)
+    for params in ASKED[4:]:
+        with pytest.raises(ValueError, match="leave it out, or start a server for benchmarks with --kv-bench-acceptance"):
+            check(None, params)
+
+
+@pytest.mark.parametrize("preferred", [None, {"custom_params": {"kv_acceptance": 0.5}}])
+def test_meta_info_tells_the_probability_that_was_used_and_only_where_one_was_forced(preferred):
+    args = SimpleNamespace(kv_compressor="snapkv", kv_more_compressors=None, kv_budget=0.25, kv_bench_acceptance=None)
+    states = {name: SimpleNamespace(obj=SimpleNamespace(sampling_params=params)) for name, params in {
+        "silent": {}, "other": {"custom_params": {"kv_compressor": "snapkv"}}, "own": {"custom_params": {"kv_acceptance": 0}},
+    }.items()}  # fmt: skip
+    manager = SimpleNamespace(server_args=args, preferred_sampling_params=preferred, rid_to_state=states)
+    told = SimpleNamespace(rids=list(states), spec_cap_lens_histogram=[])
+
+    def fields(i):
+        found = {}
+        meta_info.add_kv_fields(None, manager, found, told, i)
+        return found
+
+    assert not any("kv_simulated_acceptance" in fields(i) for i in range(3))
+    args.kv_bench_acceptance = 0.9
+    assert [fields(i)["kv_simulated_acceptance"] for i in range(3)] == [0.5 if preferred else 0.9, 0.9, 0.0]
