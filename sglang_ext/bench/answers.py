@@ -11,8 +11,9 @@ from sglang_ext.bench.traffic import Request
 LOGPROB_TOLERANCE = 0.01
 """Far above what float32 rounds, far below the difference of another token or position."""
 LOST_LOGPROB = "the first log-probability is lost"
-EMPTY_CHUNK = "a chunk without tokens"
-"""What stock SGLang itself does to a request that is retracted before its first token was looked at."""
+"""What stock SGLang's overlapped loop does to a request that is retracted before its first token was looked at."""
+EMPTY_CHUNK = "a chunk without new tokens"
+"""What it streams for a request that was just retracted."""
 
 Row = tuple[float | None, ...]
 """Log-probabilities at one position; None where SGLang sends none."""
@@ -123,14 +124,19 @@ def read_stream(chunks: Iterable[Mapping[str, Any]]) -> tuple[Sample, ...]:
 
 
 def _read_one_stream(chunks: Sequence[Mapping[str, Any]]) -> Sample:
-    told = [chunk for chunk in chunks if not _is_empty_for_a_retraction(chunk)]
+    told: list[Mapping[str, Any]] = []
+    for chunk in chunks:
+        if not _only_tells_of_a_retraction(chunk, told[-1] if told else {}):
+            told.append(chunk)
     (sample,) = read_samples(last_chunk(told))
     return sample if len(told) == len(chunks) else replace(sample, oddities=sample.oddities | {EMPTY_CHUNK})
 
 
-def _is_empty_for_a_retraction(chunk: Mapping[str, Any]) -> bool:
-    meta = chunk.get("meta_info") or {}
-    return chunk.get("output_ids") == [] and not meta.get("finish_reason") and bool(meta.get("num_retractions"))
+def _only_tells_of_a_retraction(chunk: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
+    """Whether a chunk has the tokens of the one before, and one retraction more."""
+    meta, earlier = (each.get("meta_info") or {} for each in (chunk, before))
+    retracted = meta.get("num_retractions", 0) > earlier.get("num_retractions", 0)
+    return retracted and not meta.get("finish_reason") and chunk.get("output_ids") == before.get("output_ids", [])
 
 
 def last_chunk(chunks: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:

@@ -25,7 +25,7 @@ MALFORMED: tuple[Mapping[str, Any], ...] = (
     {"top_p": 7.0},
     {"temperature": -1.0},
     {"max_new_tokens": -5},
-    {"no_such_option": 1},
+    {"frequency_penalty": 9.0},
     {"regex": "[a-z"},
 )
 """Sampling options that must be refused."""

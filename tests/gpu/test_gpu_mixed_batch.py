@@ -35,6 +35,7 @@ CONTINUED = {
     *("input-logprobs", "logit-processor", "to-its-end", "stop-tokens", "two-samples", "three-samples", "two-samples-logprobs"),
 }
 SHORT, SHARED = 4, 5
+COLD, WARM, DRAFTING = range(3)
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def contexts(prompts: Sequence[Sequence[int]]) -> list[Prompt]:
 
 
 def wave(number: int) -> list[Request]:
-    """One request of each option, every other one streamed; some of short and of shared beginnings; two are taken back."""
+    """One request of each option, or in the last wave of those that draft, every other one streamed; two are taken back."""
 
     def request(place: int, option: Option, prompt: int, tokens: int, **more: object) -> Request:
         rid = f"wave{number}-{place:03d}"
@@ -80,13 +81,21 @@ def wave(number: int) -> list[Request]:
         request(90, ASKED["greedy"], 1, 160, kind="abort", delay=0.05),
         request(91, ASKED["seeded"], 2, 160, kind="abort", delay=0.6),
     ]
-    return [*plain, *aborted, *beside]
+    asked = [*plain, *aborted, *beside]
+    return asked if number < DRAFTING else [each for each in asked if drafts(each)]
+
+
+def drafts(request: Request) -> bool:
+    """Whether a request and its neighbours are drafted for."""
+    option = request.option
+    on_full_kv = option.is_penalized or option.has_grammar or {"min_p", "min_new_tokens"} & set(option.sampling)
+    return not on_full_kv and not option.disallowed and request.prompt != SHORT
 
 
 def ask_stock(server: Server, given: Sequence[Prompt]) -> dict[tuple[int, str], list[tuple[Sample, ...]]]:
     """Stock's answers to what the waves ask for, one at a time: from an empty cache, then once more."""
     lengths: dict[tuple[int, str], int] = {}
-    for request in wave(0):
+    for request in wave(COLD):
         key = request.prompt, request.option.name
         lengths[key] = max(request.tokens, lengths.get(key, 0))
     told: dict[tuple[int, str], list[tuple[Sample, ...]]] = {}
@@ -113,14 +122,14 @@ def send_all(server: Server, requests: Sequence[Request], given: Sequence[Prompt
 
 
 def ask_verified(server: Server, given: Sequence[Prompt], told: Told) -> None:
-    """Both waves, the second warm; then who is penalized, alone; then where retracted answers may have gone on."""
+    """All waves; then who is penalized, alone; then where retracted answers may have gone on."""
     server.flush_cache()
-    for number in range(2):
+    for number in (COLD, WARM, DRAFTING):
         told.waves.append(send_all(server, wave(number), given))
     if not server.alive():
         return
     server.flush_cache()
-    penalized = [replace(request, rid=f"{request.rid}-alone") for request in wave(0) if request.option.is_penalized]
+    penalized = [replace(request, rid=f"{request.rid}-alone") for request in wave(COLD) if request.option.is_penalized]
     told.alone = [send(server, request, given) for request in penalized]
     for answer in [answer for answers in told.waves for answer in answers]:
         if difference(answer, told) is not None and is_excusable(answer):
@@ -206,7 +215,7 @@ def told(launch: Callable[..., Server], prompts: list[list[int]]) -> Told:
     return found
 
 
-@pytest.mark.parametrize("number", [0, 1], ids=["cold", "warm"])
+@pytest.mark.parametrize("number", [COLD, WARM, DRAFTING], ids=["cold", "warm", "drafting"])
 def test_each_answer_is_stocks_to_that_request_alone(told: Told, number: int) -> None:
     found = list(problems(told.waves[number], told))
     assert not found, "\n".join([f"{len(found)} of {len(told.waves[number])} answers:", *found, told.log[-3000:]])
@@ -233,7 +242,8 @@ def test_the_waves_had_everything_in_them(told: Told) -> None:
     samples = [sample for answers in told.waves for answer in answers for sample in answer.samples]
     assert sum(sample.retractions for sample in samples) > 0, "nobody was retracted"
     assert any(sample.aborted for sample in samples), "nobody was aborted in time"
-    assert sum(sample.drafts for sample in samples) > sum(sample.accepted for sample in samples) > 0
+    drafting = [sample for answer in told.waves[DRAFTING] for sample in answer.samples]
+    assert sum(sample.drafts for sample in drafting) > sum(sample.accepted for sample in drafting) > 4 * len(drafting)
     assert {"penalty", "min-p", "custom-logit-processor"} <= {sample.fallback for sample in samples}
     stocks = [key for key, (cold, warm) in told.stock.items() if [a.ids for a in cold] != [a.ids for a in warm]]
     print(f"stock's answers from a cache that are others than those without: {stocks}")

@@ -214,13 +214,19 @@ class TestStream:
         with pytest.raises(AnswerError, match="without a finish reason"):
             read_stream([])
 
-    def test_an_empty_chunk_is_an_oddity_of_a_retracted_request_only(self) -> None:
-        with pytest.raises(AnswerError, match="nothing new after 0"):
-            read_stream([answer([], None), answer([1])])
-        (found,) = read_stream([answer([], None, num_retractions=1), answer([1])])
-        assert (found.ids, found.oddities) == ((1,), {EMPTY_CHUNK})
-        with pytest.raises(AnswerError, match="nothing new after 1"):
-            read_stream([answer([1], None, num_retractions=1), answer([1], None, num_retractions=1)])
+    def test_a_chunk_without_new_tokens_is_an_oddity_where_a_retraction_came_in_between(self) -> None:
+        once, twice = {"num_retractions": 1}, {"num_retractions": 2}
+        chunks = [answer([], None, **once), answer([1], None, **once), answer([1], None, **twice), answer([1, 2], **twice)]
+        (found,) = read_stream(chunks)
+        assert (found.ids, found.oddities) == ((1, 2), {EMPTY_CHUNK})
+        assert read_stream([chunks[1], chunks[3]])[0].oddities == frozenset()
+        for wrong, message in (
+            ([answer([], None), answer([1])], "nothing new after 0"),
+            ([answer([1], None, **once), answer([1], None, **once)], "nothing new after 1"),
+            ([answer([1], None), answer([], None, **once)], "nothing new after 1"),
+        ):
+            with pytest.raises(AnswerError, match=message):
+                read_stream(wrong)
 
     @pytest.mark.parametrize("repeated", [[], [2], [1, 2]])
     def test_end_of_an_aborted_stream_may_bring_nothing(self, repeated: list[int]) -> None:
