@@ -63,13 +63,14 @@ def test_logprobs_and_input_logprobs_match(stock, verified, prompts):
         {"n": 2},
         {"regex": r"[0-9]{3}-[a-z]{4,12}", "ignore_eos": False},
         {"json_schema": json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}})},
+        {"ebnf": 'root ::= [a-z]+ (", " [a-z]+)* "."', "ignore_eos": False},
     ],
     ids=first_name,
 )
 def test_each_sampling_option_gives_stocks_answer(stock, verified, prompts, more):
     body = {"input_ids": prompts[1], **greedy(28, **more)}
     # In lockstep a request with a grammar is served with full KV.
-    fallback = "neighbour" if {"regex", "json_schema"} & set(more) else None
+    fallback = "neighbour" if {"regex", "json_schema", "ebnf"} & set(more) else None
     assert_same_answers(stock.ask(**body), verified.ask(**body), fallback)
 
 

@@ -1,0 +1,117 @@
+"""The ways to ask of a soak: what a request may want of a server, each with an answer that does not depend on chance."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from sglang_ext.bench.prompts import Prompt
+
+GRAMMARS = ("regex", "json_schema", "ebnf")
+PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty")
+ENDS = ("stop", "stop_regex", "stop_token_ids")
+SCHEMA = {
+    "type": "object",
+    "properties": {"topic": {"type": "string", "maxLength": 24}, "is_code": {"type": "boolean"}},
+    "required": ["topic", "is_code"],
+}
+EBNF = 'root ::= item (", " item)*\nitem ::= [a-z]+ "=" [0-9]+'
+REGEX = "[a-z0-9 ,.]{60,70}"
+SERVER_FLAGS = ("--enable-deterministic-inference", "--enable-custom-logit-processor", "--enable-return-hidden-states")
+"""What a server needs to serve all of :data:`OPTIONS`, and to honour seeds."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """A way to ask.
+
+    Attributes:
+        name: of all answers to it, in tables.
+        sampling: goes to ``sampling_params``.
+        fields: go to the request itself.
+        input_logprobs: whether log-probabilities of the prompt's second half are wanted.
+        disallowed: tokens that a custom logit processor takes out.
+    """
+
+    name: str
+    sampling: Mapping[str, Any]
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    input_logprobs: bool = False
+    disallowed: tuple[int, ...] = ()
+
+    @property
+    def samples(self) -> int:
+        """Answers to one request."""
+        return int(self.sampling.get("n", 1))
+
+    @property
+    def has_grammar(self) -> bool:
+        """Whether a grammar decides where the answer ends."""
+        return any(name in self.sampling for name in GRAMMARS)
+
+    @property
+    def is_penalized(self) -> bool:
+        """Whether tokens are penalized for those that came before."""
+        return any(name in self.sampling for name in PENALTIES)
+
+    @property
+    def can_end(self) -> bool:
+        """Whether an answer may end before it is as long as asked for."""
+        return self.has_grammar or any(name in self.sampling for name in ENDS) or not self.sampling.get("ignore_eos", True)
+
+    def body(self, prompt: Prompt, tokens: int) -> dict[str, Any]:
+        """A request of ``/generate`` for at most ``tokens`` tokens."""
+        params = {"max_new_tokens": tokens, "ignore_eos": not self.has_grammar, **self.sampling}
+        if "min_new_tokens" in params:
+            params["min_new_tokens"] = min(tokens, params["min_new_tokens"])
+        body = {"input_ids": list(prompt.input_ids), "sampling_params": params, **self.fields}
+        if self.input_logprobs:
+            body["logprob_start_len"] = len(prompt.input_ids) // 2
+        if self.disallowed:
+            params["custom_params"] = {"token_ids": list(self.disallowed)}
+            body["custom_logit_processor"] = _processor()
+        return body
+
+
+@cache
+def _processor() -> str:
+    """SGLang's processor that takes tokens out, as requests send it."""
+    from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
+
+    return DisallowedTokensLogitsProcessor.to_str()
+
+
+LOGPROBS = {"return_logprob": True, "top_logprobs_num": 2, "token_ids_logprob": [5, 17]}
+OPTIONS = (
+    Option("greedy", {"temperature": 0}),
+    Option("to-its-end", {"temperature": 0, "ignore_eos": False}),
+    Option("stop", {"temperature": 0, "stop": [" of the", "\n\n"]}),
+    Option("stop-regex", {"temperature": 0, "stop_regex": "[.;] [A-Z]"}),
+    Option("stop-tokens", {"temperature": 0, "stop_token_ids": [30, 28], "ignore_eos": False}),
+    Option("logit-bias", {"temperature": 0, "logit_bias": {"28": -4.0, "30": 2.0}}),
+    Option("frequency-penalty", {"temperature": 0, "frequency_penalty": 0.4}),
+    Option("presence-penalty", {"temperature": 0, "presence_penalty": 0.5}),
+    Option("repetition-penalty", {"temperature": 0, "repetition_penalty": 1.2}),
+    Option("penalty-logprobs", {"temperature": 0, "frequency_penalty": 0.4}, LOGPROBS),
+    Option("min-new-tokens", {"temperature": 0, "min_new_tokens": 20, "ignore_eos": False}),
+    Option("min-p", {"temperature": 0, "min_p": 0.2}),
+    Option("seeded", {"temperature": 0.8, "sampling_seed": 3}),
+    Option("seeded-top-p", {"temperature": 0.9, "top_p": 0.9, "sampling_seed": 4}),
+    Option("seeded-top-k", {"temperature": 0.9, "top_k": 20, "sampling_seed": 6}),
+    Option("seeded-top-p-k", {"temperature": 0.7, "top_p": 0.9, "top_k": 50, "sampling_seed": 9}),
+    Option("seeded-stop", {"temperature": 0.8, "sampling_seed": 8, "stop": ["\n", " the"]}),
+    Option("two-samples", {"temperature": 0.8, "sampling_seed": 5, "n": 2}),
+    Option("three-samples", {"temperature": 0.8, "top_k": 30, "sampling_seed": 7, "n": 3}),
+    Option("regex", {"temperature": 0, "regex": REGEX}),
+    Option("json-schema", {"temperature": 0, "json_schema": json.dumps(SCHEMA)}),
+    Option("ebnf", {"temperature": 0, "ebnf": EBNF}),
+    Option("seeded-regex", {"temperature": 0.8, "sampling_seed": 2, "regex": REGEX}),
+    Option("logprobs", {"temperature": 0}, LOGPROBS),
+    Option("input-logprobs", {"temperature": 0}, LOGPROBS, input_logprobs=True),
+    Option("regex-logprobs", {"temperature": 0, "regex": REGEX}, LOGPROBS),
+    Option("seeded-logprobs", {"temperature": 0.8, "sampling_seed": 11}, LOGPROBS),
+    Option("two-samples-logprobs", {"temperature": 0.8, "sampling_seed": 12, "n": 2}, LOGPROBS),
+    Option("logit-processor", {"temperature": 0}, disallowed=(28, 30, 198)),
+    Option("hidden-states", {"temperature": 0}, {"return_hidden_states": "last"}),
+)

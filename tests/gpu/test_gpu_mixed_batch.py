@@ -1,0 +1,250 @@
+"""Everything that requests may ask for at once on a GPU: overlapped, in graphs, some aborted, some retracted, cold and warm.
+
+In deterministic mode each answer is what stock gives to that request alone; all that are not are listed. After a retraction
+SGLang computes the tokens so far by a prefill, which rounds unlike the decoding that gave them: a retracted answer may go on
+as one does that is asked for from any of its tokens.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from servers import Server
+from sglang_ext.bench.answers import AnswerError, DiffersFromStock, Sample, check, read_samples
+from sglang_ext.bench.client import describe_error
+from sglang_ext.bench.compare import first_difference
+from sglang_ext.bench.prompts import Prompt
+from sglang_ext.bench.request_options import OPTIONS, REGEX, Option
+from sglang_ext.bench.sending import ask, taken_back
+from sglang_ext.bench.soak import server_environment
+from sglang_ext.bench.traffic import Request
+from test_gpu_decoding import EXACT, VERIFIED
+
+pytestmark = pytest.mark.server
+
+# More ask than run at once, so that prefills join batches that decode.
+BATCH = ("--cuda-graph-max-bs", "16", "--max-running-requests", "16", "--enable-custom-logit-processor")
+RETRACTED_EVERY = 9
+ASKED = {option.name: option for option in OPTIONS if option.name != "hidden-states"}
+# What goes on from a token as it went on in the middle of an answer: nothing in them counts tokens but their position.
+CONTINUED = {
+    *("greedy", "logit-bias", "min-p", "seeded", "seeded-top-p", "seeded-top-k", "seeded-top-p-k", "logprobs", "seeded-logprobs"),
+    *("input-logprobs", "logit-processor", "to-its-end", "stop-tokens", "two-samples", "three-samples", "two-samples-logprobs"),
+}
+SHORT, SHARED = 4, 5
+COLD, WARM, DRAFTING = range(3)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back: samples, or why there are none."""
+
+    request: Request
+    samples: tuple[Sample, ...] = ()
+    error: str | None = None
+
+
+@dataclass
+class Told:
+    """All answers: stock's to each (prompt, option), cold and warm, and of the server under test by wave, then alone."""
+
+    stock: dict[tuple[int, str], list[tuple[Sample, ...]]] = field(default_factory=dict)
+    waves: list[list[Answer]] = field(default_factory=list)
+    alone: list[Answer] = field(default_factory=list)
+    continued: dict[tuple[str, int], tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    log: str = ""
+
+
+def contexts(prompts: Sequence[Sequence[int]]) -> list[Prompt]:
+    """Four of 200 to 600 tokens, one too short to be drafted for, one that begins like the first."""
+    given = [tuple(ids[:length]) for ids, length in zip(prompts, (200, 330, 460, 600))]
+    given += [tuple(prompts[1][:60]), (*prompts[0][:150], *prompts[2][:120])]
+    return [Prompt(f"prompt {number}", ids) for number, ids in enumerate(given)]
+
+
+def wave(number: int) -> list[Request]:
+    """One request of each option, or in the last wave of those that draft, every other one streamed; two are taken back."""
+
+    def request(place: int, option: Option, prompt: int, tokens: int, **more: object) -> Request:
+        rid = f"wave{number}-{place:03d}"
+        values = {"kind": "plain", "stream": (place + number) % 2 == 0, "delay": 0.0, **more}
+        return Request(rid, prompt, option, tokens, **values)
+
+    plain = [request(i, option, i % 4, 32 + 8 * (i % 5)) for i, option in enumerate(ASKED.values())]
+    names = ("greedy", "seeded", "regex", "stop", "logprobs")
+    more = [(ASKED[name], prompt) for prompt in (SHORT, SHARED) for name in names]
+    beside = [request(50 + i, option, prompt, 40) for i, (option, prompt) in enumerate(more)]
+    aborted = [
+        request(90, ASKED["greedy"], 1, 160, kind="abort", delay=0.05),
+        request(91, ASKED["seeded"], 2, 160, kind="abort", delay=0.6),
+    ]
+    asked = [*plain, *aborted, *beside]
+    return asked if number < DRAFTING else [each for each in asked if drafts(each)]
+
+
+def drafts(request: Request) -> bool:
+    """Whether a request and its neighbours are drafted for."""
+    option = request.option
+    on_full_kv = option.is_penalized or option.has_grammar or {"min_p", "min_new_tokens"} & set(option.sampling)
+    return not on_full_kv and not option.disallowed and request.prompt != SHORT
+
+
+def ask_stock(server: Server, given: Sequence[Prompt]) -> dict[tuple[int, str], list[tuple[Sample, ...]]]:
+    """Stock's answers to what the waves ask for, one at a time: from an empty cache, then once more."""
+    lengths: dict[tuple[int, str], int] = {}
+    for request in wave(COLD):
+        key = request.prompt, request.option.name
+        lengths[key] = max(request.tokens, lengths.get(key, 0))
+    told: dict[tuple[int, str], list[tuple[Sample, ...]]] = {}
+    for (prompt, name), tokens in lengths.items():
+        server.flush_cache()
+        body = ASKED[name].body(given[prompt], tokens)
+        told[prompt, name] = [read_samples(server.ask(**body)) for _ in range(2)]
+    return told
+
+
+def send(server: Server, request: Request, given: Sequence[Prompt]) -> Answer:
+    """The answer, or what came in its place."""
+    try:
+        with taken_back(server, request):
+            return Answer(request, ask(server, request, given))
+    except (AnswerError, OSError) as error:
+        return Answer(request, error=describe_error(error))
+
+
+def send_all(server: Server, requests: Sequence[Request], given: Sequence[Prompt]) -> list[Answer]:
+    """All at once."""
+    with ThreadPoolExecutor(len(requests)) as pool:
+        return list(pool.map(lambda request: send(server, request, given), requests))
+
+
+def ask_verified(server: Server, given: Sequence[Prompt], told: Told) -> None:
+    """All waves; then who is penalized, alone; then where retracted answers may have gone on."""
+    server.flush_cache()
+    for number in (COLD, WARM, DRAFTING):
+        told.waves.append(send_all(server, wave(number), given))
+    if not server.alive():
+        return
+    server.flush_cache()
+    penalized = [replace(request, rid=f"{request.rid}-alone") for request in wave(COLD) if request.option.is_penalized]
+    told.alone = [send(server, request, given) for request in penalized]
+    for answer in [answer for answers in told.waves for answer in answers]:
+        if difference(answer, told) is not None and is_excusable(answer):
+            for s, sample in enumerate(answer.samples):
+                told.continued[answer.request.rid, s] = continuations(server, answer.request, sample.ids, given)
+
+
+def continuations(
+    server: Server, request: Request, ids: tuple[int, ...], given: Sequence[Prompt]
+) -> tuple[tuple[int, ...], ...]:
+    """How an answer goes on from each of its tokens when what was before them is a prompt."""
+    single = replace(request.option, sampling={k: v for k, v in request.option.sampling.items() if k != "n"}, fields={})
+    prompt = given[request.prompt].input_ids
+    bodies = [single.body(Prompt("", (*prompt, *ids[:k])), len(ids) - k) for k in range(len(ids))]
+    return tuple((*ids[:k], *server.ask(**body)["output_ids"]) for k, body in enumerate(bodies))
+
+
+def is_excusable(answer: Answer) -> bool:
+    """Whether a retraction may have changed it, and we can say how it may have gone on."""
+    return any(sample.retractions for sample in answer.samples) and answer.request.option.name in CONTINUED
+
+
+def difference(answer: Answer, told: Told) -> AnswerError | None:
+    """Why an answer is none of stock's two."""
+    if answer.error is not None:
+        return AnswerError(answer.error)
+    found = None
+    for expected in told.stock[answer.request.prompt, answer.request.option.name]:
+        try:
+            check(answer.request, answer.samples, expected)
+            return None
+        except AnswerError as error:
+            found = found or error
+    return found
+
+
+def goes_on(ids: tuple[int, ...], texts: Sequence[tuple[int, ...]], start: tuple[int, ...]) -> bool:
+    """Whether an answer is ``start`` up to some token, and from there one of ``texts`` after the other."""
+    matched = _agreeing(ids, start)
+    while matched < len(ids):
+        further = max((_agreeing(ids, text) for text in texts[: matched + 1]), default=0)
+        if further <= matched:
+            return False
+        matched = further
+    return True
+
+
+def _agreeing(ids: tuple[int, ...], text: tuple[int, ...]) -> int:
+    at = first_difference(ids, text[: len(ids)])
+    return len(ids) if at is None else at
+
+
+def problems(answers: Sequence[Answer], told: Told, alone: bool = False) -> Iterator[str]:
+    """What is wrong with answers, in words."""
+    for answer in answers:
+        request, error = answer.request, difference(answer, told)
+        if error is None:
+            continue
+        changed = isinstance(error, DiffersFromStock)
+        # Stock's own are, beside others: its overlapped loop counts tokens otherwise when a prefill comes in between.
+        if changed and request.option.is_penalized and not alone:
+            continue
+        if changed and is_excusable(answer):
+            stock = told.stock[request.prompt, request.option.name][0]
+            rows = [
+                (sample.ids, told.continued.get((request.rid, s), ()), stock[s].ids) for s, sample in enumerate(answer.samples)
+            ]
+            if all(goes_on(*row) for row in rows):
+                continue
+        retracted = [sample.retractions for sample in answer.samples]
+        fallbacks = [sample.fallback for sample in answer.samples]
+        yield f"{request}: {error}; retracted {retracted}, fallback {fallbacks}"
+
+
+@pytest.fixture(scope="module")
+def told(launch: Callable[..., Server], prompts: list[list[int]]) -> Told:
+    """Two servers are started, one after the other."""
+    given, found = contexts(prompts), Told()
+    found.stock = ask_stock(launch(*EXACT, *BATCH), given)
+    server = launch(*EXACT, *BATCH, *VERIFIED, env=server_environment(RETRACTED_EVERY))
+    ask_verified(server, given, found)
+    found.log = server.describe_log() if not server.alive() else server.log.read_text(errors="replace")
+    return found
+
+
+@pytest.mark.parametrize("number", [COLD, WARM, DRAFTING], ids=["cold", "warm", "drafting"])
+def test_each_answer_is_stocks_to_that_request_alone(told: Told, number: int) -> None:
+    found = list(problems(told.waves[number], told))
+    assert not found, "\n".join([f"{len(found)} of {len(told.waves[number])} answers:", *found, told.log[-3000:]])
+
+
+def test_penalized_answers_are_stocks_where_nobody_else_is(told: Told) -> None:
+    found = list(problems(told.alone, told, alone=True))
+    assert len(told.alone) == 4 and not found, "\n".join(found)
+
+
+def test_grammars_hold_for_whoever_was_retracted(told: Told, model: object) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    shorter = REGEX.replace("60,", "0,")
+    for answer in [answer for answers in told.waves for answer in answers]:
+        if answer.request.option.sampling.get("regex") == REGEX:
+            for sample in answer.samples:
+                text = tokenizer.decode(sample.ids, skip_special_tokens=True)
+                assert re.fullmatch(shorter, text), f"{answer.request}: {text!r}"
+
+
+def test_the_waves_had_everything_in_them(told: Told) -> None:
+    samples = [sample for answers in told.waves for answer in answers for sample in answer.samples]
+    assert sum(sample.retractions for sample in samples) > 0, "nobody was retracted"
+    assert any(sample.aborted for sample in samples), "nobody was aborted in time"
+    drafting = [sample for answer in told.waves[DRAFTING] for sample in answer.samples]
+    assert sum(sample.drafts for sample in drafting) > sum(sample.accepted for sample in drafting) > 4 * len(drafting)
+    assert {"penalty", "min-p", "custom-logit-processor"} <= {sample.fallback for sample in samples}
+    stocks = [key for key, (cold, warm) in told.stock.items() if [a.ids for a in cold] != [a.ids for a in warm]]
+    print(f"stock's answers from a cache that are others than those without: {stocks}")
+    assert "disable_overlap_schedule=False" in told.log and "cuda graph: True" in told.log
