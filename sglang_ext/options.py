@@ -52,6 +52,11 @@ def attention_backends(args: "KVServerArgs") -> set[str]:
     return {args.attention_backend, args.prefill_attention_backend, args.decode_attention_backend} - {None}
 
 
+def ranks_of_host(args: "KVServerArgs") -> int:
+    """Tensor-parallel ranks that run on one host."""
+    return -(-args.tp_size // args.nnodes)
+
+
 def parse_draft_length(text: str) -> int | str:
     """``--kv-draft-length`` from the command line: a number, or what range_options.py will look at."""
     return int(text) if text.lstrip("-").isdigit() else text
