@@ -111,6 +111,12 @@ def verify_widths(args: "KVServerArgs") -> tuple[int, ...]:
     return (NARROW_VERIFY, widest) if args.kv_draft_length == "auto" and widest > NARROW_VERIFY else (widest,)
 
 
+def captured_tokens(args: "KVServerArgs", requests: int) -> int:
+    """Tokens of the largest verification that is captured, where so many requests run at most."""
+    narrow = min(max(args.cuda_graph_config.decode.bs), requests) * verify_widths(args)[-1]
+    return max(narrow, WIDE_REQUESTS * args.speculative_num_draft_tokens) if offloads(args) else narrow
+
+
 def wide_widths(args: "KVServerArgs") -> tuple[int, ...]:
     """Tokens of a request in verifications of drafts that gathered over several rounds, wide ones first."""
     if not offloads(args):

@@ -9,19 +9,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_ext.core import FALLBACK_REASONS, CompressedView, RequestState
-from sglang_ext.managers.planner import MIN_CONTEXT, RENEW_AFTER, Planner, spread
+from sglang_ext.managers.planner import MIN_CONTEXT, RENEW_AFTER, Planner, copy_is_near, spread
 
 
 class FakeViews:
     """Copies of a quarter, as many as ``room`` allows."""
 
-    recent = 0
+    recent, window = 0, 32
+    queries = SimpleNamespace(span=40)
 
     def method(self, row):
-        return SimpleNamespace(recent=self.recent, least=1, compressor=SimpleNamespace(each_round=False))
+        compressor = SimpleNamespace(each_round=False, window=self.window)
+        return SimpleNamespace(recent=self.recent, least=1, compressor=compressor)
 
     def __init__(self, room=1 << 30):
-        self.copies, self.room, self.made, self.queried = {}, room, [], 1 << 30
+        self.copies, self.room, self.made, self.queried, self.lacking = {}, room, [], 1 << 30, set()
+
+    def has_queries(self, row):
+        return row not in self.lacking
 
     def get(self, row):
         return self.copies.get(row)
@@ -112,6 +117,48 @@ def test_a_copy_is_not_renewed_for_tokens_whose_queries_nobody_kept():
     views.queried += 1
     planner.plan([request()], [one], [2000])
     assert len(views.made) == 2
+
+
+def test_without_queries_no_copy_is_made_and_none_renewed_until_they_are_there():
+    planner, one = Planner(views := FakeViews(), 4, False), state()
+    views.lacking.add(1)
+    (step,) = planner.plan([request()], [one], [400])
+    assert step.emits and step.row == 1 and FALLBACK_REASONS[one.fallback] == "no-queries" and not views.made
+    views.lacking.clear()
+    assert not planner.plan([request()], [one], [401])[0].emits and views.made == [(1, 401)]
+    views.lacking.add(1)
+    assert not planner.plan([request()], [one], [2000])[0].emits and one.fallback == 0, "the old copy serves on"
+    assert views.made == [(1, 401)]
+    views.lacking.clear()
+    planner.plan([request()], [one], [2000])
+    assert views.made == [(1, 401), (1, 2000)]
+
+
+@pytest.mark.parametrize(
+    ("fallback", "window", "end", "expected"),
+    [
+        ("none", 32, MIN_CONTEXT - 81, False),
+        ("none", 32, MIN_CONTEXT - 80, True),
+        ("none", 32, 4000, True),
+        ("no-queries", 32, 4000, True),
+        ("slower", 32, 4000, True),
+        ("penalty", 32, 4000, False),
+        ("hidden-states", 32, 4000, False),
+        ("none", 0, 4000, False),
+    ],
+)
+def test_queries_are_kept_of_who_can_be_drafted_once_a_first_copy_is_near(monkeypatch, fallback, window, end, expected):
+    monkeypatch.setattr(FakeViews, "window", window)
+    one = state()
+    one.fallback = FALLBACK_REASONS.index(fallback)
+    assert copy_is_near(FakeViews(), one, end) == expected
+
+
+def test_queries_of_who_has_a_copy_are_kept_again_before_it_is_renewed():
+    planner, one = Planner(views := FakeViews(), 4, False), state()
+    planner.plan([request()], [one], [400])
+    due = 401 + RENEW_AFTER
+    assert [copy_is_near(views, one, end) for end in (401, due - 81, due - 80, due)] == [False, False, True, True]
 
 
 def test_drafts_never_pass_the_end_of_the_output():
