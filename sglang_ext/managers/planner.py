@@ -143,15 +143,16 @@ def ensure_copy(views: CompressedViews, req: "Req", state: RequestState, length:
 
 
 def copy_is_near(views: CompressedViews, state: RequestState, end: int) -> bool:
-    """Whether a copy that is chosen by queries may be made before as many follow position ``end`` as are kept.
+    """Whether queries of tokens up to position ``end`` may be among those by which a copy is chosen.
 
-    Those before need not be kept, nor those of requests that are never drafted.
+    Those before need not be kept, nor those of requests that are never drafted. A copy covers whole units, so that the newest
+    queries before its end may begin a unit earlier.
     """
     method, view = views.method(state.row), views.get(state.row)
     if not method.compressor.window or state.fallback not in CURABLE:
         return False
     due = shortest(method) if view is None else renew_at(view, method.compressor.each_round)
-    return end + 2 * views.queries.span >= due
+    return end + method.compressor.window + method.unit >= due
 
 
 def shortest(method: CopyMethod) -> int:

@@ -28,11 +28,10 @@ class Views:
     """Copies of a quarter; none for requests in ``full``."""
 
     recent, share, each_round = 0, 0.25, False
-    queries = SimpleNamespace(span=49)
 
     def method(self, row):
         compressor = SimpleNamespace(each_round=self.each_round, window=32)
-        return SimpleNamespace(recent=self.recent, least=1, compressor=compressor)
+        return SimpleNamespace(recent=self.recent, least=1, unit=1, compressor=compressor)
 
     def has_queries(self, row):
         return row not in self.lacking
@@ -259,7 +258,7 @@ def test_queries_are_of_use_where_a_choice_is_near_or_made_in_each_round():
     views, state = Views(), RequestState(rid="r", row=1, seed=0)
     assert copy_is_near(views, state, 400), "there is none yet"
     views.compress(1, 400, 0)
-    assert [copy_is_near(views, state, end) for end in (401, 814, 815)] == [False, False, True]
+    assert [copy_is_near(views, state, end) for end in (401, 879, 880)] == [False, False, True]
     views.each_round = True
     assert copy_is_near(views, state, 401)
 

@@ -9,18 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_ext.core import FALLBACK_REASONS, CompressedView, RequestState
-from sglang_ext.managers.planner import MIN_CONTEXT, RENEW_AFTER, Planner, copy_is_near, spread
+from sglang_ext.managers.planner import MIN_CONTEXT, RENEW_AFTER, Planner, copy_is_near, renew_at, spread
 
 
 class FakeViews:
     """Copies of a quarter, as many as ``room`` allows."""
 
     recent, window = 0, 32
-    queries = SimpleNamespace(span=40)
 
     def method(self, row):
         compressor = SimpleNamespace(each_round=False, window=self.window)
-        return SimpleNamespace(recent=self.recent, least=1, compressor=compressor)
+        return SimpleNamespace(recent=self.recent, least=1, unit=16, compressor=compressor)
 
     def __init__(self, room=1 << 30):
         self.copies, self.room, self.made, self.queried, self.lacking = {}, room, [], 1 << 30, set()
@@ -137,8 +136,8 @@ def test_without_queries_no_copy_is_made_and_none_renewed_until_they_are_there()
 @pytest.mark.parametrize(
     ("fallback", "window", "end", "expected"),
     [
-        ("none", 32, MIN_CONTEXT - 81, False),
-        ("none", 32, MIN_CONTEXT - 80, True),
+        ("none", 32, MIN_CONTEXT - 49, False),
+        ("none", 32, MIN_CONTEXT - 48, True),
         ("none", 32, 4000, True),
         ("no-queries", 32, 4000, True),
         ("slower", 32, 4000, True),
@@ -158,7 +157,7 @@ def test_queries_of_who_has_a_copy_are_kept_again_before_it_is_renewed():
     planner, one = Planner(views := FakeViews(), 4, False), state()
     planner.plan([request()], [one], [400])
     due = 401 + RENEW_AFTER
-    assert [copy_is_near(views, one, end) for end in (401, due - 81, due - 80, due)] == [False, False, True, True]
+    assert [copy_is_near(views, one, end) for end in (401, due - 49, due - 48, due)] == [False, False, True, True]
 
 
 def test_drafts_never_pass_the_end_of_the_output():
@@ -219,3 +218,24 @@ def test_nothing_is_drafted_after_a_grammar_has_ended():
     planner, req = Planner(FakeViews(), 4, False), request(grammar=SimpleNamespace(is_terminated=lambda: True))
     (step,) = planner.plan([req], [state()], [400])
     assert step.emits and step.tokens == [7]
+
+
+@given(
+    st.lists(st.integers(1, 17), min_size=200, max_size=200), st.integers(200, 2000), st.sampled_from([1, 16]),
+    st.integers(1, 17),
+)  # fmt: skip
+def test_verifications_near_a_renewal_leave_all_queries_that_it_scores_by(accepted, length, unit, width):
+    views, one = FakeViews(), state()
+    views.method = lambda row: SimpleNamespace(
+        recent=0, least=1, unit=unit, compressor=SimpleNamespace(each_round=False, window=32)
+    )
+    views.compress(1, length // unit * unit, 0)
+    due, kept = renew_at(views.get(1)), set()
+    for count in accepted:
+        if length >= due:
+            break
+        if copy_is_near(views, one, length + width):
+            kept |= set(range(length, length + min(count, width)))
+        length += min(count, width)
+    covered = length // unit * unit
+    assert length < due or set(range(covered - 32, covered)) <= kept
