@@ -21,6 +21,7 @@ FALLBACK_REASONS: tuple[str, ...] = (
     "hidden-states",
     "neighbour",
     "slower",
+    "no-queries",
 )
 # Evidence that the first request begins with: drafts accepted and rejected, at a probability of 0.9.
 PRIOR = (1.8, 0.2)

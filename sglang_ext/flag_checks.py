@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from sglang_ext import benchmark_options, head_budget_options, method_options, model_options, range_options
+from sglang_ext import benchmark_options, head_budget_options, method_options, model_options, options, range_options
 
 if TYPE_CHECKING:
     from sglang_ext.arguments import KVServerArgs
@@ -24,14 +24,19 @@ def check_resolved(args: "KVServerArgs") -> None:
     """After SGLang resolved its options: refuse backends, models and versions of SGLang that cannot be served.
 
     Raises:
-        options.OptionError: the attention backend or the model is not supported, or a predictor is of another model.
+        options.OptionError: the attention backend or the model is not supported, a predictor is of another model, or this host
+            lacks the memory that is asked for.
         hooking.HookError: a function that is hooked has other parameters than expected.
     """
     from sglang_ext import hooking
     from sglang_ext.managers import compression
+    from sglang_ext.mem_cache import host_memory
 
     model_options.check_resolved(args)
     method_options.check_resolved(args)
     head_budget_options.check_resolved(args)
     compression.check_files(args)
     hooking.check(args.kv_mode)
+    if args.kv_host_gb:
+        # Before weights are loaded: minutes later it would be found lacking all the same.
+        host_memory.check(int(args.kv_host_gb * 1e9), options.ranks_of_host(args))

@@ -25,7 +25,7 @@ class KVMetrics:
         accept_length: tokens per verification.
         fallbacks: tokens served with full KV, by reason.
         held_bytes: bytes of KV in compressed slots.
-        query_bytes: bytes of queries kept for compressors.
+        query_bytes: bytes of the rings in which queries are kept for compressors.
         score_bytes: bytes of scores and networks that compressors hold.
         copies: copies made or renewed, by the method that chose what they keep.
         round_seconds: times of the last round in lockstep, by part: a draft, the rest, or a step of plain decoding.
@@ -133,7 +133,7 @@ class KVMetrics:
         """Report the bytes in compressed slots, of queries, and what became of full KV in host memory."""
         if self.held_bytes is not None:
             self.held_bytes.labels(self.model_name).set(views.held_bytes())
-            self.query_bytes.labels(self.model_name).set(views.queries.held_bytes)
+            self.query_bytes.labels(self.model_name).set(views.queries.taken_bytes)
             self.score_bytes.labels(self.model_name).set(max(method.compressor.held_bytes for method in views.methods))
             for method, made in (views.made - self._copies_told).items():
                 self.copies.labels(self.model_name, method).inc(made)

@@ -52,6 +52,11 @@ def attention_backends(args: "KVServerArgs") -> set[str]:
     return {args.attention_backend, args.prefill_attention_backend, args.decode_attention_backend} - {None}
 
 
+def ranks_of_host(args: "KVServerArgs") -> int:
+    """Tensor-parallel ranks that run on one host."""
+    return -(-args.tp_size // args.nnodes)
+
+
 def parse_draft_length(text: str) -> int | str:
     """``--kv-draft-length`` from the command line: a number, or what range_options.py will look at."""
     return int(text) if text.lstrip("-").isdigit() else text
@@ -104,6 +109,12 @@ def verify_widths(args: "KVServerArgs") -> tuple[int, ...]:
     """Tokens of a request in the verifications of one round's drafts; several where the draft length is chosen."""
     widest = longest_draft(args) + 1
     return (NARROW_VERIFY, widest) if args.kv_draft_length == "auto" and widest > NARROW_VERIFY else (widest,)
+
+
+def captured_tokens(args: "KVServerArgs", requests: int) -> int:
+    """Tokens of the largest verification that is captured, where so many requests run at most."""
+    narrow = min(max(args.cuda_graph_config.decode.bs), requests) * verify_widths(args)[-1]
+    return max(narrow, WIDE_REQUESTS * args.speculative_num_draft_tokens) if offloads(args) else narrow
 
 
 def wide_widths(args: "KVServerArgs") -> tuple[int, ...]:

@@ -62,6 +62,31 @@ USES: tuple[Use, ...] = (
         expects=("self", "forward_batch", "pp_proxy_tensors"),
     ),
     Use(
+        target="sglang.srt.model_executor.model_runner.ModelRunner.init_kv_cache_configurator",
+        why="what lies beside the KV pool is planned by how much that will hold",
+        expects=("self",),
+    ),
+    Use(
+        target="sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes",
+        why="what lies beside the KV pool is taken off the memory that SGLang would give it",
+        expects=("self", "pre_model_load_memory"),
+    ),
+    Use(
+        target="sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator.resolve_max_num_reqs",
+        why="draft rows are as many as requests that SGLang lets run",
+        expects=("self", "token_capacity"),
+    ),
+    Use(
+        target="sglang.srt.model_executor.graph_shared_output.GraphSharedOutput",
+        why="logits of captured verifications get room for as many tokens as these have",
+        expects=("device", "max_rows"),
+    ),
+    Use(
+        target="sglang.srt.layers.attention.flashinfer_backend.FlashInferAttnBackend.init_cuda_graph_state",
+        why="captured verifications get room for the contexts of their requests",
+        expects=("self", "max_bs", "max_num_tokens", "kv_indices_buf"),
+    ),
+    Use(
         target="sglang.kernels.ops.attention.decode_attention._decode_softmax_reducev_fwd",
         why="parts of a verification's attention are merged as SGLang merges those of a decode",
         expects=(

@@ -4,14 +4,12 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_ext import options
 from sglang_ext.layers.attention import plan_memory
-from sglang_ext.layers.attention.of_model import an_attention
 from sglang_ext.layers.attention.verify_attention import VerifyAttention
-from sglang_ext.layers.attention.verify_graphs import VerifyGraphSet, capture
+from sglang_ext.layers.attention.verify_graphs import VerifyGraphSet, capture, make_room_for_logits
 from sglang_ext.mem_cache.query_window import QueryWindows
 
 if TYPE_CHECKING:
@@ -89,14 +87,11 @@ def verifier_of(args: "KVServerArgs", model_runner: "ModelRunner") -> VerifyAtte
 def _full(
     args: "KVServerArgs", model_runner: "ModelRunner", queries: QueryWindows, verifier: AttentionBackend | None
 ) -> VerifyGraphSet:
-    attention = an_attention(model_runner.model)
     widths = options.verify_widths(args)
-    tokens = max(args.cuda_graph_config.decode.bs) * widths[-1]
-    if options.offloads(args):
-        tokens = max(tokens, options.WIDE_REQUESTS * args.speculative_num_draft_tokens)
+    tokens = options.captured_tokens(args, model_runner.req_to_token_pool.size)
+    make_room_for_logits(model_runner, tokens)
     own = verifier if model_runner.decode_attention_backend_str == "triton" else None
-    like = torch.empty(0, dtype=model_runner.dtype, device=model_runner.device)
-    with queries.capturing(tokens, attention.tp_q_head_num, attention.qk_head_dim, like):
+    with queries.capturing(tokens):
         captured = [capture(model_runner, width, own) for width in widths]
         for width in options.wide_widths(args):
             captured.append(capture(model_runner, width, own, options.WIDE_REQUESTS))

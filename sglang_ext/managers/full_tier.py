@@ -37,7 +37,7 @@ def use_host_memory(worker: "KVWorker", tree: "TieredLoads") -> None:
         TransferError: what was stored to it does not come back.
     """
     args, buffers = worker.server_args, worker.views.buffers
-    pool = HostPool.create(buffers, args.page_size, int(args.kv_host_gb * 1e9), -(-args.tp_size // args.nnodes))
+    pool = HostPool.create(buffers, args.page_size, int(args.kv_host_gb * 1e9))
     corrupt = args.kv_bench_corrupt_loads
     faults = None if corrupt is None else Faults(corrupt, loads=worker.ranks.rank)
     tree.use_host(HostTier(buffers, pool), worker.ranks, faults)

@@ -109,7 +109,9 @@ class Pace:
             whole = timed.planned.until(timed.next)
             share = round_.share_on_copies if round_.trial else 1.0
             spent = Spent(round_.drafts, round_.steps, copying, drafting, whole, share)
-            self.lengths.observe(Load.of(round_.lengths), spent)
+            if share:
+                # Where all lacked queries for copies, it tells nothing of drafts on them.
+                self.lengths.observe(Load.of(round_.lengths), spent)
             self.rounds.newest.append(copying + whole)
             if self.watch is not None:
                 self.watch(round_, spent)

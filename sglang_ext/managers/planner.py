@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from sglang_ext.core import FALLBACK_REASONS, CompressedView, RequestState, Step
 from sglang_ext.mem_cache.compressed_views import CompressedViews
+from sglang_ext.mem_cache.copy_method import CopyMethod
 from sglang_ext.mem_cache.tiered_node import Prefix
 
 if TYPE_CHECKING:
@@ -28,8 +29,10 @@ NO_FREE_SLOTS = FALLBACK_REASONS.index("no-free-slots")
 NEIGHBOUR = FALLBACK_REASONS.index("neighbour")
 # Drafting would not be faster than full KV (draft_length.py).
 SLOWER = FALLBACK_REASONS.index("slower")
-# Fallbacks that end once the context is long enough, slots are free, the other request is done, drafting pays.
-CURABLE = (0, SHORT_CONTEXT, NO_FREE_SLOTS, NEIGHBOUR, SLOWER)
+# The method of the request scores by the newest queries, of which too few are kept: all rings were taken (query_window.py).
+NO_QUERIES = FALLBACK_REASONS.index("no-queries")
+# Fallbacks that end once the context is long enough, slots are free, the other request is done, drafting pays, a ring is left.
+CURABLE = (0, SHORT_CONTEXT, NO_FREE_SLOTS, NEIGHBOUR, SLOWER, NO_QUERIES)
 
 
 @dataclass
@@ -121,18 +124,40 @@ def ensure_copy(views: CompressedViews, req: "Req", state: RequestState, length:
     """
     view, method = views.get(state.row), views.method(state.row)
     if view is None:
-        if length < max(MIN_CONTEXT, method.least) + method.recent:
+        if length < shortest(method):
             return SHORT_CONTEXT
+        if not views.has_queries(state.row):
+            return NO_QUERIES
         prefix = Prefix(req.last_node, state.matched) if state.matched else None
         if not views.compress(state.row, length, headroom, prefix):
             return NO_FREE_SLOTS
-    elif views.reach(state.row, length) >= renew_at(view, each_round := method.compressor.each_round):
+    elif views.has_queries(state.row) and views.reach(state.row, length) >= renew_at(
+        view, each_round := method.compressor.each_round
+    ):
         if not views.compress(state.row, length, headroom) and each_round:
             # It may lead to slots of a prompt that the prefix tree had already, and has exchanged since.
             views.release_copy(state.row)
             return NO_FREE_SLOTS
     state.compressor = views.get(state.row).method
     return 0
+
+
+def copy_is_near(views: CompressedViews, state: RequestState, end: int) -> bool:
+    """Whether queries of tokens up to position ``end`` may be among those by which a copy is chosen.
+
+    Those before need not be kept, nor those of requests that are never drafted. A copy covers whole units, so that the newest
+    queries before its end may begin a unit earlier.
+    """
+    method, view = views.method(state.row), views.get(state.row)
+    if not method.compressor.window or state.fallback not in CURABLE:
+        return False
+    due = shortest(method) if view is None else renew_at(view, method.compressor.each_round)
+    return end + method.compressor.window + method.unit >= due
+
+
+def shortest(method: CopyMethod) -> int:
+    """Tokens of the shortest context that a method makes a copy of."""
+    return max(MIN_CONTEXT, method.least) + method.recent
 
 
 def renew_at(view: CompressedView, each_round: bool = False) -> int:

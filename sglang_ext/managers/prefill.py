@@ -31,7 +31,7 @@ def prefill(worker: "KVWorker", batch: "ScheduleBatch", on_publish=None) -> Gene
     if on_publish is not None:
         # The lengths are known before the forward: the scheduler shall prepare the next round while it runs.
         on_publish(batch.seq_lens)
-    with worker.queries.recording(_to_record(batch)):
+    with worker.queries.recording(_to_record(batch, worker.server_args.kv_schedule == "lockstep")):
         result = worker.target_worker.forward_batch_generation(batch, is_verify=True)
     result.next_token_ids = _first_tokens(worker, batch, states, result)
     worker.schedule.begin(states, result.next_token_ids)
@@ -40,11 +40,15 @@ def prefill(worker: "KVWorker", batch: "ScheduleBatch", on_publish=None) -> Gene
     return result
 
 
-def _to_record(batch: "ScheduleBatch") -> tuple[Recorded, ...]:
-    """The queries of all its tokens."""
+def _to_record(batch: "ScheduleBatch", lockstep: bool) -> tuple[Recorded, ...]:
+    """The queries of all its tokens, but for those of requests with grammars where these are not drafted: in lockstep."""
     ends = accumulate(batch.extend_lens)
     parts = zip(batch.reqs, batch.prefix_lens, batch.extend_lens, ends)
-    return tuple(Recorded(req.req_pool_idx, end - length, end, prefix) for req, prefix, length, end in parts)
+    return tuple(
+        Recorded(req.req_pool_idx, end - length, end, prefix)
+        for req, prefix, length, end in parts
+        if not (lockstep and req.grammar is not None)
+    )
 
 
 def _first_tokens(

@@ -78,10 +78,9 @@ class RequestStates:
         """Token ids of the prompt of the request in ``row``."""
         return self._states[row].prompt
 
-    def score_by_queries(self, row: int) -> bool:
-        """Whether the method of the request in ``row`` wants its queries; of a row that is nobody's, too."""
-        state = self._states.get(row)
-        return state is None or self.methods.scores_by_queries(state.method)
+    def get(self, row: int) -> RequestState | None:
+        """That of the request in ``row``; None for a row that is nobody's, or nobody's any more."""
+        return self._states.get(row)
 
     def forget(self, row: int) -> None:
         """The request in ``row`` is gone; no-op where there is none."""

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from sglang_ext.core import RequestState
 from sglang_ext.managers.draft_length import Choice
-from sglang_ext.managers.planner import CURABLE, NEIGHBOUR, SLOWER, ensure_copy
+from sglang_ext.managers.planner import CURABLE, NEIGHBOUR, NO_QUERIES, SLOWER, ensure_copy
 from sglang_ext.mem_cache.compressed_views import CompressedViews
 
 if TYPE_CHECKING:
@@ -116,7 +116,8 @@ class RoundPlanner:
             rows.append(state.row if view is None else self.views.draft_row(state.row))
             viewed.append(length if view is None else view.kept + length - view.covered)
             fallbacks.append(reason)
-        if all(fallbacks):
+        # Who lacks queries drafts on full KV once or twice: verifications leave them, captured plain steps do not.
+        if all(reason and reason != NO_QUERIES for reason in fallbacks):
             drafts = 0
         # Penalties, grammars and log-probabilities are kept by SGLang from token to token.
         several = able and not batch.return_logprob

@@ -66,9 +66,5 @@ class ServedMethods:
         # The frontend refuses names that are none.
         return place_of(self.offers, req.sampling_params.custom_params) or 0
 
-    def scores_by_queries(self, place: int) -> bool:
-        """Whether the method at ``place`` wants a request's queries."""
-        return self.methods[place].compressor.window > 0
-
     def __str__(self) -> str:
         return ", ".join(f"compressor {offer.name} with budget {offer.budget}" for offer in self.offers)

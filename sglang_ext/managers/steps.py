@@ -8,7 +8,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
 from sglang_ext.device import to_device
 from sglang_ext.managers import forward
-from sglang_ext.managers.planner import CURABLE
+from sglang_ext.managers.planner import CURABLE, NO_QUERIES
 from sglang_ext.managers.round_plan import Round
 from sglang_ext.managers.sampling import Sampled, Sampling
 from sglang_ext.managers.sampling_cache import SamplingCache
@@ -87,10 +87,17 @@ class Steps:
                 views.tail_written(state.row, start + width)
         return rows, viewed
 
-    def forward(self, batch: "ScheduleBatch", inputs: forward.Inputs, on_full_kv: bool = True) -> LogitsProcessorOutput:
-        """One forward, over rows of which none is a compressed copy's, or some are; see forward.py."""
-        attention = self.worker.attentions.of(inputs.counts, on_full_kv)
-        return forward.run(self.worker.model_runner, batch, inputs, attention)
+    def forward(
+        self, batch: "ScheduleBatch", inputs: forward.Inputs, on_full_kv: bool = True, graphs: bool = True
+    ) -> LogitsProcessorOutput:
+        """One forward, over rows of which none is a compressed copy's, or some are; see forward.py.
+
+        Without ``graphs`` none is replayed, so that the forward leaves queries (query_window.py).
+        """
+        attention, model = self.worker.attentions.of(inputs.counts, on_full_kv), self.worker.model_runner
+        if not graphs:
+            attention = forward.Attention(model.attn_backend if attention is None else attention.backend)
+        return forward.run(model, batch, inputs, attention)
 
     def sampling(
         self, batch: "ScheduleBatch", round_: Round, width: int, logprobs: bool, requests: list[int] | None = None
@@ -129,7 +136,7 @@ class Steps:
         lengths = viewed + ahead + 1
         slots, viewed_cpu = slots[:, :count].T.contiguous(), torch.tensor(round_.viewed)
         sampling = self.sampling(batch, round_, 1, bool(round_.answering) and batch.return_logprob)
-        done = []
+        graphs, done = not self._leave_queries(round_), []
         for index in range(count):
             inputs = forward.Inputs(
                 tokens=tokens,
@@ -141,11 +148,16 @@ class Steps:
                 counts=[1] * len(round_.rows),
             )
             with self.worker.queries.recording(_to_record(round_, index)):
-                output = self.forward(batch, inputs, round_.on_full_kv)
+                output = self.forward(batch, inputs, round_.on_full_kv, graphs)
             sampled = sampling.draw(output.next_token_logits, inputs.positions)
             tokens = sampled.tokens
             done.append((output, sampled))
         return done
+
+    def _leave_queries(self, round_: Round) -> bool:
+        """Whether steps are how a request gets queries for its first copy, as no verification is."""
+        lacking = (round_.states[i].row for i in round_.answering if round_.fallbacks[i] == NO_QUERIES)
+        return any(self.worker.queries.open_to(row) for row in lacking)
 
     def draft(
         self, batch: "ScheduleBatch", round_: Round, bonus: torch.Tensor, slots: torch.Tensor

@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
-from sglang_ext.core import RequestState
 from sglang_ext.device import to_device
 from sglang_ext.managers import forward
 from sglang_ext.managers.answers import Answers
-from sglang_ext.managers.planner import renew_at
 from sglang_ext.managers.round_plan import Round
 from sglang_ext.managers.sampling import Sampled, Sampling
 from sglang_ext.managers.simulation import Simulation
@@ -70,11 +68,10 @@ class VerifyPass:
         rows = tuple(
             Recorded(state.row, i * width, (i + 1) * width, length)
             for i, (state, length) in enumerate(zip(round_.states, round_.lengths))
-            if self._copy_is_near(state, length)
         )
         if graphs is not None:
+            self.worker.queries.aim(rows)
             output = graphs.verify(batch, inputs)
-            self.worker.queries.keep_replayed(rows)
         else:
             with self.worker.queries.recording(rows):
                 output = self.steps.forward(batch, inputs)
@@ -92,14 +89,6 @@ class VerifyPass:
         if drafted.offered is not None:
             agreed = torch.minimum(agreed, drafted.offered)
         return Answers(tokens, agreed + 1, sampled)
-
-    def _copy_is_near(self, state: RequestState, length: int) -> bool:
-        """Whether a copy may be made before as many queries follow as are kept; those before need not be."""
-        views = self.worker.views
-        view = views.get(state.row)
-        if view is None:
-            return True
-        return length + 2 * self.worker.queries.span >= renew_at(view, views.method(state.row).compressor.each_round)
 
 
 def _inputs(batch: "ScheduleBatch", round_: Round, tokens: torch.Tensor, slots: torch.Tensor) -> forward.Inputs:

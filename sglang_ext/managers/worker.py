@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.managers.utils import GenerationBatchResult
-from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
 from sglang_ext.layers.attention import copy_graphs, torch_native, verify_graphs
@@ -17,7 +16,10 @@ from sglang_ext.layers.attention.views import BetweenSteps
 from sglang_ext.managers import compression, full_tier, integrity
 from sglang_ext.managers.captured import Captured, verifier_of
 from sglang_ext.managers.forward import Attention, Attentions
+from sglang_ext.managers.held_memory import HeldMemory
 from sglang_ext.managers.lockstep import Lockstep
+from sglang_ext.managers.memory_plan import MemoryPlanner
+from sglang_ext.managers.planner import copy_is_near
 from sglang_ext.managers.prefill import prefill
 from sglang_ext.managers.ranks import Ranks
 from sglang_ext.managers.request_states import RequestStates
@@ -55,7 +57,7 @@ class KVWorker(BaseSpecWorker):
         self.methods = ServedMethods.of(server_args, self.model_runner, tuple(self.layers))
         self.requests = RequestStates(server_args, self.methods)
         window = self.methods.window
-        self.queries = QueryWindows(window, tuple(self.layers), self.stride, self.requests.score_by_queries)
+        self.queries = QueryWindows(window, tuple(self.layers), self.stride, self._wants_queries)
         self.ranks = Ranks.of(self.model_runner.tp_group)
         self.metrics = KVMetrics.create(server_args, self.ranks.first)
         self.strict = integrity.is_strict()
@@ -66,6 +68,8 @@ class KVWorker(BaseSpecWorker):
         verify_graphs.plain(self.model_runner)
         torch_native.register()
         query_hooks.reserve_queries(window)
+        # Last, as SGLang sizes its pool next, by what is free.
+        self.memory = HeldMemory(MemoryPlanner.of(server_args, self.model_runner, self.methods), self.model_runner)
 
     @property
     def draft_worker(self) -> None:
@@ -81,13 +85,15 @@ class KVWorker(BaseSpecWorker):
     needs_cpu_seq_lens = True
 
     def alloc_memory_pool(self, **kwargs) -> None:
-        """Double the token table for draft rows, before attention backends are built on it; make room for scores."""
+        """Double the token table for draft rows, before attention backends are built on it; make room for queries and scores."""
         super().alloc_memory_pool(**kwargs)
         args, pool = self.server_args, self.req_to_token_pool
+        plan = self.memory.release(pool.size, self.token_to_kv_pool_allocator.size)
         self._rows, width = pool.req_to_token.shape
-        # SGLang reserves slots ahead of the context's end; they must not reach the next row.
-        width += get_alloc_reserve_per_decode(args) + args.page_size
+        width += self.memory.ahead
         table = pool.req_to_token = pool.req_to_token.new_zeros(2 * self._rows, width)
+        like = torch.empty(0, dtype=self.model_runner.dtype, device=table.device)
+        self.queries.allocate(plan.rings, self.memory.model.query_heads, self.memory.model.head_dim, like)
         self.buffers = KVBuffers.of(self.model_runner.token_to_kv_pool, self.layers)
         served, page_size = self.methods, self.token_to_kv_pool_allocator.page_size
         adaptive = args.kv_head_budgets == "adaptive"
@@ -99,6 +105,11 @@ class KVWorker(BaseSpecWorker):
             # Before any graph is captured: graphs write scores, too.
             served.scores.allocate(len(self.buffers.keys[0]), self.model_runner.device, self.model_runner.dtype)
             served.scores.watch(self.model_runner.model)
+
+    def _wants_queries(self, row: int, end: int) -> bool:
+        """Whether queries up to position ``end`` are of use to the request in ``row``, which may be nobody's by now."""
+        state = self.requests.get(row)
+        return state is not None and copy_is_near(self.views, state, end)
 
     def init_cuda_graphs(self) -> None:
         """Capture steps over copies, where they need it, and verifications; SGLang captured graphs of one token a request."""

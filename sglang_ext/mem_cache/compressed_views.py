@@ -137,6 +137,9 @@ class CompressedViews(CopyWriter):
             view.segments.append(made)
         self._views[row] = view
         self.write(row, view, made, done, tokens)
+        if not method.compressor.each_round:
+            # Until the copy is to be renewed its queries are of no use; another request's may be.
+            self.queries.forget(row)
         return True
 
     def _slots_for(self, slots: torch.Tensor, count: int, headroom: int) -> torch.Tensor | None:
@@ -189,7 +192,7 @@ class CompressedViews(CopyWriter):
         self.queries.forget(row)
 
     def release_copy(self, row: int) -> None:
-        """Free the copy of the request in ``row``; no-op without one. Its queries stay."""
+        """Free the copy of the request in ``row``; no-op without one. What is kept of its queries stays."""
         view = self._views.pop(row, None)
         if view is None:
             return

@@ -63,6 +63,10 @@ class CopyWriter:
         oldest = max(0, tokens - method.recent)
         return oldest if newest is None else min(oldest, newest)
 
+    def has_queries(self, row: int) -> bool:
+        """Whether as many queries are kept of the request in ``row`` as its method scores by."""
+        return self.queries.enough(row, self.method(row).compressor.window)
+
     def compile_kernels(self, query_heads: int) -> None:
         """Compress with each method what lies in slot 0, which no request owns, so that no request waits for compilers."""
         for method in self.methods:

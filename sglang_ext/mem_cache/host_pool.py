@@ -7,9 +7,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 
-import psutil
 import torch
 
+from sglang_ext.mem_cache import host_memory
 from sglang_ext.mem_cache.checksums import as_words
 from sglang_ext.mem_cache.host_pages import HostPages
 from sglang_ext.mem_cache.kv_buffers import KVBuffers
@@ -33,14 +33,13 @@ class HostPool:
     pages: HostPages
 
     @classmethod
-    def create(cls, buffers: KVBuffers, page_size: int, size: int, pools: int = 1) -> "HostPool":
+    def create(cls, buffers: KVBuffers, page_size: int, size: int) -> "HostPool":
         """A pool for as many pages as fit in ``size`` bytes.
 
         Args:
             buffers: the layers of the device's pool; all of one shape and dtype.
             page_size: tokens in a page.
             size: bytes of host memory.
-            pools: of as many bytes that processes of this host make now.
 
         Raises:
             OptionError: no page fits, or the host has less memory.
@@ -54,7 +53,8 @@ class HostPool:
                 f"{buffers.bytes_per_slot * page_size / 1e9:.3f} GB: pass at least that, better room for many requests"
             )
         used = count * page_size * buffers.bytes_per_slot
-        _check_available(used * pools)
+        # Again, as weights were loaded meanwhile; other ranks may have theirs already.
+        host_memory.check(used)
         key = buffers.keys[0]
         memory = _pinned(used) if key.is_cuda else torch.empty(used, dtype=torch.uint8)
         shape = 2, len(buffers.keys), count, page_size, *key.shape[1:]
@@ -94,15 +94,6 @@ def check_alike(buffers: KVBuffers) -> None:
                 f"a KV buffer is {buffer.dtype} {list(buffer.shape)} with strides {buffer.stride()}, the first is "
                 f"{key.dtype} {list(key.shape)}; full KV in host memory needs contiguous buffers of one shape and dtype"
             )
-
-
-def _check_available(size: int) -> None:
-    available = psutil.virtual_memory().available
-    if size > available:
-        raise OptionError(
-            f"--kv-host-gb asks for {size / 1e9:.1f} GB of host memory for the full KV, of all ranks on this host; "
-            f"{available / 1e9:.1f} GB are available to all its processes: pass less, or free memory"
-        )
 
 
 def _pinned(size: int) -> torch.Tensor:

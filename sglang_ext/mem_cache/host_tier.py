@@ -28,10 +28,9 @@ from sglang_ext.mem_cache.transfers import Launched, Transfer
 STAGING_SHARE, LEAST_STAGING, MOST_STAGING = 1 / 64, 16 << 20, 256 << 20
 
 
-def staging_bytes(buffers: KVBuffers) -> int:
-    """What the buffers of one direction take on the device."""
-    share = int(STAGING_SHARE * len(buffers.keys[0]) * buffers.bytes_per_slot)
-    return min(max(share, LEAST_STAGING), MOST_STAGING)
+def staging_bytes(pool: int) -> int:
+    """What the buffers of one direction take on the device, where its KV pool has so many bytes."""
+    return min(max(int(STAGING_SHARE * pool), LEAST_STAGING), MOST_STAGING)
 
 
 class HostTier:
@@ -62,7 +61,7 @@ class HostTier:
         # The tables and the kernel are made here: no lane shall find them unfinished.
         self._checksums.of(torch.zeros(pool.page_size, dtype=torch.int64, device=key.device))
         rows = self._copies.rows[0]
-        staging = staging_bytes(buffers) if staging is None else staging
+        staging = staging_bytes(len(key) * buffers.bytes_per_slot) if staging is None else staging
         self._room = max(1, staging // 2 // (pool.page_size * rows.shape[1] * rows.element_size()))
         copies, moves = (partial(Lane.beside, self._device, urgent=urgent) for urgent in (False, True))
         self._stores = Pipe(self._halves(), filler=moves(), emptier=copies())

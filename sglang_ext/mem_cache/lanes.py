@@ -112,14 +112,24 @@ class LastUse:
 
     def note(self, pages: torch.Tensor, end: Mark) -> None:
         """A transfer of ``pages``, int64 on the host, ends at ``end``."""
+        # Here, too: nobody asks for the end of stores while nothing is loaded.
+        self._forget_ended()
         self._count += 1
         self._number[pages.numpy()] = self._count
         self._running[self._count] = end
 
     def end(self, pages: torch.Tensor) -> Mark | None:
         """Where the last transfer of any of ``pages`` ends; None when all are done."""
+        self._forget_ended()
+        return self._running.get(int(self._number[pages.numpy()].max()))
+
+    @property
+    def remembered(self) -> int:
+        """Transfers whose end may still be waited for."""
+        return len(self._running)
+
+    def _forget_ended(self) -> None:
         for number in list(self._running):
             if not self._running[number].reached:
                 break
             del self._running[number]
-        return self._running.get(int(self._number[pages.numpy()].max()))

@@ -1,31 +1,26 @@
-"""A ring of one request's newest queries, over all layers."""
+"""A ring of one request's newest queries: which places of a pool hold them."""
 
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
-import torch
-
 
 @dataclass
 class QueryRing:
-    """One request's queries, in a ring: those of rejected drafts are overwritten.
+    """Where one request's queries lie, in a ring: those of rejected drafts are overwritten.
 
     Positions may be missing between them: a CUDA graph of plain decoding leaves no queries.
 
     Attributes:
-        ring: [layers, span, query_heads, head_dim]; the newest lies before :attr:`head`, modulo its span.
+        first: the ring's first place in the pool.
+        span: queries that the ring holds, in as many places.
         positions: of the queries, ascending; the last belongs to the newest.
-        head: where the next query will lie, counted without modulo.
+        head: where the next query will lie, counted from :attr:`first` without modulo.
     """
 
-    ring: torch.Tensor
+    first: int
+    span: int
     positions: list[int] = field(default_factory=list)
     head: int = 0
-
-    @property
-    def span(self) -> int:
-        """Queries that the ring holds."""
-        return self.ring.shape[1]
 
     def drop(self, position: int) -> None:
         """Forget the queries of ``position`` and later ones."""
@@ -34,9 +29,9 @@ class QueryRing:
             self.head -= 1
 
     def reserve(self, positions: range) -> list[int]:
-        """Places in the ring for queries of ``positions``, over those of the same positions and later ones."""
+        """Places for queries of ``positions``, over those of the same positions and later ones."""
         self.drop(positions.start)
-        places = [(self.head + i) % self.span for i in range(len(positions))]
+        places = [self._place(self.head + i) for i in range(len(positions))]
         self.positions = [*self.positions, *positions][-self.span :]
         self.head += len(positions)
         return places
@@ -46,4 +41,7 @@ class QueryRing:
         until = bisect_left(self.positions, end)
         since = max(0, until - count)
         begin = self.head - len(self.positions)
-        return [(begin + i) % self.span for i in range(since, until)], self.positions[since:until]
+        return [self._place(begin + i) for i in range(since, until)], self.positions[since:until]
+
+    def _place(self, index: int) -> int:
+        return self.first + index % self.span

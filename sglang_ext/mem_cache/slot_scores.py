@@ -35,6 +35,10 @@ class SlotScores:
         self.predictor = self.predictor.to(device, dtype)
         self.table = torch.full((*self.table.shape[:2], slots), torch.nan, dtype=torch.float16, device=device)
 
+    def planned_bytes(self, slots: int) -> int:
+        """Bytes of :attr:`held_bytes` with room for so many slots, at most."""
+        return len(self.layer_ids) * self.predictor.kv_heads * slots * self.table.element_size() + self.predictor.held_bytes
+
     @property
     def held_bytes(self) -> int:
         """Bytes of the scores and of the predictor, outside the KV pool."""

@@ -263,7 +263,7 @@ def test_a_rate_is_measured_before_anything_is_served():
 
 def launches(tokens, pool, bytes_per_buffer=2048, buffers=72):
     """Of a load of so many tokens into a pool: copies, and with each piece two waits of a lane at most, and a mark."""
-    staging = staging_bytes(SimpleNamespace(keys=[range(pool)], bytes_per_slot=buffers * bytes_per_buffer))
+    staging = staging_bytes(pool * buffers * bytes_per_buffer)
     found = list(pieces(buffers, torch.arange(tokens), 1, staging // 2 // bytes_per_buffer))
     return sum(len(piece.buffers) * len(piece.runs) + 3 for piece in found)
 
@@ -272,4 +272,4 @@ def test_loads_are_fewer_launches_than_a_stream_takes():
     # Qwen3-8B in bfloat16: keys or values of a layer and token are 2 KB. Three loads of a long context, and one that fills its pool.
     assert 3 * launches(30720, 262144) < 1000
     assert launches(32768, 32768) < 1000
-    assert staging_bytes(SimpleNamespace(keys=[range(100)], bytes_per_slot=1000)) == 16 << 20
+    assert staging_bytes(100_000) == 16 << 20

@@ -101,6 +101,17 @@ def test_the_last_use_of_any_page_is_waited_for():
     assert only.end(torch.tensor([2])) is None
 
 
+def test_of_transfers_that_ended_nothing_is_remembered_though_nobody_asks():
+    last = LastUse(8)
+    for index in range(1000):
+        last.note(torch.tensor([index % 8]), TracedMark(Counter(), reached=True))
+    assert last.remembered == 1, "the newest, which had not been seen to end"
+    for _ in range(3):
+        last.note(torch.tensor([0]), TracedMark(Counter()))
+    last.note(torch.tensor([0]), TracedMark(Counter(), reached=True))
+    assert last.remembered == 4, "those that run, and what came after them"
+
+
 @dataclass(frozen=True)
 class TracedCopies(PieceCopies):
     """Copies that note their reads and writes."""

@@ -13,11 +13,12 @@ from sglang_ext.managers.draft_length import Choice, FixedLength
 from sglang_ext.managers.lockstep import Lockstep
 from sglang_ext.managers.pace import Pace
 from sglang_ext.metrics import KVMetrics
-from sglang_ext.managers.planner import NEIGHBOUR, NO_FREE_SLOTS, SHORT_CONTEXT, SLOWER
+from sglang_ext.managers.planner import NEIGHBOUR, NO_FREE_SLOTS, NO_QUERIES, SHORT_CONTEXT, SLOWER, copy_is_near
 from sglang_ext.managers.round_plan import PLAIN_STEPS, TRIAL_COPIES, Round, RoundPlanner
 from sglang_ext.managers.sampling import Sampled
 from sglang_ext.managers.steps import Drafted, Steps
 from sglang_ext.managers.verify_pass import VerifyPass
+from sglang_ext.mem_cache.query_window import Recorded
 from sglang_ext.platforms.plain_cpu import without_pinning
 
 ROWS = 8
@@ -29,10 +30,14 @@ class Views:
     recent, share, each_round = 0, 0.25, False
 
     def method(self, row):
-        return SimpleNamespace(recent=self.recent, least=1, compressor=SimpleNamespace(each_round=self.each_round))
+        compressor = SimpleNamespace(each_round=self.each_round, window=32)
+        return SimpleNamespace(recent=self.recent, least=1, unit=1, compressor=compressor)
 
-    def __init__(self, full=()):
-        self.full, self.tails, self.copies = full, [], {}
+    def has_queries(self, row):
+        return row not in self.lacking
+
+    def __init__(self, full=(), lacking=()):
+        self.full, self.lacking, self.tails, self.copies = full, lacking, [], {}
         self.token_table = torch.arange(2 * ROWS * 600, dtype=torch.int32).view(2 * ROWS, 600)
 
     def get(self, row):
@@ -103,6 +108,31 @@ def test_each_drafts_on_its_copy_and_without_one_on_its_full_kv():
     assert planned.viewed == [50, 300, 40]
     assert planned.fallbacks == [0, NO_FREE_SLOTS, SHORT_CONTEXT]
     assert views.tails == [(1, 200)]
+
+
+def test_who_lacks_queries_drafts_on_full_kv_though_nobody_has_a_copy():
+    """Its verification leaves the queries; plain steps that are captured would not."""
+    alone = plan(batch([200, 40]), states(2), 4, Views(lacking=(1,)))
+    assert (alone.drafts, alone.rows, alone.on_full_kv) == (4, [1, 2], True)
+    assert alone.fallbacks == [NO_QUERIES, SHORT_CONTEXT]
+    beside = plan(batch([200, 300]), states(2), 4, Views(lacking=(1,)))
+    assert (beside.drafts, beside.rows, beside.fallbacks) == (4, [1, 2 + ROWS], [NO_QUERIES, 0])
+    assert plan(batch([200, 40]), states(2), 4, Views(full=(1,))).drafts == 0, "for slots nobody drafts"
+
+
+def test_a_look_in_which_all_lack_queries_tells_nothing_of_drafts():
+    seen = []
+    pace = Pace(SimpleNamespace(observe=lambda load, spent: seen.append(spent.drafts)), torch.device("cpu"), KVMetrics("model"))
+    pace.lengths.choose = lambda load, probabilities: Choice(4, trial=True)
+    for lacking in ((1,), ()):
+        found = states(1)
+        planned = plan(batch([200]), found, pace.begin([200], found), Views(lacking=lacking))
+        pace.planned(planned)
+        pace.drafted()
+        pace.ended()
+    pace.interrupt()
+    pace.begin([200], found)
+    assert seen == [4], "on a copy"
 
 
 def test_the_rows_that_drafts_read_lead_to_the_slots_of_the_drafts():
@@ -224,15 +254,24 @@ def test_accepted_is_what_one_by_one_decoding_gives(drafts, answers, spare):
     assert published[0].tolist() == result.new_seq_lens.tolist() == [100 + count]
 
 
-def test_verifications_leave_their_queries_where_a_choice_is_near_or_made_in_each_round():
-    views = Views()
-    worker, state = SimpleNamespace(views=views, queries=SimpleNamespace(span=49)), RequestState(rid="r", row=1, seed=0)
-    verify_pass = VerifyPass(worker, None, None, None)
-    assert verify_pass._copy_is_near(state, 400), "there is none yet"
+def test_queries_are_of_use_where_a_choice_is_near_or_made_in_each_round():
+    views, state = Views(), RequestState(rid="r", row=1, seed=0)
+    assert copy_is_near(views, state, 400), "there is none yet"
     views.compress(1, 400, 0)
-    assert [verify_pass._copy_is_near(state, length) for length in (401, 814, 815)] == [False, False, True]
+    assert [copy_is_near(views, state, end) for end in (401, 879, 880)] == [False, False, True]
     views.each_round = True
-    assert verify_pass._copy_is_near(state, 401)
+    assert copy_is_near(views, state, 401)
+
+
+def test_a_captured_verification_is_aimed_before_it_is_replayed():
+    seen = []
+    graph = SimpleNamespace(width=5, verify=lambda batch, inputs: seen.append("replay") or LogitsProcessorOutput(None))
+    worker = SimpleNamespace(queries=SimpleNamespace(aim=seen.append))
+    verify_pass = VerifyPass(worker, None, SimpleNamespace(fit=lambda count, width: graph), None)
+    planned = plan(asked := batch([200, 300]), states(2), 4)
+    sampling = SimpleNamespace(draw=lambda logits, positions: "sampled")
+    _, sampled = verify_pass.forward(asked, planned, torch.zeros(2, 5), torch.zeros(2, 5), lambda width: sampling)
+    assert seen == [(Recorded(1, 0, 5, 200), Recorded(2, 5, 10, 300)), "replay"] and sampled == "sampled"
 
 
 def test_the_scheduler_does_not_take_an_earlier_event_for_the_end_of_the_round():

@@ -46,6 +46,7 @@ def views_of(name, page_size=1, budget=1.0, compressor=None):
     table[1, :TOKENS] = torch.randperm(TOKENS, generator=noise) + 4
     rows = PackedRows.of_table(Packing.of(chosen.quantizer, buffers, page_size), table)
     windows = QueryWindows(chosen.compressor.window, range(1), 4)
+    windows.allocate(2, HEADS, DIM, keys)
     return CompressedViews(
         methods=(CopyMethod(compressor or chosen.compressor, budget, rows.packing),), token_table=table, rows=4, buffers=buffers,
         allocator=allocator, tree_cache=Tree(allocator), queries=windows, forms=CopyForms(rows),

@@ -9,19 +9,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_ext.core import FALLBACK_REASONS, CompressedView, RequestState
-from sglang_ext.managers.planner import MIN_CONTEXT, RENEW_AFTER, Planner, spread
+from sglang_ext.managers.planner import MIN_CONTEXT, RENEW_AFTER, Planner, copy_is_near, renew_at, spread
 
 
 class FakeViews:
     """Copies of a quarter, as many as ``room`` allows."""
 
-    recent = 0
+    recent, window = 0, 32
 
     def method(self, row):
-        return SimpleNamespace(recent=self.recent, least=1, compressor=SimpleNamespace(each_round=False))
+        compressor = SimpleNamespace(each_round=False, window=self.window)
+        return SimpleNamespace(recent=self.recent, least=1, unit=16, compressor=compressor)
 
     def __init__(self, room=1 << 30):
-        self.copies, self.room, self.made, self.queried = {}, room, [], 1 << 30
+        self.copies, self.room, self.made, self.queried, self.lacking = {}, room, [], 1 << 30, set()
+
+    def has_queries(self, row):
+        return row not in self.lacking
 
     def get(self, row):
         return self.copies.get(row)
@@ -114,6 +118,48 @@ def test_a_copy_is_not_renewed_for_tokens_whose_queries_nobody_kept():
     assert len(views.made) == 2
 
 
+def test_without_queries_no_copy_is_made_and_none_renewed_until_they_are_there():
+    planner, one = Planner(views := FakeViews(), 4, False), state()
+    views.lacking.add(1)
+    (step,) = planner.plan([request()], [one], [400])
+    assert step.emits and step.row == 1 and FALLBACK_REASONS[one.fallback] == "no-queries" and not views.made
+    views.lacking.clear()
+    assert not planner.plan([request()], [one], [401])[0].emits and views.made == [(1, 401)]
+    views.lacking.add(1)
+    assert not planner.plan([request()], [one], [2000])[0].emits and one.fallback == 0, "the old copy serves on"
+    assert views.made == [(1, 401)]
+    views.lacking.clear()
+    planner.plan([request()], [one], [2000])
+    assert views.made == [(1, 401), (1, 2000)]
+
+
+@pytest.mark.parametrize(
+    ("fallback", "window", "end", "expected"),
+    [
+        ("none", 32, MIN_CONTEXT - 49, False),
+        ("none", 32, MIN_CONTEXT - 48, True),
+        ("none", 32, 4000, True),
+        ("no-queries", 32, 4000, True),
+        ("slower", 32, 4000, True),
+        ("penalty", 32, 4000, False),
+        ("hidden-states", 32, 4000, False),
+        ("none", 0, 4000, False),
+    ],
+)
+def test_queries_are_kept_of_who_can_be_drafted_once_a_first_copy_is_near(monkeypatch, fallback, window, end, expected):
+    monkeypatch.setattr(FakeViews, "window", window)
+    one = state()
+    one.fallback = FALLBACK_REASONS.index(fallback)
+    assert copy_is_near(FakeViews(), one, end) == expected
+
+
+def test_queries_of_who_has_a_copy_are_kept_again_before_it_is_renewed():
+    planner, one = Planner(views := FakeViews(), 4, False), state()
+    planner.plan([request()], [one], [400])
+    due = 401 + RENEW_AFTER
+    assert [copy_is_near(views, one, end) for end in (401, due - 49, due - 48, due)] == [False, False, True, True]
+
+
 def test_drafts_never_pass_the_end_of_the_output():
     planner, one = Planner(FakeViews(), 16, False), state()
     planner.plan([request(left=3)], [one], [400])
@@ -172,3 +218,24 @@ def test_nothing_is_drafted_after_a_grammar_has_ended():
     planner, req = Planner(FakeViews(), 4, False), request(grammar=SimpleNamespace(is_terminated=lambda: True))
     (step,) = planner.plan([req], [state()], [400])
     assert step.emits and step.tokens == [7]
+
+
+@given(
+    st.lists(st.integers(1, 17), min_size=200, max_size=200), st.integers(200, 2000), st.sampled_from([1, 16]),
+    st.integers(1, 17),
+)  # fmt: skip
+def test_verifications_near_a_renewal_leave_all_queries_that_it_scores_by(accepted, length, unit, width):
+    views, one = FakeViews(), state()
+    views.method = lambda row: SimpleNamespace(
+        recent=0, least=1, unit=unit, compressor=SimpleNamespace(each_round=False, window=32)
+    )
+    views.compress(1, length // unit * unit, 0)
+    due, kept = renew_at(views.get(1)), set()
+    for count in accepted:
+        if length >= due:
+            break
+        if copy_is_near(views, one, length + width):
+            kept |= set(range(length, length + min(count, width)))
+        length += min(count, width)
+    covered = length // unit * unit
+    assert length < due or set(range(covered - 32, covered)) <= kept

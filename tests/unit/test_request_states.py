@@ -51,13 +51,12 @@ def test_a_request_is_compressed_by_the_method_that_it_asks_for():
     assert known.prompt_of(2) == [5, 6, 7]
 
 
-def test_queries_are_kept_of_requests_whose_method_reads_them_and_of_rows_that_are_nobodys():
+def test_a_row_may_be_nobodys():
     known = states()
-    known.admit(request("a", 1), 0)
-    known.admit(request("b", 2, asked="sink-recent:0.5"), 0)
-    assert [known.score_by_queries(row) for row in (0, 1, 2)] == [True, True, False]
-    known.clear()
-    assert known.score_by_queries(2)
+    state = known.admit(request("a", 1), 0)
+    assert [known.get(row) for row in (0, 1)] == [None, state]
+    known.forget(1)
+    assert known.get(1) is None
 
 
 def test_the_history_begins_with_prompt_and_output():

@@ -146,11 +146,11 @@ def test_each_method_sees_as_many_of_the_newest_queries_as_it_wants_and_one_with
     wide, none = (replace(views.methods[0], compressor=each) for each in (Spy(window=32), create("sink-recent")))
     views.methods, asked = (*views.methods, wide, none), {1: 0}
     views.asked_by = asked.__getitem__
-    with views.queries.recording((Recorded(1, 0, 32, 268),)):
-        layer = SimpleNamespace(layer_id=0, tp_q_head_num=HEADS, qk_head_dim=DIM)
-        record_queries(lambda *args: None, None, torch.randn(32, HEADS * DIM), None, None, layer, None)
+    layer = SimpleNamespace(layer_id=0, tp_q_head_num=HEADS, qk_head_dim=DIM)
     for place, covered in enumerate((260, 260, 388)):
         asked[1] = place
+        with views.queries.recording((Recorded(1, 0, 32, 268),)):
+            record_queries(lambda *args: None, None, torch.randn(32, HEADS * DIM), None, None, layer, None)
         assert views.compress(1, 400) and views.get(1).covered == covered
         views.release_copy(1)
     assert seen == [list(range(292, 300)), list(range(268, 300))]

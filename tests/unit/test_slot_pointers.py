@@ -17,7 +17,7 @@ from sglang_ext.managers.integrity import IntegrityError, check_pointers
 from sglang_ext.managers.planner import ensure_copy
 from sglang_ext.mem_cache.compressors import create
 from sglang_ext.mem_cache.copy_forms import CopyForms
-from sglang_ext.mem_cache.query_window import Recorded
+from sglang_ext.mem_cache.query_window import QueryWindows, Recorded
 from sglang_ext.mem_cache.slot_pointers import PointerRows, Pointers, as_pointers
 from sglang_ext.mem_cache.tiered_node import Prefix
 
@@ -133,7 +133,8 @@ def guided_views():
     """Views of a request in row 1, chosen by queries, of which ``keep`` takes those of positions."""
     views = pointing_views(torch.empty(0))
     choose_by(views, create("verify-guided"))
-    views.queries.window = create("verify-guided").window
+    views.queries = QueryWindows(create("verify-guided").window, range(LAYERS), 4)
+    views.queries.allocate(2, HEADS, DIM, torch.empty(0))
 
     def keep(positions, seed):
         queries = torch.randn(LAYERS, len(positions), HEADS, DIM, generator=torch.Generator().manual_seed(seed)) * 3

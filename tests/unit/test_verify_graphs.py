@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from sglang_ext.layers.attention import verify_graphs
 from sglang_ext.layers.attention.verify_graphs import VerifyGraphSet
 from sglang_ext.managers import captured
 from sglang_ext.managers.captured import Captured
@@ -20,13 +21,22 @@ def test_the_narrowest_that_holds_the_batch_is_taken(requests, width, expected):
     assert (found and found.width) == expected
 
 
-def test_without_graphs_none_are_captured_and_no_queries_are_expected_of_them():
+def windows_with_rings():
     windows = QueryWindows(4, (0,), spare=5)
+    windows.allocate(2, 1, 1, torch.empty(0))
+    return windows
+
+
+RINGS = (1 + 2 * 9) * 4
+
+
+def test_without_graphs_none_are_captured_and_no_queries_are_expected_of_them():
+    windows = windows_with_rings()
     args = SimpleNamespace(kv_mode="verified", kv_schedule="lockstep")
     assert Captured.of(args, SimpleNamespace(decode_cuda_graph_runner=None), windows, None).sets == []
     # What the worker does once at start, to have it done.
     windows.warm_up()
-    assert windows.held_bytes == 0
+    assert windows.held_bytes == RINGS
 
 
 HOST = {"kv_full_tier": "host", "kv_host_gb": 1, "speculative_num_draft_tokens": 65}
@@ -41,6 +51,7 @@ HOST = {"kv_full_tier": "host", "kv_host_gb": 1, "speculative_num_draft_tokens":
         ({"kv_ngram_tokens": 3}, "flashinfer", [(17, None, None)], [(4, "verifier", None)], 8 * 17),
         (HOST, "flashinfer", [(17, None, None), (65, None, 2)], [], 8 * 17),
         (HOST | {"bs": [1, 2]}, "flashinfer", [(17, None, None), (65, None, 2)], [], 2 * 65),
+        ({"bs": [1, 64]}, "flashinfer", [(17, None, None)], [], 20 * 17),
     ],
 )
 def test_what_is_captured_follows_from_flags_and_backend(monkeypatch, flags, backend, full, checks, tokens):
@@ -57,14 +68,18 @@ def test_what_is_captured_follows_from_flags_and_backend(monkeypatch, flags, bac
     model = SimpleNamespace(
         decode_cuda_graph_runner="graphs", decode_attention_backend_str=backend, dtype=torch.float32, device="cpu", model=None
     )
-    monkeypatch.setattr(captured, "an_attention", lambda model: SimpleNamespace(tp_q_head_num=1, qk_head_dim=1))
+    model.req_to_token_pool, model.graph_shared_output = SimpleNamespace(size=20), None
     monkeypatch.setattr(captured, "VerifyAttention", lambda model: "verifier")
     monkeypatch.setattr(
         captured, "capture", lambda model, width, own, most=None: SimpleNamespace(width=width, found=(width, own, most))
     )
-    windows = QueryWindows(4, (0,), spare=5)
+    windows = windows_with_rings()
     found = Captured.of(args, model, windows, captured.verifier_of(args, model))
     assert [graph.found for graph in found.full.graphs] == full
     assert [graph.found for graphs in found.sets[1:] for graph in graphs.graphs] == checks
-    assert windows.held_bytes == tokens * 4, "room for the queries of the largest"
+    assert windows.held_bytes == RINGS + tokens * 8, "places for the queries of the largest"
+    assert model.graph_shared_output.max_rows == tokens, "and logits of as many"
+    before = model.graph_shared_output
+    verify_graphs.make_room_for_logits(model, tokens)
+    assert model.graph_shared_output is before
     assert captured.verifier_of(SimpleNamespace(kv_mode="lossy"), model) is None

@@ -53,6 +53,13 @@ class Tree:
         return False
 
 
+def windows_of(window, layers, spare, rings=4, heads=1, dim=1, **more):
+    """Room for the queries of so many requests."""
+    windows = QueryWindows(window, layers, spare, **more)
+    windows.allocate(rings, heads, dim, torch.empty(0))
+    return windows
+
+
 def make_views(page_size=1, budget=0.25, name="sink-recent", compressor=None):
     """Views of requests in a pool of two layers; ``compressor`` in the place of the one called ``name``."""
     generator = torch.Generator().manual_seed(0)
@@ -65,7 +72,7 @@ def make_views(page_size=1, budget=0.25, name="sink-recent", compressor=None):
     allocator, table = Allocator(page_size), torch.zeros(8, 300, dtype=torch.int32)
     table[1, :200] = torch.randperm(200, generator=generator)
     layers = {layer: 0.5 for layer in range(LAYERS)}
-    windows = QueryWindows(create(name).window, range(LAYERS), 4)
+    windows = windows_of(create(name).window, range(LAYERS), 4, heads=HEADS, dim=DIM)
     kv = KVBuffers.of(pool, layers)
     method = CopyMethod(compressor or create(name), budget, Unpacked(page_size))
     return CompressedViews(
@@ -180,7 +187,7 @@ def kept(windows, key, end):
 
 
 def test_windows_keep_the_newest_queries_of_each_request_across_chunks():
-    windows = QueryWindows(3, (0,), spare=2)
+    windows = windows_of(3, (0,), spare=2)
     for start in (0, 2, 4):
         rows = (Recorded(1, 0, 2, start), Recorded(2, 2, 3, start // 2))
         with windows.recording(rows):
@@ -194,7 +201,7 @@ def test_windows_keep_the_newest_queries_of_each_request_across_chunks():
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 def test_queries_of_rejected_drafts_are_never_seen(data):
-    windows, exact, length = QueryWindows(3, (0,), spare=4), [], 0
+    windows, exact, length = windows_of(3, (0,), spare=4), [], 0
     for _ in range(data.draw(st.integers(1, 8))):
         drafted = data.draw(st.integers(1, 4))
         kept_tokens = data.draw(st.integers(1, drafted))
@@ -206,23 +213,98 @@ def test_queries_of_rejected_drafts_are_never_seen(data):
         assert kept(windows, 1, length) == (exact[-3:], list(range(max(0, length - 3), length)))
 
 
+def replay(windows, rows, queries):
+    """What a captured graph of one layer does with a table that was set for ``rows``."""
+    windows.aim(rows)
+    windows._capturing = True
+    with query_hooks.recording_to(windows):
+        run_layer(queries)
+    windows._capturing = False
+
+
 def test_nothing_is_kept_of_requests_whose_compressor_wants_no_queries():
-    windows = QueryWindows(3, (0,), spare=2, wanted_by={1: True, 2: False}.__getitem__)
+    asked = []
+    windows = windows_of(3, (0,), spare=2, wanted_by=lambda key, end: asked.append((key, end)) or key == 1)
     both = (Recorded(1, 0, 2, 0), Recorded(2, 2, 4, 7))
     with windows.recording(both):
         run_layer(torch.tensor([[1.0], [2.0], [3.0], [4.0]]))
     assert kept(windows, 1, 2) == ([1, 2], [0, 1]) and kept(windows, 2, 9) is None
+    assert asked == [(1, 2), (2, 9)], "up to which position"
     with windows.recording(both[1:]):
         run_layer(torch.tensor([[5.0], [6.0]]))
-    with windows.capturing(4, 1, 1, torch.empty(0)):
+    with windows.capturing(4):
         run_layer(torch.tensor([[1.0], [2.0], [3.0], [4.0]]))
-    windows.keep_replayed((Recorded(1, 2, 4, 2), Recorded(2, 0, 2, 9)))
+    replay(windows, (Recorded(1, 2, 4, 2), Recorded(2, 0, 2, 9)), torch.tensor([[1.0], [2.0], [3.0], [4.0]]))
     assert kept(windows, 1, 4) == ([2, 3, 4], [1, 2, 3]) and windows.newest(2) is None
-    assert windows.held_bytes == (5 + 4) * 4, "a ring, and what a graph leaves"
+    assert windows.taken == 1 and windows.held_bytes == (1 + 4 * 5) * 4 + 4 * 8, "rings, and what tells graphs their places"
+
+
+def test_of_more_requests_than_rings_the_queries_of_some_are_not_kept_until_a_ring_is_given_back():
+    windows = windows_of(2, (0,), spare=1, rings=2)
+    rows = tuple(Recorded(key, key - 1, key, 5) for key in (1, 2, 3))
+    for _ in range(2):
+        with windows.recording(rows):
+            run_layer(torch.tensor([[1.0], [2.0], [3.0]]))
+    assert [kept(windows, key, 6) for key in (1, 2, 3)] == [([1], [5]), ([2], [5]), None]
+    assert windows.taken == 2 and windows.taken_bytes == 2 * 3 * 4
+    assert [windows.open_to(key) for key in (1, 2, 3)] == [True, True, False]
+    windows.drop_rejected(3, 0)
+    windows.forget(3)
+    windows.forget(1)
+    windows.forget(1)
+    assert windows.open_to(3)
+    with windows.recording(rows[1:]):
+        run_layer(torch.tensor([[1.0], [7.0], [8.0]]))
+    assert [kept(windows, key, 6) for key in (1, 2, 3)] == [None, ([7], [5]), ([8], [5])]
+    windows.clear()
+    assert windows.taken == 0 and kept(windows, 2, 6) is None
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.sampled_from(["record", "forget"])), max_size=40))
+@settings(max_examples=60, deadline=None)
+def test_requests_never_share_a_place_and_no_ring_is_lost(steps):
+    windows, length = windows_of(2, (0,), spare=1, rings=3), dict.fromkeys(range(1, 6), 0)
+    known = {}
+    for number, (key, what) in enumerate(steps):
+        if what == "forget":
+            windows.forget(key)
+            known.pop(key, None)
+            continue
+        with windows.recording((Recorded(key, 0, 1, length[key]),)):
+            run_layer(torch.tensor([[float(number)]]))
+        if key in known or len(known) < 3:
+            known.setdefault(key, []).append(number)
+        length[key] += 1
+        for other, numbers in known.items():
+            assert kept(windows, other, length[other])[0] == numbers[-2:]
+        assert windows.taken == len(known)
+
+
+def test_a_forward_that_replays_a_graph_draws_no_ring_and_leaves_the_queries_that_there_are():
+    windows = windows_of(2, (0,), spare=1, rings=1)
+    for key in (1, 1, 2):
+        with windows.recording((Recorded(key, 0, 1, 3),)):
+            pass
+    assert windows.taken == 0
+    with windows.recording((Recorded(1, 0, 2, 3),)):
+        run_layer(torch.tensor([[1.0], [2.0]]))
+    with windows.recording((Recorded(1, 0, 1, 5),)):
+        pass
+    assert kept(windows, 1, 9) == ([1, 2], [3, 4])
+    assert [windows.enough(1, count) for count in (0, 2, 3)] == [True, True, False] and not windows.enough(2, 1)
+
+
+def test_without_room_nothing_is_kept_and_nothing_fails():
+    for windows in (QueryWindows(3, (0,), 2), windows_of(3, (0,), 2, rings=0), windows_of(0, (0,), 2)):
+        with windows.capturing(4), windows.recording((Recorded(1, 0, 1, 0),)):
+            run_layer(torch.ones(1, 1))
+        windows.aim((Recorded(1, 0, 1, 0),))
+        windows.warm_up()
+        assert windows.newest(1) is None and windows.held_bytes == 0 and not windows.open_to(1)
 
 
 def test_a_window_reaches_over_a_gap():
-    windows = QueryWindows(3, (0,), spare=2)
+    windows = windows_of(3, (0,), spare=2)
     for position in (0, 5):
         with windows.recording((Recorded(1, 0, 2, position),)):
             run_layer(torch.tensor([[position], [position + 1]], dtype=torch.float32))
@@ -232,7 +314,7 @@ def test_a_window_reaches_over_a_gap():
 
 
 def test_queries_of_rejected_drafts_do_not_outlive_plain_steps():
-    windows = QueryWindows(3, (0,), spare=3)
+    windows = windows_of(3, (0,), spare=3)
     with windows.recording((Recorded(1, 0, 4, 0),)):
         run_layer(torch.tensor([[0.0], [1.0], [2.0], [3.0]]))
     windows.drop_rejected(1, 2)
@@ -240,15 +322,18 @@ def test_queries_of_rejected_drafts_do_not_outlive_plain_steps():
     assert kept(windows, 1, 9) == ([0, 1], [0, 1]) and windows.newest(1) == 2
 
 
-def test_what_a_graph_left_is_kept_by_request():
-    windows = QueryWindows(2, (0, 1), spare=2)
-    with windows.capturing(4, 1, 1, torch.empty(0)):
-        for layer in (0, 1):
-            run_layer(torch.tensor([[1], [2], [3], [4]], dtype=torch.float32) * 10**layer, layer)
-    windows.keep_replayed((Recorded(1, 0, 2, 5), Recorded(2, 2, 4, 7)))
-    assert windows.get(1, 7, 2)[0].flatten().tolist() == [1, 2, 10, 20]
-    assert windows.get(2, 8, 2)[0].flatten().tolist() == [3, 30]
-    assert windows.held_bytes == (2 * 2 * 4 + 2 * 4) * 4
+def test_a_graph_leaves_the_queries_of_those_it_was_aimed_at_and_of_nobody_else():
+    windows = windows_of(2, (0,), spare=2)
+    queries = torch.tensor([[1.0], [2.0], [3.0], [4.0]])
+    with windows.capturing(6):
+        run_layer(queries)
+    replay(windows, (Recorded(1, 0, 2, 5), Recorded(2, 2, 4, 7)), queries)
+    assert kept(windows, 1, 7) == ([1, 2], [5, 6]) and kept(windows, 2, 9) == ([3, 4], [7, 8])
+    replay(windows, (Recorded(2, 0, 2, 9),), queries * 10)
+    assert kept(windows, 1, 7) == ([1, 2], [5, 6]) and kept(windows, 2, 11) == ([10, 20], [9, 10])
+    replay(windows, (), queries * 100)
+    windows.warm_up()
+    assert kept(windows, 1, 7) == ([1, 2], [5, 6]) and kept(windows, 2, 11) == ([10, 20], [9, 10])
 
 
 def test_a_copy_covers_no_more_than_what_queries_were_kept_for():
@@ -267,14 +352,35 @@ def test_a_copy_covers_no_more_than_what_queries_were_kept_for():
     assert torch.equal(views.token_table[5, 20:40], views.token_table[1, 80:100]), "the rest is exact"
 
 
+def test_a_ring_is_given_back_once_the_copy_is_made_and_what_is_left_of_it_when_the_request_ends():
+    views = make_views(name="snapkv")
+    count = views.methods[0].compressor.window
+
+    def keep(row, end):
+        with views.queries.recording((Recorded(row, 0, count, end - count),)):
+            for layer in range(LAYERS):
+                run_layer(torch.randn(count, HEADS * DIM), layer, HEADS, DIM)
+
+    assert not views.has_queries(1)
+    keep(1, 100)
+    keep(2, 60)
+    assert views.has_queries(1) and views.queries.taken == 2
+    assert views.compress(1, 100)
+    assert views.queries.taken == 1 and not views.has_queries(1)
+    assert not views.compress(2, 60, headroom=SLOTS) and views.has_queries(2), "for a later round"
+    views.release(2)
+    views.release(1)
+    assert views.queries.taken == 0
+
+
 def test_no_queries_are_kept_outside_a_recording():
-    windows = QueryWindows(3, (0,), spare=2)
+    windows = windows_of(3, (0,), spare=2)
     run_layer(torch.ones(2, 1))
     assert windows.get(1, 2, 3) is None
 
 
 def test_windows_under_tensor_outputs_do_not_alias_the_forward():
-    windows, queries = QueryWindows(4, (0,), spare=2), torch.ones(2, 1)
+    windows, queries = windows_of(4, (0,), spare=2), torch.ones(2, 1)
     with windows.recording((Recorded(1, 0, 2, 0),)):
         run_layer(queries)
     queries.zero_()

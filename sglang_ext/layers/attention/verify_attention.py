@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.utils import get_int_env_var
 
 from sglang_ext.layers.attention.plain import require_plain, write_kv
 from sglang_ext.layers.kernels.verify_attention import verify_attention
@@ -45,6 +46,24 @@ class Metadata:
     buffers: tuple[torch.Tensor, torch.Tensor]
 
 
+def splits_of(requests: int, kv_heads: int, longest: int, exact_tile: int) -> Splits:
+    """Parts of each context in a batch of so many requests, the longest context having so many tokens."""
+    if exact_tile:
+        return Splits(-(-longest // exact_tile), exact_tile)
+    wanted = BUSY // (requests * kv_heads)
+    return Splits(max(FEWEST_PARTS, min(MOST_PARTS, wanted)))
+
+
+def workspace_numbers(query_heads: int, value_dim: int, tokens: int, splits: Splits) -> int:
+    """float32 numbers of a workspace that holds ``tokens``, those of a request, at least."""
+    return max(tokens * partial_numbers(query_heads, value_dim, splits), WORKSPACE_BYTES // 4)
+
+
+def exact_tile() -> int:
+    """Tokens of a part of SGLang's Triton decode with ``--enable-deterministic-inference``."""
+    return get_int_env_var("SGLANG_TRITON_DECODE_SPLIT_TILE_SIZE", 256)
+
+
 class VerifyAttention(AttentionBackend):
     """New tokens of each request over its row of the token table, causal; for ``TARGET_VERIFY`` only."""
 
@@ -66,9 +85,8 @@ class VerifyAttention(AttentionBackend):
         self.metadata: Metadata | None = None
         # One for all graphs, which keep its address.
         widest = model_runner.server_args.speculative_num_draft_tokens
-        splits = self.splits(requests=1)
-        needed = widest * partial_numbers(self.query_heads, self.value_dim, splits)
-        self._workspace = torch.empty(max(needed, WORKSPACE_BYTES // 4), dtype=torch.float32, device=self.device)
+        numbers = workspace_numbers(self.query_heads, self.value_dim, widest, self.splits(requests=1))
+        self._workspace = torch.empty(numbers, dtype=torch.float32, device=self.device)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Nothing: graphs read the batch's own tensors and the workspace."""
@@ -96,10 +114,7 @@ class VerifyAttention(AttentionBackend):
 
     def splits(self, requests: int) -> Splits:
         """Parts of each context in a batch of so many requests."""
-        if self.exact_tile:
-            return Splits(-(-self.longest // self.exact_tile), self.exact_tile)
-        wanted = BUSY // (requests * self.kv_heads)
-        return Splits(max(FEWEST_PARTS, min(MOST_PARTS, wanted)))
+        return splits_of(requests, self.kv_heads, self.longest, self.exact_tile)
 
     def forward_extend(
         self,

@@ -14,6 +14,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.graph_shared_output import GraphSharedOutput
+from sglang.srt.model_executor.runner.base_cuda_graph_runner import get_batch_sizes_to_capture
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
@@ -113,8 +114,18 @@ def capture(
     attention = verifier or _of_backend(model_runner, name, width)
     logger.info("sglang-ext: capturing verifications of %s tokens a request with %s", width, name)
     with speculative(model_runner), _batch_sizes(model_runner, most):
-        model_runner.graph_shared_output = GraphSharedOutput.create_for_model_runner(model_runner)
+        make_room_for_logits(model_runner, max(get_batch_sizes_to_capture(model_runner, width)[0]) * width)
         return VerifyGraphs(model_runner, attn_backend=attention, speculative_num_draft_tokens=width)
+
+
+def make_room_for_logits(model_runner: "ModelRunner", tokens: int) -> None:
+    """Let graphs that are captured from now on find a buffer for the logits of so many tokens.
+
+    SGLang's has room for the most drafts of each request, of which few at once have as many (options.py:WIDE_REQUESTS).
+    """
+    room = model_runner.graph_shared_output
+    if room is None or room.max_rows < tokens:
+        model_runner.graph_shared_output = GraphSharedOutput(device=model_runner.device, max_rows=tokens)
 
 
 @contextmanager

@@ -1,0 +1,235 @@
+"""What this plugin takes on the device beside SGLang's KV pool: counted here, and taken off the pool (held_memory.py).
+
+Whoever takes such memory has its size from here, or the plan from there. Not counted are the intermediate results of captured
+verifications, which lie, as those of SGLang's own graphs, in what ``--mem-fraction-static`` leaves.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode, get_req_to_token_extra_context_len
+from sglang.srt.model_executor.cuda_graph_config import Backend
+
+from sglang_ext import options
+from sglang_ext.layers.attention import verify_attention
+from sglang_ext.layers.attention.of_model import an_attention, attention_scaling
+from sglang_ext.managers.served_methods import ServedMethods
+from sglang_ext.mem_cache.host_tier import staging_bytes
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    from sglang_ext.arguments import KVServerArgs
+
+# Of the memory for KV, what rings of queries take at most, and rings that there are in any case, where as many requests run.
+RINGS_SHARE, LEAST_RINGS = 1 / 64, 16
+# Of each of FlashInfer's wrappers on the device, for its plan; and wrappers of a backend beside those of its graphs.
+PLAN_BYTES, OTHER_WRAPPERS = 8 << 20, 4
+# Page tables that SGLang's fa3 backend has for graphs of verifications.
+PAGE_TABLES = 3
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """A model as one rank holds it.
+
+    Attributes:
+        layers: that attend.
+        query_heads, kv_heads: of a layer, on this rank.
+        head_dim, value_dim: of a query or key, and of a value.
+        number_bytes: of a number in queries, keys and values.
+        vocabulary: tokens.
+        context: tokens of the longest.
+    """
+
+    layers: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    number_bytes: int
+    vocabulary: int
+    context: int
+
+    @classmethod
+    def of(cls, model_runner: "ModelRunner") -> "ModelSizes":
+        """Those of a loaded model."""
+        attention, config = an_attention(model_runner.model), model_runner.model_config
+        return cls(
+            layers=len(attention_scaling(model_runner.model)),
+            query_heads=attention.tp_q_head_num,
+            kv_heads=attention.tp_k_head_num,
+            head_dim=attention.qk_head_dim,
+            value_dim=attention.v_head_dim,
+            number_bytes=model_runner.dtype.itemsize,
+            vocabulary=config.vocab_size,
+            context=config.context_len,
+        )
+
+    @property
+    def query_bytes(self) -> int:
+        """Bytes of a token's queries in all layers."""
+        return self.layers * self.query_heads * self.head_dim * self.number_bytes
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a token's keys and values in all layers."""
+        return self.layers * self.kv_heads * (self.head_dim + self.value_dim) * self.number_bytes
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes on the device beside SGLang's KV pool, by what they are for; what a server does not need is 0.
+
+    Attributes:
+        rings: requests whose newest queries are kept at once.
+        query_rings: those queries, for methods that score keys by them.
+        draft_rows: a second row of the token table for each request, and wider rows.
+        copy_tables: what draft rows begin with, where that is not tokens.
+        token_history: tokens of each request, in which n-grams are looked for.
+        gathered_drafts: drafts that wait for full KV.
+        scores: predicted scores of all slots, and the network that gives them.
+        staging: buffers through which full KV goes to host memory and back.
+        workspaces: what attention of verifications works in.
+        logits: of the largest captured verification.
+    """
+
+    rings: int = 0
+    query_rings: int = field(default=0, metadata={"name": "query rings"})
+    draft_rows: int = field(default=0, metadata={"name": "draft rows of the token table"})
+    copy_tables: int = field(default=0, metadata={"name": "tables of copies"})
+    token_history: int = field(default=0, metadata={"name": "token history"})
+    gathered_drafts: int = field(default=0, metadata={"name": "gathered drafts"})
+    scores: int = field(default=0, metadata={"name": "predicted scores"})
+    staging: int = field(default=0, metadata={"name": "buffers to and from host memory"})
+    workspaces: int = field(default=0, metadata={"name": "workspaces of verifications"})
+    logits: int = field(default=0, metadata={"name": "logits of verifications"})
+
+    @property
+    def total(self) -> int:
+        """Bytes of all."""
+        return sum(size for _, size in self._parts())
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {gb(size)}" for name, size in self._parts() if size)
+        rings = f"; queries of {self.rings} requests at once" if self.rings else ""
+        return f"{gb(self.total)} of device memory beside the KV pool: {parts}{rings}"
+
+    def _parts(self) -> Iterator[tuple[str, int]]:
+        for entry in fields(self):
+            if "name" in entry.metadata:
+                yield entry.metadata["name"], getattr(self, entry.name)
+
+
+@dataclass(frozen=True)
+class MemoryPlanner:
+    """Plans for a server's flags, by how much its pool will hold.
+
+    Attributes:
+        args: the server's, as SGLang resolved them.
+        model: on this rank.
+        served: the methods that requests may ask for.
+        backend: attention backend of decoding; verifications follow it.
+        on_gpu: whether there are kernels and graphs.
+    """
+
+    args: "KVServerArgs"
+    model: ModelSizes
+    served: ServedMethods
+    backend: str
+    on_gpu: bool
+
+    @property
+    def stride(self) -> int:
+        """Tokens of a request in a verification at most."""
+        return self.args.speculative_num_draft_tokens
+
+    @classmethod
+    def of(cls, args: "KVServerArgs", model_runner: "ModelRunner", served: ServedMethods) -> "MemoryPlanner":
+        """For a loaded model."""
+        _, backend = args.get_attention_backends()
+        return cls(args, ModelSizes.of(model_runner), served, backend, torch.device(model_runner.device).type == "cuda")
+
+    @property
+    def ahead(self) -> int:
+        """Tokens by which rows of the token table are widened: what SGLang reserves ahead must not reach the next row."""
+        return get_alloc_reserve_per_decode(self.args) + self.args.page_size
+
+    @property
+    def _width(self) -> int:
+        """Tokens in a row of SGLang's token table."""
+        return self.model.context + get_req_to_token_extra_context_len(self.args)
+
+    def rings(self, requests: int, tokens: int) -> int:
+        """Requests whose queries are kept at once, of so many that run at most, with a pool of so many tokens."""
+        window = self.served.window
+        if not window:
+            return 0
+        share = int(RINGS_SHARE * tokens * self.model.slot_bytes / (self.model.query_bytes * (window + self.stride)))
+        return min(requests, max(LEAST_RINGS, share))
+
+    def plan(self, requests: int, tokens: int, rings: int) -> MemoryPlan:
+        """For so many requests at once, a pool of so many tokens, and so many rings."""
+        args, model, rows = self.args, self.model, requests + 1
+        width = self._width + self.ahead
+        history = rows * (width + 2 * self.stride) if args.kv_ngram_tokens else 0
+        scores, slots = self.served.scores, tokens + args.page_size
+        return MemoryPlan(
+            rings=rings,
+            query_rings=(1 + rings * (self.served.window + self.stride)) * model.query_bytes if rings else 0,
+            draft_rows=4 * rows * (2 * width - self._width),
+            copy_tables=self._copy_tables(2 * rows),
+            token_history=4 * history,
+            gathered_drafts=8 * rows * (self.stride - 1) if options.offloads(args) else 0,
+            scores=0 if scores is None else scores.planned_bytes(slots),
+            staging=2 * staging_bytes(slots * model.slot_bytes) if args.kv_host_gb else 0,
+            workspaces=self._workspaces(requests),
+            logits=4 * model.vocabulary * options.captured_tokens(args, requests) if self._captures else 0,
+        )
+
+    @property
+    def _captures(self) -> bool:
+        args = self.args
+        graphs = self.on_gpu and args.cuda_graph_config.decode.backend != Backend.DISABLED
+        return graphs and args.kv_mode != "lossy" and args.kv_schedule == "lockstep"
+
+    def _copy_tables(self, rows: int) -> int:
+        methods = self.served.methods
+        counts = any(method.quantizer is not None for method in methods) + any(method.compressor.points for method in methods)
+        bounds = self.model.layers * self.model.kv_heads + 1 if self.args.kv_head_budgets == "adaptive" else 0
+        return 4 * rows * (counts + bounds)
+
+    def _workspaces(self, requests: int) -> int:
+        """As verify_attention.py, verify_flashinfer.py and verify_fa3.py make them."""
+        args, model = self.args, self.model
+        if not self.on_gpu or args.kv_mode == "lossy":
+            return 0
+        own = self.backend in ("triton", "fa3") or (self._captures and args.kv_ngram_tokens)
+        size = 0
+        if own:
+            splits = verify_attention.splits_of(1, model.kv_heads, self._width + self.ahead, self._exact_tile)
+            size = 4 * verify_attention.workspace_numbers(model.query_heads, model.value_dim, self.stride, splits)
+        if not self._captures or self.backend == "triton":
+            return size
+        sizes = [min(requests, each) for each in args.cuda_graph_config.decode.bs]
+        narrow = [len({*sizes}), max(sizes)]
+        wide = [options.WIDE_REQUESTS, options.WIDE_REQUESTS]
+        for graphs, most in [narrow] * len(options.verify_widths(args)) + [wide] * len(options.wide_widths(args)):
+            if self.backend == "flashinfer":
+                # Slot numbers of 4 bytes and a mask of 1, for two contexts of each request.
+                size += 2 * most * model.context * 5 + (graphs + OTHER_WRAPPERS) * PLAN_BYTES
+            else:
+                size += PAGE_TABLES * 4 * most * -(-model.context // args.page_size)
+        return size
+
+    @property
+    def _exact_tile(self) -> int:
+        exact = self.args.enable_deterministic_inference and self.backend == "triton"
+        return verify_attention.exact_tile() if exact else 0
+
+
+def gb(size: int) -> str:
+    """Bytes as a user reads them."""
+    return f"{size / 1e9:.2f} GB"
