@@ -92,7 +92,7 @@ def _with_logprobs(sample: Sample, meta: Mapping[str, Any]) -> Sample:
     more: dict[str, tuple[Row, ...]] = {}
     for name in ("output_top_logprobs", "output_token_ids_logprobs"):
         found = meta.get(name)
-        if not found:
+        if found is None:
             continue
         if len(found) != len(tokens):
             raise AnswerError(f"{name} at {len(found)} positions for {len(tokens)} tokens")

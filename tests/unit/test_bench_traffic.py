@@ -170,6 +170,9 @@ class TestReadSamples:
         (found,) = read_samples(answer([4, 5], output_token_logprobs=rows, output_top_logprobs=top, num_retractions=1))
         assert (found.logprobs, found.rows["output_top_logprobs"]) == ((None, -0.25), ((), (-0.25,)))
         assert found.oddities == {LOST_LOGPROB}
+        (only,) = read_samples(answer([4], output_token_logprobs=[], output_top_logprobs=[], num_retractions=1))
+        assert (only.logprobs, only.rows, only.oddities) == ((None,), {"output_top_logprobs": ((),)}, {LOST_LOGPROB})
+        check(request(1), [only], [Sample((4,), "length", (-0.5,), rows={"output_top_logprobs": ((-0.5, -1.0),)})])
 
     @pytest.mark.parametrize("payload", ["text", {}, [1], {"meta_info": {"finish_reason": None}}])
     def test_what_is_no_answer_is_refused(self, payload: object) -> None:
