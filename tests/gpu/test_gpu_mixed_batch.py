@@ -131,20 +131,25 @@ def ask_verified(server: Server, given: Sequence[Prompt], told: Told) -> None:
     server.flush_cache()
     penalized = [replace(request, rid=f"{request.rid}-alone") for request in wave(COLD) if request.option.is_penalized]
     told.alone = [send(server, request, given) for request in penalized]
+
+
+def ask_further(stock: Server, given: Sequence[Prompt], told: Told) -> None:
+    """How stock goes on from the tokens of those answers that a retraction may have changed."""
     for answer in [answer for answers in told.waves for answer in answers]:
         if difference(answer, told) is not None and is_excusable(answer):
             for s, sample in enumerate(answer.samples):
-                told.continued[answer.request.rid, s] = continuations(server, answer.request, sample.ids, given)
+                told.continued[answer.request.rid, s] = continuations(stock, answer.request, sample.ids, given)
 
 
 def continuations(
-    server: Server, request: Request, ids: tuple[int, ...], given: Sequence[Prompt]
+    stock: Server, request: Request, ids: tuple[int, ...], given: Sequence[Prompt]
 ) -> tuple[tuple[int, ...], ...]:
-    """How an answer goes on from each of its tokens when what was before them is a prompt."""
+    """How an answer goes on from each of its tokens when what was before them is a prompt; asked for at once."""
     single = replace(request.option, sampling={k: v for k, v in request.option.sampling.items() if k != "n"}, fields={})
     prompt = given[request.prompt].input_ids
     bodies = [single.body(Prompt("", (*prompt, *ids[:k])), len(ids) - k) for k in range(len(ids))]
-    return tuple((*ids[:k], *server.ask(**body)["output_ids"]) for k, body in enumerate(bodies))
+    with ThreadPoolExecutor(16) as pool:
+        return tuple((*ids[:k], *told["output_ids"]) for k, told in enumerate(pool.map(lambda body: stock.ask(**body), bodies)))
 
 
 def is_excusable(answer: Answer) -> bool:
@@ -206,12 +211,14 @@ def problems(answers: Sequence[Answer], told: Told, alone: bool = False) -> Iter
 
 @pytest.fixture(scope="module")
 def told(launch: Callable[..., Server], prompts: list[list[int]]) -> Told:
-    """Two servers are started, one after the other."""
+    """Two servers are started, one after the other: stock last, as what it is asked depends on the other's answers."""
     given, found = contexts(prompts), Told()
-    found.stock = ask_stock(launch(*EXACT, *BATCH), given)
     server = launch(*EXACT, *BATCH, *VERIFIED, env=server_environment(RETRACTED_EVERY))
     ask_verified(server, given, found)
     found.log = server.describe_log() if not server.alive() else server.log.read_text(errors="replace")
+    stock = launch(*EXACT, *BATCH)
+    found.stock = ask_stock(stock, given)
+    ask_further(stock, given, found)
     return found
 
 
