@@ -14,7 +14,11 @@ def test_twenty_requests_with_one_beginning_share_its_copy_and_have_stocks_answe
     with sampled(lockstep, "sglang_ext:compressed_bytes") as held:
         found = lockstep.ask_all(asked, 20, cold=False, **greedy(12))
     assert [r["output_ids"] for r in found] == expected
-    assert all(r["meta_info"]["kv_drafts"] > 0 and r["meta_info"]["cached_tokens"] >= 600 for r in found)
+    told = [r["meta_info"] for r in found]
+    assert all(each["cached_tokens"] >= 600 for each in told)
+    # There are rings for the queries of 16 requests at once; such short answers end before the others could have copies.
+    assert sum(each["kv_drafts"] > 0 and each["kv_compressor"] == "snapkv" for each in told) >= 16
+    assert {each["kv_fallback"] for each in told} <= {None, "no-queries"}
     # A quarter of 640 tokens once, and of each request the 32 newest; each token has 46,080 bytes.
     assert 0 < max(held) <= (160 + 20 * 32) * 46080
 

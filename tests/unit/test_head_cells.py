@@ -43,7 +43,9 @@ def test_attention_over_a_copy_and_its_tail_is_that_over_what_each_head_keeps(se
     length = covered + count + seed % 3
     scores = scores_of(LAYERS, HEADS, covered, seed)
     views = uneven_views(scores, page_size)
-    views.queries = SimpleNamespace(newest=lambda row: covered, get=lambda row, tokens, count: None)
+    views.queries = SimpleNamespace(
+        newest=lambda row: covered, get=lambda row, tokens, count: None, forget=lambda row: None
+    )
     assert views.compress(1, length)
     views.write_tail(1, length)
     view, backend = views.get(1), object.__new__(RaggedTorchNativeBackend)
