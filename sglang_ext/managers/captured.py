@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.model_executor.runner.base_cuda_graph_runner import get_batch_sizes_to_capture
 
 from sglang_ext import options
 from sglang_ext.layers.attention import plan_memory
@@ -88,7 +89,9 @@ def _full(
     args: "KVServerArgs", model_runner: "ModelRunner", queries: QueryWindows, verifier: AttentionBackend | None
 ) -> VerifyGraphSet:
     widths = options.verify_widths(args)
-    tokens = options.captured_tokens(args, model_runner.req_to_token_pool.size)
+    # SGLang rounds the most requests up, where ranks share a batch.
+    most = max(get_batch_sizes_to_capture(model_runner, widths[-1])[0]) * widths[-1]
+    tokens = max(most, options.captured_tokens(args, model_runner.req_to_token_pool.size))
     make_room_for_logits(model_runner, tokens)
     own = verifier if model_runner.decode_attention_backend_str == "triton" else None
     with queries.capturing(tokens):

@@ -29,7 +29,8 @@ NO_FREE_SLOTS = FALLBACK_REASONS.index("no-free-slots")
 NEIGHBOUR = FALLBACK_REASONS.index("neighbour")
 # Drafting would not be faster than full KV (draft_length.py).
 SLOWER = FALLBACK_REASONS.index("slower")
-# The method of the request scores by the newest queries, of which too few are kept: all rings were taken (query_window.py).
+# The method of the request scores by the newest queries, of which too few are kept: all rings were taken (query_window.py), or
+# what came so far left none (steps in graphs).
 NO_QUERIES = FALLBACK_REASONS.index("no-queries")
 # Fallbacks that end once the context is long enough, slots are free, the other request is done, drafting pays, a ring is left.
 CURABLE = (0, SHORT_CONTEXT, NO_FREE_SLOTS, NEIGHBOUR, SLOWER, NO_QUERIES)

@@ -39,6 +39,24 @@ def test_a_grammar_request_that_finishes_beside_others_leaves_the_next_round(sto
     assert verified.alive()
 
 
+def test_penalties_beside_a_grammar_that_finishes_stay_their_requests_own(verified, prompts):
+    # Prefilled together, so that no prefill comes between, each gets the answer that it gets alone.
+    ways = [
+        greedy(16, frequency_penalty=0.6),
+        greedy(24, regex=WORDS, ignore_eos=False),
+        greedy(20, repetition_penalty=1.3),
+        greedy(12, regex="[a-z ]{9}", presence_penalty=0.5, ignore_eos=False),
+        greedy(10, logit_bias={"28": -5.0}),
+    ]
+    params = [way["sampling_params"] for way in ways]
+    asked = [prompts[place % 4][:150] for place in range(len(params))]
+    alone = [verified.ask(input_ids=ids, sampling_params=way)["output_ids"] for ids, way in zip(asked, params)]
+    for order in ([0, 1, 2, 3, 4], [3, 0, 4, 1, 2]):
+        verified.flush_cache()
+        found = verified.ask(input_ids=[asked[i] for i in order], sampling_params=[params[i] for i in order])
+        assert [r["output_ids"] for r in found] == [alone[i] for i in order]
+
+
 def test_samples_of_one_request_differ_where_seeds_do_not_count(paged, prompts):
     params = {"temperature": 1.0, "n": 4, "sampling_seed": 7, "max_new_tokens": 24, "ignore_eos": True}
     found = paged.ask(input_ids=prompts[0], sampling_params=params)

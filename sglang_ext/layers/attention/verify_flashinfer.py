@@ -21,8 +21,9 @@ class VerifyFlashInfer(FlashInferAttnBackend):
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int, kv_indices_buf: torch.Tensor | None = None) -> None:
         """Room for what graphs of ``max_bs`` requests read. SGLang takes a context for each token: two hold a request's, with
-        its new tokens."""
-        super().init_cuda_graph_state(max_bs, 2 * max_bs, kv_indices_buf)
+        its new tokens, unless these are more than the context."""
+        contexts = 1 + -(-max_num_tokens // max_bs // self.max_context_len)
+        super().init_cuda_graph_state(max_bs, contexts * max_bs, kv_indices_buf)
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
         """Plan; SGLang's buffers of a batch are wrappers that are planned anew before each replay."""
