@@ -69,6 +69,7 @@ def test_what_is_captured_follows_from_flags_and_backend(monkeypatch, flags, bac
         decode_cuda_graph_runner="graphs", decode_attention_backend_str=backend, dtype=torch.float32, device="cpu", model=None
     )
     model.req_to_token_pool, model.graph_shared_output = SimpleNamespace(size=20), None
+    monkeypatch.setattr(captured, "get_batch_sizes_to_capture", lambda model, width: ([n for n in bs if n <= 20], []))
     monkeypatch.setattr(captured, "VerifyAttention", lambda model: "verifier")
     monkeypatch.setattr(
         captured, "capture", lambda model, width, own, most=None: SimpleNamespace(width=width, found=(width, own, most))
