@@ -174,12 +174,10 @@ class CompressedViews(CopyWriter):
         Under the overlapped loop a first round is launched before the prefix tree takes the prompt over, and with it exchanges
         slots of which it has others. A draft row would go on to lead to what is free; so would pointers, which are dropped.
         """
-        view = self._views.get(row)
-        if view is None:
-            return
         if self.forms.pointer_rows is not None:
             self.release_copy(row)
-        view.tail_end = max(view.covered, min(view.tail_end, start))
+        elif (view := self._views.get(row)) is not None:
+            view.tail_end = max(view.covered, min(view.tail_end, start))
 
     def tail_written(self, row: int, end: int) -> None:
         """Note that the draft row leads to all positions before ``end``."""
