@@ -20,6 +20,8 @@ TAIL_LINES = 25
 ERROR = re.compile(r"\b(ERROR|Errno|\w+Error)\b")
 ORPHAN_GRACE = 2.0
 """Seconds in which workers end after their server has."""
+NCCL_PORT = "--nccl-port"
+"""SGLang takes one that the kernel gives to others too, seconds before its workers listen there."""
 INTERRUPTED_GRACE = 2.0
 """Seconds that a server has to end where the benchmark itself is ended."""
 
@@ -66,6 +68,7 @@ class ServerProcess(ServerClient):
         self.command = (
             *(sys.executable, "-m", "sglang.launch_server", "--model-path", model),
             *("--host", HOST, "--port", str(self.port), *arguments),
+            *(() if NCCL_PORT in arguments else (NCCL_PORT, str(free_port()))),
         )
         self.start_timeout = start_timeout
         self.stop_grace = stop_grace
