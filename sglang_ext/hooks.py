@@ -112,8 +112,8 @@ HOOKS: tuple[Hook, ...] = (
     Hook(
         target="sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request",
         kind="around",
-        hook="sglang_ext.managers.method_choice.refuse_unknown",
-        why="a request that asks for a method or a forced acceptance that the server does not have shall be told so",
+        hook="sglang_ext.managers.request_checks.check_request",
+        why="a request that the scheduler cannot take, or that asks for a method that the server does not have, shall be told so",
         expects=("self", "obj", "input_ids"),
         process="frontend",
     ),

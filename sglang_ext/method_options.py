@@ -45,6 +45,16 @@ class Offer:
         """What packs them in few bits; None where they stay as they are."""
         return parse_compressor(self.compressor)[1]
 
+    def is_called(self, asked: object) -> bool:
+        """Whether a request that asks for so named a method means this one; ``snapkv:.5`` is ``snapkv:0.50``."""
+        if not isinstance(asked, str) or asked == self.name:
+            return asked == self.name
+        compressor, colon, text = asked.partition(":")
+        try:
+            return bool(colon) and compressor == self.compressor and float(text) == self.budget
+        except ValueError:
+            return False
+
     @property
     def suffix(self) -> str:
         """What its name adds to that of its compressor."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_ext.compressor_options import METHODS
 from sglang_ext.core import FALLBACK_REASONS, RequestState
-from sglang_ext.managers.method_choice import custom_params_of
+from sglang_ext.managers import request_checks
 from sglang_ext.managers.simulation import probability_of
 from sglang_ext.method_options import offers
 
@@ -66,7 +66,7 @@ def add_kv_fields(
     meta_info.update(describe(histograms[i] if histograms else [], suffixes))
     forced = manager.server_args.kv_bench_acceptance
     if forced is not None:
-        asked = custom_params_of(manager, manager.rid_to_state[recv_obj.rids[i]].obj)
+        asked = request_checks.sampling_params_of(manager, manager.rid_to_state[recv_obj.rids[i]].obj).get("custom_params")
         meta_info["kv_simulated_acceptance"] = probability_of(forced, asked)
 
 

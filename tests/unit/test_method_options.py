@@ -6,7 +6,7 @@ import pytest
 
 from sglang_ext import method_options
 from sglang_ext.managers import compression, meta_info
-from sglang_ext.managers.method_choice import place_of, refuse_unknown
+from sglang_ext.managers.method_choice import check, place_of
 from sglang_ext.mem_cache.copy_forms import CopyForms
 from sglang_ext.mem_cache.packing import PackedRows
 from sglang_ext.mem_cache.unpacked import Unpacked
@@ -100,30 +100,36 @@ def asking(name):
     return {"custom_params": {"kv_compressor": name}} if name else {}
 
 
-@pytest.mark.parametrize(("preferred", "asked", "refused"), [
-    ("", "kivi", False), ("", "", False), ("int4", "kivi", False), ("", "int4", True), ("int4", "", True), ("kivi", "int4", True),
+@pytest.mark.parametrize(("asked", "refused"), [
+    ("kivi", False), ("", False), ("snapkv:.125", False), ("snapkv:0.1250", False), ("snapkv:0.25", False), ("snapkv:12.5e-2", False),
+    ("int4", True), ("snapkv:", True), ("snapkv:0.5", True), ("kivi:x", True), (5, True), (["kivi"], True),
 ])  # fmt: skip
-def test_an_unknown_name_is_refused_with_those_that_there_are_before_sglang_looks_at_the_request(preferred, asked, refused):
-    checked, args = [], resolved(kv_more_compressors="snapkv:0.125,kivi")
-    manager = SimpleNamespace(server_args=args, preferred_sampling_params=asking(preferred) or None)
-    request = manager, SimpleNamespace(sampling_params=asking(asked)), [1]
+def test_an_unknown_name_is_refused_with_those_that_there_are(asked, refused):
+    args = resolved(kv_more_compressors="snapkv:0.125,kivi")
+    params = asking(asked).get("custom_params")
     if not refused:
-        refuse_unknown(lambda *args: checked.append(args), *request)
-        assert checked == [request]
+        check(args, params)
         return
-    with pytest.raises(ValueError, match="is 'int4'; this server compresses with snapkv, snapkv:0.125, kivi: ask for"):
-        refuse_unknown(lambda *args: checked.append(args), *request)
-    assert not checked
+    with pytest.raises(ValueError, match="this server compresses with snapkv, snapkv:0.125, kivi: ask for") as raised:
+        check(args, params)
+    assert repr(asked) in str(raised.value)
+
+
+@pytest.mark.parametrize(("params", "words"), [
+    ({"kv_copmressor": "snapkv"}, "custom_params has 'kv_copmressor', which means nothing here; a request may ask for kv_compressor"),
+    ("snapkv", "custom_params is 'snapkv'; pass an object"),
+])  # fmt: skip
+def test_what_looks_like_a_choice_and_is_none_is_refused(params, words):
+    with pytest.raises(ValueError, match=words):
+        check(resolved(), params)
 
 
 @pytest.mark.parametrize(
     ("forced", "words"), [(None, "is 2, and on this server verification decides"), (0.9, "is 2; pass a number from 0 to 1")]
 )
-def test_an_acceptance_that_cannot_be_forced_is_refused_before_sglang_looks_at_the_request(forced, words):
-    manager = SimpleNamespace(server_args=resolved(kv_bench_acceptance=forced), preferred_sampling_params=None)
-    request = SimpleNamespace(sampling_params={"custom_params": {"kv_acceptance": 2}})
+def test_an_acceptance_that_cannot_be_forced_is_refused(forced, words):
     with pytest.raises(ValueError, match=f"kv_acceptance in custom_params {words}"):
-        refuse_unknown(None, manager, request, [1])
+        check(resolved(kv_bench_acceptance=forced), {"kv_acceptance": 2})
 
 
 def test_meta_info_names_the_method_as_it_was_asked_for():

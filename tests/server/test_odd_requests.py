@@ -1,0 +1,124 @@
+"""Requests that nobody should send: what stock answers is answered alike, the rest is refused, and the server goes on."""
+
+import json
+import os
+import time
+import urllib.error
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import request_fuzz
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+from servers import STOCK, VERIFIED
+
+pytestmark = pytest.mark.server
+
+FUZZ_SECONDS = float(os.environ.get("FUZZ_SECONDS", "45"))
+FUZZ_SEED = int(os.environ.get("FUZZ_SEED", "1"))
+STUCK_SECONDS = 120
+# The prefill that joins decides what stock's own penalties have counted, in its overlapped loop.
+PENALTIES = {"frequency_penalty", "presence_penalty", "repetition_penalty", "min_new_tokens"}
+OURS = "leave it out"
+"""In each message of ``request_checks.py``: stock ends at most of what these refuse."""
+
+
+def status(server, path, body):
+    """Status and answer, or what it says of the request."""
+    try:
+        if body.get("stream"):
+            last = list(server.stream(path, body))[-1]
+            return (400, last["error"]["message"]) if "error" in last else (200, last)
+        return 200, server.request(path, body)
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+@pytest.mark.parametrize(("field", "value", "words"), [
+    ("max_new_tokens", 3.5, "expected `int | null`, got `float`"),
+    ("max_new_tokens", True, "expected `int | null`, got `bool`"),
+    ("sampling_seed", "abc", "expected `int | null`, got `str`"),
+    ("sampling_seed", 2**63, "pass a number from -9223372036854775808 to 9223372036854775807"),
+    ("top_k", 2**31, "pass a number from -1 to 2147483647"),
+    ("stream_interval", 0, "pass a number from 1 to"),
+    ("stop_token_ids", [[1]], "pass a list of token ids"),
+    ("logit_bias", {"5": "a"}, "expected `float`, got `str`"),
+    ("custom_params", "snapkv", "expected `object | null`, got `str`"),
+    ("custom_params", {"kv_copmressor": "snapkv"}, "means nothing here"),
+    ("is_normalized", True, "SGLang sets it by itself"),
+    ("max_tokens", 5, "which SGLang does not know"),
+])  # fmt: skip
+@pytest.mark.parametrize("samples", [1, 2])
+def test_a_sampling_parameter_that_cannot_be_served_is_named_and_the_server_goes_on(launch, field, value, words, samples):
+    server = launch(*VERIFIED)
+    found = status(server, "generate", {"text": "hi there", "sampling_params": {"max_new_tokens": 3, field: value, "n": samples}})
+    assert found[0] == 400 and field in found[1] and words in found[1] and OURS in found[1]
+    assert server.alive()
+
+
+@pytest.mark.parametrize(("body", "words"), [
+    ({"input_ids": [1, 99999]}, "input_ids has 99999 at place 1; the model's vocabulary has token ids from 0 to 49151"),
+    ({"input_ids": [-1]}, "input_ids has -1 at place 0"),
+    ({"text": "hi there", "return_logprob": True, "top_logprobs_num": 10**6}, "top_logprobs_num is 1000000; pass a number from 0 to"),
+    ({"text": "hi there", "return_logprob": True, "top_logprobs_num": -1}, "top_logprobs_num is -1; pass a number from 0 to"),
+    ({"text": "hi there", "return_logprob": True, "token_ids_logprob": [True]}, "token_ids_logprob is [True]: expected `int`"),
+])  # fmt: skip
+def test_a_field_that_cannot_be_served_is_named_and_the_server_goes_on(launch, body, words):
+    server = launch(*VERIFIED)
+    found = status(server, "generate", {**body, "sampling_params": {"max_new_tokens": 3}})
+    assert found[0] == 400 and words in found[1] and OURS in found[1]
+    assert server.alive()
+
+
+@pytest.mark.parametrize("path", ["v1/completions", "v1/chat/completions"])
+def test_openai_routes_refuse_alike(launch, path):
+    server = launch(*VERIFIED)
+    asked = {"prompt": "hi there"} if path == "v1/completions" else {"messages": [{"role": "user", "content": "hi there"}]}
+    found = status(server, path, {"model": "default", **asked, "max_tokens": 3, "seed": 2**63})
+    assert found[0] == 400 and "sampling_seed is 9223372036854775808" in found[1]
+    assert server.alive()
+
+
+def test_what_a_fuzz_sends_ends_no_server_and_what_is_valid_gets_stocks_answers(launch):
+    ends = time.monotonic() + FUZZ_SECONDS
+    asked = {"bodies": 0, "equal": 0}
+
+    @seed(FUZZ_SEED)
+    @settings(
+        max_examples=100_000,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(st.lists(request_fuzz.bodies, min_size=8, max_size=16))
+    def send(bodies):
+        if time.monotonic() > ends:
+            return
+        server = launch(*VERIFIED)
+        answers = together(server, bodies)
+        # What stock's scheduler would end at is not sent there.
+        sent = [(body, answer) for body, answer in zip(bodies, answers) if answer[0] == 200 or OURS not in str(answer[1])]
+        for (body, ours), stocks in zip(sent, together(launch(*STOCK), [body for body, _ in sent]), strict=True):
+            assert ours[0] == stocks[0], (json.dumps(body), ours, stocks)
+            if ours[0] == 200 and not PENALTIES & set(body["sampling_params"] or ()):
+                assert tokens(ours[1]) == tokens(stocks[1]), json.dumps(body)
+                asked["equal"] += 1
+        asked["bodies"] += len(bodies)
+
+    def together(server, bodies):
+        began = time.monotonic()
+        with ThreadPoolExecutor(len(bodies) or 1) as pool:
+            answers = list(pool.map(lambda body: status(server, "generate", body), bodies))
+        assert server.alive(timeout=STUCK_SECONDS), bodies
+        assert time.monotonic() - began < STUCK_SECONDS, bodies
+        return answers
+
+    send()
+    print(asked)
+    assert asked["bodies"] > 2 * FUZZ_SECONDS / 45 and asked["equal"] > 0
+
+
+def tokens(answer):
+    """Of one answer, or of each of a list."""
+    return [tokens(one) for one in answer] if isinstance(answer, list) else answer["output_ids"]

@@ -1,0 +1,90 @@
+"""What requests may ask for: refused where the scheduler would end, and nothing else."""
+
+from types import SimpleNamespace
+
+import pytest
+from sglang.srt.managers.io_struct import GenerateReqInput
+
+from sglang_ext.managers.request_checks import SHOWN, check_request
+
+VOCABULARY = 1000
+
+
+def checked(body, deterministic=True, preferred=None):
+    """Check a request as the frontend does; what SGLang's own checks were called with."""
+    calls, request = [], GenerateReqInput(**{"text": "a", **body})
+    request.normalize_batch_and_arguments()
+    manager = SimpleNamespace(
+        model_config=SimpleNamespace(vocab_size=VOCABULARY),
+        preferred_sampling_params=preferred,
+        server_args=SimpleNamespace(
+            enable_deterministic_inference=deterministic,
+            kv_compressor="snapkv",
+            kv_budget=0.25,
+            kv_more_compressors="",
+            kv_bench_acceptance=None,
+        ),
+    )
+    check_request(lambda *args: calls.append(args), manager, request, body.get("input_ids", [1]))
+    return calls
+
+
+@pytest.mark.parametrize("params", [
+    None, {}, {"max_new_tokens": None}, {"temperature": 0}, {"temperature": None}, {"stop": "a"}, {"stop": ["a", "b"]},
+    {"stop_token_ids": [1, None, "2"]}, {"logit_bias": {"5": 1}}, {"sampling_seed": 2**63 - 1}, {"sampling_seed": -(2**63)},
+    {"top_k": -1}, {"top_k": 2**31 - 1}, {"custom_params": {"a": [1, "b"], "c": {"d": 1.5}}}, {"stop_strs": None}, {"is_normalized": False},
+    {"regex": ""}, {"stream_interval": 1},
+])  # fmt: skip
+def test_what_sglang_serves_passes(params):
+    assert len(checked({"sampling_params": params})) == 1
+
+
+@pytest.mark.parametrize(("params", "words"), [
+    ({"max_new_tokens": 3.5}, r"sampling_params.max_new_tokens is 3.5: expected `int \| null`, got `float`. Pass a value of that kind"),
+    ({"temperature": "0"}, r"sampling_params.temperature is '0': expected `float`, got `str`"),
+    ({"stop": {"a": 1}}, "sampling_params.stop is "),
+    ({"logit_bias": {"5": None}}, "sampling_params.logit_bias is "),
+    ({"regex": "\ud800"}, "sampling_params.regex is .*surrogates not allowed"),
+    ({"max_new_tokens": 2**70}, "sampling_params.max_new_tokens is 1180591620717411303424: "),
+    ({"custom_params": {"a": [[1]]}}, "sampling_params.custom_params is "),
+    ({"stop_token_ids": 5}, "sampling_params.stop_token_ids is 5; pass a list of token ids"),
+    ({"stop_token_ids": [VOCABULARY]}, "sampling_params.stop_token_ids has 1000 at place 0; .* from 0 to 999"),
+    ({"top_k": 2**31}, "sampling_params.top_k is 2147483648; pass a number from -1 to 2147483647, -1 for all tokens"),
+    ({"stream_interval": 0}, "sampling_params.stream_interval is 0; pass a number from 1"),
+    ({"sampling_seed": 2**63}, "sampling_params.sampling_seed is 9223372036854775808; pass a number"),
+    ({"is_normalized": True}, "sampling_params.is_normalized is True; SGLang sets it by itself"),
+    ({"max_tokens": 5}, "sampling_params has 'max_tokens', which SGLang does not know: .*max_new_tokens"),
+    ({"custom_params": {"kv_budget": 1}}, "custom_params has 'kv_budget', which means nothing here"),
+])  # fmt: skip
+def test_what_ends_a_scheduler_is_named(params, words):
+    with pytest.raises(ValueError, match=words) as raised:
+        checked({"sampling_params": params})
+    assert "leave it out" in str(raised.value)
+
+
+def test_a_seed_is_read_in_deterministic_mode_alone():
+    assert checked({"sampling_params": {"sampling_seed": 2**63}}, deterministic=False)
+
+
+def test_the_servers_preferred_parameters_are_those_of_a_request_without():
+    with pytest.raises(ValueError, match="sampling_params.top_k is 1.5"):
+        checked({"sampling_params": {}}, preferred={"top_k": 1.5})
+    assert checked({"sampling_params": {"top_k": 5}}, preferred={"top_k": 1.5})
+
+
+@pytest.mark.parametrize(("body", "words"), [
+    ({"text": None, "input_ids": [1, VOCABULARY]}, "input_ids has 1000 at place 1"),
+    ({"text": None, "input_ids": [-1]}, "input_ids has -1 at place 0"),
+    ({"top_logprobs_num": VOCABULARY + 1}, "top_logprobs_num is 1001; pass a number from 0 to 1000"),
+    ({"token_ids_logprob": [True]}, "token_ids_logprob is .True.: expected `int`"),
+    ({"sampling_params": [{}]}, "sampling_params is .{}.; pass an object"),
+])  # fmt: skip
+def test_fields_of_the_request_are_checked_alike(body, words):
+    with pytest.raises(ValueError, match=words):
+        checked(body)
+
+
+def test_a_large_value_is_not_written_out():
+    with pytest.raises(ValueError) as raised:  # noqa: PT011 - its length is what counts
+        checked({"sampling_params": {"stop": [[1] * 10_000]}})
+    assert len(str(raised.value)) < 6 * SHOWN
