@@ -7,12 +7,19 @@ with a message that names it.
 import dataclasses
 import importlib.util
 import inspect
+import logging
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from sglang_ext import hooks, uses
 from sglang_ext.hooks import Hook
 from sglang_ext.uses import Use
+
+logger = logging.getLogger(__name__)
+
+# SGLang's registry, which logs each hook that it applies.
+REGISTRY = "sglang.srt.plugins.hook_registry"
 
 
 class HookError(RuntimeError):
@@ -67,10 +74,23 @@ def apply(chosen: tuple[Hook, ...]) -> None:
     for hook in chosen:
         if hook.target not in HookRegistry._hooks:
             HookRegistry.register(hook.target, _load(hook.hook), HookType(hook.kind))
-    HookRegistry.apply_hooks()
+    with _warnings_alone(REGISTRY):
+        HookRegistry.apply_hooks()
     for hook in chosen:
         if hook.target not in HookRegistry._patched:
             raise HookError(f"the hook on {hook.target} was not applied; see the log for the reason")
+
+
+@contextmanager
+def _warnings_alone(name: str) -> Iterator[None]:
+    """Keep a logger from telling less than warnings meanwhile."""
+    teller = logging.getLogger(name)
+    level = teller.level
+    teller.setLevel(max(level, logging.WARNING))
+    try:
+        yield
+    finally:
+        teller.setLevel(level)
 
 
 def _load(name: str) -> Callable:
@@ -83,8 +103,9 @@ def is_patched_fork() -> bool:
 
 
 def activate_frontend() -> None:
-    """Apply the hooks of the tokenizer and HTTP process."""
+    """Apply the hooks of the tokenizer and HTTP process, and tell of those of all processes, in one line."""
     if not is_patched_fork():
+        logger.info("sglang-ext: %d functions of SGLang are hooked, as sglang_ext/hooks.py says", len(hooks.HOOKS))
         apply(tuple(hook for hook in hooks.HOOKS if hook.process == "frontend"))
 
 
