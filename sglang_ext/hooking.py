@@ -105,7 +105,10 @@ def is_patched_fork() -> bool:
 def activate_frontend() -> None:
     """Apply the hooks of the tokenizer and HTTP process, and tell of those of all processes, in one line."""
     if not is_patched_fork():
-        logger.info("sglang-ext: %d functions of SGLang are hooked, as sglang_ext/hooks.py says", len(hooks.HOOKS))
+        from sglang.srt.plugins.hook_registry import HookRegistry
+
+        count = len(hooks.HOOKS) + sum(hook.target in HookRegistry._patched for hook in hooks.PLAIN_CPU_HOOKS)
+        logger.info("sglang-ext: %d functions of SGLang are hooked, as sglang_ext/hooks.py says", count)
         apply(tuple(hook for hook in hooks.HOOKS if hook.process == "frontend"))
 
 
