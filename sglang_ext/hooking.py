@@ -31,13 +31,15 @@ def entries() -> tuple[Hook | Use, ...]:
     return hooks.HOOKS + hooks.PLAIN_CPU_HOOKS + uses.USES
 
 
-def check(mode: str) -> None:
-    """Check every hook and every use against the installed SGLang.
+def check(mode: str, processes: tuple[str, ...] = ("frontend", "scheduler")) -> None:
+    """Check every hook of these processes and every use against the installed SGLang.
 
     Raises:
         HookError: a target is missing or has other parameters or fields than expected.
     """
     for entry in entries():
+        if isinstance(entry, Hook) and entry.process not in processes:
+            continue
         problem = find_problem(entry)
         if problem is not None:
             raise HookError(

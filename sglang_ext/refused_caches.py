@@ -10,6 +10,7 @@ HICACHE = (
 )
 OF_HOST = "use --kv-host-gb for KV in host memory"
 LAYOUT = "copies are made in pools that hold each layer's tokens one after the other"
+IDLE = "its tree would stand idle beside the one that counts compressed slots"
 RANKS = "of all parallelism only --tp-size and experts over its ranks are tested"
 
 CACHES: tuple[Refusal, ...] = (
@@ -29,16 +30,20 @@ CACHES: tuple[Refusal, ...] = (
     Refusal(
         "--enable-lmcache",
         switched_on("enable_lmcache"),
-        "its tree would stand idle beside the one that counts compressed slots",
+        IDLE,
         f"leave it out, and {OF_HOST}",
         ("lmcache_config_file",),
     ),
     Refusal(
         "--enable-flexkv",
         switched_on("enable_flexkv"),
-        "its tree would stand idle beside the one that counts compressed slots",
+        IDLE,
         f"leave it out, and {OF_HOST}",
         ("flexkv_config_file",),
+    ),
+    *(
+        Refusal(name, lambda args, name=name: getattr(envs, name).get(), IDLE, "unset that variable")
+        for name in ("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", "SGLANG_ENABLE_UNIFIED_RADIX_TREE")
     ),
     Refusal(
         "--disable-radix-cache",
