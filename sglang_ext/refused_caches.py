@@ -68,6 +68,12 @@ CACHES: tuple[Refusal, ...] = (
     Refusal("--enable-unified-memory", switched_on("enable_unified_memory"), LAYOUT, "leave it out"),
     Refusal("SGLANG_USE_HND_KVCACHE", lambda args: envs.SGLANG_USE_HND_KVCACHE.get(), LAYOUT, "unset that variable"),
     Refusal(
+        "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING",
+        lambda args: envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.get(),
+        "the pool would grow after what lies beside it was planned",
+        "unset that variable",
+    ),
+    Refusal(
         "--enable-hisparse",
         switched_on("enable_hisparse"),
         "it drops tokens from KV that verifications read",

@@ -88,6 +88,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "use --tokenizer-worker-num 1",
     ),
     Refusal(
+        "--detokenizer-worker-num",
+        lambda args: args.detokenizer_worker_num > 1,
+        "with one tokenizer SGLang's router of detokenizers ends the server at the first request",
+        "use --detokenizer-worker-num 1",
+    ),
+    Refusal(
         "--smg-grpc-mode",
         lambda args: args.smg_grpc_mode or args.grpc_mode,
         TOKENIZER,

@@ -77,7 +77,7 @@ SERVED: dict[str, str] = {
     """,
     # Before a request is scheduled, and after its tokens are there.
     "texts": """
-        detokenizer_worker_num skip_tokenizer_init chat_template hf_chat_template_name completion_template file_storage_path
+        skip_tokenizer_init chat_template hf_chat_template_name completion_template file_storage_path
         enable_cache_report reasoning_parser default_chat_template_kwargs enable_strict_thinking tool_call_parser tool_server
         sampling_defaults preferred_sampling_params allow_auto_truncate stream_interval batch_notify_size
         stream_response_default_include_usage incremental_streaming_output enable_dynamic_batch_tokenizer

@@ -38,6 +38,7 @@ ASKED: dict[str, dict[str, object]] = {
     "--kv-schedule staggered": {"kv_schedule": "staggered", "kv_draft_length": "auto"},
     "--kv-ngram-tokens": {"kv_ngram_tokens": 2, "kv_schedule": "staggered"},
     "--tokenizer-worker-num": {"tokenizer_worker_num": 2},
+    "--detokenizer-worker-num": {"detokenizer_worker_num": 2},
     "--rl-on-policy-target": {"rl_on_policy_target": "fsdp"},
 }
 VARIABLES = {refused.option for refused in REFUSALS if not refused.option.startswith("--")}
