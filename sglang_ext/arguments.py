@@ -6,6 +6,7 @@ scheduler process like SGLang's own. The scheduler unpickles the arguments befor
 this module must import without any hook in place.
 """
 
+import argparse
 import dataclasses
 import logging
 
@@ -13,7 +14,16 @@ import torch
 from sglang.srt.arg_groups.arg_utils import NS, A, Arg
 from sglang.srt.server_args import ServerArgs
 
-from sglang_ext import benchmark_options, compressor_options, flag_checks, head_budget_options, options, refused_options
+from sglang_ext import (
+    benchmark_options,
+    command_line,
+    compressor_options,
+    flag_checks,
+    head_budget_options,
+    options,
+    refused_options,
+)
+from sglang_ext.hooking import HookError
 
 logger = logging.getLogger(__name__)
 
@@ -162,6 +172,26 @@ class KVServerArgs(ServerArgs):
         "for one another to verify. Answers stay right, and come later.",
         NS("memory"),
     ] = False
+
+    @staticmethod
+    def add_cli_args(parser: argparse.ArgumentParser) -> None:
+        """SGLang's flags and ours; an error that names one of ours is one line."""
+        # By this class: SGLang's registry puts it where this module's ServerArgs was, too.
+        super(KVServerArgs, KVServerArgs).add_cli_args(parser)
+        command_line.shorten_errors(parser)
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> "KVServerArgs":
+        """Of a command line, which a wrong flag ends with one line and exit code 2.
+
+        Raises:
+            SystemExit: a flag is refused.
+        """
+        try:
+            return super().from_cli_args(args)
+        except (options.OptionError, HookError) as error:
+            command_line.exit_if_refused(error)
+            raise
 
     def __post_init__(self) -> None:
         """Check the flags, prepare SGLang's own options for the mode, then let SGLang resolve."""

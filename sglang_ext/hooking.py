@@ -7,12 +7,19 @@ with a message that names it.
 import dataclasses
 import importlib.util
 import inspect
+import logging
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from sglang_ext import hooks, uses
 from sglang_ext.hooks import Hook
 from sglang_ext.uses import Use
+
+logger = logging.getLogger(__name__)
+
+# SGLang's registry, which logs each hook that it applies.
+REGISTRY = "sglang.srt.plugins.hook_registry"
 
 
 class HookError(RuntimeError):
@@ -24,13 +31,15 @@ def entries() -> tuple[Hook | Use, ...]:
     return hooks.HOOKS + hooks.PLAIN_CPU_HOOKS + uses.USES
 
 
-def check(mode: str) -> None:
-    """Check every hook and every use against the installed SGLang.
+def check(mode: str, processes: tuple[str, ...] = ("frontend", "scheduler")) -> None:
+    """Check every hook of these processes and every use against the installed SGLang.
 
     Raises:
         HookError: a target is missing or has other parameters or fields than expected.
     """
     for entry in entries():
+        if isinstance(entry, Hook) and entry.process not in processes:
+            continue
         problem = find_problem(entry)
         if problem is not None:
             raise HookError(
@@ -67,10 +76,23 @@ def apply(chosen: tuple[Hook, ...]) -> None:
     for hook in chosen:
         if hook.target not in HookRegistry._hooks:
             HookRegistry.register(hook.target, _load(hook.hook), HookType(hook.kind))
-    HookRegistry.apply_hooks()
+    with _warnings_alone(REGISTRY):
+        HookRegistry.apply_hooks()
     for hook in chosen:
         if hook.target not in HookRegistry._patched:
             raise HookError(f"the hook on {hook.target} was not applied; see the log for the reason")
+
+
+@contextmanager
+def _warnings_alone(name: str) -> Iterator[None]:
+    """Keep a logger from telling less than warnings meanwhile."""
+    teller = logging.getLogger(name)
+    level = teller.level
+    teller.setLevel(max(level, logging.WARNING))
+    try:
+        yield
+    finally:
+        teller.setLevel(level)
 
 
 def _load(name: str) -> Callable:
@@ -83,8 +105,12 @@ def is_patched_fork() -> bool:
 
 
 def activate_frontend() -> None:
-    """Apply the hooks of the tokenizer and HTTP process."""
+    """Apply the hooks of the tokenizer and HTTP process, and tell of those of all processes, in one line."""
     if not is_patched_fork():
+        from sglang.srt.plugins.hook_registry import HookRegistry
+
+        count = len(hooks.HOOKS) + sum(hook.target in HookRegistry._patched for hook in hooks.PLAIN_CPU_HOOKS)
+        logger.info("sglang-ext: %d functions of SGLang are hooked, as sglang_ext/hooks.py says", count)
         apply(tuple(hook for hook in hooks.HOOKS if hook.process == "frontend"))
 
 

@@ -117,6 +117,14 @@ HOOKS: tuple[Hook, ...] = (
         expects=("self", "obj", "input_ids"),
         process="frontend",
     ),
+    Hook(
+        target="sglang.srt.entrypoints.http_server._wait_and_warmup",
+        kind="around",
+        hook="sglang_ext.readiness.say_when_ready",
+        why="when the server is ready it shall tell mode, method and address",
+        expects=("server_args", "launch_callback", "execute_warmup_func"),
+        process="frontend",
+    ),
 )
 
 PLAIN_CPU_HOOKS: tuple[Hook, ...] = (

@@ -84,6 +84,12 @@ def resolve(args: "KVServerArgs") -> None:
     Raises:
         OptionError: names the flag, its value and the remedy.
     """
+    more = args.kv_more_compressors
+    if more is not None and not any(item.strip() for item in more.split(",")):
+        raise OptionError(
+            f"{MORE} is {more!r}, which names no method: pass NAME or NAME:BUDGET, with commas between, as in "
+            "snapkv:0.125,kivi, or leave it out"
+        )
     args.kv_budget = budget_of(args.kv_compressor, args.kv_budget)
     found = offers(args)
     for place, offer in enumerate(found):

@@ -63,8 +63,3 @@ def _check_host(args: "KVServerArgs") -> None:
     size = args.kv_host_gb
     if not isinstance(size, int | float) or not 0 <= size < float("inf"):
         raise OptionError(f"--kv-host-gb is {size}; pass GB of host memory for full KV, from 0, for none, for example 16")
-    if size and args.kv_mode == "full":
-        raise OptionError(
-            f"--kv-host-gb is {size} with --kv-mode full, which is stock SGLang: use its --enable-hierarchical-cache, or "
-            "--kv-mode verified"
-        )

@@ -45,7 +45,7 @@ def worker_class(server_args: "ServerArgs") -> type:
     from sglang_ext import hooking
     from sglang_ext.managers.worker import KVWorker
 
-    hooking.check(server_args.kv_mode)
+    hooking.check(server_args.kv_mode, ("scheduler",))
     hooking.activate_scheduler()
     return KVWorker
 

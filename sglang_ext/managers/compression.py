@@ -23,11 +23,19 @@ if TYPE_CHECKING:
 
 
 def check_files(args: "KVServerArgs") -> None:
-    """Look at the predictor before the model is loaded.
+    """Look at stored scores and at the predictor before the model is loaded.
 
     Raises:
-        OptionError: it is missing, has changed, or is of another model.
+        OptionError: no scores are of the model; the predictor is missing, has changed, or is of another model.
     """
+    if any(offer.drops == KVzip.name for offer in offers(args)):
+        config = args.get_model_config()
+        if _score_index(args, config.num_hidden_layers).empty:
+            raise OptionError(
+                f"--kv-scores is {args.kv_scores!r}, in which no scores are of the model {args.model_path}: write them with "
+                f"python -m sglang_ext.precompress --model {args.model_path} --out {args.kv_scores} DOCUMENTS, or pass "
+                f"--kv-compressor {args.kv_online_compressor} and leave --kv-scores out"
+            )
     if not _predicts(args):
         return
     predictor, config = _predictor(args), args.get_model_config()
@@ -111,8 +119,11 @@ def copy_methods(
 
 
 def _kvzip(args: "KVServerArgs", layers: int, kv_heads: int, rank: int) -> KVzip:
-    key = model_key(model_folder(args.model_path, args.revision))
-    total = args.get_model_config().get_total_num_kv_heads()
-    index = ScoreIndex.open(Path(args.kv_scores), KVzip.name, key, layers, total)
+    index, total = _score_index(args, layers), args.get_model_config().get_total_num_kv_heads()
     first = rank * total // args.tp_size
     return KVzip(create(args.kv_online_compressor), index, slice(first, first + kv_heads))
+
+
+def _score_index(args: "KVServerArgs", layers: int) -> ScoreIndex:
+    key = model_key(model_folder(args.model_path, args.revision))
+    return ScoreIndex.open(Path(args.kv_scores), KVzip.name, key, layers, args.get_model_config().get_total_num_kv_heads())

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from servers import EXPECTED_TOKENS, STRICT, Server, greedy
 
+from sglang_ext import hooks
+
 pytestmark = pytest.mark.server
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -75,6 +77,22 @@ def test_sglang_serve_takes_the_flags_and_chooses_draft_lengths_without_a_prefix
     assert sum(r["meta_info"]["kv_drafts"] for r in found) > 0
     # The first iterations of a batch size are plain steps, by which drafting is judged.
     assert all(r["meta_info"]["kv_fallback"] in (None, "slower") for r in found)
+
+
+def test_a_server_tells_mode_method_and_address_when_it_is_ready_and_its_hooks_in_one_line(
+    stock: Server, verified: Server
+) -> None:
+    log = verified.log.read_text()
+    ready = log.partition("ready to roll!")[2]
+    told = [line.partition("sglang-ext: ")[2] for line in ready.splitlines() if "sglang-ext: " in line][:3]
+    assert told[0].startswith("mode verified: drafts on compressed KV")
+    assert told[1] == "compressor snapkv (budget 0.25), draft length 8, lockstep"
+    command = told[2].removeprefix(f"listening on {verified.url}; try: ")
+    assert json.loads(run("bash", "-c", f"{command} --silent"))["meta_info"]["completion_tokens"] > 0
+    assert log.count("functions of SGLang are hooked") == 1
+    ours = {hook.target for hook in hooks.HOOKS + hooks.PLAIN_CPU_HOOKS}
+    assert not [line for line in log.splitlines() if "hook(s) to" in line and any(target in line for target in ours)]
+    assert "sglang-ext" not in stock.log.read_text().partition("ready to roll!")[2]
 
 
 @pytest.mark.parametrize(

@@ -21,13 +21,13 @@ SERIES = sorted((ROOT / "patches/sglang-0.5.17").glob("*.patch"))
 # Large, and not part of the server.
 LEFT_OUT = ("multimodal_gen", "test", "benchmark", "eval")
 FLAGS = ("--kv-mode", "verified", "--kv-budget", "0.5", "--max-total-tokens", "8192")
-# Source of a process: what of sglang-ext do these edits import while kv_mode is full?
+# Source of a process: what of sglang-ext do these edits import while kv_mode is full? Then how does a wrong flag end?
 FULL_MODE = """
 import sys
 from sglang.srt.managers import schedule_batch
 from sglang.srt.plugins import GENERAL_PLUGINS_GROUP, load_plugins_by_group
 from sglang.srt.runtime_context import publish
-from sglang.srt.server_args import ServerArgs
+from sglang.srt.server_args import ServerArgs, prepare_server_args
 assert not load_plugins_by_group(GENERAL_PLUGINS_GROUP)
 args = ServerArgs("none")
 publish(args, role="test")
@@ -35,6 +35,7 @@ request = schedule_batch.Req.__new__(schedule_batch.Req)
 request.return_logprob = False
 assert args.kv_mode == "full" and request._compute_max_prefix_len(8) == 7
 print([name for name in sys.modules if name.split(".")[0] == "sglang_ext"])
+prepare_server_args(["--model-path", "none", "--kv-mode", "verified", "--enable-flexkv"])
 """
 
 
@@ -132,13 +133,14 @@ def test_the_fork_has_the_flags_of_the_plugin(fork: Path) -> None:
 
 
 @pytest.mark.server
-def test_full_mode_in_the_fork_runs_nothing_of_sglang_ext(fork: Path) -> None:
+def test_full_mode_in_the_fork_runs_nothing_of_sglang_ext_and_a_wrong_flag_ends_with_one_line(fork: Path) -> None:
     # What the CPU platform imports is not these edits' doing: SGLang's base platform will do here.
     env = {**os.environ, **environment(fork)}
     env.pop("SGLANG_PLATFORM", None)
     command = [sys.executable, "-P", "-c", FULL_MODE]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr[-2000:]
+    assert "sglang-ext: error: --kv-mode verified cannot be combined with --enable-flexkv: " in done.stderr.splitlines()[-1]
     loaded = ast.literal_eval(done.stdout.splitlines()[-1])
     # The hook that lets torchvision load on a CPU is part of the environment, not of the fork.
     assert set(loaded) <= {"sglang_ext", "sglang_ext.platforms", "sglang_ext.platforms.torchvision_cpu"}
@@ -156,7 +158,8 @@ def test_the_fork_drafts_and_verifies_without_plugins(
     finally:
         server.stop()
     log = server.log.read_text()
-    assert not [hook.target for hook in hooks.HOOKS if f"hook(s) to {hook.target}" in log]
+    assert "functions of SGLang are hooked" not in log and "hook(s) to" not in log
+    assert f"sglang-ext: listening on {server.url}; try: curl" in log
     assert (info["kv_mode"], info["kv_budget"], info["kv_compressor"]) == ("verified", 0.5, "snapkv")
     assert answer["meta_info"]["completion_tokens"] == 32
     assert answer["meta_info"]["kv_drafts"] > 0

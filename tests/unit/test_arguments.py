@@ -91,6 +91,8 @@ def build(path, **flags):
         ({"kv_full_tier": "host", "kv_host_gb": 1, "kv_ngram_tokens": 2}, ["leave out --kv-ngram-tokens"]),
         ({"kv_offload_draft_length": 0}, ["--kv-offload-draft-length is 0", "1 to 256"]),
         ({"kv_offload_draft_length": 257}, ["--kv-offload-draft-length is 257", "1 to 256"]),
+        ({"kv_host_gb": 1e-9}, ["--kv-host-gb is 1e-09", "full KV of 128 tokens", "at least 3.3e-05", "or 0 for no host memory"]),
+        ({"kv_host_gb": 1e-9, "page_size": 256}, ["full KV of 256 tokens", "at least 6.6e-05"]),
         ({"kv_ngram_tokens": -1}, ["--kv-ngram-tokens is -1", "from 0", "to 16"]),
         ({"kv_ngram_tokens": 9, "kv_draft_length": 8}, ["--kv-ngram-tokens is 9", "to 8"]),
         ({"kv_bench_acceptance": 1.5}, ["--kv-bench-acceptance is 1.5", "from 0 to 1", "leave it out"]),
@@ -229,6 +231,15 @@ def test_an_option_that_cannot_be_combined_is_refused_with_a_remedy(folder, flag
 def test_a_model_that_is_not_supported_is_refused(folder, changes, reason):
     with pytest.raises(OptionError, match=f"{reason}.*--kv-mode full"):
         build(folder(**changes), kv_mode="verified")
+
+
+def test_scores_none_of_which_are_of_the_model_are_refused(folder, tmp_path):
+    scores = tmp_path / "scores"
+    scores.mkdir()
+    with pytest.raises(OptionError) as raised:
+        build(folder(), kv_mode="verified", kv_compressor="kvzip", kv_scores=str(scores))
+    words = [f"--kv-scores is '{scores}'", "no scores are of the model", "sglang_ext.precompress --model", "--kv-compressor snapkv"]
+    assert all(word in str(raised.value) for word in words)
 
 
 def test_full_mode_leaves_sglangs_arguments_alone(folder):

@@ -28,6 +28,14 @@ def test_a_changed_signature_is_named(monkeypatch):
         hooking.check("lossy")
 
 
+def test_a_process_checks_its_own_hooks(monkeypatch):
+    moved = dataclasses.replace(hooks.HOOKS[0], target="sglang.srt.managers.scheduler.no_such_function", process="frontend")
+    monkeypatch.setattr(hooks, "HOOKS", (moved,))
+    hooking.check("verified", ("scheduler",))
+    with pytest.raises(hooking.HookError, match="no_such_function"):
+        hooking.check("verified", ("frontend",))
+
+
 @pytest.mark.parametrize("use", uses.USES, ids=lambda use: use.target)
 def test_what_is_used_without_a_hook_fits_the_installed_sglang(use):
     assert hooking.find_problem(use) is None

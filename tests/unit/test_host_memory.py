@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 
 from sglang_ext import flag_checks, hooking
 from sglang_ext.managers import compression
@@ -91,7 +92,12 @@ def test_flags_are_checked_for_all_ranks_of_this_host(monkeypatch, ranks, hosts,
         monkeypatch.setattr(module, "check_resolved", lambda args: None)
     monkeypatch.setattr(compression, "check_files", lambda args: None)
     monkeypatch.setattr(hooking, "check", lambda mode: None)
-    args = SimpleNamespace(kv_mode="verified", kv_host_gb=100 / here + 1, tp_size=ranks, nnodes=hosts)
+    model = SimpleNamespace(
+        get_num_kv_heads=lambda ranks: 2, head_dim=64, v_head_dim=64, num_hidden_layers=4, dtype=torch.float32
+    )
+    args = SimpleNamespace(
+        kv_mode="verified", kv_host_gb=100 / here + 1, tp_size=ranks, nnodes=hosts, page_size=1, get_model_config=lambda: model
+    )
     assert ranks_of_host(args) == here
     with pytest.raises(OptionError, match="--kv-host-gb asks for"):
         flag_checks.check_resolved(args)

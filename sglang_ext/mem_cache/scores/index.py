@@ -57,6 +57,11 @@ class ScoreIndex:
         logger.info("sglang-ext: scores of %s documents in %s, %s of them for this model", len(files), folder, used)
         return index
 
+    @property
+    def empty(self) -> bool:
+        """Whether no file of the folder fits the model."""
+        return not self._pages
+
     def _add(self, file: ScoreFile) -> None:
         for page, digest in enumerate(file.document.hashes, start=1):
             self._pages.setdefault(digest, (file, page * PAGE))

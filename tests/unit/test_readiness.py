@@ -1,0 +1,66 @@
+"""What a server says when it is ready."""
+
+import logging
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_ext import readiness
+
+
+def server(**change: object) -> SimpleNamespace:
+    """Resolved arguments of a server."""
+    args = SimpleNamespace(
+        kv_mode="verified", device="cuda", kv_compressor="snapkv", kv_budget=0.25, kv_more_compressors=None, kv_draft_length=16,
+        kv_schedule="lockstep", api_key=None, skip_tokenizer_init=False, url=lambda: "http://127.0.0.1:8000",
+    )  # fmt: skip
+    vars(args).update(change)
+    return args
+
+
+def test_three_lines_tell_mode_method_and_address() -> None:
+    mode, method, address = readiness.lines(server(kv_more_compressors="kivi"))
+    assert mode == "mode verified: drafts on compressed KV, verified on full KV: answers are stock's"
+    assert method == "compressor snapkv (budget 0.25), kivi (budget 1), draft length 16, lockstep"
+    assert address.startswith("listening on http://127.0.0.1:8000; try: curl http://127.0.0.1:8000/generate -H ")
+
+
+def test_on_a_cpu_they_say_that_drafting_is_not_faster_there() -> None:
+    assert "shows correctness, not speed" in readiness.lines(server(device="cpu"))[0]
+    assert "speed" not in readiness.lines(server(device="cpu", kv_mode="lossy"))[0]
+
+
+def test_in_lossy_nothing_is_drafted() -> None:
+    mode, method, _ = readiness.lines(server(kv_mode="lossy"))
+    assert "approximate" in mode and "draft" not in method
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [({}, '"text": "The capital of France is"'), ({"skip_tokenizer_init": True}, '"input_ids": [1, 2, 3]'),
+     ({"api_key": "secret"}, "Authorization: Bearer $API_KEY")],
+    ids=["text", "tokens", "key"],
+)
+def test_the_request_is_one_that_a_shell_takes(change: dict[str, object], word: str) -> None:
+    command = readiness.lines(server(**change))[2].split("try: ")[1]
+    assert word in command and "secret" not in command
+    assert subprocess.run(["bash", "-n", "-c", command]).returncode == 0
+
+
+def test_they_follow_sglangs_word_and_precede_the_callers(caplog: pytest.LogCaptureFixture) -> None:
+    said = []
+
+    def wait(server_args, launch_callback, execute_warmup_func):
+        said.append(execute_warmup_func)
+        launch_callback()
+
+    with caplog.at_level(logging.INFO):
+        readiness.say_when_ready(wait, server(), lambda: said.append(len(caplog.messages)), execute_warmup_func="warm")
+    assert said == ["warm", 3] and all(text.startswith("sglang-ext: ") for text in caplog.messages)
+
+
+def test_a_server_that_does_not_get_ready_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        readiness.say_when_ready(lambda *args, **named: None, server())
+    assert not caplog.messages
