@@ -23,7 +23,8 @@ class Result:
         allowed: tokens per second that bandwidths and memory allow where full KV lies in tiers, at a forced acceptance.
         waves: what was measured.
         acceptance: probability that a draft was forced to be accepted; None where verification decided.
-        prefill: seconds to the first token of one prompt alone that is not in the prefix cache, median.
+        prefill: seconds to the first token of one prompt alone that is not in the prefix cache, median; None where the only prompt
+            of its length made the server ready for it.
         parts_ms: milliseconds of the last round's parts: draft, rest, step (metrics.py).
         memory_gib: GiB of device memory in use after the waves, which is the most so far, as PyTorch gives none back;
             None without a GPU.
@@ -41,7 +42,7 @@ class Result:
     allowed: float | None = None
     steady: float = 0.0
     acceptance: float | None = None
-    prefill: float = 0.0
+    prefill: float | None = None
     parts_ms: dict[str, float] = field(default_factory=dict)
     memory_gib: float | None = None
 
@@ -69,7 +70,8 @@ def line(result: Result) -> str:
     if fallbacks:
         parts.append(f"{fallbacks} requests ended on full KV")
     parts += [f"{part} {ms:.2f} ms" for part, ms in result.parts_ms.items()]
-    parts.append(f"first token {1000 * result.prefill:.0f} ms")
+    if result.prefill is not None:
+        parts.append(f"first token {1000 * result.prefill:.0f} ms")
     if result.memory_gib is not None:
         parts.append(f"memory {result.memory_gib:.2f} GiB")
     return "  ".join(parts)

@@ -19,6 +19,7 @@ from rich.console import Console
 from sglang_ext.bench import identity_report, report
 from sglang_ext.bench.arms import Arm, ArmOutputs, control_arms, run_arm, stock_arm, try_arm, verified_arms
 from sglang_ext.bench.compare import Comparison, compare
+from sglang_ext.bench.corpus import own_prompts
 from sglang_ext.bench.identity_config import IdentityConfig
 from sglang_ext.bench.identity_options import add_arguments, config_from
 from sglang_ext.bench.prompts import Prompt, load_prompts, load_tokenizer
@@ -77,7 +78,8 @@ def run(args: argparse.Namespace) -> int:
     """Run the comparison, write the reports, and return 0 (all as promised) or 1."""
     config = config_from(args)
     console = report.make_console()
-    prompts = load_prompts(config.prompts, load_tokenizer(config.model))[: config.limit]
+    tokenizer = load_tokenizer(config.model)
+    prompts = (load_prompts(config.prompts, tokenizer) if config.prompts else own_prompts(tokenizer))[: config.limit]
     with ExitStack() as stack:
         logs = args.logs or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
         logs.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ from sglang_ext.bench.identity_options import words
 from sglang_ext.bench.options import numbers, probabilities
 from sglang_ext.bench.server import ServerProcess
 from sglang_ext.bench.tiers import Tier, tiers
-from sglang_ext.compressor_options import code_bits, parse_compressor
+from sglang_ext.compressor_options import DEFAULT_BUDGET, code_bits, parse_compressor
 from sglang_ext.options import OptionError
 
 
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", type=Path, required=True, help="Hugging Face folder; with --load-format dummy its config.json does")
     add("--compressor", default="snapkv", help="names, separated by commas")
-    add("--budget", default="0.125", help="shares, separated by commas")
+    add("--budget", default=str(DEFAULT_BUDGET), help="shares, separated by commas (default: %(default)s, as the server's)")
     add("--draft-length", default="16", help="numbers, or auto, separated by commas")
     add("--ngram-tokens", default="0", help="tokens that n-grams propose in each draft step, separated by commas; 0: none")
     add("--full-tier", default="device", help="where full KV of running requests lies: device, auto, host, separated by commas")

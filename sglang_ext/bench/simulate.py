@@ -22,6 +22,7 @@ from sglang_ext.bench.scenario import TIERS, Request, Scenario, SimulationError
 from sglang_ext.bench.simulate_report import table, write_plot
 from sglang_ext.bench.simulated import Result
 from sglang_ext.bench.simulation import Engine
+from sglang_ext.compressor_options import DEFAULT_BUDGET
 from sglang_ext.managers.costs import CostError, Costs
 from sglang_ext.managers.placement import LONGEST
 
@@ -40,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device-bandwidth", type=float, default=4.35e12, help="bytes per second that the device reads")
     add("--weights", type=float, default=16.4e9, help="bytes of the model's weights")
     add("--kv-token", type=float, default=147456, help="bytes of full KV of a token")
-    add("--budget", type=float, default=0.125, help="share of the prompt that a copy keeps")
+    add("--budget", type=float, default=DEFAULT_BUDGET, help="share of the prompt that a copy keeps (default: %(default)s, as the server's)")
     add("--draft-length", type=int, default=16, help="drafts of a request in a round")
     add("--longest", type=int, default=LONGEST, help="drafts until a verification, at most")
     add("--turnaround", type=float, default=0.001, help="seconds of a round beside its forwards")
