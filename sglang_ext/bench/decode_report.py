@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sglang_ext.bench import report
+from sglang_ext.bench import drawing
 from sglang_ext.bench.decode_wave import Wave
 
 
@@ -77,15 +77,15 @@ def line(result: Result) -> str:
     return "  ".join(parts)
 
 
-def write_plot(path: Path, results: list[Result]) -> None:
-    """Bars of milliseconds per token, by context and batch."""
+def write_plot(path: Path, results: list[Result], measured_with: str) -> None:
+    """Bars of milliseconds per token, by context and batch; ``measured_with`` tells the settings that all share."""
     names = list(dict.fromkeys(_label(result) for result in results))
     places = list(dict.fromkeys((result.context, result.batch) for result in results))
-    with report.png(path, (8, 4.5)) as axes:
-        for offset, name in enumerate(names):
+    with drawing.png(path, (8, 4.5), drawing.Heading("Time per output token of each request", measured_with)) as axes:
+        for name, at in zip(names, drawing.centres(len(places), len(names))):
             mine = [result for result in results if _label(result) == name]
-            at = [places.index((result.context, result.batch)) + offset / (len(names) + 1) for result in mine]
-            axes.bar(at, [result.token_ms for result in mine], width=0.9 / (len(names) + 1), label=name)
+            where = [at[places.index((result.context, result.batch))] for result in mine]
+            axes.bar(where, [result.token_ms for result in mine], width=0.9 * drawing.bar_width(len(names)), label=name)
         axes.set_xticks(range(len(places)), [f"{context} tokens\nbatch {batch}" for context, batch in places])
         axes.set_ylabel("ms per token")
         axes.legend()

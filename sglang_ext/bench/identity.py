@@ -74,6 +74,12 @@ def run_config(
     return comparisons, rules
 
 
+def told(config: IdentityConfig, prompts: int) -> str:
+    """What all arms share, in a line for the plot."""
+    chosen = f"temperature {config.temperature:g}, seed {config.seed}" if config.temperature else "greedy"
+    return f"{Path(config.model).resolve().name}, {config.dtype}, {prompts} prompts, {config.output_len} tokens each, {chosen}"
+
+
 def run(args: argparse.Namespace) -> int:
     """Run the comparison, write the reports, and return 0 (all as promised) or 1."""
     config = config_from(args)
@@ -88,6 +94,6 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         report.write_json(args.json, identity_report.as_json(dataclasses.asdict(config), comparisons, rules, verdict))
     if args.plot:
-        identity_report.write_plot(args.plot, comparisons)
+        identity_report.write_plot(args.plot, comparisons, told(config, len(prompts)))
     identity_report.print_verdict(console, verdict)
     return verdict.exit_code

@@ -120,15 +120,23 @@ def finish(
     Args:
         results: dataclasses.
         failed: as :func:`each` gives it.
-        plot: writes ``results`` to a path.
+        plot: writes ``results`` to a path, under what :func:`told` says.
         more: what else was measured.
     """
     if args.json:
         measured = {**more, "results": [asdict(result) for result in results], "failed": failed}
         report.write_json(args.json, {"arguments": vars(args), **report.origin(), **measured})
     if args.plot and results:
-        plot(args.plot, results)
+        plot(args.plot, results, told(args))
     return 1 if failed else 0
+
+
+def told(args: argparse.Namespace) -> str:
+    """What all servers of a run share, in a line for its plot."""
+    parts = [args.model.resolve().name, args.dtype, f"outputs of {args.output_len} tokens"]
+    if args.force_acceptance is not None:
+        parts.append(f"acceptance forced to {args.force_acceptance}")
+    return ", ".join(parts)
 
 
 def all_of(args: argparse.Namespace) -> Iterator[Setting]:

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from sglang_ext.bench import BenchError, report
+from sglang_ext.bench import BenchError, drawing, report
 from sglang_ext.bench.options import numbers, probabilities
 from sglang_ext.bench.scenario import TIERS, Request, Scenario, SimulationError
 from sglang_ext.bench.simulate_report import table, write_plot
@@ -71,8 +71,16 @@ def run(args: argparse.Namespace) -> int:
         rows = [asdict(each) | {"ratio": each.ratio} for each in results]
         report.write_json(args.json, {"arguments": vars(args), **report.origin(), "simulated": True, "results": rows})
     if args.plot:
-        write_plot(args.plot, results)
+        write_plot(args.plot, results, heading(args))
     return 0
+
+
+def heading(args: argparse.Namespace) -> drawing.Heading:
+    """What the plot is of: no machine that servers ran on."""
+    lengths = f"prompts of {args.input_len} and outputs of {args.output_len} tokens, {args.concurrency} at once"
+    settings = f"{args.weights / 1e9:g} GB of weights, {args.kv_token:g} bytes of KV a token, {lengths}, budget {args.budget:g}"
+    machine = f"simulated machine: {args.device_bandwidth / 1e12:g} TB/s, link {args.link_bandwidth} B/s, {args.memory_tokens} tokens of memory"
+    return drawing.Heading("Tokens per second by where full KV lies", settings, machine)
 
 
 def simulate(args: argparse.Namespace) -> Iterator[Result]:
