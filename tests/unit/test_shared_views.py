@@ -77,7 +77,6 @@ def test_scores_that_cannot_be_used_are_named_once_and_requests_served_with_full
     kept = start(world, [*COMMON, *range(90, 98)])
     monkeypatch.setattr(Odd, "change", staticmethod(change))
     views.methods = (CopyMethod(Odd(), 0.5, Unpacked(PAGE)),)
-    free = len(views.free_slots())
     for first in (100, 120):
         tokens = [*COMMON, *range(first, first + 8)]
         matched = len(world.match(tokens[:-1]).device_indices)
@@ -89,7 +88,7 @@ def test_scores_that_cannot_be_used_are_named_once_and_requests_served_with_full
     (line,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     assert re.search(f"compressor 'odd' scored a context with .*{named}.*scores are torch.float32 .*correct its", line)
     assert not views.compress(kept.req_pool_idx, 24), "nor is a copy renewed"
-    assert views.get(kept.req_pool_idx) is None and views.held_tokens == 0 and len(views.free_slots()) > free - 48
+    assert views.get(kept.req_pool_idx) is None and views.held_tokens == 0
     assert views.made == {"sink-recent": 1}
     world.finish(kept)
     world.check()
