@@ -22,6 +22,7 @@ FALLBACK_REASONS: tuple[str, ...] = (
     "neighbour",
     "slower",
     "no-queries",
+    "wrong-scores",
 )
 # Evidence that the first request begins with: drafts accepted and rejected, at a probability of 0.9.
 PRIOR = (1.8, 0.2)

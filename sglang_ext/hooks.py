@@ -46,6 +46,14 @@ HOOKS: tuple[Hook, ...] = (
         process="scheduler",
     ),
     Hook(
+        target="sglang.srt.managers.scheduler_components.output_streamer._GenerationStreamAccumulator.accept",
+        kind="around",
+        hook="sglang_ext.managers.reporting.send_what_is_due",
+        why="the frontend takes the time to the first token when it is sent, which tokens that come together put off to the end",
+        expects=("self", "req"),
+        process="scheduler",
+    ),
+    Hook(
         target="sglang.srt.managers.schedule_batch.Req._compute_max_prefix_len",
         kind="around",
         hook="sglang_ext.mem_cache.query_hooks.cap_prefix_match",

@@ -8,6 +8,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
+import pytest
 from sglang_ext.bench.server import ServerProcess
 from sglang_ext.bench.soak import server_environment
 from sglang_ext.platforms import activate
@@ -170,6 +171,17 @@ def assert_same_answers(expected: Any, found: Any, fallback: str | None) -> None
     ends = [[r["meta_info"]["finish_reason"] for r in side] for side in (expected, found)]
     assert ends[0] == ends[1]
     assert {r["meta_info"]["kv_fallback"] for r in found} == {fallback}
+
+
+def assert_times_of_tokens(server: Server, prompt: list[int], tokens: int) -> None:
+    """SGLang's times of an answer that is not streamed: the first token is the prefill's, the others are decoded at the speed told."""
+    names = [f"sglang:{name}_seconds_{part}" for name in ("time_to_first_token", "e2e_request_latency") for part in ("count", "sum")]
+    before = [server.metric(name) for name in names]
+    told = server.ask(input_ids=prompt, **greedy(tokens))["meta_info"]
+    firsts, first, ends, end = (server.metric(name) - earlier for name, earlier in zip(names, before))
+    assert (firsts, ends) == (1, 1)
+    assert 0 < first < 0.8 * end, f"the first token after {first:.3f} of {end:.3f} s"
+    assert told["decode_throughput"] == pytest.approx((tokens - 1) / (end - first), rel=0.2)
 
 
 def first_name(options: Any) -> str:

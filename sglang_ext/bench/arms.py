@@ -65,7 +65,7 @@ def verified_arms(config: IdentityConfig) -> list[Arm]:
             config.logprobs,
         )
         for compressor in config.compressors
-        for budget in config.budgets
+        for budget in config.budgets_of(compressor)
     ]
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from random import Random
 
 from sglang_ext.bench import BenchError
-from sglang_ext.bench.prompts import Tokenizer, encode, load_tokenizer, render_chat
+from sglang_ext.bench.prompts import Prompt, Tokenizer, encode, load_tokenizer, render_chat
 
 MIN_CHARS = 1500
 TASKS = (
@@ -119,15 +119,17 @@ def gather(documents: list[Document], start: int, tokenizer: Tokenizer, length: 
 
 
 def fit(tokenizer: Tokenizer, task: str, body: list[int], target: int) -> str:
-    """The rendered chat whose text is cut so that the whole takes at most ``target`` tokens.
+    """The rendered chat whose text is cut so that the whole takes at most ``target`` tokens; without a chat template, its text.
 
     Raises:
         BenchError: the chat template alone takes more.
     """
-    keep = len(body)
+    keep, has_template = len(body), getattr(tokenizer, "chat_template", True) is not None
     while keep > 0:
         text = tokenizer.decode(body[:keep]).rstrip("\ufffd")
-        chat = render_chat(tokenizer, [{"role": "user", "content": f"{task}\n\n{text}"}])
+        chat = f"{task}\n\n{text}"
+        if has_template:
+            chat = render_chat(tokenizer, [{"role": "user", "content": chat}])
         excess = len(encode(tokenizer, chat)) - target
         if excess <= 0:
             return chat
@@ -148,6 +150,12 @@ def build(
         body = gather(documents, start, tokenizer, length)
         text = fit(tokenizer, task, body, length)
         yield BuiltPrompt(f"{index:03d}-{kind}.txt", text, len(encode(tokenizer, text)))
+
+
+def own_prompts(tokenizer: Tokenizer) -> tuple[Prompt, ...]:
+    """What is asked where no prompts are given: eight of 300 to 1,500 tokens."""
+    built = build(tokenizer, collect(), targets(8, 300, 1500), seed=0)
+    return tuple(Prompt(each.name, encode(tokenizer, each.text)) for each in built)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

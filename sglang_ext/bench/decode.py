@@ -90,7 +90,7 @@ def run_setting(
                     steady=statistics.median(wave.steady for wave in measured),
                     acceptance=acceptance,
                     allowed=allowed(args, setting, context, batch, acceptance, bandwidth, pool, metrics),
-                    prefill=statistics.median(prefills or [0.0]),
+                    prefill=statistics.median(prefills) if prefills else None,
                     parts_ms=read_parts(metrics),
                     memory_gib=decode_limit.memory_in_use(),
                 )

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sglang_ext.bench import report
+from sglang_ext.bench import drawing
 from sglang_ext.bench.decode_wave import Wave
 
 
@@ -23,7 +23,8 @@ class Result:
         allowed: tokens per second that bandwidths and memory allow where full KV lies in tiers, at a forced acceptance.
         waves: what was measured.
         acceptance: probability that a draft was forced to be accepted; None where verification decided.
-        prefill: seconds to the first token of one prompt alone that is not in the prefix cache, median.
+        prefill: seconds to the first token of one prompt alone that is not in the prefix cache, median; None where the only prompt
+            of its length made the server ready for it.
         parts_ms: milliseconds of the last round's parts: draft, rest, step (metrics.py).
         memory_gib: GiB of device memory in use after the waves, which is the most so far, as PyTorch gives none back;
             None without a GPU.
@@ -41,7 +42,7 @@ class Result:
     allowed: float | None = None
     steady: float = 0.0
     acceptance: float | None = None
-    prefill: float = 0.0
+    prefill: float | None = None
     parts_ms: dict[str, float] = field(default_factory=dict)
     memory_gib: float | None = None
 
@@ -69,21 +70,22 @@ def line(result: Result) -> str:
     if fallbacks:
         parts.append(f"{fallbacks} requests ended on full KV")
     parts += [f"{part} {ms:.2f} ms" for part, ms in result.parts_ms.items()]
-    parts.append(f"first token {1000 * result.prefill:.0f} ms")
+    if result.prefill is not None:
+        parts.append(f"first token {1000 * result.prefill:.0f} ms")
     if result.memory_gib is not None:
         parts.append(f"memory {result.memory_gib:.2f} GiB")
     return "  ".join(parts)
 
 
-def write_plot(path: Path, results: list[Result]) -> None:
-    """Bars of milliseconds per token, by context and batch."""
+def write_plot(path: Path, results: list[Result], measured_with: str) -> None:
+    """Bars of milliseconds per token, by context and batch; ``measured_with`` tells the settings that all share."""
     names = list(dict.fromkeys(_label(result) for result in results))
     places = list(dict.fromkeys((result.context, result.batch) for result in results))
-    with report.png(path, (8, 4.5)) as axes:
-        for offset, name in enumerate(names):
+    with drawing.png(path, (8, 4.5), drawing.Heading("Time per output token of each request", measured_with)) as axes:
+        for name, at in zip(names, drawing.centres(len(places), len(names))):
             mine = [result for result in results if _label(result) == name]
-            at = [places.index((result.context, result.batch)) + offset / (len(names) + 1) for result in mine]
-            axes.bar(at, [result.token_ms for result in mine], width=0.9 / (len(names) + 1), label=name)
+            where = [at[places.index((result.context, result.batch))] for result in mine]
+            axes.bar(where, [result.token_ms for result in mine], width=0.9 * drawing.bar_width(len(names)), label=name)
         axes.set_xticks(range(len(places)), [f"{context} tokens\nbatch {batch}" for context, batch in places])
         axes.set_ylabel("ms per token")
         axes.legend()

@@ -19,6 +19,7 @@ from rich.console import Console
 from sglang_ext.bench import identity_report, report
 from sglang_ext.bench.arms import Arm, ArmOutputs, control_arms, run_arm, stock_arm, try_arm, verified_arms
 from sglang_ext.bench.compare import Comparison, compare
+from sglang_ext.bench.corpus import own_prompts
 from sglang_ext.bench.identity_config import IdentityConfig
 from sglang_ext.bench.identity_options import add_arguments, config_from
 from sglang_ext.bench.prompts import Prompt, load_prompts, load_tokenizer
@@ -73,11 +74,18 @@ def run_config(
     return comparisons, rules
 
 
+def told(config: IdentityConfig, prompts: int) -> str:
+    """What all arms share, in a line for the plot."""
+    chosen = f"temperature {config.temperature:g}, seed {config.seed}" if config.temperature else "greedy"
+    return f"{Path(config.model).resolve().name}, {config.dtype}, {prompts} prompts, {config.output_len} tokens each, {chosen}"
+
+
 def run(args: argparse.Namespace) -> int:
     """Run the comparison, write the reports, and return 0 (all as promised) or 1."""
     config = config_from(args)
     console = report.make_console()
-    prompts = load_prompts(config.prompts, load_tokenizer(config.model))[: config.limit]
+    tokenizer = load_tokenizer(config.model)
+    prompts = (load_prompts(config.prompts, tokenizer) if config.prompts else own_prompts(tokenizer))[: config.limit]
     with ExitStack() as stack:
         logs = args.logs or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
         logs.mkdir(parents=True, exist_ok=True)
@@ -86,6 +94,6 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         report.write_json(args.json, identity_report.as_json(dataclasses.asdict(config), comparisons, rules, verdict))
     if args.plot:
-        identity_report.write_plot(args.plot, comparisons)
+        identity_report.write_plot(args.plot, comparisons, told(config, len(prompts)))
     identity_report.print_verdict(console, verdict)
     return verdict.exit_code

@@ -8,6 +8,8 @@ from sglang_ext.bench import BenchError
 from sglang_ext.bench.client import SamplingSettings
 from sglang_ext.bench.options import check_budgets, check_counts
 from sglang_ext.bench.tolerance import Rules
+from sglang_ext.method_options import budget_of
+from sglang_ext.options import OptionError
 
 AUTO: Final = "auto"
 """As ``--margin-tolerance``: to be measured."""
@@ -15,13 +17,18 @@ AUTO: Final = "auto"
 
 @dataclass(frozen=True)
 class IdentityConfig:
-    """The command line of ``identity``, checked. Field names are those of the options."""
+    """The command line of ``identity``, checked. Field names are those of the options.
+
+    Attributes:
+        prompts: None for prompts of text that this machine has (corpus.py).
+        budgets: empty for each compressor's default in the server.
+    """
 
     model: str
-    prompts: Path
-    output_len: int
-    compressors: tuple[str, ...]
-    budgets: tuple[float, ...]
+    prompts: Path | None = None
+    output_len: int = 64
+    compressors: tuple[str, ...] = ("snapkv",)
+    budgets: tuple[float, ...] = ()
     draft_length: int = 16
     temperature: float = 0.0
     seed: int | None = None
@@ -54,8 +61,8 @@ class IdentityConfig:
         counts |= {"--limit": 1 if self.limit is None else self.limit}
         check_counts(counts)
         check_budgets(self.budgets)
-        if not self.control and not (self.compressors and self.budgets):
-            raise BenchError("--compressor and --budget are needed (or --control for stock against stock)")
+        if not self.control and not self.compressors:
+            raise BenchError("--compressor names none: pass names, separated by commas (or --control for stock against stock)")
         self._check_sampling()
         self._check_tolerance()
 
@@ -100,6 +107,17 @@ class IdentityConfig:
         if self.deterministic:
             arguments.append("--enable-deterministic-inference")
         return (*arguments, *self.server_args)
+
+    def budgets_of(self, compressor: str) -> tuple[float, ...]:
+        """The budgets that a compressor is tried with.
+
+        Raises:
+            BenchError: there is no such compressor.
+        """
+        try:
+            return self.budgets or (budget_of(compressor, None, "--compressor"),)
+        except OptionError as error:
+            raise BenchError(str(error)) from error
 
     @property
     def sampling(self) -> SamplingSettings:

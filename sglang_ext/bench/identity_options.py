@@ -33,10 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``identity``."""
     add = parser.add_argument
     add("--model", required=True, help="model folder or name")
-    add("--prompts", required=True, type=Path, help="folder of .txt files, or JSON lines (text / messages)")
-    add("--output-len", required=True, type=int, help="tokens to generate for each prompt")
-    add("--compressor", type=names, default=(), help="names, separated by commas")
-    add("--budget", type=_floats, default=(), help="shares of the KV cache kept, separated by commas")
+    add("--prompts", type=Path, help="folder of .txt files, or JSON lines (text / messages); default: text that this machine has")
+    add("--output-len", type=int, default=IdentityConfig.output_len, help="tokens to generate for each prompt (default: %(default)s)")
+    add("--compressor", type=names, default=IdentityConfig.compressors, help="names, separated by commas (default: snapkv)")
+    add("--budget", type=_floats, default=(), help="shares of the KV cache kept, separated by commas (default: the server's)")
     add("--draft-length", type=int, default=16)
     add("--temperature", type=float, default=0.0)
     add("--seed", type=int, help="sampling seed; needs --temperature")

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from sglang_ext.bench import report
+from sglang_ext.bench import drawing, report
 from sglang_ext.bench.acceptance import acceptance
 from sglang_ext.bench.compare import Comparison, LogprobDifference, PromptResult
 from sglang_ext.bench.tolerance import Rules
@@ -88,18 +88,17 @@ def as_json(
     }
 
 
-def write_plot(path: Path, comparisons: Sequence[Comparison]) -> None:
-    """Acceptance over draft position, one line per setting."""
-    with report.png(path, (7, 4.5)) as axes:
-        for each in (each for each in comparisons if each.acceptance.by_position):
-            curve = each.acceptance.by_position
-            axes.plot(range(1, len(curve) + 1), curve, marker="o", label=each.setting.label)
-        axes.set(xlabel="draft position", ylabel="share of verifies that accept it", ylim=(0, 1.02))
-        axes.xaxis.get_major_locator().set_params(integer=True)
-        axes.set_title("Drafts accepted by the full KV cache")
+def write_plot(path: Path, comparisons: Sequence[Comparison], measured_with: str) -> None:
+    """Acceptance over draft position, one line per setting; ``measured_with``: what all share. Nothing where nothing was drafted."""
+    shares = {each.setting.label: each.acceptance.by_position for each in comparisons if each.acceptance.by_position}
+    if not shares:
+        return
+    curves = [drawing.Curve(label, range(1, len(share) + 1), share) for label, share in shares.items()]
+    with drawing.png(path, (7, 4.5), drawing.Heading("Drafts accepted by the full KV cache", measured_with)) as axes:
+        if drawing.draw(axes, curves, "draft position"):
+            axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.set(ylabel="share of verifies that accept it", ylim=(0, 1.02))
         axes.grid(alpha=0.3)
-        if axes.lines:
-            axes.legend()
 
 
 def _row(result: PromptResult, positions: Sequence[int], draft_length: int) -> list[str]:

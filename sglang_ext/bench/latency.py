@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_ext.bench import BenchError, report, settings
+from sglang_ext.bench import BenchError, drawing, settings
 from sglang_ext.bench.client import HOST, ServerClient
 from sglang_ext.bench.settings import Setting, numbers
 
@@ -162,14 +162,15 @@ def line(result: Latency) -> str:
     return "  ".join(parts)
 
 
-def write_plot(path: Path, results: Sequence[Latency]) -> None:
-    """Request latency over rate, one line per setting: median, and 99th percentile dashed."""
-    with report.png(path, (8, 4.5)) as axes:
-        for name in dict.fromkeys(result.setting for result in results):
-            mine = [result for result in results if result.setting == name]
-            for percentile, style in zip(PERCENTILES, ("-", "--")):
-                values = [result.request[percentile] / 1000 for result in mine]
-                label = f"{name}, {percentile}%"
-                axes.plot([result.rate for result in mine], values, style, marker="o", label=label)
-        axes.set(xlabel="requests per second", ylabel="seconds per request", ylim=(0, None))
-        axes.legend()
+def write_plot(path: Path, results: Sequence[Latency], measured_with: str) -> None:
+    """Request latency over rate, one line per setting: median, and 99th percentile dashed; ``measured_with``: what all share."""
+    curves = []
+    for place, name in enumerate(dict.fromkeys(result.setting for result in results)):
+        mine = [result for result in results if result.setting == name]
+        for percentile, style in zip(PERCENTILES, ("-", "--")):
+            values = [result.request[percentile] / 1000 for result in mine]
+            label = f"{name}, {'median' if percentile == 50 else f'{percentile}th percentile'}"
+            curves.append(drawing.Curve(label, [result.rate for result in mine], values, style, f"C{place % 10}"))
+    with drawing.png(path, (8, 4.5), drawing.Heading("Latency of requests", measured_with)) as axes:
+        drawing.draw(axes, curves, "requests per second")
+        axes.set(ylabel="seconds per request", ylim=(0, None))

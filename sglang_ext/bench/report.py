@@ -1,12 +1,11 @@
-"""What all benchmarks report with: a console, JSON files that say where they come from, and plots."""
+"""What all benchmarks report with: a console, and JSON files that say where they come from."""
 
 import importlib.metadata
 import json
 import platform
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,21 +44,3 @@ def write_json(path: Path, report: Mapping[str, Any]) -> None:
     """Write a report, with its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1, default=str) + "\n")
-
-
-@contextmanager
-def png(path: Path, inches: tuple[float, float], grid: tuple[int, int] = (1, 1)) -> Iterator[Any]:
-    """Axes to draw on, or an array of them for a ``grid`` of rows and columns.
-
-    They are written to ``path``, with its folder, at the end.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(*grid, figsize=inches, layout="constrained")
-    yield axes
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)

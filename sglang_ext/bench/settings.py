@@ -14,7 +14,7 @@ from sglang_ext.bench.identity_options import words
 from sglang_ext.bench.options import numbers, probabilities
 from sglang_ext.bench.server import ServerProcess
 from sglang_ext.bench.tiers import Tier, tiers
-from sglang_ext.compressor_options import code_bits, parse_compressor
+from sglang_ext.compressor_options import DEFAULT_BUDGET, code_bits, parse_compressor
 from sglang_ext.options import OptionError
 
 
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", type=Path, required=True, help="Hugging Face folder; with --load-format dummy its config.json does")
     add("--compressor", default="snapkv", help="names, separated by commas")
-    add("--budget", default="0.125", help="shares, separated by commas")
+    add("--budget", default=str(DEFAULT_BUDGET), help="shares, separated by commas (default: %(default)s, as the server's)")
     add("--draft-length", default="16", help="numbers, or auto, separated by commas")
     add("--ngram-tokens", default="0", help="tokens that n-grams propose in each draft step, separated by commas; 0: none")
     add("--full-tier", default="device", help="where full KV of running requests lies: device, auto, host, separated by commas")
@@ -120,15 +120,23 @@ def finish(
     Args:
         results: dataclasses.
         failed: as :func:`each` gives it.
-        plot: writes ``results`` to a path.
+        plot: writes ``results`` to a path, under what :func:`told` says.
         more: what else was measured.
     """
     if args.json:
         measured = {**more, "results": [asdict(result) for result in results], "failed": failed}
         report.write_json(args.json, {"arguments": vars(args), **report.origin(), **measured})
     if args.plot and results:
-        plot(args.plot, results)
+        plot(args.plot, results, told(args))
     return 1 if failed else 0
+
+
+def told(args: argparse.Namespace) -> str:
+    """What all servers of a run share, in a line for its plot."""
+    parts = [args.model.resolve().name, args.dtype, f"outputs of {args.output_len} tokens"]
+    if args.force_acceptance is not None:
+        parts.append(f"acceptance forced to {args.force_acceptance}")
+    return ", ".join(parts)
 
 
 def all_of(args: argparse.Namespace) -> Iterator[Setting]:

@@ -16,12 +16,13 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from sglang_ext.bench import BenchError, report
+from sglang_ext.bench import BenchError, drawing, report
 from sglang_ext.bench.options import numbers, probabilities
 from sglang_ext.bench.scenario import TIERS, Request, Scenario, SimulationError
 from sglang_ext.bench.simulate_report import table, write_plot
 from sglang_ext.bench.simulated import Result
 from sglang_ext.bench.simulation import Engine
+from sglang_ext.compressor_options import DEFAULT_BUDGET
 from sglang_ext.managers.costs import CostError, Costs
 from sglang_ext.managers.placement import LONGEST
 
@@ -40,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device-bandwidth", type=float, default=4.35e12, help="bytes per second that the device reads")
     add("--weights", type=float, default=16.4e9, help="bytes of the model's weights")
     add("--kv-token", type=float, default=147456, help="bytes of full KV of a token")
-    add("--budget", type=float, default=0.125, help="share of the prompt that a copy keeps")
+    add("--budget", type=float, default=DEFAULT_BUDGET, help="share of the prompt that a copy keeps (default: %(default)s, as the server's)")
     add("--draft-length", type=int, default=16, help="drafts of a request in a round")
     add("--longest", type=int, default=LONGEST, help="drafts until a verification, at most")
     add("--turnaround", type=float, default=0.001, help="seconds of a round beside its forwards")
@@ -70,8 +71,16 @@ def run(args: argparse.Namespace) -> int:
         rows = [asdict(each) | {"ratio": each.ratio} for each in results]
         report.write_json(args.json, {"arguments": vars(args), **report.origin(), "simulated": True, "results": rows})
     if args.plot:
-        write_plot(args.plot, results)
+        write_plot(args.plot, results, heading(args))
     return 0
+
+
+def heading(args: argparse.Namespace) -> drawing.Heading:
+    """What the plot is of: no machine that servers ran on."""
+    lengths = f"prompts of {args.input_len} and outputs of {args.output_len} tokens, {args.concurrency} at once"
+    settings = f"{args.weights / 1e9:g} GB of weights, {args.kv_token:g} bytes of KV a token, {lengths}, budget {args.budget:g}"
+    machine = f"simulated machine: {args.device_bandwidth / 1e12:g} TB/s, link {args.link_bandwidth} B/s, {args.memory_tokens} tokens of memory"
+    return drawing.Heading("Tokens per second by where full KV lies", settings, machine)
 
 
 def simulate(args: argparse.Namespace) -> Iterator[Result]:

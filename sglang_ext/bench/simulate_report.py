@@ -6,7 +6,7 @@ from pathlib import Path
 from rich import box
 from rich.table import Table
 
-from sglang_ext.bench import report
+from sglang_ext.bench import drawing
 from sglang_ext.bench.simulated import Result
 
 COLUMNS = (
@@ -48,21 +48,21 @@ def _row(result: Result, plain: float | None) -> tuple[str, ...]:
     )
 
 
-def write_plot(path: Path, results: Sequence[Result]) -> None:
+def write_plot(path: Path, results: Sequence[Result], heading: drawing.Heading) -> None:
     """Tokens per second over acceptance, a line for each policy, schedule and machine; what the equations allow, dotted."""
-    with report.png(path, (8, 4.5)) as axes:
-        span = (min(each.acceptance for each in results), max(each.acceptance for each in results))
-        keys = dict.fromkeys((each.policy, each.schedule, each.memory_tokens, each.link_bandwidth) for each in results)
-        several = len({key[2:] for key in keys}) > 1
-        for policy, schedule, memory, link in keys:
-            key = (policy, schedule, memory, link)
-            mine = [each for each in results if (each.policy, each.schedule, each.memory_tokens, each.link_bandwidth) == key]
-            label = f"{policy}, {schedule}" + (f", {memory:g} tokens, {link / 1e9:g} GB/s" if several else "")
-            if policy == "stock":
-                axes.plot(span, [mine[0].tokens_per_second] * 2, color="gray", label=label)
-                continue
-            acceptances = [each.acceptance for each in mine]
-            (drawn,) = axes.plot(acceptances, [each.tokens_per_second for each in mine], marker="o", label=label)
-            axes.plot(acceptances, [each.allowed for each in mine], ":", color=drawn.get_color())
-        axes.set(xlabel="acceptance per token", ylabel="tokens per second, simulated", ylim=(0, None))
-        axes.legend(fontsize="small")
+    span = sorted({each.acceptance for each in results if each.policy != "stock"} or {results[0].acceptance})
+    keys = dict.fromkeys((each.policy, each.schedule, each.memory_tokens, each.link_bandwidth) for each in results)
+    several, curves = len({key[2:] for key in keys}) > 1, []
+    for place, (policy, schedule, memory, link) in enumerate(keys):
+        key = (policy, schedule, memory, link)
+        mine = [each for each in results if (each.policy, each.schedule, each.memory_tokens, each.link_bandwidth) == key]
+        label = f"{policy}, {schedule}" + (f", {memory:g} tokens, {link / 1e9:g} GB/s" if several else "")
+        if policy == "stock":
+            curves.append(drawing.Curve(label, span, [mine[0].tokens_per_second] * len(span), color="gray"))
+            continue
+        acceptances, color = [each.acceptance for each in mine], f"C{place % 10}"
+        curves.append(drawing.Curve(label, acceptances, [each.tokens_per_second for each in mine], color=color))
+        curves.append(drawing.Curve(f"{label}, allowed", acceptances, [each.allowed for each in mine], ":", color))
+    with drawing.png(path, (8, 4.5), heading) as axes:
+        drawing.draw(axes, curves, "acceptance per token")
+        axes.set(ylabel="tokens per second, simulated", ylim=(0, None))

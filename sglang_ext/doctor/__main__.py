@@ -5,6 +5,7 @@ remedy. The exit code is 1 when anything needed is missing or unsupported, else 
 """
 
 import argparse
+import io
 import sys
 from collections.abc import Callable, Iterable
 
@@ -13,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from sglang_ext import options
-from sglang_ext.doctor.check import INSTALL, Check, verdict
+from sglang_ext.doctor.check import INSTALL, Check, told, verdict
 from sglang_ext.doctor.installation import (
     PLATFORM,
     PLATFORM_GROUP,
@@ -38,25 +39,30 @@ def check_modes(others: Iterable[Check]) -> Check:
 
 def examine(model: str | None = None) -> list[Check]:
     """All checks, in the order of the report; those that need SGLang only when it is installed."""
-    checks = [check_python(), check_sglang(), check_torch()]
-    checks.append(check_entry_point("plugin", PLUGIN_GROUP, PLUGIN))
-    checks.append(check_entry_point("platform", PLATFORM_GROUP, PLATFORM))
-    checks.append(check_not_filtered())
+    wanted: list[tuple[str, Callable[[], Check | Iterable[Check]]]] = [
+        *(("Python", check_python), ("SGLang", check_sglang), ("torch", check_torch)),
+        ("plugin", lambda: check_entry_point("plugin", PLUGIN_GROUP, PLUGIN)),
+        ("platform", lambda: check_entry_point("platform", PLATFORM_GROUP, PLATFORM)),
+        ("plugin selection", check_not_filtered),
+    ]
     if package_version("sglang") and package_version("torch"):
-        checks += _guarded("device", check_device)
-        checks.append(check_attention_backends())
-        checks += check_hooks()
+        wanted += [("device", check_device), ("attention backends", check_attention_backends), ("hooks", check_hooks)]
         if model is not None:
-            checks.append(check_model(model))
+            wanted.append(("model", lambda: check_model(model)))
+    checks = [line for name, check in wanted for line in _guarded(name, check)]
     return [*checks, check_modes(checks)]
 
 
-def _guarded(name: str, check: Callable[[], Check]) -> list[Check]:
-    """A check of what SGLang resolves at import: an SGLang that does not load is a failing line."""
+def _guarded(name: str, check: Callable[[], Check | Iterable[Check]]) -> list[Check]:
+    """The lines of a check; of one that fails itself, whatever by, a failing line, and the others still run.
+
+    A broken installation, such as an SGLang that does not load, raises errors of any kind.
+    """
     try:
-        return [check()]
-    except (ImportError, RuntimeError) as error:
-        return [Check(name, False, f"{type(error).__name__}: {error}", INSTALL)]
+        found = check()
+        return [found] if isinstance(found, Check) else list(found)
+    except Exception as error:
+        return [Check(name, False, told(error), INSTALL)]
 
 
 def render(checks: list[Check]) -> Table:
@@ -73,6 +79,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m sglang_ext.doctor", description=__doc__.split("\n")[0])
     parser.add_argument("--model", help="a Hugging Face folder or name, as for --model-path")
     checks = examine(parser.parse_args(arguments).model)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A path may hold what the terminal's encoding has no characters for.
+        sys.stdout.reconfigure(errors="backslashreplace")
     Console().print(render(checks))
     return 0 if all(check.ok for check in checks) else 1
 

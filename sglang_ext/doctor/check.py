@@ -26,3 +26,8 @@ class Check:
 def verdict(name: str, ok: bool, found: str, remedy: str) -> Check:
     """A check whose remedy is told only when it fails."""
     return Check(name, ok, found, "" if ok else remedy)
+
+
+def told(error: Exception) -> str:
+    """An error in one line of at most 300 characters."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]

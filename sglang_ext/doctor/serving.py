@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from sglang_ext import hooking, model_options, options
-from sglang_ext.doctor.check import SGLANG_VERSION, Check, verdict
+from sglang_ext.doctor.check import SGLANG_VERSION, Check, told, verdict
 
 
 def check_device() -> Check:
@@ -72,9 +72,9 @@ def check_model(path: str) -> Check:
 
     try:
         config = ModelConfig(path, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        found = f"{path}: {str(error).strip().splitlines()[0]}"
-        return Check("model", False, found, "pass a Hugging Face folder or name that SGLang serves")
-    reason = model_options.unsupported_model(config)
-    found = f"{path}: {reason or config.hf_config.architectures[0]}"
+        reason = model_options.unsupported_model(config)
+        found = f"{path}: {reason or config.hf_config.architectures[0]}"
+    except Exception as error:  # what transformers and SGLang raise depends on what is wrong in the file
+        remedy = "pass a Hugging Face folder or name that SGLang serves; what is named here stands in its config.json"
+        return Check("model", False, f"{path}: {told(error)}", remedy)
     return verdict("model", reason is None, found, "serve this model with --kv-mode full")

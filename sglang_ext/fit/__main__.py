@@ -8,15 +8,16 @@ its KV. An interrupted run goes on where it was. FOLDER/work holds samples and m
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from sglang_ext.fit import FitError
+from sglang_ext.fit.progress import telling
 from sglang_ext.fit.samples import Piece, Sampler, Sampling
 from sglang_ext.fit.training import Training
 from sglang_ext.fit.work import Fit, split
@@ -73,27 +74,25 @@ def run(args: argparse.Namespace, console: Console) -> None:
     sampler = Sampler(AutoTokenizer.from_pretrained(folder), model_key(folder), sampling, samples)
     texts = [sampler.pieces(file) for file in args.texts]
     parts = split(texts, args.held_out)
-    unit = TextColumn("{task.fields[unit]}")
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), unit, TimeRemainingColumn()
     layers = AutoConfig.from_pretrained(folder).get_text_config().num_hidden_layers
-    with Progress(*columns, console=console) as progress:
-        _take(sampler, [piece for pieces in texts for piece in pieces], args, folder, progress)
-        task = progress.add_task("networks", total=layers, unit="layers")
-        predictor = Fit(sampler, training, parts, layers, torch.device(args.device)).run(lambda: progress.advance(task))
+    with telling(console) as begin:
+        _take(sampler, [piece for pieces in texts for piece in pieces], args, folder, begin)
+        advance = begin("networks", layers, "layers")
+        predictor = Fit(sampler, training, parts, layers, torch.device(args.device)).run(lambda: advance(1))
     predictor.write(args.out)
     _tell(predictor.fitted, console)
 
 
-def _take(sampler: Sampler, pieces: list[Piece], args: argparse.Namespace, folder: Path, progress: Progress) -> None:
+def _take(sampler: Sampler, pieces: list[Piece], args: argparse.Namespace, folder: Path, begin: Callable) -> None:
     """Take the samples that are not there yet."""
     missing = [piece for piece in pieces if not piece.there]
     if not missing:
         return
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=args.dtype).to(args.device).eval()
     # Each token is computed once, and repeated once.
-    task = progress.add_task("scores of texts", total=2 * sum(len(piece.tokens) for piece in missing), unit="tokens")
+    advance = begin("scores of texts", 2 * sum(len(piece.tokens) for piece in missing), "tokens")
     for piece in missing:
-        sampler.take(model, piece, lambda count: progress.advance(task, count))
+        sampler.take(model, piece, advance)
 
 
 def _tell(fitted: Fitted, console: Console) -> None:
@@ -103,6 +102,15 @@ def _tell(fitted: Fitted, console: Console) -> None:
         table.add_row(str(layer), f"{loss:.3f}", f"{r2:.3f}")
     table.add_row("mean", *(f"{sum(values) / len(values):.3f}" for values in (fitted.loss, fitted.r2)))
     console.print(table)
+    useless = [layer for layer, r2 in enumerate(fitted.r2) if not r2 > 0]
+    if useless:
+        layers = "no layer" if len(useless) == len(fitted.r2) else f"not layers {', '.join(map(str, useless))}"
+        console.print(
+            f"fit: warning: the network predicts {layers} of held-out texts better than a constant does (R^2 {min(fitted.r2):.3f} at "
+            f"worst; above 0 it predicts something): pass more texts, or texts that are alike ({fitted.tokens} tokens of "
+            f"{fitted.texts} were learned from), --network linear, or fewer --epochs",
+            style="yellow", markup=False, highlight=False, soft_wrap=True,
+        )  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -32,8 +32,11 @@ SLOWER = FALLBACK_REASONS.index("slower")
 # The method of the request scores by the newest queries, of which too few are kept: all rings were taken (query_window.py), or
 # what came so far left none (steps in graphs).
 NO_QUERIES = FALLBACK_REASONS.index("no-queries")
-# Fallbacks that end once the context is long enough, slots are free, the other request is done, drafting pays, a ring is left.
-CURABLE = (0, SHORT_CONTEXT, NO_FREE_SLOTS, NEIGHBOUR, SLOWER, NO_QUERIES)
+# The scores of the request's method cannot be used (compressors/check.py).
+WRONG_SCORES = FALLBACK_REASONS.index("wrong-scores")
+# Fallbacks that end once the context is long enough, slots are free, the other request is done, drafting pays, a ring is left;
+# and one that does not, beside which others may draft.
+CURABLE = (0, SHORT_CONTEXT, NO_FREE_SLOTS, NEIGHBOUR, SLOWER, NO_QUERIES, WRONG_SCORES)
 
 
 @dataclass
@@ -127,18 +130,23 @@ def ensure_copy(views: CompressedViews, req: "Req", state: RequestState, length:
     if view is None:
         if length < shortest(method):
             return SHORT_CONTEXT
+        if views.is_refused(state.row):
+            return WRONG_SCORES
         if not views.has_queries(state.row):
             return NO_QUERIES
         prefix = Prefix(req.last_node, state.matched) if state.matched else None
         if not views.compress(state.row, length, headroom, prefix):
-            return NO_FREE_SLOTS
+            return WRONG_SCORES if views.is_refused(state.row) else NO_FREE_SLOTS
     elif views.has_queries(state.row) and views.reach(state.row, length) >= renew_at(
         view, each_round := method.compressor.each_round
     ):
-        if not views.compress(state.row, length, headroom) and each_round:
-            # It may lead to slots of a prompt that the prefix tree had already, and has exchanged since.
-            views.release_copy(state.row)
-            return NO_FREE_SLOTS
+        if not views.compress(state.row, length, headroom):
+            if views.is_refused(state.row):
+                return WRONG_SCORES
+            if each_round:
+                # It may lead to slots of a prompt that the prefix tree had already, and has exchanged since.
+                views.release_copy(state.row)
+                return NO_FREE_SLOTS
     state.compressor = views.get(state.row).method
     return 0
 
@@ -150,7 +158,7 @@ def copy_is_near(views: CompressedViews, state: RequestState, end: int) -> bool:
     queries before its end may begin a unit earlier.
     """
     method, view = views.method(state.row), views.get(state.row)
-    if not method.compressor.window or state.fallback not in CURABLE:
+    if not method.compressor.window or state.fallback not in CURABLE or views.is_refused(state.row):
         return False
     due = shortest(method) if view is None else renew_at(view, method.compressor.each_round)
     return end + method.compressor.window + method.unit >= due

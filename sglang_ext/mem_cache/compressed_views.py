@@ -12,6 +12,7 @@ import torch
 from sglang.srt.mem_cache.common import evict_from_tree_cache
 
 from sglang_ext.core import CompressedView
+from sglang_ext.mem_cache.compressors.check import ScoresError
 from sglang_ext.mem_cache.copy_writer import CopyWriter
 from sglang_ext.mem_cache.segments import Segment, free_slots
 from sglang_ext.mem_cache.tiered_node import Prefix
@@ -85,7 +86,7 @@ class CompressedViews(CopyWriter):
 
         Returns:
             False when the pool lacks the slots; an existing copy then stays as it is, and nothing
-            was evicted for it.
+            was evicted for it. Also where the method's scores cannot be used (:meth:`is_refused`); there is no copy then.
         """
         method = self.method(row)
         covered = method.covered(self.reach(row, tokens))
@@ -132,11 +133,19 @@ class CompressedViews(CopyWriter):
             made = Segment(
                 view.shared, end, slots[:held].clone(), tokens=shared, packed=packing.packed_slots(shared), method=method.name
             )
+            view.segments.append(made)
+        try:
+            self.write(row, view, made, done, tokens)
+        except ScoresError as error:
+            self.refuse(method, error)
+            if made is not None:
+                view.segments.remove(made)
+            self._drop(slots, view.segments if self._views.pop(row, None) else [])
+            return False
+        if made is not None:
             self.tree_cache.attach(prefix.node, made)
             self.tree_cache.use(made)
-            view.segments.append(made)
         self._views[row] = view
-        self.write(row, view, made, done, tokens)
         if not method.compressor.each_round:
             # Until the copy is to be renewed its queries are of no use; another request's may be.
             self.queries.forget(row)
@@ -194,8 +203,11 @@ class CompressedViews(CopyWriter):
         view = self._views.pop(row, None)
         if view is None:
             return
-        self.allocator.free(view.own)
-        for segment in view.segments:
+        self._drop(view.own, view.segments)
+
+    def _drop(self, own: torch.Tensor, segments: list[Segment]) -> None:
+        self.allocator.free(own)
+        for segment in segments:
             self.tree_cache.release(segment)
 
     def largest(self) -> int | None:

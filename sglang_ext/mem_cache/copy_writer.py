@@ -1,5 +1,6 @@
 """The making of copies: a method chooses, what it chose is written to slots, and the draft row leads there."""
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -8,12 +9,15 @@ import torch
 
 from sglang_ext.core import CompressedView
 from sglang_ext.mem_cache.compressors import ContextKV, Part
+from sglang_ext.mem_cache.compressors.check import ScoresError
 from sglang_ext.mem_cache.copy_forms import CopyForms
 from sglang_ext.mem_cache.copy_method import CopyMethod
 from sglang_ext.mem_cache.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.query_window import QueryWindows
 from sglang_ext.mem_cache.rotary import Rotary
 from sglang_ext.mem_cache.segments import Segment
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
@@ -30,6 +34,7 @@ class CopyWriter:
         asked_by: place in :attr:`methods` of what the request in a row asked for.
         prompt_of: token ids of the prompt of the request in a row.
         made: copies that were made or renewed, by what they are called.
+        refused: names of the compressors whose scores cannot be used, of which no copy is made any more.
         forms: in which copies lie in their slots.
     """
 
@@ -42,6 +47,7 @@ class CopyWriter:
     asked_by: Callable[[int], int] = lambda row: 0
     prompt_of: Callable[[int], Sequence[int]] = lambda row: ()
     made: Counter[str] = field(default_factory=Counter)
+    refused: set[str] = field(default_factory=set)
     forms: CopyForms = CopyForms()
 
     def method(self, row: int) -> CopyMethod:
@@ -70,7 +76,20 @@ class CopyWriter:
     def compile_kernels(self, query_heads: int) -> None:
         """Compress with each method what lies in slot 0, which no request owns, so that no request waits for compilers."""
         for method in self.methods:
-            self._compile(method, query_heads)
+            try:
+                self._compile(method, query_heads)
+            except ScoresError as error:
+                self.refuse(method, error)
+
+    def refuse(self, method: CopyMethod, error: ScoresError) -> None:
+        """Make no copies with ``method`` any more, and say why, once."""
+        if method.compressor.name not in self.refused:
+            self.refused.add(method.compressor.name)
+            logger.error("sglang-ext: %s. Until then its requests are served with full KV.", error)
+
+    def is_refused(self, row: int) -> bool:
+        """Whether no copy can be made of the request in ``row``, by its method's scores."""
+        return self.method(row).compressor.name in self.refused
 
     def _compile(self, method: CopyMethod, query_heads: int) -> None:
         keys, window = self.buffers.keys[0], method.compressor.window
@@ -99,6 +118,9 @@ class CopyWriter:
             made: of these, the segment that holds nothing yet; None for none.
             done: tokens that its own slots hold already.
             tokens: of the request, whose full KV is exact.
+
+        Raises:
+            ScoresError: nothing can be chosen by the method's scores; nothing was written.
         """
         method, source = self.method(row), self.token_table[row, : view.covered].long()
         rest = Part(view.shared + done, view.covered, view.own_tokens - done)
@@ -108,8 +130,6 @@ class CopyWriter:
         # The newest queries are of tokens that stay as they are, where blocks leave some out.
         context = self._context(row, method, source, tokens if view.packed else view.covered)
         chooser = method.compressor.for_context(context)
-        view.method = method.called(chooser)
-        self.made[view.method] += 1
         if self.forms.head_cells is not None:
             self.forms.head_cells.write(self.draft_row(row), chooser.select_cells(context, rest), source, view.own)
         else:
@@ -119,6 +139,8 @@ class CopyWriter:
         self._keep_sinks(source, view.own[: view.sinks])
         self.token_table[self.draft_row(row), : view.kept] = view.slots.to(self.token_table.dtype)
         self.forms.begins(self.draft_row(row), view)
+        view.method = method.called(chooser)
+        self.made[view.method] += 1
 
     def _keep_sinks(self, source: torch.Tensor, targets: torch.Tensor) -> None:
         """Copy the first tokens of the context in slots ``source``, int64, as they are, to ``targets``, int64 [sinks]."""

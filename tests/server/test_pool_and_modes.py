@@ -1,7 +1,7 @@
 """Page size, chunking, a pool too small, retraction, lossy mode: still stock's answers."""
 
 import pytest
-from servers import EXPECTED_TOKENS, STRICT, assert_same_answers, greedy
+from servers import EXPECTED_TOKENS, STRICT, assert_same_answers, assert_times_of_tokens, greedy
 
 from sglang_ext.bench.soak import server_environment
 
@@ -49,7 +49,7 @@ def test_a_retracted_request_goes_on_in_its_grammar_where_it_was(retracting, pro
 
 
 def test_lossy_serves_the_compressed_view_and_leaves_the_prefix_tree_exact(launch, prompts, expected):
-    server = launch("--kv-mode", "lossy", "--kv-budget", "0.125", env=STRICT)
+    server = launch("--kv-mode", "lossy", "--kv-budget", "0.125", "--enable-metrics", env=STRICT)
     found = server.ask_all(prompts, 2, **greedy(EXPECTED_TOKENS))
     assert all(len(r["output_ids"]) == EXPECTED_TOKENS for r in found)
     assert all(r["meta_info"]["kv_verifies"] == 0 for r in found)
@@ -58,3 +58,4 @@ def test_lossy_serves_the_compressed_view_and_leaves_the_prefix_tree_exact(launc
     longer = prompts[0] + found[0]["output_ids"]
     again = server.ask(input_ids=longer, **greedy(1))
     assert again["meta_info"]["cached_tokens"] <= len(prompts[0])
+    assert_times_of_tokens(server, prompts[1], EXPECTED_TOKENS)

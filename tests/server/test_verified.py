@@ -5,7 +5,7 @@ import json
 import urllib.request
 
 import pytest
-from servers import EXPECTED_TOKENS, assert_same_answers, first_name, greedy
+from servers import EXPECTED_TOKENS, assert_same_answers, assert_times_of_tokens, first_name, greedy
 
 pytestmark = pytest.mark.server
 
@@ -123,6 +123,11 @@ def test_metrics_count_drafts_verifies_and_fallbacks(verified, prompts):
     for name in ("drafts_total", "draft_forwards_total", "verifies_total", "accepted_drafts_total", "accept_length_bucket"):
         assert f"sglang_ext:{name}" in page
     assert 'reason="penalty"' in page
+
+
+@pytest.mark.parametrize("tokens", [24, 70])
+def test_times_of_an_answer_that_is_not_streamed_are_those_of_its_tokens(verified, prompts, tokens):
+    assert_times_of_tokens(verified, prompts[0], tokens)
 
 
 def test_flags_show_in_server_info(verified):

@@ -1,15 +1,18 @@
 """The decode benchmark measures only while all requests decode, and its limits are bytes over bandwidth."""
 
+import argparse
 import json
 from types import SimpleNamespace
 
 import pytest
 
-from sglang_ext.bench import BenchError, decode, decode_limit, decode_prompts, decode_report, decode_wave, settings
+from sglang_ext.bench import BenchError, decode, decode_limit, decode_prompts, decode_report, decode_wave, settings, simulate
 from sglang_ext.bench.client import SamplingSettings
 from sglang_ext.bench.decode_limit import ModelBytes
+from sglang_ext.bench.decode_report import Result, line
 from sglang_ext.bench.decode_wave import Stream, Wave
 from sglang_ext.bench.settings import Setting
+from sglang_ext.method_options import budget_of
 
 QWEN3_8B = {
     "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
@@ -109,6 +112,20 @@ def test_what_keeps_all_tokens_has_no_budget_and_its_bits_count(tmp_path):
         list(settings.all_of(arguments(tmp_path, "--compressor", "zip")))
 
 
+def test_the_default_budget_is_the_servers(tmp_path):
+    default = budget_of("snapkv", None)
+    assert [s.budget for s in settings.all_of(arguments(tmp_path))] == [None, default]
+    parser = argparse.ArgumentParser()
+    simulate.add_arguments(parser)
+    assert parser.parse_args([]).budget == default
+
+
+@pytest.mark.parametrize(("prefill", "told"), [(0.25, "first token 250 ms"), (None, "")])
+def test_a_first_token_that_was_not_measured_is_not_told(prefill, told):
+    text = line(Result("stock", 512, 1, 1, 100.0, 10.0, None, None, [], prefill=prefill))
+    assert ("first token" in text) == bool(told) and told in text
+
+
 def test_ngrams_are_a_setting_of_their_own(tmp_path):
     found = list(settings.all_of(arguments(tmp_path, "--budget", "0.25", "--ngram-tokens", "0,4")))
     assert [s.name for s in found] == ["stock", "snapkv-0.25-x16", "snapkv-0.25-x16-n4"]
@@ -163,7 +180,7 @@ def test_a_setting_that_fails_costs_no_other_its_figures(tmp_path, capsys):
 
     args = arguments(tmp_path)
     assert settings.each(args, list(settings.all_of(args)), measure) == {"stock": "the server ended"}
-    assert capsys.readouterr().out.splitlines() == ["stock: starting", "stock: failed: the server ended", "snapkv-0.125-x16: starting"]
+    assert capsys.readouterr().out.splitlines() == ["stock: starting", "stock: failed: the server ended", "snapkv-0.25-x16: starting"]
 
 
 def test_a_gain_is_over_stock_at_the_same_context_and_batch(tmp_path):
@@ -215,7 +232,8 @@ sglang_ext:drafts_total{model_name="m"} 16.0
 
 def test_what_tiers_allow_grows_with_the_link_and_with_the_memory(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
-    args = arguments(tmp_path, "--output-len", "2048", "--full-tier", "host", "--host-gb", "130", "--offload-draft-length", "256")
+    flags = ("--full-tier", "host", "--host-gb", "130", "--offload-draft-length", "256", "--budget", "0.125")
+    args = arguments(tmp_path, "--output-len", "2048", *flags)
     *_, host = settings.all_of(args)
     page = 'sglang_ext:host_load_bytes_per_second{model_name="m"} '
 

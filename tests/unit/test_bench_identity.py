@@ -1,5 +1,6 @@
 """The identity bench without a server: its options and the arms of a run."""
 
+import argparse
 import json
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from sglang_ext.bench.identity_options import config_from
 from sglang_ext.bench.prompts import Prompt
 from sglang_ext.bench.tolerance import Rules
 from sglang_ext.bench.verdict import judge
+from sglang_ext.method_options import budget_of
 
 
 class TestConfig:
@@ -27,7 +29,7 @@ class TestConfig:
             ({"concurrency": ()}, "--concurrency 0"),
             ({"limit": -1}, "--limit -1"),
             ({"budgets": (1.5,)}, "--budget 1.5"),
-            ({"budgets": ()}, "--budget are needed"),
+            ({"compressors": ()}, "--compressor names none"),
             ({"temperature": -1.0}, "--temperature -1"),
             ({"temperature": 0.8}, "--seed None"),
             ({"seed": 1}, "--seed 1"),
@@ -92,6 +94,18 @@ class TestConfig:
     def test_tolerance_is_a_number_or_measured(self, word: str, value: float | str) -> None:
         words = ("--control", "--control-arg=-x", "--margin-tolerance", word)
         assert config_from(parse(*words)).margin_tolerance == value
+
+    def test_the_model_alone_is_enough(self) -> None:
+        parser = argparse.ArgumentParser()
+        identity.add_arguments(parser)
+        config = config_from(parser.parse_args(["--model", "m"]))
+        assert (config.prompts, config.output_len) == (None, 64)
+        (arm,) = verified_arms(config)
+        assert (arm.compressor, arm.budget) == ("snapkv", budget_of("snapkv", None))
+        packed = config_from(parser.parse_args(["--model", "m", "--compressor", "kivi,snapkv"]))
+        assert [arm.budget for arm in verified_arms(packed)] == [1.0, 0.25]
+        with pytest.raises(BenchError, match="--compressor is 'zip'"):
+            verified_arms(config_from(parser.parse_args(["--model", "m", "--compressor", "zip"])))
 
     def test_greedy_request_carries_no_seed(self) -> None:
         expected = {"temperature": 0.0, "max_new_tokens": 4, "ignore_eos": True}

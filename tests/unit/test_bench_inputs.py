@@ -87,6 +87,16 @@ class TestCorpus:
         assert first == list(corpus.build(CharTokenizer(), self.documents, [150, 900], seed=1))
         assert all(prompt.text.endswith("[assistant]") for prompt in first)
 
+    def test_prompts_of_its_own_are_chats_of_real_text_or_text_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        tokenizer = CharTokenizer()
+        prompts = corpus.own_prompts(tokenizer)
+        assert prompts == corpus.own_prompts(tokenizer)
+        assert [len(prompt.input_ids) for prompt in prompts][:: len(prompts) - 1] == [300, 1500]
+        assert tokenizer.decode(list(prompts[0].input_ids)).endswith("[assistant]")
+        monkeypatch.setattr(CharTokenizer, "chat_template", None, raising=False)
+        texts = [tokenizer.decode(list(prompt.input_ids)) for prompt in corpus.own_prompts(tokenizer)]
+        assert not any("[user]" in text for text in texts) and any("Summarise" in text for text in texts)
+
     def test_too_little_text_is_an_error(self) -> None:
         with pytest.raises(BenchError, match="lower --max-tokens"):
             list(corpus.build(CharTokenizer(), self.documents, [5000], seed=1))

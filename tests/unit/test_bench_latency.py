@@ -67,5 +67,5 @@ def test_bad_options_are_refused_before_a_server_starts(tmp_path, flags):
 
 def test_a_plot_has_a_line_for_each_setting(tmp_path):
     results = [latency.summarize(name, None, rate, record()) for name in ("stock", "snapkv") for rate in (1.0, 2.0)]
-    latency.write_plot(tmp_path / "plots" / "latency.png", results)
+    latency.write_plot(tmp_path / "plots" / "latency.png", results, "m")
     assert (tmp_path / "plots" / "latency.png").stat().st_size > 1000

@@ -343,7 +343,7 @@ def test_a_request_that_fails_while_speed_is_measured_is_an_error():
 
 
 def test_nothing_is_drawn_of_nothing(tmp_path):
-    write(tmp_path / "none.png", Results(()))
+    write(tmp_path / "none.png", Results(()), "m")
     assert by_bytes(Results(())) == by_speed(Results(())) == [] and not (tmp_path / "none.png").exists()
 
 

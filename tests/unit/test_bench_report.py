@@ -59,7 +59,7 @@ class TestReport:
         assert lines[0].startswith("tolerated: quant 0.5") and lines[-1] == "FAILED"
 
     def test_plot_is_a_png(self, tmp_path: Path) -> None:
-        identity_report.write_plot(tmp_path / "p.png", [self.comparison])
+        identity_report.write_plot(tmp_path / "p.png", [self.comparison], "m, float32")
         assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
     def test_table_takes_names_with_brackets_literally(self, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
@@ -158,6 +161,63 @@ def test_a_folder_without_a_model_is_a_failing_line_not_a_traceback(tmp_path: Pa
     checks = {check.name: check for check in doctor.examine(str(tmp_path))}
     assert not checks["model"].ok and str(tmp_path) in checks["model"].found
     assert "\n" not in checks["model"].found
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ("[1]", "list indices"),
+        ("null", "NoneType"),
+        ("{", "not a valid JSON"),
+        (LLAMA | {"num_attention_heads": "four"}, "num_attention_heads"),
+        (LLAMA | {"num_attention_heads": 0}, "zero"),
+        (LLAMA | {"hidden_size": 63}, "hidden size (63)"),
+        (LLAMA | {"rope_scaling": 3}, "rope_parameters"),
+        (LLAMA | {"architectures": []}, "IndexError"),
+        (LLAMA | {"dtype": "odd"}, "odd"),
+        (LLAMA | {"quantization_config": 3}, "int"),
+        (SMALL | {"model_type": "llama"}, "TypeError"),
+    ],
+    ids=lambda value: None if isinstance(value, dict) else value,
+)
+def test_a_config_that_cannot_be_read_is_one_failing_line_and_the_others_stand(
+    tmp_path: Path, capsys: pytest.CaptureFixture, config: dict[str, object] | str, named: str
+) -> None:
+    folder = config_folder(tmp_path, config)
+    if isinstance(config, str):
+        (tmp_path / "config.json").write_text(config)
+    (found,) = [check for check in doctor.examine(folder) if not check.ok and check.name != "kv modes"]
+    assert found.name == "model" and found.remedy
+    assert named in found.found and "\n" not in found.found and len(found.found) < 400
+    assert doctor.main(["--model", folder]) == 1
+    assert "LlamaForCausalLM │" not in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("path", ["/nonexistent", "", "\0", "odd\udcff", "a/b/c", "~"])
+def test_a_path_that_is_no_model_is_one_failing_line(path: str) -> None:
+    assert [check.name for check in doctor.examine(path) if not check.ok] == ["model", "kv modes"]
+
+
+def test_what_the_terminal_cannot_show_is_escaped() -> None:
+    code = "from sglang_ext.doctor import __main__ as d; from sglang_ext.doctor.check import Check\n"
+    code += "d.examine = lambda model: [Check('model', True, 'odd\\udcff ä')]; d.main([])"
+    env = {**os.environ, "PYTHONIOENCODING": "ascii", "COLUMNS": "100"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=env, check=False)
+    assert done.returncode == 0 and rb"odd\udcff \xe4" in done.stdout, done.stderr[-500:]
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("name", ["check_torch", "check_hooks", "check_not_filtered", "check_attention_backends"])
+def test_a_check_that_fails_itself_is_a_line_and_the_others_run(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    def broken() -> Check:
+        raise KeyError("metadata\nof a package")
+
+    monkeypatch.setattr(doctor, name, broken)
+    names = [check.name for check in doctor.examine()]
+    failing = [check for check in doctor.examine() if not check.ok and check.name != "kv modes"]
+    assert len(names) == 10 and len(failing) == 1 and "KeyError" in failing[0].found and failing[0].remedy
 
 
 @pytest.mark.parametrize(("minor", "ok"), [(10, False), (11, True), (12, True), (13, False)])

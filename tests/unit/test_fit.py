@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from rich.console import Console
 from transformers import AutoModelForCausalLM
 
-from sglang_ext.fit import samples, work
+from sglang_ext.fit import __main__ as fit_command
+from sglang_ext.fit import progress, samples, work
 from sglang_ext.fit.__main__ import main
 from sglang_ext.fit.samples import of_layer
 from sglang_ext.fit.training import Training, held_out, train
@@ -154,6 +156,40 @@ def test_predictions_are_those_of_the_formula_in_float64(width):
     rounded = predictor.to("cpu", torch.bfloat16)(1, states.bfloat16())
     assert rounded.dtype == torch.float32
     torch.testing.assert_close(rounded, predictor(1, states), atol=0.2, rtol=0.05)
+
+
+@pytest.mark.parametrize(
+    ("r2", "words"),
+    [((0.5, 0.0), "not layers 1 of held-out"), ((-0.5, float("nan")), "no layer of held-out"), ((0.5, 0.1), "")],
+)
+def test_a_fit_that_predicts_nothing_is_warned_of(capsys, r2, words):
+    fit_command._tell(Fitted("m", "{}", 3, 700, (1.0, 2.0), r2), Console(stderr=True, width=200))
+    told = " ".join(capsys.readouterr().err.split())
+    assert ("warning" in told) == bool(words) and words in told
+    assert not words or "700 tokens of 3" in told
+
+
+def test_without_a_terminal_lines_tell_how_far_it_is(tiny, texts, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(progress, "EVERY", 0.0)
+    assert fit(tiny, tmp_path / "out", *texts) == 0
+    told = capsys.readouterr().err.splitlines()
+    for name, last in (("scores of texts", "tokens"), ("networks", "2 of 2 layers")):
+        lines = [line for line in told if line.startswith(f"{name}: ")]
+        assert lines[0].startswith(f"{name}: 0 of ") and last in lines[-1] and "left" not in lines[-1]
+        assert len(lines) >= 3 and all("left" in line for line in lines[1:-1])
+
+
+def test_lines_come_now_and_then(capsys, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    with progress.telling(Console(stderr=True, width=200)) as begin:
+        advance = begin("scores", 100, "tokens")
+        for _ in range(100):
+            now[0] += 1.0
+            advance(1)
+    told = capsys.readouterr().err.splitlines()
+    assert told[:2] == ["scores: 0 of 100 tokens, 0 s", "scores: 15 of 100 tokens, 15 s, about 85 s left"]
+    assert told[-1] == "scores: 100 of 100 tokens, 100 s" and len(told) == 8
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,9 @@ class Views:
         compressor = SimpleNamespace(each_round=self.each_round, window=32)
         return SimpleNamespace(recent=self.recent, least=1, unit=1, compressor=compressor)
 
+    def is_refused(self, row):
+        return False
+
     def has_queries(self, row):
         return row not in self.lacking
 

@@ -24,6 +24,9 @@ class FakeViews:
     def __init__(self, room=1 << 30):
         self.copies, self.room, self.made, self.queried, self.lacking = {}, room, [], 1 << 30, set()
 
+    def is_refused(self, row):
+        return False
+
     def has_queries(self, row):
         return row not in self.lacking
 

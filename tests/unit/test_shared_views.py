@@ -1,14 +1,19 @@
 """Requests with one beginning read one compressed copy of it, which the prefix tree keeps."""
 
+import re
+
 import pytest
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from tiered_helpers import PAGE, ROWS, World, done, kv_of
 
+from sglang_ext.core import FALLBACK_REASONS, RequestState
+from sglang_ext.managers import planner
 from sglang_ext.managers.integrity import IntegrityError, check_tails
 from sglang_ext.mem_cache import compressed_views
 from sglang_ext.mem_cache.compressed_views import CompressedViews
 from sglang_ext.mem_cache.compressors import create
+from sglang_ext.mem_cache.compressors.sink_recent import SinkRecent
 from sglang_ext.mem_cache.copy_method import CopyMethod
 from sglang_ext.mem_cache.query_window import QueryWindows
 from sglang_ext.mem_cache.tiered_node import Prefix
@@ -43,6 +48,58 @@ def drafted_on(world, req):
     """The KV that the request's draft row leads to."""
     view = world.cache.views.get(req.req_pool_idx)
     return world.kv[world.table.req_to_token[ROWS + req.req_pool_idx, : view.kept].long(), 0, 0]
+
+
+class Odd(SinkRecent):
+    """A method of somebody's own: scores as ``change`` makes them."""
+
+    name = "odd"
+    change = staticmethod(lambda scores: scores)
+
+    def scores(self, layer):
+        return self.change(super().scores(layer))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (torch.Tensor.half, r"float16 \[1, 24\]"),
+        (lambda scores: scores[:, :-1], r"float32 \[1, 23\]"),
+        (lambda scores: scores.t(), r"float32 \[24, 1\]"),
+        (lambda scores: scores.tolist(), "list"),
+    ],
+    ids=["dtype", "tokens", "transposed", "list"],
+)
+def test_scores_that_cannot_be_used_are_named_once_and_requests_served_with_full_kv(world, monkeypatch, caplog, change, named):
+    views = world.cache.views
+    monkeypatch.setattr(planner, "MIN_CONTEXT", 8)
+    done(world, COMMON)
+    kept = start(world, [*COMMON, *range(90, 98)])
+    monkeypatch.setattr(Odd, "change", staticmethod(change))
+    views.methods = (CopyMethod(Odd(), 0.5, Unpacked(PAGE)),)
+    for first in (100, 120):
+        tokens = [*COMMON, *range(first, first + 8)]
+        matched = len(world.match(tokens[:-1]).device_indices)
+        req = world.start(tokens)
+        state = RequestState("r", req.req_pool_idx, 0, matched=matched)
+        reason = planner.ensure_copy(views, req, state, len(tokens), 0)
+        assert FALLBACK_REASONS[reason] == "wrong-scores" and views.get(req.req_pool_idx) is None
+        world.finish(req)
+    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert re.search(f"compressor 'odd' scored a context with .*{named}.*scores are torch.float32 .*correct its", line)
+    assert not views.compress(kept.req_pool_idx, 24), "nor is a copy renewed"
+    assert views.get(kept.req_pool_idx) is None and views.held_tokens == 0
+    assert views.made == {"sink-recent": 1}
+    world.finish(kept)
+    world.check()
+
+
+def test_a_method_that_fails_when_the_server_tries_it_is_refused_and_named(world, monkeypatch, caplog):
+    views = world.cache.views
+    monkeypatch.setattr(Odd, "change", staticmethod(torch.Tensor.half))
+    views.methods = (*views.methods, CopyMethod(Odd(), 0.5, Unpacked(PAGE)))
+    views.compile_kernels(1)
+    assert views.refused == {"odd"} and "compressor 'odd'" in caplog.text
 
 
 def test_what_others_began_with_is_copied_once(world):

@@ -119,6 +119,11 @@ def as_json(config: QualityConfig, results: Results) -> Mapping[str, Any]:
     }
 
 
+def told(config: QualityConfig) -> str:
+    """What all servers share, in a line for the plot."""
+    return f"{Path(config.model).resolve().name}, {config.dtype}, {config.output_len} tokens a prompt, {config.concurrency} at once"
+
+
 def run(args: argparse.Namespace) -> int:
     """Measure, print tables, write the reports; 0 when all was measured and verified decoding cost nothing, else 1."""
     config = config_from(args)
@@ -131,5 +136,5 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         report.write_json(args.json, as_json(config, results))
     if args.plot:
-        plots.write(args.plot, results)
+        plots.write(args.plot, results, told(config))
     return results.exit_code

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from sglang_ext.bench import report
+from sglang_ext.bench import drawing
 from sglang_ext.bench.quality.results import ArmQuality, Results
 
 BYTES, SPEED = "bytes, share of full KV's", "tokens per second, over stock's"
@@ -35,13 +35,17 @@ class Panel:
     axis: str = BYTES
 
 
-def write(path: Path, results: Results) -> None:
-    """Draw the parts that were measured, a row over bytes and one over speed; nothing where there are none."""
+def write(path: Path, results: Results, measured_with: str) -> None:
+    """Draw the parts that were measured, a row over bytes and one over speed; nothing where there are none.
+
+    ``measured_with`` tells the settings that all servers share.
+    """
     rows = [row for row in (by_bytes(results), by_speed(results)) if row]
     if not rows:
         return
     columns = max(map(len, rows))
-    with report.png(path, (4.5 * columns, 4.2 * len(rows)), (len(rows), columns)) as axes:
+    heading = drawing.Heading("Quality of a compressed KV cache", measured_with)
+    with drawing.png(path, (max(7, 4.5 * columns), 4.2 * len(rows) + 0.8), heading, (len(rows), columns)) as axes:
         places = np.reshape(axes, (len(rows), columns))
         for row, places_of_row in zip(rows, places):
             for panel, place in zip(row, places_of_row):
@@ -134,12 +138,12 @@ def _functional(each: ArmQuality) -> float | None:
 
 
 def _draw(axes: Any, panel: Panel) -> None:
-    for line in panel.lines:
-        axes.plot(*zip(*line.points), marker="o", label=line.label)
+    curves = [drawing.Curve(line.label, *zip(*line.points)) for line in panel.lines]
+    has_axis = drawing.draw(axes, curves, panel.axis)
     if panel.level is not None:
         axes.axhline(panel.level, color="black", linestyle=":", label="stock")
-    axes.set(xlabel=panel.axis, title=panel.title)
-    if panel.axis == BYTES:
+    axes.set_title(panel.title)
+    if panel.axis == BYTES and has_axis:
         axes.set_xscale("log", base=2)
     if panel.log:
         # Divergences of nothing have a place too.

@@ -16,6 +16,7 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from sglang_ext.mem_cache.compressors.always import Always
+from sglang_ext.mem_cache.compressors.check import check_scores
 from sglang_ext.mem_cache.compressors.head_budgets import best_of_all, best_of_each
 from sglang_ext.mem_cache.head_cells import KeptCells
 from sglang_ext.mem_cache.kv_buffers import KVBuffers
@@ -123,8 +124,22 @@ class Compressor(ABC):
 
     def scores_all(self, context: ContextKV) -> torch.Tensor:
         """:meth:`scores` in all layers: float32 [layers, kv_heads, tokens]; overridden where one kernel for all is faster."""
-        layers = range(len(context.buffers.keys))
-        return torch.stack([self.scores(context.layer(index)) for index in layers])
+        found = []
+        for index, keys in enumerate(context.buffers.keys):
+            found.append(self.scores(context.layer(index)))
+            check_scores(self.name, found[-1], (keys.shape[1], len(context.slots)))
+        return torch.stack(found)
+
+    def checked_scores(self, context: ContextKV) -> torch.Tensor:
+        """:meth:`scores_all`, for what selects by them.
+
+        Raises:
+            ScoresError: they are not as the interface says.
+        """
+        scores = self.scores_all(context)
+        keys = context.buffers.keys
+        check_scores(self.name, scores, (len(keys), keys[0].shape[1], len(context.slots)))
+        return scores
 
     def always(self, context: ContextKV) -> Always:
         """Which tokens score infinity, known before any score is."""
@@ -135,16 +150,24 @@ class Compressor(ABC):
         return [part]
 
     def select(self, context: ContextKV, parts: Sequence[Part]) -> list[torch.Tensor]:
-        """Positions that the heads keep of each part: int64 [layers, kv_heads, its count], ascending."""
-        scores = self.scores_all(context)
+        """Positions that the heads keep of each part: int64 [layers, kv_heads, its count], ascending.
+
+        Raises:
+            ScoresError: as :meth:`checked_scores`.
+        """
+        scores = self.checked_scores(context)
         return [
             torch.cat([best(scores[..., cut.start : cut.end], cut.count) + cut.start for cut in self.cuts(context, part)], dim=-1)
             for part in parts
         ]
 
     def select_cells(self, context: ContextKV, part: Part) -> KeptCells:
-        """What heads keep of a part that may keep different numbers, on the average its count; does not wait for the device."""
-        scores = self.scores_all(context)
+        """What heads keep of a part that may keep different numbers, on the average its count; does not wait for the device.
+
+        Raises:
+            ScoresError: as :meth:`checked_scores`.
+        """
+        scores = self.checked_scores(context)
         tokens, chosen = scores.shape[-1], []
         for cut in self.cuts(context, part):
             choose = best_of_all if self.comparable else best_of_each

@@ -1,0 +1,31 @@
+"""When an answer that is not streamed is told to the frontend, which takes the times of ``meta_info`` and ``/metrics`` from that.
+
+SGLang sends such an answer's tokens where their number is a multiple of ``SGLANG_FORCE_STREAM_INTERVAL``. Tokens that come
+several at once step over these numbers: the first that the frontend sees is then the end, which stands for the first token.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+
+def send_what_is_due(original: Callable, accumulator, *, req: "Req") -> None:
+    """Hook around ``accept``: send the first token at once, then whenever a multiple of SGLang's interval was reached or passed."""
+    interval = accumulator.default_force_stream_interval
+    # Nothing tells whether what there is begins a match of a pattern: these are left to SGLang.
+    if req.output_ids and not (req.stream or req.finished() or req.sampling_params.stop_regex_strs):
+        # An interval of one token sends now, one longer than the answer does not.
+        accumulator.default_force_stream_interval = 1 if _is_due(req, interval) else len(req.output_ids) + 1
+    try:
+        original(accumulator, req=req)
+    finally:
+        accumulator.default_force_stream_interval = interval
+
+
+def _is_due(req: "Req", interval: int) -> bool:
+    """Whether tokens are to be sent; not while they may be the beginning of a stop string, which the text leaves out."""
+    sent, there = req.send_token_offset, len(req.output_ids)
+    due = sent == 0 or there // interval > sent // interval
+    return due and not req.check_match_stop_str_prefix()

@@ -1,0 +1,60 @@
+"""Of answers that are not streamed the frontend hears at their first token, and each time that they pass SGLang's interval."""
+
+import pytest
+from test_finish import make_request
+
+from sglang_ext.managers.reporting import send_what_is_due
+
+INTERVAL = 50
+
+
+class Accumulator:
+    """SGLang's rule for answers that are not streamed: which were sent, and after how many tokens."""
+
+    def __init__(self) -> None:
+        self.default_force_stream_interval = INTERVAL
+        self.sent: list[int] = []
+
+    def accept(self, *, req) -> None:
+        if req.finished() or len(req.output_ids) % self.default_force_stream_interval == 0:
+            self.sent.append(len(req.output_ids))
+            req.send_token_offset = len(req.output_ids)
+
+
+def lengths(steps, accept, **params):
+    """After how many tokens an answer of ``steps``, tokens that come at once, is sent."""
+    req, accumulator = make_request(**params), Accumulator()
+    req.stream, req.send_token_offset = False, 0
+    for step in steps:
+        req.output_ids.extend(step)
+        accept(accumulator, req)
+        assert accumulator.default_force_stream_interval == INTERVAL
+    return accumulator.sent
+
+
+def ours(accumulator, req):
+    send_what_is_due(Accumulator.accept, accumulator, req=req)
+
+
+def stocks(accumulator, req):
+    accumulator.accept(req=req)
+
+
+@pytest.mark.parametrize("together", [1, 3, 7, 16])
+def test_the_first_token_is_sent_at_once_and_then_each_interval_that_is_passed(together):
+    steps = [[0]] + [[0] * together] * (160 // together)
+    sent = lengths(steps, ours, max_new_tokens=1000)
+    assert sent[0] == 1
+    assert len(sent) == 4 and all(0 <= at - passed < together for at, passed in zip(sent[1:], (50, 100, 150)))
+    assert lengths(steps, stocks, max_new_tokens=1000) != sent, "the rule of one token at a time does not do it"
+
+
+def test_what_may_begin_a_stop_string_waits_until_it_does_not():
+    # The letters a b c; "bc" would end it.
+    assert lengths([[1], [0], [1, 0]], ours, stop=["bc"], max_new_tokens=9) == [2]
+    assert lengths([[0], [1]], ours, stop=["bc"], max_new_tokens=9) == [1]
+
+
+def test_answers_that_a_pattern_may_end_are_left_to_sglang():
+    steps = [[0]] + [[0] * 7] * 10
+    assert lengths(steps, ours, stop_regex=["b+"], max_new_tokens=99) == lengths(steps, stocks, max_new_tokens=99) == [50]
