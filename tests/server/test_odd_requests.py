@@ -96,7 +96,7 @@ def test_what_a_fuzz_sends_ends_no_server_and_what_is_valid_gets_stocks_answers(
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    @given(st.lists(request_fuzz.bodies, min_size=8, max_size=16))
+    @given(st.lists(request_fuzz.bodies, min_size=6, max_size=12))
     def send(bodies):
         if time.monotonic() > ends:
             raise Over
