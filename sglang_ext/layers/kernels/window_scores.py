@@ -35,7 +35,7 @@ def _logits(
 ):  # fmt: skip
     """Products of queries with the keys from ``first`` on, times log2(e) and the scaling; -inf where a key is hidden.
 
-    Queries see keys up to their ``position``; up to the ``oldest`` one all do.
+    Queries see keys up to their ``position``; up to the ``oldest`` one all do. What pads the last block is no key.
     """
     dim, column = tl.arange(0, PADDED_DIM), first + tl.arange(0, BLOCK)
     inside = column < tokens
@@ -43,7 +43,7 @@ def _logits(
     there = inside[:, None] & (dim < DIM)[None, :]
     k = tl.load(keys + slot[:, None] * slot_stride + dim[None, :], mask=there, other=0.0)
     logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scaling
-    if first + BLOCK - 1 > oldest:
+    if (first + BLOCK > tokens) | (first + BLOCK - 1 > oldest):
         logits = tl.where(inside[None, :] & (column[None, :] <= position[:, None]), logits, float("-inf"))
     return logits
 
