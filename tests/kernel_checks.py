@@ -69,9 +69,10 @@ def check_window_scores():
 
 
 def check_gather_kept():
-    """Copies land in the right layer, head and slot, and nothing else changes."""
-    for layers, heads, dim, count in ((2, 3, 64, 40), (3, 1, 24, 33), (1, 2, 128, 1)):
-        (keys, key_table), (values, value_table) = pools(layers, 200, heads, dim, count)
+    """Copies land in the right layer, head and slot, and nothing else changes; also where values are narrower than keys."""
+    for layers, heads, dim, value_dim, count in ((2, 3, 64, 64, 40), (3, 1, 24, 24, 33), (1, 2, 128, 128, 1), (2, 2, 96, 64, 33)):
+        (keys, key_table), _ = pools(layers, 200, heads, dim, count)
+        (values, value_table), _ = pools(layers, 200, heads, value_dim, count + 1)
         noise = torch.Generator().manual_seed(2)
         order = torch.randperm(200, generator=noise).to(DEVICE)
         sources, targets = order[:100], order[100 : 100 + count]
@@ -82,7 +83,7 @@ def check_gather_kept():
             for layer in range(layers):
                 for head in range(heads):
                     kind[layer][targets, head] = buffers[layer][sources[kept[layer, head]], head]
-        gather_kept(key_table, value_table, keys[0], kept, sources, targets)
+        gather_kept(key_table, value_table, keys[0], values[0], kept, sources, targets)
         for kind, buffers in zip(expected, (keys, values)):
             for layer in range(layers):
                 assert torch.equal(kind[layer], buffers[layer])
