@@ -22,7 +22,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help install serve test clean
+.PHONY: help install serve test matrix clean
 # The steps share one environment, so they never run side by side, even under `make -j`.
 .NOTPARALLEL:
 
@@ -93,6 +93,15 @@ test: $(TEST_STAMP)  ## run the tests (at most 20 minutes on 2 cores)
 	.venv/bin/python -m pytest tests --numprocesses=2 --dist=loadgroup --no-loadscope-reorder --durations=15 || status=$$?
 	echo $$status > .venv/.test-status  # make itself exits with 2 whatever failed; .ci/run reads this
 	exit $$status
+
+matrix: $(TEST_STAMP)  ## compile and run all kernels for all shapes of attention and GPUs (hours; docs/kernel-matrix.md)
+	@export PATH="$(CURDIR)/.venv/bin:$$PATH"
+	.venv/bin/python tests/kernel_matrix.py --sizes
+	.venv/bin/python tests/kernel_matrix.py --dims 64,128 --groups 4,16 --dtypes bfloat16
+	.venv/bin/python tests/matrix_interpret.py
+	.venv/bin/python tests/matrix_interpret.py --refuse 3 --groups 1,7,16,71
+	.venv/bin/python tests/matrix_interpret.py --tensor-cores --dims 64,128 --dtypes bfloat16,float16 \
+		--launches 'decode int88,decode int44,decode kivi4,decode kivi2,decode rotatekv4,decode rotatekv2'
 
 clean:  ## remove .venv and .cache
 	rm -rf .venv .cache

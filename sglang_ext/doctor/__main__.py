@@ -26,6 +26,7 @@ from sglang_ext.doctor.installation import (
     check_torch,
     package_version,
 )
+from sglang_ext.doctor.kernels import check_kernels
 from sglang_ext.doctor.serving import check_attention_backends, check_device, check_hooks, check_model
 
 
@@ -48,6 +49,7 @@ def examine(model: str | None = None) -> list[Check]:
         checks += check_hooks()
         if model is not None:
             checks.append(check_model(model))
+            checks += check_kernels(model)
     return [*checks, check_modes(checks)]
 
 
