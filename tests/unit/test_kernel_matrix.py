@@ -38,7 +38,7 @@ def test_what_fits_no_gpu_of_this_kind_is_refused_by_name():
 
     message = "attention with 256 channels takes 120000 of shared memory, and .* has 101376: pass --x"
     with pytest.raises(OptionError, match=message):
-        launch_fitting((200_000, 120_000), launch, "a key", "attention with 256 channels", "pass --x")
+        launch_fitting((200_000, 120_000), launch, "a key", lambda: "attention with 256 channels", "pass --x")
     assert tried == [200_000, 120_000]
 
 
@@ -53,5 +53,5 @@ def test_a_launch_begins_with_what_fitted_last():
             raise OutOfResources(tile, 1, "shared memory")
 
     for _ in range(2):
-        launch_fitting((3, 2, 1), launch, "another key", "attention", "")
+        launch_fitting((3, 2, 1), launch, "another key", str, "")
     assert tried == [3, 2, 1, 1]

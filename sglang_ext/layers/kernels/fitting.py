@@ -18,7 +18,7 @@ _TAKEN: dict[Hashable, int] = {}
 
 
 def launch_fitting(
-    choices: Sequence[Choice], launch: Callable[[Choice], object], key: Hashable, what: str, remedy: str
+    choices: Sequence[Choice], launch: Callable[[Choice], object], key: Hashable, what: Callable[[], str], remedy: str
 ) -> None:
     """Launch with the first of ``choices`` that fits the GPU; later launches for ``key`` begin with it.
 
@@ -28,7 +28,7 @@ def launch_fitting(
         choices: tile sizes, those preferred first.
         launch: launches a kernel with one of them.
         key: all that the kernel's shared memory depends on besides.
-        what: names the kernel's work and the shape, for the message.
+        what: names the kernel's work and the shape, where a message needs it.
         remedy: what to do where none fits.
 
     Raises:
@@ -43,7 +43,7 @@ def launch_fitting(
         _TAKEN[key] = index
         return
     raise OptionError(
-        f"{what} takes {refused.required} of {refused.name}, and {gpu_name()} has {refused.limit}: {remedy}"
+        f"{what()} takes {refused.required} of {refused.name}, and {gpu_name()} has {refused.limit}: {remedy}"
     ) from refused
 
 

@@ -1,6 +1,7 @@
 """Tile sizes of decode kernels over rows of two kinds (flash_parts.py): first those preferred, then those that take less room."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import triton
 
@@ -25,7 +26,8 @@ class Tile:
     stages: int
 
 
-def tiles(group: int, most_rows: int, tokens: int, stages: int, fewest_rows: int = 16) -> list[Tile]:
+@lru_cache
+def tiles(group: int, most_rows: int, tokens: int, stages: int, fewest_rows: int = 16) -> tuple[Tile, ...]:
     """Choices for ``group`` queries that share a KV head.
 
     Args:
@@ -37,4 +39,4 @@ def tiles(group: int, most_rows: int, tokens: int, stages: int, fewest_rows: int
     rows = min(most_rows, max(fewest_rows, triton.next_power_of_2(group)))
     fewer = [Tile(rows, tokens, stage) for stage in range(stages, 0, -1)]
     smaller = [Tile(less, tokens, 1) for less in halves(rows, fewest_rows)[1:]]
-    return [*fewer, *smaller, *(Tile(min(rows, fewest_rows), less, 1) for less in halves(tokens)[1:])]
+    return *fewer, *smaller, *(Tile(min(rows, fewest_rows), less, 1) for less in halves(tokens)[1:])

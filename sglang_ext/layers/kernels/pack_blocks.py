@@ -188,6 +188,9 @@ def _launch(
         )  # fmt: skip
 
     parts = (layout.dim,) if rotation is None else (layout.dim, ROTATED_PART)
-    what = f"packing KV of {layout.dim} channels a head in {str(like.dtype).removeprefix('torch.')}"
+
+    def what() -> str:
+        return f"packing KV of {layout.dim} channels a head in {str(like.dtype).removeprefix('torch.')}"
+
     key = ("pack", layout, rotation is None, thresholds is None, like.dtype, like.device)
     launch_fitting(parts, launch, key, what, "pass --kv-compressor kivi")

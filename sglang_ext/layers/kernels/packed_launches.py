@@ -66,9 +66,11 @@ class Call:
             OptionError: none does.
         """
         packing, keys = self.packing, self.keys
-        method = type(packing.quantizer).__name__.lower()
-        about = shape_name(keys.shape[2], self.group, keys.dtype)
-        what = f"attention over tokens in {packing.keys.bits} bits ({method}) with {about}"
+
+        def what() -> str:
+            method, about = type(packing.quantizer).__name__.lower(), shape_name(keys.shape[2], self.group, keys.dtype)
+            return f"attention over tokens in {packing.keys.bits} bits ({method}) with {about}"
+
         key = (name, packing.keys, packing.values, self.group, keys.dtype, keys.device)
         launch_fitting(choices, with_tile, key, what, "pass --kv-compressor snapkv")
 

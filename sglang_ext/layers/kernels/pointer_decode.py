@@ -111,7 +111,9 @@ def pointer_decode(
             PER_SLOT=begins.pointers.per_slot, SPLITS=parts.most, N=tile.tokens, num_stages=tile.stages, **parts.shape,
         )  # fmt: skip
 
-    what = f"attention over pointers with {shape_name(dim, group, keys.dtype)}"
+    def what() -> str:
+        return f"attention over pointers with {shape_name(dim, group, keys.dtype)}"
+
     key = ("pointers", dim, values.shape[2], group, keys.dtype, keys.device)
     launch_fitting(tiles(group, MOST_ROWS, TOKENS, STAGES), launch, key, what, "pass --kv-compressor snapkv")
     return parts.joined()

@@ -143,7 +143,9 @@ def uneven_decode(
             num_stages=tile.stages, **parts.shape,
         )  # fmt: skip
 
-    what = f"attention over heads of different budgets with {shape_name(dim, group, keys.dtype)}"
+    def what() -> str:
+        return f"attention over heads of different budgets with {shape_name(dim, group, keys.dtype)}"
+
     key = ("cells", dim, values.shape[2], group, keys.dtype, keys.device)
     launch_fitting(tiles(group, MOST_ROWS, TOKENS, STAGES), launch, key, what, "pass --kv-head-budgets equal")
     return parts.joined()

@@ -175,7 +175,10 @@ def verify_attention(
     group, most = queries.shape[1] // keys.shape[1], splits.most
     fitting, dim = choices(blocks), keys.shape[2]
     key = ("verify", blocks, dim, values.shape[2], group, bool(splits.tile), cap, keys.dtype, keys.device)
-    what = f"verification with {shape_name(dim, group, keys.dtype)}"
+
+    def what() -> str:
+        return f"verification with {shape_name(dim, group, keys.dtype)}"
+
     for first, last, begin, end in groups(tokens.counts, len(partial)):
 
         def launch(tile: Blocks) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 import triton
@@ -46,14 +47,15 @@ def fast_blocks(rows: int, key_bytes: int) -> Blocks:
     return Blocks(first, second, tokens=tokens, warps=4 if first <= 64 else 8, stages=3)
 
 
-def choices(blocks: Blocks) -> list[Blocks]:
+@lru_cache
+def choices(blocks: Blocks) -> tuple[Blocks, ...]:
     """``blocks``, and what takes less and less shared memory; of :data:`EXACT` what has the same arithmetic."""
     fewer = [replace(blocks, stages=stages) for stages in range(blocks.stages, 0, -1)]
     if blocks == EXACT:
-        return fewer
+        return tuple(fewer)
     shorter = [replace(fewer[-1], tokens=tokens) for tokens in halves(blocks.tokens)[1:]]
     least = replace((fewer + shorter)[-1], more_rows=0)
-    return [*fewer, *shorter, *(replace(least, rows=rows, warps=min(least.warps, 4)) for rows in halves(blocks.rows))]
+    return *fewer, *shorter, *(replace(least, rows=rows, warps=min(least.warps, 4)) for rows in halves(blocks.rows))
 
 
 @dataclass(frozen=True)

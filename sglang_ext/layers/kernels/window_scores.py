@@ -155,9 +155,11 @@ def window_scores(
         _normalizers[grid](*common, largest, total, *numbers, **shape, **size.options)
 
     def launch(kernel: Callable[[Rows], None], *about: object) -> None:
-        what = f"scoring tokens by the newest queries with {shape_name(dim, group, like.dtype)}"
         remedy = "pass --kv-compressor sink-recent, or --kv-mode full"
-        launch_fitting(choices, kernel, (*about, choices[0], group, dim, like.dtype, like.device), what, remedy)
+        key = (*about, choices[0], group, dim, like.dtype, like.device)
+        launch_fitting(
+            choices, kernel, key, lambda: f"scoring by the newest queries with {shape_name(dim, group, like.dtype)}", remedy
+        )
 
     launch(normalize, "normalizers")
     # Powers of two throughout.

@@ -1,6 +1,7 @@
 """How window_scores.py divides its queries: rows of a matrix product, and blocks of them in a program."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import triton
 
@@ -30,9 +31,10 @@ class Rows:
         return {"ROWS": self.rows} if self.stages is None else {"ROWS": self.rows, "num_stages": self.stages}
 
 
-def row_choices(count: int) -> list[Rows]:
+@lru_cache
+def row_choices(count: int) -> tuple[Rows, ...]:
     """How programs may share ``count`` rows: those with the fewest partial sums first, then those with smaller tiles."""
     most = min(LARGEST_ROWS, max(16, triton.next_power_of_2(count)))
     blocks = triton.cdiv(count, most)
     together = dict.fromkeys(share for share in (blocks, 2, 1) if share <= min(blocks, MOST_BLOCKS))
-    return [*(Rows(most, share) for share in together), *(Rows(rows, stages=1) for rows in halves(most))]
+    return *(Rows(most, share) for share in together), *(Rows(rows, stages=1) for rows in halves(most))
