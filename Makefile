@@ -22,7 +22,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help install serve port-is-free test clean
+.PHONY: help install serve port-is-free test matrix clean
 # The steps share one environment, so they never run side by side, even under `make -j`.
 .NOTPARALLEL:
 
@@ -94,12 +94,21 @@ serve: port-is-free $(STAMP)  ## serve MODEL (default: the demo model) on http:/
 	echo "==> starting SGLang on http://127.0.0.1:$(PORT) (about 30 s); stop it with Ctrl-C"
 	exec .venv/bin/python -m sglang.launch_server --model-path "$$model" --host 127.0.0.1 --port $(PORT) --kv-mode verified $${dtype:-} $(ARGS)
 
-test: $(TEST_STAMP)  ## run the tests (at most 20 minutes on 2 cores)
+test: $(TEST_STAMP)  ## run the tests (at most 25 minutes on 2 cores)
 	@export PATH="$(CURDIR)/.venv/bin:$$PATH"
 	status=0
 	.venv/bin/python -m pytest tests --numprocesses=2 --dist=loadgroup --no-loadscope-reorder --durations=15 || status=$$?
 	echo $$status > .venv/.test-status  # make itself exits with 2 whatever failed; .ci/run reads this
 	exit $$status
+
+matrix: $(TEST_STAMP)  ## compile and run all kernels for all shapes of attention and GPUs (hours; docs/kernel-matrix.md)
+	@export PATH="$(CURDIR)/.venv/bin:$$PATH"
+	.venv/bin/python tests/kernel_matrix.py --sizes
+	.venv/bin/python tests/kernel_matrix.py --dims 64,128 --groups 4,16 --dtypes bfloat16
+	.venv/bin/python tests/matrix_interpret.py
+	.venv/bin/python tests/matrix_interpret.py --refuse 3 --groups 1,7,16,71
+	.venv/bin/python tests/matrix_interpret.py --tensor-cores --dims 64,128 --dtypes bfloat16,float16 \
+		--launches 'decode int88,decode int44,decode kivi4,decode kivi2,decode rotatekv4,decode rotatekv2'
 
 clean:  ## remove .venv and .cache
 	rm -rf .venv .cache

@@ -31,12 +31,30 @@ def check_resolved(args: "KVServerArgs") -> None:
                 f"runs with {', '.join(DETERMINISTIC_BACKENDS)}: elsewhere a verification rounds differently from a "
                 "decode. Pass one of these."
             )
-    reason = unsupported_model(args.get_model_config())
+    config = args.get_model_config()
+    reason = unsupported_model(config)
     if reason is not None:
         raise OptionError(
             f"--model-path {args.model_path}: {reason}; --kv-mode {args.kv_mode} serves decoder-only "
             "text models with multi-head, grouped-query or multi-query attention over the whole "
             "context, in float weights. Use --kv-mode full for this model."
+        )
+    _check_deterministic_heads(args, config)
+
+
+def _check_deterministic_heads(args: "KVServerArgs", config: object) -> None:
+    """Refuse bit-identical verifications of heads that SGLang decodes with products of vectors, not of matrices.
+
+    Its Triton decode has a kernel of its own where a KV head has one query head; ours has the arithmetic of the other.
+    """
+    exact = args.kv_mode == "verified" and args.enable_deterministic_inference and "triton" in attention_backends(args)
+    query_heads, kv_heads = config.get_num_attention_heads(args.tp_size), config.get_num_kv_heads(args.tp_size)
+    if exact and query_heads == kv_heads:
+        raise OptionError(
+            f"--model-path {args.model_path}, --tp-size {args.tp_size}: a rank has {query_heads} query heads and as many KV "
+            "heads; with --enable-deterministic-inference and the triton backend --kv-mode verified needs two query heads a KV head or "
+            "more: SGLang decodes one by another kernel, which rounds otherwise. Leave --enable-deterministic-inference out, "
+            "pass a smaller --tp-size where that leaves more, or use --kv-mode full."
         )
 
 

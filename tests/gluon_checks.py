@@ -4,7 +4,7 @@ import torch
 
 from gluon_emulator import Emulated
 from packed_helpers import attention, packed_pool
-from sglang_ext.layers.kernels import packed_decode
+from sglang_ext.layers.kernels import packed_decode, packed_launches
 
 # Method, bits, channels of a head, queries that share a KV head, dtype, parts of blocks and of exact tokens.
 CASES = (
@@ -18,7 +18,7 @@ CASES = (
 def check_packed_gluon(device):
     """Attention over what packed and exact tokens mean, where the Gluon kernel takes the blocks; rows without blocks, too."""
     if device == "cpu":
-        packed_decode.packed_splits_gluon = Emulated("packed_splits_gluon")
+        packed_launches.packed_splits_gluon = Emulated("packed_splits_gluon")
         packed_decode.has_tensor_cores = lambda keys: True
     for number, (name, bits, dim, group, dtype, splits) in enumerate(CASES):
         heads, exact = 2 if number == 0 else 1, 37

@@ -44,14 +44,20 @@ def pools(layers, slots, heads, dim, seed):
 
 
 def check_window_scores():
-    """Means of softmax attention, over window sizes, groups and lengths around the kernel's blocks; positions have gaps."""
-    for window, heads, group, dim, tokens in ((32, 2, 3, 64, 1100), (5, 1, 4, 24, 63), (40, 2, 8, 16, 65), (1, 3, 1, 128, 1)):
+    """Means of softmax attention, over window sizes, groups and lengths around the kernel's blocks; positions have gaps.
+
+    Some queries lie beyond the context's end, as those do of a packed copy that leaves the newest tokens exact.
+    """
+    for window, heads, group, dim, tokens, ahead in (
+        (32, 2, 3, 64, 1100, 0), (5, 1, 4, 24, 63, 0), (40, 2, 8, 16, 65, 0), (1, 3, 1, 128, 1, 0), (32, 2, 4, 64, 70, 128),
+        (4, 1, 2, 16, 1, 200), (5, 1, 48, 16, 1030, 64),
+    ):  # fmt: skip
         (keys, table), _ = pools(2, tokens + 30, heads, dim, window)
         noise = torch.Generator().manual_seed(1)
         slots = torch.randperm(tokens + 30, generator=noise)[:tokens].to(DEVICE)
         window = min(window, tokens)
         queries = torch.randn(2, window, heads * group, dim, generator=noise).to(DEVICE)
-        positions = torch.randperm(tokens, generator=noise)[:window].sort().values.to(DEVICE)
+        positions = (ahead + torch.randperm(tokens, generator=noise)[:window]).sort().values.to(DEVICE)
         found = window_scores(queries, table, keys[0], slots, positions, 0.3)
         for layer in range(2):
             k = keys[layer][slots].double()
@@ -63,9 +69,10 @@ def check_window_scores():
 
 
 def check_gather_kept():
-    """Copies land in the right layer, head and slot, and nothing else changes."""
-    for layers, heads, dim, count in ((2, 3, 64, 40), (3, 1, 24, 33), (1, 2, 128, 1)):
-        (keys, key_table), (values, value_table) = pools(layers, 200, heads, dim, count)
+    """Copies land in the right layer, head and slot, and nothing else changes; also where values are narrower than keys."""
+    for layers, heads, dim, value_dim, count in ((2, 3, 64, 64, 40), (3, 1, 24, 24, 33), (1, 2, 128, 128, 1), (2, 2, 96, 64, 33)):
+        (keys, key_table), _ = pools(layers, 200, heads, dim, count)
+        (values, value_table), _ = pools(layers, 200, heads, value_dim, count + 1)
         noise = torch.Generator().manual_seed(2)
         order = torch.randperm(200, generator=noise).to(DEVICE)
         sources, targets = order[:100], order[100 : 100 + count]
@@ -76,7 +83,7 @@ def check_gather_kept():
             for layer in range(layers):
                 for head in range(heads):
                     kind[layer][targets, head] = buffers[layer][sources[kept[layer, head]], head]
-        gather_kept(key_table, value_table, keys[0], kept, sources, targets)
+        gather_kept(key_table, value_table, keys[0], values[0], kept, sources, targets)
         for kind, buffers in zip(expected, (keys, values)):
             for layer in range(layers):
                 assert torch.equal(kind[layer], buffers[layer])

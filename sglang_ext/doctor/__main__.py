@@ -27,6 +27,7 @@ from sglang_ext.doctor.installation import (
     check_torch,
     package_version,
 )
+from sglang_ext.doctor.kernels import check_kernels
 from sglang_ext.doctor.serving import check_attention_backends, check_device, check_hooks, check_model
 
 
@@ -48,7 +49,7 @@ def examine(model: str | None = None) -> list[Check]:
     if package_version("sglang") and package_version("torch"):
         wanted += [("device", check_device), ("attention backends", check_attention_backends), ("hooks", check_hooks)]
         if model is not None:
-            wanted.append(("model", lambda: check_model(model)))
+            wanted += [("model", lambda: check_model(model)), ("kernels", lambda: check_kernels(model))]
     checks = [line for name, check in wanted for line in _guarded(name, check)]
     return [*checks, check_modes(checks)]
 

@@ -63,7 +63,7 @@ class KVBuffers:
         if self.on_gpu:
             from sglang_ext.layers.kernels.gather_kept import gather_kept
 
-            gather_kept(self.key_table, self.value_table, self.keys[0], kept, sources, targets)
+            gather_kept(self.key_table, self.value_table, self.keys[0], self.values[0], kept, sources, targets)
             return
         heads = torch.arange(kept.shape[1])
         for layer, of_layer in enumerate(kept):

@@ -23,6 +23,13 @@ def softmax_step(qk, best, total, AXIS: tl.constexpr):
 
 
 @triton.jit
+def head_and_rows(GROUP: tl.constexpr, M: tl.constexpr):
+    """A program's KV head and rows, of the queries that share it; programs of more rows than M are neighbours."""
+    BLOCKS: tl.constexpr = (GROUP + M - 1) // M
+    return tl.program_id(1) // BLOCKS, tl.program_id(1) % BLOCKS * M + tl.arange(0, M)
+
+
+@triton.jit
 def scaled_queries(queries, row, dim, scaling, GROUP: tl.constexpr, DIM: tl.constexpr, LIKE: tl.constexpr):
     """The queries that share a KV head, and 0 for what pads them: LIKE [rows, channels]."""
     q = tl.load(queries + row[:, None] * DIM + dim[None, :], mask=(row < GROUP)[:, None] & (dim < DIM)[None, :], other=0.0)
@@ -88,8 +95,11 @@ def join_parts(
     head = tl.program_id(0).to(tl.int64)
     split, dim = tl.arange(0, PADDED_SPLITS), tl.arange(0, PADDED_VALUE_DIM)
     sums = tl.load(lse + head * SPLITS + split, mask=split < SPLITS, other=float("-inf"))
-    weights = tl.exp(sums - tl.max(sums, 0))
-    weights /= tl.sum(weights, 0)
+    # A row without tokens has no maximum; what it gives is 0.
+    best = tl.max(sums, 0)
+    weights = tl.exp(sums - tl.where(best == float("-inf"), 0.0, best))
+    total = tl.sum(weights, 0)
+    weights /= tl.where(total > 0, total, 1.0)
     there = (weights > 0)[:, None] & (dim < VALUE_DIM)[None, :]
     found = tl.load(partial + (head * SPLITS + split[:, None]) * VALUE_DIM + dim[None, :], mask=there, other=0.0)
     found *= weights[:, None]

@@ -7,40 +7,38 @@ import triton.language as tl
 BLOCK = 32
 
 
+@triton.jit
+def _copy_tokens(table, like, layer, read, written, inside, DIM: tl.constexpr, PADDED_DIM: tl.constexpr):
+    """Numbers at the offsets ``read`` of one layer's buffer go to the offsets ``written``."""
+    dim = tl.arange(0, PADDED_DIM)
+    mask = inside[:, None] & (dim < DIM)[None, :]
+    buffer = tl.load(table + layer).to(tl.pointer_type(like.dtype.element_ty))
+    tl.store(buffer + (written[:, None] + dim[None, :]), tl.load(buffer + (read[:, None] + dim[None, :]), mask=mask), mask=mask)
+
+
 @triton.jit(do_not_specialize=("count",))
 def _gather_kept(
-    key_table,
-    value_table,
-    like,
-    kept,
-    sources,
-    targets,
-    count,
-    slot_stride,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    key_table, value_table, keys, values, kept, sources, targets, count, key_slot, key_head, value_slot, value_head,
+    HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+    PADDED_VALUE_DIM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     layer, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    dim = tl.arange(0, PADDED_DIM)
-    inside = (place < count)[:, None] & (dim < DIM)[None, :]
-    token = tl.load(kept + tl.program_id(0) * count + place, mask=place < count, other=0)
-    source = tl.load(sources + token, mask=place < count, other=0)
-    target = tl.load(targets + place, mask=place < count, other=0)
-    read = source[:, None] * slot_stride + head * DIM + dim[None, :]
-    written = target[:, None] * slot_stride + head * DIM + dim[None, :]
-    for table in tl.static_range(2):
-        address = tl.load((key_table if table == 0 else value_table) + layer)
-        buffer = address.to(tl.pointer_type(like.dtype.element_ty))
-        tl.store(buffer + written, tl.load(buffer + read, mask=inside), mask=inside)
+    inside = place < count
+    token = tl.load(kept + tl.program_id(0) * count + place, mask=inside, other=0)
+    source = tl.load(sources + token, mask=inside, other=0)
+    target = tl.load(targets + place, mask=inside, other=0)
+    read, written = source * key_slot + head * key_head, target * key_slot + head * key_head
+    _copy_tokens(key_table, keys, layer, read, written, inside, DIM, PADDED_DIM)
+    read, written = source * value_slot + head * value_head, target * value_slot + head * value_head
+    _copy_tokens(value_table, values, layer, read, written, inside, VALUE_DIM, PADDED_VALUE_DIM)
 
 
 def gather_kept(
     key_table: torch.Tensor,
     value_table: torch.Tensor,
-    like: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
     kept: torch.Tensor,
     sources: torch.Tensor,
     targets: torch.Tensor,
@@ -49,14 +47,16 @@ def gather_kept(
 
     Args:
         key_table, value_table: int64 [layers], addresses of the layers' buffers.
-        like: a key buffer, [slots, kv_heads, head_dim]; all have its shape, strides and dtype.
+        keys, values: a layer's buffers, [slots, kv_heads, dim of a key or of a value]; those of all layers have their shape,
+            strides and dtype.
         kept: int64 [layers, kv_heads, count], tokens counted in ``sources``.
         sources: int64 [tokens], where the context's tokens lie.
         targets: int64 [count], slots of the copy; none of them is a source.
     """
     layers, heads, count = kept.shape
-    dim = like.shape[2]
+    dim, value_dim = keys.shape[2], values.shape[2]
     _gather_kept[(layers * heads, triton.cdiv(count, BLOCK))](
-        key_table, value_table, like, kept.contiguous(), sources, targets, count, like.stride(0),
-        HEADS=heads, DIM=dim, PADDED_DIM=triton.next_power_of_2(dim), BLOCK=BLOCK,
-    )
+        key_table, value_table, keys, values, kept.contiguous(), sources, targets, count, keys.stride(0), keys.stride(1),
+        values.stride(0), values.stride(1), HEADS=heads, DIM=dim, VALUE_DIM=value_dim, PADDED_DIM=triton.next_power_of_2(dim),
+        PADDED_VALUE_DIM=triton.next_power_of_2(value_dim), BLOCK=BLOCK,
+    )  # fmt: skip

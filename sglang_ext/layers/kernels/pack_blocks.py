@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_ext.layers.kernels.fitting import launch_fitting
 from sglang_ext.layers.kernels.pack_outliers import launch_apart
 from sglang_ext.layers.kernels.pack_stores import ROUNDING, rounded, store_codes, store_parameters
 from sglang_ext.mem_cache.compressors.kvquant import KVQuant
@@ -27,6 +28,8 @@ BLOCKS, ROTATED_BLOCKS = 1, 8
 # With so many warps registers suffice, of pools of 16 bits and of 32; with one stage of loads two programs that rotate 16 bits
 # fit on a processor.
 WARPS, WIDE_WARPS, STAGES = 4, 8, 1
+# Channels that are rotated at once where shared memory has no room for the whole rotation.
+ROTATED_PART = 32
 # The smallest float16.
 SMALLEST = tl.constexpr(2.0**-24)
 
@@ -73,13 +76,28 @@ def _turned(numbers, first, second):
         return tl.dot(numbers, first, tl.dot(numbers, second))
 
 
+@triton.jit
+def _turned_by_parts(buffer, source, slot_stride, rotation, DIM: tl.constexpr, PART: tl.constexpr):
+    """Numbers of the tokens in ``source`` times the rotation, PART channels after another: float32 [tokens, dim]."""
+    channel, part = tl.arange(0, DIM), tl.arange(0, PART)
+    found = tl.zeros((source.shape[0], DIM), tl.float32)
+    for first in tl.static_range(0, DIM, PART):
+        numbers = tl.load(buffer + source[:, None] * slot_stride + (first + part)[None, :])
+        turning = tl.load(rotation + (first + part)[:, None] * DIM + channel[None, :])
+        found = tl.dot(numbers.to(tl.float32), turning, found, input_precision="tf32x3")
+    return found
+
+
 @triton.jit(do_not_specialize=("blocks",), do_not_specialize_on_alignment=("kept", "sources", "targets"))
 def pack_tiles(
     table, like, kept, sources, targets, rotation, thresholds, blocks, slot_stride, head_stride, HEADS: tl.constexpr,
     DIM: tl.constexpr, TOKENS: tl.constexpr, BITS: tl.constexpr, SHARING: tl.constexpr, CHANNELS: tl.constexpr,
-    SLOTS: tl.constexpr, BLOCKS: tl.constexpr,
+    SLOTS: tl.constexpr, BLOCKS: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """``BLOCKS`` blocks of one head; scales are shared by ``SHARING`` tokens and ``CHANNELS`` channels."""
+    """``BLOCKS`` blocks of one head; scales are shared by ``SHARING`` tokens and ``CHANNELS`` channels.
+
+    PART: channels that are rotated at once; below ``DIM`` the rotation is read for each block.
+    """
     SIZE: tl.constexpr = like.dtype.element_ty.primitive_bitwidth // 8
     CELL: tl.constexpr = DIM * SIZE
     COUNT: tl.constexpr = TOKENS // SHARING * (DIM // CHANNELS)
@@ -89,14 +107,17 @@ def pack_tiles(
     token, channel = tl.arange(0, TOKENS), tl.arange(0, DIM)
     # Without the hint nothing is known of loaded addresses, and numbers would be read one by one.
     buffer = tl.multiple_of(tl.load(table + layer).to(tl.pointer_type(like.dtype.element_ty)), 16) + head * head_stride
-    if rotation is not None:
+    if rotation is not None and PART == DIM:
         turning = _turning(rotation, DIM, like.dtype.element_ty)
     for block in tl.range(first, tl.minimum(first + BLOCKS, blocks)):
         place = ((layer * HEADS + head) * blocks + block) * TOKENS + token
         source = tl.load(sources + tl.load(kept + place))
-        numbers = tl.load(buffer + source[:, None] * slot_stride + channel[None, :])
-        if rotation is not None:
-            numbers = _turned(numbers, turning[0], turning[1])
+        if rotation is not None and PART < DIM:
+            numbers = _turned_by_parts(buffer, source, slot_stride, rotation, DIM, PART)
+        else:
+            numbers = tl.load(buffer + source[:, None] * slot_stride + channel[None, :])
+            if rotation is not None:
+                numbers = _turned(numbers, turning[0], turning[1])
         groups = tl.reshape(numbers.to(tl.float32), (TOKENS // SHARING, SHARING, DIM // CHANNELS, CHANNELS))
         if thresholds is None:
             codes, scale, zero = _evenly(groups, (1 << BITS) - 1)
@@ -157,8 +178,19 @@ def _launch(
     """Pack keys, or values."""
     layers, heads, tokens = kept.shape
     blocks, share = tokens // layout.tokens, BLOCKS if rotation is None else ROTATED_BLOCKS
-    pack_tiles[(heads * triton.cdiv(blocks, share), layers)](
-        table, like, kept, sources, targets, rotation, thresholds, blocks, like.stride(0), like.stride(1), HEADS=heads,
-        DIM=layout.dim, TOKENS=layout.tokens, BITS=layout.bits, SHARING=layout.grid.tokens, CHANNELS=layout.grid.channels,
-        SLOTS=block_slots, BLOCKS=share, num_warps=WARPS if like.element_size() == 2 else WIDE_WARPS, num_stages=STAGES,
-    )  # fmt: skip
+
+    def launch(part: int) -> None:
+        pack_tiles[(heads * triton.cdiv(blocks, share), layers)](
+            table, like, kept, sources, targets, rotation, thresholds, blocks, like.stride(0), like.stride(1), HEADS=heads,
+            DIM=layout.dim, TOKENS=layout.tokens, BITS=layout.bits, SHARING=layout.grid.tokens, CHANNELS=layout.grid.channels,
+            SLOTS=block_slots, BLOCKS=share, PART=part, num_warps=WARPS if like.element_size() == 2 else WIDE_WARPS,
+            num_stages=STAGES,
+        )  # fmt: skip
+
+    parts = (layout.dim,) if rotation is None else (layout.dim, ROTATED_PART)
+
+    def what() -> str:
+        return f"packing KV of {layout.dim} channels a head in {str(like.dtype).removeprefix('torch.')}"
+
+    key = ("pack", layout, rotation is None, thresholds is None, like.dtype, like.device)
+    launch_fitting(parts, launch, key, what, "pass --kv-compressor kivi")

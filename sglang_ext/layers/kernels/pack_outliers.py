@@ -21,8 +21,8 @@ SMALLEST = tl.constexpr(SMALLEST_SQUARE)
 
 
 def approximate(like: torch.Tensor) -> bool:
-    """Whether angles of a pool like ``like`` may be off by 2 ** -20, as the GPU finds their cosines fastest."""
-    return like.is_cuda and like.element_size() == 2
+    """Whether angles of a pool like ``like`` may be off by 2 ** -20, as NVIDIA's GPUs find their cosines fastest."""
+    return like.is_cuda and torch.version.hip is None and like.element_size() == 2
 
 
 @triton.jit

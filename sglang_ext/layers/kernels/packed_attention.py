@@ -6,7 +6,7 @@ Codes become numbers in registers (packed_codes.py).
 import triton
 import triton.language as tl
 
-from sglang_ext.layers.kernels.flash_parts import exact_part, softmax_step, store_part
+from sglang_ext.layers.kernels.flash_parts import exact_part, head_and_rows, softmax_step, store_part
 from sglang_ext.layers.kernels.packed_codes import dequantized, parameters
 
 
@@ -155,12 +155,12 @@ def packed_splits(
     KEY_GROUPS: tl.constexpr, KEY_UNIT: tl.constexpr, VALUE_UNIT: tl.constexpr, TABLE: tl.constexpr, FAST: tl.constexpr,
     STEP: tl.constexpr, PACKED: tl.constexpr, EXACT: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    split, kv_head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    split, request = tl.program_id(0), tl.program_id(2)
+    kv_head, row = head_and_rows(GROUP, M)
     table_at = tl.load(rows + request)
     table = token_table + table_at * table_row
     # Both branches below count in one type.
     packed, length = tl.load(packed_slots + table_at).to(tl.int32), tl.load(lengths + request).to(tl.int32)
-    row = tl.arange(0, M)
     LIKE: tl.constexpr = keys.dtype.element_ty
     # Numbers of the pool to bytes.
     KEY_BYTES: tl.constexpr = KEY_CELL * 2 // DIM

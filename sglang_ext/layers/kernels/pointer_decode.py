@@ -8,11 +8,13 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_ext.layers.kernels.flash_parts import Parts, exact_part, scaled_queries, store_part, token_step
+from sglang_ext.layers.kernels.fitting import launch_fitting, shape_name
+from sglang_ext.layers.kernels.flash_parts import Parts, exact_part, head_and_rows, scaled_queries, store_part, token_step
+from sglang_ext.layers.kernels.flash_tiles import MOST_ROWS, Tile, tiles
 from sglang_ext.mem_cache.slot_pointers import PointerRows, as_pointers
 
-# Tokens in a step.
-TOKENS = 32
+# Tokens in a step, and steps that are loaded ahead.
+TOKENS, STAGES = 32, 3
 
 
 @triton.jit
@@ -46,10 +48,11 @@ def pointer_splits(
     PER_SLOT: tl.constexpr, PACKED: tl.constexpr, SPLITS: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """One split of a request's KV head: the first PACKED read what its pointers lead to, the others what follows them."""
-    split, kv_head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    split, request = tl.program_id(0), tl.program_id(2)
+    kv_head, row = head_and_rows(GROUP, M)
     at = tl.load(rows + request)
     table, count = token_table + at * table_row, tl.load(counts + at)
-    row, value_dim = tl.arange(0, M), tl.arange(0, PADDED_VALUE_DIM)
+    value_dim = tl.arange(0, PADDED_VALUE_DIM)
     LIKE: tl.constexpr = keys.dtype.element_ty
     head0 = request * HEADS * GROUP + kv_head * GROUP
     mine, my_keys, my_values = queries + head0 * DIM, keys + kv_head * key_head, values + kv_head * value_head
@@ -83,7 +86,8 @@ def pointer_decode(
 ) -> torch.Tensor:
     """Attention of one token of each request over its row of the table: [requests, heads, dim of a value].
 
-    Reads nothing of the device on the host, and ``begins`` where it always lies: CUDA graphs may capture it.
+    Reads nothing of the device on the host, and ``begins`` where it always lies: CUDA graphs may capture it. Raises OptionError
+    where no tiles of such heads fit the GPU.
 
     Args:
         begins: which rows begin with pointers.
@@ -97,10 +101,19 @@ def pointer_decode(
     """
     requests, heads, dim = queries.shape
     kv_heads, cells, parts = keys.shape[1], as_pointers(keys), Parts(queries, values.shape[2], splits)
-    pointer_splits[(parts.most, kv_heads, requests)](
-        queries.contiguous(), keys, values, cells, token_table, token_table.stride(0), rows, lengths, begins.counts, parts.partial,
-        parts.lse, scaling, keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), cells.stride(0), cells.stride(1),
-        HEADS=kv_heads, GROUP=heads // kv_heads, M=max(16, triton.next_power_of_2(heads // kv_heads)), DIM=dim,
-        PADDED_DIM=triton.next_power_of_2(dim), PER_SLOT=begins.pointers.per_slot, SPLITS=parts.most, N=TOKENS, **parts.shape,
-    )  # fmt: skip
+    group, queries = heads // kv_heads, queries.contiguous()
+
+    def launch(tile: Tile) -> None:
+        pointer_splits[(parts.most, kv_heads * triton.cdiv(group, tile.rows), requests)](
+            queries, keys, values, cells, token_table, token_table.stride(0), rows, lengths, begins.counts, parts.partial,
+            parts.lse, scaling, keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), cells.stride(0),
+            cells.stride(1), HEADS=kv_heads, GROUP=group, M=tile.rows, DIM=dim, PADDED_DIM=triton.next_power_of_2(dim),
+            PER_SLOT=begins.pointers.per_slot, SPLITS=parts.most, N=tile.tokens, num_stages=tile.stages, **parts.shape,
+        )  # fmt: skip
+
+    def what() -> str:
+        return f"attention over pointers with {shape_name(dim, group, keys.dtype)}"
+
+    key = ("pointers", dim, values.shape[2], group, keys.dtype, keys.device)
+    launch_fitting(tiles(group, MOST_ROWS, TOKENS, STAGES), launch, key, what, "pass --kv-compressor snapkv")
     return parts.joined()

@@ -8,7 +8,9 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_ext.layers.kernels.flash_parts import Parts, exact_part, scaled_queries, softmax_step, store_part
+from sglang_ext.layers.kernels.fitting import launch_fitting, shape_name
+from sglang_ext.layers.kernels.flash_parts import Parts, exact_part, head_and_rows, scaled_queries, softmax_step, store_part
+from sglang_ext.layers.kernels.flash_tiles import MOST_ROWS, Tile, tiles
 from sglang_ext.mem_cache.head_cells import HeadCells
 
 # Tokens in a step, and steps that are loaded ahead: found on an H200.
@@ -75,11 +77,12 @@ def _splits(
     GROUP: tl.constexpr, M: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     PADDED_VALUE_DIM: tl.constexpr, PACKED: tl.constexpr, SPLITS: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    split, kv_head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    split, request = tl.program_id(0), tl.program_id(2)
+    kv_head, row = head_and_rows(GROUP, M)
     table_at = tl.load(rows + request)
     table, bounds = token_table + table_at * table_row, bounds + table_at * bounds_row
     copied, length = tl.load(bounds + ALL_HEADS) // ALL_HEADS, tl.load(lengths + request).to(tl.int32)
-    row, value_dim = tl.arange(0, M), tl.arange(0, PADDED_VALUE_DIM)
+    value_dim = tl.arange(0, PADDED_VALUE_DIM)
     LIKE: tl.constexpr = keys.dtype.element_ty
     head0 = request * HEADS * GROUP + kv_head * GROUP
     if split < PACKED:
@@ -113,7 +116,8 @@ def uneven_decode(
 ) -> torch.Tensor:
     """Attention of one token of each request over its row of the table: [requests, heads, dim of a value].
 
-    Reads nothing of the device on the host, and ``cells`` where it always lies: CUDA graphs may capture it.
+    Reads nothing of the device on the host, and ``cells`` where it always lies: CUDA graphs may capture it. Raises OptionError
+    where no tiles of such heads fit the GPU.
 
     Args:
         cells: which rows begin with a copy, and what its cells hold; also of other layers.
@@ -128,12 +132,20 @@ def uneven_decode(
     keys, values = cells.buffers.keys[layer], cells.buffers.values[layer]
     requests, heads, dim = queries.shape
     kv_heads, parts = keys.shape[1], Parts(queries, values.shape[2], splits)
-    _splits[(parts.most, kv_heads, requests)](
-        queries.contiguous(), keys, values, cells.buffers.key_table, cells.buffers.value_table, token_table,
-        token_table.stride(0), rows, lengths, cells.bounds, cells.bounds.stride(0), layer * kv_heads, parts.partial, parts.lse,
-        scaling, keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), ALL_HEADS=cells.bounds.shape[1] - 1,
-        HEADS=kv_heads, GROUP=heads // kv_heads, M=max(16, triton.next_power_of_2(heads // kv_heads)), DIM=dim,
-        PADDED_DIM=triton.next_power_of_2(dim), SPLITS=parts.most, N=TOKENS, num_stages=STAGES,
-        **parts.shape,
-    )  # fmt: skip
+    group, queries = heads // kv_heads, queries.contiguous()
+
+    def launch(tile: Tile) -> None:
+        _splits[(parts.most, kv_heads * triton.cdiv(group, tile.rows), requests)](
+            queries, keys, values, cells.buffers.key_table, cells.buffers.value_table, token_table, token_table.stride(0), rows,
+            lengths, cells.bounds, cells.bounds.stride(0), layer * kv_heads, parts.partial, parts.lse, scaling, keys.stride(0),
+            keys.stride(1), values.stride(0), values.stride(1), ALL_HEADS=cells.bounds.shape[1] - 1, HEADS=kv_heads, GROUP=group,
+            M=tile.rows, DIM=dim, PADDED_DIM=triton.next_power_of_2(dim), SPLITS=parts.most, N=tile.tokens,
+            num_stages=tile.stages, **parts.shape,
+        )  # fmt: skip
+
+    def what() -> str:
+        return f"attention over heads of different budgets with {shape_name(dim, group, keys.dtype)}"
+
+    key = ("cells", dim, values.shape[2], group, keys.dtype, keys.device)
+    launch_fitting(tiles(group, MOST_ROWS, TOKENS, STAGES), launch, key, what, "pass --kv-head-budgets equal")
     return parts.joined()

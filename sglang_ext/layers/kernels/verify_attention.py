@@ -6,13 +6,12 @@ it, and its arithmetic is that kernel's: with the same number of splits and the 
 row has, bit for bit, what a decode of that token alone gives.
 """
 
-from collections.abc import Iterator, Sequence
-
 import torch
 import triton
 import triton.language as tl
 
-from sglang_ext.layers.kernels.verify_sizes import Blocks, Splits, Tokens
+from sglang_ext.layers.kernels.fitting import launch_fitting, shape_name
+from sglang_ext.layers.kernels.verify_sizes import Blocks, Splits, Tokens, choices, groups
 
 
 @triton.jit
@@ -160,38 +159,40 @@ def verify_attention(
         token_table: int32 [rows, width], slots of each request's tokens.
         tokens: whose tokens these are.
         splits: how contexts are split.
-        blocks: sizes of the products; :data:`~.verify_sizes.EXACT` for a decode's own arithmetic.
+        blocks: sizes of the products, smaller ones where the GPU has no room for them; :data:`~.verify_sizes.EXACT` for a
+            decode's own arithmetic.
         buffers: of :func:`~.verify_sizes.partial_buffers`; requests that do not fit together are computed one group
             after another.
         scaling: factor on query-key products.
         cap: bound of tanh on them, 0 for none.
+
+    Raises:
+        OptionError: no blocks of such heads fit the GPU.
     """
     from sglang.kernels.ops.attention.decode_attention import _decode_softmax_reducev_fwd
 
     partial, lse = buffers
     group, most = queries.shape[1] // keys.shape[1], splits.most
-    for first, last, begin, end in _groups(tokens.counts, len(partial)):
-        row_blocks = triton.cdiv(max(tokens.counts[first:last]) * group, blocks.rows + blocks.more_rows)
-        _verify_attention[(row_blocks * most, keys.shape[1], last - first)](
-            queries, keys, values, partial, lse, token_table, tokens.rows, tokens.prefixes, tokens.starts, most, scaling,
-            queries.stride(0), queries.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
-            token_table.stride(0), partial.stride(0), partial.stride(1), partial.stride(2), first,
-            GROUP=group, KEY_DIM=keys.shape[2], VALUE_DIM=values.shape[2],
-            PADDED_DIM=triton.next_power_of_2(keys.shape[2]), PADDED_VALUE_DIM=triton.next_power_of_2(values.shape[2]),
-            ROW_BLOCKS=row_blocks, M=blocks.rows, MORE=blocks.more_rows, N=blocks.tokens, SPLIT_TILE=splits.tile,
-            CAP=cap, num_warps=blocks.warps, num_stages=blocks.stages,
-        )  # fmt: skip
+    fitting, dim = choices(blocks), keys.shape[2]
+    key = ("verify", blocks, dim, values.shape[2], group, bool(splits.tile), cap, keys.dtype, keys.device)
+
+    def what() -> str:
+        return f"verification with {shape_name(dim, group, keys.dtype)}"
+
+    for first, last, begin, end in groups(tokens.counts, len(partial)):
+
+        def launch(tile: Blocks) -> None:
+            row_blocks = triton.cdiv(max(tokens.counts[first:last]) * group, tile.rows + tile.more_rows)
+            _verify_attention[(row_blocks * most, keys.shape[1], last - first)](
+                queries, keys, values, partial, lse, token_table, tokens.rows, tokens.prefixes, tokens.starts, most, scaling,
+                queries.stride(0), queries.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
+                token_table.stride(0), partial.stride(0), partial.stride(1), partial.stride(2), first,
+                GROUP=group, KEY_DIM=dim, VALUE_DIM=values.shape[2], PADDED_DIM=triton.next_power_of_2(dim),
+                PADDED_VALUE_DIM=triton.next_power_of_2(values.shape[2]), ROW_BLOCKS=row_blocks, M=tile.rows,
+                MORE=tile.more_rows, N=tile.tokens, SPLIT_TILE=splits.tile, CAP=cap, num_warps=tile.warps,
+                num_stages=tile.stages,
+            )  # fmt: skip
+
+        launch_fitting(fitting, launch, key, what, "use --attention-backend flashinfer")
         ends, parts = tokens.ends[begin : end + 1], tokens.parts[begin:end]
         _decode_softmax_reducev_fwd(partial, lse, queries[begin:end], out[begin:end], 1.0, values, ends, parts, most)
-
-
-def _groups(counts: Sequence[int], room: int) -> Iterator[tuple[int, int, int, int]]:
-    """Requests whose tokens fit together: first, one past the last, and the same of their tokens."""
-    first = begin = end = 0
-    for index, count in enumerate(counts):
-        if index > first and end + count - begin > room:
-            yield first, index, begin, end
-            first, begin = index, end
-        end += count
-    if counts:
-        yield first, len(counts), begin, end

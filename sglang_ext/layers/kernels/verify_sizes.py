@@ -1,10 +1,13 @@
 """How verify_attention.py divides its work: blocks of a matrix product, parts of a context, and room for what the parts give."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 import triton
+
+from sglang_ext.layers.kernels.fitting import halves
 
 
 @dataclass(frozen=True)
@@ -35,12 +38,24 @@ def fast_blocks(rows: int, key_bytes: int) -> Blocks:
 
     Args:
         rows: new tokens of a request times the query heads that share a KV head.
-        key_bytes: bytes of a key; three steps' keys and values lie in shared memory, 96 KiB.
+        key_bytes: bytes of a key; three steps' keys and values are to take 96 KiB of shared memory. Where the GPU has too
+            little beside the queries, :func:`choices` has smaller ones.
     """
     choices = ((16, 0), (32, 0), (32, 16), (64, 0), (64, 16), (128, 0), (128, 16))
     first, second = min(choices, key=lambda pair: (-(-rows // sum(pair)), sum(pair)))
     tokens = max(16, min(64, 16384 // triton.next_power_of_2(key_bytes)))
     return Blocks(first, second, tokens=tokens, warps=4 if first <= 64 else 8, stages=3)
+
+
+@lru_cache
+def choices(blocks: Blocks) -> tuple[Blocks, ...]:
+    """``blocks``, and what takes less and less shared memory; of :data:`EXACT` what has the same arithmetic."""
+    fewer = [replace(blocks, stages=stages) for stages in range(blocks.stages, 0, -1)]
+    if blocks == EXACT:
+        return tuple(fewer)
+    shorter = [replace(fewer[-1], tokens=tokens) for tokens in halves(blocks.tokens)[1:]]
+    least = replace((fewer + shorter)[-1], more_rows=0)
+    return *fewer, *shorter, *(replace(least, rows=rows, warps=min(least.warps, 4)) for rows in halves(blocks.rows))
 
 
 @dataclass(frozen=True)
@@ -102,3 +117,15 @@ def partial_buffers(
         (tokens * query_heads * splits.most * value_dim, tokens * query_heads * splits.most)
     )
     return outputs.view(*shape, value_dim), sums.view(shape)
+
+
+def groups(counts: Sequence[int], room: int) -> Iterator[tuple[int, int, int, int]]:
+    """Requests whose tokens fit together: first, one past the last, and the same of their tokens."""
+    first = begin = end = 0
+    for index, count in enumerate(counts):
+        if index > first and end + count - begin > room:
+            yield first, index, begin, end
+            first, begin = index, end
+        end += count
+    if counts:
+        yield first, len(counts), begin, end

@@ -8,7 +8,7 @@ matrices that have a 1 for each outlier.
 import triton
 import triton.language as tl
 
-from sglang_ext.layers.kernels.flash_parts import exact_part, softmax_step, store_part
+from sglang_ext.layers.kernels.flash_parts import exact_part, head_and_rows, softmax_step, store_part
 from sglang_ext.layers.kernels.whole_blocks import (
     at_most,
     cell,
@@ -160,12 +160,12 @@ def whole_splits(
     VALUE_PLACES: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, FAST: tl.constexpr, PACKED: tl.constexpr,
     EXACT: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    split, kv_head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    split, request = tl.program_id(0), tl.program_id(2)
+    kv_head, row = head_and_rows(GROUP, M)
     table_at = tl.load(rows + request)
     table = token_table + table_at * table_row
     # Both branches below count in one type.
     packed, length = tl.load(packed_slots + table_at).to(tl.int32), tl.load(lengths + request).to(tl.int32)
-    row = tl.arange(0, M)
     LIKE: tl.constexpr = keys.dtype.element_ty
     # Numbers of the pool to bytes.
     KEY_BYTES: tl.constexpr = KEY_CELL // DIM

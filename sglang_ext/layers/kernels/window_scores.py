@@ -5,12 +5,17 @@ attention that they pay to it (SnapKV, arXiv 2404.14469, section 4). Two passes 
 query's normalizer, in chunks side by side; one for the means. No attention matrix is written.
 """
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
 
-# Keys that are multiplied at once, blocks of them that a program reads one after the other, and rows of queries at once.
-BLOCK, CHUNK_BLOCKS, LARGEST_ROWS = 64, 16, 128
+from sglang_ext.layers.kernels.fitting import launch_fitting, shape_name
+from sglang_ext.layers.kernels.window_sizes import Rows, row_choices
+
+# Keys that are multiplied at once, and blocks of them that a program reads one after the other.
+BLOCK, CHUNK_BLOCKS = 64, 16
 # Exponentials are powers of two on a GPU.
 LOG2_E = 1.4426950408889634
 # Lengths differ from call to call: a kernel that was compiled for one serves all.
@@ -35,7 +40,7 @@ def _logits(
 ):  # fmt: skip
     """Products of queries with the keys from ``first`` on, times log2(e) and the scaling; -inf where a key is hidden.
 
-    Queries see keys up to their ``position``; up to the ``oldest`` one all do.
+    Queries see keys up to their ``position``; up to the ``oldest`` one all do. What pads the last block is no key.
     """
     dim, column = tl.arange(0, PADDED_DIM), first + tl.arange(0, BLOCK)
     inside = column < tokens
@@ -43,7 +48,7 @@ def _logits(
     there = inside[:, None] & (dim < DIM)[None, :]
     k = tl.load(keys + slot[:, None] * slot_stride + dim[None, :], mask=there, other=0.0)
     logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scaling
-    if first + BLOCK - 1 > oldest:
+    if (first + BLOCK > tokens) | (first + BLOCK - 1 > oldest):
         logits = tl.where(inside[None, :] & (column[None, :] <= position[:, None]), logits, float("-inf"))
     return logits
 
@@ -73,9 +78,9 @@ def _normalizers(
         base = tl.where(new == float("-inf"), 0.0, new)
         mass = mass * tl.exp2(top - base) + tl.sum(tl.exp2(logits - base[:, None]), 1)
         top = new
-    place = (tl.program_id(0) * tl.num_programs(2) * ROWS + row) * chunks + chunk
-    tl.store(largest + place, top)
-    tl.store(total + place, mass)
+    place = (tl.program_id(0) * window * GROUP + row) * chunks + chunk
+    tl.store(largest + place, top, mask=row < window * GROUP)
+    tl.store(total + place, mass, mask=row < window * GROUP)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -84,16 +89,17 @@ def _means(
     GROUP: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
     ROW_BLOCKS: tl.constexpr, BLOCK: tl.constexpr, CHUNK_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Mean attention of all rows to a chunk of keys."""
+    """What ROW_BLOCKS blocks of rows add to the mean attention to a chunk of keys."""
     layer, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     keys = tl.multiple_of(tl.load(key_table + layer).to(tl.pointer_type(like.dtype.element_ty)), 16) + head * key_head
-    row = tl.arange(0, ROWS)
-    normalizers, scores = normalizers + tl.program_id(0) * ROW_BLOCKS * ROWS, scores + tl.program_id(0).to(tl.int64) * tokens
+    row = tl.program_id(2) * ROW_BLOCKS * ROWS + tl.arange(0, ROWS)
+    normalizers += tl.program_id(0) * window * GROUP
+    scores += (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * tokens
     q = _query_rows(queries, layer, head, row, window, GROUP, DIM, PADDED_DIM, HEADS)
     position = tl.load(positions + row // GROUP, mask=row < window * GROUP, other=tokens)
     oldest = tl.load(positions)
     # Of rows that pad nothing counts.
-    normalizer = tl.where(row < window * GROUP, tl.load(normalizers + row), float("inf"))
+    normalizer = tl.load(normalizers + row, mask=row < window * GROUP, other=float("inf"))
     begin = tl.program_id(1) * CHUNK_BLOCKS * BLOCK
     for first in tl.range(begin, tl.minimum(begin + CHUNK_BLOCKS * BLOCK, tokens), BLOCK):
         logits = _logits(q, keys, slots, first, position, oldest, tokens, scaling, slot_stride, DIM, PADDED_DIM, BLOCK)
@@ -102,7 +108,7 @@ def _means(
             more = block * ROWS + row
             other = _query_rows(queries, layer, head, more, window, GROUP, DIM, PADDED_DIM, HEADS)
             seen = tl.load(positions + more // GROUP, mask=more < window * GROUP, other=tokens)
-            below = tl.where(more < window * GROUP, tl.load(normalizers + more), float("inf"))
+            below = tl.load(normalizers + more, mask=more < window * GROUP, other=float("inf"))
             logits = _logits(other, keys, slots, first, seen, oldest, tokens, scaling, slot_stride, DIM, PADDED_DIM, BLOCK)
             sums += tl.sum(tl.exp2(logits - below[:, None]), 0)
         column = first + tl.arange(0, BLOCK)
@@ -126,24 +132,47 @@ def window_scores(
         slots: int64 [tokens], where the context's keys lie, in order.
         positions: int64 [window], of the queries, ascending, counted in ``slots``; a query sees keys up to its own position.
         scaling: factor on query-key products.
+
+    Raises:
+        OptionError: no tiles of such heads fit the GPU.
     """
     layers, window, query_heads, dim = queries.shape
     heads, tokens = like.shape[1], len(slots)
     group = query_heads // heads
-    rows = min(LARGEST_ROWS, max(16, triton.next_power_of_2(window * group)))
-    row_blocks = triton.cdiv(window * group, rows)
-    chunks = triton.cdiv(tokens, BLOCK * CHUNK_BLOCKS)
+    count, chunks = window * group, triton.cdiv(tokens, BLOCK * CHUNK_BLOCKS)
     shape = dict(
-        GROUP=group, DIM=dim, PADDED_DIM=max(16, triton.next_power_of_2(dim)), HEADS=heads, ROWS=rows, BLOCK=BLOCK,
+        GROUP=group, DIM=dim, PADDED_DIM=max(16, triton.next_power_of_2(dim)), HEADS=heads, BLOCK=BLOCK,
         CHUNK_BLOCKS=CHUNK_BLOCKS,
     )  # fmt: skip
     common = (queries.contiguous().to(like.dtype), key_table, slots, like)
     numbers = (positions, window, tokens, scaling * LOG2_E, like.stride(0), like.stride(1))
-    largest = torch.empty(layers * heads, row_blocks * rows, chunks, device=like.device)
+    largest = torch.empty(layers * heads, count, chunks, device=like.device)
     total = torch.empty_like(largest)
-    _normalizers[(layers * heads, chunks, row_blocks)](*common, largest, total, *numbers, **shape)
+    choices = row_choices(count)
+
+    def normalize(size: Rows) -> None:
+        grid = (layers * heads, chunks, triton.cdiv(count, size.rows))
+        _normalizers[grid](*common, largest, total, *numbers, **shape, **size.options)
+
+    def launch(kernel: Callable[[Rows], None], *about: object) -> None:
+        remedy = "pass --kv-compressor sink-recent, or --kv-mode full"
+        key = (*about, choices[0], group, dim, like.dtype, like.device)
+        launch_fitting(
+            choices, kernel, key, lambda: f"scoring by the newest queries with {shape_name(dim, group, like.dtype)}", remedy
+        )
+
+    launch(normalize, "normalizers")
     # Powers of two throughout.
     normalizers = ((largest + total.log2()) / LOG2_E).logsumexp(-1) * LOG2_E
-    scores = torch.empty(layers, heads, tokens, device=like.device)
-    _means[(layers * heads, chunks)](*common, normalizers, scores, *numbers, **shape, ROW_BLOCKS=row_blocks)
-    return scores
+    # Each choice adds in an order of its own, which is the same each time.
+    scores = None
+
+    def mean(size: Rows) -> None:
+        nonlocal scores
+        parts = triton.cdiv(count, size.rows * size.blocks)
+        scores = torch.empty(parts, layers, heads, tokens, device=like.device)
+        grid = (layers * heads, chunks, parts)
+        _means[grid](*common, normalizers, scores, *numbers, **shape, **size.options, ROW_BLOCKS=size.blocks)
+
+    launch(mean, "means")
+    return scores[0] if len(scores) == 1 else scores.sum(0)

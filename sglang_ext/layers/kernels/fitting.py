@@ -1,0 +1,62 @@
+"""Tile sizes that fit a GPU: of a kernel's choices, the largest for whose tiles its shared memory suffices.
+
+GPUs differ: a program may have 227 KiB on an H100 or B200, 163 KiB on an A100, 99 KiB on an L40S or RTX 5090. What a kernel takes
+the compiler alone knows; Triton compares it with the device's ``shared_memory_per_block_optin`` before anything runs.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import TypeVar
+
+import torch
+from triton.runtime.errors import OutOfResources
+
+from sglang_ext.options import OptionError
+
+Choice = TypeVar("Choice")
+# Which of its choices a launch took last, by what it was launched for. Those before it do not fit.
+_TAKEN: dict[Hashable, int] = {}
+
+
+def launch_fitting(
+    choices: Sequence[Choice], launch: Callable[[Choice], object], key: Hashable, what: Callable[[], str], remedy: str
+) -> None:
+    """Launch with the first of ``choices`` that fits the GPU; later launches for ``key`` begin with it.
+
+    Captures of CUDA graphs may do so: what does not fit is not launched.
+
+    Args:
+        choices: tile sizes, those preferred first.
+        launch: launches a kernel with one of them.
+        key: all that the kernel's shared memory depends on besides.
+        what: names the kernel's work and the shape, where a message needs it.
+        remedy: what to do where none fits.
+
+    Raises:
+        OptionError: none fits; names the shape, the GPU, and what to do instead.
+    """
+    for index in range(_TAKEN.get(key, 0), len(choices)):
+        try:
+            launch(choices[index])
+        except OutOfResources as error:
+            refused = error
+            continue
+        _TAKEN[key] = index
+        return
+    raise OptionError(
+        f"{what()} takes {refused.required} of {refused.name}, and {gpu_name()} has {refused.limit}: {remedy}"
+    ) from refused
+
+
+def gpu_name() -> str:
+    """Of the current device."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "this GPU"
+
+
+def shape_name(dim: int, group: int, dtype: torch.dtype) -> str:
+    """A shape of attention in words: channels of a head, query heads a KV head, and the KV pool's dtype."""
+    return f"{dim} channels a head, {group} query heads a KV head and KV in {str(dtype).removeprefix('torch.')}"
+
+
+def halves(most: int, least: int = 16) -> tuple[int, ...]:
+    """``most``, its half, and so on down to ``least``; both powers of 2."""
+    return tuple(most >> step for step in range(max(1, most.bit_length() - least.bit_length() + 1)))
