@@ -36,10 +36,12 @@ def say_when_ready(
     """
 
     def ready() -> None:
-        for line in lines(server_args):
-            logger.info("sglang-ext: %s", line)
-        if launch_callback is not None:
-            launch_callback()
+        try:
+            for line in lines(server_args):
+                logger.info("sglang-ext: %s", line)
+        finally:
+            if launch_callback is not None:
+                launch_callback()
 
     wait(server_args, ready, *rest, **named)
 

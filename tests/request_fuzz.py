@@ -5,7 +5,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 EXTREMES = (0, 1, -1, 2, 3, 7, 128, 2**31 - 1, 2**31, -(2**31) - 1, 2**32, 2**53, 2**63 - 1, 2**63, -(2**63), 2**64, 10**30)
-FRACTIONS = (0.0, 0.5, -0.5, 1.0, 3.5, 1e-9, 1e-300, 1e300, -1e300)
+FRACTIONS = (0.0, 0.5, -0.5, 1.0, 3.5, 1e-9, 1e-300, 1e39, 1e300, -1e300)
 WORDS = ("", "a", " ", "abc", "0", "1.5", "null", "[a-z]+", "(", "\x00", "é", "漢字", "🙂", "\u202e", "x" * 5000, "-" * 64)
 
 integers = st.sampled_from(EXTREMES) | st.integers(-10, 300)
@@ -44,7 +44,7 @@ SAMPLING: dict[str, st.SearchStrategy[Any]] = {
     "spaces_between_special_tokens": st.booleans(),
     "no_stop_trim": st.booleans(),
     "stream_interval": st.integers(1, 5),
-    "logit_bias": st.sampled_from(({"5": 100.0}, {"5": -100}, {"49151": 1e30}, {"99999999": 1}, {"x": 1}, {"5": "a"}, {})),
+    "logit_bias": st.sampled_from(({"5": 100.0}, {"5": -100}, {"49151": 1e30}, {"5": 1e39}, {"99999999": 1}, {"x": 1}, {"5": "a"}, {})),
     "sampling_seed": integers,
     "custom_params": st.sampled_from(
         ({}, {"a": 1}, {"kv_compressor": "snapkv"}, {"kv_compressor": "no"}, {"kv_copmressor": "snapkv"}, {"kv_acceptance": 1}, {"a": [1, {}]})
@@ -139,3 +139,17 @@ bodies = st.builds(
     _chosen(FIELDS, 2, 8),
 ) | st.builds(lambda found: {"text": "Once upon a time", "sampling_params": found}, anything.filter(bool))
 """Bodies of ``/generate``; most answers are short."""
+# Each of these values is one that SGLang's documents allow, alone and together.
+ALLOWED = (
+    *("max_new_tokens", "stop_token_ids", "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty"),
+    *("repetition_penalty", "n", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim", "stream_interval"),
+)
+ALLOWED_FIELDS = ("return_logprob", "token_ids_logprob", "return_text_in_logprobs", "stream", "no_logs", "return_prompt_token_ids")
+valid_bodies = st.builds(
+    lambda length, found, more: {"text": "Once upon a time", "sampling_params": {**found, "max_new_tokens": length}, **more},
+    st.integers(1, 4),
+    st.fixed_dictionaries({}, optional={name: SAMPLING[name] for name in ALLOWED[1:]}),
+    st.fixed_dictionaries({}, optional={name: FIELDS[name] for name in ALLOWED_FIELDS}),
+)
+drawn = st.tuples(bodies, st.just(False)) | st.tuples(valid_bodies, st.just(True))
+"""Bodies, and whether they are valid by their making."""

@@ -8,10 +8,12 @@ refuses.
 
 from collections.abc import Callable, Iterator
 from functools import cache
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReqInput, dec_hook, enc_hook
+from sglang.srt.managers.io_struct import GenerateReqInput, SessionParams, TokenizedGenerateReqInput, dec_hook, enc_hook
+from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_ext.managers import method_choice
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 INT32, INT64 = (1 << 31) - 1, (1 << 63) - 1
+LARGE = 1e30
+"""Divided by the least temperature, 1e-6, it is still finite in float32; probabilities that are not end the sampler."""
 SHOWN = 60
 """Characters of a value in a message."""
 DERIVED = ("input_text", "input_ids", "input_embeds", "mm_inputs", "sampling_params", "session_params", "time_stats", "lora_id")
@@ -48,8 +52,13 @@ def check_request(
     original(manager, obj, input_ids)
     if isinstance(obj, GenerateReqInput):
         vocabulary = manager.model_config.vocab_size
-        _check_tokens("input_ids", input_ids or (), vocabulary)
+        if input_ids is not None:
+            _check_tokens("input_ids", input_ids, vocabulary)
         _check_values(obj, params, vocabulary, manager.server_args.enable_deterministic_inference)
+        _check_stop_tokens(params, vocabulary)
+        _check_bias(params.get("logit_bias"))
+        _check_embeds(obj.input_embeds, manager.model_config.hidden_size)
+        _check_processor(obj.custom_logit_processor)
         method_choice.check(manager.server_args, params.get("custom_params"))
 
 
@@ -95,6 +104,10 @@ def _check_field_types(obj: GenerateReqInput) -> None:
         value = None if name in DERIVED else getattr(obj, name, None)
         if value is not None:
             _check_type(name, value, decoder)
+    for name, value in (obj.session_params or {}).items():
+        if name not in (known := _types(SessionParams)):
+            raise ValueError(f"session_params has {_short(name)}, which SGLang does not know: leave it out, or take one of {', '.join(known)}")
+        _check_type(f"session_params.{name}", value, known[name])
 
 
 def _check_type(name: str, value: object, decoder: msgspec.msgpack.Decoder) -> None:
@@ -110,33 +123,65 @@ def _told(error: Exception) -> str:
 
 
 def _check_values(obj: GenerateReqInput, params: dict[str, Any], vocabulary: int, deterministic: bool) -> None:
-    """Refuse numbers that its type admits and a forward pass does not."""
+    """Refuse numbers that their type admits and a forward pass does not."""
     for name, value, least, most, why in _limits(obj, params, vocabulary, deterministic):
         if value is not None and not least <= value <= most:
             raise ValueError(f"{name} is {_short(value)}; pass a number from {least} to {most}{why}, or leave it out")
-    stop = params.get("stop_token_ids")
-    if stop:
-        _check_stop_tokens(stop, vocabulary)
 
 
 def _limits(
     obj: GenerateReqInput, params: dict[str, Any], vocabulary: int, deterministic: bool
-) -> Iterator[tuple[str, Any, int, int, str]]:
+) -> Iterator[tuple[str, Any, float, float, str]]:
     yield "sampling_params.top_k", params.get("top_k"), -1, INT32, ", -1 for all tokens"
-    yield "sampling_params.stream_interval", params.get("stream_interval"), 1, INT64, ""
-    yield "top_logprobs_num", obj.top_logprobs_num, 0, vocabulary, ", the model's vocabulary"
+    yield "sampling_params.temperature", params.get("temperature"), 0, LARGE, ""
+    yield "sampling_params.repetition_penalty", params.get("repetition_penalty"), 1 / LARGE, 2, ""
+    if obj.return_logprob:
+        yield "top_logprobs_num", obj.top_logprobs_num, 0, vocabulary, ", the model's vocabulary"
+        yield "logprob_start_len", obj.logprob_start_len, -1, INT64, ", -1 for the output alone"
     if deterministic:
         # Without deterministic mode no seed is read.
         yield "sampling_params.sampling_seed", params.get("sampling_seed"), -INT64 - 1, INT64, ""
 
 
-def _check_stop_tokens(tokens: object, vocabulary: int) -> None:
-    name = "sampling_params.stop_token_ids"
+def _check_stop_tokens(params: dict[str, Any], vocabulary: int) -> None:
+    name, tokens = "sampling_params.stop_token_ids", params.get("stop_token_ids")
+    if not tokens:
+        return
     try:
         found = [int(token) for token in tokens if token is not None]
     except (TypeError, ValueError, OverflowError):
         raise ValueError(f"{name} is {_short(tokens)}; pass a list of token ids, or leave it out") from None
-    _check_tokens(name, found, vocabulary)
+    _check_type(name, found, msgspec.msgpack.Decoder(list[int]))
+    if params.get("min_new_tokens"):
+        # Until then the logits of these are taken out; else they are compared with the output, and need not exist.
+        _check_tokens(name, found, vocabulary)
+
+
+def _check_bias(bias: dict[str, float] | None) -> None:
+    for token, value in (bias or {}).items():
+        if not (-LARGE <= value <= LARGE or value == -inf):
+            raise ValueError(
+                f"sampling_params.logit_bias has {_short(value)} for token {_short(token)}; pass a number from {-LARGE:g} to {LARGE:g}, or "
+                "leave it out"
+            )
+
+
+def _check_embeds(embeds: list[list[float]] | None, width: int) -> None:
+    wrong = next((len(row) for row in embeds or () if len(row) != width), None)
+    if wrong is not None:
+        raise ValueError(f"input_embeds has a row of {wrong} numbers; this model's tokens have {width} each: pass so many, or leave it out")
+
+
+def _check_processor(processor: str | None) -> None:
+    if not processor:
+        return
+    try:
+        CustomLogitProcessor.from_str(processor)
+    except Exception as error:  # whatever unpickling raises
+        raise ValueError(
+            f"custom_logit_processor is {_short(processor)}, which is none ({type(error).__name__}): pass what its to_str() gives, or "
+            "leave it out"
+        ) from None
 
 
 def _check_tokens(name: str, tokens: "list[int] | tuple[int, ...]", vocabulary: int) -> None:

@@ -15,7 +15,7 @@ def checked(body, deterministic=True, preferred=None):
     calls, request = [], GenerateReqInput(**{"text": "a", **body})
     request.normalize_batch_and_arguments()
     manager = SimpleNamespace(
-        model_config=SimpleNamespace(vocab_size=VOCABULARY),
+        model_config=SimpleNamespace(vocab_size=VOCABULARY, hidden_size=4),
         preferred_sampling_params=preferred,
         server_args=SimpleNamespace(
             enable_deterministic_inference=deterministic,
@@ -33,7 +33,8 @@ def checked(body, deterministic=True, preferred=None):
     None, {}, {"max_new_tokens": None}, {"temperature": 0}, {"temperature": None}, {"stop": "a"}, {"stop": ["a", "b"]},
     {"stop_token_ids": [1, None, "2"]}, {"logit_bias": {"5": 1}}, {"sampling_seed": 2**63 - 1}, {"sampling_seed": -(2**63)},
     {"top_k": -1}, {"top_k": 2**31 - 1}, {"custom_params": {"a": [1, "b"], "c": {"d": 1.5}}}, {"stop_strs": None}, {"is_normalized": False},
-    {"regex": ""}, {"stream_interval": 1},
+    {"regex": ""}, {"stream_interval": 0}, {"stop_token_ids": [VOCABULARY]}, {"logit_bias": {"5": -float("inf"), "6": 1e30}},
+    {"temperature": 1e30}, {"repetition_penalty": 1e-6},
 ])  # fmt: skip
 def test_what_sglang_serves_passes(params):
     assert len(checked({"sampling_params": params})) == 1
@@ -48,9 +49,13 @@ def test_what_sglang_serves_passes(params):
     ({"max_new_tokens": 2**70}, "sampling_params.max_new_tokens is 1180591620717411303424: "),
     ({"custom_params": {"a": [[1]]}}, "sampling_params.custom_params is "),
     ({"stop_token_ids": 5}, "sampling_params.stop_token_ids is 5; pass a list of token ids"),
-    ({"stop_token_ids": [VOCABULARY]}, "sampling_params.stop_token_ids has 1000 at place 0; .* from 0 to 999"),
+    ({"stop_token_ids": [2**70]}, "sampling_params.stop_token_ids is "),
+    ({"logit_bias": {"5": 1e39}}, r"sampling_params.logit_bias has 1e\+39 for token '5'; pass a number from -1e\+30 to 1e\+30"),
+    ({"logit_bias": {"5": float("inf")}}, "sampling_params.logit_bias has inf"),
+    ({"temperature": 1e308}, r"sampling_params.temperature is 1e\+308; pass a number from 0 to"),
+    ({"repetition_penalty": 1e-300}, "sampling_params.repetition_penalty is 1e-300; pass a number from"),
+    ({"stop_token_ids": [VOCABULARY], "min_new_tokens": 1}, "sampling_params.stop_token_ids has 1000 at place 0; .* from 0 to 999"),
     ({"top_k": 2**31}, "sampling_params.top_k is 2147483648; pass a number from -1 to 2147483647, -1 for all tokens"),
-    ({"stream_interval": 0}, "sampling_params.stream_interval is 0; pass a number from 1"),
     ({"sampling_seed": 2**63}, "sampling_params.sampling_seed is 9223372036854775808; pass a number"),
     ({"is_normalized": True}, "sampling_params.is_normalized is True; SGLang sets it by itself"),
     ({"max_tokens": 5}, "sampling_params has 'max_tokens', which SGLang does not know: .*max_new_tokens"),
@@ -75,13 +80,22 @@ def test_the_servers_preferred_parameters_are_those_of_a_request_without():
 @pytest.mark.parametrize(("body", "words"), [
     ({"text": None, "input_ids": [1, VOCABULARY]}, "input_ids has 1000 at place 1"),
     ({"text": None, "input_ids": [-1]}, "input_ids has -1 at place 0"),
-    ({"top_logprobs_num": VOCABULARY + 1}, "top_logprobs_num is 1001; pass a number from 0 to 1000"),
+    ({"session_params": {"rid": 5}}, r"session_params.rid is 5: expected `str \| null`, got `int`"),
+    ({"session_params": {"unknown": 5}}, "session_params has 'unknown', which SGLang does not know"),
+    ({"return_logprob": True, "logprob_start_len": -3}, "logprob_start_len is -3; pass a number from -1"),
+    ({"custom_logit_processor": "abc"}, "custom_logit_processor is 'abc', which is none"),
+    ({"text": None, "input_embeds": [[0.5] * 4, [0.5] * 3]}, "input_embeds has a row of 3 numbers; this model's tokens have 4 each"),
+    ({"return_logprob": True, "top_logprobs_num": VOCABULARY + 1}, "top_logprobs_num is 1001; pass a number from 0 to 1000"),
     ({"token_ids_logprob": [True]}, "token_ids_logprob is .True.: expected `int`"),
     ({"sampling_params": [{}]}, "sampling_params is .{}.; pass an object"),
 ])  # fmt: skip
 def test_fields_of_the_request_are_checked_alike(body, words):
     with pytest.raises(ValueError, match=words):
         checked(body)
+
+
+def test_numbers_of_log_probabilities_count_where_these_are_asked_for():
+    assert checked({"top_logprobs_num": VOCABULARY + 1, "logprob_start_len": -3})
 
 
 def test_a_large_value_is_not_written_out():
