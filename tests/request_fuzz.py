@@ -141,10 +141,11 @@ bodies = st.builds(
 """Bodies of ``/generate``; most answers are short."""
 # Each of these values is one that SGLang's documents allow, alone and together.
 ALLOWED = (
-    *("max_new_tokens", "stop_token_ids", "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty"),
+    *("max_new_tokens", "stop_token_ids", "temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty"),
     *("repetition_penalty", "n", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim", "stream_interval"),
 )
-ALLOWED_FIELDS = ("return_logprob", "token_ids_logprob", "return_text_in_logprobs", "stream", "no_logs", "return_prompt_token_ids")
+# Log-probabilities of chosen tokens beside a request for others end stock.
+ALLOWED_FIELDS = ("return_logprob", "return_text_in_logprobs", "stream", "no_logs", "return_prompt_token_ids")
 valid_bodies = st.builds(
     lambda length, found, more: {"text": "Once upon a time", "sampling_params": {**found, "max_new_tokens": length}, **more},
     st.integers(1, 4),

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 INT32, INT64 = (1 << 31) - 1, (1 << 63) - 1
 LARGE = 1e30
 """Divided by the least temperature, 1e-6, it is still finite in float32; probabilities that are not end the sampler."""
+GREEDY = 1e-6
+"""Temperatures below it mean the best token."""
 SHOWN = 60
 """Characters of a value in a message."""
 DERIVED = ("input_text", "input_ids", "input_embeds", "mm_inputs", "sampling_params", "session_params", "time_stats", "lora_id")
@@ -139,8 +141,16 @@ def _limits(
         yield "top_logprobs_num", obj.top_logprobs_num, 0, vocabulary, ", the model's vocabulary"
         yield "logprob_start_len", obj.logprob_start_len, -1, INT64, ", -1 for the output alone"
     if deterministic:
+        if (params.get("min_p") or 0) > 0 and not _is_greedy(params):
+            # SGLang's seeded sampler asserts that there is none.
+            yield "sampling_params.min_p", params["min_p"], 0, 0, " under --enable-deterministic-inference"
         # Without deterministic mode no seed is read.
         yield "sampling_params.sampling_seed", params.get("sampling_seed"), -INT64 - 1, INT64, ""
+
+
+def _is_greedy(params: dict[str, Any]) -> bool:
+    temperature = params.get("temperature")
+    return params.get("top_k") == 1 or (temperature is not None and temperature < GREEDY)
 
 
 def _check_stop_tokens(params: dict[str, Any], vocabulary: int) -> None:

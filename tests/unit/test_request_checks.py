@@ -34,7 +34,7 @@ def checked(body, deterministic=True, preferred=None):
     {"stop_token_ids": [1, None, "2"]}, {"logit_bias": {"5": 1}}, {"sampling_seed": 2**63 - 1}, {"sampling_seed": -(2**63)},
     {"top_k": -1}, {"top_k": 2**31 - 1}, {"custom_params": {"a": [1, "b"], "c": {"d": 1.5}}}, {"stop_strs": None}, {"is_normalized": False},
     {"regex": ""}, {"stream_interval": 0}, {"stop_token_ids": [VOCABULARY]}, {"logit_bias": {"5": -float("inf"), "6": 1e30}},
-    {"temperature": 1e30}, {"repetition_penalty": 1e-6},
+    {"min_p": 0.1, "temperature": 0}, {"min_p": 0.1, "top_k": 1}, {"min_p": 0}, {"temperature": 1e30}, {"repetition_penalty": 1e-6},
 ])  # fmt: skip
 def test_what_sglang_serves_passes(params):
     assert len(checked({"sampling_params": params})) == 1
@@ -49,6 +49,7 @@ def test_what_sglang_serves_passes(params):
     ({"max_new_tokens": 2**70}, "sampling_params.max_new_tokens is 1180591620717411303424: "),
     ({"custom_params": {"a": [[1]]}}, "sampling_params.custom_params is "),
     ({"stop_token_ids": 5}, "sampling_params.stop_token_ids is 5; pass a list of token ids"),
+    ({"min_p": 0.1}, "sampling_params.min_p is 0.1; pass a number from 0 to 0 under --enable-deterministic-inference"),
     ({"stop_token_ids": [2**70]}, "sampling_params.stop_token_ids is "),
     ({"logit_bias": {"5": 1e39}}, r"sampling_params.logit_bias has 1e\+39 for token '5'; pass a number from -1e\+30 to 1e\+30"),
     ({"logit_bias": {"5": float("inf")}}, "sampling_params.logit_bias has inf"),
@@ -68,7 +69,7 @@ def test_what_ends_a_scheduler_is_named(params, words):
 
 
 def test_a_seed_is_read_in_deterministic_mode_alone():
-    assert checked({"sampling_params": {"sampling_seed": 2**63}}, deterministic=False)
+    assert checked({"sampling_params": {"sampling_seed": 2**63, "min_p": 0.1}}, deterministic=False)
 
 
 def test_the_servers_preferred_parameters_are_those_of_a_request_without():
