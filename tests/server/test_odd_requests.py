@@ -124,7 +124,7 @@ def test_what_a_fuzz_sends_ends_no_server_and_what_is_valid_gets_stocks_answers(
             return
         for (body, ours), stocks in zip(sent, expected, strict=True):
             assert ours[0] == stocks[0], (json.dumps(body), ours, stocks)
-            if ours[0] == 200 and not PENALTIES & set(body["sampling_params"] or ()):
+            if ours[0] == 200 and is_comparable(body["sampling_params"] or {}):
                 assert tokens(ours[1]) == tokens(stocks[1]), json.dumps(body)
                 asked["equal"] += 1
         asked["bodies"] += len(bodies)
@@ -141,6 +141,11 @@ def test_what_a_fuzz_sends_ends_no_server_and_what_is_valid_gets_stocks_answers(
         send()
     print(asked)
     assert asked["bodies"] >= 6 and asked["equal"] > 0
+
+
+def is_comparable(params):
+    """Whether stock's answer is the same in any company: that of a drawn token depends on how the others are drawn."""
+    return isinstance(params, dict) and not PENALTIES & set(params) and (params.get("temperature", 1) == 0 or params.get("top_k") == 1)
 
 
 def tokens(answer):
