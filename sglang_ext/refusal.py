@@ -5,6 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from sglang.srt.environ import envs
+
 from sglang_ext.options import OptionError
 
 if TYPE_CHECKING:
@@ -66,3 +68,8 @@ def switched_on(name: str) -> Callable[["KVServerArgs"], bool]:
 def above(name: str, most: int) -> Callable[["KVServerArgs"], bool]:
     """Whether a field's number is larger than what is served."""
     return lambda args: (getattr(args, name) or 0) > most
+
+
+def variable(name: str, why: str) -> Refusal:
+    """Of one of SGLang's environment variables, which is to be unset."""
+    return Refusal(name, lambda args: getattr(envs, name).get(), why, "unset that variable")

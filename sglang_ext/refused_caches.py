@@ -1,8 +1,6 @@
 """SGLang's options for KV memory, caches and parallelism that a compressed KV cache cannot be combined with yet."""
 
-from sglang.srt.environ import envs
-
-from sglang_ext.refusal import Refusal, above, switched_on
+from sglang_ext.refusal import Refusal, above, switched_on, variable
 
 HICACHE = (
     *("hicache_ratio", "hicache_size", "hicache_write_policy", "hicache_io_backend", "hicache_mem_layout"),
@@ -41,10 +39,8 @@ CACHES: tuple[Refusal, ...] = (
         f"leave it out, and {OF_HOST}",
         ("flexkv_config_file",),
     ),
-    *(
-        Refusal(name, lambda args, name=name: getattr(envs, name).get(), IDLE, "unset that variable")
-        for name in ("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", "SGLANG_ENABLE_UNIFIED_RADIX_TREE")
-    ),
+    variable("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", IDLE),
+    variable("SGLANG_ENABLE_UNIFIED_RADIX_TREE", IDLE),
     Refusal(
         "--disable-radix-cache",
         lambda args: args.disable_radix_cache and bool(args.kv_host_gb),
@@ -66,13 +62,8 @@ CACHES: tuple[Refusal, ...] = (
     ),
     Refusal("--enable-page-major-kv-layout", switched_on("enable_page_major_kv_layout"), LAYOUT, "leave it out"),
     Refusal("--enable-unified-memory", switched_on("enable_unified_memory"), LAYOUT, "leave it out"),
-    Refusal("SGLANG_USE_HND_KVCACHE", lambda args: envs.SGLANG_USE_HND_KVCACHE.get(), LAYOUT, "unset that variable"),
-    Refusal(
-        "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING",
-        lambda args: envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.get(),
-        "the pool would grow after what lies beside it was planned",
-        "unset that variable",
-    ),
+    variable("SGLANG_USE_HND_KVCACHE", LAYOUT),
+    variable("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "the pool would grow after what lies beside it was planned"),
     Refusal(
         "--enable-hisparse",
         switched_on("enable_hisparse"),
@@ -108,8 +99,8 @@ CACHES: tuple[Refusal, ...] = (
 )
 
 PARALLELISM: tuple[Refusal, ...] = (
-    Refusal("--dp-size", lambda a: a.dp_size > 1, "data parallelism is untested", "use --dp-size 1"),
-    Refusal("--pp-size", lambda a: a.pp_size > 1, "a draft needs all layers in one process", "use --pp-size 1"),
+    Refusal("--dp-size", above("dp_size", 1), "data parallelism is untested", "use --dp-size 1"),
+    Refusal("--pp-size", above("pp_size", 1), "a draft needs all layers in one process", "use --pp-size 1"),
     Refusal("--attn-cp-size", above("attn_cp_size", 1), RANKS, "use --attn-cp-size 1"),
     Refusal(
         "--enable-prefill-cp",

@@ -2,10 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from sglang.srt.environ import envs
-
 from sglang_ext.options import POINTING
-from sglang_ext.refusal import Refusal, switched_on
+from sglang_ext.refusal import Refusal, above, switched_on, variable
 from sglang_ext.refused_caches import CACHES, PARALLELISM
 
 if TYPE_CHECKING:
@@ -83,13 +81,13 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("--is-embedding", switched_on("is_embedding"), "embeddings are not decoded", "use --kv-mode full"),
     Refusal(
         "--tokenizer-worker-num",
-        lambda args: args.tokenizer_worker_num > 1,
+        above("tokenizer_worker_num", 1),
         "only the first tokenizer would report drafts and verifies",
         "use --tokenizer-worker-num 1",
     ),
     Refusal(
         "--detokenizer-worker-num",
-        lambda args: args.detokenizer_worker_num > 1,
+        above("detokenizer_worker_num", 1),
         "with one tokenizer SGLang's router of detokenizers ends the server at the first request",
         "use --detokenizer-worker-num 1",
     ),
@@ -100,7 +98,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "leave it out; --grpc-port serves gRPC beside HTTP",
         ("smg_http_sidecar_port",),
     ),
-    Refusal("SGLANG_RUST_SERVER", lambda args: envs.SGLANG_RUST_SERVER.get(), TOKENIZER, "unset that variable"),
+    variable("SGLANG_RUST_SERVER", TOKENIZER),
     Refusal(
         "--encoder-only",
         switched_on("encoder_only"),

@@ -6,7 +6,7 @@ and raise in a forward pass. All of them end stock SGLang too, but for what :fun
 refuses.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from math import inf
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,7 @@ GREEDY = 1e-6
 """Temperatures below it mean the best token."""
 SHOWN = 60
 """Characters of a value in a message."""
+TOKENS = msgspec.msgpack.Decoder(list[int])
 DERIVED = ("input_text", "input_ids", "input_embeds", "mm_inputs", "sampling_params", "session_params", "time_stats", "lora_id")
 """Fields of a tokenized request that are no copies of the request's."""
 
@@ -47,21 +48,22 @@ def check_request(
     Raises:
         ValueError: names the field, its value, what is allowed and the remedy. SGLang answers with status 400.
     """
-    if isinstance(obj, GenerateReqInput):
-        params = sampling_params_of(manager, obj)
-        _check_sampling_types(params)
-        _check_field_types(obj)
+    if not isinstance(obj, GenerateReqInput):
+        original(manager, obj, input_ids)
+        return
+    params, vocabulary = sampling_params_of(manager, obj), manager.model_config.vocab_size
+    _check_sampling_types(params)
+    _check_field_types(obj)
     original(manager, obj, input_ids)
-    if isinstance(obj, GenerateReqInput):
-        vocabulary = manager.model_config.vocab_size
-        if input_ids is not None:
-            _check_tokens("input_ids", input_ids, vocabulary)
-        _check_values(obj, params, vocabulary, manager.server_args.enable_deterministic_inference)
-        _check_stop_tokens(params, vocabulary)
-        _check_bias(params.get("logit_bias"))
-        _check_embeds(obj.input_embeds, manager.model_config.hidden_size)
-        _check_processor(obj.custom_logit_processor)
-        method_choice.check(manager.server_args, params.get("custom_params"))
+    if input_ids is not None:
+        _check_tokens("input_ids", input_ids, vocabulary)
+    _check_values(obj, params, vocabulary, manager.server_args.enable_deterministic_inference)
+    _check_stop_tokens(params, vocabulary)
+    _check_bias(params.get("logit_bias"))
+    _check_embeds(obj.input_embeds, manager.model_config.hidden_size)
+    # SGLang has refused it by now where the server does not serve any.
+    _check_processor(obj.custom_logit_processor)
+    method_choice.check(manager.server_args, params.get("custom_params"))
 
 
 def sampling_params_of(manager: "TokenizerManager", obj: GenerateReqInput) -> dict[str, Any]:
@@ -86,8 +88,7 @@ def _types(struct: type[msgspec.Struct]) -> dict[str, msgspec.msgpack.Decoder]:
 def _check_sampling_types(params: dict[str, Any]) -> None:
     decoders = _types(SamplingParams)
     for name, value in params.items():
-        if name not in decoders:
-            raise ValueError(f"sampling_params has {_short(name)}, which SGLang does not know: leave it out, or take one of {', '.join(_asked())}")
+        _check_known("sampling_params", name, name in decoders, _asked())
         if name not in _asked() and value:
             raise ValueError(f"sampling_params.{name} is {_short(value)}; SGLang sets it by itself: leave it out")
         if value is not None and name != "stop_token_ids":
@@ -106,10 +107,17 @@ def _check_field_types(obj: GenerateReqInput) -> None:
         value = None if name in DERIVED else getattr(obj, name, None)
         if value is not None:
             _check_type(name, value, decoder)
+    known = _types(SessionParams)
     for name, value in (obj.session_params or {}).items():
-        if name not in (known := _types(SessionParams)):
-            raise ValueError(f"session_params has {_short(name)}, which SGLang does not know: leave it out, or take one of {', '.join(known)}")
+        _check_known("session_params", name, name in known, known)
         _check_type(f"session_params.{name}", value, known[name])
+
+
+def _check_known(holder: str, name: str, is_known: bool, names: Iterable[str]) -> None:
+    if not is_known:
+        raise ValueError(
+            f"{holder} has {_short(name)}, which SGLang does not know: leave it out, or take one of {', '.join(names)}"
+        )
 
 
 def _check_type(name: str, value: object, decoder: msgspec.msgpack.Decoder) -> None:
@@ -161,7 +169,7 @@ def _check_stop_tokens(params: dict[str, Any], vocabulary: int) -> None:
         found = [int(token) for token in tokens if token is not None]
     except (TypeError, ValueError, OverflowError):
         raise ValueError(f"{name} is {_short(tokens)}; pass a list of token ids, or leave it out") from None
-    _check_type(name, found, msgspec.msgpack.Decoder(list[int]))
+    _check_type(name, found, TOKENS)
     if params.get("min_new_tokens"):
         # Until then the logits of these are taken out; else they are compared with the output, and need not exist.
         _check_tokens(name, found, vocabulary)
@@ -194,7 +202,7 @@ def _check_processor(processor: str | None) -> None:
         ) from None
 
 
-def _check_tokens(name: str, tokens: "list[int] | tuple[int, ...]", vocabulary: int) -> None:
+def _check_tokens(name: str, tokens: list[int], vocabulary: int) -> None:
     if tokens and not (0 <= min(tokens) and max(tokens) < vocabulary):
         place, token = next((at, token) for at, token in enumerate(tokens) if not 0 <= token < vocabulary)
         raise ValueError(
