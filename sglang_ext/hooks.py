@@ -133,6 +133,14 @@ HOOKS: tuple[Hook, ...] = (
         expects=("server_args", "launch_callback", "execute_warmup_func"),
         process="frontend",
     ),
+    Hook(
+        target="sglang.srt.entrypoints.engine._scheduler_died_error",
+        kind="around",
+        hook="sglang_ext.command_line.end_like_scheduler",
+        why="an option that only the scheduler can refuse shall end the server with that word alone",
+        expects=("rank", "proc"),
+        process="frontend",
+    ),
 )
 
 PLAIN_CPU_HOOKS: tuple[Hook, ...] = (

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
+from sglang_ext.command_line import ends_scheduler
+
 if TYPE_CHECKING:
     from sglang.srt.managers.overlap_utils import FutureMap
     from sglang.srt.server_args import ServerArgs
@@ -40,6 +42,7 @@ class KVVerifiedAlgorithm(CustomSpecAlgo):
         )
 
 
+@ends_scheduler
 def worker_class(server_args: "ServerArgs") -> type:
     """The worker class, with the hooks it needs applied in this scheduler process."""
     from sglang_ext import hooking

@@ -10,6 +10,7 @@ import torch
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
+from sglang_ext.command_line import ends_scheduler
 from sglang_ext.layers.attention import copy_graphs, torch_native, verify_graphs
 from sglang_ext.layers.attention.of_model import an_attention, attention_scaling
 from sglang_ext.layers.attention.views import BetweenSteps
@@ -46,6 +47,7 @@ class KVWorker(BaseSpecWorker):
     Built by SGLang with the arguments of any speculative worker; has no draft model.
     """
 
+    @ends_scheduler
     def __init__(self, server_args, gpu_id: int, ps, nccl_port: int, target_worker):
         super().__init__()
         self.server_args = server_args
@@ -84,6 +86,7 @@ class KVWorker(BaseSpecWorker):
     # Read by SGLang, of the above.
     needs_cpu_seq_lens = True
 
+    @ends_scheduler
     def alloc_memory_pool(self, **kwargs) -> None:
         """Double the token table for draft rows, before attention backends are built on it; make room for queries and scores."""
         super().alloc_memory_pool(**kwargs)
@@ -111,6 +114,7 @@ class KVWorker(BaseSpecWorker):
         state = self.requests.get(row)
         return state is not None and copy_is_near(self.views, state, end)
 
+    @ends_scheduler
     def init_cuda_graphs(self) -> None:
         """Capture steps over copies, where they need it, and verifications; SGLang captured graphs of one token a request."""
         copies, verifier = self._read_copies(), verifier_of(self.server_args, self.model_runner)

@@ -2,12 +2,14 @@
 
 import argparse
 import logging
+import multiprocessing
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from sglang.srt.entrypoints import engine
 from sglang.srt.server_args import ServerArgs
 
 from sglang_ext import command_line
@@ -120,3 +122,24 @@ def test_hooks_are_told_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         registry.info("of another plugin")
     assert caplog.messages == ["of another plugin"] and hooks.HOOKS
+
+
+@command_line.ends_scheduler
+def refuse_like_a_scheduler(error: Exception) -> None:
+    raise error
+
+
+@pytest.mark.parametrize(("error", "code"), [(OptionError("--kv-host-gb is\n9"), 2), (ValueError("of SGLang"), 1)], ids=["ours", "sglangs"])
+def test_what_only_the_scheduler_refuses_ends_the_server_with_its_code(capfd: pytest.CaptureFixture[str], error: Exception, code: int) -> None:
+    scheduler = multiprocessing.get_context("spawn").Process(target=refuse_like_a_scheduler, args=(error,))
+    scheduler.start()
+    scheduler.join(120)
+    if code == command_line.EXIT_CODE:
+        with pytest.raises(SystemExit) as raised:
+            command_line.end_like_scheduler(engine._scheduler_died_error, 0, scheduler)
+        assert raised.value.code == code
+        printed = capfd.readouterr().err
+        assert printed.splitlines()[-1] == "sglang-ext: error: --kv-host-gb is 9" and "Traceback" not in printed
+    else:
+        died = command_line.end_like_scheduler(engine._scheduler_died_error, 0, scheduler)
+        assert "exit code: 1" in str(died) and "ValueError: of SGLang" in capfd.readouterr().err
