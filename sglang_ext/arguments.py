@@ -98,7 +98,7 @@ class KVServerArgs(ServerArgs):
     kv_head_budgets: A[
         str,
         "equal: all heads keep the same number of tokens. adaptive: what matters most over all heads and layers, with "
-        f"{', '.join(head_budget_options.COMPARABLE)}; on a GPU in lockstep. auto: adaptive for "
+        f"{', '.join(head_budget_options.COMPARABLE)}; auto: adaptive for "
         f"{', '.join(head_budget_options.BETTER)} on a CPU, else equal.",
         NS("memory"),
     ] = "auto"
@@ -107,18 +107,8 @@ class KVServerArgs(ServerArgs):
         Arg(
             help="Tokens drafted on the compressed view before each verification, from 1 to "
             f"{options.MAX_DRAFT_LENGTH}; auto: what measured acceptance and times make fastest, none where full "
-            "KV is faster (in lockstep).",
+            "KV is faster.",
             type_parser=options.parse_draft_length,
-        ),
-        NS("memory"),
-    ] = 16
-    kv_schedule: A[
-        str,
-        Arg(
-            help="lockstep: all requests draft together, then verify together, with CUDA graphs and "
-            "SGLang's overlapped scheduler. staggered: some verify while others draft. auto: lockstep "
-            "on a GPU, staggered on a CPU and with LoRA.",
-            choices=list(options.SCHEDULES),
         ),
         NS("memory"),
     ] = "auto"
@@ -127,12 +117,6 @@ class KVServerArgs(ServerArgs):
         "Tokens that a request gets in one piece at most, from 2: caps the draft length, for an even stream.",
         NS("memory"),
     ] = None
-    kv_ngram_tokens: A[
-        int,
-        "Tokens that n-grams of the context propose in each draft step: the compressed view checks them first, full KV "
-        "afterwards (in lockstep). 0: none.",
-        NS("memory"),
-    ] = 0
     kv_host_gb: A[
         float,
         "Host memory of each tensor-parallel rank, in GB of 10^9 bytes, for full KV of prefixes that the device has no room "
@@ -157,7 +141,7 @@ class KVServerArgs(ServerArgs):
     kv_bench_acceptance: A[
         float | None,
         "For benchmarks: answers are of no use. Each draft is accepted with this probability, 0 to 1, when those before it "
-        "were, whatever verification finds, so that speed can be measured without trained weights (in lockstep).",
+        "were, whatever verification finds, so that speed can be measured without trained weights.",
         NS("memory"),
     ] = None
     kv_bench_corrupt_loads: A[
@@ -166,13 +150,6 @@ class KVServerArgs(ServerArgs):
         "it is computed again: answers stay right, speed is of no use.",
         NS("memory"),
     ] = None
-    kv_bench_lock_step: A[
-        bool,
-        "For benchmarks: where full KV is loaded for verifications (--kv-full-tier), all requests gather drafts and then wait "
-        "for one another to verify. Answers stay right, and come later.",
-        NS("memory"),
-    ] = False
-
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> None:
         """SGLang's flags and ours; an error that names one of ours is one line."""
@@ -221,13 +198,6 @@ class KVServerArgs(ServerArgs):
     def _prepare_speculation(self) -> None:
         """Enter through SGLang's own registries: speculative algorithm and radix cache backend."""
         on_gpu = self.device in (None, "cuda") and torch.cuda.is_available()
-        if self.kv_schedule == "auto":
-            with_lora = self.enable_lora or self.lora_paths
-            asked = self.kv_draft_length == "auto" or self.kv_ngram_tokens or self.kv_full_tier == "host"
-            asked = asked or benchmark_options.need_lockstep(self)
-            asked = asked or (self.kv_full_tier == "auto" and self.kv_host_gb and not with_lora)
-            lockstep = asked or (on_gpu and not with_lora)
-            self.kv_schedule = "lockstep" if lockstep else "staggered"
         refused_options.check_combinations(self)
         if self.kv_full_tier == "auto" and (obstacle := options.offload_obstacle(self)) is not None:
             logger.warning("sglang-ext: --kv-full-tier auto keeps all full KV on the device, as %s", obstacle)
@@ -237,9 +207,8 @@ class KVServerArgs(ServerArgs):
         self.speculative_eagle_topk = 1
         self.speculative_num_draft_tokens = self.speculative_num_steps + 1
         self.radix_cache_backend = RADIX_CACHE_BACKEND
-        if self.kv_schedule == "staggered":
-            # Steps are decided from the host's view of the accepted lengths, and forwards are ragged.
-            self.disable_overlap_schedule = True
+        if self.enable_lora or self.lora_paths:
+            # Adapters are prepared for each forward, of a step or of a verification.
             self.disable_cuda_graph = True
         if self.attention_backend is None and on_gpu:
             self.attention_backend = "triton" if self.enable_deterministic_inference else "flashinfer"

@@ -6,7 +6,7 @@ They are flags, and no environment variables: a shell may have left one of those
 import logging
 from typing import TYPE_CHECKING
 
-from sglang_ext.options import OptionError, offload_obstacle
+from sglang_ext.options import OptionError
 
 if TYPE_CHECKING:
     from sglang_ext.arguments import KVServerArgs
@@ -17,18 +17,12 @@ logger = logging.getLogger(__name__)
 EFFECTS = {
     "kv_bench_acceptance": "drafts are accepted by chance, so answers are of no use",
     "kv_bench_corrupt_loads": "host memory loses bits on purpose; answers stay right, and some are computed again",
-    "kv_bench_lock_step": "requests wait for one another before they verify; answers stay right, and come later",
 }
 
 
 def is_probability(value: object) -> bool:
     """Whether it is a number from 0 to 1; ``True`` is none."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
-
-
-def need_lockstep(args: "KVServerArgs") -> bool:
-    """Whether one of them is for rounds in lockstep alone."""
-    return args.kv_bench_acceptance is not None or args.kv_bench_lock_step
 
 
 def check_flags(args: "KVServerArgs") -> None:
@@ -73,10 +67,6 @@ def _lack(args: "KVServerArgs", name: str) -> str | None:
     """Why the server cannot do what the flag of field ``name`` asks for, and the remedy; None when it can."""
     if args.kv_mode != "verified":
         return f"--kv-mode is {args.kv_mode!r}, which verifies nothing: pass --kv-mode verified"
-    if name == "kv_bench_corrupt_loads":
-        return None if args.kv_host_gb else "--kv-host-gb is 0, so that nothing is loaded: pass how many GB"
-    if args.kv_schedule == "staggered":
-        return "--kv-schedule is 'staggered', in which others draft meanwhile: pass --kv-schedule lockstep"
-    if name == "kv_bench_lock_step" and args.kv_full_tier == "device":
-        return "--kv-full-tier is 'device', so that no verification waits for a load: pass --kv-full-tier host and --kv-host-gb"
-    return offload_obstacle(args) if name == "kv_bench_lock_step" else None
+    if name == "kv_bench_corrupt_loads" and not args.kv_host_gb:
+        return "--kv-host-gb is 0, so that nothing is loaded: pass how many GB"
+    return None

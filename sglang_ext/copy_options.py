@@ -41,18 +41,6 @@ def _check_steps(args: "KVServerArgs", copies: str, remedy: str) -> None:
     """Refuse forwards that read copies otherwise than one token a request, or whose answers would round otherwise."""
     for refused, value, why, instead in (
         (
-            args.kv_schedule == "staggered",
-            f"--kv-schedule is {args.kv_schedule!r}",
-            "some requests verify there in the forwards in which others draft",
-            "Pass --kv-schedule lockstep",
-        ),
-        (
-            args.kv_ngram_tokens > 0,
-            f"--kv-ngram-tokens is {args.kv_ngram_tokens}",
-            "their checks read several tokens of a request",
-            "Pass --kv-ngram-tokens 0",
-        ),
-        (
             args.enable_deterministic_inference and offloads(args),
             f"--kv-full-tier is {args.kv_full_tier!r} with --enable-deterministic-inference",
             "requests without a copy answer there in the steps in which others draft, and round differently",

@@ -19,7 +19,6 @@ FALLBACK_REASONS: tuple[str, ...] = (
     "custom-logit-processor",
     "grammar",
     "hidden-states",
-    "neighbour",
     "slower",
     "no-queries",
     "wrong-scores",
@@ -126,12 +125,8 @@ class RequestState:
         prompt: token ids of the prompt.
         method: place among the server's methods of the one that it asked for (method_options.py).
         compressor: what its copy is called, after the method that made or renewed it last; empty before that.
-        bonus: newest token of the output; its KV is not computed yet. Staggered scheduling sets it.
         fallback: index into :data:`FALLBACK_REASONS`; 0 while the request drafts.
-        drafts: tokens drafted since the last verification. Staggered scheduling sets them.
-        gathered: how many there are, where rolling rounds keep them on the device (rolling.py).
-        closed: the newest draft ends the request's grammar, so that nothing may follow it.
-        target: drafts after which this round verifies; set at the start of a round.
+        gathered: tokens drafted since the last verification; the loop sets it. They lie on the device (gathered_drafts.py).
         verifies, offered, accepted: totals over the request's life.
         accept_histogram, offer_histogram: element ``k`` counts the verifications that accepted, or were offered, ``k`` drafts.
         acceptance: how often drafts are accepted, of late.
@@ -144,12 +139,8 @@ class RequestState:
     prompt: Sequence[int] = ()
     method: int = 0
     compressor: str = ""
-    bonus: int = 0
     fallback: int = 0
-    drafts: list[int] = field(default_factory=list)
     gathered: int = 0
-    closed: bool = False
-    target: int = 0
     verifies: int = 0
     offered: int = 0
     accepted: int = 0
@@ -170,33 +161,3 @@ class RequestState:
 def _count(histogram: list[int], value: int) -> None:
     histogram.extend([0] * (value + 1 - len(histogram)))
     histogram[value] += 1
-
-
-@dataclass(frozen=True)
-class Step:
-    """What one request does in one iteration; the planner sets it.
-
-    Attributes:
-        state: the request's draft state.
-        tokens: input tokens, one when drafting, ``1 + drafts`` when verifying.
-        position: absolute position of the first input token.
-        row: row of the token table that attention reads: the request's own, or its draft row.
-        length: tokens that the last query attends to, counted in ``row``.
-        emits: whether the sampled tokens are answers (verify, full KV, lossy) or drafts.
-    """
-
-    state: RequestState
-    tokens: list[int]
-    position: int
-    row: int
-    length: int
-    emits: bool
-
-    @property
-    def exact(self) -> int:
-        """Tokens of the request whose full KV is in the pool."""
-        return self.position if self.emits else self.position - len(self.state.drafts)
-
-    def drafts_before(self, index: int) -> tuple[int, ...]:
-        """Drafts that come before what is sampled after ``tokens[index]``."""
-        return tuple(self.tokens[1 : index + 1]) if self.emits else tuple(self.state.drafts)

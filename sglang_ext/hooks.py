@@ -40,7 +40,7 @@ HOOKS: tuple[Hook, ...] = (
         target="sglang.srt.managers.scheduler_components.batch_result_processor."
         "SchedulerBatchResultProcessor.process_batch_result_decode",
         kind="around",
-        hook="sglang_ext.managers.results.process_emitted",
+        hook="sglang_ext.managers.spec_decode.processing.process_emitted",
         why="in an iteration most requests only draft: they have no tokens to stream or count",
         expects=("self", "batch", "result"),
         process="scheduler",

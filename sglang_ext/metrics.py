@@ -28,7 +28,7 @@ class KVMetrics:
         query_bytes: bytes of the rings in which queries are kept for compressors.
         score_bytes: bytes of scores and networks that compressors hold.
         copies: copies made or renewed, by the method that chose what they keep.
-        round_seconds: times of the last round in lockstep, by part: a draft, the rest, or a step of plain decoding.
+        round_seconds: times of the last round, by part: a draft, the rest, or a step of plain decoding.
         tiers: of full KV in host memory; None without any.
     """
 

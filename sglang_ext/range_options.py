@@ -7,9 +7,7 @@ from sglang_ext.options import (
     MAX_DRAFT_LENGTH,
     MAX_OFFLOAD_DRAFT_LENGTH,
     MODES,
-    SCHEDULES,
     OptionError,
-    longest_draft,
     offload_obstacle,
     one_of,
 )
@@ -25,7 +23,6 @@ def check_flags(args: "KVServerArgs") -> None:
         OptionError: names the flag, its value and the allowed values.
     """
     one_of("--kv-mode", args.kv_mode, MODES)
-    one_of("--kv-schedule", args.kv_schedule, SCHEDULES)
     one_of("--kv-full-tier", args.kv_full_tier, FULL_TIERS)
     burst = args.kv_max_burst
     if burst is not None and not (isinstance(burst, int) and burst >= 2):
@@ -36,13 +33,7 @@ def check_flags(args: "KVServerArgs") -> None:
     length = args.kv_draft_length
     if length != "auto" and not (isinstance(length, int) and 1 <= length <= MAX_DRAFT_LENGTH):
         raise OptionError(
-            f"--kv-draft-length is {length}; pass a whole number from 1 to {MAX_DRAFT_LENGTH}, for example 16, or auto"
-        )
-    proposed = args.kv_ngram_tokens
-    if not isinstance(proposed, int) or not 0 <= proposed <= longest_draft(args):
-        raise OptionError(
-            f"--kv-ngram-tokens is {proposed}; n-grams propose no more than is drafted: pass a whole number from 0, for "
-            f"none, to {longest_draft(args)}"
+            f"--kv-draft-length is {length}; pass a whole number from 1 to {MAX_DRAFT_LENGTH}, for example 15, or auto"
         )
     _check_host(args)
     _check_offload(args)

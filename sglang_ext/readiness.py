@@ -50,7 +50,7 @@ def lines(args: "KVServerArgs") -> tuple[str, str, str]:
     """Mode, method and address of a server, one line each."""
     slow = ON_CPU if args.kv_mode == "verified" and args.device == "cpu" else ""
     methods = ", ".join(f"{offer.name} (budget {offer.budget:g})" for offer in offers(args))
-    drafts = f", draft length {args.kv_draft_length}, {args.kv_schedule}" if args.kv_mode == "verified" else ""
+    drafts = f", draft length {args.kv_draft_length}" if args.kv_mode == "verified" else ""
     return (
         f"mode {args.kv_mode}: {MODES[args.kv_mode]}{slow}",
         f"compressor {methods}{drafts}",

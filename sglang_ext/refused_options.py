@@ -60,24 +60,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "use --kv-mode verified, or --kv-compressor snapkv",
     ),
     Refusal("--torchao-config", switched_on("torchao_config"), "quantized weights are untested", "leave it out"),
-    Refusal(
-        "--enable-lora",
-        lambda args: args.kv_schedule == "lockstep" and bool(args.enable_lora or args.lora_paths),
-        "adapters are untested in CUDA graphs of verifications",
-        "use --kv-schedule staggered and a number for --kv-draft-length",
-    ),
-    Refusal(
-        "--kv-schedule staggered",
-        lambda args: args.kv_draft_length == "auto" and args.kv_schedule == "staggered",
-        "--kv-draft-length auto measures whole rounds",
-        "use --kv-schedule lockstep, or a number",
-    ),
-    Refusal(
-        "--kv-ngram-tokens",
-        lambda args: args.kv_ngram_tokens > 0 and (args.kv_mode != "verified" or args.kv_schedule == "staggered"),
-        "proposals of n-grams are checked in rounds that a verification ends",
-        "use --kv-mode verified and --kv-schedule lockstep, or leave it out",
-    ),
     Refusal("--is-embedding", switched_on("is_embedding"), "embeddings are not decoded", "use --kv-mode full"),
     Refusal(
         "--tokenizer-worker-num",

@@ -18,24 +18,22 @@ STRICT = server_environment(retraction_steps=None)
 STOCK = ("--enable-deterministic-inference", "--enable-custom-logit-processor", "--enable-return-hidden-states")
 # Of half the default's drafts fewer are wrong, and an answer takes more rounds.
 DRAFTING = (*STOCK, "--kv-mode", "verified", "--kv-budget", "0.25", "--kv-draft-length", "8", "--enable-metrics")
-# As on a GPU: rounds of a batch in SGLang's overlapped loop.
-VERIFIED = (*DRAFTING, "--kv-schedule", "lockstep")
-# The default on a CPU: some verify while others draft, in SGLang's plain loop.
-STAGGERED = (*DRAFTING, "--kv-schedule", "staggered")
+# What users run, in SGLang's overlapped loop.
+VERIFIED = DRAFTING
 PAGED = (
     *("--kv-mode", "verified", "--kv-compressor", "sink-recent", "--kv-budget", "0.125"),
-    *("--page-size", "16", "--chunked-prefill-size", "256", "--kv-draft-length", "8", "--kv-schedule", "lockstep"),
+    *("--page-size", "16", "--chunked-prefill-size", "256", "--kv-draft-length", "8",),
     *("--max-total-tokens", "16384"),
 )
 # Two methods that drop tokens, and one that packs them, which serves whoever asks for none.
 SEVERAL = (
-    *(*STOCK, "--kv-mode", "verified", "--kv-compressor", "kivi", "--kv-bits", "4", "--kv-schedule", "lockstep"),
+    *(*STOCK, "--kv-mode", "verified", "--kv-compressor", "kivi", "--kv-bits", "4", "--kv-draft-length", "8"),
     "--enable-metrics",
     *("--kv-more-compressors", "snapkv,snapkv:0.125"),
 )
-# Three tokens of n-grams in each draft step; a pool that does not hold all prompts at once, and host memory for the rest.
-LOCKSTEP = (
-    *(*VERIFIED, "--kv-ngram-tokens", "3"),
+# A pool that does not hold all prompts at once, and host memory for the rest.
+CROWDED = (
+    *VERIFIED,
     *("--max-running-requests", "20", "--max-total-tokens", "3584", "--kv-host-gb", "0.3"),
 )
 # What former versions read of the environment: a shell may have left it.

@@ -43,12 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", type=Path, required=True, help="Hugging Face folder; with --load-format dummy its config.json does")
     add("--compressor", default="snapkv", help="names, separated by commas")
     add("--budget", default=str(DEFAULT_BUDGET), help="shares, separated by commas (default: %(default)s, as the server's)")
-    add("--draft-length", default="16", help="numbers, or auto, separated by commas")
-    add("--ngram-tokens", default="0", help="tokens that n-grams propose in each draft step, separated by commas; 0: none")
+    add("--draft-length", default="15", help="numbers, or auto, separated by commas")
     add("--full-tier", default="device", help="where full KV of running requests lies: device, auto, host, separated by commas")
     add("--offload-draft-length", default="64", help="tokens drafted before full KV is loaded, separated by commas")
     add("--host-gb", type=float, default=0.0, help="host memory for full KV, with --full-tier auto or host")
-    add("--lock-step", action="store_true", help="where full KV is loaded, have requests wait for one another to verify")
     beside = "also run the first compressor with this pair, beside all combinations"
     add("--also", action="append", default=[], metavar="BUDGET:DRAFTS", help=beside)
     add("--force-acceptance", metavar="P", help="accept each draft with this probability; several separated by commas")
@@ -143,21 +141,18 @@ def all_of(args: argparse.Namespace) -> Iterator[Setting]:
     """Stock first, then other baselines, then each combination of verified decoding.
 
     Raises:
-        BenchError: an option is no number, or --lock-step is of no setting.
+        BenchError: an option is no number.
     """
     forced_acceptances(args)
-    if args.lock_step and not any(tier.longest for tier in tiers(args)):
-        raise BenchError(f"--lock-step with --full-tier {args.full_tier!r}: nothing is loaded; pass --full-tier host")
     yield Setting("stock")
     for flags in args.baseline:
         yield Setting(flags.replace("--", "").replace(" ", "-"), words([flags]))
     compressors = args.compressor.split(",")
     budgets = [budget for budget in args.budget.split(",") if budget]
-    proposals = numbers(args.ngram_tokens, "--ngram-tokens", zero=True)
     kept = [(name, budget) for name in compressors for budget in (budgets if _methods(name)[0] else budgets[:1])]
-    for (compressor, budget), drafts, proposed in product(kept, args.draft_length.split(","), proposals):
+    for (compressor, budget), drafts in product(kept, args.draft_length.split(",")):
         for tier in tiers(args):
-            yield verified(args, compressor, budget, drafts, proposed, tier)
+            yield verified(args, compressor, budget, drafts, tier)
     for pair in args.also:
         budget, separator, drafts = pair.partition(":")
         if not separator:
@@ -177,10 +172,8 @@ def _methods(compressor: str) -> tuple[str | None, str | None]:
         raise BenchError(str(error)) from error
 
 
-def verified(
-    args: argparse.Namespace, compressor: str, budget: str, drafts: str, proposed: int = 0, tier: Tier = Tier()
-) -> Setting:
-    """A server of verified decoding, in which n-grams propose ``proposed`` tokens a step.
+def verified(args: argparse.Namespace, compressor: str, budget: str, drafts: str, tier: Tier = Tier()) -> Setting:
+    """A server of verified decoding.
 
     What keeps all tokens, in few bits, has no ``budget``. Of packed tokens the bits count, without scales.
     """
@@ -195,15 +188,10 @@ def verified(
     if packs is not None:
         share *= code_bits(packs, None) / (32 if args.dtype == "float32" else 16)
     forced = forced_acceptances(args)
-    if forced or tier.longest:
-        flags += ["--kv-schedule", "lockstep"]
     if forced:
         # Each request asks for its own; the server has to force one to let it.
         flags += ["--kv-bench-acceptance", str(forced[0])]
-    if proposed:
-        name, flags = f"{name}-n{proposed}", [*flags, "--kv-ngram-tokens", str(proposed)]
     if tier.longest:
         name = f"{name}-{tier.name}-x{tier.longest}"
         flags += ["--kv-full-tier", tier.name, "--kv-host-gb", f"{args.host_gb:g}", "--kv-offload-draft-length", str(tier.longest)]
-        flags += ["--kv-bench-lock-step"] if args.lock_step else []
     return Setting(name, tuple(flags), share, length, tier)

@@ -36,7 +36,6 @@ STRICT_CHECKS = {
 ANSWER_SECONDS = 600.0
 """A request without an answer for so long is a failure."""
 SETTLE_SECONDS = 3.0
-SCHEDULE = "--kv-schedule"
 PLAIN_LOOP = "--disable-overlap-schedule"
 """SGLang's flag."""
 
@@ -53,8 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--limit", type=int, default=4, help="use the first prompts only; stock answers each of them in every way")
     add(
         "--kv",
-        default="--kv-compressor snapkv --kv-budget 0.25",
-        help="flags of the mode; where they name no --kv-schedule it is lockstep, which the overlapped loop needs",
+        default="--kv-compressor snapkv --kv-budget 0.25 --kv-draft-length 15",
+        help="flags of the mode",
     )
     add("--disable-overlap", action="store_true", help="both servers in SGLang's plain loop")
     add("--server-arg", action="append", default=[], metavar="FLAGS", help="flags of both servers, repeatable")
@@ -75,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     env = server_environment(args.force_retraction)
     given = load_prompts(args.prompts, load_tokenizer(args.model))[: args.limit]
     args.logs.mkdir(parents=True, exist_ok=True)
-    kv, overlapped = kv_flags(args)
+    kv, overlapped = words([args.kv]), not args.disable_overlap
     common = ("--dtype", "float32", *SERVER_FLAGS, *(() if overlapped else (PLAIN_LOOP,)), *words(args.server_arg))
     with ServerProcess(args.model, common, args.logs / "soak-stock.log") as stock:
         check_loop(stock, overlapped)
@@ -98,14 +97,6 @@ def run(args: argparse.Namespace) -> int:
     return 1 if tally.problems else 0
 
 
-def kv_flags(args: argparse.Namespace) -> tuple[tuple[str, ...], bool]:
-    """The verified server's flags of the mode, and whether SGLang's loop is the overlapped one."""
-    kv = words([args.kv])
-    if SCHEDULE not in kv:
-        kv = (*kv, SCHEDULE, "lockstep")
-    return kv, not args.disable_overlap and "staggered" not in kv
-
-
 def check_loop(server: ServerClient, overlapped: bool) -> None:
     """Raise unless the server runs the loop that answers are compared under.
 
@@ -117,7 +108,7 @@ def check_loop(server: ServerClient, overlapped: bool) -> None:
         names = {True: "overlapped", False: "plain"}
         raise BenchError(
             f"a server runs SGLang's {names[found]} loop instead of the {names[overlapped]} one, in which penalized answers "
-            "differ: name --kv-schedule lockstep or staggered in --kv, or pass --disable-overlap"
+            "differ: name no --disable-overlap-schedule in --kv or --server-arg, but pass --disable-overlap"
         )
 
 

@@ -23,15 +23,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Captured:
-    """Captured verifications, by what they are of; None where none are captured.
+    """Captured verifications.
 
     Attributes:
-        full: of drafts, over full KV.
-        checks: of what n-grams propose, over the rows that drafts read.
+        full: of drafts, over full KV; None where none are captured.
     """
 
     full: VerifyGraphSet | None = None
-    checks: VerifyGraphSet | None = None
 
     @classmethod
     def of(
@@ -41,7 +39,7 @@ class Captured:
         queries: QueryWindows,
         verifier: AttentionBackend | None,
     ) -> "Captured":
-        """Those of a server in lockstep, where SGLang captured graphs of one token a request; else none.
+        """Those of a server that verifies, where SGLang captured graphs of one token a request; else none.
 
         Args:
             args: the server's.
@@ -49,31 +47,21 @@ class Captured:
             queries: take the graphs' queries.
             verifier: what attends in verifications that no graph holds; None for the model's own attention.
         """
-        if args.kv_mode == "lossy" or args.kv_schedule != "lockstep" or model_runner.decode_cuda_graph_runner is None:
+        if args.kv_mode == "lossy" or model_runner.decode_cuda_graph_runner is None:
             return cls()
-        full = _full(args, model_runner, queries, verifier)
-        if not args.kv_ngram_tokens:
-            return cls(full)
-        # Planned on the device, where alone the lengths are known.
-        planned_there = verifier or VerifyAttention(model_runner)
-        return cls(full, VerifyGraphSet([capture(model_runner, 1 + args.kv_ngram_tokens, planned_there)]))
-
-    @property
-    def sets(self) -> list[VerifyGraphSet]:
-        """All that there are."""
-        return [graphs for graphs in (self.full, self.checks) if graphs is not None]
+        return cls(_full(args, model_runner, queries, verifier))
 
     def unpin_plans(self, model_runner: "ModelRunner") -> None:
         """Let rounds be launched further ahead of the device than SGLang's forwards (plan_memory.py)."""
-        captured = [graph.attn_backend for graphs in self.sets for graph in graphs.graphs]
+        captured = [graph.attn_backend for graph in self.full.graphs] if self.full else []
         count = sum(plan_memory.unpin(backend) for backend in [model_runner.attn_backend, *captured])
         if count:
             logger.info("sglang-ext: FlashInfer's plans of %s wrappers are not in pinned memory", count)
 
     def warm_up(self) -> None:
         """Replay all once: a first replay takes many times as long as those after."""
-        for graphs in self.sets:
-            graphs.warm_up()
+        if self.full is not None:
+            self.full.warm_up()
 
 
 def verifier_of(args: "KVServerArgs", model_runner: "ModelRunner") -> VerifyAttention | None:

@@ -1,6 +1,6 @@
 """How many tokens a batch drafts before it verifies, from what acceptance and time were measured.
 
-``--kv-draft-length auto``. In lockstep all requests of a batch draft together, so there is one length for all:
+``--kv-draft-length auto``. All requests of a batch draft together, so there is one length for all:
 the one at which the batch gains most tokens per second (VeriCache, equation (11), with the times measured
 instead of modelled). A probability ``p`` per token that a draft is accepted gives, at ``x`` drafts, a mean of
 ``(1 - p^(x+1)) / (1 - p)`` tokens. Length 0 is plain decoding with full KV: where drafting does not pay, nothing

@@ -7,7 +7,7 @@ a field that a later SGLang adds is noticed (tests/unit/test_eligibility.py).
 from typing import TYPE_CHECKING
 
 from sglang_ext.core import FALLBACK_REASONS
-from sglang_ext.managers.grammar import can_roll_back
+from sglang_ext.managers.spec_decode.grammar import can_roll_back
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req

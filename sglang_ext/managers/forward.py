@@ -14,7 +14,6 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardMode,
 )
 
-from sglang_ext.core import Step
 from sglang_ext.layers.attention.views import RaggedViews
 
 if TYPE_CHECKING:
@@ -76,31 +75,6 @@ class Inputs:
     lengths: torch.Tensor
     lengths_cpu: torch.Tensor
     counts: list[int]
-
-    def with_host_lengths(self) -> "Inputs":
-        """The same, with :attr:`lengths_cpu` read from the device; waits for it."""
-        return replace(self, lengths_cpu=self.lengths.cpu())
-
-
-def lay_out(steps: list[Step], token_table: torch.Tensor) -> Inputs:
-    """Concatenate the steps' tokens; KV goes to the slots of the request's own row."""
-    device = token_table.device
-    tokens, positions, owners = [], [], []
-    for step in steps:
-        tokens += step.tokens
-        positions += range(step.position, step.position + len(step.tokens))
-        owners += [step.state.row] * len(step.tokens)
-    place = torch.tensor(positions, dtype=torch.int64, device=device)
-    lengths = torch.tensor([step.length for step in steps], dtype=torch.int64)
-    return Inputs(
-        tokens=torch.tensor(tokens, dtype=torch.int64, device=device),
-        positions=place,
-        slots=token_table[torch.tensor(owners, device=device), place].long(),
-        rows=torch.tensor([step.row for step in steps], dtype=torch.int64, device=device),
-        lengths=lengths.to(device),
-        lengths_cpu=lengths,
-        counts=[len(step.tokens) for step in steps],
-    )
 
 
 def run(

@@ -7,13 +7,8 @@ import torch
 
 from sglang_ext import options
 from sglang_ext.managers.admission import Admission
-from sglang_ext.managers.lock_step import LockStep
 from sglang_ext.managers.offload_policy import OffloadPolicy
-from sglang_ext.managers.pace import Pace
-from sglang_ext.managers.rolling import Rolling
-from sglang_ext.managers.steps import Steps
 from sglang_ext.managers.verifications import Verifications
-from sglang_ext.managers.verify_pass import VerifyPass
 from sglang_ext.mem_cache.faults import Faults
 from sglang_ext.mem_cache.host_pool import HostPool
 from sglang_ext.mem_cache.host_tier import HostTier
@@ -49,19 +44,16 @@ def use_host_memory(worker: "KVWorker", tree: "TieredLoads") -> None:
         logger.info("sglang-ext: full KV comes back from host memory at %.1f GB/s", rate / 1e9)
 
 
-def rolling(worker: "KVWorker", pace: Pace, steps: Steps, verify_pass: VerifyPass) -> Rolling:
-    """The schedule in which full KV of running requests leaves the device."""
+def offloading(worker: "KVWorker") -> tuple[Verifications, OffloadPolicy]:
+    """Whose turn it is to verify where full KV of running requests leaves the device, and how much of it does."""
     args, views = worker.server_args, worker.views
-    always = args.kv_full_tier == "host"
     policy = _policy(worker)
     first = policy.unknown
-    residency = Residency(views.tree_cache, views.token_table, always, most=first.requests)
+    residency = Residency(views.tree_cache, views.token_table, args.kv_full_tier == "host", most=first.requests)
     views.tree_cache.residency = residency
     # What a first round takes does not matter; it is measured from then on.
     admission = Admission(iteration_seconds=1.0, memory=residency.room)
-    lock_step = LockStep() if args.kv_bench_lock_step else None
-    verifications = Verifications(admission, residency, views.buffers.bytes_per_slot, first.drafts, lock_step)
-    return Rolling(worker, pace, steps, verify_pass, verifications, policy)
+    return Verifications(admission, residency, views.buffers.bytes_per_slot, first.drafts), policy
 
 
 def _policy(worker: "KVWorker") -> OffloadPolicy:

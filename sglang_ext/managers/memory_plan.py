@@ -88,7 +88,6 @@ class MemoryPlan:
         query_rings: those queries, for methods that score keys by them.
         draft_rows: a second row of the token table for each request, and wider rows.
         copy_tables: what draft rows begin with, where that is not tokens.
-        token_history: tokens of each request, in which n-grams are looked for.
         gathered_drafts: drafts that wait for full KV.
         scores: predicted scores of all slots, and the network that gives them.
         staging: buffers through which full KV goes to host memory and back.
@@ -100,7 +99,6 @@ class MemoryPlan:
     query_rings: int = field(default=0, metadata={"name": "query rings"})
     draft_rows: int = field(default=0, metadata={"name": "draft rows of the token table"})
     copy_tables: int = field(default=0, metadata={"name": "tables of copies"})
-    token_history: int = field(default=0, metadata={"name": "token history"})
     gathered_drafts: int = field(default=0, metadata={"name": "gathered drafts"})
     scores: int = field(default=0, metadata={"name": "predicted scores"})
     staging: int = field(default=0, metadata={"name": "buffers to and from host memory"})
@@ -174,15 +172,13 @@ class MemoryPlanner:
         """For so many requests at once, a pool of so many tokens, and so many rings."""
         args, model, rows = self.args, self.model, requests + 1
         width = self._width + self.ahead
-        history = rows * (width + 2 * self.stride) if args.kv_ngram_tokens else 0
         scores, slots = self.served.scores, tokens + args.page_size
         return MemoryPlan(
             rings=rings,
             query_rings=(1 + rings * (self.served.window + self.stride)) * model.query_bytes if rings else 0,
             draft_rows=4 * rows * (2 * width - self._width),
             copy_tables=self._copy_tables(2 * rows),
-            token_history=4 * history,
-            gathered_drafts=8 * rows * (self.stride - 1) if options.offloads(args) else 0,
+            gathered_drafts=8 * rows * (self.stride - 1),
             scores=0 if scores is None else scores.planned_bytes(slots),
             staging=2 * staging_bytes(slots * model.slot_bytes) if args.kv_host_gb else 0,
             workspaces=self._workspaces(requests),
@@ -193,7 +189,7 @@ class MemoryPlanner:
     def _captures(self) -> bool:
         args = self.args
         graphs = self.on_gpu and args.cuda_graph_config.decode.backend != Backend.DISABLED
-        return graphs and args.kv_mode != "lossy" and args.kv_schedule == "lockstep"
+        return graphs and args.kv_mode != "lossy"
 
     def _copy_tables(self, rows: int) -> int:
         methods = self.served.methods
@@ -206,7 +202,7 @@ class MemoryPlanner:
         args, model = self.args, self.model
         if not self.on_gpu or args.kv_mode == "lossy":
             return 0
-        own = self.backend in ("triton", "fa3") or (self._captures and args.kv_ngram_tokens)
+        own = self.backend in ("triton", "fa3")
         size = 0
         if own:
             splits = verify_attention.splits_of(1, model.kv_heads, self._width + self.ahead, self._exact_tile)

@@ -13,8 +13,8 @@ from typing import NamedTuple
 from sglang_ext.managers import placement
 from sglang_ext.managers.costs import CostError
 from sglang_ext.managers.measured_costs import Draft, Rest, measured
-from sglang_ext.managers.rolling_plan import RollingRound
 from sglang_ext.managers.round_times import Spent
+from sglang_ext.managers.spec_decode.round import Round
 
 # Times as many tokens a second as with all full KV on the device that the equations must have of both tiers, before any leaves
 # and for it to stay away. Of what they say two thirds to four fifths are reached (docs/results/tiers.md).
@@ -81,12 +81,12 @@ class OffloadPolicy:
         """What may leave the device before enough was measured."""
         return Offload(None if self.tier == "host" else 0, min(self.longest, FIRST_DRAFTS))
 
-    def observe(self, round_: RollingRound, spent: Spent) -> None:
+    def observe(self, round_: Round, spent: Spent) -> None:
         """Take a round's seconds."""
         if not spent.drafts:
             return
         draft = Draft(len(round_.states), spent.drafting / spent.drafts)
-        tokens = sum(round_.offered[i] + 1 for i in round_.due)
+        tokens = sum(round_.offered(i) + 1 for i in round_.due)
         rest = Rest(len(round_.due), tokens, spent.whole - spent.drafting)
         self._seen.append(Seen(draft, rest, sum(round_.lengths) / len(round_.lengths)))
 

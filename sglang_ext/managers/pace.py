@@ -9,8 +9,8 @@ from sglang_ext.core import RequestState
 from sglang_ext.managers.clock import Mark
 from sglang_ext.managers.draft_length import Choice, DraftLength, FixedLength
 from sglang_ext.managers.ranks import Ranks
-from sglang_ext.managers.round_plan import Round
 from sglang_ext.managers.round_times import Load, Recent, Spent
+from sglang_ext.managers.spec_decode.round import Round
 from sglang_ext.metrics import KVMetrics
 
 
@@ -108,7 +108,7 @@ class Pace:
             drafting = timed.planned.until(timed.drafted)
             whole = timed.planned.until(timed.next)
             share = round_.share_on_copies if round_.trial else 1.0
-            spent = Spent(round_.drafts, round_.steps, copying, drafting, whole, share)
+            spent = Spent(round_.drafts, round_.plain_steps, copying, drafting, whole, share)
             if share:
                 # Where all lacked queries for copies, it tells nothing of drafts on them.
                 self.lengths.observe(Load.of(round_.lengths), spent)

@@ -31,31 +31,27 @@ def prefill(worker: "KVWorker", batch: "ScheduleBatch", on_publish=None) -> Gene
     if on_publish is not None:
         # The lengths are known before the forward: the scheduler shall prepare the next round while it runs.
         on_publish(batch.seq_lens)
-    with worker.queries.recording(_to_record(batch, worker.server_args.kv_schedule == "lockstep")):
+    with worker.queries.recording(_to_record(batch)):
         result = worker.target_worker.forward_batch_generation(batch, is_verify=True)
     result.next_token_ids = _first_tokens(worker, batch, states, result)
-    worker.schedule.begin(states, result.next_token_ids)
+    worker.loop.interrupt()
     result.next_draft_input = BetweenSteps(result.next_token_ids)
     result.new_seq_lens = batch.seq_lens
     return result
 
 
-def _to_record(batch: "ScheduleBatch", lockstep: bool) -> tuple[Recorded, ...]:
-    """The queries of all its tokens, but for those of requests with grammars where these are not drafted: in lockstep."""
+def _to_record(batch: "ScheduleBatch") -> tuple[Recorded, ...]:
+    """The queries of all its tokens."""
     ends = accumulate(batch.extend_lens)
     parts = zip(batch.reqs, batch.prefix_lens, batch.extend_lens, ends)
-    return tuple(
-        Recorded(req.req_pool_idx, end - length, end, prefix)
-        for req, prefix, length, end in parts
-        if not (lockstep and req.grammar is not None)
-    )
+    return tuple(Recorded(req.req_pool_idx, end - length, end, prefix) for req, prefix, length, end in parts)
 
 
 def _first_tokens(
     worker: "KVWorker", batch: "ScheduleBatch", states: list[RequestState], result: GenerationBatchResult
 ) -> torch.Tensor:
     """The token after each prompt, int64 [requests]; log-probabilities are written into the result where asked for."""
-    rows = [Row.of(i, state) for i, state in enumerate(states)]
+    rows = [Row.answer(i, state, req) for i, (state, req) in enumerate(zip(states, batch.reqs))]
     output = result.logits_output
     sampled = Sampling.of(worker.model_runner, batch, rows, batch.return_logprob).draw(
         output.next_token_logits, batch.seq_lens - 1

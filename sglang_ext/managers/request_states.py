@@ -4,12 +4,9 @@ import hashlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
-
 from sglang_ext.core import LONG_MEMORY, Acceptance, RequestState
 from sglang_ext.managers import meta_info
 from sglang_ext.managers.eligibility import fallback_reason
-from sglang_ext.managers.ngram import TokenHistory
 from sglang_ext.managers.served_methods import ServedMethods
 
 if TYPE_CHECKING:
@@ -28,20 +25,14 @@ class RequestStates:
         args: the server's.
         methods: that requests may ask for.
         typical: acceptance of all requests; a new one is expected to be like them.
-        history: the requests' tokens on the device; None where nobody reads them.
     """
 
     def __init__(self, args: "KVServerArgs", methods: ServedMethods):
         self.args = args
         self.methods = methods
         self.typical = Acceptance(memory=LONG_MEMORY)
-        self.history: TokenHistory | None = None
         self._states: dict[int, RequestState] = {}
         self._admitted = 0
-
-    def keep_history(self, rows: int, positions: int, device: torch.device) -> None:
-        """Keep the tokens of requests from now on, in ``rows`` of so many ``positions``."""
-        self.history = TokenHistory(rows, positions, device)
 
     def of(self, batch: "ScheduleBatch") -> list[RequestState]:
         """Those of a batch of admitted requests."""
@@ -66,8 +57,6 @@ class RequestStates:
             acceptance=Acceptance.expecting(self.typical.probability),
         )
         meta_info.resume(req, state)
-        if self.history is not None:
-            self.history.begin(row, [*req.origin_input_ids, *req.output_ids])
         return state
 
     def asked_by(self, row: int) -> int:

@@ -41,12 +41,6 @@ class Sampled:
     top: list[tuple]
     chosen: list[tuple]
 
-    def picked(self, rows: list[int]) -> "Sampled":
-        """Those of ``rows`` alone; log-probabilities were asked for."""
-        top, chosen = ([values[row] for row in rows] for values in (self.top, self.chosen))
-        where = to_device(rows, self.tokens.device)
-        return Sampled(self.tokens[where], self.logprobs[where], top, chosen)
-
     def fill_logprobs(
         self, output: LogitsProcessorOutput, rows: list[int], stride: int | None = None
     ) -> None:

@@ -45,7 +45,7 @@ class SamplingCache:
             logprobs: as for :meth:`Sampling.of`.
             rows: makes the rows, where they are needed.
         """
-        if _changes(batch.sampling_info):
+        if _changes(batch.sampling_info) or any(req.grammar is not None for req in batch.reqs):
             return Sampling.of(self.model_runner, batch, rows(), logprobs)
         owners = [*batch.reqs, *states]
         if len(owners) != len(self._owners) or any(a is not b for a, b in zip(owners, self._owners)):
@@ -61,4 +61,4 @@ class SamplingCache:
 def _changes(info: "SamplingBatchInfo") -> bool:
     """Whether what is sampled from depends on the output so far."""
     penalties = (info.acc_additive_penalties, info.acc_scaling_penalties)
-    return any(p is not None for p in penalties) or bool(info.grammars) or info.has_custom_logit_processor
+    return any(p is not None for p in penalties) or info.has_custom_logit_processor

@@ -11,8 +11,8 @@ from sglang.srt.sampling.sampling_params import TOP_K_ALL
 
 from sglang_ext.core import RequestState
 from sglang_ext.device import to_device
-from sglang_ext.managers.grammar import GrammarAfter
-from sglang_ext.managers.planner import CURABLE
+from sglang_ext.managers.spec_decode.copy_policy import CURABLE
+from sglang_ext.managers.spec_decode.grammar import GrammarAfter, Walk
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -26,17 +26,22 @@ class Row:
     Attributes:
         request: index of its request in the batch.
         seed: seed of the shared noise, None for SGLang's own choice (requests with full KV).
-        drafts: the drafts before the row; its request's grammar is advanced over them.
+        grammar: masks the row; None where nothing does: drafts are made without.
     """
 
     request: int
     seed: int | None
-    drafts: tuple[int, ...] = ()
+    grammar: GrammarAfter | None = None
 
     @classmethod
-    def of(cls, request: int, state: RequestState, drafts: tuple[int, ...] = ()) -> "Row":
+    def of(cls, request: int, state: RequestState, grammar: GrammarAfter | None = None) -> "Row":
         """Of a request with this draft state; those never drafted take SGLang's own noise."""
-        return cls(request, state.seed if state.fallback in CURABLE else None, drafts)
+        return cls(request, state.seed if state.fallback in CURABLE else None, grammar)
+
+    @classmethod
+    def answer(cls, request: int, state: RequestState, req: "Req") -> "Row":
+        """The row after a request's output, without drafts."""
+        return cls.of(request, state, Walk(req.grammar).row(0) if req.grammar else None)
 
 
 def route(req: "Req") -> str:
@@ -73,7 +78,7 @@ def select_rows(batch: "ScheduleBatch", rows: list[Row], device) -> "SamplingBat
     """
     reqs = [batch.reqs[row.request] for row in rows]
     kind = route(reqs[0])
-    grammars = [GrammarAfter(req.grammar, row.drafts) if req.grammar else None for req, row in zip(reqs, rows)]
+    grammars = [row.grammar for row in rows]
     info = pick_requests(batch.sampling_info, [row.request for row in rows], device)
     return dataclasses.replace(
         info,

@@ -1,14 +1,15 @@
 """Whose turn it is to verify, and which full KV is loaded for it: Algorithm 1 of VeriCache over the requests that run.
 
-Full KV that is on the device is verified in each round. What is on the host is reserved time on the link and room on the
+Full KV that is on the device is verified as soon as a round's drafts are there. What is on the host is reserved time on the link and room on the
 device for (admission.py), once as many drafts as pay for its load will have gathered.
 """
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from sglang_ext.managers.admission import Admission
-from sglang_ext.managers.lock_step import LockStep
 from sglang_ext.mem_cache.residency import Residency
+from sglang_ext.mem_cache.tiered_node import TieredNode
 
 # Share by which the link's bandwidth may change before loads that are planned take another time.
 DRIFT = 0.1
@@ -23,7 +24,6 @@ class Verifications:
         residency: whose full KV is on the device.
         bytes_per_token: of full KV.
         drafts: that a request gathers before its full KV is loaded.
-        lock_step: lets requests verify together; None where they are staggered.
         turns: rows that verify in this iteration.
         slack: iterations by which full KV was there before its turn, in all.
     """
@@ -32,7 +32,6 @@ class Verifications:
     residency: Residency
     bytes_per_token: int
     drafts: int
-    lock_step: LockStep | None = None
     turns: set[int] = field(default_factory=set)
     slack: int = 0
     _reserved: set[int] = field(default_factory=set)
@@ -40,12 +39,19 @@ class Verifications:
     _kept: set[int] = field(default_factory=set)
     _bandwidth: float | None = None
 
-    def begin(self, iteration_seconds: float | None) -> None:
-        """An iteration begins, in which those verify whose full KV has arrived.
+    def launching(self) -> AbstractContextManager[None]:
+        """While a round is planned and launched: loads are put off to its end."""
+        return self.residency.tree.host_tier.deferred()
+
+    def begin(self, drafting: dict[int, tuple[TieredNode, int]], iteration_seconds: float | None) -> None:
+        """A round begins, in which those verify whose full KV has arrived.
 
         Args:
-            iteration_seconds: as measured; None where that is not known yet.
+            drafting: requests that draft on copies, by row: the end of the path, and the tokens that the copy covers.
+            iteration_seconds: of a round, as measured; None where that is not known yet.
         """
+        self.residency.settle()
+        self.residency.update(drafting)
         if iteration_seconds:
             self.admission.iteration_seconds = iteration_seconds
         self.admission.memory = self.residency.room
@@ -55,7 +61,7 @@ class Verifications:
         for row in self.admission.due():
             if self.residency.missing_tokens(row):
                 # It came back changed, or lost its place on the device: it needs another reservation.
-                self.forget(row)
+                self._give_up(row)
             elif self.residency.ready(row):
                 self._reserved.discard(row)
                 self.turns.add(row)
@@ -74,19 +80,18 @@ class Verifications:
             before = bandwidth
         self._bandwidth = before
 
-    def want(self, rounds: dict[int, int]) -> None:
-        """Requests shall verify: now, if their full KV is on the device, or else after so many rounds.
+    def take(self, rounds: dict[int, int], ripe: set[int]) -> set[int]:
+        """Rows that are verified in this round.
 
         Loads whose time has come begin first: for them full KV leaves that would be verified now, else those that are on the
         device would stay for good, and the others wait. Where nothing fits they wait, and want it again.
 
         Args:
-            rounds: by row of the token table, of drafts after this one until enough are gathered, at least 1.
+            rounds: by row of the token table, of drafts after this one until enough are gathered for a load, at least 1.
+            ripe: rows with enough drafts for a verification of what is on the device.
         """
-        if self.lock_step is not None:
-            away = {row: left for row, left in rounds.items() if self._is_away(row)}
-            rounds = {row: left for row, left in rounds.items() if row not in away} | self.lock_step.allowed(away)
-        here = [row for row in rounds if row not in self._reserved and not self.residency.missing_tokens(row)]
+        away = {row for row in rounds if row in self._reserved or self.residency.missing_tokens(row)}
+        here = [row for row in rounds if row in ripe and row not in away]
         self._reserve(rounds)
         self._start()
         for row in here:
@@ -95,6 +100,7 @@ class Verifications:
         # What left the device for a load.
         self._reserve({row: rounds[row] for row in here})
         self._start()
+        return self.turns
 
     def _reserve(self, rounds: dict[int, int]) -> None:
         """Give a place to those whose full KV is on the host alone, first to who was refused before, in that order."""
@@ -109,9 +115,21 @@ class Verifications:
                 else:
                     self._refused[row] = None
 
-    def _is_away(self, row: int) -> bool:
-        """Whether a request's full KV has to come, or is on its way, before it verifies."""
-        return row not in self.turns and (row in self._reserved or self.residency.missing_tokens(row) > 0)
+    def is_stale(self, row: int) -> bool:
+        """Whether a request's row must not be read: full KV is missing, or lies elsewhere."""
+        return self.residency.is_stale(row)
+
+    def is_lost(self, row: int) -> bool:
+        """Whether some of a request's full KV is in no tier: it has to be computed again."""
+        return self.residency.is_lost(row)
+
+    def reading(self, row: int) -> AbstractContextManager[None]:
+        """Keep what is on the device of a request's full KV."""
+        return self.residency.reading(row)
+
+    def restore(self, row: int) -> None:
+        """Let the row of a request whose turn it is lead to its full KV."""
+        self.residency.restore(row)
 
     def keep(self, row: int) -> None:
         """The request in ``row``, whose full KV is on the device, decodes on it in this iteration."""
@@ -122,22 +140,21 @@ class Verifications:
         """Begin the loads whose time has come."""
         for row in self.admission.starting():
             if not self.residency.load(row):
-                self.forget(row)
+                self._give_up(row)
 
     def end(self) -> None:
         """The iteration was launched: full KV that was read may leave the device again."""
-        if self.lock_step is not None:
-            self.lock_step.verified(self.turns)
         for row in self.turns | self._kept:
             self.residency.release(row)
         self._kept.clear()
 
-    def waits(self, row: int) -> bool:
-        """Whether a request verified, and what it drafts until the others have is of no use."""
-        return self.lock_step is not None and row in self.lock_step.waiting
-
     def forget(self, row: int) -> None:
-        """The request in ``row`` is gone, or has to be reserved anew."""
+        """The request in ``row`` is gone."""
+        self._give_up(row)
+        self.residency.forget(row)
+
+    def _give_up(self, row: int) -> None:
+        """The request in ``row`` has to be reserved anew."""
         self._reserved.discard(row)
         self._refused.pop(row, None)
         self.admission.cancel(row)

@@ -1,7 +1,7 @@
 """The worker that SGLang's scheduler calls: drafts on compressed KV, verifies on full KV.
 
 It is built in steps: with the model, with the pool, with SGLang's graphs, and with the prefix tree. What running requests
-do in an iteration is up to the schedule (schedules.py). See docs/request-path.md.
+do in an iteration is up to the loop (spec_decode/loop.py). See docs/request-path.md.
 """
 
 from typing import TYPE_CHECKING
@@ -18,18 +18,17 @@ from sglang_ext.managers import compression, full_tier, integrity
 from sglang_ext.managers.captured import Captured, verifier_of
 from sglang_ext.managers.forward import Attention, Attentions
 from sglang_ext.managers.held_memory import HeldMemory
-from sglang_ext.managers.lockstep import Lockstep
 from sglang_ext.managers.memory_plan import MemoryPlanner
-from sglang_ext.managers.planner import copy_is_near
 from sglang_ext.managers.prefill import prefill
 from sglang_ext.managers.ranks import Ranks
 from sglang_ext.managers.request_states import RequestStates
-from sglang_ext.managers.round_result import RoundResult
 from sglang_ext.managers.running_part import decode_running
-from sglang_ext.managers.schedules import schedule_of
 from sglang_ext.managers.served_methods import ServedMethods
 from sglang_ext.managers.simulation import Simulation
-from sglang_ext.managers.staggered import Staggered
+from sglang_ext.managers.spec_decode.build import decode_loop
+from sglang_ext.managers.spec_decode.copy_policy import copy_is_near
+from sglang_ext.managers.spec_decode.loop import DecodeLoop
+from sglang_ext.managers.spec_decode.result import RoundResult
 from sglang_ext.mem_cache import query_hooks, slot_assignment
 from sglang_ext.mem_cache.compressed_views import CompressedViews
 from sglang_ext.mem_cache.copy_forms import CopyForms
@@ -66,7 +65,7 @@ class KVWorker(BaseSpecWorker):
         self.simulation = Simulation.of(server_args.kv_bench_acceptance, torch.device(self.model_runner.device))
         self.attentions, self.captured = Attentions(), Captured()
         self.views: CompressedViews | None = None
-        self.schedule: Staggered | Lockstep | None = None
+        self.loop: DecodeLoop | None = None
         verify_graphs.plain(self.model_runner)
         torch_native.register()
         query_hooks.reserve_queries(window)
@@ -101,9 +100,6 @@ class KVWorker(BaseSpecWorker):
         served, page_size = self.methods, self.token_to_kv_pool_allocator.page_size
         adaptive = args.kv_head_budgets == "adaptive"
         self.forms = CopyForms.of(served.methods, adaptive, self.buffers, page_size, table, served.rotary)
-        if args.kv_ngram_tokens:
-            # Answers of a round, and what is proposed after its last draft, go beyond a context's end.
-            self.requests.keep_history(self._rows, width + 2 * self.stride, table.device)
         if served.scores is not None:
             # Before any graph is captured: graphs write scores, too.
             served.scores.allocate(len(self.buffers.keys[0]), self.model_runner.device, self.model_runner.dtype)
@@ -129,7 +125,7 @@ class KVWorker(BaseSpecWorker):
         return None
 
     def bind_tree_cache(self, tree_cache) -> None:
-        """Build the compressed views and the schedule once the prefix tree exists."""
+        """Build the compressed views and the decode loop once the prefix tree exists."""
         args = self.server_args
         self.views = self._views_of(tree_cache)
         if self.buffers.on_gpu:
@@ -142,7 +138,7 @@ class KVWorker(BaseSpecWorker):
         tree_cache.views = self.views
         tree_cache.on_release = self.forget
         tree_cache.insert_generated = not self.lossy
-        self.schedule = schedule_of(self)
+        self.loop = decode_loop(self)
 
     def _views_of(self, tree_cache) -> CompressedViews:
         forms, served, allocator = self.forms, self.methods, self.token_to_kv_pool_allocator
@@ -170,8 +166,8 @@ class KVWorker(BaseSpecWorker):
     def forget(self, row: int) -> None:
         """Drop the draft state of the request in ``row``: it finished, was aborted or retracted."""
         self.requests.forget(row)
-        self.schedule.forget(row)
-        self.metrics.observe_pool(self.views, self.schedule.verifications)
+        self.loop.forget(row)
+        self.loop.observe_pool()
 
     def clear_cache_pool(self) -> None:
         """Forget all requests: the scheduler cleared the pool."""
@@ -189,7 +185,7 @@ class KVWorker(BaseSpecWorker):
 
     def forward_batch_generation(self, batch: "ScheduleBatch", on_publish=None) -> GenerationBatchResult:
         """One iteration of SGLang's scheduler: a prefill as it is, a decode drafted and verified."""
-        if self.schedule is None:
+        if self.loop is None:
             self.bind_tree_cache(batch.tree_cache)
         result = self._forward(batch, on_publish)
         if batch.tree_cache.host_tier is not None:
@@ -206,9 +202,9 @@ class KVWorker(BaseSpecWorker):
         return decode_running(self._decode, batch, on_publish)
 
     def _decode(self, batch: "ScheduleBatch", on_publish) -> GenerationBatchResult:
-        return self.schedule.decode(batch, self.requests.of(batch), on_publish)
+        return self.loop.decode(batch, self.requests.of(batch), on_publish)
 
     def account(self, batch: "ScheduleBatch", result: GenerationBatchResult) -> None:
         """Count an iteration's outcome, once it is on the host."""
         if isinstance(result, RoundResult):
-            self.schedule.account(batch, result)
+            self.loop.account(batch, result)

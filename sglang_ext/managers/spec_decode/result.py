@@ -8,9 +8,8 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.utils import GenerationBatchResult
 
 from sglang_ext.layers.attention.views import BetweenSteps
-from sglang_ext.managers.answers import Answers
-from sglang_ext.managers.round_plan import Round
-from sglang_ext.managers.steps import Drafted
+from sglang_ext.managers.spec_decode.answers import Answers
+from sglang_ext.managers.spec_decode.round import Round
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -23,14 +22,10 @@ class RoundResult(GenerationBatchResult):
 
     Attributes:
         round: what the requests did.
-        drafted: what they drafted; None where nothing was.
-        counted: its counts on the host; None where they are the round's.
         requests: places in SGLang's batch of the requests that it is of; None where these are all (running_part.py).
     """
 
     round: Round | None = None
-    drafted: Drafted | None = None
-    counted: Drafted | None = None
     requests: list[int] | None = None
 
     @classmethod
@@ -45,7 +40,7 @@ class RoundResult(GenerationBatchResult):
             next_draft_input=BetweenSteps(nothing),
             speculative_num_draft_tokens=1,
             can_run_cuda_graph=False,
-            round=Round([], 0, 0, [], [], [], []),
+            round=Round.of_nobody(),
         )
 
     @classmethod
@@ -84,9 +79,3 @@ class RoundResult(GenerationBatchResult):
             can_run_cuda_graph=model_runner.decode_cuda_graph_runner is not None,
             round=round_,
         )
-
-    def copy_to_cpu(self, *args, **kwargs) -> None:
-        """The counts of drafts, then SGLang's copies, at whose end it sets the mark for all."""
-        if self.drafted is not None and self.drafted.offered is not None:
-            self.counted = self.drafted.to_host()
-        super().copy_to_cpu(*args, **kwargs)

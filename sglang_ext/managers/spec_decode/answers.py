@@ -24,19 +24,17 @@ class Answers:
     sampled: Sampled
 
     @classmethod
-    def of_steps(cls, steps: list[tuple[LogitsProcessorOutput, Sampled]]) -> "Answers":
-        """What steps of plain decoding gave, one after another.
-
-        Where log-probabilities are asked for there is one step: only the last one's are kept.
-        """
-        tokens = torch.stack([sampled.tokens for _, sampled in steps], dim=1)
-        return cls(tokens, tokens.new_full((len(tokens),), len(steps)), steps[-1][1])
-
-    def part(self, requests: list[int]) -> "Part":
-        """Those of some ``requests``."""
-        where = to_device(requests, self.tokens.device)
-        sampled = self.sampled if self.sampled.logprobs is None else self.sampled.picked(requests)
-        return Part(requests, Answers(self.tokens[where], self.accepted[where], sampled))
+    def of_steps(cls, steps: list[tuple[LogitsProcessorOutput, Sampled]], requests: list[int]) -> "Answers":
+        """What steps gave some ``requests``, by their places, one token after another."""
+        found = [sampled for _, sampled in steps]
+        where = to_device(requests, found[0].tokens.device)
+        tokens = torch.stack([sampled.tokens for sampled in found], dim=1)[where]
+        sampled = Sampled(tokens.flatten(), None, [], [])
+        if found[0].logprobs is not None:
+            sampled.logprobs = torch.stack([each.logprobs for each in found], dim=1)[where].flatten()
+            sampled.top = [each.top[i] for i in requests for each in found]
+            sampled.chosen = [each.chosen[i] for i in requests for each in found]
+        return cls(tokens, tokens.new_full((len(requests),), len(steps)), sampled)
 
     @property
     def width(self) -> int:
@@ -65,6 +63,8 @@ def together(parts: list[Part], lengths: torch.Tensor, logprobs: bool) -> Answer
         lengths: int64 [requests], of the whole batch; the answers lie on its device.
         logprobs: whether what was sampled holds log-probabilities, which are kept then.
     """
+    if len(parts) == 1 and parts[0].requests == list(range(len(lengths))):
+        return parts[0].answers
     count, width = len(lengths), max([1, *(part.answers.width for part in parts)])
     tokens, accepted = lengths.new_zeros(count, width), lengths.new_zeros(count)
     for part in parts:

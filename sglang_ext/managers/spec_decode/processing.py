@@ -1,102 +1,15 @@
-"""From sampled tokens to SGLang's batch result, and which requests the scheduler shall look at."""
+"""How SGLang's scheduler takes the result of a round: of the requests that answered, and of those that were aborted meanwhile."""
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.utils import GenerationBatchResult
 
-from sglang_ext.core import Step
-from sglang_ext.layers.attention.views import BetweenSteps
-from sglang_ext.managers.grammar import ends_after
-from sglang_ext.managers.round_result import RoundResult
-from sglang_ext.managers.sampling import Sampled
+from sglang_ext.managers.spec_decode.result import RoundResult
 
 if TYPE_CHECKING:
-    from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
     from sglang.srt.managers.schedule_batch import ScheduleBatch
-
-
-@dataclass(frozen=True)
-class Accepted:
-    """A step's answers.
-
-    Attributes:
-        first: index of the step's first row in the forward.
-        tokens: answers in order: accepted drafts, then the verifier's own token; none for a draft.
-    """
-
-    first: int
-    tokens: list[int]
-
-
-def accept(
-    step: Step, first: int, sampled: list[int], grammar: "BaseGrammarObject | None" = None
-) -> Accepted:
-    """The longest prefix of the drafts that the full KV would have given, and its next token.
-
-    Where the last draft ends the request's grammar, no token follows it. Also writes the step's
-    outcome into its request's state.
-    """
-    state = step.state
-    answers = sampled[first : first + len(step.tokens)]
-    if not step.emits:
-        state.drafts.append(answers[0])
-        state.closed = grammar is not None and ends_after(grammar, state.drafts)
-        return Accepted(first, [])
-    drafts = step.tokens[1:]
-    agreed = 0
-    while agreed < len(drafts) and drafts[agreed] == answers[agreed]:
-        agreed += 1
-    if drafts:
-        state.count_verify(len(drafts), agreed)
-    ends_grammar = state.closed and agreed == len(drafts)
-    tokens = answers[: agreed if ends_grammar else agreed + 1]
-    state.bonus, state.drafts, state.closed = tokens[-1], [], False
-    return Accepted(first, tokens)
-
-
-def batch_result(
-    batch: "ScheduleBatch",
-    outcomes: list[Accepted],
-    sampled: Sampled,
-    forward: LogitsProcessorOutput,
-    stride: int,
-) -> GenerationBatchResult:
-    """SGLang's result: ``stride`` places for each request, of which the accepted ones are filled."""
-    tokens = torch.zeros((len(outcomes), stride), dtype=torch.int64)
-    counts = torch.tensor([len(outcome.tokens) for outcome in outcomes], dtype=torch.int64)
-    for i, outcome in enumerate(outcomes):
-        tokens[i, : counts[i]] = torch.tensor(outcome.tokens, dtype=torch.int64)
-    output = LogitsProcessorOutput(next_token_logits=None)
-    if batch.return_logprob:
-        rows = [row for outcome in outcomes for row in _padded(outcome, stride)]
-        sampled.fill_logprobs(output, rows, stride)
-    if forward.hidden_states is not None:
-        output.hidden_states = _pad_rows(forward.hidden_states, outcomes, stride)
-    device = batch.seq_lens.device
-    return GenerationBatchResult(
-        logits_output=output,
-        next_token_ids=tokens.flatten(),
-        accept_lens=counts,
-        new_seq_lens=batch.seq_lens + counts.to(device),
-        next_draft_input=BetweenSteps(tokens[:, 0].to(device)),
-        speculative_num_draft_tokens=stride,
-        can_run_cuda_graph=False,
-    )
-
-
-def _padded(outcome: Accepted, stride: int) -> list[int]:
-    """``stride`` row indices: those of the accepted tokens, then the first again."""
-    rows = list(range(outcome.first, outcome.first + len(outcome.tokens)))
-    return rows + [outcome.first] * (stride - len(rows))
-
-
-def _pad_rows(values: torch.Tensor, outcomes: list[Accepted], stride: int) -> torch.Tensor:
-    return values[[row for outcome in outcomes for row in _padded(outcome, stride)]]
 
 
 def process_emitted(original: Callable, processor, batch: "ScheduleBatch", result) -> None:

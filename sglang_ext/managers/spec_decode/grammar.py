@@ -1,0 +1,114 @@
+"""Grammars over drafts: what may come after tokens that are not part of the output yet.
+
+SGLang advances a request's grammar over its output alone. Drafts are made without it; their verification walks it along them to
+mask each row of logits, and back at once, so that between forwards it always stands at the output, whatever becomes of the
+request (abort, retraction).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject, GrammarRow
+
+# Drafts that a grammar is walked along; xgrammar takes back 200.
+LONGEST_WALK = 128
+BITS = 32
+"""Tokens in a number of a mask, int32 [rows, vocabulary / 32], in xgrammar and llguidance."""
+
+
+def can_roll_back(grammar: BaseGrammarObject) -> bool:
+    """Whether drafts can be taken back from this grammar.
+
+    Outlines cannot; SGLang's wrapper for reasoning models keeps a state of its own that it restores
+    for whole verifications only.
+    """
+    wrapped = getattr(grammar, "grammar", None) is not None
+    return not wrapped and type(grammar).rollback is not BaseGrammarObject.rollback
+
+
+@dataclass
+class Walk:
+    """A request's grammar along its drafts.
+
+    Attributes:
+        grammar: at the request's output, before and after each call.
+        drafts: tokens after the output, of which the first :data:`LONGEST_WALK` count.
+        answers: rows that are masked, from the first on, so that their tokens may be answers; set by :meth:`fill`. The last follows
+            a draft that the grammar refuses, or is the one that ends the grammar.
+    """
+
+    grammar: BaseGrammarObject
+    drafts: Sequence[int] = ()
+    answers: int = field(default=1, init=False)
+
+    def row(self, index: int) -> "GrammarAfter | None":
+        """Masks the row after ``index`` drafts; None for one that never is an answer."""
+        return GrammarAfter(self, index) if index <= min(len(self.drafts), LONGEST_WALK) else None
+
+    def fill(self, vocab_mask: torch.Tensor, rows: dict[int, int]) -> None:
+        """Mask rows of ``vocab_mask``, by the number of drafts before each, from 0 on. The others stay open."""
+        grammar, taken = self.grammar, 0
+        try:
+            for index in range(len(rows)):
+                if grammar.is_terminated():
+                    break
+                grammar.fill_vocab_mask(vocab_mask, rows[index])
+                self.answers = index + 1
+                if index == len(self.drafts) or not _allows(vocab_mask[rows[index]], token := self.drafts[index]):
+                    break
+                grammar.accept_token(token)
+                taken += 1
+        finally:
+            if taken:
+                grammar.rollback(taken)
+
+
+def _allows(mask: torch.Tensor, token: int) -> bool:
+    """Whether a row of a mask, int32 [vocabulary / 32], has the bit of a token."""
+    return bool(int(mask[token // BITS]) >> token % BITS & 1)
+
+
+@dataclass(frozen=True)
+class GrammarAfter:
+    """A grammar as it is after some drafts; masks one row of logits.
+
+    Stands in for SGLang's grammar object in ``SamplingBatchInfo.grammars``.
+
+    Attributes:
+        walk: the grammar and all drafts.
+        index: drafts before the row.
+    """
+
+    walk: Walk
+    index: int
+
+    @property
+    def finished(self) -> bool:
+        """Whether the output itself has finished the grammar."""
+        return self.walk.grammar.finished
+
+    def is_terminated(self) -> bool:
+        """Whether the output itself has ended the grammar."""
+        return self.walk.grammar.is_terminated()
+
+    def allocate_vocab_mask(self, vocab_size: int, batch_size: int, device) -> torch.Tensor:
+        """The backend's mask that allows everything."""
+        return self.walk.grammar.allocate_vocab_mask(vocab_size, batch_size, device)
+
+    def fill_vocab_mask_batched(self, entries: list[GrammarRow], vocab_mask: torch.Tensor) -> None:
+        """Mask each entry's row by its own grammar after its own drafts."""
+        walks: dict[int, tuple[Walk, dict[int, int]]] = {}
+        for entry in entries:
+            after: GrammarAfter = entry.grammar
+            walks.setdefault(id(after.walk), (after.walk, {}))[1][after.index] = entry.row
+        for walk, rows in walks.values():
+            walk.fill(vocab_mask, rows)
+
+    def move_vocab_mask(self, vocab_mask: torch.Tensor, device) -> torch.Tensor:
+        """The mask on ``device``."""
+        return self.walk.grammar.move_vocab_mask(vocab_mask, device)
+
+    def apply_vocab_mask(self, logits: torch.Tensor, vocab_mask: torch.Tensor) -> None:
+        """Set the logits of what is not allowed to minus infinity, in place."""
+        self.walk.grammar.apply_vocab_mask(logits, vocab_mask)

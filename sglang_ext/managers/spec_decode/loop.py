@@ -1,0 +1,209 @@
+"""The one loop of verified and lossy decoding: steps of all requests, then the verifications of those whose turn it is.
+
+A round is one call of SGLang's scheduler. Its steps replay the target model's graphs of one token a request, its verifications
+graphs of their own (verify_graphs.py). Nothing in a round waits for the device, but for drafts under a grammar, so SGLang's
+scheduler stays overlapped: it prepares the next round while one runs. Drafts that are not verified in their round gather on the
+device; where full KV is in host memory, verifications are spread over the rounds, so that the link is never congested (VeriCache,
+section 5: cross-resource staggering).
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+
+from sglang_ext.core import RequestState
+from sglang_ext.device import to_device
+from sglang_ext.managers import integrity, meta_info
+from sglang_ext.managers.offload_policy import OffloadPolicy
+from sglang_ext.managers.pace import Pace
+from sglang_ext.managers.sampling import Sampled
+from sglang_ext.managers.spec_decode.answers import Answers, Part, together
+from sglang_ext.managers.spec_decode.gathered_drafts import GatheredDrafts
+from sglang_ext.managers.spec_decode.result import RoundResult
+from sglang_ext.managers.spec_decode.round import Round, RoundPlanner
+from sglang_ext.managers.spec_decode.steps import Steps
+from sglang_ext.managers.spec_decode.turns import OnDevice
+from sglang_ext.managers.spec_decode.verifier import Verifier
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+    from sglang_ext.managers.verifications import Verifications
+    from sglang_ext.managers.worker import KVWorker
+
+# Rounds after which the optimum of what leaves the device is looked for again: times, acceptance and the link change slowly.
+PLACE_AFTER = 8
+
+
+class DecodeLoop:
+    """Runs the rounds of a worker's running batches.
+
+    Attributes:
+        worker: whose states, views and queries these are.
+        pace: chooses draft lengths, and keeps the times of rounds.
+        steps: forwards of one token a request.
+        verifier: the verifications.
+        planner: who does what.
+        turns: whose full KV is there for a verification.
+        policy: how much full KV may leave the device, and how long drafts gather; None where none may.
+        gathered: the drafts of each row since its last verification.
+    """
+
+    def __init__(
+        self,
+        worker: "KVWorker",
+        pace: Pace,
+        steps: Steps,
+        verifier: Verifier,
+        planner: RoundPlanner,
+        policy: OffloadPolicy | None = None,
+    ):
+        self.worker = worker
+        self.pace = pace
+        self.steps = steps
+        self.verifier = verifier
+        self.planner = planner
+        self.turns: "OnDevice | Verifications" = planner.turns
+        self.policy = policy
+        if policy is not None:
+            pace.watch = policy.observe
+        self.gathered = GatheredDrafts(worker.views.rows, planner.longest, steps.table.device)
+        self._rounds = 0
+
+    def interrupt(self) -> None:
+        """A prefill ran: what passes from now on is not the time of a round."""
+        self.pace.interrupt()
+
+    def forget(self, row: int) -> None:
+        """The request in ``row`` is gone."""
+        self.turns.forget(row)
+
+    def decode(self, batch: "ScheduleBatch", states: list[RequestState], on_publish=None) -> RoundResult:
+        """One round of all requests; loads of full KV are launched while it runs."""
+        with self.turns.launching():
+            return self._decode(batch, states, on_publish)
+
+    def _decode(self, batch: "ScheduleBatch", states: list[RequestState], on_publish) -> RoundResult:
+        round_ = self._plan(batch, states)
+        lengths = self._known_lengths(batch, round_)
+        if lengths is not None and on_publish is not None:
+            # Before the forwards: the scheduler shall prepare the next round while they run.
+            on_publish(lengths)
+        steps, drafts = self._step(batch, round_)
+        self.pace.drafted()
+        parts = [self.verifier.verify(batch, round_, part, self._drafts_of(batch, round_, part, drafts)) for part in round_.parts]
+        if round_.answering:
+            parts.append(Part(round_.answering, Answers.of_steps(steps, round_.answering)))
+        answers = together(parts, batch.seq_lens, batch.return_logprob)
+        if lengths is None:
+            lengths = batch.seq_lens + answers.accepted
+            # The event marks an earlier read of the token table than the round's last one.
+            self.worker.model_runner.war_fastpath_read_done_event = None
+            if on_publish is not None:
+                on_publish(lengths)
+        result = self._result(batch, round_, answers, lengths, steps[-1][0])
+        self.turns.end()
+        answered = {*round_.due, *round_.answering}
+        for i, state in enumerate(states):
+            state.gathered = 0 if i in answered else round_.offered(i)
+        self.pace.ended()
+        return result
+
+    def _plan(self, batch: "ScheduleBatch", states: list[RequestState]) -> Round:
+        worker, lengths = self.worker, batch.seq_lens_cpu.tolist()
+        for state, length in zip(states, lengths):
+            # Graphs of steps, which may follow, would not overwrite the queries of drafts that were rejected.
+            worker.queries.drop_rejected(state.row, length)
+        wanted = self.pace.begin(lengths, states)
+        self._place()
+        seconds = worker.ranks.agree(self.pace.rounds.seconds or None) if self.policy is not None else None
+        round_ = self.planner.plan(batch, states, lengths, wanted, seconds)
+        self.pace.planned(round_)
+        if worker.strict:
+            alike = (round_.steps, round_.rows, round_.viewed, round_.gathered, round_.fallbacks, round_.answering, round_.parts)
+            worker.ranks.check_alike("a round", alike)
+            self._check(batch, round_)
+        return round_
+
+    def _place(self) -> None:
+        """Choose anew how much full KV may leave the device, now and then."""
+        self._rounds += 1
+        if self.policy is None or self._rounds % PLACE_AFTER:
+            return
+        worker, residency = self.worker, self.turns.residency
+        found = self.policy.choose(worker.requests.typical.probability, residency.tree.link.bandwidth, worker.views.share)
+        residency.most, self.turns.drafts = worker.ranks.agree(found)
+
+    def _check(self, batch: "ScheduleBatch", round_: Round) -> None:
+        """Strict mode: no slot has two owners."""
+        table, due = self.steps.table, set(round_.due)
+        written, exact = [], {}
+        for i, (req, state, start) in enumerate(zip(batch.reqs, round_.states, round_.starts)):
+            length, end = round_.lengths[i], start + round_.steps
+            written.append(table[state.row, length if i in due else start : end + (i in due)].long())
+            exact[state.row] = range(req.cache_protected_len if self.turns.is_stale(state.row) else 0, length)
+        integrity.check(exact, torch.cat(written), self.worker.views)
+
+    def _known_lengths(self, batch: "ScheduleBatch", round_: Round) -> torch.Tensor | None:
+        """Tokens of each request after the round, int64 [requests]; None where a verification decides."""
+        if round_.parts:
+            return None
+        answers = [round_.steps * (i in round_.answering) for i in range(len(round_.states))]
+        return batch.seq_lens + to_device(answers, batch.seq_lens.device)
+
+    def _step(
+        self, batch: "ScheduleBatch", round_: Round
+    ) -> tuple[list[tuple[LogitsProcessorOutput, Sampled]], torch.Tensor]:
+        """The round's steps, and their tokens, int64 [requests, steps]; drafts that gather are kept behind those of earlier rounds."""
+        own, newest, starts, before = batch.req_pool_indices, batch.spec_info.bonus_tokens, batch.seq_lens, None
+        if any(round_.gathered):
+            before = to_device(round_.gathered, own.device)
+            newest, starts = self.gathered.newest(own, before, newest), starts + before
+        steps = self.steps.run(batch, round_, newest, self.steps.slots(batch, round_.steps, starts), starts)
+        tokens = torch.stack([sampled.tokens for _, sampled in steps], dim=1)
+        if before is not None or len(round_.due) + len(round_.answering) < len(round_.states):
+            self.gathered.put(own, torch.zeros_like(own) if before is None else before, tokens)
+        return steps, tokens
+
+    def _drafts_of(self, batch: "ScheduleBatch", round_: Round, part: list[int], drafts: torch.Tensor) -> torch.Tensor:
+        """All drafts of some requests, int64 [requests, most of them]; ``drafts``: those of this round, of all."""
+        where = to_device(part, drafts.device)
+        if not any(round_.gathered[i] for i in part):
+            return drafts if len(part) == len(drafts) else drafts[where]
+        return self.gathered.of(batch.req_pool_indices[where], max(map(round_.offered, part)))
+
+    def _result(
+        self, batch: "ScheduleBatch", round_: Round, answers: Answers, lengths: torch.Tensor, output: LogitsProcessorOutput
+    ) -> RoundResult:
+        """SGLang's result; those that only drafted go on from the token that they began with."""
+        accepted, hidden_states = answers.accepted, output.hidden_states
+        if hidden_states is not None:
+            # Of those that answer one token on their full KV; nobody else asks for them.
+            hidden_states = hidden_states.repeat_interleave(answers.width, 0)
+        last = answers.tokens.gather(1, (accepted - 1).clamp(min=0)[:, None])[:, 0]
+        newest = torch.where(accepted > 0, last, batch.spec_info.bonus_tokens)
+        return RoundResult.of(self.worker.model_runner, batch, round_, answers, lengths, newest, hidden_states)
+
+    def account(self, batch: "ScheduleBatch", result: RoundResult) -> None:
+        """Count a round's outcome, once it is on the host."""
+        metrics, round_ = self.worker.metrics, result.round
+        due = set(round_.due)
+        for i, (req, state, answers) in enumerate(zip(batch.reqs, round_.states, result.accept_lens.tolist())):
+            if req.finished() or req.is_retracted:
+                continue  # the scheduler drops what came after
+            if round_.fallbacks[i]:
+                metrics.count_fallback(round_.fallbacks[i], answers)
+            elif round_.on_copy(i) and i not in round_.answering:
+                metrics.count_drafts(round_.steps, round_.steps)
+                if i in due:
+                    state.count_verify(round_.offered(i), answers - 1)
+                    metrics.count_verify(answers)
+                    self.worker.requests.typical.observe(round_.offered(i), answers - 1)
+            state.fallback = round_.fallbacks[i]
+            meta_info.fill(req, state)
+        self.observe_pool()
+
+    def observe_pool(self) -> None:
+        """Report what the pool holds, and where full KV lies."""
+        self.worker.metrics.observe_pool(self.worker.views, None if self.policy is None else self.turns)

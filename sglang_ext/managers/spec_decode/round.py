@@ -1,0 +1,286 @@
+"""What the requests of a batch do in one round: who drafts, who answers, and who is verified at its end.
+
+A round has y steps, forwards of one token a request. A request is verified once x drafts are gathered: y = x is the plain case, y < x
+the one where full KV has to arrive first, and y = 1 a batch in which a request's tokens must be looked at one by one. Who cannot
+be drafted answers in the steps in which others draft.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from sglang_ext.core import FALLBACK_REASONS, RequestState
+from sglang_ext.managers.draft_length import Choice
+from sglang_ext.managers.spec_decode.copy_policy import CURABLE, NO_QUERIES, SLOWER, ensure_copy
+from sglang_ext.managers.spec_decode.turns import OnDevice
+from sglang_ext.mem_cache.compressed_views import CompressedViews
+from sglang_ext.options import WIDE_REQUESTS
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+
+    from sglang_ext.managers.verifications import Verifications
+
+# Steps of a round without drafts: more spare SGLang's scheduler work, and let requests end later.
+PLAIN_STEPS = 4
+# Copies made in a round that only looks whether drafting pays: the others answer on full KV, and tell nothing.
+TRIAL_COPIES = 4
+MIN_P = FALLBACK_REASONS.index("min-p")
+
+
+@dataclass(frozen=True)
+class Round:
+    """What the requests of a batch do in one iteration of SGLang's scheduler.
+
+    Attributes:
+        states: draft states of the requests.
+        steps: forwards of one token of each.
+        lengths: tokens of each request whose full KV is known, on the device or not.
+        gathered: drafts that each has from earlier rounds.
+        rows: row of the token table that each request's steps read.
+        viewed: tokens in that row before the round.
+        fallbacks: why each request reads its full KV in this round; 0 where it does not, or needs no draft.
+        answering: requests whose steps give answers; the others draft.
+        parts: requests that are verified at its end, by the forwards that do so.
+        trial: whether it only looks if drafting pays, on few copies.
+        held: whether it has fewer steps than wanted, since tokens are looked at one by one.
+    """
+
+    states: list[RequestState]
+    steps: int
+    lengths: list[int]
+    gathered: list[int]
+    rows: list[int]
+    viewed: list[int]
+    fallbacks: list[int]
+    answering: list[int]
+    parts: list[list[int]] = field(default_factory=list)
+    trial: bool = False
+    held: bool = False
+
+    @classmethod
+    def of_nobody(cls) -> "Round":
+        """Without requests."""
+        return cls([], 0, [], [], [], [], [], [])
+
+    @cached_property
+    def due(self) -> list[int]:
+        """Requests that are verified at its end."""
+        return sorted(i for part in self.parts for i in part)
+
+    @property
+    def drafts(self) -> int:
+        """Tokens that those who draft do; 0 where nobody drafts."""
+        return self.steps if len(self.answering) < len(self.states) else 0
+
+    @property
+    def plain_steps(self) -> int:
+        """Its steps where nobody drafts, else 0."""
+        return 0 if self.drafts else self.steps
+
+    @property
+    def width(self) -> int:
+        """Tokens of each request whose KV the round writes at most, after those that are gathered."""
+        return self.steps + bool(self.parts)
+
+    @property
+    def starts(self) -> list[int]:
+        """Position of each request's first token in the round."""
+        return [length + gathered for length, gathered in zip(self.lengths, self.gathered)]
+
+    def offered(self, i: int) -> int:
+        """Drafts that a request which drafts has at the round's end."""
+        return self.gathered[i] + self.steps
+
+    def on_copy(self, i: int) -> bool:
+        """Whether a request reads a compressed copy before the verification."""
+        return self.rows[i] != self.states[i].row
+
+    @property
+    def share_on_copies(self) -> float:
+        """Of the requests, those that read a compressed copy."""
+        return sum(map(self.on_copy, range(len(self.states)))) / len(self.states)
+
+    @property
+    def on_full_kv(self) -> bool:
+        """Whether no request reads a compressed copy before the verification."""
+        return not any(map(self.on_copy, range(len(self.states))))
+
+
+@dataclass(frozen=True)
+class Role:
+    """What a request does in a round.
+
+    Attributes:
+        drafts: its steps are drafts; else answers.
+        copy: it reads its copy; else its full KV.
+        reason: index into ``FALLBACK_REASONS``; why it reads its full KV.
+    """
+
+    drafts: bool
+    copy: bool
+    reason: int = 0
+
+
+@dataclass(frozen=True)
+class RoundPlanner:
+    """Plans rounds; makes and renews copies for them.
+
+    Attributes:
+        views: the compressed copies.
+        turns: whose full KV is there for a verification.
+        longest: drafts that a request gathers at most.
+        narrow: drafts of the verifications that any number of requests share; wider ones come in small parts.
+        lossy: serve from the compressed copies without verifying.
+        may_get_queries: whether the queries of the request in a row would be kept, so that it can have a copy later.
+    """
+
+    views: CompressedViews
+    turns: "OnDevice | Verifications"
+    longest: int
+    narrow: int
+    lossy: bool = False
+    may_get_queries: Callable[[int], bool] = lambda row: True
+
+    def plan(
+        self,
+        batch: "ScheduleBatch",
+        states: list[RequestState],
+        lengths: list[int],
+        wanted: Choice,
+        iteration_seconds: float | None = None,
+    ) -> Round:
+        """A round of ``wanted.drafts`` steps, or fewer.
+
+        Args:
+            batch: the running requests.
+            states: their draft states, same order.
+            lengths: tokens of each request whose full KV is known.
+            wanted: what the requests shall do.
+            iteration_seconds: of a round, as measured; None where that is not known yet.
+        """
+        reqs, count = batch.reqs, len(states)
+        self.turns.begin(self._drafting_on_copies(reqs, states), iteration_seconds)
+        left = [req.sampling_params.max_new_tokens - len(req.output_ids) for req in reqs]
+        most = min(wanted.drafts or PLAIN_STEPS, self.longest)
+        # Beside the slots that SGLang keeps ahead of each request.
+        headroom = 2 * (most + 1) * count
+        copies = self._copies(wanted, count)
+        roles = [self._role(*each, headroom, copies, wanted) for each in zip(reqs, states, lengths, left)]
+        if not any(role.drafts and (role.copy or role.reason == NO_QUERIES) for role in roles):
+            # Drafts on full KV alone would gain nothing.
+            roles = [Role(False, role.copy, role.reason) for role in roles]
+        one_by_one = any(not role.drafts and _is_looked_at(req, state) for req, state, role in zip(reqs, states, roles))
+        ahead = [n - (state.gathered + 1) * role.drafts for n, state, role in zip(left, states, roles)]
+        steps = 1 if one_by_one else max(1, min(most, max(ahead)))
+        # Where they would not fit any more, the newest drafts are drafted again.
+        gathered = [min(s.gathered, self.longest - steps) if r.drafts and r.copy else 0 for s, r in zip(states, roles)]
+        due = self._due(reqs, states, lengths, left, roles, gathered, steps, wanted, headroom)
+        rows, viewed = [], []
+        for state, length, before, role in zip(states, lengths, gathered, roles):
+            row, tokens = self._row(state, length, before) if role.copy else (state.row, length)
+            rows.append(row)
+            viewed.append(tokens)
+        return Round(
+            states=states,
+            steps=steps,
+            lengths=lengths,
+            gathered=gathered,
+            rows=rows,
+            viewed=viewed,
+            fallbacks=[role.reason for role in roles],
+            answering=[i for i, role in enumerate(roles) if not role.drafts],
+            parts=self._parts(due, [gathered[i] + steps for i in range(count)]),
+            trial=wanted.trial and any(role.drafts for role in roles),
+            held=steps < most and one_by_one,
+        )
+
+    def _drafting_on_copies(self, reqs: list["Req"], states: list[RequestState]) -> dict[int, tuple]:
+        """Of those that have a copy and draft, by row: the end of their path in the prefix tree, and tokens that the copy covers."""
+        pairs = ((req, state, self.views.get(state.row)) for req, state in zip(reqs, states) if state.fallback in CURABLE)
+        return {state.row: (req.last_node, view.covered) for req, state, view in pairs if view is not None}
+
+    def _copies(self, wanted: Choice, requests: int) -> Iterator[int]:
+        """A turn for each request that may read a copy: none where drafts are not wanted, few where they are tried."""
+        if self.lossy:
+            return iter(range(requests))
+        if not wanted.drafts and not wanted.trial:
+            return iter(())
+        return iter(range(TRIAL_COPIES if wanted.trial else requests))
+
+    def _role(
+        self, req: "Req", state: RequestState, length: int, left: int, headroom: int, copies: Iterator[int], wanted: Choice
+    ) -> Role:
+        """What a request does. Makes its copy, or renews it."""
+        if state.fallback not in CURABLE:
+            return Role(False, False, state.fallback)
+        if state.gathered or self.turns.is_stale(state.row):
+            # It has a copy, which is renewed when the full KV is there.
+            return Role(True, True)
+        if left <= 1 and not self.lossy:
+            # The last token of an output needs no draft.
+            reason = 0 if wanted.drafts else SLOWER
+        elif next(copies, None) is None:
+            reason = SLOWER
+        else:
+            reason = self._copy(req, state, length, headroom)
+            if not reason:
+                return Role(not self.lossy, True)
+        # Before others are given room.
+        self.turns.keep(state.row)
+        # Who must be looked at token by token drafts on full KV where others draft: its verification looks. So does who lacks
+        # queries: verifications leave them, captured steps do not.
+        lacks = reason == NO_QUERIES and self.may_get_queries(state.row)
+        verified = not self.lossy and left > 1 and wanted.drafts > 0 and (lacks or _is_looked_at(req, state))
+        return Role(verified, False, reason)
+
+    def _copy(self, req: "Req", state: RequestState, length: int, headroom: int) -> int:
+        with self.turns.reading(state.row):
+            return ensure_copy(self.views, req, state, length, headroom)
+
+    def _due(
+        self,
+        reqs: list["Req"],
+        states: list[RequestState],
+        lengths: list[int],
+        left: list[int],
+        roles: list[Role],
+        gathered: list[int],
+        steps: int,
+        wanted: Choice,
+        headroom: int,
+    ) -> list[int]:
+        """Who is verified at the round's end; loads for later rounds begin."""
+        rounds, ripe = {}, set()
+        for state, more, role, before in zip(states, left, roles, gathered):
+            if not (role.drafts and role.copy) or self.turns.is_lost(state.row):
+                continue
+            lacking = min(self.turns.drafts, more - 1) - before
+            rounds[state.row] = max(1, -(-lacking // steps) - 1)
+            if before + steps >= min(wanted.drafts, more - 1):
+                ripe.add(state.row)
+        turns = self.turns.take(rounds, ripe)
+        for req, state, length in zip(reqs, states, lengths):
+            if state.row in turns and self.turns.is_stale(state.row):
+                self.turns.restore(state.row)
+                self._copy(req, state, length, headroom)
+        return [i for i, role in enumerate(roles) if role.drafts and (not role.copy or states[i].row in turns)]
+
+    def _parts(self, due: list[int], offered: list[int]) -> list[list[int]]:
+        """Those with the drafts of a round in one forward; few wide ones in each other one."""
+        narrow = [i for i in due if offered[i] <= self.narrow]
+        wide = [i for i in due if offered[i] > self.narrow]
+        parts = [wide[at : at + WIDE_REQUESTS] for at in range(0, len(wide), WIDE_REQUESTS)]
+        return [narrow, *parts] if narrow else parts
+
+    def _row(self, state: RequestState, length: int, gathered: int) -> tuple[int, int]:
+        """The draft row of a request with a copy, and the tokens in it before the round."""
+        self.views.write_tail(state.row, length + gathered)
+        view = self.views.get(state.row)
+        return self.views.draft_row(state.row), view.kept + length + gathered - view.covered
+
+
+def _is_looked_at(req: "Req", state: RequestState) -> bool:
+    """Whether SGLang keeps something of a request from answer to answer: penalties, a grammar, log-probabilities and the like."""
+    return req.grammar is not None or req.return_logprob or state.fallback not in (*CURABLE, MIN_P)

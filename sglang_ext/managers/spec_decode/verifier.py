@@ -1,0 +1,129 @@
+"""The verification of a round: one forward over full KV, and of each request the drafts that it would have given.
+
+The forward replays the narrowest captured graph that holds the drafts (verify_graphs.py), where there is one. It leaves its
+queries to compressors that score by them.
+"""
+
+import copy
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+
+from sglang_ext.device import to_device
+from sglang_ext.managers import forward
+from sglang_ext.managers.simulation import Simulation
+from sglang_ext.managers.spec_decode.answers import Answers, Part
+from sglang_ext.managers.spec_decode.grammar import LONGEST_WALK, Walk
+from sglang_ext.managers.spec_decode.round import Round
+from sglang_ext.managers.spec_decode.steps import Steps
+from sglang_ext.mem_cache.query_window import Recorded
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+    from sglang_ext.layers.attention.verify_graphs import VerifyGraphSet
+    from sglang_ext.managers.worker import KVWorker
+
+
+class Verifier:
+    """Verifies drafts for a worker's rounds.
+
+    Attributes:
+        worker: whose queries these are.
+        steps: the forwards without a graph, and how they are sampled.
+        graphs: captured verifications, None where CUDA graphs are off.
+        simulation: forced acceptance, None outside benchmarks.
+    """
+
+    def __init__(
+        self, worker: "KVWorker", steps: Steps, graphs: "VerifyGraphSet | None", simulation: Simulation | None
+    ):
+        self.worker = worker
+        self.steps = steps
+        self.graphs = graphs
+        self.simulation = simulation
+
+    def verify(self, batch: "ScheduleBatch", round_: Round, requests: list[int], drafts: torch.Tensor) -> Part:
+        """Of some requests the drafts that full KV would have given, and the next token.
+
+        Args:
+            batch: of all requests.
+            round_: what they did.
+            requests: by their places in the batch.
+            drafts: int64 [requests, drafts]; of each, those count that it has (:meth:`Round.offered`).
+        """
+        offered = [round_.offered(i) for i in requests]
+        whole = len(requests) == len(batch.reqs)
+        where = slice(None) if whole else to_device(requests, drafts.device)
+        part = batch if whole else _part(batch, requests, where)
+        tokens = torch.cat([batch.spec_info.bonus_tokens[where, None], drafts], 1)
+        lengths = [round_.lengths[i] for i in requests]
+        # The host waits for the drafts here, where a request has a grammar.
+        walks = _walks(part.reqs, requests, drafts, offered)
+        output, positions = self._forward(part, [round_.states[i].row for i in requests], lengths, tokens)
+        width = len(positions) // len(requests)
+        sampled = self.steps.verifying(batch, round_, requests, width, walks).draw(output.next_token_logits, positions)
+        answers = sampled.tokens.view(len(requests), width)
+        agreed = self._agreed(part, answers, drafts)
+        if min(offered) < drafts.shape[1]:
+            agreed = torch.minimum(agreed, to_device(offered, agreed.device))
+        accepted = agreed + 1
+        if walks:
+            most = [walks[i].answers if i in walks else width for i in requests]
+            accepted = torch.minimum(accepted, to_device(most, accepted.device))
+        return Part(requests, Answers(answers, accepted, sampled))
+
+    def _forward(
+        self, batch: "ScheduleBatch", rows: list[int], lengths: list[int], tokens: torch.Tensor
+    ) -> tuple[LogitsProcessorOutput, torch.Tensor]:
+        """Forward ``tokens``, int64 [requests, width], after what each request has, over full KV.
+
+        Returns:
+            What the model gives, and the position of each token, int64 [requests * at least width].
+        """
+        width, count = tokens.shape[1], len(tokens)
+        graphs = None if self.graphs is None else self.graphs.fit(count, width)
+        if graphs is not None and width < graphs.width:
+            # Graphs have few widths: what is beyond the drafts is computed and not looked at.
+            tokens = torch.cat([tokens, tokens.new_zeros(count, graphs.width - width)], 1)
+            width = graphs.width
+        inputs = forward.Inputs(
+            tokens=tokens.flatten(),
+            positions=(batch.seq_lens[:, None] + torch.arange(width, device=tokens.device)).flatten(),
+            slots=self.steps.slots(batch, width, batch.seq_lens).flatten(),
+            rows=batch.req_pool_indices,
+            lengths=batch.seq_lens + width,
+            lengths_cpu=torch.tensor(lengths) + width,
+            counts=[width] * count,
+        )
+        recorded = tuple(Recorded(row, k * width, (k + 1) * width, length) for k, (row, length) in enumerate(zip(rows, lengths)))
+        if graphs is not None:
+            self.worker.queries.aim(recorded)
+            return graphs.verify(batch, inputs), inputs.positions
+        with self.worker.queries.recording(recorded):
+            return self.steps.forward(batch, inputs), inputs.positions
+
+    def _agreed(self, batch: "ScheduleBatch", answers: torch.Tensor, drafts: torch.Tensor) -> torch.Tensor:
+        """Drafts of each request that are the answers at their places, up to the first that is not: int64 [requests]."""
+        if self.simulation is None:
+            return (answers[:, : drafts.shape[1]] == drafts).long().cumprod(1).sum(1)
+        asked = to_device(self.simulation.probabilities(batch.reqs), answers.device, torch.float32)
+        return self.simulation.accept(answers, drafts, asked)
+
+
+def _walks(reqs: list, requests: list[int], drafts: torch.Tensor, offered: list[int]) -> dict[int, Walk]:
+    """The grammars of those that have one, by place in the whole batch, along their drafts."""
+    rows = [k for k, req in enumerate(reqs) if req.grammar is not None]
+    if not rows:
+        return {}
+    known = drafts[to_device(rows, drafts.device), :LONGEST_WALK].tolist()
+    return {requests[k]: Walk(reqs[k].grammar, tokens[: offered[k]]) for k, tokens in zip(rows, known)}
+
+
+def _part(batch: "ScheduleBatch", requests: list[int], where: torch.Tensor) -> "ScheduleBatch":
+    """What a forward reads of a batch, of some of its requests."""
+    part = copy.copy(batch)
+    part.reqs = [batch.reqs[i] for i in requests]
+    part.seq_lens, part.req_pool_indices = batch.seq_lens[where], batch.req_pool_indices[where]
+    return part
