@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
-from sglang_ext.managers.answers import Answers, Part, together
-from sglang_ext.managers.gathered_drafts import GatheredDrafts
+from sglang_ext.managers.spec_decode.answers import Answers, Part, together
+from sglang_ext.managers.spec_decode.gathered_drafts import GatheredDrafts
 from sglang_ext.managers.sampling import Sampled
 
 
@@ -39,12 +39,13 @@ def test_parts_of_different_widths_come_to_the_places_of_their_requests(order, c
     assert (found.sampled.logprobs is not None) == logprobs
 
 
-def test_of_one_plain_step_the_log_probabilities_of_some_requests_are_picked():
+def test_of_steps_the_tokens_and_log_probabilities_of_some_requests_are_picked():
     nothing = LogitsProcessorOutput(next_token_logits=None)
-    whole = answers_of(range(4), 1, logprobs=True).sampled
-    part = Answers.of_steps([(nothing, whole)]).part([3, 1])
-    assert part.requests == [3, 1] and part.answers.tokens.tolist() == [[30], [10]] and part.answers.accepted.tolist() == [1, 1]
-    assert part.answers.sampled.logprobs.tolist() == [30, 10] and part.answers.sampled.chosen[0] == ([30.0], [30])
+    steps = [(nothing, answers_of(range(4), 1, logprobs=True).sampled) for _ in range(2)]
+    steps[1][1].logprobs.add_(5)
+    found = Answers.of_steps(steps, [3, 1])
+    assert found.tokens.tolist() == [[30, 30], [10, 10]] and found.accepted.tolist() == [2, 2]
+    assert found.sampled.logprobs.tolist() == [30, 35, 10, 15] and found.sampled.chosen[2] == ([10.0], [10])
 
 
 def test_drafts_of_several_rounds_stand_one_behind_the_other_and_a_row_without_any_goes_on_from_its_bonus():

@@ -7,7 +7,6 @@ import torch
 from sglang.srt.lora.backend.torch_backend import TorchNativeLoRABackend
 from sglang.srt.lora.lora_manager import LoRAManager
 
-from sglang_ext.core import RequestState, Step
 from sglang_ext.managers import forward
 from sglang_ext.platforms.plain_cpu import without_pinning
 
@@ -38,24 +37,17 @@ def run_build(adapters, counts, **args):
         lora_manager=manager,
         server_args=SimpleNamespace(**{"enable_lora": True, "enable_lora_overlap_loading": False, **args}),
     )
-    steps = [
-        Step(
-            state=RequestState(rid=str(row), row=row, seed=0, bonus=7),
-            tokens=[7] * count,
-            position=10,
-            row=row,
-            length=10 + count,
-            emits=True,
-        )
-        for row, count in enumerate(counts)
-    ]
     batch = SimpleNamespace(
         reqs=[SimpleNamespace(lora_id=adapter, rid=str(i)) for i, adapter in enumerate(adapters)],
         return_hidden_states=False,
         spec_algorithm=None,
         sampling_info=None,
     )
-    inputs = forward.lay_out(steps, torch.arange(5 * 40, dtype=torch.int32).view(5, 40))
+    total, lengths = sum(counts), torch.tensor([10 + count for count in counts])
+    inputs = forward.Inputs(
+        tokens=torch.full((total,), 7), positions=torch.arange(total), slots=torch.arange(total),
+        rows=torch.arange(len(counts)), lengths=lengths, lengths_cpu=lengths, counts=list(counts),
+    )
     return without_pinning(forward.build, runner, batch, inputs), manager
 
 

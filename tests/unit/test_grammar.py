@@ -1,8 +1,5 @@
 """Grammars over drafts: masks as if the drafts were output, and no trace of them afterwards."""
 
-from types import SimpleNamespace
-
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,9 +9,7 @@ from sglang.srt.constrained.base_grammar_backend import GrammarRow
 from sglang.srt.constrained.llguidance_backend import GuidanceGrammar
 from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
 
-from sglang_ext.core import RequestState, Step
-from sglang_ext.managers.grammar import GrammarAfter, advanced, can_roll_back, ends_after
-from sglang_ext.managers.results import accept
+from sglang_ext.managers.spec_decode.grammar import LONGEST_WALK, Walk, can_roll_back
 
 BYTES = LLTokenizer("byte")
 END = BYTES.eos_token
@@ -59,72 +54,70 @@ def filled(rows):
 words = st.lists(st.sampled_from([b"ab", b"cd"]), min_size=2, max_size=3).map(b"".join)
 
 
+def walked(one, drafts):
+    """Of the rows of a verification: the walk, and allowed tokens of each that may be an answer."""
+    walk = Walk(one, list(drafts))
+    rows = [row for i in range(len(drafts) + 3) if (row := walk.row(i)) is not None]
+    return walk, filled(rows)[: walk.answers]
+
+
 @given(text=words, data=st.data())
 def test_masks_after_drafts_are_those_after_output(text, data):
     start = data.draw(st.integers(0, len(text)))
     one = grammar(text[:start])
-    rows = [GrammarAfter(one, tuple(text[start:end])) for end in range(start, len(text) + 1)]
     expected = [mask_of(grammar(text[:end])) for end in range(start, len(text) + 1)]
-    assert filled(rows) == expected
+    walk, masks = walked(one, text[start:])
+    assert masks == expected and walk.answers == len(text) - start + 1
     assert mask_of(one) == expected[0], "the grammar stands at the output again"
 
 
-def test_the_end_token_ends_the_grammar_and_can_be_taken_back():
-    one = grammar(b"ababx")
-    assert not ends_after(one, [])
-    assert ends_after(one, [END])
-    assert not one.is_terminated() and END in mask_of(one)
+@given(st.lists(st.sampled_from([*b"abcdx", END]), max_size=12), words, st.data())
+def test_whatever_is_drafted_each_row_that_counts_is_masked_as_after_output(drafts, text, data):
+    start = text[: data.draw(st.integers(0, len(text)))]
+    one = grammar(start)
+    walk, masks = walked(one, drafts)
+    at = grammar(start)
+    for index, mask in enumerate(masks):
+        assert mask == mask_of(at)
+        if index + 1 < walk.answers:
+            assert drafts[index] in mask
+            at.accept_token(drafts[index])
+    last = walk.answers - 1
+    ended = last < len(drafts) and drafts[last] in masks[last]
+    assert last == len(drafts) or drafts[last] not in masks[last] or drafts[last] == END, "a draft that is refused, or the end"
+    assert not ended or drafts[last] == END
+    assert mask_of(one) == mask_of(grammar(start)) and not one.is_terminated()
+
+
+def test_no_token_follows_the_end_of_a_grammar():
+    walk, masks = walked(grammar(b"abab"), [ord("x"), END, 5])
+    assert walk.answers == 2 and masks[1] == {END}
+    assert walk.row(3) is not None and walk.row(4) is None
 
 
 def test_a_row_after_the_end_of_an_xgrammar_stays_open():
     one = xgrammar_at(b"abab")
-    drafts = [ord("x"), 256]
-    rows = [GrammarAfter(one, tuple(drafts[:n])) for n in range(3)]
+    walk = Walk(one, [ord("x"), 256])
+    rows = [walk.row(n) for n in range(3)]
     mask = torch.full((3, 9), -1, dtype=torch.int32)  # SGLang's would be pinned, for a GPU
     rows[0].fill_vocab_mask_batched([GrammarRow(i, row) for i, row in enumerate(rows)], mask)
     bits = [{i for i in range(257) if row[i // 32] >> (i % 32) & 1} for row in mask.tolist()]
     assert bits == [{ord("a"), ord("c"), ord("x"), 256}, {256}, set(range(257))]
-    assert ends_after(one, drafts) and not one.is_terminated()
+    assert walk.answers == 2 and not one.is_terminated()
     assert can_roll_back(one)
 
 
-def test_drafts_that_break_the_grammar_close_the_round_and_their_output_is_refused():
-    one = grammar(b"ab")
-    rows = [GrammarAfter(one, ()), GrammarAfter(one, tuple(b"cx"))]
-    assert ends_after(one, list(b"cx"))
-    filled(rows)  # does not raise: the request is aborted, not the server
-    with pytest.raises(ValueError, match="doesn't satisfy the grammar"):
-        one.accept_token(ord("c"))
+def test_walks_of_several_requests_share_a_mask():
+    first, second = Walk(grammar(b"ab"), list(b"cd")), Walk(grammar(), [])
+    rows = [first.row(0), second.row(0), first.row(1), first.row(2)]
+    assert filled(rows) == [mask_of(grammar(text)) for text in (b"ab", b"", b"abc", b"abcd")]
+    assert (first.answers, second.answers) == (3, 1)
 
 
-def test_an_error_inside_takes_the_drafts_back():
-    one = grammar()
-    with pytest.raises(RuntimeError), advanced(one, b"ab"):
-        raise RuntimeError
-    assert mask_of(one) == set(b"ac")
+def test_a_walk_is_no_longer_than_what_can_be_taken_back():
+    walk = Walk(grammar(), [ord("a")] * 300)
+    assert walk.row(LONGEST_WALK) is not None and walk.row(LONGEST_WALK + 1) is None
 
 
 def test_llguidance_can_roll_back():
     assert can_roll_back(grammar())
-
-
-def step(tokens, emits, closed=False):
-    drafts = list(tokens[1:]) if emits else []
-    state = RequestState(rid="r", row=1, seed=0, bonus=tokens[0], drafts=drafts, closed=closed)
-    return Step(state=state, tokens=list(tokens), position=9, row=1, length=10, emits=emits)
-
-
-def test_a_draft_that_ends_the_grammar_closes_its_round():
-    one = step([ord("x")], emits=False)
-    accept(one, 0, [END], grammar(b"ababx"))
-    assert one.state.drafts == [END] and one.state.closed
-
-
-@pytest.mark.parametrize(
-    ("answers", "expected"),
-    [([ord("x"), END, 5], [ord("x"), END]), ([ord("x"), 4, 5], [ord("x"), 4]), ([3, 4, 5], [3])],
-)
-def test_no_token_follows_the_end_of_a_grammar(answers, expected):
-    one = step([ord("b"), ord("x"), END], emits=True, closed=True)
-    assert accept(one, 0, answers, SimpleNamespace()).tokens == expected
-    assert one.state.bonus == expected[-1] and not one.state.closed

@@ -23,11 +23,10 @@ def test_lengths_of_a_prefill_are_known_before_it_runs(monkeypatch):
     monkeypatch.setattr(module.Sampling, "of", lambda *args: SimpleNamespace(draw=lambda logits, positions: sampled))
     worker = SimpleNamespace(
         queries=SimpleNamespace(recording=lambda rows: nullcontext()),
-        server_args=SimpleNamespace(kv_schedule="lockstep"),
         target_worker=SimpleNamespace(forward_batch_generation=forward),
         model_runner=None,
         requests=SimpleNamespace(admit=lambda req, matched: SimpleNamespace(fallback=0, seed=5)),
-        schedule=SimpleNamespace(begin=lambda states, tokens: None),
+        loop=SimpleNamespace(interrupt=lambda: None),
     )
     reqs, lengths = [SimpleNamespace(req_pool_idx=1, grammar=None)], torch.tensor([7])
     batch = SimpleNamespace(reqs=reqs, prefix_lens=[0], extend_lens=[7], seq_lens=lengths, return_logprob=False)
@@ -36,8 +35,7 @@ def test_lengths_of_a_prefill_are_known_before_it_runs(monkeypatch):
     assert found.next_token_ids.tolist() == [3] and found.new_seq_lens.tolist() == [7]
 
 
-def test_queries_are_kept_but_of_requests_that_lockstep_never_drafts():
-    reqs = [SimpleNamespace(req_pool_idx=row, grammar=grammar) for row, grammar in ((1, None), (2, object()), (3, None))]
-    batch = SimpleNamespace(reqs=reqs, prefix_lens=[0, 0, 40], extend_lens=[7, 3, 5])
-    assert module._to_record(batch, lockstep=True) == (Recorded(1, 0, 7, 0), Recorded(3, 10, 15, 40))
-    assert len(module._to_record(batch, lockstep=False)) == 3
+def test_the_queries_of_all_are_kept():
+    reqs = [SimpleNamespace(req_pool_idx=row) for row in (1, 2)]
+    batch = SimpleNamespace(reqs=reqs, prefix_lens=[0, 40], extend_lens=[7, 5])
+    assert module._to_record(batch) == (Recorded(1, 0, 7, 0), Recorded(2, 7, 12, 40))

@@ -215,8 +215,8 @@ class RoundPlanner:
         """What a request does. Makes its copy, or renews it."""
         if state.fallback not in CURABLE:
             return Role(False, False, state.fallback)
-        if state.gathered or self.turns.is_stale(state.row):
-            # It has a copy, which is renewed when the full KV is there.
+        if self.turns.is_stale(state.row) or (state.gathered and self.views.get(state.row) is not None):
+            # Its copy is renewed when it is verified. Where the copy was taken away, another may be made.
             return Role(True, True)
         if left <= 1 and not self.lossy:
             # The last token of an output needs no draft.

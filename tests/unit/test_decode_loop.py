@@ -1,4 +1,4 @@
-"""Rolling rounds: whoever verifies when, the tokens are those that full KV gives, and only full KV that is there is read."""
+"""The decode loop: whoever is verified when, the tokens are those that full KV gives, and only full KV that is there is read."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -13,20 +13,19 @@ from sglang_ext.core import FALLBACK_REASONS, Acceptance, RequestState
 from sglang_ext.layers.attention.views import BetweenSteps
 from sglang_ext.managers.admission import Admission
 from sglang_ext.managers.draft_length import Choice, FixedLength
-from sglang_ext.managers.lock_step import LockStep
 from sglang_ext.managers.offload_policy import Offload
 from sglang_ext.managers.pace import Pace
-from sglang_ext.managers.planner import SLOWER
-from sglang_ext.managers.rolling import Rolling
-from sglang_ext.managers.rolling_plan import RollingPlanner
-from sglang_ext.managers.round_plan import PLAIN_STEPS
 from sglang_ext.managers.ranks import Ranks
 from sglang_ext.managers.sampling import Sampled
+from sglang_ext.managers.spec_decode.copy_policy import SLOWER
+from sglang_ext.managers.spec_decode.loop import DecodeLoop
+from sglang_ext.managers.spec_decode.round import PLAIN_STEPS, RoundPlanner
+from sglang_ext.managers.spec_decode.turns import OnDevice
+from sglang_ext.managers.spec_decode.verifier import Verifier
 from sglang_ext.managers.verifications import Verifications
-from sglang_ext.managers.verify_pass import VerifyPass
 from sglang_ext.metrics import KVMetrics
 from sglang_ext.platforms.plain_cpu import without_pinning
-from test_lockstep_round import Views, request
+from test_round import Views, request
 
 DRAFTS, LONGEST, PROMPT = 3, 9, 200
 
@@ -104,49 +103,58 @@ class FakeResidency:
         self.away.discard(row)
 
 
-class Toy(Rolling):
-    """Rounds of a model whose tokens are :func:`truth`."""
+class Toy(DecodeLoop):
+    """Rounds of a model whose tokens are :func:`truth`; full KV may be away where a ``residency`` is given."""
 
     def __init__(self, count, residency, views, drafts=DRAFTS, longest=LONGEST):
         metrics = KVMetrics("model")
         worker = SimpleNamespace(
-            views=views, lossy=False, stride=longest + 1, strict=False, metrics=metrics,
+            views=views, lossy=False, strict=False, metrics=metrics,
             requests=SimpleNamespace(typical=Acceptance()),
             model_runner=SimpleNamespace(war_fastpath_read_done_event="earlier", decode_cuda_graph_runner=None),
             queries=SimpleNamespace(drop_rejected=lambda row, length: None), ranks=Ranks(),
         )
         views.rows = count + 1
-        verifications = Verifications(Admission(PROMPT, residency.room, horizon=8), residency, 1, drafts=longest)
-        steps = SimpleNamespace(table=views.token_table, slots=lambda *args: torch.zeros(1), one_by_one=self.draw)
+        turns, policy = OnDevice(), None
+        if residency is not None:
+            turns = Verifications(Admission(PROMPT, residency.room, horizon=8), residency, 1, drafts=longest)
+            policy = SimpleNamespace(observe=lambda round_, spent: None, choose=lambda p, link, share: Offload(None, longest))
+        steps = SimpleNamespace(
+            table=views.token_table, slots=lambda *args: torch.zeros(1), run=self.draw,
+            verifying=lambda *args: SimpleNamespace(draw=lambda logits, positions: self.answers),
+        )
         pace = Pace(FixedLength(drafts), torch.device("cpu"), metrics)
-        policy = SimpleNamespace(observe=lambda round_, spent: None, choose=lambda p, link, share: Offload(None, longest))
-        super().__init__(worker, pace, steps, VerifyPass(worker, steps, None, None), verifications, policy)
-        self.verify_pass.forward = self.verify
+        verifier = Verifier(worker, steps, None, None)
+        verifier._forward = self.verify
+        super().__init__(worker, pace, steps, verifier, RoundPlanner(views, turns, longest, drafts), policy)
+        self.residency = residency
         self.committed = {row: [row] * (PROMPT + 1) for row in range(1, count + 1)}
 
-    def draw(self, batch, round_, count, tokens, slots, starts=None):
-        starts, drawn = batch.seq_lens if starts is None else starts, []
+    def draw(self, batch, round_, tokens, slots, starts):
+        drawn = []
         for i, state in enumerate(round_.states):
             before = self.gathered.tokens[state.row, : round_.gathered[i]].tolist()
             sequence = [*self.committed[state.row], *before]
             assert int(tokens[i]) == sequence[-1] and int(starts[i]) == len(sequence) - 1 == round_.starts[i]
-            exact = round_.rows[i] == state.row
-            assert not (exact and state.row in self.verifications.residency.stale)
-            for _ in range(count):
+            exact = not round_.on_copy(i)
+            assert exact or i not in round_.answering
+            assert not (exact and self.residency is not None and state.row in self.residency.stale)
+            for _ in range(round_.steps):
                 sequence.append(truth(sequence) if exact else guess(sequence))
-            drawn.append(sequence[-count:])
+            drawn.append(sequence[-round_.steps :])
         output = LogitsProcessorOutput(next_token_logits=None)
         return [(output, Sampled(column, None, [], [])) for column in torch.tensor(drawn).T]
 
-    def verify(self, batch, round_, tokens, slots, sampling=None):
+    def verify(self, batch, rows, lengths, tokens):
         answers = []
-        for state, row in zip(round_.states, tokens.tolist()):
-            residency = self.verifications.residency
-            assert residency.ready(state.row) and state.row not in residency.stale
-            before = self.committed[state.row]
+        for state_row, row in zip(rows, tokens.tolist()):
+            if self.residency is not None:
+                assert self.residency.ready(state_row) and state_row not in self.residency.stale
+            before = self.committed[state_row]
             assert row[0] == before[-1]
             answers += [truth([*before, *row[1 : j + 1]]) for j in range(len(row))]
-        return LogitsProcessorOutput(next_token_logits=None), Sampled(torch.tensor(answers), None, [], [])
+        self.answers = Sampled(torch.tensor(answers), None, [], [])
+        return LogitsProcessorOutput(next_token_logits=None), torch.zeros(tokens.numel())
 
 
 def rounds(toy, states, reqs, count):
@@ -167,9 +175,9 @@ def rounds(toy, states, reqs, count):
                 toy.committed[state.row] += result.next_token_ids.view(-1, width)[i, :accepted].tolist()
                 assert int(result.next_draft_input.bonus_tokens[i]) == toy.committed[state.row][-1]
                 if i in result.round.due:
-                    seen.append((state.row, result.round.offered[i], accepted - 1))
+                    seen.append((state.row, result.round.offered(i), accepted - 1))
                 else:
-                    assert accepted == (result.round.drafts or result.round.steps) * (i in result.round.answering)
+                    assert accepted == result.round.steps * (i in result.round.answering)
             assert result.new_seq_lens.tolist() == [len(toy.committed[s.row]) - 1 for s in states]
             toy.account(batch, result)
     return seen
@@ -180,10 +188,12 @@ def asked(missing=10**6):
 
 
 def make(count, away=(), rounds=1, full=(), bandwidth=1e12, stays=False, drafts=DRAFTS, longest=LONGEST):
+    """``away`` is None where all full KV is on the device for good."""
     views = Views(full=full)
-    toy = Toy(count, FakeResidency(away, rounds, bandwidth, stays), views, drafts, longest)
+    residency = None if away is None else FakeResidency(away, rounds, bandwidth, stays)
+    toy = Toy(count, residency, views, drafts, longest)
     states = [RequestState(rid=str(row), row=row, seed=0) for row in range(1, count + 1)]
-    for row in away:
+    for row in away or ():
         views.compress(row, PROMPT, 0)
     return toy, states, [asked() for _ in states]
 
@@ -252,7 +262,7 @@ def test_where_drafts_are_not_wanted_those_on_the_device_decode_plainly_and_stay
 
 def test_a_load_does_not_take_the_place_of_what_is_read_in_the_round():
     toy, states, reqs = make(2, away=[1, 2], stays=True)
-    toy.verifications.residency.missing, toy.verifications.residency.stale = {2}, {2}
+    toy.residency.missing, toy.residency.stale = {2}, {2}
     toy.pace.lengths = Choices([Choice(0)] * 8)
     seen = rounds(toy, states, reqs, 8)
     assert 2 in {row for row, *_ in seen}
@@ -278,10 +288,9 @@ class Crowded(FakeResidency):
 def test_those_on_the_device_make_room_for_the_loads_of_the_others(count, took):
     rows = range(1, count + 1)
     toy, states, reqs = make(count, away=rows)
-    residency = toy.verifications.residency = Crowded(rows, took, stays=True)
+    residency = toy.residency = toy.turns.residency = Crowded(rows, took, stays=True)
     residency.missing, residency.stale = set(rows[2:]), set(rows[2:])
     residency.room = 2 * PROMPT
-    toy.planner = RollingPlanner(toy.worker.views, toy.verifications, LONGEST)
     seen = [row for row, *_ in rounds(toy, states, reqs, 30 * count)]
     assert min(seen.count(row) for row in rows) >= 5, "none waits for good"
     correct(toy)
@@ -295,20 +304,10 @@ def test_what_has_to_be_loaded_gathers_drafts_first_and_the_others_verify_in_eac
     assert states[1].verifies == 4 and states[1].offered == 4 * LONGEST
 
 
-def test_in_lock_step_all_gather_and_then_all_verify():
-    toy, states, reqs = make(3, away=[1, 2, 3], rounds=2)
-    toy.verifications.lock_step = LockStep()
-    seen = rounds(toy, states, reqs, 40)
-    verified = [row for row, *_ in seen]
-    assert len(verified) >= 9 and all(set(verified[i : i + 3]) == {1, 2, 3} for i in range(0, len(verified) - 2, 3))
-    assert {offered for _, offered, _ in seen} == {LONGEST}
-    correct(toy)
-
-
 def test_drafts_stop_at_the_longest_while_the_link_is_busy():
     toy, states, reqs = make(1, away=[1], rounds=6)
     seen = rounds(toy, states, reqs, 20)
-    assert seen and all(offered == LONGEST for _, offered, _ in seen) and toy.verifications.admission.slips > 0
+    assert seen and all(offered == LONGEST for _, offered, _ in seen) and toy.turns.admission.slips > 0
     correct(toy)
 
 
@@ -319,17 +318,53 @@ def test_a_load_that_takes_longer_than_all_that_is_planned_happens_all_the_same(
     correct(toy)
 
 
-def test_one_that_cannot_draft_has_all_go_step_by_step_and_nobody_loses_drafts():
+def test_one_that_cannot_be_drafted_answers_in_the_steps_in_which_the_others_draft():
     toy, states, reqs = make(3, away=[2])
     states[2].fallback = FALLBACK_REASONS.index("penalty")
     seen = rounds(toy, states, reqs, 14)
-    assert len(toy.committed[3]) == PROMPT + 1 + 14 and {row for row, *_ in seen} == {1, 2}
+    assert len(toy.committed[3]) == PROMPT + 1 + 14, "token by token"
+    assert {offered for row, offered, _ in seen if row == 1} == {DRAFTS}, "verified at x drafts all the same"
+    assert {row for row, *_ in seen} == {1, 2}
+    correct(toy)
+
+
+@settings(deadline=None, max_examples=80)
+@given(st.integers(1, 5), st.data())
+def test_in_any_company_the_tokens_are_those_of_full_kv(count, data):
+    kinds = data.draw(st.lists(st.sampled_from(["", "", "penalty", "min-p", "no copy", "last"]), min_size=count, max_size=count))
+    full = [row for row, kind in enumerate(kinds, 1) if kind == "no copy"]
+    drafts = data.draw(st.integers(1, 6))
+    toy, states, reqs = make(count, None, full=full, drafts=drafts, longest=drafts)
+    for state, kind in zip(states, kinds):
+        state.fallback = FALLBACK_REASONS.index(kind) if kind in FALLBACK_REASONS else 0
+    choices = st.builds(Choice, st.integers(0, drafts), st.booleans())
+    toy.pace.lengths = Choices(data.draw(st.lists(choices, max_size=20)), drafts)
+    for i in range(12):
+        # Who must be looked at comes and goes.
+        states[0].fallback = FALLBACK_REASONS.index("penalty") if data.draw(st.booleans()) else 0
+        for kind, req in zip(kinds, reqs):
+            req.sampling_params.max_new_tokens = data.draw(st.integers(1, 3)) if kind == "last" else 10**6
+        if data.draw(st.booleans()):
+            toy.worker.views.copies.pop(data.draw(st.integers(1, count)), None)
+        rounds(toy, states, reqs, 1)
+    correct(toy)
+
+
+def test_a_copy_taken_away_while_drafts_gather_costs_no_token():
+    toy, states, reqs = make(2, None)
+    states[1].fallback = FALLBACK_REASONS.index("penalty")
+    rounds(toy, states, reqs, 2)
+    assert states[0].gathered == 2
+    toy.worker.views.copies.clear()
+    toy.worker.views.full = (1,)
+    rounds(toy, states, reqs, 2)
+    assert states[0].gathered == 0 and states[0].fallback
     correct(toy)
 
 
 def test_one_whose_full_kv_is_lost_does_not_verify_any_more():
     toy, states, reqs = make(2, away=[2])
-    toy.verifications.residency.lost.add(2)
+    toy.residency.lost.add(2)
     seen = rounds(toy, states, reqs, 6)
     assert {row for row, *_ in seen} == {1} and len(toy.committed[2]) == PROMPT + 1
 
@@ -337,10 +372,10 @@ def test_one_whose_full_kv_is_lost_does_not_verify_any_more():
 def test_gone_requests_give_back_what_was_reserved():
     toy, states, reqs = make(3, away=[1, 2, 3], rounds=3)
     rounds(toy, states, reqs, 2)
-    assert toy.verifications.admission.occupancy.memory > 0
+    assert toy.turns.admission.occupancy.memory > 0
     for state in states:
         toy.forget(state.row)
-    assert toy.verifications.admission.memory_peak == 0 and not toy.verifications.turns
+    assert toy.turns.admission.memory_peak == 0 and not toy.turns.turns
 
 
 @pytest.mark.parametrize("left", [1, 2, 5])
@@ -355,16 +390,16 @@ def test_loads_that_are_planned_take_as_long_as_the_link_needs_now():
     residency = FakeResidency({1}, 1, bandwidth=PROMPT / 2)
     admission = Admission(iteration_seconds=1.0, memory=10**6, horizon=16)
     verifications = Verifications(admission, residency, bytes_per_token=1, drafts=8)
-    verifications.begin(None)
-    verifications.want({1: 8})
+    verifications.begin({}, None)
+    verifications.take({1: 8}, set())
 
     def reserved():
         return sum(admission._loads.link.free(i) < 1 for i in range(1, 16))
 
     assert reserved() == 2
     residency.tree.link.bandwidth *= 1.05
-    verifications.begin(None)
+    verifications.begin({}, None)
     before = admission._loads.link.load
     residency.tree.link.bandwidth /= 4.2
-    verifications.begin(None)
+    verifications.begin({}, None)
     assert admission._loads.link.load == pytest.approx(4 * before), "small changes are not followed, this one is"

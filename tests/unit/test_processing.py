@@ -1,5 +1,6 @@
-"""Acceptance keeps exactly what the full KV would have given, and reports it in SGLang's shape."""
+"""SGLang's scheduler processes of a round those that answered, and what is told of a request survives its counters."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import torch
@@ -7,45 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
-from sglang_ext.core import RequestState, Step
+from sglang_ext.core import RequestState
+from sglang_ext.layers.attention.views import BetweenSteps
 from sglang_ext.managers import meta_info
-from sglang_ext.managers.results import accept, batch_result, process_emitted
-from sglang_ext.managers.round_result import RoundResult
-from sglang_ext.managers.sampling import Sampled
+from sglang_ext.managers.spec_decode.processing import process_emitted
+from sglang_ext.managers.spec_decode.result import RoundResult
 from sglang_ext.options import COMPRESSORS
-
-tokens = st.lists(st.integers(0, 3), max_size=12)
-
-
-def step(tokens, emits=True, row=1):
-    state = RequestState(rid="r", row=row, seed=0, bonus=tokens[0], drafts=list(tokens[1:]))
-    return Step(state=state, tokens=list(tokens), position=9, row=row, length=10, emits=emits)
-
-
-def sampled(values):
-    empty = [(torch.empty(0), [])] * len(values)
-    tokens = torch.tensor(values)
-    return Sampled(tokens, -tokens.float(), empty, empty)
-
-
-@given(drafts=tokens, answers=st.lists(st.integers(0, 3), min_size=13, max_size=13))
-def test_accepted_tokens_are_those_of_one_by_one_decoding(drafts, answers):
-    one = step([7, *drafts])
-    outcome = accept(one, 0, answers)
-    expected = []
-    for i, answer in enumerate(answers[: len(drafts) + 1]):
-        expected.append(answer)
-        if i == len(drafts) or drafts[i] != answer:
-            break
-    assert outcome.tokens == expected
-    assert one.state.bonus == expected[-1] and one.state.drafts == []
-    assert one.state.accepted == (len(expected) - 1 if drafts else 0)
-
-
-def test_a_draft_is_kept_and_emits_nothing():
-    one = step([7], emits=False)
-    assert accept(one, 2, [0, 0, 5]).tokens == []
-    assert one.state.drafts == [5]
 
 
 def request(name, grammar=None):
@@ -55,23 +23,19 @@ def request(name, grammar=None):
 
 
 def make_result(return_logprob=True):
-    steps = [step([7, 1, 2], row=1), step([8], emits=False, row=2), step([9], row=3)]
-    rows = sampled([1, 5, 6, 4, 3])
-    outcomes = [accept(s, first, rows.tokens.tolist()) for s, first in zip(steps, (0, 3, 4))]
-    batch = SimpleNamespace(
-        return_logprob=return_logprob, seq_lens=torch.tensor([10, 20, 30]), reqs=[request(n) for n in "abc"]
+    """Of three requests, of which the second only drafted: four places each."""
+    tokens = torch.tensor([[1, 5, 0, 0], [0, 0, 0, 0], [3, 0, 0, 0]])
+    output = LogitsProcessorOutput(next_token_logits=None)
+    output.next_token_logprobs = -tokens.float()
+    for name in ("top_logprobs_val", "top_logprobs_idx", "token_ids_logprobs_val", "token_ids_logprobs_idx"):
+        setattr(output, f"next_token_{name}", [[]] * 12)
+    counts = torch.tensor([2, 0, 1])
+    batch = SimpleNamespace(return_logprob=return_logprob, reqs=[request(n) for n in "abc"])
+    result = RoundResult(
+        logits_output=output, next_token_ids=tokens.flatten(), accept_lens=counts, new_seq_lens=counts + 10,
+        next_draft_input=BetweenSteps(tokens[:, 0]), speculative_num_draft_tokens=4, can_run_cuda_graph=False,
     )
-    forward = LogitsProcessorOutput(next_token_logits=None, hidden_states=torch.arange(5.0)[:, None])
-    return batch, batch_result(batch, outcomes, rows, forward, stride=4)
-
-
-def test_result_fills_a_stride_of_places_and_advances_the_lengths():
-    _, result = make_result()
-    assert result.next_token_ids.view(3, 4).tolist() == [[1, 5, 0, 0], [0, 0, 0, 0], [3, 0, 0, 0]]
-    assert result.accept_lens.tolist() == [2, 0, 1]
-    assert result.new_seq_lens.tolist() == [12, 20, 31]
-    assert result.logits_output.next_token_logprobs[0, :2].tolist() == [-1.0, -5.0]
-    assert result.logits_output.hidden_states.view(3, 4)[0, :2].tolist() == [0.0, 1.0]
+    return batch, result
 
 
 class Processor(SimpleNamespace):
@@ -118,7 +82,7 @@ def test_a_grammar_stays_where_it_is_while_tokens_of_its_retracted_request_are_d
 
 def test_a_round_of_those_that_still_ran_is_processed_for_them_alone():
     batch, made = make_result()
-    result = RoundResult(**{**vars(made), "requests": [1, 2, 4]})
+    result = dataclasses.replace(made, requests=[1, 2, 4])
     batch.reqs = [request(name) for name in "xabyc"]
     seen = []
     processor = Processor()
@@ -153,7 +117,7 @@ def test_an_aborted_request_finishes_without_a_new_token():
     st.sampled_from(("", *COMPRESSORS)),
 )
 def test_meta_info_survives_the_trip_through_sglangs_counters(verifies, fallback, compressor):
-    state = RequestState(rid="r", row=1, seed=0, bonus=0, fallback=fallback)
+    state = RequestState(rid="r", row=1, seed=0, fallback=fallback)
     for offered, accepted in verifies:
         state.count_verify(offered, min(offered, accepted))
     state.compressor = compressor
@@ -164,6 +128,6 @@ def test_meta_info_survives_the_trip_through_sglangs_counters(verifies, fallback
     assert fields["kv_drafts"] == sum(k * n for k, n in enumerate(fields["kv_offer_histogram"]))
     assert fields["kv_accepted"] == sum(k * n for k, n in enumerate(fields["kv_accept_histogram"]))
     assert fields["kv_compressor"] == (compressor or None)
-    resumed = RequestState(rid="r", row=2, seed=0, bonus=0)
+    resumed = RequestState(rid="r", row=2, seed=0)
     meta_info.resume(req, resumed)
     assert resumed.offer_histogram == state.offer_histogram and resumed.accepted == state.accepted

@@ -1,4 +1,4 @@
-"""A lockstep round: who drafts where, and what of it is accepted, counted and published."""
+"""A round: who drafts where, who answers, and what of it is accepted, counted and published."""
 
 from types import SimpleNamespace
 
@@ -10,16 +10,17 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
 from sglang_ext.core import FALLBACK_REASONS, Acceptance, CompressedView, RequestState
 from sglang_ext.managers.draft_length import Choice, FixedLength
-from sglang_ext.managers.lockstep import Lockstep
 from sglang_ext.managers.pace import Pace
 from sglang_ext.metrics import KVMetrics
-from sglang_ext.managers.planner import NEIGHBOUR, NO_FREE_SLOTS, NO_QUERIES, SHORT_CONTEXT, SLOWER, copy_is_near
-from sglang_ext.managers.round_plan import PLAIN_STEPS, TRIAL_COPIES, Round, RoundPlanner
+from sglang_ext.managers.ranks import Ranks
 from sglang_ext.managers.sampling import Sampled
-from sglang_ext.managers.steps import Drafted, Steps
-from sglang_ext.managers.verify_pass import VerifyPass
+from sglang_ext.managers.spec_decode.copy_policy import NO_FREE_SLOTS, NO_QUERIES, SHORT_CONTEXT, SLOWER, copy_is_near
+from sglang_ext.managers.spec_decode.loop import DecodeLoop
+from sglang_ext.managers.spec_decode.round import PLAIN_STEPS, TRIAL_COPIES, Round, RoundPlanner
+from sglang_ext.managers.spec_decode.steps import Steps
+from sglang_ext.managers.spec_decode.turns import OnDevice
+from sglang_ext.managers.spec_decode.verifier import Verifier
 from sglang_ext.mem_cache.query_window import Recorded
-from sglang_ext.platforms.plain_cpu import without_pinning
 
 ROWS = 8
 
@@ -67,35 +68,38 @@ class Views:
 
 def request(missing=40, **more):
     params = SimpleNamespace(max_new_tokens=missing)
-    state = {"grammar": None, "is_retracted": False, "spec_cap_lens_histogram": [], **more}
+    state = {"grammar": None, "return_logprob": False, "last_node": None, "is_retracted": False, "spec_cap_lens_histogram": [], **more}
     return SimpleNamespace(sampling_params=params, output_ids=[], finished=lambda: False, **state)
 
 
-def schedule(views=None, lossy=False, stride=5):
+def loop(views=None):
     metrics = SimpleNamespace(
         count_drafts=lambda n, f: None, count_verify=lambda n: None, count_fallback=lambda r, n: None,
-        observe_pool=lambda v: None,
+        observe_pool=lambda views, turns: None,
     )
+    views = views or Views()
+    views.rows = ROWS
     worker = SimpleNamespace(
-        views=views or Views(), lossy=lossy, stride=stride, strict=False, metrics=metrics,
-        requests=SimpleNamespace(typical=Acceptance()),
+        views=views, lossy=False, strict=False, metrics=metrics, requests=SimpleNamespace(typical=Acceptance()), ranks=Ranks(),
         model_runner=SimpleNamespace(war_fastpath_read_done_event="earlier", decode_cuda_graph_runner=None),
+        queries=SimpleNamespace(drop_rejected=lambda row, length: None),
     )
-    pace = Pace(FixedLength(worker.stride - 1), torch.device("cpu"), KVMetrics("model"))
+    pace = Pace(FixedLength(4), torch.device("cpu"), KVMetrics("model"))
     steps = Steps(worker)
-    return Lockstep(worker, pace, steps, VerifyPass(worker, steps, None, None))
+    return DecodeLoop(worker, pace, steps, Verifier(worker, steps, None, None), RoundPlanner(views, OnDevice(), 6, 6))
 
 
 def plan(asked, found, wanted, views=None, lossy=False):
     choice = wanted if isinstance(wanted, Choice) else Choice(wanted)
-    return RoundPlanner(views or Views(), 5, lossy).plan(asked, found, asked.seq_lens.tolist(), choice)
+    planner = RoundPlanner(views or Views(), OnDevice(), 8, 8, lossy)
+    return planner.plan(asked, found, asked.seq_lens.tolist(), choice)
 
 
 def batch(lengths, reqs=None):
     reqs = reqs or [request() for _ in lengths]
     return SimpleNamespace(
         reqs=reqs, seq_lens=torch.tensor(lengths), seq_lens_cpu=torch.tensor(lengths), return_logprob=False,
-        req_pool_indices=torch.arange(1, len(lengths) + 1),
+        req_pool_indices=torch.arange(1, len(lengths) + 1), spec_info=SimpleNamespace(bonus_tokens=torch.full((len(lengths),), 9)),
     )
 
 
@@ -103,24 +107,27 @@ def states(count, **fallback):
     return [RequestState(rid=str(i), row=i, seed=0, fallback=fallback.get(f"r{i}", 0)) for i in range(1, count + 1)]
 
 
-def test_each_drafts_on_its_copy_and_without_one_on_its_full_kv():
+def test_who_has_a_copy_drafts_on_it_and_who_has_none_answers_meanwhile():
     views = Views(full=(2,))
     planned = plan(batch([200, 300, 40]), states(3), 4, views)
-    assert planned.drafts == 4
+    assert (planned.drafts, planned.plain_steps, planned.width) == (4, 0, 5)
     assert planned.rows == [1 + ROWS, 2, 3]
     assert planned.viewed == [50, 300, 40]
     assert planned.fallbacks == [0, NO_FREE_SLOTS, SHORT_CONTEXT]
+    assert planned.answering == [1, 2] and planned.parts == [[0]]
     assert views.tails == [(1, 200)]
 
 
 def test_who_lacks_queries_drafts_on_full_kv_though_nobody_has_a_copy():
-    """Its verification leaves the queries; plain steps that are captured would not."""
+    """Its verification leaves the queries; steps that are captured would not."""
     alone = plan(batch([200, 40]), states(2), 4, Views(lacking=(1,)))
     assert (alone.drafts, alone.rows, alone.on_full_kv) == (4, [1, 2], True)
-    assert alone.fallbacks == [NO_QUERIES, SHORT_CONTEXT]
+    assert (alone.fallbacks, alone.parts, alone.answering) == ([NO_QUERIES, SHORT_CONTEXT], [[0]], [1])
     beside = plan(batch([200, 300]), states(2), 4, Views(lacking=(1,)))
-    assert (beside.drafts, beside.rows, beside.fallbacks) == (4, [1, 2 + ROWS], [NO_QUERIES, 0])
+    assert (beside.drafts, beside.rows, beside.fallbacks, beside.parts) == (4, [1, 2 + ROWS], [NO_QUERIES, 0], [[0, 1]])
     assert plan(batch([200, 40]), states(2), 4, Views(full=(1,))).drafts == 0, "for slots nobody drafts"
+    planner = RoundPlanner(Views(lacking=(1,)), OnDevice(), 8, 8, may_get_queries=lambda row: False)
+    assert planner.plan(batch([200]), states(1), [200], Choice(4)).drafts == 0, "where no ring is left it would gain nothing"
 
 
 def test_a_look_in_which_all_lack_queries_tells_nothing_of_drafts():
@@ -140,9 +147,9 @@ def test_a_look_in_which_all_lack_queries_tells_nothing_of_drafts():
 
 def test_the_rows_that_drafts_read_lead_to_the_slots_of_the_drafts():
     views = Views(full=(2,))
-    found, asked = schedule(views), batch([200, 300])
+    found, asked = loop(views), batch([200, 300])
     planned = plan(asked, states(2), 4, views)
-    slots = found.steps.slots(asked, planned.width)
+    slots = found.steps.slots(asked, planned.width, asked.seq_lens)
     table = views.token_table.clone()
     assert torch.equal(slots, torch.stack([table[1, 200:205], table[2, 300:305]]).long())
     found.steps.extend_rows(asked, planned, slots)
@@ -152,22 +159,36 @@ def test_the_rows_that_drafts_read_lead_to_the_slots_of_the_drafts():
 
 
 @pytest.mark.parametrize(
-    ("reqs", "fallback"),
-    [([request(), request(grammar=object())], {}), ([request(), request()], {"r2": FALLBACK_REASONS.index("penalty")})],
-    ids=["grammar", "penalty"],
+    ("fallback", "steps"), [("penalty", 1), ("custom-logit-processor", 1), ("hidden-states", 1), ("grammar", 1), ("min-p", 4)]
 )
-def test_one_that_cannot_draft_has_all_decode_one_token_with_full_kv(reqs, fallback):
-    planned = plan(batch([200, 300], reqs), states(2, **fallback), 4)
-    assert (planned.drafts, planned.steps) == (0, 1) and planned.rows == [1, 2] and planned.viewed == [200, 300]
-    assert planned.fallbacks == [NEIGHBOUR, fallback.get("r2", NEIGHBOUR)]
+def test_one_that_cannot_be_drafted_answers_while_the_others_draft(fallback, steps):
+    reason = FALLBACK_REASONS.index(fallback)
+    found = states(2, r2=reason)
+    planned = plan(batch([200, 300]), found, 4)
+    assert (planned.drafts, planned.rows, planned.viewed) == (steps, [1 + ROWS, 2], [50, 300])
+    assert (planned.fallbacks, planned.answering) == ([0, reason], [1])
+    assert planned.held == (steps == 1) and planned.parts == ([] if steps == 1 else [[0]])
+    found[0].gathered = 3
+    assert plan(batch([200, 300]), found, 4).parts == [[0]], "at x drafts"
+
+
+@pytest.mark.parametrize("kind", [{"grammar": object()}, {"return_logprob": True}], ids=["grammar", "logprobs"])
+def test_what_is_looked_at_is_drafted_and_its_verification_looks(kind):
+    reqs = [request(), request(**kind), request(**kind)]
+    planned = plan(batch([200, 300, 40], reqs), states(3), 4)
+    assert (planned.drafts, planned.rows) == (4, [1 + ROWS, 2 + ROWS, 3]) and planned.parts == [[0, 1, 2]]
+    assert planned.fallbacks == [0, 0, SHORT_CONTEXT], "its context is short: it drafts on full KV"
+    alone = plan(batch([40], [request(**kind)]), states(1), 4)
+    assert (alone.drafts, alone.plain_steps) == (0, 1), "where nobody drafts on a copy, that would gain nothing"
 
 
 def test_drafts_end_with_the_longest_output_and_lossy_drafts_none():
     assert plan(batch([200, 300], [request(2), request(3)]), states(2), 4).drafts == 2
     last = plan(batch([200], [request(1)]), states(1), 4)
-    assert (last.drafts, last.steps, last.rows, last.viewed) == (0, 1, [1], [200]), "a last token is one of full KV"
-    planned = plan(batch([200]), states(1), 4, lossy=True)
-    assert planned.drafts == 0 and planned.rows == [1 + ROWS] and planned.viewed == [50]
+    assert (last.drafts, last.plain_steps, last.rows, last.viewed) == (0, 1, [1], [200]), "a last token is one of full KV"
+    planned = plan(batch([200, 40]), states(2), 4, lossy=True)
+    assert (planned.drafts, planned.plain_steps, planned.parts) == (0, 4, [])
+    assert planned.rows == [1 + ROWS, 2] and planned.viewed == [50, 40] and planned.answering == [0, 1]
 
 
 @given(
@@ -181,17 +202,19 @@ def test_no_token_of_verified_decoding_comes_from_a_copy_alone(requests, wanted,
     views = Views(full=[state.row for state, (_, _, full) in zip(found, requests) if full])
     asked = batch([length for length, _, _ in requests], [request(missing) for _, missing, _ in requests])
     planned = plan(asked, found, wanted, views)
-    assert bool(planned.drafts) != bool(planned.steps)
-    assert planned.drafts or (planned.on_full_kv and planned.viewed == planned.lengths)
-    assert planned.drafts <= wanted and planned.width <= max(missing for _, missing, _ in requests)
+    assert not any(planned.on_copy(i) for i in planned.answering)
+    assert planned.drafts or planned.viewed == planned.lengths
+    assert planned.drafts <= wanted and planned.steps <= max(missing for _, missing, _ in requests)
+    assert not {*planned.due} & {*planned.answering}
 
 
-def test_a_trial_makes_few_copies_and_the_others_draft_on_full_kv():
+def test_a_trial_makes_few_copies_and_the_others_answer():
     views, count = Views(), TRIAL_COPIES + 3
     views.token_table = torch.zeros(2, 2)
     planned = plan(batch([200] * count), states(count), Choice(2, trial=True), views)
     assert planned.drafts == 2 and len(views.copies) == TRIAL_COPIES
     assert planned.fallbacks == [0] * TRIAL_COPIES + [SLOWER] * 3 and planned.rows[-3:] == [count - 2, count - 1, count]
+    assert planned.answering == [TRIAL_COPIES, TRIAL_COPIES + 1, TRIAL_COPIES + 2]
     assert planned.trial and planned.share_on_copies == TRIAL_COPIES / count
     everybody = plan(batch([200] * count), states(count), Choice(2), views)
     assert not everybody.trial and len(views.copies) == count and not any(everybody.fallbacks)
@@ -199,26 +222,35 @@ def test_a_trial_makes_few_copies_and_the_others_draft_on_full_kv():
 
 def test_without_drafts_a_few_tokens_are_decoded_at_once_where_nothing_forbids_it():
     planned = plan(batch([200, 300]), states(2), 0)
-    assert (planned.drafts, planned.steps, planned.width) == (0, PLAIN_STEPS, PLAIN_STEPS)
+    assert (planned.drafts, planned.plain_steps, planned.width) == (0, PLAIN_STEPS, PLAIN_STEPS)
     assert planned.rows == [1, 2] and set(planned.fallbacks) == {SLOWER}
     assert plan(batch([200, 300], [request(1), request(2)]), states(2), 0).steps == 2
-    with_logprobs = batch([200])
-    with_logprobs.return_logprob = True
-    assert plan(with_logprobs, states(1), 0).steps == 1
+    assert plan(batch([200], [request(grammar=object())]), states(1), 0).steps == 1
+
+
+def a_round(steps, drafts=True, parts=((0,),), **more):
+    """Of one request, which drafts or answers."""
+    given = {"fallbacks": [0 if drafts else SLOWER], "answering": [] if drafts else [0], **more}
+    return Round(states(1), steps, [100], [0], [1 + ROWS if drafts else 1], [100], parts=[list(p) for p in parts] if drafts else [], **given)
+
+
+def run(round_, tokens, answers=(), order=None):
+    """The result of a round whose steps give ``tokens``, and its verification ``answers``."""
+    found, published, asked = loop(), [] if order is None else order, batch([100])
+    nothing = LogitsProcessorOutput(next_token_logits=None)
+    found._plan = lambda batch, states: round_
+    found.steps.slots = lambda *_: None
+    found.steps.run = lambda *_: published.append("run") or [(nothing, sampled([token])) for token in tokens]
+    found.steps.verifying = lambda *_: SimpleNamespace(draw=lambda logits, positions: sampled(answers))
+    found.verifier._forward = lambda *_: (nothing, torch.zeros(len(answers)))
+    found.pace = SimpleNamespace(drafted=lambda: None, ended=lambda: None)
+    result = found.decode(asked, round_.states, lambda lengths: published.append(lengths.tolist()))
+    return found, result, published
 
 
 def outcome(drafted, answers, width=None):
     """The result of a round of one request that drafted ``drafted`` and verified to ``answers``."""
-    found, published, asked = schedule(), [], batch([100])
-    round_ = Round(states(1), len(drafted), 0, [100], [1], [100], [0])
-    tokens = torch.tensor([*answers, *[0] * ((width or len(answers)) - len(answers))])
-    nothing = LogitsProcessorOutput(next_token_logits=None)
-    found.steps.draft = lambda *_: Drafted(torch.tensor([drafted]))
-    found.verify_pass.forward = lambda *_: (nothing, sampled(tokens))
-    found.pace = SimpleNamespace(drafted=lambda: None)
-    slots = torch.zeros(1, 1 + len(drafted))
-    result = found._draft_and_verify(asked, round_, torch.tensor([9]), slots, published.append)
-    return found, result, published
+    return run(a_round(len(drafted)), drafted, [*answers, *[0] * ((width or len(answers)) - len(answers))])
 
 
 def sampled(tokens):
@@ -226,19 +258,19 @@ def sampled(tokens):
 
 
 def test_plain_steps_are_published_before_they_run():
-    found, order = schedule(), []
-    nothing = LogitsProcessorOutput(next_token_logits=None)
-    found.steps.one_by_one = lambda *_: order.append("run") or [(nothing, sampled([token])) for token in (5, 6, 7)]
-    found.pace = SimpleNamespace(drafted=lambda: None)
-    round_ = Round(states(1), 0, 3, [100], [1], [100], [SLOWER])
-    result = found._decode_plainly(
-        batch([100]), round_, torch.tensor([9]), torch.zeros(1, 3), lambda n: order.append(n.tolist())
-    )
+    found, result, order = run(a_round(3, drafts=False), (5, 6, 7))
     assert order == [[103], "run"]
     assert result.next_token_ids.tolist() == [5, 6, 7] and result.accept_lens.tolist() == [3]
     assert result.next_draft_input.bonus_tokens.tolist() == [7]
     # SGLang's own decoding waits for the same event.
     assert found.worker.model_runner.war_fastpath_read_done_event == "earlier"
+
+
+def test_drafts_that_gather_are_no_answers_and_the_next_round_goes_on_after_them():
+    found, result, order = run(a_round(2, parts=()), (5, 6))
+    assert order == [[100], "run"] and result.accept_lens.tolist() == [0]
+    assert result.next_draft_input.bonus_tokens.tolist() == [9] and result.round.states[0].gathered == 2
+    assert found.gathered.tokens[1, :2].tolist() == [5, 6]
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=6), st.lists(st.integers(0, 2), min_size=7, max_size=7), st.integers(0, 2))
@@ -254,7 +286,7 @@ def test_accepted_is_what_one_by_one_decoding_gives(drafts, answers, spare):
     assert result.next_token_ids[:count].tolist() == expected
     assert result.next_draft_input.bonus_tokens.tolist() == [expected[-1]]
     assert result.speculative_num_draft_tokens == len(answers) + spare
-    assert published[0].tolist() == result.new_seq_lens.tolist() == [100 + count]
+    assert published[-1] == result.new_seq_lens.tolist() == [100 + count]
 
 
 def test_queries_are_of_use_where_a_choice_is_near_or_made_in_each_round():
@@ -270,11 +302,13 @@ def test_a_captured_verification_is_aimed_before_it_is_replayed():
     seen = []
     graph = SimpleNamespace(width=5, verify=lambda batch, inputs: seen.append("replay") or LogitsProcessorOutput(None))
     worker = SimpleNamespace(queries=SimpleNamespace(aim=seen.append))
-    verify_pass = VerifyPass(worker, None, SimpleNamespace(fit=lambda count, width: graph), None)
-    planned = plan(asked := batch([200, 300]), states(2), 4)
-    sampling = SimpleNamespace(draw=lambda logits, positions: "sampled")
-    _, sampled = verify_pass.forward(asked, planned, torch.zeros(2, 5), torch.zeros(2, 5), lambda width: sampling)
-    assert seen == [(Recorded(1, 0, 5, 200), Recorded(2, 5, 10, 300)), "replay"] and sampled == "sampled"
+    draw = SimpleNamespace(draw=lambda logits, positions: sampled([1, 2, 3, 4, 5, 1, 2, 7, 0, 0]))
+    steps = SimpleNamespace(slots=lambda *_: torch.zeros(2, 5), verifying=lambda *_: draw)
+    verifier = Verifier(worker, steps, SimpleNamespace(fit=lambda count, width: graph), None)
+    planned = plan(asked := batch([200, 300]), states(2), 3)
+    part = verifier.verify(asked, planned, [0, 1], torch.tensor([[1, 2, 3], [1, 2, 3]]))
+    assert seen == [(Recorded(1, 0, 5, 200), Recorded(2, 5, 10, 300)), "replay"]
+    assert part.answers.accepted.tolist() == [4, 3] and part.answers.width == 5, "the graph is wider than the drafts"
 
 
 def test_the_scheduler_does_not_take_an_earlier_event_for_the_end_of_the_round():
@@ -291,25 +325,3 @@ def test_counts_leave_out_requests_that_ended_before():
     found.account(batch([100]), result)
     state = result.round.states[0]
     assert (state.verifies, state.offered, state.accepted) == (1, 2, 2)
-
-
-def test_of_drafts_that_ngrams_proposed_only_those_offered_are_accepted_and_counted():
-    found, seen = schedule(), []
-    found.checked = SimpleNamespace(
-        history=SimpleNamespace(put=lambda *_: None), observe=lambda *n: seen.append(n),
-        draft=lambda *_: Drafted(torch.tensor([[1, 2, 3]]), torch.tensor([2]), torch.tensor([1])),
-    )  # fmt: skip
-    nothing = LogitsProcessorOutput(next_token_logits=None)
-    found.verify_pass.forward = lambda *_: (nothing, sampled([1, 2, 3, 4]))
-    found.pace = SimpleNamespace(drafted=lambda: None)
-    round_ = Round(states(1), 3, 0, [100], [1], [100], [0])
-    result = found._draft_and_verify(batch([100]), round_, torch.tensor([9]), torch.zeros(1, 4), None)
-    # The third draft was never checked: the verifier's own token stands in its place.
-    assert result.accept_lens.tolist() == [3] and result.next_token_ids[:3].tolist() == [1, 2, 3]
-    order = []
-    result.copy_done = SimpleNamespace(record=lambda: order.append(result.counted is not None))
-    without_pinning(result.copy_to_cpu, return_logprob=False)
-    assert order == [True], "SGLang waits for its mark alone"
-    found.account(batch([100]), result)
-    state = round_.states[0]
-    assert (state.verifies, state.offered, state.accepted, seen) == (1, 2, 2, [(2, 1)])

@@ -1,0 +1,153 @@
+"""Copies are made and renewed at the right moments, or not at all."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_ext.core import FALLBACK_REASONS, CompressedView, RequestState
+from sglang_ext.managers.spec_decode.copy_policy import MIN_CONTEXT, RENEW_AFTER, copy_is_near, ensure_copy, renew_at
+
+
+class FakeViews:
+    """Copies of a quarter, as many as ``room`` allows."""
+
+    recent, window = 0, 32
+
+    def method(self, row):
+        compressor = SimpleNamespace(each_round=False, window=self.window)
+        return SimpleNamespace(recent=self.recent, least=1, unit=16, compressor=compressor)
+
+    def __init__(self, room=1 << 30):
+        self.copies, self.room, self.made, self.queried, self.lacking = {}, room, [], 1 << 30, set()
+
+    def is_refused(self, row):
+        return False
+
+    def has_queries(self, row):
+        return row not in self.lacking
+
+    def get(self, row):
+        return self.copies.get(row)
+
+    def draft_row(self, row):
+        return row + 100
+
+    def reach(self, row, tokens):
+        return min(tokens, self.queried)
+
+    def compress(self, row, tokens, headroom, prefix=None):
+        if tokens // 4 > self.room:
+            return False
+        self.made.append((row, tokens))
+        self.copies[row] = CompressedView(torch.zeros(tokens // 4, dtype=torch.int64), tokens)
+        return True
+
+    def write_tail(self, row, end):
+        pass
+
+
+def state(row=1):
+    return RequestState(rid=f"r{row}", row=row, seed=0)
+
+
+def ensure(views, one, length):
+    """Why there is no copy; "none" where there is one."""
+    return FALLBACK_REASONS[ensure_copy(views, SimpleNamespace(last_node=None), one, length, headroom=10)]
+
+
+def test_a_short_context_is_served_with_full_kv_until_it_grows():
+    views, one = FakeViews(), state()
+    assert ensure(views, one, MIN_CONTEXT - 1) == "short-context" and not views.made
+    assert ensure(views, one, MIN_CONTEXT) == "none" and views.made == [(1, MIN_CONTEXT)]
+
+
+def test_a_context_is_short_while_most_of_it_stays_as_it_is(monkeypatch):
+    monkeypatch.setattr(FakeViews, "recent", 100)
+    assert [ensure(FakeViews(), state(), length) for length in (227, 228)] == ["short-context", "none"]
+
+
+def test_no_free_slots_is_served_with_full_kv():
+    assert ensure(FakeViews(room=10), state(), 400) == "no-free-slots"
+
+
+def test_the_copy_is_renewed_when_the_exact_tail_grew():
+    views, one = FakeViews(), state()
+    for length in (400, 400 + RENEW_AFTER, 401 + RENEW_AFTER):
+        assert ensure(views, one, length) == "none"
+    assert views.made == [(1, 400), (1, 401 + RENEW_AFTER)]
+
+
+def test_a_copy_is_not_renewed_for_tokens_whose_queries_nobody_kept():
+    views, one = FakeViews(), state()
+    ensure(views, one, 400)
+    views.queried = 400 + RENEW_AFTER
+    ensure(views, one, 2000)
+    assert views.made == [(1, 400)]
+    views.queried += 1
+    ensure(views, one, 2000)
+    assert len(views.made) == 2
+
+
+def test_without_queries_no_copy_is_made_and_none_renewed_until_they_are_there():
+    views, one = FakeViews(), state()
+    views.lacking.add(1)
+    assert ensure(views, one, 400) == "no-queries" and not views.made
+    views.lacking.clear()
+    assert ensure(views, one, 401) == "none" and views.made == [(1, 401)]
+    views.lacking.add(1)
+    assert ensure(views, one, 2000) == "none", "the old copy serves on"
+    assert views.made == [(1, 401)]
+    views.lacking.clear()
+    ensure(views, one, 2000)
+    assert views.made == [(1, 401), (1, 2000)]
+
+
+@pytest.mark.parametrize(
+    ("fallback", "window", "end", "expected"),
+    [
+        ("none", 32, MIN_CONTEXT - 49, False),
+        ("none", 32, MIN_CONTEXT - 48, True),
+        ("none", 32, 4000, True),
+        ("no-queries", 32, 4000, True),
+        ("slower", 32, 4000, True),
+        ("penalty", 32, 4000, False),
+        ("hidden-states", 32, 4000, False),
+        ("none", 0, 4000, False),
+    ],
+)
+def test_queries_are_kept_of_who_can_be_drafted_once_a_first_copy_is_near(monkeypatch, fallback, window, end, expected):
+    monkeypatch.setattr(FakeViews, "window", window)
+    one = state()
+    one.fallback = FALLBACK_REASONS.index(fallback)
+    assert copy_is_near(FakeViews(), one, end) == expected
+
+
+def test_queries_of_who_has_a_copy_are_kept_again_before_it_is_renewed():
+    views, one = FakeViews(), state()
+    ensure(views, one, 400)
+    due = 401 + RENEW_AFTER
+    assert [copy_is_near(views, one, end) for end in (401, due - 49, due - 48, due)] == [False, False, True, True]
+
+
+@given(
+    st.lists(st.integers(1, 17), min_size=200, max_size=200), st.integers(200, 2000), st.sampled_from([1, 16]),
+    st.integers(1, 17),
+)  # fmt: skip
+def test_verifications_near_a_renewal_leave_all_queries_that_it_scores_by(accepted, length, unit, width):
+    views, one = FakeViews(), state()
+    views.method = lambda row: SimpleNamespace(
+        recent=0, least=1, unit=unit, compressor=SimpleNamespace(each_round=False, window=32)
+    )
+    views.compress(1, length // unit * unit, 0)
+    due, kept = renew_at(views.get(1)), set()
+    for count in accepted:
+        if length >= due:
+            break
+        if copy_is_near(views, one, length + width):
+            kept |= set(range(length, length + min(count, width)))
+        length += min(count, width)
+    covered = length // unit * unit
+    assert length < due or set(range(covered - 32, covered)) <= kept
