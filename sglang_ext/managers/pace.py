@@ -64,6 +64,7 @@ class Pace:
     _begun: Mark | None = None
     _running: Timed | None = None
     _pending: list[Timed] = field(default_factory=list)
+    _gathering: Spent | None = None
 
     def begin(self, lengths: list[int], states: list[RequestState]) -> Choice:
         """An iteration of requests with so many tokens begins: what they shall do."""
@@ -109,10 +110,21 @@ class Pace:
             whole = timed.planned.until(timed.next)
             share = round_.share_on_copies if round_.trial else 1.0
             spent = Spent(round_.drafts, round_.plain_steps, copying, drafting, whole, share)
-            if share:
+            if share and (told := self._gathered(round_, spent)) is not None:
                 # Where all lacked queries for copies, it tells nothing of drafts on them.
-                self.lengths.observe(Load.of(round_.lengths), spent)
+                self.lengths.observe(Load.of(round_.lengths), told)
             self.rounds.newest.append(copying + whole)
             if self.watch is not None:
                 self.watch(round_, spent)
             self.metrics.observe_round(round_.drafts, round_.steps, drafting, whole)
+
+    def _gathered(self, round_: Round, spent: Spent) -> Spent | None:
+        """What is to be learned of a round: of short ones whose drafts gather, that of all together, once they are verified."""
+        if not (round_.held and round_.drafts):
+            self._gathering = None
+            return spent
+        before = self._gathering or Spent(0, 0, 0.0, 0.0, 0.0)
+        sums = (a + b for a, b in zip(before[:5], spent[:5]))
+        whole = Spent(*sums, share=spent.share)
+        self._gathering = None if round_.due else whole
+        return whole if round_.due else None

@@ -89,7 +89,7 @@ SERVED: dict[str, str] = {
         random_seed sampling_backend grammar_backend constrained_json_whitespace_pattern
         constrained_json_disable_any_whitespace disable_outlines_disk_cache enable_custom_logit_processor
         enable_return_hidden_states return_hidden_states_mode enable_lora_overlap_loading max_lora_rank lora_target_modules
-        lora_paths max_loaded_loras max_loras_per_batch lora_eviction_policy lora_backend max_lora_chunk_size
+        enable_lora lora_paths max_loaded_loras max_loras_per_batch lora_eviction_policy lora_backend max_lora_chunk_size
         experts_shared_outer_loras lora_use_virtual_experts lora_strict_loading lora_drain_wait_threshold
     """,
     # The HTTP server and its process.

@@ -34,9 +34,6 @@ ASKED: dict[str, dict[str, object]] = {
     "--dllm-algorithm": {"dllm_algorithm": "LowConfidence"},
     "--kv-compressor verify-guided": {"kv_compressor": "verify-guided", "kv_mode": "lossy"},
     "--torchao-config": {"torchao_config": "int8wo"},
-    "--enable-lora": {"lora_paths": ["name=/some/adapter"], "kv_schedule": "lockstep"},
-    "--kv-schedule staggered": {"kv_schedule": "staggered", "kv_draft_length": "auto"},
-    "--kv-ngram-tokens": {"kv_ngram_tokens": 2, "kv_schedule": "staggered"},
     "--tokenizer-worker-num": {"tokenizer_worker_num": 2},
     "--detokenizer-worker-num": {"detokenizer_worker_num": 2},
     "--rl-on-policy-target": {"rl_on_policy_target": "fsdp"},
@@ -55,20 +52,17 @@ WRONG: dict[str, dict[str, object]] = {
     "kv_budget": {"kv_budget": 0.0},
     "kv_head_budgets": {"kv_head_budgets": "even"},
     "kv_draft_length": {"kv_draft_length": 0},
-    "kv_schedule": {"kv_schedule": "random"},
     "kv_max_burst": {"kv_max_burst": 1},
-    "kv_ngram_tokens": {"kv_ngram_tokens": -1},
     "kv_host_gb": {"kv_host_gb": -1.0},
     "kv_full_tier": {"kv_full_tier": "disk"},
     "kv_offload_draft_length": {"kv_offload_draft_length": 0},
     "kv_bench_acceptance": {"kv_bench_acceptance": 2.0},
     "kv_bench_corrupt_loads": {"kv_bench_corrupt_loads": 0},
-    "kv_bench_lock_step": {"kv_bench_lock_step": True},
 }
 # By flag, a value that is served in verified.
 RIGHT: dict[str, object] = {
     "kv_compressor": "sink-recent", "kv_more_compressors": "kivi", "kv_online_compressor": "sink-recent", "kv_budget": 0.5,
-    "kv_head_budgets": "adaptive", "kv_draft_length": 8, "kv_schedule": "staggered", "kv_max_burst": 4, "kv_ngram_tokens": 2,
+    "kv_head_budgets": "adaptive", "kv_draft_length": 8, "kv_max_burst": 4,
     "kv_host_gb": 1.0, "kv_full_tier": "auto", "kv_offload_draft_length": 32,
 }  # fmt: skip
 

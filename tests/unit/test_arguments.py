@@ -81,20 +81,15 @@ def build(path, **flags):
         ({"kv_draft_length": 0}, ["--kv-draft-length", "0", "1 to 64"]),
         ({"kv_draft_length": 65}, ["--kv-draft-length", "65", "1 to 64"]),
         ({"kv_draft_length": "long"}, ["--kv-draft-length", "long", "or auto"]),
-        ({"kv_schedule": "random"}, ["--kv-schedule", "'random'", "lockstep", "staggered"]),
         ({"kv_max_burst": 1}, ["--kv-max-burst is 1", "from 2"]),
         ({"kv_full_tier": "disk"}, ["--kv-full-tier", "'disk'", "auto, device, host"]),
         ({"kv_full_tier": "host"}, ["--kv-full-tier is 'host'", "no host memory", "--kv-host-gb"]),
         ({"kv_full_tier": "host", "kv_host_gb": 1, "kv_mode": "lossy"}, ["--kv-mode lossy verifies nothing", "--kv-mode verified"]),
-        ({"kv_full_tier": "host", "kv_host_gb": 1, "kv_schedule": "staggered"}, ["--kv-schedule lockstep"]),
         ({"kv_full_tier": "host", "kv_host_gb": 1, "disable_radix_cache": True}, ["leave out --disable-radix-cache"]),
-        ({"kv_full_tier": "host", "kv_host_gb": 1, "kv_ngram_tokens": 2}, ["leave out --kv-ngram-tokens"]),
         ({"kv_offload_draft_length": 0}, ["--kv-offload-draft-length is 0", "1 to 256"]),
         ({"kv_offload_draft_length": 257}, ["--kv-offload-draft-length is 257", "1 to 256"]),
         ({"kv_host_gb": 1e-9}, ["--kv-host-gb is 1e-09", "full KV of 128 tokens", "at least 3.3e-05", "or 0 for no host memory"]),
         ({"kv_host_gb": 1e-9, "page_size": 256}, ["full KV of 256 tokens", "at least 6.6e-05"]),
-        ({"kv_ngram_tokens": -1}, ["--kv-ngram-tokens is -1", "from 0", "to 16"]),
-        ({"kv_ngram_tokens": 9, "kv_draft_length": 8}, ["--kv-ngram-tokens is 9", "to 8"]),
         ({"kv_bench_acceptance": 1.5}, ["--kv-bench-acceptance is 1.5", "from 0 to 1", "leave it out"]),
         ({"kv_bench_acceptance": float("nan")}, ["--kv-bench-acceptance is nan", "from 0 to 1"]),
         ({"kv_bench_acceptance": "0.9"}, ["--kv-bench-acceptance is '0.9'", "pass a number"]),
@@ -103,19 +98,12 @@ def build(path, **flags):
             ["--kv-bench-acceptance is 0.0, but --kv-mode is 'lossy'", "--kv-mode verified, or leave --kv-bench-acceptance out"],
         ),
         ({"kv_bench_acceptance": 0.9, "kv_mode": "full"}, ["--kv-mode is 'full'", "pass --kv-mode verified"]),
-        ({"kv_bench_acceptance": 0.9, "kv_schedule": "staggered"}, ["--kv-schedule is 'staggered'", "--kv-schedule lockstep"]),
         ({"kv_bench_corrupt_loads": 0, "kv_host_gb": 1}, ["--kv-bench-corrupt-loads is 0", "from 1", "leave it out"]),
         ({"kv_bench_corrupt_loads": 7.0, "kv_host_gb": 1}, ["--kv-bench-corrupt-loads is 7.0", "a whole number"]),
         ({"kv_bench_corrupt_loads": 7}, ["--kv-bench-corrupt-loads is 7, but --kv-host-gb is 0", "-corrupt-loads out"]),
         (
             {"kv_bench_corrupt_loads": 7, "kv_host_gb": 1, "kv_mode": "lossy"},
             ["--kv-bench-corrupt-loads is 7, but --kv-mode is 'lossy'", "pass --kv-mode verified"],
-        ),
-        ({"kv_bench_lock_step": True}, ["--kv-bench-lock-step is True, but --kv-full-tier is 'device'", "--kv-full-tier host"]),
-        ({"kv_bench_lock_step": True, "kv_full_tier": "auto"}, ["--kv-bench-lock-step is True", "no host memory"]),
-        (
-            {"kv_bench_lock_step": True, "kv_full_tier": "auto", "kv_host_gb": 1, "kv_schedule": "staggered"},
-            ["--kv-bench-lock-step is True", "pass --kv-schedule lockstep"],
         ),
     ],
 )
@@ -132,14 +120,14 @@ def test_what_only_packs_tokens_keeps_all_of_them_unless_told(folder, compressor
     assert build(folder(), kv_mode="verified", kv_compressor=compressor, kv_budget=1).kv_budget == 1
 
 
-ON_GPU = {"device": "cuda", "attention_backend": "flashinfer", "kv_schedule": "lockstep"}
+ON_GPU = {"device": "cuda", "attention_backend": "flashinfer"}
 
 
 def packed_args(**change):
-    """Resolved arguments for packed copies on a CPU, in staggered rounds."""
+    """Resolved arguments for packed copies on a CPU, ."""
     args = SimpleNamespace(
         device="cpu", attention_backend="torch_native", prefill_attention_backend=None, decode_attention_backend=None,
-        kv_compressor="snapkv+kivi", kv_mode="verified", kv_schedule="staggered", kv_ngram_tokens=0, kv_full_tier="device",
+        kv_compressor="snapkv+kivi", kv_mode="verified", kv_full_tier="device",
         kv_host_gb=0, disable_radix_cache=False, enable_deterministic_inference=False, kv_budget=0.25, kv_more_compressors=None,
     )
     vars(args).update(change)
@@ -153,8 +141,6 @@ def packed_args(**change):
         ({"decode_attention_backend": "triton"}, "--attention-backend torch_native, triton; .* cpu with torch_native"),
         ({"device": "cuda"}, "--device is cuda and --attention-backend torch_native; "),
         ({**ON_GPU, "device": "xpu"}, "--device is xpu and --attention-backend flashinfer; "),
-        ({**ON_GPU, "kv_schedule": "staggered"}, "--kv-schedule is 'staggered'; .* Pass --kv-schedule lockstep"),
-        ({**ON_GPU, "kv_ngram_tokens": 4}, "--kv-ngram-tokens is 4; .* Pass --kv-ngram-tokens 0"),
         (
             {**ON_GPU, "kv_full_tier": "host", "kv_host_gb": 1, "enable_deterministic_inference": True},
             "--kv-full-tier is 'host' with --enable-deterministic-inference; .* Pass --kv-full-tier device",
@@ -172,7 +158,7 @@ def test_packed_copies_are_refused_where_attention_cannot_read_them(change, foun
 
 
 @pytest.mark.parametrize(("backend", "packs"), [("flashinfer", "kivi"), ("triton", "kvquant"), ("fa3", "snapkv+kvquant")])
-def test_on_a_gpu_packed_copies_are_served_in_lockstep(backend, packs):
+def test_on_a_gpu_packed_copies_are_served(backend, packs):
     args = packed_args(**{**ON_GPU, "attention_backend": backend, "kv_compressor": packs})
     method_options.check_resolved(args)
     vars(args).update(kv_full_tier="host", kv_host_gb=1)
@@ -183,8 +169,6 @@ def test_on_a_gpu_packed_copies_are_served_in_lockstep(backend, packs):
     ("change", "found"),
     [
         ({"attention_backend": "triton"}, "--device is cpu and --attention-backend triton; .* cpu with torch_native"),
-        ({**ON_GPU, "kv_schedule": "staggered"}, "--kv-schedule is 'staggered'; .* Pass --kv-schedule lockstep"),
-        ({**ON_GPU, "kv_ngram_tokens": 4}, "--kv-ngram-tokens is 4; .* Pass --kv-ngram-tokens 0"),
     ],
 )
 def test_pointers_into_full_kv_are_refused_where_attention_cannot_follow_them(change, found):
@@ -193,7 +177,7 @@ def test_pointers_into_full_kv_are_refused_where_attention_cannot_follow_them(ch
     vars(args).update(change)
     with pytest.raises(OptionError, match=f"{found}.* one that copies tokens: snapkv, sink-recent"):
         method_options.check_resolved(args)
-    vars(args).update(ON_GPU, kv_ngram_tokens=0)
+    vars(args).update(ON_GPU)
     method_options.check_resolved(args)
 
 
@@ -208,9 +192,6 @@ def test_pointers_into_full_kv_are_refused_where_attention_cannot_follow_them(ch
         ({"disaggregation_mode": "prefill"}, "--disaggregation-mode"),
         ({"torchao_config": "int8wo"}, "--torchao-config"),
         ({"kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype"),
-        ({"kv_schedule": "lockstep", "lora_paths": ["name=/some/adapter"]}, "--enable-lora"),
-        ({"kv_schedule": "staggered", "kv_draft_length": "auto"}, "--kv-schedule staggered"),
-        ({"kv_draft_length": "auto", "lora_paths": ["name=/some/adapter"]}, "--enable-lora"),
     ],
 )
 def test_an_option_that_cannot_be_combined_is_refused_with_a_remedy(folder, flags, option):
@@ -252,23 +233,16 @@ def test_verified_mode_enters_by_sglangs_registries(folder):
     args = build(folder(), kv_mode="verified", kv_draft_length=8)
     assert args.speculative_algorithm == "KV_VERIFIED"
     assert args.speculative_num_draft_tokens == 9
-    assert args.kv_schedule == "staggered", "on a CPU"
     assert unsupported_model(args.get_model_config()) is None
 
 
-@pytest.mark.parametrize(
-    ("flags", "schedule", "overlapped"),
-    [({}, "lockstep", True), ({"kv_schedule": "staggered"}, "staggered", False),
-     ({"lora_paths": ["name=/some/adapter"]}, "staggered", False)],
-    ids=["gpu", "asked", "lora"],
-)
-def test_the_schedule_is_lockstep_on_a_gpu(monkeypatch, flags, schedule, overlapped):
+@pytest.mark.parametrize(("flags", "graphs"), [({}, True), ({"lora_paths": ["name=/some/adapter"]}, False)], ids=["plain", "lora"])
+def test_the_overlapped_loop_runs_with_graphs_where_there_are_no_adapters(monkeypatch, flags, graphs):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     args = KVServerArgs.__new__(KVServerArgs)
     vars(args).update({field.name: field.default for field in dataclasses.fields(KVServerArgs)}, kv_mode="verified", **flags)
     args._prepare_speculation()
-    assert args.kv_schedule == schedule
-    assert args.disable_overlap_schedule is not overlapped and args.disable_cuda_graph is not overlapped
+    assert not args.disable_overlap_schedule and args.disable_cuda_graph is not graphs
 
 
 def test_adapters_pass_sglangs_check_and_the_mode_stays(folder):
@@ -279,7 +253,7 @@ def test_adapters_pass_sglangs_check_and_the_mode_stays(folder):
 
 
 @pytest.mark.parametrize(
-    ("text", "value", "most", "widths"), [("8", 8, 9, (9,)), ("auto", "auto", 17, (5, 17))], ids=["8", "auto"]
+    ("text", "value", "most", "widths"), [("8", 8, 9, (9,)), ("auto", "auto", 16, (5, 16))], ids=["8", "auto"]
 )
 def test_the_draft_length_is_a_number_or_auto(folder, text, value, most, widths):
     parser = argparse.ArgumentParser()
@@ -287,7 +261,6 @@ def test_the_draft_length_is_a_number_or_auto(folder, text, value, most, widths)
     argv = ["--model-path", folder(), "--device", "cpu", "--attention-backend", "torch_native", "--kv-mode", "verified"]
     args = KVServerArgs.from_cli_args(parser.parse_args([*argv, "--kv-draft-length", text]))
     assert (args.kv_draft_length, args.speculative_num_draft_tokens) == (value, most)
-    assert args.kv_schedule == ("lockstep" if text == "auto" else "staggered")
     assert options.verify_widths(args) == widths
 
 
@@ -296,17 +269,16 @@ def test_the_draft_length_is_a_number_or_auto(folder, text, value, most, widths)
     [
         ({"kv_full_tier": "host", "kv_host_gb": 1, "kv_draft_length": 10}, True, 60),
         ({"kv_full_tier": "host", "kv_host_gb": 1, "kv_draft_length": 10, "kv_max_burst": 32}, True, 30),
-        ({"kv_full_tier": "auto", "kv_host_gb": 1, "kv_schedule": "lockstep", "kv_offload_draft_length": 8}, True, 16),
-        ({"kv_full_tier": "auto", "kv_host_gb": 1}, True, 64),
-        ({"kv_full_tier": "auto", "kv_schedule": "lockstep"}, False, 16),
-        ({"kv_full_tier": "auto", "kv_host_gb": 1, "kv_draft_length": "auto"}, True, 64),
-        ({"kv_host_gb": 1, "kv_schedule": "lockstep"}, False, 16),
+        ({"kv_full_tier": "auto", "kv_host_gb": 1, "kv_offload_draft_length": 8}, True, 15),
+        ({"kv_full_tier": "auto", "kv_host_gb": 1, "kv_draft_length": 16}, True, 64),
+        ({"kv_full_tier": "auto"}, False, 15),
+        ({"kv_full_tier": "auto", "kv_host_gb": 1, "kv_draft_length": "auto"}, True, 60),
+        ({"kv_host_gb": 1}, False, 15),
     ],
 )
 def test_where_full_kv_leaves_the_device_drafts_gather_over_whole_rounds(folder, flags, offloads, drafts):
     args = build(folder(), kv_mode="verified", **flags)
     assert options.offloads(args) == offloads and args.speculative_num_steps == drafts
-    assert args.kv_schedule == "lockstep"
 
 
 def test_full_kv_that_drafts_read_stays_on_the_device(folder, caplog):
@@ -322,21 +294,20 @@ def test_auto_says_why_all_full_kv_stays_on_the_device(folder, caplog):
     assert "keeps all full KV" not in caplog.text
 
 
-FOR_BENCHMARKS = {"kv_bench_acceptance": 0.9, "kv_bench_corrupt_loads": 7, "kv_bench_lock_step": True}
+FOR_BENCHMARKS = {"kv_bench_acceptance": 0.9, "kv_bench_corrupt_loads": 7}
 
 
-def test_flags_for_benchmarks_parse_and_run_in_lockstep_and_the_log_says_what_they_do(folder, caplog):
+def test_flags_for_benchmarks_parse_and_the_log_says_what_they_do(folder, caplog):
     parser = argparse.ArgumentParser()
     KVServerArgs.add_cli_args(parser)
     argv = ["--model-path", folder(), "--device", "cpu", "--attention-backend", "torch_native", "--kv-mode", "verified"]
     argv += ["--kv-full-tier", "auto", "--kv-host-gb", "1", "--kv-bench-acceptance", "0.9", "--kv-bench-corrupt-loads", "7"]
-    args = KVServerArgs.from_cli_args(parser.parse_args([*argv, "--kv-bench-lock-step"]))
+    args = KVServerArgs.from_cli_args(parser.parse_args(argv))
     assert {name: getattr(args, name) for name in FOR_BENCHMARKS} == FOR_BENCHMARKS
-    assert args.kv_schedule == "lockstep" and options.offloads(args)
+    assert options.offloads(args)
     assert "--kv-bench-acceptance is 0.9: drafts are accepted by chance, so answers are of no use" in caplog.text
     assert "--kv-bench-corrupt-loads is 7: host memory loses bits" in caplog.text
-    assert "--kv-bench-lock-step is True: requests wait for one another" in caplog.text
-    assert build(folder(), kv_mode="verified", kv_bench_acceptance=0).kv_schedule == "lockstep", "0 is a probability, too"
+    assert build(folder(), kv_mode="verified", kv_bench_acceptance=0).kv_bench_acceptance == 0, "it is a probability, too"
 
 
 def test_a_variable_that_a_shell_has_left_changes_nothing(folder, monkeypatch, caplog):

@@ -105,8 +105,8 @@ def test_what_keeps_all_tokens_has_no_budget_and_its_bits_count(tmp_path):
     args = arguments(tmp_path, "--compressor", "snapkv,kivi,snapkv+int8", "--budget", "0.25,0.5")
     found = [(s.name, s.budget, "--kv-budget" in s.arguments) for s in settings.all_of(args)][1:]
     assert found == [
-        ("snapkv-0.25-x16", 0.25, True), ("snapkv-0.5-x16", 0.5, True), ("kivi-x16", 0.25, False),
-        ("snapkv+int8-0.25-x16", 0.125, True), ("snapkv+int8-0.5-x16", 0.25, True),
+        ("snapkv-0.25-x15", 0.25, True), ("snapkv-0.5-x15", 0.5, True), ("kivi-x15", 0.25, False),
+        ("snapkv+int8-0.25-x15", 0.125, True), ("snapkv+int8-0.5-x15", 0.25, True),
     ]  # fmt: skip
     with pytest.raises(BenchError, match="--compressor is 'zip'"):
         list(settings.all_of(arguments(tmp_path, "--compressor", "zip")))
@@ -126,12 +126,6 @@ def test_a_first_token_that_was_not_measured_is_not_told(prefill, told):
     assert ("first token" in text) == bool(told) and told in text
 
 
-def test_ngrams_are_a_setting_of_their_own(tmp_path):
-    found = list(settings.all_of(arguments(tmp_path, "--budget", "0.25", "--ngram-tokens", "0,4")))
-    assert [s.name for s in found] == ["stock", "snapkv-0.25-x16", "snapkv-0.25-x16-n4"]
-    assert found[2].arguments[-2:] == ("--kv-ngram-tokens", "4") and "--kv-ngram-tokens" not in found[1].arguments
-
-
 def test_tiers_are_settings_of_their_own(tmp_path):
     flags = ("--full-tier", "device,host", "--host-gb", "4", "--offload-draft-length", "32,64")
     stock, device, *host = settings.all_of(arguments(tmp_path, *flags))
@@ -139,7 +133,7 @@ def test_tiers_are_settings_of_their_own(tmp_path):
     assert [each.name for each in host] == [f"{device.name}-host-x32", f"{device.name}-host-x64"]
     for each, drafts in zip(host, ("32", "64")):
         asked = dict(zip(each.arguments[::2], each.arguments[1::2]))
-        assert asked["--kv-full-tier"] == "host" and asked["--kv-host-gb"] == "4" and asked["--kv-schedule"] == "lockstep"
+        assert asked["--kv-full-tier"] == "host" and asked["--kv-host-gb"] == "4"
         assert asked["--kv-offload-draft-length"] == drafts and each.tier.longest == int(drafts)
 
 
@@ -149,22 +143,13 @@ def test_acceptance_is_forced_by_a_flag_of_those_servers_alone_that_verify(tmp_p
     stock, baseline, *verified = settings.all_of(asked)
     for each in verified:
         flags = settings.server(asked, each, tmp_path).command
-        assert flags[flags.index("--kv-bench-acceptance") + 1] == "0.99" and flags[flags.index("--kv-schedule") + 1] == "lockstep"
+        assert flags[flags.index("--kv-bench-acceptance") + 1] == "0.99"
         assert settings.acceptances(asked, each) == [0.99, 0.9]
     plain = arguments(tmp_path)
     for args, each in ((asked, stock), (asked, baseline), (plain, [*settings.all_of(plain)][-1])):
         made = settings.server(args, each, tmp_path)
         assert not any("--kv-bench" in flag for flag in made.command) and not made.env
         assert settings.acceptances(args, each) == [None]
-
-
-def test_requests_verify_in_lock_step_where_full_kv_is_loaded(tmp_path):
-    flags = ("--full-tier", "device,host", "--host-gb", "4")
-    found = list(settings.all_of(arguments(tmp_path, *flags, "--lock-step")))
-    assert ["--kv-bench-lock-step" in each.arguments for each in found] == [False, False, True]
-    assert not any("--kv-bench-lock-step" in each.arguments for each in settings.all_of(arguments(tmp_path, *flags)))
-    with pytest.raises(BenchError, match="--lock-step with --full-tier 'device': nothing is loaded; pass --full-tier host"):
-        list(settings.all_of(arguments(tmp_path, "--lock-step")))
 
 
 @pytest.mark.parametrize("flags", [("--full-tier", "disk"), ("--full-tier", "host"), ("--full-tier", "host", "--host-gb", "1", "--offload-draft-length", "0")])
@@ -180,7 +165,7 @@ def test_a_setting_that_fails_costs_no_other_its_figures(tmp_path, capsys):
 
     args = arguments(tmp_path)
     assert settings.each(args, list(settings.all_of(args)), measure) == {"stock": "the server ended"}
-    assert capsys.readouterr().out.splitlines() == ["stock: starting", "stock: failed: the server ended", "snapkv-0.25-x16: starting"]
+    assert capsys.readouterr().out.splitlines() == ["stock: starting", "stock: failed: the server ended", "snapkv-0.25-x15: starting"]
 
 
 def test_a_gain_is_over_stock_at_the_same_context_and_batch(tmp_path):

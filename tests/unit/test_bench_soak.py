@@ -42,7 +42,7 @@ class FakeServer:
 
     def request(self, path: str) -> dict[str, Any]:
         assert path == "server_info"
-        return {"disable_overlap_schedule": soak.PLAIN_LOOP in self.flags or "staggered" in self.flags}
+        return {"disable_overlap_schedule": soak.PLAIN_LOOP in self.flags}
 
     def post_quietly(self, path: str, body: Mapping[str, Any]) -> None: ...
 
@@ -149,8 +149,7 @@ class TestLoop:
         [
             ((), True),
             (("--disable-overlap",), False),
-            (("--kv", "--kv-schedule staggered"), False),
-            (("--kv", "--kv-schedule lockstep --kv-budget 0.5"), True),
+            (("--kv", "--kv-budget 0.5"), True),
         ],
     )
     def test_both_servers_run_the_same(
@@ -160,7 +159,6 @@ class TestLoop:
         stock, verified = server.made
         assert (code, totals["overlapped"]) == (0, overlapped)
         assert (soak.PLAIN_LOOP not in stock.flags) == (soak.PLAIN_LOOP not in verified.flags) == overlapped
-        assert verified.flags.count("--kv-schedule") == 1
 
     def test_a_server_that_runs_the_other_one_is_refused(self, server: type[FakeServer]) -> None:
         with pytest.raises(BenchError, match="runs SGLang's plain loop instead of the overlapped one"):

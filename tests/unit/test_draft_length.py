@@ -2,6 +2,8 @@
 
 import random
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +13,7 @@ from sglang_ext.core import LONG_MEMORY, Acceptance, RequestState
 from sglang_ext.managers.clock import Mark
 from sglang_ext.managers.draft_length import LOOK_SHARE, DraftLength, expected_tokens
 from sglang_ext.managers.pace import Pace
-from sglang_ext.managers.round_plan import Round
+from sglang_ext.managers.spec_decode.round import Round
 from sglang_ext.managers.round_times import Load, Spent
 from sglang_ext.metrics import KVMetrics
 
@@ -213,7 +215,8 @@ class Machine:
         lengths = [500] * batch
         self.pace.begin(lengths, states)
         self.now += planning
-        self.pace.planned(Round(states, drafts, 0 if drafts else 2, lengths, [], [], []))
+        rows = list(range(len(states)))
+        self.pace.planned(Round(states, drafts or 2, lengths, rows, rows, rows, rows, [] if drafts else rows))
         self.now += drafting
         self.pace.drafted()
         self.now += rest - turnaround
@@ -247,3 +250,18 @@ def test_a_wait_belongs_to_an_iteration_only_where_the_same_requests_go_on(monke
     seen = list(machine.times().rests[0].newest)
     assert seen[0] == pytest.approx(1.5 if other == "none" else 1.0)
     assert seen[1:] == pytest.approx([] if other == "other-batch" else [1.5])
+
+
+def test_short_rounds_whose_drafts_gather_are_learned_from_together():
+    seen, rows = [], [0, 1]
+    pace = Pace(SimpleNamespace(observe=lambda load, spent: seen.append(spent)), torch.device("cpu"), KVMetrics("model"))
+    states = [RequestState(rid=str(i), row=i, seed=0) for i in rows]
+
+    def short(due):
+        return Round(states, 1, [500, 500], rows, [8, 9], rows, [0, 0], answering=[1], parts=[[0]] if due else [], held=True)
+
+    spent = Spent(drafts=1, steps=0, copying=0.1, drafting=1.0, whole=1.5)
+    assert pace._gathered(short(False), spent) is pace._gathered(short(False), spent) is None
+    found = pace._gathered(short(True), spent)
+    assert (found.drafts, found.drafting, found.whole) == (3, 3.0, 4.5)
+    assert pace._gathered(short(True), spent) == spent, "the next begins anew"

@@ -76,11 +76,11 @@ ON_GPU = {"device": "cuda", "attention_backend": "flashinfer"}
 
 
 def adaptive_args(**change):
-    """Resolved arguments for uneven heads on a CPU, in lockstep."""
+    """Resolved arguments for uneven heads on a CPU."""
     args = SimpleNamespace(
         device="cpu", kv_compressor="snapkv", kv_more_compressors=None, kv_budget=0.25, kv_head_budgets="adaptive",
-        kv_mode="verified", kv_schedule="lockstep",
-        kv_ngram_tokens=0, kv_full_tier="device", kv_host_gb=0, disable_radix_cache=False,
+        kv_mode="verified",
+        kv_full_tier="device", kv_host_gb=0, disable_radix_cache=False,
         enable_deterministic_inference=False, **UNSET_BACKENDS,
     )  # fmt: skip
     vars(args).update(change)
@@ -118,8 +118,6 @@ def test_uneven_heads_are_refused_beside_other_methods():
     [
         ({"attention_backend": "triton"}, "--device is cpu and --attention-backend triton; .* cpu with torch_native, .* cuda with"),
         ({**ON_GPU, "decode_attention_backend": "torch_native"}, "--device is cuda and --attention-backend flashinfer, torch_"),
-        ({**ON_GPU, "kv_schedule": "staggered"}, "--kv-schedule is 'staggered'; .* Pass --kv-schedule lockstep"),
-        ({**ON_GPU, "kv_ngram_tokens": 4}, "--kv-ngram-tokens is 4; .* Pass --kv-ngram-tokens 0"),
         (
             {**ON_GPU, "kv_full_tier": "host", "kv_host_gb": 1, "enable_deterministic_inference": True},
             "--kv-full-tier is 'host' with --enable-deterministic-inference; .* Pass --kv-full-tier device",
@@ -136,7 +134,7 @@ def test_uneven_heads_are_refused_where_attention_cannot_read_them(change, found
 
 @pytest.mark.parametrize("backend", ["flashinfer", "triton", "fa3"])
 @pytest.mark.parametrize("method", COMPARABLE)
-def test_on_a_gpu_uneven_heads_are_served_in_lockstep(backend, method):
+def test_on_a_gpu_uneven_heads_are_served(backend, method):
     args = adaptive_args(device="cuda", attention_backend=backend, kv_compressor=method)
     head_budget_options.resolve(args)
     assert args.kv_head_budgets == "adaptive"

@@ -32,7 +32,7 @@ def planner(model=LLAMA, methods=("snapkv",), backend="flashinfer", on_gpu=True,
     draft = flags.get("speculative_num_draft_tokens", 17)
     args = SimpleNamespace(
         **{
-            "kv_mode": "verified", "kv_schedule": "lockstep", "kv_draft_length": 16, "kv_max_burst": None, "kv_ngram_tokens": 0,
+            "kv_mode": "verified", "kv_draft_length": 16, "kv_max_burst": None,
             "kv_full_tier": "device", "kv_host_gb": 0, "kv_compressor": methods[0], "kv_offload_draft_length": 64,
             "kv_head_budgets": "equal", "disable_radix_cache": False, "page_size": 1, "max_total_tokens": None,
             "enable_deterministic_inference": False, "mem_fraction_static": 0.9, "speculative_algorithm": "KV_VERIFIED",
@@ -76,11 +76,10 @@ def test_rings_take_as_many_bytes_as_are_planned(rings):
 
 def test_what_depends_on_a_flag_is_there_with_it_only():
     plain = plan(on_gpu=False)
-    assert {name for name, size in vars(plain).items() if size} == {"rings", "query_rings", "draft_rows"}
+    assert {name for name, size in vars(plain).items() if size} == {"rings", "query_rings", "draft_rows", "gathered_drafts"}
     for flag, expected in (
-        ({"kv_ngram_tokens": 3}, {"token_history"}),
         ({"kv_host_gb": 8}, {"staging"}),
-        (ROLLING, {"staging", "gathered_drafts"}),
+        (ROLLING, {"staging"}),
         ({"methods": ("snapkv", "kivi")}, {"copy_tables"}),
         ({"methods": ("verify-guided",)}, {"copy_tables"}),
         ({"kv_head_budgets": "adaptive"}, {"copy_tables"}),
@@ -111,13 +110,10 @@ def test_tables_scores_and_buffers_take_as_many_bytes_as_are_planned():
     [
         ({}, 2 * 256 * 8192 * 5 + (len(SIZES) + 4) * 8 * MIB),
         ({"requests": 4}, 2 * 4 * 8192 * 5 + (3 + 4) * 8 * MIB),
-        ({"kv_ngram_tokens": 3}, 2 * 256 * 8192 * 5 + (len(SIZES) + 4) * 8 * MIB + 256 * MIB),
         ({"kv_draft_length": "auto"}, 2 * (2 * 256 * 8192 * 5 + (len(SIZES) + 4) * 8 * MIB)),
         ({"backend": "triton"}, 256 * MIB),
         ({"backend": "fa3"}, 256 * MIB + 3 * 4 * 256 * 8192),
         ({"backend": "fa3", "page_size": 64}, 256 * MIB + 3 * 4 * 256 * 128),
-        ({"kv_schedule": "staggered", "backend": "triton"}, 256 * MIB),
-        ({"kv_schedule": "staggered"}, 0),
         ({"kv_mode": "lossy"}, 0),
         ({"on_gpu": False}, 0),
     ],
@@ -139,7 +135,6 @@ def test_exact_verifications_have_a_part_for_each_tile_of_the_longest_context():
         ({}, 256 * 17),
         ({"requests": 40}, 40 * 17),
         ({"requests": 8, **ROLLING}, 2 * 241),
-        ({"kv_schedule": "staggered"}, 0),
         ({"kv_mode": "lossy"}, 0),
         ({"on_gpu": False}, 0),
     ],

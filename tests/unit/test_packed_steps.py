@@ -10,11 +10,9 @@ from sglang_ext.layers.attention import copy_graphs
 from sglang_ext.layers.attention.copy_decode import check_heads
 from sglang_ext.managers import forward
 from sglang_ext.managers.forward import Attention, Attentions
-from sglang_ext.managers.planner import NO_QUERIES, SHORT_CONTEXT
-from sglang_ext.managers.rolling_plan import RollingRound
-from sglang_ext.managers.round_plan import Round
+from sglang_ext.managers.spec_decode.round import Round
 from sglang_ext.managers.served_methods import ServedMethods
-from sglang_ext.managers.steps import Steps
+from sglang_ext.managers.spec_decode.steps import Steps
 from sglang_ext.managers.memory_plan import MemoryPlan
 from sglang_ext.managers.worker import KVWorker
 from sglang_ext.mem_cache.compressors import method
@@ -60,39 +58,14 @@ def test_all_steps_of_a_round_in_which_one_request_reads_a_copy_read_copies(monk
     )
     output = SimpleNamespace(next_token_logits=None)
     monkeypatch.setattr(forward, "run", lambda model, batch, inputs, attention: taken.append(attention) or output)
-    monkeypatch.setattr("sglang_ext.managers.steps.to_device", lambda values, device: torch.tensor(values))
+    monkeypatch.setattr("sglang_ext.managers.spec_decode.steps.to_device", lambda values, device: torch.tensor(values))
     steps = Steps(worker)
-    steps.sampling = lambda *_: SimpleNamespace(draw=lambda *_: SimpleNamespace(tokens=torch.zeros(2, dtype=torch.int64)))
+    steps._stepping = lambda *_: SimpleNamespace(draw=lambda *_: SimpleNamespace(tokens=torch.zeros(2, dtype=torch.int64)))
     states = [SimpleNamespace(row=row, fallback=0) for row in (1, 2)]
-    round_ = Round(states, drafts, 0 if drafts else 3, [20, 20], rows, [20, 5], [0, 0])
-    batch = SimpleNamespace(seq_lens=torch.tensor([20, 20]), req_pool_indices=torch.tensor([1, 2]), return_logprob=False)
-    steps.one_by_one(batch, round_, 3, torch.zeros(2, dtype=torch.int64), torch.zeros(2, 4, dtype=torch.int64))
-    assert taken == [expected] * 3
-
-
-@pytest.mark.parametrize(
-    ("fallback", "rings", "rows", "expected"),
-    [
-        (NO_QUERIES, 1, [1, 10], Attention("copies")),
-        (NO_QUERIES, 1, [1, 2], Attention("own")),
-        (NO_QUERIES, 0, [1, 10], COPIES),
-        (SHORT_CONTEXT, 1, [1, 10], COPIES),
-    ],
-    ids=["beside a copy", "alone", "no ring is left", "short"],
-)
-def test_steps_replay_no_graph_while_a_request_that_only_steps_lacks_queries(monkeypatch, fallback, rings, rows, expected):
-    taken, queries = [], QueryWindows(2, (0,), 1)
-    queries.allocate(rings, 1, 1, torch.empty(0))
-    views = SimpleNamespace(token_table=torch.zeros(16, 40, dtype=torch.int32), tail_written=lambda row, end: None)
-    worker = SimpleNamespace(views=views, model_runner=runner(), attentions=Attentions(VERIFIER, COPIES), queries=queries)
-    output = SimpleNamespace(next_token_logits=None)
-    monkeypatch.setattr(forward, "run", lambda model, batch, inputs, attention: taken.append(attention) or output)
-    steps = Steps(worker)
-    steps.sampling = lambda *_: SimpleNamespace(draw=lambda *_: SimpleNamespace(tokens=torch.zeros(2, dtype=torch.int64)))
-    states = [SimpleNamespace(row=row, fallback=0) for row in (1, 2)]
-    round_ = RollingRound(states, 3, 0, [20, 20], rows, [20, 5], [fallback, 0], gathered=[0, 0])
-    batch = SimpleNamespace(seq_lens=torch.tensor([20, 20]), req_pool_indices=torch.tensor([1, 2]), return_logprob=False)
-    steps.one_by_one(batch, round_, 3, torch.zeros(2, dtype=torch.int64), torch.zeros(2, 4, dtype=torch.int64))
+    round_ = Round(states, 3, [20, 20], [0, 0], rows, [20, 5], [0, 0], answering=[] if drafts else [0, 1])
+    lengths = torch.tensor([20, 20])
+    batch = SimpleNamespace(seq_lens=lengths, req_pool_indices=torch.tensor([1, 2]), return_logprob=False)
+    steps.run(batch, round_, torch.zeros(2, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.int64), lengths)
     assert taken == [expected] * 3
 
 
@@ -100,7 +73,7 @@ class Worker(KVWorker):
     """A worker with a pool and no model."""
 
     def __init__(self, name, head_budgets="equal"):
-        self.server_args = SimpleNamespace(page_size=1, kv_ngram_tokens=0, kv_head_budgets=head_budgets)
+        self.server_args = SimpleNamespace(page_size=1, kv_head_budgets=head_budgets)
         pool = torch.zeros(50, 2, 64)
         kv = SimpleNamespace(get_key_buffer=lambda layer: pool, get_value_buffer=lambda layer: pool)
         self.model_runner = SimpleNamespace(token_to_kv_pool=kv, attn_backend=SimpleNamespace(), dtype=torch.float32)

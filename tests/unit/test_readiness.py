@@ -13,7 +13,7 @@ def server(**change: object) -> SimpleNamespace:
     """Resolved arguments of a server."""
     args = SimpleNamespace(
         kv_mode="verified", device="cuda", kv_compressor="snapkv", kv_budget=0.25, kv_more_compressors=None, kv_draft_length=16,
-        kv_schedule="lockstep", api_key=None, skip_tokenizer_init=False, url=lambda: "http://127.0.0.1:8000",
+        api_key=None, skip_tokenizer_init=False, url=lambda: "http://127.0.0.1:8000",
     )  # fmt: skip
     vars(args).update(change)
     return args
@@ -22,7 +22,7 @@ def server(**change: object) -> SimpleNamespace:
 def test_three_lines_tell_mode_method_and_address() -> None:
     mode, method, address = readiness.lines(server(kv_more_compressors="kivi"))
     assert mode == "mode verified: drafts on compressed KV, verified on full KV: answers are stock's"
-    assert method == "compressor snapkv (budget 0.25), kivi (budget 1), draft length 16, lockstep"
+    assert method == "compressor snapkv (budget 0.25), kivi (budget 1), draft length 16"
     assert address.startswith("listening on http://127.0.0.1:8000; try: curl http://127.0.0.1:8000/generate -H ")
 
 

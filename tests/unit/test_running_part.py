@@ -8,7 +8,7 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_ext.layers.attention.views import BetweenSteps
-from sglang_ext.managers.round_result import RoundResult
+from sglang_ext.managers.spec_decode.result import RoundResult
 from sglang_ext.managers.running_part import decode_running
 
 VOCABULARY = 5

@@ -14,7 +14,7 @@ from test_views import DIM, HEADS, LAYERS, make_views
 from sglang_ext.core import FALLBACK_REASONS, RequestState
 from sglang_ext.layers.attention.torch_native import RaggedTorchNativeBackend
 from sglang_ext.managers.integrity import IntegrityError, check_pointers
-from sglang_ext.managers.planner import ensure_copy
+from sglang_ext.managers.spec_decode.copy_policy import ensure_copy
 from sglang_ext.mem_cache.compressors import create
 from sglang_ext.mem_cache.copy_forms import CopyForms
 from sglang_ext.mem_cache.query_window import QueryWindows, Recorded
@@ -153,7 +153,7 @@ def led_to(views):
 
 def test_each_verification_chooses_anew_and_rejected_drafts_have_no_say():
     found = []
-    # In lockstep they are dropped before a round, staggered the length leaves them out.
+    # They are dropped before a round; the length leaves them out, too.
     for rejected, dropped in ((0, False), (4, True), (4, False)):
         state, (views, keep) = RequestState(rid="r", row=1, seed=0), guided_views()
         keep(range(100, 150), 1)

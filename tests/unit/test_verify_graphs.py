@@ -32,8 +32,8 @@ RINGS = (1 + 2 * 9) * 4
 
 def test_without_graphs_none_are_captured_and_no_queries_are_expected_of_them():
     windows = windows_with_rings()
-    args = SimpleNamespace(kv_mode="verified", kv_schedule="lockstep")
-    assert Captured.of(args, SimpleNamespace(decode_cuda_graph_runner=None), windows, None).sets == []
+    args = SimpleNamespace(kv_mode="verified")
+    assert Captured.of(args, SimpleNamespace(decode_cuda_graph_runner=None), windows, None).full is None
     # What the worker does once at start, to have it done.
     windows.warm_up()
     assert windows.held_bytes == RINGS
@@ -43,25 +43,24 @@ HOST = {"kv_full_tier": "host", "kv_host_gb": 1, "speculative_num_draft_tokens":
 
 
 @pytest.mark.parametrize(
-    ("flags", "backend", "full", "checks", "tokens"),
+    ("flags", "backend", "full", "tokens"),
     [
-        ({}, "flashinfer", [(17, None, None)], [], 8 * 17),
-        ({}, "triton", [(17, "verifier", None)], [], 8 * 17),
-        ({"kv_draft_length": "auto"}, "fa3", [(5, None, None), (17, None, None)], [], 8 * 17),
-        ({"kv_ngram_tokens": 3}, "flashinfer", [(17, None, None)], [(4, "verifier", None)], 8 * 17),
-        (HOST, "flashinfer", [(17, None, None), (65, None, 2)], [], 8 * 17),
-        (HOST | {"bs": [1, 2]}, "flashinfer", [(17, None, None), (65, None, 2)], [], 2 * 65),
-        ({"bs": [1, 64]}, "flashinfer", [(17, None, None)], [], 20 * 17),
+        ({}, "flashinfer", [(17, None, None)], 8 * 17),
+        ({}, "triton", [(17, "verifier", None)], 8 * 17),
+        ({"kv_draft_length": "auto"}, "fa3", [(5, None, None), (16, None, None)], 8 * 16),
+        (HOST, "flashinfer", [(17, None, None), (65, None, 2)], 8 * 17),
+        (HOST | {"bs": [1, 2]}, "flashinfer", [(17, None, None), (65, None, 2)], 2 * 65),
+        ({"bs": [1, 64]}, "flashinfer", [(17, None, None)], 20 * 17),
     ],
 )
-def test_what_is_captured_follows_from_flags_and_backend(monkeypatch, flags, backend, full, checks, tokens):
+def test_what_is_captured_follows_from_flags_and_backend(monkeypatch, flags, backend, full, tokens):
     """Of each: tokens of a request, what attends where it is not the model's own backend, and requests at most."""
     bs = flags.get("bs", [1, 8])
     args = SimpleNamespace(
         **{
-            "kv_mode": "verified", "kv_schedule": "lockstep", "kv_draft_length": 16, "kv_max_burst": None,
+            "kv_mode": "verified", "kv_draft_length": 16, "kv_max_burst": None,
             "kv_full_tier": "device", "kv_host_gb": 0, "kv_compressor": "snapkv", "disable_radix_cache": False,
-            "kv_ngram_tokens": 0, "kv_offload_draft_length": 64, "speculative_num_draft_tokens": 17,
+            "kv_offload_draft_length": 64, "speculative_num_draft_tokens": 17,
         } | flags,
         cuda_graph_config=SimpleNamespace(decode=SimpleNamespace(bs=bs)),
     )  # fmt: skip
@@ -77,7 +76,6 @@ def test_what_is_captured_follows_from_flags_and_backend(monkeypatch, flags, bac
     windows = windows_with_rings()
     found = Captured.of(args, model, windows, captured.verifier_of(args, model))
     assert [graph.found for graph in found.full.graphs] == full
-    assert [graph.found for graphs in found.sets[1:] for graph in graphs.graphs] == checks
     assert windows.held_bytes == RINGS + tokens * 8, "places for the queries of the largest"
     assert model.graph_shared_output.max_rows == tokens, "and logits of as many"
     before = model.graph_shared_output
