@@ -20,6 +20,8 @@ STOCK = ("--enable-deterministic-inference", "--enable-custom-logit-processor", 
 DRAFTING = (*STOCK, "--kv-mode", "verified", "--kv-budget", "0.25", "--kv-draft-length", "8", "--enable-metrics")
 # What users run, in SGLang's overlapped loop.
 VERIFIED = DRAFTING
+# A result is processed before the next round is built.
+PLAIN = (*DRAFTING, "--disable-overlap-schedule")
 PAGED = (
     *("--kv-mode", "verified", "--kv-compressor", "sink-recent", "--kv-budget", "0.125"),
     *("--page-size", "16", "--chunked-prefill-size", "256", "--kv-draft-length", "8",),

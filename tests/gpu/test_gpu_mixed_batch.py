@@ -86,9 +86,9 @@ def wave(number: int) -> list[Request]:
 
 
 def drafts(request: Request) -> bool:
-    """Whether a request and its neighbours are drafted for."""
+    """Whether a request is drafted for."""
     option = request.option
-    on_full_kv = option.is_penalized or option.has_grammar or {"min_p", "min_new_tokens"} & set(option.sampling)
+    on_full_kv = option.is_penalized or {"min_p", "min_new_tokens"} & set(option.sampling)
     return not on_full_kv and not option.disallowed and request.prompt != SHORT
 
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from servers import EXPECTED_TOKENS, LEFT, LOCKSTEP, PAGED, SEVERAL, STAGGERED, STOCK, STRICT, VERIFIED, Server, greedy
+from servers import CROWDED, EXPECTED_TOKENS, LEFT, PAGED, PLAIN, SEVERAL, STOCK, STRICT, VERIFIED, Server, greedy
 
 # Fixtures of servers that several tests share, in the order in which these tests run.
-SHARED = ("verified", "staggered", "paged", "lockstep", "several")
+SHARED = ("verified", "plain", "paged", "crowded", "several")
 # Fixtures of answers that stock gives once a run.
 ANSWERS = ("expected", "penalized", "worded", "continued")
 
@@ -53,14 +53,14 @@ def stock(request: pytest.FixtureRequest, launch: Callable[..., Server]) -> Serv
 
 @pytest.fixture
 def verified(stock: Server, launch: Callable[..., Server]) -> Server:
-    """Stock's flags, and verified decoding on a quarter of the KV, in lockstep."""
+    """Stock's flags, and verified decoding on a quarter of the KV."""
     return launch(*VERIFIED)
 
 
 @pytest.fixture
-def staggered(stock: Server, launch: Callable[..., Server]) -> Server:
-    """The same where some verify while others draft, in SGLang's plain loop, with strict checks."""
-    return launch(*STAGGERED, env=STRICT)
+def plain(stock: Server, launch: Callable[..., Server]) -> Server:
+    """The same in SGLang's plain loop, with strict checks."""
+    return launch(*PLAIN, env=STRICT)
 
 
 @pytest.fixture
@@ -70,9 +70,9 @@ def paged(stock: Server, launch: Callable[..., Server]) -> Server:
 
 
 @pytest.fixture
-def lockstep(stock: Server, launch: Callable[..., Server]) -> Server:
-    """Verified decoding in lockstep, on a quarter of the KV, with strict checks; n-grams propose, and prefixes go to the host."""
-    return launch(*LOCKSTEP, env=STRICT | LEFT)
+def crowded(stock: Server, launch: Callable[..., Server]) -> Server:
+    """Verified decoding in a small pool, on a quarter of the KV, with strict checks; prefixes go to the host."""
+    return launch(*CROWDED, env=STRICT | LEFT)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from servers import STRICT, greedy
 
 pytestmark = pytest.mark.server
 
-FLAGS = ("--kv-mode", "verified", "--kv-draft-length", "8", "--kv-schedule", "lockstep", "--max-total-tokens", "4096")
+FLAGS = ("--kv-mode", "verified", "--kv-draft-length", "8", "--max-total-tokens", "4096")
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def forced(launch):
 
 def test_arguments_log_and_each_answer_say_with_which_probability(forced, prompts):
     info = forced.request("server_info")
-    assert (info["kv_bench_acceptance"], info["kv_bench_corrupt_loads"], info["kv_bench_lock_step"]) == (1.0, None, False)
+    assert (info["kv_bench_acceptance"], info["kv_bench_corrupt_loads"]) == (1.0, None)
     assert "--kv-bench-acceptance is 1.0: drafts are accepted by chance, so answers are of no use" in forced.log.read_text()
     bodies = [greedy(24), greedy(24, custom_params={"kv_acceptance": 0}), greedy(1)]
     told = [forced.ask(input_ids=prompts[1], **body)["meta_info"] for body in bodies]

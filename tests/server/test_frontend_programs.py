@@ -104,7 +104,7 @@ def test_regex_gives_stocks_value_and_its_neighbours_draft(backends) -> None:
     expected, found = run(constrain, backends)
     assert values(found, *names) == values(expected, *names)
     assert found["year"][:2] in ("19", "20") and len(found["year"]) == 4
-    assert found.get_meta_info("year")["kv_fallback"] == "neighbour", "in lockstep full KV"
+    assert found.get_meta_info("year")["kv_drafts"] > 0, "a grammar is drafted, too"
     assert drafted(found, "before") > 0 and drafted(found, "after") > 0
 
 

@@ -6,13 +6,13 @@ from servers import greedy, sampled
 pytestmark = pytest.mark.server
 
 
-def test_twenty_requests_with_one_beginning_share_its_copy_and_have_stocks_answers(stock, lockstep, prompts):
+def test_twenty_requests_with_one_beginning_share_its_copy_and_have_stocks_answers(stock, crowded, prompts):
     asked = [prompts[3][:640] + prompts[0][i * 11 : i * 11 + 24] for i in range(20)]
     expected = [r["output_ids"] for r in stock.ask_all(asked, 20, **greedy(12))]
-    lockstep.flush_cache()
-    lockstep.ask(input_ids=prompts[3][:640], **greedy(1))
-    with sampled(lockstep, "sglang_ext:compressed_bytes") as held:
-        found = lockstep.ask_all(asked, 20, cold=False, **greedy(12))
+    crowded.flush_cache()
+    crowded.ask(input_ids=prompts[3][:640], **greedy(1))
+    with sampled(crowded, "sglang_ext:compressed_bytes") as held:
+        found = crowded.ask_all(asked, 20, cold=False, **greedy(12))
     assert [r["output_ids"] for r in found] == expected
     told = [r["meta_info"] for r in found]
     assert all(each["cached_tokens"] >= 600 for each in told)
@@ -23,14 +23,14 @@ def test_twenty_requests_with_one_beginning_share_its_copy_and_have_stocks_answe
     assert 0 < max(held) <= (160 + 20 * 32) * 46080
 
 
-def test_evicted_prefixes_come_back_from_the_host_with_stocks_answers(stock, lockstep, prompts):
+def test_evicted_prefixes_come_back_from_the_host_with_stocks_answers(stock, crowded, prompts):
     asked = [*prompts, *(prompt[::-1] for prompt in prompts)]
     expected = [r["output_ids"] for r in stock.ask_all(asked, 2, **greedy(8))]
     for cold in (True, False):
-        found = lockstep.ask_all(asked, 1, cold=cold, **greedy(8))
+        found = crowded.ask_all(asked, 1, cold=cold, **greedy(8))
         assert [r["output_ids"] for r in found] == expected
     # Of each prompt all but the tokens whose queries are wanted.
     assert all(r["meta_info"]["cached_tokens"] >= len(ids) - 40 for r, ids in zip(found, asked))
-    moved = [lockstep.metric(f"sglang_ext:host_{way}_bytes_total") for way in ("stored", "loaded")]
-    assert min(moved) > 0 and lockstep.metric("sglang_ext:host_load_bytes_per_second") > 0
-    assert lockstep.metric("sglang_ext:host_failed_pages_total") == 0
+    moved = [crowded.metric(f"sglang_ext:host_{way}_bytes_total") for way in ("stored", "loaded")]
+    assert min(moved) > 0 and crowded.metric("sglang_ext:host_load_bytes_per_second") > 0
+    assert crowded.metric("sglang_ext:host_failed_pages_total") == 0

@@ -12,7 +12,7 @@ GUIDED = ("--kv-mode", "verified", "--kv-compressor", "verify-guided", "--kv-bud
 
 def test_each_round_chooses_anew_and_answers_are_stocks_with_pages_chunks_and_retractions(launch, prompts, expected):
     server = launch(
-        *GUIDED, "--kv-schedule", "lockstep", "--page-size", "16", "--chunked-prefill-size", "256", "--enable-metrics",
+        *GUIDED, "--page-size", "16", "--chunked-prefill-size", "256", "--enable-metrics",
         env=server_environment(retraction_steps=2),
     )  # fmt: skip
     found = server.ask_all(prompts[:4], 4, **greedy(EXPECTED_TOKENS))

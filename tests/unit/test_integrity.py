@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_ext.core import RequestState, Step
 from sglang_ext.managers.integrity import IntegrityError, check
 from sglang_ext.mem_cache.copy_forms import CopyForms
 
@@ -33,13 +32,6 @@ WRITTEN = torch.tensor([5, 6, 10])
 
 def test_own_slots_pass_and_a_shared_prefix_too():
     check(EXACT, WRITTEN, views())
-
-
-def test_exact_tokens_are_those_before_the_drafts():
-    state = RequestState(rid="r", row=1, seed=0, drafts=[9])
-    verify = Step(state=state, tokens=[1, 9], position=4, row=1, length=6, emits=True)
-    draft = Step(state=state, tokens=[9], position=5, row=1, length=6, emits=False)
-    assert verify.exact == draft.exact == 4
 
 
 @pytest.mark.parametrize(

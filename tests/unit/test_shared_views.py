@@ -8,7 +8,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from tiered_helpers import PAGE, ROWS, World, done, kv_of
 
 from sglang_ext.core import FALLBACK_REASONS, RequestState
-from sglang_ext.managers import planner
+from sglang_ext.managers.spec_decode import copy_policy
 from sglang_ext.managers.integrity import IntegrityError, check_tails
 from sglang_ext.mem_cache import compressed_views
 from sglang_ext.mem_cache.compressed_views import CompressedViews
@@ -82,7 +82,7 @@ def test_scores_that_cannot_be_used_are_named_once_and_requests_served_with_full
         matched = len(world.match(tokens[:-1]).device_indices)
         req = world.start(tokens)
         state = RequestState("r", req.req_pool_idx, 0, matched=matched)
-        reason = planner.ensure_copy(views, req, state, len(tokens), 0)
+        reason = copy_policy.ensure_copy(views, req, state, len(tokens), 0)
         assert FALLBACK_REASONS[reason] == "wrong-scores" and views.get(req.req_pool_idx) is None
         world.finish(req)
     (line,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]

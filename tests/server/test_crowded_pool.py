@@ -1,42 +1,33 @@
-"""Lockstep scheduling with proposals of n-grams gives stock's answers too."""
+"""Where the pool does not hold all prompts at once, and host memory takes the rest, answers are stock's too."""
 
 import concurrent.futures
 
-import numpy as np
 import pytest
 from servers import EXPECTED_TOKENS, assert_same_answers, greedy
 
 pytestmark = pytest.mark.server
 
 
-def drafted(server):
-    """Tokens drafted so far, and the forwards that gave them."""
-    return np.array([server.metric(f"sglang_ext:{name}_total") for name in ("drafts", "draft_forwards")])
-
-
-def test_greedy_output_is_stocks_cold_and_warm(lockstep, prompts, expected):
-    before = drafted(lockstep)
+def test_greedy_output_is_stocks_cold_and_warm(crowded, prompts, expected):
     for cold in (True, False):
-        found = lockstep.ask_all(prompts, cold=cold, **greedy(EXPECTED_TOKENS))
+        found = crowded.ask_all(prompts, cold=cold, **greedy(EXPECTED_TOKENS))
         assert [r["output_ids"] for r in found] == expected
         assert all(r["meta_info"]["kv_drafts"] > 0 for r in found)
         assert all(r["meta_info"]["kv_accept_length"] > 1 for r in found)
-    drafts, forwards = drafted(lockstep) - before
-    assert 0 < forwards < 0.8 * drafts, "what came before is drafted in fewer forwards"
 
 
-def test_variables_that_a_shell_has_left_force_nothing(lockstep, prompts, expected):
-    answer = lockstep.ask(input_ids=prompts[1], **greedy(EXPECTED_TOKENS))
+def test_variables_that_a_shell_has_left_force_nothing(crowded, prompts, expected):
+    answer = crowded.ask(input_ids=prompts[1], **greedy(EXPECTED_TOKENS))
     assert answer["output_ids"] == expected[1] and answer["meta_info"]["kv_accepted"] > 0
     assert "kv_simulated_acceptance" not in answer["meta_info"]
-    info = lockstep.request("server_info")
-    assert (info["kv_bench_acceptance"], info["kv_bench_corrupt_loads"], info["kv_bench_lock_step"]) == (None, None, False)
+    info = crowded.request("server_info")
+    assert (info["kv_bench_acceptance"], info["kv_bench_corrupt_loads"]) == (None, None)
 
 
-def test_seeded_sampling_with_logprobs_is_stocks(stock, lockstep, prompts):
+def test_seeded_sampling_with_logprobs_is_stocks(stock, crowded, prompts):
     params = {"temperature": 0.9, "top_p": 0.95, "sampling_seed": 5, "max_new_tokens": 24, "ignore_eos": True}
     body = {"input_ids": prompts[0], "sampling_params": params, "return_logprob": True, "top_logprobs_num": 2}
-    expected, found = (server.ask(**body) for server in (stock, lockstep))
+    expected, found = (server.ask(**body) for server in (stock, crowded))
     assert_same_answers(expected, found, None)
     for name in ("output_token_logprobs", "output_top_logprobs"):
         assert len(found["meta_info"][name]) == 24
@@ -44,19 +35,18 @@ def test_seeded_sampling_with_logprobs_is_stocks(stock, lockstep, prompts):
     assert all(a[1] == b[1] and abs(a[0] - b[0]) < 1e-3 for a, b in pairs)
 
 
-def test_a_grammar_and_its_neighbour_have_stocks_answers(stock, lockstep, prompts):
+def test_a_grammar_drafts_and_its_neighbour_too(stock, crowded, prompts):
     more = {"regex": r"[0-9]{3}-[a-z]{4,12}", "ignore_eos": False}
     bodies = [{"input_ids": prompts[1], **greedy(24, **more)}, {"input_ids": prompts[2], **greedy(60)}]
     expected = [stock.ask(**body) for body in bodies]
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda body: lockstep.ask(**body), bodies))
-    assert_same_answers(expected[0], found[0], "neighbour")
+        found = list(pool.map(lambda body: crowded.ask(**body), bodies))
+    assert_same_answers(expected[0], found[0], None)
     assert found[1]["output_ids"] == expected[1]["output_ids"]
-    # It drafts again when the other is done.
-    assert found[1]["meta_info"]["kv_drafts"] > 0
+    assert all(answer["meta_info"]["kv_drafts"] > 0 for answer in found)
 
 
-def test_stops_lengths_and_samples_end_where_stocks_do(stock, lockstep, prompts, expected):
+def test_stops_lengths_and_samples_end_where_stocks_do(stock, crowded, prompts, expected):
     options = [
         greedy(9, ignore_eos=False, stop_token_ids=[expected[0][7]]),
         greedy(1),
@@ -65,5 +55,5 @@ def test_stops_lengths_and_samples_end_where_stocks_do(stock, lockstep, prompts,
     ]
     for body in options:
         body["input_ids"] = prompts[0]
-        theirs, ours = stock.ask(**body), lockstep.ask(**body)
+        theirs, ours = stock.ask(**body), crowded.ask(**body)
         assert_same_answers(theirs, ours, (ours if isinstance(ours, dict) else ours[0])["meta_info"]["kv_fallback"])
