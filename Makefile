@@ -75,10 +75,13 @@ $(TEST_STAMP): $(STAMP)
 	$(PIP) install --no-deps -r requirements/test.txt
 	touch $@
 
-# A port in ARGS wins; SGLang says itself when that is taken.
+# A port in ARGS wins.
+ASKED_PORT := $(patsubst --port=%,%,$(lastword $(filter --port=%,$(subst --port ,--port=,$(strip $(ARGS))))))
+SERVED_PORT := $(or $(ASKED_PORT),$(PORT))
+
 port-is-free:
-	@if [ -z '$(filter --port --port=%,$(ARGS))' ] && (exec 3<>'/dev/tcp/127.0.0.1/$(PORT)') 2>/dev/null; then
-		echo "port $(PORT) is taken: end what listens there, or name another one: make serve PORT=$$(($(PORT) + 1))" >&2
+	@if (exec 3<>'/dev/tcp/127.0.0.1/$(SERVED_PORT)') 2>/dev/null; then
+		echo "port $(SERVED_PORT) is taken: end what listens there, or name another one: $(if $(ASKED_PORT),--port in ARGS,make serve PORT=$$(($(PORT) + 1)))" >&2
 		exit 1
 	fi
 
@@ -91,7 +94,7 @@ serve: port-is-free $(STAMP)  ## serve MODEL (default: the demo model) on http:/
 		.venv/bin/python -m sglang_ext.demo_model --folder "$$model"
 		dtype='--dtype $(if $(filter gpu,$(HARDWARE)),bfloat16,float32)'
 	fi
-	echo "==> starting SGLang on http://127.0.0.1:$(PORT) (about 30 s); stop it with Ctrl-C"
+	echo "==> starting SGLang on http://127.0.0.1:$(SERVED_PORT) (about 30 s); stop it with Ctrl-C"
 	exec .venv/bin/python -m sglang.launch_server --model-path "$$model" --host 127.0.0.1 --port $(PORT) --kv-mode verified $${dtype:-} $(ARGS)
 
 test: $(TEST_STAMP)  ## run the tests (at most 25 minutes on 2 cores)

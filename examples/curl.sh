@@ -14,9 +14,16 @@ params = {"temperature": 0, "max_new_tokens": 64}
 print(json.dumps({"text": inspect.getsource(textwrap)[:2000], "sampling_params": params}))
 ')"
 
-curl --silent --show-error --fail-with-body "$url/generate" \
-    --header 'Content-Type: application/json' --data "$body" |
-    python3 -c '
+status=0
+answer="$(curl --silent --show-error --fail-with-body "$url/generate" \
+    --header 'Content-Type: application/json' --data "$body")" || status=$?
+if [ "$status" -ne 0 ]; then
+    # What the server said, where one answered; curl itself has told the rest.
+    [ -z "$answer" ] || printf '%s\n' "$answer" >&2
+    exit "$status"
+fi
+
+printf '%s' "$answer" | python3 -c '
 import json, sys
 answer = json.load(sys.stdin)
 print(answer["text"])

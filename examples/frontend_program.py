@@ -9,6 +9,7 @@ The programs are stock SGLang: a verified server answers them as a stock one doe
 import inspect
 import sys
 import textwrap
+from urllib.error import URLError
 
 import sglang as sgl
 
@@ -31,7 +32,10 @@ def review(s: sgl.lang.interpreter.ProgramState, source: str) -> None:
 
 def main(url: str = "http://127.0.0.1:30000") -> None:
     """Run the program once, then as a batch."""
-    sgl.set_default_backend(sgl.RuntimeEndpoint(url))
+    try:
+        sgl.set_default_backend(sgl.RuntimeEndpoint(url))
+    except URLError as error:
+        sys.exit(f"no server answers at {url} ({error.reason}): start one with `make serve`, or pass the URL of another one")
     state = review.run(source=SOURCE)
     for name in ("summary", "subject", "year", "strength", "weakness"):
         print(f"{name}: {state[name]}")

@@ -8,13 +8,16 @@ import inspect
 import sys
 import textwrap
 
-from openai import OpenAI
+from openai import APIConnectionError, OpenAI
 
 
 def main(url: str = "http://127.0.0.1:30000") -> None:
     """Ask about some hundred tokens of source code: drafting starts at 128 tokens of context."""
     client = OpenAI(base_url=f"{url}/v1", api_key="unused")
-    model = client.models.list().data[0].id
+    try:
+        model = client.models.list().data[0].id
+    except APIConnectionError:
+        sys.exit(f"no server answers at {url}: start one with `make serve`, or pass the URL of another one")
     question = f"What does this Python module do?\n\n{inspect.getsource(textwrap)[:2000]}"
     stream = client.chat.completions.create(
         model=model,

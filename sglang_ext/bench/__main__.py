@@ -6,8 +6,9 @@ import signal
 import sys
 from dataclasses import dataclass
 
-from sglang_ext.bench import BenchError
+from sglang_ext.bench import BenchError, outputs
 from sglang_ext.bench.server import stop_all
+from sglang_ext.options import OptionError
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,10 @@ def main(argv: list[str] | None = None) -> int:
     )
     module.add_arguments(parser)
     try:
-        return module.run(parser.parse_args(arguments[1:]))
-    except BenchError as error:
+        args = parser.parse_args(arguments[1:])
+        outputs.check(args)
+        return module.run(args)
+    except (BenchError, OptionError) as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 2
 

@@ -1,6 +1,8 @@
 """The servers of an identity run, and the requests that each gets."""
 
 import shlex
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,9 @@ from sglang_ext.bench.server import ServerProcess
 
 TOP_LOGPROBS = 3
 """One more than a margin needs, so that two arms share tokens even where their best ones differ."""
+
+TOLD_SECONDS = 10.0
+"""Between two lines that say how far an arm is."""
 
 
 @dataclass(frozen=True)
@@ -69,14 +74,19 @@ def verified_arms(config: IdentityConfig) -> list[Arm]:
     ]
 
 
+def flags_of(config: IdentityConfig, arm: Arm) -> tuple[str, ...]:
+    """All flags of an arm's server."""
+    return (*config.common_server_arguments, *arm.arguments)
+
+
 ArmOutputs = dict[int, list[Generation]]
 """Answers in the order of the prompts, by concurrency."""
 
 
 def run_wave(
     server: ServerProcess, prompts: tuple[Prompt, ...], config: IdentityConfig, top_logprobs: int
-) -> list[Generation]:
-    """Send a batch of prompts at once, with an empty cache or one that holds these prompts only."""
+) -> Iterator[Generation]:
+    """Send a batch of prompts at once, with an empty cache or one that holds these prompts only; answers in their order."""
 
     def ask(prompt: Prompt) -> Generation:
         return server.generate(prompt.input_ids, config.sampling, config.output_len, top_logprobs)
@@ -88,7 +98,7 @@ def run_wave(
     with ThreadPoolExecutor(len(prompts)) as pool:
         if config.cache == "warm":
             list(pool.map(warm, prompts))
-        return list(pool.map(ask, prompts))
+        yield from pool.map(ask, prompts)
 
 
 def run_arm(
@@ -103,7 +113,7 @@ def run_arm(
     outputs: ArmOutputs = {}
     with ServerProcess(
         config.model,
-        (*config.common_server_arguments, *arm.arguments),
+        flags_of(config, arm),
         logs / f"{arm.name}.log",
         config.port,
         config.start_timeout,
@@ -111,9 +121,14 @@ def run_arm(
     ) as server:
         for width in config.concurrency:
             answers: list[Generation] = []
+            told = time.monotonic()
             for start in range(0, len(prompts), width):
                 wave = prompts[start : start + width]
-                answers += run_wave(server, wave, config, TOP_LOGPROBS if arm.with_logprobs else 0)
+                for answer in run_wave(server, wave, config, TOP_LOGPROBS if arm.with_logprobs else 0):
+                    answers.append(answer)
+                    if len(answers) < len(prompts) and time.monotonic() - told >= TOLD_SECONDS:
+                        told = time.monotonic()
+                        console.print(f"{arm.name}: {len(answers)} of {len(prompts)} answers", markup=False)
             outputs[width] = answers
             seconds = sum(answer.seconds for answer in answers)
             console.print(f"{arm.name}: {len(answers)} answers, {seconds:.1f} request seconds", markup=False)

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure all settings, print a table; 0 when all could be measured, else 1 after the others."""
     contexts, batches = numbers(args.context_len, "--context-len"), numbers(args.batch, "--batch")
-    servers = list(settings.all_of(args))
+    servers = settings.checked(args)
     waves = Waves(batches, args.repeats, fresh=args.prompt_file is not None)
     prompts = make_prompts(args, waves.prompts, contexts)
     bandwidth = decode_limit.measure_bandwidth()

@@ -6,11 +6,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sglang_ext.bench import BenchError
 from sglang_ext.managers import placement
 from sglang_ext.managers.costs import Costs
 
 if TYPE_CHECKING:
     from sglang_ext.bench.settings import Setting
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """A model's ``config.json``.
+
+    Raises:
+        BenchError: the folder has none, or it is no JSON object.
+    """
+    try:
+        found = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise BenchError(f"--model {folder} has no config.json that can be read ({error}): pass a Hugging Face folder") from error
+    if not isinstance(found, dict):
+        raise BenchError(f"--model {folder}: its config.json is no JSON object: pass a Hugging Face folder")
+    return found
 
 
 def kv_shape(config: Mapping[str, Any]) -> tuple[int, int]:
@@ -41,7 +57,7 @@ class ModelBytes:
     @classmethod
     def of(cls, folder: Path, bytes_per_number: int) -> "ModelBytes":
         """From a dense model's ``config.json``: attention and gated MLP in each layer, and the output head."""
-        config = json.loads((folder / "config.json").read_text())
+        config = read_config(folder)
         hidden, layers, query_heads = config["hidden_size"], config["num_hidden_layers"], config["num_attention_heads"]
         kv_heads, dim = kv_shape(config)
         attention = hidden * dim * (2 * query_heads + 2 * kv_heads)

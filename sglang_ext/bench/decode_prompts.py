@@ -1,11 +1,11 @@
 """The prompts of the decode benchmark: random ones or pieces of a text, and which of them each wave takes."""
 
 import argparse
-import json
 import random
 from dataclasses import dataclass
 
 from sglang_ext.bench import BenchError
+from sglang_ext.bench.decode_limit import read_config
 from sglang_ext.bench.prompts import encode, load_tokenizer
 
 
@@ -39,8 +39,12 @@ class Waves:
 def make_prompts(
     args: argparse.Namespace, count: int, contexts: list[int]
 ) -> dict[int, list[tuple[int, ...]]]:
-    """``count`` different prompts of each length."""
-    config = json.loads((args.model / "config.json").read_text())
+    """``count`` different prompts of each length.
+
+    Raises:
+        BenchError: the model has no config, or --prompt-file is too short or cannot be read.
+    """
+    config = read_config(args.model)
     if args.prompt_file is None:
         draw = random.Random(0)
         # The first ids are special tokens in most vocabularies.
@@ -51,7 +55,11 @@ def make_prompts(
             ]
             for length in contexts
         }
-    ids = encode(load_tokenizer(str(args.model)), args.prompt_file.read_text())
+    try:
+        text = args.prompt_file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BenchError(f"--prompt-file {args.prompt_file} cannot be read ({error}): pass a file of text") from error
+    ids = encode(load_tokenizer(str(args.model)), text)
     needed = max(contexts) + count
     if len(ids) < needed:
         raise BenchError(f"--prompt-file {args.prompt_file} has {len(ids)} tokens; these prompts need {needed}")

@@ -17,12 +17,13 @@ from pathlib import Path
 from rich.console import Console
 
 from sglang_ext.bench import identity_report, report
-from sglang_ext.bench.arms import Arm, ArmOutputs, control_arms, run_arm, stock_arm, try_arm, verified_arms
+from sglang_ext.bench.arms import Arm, ArmOutputs, control_arms, flags_of, run_arm, stock_arm, try_arm, verified_arms
 from sglang_ext.bench.compare import Comparison, compare
 from sglang_ext.bench.corpus import own_prompts
 from sglang_ext.bench.identity_config import IdentityConfig
 from sglang_ext.bench.identity_options import add_arguments, config_from
 from sglang_ext.bench.prompts import Prompt, load_prompts, load_tokenizer
+from sglang_ext.bench.server import check_servers
 from sglang_ext.bench.tolerance import Rules, measured_tolerance
 from sglang_ext.bench.verdict import judge
 
@@ -83,9 +84,12 @@ def told(config: IdentityConfig, prompts: int) -> str:
 def run(args: argparse.Namespace) -> int:
     """Run the comparison, write the reports, and return 0 (all as promised) or 1."""
     config = config_from(args)
+    servers = [stock_arm(config), *control_arms(config), *verified_arms(config)]
+    check_servers(config.model, {arm.name: flags_of(config, arm) for arm in servers})
     console = report.make_console()
     tokenizer = load_tokenizer(config.model)
     prompts = (load_prompts(config.prompts, tokenizer) if config.prompts else own_prompts(tokenizer))[: config.limit]
+    console.print(f"{len(prompts)} prompts for each of {len(servers)} servers: {', '.join(arm.name for arm in servers)}", markup=False)
     with ExitStack() as stack:
         logs = args.logs or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
         logs.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,7 @@ from typing import Final, Literal
 
 from sglang_ext.bench import BenchError
 from sglang_ext.bench.client import SamplingSettings
-from sglang_ext.bench.options import check_budgets, check_counts
+from sglang_ext.bench.options import check_budgets, check_counts, check_port
 from sglang_ext.bench.tolerance import Rules
 from sglang_ext.method_options import budget_of
 from sglang_ext.options import OptionError
@@ -61,6 +61,7 @@ class IdentityConfig:
         counts |= {"--limit": 1 if self.limit is None else self.limit}
         check_counts(counts)
         check_budgets(self.budgets)
+        check_port(self.port)
         if not self.control and not self.compressors:
             raise BenchError("--compressor names none: pass names, separated by commas (or --control for stock against stock)")
         self._check_sampling()

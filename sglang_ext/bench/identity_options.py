@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from sglang_ext.bench.identity_config import AUTO, IdentityConfig
-from sglang_ext.bench.options import names
+from sglang_ext.bench.options import DTYPES, names
 
 
 def _floats(text: str) -> tuple[float, ...]:
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="start both servers with --enable-deterministic-inference, without which SGLang ignores "
         "seeds (default: with --seed)",
     )
-    add("--dtype", default="float32")
+    add("--dtype", default="float32", choices=DTYPES)
     add("--concurrency", type=_ints, default=(1,), help="prompts in flight, separated by commas")
     add("--cache", choices=("cold", "warm"), default="cold", help="warm: each prompt is cached before")
     add("--page-size", type=int, default=1)

@@ -62,9 +62,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure all settings at all rates, print a table; 0 when all could be measured, else 1 after the others."""
-    rates, servers = numbers(args.rate, "--rate", float), list(settings.all_of(args))
+    rates = numbers(args.rate, "--rate", float)
     if len(settings.forced_acceptances(args)) > 1:
         raise BenchError(f"--force-acceptance {args.force_acceptance!r}: pass a single probability")
+    servers = settings.checked(args)
     results: list[Latency] = []
 
     def measure(setting: Setting, logs: Path) -> None:

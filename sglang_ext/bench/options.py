@@ -5,6 +5,11 @@ from collections.abc import Iterable, Mapping
 from sglang_ext.bench import BenchError
 
 
+DTYPES = ("bfloat16", "float16", "float32")
+"""Of ``--dtype``: those that say what is computed; SGLang's ``auto`` is whatever a model's config names."""
+LAST_PORT = 65535
+
+
 def names(text: str) -> tuple[str, ...]:
     """Names separated by commas, without blanks and empty ones."""
     return tuple(part.strip() for part in text.split(",") if part.strip())
@@ -19,6 +24,16 @@ def check_counts(counts: Mapping[str, int]) -> None:
     for option, value in counts.items():
         if value < 1:
             raise BenchError(f"{option} {value}: must be at least 1")
+
+
+def check_port(port: int) -> None:
+    """Refuse a number that is no TCP port.
+
+    Raises:
+        BenchError: names it.
+    """
+    if not 0 <= port <= LAST_PORT:
+        raise BenchError(f"--port {port}: must be from 1 to {LAST_PORT}, or 0 for any free one")
 
 
 def check_budgets(budgets: Iterable[float]) -> None:

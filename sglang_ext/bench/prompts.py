@@ -44,7 +44,8 @@ def load_tokenizer(model: str) -> Tokenizer:
     try:
         return AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError) as error:
-        raise BenchError(f"no tokenizer in {model!r}: {error}") from error
+        first = str(error).strip().split("\n")[0]  # of five lines of advice
+        raise BenchError(f"no tokenizer in {model!r}: {first}") from error
 
 
 def render_chat(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> str:

@@ -1,5 +1,6 @@
 """A real SGLang server as a subprocess."""
 
+import multiprocessing
 import os
 import re
 import shlex
@@ -8,13 +9,16 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
 from sglang_ext.bench import BenchError
 from sglang_ext.bench.client import HOST, ServerClient, free_port
+from sglang_ext.doctor import model_folder
 
 TAIL_LINES = 25
 ERROR = re.compile(r"\b(ERROR|Errno|\w+Error)\b")
@@ -33,6 +37,31 @@ def stop_all() -> None:
     for server in list(_entered):
         server.stop_grace = min(server.stop_grace, INTERRUPTED_GRACE)
         server.stop()
+
+
+def check_servers(model: str, servers: Mapping[str, Sequence[str]]) -> None:
+    """Refuse a model that is not there, and flags that one of the servers would end at, before the first of them starts.
+
+    Args:
+        model: folder or name.
+        servers: the flags of each, by its name.
+
+    Raises:
+        BenchError: names the model, or the server, its flag, what is allowed and the remedy.
+    """
+    missing = model_folder.problem(model)
+    if missing is not None:
+        raise BenchError(f"--model {missing}: pass a Hugging Face folder")
+    # SGLang is loaded apart, so that the process that measures takes none of the memory that servers find free; its warnings, of
+    # what this machine lacks, are for the servers' logs.
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), warnings.simplefilter, ("ignore",)) as apart:
+        apart.submit(_check_flags, model, dict(servers)).result()
+
+
+def _check_flags(model: str, servers: Mapping[str, Sequence[str]]) -> None:
+    from sglang_ext.bench import server_flags
+
+    server_flags.check(model, servers)
 
 
 class ServerProcess(ServerClient):

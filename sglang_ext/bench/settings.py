@@ -11,8 +11,8 @@ from typing import Any
 
 from sglang_ext.bench import BenchError, report
 from sglang_ext.bench.identity_options import words
-from sglang_ext.bench.options import numbers, probabilities
-from sglang_ext.bench.server import ServerProcess
+from sglang_ext.bench.options import DTYPES, check_budgets, numbers, probabilities
+from sglang_ext.bench.server import ServerProcess, check_servers
 from sglang_ext.bench.tiers import Tier, tiers
 from sglang_ext.compressor_options import DEFAULT_BUDGET, code_bits, parse_compressor
 from sglang_ext.options import OptionError
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     stock = "also run stock SGLang with these flags, for example '--speculative-algorithm NGRAM'"
     add("--baseline", action="append", default=[], metavar="FLAGS", help=stock)
     add("--server-arg", action="append", default=[], metavar="FLAGS", help="flags of all servers")
-    add("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    add("--dtype", default="bfloat16", choices=DTYPES)
     add("--start-timeout", type=float, default=600, help="seconds")
     add("--logs", type=Path, help="folder for the servers' logs")
     add("--json", type=Path, help="write all measurements here")
@@ -81,11 +81,16 @@ def log_folder(args: argparse.Namespace) -> Iterator[Path]:
         yield logs
 
 
+def flags_of(args: argparse.Namespace, setting: Setting) -> tuple[str, ...]:
+    """All flags of a setting's server."""
+    return ("--dtype", args.dtype, "--enable-metrics", *words(args.server_arg), *setting.arguments)
+
+
 def server(args: argparse.Namespace, setting: Setting, logs: Path) -> ServerProcess:
     """A setting's server, to be entered; its log lies in ``logs``."""
     return ServerProcess(
         str(args.model),
-        ("--dtype", args.dtype, "--enable-metrics", *words(args.server_arg), *setting.arguments),
+        flags_of(args, setting),
         logs / f"{setting.name}.log",
         start_timeout=args.start_timeout,
     )
@@ -160,6 +165,17 @@ def all_of(args: argparse.Namespace) -> Iterator[Setting]:
         yield verified(args, compressors[0], budget, drafts)
 
 
+def checked(args: argparse.Namespace) -> list[Setting]:
+    """:func:`all_of`, whose servers can start as far as their flags say.
+
+    Raises:
+        BenchError: an option is no number, a flag would be refused, or there is no such model.
+    """
+    found = list(all_of(args))
+    check_servers(str(args.model), {setting.name: flags_of(args, setting) for setting in found})
+    return found
+
+
 def _methods(compressor: str) -> tuple[str | None, str | None]:
     """What drops tokens, and what packs them.
 
@@ -179,6 +195,7 @@ def verified(args: argparse.Namespace, compressor: str, budget: str, drafts: str
     """
     drops, packs = _methods(compressor)
     asked = numbers(budget, "--budget", float)[0]
+    check_budgets([asked])
     share = 1.0 if drops is None else asked
     length = None if drafts == "auto" else numbers(drafts, "--draft-length")[0]
     flags = ["--kv-mode", "verified", "--kv-compressor", compressor, "--kv-draft-length", drafts]

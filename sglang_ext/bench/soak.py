@@ -23,9 +23,10 @@ from sglang_ext.bench.answers import read_samples
 from sglang_ext.bench.client import ServerClient, describe_error
 from sglang_ext.bench.identity_options import words
 from sglang_ext.bench.prompts import Prompt, load_prompts, load_tokenizer
+from sglang_ext.bench.report import write_json
 from sglang_ext.bench.request_options import OPTIONS, SERVER_FLAGS, Option
 from sglang_ext.bench.sending import References, Soak, traffic
-from sglang_ext.bench.server import ServerProcess
+from sglang_ext.bench.server import ServerProcess, check_servers
 from sglang_ext.bench.soak_prompts import cases, next_turns, shared_beginnings, short_ones
 from sglang_ext.bench.tally import Tally
 
@@ -44,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command line."""
     add = parser.add_argument
     add("--model", required=True)
-    add("--prompts", type=Path, required=True, help="as for identity")
+    add("--prompts", type=Path, required=True, help="required: folder of .txt files, or JSON lines (text / messages)")
     add("--minutes", type=float, default=10)
     add("--workers", type=int, default=8, help="requests in flight")
     add("--output-len", type=int, default=96, help="longest answer, in tokens")
@@ -72,15 +73,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Reference answers, then traffic; 0 when all is well."""
     env = server_environment(args.force_retraction)
-    given = load_prompts(args.prompts, load_tokenizer(args.model))[: args.limit]
-    args.logs.mkdir(parents=True, exist_ok=True)
     kv, overlapped = words([args.kv]), not args.disable_overlap
     common = ("--dtype", "float32", *SERVER_FLAGS, *(() if overlapped else (PLAIN_LOOP,)), *words(args.server_arg))
+    flags = (*common, "--kv-mode", "verified", *kv)
+    flags += ("--max-total-tokens", str(args.pool_tokens), "--schedule-conservativeness", "0.1")
+    check_servers(args.model, {"stock": common, "verified": flags})
+    given = load_prompts(args.prompts, load_tokenizer(args.model))[: args.limit]
+    args.logs.mkdir(parents=True, exist_ok=True)
     with ServerProcess(args.model, common, args.logs / "soak-stock.log") as stock:
         check_loop(stock, overlapped)
         prompts, references = reference_answers(stock, given, args.output_len)
-    flags = (*common, "--kv-mode", "verified", *kv)
-    flags += ("--max-total-tokens", str(args.pool_tokens), "--schedule-conservativeness", "0.1")
     tally = Tally()
     log = args.logs / "soak-verified.log"
     with ServerProcess(args.model, flags, log, request_timeout=ANSWER_SECONDS, env=env) as server:
@@ -182,4 +184,4 @@ def report(args: argparse.Namespace, tally: Tally, flags: tuple[str, ...], overl
     print(json.dumps(totals, indent=1))
     if args.json:
         asked = [{"name": each.name, **each.sampling, **each.fields} for each in OPTIONS]
-        args.json.write_text(json.dumps({**totals, "requests": asked}, indent=1))
+        write_json(args.json, {**totals, "requests": asked})

@@ -5,6 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from sglang_ext import hooking, model_options, options
+from sglang_ext.doctor import model_folder
 from sglang_ext.doctor.check import SGLANG_VERSION, Check, told, verdict
 
 
@@ -70,6 +71,9 @@ def check_model(path: str) -> Check:
     """
     from sglang.srt.configs.model_config import ModelConfig
 
+    missing = model_folder.problem(path)
+    if missing is not None:
+        return Check("model", False, missing, "pass a Hugging Face folder, or a name on the Hub")
     try:
         config = ModelConfig(path, trust_remote_code=False)
         reason = model_options.unsupported_model(config)

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from sglang_ext.bench.outputs import check_folder
 from sglang_ext.fit import FitError
 from sglang_ext.fit.progress import telling
 from sglang_ext.fit.samples import Piece, Sampler, Sampling
@@ -59,16 +60,17 @@ def run(args: argparse.Namespace, console: Console) -> None:
 
     Raises:
         FitError, PrecompressError: an option or a text cannot be used.
-        OptionError: the model's files are not there.
+        OptionError: the model's files are not there, or --out cannot be written.
     """
     for name, least in SMALLEST.items():
         if getattr(args, name) < least:
             raise FitError(f"--{name} is {getattr(args, name)}; pass a whole number from {least}")
     if not 0 < args.held_out < 1:
         raise FitError(f"--held-out is {args.held_out}; pass the share of the texts that is not learned from, for example 0.1")
-    folder = model_folder(args.model, args.revision, download=True)
     samples = args.out / "work"
-    samples.mkdir(parents=True, exist_ok=True)
+    check_folder("--out", args.out)
+    check_folder("--out", samples)
+    folder = model_folder(args.model, args.revision, download=True)
     sampling = Sampling(args.target, args.tokens, args.samples, args.seed)
     training = Training(args.network, args.width, args.epochs, seed=args.seed)
     sampler = Sampler(AutoTokenizer.from_pretrained(folder), model_key(folder), sampling, samples)

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from sglang_ext.bench.outputs import check_folder
 from sglang_ext.mem_cache.scores.model_key import model_folder, model_key
 from sglang_ext.options import OptionError
 from sglang_ext.precompress import PrecompressError
@@ -48,7 +49,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
 
     Raises:
         PrecompressError: an option or a document cannot be used.
-        OptionError: the model's files are not there.
+        OptionError: the model's files are not there, or --out cannot be written.
     """
     if args.chunk < 1:
         raise PrecompressError(f"--chunk is {args.chunk}; pass how many tokens are repeated at once, from 1, for example 2048")
@@ -56,12 +57,12 @@ def run(args: argparse.Namespace, console: Console) -> None:
         raise PrecompressError("--prefix-text and --chat-template both say what stands before documents: pass one of them")
     if args.system is not None and not args.chat_template:
         raise PrecompressError("--system is a message of the chat template: pass --chat-template too")
-    args.out.mkdir(parents=True, exist_ok=True)
+    check_folder("--out", args.out)
     folder = model_folder(args.model, args.revision, download=True)
     beginning = Beginning(args.prefix_text, args.chat_template, args.system)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     work = Work(tokenizer, beginning, Reconstruction(chunk=args.chunk), model_key(folder), args.out)
-    documents = work.missing(args.files, lambda line: console.print(line, markup=False, highlight=False))
+    documents = work.missing(args.files, lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True))
     if not documents:
         return
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=args.dtype).to(args.device).eval()

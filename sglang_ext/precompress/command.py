@@ -10,7 +10,7 @@ def exit_code(name: str, work: Callable[[], None], refused: tuple[type[Exception
     try:
         work()
     except refused as error:
-        console.print(f"{name}: {error}", style="red", markup=False)
+        console.print(f"{name}: {error}", style="red", markup=False, soft_wrap=True)
         return 2
     except KeyboardInterrupt:
         console.print(f"{name}: interrupted; run it again for the rest")

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sglang_ext.mem_cache.scores.files import Document, ScoreFile, ScoreFileError, write
 from sglang_ext.mem_cache.scores.index import MIN_MATCH
+from sglang_ext.precompress import PrecompressError
 from sglang_ext.precompress.documents import Beginning, read_text
 from sglang_ext.precompress.reconstruction import Reconstruction, reconstruction_scores
 
@@ -48,17 +49,23 @@ class Work:
         """Token ids of the documents whose scores are not there yet; ``say`` is told which are, and which are too short.
 
         Raises:
-            PrecompressError: a document cannot be read or tokenized.
+            PrecompressError: a document cannot be read or tokenized, or all are too short.
         """
         found: dict[Path, list[int]] = {}
+        files, short = list(files), 0
         for file in files:
             tokens = self.beginning.tokens(self.tokenizer, read_text(file))
             if len(tokens) < MIN_MATCH:
+                short += 1
                 say(f"{file}: left out: {len(tokens)} tokens, servers look for {MIN_MATCH} or more")
             elif self.is_there(tokens):
                 say(f"{file}: there already, {len(tokens)} tokens")
             else:
                 found[file] = tokens
+        if short == len(files):
+            raise PrecompressError(
+                f"no document has {MIN_MATCH} tokens with what stands before it, so that nothing was written: pass longer ones"
+            )
         return found
 
     def score(self, model: PreTrainedModel, tokens: list[int], progress: Callable[[int], None]) -> Path:

@@ -1,7 +1,10 @@
 """What several tests of the bench share."""
 
 import argparse
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 from sglang_ext.bench import identity
 from sglang_ext.bench.acceptance import add_up
@@ -38,6 +41,25 @@ def result(
 def comparison(*results: PromptResult, setting: Setting = SETTING) -> Comparison:
     """A comparison of these prompts."""
     return Comparison(setting, results, add_up([], 1))
+
+
+class Here:
+    """Stands for a pool of processes where loading SGLang again would take seconds: does the work at once."""
+
+    def __init__(self, *_: object) -> None: ...
+
+    def __enter__(self) -> "Here":
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def submit(self, work: Callable[..., Any], *given: object) -> Future[Any]:
+        done: Future[Any] = Future()
+        try:
+            done.set_result(work(*given))
+        except Exception as error:  # as a pool does
+            done.set_exception(error)
+        return done
 
 
 class CharTokenizer:

@@ -5,8 +5,10 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from bench_helpers import Here
 
-from sglang_ext.bench import BenchError, decode, decode_limit, decode_prompts, decode_report, decode_wave, settings, simulate
+from sglang_ext.bench import BenchError, decode, decode_limit, decode_prompts, decode_report, decode_wave, server, settings, simulate
+from sglang_ext.bench.__main__ import main
 from sglang_ext.bench.client import SamplingSettings
 from sglang_ext.bench.decode_limit import ModelBytes
 from sglang_ext.bench.decode_report import Result, line
@@ -18,6 +20,12 @@ QWEN3_8B = {
     "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
     "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
 }
+
+
+@pytest.fixture(autouse=True)
+def checked_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers' flags are checked in this process."""
+    monkeypatch.setattr(server, "ProcessPoolExecutor", Here)
 
 
 def stream(chunks, **meta):
@@ -182,11 +190,41 @@ def test_a_gain_is_over_stock_at_the_same_context_and_batch(tmp_path):
     assert "gain  2.00" in decode_report.line(ours) and "1 requests ended on full KV" in decode_report.line(ours)
 
 
-@pytest.mark.parametrize("flags", [("--batch", "0"), ("--context-len", "many"), ("--force-acceptance", "1.5"), ("--also", "0.5")])
+@pytest.mark.parametrize("flags", [("--batch", "0"), ("--context-len", "many"), ("--force-acceptance", "1.5"), ("--also", "0.5"), ("--budget", "3")])
 def test_bad_options_are_refused_before_a_server_starts(tmp_path, flags):
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
     with pytest.raises(BenchError, match=flags[0]):
         decode.run(arguments(tmp_path, *flags))
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (("--draft-length", "100"), "snapkv-0.25-x100 cannot start: --kv-draft-length is 100"),
+        (("--server-arg=--nonsense",), "the server stock cannot start: unrecognized arguments: --nonsense"),
+        (("--baseline=--speculative-algorithm",), "--speculative-algorithm: expected one argument"),
+        (("--json", "/proc/x.json"), "--json is '/proc/x.json', which cannot be written"),
+        (("--logs", "/proc/x"), "--logs is '/proc/x', to which nothing can be written"),
+        (("--prompt-file", "/no/such"), "--prompt-file /no/such cannot be read"),
+    ],
+)
+def test_what_a_server_would_refuse_ends_the_run_before_one_starts(tmp_path, monkeypatch, capsys, flags, reason):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
+    monkeypatch.setattr(settings, "ServerProcess", lambda *_, **__: pytest.fail("a server starts"))
+    assert main(["decode", "--model", str(tmp_path), *flags]) == 2
+    (told,) = capsys.readouterr().err.splitlines()
+    assert reason in told
+
+
+def test_a_model_without_a_config_is_refused(tmp_path, capsys):
+    for command in ("decode", "latency"):
+        assert main([command, "--model", str(tmp_path)]) == 2
+        assert capsys.readouterr().err == f"{command}: --model {tmp_path}: this folder has no config.json: pass a Hugging Face folder\n"
+    with pytest.raises(BenchError, match="has no config.json that can be read"):
+        ModelBytes.of(tmp_path, 2)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(BenchError, match="its config.json is no JSON object"):
+        ModelBytes.of(tmp_path, 2)
 
 
 def test_each_wave_of_a_text_has_prompts_of_its_own():

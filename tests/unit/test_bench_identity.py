@@ -5,9 +5,9 @@ import json
 from pathlib import Path
 
 import pytest
-from bench_helpers import STATS, make_config, parse
+from bench_helpers import STATS, Here, make_config, parse
 
-from sglang_ext.bench import BenchError, arms, identity, report
+from sglang_ext.bench import BenchError, arms, identity, report, server
 from sglang_ext.bench.__main__ import main
 from sglang_ext.bench.arms import control_arms, stock_arm, verified_arms
 from sglang_ext.bench.client import SamplingSettings
@@ -20,6 +20,12 @@ from sglang_ext.bench.verdict import judge
 from sglang_ext.method_options import budget_of
 
 
+@pytest.fixture(autouse=True)
+def checked_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers' flags are checked in this process."""
+    monkeypatch.setattr(server, "ProcessPoolExecutor", Here)
+
+
 class TestConfig:
     @pytest.mark.parametrize(
         ("changes", "message"),
@@ -29,6 +35,8 @@ class TestConfig:
             ({"concurrency": ()}, "--concurrency 0"),
             ({"limit": -1}, "--limit -1"),
             ({"budgets": (1.5,)}, "--budget 1.5"),
+            ({"port": 99999}, "--port 99999: must be from 1 to 65535, or 0"),
+            ({"port": -1}, "--port -1"),
             ({"compressors": ()}, "--compressor names none"),
             ({"temperature": -1.0}, "--temperature -1"),
             ({"temperature": 0.8}, "--seed None"),
@@ -192,6 +200,65 @@ class TestRun:
         with pytest.raises(BenchError, match="the server ended"):
             self.run(tmp_path)
 
+    def test_progress_is_told_now_and_then(
+        self, fake_server: type[FakeServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(arms, "TOLD_SECONDS", 0.0)
+        self.run(tmp_path)
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[:3] == ["stock: starting", "stock: 1 of 3 answers", "stock: 2 of 3 answers"]
+        assert lines[3].startswith("stock: 3 answers")
+        monkeypatch.setattr(arms, "TOLD_SECONDS", 60.0)
+        self.run(tmp_path)
+        assert " of 3 answers" not in capsys.readouterr().out
+
+
+class TestRefusedAtOnce:
+    """What only the verified server, or the end of the run, would notice."""
+
+    def refused(self, capsys: pytest.CaptureFixture[str], *words: str, model: str = "m") -> str:
+        assert main(["identity", "--model", model, "--prompts", "p", *words]) == 2
+        told = capsys.readouterr()
+        assert told.out == ""
+        (line,) = told.err.splitlines()
+        return line
+
+    @pytest.mark.parametrize(
+        ("words", "reason"),
+        [
+            (("--compressor", "foo"), "--compressor is 'foo'; allowed: "),
+            (("--compressor", "foo", "--budget", "0.5"), "verified-foo-0.5 cannot start: --kv-compressor is 'foo'; allowed: "),
+            (("--draft-length", "100"), "--kv-draft-length is 100; pass a whole number from 1 to 64"),
+            (("--kv-arg=--kv-foo",), "unrecognized arguments: --kv-foo"),
+            (("--kv-arg=--kv-full-tier host",), "pass --kv-host-gb"),
+            (("--server-arg=--enable-mixed-chunk",), "cannot be combined with --enable-mixed-chunk"),
+            (("--control-arm=--page-size many",), "the server control-1 cannot start: argument --page-size: invalid int"),
+            (("--port", "99999"), "--port 99999"),
+            (("--json", "/proc/x.json"), "--json is '/proc/x.json', which cannot be written"),
+            (("--plot", "/proc/x.png"), "--plot is '/proc/x.png', which cannot be written"),
+            (("--plot", "x.foo"), "--plot is 'x.foo'; a plot is one of "),
+            (("--logs", "/proc/x"), "--logs is '/proc/x', to which nothing can be written"),
+        ],
+    )
+    def test_before_a_server_starts(
+        self, fake_server: type[FakeServer], capsys: pytest.CaptureFixture[str], words: tuple[str, ...], reason: str
+    ) -> None:
+        assert reason in self.refused(capsys, *words)
+        assert fake_server.log == []
+
+    def test_a_model_that_is_not_there(self, fake_server: type[FakeServer], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+        assert "--model /nope: no such folder" in self.refused(capsys, model="/nope")
+        assert "this folder has no config.json" in self.refused(capsys, model=str(tmp_path))
+        assert fake_server.log == []
+
+    def test_a_folder_in_place_of_a_file(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+        assert "(Is a directory)" in self.refused(capsys, "--json", str(tmp_path))
+
+    def test_an_unknown_dtype(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit):
+            main(["identity", "--model", "m", "--dtype", "foo"])
+        assert "argument --dtype: invalid choice: 'foo'" in capsys.readouterr().err
+
 
 class TestControls:
     prompts = (Prompt("a", (1,)), Prompt("b", (2,)), Prompt("c", (3,)))
@@ -254,10 +321,12 @@ class TestControls:
         monkeypatch.setattr(identity, "load_tokenizer", lambda model: None)
         monkeypatch.setattr(identity, "load_prompts", lambda path, tokenizer: self.prompts)
         path = tmp_path / "r.json"
-        words = ["--model", "m", "--prompts", "p", "--output-len", "4", "--compressor", "a", "--budget", "0.5"]
+        words = ["--model", "m", "--prompts", "p", "--output-len", "4", "--compressor", "snapkv", "--budget", "0.5"]
         words += ["--dtype", "bfloat16", "--control-arm", "--chunked-prefill-size 512", "--json", str(path)]
         assert main(["identity", *words]) == code
         found = json.loads(path.read_text())
         assert found["config"]["control_arms"] == [["--chunked-prefill-size", "512"]]
         assert (found["verdict"]["holds"], found["verdict"]["noise"]["rate_holds"]) == (not code, not code)
-        assert f"limit 1.5: {'does not hold' if code else 'holds'}" in capsys.readouterr().out
+        told = capsys.readouterr().out
+        assert f"limit 1.5: {'does not hold' if code else 'holds'}" in told
+        assert told.startswith("3 prompts for each of 3 servers: stock, control-1, verified-snapkv-0.5\n")

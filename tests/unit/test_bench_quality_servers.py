@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_helpers import CharTokenizer
+from bench_helpers import CharTokenizer, Here
 
 from sglang_ext.bench import BenchError
+from sglang_ext.bench import server as bench_server
 from sglang_ext.bench.client import ServerClient
 from sglang_ext.bench.prompts import Prompt
 from sglang_ext.bench.quality import arms, command
@@ -27,6 +28,12 @@ from sglang_ext.bench.quality.stock_scores import score
 
 TOPS = 3
 OUTPUT = 4
+
+
+@pytest.fixture(autouse=True)
+def checked_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers' flags are checked in this process."""
+    monkeypatch.setattr(bench_server, "ProcessPoolExecutor", Here)
 
 
 def config(*words: str) -> QualityConfig:
@@ -285,6 +292,17 @@ def test_verified_decoding_above_the_noise_fails_the_run(run, capsys):
     code, report, _ = run("--parts", "kl", server=Wrong)
     assert code == 1 and report["above_noise"] == ["verified-snapkv-0.5-x4"]
     assert "does not hold for verified-snapkv-0.5-x4" in capsys.readouterr().out
+
+
+def test_flags_that_a_server_would_refuse_end_the_run_before_one_starts(run):
+    class Never(FakeServer):
+        def __init__(self, arm: QualityArm) -> None:
+            pytest.fail("a server starts")
+
+    with pytest.raises(BenchError, match="verified-snapkv-0.5-x100 cannot start: --kv-draft-length is 100"):
+        run("--draft-length", "100", server=Never)
+    with pytest.raises(BenchError, match="--port 70000"):
+        run("--port", "70000", server=Never)
 
 
 def test_a_server_that_fails_costs_its_own_figures_alone(run):

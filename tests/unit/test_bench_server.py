@@ -1,5 +1,6 @@
 """ServerProcess and its client against a small HTTP server in place of SGLang."""
 
+import multiprocessing
 import signal
 import socket
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 
 from sglang_ext.bench import BenchError
 from sglang_ext.bench.client import SamplingSettings, ServerClient, free_port
-from sglang_ext.bench.server import ServerProcess
+from sglang_ext.bench.server import ServerProcess, check_servers
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -186,3 +187,10 @@ runpy.run_module("sglang_ext.bench", run_name="__main__")
             bench.send_signal(number)
             assert bench.wait(10) == 128 + number
         assert not is_running(server)
+
+
+def test_flags_are_checked_in_a_process_that_is_gone_afterwards(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(BenchError, match="the server second cannot start: unrecognized arguments: --nonsense"):
+        check_servers("m", {"first": ("--kv-mode", "verified"), "other": ("--config", "c.yaml"), "second": ("--nonsense",)})
+    assert capfd.readouterr() == ("", "")
+    assert not multiprocessing.active_children()

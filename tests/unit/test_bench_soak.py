@@ -9,15 +9,22 @@ from typing import Any
 from urllib.error import HTTPError
 
 import pytest
-from bench_helpers import PROMPT
+from bench_helpers import PROMPT, Here
 
 from sglang_ext.bench import BenchError, sending, soak
+from sglang_ext.bench import server as bench_server
 from sglang_ext.bench.__main__ import main
 from sglang_ext.bench.answers import LOST_LOGPROB, Sample
 from sglang_ext.bench.request_options import OPTIONS
 from sglang_ext.bench.soak_prompts import cases
 from sglang_ext.bench.tally import Tally
 from sglang_ext.bench.traffic import MALFORMED, Request
+
+
+@pytest.fixture(autouse=True)
+def checked_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers' flags are checked in this process."""
+    monkeypatch.setattr(bench_server, "ProcessPoolExecutor", Here)
 
 
 class FakeServer:
@@ -149,6 +156,7 @@ class TestLoop:
         [
             ((), True),
             (("--disable-overlap",), False),
+            (("--disable-overlap", "--kv", "--kv-budget 0.25"), False),
             (("--kv", "--kv-budget 0.5"), True),
         ],
     )

@@ -14,7 +14,7 @@ import torch
 
 from sglang_ext import hooking, hooks, uses
 from sglang_ext.doctor import __main__ as doctor
-from sglang_ext.doctor import installation, serving
+from sglang_ext.doctor import installation, model_folder, serving
 from sglang_ext.doctor.check import Check
 
 SMALL = {
@@ -154,6 +154,23 @@ def test_unsupported_models_are_named_with_the_reason(
     check = serving.check_model(config_folder(tmp_path, config))
     assert not check.ok and reason in check.found
     assert "--kv-mode full" in check.remedy
+
+
+@pytest.mark.parametrize("path", ["/nope", "./nope", "../nope", "{tmp_path}/nope"])
+def test_a_path_that_is_not_there_is_no_name_on_the_hub(tmp_path: Path, path: str) -> None:
+    path = path.format(tmp_path=tmp_path)
+    check = serving.check_model(path)
+    assert (check.ok, check.found) == (False, f"{path}: no such folder") and check.remedy
+
+
+def test_a_path_is_told_from_a_name_by_its_beginning_or_its_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "models").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert model_folder.problem("models/nope") == "models/nope: no such folder"
+    assert model_folder.problem("models") == "models: this folder has no config.json"
+    assert model_folder.problem("Qwen/Qwen3-8B") is None and model_folder.problem("gpt2") is None
+    (tmp_path / "models" / "config.json").write_text("{}")
+    assert model_folder.problem("models") is None
 
 
 @pytest.mark.usefixtures("device")

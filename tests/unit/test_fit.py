@@ -205,3 +205,9 @@ def test_what_cannot_be_fitted_is_refused_with_a_remedy(tiny, texts, tmp_path, c
     assert fit(tiny, tmp_path / "out", texts[0], texts[1], *arguments) == 2
     assert reason in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "out" / FILE).exists()
+
+
+def test_a_folder_that_cannot_be_written_is_refused_in_one_line_before_the_model_is_read(texts, capsys):
+    assert main(["kvzap", "--model", "/no/such/model", "--out", "/proc/kvzap", *map(str, texts)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--out is '/proc/kvzap'" in line and "pass a folder that you may write to" in line

@@ -137,11 +137,26 @@ def test_what_cannot_be_scored_is_refused_with_a_remedy(tiny, document, tmp_path
     assert reason in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_text_too_short_for_a_copy_is_left_out(tiny, tmp_path, capsys):
+def test_a_text_too_short_for_a_copy_is_left_out(tiny, document, tmp_path, capsys):
     short = tmp_path / "short.txt"
     short.write_text("Few words.")
-    assert precompress(tiny, tmp_path / "scores", short) == 0
-    assert "left out" in " ".join(capsys.readouterr().err.split()) and not list((tmp_path / "scores").iterdir())
+    assert precompress(tiny, tmp_path / "scores", short, document) == 0
+    assert "left out" in capsys.readouterr().err and len(list((tmp_path / "scores").iterdir())) == 1
+    assert precompress(tiny, tmp_path / "scores", short, document) == 0, "one is there already"
+
+
+def test_texts_of_which_all_are_too_short_are_refused(tiny, tmp_path, capsys):
+    empty = tmp_path / "empty.txt"
+    empty.write_text("")
+    assert precompress(tiny, tmp_path / "scores", empty) == 2
+    assert "nothing was written: pass longer ones" in capsys.readouterr().err.splitlines()[-1]
+    assert not list((tmp_path / "scores").iterdir())
+
+
+def test_a_folder_that_cannot_be_written_is_refused_in_one_line_before_the_model_is_read(document, capsys):
+    assert main(["--model", "/no/such/model", "--out", "/proc/scores", str(document)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--out is '/proc/scores'" in line and "pass a folder that you may write to" in line
 
 
 def test_a_template_that_changes_the_document_is_refused(tiny, document, tmp_path, capsys):

@@ -72,7 +72,7 @@ class Odd(SinkRecent):
 )
 def test_scores_that_cannot_be_used_are_named_once_and_requests_served_with_full_kv(world, monkeypatch, caplog, change, named):
     views = world.cache.views
-    monkeypatch.setattr(planner, "MIN_CONTEXT", 8)
+    monkeypatch.setattr(copy_policy, "MIN_CONTEXT", 8)
     done(world, COMMON)
     kept = start(world, [*COMMON, *range(90, 98)])
     monkeypatch.setattr(Odd, "change", staticmethod(change))

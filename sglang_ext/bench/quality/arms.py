@@ -89,11 +89,16 @@ class Answers:
     speed: float | None = None
 
 
+def flags_of(config: QualityConfig, arm: QualityArm) -> tuple[str, ...]:
+    """All flags of an arm's server."""
+    return (*config.common_server_arguments, *arm.arguments)
+
+
 def server(config: QualityConfig, arm: QualityArm, logs: Path) -> ServerProcess:
     """An arm's server, to be entered; its log lies in ``logs``."""
     return ServerProcess(
         config.model,
-        (*config.common_server_arguments, *arm.arguments),
+        flags_of(config, arm),
         logs / f"{arm.name}.log",
         config.port,
         config.start_timeout,

@@ -28,7 +28,7 @@ from sglang_ext.bench import BenchError, report
 from sglang_ext.bench.generation import TopLogprobs
 from sglang_ext.bench.prompts import Prompt, Tokenizer, load_prompts, load_tokenizer
 from sglang_ext.bench.quality import plots, tables
-from sglang_ext.bench.quality.arms import FULL, Answers, QualityArm, arms_of, ask, server
+from sglang_ext.bench.quality.arms import FULL, Answers, QualityArm, arms_of, ask, flags_of, server
 from sglang_ext.bench.quality.attention import AttentionError, measure
 from sglang_ext.bench.quality.benchmark_file import load_benchmark
 from sglang_ext.bench.quality.capture import CapturedModel
@@ -38,7 +38,7 @@ from sglang_ext.bench.quality.options import add_arguments, config_from
 from sglang_ext.bench.quality.results import Results, arm_quality
 from sglang_ext.bench.quality.stock_scores import score
 from sglang_ext.bench.quality.tasks import Task, build_tasks
-from sglang_ext.bench.server import ServerProcess
+from sglang_ext.bench.server import ServerProcess, check_servers
 
 __all__ = ["add_arguments", "run"]
 
@@ -127,6 +127,7 @@ def told(config: QualityConfig) -> str:
 def run(args: argparse.Namespace) -> int:
     """Measure, print tables, write the reports; 0 when all was measured and verified decoding cost nothing, else 1."""
     config = config_from(args)
+    check_servers(config.model, {arm.name: flags_of(config, arm) for arm in arms_of(config)})
     console = report.make_console()
     with ExitStack() as stack:
         logs = args.logs or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from sglang_ext.bench import BenchError
 from sglang_ext.bench.client import SamplingSettings
-from sglang_ext.bench.options import check_budgets, check_counts
+from sglang_ext.bench.options import check_budgets, check_counts, check_port
 from sglang_ext.bench.quality.named import Named
 
 PARTS = ("acceptance", "kl", "divergence", "functional", "speed", "attention")
@@ -93,6 +93,7 @@ class QualityConfig:
         counts |= {"--draft-length": min(self.draft_lengths), "--limit": 1 if self.limit is None else self.limit}
         check_counts(counts)
         check_budgets(self.budgets)
+        check_port(self.port)
         if self.tasks < 1 and "functional" in self.parts and self.benchmark is None:
             raise BenchError(f"--tasks {self.tasks}: --parts functional needs at least 1, or a --benchmark")
         if min(self.temperatures) < 0:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from sglang_ext.bench import BenchError
 from sglang_ext.bench.identity_options import words
-from sglang_ext.bench.options import names, numbers
+from sglang_ext.bench.options import DTYPES, names, numbers
 from sglang_ext.bench.quality.config import PARTS, BenchmarkFile, QualityConfig
 from sglang_ext.bench.quality.scorers import BY_NAME
 
@@ -36,14 +36,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="leave prefix caches as they are from one temperature to the next: faster, and alike in all arms",
     )
-    add("--dtype", default="float32")
+    add("--dtype", default="float32", choices=DTYPES)
     add("--server-arg", action="append", default=[], metavar="'--name value'", help="for all servers, repeatable")
     add(
         "--kv-arg",
         action="append",
         default=[],
         metavar="'--name value'",
-        help='for lossy and verified servers, repeatable: --kv-arg="--kv-schedule lockstep"',
+        help='for lossy and verified servers, repeatable: --kv-arg="--kv-head-budgets equal"',
     )
     add("--limit", type=int, help="use the first prompts, and the benchmark's first lines, only")
     add("--port", type=int, default=0, help="default: any free one")

@@ -1,0 +1,57 @@
+"""The flags of a benchmark's servers, looked at as each server will, before the first of them starts."""
+
+import argparse
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
+
+from sglang.srt.plugins import load_plugins
+
+from sglang_ext import flag_checks, refused_options
+from sglang_ext.arguments import KVServerArgs
+from sglang_ext.bench import BenchError
+from sglang_ext.options import OptionError
+
+CONFIG = "--config"
+"""SGLang's flag: a file holds further flags, which only the server reads."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises where a program would end."""
+
+    def error(self, message: str) -> NoReturn:
+        raise BenchError(" ".join(message.split()))
+
+
+class _Unresolved(KVServerArgs):
+    """Arguments that are checked alone: SGLang chooses nothing for them."""
+
+    def __post_init__(self) -> None:
+        flag_checks.check_flags(self)
+        if self.kv_mode != "full":
+            refused_options.check_combinations(self)
+
+
+def check(model: str, servers: Mapping[str, Sequence[str]]) -> None:
+    """Refuse flags that one of the servers would end at.
+
+    Args:
+        model: folder or name.
+        servers: the flags of each, by its name.
+
+    Raises:
+        BenchError: names the server, the flag, what is allowed and the remedy.
+    """
+    load_plugins()  # as a server does: SGLang makes the parser of the class that is put in place of its own
+    parser = _Parser(add_help=False)
+    KVServerArgs.add_cli_args(parser)
+    del parser.error  # of this one object, set there: it ends the program
+    for name, flags in servers.items():
+        if CONFIG in flags:
+            continue
+        try:
+            given = parser.parse_args(["--model-path", model, *flags])
+            fields = (each.name for each in dataclasses.fields(KVServerArgs))
+            _Unresolved(**{each: getattr(given, each) for each in fields if hasattr(given, each)})
+        except (BenchError, OptionError) as error:
+            raise BenchError(f"the server {name} cannot start: {error}") from error
