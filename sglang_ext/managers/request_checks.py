@@ -67,6 +67,11 @@ def check_shape(original: Callable, obj: GenerateReqInput) -> None:
         raise ValueError(f"input_embeds is {_short(obj.input_embeds)}; pass a row of numbers for each token of the prompt, or text")
     given = {name: len(value) for name in OF_PROMPTS if isinstance(value := getattr(obj, name), list)}
     original(obj)
+    if obj.text is not None and obj.input_ids and isinstance(obj.input_ids[0], list) == obj.is_single:
+        raise ValueError(
+            f"input_ids is {_short(obj.input_ids)} beside text; pass a list of token ids for one text, a list of such lists for a list of "
+            "texts, or leave either out"
+        )
     if obj.is_single:
         if not isinstance(obj.rid, str):
             raise ValueError(f"rid is {_short(obj.rid)} with one prompt; pass one string, or leave it out")

@@ -1,6 +1,7 @@
 """What requests may ask for: refused where the scheduler would end, and nothing else."""
 
 import json
+from array import array
 from types import SimpleNamespace
 
 import pytest
@@ -134,6 +135,8 @@ def shaped(body):
     {"text": ["a", "b"], "sampling_params": {"n": 2}}, {"text": ["a", "b"], "sampling_params": [{}, {}, {}]},
     {"text": ["a", "b"], "sampling_params": [{"n": 2}]}, {"text": ["a", "b"], "token_ids_logprob": [5]},
     {"text": ["a", "b"], "token_ids_logprob": []}, {"text": []}, {"text": ["a"], "rid": "r"}, {"text": "a", "rid": "r"},
+    {"text": "a", "input_ids": [1]}, {"text": ["a", "b"], "input_ids": [[1], [2]]},
+    {"text": "a", "input_ids": [1], "sampling_params": {"n": 2}},
     {"input_ids": [[1], [2]], "return_logprob": [True, False]}, {"input_embeds": [[[0.5]], [[0.5]]]},
 ])  # fmt: skip
 def test_requests_that_sglang_takes_apart_pass(body):
@@ -155,6 +158,8 @@ def test_requests_that_sglang_takes_apart_pass(body):
     ({"text": ["a", "b", "c"], "lora_path": ["x", "y"]}, "lora_path is a list of 2, and there are 3 prompts"),
     ({"text": ["a", "b"], "top_logprobs_num": [1]}, "top_logprobs_num is a list of 1, and there are 2 prompts"),
     ({"text": ["a", "b"], "input_ids": [[1]]}, "input_ids is a list of 1, and there are 2 prompts"),
+    ({"text": ["a", "b"], "input_ids": [1, 2]}, r"input_ids is \[1, 2\] beside text; pass a list of token ids for one text"),
+    ({"text": "a", "input_ids": [[1]]}, r"input_ids is \[\[1\]\] beside text; pass"),
     ({"text": "a", "rid": ["r"]}, r"rid is \['r'\] with one prompt; pass one string"),
     ({"input_embeds": []}, r"input_embeds is \[\]; pass a row of numbers"),
     ({"input_embeds": [[]]}, r"input_embeds is \[\[\]\]; pass a row of numbers"),
@@ -165,8 +170,10 @@ def test_counts_and_lists_that_sglang_cannot_take_apart_are_named(body, words):
     with pytest.raises(Exception):  # noqa: B017, PT011 - whatever SGLang raises, or what follows
         stock = GenerateReqInput(**body)
         stock.normalize_batch_and_arguments()
-        hash(stock.rid if stock.is_single else [stock[i] for i in range(stock.batch_size)][-1].rid)
-        raise AssertionError
+        made = [stock] if stock.is_single else [stock[i] for i in range(stock.batch_size)]
+        hash(made[-1].rid)
+        array("q", made[-1].input_ids or [])
+        pytest.fail("stock takes it")
 
 
 def preferred(given):
