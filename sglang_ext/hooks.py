@@ -118,6 +118,14 @@ HOOKS: tuple[Hook, ...] = (
         process="scheduler",
     ),
     Hook(
+        target="sglang.srt.managers.io_struct.GenerateReqInput.normalize_batch_and_arguments",
+        kind="around",
+        hook="sglang_ext.managers.request_checks.check_shape",
+        why="a number of answers, or lists for several prompts, that SGLang cannot take apart shall be told, not raise",
+        expects=("self",),
+        process="frontend",
+    ),
+    Hook(
         target="sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request",
         kind="around",
         hook="sglang_ext.managers.request_checks.check_request",

@@ -1,10 +1,12 @@
 """Prometheus metrics, ``sglang_ext:*``, on SGLang's own ``/metrics`` page."""
 
 import collections
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from sglang_ext.core import FALLBACK_REASONS
+from sglang_ext.method_options import offers
 from sglang_ext.tier_metrics import LABELS, TierMetrics
 
 if TYPE_CHECKING:
@@ -59,7 +61,7 @@ class KVMetrics:
         from prometheus_client import Counter, Gauge, Histogram
 
         buckets = [*range(1, server_args.speculative_num_draft_tokens + 1)]
-        return cls(
+        made = cls(
             name,
             drafts=Counter("sglang_ext:drafts", "Tokens drafted on compressed KV.", LABELS),
             draft_forwards=Counter("sglang_ext:draft_forwards", "Forwards over compressed KV that gave drafts.", LABELS),
@@ -102,6 +104,17 @@ class KVMetrics:
             ),
             tiers=TierMetrics(name) if server_args.kv_host_gb else None,
         )
+        made._begin([offer.name for offer in offers(server_args)])
+        return made
+
+    def _begin(self, methods: Iterable[str]) -> None:
+        """Begin the series of all labels that are known at 0: what asks for a rate needs a first value."""
+        for each in (self.drafts, self.draft_forwards, self.verifies, self.accepted, self.accept_length):
+            each.labels(self.model_name)
+        for reason in FALLBACK_REASONS[1:]:
+            self.fallbacks.labels(self.model_name, reason)
+        for method in methods:
+            self.copies.labels(self.model_name, method)
 
     def count_drafts(self, drafts: int, forwards: int) -> None:
         """Count a request's tokens drafted on a compressed view, and the forwards that gave them."""

@@ -49,6 +49,9 @@ class TierMetrics:
             name: Gauge(f"sglang_ext:{name}", text, LABELS, multiprocess_mode="mostrecent") for name, text in GAUGES.items()
         }
         self._counters = {name: Counter(f"sglang_ext:{name}", text, LABELS) for name, text in COUNTERS.items()}
+        for counter in self._counters.values():
+            # Begins at 0, not with the first that there is to count.
+            counter.labels(self.model_name)
 
     def observe(self, tree: "TieredLoads", verifications: "Verifications | None") -> None:
         """Report what is new."""

@@ -1,7 +1,7 @@
 """Mixed traffic against one verified server for minutes: nothing wrong, nothing leaked, nothing dead.
 
 Stock SGLang answers a set of prompts and sampling options first, one by one. Then a verified server, which runs the
-same loop of SGLang (overlapped, or with --disable-overlap and in the staggered schedule the plain one), with a pool
+same loop of SGLang (overlapped, or with --disable-overlap the plain one), with a pool
 too small for the traffic (so that requests are retracted) and SGLang's invariant checks in strict mode, gets random
 ones of them with random lengths: cold and warm, some streamed, some aborted, some malformed; each answer must be the
 beginning of stock's. Ends with code 1 on a wrong answer, an unexpected error or a dead server, and with

@@ -41,9 +41,11 @@ def check(args: "KVServerArgs", custom_params: object) -> None:
         raise ValueError(f"custom_params is {custom_params!r}; pass an object, as in {{{PARAMETER!r}: 'snapkv'}}, or leave it out")
     for key in custom_params:
         if key.startswith(PREFIX) and key not in PARAMETERS:
+            # The other one is refused unless the server forces acceptance.
+            taken = PARAMETERS if args.kv_bench_acceptance is not None else (PARAMETER,)
             raise ValueError(
-                f"custom_params has {key!r}, which means nothing here; a request may ask for {' and '.join(PARAMETERS)}: spell it as "
-                "one of these, or leave it out"
+                f"custom_params has {key!r}, which means nothing here; a request may ask for {' and '.join(taken)}: spell it "
+                "so, or leave it out"
             )
     found = offers(args)
     if place_of(found, custom_params) is None:

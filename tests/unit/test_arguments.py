@@ -97,7 +97,6 @@ def build(path, **flags):
             {"kv_bench_acceptance": 0.0, "kv_mode": "lossy"},
             ["--kv-bench-acceptance is 0.0, but --kv-mode is 'lossy'", "--kv-mode verified, or leave --kv-bench-acceptance out"],
         ),
-        ({"kv_bench_acceptance": 0.9, "kv_mode": "full"}, ["--kv-mode is 'full'", "pass --kv-mode verified"]),
         ({"kv_bench_corrupt_loads": 0, "kv_host_gb": 1}, ["--kv-bench-corrupt-loads is 0", "from 1", "leave it out"]),
         ({"kv_bench_corrupt_loads": 7.0, "kv_host_gb": 1}, ["--kv-bench-corrupt-loads is 7.0", "a whole number"]),
         ({"kv_bench_corrupt_loads": 7}, ["--kv-bench-corrupt-loads is 7, but --kv-host-gb is 0", "-corrupt-loads out"]),

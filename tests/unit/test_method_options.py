@@ -126,6 +126,13 @@ def test_what_looks_like_a_choice_and_is_none_is_refused(params, words):
         check(resolved(), params)
 
 
+def test_of_what_a_request_may_ask_for_only_what_this_server_takes_is_named():
+    with pytest.raises(ValueError, match="a request may ask for kv_compressor: spell it so, or leave it out"):
+        check(resolved(), {"kv_x": 1})
+    with pytest.raises(ValueError, match="a request may ask for kv_compressor and kv_acceptance: spell it so"):
+        check(resolved(kv_bench_acceptance=0.9), {"kv_x": 1})
+
+
 @pytest.mark.parametrize(
     ("forced", "words"), [(None, "is 2, and on this server verification decides"), (0.9, "is 2; pass a number from 0 to 1")]
 )

@@ -16,7 +16,7 @@ def policy(memory_contexts=8, tier="auto"):
 
 
 def round_of(requests, due, gathered=16):
-    return SimpleNamespace(states=[None] * requests, lengths=[CONTEXT] * requests, due=list(range(due)), offered=[gathered] * requests)
+    return SimpleNamespace(states=[None] * requests, lengths=[CONTEXT] * requests, due=list(range(due)), offered=lambda i: gathered)
 
 
 def measured(found, requests=8, due=8, gathered=16, token_seconds=0.0, more=0.0):

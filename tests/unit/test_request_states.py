@@ -59,13 +59,6 @@ def test_a_row_may_be_nobodys():
     assert known.get(1) is None
 
 
-def test_the_history_begins_with_prompt_and_output():
-    known = states()
-    known.keep_history(4, 6, torch.device("cpu"))
-    known.admit(request(row=2), 0)
-    assert known.history.tokens.tolist() == [[0] * 6, [0] * 6, [5, 6, 7, 8, 0, 0], [0] * 6]
-
-
 def test_a_new_request_is_expected_to_be_like_those_before_it():
     known = states()
     hopeful = known.admit(request("a", 1), 0).acceptance.probability

@@ -1,0 +1,81 @@
+"""Flags that do nothing beside the others are named in the log; none is looked at where the mode is full."""
+
+import dataclasses
+import logging
+
+import pytest
+
+from sglang_ext import flag_checks
+from sglang_ext.arguments import KVServerArgs
+
+
+def arguments(**given: object) -> KVServerArgs:
+    """Arguments as they are before anything is resolved."""
+    args = KVServerArgs.__new__(KVServerArgs)
+    for field in dataclasses.fields(KVServerArgs):
+        made = None if field.default_factory is dataclasses.MISSING else field.default_factory()
+        setattr(args, field.name, made if field.default is dataclasses.MISSING else field.default)
+    vars(args).update({"model_path": "m", "kv_mode": "verified", **given})
+    return args
+
+
+def told(caplog: pytest.LogCaptureFixture, **given: object) -> str:
+    """What the checks of these flags write to the log."""
+    with caplog.at_level(logging.WARNING):
+        flag_checks.check_flags(arguments(**given))
+    return "\n".join(record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize("wrong", [{"kv_budget": 5.0}, {"kv_bench_acceptance": 0.9}, {"kv_compressor": "zip"}, {"kv_draft_length": 0}])
+def test_a_flag_that_does_nothing_in_full_is_named_and_not_checked(caplog: pytest.LogCaptureFixture, wrong: dict[str, object]) -> None:
+    flag = f"--{next(iter(wrong)).replace('_', '-')}"
+    assert told(caplog, kv_mode="full", **wrong) == (
+        f"sglang-ext: --kv-mode is full, stock SGLang, in which {flag} does nothing: pass --kv-mode verified, or leave it out"
+    )
+
+
+@pytest.mark.parametrize(("given", "words"), [
+    ({"kv_mode": "lossy", "kv_draft_length": 8, "kv_max_burst": 4, "kv_offload_draft_length": 8},
+     "--kv-mode is lossy, without drafts, in which --kv-draft-length, --kv-max-burst, --kv-offload-draft-length do nothing: pass "
+     "--kv-mode verified, or leave them out"),
+    ({"kv_online_compressor": "sink-recent"},
+     "--kv-compressor is snapkv, with which --kv-online-compressor does nothing: pass --kv-compressor kvzip, or leave it out"),
+    ({"kv_compressor": "kvzap", "kv_predictor": "/", "kv_online_compressor": "sink-recent"},
+     "--kv-compressor is kvzap and --kv-host-gb 0, with which --kv-online-compressor does nothing: pass --kv-host-gb 16"),
+    ({"kv_offload_draft_length": 8, "kv_host_gb": 1.0},
+     "--kv-full-tier is device and --kv-host-gb 1, with which --kv-offload-draft-length does nothing: pass --kv-full-tier auto"),
+    ({"kv_draft_length": 8, "kv_max_burst": 10},
+     "a verification gives 9 tokens at most, fewer than 10, so that --kv-max-burst does nothing: pass at most 9, or leave it out"),
+])  # fmt: skip
+def test_a_flag_that_does_nothing_beside_others_is_named_once(
+    caplog: pytest.LogCaptureFixture, given: dict[str, object], words: str
+) -> None:
+    found = told(caplog, **given)
+    assert found.startswith(f"sglang-ext: {words}") and "\n" not in found
+
+
+@pytest.mark.parametrize("given", [
+    {}, {"kv_mode": "lossy"}, {"kv_mode": "lossy", "kv_budget": 0.5}, {"kv_draft_length": 8, "kv_max_burst": 9}, {"kv_max_burst": 4},
+    {"kv_compressor": "kvzip", "kv_scores": "/", "kv_online_compressor": "sink-recent"},
+    {"kv_compressor": "kvzap", "kv_predictor": "/", "kv_host_gb": 1.0, "kv_online_compressor": "sink-recent"},
+    {"kv_full_tier": "auto", "kv_host_gb": 1.0, "kv_offload_draft_length": 8},
+    {"kv_full_tier": "host", "kv_host_gb": 1.0, "kv_draft_length": 8, "kv_max_burst": 65},
+])  # fmt: skip
+def test_flags_that_do_something_are_not(caplog: pytest.LogCaptureFixture, given: dict[str, object]) -> None:
+    assert told(caplog, **given) == ""
+
+
+@pytest.mark.parametrize(("given", "words"), [
+    ({"context_length": 128}, "--context-length is 128, and a context is compressed from 128 tokens on"),
+    ({"max_total_tokens": 100}, "--max-total-tokens is 100, and a context is compressed from 128 tokens on"),
+    ({"context_length": 129}, ""),
+    ({"context_length": 129, "kv_compressor": "kivi"}, "--context-length is 129, and a context is compressed from "),
+    ({"context_length": 129, "kv_compressor": "kivi", "kv_more_compressors": "snapkv"}, ""),
+])  # fmt: skip
+def test_contexts_too_short_for_copies_are_told(caplog: pytest.LogCaptureFixture, given: dict[str, object], words: str) -> None:
+    args = arguments(**given)
+    flag_checks.check_flags(args)
+    caplog.clear()
+    flag_checks._warn_of_short_contexts(args)
+    found = [record.getMessage() for record in caplog.records]
+    assert len(found) == bool(words) and all(each.startswith(f"sglang-ext: {words}") for each in found)

@@ -1,0 +1,29 @@
+"""Counters are on the page from the start, at 0, for the labels that are known."""
+
+import subprocess
+import sys
+
+PROGRAM = """
+from types import SimpleNamespace
+import prometheus_client
+from sglang_ext.metrics import KVMetrics
+
+args = SimpleNamespace(
+    served_model_name="m", model_path="p", enable_metrics=True, speculative_num_draft_tokens=3, kv_host_gb=1,
+    kv_compressor="snapkv", kv_budget=0.25, kv_more_compressors="kivi,snapkv:0.125",
+)
+metrics = KVMetrics.create(args)
+print(prometheus_client.generate_latest().decode())
+"""
+
+
+def test_series_begin_at_zero() -> None:
+    # The registry is the process's.
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
+    found = set(done.stdout.splitlines())
+    for name in ("drafts", "draft_forwards", "verifies", "accepted_drafts", "host_loads"):
+        assert f'sglang_ext:{name}_total{{model_name="m"}} 0.0' in found
+    for compressor in ("snapkv", "kivi", "snapkv:0.125"):
+        assert f'sglang_ext:copies_total{{compressor="{compressor}",model_name="m"}} 0.0' in found
+    assert 'sglang_ext:fallback_tokens_total{model_name="m",reason="short-context"} 0.0' in found
+    assert 'sglang_ext:accept_length_count{model_name="m"} 0.0' in found
