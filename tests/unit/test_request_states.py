@@ -2,7 +2,6 @@
 
 from types import SimpleNamespace
 
-import torch
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_ext.managers.request_states import STOCK_DEFAULT_SEED, RequestStates, noise_seed
