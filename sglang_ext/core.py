@@ -126,7 +126,7 @@ class RequestState:
         method: place among the server's methods of the one that it asked for (method_options.py).
         compressor: what its copy is called, after the method that made or renewed it last; empty before that.
         fallback: index into :data:`FALLBACK_REASONS`; 0 while the request drafts.
-        gathered: tokens drafted since the last verification; the loop sets it. They lie on the device (gathered_drafts.py).
+        gathered: tokens drafted since the last verification; the loop sets it. They lie on the device.
         verifies, offered, accepted: totals over the request's life.
         accept_histogram, offer_histogram: element ``k`` counts the verifications that accepted, or were offered, ``k`` drafts.
         acceptance: how often drafts are accepted, of late.

@@ -1,9 +1,10 @@
-"""What this plugin takes on the device beside SGLang's KV pool: counted here, and taken off the pool (held_memory.py).
+"""What this plugin takes on the device beside SGLang's KV pool: counted here, and taken off the pool (:class:`HeldMemory`).
 
 Whoever takes such memory has its size from here, or the plan from there. Not counted are the intermediate results of captured
 verifications, which lie, as those of SGLang's own graphs, in what ``--mem-fraction-static`` leaves.
 """
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
@@ -17,11 +18,13 @@ from sglang_ext.layers.attention import verify_attention
 from sglang_ext.layers.attention.of_model import an_attention, attention_scaling
 from sglang_ext.managers.served_methods import ServedMethods
 from sglang_ext.mem_cache.host_tier import staging_bytes
+from sglang_ext.options import OptionError
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     from sglang_ext.arguments import KVServerArgs
+
 
 # Of the memory for KV, what rings of queries take at most, and rings that there are in any case, where as many requests run.
 RINGS_SHARE, LEAST_RINGS = 1 / 64, 16
@@ -229,3 +232,86 @@ class MemoryPlanner:
 def gb(size: int) -> str:
     """Bytes as a user reads them."""
     return f"{size / 1e9:.2f} GB"
+
+
+logger = logging.getLogger(__name__)
+
+# What a device rounds two allocations up by, at most.
+GRAIN = 4 << 20
+
+
+class HeldMemory:
+    """Memory of the device that the pool shall not get; made when the weights are loaded, before the pool is.
+
+    With ``--max-total-tokens`` the pool stays as large as that, where that fits without the plan.
+
+    Args:
+        planner: plans for the server's flags.
+        model_runner: the target's.
+
+    Raises:
+        OptionError: the weights leave less than the plan.
+    """
+
+    def __init__(self, planner: MemoryPlanner, model_runner: "ModelRunner") -> None:
+        self._planner = planner
+        model_runner.init_kv_cache_configurator()
+        configurator = model_runner.kv_cache_configurator
+        available = configurator._profile_available_bytes(model_runner.pre_model_load_memory)
+        asked, slot = planner.args.max_total_tokens, planner.model.slot_bytes
+        tokens = min(available // slot, asked or available)
+        requests = configurator.resolve_max_num_reqs(tokens)
+        # For a pool as large as it would be alone: what depends on that is a little less in the end.
+        plan = planner.plan(requests, tokens, planner.rings(requests, tokens))
+        if plan.total >= available:
+            raise OptionError(
+                f"sglang-ext needs {plan}; the weights leave {gb(available)}: lower --max-running-requests (now {requests}) "
+                f"or --cuda-graph-max-bs, or raise --mem-fraction-static (now {planner.args.mem_fraction_static})"
+            )
+        self._rings = plan.rings
+        # Host memory counts as taken once it is written.
+        size = self._beside(plan.total, available, (asked or 0) * slot)
+        self._held: torch.Tensor | None = torch.empty(size, dtype=torch.uint8, device=model_runner.device).zero_()
+
+    def _beside(self, planned: int, available: int, pool: int) -> int:
+        """Bytes to hold of those that are planned, beside a pool of so many that is asked for, 0 for none."""
+        spare = available - pool
+        if not pool or spare < 0:
+            return planned  # SGLang says itself that such a pool does not fit
+        if spare >= planned:
+            return 0
+        args = self._planner.args
+        logger.warning(
+            "sglang-ext: a pool of --max-total-tokens %s leaves %s of the %s that lie beside it; the rest comes out of what "
+            "--mem-fraction-static %s leaves for all else: lower one of both where memory runs out",
+            args.max_total_tokens, gb(spare), gb(planned), args.mem_fraction_static,
+        )  # fmt: skip
+        return max(0, spare - GRAIN)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that are held."""
+        return 0 if self._held is None else self._held.nbytes
+
+    @property
+    def model(self) -> ModelSizes:
+        """Sizes of the model, on this rank."""
+        return self._planner.model
+
+    @property
+    def ahead(self) -> int:
+        """Tokens by which rows of the token table are widened."""
+        return self._planner.ahead
+
+    def release(self, requests: int, tokens: int) -> MemoryPlan:
+        """Give back what was held, as the pool is there, for so many requests and tokens; what is taken for them, told in
+        the log."""
+        on_gpu = self._held is not None and self._held.is_cuda
+        self._held = None
+        if on_gpu:
+            # Graphs, which have memory of their own, find it too.
+            torch.cuda.empty_cache()
+        plan = self._planner.plan(requests, tokens, min(requests, self._rings))
+        logger.info("sglang-ext: %s", plan)
+        return plan
+

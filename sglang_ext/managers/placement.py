@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from sglang_ext.managers.costs import CostError, Costs, round_seconds
-from sglang_ext.managers.draft_length import expected_tokens
+from sglang_ext.managers.spec_decode.draft_length import expected_tokens
 
 Tier = Literal["auto", "device", "host"]
 

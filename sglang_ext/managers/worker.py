@@ -16,16 +16,16 @@ from sglang_ext.layers.attention.of_model import an_attention, attention_scaling
 from sglang_ext.layers.attention.views import BetweenSteps
 from sglang_ext.managers import compression, full_tier, integrity
 from sglang_ext.managers.captured import Captured, verifier_of
-from sglang_ext.managers.forward import Attention, Attentions
-from sglang_ext.managers.held_memory import HeldMemory
+from sglang_ext.managers.spec_decode.forward import Attention, Attentions
+from sglang_ext.managers.memory_plan import HeldMemory
 from sglang_ext.managers.memory_plan import MemoryPlanner
-from sglang_ext.managers.prefill import prefill
+from sglang_ext.managers.spec_decode.prefill import prefill
 from sglang_ext.managers.ranks import Ranks
-from sglang_ext.managers.request_states import RequestStates
-from sglang_ext.managers.running_part import decode_running
+from sglang_ext.managers.spec_decode.requests import RequestStates
+from sglang_ext.managers.spec_decode.running_part import decode_running
 from sglang_ext.managers.served_methods import ServedMethods
 from sglang_ext.managers.simulation import Simulation
-from sglang_ext.managers.spec_decode.build import decode_loop
+from sglang_ext.managers.spec_decode.loop import decode_loop
 from sglang_ext.managers.spec_decode.copy_policy import copy_is_near
 from sglang_ext.managers.spec_decode.loop import DecodeLoop
 from sglang_ext.managers.spec_decode.result import RoundResult

@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from sglang_ext.managers.clock import Mark
+from sglang_ext.device import Mark
 from sglang_ext.mem_cache.checksums import PageChecksums, as_words
 from sglang_ext.mem_cache.deferral import Deferral
 from sglang_ext.mem_cache.host_pool import HostPool, check_alike

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from sglang_ext.managers.clock import Mark
+from sglang_ext.device import Mark
 
 
 @dataclass(frozen=True)

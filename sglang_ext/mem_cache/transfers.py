@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from sglang_ext.managers.clock import Mark
+from sglang_ext.device import Mark
 
 
 class TransferError(RuntimeError):

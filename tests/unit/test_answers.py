@@ -5,9 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
-from sglang_ext.managers.spec_decode.answers import Answers, Part, together
-from sglang_ext.managers.spec_decode.gathered_drafts import GatheredDrafts
-from sglang_ext.managers.sampling import Sampled
+from sglang_ext.managers.spec_decode.result import Answers, Part, together
+from sglang_ext.managers.spec_decode.result import GatheredDrafts
+from sglang_ext.managers.spec_decode.sampling import Sampled
 
 
 def answers_of(requests, width, logprobs):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_ext.managers.clock import Mark
+from sglang_ext.device import Mark
 from sglang_ext.managers.ranks import Ranks
 from sglang_ext.mem_cache.arrivals import Arrivals
 from sglang_ext.mem_cache.faults import Faults

@@ -95,7 +95,7 @@ def test_new_slots_are_written_to_their_rows():
 
 @pytest.mark.parametrize(("top_k", "top_p", "expected"), [(1, 1.0, "greedy"), (1 << 30, 1.0, "plain"), (9, 1.0, "sorted"), (1 << 30, 0.9, "sorted")])
 def test_each_request_takes_the_samplers_route_it_takes_alone(top_k, top_p, expected):
-    from sglang_ext.managers.sampling_rows import route
+    from sglang_ext.managers.spec_decode.sampling import route
 
     params = SimpleNamespace(top_k=top_k, top_p=top_p, min_p=0)
     assert route(SimpleNamespace(sampling_params=params)) == expected

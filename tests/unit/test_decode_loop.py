@@ -12,11 +12,11 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang_ext.core import FALLBACK_REASONS, Acceptance, RequestState
 from sglang_ext.layers.attention.views import BetweenSteps
 from sglang_ext.managers.admission import Admission
-from sglang_ext.managers.draft_length import Choice, FixedLength
+from sglang_ext.managers.spec_decode.draft_length import Choice, FixedLength
 from sglang_ext.managers.offload_policy import Offload
-from sglang_ext.managers.pace import Pace
+from sglang_ext.managers.spec_decode.pace import Pace
 from sglang_ext.managers.ranks import Ranks
-from sglang_ext.managers.sampling import Sampled
+from sglang_ext.managers.spec_decode.sampling import Sampled
 from sglang_ext.managers.spec_decode.copy_policy import SLOWER
 from sglang_ext.managers.spec_decode.loop import DecodeLoop
 from sglang_ext.managers.spec_decode.round import PLAIN_STEPS, RoundPlanner

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sglang_ext.managers.clock import Mark
+from sglang_ext.device import Mark
 from sglang_ext.mem_cache.deferral import Deferral
 from sglang_ext.mem_cache.transfers import Launched, Transfer
 

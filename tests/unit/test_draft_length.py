@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_ext.core import LONG_MEMORY, Acceptance, RequestState
-from sglang_ext.managers.clock import Mark
-from sglang_ext.managers.draft_length import LOOK_SHARE, DraftLength, expected_tokens
-from sglang_ext.managers.pace import Pace
+from sglang_ext.device import Mark
+from sglang_ext.managers.spec_decode.draft_length import LOOK_SHARE, DraftLength, expected_tokens
+from sglang_ext.managers.spec_decode.pace import Pace
 from sglang_ext.managers.spec_decode.round import Round
-from sglang_ext.managers.round_times import Load, Spent
+from sglang_ext.managers.spec_decode.draft_length import Load, Spent
 from sglang_ext.metrics import KVMetrics
 
 

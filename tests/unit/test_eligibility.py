@@ -7,7 +7,7 @@ from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_ext.core import FALLBACK_REASONS
-from sglang_ext.managers.eligibility import SAMPLING_FIELDS, VERIFIED, fallback_reason
+from sglang_ext.managers.spec_decode.requests import SAMPLING_FIELDS, VERIFIED, fallback_reason
 
 USED = {
     "min_p": 0.1,

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_ext.managers.clock import Mark
+from sglang_ext.device import Mark
 from sglang_ext.mem_cache.host_pool import HostPool
 from sglang_ext.mem_cache.host_tier import HostTier
 from sglang_ext.mem_cache.kv_buffers import KVBuffers

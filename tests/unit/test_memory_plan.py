@@ -8,7 +8,7 @@ import pytest
 import torch
 from sglang.srt.model_executor.cuda_graph_config import Backend
 
-from sglang_ext.managers.held_memory import GRAIN, HeldMemory
+from sglang_ext.managers.memory_plan import GRAIN, HeldMemory
 from sglang_ext.managers.memory_plan import MemoryPlan, MemoryPlanner, ModelSizes
 from sglang_ext.managers.served_methods import ServedMethods
 from sglang_ext.mem_cache.compressors import method

@@ -8,8 +8,8 @@ from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCuda
 
 from sglang_ext.layers.attention import copy_graphs
 from sglang_ext.layers.attention.copy_decode import check_heads
-from sglang_ext.managers import forward
-from sglang_ext.managers.forward import Attention, Attentions
+from sglang_ext.managers.spec_decode import forward
+from sglang_ext.managers.spec_decode.forward import Attention, Attentions
 from sglang_ext.managers.spec_decode.round import Round
 from sglang_ext.managers.served_methods import ServedMethods
 from sglang_ext.managers.spec_decode.steps import Steps

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import torch
 
-from sglang_ext.managers import prefill as module
+from sglang_ext.managers.spec_decode import prefill as module
 from sglang_ext.mem_cache.query_window import Recorded
 
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_ext.managers.request_states import STOCK_DEFAULT_SEED, RequestStates, noise_seed
+from sglang_ext.managers.spec_decode.requests import STOCK_DEFAULT_SEED, RequestStates, noise_seed
 from sglang_ext.managers.served_methods import ServedMethods
 from sglang_ext.mem_cache.compressors import method
 from sglang_ext.method_options import Offer

@@ -9,7 +9,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_ext.layers.attention.views import BetweenSteps
 from sglang_ext.managers.spec_decode.result import RoundResult
-from sglang_ext.managers.running_part import decode_running
+from sglang_ext.managers.spec_decode.running_part import decode_running
 
 VOCABULARY = 5
 

@@ -7,8 +7,8 @@ from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsPro
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_ext.managers.sampling_cache import SamplingCache
-from sglang_ext.managers.sampling_rows import Row, select_rows
+from sglang_ext.managers.spec_decode.sampling import SamplingCache
+from sglang_ext.managers.spec_decode.sampling import Row, select_rows
 
 DISALLOWED = {"token_ids": [3]}
 

@@ -7,21 +7,22 @@ device; where full KV is in host memory, verifications are spread over the round
 section 5: cross-resource staggering).
 """
 
+import logging
 from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
+from sglang_ext import options
 from sglang_ext.core import RequestState
 from sglang_ext.device import to_device
-from sglang_ext.managers import integrity, meta_info
+from sglang_ext.managers import full_tier, integrity, meta_info
 from sglang_ext.managers.offload_policy import OffloadPolicy
-from sglang_ext.managers.pace import Pace
-from sglang_ext.managers.sampling import Sampled
-from sglang_ext.managers.spec_decode.answers import Answers, Part, together
-from sglang_ext.managers.spec_decode.gathered_drafts import GatheredDrafts
-from sglang_ext.managers.spec_decode.result import RoundResult
+from sglang_ext.managers.spec_decode.draft_length import DraftLength, FixedLength
+from sglang_ext.managers.spec_decode.pace import Pace
+from sglang_ext.managers.spec_decode.result import Answers, GatheredDrafts, Part, RoundResult, together
 from sglang_ext.managers.spec_decode.round import Round, RoundPlanner
+from sglang_ext.managers.spec_decode.sampling import Sampled
 from sglang_ext.managers.spec_decode.steps import Steps
 from sglang_ext.managers.spec_decode.turns import OnDevice
 from sglang_ext.managers.spec_decode.verifier import Verifier
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from sglang_ext.managers.verifications import Verifications
     from sglang_ext.managers.worker import KVWorker
+
 
 # Rounds after which the optimum of what leaves the device is looked for again: times, acceptance and the link change slowly.
 PLACE_AFTER = 8
@@ -207,3 +209,20 @@ class DecodeLoop:
     def observe_pool(self) -> None:
         """Report what the pool holds, and where full KV lies."""
         self.worker.metrics.observe_pool(self.worker.views, None if self.policy is None else self.turns)
+
+
+logger = logging.getLogger(__name__)
+
+
+def decode_loop(worker: "KVWorker") -> DecodeLoop:
+    """That of a worker whose views are built, told in the log with what it serves."""
+    args, steps = worker.server_args, Steps(worker)
+    turns, policy = full_tier.offloading(worker) if options.offloads(args) else (OnDevice(), None)
+    longest = options.longest_draft(args)
+    planner = RoundPlanner(worker.views, turns, worker.stride - 1, longest, worker.lossy, worker.queries.open_to)
+    auto = args.kv_draft_length == "auto"
+    lengths = DraftLength(longest, options.verify_widths(args)) if auto else FixedLength(longest)
+    pace = Pace(lengths, torch.device(worker.model_runner.device), worker.metrics, worker.ranks)
+    logger.info("sglang-ext: --kv-mode %s, %s, draft length %s", args.kv_mode, worker.methods, args.kv_draft_length)
+    return DecodeLoop(worker, pace, steps, Verifier(worker, steps, worker.captured.full, worker.simulation), planner, policy)
+

@@ -6,13 +6,11 @@ import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
 from sglang_ext.device import to_device
-from sglang_ext.managers import forward
-from sglang_ext.managers.sampling import Sampled, Sampling
-from sglang_ext.managers.sampling_cache import SamplingCache
-from sglang_ext.managers.sampling_rows import Row
+from sglang_ext.managers.spec_decode import forward
 from sglang_ext.managers.spec_decode.copy_policy import CURABLE
 from sglang_ext.managers.spec_decode.grammar import Walk
 from sglang_ext.managers.spec_decode.round import Round
+from sglang_ext.managers.spec_decode.sampling import Row, Sampled, Sampling, SamplingCache
 from sglang_ext.mem_cache.query_window import Recorded
 
 if TYPE_CHECKING:

@@ -11,10 +11,10 @@ import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
 from sglang_ext.device import to_device
-from sglang_ext.managers import forward
 from sglang_ext.managers.simulation import Simulation
-from sglang_ext.managers.spec_decode.answers import Answers, Part
+from sglang_ext.managers.spec_decode import forward
 from sglang_ext.managers.spec_decode.grammar import LONGEST_WALK, Walk
+from sglang_ext.managers.spec_decode.result import Answers, Part
 from sglang_ext.managers.spec_decode.round import Round
 from sglang_ext.managers.spec_decode.steps import Steps
 from sglang_ext.mem_cache.query_window import Recorded

@@ -13,8 +13,8 @@ import torch
 
 from sglang_ext.device import to_device
 from sglang_ext.layers.attention.views import BetweenSteps
-from sglang_ext.managers.sampling_rows import pick_requests
 from sglang_ext.managers.spec_decode.result import RoundResult
+from sglang_ext.managers.spec_decode.sampling import pick_requests
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch

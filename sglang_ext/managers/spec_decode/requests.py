@@ -1,18 +1,89 @@
-"""The requests that run: what is known of each from its prefill until it finishes, is aborted or retracted."""
+"""The requests that run: what is known of each from its prefill until it finishes, is aborted or retracted.
+
+Which of them can be drafted and verified exactly, and why others read full KV for good, says :func:`fallback_reason`.
+:data:`SAMPLING_FIELDS` names every field of SGLang's ``SamplingParams`` and what becomes of it, so that
+a field that a later SGLang adds is noticed (tests/unit/test_eligibility.py).
+"""
 
 import hashlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from sglang_ext.core import LONG_MEMORY, Acceptance, RequestState
+from sglang_ext.core import FALLBACK_REASONS, LONG_MEMORY, Acceptance, RequestState
 from sglang_ext.managers import meta_info
-from sglang_ext.managers.eligibility import fallback_reason
 from sglang_ext.managers.served_methods import ServedMethods
+from sglang_ext.managers.spec_decode.grammar import can_roll_back
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
     from sglang_ext.arguments import KVServerArgs
+
+
+VERIFIED = "verified"
+# What a field does to a request: "verified" (drafted, and exact by verification), or the reason for
+# which a request that uses it is served with full KV.
+SAMPLING_FIELDS: dict[str, str] = {
+    "max_new_tokens": VERIFIED,
+    "stop": VERIFIED,
+    "stop_token_ids": VERIFIED,
+    "stop_regex": VERIFIED,
+    "temperature": VERIFIED,
+    "top_p": VERIFIED,
+    "top_k": VERIFIED,
+    "min_p": "min-p",
+    "frequency_penalty": "penalty",
+    "presence_penalty": "penalty",
+    "repetition_penalty": "penalty",
+    "min_new_tokens": "penalty",
+    "n": VERIFIED,
+    # Full KV ("grammar") only where the grammar's backend cannot take drafts back.
+    "json_schema": VERIFIED,
+    "regex": VERIFIED,
+    "ebnf": VERIFIED,
+    "structural_tag": VERIFIED,
+    "ignore_eos": VERIFIED,
+    "skip_special_tokens": VERIFIED,
+    "spaces_between_special_tokens": VERIFIED,
+    "no_stop_trim": VERIFIED,
+    "stream_interval": VERIFIED,
+    "logit_bias": VERIFIED,
+    "sampling_seed": VERIFIED,
+    # Read by custom logit processors only.
+    "custom_params": VERIFIED,
+    "stop_strs": VERIFIED,
+    "stop_regex_strs": VERIFIED,
+    "stop_str_max_len": VERIFIED,
+    "stop_regex_max_len": VERIFIED,
+    "is_normalized": VERIFIED,
+}
+
+
+def fallback_reason(req: "Req") -> int:
+    """Why a request must be served with full KV, as an index into ``FALLBACK_REASONS``; 0 if not.
+
+    Penalties and ``min_new_tokens`` depend on the tokens before each position, custom logit
+    processors on state of their own, some grammar backends cannot take drafts back, and SGLang's
+    seeded sampler has no ``min_p``.
+    """
+    params = req.sampling_params
+    if req.grammar is not None and not can_roll_back(req.grammar):
+        return FALLBACK_REASONS.index("grammar")
+    if (
+        params.frequency_penalty
+        or params.presence_penalty
+        or params.repetition_penalty != 1.0
+        or params.min_new_tokens
+    ):
+        return FALLBACK_REASONS.index("penalty")
+    if params.min_p > 0:
+        return FALLBACK_REASONS.index("min-p")
+    if req.custom_logit_processor is not None:
+        return FALLBACK_REASONS.index("custom-logit-processor")
+    if req.return_hidden_states:
+        return FALLBACK_REASONS.index("hidden-states")
+    return 0
+
 
 # SGLang's seed, under --enable-deterministic-inference, for requests that bring none.
 STOCK_DEFAULT_SEED = 42
@@ -90,3 +161,4 @@ def noise_seed(req: "Req", args: "KVServerArgs", admitted: int) -> int:
         return STOCK_DEFAULT_SEED if asked is None else asked
     name = f"{args.random_seed}/{admitted}/{req.rid}".encode()
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 1
+

@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 import torch
 
 from sglang_ext.core import RequestState
-from sglang_ext.managers.clock import Mark
-from sglang_ext.managers.draft_length import Choice, DraftLength, FixedLength
+from sglang_ext.device import Mark
 from sglang_ext.managers.ranks import Ranks
-from sglang_ext.managers.round_times import Load, Recent, Spent
+from sglang_ext.managers.spec_decode.draft_length import Choice, DraftLength, FixedLength, Load, Recent, Spent
 from sglang_ext.managers.spec_decode.round import Round
 from sglang_ext.metrics import KVMetrics
 

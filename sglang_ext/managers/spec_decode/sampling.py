@@ -1,0 +1,314 @@
+"""Sample one token from each row of logits with SGLang's own sampler.
+
+Draft and verify use the same noise: SGLang's seeded sampler at the same position. The sampled token of
+a verify row is therefore the answer, and a draft is right when it equals it: the output has the full
+KV's distribution, and is token-identical to stock decoding when the request carries a seed.
+
+SGLang samples a whole batch by one route (all greedy, plain, or sorted for top-k and top-p), which
+consume noise differently. Here rows are grouped by the route their own request asks for, so that a
+request's output does not depend on its company.
+"""
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.sampling.sampling_params import TOP_K_ALL
+
+from sglang_ext.core import RequestState
+from sglang_ext.device import to_device
+from sglang_ext.managers.spec_decode.copy_policy import CURABLE
+from sglang_ext.managers.spec_decode.grammar import GrammarAfter, Walk
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of logits to sample from.
+
+    Attributes:
+        request: index of its request in the batch.
+        seed: seed of the shared noise, None for SGLang's own choice (requests with full KV).
+        grammar: masks the row; None where nothing does: drafts are made without.
+    """
+
+    request: int
+    seed: int | None
+    grammar: GrammarAfter | None = None
+
+    @classmethod
+    def of(cls, request: int, state: RequestState, grammar: GrammarAfter | None = None) -> "Row":
+        """Of a request with this draft state; those never drafted take SGLang's own noise."""
+        return cls(request, state.seed if state.fallback in CURABLE else None, grammar)
+
+    @classmethod
+    def answer(cls, request: int, state: RequestState, req: "Req") -> "Row":
+        """The row after a request's output, without drafts."""
+        return cls.of(request, state, Walk(req.grammar).row(0) if req.grammar else None)
+
+
+def route(req: "Req") -> str:
+    """Which way through SGLang's sampler a request takes when it is alone."""
+    params = req.sampling_params
+    if params.top_k <= 1:
+        return "greedy"
+    if params.top_p == 1.0 and params.top_k == TOP_K_ALL and params.min_p <= 0:
+        return "plain"
+    return "sorted"
+
+
+def sampling_batch(
+    batch: "ScheduleBatch", rows: list[Row], device: torch.device, logprobs: bool
+) -> SimpleNamespace:
+    """What ``ModelRunner.sample`` reads of a forward batch, but for the positions."""
+    index = [row.request for row in rows]
+    return SimpleNamespace(
+        sampling_info=select_rows(batch, rows, device),
+        return_logprob=logprobs,
+        top_logprobs_nums=[batch.top_logprobs_nums[i] for i in index] if logprobs else [0] * len(rows),
+        token_ids_logprobs=[batch.token_ids_logprobs[i] for i in index] if logprobs else [None] * len(rows),
+        positions=None,
+        forward_mode=ForwardMode.DECODE,
+        batch_size=len(rows),
+        ngram_embedding_info=None,
+    )
+
+
+def select_rows(batch: "ScheduleBatch", rows: list[Row], device) -> "SamplingBatchInfo":
+    """The batch's sampling parameters, repeated for each row.
+
+    The rows of one call take one route, and have all a seed or none.
+    """
+    reqs = [batch.reqs[row.request] for row in rows]
+    kind = route(reqs[0])
+    grammars = [row.grammar for row in rows]
+    info = pick_requests(batch.sampling_info, [row.request for row in rows], device)
+    return dataclasses.replace(
+        info,
+        is_all_greedy=kind == "greedy",
+        is_any_greedy=kind == "greedy",
+        need_top_p_sampling=any(req.sampling_params.top_p != 1.0 for req in reqs),
+        need_top_k_sampling=any(req.sampling_params.top_k != TOP_K_ALL for req in reqs),
+        need_min_p_sampling=any(req.sampling_params.min_p > 0 for req in reqs),
+        grammars=grammars if any(grammars) else None,
+        return_sampling_masks=None,
+        sampling_seed=info.sampling_seed if rows[0].seed is None else to_device([row.seed for row in rows], device),
+    )
+
+
+def pick_requests(info: "SamplingBatchInfo", requests: list[int], device: torch.device) -> "SamplingBatchInfo":
+    """What is sampled by, of the requests at these places of the batch; a request may come several times.
+
+    Grammars, and what says of all requests how they are sampled, stay those of the batch.
+    """
+    index = to_device(requests, device)
+    processors = {k: (p, mask[index]) for k, (p, mask) in (info.custom_logit_processor or {}).items()}
+    # As in SGLang, a processor is not called for no row; some cannot bear it.
+    processors = {k: (p, mask) for k, (p, mask) in processors.items() if mask.any()}
+    return dataclasses.replace(
+        info,
+        temperatures=info.temperatures[index],
+        top_ps=info.top_ps[index],
+        top_ks=info.top_ks[index],
+        min_ps=info.min_ps[index],
+        acc_additive_penalties=_pick(info.acc_additive_penalties, index),
+        acc_scaling_penalties=_pick(info.acc_scaling_penalties, index),
+        logit_bias=_pick(info.logit_bias, index),
+        has_custom_logit_processor=bool(processors),
+        custom_logit_processor=processors or None,
+        custom_params=[info.custom_params[i] for i in requests] if info.custom_params else None,
+        sampling_seed=_pick(info.sampling_seed, index),
+    )
+
+
+def _pick(values: torch.Tensor | None, index: torch.Tensor) -> torch.Tensor | None:
+    return None if values is None else values[index]
+
+
+@dataclass
+class Sampled:
+    """What was sampled, row by row.
+
+    Attributes:
+        tokens: int64 [rows], on the logits' device.
+        logprobs: float [rows], log-probability of each sampled token; None unless asked for.
+        top: per row, (values, token ids) of the most likely tokens.
+        chosen: per row, (values, token ids) of the token ids that the request asked for.
+    """
+
+    tokens: torch.Tensor
+    logprobs: torch.Tensor | None
+    top: list[tuple]
+    chosen: list[tuple]
+
+    def fill_logprobs(
+        self, output: LogitsProcessorOutput, rows: list[int], stride: int | None = None
+    ) -> None:
+        """Write the log-probabilities of ``rows`` as SGLang expects them.
+
+        ``next_token_logprobs`` gets [requests, stride] in a decode, [requests] in a prefill (None).
+        """
+        values = self.logprobs[rows]
+        output.next_token_logprobs = values if stride is None else values.view(-1, stride)
+        output.next_token_top_logprobs_val = [torch.as_tensor(self.top[row][0]) for row in rows]
+        output.next_token_top_logprobs_idx = [torch.as_tensor(self.top[row][1]) for row in rows]
+        output.next_token_token_ids_logprobs_val = [torch.as_tensor(self.chosen[row][0]) for row in rows]
+        output.next_token_token_ids_logprobs_idx = [list(self.chosen[row][1]) for row in rows]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rows that take one way through SGLang's sampler.
+
+    Attributes:
+        rows: their indices among all rows.
+        places: the same, int64 on the device; None when the group has all rows, in order.
+        batch: what SGLang's sampler reads of a batch; positions are set for each draw.
+    """
+
+    rows: list[int]
+    places: torch.Tensor | None
+    batch: SimpleNamespace
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Rows of logits to sample from, made ready once and drawn from any number of times.
+
+    Nothing in a draw waits for the device, unless log-probabilities are asked for.
+    """
+
+    model_runner: "ModelRunner"
+    groups: tuple[Group, ...]
+    count: int
+    logprobs: bool
+
+    @classmethod
+    def of(
+        cls, model_runner: "ModelRunner", batch: "ScheduleBatch", rows: list[Row], logprobs: bool
+    ) -> "Sampling":
+        """Group ``rows`` by the route of their request.
+
+        Args:
+            rows: whose row each is, and which noise it takes.
+            logprobs: whether :meth:`draw` computes what the batch's requests ask for.
+        """
+        routes: dict[tuple, list[int]] = defaultdict(list)
+        for index, row in enumerate(rows):
+            routes[(route(batch.reqs[row.request]), row.seed is None)].append(index)
+        device = batch.seq_lens.device
+        groups = []
+        for indices in routes.values():
+            picked = [rows[i] for i in indices]
+            places = None if len(routes) == 1 else to_device(indices, device)
+            groups.append(Group(indices, places, sampling_batch(batch, picked, device, logprobs)))
+        return cls(model_runner, tuple(groups), len(rows), logprobs)
+
+    def draw(self, logits: torch.Tensor, positions: torch.Tensor) -> Sampled:
+        """Sample from each row.
+
+        Args:
+            logits: float [rows, vocabulary]; the sampler may overwrite them.
+            positions: int64 [rows], absolute positions of the rows' input tokens; they select the noise.
+        """
+        if len(self.groups) == 1 and not self.logprobs:
+            return Sampled(self._draw(self.groups[0], logits, positions)[0], None, [], [])
+        empty = (torch.empty(0), [])
+        out = Sampled(
+            tokens=torch.empty(self.count, dtype=torch.int64, device=logits.device),
+            logprobs=torch.empty(self.count, device=logits.device) if self.logprobs else None,
+            top=[empty] * self.count,
+            chosen=[empty] * self.count,
+        )
+        for group in self.groups:
+            _collect(out, group, *self._draw(group, logits, positions))
+        return out
+
+    def _draw(
+        self, group: Group, logits: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, LogitsProcessorOutput]:
+        """Tokens of a group's rows, int64, and what SGLang's sampler wrote beside them."""
+        everything = group.places is None
+        group.batch.positions = positions if everything else positions[group.places]
+        output = LogitsProcessorOutput(next_token_logits=logits if everything else logits[group.places])
+        return self.model_runner.sample(output, group.batch).long(), output
+
+
+def _collect(out: Sampled, group: Group, tokens: torch.Tensor, output: LogitsProcessorOutput) -> None:
+    places = slice(None) if group.places is None else group.places
+    out.tokens[places] = tokens
+    if out.logprobs is None:
+        return
+    out.logprobs[places] = output.next_token_logprobs
+    for k, row in enumerate(group.rows):
+        if output.next_token_top_logprobs_val is not None:
+            out.top[row] = (output.next_token_top_logprobs_val[k], output.next_token_top_logprobs_idx[k])
+        if output.next_token_token_ids_logprobs_val is not None:
+            out.chosen[row] = (
+                output.next_token_token_ids_logprobs_val[k],
+                output.next_token_token_ids_logprobs_idx[k],
+            )
+
+
+class SamplingCache:
+    """Keeps a batch's samplings while the same requests run: making one takes a dozen operations on the device.
+
+    Attributes:
+        model_runner: the target's.
+        most: samplings that are kept; those of some of the batch's requests are many.
+    """
+
+    def __init__(self, model_runner: "ModelRunner", most: int = 64):
+        self.model_runner = model_runner
+        self.most = most
+        self._owners: list = []
+        self._kept: dict[tuple[tuple[int, ...], int, bool], Sampling] = {}
+
+    def get(
+        self,
+        batch: "ScheduleBatch",
+        states: list,
+        requests: tuple[int, ...],
+        width: int,
+        logprobs: bool,
+        rows: Callable[[], list[Row]],
+    ) -> Sampling:
+        """The sampling of ``width`` rows of each of some requests.
+
+        Args:
+            batch: all requests.
+            states: their draft states; with the requests they say whether a sampling can be used again.
+            requests: whose rows they are, by their places in the batch.
+            width: rows of each.
+            logprobs: as for :meth:`Sampling.of`.
+            rows: makes the rows, where they are needed.
+        """
+        if _changes(batch.sampling_info) or any(req.grammar is not None for req in batch.reqs):
+            return Sampling.of(self.model_runner, batch, rows(), logprobs)
+        owners = [*batch.reqs, *states]
+        if len(owners) != len(self._owners) or any(a is not b for a, b in zip(owners, self._owners)):
+            self._owners, self._kept = owners, {}
+        key = requests, width, logprobs
+        if key not in self._kept:
+            if len(self._kept) >= self.most:
+                self._kept.clear()
+            self._kept[key] = Sampling.of(self.model_runner, batch, rows(), logprobs)
+        return self._kept[key]
+
+
+def _changes(info: "SamplingBatchInfo") -> bool:
+    """Whether what is sampled from depends on the output so far."""
+    penalties = (info.acc_additive_penalties, info.acc_scaling_penalties)
+    return any(p is not None for p in penalties) or info.has_custom_logit_processor
+
