@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from sglang_ext.mem_cache.segments import Segment
+    from sglang_ext.mem_cache.prefix_cache.segments import Segment
 
 # Why a request is served with full KV. The order is the wire format of meta_info: append only.
 FALLBACK_REASONS: tuple[str, ...] = (

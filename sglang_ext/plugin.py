@@ -16,8 +16,8 @@ def register() -> None:
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from sglang_ext.arguments import KVServerArgs
-    from sglang_ext.hooking import is_patched_fork
+    from sglang_ext.config.arguments import KVServerArgs
+    from sglang_ext.hooks.application import is_patched_fork
 
     if is_patched_fork():
         return
@@ -38,7 +38,7 @@ def register_backends() -> None:
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
     from sglang.srt.speculative.spec_registry import get_spec
 
-    from sglang_ext.arguments import RADIX_CACHE_BACKEND, SPECULATIVE_ALGORITHM
+    from sglang_ext.config.arguments import RADIX_CACHE_BACKEND, SPECULATIVE_ALGORITHM
     from sglang_ext.managers.algorithm import KVVerifiedAlgorithm, worker_class
 
     if get_spec(SPECULATIVE_ALGORITHM) is None:
@@ -50,6 +50,6 @@ def register_backends() -> None:
 
 
 def _radix_cache(context) -> object:
-    from sglang_ext.mem_cache.tiered_radix_cache import TieredRadixCache
+    from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
 
     return TieredRadixCache(context.params)

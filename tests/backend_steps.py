@@ -4,7 +4,7 @@ import torch
 
 from packed_backend import batch_of_nobody, captured, layer_of, runner_of
 from packed_helpers import attention
-from sglang_ext.mem_cache.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 
 # Exact tokens after the copy of the row that has one, and tokens of the row without.
 EXACT, PLAIN = 40, 30

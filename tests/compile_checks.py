@@ -20,8 +20,8 @@ from sglang_ext.layers.kernels import (
     window_scores,
     write_pointers,
 )
-from sglang_ext.mem_cache.head_cells import HeadCells
-from sglang_ext.mem_cache.slot_pointers import PointerRows, Pointers
+from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells
+from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows, Pointers
 
 KINDS = (("kivi", 4), ("kivi", 2), ("int8", 8), ("turboquant", 4), ("kvquant", 4))
 # Blocks to pack: method, bits, channels of a head, numbers of a pool.

@@ -24,9 +24,9 @@ from sglang_ext.layers.kernels.verify_sizes import (  # noqa: E402
     partial_numbers,
 )
 from sglang_ext.layers.kernels.window_scores import window_scores  # noqa: E402
-from sglang_ext.mem_cache.checksums import SUMMED_WORD, PageChecksums, as_words  # noqa: E402
-from sglang_ext.mem_cache.head_cells import HeadCells, KeptCells  # noqa: E402
-from sglang_ext.mem_cache.kv_buffers import KVBuffers  # noqa: E402
+from sglang_ext.mem_cache.host_tier.checksums import SUMMED_WORD, PageChecksums, as_words  # noqa: E402
+from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells, KeptCells  # noqa: E402
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers  # noqa: E402
 from gluon_checks import check_packed_gluon  # noqa: E402
 from pack_checks import check_pack_blocks  # noqa: E402
 from packed_backend import Pool, check_packed_backend  # noqa: E402

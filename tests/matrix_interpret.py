@@ -33,11 +33,11 @@ from sglang_ext.layers.kernels.verify_attention import verify_attention  # noqa:
 from sglang_ext.layers.kernels.verify_sizes import EXACT, Splits, Tokens, fast_blocks  # noqa: E402
 from sglang_ext.layers.kernels.window_scores import window_scores  # noqa: E402
 from sglang_ext.mem_cache.compressors import quantizer  # noqa: E402
-from sglang_ext.mem_cache.head_cells import HeadCells, KeptCells  # noqa: E402
-from sglang_ext.mem_cache.kv_buffers import KVBuffers  # noqa: E402
-from sglang_ext.mem_cache.packing import Packing  # noqa: E402
-from sglang_ext.mem_cache.rotary import Rotary  # noqa: E402
-from sglang_ext.mem_cache.slot_pointers import PointerRows, Pointers  # noqa: E402
+from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells, KeptCells  # noqa: E402
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers  # noqa: E402
+from sglang_ext.mem_cache.compressed.formats.packing import Packing  # noqa: E402
+from sglang_ext.mem_cache.compressed.rotary import Rotary  # noqa: E402
+from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows, Pointers  # noqa: E402
 
 # Of the largest number: what rounding of inputs and weights may add up to.
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}

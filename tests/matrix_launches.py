@@ -17,9 +17,9 @@ from sglang_ext.layers.kernels.verify_attention import verify_attention
 from sglang_ext.layers.kernels.verify_sizes import EXACT, Splits, Tokens, fast_blocks
 from sglang_ext.layers.kernels.window_scores import window_scores
 from sglang_ext.layers.kernels.write_pointers import write_pointers
-from sglang_ext.mem_cache.checksums import SUMMED_WORD, as_words
-from sglang_ext.mem_cache.head_cells import HeadCells
-from sglang_ext.mem_cache.slot_pointers import PointerRows, Pointers
+from sglang_ext.mem_cache.host_tier.checksums import SUMMED_WORD, as_words
+from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells
+from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows, Pointers
 
 DIMS = (64, 80, 96, 128, 192, 256)
 GROUPS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 48, 71)

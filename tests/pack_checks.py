@@ -9,9 +9,9 @@ from packed_helpers import frequencies, turned
 from sglang_ext.layers.kernels.pack_blocks import pack_blocks, takes
 from sglang_ext.mem_cache.compressors import quantizer
 from sglang_ext.mem_cache.compressors.quantizer import grouped, meant
-from sglang_ext.mem_cache.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.packing import Packing
-from sglang_ext.mem_cache.rotary import Rotary
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressed.formats.packing import Packing
+from sglang_ext.mem_cache.compressed.rotary import Rotary
 
 # Method, bits, channels of a head, KV heads, dtype, blocks.
 CASES = (

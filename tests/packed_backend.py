@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 
 from packed_helpers import attention, packed_pool
-from sglang_ext.mem_cache.packing import PackedRows
+from sglang_ext.mem_cache.compressed.formats.packing import PackedRows
 
 
 class Pool:

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_ext.compressor_options import QUANTIZERS
+from sglang_ext.config.compressor_options import QUANTIZERS
 from sglang_ext.mem_cache.compressors import quantizer
-from sglang_ext.mem_cache.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.packing import Packing
-from sglang_ext.mem_cache.rotary import Rotary
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressed.formats.packing import Packing
+from sglang_ext.mem_cache.compressed.rotary import Rotary
 
 # Every quantizer with every number of bits that it allows.
 KINDS = [(name, bits) for name, allowed in QUANTIZERS.items() for bits in allowed]

@@ -6,8 +6,8 @@ import torch
 
 from backend_steps import check_steps, on
 from packed_helpers import attention
-from sglang_ext.mem_cache.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.slot_pointers import PointerRows, Pointers
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows, Pointers
 
 # Slots of a pool.
 SLOTS = 400

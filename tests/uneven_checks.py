@@ -5,8 +5,8 @@ from typing import NamedTuple
 import torch
 
 from backend_steps import check_steps, on
-from sglang_ext.mem_cache.head_cells import HeadCells, KeptCells
-from sglang_ext.mem_cache.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells, KeptCells
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 
 # Tokens of a context, and slots of a pool.
 CONTEXT, SLOTS = 90, 400

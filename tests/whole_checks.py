@@ -6,9 +6,9 @@ from packed_helpers import attention, meant
 from sglang_ext.layers.attention.packed import packed_attention
 from sglang_ext.layers.kernels.packed_decode import packed_decode
 from sglang_ext.mem_cache.compressors import quantizer
-from sglang_ext.mem_cache.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.packing import Packing, as_bytes
-from sglang_ext.mem_cache.rotary import Rotary
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressed.formats.packing import Packing, as_bytes
+from sglang_ext.mem_cache.compressed.rotary import Rotary
 
 # Bits, channels of a head, KV heads, queries of each, blocks, splits, pairs that turn, whether these are neighbours, dtype.
 CASES = (

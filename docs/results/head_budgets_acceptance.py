@@ -17,7 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from sglang_ext.mem_cache.compressors.expected_attention import ExpectedAttention
-from sglang_ext.mem_cache.rotary import Rotary
+from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.scores.model_key import model_key
 from sglang_ext.mem_cache.scores.predictor import Predictor
 

@@ -19,9 +19,9 @@ from triton.runtime.errors import OutOfResources, PTXASError
 from sglang_ext.bench.decode_limit import measure_bandwidth
 from sglang_ext.layers.kernels import packed_decode as kernels
 from sglang_ext.mem_cache.compressors import quantizer
-from sglang_ext.mem_cache.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.packing import Packing
-from sglang_ext.mem_cache.rotary import Rotary
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressed.formats.packing import Packing
+from sglang_ext.mem_cache.compressed.rotary import Rotary
 
 SCALING, CALLS = 128**-0.5, 10
 

@@ -15,9 +15,9 @@ from transformers.masking_utils import sdpa_mask
 from sglang_ext.bench.quality.named import Named
 from sglang_ext.layers.attention.packed import packed_attention
 from sglang_ext.mem_cache.compressors import method
-from sglang_ext.mem_cache.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.packing import Packing
-from sglang_ext.mem_cache.rotary import Rotary
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressed.formats.packing import Packing
+from sglang_ext.mem_cache.compressed.rotary import Rotary
 
 NAME = "packed_copies"
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from sglang_ext.bench import BenchError, outputs
 from sglang_ext.bench.server import stop_all
-from sglang_ext.options import OptionError
+from sglang_ext.config.options import OptionError
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_ext.bench import BenchError
-from sglang_ext.managers import placement
-from sglang_ext.managers.costs import Costs
+from sglang_ext.managers.offload import placement
+from sglang_ext.managers.offload.costs import Costs
 
 if TYPE_CHECKING:
     from sglang_ext.bench.settings import Setting

@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from sglang_ext.managers.costs import Costs
-from sglang_ext.managers.placement import LONGEST, Placement, Tier, best, plain
+from sglang_ext.managers.offload.costs import Costs
+from sglang_ext.managers.offload.placement import LONGEST, Placement, Tier, best, plain
 
 Policy = Literal["stock", "resident", "host", "auto"]
 TIERS: dict[str, Tier] = {"resident": "device", "host": "host", "auto": "auto"}

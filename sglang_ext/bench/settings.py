@@ -14,8 +14,8 @@ from sglang_ext.bench.identity_options import words
 from sglang_ext.bench.options import DTYPES, check_budgets, numbers, probabilities
 from sglang_ext.bench.server import ServerProcess, check_servers
 from sglang_ext.bench.tiers import Tier, tiers
-from sglang_ext.compressor_options import DEFAULT_BUDGET, code_bits, parse_compressor
-from sglang_ext.options import OptionError
+from sglang_ext.config.compressor_options import DEFAULT_BUDGET, code_bits, parse_compressor
+from sglang_ext.config.options import OptionError
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from sglang_ext.bench.scenario import Request, SimulationError
 from sglang_ext.bench.simulated_machine import Room, Seconds
-from sglang_ext.managers.placement import Placement
+from sglang_ext.managers.offload.placement import Placement
 
 
 class Intake:

@@ -14,8 +14,8 @@ from sglang_ext.bench.scenario import Request, Scenario
 from sglang_ext.bench.simulated import Rounds, Spent
 from sglang_ext.bench.simulated_intake import Intake
 from sglang_ext.bench.simulated_machine import Room, Seconds
-from sglang_ext.managers.admission import Admission
-from sglang_ext.managers.costs import draft_seconds
+from sglang_ext.managers.offload.admission import Admission
+from sglang_ext.managers.offload.costs import draft_seconds
 
 # What is left of an older round's weight in the measured seconds when the next one ends.
 DECAY = 0.9

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from sglang_ext.bench import BenchError
 from sglang_ext.bench.options import numbers
-from sglang_ext.options import FULL_TIERS
+from sglang_ext.config.options import FULL_TIERS
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from sglang_ext import options
+from sglang_ext.config import options
 from sglang_ext.doctor.check import INSTALL, Check, told, verdict
 from sglang_ext.doctor.installation import (
     PLATFORM,

@@ -2,12 +2,12 @@
 
 import torch
 
-from sglang_ext.compressor_options import QUANTIZERS
+from sglang_ext.config.compressor_options import QUANTIZERS
 from sglang_ext.doctor.check import Check
 from sglang_ext.mem_cache.compressors import quantizer
-from sglang_ext.mem_cache.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.packing import Packing
-from sglang_ext.mem_cache.rotary import Rotary
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressed.formats.packing import Packing
+from sglang_ext.mem_cache.compressed.rotary import Rotary
 
 
 def check_kernels(path: str) -> list[Check]:

@@ -4,7 +4,9 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from sglang_ext import hooking, model_options, options
+from sglang_ext.hooks import application as hooking
+from sglang_ext.config import model_options
+from sglang_ext.config import options
 from sglang_ext.doctor import model_folder
 from sglang_ext.doctor.check import SGLANG_VERSION, Check, told, verdict
 

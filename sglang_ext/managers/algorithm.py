@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
-from sglang_ext.command_line import ends_scheduler
+from sglang_ext.config.command_line import ends_scheduler
 
 if TYPE_CHECKING:
     from sglang.srt.managers.overlap_utils import FutureMap
@@ -45,7 +45,7 @@ class KVVerifiedAlgorithm(CustomSpecAlgo):
 @ends_scheduler
 def worker_class(server_args: "ServerArgs") -> type:
     """The worker class, with the hooks it needs applied in this scheduler process."""
-    from sglang_ext import hooking
+    from sglang_ext.hooks import application as hooking
     from sglang_ext.managers.worker import KVWorker
 
     hooking.check(server_args.kv_mode, ("scheduler",))

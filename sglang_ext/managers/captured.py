@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.model_executor.runner.base_cuda_graph_runner import get_batch_sizes_to_capture
 
-from sglang_ext import options
+from sglang_ext.config import options
 from sglang_ext.layers.attention import plan_memory
 from sglang_ext.layers.attention.verify_attention import VerifyAttention
 from sglang_ext.layers.attention.verify_graphs import VerifyGraphSet, capture, make_room_for_logits
-from sglang_ext.mem_cache.query_window import QueryWindows
+from sglang_ext.mem_cache.compressed.query_window import QueryWindows
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-    from sglang_ext.arguments import KVServerArgs
+    from sglang_ext.config.arguments import KVServerArgs
 
 logger = logging.getLogger(__name__)
 

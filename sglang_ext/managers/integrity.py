@@ -7,7 +7,7 @@ They cost a pass over all live slots, so they run only where SGLang's own invari
 import torch
 from sglang.srt.environ import envs
 
-from sglang_ext.mem_cache.compressed_views import CompressedViews
+from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
 
 
 class IntegrityError(RuntimeError):

@@ -7,11 +7,11 @@ filled here with ours (:func:`fill`) and read back under their own names (:func:
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sglang_ext.compressor_options import METHODS
+from sglang_ext.config.compressor_options import METHODS
 from sglang_ext.core import FALLBACK_REASONS, RequestState
-from sglang_ext.managers import request_checks
+from sglang_ext.hooks import request_checks
 from sglang_ext.managers.simulation import probability_of
-from sglang_ext.method_options import offers
+from sglang_ext.config.method_options import offers
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_ext.benchmark_options import is_probability
+from sglang_ext.config.benchmark_options import is_probability
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req

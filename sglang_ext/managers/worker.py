@@ -10,11 +10,12 @@ import torch
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
-from sglang_ext.command_line import ends_scheduler
+from sglang_ext.config.command_line import ends_scheduler
 from sglang_ext.layers.attention import copy_graphs, torch_native, verify_graphs
 from sglang_ext.layers.attention.of_model import an_attention, attention_scaling
 from sglang_ext.layers.attention.views import BetweenSteps
-from sglang_ext.managers import compression, full_tier, integrity
+from sglang_ext.managers import compression, integrity
+from sglang_ext.managers.offload import full_tier
 from sglang_ext.managers.captured import Captured, verifier_of
 from sglang_ext.managers.spec_decode.forward import Attention, Attentions
 from sglang_ext.managers.memory_plan import HeldMemory
@@ -29,12 +30,13 @@ from sglang_ext.managers.spec_decode.loop import decode_loop
 from sglang_ext.managers.spec_decode.copy_policy import copy_is_near
 from sglang_ext.managers.spec_decode.loop import DecodeLoop
 from sglang_ext.managers.spec_decode.result import RoundResult
-from sglang_ext.mem_cache import query_hooks, slot_assignment
-from sglang_ext.mem_cache.compressed_views import CompressedViews
-from sglang_ext.mem_cache.copy_forms import CopyForms
-from sglang_ext.mem_cache.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.query_window import QueryWindows
-from sglang_ext.metrics import KVMetrics
+from sglang_ext.mem_cache.compressed import query_hooks
+from sglang_ext.mem_cache.compressed import slot_assignment
+from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
+from sglang_ext.mem_cache.compressed.copy_forms import CopyForms
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressed.query_window import QueryWindows
+from sglang_ext.managers.metrics import KVMetrics
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch

@@ -43,7 +43,7 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
         """Put plain PyTorch in place of what SGLang compiles or has as Triton kernels on any device."""
         import torch._dynamo
 
-        from sglang_ext import hooking
+        from sglang_ext.hooks import application as hooking
 
         # Small operators that SGLang and its grammar backends compile would need a C++ compiler.
         torch._dynamo.config.disable = True

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sglang_ext.bench.outputs import check_folder
 from sglang_ext.mem_cache.scores.model_key import model_folder, model_key
-from sglang_ext.options import OptionError
+from sglang_ext.config.options import OptionError
 from sglang_ext.precompress import PrecompressError
 from sglang_ext.precompress.command import exit_code
 from sglang_ext.precompress.documents import Beginning

@@ -9,8 +9,8 @@ from servers import greedy
 from sglang_ext.mem_cache.compressors import ContextKV, Part, create
 from sglang_ext.mem_cache.compressors.kvzap import KVzap
 from sglang_ext.mem_cache.compressors.kvzip import StoredScores
-from sglang_ext.mem_cache.head_cells import HeadCells
-from sglang_ext.mem_cache.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from test_gpu_decoding import EXACT, QUICK, VERIFIED
 from test_gpu_packed import REPLAYS, TELLING, accept_length, served
 

@@ -5,7 +5,7 @@ import torch
 
 from servers import greedy
 from sglang_ext.mem_cache.compressors import Part, create
-from sglang_ext.mem_cache.slot_pointers import Pointers
+from sglang_ext.mem_cache.compressed.formats.slot_pointers import Pointers
 from test_gpu_decoding import EXACT, QUICK, VERIFIED
 from test_gpu_packed import REPLAYS, TELLING, accept_length, served
 from test_gpu_uneven_heads import KEPT, TOKENS, context

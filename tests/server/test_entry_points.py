@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from servers import EXPECTED_TOKENS, STRICT, Server, greedy
 
-from sglang_ext import hooks
+from sglang_ext.hooks import table as hooks
 
 pytestmark = pytest.mark.server
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_ext.managers.admission import Admission, AdmissionError, Slot
+from sglang_ext.managers.offload.admission import Admission, AdmissionError, Slot
 
 W = 24
 EPSILON = 1e-6

@@ -9,10 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_ext import method_options, options
-from sglang_ext.arguments import KVServerArgs
-from sglang_ext.model_options import unsupported_model
-from sglang_ext.options import OptionError
+from sglang_ext.config import method_options
+from sglang_ext.config import options
+from sglang_ext.config.arguments import KVServerArgs
+from sglang_ext.config.model_options import unsupported_model
+from sglang_ext.config.options import OptionError
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64,
@@ -315,7 +316,7 @@ def test_a_variable_that_a_shell_has_left_changes_nothing(folder, monkeypatch, c
     for name, value in {"SIMULATE_ACCEPTANCE": "0.9", "CORRUPT_LOADS": "7", "LOCK_STEP": "1"}.items():
         monkeypatch.setenv(f"SGLANG_EXT_{name}", value)
     assert build(folder(), **flags) == plain and "kv-bench" not in caplog.text
-    source = "".join(path.read_text() for path in Path(options.__file__).parent.rglob("*.py"))
+    source = "".join(path.read_text() for path in Path(options.__file__).parents[1].rglob("*.py"))
     assert "SGLANG_EXT_" not in source, "what changes answers or schedules is a flag"
 
 

@@ -9,10 +9,10 @@ import torch
 
 from sglang_ext.device import Mark
 from sglang_ext.managers.ranks import Ranks
-from sglang_ext.mem_cache.arrivals import Arrivals
-from sglang_ext.mem_cache.faults import Faults
-from sglang_ext.mem_cache.tiered_node import path
-from sglang_ext.mem_cache.transfers import Launched, Transfer, TransferError
+from sglang_ext.mem_cache.host_tier.arrivals import Arrivals
+from sglang_ext.mem_cache.host_tier.faults import Faults
+from sglang_ext.mem_cache.prefix_cache.tiered_node import path
+from sglang_ext.mem_cache.host_tier.transfers import Launched, Transfer, TransferError
 from tiered_helpers import World, kv_of
 
 A = list(range(1, 13))

@@ -14,7 +14,7 @@ from sglang_ext.bench.decode_limit import ModelBytes
 from sglang_ext.bench.decode_report import Result, line
 from sglang_ext.bench.decode_wave import Stream, Wave
 from sglang_ext.bench.settings import Setting
-from sglang_ext.method_options import budget_of
+from sglang_ext.config.method_options import budget_of
 
 QWEN3_8B = {
     "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,

@@ -17,7 +17,7 @@ from sglang_ext.bench.identity_options import config_from
 from sglang_ext.bench.prompts import Prompt
 from sglang_ext.bench.tolerance import Rules
 from sglang_ext.bench.verdict import judge
-from sglang_ext.method_options import budget_of
+from sglang_ext.config.method_options import budget_of
 
 
 @pytest.fixture(autouse=True)

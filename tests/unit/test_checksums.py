@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.mem_cache.checksums import FIRST_TOKEN, PageChecksums, as_words, odd_weights
-from sglang_ext.mem_cache.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.host_tier.checksums import FIRST_TOKEN, PageChecksums, as_words, odd_weights
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 
 LAYERS, SLOTS, HEADS, DIM, PAGE = 2, 12, 2, 8, 4
 

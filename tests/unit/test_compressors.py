@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from sglang_ext.mem_cache.compressors import LayerKV, best, create, kept_count, names
 from sglang_ext.mem_cache.compressors.snapkv import SnapKV
-from sglang_ext.mem_cache.rotary import Rotary
+from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressors.verify_guided import VerifyGuided
-from sglang_ext.options import COMPRESSORS, POINTING
+from sglang_ext.config.options import COMPRESSORS, POINTING
 
 
 def layer(tokens: int, heads: int = 2, group: int = 3, dim: int = 8, window: int = 4) -> LayerKV:

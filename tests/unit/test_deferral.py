@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from sglang_ext.device import Mark
-from sglang_ext.mem_cache.deferral import Deferral
-from sglang_ext.mem_cache.transfers import Launched, Transfer
+from sglang_ext.mem_cache.host_tier.deferral import Deferral
+from sglang_ext.mem_cache.host_tier.transfers import Launched, Transfer
 
 CPU = torch.device("cpu")
 

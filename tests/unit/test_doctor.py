@@ -12,7 +12,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_ext import hooking, hooks, uses
+from sglang_ext.hooks import application as hooking
+from sglang_ext.hooks import table as hooks
+from sglang_ext.hooks import uses
 from sglang_ext.doctor import __main__ as doctor
 from sglang_ext.doctor import installation, model_folder, serving
 from sglang_ext.doctor.check import Check

@@ -15,7 +15,7 @@ from sglang_ext.managers.spec_decode.draft_length import LOOK_SHARE, DraftLength
 from sglang_ext.managers.spec_decode.pace import Pace
 from sglang_ext.managers.spec_decode.round import Round
 from sglang_ext.managers.spec_decode.draft_length import Load, Spent
-from sglang_ext.metrics import KVMetrics
+from sglang_ext.managers.metrics import KVMetrics
 
 
 @given(st.floats(0, 1), st.integers(0, 64))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_ext.managers.finish import end_at_first
+from sglang_ext.hooks.finish import end_at_first
 
 LETTERS = "abcd"
 END = LETTERS.index("d")

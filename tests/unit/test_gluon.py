@@ -13,7 +13,7 @@ from ptx_emulator import registers, run
 from sglang_ext.layers.kernels import packed_decode
 from sglang_ext.layers.kernels.gluon import assembly
 from sglang_ext.layers.kernels.gluon.constants import Fragments
-from sglang_ext.mem_cache.packed_layout import unpack_codes
+from sglang_ext.mem_cache.compressed.formats.packed_layout import unpack_codes
 
 WORDS = st.lists(st.integers(0, 2**32 - 1), min_size=2, max_size=2).map(lambda words: np.array([words], dtype=np.uint32))
 

@@ -8,14 +8,14 @@ from head_helpers import Given, context, scores_of, sets
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_ext import head_budget_options
-from sglang_ext.head_budget_options import BETTER, COMPARABLE
+from sglang_ext.config import head_budget_options
+from sglang_ext.config.head_budget_options import BETTER, COMPARABLE
 from sglang_ext.mem_cache.compressors import ContextKV, Part, create
 from sglang_ext.mem_cache.compressors.kvzap import KVzap
 from sglang_ext.mem_cache.compressors.kvzip import StoredScores
 from sglang_ext.mem_cache.compressors.sink_recent import SinkRecent
-from sglang_ext.mem_cache.kv_buffers import KVBuffers
-from sglang_ext.options import COMPRESSORS, OptionError
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.config.options import COMPRESSORS, OptionError
 
 UNSET_BACKENDS = {"attention_backend": None, "prefill_attention_backend": None, "decode_attention_backend": None}
 SHAPES = st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 40))

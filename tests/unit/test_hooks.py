@@ -4,7 +4,9 @@ import dataclasses
 
 import pytest
 
-from sglang_ext import hooking, hooks, uses
+from sglang_ext.hooks import application as hooking
+from sglang_ext.hooks import table as hooks
+from sglang_ext.hooks import uses
 
 
 @pytest.mark.parametrize("hook", hooks.HOOKS + hooks.PLAIN_CPU_HOOKS, ids=lambda h: h.target)

@@ -11,9 +11,9 @@ from sglang_ext.mem_cache.compressors.expected_attention import ExpectedAttentio
 from sglang_ext.mem_cache.compressors.sink_recent import SinkRecent
 from sglang_ext.mem_cache.compressors.snapkv import SnapKV
 from sglang_ext.mem_cache.compressors.verify_guided import VerifyGuided
-from sglang_ext.mem_cache.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.packing import Packing
-from sglang_ext.mem_cache.rotary import Rotary
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressed.formats.packing import Packing
+from sglang_ext.mem_cache.compressed.rotary import Rotary
 
 INFINITE = [(kind, sign * float("inf")) for kind in ("keys", "values") for sign in (1, -1)]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sglang_ext.managers.integrity import IntegrityError, check
-from sglang_ext.mem_cache.copy_forms import CopyForms
+from sglang_ext.mem_cache.compressed.copy_forms import CopyForms
 
 TABLE = torch.tensor([[0] * 6, [1, 2, 3, 4, 5, 6], [1, 2, 7, 8, 9, 10]])  # two requests share 1 and 2
 

@@ -13,10 +13,10 @@ from sglang_ext.layers.attention.packed import packed_attention
 from sglang_ext.mem_cache.compressors import method, quantizer
 from sglang_ext.mem_cache.compressors.kvquant import codes_of, farthest, greatest, greatest_on_host, levels_of
 from sglang_ext.mem_cache.compressors.odd_polynomial import odd_polynomial
-from sglang_ext.mem_cache.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.packed_layout import Grid, Layout
-from sglang_ext.mem_cache.packing import Packing
-from sglang_ext.mem_cache.rotary import Rotary
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressed.formats.packed_layout import Grid, Layout
+from sglang_ext.mem_cache.compressed.formats.packing import Packing
+from sglang_ext.mem_cache.compressed.rotary import Rotary
 
 TOKENS, HEADS, DIM = 128, 2, 64
 

@@ -9,10 +9,10 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang_ext.mem_cache.compressors import ContextKV, Part
 from sglang_ext.mem_cache.compressors.kvzap import KVzap
 from sglang_ext.mem_cache.compressors.sink_recent import SinkRecent
-from sglang_ext.mem_cache.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.scores.predictor import Fitted, Predictor
-from sglang_ext.mem_cache.slot_scores import SlotScores, owners
-from sglang_ext.options import OptionError
+from sglang_ext.mem_cache.compressed.slot_scores import SlotScores, owners
+from sglang_ext.config.options import OptionError
 from test_views import make_views
 from tiered_helpers import World
 

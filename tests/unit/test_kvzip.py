@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 from sglang_ext.mem_cache.compressors import ContextKV, Part, create
 from sglang_ext.mem_cache.compressors.kvzip import KVzip, StoredScores
 from sglang_ext.mem_cache.compressors.sink_recent import SinkRecent
-from sglang_ext.mem_cache.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.scores.chain import chain
 from sglang_ext.mem_cache.scores.files import Document, ScoreFile, ScoreFileError, write
 from sglang_ext.mem_cache.scores.index import MIN_MATCH, ScoreIndex
 from sglang_ext.mem_cache.scores.model_key import model_folder, model_key
-from sglang_ext.options import OptionError
+from sglang_ext.config.options import OptionError
 
 LAYERS, HEADS, DIM = 2, 2, 4
 TOKENS = list(range(1000, 1200))

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_ext.device import Mark
-from sglang_ext.mem_cache.host_pool import HostPool
-from sglang_ext.mem_cache.host_tier import HostTier
-from sglang_ext.mem_cache.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.lanes import LastUse, Pipe
-from sglang_ext.mem_cache.piece_copies import PieceCopies
+from sglang_ext.mem_cache.host_tier.host_pool import HostPool
+from sglang_ext.mem_cache.host_tier.tier import HostTier
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.host_tier.lanes import LastUse, Pipe
+from sglang_ext.mem_cache.compressed.piece_copies import PieceCopies
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from cost_helpers import machines
-from sglang_ext.managers.costs import CostError, draft_seconds, verify_seconds
-from sglang_ext.managers.measured_costs import Draft, Rest, measured
+from sglang_ext.managers.offload.costs import CostError, draft_seconds, verify_seconds
+from sglang_ext.managers.offload.measured_costs import Draft, Rest, measured
 
 MACHINES = machines(weights=st.floats(1, 20), token_seconds=st.floats(1e-5, 0.001))
 

@@ -4,14 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_ext import method_options
+from sglang_ext.config import method_options
 from sglang_ext.managers import compression, meta_info
-from sglang_ext.managers.method_choice import check, place_of
-from sglang_ext.mem_cache.copy_forms import CopyForms
-from sglang_ext.mem_cache.packing import PackedRows
-from sglang_ext.mem_cache.unpacked import Unpacked
-from sglang_ext.method_options import Offer, offers
-from sglang_ext.options import OptionError
+from sglang_ext.config.method_choice import check, place_of
+from sglang_ext.mem_cache.compressed.copy_forms import CopyForms
+from sglang_ext.mem_cache.compressed.formats.packing import PackedRows
+from sglang_ext.mem_cache.compressed.formats.unpacked import Unpacked
+from sglang_ext.config.method_options import Offer, offers
+from sglang_ext.config.options import OptionError
 
 
 def resolved(**change):

@@ -6,7 +6,7 @@ import sys
 PROGRAM = """
 from types import SimpleNamespace
 import prometheus_client
-from sglang_ext.metrics import KVMetrics
+from sglang_ext.managers.metrics import KVMetrics
 
 args = SimpleNamespace(
     served_model_name="m", model_path="p", enable_metrics=True, speculative_num_draft_tokens=3, kv_host_gb=1,

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_ext import model_options
-from sglang_ext.options import OptionError
+from sglang_ext.config import model_options
+from sglang_ext.config.options import OptionError
 
 
 def resolved(query_heads, kv_heads, **changes):

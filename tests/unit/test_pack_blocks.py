@@ -8,9 +8,9 @@ import torch
 from sglang_ext.layers.kernels import pack_blocks
 from sglang_ext.mem_cache.compressors import quantizer
 from sglang_ext.mem_cache.compressors.kivi import Kivi
-from sglang_ext.mem_cache.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.packing import Packing, as_bytes
-from sglang_ext.mem_cache.rotary import Rotary
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressed.formats.packing import Packing, as_bytes
+from sglang_ext.mem_cache.compressed.rotary import Rotary
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_ext.mem_cache.compressors import quantizer
-from sglang_ext.mem_cache.packed_layout import Grid, Layout, Quantized, pack_codes
-from sglang_ext.mem_cache.packing import Packing
+from sglang_ext.mem_cache.compressed.formats.packed_layout import Grid, Layout, Quantized, pack_codes
+from sglang_ext.mem_cache.compressed.formats.packing import Packing
 
 GRIDS = {"channel": lambda dim: Grid(32, 1), "token": lambda dim: Grid(1, dim), "groups": lambda dim: Grid(1, dim // 2)}
 

@@ -16,9 +16,9 @@ from sglang_ext.managers.spec_decode.steps import Steps
 from sglang_ext.managers.memory_plan import MemoryPlan
 from sglang_ext.managers.worker import KVWorker
 from sglang_ext.mem_cache.compressors import method
-from sglang_ext.mem_cache.copy_forms import CopyForms
-from sglang_ext.mem_cache.query_window import QueryWindows
-from sglang_ext.options import OptionError
+from sglang_ext.mem_cache.compressed.copy_forms import CopyForms
+from sglang_ext.mem_cache.compressed.query_window import QueryWindows
+from sglang_ext.config.options import OptionError
 
 VERIFIER, COPIES = Attention("verifier"), Attention("copies", graphs="over copies")
 

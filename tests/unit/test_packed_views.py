@@ -12,17 +12,17 @@ from test_views import Allocator, Tree
 from tiered_helpers import PAGE, ROWS, World, done
 
 from sglang_ext.layers.attention.torch_native import RaggedTorchNativeBackend
-from sglang_ext.mem_cache import compressed_views
-from sglang_ext.mem_cache.compressed_views import CompressedViews
+from sglang_ext.mem_cache.compressed import compressed_views
+from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
 from sglang_ext.mem_cache.compressors import method
 from sglang_ext.mem_cache.compressors.snapkv import SnapKV
-from sglang_ext.mem_cache.copy_forms import CopyForms
-from sglang_ext.mem_cache.copy_method import CopyMethod
-from sglang_ext.mem_cache.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.packing import PackedRows, Packing, as_bytes
-from sglang_ext.mem_cache.query_hooks import record_queries
-from sglang_ext.mem_cache.query_window import QueryWindows, Recorded
-from sglang_ext.mem_cache.tiered_node import Prefix
+from sglang_ext.mem_cache.compressed.copy_forms import CopyForms
+from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressed.formats.packing import PackedRows, Packing, as_bytes
+from sglang_ext.mem_cache.compressed.query_hooks import record_queries
+from sglang_ext.mem_cache.compressed.query_window import QueryWindows, Recorded
+from sglang_ext.mem_cache.prefix_cache.tiered_node import Prefix
 
 TOKENS, HEADS, DIM = 700, 2, 64
 # First tokens of a context that are not packed, in pages of one or two.

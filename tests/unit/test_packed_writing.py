@@ -3,13 +3,13 @@
 import torch
 from test_packed_views import HEADS, views_of
 
-from sglang_ext.mem_cache.packing import Packing, as_bytes
+from sglang_ext.mem_cache.compressed.formats.packing import Packing, as_bytes
 
 
 def test_long_contexts_are_packed_in_pieces_to_the_same_bytes(monkeypatch):
     whole = views_of("kivi")
     whole.compress(1, 600)
-    monkeypatch.setattr("sglang_ext.mem_cache.packing.WRITTEN_TOKENS", 128)
+    monkeypatch.setattr("sglang_ext.mem_cache.compressed.formats.packing.WRITTEN_TOKENS", 128)
     pieces = views_of("kivi")
     assert pieces.compress(1, 600) and pieces.get(1).covered == 452
     for found, expected in zip((*pieces.buffers.keys, *pieces.buffers.values), (*whole.buffers.keys, *whole.buffers.values)):

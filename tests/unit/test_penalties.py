@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sglang.srt.sampling import penaltylib
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_ext.managers.penalties import restore_penalties
+from sglang_ext.hooks.penalties import restore_penalties
 
 VOCABULARY = 16
 KINDS = (

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cost_helpers import machines
-from sglang_ext.managers import costs as costs_module
-from sglang_ext.managers.costs import CostError, Costs, round_seconds, verify_seconds
-from sglang_ext.managers.placement import Placement, best, stock, throughput
+from sglang_ext.managers.offload import costs as costs_module
+from sglang_ext.managers.offload.costs import CostError, Costs, round_seconds, verify_seconds
+from sglang_ext.managers.offload.placement import Placement, best, stock, throughput
 
 # Qwen3-8B in bfloat16 at 32k tokens, memory for 8 of them, on an H200 (docs/results/simulate.md).
 CONTEXT = 147456 * 32768.0

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import torch
 
 from sglang_ext.managers.spec_decode import prefill as module
-from sglang_ext.mem_cache.query_window import Recorded
+from sglang_ext.mem_cache.compressed.query_window import Recorded
 
 
 def test_lengths_of_a_prefill_are_known_before_it_runs(monkeypatch):

@@ -11,9 +11,9 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang_ext.core import RequestState
 from sglang_ext.layers.attention.views import BetweenSteps
 from sglang_ext.managers import meta_info
-from sglang_ext.managers.spec_decode.processing import process_emitted
+from sglang_ext.hooks.processing import process_emitted
 from sglang_ext.managers.spec_decode.result import RoundResult
-from sglang_ext.options import COMPRESSORS
+from sglang_ext.config.options import COMPRESSORS
 
 
 def request(name, grammar=None):

@@ -15,7 +15,7 @@ from sglang_ext.mem_cache.compressors import LayerKV, best
 from sglang_ext.mem_cache.compressors.expected_attention import ExpectedAttention
 from sglang_ext.mem_cache.compressors.sink_recent import SinkRecent
 from sglang_ext.mem_cache.compressors.snapkv import SnapKV
-from sglang_ext.mem_cache.rotary import Rotary
+from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.scores.predictor import Fitted, Predictor
 from sglang_ext.precompress.attention_inputs import AttentionInputs
 from sglang_ext.precompress.documents import Beginning

@@ -6,7 +6,7 @@ import pytest
 import torch
 from packed_helpers import KINDS, attention, meant, packed_pool
 
-from sglang_ext.compressor_options import QUANTIZERS
+from sglang_ext.config.compressor_options import QUANTIZERS
 from sglang_ext.layers.attention.packed import packed_attention
 from sglang_ext.mem_cache.compressors import method, names, quantizer, quantizers
 from sglang_ext.mem_cache.compressors.kivi import Kivi

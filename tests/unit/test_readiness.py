@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_ext import readiness
+from sglang_ext.hooks import readiness
 
 
 def server(**change: object) -> SimpleNamespace:

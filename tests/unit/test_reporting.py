@@ -3,7 +3,7 @@
 import pytest
 from test_finish import make_request
 
-from sglang_ext.managers.reporting import send_what_is_due
+from sglang_ext.hooks.reporting import send_what_is_due
 
 INTERVAL = 50
 

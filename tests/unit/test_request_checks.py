@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-from sglang_ext.managers.request_checks import SHOWN, check_preferred, check_request, check_shape
-from sglang_ext.options import OptionError
+from sglang_ext.hooks.request_checks import SHOWN, check_preferred, check_request, check_shape
+from sglang_ext.config.options import OptionError
 
 VOCABULARY = 1000
 

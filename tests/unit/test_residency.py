@@ -5,9 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from sglang_ext.mem_cache.faults import Faults
-from sglang_ext.mem_cache.residency import Residency
-from sglang_ext.mem_cache.tiered_node import path
+from sglang_ext.mem_cache.host_tier.faults import Faults
+from sglang_ext.mem_cache.prefix_cache.residency import Residency
+from sglang_ext.mem_cache.prefix_cache.tiered_node import path
 from tiered_helpers import World, kv_of
 
 A = list(range(1, 9))

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_ext.managers.rings import ROUNDING, Ring, RingError
+from sglang_ext.managers.offload.rings import ROUNDING, Ring, RingError
 
 HORIZON = 6
 SPANS = st.tuples(st.integers(0, HORIZON - 1), st.integers(0, HORIZON - 1)).map(sorted)

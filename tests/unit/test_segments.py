@@ -5,7 +5,7 @@ import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from tiered_helpers import PAGE, World, done
 
-from sglang_ext.mem_cache.segments import Segment
+from sglang_ext.mem_cache.prefix_cache.segments import Segment
 
 A = list(range(1, 9))
 

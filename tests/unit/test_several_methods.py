@@ -9,18 +9,18 @@ from test_packed_views import DIM, HEADS, views_of
 from tiered_helpers import ROWS, World, done
 
 from sglang_ext.managers.integrity import IntegrityError, check_methods
-from sglang_ext.mem_cache import compressed_views
-from sglang_ext.mem_cache.compressed_views import CompressedViews
+from sglang_ext.mem_cache.compressed import compressed_views
+from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
 from sglang_ext.mem_cache.compressors import create, method
 from sglang_ext.mem_cache.compressors.snapkv import SnapKV
-from sglang_ext.mem_cache.copy_forms import CopyForms
-from sglang_ext.mem_cache.copy_method import CopyMethod
-from sglang_ext.mem_cache.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.packing import PackedRows, Packing
-from sglang_ext.mem_cache.query_hooks import record_queries
-from sglang_ext.mem_cache.query_window import QueryWindows, Recorded
-from sglang_ext.mem_cache.tiered_node import Prefix
-from sglang_ext.mem_cache.unpacked import Unpacked
+from sglang_ext.mem_cache.compressed.copy_forms import CopyForms
+from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressed.formats.packing import PackedRows, Packing
+from sglang_ext.mem_cache.compressed.query_hooks import record_queries
+from sglang_ext.mem_cache.compressed.query_window import QueryWindows, Recorded
+from sglang_ext.mem_cache.prefix_cache.tiered_node import Prefix
+from sglang_ext.mem_cache.compressed.formats.unpacked import Unpacked
 
 PAGE = 2
 COMMON = list(range(1, 151))

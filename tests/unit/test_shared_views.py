@@ -10,14 +10,14 @@ from tiered_helpers import PAGE, ROWS, World, done, kv_of
 from sglang_ext.core import FALLBACK_REASONS, RequestState
 from sglang_ext.managers.spec_decode import copy_policy
 from sglang_ext.managers.integrity import IntegrityError, check_tails
-from sglang_ext.mem_cache import compressed_views
-from sglang_ext.mem_cache.compressed_views import CompressedViews
+from sglang_ext.mem_cache.compressed import compressed_views
+from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
 from sglang_ext.mem_cache.compressors import create
 from sglang_ext.mem_cache.compressors.sink_recent import SinkRecent
-from sglang_ext.mem_cache.copy_method import CopyMethod
-from sglang_ext.mem_cache.query_window import QueryWindows
-from sglang_ext.mem_cache.tiered_node import Prefix
-from sglang_ext.mem_cache.unpacked import Unpacked
+from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
+from sglang_ext.mem_cache.compressed.query_window import QueryWindows
+from sglang_ext.mem_cache.prefix_cache.tiered_node import Prefix
+from sglang_ext.mem_cache.compressed.formats.unpacked import Unpacked
 
 COMMON = list(range(1, 17))
 

@@ -3,7 +3,7 @@
 import torch
 from sglang.srt.mem_cache import allocation
 
-from sglang_ext.mem_cache import slot_assignment
+from sglang_ext.mem_cache.compressed import slot_assignment
 
 
 def test_each_batch_size_and_alignment_is_run_once_and_writes_nothing(monkeypatch):

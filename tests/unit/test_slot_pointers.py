@@ -16,10 +16,10 @@ from sglang_ext.layers.attention.torch_native import RaggedTorchNativeBackend
 from sglang_ext.managers.integrity import IntegrityError, check_pointers
 from sglang_ext.managers.spec_decode.copy_policy import ensure_copy
 from sglang_ext.mem_cache.compressors import create
-from sglang_ext.mem_cache.copy_forms import CopyForms
-from sglang_ext.mem_cache.query_window import QueryWindows, Recorded
-from sglang_ext.mem_cache.slot_pointers import PointerRows, Pointers, as_pointers
-from sglang_ext.mem_cache.tiered_node import Prefix
+from sglang_ext.mem_cache.compressed.copy_forms import CopyForms
+from sglang_ext.mem_cache.compressed.query_window import QueryWindows, Recorded
+from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows, Pointers, as_pointers
+from sglang_ext.mem_cache.prefix_cache.tiered_node import Prefix
 
 
 class GivenAnew(Given):

@@ -9,7 +9,7 @@ from sglang_ext.layers.attention import verify_graphs
 from sglang_ext.layers.attention.verify_graphs import VerifyGraphSet
 from sglang_ext.managers import captured
 from sglang_ext.managers.captured import Captured
-from sglang_ext.mem_cache.query_window import QueryWindows
+from sglang_ext.mem_cache.compressed.query_window import QueryWindows
 
 
 @pytest.mark.parametrize(

@@ -7,16 +7,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_ext.mem_cache import query_hooks
-from sglang_ext.mem_cache.compressed_views import CompressedViews
+from sglang_ext.mem_cache.compressed import query_hooks
+from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
 from sglang_ext.mem_cache.compressors import create
 from sglang_ext.mem_cache.compressors.kvzip import KVzip
-from sglang_ext.mem_cache.copy_method import CopyMethod
-from sglang_ext.mem_cache.give_back import give_back_when_full
-from sglang_ext.mem_cache.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.query_hooks import cap_prefix_match, record_queries
-from sglang_ext.mem_cache.query_window import QueryWindows, Recorded
-from sglang_ext.mem_cache.unpacked import Unpacked
+from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
+from sglang_ext.hooks.give_back import give_back_when_full
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressed.query_hooks import cap_prefix_match, record_queries
+from sglang_ext.mem_cache.compressed.query_window import QueryWindows, Recorded
+from sglang_ext.mem_cache.compressed.formats.unpacked import Unpacked
 
 SLOTS, HEADS, DIM, LAYERS = 400, 2, 4, 2
 

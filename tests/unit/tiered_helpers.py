@@ -9,12 +9,12 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.common import evict_from_tree_cache
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from sglang_ext.mem_cache.host_pool import HostPool
-from sglang_ext.mem_cache.host_tier import HostTier
-from sglang_ext.mem_cache.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.segments import Segment
-from sglang_ext.mem_cache.tiered_node import below, path
-from sglang_ext.mem_cache.tiered_radix_cache import TieredRadixCache
+from sglang_ext.mem_cache.host_tier.host_pool import HostPool
+from sglang_ext.mem_cache.host_tier.tier import HostTier
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.prefix_cache.segments import Segment
+from sglang_ext.mem_cache.prefix_cache.tiered_node import below, path
+from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
 from sglang_ext.platforms.paged_allocator import TorchPagedAllocator
 
 PAGE, ROWS, WIDTH = 2, 24, 128

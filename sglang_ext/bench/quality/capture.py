@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from sglang_ext.mem_cache.rotary import Rotary
+from sglang_ext.mem_cache.compressed.rotary import Rotary
 
 NAME = "sglang_ext_capture"
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sglang_ext.bench import BenchError
-from sglang_ext.compressor_options import code_bits, parse_compressor
-from sglang_ext.options import ONLINE_COMPRESSORS, POINTING, OptionError
+from sglang_ext.config.compressor_options import code_bits, parse_compressor
+from sglang_ext.config.options import ONLINE_COMPRESSORS, POINTING, OptionError
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from sglang_ext.layers.attention.pointer_decode import PointerDecode
 from sglang_ext.layers.attention.uneven_decode import UnevenDecode
 from sglang_ext.layers.attention.verify_graphs import of_nobody
 from sglang_ext.managers.spec_decode import forward
-from sglang_ext.mem_cache.copy_forms import CopyForms
+from sglang_ext.mem_cache.compressed.copy_forms import CopyForms
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, PPProxyTensors

@@ -7,7 +7,7 @@ import torch
 from sglang_ext.layers.attention.copy_decode import CopyDecode
 from sglang_ext.layers.kernels.gluon import waves
 from sglang_ext.layers.kernels.packed_decode import packed_decode, warps_at_once
-from sglang_ext.mem_cache.packing import PackedRows
+from sglang_ext.mem_cache.compressed.formats.packing import PackedRows
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner

@@ -6,7 +6,7 @@ import torch
 
 from sglang_ext.layers.attention.copy_decode import CopyDecode
 from sglang_ext.layers.kernels.pointer_decode import pointer_decode
-from sglang_ext.mem_cache.slot_pointers import PointerRows
+from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner

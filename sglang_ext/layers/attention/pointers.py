@@ -3,7 +3,7 @@
 import torch
 
 from sglang_ext.layers.attention.copy_and_tail import attend
-from sglang_ext.mem_cache.slot_pointers import Pointers
+from sglang_ext.mem_cache.compressed.formats.slot_pointers import Pointers
 
 
 def pointer_attention(

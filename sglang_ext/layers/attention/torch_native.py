@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from sglang_ext.layers.attention.packed import packed_attention
 from sglang_ext.layers.attention.pointers import pointer_attention
 from sglang_ext.layers.attention.uneven_heads import uneven_attention
-from sglang_ext.mem_cache.copy_forms import CopyForms
+from sglang_ext.mem_cache.compressed.copy_forms import CopyForms
 
 
 class RaggedTorchNativeBackend(TorchNativeAttnBackend):

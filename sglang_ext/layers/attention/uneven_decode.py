@@ -6,7 +6,7 @@ import torch
 
 from sglang_ext.layers.attention.copy_decode import CopyDecode
 from sglang_ext.layers.kernels.uneven_decode import uneven_decode
-from sglang_ext.mem_cache.head_cells import HeadCells
+from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner

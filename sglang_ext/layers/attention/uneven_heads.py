@@ -3,7 +3,7 @@
 import torch
 
 from sglang_ext.layers.attention.copy_and_tail import attend
-from sglang_ext.mem_cache.head_cells import HeadCells
+from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells
 
 
 def uneven_attention(

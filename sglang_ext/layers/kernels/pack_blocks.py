@@ -15,9 +15,9 @@ from sglang_ext.layers.kernels.pack_stores import ROUNDING, rounded, store_codes
 from sglang_ext.mem_cache.compressors.kvquant import KVQuant
 from sglang_ext.mem_cache.compressors.quantizer import Quantizer
 from sglang_ext.mem_cache.compressors.turboquant import TurboQuant
-from sglang_ext.mem_cache.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.packed_layout import Layout
-from sglang_ext.mem_cache.packing import Packing
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressed.formats.packed_layout import Layout
+from sglang_ext.mem_cache.compressed.formats.packing import Packing
 
 # What kernels pack: channels of a head, tokens of a block, dtypes of a pool.
 DIMS, TOKENS, DTYPES = (64, 128), 64, (torch.bfloat16, torch.float16, torch.float32)

@@ -12,8 +12,8 @@ from sglang_ext.layers.kernels.pack_stores import ROUNDING, rounded, store_codes
 from sglang_ext.layers.kernels.whole_blocks import cell, cosine_and_sine, other_channel
 from sglang_ext.mem_cache.compressors.kvquant import SMALLEST as SMALLEST_SQUARE
 from sglang_ext.mem_cache.compressors.kvquant import rounding
-from sglang_ext.mem_cache.packed_layout import Layout
-from sglang_ext.mem_cache.packing import Packing
+from sglang_ext.mem_cache.compressed.formats.packed_layout import Layout
+from sglang_ext.mem_cache.compressed.formats.packing import Packing
 
 # With so many registers suffice, but for a few numbers; not tried on a GPU: 16, which issue a quarter more instructions.
 WARPS = 8

@@ -13,7 +13,7 @@ from sglang_ext.layers.kernels.gluon import waves
 from sglang_ext.layers.kernels.gluon.constants import Fragments
 from sglang_ext.layers.kernels.gluon.fragments import TOKENS
 from sglang_ext.layers.kernels.packed_launches import Call, launch_gluon, launch_triton, launch_whole
-from sglang_ext.mem_cache.packing import Packing
+from sglang_ext.mem_cache.compressed.formats.packing import Packing
 
 # Tokens that share a channel's scale, sizes of a head, and most queries that share a KV head, in the Gluon kernel.
 SHARED_TOKENS, DIMS, MOST_QUERIES = 32, (64, 128), 16

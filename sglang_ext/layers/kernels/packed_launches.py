@@ -14,7 +14,7 @@ from sglang_ext.layers.kernels.gluon.packed import packed_splits_gluon
 from sglang_ext.layers.kernels.packed_attention import packed_splits
 from sglang_ext.layers.kernels.whole_attention import whole_splits
 from sglang_ext.layers.kernels.whole_blocks import polynomial
-from sglang_ext.mem_cache.packing import Packing, as_bytes
+from sglang_ext.mem_cache.compressed.formats.packing import Packing, as_bytes
 
 # Found on an H200: programs of one warp do best, with so many tokens in a step where scales of keys are a token's, or are a
 # channel's; and so many exact tokens. Not tried there: programs that make whole blocks at once, of four.

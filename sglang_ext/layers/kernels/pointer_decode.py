@@ -11,7 +11,7 @@ import triton.language as tl
 from sglang_ext.layers.kernels.fitting import launch_fitting, shape_name
 from sglang_ext.layers.kernels.flash_parts import Parts, exact_part, head_and_rows, scaled_queries, store_part, token_step
 from sglang_ext.layers.kernels.flash_tiles import MOST_ROWS, Tile, tiles
-from sglang_ext.mem_cache.slot_pointers import PointerRows, as_pointers
+from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows, as_pointers
 
 # Tokens in a step, and steps that are loaded ahead.
 TOKENS, STAGES = 32, 3

@@ -11,7 +11,7 @@ import triton.language as tl
 from sglang_ext.layers.kernels.fitting import launch_fitting, shape_name
 from sglang_ext.layers.kernels.flash_parts import Parts, exact_part, head_and_rows, scaled_queries, softmax_step, store_part
 from sglang_ext.layers.kernels.flash_tiles import MOST_ROWS, Tile, tiles
-from sglang_ext.mem_cache.head_cells import HeadCells
+from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells
 
 # Tokens in a step, and steps that are loaded ahead: found on an H200.
 TOKENS, STAGES = 32, 2

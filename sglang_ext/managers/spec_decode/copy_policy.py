@@ -3,9 +3,9 @@
 from typing import TYPE_CHECKING
 
 from sglang_ext.core import FALLBACK_REASONS, CompressedView, RequestState
-from sglang_ext.mem_cache.compressed_views import CompressedViews
-from sglang_ext.mem_cache.copy_method import CopyMethod
-from sglang_ext.mem_cache.tiered_node import Prefix
+from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
+from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
+from sglang_ext.mem_cache.prefix_cache.tiered_node import Prefix
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req

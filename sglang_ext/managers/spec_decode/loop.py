@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
-from sglang_ext import options
+from sglang_ext.config import options
 from sglang_ext.core import RequestState
 from sglang_ext.device import to_device
-from sglang_ext.managers import full_tier, integrity, meta_info
-from sglang_ext.managers.offload_policy import OffloadPolicy
+from sglang_ext.managers import integrity, meta_info
+from sglang_ext.managers.offload import full_tier
+from sglang_ext.managers.offload.policy import OffloadPolicy
 from sglang_ext.managers.spec_decode.draft_length import DraftLength, FixedLength
 from sglang_ext.managers.spec_decode.pace import Pace
 from sglang_ext.managers.spec_decode.result import Answers, GatheredDrafts, Part, RoundResult, together
@@ -30,7 +31,7 @@ from sglang_ext.managers.spec_decode.verifier import Verifier
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
-    from sglang_ext.managers.verifications import Verifications
+    from sglang_ext.managers.offload.verifications import Verifications
     from sglang_ext.managers.worker import KVWorker
 
 

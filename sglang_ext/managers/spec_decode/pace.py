@@ -10,7 +10,7 @@ from sglang_ext.device import Mark
 from sglang_ext.managers.ranks import Ranks
 from sglang_ext.managers.spec_decode.draft_length import Choice, DraftLength, FixedLength, Load, Recent, Spent
 from sglang_ext.managers.spec_decode.round import Round
-from sglang_ext.metrics import KVMetrics
+from sglang_ext.managers.metrics import KVMetrics
 
 
 @dataclass

@@ -9,7 +9,7 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang_ext.core import RequestState
 from sglang_ext.layers.attention.views import BetweenSteps
 from sglang_ext.managers.spec_decode.sampling import Row, Sampling
-from sglang_ext.mem_cache.query_window import Recorded
+from sglang_ext.mem_cache.compressed.query_window import Recorded
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch

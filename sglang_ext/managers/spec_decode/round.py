@@ -14,13 +14,13 @@ from sglang_ext.core import FALLBACK_REASONS, RequestState
 from sglang_ext.managers.spec_decode.copy_policy import CURABLE, NO_QUERIES, SLOWER, ensure_copy
 from sglang_ext.managers.spec_decode.draft_length import Choice
 from sglang_ext.managers.spec_decode.turns import OnDevice
-from sglang_ext.mem_cache.compressed_views import CompressedViews
-from sglang_ext.options import WIDE_REQUESTS
+from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
+from sglang_ext.config.options import WIDE_REQUESTS
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
-    from sglang_ext.managers.verifications import Verifications
+    from sglang_ext.managers.offload.verifications import Verifications
 
 # Steps of a round without drafts: more spare SGLang's scheduler work, and let requests end later.
 PLAIN_STEPS = 4

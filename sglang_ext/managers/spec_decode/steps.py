@@ -11,7 +11,7 @@ from sglang_ext.managers.spec_decode.copy_policy import CURABLE
 from sglang_ext.managers.spec_decode.grammar import Walk
 from sglang_ext.managers.spec_decode.round import Round
 from sglang_ext.managers.spec_decode.sampling import Row, Sampled, Sampling, SamplingCache
-from sglang_ext.mem_cache.query_window import Recorded
+from sglang_ext.mem_cache.compressed.query_window import Recorded
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch

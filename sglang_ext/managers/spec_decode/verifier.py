@@ -17,7 +17,7 @@ from sglang_ext.managers.spec_decode.grammar import LONGEST_WALK, Walk
 from sglang_ext.managers.spec_decode.result import Answers, Part
 from sglang_ext.managers.spec_decode.round import Round
 from sglang_ext.managers.spec_decode.steps import Steps
-from sglang_ext.mem_cache.query_window import Recorded
+from sglang_ext.mem_cache.compressed.query_window import Recorded
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch

@@ -18,9 +18,9 @@ import torch
 from sglang_ext.mem_cache.compressors.always import Always
 from sglang_ext.mem_cache.compressors.check import check_scores
 from sglang_ext.mem_cache.compressors.head_budgets import best_of_all, best_of_each
-from sglang_ext.mem_cache.head_cells import KeptCells
-from sglang_ext.mem_cache.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.rotary import Rotary
+from sglang_ext.mem_cache.compressed.formats.head_cells import KeptCells
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressed.rotary import Rotary
 
 
 @dataclass(frozen=True)

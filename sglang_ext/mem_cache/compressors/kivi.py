@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from math import gcd
 
 from sglang_ext.mem_cache.compressors.quantizer import Quantizer, register_quantizer
-from sglang_ext.mem_cache.packed_layout import Grid
+from sglang_ext.mem_cache.compressed.formats.packed_layout import Grid
 
 
 @register_quantizer("kivi")

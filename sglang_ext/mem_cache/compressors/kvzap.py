@@ -8,7 +8,7 @@ import torch
 from sglang_ext.mem_cache.compressors.always import Always
 from sglang_ext.mem_cache.compressors.base import Compressor, ContextKV, LayerKV, register
 from sglang_ext.mem_cache.compressors.snapkv import SnapKV
-from sglang_ext.mem_cache.slot_scores import SlotScores
+from sglang_ext.mem_cache.compressed.slot_scores import SlotScores
 
 
 @register("kvzap")

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from sglang_ext.compressor_options import code_bits, parse_compressor
+from sglang_ext.config.compressor_options import code_bits, parse_compressor
 from sglang_ext.mem_cache.compressors.base import Compressor, create
 from sglang_ext.mem_cache.compressors.keep_all import KeepAll
 from sglang_ext.mem_cache.compressors.quantizer import Quantizer, quantizer

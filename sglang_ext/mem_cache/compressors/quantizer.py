@@ -14,7 +14,7 @@ from typing import ClassVar
 
 import torch
 
-from sglang_ext.mem_cache.packed_layout import PARAMETER, Grid, Quantized
+from sglang_ext.mem_cache.compressed.formats.packed_layout import PARAMETER, Grid, Quantized
 
 # Bounds of float16: scales and zero points stay finite.
 LARGEST = torch.finfo(PARAMETER).max

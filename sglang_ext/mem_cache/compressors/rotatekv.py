@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from sglang_ext.mem_cache.compressors.quantizer import Quantizer, register_quantizer
-from sglang_ext.mem_cache.packed_layout import Grid
+from sglang_ext.mem_cache.compressed.formats.packed_layout import Grid
 
 
 @register_quantizer("rotatekv")

@@ -6,7 +6,7 @@ from functools import lru_cache
 import torch
 
 from sglang_ext.mem_cache.compressors.quantizer import Quantizer, nearest, register_quantizer, stored
-from sglang_ext.mem_cache.packed_layout import Grid, Quantized
+from sglang_ext.mem_cache.compressed.formats.packed_layout import Grid, Quantized
 
 # Of the rotation; all ranks and all copies have the same one.
 SEED = 2504

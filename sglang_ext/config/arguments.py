@@ -1,0 +1,214 @@
+"""The flags of sglang-ext, as SGLang server arguments.
+
+:class:`KVServerArgs` replaces ``sglang.srt.server_args.ServerArgs`` (plugin.py), so the flags are
+parsed, logged, shown by ``/server_info``, accepted by ``sgl.Engine(...)`` and pickled to the
+scheduler process like SGLang's own. The scheduler unpickles the arguments before it loads plugins:
+this module must import without any hook in place.
+"""
+
+import argparse
+import dataclasses
+import logging
+
+import torch
+from sglang.srt.arg_groups.arg_utils import NS, A, Arg
+from sglang.srt.server_args import ServerArgs
+
+from sglang_ext.config import benchmark_options
+from sglang_ext.config import command_line
+from sglang_ext.config import compressor_options
+from sglang_ext.config import flag_checks
+from sglang_ext.config import head_budget_options
+from sglang_ext.config import options
+from sglang_ext.config import refused_options as refused_options
+from sglang_ext.hooks.application import HookError
+
+logger = logging.getLogger(__name__)
+
+SPECULATIVE_ALGORITHM = "KV_VERIFIED"
+RADIX_CACHE_BACKEND = "kv_views"
+
+
+@dataclasses.dataclass
+class KVServerArgs(ServerArgs):
+    """SGLang's server arguments and the ``--kv-*`` flags.
+
+    With ``kv_mode`` at its default, ``full``, nothing else of sglang-ext runs.
+
+    Raises:
+        options.OptionError: a flag is out of range, unknown or cannot be combined, or the model
+            is not supported. The message names value, allowed set and remedy.
+    """
+
+    kv_mode: A[
+        str,
+        Arg(
+            help="full: stock SGLang. verified: draft on a compressed KV cache, verify on the full "
+            "one; the answers are those of full. lossy: serve from the compressed KV cache alone.",
+            choices=list(options.MODES),
+        ),
+        NS("memory"),
+    ] = "full"
+    kv_compressor: A[
+        str,
+        f"How the KV cache is compressed: by dropping tokens ({', '.join(options.COMPRESSORS)}), by packing them in few bits "
+        f"({', '.join(compressor_options.QUANTIZERS)}), or both, as in {options.COMPRESSORS[0]}+kivi.",
+        NS("memory"),
+    ] = "snapkv"
+    kv_more_compressors: A[
+        str | None,
+        "Further methods that requests may ask for by name, in custom_params: NAME or NAME:BUDGET, with commas between, as in "
+        "snapkv:0.125,kivi. Of all methods one at most may pack tokens.",
+        NS("memory"),
+    ] = None
+    kv_scores: A[
+        str | None,
+        "Folder of documents' scores, written by python -m sglang_ext.precompress, for --kv-compressor kvzip.",
+        NS("memory"),
+    ] = None
+    kv_predictor: A[
+        str | None,
+        "Folder of a network fitted to the model, written by python -m sglang_ext.fit kvzap, for --kv-compressor kvzap.",
+        NS("memory"),
+    ] = None
+    kv_online_compressor: A[
+        str,
+        Arg(
+            help="With --kv-compressor kvzip: how contexts are compressed that begin with none of the documents, and what "
+            "follows one. With kvzap: those whose KV comes from host memory (--kv-host-gb).",
+            choices=list(options.ONLINE_COMPRESSORS),
+        ),
+        NS("memory"),
+    ] = "snapkv"
+    kv_bits: A[
+        int | None,
+        "Bits of a packed number: "
+        + "; ".join(f"{name}: {' or '.join(map(str, bits))}" for name, bits in compressor_options.QUANTIZERS.items())
+        + ". The first is the default.",
+        NS("memory"),
+    ] = None
+    kv_budget: A[
+        float | None,
+        "Share of the context's tokens that the compressed view keeps, above 0 and at most 1. Default: "
+        f"{compressor_options.DEFAULT_BUDGET}, or 1 where tokens are only packed.",
+        NS("memory"),
+    ] = None
+    kv_head_budgets: A[
+        str,
+        "equal: all heads keep the same number of tokens. adaptive: what matters most over all heads and layers, with "
+        f"{', '.join(head_budget_options.COMPARABLE)}; auto: adaptive for "
+        f"{', '.join(head_budget_options.BETTER)} on a CPU, else equal.",
+        NS("memory"),
+    ] = "auto"
+    kv_draft_length: A[
+        int | str,
+        Arg(
+            help="Tokens drafted on the compressed view before each verification, from 1 to "
+            f"{options.MAX_DRAFT_LENGTH}; auto: what measured acceptance and times make fastest, none where full "
+            "KV is faster.",
+            type_parser=options.parse_draft_length,
+        ),
+        NS("memory"),
+    ] = "auto"
+    kv_max_burst: A[
+        int | None,
+        "Tokens that a request gets in one piece at most, from 2: caps the draft length, for an even stream.",
+        NS("memory"),
+    ] = None
+    kv_host_gb: A[
+        float,
+        "Host memory of each tensor-parallel rank, in GB of 10^9 bytes, for full KV of prefixes that the device has no room "
+        "for; it comes back, its checksums compared, when a prompt begins with it. 0: none.",
+        NS("memory"),
+    ] = 0.0
+    kv_full_tier: A[
+        str,
+        Arg(
+            help="Where full KV of running requests lies. device: on the device. host: in host memory (--kv-host-gb), from "
+            "where it is loaded for each verification. auto: on the device while it fits.",
+            choices=list(options.FULL_TIERS),
+        ),
+        NS("memory"),
+    ] = "device"
+    kv_offload_draft_length: A[
+        int,
+        "Tokens drafted at most before a verification whose full KV has to be loaded from the host; rounded down to whole "
+        "rounds of --kv-draft-length.",
+        NS("memory"),
+    ] = 64
+    kv_bench_acceptance: A[
+        float | None,
+        "For benchmarks: answers are of no use. Each draft is accepted with this probability, 0 to 1, when those before it "
+        "were, whatever verification finds, so that speed can be measured without trained weights.",
+        NS("memory"),
+    ] = None
+    kv_bench_corrupt_loads: A[
+        int | None,
+        "For tests: full KV in host memory (--kv-host-gb) is changed before every so many loads, from 1. Checksums notice, and "
+        "it is computed again: answers stay right, speed is of no use.",
+        NS("memory"),
+    ] = None
+    @staticmethod
+    def add_cli_args(parser: argparse.ArgumentParser) -> None:
+        """SGLang's flags and ours; an error that names one of ours is one line."""
+        # By this class: SGLang's registry puts it where this module's ServerArgs was, too.
+        super(KVServerArgs, KVServerArgs).add_cli_args(parser)
+        command_line.shorten_errors(parser)
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> "KVServerArgs":
+        """Of a command line, which a wrong flag ends with one line and exit code 2.
+
+        Raises:
+            SystemExit: a flag is refused.
+        """
+        try:
+            return super().from_cli_args(args)
+        except (options.OptionError, HookError) as error:
+            command_line.exit_if_refused(error)
+            raise
+
+    def __post_init__(self) -> None:
+        """Check the flags, prepare SGLang's own options for the mode, then let SGLang resolve."""
+        flag_checks.check_flags(self)
+        if self.kv_mode == "full":
+            super().__post_init__()
+            return
+        self._prepare_speculation()
+        super().__post_init__()
+        if self.model_path.lower() in ("none", "dummy"):
+            return
+        flag_checks.check_resolved(self)
+        from sglang_ext.hooks import application as hooking
+
+        hooking.activate_frontend()
+
+    def check_lora_server_args(self) -> None:
+        """SGLang's check; of all speculative algorithms it lets LoRA pass with NGRAM alone."""
+        if self.speculative_algorithm != SPECULATIVE_ALGORITHM:
+            super().check_lora_server_args()
+            return
+        # managers/forward.py:prepare_lora applies adapters to drafts and verifications alike.
+        self.override("check_lora_server_args", speculative_algorithm=None)
+        super().check_lora_server_args()
+        self.override("check_lora_server_args", speculative_algorithm=SPECULATIVE_ALGORITHM)
+
+    def _prepare_speculation(self) -> None:
+        """Enter through SGLang's own registries: speculative algorithm and radix cache backend."""
+        on_gpu = self.device in (None, "cuda") and torch.cuda.is_available()
+        refused_options.check_combinations(self)
+        if self.kv_full_tier == "auto" and (obstacle := options.offload_obstacle(self)) is not None:
+            logger.warning("sglang-ext: --kv-full-tier auto keeps all full KV on the device, as %s", obstacle)
+        benchmark_options.warn(self)
+        self.speculative_algorithm = SPECULATIVE_ALGORITHM
+        self.speculative_num_steps = options.gathered_drafts(self)
+        self.speculative_eagle_topk = 1
+        self.speculative_num_draft_tokens = self.speculative_num_steps + 1
+        self.radix_cache_backend = RADIX_CACHE_BACKEND
+        if self.enable_lora or self.lora_paths:
+            # Adapters are prepared for each forward, of a step or of a verification.
+            self.disable_cuda_graph = True
+        if self.attention_backend is None and on_gpu:
+            self.attention_backend = "triton" if self.enable_deterministic_inference else "flashinfer"
+        # Shared noise between draft and verify needs a sampler that takes a seed.
+        self.sampling_backend = self.sampling_backend or "pytorch"

@@ -1,0 +1,72 @@
+"""Flags that only a benchmark or a test would type, ``--kv-bench-*``: what they may be, and what they need.
+
+They are flags, and no environment variables: a shell may have left one of those, and whoever asks the server would not be told.
+"""
+
+import logging
+from typing import TYPE_CHECKING
+
+from sglang_ext.config.options import OptionError
+
+if TYPE_CHECKING:
+    from sglang_ext.config.arguments import KVServerArgs
+
+logger = logging.getLogger(__name__)
+
+# What each does to a server, for its log.
+EFFECTS = {
+    "kv_bench_acceptance": "drafts are accepted by chance, so answers are of no use",
+    "kv_bench_corrupt_loads": "host memory loses bits on purpose; answers stay right, and some are computed again",
+}
+
+
+def is_probability(value: object) -> bool:
+    """Whether it is a number from 0 to 1; ``True`` is none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
+
+
+def check_flags(args: "KVServerArgs") -> None:
+    """Refuse values out of range, and flags without what they need.
+
+    Raises:
+        OptionError: names the flag, its value, what is allowed and the remedy.
+    """
+    probability, every = args.kv_bench_acceptance, args.kv_bench_corrupt_loads
+    if probability is not None and not is_probability(probability):
+        raise OptionError(
+            f"--kv-bench-acceptance is {probability!r}; a draft is accepted with this probability: pass a number from 0 to 1, or "
+            "leave it out, so that verification decides"
+        )
+    if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
+        raise OptionError(
+            f"--kv-bench-corrupt-loads is {every!r}; of so many loads one finds a changed page: pass a whole number from 1, for "
+            "example 7, or leave it out for none"
+        )
+    for name, flag, value in _given(args):
+        lack = _lack(args, name)
+        if lack is not None:
+            raise OptionError(f"{flag} is {value}, but {lack}, or leave {flag} out")
+
+
+def warn(args: "KVServerArgs") -> None:
+    """Say in the log what the flags that were given do to the server."""
+    for name, flag, value in _given(args):
+        logger.warning("sglang-ext: %s is %s: %s", flag, value, EFFECTS[name])
+
+
+def _given(args: "KVServerArgs") -> list[tuple[str, str, object]]:
+    """Field, flag and value of each that was given."""
+    values = {name: getattr(args, name) for name in EFFECTS}
+    # A probability of 0 is given.
+    return [
+        (name, f"--{name.replace('_', '-')}", value) for name, value in values.items() if value is not None and value is not False
+    ]
+
+
+def _lack(args: "KVServerArgs", name: str) -> str | None:
+    """Why the server cannot do what the flag of field ``name`` asks for, and the remedy; None when it can."""
+    if args.kv_mode != "verified":
+        return f"--kv-mode is {args.kv_mode!r}, which verifies nothing: pass --kv-mode verified"
+    if name == "kv_bench_corrupt_loads" and not args.kv_host_gb:
+        return "--kv-host-gb is 0, so that nothing is loaded: pass how many GB"
+    return None

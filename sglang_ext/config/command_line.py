@@ -1,0 +1,74 @@
+"""How a wrong flag on a command line ends: its message in one line on stderr, and exit code 2.
+
+In a program that calls ``sgl.Engine`` the same message is an exception, which it may catch. What only the scheduler finds, once
+the weights are there, ends that process so, and the one that waits for it with the same code.
+"""
+
+import argparse
+import functools
+import sys
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from typing import NoReturn, ParamSpec, TypeVar
+
+from sglang_ext.hooks.application import HookError
+from sglang_ext.config.options import OptionError
+
+EXIT_CODE = 2
+
+Given = ParamSpec("Given")
+Made = TypeVar("Made")
+
+
+def exit_if_refused(error: BaseException) -> None:
+    """End the process where ``error`` is a refusal of ours; others are for the caller to raise.
+
+    Raises:
+        SystemExit: with code 2, once the message stands on stderr.
+    """
+    if isinstance(error, OptionError | HookError):
+        print(f"sglang-ext: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        raise SystemExit(EXIT_CODE) from None
+
+
+def ends_scheduler(step: Callable[Given, Made]) -> Callable[Given, Made]:
+    """Mark a step of the scheduler's start: a refusal in it ends the process, where SGLang would print where it was raised."""
+
+    @functools.wraps(step)
+    def run(*args: Given.args, **named: Given.kwargs) -> Made:
+        try:
+            return step(*args, **named)
+        except (OptionError, HookError) as error:
+            exit_if_refused(error)
+            raise
+
+    return run
+
+
+def end_like_scheduler(died: Callable[[int, BaseProcess], RuntimeError], rank: int, proc: BaseProcess) -> RuntimeError:
+    """Hook around what SGLang makes of a scheduler that ended before it was ready.
+
+    Args:
+        died: SGLang's function, which waits for the process to end.
+        rank: of the scheduler.
+        proc: its process.
+
+    Raises:
+        SystemExit: with code 2 where the scheduler refused an option; it has told which.
+    """
+    error = died(rank, proc)
+    if proc.exitcode == EXIT_CODE:
+        raise SystemExit(EXIT_CODE)
+    return error
+
+
+def shorten_errors(parser: argparse.ArgumentParser) -> None:
+    """Leave the usage, hundreds of lines, out of errors that name a flag of ours; those of SGLang's flags stay."""
+    stock = parser.error
+
+    def error(message: str) -> NoReturn:
+        if "--kv-" in message:
+            parser.exit(EXIT_CODE, f"{parser.prog}: error: {' '.join(message.split())}\n")
+        stock(message)
+
+    parser.error = error

@@ -1,0 +1,158 @@
+"""All checks of flags and of what SGLang made of them, in their order: for the plugin, and for a fork with ``patches/``.
+
+What cannot be served is refused; a flag that does nothing beside the others is named in the log.
+"""
+
+import logging
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from sglang_ext.config import benchmark_options
+from sglang_ext.config import head_budget_options
+from sglang_ext.config import method_options
+from sglang_ext.config import model_options
+from sglang_ext.config import options
+from sglang_ext.config import range_options
+from sglang_ext.config import refusal
+from sglang_ext.config.compressor_options import PREDICTOR, SCORES
+from sglang_ext.config.options import OptionError
+
+if TYPE_CHECKING:
+    from sglang_ext.config.arguments import KVServerArgs
+
+logger = logging.getLogger(__name__)
+
+# Tokens of full KV that host memory has room for at least: from as many on a context is drafted for.
+LEAST_HOST_TOKENS = 128
+
+
+def check_flags(args: "KVServerArgs") -> None:
+    """Before SGLang resolves its options: refuse wrong values, and set what was left open; none of it where the mode is full.
+
+    Raises:
+        options.OptionError: a flag is out of range, or flags cannot be combined.
+    """
+    if args.kv_mode == "full":
+        from sglang_ext.config.arguments import KVServerArgs
+
+        _warn_of_idle(args, "--kv-mode is full, stock SGLang, in which", KVServerArgs.__annotations__, "--kv-mode verified")
+        return
+    range_options.check_flags(args)
+    benchmark_options.check_flags(args)
+    method_options.resolve(args)
+    head_budget_options.resolve(args)
+    _warn_of_idle_drafts(args)
+    _warn_of_idle_compressor(args)
+
+
+def check_resolved(args: "KVServerArgs") -> None:
+    """After SGLang resolved its options: refuse backends, models and versions of SGLang that cannot be served.
+
+    Raises:
+        options.OptionError: the attention backend or the model is not supported, a predictor is of another model, preferred
+            sampling parameters are wrong, or this host lacks the memory that is asked for.
+        hooking.HookError: a function that is hooked has other parameters than expected.
+    """
+    from sglang_ext.hooks import application as hooking
+    from sglang_ext.managers import compression
+    from sglang_ext.hooks import request_checks
+    from sglang_ext.mem_cache.host_tier import host_memory
+
+    model_options.check_resolved(args)
+    method_options.check_resolved(args)
+    head_budget_options.check_resolved(args)
+    compression.check_files(args)
+    request_checks.check_preferred(args)
+    hooking.check(args.kv_mode)
+    _warn_of_short_contexts(args)
+    if args.kv_host_gb:
+        # Before weights are loaded: minutes later it would be found lacking all the same.
+        _check_least_host_memory(args)
+        host_memory.check(int(args.kv_host_gb * 1e9), options.ranks_of_host(args))
+
+
+def _warn_of_idle(args: "KVServerArgs", why: str, names: Iterable[str], remedy: str) -> None:
+    """Name in the log those flags, of fields ``names``, that were given and do nothing.
+
+    Args:
+        args: before anything is resolved.
+        why: which flag has which value, and how these are related to it.
+        names: fields of the arguments.
+        remedy: what to pass for them to do something.
+    """
+    named = [refusal.flag(name) for name in names if refusal.given(args, name)]
+    if named:
+        logger.warning(
+            "sglang-ext: %s %s %s nothing: pass %s, or leave %s out",
+            why, ", ".join(named), "does" if len(named) == 1 else "do", remedy, "it" if len(named) == 1 else "them",
+        )  # fmt: skip
+
+
+def _warn_of_idle_drafts(args: "KVServerArgs") -> None:
+    """Name flags of drafts that are never made, or never so long."""
+    if args.kv_mode == "lossy":
+        names = ("kv_draft_length", "kv_max_burst", "kv_offload_draft_length")
+        _warn_of_idle(args, "--kv-mode is lossy, without drafts, in which", names, "--kv-mode verified")
+        return
+    if not options.offloads(args):
+        why = f"--kv-full-tier is {args.kv_full_tier} and --kv-host-gb {args.kv_host_gb:g}, with which"
+        _warn_of_idle(args, why, ("kv_offload_draft_length",), "--kv-full-tier auto and for example --kv-host-gb 16")
+    longest = options.AUTO_DRAFT_LENGTH if args.kv_draft_length == "auto" else args.kv_draft_length
+    if options.offloads(args):
+        longest = max(longest, args.kv_offload_draft_length)
+    if args.kv_max_burst is not None and args.kv_max_burst > longest + 1:
+        why = f"a verification gives {longest + 1} tokens at most, fewer than {args.kv_max_burst}, so that"
+        _warn_of_idle(args, why, ("kv_max_burst",), f"at most {longest + 1}")
+
+
+def _warn_of_idle_compressor(args: "KVServerArgs") -> None:
+    """Name ``--kv-online-compressor`` where no method leaves a context to it."""
+    drops = {offer.drops for offer in method_options.offers(args)}
+    if SCORES.method in drops or (PREDICTOR.method in drops and args.kv_host_gb):
+        return
+    if PREDICTOR.method in drops:
+        why, remedy = f"--kv-compressor is {args.kv_compressor} and --kv-host-gb 0, with which", "--kv-host-gb 16"
+    else:
+        why, remedy = f"--kv-compressor is {args.kv_compressor}, with which", f"--kv-compressor {SCORES.method}"
+    _warn_of_idle(args, why, ("kv_online_compressor",), remedy)
+
+
+def _warn_of_short_contexts(args: "KVServerArgs") -> None:
+    """Say where no context that the server takes is long enough for a copy."""
+    from sglang_ext.managers.spec_decode.copy_policy import MIN_CONTEXT
+    from sglang_ext.mem_cache.compressors import method
+
+    made = [method(offer.compressor, args.kv_bits if offer.packs else None) for offer in method_options.offers(args)]
+    least = MIN_CONTEXT + min(each.quantizer.recent if each.quantizer else 0 for each in made)
+    for name in ("context_length", "max_total_tokens"):
+        tokens = getattr(args, name)
+        if tokens is not None and tokens <= least:
+            logger.warning(
+                "sglang-ext: %s is %d, and a context is compressed from %d tokens on: no request is, and nothing is drafted; pass "
+                "more, or leave it out",
+                refusal.flag(name), tokens, least,
+            )  # fmt: skip
+
+
+def _check_least_host_memory(args: "KVServerArgs") -> None:
+    """Refuse host memory that has no room for one context.
+
+    Raises:
+        OptionError: names the least that has.
+    """
+    config = args.get_model_config()
+    width = config.get_num_kv_heads(args.tp_size) * (config.head_dim + config.v_head_dim)
+    tokens = -(-LEAST_HOST_TOKENS // args.page_size) * args.page_size
+    least = tokens * config.num_hidden_layers * width * config.dtype.itemsize / 1e9
+    if args.kv_host_gb < least:
+        raise OptionError(
+            f"--kv-host-gb is {args.kv_host_gb:g}, less than full KV of {tokens} tokens takes: pass at least "
+            f"{_rounded_up(least)}, better room for many contexts, for example 16, or 0 for no host memory"
+        )
+
+
+def _rounded_up(gigabytes: float) -> str:
+    """Two digits that are no less."""
+    step = 10.0 ** (math.floor(math.log10(gigabytes)) - 1)
+    return f"{math.ceil(gigabytes / step) * step:.3g}"

@@ -1,0 +1,64 @@
+"""What ``--kv-head-budgets`` may be: how heads share what a compressed copy keeps."""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang_ext.config import copy_options
+from sglang_ext.config.method_options import offers
+from sglang_ext.config.options import OptionError, attention_backends, one_of
+
+if TYPE_CHECKING:
+    from sglang_ext.config.arguments import KVServerArgs
+
+HEAD_BUDGETS = ("auto", "equal", "adaptive")
+# Methods whose scores compare over heads and layers (Compressor.comparable).
+COMPARABLE = ("snapkv", "kvzip", "kvzap")
+# Of these, the ones whose drafts are accepted more often for it (docs/results/compressors.md).
+BETTER = ("kvzip", "kvzap")
+
+
+def resolve(args: "KVServerArgs") -> None:
+    """Refuse what cannot be combined with ``adaptive``, and choose where ``auto`` leaves it open.
+
+    Raises:
+        OptionError: names the flag, its value and the remedy.
+    """
+    one_of("--kv-head-budgets", args.kv_head_budgets, HEAD_BUDGETS)
+    first, *others = offers(args)
+    drops, packs = first.drops, first.packs
+    if args.kv_head_budgets == "auto":
+        # On a GPU not before it is measured there.
+        served = not others and packs is None and _on_cpu(args) and attention_backends(args) <= set(copy_options.BACKENDS["cpu"])
+        args.kv_head_budgets = "adaptive" if drops in BETTER and served else "equal"
+    if args.kv_head_budgets == "equal":
+        return
+    if others:
+        raise OptionError(
+            f"--kv-head-budgets is 'adaptive' with --kv-more-compressors {args.kv_more_compressors}: where heads keep different "
+            "numbers of tokens, all copies are made by one method. Pass equal, or leave --kv-more-compressors out"
+        )
+    if packs is not None:
+        raise OptionError(
+            f"--kv-head-budgets is 'adaptive' with --kv-compressor {args.kv_compressor}: packed heads keep equal numbers of "
+            f"tokens. Pass equal, or one of {', '.join(COMPARABLE)}"
+        )
+    if drops not in COMPARABLE:
+        raise OptionError(
+            f"--kv-head-budgets is 'adaptive' with --kv-compressor {drops}, whose scores do not compare over heads: pass equal, "
+            f"or one of {', '.join(COMPARABLE)}"
+        )
+
+
+def check_resolved(args: "KVServerArgs") -> None:
+    """Refuse uneven heads where attention does not read them, once SGLang has chosen device and backends.
+
+    Raises:
+        OptionError: names what it chose, and the remedy.
+    """
+    if args.kv_head_budgets == "adaptive":
+        copy_options.check_resolved(args, "copies of --kv-head-budgets adaptive", "--kv-head-budgets equal")
+
+
+def _on_cpu(args: "KVServerArgs") -> bool:
+    return args.device == "cpu" or (args.device is None and not torch.cuda.is_available())

@@ -1,0 +1,200 @@
+"""The methods that one server offers, of which a request chooses one by name: what they may be, alone and together."""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
+
+from sglang_ext.config import copy_options
+from sglang_ext.config.compressor_options import (
+    DEFAULT_BUDGET,
+    PACKABLE,
+    PREDICTOR,
+    SCORES,
+    code_bits,
+    parse_compressor,
+)
+from sglang_ext.config.options import COMPRESSORS, ONLINE_COMPRESSORS, POINTING, OptionError, one_of
+
+if TYPE_CHECKING:
+    from sglang_ext.config.arguments import KVServerArgs
+
+FIRST, MORE = "--kv-compressor", "--kv-more-compressors"
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A method that requests may ask for.
+
+    Attributes:
+        name: as requests ask for it: NAME, or NAME:BUDGET.
+        compressor: a value of ``--kv-compressor``.
+        budget: share of the context's tokens that its copies keep.
+    """
+
+    name: str
+    compressor: str
+    budget: float
+
+    @property
+    def drops(self) -> str | None:
+        """What drops tokens; None where all are kept."""
+        return parse_compressor(self.compressor)[0]
+
+    @property
+    def packs(self) -> str | None:
+        """What packs them in few bits; None where they stay as they are."""
+        return parse_compressor(self.compressor)[1]
+
+    def is_called(self, asked: object) -> bool:
+        """Whether a request that asks for so named a method means this one; ``snapkv:.5`` is ``snapkv:0.50``."""
+        if not isinstance(asked, str) or asked == self.name:
+            return asked == self.name
+        compressor, colon, text = asked.partition(":")
+        try:
+            return bool(colon) and compressor == self.compressor and float(text) == self.budget
+        except ValueError:
+            return False
+
+    @property
+    def suffix(self) -> str:
+        """What its name adds to that of its compressor."""
+        return self.name.removeprefix(self.compressor)
+
+
+def offers(args: "KVServerArgs") -> tuple[Offer, ...]:
+    """All methods of a server, the one of requests that ask for none first; for arguments that :func:`resolve` saw."""
+    return _offers(args.kv_compressor, args.kv_budget, args.kv_more_compressors or "")
+
+
+@cache
+def _offers(compressor: str, budget: float, more: str) -> tuple[Offer, ...]:
+    # Of one server, and asked for with each request and each chunk of its answer.
+    return Offer(compressor, compressor, budget), *(_parsed(item.strip()) for item in more.split(",") if item.strip())
+
+
+def quantizer_of(found: tuple[Offer, ...]) -> str | None:
+    """What packs the copies of those methods that have them packed; None where none has."""
+    return next((offer.packs for offer in found if offer.packs), None)
+
+
+def resolve(args: "KVServerArgs") -> None:
+    """Refuse wrong values of ``--kv-compressor``, ``--kv-more-compressors``, ``--kv-budget`` and ``--kv-bits``; set the
+    budget where it was left open.
+
+    Raises:
+        OptionError: names the flag, its value and the remedy.
+    """
+    more = args.kv_more_compressors
+    if more is not None and not any(item.strip() for item in more.split(",")):
+        raise OptionError(
+            f"{MORE} is {more!r}, which names no method: pass NAME or NAME:BUDGET, with commas between, as in "
+            "snapkv:0.125,kivi, or leave it out"
+        )
+    args.kv_budget = budget_of(args.kv_compressor, args.kv_budget)
+    found = offers(args)
+    for place, offer in enumerate(found):
+        _check_differs(offer, found[:place])
+    _check_alone(found)
+    packs = quantizer_of(found)
+    if packs is not None:
+        code_bits(packs, args.kv_bits)
+    elif args.kv_bits is not None:
+        raise OptionError(
+            f"--kv-bits is {args.kv_bits}, but --kv-compressor {found[0].drops} keeps tokens as they are: leave it out, or name "
+            f"what packs them too: --kv-compressor {found[0].drops}+kivi"
+        )
+    one_of("--kv-online-compressor", args.kv_online_compressor, ONLINE_COMPRESSORS)
+    compressors = tuple(offer.compressor for offer in found)
+    SCORES.check(compressors, args.kv_scores)
+    PREDICTOR.check(compressors, args.kv_predictor)
+
+
+def budget_of(compressor: str, budget: float | None, flag: str = FIRST, told: str = "--kv-budget is {}") -> float:
+    """The share of tokens that a method keeps; ``budget`` as asked for, None for its default.
+
+    Args:
+        compressor: NAME, NAME+NAME.
+        budget: asked for.
+        flag: that names the compressor, for messages.
+        told: how messages name the budget.
+
+    Raises:
+        OptionError: names the flag, its value and the remedy.
+    """
+    drops, packs = parse_compressor(compressor, flag)
+    if budget is None:
+        return 1.0 if drops is None else DEFAULT_BUDGET
+    if not (isinstance(budget, int | float) and 0 < budget <= 1):
+        raise OptionError(
+            f"{told.format(budget)}; it is the share of the KV cache that is kept: pass a number above 0 and at most 1, for "
+            "example 0.25"
+        )
+    if drops is None and budget < 1:
+        raise OptionError(
+            f"{told.format(budget)}, but {flag} {packs} keeps all tokens, in few bits: leave it out, or name what drops the "
+            f"others too: {flag} {COMPRESSORS[0]}+{packs}"
+        )
+    return budget
+
+
+def _parsed(item: str) -> Offer:
+    """One item of ``--kv-more-compressors``."""
+    compressor, colon, text = item.partition(":")
+    try:
+        budget = float(text) if colon else None
+    except ValueError:
+        raise OptionError(
+            f"{MORE} has {item!r}, where {text!r} is no number: pass NAME or NAME:BUDGET, as in snapkv:0.125,kivi"
+        ) from None
+    return Offer(item, compressor, budget_of(compressor, budget, MORE, f"{MORE} has {item!r}, the budget of which is {{}}"))
+
+
+def _check_differs(offer: Offer, before: tuple[Offer, ...]) -> None:
+    """Refuse a method that is there already, and a second one that packs tokens otherwise."""
+    for other in before:
+        if (other.compressor, other.budget) == (offer.compressor, offer.budget):
+            raise OptionError(
+                f"{MORE} has {offer.name!r}, which is {other.name!r} again, with a budget of {offer.budget}: leave it out, or "
+                f"give it another one, as in {offer.compressor}:0.125"
+            )
+    packs = quantizer_of(before)
+    if packs is not None and offer.packs not in (None, packs):
+        raise OptionError(
+            f"{MORE} has {offer.name!r} beside {packs}: slots of blocks, kernels and CUDA graphs are made for one method that "
+            f"packs tokens. Leave {offer.packs} or {packs} out, or start a server for each; methods that only drop tokens, and "
+            "any budgets, serve beside it"
+        )
+
+
+def _check_alone(found: tuple[Offer, ...]) -> None:
+    """Refuse others beside a method whose copies lead into full KV."""
+    pointing = [offer.name for offer in found if offer.drops in POINTING]
+    if pointing and len(found) > 1:
+        raise OptionError(
+            f"{MORE} makes {pointing[0]} one of {len(found)} methods; its copies hold no KV, but where the tokens lie, and others' "
+            f"are not read so. Let it serve alone, or pass {', '.join(PACKABLE)}"
+        )
+
+
+def check_resolved(args: "KVServerArgs") -> None:
+    """Refuse methods where hooks or attention cannot serve them, once SGLang has chosen graphs, device and backends.
+
+    Raises:
+        OptionError: names what it chose, and the remedy.
+    """
+    found = offers(args)
+    predicted = any(offer.drops == PREDICTOR.method for offer in found)
+    if predicted and args.cuda_graph_config.prefill.backend == "tc_piecewise":
+        raise OptionError(
+            "--cuda-graph-backend-prefill is 'tc_piecewise'; --kv-compressor kvzap reads hidden states by hooks, which are "
+            "untested in compiled graphs. Pass breakable or disabled."
+        )
+    others = ', '.join(PACKABLE)
+    if found[0].drops in POINTING:
+        copy_options.check_resolved(args, f"the copies of {FIRST} {found[0].name}", f"one that copies tokens: {others}")
+    packed = next((offer for offer in found if offer.packs), None)
+    if packed is None:
+        return
+    named = f"{FIRST if packed is found[0] else MORE} {packed.name}"
+    copies = f"the packed copies of {named}"
+    copy_options.check_resolved(args, copies, f"a compressor that only drops tokens: {others}")

@@ -1,0 +1,100 @@
+"""Which models, attention backends and graphs a compressed KV cache is served with, once SGLang has chosen them."""
+
+from typing import TYPE_CHECKING
+
+from sglang_ext.config.options import ATTENTION_BACKENDS, DETERMINISTIC_BACKENDS, OptionError, attention_backends
+
+if TYPE_CHECKING:
+    from sglang_ext.config.arguments import KVServerArgs
+
+
+def check_resolved(args: "KVServerArgs") -> None:
+    """Refuse what shows only after SGLang resolved its defaults: attention backend, graphs and model.
+
+    Raises:
+        OptionError: names what is not supported, and what is.
+    """
+    if args.cuda_graph_config.prefill.backend == "full":
+        raise OptionError(
+            f"--cuda-graph-backend-prefill is 'full'; --kv-mode {args.kv_mode} reads the prompt's queries, which such "
+            "graphs hide. Pass breakable, tc_piecewise or disabled."
+        )
+    for backend in sorted(attention_backends(args)):
+        if backend not in ATTENTION_BACKENDS:
+            raise OptionError(
+                f"--attention-backend is {backend!r}; --kv-mode {args.kv_mode} runs with "
+                f"{', '.join(ATTENTION_BACKENDS)}. Pass one of these."
+            )
+        if args.enable_deterministic_inference and backend not in DETERMINISTIC_BACKENDS:
+            raise OptionError(
+                f"--attention-backend is {backend!r}; with --enable-deterministic-inference --kv-mode {args.kv_mode} "
+                f"runs with {', '.join(DETERMINISTIC_BACKENDS)}: elsewhere a verification rounds differently from a "
+                "decode. Pass one of these."
+            )
+    config = args.get_model_config()
+    reason = unsupported_model(config)
+    if reason is not None:
+        raise OptionError(
+            f"--model-path {args.model_path}: {reason}; --kv-mode {args.kv_mode} serves decoder-only "
+            "text models with multi-head, grouped-query or multi-query attention over the whole "
+            "context, in float weights. Use --kv-mode full for this model."
+        )
+    _check_deterministic_heads(args, config)
+
+
+def _check_deterministic_heads(args: "KVServerArgs", config: object) -> None:
+    """Refuse bit-identical verifications of heads that SGLang decodes with products of vectors, not of matrices.
+
+    Its Triton decode has a kernel of its own where a KV head has one query head; ours has the arithmetic of the other.
+    """
+    exact = args.kv_mode == "verified" and args.enable_deterministic_inference and "triton" in attention_backends(args)
+    query_heads, kv_heads = config.get_num_attention_heads(args.tp_size), config.get_num_kv_heads(args.tp_size)
+    if exact and query_heads == kv_heads:
+        raise OptionError(
+            f"--model-path {args.model_path}, --tp-size {args.tp_size}: a rank has {query_heads} query heads and as many KV "
+            "heads; with --enable-deterministic-inference and the triton backend --kv-mode verified needs two query heads a KV head or "
+            "more: SGLang decodes one by another kernel, which rounds otherwise. Leave --enable-deterministic-inference out, "
+            "pass a smaller --tp-size where that leaves more, or use --kv-mode full."
+        )
+
+
+def unsupported_model(config: object) -> str | None:
+    """Why a model cannot be served from a compressed KV cache; None when it can.
+
+    Args:
+        config: SGLang's ``ModelConfig``.
+    """
+    from sglang.srt.configs.model_config import AttentionArch
+
+    text = config.hf_text_config
+    if config.attention_arch == AttentionArch.MLA:
+        return "it uses multi-head latent attention (MLA)"
+    if getattr(config, "is_hybrid_swa", False) or _uses_sliding_window(text):
+        return "it uses sliding-window attention"
+    if _has_recurrent_layers(text):
+        return "it is a hybrid of attention and recurrent layers"
+    if config.is_multimodal:
+        return "it is multimodal"
+    if not config.is_generation:
+        return "it does not generate"
+    if config.quantization is not None:
+        # Activations scaled over a whole batch would make an answer depend on the drafts beside it.
+        return f"its weights are quantized ({config.quantization}), which is untested"
+    if getattr(config, "is_encoder_decoder", False):
+        return "it is an encoder-decoder model"
+    return None
+
+
+def _has_recurrent_layers(text: object) -> bool:
+    if any(hasattr(text, name) for name in ("mamba_d_state", "linear_num_key_heads", "layers_block_type")):
+        return True
+    return any("attention" not in kind for kind in getattr(text, "layer_types", None) or ())
+
+
+def _uses_sliding_window(text: object) -> bool:
+    if getattr(text, "sliding_window", None) is None:
+        return False
+    if getattr(text, "use_sliding_window", True) is False:
+        return False
+    kinds = getattr(text, "layer_types", None)
+    return kinds is None or any("sliding" in kind for kind in kinds)

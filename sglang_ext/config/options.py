@@ -1,0 +1,118 @@
+"""What the flags may be, and what follows from what they are: how much is drafted, and how much is verified at once.
+
+Stands here once, so that ``--help``, the checks at start, the doctor and the tests agree.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sglang_ext.config.arguments import KVServerArgs
+
+MODES = ("full", "lossy", "verified")
+# Methods that drop tokens; those that pack them in few bits are in compressor_options.py. First those that look at KV and
+# queries as they are made.
+ONLINE_COMPRESSORS = ("snapkv", "sink-recent", "expected-attention")
+# Methods whose copies hold no KV, but lead into full KV on the device (Compressor.points): verifications choose them.
+POINTING = ("verify-guided",)
+COMPRESSORS = (*ONLINE_COMPRESSORS, "kvzip", "kvzap", *POINTING)
+MAX_DRAFT_LENGTH = 64
+FULL_TIERS = ("auto", "device", "host")
+# Tokens drafted before a verification whose full KV has to be loaded from the host, at most.
+MAX_OFFLOAD_DRAFT_LENGTH = 256
+# Such verifications in one forward at most: they are wide, and come one by one, as their loads do.
+WIDE_REQUESTS = 2
+# They are captured for every so many tokens of a request: what is beyond the drafts is computed for nothing.
+WIDE_STEP = 64
+# Drafts at most with --kv-draft-length auto: 16 tokens of 4 query heads fill a tile of verifications, 17 begin another.
+AUTO_DRAFT_LENGTH = 15
+# Tokens of a narrow verification there: where acceptance is middling, short drafts are best, and wait for less.
+NARROW_VERIFY = 5
+ATTENTION_BACKENDS = ("torch_native", "flashinfer", "triton", "fa3")
+# Of these, on which a verification's tokens are, bit for bit, those of decoding one by one.
+DETERMINISTIC_BACKENDS = ("torch_native", "triton")
+
+
+class OptionError(ValueError):
+    """A flag that cannot be served: says the value, what is allowed, and the remedy."""
+
+
+def one_of(flag: str, value: object, allowed: tuple[str, ...]) -> None:
+    """Refuse a flag's value that is not among those allowed.
+
+    Raises:
+        OptionError: names all three.
+    """
+    if value not in allowed:
+        raise OptionError(f"{flag} is {value!r}; allowed: {', '.join(allowed)}. Pass one of these.")
+
+
+def attention_backends(args: "KVServerArgs") -> set[str]:
+    """Those that flags or SGLang chose so far."""
+    return {args.attention_backend, args.prefill_attention_backend, args.decode_attention_backend} - {None}
+
+
+def ranks_of_host(args: "KVServerArgs") -> int:
+    """Tensor-parallel ranks that run on one host."""
+    return -(-args.tp_size // args.nnodes)
+
+
+def parse_draft_length(text: str) -> int | str:
+    """``--kv-draft-length`` from the command line: a number, or what range_options.py will look at."""
+    return int(text) if text.lstrip("-").isdigit() else text
+
+
+def longest_draft(args: "KVServerArgs") -> int:
+    """Tokens drafted before a verification at most."""
+    longest = AUTO_DRAFT_LENGTH if args.kv_draft_length == "auto" else args.kv_draft_length
+    return longest if args.kv_max_burst is None else min(longest, args.kv_max_burst - 1)
+
+
+def offload_obstacle(args: "KVServerArgs") -> str | None:
+    """Why full KV of running requests cannot leave the device, and the remedy; None when it can."""
+    for refused, why in (
+        (not args.kv_host_gb, "there is no host memory for full KV: pass --kv-host-gb"),
+        (args.kv_mode != "verified", f"--kv-mode {args.kv_mode} verifies nothing: pass --kv-mode verified"),
+        (
+            args.kv_compressor in POINTING,
+            f"drafts of --kv-compressor {args.kv_compressor} read it on the device: pass --kv-compressor snapkv",
+        ),
+        (args.disable_radix_cache, "full KV leaves the device by nodes of the prefix tree: leave out --disable-radix-cache"),
+    ):
+        if refused:
+            return why
+    return None
+
+
+def offloads(args: "KVServerArgs") -> bool:
+    """Whether full KV of running requests may leave the device."""
+    return args.kv_full_tier != "device" and offload_obstacle(args) is None
+
+
+def gathered_drafts(args: "KVServerArgs") -> int:
+    """Drafts that a request gathers before a verification at most; where full KV may leave the device, whole rounds of them."""
+    longest = longest_draft(args)
+    if not offloads(args):
+        return longest
+    most = args.kv_offload_draft_length
+    if args.kv_max_burst is not None:
+        most = min(most, args.kv_max_burst - 1)
+    return max(1, most // longest) * longest
+
+
+def verify_widths(args: "KVServerArgs") -> tuple[int, ...]:
+    """Tokens of a request in the verifications of one round's drafts; several where the draft length is chosen."""
+    widest = longest_draft(args) + 1
+    return (NARROW_VERIFY, widest) if args.kv_draft_length == "auto" and widest > NARROW_VERIFY else (widest,)
+
+
+def captured_tokens(args: "KVServerArgs", requests: int) -> int:
+    """Tokens of the largest verification that is captured, where so many requests run at most."""
+    narrow = min(max(args.cuda_graph_config.decode.bs), requests) * verify_widths(args)[-1]
+    return max(narrow, WIDE_REQUESTS * args.speculative_num_draft_tokens) if offloads(args) else narrow
+
+
+def wide_widths(args: "KVServerArgs") -> tuple[int, ...]:
+    """Tokens of a request in verifications of drafts that gathered over several rounds, wide ones first."""
+    if not offloads(args):
+        return ()
+    return tuple(range(gathered_drafts(args) + 1, verify_widths(args)[-1], -WIDE_STEP))

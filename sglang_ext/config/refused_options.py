@@ -1,0 +1,275 @@
+"""SGLang's options and this plugin's that cannot be combined with a compressed KV cache yet, each with the reason and the remedy."""
+
+from typing import TYPE_CHECKING
+
+from sglang_ext.config.options import POINTING
+from sglang_ext.config.refusal import Refusal, above, switched_on, variable
+
+if TYPE_CHECKING:
+    from sglang_ext.config.arguments import KVServerArgs
+
+
+HICACHE = (
+    *("hicache_ratio", "hicache_size", "hicache_write_policy", "hicache_io_backend", "hicache_mem_layout"),
+    *("hicache_storage_backend", "hicache_storage_prefetch_policy", "hicache_storage_backend_extra_config"),
+)
+OF_HOST = "use --kv-host-gb for KV in host memory"
+LAYOUT = "copies are made in pools that hold each layer's tokens one after the other"
+IDLE = "its tree would stand idle beside the one that counts compressed slots"
+RANKS = "of all parallelism only --tp-size and experts over its ranks are tested"
+
+CACHES: tuple[Refusal, ...] = (
+    Refusal(
+        "--radix-cache-backend",
+        lambda args: args.radix_cache_backend not in (None, "kv_views"),
+        "the prefix tree must count compressed slots",
+        "leave it out, or use --kv-mode full",
+    ),
+    Refusal(
+        "--enable-hierarchical-cache",
+        switched_on("enable_hierarchical_cache"),
+        "its tree does not know compressed slots",
+        f"leave it out, and {OF_HOST}",
+        HICACHE,
+    ),
+    Refusal(
+        "--enable-lmcache",
+        switched_on("enable_lmcache"),
+        IDLE,
+        f"leave it out, and {OF_HOST}",
+        ("lmcache_config_file",),
+    ),
+    Refusal(
+        "--enable-flexkv",
+        switched_on("enable_flexkv"),
+        IDLE,
+        f"leave it out, and {OF_HOST}",
+        ("flexkv_config_file",),
+    ),
+    variable("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", IDLE),
+    variable("SGLANG_ENABLE_UNIFIED_RADIX_TREE", IDLE),
+    Refusal(
+        "--disable-radix-cache",
+        lambda args: args.disable_radix_cache and bool(args.kv_host_gb),
+        "--kv-host-gb keeps prefixes of the tree, and there would be none",
+        "leave out one of the two",
+    ),
+    Refusal(
+        "--kv-cache-dtype",
+        lambda args: args.kv_cache_dtype not in (None, "auto"),
+        "copies of a quantized cache are untested",
+        "use --kv-cache-dtype auto",
+        ("quantization_param_path",),
+    ),
+    Refusal(
+        "--page-size",
+        lambda args: args.page_size is not None and args.page_size < 1,
+        "a page holds tokens",
+        "pass a whole number from 1, for example 16, or leave it out",
+    ),
+    Refusal("--enable-page-major-kv-layout", switched_on("enable_page_major_kv_layout"), LAYOUT, "leave it out"),
+    Refusal("--enable-unified-memory", switched_on("enable_unified_memory"), LAYOUT, "leave it out"),
+    variable("SGLANG_USE_HND_KVCACHE", LAYOUT),
+    variable("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "the pool would grow after what lies beside it was planned"),
+    Refusal(
+        "--enable-hisparse",
+        switched_on("enable_hisparse"),
+        "it drops tokens from KV that verifications read",
+        "leave it out",
+        ("hisparse_config",),
+    ),
+    Refusal(
+        "--prefill-only-disable-kv-cache",
+        switched_on("prefill_only_disable_kv_cache"),
+        "there would be no KV to compress",
+        "leave it out",
+    ),
+    Refusal(
+        "--kv-canary",
+        lambda args: args.kv_canary != "none",
+        "it takes compressed copies for damage to the slots in which they lie",
+        "leave it out",
+        ("kv_canary_real_data", "kv_canary_sweep_interval"),
+    ),
+    Refusal(
+        "--enable-streaming-session",
+        switched_on("enable_streaming_session"),
+        "a session keeps slots beyond a request",
+        "leave it out",
+    ),
+    Refusal(
+        "--enable-session-radix-cache",
+        switched_on("enable_session_radix_cache"),
+        "a session keeps slots beyond a request",
+        "leave it out",
+    ),
+)
+
+PARALLELISM: tuple[Refusal, ...] = (
+    Refusal("--dp-size", above("dp_size", 1), "data parallelism is untested", "use --dp-size 1"),
+    Refusal("--pp-size", above("pp_size", 1), "a draft needs all layers in one process", "use --pp-size 1"),
+    Refusal("--attn-cp-size", above("attn_cp_size", 1), RANKS, "use --attn-cp-size 1"),
+    Refusal(
+        "--enable-prefill-cp",
+        switched_on("enable_prefill_cp"),
+        RANKS,
+        "leave it out",
+        (
+            *("cp_strategy", "prefill_cp_mode", "enable_cp_decode_attn_tp", "enable_dsa_prefill_context_parallel"),
+            *("dsa_prefill_cp_mode", "enable_dsa_cache_layer_split", "enable_prefill_context_parallel"),
+        ),
+    ),
+    Refusal(
+        "--dcp-size",
+        above("dcp_size", 1),
+        RANKS,
+        "use --dcp-size 1",
+        ("dcp_comm_backend", "dcp_replicate_q_proj"),
+    ),
+    Refusal("--moe-dp-size", above("moe_dp_size", 1), RANKS, "use --moe-dp-size 1"),
+    Refusal("--dwdp-size", above("dwdp_size", 1), RANKS, "use --dwdp-size 1"),
+    Refusal(
+        "--enable-pdmux",
+        switched_on("enable_pdmux"),
+        "its loop computes prompts past the worker that compresses them",
+        "leave it out",
+        ("pdmux_config_path", "sm_group_num"),
+    ),
+    Refusal(
+        "--disaggregation-mode",
+        lambda args: args.disaggregation_mode not in (None, "null"),
+        "compressed views are built where the prompt is computed",
+        "use --disaggregation-mode null",
+        (
+            *("disaggregation_decode_enable_radix_cache", "disaggregation_decode_enable_offload_kvcache"),
+            *("disaggregation_ib_device", "disaggregation_decode_extra_slots", "disaggregation_decode_polling_interval"),
+            *("num_reserved_decode_tokens", "optimistic_prefill_attempts"),
+        ),
+    ),
+    Refusal("--use-ray", switched_on("use_ray"), "its actors start schedulers without plugins", "leave it out"),
+)
+
+
+TOKENIZER = "requests would not pass the checks of its tokenizer process, nor get their fields of meta_info"
+# Of other speculation; what --kv-draft-length and its like say here.
+SPECULATION = (
+    *("speculative_draft_model_path", "speculative_draft_model_revision", "speculative_draft_load_format"),
+    *("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens", "speculative_dflash_block_size"),
+    *("speculative_dspark_block_size", "speculative_dspark_sps_table_path", "speculative_dspark_confidence_sts_path"),
+    *("speculative_dspark_align_verify_tokens_to_graph_tier", "speculative_accept_threshold_single"),
+    *("speculative_accept_threshold_acc", "speculative_use_rejection_sampling", "speculative_token_map"),
+    *("speculative_attention_mode", "speculative_draft_attention_backend", "speculative_draft_window_size"),
+    *("speculative_moe_runner_backend", "speculative_moe_a2a_backend", "speculative_draft_model_quantization"),
+    *("speculative_skip_dp_mlp_sync", "enable_multi_layer_eagle", "speculative_adaptive", "speculative_adaptive_config"),
+    *("spec_trace_dir", "speculative_ngram_min_bfs_breadth", "speculative_ngram_max_bfs_breadth"),
+    *("speculative_ngram_match_type", "speculative_ngram_max_trie_depth", "speculative_ngram_capacity"),
+    *("speculative_ngram_external_corpus_path", "speculative_ngram_external_sam_budget"),
+    *("speculative_ngram_external_corpus_max_tokens", "enable_draft_weights_cpu_backup", "decrypted_draft_config_file"),
+    *("enable_linear_replayssm_spec", "linear_attn_verify_backend"),
+)
+
+REFUSALS: tuple[Refusal, ...] = (
+    *CACHES,
+    *PARALLELISM,
+    Refusal(
+        "--speculative-algorithm",
+        lambda args: args.speculative_algorithm not in (None, "KV_VERIFIED"),
+        "the compressed KV cache is the drafter",
+        "leave it out (drafts are set by --kv-draft-length), or use --kv-mode full",
+        SPECULATION,
+    ),
+    Refusal(
+        "--decoupled-spec-role",
+        lambda args: args.decoupled_spec_role != "null",
+        "the compressed KV cache is the drafter",
+        "leave it out, or use --kv-mode full",
+        ("decoupled_spec_bind_endpoint", "decoupled_spec_connect_endpoints", "decoupled_spec_rank"),
+    ),
+    Refusal(
+        "--dllm-algorithm",
+        switched_on("dllm_algorithm"),
+        "diffusion models have no autoregressive KV",
+        "use --kv-mode full",
+        ("dllm_algorithm_config", "dllm_fdfo"),
+    ),
+    Refusal("--enable-mixed-chunk", switched_on("enable_mixed_chunk"), "SGLang has it without speculation only", "leave it out"),
+    Refusal("--enable-two-batch-overlap", switched_on("enable_two_batch_overlap"), "its split assumes equal lengths", "leave it out"),
+    Refusal(
+        "--kv-compressor verify-guided",
+        lambda args: args.kv_mode == "lossy" and args.kv_compressor in POINTING,
+        "nothing is verified, and verifications choose what it keeps",
+        "use --kv-mode verified, or --kv-compressor snapkv",
+    ),
+    Refusal("--torchao-config", switched_on("torchao_config"), "quantized weights are untested", "leave it out"),
+    Refusal("--is-embedding", switched_on("is_embedding"), "embeddings are not decoded", "use --kv-mode full"),
+    Refusal(
+        "--tokenizer-worker-num",
+        above("tokenizer_worker_num", 1),
+        "only the first tokenizer would report drafts and verifies",
+        "use --tokenizer-worker-num 1",
+    ),
+    Refusal(
+        "--detokenizer-worker-num",
+        above("detokenizer_worker_num", 1),
+        "with one tokenizer SGLang's router of detokenizers ends the server at the first request",
+        "use --detokenizer-worker-num 1",
+    ),
+    Refusal(
+        "--smg-grpc-mode",
+        lambda args: args.smg_grpc_mode or args.grpc_mode,
+        TOKENIZER,
+        "leave it out; --grpc-port serves gRPC beside HTTP",
+        ("smg_http_sidecar_port",),
+    ),
+    variable("SGLANG_RUST_SERVER", TOKENIZER),
+    Refusal(
+        "--encoder-only",
+        switched_on("encoder_only"),
+        "an encoder decodes nothing",
+        "use --kv-mode full",
+        ("language_only", "enable_adaptive_dispatch_to_encoder"),
+    ),
+    Refusal(
+        "--enable-torch-compile",
+        switched_on("enable_torch_compile"),
+        "drafts and verifications are untested as compiled code",
+        "leave it out",
+        ("enable_torch_compile_debug_mode", "torch_compile_max_bs"),
+    ),
+    Refusal(
+        "--enable-mis",
+        switched_on("enable_mis"),
+        "items do not attend to one another, and copies hold what all attend to",
+        "use --kv-mode full",
+    ),
+    Refusal(
+        "--rl-on-policy-target",
+        lambda args: args.rl_on_policy_target is not None,
+        "verifications sample otherwise than its trainer",
+        "use --kv-mode full",
+        ("rl_quant_profile",),
+    ),
+    Refusal(
+        "--enable-return-routed-experts",
+        switched_on("enable_return_routed_experts"),
+        "experts of rejected drafts would be returned",
+        "leave it out",
+    ),
+    Refusal(
+        "--enable-return-indexer-topk",
+        switched_on("enable_return_indexer_topk"),
+        "models with an indexer are not served",
+        "leave it out",
+    ),
+)
+
+
+def check_combinations(args: "KVServerArgs") -> None:
+    """Refuse SGLang options that a compressed KV cache cannot be combined with yet.
+
+    Raises:
+        OptionError: names the option, the reason and the remedy.
+    """
+    for refusal in REFUSALS:
+        refusal.check(args)
+

@@ -1,0 +1,126 @@
+"""Checks and applies what touches private SGLang names: the tables in hooks.py and uses.py.
+
+:func:`check` resolves all of them when a mode is switched on; a target that moved or changed its signature stops the start
+with a message that names it.
+"""
+
+import dataclasses
+import importlib.util
+import inspect
+import logging
+import pkgutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from sglang_ext.hooks import table as hooks
+from sglang_ext.hooks import uses
+from sglang_ext.hooks.table import Hook
+from sglang_ext.hooks.uses import Use
+
+logger = logging.getLogger(__name__)
+
+# SGLang's registry, which logs each hook that it applies.
+REGISTRY = "sglang.srt.plugins.hook_registry"
+
+
+class HookError(RuntimeError):
+    """This SGLang is not the one that the hooks were written for."""
+
+
+def entries() -> tuple[Hook | Use, ...]:
+    """Everything that must fit the installed SGLang before a mode starts."""
+    return hooks.HOOKS + hooks.PLAIN_CPU_HOOKS + uses.USES
+
+
+def check(mode: str, processes: tuple[str, ...] = ("frontend", "scheduler")) -> None:
+    """Check every hook of these processes and every use against the installed SGLang.
+
+    Raises:
+        HookError: a target is missing or has other parameters or fields than expected.
+    """
+    for entry in entries():
+        if isinstance(entry, Hook) and entry.process not in processes:
+            continue
+        problem = find_problem(entry)
+        if problem is not None:
+            raise HookError(
+                f"--kv-mode {mode} cannot start: {entry.target} does not fit ({problem}). It is "
+                f"needed because {entry.why}. Install sglang==0.5.17, or use --kv-mode full."
+            )
+
+
+def find_problem(entry: Hook | Use) -> str | None:
+    """What keeps a hook or a use from fitting the installed SGLang; None when it fits."""
+    try:
+        target = pkgutil.resolve_name(entry.target)
+    except (ImportError, AttributeError) as error:
+        return f"no such name: {error}"
+    if dataclasses.is_dataclass(target):
+        missing = set(entry.expects) - {field.name for field in dataclasses.fields(target)}
+        return f"no field is called {', '.join(sorted(missing))}" if missing else None
+    found = tuple(inspect.signature(inspect.unwrap(target)).parameters)
+    if found != entry.expects:
+        return f"parameters are {', '.join(found)}; expected {', '.join(entry.expects)}"
+    return None
+
+
+def apply(chosen: tuple[Hook, ...]) -> None:
+    """Register hooks with SGLang's registry and apply them now.
+
+    Applying is idempotent. SGLang's registry logs a failure and goes on; this raises.
+
+    Raises:
+        HookError: a hook did not take effect.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for hook in chosen:
+        if hook.target not in HookRegistry._hooks:
+            HookRegistry.register(hook.target, _load(hook.hook), HookType(hook.kind))
+    with _warnings_alone(REGISTRY):
+        HookRegistry.apply_hooks()
+    for hook in chosen:
+        if hook.target not in HookRegistry._patched:
+            raise HookError(f"the hook on {hook.target} was not applied; see the log for the reason")
+
+
+@contextmanager
+def _warnings_alone(name: str) -> Iterator[None]:
+    """Keep a logger from telling less than warnings meanwhile."""
+    teller = logging.getLogger(name)
+    level = teller.level
+    teller.setLevel(max(level, logging.WARNING))
+    try:
+        yield
+    finally:
+        teller.setLevel(level)
+
+
+def _load(name: str) -> Callable:
+    return pkgutil.resolve_name(name)
+
+
+def is_patched_fork() -> bool:
+    """Whether this SGLang is a fork with the series of ``patches/``, which calls the hooks itself."""
+    return importlib.util.find_spec("sglang.srt.kv_seams") is not None
+
+
+def activate_frontend() -> None:
+    """Apply the hooks of the tokenizer and HTTP process, and tell of those of all processes, in one line."""
+    if not is_patched_fork():
+        from sglang.srt.plugins.hook_registry import HookRegistry
+
+        count = len(hooks.HOOKS) + sum(hook.target in HookRegistry._patched for hook in hooks.PLAIN_CPU_HOOKS)
+        logger.info("sglang-ext: %d functions of SGLang are hooked, as sglang_ext/hooks.py says", count)
+        apply(tuple(hook for hook in hooks.HOOKS if hook.process == "frontend"))
+
+
+def activate_scheduler() -> None:
+    """Apply the hooks of the scheduler process."""
+    if not is_patched_fork():
+        apply(tuple(hook for hook in hooks.HOOKS if hook.process == "scheduler"))
+
+
+def activate_plain_cpu() -> None:
+    """Apply what the plain CPU platform replaces, in any mode."""
+    apply(hooks.PLAIN_CPU_HOOKS)

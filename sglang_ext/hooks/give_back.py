@@ -1,0 +1,20 @@
+"""A full pool: compressed copies go before SGLang retracts requests."""
+
+from collections.abc import Callable
+
+from sglang_ext.mem_cache.prefix_cache.recompute import lost_requests
+
+
+def give_back_when_full(original: Callable, batch, selected_indices: list[int] | None = None) -> bool:
+    """Hook around ``ScheduleBatch.check_decode_mem``: copies go before requests are retracted; those that are lost go at once."""
+    if selected_indices is None and lost_requests(batch):
+        return False
+    fits = original(batch, selected_indices)
+    views = getattr(batch.tree_cache, "views", None)
+    while not fits and views is not None and (row := views.largest()) is not None:
+        views.release_copy(row)
+        fits = original(batch, selected_indices)
+    if getattr(batch.tree_cache, "residency", None) is not None:
+        # SGLang looks for room again only when a request is done. Here it also comes as full KV leaves the device.
+        batch.batch_is_full = False
+    return fits

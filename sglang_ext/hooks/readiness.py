@@ -1,0 +1,66 @@
+"""What a server says of itself when it is ready: mode, method, and its address with a request to paste."""
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from sglang_ext.config.method_options import offers
+
+if TYPE_CHECKING:
+    from sglang_ext.config.arguments import KVServerArgs
+
+logger = logging.getLogger(__name__)
+
+MODES = {
+    "verified": "drafts on compressed KV, verified on full KV: answers are stock's",
+    "lossy": "all is decoded on compressed KV: answers are approximate",
+}
+ON_CPU = "; on a CPU drafting shows correctness, not speed: an answer takes about twice stock's time or more"
+
+
+def say_when_ready(
+    wait: Callable[..., None],
+    server_args: "KVServerArgs",
+    launch_callback: Callable[[], None] | None = None,
+    *rest: object,
+    **named: object,
+) -> None:
+    """Hook around SGLang's wait for the server to be ready: three lines follow its own.
+
+    Args:
+        wait: SGLang's function.
+        server_args: the server's.
+        launch_callback: of the caller; called after the lines.
+        rest: what SGLang gives beside these, unchanged.
+        named: the same.
+    """
+
+    def ready() -> None:
+        try:
+            for line in lines(server_args):
+                logger.info("sglang-ext: %s", line)
+        finally:
+            if launch_callback is not None:
+                launch_callback()
+
+    wait(server_args, ready, *rest, **named)
+
+
+def lines(args: "KVServerArgs") -> tuple[str, str, str]:
+    """Mode, method and address of a server, one line each."""
+    slow = ON_CPU if args.kv_mode == "verified" and args.device == "cpu" else ""
+    methods = ", ".join(f"{offer.name} (budget {offer.budget:g})" for offer in offers(args))
+    drafts = f", draft length {args.kv_draft_length}" if args.kv_mode == "verified" else ""
+    return (
+        f"mode {args.kv_mode}: {MODES[args.kv_mode]}{slow}",
+        f"compressor {methods}{drafts}",
+        f"listening on {args.url()}; try: {_request(args)}",
+    )
+
+
+def _request(args: "KVServerArgs") -> str:
+    """A shell command that asks the server for a few tokens."""
+    key = ' -H "Authorization: Bearer $API_KEY"' if args.api_key else ""
+    prompt = '"input_ids": [1, 2, 3]' if args.skip_tokenizer_init else '"text": "The capital of France is"'
+    body = f'{{{prompt}, "sampling_params": {{"temperature": 0, "max_new_tokens": 16}}}}'
+    return f"curl {args.url()}/generate -H 'Content-Type: application/json'{key} -d '{body}'"

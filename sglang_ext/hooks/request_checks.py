@@ -1,0 +1,348 @@
+"""What a request may ask for, checked where it enters: what would end the scheduler, or mean nothing, is a status 400.
+
+A request with several prompts, or with ``n`` answers, is checked twice: as it came, by :func:`check_shape`, and by
+:func:`check_request` once for each prompt. What ``--preferred-sampling-params`` gives to requests that do not say is checked at
+start, alike.
+
+SGLang sends requests to its scheduler by msgpack, which decodes each field as the type it is declared with; a value of
+another type raises there, where nothing catches it. Here each is encoded and decoded beforehand. Other values pass that
+and raise in a forward pass. All of them end stock SGLang too, but for what :func:`sglang_ext.config.method_choice.check`
+refuses.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from math import inf
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from sglang.srt.managers.io_struct import GenerateReqInput, SessionParams, TokenizedGenerateReqInput, dec_hook, enc_hook
+from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from sglang_ext.config import method_choice
+from sglang_ext.config.options import OptionError
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import EmbeddingReqInput
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+    from sglang_ext.config.arguments import KVServerArgs
+
+INT32, INT64 = (1 << 31) - 1, (1 << 63) - 1
+LARGE = 1e30
+"""Divided by the least temperature, 1e-6, it is still finite in float32; probabilities that are not end the sampler."""
+SHOWN = 60
+"""Characters of a value in a message."""
+TOKENS = msgspec.msgpack.Decoder(list[int])
+DERIVED = ("input_text", "input_ids", "input_embeds", "mm_inputs", "sampling_params", "session_params", "time_stats", "lora_id")
+"""Fields of a tokenized request that are no copies of the request's."""
+OF_PROMPTS = (
+    "input_ids", "image_data", "video_data", "audio_data", "sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num",
+    "token_ids_logprob", "return_sampling_mask", "modalities", "lora_path", "lora_id", "custom_logit_processor",
+    "positional_embed_overrides", "bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key", "decode_tp_size",
+    "multi_item_delimiter_indices",
+)  # fmt: skip
+"""Fields that may be lists with one item for each prompt, the lengths of which SGLang does not compare with the prompts'."""
+
+
+def check_shape(original: Callable, obj: GenerateReqInput) -> None:
+    """Hook around ``GenerateReqInput.normalize_batch_and_arguments``: refuse counts and lists that SGLang cannot take apart.
+
+    Args:
+        original: SGLang's own, which makes lists of what is given once for several prompts.
+        obj: the request as it came.
+
+    Raises:
+        ValueError: names the field, its value, what is allowed and the remedy. SGLang answers with status 400.
+    """
+    for params in obj.sampling_params if isinstance(obj.sampling_params, list) else (obj.sampling_params or {},):
+        _check_object(params)
+        _check_samples(params.get("n", 1))
+    if obj.sampling_params == []:
+        raise ValueError("sampling_params is []; pass an object, or a list with one object for each prompt, or leave it out")
+    if obj.text is None and obj.input_ids is None and obj.input_embeds is not None and not (obj.input_embeds and obj.input_embeds[0]):
+        raise ValueError(f"input_embeds is {_short(obj.input_embeds)}; pass a row of numbers for each token of the prompt, or text")
+    given = {name: len(value) for name in OF_PROMPTS if isinstance(value := getattr(obj, name), list)}
+    original(obj)
+    if obj.text is not None and obj.input_ids and isinstance(obj.input_ids[0], list) == obj.is_single:
+        raise ValueError(
+            f"input_ids is {_short(obj.input_ids)} beside text; pass a list of token ids for one text, a list of such lists for a list of "
+            "texts, or leave either out"
+        )
+    if obj.is_single:
+        if not isinstance(obj.rid, str):
+            raise ValueError(f"rid is {_short(obj.rid)} with one prompt; pass one string, or leave it out")
+        return
+    if obj.batch_size and obj.parallel_sample_num < 1:
+        raise ValueError(f"sampling_params.n is {obj.parallel_sample_num}; pass a whole number from 1, or leave it out")
+    for name in given:
+        if len(getattr(obj, name)) < obj.batch_size:
+            raise ValueError(
+                f"{name} is a list of {given[name]}, and there are {obj.batch_size} prompts; pass a list with one item for each, one "
+                "value for all, or leave it out"
+            )
+
+
+def check_request(
+    original: Callable, manager: "TokenizerManager", obj: "GenerateReqInput | EmbeddingReqInput", input_ids: list[int] | None
+) -> None:
+    """Hook around ``TokenizerManager._validate_one_request``: refuse what no scheduler can take.
+
+    Args:
+        original: SGLang's own checks, made after those of types.
+        manager: of the server.
+        obj: one request; a body with several, or with ``n`` above 1, was split.
+        input_ids: its prompt.
+
+    Raises:
+        ValueError: names the field, its value, what is allowed and the remedy. SGLang answers with status 400.
+    """
+    if not isinstance(obj, GenerateReqInput):
+        original(manager, obj, input_ids)
+        return
+    params, vocabulary = sampling_params_of(manager, obj), manager.model_config.vocab_size
+    read = _check_sampling_types(params)
+    _check_field_types(obj)
+    original(manager, obj, input_ids)
+    if input_ids is not None:
+        _check_tokens("input_ids", input_ids, vocabulary, "take token ids from the model's own tokenizer, or send text")
+    _check_sampling_values(params, read, vocabulary, manager.server_args.enable_deterministic_inference)
+    if obj.return_logprob:
+        _check_limits(_logprob_limits(obj, vocabulary))
+    _check_embeds(obj.input_embeds, manager.model_config.hidden_size)
+    # SGLang has refused it by now where the server does not serve any.
+    _check_processor(obj.custom_logit_processor)
+    method_choice.check(manager.server_args, params.get("custom_params"))
+
+
+def check_preferred(args: "KVServerArgs") -> None:
+    """Refuse ``--preferred-sampling-params`` that would be refused in each request that does not say otherwise.
+
+    Raises:
+        OptionError: names the flag, what is wrong with its value, and the remedy.
+    """
+    given = args.preferred_sampling_params
+    try:
+        params = json.loads(given) if given and isinstance(given, str) else given
+    except json.JSONDecodeError as error:
+        raise OptionError(
+            f"--preferred-sampling-params is {_short(given)}, which is no JSON ({error}): pass an object, as in "
+            """'{"temperature": 0}', or leave it out"""
+        ) from None
+    if not params:
+        return
+    vocabulary = args.get_model_config().vocab_size
+    try:
+        _check_object(params)
+        read = _check_sampling_types(params)
+        # Whether a seed or min_p is read depends on what else a request says.
+        _check_sampling_values(params, read, vocabulary, deterministic=False)
+        # A request that says how many tokens it wants may want more than SGLang's default.
+        SamplingParams(**{"max_new_tokens": None, **params}).verify(vocabulary)
+        method_choice.check(args, params.get("custom_params"))
+    except ValueError as error:
+        raise OptionError(f"--preferred-sampling-params is {_short(given)}: {error}; or leave the flag out") from None
+
+
+def sampling_params_of(manager: "TokenizerManager", obj: GenerateReqInput) -> dict[str, Any]:
+    """Those of a request over the server's preferred ones.
+
+    Raises:
+        ValueError: they are no object.
+    """
+    _check_object(obj.sampling_params)
+    return {**(manager.preferred_sampling_params or {}), **obj.sampling_params}
+
+
+def _check_object(params: object) -> None:
+    if not isinstance(params, dict):
+        raise ValueError(
+            f"sampling_params is {_short(params)}; pass an object, or a list with one object for each prompt of a list"
+        )
+
+
+def _check_samples(n: object) -> None:
+    """Refuse a number of answers by which lists of prompts cannot be multiplied."""
+    if n != 1 and not (isinstance(n, int) and n <= INT32):
+        raise ValueError(f"sampling_params.n is {_short(n)}; pass a whole number from 1 to {INT32}, or leave it out")
+
+
+@cache
+def _types(struct: type[msgspec.Struct]) -> dict[str, msgspec.msgpack.Decoder]:
+    """Decoders of a struct's fields, as SGLang's own decodes them."""
+    return {field.name: msgspec.msgpack.Decoder(field.type, dec_hook=dec_hook) for field in msgspec.structs.fields(struct)}
+
+
+def _check_sampling_types(params: dict[str, Any]) -> SamplingParams:
+    """Refuse unknown names and wrong types; the parameters as SGLang reads them, but for ``stop_token_ids``.
+
+    It takes the best token whatever ``top_k`` is where the temperature is 0, and an empty grammar for none.
+    """
+    decoders = _types(SamplingParams)
+    for name, value in params.items():
+        _check_known("sampling_params", name, name in decoders, _asked())
+        if name not in _asked() and value:
+            raise ValueError(f"sampling_params.{name} is {_short(value)}; SGLang sets it by itself: leave it out")
+    temperature = params.get("temperature")
+    if not isinstance(temperature, int | float | None):
+        # SGLang compares it first.
+        _check_type("sampling_params.temperature", temperature, decoders["temperature"])
+    asked = {name: value for name, value in params.items() if name in _asked() and name != "stop_token_ids"}
+    read = SamplingParams(**asked)
+    for name in asked:
+        _check_type(f"sampling_params.{name}", getattr(read, name), decoders[name])
+    return read
+
+
+@cache
+def _asked() -> tuple[str, ...]:
+    """Sampling parameters that a request may set: the others follow from them."""
+    names = SamplingParams.__struct_fields__
+    return names[: names.index("stop_strs")]
+
+
+def _check_field_types(obj: GenerateReqInput) -> None:
+    for name, decoder in _types(TokenizedGenerateReqInput).items():
+        value = None if name in DERIVED else getattr(obj, name, None)
+        if value is not None:
+            _check_type(name, value, decoder)
+    known, session = _types(SessionParams), obj.session_params or {}
+    if not isinstance(session, dict):
+        raise ValueError(f"session_params is {_short(session)}; pass an object, or leave it out")
+    for name, value in session.items():
+        _check_known("session_params", name, name in known, known)
+        _check_type(f"session_params.{name}", value, known[name])
+
+
+def _check_known(holder: str, name: str, is_known: bool, names: Iterable[str]) -> None:
+    if not is_known:
+        raise ValueError(
+            f"{holder} has {_short(name)}, which SGLang does not know: leave it out, or take one of {', '.join(names)}"
+        )
+
+
+def _check_type(name: str, value: object, decoder: msgspec.msgpack.Decoder) -> None:
+    try:
+        decoder.decode(msgspec.msgpack.encode(value, enc_hook=enc_hook))
+    except (msgspec.ValidationError, OverflowError, TypeError, UnicodeEncodeError, RecursionError) as error:
+        raise ValueError(f"{name} is {_short(value)}: {_told(error)}. Pass a value of that kind, or leave it out") from None
+
+
+def _told(error: Exception) -> str:
+    text = str(error)
+    return text[:1].lower() + text[1:]
+
+
+def _check_sampling_values(params: dict[str, Any], read: SamplingParams, vocabulary: int, deterministic: bool) -> None:
+    """Refuse values that their type admits and a forward pass, or the search for an output's end, does not."""
+    _check_limits(_sampling_limits(read, deterministic))
+    _check_stop_tokens(params, vocabulary)
+    _check_patterns(read.stop_regex)
+    _check_bias(read.logit_bias, vocabulary)
+
+
+def _check_limits(limits: Iterable[tuple[str, Any, float, float, str]]) -> None:
+    """Refuse numbers beyond limits: name, value, least, most, and what to say of them."""
+    for name, value, least, most, why in limits:
+        if value is not None and not least <= value <= most:
+            raise ValueError(f"{name} is {_short(value)}; pass a number from {_plain(least)} to {_plain(most)}{why}, or leave it out")
+
+
+def _plain(limit: float) -> str:
+    return f"{limit:g}" if isinstance(limit, float) else str(limit)
+
+
+def _sampling_limits(read: SamplingParams, deterministic: bool) -> Iterator[tuple[str, Any, float, float, str]]:
+    yield "sampling_params.top_k", read.top_k, -1, INT32, ", -1 for all tokens"
+    yield "sampling_params.temperature", read.temperature, 0, LARGE, ""
+    yield "sampling_params.repetition_penalty", read.repetition_penalty, 1 / LARGE, 2, ""
+    if deterministic:
+        if read.min_p > 0 and read.top_k != 1:
+            # SGLang's seeded sampler asserts that there is none.
+            yield "sampling_params.min_p", read.min_p, 0, 0, " under --enable-deterministic-inference"
+        # Without deterministic mode no seed is read.
+        yield "sampling_params.sampling_seed", read.sampling_seed, -INT64 - 1, INT64, ""
+
+
+def _logprob_limits(obj: GenerateReqInput, vocabulary: int) -> Iterator[tuple[str, Any, float, float, str]]:
+    yield "top_logprobs_num", obj.top_logprobs_num, 0, vocabulary, ", the model's vocabulary"
+    yield "logprob_start_len", obj.logprob_start_len, -1, INT64, ", -1 for the output alone"
+
+
+def _check_stop_tokens(params: dict[str, Any], vocabulary: int) -> None:
+    name, tokens = "sampling_params.stop_token_ids", params.get("stop_token_ids")
+    if not tokens:
+        return
+    try:
+        found = [int(token) for token in tokens if token is not None]
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"{name} is {_short(tokens)}; pass a list of token ids, or leave it out") from None
+    _check_type(name, found, TOKENS)
+    if params.get("min_new_tokens"):
+        # Until then the logits of these are taken out; else they are compared with the output, and need not exist.
+        _check_tokens(name, found, vocabulary, "leave it out")
+
+
+def _check_patterns(patterns: str | list[str] | None) -> None:
+    for pattern in [patterns] if isinstance(patterns, str) else patterns or ():
+        try:
+            re.compile(pattern)
+        except (re.error, ValueError, OverflowError, RecursionError) as error:
+            raise ValueError(
+                f"sampling_params.stop_regex has {_short(pattern)}, which is no regular expression ({error}): pass one of Python's re, "
+                "or leave it out"
+            ) from None
+
+
+def _check_bias(bias: dict[str, float] | None, vocabulary: int) -> None:
+    for token, value in (bias or {}).items():
+        try:
+            int(token)
+        except ValueError:
+            raise ValueError(
+                f"sampling_params.logit_bias has {_short(token)}, which is no token id; pass token ids from 0 to {vocabulary - 1}, as in "
+                """{"5": -1.5}, or leave it out"""
+            ) from None
+        if not (-LARGE <= value <= LARGE or value == -inf):
+            raise ValueError(
+                f"sampling_params.logit_bias has {_short(value)} for token {_short(token)}; pass a number from {-LARGE:g} to {LARGE:g}, or "
+                "leave it out"
+            )
+
+
+def _check_embeds(embeds: list[list[float]] | None, width: int) -> None:
+    wrong = next((len(row) for row in embeds or () if len(row) != width), None)
+    if wrong is not None:
+        raise ValueError(f"input_embeds has a row of {wrong} numbers; this model's tokens have {width} each: pass so many, or leave it out")
+
+
+def _check_processor(processor: str | None) -> None:
+    if not processor:
+        return
+    try:
+        CustomLogitProcessor.from_str(processor)
+    except Exception as error:  # whatever unpickling raises
+        raise ValueError(
+            f"custom_logit_processor is {_short(processor)}, which is none ({type(error).__name__}): pass what its to_str() gives, or "
+            "leave it out"
+        ) from None
+
+
+def _check_tokens(name: str, tokens: list[int], vocabulary: int, remedy: str) -> None:
+    if tokens and not (0 <= min(tokens) and max(tokens) < vocabulary):
+        place, token = next((at, token) for at, token in enumerate(tokens) if not 0 <= token < vocabulary)
+        raise ValueError(
+            f"{name} has {_short(token)} at place {place}; the model's vocabulary has token ids from 0 to {vocabulary - 1}: {remedy}"
+        )
+
+
+def _short(value: object) -> str:
+    """A value in a message, whatever its length."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # integers of thousands of digits, deep lists
+        return f"a {type(value).__name__} too large to show"
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."

@@ -1,0 +1,108 @@
+"""Private names of SGLang that are called, set or subclassed, and not hooked: they have to fit, too (application.py)."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Use:
+    """A private SGLang name that is called or set, not hooked.
+
+    Attributes:
+        target: dotted name of the function, method or dataclass.
+        why: what it is needed for.
+        expects: a function's parameter names in order, or the fields needed of a dataclass.
+    """
+
+    target: str
+    why: str
+    expects: tuple[str, ...]
+
+
+USES: tuple[Use, ...] = (
+    Use(
+        target="sglang.srt.managers.scheduler_components.batch_result_processor."
+        "SchedulerBatchResultProcessor._accept_grammar_tokens",
+        why="grammars advance after the search for the end of an output, as without speculation",
+        expects=("self", "req", "tokens"),
+    ),
+    Use(
+        target="sglang.srt.managers.schedule_batch.ScheduleBatch.release_req",
+        why="a request whose full KV is lost gives back what it holds",
+        expects=("self", "idx", "remaing_req_count", "server_args"),
+    ),
+    Use(
+        target="sglang.srt.managers.scheduler_components.batch_result_processor."
+        "SchedulerBatchResultProcessor._handle_finish_state_updated_req",
+        why="an aborted request whose drafts gather finishes without a new token",
+        expects=("self", "req", "batch", "result", "i", "logits_output"),
+    ),
+    Use(
+        target="sglang.srt.managers.utils.GenerationBatchResult",
+        why="it carries accepted tokens, and that their grammars were advanced",
+        expects=("accept_lens", "new_seq_lens", "grammar_advanced", "grammar_retained_tokens"),
+    ),
+    Use(
+        target="sglang.srt.model_executor.forward_batch_info.ForwardBatch",
+        why="predicted scores are kept at the slots to which a forward writes its KV",
+        expects=("out_cache_loc",),
+    ),
+    Use(
+        target="sglang.srt.lora.lora_manager.LoRAManager.fetch_new_loras",
+        why="a batch's adapters are fetched before its forward (prepare_lora_batch is hooked on a CPU)",
+        expects=("self", "new_loras", "running_loras"),
+    ),
+    Use(
+        target="sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.get_spec_info",
+        why="its subclass tells attention backends the lengths of a captured verification",
+        expects=("self", "num_tokens"),
+    ),
+    Use(
+        target="sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.execute",
+        why="its subclass replays steps over copies, which read the token table to their end",
+        expects=("self", "forward_batch", "pp_proxy_tensors"),
+    ),
+    Use(
+        target="sglang.srt.model_executor.model_runner.ModelRunner.init_kv_cache_configurator",
+        why="what lies beside the KV pool is planned by how much that will hold",
+        expects=("self",),
+    ),
+    Use(
+        target="sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes",
+        why="what lies beside the KV pool is taken off the memory that SGLang would give it",
+        expects=("self", "pre_model_load_memory"),
+    ),
+    Use(
+        target="sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator.resolve_max_num_reqs",
+        why="draft rows are as many as requests that SGLang lets run",
+        expects=("self", "token_capacity"),
+    ),
+    Use(
+        target="sglang.srt.model_executor.graph_shared_output.GraphSharedOutput",
+        why="logits of captured verifications get room for as many tokens as these have",
+        expects=("device", "max_rows"),
+    ),
+    Use(
+        target="sglang.srt.layers.attention.flashinfer_backend.FlashInferAttnBackend.init_cuda_graph_state",
+        why="captured verifications get room for the contexts of their requests",
+        expects=("self", "max_bs", "max_num_tokens", "kv_indices_buf"),
+    ),
+    Use(
+        target="sglang.kernels.ops.attention.decode_attention._decode_softmax_reducev_fwd",
+        why="parts of a verification's attention are merged as SGLang merges those of a decode",
+        expects=(
+            *("logits", "lse", "q", "o", "v_scale", "v_buffer", "kv_indptr"),
+            *("num_kv_splits", "max_kv_splits", "sinks", "use_pdl"),
+        ),
+    ),
+    Use(
+        target="sglang.srt.layers.attention.flashinfer_backend.fast_prefill_plan",
+        why="verifications are planned from lengths on the host",
+        expects=(
+            *("self", "qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len"),
+            *("num_qo_heads", "num_kv_heads", "head_dim_qk", "page_size", "head_dim_vo", "custom_mask", "causal"),
+            *("window_left", "q_data_type", "kv_data_type", "o_data_type", "non_blocking", "fixed_split_size"),
+            *("prefix_len_ptr", "token_pos_in_items_ptr", "token_pos_in_items_len", "max_item_len_ptr"),
+            *("qo_indptr_host", "kv_indptr_host", "kv_lens_host", "max_q_len", "max_kv_len"),
+        ),
+    ),
+)

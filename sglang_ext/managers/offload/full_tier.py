@@ -1,0 +1,70 @@
+"""Where full KV lies besides the device: builds what ``--kv-host-gb`` and ``--kv-full-tier`` ask for."""
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang_ext.config import options
+from sglang_ext.managers.offload.admission import Admission
+from sglang_ext.managers.offload.policy import OffloadPolicy
+from sglang_ext.managers.offload.verifications import Verifications
+from sglang_ext.mem_cache.host_tier.faults import Faults
+from sglang_ext.mem_cache.host_tier.host_pool import HostPool
+from sglang_ext.mem_cache.host_tier.tier import HostTier
+from sglang_ext.mem_cache.prefix_cache.residency import Residency
+
+if TYPE_CHECKING:
+    from sglang_ext.managers.worker import KVWorker
+    from sglang_ext.mem_cache.prefix_cache.tiered_loads import TieredLoads
+
+logger = logging.getLogger(__name__)
+
+# Loaded once at start, to know how fast that goes.
+LINK_SAMPLE_BYTES = 256 << 20
+
+
+def use_host_memory(worker: "KVWorker", tree: "TieredLoads") -> None:
+    """Give the prefix tree its host tier; before anything else runs.
+
+    Raises:
+        OptionError: the host lacks the memory.
+        TransferError: what was stored to it does not come back.
+    """
+    args, buffers = worker.server_args, worker.views.buffers
+    pool = HostPool.create(buffers, args.page_size, int(args.kv_host_gb * 1e9))
+    corrupt = args.kv_bench_corrupt_loads
+    faults = None if corrupt is None else Faults(corrupt, loads=worker.ranks.rank)
+    tree.use_host(HostTier(buffers, pool), worker.ranks, faults)
+    if options.offloads(args):
+        # The page that no request owns, again and again.
+        count = max(1, min(pool.pages.count, LINK_SAMPLE_BYTES // pool.page_bytes))
+        slots = torch.arange(args.page_size, device=worker.views.token_table.device).repeat(count)
+        rate = tree.link.measure(tree.host_tier, slots, tree.arrivals)
+        logger.info("sglang-ext: full KV comes back from host memory at %.1f GB/s", rate / 1e9)
+
+
+def offloading(worker: "KVWorker") -> tuple[Verifications, OffloadPolicy]:
+    """Whose turn it is to verify where full KV of running requests leaves the device, and how much of it does."""
+    args, views = worker.server_args, worker.views
+    policy = _policy(worker)
+    first = policy.unknown
+    residency = Residency(views.tree_cache, views.token_table, args.kv_full_tier == "host", most=first.requests)
+    views.tree_cache.residency = residency
+    # What a first round takes does not matter; it is measured from then on.
+    admission = Admission(iteration_seconds=1.0, memory=residency.room)
+    return Verifications(admission, residency, views.buffers.bytes_per_slot, first.drafts), policy
+
+
+def _policy(worker: "KVWorker") -> OffloadPolicy:
+    args, views = worker.server_args, worker.views
+    rows = views.rows - 1
+    return OffloadPolicy(
+        weights=sum(each.nbytes for each in worker.model_runner.model.parameters()),
+        bytes_per_token=views.buffers.bytes_per_slot,
+        memory=views.allocator.size,
+        drafts=options.longest_draft(args),
+        longest=worker.stride - 1,
+        requests=min(rows, args.max_running_requests or rows),
+        tier=args.kv_full_tier,
+    )

@@ -1,0 +1,144 @@
+"""How much full KV may leave the device, and how long its requests draft, by what rounds and loads were measured to take.
+
+``--kv-full-tier auto``: full KV stays on the device while it fits. For more requests than fit, some of it leaves where
+VeriCache's optimum (equations (5)-(11), placement.py) says that more tokens a second come of it; else the others
+wait, as in stock SGLang. ``host``: all of it leaves, and the optimum says after how many drafts it is loaded.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import median_low
+from typing import NamedTuple
+
+from sglang_ext.managers.offload import placement
+from sglang_ext.managers.offload.costs import CostError
+from sglang_ext.managers.offload.measured_costs import Draft, Rest, measured
+from sglang_ext.managers.spec_decode.draft_length import Spent
+from sglang_ext.managers.spec_decode.round import Round
+
+# Times as many tokens a second as with all full KV on the device that the equations must have of both tiers, before any leaves
+# and for it to stay away. Of what they say two thirds to four fifths are reached (docs/results/tiers.md).
+LEAVE, STAY_AWAY = 1.5, 1.25
+# Drafts before a load until times are known.
+FIRST_DRAFTS = 64
+# Rounds that are remembered, and those that tell enough.
+RECENT_ROUNDS, ENOUGH_ROUNDS = 32, 3
+
+
+class Offload(NamedTuple):
+    """What may leave the device.
+
+    Attributes:
+        requests: whose full KV may be off the device at once; None for any number.
+        drafts: that such a request gathers before its full KV is loaded.
+    """
+
+    requests: int | None
+    drafts: int
+
+
+class Seen(NamedTuple):
+    """A round that was measured.
+
+    Attributes:
+        draft: a step of it.
+        rest: all else.
+        context: mean tokens of its requests.
+    """
+
+    draft: Draft
+    rest: Rest
+    context: float
+
+
+@dataclass
+class OffloadPolicy:
+    """Learns from rounds, and chooses.
+
+    Attributes:
+        weights: bytes of the model.
+        bytes_per_token: of full KV.
+        memory: tokens that the device's pool holds.
+        drafts: of a round.
+        longest: drafts that a request gathers at most.
+        requests: that run at once at most.
+        tier: ``auto`` or ``host``.
+        away: full KV leaves the device where ``auto`` is asked, as of the last choice.
+    """
+
+    weights: float
+    bytes_per_token: int
+    memory: int
+    drafts: int
+    longest: int
+    requests: int
+    tier: placement.Tier = "auto"
+    away: bool = False
+    _seen: deque[Seen] = field(default_factory=lambda: deque(maxlen=RECENT_ROUNDS))
+
+    @property
+    def unknown(self) -> Offload:
+        """What may leave the device before enough was measured."""
+        return Offload(None if self.tier == "host" else 0, min(self.longest, FIRST_DRAFTS))
+
+    def observe(self, round_: Round, spent: Spent) -> None:
+        """Take a round's seconds."""
+        if not spent.drafts:
+            return
+        draft = Draft(len(round_.states), spent.drafting / spent.drafts)
+        tokens = sum(round_.offered(i) + 1 for i in round_.due)
+        rest = Rest(len(round_.due), tokens, spent.whole - spent.drafting)
+        self._seen.append(Seen(draft, rest, sum(round_.lengths) / len(round_.lengths)))
+
+    def choose(self, probability: float, link: float, share: float) -> Offload:
+        """What may leave the device from now on; :attr:`unknown` before enough was measured.
+
+        Args:
+            probability: that a draft is accepted when those before it were.
+            link: bytes per second of loads.
+            share: of full KV that copies keep.
+        """
+        telling = self._telling()
+        if not any(seen.rest.requests for seen in telling):
+            return self.unknown
+        running = telling[-1].draft.requests
+        try:
+            costs = measured(
+                Draft(running, median_low(seen.draft.seconds for seen in telling)),
+                _quickest([seen.rest for seen in telling]),
+                weights=self.weights,
+                context=telling[-1].context * self.bytes_per_token,
+                link=link,
+                memory=self.memory * self.bytes_per_token,
+                budget=share,
+                drafts=self.drafts,
+            )
+        except CostError:
+            return self.unknown
+
+        def best(requests: int, tier: placement.Tier) -> placement.Placement:
+            return placement.best(costs, round(probability, 3), requests, tier, self.longest)
+
+        if self.tier == "auto":
+            both, device = best(self.requests, "auto"), best(self.requests, "device")
+            self.away = both.tokens_per_second >= (STAY_AWAY if self.away else LEAVE) * device.tokens_per_second
+            if self.away:
+                return Offload(both.offloaded, both.drafts_offloaded or self.longest)
+        # Of those that run: more may not come. With ``auto`` these are left from before, until they are done.
+        host = best(running, "host")
+        return Offload(self.unknown.requests, host.drafts_offloaded or self.longest)
+
+    def _telling(self) -> list[Seen]:
+        """Rounds of as many requests as the newest, where there are enough of them, else all."""
+        rounds = list(self._seen)
+        alike = [seen for seen in rounds if seen.draft.requests == rounds[-1].draft.requests]
+        return alike if sum(seen.rest.requests > 0 for seen in alike) >= ENOUGH_ROUNDS else rounds
+
+
+def _quickest(rests: list[Rest]) -> list[Rest]:
+    """The quicker half of those with as many verifications: what waits, for link or host, takes longer, never shorter."""
+    found = []
+    for requests in {rest.requests for rest in rests}:
+        alike = sorted((rest for rest in rests if rest.requests == requests), key=lambda rest: rest.seconds)
+        found += alike[: (len(alike) + 1) // 2]
+    return found

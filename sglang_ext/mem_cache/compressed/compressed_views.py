@@ -1,0 +1,222 @@
+"""Compressed copies of requests' KV: grown, shared, released, counted; copy_writer.py makes them.
+
+The token table has a second row for each request (its index plus the number of ordinary rows): the
+slots of the compressed copy, then those of the tokens after it. Stock attention backends read it like
+any other row, so one forward serves both views.
+"""
+
+from collections.abc import ItemsView
+from dataclasses import dataclass, field
+
+import torch
+from sglang.srt.mem_cache.common import evict_from_tree_cache
+
+from sglang_ext.core import CompressedView
+from sglang_ext.mem_cache.compressors.check import ScoresError
+from sglang_ext.mem_cache.compressed.copy_writer import CopyWriter
+from sglang_ext.mem_cache.prefix_cache.segments import Segment, free_slots
+from sglang_ext.mem_cache.prefix_cache.tiered_node import Prefix
+
+# Tokens of a prefix from which on a copy of it that others may read is worth its keeping.
+MIN_SHARED = 256
+
+
+@dataclass(kw_only=True)
+class CompressedViews(CopyWriter):
+    """All compressed copies of one scheduler process: their slots, and who reads them.
+
+    Attributes:
+        allocator: SGLang's slot allocator.
+        tree_cache: SGLang's radix cache, asked to evict when slots run out.
+    """
+
+    allocator: object
+    tree_cache: object
+    _views: dict[int, CompressedView] = field(default_factory=dict)
+
+    def get(self, row: int) -> CompressedView | None:
+        """The compressed copy of the request in ``row``."""
+        return self._views.get(row)
+
+    def copies(self) -> ItemsView[int, CompressedView]:
+        """All copies, by their requests' rows."""
+        return self._views.items()
+
+    @property
+    def held_tokens(self) -> int:
+        """Slots that copies hold alone; those of segments are the prefix tree's."""
+        return sum(len(view.own) for view in self._views.values())
+
+    def all_slots(self) -> torch.Tensor:
+        """Slots that copies hold alone: int64 [held_tokens]."""
+        return torch.cat([self._no_slots(), *(view.own for view in self._views.values())])
+
+    def _no_slots(self) -> torch.Tensor:
+        return self.token_table.new_empty(0, dtype=torch.int64)
+
+    def free_slots(self) -> torch.Tensor:
+        """Slots that SGLang's allocator could hand out: int64 [free]."""
+        return free_slots(self.allocator)
+
+    def held_bytes(self) -> int:
+        """Bytes of KV in all copies, over all layers; what several share counts once."""
+        return self.buffers.bytes_per_slot * (self.held_tokens + self.tree_cache.segments.held_tokens)
+
+    @property
+    def share(self) -> float:
+        """Of the slots of full KV, those that copies take, about; without any, those that the first method's would take."""
+        covered = sum(view.covered for view in self._views.values())
+        if not covered:
+            return self.methods[0].share
+        return sum(self.method(row).share * view.covered for row, view in self._views.items()) / covered
+
+    def compress(self, row: int, tokens: int, headroom: int = 0, prefix: Prefix | None = None) -> bool:
+        """Make or renew the copy of the request in ``row`` over its first ``tokens`` tokens.
+
+        Covers the sinks and whole units after them, up to where queries were kept (:meth:`reach`). A new copy reads the
+        segments of its method that the prefix tree has of ``prefix``, and leaves one there for the rest of it. Of an existing
+        copy what it shares stays; its own part is overwritten in place and grown. Copies of some forms share nothing
+        (:attr:`CopyForms.shareable`).
+
+        Args:
+            row: the request's row in the token table.
+            tokens: tokens whose full KV is exact.
+            headroom: slots that must stay free or evictable for decoding.
+            prefix: what a new copy may share; None for nothing.
+
+        Returns:
+            False when the pool lacks the slots; an existing copy then stays as it is, and nothing
+            was evicted for it. Also where the method's scores cannot be used (:meth:`is_refused`); there is no copy then.
+        """
+        method = self.method(row)
+        covered = method.covered(self.reach(row, tokens))
+        if covered == 0:
+            return False
+        old = self._views.get(row)
+        if old is not None:
+            grown = CompressedView(old.own, covered, old.segments, sinks=old.sinks, own_tokens=old.own_tokens)
+            return self._resize(row, grown, headroom, None, tokens)
+        prefix = prefix if self.forms.shareable else None
+        segments = []
+        if prefix is not None:
+            length = min(prefix.tokens, covered)
+            segments = self.tree_cache.path_segments(prefix.node, length, method.name, method.sinks)
+        for segment in segments:
+            # Or they would be evicted for the rest.
+            self.tree_cache.use(segment)
+        view = CompressedView(self._no_slots(), covered, segments, sinks=method.sinks)
+        made = self._resize(row, view, headroom, prefix, tokens)
+        if not made:
+            for segment in segments:
+                self.tree_cache.release(segment)
+        return made
+
+    def _resize(self, row: int, view: CompressedView, headroom: int, prefix: Prefix | None, tokens: int) -> bool:
+        """Give ``view`` the slots that it lacks, fill it, and let the request read it; False when the pool lacks them."""
+        method, end = self.method(row), view.shared
+        packing = method.packing
+        if prefix is not None:
+            shareable = method.covered(min(prefix.tokens, view.covered))
+            end = shareable if shareable - end >= MIN_SHARED else end
+        shared = method.kept(end - view.shared)
+        own = method.own(view, end, shared)
+        held = packing.held_slots(shared)
+        slots = self._slots_for(view.own, held + view.sinks + packing.held_slots(own), headroom)
+        if slots is None:
+            return False
+        # Copied, or Triton would compile its kernels again for a tensor that begins elsewhere than at 16 bytes.
+        view.own, made = slots[held:].clone(), None
+        # Where all tokens are kept, those that are packed stay: full KV does not change.
+        done = min(view.own_tokens, own) if method.compressor.keeps_all else 0
+        view.own_tokens, view.own_packed = own, packing.packed_slots(own)
+        if shared:
+            made = Segment(
+                view.shared, end, slots[:held].clone(), tokens=shared, packed=packing.packed_slots(shared), method=method.name
+            )
+            view.segments.append(made)
+        try:
+            self.write(row, view, made, done, tokens)
+        except ScoresError as error:
+            self.refuse(method, error)
+            if made is not None:
+                view.segments.remove(made)
+            self._drop(slots, view.segments if self._views.pop(row, None) else [])
+            return False
+        if made is not None:
+            self.tree_cache.attach(prefix.node, made)
+            self.tree_cache.use(made)
+        self._views[row] = view
+        if not method.compressor.each_round:
+            # Until the copy is to be renewed its queries are of no use; another request's may be.
+            self.queries.forget(row)
+        return True
+
+    def _slots_for(self, slots: torch.Tensor, count: int, headroom: int) -> torch.Tensor | None:
+        """``slots``, int64, grown or cut to ``count``; None when the pool lacks them."""
+        missing = count - len(slots)
+        if missing <= 0:
+            self.allocator.free(slots[count:])
+            return slots[:count]
+        if self.allocator.available_size() + self.tree_cache.evictable_size() < missing + headroom:
+            return None
+        evict_from_tree_cache(self.tree_cache, missing)
+        new = self.allocator.alloc(missing)
+        return None if new is None else torch.cat([slots, new])
+
+    def write_tail(self, row: int, end: int) -> None:
+        """Let the draft row lead, after the copy, to the full row's tokens ``[covered, end)``.
+
+        A position keeps its slot unless :meth:`row_moved` says otherwise, so only what is new is written.
+        """
+        view = self._views[row]
+        start = view.tail_end
+        if start >= end:
+            return
+        shift = view.kept - view.covered
+        tail = self.token_table[row, start:end]
+        self.token_table[self.draft_row(row), start + shift : end + shift] = tail
+        view.tail_end = end
+
+    def row_moved(self, row: int, start: int) -> None:
+        """Note that the row of a request leads to other slots from position ``start`` on: those of before are free.
+
+        Under the overlapped loop a first round is launched before the prefix tree takes the prompt over, and with it exchanges
+        slots of which it has others. A draft row would go on to lead to what is free; so would pointers, which are dropped.
+        """
+        if self.forms.pointer_rows is not None:
+            self.release_copy(row)
+        elif (view := self._views.get(row)) is not None:
+            view.tail_end = max(view.covered, min(view.tail_end, start))
+
+    def tail_written(self, row: int, end: int) -> None:
+        """Note that the draft row leads to all positions before ``end``."""
+        view = self._views[row]
+        view.tail_end = max(view.tail_end, end)
+
+    def release(self, row: int) -> None:
+        """Free the copy and the queries of the request in ``row``."""
+        self.release_copy(row)
+        self.queries.forget(row)
+
+    def release_copy(self, row: int) -> None:
+        """Free the copy of the request in ``row``; no-op without one. What is kept of its queries stays."""
+        view = self._views.pop(row, None)
+        if view is None:
+            return
+        self._drop(view.own, view.segments)
+
+    def _drop(self, own: torch.Tensor, segments: list[Segment]) -> None:
+        self.allocator.free(own)
+        for segment in segments:
+            self.tree_cache.release(segment)
+
+    def largest(self) -> int | None:
+        """Row of the request with the largest copy that it can do without; others have their full KV on the host."""
+        residency = self.tree_cache.residency
+        rows = [row for row in self._views if residency is None or not residency.is_stale(row)]
+        return max(rows, key=lambda row: self._views[row].kept, default=None)
+
+    def forget_all(self) -> None:
+        """Drop all records; the pool itself is being cleared."""
+        self._views.clear()
+        self.queries.clear()

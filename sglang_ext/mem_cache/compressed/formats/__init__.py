@@ -1,0 +1,1 @@
+"""What slots of a copy may hold besides plain tokens: packed blocks, cells of uneven heads, pointers."""

@@ -1,0 +1,173 @@
+"""Packed copies in SGLang's KV pool: how many slots they take, how they are written, how they are read.
+
+A copy's blocks lie in ordinary slots, whose cells hold bytes instead of keys and values (packed_layout.py). Each KV head's
+bytes stay in its own cells, so that ranks that hold different heads need nothing of each other.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import lcm
+
+import torch
+
+from sglang_ext.mem_cache.compressed.begun_rows import BegunRows
+from sglang_ext.mem_cache.compressors.quantizer import Quantizer, whole
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressed.formats.packed_layout import Grid, Layout, Quantized
+from sglang_ext.mem_cache.compressed.rotary import Rotary
+
+# Tokens that are packed at once: their numbers lie in float32 meanwhile, several times. Whole blocks.
+WRITTEN_TOKENS = 1 << 14
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How one pool holds the copies of one quantizer.
+
+    Attributes:
+        quantizer: gives the codes.
+        keys, values: how a block lies in key cells, and in value cells.
+        page_size: slots that the pool hands out together.
+        rotary: the model's rotary embedding, for a quantizer that takes keys as they were before it.
+
+    Raises:
+        ValueError: attention has no products with numbers that share scales so, or the rotary embedding is missing.
+    """
+
+    quantizer: Quantizer
+    keys: Layout
+    values: Layout
+    page_size: int
+    rotary: Rotary | None = None
+
+    def __post_init__(self) -> None:
+        keys, values = self.keys.grid, self.values.grid
+        if (keys.channels > 1 and keys != (1, self.keys.dim)) or values.tokens > 1:
+            raise ValueError(
+                f"keys share scales over {keys.tokens} tokens and {keys.channels} channels, values over {values.tokens} and "
+                f"{values.channels}; let keys share them in one channel or in one whole token, values in one token"
+            )
+        if self.keys.positions and self.rotary is None:
+            raise ValueError("keys lie in blocks as before rotary embedding, and none is given: pass the model's")
+
+    @classmethod
+    def of(cls, quantizer: Quantizer, buffers: KVBuffers, page_size: int, rotary: Rotary | None = None) -> "Packing":
+        """For a pool with these buffers, of a model with this rotary embedding.
+
+        Raises:
+            ValueError: heads of this size cannot be packed so.
+        """
+
+        def layout(buffer: torch.Tensor, grid: Callable[[int], Grid], positions: bool) -> Layout:
+            dim, size = buffer.shape[-1], buffer.element_size()
+            return Layout(quantizer.bits, quantizer.block, dim, dim * size, grid(dim), quantizer.outliers(dim), positions)
+
+        keys = layout(buffers.keys[0], quantizer.key_grid, quantizer.before_rotary)
+        return cls(quantizer, keys, layout(buffers.values[0], quantizer.value_grid, False), page_size, rotary)
+
+    @property
+    def recent(self) -> int:
+        """Newest tokens of a context that copies leave as they are."""
+        return self.quantizer.recent
+
+    @property
+    def sinks(self) -> int:
+        """First tokens of a context that copies keep as they are, in whole pages."""
+        return -(-self.quantizer.sinks // self.page_size) * self.page_size
+
+    @property
+    def share(self) -> float:
+        """Of the slots that the kept tokens have in full KV, those that their blocks take."""
+        return self.block_slots / self.block_tokens
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens in a block."""
+        return self.keys.tokens
+
+    @property
+    def block_slots(self) -> int:
+        """Slots of a block: each has a key cell and a value cell."""
+        return max(self.keys.cells, self.values.cells)
+
+    @property
+    def unit(self) -> int:
+        """Tokens of which a copy covers, shares and keeps whole multiples."""
+        return lcm(self.block_tokens, self.page_size)
+
+    def packed_slots(self, tokens: int) -> int:
+        """Slots of ``tokens`` tokens' blocks; ``tokens`` is a multiple of :attr:`unit`."""
+        return tokens // self.block_tokens * self.block_slots
+
+    def held_slots(self, tokens: int) -> int:
+        """The same in whole pages."""
+        return -(-self.packed_slots(tokens) // self.page_size) * self.page_size
+
+    def rotations(self, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Of keys and of values, on ``device``, as :meth:`Quantizer.rotation` says; the same tensors each time."""
+        return self.quantizer.rotation_on(device, self.keys.dim), self.quantizer.rotation_on(device, self.values.dim)
+
+    def levels(self, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Of keys and of values, on ``device``, as :meth:`Quantizer.levels` says; the same tensors each time."""
+        return self.quantizer.levels_on(device, self.keys.dim), self.quantizer.levels_on(device, self.values.dim)
+
+    def write(self, buffers: KVBuffers, kept: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Pack, for each layer and head, that head's kept tokens into ``targets``; does not wait for the device.
+
+        Args:
+            buffers: the pool's.
+            kept: int64 [layers, kv_heads, tokens], counted in ``sources``; whole blocks.
+            sources: int64, slots of the context, from its beginning: what is kept is counted by position.
+            targets: int64 [held_slots(tokens)], on a GPU none of ``sources``; what fills up its last page stays as it is.
+        """
+        if buffers.on_gpu:
+            from sglang_ext.layers.kernels.pack_blocks import pack_blocks, takes
+
+            if takes(self, buffers):
+                pack_blocks(self, buffers, kept, sources, targets)
+                return
+        targets = targets[: self.packed_slots(kept.shape[-1])].split(self.packed_slots(WRITTEN_TOKENS))
+        heads = torch.arange(kept.shape[1], device=kept.device)[:, None]
+        kinds = ((buffers.keys, self.keys), (buffers.values, self.values))
+        for layer, of_layer in enumerate(kept):
+            for tokens, slots in zip(of_layer.split(WRITTEN_TOKENS, dim=-1), targets):
+                read = sources[tokens]
+                for (kind, layout), rotation in zip(kinds, self.rotations(kept.device)):
+                    numbers = kind[layer][read, heads].float()
+                    cells = layout.pack(self.quantized(numbers, tokens, layout, rotation), self.block_slots)
+                    as_bytes(kind[layer])[slots] = cells.flatten(1, 2).transpose(0, 1)
+
+    def quantized(self, numbers: torch.Tensor, tokens: torch.Tensor, layout: Layout, rotation: torch.Tensor | None) -> Quantized:
+        """Codes of float32 [heads, tokens, dim] at positions ``tokens``, int64 [heads, tokens]; rotated (back) first."""
+        if layout.positions:
+            numbers = self.rotary.rotated(numbers, -tokens)
+        if rotation is not None:
+            numbers = numbers @ rotation
+        block = self.quantizer.quantize(numbers.view(len(numbers), -1, layout.tokens, layout.dim), layout.grid)
+        return block._replace(positions=tokens.view(block.codes.shape[:3])) if layout.positions else block
+
+    def whole(self, block: Quantized, layout: Layout, levels: torch.Tensor | None) -> torch.Tensor:
+        """What blocks mean, keys with rotary embedding at their positions: float32 [heads, tokens, dim]."""
+        numbers = whole(block, layout.grid, levels)
+        if layout.positions:
+            numbers = self.rotary.rotated(numbers, block.positions)
+        return numbers.flatten(1, 2)
+
+    def read(self, buffer: torch.Tensor, layout: Layout, slots: torch.Tensor) -> Quantized:
+        """The blocks in ``slots``, int64 [packed], of a layer's key or value ``buffer``."""
+        cells = as_bytes(buffer)[slots]
+        return layout.unpack(cells.unflatten(0, (-1, self.block_slots)).permute(2, 0, 1, 3))
+
+
+class PackedRows(BegunRows[Packing]):
+    """Rows that begin with packed blocks, and how many slots of each hold them."""
+
+    @property
+    def packing(self) -> Packing:
+        """How they are packed."""
+        return self.form
+
+
+def as_bytes(buffer: torch.Tensor) -> torch.Tensor:
+    """A layer's buffer, [slots, kv_heads, head_dim], as uint8 [slots, kv_heads, cell_bytes] over the same memory."""
+    return buffer.view(torch.uint8)

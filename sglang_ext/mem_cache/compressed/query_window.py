@@ -1,0 +1,235 @@
+"""The newest queries of each request, for compressors that score keys by them.
+
+Queries exist only inside a forward pass. While one runs, a hook on SGLang's attention backends (query_hooks.py) passes
+each layer's queries to :class:`QueryWindows`, which keeps the newest of each request across prefill chunks and
+verifications. A CUDA graph runs no Python: graphs that are captured with the hook active write their queries to the places
+that a table on the device names, which is set before each replay.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+
+from sglang_ext.device import to_device
+from sglang_ext.mem_cache.compressed import query_hooks
+from sglang_ext.mem_cache.compressed.query_ring import QueryRing
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """Rows of a forward whose queries shall be kept.
+
+    Attributes:
+        key: the request's row in the token table.
+        start: first of the request's rows in the forward's token dimension.
+        end: one past its last row.
+        position: absolute position of the first row's token.
+    """
+
+    key: int
+    start: int
+    end: int
+    position: int
+
+    def newest(self, count: int) -> "Recorded":
+        """The last ``count`` of the rows."""
+        skipped = max(0, self.end - self.start - count)
+        return replace(self, start=self.start + skipped, position=self.position + skipped)
+
+
+@dataclass
+class QueryWindows:
+    """Per request and layer, the newest queries of tokens whose KV is exact, in one pool of a bounded number of rings.
+
+    A request draws a ring when its queries are first recorded, and gives it back with :meth:`forget`. Where no ring is left
+    its queries are not kept: whoever wants them asks :meth:`enough`, and waits.
+
+    Attributes:
+        window: queries that compressors want at most; 0 keeps nothing and makes every call free.
+        layers: indices of the model's attention layers, in the order of the pool.
+        spare: tokens that may be recorded and then rejected.
+        wanted_by: whether anything is kept of the request with a key, up to a position: its compressor may want none, or
+            none yet.
+    """
+
+    window: int
+    layers: Sequence[int]
+    spare: int
+    wanted_by: Callable[[int, int], bool] = lambda key, end: True
+    _rings: dict[int, QueryRing] = field(default_factory=dict)
+    _free: list[int] = field(default_factory=list)
+    _pool: torch.Tensor | None = None
+    _running: tuple[Recorded, ...] = ()
+    _picked: tuple[torch.Tensor, torch.Tensor] | None = None
+    _targets: torch.Tensor | None = None
+    _capturing: bool = False
+    _aimed: bool = False
+
+    @property
+    def span(self) -> int:
+        """Queries that a ring holds."""
+        return self.window + self.spare
+
+    @cached_property
+    def _index(self) -> dict[int, int]:
+        return {layer_id: index for index, layer_id in enumerate(self.layers)}
+
+    def allocate(self, rings: int, heads: int, head_dim: int, like: torch.Tensor) -> None:
+        """Make room for the queries of ``rings`` requests; before any is recorded.
+
+        Args:
+            rings: requests whose queries are kept at once.
+            heads: query heads of this rank.
+            head_dim: size of a query.
+            like: a tensor with the queries' dtype and device.
+        """
+        if self.window and rings:
+            # The first place is nobody's: what a graph computes for others than those recorded is left there.
+            self._pool = like.new_zeros(len(self.layers), 1 + rings * self.span, heads, head_dim)
+            self._free = [1 + ring * self.span for ring in reversed(range(rings))]
+
+    @contextmanager
+    def recording(self, rows: tuple[Recorded, ...]) -> Iterator[None]:
+        """Keep the queries of ``rows`` from the forward that runs inside this context."""
+        rows = self._wanted(rows)
+        if not rows:
+            yield
+            return
+        self._running = rows
+        try:
+            with query_hooks.recording_to(self):
+                yield
+        finally:
+            self._running, self._picked = (), None
+
+    @contextmanager
+    def capturing(self, tokens: int) -> Iterator[None]:
+        """CUDA graphs captured inside this context, of so many tokens at most, leave queries where :meth:`aim` says."""
+        if self._pool is None:
+            yield
+            return
+        self._targets = torch.zeros(tokens, dtype=torch.int64, device=self._pool.device)
+        self._capturing = True
+        try:
+            with query_hooks.recording_to(self):
+                yield
+        finally:
+            self._capturing = False
+
+    def record(self, layer_id: int, queries: torch.Tensor) -> None:
+        """Take a layer's queries ([tokens, query_heads, head_dim]) of the running forward."""
+        pool = self._pool[self._index[layer_id]]
+        if self._capturing:
+            pool.index_copy_(0, self._targets[: len(queries)], queries)
+            return
+        if self._picked is None:
+            # Not before: a forward that replays a graph does not come here, and leaves no queries.
+            self._picked = self._reserve(self._running)
+        tokens, places = self._picked
+        if len(tokens):
+            pool.index_copy_(0, places, queries.index_select(0, tokens))
+
+    def aim(self, rows: tuple[Recorded, ...]) -> None:
+        """Let the graph that is replayed next leave the queries of ``rows``, and of no others, in their rings."""
+        if self._targets is None:
+            return
+        if self._aimed:
+            self._targets.zero_()
+        tokens, places = self._reserve(self._wanted(rows))
+        self._aimed = len(tokens) > 0
+        if self._aimed:
+            self._targets.index_copy_(0, tokens, places)
+
+    def warm_up(self) -> None:
+        """Do once what :meth:`aim` does, with row 0, which is no request's: a first time takes longer than those after."""
+        if self._targets is not None:
+            nobody = to_device([0], self._targets.device)
+            self._targets.index_copy_(0, nobody, nobody)
+            self._targets.zero_()
+
+    def _wanted(self, rows: tuple[Recorded, ...]) -> tuple[Recorded, ...]:
+        """Of ``rows``, what rings have room for, and somebody will read."""
+        if self._pool is None:
+            return ()
+        wanted = (row for row in rows if self.wanted_by(row.key, row.position + row.end - row.start))
+        return tuple(row.newest(self.span) for row in wanted)
+
+    def _reserve(self, rows: tuple[Recorded, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens of a forward whose queries are kept, and their places in the pool, both int64 [kept]; ``rows`` as far as
+        there are rings."""
+        tokens: list[int] = []
+        places: list[int] = []
+        for row in rows:
+            ring = self._ring(row.key)
+            if ring is not None:
+                tokens += range(row.start, row.end)
+                places += ring.reserve(range(row.position, row.position + row.end - row.start))
+        # One copy to the device, whatever the requests.
+        both = to_device(tokens + places, self._pool.device)
+        return both[: len(tokens)], both[len(tokens) :]
+
+    def _ring(self, key: int) -> QueryRing | None:
+        """The ring of a request; None where it has none, and none is left."""
+        if key not in self._rings and self._free:
+            self._rings[key] = QueryRing(self._free.pop(), self.span)
+        return self._rings.get(key)
+
+    def get(self, key: int, end: int, count: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The newest ``count`` queries, at most :attr:`window`, before position ``end``, oldest first, and their positions.
+
+        The queries are [layers, up to count, heads, head_dim], the positions int64; None when there are none.
+        """
+        ring = self._rings.get(key)
+        found = ([], []) if ring is None else ring.newest(count, end)
+        if not found[1]:
+            return None
+        places, positions = to_device([*found], self._pool.device)
+        return self._pool[:, places], positions
+
+    def newest(self, key: int) -> int | None:
+        """The position after the newest query of a request; None when there are none."""
+        ring = self._rings.get(key)
+        return ring.positions[-1] + 1 if ring is not None and ring.positions else None
+
+    def enough(self, key: int, count: int) -> bool:
+        """Whether ``count`` queries of a request are kept."""
+        ring = self._rings.get(key)
+        return count == 0 or (ring is not None and len(ring.positions) >= count)
+
+    def open_to(self, key: int) -> bool:
+        """Whether queries of a request would be kept: it has a ring, or one is left."""
+        return key in self._rings or bool(self._free)
+
+    def drop_rejected(self, key: int, length: int) -> None:
+        """Forget the queries of a request's drafts that were rejected: it has ``length`` tokens."""
+        if key in self._rings:
+            self._rings[key].drop(length)
+
+    def forget(self, key: int) -> None:
+        """Give back the ring of a request; no-op where it has none."""
+        ring = self._rings.pop(key, None)
+        if ring is not None:
+            self._free.append(ring.first)
+
+    def clear(self) -> None:
+        """Give back all rings."""
+        for key in list(self._rings):
+            self.forget(key)
+
+    @property
+    def taken(self) -> int:
+        """Rings that requests have."""
+        return len(self._rings)
+
+    @property
+    def taken_bytes(self) -> int:
+        """Bytes of these."""
+        return 0 if self._pool is None else self.taken * self.span * self._pool[:, 0].nbytes
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the pool, and of what tells graphs their places."""
+        return sum(0 if tensor is None else tensor.nbytes for tensor in (self._pool, self._targets))

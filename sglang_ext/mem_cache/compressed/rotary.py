@@ -1,0 +1,148 @@
+"""The rotary embedding that a model applied: to vectors, taken back from them, and its mean over coming positions."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+
+from sglang_ext.config.options import OptionError
+
+# Rows of a table of cosines and sines, from which frequencies are read one finer than the other: at each the coarser one
+# says how many whole turns were made, even where the table is in bfloat16.
+STRIDES = (1, 32, 1024, 32768)
+# Largest difference between a model's table and one from the frequencies: far from the beginning angles are rounded.
+TABLE_ERROR = 0.05
+# Angles are counted in turns of so many steps: integers that overflow lose whole turns only, and nothing far from the beginning.
+TURN = 1 << 32
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rotary embedding (Su et al. 2021, arXiv 2104.09864) of frequencies that do not depend on the position.
+
+    Attributes:
+        frequencies: float32 [pairs], radians a token; the first ``2 * pairs`` entries of a query turn, the others stay.
+        interleaved: entries ``2 i`` and ``2 i + 1`` make pair ``i``; else entries ``i`` and ``i + pairs`` do (NeoX).
+    """
+
+    frequencies: torch.Tensor
+    interleaved: bool = False
+
+    @cached_property
+    def steps(self) -> torch.Tensor:
+        """The frequencies in steps of a turn: int64 [pairs], 0 to ``TURN - 1``."""
+        return (self.frequencies.double() * (TURN / math.tau)).round().long() % TURN
+
+    def steps_on(self, device: torch.device, dim: int) -> torch.Tensor:
+        """Steps of each of ``dim`` channels: those of its pair, forwards of first ones, backwards of second ones; 0 of others.
+
+        int32 [dim], at most half a turn either way, on ``device``; made there once, so that later calls do not wait for it.
+        """
+        return _steps_of_channels(self, device, dim)
+
+    def unrotated(self, vectors: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Vectors as they were before rotary embedding at ``positions``.
+
+        Args:
+            vectors: float [tokens, ..., dim].
+            positions: int64 [tokens].
+        """
+        angles = self._angles(positions).view(len(positions), *(1,) * (vectors.dim() - 2), -1)
+        return self._turned(vectors, angles.cos(), -angles.sin())
+
+    def rotated(self, vectors: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Vectors with rotary embedding at ``positions``; it is taken back at their negatives.
+
+        Args:
+            vectors: float [..., tokens, dim].
+            positions: int64 [..., tokens].
+        """
+        angles = self._angles(positions)
+        return self._turned(vectors, angles.cos(), angles.sin())
+
+    def mean_rotation(self, begin: int, count: int, dim: int) -> torch.Tensor:
+        """The mean of the rotations at positions ``[begin, begin + count)``: float32 [dim, dim], for column vectors."""
+        angles = torch.arange(begin, begin + count, device=self.frequencies.device)[:, None] * self.frequencies
+        units = torch.eye(dim, device=self.frequencies.device)
+        return self._turned(units, angles.cos().mean(dim=0), angles.sin().mean(dim=0)).t()
+
+    def _angles(self, positions: torch.Tensor) -> torch.Tensor:
+        """Of the pairs at ``positions``, int64 of any sign, within a turn: float32 [..., pairs]."""
+        return (positions[..., None] * self.steps & (TURN - 1)).float() * (math.tau / TURN)
+
+    def _turned(self, vectors: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Each pair times the complex number ``cos + i sin``, both [..., pairs]."""
+        pairs = len(self.frequencies)
+        turning, rest = vectors[..., : 2 * pairs], vectors[..., 2 * pairs :]
+        by_pair = turning.unflatten(-1, (pairs, 2)) if self.interleaved else turning.unflatten(-1, (2, pairs)).transpose(-1, -2)
+        first, second = by_pair.unbind(-1)
+        turned = torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1)
+        turned = turned if self.interleaved else turned.transpose(-1, -2)
+        return torch.cat([turned.flatten(-2), rest], dim=-1)
+
+
+@lru_cache(maxsize=None)
+def _steps_of_channels(rotary: Rotary, device: torch.device, dim: int) -> torch.Tensor:
+    steps = rotary.steps.to(device)
+    # What overflows are whole turns.
+    pairs = torch.stack([steps, -steps], dim=-1 if rotary.interleaved else 0).flatten().int()
+    return torch.nn.functional.pad(pairs, (0, dim - len(pairs)))
+
+
+def rotary_of(model: torch.nn.Module, is_attention: Callable[[torch.nn.Module], bool], compressor: str) -> Rotary:
+    """The rotary embedding that all attention layers of an SGLang model share.
+
+    It is read off the table of cosines and sines, so that any scaling of the frequencies is in it.
+
+    Args:
+        model: the model; the module that holds an attention layer also holds its ``rotary_emb``.
+        is_attention: whether a module is an attention layer.
+        compressor: that needs it, as ``--kv-compressor`` names it.
+
+    Raises:
+        OptionError: a layer has none, layers differ, or it is of a kind whose frequencies depend on the position.
+    """
+    owners = [module for module in model.modules() if any(map(is_attention, module.children()))]
+    embeddings = {id(found): found for found in (getattr(owner, "rotary_emb", None) for owner in owners)}
+    if len(embeddings) != 1:
+        raise _refused(compressor, f"its layers have {len(embeddings)} different ones")
+    (embedding,) = embeddings.values()
+    if embedding is None:
+        raise _refused(compressor, "there is none beside its attention layers")
+    table = getattr(embedding, "cos_sin_cache", None)
+    style = getattr(embedding, "is_neox_style", None)
+    if not isinstance(table, torch.Tensor) or table.dim() != 2 or len(table) < 2 or style is None:
+        raise _refused(compressor, f"{type(embedding).__name__} is of an unknown kind")
+    rotary = Rotary(_frequencies(table), not style)
+    if not _explains(rotary, table):
+        raise _refused(compressor, f"frequencies of {type(embedding).__name__} depend on the position")
+    return rotary
+
+
+def _frequencies(table: torch.Tensor) -> torch.Tensor:
+    """Frequencies of a table [positions, 2 pairs] of cosines and sines, which may be scaled by one factor: float32 [pairs]."""
+    cos, sin = table.double().chunk(2, dim=-1)
+    found = torch.zeros_like(cos[0])
+    for stride in (stride for stride in STRIDES if stride < len(table)):
+        angle = torch.atan2(sin[stride], cos[stride])
+        turns = ((found * stride - angle) / math.tau).round()
+        found = (angle + turns * math.tau) / stride
+    return found.float()
+
+
+def _explains(rotary: Rotary, table: torch.Tensor) -> bool:
+    """Whether rows of a table, far apart, follow from the frequencies up to one factor."""
+    rows = torch.tensor([1, len(table) // 3, len(table) // 2, len(table) - 1], device=table.device)
+    angles = rows[:, None].double() * rotary.frequencies.double()
+    found = table[rows].double()
+    scale = found[0].square().mean().mul(2).sqrt()
+    return bool((torch.cat([angles.cos(), angles.sin()], dim=-1) * scale - found).abs().max() <= TABLE_ERROR * scale)
+
+
+def _refused(compressor: str, reason: str) -> OptionError:
+    return OptionError(
+        f"--kv-compressor {compressor} cannot take back the model's rotary embedding: {reason}. It serves models with one "
+        "rotary embedding in all layers, of fixed frequencies; use --kv-compressor snapkv for this model."
+    )

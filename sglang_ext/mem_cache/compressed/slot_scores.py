@@ -1,0 +1,105 @@
+"""Predicted scores of tokens, by the slot of the KV pool that holds their KV.
+
+They are written in the forward that writes the KV, to the same slots, whatever request computes it: a prefix hit finds them,
+and slots of rejected drafts, or of tokens that are gone, are overwritten with their KV. Drafts and padding write scores, too,
+as they write KV; nobody reads those. All of it happens on the device, so that CUDA graphs capture it.
+"""
+
+import inspect
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from sglang_ext.mem_cache.scores.predictor import Predictor
+from sglang_ext.config.options import OptionError
+
+
+class SlotScores:
+    """Scores of all slots, as one predictor gives them.
+
+    Attributes:
+        predictor: for the KV heads of this rank.
+        layer_ids: of the model's attention layers, in the order of :attr:`table`.
+        table: float16 [layers, kv_heads, slots]; NaN where the score is unknown. Empty before :meth:`allocate`.
+    """
+
+    def __init__(self, predictor: Predictor, layer_ids: Sequence[int]) -> None:
+        self.predictor = predictor
+        self.layer_ids = tuple(layer_ids)
+        self.table = torch.empty(len(self.layer_ids), predictor.kv_heads, 0, dtype=torch.float16)
+        self._forgot = False
+
+    def allocate(self, slots: int, device: torch.device | str, dtype: torch.dtype) -> None:
+        """Make room for so many slots; the predictor computes in ``dtype``, the model's."""
+        self.predictor = self.predictor.to(device, dtype)
+        self.table = torch.full((*self.table.shape[:2], slots), torch.nan, dtype=torch.float16, device=device)
+
+    def planned_bytes(self, slots: int) -> int:
+        """Bytes of :attr:`held_bytes` with room for so many slots, at most."""
+        return len(self.layer_ids) * self.predictor.kv_heads * slots * self.table.element_size() + self.predictor.held_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the scores and of the predictor, outside the KV pool."""
+        return self.table.numel() * self.table.element_size() + self.predictor.held_bytes
+
+    def write(self, index: int, slots: torch.Tensor, states: torch.Tensor) -> None:
+        """Score the tokens of a forward in one layer.
+
+        Args:
+            index: of the layer, in the order of :attr:`table`.
+            slots: int64 [tokens], to which their KV is written.
+            states: [tokens, hidden_size], what enters attention.
+        """
+        found = self.predictor(self.layer_ids[index], states)
+        self.table[index].index_copy_(1, slots, found.t().to(self.table.dtype))
+
+    def read(self, slots: torch.Tensor) -> torch.Tensor:
+        """Scores at ``slots``, int64 [tokens]: float32 [layers, kv_heads, tokens]."""
+        return self.table[..., slots].float()
+
+    def forget(self, slots: torch.Tensor) -> None:
+        """The KV at ``slots``, int64 [tokens], comes from elsewhere: its scores are unknown."""
+        self._forgot = True
+        self.table[..., slots] = torch.nan
+
+    def knows(self, slots: torch.Tensor) -> bool:
+        """Whether all of ``slots``, int64 [tokens], have a score; waits for the device only where some were forgotten."""
+        return not self._forgot or not bool(self.table[0, 0, slots].isnan().any())
+
+    def watch(self, model: torch.nn.Module) -> None:
+        """Let the forwards of ``model`` write scores.
+
+        Raises:
+            OptionError: the model does not show what enters its attention.
+        """
+        for index, owner in enumerate(owners(model, self.layer_ids)):
+            owner.register_forward_pre_hook(partial(self._record, index, inspect.signature(owner.forward)), with_kwargs=True)
+
+    def _record(self, index: int, signature: inspect.Signature, module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
+        given = signature.bind(*args, **kwargs).arguments
+        self.write(index, given["forward_batch"].out_cache_loc, given["hidden_states"])
+
+
+def owners(model: torch.nn.Module, layer_ids: Sequence[int]) -> list[torch.nn.Module]:
+    """The modules that hold SGLang's attention layers, which get the hidden states, in the order of ``layer_ids``.
+
+    Raises:
+        OptionError: a layer's owner is called with something else.
+    """
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    found = {
+        child.layer_id: module for module in model.modules() for child in module.children() if isinstance(child, RadixAttention)
+    }
+    for layer_id in layer_ids:
+        owner = found.get(layer_id)
+        parameters = () if owner is None else tuple(inspect.signature(owner.forward).parameters)
+        if not {"hidden_states", "forward_batch"} <= set(parameters):
+            what = "no module" if owner is None else f"{type(owner).__name__}, called with {', '.join(parameters) or 'nothing'}"
+            raise OptionError(
+                f"--kv-compressor kvzap reads the hidden_states of the module that holds an attention layer; in this model layer "
+                f"{layer_id} belongs to {what}. Use --kv-compressor snapkv for this model."
+            )
+    return [found[layer_id] for layer_id in layer_ids]

@@ -1,0 +1,1 @@
+"""Full KV in host memory: pages, streams, checksums."""

@@ -1,0 +1,128 @@
+"""Which pages of host memory are free, and which hold something."""
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from sglang_ext.mem_cache.prefix_cache.pieces import runs
+
+
+class HostPageError(ValueError):
+    """Pages were named that no transfer and no owner may name."""
+
+
+@dataclass
+class HostPages:
+    """Hands out pages by number, in as few runs as it can.
+
+    Attributes:
+        count: pages of host memory.
+    """
+
+    count: int
+    _free: list[range] = field(init=False)
+    # Not PyTorch's: its tensors are not to be written where inference mode is on here and off there.
+    _owned: np.ndarray = field(init=False)
+    _filled: np.ndarray = field(init=False)
+    _left: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._free = [range(self.count)]
+        self._owned, self._filled = np.zeros(self.count, bool), np.zeros(self.count, bool)
+        self._left = self.count
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that nobody owns."""
+        return self._left
+
+    def allocate(self, count: int) -> torch.Tensor | None:
+        """``count`` pages: int64 [count], on the host; None when fewer are free.
+
+        They are one run where a free run is long enough: the shortest such, so that long ones stay long.
+
+        Raises:
+            HostPageError: ``count`` is below 1.
+        """
+        if count < 1:
+            raise HostPageError(f"{count} pages of host memory were asked for; ask for at least 1")
+        if count > self._left:
+            return None
+        taken = []
+        while count:
+            taken.append(self._take(count))
+            count -= len(taken[-1])
+        pages = torch.cat([torch.arange(run.start, run.stop) for run in taken])
+        self._owned[pages.numpy()] = True
+        self._filled[pages.numpy()] = False
+        self._left -= len(pages)
+        return pages
+
+    def _take(self, count: int) -> range:
+        """Up to ``count`` pages of one free run."""
+        long = [run for run in self._free if len(run) >= count]
+        best = min(long, key=len) if long else max(self._free, key=len)
+        index = self._index(best.start)
+        rest = best[count:]
+        self._free[index : index + 1] = [rest] if rest else []
+        return best[:count]
+
+    def _index(self, page: int) -> int:
+        """Where a run that starts at ``page`` stands, or would stand, among the free ones."""
+        return bisect_left(self._free, page, key=lambda run: run.start)
+
+    def free(self, pages: torch.Tensor) -> None:
+        """Give ``pages`` (int64 [pages], on the host) back; transfers under way may still be at them.
+
+        Raises:
+            HostPageError: some are not owned, or are named twice; then none is freed.
+        """
+        self.check_owned(pages)
+        ordered = pages.sort().values
+        twice = ordered[1:][ordered.diff() == 0]
+        if len(twice):
+            raise HostPageError(f"host pages {twice.tolist()[:8]} are freed twice in one call; name each page once")
+        self._owned[pages.numpy()] = False
+        self._left += len(pages)
+        for run in runs(ordered):
+            self._put(range(run.first, run.first + run.count))
+
+    def _put(self, run: range) -> None:
+        """Add a free run, joined with the free runs at its ends."""
+        index = self._index(run.start)
+        start, stop = index, index
+        if start > 0 and self._free[start - 1].stop == run.start:
+            start -= 1
+        if stop < len(self._free) and self._free[stop].start == run.stop:
+            stop += 1
+        joined = [*self._free[start:stop], run]
+        self._free[start:stop] = [range(min(r.start for r in joined), max(r.stop for r in joined))]
+
+    def check_owned(self, pages: torch.Tensor) -> None:
+        """Raise unless someone owns all of ``pages`` (int64 [pages], on the host).
+
+        Raises:
+            HostPageError: names pages that do not exist or are free.
+        """
+        foreign = pages[(pages < 0) | (pages >= self.count)]
+        if len(foreign):
+            raise HostPageError(f"host pages {foreign.tolist()[:8]} do not exist; there are pages 0 to {self.count - 1}")
+        unowned = pages.numpy()[~self._owned[pages.numpy()]]
+        if len(unowned):
+            raise HostPageError(f"host pages {unowned.tolist()[:8]} are free; allocate pages before using them, free them once")
+
+    def fill(self, pages: torch.Tensor) -> None:
+        """Note that ``pages`` (int64 [pages], on the host, owned) are stored to."""
+        self._filled[pages.numpy()] = True
+
+    def check_filled(self, pages: torch.Tensor) -> None:
+        """Raise unless all of ``pages`` (int64 [pages], on the host) were stored to by who owns them.
+
+        Raises:
+            HostPageError: names pages that were not.
+        """
+        empty = pages.numpy()[~self._filled[pages.numpy()]]
+        if len(empty):
+            raise HostPageError(f"host pages {empty.tolist()[:8]} were not stored since they were allocated; store, then load them")

@@ -1,0 +1,125 @@
+"""Host memory for full KV: pinned where a GPU copies to and from it."""
+
+import logging
+import mmap
+import weakref
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from sglang_ext.mem_cache.host_tier import host_memory
+from sglang_ext.mem_cache.host_tier.checksums import as_words
+from sglang_ext.mem_cache.host_tier.host_pages import HostPages
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.config.options import OptionError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class HostPool:
+    """Pages of host memory, layer after layer: a run of pages of one layer is one block of memory.
+
+    Attributes:
+        kv: [2, layers, pages, page_size, kv_heads, head_dim]: keys, then values.
+        checksums: int64 [pages], of what was stored last; valid once its transfer is done.
+        pages: which of them are free.
+    """
+
+    kv: torch.Tensor
+    checksums: torch.Tensor
+    pages: HostPages
+
+    @classmethod
+    def create(cls, buffers: KVBuffers, page_size: int, size: int) -> "HostPool":
+        """A pool for as many pages as fit in ``size`` bytes.
+
+        Args:
+            buffers: the layers of the device's pool; all of one shape and dtype.
+            page_size: tokens in a page.
+            size: bytes of host memory.
+
+        Raises:
+            OptionError: no page fits, or the host has less memory.
+            ValueError: the layers' buffers differ, or are not contiguous.
+        """
+        check_alike(buffers)
+        count = size // (buffers.bytes_per_slot * page_size)
+        if count < 1:
+            raise OptionError(
+                f"--kv-host-gb gives {size / 1e9:.3f} GB of host memory; one page of {page_size} tokens takes "
+                f"{buffers.bytes_per_slot * page_size / 1e9:.3f} GB: pass at least that, better room for many requests"
+            )
+        used = count * page_size * buffers.bytes_per_slot
+        # Again, as weights were loaded meanwhile; other ranks may have theirs already.
+        host_memory.check(used)
+        key = buffers.keys[0]
+        memory = _pinned(used) if key.is_cuda else torch.empty(used, dtype=torch.uint8)
+        shape = 2, len(buffers.keys), count, page_size, *key.shape[1:]
+        checksums = torch.zeros(count, dtype=torch.int64, pin_memory=key.is_cuda)
+        pool = cls(memory.view(key.dtype).view(shape), checksums, HostPages(count))
+        if key.is_cuda:
+            # The process takes its memory with it, so nothing needs to be done as it ends.
+            weakref.finalize(pool, _unpin, memory).atexit = False
+        return pool
+
+    @property
+    def page_size(self) -> int:
+        """Tokens in a page."""
+        return self.kv.shape[3]
+
+    @cached_property
+    def page_bytes(self) -> int:
+        """Bytes of a page: keys and values of all layers."""
+        return self.kv[:, :, 0].numel() * self.kv.element_size()
+
+    @cached_property
+    def words(self) -> torch.Tensor:
+        """:attr:`kv` as whole numbers, keys of all layers before values: [2 * layers, pages * page_size, words]."""
+        return as_words(self.kv.flatten(0, 3), 8).unflatten(0, (2 * self.kv.shape[1], -1))
+
+
+def check_alike(buffers: KVBuffers) -> None:
+    """Raise unless all layers have one layout, as the pool and the kernels take it.
+
+    Raises:
+        ValueError: names the layout that differs.
+    """
+    key = buffers.keys[0]
+    for buffer in (*buffers.keys, *buffers.values):
+        if buffer.shape != key.shape or buffer.dtype != key.dtype or not buffer.is_contiguous():
+            raise ValueError(
+                f"a KV buffer is {buffer.dtype} {list(buffer.shape)} with strides {buffer.stride()}, the first is "
+                f"{key.dtype} {list(key.shape)}; full KV in host memory needs contiguous buffers of one shape and dtype"
+            )
+
+
+def _pinned(size: int) -> torch.Tensor:
+    """``size`` bytes that the GPU's copy engines reach.
+
+    PyTorch's own pinned memory comes in powers of two, which could double it. Forks leave it out, or they would move its
+    pages away from the device. Large pages, written by all cores, take a tenth of the time until it is there.
+    """
+    mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapped.madvise(mmap.MADV_DONTFORK)
+    with suppress(OSError):  # of kernels without them
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+    memory = torch.frombuffer(mapped, dtype=torch.uint8).zero_()
+    cudart = torch.cuda.cudart()
+    status = cudart.cudaHostRegister(memory.data_ptr(), size, 0)
+    if int(status) != 0:
+        raise OptionError(
+            f"--kv-host-gb: pinning {size / 1e9:.1f} GB of host memory failed ({cudart.cudaGetErrorString(status)}): pass "
+            "less, or raise the limit of locked memory (ulimit -l)"
+        )
+    return memory
+
+
+def _unpin(memory: torch.Tensor) -> None:
+    """Let go of pinned memory once no copy is at it."""
+    torch.cuda.synchronize()
+    status = torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+    if int(status) != 0:
+        logger.warning("unpinning %d bytes of host memory failed: CUDA error %d", memory.numel(), int(status))

@@ -1,0 +1,192 @@
+"""Full KV in host memory: stored from device slots, and loaded into device slots for a verification.
+
+A transfer gathers slots into (or scatters them from) one of two buffers on the device, and a copy engine moves runs of
+pages between that buffer and the host; while one buffer is copied, the other is gathered or scattered. Each
+direction has its own two buffers and two streams, so that stores, loads and forwards run side by side. On a CPU the
+same happens in a thread, one transfer after another.
+"""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+
+import torch
+
+from sglang_ext.device import Mark
+from sglang_ext.mem_cache.host_tier.checksums import PageChecksums, as_words
+from sglang_ext.mem_cache.host_tier.deferral import Deferral
+from sglang_ext.mem_cache.host_tier.host_pool import HostPool, check_alike
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.host_tier.lanes import Lane, LastUse, Pipe
+from sglang_ext.mem_cache.compressed.piece_copies import PieceCopies
+from sglang_ext.mem_cache.prefix_cache.pieces import Piece, pieces, runs
+from sglang_ext.mem_cache.host_tier.transfers import Launched, Transfer
+
+# Bytes of both buffers of a direction: a share of the device's KV, within bounds. Copies of half of it take much longer than
+# their launch; and a stream takes some 1,000 launches before it lets the host wait: several loads of a long context stay below.
+STAGING_SHARE, LEAST_STAGING, MOST_STAGING = 1 / 64, 16 << 20, 256 << 20
+
+
+def staging_bytes(pool: int) -> int:
+    """What the buffers of one direction take on the device, where its KV pool has so many bytes."""
+    return min(max(int(STAGING_SHARE * pool), LEAST_STAGING), MOST_STAGING)
+
+
+class HostTier:
+    """Moves KV between a device's slots and a pool of host pages.
+
+    All calls come from one thread. A transfer starts after what the current stream was given before the call, and after the
+    last forward (:meth:`forward_launched`), which may run on another stream. Its device slots must stay as they are until it is
+    done: whoever writes, reads or frees them afterwards waits for it (:meth:`Transfer.wait`). Host pages need no such care:
+    transfers of the same pages follow one another.
+
+    Args:
+        buffers: the layers of the device's pool; contiguous, of one shape and dtype.
+        pool: the host pages.
+        staging: bytes on the device for the buffers of one direction; at least two pages of one layer's keys are taken. None:
+            :func:`staging_bytes`.
+
+    Raises:
+        ValueError: the layers' buffers differ, or are not contiguous.
+    """
+
+    def __init__(self, buffers: KVBuffers, pool: HostPool, staging: int | None = None) -> None:
+        check_alike(buffers)
+        self.pool = pool
+        key = buffers.keys[0]
+        self._device = key.device
+        self._copies = PieceCopies([as_words(buffer, 8) for buffer in (*buffers.keys, *buffers.values)], pool)
+        self._checksums = PageChecksums(buffers, pool.page_size)
+        # The tables and the kernel are made here: no lane shall find them unfinished.
+        self._checksums.of(torch.zeros(pool.page_size, dtype=torch.int64, device=key.device))
+        rows = self._copies.rows[0]
+        staging = staging_bytes(len(key) * buffers.bytes_per_slot) if staging is None else staging
+        self._room = max(1, staging // 2 // (pool.page_size * rows.shape[1] * rows.element_size()))
+        copies, moves = (partial(Lane.beside, self._device, urgent=urgent) for urgent in (False, True))
+        self._stores = Pipe(self._halves(), filler=moves(), emptier=copies())
+        self._loads = Pipe(self._halves(), filler=copies(), emptier=moves())
+        self._stored, self._loaded = LastUse(pool.pages.count), LastUse(pool.pages.count)
+        self._forward: Mark | None = None
+        self._worker = None if buffers.on_gpu else ThreadPoolExecutor(1, thread_name_prefix="host-tier")
+        self._deferral = Deferral()
+
+    def _halves(self) -> torch.Tensor:
+        rows = self._copies.rows[0]
+        return rows.new_empty(2, self._room * self.pool.page_size, rows.shape[1])
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes on the device beside the KV pool: the buffers of both directions."""
+        return self._stores.size + self._loads.size
+
+    def forward_launched(self) -> None:
+        """The current stream was given a forward. Slots that are freed meanwhile may be written by it until its end."""
+        self._forward = Mark.now(self._device)
+
+    def deferred(self) -> AbstractContextManager[None]:
+        """Launch the transfers that are asked for inside this context at its end, which takes the host milliseconds each.
+
+        What the current stream is given meanwhile they do not wait for, only for what it had as they were asked for. Who waits
+        for one inside the context has it launched, and those before it. On a CPU a thread of their own begins them at once.
+        """
+        return self._deferral.until_end() if self._worker is None else nullcontext()
+
+    def store(self, slots: torch.Tensor, pages: torch.Tensor) -> Transfer:
+        """Copy device slots to host pages.
+
+        Args:
+            slots: int64 [pages * page_size], on the device, in the order of the pages' tokens.
+            pages: int64 [pages], on the host, allocated in the pool, each once.
+
+        Raises:
+            ValueError: the two do not fit together, or pages are not allocated.
+        """
+        self._check(slots, pages)
+        self.pool.pages.fill(pages)
+        return self._begin(self._store, slots, pages)
+
+    def load(self, pages: torch.Tensor, slots: torch.Tensor) -> Transfer:
+        """Copy host pages to device slots; arguments as of :meth:`store`.
+
+        Raises:
+            ValueError: as of :meth:`store`, or pages that were not stored to since they were allocated.
+        """
+        self._check(slots, pages)
+        self.pool.pages.check_filled(pages)
+        return self._begin(self._load, slots, pages)
+
+    def close(self) -> None:
+        """Finish what was begun; nothing may be begun afterwards."""
+        if self._worker is not None:
+            self._worker.shutdown()
+        else:
+            torch.cuda.synchronize(self._device)
+
+    def _begin(self, launch: Callable[..., Launched], slots: torch.Tensor, pages: torch.Tensor) -> Transfer:
+        """Launch a transfer from here, or on a CPU let the worker do it."""
+        # The caller's may be views of tables that change before the transfer reads them.
+        slots, pages = slots.clone(), pages.clone()
+        after = Mark.now(self._device), self._forward
+        if self._worker is not None:
+            launched = self._worker.submit(launch, slots, pages, after)
+        else:
+            launched = self._deferral.begin(partial(launch, slots, pages, after))
+        return Transfer(len(pages) * self.pool.page_bytes, pages, launched)
+
+    @torch.inference_mode()
+    def _store(self, slots: torch.Tensor, pages: torch.Tensor, after: tuple[Mark | None, ...]) -> Launched:
+        pipe = self._stores
+        pipe.after(*after, self._loaded.end(pages))
+        pipe.filler.uses(slots)
+        start = pipe.emptier.mark()
+        for piece in self._pieces(pages):
+            pipe.move(partial(self._copies.gather, piece, slots), partial(self._copies.to_host, piece))
+        with pipe.filler.running():
+            sums = self._checksums.of(slots)
+        pipe.hand_over()
+        pipe.emptier.uses(sums)
+        with pipe.emptier.running():
+            for run in runs(pages):
+                of_host = self.pool.checksums[run.first : run.first + run.count]
+                of_host.copy_(sums[run.place : run.place + run.count], non_blocking=True)
+        end = pipe.emptier.mark()
+        self._stored.note(pages, end)
+        return Launched(start, end, wrong=None)
+
+    @torch.inference_mode()
+    def _load(self, slots: torch.Tensor, pages: torch.Tensor, after: tuple[Mark | None, ...]) -> Launched:
+        pipe = self._loads
+        pipe.after(*after, self._stored.end(pages))
+        pipe.emptier.uses(slots)
+        start = pipe.filler.mark()
+        for piece in self._pieces(pages):
+            pipe.move(partial(self._copies.from_host, piece), partial(self._copies.scatter, piece, slots))
+        with pipe.filler.running():
+            expected = slots.new_empty(len(pages))
+            for run in runs(pages):
+                of_host = self.pool.checksums[run.first : run.first + run.count]
+                expected[run.place : run.place + run.count].copy_(of_host, non_blocking=True)
+        pipe.hand_over()
+        pipe.emptier.uses(expected)
+        wrong = torch.empty(len(pages), dtype=torch.bool, pin_memory=slots.is_cuda)
+        with pipe.emptier.running():
+            wrong.copy_(self._checksums.of(slots) != expected, non_blocking=True)
+        end = pipe.emptier.mark()
+        self._loaded.note(pages, end)
+        return Launched(start, end, wrong)
+
+    def _pieces(self, pages: torch.Tensor) -> Iterator[Piece]:
+        return pieces(len(self._copies.rows), pages, self.pool.page_size, self._room)
+
+    def _check(self, slots: torch.Tensor, pages: torch.Tensor) -> None:
+        if len(pages) == 0 or len(slots) != len(pages) * self.pool.page_size:
+            raise ValueError(
+                f"{len(slots)} slots for {len(pages)} pages of {self.pool.page_size} tokens; pass a slot for each token of "
+                "at least one page"
+            )
+        for name, tensor, device in (("slots", slots, self._device), ("pages", pages, torch.device("cpu"))):
+            if tensor.dtype != torch.int64 or tensor.device != device:
+                raise ValueError(f"{name} are {tensor.dtype} on {tensor.device}; pass torch.int64 on {device}")
+        self.pool.pages.check_owned(pages)
+

@@ -1,0 +1,173 @@
+"""Running requests whose full KV may leave the device: which of it is there, and how it comes back.
+
+A request that drafts on its copy needs its full KV for verifications only. Its prompt lies in the prefix tree: nodes that
+are stored on the host may give up their device slots while such requests run, and are loaded back before a verification
+(VeriCache, section 5). What others need stays: a node goes only when all that lock it are holders that draft.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang_ext.mem_cache.prefix_cache.holders import Holder, Holders
+from sglang_ext.mem_cache.prefix_cache.tiered_node import TieredNode, path
+
+if TYPE_CHECKING:
+    from sglang_ext.mem_cache.prefix_cache.tiered_loads import TieredLoads
+
+
+@dataclass
+class Residency:
+    """The full KV of one scheduler process' holders.
+
+    Attributes:
+        tree: the prefix tree, with a host tier.
+        token_table: int32, SGLang's token table.
+        always: full KV leaves the device as soon as it is on the host; else when its slots are needed.
+        most: requests whose full KV may be off the device, when more wait to run; None for any number.
+        holders: whose full KV may leave.
+        recomputed: requests so far whose full KV was lost.
+    """
+
+    tree: "TieredLoads"
+    token_table: torch.Tensor
+    always: bool
+    most: int | None = None
+    holders: Holders = field(default_factory=Holders)
+    recomputed: int = 0
+
+    def update(self, running: dict[int, tuple[TieredNode, int]]) -> None:
+        """Tell which requests draft on copies now, by row: the end of the path, and the tokens that the copy covers.
+
+        Stores what is not on the host yet, as far as there is room.
+        """
+        self.holders.update(running)
+        for holder in self.holders.by_row.values():
+            for node in path(holder.node):
+                if node.on_device and node.host_value is None and node.end <= holder.covered:
+                    self.tree.back_up(node)
+        if self.always:
+            for node in self._droppable():
+                self._drop(node)
+
+    def settle(self) -> None:
+        """Take in what has come to the device since the last call, and to the host."""
+        self.tree.settle(node.store for node in self.holders.by_node if node.store is not None)
+
+    def forget(self, row: int) -> None:
+        """The request in ``row`` is gone, or does not draft any more."""
+        self.holders.forget(row)
+
+    def clear(self) -> None:
+        """All requests are gone."""
+        self.holders.clear()
+
+    @property
+    def offloaded_tokens(self) -> int:
+        """Tokens of holders' full KV that are not on the device; what several share counts once."""
+        return sum(len(node.key) for node in self.holders.by_node if node.value is None)
+
+    @property
+    def room(self) -> int:
+        """Device slots that loads may hold together: what is free, what can be, and what they hold now."""
+        tree = self.tree
+        free = tree.token_to_kv_pool_allocator.available_size() + tree.evictable_size_ + tree.segments.unused_tokens
+        pinned = {node for holder in self.holders.by_row.values() if holder.pinned for node in path(holder.node)}
+        return free + sum(node.device_tokens for node in {*self._droppable(), *pinned})
+
+    @property
+    def offered_tokens(self) -> int:
+        """Device slots that :meth:`drop` can free for requests that wait; room for the longest reload is kept back."""
+        if self.most is not None and sum(holder.stale for holder in self.holders.by_row.values()) >= self.most:
+            return 0
+        longest = max((holder.node.end for holder in self.holders.by_row.values()), default=0)
+        return max(0, sum(node.device_tokens for node in self._droppable()) - longest)
+
+    def drop(self, tokens: int) -> int:
+        """Free ``tokens`` device slots or more, large nodes first, so that few requests have to load; how many were freed."""
+        freed = 0
+        for node in sorted(self._droppable(), key=lambda node: len(node.key), reverse=True):
+            if freed >= tokens:
+                break
+            freed += self._drop(node)
+        return freed
+
+    def _droppable(self) -> list[TieredNode]:
+        return [node for node, holders in self.holders.by_node.items() if self._may_go(node, holders)]
+
+    def _may_go(self, node: TieredNode, holders: list[Holder]) -> bool:
+        """Whether nobody reads a node's device slots before they could be loaded again."""
+        if not holders or node.lock_ref != len(holders):
+            return False
+        return all(node.end <= holder.covered and not holder.pinned for holder in holders) and self.tree.is_stored(node)
+
+    def _drop(self, node: TieredNode) -> int:
+        freed = self.tree.drop_device(node)
+        for holder in self.holders.by_node[node] if freed else []:
+            holder.stale = True
+        return freed
+
+    def missing_tokens(self, row: int) -> int:
+        """Tokens of a request's full KV that are not on the device, nor being loaded; 0 of one that is no holder."""
+        return sum(len(node.key) for node in self.holders.path(row) if node.value is None)
+
+    def is_lost(self, row: int) -> bool:
+        """Whether some of a request's full KV is in no tier: it has to be computed again."""
+        return any(node.is_void for node in self.holders.path(row))
+
+    def is_stale(self, row: int) -> bool:
+        """Whether a request's row must not be read: full KV is missing, or lies elsewhere."""
+        holder = self.holders.get(row)
+        return holder is not None and holder.stale
+
+    def load(self, row: int) -> bool:
+        """Begin to bring a request's full KV to the device, and keep it there until :meth:`release`.
+
+        Returns:
+            False when slots lack, or it is lost; then nothing was begun.
+        """
+        if self.is_lost(row):
+            return False
+        missing = [node for node in self.holders.path(row) if node.value is None]
+        with self.reading(row):
+            begun = not missing or self.tree.load_back(missing) is not None
+        if begun and (holder := self.holders.get(row)) is not None:
+            holder.pinned = True
+        return begun
+
+    @contextmanager
+    def reading(self, row: int) -> Iterator[None]:
+        """Keep what is on the device of a request's full KV."""
+        holder = self.holders.get(row)
+        before = holder is not None and holder.pinned
+        if holder is not None:
+            holder.pinned = True
+        try:
+            yield
+        finally:
+            if holder is not None:
+                holder.pinned = before
+
+    def ready(self, row: int) -> bool:
+        """Whether all of a request's full KV is on the device, and stays."""
+        holder = self.holders.get(row)
+        return holder is None or (holder.pinned and all(node.on_device for node in path(holder.node)))
+
+    def waits(self, row: int) -> bool:
+        """Whether what was loaded for a request is there."""
+        return self.holders.get(row) is not None and self.ready(row)
+
+    def restore(self, row: int) -> None:
+        """Let a request's row lead to its full KV, which is :meth:`ready`."""
+        if self.is_stale(row):
+            slots = torch.cat([node.value for node in self.holders.path(row)])
+            self.token_table[row, : len(slots)] = slots.to(self.token_table.dtype)
+            self.holders.get(row).stale = False
+
+    def release(self, row: int) -> None:
+        """A request's full KV was read by what the current stream was given: it may go again."""
+        if (holder := self.holders.get(row)) is not None:
+            holder.pinned = False

@@ -1,0 +1,141 @@
+"""Checks that the prefix tree owns what it says, and nothing that another owns."""
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.srt.environ import envs
+
+from sglang_ext.managers.integrity import IntegrityError
+from sglang_ext.mem_cache.host_tier.host_pages import HostPageError
+from sglang_ext.mem_cache.prefix_cache.segments import Segment, free_slots
+from sglang_ext.mem_cache.prefix_cache.tiered_node import TieredNode, below
+
+if TYPE_CHECKING:
+    from sglang_ext.mem_cache.prefix_cache.tiered_tree import TieredTree
+
+logger = logging.getLogger(__name__)
+
+
+def check_when_idle(original: Callable, checker) -> None:
+    """Hook around SGLang's check of an idle scheduler's tree: what changed since the last one is looked at, once.
+
+    Raises:
+        IntegrityError: something is wrong, where SGLang's own idle checks are strict; else it is logged.
+    """
+    original(checker)
+    tree = checker.tree_cache
+    if not getattr(tree, "changed", False):
+        return
+    tree.changed = False
+    try:
+        check(tree)
+    except IntegrityError as error:
+        if envs.SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE.get():
+            raise
+        logger.error("sglang-ext: the prefix tree is not sound: %s", error)
+
+
+def check(tree: "TieredTree") -> None:
+    """Check all nodes and segments of ``tree``.
+
+    Raises:
+        IntegrityError: names the node, and what is wrong with it.
+    """
+    nodes = list(below(tree.root_node))
+    for node in nodes:
+        _check_links(tree, node)
+        _check_tiers(tree, node)
+        _check_leaf(tree, node)
+        for segment in node.segments:
+            _check_segment(tree, node, segment)
+    _check_sizes(tree, nodes)
+    _check_owners(tree, nodes)
+
+
+def _check_links(tree: "TieredTree", node: TieredNode) -> None:
+    parent, page = node.parent, tree.page_size
+    child = parent.children.get(node.key.child_key(page))
+    _require(child is node, node, "its parent does not find it by its key")
+    _require(node.start == parent.end, node, f"its parent ends at token {parent.end}")
+    _require(len(node.key) > 0 and len(node.key) % page == 0, node, f"it is not whole pages of {page} tokens")
+    _require(not node.dropped, node, "it was dropped")
+    _require(node.lock_ref >= 0, node, f"{node.lock_ref} requests lock it")
+    locks = sum(child.lock_ref for child in node.children.values())
+    _require(node.lock_ref >= locks, node, f"{node.lock_ref} requests lock it, {locks} lock its children")
+
+
+def _check_tiers(tree: "TieredTree", node: TieredNode) -> None:
+    tokens = len(node.key)
+    if node.value is not None:
+        _require(node.value.shape == (tokens,), node, f"it has {len(node.value)} device slots")
+    if node.host_value is not None:
+        _require(node.host_value.shape == (tokens // tree.page_size,), node, f"it has {len(node.host_value)} host pages")
+    _require(not node.is_void or node.lock_ref > 0, node, "its KV is in no tier, and nobody locks it")
+    loading = node.load is not None
+    _require(loading == (node in tree._loading), node, "it is on the list of loads, or not, wrongly")
+    both = node.value is not None and node.host_value is not None
+    _require(not loading or both, node, "it is loaded from nowhere, or to nowhere")
+    _require((node.store is None) == (node.host_value is None), node, "its host copy and the store of it are not both there")
+
+
+def _check_leaf(tree: "TieredTree", node: TieredNode) -> None:
+    resident = any(child.value is not None for child in node.children.values())
+    leaf = node.value is not None and node.lock_ref == 0 and not resident
+    _require(leaf == (node in tree.evictable_leaves), node, f"it is {'not ' * leaf}among the leaves that may be evicted")
+    host_leaf = node.is_host_leaf
+    _require(host_leaf == (node in tree.host_leaves), node, f"it is {'not ' * host_leaf}among the leaves of the host")
+
+
+def _check_segment(tree: "TieredTree", node: TieredNode, segment: Segment) -> None:
+    name = f"its segment of tokens [{segment.start}, {segment.end})"
+    _require(segment.node is node and segment in tree.segments, node, f"{name} does not know that it is there")
+    _require(0 <= segment.start < segment.end, node, f"{name} is empty")
+    _require(node.start < segment.end <= node.end, node, f"{name} ends elsewhere")
+    _require(segment.users >= 0, node, f"{name} has {segment.users} users")
+
+
+def _check_sizes(tree: "TieredTree", nodes: list[TieredNode]) -> None:
+    leaves = tree.evictable_leaves | tree.host_leaves
+    sizes = {
+        "evictable": (tree.evictable_size_, sum(node.device_tokens for node in nodes if not node.lock_ref)),
+        "protected": (tree.protected_size_, sum(node.device_tokens for node in nodes if node.lock_ref)),
+        "unused by segments": (tree.segments.unused_tokens, sum(len(s.slots) for s in tree.segments if not s.users)),
+        "held by segments": (tree.segments.held_tokens, sum(len(s.slots) for s in tree.segments if s.users)),
+        "of leaves": (len(leaves), len(leaves & set(nodes))),
+    }
+    for what, (counted, found) in sizes.items():
+        _require(counted == found, tree.root_node, f"{counted} {what} are counted, {found} are there")
+    for segment in tree.segments:
+        lost = segment.node is None and not segment.users
+        _require(not lost, tree.root_node, f"a segment of tokens [{segment.start}, {segment.end}) has neither node nor users")
+
+
+def _check_owners(tree: "TieredTree", nodes: list[TieredNode]) -> None:
+    held = [(node, node.value) for node in nodes if node.value is not None]
+    held += [(segment.node or tree.root_node, segment.slots) for segment in tree.segments]
+    pages = [(node, node.host_value) for node in nodes if node.host_value is not None]
+    for what, owned in (("slots", held), ("host pages", pages)):
+        twice = {number for number, count in Counter(n for _, part in owned for n in part.tolist()).items() if count > 1}
+        for node, part in owned:
+            _require(not twice & set(part.tolist()), node, f"its {what} {sorted(twice)[:8]} are owned twice")
+    free = free_slots(tree.token_to_kv_pool_allocator)
+    for node, slots in held:
+        wrong = slots[torch.isin(slots, free)].tolist()
+        _require(not wrong, node, f"its slots {wrong[:8]} are free")
+    for node, part in pages:
+        try:
+            tree.host_tier.pool.pages.check_owned(part)
+        except HostPageError as error:
+            raise IntegrityError(f"{_named(node)}: {error}") from error
+
+
+def _named(node: TieredNode) -> str:
+    return f"node {node.id} of the prefix tree, tokens [{node.start}, {node.end})"
+
+
+def _require(good: bool, node: TieredNode, what: str) -> None:
+    if not good:
+        raise IntegrityError(f"{_named(node)}: {what}")
