@@ -92,10 +92,11 @@ serve: port-is-free $(STAMP)  ## serve MODEL (default: the demo model) on http:/
 		model='$(DEMO_MODEL)'
 		export HF_HUB_OFFLINE=1
 		.venv/bin/python -m sglang_ext.demo_model --folder "$$model"
-		dtype='--dtype $(if $(filter gpu,$(HARDWARE)),bfloat16,float32)'
+		# On a CPU `auto` would find that drafting does not pay, and show none.
+		demo='--dtype $(if $(filter gpu,$(HARDWARE)),bfloat16,float32 --kv-draft-length 15)'
 	fi
 	echo "==> starting SGLang on http://127.0.0.1:$(SERVED_PORT) (about 30 s); stop it with Ctrl-C"
-	exec .venv/bin/python -m sglang.launch_server --model-path "$$model" --host 127.0.0.1 --port $(PORT) --kv-mode verified $${dtype:-} $(ARGS)
+	exec .venv/bin/python -m sglang.launch_server --model-path "$$model" --host 127.0.0.1 --port $(PORT) --kv-mode verified $${demo:-} $(ARGS)
 
 test: $(TEST_STAMP)  ## run the tests (at most 25 minutes on 2 cores)
 	@export PATH="$(CURDIR)/.venv/bin:$$PATH"

@@ -1,7 +1,7 @@
 """The worker that SGLang's scheduler calls: drafts on compressed KV, verifies on full KV.
 
 It is built in steps: with the model, with the pool, with SGLang's graphs, and with the prefix tree. What running requests
-do in an iteration is up to the loop (spec_decode/loop.py). See docs/request-path.md.
+do in an iteration is up to the loop (spec_decode/loop.py). See docs/architecture.md.
 """
 
 from typing import TYPE_CHECKING

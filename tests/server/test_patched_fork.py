@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 SERIES = sorted((ROOT / "patches/sglang-0.5.17").glob("*.patch"))
 # Large, and not part of the server.
 LEFT_OUT = ("multimodal_gen", "test", "benchmark", "eval")
-FLAGS = ("--kv-mode", "verified", "--kv-budget", "0.5", "--max-total-tokens", "8192")
+FLAGS = ("--kv-mode", "verified", "--kv-budget", "0.5", "--kv-draft-length", "8", "--max-total-tokens", "8192")
 # Source of a process: what of sglang-ext do these edits import while kv_mode is full? Then how does a wrong flag end?
 FULL_MODE = """
 import sys

@@ -31,7 +31,7 @@ def test_prompts_that_begin_with_a_scored_document_are_drafted_by_its_scores_oth
 ):
     folder, changed = scores
     server = launch(
-        "--kv-mode", "verified", "--kv-compressor", "kvzip", "--kv-scores", str(folder),
+        "--kv-mode", "verified", "--kv-compressor", "kvzip", "--kv-draft-length", "8", "--kv-scores", str(folder),
         "--kv-online-compressor", "expected-attention", "--enable-metrics", env=STRICT,
     )
     assert server.request("/server_info")["kv_head_budgets"] == "adaptive", "the default"

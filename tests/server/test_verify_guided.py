@@ -7,7 +7,7 @@ from sglang_ext.bench.soak import server_environment
 
 pytestmark = pytest.mark.server
 
-GUIDED = ("--kv-mode", "verified", "--kv-compressor", "verify-guided", "--kv-budget", "0.25")
+GUIDED = ("--kv-mode", "verified", "--kv-compressor", "verify-guided", "--kv-budget", "0.25", "--kv-draft-length", "8")
 
 
 def test_each_round_chooses_anew_and_answers_are_stocks_with_pages_chunks_and_retractions(launch, prompts, expected):
