@@ -32,6 +32,14 @@ EXPECTED = (0.5, 4.0)
 MEMORY, LONG_MEMORY = 0.9, 0.99
 
 
+class HookError(RuntimeError):
+    """This SGLang is not the one that the hooks were written for."""
+
+
+class IntegrityError(RuntimeError):
+    """A slot has two owners: an answer could be wrong."""
+
+
 @dataclass
 class CompressedView:
     """A request's compressed copy: what attention reads instead of the first ``covered`` tokens.

@@ -16,7 +16,7 @@ def register() -> None:
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from sglang_ext.config.arguments import KVServerArgs
+    from sglang_ext.arguments import KVServerArgs
     from sglang_ext.hooks.application import is_patched_fork
 
     if is_patched_fork():
@@ -38,8 +38,8 @@ def register_backends() -> None:
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
     from sglang.srt.speculative.spec_registry import get_spec
 
-    from sglang_ext.config.arguments import RADIX_CACHE_BACKEND, SPECULATIVE_ALGORITHM
-    from sglang_ext.managers.algorithm import KVVerifiedAlgorithm, worker_class
+    from sglang_ext.config.options import RADIX_CACHE_BACKEND, SPECULATIVE_ALGORITHM
+    from sglang_ext.hooks.algorithm import KVVerifiedAlgorithm, worker_class
 
     if get_spec(SPECULATIVE_ALGORITHM) is None:
         SpeculativeAlgorithm.register(

@@ -6,7 +6,8 @@ import signal
 import sys
 from dataclasses import dataclass
 
-from sglang_ext.bench import BenchError, outputs
+from sglang_ext import outputs
+from sglang_ext.bench import BenchError
 from sglang_ext.bench.server import stop_all
 from sglang_ext.config.options import OptionError
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from sglang_ext.bench import BenchError
 from sglang_ext.bench.client import SamplingSettings, ServerClient
-from sglang_ext.managers.simulation import PARAMETER
+from sglang_ext.config.benchmark_options import PARAMETER
 
 # Share of the time until a first request ends in which all must have run side by side.
 SHORTEST = 0.1

@@ -4,15 +4,17 @@ They are flags, and no environment variables: a shell may have left one of those
 """
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sglang_ext.config.options import OptionError
 
 if TYPE_CHECKING:
-    from sglang_ext.config.arguments import KVServerArgs
+    from sglang_ext.arguments import KVServerArgs
 
 logger = logging.getLogger(__name__)
 
+PARAMETER = "kv_acceptance"
+"""Of a request, in its custom_params: the probability that its drafts are accepted."""
 # What each does to a server, for its log.
 EFFECTS = {
     "kv_bench_acceptance": "drafts are accepted by chance, so answers are of no use",
@@ -70,3 +72,34 @@ def _lack(args: "KVServerArgs", name: str) -> str | None:
     if name == "kv_bench_corrupt_loads" and not args.kv_host_gb:
         return "--kv-host-gb is 0, so that nothing is loaded: pass how many GB"
     return None
+
+
+def check_request(forced: float | None, custom_params: dict[str, Any] | None) -> None:
+    """Refuse what a request asks for, on a server that accepts with probability ``forced``, or None where verification decides.
+
+    Raises:
+        ValueError: the server forces nothing, or what is asked is no number from 0 to 1.
+    """
+    value = _asked(custom_params)
+    if value is None:
+        return
+    if forced is None:
+        raise ValueError(
+            f"{PARAMETER} in custom_params is {value!r}, and on this server verification decides what is accepted: leave it out, "
+            "or start a server for benchmarks with --kv-bench-acceptance"
+        )
+    if not is_probability(value):
+        raise ValueError(
+            f"{PARAMETER} in custom_params is {value!r}; pass a number from 0 to 1, or leave it out for the server's {forced:g}"
+        )
+
+
+def probability_of(forced: float, custom_params: dict[str, Any] | None) -> float:
+    """That a request's draft is accepted when all before it were: what it asks for, else the server's ``forced``."""
+    value = _asked(custom_params)
+    return float(forced if value is None else value)
+
+
+def _asked(custom_params: dict[str, Any] | None) -> object:
+    """None where the request does not say."""
+    return custom_params.get(PARAMETER) if isinstance(custom_params, dict) else None

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from sglang_ext.config.options import OptionError, attention_backends, offloads
 
 if TYPE_CHECKING:
-    from sglang_ext.config.arguments import KVServerArgs
+    from sglang_ext.arguments import KVServerArgs
 
 # By device, the attention backends with which such copies are served. On a CPU the backend reads them; on a GPU steps over
 # them have a backend of their own, and these do the rest.

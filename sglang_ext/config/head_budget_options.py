@@ -9,7 +9,7 @@ from sglang_ext.config.method_options import offers
 from sglang_ext.config.options import OptionError, attention_backends, one_of
 
 if TYPE_CHECKING:
-    from sglang_ext.config.arguments import KVServerArgs
+    from sglang_ext.arguments import KVServerArgs
 
 HEAD_BUDGETS = ("auto", "equal", "adaptive")
 # Methods whose scores compare over heads and layers (Compressor.comparable).

@@ -5,15 +5,15 @@ A request that asks there for what the server does not have is refused.
 
 from typing import TYPE_CHECKING, Any
 
-from sglang_ext.managers import simulation
+from sglang_ext.config import benchmark_options
 from sglang_ext.config.method_options import Offer, offers
 
 if TYPE_CHECKING:
-    from sglang_ext.config.arguments import KVServerArgs
+    from sglang_ext.arguments import KVServerArgs
 
 PARAMETER = "kv_compressor"
 PREFIX = "kv_"
-PARAMETERS = (PARAMETER, simulation.PARAMETER)
+PARAMETERS = (PARAMETER, benchmark_options.PARAMETER)
 """Of ``custom_params``, what is this project's."""
 
 
@@ -53,4 +53,4 @@ def check(args: "KVServerArgs", custom_params: object) -> None:
             f"{PARAMETER} in custom_params is {custom_params[PARAMETER]!r}; this server compresses with "
             f"{', '.join(offer.name for offer in found)}: ask for one of these, or leave it out for the first"
         )
-    simulation.check(args.kv_bench_acceptance, custom_params)
+    benchmark_options.check_request(args.kv_bench_acceptance, custom_params)

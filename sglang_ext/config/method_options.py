@@ -16,7 +16,7 @@ from sglang_ext.config.compressor_options import (
 from sglang_ext.config.options import COMPRESSORS, ONLINE_COMPRESSORS, POINTING, OptionError, one_of
 
 if TYPE_CHECKING:
-    from sglang_ext.config.arguments import KVServerArgs
+    from sglang_ext.arguments import KVServerArgs
 
 FIRST, MORE = "--kv-compressor", "--kv-more-compressors"
 

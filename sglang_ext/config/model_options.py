@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from sglang_ext.config.options import ATTENTION_BACKENDS, DETERMINISTIC_BACKENDS, OptionError, attention_backends
 
 if TYPE_CHECKING:
-    from sglang_ext.config.arguments import KVServerArgs
+    from sglang_ext.arguments import KVServerArgs
 
 
 def check_resolved(args: "KVServerArgs") -> None:

@@ -6,8 +6,11 @@ Stands here once, so that ``--help``, the checks at start, the doctor and the te
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from sglang_ext.config.arguments import KVServerArgs
+    from sglang_ext.arguments import KVServerArgs
 
+# What the flags choose of SGLang's registries.
+SPECULATIVE_ALGORITHM = "KV_VERIFIED"
+RADIX_CACHE_BACKEND = "kv_views"
 MODES = ("full", "lossy", "verified")
 # Methods that drop tokens; those that pack them in few bits are in compressor_options.py. First those that look at KV and
 # queries as they are made.

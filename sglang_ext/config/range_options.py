@@ -13,7 +13,7 @@ from sglang_ext.config.options import (
 )
 
 if TYPE_CHECKING:
-    from sglang_ext.config.arguments import KVServerArgs
+    from sglang_ext.arguments import KVServerArgs
 
 
 def check_flags(args: "KVServerArgs") -> None:

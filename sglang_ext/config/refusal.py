@@ -10,7 +10,7 @@ from sglang.srt.environ import envs
 from sglang_ext.config.options import OptionError
 
 if TYPE_CHECKING:
-    from sglang_ext.config.arguments import KVServerArgs
+    from sglang_ext.arguments import KVServerArgs
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from sglang_ext.config.options import POINTING
 from sglang_ext.config.refusal import Refusal, above, switched_on, variable
 
 if TYPE_CHECKING:
-    from sglang_ext.config.arguments import KVServerArgs
+    from sglang_ext.arguments import KVServerArgs
 
 
 HICACHE = (

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from sglang_ext.bench.outputs import check_folder
+from sglang_ext.config.options import OptionError
 from sglang_ext.fit import FitError
 from sglang_ext.fit.progress import telling
 from sglang_ext.fit.samples import Piece, Sampler, Sampling
@@ -24,7 +24,7 @@ from sglang_ext.fit.training import Training
 from sglang_ext.fit.work import Fit, split
 from sglang_ext.mem_cache.scores.model_key import model_folder, model_key
 from sglang_ext.mem_cache.scores.predictor import Fitted
-from sglang_ext.config.options import OptionError
+from sglang_ext.outputs import check_folder
 from sglang_ext.precompress import PrecompressError
 from sglang_ext.precompress.command import exit_code
 

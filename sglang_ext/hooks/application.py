@@ -12,6 +12,7 @@ import pkgutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from sglang_ext.core import HookError
 from sglang_ext.hooks import table as hooks
 from sglang_ext.hooks import uses
 from sglang_ext.hooks.table import Hook
@@ -21,10 +22,6 @@ logger = logging.getLogger(__name__)
 
 # SGLang's registry, which logs each hook that it applies.
 REGISTRY = "sglang.srt.plugins.hook_registry"
-
-
-class HookError(RuntimeError):
-    """This SGLang is not the one that the hooks were written for."""
 
 
 def entries() -> tuple[Hook | Use, ...]:

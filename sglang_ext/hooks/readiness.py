@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from sglang_ext.config.method_options import offers
 
 if TYPE_CHECKING:
-    from sglang_ext.config.arguments import KVServerArgs
+    from sglang_ext.arguments import KVServerArgs
 
 logger = logging.getLogger(__name__)
 

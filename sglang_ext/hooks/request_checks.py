@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import EmbeddingReqInput
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-    from sglang_ext.config.arguments import KVServerArgs
+    from sglang_ext.arguments import KVServerArgs
 
 INT32, INT64 = (1 << 31) - 1, (1 << 63) - 1
 LARGE = 1e30

@@ -31,7 +31,7 @@ HOOKS: tuple[Hook, ...] = (
     Hook(
         target="sglang.srt.managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics",
         kind="around",
-        hook="sglang_ext.managers.meta_info.add_kv_fields",
+        hook="sglang_ext.hooks.telling.add_kv_fields",
         why="meta_info shall tell drafts, verifies and accepted length of the request",
         expects=("self", "meta_info", "recv_obj", "i"),
         process="frontend",
@@ -104,7 +104,7 @@ HOOKS: tuple[Hook, ...] = (
     Hook(
         target="sglang.srt.mem_cache.kv_cache_builder.get_draft_kv_pool",
         kind="around",
-        hook="sglang_ext.managers.algorithm.get_draft_kv_pool",
+        hook="sglang_ext.hooks.algorithm.get_draft_kv_pool",
         why="SGLang assumes that each registered algorithm has a draft model with a pool",
         expects=("draft_worker", "spec_algorithm", "server_args"),
         process="scheduler",
@@ -144,7 +144,7 @@ HOOKS: tuple[Hook, ...] = (
     Hook(
         target="sglang.srt.entrypoints.engine._scheduler_died_error",
         kind="around",
-        hook="sglang_ext.config.command_line.end_like_scheduler",
+        hook="sglang_ext.command_line.end_like_scheduler",
         why="an option that only the scheduler can refuse shall end the server with that word alone",
         expects=("rank", "proc"),
         process="frontend",

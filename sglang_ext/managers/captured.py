@@ -16,7 +16,7 @@ from sglang_ext.mem_cache.compressed.query_window import QueryWindows
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-    from sglang_ext.config.arguments import KVServerArgs
+    from sglang_ext.arguments import KVServerArgs
 
 logger = logging.getLogger(__name__)
 

@@ -5,21 +5,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sglang_ext.config.method_options import offers
+from sglang_ext.config.options import OptionError
+from sglang_ext.mem_cache.compressed.copy_forms import CopyForms
+from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
+from sglang_ext.mem_cache.compressed.formats.unpacked import Unpacked
+from sglang_ext.mem_cache.compressed.slot_scores import SlotScores
 from sglang_ext.mem_cache.compressors import Compressor, Method, create, method
 from sglang_ext.mem_cache.compressors.kvzap import KVzap
 from sglang_ext.mem_cache.compressors.kvzip import KVzip
-from sglang_ext.mem_cache.compressed.copy_forms import CopyForms
-from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
 from sglang_ext.mem_cache.scores.index import ScoreIndex
 from sglang_ext.mem_cache.scores.model_key import model_folder, model_key
 from sglang_ext.mem_cache.scores.predictor import Predictor
-from sglang_ext.mem_cache.compressed.slot_scores import SlotScores
-from sglang_ext.mem_cache.compressed.formats.unpacked import Unpacked
-from sglang_ext.config.method_options import offers
-from sglang_ext.config.options import OptionError
 
 if TYPE_CHECKING:
-    from sglang_ext.config.arguments import KVServerArgs
+    from sglang_ext.arguments import KVServerArgs
 
 
 def check_files(args: "KVServerArgs") -> None:

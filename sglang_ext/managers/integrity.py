@@ -7,11 +7,8 @@ They cost a pass over all live slots, so they run only where SGLang's own invari
 import torch
 from sglang.srt.environ import envs
 
+from sglang_ext.core import IntegrityError
 from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
-
-
-class IntegrityError(RuntimeError):
-    """A slot has two owners: an answer could be wrong."""
 
 
 def is_strict() -> bool:

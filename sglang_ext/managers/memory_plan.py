@@ -14,16 +14,16 @@ from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode,
 from sglang.srt.model_executor.cuda_graph_config import Backend
 
 from sglang_ext.config import options
+from sglang_ext.config.options import OptionError
 from sglang_ext.layers.attention import verify_attention
 from sglang_ext.layers.attention.of_model import an_attention, attention_scaling
 from sglang_ext.managers.served_methods import ServedMethods
 from sglang_ext.mem_cache.host_tier.tier import staging_bytes
-from sglang_ext.config.options import OptionError
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-    from sglang_ext.config.arguments import KVServerArgs
+    from sglang_ext.arguments import KVServerArgs
 
 
 # Of the memory for KV, what rings of queries take at most, and rings that there are in any case, where as many requests run.

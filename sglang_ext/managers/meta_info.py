@@ -1,17 +1,14 @@
 """What a response's ``meta_info`` tells about drafting: written in the scheduler, read in the frontend.
 
 SGLang carries a few counters of speculative decoding from the scheduler to the frontend. They are
-filled here with ours (:func:`fill`) and read back under their own names (:func:`add_kv_fields`).
+filled here with ours (:func:`fill`) and read back under their own names (:func:`describe`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from sglang_ext.config.compressor_options import METHODS
 from sglang_ext.core import FALLBACK_REASONS, RequestState
-from sglang_ext.hooks import request_checks
-from sglang_ext.managers.simulation import probability_of
-from sglang_ext.config.method_options import offers
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -46,28 +43,6 @@ def resume(req: "Req", state: RequestState) -> None:
         state.verifies, state.offered, state.accepted = record[:3]
         end = HEAD + record[HEAD - 1]
         state.accept_histogram, state.offer_histogram = record[HEAD:end], record[end:]
-
-
-def add_kv_fields(
-    original: Callable, manager, meta_info: dict[str, Any], recv_obj, i: int
-) -> None:
-    """Hook around ``_calculate_spec_decoding_metrics``: ``kv_*`` fields of a finished request.
-
-    ``kv_verifies`` verifications that checked drafts, ``kv_drafts`` tokens drafted for them,
-    ``kv_accepted`` of these accepted, ``kv_accept_length`` tokens gained per verification (accepted
-    drafts and the verifier's own), ``kv_accept_histogram`` and ``kv_offer_histogram`` (element k:
-    verifications that accepted, or were offered, exactly k drafts), ``kv_fallback`` why the request
-    was last served with full KV, None when it drafted, ``kv_compressor`` the method that made its
-    compressed copy, None without one. Where a benchmark forces acceptance, and there alone,
-    ``kv_simulated_acceptance``: the probability with which the request's drafts were accepted.
-    """
-    histograms = recv_obj.spec_cap_lens_histogram
-    suffixes = [offer.suffix for offer in offers(manager.server_args)]
-    meta_info.update(describe(histograms[i] if histograms else [], suffixes))
-    forced = manager.server_args.kv_bench_acceptance
-    if forced is not None:
-        asked = request_checks.sampling_params_of(manager, manager.rid_to_state[recv_obj.rids[i]].obj).get("custom_params")
-        meta_info["kv_simulated_acceptance"] = probability_of(forced, asked)
 
 
 def describe(record: list[int], suffixes: Sequence[str] = ("",)) -> dict[str, Any]:

@@ -5,12 +5,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from sglang_ext.core import FALLBACK_REASONS
 from sglang_ext.config.method_options import offers
+from sglang_ext.core import FALLBACK_REASONS
 from sglang_ext.managers.tier_metrics import LABELS, TierMetrics
 
 if TYPE_CHECKING:
-    from sglang_ext.config.arguments import KVServerArgs
+    from sglang_ext.arguments import KVServerArgs
     from sglang_ext.managers.offload.verifications import Verifications
     from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
 

@@ -4,19 +4,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from sglang_ext.config.method_choice import place_of
+from sglang_ext.config.method_options import Offer, offers
 from sglang_ext.layers.attention.of_model import an_attention, is_attention
 from sglang_ext.managers import compression
-from sglang_ext.config.method_choice import place_of
-from sglang_ext.mem_cache.compressors import Method
 from sglang_ext.mem_cache.compressed.rotary import Rotary, rotary_of
 from sglang_ext.mem_cache.compressed.slot_scores import SlotScores
-from sglang_ext.config.method_options import Offer, offers
+from sglang_ext.mem_cache.compressors import Method
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-    from sglang_ext.config.arguments import KVServerArgs
+    from sglang_ext.arguments import KVServerArgs
 
 
 @dataclass(frozen=True)

@@ -9,48 +9,14 @@ says so (meta_info.py).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_ext.config.benchmark_options import is_probability
+from sglang_ext.config.benchmark_options import probability_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
-
-PARAMETER = "kv_acceptance"
-
-
-def check(forced: float | None, custom_params: dict[str, Any] | None) -> None:
-    """Refuse what a request asks for, on a server that accepts with probability ``forced``, or None where verification decides.
-
-    Raises:
-        ValueError: the server forces nothing, or what is asked is no number from 0 to 1.
-    """
-    value = _asked(custom_params)
-    if value is None:
-        return
-    if forced is None:
-        raise ValueError(
-            f"{PARAMETER} in custom_params is {value!r}, and on this server verification decides what is accepted: leave it out, "
-            "or start a server for benchmarks with --kv-bench-acceptance"
-        )
-    if not is_probability(value):
-        raise ValueError(
-            f"{PARAMETER} in custom_params is {value!r}; pass a number from 0 to 1, or leave it out for the server's {forced:g}"
-        )
-
-
-def probability_of(forced: float, custom_params: dict[str, Any] | None) -> float:
-    """That a request's draft is accepted when all before it were: what it asks for, else the server's ``forced``."""
-    value = _asked(custom_params)
-    return float(forced if value is None else value)
-
-
-def _asked(custom_params: dict[str, Any] | None) -> object:
-    """None where the request does not say."""
-    return custom_params.get(PARAMETER) if isinstance(custom_params, dict) else None
-
 
 @dataclass(frozen=True)
 class Simulation:

@@ -10,33 +10,30 @@ import torch
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
-from sglang_ext.config.command_line import ends_scheduler
+from sglang_ext.command_line import ends_scheduler
 from sglang_ext.layers.attention import copy_graphs, torch_native, verify_graphs
 from sglang_ext.layers.attention.of_model import an_attention, attention_scaling
 from sglang_ext.layers.attention.views import BetweenSteps
+from sglang_ext.layers.forward import Attention, Attentions
 from sglang_ext.managers import compression, integrity
-from sglang_ext.managers.offload import full_tier
 from sglang_ext.managers.captured import Captured, verifier_of
-from sglang_ext.managers.spec_decode.forward import Attention, Attentions
-from sglang_ext.managers.memory_plan import HeldMemory
-from sglang_ext.managers.memory_plan import MemoryPlanner
-from sglang_ext.managers.spec_decode.prefill import prefill
-from sglang_ext.managers.ranks import Ranks
-from sglang_ext.managers.spec_decode.requests import RequestStates
-from sglang_ext.managers.spec_decode.running_part import decode_running
+from sglang_ext.managers.memory_plan import HeldMemory, MemoryPlanner
+from sglang_ext.managers.metrics import KVMetrics
+from sglang_ext.managers.offload import full_tier
 from sglang_ext.managers.served_methods import ServedMethods
 from sglang_ext.managers.simulation import Simulation
-from sglang_ext.managers.spec_decode.loop import decode_loop
 from sglang_ext.managers.spec_decode.copy_policy import copy_is_near
-from sglang_ext.managers.spec_decode.loop import DecodeLoop
+from sglang_ext.managers.spec_decode.loop import DecodeLoop, decode_loop
+from sglang_ext.managers.spec_decode.prefill import prefill
+from sglang_ext.managers.spec_decode.requests import RequestStates
 from sglang_ext.managers.spec_decode.result import RoundResult
-from sglang_ext.mem_cache.compressed import query_hooks
-from sglang_ext.mem_cache.compressed import slot_assignment
+from sglang_ext.managers.spec_decode.running_part import decode_running
+from sglang_ext.mem_cache.compressed import query_hooks, slot_assignment
 from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
 from sglang_ext.mem_cache.compressed.copy_forms import CopyForms
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.query_window import QueryWindows
-from sglang_ext.managers.metrics import KVMetrics
+from sglang_ext.ranks import Ranks
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch

@@ -13,10 +13,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from sglang_ext import patched
+from sglang_ext.arguments import KVServerArgs
 from sglang_ext.hooks import application as hooking
 from sglang_ext.hooks import table as hooks
-from sglang_ext.hooks import patched
-from sglang_ext.config.arguments import KVServerArgs
 
 ROOT = Path(__file__).parents[2]
 SERIES = sorted((ROOT / "patches/sglang-0.5.17").glob("*.patch"))

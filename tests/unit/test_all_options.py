@@ -5,16 +5,16 @@ import logging
 from collections import Counter
 
 import pytest
+from served_options import SERVED
 from sglang.srt.environ import envs
 from sglang.srt.server_args import ServerArgs
 
-from served_options import SERVED
-from sglang_ext.config import flag_checks
+from sglang_ext import flag_checks
+from sglang_ext.arguments import KVServerArgs
 from sglang_ext.config import refusal
-from sglang_ext.config.arguments import KVServerArgs
 from sglang_ext.config.options import OptionError
-from sglang_ext.config.refused_options import REFUSALS, check_combinations
 from sglang_ext.config.refusal import Refusal
+from sglang_ext.config.refused_options import REFUSALS, check_combinations
 
 # By option of the table of refusals, arguments that ask for it.
 ASKED: dict[str, dict[str, object]] = {

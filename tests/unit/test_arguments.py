@@ -9,9 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_ext.config import method_options
-from sglang_ext.config import options
-from sglang_ext.config.arguments import KVServerArgs
+from sglang_ext.arguments import KVServerArgs
+from sglang_ext.config import method_options, options
 from sglang_ext.config.model_options import unsupported_model
 from sglang_ext.config.options import OptionError
 

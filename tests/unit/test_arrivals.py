@@ -6,14 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tiered_helpers import World, kv_of
 
 from sglang_ext.device import Mark
-from sglang_ext.managers.ranks import Ranks
 from sglang_ext.mem_cache.host_tier.arrivals import Arrivals
 from sglang_ext.mem_cache.host_tier.faults import Faults
-from sglang_ext.mem_cache.prefix_cache.tiered_node import path
 from sglang_ext.mem_cache.host_tier.transfers import Launched, Transfer, TransferError
-from tiered_helpers import World, kv_of
+from sglang_ext.mem_cache.prefix_cache.tiered_node import path
+from sglang_ext.ranks import Ranks
 
 A = list(range(1, 13))
 

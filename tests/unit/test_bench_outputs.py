@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from sglang_ext import outputs
 from sglang_ext.bench import __main__ as bench
-from sglang_ext.bench import outputs
 from sglang_ext.config.options import OptionError
 
 

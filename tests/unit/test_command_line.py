@@ -12,10 +12,10 @@ import pytest
 from sglang.srt.entrypoints import engine
 from sglang.srt.server_args import ServerArgs
 
-from sglang_ext.config import command_line
-from sglang_ext.config.arguments import KVServerArgs
-from sglang_ext.hooks.application import HookError
+from sglang_ext import command_line
+from sglang_ext.arguments import KVServerArgs
 from sglang_ext.config.options import OptionError
+from sglang_ext.core import HookError
 
 ROOT = Path(__file__).parents[2]
 
@@ -76,7 +76,7 @@ def test_other_errors_stay_what_they_are(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_sglangs_class_is_still_reached_once_ours_stands_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     # SGLang's registry replaces the name in every module, this plugin's too.
-    monkeypatch.setattr("sglang_ext.config.arguments.ServerArgs", KVServerArgs)
+    monkeypatch.setattr("sglang_ext.arguments.ServerArgs", KVServerArgs)
     assert parser().parse_args(["--model-path", "m", "--kv-mode", "lossy"]).kv_mode == "lossy"
     assert issubclass(KVServerArgs, ServerArgs)
 

@@ -8,24 +8,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from test_round import Views, request
 
 from sglang_ext.core import FALLBACK_REASONS, Acceptance, RequestState
 from sglang_ext.layers.attention.views import BetweenSteps
+from sglang_ext.managers.metrics import KVMetrics
 from sglang_ext.managers.offload.admission import Admission
-from sglang_ext.managers.spec_decode.draft_length import Choice, FixedLength
 from sglang_ext.managers.offload.policy import Offload
-from sglang_ext.managers.spec_decode.pace import Pace
-from sglang_ext.managers.ranks import Ranks
-from sglang_ext.managers.spec_decode.sampling import Sampled
+from sglang_ext.managers.offload.verifications import Verifications
 from sglang_ext.managers.spec_decode.copy_policy import SLOWER
+from sglang_ext.managers.spec_decode.draft_length import Choice, FixedLength
 from sglang_ext.managers.spec_decode.loop import DecodeLoop
+from sglang_ext.managers.spec_decode.pace import Pace
 from sglang_ext.managers.spec_decode.round import PLAIN_STEPS, RoundPlanner
+from sglang_ext.managers.spec_decode.sampling import Sampled
 from sglang_ext.managers.spec_decode.turns import OnDevice
 from sglang_ext.managers.spec_decode.verifier import Verifier
-from sglang_ext.managers.offload.verifications import Verifications
-from sglang_ext.managers.metrics import KVMetrics
 from sglang_ext.platforms.plain_cpu import without_pinning
-from test_round import Views, request
+from sglang_ext.ranks import Ranks
 
 DRAFTS, LONGEST, PROMPT = 3, 9, 200
 

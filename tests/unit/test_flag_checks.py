@@ -5,8 +5,8 @@ import logging
 
 import pytest
 
-from sglang_ext.config import flag_checks
-from sglang_ext.config.arguments import KVServerArgs
+from sglang_ext import flag_checks
+from sglang_ext.arguments import KVServerArgs
 
 
 def arguments(**given: object) -> KVServerArgs:

@@ -7,7 +7,7 @@ import torch
 from sglang.srt.lora.backend.torch_backend import TorchNativeLoRABackend
 from sglang.srt.lora.lora_manager import LoRAManager
 
-from sglang_ext.managers.spec_decode import forward
+from sglang_ext.layers import forward
 from sglang_ext.platforms.plain_cpu import without_pinning
 
 SLOT = {None: 0, "a": 1, "b": 2}

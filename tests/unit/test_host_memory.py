@@ -6,12 +6,12 @@ import psutil
 import pytest
 import torch
 
-from sglang_ext.config import flag_checks
+from sglang_ext import flag_checks
+from sglang_ext.config.options import OptionError, ranks_of_host
 from sglang_ext.hooks import application as hooking
 from sglang_ext.managers import compression
 from sglang_ext.mem_cache.host_tier import host_memory
 from sglang_ext.mem_cache.host_tier.host_memory import HostMemory
-from sglang_ext.config.options import OptionError, ranks_of_host
 
 GB = 10**9
 

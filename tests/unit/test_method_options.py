@@ -5,13 +5,14 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_ext.config import method_options
-from sglang_ext.managers import compression, meta_info
 from sglang_ext.config.method_choice import check, place_of
+from sglang_ext.config.method_options import Offer, offers
+from sglang_ext.config.options import OptionError
+from sglang_ext.hooks import telling
+from sglang_ext.managers import compression, meta_info
 from sglang_ext.mem_cache.compressed.copy_forms import CopyForms
 from sglang_ext.mem_cache.compressed.formats.packing import PackedRows
 from sglang_ext.mem_cache.compressed.formats.unpacked import Unpacked
-from sglang_ext.config.method_options import Offer, offers
-from sglang_ext.config.options import OptionError
 
 
 def resolved(**change):
@@ -149,5 +150,5 @@ def test_meta_info_names_the_method_as_it_was_asked_for():
             state.compressor, fields = served, {}
             meta_info.fill(req, state)
             told = SimpleNamespace(spec_cap_lens_histogram=[req.spec_cap_lens_histogram])
-            meta_info.add_kv_fields(None, SimpleNamespace(server_args=args), fields, told, 0)
+            telling.add_kv_fields(None, SimpleNamespace(server_args=args), fields, told, 0)
             assert fields["kv_compressor"] == (served or None)

@@ -6,19 +6,19 @@ import pytest
 import torch
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 
+from sglang_ext.config.options import OptionError
+from sglang_ext.layers import forward
 from sglang_ext.layers.attention import copy_graphs
 from sglang_ext.layers.attention.copy_decode import check_heads
-from sglang_ext.managers.spec_decode import forward
-from sglang_ext.managers.spec_decode.forward import Attention, Attentions
-from sglang_ext.managers.spec_decode.round import Round
-from sglang_ext.managers.served_methods import ServedMethods
-from sglang_ext.managers.spec_decode.steps import Steps
+from sglang_ext.layers.forward import Attention, Attentions
 from sglang_ext.managers.memory_plan import MemoryPlan
+from sglang_ext.managers.served_methods import ServedMethods
+from sglang_ext.managers.spec_decode.round import Round
+from sglang_ext.managers.spec_decode.steps import Steps
 from sglang_ext.managers.worker import KVWorker
-from sglang_ext.mem_cache.compressors import method
 from sglang_ext.mem_cache.compressed.copy_forms import CopyForms
 from sglang_ext.mem_cache.compressed.query_window import QueryWindows
-from sglang_ext.config.options import OptionError
+from sglang_ext.mem_cache.compressors import method
 
 VERIFIER, COPIES = Attention("verifier"), Attention("copies", graphs="over copies")
 

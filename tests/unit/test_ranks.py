@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_ext.managers.ranks import RankError, Ranks
+from sglang_ext.ranks import RankError, Ranks
 
 
 def group(size, rank=0, others=()):

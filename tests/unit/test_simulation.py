@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_ext.managers import meta_info
-from sglang_ext.managers.simulation import Simulation, check
+from sglang_ext.config.benchmark_options import check_request as check
+from sglang_ext.hooks import telling
+from sglang_ext.managers.simulation import Simulation
 
 
 def simulation(probability):
@@ -65,7 +66,7 @@ def test_meta_info_tells_the_probability_that_was_used_and_only_where_one_was_fo
 
     def fields(i):
         found = {}
-        meta_info.add_kv_fields(None, manager, found, told, i)
+        telling.add_kv_fields(None, manager, found, told, i)
         return found
 
     assert not any("kv_simulated_acceptance" in fields(i) for i in range(3))

@@ -7,11 +7,11 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.model_executor.graph_shared_output import GraphSharedOutput
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 
+from sglang_ext.layers import forward
 from sglang_ext.layers.attention.packed_decode import PackedDecode
 from sglang_ext.layers.attention.pointer_decode import PointerDecode
 from sglang_ext.layers.attention.uneven_decode import UnevenDecode
 from sglang_ext.layers.attention.verify_graphs import of_nobody
-from sglang_ext.managers.spec_decode import forward
 from sglang_ext.mem_cache.compressed.copy_forms import CopyForms
 
 if TYPE_CHECKING:

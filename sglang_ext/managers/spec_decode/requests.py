@@ -17,7 +17,7 @@ from sglang_ext.managers.spec_decode.grammar import can_roll_back
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
-    from sglang_ext.config.arguments import KVServerArgs
+    from sglang_ext.arguments import KVServerArgs
 
 
 VERIFIED = "verified"

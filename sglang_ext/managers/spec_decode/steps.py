@@ -6,7 +6,7 @@ import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
 from sglang_ext.device import to_device
-from sglang_ext.managers.spec_decode import forward
+from sglang_ext.layers import forward
 from sglang_ext.managers.spec_decode.copy_policy import CURABLE
 from sglang_ext.managers.spec_decode.grammar import Walk
 from sglang_ext.managers.spec_decode.round import Round

@@ -11,8 +11,8 @@ import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
 from sglang_ext.device import to_device
+from sglang_ext.layers import forward
 from sglang_ext.managers.simulation import Simulation
-from sglang_ext.managers.spec_decode import forward
 from sglang_ext.managers.spec_decode.grammar import LONGEST_WALK, Walk
 from sglang_ext.managers.spec_decode.result import Answers, Part
 from sglang_ext.managers.spec_decode.round import Round

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
-from sglang_ext.managers.ranks import Ranks
 from sglang_ext.mem_cache.host_tier.transfers import Outcome, Transfer, TransferError
+from sglang_ext.ranks import Ranks
 
 
 @dataclass

@@ -6,13 +6,13 @@ import torch
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.common import evict_from_tree_cache
 
-from sglang_ext.managers.ranks import Ranks
 from sglang_ext.mem_cache.host_tier.faults import Faults
-from sglang_ext.mem_cache.host_tier.tier import HostTier
 from sglang_ext.mem_cache.host_tier.link_rate import LinkRate
+from sglang_ext.mem_cache.host_tier.tier import HostTier
+from sglang_ext.mem_cache.host_tier.transfers import Transfer
 from sglang_ext.mem_cache.prefix_cache.tiered_node import TieredNode, below, path
 from sglang_ext.mem_cache.prefix_cache.tiered_stores import TieredStores
-from sglang_ext.mem_cache.host_tier.transfers import Transfer
+from sglang_ext.ranks import Ranks
 
 
 class TieredLoads(TieredStores):

@@ -7,13 +7,13 @@ import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
-from sglang_ext.managers.ranks import Ranks
 from sglang_ext.mem_cache.host_tier.arrivals import Arrivals
 from sglang_ext.mem_cache.host_tier.tier import HostTier
+from sglang_ext.mem_cache.host_tier.transfers import Transfer
 from sglang_ext.mem_cache.prefix_cache.segments import Segment
 from sglang_ext.mem_cache.prefix_cache.tiered_locks import TieredLocks
 from sglang_ext.mem_cache.prefix_cache.tiered_node import TieredNode
-from sglang_ext.mem_cache.host_tier.transfers import Transfer
+from sglang_ext.ranks import Ranks
 
 
 class TieredStores(TieredLocks):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from sglang.srt.environ import envs
 
-from sglang_ext.managers.integrity import IntegrityError
+from sglang_ext.core import IntegrityError
 from sglang_ext.mem_cache.host_tier.host_pages import HostPageError
 from sglang_ext.mem_cache.prefix_cache.segments import Segment, free_slots
 from sglang_ext.mem_cache.prefix_cache.tiered_node import TieredNode, below

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
-from sglang_ext.config.command_line import ends_scheduler
+from sglang_ext.command_line import ends_scheduler
 
 if TYPE_CHECKING:
     from sglang.srt.managers.overlap_utils import FutureMap

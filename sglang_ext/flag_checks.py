@@ -8,18 +8,20 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from sglang_ext.config import benchmark_options
-from sglang_ext.config import head_budget_options
-from sglang_ext.config import method_options
-from sglang_ext.config import model_options
-from sglang_ext.config import options
-from sglang_ext.config import range_options
-from sglang_ext.config import refusal
+from sglang_ext.config import (
+    benchmark_options,
+    head_budget_options,
+    method_options,
+    model_options,
+    options,
+    range_options,
+    refusal,
+)
 from sglang_ext.config.compressor_options import PREDICTOR, SCORES
 from sglang_ext.config.options import OptionError
 
 if TYPE_CHECKING:
-    from sglang_ext.config.arguments import KVServerArgs
+    from sglang_ext.arguments import KVServerArgs
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +36,7 @@ def check_flags(args: "KVServerArgs") -> None:
         options.OptionError: a flag is out of range, or flags cannot be combined.
     """
     if args.kv_mode == "full":
-        from sglang_ext.config.arguments import KVServerArgs
+        from sglang_ext.arguments import KVServerArgs
 
         _warn_of_idle(args, "--kv-mode is full, stock SGLang, in which", KVServerArgs.__annotations__, "--kv-mode verified")
         return
@@ -55,8 +57,8 @@ def check_resolved(args: "KVServerArgs") -> None:
         hooking.HookError: a function that is hooked has other parameters than expected.
     """
     from sglang_ext.hooks import application as hooking
-    from sglang_ext.managers import compression
     from sglang_ext.hooks import request_checks
+    from sglang_ext.managers import compression
     from sglang_ext.mem_cache.host_tier import host_memory
 
     model_options.check_resolved(args)

@@ -1,16 +1,16 @@
 """What a fork of SGLang with the series of ``patches/`` calls, in place of the plugin's entry point.
 
-The fork's ``ServerArgs`` has the flags itself, so that :class:`sglang_ext.config.arguments.KVServerArgs` is
+The fork's ``ServerArgs`` has the flags itself, so that :class:`sglang_ext.arguments.KVServerArgs` is
 not used there.
 """
 
 import pkgutil
 from typing import TYPE_CHECKING
 
-from sglang_ext.config import flag_checks
+from sglang_ext import flag_checks
+from sglang_ext.arguments import KVServerArgs
 from sglang_ext.hooks import application as hooking
 from sglang_ext.hooks import table as hooks
-from sglang_ext.config.arguments import KVServerArgs
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs

@@ -14,19 +14,13 @@ import torch
 from sglang.srt.arg_groups.arg_utils import NS, A, Arg
 from sglang.srt.server_args import ServerArgs
 
-from sglang_ext.config import benchmark_options
-from sglang_ext.config import command_line
-from sglang_ext.config import compressor_options
-from sglang_ext.config import flag_checks
-from sglang_ext.config import head_budget_options
-from sglang_ext.config import options
+from sglang_ext import command_line, flag_checks
+from sglang_ext.config import benchmark_options, compressor_options, head_budget_options, options
 from sglang_ext.config import refused_options as refused_options
-from sglang_ext.hooks.application import HookError
+from sglang_ext.core import HookError
 
 logger = logging.getLogger(__name__)
 
-SPECULATIVE_ALGORITHM = "KV_VERIFIED"
-RADIX_CACHE_BACKEND = "kv_views"
 
 
 @dataclasses.dataclass
@@ -185,13 +179,13 @@ class KVServerArgs(ServerArgs):
 
     def check_lora_server_args(self) -> None:
         """SGLang's check; of all speculative algorithms it lets LoRA pass with NGRAM alone."""
-        if self.speculative_algorithm != SPECULATIVE_ALGORITHM:
+        if self.speculative_algorithm != options.SPECULATIVE_ALGORITHM:
             super().check_lora_server_args()
             return
         # managers/forward.py:prepare_lora applies adapters to drafts and verifications alike.
         self.override("check_lora_server_args", speculative_algorithm=None)
         super().check_lora_server_args()
-        self.override("check_lora_server_args", speculative_algorithm=SPECULATIVE_ALGORITHM)
+        self.override("check_lora_server_args", speculative_algorithm=options.SPECULATIVE_ALGORITHM)
 
     def _prepare_speculation(self) -> None:
         """Enter through SGLang's own registries: speculative algorithm and radix cache backend."""
@@ -200,11 +194,11 @@ class KVServerArgs(ServerArgs):
         if self.kv_full_tier == "auto" and (obstacle := options.offload_obstacle(self)) is not None:
             logger.warning("sglang-ext: --kv-full-tier auto keeps all full KV on the device, as %s", obstacle)
         benchmark_options.warn(self)
-        self.speculative_algorithm = SPECULATIVE_ALGORITHM
+        self.speculative_algorithm = options.SPECULATIVE_ALGORITHM
         self.speculative_num_steps = options.gathered_drafts(self)
         self.speculative_eagle_topk = 1
         self.speculative_num_draft_tokens = self.speculative_num_steps + 1
-        self.radix_cache_backend = RADIX_CACHE_BACKEND
+        self.radix_cache_backend = options.RADIX_CACHE_BACKEND
         if self.enable_lora or self.lora_paths:
             # Adapters are prepared for each forward, of a step or of a verification.
             self.disable_cuda_graph = True
