@@ -22,7 +22,7 @@ def sent(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A tensor of the host on the device, without waiting for it; itself where that is the host.
 
     A copy from pinned memory is a copy engine's, which serves one after the other: beside a load of full KV from the host it would wait
-    for the end of that, and the stream with it (docs/results/tiers.md). So only what is large is pinned.
+    for the end of that, and the stream with it (docs/benchmarks.md). So only what is large is pinned.
     """
     pinned = host.pin_memory() if device.type == "cuda" and host.nbytes > SENT_WITH_LAUNCHES else host
     return pinned.to(device, non_blocking=True)

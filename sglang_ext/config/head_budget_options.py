@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 HEAD_BUDGETS = ("auto", "equal", "adaptive")
 # Methods whose scores compare over heads and layers (Compressor.comparable).
 COMPARABLE = ("snapkv", "kvzip", "kvzap")
-# Of these, the ones whose drafts are accepted more often for it (docs/results/compressors.md).
+# Of these, the ones whose drafts are accepted more often for it (docs/benchmarks.md).
 BETTER = ("kvzip", "kvzap")
 
 

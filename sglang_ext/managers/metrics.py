@@ -21,7 +21,6 @@ class KVMetrics:
 
     Attributes:
         drafts: tokens drafted on compressed views.
-        draft_forwards: forwards of one request that gave drafts; n-grams make them fewer than the drafts.
         verifies: verifications over full KV.
         accepted: drafts that verification accepted.
         accept_length: tokens per verification.
@@ -36,7 +35,6 @@ class KVMetrics:
 
     model_name: str
     drafts: object = None
-    draft_forwards: object = None
     verifies: object = None
     accepted: object = None
     accept_length: object = None
@@ -64,7 +62,6 @@ class KVMetrics:
         made = cls(
             name,
             drafts=Counter("sglang_ext:drafts", "Tokens drafted on compressed KV.", LABELS),
-            draft_forwards=Counter("sglang_ext:draft_forwards", "Forwards over compressed KV that gave drafts.", LABELS),
             verifies=Counter("sglang_ext:verifies", "Verifications over full KV.", LABELS),
             accepted=Counter("sglang_ext:accepted_drafts", "Drafts accepted.", LABELS),
             accept_length=Histogram(
@@ -109,18 +106,17 @@ class KVMetrics:
 
     def _begin(self, methods: Iterable[str]) -> None:
         """Begin the series of all labels that are known at 0: what asks for a rate needs a first value."""
-        for each in (self.drafts, self.draft_forwards, self.verifies, self.accepted, self.accept_length):
+        for each in (self.drafts, self.verifies, self.accepted, self.accept_length):
             each.labels(self.model_name)
         for reason in FALLBACK_REASONS[1:]:
             self.fallbacks.labels(self.model_name, reason)
         for method in methods:
             self.copies.labels(self.model_name, method)
 
-    def count_drafts(self, drafts: int, forwards: int) -> None:
-        """Count a request's tokens drafted on a compressed view, and the forwards that gave them."""
+    def count_drafts(self, drafts: int) -> None:
+        """Count a request's tokens drafted on a compressed view."""
         if self.drafts is not None:
             self.drafts.labels(self.model_name).inc(drafts)
-            self.draft_forwards.labels(self.model_name).inc(forwards)
 
     def count_verify(self, answers: int) -> None:
         """Count a verification that gave ``answers`` tokens, its own among them."""

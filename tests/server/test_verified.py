@@ -120,7 +120,7 @@ def test_abort_while_drafting_frees_everything_and_the_rid_can_come_back(stock, 
 def test_metrics_count_drafts_verifies_and_fallbacks(verified, prompts):
     verified.ask(input_ids=prompts[0], **greedy(4, frequency_penalty=0.5))
     page = verified.request("/metrics")
-    for name in ("drafts_total", "draft_forwards_total", "verifies_total", "accepted_drafts_total", "accept_length_bucket"):
+    for name in ("drafts_total", "verifies_total", "accepted_drafts_total", "accept_length_bucket"):
         assert f"sglang_ext:{name}" in page
     assert 'reason="penalty"' in page
 

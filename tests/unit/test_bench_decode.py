@@ -263,7 +263,7 @@ def test_what_tiers_allow_grows_with_the_link_and_with_the_memory(tmp_path):
     def allowed(link, pool, acceptance=0.99):
         return decode.allowed(args, host, 30720, 24, acceptance, 4.35e12, pool, f"{page}{link}\n")
 
-    # docs/results/simulate.md has 1,080 for these.
+    # docs/benchmarks.md has 1,080 for these.
     assert allowed(53.7e9, 262144) == pytest.approx(1080, rel=0.03)
     assert allowed(53.7e9, 262144) < allowed(107e9, 262144) and allowed(53.7e9, 131072) < allowed(53.7e9, 262144)
     assert allowed(53.7e9, 262144, None) is None and decode.allowed(args, host, 30720, 24, 0.9, 4e12, 262144, "") is None

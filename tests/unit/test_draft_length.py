@@ -121,7 +121,7 @@ def serve(chooser, requests, times, tokens, copying, lag=2):
     return seconds, lengths
 
 
-# Steps, drafts and the rest of a round as measured on an H200 (docs/results/decode.md), in milliseconds; copies of all.
+# Steps, drafts and the rest of a round as measured on an H200 (docs/benchmarks.md), in milliseconds; copies of all.
 LONG, SHORT = ((14.2, 5.9, 21.5), 48.0), ((6.7, 5.55, 9.0), 10.0)
 
 

@@ -21,7 +21,7 @@ def test_series_begin_at_zero() -> None:
     # The registry is the process's.
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
     found = set(done.stdout.splitlines())
-    for name in ("drafts", "draft_forwards", "verifies", "accepted_drafts", "host_loads"):
+    for name in ("drafts", "verifies", "accepted_drafts", "host_loads"):
         assert f'sglang_ext:{name}_total{{model_name="m"}} 0.0' in found
     for compressor in ("snapkv", "kivi", "snapkv:0.125"):
         assert f'sglang_ext:copies_total{{compressor="{compressor}",model_name="m"}} 0.0' in found

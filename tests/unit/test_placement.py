@@ -12,7 +12,7 @@ from sglang_ext.managers.offload import costs as costs_module
 from sglang_ext.managers.offload.costs import CostError, Costs, round_seconds, verify_seconds
 from sglang_ext.managers.offload.placement import Placement, best, stock, throughput
 
-# Qwen3-8B in bfloat16 at 32k tokens, memory for 8 of them, on an H200 (docs/results/simulate.md).
+# Qwen3-8B in bfloat16 at 32k tokens, memory for 8 of them, on an H200 (docs/benchmarks.md).
 CONTEXT = 147456 * 32768.0
 H200 = Costs(16.4e9, CONTEXT, 4.35e12, 53.7e9, 8 * CONTEXT, budget=0.125)
 

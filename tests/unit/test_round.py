@@ -74,7 +74,7 @@ def request(missing=40, **more):
 
 def loop(views=None):
     metrics = SimpleNamespace(
-        count_drafts=lambda n, f: None, count_verify=lambda n: None, count_fallback=lambda r, n: None,
+        count_drafts=lambda n: None, count_verify=lambda n: None, count_fallback=lambda r, n: None,
         observe_pool=lambda views, turns: None,
     )
     views = views or Views()

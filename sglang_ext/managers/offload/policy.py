@@ -17,7 +17,7 @@ from sglang_ext.managers.spec_decode.draft_length import Spent
 from sglang_ext.managers.spec_decode.round import Round
 
 # Times as many tokens a second as with all full KV on the device that the equations must have of both tiers, before any leaves
-# and for it to stay away. Of what they say two thirds to four fifths are reached (docs/results/tiers.md).
+# and for it to stay away. Of what they say two thirds to four fifths are reached (docs/benchmarks.md).
 LEAVE, STAY_AWAY = 1.5, 1.25
 # Drafts before a load until times are known.
 FIRST_DRAFTS = 64

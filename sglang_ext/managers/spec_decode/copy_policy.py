@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 MIN_CONTEXT = 128
 # A copy is renewed when more exact tokens follow it than this, and than this share of it: that bounds the
 # draft view, and what is spent on renewals. A renewal reads the keys of the whole context, which takes as long as some
-# 600 draft steps lose by 512 tokens more (docs/results/decode.md).
+# 600 draft steps lose by 512 tokens more (docs/benchmarks.md).
 RENEW_AFTER = 512
 RENEW_SHARE = 1 / 8
 SHORT_CONTEXT = FALLBACK_REASONS.index("short-context")

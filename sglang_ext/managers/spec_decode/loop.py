@@ -198,7 +198,7 @@ class DecodeLoop:
             if round_.fallbacks[i]:
                 metrics.count_fallback(round_.fallbacks[i], answers)
             elif round_.on_copy(i) and i not in round_.answering:
-                metrics.count_drafts(round_.steps, round_.steps)
+                metrics.count_drafts(round_.steps)
                 if i in due:
                     state.count_verify(round_.offered(i), answers - 1)
                     metrics.count_verify(answers)

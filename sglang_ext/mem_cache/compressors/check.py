@@ -19,5 +19,5 @@ def check_scores(compressor: str, scores: object, shape: tuple[int, ...]) -> Non
     dimensions = ", ".join(("layers", "kv_heads", "tokens")[-len(shape) :])
     raise ScoresError(
         f"compressor {compressor!r} scored a context with {found}; scores are torch.float32 {list(shape)} [{dimensions}]: "
-        "correct its `scores` or `scores_all` (docs/adding-a-compressor.md)"
+        "correct its `scores` or `scores_all` (docs/guides/adding-a-compressor.md)"
     )

@@ -29,7 +29,7 @@ class Quantizer(ABC):
         block: tokens that are packed together.
         recent: newest tokens of a context that are not quantized; the draft row leads to the full KV's own.
         sinks: first tokens of a context that are not quantized: much attention goes to them, whatever is asked
-            (docs/results/quantized.md).
+            (docs/benchmarks.md).
         before_rotary: whether it takes keys as they were before rotary embedding; models without a known one are refused then.
     """
 
