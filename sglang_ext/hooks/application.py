@@ -52,6 +52,10 @@ def find_problem(entry: Hook | Use) -> str | None:
         target = pkgutil.resolve_name(entry.target)
     except (ImportError, AttributeError) as error:
         return f"no such name: {error}"
+    if isinstance(entry, Use) and entry.mentions:
+        source = inspect.getsource(target)
+        missing = [name for name in entry.mentions if name not in source]
+        return f"its source does not name {', '.join(missing)}" if missing else None
     if dataclasses.is_dataclass(target):
         missing = set(entry.expects) - {field.name for field in dataclasses.fields(target)}
         return f"no field is called {', '.join(sorted(missing))}" if missing else None

@@ -11,11 +11,13 @@ class Use:
         target: dotted name of the function, method or dataclass.
         why: what it is needed for.
         expects: a function's parameter names in order, or the fields needed of a dataclass.
+        mentions: attributes that a class sets on itself or on its instances, so that its source names them.
     """
 
     target: str
     why: str
-    expects: tuple[str, ...]
+    expects: tuple[str, ...] = ()
+    mentions: tuple[str, ...] = ()
 
 
 USES: tuple[Use, ...] = (
@@ -93,6 +95,33 @@ USES: tuple[Use, ...] = (
             *("logits", "lse", "q", "o", "v_scale", "v_buffer", "kv_indptr"),
             *("num_kv_splits", "max_kv_splits", "sinks", "use_pdl"),
         ),
+    ),
+    *(
+        Use(
+            target=f"sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_{kind}",
+            why="its subclass attends over copies, and in time linear in the context",
+            expects=(
+                *("self", "query", "output", "k_cache", "v_cache", "req_to_token", "req_pool_indices", "seq_lens"),
+                *more,
+                *("encoder_lens", "scaling", "enable_gqa", "causal", "is_cross_attn", "sliding_window_size"),
+            ),
+        )
+        for kind, more in {"extend": ("extend_prefix_lens", "extend_seq_lens"), "decode": ()}.items()
+    ),
+    Use(
+        target="sglang.srt.mem_cache.radix_cache.RadixCache",
+        why="an empty match names the root, which nodes with tiers replace",
+        mentions=("_empty_match_result",),
+    ),
+    Use(
+        target="sglang.srt.model_executor.model_runner.ModelRunner",
+        why="SGLang's scheduler shall not take an earlier read of the token table for a round's last",
+        mentions=("war_fastpath_read_done_event",),
+    ),
+    Use(
+        target="sglang.srt.plugins.hook_registry.HookRegistry",
+        why="it logs a hook that fails, and goes on: whether it took effect is looked at",
+        mentions=("_hooks", "_patched"),
     ),
     Use(
         target="sglang.srt.layers.attention.flashinfer_backend.fast_prefill_plan",

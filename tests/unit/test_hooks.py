@@ -46,7 +46,7 @@ def test_what_is_used_without_a_hook_fits_the_installed_sglang(use):
 
 @pytest.mark.parametrize("use", uses.USES, ids=lambda use: use.target)
 def test_a_use_that_no_longer_fits_stops_the_start_by_name(monkeypatch, use):
-    changed = dataclasses.replace(use, expects=("accept_tokens", "a_new_name"))
+    changed = dataclasses.replace(use, **{"mentions" if use.mentions else "expects": ("accept_tokens", "a_new_name")})
     monkeypatch.setattr(uses, "USES", (changed,))
     with pytest.raises(hooking.HookError, match=f"{use.target.rsplit('.', 1)[1]}.*a_new_name"):
         hooking.check("verified")
