@@ -1,6 +1,6 @@
-"""How many greedy drafts full KV accepts, by how heads share a budget, without a server: docs/results/compressors.md.
+"""How many greedy drafts full KV accepts, by how heads share a budget, without a server: docs/benchmarks.md.
 
-    python docs/results/head_budgets_acceptance.py --model MODEL --prompts FOLDER [--predictor FOLDER] [METHODS...]
+    python docs/benchmarks/head_budgets_acceptance.py --model MODEL --prompts FOLDER [--predictor FOLDER] [METHODS...]
 
 Rounds are those of kvzap_acceptance.py. What a head does not keep is masked, so that heads may keep different numbers.
 """

@@ -1,6 +1,6 @@
-"""What small copies to the device wait for beside loads of full KV from the host: docs/results/tiers.md.
+"""What small copies to the device wait for beside loads of full KV from the host: docs/benchmarks.md.
 
-    python docs/results/copies_beside_loads.py      # on a GPU
+    python docs/benchmarks/copies_beside_loads.py      # on a GPU
 
 Steps read 14 GB of weights in a CUDA graph, as a draft of an 8B model does. Before each, 32 KiB go to the device: from pinned memory,
 from memory that is not pinned, or not at all; beside it a load runs, or none.

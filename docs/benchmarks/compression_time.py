@@ -1,7 +1,7 @@
-"""What making a copy takes beside the prefill of its context: docs/results/compressors.md.
+"""What making a copy takes beside the prefill of its context: docs/benchmarks.md.
 
-    python docs/results/compression_time.py --model MODEL                                   # the demo model, on a CPU
-    python docs/results/compression_time.py --device cuda --layers 36 --kv-heads 8 --group 4 --dim 128 --tokens 32768 \
+    python docs/benchmarks/compression_time.py --model MODEL                                   # the demo model, on a CPU
+    python docs/benchmarks/compression_time.py --device cuda --layers 36 --kv-heads 8 --group 4 --dim 128 --tokens 32768 \
         --prefill-seconds 1.55                                                              # Qwen3-8B shapes, on a GPU
 
 KV and queries are noise. A method scores all tokens, chooses, and writes the copy, as the server does after a prompt. With --model the prefill

@@ -1,6 +1,6 @@
-"""How many greedy drafts full KV accepts, by compressor, without a server: docs/results/kvzap.md.
+"""How many greedy drafts full KV accepts, by compressor, without a server: docs/benchmarks.md.
 
-    python docs/results/kvzap_acceptance.py --model MODEL --prompts FOLDER --predictor FOLDER [METHODS...]
+    python docs/benchmarks/kvzap_acceptance.py --model MODEL --prompts FOLDER --predictor FOLDER [METHODS...]
 
 Each round drafts on the compressed prompt and the exact KV of what was answered since. Drafts up to the first wrong one see
 the same tokens as if the answer's were fed, so that one forward of so many tokens tells how many are right.

@@ -1,6 +1,6 @@
-"""How many drafts full KV accepts when verifications choose what is kept, without a server: docs/results/verify_guided.md.
+"""How many drafts full KV accepts when verifications choose what is kept, without a server: docs/benchmarks.md.
 
-    python docs/results/verify_guided_acceptance.py --model MODEL --prompts FOLDER [--temperature T] [--budgets B] [CHOICE...]
+    python docs/benchmarks/verify_guided_acceptance.py --model MODEL --prompts FOLDER [--temperature T] [--budgets B] [CHOICE...]
 
 A choice is snapkv, made once at the prompt's end, or fields of Guided, as in window=32,recent=64. Rounds are those of
 kvzap_acceptance.py; above temperature 0 draft and verification share the noise of each position.

@@ -1,6 +1,6 @@
-"""How many greedy drafts on packed copies full KV accepts, without a server: docs/results/quantized.md.
+"""How many greedy drafts on packed copies full KV accepts, without a server: docs/benchmarks.md.
 
-    python docs/results/quantized_acceptance.py --model MODEL --prompts FOLDER [--limit PROMPTS] [--exact TOKENS...] [METHODS...]
+    python docs/benchmarks/quantized_acceptance.py --model MODEL --prompts FOLDER [--limit PROMPTS] [--exact TOKENS...] [METHODS...]
 
 Rounds are those of kvzap_acceptance.py, on the plugin's packing and attention. Methods have the names of bench quality: kivi:2.
 """

@@ -1,6 +1,6 @@
-"""Decode attention over copies of uneven heads, on a GPU: time, and bytes over bandwidth: docs/results/compressors.md.
+"""Decode attention over copies of uneven heads, on a GPU: time, and bytes over bandwidth: docs/benchmarks.md.
 
-    python docs/results/uneven_kernel.py [--spread 0 0.5 1 1.5] [--splits 16,4 32,2]
+    python docs/benchmarks/uneven_kernel.py [--spread 0 0.5 1 1.5] [--splits 16,4 32,2]
 
 All layers of one step, in a CUDA graph; slots are scattered one by one. A head's share is e^(spread * normal noise), so that
 0 has all heads keep the same; no head keeps more than all tokens. FlashInfer's decode kernel reads copies of equal heads.

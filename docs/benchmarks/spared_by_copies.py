@@ -1,6 +1,6 @@
-"""What of full KV a reload could leave out, as all heads of a layer keep it in the copy: docs/results/tiers.md.
+"""What of full KV a reload could leave out, as all heads of a layer keep it in the copy: docs/benchmarks.md.
 
-    python docs/results/spared_by_copies.py --model MODEL --prompts FOLDER [METHODS...]
+    python docs/benchmarks/spared_by_copies.py --model MODEL --prompts FOLDER [METHODS...]
 
 A token's keys of all heads lie side by side, on the host as on the device, so that one copy moves the tokens that follow one another.
 What a layer's heads all keep could stay out of it; what some keep could only in pieces of a head's size.

@@ -1,6 +1,6 @@
-"""Decode attention over packed blocks on a GPU: error, time, and bytes over bandwidth: docs/results/quantized.md.
+"""Decode attention over packed blocks on a GPU: error, time, and bytes over bandwidth: docs/benchmarks.md.
 
-    python docs/results/packed_kernel.py [--methods kivi:4 int4:4] [--kernels gluon triton] [--parts 16,2 28,4] \\
+    python docs/benchmarks/packed_kernel.py [--methods kivi:4 int4:4] [--kernels gluon triton] [--parts 16,2 28,4] \\
         [--registers 0 200]
 
 One layer; slots are scattered one by one. The error is the first request's, over the largest number of its outputs in float64.
