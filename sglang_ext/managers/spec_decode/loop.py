@@ -163,7 +163,7 @@ class DecodeLoop:
         if any(round_.gathered):
             before = to_device(round_.gathered, own.device)
             newest, starts = self.gathered.newest(own, before, newest), starts + before
-        steps = self.steps.run(batch, round_, newest, self.steps.slots(batch, round_.steps, starts), starts)
+        steps = self.steps.run(batch, round_, newest, self.steps.slots(batch, round_.width, starts), starts)
         tokens = torch.stack([sampled.tokens for _, sampled in steps], dim=1)
         if before is not None or len(round_.due) + len(round_.answering) < len(round_.states):
             self.gathered.put(own, torch.zeros_like(own) if before is None else before, tokens)

@@ -97,14 +97,14 @@ class Steps:
             batch: whose requests these are.
             round_: what they do.
             tokens: int64 [requests], the newest token of each.
-            slots: int64 [requests, steps], where their KV is written.
+            slots: int64 [requests, at least steps], where their KV is written, and that of what follows, which rows lead to as well.
             starts: int64 [requests], positions of ``tokens``.
         """
         rows, viewed = self.extend_rows(batch, round_, slots)
         # Made for all steps at once: between the graphs of two steps each operation costs the device time.
         ahead = torch.arange(round_.steps, device=slots.device)[:, None]
         positions, lengths = starts + ahead, viewed + ahead + 1
-        slots, viewed_cpu = slots.T.contiguous(), torch.tensor(round_.viewed)
+        slots, viewed_cpu = slots[:, : round_.steps].T.contiguous(), torch.tensor(round_.viewed)
         sampling, done = self._stepping(batch, round_), []
         for index in range(round_.steps):
             inputs = forward.Inputs(
