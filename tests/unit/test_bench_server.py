@@ -178,7 +178,7 @@ def run(args):
         time.sleep(60)
 from sglang_ext.bench import corpus
 corpus.run = run
-sys.argv = ["bench", "prompts", "--out", "o", "--tokenizer", "t"]
+sys.argv = ["bench", "prompts", "--out", {str(tmp_path / "out")!r}, "--tokenizer", "t"]
 runpy.run_module("sglang_ext.bench", run_name="__main__")
 """
         with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as bench:
