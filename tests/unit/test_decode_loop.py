@@ -157,9 +157,10 @@ class Toy(DecodeLoop):
         return LogitsProcessorOutput(next_token_logits=None), torch.zeros(tokens.numel())
 
 
-def rounds(toy, states, reqs, count):
-    """Run rounds; the drafts offered and accepted by each verification."""
-    seen = []
+def rounds(toy, states, reqs, count, late=False):
+    """Run rounds; the drafts offered and accepted by each verification. ``late``: outcomes are told a round later, as in SGLang's
+    overlapped loop."""
+    seen, waiting = [], []
     with without_pinning(lambda: nullcontext()):
         for _ in range(count):
             lengths = torch.tensor([len(toy.committed[s.row]) - 1 for s in states])
@@ -179,7 +180,9 @@ def rounds(toy, states, reqs, count):
                 else:
                     assert accepted == result.round.steps * (i in result.round.answering)
             assert result.new_seq_lens.tolist() == [len(toy.committed[s.row]) - 1 for s in states]
-            toy.account(batch, result)
+            waiting.append((batch, result))
+            if not late or len(waiting) > 1:
+                toy.account(*waiting.pop(0))
     return seen
 
 
@@ -339,6 +342,7 @@ def test_in_any_company_the_tokens_are_those_of_full_kv(count, data):
         state.fallback = FALLBACK_REASONS.index(kind) if kind in FALLBACK_REASONS else 0
     choices = st.builds(Choice, st.integers(0, drafts), st.booleans())
     toy.pace.lengths = Choices(data.draw(st.lists(choices, max_size=20)), drafts)
+    late = data.draw(st.booleans())
     for i in range(12):
         # Who must be looked at comes and goes.
         states[0].fallback = FALLBACK_REASONS.index("penalty") if data.draw(st.booleans()) else 0
@@ -346,7 +350,7 @@ def test_in_any_company_the_tokens_are_those_of_full_kv(count, data):
             req.sampling_params.max_new_tokens = data.draw(st.integers(1, 3)) if kind == "last" else 10**6
         if data.draw(st.booleans()):
             toy.worker.views.copies.pop(data.draw(st.integers(1, count)), None)
-        rounds(toy, states, reqs, 1)
+        rounds(toy, states, reqs, 2, late)
     correct(toy)
 
 
@@ -367,6 +371,24 @@ def test_one_whose_full_kv_is_lost_does_not_verify_any_more():
     toy.residency.lost.add(2)
     seen = rounds(toy, states, reqs, 6)
     assert {row for row, *_ in seen} == {1} and len(toy.committed[2]) == PROMPT + 1
+
+
+def test_a_copy_that_cannot_be_renewed_at_its_turn_costs_no_token():
+    toy, states, reqs = make(2, away=[1, 2], rounds=1)
+    views, compress = toy.worker.views, toy.worker.views.compress
+
+    def fail(row, tokens, headroom, prefix=None):
+        if row == 1 and tokens > PROMPT:
+            views.copies.pop(row, None)
+            # Full KV of a request without a copy stays.
+            toy.residency.away.discard(row)
+            return False
+        return compress(row, tokens, headroom, prefix)
+
+    views.each_round, views.compress = True, fail
+    seen = rounds(toy, states, reqs, 30)
+    assert {row for row, *_ in seen} == {1, 2} and states[0].fallback and len(toy.committed[1]) > PROMPT + 10
+    correct(toy)
 
 
 def test_gone_requests_give_back_what_was_reserved():

@@ -209,14 +209,14 @@ class Machine:
         self.now = 0.0
         monkeypatch.setattr(Mark, "now", lambda device: Mark(seconds=self.now))
         self.pace = Pace(DraftLength(8), torch.device("cpu"), KVMetrics("model"))
+        self.states = {n: [RequestState(rid=str(i), row=i, seed=0) for i in range(n)] for n in range(1, 9)}
 
     def iterate(self, drafts, planning, drafting, rest, batch=2, turnaround=0.0):
-        states = [RequestState(rid=str(i), row=i, seed=0) for i in range(batch)]
-        lengths = [500] * batch
+        states, lengths = self.states[batch], [500] * batch
         self.pace.begin(lengths, states)
         self.now += planning
         rows = list(range(len(states)))
-        self.pace.planned(Round(states, drafts or 2, lengths, rows, rows, rows, rows, [] if drafts else rows))
+        self.pace.planned(Round(states, drafts or 2, lengths, rows, rows, rows, rows, [] if drafts else rows, [rows] if drafts else []))
         self.now += drafting
         self.pace.drafted()
         self.now += rest - turnaround

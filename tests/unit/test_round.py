@@ -53,6 +53,9 @@ class Views:
         self.copies[row] = CompressedView(torch.arange(tokens // 4), tokens)
         return True
 
+    def release_copy(self, row):
+        self.copies.pop(row, None)
+
     def write_tail(self, row, end):
         self.tails.append((row, end))
 
@@ -68,7 +71,7 @@ class Views:
 
 def request(missing=40, **more):
     params = SimpleNamespace(max_new_tokens=missing)
-    state = {"grammar": None, "return_logprob": False, "last_node": None, "is_retracted": False, "spec_cap_lens_histogram": [], **more}
+    state = {"grammar": None, "return_logprob": False, "custom_logit_processor": None, "return_hidden_states": False, "last_node": None, "is_retracted": False, "spec_cap_lens_histogram": [], **more}
     return SimpleNamespace(sampling_params=params, output_ids=[], finished=lambda: False, **state)
 
 
@@ -172,7 +175,24 @@ def test_one_that_cannot_be_drafted_answers_while_the_others_draft(fallback, ste
     assert plan(batch([200, 300]), found, 4).parts == [[0]], "at x drafts"
 
 
-@pytest.mark.parametrize("kind", [{"grammar": object()}, {"return_logprob": True}], ids=["grammar", "logprobs"])
+@pytest.mark.parametrize("more", [{"custom_logit_processor": "p"}, {"return_hidden_states": True}], ids=["processor", "hidden states"])
+def test_what_hides_behind_another_reason_is_looked_at_all_the_same(more):
+    found = states(2, r2=FALLBACK_REASONS.index("min-p"))
+    assert plan(batch([200, 300], [request(), request(**more)]), found, 4).steps == 1
+
+
+def test_while_a_look_is_awaited_rounds_are_plain():
+    views = Views()
+    planned = plan(batch([200, 300]), states(2), Choice(0, trial=True), views)
+    assert (planned.drafts, planned.plain_steps, planned.trial) == (0, PLAIN_STEPS, False) and not views.copies
+
+
+def test_log_probabilities_of_answers_hold_nobody():
+    planned = plan(batch([200, 40], [request(), request(return_logprob=True)]), states(2), 4)
+    assert (planned.drafts, planned.answering, planned.held) == (4, [1], False)
+
+
+@pytest.mark.parametrize("kind", [{"grammar": object()}], ids=["grammar"])
 def test_what_is_looked_at_is_drafted_and_its_verification_looks(kind):
     reqs = [request(), request(**kind), request(**kind)]
     planned = plan(batch([200, 300, 40], reqs), states(3), 4)

@@ -109,7 +109,9 @@ class Times:
             draft = max(LEAST_DRAFT * step, step - (step - draft) / spent.share)
         self.draft.newest.append(draft)
         rests = self.rests.setdefault(int(self._verification(spent.drafts)), Recent())
-        rests.newest.append(spent.whole - spent.drafting)
+        # A look verifies few requests; the others' full KV would be read as in a plain step.
+        unread = (1 - spent.share) * step if 0 < spent.share < 1 else 0.0
+        rests.newest.append(spent.whole - spent.drafting + unread)
 
     def _verification(self, drafts: np.ndarray | int) -> np.ndarray:
         """Index of the width that so many drafts and the newest token need; the widest for more."""

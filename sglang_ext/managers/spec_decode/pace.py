@@ -9,6 +9,7 @@ from sglang_ext.core import RequestState
 from sglang_ext.device import Mark
 from sglang_ext.managers.metrics import KVMetrics
 from sglang_ext.managers.spec_decode.draft_length import Choice, DraftLength, FixedLength, Load, Recent, Spent
+from sglang_ext.managers.spec_decode.copy_policy import CURABLE
 from sglang_ext.managers.spec_decode.round import Round
 from sglang_ext.ranks import Ranks
 
@@ -67,13 +68,16 @@ class Pace:
 
     def begin(self, lengths: list[int], states: list[RequestState]) -> Choice:
         """An iteration of requests with so many tokens begins: what they shall do."""
-        same = self._running is not None and len(self._running.round.states) == len(states)
+        before = [] if self._running is None else self._running.round.states
+        same = len(before) == len(states) and all(a is b for a, b in zip(before, states))
         self._begun = Mark.now(self.device)
         self._close(self._begun if same else None)
         self._learn()
         if isinstance(self.lengths, FixedLength):
             return Choice(self.lengths.drafts)
-        choice = self.lengths.choose(Load.of(lengths), [state.acceptance.probability for state in states])
+        # Those that are never drafted gain as much either way.
+        able = [state.acceptance.probability for state in states if state.fallback in CURABLE]
+        choice = self.lengths.choose(Load.of(lengths), able or [0.0])
         return self.ranks.agree(choice)
 
     def planned(self, round_: Round) -> None:
@@ -118,9 +122,14 @@ class Pace:
             self.metrics.observe_round(round_.drafts, round_.steps, drafting, whole)
 
     def _gathered(self, round_: Round, spent: Spent) -> Spent | None:
-        """What is to be learned of a round: of short ones whose drafts gather, that of all together, once they are verified."""
-        if not (round_.held and round_.drafts):
+        """What is to be learned of a round: of short ones whose drafts gather, that of all together, once they are verified.
+
+        A round of full length in which nobody is verified tells nothing: what a verification takes is missing.
+        """
+        if not round_.held:
             self._gathering = None
+            return spent if round_.due or not round_.drafts else None
+        if not round_.drafts:
             return spent
         before = self._gathering or Spent(0, 0, 0.0, 0.0, 0.0)
         sums = (a + b for a, b in zip(before[:5], spent[:5]))

@@ -205,7 +205,7 @@ class RoundPlanner:
         """A turn for each request that may read a copy: none where drafts are not wanted, few where they are tried."""
         if self.lossy:
             return iter(range(requests))
-        if not wanted.drafts and not wanted.trial:
+        if not wanted.drafts:
             return iter(())
         return iter(range(TRIAL_COPIES if wanted.trial else requests))
 
@@ -251,7 +251,7 @@ class RoundPlanner:
         wanted: Choice,
         headroom: int,
     ) -> list[int]:
-        """Who is verified at the round's end; loads for later rounds begin."""
+        """Who is verified at the round's end; loads for later rounds begin. A role whose copy cannot be renewed changes."""
         rounds, ripe = {}, set()
         for state, more, role, before in zip(states, left, roles, gathered):
             if not (role.drafts and role.copy) or self.turns.is_lost(state.row):
@@ -261,10 +261,13 @@ class RoundPlanner:
             if before + steps >= min(wanted.drafts, more - 1):
                 ripe.add(state.row)
         turns = self.turns.take(rounds, ripe)
-        for req, state, length in zip(reqs, states, lengths):
+        for place, (req, state, length) in enumerate(zip(reqs, states, lengths)):
             if state.row in turns and self.turns.is_stale(state.row):
                 self.turns.restore(state.row)
-                self._copy(req, state, length, headroom)
+                reason = self._copy(req, state, length, headroom)
+                if reason:
+                    # What has gathered was drafted on a copy that is gone: it begins anew, on the full KV that is there now.
+                    roles[place], gathered[place] = Role(True, False, reason), 0
         return [i for i, role in enumerate(roles) if role.drafts and (not role.copy or states[i].row in turns)]
 
     def _parts(self, due: list[int], offered: list[int]) -> list[list[int]]:
@@ -282,5 +285,7 @@ class RoundPlanner:
 
 
 def _is_looked_at(req: "Req", state: RequestState) -> bool:
-    """Whether SGLang keeps something of a request from answer to answer: penalties, a grammar, log-probabilities and the like."""
-    return req.grammar is not None or req.return_logprob or state.fallback not in (*CURABLE, MIN_P)
+    """Whether SGLang keeps something of a request from answer to answer: penalties, a grammar, a processor, hidden states."""
+    # A reason names the first of several: min-p says nothing of the others.
+    asks = req.grammar is not None or req.custom_logit_processor is not None or bool(req.return_hidden_states)
+    return asks or state.fallback not in (*CURABLE, MIN_P)
