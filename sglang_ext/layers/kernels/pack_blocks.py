@@ -9,16 +9,12 @@ import triton
 import triton.language as tl
 
 from sglang_ext.layers.kernels.fitting import launch_fitting
-from sglang_ext.mem_cache.compressors.quantizer import Quantizer
-from sglang_ext.mem_cache.compressors.turboquant import TurboQuant
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.formats.packed_layout import Layout
 from sglang_ext.mem_cache.compressed.formats.packing import Packing
 
 # What kernels pack: channels of a head, tokens of a block, dtypes of a pool.
 DIMS, TOKENS, DTYPES = (64, 128), 64, (torch.bfloat16, torch.float16, torch.float32)
-# How they find codes. A method that finds them otherwise stays with PyTorch.
-EVENLY, BY_LEVELS = Quantizer.quantize, TurboQuant.quantize
 # Blocks that a program packs, one after the other; those that rotate read the rotation once for all of them.
 BLOCKS, ROTATED_BLOCKS = 1, 8
 # With so many warps registers suffice, of pools of 16 bits and of 32; with one stage of loads two programs that rotate 16 bits
@@ -159,7 +155,7 @@ def takes(packing: Packing, buffers: KVBuffers) -> bool:
     """Whether kernels pack so, into such buffers; PyTorch packs everything."""
     layouts, pools = (packing.keys, packing.values), (buffers.keys[0], buffers.values[0])
     fits = all(layout.plain and layout.dim in DIMS and layout.tokens == TOKENS for layout in layouts)
-    return type(packing.quantizer).quantize in (EVENLY, BY_LEVELS) and fits and all(pool.dtype in DTYPES for pool in pools)
+    return packing.quantizer.finding is not None and fits and all(pool.dtype in DTYPES for pool in pools)
 
 
 def pack_blocks(
@@ -180,7 +176,7 @@ def pack_blocks(
     rotations, levels = packing.rotations(kept.device), packing.levels(kept.device)
     for (table, like, layout), rotation, meanings in zip(kinds, rotations, levels, strict=True):
         rotation = None if rotation is None else rotation.contiguous()
-        thresholds = (meanings[1:] + meanings[:-1]) / 2 if type(packing.quantizer).quantize is BY_LEVELS else None
+        thresholds = (meanings[1:] + meanings[:-1]) / 2 if packing.quantizer.finding == "levels" else None
         _launch(table, like, layout, packing.block_slots, kept, sources, targets, rotation, thresholds)
 
 
