@@ -46,7 +46,8 @@ class KVServerArgs(ServerArgs):
     kv_compressor: A[
         str,
         f"How the KV cache is compressed: by dropping tokens ({', '.join(options.COMPRESSORS)}), by packing them in few bits "
-        f"({', '.join(compressor_options.QUANTIZERS)}), or both, as in {options.COMPRESSORS[0]}+kivi.",
+        f"({', '.join(compressor_options.QUANTIZERS)}), or both, as in {options.COMPRESSORS[0]}+kivi. "
+        f"On a CPU alone: {', '.join(compressor_options.CPU_QUANTIZERS)}.",
         NS("memory"),
     ] = "snapkv"
     kv_more_compressors: A[

@@ -30,10 +30,9 @@ from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers  # noqa: E402
 from gluon_checks import check_packed_gluon  # noqa: E402
 from pack_checks import check_pack_blocks  # noqa: E402
 from packed_backend import Pool, check_packed_backend  # noqa: E402
-from packed_helpers import KINDS, attention, packed_pool  # noqa: E402
+from packed_helpers import KERNEL_KINDS, attention, packed_pool  # noqa: E402
 from pointer_checks import check_pointers  # noqa: E402
 from uneven_checks import check_scatter_cells, check_uneven_backend  # noqa: E402
-from whole_checks import check_packed_whole  # noqa: E402
 
 
 def pools(layers, slots, heads, dim, seed):
@@ -244,7 +243,7 @@ def check_packed_decode():
     # The interpreter has no products of bfloat16.
     half = torch.float16 if DEVICE == "cpu" else torch.bfloat16
     shapes = ((3, 64, 2, 3, (3, 2), torch.float32), (1, 32, 1, 5, (16, 4), torch.float32), (8, 80, 1, 1, (2, 1), half))
-    for number, (name, bits) in enumerate(KINDS):
+    for number, (name, bits) in enumerate(KERNEL_KINDS):
         group, dim, heads, blocks, splits, dtype = shapes[number % len(shapes)]
         pool = packed_pool(name, bits, blocks, 75, heads=heads, dim=dim, dtype=dtype)
         keys, values = (part[0].to(DEVICE) for part in (pool.buffers.keys, pool.buffers.values))
@@ -316,7 +315,6 @@ CHECKS = {
     "uneven_backend": lambda: check_uneven_backend(DEVICE),
     "uneven_decode": check_uneven_decode,
     "packed_decode": check_packed_decode,
-    "packed_whole": lambda: check_packed_whole(DEVICE),
     "packed_gluon": lambda: check_packed_gluon(DEVICE),
     "pack_blocks": lambda: check_pack_blocks(DEVICE),
     "packed_backend": lambda: check_packed_backend(DEVICE),

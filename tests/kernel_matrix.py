@@ -26,7 +26,7 @@ from triton.runtime.jit import JITFunction
 
 from matrix_arguments import add_shapes, numbers
 from matrix_launches import LAUNCHES, ONCE, Shape, shapes
-from sglang_ext.layers.kernels import pack_outliers, packed_decode
+from sglang_ext.layers.kernels import packed_decode
 from sglang_ext.config.options import OptionError
 
 # Bytes of shared memory that a program may have, by compute capability (CUDA C++ Programming Guide, technical specifications).
@@ -38,7 +38,7 @@ QUICK = (
     (256, 8, torch.bfloat16, ("window", "verify 17", "verify exact"), (89,)),
     (128, 7, torch.float16, ("decode turboquant4",), (89, 120)),
     (128, 7, torch.float32, ("pack rotatekv4", "verify 5"), (89,)),
-    (64, 71, torch.bfloat16, ("window", "uneven", "decode kvquant4"), (89,)),
+    (64, 71, torch.bfloat16, ("window", "uneven"), (89,)),
 )
 
 
@@ -105,7 +105,6 @@ def compile_only(chip: Chip, made: list[str]) -> None:
     JITFunction.run = compiling
     packed_decode.speaks_ptx = lambda tensor: True
     packed_decode.has_tensor_cores = lambda tensor: True
-    pack_outliers.approximate = lambda like: like.element_size() == 2
 
 
 def arguments() -> argparse.Namespace:

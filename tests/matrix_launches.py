@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import torch
 
-from packed_helpers import KINDS, packed_pool
+from packed_helpers import KERNEL_KINDS, packed_pool
 from sglang_ext.layers.kernels import pack_blocks, packed_decode
 from sglang_ext.layers.kernels.gather_kept import gather_kept
 from sglang_ext.layers.kernels.page_checksum import page_checksum
@@ -116,12 +116,12 @@ def _copies(shape: Shape) -> None:
 
 
 # What does not depend on the query heads is launched for one of them.
-ONCE = {"copies": _copies, **{f"pack {name}{bits}": lambda s, n=name, b=bits: _packing(n, b, s) for name, bits in KINDS}}
+ONCE = {"copies": _copies, **{f"pack {name}{bits}": lambda s, n=name, b=bits: _packing(n, b, s) for name, bits in KERNEL_KINDS}}
 LAUNCHES: dict[str, Callable[[Shape], None]] = {
     "window": _window,
     **{f"verify {width}": lambda s, w=width: _verify(fast_blocks, s, w) for width in WIDTHS},
     "verify exact": lambda s: _verify(None, s, WIDTHS[2]),
-    **{f"decode {name}{bits}": lambda s, n=name, b=bits: _packed(n, b, s) for name, bits in KINDS},
+    **{f"decode {name}{bits}": lambda s, n=name, b=bits: _packed(n, b, s) for name, bits in KERNEL_KINDS},
     "uneven": _uneven,
     "pointers": _pointers,
     **ONCE,

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_ext.config.compressor_options import QUANTIZERS
+from sglang_ext.config.compressor_options import GPU_QUANTIZERS, QUANTIZERS
 from sglang_ext.mem_cache.compressors import quantizer
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.formats.packing import Packing
@@ -12,6 +12,8 @@ from sglang_ext.mem_cache.compressed.rotary import Rotary
 
 # Every quantizer with every number of bits that it allows.
 KINDS = [(name, bits) for name, allowed in QUANTIZERS.items() for bits in allowed]
+# Those that have kernels.
+KERNEL_KINDS = [(name, bits) for name, bits in KINDS if name in GPU_QUANTIZERS]
 
 
 def frequencies(dim):

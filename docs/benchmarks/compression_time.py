@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from sglang_ext.bench.quality.named import Named
-from sglang_ext.config.compressor_options import code_bits
+from sglang_ext.config.compressor_options import CPU_QUANTIZERS, code_bits
 from sglang_ext.mem_cache.compressors import ContextKV, Part, create, kept_count, quantizer
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.formats.packing import Packing
@@ -30,7 +30,7 @@ PACKING = ("int8", "int4", "kivi", "kivi:2", "rotatekv", "turboquant:4", "kvquan
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("methods", nargs="*", default=[*DROPPING, *PACKING, "snapkv+kivi"], help="as bench quality names them")
+    add("methods", nargs="*", help="as bench quality names them; all that the device has")
     add("--device", default="cpu")
     add("--model", type=Path, help="folder of a model, whose prefill is timed and whose shapes are taken")
     add("--layers", type=int, default=30)
@@ -112,7 +112,9 @@ def main() -> None:
     args = arguments()
     whole = prefill(args) if args.model else args.prefill_seconds
     print(f"{args.tokens} tokens, {args.layers} layers, {args.kv_heads} KV heads of {args.dim}; prefill {1000 * whole:.1f} ms")
-    for name in args.methods:
+    every = (*DROPPING, *PACKING, "snapkv+kivi")
+    served = every if args.device == "cpu" else tuple(name for name in every if name not in CPU_QUANTIZERS)
+    for name in args.methods or served:
         try:
             took = seconds(copying(args, name), args.device, args.repeats)
         except (RuntimeError, ValueError) as error:

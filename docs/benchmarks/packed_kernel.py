@@ -21,7 +21,6 @@ from sglang_ext.layers.kernels import packed_decode as kernels
 from sglang_ext.mem_cache.compressors import quantizer
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.formats.packing import Packing
-from sglang_ext.mem_cache.compressed.rotary import Rotary
 
 SCALING, CALLS = 128**-0.5, 10
 
@@ -55,8 +54,7 @@ class Setting:
         batch, tokens, tail = options.batch, options.tokens, options.tail
         shape, like = (options.kv_heads, options.dim), {"dtype": torch.bfloat16, "device": "cuda"}
         probe = KVBuffers((0,), (SCALING,), (torch.zeros(1, *shape, **like),), (torch.zeros(1, *shape, **like),))
-        frequencies = 1e6 ** -(torch.arange(0, options.dim, 2, device="cuda") / options.dim)
-        packing = Packing.of(quantizer(method, bits), probe, 1, Rotary(frequencies))
+        packing = Packing.of(quantizer(method, bits), probe, 1)
         packed = packing.packed_slots(tokens)
         slots = torch.randperm(batch * (packed + tail), device="cuda").int().view(batch, -1)
         room = max(slots.numel(), tokens + packed)

@@ -11,6 +11,9 @@ DEFAULT_BUDGET = 0.25
 QUANTIZERS: dict[str, tuple[int, ...]] = {
     "int8": (8,), "int4": (4,), "kivi": (4, 2), "kvquant": (4, 2), "rotatekv": (4, 2), "turboquant": (4, 2),
 }  # fmt: skip
+# Of these, those that have no kernels, and those that have.
+CPU_QUANTIZERS = ("kvquant",)
+GPU_QUANTIZERS = tuple(name for name in QUANTIZERS if name not in CPU_QUANTIZERS)
 # Methods that drop tokens, and whose copies can be packed besides: they hold KV.
 PACKABLE = tuple(name for name in COMPRESSORS if name not in POINTING)
 # All values of --kv-compressor.

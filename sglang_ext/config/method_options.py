@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING
 
 from sglang_ext.config import copy_options
 from sglang_ext.config.compressor_options import (
+    CPU_QUANTIZERS,
     DEFAULT_BUDGET,
+    GPU_QUANTIZERS,
     PACKABLE,
     PREDICTOR,
     SCORES,
@@ -195,6 +197,16 @@ def check_resolved(args: "KVServerArgs") -> None:
     packed = next((offer for offer in found if offer.packs), None)
     if packed is None:
         return
-    named = f"{FIRST if packed is found[0] else MORE} {packed.name}"
-    copies = f"the packed copies of {named}"
+    flag = FIRST if packed is found[0] else MORE
+    _check_has_kernels(args, packed, flag)
+    copies = f"the packed copies of {flag} {packed.name}"
     copy_options.check_resolved(args, copies, f"a compressor that only drops tokens: {others}")
+
+
+def _check_has_kernels(args: "KVServerArgs", packed: Offer, flag: str) -> None:
+    """Refuse a method without kernels on a GPU; ``flag`` names it."""
+    if packed.packs in CPU_QUANTIZERS and args.device != "cpu":
+        raise OptionError(
+            f"--device is {args.device} with {flag} {packed.name}; {packed.packs} packs tokens on a CPU alone, elsewhere "
+            f"{', '.join(GPU_QUANTIZERS)} do. Pass {flag} {packed.name.replace(packed.packs, 'kivi')}, or --device cpu."
+        )

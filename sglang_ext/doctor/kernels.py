@@ -2,12 +2,11 @@
 
 import torch
 
-from sglang_ext.config.compressor_options import QUANTIZERS
+from sglang_ext.config.compressor_options import GPU_QUANTIZERS, QUANTIZERS
 from sglang_ext.doctor.check import Check
 from sglang_ext.mem_cache.compressors import quantizer
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.formats.packing import Packing
-from sglang_ext.mem_cache.compressed.rotary import Rotary
 
 
 def check_kernels(path: str) -> list[Check]:
@@ -36,7 +35,7 @@ def check_kernels(path: str) -> list[Check]:
 
 
 def packed_kernels(dim: int, group: int, dtype: torch.dtype, device: str = "cuda") -> dict[str, list[str]]:
-    """Methods that pack tokens, by what reads their copies and what writes them.
+    """Methods that pack tokens on a GPU, by what reads their copies and what writes them.
 
     Args:
         dim: channels of a head.
@@ -50,9 +49,9 @@ def packed_kernels(dim: int, group: int, dtype: torch.dtype, device: str = "cuda
     found: dict[str, list[str]] = {}
     keys = torch.zeros(1, 1, dim, dtype=dtype, device=device)
     buffers = KVBuffers((0,), (1.0,), (keys,), (keys,))
-    for name, bits in QUANTIZERS.items():
+    for name in GPU_QUANTIZERS:
         try:
-            packing = Packing.of(quantizer(name, bits[0]), buffers, 1, Rotary(torch.ones(dim // 2)))
+            packing = Packing.of(quantizer(name, QUANTIZERS[name][0]), buffers, 1)
         except ValueError:
             found.setdefault("not for such heads", []).append(name)
             continue

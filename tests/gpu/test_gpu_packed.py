@@ -31,7 +31,6 @@ def accept_length(answers):
     ("backend", "compressor", "least"),
     [
         ("flashinfer", "kivi", 4),
-        ("flashinfer", "kvquant", 4),
         ("flashinfer", "int8", 6),
         ("flashinfer", "turboquant --kv-bits 4", 3),
         ("triton", "snapkv+kivi --kv-budget 0.5", 2),

@@ -156,12 +156,36 @@ def test_packed_copies_are_refused_where_attention_cannot_read_them(change, foun
     method_options.check_resolved(args)
 
 
-@pytest.mark.parametrize(("backend", "packs"), [("flashinfer", "kivi"), ("triton", "kvquant"), ("fa3", "snapkv+kvquant")])
+@pytest.mark.parametrize(("backend", "packs"), [("flashinfer", "kivi"), ("triton", "int8"), ("fa3", "snapkv+turboquant")])
 def test_on_a_gpu_packed_copies_are_served(backend, packs):
     args = packed_args(**{**ON_GPU, "attention_backend": backend, "kv_compressor": packs})
     method_options.check_resolved(args)
     vars(args).update(kv_full_tier="host", kv_host_gb=1)
     method_options.check_resolved(args)
+
+
+@pytest.mark.parametrize("device", ["cuda", "xpu"])
+@pytest.mark.parametrize(
+    ("flags", "named", "instead"),
+    [
+        ({"kv_compressor": "kvquant"}, "--kv-compressor kvquant", "--kv-compressor kivi"),
+        ({"kv_compressor": "snapkv+kvquant"}, "--kv-compressor snapkv+kvquant", "--kv-compressor snapkv+kivi"),
+        (
+            {"kv_compressor": "snapkv", "kv_more_compressors": "sink-recent,snapkv+kvquant:0.5"},
+            "--kv-more-compressors snapkv+kvquant:0.5", "--kv-more-compressors snapkv+kivi:0.5",
+        ),
+    ],
+)  # fmt: skip
+def test_what_has_no_kernels_is_served_on_a_cpu_alone(flags, named, instead, device):
+    args = packed_args(**flags)
+    method_options.check_resolved(args)
+    vars(args).update({**ON_GPU, "device": device})
+    with pytest.raises(OptionError) as raised:
+        method_options.check_resolved(args)
+    assert str(raised.value) == (
+        f"--device is {device} with {named}; kvquant packs tokens on a CPU alone, elsewhere int8, int4, kivi, rotatekv, "
+        f"turboquant do. Pass {instead}, or --device cpu."
+    )
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from sglang_ext.config.compressor_options import GPU_QUANTIZERS
 from sglang_ext.doctor import kernels
 from sglang_ext.layers.kernels import packed_decode
 
@@ -26,8 +27,9 @@ def test_kernels_are_named_by_what_they_take(monkeypatch):
     monkeypatch.setattr(packed_decode, "has_tensor_cores", lambda keys: True)
     found = kernels.packed_kernels(128, 16, torch.bfloat16, device="cpu")
     assert found["read by Gluon, packed by a kernel"] == ["int8", "int4", "kivi", "rotatekv"]
-    assert found["read by Triton, packed by a kernel"] == ["kvquant", "turboquant"]
-    assert list(kernels.packed_kernels(96, 1, torch.float16, device="cpu")) == ["read by Triton, packed by PyTorch"]
+    assert found["read by Triton, packed by a kernel"] == ["turboquant"]
+    found = kernels.packed_kernels(96, 1, torch.float16, device="cpu")
+    assert found == {"read by Triton, packed by PyTorch": list(GPU_QUANTIZERS)} and "kvquant" not in GPU_QUANTIZERS
 
 
 def test_the_line_names_gpu_and_shape(folder, monkeypatch):

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from sglang_ext.config.options import OptionError
 from sglang_ext.layers.kernels import pack_blocks
+from sglang_ext.layers.kernels.packed_decode import packed_decode
 from sglang_ext.mem_cache.compressors import quantizer
 from sglang_ext.mem_cache.compressors.kivi import Kivi
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
@@ -40,7 +42,7 @@ def written(packs, monkeypatch, **pool):
     return len(ran), not torch.equal(as_bytes(buffers.keys[0]), before)
 
 
-@pytest.mark.parametrize(("name", "bits"), [("kivi", 2), ("int8", 8), ("rotatekv", 4), ("turboquant", 2), ("kvquant", 4)])
+@pytest.mark.parametrize(("name", "bits"), [("kivi", 2), ("int8", 8), ("rotatekv", 4), ("turboquant", 2)])
 def test_where_buffers_lie_on_a_gpu_the_kernel_packs(name, bits, monkeypatch):
     assert written(quantizer(name, bits), monkeypatch) == (1, False)
     assert written(quantizer(name, bits), monkeypatch, dim=128, dtype=torch.bfloat16) == (1, False)
@@ -50,11 +52,19 @@ def test_where_buffers_lie_on_a_gpu_the_kernel_packs(name, bits, monkeypatch):
     ("packs", "pool"),
     [
         (Coarse(4), {}),
+        (quantizer("kvquant", 4), {}),
         (Kivi(4, block=128), {}),
         (quantizer("int4", 4), {"dim": 32}),
         (quantizer("int8", 8), {"dtype": torch.float64}),
     ],
-    ids=["codes of its own", "long blocks", "small heads", "other numbers"],
+    ids=["codes of its own", "outliers", "long blocks", "small heads", "other numbers"],
 )
 def test_pytorch_packs_what_the_kernel_does_not_take(packs, pool, monkeypatch):
     assert written(packs, monkeypatch, **pool) == (0, True)
+
+
+def test_blocks_with_outliers_are_read_by_no_kernel():
+    buffers, packing = made(quantizer("kvquant", 4))
+    nothing = torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(OptionError, match="blocks of kvquant .* no kernel reads: pass --kv-compressor kivi, or --device cpu"):
+        packed_decode(packing, torch.zeros(1, 1, 64), buffers.keys[0], buffers.values[0], nothing[None], *[nothing] * 3, 0.1)

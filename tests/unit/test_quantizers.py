@@ -6,7 +6,7 @@ import pytest
 import torch
 from packed_helpers import KINDS, attention, meant, packed_pool
 
-from sglang_ext.config.compressor_options import QUANTIZERS
+from sglang_ext.config.compressor_options import CPU_QUANTIZERS, GPU_QUANTIZERS, QUANTIZERS
 from sglang_ext.layers.attention.packed import packed_attention
 from sglang_ext.mem_cache.compressors import method, names, quantizer, quantizers
 from sglang_ext.mem_cache.compressors.kivi import Kivi
@@ -22,6 +22,51 @@ def numbers(heads=2, blocks=2, dim=64):
 
 def test_the_flag_offers_exactly_the_registered_quantizers():
     assert set(QUANTIZERS) == set(quantizers()) and not set(quantizers()) & set(names())
+
+
+def test_those_of_a_cpu_alone_are_those_whose_blocks_no_kernel_reads():
+    plain = {name: packed_pool(name, bits[0], 1, 1).packing.keys.plain for name, bits in QUANTIZERS.items()}
+    assert {name for name in QUANTIZERS if plain[name]} == set(GPU_QUANTIZERS)
+    assert {name for name in QUANTIZERS if not plain[name]} == set(CPU_QUANTIZERS)
+
+
+def test_each_says_how_it_finds_codes_and_none_where_a_kernel_cannot():
+    found = {name: quantizer(name, bits[0]).finding for name, bits in QUANTIZERS.items()}
+    evenly = dict.fromkeys(("int8", "int4", "kivi", "rotatekv"), "evenly")
+    assert found == {**evenly, "turboquant": "levels", "kvquant": None}
+
+
+def test_codes_of_its_own_are_no_kernels_unless_a_class_says_so():
+    class Same(TurboQuant):
+        def rotation(self, dim):
+            return torch.eye(dim)
+
+    class Own(TurboQuant):
+        def quantize(self, numbers, grid):
+            return super().quantize(numbers.round(), grid)
+
+    class OfOwn(Own):
+        pass
+
+    class Told(Kivi):
+        finding = "evenly"
+
+        def quantize(self, numbers, grid):
+            return super().quantize(numbers, grid)
+
+    class OfTold(Told):
+        def quantize(self, numbers, grid):
+            return super().quantize(numbers.round(), grid)
+
+    class Rounding:
+        def quantize(self, numbers, grid):
+            return super().quantize(numbers.round(), grid)
+
+    class Mixed(Rounding, Kivi):
+        pass
+
+    found = [made.finding for made in (Same, Own, OfOwn, Told, OfTold, Mixed)]
+    assert found == ["levels", None, None, "evenly", None, None]
 
 
 def test_a_method_selects_then_packs():

@@ -1,8 +1,7 @@
 """Pack what each KV head keeps into the blocks of a compressed copy (packed_layout.py): a launch for keys, one for values.
 
 A program packs blocks of one head of one layer. Codes, scales and zero points are those that PyTorch finds
-(compressors/quantizer.py, turboquant.py), within rounding: a number halfway between two codes may get the other one. Blocks with
-outliers have a kernel of their own (pack_outliers.py).
+(compressors/quantizer.py, turboquant.py), within rounding: a number halfway between two codes may get the other one.
 """
 
 import torch
@@ -10,19 +9,12 @@ import triton
 import triton.language as tl
 
 from sglang_ext.layers.kernels.fitting import launch_fitting
-from sglang_ext.layers.kernels.pack_outliers import launch_apart
-from sglang_ext.layers.kernels.pack_stores import ROUNDING, rounded, store_codes, store_parameters
-from sglang_ext.mem_cache.compressors.kvquant import KVQuant
-from sglang_ext.mem_cache.compressors.quantizer import Quantizer
-from sglang_ext.mem_cache.compressors.turboquant import TurboQuant
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.formats.packed_layout import Layout
 from sglang_ext.mem_cache.compressed.formats.packing import Packing
 
 # What kernels pack: channels of a head, tokens of a block, dtypes of a pool.
 DIMS, TOKENS, DTYPES = (64, 128), 64, (torch.bfloat16, torch.float16, torch.float32)
-# How they find codes. A method that finds them otherwise stays with PyTorch.
-EVENLY, BY_LEVELS, APART = Quantizer.quantize, TurboQuant.quantize, KVQuant.quantize
 # Blocks that a program packs, one after the other; those that rotate read the rotation once for all of them.
 BLOCKS, ROTATED_BLOCKS = 1, 8
 # With so many warps registers suffice, of pools of 16 bits and of 32; with one stage of loads two programs that rotate 16 bits
@@ -32,14 +24,44 @@ WARPS, WIDE_WARPS, STAGES = 4, 8, 1
 ROTATED_PART = 32
 # The smallest float16.
 SMALLEST = tl.constexpr(2.0**-24)
+# The greatest float16, and what rounds a small float32 that is added to it to an integer, ties to even: the lowest bits of the
+# sum hold it.
+LARGEST, ROUNDING = tl.constexpr(65504.0), tl.constexpr(1.5 * 2**23)
+
+
+@triton.jit
+def _rounded(parameter):
+    """Scales and zero points as they are read again: of float16, finite."""
+    return tl.minimum(tl.maximum(parameter, -LARGEST), LARGEST).to(tl.float16).to(tl.float32)
+
+
+@triton.jit
+def _store_codes(codes, head_bytes, slots, slot_bytes, BITS: tl.constexpr, CELL: tl.constexpr):
+    """Codes, int32 [tokens, dim], as bytes, into a head's cells in ``slots``."""
+    TOKENS: tl.constexpr = codes.shape[0]
+    PARTS: tl.constexpr = 8 // BITS
+    BYTES: tl.constexpr = codes.shape[1] // PARTS
+    shifts = tl.arange(0, PARTS) * BITS
+    packed = tl.sum(tl.reshape(codes, (TOKENS, PARTS, BYTES)) << shifts[None, :, None], 1)
+    token, column = tl.arange(0, TOKENS), tl.arange(0, BYTES)
+    cell = head_bytes + tl.load(slots + token * BYTES // CELL) * slot_bytes + token * BYTES % CELL
+    tl.store(cell[:, None] + column[None, :], packed.to(tl.uint8))
+
+
+@triton.jit
+def _store_parameters(parameters, head_bytes, slots, slot_bytes, FIRST: tl.constexpr, CELL: tl.constexpr):
+    """Numbers of one axis into a head's cells, beginning ``FIRST`` bytes after its first."""
+    byte = FIRST + parameters.dtype.primitive_bitwidth // 8 * tl.arange(0, parameters.shape[0])
+    cell = head_bytes + tl.load(slots + byte // CELL) * slot_bytes + byte % CELL
+    tl.store(cell.to(tl.pointer_type(parameters.dtype)), parameters)
 
 
 @triton.jit
 def _evenly(groups, LAST: tl.constexpr):
     """Codes of ``groups``, float32 of four axes, which share scales along the second and the fourth; scales; zero points."""
-    zero = rounded(tl.min(tl.min(groups, 3, keep_dims=True), 1, keep_dims=True))
+    zero = _rounded(tl.min(tl.min(groups, 3, keep_dims=True), 1, keep_dims=True))
     most = tl.max(tl.max(groups, 3, keep_dims=True), 1, keep_dims=True)
-    scale = rounded((most - zero) * (1.0 / LAST))
+    scale = _rounded((most - zero) * (1.0 / LAST))
     # One division for a group, not for each number; where the scale is 0, all codes mean the same.
     steps = (groups - zero) * (1.0 / tl.maximum(scale, SMALLEST))
     steps = tl.minimum(tl.maximum(steps, 0.0), LAST * 1.0) + ROUNDING
@@ -55,7 +77,7 @@ def _by_levels(groups, thresholds, LAST: tl.constexpr):
     codes = tl.zeros_like(groups) + ROUNDING
     for level in tl.static_range(LAST):
         codes += tl.where(groups > tl.load(thresholds + level) * bound, 1.0, 0.0)
-    return codes.to(tl.int32, bitcast=True) & LAST, rounded(norm), tl.zeros_like(norm)
+    return codes.to(tl.int32, bitcast=True) & LAST, _rounded(norm), tl.zeros_like(norm)
 
 
 @triton.jit
@@ -124,18 +146,16 @@ def pack_tiles(
         else:
             codes, scale, zero = _by_levels(groups, thresholds, (1 << BITS) - 1)
         cells, slots = buffer.to(tl.pointer_type(tl.uint8)), targets + block * SLOTS
-        store_codes(tl.reshape(codes, (TOKENS, DIM)), cells, slots, slot_stride * SIZE, BITS, CELL)
-        store_parameters(tl.reshape(scale, (COUNT,)).to(tl.float16), cells, slots, slot_stride * SIZE, CODES, CELL)
-        store_parameters(tl.reshape(zero, (COUNT,)).to(tl.float16), cells, slots, slot_stride * SIZE, CODES + 2 * COUNT, CELL)
+        _store_codes(tl.reshape(codes, (TOKENS, DIM)), cells, slots, slot_stride * SIZE, BITS, CELL)
+        _store_parameters(tl.reshape(scale, (COUNT,)).to(tl.float16), cells, slots, slot_stride * SIZE, CODES, CELL)
+        _store_parameters(tl.reshape(zero, (COUNT,)).to(tl.float16), cells, slots, slot_stride * SIZE, CODES + 2 * COUNT, CELL)
 
 
 def takes(packing: Packing, buffers: KVBuffers) -> bool:
     """Whether kernels pack so, into such buffers; PyTorch packs everything."""
     layouts, pools = (packing.keys, packing.values), (buffers.keys[0], buffers.values[0])
-    finds = type(packing.quantizer).quantize
-    known = finds is APART or (finds in (EVENLY, BY_LEVELS) and all(layout.plain for layout in layouts))
-    fits = all(layout.dim in DIMS and layout.tokens == TOKENS for layout in layouts)
-    return known and fits and all(pool.dtype in DTYPES for pool in pools)
+    fits = all(layout.plain and layout.dim in DIMS and layout.tokens == TOKENS for layout in layouts)
+    return packing.quantizer.finding is not None and fits and all(pool.dtype in DTYPES for pool in pools)
 
 
 def pack_blocks(
@@ -153,14 +173,10 @@ def pack_blocks(
     tables = (buffers.key_table, buffers.value_table)
     kinds = zip(tables, (buffers.keys[0], buffers.values[0]), (packing.keys, packing.values), strict=True)
     kept = kept.contiguous()
-    finds = type(packing.quantizer).quantize
     rotations, levels = packing.rotations(kept.device), packing.levels(kept.device)
     for (table, like, layout), rotation, meanings in zip(kinds, rotations, levels, strict=True):
-        if finds is APART:
-            launch_apart(packing, table, like, layout, meanings, kept, sources, targets)
-            continue
         rotation = None if rotation is None else rotation.contiguous()
-        thresholds = (meanings[1:] + meanings[:-1]) / 2 if finds is BY_LEVELS else None
+        thresholds = (meanings[1:] + meanings[:-1]) / 2 if packing.quantizer.finding == "levels" else None
         _launch(table, like, layout, packing.block_slots, kept, sources, targets, rotation, thresholds)
 
 

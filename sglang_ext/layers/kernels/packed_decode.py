@@ -2,17 +2,18 @@
 
 Programs of a request's first splits read its packed blocks, those of the others its exact tokens; a second kernel joins what
 they found by log-sum-exp. What comes of packed and of exact tokens is summed apart where the former has to be rotated
-back. The splits' kernel is gluon/packed.py's where it takes the blocks (:func:`fragments`), whole_attention.py's where they hold
-more than codes, scales and zero points, else packed_attention.py's.
+back. The splits' kernel is gluon/packed.py's where it takes the blocks (:func:`fragments`), else packed_attention.py's. Blocks
+that hold more than codes, scales and zero points have none.
 """
 
 import torch
 
+from sglang_ext.config.options import OptionError
 from sglang_ext.layers.kernels.flash_parts import Parts
 from sglang_ext.layers.kernels.gluon import waves
 from sglang_ext.layers.kernels.gluon.constants import Fragments
 from sglang_ext.layers.kernels.gluon.fragments import TOKENS
-from sglang_ext.layers.kernels.packed_launches import Call, launch_gluon, launch_triton, launch_whole
+from sglang_ext.layers.kernels.packed_launches import Call, launch_gluon, launch_triton
 from sglang_ext.mem_cache.compressed.formats.packing import Packing
 
 # Tokens that share a channel's scale, sizes of a head, and most queries that share a KV head, in the Gluon kernel.
@@ -85,21 +86,24 @@ def packed_decode(
         splits: parts of the blocks, and of the exact tokens, that are read at the same time.
 
     Raises:
-        OptionError: no tiles of such heads fit the GPU.
+        OptionError: no tiles of such heads fit the GPU, or blocks hold what no kernel reads.
     """
+    if not (packing.keys.plain and packing.values.plain):
+        raise OptionError(
+            f"blocks of {type(packing.quantizer).__name__.lower()} hold outliers, or keys from before rotary embedding, which no "
+            "kernel reads: pass --kv-compressor kivi, or --device cpu"
+        )
     to_keys, to_values = packing.rotations(queries.device)
     queries = queries.contiguous()
     rotated = queries if to_keys is None else queries.float() @ to_keys
     table = token_table, token_table.stride(0), rows, lengths, packed_slots
     parts = Parts(queries, values.shape[2], splits)
     call = Call(packing, queries, rotated, keys, values, table, scaling, parts)
-    constants, fast = fragments(packing, keys, values, call.group), speaks_ptx(keys) and keys.element_size() == 2
+    constants = fragments(packing, keys, values, call.group)
     if constants is not None:
         launch_gluon(call, constants)
-    elif packing.keys.plain and packing.values.plain:
-        launch_triton(call, fast)
     else:
-        launch_whole(call, fast)
+        launch_triton(call, fast=speaks_ptx(keys) and keys.element_size() == 2)
     if to_values is None:
         return parts.joined()
     far, near = parts.apart()

@@ -8,19 +8,16 @@ import triton
 
 from sglang_ext.layers.kernels.fitting import launch_fitting, shape_name
 from sglang_ext.layers.kernels.flash_parts import Parts
-from sglang_ext.layers.kernels.flash_tiles import MOST_ROWS, Tile, tiles
+from sglang_ext.layers.kernels.flash_tiles import Tile, tiles
 from sglang_ext.layers.kernels.gluon.constants import Fragments
 from sglang_ext.layers.kernels.gluon.packed import packed_splits_gluon
 from sglang_ext.layers.kernels.packed_attention import packed_splits
-from sglang_ext.layers.kernels.whole_attention import whole_splits
-from sglang_ext.layers.kernels.whole_blocks import polynomial
 from sglang_ext.mem_cache.compressed.formats.packing import Packing, as_bytes
 
 # Found on an H200: programs of one warp do best, with so many tokens in a step where scales of keys are a token's, or are a
-# channel's; and so many exact tokens. Not tried there: programs that make whole blocks at once, of four.
+# channel's; and so many exact tokens.
 BY_TOKEN, BY_CHANNEL, EXACT = 64, 32, 32
 WARPS = 1
-WHOLE_WARPS = 4
 # Steps that are loaded ahead, and queries for which one warp's registers suffice.
 STAGES, PACKED_ROWS = 3, 16
 # Options of the Gluon kernel's compiler.
@@ -28,8 +25,8 @@ GLUON_OPTIONS = {"num_warps": 1}
 
 
 def _padded(count: int) -> int:
-    """As many, or more, as a tile may have along an axis; 0 of none."""
-    return max(16, triton.next_power_of_2(count)) if count else 0
+    """As many, or more, as a tile may have along an axis."""
+    return max(16, triton.next_power_of_2(count))
 
 
 @dataclass(frozen=True)
@@ -115,28 +112,3 @@ def launch_triton(call: Call, fast: bool) -> None:
     # Where tokens share scales, a step is of whole groups of them.
     choices = tiles(call.group, PACKED_ROWS, BY_CHANNEL if by_channel else BY_TOKEN, STAGES, fewest_rows=8)
     call.launch("packed", [tile for tile in choices if not by_channel or tile.tokens == BY_CHANNEL], with_tile)
-
-
-def launch_whole(call: Call, fast: bool) -> None:
-    """whole_attention.py's kernel; ``fast``: as its ``cosine_and_sine`` has it."""
-    keys, values, packing, dim = call.keys, call.values, call.packing, call.queries.shape[2]
-    key, value, rotary, kv_heads = packing.keys, packing.values, packing.rotary, keys.shape[1]
-    # Without a rotary embedding the kernel reads no steps.
-    steps = rotary.steps_on(keys.device, dim) if key.positions else call.parts.lse
-
-    def with_tile(tile: Tile) -> None:
-        whole_splits[call.grid(tile.rows)](
-            call.queries, call.rotated, keys, values, as_bytes(keys), keys.view(torch.float16), keys.view(torch.int16),
-            keys.view(torch.int32), as_bytes(values), values.view(torch.float16), values.view(torch.int16), steps,
-            *polynomial(packing.quantizer, dim), *call.rows, *call.outcome, HEADS=kv_heads, GROUP=call.group, M=tile.rows,
-            DIM=dim, PADDED_DIM=triton.next_power_of_2(dim), COLUMNS=_padded(dim // 2), VALUE_COLUMNS=_padded(value.dim // 2),
-            BITS=key.bits, TOKENS=key.tokens, BLOCK_SLOTS=packing.block_slots, CODE_CELLS=key.code_cells, KEY_CELL=key.cell_bytes,
-            VALUE_CELL=value.cell_bytes, KEY_SHARING=key.grid.tokens, KEY_CHANNELS=key.grid.channels,
-            VALUE_CHANNELS=value.grid.channels, OUTLIERS=key.outliers, VALUE_OUTLIERS=value.outliers,
-            PLACES=_padded(key.outliers), VALUE_PLACES=_padded(value.outliers),
-            PAIRS=len(rotary.frequencies) if key.positions else 0, INTERLEAVED=key.positions and rotary.interleaved, FAST=fast,
-            EXACT=call.parts.splits[1], N=min(EXACT, tile.tokens), num_warps=WHOLE_WARPS, num_stages=tile.stages,
-            **call.parts.shape,
-        )  # fmt: skip
-
-    call.launch("whole", tiles(call.group, MOST_ROWS, EXACT, STAGES, fewest_rows=8), with_tile)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import torch
 
@@ -34,13 +34,6 @@ class Rotary:
     def steps(self) -> torch.Tensor:
         """The frequencies in steps of a turn: int64 [pairs], 0 to ``TURN - 1``."""
         return (self.frequencies.double() * (TURN / math.tau)).round().long() % TURN
-
-    def steps_on(self, device: torch.device, dim: int) -> torch.Tensor:
-        """Steps of each of ``dim`` channels: those of its pair, forwards of first ones, backwards of second ones; 0 of others.
-
-        int32 [dim], at most half a turn either way, on ``device``; made there once, so that later calls do not wait for it.
-        """
-        return _steps_of_channels(self, device, dim)
 
     def unrotated(self, vectors: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Vectors as they were before rotary embedding at ``positions``.
@@ -81,14 +74,6 @@ class Rotary:
         turned = torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1)
         turned = turned if self.interleaved else turned.transpose(-1, -2)
         return torch.cat([turned.flatten(-2), rest], dim=-1)
-
-
-@lru_cache(maxsize=None)
-def _steps_of_channels(rotary: Rotary, device: torch.device, dim: int) -> torch.Tensor:
-    steps = rotary.steps.to(device)
-    # What overflows are whole turns.
-    pairs = torch.stack([steps, -steps], dim=-1 if rotary.interleaved else 0).flatten().int()
-    return torch.nn.functional.pad(pairs, (0, dim - len(pairs)))
 
 
 def rotary_of(model: torch.nn.Module, is_attention: Callable[[torch.nn.Module], bool], compressor: str) -> Rotary:

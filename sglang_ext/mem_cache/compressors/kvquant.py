@@ -1,4 +1,7 @@
-"""KVQuant (Hooper et al. 2024, arXiv 2401.18079): keys before rotary embedding, non-uniform levels, outliers apart."""
+"""KVQuant (Hooper et al. 2024, arXiv 2401.18079): keys before rotary embedding, non-uniform levels, outliers apart.
+
+For a CPU: no kernel packs or reads such blocks.
+"""
 
 import math
 from dataclasses import dataclass
@@ -8,7 +11,6 @@ from typing import ClassVar
 import numpy
 import torch
 
-from sglang_ext.mem_cache.compressors.odd_polynomial import odd_polynomial
 from sglang_ext.mem_cache.compressors.quantizer import Quantizer, grouped, meant, register_quantizer, squeezed, stored
 from sglang_ext.mem_cache.compressed.formats.packed_layout import Grid, Outliers, Quantized
 
@@ -94,6 +96,27 @@ def rounding(count: int) -> tuple[float, float, float]:
     return odd_polynomial(levels[1:] + levels[:-1] - 1, middle, ROUNDING_ERROR)
 
 
+def odd_polynomial(places: torch.Tensor, values: torch.Tensor, error: float) -> tuple[float, float, float]:
+    """``(a, b, c)`` with ``x * (a + x ** 2 * (b + x ** 2 * c))`` within ``error`` of ``values``; of the lowest degree that is.
+
+    Args:
+        places, values: float64 [count]; both symmetrical about 0, else there is none.
+
+    Raises:
+        ValueError: none comes so near.
+    """
+    for count in (1, 2, 3):
+        powers = torch.stack([places ** (2 * power + 1) for power in range(count)], -1)
+        found = torch.linalg.lstsq(powers, values[:, None], driver="gelsd").solution[:, 0]
+        off = float((powers @ found - values).abs().max())
+        if off <= error:
+            return tuple(found.tolist() + [0.0] * (3 - count))
+    raise ValueError(
+        f"values {values.tolist()} at {places.tolist()} are {off:.0e} off the nearest odd polynomial of fifth degree; allowed "
+        f"are {error:.0e}: give values that are symmetrical about 0, and nearly even"
+    )
+
+
 def codes_of(shares: torch.Tensor, count: int) -> torch.Tensor:
     """Which of :func:`levels_of` lies nearest to each share, float32, 0 to 1: uint8; ``shares`` change."""
     linear, cubic, fifth = rounding(count)
@@ -118,23 +141,18 @@ def farthest(numbers: torch.Tensor, grid: Grid, count: int) -> torch.Tensor:
     distances = squares.div_(deviation.clamp_(min=SMALLEST)).reshape(numbers.shape).flatten(2)
     # Without their signs they are ordered as their bits are; what is no number is farthest.
     bits = distances.view(torch.int32) & 0x7FFFFFFF
-    return greatest_on_host(bits, count) if bits.is_cpu else greatest(bits, count)
+    return greatest(bits, count)
 
 
 def greatest(numbers: torch.Tensor, count: int) -> torch.Tensor:
     """Places of the ``count`` greatest along the last axis, ascending; of equal ones the first.
 
+    numpy finds the least of the greatest several times as fast as PyTorch does.
+
     Args:
-        numbers: int32, not negative; the host does not wait for the device that they are on.
+        numbers: int32, not negative, on a CPU.
         count: of each row.
     """
-    last = numbers.shape[-1] - 1
-    ordered = (numbers.long() << 32) + torch.arange(last, -1, -1, device=numbers.device)
-    return last - (ordered.topk(count, -1).values & 0xFFFFFFFF).sort(-1, descending=True).values
-
-
-def greatest_on_host(numbers: torch.Tensor, count: int) -> torch.Tensor:
-    """The same on a CPU, where numpy finds the least of the greatest several times as fast as PyTorch does."""
     size = numbers.shape[-1]
     least = torch.from_numpy(numpy.partition(numbers.numpy(), size - count, -1)[..., size - count, None])
     chosen = numbers >= least

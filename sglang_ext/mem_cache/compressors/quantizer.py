@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 
@@ -18,6 +18,9 @@ from sglang_ext.mem_cache.compressed.formats.packed_layout import PARAMETER, Gri
 
 # Bounds of float16: scales and zero points stay finite.
 LARGEST = torch.finfo(PARAMETER).max
+# How codes are found where a kernel can, too: evenly over the range of a group, as Quantizer.quantize does, or as the nearest of
+# the levels, for vectors over their lengths, which are the scales, as TurboQuant.quantize does.
+Finding = Literal["evenly", "levels"]
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,8 @@ class Quantizer(ABC):
         sinks: first tokens of a context that are not quantized: much attention goes to them, whatever is asked
             (docs/benchmarks.md).
         before_rotary: whether it takes keys as they were before rotary embedding; models without a known one are refused then.
+        finding: what :meth:`quantize` does, for a kernel that does the same on a GPU; None where PyTorch alone finds the codes. A
+            class with a :meth:`quantize` of its own has None unless it says otherwise.
     """
 
     bits: int
@@ -38,6 +43,13 @@ class Quantizer(ABC):
     recent: int = 0
     sinks: int = 4
     before_rotary: ClassVar[bool] = False
+    finding: ClassVar[Finding | None] = "evenly"
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        nearest_to_say = next(vars(base) for base in cls.__mro__ if {"finding", "quantize"} & vars(base).keys())
+        if "finding" not in nearest_to_say:
+            cls.finding = None
 
     @abstractmethod
     def key_grid(self, dim: int) -> Grid:

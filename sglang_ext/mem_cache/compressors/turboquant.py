@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import ClassVar
 
 import torch
 
-from sglang_ext.mem_cache.compressors.quantizer import Quantizer, nearest, register_quantizer, stored
+from sglang_ext.mem_cache.compressors.quantizer import Finding, Quantizer, nearest, register_quantizer, stored
 from sglang_ext.mem_cache.compressed.formats.packed_layout import Grid, Quantized
 
 # Of the rotation; all ranks and all copies have the same one.
@@ -18,6 +19,8 @@ POINTS, ROUNDS = 1 << 15, 2000
 @dataclass(frozen=True)
 class TurboQuant(Quantizer):
     """The variant for least squared error (algorithm 1): a norm for each token and head, and levels for the coordinates."""
+
+    finding: ClassVar[Finding | None] = "levels"
 
     def key_grid(self, dim: int) -> Grid:
         """One token, all channels."""
