@@ -91,3 +91,22 @@ def test_a_link_to_nothing_is_found(tmp_path):
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=name)
 def test_no_page_names_a_flag_that_is_gone(page):
     assert not [flag for flag in REMOVED if flag in page.read_text()]
+
+
+NAMED = re.compile(r"`((?:[\w-]+/)*\w+\.py)(?::([\w.]+))?`")
+
+
+@pytest.mark.parametrize("page", [DOCS / "architecture.md", *sorted((DOCS / "guides").glob("*.md"))], ids=name)
+def test_each_file_and_name_of_the_code_that_is_named_exists(page):
+    package = ROOT / "sglang_ext"
+    files = {path.relative_to(package).as_posix(): path for path in package.rglob("*.py")}
+    files |= {path.relative_to(ROOT).as_posix(): path for folder in ("sglang_ext", "tests", "examples", "docs") for path in (ROOT / folder).rglob("*.py")}
+    wrong = []
+    for file, inside in NAMED.findall(page.read_text()):
+        if file.startswith("srt/"):
+            continue
+        # A name without a folder stands for one that was named with it before.
+        found = [path for key, path in files.items() if key == file or ("/" not in file and key.endswith(f"/{file}"))]
+        if not found or (inside and not any(re.search(rf"\b{inside.split('.')[-1]}\b", path.read_text()) for path in found)):
+            wrong.append(f"{file}:{inside}")
+    assert not wrong, ", ".join(wrong)

@@ -1,7 +1,7 @@
 """The one loop of verified and lossy decoding: steps of all requests, then the verifications of those whose turn it is.
 
 A round is one call of SGLang's scheduler. Its steps replay the target model's graphs of one token a request, its verifications
-graphs of their own (verify_graphs.py). Nothing in a round waits for the device, but for drafts under a grammar, so SGLang's
+graphs of their own (verify_graphs.py). Nothing in a round waits for the device, but for drafts under a grammar and for log-probabilities, so SGLang's
 scheduler stays overlapped: it prepares the next round while one runs. Drafts that are not verified in their round gather on the
 device; where full KV is in host memory, verifications are spread over the rounds, so that the link is never congested (VeriCache,
 section 5: cross-resource staggering).

@@ -1,6 +1,6 @@
 """Whose full KV is there for a verification, where all of it lies on the device: everybody's.
 
-``managers/verifications.py`` has the same methods for full KV that comes from host memory.
+``managers/offload/verifications.py`` has the same methods for full KV that comes from host memory.
 """
 
 from contextlib import AbstractContextManager, nullcontext
