@@ -60,7 +60,8 @@ def test_company_that_cannot_draft_changes_nobodys_answer(stock, host, prompts):
     assert [r["output_ids"] for r in answers] == [r["output_ids"] for r in expected]
     values = [[value for value, *_ in r[2]["meta_info"]["output_token_logprobs"]] for r in (found, expected)]
     assert values[0] == pytest.approx(values[1], abs=1e-3)
-    assert [r["meta_info"]["kv_fallback"] for r in found[3:5]] == ["penalty", "grammar"]
+    assert [r["meta_info"]["kv_fallback"] for r in found[3:5]] == ["penalty", None]
+    assert found[4]["meta_info"]["kv_drafts"] > 0, "a grammar is drafted, too"
 
 
 def test_requests_with_one_beginning_share_its_copy_and_its_loads(stock, host, prompts):
