@@ -44,16 +44,3 @@ def test_a_grammar_drafts_and_its_neighbour_too(stock, crowded, prompts):
     assert_same_answers(expected[0], found[0], None)
     assert found[1]["output_ids"] == expected[1]["output_ids"]
     assert all(answer["meta_info"]["kv_drafts"] > 0 for answer in found)
-
-
-def test_stops_lengths_and_samples_end_where_stocks_do(stock, crowded, prompts, expected):
-    options = [
-        greedy(9, ignore_eos=False, stop_token_ids=[expected[0][7]]),
-        greedy(1),
-        greedy(24, stop=["return", "the"]),
-        greedy(12, n=2),
-    ]
-    for body in options:
-        body["input_ids"] = prompts[0]
-        theirs, ours = stock.ask(**body), crowded.ask(**body)
-        assert_same_answers(theirs, ours, (ours if isinstance(ours, dict) else ours[0])["meta_info"]["kv_fallback"])

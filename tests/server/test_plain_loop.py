@@ -1,6 +1,5 @@
 """Rounds in SGLang's plain loop (--disable-overlap-schedule) give stock's answers too."""
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -21,7 +20,6 @@ def test_greedy_output_is_stocks_cold_and_warm(plain, prompts, expected):
     "more",
     [
         {"regex": r"[0-9]{3}-[a-z]{4,12}", "ignore_eos": False},
-        {"json_schema": json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}})},
         {"stop": ["return", "the"]},
     ],
     ids=first_name,
