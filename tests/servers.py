@@ -20,12 +20,11 @@ STOCK = ("--enable-deterministic-inference", "--enable-custom-logit-processor", 
 DRAFTING = (*STOCK, "--kv-mode", "verified", "--kv-budget", "0.25", "--kv-draft-length", "8", "--enable-metrics")
 # What users run, in SGLang's overlapped loop.
 VERIFIED = DRAFTING
-# A result is processed before the next round is built.
-PLAIN = (*DRAFTING, "--disable-overlap-schedule")
 PAGED = (
     *("--kv-mode", "verified", "--kv-compressor", "sink-recent", "--kv-budget", "0.125"),
     *("--page-size", "16", "--chunked-prefill-size", "256", "--kv-draft-length", "8",),
-    *("--max-total-tokens", "16384"),
+    # SGLang's plain loop: a result is processed before the next round is built.
+    *("--max-total-tokens", "16384", "--disable-overlap-schedule"),
 )
 # Two methods that drop tokens, and one that packs them, which serves whoever asks for none.
 SEVERAL = (

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from servers import CROWDED, EXPECTED_TOKENS, LEFT, PAGED, PLAIN, SEVERAL, STOCK, STRICT, VERIFIED, Server, greedy
+from servers import CROWDED, EXPECTED_TOKENS, LEFT, PAGED, SEVERAL, STOCK, STRICT, VERIFIED, Server, greedy
 
 # Fixtures of servers that several tests share, in the order in which these tests run.
-SHARED = ("verified", "plain", "paged", "crowded", "several")
+SHARED = ("verified", "paged", "crowded", "several")
 # Fixtures of answers that stock gives once a run.
 ANSWERS = ("expected", "penalized", "worded", "continued")
 
@@ -55,12 +55,6 @@ def stock(request: pytest.FixtureRequest, launch: Callable[..., Server]) -> Serv
 def verified(stock: Server, launch: Callable[..., Server]) -> Server:
     """Stock's flags, and verified decoding on a quarter of the KV."""
     return launch(*VERIFIED)
-
-
-@pytest.fixture
-def plain(stock: Server, launch: Callable[..., Server]) -> Server:
-    """The same in SGLang's plain loop, with strict checks."""
-    return launch(*PLAIN, env=STRICT)
 
 
 @pytest.fixture

@@ -8,13 +8,6 @@ from sglang_ext.bench.soak import server_environment
 pytestmark = pytest.mark.server
 
 
-def test_pages_of_16_with_chunked_prefill_and_sink_recent(paged, prompts, expected):
-    for cold in (True, False):
-        found = paged.ask_all(prompts, 3, cold, **greedy(EXPECTED_TOKENS))
-        assert [r["output_ids"] for r in found] == expected
-        assert all(r["meta_info"]["kv_drafts"] > 0 for r in found)
-
-
 @pytest.fixture
 def retracting(launch):
     """A server with a pool too small for all requests, which retracts one every few steps."""
@@ -42,10 +35,9 @@ def test_a_retracted_request_keeps_what_it_was_penalized_for(retracting, prompts
 
 def test_a_retracted_request_goes_on_in_its_grammar_where_it_was(retracting, prompts, worded):
     body, theirs = worded
-    for _ in range(2):
-        ours, _ = retracting.ask_beside({"input_ids": prompts[2], **greedy(120)}, **body)
-        assert_same_answers(theirs, ours, None)
-        assert ours["meta_info"]["num_retractions"] > 0
+    ours, _ = retracting.ask_beside({"input_ids": prompts[2], **greedy(120)}, **body)
+    assert_same_answers(theirs, ours, None)
+    assert ours["meta_info"]["num_retractions"] > 0
 
 
 def test_lossy_serves_the_compressed_view_and_leaves_the_prefix_tree_exact(launch, prompts, expected):
