@@ -1,5 +1,6 @@
 """Forwards of the target model over views: the input tokens, where they lie, what they attend to."""
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -147,6 +148,19 @@ def base(batch: "ScheduleBatch", inputs: Inputs) -> ForwardBatch:
         rids=[req.rid for req in batch.reqs],
         num_token_non_padded_cpu=len(inputs.tokens),
     )
+
+
+def of_requests(batch: "ScheduleBatch", requests: list[int], where: torch.Tensor) -> "ScheduleBatch":
+    """What a forward reads of a batch, of some of its requests; the batch itself stays as it is.
+
+    Args:
+        requests: their places.
+        where: the same, int64 on the device.
+    """
+    part = copy.copy(batch)
+    part.reqs = [batch.reqs[i] for i in requests]
+    part.seq_lens, part.req_pool_indices = batch.seq_lens[where], batch.req_pool_indices[where]
+    return part
 
 
 def prepare_lora(model_runner: "ModelRunner", forward: ForwardBatch, counts: list[int]) -> None:

@@ -326,7 +326,7 @@ def test_a_captured_verification_is_aimed_before_it_is_replayed():
     steps = SimpleNamespace(slots=lambda *_: torch.zeros(2, 5), verifying=lambda *_: draw)
     verifier = Verifier(worker, steps, SimpleNamespace(fit=lambda count, width: graph), None)
     planned = plan(asked := batch([200, 300]), states(2), 3)
-    part = verifier.verify(asked, planned, [0, 1], torch.tensor([[1, 2, 3], [1, 2, 3]]))
+    part = verifier.verify(asked, planned, [0, 1], torch.tensor([[1, 2, 3], [1, 2, 3]]), None)
     assert seen == [(Recorded(1, 0, 5, 200), Recorded(2, 5, 10, 300)), "replay"]
     assert part.answers.accepted.tolist() == [4, 3] and part.answers.width == 5, "the graph is wider than the drafts"
 

@@ -46,7 +46,7 @@ class Spent(NamedTuple):
         copying: until drafting or decoding began.
         drafting: of all drafts.
         whole: from where drafting or decoding began to the next iteration.
-        share: of the requests that drafted on copies, in a trial; the others drafted on full KV.
+        share: of the requests that drafted on copies, in a trial; the others answered on full KV.
     """
 
     drafts: int

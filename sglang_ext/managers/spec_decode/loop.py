@@ -1,10 +1,10 @@
 """The one loop of verified and lossy decoding: steps of all requests, then the verifications of those whose turn it is.
 
 A round is one call of SGLang's scheduler. Its steps replay the target model's graphs of one token a request, its verifications
-graphs of their own (verify_graphs.py). Nothing in a round waits for the device, but for drafts under a grammar and for log-probabilities, so SGLang's
-scheduler stays overlapped: it prepares the next round while one runs. Drafts that are not verified in their round gather on the
-device; where full KV is in host memory, verifications are spread over the rounds, so that the link is never congested (VeriCache,
-section 5: cross-resource staggering).
+graphs of their own (verify_graphs.py). Nothing in a round waits for the device, but for drafts under a grammar and for
+log-probabilities, so SGLang's scheduler stays overlapped: it prepares the next round while one runs. Drafts that are not verified
+in their round gather on the device; where full KV is in host memory, verifications are spread over the rounds, so that the link is
+never congested (VeriCache, section 5: cross-resource staggering).
 """
 
 import logging
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from sglang_ext.managers.offload.verifications import Verifications
     from sglang_ext.managers.worker import KVWorker
 
+logger = logging.getLogger(__name__)
 
 # Rounds after which the optimum of what leaves the device is looked for again: times, acceptance and the link change slowly.
 PLACE_AFTER = 8
@@ -93,11 +94,11 @@ class DecodeLoop:
         if lengths is not None and on_publish is not None:
             # Before the forwards: the scheduler shall prepare the next round while they run.
             on_publish(lengths)
-        steps, drafts = self._step(batch, round_)
+        steps, tokens = self._step(batch, round_)
         self.pace.drafted()
-        parts = [self.verifier.verify(batch, round_, part, self._drafts_of(batch, round_, part, drafts)) for part in round_.parts]
+        parts = [self.verifier.verify(batch, round_, part, tokens, self.gathered) for part in round_.parts]
         if round_.answering:
-            parts.append(Part(round_.answering, Answers.of_steps(steps, round_.answering)))
+            parts.append(Part(round_.answering, Answers.of_steps(steps, tokens, round_.answering)))
         answers = together(parts, batch.seq_lens, batch.return_logprob)
         if lengths is None:
             lengths = batch.seq_lens + answers.accepted
@@ -152,7 +153,8 @@ class DecodeLoop:
         """Tokens of each request after the round, int64 [requests]; None where a verification decides."""
         if round_.parts:
             return None
-        answers = [round_.steps * (i in round_.answering) for i in range(len(round_.states))]
+        answering = set(round_.answering)
+        answers = [round_.steps * (i in answering) for i in range(len(round_.states))]
         return batch.seq_lens + to_device(answers, batch.seq_lens.device)
 
     def _step(
@@ -169,13 +171,6 @@ class DecodeLoop:
             self.gathered.put(own, torch.zeros_like(own) if before is None else before, tokens)
         return steps, tokens
 
-    def _drafts_of(self, batch: "ScheduleBatch", round_: Round, part: list[int], drafts: torch.Tensor) -> torch.Tensor:
-        """All drafts of some requests, int64 [requests, most of them]; ``drafts``: those of this round, of all."""
-        where = to_device(part, drafts.device)
-        if not any(round_.gathered[i] for i in part):
-            return drafts if len(part) == len(drafts) else drafts[where]
-        return self.gathered.of(batch.req_pool_indices[where], max(map(round_.offered, part)))
-
     def _result(
         self, batch: "ScheduleBatch", round_: Round, answers: Answers, lengths: torch.Tensor, output: LogitsProcessorOutput
     ) -> RoundResult:
@@ -191,13 +186,13 @@ class DecodeLoop:
     def account(self, batch: "ScheduleBatch", result: RoundResult) -> None:
         """Count a round's outcome, once it is on the host."""
         metrics, round_ = self.worker.metrics, result.round
-        due = set(round_.due)
+        due, answering = set(round_.due), set(round_.answering)
         for i, (req, state, answers) in enumerate(zip(batch.reqs, round_.states, result.accept_lens.tolist())):
             if req.finished() or req.is_retracted:
                 continue  # the scheduler drops what came after
             if round_.fallbacks[i]:
                 metrics.count_fallback(round_.fallbacks[i], answers)
-            elif round_.on_copy(i) and i not in round_.answering:
+            elif round_.on_copy(i) and i not in answering:
                 metrics.count_drafts(round_.steps)
                 if i in due:
                     state.count_verify(round_.offered(i), answers - 1)
@@ -210,9 +205,6 @@ class DecodeLoop:
     def observe_pool(self) -> None:
         """Report what the pool holds, and where full KV lies."""
         self.worker.metrics.observe_pool(self.worker.views, None if self.policy is None else self.turns)
-
-
-logger = logging.getLogger(__name__)
 
 
 def decode_loop(worker: "KVWorker") -> DecodeLoop:

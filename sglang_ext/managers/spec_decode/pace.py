@@ -8,8 +8,8 @@ import torch
 from sglang_ext.core import RequestState
 from sglang_ext.device import Mark
 from sglang_ext.managers.metrics import KVMetrics
-from sglang_ext.managers.spec_decode.draft_length import Choice, DraftLength, FixedLength, Load, Recent, Spent
 from sglang_ext.managers.spec_decode.copy_policy import CURABLE
+from sglang_ext.managers.spec_decode.draft_length import Choice, DraftLength, FixedLength, Load, Recent, Spent
 from sglang_ext.managers.spec_decode.round import Round
 from sglang_ext.ranks import Ranks
 

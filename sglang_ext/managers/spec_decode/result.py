@@ -35,11 +35,13 @@ class Answers:
     sampled: Sampled
 
     @classmethod
-    def of_steps(cls, steps: list[tuple[LogitsProcessorOutput, Sampled]], requests: list[int]) -> "Answers":
-        """What steps gave some ``requests``, by their places, one token after another."""
+    def of_steps(
+        cls, steps: list[tuple[LogitsProcessorOutput, Sampled]], tokens: torch.Tensor, requests: list[int]
+    ) -> "Answers":
+        """What steps gave some ``requests``, by their places in order; ``tokens``: int64 [all requests, steps]."""
         found = [sampled for _, sampled in steps]
-        where = to_device(requests, found[0].tokens.device)
-        tokens = torch.stack([sampled.tokens for sampled in found], dim=1)[where]
+        where = slice(None) if len(requests) == len(tokens) else to_device(requests, tokens.device)
+        tokens = tokens[where]
         sampled = Sampled(tokens.flatten(), None, [], [])
         if found[0].logprobs is not None:
             sampled.logprobs = torch.stack([each.logprobs for each in found], dim=1)[where].flatten()

@@ -84,7 +84,7 @@ class Round:
         """Tokens of each request whose KV the round writes at most, after those that are gathered."""
         return self.steps + bool(self.parts)
 
-    @property
+    @cached_property
     def starts(self) -> list[int]:
         """Position of each request's first token in the round."""
         return [length + gathered for length, gathered in zip(self.lengths, self.gathered)]
@@ -102,7 +102,7 @@ class Round:
         """Of the requests, those that read a compressed copy."""
         return sum(map(self.on_copy, range(len(self.states)))) / len(self.states)
 
-    @property
+    @cached_property
     def on_full_kv(self) -> bool:
         """Whether no request reads a compressed copy before the verification."""
         return not any(map(self.on_copy, range(len(self.states))))

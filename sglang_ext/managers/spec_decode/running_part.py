@@ -5,7 +5,6 @@ processes that result before it launches the batch: who finishes in it is in the
 free. A round of the others is run, and what SGLang relays from round to round is made as long as the batch again.
 """
 
-import copy
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -13,6 +12,7 @@ import torch
 
 from sglang_ext.device import to_device
 from sglang_ext.layers.attention.views import BetweenSteps
+from sglang_ext.layers.forward import of_requests
 from sglang_ext.managers.spec_decode.result import RoundResult
 from sglang_ext.managers.spec_decode.sampling import pick_requests
 
@@ -58,10 +58,8 @@ def part_of(batch: "ScheduleBatch", requests: list[int], where: torch.Tensor) ->
         requests: their places.
         where: the same, int64 on the device.
     """
-    part = copy.copy(batch)
-    part.reqs = [batch.reqs[i] for i in requests]
-    part.seq_lens, part.seq_lens_cpu = batch.seq_lens[where], batch.seq_lens_cpu[requests]
-    part.req_pool_indices = batch.req_pool_indices[where]
+    part = of_requests(batch, requests, where)
+    part.seq_lens_cpu = batch.seq_lens_cpu[requests]
     part.spec_info = BetweenSteps(batch.spec_info.bonus_tokens[where])
     part.sampling_info = pick_requests(batch.sampling_info, requests, where.device)
     part.return_logprob = any(req.return_logprob for req in part.reqs)

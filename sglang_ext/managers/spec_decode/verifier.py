@@ -4,7 +4,6 @@ The forward replays the narrowest captured graph that holds the drafts (verify_g
 queries to compressors that score by them.
 """
 
-import copy
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +13,7 @@ from sglang_ext.device import to_device
 from sglang_ext.layers import forward
 from sglang_ext.managers.simulation import Simulation
 from sglang_ext.managers.spec_decode.grammar import LONGEST_WALK, Walk
-from sglang_ext.managers.spec_decode.result import Answers, Part
+from sglang_ext.managers.spec_decode.result import Answers, GatheredDrafts, Part
 from sglang_ext.managers.spec_decode.round import Round
 from sglang_ext.managers.spec_decode.steps import Steps
 from sglang_ext.mem_cache.compressed.query_window import Recorded
@@ -44,19 +43,25 @@ class Verifier:
         self.graphs = graphs
         self.simulation = simulation
 
-    def verify(self, batch: "ScheduleBatch", round_: Round, requests: list[int], drafts: torch.Tensor) -> Part:
+    def verify(
+        self, batch: "ScheduleBatch", round_: Round, requests: list[int], newest: torch.Tensor, gathered: GatheredDrafts
+    ) -> Part:
         """Of some requests the drafts that full KV would have given, and the next token.
 
         Args:
             batch: of all requests.
             round_: what they did.
             requests: by their places in the batch.
-            drafts: int64 [requests, drafts]; of each, those count that it has (:meth:`Round.offered`).
+            newest: int64 [all requests, steps], what the round's steps gave.
+            gathered: the drafts of those that have some of earlier rounds, this round's among them.
         """
         offered = [round_.offered(i) for i in requests]
         whole = len(requests) == len(batch.reqs)
-        where = slice(None) if whole else to_device(requests, drafts.device)
-        part = batch if whole else _part(batch, requests, where)
+        where = slice(None) if whole else to_device(requests, newest.device)
+        part = batch if whole else forward.of_requests(batch, requests, where)
+        # Of each, those count that it has.
+        with_earlier = any(round_.gathered[i] for i in requests)
+        drafts = gathered.of(part.req_pool_indices, max(offered)) if with_earlier else newest[where]
         tokens = torch.cat([batch.spec_info.bonus_tokens[where, None], drafts], 1)
         lengths = [round_.lengths[i] for i in requests]
         # The host waits for the drafts here, where a request has a grammar.
@@ -119,11 +124,3 @@ def _walks(reqs: list, requests: list[int], drafts: torch.Tensor, offered: list[
         return {}
     known = drafts[to_device(rows, drafts.device), :LONGEST_WALK].tolist()
     return {requests[k]: Walk(reqs[k].grammar, tokens[: offered[k]]) for k, tokens in zip(rows, known)}
-
-
-def _part(batch: "ScheduleBatch", requests: list[int], where: torch.Tensor) -> "ScheduleBatch":
-    """What a forward reads of a batch, of some of its requests."""
-    part = copy.copy(batch)
-    part.reqs = [batch.reqs[i] for i in requests]
-    part.seq_lens, part.req_pool_indices = batch.seq_lens[where], batch.req_pool_indices[where]
-    return part
