@@ -15,12 +15,10 @@ from sglang.srt.arg_groups.arg_utils import NS, A, Arg
 from sglang.srt.server_args import ServerArgs
 
 from sglang_ext import command_line, flag_checks
-from sglang_ext.config import benchmark_options, compressor_options, head_budget_options, options
-from sglang_ext.config import refused_options as refused_options
+from sglang_ext.config import benchmark_options, compressor_options, head_budget_options, options, refused_options
 from sglang_ext.core import HookError
 
 logger = logging.getLogger(__name__)
-
 
 
 @dataclasses.dataclass

@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Tokens of full KV that host memory has room for at least: from as many on a context is drafted for.
-LEAST_HOST_TOKENS = 128
-
 
 def check_flags(args: "KVServerArgs") -> None:
     """Before SGLang resolves its options: refuse wrong values, and set what was left open; none of it where the mode is full.
@@ -97,12 +94,12 @@ def _warn_of_idle_drafts(args: "KVServerArgs") -> None:
         names = ("kv_draft_length", "kv_max_burst", "kv_offload_draft_length")
         _warn_of_idle(args, "--kv-mode is lossy, without drafts, in which", names, "--kv-mode verified")
         return
-    if not options.offloads(args):
-        why = f"--kv-full-tier is {args.kv_full_tier} and --kv-host-gb {args.kv_host_gb:g}, with which"
-        _warn_of_idle(args, why, ("kv_offload_draft_length",), "--kv-full-tier auto and for example --kv-host-gb 16")
-    longest = options.AUTO_DRAFT_LENGTH if args.kv_draft_length == "auto" else args.kv_draft_length
+    longest = options.longest_asked(args)
     if options.offloads(args):
         longest = max(longest, args.kv_offload_draft_length)
+    else:
+        why = f"--kv-full-tier is {args.kv_full_tier} and --kv-host-gb {args.kv_host_gb:g}, with which"
+        _warn_of_idle(args, why, ("kv_offload_draft_length",), "--kv-full-tier auto and for example --kv-host-gb 16")
     if args.kv_max_burst is not None and args.kv_max_burst > longest + 1:
         why = f"a verification gives {longest + 1} tokens at most, fewer than {args.kv_max_burst}, so that"
         _warn_of_idle(args, why, ("kv_max_burst",), f"at most {longest + 1}")
@@ -122,11 +119,10 @@ def _warn_of_idle_compressor(args: "KVServerArgs") -> None:
 
 def _warn_of_short_contexts(args: "KVServerArgs") -> None:
     """Say where no context that the server takes is long enough for a copy."""
-    from sglang_ext.managers.spec_decode.copy_policy import MIN_CONTEXT
     from sglang_ext.mem_cache.compressors import method
 
     made = [method(offer.compressor, args.kv_bits if offer.packs else None) for offer in method_options.offers(args)]
-    least = MIN_CONTEXT + min(each.quantizer.recent if each.quantizer else 0 for each in made)
+    least = options.MIN_CONTEXT + min(each.quantizer.recent if each.quantizer else 0 for each in made)
     for name in ("context_length", "max_total_tokens"):
         tokens = getattr(args, name)
         if tokens is not None and tokens <= least:
@@ -138,14 +134,14 @@ def _warn_of_short_contexts(args: "KVServerArgs") -> None:
 
 
 def _check_least_host_memory(args: "KVServerArgs") -> None:
-    """Refuse host memory that has no room for one context.
+    """Refuse host memory that has no room for the shortest context that is compressed.
 
     Raises:
         OptionError: names the least that has.
     """
     config = args.get_model_config()
     width = config.get_num_kv_heads(args.tp_size) * (config.head_dim + config.v_head_dim)
-    tokens = -(-LEAST_HOST_TOKENS // args.page_size) * args.page_size
+    tokens = -(-options.MIN_CONTEXT // args.page_size) * args.page_size
     least = tokens * config.num_hidden_layers * width * config.dtype.itemsize / 1e9
     if args.kv_host_gb < least:
         raise OptionError(

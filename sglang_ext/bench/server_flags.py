@@ -10,7 +10,7 @@ from sglang.srt.plugins import load_plugins
 from sglang_ext import flag_checks
 from sglang_ext.arguments import KVServerArgs
 from sglang_ext.bench import BenchError
-from sglang_ext.config import refused_options as refused_options
+from sglang_ext.config import refused_options
 from sglang_ext.config.options import OptionError
 
 CONFIG = "--config"

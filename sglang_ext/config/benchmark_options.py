@@ -6,6 +6,7 @@ They are flags, and no environment variables: a shell may have left one of those
 import logging
 from typing import TYPE_CHECKING, Any
 
+from sglang_ext.config import refusal
 from sglang_ext.config.options import OptionError
 
 if TYPE_CHECKING:
@@ -58,11 +59,8 @@ def warn(args: "KVServerArgs") -> None:
 
 def _given(args: "KVServerArgs") -> list[tuple[str, str, object]]:
     """Field, flag and value of each that was given."""
-    values = {name: getattr(args, name) for name in EFFECTS}
     # A probability of 0 is given.
-    return [
-        (name, f"--{name.replace('_', '-')}", value) for name, value in values.items() if value is not None and value is not False
-    ]
+    return [(name, refusal.flag(name), value) for name in EFFECTS if (value := getattr(args, name)) is not None]
 
 
 def _lack(args: "KVServerArgs", name: str) -> str | None:

@@ -29,23 +29,13 @@ def check_resolved(args: "KVServerArgs", copies: str, remedy: str) -> None:
             f"--device is {args.device} and --attention-backend {', '.join(sorted(found))}; {copies} are read on {_readers()}. "
             f"Pass one of these, or {remedy}."
         )
-    if args.device != "cpu":
-        _check_steps(args, copies, remedy)
+    if args.device != "cpu" and args.enable_deterministic_inference and offloads(args):
+        raise OptionError(
+            f"--kv-full-tier is {args.kv_full_tier!r} with --enable-deterministic-inference; of {copies} a GPU reads one token a "
+            "request at a time: requests without a copy answer there in the steps in which others draft, and round differently. "
+            f"Pass --kv-full-tier device, or {remedy}."
+        )
 
 
 def _readers() -> str:
     return ", on ".join(f"{device} with {', '.join(allowed)}" for device, allowed in BACKENDS.items())
-
-
-def _check_steps(args: "KVServerArgs", copies: str, remedy: str) -> None:
-    """Refuse forwards that read copies otherwise than one token a request, or whose answers would round otherwise."""
-    for refused, value, why, instead in (
-        (
-            args.enable_deterministic_inference and offloads(args),
-            f"--kv-full-tier is {args.kv_full_tier!r} with --enable-deterministic-inference",
-            "requests without a copy answer there in the steps in which others draft, and round differently",
-            "Pass --kv-full-tier device",
-        ),
-    ):
-        if refused:
-            raise OptionError(f"{value}; of {copies} a GPU reads one token a request at a time: {why}. {instead}, or {remedy}.")

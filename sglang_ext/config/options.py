@@ -19,6 +19,8 @@ ONLINE_COMPRESSORS = ("snapkv", "sink-recent", "expected-attention")
 POINTING = ("verify-guided",)
 COMPRESSORS = (*ONLINE_COMPRESSORS, "kvzip", "kvzap", *POINTING)
 MAX_DRAFT_LENGTH = 64
+# Tokens of a context from which on it is compressed; below, a copy saves nothing worth drafting for.
+MIN_CONTEXT = 128
 FULL_TIERS = ("auto", "device", "host")
 # Tokens drafted before a verification whose full KV has to be loaded from the host, at most.
 MAX_OFFLOAD_DRAFT_LENGTH = 256
@@ -64,9 +66,14 @@ def parse_draft_length(text: str) -> int | str:
     return int(text) if text.lstrip("-").isdigit() else text
 
 
+def longest_asked(args: "KVServerArgs") -> int:
+    """Tokens that ``--kv-draft-length`` lets a round draft at most."""
+    return AUTO_DRAFT_LENGTH if args.kv_draft_length == "auto" else args.kv_draft_length
+
+
 def longest_draft(args: "KVServerArgs") -> int:
     """Tokens drafted before a verification at most."""
-    longest = AUTO_DRAFT_LENGTH if args.kv_draft_length == "auto" else args.kv_draft_length
+    longest = longest_asked(args)
     return longest if args.kv_max_burst is None else min(longest, args.kv_max_burst - 1)
 
 

@@ -5,6 +5,7 @@ import logging
 from collections import Counter
 
 import pytest
+from argument_helpers import arguments
 from served_options import SERVED
 from sglang.srt.environ import envs
 from sglang.srt.server_args import ServerArgs
@@ -66,16 +67,6 @@ RIGHT: dict[str, object] = {
     "kv_head_budgets": "adaptive", "kv_draft_length": 8, "kv_max_burst": 4,
     "kv_host_gb": 1.0, "kv_full_tier": "auto", "kv_offload_draft_length": 32,
 }  # fmt: skip
-
-
-def arguments(**given: object) -> KVServerArgs:
-    """Arguments as they are before anything is resolved."""
-    args = KVServerArgs.__new__(KVServerArgs)
-    for field in dataclasses.fields(KVServerArgs):
-        made = None if field.default_factory is dataclasses.MISSING else field.default_factory()
-        setattr(args, field.name, made if field.default is dataclasses.MISSING else field.default)
-    vars(args).update({"model_path": "m", "kv_mode": "verified", **given})
-    return args
 
 
 def field_of(refused: Refusal) -> str:

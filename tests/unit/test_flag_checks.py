@@ -1,22 +1,11 @@
 """Flags that do nothing beside the others are named in the log; none is looked at where the mode is full."""
 
-import dataclasses
 import logging
 
 import pytest
+from argument_helpers import arguments
 
 from sglang_ext import flag_checks
-from sglang_ext.arguments import KVServerArgs
-
-
-def arguments(**given: object) -> KVServerArgs:
-    """Arguments as they are before anything is resolved."""
-    args = KVServerArgs.__new__(KVServerArgs)
-    for field in dataclasses.fields(KVServerArgs):
-        made = None if field.default_factory is dataclasses.MISSING else field.default_factory()
-        setattr(args, field.name, made if field.default is dataclasses.MISSING else field.default)
-    vars(args).update({"model_path": "m", "kv_mode": "verified", **given})
-    return args
 
 
 def told(caplog: pytest.LogCaptureFixture, **given: object) -> str:

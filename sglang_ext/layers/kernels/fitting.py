@@ -54,7 +54,12 @@ def gpu_name() -> str:
 
 def shape_name(dim: int, group: int, dtype: torch.dtype) -> str:
     """A shape of attention in words: channels of a head, query heads a KV head, and the KV pool's dtype."""
-    return f"{dim} channels a head, {group} query heads a KV head and KV in {str(dtype).removeprefix('torch.')}"
+    return f"{dim} channels a head, {group} query heads a KV head and KV in {dtype_name(dtype)}"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As flags name it, for example bfloat16."""
+    return str(dtype).removeprefix("torch.")
 
 
 def halves(most: int, least: int = 16) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_ext.layers.kernels.fitting import launch_fitting
+from sglang_ext.layers.kernels.fitting import dtype_name, launch_fitting
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.formats.packed_layout import Layout
 from sglang_ext.mem_cache.compressed.formats.packing import Packing
@@ -206,7 +206,7 @@ def _launch(
     parts = (layout.dim,) if rotation is None else (layout.dim, ROTATED_PART)
 
     def what() -> str:
-        return f"packing KV of {layout.dim} channels a head in {str(like.dtype).removeprefix('torch.')}"
+        return f"packing KV of {layout.dim} channels a head in {dtype_name(like.dtype)}"
 
     key = ("pack", layout, rotation is None, thresholds is None, like.dtype, like.device)
     launch_fitting(parts, launch, key, what, "pass --kv-compressor kivi")

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from sglang_ext.config.options import MIN_CONTEXT
 from sglang_ext.core import FALLBACK_REASONS, CompressedView, RequestState
 from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
 from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
@@ -10,8 +11,6 @@ from sglang_ext.mem_cache.prefix_cache.tiered_node import Prefix
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
-# Below this a compressed copy saves nothing worth drafting for.
-MIN_CONTEXT = 128
 # A copy is renewed when more exact tokens follow it than this, and than this share of it: that bounds the
 # draft view, and what is spent on renewals. A renewal reads the keys of the whole context, which takes as long as some
 # 600 draft steps lose by 512 tokens more (docs/benchmarks.md).

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from sglang_ext.config.options import WIDE_REQUESTS
 from sglang_ext.core import FALLBACK_REASONS, RequestState
 from sglang_ext.managers.spec_decode.copy_policy import CURABLE, NO_QUERIES, SLOWER, ensure_copy
 from sglang_ext.managers.spec_decode.draft_length import Choice
 from sglang_ext.managers.spec_decode.turns import OnDevice
 from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
-from sglang_ext.config.options import WIDE_REQUESTS
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
