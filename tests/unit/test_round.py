@@ -202,6 +202,14 @@ def test_what_is_looked_at_is_drafted_and_its_verification_looks(kind):
     assert (alone.drafts, alone.plain_steps) == (0, 1), "where nobody drafts on a copy, that would gain nothing"
 
 
+def test_where_steps_over_copies_round_otherwise_no_answer_comes_of_them():
+    planner, asked = RoundPlanner(Views(full=(2,)), OnDevice(), 8, 8, apart=True), batch([200, 300, 40, 300], [request(), request(), request(), request(1)])
+    planned = planner.plan(asked, states(4), [200, 300, 40, 300], Choice(4))
+    assert planned.rows[0] == 1 + ROWS and (planned.answering, planned.due) == ([], [0, 1, 2, 3]), "all are verified"
+    beside = planner.plan(asked, states(4, r2=FALLBACK_REASONS.index("penalty")), [200, 300, 40, 300], Choice(4))
+    assert beside.on_full_kv and beside.answering == [0, 1, 2, 3], "who cannot be verified answers where nobody reads a copy"
+
+
 def test_drafts_end_with_the_longest_output_and_lossy_drafts_none():
     assert plan(batch([200, 300], [request(2), request(3)]), states(2), 4).drafts == 2
     last = plan(batch([200], [request(1)]), states(1), 4)

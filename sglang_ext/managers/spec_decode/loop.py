@@ -212,7 +212,9 @@ def decode_loop(worker: "KVWorker") -> DecodeLoop:
     args, steps = worker.server_args, Steps(worker)
     turns, policy = full_tier.offloading(worker) if options.offloads(args) else (OnDevice(), None)
     longest = options.longest_draft(args)
-    planner = RoundPlanner(worker.views, turns, worker.stride - 1, longest, worker.lossy, worker.queries.open_to)
+    # Steps over such copies have an attention of their own, for all that they read.
+    apart = bool(args.enable_deterministic_inference) and worker.attentions.copies is not None
+    planner = RoundPlanner(worker.views, turns, worker.stride - 1, longest, worker.lossy, worker.queries.open_to, apart)
     auto = args.kv_draft_length == "auto"
     lengths = DraftLength(longest, options.verify_widths(args)) if auto else FixedLength(longest)
     pace = Pace(lengths, torch.device(worker.model_runner.device), worker.metrics, worker.ranks)

@@ -134,6 +134,7 @@ class RoundPlanner:
         narrow: drafts of the verifications that any number of requests share; wider ones come in small parts.
         lossy: serve from the compressed copies without verifying.
         may_get_queries: whether the queries of the request in a row would be kept, so that it can have a copy later.
+        apart: whether answers must not come of steps in which others read copies, where they would round otherwise.
     """
 
     views: CompressedViews
@@ -142,6 +143,7 @@ class RoundPlanner:
     narrow: int
     lossy: bool = False
     may_get_queries: Callable[[int], bool] = lambda row: True
+    apart: bool = False
 
     def plan(
         self,
@@ -167,6 +169,9 @@ class RoundPlanner:
         # Beside the slots that SGLang keeps ahead of each request.
         headroom = 2 * (most + 1) * count
         copies = self._copies(wanted, count)
+        if self.apart and any(state.fallback not in CURABLE for state in states):
+            # Who can only answer needs a round without copies.
+            copies = iter(())
         roles = [self._role(*each, headroom, copies, wanted) for each in zip(reqs, states, lengths, left)]
         if not any(role.drafts and (role.copy or role.reason == NO_QUERIES) for role in roles):
             # Drafts on full KV alone would gain nothing.
@@ -232,8 +237,8 @@ class RoundPlanner:
         # Who must be looked at token by token drafts on full KV where others draft: its verification looks. So does who lacks
         # queries: verifications leave them, captured steps do not.
         lacks = reason == NO_QUERIES and self.may_get_queries(state.row)
-        verified = not self.lossy and left > 1 and wanted.drafts > 0 and (lacks or _is_looked_at(req, state))
-        return Role(verified, False, reason)
+        gains = left > 1 and (lacks or _is_looked_at(req, state))
+        return Role(not self.lossy and wanted.drafts > 0 and (gains or self.apart), False, reason)
 
     def _copy(self, req: "Req", state: RequestState, length: int, headroom: int) -> int:
         with self.turns.reading(state.row):
