@@ -18,6 +18,7 @@ from sglang_ext.config.benchmark_options import probability_of
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
+
 @dataclass(frozen=True)
 class Simulation:
     """Forced acceptance.
@@ -40,19 +41,7 @@ class Simulation:
         # The frontend refuses what is no probability.
         return [probability_of(self.probability, req.sampling_params.custom_params) for req in reqs]
 
-    def accept(
-        self, answers: torch.Tensor, drafted: torch.Tensor, probabilities: torch.Tensor
-    ) -> torch.Tensor:
-        """Drafts accepted of each request: int64 [requests].
-
-        Args:
-            probabilities: float [requests].
-            answers: int64 [requests, at least 1 + drafts], overwritten with the accepted drafts, so that
-                the output and the KV agree.
-            drafted: int64 [requests, drafts].
-        """
-        noise = torch.rand(drafted.shape, generator=self.noise, device=drafted.device)
-        lucky = noise < probabilities[:, None]
-        kept = lucky.long().cumprod(1)
-        answers[:, : drafted.shape[1]] = torch.where(kept.bool(), drafted, answers[:, : drafted.shape[1]])
-        return kept.sum(1)
+    def draw(self, drafts: torch.Tensor, probabilities: torch.Tensor) -> torch.Tensor:
+        """Whether each of ``drafts``, [requests, drafts], is accepted if those before it are: bool, by ``probabilities``, float [requests]."""
+        noise = torch.rand(drafts.shape, generator=self.noise, device=drafts.device)
+        return noise < probabilities[:, None]

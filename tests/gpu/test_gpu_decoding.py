@@ -15,7 +15,9 @@ COMMON = (
 # Prompts are short here, and SGLang takes long to capture their graphs.
 QUICK = (*COMMON, "--disable-prefill-cuda-graph")
 EXACT = (*QUICK, "--enable-deterministic-inference", "--attention-backend", "triton")
-VERIFIED = ("--kv-mode", "verified", "--kv-budget", "0.25")
+# As long as `auto` may choose; how often it drafts depends on the machine's load.
+DRAFTS = ("--kv-draft-length", "15")
+VERIFIED = ("--kv-mode", "verified", "--kv-budget", "0.25", *DRAFTS)
 SEEDED = {"temperature": 0.8, "top_p": 0.95, "sampling_seed": 7, "max_new_tokens": 64, "ignore_eos": True}
 
 
@@ -36,7 +38,7 @@ def test_in_deterministic_mode_answers_are_stocks_token_by_token(launch, prompts
 @pytest.mark.parametrize("backend", ["flashinfer", "triton", pytest.param("fa3", marks=NEEDS_FA3)])
 @pytest.mark.parametrize("mode", ["verified", "lossy"])
 def test_drafts_and_verifications_run_in_graphs(launch, prompts, backend, mode):
-    server = launch(*COMMON, "--attention-backend", backend, "--kv-budget", "0.25", "--kv-draft-length", "15", "--kv-mode", mode)
+    server = launch(*COMMON, "--attention-backend", backend, "--kv-budget", "0.25", *DRAFTS, "--kv-mode", mode)
     answers = server.ask_all(prompts, 4, **greedy(64))
     assert all(len(r["output_ids"]) == 64 for r in answers)
     verified = mode != "lossy"
@@ -50,7 +52,7 @@ def test_drafts_and_verifications_run_in_graphs(launch, prompts, backend, mode):
 def test_without_graphs_and_in_the_plain_loop_it_drafts_too(launch, prompts):
     ways = [
         ("triton", ("--disable-cuda-graph",)),
-        ("flashinfer", ("--disable-cuda-graph")),
+        ("flashinfer", ("--disable-cuda-graph",)),
         ("flashinfer", ("--disable-overlap-schedule",)),
     ]
     for backend, more in ways:

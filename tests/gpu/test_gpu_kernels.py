@@ -8,7 +8,7 @@ CHECKS = (
     *("window_scores", "gather_kept", "page_checksum"),
     *("verify_attention", "verify_attention_is_decode", "verify_backend"),
     *("packed_decode", "packed_gluon", "packed_backend", "uneven_decode", "uneven_backend", "scatter_cells"),
-    *("pointers", "pack_blocks", "packed_whole"),
+    *("pointers", "pack_blocks"),
 )
 
 

@@ -136,7 +136,7 @@ def ask_verified(server: Server, given: Sequence[Prompt], told: Told) -> None:
 def ask_further(stock: Server, given: Sequence[Prompt], told: Told) -> None:
     """How stock goes on from the tokens of those answers that a retraction may have changed."""
     for answer in [answer for answers in told.waves for answer in answers]:
-        if difference(answer, told) is not None and is_excusable(answer):
+        if difference(answer, told) is not None and was_retracted(answer) and answer.request.option.name in CONTINUED:
             for s, sample in enumerate(answer.samples):
                 told.continued[answer.request.rid, s] = continuations(stock, answer.request, sample.ids, given)
 
@@ -152,9 +152,9 @@ def continuations(
         return tuple((*ids[:k], *told["output_ids"]) for k, told in enumerate(pool.map(lambda body: stock.ask(**body), bodies)))
 
 
-def is_excusable(answer: Answer) -> bool:
-    """Whether a retraction may have changed it, and we can say how it may have gone on."""
-    return any(sample.retractions for sample in answer.samples) and answer.request.option.name in CONTINUED
+def was_retracted(answer: Answer) -> bool:
+    """Whether a retraction may have changed its log-probabilities, and how it went on."""
+    return any(sample.retractions for sample in answer.samples)
 
 
 def difference(answer: Answer, told: Told) -> AnswerError | None:
@@ -197,7 +197,7 @@ def problems(answers: Sequence[Answer], told: Told, alone: bool = False) -> Iter
         # Stock's own are, beside others: its overlapped loop counts tokens otherwise when a prefill comes in between.
         if changed and request.option.is_penalized and not alone:
             continue
-        if changed and is_excusable(answer):
+        if changed and was_retracted(answer):
             stock = told.stock[request.prompt, request.option.name][0]
             rows = [
                 (sample.ids, told.continued.get((request.rid, s), ()), stock[s].ids) for s, sample in enumerate(answer.samples)

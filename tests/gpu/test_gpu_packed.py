@@ -3,7 +3,7 @@
 import pytest
 
 from servers import greedy
-from test_gpu_decoding import EXACT, QUICK
+from test_gpu_decoding import DRAFTS, EXACT, QUICK
 
 pytestmark = pytest.mark.server
 
@@ -37,7 +37,7 @@ def accept_length(answers):
     ],
 )
 def test_drafts_on_blocks_run_in_graphs_and_most_are_right(launch, prompts, backend, compressor, least):
-    flags = ("--attention-backend", backend, "--kv-mode", "verified", "--kv-compressor", *compressor.split())
+    flags = ("--attention-backend", backend, "--kv-mode", "verified", *DRAFTS, "--kv-compressor", *compressor.split())
     server = launch(*QUICK, *TELLING, *flags, env=REPLAYS)
     answers = served(server, prompts)
     assert accept_length(answers) > least
@@ -47,7 +47,7 @@ def test_drafts_on_blocks_run_in_graphs_and_most_are_right(launch, prompts, back
 
 def test_in_deterministic_mode_answers_are_stocks_token_by_token(launch, prompts):
     expected = [r["output_ids"] for r in launch(*EXACT).ask_all(prompts, 1, **greedy(64))]
-    server = launch(*EXACT, "--kv-mode", "verified", "--kv-compressor", "kivi")
+    server = launch(*EXACT, "--kv-mode", "verified", *DRAFTS, "--kv-compressor", "kivi")
     for workers in (1, 4):
         found = server.ask_all(prompts, workers, **greedy(64))
         assert [r["output_ids"] for r in found] == expected
@@ -63,7 +63,7 @@ def test_lossy_answers_come_from_blocks_in_graphs(launch, prompts):
 
 
 def test_without_graphs_drafts_read_blocks_too(launch, prompts):
-    flags = ("--attention-backend", "flashinfer", "--kv-mode", "verified", "--kv-compressor", "kivi", "--disable-cuda-graph")
+    flags = ("--attention-backend", "flashinfer", "--kv-mode", "verified", *DRAFTS, "--kv-compressor", "kivi", "--disable-cuda-graph")
     server = launch(*QUICK, *flags)
     assert accept_length(served(server, prompts)) > 4
     assert CAPTURED not in server.log.read_text(errors="replace")

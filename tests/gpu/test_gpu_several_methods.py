@@ -5,13 +5,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from servers import greedy
-from test_gpu_decoding import EXACT, QUICK
+from test_gpu_decoding import DRAFTS, EXACT, QUICK
 from test_gpu_packed import CAPTURED, REPLAYS, TELLING, accept_length
 
 pytestmark = pytest.mark.server
 
 METHODS = ("kivi", "snapkv:0.5", "sink-recent:0.25")
-SEVERAL = ("--kv-mode", "verified", "--kv-compressor", METHODS[0], "--kv-more-compressors", ",".join(METHODS[1:]))
+SEVERAL = ("--kv-mode", "verified", *DRAFTS, "--kv-compressor", METHODS[0], "--kv-more-compressors", ",".join(METHODS[1:]))
 
 
 def ask(server, prompts):

@@ -11,7 +11,7 @@ from sglang_ext.mem_cache.compressors.kvzap import KVzap
 from sglang_ext.mem_cache.compressors.kvzip import StoredScores
 from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from test_gpu_decoding import EXACT, QUICK, VERIFIED
+from test_gpu_decoding import DRAFTS, EXACT, QUICK, VERIFIED
 from test_gpu_packed import REPLAYS, TELLING, accept_length, served
 
 ADAPTIVE = ("--kv-compressor", "snapkv", "--kv-head-budgets", "adaptive")
@@ -68,7 +68,7 @@ def test_choosing_and_writing_a_copy_waits_for_no_device(kind):
 @pytest.mark.server
 @pytest.mark.parametrize("mode", ["verified", "lossy"])
 def test_drafts_on_uneven_heads_run_in_graphs(launch, prompts, mode):
-    flags = ("--attention-backend", "flashinfer", "--kv-mode", mode, "--kv-budget", "0.25", *ADAPTIVE)
+    flags = ("--attention-backend", "flashinfer", "--kv-mode", mode, "--kv-budget", "0.25", *DRAFTS, *ADAPTIVE)
     server = launch(*QUICK, *TELLING, *flags, env=REPLAYS)
     answers = served(server, prompts)
     if mode == "verified":

@@ -39,7 +39,7 @@ def test_choosing_and_writing_pointers_waits_for_no_device():
 
 @pytest.mark.server
 def test_drafts_through_pointers_run_in_graphs(launch, prompts):
-    flags = ("--attention-backend", "flashinfer", "--kv-mode", "verified", "--kv-budget", "0.25", *GUIDED)
+    flags = ("--attention-backend", "flashinfer", *VERIFIED, *GUIDED)
     server = launch(*QUICK, *TELLING, *flags, env=REPLAYS)
     assert accept_length(served(server, prompts)) > 2
     log = server.log.read_text(errors="replace")

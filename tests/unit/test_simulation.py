@@ -8,6 +8,7 @@ import torch
 from sglang_ext.config.benchmark_options import check_request as check
 from sglang_ext.hooks import telling
 from sglang_ext.managers.simulation import Simulation
+from sglang_ext.managers.spec_decode.verifier import Verifier
 
 
 def simulation(probability):
@@ -21,13 +22,9 @@ def test_without_the_flag_verification_decides():
 @pytest.mark.parametrize("probability", [0.0, 0.6, 0.95, 1.0])
 def test_accepted_lengths_have_the_mean_of_that_probability(probability):
     drafts = 8
-    drafted = torch.full((4000, drafts), 7)
-    answers = torch.full((4000, drafts + 1), 3)
-    kept = simulation(0.5).accept(answers, drafted, torch.full((4000,), probability))
+    lucky = simulation(0.5).draw(torch.full((4000, drafts), 7), torch.full((4000,), probability))
     expected = sum(probability**k for k in range(1, drafts + 1))
-    assert abs(kept.double().mean().item() - expected) < 0.15
-    places = torch.arange(drafts + 1)
-    assert torch.equal(answers, torch.where(places < kept[:, None], 7, 3))
+    assert abs(lucky.long().cumprod(1).sum(1).double().mean().item() - expected) < 0.15
 
 
 ASKED = [None, {}, {"kv_acceptance": None}, "much", {"kv_acceptance": 0.25}, {"kv_acceptance": 0}]
@@ -72,3 +69,11 @@ def test_meta_info_tells_the_probability_that_was_used_and_only_where_one_was_fo
     assert not any("kv_simulated_acceptance" in fields(i) for i in range(3))
     args.kv_bench_acceptance = 0.9
     assert [fields(i)["kv_simulated_acceptance"] for i in range(3)] == [0.5 if preferred else 0.9, 0.9, 0.0]
+
+
+def test_what_was_not_offered_or_a_grammar_refuses_is_not_forced():
+    verifier = Verifier(None, None, None, simulation(1.0))
+    batch = SimpleNamespace(reqs=[SimpleNamespace(sampling_params=SimpleNamespace(custom_params=None))] * 3)
+    answers, drafts = torch.full((3, 5), 3), torch.full((3, 4), 7)
+    assert verifier._agreed(batch, answers, drafts, [4, 2, 0]).tolist() == [4, 2, 0]
+    assert answers.tolist() == [[7, 7, 7, 7, 3], [7, 7, 3, 3, 3], [3, 3, 3, 3, 3]]

@@ -70,13 +70,9 @@ class Verifier:
         width = len(positions) // len(requests)
         sampled = self.steps.verifying(batch, round_, requests, width, walks).draw(output.next_token_logits, positions)
         answers = sampled.tokens.view(len(requests), width)
-        agreed = self._agreed(part, answers, drafts)
-        if min(offered) < drafts.shape[1]:
-            agreed = torch.minimum(agreed, to_device(offered, agreed.device))
-        accepted = agreed + 1
-        if walks:
-            most = [walks[i].answers if i in walks else width for i in requests]
-            accepted = torch.minimum(accepted, to_device(most, accepted.device))
+        # After a draft that a grammar refuses, or that ends it, rows are not masked.
+        most = [min(count, walks[i].answers - 1) if i in walks else count for i, count in zip(requests, offered)]
+        accepted = self._agreed(part, answers, drafts, most) + 1
         return Part(requests, Answers(answers, accepted, sampled))
 
     def _forward(
@@ -109,12 +105,23 @@ class Verifier:
         with self.worker.queries.recording(recorded):
             return self.steps.forward(batch, inputs), inputs.positions
 
-    def _agreed(self, batch: "ScheduleBatch", answers: torch.Tensor, drafts: torch.Tensor) -> torch.Tensor:
-        """Drafts of each request that are the answers at their places, up to the first that is not: int64 [requests]."""
+    def _agreed(self, batch: "ScheduleBatch", answers: torch.Tensor, drafts: torch.Tensor, most: list[int]) -> torch.Tensor:
+        """Drafts of each request that are the answers at their places, up to the first that is not: int64 [requests].
+
+        Of each, its first ``most`` count.
+        """
+        width, device = drafts.shape[1], drafts.device
         if self.simulation is None:
-            return (answers[:, : drafts.shape[1]] == drafts).long().cumprod(1).sum(1)
-        asked = to_device(self.simulation.probabilities(batch.reqs), answers.device, torch.float32)
-        return self.simulation.accept(answers, drafts, asked)
+            same = answers[:, :width] == drafts
+        else:
+            same = self.simulation.draw(drafts, to_device(self.simulation.probabilities(batch.reqs), device, torch.float32))
+        if min(most) < width:
+            same &= torch.arange(width, device=device) < to_device(most, device)[:, None]
+        agreed = same.long().cumprod(1)
+        if self.simulation is not None:
+            # So that the output and the KV agree.
+            answers[:, :width] = torch.where(agreed.bool(), drafts, answers[:, :width])
+        return agreed.sum(1)
 
 
 def _walks(reqs: list, requests: list[int], drafts: torch.Tensor, offered: list[int]) -> dict[int, Walk]:
