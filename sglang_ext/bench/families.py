@@ -36,6 +36,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral-gqa-64": ("MistralConfig", {**heads(4, 2, 64), "sliding_window": None}),
     "qwen2-gqa-64": ("Qwen2Config", {**heads(4, 2, 64), "use_sliding_window": False}),
     "qwen3-gqa-128": ("Qwen3Config", {**heads(4, 2, 128), "use_sliding_window": False}),
+    "llama-gqa16-128": ("LlamaConfig", heads(128, 8, 128)),
+    "qwen3-gqa16-128": ("Qwen3Config", {**heads(64, 4, 128), "use_sliding_window": False}),
     "qwen3-moe-128": ("Qwen3MoeConfig", {**heads(4, 2, 128), **MOE, "use_sliding_window": False}),
 }
 

@@ -14,10 +14,10 @@ METHODS = ("kivi", "snapkv:0.5", "sink-recent:0.25")
 SEVERAL = ("--kv-mode", "verified", *DRAFTS, "--kv-compressor", METHODS[0], "--kv-more-compressors", ",".join(METHODS[1:]))
 
 
-def ask(server, prompts):
+def ask(server, prompts, methods=METHODS):
     """Answers of all methods to all prompts, by method, at once."""
     with ThreadPoolExecutor(8) as pool:
-        bodies = {method: greedy(64, custom_params={"kv_compressor": method}) for method in METHODS}
+        bodies = {method: greedy(64, custom_params={"kv_compressor": method}) for method in methods}
         asked = {name: [pool.submit(server.ask, input_ids=ids, **body) for ids in prompts] for name, body in bodies.items()}
     return {method: [each.result() for each in found] for method, found in asked.items()}
 
