@@ -7,10 +7,10 @@ from servers import STRICT, VERIFIED, greedy, sampled
 
 pytestmark = pytest.mark.server
 
-# Full KV of the prompts below, 3,700 tokens, does not fit; every seventh load finds a changed page.
+# Full KV of the prompts below, 3,700 tokens, does not fit; every third load finds a changed page.
 FLAGS = (
     *("--kv-draft-length", "4", "--kv-full-tier", "host", "--kv-host-gb", "0.5"),
-    *("--kv-offload-draft-length", "12", "--max-total-tokens", "2100", "--kv-bench-corrupt-loads", "7"),
+    *("--kv-offload-draft-length", "12", "--max-total-tokens", "2100", "--kv-bench-corrupt-loads", "3"),
 )
 
 
