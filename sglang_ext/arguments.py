@@ -15,8 +15,9 @@ from sglang.srt.arg_groups.arg_utils import NS, A, Arg
 from sglang.srt.server_args import ServerArgs
 
 from sglang_ext import command_line, flag_checks
-from sglang_ext.config import benchmark_options, compressor_options, head_budget_options, options, refused_options
-from sglang_ext.core import HookError
+from sglang_ext.config import benchmark_options, head_budget_options, options, refused_options
+from sglang_ext.core import RADIX_CACHE_BACKEND, SPECULATIVE_ALGORITHM, HookError, OptionError
+from sglang_ext.mem_cache.compressors import catalogue
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +29,7 @@ class KVServerArgs(ServerArgs):
     With ``kv_mode`` at its default, ``full``, nothing else of sglang-ext runs.
 
     Raises:
-        options.OptionError: a flag is out of range, unknown or cannot be combined, or the model
+        OptionError: a flag is out of range, unknown or cannot be combined, or the model
             is not supported. The message names value, allowed set and remedy.
     """
 
@@ -43,9 +44,9 @@ class KVServerArgs(ServerArgs):
     ] = "full"
     kv_compressor: A[
         str,
-        f"How the KV cache is compressed: by dropping tokens ({', '.join(options.COMPRESSORS)}), by packing them in few bits "
-        f"({', '.join(compressor_options.QUANTIZERS)}), or both, as in {options.COMPRESSORS[0]}+kivi. "
-        f"On a CPU alone: {', '.join(compressor_options.CPU_QUANTIZERS)}.",
+        f"How the KV cache is compressed: by dropping tokens ({', '.join(catalogue.dropping())}), by packing them in few bits "
+        f"({', '.join(catalogue.packing())}), or both, as in {catalogue.DEFAULT}+kivi. "
+        f"Or a class of your own: ./my_method.py:KeyNorm. On a CPU alone: {', '.join(set(catalogue.packing()) - set(catalogue.on_gpu()))}.",
         NS("memory"),
     ] = "snapkv"
     kv_more_compressors: A[
@@ -69,28 +70,28 @@ class KVServerArgs(ServerArgs):
         Arg(
             help="With --kv-compressor kvzip: how contexts are compressed that begin with none of the documents, and what "
             "follows one. With kvzap: those whose KV comes from host memory (--kv-host-gb).",
-            choices=list(options.ONLINE_COMPRESSORS),
+            choices=list(catalogue.online()),
         ),
         NS("memory"),
     ] = "snapkv"
     kv_bits: A[
         int | None,
         "Bits of a packed number: "
-        + "; ".join(f"{name}: {' or '.join(map(str, bits))}" for name, bits in compressor_options.QUANTIZERS.items())
+        + "; ".join(f"{name}: {' or '.join(map(str, catalogue.allowed_bits(name)))}" for name in catalogue.packing())
         + ". The first is the default.",
         NS("memory"),
     ] = None
     kv_budget: A[
         float | None,
         "Share of the context's tokens that the compressed view keeps, above 0 and at most 1. Default: "
-        f"{compressor_options.DEFAULT_BUDGET}, or 1 where tokens are only packed.",
+        f"{options.DEFAULT_BUDGET}, or 1 where tokens are only packed.",
         NS("memory"),
     ] = None
     kv_head_budgets: A[
         str,
         "equal: all heads keep the same number of tokens. adaptive: what matters most over all heads and layers, with "
-        f"{', '.join(head_budget_options.COMPARABLE)}; auto: adaptive for "
-        f"{', '.join(head_budget_options.BETTER)} on a CPU, else equal.",
+        f"{', '.join(catalogue.comparable())}; auto: adaptive for "
+        f"{', '.join(catalogue.better_uneven())} on a CPU, else equal.",
         NS("memory"),
     ] = "auto"
     kv_draft_length: A[
@@ -157,7 +158,7 @@ class KVServerArgs(ServerArgs):
         """
         try:
             return super().from_cli_args(args)
-        except (options.OptionError, HookError) as error:
+        except (OptionError, HookError) as error:
             command_line.exit_if_refused(error)
             raise
 
@@ -178,13 +179,13 @@ class KVServerArgs(ServerArgs):
 
     def check_lora_server_args(self) -> None:
         """SGLang's check; of all speculative algorithms it lets LoRA pass with NGRAM alone."""
-        if self.speculative_algorithm != options.SPECULATIVE_ALGORITHM:
+        if self.speculative_algorithm != SPECULATIVE_ALGORITHM:
             super().check_lora_server_args()
             return
         # managers/forward.py:prepare_lora applies adapters to drafts and verifications alike.
         self.override("check_lora_server_args", speculative_algorithm=None)
         super().check_lora_server_args()
-        self.override("check_lora_server_args", speculative_algorithm=options.SPECULATIVE_ALGORITHM)
+        self.override("check_lora_server_args", speculative_algorithm=SPECULATIVE_ALGORITHM)
 
     def _prepare_speculation(self) -> None:
         """Enter through SGLang's own registries: speculative algorithm and radix cache backend."""
@@ -193,11 +194,11 @@ class KVServerArgs(ServerArgs):
         if self.kv_full_tier == "auto" and (obstacle := options.offload_obstacle(self)) is not None:
             logger.warning("sglang-ext: --kv-full-tier auto keeps all full KV on the device, as %s", obstacle)
         benchmark_options.warn(self)
-        self.speculative_algorithm = options.SPECULATIVE_ALGORITHM
+        self.speculative_algorithm = SPECULATIVE_ALGORITHM
         self.speculative_num_steps = options.gathered_drafts(self)
         self.speculative_eagle_topk = 1
         self.speculative_num_draft_tokens = self.speculative_num_steps + 1
-        self.radix_cache_backend = options.RADIX_CACHE_BACKEND
+        self.radix_cache_backend = RADIX_CACHE_BACKEND
         if self.enable_lora or self.lora_paths:
             # Adapters are prepared for each forward, of a step or of a verification.
             self.disable_cuda_graph = True

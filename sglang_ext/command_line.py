@@ -11,8 +11,7 @@ from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from typing import NoReturn, ParamSpec, TypeVar
 
-from sglang_ext.config.options import OptionError
-from sglang_ext.core import HookError
+from sglang_ext.core import HookError, OptionError
 
 EXIT_CODE = 2
 

@@ -9,6 +9,9 @@ import torch
 if TYPE_CHECKING:
     from sglang_ext.mem_cache.prefix_cache.segments import Segment
 
+# What the flags choose of SGLang's registries.
+SPECULATIVE_ALGORITHM = "KV_VERIFIED"
+RADIX_CACHE_BACKEND = "kv_views"
 # Why a request is served with full KV. The order is the wire format of meta_info: append only.
 FALLBACK_REASONS: tuple[str, ...] = (
     "none",
@@ -30,6 +33,10 @@ PRIOR = (1.8, 0.2)
 EXPECTED = (0.5, 4.0)
 # Weight of what was seen before, at each verification: of one request, and of all.
 MEMORY, LONG_MEMORY = 0.9, 0.99
+
+
+class OptionError(ValueError):
+    """A flag that cannot be served: says the value, what is allowed, and the remedy."""
 
 
 class HookError(RuntimeError):

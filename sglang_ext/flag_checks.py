@@ -17,8 +17,10 @@ from sglang_ext.config import (
     range_options,
     refusal,
 )
-from sglang_ext.config.compressor_options import PREDICTOR, SCORES
-from sglang_ext.config.options import OptionError
+from sglang_ext.core import OptionError
+from sglang_ext.mem_cache.compressors import catalogue
+from sglang_ext.mem_cache.compressors.kvzap import KVzap
+from sglang_ext.mem_cache.compressors.kvzip import KVzip
 
 if TYPE_CHECKING:
     from sglang_ext.arguments import KVServerArgs
@@ -30,7 +32,7 @@ def check_flags(args: "KVServerArgs") -> None:
     """Before SGLang resolves its options: refuse wrong values, and set what was left open; none of it where the mode is full.
 
     Raises:
-        options.OptionError: a flag is out of range, or flags cannot be combined.
+        OptionError: a flag is out of range, or flags cannot be combined.
     """
     if args.kv_mode == "full":
         from sglang_ext.arguments import KVServerArgs
@@ -49,7 +51,7 @@ def check_resolved(args: "KVServerArgs") -> None:
     """After SGLang resolved its options: refuse backends, models and versions of SGLang that cannot be served.
 
     Raises:
-        options.OptionError: the attention backend or the model is not supported, a predictor is of another model, preferred
+        OptionError: the attention backend or the model is not supported, a predictor is of another model, preferred
             sampling parameters are wrong, or this host lacks the memory that is asked for.
         hooking.HookError: a function that is hooked has other parameters than expected.
     """
@@ -108,20 +110,18 @@ def _warn_of_idle_drafts(args: "KVServerArgs") -> None:
 def _warn_of_idle_compressor(args: "KVServerArgs") -> None:
     """Name ``--kv-online-compressor`` where no method leaves a context to it."""
     drops = {offer.drops for offer in method_options.offers(args)}
-    if SCORES.method in drops or (PREDICTOR.method in drops and args.kv_host_gb):
+    if KVzip.name in drops or (KVzap.name in drops and args.kv_host_gb):
         return
-    if PREDICTOR.method in drops:
+    if KVzap.name in drops:
         why, remedy = f"--kv-compressor is {args.kv_compressor} and --kv-host-gb 0, with which", "--kv-host-gb 16"
     else:
-        why, remedy = f"--kv-compressor is {args.kv_compressor}, with which", f"--kv-compressor {SCORES.method}"
+        why, remedy = f"--kv-compressor is {args.kv_compressor}, with which", f"--kv-compressor {KVzip.name}"
     _warn_of_idle(args, why, ("kv_online_compressor",), remedy)
 
 
 def _warn_of_short_contexts(args: "KVServerArgs") -> None:
     """Say where no context that the server takes is long enough for a copy."""
-    from sglang_ext.mem_cache.compressors import method
-
-    made = [method(offer.compressor, args.kv_bits if offer.packs else None) for offer in method_options.offers(args)]
+    made = [catalogue.method(offer.compressor, args.kv_bits if offer.packs else None) for offer in method_options.offers(args)]
     least = options.MIN_CONTEXT + min(each.quantizer.recent if each.quantizer else 0 for each in made)
     for name in ("context_length", "max_total_tokens"):
         tokens = getattr(args, name)

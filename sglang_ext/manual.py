@@ -17,15 +17,15 @@ from pathlib import Path
 from sglang.srt.arg_groups.arg_utils import add_cli_args_from_dataclass
 
 from sglang_ext.arguments import KVServerArgs
-from sglang_ext.config.compressor_options import METHODS
 from sglang_ext.config.options import MODES
+from sglang_ext.mem_cache.compressors import catalogue
 from sglang_ext.config.refusal import Refusal, flag
 from sglang_ext.config.refused_options import CACHES, PARALLELISM, REFUSALS
 
 BEGIN, END = "<!-- by hand: begin -->", "<!-- by hand: end -->"
 GENERATED = "<!-- Written by `python -m sglang_ext.manual`, but for what stands between the marks. -->"
 WIDTH = 110
-VALUES = "|".join((*map(re.escape, METHODS), *MODES, "auto", "null", r"\d+"))
+VALUES = "|".join((*map(re.escape, catalogue.names()), *MODES, "auto", "null", r"\d+"))
 # Fields in the order in which the page has them.
 GROUPS: dict[str, tuple[str, ...]] = {
     "Mode": ("kv_mode",),

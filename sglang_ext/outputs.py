@@ -4,7 +4,7 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from sglang_ext.config.options import OptionError
+from sglang_ext.core import OptionError
 
 
 def check(args: argparse.Namespace) -> None:

@@ -20,7 +20,7 @@ def prepare(args: "ServerArgs") -> None:
     """Before SGLang resolves its options: check the flags, set SGLang's own for the mode.
 
     Raises:
-        options.OptionError: a flag is out of range, or an option cannot be combined with the mode.
+        OptionError: a flag is out of range, or an option cannot be combined with the mode.
     """
     flag_checks.check_flags(args)
     KVServerArgs._prepare_speculation(args)
@@ -30,7 +30,7 @@ def check(args: "ServerArgs") -> None:
     """After SGLang resolved its options: check the backend, the model and the fork's seams.
 
     Raises:
-        options.OptionError: the attention backend or the model is not supported, or a predictor is of another model.
+        OptionError: the attention backend or the model is not supported, or a predictor is of another model.
         hooking.HookError: a function is not marked in the fork, or has other parameters than expected.
     """
     flag_checks.check_resolved(args)

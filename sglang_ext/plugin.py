@@ -38,7 +38,7 @@ def register_backends() -> None:
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
     from sglang.srt.speculative.spec_registry import get_spec
 
-    from sglang_ext.config.options import RADIX_CACHE_BACKEND, SPECULATIVE_ALGORITHM
+    from sglang_ext.core import RADIX_CACHE_BACKEND, SPECULATIVE_ALGORITHM
     from sglang_ext.hooks.algorithm import KVVerifiedAlgorithm, worker_class
 
     if get_spec(SPECULATIVE_ALGORITHM) is None:

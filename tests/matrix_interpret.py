@@ -32,7 +32,7 @@ from sglang_ext.layers.kernels.uneven_decode import uneven_decode  # noqa: E402
 from sglang_ext.layers.kernels.verify_attention import verify_attention  # noqa: E402
 from sglang_ext.layers.kernels.verify_sizes import EXACT, Splits, Tokens, fast_blocks  # noqa: E402
 from sglang_ext.layers.kernels.window_scores import window_scores  # noqa: E402
-from sglang_ext.mem_cache.compressors import quantizer  # noqa: E402
+from sglang_ext.mem_cache.compressors.catalogue import quantizer  # noqa: E402
 from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells, KeptCells  # noqa: E402
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers  # noqa: E402
 from sglang_ext.mem_cache.compressed.formats.packing import Packing  # noqa: E402

@@ -5,8 +5,8 @@ from dataclasses import replace
 import torch
 
 from sglang_ext.layers.kernels.pack_blocks import pack_blocks, takes
-from sglang_ext.mem_cache.compressors import quantizer
-from sglang_ext.mem_cache.compressors.quantizer import grouped, meant
+from sglang_ext.mem_cache.compressors.catalogue import quantizer
+from sglang_ext.mem_cache.compressors.contracts.quantizer import grouped, meant
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.formats.packing import Packing
 

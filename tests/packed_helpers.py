@@ -4,16 +4,16 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_ext.config.compressor_options import GPU_QUANTIZERS, QUANTIZERS
-from sglang_ext.mem_cache.compressors import quantizer
+from sglang_ext.mem_cache.compressors import catalogue
+from sglang_ext.mem_cache.compressors.catalogue import quantizer
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.formats.packing import Packing
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 
 # Every quantizer with every number of bits that it allows.
-KINDS = [(name, bits) for name, allowed in QUANTIZERS.items() for bits in allowed]
+KINDS = [(name, bits) for name in catalogue.packing() for bits in catalogue.allowed_bits(name)]
 # Those that have kernels.
-KERNEL_KINDS = [(name, bits) for name, bits in KINDS if name in GPU_QUANTIZERS]
+KERNEL_KINDS = [(name, bits) for name, bits in KINDS if name in catalogue.on_gpu()]
 
 
 def frequencies(dim):

@@ -26,11 +26,13 @@ PAGED = (
     # SGLang's plain loop: a result is processed before the next round is built.
     *("--max-total-tokens", "16384", "--disable-overlap-schedule"),
 )
-# Two methods that drop tokens, and one that packs them, which serves whoever asks for none.
+# A user's own.
+OWN = f"{Path(__file__).parents[1]}/examples/key_norm.py:KeyNorm"
+# Three methods that drop tokens, one of them a user's own, and one that packs them, which serves whoever asks for none.
 SEVERAL = (
     *(*STOCK, "--kv-mode", "verified", "--kv-compressor", "kivi", "--kv-bits", "4", "--kv-draft-length", "8"),
     "--enable-metrics",
-    *("--kv-more-compressors", "snapkv,snapkv:0.125"),
+    *("--kv-more-compressors", f"snapkv,snapkv:0.125,{OWN}"),
 )
 # A pool that does not hold all prompts at once, and host memory for the rest.
 CROWDED = (

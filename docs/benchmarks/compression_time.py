@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 
 from sglang_ext.bench.quality.named import Named
-from sglang_ext.config.compressor_options import CPU_QUANTIZERS, code_bits
-from sglang_ext.mem_cache.compressors import ContextKV, Part, create, kept_count, quantizer
+from sglang_ext.mem_cache.compressors import ContextKV, Part, catalogue, kept_count
+from sglang_ext.mem_cache.compressors.catalogue import create, quantizer
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.formats.packing import Packing
 from sglang_ext.mem_cache.compressed.rotary import Rotary
@@ -90,7 +90,7 @@ def copying(args: argparse.Namespace, name: str) -> Callable[[], None]:
     context = context_of(args, 0 if chooser is None else chooser.window)
     taken = torch.zeros(2 * args.tokens, dtype=torch.bool, device=args.device).index_fill_(0, context.slots, True)
     spare = torch.argsort(taken.float() + torch.rand(len(taken), device=args.device))[: args.tokens]
-    packing = Packing.of(quantizer(packs, code_bits(packs, named.bits)), context.buffers, 1, context.rotary) if packs else None
+    packing = Packing.of(quantizer(packs, catalogue.code_bits(packs, named.bits)), context.buffers, 1, context.rotary) if packs else None
     unit = packing.unit if packing else 1
     tokens = args.tokens // unit * unit
     every = torch.arange(tokens, device=args.device).expand(args.layers, args.kv_heads, -1)
@@ -113,7 +113,7 @@ def main() -> None:
     whole = prefill(args) if args.model else args.prefill_seconds
     print(f"{args.tokens} tokens, {args.layers} layers, {args.kv_heads} KV heads of {args.dim}; prefill {1000 * whole:.1f} ms")
     every = (*DROPPING, *PACKING, "snapkv+kivi")
-    served = every if args.device == "cpu" else tuple(name for name in every if name not in CPU_QUANTIZERS)
+    served = every if args.device == "cpu" else tuple(name for name in every if name not in catalogue.packing() or name in catalogue.on_gpu())
     for name in args.methods or served:
         try:
             took = seconds(copying(args, name), args.device, args.repeats)

@@ -14,7 +14,7 @@ from transformers.masking_utils import sdpa_mask
 
 from sglang_ext.bench.quality.named import Named
 from sglang_ext.layers.attention.packed import packed_attention
-from sglang_ext.mem_cache.compressors import method
+from sglang_ext.mem_cache.compressors.catalogue import method
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.formats.packing import Packing
 from sglang_ext.mem_cache.compressed.rotary import Rotary

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from sglang_ext import outputs
 from sglang_ext.bench import BenchError
 from sglang_ext.bench.server import stop_all
-from sglang_ext.config.options import OptionError
+from sglang_ext.core import OptionError
 
 
 @dataclass(frozen=True)

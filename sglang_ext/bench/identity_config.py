@@ -9,7 +9,7 @@ from sglang_ext.bench.client import SamplingSettings
 from sglang_ext.bench.options import check_budgets, check_counts, check_port
 from sglang_ext.bench.tolerance import Rules
 from sglang_ext.config.method_options import budget_of
-from sglang_ext.config.options import OptionError
+from sglang_ext.core import OptionError
 
 AUTO: Final = "auto"
 """As ``--margin-tolerance``: to be measured."""

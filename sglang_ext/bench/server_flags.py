@@ -11,7 +11,7 @@ from sglang_ext import flag_checks
 from sglang_ext.arguments import KVServerArgs
 from sglang_ext.bench import BenchError
 from sglang_ext.config import refused_options
-from sglang_ext.config.options import OptionError
+from sglang_ext.core import OptionError
 
 CONFIG = "--config"
 """SGLang's flag: a file holds further flags, which only the server reads."""

@@ -14,8 +14,9 @@ from sglang_ext.bench.identity_options import words
 from sglang_ext.bench.options import DTYPES, check_budgets, numbers, probabilities
 from sglang_ext.bench.server import ServerProcess, check_servers
 from sglang_ext.bench.tiers import Tier, tiers
-from sglang_ext.config.compressor_options import DEFAULT_BUDGET, code_bits, parse_compressor
-from sglang_ext.config.options import OptionError
+from sglang_ext.config.options import DEFAULT_BUDGET
+from sglang_ext.core import OptionError
+from sglang_ext.mem_cache.compressors import catalogue
 
 
 @dataclass(frozen=True)
@@ -183,7 +184,7 @@ def _methods(compressor: str) -> tuple[str | None, str | None]:
         BenchError: there is no such method.
     """
     try:
-        return parse_compressor(compressor, "--compressor")
+        return catalogue.parse(compressor, "--compressor")
     except OptionError as error:
         raise BenchError(str(error)) from error
 
@@ -203,7 +204,7 @@ def verified(args: argparse.Namespace, compressor: str, budget: str, drafts: str
     if drops is not None:
         name, flags = f"{compressor}-{share:g}-x{drafts}", [*flags, "--kv-budget", f"{share:g}"]
     if packs is not None:
-        share *= code_bits(packs, None) / (32 if args.dtype == "float32" else 16)
+        share *= catalogue.code_bits(packs, None) / (32 if args.dtype == "float32" else 16)
     forced = forced_acceptances(args)
     if forced:
         # Each request asks for its own; the server has to force one to let it.

@@ -22,7 +22,7 @@ from sglang_ext.bench.scenario import TIERS, Request, Scenario, SimulationError
 from sglang_ext.bench.simulate_report import table, write_plot
 from sglang_ext.bench.simulated import Result
 from sglang_ext.bench.simulation import Engine
-from sglang_ext.config.compressor_options import DEFAULT_BUDGET
+from sglang_ext.config.options import DEFAULT_BUDGET
 from sglang_ext.managers.offload.costs import CostError, Costs
 from sglang_ext.managers.offload.placement import LONGEST
 

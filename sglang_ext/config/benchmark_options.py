@@ -7,7 +7,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from sglang_ext.config import refusal
-from sglang_ext.config.options import OptionError
+from sglang_ext.core import OptionError
 
 if TYPE_CHECKING:
     from sglang_ext.arguments import KVServerArgs

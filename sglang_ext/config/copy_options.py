@@ -2,7 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from sglang_ext.config.options import OptionError, attention_backends, offloads
+from sglang_ext.config.options import attention_backends, offloads
+from sglang_ext.core import OptionError
 
 if TYPE_CHECKING:
     from sglang_ext.arguments import KVServerArgs

@@ -6,16 +6,15 @@ import torch
 
 from sglang_ext.config import copy_options
 from sglang_ext.config.method_options import offers
-from sglang_ext.config.options import OptionError, attention_backends, one_of
+from sglang_ext.config.options import attention_backends, one_of
+from sglang_ext.core import OptionError
+from sglang_ext.mem_cache.compressors import catalogue
+from sglang_ext.mem_cache.compressors.contracts.registry import COMPRESSORS
 
 if TYPE_CHECKING:
     from sglang_ext.arguments import KVServerArgs
 
 HEAD_BUDGETS = ("auto", "equal", "adaptive")
-# Methods whose scores compare over heads and layers (Compressor.comparable).
-COMPARABLE = ("snapkv", "kvzip", "kvzap")
-# Of these, the ones whose drafts are accepted more often for it (docs/benchmarks.md).
-BETTER = ("kvzip", "kvzap")
 
 
 def resolve(args: "KVServerArgs") -> None:
@@ -30,7 +29,7 @@ def resolve(args: "KVServerArgs") -> None:
     if args.kv_head_budgets == "auto":
         # On a GPU not before it is measured there.
         served = not others and packs is None and _on_cpu(args) and attention_backends(args) <= set(copy_options.BACKENDS["cpu"])
-        args.kv_head_budgets = "adaptive" if drops in BETTER and served else "equal"
+        args.kv_head_budgets = "adaptive" if drops is not None and COMPRESSORS[drops].better_uneven and served else "equal"
     if args.kv_head_budgets == "equal":
         return
     if others:
@@ -41,12 +40,12 @@ def resolve(args: "KVServerArgs") -> None:
     if packs is not None:
         raise OptionError(
             f"--kv-head-budgets is 'adaptive' with --kv-compressor {args.kv_compressor}: packed heads keep equal numbers of "
-            f"tokens. Pass equal, or one of {', '.join(COMPARABLE)}"
+            f"tokens. Pass equal, or one of {', '.join(catalogue.comparable())}"
         )
-    if drops not in COMPARABLE:
+    if drops not in catalogue.comparable():
         raise OptionError(
             f"--kv-head-budgets is 'adaptive' with --kv-compressor {drops}, whose scores do not compare over heads: pass equal, "
-            f"or one of {', '.join(COMPARABLE)}"
+            f"or one of {', '.join(catalogue.comparable())}"
         )
 
 

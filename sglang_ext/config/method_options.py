@@ -4,18 +4,11 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
-from sglang_ext.config import copy_options
-from sglang_ext.config.compressor_options import (
-    CPU_QUANTIZERS,
-    DEFAULT_BUDGET,
-    GPU_QUANTIZERS,
-    PACKABLE,
-    PREDICTOR,
-    SCORES,
-    code_bits,
-    parse_compressor,
-)
-from sglang_ext.config.options import COMPRESSORS, ONLINE_COMPRESSORS, POINTING, OptionError, one_of
+from sglang_ext.config import copy_options, method_folders
+from sglang_ext.config.options import DEFAULT_BUDGET, one_of
+from sglang_ext.core import OptionError
+from sglang_ext.mem_cache.compressors import catalogue
+from sglang_ext.mem_cache.compressors.kvzap import KVzap
 
 if TYPE_CHECKING:
     from sglang_ext.arguments import KVServerArgs
@@ -40,20 +33,20 @@ class Offer:
     @property
     def drops(self) -> str | None:
         """What drops tokens; None where all are kept."""
-        return parse_compressor(self.compressor)[0]
+        return catalogue.parse(self.compressor)[0]
 
     @property
     def packs(self) -> str | None:
         """What packs them in few bits; None where they stay as they are."""
-        return parse_compressor(self.compressor)[1]
+        return catalogue.parse(self.compressor)[1]
 
     def is_called(self, asked: object) -> bool:
         """Whether a request that asks for so named a method means this one; ``snapkv:.5`` is ``snapkv:0.50``."""
         if not isinstance(asked, str) or asked == self.name:
             return asked == self.name
-        compressor, colon, text = asked.partition(":")
+        compressor, text = catalogue.split(asked)
         try:
-            return bool(colon) and compressor == self.compressor and float(text) == self.budget
+            return text is not None and compressor == self.compressor and float(text) == self.budget
         except ValueError:
             return False
 
@@ -70,7 +63,8 @@ def offers(args: "KVServerArgs") -> tuple[Offer, ...]:
 
 @cache
 def _offers(compressor: str, budget: float, more: str) -> tuple[Offer, ...]:
-    # Of one server, and asked for with each request and each chunk of its answer.
+    # Of one server, and asked for with each request and each chunk of its answer. Methods of users' own are known from here on.
+    catalogue.parse(compressor)
     return Offer(compressor, compressor, budget), *(_parsed(item.strip()) for item in more.split(",") if item.strip())
 
 
@@ -99,16 +93,15 @@ def resolve(args: "KVServerArgs") -> None:
     _check_alone(found)
     packs = quantizer_of(found)
     if packs is not None:
-        code_bits(packs, args.kv_bits)
+        catalogue.code_bits(packs, args.kv_bits)
     elif args.kv_bits is not None:
         raise OptionError(
             f"--kv-bits is {args.kv_bits}, but --kv-compressor {found[0].drops} keeps tokens as they are: leave it out, or name "
             f"what packs them too: --kv-compressor {found[0].drops}+kivi"
         )
-    one_of("--kv-online-compressor", args.kv_online_compressor, ONLINE_COMPRESSORS)
+    one_of("--kv-online-compressor", args.kv_online_compressor, catalogue.online())
     compressors = tuple(offer.compressor for offer in found)
-    SCORES.check(compressors, args.kv_scores)
-    PREDICTOR.check(compressors, args.kv_predictor)
+    method_folders.check(args, compressors)
 
 
 def budget_of(compressor: str, budget: float | None, flag: str = FIRST, told: str = "--kv-budget is {}") -> float:
@@ -123,7 +116,7 @@ def budget_of(compressor: str, budget: float | None, flag: str = FIRST, told: st
     Raises:
         OptionError: names the flag, its value and the remedy.
     """
-    drops, packs = parse_compressor(compressor, flag)
+    drops, packs = catalogue.parse(compressor, flag)
     if budget is None:
         return 1.0 if drops is None else DEFAULT_BUDGET
     if not (isinstance(budget, int | float) and 0 < budget <= 1):
@@ -134,16 +127,16 @@ def budget_of(compressor: str, budget: float | None, flag: str = FIRST, told: st
     if drops is None and budget < 1:
         raise OptionError(
             f"{told.format(budget)}, but {flag} {packs} keeps all tokens, in few bits: leave it out, or name what drops the "
-            f"others too: {flag} {COMPRESSORS[0]}+{packs}"
+            f"others too: {flag} {catalogue.DEFAULT}+{packs}"
         )
     return budget
 
 
 def _parsed(item: str) -> Offer:
     """One item of ``--kv-more-compressors``."""
-    compressor, colon, text = item.partition(":")
+    compressor, text = catalogue.split(item)
     try:
-        budget = float(text) if colon else None
+        budget = None if text is None else float(text)
     except ValueError:
         raise OptionError(
             f"{MORE} has {item!r}, where {text!r} is no number: pass NAME or NAME:BUDGET, as in snapkv:0.125,kivi"
@@ -170,11 +163,11 @@ def _check_differs(offer: Offer, before: tuple[Offer, ...]) -> None:
 
 def _check_alone(found: tuple[Offer, ...]) -> None:
     """Refuse others beside a method whose copies lead into full KV."""
-    pointing = [offer.name for offer in found if offer.drops in POINTING]
+    pointing = [offer.name for offer in found if catalogue.points(offer.compressor)]
     if pointing and len(found) > 1:
         raise OptionError(
             f"{MORE} makes {pointing[0]} one of {len(found)} methods; its copies hold no KV, but where the tokens lie, and others' "
-            f"are not read so. Let it serve alone, or pass {', '.join(PACKABLE)}"
+            f"are not read so. Let it serve alone, or pass {', '.join(catalogue.packable())}"
         )
 
 
@@ -185,14 +178,14 @@ def check_resolved(args: "KVServerArgs") -> None:
         OptionError: names what it chose, and the remedy.
     """
     found = offers(args)
-    predicted = any(offer.drops == PREDICTOR.method for offer in found)
+    predicted = any(offer.drops == KVzap.name for offer in found)
     if predicted and args.cuda_graph_config.prefill.backend == "tc_piecewise":
         raise OptionError(
             "--cuda-graph-backend-prefill is 'tc_piecewise'; --kv-compressor kvzap reads hidden states by hooks, which are "
             "untested in compiled graphs. Pass breakable or disabled."
         )
-    others = ', '.join(PACKABLE)
-    if found[0].drops in POINTING:
+    others = ', '.join(catalogue.packable())
+    if catalogue.points(found[0].compressor):
         copy_options.check_resolved(args, f"the copies of {FIRST} {found[0].name}", f"one that copies tokens: {others}")
     packed = next((offer for offer in found if offer.packs), None)
     if packed is None:
@@ -205,8 +198,8 @@ def check_resolved(args: "KVServerArgs") -> None:
 
 def _check_has_kernels(args: "KVServerArgs", packed: Offer, flag: str) -> None:
     """Refuse a method without kernels on a GPU; ``flag`` names it."""
-    if packed.packs in CPU_QUANTIZERS and args.device != "cpu":
+    if packed.packs not in catalogue.on_gpu() and args.device != "cpu":
         raise OptionError(
             f"--device is {args.device} with {flag} {packed.name}; {packed.packs} packs tokens on a CPU alone, elsewhere "
-            f"{', '.join(GPU_QUANTIZERS)} do. Pass {flag} {packed.name.replace(packed.packs, 'kivi')}, or --device cpu."
+            f"{', '.join(catalogue.on_gpu())} do. Pass {flag} {packed.name.replace(packed.packs, 'kivi')}, or --device cpu."
         )

@@ -2,7 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from sglang_ext.config.options import ATTENTION_BACKENDS, DETERMINISTIC_BACKENDS, OptionError, attention_backends
+from sglang_ext.config.options import ATTENTION_BACKENDS, DETERMINISTIC_BACKENDS, attention_backends
+from sglang_ext.core import OptionError
 
 if TYPE_CHECKING:
     from sglang_ext.arguments import KVServerArgs

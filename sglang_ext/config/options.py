@@ -5,19 +5,15 @@ Stands here once, so that ``--help``, the checks at start, the doctor and the te
 
 from typing import TYPE_CHECKING
 
+from sglang_ext.core import OptionError
+from sglang_ext.mem_cache.compressors import catalogue
+
 if TYPE_CHECKING:
     from sglang_ext.arguments import KVServerArgs
 
-# What the flags choose of SGLang's registries.
-SPECULATIVE_ALGORITHM = "KV_VERIFIED"
-RADIX_CACHE_BACKEND = "kv_views"
 MODES = ("full", "lossy", "verified")
-# Methods that drop tokens; those that pack them in few bits are in compressor_options.py. First those that look at KV and
-# queries as they are made.
-ONLINE_COMPRESSORS = ("snapkv", "sink-recent", "expected-attention")
-# Methods whose copies hold no KV, but lead into full KV on the device (Compressor.points): verifications choose them.
-POINTING = ("verify-guided",)
-COMPRESSORS = (*ONLINE_COMPRESSORS, "kvzip", "kvzap", *POINTING)
+# The share of tokens that is kept unless told.
+DEFAULT_BUDGET = 0.25
 MAX_DRAFT_LENGTH = 64
 # Tokens of a context from which on it is compressed; below, a copy saves nothing worth drafting for.
 MIN_CONTEXT = 128
@@ -35,10 +31,6 @@ NARROW_VERIFY = 5
 ATTENTION_BACKENDS = ("torch_native", "flashinfer", "triton", "fa3")
 # Of these, on which a verification's tokens are, bit for bit, those of decoding one by one.
 DETERMINISTIC_BACKENDS = ("torch_native", "triton")
-
-
-class OptionError(ValueError):
-    """A flag that cannot be served: says the value, what is allowed, and the remedy."""
 
 
 def one_of(flag: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -83,7 +75,7 @@ def offload_obstacle(args: "KVServerArgs") -> str | None:
         (not args.kv_host_gb, "there is no host memory for full KV: pass --kv-host-gb"),
         (args.kv_mode != "verified", f"--kv-mode {args.kv_mode} verifies nothing: pass --kv-mode verified"),
         (
-            args.kv_compressor in POINTING,
+            catalogue.points(args.kv_compressor),
             f"drafts of --kv-compressor {args.kv_compressor} read it on the device: pass --kv-compressor snapkv",
         ),
         (args.disable_radix_cache, "full KV leaves the device by nodes of the prefix tree: leave out --disable-radix-cache"),

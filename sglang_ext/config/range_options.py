@@ -2,15 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from sglang_ext.config.options import (
-    FULL_TIERS,
-    MAX_DRAFT_LENGTH,
-    MAX_OFFLOAD_DRAFT_LENGTH,
-    MODES,
-    OptionError,
-    offload_obstacle,
-    one_of,
-)
+from sglang_ext.config.options import FULL_TIERS, MAX_DRAFT_LENGTH, MAX_OFFLOAD_DRAFT_LENGTH, MODES, offload_obstacle, one_of
+from sglang_ext.core import OptionError
 
 if TYPE_CHECKING:
     from sglang_ext.arguments import KVServerArgs

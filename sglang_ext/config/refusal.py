@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.environ import envs
 
-from sglang_ext.config.options import OptionError
+from sglang_ext.core import OptionError
 
 if TYPE_CHECKING:
     from sglang_ext.arguments import KVServerArgs

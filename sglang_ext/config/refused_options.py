@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from sglang_ext.config.options import POINTING
+from sglang_ext.mem_cache.compressors import catalogue
 from sglang_ext.config.refusal import Refusal, above, switched_on, variable
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("--enable-two-batch-overlap", switched_on("enable_two_batch_overlap"), "its split assumes equal lengths", "leave it out"),
     Refusal(
         "--kv-compressor verify-guided",
-        lambda args: args.kv_mode == "lossy" and args.kv_compressor in POINTING,
+        lambda args: args.kv_mode == "lossy" and catalogue.points(args.kv_compressor),
         "nothing is verified, and verifications choose what it keeps",
         "use --kv-mode verified, or --kv-compressor snapkv",
     ),

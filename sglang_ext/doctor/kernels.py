@@ -2,9 +2,8 @@
 
 import torch
 
-from sglang_ext.config.compressor_options import GPU_QUANTIZERS, QUANTIZERS
 from sglang_ext.doctor.check import Check
-from sglang_ext.mem_cache.compressors import quantizer
+from sglang_ext.mem_cache.compressors import catalogue
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.formats.packing import Packing
 
@@ -49,9 +48,9 @@ def packed_kernels(dim: int, group: int, dtype: torch.dtype, device: str = "cuda
     found: dict[str, list[str]] = {}
     keys = torch.zeros(1, 1, dim, dtype=dtype, device=device)
     buffers = KVBuffers((0,), (1.0,), (keys,), (keys,))
-    for name in GPU_QUANTIZERS:
+    for name in catalogue.on_gpu():
         try:
-            packing = Packing.of(quantizer(name, QUANTIZERS[name][0]), buffers, 1)
+            packing = Packing.of(catalogue.quantizer(name, catalogue.code_bits(name, None)), buffers, 1)
         except ValueError:
             found.setdefault("not for such heads", []).append(name)
             continue

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from sglang_ext.config.options import OptionError
+from sglang_ext.core import OptionError
 from sglang_ext.fit import FitError
 from sglang_ext.fit.progress import telling
 from sglang_ext.fit.samples import Piece, Sampler, Sampling

@@ -23,7 +23,7 @@ from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_ext.config import method_choice
-from sglang_ext.config.options import OptionError
+from sglang_ext.core import OptionError
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import EmbeddingReqInput

@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sglang_ext.config.method_options import offers
-from sglang_ext.config.options import OptionError
+from sglang_ext.core import OptionError
 from sglang_ext.mem_cache.compressed.copy_forms import CopyForms
 from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
 from sglang_ext.mem_cache.compressed.formats.unpacked import Unpacked
 from sglang_ext.mem_cache.compressed.slot_scores import SlotScores
-from sglang_ext.mem_cache.compressors import Compressor, Method, create, method
+from sglang_ext.mem_cache.compressors import catalogue
+from sglang_ext.mem_cache.compressors import Compressor
+from sglang_ext.mem_cache.compressors.catalogue import Method, create
 from sglang_ext.mem_cache.compressors.kvzap import KVzap
 from sglang_ext.mem_cache.compressors.kvzip import KVzip
 from sglang_ext.mem_cache.scores.index import ScoreIndex
@@ -92,7 +94,7 @@ def methods_of(
     # Methods that differ in budget or packing read the same scores.
     compressors: dict[str, Compressor] = {}
     for offer in offers(args):
-        each = method(offer.compressor, args.kv_bits if offer.packs else None)
+        each = catalogue.method(offer.compressor, args.kv_bits if offer.packs else None)
         name = each.compressor.name
         if name not in compressors:
             compressors[name] = each.compressor

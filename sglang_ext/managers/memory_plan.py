@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode,
 from sglang.srt.model_executor.cuda_graph_config import Backend
 
 from sglang_ext.config import options
-from sglang_ext.config.options import OptionError
+from sglang_ext.core import OptionError
 from sglang_ext.layers.attention import verify_attention
 from sglang_ext.layers.attention.of_model import an_attention, attention_scaling
 from sglang_ext.managers.served_methods import ServedMethods

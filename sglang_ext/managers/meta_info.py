@@ -7,8 +7,8 @@ filled here with ours (:func:`fill`) and read back under their own names (:func:
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from sglang_ext.config.compressor_options import METHODS
 from sglang_ext.core import FALLBACK_REASONS, RequestState
+from sglang_ext.mem_cache.compressors import catalogue
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -20,7 +20,7 @@ HEAD = 7
 def fill(req: "Req", state: RequestState) -> None:
     """Put a request's totals into one of SGLang's per-request lists of integers.
 
-    Layout: verifies, offered, accepted, fallback, compressor (its place in ``METHODS``, from 1; 0 for none), method asked for,
+    Layout: verifies, offered, accepted, fallback, compressor (its number in the catalogue; 0 for none), method asked for,
     length of the accept histogram, the accept histogram, the offer histogram.
     """
     req.spec_cap_lens_histogram = [
@@ -28,7 +28,7 @@ def fill(req: "Req", state: RequestState) -> None:
         state.offered,
         state.accepted,
         state.fallback,
-        METHODS.index(state.compressor.partition(":")[0]) + 1 if state.compressor else 0,
+        catalogue.number(state.compressor.partition(":")[0]) if state.compressor else 0,
         state.method,
         len(state.accept_histogram),
         *state.accept_histogram,
@@ -59,5 +59,5 @@ def describe(record: list[int], suffixes: Sequence[str] = ("",)) -> dict[str, An
         "kv_accept_histogram": list(record[HEAD : HEAD + split]),
         "kv_offer_histogram": list(record[HEAD + split :]),
         "kv_fallback": FALLBACK_REASONS[fallback] if fallback else None,
-        "kv_compressor": METHODS[compressor - 1] + suffixes[method] if compressor else None,
+        "kv_compressor": catalogue.numbered(compressor) + suffixes[method] if compressor else None,
     }

@@ -10,7 +10,7 @@ from sglang_ext.layers.attention.of_model import an_attention, is_attention
 from sglang_ext.managers import compression
 from sglang_ext.mem_cache.compressed.rotary import Rotary, rotary_of
 from sglang_ext.mem_cache.compressed.slot_scores import SlotScores
-from sglang_ext.mem_cache.compressors import Method
+from sglang_ext.mem_cache.compressors.catalogue import Method
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req

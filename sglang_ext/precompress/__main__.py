@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sglang_ext.config.options import OptionError
+from sglang_ext.core import OptionError
 from sglang_ext.mem_cache.scores.model_key import model_folder, model_key
 from sglang_ext.outputs import check_folder
 from sglang_ext.precompress import PrecompressError

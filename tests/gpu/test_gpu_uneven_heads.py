@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from servers import greedy
-from sglang_ext.mem_cache.compressors import ContextKV, Part, create
+from sglang_ext.mem_cache.compressors import ContextKV, Part
+from sglang_ext.mem_cache.compressors.catalogue import create
 from sglang_ext.mem_cache.compressors.kvzap import KVzap
 from sglang_ext.mem_cache.compressors.kvzip import StoredScores
 from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells

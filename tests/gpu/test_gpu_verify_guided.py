@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from servers import greedy
-from sglang_ext.mem_cache.compressors import Part, create
+from sglang_ext.mem_cache.compressors import Part
+from sglang_ext.mem_cache.compressors.catalogue import create
 from sglang_ext.mem_cache.compressed.formats.slot_pointers import Pointers
 from test_gpu_decoding import EXACT, QUICK, VERIFIED
 from test_gpu_packed import REPLAYS, TELLING, accept_length, served

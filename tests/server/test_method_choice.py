@@ -4,12 +4,14 @@ import urllib.error
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from servers import EXPECTED_TOKENS, greedy
+from servers import EXPECTED_TOKENS, OWN, greedy
 
 pytestmark = pytest.mark.server
 
 # The first serves whoever asks for none.
-METHODS = ("kivi", "snapkv", "snapkv:0.125")
+METHODS = ("kivi", "snapkv", "snapkv:0.125", OWN)
+# As they are told; of a user's own it is the class.
+CALLED = dict(zip(METHODS, (*METHODS[:3], "KeyNorm")))
 
 
 def asking(tokens, method):
@@ -17,7 +19,7 @@ def asking(tokens, method):
     return greedy(tokens) if method is None else greedy(tokens, custom_params={"kv_compressor": method})
 
 
-def test_requests_of_three_methods_at_once_get_stocks_answers_and_are_told_what_served_them(several, prompts, expected):
+def test_requests_of_four_methods_at_once_get_stocks_answers_and_are_told_what_served_them(several, prompts, expected):
     several.flush_cache()
     # The second time the beginnings of the prompts are in the prefix tree, and each method leaves its own copy of them there.
     for _ in range(2):
@@ -30,10 +32,10 @@ def test_requests_of_three_methods_at_once_get_stocks_answers_and_are_told_what_
         for method, answer, found in asked:
             told = found.result()["meta_info"]
             assert found.result()["output_ids"] == answer
-            assert told["kv_compressor"] == (method or METHODS[0])
+            assert told["kv_compressor"] == CALLED[method or METHODS[0]]
             assert told["kv_drafts"] > 0 and told["kv_fallback"] is None
-    for method in METHODS:
-        assert several.metric(f'sglang_ext:copies_total{{compressor="{method}"') >= 4
+    for called in CALLED.values():
+        assert several.metric(f'sglang_ext:copies_total{{compressor="{called}"') >= 4
 
 
 @pytest.mark.parametrize("path", ["generate", "v1/completions"])

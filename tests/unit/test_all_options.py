@@ -13,7 +13,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang_ext import flag_checks
 from sglang_ext.arguments import KVServerArgs
 from sglang_ext.config import refusal
-from sglang_ext.config.options import OptionError
+from sglang_ext.core import OptionError
 from sglang_ext.config.refusal import Refusal
 from sglang_ext.config.refused_options import REFUSALS, check_combinations
 

@@ -12,7 +12,7 @@ import pytest
 from sglang_ext.arguments import KVServerArgs
 from sglang_ext.config import method_options, options
 from sglang_ext.config.model_options import unsupported_model
-from sglang_ext.config.options import OptionError
+from sglang_ext.core import OptionError
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64,
@@ -50,7 +50,7 @@ def build(path, **flags):
             {"kv_compressor": "kvzip", "kv_scores": "/no/such/folder"},
             ["--kv-scores is '/no/such/folder'", "no folder", "sglang_ext.precompress"],
         ),
-        ({"kv_online_compressor": "kvzip"}, ["--kv-online-compressor is 'kvzip'", "snapkv, sink-recent, expected-attention"]),
+        ({"kv_online_compressor": "kvzip"}, ["--kv-online-compressor is 'kvzip'", "snapkv, expected-attention, sink-recent"]),
         ({"kv_budget": 0.0}, ["--kv-budget", "0.0", "above 0"]),
         ({"kv_budget": 1.5}, ["--kv-budget", "1.5", "at most 1"]),
         ({"kv_compressor": "kivi+snapkv"}, ["--kv-compressor", "'kivi+snapkv'", "sink-recent", "int8", "snapkv+kivi"]),
@@ -63,7 +63,7 @@ def build(path, **flags):
         ({"kv_head_budgets": "adaptive", "kv_compressor": "int8"}, ["--kv-compressor int8", "packed heads", "Pass equal"]),
         (
             {"kv_head_budgets": "adaptive", "kv_compressor": "expected-attention"},
-            ["--kv-compressor expected-attention", "do not compare", "pass equal, or one of snapkv, kvzip, kvzap"],
+            ["--kv-compressor expected-attention", "do not compare", "pass equal, or one of snapkv, kvzap, kvzip"],
         ),
         (
             {"kv_compressor": "verify-guided+kivi"},
@@ -150,7 +150,7 @@ def test_packed_copies_are_refused_where_attention_cannot_read_them(change, foun
     args = packed_args()
     method_options.check_resolved(args)
     vars(args).update(change)
-    with pytest.raises(OptionError, match=f"{found}.* only drops tokens: snapkv, sink-recent"):
+    with pytest.raises(OptionError, match=f"{found}.* only drops tokens: snapkv, expected-attention"):
         method_options.check_resolved(args)
     args.kv_compressor = "snapkv"
     method_options.check_resolved(args)
@@ -183,7 +183,7 @@ def test_what_has_no_kernels_is_served_on_a_cpu_alone(flags, named, instead, dev
     with pytest.raises(OptionError) as raised:
         method_options.check_resolved(args)
     assert str(raised.value) == (
-        f"--device is {device} with {named}; kvquant packs tokens on a CPU alone, elsewhere int8, int4, kivi, rotatekv, "
+        f"--device is {device} with {named}; kvquant packs tokens on a CPU alone, elsewhere int4, int8, kivi, rotatekv, "
         f"turboquant do. Pass {instead}, or --device cpu."
     )
 
@@ -198,7 +198,7 @@ def test_pointers_into_full_kv_are_refused_where_attention_cannot_follow_them(ch
     args = packed_args(kv_compressor="verify-guided")
     method_options.check_resolved(args)
     vars(args).update(change)
-    with pytest.raises(OptionError, match=f"{found}.* one that copies tokens: snapkv, sink-recent"):
+    with pytest.raises(OptionError, match=f"{found}.* one that copies tokens: snapkv, expected-attention"):
         method_options.check_resolved(args)
     vars(args).update(ON_GPU)
     method_options.check_resolved(args)

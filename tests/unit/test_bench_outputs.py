@@ -7,7 +7,7 @@ import pytest
 
 from sglang_ext import outputs
 from sglang_ext.bench import __main__ as bench
-from sglang_ext.config.options import OptionError
+from sglang_ext.core import OptionError
 
 
 def test_what_can_be_written_is_left_as_it_was(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import torch
 from sglang_ext.bench.prompts import Prompt
 from sglang_ext.bench.quality.attention import attend, context_of, measure, relative_errors
 from sglang_ext.bench.quality.capture import CapturedModel, LayerAttention
-from sglang_ext.mem_cache.compressors import create, method
+from sglang_ext.mem_cache.compressors.catalogue import create, method
 
 PROMPT, AFTER = 40, 5
 

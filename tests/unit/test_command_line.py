@@ -14,8 +14,7 @@ from sglang.srt.server_args import ServerArgs
 
 from sglang_ext import command_line
 from sglang_ext.arguments import KVServerArgs
-from sglang_ext.config.options import OptionError
-from sglang_ext.core import HookError
+from sglang_ext.core import HookError, OptionError
 
 ROOT = Path(__file__).parents[2]
 

@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_ext.mem_cache.compressors import LayerKV, best, create, kept_count, names
+from sglang_ext.mem_cache.compressors import LayerKV, best, kept_count
+from sglang_ext.mem_cache.compressors.catalogue import create, dropping
 from sglang_ext.mem_cache.compressors.snapkv import SnapKV
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressors.verify_guided import VerifyGuided
-from sglang_ext.config.options import COMPRESSORS, POINTING
 
 
 def layer(tokens: int, heads: int = 2, group: int = 3, dim: int = 8, window: int = 4) -> LayerKV:
@@ -27,17 +27,13 @@ def layer(tokens: int, heads: int = 2, group: int = 3, dim: int = 8, window: int
     )
 
 
-def test_the_flag_offers_exactly_the_registered_compressors():
-    assert set(COMPRESSORS) == set(names())
+def test_what_leads_into_full_kv_is_chosen_anew_in_each_round():
+    methods = {name: create(name) for name in dropping()}
+    assert [name for name, method in methods.items() if method.points] == ["verify-guided"]
+    assert [name for name, method in methods.items() if method.each_round] == ["verify-guided"]
 
 
-def test_which_methods_lead_into_full_kv_is_said_once():
-    methods = {name: create(name) for name in COMPRESSORS if name not in ("kvzip", "kvzap")}
-    assert tuple(name for name, method in methods.items() if method.points) == POINTING
-    assert tuple(name for name, method in methods.items() if method.each_round) == POINTING
-
-
-@pytest.mark.parametrize("name", COMPRESSORS)
+@pytest.mark.parametrize("name", dropping())
 @given(tokens=st.integers(8, 80), share=st.floats(0.05, 1.0))
 @settings(max_examples=40, deadline=None)
 def test_selection_is_sorted_unique_and_in_range(name, tokens, share):
@@ -48,7 +44,7 @@ def test_selection_is_sorted_unique_and_in_range(name, tokens, share):
     assert kept.min() >= 0 and kept.max() < tokens
 
 
-@pytest.mark.parametrize("name", COMPRESSORS)
+@pytest.mark.parametrize("name", dropping())
 @given(tokens=st.integers(8, 80), window=st.integers(0, 8))
 @settings(max_examples=30, deadline=None)
 def test_the_tokens_of_infinite_scores_are_those_that_a_method_names(name, tokens, window):

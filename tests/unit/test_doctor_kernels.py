@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_ext.config.compressor_options import GPU_QUANTIZERS
+from sglang_ext.mem_cache.compressors import catalogue
 from sglang_ext.doctor import kernels
 from sglang_ext.layers.kernels import packed_decode
 
@@ -26,10 +26,10 @@ def folder(tmp_path):
 def test_kernels_are_named_by_what_they_take(monkeypatch):
     monkeypatch.setattr(packed_decode, "has_tensor_cores", lambda keys: True)
     found = kernels.packed_kernels(128, 16, torch.bfloat16, device="cpu")
-    assert found["read by Gluon, packed by a kernel"] == ["int8", "int4", "kivi", "rotatekv"]
+    assert found["read by Gluon, packed by a kernel"] == ["int4", "int8", "kivi", "rotatekv"]
     assert found["read by Triton, packed by a kernel"] == ["turboquant"]
     found = kernels.packed_kernels(96, 1, torch.float16, device="cpu")
-    assert found == {"read by Triton, packed by PyTorch": list(GPU_QUANTIZERS)} and "kvquant" not in GPU_QUANTIZERS
+    assert found == {"read by Triton, packed by PyTorch": list(catalogue.on_gpu())} and "kvquant" not in catalogue.on_gpu()
 
 
 def test_the_line_names_gpu_and_shape(folder, monkeypatch):

@@ -12,7 +12,7 @@ from sglang_ext.fit.samples import of_layer
 from sglang_ext.fit.training import Training, held_out, train
 from sglang_ext.mem_cache.scores.model_key import model_key
 from sglang_ext.mem_cache.scores.predictor import FILE, Fitted, Predictor
-from sglang_ext.config.options import OptionError
+from sglang_ext.core import OptionError
 
 UNKNOWN = Fitted("m", "{}", 1, 1, (0.0,), (0.0,))
 

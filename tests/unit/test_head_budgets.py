@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_ext.config import head_budget_options
-from sglang_ext.config.head_budget_options import BETTER, COMPARABLE
-from sglang_ext.mem_cache.compressors import ContextKV, Part, create
+from sglang_ext.mem_cache.compressors import ContextKV, Part, catalogue
+from sglang_ext.mem_cache.compressors.catalogue import create
 from sglang_ext.mem_cache.compressors.kvzap import KVzap
 from sglang_ext.mem_cache.compressors.kvzip import StoredScores
 from sglang_ext.mem_cache.compressors.sink_recent import SinkRecent
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.config.options import COMPRESSORS, OptionError
+from sglang_ext.core import OptionError
 
 UNSET_BACKENDS = {"attention_backend": None, "prefill_attention_backend": None, "decode_attention_backend": None}
 SHAPES = st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 40))
@@ -66,10 +66,9 @@ def test_a_document_and_what_follows_it_keep_their_shares_and_heads_compete_in_e
     assert len(set(map(len, of_document))) > 1
 
 
-def test_which_methods_may_share_one_budget_is_said_once():
-    stored = StoredScores(torch.empty(0), SinkRecent())
-    named = [name for name in COMPRESSORS if name != "kvzip" and create(name).comparable]
-    assert stored.comparable and sorted([*named, "kvzip"]) == sorted(COMPARABLE) and set(BETTER) <= set(COMPARABLE)
+def test_methods_that_gain_by_sharing_one_budget_may():
+    assert StoredScores(torch.empty(0), SinkRecent()).comparable
+    assert set(catalogue.better_uneven()) == {"kvzip", "kvzap"} < set(catalogue.comparable()) == {"kvzip", "kvzap", "snapkv"}
 
 
 ON_GPU = {"device": "cuda", "attention_backend": "flashinfer"}
@@ -133,7 +132,7 @@ def test_uneven_heads_are_refused_where_attention_cannot_read_them(change, found
 
 
 @pytest.mark.parametrize("backend", ["flashinfer", "triton", "fa3"])
-@pytest.mark.parametrize("method", COMPARABLE)
+@pytest.mark.parametrize("method", catalogue.comparable())
 def test_on_a_gpu_uneven_heads_are_served(backend, method):
     args = adaptive_args(device="cuda", attention_backend=backend, kv_compressor=method)
     head_budget_options.resolve(args)

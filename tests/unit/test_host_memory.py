@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from sglang_ext import flag_checks
-from sglang_ext.config.options import OptionError, ranks_of_host
+from sglang_ext.config.options import ranks_of_host
+from sglang_ext.core import OptionError
 from sglang_ext.hooks import application as hooking
 from sglang_ext.managers import compression
 from sglang_ext.mem_cache.host_tier import host_memory

@@ -17,7 +17,7 @@ from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.host_tier.link_rate import LinkRate
 from sglang_ext.mem_cache.prefix_cache.pieces import pieces
 from sglang_ext.mem_cache.host_tier.transfers import TransferError
-from sglang_ext.config.options import OptionError
+from sglang_ext.core import OptionError
 
 LAYERS, SLOTS, HEADS, DIM = 3, 64, 2, 8
 

@@ -5,8 +5,8 @@ import torch
 
 from packed_helpers import KINDS, frequencies
 from sglang_ext.layers.attention.packed import packed_attention
-from sglang_ext.mem_cache.compressors import quantizer
-from sglang_ext.mem_cache.compressors.base import ContextKV, Part
+from sglang_ext.mem_cache.compressors.catalogue import quantizer
+from sglang_ext.mem_cache.compressors.contracts.compressor import ContextKV, Part
 from sglang_ext.mem_cache.compressors.expected_attention import ExpectedAttention
 from sglang_ext.mem_cache.compressors.sink_recent import SinkRecent
 from sglang_ext.mem_cache.compressors.snapkv import SnapKV

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from sglang_ext.layers.kernels.fitting import launch_fitting
-from sglang_ext.config.options import OptionError
+from sglang_ext.core import OptionError
 
 TESTS = Path(__file__).parents[1]
 

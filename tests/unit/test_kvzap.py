@@ -12,7 +12,7 @@ from sglang_ext.mem_cache.compressors.sink_recent import SinkRecent
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.scores.predictor import Fitted, Predictor
 from sglang_ext.mem_cache.compressed.slot_scores import SlotScores, owners
-from sglang_ext.config.options import OptionError
+from sglang_ext.core import OptionError
 from test_views import make_views
 from tiered_helpers import World
 

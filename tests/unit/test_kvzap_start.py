@@ -9,7 +9,7 @@ from sglang_ext.managers import compression
 from sglang_ext.mem_cache.compressors.kvzap import KVzap
 from sglang_ext.mem_cache.scores.model_key import model_key
 from sglang_ext.mem_cache.scores.predictor import Fitted, Predictor
-from sglang_ext.config.options import OptionError
+from sglang_ext.core import OptionError
 
 
 def arguments(folder, model, **others):

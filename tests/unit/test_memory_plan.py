@@ -11,13 +11,13 @@ from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang_ext.managers.memory_plan import GRAIN, HeldMemory
 from sglang_ext.managers.memory_plan import MemoryPlan, MemoryPlanner, ModelSizes
 from sglang_ext.managers.served_methods import ServedMethods
-from sglang_ext.mem_cache.compressors import method
+from sglang_ext.mem_cache.compressors.catalogue import method
 from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells
 from sglang_ext.mem_cache.host_tier.tier import staging_bytes
 from sglang_ext.mem_cache.compressed.query_window import QueryWindows
 from sglang_ext.mem_cache.scores.predictor import Fitted, Predictor
 from sglang_ext.mem_cache.compressed.slot_scores import SlotScores
-from sglang_ext.config.options import OptionError
+from sglang_ext.core import OptionError
 
 GB, MIB = 10**9, 1 << 20
 LLAMA = ModelSizes(

@@ -7,7 +7,7 @@ import pytest
 from sglang_ext.config import method_options
 from sglang_ext.config.method_choice import check, place_of
 from sglang_ext.config.method_options import Offer, offers
-from sglang_ext.config.options import OptionError
+from sglang_ext.core import OptionError
 from sglang_ext.hooks import telling
 from sglang_ext.managers import compression, meta_info
 from sglang_ext.mem_cache.compressed.copy_forms import CopyForms
@@ -44,7 +44,7 @@ def test_further_methods_are_named_with_their_budgets_or_have_their_defaults():
     [
         ({"kv_more_compressors": ""}, ["--kv-more-compressors is ''", "names no method", "snapkv:0.125,kivi, or leave it out"]),
         ({"kv_more_compressors": " ,"}, ["--kv-more-compressors is ' ,'", "names no method"]),
-        ({"kv_more_compressors": "zip"}, ["--kv-more-compressors is 'zip'", "snapkv, sink-recent", "snapkv+kivi"]),
+        ({"kv_more_compressors": "zip"}, ["--kv-more-compressors is 'zip'", "snapkv, expected-attention", "snapkv+kivi"]),
         ({"kv_more_compressors": "snapkv:half"}, ["'snapkv:half'", "'half' is no number", "as in snapkv:0.125,kivi"]),
         ({"kv_more_compressors": "snapkv:"}, ["'snapkv:'", "'' is no number"]),
         ({"kv_more_compressors": "snapkv:1.5"}, ["'snapkv:1.5'", "1.5", "above 0 and at most 1"]),
@@ -56,7 +56,7 @@ def test_further_methods_are_named_with_their_budgets_or_have_their_defaults():
         ({"kv_compressor": "int8", "kv_more_compressors": "snapkv,kivi"}, ["'kivi' beside int8", "Leave kivi or int8 out"]),
         ({"kv_more_compressors": "snapkv:0.125", "kv_bits": 4}, ["--kv-bits is 4", "snapkv keeps tokens as they are"]),
         ({"kv_more_compressors": "kivi", "kv_bits": 8}, ["--kv-bits is 8", "4 or 2 bits"]),
-        ({"kv_more_compressors": "verify-guided"}, ["makes verify-guided one of 2 methods", "serve alone", "snapkv, sink-recent"]),
+        ({"kv_more_compressors": "verify-guided"}, ["makes verify-guided one of 2 methods", "serve alone", "snapkv, expected-attention"]),
         ({"kv_compressor": "verify-guided", "kv_more_compressors": "kivi"}, ["makes verify-guided one of 2", "serve alone"]),
         ({"kv_more_compressors": "kvzip"}, ["--kv-more-compressors has 'kvzip'", "--kv-scores FOLDER"]),
     ],

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_ext.config import model_options
-from sglang_ext.config.options import OptionError
+from sglang_ext.core import OptionError
 
 
 def resolved(query_heads, kv_heads, **changes):

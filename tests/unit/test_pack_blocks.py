@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from sglang_ext.config.options import OptionError
+from sglang_ext.core import OptionError
 from sglang_ext.layers.kernels import pack_blocks
 from sglang_ext.layers.kernels.packed_decode import packed_decode
-from sglang_ext.mem_cache.compressors import quantizer
+from sglang_ext.mem_cache.compressors.catalogue import quantizer
 from sglang_ext.mem_cache.compressors.kivi import Kivi
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.formats.packing import Packing, as_bytes

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_ext.mem_cache.compressors import quantizer
+from sglang_ext.mem_cache.compressors.catalogue import quantizer
 from sglang_ext.mem_cache.compressed.formats.packed_layout import Grid, Layout, Quantized, pack_codes
 from sglang_ext.mem_cache.compressed.formats.packing import Packing
 

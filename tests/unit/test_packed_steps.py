@@ -6,7 +6,7 @@ import pytest
 import torch
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 
-from sglang_ext.config.options import OptionError
+from sglang_ext.core import OptionError
 from sglang_ext.layers import forward
 from sglang_ext.layers.attention import copy_graphs
 from sglang_ext.layers.attention.copy_decode import check_heads
@@ -18,7 +18,7 @@ from sglang_ext.managers.spec_decode.steps import Steps
 from sglang_ext.managers.worker import KVWorker
 from sglang_ext.mem_cache.compressed.copy_forms import CopyForms
 from sglang_ext.mem_cache.compressed.query_window import QueryWindows
-from sglang_ext.mem_cache.compressors import method
+from sglang_ext.mem_cache.compressors.catalogue import method
 
 VERIFIER, COPIES = Attention("verifier"), Attention("copies", graphs="over copies")
 

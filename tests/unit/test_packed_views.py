@@ -14,7 +14,7 @@ from tiered_helpers import PAGE, ROWS, World, done
 from sglang_ext.layers.attention.torch_native import RaggedTorchNativeBackend
 from sglang_ext.mem_cache.compressed import compressed_views
 from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
-from sglang_ext.mem_cache.compressors import method
+from sglang_ext.mem_cache.compressors.catalogue import method
 from sglang_ext.mem_cache.compressors.snapkv import SnapKV
 from sglang_ext.mem_cache.compressed.copy_forms import CopyForms
 from sglang_ext.mem_cache.compressed.copy_method import CopyMethod

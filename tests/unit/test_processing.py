@@ -13,7 +13,7 @@ from sglang_ext.layers.attention.views import BetweenSteps
 from sglang_ext.managers import meta_info
 from sglang_ext.hooks.processing import process_emitted
 from sglang_ext.managers.spec_decode.result import RoundResult
-from sglang_ext.config.options import COMPRESSORS
+from sglang_ext.mem_cache.compressors import catalogue
 
 
 def request(name, grammar=None):
@@ -114,7 +114,7 @@ def test_an_aborted_request_finishes_without_a_new_token():
 @given(
     st.lists(st.tuples(st.integers(1, 20), st.integers(0, 20)), max_size=10),
     st.integers(0, 7),
-    st.sampled_from(("", *COMPRESSORS)),
+    st.sampled_from(("", *catalogue.dropping())),
 )
 def test_meta_info_survives_the_trip_through_sglangs_counters(verifies, fallback, compressor):
     state = RequestState(rid="r", row=1, seed=0, fallback=fallback)

@@ -6,9 +6,8 @@ import pytest
 import torch
 from packed_helpers import KINDS, attention, meant, packed_pool
 
-from sglang_ext.config.compressor_options import CPU_QUANTIZERS, GPU_QUANTIZERS, QUANTIZERS
 from sglang_ext.layers.attention.packed import packed_attention
-from sglang_ext.mem_cache.compressors import method, names, quantizer, quantizers
+from sglang_ext.mem_cache.compressors.catalogue import code_bits, method, on_gpu, packing, quantizer
 from sglang_ext.mem_cache.compressors.kivi import Kivi
 from sglang_ext.mem_cache.compressors.rotatekv import RotateKV, hadamard
 from sglang_ext.mem_cache.compressors.snapkv import SnapKV
@@ -20,18 +19,13 @@ def numbers(heads=2, blocks=2, dim=64):
     return torch.randn(heads, blocks, 64, dim, generator=noise) * (1 + 4 * torch.rand(dim, generator=noise))
 
 
-def test_the_flag_offers_exactly_the_registered_quantizers():
-    assert set(QUANTIZERS) == set(quantizers()) and not set(quantizers()) & set(names())
-
-
-def test_those_of_a_cpu_alone_are_those_whose_blocks_no_kernel_reads():
-    plain = {name: packed_pool(name, bits[0], 1, 1).packing.keys.plain for name, bits in QUANTIZERS.items()}
-    assert {name for name in QUANTIZERS if plain[name]} == set(GPU_QUANTIZERS)
-    assert {name for name in QUANTIZERS if not plain[name]} == set(CPU_QUANTIZERS)
+def test_those_that_say_so_have_blocks_that_kernels_read():
+    plain = {name for name in packing() if packed_pool(name, code_bits(name, None), 1, 1).packing.keys.plain}
+    assert plain == set(on_gpu())
 
 
 def test_each_says_how_it_finds_codes_and_none_where_a_kernel_cannot():
-    found = {name: quantizer(name, bits[0]).finding for name, bits in QUANTIZERS.items()}
+    found = {name: quantizer(name, code_bits(name, None)).finding for name in packing()}
     evenly = dict.fromkeys(("int8", "int4", "kivi", "rotatekv"), "evenly")
     assert found == {**evenly, "turboquant": "levels", "kvquant": None}
 
@@ -99,9 +93,9 @@ def test_kivi_shares_scales_of_keys_along_tokens_and_of_values_along_channels():
     assert packs.key_grid(64) == (32, 1) and packs.value_grid(64) == (1, 32) and packs.value_grid(80) == (1, 16)
 
 
-@pytest.mark.parametrize("name", sorted(QUANTIZERS))
+@pytest.mark.parametrize("name", packing())
 def test_equal_and_huge_numbers_stay_finite(name):
-    packs = quantizer(name, QUANTIZERS[name][0])
+    packs = quantizer(name, code_bits(name, None))
     data = torch.cat([torch.zeros(1, 1, 64, 64), torch.full((1, 1, 64, 64), 7.0), torch.full((1, 1, 64, 64), -3e6)], 1)
     for grid in (packs.key_grid(64), packs.value_grid(64)):
         found = packs.quantize(data, grid)

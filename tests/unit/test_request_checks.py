@@ -8,7 +8,7 @@ import pytest
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_ext.hooks.request_checks import SHOWN, check_preferred, check_request, check_shape
-from sglang_ext.config.options import OptionError
+from sglang_ext.core import OptionError
 
 VOCABULARY = 1000
 

@@ -6,7 +6,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_ext.managers.spec_decode.requests import STOCK_DEFAULT_SEED, RequestStates, noise_seed
 from sglang_ext.managers.served_methods import ServedMethods
-from sglang_ext.mem_cache.compressors import method
+from sglang_ext.mem_cache.compressors.catalogue import method
 from sglang_ext.config.method_options import Offer
 
 ARGS = SimpleNamespace(enable_deterministic_inference=False, random_seed=3)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sglang_ext.mem_cache.compressed.rotary import Rotary, rotary_of
-from sglang_ext.config.options import OptionError
+from sglang_ext.core import OptionError
 
 DIM, POSITIONS = 32, 3000
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,

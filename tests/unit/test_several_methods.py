@@ -11,7 +11,7 @@ from tiered_helpers import ROWS, World, done
 from sglang_ext.managers.integrity import IntegrityError, check_methods
 from sglang_ext.mem_cache.compressed import compressed_views
 from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
-from sglang_ext.mem_cache.compressors import create, method
+from sglang_ext.mem_cache.compressors.catalogue import create, method
 from sglang_ext.mem_cache.compressors.snapkv import SnapKV
 from sglang_ext.mem_cache.compressed.copy_forms import CopyForms
 from sglang_ext.mem_cache.compressed.copy_method import CopyMethod

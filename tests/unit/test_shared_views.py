@@ -12,7 +12,7 @@ from sglang_ext.managers.spec_decode import copy_policy
 from sglang_ext.managers.integrity import IntegrityError, check_tails
 from sglang_ext.mem_cache.compressed import compressed_views
 from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
-from sglang_ext.mem_cache.compressors import create
+from sglang_ext.mem_cache.compressors.catalogue import create
 from sglang_ext.mem_cache.compressors.sink_recent import SinkRecent
 from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
 from sglang_ext.mem_cache.compressed.query_window import QueryWindows

@@ -15,7 +15,7 @@ from sglang_ext.core import FALLBACK_REASONS, RequestState
 from sglang_ext.layers.attention.torch_native import RaggedTorchNativeBackend
 from sglang_ext.managers.integrity import IntegrityError, check_pointers
 from sglang_ext.managers.spec_decode.copy_policy import ensure_copy
-from sglang_ext.mem_cache.compressors import create
+from sglang_ext.mem_cache.compressors.catalogue import create
 from sglang_ext.mem_cache.compressed.copy_forms import CopyForms
 from sglang_ext.mem_cache.compressed.query_window import QueryWindows, Recorded
 from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows, Pointers, as_pointers

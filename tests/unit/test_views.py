@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sglang_ext.mem_cache.compressed import query_hooks
 from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
-from sglang_ext.mem_cache.compressors import create
+from sglang_ext.mem_cache.compressors.catalogue import create
 from sglang_ext.mem_cache.compressors.kvzip import KVzip
 from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
 from sglang_ext.hooks.give_back import give_back_when_full

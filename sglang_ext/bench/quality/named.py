@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sglang_ext.bench import BenchError
-from sglang_ext.config.compressor_options import code_bits, parse_compressor
-from sglang_ext.config.options import ONLINE_COMPRESSORS, POINTING, OptionError
+from sglang_ext.core import OptionError
+from sglang_ext.mem_cache.compressors import catalogue
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,14 @@ class Named:
         Raises:
             BenchError: there is no such method, or it has no codes of so many bits.
         """
-        compressor, _, bits = text.partition(":")
+        compressor, bits = catalogue.split(text)
         if bits and not bits.isdigit():
             raise BenchError(f"--compressor {text!r}: after the colon stand bits, as in kivi:2")
         found = cls(compressor, int(bits) if bits else None)
         try:
-            packs = parse_compressor(compressor)[1]
+            packs = catalogue.parse(compressor)[1]
             if packs is not None:
-                code_bits(packs, found.bits)
+                catalogue.code_bits(packs, found.bits)
         except OptionError as error:
             raise BenchError(f"--compressor {text!r}: {error}") from error
         if packs is None and bits:
@@ -50,17 +50,17 @@ class Named:
     @property
     def drops(self) -> str | None:
         """What drops tokens; None where all are kept."""
-        return parse_compressor(self.compressor)[0]
+        return catalogue.parse(self.compressor)[0]
 
     @property
     def chooses_here(self) -> bool:
         """Whether it needs nothing but keys, values and queries; stored scores and verifications are for servers."""
-        return self.drops is None or self.drops in ONLINE_COMPRESSORS
+        return self.drops is None or catalogue.is_online(self.drops)
 
     @property
     def serves_lossy(self) -> bool:
         """Whether it can serve by itself; what verifications choose cannot."""
-        return self.drops not in POINTING
+        return not catalogue.points(self.compressor)
 
     def budgets(self, asked: Sequence[float]) -> Sequence[float]:
         """Shares of the tokens that it can keep, of those asked for."""

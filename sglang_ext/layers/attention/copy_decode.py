@@ -11,7 +11,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_ext.layers.attention.plain import require_plain, write_kv
-from sglang_ext.config.options import OptionError
+from sglang_ext.core import OptionError
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention

@@ -18,7 +18,7 @@ from sglang.srt.model_executor.runner.base_cuda_graph_runner import get_batch_si
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from sglang_ext.config.options import SPECULATIVE_ALGORITHM
+from sglang_ext.core import SPECULATIVE_ALGORITHM
 from sglang_ext.layers import forward
 from sglang_ext.layers.attention.views import EvenVerify
 

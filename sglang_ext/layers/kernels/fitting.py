@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from triton.runtime.errors import OutOfResources
 
-from sglang_ext.config.options import OptionError
+from sglang_ext.core import OptionError
 
 Choice = TypeVar("Choice")
 # Which of its choices a launch took last, by what it was launched for. Those before it do not fit.

@@ -8,7 +8,7 @@ that hold more than codes, scales and zero points have none.
 
 import torch
 
-from sglang_ext.config.options import OptionError
+from sglang_ext.core import OptionError
 from sglang_ext.layers.kernels.flash_parts import Parts
 from sglang_ext.layers.kernels.gluon import waves
 from sglang_ext.layers.kernels.gluon.constants import Fragments

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from sglang_ext.core import CompressedView
-from sglang_ext.mem_cache.compressors import Method
+from sglang_ext.mem_cache.compressors.catalogue import Method
 from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.formats.packing import PackedRows, Packing

@@ -9,7 +9,7 @@ import torch
 
 from sglang_ext.core import CompressedView
 from sglang_ext.mem_cache.compressors import ContextKV, Part
-from sglang_ext.mem_cache.compressors.check import ScoresError
+from sglang_ext.mem_cache.compressors.contracts.check import ScoresError
 from sglang_ext.mem_cache.compressed.copy_forms import CopyForms
 from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers

@@ -7,7 +7,7 @@ from functools import cached_property
 
 import torch
 
-from sglang_ext.config.options import OptionError
+from sglang_ext.core import OptionError
 
 # Rows of a table of cosines and sines, from which frequencies are read one finer than the other: at each the coarser one
 # says how many whole turns were made, even where the table is in bfloat16.

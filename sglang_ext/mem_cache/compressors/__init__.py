@@ -1,24 +1,12 @@
-"""KV cache compressors: one file a method, one interface for those that drop tokens (base.py), one for those that pack them
-in few bits (quantizer.py)."""
+"""KV cache compressors: one file a method, one catalogue of them (catalogue.py); contracts/ has an interface for those that drop
+tokens, and one for those that pack them in few bits. What a method of one's own needs is named here."""
 
-from sglang_ext.mem_cache.compressors import (  # noqa: F401  (they register)
-    expected_attention,
-    kivi,
-    kvquant,
-    kvzap,
-    kvzip,
-    plain_int,
-    rotatekv,
-    sink_recent,
-    snapkv,
-    turboquant,
-    verify_guided,
-)
-from sglang_ext.mem_cache.compressors.base import Compressor, ContextKV, LayerKV, Part, best, create, kept_count, names
-from sglang_ext.mem_cache.compressors.method import Method, method
-from sglang_ext.mem_cache.compressors.quantizer import Quantizer, quantizer, quantizers
+from sglang_ext.mem_cache.compressors.contracts.always import Always
+from sglang_ext.mem_cache.compressors.contracts.compressor import Compressor, ContextKV, LayerKV, Part, best, kept_count
+from sglang_ext.mem_cache.compressors.contracts.quantizer import Quantizer
+from sglang_ext.mem_cache.compressors.contracts.registry import register, register_quantizer
 
 __all__ = [
-    *("Compressor", "ContextKV", "LayerKV", "Method", "Part", "Quantizer"),
-    *("best", "create", "kept_count", "method", "names", "quantizer", "quantizers"),
+    *("Always", "Compressor", "ContextKV", "LayerKV", "Part", "Quantizer"),
+    *("best", "kept_count", "register", "register_quantizer"),
 ]

@@ -3,11 +3,12 @@
 from dataclasses import dataclass
 from math import gcd
 
-from sglang_ext.mem_cache.compressors.quantizer import Quantizer, register_quantizer
+from sglang_ext.mem_cache.compressors.contracts.quantizer import Quantizer
+from sglang_ext.mem_cache.compressors.contracts.registry import register_quantizer
 from sglang_ext.mem_cache.compressed.formats.packed_layout import Grid
 
 
-@register_quantizer("kivi")
+@register_quantizer("kivi", bits=(4, 2))
 @dataclass(frozen=True)
 class Kivi(Quantizer):
     """Keys have channels of large numbers, so that neighbouring tokens share a scale for each channel; values have none,

@@ -11,7 +11,8 @@ from typing import ClassVar
 import numpy
 import torch
 
-from sglang_ext.mem_cache.compressors.quantizer import Quantizer, grouped, meant, register_quantizer, squeezed, stored
+from sglang_ext.mem_cache.compressors.contracts.quantizer import Quantizer, grouped, meant, squeezed, stored
+from sglang_ext.mem_cache.compressors.contracts.registry import register_quantizer
 from sglang_ext.mem_cache.compressed.formats.packed_layout import Grid, Outliers, Quantized
 
 # Standard deviations of the normal distribution that lie between the middle of a group's range and its ends. Fewer than a group
@@ -23,7 +24,7 @@ SMALLEST = 1e-18
 ROUNDING_ERROR = 2e-6
 
 
-@register_quantizer("kvquant")
+@register_quantizer("kvquant", bits=(4, 2))
 @dataclass(frozen=True)
 class KVQuant(Quantizer):
     """Keys by channel, as they were before rotary embedding mixed channels; values by token; some numbers nearly exact.
@@ -42,6 +43,7 @@ class KVQuant(Quantizer):
     """
 
     recent: int = 128
+    has_kernels: ClassVar[bool] = False
     before_rotary: ClassVar[bool] = True
 
     def key_grid(self, dim: int) -> Grid:

@@ -5,8 +5,10 @@ from typing import ClassVar
 
 import torch
 
-from sglang_ext.mem_cache.compressors.always import Always
-from sglang_ext.mem_cache.compressors.base import Compressor, ContextKV, LayerKV, register
+from sglang_ext.mem_cache.compressors.contracts.always import Always
+from sglang_ext.mem_cache.compressors.contracts.folder import Folder
+from sglang_ext.mem_cache.compressors.contracts.compressor import Compressor, ContextKV, LayerKV
+from sglang_ext.mem_cache.compressors.contracts.registry import register
 from sglang_ext.mem_cache.compressors.snapkv import SnapKV
 from sglang_ext.mem_cache.compressed.slot_scores import SlotScores
 
@@ -29,6 +31,8 @@ class KVzap(Compressor):
     sinks: int = 4
     recent: int = 32
     comparable: ClassVar[bool] = True
+    better_uneven: ClassVar[bool] = True
+    reads: ClassVar[Folder] = Folder("--kv-predictor", "needs a network fitted to the model", "sglang_ext.fit kvzap")
 
     @property
     def window(self) -> int:

@@ -6,8 +6,10 @@ from typing import ClassVar
 import torch
 
 from sglang_ext.device import sent
-from sglang_ext.mem_cache.compressors.always import Always
-from sglang_ext.mem_cache.compressors.base import Compressor, ContextKV, LayerKV, Part, register
+from sglang_ext.mem_cache.compressors.contracts.always import Always
+from sglang_ext.mem_cache.compressors.contracts.folder import Folder
+from sglang_ext.mem_cache.compressors.contracts.compressor import Compressor, ContextKV, LayerKV, Part
+from sglang_ext.mem_cache.compressors.contracts.registry import register
 from sglang_ext.mem_cache.compressors.snapkv import SnapKV
 from sglang_ext.mem_cache.scores.index import ScoreIndex
 
@@ -26,6 +28,9 @@ class KVzip(Compressor):
     online: Compressor = SnapKV()
     index: ScoreIndex = field(default_factory=ScoreIndex)
     heads: slice = field(default_factory=lambda: slice(None))
+    comparable: ClassVar[bool] = True
+    better_uneven: ClassVar[bool] = True
+    reads: ClassVar[Folder] = Folder("--kv-scores", "reads scores that were computed ahead", "sglang_ext.precompress")
 
     @property
     def window(self) -> int:

@@ -2,12 +2,13 @@
 
 from dataclasses import dataclass
 
-from sglang_ext.mem_cache.compressors.quantizer import Quantizer, register_quantizer
+from sglang_ext.mem_cache.compressors.contracts.quantizer import Quantizer
+from sglang_ext.mem_cache.compressors.contracts.registry import register_quantizer
 from sglang_ext.mem_cache.compressed.formats.packed_layout import Grid
 
 
-@register_quantizer("int4")
-@register_quantizer("int8")
+@register_quantizer("int4", bits=(4,))
+@register_quantizer("int8", bits=(8,))
 @dataclass(frozen=True)
 class PlainInt(Quantizer):
     """Asymmetric integers per token and head, of keys and values alike."""

@@ -4,11 +4,12 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_ext.mem_cache.compressors.quantizer import Quantizer, register_quantizer
+from sglang_ext.mem_cache.compressors.contracts.quantizer import Quantizer
+from sglang_ext.mem_cache.compressors.contracts.registry import register_quantizer
 from sglang_ext.mem_cache.compressed.formats.packed_layout import Grid
 
 
-@register_quantizer("rotatekv")
+@register_quantizer("rotatekv", bits=(4, 2))
 @dataclass(frozen=True)
 class RotateKV(Quantizer):
     """Rotated keys and values, asymmetric integers per token and head.

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_ext.mem_cache.compressors.always import Always
-from sglang_ext.mem_cache.compressors.base import Compressor, ContextKV, LayerKV, register
+from sglang_ext.mem_cache.compressors.contracts.always import Always
+from sglang_ext.mem_cache.compressors.contracts.compressor import Compressor, ContextKV, LayerKV
+from sglang_ext.mem_cache.compressors.contracts.registry import register
 
 
 @register("sink-recent")

@@ -6,7 +6,8 @@ from typing import ClassVar
 
 import torch
 
-from sglang_ext.mem_cache.compressors.quantizer import Finding, Quantizer, nearest, register_quantizer, stored
+from sglang_ext.mem_cache.compressors.contracts.quantizer import Finding, Quantizer, nearest, stored
+from sglang_ext.mem_cache.compressors.contracts.registry import register_quantizer
 from sglang_ext.mem_cache.compressed.formats.packed_layout import Grid, Quantized
 
 # Of the rotation; all ranks and all copies have the same one.
@@ -15,7 +16,7 @@ SEED = 2504
 POINTS, ROUNDS = 1 << 15, 2000
 
 
-@register_quantizer("turboquant")
+@register_quantizer("turboquant", bits=(4, 2))
 @dataclass(frozen=True)
 class TurboQuant(Quantizer):
     """The variant for least squared error (algorithm 1): a norm for each token and head, and levels for the coordinates."""

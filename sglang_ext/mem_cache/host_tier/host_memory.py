@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from sglang_ext.config.options import OptionError
+from sglang_ext.core import OptionError
 
 # Version 1 says "no limit" by a number that no machine has.
 NO_LIMIT = 1 << 60

@@ -4,7 +4,7 @@ import json
 from hashlib import blake2b
 from pathlib import Path
 
-from sglang_ext.config.options import OptionError
+from sglang_ext.core import OptionError
 
 # The first kind that there is counts.
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")

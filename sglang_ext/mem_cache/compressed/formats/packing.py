@@ -11,7 +11,7 @@ from math import lcm
 import torch
 
 from sglang_ext.mem_cache.compressed.begun_rows import BegunRows
-from sglang_ext.mem_cache.compressors.quantizer import Quantizer, whole
+from sglang_ext.mem_cache.compressors.contracts.quantizer import Quantizer, whole
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.formats.packed_layout import Grid, Layout, Quantized
 from sglang_ext.mem_cache.compressed.rotary import Rotary

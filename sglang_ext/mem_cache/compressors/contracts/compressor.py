@@ -5,19 +5,20 @@ the same number of tokens, at positions of their own: slot ``j`` of the compress
 head's own ``j``-th kept token. Or they share one budget, and keep different numbers (head_cells.py). Rotary embedding
 was applied before caching, so a kept token needs no position again (VeriCache, section 6).
 
-Adding a method is one file: subclass :class:`Compressor`, register it with :func:`register`.
+Adding a method is one file: subclass :class:`Compressor`, register it (registry.py).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import torch
 
-from sglang_ext.mem_cache.compressors.always import Always
-from sglang_ext.mem_cache.compressors.check import check_scores
-from sglang_ext.mem_cache.compressors.head_budgets import best_of_all, best_of_each
+from sglang_ext.mem_cache.compressors.contracts.always import Always
+from sglang_ext.mem_cache.compressors.contracts.check import check_scores
+from sglang_ext.mem_cache.compressors.contracts.folder import Folder
+from sglang_ext.mem_cache.compressors.contracts.head_budgets import best_of_all, best_of_each
 from sglang_ext.mem_cache.compressed.formats.head_cells import KeptCells
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.rotary import Rotary
@@ -100,6 +101,8 @@ class Compressor(ABC):
         keeps_all: whether it drops nothing.
         each_round: whether it chooses anew after each verification, by the queries of that.
         points: whether copies lead to what it keeps in full KV, instead of holding it (slot_pointers.py).
+        reads: the folder without which it knows nothing; None for methods that look at KV and queries as they are made.
+        better_uneven: whether more drafts are accepted where heads keep different numbers of tokens (docs/benchmarks.md).
     """
 
     name: ClassVar[str] = ""
@@ -109,6 +112,8 @@ class Compressor(ABC):
     comparable: ClassVar[bool] = False
     each_round: ClassVar[bool] = False
     points: ClassVar[bool] = False
+    reads: ClassVar[Folder | None] = None
+    better_uneven: ClassVar[bool] = False
     held_bytes: int = 0
 
     def for_context(self, context: ContextKV) -> "Compressor":
@@ -180,35 +185,6 @@ class Compressor(ABC):
 def best(scores: torch.Tensor, count: int) -> torch.Tensor:
     """Positions of the ``count`` highest scores, ascending: int64 [..., count]."""
     return scores.topk(count, dim=-1).indices.sort(dim=-1).values
-
-
-_REGISTRY: dict[str, Callable[[], Compressor]] = {}
-
-
-def register(name: str) -> Callable[[type[Compressor]], type[Compressor]]:
-    """Class decorator: make a compressor selectable as ``--kv-compressor NAME``."""
-
-    def decorate(cls: type[Compressor]) -> type[Compressor]:
-        _REGISTRY[name], cls.name = cls, name
-        return cls
-
-    return decorate
-
-
-def create(name: str) -> Compressor:
-    """The compressor of that name with its defaults.
-
-    Raises:
-        ValueError: no compressor has that name.
-    """
-    if name not in _REGISTRY:
-        raise ValueError(f"no compressor is called {name!r}; there are: {', '.join(sorted(_REGISTRY))}")
-    return _REGISTRY[name]()
-
-
-def names() -> tuple[str, ...]:
-    """All registered names, sorted."""
-    return tuple(sorted(_REGISTRY))
 
 
 def kept_count(tokens: int, budget: float, page_size: int) -> int:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_ext.mem_cache.compressors.base import Compressor, ContextKV, LayerKV, Part
+from sglang_ext.mem_cache.compressors.contracts.compressor import Compressor, ContextKV, LayerKV, Part
 
 
 @dataclass(frozen=True)

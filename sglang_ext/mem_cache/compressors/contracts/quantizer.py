@@ -7,7 +7,6 @@ the keys as they were before rotary embedding: then attention makes whole vector
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar, Literal
@@ -36,6 +35,7 @@ class Quantizer(ABC):
         before_rotary: whether it takes keys as they were before rotary embedding; models without a known one are refused then.
         finding: what :meth:`quantize` does, for a kernel that does the same on a GPU; None where PyTorch alone finds the codes. A
             class with a :meth:`quantize` of its own has None unless it says otherwise.
+        has_kernels: whether kernels read its blocks; on a GPU it is refused without.
     """
 
     bits: int
@@ -44,6 +44,7 @@ class Quantizer(ABC):
     sinks: int = 4
     before_rotary: ClassVar[bool] = False
     finding: ClassVar[Finding | None] = "evenly"
+    has_kernels: ClassVar[bool] = True
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -140,32 +141,3 @@ def nearest(numbers: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
     for midpoint in (levels[1:] + levels[:-1]) / 2:
         codes += (numbers > midpoint).view(torch.uint8)
     return codes
-
-
-_REGISTRY: dict[str, type[Quantizer]] = {}
-
-
-def register_quantizer(name: str) -> Callable[[type[Quantizer]], type[Quantizer]]:
-    """Class decorator: make a quantizer selectable as ``--kv-compressor NAME``."""
-
-    def decorate(cls: type[Quantizer]) -> type[Quantizer]:
-        _REGISTRY[name] = cls
-        return cls
-
-    return decorate
-
-
-def quantizer(name: str, bits: int) -> Quantizer:
-    """The quantizer of that name with codes of ``bits`` bits.
-
-    Raises:
-        ValueError: no quantizer has that name.
-    """
-    if name not in _REGISTRY:
-        raise ValueError(f"no quantizer is called {name!r}; there are: {', '.join(quantizers())}")
-    return _REGISTRY[name](bits=bits)
-
-
-def quantizers() -> tuple[str, ...]:
-    """All registered names, sorted."""
-    return tuple(sorted(_REGISTRY))

@@ -1,0 +1,209 @@
+"""The one catalogue of methods: what ``--kv-compressor`` may name. What is to be known of a method its class says.
+
+A method is one file of this folder, which is found there, or a user's own (own_methods.py).
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from itertools import product
+from pkgutil import iter_modules
+
+from sglang_ext.core import OptionError
+from sglang_ext.mem_cache import compressors
+from sglang_ext.mem_cache.compressors import own_methods
+from sglang_ext.mem_cache.compressors.contracts.compressor import Compressor
+from sglang_ext.mem_cache.compressors.contracts.keep_all import KeepAll
+from sglang_ext.mem_cache.compressors.contracts.quantizer import Quantizer
+from sglang_ext.mem_cache.compressors.contracts.registry import COMPRESSORS, QUANTIZERS
+
+DEFAULT = "snapkv"
+# NAME, or NAME:MORE, where NAME may have a colon of its own, of a user's file.
+WITH_MORE = re.compile(r"(?P<name>(?:.*?\.py:\w+)?[^:]*)(?::(?P<more>.*))?", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Method:
+    """What becomes of full KV: selected first, then quantized.
+
+    Attributes:
+        compressor: chooses what a copy keeps.
+        quantizer: packs it; None where it stays as it is.
+    """
+
+    compressor: Compressor
+    quantizer: Quantizer | None
+
+    @property
+    def needs_rotary(self) -> bool:
+        """Whether it reads the model's rotary embedding; models without a known one are refused then."""
+        return self.compressor.needs_rotary or (self.quantizer is not None and self.quantizer.before_rotary)
+
+
+@cache
+def _load() -> None:
+    for module in iter_modules(compressors.__path__, f"{compressors.__name__}."):
+        import_module(module.name)
+
+
+def dropping() -> tuple[str, ...]:
+    """Names of all methods that drop tokens: the default, those that need nothing but a server, the others."""
+    _load()
+    return tuple(sorted(COMPRESSORS, key=lambda name: (name != DEFAULT, not is_online(name), COMPRESSORS[name].points, name)))
+
+
+def packing() -> tuple[str, ...]:
+    """Names of all methods that pack tokens in few bits, sorted."""
+    _load()
+    return tuple(sorted(QUANTIZERS))
+
+
+def is_online(name: str) -> bool:
+    """Whether a method that drops tokens looks at KV and queries as they are made, and makes copies of what it keeps."""
+    return COMPRESSORS[name].reads is None and not COMPRESSORS[name].points
+
+
+def online() -> tuple[str, ...]:
+    """Names of those for which that is so."""
+    return tuple(name for name in dropping() if is_online(name))
+
+
+def packable() -> tuple[str, ...]:
+    """Names of methods that drop tokens, and whose copies can be packed besides: they hold KV."""
+    return tuple(name for name in dropping() if not COMPRESSORS[name].points)
+
+
+def comparable() -> tuple[str, ...]:
+    """Names of methods whose scores compare over heads and layers."""
+    return tuple(name for name in dropping() if COMPRESSORS[name].comparable)
+
+
+def better_uneven() -> tuple[str, ...]:
+    """Names of those whose drafts are accepted more often where heads keep different numbers of tokens."""
+    return tuple(name for name in dropping() if COMPRESSORS[name].better_uneven)
+
+
+def on_gpu() -> tuple[str, ...]:
+    """Names of methods that pack tokens, and have kernels."""
+    return tuple(name for name in packing() if QUANTIZERS[name].made_by.has_kernels)
+
+
+def names() -> Iterator[str]:
+    """All values of ``--kv-compressor``, of users' own those that were named."""
+    yield from (*dropping(), *packing(), *("+".join(pair) for pair in product(packable(), packing())))
+
+
+def number(name: str) -> int:
+    """Of a method, by which processes of one server tell it: from 1."""
+    return _numbers(len(COMPRESSORS) + len(QUANTIZERS))[name]
+
+
+def numbered(number: int) -> str:
+    """The method of that number."""
+    return list(_numbers(len(COMPRESSORS) + len(QUANTIZERS)))[number - 1]
+
+
+@cache
+def _numbers(registered: int) -> dict[str, int]:
+    return {name: number for number, name in enumerate(names(), 1)}
+
+
+@cache
+def parse(value: str, flag: str = "--kv-compressor") -> tuple[str | None, str | None]:
+    """Names of what drops tokens and of what packs them, of a value of ``--kv-compressor``; None for nobody. Messages name ``flag``.
+
+    Raises:
+        OptionError: names the value and what is allowed.
+    """
+    first, second = (None if part is None else own_methods.name_of(part, flag) for part in _parts(value))
+    drops, packs = (first, second) if first in dropping() or second is not None else (None, first)
+    if (drops is not None and drops not in dropping()) or (packs is not None and packs not in packing()):
+        raise OptionError(
+            f"{flag} is {value!r}; allowed: one that drops tokens ({', '.join(dropping())}), one that packs them in "
+            f"few bits ({', '.join(packing())}), one of each, as in {DEFAULT}+kivi, or one of your own, as in ./my_method.py:KeyNorm. "
+            "Pass one of these."
+        )
+    if packs is not None and drops is not None and COMPRESSORS[drops].points:
+        raise OptionError(
+            f"{flag} is {value!r}; {drops} leads into full KV and holds none that could be packed: pass {drops} alone, "
+            f"or one of {', '.join(packable())} before +{packs}"
+        )
+    return drops, packs
+
+
+def _parts(value: str) -> tuple[str, str | None]:
+    """What drops tokens, and what packs them besides; paths may have a plus, too."""
+    for place in (place for place, letter in enumerate(value) if letter == "+"):
+        if value[:place] in dropping() or own_methods.NAMED.fullmatch(value[:place]):
+            return value[:place], value[place + 1 :]
+    return value, None
+
+
+def split(text: str) -> tuple[str, str | None]:
+    """A value of ``--kv-compressor``, and what stands behind it after a colon (a budget, bits); None without a colon."""
+    return WITH_MORE.fullmatch(text).group("name", "more")
+
+
+def points(value: str) -> bool:
+    """Whether copies of the method that ``value`` names lead into full KV; False where it names none."""
+    try:
+        drops, _ = parse(value)
+    except OptionError:
+        return False
+    return drops is not None and COMPRESSORS[drops].points
+
+
+def code_bits(packs: str, bits: int | None) -> int:
+    """Bits of the codes of a quantizer; ``bits`` as asked for, None for its default.
+
+    Raises:
+        OptionError: names the value and what is allowed.
+    """
+    allowed = allowed_bits(packs)
+    if bits is not None and bits not in allowed:
+        raise OptionError(
+            f"--kv-bits is {bits}; --kv-compressor {packs} has codes of {' or '.join(map(str, allowed))} bits. Pass one of "
+            "these, or leave it out"
+        )
+    return allowed[0] if bits is None else bits
+
+
+def allowed_bits(packs: str) -> tuple[int, ...]:
+    """Bits that the codes of a quantizer may have, the default first."""
+    _load()
+    return QUANTIZERS[packs].bits
+
+
+def create(name: str) -> Compressor:
+    """The compressor of that name with its defaults.
+
+    Raises:
+        ValueError: no compressor has that name.
+    """
+    if name not in dropping():
+        raise ValueError(f"no compressor is called {name!r}; there are: {', '.join(dropping())}")
+    return COMPRESSORS[name]()
+
+
+def quantizer(name: str, bits: int) -> Quantizer:
+    """The quantizer of that name with codes of ``bits`` bits.
+
+    Raises:
+        ValueError: no quantizer has that name.
+    """
+    if name not in packing():
+        raise ValueError(f"no quantizer is called {name!r}; there are: {', '.join(packing())}")
+    return QUANTIZERS[name].made_by(bits=bits)
+
+
+def method(value: str, bits: int | None = None) -> Method:
+    """The method of that name, as ``--kv-compressor`` and ``--kv-bits`` say.
+
+    Raises:
+        OptionError: no method has that name, or it has no codes of so many bits.
+    """
+    drops, packs = parse(value)
+    compressor = KeepAll() if drops is None else create(drops)
+    return Method(compressor, None if packs is None else quantizer(packs, code_bits(packs, bits)))

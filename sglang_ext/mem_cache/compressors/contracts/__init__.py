@@ -1,0 +1,1 @@
+"""What a method is: the interfaces, what they check, and where methods register."""

@@ -1,0 +1,53 @@
+"""Where methods register under the names that ``--kv-compressor`` takes; the catalogue reads it."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from sglang_ext.mem_cache.compressors.contracts.compressor import Compressor
+from sglang_ext.mem_cache.compressors.contracts.quantizer import Quantizer
+
+
+class Packer(NamedTuple):
+    """A quantizer, and the bits that its codes may have, the default first."""
+
+    made_by: type[Quantizer]
+    bits: tuple[int, ...]
+
+
+COMPRESSORS: dict[str, type[Compressor]] = {}
+QUANTIZERS: dict[str, Packer] = {}
+
+
+def register(name: str) -> Callable[[type[Compressor]], type[Compressor]]:
+    """Class decorator: make a compressor selectable as ``--kv-compressor NAME``.
+
+    Raises:
+        ValueError: another method has that name.
+    """
+
+    def decorate(cls: type[Compressor]) -> type[Compressor]:
+        _refuse_taken(name)
+        COMPRESSORS[name], cls.name = cls, name
+        return cls
+
+    return decorate
+
+
+def register_quantizer(name: str, bits: tuple[int, ...]) -> Callable[[type[Quantizer]], type[Quantizer]]:
+    """Class decorator: make a quantizer with codes of so many ``bits``, the default first, selectable as ``--kv-compressor NAME``.
+
+    Raises:
+        ValueError: another method has that name.
+    """
+
+    def decorate(cls: type[Quantizer]) -> type[Quantizer]:
+        _refuse_taken(name)
+        QUANTIZERS[name] = Packer(cls, bits)
+        return cls
+
+    return decorate
+
+
+def _refuse_taken(name: str) -> None:
+    if name in COMPRESSORS or name in QUANTIZERS:
+        raise ValueError(f"there is a method {name!r} already: give this one another name")
