@@ -10,15 +10,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from packed_helpers import packed_pool
-from sglang_ext.layers.kernels import (
-    pack_blocks,
-    packed_decode,
-    pointer_decode,
-    scatter_cells,
-    uneven_decode,
-    window_scores,
-    write_pointers,
-)
+from sglang_ext.layers.kernels import pointer_decode, scatter_cells, uneven_decode, window_scores, write_pointers
+from sglang_ext.layers.kernels.packed import pack_blocks, packed_decode
 from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells
 from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows, Pointers
 

@@ -4,7 +4,7 @@ import torch
 
 from gluon_emulator import Emulated
 from packed_helpers import attention, packed_pool
-from sglang_ext.layers.kernels import packed_decode, packed_launches
+from sglang_ext.layers.kernels.packed import packed_decode, packed_launches
 
 # Method, bits, channels of a head, queries that share a KV head, dtype, parts of blocks and of exact tokens.
 CASES = (

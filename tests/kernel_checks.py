@@ -11,7 +11,7 @@ if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
 
 from sglang_ext.layers.kernels.gather_kept import gather_kept  # noqa: E402
-from sglang_ext.layers.kernels.packed_decode import packed_decode  # noqa: E402
+from sglang_ext.layers.kernels.packed.packed_decode import packed_decode  # noqa: E402
 from sglang_ext.layers.kernels.page_checksum import page_checksum  # noqa: E402
 from sglang_ext.layers.kernels.uneven_decode import uneven_decode  # noqa: E402
 from sglang_ext.layers.kernels.verify_attention import verify_attention  # noqa: E402

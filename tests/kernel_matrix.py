@@ -26,7 +26,7 @@ from triton.runtime.jit import JITFunction
 
 from matrix_arguments import add_shapes, numbers
 from matrix_launches import LAUNCHES, ONCE, Shape, shapes
-from sglang_ext.layers.kernels import packed_decode
+from sglang_ext.layers.kernels.packed import packed_decode
 from sglang_ext.core import OptionError
 
 # Bytes of shared memory that a program may have, by compute capability (CUDA C++ Programming Guide, technical specifications).

@@ -24,9 +24,10 @@ from matrix_arguments import add_shapes  # noqa: E402
 from matrix_launches import Shape, shapes  # noqa: E402
 from pack_checks import check_case, pool  # noqa: E402
 from packed_helpers import KERNEL_KINDS, attention, packed_pool  # noqa: E402
-from sglang_ext.layers.kernels import fitting, packed_decode, packed_launches  # noqa: E402
+from sglang_ext.layers.kernels import fitting  # noqa: E402
+from sglang_ext.layers.kernels.packed import packed_decode, packed_launches  # noqa: E402
 from sglang_ext.layers.kernels.gather_kept import gather_kept  # noqa: E402
-from sglang_ext.layers.kernels.pack_blocks import takes  # noqa: E402
+from sglang_ext.layers.kernels.packed.pack_blocks import takes  # noqa: E402
 from sglang_ext.layers.kernels.pointer_decode import pointer_decode  # noqa: E402
 from sglang_ext.layers.kernels.uneven_decode import uneven_decode  # noqa: E402
 from sglang_ext.layers.kernels.verify_attention import verify_attention  # noqa: E402

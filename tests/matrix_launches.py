@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 
 from packed_helpers import KERNEL_KINDS, packed_pool
-from sglang_ext.layers.kernels import pack_blocks, packed_decode
+from sglang_ext.layers.kernels.packed import pack_blocks, packed_decode
 from sglang_ext.layers.kernels.gather_kept import gather_kept
 from sglang_ext.layers.kernels.page_checksum import page_checksum
 from sglang_ext.layers.kernels.pointer_decode import pointer_decode

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from sglang_ext.layers.kernels.pack_blocks import pack_blocks, takes
+from sglang_ext.layers.kernels.packed.pack_blocks import pack_blocks, takes
 from sglang_ext.mem_cache.compressors.catalogue import quantizer
 from sglang_ext.mem_cache.compressors.contracts.quantizer import grouped, meant
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from sglang_ext.bench.server import ServerProcess
-from sglang_ext.bench.soak import server_environment
+from sglang_ext.bench.soaking.soak import server_environment
 from sglang_ext.platforms import activate
 
 STRICT = server_environment(retraction_steps=None)

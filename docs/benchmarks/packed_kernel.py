@@ -16,8 +16,8 @@ from graph_time import seconds
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
-from sglang_ext.bench.decode_limit import measure_bandwidth
-from sglang_ext.layers.kernels import packed_decode as kernels
+from sglang_ext.bench.speed.decode_limit import measure_bandwidth
+from sglang_ext.layers.kernels.packed import packed_decode as kernels
 from sglang_ext.mem_cache.compressors.catalogue import quantizer
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.formats.packing import Packing

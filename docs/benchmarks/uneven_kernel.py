@@ -12,7 +12,7 @@ import torch
 from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 from graph_time import seconds
 
-from sglang_ext.bench.decode_limit import measure_bandwidth
+from sglang_ext.bench.speed.decode_limit import measure_bandwidth
 from sglang_ext.layers.kernels.uneven_decode import uneven_decode
 from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers

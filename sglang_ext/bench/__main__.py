@@ -25,22 +25,22 @@ class Command:
 
 COMMANDS = {
     "identity": Command(
-        "sglang_ext.bench.identity", "compare the tokens of verified decoding with stock SGLang's"
+        "sglang_ext.bench.comparing.identity", "compare the tokens of verified decoding with stock SGLang's"
     ),
-    "decode": Command("sglang_ext.bench.decode", "measure decode speed of stock SGLang and of verified decoding"),
-    "latency": Command("sglang_ext.bench.latency", "measure latency of both against the rate of requests"),
+    "decode": Command("sglang_ext.bench.speed.decode", "measure decode speed of stock SGLang and of verified decoding"),
+    "latency": Command("sglang_ext.bench.speed.latency", "measure latency of both against the rate of requests"),
     "quality": Command(
         "sglang_ext.bench.quality.command",
         "measure what compressed KV costs in quality, and that verified decoding costs nothing",
     ),
     "families": Command(
-        "sglang_ext.bench.families", "identity on tiny random models of each supported family"
+        "sglang_ext.bench.comparing.families", "identity on tiny random models of each supported family"
     ),
     "simulate": Command(
-        "sglang_ext.bench.simulate", "simulate full KV in host memory: what a machine would gain, without a model"
+        "sglang_ext.bench.simulating.simulate", "simulate full KV in host memory: what a machine would gain, without a model"
     ),
     "soak": Command(
-        "sglang_ext.bench.soak", "send mixed traffic for minutes and check every answer"
+        "sglang_ext.bench.soaking.soak", "send mixed traffic for minutes and check every answer"
     ),
     "prompts": Command(
         "sglang_ext.bench.corpus", "build a folder of real prompts from text on this machine"

@@ -13,7 +13,7 @@ from http.client import HTTPException, HTTPResponse
 from typing import Any
 
 from sglang_ext.bench import BenchError
-from sglang_ext.bench.generation import Generation, parse_response
+from sglang_ext.bench.comparing.generation import Generation, parse_response
 
 HOST = "127.0.0.1"
 HEALTH_SECONDS = 30.0

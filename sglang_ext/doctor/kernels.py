@@ -42,8 +42,8 @@ def packed_kernels(dim: int, group: int, dtype: torch.dtype, device: str = "cuda
         dtype: of the KV pool.
         device: where the pool would lie.
     """
-    from sglang_ext.layers.kernels.pack_blocks import takes
-    from sglang_ext.layers.kernels.packed_decode import fragments
+    from sglang_ext.layers.kernels.packed.pack_blocks import takes
+    from sglang_ext.layers.kernels.packed.packed_decode import fragments
 
     found: dict[str, list[str]] = {}
     keys = torch.zeros(1, 1, dim, dtype=dtype, device=device)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from sglang_ext.config.method_options import offers
 from sglang_ext.core import OptionError
-from sglang_ext.mem_cache.compressed.copy_forms import CopyForms
 from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
+from sglang_ext.mem_cache.compressed.formats.kv_format import KVFormat
 from sglang_ext.mem_cache.compressed.formats.unpacked import Unpacked
 from sglang_ext.mem_cache.compressed.slot_scores import SlotScores
 from sglang_ext.mem_cache.compressors import catalogue
@@ -108,14 +108,12 @@ def methods_of(
 
 
 def copy_methods(
-    args: "KVServerArgs", methods: tuple[Method, ...], page_size: int, forms: CopyForms
+    args: "KVServerArgs", methods: tuple[Method, ...], page_size: int, form: KVFormat
 ) -> tuple[CopyMethod, ...]:
-    """How ``methods``, those of :func:`methods_of`, make copies of these forms in a pool with such pages."""
+    """How ``methods``, those of :func:`methods_of`, make copies of this format in a pool with such pages."""
     plain, made = Unpacked(page_size), []
     for offer, each in zip(offers(args), methods, strict=True):
-        packing = plain if each.quantizer is None else forms.packed_rows.packing
-        if each.compressor.points:
-            packing = forms.pointer_rows.pointers
+        packing = form.placement(each, plain)
         made.append(CopyMethod(each.compressor, offer.budget, packing, offer.name, offer.packs or "", offer.suffix))
     return tuple(made)
 

@@ -49,9 +49,7 @@ def check(exact_tokens: dict[int, range], written: torch.Tensor, views: Compress
     ):
         _disjoint(slots, free, what, "the free list")
     check_tails(views)
-    check_heads(views)
-    check_methods(views)
-    check_pointers(views)
+    check_copies(views)
     views.tree_cache.check_integrity()
 
 
@@ -73,56 +71,18 @@ def check_tails(views: CompressedViews) -> None:
             )
 
 
-def check_methods(views: CompressedViews) -> None:
-    """Check that each copy reads only what its own method made, and that its row says how much of it is packed.
+def check_copies(views: CompressedViews) -> None:
+    """Check that each copy reads only what its own method made, and that its row says what it holds.
 
     Raises:
-        IntegrityError: names a copy that does not.
+        IntegrityError: names a copy of which that is not so.
     """
     for row, view in views.copies():
-        own, draft_row = views.method(row).name, views.draft_row(row)
-        packed = view.packed if views.forms.packed_rows is None else int(views.forms.packed_rows.counts[draft_row])
+        own = views.method(row).name
         others = sorted({segment.method for segment in view.segments} - {own})
-        if others or packed != view.packed:
-            raise IntegrityError(
-                f"the copy of row {row} is one of {own}, with {view.packed} packed slots; it reads segments of "
-                f"{', '.join(others) or 'no other'}, and its row says {packed} packed slots"
-            )
-
-
-def check_heads(views: CompressedViews) -> None:
-    """Check that in each copy of uneven heads these partition its cells.
-
-    Raises:
-        IntegrityError: names a copy in which they do not.
-    """
-    if views.forms.head_cells is None:
-        return
-    for row, view in views.copies():
-        bounds = views.forms.head_cells.bounds[views.draft_row(row)]
-        cells = len(view.own) * (len(bounds) - 1)
-        if not (bounds[0] == 0 and bool((bounds.diff() >= 0).all()) and bounds[-1] == cells):
-            raise IntegrityError(
-                f"heads of the draft row {views.draft_row(row)} begin and end at cells {bounds.tolist()[:8]}..., which do not "
-                f"partition the {cells} cells of its {len(view.own)} slots"
-            )
-
-
-def check_pointers(views: CompressedViews) -> None:
-    """Check that all pointers of a copy lead to its own request's tokens.
-
-    Raises:
-        IntegrityError: names a copy whose pointers lead elsewhere.
-    """
-    if views.forms.pointer_rows is None:
-        return
-    for row, view in views.copies():
-        mine = torch.zeros(len(views.buffers.keys[0]), dtype=torch.bool, device=views.token_table.device)
-        mine[views.token_table[row, : view.covered].long()] = True
-        for layer, keys in zip(views.buffers.layer_ids, views.buffers.keys):
-            led = views.forms.pointer_rows.pointers.read(keys, view.own, view.own_tokens).flatten()
-            what = f"pointers of the draft row {views.draft_row(row)} in layer {layer} lead to"
-            _require(mine[led], led, what, "no token of its request")
+        if others:
+            raise IntegrityError(f"the copy of row {row} is one of {own}; it reads segments of {', '.join(others)}")
+        views.form.check(views.draft_row(row), view, views.token_table[row, : view.covered].long(), views.buffers)
 
 
 def _unique(slots: torch.Tensor, what: str, owner: str) -> None:

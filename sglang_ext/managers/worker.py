@@ -11,7 +11,8 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
 from sglang_ext.command_line import ends_scheduler
-from sglang_ext.layers.attention import copy_graphs, torch_native, verify_graphs
+from sglang_ext.layers.attention import torch_native, verify_graphs
+from sglang_ext.layers.attention.copies import copy_graphs
 from sglang_ext.layers.attention.of_model import an_attention, attention_scaling
 from sglang_ext.layers.attention.views import BetweenSteps
 from sglang_ext.layers.forward import Attention, Attentions
@@ -30,7 +31,7 @@ from sglang_ext.managers.spec_decode.result import RoundResult
 from sglang_ext.managers.spec_decode.running_part import decode_running
 from sglang_ext.mem_cache.compressed import query_hooks, slot_assignment
 from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
-from sglang_ext.mem_cache.compressed.copy_forms import CopyForms
+from sglang_ext.mem_cache.compressed.formats.choice import format_of
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.query_window import QueryWindows
 from sglang_ext.ranks import Ranks
@@ -98,7 +99,7 @@ class KVWorker(BaseSpecWorker):
         self.buffers = KVBuffers.of(self.model_runner.token_to_kv_pool, self.layers)
         served, page_size = self.methods, self.token_to_kv_pool_allocator.page_size
         adaptive = args.kv_head_budgets == "adaptive"
-        self.forms = CopyForms.of(served.methods, adaptive, self.buffers, page_size, table, served.rotary)
+        self.form = format_of(served.methods, adaptive, self.buffers, page_size, table, served.rotary)
         if served.scores is not None:
             # Before any graph is captured: graphs write scores, too.
             served.scores.allocate(len(self.buffers.keys[0]), self.model_runner.device, self.model_runner.dtype)
@@ -119,8 +120,8 @@ class KVWorker(BaseSpecWorker):
     def _read_copies(self) -> Attention | None:
         """Let attention read copies that hold no plain tokens; what does so in place of the model's own, None where that can."""
         if self.buffers.on_gpu:
-            return copy_graphs.attention(self.model_runner, self.forms)
-        self.model_runner.attn_backend.forms = self.forms
+            return copy_graphs.attention(self.model_runner, self.form)
+        self.model_runner.attn_backend.form = self.form
         return None
 
     def bind_tree_cache(self, tree_cache) -> None:
@@ -140,9 +141,9 @@ class KVWorker(BaseSpecWorker):
         self.loop = decode_loop(self)
 
     def _views_of(self, tree_cache) -> CompressedViews:
-        forms, served, allocator = self.forms, self.methods, self.token_to_kv_pool_allocator
+        form, served, allocator = self.form, self.methods, self.token_to_kv_pool_allocator
         return CompressedViews(
-            methods=compression.copy_methods(self.server_args, served.methods, allocator.page_size, forms),
+            methods=compression.copy_methods(self.server_args, served.methods, allocator.page_size, form),
             token_table=self.req_to_token_pool.req_to_token,
             rows=self._rows,
             buffers=self.buffers,
@@ -152,7 +153,7 @@ class KVWorker(BaseSpecWorker):
             rotary=served.rotary,
             asked_by=self.requests.asked_by,
             prompt_of=self.requests.prompt_of,
-            forms=forms,
+            form=form,
         )
 
     def _warm_up(self) -> None:

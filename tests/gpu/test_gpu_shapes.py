@@ -3,7 +3,8 @@
 import pytest
 
 from servers import greedy
-from sglang_ext.bench import BenchError, families
+from sglang_ext.bench import BenchError
+from sglang_ext.bench.comparing import families
 from test_gpu_decoding import DRAFTS, EXACT, VERIFIED
 from test_gpu_several_methods import METHODS, ask
 

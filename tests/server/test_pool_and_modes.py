@@ -3,7 +3,7 @@
 import pytest
 from servers import EXPECTED_TOKENS, STRICT, assert_same_answers, assert_times_of_tokens, greedy
 
-from sglang_ext.bench.soak import server_environment
+from sglang_ext.bench.soaking.soak import server_environment
 
 pytestmark = pytest.mark.server
 

@@ -6,11 +6,11 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from sglang_ext.bench import identity
-from sglang_ext.bench.acceptance import add_up
-from sglang_ext.bench.compare import CONTROL, Comparison, LogprobDifference, PromptResult, Setting
-from sglang_ext.bench.generation import TopLogprobs, VerifyStats
-from sglang_ext.bench.identity_config import IdentityConfig
+from sglang_ext.bench.comparing import identity
+from sglang_ext.bench.comparing.acceptance import add_up
+from sglang_ext.bench.comparing.compare import CONTROL, Comparison, LogprobDifference, PromptResult, Setting
+from sglang_ext.bench.comparing.generation import TopLogprobs, VerifyStats
+from sglang_ext.bench.comparing.identity_config import IdentityConfig
 from sglang_ext.bench.prompts import Prompt
 
 SETTING = Setting("quant", 0.5, 1)

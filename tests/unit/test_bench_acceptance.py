@@ -4,8 +4,8 @@ from bench_helpers import STATS
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.bench.acceptance import Acceptance, acceptance, add_up, assumed_offers, at_least
-from sglang_ext.bench.generation import VerifyStats
+from sglang_ext.bench.comparing.acceptance import Acceptance, acceptance, add_up, assumed_offers, at_least
+from sglang_ext.bench.comparing.generation import VerifyStats
 
 
 class TestAcceptance:

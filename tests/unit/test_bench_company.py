@@ -3,7 +3,7 @@
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-from sglang_ext.bench.company import Company
+from sglang_ext.bench.soaking.company import Company
 
 
 def test_one_beside_whom_another_begins_or_is_is_not_alone() -> None:

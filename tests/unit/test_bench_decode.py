@@ -7,13 +7,15 @@ from types import SimpleNamespace
 import pytest
 from bench_helpers import Here
 
-from sglang_ext.bench import BenchError, decode, decode_limit, decode_prompts, decode_report, decode_wave, server, settings, simulate
+from sglang_ext.bench import BenchError, server
+from sglang_ext.bench.speed import decode, decode_limit, decode_prompts, decode_report, decode_wave, settings
+from sglang_ext.bench.simulating import simulate
 from sglang_ext.bench.__main__ import main
 from sglang_ext.bench.client import SamplingSettings
-from sglang_ext.bench.decode_limit import ModelBytes
-from sglang_ext.bench.decode_report import Result, line
-from sglang_ext.bench.decode_wave import Stream, Wave
-from sglang_ext.bench.settings import Setting
+from sglang_ext.bench.speed.decode_limit import ModelBytes
+from sglang_ext.bench.speed.decode_report import Result, line
+from sglang_ext.bench.speed.decode_wave import Stream, Wave
+from sglang_ext.bench.speed.settings import Setting
 from sglang_ext.config.method_options import budget_of
 
 QWEN3_8B = {

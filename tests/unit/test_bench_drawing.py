@@ -5,10 +5,12 @@ from types import SimpleNamespace
 import pytest
 from bench_helpers import SETTING
 
-from sglang_ext.bench import decode_report, drawing, identity_report, latency, simulate, simulate_report
-from sglang_ext.bench.decode_report import Result
-from sglang_ext.bench.drawing import Curve, Heading
-from sglang_ext.bench.quality import plots
+from sglang_ext.bench.speed import decode_report, drawing, latency
+from sglang_ext.bench.comparing import identity_report
+from sglang_ext.bench.simulating import simulate, simulate_report
+from sglang_ext.bench.speed.decode_report import Result
+from sglang_ext.bench.speed.drawing import Curve, Heading
+from sglang_ext.bench.quality.reporting import plots
 
 
 @pytest.fixture

@@ -7,16 +7,17 @@ from pathlib import Path
 import pytest
 from bench_helpers import STATS, Here, make_config, parse
 
-from sglang_ext.bench import BenchError, arms, identity, report, server
+from sglang_ext.bench import BenchError, report, server
+from sglang_ext.bench.comparing import arms, identity
 from sglang_ext.bench.__main__ import main
-from sglang_ext.bench.arms import control_arms, stock_arm, verified_arms
+from sglang_ext.bench.comparing.arms import control_arms, stock_arm, verified_arms
 from sglang_ext.bench.client import SamplingSettings
-from sglang_ext.bench.compare import Comparison, LogprobDifference
-from sglang_ext.bench.generation import Generation
-from sglang_ext.bench.identity_options import config_from
+from sglang_ext.bench.comparing.compare import Comparison, LogprobDifference
+from sglang_ext.bench.comparing.generation import Generation
+from sglang_ext.bench.comparing.identity_options import config_from
 from sglang_ext.bench.prompts import Prompt
-from sglang_ext.bench.tolerance import Rules
-from sglang_ext.bench.verdict import judge
+from sglang_ext.bench.comparing.tolerance import Rules
+from sglang_ext.bench.comparing.verdict import judge
 from sglang_ext.config.method_options import budget_of
 
 

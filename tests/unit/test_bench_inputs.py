@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sglang_ext.bench import BenchError, corpus
 from sglang_ext.bench.__main__ import COMMANDS, main
-from sglang_ext.bench.generation import Generation, parse_response
+from sglang_ext.bench.comparing.generation import Generation, parse_response
 from sglang_ext.bench.prompts import load_prompts
 
 

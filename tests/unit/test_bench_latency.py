@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_ext.bench import BenchError, latency
+from sglang_ext.bench import BenchError
+from sglang_ext.bench.speed import latency
 
 
 def arguments(folder, *flags):

@@ -7,10 +7,10 @@ from bench_helpers import CONTROL_SETTING, comparison, result
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.bench.compare import Comparison
-from sglang_ext.bench.noise import NoiseVerdict, noise_verdict, percentile
-from sglang_ext.bench.tolerance import Rules
-from sglang_ext.bench.verdict import judge
+from sglang_ext.bench.comparing.compare import Comparison
+from sglang_ext.bench.comparing.noise import NoiseVerdict, noise_verdict, percentile
+from sglang_ext.bench.comparing.tolerance import Rules
+from sglang_ext.bench.comparing.verdict import judge
 
 RULES = Rules("bfloat16")
 

@@ -21,9 +21,9 @@ from sglang_ext.bench.quality.attention import AttentionError
 from sglang_ext.bench.quality.config import QualityConfig
 from sglang_ext.bench.quality.options import add_arguments, config_from
 from sglang_ext.bench.quality.copy_bytes import copy_share
-from sglang_ext.bench.quality.plots import by_bytes, by_speed, write
-from sglang_ext.bench.quality.results import ArmQuality, Results
-from sglang_ext.bench.quality.speed import tokens_per_second
+from sglang_ext.bench.quality.reporting.plots import by_bytes, by_speed, write
+from sglang_ext.bench.quality.reporting.results import ArmQuality, Results
+from sglang_ext.bench.quality.reporting.speed import tokens_per_second
 from sglang_ext.bench.quality.stock_scores import score
 
 TOPS = 3

@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 from bench_helpers import PROMPT, SETTING, STATS, tops
 
-from sglang_ext.bench import identity_report, report
-from sglang_ext.bench.compare import compare
-from sglang_ext.bench.generation import Generation
+from sglang_ext.bench.comparing import identity_report
+from sglang_ext.bench import report
+from sglang_ext.bench.comparing.compare import compare
+from sglang_ext.bench.comparing.generation import Generation
 from sglang_ext.bench.prompts import Prompt
-from sglang_ext.bench.tolerance import Rules
-from sglang_ext.bench.verdict import judge
+from sglang_ext.bench.comparing.tolerance import Rules
+from sglang_ext.bench.comparing.verdict import judge
 
 RULES = Rules("float32")
 

@@ -8,10 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from sglang_ext.bench import BenchError, simulate
+from sglang_ext.bench import BenchError
+from sglang_ext.bench.simulating import simulate
 from sglang_ext.bench.__main__ import main
-from sglang_ext.bench.scenario import Scenario, SimulationError
-from sglang_ext.bench.simulation import Engine
+from sglang_ext.bench.simulating.scenario import Scenario, SimulationError
+from sglang_ext.bench.simulating.simulation import Engine
 
 SMALL = ("--requests", "16", "--concurrency", "8", "--input-len", "4000", "--output-len", "600", "--memory-tokens", "20000")
 

@@ -11,14 +11,15 @@ from urllib.error import HTTPError
 import pytest
 from bench_helpers import PROMPT, Here
 
-from sglang_ext.bench import BenchError, sending, soak
+from sglang_ext.bench import BenchError
+from sglang_ext.bench.soaking import sending, soak
 from sglang_ext.bench import server as bench_server
 from sglang_ext.bench.__main__ import main
-from sglang_ext.bench.answers import LOST_LOGPROB, Sample
-from sglang_ext.bench.request_options import OPTIONS
-from sglang_ext.bench.soak_prompts import cases
-from sglang_ext.bench.tally import Tally
-from sglang_ext.bench.traffic import MALFORMED, Request
+from sglang_ext.bench.soaking.answers import LOST_LOGPROB, Sample
+from sglang_ext.bench.soaking.request_options import OPTIONS
+from sglang_ext.bench.soaking.soak_prompts import cases
+from sglang_ext.bench.soaking.tally import Tally
+from sglang_ext.bench.soaking.traffic import MALFORMED, Request
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from bench_helpers import PROMPT
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.bench.answers import (
+from sglang_ext.bench.soaking.answers import (
     EMPTY_CHUNK,
     LOST_LOGPROB,
     AnswerError,
@@ -20,9 +20,9 @@ from sglang_ext.bench.answers import (
     read_stream,
 )
 from sglang_ext.bench.prompts import Prompt
-from sglang_ext.bench.request_options import OPTIONS, Option
-from sglang_ext.bench.soak_prompts import cases, next_turns, shared_beginnings, short_ones
-from sglang_ext.bench.traffic import MALFORMED, Request, draw_request
+from sglang_ext.bench.soaking.request_options import OPTIONS, Option
+from sglang_ext.bench.soaking.soak_prompts import cases, next_turns, shared_beginnings, short_ones
+from sglang_ext.bench.soaking.traffic import MALFORMED, Request, draw_request
 
 GREEDY = Option("greedy", {"temperature": 0})
 BY_NAME = {option.name: option for option in OPTIONS}

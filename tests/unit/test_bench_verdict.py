@@ -7,9 +7,9 @@ from bench_helpers import CONTROL_SETTING, comparison, result
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.bench.compare import Comparison
-from sglang_ext.bench.tolerance import Rules, measured_tolerance, tolerated_share
-from sglang_ext.bench.verdict import judge
+from sglang_ext.bench.comparing.compare import Comparison
+from sglang_ext.bench.comparing.tolerance import Rules, measured_tolerance, tolerated_share
+from sglang_ext.bench.comparing.verdict import judge
 
 GOOD = result("good", differs=False)
 differences = st.one_of(st.none(), st.floats(0, 10))

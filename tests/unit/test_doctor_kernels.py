@@ -8,7 +8,7 @@ import torch
 
 from sglang_ext.mem_cache.compressors import catalogue
 from sglang_ext.doctor import kernels
-from sglang_ext.layers.kernels import packed_decode
+from sglang_ext.layers.kernels.packed import packed_decode
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from packed_helpers import packed_pool
 from ptx_emulator import registers, run
-from sglang_ext.layers.kernels import packed_decode
+from sglang_ext.layers.kernels.packed import packed_decode
 from sglang_ext.layers.kernels.gluon import assembly
 from sglang_ext.layers.kernels.gluon.constants import Fragments
 from sglang_ext.mem_cache.compressed.formats.packed_layout import unpack_codes

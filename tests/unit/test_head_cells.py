@@ -12,9 +12,8 @@ from packed_helpers import attention
 from test_views import DIM, HEADS, LAYERS, make_views
 
 from sglang_ext.layers.attention.torch_native import RaggedTorchNativeBackend
-from sglang_ext.managers.integrity import IntegrityError, check_heads
+from sglang_ext.managers.integrity import IntegrityError, check_copies
 from sglang_ext.mem_cache.compressors import Part
-from sglang_ext.mem_cache.compressed.copy_forms import CopyForms
 from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells, KeptCells
 from sglang_ext.mem_cache.prefix_cache.tiered_node import Prefix
 
@@ -22,7 +21,7 @@ from sglang_ext.mem_cache.prefix_cache.tiered_node import Prefix
 def uneven_views(scores, page_size=1, budget=0.25):
     """Views of a request in row 1, whose heads keep what has the best of ``scores``."""
     views = make_views(page_size, budget, compressor=Given(scores))
-    views.forms = CopyForms(head_cells=HeadCells.of(views.buffers, len(views.token_table)))
+    views.form = HeadCells.of(views.buffers, len(views.token_table))
     return views
 
 
@@ -49,7 +48,7 @@ def test_attention_over_a_copy_and_its_tail_is_that_over_what_each_head_keeps(se
     assert views.compress(1, length)
     views.write_tail(1, length)
     view, backend = views.get(1), object.__new__(RaggedTorchNativeBackend)
-    backend.forms = views.forms
+    backend.form = views.form
     kept = views.methods[0].compressor.select_cells(context(LAYERS, HEADS, covered), Part(0, covered, view.kept))
     # The draft row beside the request's own, which has no copy.
     rows, lengths = torch.tensor([5, 1]), torch.tensor([view.kept + length - covered, length])
@@ -78,10 +77,10 @@ def test_a_layer_that_keeps_nothing_attends_to_what_follows_the_copy():
     scores = torch.stack([torch.zeros(HEADS, 40), torch.ones(HEADS, 40)])
     views = uneven_views(scores, budget=0.5)
     assert views.compress(1, 40)
-    assert views.forms.head_cells.bounds[5].tolist() == [0, 0, 0, 40, 80]
+    assert views.form.bounds[5].tolist() == [0, 0, 0, 40, 80]
     views.write_tail(1, 42)
     backend, queries = object.__new__(RaggedTorchNativeBackend), torch.randn(1, HEADS, DIM)
-    backend.forms = views.forms
+    backend.form = views.form
     for layer, tokens in enumerate((range(40, 42), range(42))):
         keys, values = views.buffers.keys[layer], views.buffers.values[layer]
         row = views.token_table, torch.tensor([5]), torch.tensor([22])
@@ -100,8 +99,8 @@ def test_slots_are_conserved_and_all_cells_hold_something_over_growing_renewing_
         views.methods = (replace(views.methods[0], compressor=Given(scores_of(LAYERS, HEADS, covered, seed))),)
 
     def check(held):
-        check_heads(views)
-        assert views.forms.head_cells.slots(torch.tensor([1, 5])) == [0, held]
+        check_copies(views)
+        assert views.form.on_host(torch.tensor([1, 5])) == [0, held]
 
     check_slots_are_conserved(views, steps, page_size, choose, lambda view: view.kept, check)
 
@@ -115,10 +114,10 @@ def test_a_copy_of_uneven_heads_reads_no_segments_and_leaves_none():
 def test_a_copy_whose_bounds_are_not_those_of_its_cells_is_named():
     views = uneven_views(scores_of(LAYERS, HEADS, 100, 1))
     assert views.compress(1, 100)
-    check_heads(views)
-    views.forms.head_cells.bounds[5, 1] = 101
+    check_copies(views)
+    views.form.bounds[5, 1] = 101
     with pytest.raises(IntegrityError, match=r"row 5 .* 25 slots"):
-        check_heads(views)
+        check_copies(views)
 
 
 def test_what_is_read_of_cells_is_what_was_written_whatever_the_bounds():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from packed_helpers import KINDS, frequencies
-from sglang_ext.layers.attention.packed import packed_attention
+from sglang_ext.layers.attention.copies.packed import packed_attention
 from sglang_ext.mem_cache.compressors.catalogue import quantizer
 from sglang_ext.mem_cache.compressors.contracts.compressor import ContextKV, Part
 from sglang_ext.mem_cache.compressors.expected_attention import ExpectedAttention

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sglang_ext.managers.integrity import IntegrityError, check
-from sglang_ext.mem_cache.compressed.copy_forms import CopyForms
+from sglang_ext.mem_cache.compressed.formats.kv_format import PlainTokens
 
 TABLE = torch.tensor([[0] * 6, [1, 2, 3, 4, 5, 6], [1, 2, 7, 8, 9, 10]])  # two requests share 1 and 2
 
@@ -14,7 +14,7 @@ TABLE = torch.tensor([[0] * 6, [1, 2, 3, 4, 5, 6], [1, 2, 7, 8, 9, 10]])  # two 
 def views(copies=(11, 12), free=(13, 14), cached=(1, 2, 15), page_size=1):
     return SimpleNamespace(
         token_table=TABLE,
-        forms=CopyForms(),
+        form=PlainTokens(),
         copies=lambda: (),
         all_slots=lambda: torch.tensor(copies, dtype=torch.int64),
         free_slots=lambda: torch.tensor(free, dtype=torch.int64),

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_ext.layers.kernels import packed_decode
+from sglang_ext.layers.kernels.packed import packed_decode
 
 BUFFER = SimpleNamespace(is_cuda=True, element_size=lambda: 2)
 

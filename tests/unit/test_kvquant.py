@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packed_helpers import attention, frequencies, meant, packed_pool, turned
 
-from sglang_ext.layers.attention.packed import packed_attention
+from sglang_ext.layers.attention.copies.packed import packed_attention
 from sglang_ext.mem_cache.compressors.catalogue import method, quantizer
 from sglang_ext.mem_cache.compressors.kvquant import codes_of, farthest, greatest, levels_of, odd_polynomial
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers

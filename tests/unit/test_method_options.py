@@ -10,7 +10,6 @@ from sglang_ext.config.method_options import Offer, offers
 from sglang_ext.core import OptionError
 from sglang_ext.hooks import telling
 from sglang_ext.managers import compression, meta_info
-from sglang_ext.mem_cache.compressed.copy_forms import CopyForms
 from sglang_ext.mem_cache.compressed.formats.packing import PackedRows
 from sglang_ext.mem_cache.compressed.formats.unpacked import Unpacked
 
@@ -76,8 +75,8 @@ def test_each_method_makes_copies_in_its_own_way_and_equal_ones_share_what_they_
     args = resolved(kv_more_compressors="kivi,snapkv+kivi:0.5", kv_bits=2)
     methods = compression.methods_of(args, 2, 2, 0, None)
     rows = PackedRows(SimpleNamespace(recent=128), None)
-    plain, packed, both = compression.copy_methods(args, methods, 16, CopyForms(rows))
-    assert plain.packing == Unpacked(16) and packed.packing is both.packing is rows.packing
+    plain, packed, both = compression.copy_methods(args, methods, 16, rows)
+    assert plain.packing == Unpacked(16) and packed.packing is both.packing is rows.form
     assert methods[1].quantizer == methods[2].quantizer and methods[1].quantizer.bits == 2
     assert plain.compressor is both.compressor and (plain.budget, packed.budget, both.budget) == (0.25, 1.0, 0.5)
     assert [method.called(method.compressor) for method in (plain, packed, both)] == ["snapkv", "kivi", "snapkv+kivi:0.5"]

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from sglang_ext.core import OptionError
-from sglang_ext.layers.kernels import pack_blocks
-from sglang_ext.layers.kernels.packed_decode import packed_decode
+from sglang_ext.layers.kernels.packed import pack_blocks
+from sglang_ext.layers.kernels.packed.packed_decode import packed_decode
 from sglang_ext.mem_cache.compressors.catalogue import quantizer
 from sglang_ext.mem_cache.compressors.kivi import Kivi
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers

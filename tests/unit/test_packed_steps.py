@@ -8,15 +8,19 @@ from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCuda
 
 from sglang_ext.core import OptionError
 from sglang_ext.layers import forward
-from sglang_ext.layers.attention import copy_graphs
-from sglang_ext.layers.attention.copy_decode import check_heads
+from sglang_ext.layers.attention.copies import copy_graphs
+from sglang_ext.layers.attention.copies.copy_decode import check_heads
+from sglang_ext.layers.attention.copies.readers import READERS
 from sglang_ext.layers.forward import Attention, Attentions
 from sglang_ext.managers.memory_plan import MemoryPlan
 from sglang_ext.managers.served_methods import ServedMethods
 from sglang_ext.managers.spec_decode.round import Round
 from sglang_ext.managers.spec_decode.steps import Steps
 from sglang_ext.managers.worker import KVWorker
-from sglang_ext.mem_cache.compressed.copy_forms import CopyForms
+from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells
+from sglang_ext.mem_cache.compressed.formats.kv_format import PlainTokens
+from sglang_ext.mem_cache.compressed.formats.packing import PackedRows
+from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows
 from sglang_ext.mem_cache.compressed.query_window import QueryWindows
 from sglang_ext.mem_cache.compressors.catalogue import method
 
@@ -95,41 +99,39 @@ def test_what_rows_begin_with_has_its_place_before_graphs_are_captured():
     for worker in (packed, uneven, plain, pointing):
         worker.allocate()
         assert worker._read_copies() is None, "on a CPU the model's own attention reads copies"
-        assert worker.model_runner.attn_backend.forms is worker.forms
-    packed, uneven, plain, pointing = (worker.forms for worker in (packed, uneven, plain, pointing))
-    assert pointing.packed_rows is pointing.head_cells is packed.pointer_rows is uneven.pointer_rows is plain.pointer_rows is None
-    assert pointing.pointer_rows.counts.tolist() == [0] * 8 and pointing.pointer_rows.pointers.per_slot == 64
-    assert plain.packed_rows is plain.head_cells is packed.head_cells is uneven.packed_rows is None
-    assert packed.packed_rows.counts.tolist() == [0] * 8 and packed.packed_rows.counts.dtype == torch.int32
+        assert worker.model_runner.attn_backend.form is worker.form
+    packed, uneven, plain, pointing = (worker.form for worker in (packed, uneven, plain, pointing))
+    assert isinstance(plain, PlainTokens)
+    assert isinstance(pointing, PointerRows) and pointing.counts.tolist() == [0] * 8 and pointing.form.per_slot == 64
+    assert isinstance(packed, PackedRows) and packed.counts.tolist() == [0] * 8 and packed.counts.dtype == torch.int32
     # Of two layers with two heads.
-    assert uneven.head_cells.bounds.tolist() == [[0] * 5] * 8 and uneven.head_cells.bounds.dtype == torch.int32
+    assert isinstance(uneven, HeadCells) and uneven.bounds.tolist() == [[0] * 5] * 8 and uneven.bounds.dtype == torch.int32
 
 
 def test_on_a_gpu_steps_over_copies_have_an_attention_of_their_own(monkeypatch):
     monkeypatch.setattr(copy_graphs, "attention", lambda *given: Attention(given))
     worker = Worker("kivi")
-    worker.buffers, worker.forms = SimpleNamespace(on_gpu=True), CopyForms("packed", "cells", "pointers")
-    assert worker._read_copies().backend == (worker.model_runner, worker.forms)
+    worker.buffers, worker.form = SimpleNamespace(on_gpu=True), "packed"
+    assert worker._read_copies().backend == (worker.model_runner, worker.form)
     assert not vars(worker.model_runner.attn_backend)
 
 
 @pytest.mark.parametrize("captures", [True, False])
-@pytest.mark.parametrize(
-    ("rows", "kind"),
-    [(("rows", None, None), "PackedDecode"), ((None, "rows", None), "UnevenDecode"), ((None, None, "rows"), "PointerDecode")],
-)
-def test_steps_over_copies_have_graphs_where_sglang_has_some(monkeypatch, captures, rows, kind):
+@pytest.mark.parametrize("kind", [PackedRows, HeadCells, PointerRows])
+def test_steps_over_copies_have_graphs_where_sglang_has_some(monkeypatch, captures, kind):
     ran = []
     backend = SimpleNamespace(compile_kernels=lambda: ran.append("compiled"), copies="copies")
     graphs = SimpleNamespace(warm_up=lambda: ran.append("replayed"))
-    monkeypatch.setattr(copy_graphs, kind, lambda model, given: ran.append(given) or backend)
+    form = object.__new__(kind)
+    reader = READERS[kind]._replace(decode=lambda model, given: ran.append(given) or backend)
+    monkeypatch.setitem(READERS, kind, reader)
     monkeypatch.setattr(copy_graphs, "CopyGraphs", lambda model, attn_backend: graphs)
     monkeypatch.setattr(copy_graphs.GraphSharedOutput, "create_for_model_runner", lambda model: "logits")
     model = SimpleNamespace(decode_cuda_graph_runner="own graphs" if captures else None)
-    found = copy_graphs.attention(model, CopyForms(*rows))
+    found = copy_graphs.attention(model, form)
     assert found == Attention(backend, graphs if captures else None)
-    assert ran == ["rows", "replayed" if captures else "compiled"]
-    assert copy_graphs.attention(model, CopyForms()) is None, "plain tokens"
+    assert ran[0] is form and ran[1:] == ["replayed" if captures else "compiled"]
+    assert copy_graphs.attention(model, PlainTokens()) is None, "plain tokens"
 
 
 def test_the_scheduler_waits_for_the_end_of_a_replay_that_reads_the_token_table(monkeypatch):

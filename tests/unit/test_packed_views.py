@@ -16,7 +16,6 @@ from sglang_ext.mem_cache.compressed import compressed_views
 from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
 from sglang_ext.mem_cache.compressors.catalogue import method
 from sglang_ext.mem_cache.compressors.snapkv import SnapKV
-from sglang_ext.mem_cache.compressed.copy_forms import CopyForms
 from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.formats.packing import PackedRows, Packing, as_bytes
@@ -48,8 +47,8 @@ def views_of(name, page_size=1, budget=1.0, compressor=None):
     windows = QueryWindows(chosen.compressor.window, range(1), 4)
     windows.allocate(2, HEADS, DIM, keys)
     return CompressedViews(
-        methods=(CopyMethod(compressor or chosen.compressor, budget, rows.packing),), token_table=table, rows=4, buffers=buffers,
-        allocator=allocator, tree_cache=Tree(allocator), queries=windows, forms=CopyForms(rows),
+        methods=(CopyMethod(compressor or chosen.compressor, budget, rows.form),), token_table=table, rows=4, buffers=buffers,
+        allocator=allocator, tree_cache=Tree(allocator), queries=windows, form=rows,
     )
 
 
@@ -62,7 +61,7 @@ def test_the_draft_row_leads_to_blocks_then_to_a_copy_of_the_first_tokens_and_th
     covered = SINKS + 64 * blocks
     assert (view.covered, view.packed, view.kept) == (covered, blocks * packing.block_slots, view.packed + SINKS)
     assert views.held_bytes() == view.kept * 2 * HEADS * DIM * 4 < 0.3 * covered * 2 * HEADS * DIM * 4
-    assert views.forms.packed_rows.counts.tolist() == [0] * 5 + [view.packed] + [0] * 2
+    assert views.form.counts.tolist() == [0] * 5 + [view.packed] + [0] * 2
     views.write_tail(1, length)
     row = views.token_table[5, : view.kept + length - covered].long()
     assert torch.equal(row[view.kept :], views.token_table[1, covered:length].long())
@@ -163,7 +162,7 @@ def test_one_decode_reads_rows_with_and_without_blocks():
     views.compress(1, length)
     views.write_tail(1, length)
     view, backend = views.get(1), object.__new__(RaggedTorchNativeBackend)
-    backend.forms = views.forms
+    backend.form = views.form
     keys, values = views.buffers.keys[0], views.buffers.values[0]
     rows, lengths = torch.tensor([1, 5]), torch.tensor([length, view.kept + length - view.covered])
     queries = torch.randn(2, 6, DIM, generator=torch.Generator().manual_seed(1))
@@ -195,7 +194,7 @@ def world(monkeypatch):
     made.cache.views = CompressedViews(
         methods=(CopyMethod(method("int4").compressor, 1.0, packing),), token_table=made.table.req_to_token, rows=ROWS,
         buffers=buffers, allocator=made.allocator, tree_cache=made.cache, queries=QueryWindows(0, (0,), 0),
-        forms=CopyForms(PackedRows.of_table(packing, made.table.req_to_token)),
+        form=PackedRows.of_table(packing, made.table.req_to_token),
     )
     made.cache.on_release = lambda row: None
     return made

@@ -6,7 +6,7 @@ import pytest
 import torch
 from packed_helpers import KINDS, attention, meant, packed_pool
 
-from sglang_ext.layers.attention.packed import packed_attention
+from sglang_ext.layers.attention.copies.packed import packed_attention
 from sglang_ext.mem_cache.compressors.catalogue import code_bits, method, on_gpu, packing, quantizer
 from sglang_ext.mem_cache.compressors.kivi import Kivi
 from sglang_ext.mem_cache.compressors.rotatekv import RotateKV, hadamard

@@ -8,12 +8,11 @@ import torch
 from test_packed_views import DIM, HEADS, views_of
 from tiered_helpers import ROWS, World, done
 
-from sglang_ext.managers.integrity import IntegrityError, check_methods
+from sglang_ext.managers.integrity import IntegrityError, check_copies
 from sglang_ext.mem_cache.compressed import compressed_views
 from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
 from sglang_ext.mem_cache.compressors.catalogue import create, method
 from sglang_ext.mem_cache.compressors.snapkv import SnapKV
-from sglang_ext.mem_cache.compressed.copy_forms import CopyForms
 from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.formats.packing import PackedRows, Packing
@@ -40,11 +39,11 @@ def world(monkeypatch):
     methods = (
         CopyMethod(newest, 0.5, Unpacked(PAGE), "half"),
         CopyMethod(newest, 0.125, Unpacked(PAGE), "eighth", suffix=":0.125"),
-        CopyMethod(method("int4").compressor, 1.0, rows.packing, "int4", "int4"),
+        CopyMethod(method("int4").compressor, 1.0, rows.form, "int4", "int4"),
     )
     made.cache.views = CompressedViews(
         methods=methods, token_table=table, rows=ROWS, buffers=buffers, allocator=made.allocator, tree_cache=made.cache,
-        queries=QueryWindows(0, (0,), 0), forms=CopyForms(rows), asked_by=made.asked.__getitem__,
+        queries=QueryWindows(0, (0,), 0), form=rows, asked_by=made.asked.__getitem__,
     )
     made.cache.on_release = lambda row: None
     return made
@@ -75,10 +74,10 @@ def test_requests_share_the_beginning_with_those_of_their_own_method_alone(world
     found = [(s.method, s.end, s.tokens, s.users) for s in segments]
     assert found == [("half", 150, 76, 2), ("eighth", 150, 20, 2), ("int4", 132, 128, 2)]
     for row, place in world.asked.items():
-        packed = views.forms.packed_rows.counts[views.draft_row(row)]
+        packed = views.form.counts[views.draft_row(row)]
         assert packed == views.get(row).packed and (packed > 0) == (place == PACKED)
     assert views.made == {"sink-recent": 2, "sink-recent:0.125": 2, "int4": 2}
-    check_methods(views)
+    check_copies(views)
     world.empty()
     assert not segments[0].users and views.held_tokens == 0
 
@@ -103,10 +102,10 @@ def test_a_row_that_held_blocks_says_so_no_longer_when_a_request_of_another_meth
     views = world.cache.views
     first = start(world, [*COMMON, *tokens_after(0)], PACKED)
     (row,) = world.asked
-    assert views.forms.packed_rows.counts[views.draft_row(row)] == first.packed > 0
+    assert views.form.counts[views.draft_row(row)] == first.packed > 0
     world.finish(world.running[0])
     start(world, [*COMMON, *tokens_after(1)], HALF)
-    assert list(world.asked) == [row] and views.forms.packed_rows.counts[views.draft_row(row)] == 0
+    assert list(world.asked) == [row] and views.form.counts[views.draft_row(row)] == 0
     world.empty()
 
 
@@ -125,13 +124,14 @@ def test_a_copy_of_two_methods_and_a_row_with_other_blocks_are_found(world, wron
     done(world, COMMON)
     view, views = start(world, [*COMMON, *tokens_after(0)], PACKED), world.cache.views
     (row,) = world.asked
-    check_methods(views)
+    check_copies(views)
     if wrong == "segment":
         view.segments[0].method = "half"
     else:
-        views.forms.packed_rows.counts[views.draft_row(row)] -= 1
-    with pytest.raises(IntegrityError, match=f"row {row} is one of int4, .*{'of half' if wrong == 'segment' else 'no other'}"):
-        check_methods(views)
+        views.form.counts[views.draft_row(row)] -= 1
+    found = {"segment": f"row {row} is one of int4; it reads segments of half", "packed": f"the copy of draft row {views.draft_row(row)} has"}
+    with pytest.raises(IntegrityError, match=found[wrong]):
+        check_copies(views)
 
 
 def test_each_method_sees_as_many_of_the_newest_queries_as_it_wants_and_one_without_any_covers_what_follows_them():

@@ -13,10 +13,9 @@ from test_views import DIM, HEADS, LAYERS, make_views
 
 from sglang_ext.core import FALLBACK_REASONS, RequestState
 from sglang_ext.layers.attention.torch_native import RaggedTorchNativeBackend
-from sglang_ext.managers.integrity import IntegrityError, check_pointers
+from sglang_ext.managers.integrity import IntegrityError, check_copies
 from sglang_ext.managers.spec_decode.copy_policy import ensure_copy
 from sglang_ext.mem_cache.compressors.catalogue import create
-from sglang_ext.mem_cache.compressed.copy_forms import CopyForms
 from sglang_ext.mem_cache.compressed.query_window import QueryWindows, Recorded
 from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows, Pointers, as_pointers
 from sglang_ext.mem_cache.prefix_cache.tiered_node import Prefix
@@ -32,7 +31,7 @@ def pointing_views(scores, page_size=1, budget=0.25):
     """Views of a request in row 1, whose heads are led to the best of ``scores``."""
     views = make_views(page_size, budget)
     pointers = Pointers.of(views.buffers, page_size)
-    views.forms = CopyForms(pointer_rows=PointerRows.of_table(pointers, views.token_table))
+    views.form = PointerRows.of_table(pointers, views.token_table)
     choose_by(views, GivenAnew(scores), pointers)
     return views
 
@@ -69,10 +68,10 @@ def test_attention_over_pointers_and_the_tail_is_that_over_what_each_head_keeps(
     full_kv = [part[: len(views.token_table[1])].clone() for part in (*views.buffers.keys, *views.buffers.values)]
     assert views.compress(1, length)
     views.write_tail(1, length)
-    check_pointers(views)
+    check_copies(views)
     view, backend = views.get(1), object.__new__(RaggedTorchNativeBackend)
-    backend.forms = views.forms
-    assert views.forms.pointer_rows.counts.tolist() == [0, 0, 0, 0, 0, view.own_tokens, 0, 0]
+    backend.form = views.form
+    assert views.form.counts.tolist() == [0, 0, 0, 0, 0, view.own_tokens, 0, 0]
     kept = chosen(scores, covered, view.own_tokens)
     # The draft row beside the request's own, which begins with no pointers.
     rows, lengths = torch.tensor([5, 1]), torch.tensor([view.kept + length - covered, length])
@@ -111,7 +110,7 @@ def test_slots_are_conserved_over_choosing_anew_and_releasing(steps, page_size):
     def held_of(view):
         return held_slots(view.own_tokens)
 
-    check_slots_are_conserved(views, steps, page_size, choose, held_of, lambda held: check_pointers(views))
+    check_slots_are_conserved(views, steps, page_size, choose, held_of, lambda held: check_copies(views))
 
 
 def test_pointers_read_no_segments_and_leave_none():
@@ -123,10 +122,10 @@ def test_pointers_read_no_segments_and_leave_none():
 def test_pointers_that_lead_to_anothers_token_are_named():
     views = pointing_views(scores_of(LAYERS, HEADS, 100, 1))
     assert views.compress(1, 100)
-    check_pointers(views)
+    check_copies(views)
     as_pointers(views.buffers.keys[1])[views.get(1).own[0], 1, 2] = 399
     with pytest.raises(IntegrityError, match=r"row 5 in layer 1 lead to slots \[399\]"):
-        check_pointers(views)
+        check_copies(views)
 
 
 def guided_views():

@@ -6,12 +6,12 @@ from pathlib import Path
 
 from sglang_ext.bench import BenchError
 from sglang_ext.bench.client import ServerClient
-from sglang_ext.bench.generation import Generation
+from sglang_ext.bench.comparing.generation import Generation
 from sglang_ext.bench.prompts import Prompt
 from sglang_ext.bench.quality.config import COMPARED, QualityConfig
 from sglang_ext.bench.quality.copy_bytes import copy_share, token_bytes
 from sglang_ext.bench.quality.named import Named
-from sglang_ext.bench.quality.speed import tokens_per_second
+from sglang_ext.bench.quality.reporting.speed import tokens_per_second
 from sglang_ext.bench.quality.tasks import Task
 from sglang_ext.bench.quality.together import together
 from sglang_ext.bench.server import ServerProcess

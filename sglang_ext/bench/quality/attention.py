@@ -9,7 +9,7 @@ import torch
 from sglang_ext.bench.prompts import Prompt
 from sglang_ext.bench.quality.capture import CapturedModel, LayerAttention
 from sglang_ext.bench.quality.named import Named
-from sglang_ext.layers.attention.packed import packed_attention
+from sglang_ext.layers.attention.copies.packed import packed_attention
 from sglang_ext.mem_cache.compressors import Compressor, ContextKV, Part, kept_count
 from sglang_ext.mem_cache.compressors.catalogue import Method, method
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers

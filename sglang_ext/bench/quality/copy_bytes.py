@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from sglang_ext.bench import BenchError
 from sglang_ext.bench.client import SamplingSettings, ServerClient, describe_error
-from sglang_ext.bench.decode_limit import kv_token_bytes
-from sglang_ext.bench.metrics_page import readings
+from sglang_ext.bench.speed.decode_limit import kv_token_bytes
+from sglang_ext.bench.speed.metrics_page import readings
 
 POLL_SECONDS = 0.01
 

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sglang_ext.bench.compare import first_difference
+from sglang_ext.bench.comparing.compare import first_difference
 
 
 @dataclass(frozen=True)

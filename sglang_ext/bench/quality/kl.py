@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sglang_ext.bench import BenchError
-from sglang_ext.bench.generation import TopLogprobs
+from sglang_ext.bench.comparing.generation import TopLogprobs
 
 FLOOR = 1e-6
 """Least probability of the rest: below it, float32 log-probabilities do not say how much is left."""

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from sglang_ext.bench import BenchError
-from sglang_ext.bench.identity_options import words
+from sglang_ext.bench.comparing.identity_options import words
 from sglang_ext.bench.options import DTYPES, names, numbers
 from sglang_ext.bench.quality.config import PARTS, BenchmarkFile, QualityConfig
 from sglang_ext.bench.quality.scorers import BY_NAME

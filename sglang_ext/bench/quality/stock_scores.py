@@ -5,7 +5,7 @@ from typing import Any
 
 from sglang_ext.bench import BenchError
 from sglang_ext.bench.client import ServerClient, describe_error
-from sglang_ext.bench.generation import TopLogprobs, parse_top_logprobs
+from sglang_ext.bench.comparing.generation import TopLogprobs, parse_top_logprobs
 from sglang_ext.bench.prompts import Prompt
 
 

@@ -1,28 +1,26 @@
 """``torch_native`` attention for views: each query attends once, whatever the prefix.
 
 SGLang's own extend path pads the queries to the length of the whole context, which makes verifying a
-few tokens as dear as a prefill. This computes the new rows alone. Rows of the token table may begin with packed blocks
-(packed.py), with cells of uneven heads (uneven_heads.py), or with pointers into full KV (pointers.py).
+few tokens as dear as a prefill. This computes the new rows alone. Rows of the token table may begin with copies
+that are no plain tokens (copies/).
 """
 
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from torch.nn.functional import scaled_dot_product_attention
 
-from sglang_ext.layers.attention.packed import packed_attention
-from sglang_ext.layers.attention.pointers import pointer_attention
-from sglang_ext.layers.attention.uneven_heads import uneven_attention
-from sglang_ext.mem_cache.compressed.copy_forms import CopyForms
+from sglang_ext.layers.attention.copies.readers import READERS
+from sglang_ext.mem_cache.compressed.formats.kv_format import KVFormat, PlainTokens
 
 
 class RaggedTorchNativeBackend(TorchNativeAttnBackend):
     """SGLang's ``torch_native`` backend with an extend path linear in the context.
 
     Attributes:
-        forms: what rows may begin with besides plain tokens; the worker sets it.
+        form: what rows may begin with besides plain tokens; the worker sets it.
     """
 
-    forms: CopyForms = CopyForms()
+    form: KVFormat = PlainTokens()
 
     def _run_sdpa_forward_extend(
         self,
@@ -48,16 +46,12 @@ class RaggedTorchNativeBackend(TorchNativeAttnBackend):
         """
         start = 0
         rows = req_pool_indices
-        begins = self._packed(rows), self._uneven(rows), self._pointed(rows)
-        lengths = zip(rows.tolist(), seq_lens.tolist(), extend_seq_lens.tolist(), *begins)
-        for row, length, count, packed, uneven, pointed in lengths:
+        lengths = zip(rows.tolist(), seq_lens.tolist(), extend_seq_lens.tolist(), self.form.on_host(rows))
+        for row, length, count, begun in lengths:
             slots, queries = req_to_token[row, :length], query[start : start + count]
-            if packed:
-                result = packed_attention(self.forms.packed_rows.packing, queries, k_cache, v_cache, slots, packed, scaling)
-            elif uneven:
-                result = uneven_attention(self.forms.head_cells, row, uneven, queries, k_cache, v_cache, slots, scaling)
-            elif pointed:
-                result = pointer_attention(self.forms.pointer_rows.pointers, pointed, queries, k_cache, v_cache, slots, scaling)
+            if begun:
+                reader = READERS[type(self.form)]
+                result = reader.attend(self.form, row, begun, queries, k_cache, v_cache, slots, scaling)
             else:
                 result = _dense_attention(queries, k_cache[slots], v_cache[slots], causal, scaling, enable_gqa)
             output[start : start + count] = result
@@ -78,22 +72,10 @@ class RaggedTorchNativeBackend(TorchNativeAttnBackend):
     ) -> torch.Tensor:
         """SGLang's own where rows lead to tokens as they are; else as an extend of one token each."""
         shared = query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens
-        if not any(any(begins(req_pool_indices)) for begins in (self._packed, self._uneven, self._pointed)):
+        if not any(self.form.on_host(req_pool_indices)):
             return super()._run_sdpa_forward_decode(*shared, encoder_lens, **options)
         counts = torch.ones_like(seq_lens)
         return self._run_sdpa_forward_extend(*shared, seq_lens - counts, counts, encoder_lens, **options)
-
-    def _packed(self, rows: torch.Tensor) -> list[int]:
-        """Packed slots at the beginning of each of ``rows``."""
-        return [0] * len(rows) if self.forms.packed_rows is None else self.forms.packed_rows.on_host(rows)
-
-    def _uneven(self, rows: torch.Tensor) -> list[int]:
-        """Slots of uneven heads at the beginning of each of ``rows``."""
-        return [0] * len(rows) if self.forms.head_cells is None else self.forms.head_cells.slots(rows)
-
-    def _pointed(self, rows: torch.Tensor) -> list[int]:
-        """Tokens to which pointers at the beginning of each of ``rows`` lead."""
-        return [0] * len(rows) if self.forms.pointer_rows is None else self.forms.pointer_rows.on_host(rows)
 
 
 def _dense_attention(

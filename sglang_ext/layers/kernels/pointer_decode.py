@@ -108,7 +108,7 @@ def pointer_decode(
             queries, keys, values, cells, token_table, token_table.stride(0), rows, lengths, begins.counts, parts.partial,
             parts.lse, scaling, keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), cells.stride(0),
             cells.stride(1), HEADS=kv_heads, GROUP=group, M=tile.rows, DIM=dim, PADDED_DIM=triton.next_power_of_2(dim),
-            PER_SLOT=begins.pointers.per_slot, SPLITS=parts.most, N=tile.tokens, num_stages=tile.stages, **parts.shape,
+            PER_SLOT=begins.form.per_slot, SPLITS=parts.most, N=tile.tokens, num_stages=tile.stages, **parts.shape,
         )  # fmt: skip
 
     def what() -> str:

@@ -75,8 +75,8 @@ class CompressedViews(CopyWriter):
 
         Covers the sinks and whole units after them, up to where queries were kept (:meth:`reach`). A new copy reads the
         segments of its method that the prefix tree has of ``prefix``, and leaves one there for the rest of it. Of an existing
-        copy what it shares stays; its own part is overwritten in place and grown. Copies of some forms share nothing
-        (:attr:`CopyForms.shareable`).
+        copy what it shares stays; its own part is overwritten in place and grown. Copies of some formats share nothing
+        (:attr:`KVFormat.shareable`).
 
         Args:
             row: the request's row in the token table.
@@ -96,7 +96,7 @@ class CompressedViews(CopyWriter):
         if old is not None:
             grown = CompressedView(old.own, covered, old.segments, sinks=old.sinks, own_tokens=old.own_tokens)
             return self._resize(row, grown, headroom, None, tokens)
-        prefix = prefix if self.forms.shareable else None
+        prefix = prefix if self.form.shareable else None
         segments = []
         if prefix is not None:
             length = min(prefix.tokens, covered)
@@ -183,7 +183,7 @@ class CompressedViews(CopyWriter):
         Under the overlapped loop a first round is launched before the prefix tree takes the prompt over, and with it exchanges
         slots of which it has others. A draft row would go on to lead to what is free; so would pointers, which are dropped.
         """
-        if self.forms.pointer_rows is not None:
+        if self.form.leads_into_full_kv:
             self.release_copy(row)
         elif (view := self._views.get(row)) is not None:
             view.tail_end = max(view.covered, min(view.tail_end, start))

@@ -3,10 +3,8 @@
 from dataclasses import dataclass
 
 from sglang_ext.core import CompressedView
+from sglang_ext.mem_cache.compressed.formats.kv_format import Placement
 from sglang_ext.mem_cache.compressors import Compressor, kept_count
-from sglang_ext.mem_cache.compressed.formats.packing import Packing
-from sglang_ext.mem_cache.compressed.formats.slot_pointers import Pointers
-from sglang_ext.mem_cache.compressed.formats.unpacked import Unpacked
 
 
 @dataclass(frozen=True)
@@ -24,7 +22,7 @@ class CopyMethod:
 
     compressor: Compressor
     budget: float
-    packing: Packing | Pointers | Unpacked
+    packing: Placement
     name: str = ""
     packs: str = ""
     suffix: str = ""

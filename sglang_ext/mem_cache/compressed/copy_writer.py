@@ -10,8 +10,8 @@ import torch
 from sglang_ext.core import CompressedView
 from sglang_ext.mem_cache.compressors import ContextKV, Part
 from sglang_ext.mem_cache.compressors.contracts.check import ScoresError
-from sglang_ext.mem_cache.compressed.copy_forms import CopyForms
 from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
+from sglang_ext.mem_cache.compressed.formats.kv_format import KVFormat, PlainTokens
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.query_window import QueryWindows
 from sglang_ext.mem_cache.compressed.rotary import Rotary
@@ -35,7 +35,7 @@ class CopyWriter:
         prompt_of: token ids of the prompt of the request in a row.
         made: copies that were made or renewed, by what they are called.
         refused: names of the compressors whose scores cannot be used, of which no copy is made any more.
-        forms: in which copies lie in their slots.
+        form: in which copies lie in their slots.
     """
 
     methods: tuple[CopyMethod, ...]
@@ -48,7 +48,7 @@ class CopyWriter:
     prompt_of: Callable[[int], Sequence[int]] = lambda row: ()
     made: Counter[str] = field(default_factory=Counter)
     refused: set[str] = field(default_factory=set)
-    forms: CopyForms = CopyForms()
+    form: KVFormat = PlainTokens()
 
     def method(self, row: int) -> CopyMethod:
         """What makes the copies of the request in ``row``."""
@@ -99,13 +99,9 @@ class CopyWriter:
         queries = keys.new_zeros(len(self.buffers.keys), window, query_heads, keys.shape[-1])
         positions = torch.arange(tokens - window, tokens, device=keys.device)
         context = ContextKV(self.buffers, slots, queries, positions, self.rotary)
-        if self.forms.head_cells is not None:
-            cells = method.compressor.select_cells(context, Part(0, tokens, count))
-            self.forms.head_cells.copy(cells, slots, slots.new_zeros(count))
-            return
         self._keep_sinks(slots, slots.new_zeros(method.sinks))
-        (kept,) = method.compressor.select(context, [Part(0, tokens, count)])
-        method.packing.write(self.buffers, kept, slots, slots.new_zeros(method.packing.held_slots(count)))
+        targets = {Part(0, tokens, count): slots.new_zeros(method.packing.held_slots(count))}
+        self.form.fill(None, method.packing, method.compressor, context, targets)
 
     def write(self, row: int, view: CompressedView, made: Segment | None, done: int, tokens: int) -> None:
         """Gather the chosen KV of each layer into a copy's own slots, after ``done`` tokens there, and into a segment's.
@@ -130,15 +126,10 @@ class CopyWriter:
         # The newest queries are of tokens that stay as they are, where blocks leave some out.
         context = self._context(row, method, source, tokens if view.packed else view.covered)
         chooser = method.compressor.for_context(context)
-        if self.forms.head_cells is not None:
-            self.forms.head_cells.write(self.draft_row(row), chooser.select_cells(context, rest), source, view.own)
-        else:
-            parts = [part for part in targets if part.count]
-            for part, kept in zip(parts, chooser.select(context, parts)):
-                method.packing.write(self.buffers, kept, source, targets[part])
+        self.form.fill(self.draft_row(row), method.packing, chooser, context, targets)
         self._keep_sinks(source, view.own[: view.sinks])
         self.token_table[self.draft_row(row), : view.kept] = view.slots.to(self.token_table.dtype)
-        self.forms.begins(self.draft_row(row), view)
+        self.form.begins(self.draft_row(row), view)
         view.method = method.called(chooser)
         self.made[view.method] += 1
 

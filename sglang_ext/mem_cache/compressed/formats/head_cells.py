@@ -9,11 +9,16 @@ of any layer keeps, so that none is left empty however uneven heads are. Cells a
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 
+from sglang_ext.core import CompressedView, IntegrityError
+from sglang_ext.mem_cache.compressed.formats.kv_format import KVFormat, Placement
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+
+if TYPE_CHECKING:
+    from sglang_ext.mem_cache.compressors.contracts.compressor import Compressor, ContextKV, Part
 
 
 class KeptCells(NamedTuple):
@@ -36,8 +41,10 @@ class KeptCells(NamedTuple):
 
 
 @dataclass(frozen=True)
-class HeadCells:
+class HeadCells(KVFormat):
     """Which rows of the token table begin with such a copy, and what its cells hold.
+
+    How much each head keeps of a beginning depends on what follows it, so that no two requests share one.
 
     Attributes:
         buffers: the pool's; all layers have the same number of heads.
@@ -47,6 +54,7 @@ class HeadCells:
 
     buffers: KVBuffers
     bounds: torch.Tensor
+    shareable: ClassVar[bool] = False
 
     @classmethod
     def of(cls, buffers: KVBuffers, rows: int) -> "HeadCells":
@@ -60,8 +68,8 @@ class HeadCells:
         """Of a layer."""
         return self.buffers.keys[0].shape[1]
 
-    def slots(self, rows: torch.Tensor) -> list[int]:
-        """Slots of the copy at the beginning of each of ``rows``, int64 [batch], on the host; 0 without one."""
+    def on_host(self, rows: torch.Tensor) -> list[int]:
+        """Slots of the copy at the beginning of each of ``rows``, int64 [batch]; 0 without one."""
         return (self.bounds[rows, -1] // (self.bounds.shape[1] - 1)).tolist()
 
     @cached_property
@@ -73,10 +81,36 @@ class HeadCells:
         first = self._layers[keys.data_ptr()] * self.kv_heads
         return self.bounds[row, first : first + self.kv_heads + 1].tolist()
 
+    def fill(
+        self,
+        row: int | None,
+        placement: Placement,
+        chooser: "Compressor",
+        context: "ContextKV",
+        targets: "dict[Part, torch.Tensor]",
+    ) -> None:
+        """As :meth:`KVFormat.fill`; there is one part. What the heads' cells are is known here, and noted."""
+        ((part, slots),) = targets.items()
+        kept = chooser.select_cells(context, part)
+        if row is None:
+            self.copy(kept, context.slots, slots)
+        else:
+            self.write(row, kept, context.slots, slots)
+
     def write(self, row: int, kept: KeptCells, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Copy what each head keeps, and let ``row``, of the token table, begin with it; other arguments as :meth:`copy`'s."""
         self.copy(kept, sources, targets)
         self.bounds[row] = kept.bounds
+
+    def check(self, row: int, view: CompressedView, covered: torch.Tensor, buffers: KVBuffers) -> None:
+        """Check that heads partition the cells of the copy."""
+        bounds = self.bounds[row]
+        cells = len(view.own) * (len(bounds) - 1)
+        if not (bounds[0] == 0 and bool((bounds.diff() >= 0).all()) and bounds[-1] == cells):
+            raise IntegrityError(
+                f"heads of the draft row {row} begin and end at cells {bounds.tolist()[:8]}..., which do not partition the {cells} cells "
+                f"of its {len(view.own)} slots"
+            )
 
     def copy(self, kept: KeptCells, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Copy what each head keeps; on a GPU without waiting for it.

@@ -7,14 +7,20 @@ bytes stay in its own cells, so that ranks that hold different heads need nothin
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import lcm
+from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_ext.mem_cache.compressed.begun_rows import BegunRows
+from sglang_ext.core import CompressedView, IntegrityError
+from sglang_ext.mem_cache.compressed.formats.begun_rows import BegunRows
 from sglang_ext.mem_cache.compressors.contracts.quantizer import Quantizer, whole
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.formats.packed_layout import Grid, Layout, Quantized
+from sglang_ext.mem_cache.compressed.formats.unpacked import Unpacked
 from sglang_ext.mem_cache.compressed.rotary import Rotary
+
+if TYPE_CHECKING:
+    from sglang_ext.mem_cache.compressors.catalogue import Method
 
 # Tokens that are packed at once: their numbers lie in float32 meanwhile, several times. Whole blocks.
 WRITTEN_TOKENS = 1 << 14
@@ -121,7 +127,7 @@ class Packing:
             targets: int64 [held_slots(tokens)], on a GPU none of ``sources``; what fills up its last page stays as it is.
         """
         if buffers.on_gpu:
-            from sglang_ext.layers.kernels.pack_blocks import pack_blocks, takes
+            from sglang_ext.layers.kernels.packed.pack_blocks import pack_blocks, takes
 
             if takes(self, buffers):
                 pack_blocks(self, buffers, kept, sources, targets)
@@ -162,10 +168,18 @@ class Packing:
 class PackedRows(BegunRows[Packing]):
     """Rows that begin with packed blocks, and how many slots of each hold them."""
 
-    @property
-    def packing(self) -> Packing:
-        """How they are packed."""
-        return self.form
+    def placement(self, method: "Method", plain: Unpacked) -> Packing | Unpacked:
+        """In blocks where a method packs, else as tokens."""
+        return plain if method.quantizer is None else self.form
+
+    def begins(self, row: int, view: CompressedView) -> None:
+        """With the blocks of its copy."""
+        self.counts[row] = view.packed
+
+    def check(self, row: int, view: CompressedView, covered: torch.Tensor, buffers: KVBuffers) -> None:
+        """Check that the row says how much of its copy is packed."""
+        if int(self.counts[row]) != view.packed:
+            raise IntegrityError(f"the copy of draft row {row} has {view.packed} packed slots, and the row says {int(self.counts[row])}")
 
 
 def as_bytes(buffer: torch.Tensor) -> torch.Tensor:

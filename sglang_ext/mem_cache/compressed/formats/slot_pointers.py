@@ -6,12 +6,17 @@ beside full KV, and the pool counts them. Full KV of a running request is locked
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from sglang_ext.mem_cache.compressed.begun_rows import BegunRows
+from sglang_ext.core import CompressedView, IntegrityError
+from sglang_ext.mem_cache.compressed.formats.begun_rows import BegunRows
+from sglang_ext.mem_cache.compressed.formats.unpacked import Unpacked
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+
+if TYPE_CHECKING:
+    from sglang_ext.mem_cache.compressors.catalogue import Method
 
 
 @dataclass(frozen=True)
@@ -83,12 +88,30 @@ class Pointers:
 
 
 class PointerRows(BegunRows[Pointers]):
-    """Rows that begin with pointers, and to how many tokens each head's lead."""
+    """Rows that begin with pointers, and to how many tokens each head's lead; they are chosen anew in each round."""
 
-    @property
-    def pointers(self) -> Pointers:
-        """How they lie in slots."""
+    shareable = False
+    leads_into_full_kv = True
+
+    def placement(self, method: "Method", plain: Unpacked) -> Pointers:
+        """As pointers."""
         return self.form
+
+    def begins(self, row: int, view: CompressedView) -> None:
+        """With pointers to so many tokens."""
+        self.counts[row] = view.own_tokens
+
+    def check(self, row: int, view: CompressedView, covered: torch.Tensor, buffers: KVBuffers) -> None:
+        """Check that all pointers lead to the request's own tokens."""
+        mine = torch.zeros(len(buffers.keys[0]), dtype=torch.bool, device=covered.device)
+        mine[covered] = True
+        for layer, keys in zip(buffers.layer_ids, buffers.keys):
+            led = self.form.read(keys, view.own, view.own_tokens).flatten()
+            if not bool(mine[led].all()):
+                raise IntegrityError(
+                    f"pointers of the draft row {row} in layer {layer} lead to slots {led[~mine[led]].tolist()[:8]}, which belong to no "
+                    "token of its request"
+                )
 
 
 def as_pointers(keys: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,1 @@
+"""Verified decoding against stock SGLang, token by token."""

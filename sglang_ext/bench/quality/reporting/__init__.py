@@ -1,0 +1,1 @@
+"""What was measured, in tables, plots and a file."""

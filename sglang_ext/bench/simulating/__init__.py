@@ -1,0 +1,1 @@
+"""Full KV in host memory, simulated without a model."""

@@ -1,0 +1,1 @@
+"""Mixed traffic for minutes, and checks of every answer."""

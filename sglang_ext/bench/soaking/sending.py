@@ -1,0 +1,140 @@
+"""The traffic of a soak: random requests from several threads, each answer checked against stock's."""
+
+import argparse
+import json
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from random import Random
+
+from sglang_ext.bench.soaking.answers import AnswerError, DiffersFromStock, Sample, check, read_samples, read_stream
+from sglang_ext.bench.client import ServerClient, describe_error
+from sglang_ext.bench.soaking.company import Company
+from sglang_ext.bench.prompts import Prompt
+from sglang_ext.bench.soaking.soak_prompts import Case
+from sglang_ext.bench.soaking.tally import Tally
+from sglang_ext.bench.soaking.traffic import Request, draw_request
+
+PROGRESS_SECONDS = 5.0
+PENALIZED_IN_COMPANY = "penalized beside others"
+"""SGLang's overlapped loop counts another token twice, and leaves one out, when a prefill comes in between."""
+
+References = dict[tuple[int, str], tuple[Sample, ...]]
+"""Stock's answers by (prompt, name of the option)."""
+
+
+@dataclass(frozen=True)
+class Soak:
+    """What all threads of the traffic share.
+
+    Attributes:
+        server: to be asked.
+        prompts: by their index in requests.
+        cases: what may be asked.
+        references: stock's answer to each case.
+        overlapped: whether both servers ran SGLang's overlapped loop, and so may do what stock does there.
+        tally: counts what happened.
+        company: knows who is under way.
+    """
+
+    server: ServerClient
+    prompts: Sequence[Prompt]
+    cases: Sequence[Case]
+    references: References
+    overlapped: bool
+    tally: Tally
+    company: Company = field(default_factory=Company)
+
+
+def traffic(soak: Soak, args: argparse.Namespace) -> None:
+    """Send random requests from ``args.workers`` threads until the time is over or something fails."""
+    deadline = time.monotonic() + 60 * args.minutes
+
+    def work(index: int) -> None:
+        chance = Random(args.seed * 1000 + index)
+        count, taken_back = 0, None
+        while time.monotonic() < deadline and not soak.tally.problems:
+            count += 1
+            rid = taken_back or f"soak-{index:03d}-{count:06d}"
+            taken_back = None
+            request = draw_request(chance, rid, soak.cases, args.output_len)
+            # The id of an aborted request comes back at once; SGLang aborts a streamed one again two seconds after its end.
+            if send(soak, request) and not request.stream:
+                taken_back = rid
+
+    with ThreadPoolExecutor(args.workers) as pool:
+        running = [pool.submit(work, index) for index in range(args.workers)]
+        while wait(running, PROGRESS_SECONDS).not_done:
+            left = max(0.0, deadline - time.monotonic())
+            print(f"\r{left:5.0f} s left: {soak.tally.progress()}", end="", flush=True)
+    print()
+    for worker in running:
+        worker.result()  # raises what ended the thread
+
+
+def send(soak: Soak, request: Request) -> bool:
+    """One request; ``abort`` takes it back after a while, ``malformed`` must be refused. Whether it was aborted."""
+    tally, samples = soak.tally, ()
+    with soak.company.join(request.alone) as stay, taken_back(soak.server, request):
+        try:
+            samples = ask(soak.server, request, soak.prompts)
+            if request.kind == "malformed":
+                raise AnswerError(f"{dict(request.broken)} was accepted")
+            check(request, samples, soak.references[request.prompt, request.option.name])
+        except DiffersFromStock as error:
+            if soak.overlapped and request.option.is_penalized and not stay.alone:
+                tally.count_stocks_own(request, [PENALIZED_IN_COMPANY])
+            else:
+                tally.fail(f"{request}: {error}", request)
+                return False
+        except AnswerError as error:
+            tally.fail(f"{request}: {error}", request)
+            return False
+        except OSError as error:
+            if request.kind == "malformed" and getattr(error, "code", None) == 400:
+                tally.add("refused", request)
+            else:
+                tally.fail(f"{request}: {describe_error(error)}", request)
+            return False
+    oddities = sorted(frozenset().union(*(sample.oddities for sample in samples)))
+    if oddities and not soak.overlapped:
+        tally.fail(f"{request}: {', '.join(oddities)} in the plain loop", request)
+        return False
+    tally.count_stocks_own(request, oddities)
+    aborted = samples[0].aborted
+    tally.add("aborted" if aborted else "answered", request, samples)
+    return aborted
+
+
+@contextmanager
+def taken_back(server: ServerClient, request: Request) -> Iterator[None]:
+    """Abort the request after its delay while it is under way; its id is free afterwards."""
+    if request.kind != "abort":
+        yield
+        return
+    timer = threading.Timer(request.delay, server.post_quietly, ("abort_request", {"rid": request.rid}))
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+
+
+def ask(server: ServerClient, request: Request, prompts: Sequence[Prompt]) -> tuple[Sample, ...]:
+    """The answers to a request, streamed or not.
+
+    Raises:
+        AnswerError: what came is no answer.
+        OSError: nothing came.
+    """
+    body = request.body(prompts)
+    if not request.stream:
+        return read_samples(server.post("generate", body))
+    try:
+        return read_stream(server.stream("generate", body))
+    except json.JSONDecodeError as error:
+        raise AnswerError(f"a chunk of the stream is no JSON: {error}") from error

@@ -1,0 +1,187 @@
+"""Mixed traffic against one verified server for minutes: nothing wrong, nothing leaked, nothing dead.
+
+Stock SGLang answers a set of prompts and sampling options first, one by one. Then a verified server, which runs the
+same loop of SGLang (overlapped, or with --disable-overlap the plain one), with a pool
+too small for the traffic (so that requests are retracted) and SGLang's invariant checks in strict mode, gets random
+ones of them with random lengths: cold and warm, some streamed, some aborted, some malformed; each answer must be the
+beginning of stock's. Ends with code 1 on a wrong answer, an unexpected error or a dead server, and with
+--force-retraction if no request was retracted.
+
+What SGLang's overlapped loop itself does otherwise is counted apart: a penalized answer may change when another request is
+prefilled meanwhile, so that it must be stock's only where it was alone; and a request that is retracted may stream a chunk
+without new tokens, or, before its first token was looked at, lose that token's log-probability.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from sglang_ext.bench import BenchError
+from sglang_ext.bench.soaking.answers import read_samples
+from sglang_ext.bench.client import ServerClient, describe_error
+from sglang_ext.bench.comparing.identity_options import words
+from sglang_ext.bench.prompts import Prompt, load_prompts, load_tokenizer
+from sglang_ext.bench.report import write_json
+from sglang_ext.bench.soaking.request_options import OPTIONS, SERVER_FLAGS, Option
+from sglang_ext.bench.soaking.sending import References, Soak, traffic
+from sglang_ext.bench.server import ServerProcess, check_servers
+from sglang_ext.bench.soaking.soak_prompts import cases, next_turns, shared_beginnings, short_ones
+from sglang_ext.bench.soaking.tally import Tally
+
+STRICT_CHECKS = {
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
+}
+ANSWER_SECONDS = 600.0
+"""A request without an answer for so long is a failure."""
+SETTLE_SECONDS = 3.0
+PLAIN_LOOP = "--disable-overlap-schedule"
+"""SGLang's flag."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command line."""
+    add = parser.add_argument
+    add("--model", required=True)
+    add("--prompts", type=Path, required=True, help="required: folder of .txt files, or JSON lines (text / messages)")
+    add("--minutes", type=float, default=10)
+    add("--workers", type=int, default=8, help="requests in flight")
+    add("--output-len", type=int, default=96, help="longest answer, in tokens")
+    add("--pool-tokens", type=int, default=9000, help="--max-total-tokens of the server")
+    add("--limit", type=int, default=4, help="use the first prompts only; stock answers each of them in every way")
+    add(
+        "--kv",
+        default="--kv-compressor snapkv --kv-budget 0.25 --kv-draft-length 15",
+        help="flags of the mode",
+    )
+    add("--disable-overlap", action="store_true", help="both servers in SGLang's plain loop")
+    add("--server-arg", action="append", default=[], metavar="FLAGS", help="flags of both servers, repeatable")
+    add("--seed", type=int, default=0, help="of the traffic")
+    add(
+        "--force-retraction",
+        type=int,
+        metavar="STEPS",
+        help="have the verified server retract a request every STEPS forward passes in which several "
+        "decode (SGLANG_TEST_RETRACT), and fail if none was",
+    )
+    add("--logs", type=Path, default=Path("."))
+    add("--json", type=Path, help="write the totals")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Reference answers, then traffic; 0 when all is well."""
+    env = server_environment(args.force_retraction)
+    kv, overlapped = words([args.kv]), not args.disable_overlap
+    common = ("--dtype", "float32", *SERVER_FLAGS, *(() if overlapped else (PLAIN_LOOP,)), *words(args.server_arg))
+    flags = (*common, "--kv-mode", "verified", *kv)
+    flags += ("--max-total-tokens", str(args.pool_tokens), "--schedule-conservativeness", "0.1")
+    check_servers(args.model, {"stock": common, "verified": flags})
+    given = load_prompts(args.prompts, load_tokenizer(args.model))[: args.limit]
+    args.logs.mkdir(parents=True, exist_ok=True)
+    with ServerProcess(args.model, common, args.logs / "soak-stock.log") as stock:
+        check_loop(stock, overlapped)
+        prompts, references = reference_answers(stock, given, args.output_len)
+    tally = Tally()
+    log = args.logs / "soak-verified.log"
+    with ServerProcess(args.model, flags, log, request_timeout=ANSWER_SECONDS, env=env) as server:
+        check_loop(server, overlapped)
+        asked = cases(len(given), len(prompts) - len(given))
+        traffic(Soak(server, prompts, asked, references, overlapped, tally), args)
+        finish(server, tally)
+    if args.force_retraction and not tally.retractions:
+        tally.fail(
+            f"--force-retraction {args.force_retraction}: no request was retracted; use fewer STEPS, or "
+            "more --workers or --minutes, so that several requests decode at such a step"
+        )
+    report(args, tally, flags, overlapped)
+    return 1 if tally.problems else 0
+
+
+def check_loop(server: ServerClient, overlapped: bool) -> None:
+    """Raise unless the server runs the loop that answers are compared under.
+
+    Raises:
+        BenchError: it runs the other one.
+    """
+    found = not server.request("server_info")["disable_overlap_schedule"]
+    if found != overlapped:
+        names = {True: "overlapped", False: "plain"}
+        raise BenchError(
+            f"a server runs SGLang's {names[found]} loop instead of the {names[overlapped]} one, in which penalized answers "
+            "differ: name no --disable-overlap-schedule in --kv or --server-arg, but pass --disable-overlap"
+        )
+
+
+def server_environment(retraction_steps: int | None) -> dict[str, str]:
+    """Variables of the verified server.
+
+    Raises:
+        BenchError: the number of steps is below 1.
+    """
+    if retraction_steps is None:
+        return dict(STRICT_CHECKS)
+    if retraction_steps < 1:
+        raise BenchError(f"--force-retraction {retraction_steps}: must be at least 1; leave it out for none")
+    return STRICT_CHECKS | {
+        "SGLANG_TEST_RETRACT": "1",
+        "SGLANG_TEST_RETRACT_INTERVAL": str(retraction_steps),
+    }
+
+
+def reference_answers(
+    stock: ServerClient, given: Sequence[Prompt], tokens: int
+) -> tuple[tuple[Prompt, ...], References]:
+    """All prompts, the given ones and those made of them, and stock's answers of ``tokens`` tokens to them.
+
+    Each request finds an idle server, which only then can flush its cache. Right after another answer, SGLang
+    may still count that request in its batch, and then draws the noise of a seeded one by another route.
+
+    Raises:
+        BenchError: stock refused one, or answered without tokens.
+    """
+    references: References = {}
+    prompts = tuple(given)
+    for case in cases(len(given), 0):
+        references[case.prompt, case.option.name] = _reference(stock, prompts[case.prompt], case.option, tokens)
+    greedy = [references[p, OPTIONS[0].name][0].ids for p in range(len(given))]
+    prompts += (*next_turns(given, greedy), *shared_beginnings(given), *short_ones(given))
+    for case in cases(len(given), len(prompts) - len(given))[len(references) :]:
+        references[case.prompt, case.option.name] = _reference(stock, prompts[case.prompt], case.option, tokens)
+    return prompts, references
+
+
+def _reference(stock: ServerClient, prompt: Prompt, option: Option, tokens: int) -> tuple:
+    stock.flush_cache()
+    try:
+        return read_samples(stock.post("generate", option.body(prompt, tokens)))
+    except OSError as error:
+        raise BenchError(f"stock, {option.name}, {prompt.name}: {describe_error(error)}") from error
+
+
+def finish(server: ServerProcess, tally: Tally) -> None:
+    """The idle server must pass its own checks and still answer."""
+    time.sleep(SETTLE_SECONDS)
+    try:
+        server.flush_cache()
+        server.post("generate", {"text": "Hello", "sampling_params": {"max_new_tokens": 4}})
+    except (BenchError, OSError) as error:
+        tally.fail(f"after the traffic: {error}\n{server.describe_log()}")
+
+
+def report(args: argparse.Namespace, tally: Tally, flags: tuple[str, ...], overlapped: bool) -> None:
+    """Print and write the totals."""
+    totals = {
+        "minutes": args.minutes,
+        "workers": args.workers,
+        "force_retraction": args.force_retraction,
+        "overlapped": overlapped,
+        "flags": list(flags),
+        **tally.as_json(),
+    }
+    print(tally.table())
+    print(json.dumps(totals, indent=1))
+    if args.json:
+        asked = [{"name": each.name, **each.sampling, **each.fields} for each in OPTIONS]
+        write_json(args.json, {**totals, "requests": asked})

@@ -1,0 +1,1 @@
+"""How fast both decode: throughput, latency, and the limits of memory."""

@@ -1,0 +1,48 @@
+"""Who reads which format of copies: in PyTorch, for a few tokens of a request, and on a GPU, for one token of each."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from sglang_ext.layers.attention.copies.copy_decode import CopyDecode
+from sglang_ext.layers.attention.copies.packed import packed_attention
+from sglang_ext.layers.attention.copies.packed_decode import PackedDecode
+from sglang_ext.layers.attention.copies.pointer_decode import PointerDecode
+from sglang_ext.layers.attention.copies.pointers import pointer_attention
+from sglang_ext.layers.attention.copies.uneven_decode import UnevenDecode
+from sglang_ext.layers.attention.copies.uneven_heads import uneven_attention
+from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells
+from sglang_ext.mem_cache.compressed.formats.kv_format import KVFormat
+from sglang_ext.mem_cache.compressed.formats.packing import PackedRows
+from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows
+
+
+class Reader(NamedTuple):
+    """Attention over rows that begin with one format.
+
+    Attributes:
+        attend: causal attention of a request's newest tokens over its row, in PyTorch: [count, heads, dim of a value]. Takes the format,
+            the row, how much of it the row begins with, queries [count, heads, dim], a layer's key and value buffers
+            [slots, kv_heads, dim], the row's slots int64, and the factor on query-key products.
+        decode: the backend of one token a request.
+    """
+
+    attend: Callable[[KVFormat, int, int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float | None], torch.Tensor]
+    decode: type[CopyDecode]
+
+
+def _packed(rows: PackedRows, row: int, packed: int, queries, keys, values, slots, scaling) -> torch.Tensor:
+    return packed_attention(rows.form, queries, keys, values, slots, packed, scaling)
+
+
+def _pointed(rows: PointerRows, row: int, pointed: int, queries, keys, values, slots, scaling) -> torch.Tensor:
+    return pointer_attention(rows.form, pointed, queries, keys, values, slots, scaling)
+
+
+READERS: dict[type[KVFormat], Reader] = {
+    PackedRows: Reader(_packed, PackedDecode),
+    HeadCells: Reader(uneven_attention, UnevenDecode),
+    PointerRows: Reader(_pointed, PointerDecode),
+}
+"""Of all formats but plain tokens, which any attention reads."""

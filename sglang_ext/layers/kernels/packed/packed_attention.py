@@ -1,0 +1,189 @@
+"""Softmax over one part of a row that begins with packed blocks: the kernel that packed_decode.py launches.
+
+Codes become numbers in registers (packed_codes.py).
+"""
+
+import triton
+import triton.language as tl
+
+from sglang_ext.layers.kernels.flash_parts import exact_part, head_and_rows, softmax_step, store_part
+from sglang_ext.layers.kernels.packed.packed_codes import dequantized, parameters
+
+
+@triton.jit
+def _queries(
+    queries, channel, row, scaling, AHEAD: tl.constexpr, PART: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr,
+    LIKE: tl.constexpr,
+):  # fmt: skip
+    """The channels of a part, and 0 for those that pad it: LIKE [channels, rows]."""
+    mask = (channel < PART)[:, None] & (row < GROUP)[None, :]
+    found = tl.load(queries + row[None, :] * DIM + AHEAD + channel[:, None], mask=mask, other=0.0)
+    return (found.to(tl.float32) * scaling).to(LIKE)
+
+
+@triton.jit
+def _step_parameters(
+    numbers, table, step, end, first, offset, STRIDE: tl.constexpr, COUNT: tl.constexpr, CELL: tl.constexpr, slot_numbers,
+    PART: tl.constexpr, UNIT: tl.constexpr, BITS: tl.constexpr, STEPS: tl.constexpr, BLOCK_SLOTS: tl.constexpr,
+    CODE_CELLS: tl.constexpr,
+):  # fmt: skip
+    """Scales and zero points of a step; beyond the last one, which are not used, those of another."""
+    step = tl.maximum(tl.minimum(step, end - 1), 0)
+    slots = table + step // STEPS * BLOCK_SLOTS + CODE_CELLS
+    return parameters(numbers, slots, first + step % STEPS * STRIDE, offset, COUNT, CELL, slot_numbers, PART, UNIT, BITS)
+
+
+@triton.jit
+def _packed_part(
+    queries, key_bytes, key_numbers, value_bytes, value_numbers, key_levels, value_levels, table, first, last, scaling, row,
+    partial, lse, place, key_slot, value_slot, GROUP: tl.constexpr, M: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    COLUMNS: tl.constexpr, VALUE_COLUMNS: tl.constexpr, BITS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    BLOCK_SLOTS: tl.constexpr, CODE_CELLS: tl.constexpr, KEY_CELL: tl.constexpr, VALUE_CELL: tl.constexpr,
+    KEY_GROUPS: tl.constexpr, KEY_UNIT: tl.constexpr, VALUE_UNIT: tl.constexpr, TABLE: tl.constexpr, FAST: tl.constexpr,
+    STEP: tl.constexpr, LIKE: tl.constexpr,
+):  # fmt: skip
+    """Softmax over the blocks [first, last) of a request's row.
+
+    Bytes and numbers begin at the head's cells; ``key_slot`` and ``value_slot``: bytes from one slot to the next.
+    """
+    PARTS: tl.constexpr = 8 // BITS
+    STEPS: tl.constexpr = BLOCK_TOKENS // STEP
+    CELL_TOKENS: tl.constexpr = BLOCK_TOKENS // CODE_CELLS
+    PART: tl.constexpr = DIM // PARTS
+    VALUE_PART: tl.constexpr = VALUE_DIM // PARTS
+    VALUE_GROUPS: tl.constexpr = VALUE_DIM // VALUE_UNIT
+    KEY_SCALES: tl.constexpr = BLOCK_TOKENS if KEY_UNIT == DIM else KEY_GROUPS * DIM
+    # Values are read in groups of bytes that share a scale, where these are whole; else byte by byte.
+    WHOLE: tl.constexpr = VALUE_COLUMNS == VALUE_PART and VALUE_PART % VALUE_UNIT == 0
+    WIDTH: tl.constexpr = VALUE_COLUMNS if VALUE_GROUPS == 1 else VALUE_UNIT if WHOLE else 1
+    channel = tl.arange(0, COLUMNS)
+    q0 = _queries(queries, channel, row, scaling, 0, PART, DIM, GROUP, LIKE)
+    q1, q2, q3 = q0, q0, q0
+    if PARTS > 1:
+        q1 = _queries(queries, channel, row, scaling, PART, PART, DIM, GROUP, LIKE)
+    if PARTS > 2:
+        q2 = _queries(queries, channel, row, scaling, 2 * PART, PART, DIM, GROUP, LIKE)
+        q3 = _queries(queries, channel, row, scaling, 3 * PART, PART, DIM, GROUP, LIKE)
+    # What says where a tile lies, or scales it, is loaded without the tile's other axes, or Triton would arrange the tile by it.
+    # Bytes that pad a part are read as its last one, whose query is 0; of values they are never stored.
+    BY_TOKEN: tl.constexpr = KEY_UNIT == DIM
+    OUTER: tl.constexpr = STEP if BY_TOKEN else STEP * KEY_GROUPS // BLOCK_TOKENS
+    # Scales of keys from one step to the next.
+    KEY_STRIDE: tl.constexpr = OUTER * (1 if BY_TOKEN else DIM)
+    outer = tl.arange(0, OUTER)[:, None]
+    key_token = outer * (STEP // OUTER) + tl.arange(0, STEP // OUTER)[None, :]
+    byte = channel if COLUMNS == PART else tl.minimum(channel, PART - 1)
+    key_at = (key_token % CELL_TOKENS * PART)[:, :, None] + byte[None, None, :]
+    key_first = outer if BY_TOKEN else outer * DIM
+    key_offset = tl.zeros([1, 1], dtype=tl.int32) if BY_TOKEN else byte[None, :]
+    token, group = tl.arange(0, STEP), tl.arange(0, VALUE_COLUMNS // WIDTH)[None, :]
+    value_byte = (group * WIDTH)[:, :, None] + tl.arange(0, WIDTH)[None, None, :]
+    value_offset = group * WIDTH
+    if VALUE_COLUMNS > VALUE_PART:
+        value_byte, value_offset = tl.minimum(value_byte, VALUE_PART - 1), tl.minimum(value_offset, VALUE_PART - 1)
+    value_at = (token % CELL_TOKENS * VALUE_PART)[:, None, None] + value_byte
+    value_first = (token * VALUE_GROUPS)[:, None]
+    best = tl.zeros([M], dtype=tl.float32) - float("inf")
+    total = tl.zeros([M], dtype=tl.float32)
+    acc0 = tl.zeros([M, VALUE_COLUMNS], dtype=tl.float32)
+    acc1, acc2, acc3 = acc0, acc0, acc0
+    # Scales are loaded a step ahead: they lie behind two loads, one after the other.
+    end = last * STEPS
+    k_s0, k_z0, k_s1, k_z1, k_s2, k_z2, k_s3, k_z3 = _step_parameters(
+        key_numbers, table, first * STEPS, end, key_first, key_offset, KEY_STRIDE, KEY_SCALES, KEY_CELL,
+        key_slot // 2, PART, KEY_UNIT, BITS, STEPS, BLOCK_SLOTS, CODE_CELLS,
+    )  # fmt: skip
+    v_s0, v_z0, v_s1, v_z1, v_s2, v_z2, v_s3, v_z3 = _step_parameters(
+        value_numbers, table, first * STEPS, end, value_first, value_offset, STEP * VALUE_GROUPS,
+        BLOCK_TOKENS * VALUE_GROUPS, VALUE_CELL, value_slot // 2, VALUE_PART, VALUE_UNIT, BITS, STEPS,
+        BLOCK_SLOTS, CODE_CELLS,
+    )  # fmt: skip
+    for step in tl.range(first * STEPS, end):
+        n_s0, n_z0, n_s1, n_z1, n_s2, n_z2, n_s3, n_z3 = _step_parameters(
+            key_numbers, table, step + 1, end, key_first, key_offset, KEY_STRIDE, KEY_SCALES, KEY_CELL, key_slot // 2, PART,
+            KEY_UNIT, BITS, STEPS, BLOCK_SLOTS, CODE_CELLS,
+        )  # fmt: skip
+        w_s0, w_z0, w_s1, w_z1, w_s2, w_z2, w_s3, w_z3 = _step_parameters(
+            value_numbers, table, step + 1, end, value_first, value_offset, STEP * VALUE_GROUPS, BLOCK_TOKENS * VALUE_GROUPS,
+            VALUE_CELL, value_slot // 2, VALUE_PART, VALUE_UNIT, BITS, STEPS, BLOCK_SLOTS, CODE_CELLS,
+        )  # fmt: skip
+        # A step's cells of codes follow those of the steps before in its block.
+        slots = table + step // STEPS * BLOCK_SLOTS + step % STEPS * (STEP // CELL_TOKENS)
+        slot = tl.load(slots + key_token // CELL_TOKENS).to(tl.int64) * key_slot
+        raw = tl.load(key_bytes + slot[:, :, None] + key_at)
+        slot = tl.load(slots + token // CELL_TOKENS).to(tl.int64) * value_slot
+        value_raw = tl.load(value_bytes + slot[:, None, None] + value_at)
+        k0, k1, k2, k3 = dequantized(
+            raw, k_s0, k_z0, k_s1, k_z1, k_s2, k_z2, k_s3, k_z3, key_levels, 1, BITS, TABLE, FAST, LIKE
+        )  # fmt: skip
+        qk = tl.dot(tl.reshape(k0, (STEP, COLUMNS)), q0)
+        if PARTS > 1:
+            qk = tl.dot(tl.reshape(k1, (STEP, COLUMNS)), q1, qk)
+        if PARTS > 2:
+            qk = tl.dot(tl.reshape(k3, (STEP, COLUMNS)), q3, tl.dot(tl.reshape(k2, (STEP, COLUMNS)), q2, qk))
+        best, rescale, p, total = softmax_step(qk, best, total, 0)
+        p = tl.trans(p).to(LIKE)
+        v0, v1, v2, v3 = dequantized(
+            value_raw, v_s0, v_z0, v_s1, v_z1, v_s2, v_z2, v_s3, v_z3, value_levels, 2, BITS, TABLE, FAST, LIKE
+        )  # fmt: skip
+        acc0 = tl.dot(p, tl.reshape(v0, (STEP, VALUE_COLUMNS)), acc0 * rescale[:, None])
+        if PARTS > 1:
+            acc1 = tl.dot(p, tl.reshape(v1, (STEP, VALUE_COLUMNS)), acc1 * rescale[:, None])
+        if PARTS > 2:
+            acc2 = tl.dot(p, tl.reshape(v2, (STEP, VALUE_COLUMNS)), acc2 * rescale[:, None])
+            acc3 = tl.dot(p, tl.reshape(v3, (STEP, VALUE_COLUMNS)), acc3 * rescale[:, None])
+        k_s0, k_z0, k_s1, k_z1, k_s2, k_z2, k_s3, k_z3 = n_s0, n_z0, n_s1, n_z1, n_s2, n_z2, n_s3, n_z3
+        v_s0, v_z0, v_s1, v_z1, v_s2, v_z2, v_s3, v_z3 = w_s0, w_z0, w_s1, w_z1, w_s2, w_z2, w_s3, w_z3
+    channel = tl.arange(0, VALUE_COLUMNS)
+    there = channel < VALUE_PART
+    store_part(partial, lse, place, channel, there, best, total, acc0, row, GROUP, VALUE_DIM)
+    if PARTS > 1:
+        store_part(partial, lse, place, VALUE_PART + channel, there, best, total, acc1, row, GROUP, VALUE_DIM)
+    if PARTS > 2:
+        store_part(partial, lse, place, 2 * VALUE_PART + channel, there, best, total, acc2, row, GROUP, VALUE_DIM)
+        store_part(partial, lse, place, 3 * VALUE_PART + channel, there, best, total, acc3, row, GROUP, VALUE_DIM)
+
+
+@triton.jit
+def packed_splits(
+    queries, rotated, keys, values, key_bytes, key_numbers, value_bytes, value_numbers, key_levels, value_levels,
+    token_table, table_row, rows, lengths, packed_slots, partial, lse, scaling,
+    key_slot, key_head, value_slot, value_head, HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr,
+    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr,
+    COLUMNS: tl.constexpr, VALUE_COLUMNS: tl.constexpr, BITS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    BLOCK_SLOTS: tl.constexpr, CODE_CELLS: tl.constexpr, KEY_CELL: tl.constexpr, VALUE_CELL: tl.constexpr,
+    KEY_GROUPS: tl.constexpr, KEY_UNIT: tl.constexpr, VALUE_UNIT: tl.constexpr, TABLE: tl.constexpr, FAST: tl.constexpr,
+    STEP: tl.constexpr, PACKED: tl.constexpr, EXACT: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    split, request = tl.program_id(0), tl.program_id(2)
+    kv_head, row = head_and_rows(GROUP, M)
+    table_at = tl.load(rows + request)
+    table = token_table + table_at * table_row
+    # Both branches below count in one type.
+    packed, length = tl.load(packed_slots + table_at).to(tl.int32), tl.load(lengths + request).to(tl.int32)
+    LIKE: tl.constexpr = keys.dtype.element_ty
+    # Numbers of the pool to bytes.
+    KEY_BYTES: tl.constexpr = KEY_CELL * 2 // DIM
+    VALUE_BYTES: tl.constexpr = VALUE_CELL * 2 // VALUE_DIM
+    head0 = request * HEADS * GROUP + kv_head * GROUP
+    place = (head0 + row) * (PACKED + EXACT) + split
+    if split < PACKED:
+        blocks = packed // BLOCK_SLOTS
+        each = tl.cdiv(blocks, PACKED)
+        key_at, value_at = kv_head * key_head * KEY_BYTES, kv_head * value_head * VALUE_BYTES
+        _packed_part(
+            rotated + head0 * DIM, key_bytes + key_at, key_numbers + key_at // 2, value_bytes + value_at,
+            value_numbers + value_at // 2, key_levels, value_levels, table, each * split,
+            tl.minimum(each * (split + 1), blocks), scaling, row, partial, lse, place, key_slot * KEY_BYTES,
+            value_slot * VALUE_BYTES, GROUP, M, DIM, VALUE_DIM, COLUMNS, VALUE_COLUMNS, BITS, BLOCK_TOKENS, BLOCK_SLOTS,
+            CODE_CELLS, KEY_CELL, VALUE_CELL, KEY_GROUPS, KEY_UNIT, VALUE_UNIT, TABLE, FAST, STEP,
+            tl.float16 if FAST else LIKE,
+        )  # fmt: skip
+    else:
+        best, total, acc = exact_part(
+            queries + head0 * DIM, keys + kv_head * key_head, values + kv_head * value_head, table, packed, length,
+            split - PACKED, scaling, row, key_slot, value_slot, EXACT, GROUP, M, DIM, VALUE_DIM, PADDED_DIM,
+            PADDED_VALUE_DIM, N, LIKE,
+        )  # fmt: skip
+        channel = tl.arange(0, PADDED_VALUE_DIM)
+        store_part(partial, lse, place, channel, channel < VALUE_DIM, best, total, acc, row, GROUP, VALUE_DIM)

@@ -1,0 +1,110 @@
+"""Decode attention over rows that begin with packed blocks, split over the context (flash decoding).
+
+Programs of a request's first splits read its packed blocks, those of the others its exact tokens; a second kernel joins what
+they found by log-sum-exp. What comes of packed and of exact tokens is summed apart where the former has to be rotated
+back. The splits' kernel is gluon/packed.py's where it takes the blocks (:func:`fragments`), else packed_attention.py's. Blocks
+that hold more than codes, scales and zero points have none.
+"""
+
+import torch
+
+from sglang_ext.core import OptionError
+from sglang_ext.layers.kernels.flash_parts import Parts
+from sglang_ext.layers.kernels.gluon import waves
+from sglang_ext.layers.kernels.gluon.constants import Fragments
+from sglang_ext.layers.kernels.gluon.fragments import TOKENS
+from sglang_ext.layers.kernels.packed.packed_launches import Call, launch_gluon, launch_triton
+from sglang_ext.mem_cache.compressed.formats.packing import Packing
+
+# Tokens that share a channel's scale, sizes of a head, and most queries that share a KV head, in the Gluon kernel.
+SHARED_TOKENS, DIMS, MOST_QUERIES = 32, (64, 128), 16
+
+
+def speaks_ptx(keys: torch.Tensor) -> bool:
+    """Whether ``keys`` lie on an NVIDIA GPU, for which kernels may have assembly; not on another's, or in the interpreter."""
+    return keys.is_cuda and torch.version.hip is None
+
+
+def has_tensor_cores(keys: torch.Tensor) -> bool:
+    """Whether ``keys`` lie on an NVIDIA GPU with the instructions of gluon/packed.py."""
+    return speaks_ptx(keys) and torch.cuda.get_device_capability(keys.device) >= (8, 0)
+
+
+def fragments(packing: Packing, keys: torch.Tensor, values: torch.Tensor, group: int) -> Fragments | None:
+    """The constants of the Gluon kernel; None where it does not take such blocks, or there is no GPU for it.
+
+    It takes codes of all bits in pools of 16 bits, with heads of 64 or 128 channels, unless codes mean levels of a table.
+
+    Args:
+        packing: how blocks are packed.
+        keys, values: a layer's buffers, [slots, kv_heads, dim].
+        group: queries that share a KV head.
+    """
+    key, value = packing.keys, packing.values
+    plain = key.plain and value.plain and packing.levels(keys.device) == (None, None)
+    if not (plain and has_tensor_cores(keys)) or keys.element_size() != 2:
+        return None
+    if key.dim not in DIMS or (value.dim, value.bits, value.tokens) != (key.dim, key.bits, key.tokens) or key.tokens != TOKENS:
+        return None
+    if group > MOST_QUERIES or key.grid not in ((SHARED_TOKENS, 1), (1, key.dim)):
+        return None
+    made = Fragments(key.dim, group, key.bits, key.code_cells, value.grid.channels, by_channel=key.grid.channels == 1)
+    whole_units = value.grid.channels == key.dim or made.bytes % value.grid.channels == 0
+    return made if whole_units and made.value_unit >= 32 and made.groups <= 4 else None
+
+
+def warps_at_once(packing: Packing, keys: torch.Tensor, values: torch.Tensor, group: int) -> int | None:
+    """Programs of the Gluon kernel that run side by side; None where it does not take the blocks (:func:`fragments`)."""
+    if fragments(packing, keys, values, group) is None:
+        return None
+    return torch.cuda.get_device_properties(keys.device).multi_processor_count * waves.RESIDENT
+
+
+def packed_decode(
+    packing: Packing,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    token_table: torch.Tensor,
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
+    packed_slots: torch.Tensor,
+    scaling: float,
+    splits: tuple[int, int] = (16, 4),
+) -> torch.Tensor:
+    """Attention of one token of each request over its row of the table: [requests, heads, dim of a value].
+
+    Args:
+        packing: how blocks are packed.
+        queries: [requests, heads, dim].
+        keys, values: a layer's buffers, [slots, kv_heads, dim].
+        token_table: int32 [rows, width]; a row leads to its blocks' slots, then to those of exact tokens.
+        rows: int64 [requests], rows of the table.
+        lengths: int64 [requests], slots of each row.
+        packed_slots: int32 [rows], of these, those with blocks; 0 for none.
+        scaling: factor on query-key products, positive.
+        splits: parts of the blocks, and of the exact tokens, that are read at the same time.
+
+    Raises:
+        OptionError: no tiles of such heads fit the GPU, or blocks hold what no kernel reads.
+    """
+    if not (packing.keys.plain and packing.values.plain):
+        raise OptionError(
+            f"blocks of {type(packing.quantizer).__name__.lower()} hold outliers, or keys from before rotary embedding, which no "
+            "kernel reads: pass --kv-compressor kivi, or --device cpu"
+        )
+    to_keys, to_values = packing.rotations(queries.device)
+    queries = queries.contiguous()
+    rotated = queries if to_keys is None else queries.float() @ to_keys
+    table = token_table, token_table.stride(0), rows, lengths, packed_slots
+    parts = Parts(queries, values.shape[2], splits)
+    call = Call(packing, queries, rotated, keys, values, table, scaling, parts)
+    constants = fragments(packing, keys, values, call.group)
+    if constants is not None:
+        launch_gluon(call, constants)
+    else:
+        launch_triton(call, fast=speaks_ptx(keys) and keys.element_size() == 2)
+    if to_values is None:
+        return parts.joined()
+    far, near = parts.apart()
+    return (far @ to_values.t() + near).to(queries.dtype)

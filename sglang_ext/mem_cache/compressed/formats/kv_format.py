@@ -1,0 +1,118 @@
+"""What a server's copies are besides plain tokens: the contract of forms in which they lie in slots of SGLang's pool.
+
+A row of the token table, a draft row, begins with a copy's slots; what those hold the format knows, and a table beside the token
+table says how much of it each row begins with. Attention over rows of each format is in layers/attention/copies/.
+"""
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+import torch
+
+from sglang_ext.core import CompressedView
+from sglang_ext.mem_cache.compressed.formats.unpacked import Unpacked
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+
+if TYPE_CHECKING:
+    from sglang_ext.mem_cache.compressors.catalogue import Method
+    from sglang_ext.mem_cache.compressors.contracts.compressor import Compressor, ContextKV, Part
+
+
+class Placement(Protocol):
+    """How the copies of one method lie in slots.
+
+    Attributes:
+        recent: newest tokens of a context that copies leave as they are.
+        sinks: first tokens of a context that copies keep as they are, in slots of their own.
+        unit: tokens of which copies cover, share and keep whole multiples.
+        share: slots that they take, of those of the tokens that they keep, about.
+    """
+
+    recent: int
+    sinks: int
+    unit: int
+    share: float
+
+    def packed_slots(self, tokens: int) -> int:
+        """Slots that hold so many tokens otherwise than as they are."""
+
+    def held_slots(self, tokens: int) -> int:
+        """Slots that so many tokens take, filled up to whole pages."""
+
+    def write(self, buffers: KVBuffers, kept: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Put what each head keeps into slots; on a GPU without waiting for it.
+
+        Args:
+            buffers: the pool's.
+            kept: int64 [layers, kv_heads, count], tokens counted in ``sources``.
+            sources: int64 [tokens], slots of the context.
+            targets: int64, the copy's slots.
+        """
+
+
+class KVFormat(ABC):
+    """One form of copies, and which rows begin with it; captured graphs read what rows begin with.
+
+    Attributes:
+        shareable: whether requests may read one copy of what they begin with.
+        leads_into_full_kv: whether a copy is of no use once its request's full KV lies in other slots.
+    """
+
+    shareable: ClassVar[bool] = True
+    leads_into_full_kv: ClassVar[bool] = False
+
+    def placement(self, method: "Method", plain: Unpacked) -> Placement:
+        """How copies of ``method`` lie; ``plain`` where it keeps tokens as they are."""
+        return plain
+
+    def fill(
+        self,
+        row: int | None,
+        placement: Placement,
+        chooser: "Compressor",
+        context: "ContextKV",
+        targets: "dict[Part, torch.Tensor]",
+    ) -> None:
+        """Let ``chooser`` choose of each part, and write it to its slots.
+
+        Args:
+            row: the draft row that is going to begin with them; None for none.
+            placement: of the method.
+            chooser: says what heads keep.
+            context: what it chooses from.
+            targets: int64 slots, by part.
+
+        Raises:
+            ScoresError: nothing can be chosen by its scores; nothing was written.
+        """
+        parts = [part for part in targets if part.count]
+        for part, kept in zip(parts, chooser.select(context, parts)):
+            placement.write(context.buffers, kept, context.slots, targets[part])
+
+    def begins(self, row: int, view: CompressedView) -> None:
+        """Note what ``row`` of the token table, a draft row, begins with: its copy ``view``, which was filled."""
+
+    @abstractmethod
+    def on_host(self, rows: torch.Tensor) -> list[int]:
+        """How much of it each of ``rows``, int64 [batch], begins with, 0 for none; waits for the device."""
+
+    def check(self, row: int, view: CompressedView, covered: torch.Tensor, buffers: KVBuffers) -> None:
+        """Check what the draft ``row`` says of its copy.
+
+        Args:
+            row: of the token table.
+            view: the copy.
+            covered: int64, slots of full KV of the tokens for which it stands.
+            buffers: the pool's.
+
+        Raises:
+            IntegrityError: names the row and what it says.
+        """
+
+
+class PlainTokens(KVFormat):
+    """Copies hold tokens as they are, which any attention reads."""
+
+    def on_host(self, rows: torch.Tensor) -> list[int]:
+        """None begins with anything else."""
+        return [0] * len(rows)
