@@ -107,11 +107,11 @@ test: $(TEST_STAMP)  ## run the tests (at most 25 minutes on 2 cores)
 
 matrix: $(TEST_STAMP)  ## compile and run all kernels for all shapes of attention and GPUs (hours; docs/kernel-matrix.md)
 	@export PATH="$(CURDIR)/.venv/bin:$$PATH"
-	.venv/bin/python tests/kernel_matrix.py --sizes
-	.venv/bin/python tests/kernel_matrix.py --dims 64,128 --groups 4,16 --dtypes bfloat16
-	.venv/bin/python tests/matrix_interpret.py
-	.venv/bin/python tests/matrix_interpret.py --refuse 3 --groups 1,7,16,71
-	.venv/bin/python tests/matrix_interpret.py --tensor-cores --dims 64,128 --dtypes bfloat16,float16 \
+	.venv/bin/python tests/kernels/kernel_matrix.py --sizes
+	.venv/bin/python tests/kernels/kernel_matrix.py --dims 64,128 --groups 4,16 --dtypes bfloat16
+	.venv/bin/python tests/kernels/matrix_interpret.py
+	.venv/bin/python tests/kernels/matrix_interpret.py --refuse 3 --groups 1,7,16,71
+	.venv/bin/python tests/kernels/matrix_interpret.py --tensor-cores --dims 64,128 --dtypes bfloat16,float16 \
 		--launches 'decode int88,decode int44,decode kivi4,decode kivi2,decode rotatekv4,decode rotatekv2'
 
 clean:  ## remove .venv and .cache

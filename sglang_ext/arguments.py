@@ -15,7 +15,7 @@ from sglang.srt.arg_groups.arg_utils import NS, A, Arg
 from sglang.srt.server_args import ServerArgs
 
 from sglang_ext import command_line, flag_checks
-from sglang_ext.config import benchmark_options, head_budget_options, options, refused_options
+from sglang_ext.config import benchmark_options, options, refused_options
 from sglang_ext.core import RADIX_CACHE_BACKEND, SPECULATIVE_ALGORITHM, HookError, OptionError
 from sglang_ext.mem_cache.compressors import catalogue
 

@@ -18,9 +18,9 @@ from sglang.srt.arg_groups.arg_utils import add_cli_args_from_dataclass
 
 from sglang_ext.arguments import KVServerArgs
 from sglang_ext.config.options import MODES
-from sglang_ext.mem_cache.compressors import catalogue
 from sglang_ext.config.refusal import Refusal, flag
 from sglang_ext.config.refused_options import CACHES, PARALLELISM, REFUSALS
+from sglang_ext.mem_cache.compressors import catalogue
 
 BEGIN, END = "<!-- by hand: begin -->", "<!-- by hand: end -->"
 GENERATED = "<!-- Written by `python -m sglang_ext.manual`, but for what stands between the marks. -->"

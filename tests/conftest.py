@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-
 from servers import Server, Servers
 
 ROOT = Path(__file__).parents[1]
@@ -44,9 +43,9 @@ def prompts(model: Path) -> list[list[int]]:
     """Token ids of real text: source code and prose, 300 to 700 tokens each."""
     import argparse
     import inspect
+    import pydoc_data.topics
     import textwrap
 
-    import pydoc_data.topics
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)

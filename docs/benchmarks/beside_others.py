@@ -15,9 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from sglang_ext.bench.speed.decode_wave import Stream
 from sglang_ext.bench.comparing.identity_options import words
 from sglang_ext.bench.server import ServerProcess
+from sglang_ext.bench.speed.decode_wave import Stream
 from sglang_ext.config.benchmark_options import PARAMETER
 
 PLAIN, BATCH = 6, 8

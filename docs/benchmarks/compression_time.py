@@ -17,11 +17,11 @@ from pathlib import Path
 import torch
 
 from sglang_ext.bench.quality.named import Named
+from sglang_ext.mem_cache.compressed.formats.packing import Packing
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressors import ContextKV, Part, catalogue, kept_count
 from sglang_ext.mem_cache.compressors.catalogue import create, quantizer
-from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.compressed.formats.packing import Packing
-from sglang_ext.mem_cache.compressed.rotary import Rotary
 
 DROPPING = ("sink-recent", "snapkv", "expected-attention")
 PACKING = ("int8", "int4", "kivi", "kivi:2", "rotatekv", "turboquant:4", "kvquant")

@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 import torch
 
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.host_tier.host_pool import HostPool
 from sglang_ext.mem_cache.host_tier.tier import HostTier
-from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.host_tier.transfers import Transfer
 
 LAYERS, HEADS, DIM, TOKENS, STEPS, BATCH = 36, 8, 128, 16384, 80, 24

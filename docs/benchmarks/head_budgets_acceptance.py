@@ -11,13 +11,12 @@ from pathlib import Path
 import torch
 from kvzap_acceptance import Context, scores_of
 from on_prompts import load, parser_of, prompts_in
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers import PreTrainedTokenizerBase
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedTokenizerBase
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from sglang_ext.mem_cache.compressors.expected_attention import ExpectedAttention
 from sglang_ext.mem_cache.compressed.rotary import Rotary
+from sglang_ext.mem_cache.compressors.expected_attention import ExpectedAttention
 from sglang_ext.mem_cache.scores.model_key import model_key
 from sglang_ext.mem_cache.scores.predictor import Predictor
 

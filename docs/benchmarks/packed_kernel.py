@@ -1,14 +1,12 @@
 """Decode attention over packed blocks on a GPU: error, time, and bytes over bandwidth: docs/benchmarks.md.
 
-    python docs/benchmarks/packed_kernel.py [--methods kivi:4 int4:4] [--kernels gluon triton] [--parts 16,2 28,4] \\
-        [--registers 0 200]
+    python docs/benchmarks/packed_kernel.py [--methods kivi:4 int4:4] [--kernels gluon triton] [--parts 16,2 28,4]
 
 One layer; slots are scattered one by one. The error is the first request's, over the largest number of its outputs in float64.
 Times are those of a CUDA graph of ten calls, the kernel that joins parts included; what does not compile or run is said.
 """
 
 import argparse
-import itertools
 from dataclasses import dataclass
 
 import torch
@@ -18,9 +16,9 @@ from triton.runtime.errors import OutOfResources, PTXASError
 
 from sglang_ext.bench.speed.decode_limit import measure_bandwidth
 from sglang_ext.layers.kernels.packed import packed_decode as kernels
-from sglang_ext.mem_cache.compressors.catalogue import quantizer
-from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.formats.packing import Packing
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressors.catalogue import quantizer
 
 SCALING, CALLS = 128**-0.5, 10
 
@@ -103,17 +101,16 @@ class Setting:
 
 
 def measure(setting: Setting, name: str, expected: torch.Tensor, bandwidth: float, options: argparse.Namespace) -> None:
-    """Print a line for each kernel, number of registers and of parts."""
+    """Print a line for each kernel and number of parts."""
     group, choose = options.group, kernels.fragments
     limit = setting.bytes() / bandwidth * 1e6
-    for kernel, registers in itertools.product(options.kernels, options.registers):
+    for kernel in options.kernels:
         if kernel == "gluon" and choose(setting.packing, setting.keys, setting.values, group) is None:
             print(f"{name} {kernel}: not for these blocks", flush=True)
             continue
         kernels.fragments = choose if kernel == "gluon" else lambda *_: None
-        kernels.GLUON_OPTIONS = {"num_warps": 1} | ({"maxnreg": registers} if registers else {})
         for parts in options.parts:
-            label = f"{name} {kernel} registers {registers or 'free'} parts {parts[0]}+{parts[1]}"
+            label = f"{name} {kernel} parts {parts[0]}+{parts[1]}"
             try:
                 error = float((setting.attend(parts)[0].double() - expected).abs().max() / expected.abs().max())
                 print(f"{label}: error {error:.1e}", end="", flush=True)
@@ -125,12 +122,11 @@ def measure(setting: Setting, name: str, expected: torch.Tensor, bandwidth: floa
 
 
 def main() -> None:
-    """Every method, kernel, number of registers and of parts."""
+    """Every method, kernel and number of parts."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--methods", nargs="+", default=["kivi:4", "int4:4", "kivi:2", "int8:8", "rotatekv:4"])
     parser.add_argument("--kernels", nargs="+", default=["gluon"], choices=("gluon", "triton"))
     parser.add_argument("--parts", nargs="+", default=["16,2", "20,4", "28,4", "60,4"], help="of blocks, and of exact tokens")
-    parser.add_argument("--registers", nargs="+", type=int, default=[0], help="a thread's, at most; 0: the compiler's choice")
     for option, default in (("batch", 8), ("tokens", 32768), ("tail", 192), ("kv-heads", 8), ("group", 4), ("dim", 128)):
         parser.add_argument(f"--{option}", type=int, default=default)
     options = parser.parse_args()

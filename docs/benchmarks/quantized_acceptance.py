@@ -14,10 +14,10 @@ from transformers.masking_utils import sdpa_mask
 
 from sglang_ext.bench.quality.named import Named
 from sglang_ext.layers.attention.copies.packed import packed_attention
-from sglang_ext.mem_cache.compressors.catalogue import method
-from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.formats.packing import Packing
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.rotary import Rotary
+from sglang_ext.mem_cache.compressors.catalogue import method
 
 NAME = "packed_copies"
 

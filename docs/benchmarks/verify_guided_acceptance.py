@@ -13,7 +13,10 @@ from head_budgets_acceptance import Masked, kept_of
 from on_prompts import load, parser_of, prompts_in
 from torch.nn.functional import avg_pool1d
 from transformers import (
-    AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel,
+    AttentionInterface,
+    AttentionMaskInterface,
+    DynamicCache,
+    PreTrainedModel,
 )  # fmt: skip
 from transformers.masking_utils import sdpa_mask
 

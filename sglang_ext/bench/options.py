@@ -4,7 +4,6 @@ from collections.abc import Iterable, Mapping
 
 from sglang_ext.bench import BenchError
 
-
 DTYPES = ("bfloat16", "float16", "float32")
 """Of ``--dtype``: those that say what is computed; SGLang's ``auto`` is whatever a model's config names."""
 LAST_PORT = 65535

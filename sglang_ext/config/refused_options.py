@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from sglang_ext.mem_cache.compressors import catalogue
 from sglang_ext.config.refusal import Refusal, above, switched_on, variable
+from sglang_ext.mem_cache.compressors import catalogue
 
 if TYPE_CHECKING:
     from sglang_ext.arguments import KVServerArgs

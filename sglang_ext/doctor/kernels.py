@@ -3,9 +3,9 @@
 import torch
 
 from sglang_ext.doctor.check import Check
-from sglang_ext.mem_cache.compressors import catalogue
-from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.formats.packing import Packing
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressors import catalogue
 
 
 def check_kernels(path: str) -> list[Check]:

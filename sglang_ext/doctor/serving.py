@@ -4,11 +4,10 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from sglang_ext.hooks import application as hooking
-from sglang_ext.config import model_options
-from sglang_ext.config import options
+from sglang_ext.config import model_options, options
 from sglang_ext.doctor import model_folder
 from sglang_ext.doctor.check import SGLANG_VERSION, Check, told, verdict
+from sglang_ext.hooks import application as hooking
 
 
 def check_device() -> Check:

@@ -11,8 +11,7 @@ from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
 from sglang_ext.mem_cache.compressed.formats.kv_format import KVFormat
 from sglang_ext.mem_cache.compressed.formats.unpacked import Unpacked
 from sglang_ext.mem_cache.compressed.slot_scores import SlotScores
-from sglang_ext.mem_cache.compressors import catalogue
-from sglang_ext.mem_cache.compressors import Compressor
+from sglang_ext.mem_cache.compressors import Compressor, catalogue
 from sglang_ext.mem_cache.compressors.catalogue import Method, create
 from sglang_ext.mem_cache.compressors.kvzap import KVzap
 from sglang_ext.mem_cache.compressors.kvzip import KVzip

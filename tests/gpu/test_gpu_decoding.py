@@ -1,8 +1,8 @@
 """Verified decoding on a GPU: CUDA graphs, SGLang's overlapped scheduler, and stock's answers in bfloat16."""
 
 import pytest
-
 from servers import greedy
+
 from sglang_ext.doctor.serving import has_fa3
 
 pytestmark = pytest.mark.server

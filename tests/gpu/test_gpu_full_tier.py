@@ -1,7 +1,6 @@
 """Full KV of running requests in host memory on a GPU: rolling rounds in graphs, beside copies over the link."""
 
 import pytest
-
 from servers import STRICT, greedy, sampled
 
 pytestmark = pytest.mark.server

@@ -11,17 +11,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 import pytest
-
 from servers import Server
-from sglang_ext.bench.soaking.answers import AnswerError, DiffersFromStock, Sample, check, read_samples
+from test_gpu_decoding import EXACT, VERIFIED
+
 from sglang_ext.bench.client import describe_error
 from sglang_ext.bench.comparing.compare import first_difference
 from sglang_ext.bench.prompts import Prompt
+from sglang_ext.bench.soaking.answers import AnswerError, DiffersFromStock, Sample, check, read_samples
 from sglang_ext.bench.soaking.request_options import OPTIONS, REGEX, Option
 from sglang_ext.bench.soaking.sending import ask, taken_back
 from sglang_ext.bench.soaking.soak import server_environment
 from sglang_ext.bench.soaking.traffic import Request
-from test_gpu_decoding import EXACT, VERIFIED
 
 pytestmark = pytest.mark.server
 

@@ -1,7 +1,6 @@
 """Packed copies on a GPU: drafts on them replay graphs of their own, and full KV verifies them as ever."""
 
 import pytest
-
 from servers import greedy
 from test_gpu_decoding import DRAFTS, EXACT, QUICK
 

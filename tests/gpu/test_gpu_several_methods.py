@@ -3,7 +3,6 @@
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-
 from servers import greedy
 from test_gpu_decoding import DRAFTS, EXACT, QUICK
 from test_gpu_packed import CAPTURED, REPLAYS, TELLING, accept_length

@@ -1,12 +1,12 @@
 """Shapes of attention that kernels once could not serve, on tiny models of random weights: many query heads a KV head, and one."""
 
 import pytest
-
 from servers import greedy
-from sglang_ext.bench import BenchError
-from sglang_ext.bench.comparing import families
 from test_gpu_decoding import DRAFTS, EXACT, VERIFIED
 from test_gpu_several_methods import METHODS, ask
+
+from sglang_ext.bench import BenchError
+from sglang_ext.bench.comparing import families
 
 pytestmark = pytest.mark.server
 

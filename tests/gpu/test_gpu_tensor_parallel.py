@@ -1,9 +1,8 @@
 """Two ranks on two GPUs: stock's answers, and the same decisions on both."""
 
+import padded_model
 import pytest
 import torch
-
-import padded_model
 from servers import STRICT, greedy
 
 pytestmark = [

@@ -4,16 +4,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
 from servers import greedy
+from test_gpu_decoding import DRAFTS, EXACT, QUICK, VERIFIED
+from test_gpu_packed import REPLAYS, TELLING, accept_length, served
+
+from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressors import ContextKV, Part
 from sglang_ext.mem_cache.compressors.catalogue import create
 from sglang_ext.mem_cache.compressors.kvzap import KVzap
 from sglang_ext.mem_cache.compressors.kvzip import StoredScores
-from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells
-from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from test_gpu_decoding import DRAFTS, EXACT, QUICK, VERIFIED
-from test_gpu_packed import REPLAYS, TELLING, accept_length, served
 
 ADAPTIVE = ("--kv-compressor", "snapkv", "--kv-head-budgets", "adaptive")
 LAYERS, HEADS, TOKENS, KEPT = 3, 2, 4096, 1024

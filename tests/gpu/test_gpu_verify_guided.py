@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-
 from servers import greedy
-from sglang_ext.mem_cache.compressors import Part
-from sglang_ext.mem_cache.compressors.catalogue import create
-from sglang_ext.mem_cache.compressed.formats.slot_pointers import Pointers
 from test_gpu_decoding import EXACT, QUICK, VERIFIED
 from test_gpu_packed import REPLAYS, TELLING, accept_length, served
 from test_gpu_uneven_heads import KEPT, TOKENS, context
+
+from sglang_ext.mem_cache.compressed.formats.slot_pointers import Pointers
+from sglang_ext.mem_cache.compressors import Part
+from sglang_ext.mem_cache.compressors.catalogue import create
 
 GUIDED = ("--kv-compressor", "verify-guided")
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from filelock import FileLock
-
 from servers import CROWDED, EXPECTED_TOKENS, LEFT, PAGED, SEVERAL, STOCK, STRICT, VERIFIED, Server, greedy
 
 # Fixtures of servers that several tests share, in the order in which these tests run.

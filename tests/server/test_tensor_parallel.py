@@ -3,7 +3,6 @@
 import os
 
 import pytest
-
 from servers import STRICT, VERIFIED, greedy
 
 pytestmark = pytest.mark.server

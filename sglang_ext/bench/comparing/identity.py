@@ -16,17 +16,17 @@ from pathlib import Path
 
 from rich.console import Console
 
-from sglang_ext.bench.comparing import identity_report
 from sglang_ext.bench import report
+from sglang_ext.bench.comparing import identity_report
 from sglang_ext.bench.comparing.arms import Arm, ArmOutputs, control_arms, flags_of, run_arm, stock_arm, try_arm, verified_arms
 from sglang_ext.bench.comparing.compare import Comparison, compare
-from sglang_ext.bench.corpus import own_prompts
 from sglang_ext.bench.comparing.identity_config import IdentityConfig
 from sglang_ext.bench.comparing.identity_options import add_arguments, config_from
-from sglang_ext.bench.prompts import Prompt, load_prompts, load_tokenizer
-from sglang_ext.bench.server import check_servers
 from sglang_ext.bench.comparing.tolerance import Rules, measured_tolerance
 from sglang_ext.bench.comparing.verdict import judge
+from sglang_ext.bench.corpus import own_prompts
+from sglang_ext.bench.prompts import Prompt, load_prompts, load_tokenizer
+from sglang_ext.bench.server import check_servers
 
 __all__ = ["add_arguments", "run"]
 

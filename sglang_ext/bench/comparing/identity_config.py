@@ -6,8 +6,8 @@ from typing import Final, Literal
 
 from sglang_ext.bench import BenchError
 from sglang_ext.bench.client import SamplingSettings
-from sglang_ext.bench.options import check_budgets, check_counts, check_port
 from sglang_ext.bench.comparing.tolerance import Rules
+from sglang_ext.bench.options import check_budgets, check_counts, check_port
 from sglang_ext.config.method_options import budget_of
 from sglang_ext.core import OptionError
 

@@ -9,12 +9,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from sglang_ext.bench.speed import drawing
 from sglang_ext.bench import report
 from sglang_ext.bench.comparing.acceptance import acceptance
 from sglang_ext.bench.comparing.compare import Comparison, LogprobDifference, PromptResult
 from sglang_ext.bench.comparing.tolerance import Rules
 from sglang_ext.bench.comparing.verdict import Verdict
+from sglang_ext.bench.speed import drawing
 
 COLUMNS = ("prompt", "tokens", "identical", "first diff", "top-2 margin", "logprob diff", "accept len", "g")
 TABLE_POSITIONS = (1, 2, 4, 8, 16)

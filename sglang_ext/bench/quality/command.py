@@ -27,7 +27,6 @@ from rich.console import Console
 from sglang_ext.bench import BenchError, report
 from sglang_ext.bench.comparing.generation import TopLogprobs
 from sglang_ext.bench.prompts import Prompt, Tokenizer, load_prompts, load_tokenizer
-from sglang_ext.bench.quality.reporting import plots, tables
 from sglang_ext.bench.quality.arms import FULL, Answers, QualityArm, arms_of, ask, flags_of, server
 from sglang_ext.bench.quality.attention import AttentionError, measure
 from sglang_ext.bench.quality.benchmark_file import load_benchmark
@@ -35,6 +34,7 @@ from sglang_ext.bench.quality.capture import CapturedModel
 from sglang_ext.bench.quality.config import QualityConfig
 from sglang_ext.bench.quality.named import Named
 from sglang_ext.bench.quality.options import add_arguments, config_from
+from sglang_ext.bench.quality.reporting import plots, tables
 from sglang_ext.bench.quality.reporting.results import Results, arm_quality
 from sglang_ext.bench.quality.stock_scores import score
 from sglang_ext.bench.quality.tasks import Task, build_tasks

@@ -17,12 +17,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 from sglang_ext.bench import BenchError, report
-from sglang_ext.bench.speed import drawing
 from sglang_ext.bench.options import numbers, probabilities
 from sglang_ext.bench.simulating.scenario import TIERS, Request, Scenario, SimulationError
 from sglang_ext.bench.simulating.simulate_report import table, write_plot
 from sglang_ext.bench.simulating.simulated import Result
 from sglang_ext.bench.simulating.simulation import Engine
+from sglang_ext.bench.speed import drawing
 from sglang_ext.config.options import DEFAULT_BUDGET
 from sglang_ext.managers.offload.costs import CostError, Costs
 from sglang_ext.managers.offload.placement import LONGEST

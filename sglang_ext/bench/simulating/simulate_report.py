@@ -6,8 +6,8 @@ from pathlib import Path
 from rich import box
 from rich.table import Table
 
-from sglang_ext.bench.speed import drawing
 from sglang_ext.bench.simulating.simulated import Result
+from sglang_ext.bench.speed import drawing
 
 COLUMNS = (
     "policy", "p", "tokens/s", "allowed", "ratio", "gain", "overall", "placed", "drafts", "at once", "link", "rings",

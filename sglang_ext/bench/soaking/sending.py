@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from random import Random
 
-from sglang_ext.bench.soaking.answers import AnswerError, DiffersFromStock, Sample, check, read_samples, read_stream
 from sglang_ext.bench.client import ServerClient, describe_error
-from sglang_ext.bench.soaking.company import Company
 from sglang_ext.bench.prompts import Prompt
+from sglang_ext.bench.soaking.answers import AnswerError, DiffersFromStock, Sample, check, read_samples, read_stream
+from sglang_ext.bench.soaking.company import Company
 from sglang_ext.bench.soaking.soak_prompts import Case
 from sglang_ext.bench.soaking.tally import Tally
 from sglang_ext.bench.soaking.traffic import Request, draw_request

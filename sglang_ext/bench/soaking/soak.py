@@ -19,14 +19,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sglang_ext.bench import BenchError
-from sglang_ext.bench.soaking.answers import read_samples
 from sglang_ext.bench.client import ServerClient, describe_error
 from sglang_ext.bench.comparing.identity_options import words
 from sglang_ext.bench.prompts import Prompt, load_prompts, load_tokenizer
 from sglang_ext.bench.report import write_json
+from sglang_ext.bench.server import ServerProcess, check_servers
+from sglang_ext.bench.soaking.answers import read_samples
 from sglang_ext.bench.soaking.request_options import OPTIONS, SERVER_FLAGS, Option
 from sglang_ext.bench.soaking.sending import References, Soak, traffic
-from sglang_ext.bench.server import ServerProcess, check_servers
 from sglang_ext.bench.soaking.soak_prompts import cases, next_turns, shared_beginnings, short_ones
 from sglang_ext.bench.soaking.tally import Tally
 

@@ -19,8 +19,8 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
-from sglang_ext.bench.speed import decode_limit, decode_wave, settings
 from sglang_ext.bench.client import SamplingSettings
+from sglang_ext.bench.speed import decode_limit, decode_wave, settings
 from sglang_ext.bench.speed.decode_limit import ModelBytes
 from sglang_ext.bench.speed.decode_prompts import Waves, make_prompts
 from sglang_ext.bench.speed.decode_report import Result, line, write_plot

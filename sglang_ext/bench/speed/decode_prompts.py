@@ -5,8 +5,8 @@ import random
 from dataclasses import dataclass
 
 from sglang_ext.bench import BenchError
-from sglang_ext.bench.speed.decode_limit import read_config
 from sglang_ext.bench.prompts import encode, load_tokenizer
+from sglang_ext.bench.speed.decode_limit import read_config
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from sglang_ext.bench import BenchError
-from sglang_ext.bench.speed import drawing, settings
 from sglang_ext.bench.client import HOST, ServerClient
+from sglang_ext.bench.speed import drawing, settings
 from sglang_ext.bench.speed.settings import Setting, numbers
 
 PERCENTILES = (50, 99)

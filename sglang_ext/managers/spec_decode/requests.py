@@ -2,7 +2,7 @@
 
 Which of them can be drafted and verified exactly, and why others read full KV for good, says :func:`fallback_reason`.
 :data:`SAMPLING_FIELDS` names every field of SGLang's ``SamplingParams`` and what becomes of it, so that
-a field that a later SGLang adds is noticed (tests/unit/test_eligibility.py).
+a field that a later SGLang adds is noticed (tests/unit/managers/test_eligibility.py).
 """
 
 import hashlib

@@ -12,8 +12,8 @@ import torch
 from sglang.srt.mem_cache.common import evict_from_tree_cache
 
 from sglang_ext.core import CompressedView
-from sglang_ext.mem_cache.compressors.contracts.check import ScoresError
 from sglang_ext.mem_cache.compressed.copy_writer import CopyWriter
+from sglang_ext.mem_cache.compressors.contracts.check import ScoresError
 from sglang_ext.mem_cache.prefix_cache.segments import Segment, free_slots
 from sglang_ext.mem_cache.prefix_cache.tiered_node import Prefix
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 import torch
 
 from sglang_ext.core import CompressedView
-from sglang_ext.mem_cache.compressors import ContextKV, Part
-from sglang_ext.mem_cache.compressors.contracts.check import ScoresError
 from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
 from sglang_ext.mem_cache.compressed.formats.kv_format import KVFormat, PlainTokens
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.query_window import QueryWindows
 from sglang_ext.mem_cache.compressed.rotary import Rotary
+from sglang_ext.mem_cache.compressors import ContextKV, Part
+from sglang_ext.mem_cache.compressors.contracts.check import ScoresError
 from sglang_ext.mem_cache.prefix_cache.segments import Segment
 
 logger = logging.getLogger(__name__)

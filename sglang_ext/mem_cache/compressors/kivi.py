@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from math import gcd
 
+from sglang_ext.mem_cache.compressed.formats.packed_layout import Grid
 from sglang_ext.mem_cache.compressors.contracts.quantizer import Quantizer
 from sglang_ext.mem_cache.compressors.contracts.registry import register_quantizer
-from sglang_ext.mem_cache.compressed.formats.packed_layout import Grid
 
 
 @register_quantizer("kivi", bits=(4, 2))

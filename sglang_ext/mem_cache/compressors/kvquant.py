@@ -11,9 +11,9 @@ from typing import ClassVar
 import numpy
 import torch
 
+from sglang_ext.mem_cache.compressed.formats.packed_layout import Grid, Outliers, Quantized
 from sglang_ext.mem_cache.compressors.contracts.quantizer import Quantizer, grouped, meant, squeezed, stored
 from sglang_ext.mem_cache.compressors.contracts.registry import register_quantizer
-from sglang_ext.mem_cache.compressed.formats.packed_layout import Grid, Outliers, Quantized
 
 # Standard deviations of the normal distribution that lie between the middle of a group's range and its ends. Fewer than a group
 # has: keys of the demo model, with 4 bits, lose more to attention with 1.5 or 2.2, which leave too few levels near the ends.

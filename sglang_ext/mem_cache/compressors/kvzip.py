@@ -7,8 +7,8 @@ import torch
 
 from sglang_ext.device import sent
 from sglang_ext.mem_cache.compressors.contracts.always import Always
-from sglang_ext.mem_cache.compressors.contracts.folder import Folder
 from sglang_ext.mem_cache.compressors.contracts.compressor import Compressor, ContextKV, LayerKV, Part
+from sglang_ext.mem_cache.compressors.contracts.folder import Folder
 from sglang_ext.mem_cache.compressors.contracts.registry import register
 from sglang_ext.mem_cache.compressors.snapkv import SnapKV
 from sglang_ext.mem_cache.scores.index import ScoreIndex

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang_ext.mem_cache.compressed.formats.packed_layout import Grid
 from sglang_ext.mem_cache.compressors.contracts.quantizer import Quantizer
 from sglang_ext.mem_cache.compressors.contracts.registry import register_quantizer
-from sglang_ext.mem_cache.compressed.formats.packed_layout import Grid
 
 
 @register_quantizer("rotatekv", bits=(4, 2))

@@ -6,9 +6,9 @@ from typing import ClassVar
 
 import torch
 
+from sglang_ext.mem_cache.compressed.formats.packed_layout import Grid, Quantized
 from sglang_ext.mem_cache.compressors.contracts.quantizer import Finding, Quantizer, nearest, stored
 from sglang_ext.mem_cache.compressors.contracts.registry import register_quantizer
-from sglang_ext.mem_cache.compressed.formats.packed_layout import Grid, Quantized
 
 # Of the rotation; all ranks and all copies have the same one.
 SEED = 2504

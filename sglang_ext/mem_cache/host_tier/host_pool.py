@@ -9,11 +9,11 @@ from functools import cached_property
 
 import torch
 
+from sglang_ext.core import OptionError
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.host_tier import host_memory
 from sglang_ext.mem_cache.host_tier.checksums import as_words
 from sglang_ext.mem_cache.host_tier.host_pages import HostPages
-from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.core import OptionError
 
 logger = logging.getLogger(__name__)
 

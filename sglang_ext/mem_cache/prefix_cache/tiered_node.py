@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from sglang.srt.mem_cache.radix_cache import TreeNode
 
-from sglang_ext.mem_cache.prefix_cache.segments import Segment
 from sglang_ext.mem_cache.host_tier.transfers import Transfer
+from sglang_ext.mem_cache.prefix_cache.segments import Segment
 
 
 class TieredNode(TreeNode):

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from torch.nn.functional import gelu, linear
 
-from sglang_ext.mem_cache.scores.checked_file import CheckedFileError, read_checked, write_checked
 from sglang_ext.core import OptionError
+from sglang_ext.mem_cache.scores.checked_file import CheckedFileError, read_checked, write_checked
 
 FORMAT, FILE = "1", "predictor.safetensors"
 

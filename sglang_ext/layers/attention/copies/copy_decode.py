@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
-from sglang_ext.layers.attention.plain import require_plain, write_kv
 from sglang_ext.core import OptionError
+from sglang_ext.layers.attention.plain import require_plain, write_kv
 from sglang_ext.mem_cache.compressed.formats.kv_format import KVFormat
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ before rotary embedding, have no such products: they are made whole.
 
 import torch
 
-from sglang_ext.mem_cache.compressors.contracts.quantizer import meant
 from sglang_ext.mem_cache.compressed.formats.packed_layout import Grid, Quantized
 from sglang_ext.mem_cache.compressed.formats.packing import Packing
+from sglang_ext.mem_cache.compressors.contracts.quantizer import meant
 
 
 def packed_attention(

@@ -1,15 +1,10 @@
 """Attention backend of steps over pointers into full KV on a GPU (copy_decode.py, slot_pointers.py)."""
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from sglang_ext.layers.attention.copies.copy_decode import CopyDecode
 from sglang_ext.layers.kernels.pointer_decode import pointer_decode
 from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows
-
-if TYPE_CHECKING:
-    from sglang.srt.model_executor.model_runner import ModelRunner
 
 
 class PointerDecode(CopyDecode):

@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 
 from sglang_ext.layers.kernels.fitting import dtype_name, launch_fitting
-from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.formats.packed_layout import Layout
 from sglang_ext.mem_cache.compressed.formats.packing import Packing
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 
 # What kernels pack: channels of a head, tokens of a block, dtypes of a pool.
 DIMS, TOKENS, DTYPES = (64, 128), 64, (torch.bfloat16, torch.float16, torch.float32)

@@ -13,11 +13,11 @@ import torch
 
 from sglang_ext.core import CompressedView, IntegrityError
 from sglang_ext.mem_cache.compressed.formats.begun_rows import BegunRows
-from sglang_ext.mem_cache.compressors.contracts.quantizer import Quantizer, whole
-from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.formats.packed_layout import Grid, Layout, Quantized
 from sglang_ext.mem_cache.compressed.formats.unpacked import Unpacked
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.rotary import Rotary
+from sglang_ext.mem_cache.compressors.contracts.quantizer import Quantizer, whole
 
 if TYPE_CHECKING:
     from sglang_ext.mem_cache.compressors.catalogue import Method

@@ -15,13 +15,13 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
+from sglang_ext.mem_cache.compressed.formats.head_cells import KeptCells
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressors.contracts.always import Always
 from sglang_ext.mem_cache.compressors.contracts.check import check_scores
 from sglang_ext.mem_cache.compressors.contracts.folder import Folder
 from sglang_ext.mem_cache.compressors.contracts.head_budgets import best_of_all, best_of_each
-from sglang_ext.mem_cache.compressed.formats.head_cells import KeptCells
-from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.compressed.rotary import Rotary
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,118 @@
+"""Compile kernels for an NVIDIA GPU where there is none: ``compile_checks.py``. Types that the interpreter lets pass fail here."""
+
+import re
+import subprocess
+import tempfile
+
+import torch
+import triton
+from packed_helpers import packed_pool
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from sglang_ext.layers.kernels import pointer_decode, scatter_cells, uneven_decode, window_scores, write_pointers
+from sglang_ext.layers.kernels.packed import pack_blocks, packed_decode
+from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells
+from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows, Pointers
+
+KINDS = (("kivi", 4), ("kivi", 2), ("int8", 8), ("turboquant", 4))
+# Blocks to pack: method, bits, channels of a head, numbers of a pool.
+PACKED = (
+    ("kivi", 4, 128, torch.bfloat16), ("kivi", 2, 64, torch.float16), ("int8", 8, 128, torch.float32),
+    ("rotatekv", 4, 128, torch.bfloat16), ("turboquant", 4, 128, torch.float32), ("turboquant", 2, 64, torch.bfloat16),
+)  # fmt: skip
+# Blocks for the Gluon kernel: method, bits, channels of a head, queries that share a KV head.
+TILES = (("kivi", 4, 128, 4), ("kivi", 2, 128, 8), ("int8", 8, 64, 1), ("int4", 4, 128, 16))
+
+
+class Hopper:
+    """Triton's driver of a machine with one."""
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+
+def compile_only(compiled):
+    """Let launches compile, and note the kernels' names and what they became."""
+    triton.runtime.driver.set_active(Hopper())
+    run = JITFunction.run
+
+    def compiling(self, *args, grid, warmup, **kwargs):
+        made = run(self, *args, grid=grid, warmup=True, **kwargs)
+        compiled.append((self.__name__, made))
+        return made
+
+    JITFunction.run = compiling
+
+
+def decode(name, bits, dim, group):
+    """Attend to packed copies of one request; answers them, and its table and row."""
+    pool = packed_pool(name, bits, 2, 75, heads=1, dim=dim, dtype=torch.bfloat16)
+    table, rows = torch.zeros(2, len(pool.row), dtype=torch.int32), torch.tensor([1])
+    buffers, slots = (pool.buffers.keys[0], pool.buffers.values[0]), torch.zeros(2, dtype=torch.int32)
+    packed_decode.packed_decode(pool.packing, torch.zeros(1, group, dim).bfloat16(), *buffers, table, rows, rows, slots, 0.1)
+    return pool, table, rows
+
+
+def check_tiles(compiled):
+    """The Gluon kernel keeps everything in registers: nothing is stored to shared memory, and a number or two at most spill."""
+    for name, bits, dim, group in TILES:
+        decode(name, bits, dim, group)
+        kernel, made = compiled[-2]
+        counts = {part: len(re.findall(rf"\b{part}\b", made.asm["sass"])) for part in ("HMMA", "STS", "LDSM")}
+        assert kernel == "packed_splits_gluon" and counts.pop("HMMA") > 0
+        # With two columns of tiles some registers are too few. What a program needs at its end only may wait in memory.
+        if group <= 8:
+            assert not any(counts.values()) and stack_bytes(made) <= 16, (name, bits, dim, group, counts, stack_bytes(made))
+
+
+def stack_bytes(made):
+    """Bytes of memory that a thread has for what registers cannot hold; long kernels are cut off in what Triton disassembles."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        tool = triton.knobs.nvidia.cuobjdump.path
+        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return int(re.search(r"STACK:(\d+)", usage)[1])
+
+
+def check_packing(compiled):
+    """Packing keeps all in registers, and of a pool of 16 bits two programs fit on a processor."""
+    for name, bits, dim, dtype in PACKED:
+        pool = packed_pool(name, bits, 2, 0, heads=2, dim=dim, dtype=dtype)
+        kept, slots = torch.zeros(1, 2, 128, dtype=torch.int64), torch.zeros(128, dtype=torch.int64)
+        pack_blocks.pack_blocks(pool.packing, pool.buffers, kept, slots, slots)
+        for kernel, made in compiled[-2:]:
+            assert (kernel, stack_bytes(made)) == ("pack_tiles", 0), (name, bits, dim, dtype)
+            assert dtype == torch.float32 or made.metadata.shared <= (113 << 10)
+
+
+def main():
+    compiled = []
+    compile_only(compiled)
+    packed_decode.speaks_ptx, packed_decode.has_tensor_cores = (lambda tensor: True), lambda tensor: False
+    for name, bits in KINDS:
+        pool, table, rows = decode(name, bits, 128, 4)
+    packed_decode.has_tensor_cores = lambda tensor: True
+    check_tiles(compiled)
+    cells = HeadCells.of(pool.buffers, 2)
+    uneven_decode.uneven_decode(cells, 0, torch.zeros(1, 4, 128).bfloat16(), table, rows, rows, 0.1)
+    tables, layer = (pool.buffers.key_table, pool.buffers.value_table), (pool.buffers.keys[0], pool.buffers.values[0])
+    scatter_cells.scatter_cells(*tables, *layer, rows, cells.bounds[0], rows, rows)
+    begins = PointerRows.of_table(Pointers.of(pool.buffers, 1), table)
+    pointer_decode.pointer_decode(begins, torch.zeros(1, 4, 128).bfloat16(), *layer, table, rows, rows, 0.1)
+    check_packing(compiled)
+    kept = torch.zeros(len(pool.buffers.keys), 1, 70, dtype=torch.int64)
+    write_pointers.write_pointers(pool.buffers.key_table, layer[0], kept, rows, rows)
+    window_scores.window_scores(torch.zeros(1, 32, 4, 128), pool.buffers.key_table, layer[0], rows, torch.arange(32), 0.1)
+    print(" ".join(name for name, _ in compiled))
+
+
+if __name__ == "__main__":
+    main()

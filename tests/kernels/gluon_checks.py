@@ -1,0 +1,40 @@
+"""A check of the Gluon kernel for packed blocks, on a GPU, or in PyTorch with Triton's interpreter for the rest."""
+
+import torch
+from gluon_emulator import Emulated
+from packed_helpers import attention, packed_pool
+
+from sglang_ext.layers.kernels.packed import packed_decode, packed_launches
+
+# Method, bits, channels of a head, queries that share a KV head, dtype, parts of blocks and of exact tokens.
+CASES = (
+    ("kivi", 4, 128, 4, torch.bfloat16, (2, 1)), ("kivi", 2, 128, 1, torch.float16, (3, 1)),
+    ("int4", 4, 128, 5, torch.float16, (1, 2)), ("int8", 8, 128, 8, torch.bfloat16, (2, 1)),
+    ("rotatekv", 4, 64, 3, torch.bfloat16, (2, 1)), ("rotatekv", 2, 128, 11, torch.float16, (3, 1)),
+    ("kivi", 4, 64, 16, torch.float16, (5, 1)), ("int8", 8, 64, 2, torch.float16, (1, 1)),
+)  # fmt: skip
+
+
+def check_packed_gluon(device):
+    """Attention over what packed and exact tokens mean, where the Gluon kernel takes the blocks; rows without blocks, too."""
+    if device == "cpu":
+        packed_launches.packed_splits_gluon = Emulated("packed_splits_gluon")
+        packed_decode.has_tensor_cores = lambda keys: True
+    for number, (name, bits, dim, group, dtype, splits) in enumerate(CASES):
+        heads, exact = 2 if number == 0 else 1, 37
+        pool = packed_pool(name, bits, 3, exact, heads=heads, dim=dim, dtype=dtype, seed=number)
+        keys, values = (part[0].to(device) for part in (pool.buffers.keys, pool.buffers.values))
+        assert packed_decode.fragments(pool.packing, keys, values, group)
+        tokens = pool.keys.shape[1]
+        table = torch.zeros(3, len(pool.row), dtype=torch.int32)
+        table[2], table[1, :exact] = pool.row, pool.row[pool.packed :]
+        rows, lengths, slots = torch.tensor([2, 1]), torch.tensor([len(pool.row), 5]), torch.tensor([0, 0, pool.packed])
+        queries = torch.randn(2, heads * group, dim, generator=torch.Generator().manual_seed(number)).to(dtype)
+        found = packed_decode.packed_decode(
+            pool.packing, queries.to(device), keys, values, *(part.to(device) for part in (table, rows, lengths, slots.int())),
+            0.1, splits,
+        ).cpu()  # fmt: skip
+        for request, seen in enumerate((slice(0, tokens), slice(tokens - exact, tokens - exact + 5))):
+            expected = attention(queries[request][None], pool.keys[:, seen], pool.values[:, seen], 0.1)[0]
+            worst = float((found[request].double() - expected).abs().max() / expected.abs().max())
+            assert worst < (4e-3 if dtype == torch.float16 else 2e-2), (name, bits, dim, request, worst)

@@ -1,0 +1,333 @@
+"""Checks of kernels against plain PyTorch: ``kernel_checks.py NAME...`` prints those that hold; interpreted where there is no GPU."""
+
+import os
+import sys
+from types import SimpleNamespace
+
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"
+
+from gluon_checks import check_packed_gluon  # noqa: E402
+from pack_checks import check_pack_blocks  # noqa: E402
+from packed_backend import Pool, check_packed_backend  # noqa: E402
+from packed_helpers import KERNEL_KINDS, attention, packed_pool  # noqa: E402
+from pointer_checks import check_pointers  # noqa: E402
+from uneven_checks import check_scatter_cells, check_uneven_backend  # noqa: E402
+
+from sglang_ext.layers.kernels.gather_kept import gather_kept  # noqa: E402
+from sglang_ext.layers.kernels.packed.packed_decode import packed_decode  # noqa: E402
+from sglang_ext.layers.kernels.page_checksum import page_checksum  # noqa: E402
+from sglang_ext.layers.kernels.uneven_decode import uneven_decode  # noqa: E402
+from sglang_ext.layers.kernels.verify_attention import verify_attention  # noqa: E402
+from sglang_ext.layers.kernels.verify_sizes import (  # noqa: E402
+    EXACT,
+    Splits,
+    Tokens,
+    fast_blocks,
+    partial_buffers,
+    partial_numbers,
+)
+from sglang_ext.layers.kernels.window_scores import window_scores  # noqa: E402
+from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells, KeptCells  # noqa: E402
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers  # noqa: E402
+from sglang_ext.mem_cache.host_tier.checksums import SUMMED_WORD, PageChecksums, as_words  # noqa: E402
+
+
+def pools(layers, slots, heads, dim, seed):
+    """Key and value buffers of each layer, and their addresses."""
+    noise = torch.Generator().manual_seed(seed)
+    buffers = [[torch.randn(slots, heads, dim, generator=noise).to(DEVICE) for _ in range(layers)] for _ in "kv"]
+    return [(b, torch.tensor([x.data_ptr() for x in b], device=DEVICE)) for b in buffers]
+
+
+def check_window_scores():
+    """Means of softmax attention, over window sizes, groups and lengths around the kernel's blocks; positions have gaps.
+
+    Some queries lie beyond the context's end, as those do of a packed copy that leaves the newest tokens exact.
+    """
+    for window, heads, group, dim, tokens, ahead in (
+        (32, 2, 3, 64, 1100, 0), (5, 1, 4, 24, 63, 0), (40, 2, 8, 16, 65, 0), (1, 3, 1, 128, 1, 0), (32, 2, 4, 64, 70, 128),
+        (4, 1, 2, 16, 1, 200), (5, 1, 48, 16, 1030, 64),
+    ):  # fmt: skip
+        (keys, table), _ = pools(2, tokens + 30, heads, dim, window)
+        noise = torch.Generator().manual_seed(1)
+        slots = torch.randperm(tokens + 30, generator=noise)[:tokens].to(DEVICE)
+        window = min(window, tokens)
+        queries = torch.randn(2, window, heads * group, dim, generator=noise).to(DEVICE)
+        positions = (ahead + torch.randperm(tokens, generator=noise)[:window]).sort().values.to(DEVICE)
+        found = window_scores(queries, table, keys[0], slots, positions, 0.3)
+        for layer in range(2):
+            k = keys[layer][slots].double()
+            q = queries[layer].double().view(window, heads, group, dim)
+            logits = torch.einsum("whgd,thd->hgwt", q, k) * 0.3
+            hidden = torch.arange(tokens, device=DEVICE)[None] > positions[:, None]
+            expected = logits.masked_fill(hidden, float("-inf")).softmax(-1).mean((1, 2))
+            torch.testing.assert_close(found[layer].double(), expected, rtol=1e-4, atol=1e-7)
+
+
+def check_gather_kept():
+    """Copies land in the right layer, head and slot, and nothing else changes; also where values are narrower than keys."""
+    for layers, heads, dim, value_dim, count in ((2, 3, 64, 64, 40), (3, 1, 24, 24, 33), (1, 2, 128, 128, 1), (2, 2, 96, 64, 33)):
+        (keys, key_table), _ = pools(layers, 200, heads, dim, count)
+        (values, value_table), _ = pools(layers, 200, heads, value_dim, count + 1)
+        noise = torch.Generator().manual_seed(2)
+        order = torch.randperm(200, generator=noise).to(DEVICE)
+        sources, targets = order[:100], order[100 : 100 + count]
+        kept = torch.stack([torch.randperm(100, generator=noise)[:count] for _ in range(layers * heads)])
+        kept = kept.view(layers, heads, count).to(DEVICE)
+        expected = [[b.clone() for b in buffers] for buffers in (keys, values)]
+        for kind, buffers in zip(expected, (keys, values)):
+            for layer in range(layers):
+                for head in range(heads):
+                    kind[layer][targets, head] = buffers[layer][sources[kept[layer, head]], head]
+        gather_kept(key_table, value_table, keys[0], values[0], kept, sources, targets)
+        for kind, buffers in zip(expected, (keys, values)):
+            for layer in range(layers):
+                assert torch.equal(kind[layer], buffers[layer])
+
+
+def check_page_checksum():
+    """The sums that PyTorch gives, over word sizes, and rows and pages around the kernel's blocks."""
+    cases = (
+        (torch.bfloat16, 2, 8, 128, 16, 3),
+        (torch.float32, 1, 3, 200, 5, 2),
+        (torch.float16, 3, 1, 3, 40, 1),
+        (torch.uint8, 2, 1, 7, 1, 9),
+        (torch.float8_e4m3fn, 1, 1, 64, 64, 2),
+    )
+    for dtype, layers, heads, dim, page_size, pages in cases:
+        noise = torch.Generator().manual_seed(dim)
+        room, shape = pages * page_size, (pages * page_size + 9, heads, dim * dtype.itemsize)
+        bits = [torch.randint(0, 256, shape, generator=noise, dtype=torch.uint8).view(dtype) for _ in range(2 * layers)]
+        slots = torch.randperm(room + 9, generator=noise)[:room]
+        keys, values = tuple(bits[:layers]), tuple(bits[layers:])
+        plain = PageChecksums(KVBuffers((0,) * layers, (1.0,) * layers, keys, values), page_size)
+        keys, values = (tuple(buffer.to(DEVICE) for buffer in buffers) for buffers in (keys, values))
+        found = page_checksum(
+            *(torch.tensor([x.data_ptr() for x in buffers], device=DEVICE) for buffers in (keys, values)),
+            as_words(keys[0], SUMMED_WORD), slots.to(DEVICE), plain.token_weights.to(DEVICE), plain.column_weights.to(DEVICE),
+        )  # fmt: skip
+        assert torch.equal(found.cpu(), plain.of(slots)), (dtype, page_size)
+
+
+def new_tokens(prefixes, counts, rows, splits):
+    """What a verification tells the kernel."""
+    lengths = torch.cat([torch.arange(p + 1, p + c + 1) for p, c in zip(prefixes, counts)]).to(DEVICE)
+    starts = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], device=DEVICE)
+    ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    return Tokens(
+        rows.to(DEVICE), torch.tensor(prefixes, device=DEVICE), starts, counts, ends, splits.of(lengths)
+    ), lengths
+
+
+def workspace(tokens, heads, dim, splits):
+    """Room for so many tokens' partial results."""
+    numbers = torch.full((tokens * partial_numbers(heads, dim, splits),), float("nan"), device=DEVICE)
+    return partial_buffers(numbers, heads, dim, splits)
+
+
+def verification(prefixes, counts, heads, group, dim, splits, blocks, dtype, cap=0.0, room=None):
+    """The kernel's output, and what it was given."""
+    noise = torch.Generator().manual_seed(sum(prefixes) + dim)
+    width = max(p + c for p, c in zip(prefixes, counts))
+    slots = len(counts) * width + 7
+    keys, values = (torch.randn(slots, heads, dim, generator=noise).to(DEVICE, dtype) for _ in "kv")
+    queries = torch.randn(sum(counts), heads * group, dim, generator=noise).to(DEVICE, dtype)
+    table = torch.randperm(slots, generator=noise)[: len(counts) * width].view(len(counts), width).int().to(DEVICE)
+    rows = torch.randperm(len(counts), generator=noise)
+    tokens, lengths = new_tokens(prefixes, counts, rows, splits)
+    out = torch.full_like(queries, float("nan"))
+    buffers = workspace(room or sum(counts), heads * group, dim, splits)
+    verify_attention(queries, keys, values, out, table, tokens, splits, blocks, buffers, 0.3, cap)
+    return out, queries, keys, values, table[tokens.rows], lengths, tokens
+
+
+def check_verify_attention():
+    """Causal attention over paged KV, over lengths around parts and blocks, even and ragged, in one launch and more."""
+    cases = (
+        ((70, 5), (3, 3), 2, 4, 16, Splits(4), fast_blocks(12, 256), 0.0, None),
+        ((33, 0, 200), (17, 1, 5), 1, 3, 24, Splits(3), fast_blocks(51, 1024), 0.0, None),
+        ((300, 257), (17, 17), 1, 4, 16, Splits(2, tile=256), EXACT, 0.0, 17),
+        ((40,), (9,), 2, 9, 32, Splits(8), fast_blocks(81, 128), 5.0, None),
+    )
+    for prefixes, counts, heads, group, dim, splits, blocks, cap, room in cases:
+        out, queries, keys, values, table, lengths, _ = verification(
+            prefixes, counts, heads, group, dim, splits, blocks, torch.float32, cap, room
+        )
+        owners = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+        for token, owner in enumerate(owners):
+            slots = table[owner, : lengths[token]].long()
+            k, v = keys[slots].double(), values[slots].double()
+            q = queries[token].double().view(heads, group, dim)
+            logits = torch.einsum("hgd,thd->hgt", q, k) * 0.3
+            logits = cap * torch.tanh(logits / cap) if cap else logits
+            expected = torch.einsum("hgt,thd->hgd", logits.softmax(-1), v).reshape(heads * group, dim)
+            tolerance = 2e-3 if DEVICE == "cuda" else 1e-5
+            torch.testing.assert_close(out[token].double(), expected, rtol=tolerance, atol=tolerance)
+
+
+def check_verify_attention_is_decode():
+    """With a decode's blocks and splits, each token gets bit for bit what SGLang's decode kernel gives it."""
+    from sglang.kernels.ops.attention.decode_attention import decode_attention_fwd
+
+    kinds = (torch.float32,) if DEVICE == "cpu" else (torch.bfloat16, torch.float16, torch.float32)
+    lengths_of = ((300, 505), (17, 17)) if DEVICE == "cpu" else ((300, 505, 7000, 31), (17, 17, 17, 17))
+    for dtype in kinds:
+        for heads, group, dim in ((1, 4, 16), (2, 3, 64), (1, 5, 128))[: 1 if DEVICE == "cpu" else 3]:
+            prefixes, counts = lengths_of
+            splits = Splits(most=-(-(max(prefixes) + 17) // 256), tile=256)
+            out, queries, keys, values, table, lengths, tokens = verification(
+                prefixes, counts, heads, group, dim, splits, EXACT, dtype
+            )
+            owners = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+            indices = torch.cat([table[owner, :length] for owner, length in zip(owners, lengths)]).long()
+            expected = torch.empty_like(out)
+            partial, lse = workspace(len(lengths), heads * group, dim, splits)
+            decode_attention_fwd(
+                queries, keys, values, expected, tokens.ends, indices, partial, lse, tokens.parts, splits.most, 0.3, 1.0, 1.0
+            )
+            # The interpreter's matrix products round by a row's place.
+            tolerance = 1e-6 if DEVICE == "cpu" else 0.0
+            torch.testing.assert_close(out, expected, rtol=0, atol=tolerance)
+
+
+def check_verify_backend():
+    """The backend writes KV and attends, for even verifications and for ragged steps over rows shorter than their positions."""
+    from sglang_ext.layers.attention.verify_attention import VerifyAttention
+    from sglang_ext.layers.attention.views import EvenVerify, RaggedViews
+
+    heads, group, dim, width = 2, 3, 16, 700
+    for exact, (before, counts) in ((False, ((40, 300), (5, 5))), (True, ((300, 7), (5, 5))), (True, ((290, 64, 9), (4, 1, 3)))):
+        noise = torch.Generator().manual_seed(len(counts))
+        pool = Pool(*(torch.randn(4 * width, heads, dim, generator=noise).to(DEVICE) for _ in "kv"))
+        table = torch.randperm(4 * width, generator=noise).view(4, width).int().to(DEVICE)
+        runner = SimpleNamespace(
+            model_config=SimpleNamespace(num_attention_heads=heads * group), device=DEVICE, token_to_kv_pool=pool,
+            req_to_token_pool=SimpleNamespace(req_to_token=table), attn_backend=SimpleNamespace(split_tile_size=256),
+            server_args=SimpleNamespace(tp_size=1, enable_deterministic_inference=exact, speculative_num_draft_tokens=5),
+        )  # fmt: skip
+        rows = torch.randperm(4, generator=noise)[: len(counts)].to(DEVICE)
+        prefixes, news = (torch.tensor(x, device=DEVICE) for x in (before, counts))
+        even = len(set(counts)) == 1
+        batch = SimpleNamespace(
+            batch_size=len(counts), req_pool_indices=rows, seq_lens=prefixes if even else prefixes + news,
+            spec_info=EvenVerify(counts[0]) if even else RaggedViews(prefixes + news, news, list(counts)),
+            positions=torch.zeros(sum(counts), device=DEVICE),
+            out_cache_loc=torch.cat([table[r, b : b + c] for r, b, c in zip(rows, before, counts)]).long(),
+        )  # fmt: skip
+        layer = SimpleNamespace(
+            layer_id=0, tp_q_head_num=heads * group, qk_head_dim=dim, v_head_dim=dim, scaling=0.3, logit_cap=0.0,
+            xai_temperature_len=-1, k_scale=None, v_scale=None,
+        )  # fmt: skip
+        q = torch.randn(sum(counts), heads * group * dim, generator=noise).to(DEVICE)
+        k, v = (torch.randn(sum(counts), heads, dim, generator=noise).to(DEVICE) for _ in "kv")
+        backend = VerifyAttention(runner)
+        backend.init_forward_metadata(batch)
+        out = backend.forward_extend(q, k, v, layer, batch).view(sum(counts), heads, group, dim)
+        token = 0
+        for row, first, count in zip(rows, before, counts):
+            for offset in range(count):
+                slots = table[row, : first + offset + 1].long()
+                keys, values = pool.keys[slots].double(), pool.values[slots].double()
+                logits = torch.einsum("hgd,thd->hgt", q[token].double().view(heads, group, dim), keys) * 0.3
+                expected = torch.einsum("hgt,thd->hgd", logits.softmax(-1), values)
+                torch.testing.assert_close(out[token].double(), expected, rtol=2e-3, atol=2e-3)
+                token += 1
+        assert torch.equal(pool.keys[batch.out_cache_loc], k)
+
+
+def check_packed_decode():
+    """Attention over what packed and exact tokens mean, for the quantizers it reads, all groups, sizes and lengths, in one batch."""
+    # The interpreter has no products of bfloat16.
+    half = torch.float16 if DEVICE == "cpu" else torch.bfloat16
+    shapes = ((3, 64, 2, 3, (3, 2), torch.float32), (1, 32, 1, 5, (16, 4), torch.float32), (8, 80, 1, 1, (2, 1), half))
+    for number, (name, bits) in enumerate(KERNEL_KINDS):
+        group, dim, heads, blocks, splits, dtype = shapes[number % len(shapes)]
+        pool = packed_pool(name, bits, blocks, 75, heads=heads, dim=dim, dtype=dtype)
+        keys, values = (part[0].to(DEVICE) for part in (pool.buffers.keys, pool.buffers.values))
+        packed, width = pool.packed, len(pool.row)
+        # Rows with blocks and all, few, or one exact token after them; rows without any.
+        table = torch.zeros(6, width, dtype=torch.int32)
+        table[4], table[1], table[2, :75], table[5] = pool.row, pool.row, pool.row[packed:], pool.row
+        rows, lengths = torch.tensor([4, 2, 5, 1]), torch.tensor([width, 40, packed + 1, packed + 33])
+        slots = torch.tensor([0, packed, 0, 0, packed, packed], dtype=torch.int32)
+        queries = torch.randn(4, heads * group, dim, generator=torch.Generator().manual_seed(number)).to(dtype)
+        found = packed_decode(
+            pool.packing, queries.to(DEVICE), keys, values, *(t.to(DEVICE) for t in (table, rows, lengths, slots)), 0.1, splits
+        ).cpu()
+        tokens = pool.keys.shape[1] - 75
+        for request, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist())):
+            first = 0 if slots[row] else tokens
+            last = tokens + length - int(slots[row])
+            expected = attention(queries[request][None], pool.keys[:, first:last], pool.values[:, first:last], 0.1)[0]
+            tolerance = 1e-5 if DEVICE == "cpu" and dtype == torch.float32 else 5e-3 if dtype != torch.bfloat16 else 3e-2
+            worst = float((found[request].double() - expected).abs().max() / expected.abs().max())
+            assert worst < tolerance, (name, bits, request, worst)
+
+
+def check_uneven_decode():
+    """Attention over what each head keeps and the tokens after it; some heads keep nothing, some nearly all."""
+    half = torch.float16 if DEVICE == "cpu" else torch.bfloat16
+    for layers, heads, group, dim, splits, dtype in (
+        (3, 2, 3, 64, (3, 2), torch.float32), (2, 1, 5, 24, (16, 4), torch.float32), (2, 8, 1, 80, (2, 1), half),
+    ):  # fmt: skip
+        copied, width, noise = 21, 60, torch.Generator().manual_seed(dim)
+        buffers = [[torch.randn(400, heads, dim, generator=noise).to(DEVICE, dtype) for _ in range(layers)] for _ in "kv"]
+        cells = HeadCells.of(KVBuffers(tuple(range(layers)), (0.1,) * layers, *map(tuple, buffers)), 6)
+        slots = torch.randperm(400, generator=noise).to(DEVICE)
+        table = torch.zeros(6, width, dtype=torch.int32, device=DEVICE)
+        context, table[1], table[4] = slots[:50], slots[100 : 100 + width], slots[200 : 200 + width]
+        # Some heads end where they begin; the rows are those of two copies and of a request without one.
+        kept = {}
+        for row in (1, 4):
+            ends = torch.randint(copied * layers * heads + 1, (layers * heads - 1,), generator=noise).sort().values
+            ends[: layers * heads // 3] = 1
+            tokens = torch.randint(50, (copied * layers * heads,), generator=noise).to(DEVICE)
+            bounds = torch.nn.functional.pad(ends.int(), (1, 0)).tolist() + [len(tokens)]
+            kept[row] = KeptCells(tokens, torch.tensor(bounds, dtype=torch.int32, device=DEVICE))
+            cells.write(row, kept[row], context, table[row, :copied].long())
+        table[2, :40] = slots[300:340]
+        rows, lengths = [4, 2, 1], [copied + 1, 40, width]
+        queries = torch.randn(3, heads * group, dim, generator=noise).to(DEVICE, dtype)
+        tolerance = 1e-5 if DEVICE == "cpu" and dtype == torch.float32 else 5e-3 if dtype != torch.bfloat16 else 3e-2
+        for layer in range(layers):
+            found = uneven_decode(
+                cells, layer, queries, table, *(torch.tensor(part, device=DEVICE) for part in (rows, lengths)), 0.1, splits
+            )
+            for request, (row, length) in enumerate(zip(rows, lengths)):
+                for head in range(heads):
+                    tail, seen = table[row, copied if row in kept else 0 : length].long(), context[:0]
+                    if row in kept:
+                        first, last = kept[row].bounds[layer * heads + head :][:2].tolist()
+                        seen = context[kept[row].tokens[first:last]]
+                    k, v = (kind[layer][torch.cat([seen, tail]), head].double()[None].cpu() for kind in buffers)
+                    mine = slice(head * group, (head + 1) * group)
+                    expected = attention(queries[request, mine][None].cpu(), k, v, 0.1)[0]
+                    worst = float((found[request, mine].cpu().double() - expected).abs().max() / expected.abs().max())
+                    assert worst < tolerance, (dim, layer, row, head, worst)
+
+
+CHECKS = {
+    "pointers": lambda: check_pointers(DEVICE),
+    "scatter_cells": lambda: check_scatter_cells(DEVICE),
+    "uneven_backend": lambda: check_uneven_backend(DEVICE),
+    "uneven_decode": check_uneven_decode,
+    "packed_decode": check_packed_decode,
+    "packed_gluon": lambda: check_packed_gluon(DEVICE),
+    "pack_blocks": lambda: check_pack_blocks(DEVICE),
+    "packed_backend": lambda: check_packed_backend(DEVICE),
+    "verify_backend": check_verify_backend,
+    "window_scores": check_window_scores,
+    "gather_kept": check_gather_kept,
+    "page_checksum": check_page_checksum,
+    "verify_attention": check_verify_attention,
+    "verify_attention_is_decode": check_verify_attention_is_decode,
+}
+
+if __name__ == "__main__":
+    for check in sys.argv[1:]:
+        CHECKS[check]()
+        print(check)

@@ -1,0 +1,289 @@
+"""Run every kernel for a shape of attention in Triton's interpreter, against float64: ``matrix_interpret.py [--dims 64] ...``.
+
+Rows are empty, of one token, of as many as a kernel takes at a time, and of one more. ``--refuse N``: each kernel's first N
+tile sizes do not fit, as on a GPU with little shared memory. Prints a line for each result that is off, and a count; exits with 1
+where there was one. ``--quick``: a few shapes, once with the tile sizes that are preferred, and once with smaller ones.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch  # noqa: E402
+import triton.language as tl  # noqa: E402
+from gluon_emulator import Emulated  # noqa: E402
+from matrix_arguments import add_shapes  # noqa: E402
+from matrix_launches import Shape, shapes  # noqa: E402
+from pack_checks import check_case, pool  # noqa: E402
+from packed_helpers import KERNEL_KINDS, attention, packed_pool  # noqa: E402
+from triton.runtime import interpreter  # noqa: E402
+from triton.runtime.errors import OutOfResources  # noqa: E402
+
+from sglang_ext.layers.kernels import fitting  # noqa: E402
+from sglang_ext.layers.kernels.gather_kept import gather_kept  # noqa: E402
+from sglang_ext.layers.kernels.packed import packed_decode, packed_launches  # noqa: E402
+from sglang_ext.layers.kernels.packed.pack_blocks import takes  # noqa: E402
+from sglang_ext.layers.kernels.pointer_decode import pointer_decode  # noqa: E402
+from sglang_ext.layers.kernels.uneven_decode import uneven_decode  # noqa: E402
+from sglang_ext.layers.kernels.verify_attention import verify_attention  # noqa: E402
+from sglang_ext.layers.kernels.verify_sizes import EXACT, Splits, Tokens, fast_blocks  # noqa: E402
+from sglang_ext.layers.kernels.window_scores import window_scores  # noqa: E402
+from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells, KeptCells  # noqa: E402
+from sglang_ext.mem_cache.compressed.formats.packing import Packing  # noqa: E402
+from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows, Pointers  # noqa: E402
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers  # noqa: E402
+from sglang_ext.mem_cache.compressors.catalogue import quantizer  # noqa: E402
+
+# Of the largest number: what rounding of inputs and weights may add up to.
+TOLERANCES = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
+# Tokens of a row after its copy, around the 32 of a step; 0 beside a copy alone.
+TAILS = (1, 32, 33)
+# Shapes and kernels of a quick run.
+QUICK = (
+    (Shape(80, 48, torch.float32), ("window", "uneven", "verify")),
+    (Shape(64, 7, torch.bfloat16), ("decode turboquant4", "pointers", "verify exact")),
+    (Shape(64, 1, torch.float32), ("pack turboquant2", "copies")),
+)
+
+
+def teach_bfloat16() -> None:
+    """Let the interpreter multiply it, in float32, and cast to and from all types: it knows but float32 beside it."""
+    builder = interpreter.InterpreterBuilder
+    plain_dot, plain_cast = builder.create_dot, builder.cast_impl
+
+    def wide(handle):
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        data = interpreter._convert_float(handle.data, tl.bfloat16, tl.float32, None).view("float32")
+        return interpreter.TensorHandle(data, tl.float32)
+
+    def cast(self, handle, dtype):
+        kinds = handle.dtype.scalar, dtype.scalar
+        if tl.bfloat16 in kinds and tl.float32 not in kinds and kinds[0] != kinds[1]:
+            handle = wide(handle) if kinds[0] == tl.bfloat16 else plain_cast(self, handle, tl.float32)
+        return plain_cast(self, handle, dtype)
+
+    builder.create_dot = lambda self, a, b, *more: plain_dot(self, wide(a), wide(b), *more)
+    builder.cast_impl = cast
+
+
+def refuse_first(count: int) -> Callable[[], None]:
+    """Let each kernel's first ``count`` tile sizes not fit; answers what begins to count anew."""
+    run, seen = interpreter.InterpretedFunction.run, defaultdict(set)
+
+    def limited(self, *args, grid, warmup, **kwargs):
+        options = frozenset(item for item in kwargs.items() if isinstance(item[1], int))
+        mine = seen[self.fn.__name__]
+        if "M" in kwargs or "ROWS" in kwargs or "PART" in kwargs:
+            fits = kwargs.get("num_stages", 3) == 1 or kwargs.get("PART", 64) < 64
+            if options not in mine and not fits and len(mine) < count:
+                mine.add(options)
+            if options in mine:
+                raise OutOfResources(1, 0, "shared memory")
+        return run(self, *args, grid=grid, warmup=warmup, **kwargs)
+
+    interpreter.InterpretedFunction.run = limited
+    return lambda: (seen.clear(), fitting._TAKEN.clear())
+
+
+def worst(found, expected) -> float:
+    """Of the largest number, how far the results are off; infinite where one is no number."""
+    error = (found.double() - expected).abs().max() / expected.abs().max().clamp(min=1e-3)
+    return float(torch.nan_to_num(error, nan=float("inf")))
+
+
+def random(shape: Shape, *sizes, seed=0):
+    return torch.randn(*sizes, shape.dim, generator=torch.Generator().manual_seed(seed + shape.dim)).to(shape.dtype)
+
+
+def window(shape: Shape):
+    """Scores, also where queries lie beyond the context's end."""
+    for tokens, ahead in ((1, 0), (64, 0), (65, 0), (65, 64)):
+        keys, queries = random(shape, 70, 1), random(shape, 1, 2, shape.group, seed=1)
+        slots, positions = torch.randperm(70)[:tokens], ahead + torch.tensor([max(0, tokens - 2), tokens - 1])
+        table = torch.tensor([keys.data_ptr()])
+        found = window_scores(queries, table, keys, slots, positions, 0.1)[0, 0]
+        logits = torch.einsum("wgd,td->gwt", queries[0].double(), keys[slots, 0].double()) * 0.1
+        hidden = torch.arange(tokens) > positions[:, None]
+        yield worst(found, logits.masked_fill(hidden, float("-inf")).softmax(-1).mean((0, 1)))
+
+
+def verify(shape: Shape, exact: bool):
+    """Two requests' new tokens over their rows, in a launch."""
+    splits = Splits(2, tile=32) if exact else Splits(3)
+    for prefixes, counts in (((0, 1), (1, 2)), ((31, 30), (1, 3))):
+        keys, values = random(shape, 80, 1), random(shape, 80, 1, seed=1)
+        queries = random(shape, sum(counts), shape.group, seed=2)
+        table = torch.randperm(80).view(2, 40).int()
+        lengths = torch.cat([torch.arange(p + 1, p + c + 1) for p, c in zip(prefixes, counts)])
+        most = max(splits.most, int(splits.of(lengths).max()))
+        splits = Splits(most, splits.tile)
+        starts = torch.tensor([0, counts[0], sum(counts)])
+        ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+        tokens = Tokens(torch.tensor([1, 0]), torch.tensor(prefixes), starts, counts, ends, splits.of(lengths))
+        sums = torch.full((len(lengths), shape.group, most), float("nan"))
+        blocks = EXACT if exact else fast_blocks(max(counts) * shape.group, shape.dim * shape.dtype.itemsize)
+        out = torch.full_like(queries, float("nan"))
+        room = sums[..., None].repeat(1, 1, 1, shape.dim), sums
+        verify_attention(queries, keys, values, out, table, tokens, splits, blocks, room, 0.1)
+        for token, length in enumerate(lengths.tolist()):
+            seen = table[0 if token >= counts[0] else 1, :length].long()
+            k, v = (part[seen].double().transpose(0, 1) for part in (keys, values))
+            yield worst(out[token], attention(queries[token][None], k, v, 0.1)[0])
+
+
+def decode(shape: Shape, name: str, bits: int):
+    """Packed blocks with and without tokens after them, tokens alone, and an empty row."""
+    pool = packed_pool(name, bits, 2, 33, heads=1, dim=shape.dim, dtype=shape.dtype)
+    packed, tokens = pool.packed, pool.keys.shape[1] - 33
+    cases = [(packed, 0), *((packed, tail) for tail in TAILS), *((0, tail) for tail in (0, *TAILS))]
+    table = torch.zeros(len(cases), len(pool.row), dtype=torch.int32)
+    for row, (first, _) in enumerate(cases):
+        part = pool.row[packed - first :]
+        table[row, : len(part)] = part
+    rows, lengths = torch.arange(len(cases)), torch.tensor([first + tail for first, tail in cases])
+    queries = random(shape, len(cases), shape.group, seed=3)
+    buffers = pool.buffers.keys[0], pool.buffers.values[0]
+    slots = torch.tensor([first for first, _ in cases]).int()
+    found = packed_decode.packed_decode(pool.packing, queries, *buffers, table, rows, lengths, slots, 0.1, (3, 1))
+    for row, (first, tail) in enumerate(cases):
+        seen = slice(0 if first else tokens, tokens + tail)
+        yield worst(found[row], _attended(queries[row], pool.keys[:, seen], pool.values[:, seen]))
+
+
+def _attended(queries, keys, values):
+    """float64 [heads, dim]; 0 for nothing to attend to."""
+    if keys.shape[1] == 0:
+        return torch.zeros(queries.shape, dtype=torch.float64)
+    return attention(queries[None], keys, values, 0.1)[0]
+
+
+def uneven(shape: Shape):
+    """Heads that keep nothing, one token, a step, one more, and tails as long."""
+    buffers = KVBuffers((0, 1), (0.1, 0.1), *(tuple(random(shape, 200, 2, seed=s + n) for n in range(2)) for s in (0, 5)))
+    cells, copied = HeadCells.of(buffers, 4), 20
+    order = torch.randperm(200)
+    context, table = order[:40], torch.zeros(4, 60, dtype=torch.int32)
+    table[1] = order[100:160]
+    bounds = torch.tensor([0, 0, 1, 33, 80], dtype=torch.int32)
+    kept = KeptCells(torch.randint(40, (80,)), bounds)
+    cells.write(1, kept, context, table[1, :copied].long())
+    table[2, :40] = order[160:200]
+    rows, lengths = torch.tensor([1, 1, 1, 2, 2]), torch.tensor([copied, copied + 1, copied + 33, 0, 32])
+    queries = random(shape, 5, 2 * shape.group, seed=7)
+    for layer in range(2):
+        found = uneven_decode(cells, layer, queries, table, rows, lengths, 0.1, (3, 1))
+        for request, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist())):
+            for head in range(2):
+                first, last = bounds[2 * layer + head :][:2].tolist() if row == 1 else (0, 0)
+                slots = torch.cat([context[kept.tokens[first:last]], table[row, copied if row == 1 else 0 : length].long()])
+                k, v = (kind[layer][slots, head].double()[None] for kind in (buffers.keys, buffers.values))
+                mine = slice(head * shape.group, (head + 1) * shape.group)
+                yield worst(found[request, mine], _attended(queries[request, mine], k, v))
+
+
+def pointers(shape: Shape):
+    """Heads that keep nothing, one token, a step, one more, and tails as long."""
+    buffers = KVBuffers((0,), (0.1,), (random(shape, 200, 2),), (random(shape, 200, 2, seed=5),))
+    form, order = Pointers.of(buffers, 1), torch.randperm(200)
+    before = [kind[0].clone() for kind in (buffers.keys, buffers.values)]
+    for count, tail in ((0, 0), (0, 1), (1, 0), (32, 32), (33, 33)):
+        held = order[100 : 100 + form.packed_slots(count)]
+        kept = torch.stack([torch.randperm(100)[:count] for _ in range(2)])[None]
+        if count:
+            form.write(buffers, kept, order[:100], held)
+        table = torch.cat([held, order[150 : 150 + tail], held.new_zeros(1)]).int()[None]
+        begins = PointerRows(form, torch.tensor([count], dtype=torch.int32))
+        queries, length = random(shape, 1, 2 * shape.group, seed=8), torch.tensor([len(held) + tail])
+        found = pointer_decode(begins, queries, buffers.keys[0], buffers.values[0], table, torch.tensor([0]), length, 0.1, (3, 1))
+        for head in range(2):
+            slots = torch.cat([order[:100][kept[0, head]], order[150 : 150 + tail]])
+            mine = slice(head * shape.group, (head + 1) * shape.group)
+            yield worst(found[0, mine], _attended(queries[0, mine], *(part[slots, head].double()[None] for part in before)))
+
+
+def copies(shape: Shape):
+    """Kept tokens that are copied: exactly those."""
+    for count in (1, 32, 33):
+        keys, values = random(shape, 90, 2), random(shape, 90, 2, seed=1)
+        order, kept = torch.randperm(90), torch.stack([torch.randperm(40)[:count] for _ in range(2)])[None]
+        expected = [part[order[:40][kept[0]], torch.arange(2)[:, None]] for part in (keys, values)]
+        tables = (torch.tensor([part.data_ptr()]) for part in (keys, values))
+        gather_kept(*tables, keys, values, kept, order[:40], order[40 : 40 + count])
+        found = [part[order[40 : 40 + count]].transpose(0, 1) for part in (keys, values)]
+        yield float(not all(map(torch.equal, found, expected)))
+
+
+def packing(shape: Shape, name: str, bits: int):
+    """What the kernel packs, where it takes such heads, is what PyTorch packs; assertions of pack_checks.py."""
+    noise, blocks = torch.Generator().manual_seed(bits), 9
+    buffers = pool(1, 1, shape.dim, shape.dtype, 128 * blocks + 20, noise)
+    packs = Packing.of(quantizer(name, bits), buffers, 1)
+    if takes(packs, buffers):
+        check_case("cpu", packs, buffers, blocks, noise)
+        yield 0.0
+
+
+ONCE = {"copies": copies, **{f"pack {n}{b}": lambda s, n=n, b=b: packing(s, n, b) for n, b in KERNEL_KINDS}}
+RUNS = {
+    "window": window,
+    "verify": lambda shape: verify(shape, exact=False),
+    "verify exact": lambda shape: verify(shape, exact=True),
+    **{f"decode {n}{b}": lambda s, n=n, b=b: decode(s, n, b) for n, b in KERNEL_KINDS},
+    "uneven": uneven,
+    "pointers": pointers,
+    **ONCE,
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_shapes(parser, tuple(RUNS))
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--refuse", type=int, default=0)
+    parser.add_argument("--tensor-cores", action="store_true", help="the Gluon kernel for the blocks that it takes, emulated")
+    asked, counts, started = parser.parse_args(), Counter(), time.monotonic()
+    teach_bfloat16()
+    if asked.tensor_cores:
+        packed_launches.packed_splits_gluon = Emulated("packed_splits_gluon")
+        packed_decode.has_tensor_cores = lambda keys: True
+    jobs = [
+        (shape, [name for name in asked.launches if name not in ONCE or shape.group == asked.groups[0]])
+        for shape in shapes(asked.dims, asked.groups, asked.dtypes)
+    ][asked.part[0] :: asked.part[1]]
+    forget = refuse_first(asked.refuse) if asked.refuse else lambda: None
+    for shape, names in QUICK if asked.quick else jobs:
+        counts += check(shape, names, forget)
+    if asked.quick:
+        forget = refuse_first(3)
+        for shape, names in QUICK:
+            counts += check(shape, names, forget)
+    print(f"{dict(counts)} in {time.monotonic() - started:.0f} s")
+    return int(counts["off"] > 0)
+
+
+def check(shape: Shape, names: Iterable[str], forget: Callable[[], None]) -> Counter:
+    """Run the kernels ``names``; answers how many ran, and how many were off."""
+    counts = Counter()
+    for name in names:
+        forget()
+        torch.manual_seed(0)
+        try:
+            off = max(RUNS[name](shape), default=0.0)
+        except AssertionError as error:
+            off = float("inf")
+            print(str(error)[:300])
+        counts["run"] += 1
+        if off > TOLERANCES[shape.dtype]:
+            counts["off"] += 1
+            print(f"off: {name}, {shape}: {off:.2g}", flush=True)
+    return counts
+
+
+if __name__ == "__main__":
+    sys.exit(main())

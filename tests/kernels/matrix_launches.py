@@ -1,0 +1,128 @@
+"""Launches of every kernel for a shape of attention, on small tensors: for kernel_matrix.py, which compiles what they launch."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from packed_helpers import KERNEL_KINDS, packed_pool
+
+from sglang_ext.layers.kernels.gather_kept import gather_kept
+from sglang_ext.layers.kernels.packed import pack_blocks, packed_decode
+from sglang_ext.layers.kernels.page_checksum import page_checksum
+from sglang_ext.layers.kernels.pointer_decode import pointer_decode
+from sglang_ext.layers.kernels.scatter_cells import scatter_cells
+from sglang_ext.layers.kernels.uneven_decode import uneven_decode
+from sglang_ext.layers.kernels.verify_attention import verify_attention
+from sglang_ext.layers.kernels.verify_sizes import EXACT, Splits, Tokens, fast_blocks
+from sglang_ext.layers.kernels.window_scores import window_scores
+from sglang_ext.layers.kernels.write_pointers import write_pointers
+from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells
+from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows, Pointers
+from sglang_ext.mem_cache.host_tier.checksums import SUMMED_WORD, as_words
+
+DIMS = (64, 80, 96, 128, 192, 256)
+GROUPS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 48, 71)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# New tokens of a request: a decode's, and what drafts of 4, 16 and 64 tokens are verified with.
+WIDTHS = (1, 5, 17, 65)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of attention: channels of a head, query heads that share a KV head, and the dtype of the KV pool."""
+
+    dim: int
+    group: int
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"{self.dim} channels, {self.group} query heads a KV head, {str(self.dtype).removeprefix('torch.')}"
+
+
+def shapes(dims=DIMS, groups=GROUPS, dtypes=DTYPES) -> Iterator[Shape]:
+    """All combinations."""
+    return (Shape(dim, group, dtype) for dim in dims for group in groups for dtype in dtypes)
+
+
+@lru_cache(maxsize=64)
+def pool_of(name: str, bits: int, dim: int, dtype: torch.dtype):
+    """A pool with a packed block, and 3 exact tokens."""
+    return packed_pool(name, bits, 1, 3, heads=1, dim=dim, dtype=dtype)
+
+
+def _one_request(shape: Shape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.zeros(1, shape.group, shape.dim, dtype=shape.dtype), torch.zeros(2, 8, dtype=torch.int32), torch.tensor([1])
+
+
+def _window(shape: Shape) -> None:
+    pool = pool_of("int8", 8, shape.dim, shape.dtype)
+    queries = torch.zeros(1, 32, shape.group, shape.dim, dtype=shape.dtype)
+    window_scores(queries, pool.buffers.key_table, pool.buffers.keys[0], torch.zeros(9).long(), torch.arange(32), 0.1)
+
+
+def _verify(blocks: Callable[[int, int], object], shape: Shape, width: int) -> None:
+    keys = torch.zeros(80, 1, shape.dim, dtype=shape.dtype)
+    queries, one = torch.zeros(width, shape.group, shape.dim, dtype=shape.dtype), torch.zeros(1, dtype=torch.int64)
+    ends = torch.arange(width + 1)
+    exact = blocks is None
+    splits = Splits(1, tile=256) if exact else Splits(4)
+    tokens = Tokens(one, one, torch.tensor([0, width]), [width], ends, torch.ones(width, dtype=torch.int32))
+    sizes = EXACT if exact else blocks(width * shape.group, shape.dim * shape.dtype.itemsize)
+    partial = torch.zeros(width, shape.group, splits.most, shape.dim)
+    table = torch.zeros(2, 80, dtype=torch.int32)
+    verify_attention(
+        queries, keys, keys, torch.zeros_like(queries), table, tokens, splits, sizes, (partial, partial[..., 0].contiguous()), 0.1
+    )
+
+
+def _packed(name: str, bits: int, shape: Shape) -> None:
+    pool = pool_of(name, bits, shape.dim, shape.dtype)
+    queries, table, rows = _one_request(shape)
+    buffers, slots = (pool.buffers.keys[0], pool.buffers.values[0]), torch.zeros(2, dtype=torch.int32)
+    packed_decode.packed_decode(pool.packing, queries, *buffers, table, rows, rows, slots, 0.1)
+
+
+def _packing(name: str, bits: int, shape: Shape) -> None:
+    pool = pool_of(name, bits, shape.dim, shape.dtype)
+    kept, slots = torch.zeros(1, 1, 64, dtype=torch.int64), torch.zeros(128, dtype=torch.int64)
+    if pack_blocks.takes(pool.packing, pool.buffers):
+        pack_blocks.pack_blocks(pool.packing, pool.buffers, kept, slots, slots)
+
+
+def _uneven(shape: Shape) -> None:
+    pool, (queries, table, rows) = pool_of("int8", 8, shape.dim, shape.dtype), _one_request(shape)
+    uneven_decode(HeadCells.of(pool.buffers, 2), 0, queries, table, rows, rows, 0.1)
+
+
+def _pointers(shape: Shape) -> None:
+    pool, (queries, table, rows) = pool_of("int8", 8, shape.dim, shape.dtype), _one_request(shape)
+    begins = PointerRows.of_table(Pointers.of(pool.buffers, 1), table)
+    pointer_decode(begins, queries, pool.buffers.keys[0], pool.buffers.values[0], table, rows, rows, 0.1)
+
+
+def _copies(shape: Shape) -> None:
+    """What does not depend on the queries."""
+    buffers = pool_of("int8", 8, shape.dim, shape.dtype).buffers
+    kept, slots = torch.zeros(1, 1, 40, dtype=torch.int64), torch.arange(40)
+    keys, values = buffers.keys[0], buffers.values[0]
+    gather_kept(buffers.key_table, buffers.value_table, keys, values, kept, slots, slots)
+    write_pointers(buffers.key_table, keys, kept, slots, slots)
+    bounds = torch.tensor([0, 40], dtype=torch.int32)
+    scatter_cells(buffers.key_table, buffers.value_table, keys, values, kept.flatten(), bounds, slots, slots)
+    words = as_words(keys, SUMMED_WORD)
+    weights = torch.ones(1, 2, 16, dtype=torch.int64), torch.ones(words.shape[1], dtype=torch.int64)
+    page_checksum(buffers.key_table, buffers.value_table, words, torch.arange(32), *weights)
+
+
+# What does not depend on the query heads is launched for one of them.
+ONCE = {"copies": _copies, **{f"pack {name}{bits}": lambda s, n=name, b=bits: _packing(n, b, s) for name, bits in KERNEL_KINDS}}
+LAUNCHES: dict[str, Callable[[Shape], None]] = {
+    "window": _window,
+    **{f"verify {width}": lambda s, w=width: _verify(fast_blocks, s, w) for width in WIDTHS},
+    "verify exact": lambda s: _verify(None, s, WIDTHS[2]),
+    **{f"decode {name}{bits}": lambda s, n=name, b=bits: _packed(n, b, s) for name, bits in KERNEL_KINDS},
+    "uneven": _uneven,
+    "pointers": _pointers,
+    **ONCE,
+}

@@ -1,0 +1,79 @@
+"""A check of the kernel that packs blocks, against what PyTorch writes."""
+
+from dataclasses import replace
+
+import torch
+
+from sglang_ext.layers.kernels.packed.pack_blocks import pack_blocks, takes
+from sglang_ext.mem_cache.compressed.formats.packing import Packing
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressors.catalogue import quantizer
+from sglang_ext.mem_cache.compressors.contracts.quantizer import grouped, meant
+
+# Method, bits, channels of a head, KV heads, dtype, blocks.
+CASES = (
+    ("kivi", 4, 128, 2, torch.bfloat16, 3), ("kivi", 2, 64, 1, torch.float16, 9), ("kivi", 2, 128, 1, torch.float32, 1),
+    ("int8", 8, 128, 1, torch.bfloat16, 2), ("int4", 4, 64, 3, torch.float32, 1), ("rotatekv", 2, 64, 2, torch.bfloat16, 9),
+    ("rotatekv", 4, 128, 1, torch.float16, 1), ("turboquant", 4, 128, 2, torch.bfloat16, 2),
+    ("turboquant", 2, 64, 1, torch.float32, 10),
+)  # fmt: skip
+
+
+def pool(layers, heads, dim, dtype, slots, noise):
+    """Buffers with channels of different sizes, the last one alike in all tokens; of slot 0 all numbers are 0, of slot 1 huge."""
+    spread = 1 + 3 * torch.rand(dim, generator=noise)
+    kinds = [[torch.randn(slots, heads, dim, generator=noise) * spread for _ in range(layers)] for _ in "kv"]
+    for buffer in (*kinds[0], *kinds[1]):
+        # The nearest float16 is greater, so that zero points of one channel are, too, and scales negative.
+        buffer[..., -1], buffer[0] = 0.20015, 0
+        # Scales and zero points end where float16 does.
+        buffer[1] *= 1 if dtype == torch.float16 else 1e5
+    return KVBuffers((0,) * layers, (1.0,) * layers, *(tuple(buffer.to(dtype) for buffer in kind) for kind in kinds))
+
+
+def check_block(packing, layout, numbers, kernel, plain):
+    """Scales are alike, and each number has the code whose meaning is nearest to it."""
+    rotation, levels = (of(numbers.device)[0] for of in (packing.rotations, packing.levels))
+    if rotation is not None:
+        numbers = numbers @ rotation.double()
+    for found, expected in ((kernel.scale, plain.scale), (kernel.zero, plain.zero)):
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=2e-6)
+    scale, zero = (part.double()[:, :, :, None, :, None] for part in (kernel.scale, kernel.zero))
+    wanted = grouped(numbers.view(kernel.codes.shape), layout.grid)
+    distance = [(grouped(meant(b.codes, levels).double(), layout.grid) * scale + zero - wanted).abs() for b in (kernel, plain)]
+    assert torch.all(distance[0] <= distance[1] * (1 + 1e-3) + 2e-5 * (scale + zero.abs()))
+    assert (kernel.codes != plain.codes).double().mean() < 1e-3
+
+
+def check_case(device, packing, buffers, blocks, noise):
+    """Kept tokens differ by head, and slots lie anywhere; nothing but the targets changes."""
+    layers, (slots, heads, _), tokens = len(buffers.keys), buffers.keys[0].shape, 64 * blocks
+    order = torch.cat([torch.arange(2), 2 + torch.randperm(slots - 2, generator=noise)])
+    sources, targets = order[: tokens + 20], order[tokens + 20 :][: packing.held_slots(tokens)]
+    kept = torch.stack([torch.randperm(tokens + 20, generator=noise)[:tokens].sort().values for _ in range(layers * heads)])
+    kept = kept.view(layers, heads, tokens)
+    kept[..., :2] = torch.arange(2)
+    originals = [buffer.clone() for buffer in (*buffers.keys, *buffers.values)]
+    keys, values = (tuple(b.to(device, copy=True) for b in kind) for kind in (buffers.keys, buffers.values))
+    packing.write(buffers, kept, sources, targets)
+    pack_blocks(packing, replace(buffers, keys=keys, values=values), *(part.to(device) for part in (kept, sources, targets)))
+    pairs = zip((*keys, *values), (*buffers.keys, *buffers.values), originals, strict=True)
+    for index, (found, expected, original) in enumerate(pairs):
+        layout, found = packing.keys if index < layers else packing.values, found.cpu()
+        read = original[sources[kept[index % layers]], torch.arange(heads)[:, None]].double()
+        check_block(packing, layout, read, *(packing.read(buffer, layout, targets) for buffer in (found, expected)))
+        found[targets] = original[targets]
+        assert torch.equal(found, original)
+
+
+def check_pack_blocks(device):
+    """All methods, bits, dtypes and sizes of heads."""
+    for number, (name, bits, dim, heads, dtype, blocks) in enumerate(CASES):
+        packs, noise = quantizer(name, bits), torch.Generator().manual_seed(number)
+        if device == "cpu" and dtype == torch.bfloat16 and packs.rotation(dim) is not None:
+            # The interpreter has no products of bfloat16.
+            dtype = torch.float16
+        buffers = pool(2, heads, dim, dtype, 128 * blocks + 20, noise)
+        packing = Packing.of(packs, buffers, 1)
+        assert takes(packing, buffers)
+        check_case(device, packing, buffers, blocks, noise)

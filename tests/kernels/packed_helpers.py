@@ -1,0 +1,98 @@
+"""Packed copies in a small pool, and what they mean, computed without the code under test."""
+
+from dataclasses import dataclass
+
+import torch
+
+from sglang_ext.mem_cache.compressed.formats.packing import Packing
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressed.rotary import Rotary
+from sglang_ext.mem_cache.compressors import catalogue
+from sglang_ext.mem_cache.compressors.catalogue import quantizer
+
+# Every quantizer with every number of bits that it allows.
+KINDS = [(name, bits) for name in catalogue.packing() for bits in catalogue.allowed_bits(name)]
+# Those that have kernels.
+KERNEL_KINDS = [(name, bits) for name, bits in KINDS if name in catalogue.on_gpu()]
+
+
+def frequencies(dim):
+    """Of a rotary embedding that turns all channels but the last quarter: float32 [pairs]."""
+    return 100.0 ** -torch.linspace(0, 1, dim * 3 // 8)
+
+
+def turned(vectors, positions, angles):
+    """NeoX rotary embedding in complex float64: ``vectors`` [..., tokens, dim] at ``positions`` [..., tokens], or [tokens]."""
+    pairs = len(angles)
+    units = torch.polar(torch.ones(1, dtype=torch.float64), positions.double()[..., None] * angles.double())
+    units = torch.complex(vectors[..., :pairs].double(), vectors[..., pairs : 2 * pairs].double()) * units
+    return torch.cat([units.real, units.imag, vectors[..., 2 * pairs :].double()], -1)
+
+
+def meant(block, levels, rotation):
+    """What blocks stand for, number by number: float64 [heads, tokens, dim]."""
+    heads, blocks, tokens, dim = block.codes.shape
+    numbers = block.codes.double() if levels is None else levels.double()[block.codes.long()]
+    along = (tokens // block.scale.shape[2], dim // block.scale.shape[3])
+    scale, zero = (
+        part.double().repeat_interleave(along[0], 2).repeat_interleave(along[1], 3) for part in (block.scale, block.zero)
+    )
+    numbers = numbers * scale + zero
+    if block.outliers is not None:
+        head, number, _ = torch.meshgrid(*map(torch.arange, block.outliers.places.shape), indexing="ij")
+        numbers[head, number, block.outliers.places // dim, block.outliers.places % dim] += block.outliers.excess.double()
+    numbers = numbers.reshape(heads, -1, dim)
+    return numbers if rotation is None else numbers @ rotation.double().t()
+
+
+@dataclass
+class PackedPool:
+    """A pool with one layer and a request whose first tokens are packed.
+
+    ``row``: its slots, ``packed`` of them with blocks; ``keys``, ``values``: what all of its tokens mean, float64
+    [kv_heads, tokens, dim]; ``originals``: what those that are packed were, keys and values.
+    """
+
+    buffers: KVBuffers
+    packing: Packing
+    row: torch.Tensor
+    packed: int
+    keys: torch.Tensor
+    values: torch.Tensor
+    originals: list[torch.Tensor]
+
+
+def packed_pool(name, bits, blocks, exact, heads=2, dim=64, dtype=torch.float32, seed=0):
+    """``blocks`` packed blocks and ``exact`` tokens after them."""
+    noise = torch.Generator().manual_seed(seed)
+    tokens = blocks * 64
+    # Channels and tokens of different sizes, as keys have.
+    spread = 1 + 3 * torch.rand(dim, generator=noise)
+    keys, values = ((torch.randn(2 * tokens + exact + 60, heads, dim, generator=noise) * spread).to(dtype) for _ in "kv")
+    buffers = KVBuffers((0,), (0.1,), (keys,), (values,))
+    packing = Packing.of(quantizer(name, bits), buffers, 1, Rotary(frequencies(dim)))
+    order = torch.randperm(len(keys), generator=noise)
+    sources, rest = order[:tokens], order[tokens:]
+    packed = packing.packed_slots(tokens)
+    row = rest[: packed + exact]
+    originals = [buffer[sources].transpose(0, 1).double() for buffer in (keys, values)]
+    kept = torch.arange(tokens).expand(1, heads, -1)
+    packing.write(buffers, kept, sources, row[:packed])
+    means, levels, rotations = [], packing.levels(row.device), packing.rotations(row.device)
+    for kind, (buffer, layout) in enumerate(((keys, packing.keys), (values, packing.values))):
+        block = packing.read(buffer, layout, row[:packed])
+        far = meant(block, levels[kind], rotations[kind])
+        far = far if block.positions is None else turned(far, torch.arange(tokens), frequencies(dim))
+        means.append(torch.cat([far, buffer[row[packed:]].transpose(0, 1).double()], 1))
+    return PackedPool(buffers, packing, row, packed, *means, originals)
+
+
+def attention(queries, keys, values, scaling):
+    """float64 causal attention of the last queries, [count, heads, dim], over [kv_heads, tokens, dim]."""
+    count, heads, dim = queries.shape
+    group = heads // len(keys)
+    keys, values = (part.repeat_interleave(group, 0) for part in (keys, values))
+    logits = torch.einsum("qhd,htd->hqt", queries.double(), keys) * scaling
+    newest = torch.arange(keys.shape[1] - count, keys.shape[1])
+    logits.masked_fill_(torch.arange(keys.shape[1]) > newest[:, None], float("-inf"))
+    return torch.einsum("hqt,htd->qhd", logits.softmax(-1), values)

@@ -1,0 +1,191 @@
+"""A real SGLang server with the requests that tests send, and the flags that several tests share."""
+
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+
+from sglang_ext.bench.server import ServerProcess
+from sglang_ext.bench.soaking.soak import server_environment
+from sglang_ext.platforms import activate
+
+STRICT = server_environment(retraction_steps=None)
+# Seeds, processors and hidden states are per request: what else is asked does not depend on these flags.
+STOCK = ("--enable-deterministic-inference", "--enable-custom-logit-processor", "--enable-return-hidden-states")
+# Of half the default's drafts fewer are wrong, and an answer takes more rounds.
+DRAFTING = (*STOCK, "--kv-mode", "verified", "--kv-budget", "0.25", "--kv-draft-length", "8", "--enable-metrics")
+# What users run, in SGLang's overlapped loop.
+VERIFIED = DRAFTING
+PAGED = (
+    *("--kv-mode", "verified", "--kv-compressor", "sink-recent", "--kv-budget", "0.125"),
+    *("--page-size", "16", "--chunked-prefill-size", "256", "--kv-draft-length", "8",),
+    # SGLang's plain loop: a result is processed before the next round is built.
+    *("--max-total-tokens", "16384", "--disable-overlap-schedule"),
+)
+# A user's own.
+OWN = f"{Path(__file__).parents[2]}/examples/key_norm.py:KeyNorm"
+# Three methods that drop tokens, one of them a user's own, and one that packs them, which serves whoever asks for none.
+SEVERAL = (
+    *(*STOCK, "--kv-mode", "verified", "--kv-compressor", "kivi", "--kv-bits", "4", "--kv-draft-length", "8"),
+    "--enable-metrics",
+    *("--kv-more-compressors", f"snapkv,snapkv:0.125,{OWN}"),
+)
+# A pool that does not hold all prompts at once, and host memory for the rest.
+CROWDED = (
+    *VERIFIED,
+    *("--max-running-requests", "20", "--max-total-tokens", "3584", "--kv-host-gb", "0.3"),
+)
+# What former versions read of the environment: a shell may have left it.
+LEFT = {"SGLANG_EXT_SIMULATE_ACCEPTANCE": "0", "SGLANG_EXT_CORRUPT_LOADS": "1", "SGLANG_EXT_LOCK_STEP": "1"}
+# Slots of a server that does not say how many; each thousand takes 0.2 s to allocate.
+POOL_TOKENS = 8192
+# Where no kernel is compiled, leaving PyTorch's compiler out saves a fifth of a start.
+QUICK_START = {} if activate() is None else {"TORCHDYNAMO_DISABLE": "1"}
+# Length of the answers that fixture ``expected`` holds: two rounds of drafts and more.
+EXPECTED_TOKENS = 20
+
+
+class Server(ServerProcess):
+    """A running server, with the requests that tests send."""
+
+    def ask(self, **body: Any) -> Any:
+        """POST /generate."""
+        return self.request("generate", body)
+
+    def metric(self, *names: str) -> float:
+        """Sum of the samples of its metrics page that begin with one of ``names``."""
+        lines = self.request("metrics").splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(names))
+
+    def ask_all(
+        self, prompts: list[list[int]], workers: int = 4, cold: bool = True, **body: Any
+    ) -> list[Any]:
+        """Answers to all prompts, ``workers`` at once, by default from an empty prefix cache."""
+        if cold:
+            self.flush_cache()
+        with ThreadPoolExecutor(workers) as pool:
+            return list(pool.map(lambda ids: self.ask(input_ids=ids, **body), prompts))
+
+    def ask_beside(self, running: dict[str, Any], **body: Any) -> tuple[Any, Any]:
+        """The answer to ``body``, sent once ``running`` decodes, and the answer to ``running``.
+
+        So no prefill joins while ``body`` decodes: in SGLang's overlapped loop that changes what penalties have counted.
+        """
+        begun = Event()
+
+        def run() -> Any:
+            chunk = None
+            for chunk in self.stream("generate", {**running, "stream": True}):
+                begun.set()
+            return chunk
+
+        with ThreadPoolExecutor(1) as pool:
+            other = pool.submit(run)
+            assert begun.wait(self.request_timeout)
+            return self.ask(**body), other.result()
+
+
+class Servers:
+    """Starts servers on demand: stock stays, another one ends when the next is asked for.
+
+    They sleep when idle: SGLang's scheduler polls otherwise, and takes a core from the other server. What ends mostly
+    waits, so that the next one starts meanwhile.
+    """
+
+    def __init__(self, model: Path, folder: Path) -> None:
+        self.model = model
+        self.folder = folder
+        self.running: dict[tuple, Server] = {}
+        self.background = ThreadPoolExecutor()
+        self.ending: list[Future[None]] = []
+        self.started = 0
+
+    def launch(self, *flags: str, env: dict[str, str] | None = None, console: bool = False) -> Server:
+        """The server with these flags and environment variables; ``console``: from ``sglang serve``."""
+        key = (*flags, *sorted((env or {}).items()), *(["console"] if console else []))
+        for other, server in list(self.running.items()):
+            replaced = STOCK not in (key, other) and other != key
+            if replaced or not server.running:
+                self._end(other)
+        if key not in self.running:
+            self.running[key] = self._start(flags, env, console)
+        return self.running[key]
+
+    def stop(self) -> None:
+        """End all servers."""
+        for key in list(self.running):
+            self._end(key)
+        for ended in self.ending:
+            ended.result()
+
+    def _end(self, key: tuple) -> None:
+        self.ending.append(self.background.submit(self.running.pop(key).stop))
+
+    def _start(self, flags: tuple[str, ...], env: dict[str, str] | None, console: bool) -> Server:
+        self.started += 1
+        pool = () if "--max-total-tokens" in flags else ("--max-total-tokens", str(POOL_TOKENS))
+        server = Server(
+            str(self.model),
+            ("--dtype", "float32", "--sleep-on-idle", *pool, *flags),
+            self.folder / f"server-{self.started}.log",
+            request_timeout=300,
+            env={"HF_HUB_OFFLINE": "1", **({} if console else QUICK_START), **(env or {})},
+        )
+        if console:
+            command = Path(sys.executable).with_name("sglang")
+            server.command = (str(command), "serve", *server.command[3:])
+        return server.__enter__()
+
+
+@contextmanager
+def sampled(server: Server, name: str) -> Iterator[list[float]]:
+    """Values of a metric, twice a second, while the block runs; the list is filled as it goes."""
+    values, ended = [], Event()
+
+    def watch() -> None:
+        while not ended.wait(0.5):
+            values.append(server.metric(name))
+
+    with ThreadPoolExecutor(1) as background:
+        done = background.submit(watch)
+        try:
+            yield values
+        finally:
+            ended.set()
+    done.result()
+
+
+def greedy(tokens: int, **more: Any) -> dict[str, Any]:
+    """Body of a greedy request for exactly ``tokens`` tokens."""
+    return {"sampling_params": {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True, **more}}
+
+
+def assert_same_answers(expected: Any, found: Any, fallback: str | None) -> None:
+    """Equal tokens, text and end of one answer or of a list, and why ``found`` was served with full KV."""
+    expected, found = (r if isinstance(r, list) else [r] for r in (expected, found))
+    for part in ("output_ids", "text"):
+        assert [r[part] for r in found] == [r[part] for r in expected]
+    ends = [[r["meta_info"]["finish_reason"] for r in side] for side in (expected, found)]
+    assert ends[0] == ends[1]
+    assert {r["meta_info"]["kv_fallback"] for r in found} == {fallback}
+
+
+def assert_times_of_tokens(server: Server, prompt: list[int], tokens: int) -> None:
+    """SGLang's times of an answer that is not streamed: the first token is the prefill's, the others are decoded at the speed told."""
+    names = [f"sglang:{name}_seconds_{part}" for name in ("time_to_first_token", "e2e_request_latency") for part in ("count", "sum")]
+    before = [server.metric(name) for name in names]
+    told = server.ask(input_ids=prompt, **greedy(tokens))["meta_info"]
+    firsts, first, ends, end = (server.metric(name) - earlier for name, earlier in zip(names, before))
+    assert (firsts, ends) == (1, 1)
+    assert 0 < first < 0.8 * end, f"the first token after {first:.3f} of {end:.3f} s"
+    assert told["decode_throughput"] == pytest.approx((tokens - 1) / (end - first), rel=0.2)
+
+
+def first_name(options: Any) -> str:
+    """The name of a parametrized test: its first option."""
+    return next(iter(options)) if isinstance(options, dict) else ""

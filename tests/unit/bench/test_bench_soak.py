@@ -1,0 +1,290 @@
+"""A whole soak against a stand-in for both servers."""
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping
+from email.message import Message
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+
+import pytest
+from bench_helpers import PROMPT, Here
+
+from sglang_ext.bench import BenchError
+from sglang_ext.bench import server as bench_server
+from sglang_ext.bench.__main__ import main
+from sglang_ext.bench.soaking import sending, soak
+from sglang_ext.bench.soaking.answers import LOST_LOGPROB, Sample
+from sglang_ext.bench.soaking.request_options import OPTIONS
+from sglang_ext.bench.soaking.soak_prompts import cases
+from sglang_ext.bench.soaking.tally import Tally
+from sglang_ext.bench.soaking.traffic import MALFORMED, Request
+
+
+@pytest.fixture(autouse=True)
+def checked_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers' flags are checked in this process."""
+    monkeypatch.setattr(bench_server, "ProcessPoolExecutor", Here)
+
+
+class FakeServer:
+    """Counts up from 1; ``break_answer`` may change an answer of the verified server."""
+
+    made: list["FakeServer"] = []
+    retractions = 0
+
+    def __init__(self, model: str, flags: tuple[str, ...], log: Path, **options: Any) -> None:
+        self.flags, self.env = flags, options.get("env")
+        self.made.append(self)
+
+    def __enter__(self) -> "FakeServer":
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def describe_log(self) -> str:
+        return "log"
+
+    def flush_cache(self) -> None: ...
+
+    def request(self, path: str) -> dict[str, Any]:
+        assert path == "server_info"
+        return {"disable_overlap_schedule": soak.PLAIN_LOOP in self.flags}
+
+    def post_quietly(self, path: str, body: Mapping[str, Any]) -> None: ...
+
+    def post(self, path: str, body: dict[str, Any]) -> Any:
+        params = body["sampling_params"]
+        if any(params.get(name) == value for each in MALFORMED for name, value in each.items()):
+            raise HTTPError("url", 400, "malformed", Message(), None)
+        answers = [self.answer(body, params["max_new_tokens"]) for _ in range(params.get("n", 1))]
+        return answers if "n" in params else answers[0]
+
+    def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        count = body["sampling_params"]["max_new_tokens"]
+        for index in range(body["sampling_params"].get("n", 1)):
+            for end in range(1, count + 1):
+                chunk = {**self.answer(body, end), "index": index}
+                if end < count:
+                    chunk["meta_info"]["finish_reason"] = None
+                yield chunk
+
+    def answer(self, body: dict[str, Any], count: int) -> dict[str, Any]:
+        ids = list(range(1, count + 1))
+        meta: dict[str, Any] = {"finish_reason": {"type": "length"}}
+        if self.env is not None:
+            meta |= {"num_retractions": self.retractions, "kv_drafts": 2, "kv_accepted": 1}
+            self.break_answer(ids)
+        if body.get("return_logprob"):
+            meta["output_token_logprobs"] = [[-0.5, token, None] for token in ids]
+        return {"output_ids": ids, "meta_info": meta}
+
+    def break_answer(self, ids: list[int]) -> None: ...
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> type[FakeServer]:
+    monkeypatch.setattr(soak, "ServerProcess", FakeServer)
+    monkeypatch.setattr(soak, "load_tokenizer", lambda model: None)
+    monkeypatch.setattr(soak, "load_prompts", lambda path, tokenizer: (PROMPT,))
+    monkeypatch.setattr(soak, "SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr(FakeServer, "made", [])
+    return FakeServer
+
+
+def run(folder: Path, *words: str) -> tuple[int, dict[str, Any]]:
+    """Run the command for a moment; its exit code and totals."""
+    path = folder / "totals.json"
+    common = ("--model", "m", "--prompts", "p", "--minutes", "0.005", "--workers", "2")
+    code = main(["soak", *common, "--output-len", "5", "--logs", str(folder), "--json", str(path), *words])
+    return code, json.loads(path.read_text())
+
+
+class TestRun:
+    def test_right_answers_pass_and_are_counted(self, server: type[FakeServer], tmp_path: Path) -> None:
+        code, totals = run(tmp_path)
+        assert (code, totals["problems"], totals["retractions"]) == (0, [], 0)
+        assert totals["outcomes"]["answered"] > 0 and totals["outcomes"]["refused"] > 0
+        assert totals["streamed"] > 0 and totals["drafts"] == 2 * totals["accepted"] > 0
+        outcomes = sum(row.get(name, 0) for row in totals["options"].values() for name in totals["outcomes"])
+        assert outcomes == sum(totals["outcomes"].values()) and len(totals["requests"]) == len(OPTIONS)
+
+    def test_strict_checks_reach_the_verified_server_only(
+        self, server: type[FakeServer], tmp_path: Path
+    ) -> None:
+        run(tmp_path, "--pool-tokens", "4500")
+        stock, verified = server.made
+        assert stock.env is None and verified.env == soak.STRICT_CHECKS
+        assert "4500" in verified.flags and "4500" not in stock.flags
+
+    def test_wrong_answer_ends_the_run(
+        self, server: type[FakeServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(FakeServer, "break_answer", lambda self, ids: ids.__setitem__(-1, 0))
+        code, totals = run(tmp_path, "--minutes", "5")
+        assert code == 1
+        assert any("differs from stock at token" in problem for problem in totals["problems"])
+
+    def test_each_reference_finds_an_idle_server(self, server: type[FakeServer]) -> None:
+        class Busy(FakeServer):
+            idle = False
+
+            def flush_cache(self) -> None:
+                self.idle = True
+
+            def post(self, path: str, body: dict[str, Any]) -> Any:
+                assert self.idle
+                self.idle = False
+                return super().post(path, body)
+
+        answers = soak.reference_answers(Busy("m", (), Path("log")), (PROMPT,), 4)  # type: ignore[arg-type]
+        prompts, answers = answers
+        assert len(prompts) == 4 and answers.keys() == {(case.prompt, case.option.name) for case in cases(1, 3)}
+
+    def test_reference_that_stock_refuses_is_named(self, server: type[FakeServer]) -> None:
+        class Refusing(FakeServer):
+            def post(self, path: str, body: dict[str, Any]) -> Any:
+                raise ConnectionError("gone")
+
+        with pytest.raises(BenchError, match="stock, greedy, p: ConnectionError: gone"):
+            soak.reference_answers(Refusing("m", (), Path("log")), (PROMPT,), 4)  # type: ignore[arg-type]
+
+
+class TestLoop:
+    @pytest.mark.parametrize(
+        ("more", "overlapped"),
+        [
+            ((), True),
+            (("--disable-overlap",), False),
+            (("--disable-overlap", "--kv", "--kv-budget 0.25"), False),
+            (("--kv", "--kv-budget 0.5"), True),
+        ],
+    )
+    def test_both_servers_run_the_same(
+        self, server: type[FakeServer], tmp_path: Path, more: tuple[str, ...], overlapped: bool
+    ) -> None:
+        code, totals = run(tmp_path, *more)
+        stock, verified = server.made
+        assert (code, totals["overlapped"]) == (0, overlapped)
+        assert (soak.PLAIN_LOOP not in stock.flags) == (soak.PLAIN_LOOP not in verified.flags) == overlapped
+
+    def test_a_server_that_runs_the_other_one_is_refused(self, server: type[FakeServer]) -> None:
+        with pytest.raises(BenchError, match="runs SGLang's plain loop instead of the overlapped one"):
+            soak.check_loop(FakeServer("m", (soak.PLAIN_LOOP,), Path("log")), True)  # type: ignore[arg-type]
+
+    def test_flags_of_both_reach_both(self, server: type[FakeServer], tmp_path: Path) -> None:
+        run(tmp_path, "--server-arg=--attention-backend triton")
+        assert all(each.flags[-1] == "triton" or "triton" in each.flags for each in server.made)
+
+
+class TestStocksOwn:
+    """Differences that stock makes in its overlapped loop, and those that nobody may make."""
+
+    def sent(self, option: str, answered: Sample, overlapped: bool = True, company: bool = True) -> Tally:
+        """What is counted when a server answers so to a request whose tokens are 1 and 2 in stock."""
+        asked = next(each for each in OPTIONS if each.name == option)
+        request = Request("r", 0, asked, 2, "plain", stream=False, delay=0.0)
+        references = {(0, option): (Sample((1, 2), "length", (-0.5, -0.5)),)}
+        fake: Any = FakeServer("m", (), Path("log"))
+        given = soak.Soak(fake, [PROMPT], (), references, overlapped, Tally())
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sending, "ask", lambda *_: (answered,))
+            if company:
+                with given.company.join(alone=False):
+                    sending.send(given, request)
+            else:
+                sending.send(given, request)
+        return given.tally
+
+    @pytest.mark.parametrize(
+        ("option", "overlapped", "company", "passes"),
+        [
+            ("frequency-penalty", True, True, True),
+            ("frequency-penalty", True, False, False),
+            ("frequency-penalty", False, True, False),
+            ("greedy", True, True, False),
+            ("min-new-tokens", True, True, False),
+        ],
+    )
+    def test_other_tokens_pass_for_a_penalized_request_beside_others_in_the_overlapped_loop(
+        self, option: str, overlapped: bool, company: bool, passes: bool
+    ) -> None:
+        tally = self.sent(option, Sample((1, 3), "length"), overlapped, company)
+        assert (not tally.problems) == passes
+        assert dict(tally.stocks_own) == ({sending.PENALIZED_IN_COMPANY: 1} if passes else {})
+        assert tally.as_json()["outcomes"] == {"answered": passes, "aborted": 0, "refused": 0, "wrong": not passes}
+
+    def test_another_length_passes_for_nobody(self) -> None:
+        assert self.sent("frequency-penalty", Sample((1,), "length")).problems
+
+    @pytest.mark.parametrize("overlapped", [True, False])
+    def test_a_lost_first_logprob_passes_in_the_overlapped_loop(self, overlapped: bool) -> None:
+        lost = Sample((1, 2), "length", (None, -0.5), retractions=1, oddities=frozenset([LOST_LOGPROB]))
+        tally = self.sent("logprobs", lost, overlapped)
+        assert (not tally.problems) == overlapped == (tally.stocks_own[LOST_LOGPROB] == 1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_id_of_an_aborted_request_is_used_again_unless_it_was_streamed(
+    server: type[FakeServer], monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    drawn: list[str] = []
+
+    def draw(chance: object, rid: str, *_: object) -> Request:
+        drawn.append(rid)
+        if len(drawn) == 4:
+            tally.fail("enough")
+        return Request(rid, 0, OPTIONS[0], 4, "abort" if len(drawn) == 2 else "plain", stream=stream, delay=9.0)
+
+    def ask(_: object, request: Request, __: object) -> tuple[Sample, ...]:
+        return (Sample((1,), "abort") if request.kind == "abort" else Sample((1, 2, 3, 4), "length"),)
+
+    monkeypatch.setattr(sending, "draw_request", draw)
+    monkeypatch.setattr(sending, "ask", ask)
+    tally = Tally()
+    references = {(0, "greedy"): (Sample((1, 2, 3, 4), "length"),)}
+    given = soak.Soak(FakeServer("m", (), Path("log")), [PROMPT], (), references, True, tally)  # type: ignore[arg-type]
+    sending.traffic(given, argparse.Namespace(minutes=5, workers=1, seed=0, output_len=4))
+    first, second, third, fourth = drawn
+    assert (second == third) != stream and len({first, second, fourth}) == 3
+    assert tally.problems == ["enough"]
+
+
+class TestForcedRetraction:
+    def test_variables_of_the_verified_server(self) -> None:
+        added = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "7"}
+        assert soak.server_environment(7) == soak.STRICT_CHECKS | added
+
+    def test_less_than_one_step_is_refused_before_a_server_starts(self, server: type[FakeServer]) -> None:
+        assert main(["soak", "--model", "m", "--prompts", "p", "--force-retraction", "0"]) == 2
+        assert server.made == []
+
+    @pytest.mark.parametrize(("retractions", "code"), [(0, 1), (1, 0)])
+    def test_run_fails_if_none_happened(
+        self,
+        server: type[FakeServer],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        retractions: int,
+        code: int,
+    ) -> None:
+        monkeypatch.setattr(FakeServer, "retractions", retractions)
+        found, totals = run(tmp_path, "--force-retraction", "3")
+        assert (found, bool(totals["retractions"])) == (code, bool(retractions))
+        assert any("no request was retracted" in problem for problem in totals["problems"]) == bool(code)
+
+
+def test_progress_and_table_show_outcomes_by_option_and_retractions() -> None:
+    tally = Tally(retractions=3)
+    assert tally.progress() == "no answer yet, 3 retractions"
+    greedy, seeded = (Request("r", 0, option, 1, "plain", stream=True, delay=0) for option in (OPTIONS[0], OPTIONS[12]))
+    tally.add("answered", greedy, [Sample((1,), "length", retractions=1)])
+    tally.add("answered", seeded)
+    tally.fail("wrong", seeded)
+    tally.count_stocks_own(greedy, [LOST_LOGPROB])
+    assert tally.progress() == "2 answered, 1 wrong, 4 retractions"
+    table = {line.split()[0]: line.split()[1:] for line in tally.table().splitlines()[1:]}
+    assert table["greedy"] == ["1", "0", "0", "0", "1", "1", "1"]
+    assert table["seeded"] == ["1", "0", "0", "1", "1", "0", "0"]
+    assert table["all"] == ["2", "0", "0", "1", "2", "1", "1"]

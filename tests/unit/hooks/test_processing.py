@@ -1,0 +1,133 @@
+"""SGLang's scheduler processes of a round those that answered, and what is told of a request survives its counters."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+
+from sglang_ext.core import RequestState
+from sglang_ext.hooks.processing import process_emitted
+from sglang_ext.layers.attention.views import BetweenSteps
+from sglang_ext.managers import meta_info
+from sglang_ext.managers.spec_decode.result import RoundResult
+from sglang_ext.mem_cache.compressors import catalogue
+
+
+def request(name, grammar=None):
+    return SimpleNamespace(
+        name=name, grammar=grammar, finished=lambda: False, to_finish=None, is_retracted=False, return_logprob=name == "a"
+    )
+
+
+def make_result(return_logprob=True):
+    """Of three requests, of which the second only drafted: four places each."""
+    tokens = torch.tensor([[1, 5, 0, 0], [0, 0, 0, 0], [3, 0, 0, 0]])
+    output = LogitsProcessorOutput(next_token_logits=None)
+    output.next_token_logprobs = -tokens.float()
+    for name in ("top_logprobs_val", "top_logprobs_idx", "token_ids_logprobs_val", "token_ids_logprobs_idx"):
+        setattr(output, f"next_token_{name}", [[]] * 12)
+    counts = torch.tensor([2, 0, 1])
+    batch = SimpleNamespace(return_logprob=return_logprob, reqs=[request(n) for n in "abc"])
+    result = RoundResult(
+        logits_output=output, next_token_ids=tokens.flatten(), accept_lens=counts, new_seq_lens=counts + 10,
+        next_draft_input=BetweenSteps(tokens[:, 0]), speculative_num_draft_tokens=4, can_run_cuda_graph=False,
+    )
+    return batch, result
+
+
+class Processor(SimpleNamespace):
+    """SGLang's result processor, whose worker counts what it is shown."""
+
+    def __init__(self, **more):
+        self.counted = []
+        super().__init__(model_worker=SimpleNamespace(account=lambda *seen: self.counted.append(seen)), **more)
+
+
+def test_requests_that_only_drafted_are_left_out_of_processing():
+    batch, result = make_result()
+    seen = []
+    processor = Processor()
+    process_emitted(lambda _, b, r: seen.append((b.reqs, r)), processor, batch, result)
+    assert processor.counted == [(batch, result)]
+    ((reqs, part),) = seen
+    assert [req.name for req in reqs] == ["a", "c"] and len(batch.reqs) == 3
+    assert part.next_token_ids.view(2, 4)[:, 0].tolist() == [1, 3]
+    assert part.accept_lens.tolist() == [2, 1]
+    assert part.logits_output.next_token_logprobs.shape == (2, 4)
+    assert len(part.logits_output.next_token_top_logprobs_val) == 8
+
+
+def test_a_grammar_advances_after_the_request_was_processed():
+    batch, result = make_result()
+    batch.reqs[2].grammar = SimpleNamespace()
+    order = []
+    processor = Processor(_accept_grammar_tokens=lambda req, row: order.append((req.name, row)))
+    process_emitted(lambda *_: order.append("processed"), processor, batch, result)
+    assert order == ["processed", ("c", [3])]
+
+
+def test_a_grammar_stays_where_it_is_while_tokens_of_its_retracted_request_are_dropped():
+    batch, result = make_result()
+    for req in batch.reqs:
+        req.grammar = SimpleNamespace()
+    batch.reqs[2].is_retracted = True
+    advanced = []
+    processor = Processor(_accept_grammar_tokens=lambda req, row: advanced.append((req.name, row)))
+    process_emitted(lambda *_: None, processor, batch, result)
+    assert advanced == [("a", [1, 5])]
+
+
+def test_a_round_of_those_that_still_ran_is_processed_for_them_alone():
+    batch, made = make_result()
+    result = dataclasses.replace(made, requests=[1, 2, 4])
+    batch.reqs = [request(name) for name in "xabyc"]
+    seen = []
+    processor = Processor()
+    process_emitted(lambda _, b, r: seen.append(([req.name for req in b.reqs], b.return_logprob)), processor, batch, result)
+    assert [[req.name for req in b.reqs] for b, _ in processor.counted] == [["a", "b", "c"]]
+    assert seen == [(["a", "c"], True)]
+
+
+def test_nothing_is_processed_when_all_only_drafted():
+    batch, result = make_result(return_logprob=False)
+    result.accept_lens = torch.zeros(3, dtype=torch.int64)
+    process_emitted(lambda *_: 1 / 0, Processor(), batch, result)
+
+
+def test_an_aborted_request_finishes_without_a_new_token():
+    batch, result = make_result(return_logprob=False)
+    aborted, ended, streamed = batch.reqs[1], [], []
+    aborted.to_finish = batch.reqs[0].to_finish = "abort"
+    aborted.update_finish_state = ended.append
+    processor = Processor(
+        _handle_finish_state_updated_req=lambda req, b, r, i, output: ended.append((req.name, i)),
+        output_streamer=SimpleNamespace(stream_output=lambda reqs, logprobs: streamed.append([req.name for req in reqs])),
+    )
+    seen = []
+    process_emitted(lambda _, b, r: seen.append([req.name for req in b.reqs]), processor, batch, result)
+    assert ended == [0, ("b", 1)] and streamed == [["b"]] and seen == [["a", "c"]]
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 20), st.integers(0, 20)), max_size=10),
+    st.integers(0, 7),
+    st.sampled_from(("", *catalogue.dropping())),
+)
+def test_meta_info_survives_the_trip_through_sglangs_counters(verifies, fallback, compressor):
+    state = RequestState(rid="r", row=1, seed=0, fallback=fallback)
+    for offered, accepted in verifies:
+        state.count_verify(offered, min(offered, accepted))
+    state.compressor = compressor
+    req = SimpleNamespace(spec_cap_lens_histogram=[])
+    meta_info.fill(req, state)
+    fields = meta_info.describe(req.spec_cap_lens_histogram)
+    assert fields["kv_verifies"] == len(verifies) == sum(fields["kv_accept_histogram"])
+    assert fields["kv_drafts"] == sum(k * n for k, n in enumerate(fields["kv_offer_histogram"]))
+    assert fields["kv_accepted"] == sum(k * n for k, n in enumerate(fields["kv_accept_histogram"]))
+    assert fields["kv_compressor"] == (compressor or None)
+    resumed = RequestState(rid="r", row=2, seed=0)
+    meta_info.resume(req, resumed)
+    assert resumed.offer_histogram == state.offer_histogram and resumed.accepted == state.accepted

@@ -1,0 +1,57 @@
+"""Some shapes of the matrix of kernels, which kernel_matrix.py and matrix_interpret.py run whole."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sglang_ext.core import OptionError
+from sglang_ext.layers.kernels.fitting import launch_fitting
+
+KERNELS = Path(__file__).parents[2] / "kernels"
+
+
+def run(script, *arguments):
+    """What a script prints last."""
+    done = subprocess.run([sys.executable, str(KERNELS / script), *arguments], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    return done.stdout.splitlines()
+
+
+def test_kernels_fit_the_shared_memory_of_every_gpu():
+    assert not [line for line in run("kernel_matrix.py", "--sizes", "--quick") if line.startswith("refused")]
+
+
+def test_kernels_give_what_float64_gives():
+    run("matrix_interpret.py", "--quick")
+
+
+def test_what_fits_no_gpu_of_this_kind_is_refused_by_name():
+    from triton.runtime.errors import OutOfResources
+
+    tried = []
+
+    def launch(tile):
+        tried.append(tile)
+        raise OutOfResources(tile, 101_376, "shared memory")
+
+    message = "attention with 256 channels takes 120000 of shared memory, and .* has 101376: pass --x"
+    with pytest.raises(OptionError, match=message):
+        launch_fitting((200_000, 120_000), launch, "a key", lambda: "attention with 256 channels", "pass --x")
+    assert tried == [200_000, 120_000]
+
+
+def test_a_launch_begins_with_what_fitted_last():
+    from triton.runtime.errors import OutOfResources
+
+    tried = []
+
+    def launch(tile):
+        tried.append(tile)
+        if tile > 1:
+            raise OutOfResources(tile, 1, "shared memory")
+
+    for _ in range(2):
+        launch_fitting((3, 2, 1), launch, "another key", str, "")
+    assert tried == [3, 2, 1, 1]

@@ -1,0 +1,70 @@
+"""On a GPU a kernel packs blocks, and PyTorch what it does not take; kernel_checks.py compares the bytes."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from sglang_ext.core import OptionError
+from sglang_ext.layers.kernels.packed import pack_blocks
+from sglang_ext.layers.kernels.packed.packed_decode import packed_decode
+from sglang_ext.mem_cache.compressed.formats.packing import Packing, as_bytes
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressed.rotary import Rotary
+from sglang_ext.mem_cache.compressors.catalogue import quantizer
+from sglang_ext.mem_cache.compressors.kivi import Kivi
+
+
+@dataclass(frozen=True)
+class Coarse(Kivi):
+    """Finds codes in a way of its own."""
+
+    def quantize(self, numbers, grid):
+        return super().quantize(numbers.round(), grid)
+
+
+def made(packs, dim=64, dtype=torch.float32):
+    """A pool of one layer, full of noise, and its packing."""
+    keys, values = (torch.randn(300, 1, dim, generator=torch.Generator().manual_seed(dim)).to(dtype) for _ in "kv")
+    buffers = KVBuffers((0,), (1.0,), (keys,), (values,))
+    return buffers, Packing.of(packs, buffers, 1, Rotary(torch.ones(8)))
+
+
+def written(packs, monkeypatch, **pool):
+    """How often the kernel ran, and whether PyTorch wrote, where buffers lie on a GPU."""
+    buffers, packing = made(packs, **pool)
+    before, ran = as_bytes(buffers.keys[0]).clone(), []
+    monkeypatch.setattr(KVBuffers, "on_gpu", True)
+    monkeypatch.setattr(pack_blocks, "pack_blocks", lambda *given: ran.append(given))
+    given = torch.arange(128)[None, None], torch.arange(128), 128 + torch.arange(packing.held_slots(128))
+    packing.write(buffers, *given)
+    assert all(call[0] is packing and call[2] is given[0] for call in ran)
+    return len(ran), not torch.equal(as_bytes(buffers.keys[0]), before)
+
+
+@pytest.mark.parametrize(("name", "bits"), [("kivi", 2), ("int8", 8), ("rotatekv", 4), ("turboquant", 2)])
+def test_where_buffers_lie_on_a_gpu_the_kernel_packs(name, bits, monkeypatch):
+    assert written(quantizer(name, bits), monkeypatch) == (1, False)
+    assert written(quantizer(name, bits), monkeypatch, dim=128, dtype=torch.bfloat16) == (1, False)
+
+
+@pytest.mark.parametrize(
+    ("packs", "pool"),
+    [
+        (Coarse(4), {}),
+        (quantizer("kvquant", 4), {}),
+        (Kivi(4, block=128), {}),
+        (quantizer("int4", 4), {"dim": 32}),
+        (quantizer("int8", 8), {"dtype": torch.float64}),
+    ],
+    ids=["codes of its own", "outliers", "long blocks", "small heads", "other numbers"],
+)
+def test_pytorch_packs_what_the_kernel_does_not_take(packs, pool, monkeypatch):
+    assert written(packs, monkeypatch, **pool) == (0, True)
+
+
+def test_blocks_with_outliers_are_read_by_no_kernel():
+    buffers, packing = made(quantizer("kvquant", 4))
+    nothing = torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(OptionError, match="blocks of kvquant .* no kernel reads: pass --kv-compressor kivi, or --device cpu"):
+        packed_decode(packing, torch.zeros(1, 1, 64), buffers.keys[0], buffers.values[0], nothing[None], *[nothing] * 3, 0.1)

@@ -1,0 +1,200 @@
+"""What lies beside SGLang's KV pool is known before that is sized, and taken off it."""
+
+import logging
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sglang.srt.model_executor.cuda_graph_config import Backend
+
+from sglang_ext.core import OptionError
+from sglang_ext.managers.memory_plan import GRAIN, HeldMemory, MemoryPlan, MemoryPlanner, ModelSizes
+from sglang_ext.managers.served_methods import ServedMethods
+from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells
+from sglang_ext.mem_cache.compressed.query_window import QueryWindows
+from sglang_ext.mem_cache.compressed.slot_scores import SlotScores
+from sglang_ext.mem_cache.compressors.catalogue import method
+from sglang_ext.mem_cache.host_tier.tier import staging_bytes
+from sglang_ext.mem_cache.scores.predictor import Fitted, Predictor
+
+GB, MIB = 10**9, 1 << 20
+LLAMA = ModelSizes(
+    layers=32, query_heads=32, kv_heads=8, head_dim=128, value_dim=128, number_bytes=2, vocabulary=128256, context=8192
+)
+TINY = ModelSizes(layers=2, query_heads=4, kv_heads=2, head_dim=8, value_dim=8, number_bytes=4, vocabulary=50, context=100)
+SIZES = [1, 2, 4, *range(8, 257, 8)]
+ROLLING = {"kv_full_tier": "host", "kv_host_gb": 64, "kv_offload_draft_length": 240, "speculative_num_draft_tokens": 241}
+
+
+def planner(model=LLAMA, methods=("snapkv",), backend="flashinfer", on_gpu=True, scores=None, **flags):
+    draft = flags.get("speculative_num_draft_tokens", 17)
+    args = SimpleNamespace(
+        **{
+            "kv_mode": "verified", "kv_draft_length": 16, "kv_max_burst": None,
+            "kv_full_tier": "device", "kv_host_gb": 0, "kv_compressor": methods[0], "kv_offload_draft_length": 64,
+            "kv_head_budgets": "equal", "disable_radix_cache": False, "page_size": 1, "max_total_tokens": None,
+            "enable_deterministic_inference": False, "mem_fraction_static": 0.9, "speculative_algorithm": "KV_VERIFIED",
+            "speculative_num_draft_tokens": draft, "max_speculative_num_draft_tokens": draft,
+            "speculative_num_steps": draft - 1, "speculative_eagle_topk": 1,
+            "cuda_graph_config": SimpleNamespace(decode=SimpleNamespace(bs=SIZES, backend=Backend.FULL)),
+        } | flags,
+    )  # fmt: skip
+    served = ServedMethods((), tuple(method(name) for name in methods), scores)
+    return MemoryPlanner(args, model, served, backend, on_gpu)
+
+
+def plan(requests=2048, tokens=800_000, **more):
+    found = planner(**more)
+    return found.plan(requests, tokens, found.rings(requests, tokens))
+
+
+def test_rings_of_queries_are_a_share_of_the_pool_and_never_more_than_requests():
+    assert LLAMA.query_bytes * 49 == int(12.25 * MIB)
+    found = plan()
+    assert found.rings == 127 and found.query_rings <= LLAMA.slot_bytes * 800_000 / 64 + LLAMA.query_bytes
+    assert plan(requests=40).rings == 40
+    assert plan(tokens=20_000).rings == 16, "a few, in a small pool"
+    assert plan(requests=3, tokens=20_000).rings == 3
+    assert plan(**ROLLING).rings == 22, "larger ones"
+
+
+def test_without_a_method_that_scores_by_queries_there_are_none():
+    for names in (("sink-recent",), ("kivi", "int8"), ("sink-recent", "int4")):
+        found = plan(methods=names)
+        assert (found.rings, found.query_rings) == (0, 0)
+    assert plan(methods=("sink-recent", "snapkv")).rings == 127
+
+
+@pytest.mark.parametrize("rings", [0, 1, 5])
+def test_rings_take_as_many_bytes_as_are_planned(rings):
+    windows = QueryWindows(32, (0, 1), spare=17)
+    windows.allocate(rings, TINY.query_heads, TINY.head_dim, torch.empty(0))
+    assert windows.held_bytes == planner(TINY).plan(8, 1000, rings).query_rings
+
+
+def test_what_depends_on_a_flag_is_there_with_it_only():
+    plain = plan(on_gpu=False)
+    assert {name for name, size in vars(plain).items() if size} == {"rings", "query_rings", "draft_rows", "gathered_drafts"}
+    for flag, expected in (
+        ({"kv_host_gb": 8}, {"staging"}),
+        (ROLLING, {"staging"}),
+        ({"methods": ("snapkv", "kivi")}, {"copy_tables"}),
+        ({"methods": ("verify-guided",)}, {"copy_tables"}),
+        ({"kv_head_budgets": "adaptive"}, {"copy_tables"}),
+    ):
+        found = plan(on_gpu=False, **flag)
+        assert {name for name, size in vars(found).items() if size and not getattr(plain, name)} == expected, flag
+
+
+def test_draft_rows_are_what_the_wider_token_table_of_twice_the_rows_adds():
+    ours, theirs = 2 * 2049 * (8192 + 21 + 34 + 1), 2049 * (8192 + 21)
+    assert plan().draft_rows == 4 * (ours - theirs)
+
+
+def test_tables_scores_and_buffers_take_as_many_bytes_as_are_planned():
+    buffers = SimpleNamespace(keys=[torch.zeros(1, TINY.kv_heads, TINY.head_dim)] * TINY.layers)
+    bounds = HeadCells.of(buffers, 2 * 9).bounds
+    assert plan(8, 1000, model=TINY, on_gpu=False, kv_head_budgets="adaptive").copy_tables == bounds.nbytes
+    fitted = Fitted("key", "{}", 1, 1, (0.0,) * 2, (0.0,) * 2)
+    scores = SlotScores(Predictor(torch.zeros(2, 2, 16), torch.zeros(2, 2), fitted), (0, 1))
+    planned = plan(8, 1000, model=TINY, on_gpu=False, scores=scores).scores
+    scores.allocate(1001, "cpu", torch.float32)
+    assert scores.held_bytes == planned
+    assert plan(8, 1000, model=TINY, on_gpu=False, kv_host_gb=1).staging == 2 * staging_bytes(1001 * TINY.slot_bytes)
+
+
+@pytest.mark.parametrize(
+    ("flags", "workspaces"),
+    [
+        ({}, 2 * 256 * 8192 * 5 + (len(SIZES) + 4) * 8 * MIB),
+        ({"requests": 4}, 2 * 4 * 8192 * 5 + (3 + 4) * 8 * MIB),
+        ({"kv_draft_length": "auto"}, 2 * (2 * 256 * 8192 * 5 + (len(SIZES) + 4) * 8 * MIB)),
+        ({"backend": "triton"}, 256 * MIB),
+        ({"backend": "fa3"}, 256 * MIB + 3 * 4 * 256 * 8192),
+        ({"backend": "fa3", "page_size": 64}, 256 * MIB + 3 * 4 * 256 * 128),
+        ({"kv_mode": "lossy"}, 0),
+        ({"on_gpu": False}, 0),
+    ],
+)
+def test_workspaces_follow_the_attention_of_verifications_and_what_is_captured(flags, workspaces):
+    assert plan(**flags).workspaces == workspaces
+
+
+def test_exact_verifications_have_a_part_for_each_tile_of_the_longest_context():
+    long = replace(LLAMA, context=131072)
+    found = plan(model=long, backend="triton", enable_deterministic_inference=True).workspaces
+    parts = -(-(131072 + 21 + 34 + 1) // 256)
+    assert found == 4 * max(17 * 32 * parts * 129, 64 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("flags", "tokens"),
+    [
+        ({}, 256 * 17),
+        ({"requests": 40}, 40 * 17),
+        ({"requests": 8, **ROLLING}, 2 * 241),
+        ({"kv_mode": "lossy"}, 0),
+        ({"on_gpu": False}, 0),
+    ],
+)
+def test_logits_are_those_of_the_largest_captured_verification(flags, tokens):
+    assert plan(**flags).logits == tokens * 128256 * 4
+
+
+def test_the_plan_reads_as_one_line_with_what_it_is_made_of():
+    text = str(MemoryPlan(rings=64, query_rings=int(0.21 * GB), draft_rows=int(0.1 * GB), logits=GB))
+    assert text == (
+        "1.31 GB of device memory beside the KV pool: query rings 0.21 GB, draft rows of the token table 0.10 GB, logits of "
+        "verifications 1.00 GB; queries of 64 requests at once"
+    )
+
+
+def runner(available):
+    """A model runner whose weights leave so many bytes for a pool."""
+    configurator = SimpleNamespace(_profile_available_bytes=lambda before: available, resolve_max_num_reqs=lambda tokens: 8)
+    return SimpleNamespace(
+        init_kv_cache_configurator=lambda: None, kv_cache_configurator=configurator, pre_model_load_memory=1.0, device="cpu"
+    )
+
+
+def held(available, limit=None):
+    return HeldMemory(planner(TINY, on_gpu=False, max_total_tokens=limit), runner(available))
+
+
+def test_while_the_pool_is_sized_as_many_bytes_are_held_as_will_be_taken(caplog):
+    room = 64 * MIB
+    memory = held(room)
+    before = planner(TINY, on_gpu=False).plan(8, room // TINY.slot_bytes, 8)
+    assert memory.held_bytes == before.total > 0
+    tokens = (room - before.total) // TINY.slot_bytes
+    with caplog.at_level(logging.INFO):
+        after = memory.release(8, tokens)
+    assert memory.held_bytes == 0 and after.rings == 8
+    assert after.total <= before.total and after.total + tokens * TINY.slot_bytes <= room, "both fit"
+    assert caplog.messages == [f"sglang-ext: {after}"]
+
+
+def test_a_pool_that_is_limited_to_less_anyway_needs_no_room_made():
+    assert held(64 * MIB, limit=1000).held_bytes == 0
+
+
+def test_a_limit_on_the_pool_is_kept_where_it_fits_and_what_does_not_is_said(caplog):
+    room = 64 * MIB
+    limit = (room - GRAIN - 1000) // TINY.slot_bytes
+    memory = held(room, limit)
+    assert memory.held_bytes + limit * TINY.slot_bytes <= room
+    assert not caplog.messages, "the plan is smaller than a grain"
+    limit = (room - 1000) // TINY.slot_bytes
+    memory = held(room, limit)
+    assert memory.held_bytes == 0 and f"--max-total-tokens {limit} leaves 0.00 GB" in caplog.messages[0]
+
+
+def test_a_limit_beyond_the_device_is_sglangs_to_lower():
+    room = 64 * MIB
+    assert held(room, room).held_bytes == held(room).held_bytes > 0
+
+
+def test_what_does_not_fit_at_all_names_its_parts_and_the_remedy():
+    with pytest.raises(OptionError, match="needs 0.00 GB .*query rings.*the weights leave 0.00 GB: lower --max-running-requests"):
+        held(20_000)

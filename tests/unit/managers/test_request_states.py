@@ -1,0 +1,81 @@
+"""What the worker knows of a request while it runs, and the seed of the noise that its drafts share with their verification."""
+
+from types import SimpleNamespace
+
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from sglang_ext.config.method_options import Offer
+from sglang_ext.managers.served_methods import ServedMethods
+from sglang_ext.managers.spec_decode.requests import STOCK_DEFAULT_SEED, RequestStates, noise_seed
+from sglang_ext.mem_cache.compressors.catalogue import method
+
+ARGS = SimpleNamespace(enable_deterministic_inference=False, random_seed=3)
+OFFERS = (Offer("snapkv", "snapkv", 0.25), Offer("sink-recent:0.5", "sink-recent", 0.5))
+
+
+def states():
+    return RequestStates(ARGS, ServedMethods(OFFERS, tuple(method(offer.compressor) for offer in OFFERS)))
+
+
+def request(rid="a", row=2, asked=None, **params):
+    custom = None if asked is None else {"kv_compressor": asked}
+    return SimpleNamespace(
+        rid=rid, req_pool_idx=row, origin_input_ids=[5, 6, 7], output_ids=[8],
+        sampling_params=SamplingParams(custom_params=custom, **params),
+        grammar=None, custom_logit_processor=None, return_hidden_states=False, spec_cap_lens_histogram=[],
+    )  # fmt: skip
+
+
+def test_later_chunks_of_a_prompt_are_the_same_request():
+    known, req = states(), request()
+    first = known.admit(req, 16)
+    assert known.admit(req, 48) is first and first.matched == 16
+    assert known.of(SimpleNamespace(reqs=[req])) == [first]
+
+
+def test_a_row_that_was_given_back_is_another_request():
+    known = states()
+    first = known.admit(request("a"), 0)
+    known.forget(2)
+    known.forget(2)
+    second = known.admit(request("b"), 0)
+    assert (second.rid, second.row) == ("b", 2) and second.seed != first.seed
+
+
+def test_a_request_is_compressed_by_the_method_that_it_asks_for():
+    known = states()
+    known.admit(request("a", 1), 0)
+    known.admit(request("b", 2, asked="sink-recent:0.5"), 0)
+    assert (known.asked_by(1), known.asked_by(2)) == (0, 1)
+    assert known.prompt_of(2) == [5, 6, 7]
+
+
+def test_a_row_may_be_nobodys():
+    known = states()
+    state = known.admit(request("a", 1), 0)
+    assert [known.get(row) for row in (0, 1)] == [None, state]
+    known.forget(1)
+    assert known.get(1) is None
+
+
+def test_a_new_request_is_expected_to_be_like_those_before_it():
+    known = states()
+    hopeful = known.admit(request("a", 1), 0).acceptance.probability
+    for _ in range(50):
+        known.typical.observe(8, 0)
+    assert known.admit(request("b", 2), 0).acceptance.probability < hopeful / 2
+
+
+def test_in_deterministic_mode_noise_is_the_requests_own_seed_or_stocks():
+    deterministic = SimpleNamespace(enable_deterministic_inference=True, random_seed=3)
+    assert noise_seed(request(sampling_seed=11), deterministic, 1) == 11
+    assert noise_seed(request(), deterministic, 1) == STOCK_DEFAULT_SEED
+
+
+def test_else_noise_differs_by_request_and_agrees_between_ranks():
+    samples = [noise_seed(request(f"a_{n}", sampling_seed=11), ARGS, n) for n in range(1, 5)]
+    assert len(set(samples)) == 4, "samples of one request, which bring one seed, are not alike"
+    found = [noise_seed(request(rid), ARGS, admitted) for rid in "ab" for admitted in (1, 2)]
+    assert len(set(found)) == 4 and all(0 <= seed < 1 << 63 for seed in found)
+    assert found[0] == noise_seed(request("a"), ARGS, 1)
+    assert found[0] != noise_seed(request("a"), SimpleNamespace(**{**vars(ARGS), "random_seed": 4}), 1)

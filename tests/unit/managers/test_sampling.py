@@ -1,0 +1,84 @@
+"""Sampling parameters of a batch, row by row."""
+
+from types import SimpleNamespace
+
+import torch
+from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from sglang_ext.managers.spec_decode.sampling import Row, SamplingCache, select_rows
+
+DISALLOWED = {"token_ids": [3]}
+
+
+def batch(params):
+    """A batch of two requests, of which the second has a logit processor."""
+    info = SamplingBatchInfo(
+        temperatures=torch.tensor([[0.5], [1.0]]),
+        top_ps=torch.tensor([0.9, 1.0]),
+        top_ks=torch.tensor([40, 1]),
+        min_ps=torch.tensor([0.0, 0.1]),
+        is_all_greedy=False,
+        is_any_greedy=True,
+        need_top_p_sampling=True,
+        need_top_k_sampling=True,
+        need_min_p_sampling=True,
+        vocab_size=8,
+        logit_bias=torch.arange(16.0).view(2, 8),
+        has_custom_logit_processor=True,
+        custom_params=[None, DISALLOWED],
+        custom_logit_processor={7: (DisallowedTokensLogitsProcessor(), torch.tensor([False, True]))},
+        device="cpu",
+    )
+    reqs = [SimpleNamespace(sampling_params=one, grammar=None) for one in params]
+    return SimpleNamespace(sampling_info=info, reqs=reqs)
+
+
+PARAMS = (SamplingParams(temperature=0.5, top_p=0.9, top_k=40), SamplingParams(temperature=0, min_p=0.1))
+
+
+def test_each_row_has_the_parameters_and_the_noise_of_its_request():
+    info = select_rows(batch(PARAMS), [Row(0, 11), Row(0, 11)], "cpu")
+    assert info.temperatures.tolist() == [[0.5], [0.5]]
+    assert info.sampling_seed.tolist() == [11, 11]
+    assert torch.equal(info.logit_bias, torch.arange(8.0).repeat(2, 1))
+    assert (info.need_top_k_sampling, info.need_min_p_sampling, info.is_all_greedy) == (True, False, False)
+
+
+def test_a_logit_processor_comes_along_with_its_own_request_only():
+    drafting = select_rows(batch(PARAMS), [Row(0, 11), Row(0, 11)], "cpu")
+    assert not drafting.has_custom_logit_processor and drafting.custom_logit_processor is None
+    own = select_rows(batch(PARAMS), [Row(1, None)], "cpu")
+    (processor, mask), = own.custom_logit_processor.values()
+    assert own.has_custom_logit_processor and mask.tolist() == [True]
+    assert processor(torch.zeros(1, 8), own.custom_params)[0, 3] == float("-inf")
+
+
+def kept(asked, cache, states, width=2, requests=(0, 1)):
+    asked.seq_lens = torch.tensor([5, 6])
+    return cache.get(asked, states, requests, width, False, lambda: [Row(i, 11) for i in requests for _ in range(width)])
+
+
+def test_a_sampling_is_used_again_while_the_same_requests_run():
+    params, states = (SamplingParams(temperature=0), SamplingParams(temperature=1.0)), [object(), object()]
+    asked, cache = batch(params), SamplingCache(model_runner=None)
+    asked.sampling_info.has_custom_logit_processor = False
+    asked.sampling_info.custom_logit_processor = None
+    first = kept(asked, cache, states)
+    assert kept(asked, cache, states) is first
+    assert kept(asked, cache, states, width=1) is not first and kept(asked, cache, states) is first
+    some = kept(asked, cache, states, requests=(1,))
+    assert some.count == 2 and kept(asked, cache, states, requests=(1,)) is some is not kept(asked, cache, states, requests=(0,))
+    # A retracted request comes back with another state, and other noise.
+    assert kept(asked, cache, [object(), states[1]]) is not first
+
+
+def test_what_depends_on_the_output_is_made_anew():
+    asked, cache, states = batch(PARAMS), SamplingCache(model_runner=None), [object(), object()]
+    assert kept(asked, cache, states) is not kept(asked, cache, states)
+    penalized = batch((SamplingParams(temperature=0), SamplingParams(temperature=0)))
+    penalized.sampling_info.has_custom_logit_processor = False
+    penalized.sampling_info.custom_logit_processor = None
+    penalized.sampling_info.acc_additive_penalties = torch.zeros(2, 8)
+    assert kept(penalized, cache, states) is not kept(penalized, cache, states)

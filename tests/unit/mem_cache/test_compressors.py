@@ -1,0 +1,114 @@
+"""Compressors keep what their papers say, within the interface's contract."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_ext.mem_cache.compressed.rotary import Rotary
+from sglang_ext.mem_cache.compressors import LayerKV, best, kept_count
+from sglang_ext.mem_cache.compressors.catalogue import create, dropping
+from sglang_ext.mem_cache.compressors.snapkv import SnapKV
+from sglang_ext.mem_cache.compressors.verify_guided import VerifyGuided
+
+
+def layer(tokens: int, heads: int = 2, group: int = 3, dim: int = 8, window: int = 4) -> LayerKV:
+    generator = torch.Generator().manual_seed(tokens)
+    return LayerKV(
+        keys=torch.randn(tokens, heads, dim, generator=generator),
+        values=torch.randn(tokens, heads, dim, generator=generator),
+        queries=torch.randn(window, heads * group, dim, generator=generator),
+        query_positions=torch.arange(tokens - window, tokens),
+        scaling=dim**-0.5,
+        layer_id=0,
+        rotary=Rotary(1 / 10 ** torch.arange(dim // 2)),
+    )
+
+
+def test_what_leads_into_full_kv_is_chosen_anew_in_each_round():
+    methods = {name: create(name) for name in dropping()}
+    assert [name for name, method in methods.items() if method.points] == ["verify-guided"]
+    assert [name for name, method in methods.items() if method.each_round] == ["verify-guided"]
+
+
+@pytest.mark.parametrize("name", dropping())
+@given(tokens=st.integers(8, 80), share=st.floats(0.05, 1.0))
+@settings(max_examples=40, deadline=None)
+def test_selection_is_sorted_unique_and_in_range(name, tokens, share):
+    count = kept_count(tokens, share, 1)
+    kept = best(create(name).scores(layer(tokens)), count)
+    assert kept.shape == (2, count) and kept.dtype == torch.int64
+    assert (kept[:, 1:] > kept[:, :-1]).all()
+    assert kept.min() >= 0 and kept.max() < tokens
+
+
+@pytest.mark.parametrize("name", dropping())
+@given(tokens=st.integers(8, 80), window=st.integers(0, 8))
+@settings(max_examples=30, deadline=None)
+def test_the_tokens_of_infinite_scores_are_those_that_a_method_names(name, tokens, window):
+    method, data = create(name), layer(tokens, window=window)
+    named, scores = method.always(SimpleNamespace(queries=data.queries[None])), method.scores(data)
+    for start, end in ((0, tokens), (2, tokens - 3), (tokens - 1, tokens)):
+        assert scores[:, start:end].isinf().sum(-1).tolist() == [named.among(start, end, tokens)] * 2
+
+
+def test_sink_recent_keeps_the_first_four_and_the_newest():
+    kept = best(create("sink-recent").scores(layer(50)), 10)
+    assert kept.tolist() == [[0, 1, 2, 3, 44, 45, 46, 47, 48, 49]] * 2
+
+
+def test_snapkv_keeps_its_window_and_the_attended_token():
+    data = layer(60)
+    data.keys[20] *= 4
+    data.queries[:] = 8 * data.keys[20].repeat_interleave(3, dim=0)
+    kept = best(create("snapkv").scores(data), 12)
+    for head in kept.tolist():
+        assert set(range(56, 60)) <= set(head) and 20 in head
+
+
+def test_snapkv_scores_match_a_float64_loop():
+    data, method = layer(30), SnapKV(window=4, kernel=3)
+    scores = method.scores(data)
+    for head in range(2):
+        rows = torch.zeros(3, 30, dtype=torch.float64)
+        for member in range(3):
+            for w, position in enumerate(data.query_positions.tolist()):
+                query = data.queries[w, head * 3 + member].double()
+                logits = data.keys[: position + 1, head].double() @ query * data.scaling
+                rows[member, : position + 1] += logits.softmax(0) / 4
+        rows[:, 26:] = 0
+        padded = torch.nn.functional.pad(rows, (1, 1))
+        expected = sum(padded[:, i : i + 30] for i in range(3)).mean(0) / 3
+        assert torch.allclose(scores[head, :26].double(), expected[:26], atol=1e-6)
+
+
+def test_verify_guided_keeps_the_newest_and_what_verified_queries_attend_to_by_a_float64_loop():
+    data, method = layer(40), VerifyGuided(window=4, recent=6)
+    # Verified last are tokens before the newest, and not all in a row.
+    data.query_positions[:] = torch.tensor([30, 31, 33, 36])
+    expected = torch.zeros(2, 40, dtype=torch.float64)
+    for head in range(2):
+        for member in range(3):
+            for w, position in enumerate(data.query_positions.tolist()):
+                query = data.queries[w, head * 3 + member].double()
+                logits = data.keys[: position + 1, head].double() @ query * data.scaling
+                expected[head, : position + 1] += logits.softmax(0) / 12
+    scores = method.scores(data)
+    assert torch.allclose(scores[:, :34].double(), expected[:, :34], atol=1e-6) and scores[:, 34:].isinf().all()
+    attended = expected[:, :34].topk(5, dim=-1).indices.sort(dim=-1).values
+    assert torch.equal(best(scores, 11), torch.cat([attended, torch.arange(34, 40).expand(2, -1)], dim=-1))
+
+
+@given(tokens=st.integers(1, 2000), share=st.floats(0.01, 1.0), page=st.sampled_from([1, 16, 64]))
+def test_kept_count_is_whole_pages_within_the_context_and_at_least_the_budget(tokens, share, page):
+    tokens *= page
+    count = kept_count(tokens, share, page)
+    assert count % page == 0 and page <= count <= tokens
+    assert count >= tokens * share - 1e-6 and count - tokens * share < page + 1
+
+
+def test_an_unknown_compressor_is_refused_by_name():
+    with pytest.raises(ValueError, match="'nope'.*snapkv"):
+        create("nope")

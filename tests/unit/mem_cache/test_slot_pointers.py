@@ -1,0 +1,192 @@
+"""Copies that hold pointers into full KV: what they lead to, what attention reads by them, when they are chosen anew."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from head_helpers import Given, check_slots_are_conserved, scores_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from packed_helpers import attention
+from test_views import DIM, HEADS, LAYERS, make_views
+
+from sglang_ext.core import FALLBACK_REASONS, RequestState
+from sglang_ext.layers.attention.torch_native import RaggedTorchNativeBackend
+from sglang_ext.managers.integrity import IntegrityError, check_copies
+from sglang_ext.managers.spec_decode.copy_policy import ensure_copy
+from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows, Pointers, as_pointers
+from sglang_ext.mem_cache.compressed.query_window import QueryWindows, Recorded
+from sglang_ext.mem_cache.compressors.catalogue import create
+from sglang_ext.mem_cache.prefix_cache.tiered_node import Prefix
+
+
+class GivenAnew(Given):
+    """Given scores, of a method that points and chooses in each round."""
+
+    each_round = points = True
+
+
+def pointing_views(scores, page_size=1, budget=0.25):
+    """Views of a request in row 1, whose heads are led to the best of ``scores``."""
+    views = make_views(page_size, budget)
+    pointers = Pointers.of(views.buffers, page_size)
+    views.form = PointerRows.of_table(pointers, views.token_table)
+    choose_by(views, GivenAnew(scores), pointers)
+    return views
+
+
+def choose_by(views, compressor, packing=None):
+    """Let copies be chosen by ``compressor``."""
+    (method,) = views.methods
+    views.methods = (replace(method, compressor=compressor, packing=packing or method.packing),)
+
+
+def chosen(scores, covered, budget_tokens):
+    """Positions that each head keeps, of all layers: int64 [layers, kv_heads, count]."""
+    return scores[..., :covered].topk(budget_tokens, dim=-1).indices.sort(dim=-1).values
+
+
+def test_a_pointer_takes_four_bytes_of_a_heads_keys():
+    views = make_views()
+    assert Pointers.of(views.buffers, 1).per_slot == DIM
+    half = torch.zeros(5, 2, 128, dtype=torch.bfloat16)
+    assert as_pointers(half).shape == (5, 2, 64)
+    pointers = Pointers(64, 16)
+    assert [pointers.packed_slots(tokens) for tokens in (0, 1, 64, 65)] == [0, 1, 1, 2]
+    assert [pointers.held_slots(tokens) for tokens in (0, 1, 64 * 16, 64 * 16 + 1)] == [0, 16, 16, 32]
+    assert pointers.share == 1 / 64 and pointers.unit == 16
+
+
+@given(st.integers(0, 999), st.integers(1, 100), st.integers(1, 5), st.sampled_from([1, 3]), st.sampled_from([1, 16]))
+@settings(max_examples=40, deadline=None)
+def test_attention_over_pointers_and_the_tail_is_that_over_what_each_head_keeps(seed, covered, count, group, page_size):
+    covered = -(-covered // page_size) * page_size
+    length, scores = covered + count + seed % 3, scores_of(LAYERS, HEADS, covered, seed)
+    views = pointing_views(scores, page_size)
+    views.queries = SimpleNamespace(newest=lambda row: covered, get=lambda row, tokens, window: None)
+    full_kv = [part[: len(views.token_table[1])].clone() for part in (*views.buffers.keys, *views.buffers.values)]
+    assert views.compress(1, length)
+    views.write_tail(1, length)
+    check_copies(views)
+    view, backend = views.get(1), object.__new__(RaggedTorchNativeBackend)
+    backend.form = views.form
+    assert views.form.counts.tolist() == [0, 0, 0, 0, 0, view.own_tokens, 0, 0]
+    kept = chosen(scores, covered, view.own_tokens)
+    # The draft row beside the request's own, which begins with no pointers.
+    rows, lengths = torch.tensor([5, 1]), torch.tensor([view.kept + length - covered, length])
+    noise, full = torch.Generator().manual_seed(seed), views.token_table[1].long()
+    for layer in range(LAYERS):
+        queries = torch.randn(2 * count, HEADS * group, DIM, generator=noise)
+        keys, values = views.buffers.keys[layer], views.buffers.values[layer]
+        shared = queries, torch.empty_like(queries), keys, values, views.token_table, rows, lengths
+        if count == 1:
+            found = backend._run_sdpa_forward_decode(*shared, scaling=0.3, enable_gqa=group > 1, causal=False)
+        else:
+            counts = torch.tensor([count, count])
+            options = {"scaling": 0.3, "enable_gqa": group > 1, "causal": True}
+            found = backend._run_sdpa_forward_extend(*shared, lengths - counts, counts, **options)
+        for head in range(HEADS):
+            places = full[torch.cat([kept[layer, head], torch.arange(covered, length)])]
+            k, v = (part[places, head].double()[None] for part in (keys, values))
+            mine = slice(head * group, (head + 1) * group)
+            assert torch.allclose(found[:count, mine].double(), attention(queries[:count, mine], k, v, 0.3), atol=1e-5)
+        whole = [part[full[:length]].transpose(0, 1).double() for part in (keys, values)]
+        assert torch.allclose(found[count:].double(), attention(queries[count:], *whole, 0.3), atol=1e-5)
+    mine = full[:length]
+    for before, now in zip(full_kv, (*views.buffers.keys, *views.buffers.values)):
+        assert torch.equal(before[mine], now[mine]), "full KV stays as it is"
+
+
+@given(st.lists(st.tuples(st.integers(1, 190), st.booleans()), max_size=8), st.sampled_from([1, 16]))
+@settings(max_examples=25, deadline=None)
+def test_slots_are_conserved_over_choosing_anew_and_releasing(steps, page_size):
+    views = pointing_views(scores_of(LAYERS, HEADS, 200, 1), page_size)
+    held_slots = views.methods[0].packing.held_slots
+
+    def choose(covered, seed):
+        choose_by(views, GivenAnew(scores_of(LAYERS, HEADS, covered, seed)))
+
+    def held_of(view):
+        return held_slots(view.own_tokens)
+
+    check_slots_are_conserved(views, steps, page_size, choose, held_of, lambda held: check_copies(views))
+
+
+def test_pointers_read_no_segments_and_leave_none():
+    views = pointing_views(scores_of(LAYERS, HEADS, 200, 1))
+    assert views.compress(1, 200, prefix=Prefix(None, 200))
+    assert views.get(1).segments == [] and views.get(1).own_tokens == 50
+
+
+def test_pointers_that_lead_to_anothers_token_are_named():
+    views = pointing_views(scores_of(LAYERS, HEADS, 100, 1))
+    assert views.compress(1, 100)
+    check_copies(views)
+    as_pointers(views.buffers.keys[1])[views.get(1).own[0], 1, 2] = 399
+    with pytest.raises(IntegrityError, match=r"row 5 in layer 1 lead to slots \[399\]"):
+        check_copies(views)
+
+
+def guided_views():
+    """Views of a request in row 1, chosen by queries, of which ``keep`` takes those of positions."""
+    views = pointing_views(torch.empty(0))
+    choose_by(views, create("verify-guided"))
+    views.queries = QueryWindows(create("verify-guided").window, range(LAYERS), 4)
+    views.queries.allocate(2, HEADS, DIM, torch.empty(0))
+
+    def keep(positions, seed):
+        queries = torch.randn(LAYERS, len(positions), HEADS, DIM, generator=torch.Generator().manual_seed(seed)) * 3
+        with views.queries.recording((Recorded(1, 0, len(positions), positions.start),)):
+            for layer in range(LAYERS):
+                views.queries.record(layer, queries[layer])
+
+    return views, keep
+
+
+def led_to(views):
+    """Slots to which the pointers of row 1 lead, by layer and head."""
+    view = views.get(1)
+    return [views.methods[0].packing.read(keys, view.own, view.own_tokens).tolist() for keys in views.buffers.keys]
+
+
+def test_each_verification_chooses_anew_and_rejected_drafts_have_no_say():
+    found = []
+    # They are dropped before a round; the length leaves them out, too.
+    for rejected, dropped in ((0, False), (4, True), (4, False)):
+        state, (views, keep) = RequestState(rid="r", row=1, seed=0), guided_views()
+        keep(range(100, 150), 1)
+        assert ensure_copy(views, SimpleNamespace(last_node=None), state, 150, 0) == 0
+        first = led_to(views)
+        keep(range(150, 156), 2)
+        keep(range(156, 156 + rejected), 3)
+        if dropped:
+            views.queries.drop_rejected(1, 156)
+        assert ensure_copy(views, SimpleNamespace(last_node=None), state, 156, 0) == 0
+        assert views.get(1).covered == 156 and led_to(views) != first
+        newest = views.token_table[1, 124:156].tolist()
+        assert all(set(newest) <= set(head) for layer in led_to(views) for head in layer), "the newest 32"
+        found.append(led_to(views))
+    assert found[0] == found[1] == found[2] and state.compressor == "verify-guided"
+    assert views.made == {"verify-guided": 2}
+
+
+def test_without_new_queries_a_choice_stays_and_what_came_since_is_exact():
+    views, keep = guided_views()
+    keep(range(100, 150), 1)
+    state = RequestState(rid="r", row=1, seed=0)
+    for length in (150, 154):
+        assert ensure_copy(views, SimpleNamespace(last_node=None), state, length, 0) == 0
+    assert views.made == {"verify-guided": 1} and views.get(1).covered == 150
+
+
+def test_a_choice_that_finds_no_slot_for_more_pointers_is_given_up():
+    views, keep = guided_views()
+    keep(range(100, 150), 1)
+    state = RequestState(rid="r", row=1, seed=0)
+    ensure_copy(views, SimpleNamespace(last_node=None), state, 150, 0)
+    taken = views.allocator.alloc(views.allocator.available_size())
+    keep(range(150, 199), 2)
+    reason = ensure_copy(views, SimpleNamespace(last_node=None), state, 199, 0)
+    assert FALLBACK_REASONS[reason] == "no-free-slots" and views.get(1) is None
+    assert len(taken) + views.allocator.available_size() == 200

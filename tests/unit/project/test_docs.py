@@ -1,0 +1,112 @@
+"""The manual: what follows from the code is up to date, links lead somewhere, and no removed flag is named."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from sglang_ext import manual
+
+ROOT = Path(__file__).parents[3]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
+# Written in a change of its own; a link to it is allowed until it is there.
+REMOVED = ("--kv-schedule", "--kv-ngram-tokens", "--kv-bench-lock-step")
+LINK = re.compile(r"\]\((?!https?:|mailto:)([^)#\s]*)(?:#([^)\s]*))?\)")
+CODE = re.compile(r"^```.*?^```|^ {4}.*?$|`[^`\n]*`", re.MULTILINE | re.DOTALL)
+
+
+def name(path):
+    return str(path.relative_to(ROOT))
+
+
+def anchors(text):
+    """As GitHub makes them of headings."""
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def dead_links(path, text):
+    for target, anchor in LINK.findall(CODE.sub("", text)):
+        found = (path.parent / target).resolve() if target else path
+        if not found.exists():
+            yield target
+        elif anchor and found.suffix == ".md" and anchor not in anchors(found.read_text()):
+            yield f"{target}#{anchor}"
+
+
+def test_pages_that_follow_from_the_code_are_up_to_date():
+    late = [name(path) for path in manual.outdated(DOCS)]
+    assert not late, f"{late}: run python -m sglang_ext.manual"
+
+
+def test_a_page_that_differs_or_is_missing_is_written_anew_and_keeps_what_is_written_by_hand(tmp_path, capsys):
+    (tmp_path / "flags.md").write_text(f"{manual.BEGIN}\nBy hand.\n{manual.END}\n")
+    assert manual.main(["--docs", str(tmp_path), "--check"]) == 1
+    assert "flags.md is out of date" in capsys.readouterr().out and not (tmp_path / "compatibility.md").exists()
+    assert manual.main(["--docs", str(tmp_path)]) == 0
+    assert manual.main(["--docs", str(tmp_path), "--check"]) == 0
+    written = (tmp_path / "flags.md").read_text()
+    assert f"{manual.BEGIN}\n\nBy hand.\n\n{manual.END}" in written and "### `--kv-mode`" in written
+
+
+def test_one_mark_without_the_other_is_refused():
+    with pytest.raises(ValueError, match="stands between both"):
+        manual.hand_part(f"{manual.BEGIN}\ntext")
+
+
+def test_a_flag_without_a_group_is_refused(monkeypatch):
+    monkeypatch.setitem(manual.GROUPS, "Drafts", ("kv_draft_length",))
+    with pytest.raises(ValueError, match="give each flag one group"):
+        manual.flags_page("")
+
+
+def test_each_flag_and_each_refusal_has_its_place():
+    flags, compatibility = manual.flags_page(""), manual.compatibility_page("")
+    assert all(f"### `{manual.flag(field)}`" in flags for field in manual.own_fields())
+    words = " ".join(compatibility.split())
+    for refusal in manual.REFUSALS:
+        assert refusal.option in words
+        assert all(f"`{manual.flag(part)}`" in words for part in refusal.parts)
+
+
+def test_readme_is_short_and_names_the_test_command():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 150
+    assert max(map(len, lines)) <= 120
+    assert any(line.strip().startswith("make test") for line in lines)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_each_relative_link_leads_somewhere(page):
+    assert not list(dead_links(page, page.read_text()))
+
+
+def test_a_link_to_nothing_is_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# A page\n[a](#a-page) [b](#nowhere) [c](missing.md) [d](https://example.org/x) `[e](code.md)`\n")
+    assert list(dead_links(page, page.read_text())) == ["#nowhere", "missing.md"]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=name)
+def test_no_page_names_a_flag_that_is_gone(page):
+    assert not [flag for flag in REMOVED if flag in page.read_text()]
+
+
+NAMED = re.compile(r"`((?:[\w-]+/)*\w+\.py)(?::([\w.]+))?`")
+
+
+@pytest.mark.parametrize("page", [DOCS / "architecture.md", *sorted((DOCS / "guides").glob("*.md"))], ids=name)
+def test_each_file_and_name_of_the_code_that_is_named_exists(page):
+    package = ROOT / "sglang_ext"
+    files = {path.relative_to(package).as_posix(): path for path in package.rglob("*.py")}
+    files |= {path.relative_to(ROOT).as_posix(): path for folder in ("sglang_ext", "tests", "examples", "docs") for path in (ROOT / folder).rglob("*.py")}
+    wrong = []
+    for file, inside in NAMED.findall(page.read_text()):
+        if file.startswith("srt/"):
+            continue
+        # A name without a folder stands for one that was named with it before.
+        found = [path for key, path in files.items() if key == file or ("/" not in file and key.endswith(f"/{file}"))]
+        if not found or (inside and not any(re.search(rf"\b{inside.split('.')[-1]}\b", path.read_text()) for path in found)):
+            wrong.append(f"{file}:{inside}")
+    assert not wrong, ", ".join(wrong)

@@ -1,0 +1,58 @@
+"""The examples where no server answers, and `make serve` where another one does."""
+
+import runpy
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    """A port on which something listens."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        yield listening.getsockname()[1]
+
+
+@pytest.fixture
+def closed() -> int:
+    """A port on which nothing listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_curl_alone_says_that_no_server_answers(closed: int) -> None:
+    done = subprocess.run([ROOT / "examples/curl.sh", f"http://127.0.0.1:{closed}"], capture_output=True, text=True)
+    assert done.returncode == 7 and done.stdout == ""
+    assert done.stderr.startswith("curl: (7)") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("example", ["openai_client.py", "frontend_program.py"])
+def test_a_python_example_says_in_a_sentence_that_no_server_answers(
+    closed: int, example: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"http://127.0.0.1:{closed}"
+    monkeypatch.setattr(sys, "argv", [example, url])
+    with pytest.raises(SystemExit, match=f"^no server answers at {url}.*: start one with `make serve`") as ended:
+        runpy.run_path(str(ROOT / "examples" / example), run_name="__main__")
+    assert "\n" not in str(ended.value.code)
+
+
+@pytest.mark.parametrize("asked", ["PORT={}", "ARGS=--port {}", "ARGS=--log-level info --port={} --kv-budget 0.5"])
+def test_make_looks_at_the_port_that_will_be_served(taken: int, asked: str) -> None:
+    command = ["make", "-s", "HARDWARE=cpu", "port-is-free", asked.format(taken)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and f"port {taken} is taken" in done.stderr
+
+
+def test_a_port_in_the_arguments_wins(taken: int, closed: int) -> None:
+    command = ["make", "-s", "HARDWARE=cpu", "port-is-free", f"PORT={taken}", f"ARGS=--grpc-port {taken} --port {closed}"]
+    assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 0

@@ -1,0 +1,336 @@
+"""The doctor: what it finds wrong, which remedy it tells, and its exit code."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sglang_ext.doctor import __main__ as doctor
+from sglang_ext.doctor import installation, model_folder, serving
+from sglang_ext.doctor.check import Check
+from sglang_ext.hooks import application as hooking
+from sglang_ext.hooks import table as hooks
+from sglang_ext.hooks import uses
+
+SMALL = {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "intermediate_size": 128,
+    "vocab_size": 100,
+    "max_position_embeddings": 512,
+}
+LLAMA = SMALL | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+MLA = SMALL | {
+    "model_type": "deepseek_v2",
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+}
+SLIDING = SMALL | {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 128}
+HYBRID = SMALL | {
+    "model_type": "qwen3_next",
+    "architectures": ["Qwen3NextForCausalLM"],
+    "linear_num_key_heads": 2,
+}
+ENCODER = SMALL | {"model_type": "bert", "architectures": ["BertModel"]}
+
+
+@pytest.fixture(autouse=True)
+def no_selection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody chose among the installed plugins."""
+    monkeypatch.delenv("SGLANG_PLUGINS", raising=False)
+    monkeypatch.delenv("SGLANG_PLATFORM", raising=False)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine whose device is fine, whatever runs the tests."""
+    monkeypatch.setattr(doctor, "check_device", lambda: Check("device", True, "plain CPU"))
+    monkeypatch.setattr(doctor, "check_attention_backends", lambda: Check("attention", True, "all"))
+
+
+def config_folder(folder: Path, config: dict[str, object]) -> str:
+    """A model folder that holds nothing but its configuration."""
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def install(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]) -> None:
+    """Let these packages, and no others, be installed."""
+
+    def version(package: str) -> str:
+        if package not in versions:
+            raise PackageNotFoundError(package)
+        return versions[package]
+
+    monkeypatch.setattr(installation, "version", version)
+
+
+@pytest.mark.usefixtures("device")
+def test_a_supported_setup_passes_every_check(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert doctor.main(["--model", config_folder(tmp_path, LLAMA)]) == 0
+    report = capsys.readouterr().out
+    assert "0.5.17" in report and "LlamaForCausalLM" in report and "full, lossy, verified" in report
+    assert "no │" not in report
+
+
+@pytest.mark.usefixtures("device")
+def test_without_a_model_the_model_is_not_judged() -> None:
+    checks = doctor.examine()
+    assert all(check.ok for check in checks)
+    assert "model" not in [check.name for check in checks]
+
+
+@pytest.mark.usefixtures("device")
+def test_another_sglang_version_fails_with_the_supported_one_as_remedy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    install(monkeypatch, {"sglang": "0.5.16", "torch": "2.13.0"})
+    assert doctor.main([]) == 1
+    report = capsys.readouterr().out
+    assert "0.5.16" in report and "sglang==0.5.17" in report and "see SGLang" in report
+
+
+def test_a_missing_sglang_is_reported_and_nothing_of_it_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, {"torch": "2.13.0"})
+    monkeypatch.setattr(doctor, "check_hooks", lambda: pytest.fail("looked for hooks without SGLang"))
+    checks = {check.name: check for check in doctor.examine("any")}
+    assert checks["SGLang"] == Check("SGLang", False, "not installed", checks["SGLang"].remedy)
+    assert "device" not in checks and not checks["kv modes"].ok
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"target": "sglang.srt.managers.schedule_batch.Req.gone"}, "no such name"),
+        ({"expects": ("self", "other")}, "expected self, other"),
+    ],
+    ids=["moved", "new-signature"],
+)
+def test_a_hook_that_does_not_fit_gets_a_line_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, change: dict[str, object], problem: str
+) -> None:
+    table = (dataclasses.replace(hooks.HOOKS[0], **change), *hooks.HOOKS[1:])
+    monkeypatch.setattr(hooks, "HOOKS", table)
+    summary, line = serving.check_hooks()
+    total = len(table) + len(hooks.PLAIN_CPU_HOOKS) + len(uses.USES)
+    assert summary.found == f"{total - 1} of {total} fit" and not summary.ok
+    assert problem in line.found and table[0].target in line.found
+    assert "sglang==0.5.17" in line.remedy
+    assert doctor.main([]) == 1
+
+
+def test_a_patched_fork_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hooking, "is_patched_fork", lambda: True)
+    (summary,) = serving.check_hooks()
+    assert summary.ok and summary.found.endswith("called by this patched fork")
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (MLA, "multi-head latent attention"),
+        (SLIDING, "sliding-window attention"),
+        (HYBRID, "hybrid of attention and recurrent layers"),
+        (ENCODER, "does not generate"),
+    ],
+    ids=["mla", "sliding-window", "hybrid", "encoder"],
+)
+def test_unsupported_models_are_named_with_the_reason(
+    tmp_path: Path, config: dict[str, object], reason: str
+) -> None:
+    check = serving.check_model(config_folder(tmp_path, config))
+    assert not check.ok and reason in check.found
+    assert "--kv-mode full" in check.remedy
+
+
+@pytest.mark.parametrize("path", ["/nope", "./nope", "../nope", "{tmp_path}/nope"])
+def test_a_path_that_is_not_there_is_no_name_on_the_hub(tmp_path: Path, path: str) -> None:
+    path = path.format(tmp_path=tmp_path)
+    check = serving.check_model(path)
+    assert (check.ok, check.found) == (False, f"{path}: no such folder") and check.remedy
+
+
+def test_a_path_is_told_from_a_name_by_its_beginning_or_its_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "models").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert model_folder.problem("models/nope") == "models/nope: no such folder"
+    assert model_folder.problem("models") == "models: this folder has no config.json"
+    assert model_folder.problem("Qwen/Qwen3-8B") is None and model_folder.problem("gpt2") is None
+    (tmp_path / "models" / "config.json").write_text("{}")
+    assert model_folder.problem("models") is None
+
+
+@pytest.mark.usefixtures("device")
+def test_a_folder_without_a_model_is_a_failing_line_not_a_traceback(tmp_path: Path) -> None:
+    checks = {check.name: check for check in doctor.examine(str(tmp_path))}
+    assert not checks["model"].ok and str(tmp_path) in checks["model"].found
+    assert "\n" not in checks["model"].found
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ("[1]", "list indices"),
+        ("null", "NoneType"),
+        ("{", "not a valid JSON"),
+        (LLAMA | {"num_attention_heads": "four"}, "num_attention_heads"),
+        (LLAMA | {"num_attention_heads": 0}, "zero"),
+        (LLAMA | {"hidden_size": 63}, "hidden size (63)"),
+        (LLAMA | {"rope_scaling": 3}, "rope_parameters"),
+        (LLAMA | {"architectures": []}, "IndexError"),
+        (LLAMA | {"dtype": "odd"}, "odd"),
+        (LLAMA | {"quantization_config": 3}, "int"),
+        (SMALL | {"model_type": "llama"}, "TypeError"),
+    ],
+    ids=lambda value: None if isinstance(value, dict) else value,
+)
+def test_a_config_that_cannot_be_read_is_one_failing_line_and_the_others_stand(
+    tmp_path: Path, capsys: pytest.CaptureFixture, config: dict[str, object] | str, named: str
+) -> None:
+    folder = config_folder(tmp_path, config)
+    if isinstance(config, str):
+        (tmp_path / "config.json").write_text(config)
+    (found,) = [check for check in doctor.examine(folder) if not check.ok and check.name != "kv modes"]
+    assert found.name == "model" and found.remedy
+    assert named in found.found and "\n" not in found.found and len(found.found) < 400
+    assert doctor.main(["--model", folder]) == 1
+    assert "LlamaForCausalLM │" not in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("path", ["/nonexistent", "", "\0", "odd\udcff", "a/b/c", "~"])
+def test_a_path_that_is_no_model_is_one_failing_line(path: str) -> None:
+    assert [check.name for check in doctor.examine(path) if not check.ok] == ["model", "kv modes"]
+
+
+def test_what_the_terminal_cannot_show_is_escaped() -> None:
+    code = "from sglang_ext.doctor import __main__ as d; from sglang_ext.doctor.check import Check\n"
+    code += "d.examine = lambda model: [Check('model', True, 'odd\\udcff ä')]; d.main([])"
+    env = {**os.environ, "PYTHONIOENCODING": "ascii", "COLUMNS": "100"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=env, check=False)
+    assert done.returncode == 0 and rb"odd\udcff \xe4" in done.stdout, done.stderr[-500:]
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("name", ["check_torch", "check_hooks", "check_not_filtered", "check_attention_backends"])
+def test_a_check_that_fails_itself_is_a_line_and_the_others_run(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    def broken() -> Check:
+        raise KeyError("metadata\nof a package")
+
+    monkeypatch.setattr(doctor, name, broken)
+    names = [check.name for check in doctor.examine()]
+    failing = [check for check in doctor.examine() if not check.ok and check.name != "kv modes"]
+    assert len(names) == 10 and len(failing) == 1 and "KeyError" in failing[0].found and failing[0].remedy
+
+
+@pytest.mark.parametrize(("minor", "ok"), [(10, False), (11, True), (12, True), (13, False)])
+def test_python_versions(minor: int, ok: bool) -> None:
+    check = installation.check_python((3, minor))
+    assert check.ok is ok
+    assert bool(check.remedy) is not ok
+
+
+def test_an_entry_point_that_is_not_installed_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(installation, "entry_points", lambda group: ())
+    check = installation.check_entry_point("plugin", installation.PLUGIN_GROUP, installation.PLUGIN)
+    assert not check.ok and "pip install -e ." in check.remedy
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "ok"),
+    [
+        ("SGLANG_PLUGINS", "somebody_else", False),
+        ("SGLANG_PLUGINS", "somebody_else, sglang_ext", True),
+        ("SGLANG_PLATFORM", "somebody_else", False),
+        ("SGLANG_PLATFORM", "sglang_ext_plain_cpu", True),
+    ],
+)
+def test_environment_variables_that_leave_the_plugin_out_are_named(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, ok: bool
+) -> None:
+    monkeypatch.setenv(variable, value)
+    check = installation.check_not_filtered()
+    assert check.ok is ok
+    assert ok or f"{variable}={value}" in check.found
+
+
+@pytest.mark.parametrize(("cuda", "ok"), [("13.0", True), (None, False)], ids=["nvidia", "rocm"])
+def test_of_gpus_nvidias_are_supported(
+    monkeypatch: pytest.MonkeyPatch, cuda: str | None, ok: bool
+) -> None:
+    import sglang.srt.platforms as platforms
+
+    monkeypatch.setattr(platforms, "_current_platform", SimpleNamespace())
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    check = serving.check_device()
+    assert check.ok is ok
+    assert "H200" in check.found if ok else "SGLANG_USE_CPU_ENGINE" in check.remedy
+
+
+def test_a_platform_that_does_not_load_is_a_failing_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> Check:
+        raise RuntimeError("Multiple platform plugins activated")
+
+    (check,) = doctor._guarded("device", broken)
+    assert not check.ok and "Multiple platform plugins" in check.found and check.remedy
+
+
+@pytest.mark.parametrize(
+    ("cuda", "installed", "kernels", "found", "ok"),
+    [
+        (False, False, [], "torch_native", True),
+        (False, False, ["flash_ops.abi3.so"], "torch_native", True),
+        (True, True, ["spatial_ops.abi3.so"], "torch_native, flashinfer, triton", True),
+        (True, True, ["flash_ops.abi3.so"], "torch_native, flashinfer, triton, fa3", True),
+        (True, False, [], "torch_native, triton", False),
+    ],
+)
+def test_a_gpu_needs_flashinfer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cuda: bool, installed: bool, kernels: list, found: str, ok: bool
+) -> None:
+    for name in kernels:
+        (tmp_path / name).touch()
+    specs = {"sgl_kernel": SimpleNamespace(submodule_search_locations=[str(tmp_path)]), "flashinfer": installed}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(serving, "find_spec", specs.get)
+    check = serving.check_attention_backends()
+    assert (check.found, check.ok) == (found, ok)
+    assert bool(check.remedy) is not ok
+
+
+@pytest.mark.usefixtures("device")
+def test_every_failing_line_has_a_remedy_and_no_other_line_has(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    install(monkeypatch, {"sglang": "0.4", "torch": "2.13.0"})
+    monkeypatch.setenv("SGLANG_PLUGINS", "somebody_else")
+    checks = doctor.examine(config_folder(tmp_path, MLA))
+    failing = [check.name for check in checks if not check.ok]
+    assert failing == ["SGLang", "plugin selection", "model", "kv modes"]
+    assert all(bool(check.remedy) is not check.ok for check in checks)
+
+
+def test_text_in_brackets_is_shown_as_it_is(capsys: pytest.CaptureFixture) -> None:
+    from rich.console import Console
+
+    Console(width=120).print(doctor.render([Check("model", False, "[red]odd[/name]", "[none]")]))
+    report = capsys.readouterr().out
+    assert "[red]odd[/name]" in report and "[none]" in report

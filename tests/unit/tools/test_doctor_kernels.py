@@ -1,0 +1,50 @@
+"""The doctor names GPU, shape and kernels."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sglang_ext.doctor import kernels
+from sglang_ext.layers.kernels.packed import packed_decode
+from sglang_ext.mem_cache.compressors import catalogue
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A Llama with 4 query heads a KV head of 128 channels."""
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 1024, "intermediate_size": 64,
+        "num_attention_heads": 8, "num_key_value_heads": 2, "num_hidden_layers": 1, "vocab_size": 64,
+        "max_position_embeddings": 64, "torch_dtype": "bfloat16", "head_dim": 128,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return str(tmp_path)
+
+
+def test_kernels_are_named_by_what_they_take(monkeypatch):
+    monkeypatch.setattr(packed_decode, "has_tensor_cores", lambda keys: True)
+    found = kernels.packed_kernels(128, 16, torch.bfloat16, device="cpu")
+    assert found["read by Gluon, packed by a kernel"] == ["int4", "int8", "kivi", "rotatekv"]
+    assert found["read by Triton, packed by a kernel"] == ["turboquant"]
+    found = kernels.packed_kernels(96, 1, torch.float16, device="cpu")
+    assert found == {"read by Triton, packed by PyTorch": list(catalogue.on_gpu())} and "kvquant" not in catalogue.on_gpu()
+
+
+def test_the_line_names_gpu_and_shape(folder, monkeypatch):
+    gpu = SimpleNamespace(name="NVIDIA L40S", major=8, minor=9, shared_memory_per_block_optin=101_376)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    monkeypatch.setattr(kernels, "packed_kernels", lambda *shape: {"read by Triton, packed by PyTorch": ["kivi", "int8"]})
+    (check,) = kernels.check_kernels(folder)
+    assert check.ok and check.found == (
+        "NVIDIA L40S (sm_89, 99 KiB of shared memory); 128 channels a head, 4 query heads a KV head, bfloat16: "
+        "Triton for scores and copies; in few bits: kivi, int8 read by Triton, packed by PyTorch"
+    )
+
+
+def test_without_a_gpu_and_without_a_model(folder, tmp_path):
+    (check,) = kernels.check_kernels(folder)
+    assert check.found == "no GPU; 128 channels a head, 4 query heads a KV head, bfloat16: PyTorch"
+    assert kernels.check_kernels(str(tmp_path / "none")) == []
