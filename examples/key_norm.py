@@ -27,5 +27,5 @@ class KeyNorm(Compressor):
     def scores(self, layer: LayerKV) -> torch.Tensor:
         """The negated norms, float32 [kv_heads, tokens]; infinite for the newest tokens."""
         norms = layer.keys.float().norm(dim=-1).t().contiguous()
-        norms[:, -self.recent :] = -float("inf")
+        norms[:, max(0, norms.shape[1] - self.recent) :] = -float("inf")
         return -norms

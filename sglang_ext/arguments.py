@@ -46,7 +46,7 @@ class KVServerArgs(ServerArgs):
         str,
         f"How the KV cache is compressed: by dropping tokens ({', '.join(catalogue.dropping())}), by packing them in few bits "
         f"({', '.join(catalogue.packing())}), or both, as in {catalogue.DEFAULT}+kivi. "
-        f"Or a class of your own: ./my_method.py:KeyNorm. On a CPU alone: {', '.join(set(catalogue.packing()) - set(catalogue.on_gpu()))}.",
+        f"Or a class of your own: ./my_method.py:KeyNorm. On a CPU alone: {', '.join(sorted(set(catalogue.packing()) - set(catalogue.on_gpu())))}.",
         NS("memory"),
     ] = "snapkv"
     kv_more_compressors: A[

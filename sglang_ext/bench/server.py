@@ -32,6 +32,11 @@ INTERRUPTED_GRACE = 2.0
 _entered: "list[ServerProcess]" = []
 
 
+def file_name(arm: str) -> str:
+    """What is compared, as a part of a file's name: it may name a user's file (``--kv-compressor ./my_method.py:KeyNorm``)."""
+    return re.sub(r"[^\w.+-]+", "-", arm)
+
+
 def stop_all() -> None:
     """End all servers of this process that run: requests under way fail then, instead of being waited for."""
     for server in list(_entered):

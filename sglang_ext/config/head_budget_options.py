@@ -40,12 +40,12 @@ def resolve(args: "KVServerArgs") -> None:
     if packs is not None:
         raise OptionError(
             f"--kv-head-budgets is 'adaptive' with --kv-compressor {args.kv_compressor}: packed heads keep equal numbers of "
-            f"tokens. Pass equal, or one of {', '.join(catalogue.comparable())}"
+            f"tokens. Pass equal, or one of {', '.join(catalogue.listed(catalogue.comparable()))}"
         )
     if drops not in catalogue.comparable():
         raise OptionError(
-            f"--kv-head-budgets is 'adaptive' with --kv-compressor {drops}, whose scores do not compare over heads: pass equal, "
-            f"or one of {', '.join(catalogue.comparable())}"
+            f"--kv-head-budgets is 'adaptive' with --kv-compressor {args.kv_compressor}, whose scores do not compare over heads: pass equal, "
+            f"or one of {', '.join(catalogue.listed(catalogue.comparable()))}"
         )
 
 

@@ -96,8 +96,8 @@ def resolve(args: "KVServerArgs") -> None:
         catalogue.code_bits(packs, args.kv_bits)
     elif args.kv_bits is not None:
         raise OptionError(
-            f"--kv-bits is {args.kv_bits}, but --kv-compressor {found[0].drops} keeps tokens as they are: leave it out, or name "
-            f"what packs them too: --kv-compressor {found[0].drops}+kivi"
+            f"--kv-bits is {args.kv_bits}, but --kv-compressor {found[0].compressor} keeps tokens as they are: leave it out, or name "
+            f"what packs them too: --kv-compressor {found[0].compressor}+kivi"
         )
     one_of("--kv-online-compressor", args.kv_online_compressor, catalogue.online())
     compressors = tuple(offer.compressor for offer in found)
@@ -127,7 +127,7 @@ def budget_of(compressor: str, budget: float | None, flag: str = FIRST, told: st
     if drops is None and budget < 1:
         raise OptionError(
             f"{told.format(budget)}, but {flag} {packs} keeps all tokens, in few bits: leave it out, or name what drops the "
-            f"others too: {flag} {catalogue.DEFAULT}+{packs}"
+            f"others too: {flag} {catalogue.DEFAULT}+{compressor}"
         )
     return budget
 
@@ -147,7 +147,7 @@ def _parsed(item: str) -> Offer:
 def _check_differs(offer: Offer, before: tuple[Offer, ...]) -> None:
     """Refuse a method that is there already, and a second one that packs tokens otherwise."""
     for other in before:
-        if (other.compressor, other.budget) == (offer.compressor, offer.budget):
+        if (other.drops, other.packs, other.budget) == (offer.drops, offer.packs, offer.budget):
             raise OptionError(
                 f"{MORE} has {offer.name!r}, which is {other.name!r} again, with a budget of {offer.budget}: leave it out, or "
                 f"give it another one, as in {offer.compressor}:0.125"
@@ -196,10 +196,16 @@ def check_resolved(args: "KVServerArgs") -> None:
     copy_options.check_resolved(args, copies, f"a compressor that only drops tokens: {others}")
 
 
+def _packed_by(offer: Offer, packs: str) -> str:
+    """The method that drops the same tokens, as it was typed, and packs them so."""
+    first, second = catalogue.parts(offer.compressor)
+    return (f"{first}+{packs}" if second is not None else packs) + offer.suffix
+
+
 def _check_has_kernels(args: "KVServerArgs", packed: Offer, flag: str) -> None:
     """Refuse a method without kernels on a GPU; ``flag`` names it."""
     if packed.packs not in catalogue.on_gpu() and args.device != "cpu":
         raise OptionError(
             f"--device is {args.device} with {flag} {packed.name}; {packed.packs} packs tokens on a CPU alone, elsewhere "
-            f"{', '.join(catalogue.on_gpu())} do. Pass {flag} {packed.name.replace(packed.packs, 'kivi')}, or --device cpu."
+            f"{', '.join(catalogue.listed(catalogue.on_gpu()))} do. Pass {flag} {_packed_by(packed, 'kivi')}, or --device cpu."
         )

@@ -1,4 +1,4 @@
-"""Checks and applies what touches private SGLang names: the tables in hooks.py and uses.py.
+"""Checks and applies what touches private SGLang names: the tables in table.py and uses.py.
 
 :func:`check` resolves all of them when a mode is switched on; a target that moved or changed its signature stops the start
 with a message that names it.
@@ -112,7 +112,7 @@ def activate_frontend() -> None:
         from sglang.srt.plugins.hook_registry import HookRegistry
 
         count = len(hooks.HOOKS) + sum(hook.target in HookRegistry._patched for hook in hooks.PLAIN_CPU_HOOKS)
-        logger.info("sglang-ext: %d functions of SGLang are hooked, as sglang_ext/hooks.py says", count)
+        logger.info("sglang-ext: %d functions of SGLang are hooked, as sglang_ext/hooks/table.py says", count)
         apply(tuple(hook for hook in hooks.HOOKS if hook.process == "frontend"))
 
 

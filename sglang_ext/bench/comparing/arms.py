@@ -14,7 +14,7 @@ from sglang_ext.bench.comparing.compare import CONTROL, Setting
 from sglang_ext.bench.comparing.generation import Generation
 from sglang_ext.bench.comparing.identity_config import IdentityConfig
 from sglang_ext.bench.prompts import Prompt
-from sglang_ext.bench.server import ServerProcess
+from sglang_ext.bench.server import ServerProcess, file_name
 
 TOP_LOGPROBS = 3
 """One more than a margin needs, so that two arms share tokens even where their best ones differ."""
@@ -114,7 +114,7 @@ def run_arm(
     with ServerProcess(
         config.model,
         flags_of(config, arm),
-        logs / f"{arm.name}.log",
+        logs / f"{file_name(arm.name)}.log",
         config.port,
         config.start_timeout,
         config.request_timeout,

@@ -14,7 +14,7 @@ from sglang_ext.bench.quality.named import Named
 from sglang_ext.bench.quality.reporting.speed import tokens_per_second
 from sglang_ext.bench.quality.tasks import Task
 from sglang_ext.bench.quality.together import together
-from sglang_ext.bench.server import ServerProcess
+from sglang_ext.bench.server import ServerProcess, file_name
 
 MEASURED_TOKENS = 512
 """Tokens of a context whose copy's bytes stand for others'; in shorter ones what is kept exact weighs more."""
@@ -99,7 +99,7 @@ def server(config: QualityConfig, arm: QualityArm, logs: Path) -> ServerProcess:
     return ServerProcess(
         config.model,
         flags_of(config, arm),
-        logs / f"{arm.name}.log",
+        logs / f"{file_name(arm.name)}.log",
         config.port,
         config.start_timeout,
         config.request_timeout,

@@ -18,6 +18,7 @@ from typing import Any
 
 from sglang_ext.bench import BenchError
 from sglang_ext.bench.client import HOST, ServerClient
+from sglang_ext.bench.server import file_name
 from sglang_ext.bench.speed import drawing, settings
 from sglang_ext.bench.speed.settings import Setting, numbers
 
@@ -85,7 +86,7 @@ def run_setting(
     with settings.server(args, setting, logs) as server:
         for rate in rates:
             server.flush_cache()
-            record = send(args, server, rate, logs / f"{setting.name}-{rate:g}")
+            record = send(args, server, rate, logs / f"{file_name(setting.name)}-{rate:g}")
             yield summarize(setting.name, acceptance, rate, record)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from sglang_ext.bench import BenchError, report
 from sglang_ext.bench.comparing.identity_options import words
 from sglang_ext.bench.options import DTYPES, check_budgets, numbers, probabilities
-from sglang_ext.bench.server import ServerProcess, check_servers
+from sglang_ext.bench.server import ServerProcess, check_servers, file_name
 from sglang_ext.bench.speed.tiers import Tier, tiers
 from sglang_ext.config.options import DEFAULT_BUDGET
 from sglang_ext.core import OptionError
@@ -92,7 +92,7 @@ def server(args: argparse.Namespace, setting: Setting, logs: Path) -> ServerProc
     return ServerProcess(
         str(args.model),
         flags_of(args, setting),
-        logs / f"{setting.name}.log",
+        logs / f"{file_name(setting.name)}.log",
         start_timeout=args.start_timeout,
     )
 

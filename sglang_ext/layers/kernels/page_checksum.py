@@ -1,4 +1,4 @@
-"""Checksums of pages of KV, all layers in one launch (the sum that ``mem_cache/checksums.py`` defines)."""
+"""Checksums of pages of KV, all layers in one launch (the sum that ``mem_cache/host_tier/checksums.py`` defines)."""
 
 import torch
 import triton

@@ -23,7 +23,7 @@ SLOWER = FALLBACK_REASONS.index("slower")
 # The method of the request scores by the newest queries, of which too few are kept: all rings were taken (query_window.py), or
 # what came so far left none (steps in graphs).
 NO_QUERIES = FALLBACK_REASONS.index("no-queries")
-# The scores of the request's method cannot be used (compressors/check.py).
+# The scores of the request's method cannot be used (compressors/contracts/check.py).
 WRONG_SCORES = FALLBACK_REASONS.index("wrong-scores")
 # Fallbacks that end once the context is long enough, slots are free, drafting pays, a ring is left; and one that does not, but
 # whose requests can be verified too.

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from sglang_ext.core import CompressedView
 from sglang_ext.mem_cache.compressed.formats.kv_format import Placement
 from sglang_ext.mem_cache.compressors import Compressor, kept_count
+from sglang_ext.mem_cache.compressors.contracts.registry import COMPRESSORS
 
 
 @dataclass(frozen=True)
@@ -71,4 +72,6 @@ class CopyMethod:
 
     def called(self, chooser: Compressor) -> str:
         """What a copy is called whose tokens ``chooser`` chose, the compressor or the one that it leaves this context to."""
-        return "+".join(name for name in (chooser.name, self.packs) if name) + self.suffix
+        # A helper that is in no catalogue chooses for its method.
+        name = chooser.name if chooser.name in COMPRESSORS else self.compressor.name
+        return "+".join(part for part in (name, self.packs) if part) + self.suffix

@@ -3,6 +3,7 @@
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -14,7 +15,8 @@ from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.query_window import QueryWindows
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressors import ContextKV, Part
-from sglang_ext.mem_cache.compressors.contracts.check import ScoresError
+from sglang_ext.mem_cache.compressors.contracts.check import ScoresError, reported
+from sglang_ext.mem_cache.compressors.contracts.registry import OWN
 from sglang_ext.mem_cache.prefix_cache.segments import Segment
 
 logger = logging.getLogger(__name__)
@@ -101,7 +103,8 @@ class CopyWriter:
         context = ContextKV(self.buffers, slots, queries, positions, self.rotary)
         self._keep_sinks(slots, slots.new_zeros(method.sinks))
         targets = {Part(0, tokens, count): slots.new_zeros(method.packing.held_slots(count))}
-        self.form.fill(None, method.packing, method.compressor, context, targets)
+        with self._reported(method):
+            self.form.fill(None, method.packing, method.compressor, context, targets)
 
     def write(self, row: int, view: CompressedView, made: Segment | None, done: int, tokens: int) -> None:
         """Gather the chosen KV of each layer into a copy's own slots, after ``done`` tokens there, and into a segment's.
@@ -125,13 +128,17 @@ class CopyWriter:
             targets[Part(made.start, made.end, made.tokens)] = made.slots
         # The newest queries are of tokens that stay as they are, where blocks leave some out.
         context = self._context(row, method, source, tokens if view.packed else view.covered)
-        chooser = method.compressor.for_context(context)
-        self.form.fill(self.draft_row(row), method.packing, chooser, context, targets)
+        with self._reported(method):
+            chooser = method.compressor.for_context(context)
+            self.form.fill(self.draft_row(row), method.packing, chooser, context, targets)
         self._keep_sinks(source, view.own[: view.sinks])
         self.token_table[self.draft_row(row), : view.kept] = view.slots.to(self.token_table.dtype)
         self.form.begins(self.draft_row(row), view)
         view.method = method.called(chooser)
         self.made[view.method] += 1
+
+    def _reported(self, method: CopyMethod) -> AbstractContextManager[None]:
+        return reported(method.compressor.name) if method.compressor.name in OWN else nullcontext()
 
     def _keep_sinks(self, source: torch.Tensor, targets: torch.Tensor) -> None:
         """Copy the first tokens of the context in slots ``source``, int64, as they are, to ``targets``, int64 [sinks]."""

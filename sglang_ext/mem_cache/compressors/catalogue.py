@@ -4,7 +4,7 @@ A method is one file of this folder, which is found there, or a user's own (own_
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -17,11 +17,11 @@ from sglang_ext.mem_cache.compressors import own_methods
 from sglang_ext.mem_cache.compressors.contracts.compressor import Compressor
 from sglang_ext.mem_cache.compressors.contracts.keep_all import KeepAll
 from sglang_ext.mem_cache.compressors.contracts.quantizer import Quantizer
-from sglang_ext.mem_cache.compressors.contracts.registry import COMPRESSORS, QUANTIZERS
+from sglang_ext.mem_cache.compressors.contracts.registry import COMPRESSORS, OWN, QUANTIZERS
 
 DEFAULT = "snapkv"
-# NAME, or NAME:MORE, where NAME may have a colon of its own, of a user's file.
-WITH_MORE = re.compile(r"(?P<name>(?:.*?\.py:\w+)?[^:]*)(?::(?P<more>.*))?", re.DOTALL)
+# NAME, or NAME:MORE, where NAME may have colons of its own, of users' files.
+WITH_MORE = re.compile(r"(?P<name>(?:[^:]*?\.py:\w+)*[^:]*)(?::(?P<more>.*))?", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -60,24 +60,29 @@ def packing() -> tuple[str, ...]:
     return tuple(sorted(QUANTIZERS))
 
 
+def listed(names: Iterable[str]) -> tuple[str, ...]:
+    """Of these, those that the catalogue has by itself: what messages name."""
+    return tuple(name for name in names if name not in OWN)
+
+
 def is_online(name: str) -> bool:
     """Whether a method that drops tokens looks at KV and queries as they are made, and makes copies of what it keeps."""
     return COMPRESSORS[name].reads is None and not COMPRESSORS[name].points
 
 
 def online() -> tuple[str, ...]:
-    """Names of those for which that is so."""
-    return tuple(name for name in dropping() if is_online(name))
+    """Names of those of the catalogue for which that is so."""
+    return tuple(name for name in listed(dropping()) if is_online(name))
 
 
 def packable() -> tuple[str, ...]:
-    """Names of methods that drop tokens, and whose copies can be packed besides: they hold KV."""
-    return tuple(name for name in dropping() if not COMPRESSORS[name].points)
+    """Names of methods of the catalogue that drop tokens, and whose copies can be packed besides: they hold KV."""
+    return tuple(name for name in listed(dropping()) if not COMPRESSORS[name].points)
 
 
 def comparable() -> tuple[str, ...]:
     """Names of methods whose scores compare over heads and layers."""
-    return tuple(name for name in dropping() if COMPRESSORS[name].comparable)
+    return tuple(name for name in dropping() if COMPRESSORS[name].comparable and not COMPRESSORS[name].points)
 
 
 def better_uneven() -> tuple[str, ...]:
@@ -92,12 +97,12 @@ def on_gpu() -> tuple[str, ...]:
 
 def names() -> Iterator[str]:
     """All values of ``--kv-compressor``, of users' own those that were named."""
-    yield from (*dropping(), *packing(), *("+".join(pair) for pair in product(packable(), packing())))
+    yield from (*dropping(), *packing(), *("+".join(pair) for pair in product(dropping(), packing())))
 
 
 def number(name: str) -> int:
-    """Of a method, by which processes of one server tell it: from 1."""
-    return _numbers(len(COMPRESSORS) + len(QUANTIZERS))[name]
+    """Of a method, by which processes of one server tell it: from 1; 0 for none."""
+    return _numbers(len(COMPRESSORS) + len(QUANTIZERS)).get(name, 0)
 
 
 def numbered(number: int) -> str:
@@ -117,12 +122,13 @@ def parse(value: str, flag: str = "--kv-compressor") -> tuple[str | None, str | 
     Raises:
         OptionError: names the value and what is allowed.
     """
-    first, second = (None if part is None else own_methods.name_of(part, flag) for part in _parts(value))
+    _load()
+    first, second = (None if part is None else own_methods.name_of(part, flag) for part in parts(value))
     drops, packs = (first, second) if first in dropping() or second is not None else (None, first)
     if (drops is not None and drops not in dropping()) or (packs is not None and packs not in packing()):
         raise OptionError(
-            f"{flag} is {value!r}; allowed: one that drops tokens ({', '.join(dropping())}), one that packs them in "
-            f"few bits ({', '.join(packing())}), one of each, as in {DEFAULT}+kivi, or one of your own, as in ./my_method.py:KeyNorm. "
+            f"{flag} is {value!r}; allowed: one that drops tokens ({', '.join(listed(dropping()))}), one that packs them in "
+            f"few bits ({', '.join(listed(packing()))}), one of each, as in {DEFAULT}+kivi, or one of your own, as in ./my_method.py:KeyNorm. "
             "Pass one of these."
         )
     if packs is not None and drops is not None and COMPRESSORS[drops].points:
@@ -133,8 +139,8 @@ def parse(value: str, flag: str = "--kv-compressor") -> tuple[str | None, str | 
     return drops, packs
 
 
-def _parts(value: str) -> tuple[str, str | None]:
-    """What drops tokens, and what packs them besides; paths may have a plus, too."""
+def parts(value: str) -> tuple[str, str | None]:
+    """What drops tokens, and what packs them besides, as it was typed; paths may have a plus, too."""
     for place in (place for place, letter in enumerate(value) if letter == "+"):
         if value[:place] in dropping() or own_methods.NAMED.fullmatch(value[:place]):
             return value[:place], value[place + 1 :]

@@ -1,12 +1,18 @@
 """Methods of users' own, named by file and class: served like the catalogue's, or refused with the reason."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from argument_helpers import arguments
+from test_views import make_views
 
+from sglang_ext.bench.server import file_name
 from sglang_ext.config import method_options
-from sglang_ext.core import OptionError
+from sglang_ext.core import OptionError, RequestState
 from sglang_ext.managers import meta_info
+from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
+from sglang_ext.mem_cache.compressed.formats.unpacked import Unpacked
 from sglang_ext.mem_cache.compressors import catalogue, own_methods
 from sglang_ext.mem_cache.compressors.contracts import registry
 
@@ -55,6 +61,24 @@ class Demanding(Compressor):
         return None
 
 
+@dataclass(frozen=True)
+class Misnamed(Compressor):
+    name: str = "another"
+
+    def scores(self, layer):
+        return None
+
+
+class Reading({prefix}Norm):
+    reads = "a folder"
+
+
+@dataclass(frozen=True)
+class Failing({prefix}Norm):
+    def for_context(self, context):
+        raise IndexError("out of range")
+
+
 def a_function():
     pass
 '''
@@ -69,6 +93,7 @@ def unregistered():
     for known, before in registered:
         known.clear()
         known.update(before)
+    registry.OWN.clear()
     for cached in (catalogue.parse, catalogue._numbers, own_methods._registered, method_options._offers):
         cached.cache_clear()
 
@@ -92,7 +117,7 @@ def test_a_class_that_drops_tokens_serves_alone_and_packed(tmp_path):
     assert catalogue.parse(f"{path}:FirstNorm+{path}:FirstHalves") == ("FirstNorm", "FirstHalves")
     made = catalogue.method(f"{path}:FirstNorm+{path}:FirstHalves", 2)
     assert (made.compressor.name, made.compressor.recent, made.quantizer.bits) == ("FirstNorm", 16, 2)
-    assert {"FirstNorm", "named-first"} < set(catalogue.online()) and "FirstHalves" in catalogue.packing()
+    assert {"FirstNorm", "named-first"} < set(catalogue.dropping()) - set(catalogue.online()) and "FirstHalves" in catalogue.packing()
 
 
 def test_requests_ask_for_it_by_what_the_flag_says_and_meta_info_tells_its_name(tmp_path):
@@ -103,19 +128,62 @@ def test_requests_ask_for_it_by_what_the_flag_says_and_meta_info_tells_its_name(
     assert (first.budget, half.budget, packed.budget) == (0.25, 0.5, 0.125)
     assert half.is_called(f"{path}:SecondNorm:.50") and not half.is_called(f"{path}:SecondNorm")
     assert (half.drops, half.packs, half.suffix) == ("SecondNorm", None, ":0.5")
-    number = catalogue.number("SecondNorm")
-    told = meta_info.describe([1, 2, 1, 0, number, 1, 0], [offer.suffix for offer in (first, half, packed)])
-    assert told["kv_compressor"] == "SecondNorm:0.5"
+    method = CopyMethod(catalogue.create("SecondNorm"), 0.5, Unpacked(1), half.name, "", half.suffix)
+    req, helper = SimpleNamespace(), SimpleNamespace(name="")
+    for chooser in (method.compressor, helper):
+        state = RequestState("rid", 1, seed=0, method=1)
+        state.compressor = method.called(chooser)
+        meta_info.fill(req, state)
+        told = meta_info.describe(req.spec_cap_lens_histogram, [offer.suffix for offer in (first, half, packed)])
+        assert told["kv_compressor"] == "SecondNorm:0.5"
+
+
+def test_one_method_by_two_paths_is_one(tmp_path):
+    path = written(tmp_path, "Sixth")
+    again = path.replace("my_method.py", "./my_method.py")
+    with pytest.raises(OptionError, match="again, with a budget of 0.25"):
+        method_options.resolve(arguments(kv_compressor=f"{path}:SixthNorm", kv_more_compressors=f"{again}:SixthNorm"))
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("snapkv", ("snapkv", None)), ("snapkv:.5", ("snapkv", ".5")), ("kivi:2", ("kivi", "2")),
+        ("./a.py:K", ("./a.py:K", None)), ("./a.py:K:0.5", ("./a.py:K", "0.5")), ("./a.py:K+kivi:2", ("./a.py:K+kivi", "2")),
+        ("a.py:K+b.py:Q", ("a.py:K+b.py:Q", None)), ("a.py:K+b.py:Q:1", ("a.py:K+b.py:Q", "1")), ("snapkv+b.py:Q:4", ("snapkv+b.py:Q", "4")),
+    ],
+)  # fmt: skip
+def test_what_stands_behind_a_method_begins_after_the_last_class(text, parts):
+    assert catalogue.split(text) == parts
+
+
+def test_what_lies_beside_a_file_may_be_imported(tmp_path):
+    (tmp_path / "beside_my_method.py").write_text("RECENT = 3\n")
+    path = written(tmp_path, "Seventh", "from beside_my_method import RECENT\n" + GOOD.replace("16", "RECENT"))
+    assert catalogue.method(f"{path}:SeventhNorm").compressor.recent == 3
+
+
+def test_what_it_raises_while_it_serves_costs_its_copies_alone(tmp_path):
+    views = make_views(budget=0.5, compressor=catalogue.method(f"{written(tmp_path, 'Eighth')}:Failing").compressor)
+    assert not views.compress(1, 64) and views.is_refused(1)
+
+
+def test_a_benchmarks_log_lies_in_its_folder():
+    assert file_name("lossy-/home/me/my_method.py:KeyNorm-0.25") == "lossy--home-me-my_method.py-KeyNorm-0.25"
 
 
 @pytest.mark.parametrize(
     ("value", "message"),
     [
         ("{folder}/missing.py:Norm", "there is no file .*missing.py: pass PATH.py:CLASS"),
-        ("{path}:Nothing", "Nothing is not in it: name one that is there: ThirdNorm, NamedThird, ThirdHalves, Scoreless, Demanding"),
+        ("{path}:Nothing", "Nothing is not in it: name one that is there: ThirdNorm, NamedThird, ThirdHalves, Scoreless, Demanding, "),
         ("{path}:a_function", "a_function is no method: name one"),
         ("{path}:Scoreless", "Scoreless has no scores: add it"),
-        ("{path}:Demanding", "Demanding cannot be made without folder: give it defaults"),
+        ("{path}:Demanding", "Demanding cannot be made: TypeError: .*'folder': give what it takes defaults"),
+        ("{path}:Misnamed", "what Misnamed makes is called 'another': let `name` be that of the class, 'Misnamed'"),
+        ("{path}:Reading", "Reading reads a folder, which methods of the catalogue alone do: leave that out"),
+        ("{odd}:Norm", "raised ValueError: 'an:odd' cannot name a method: use letters, digits, - and _"),
+        ("{halfway}:Norm", "halfway.py, line 5 raised ZeroDivisionError"),
         ("{broken}:Norm", r"broken.py, line 2 raised ZeroDivisionError: division by zero: correct the file"),
         ("{taken}:Norm", "raised ValueError: there is a method 'snapkv' already: give this one another name"),
     ],
@@ -124,6 +192,10 @@ def test_what_is_no_method_is_refused_with_the_reason(tmp_path, value, message):
     files = {"path": written(tmp_path, "Third"), "broken": tmp_path / "broken.py", "taken": tmp_path / "taken.py"}
     files["broken"].write_text("\n1 / 0\n")
     files["taken"].write_text("from sglang_ext.mem_cache.compressors import *\n@register('snapkv')\nclass Norm(Compressor):\n    pass\n")
+    text = "from sglang_ext.mem_cache.compressors import *\n@register('{}')\nclass Norm(Compressor):\n    def scores(self, layer): pass\n"
+    for name, registered in (("odd", "an:odd"), ("halfway", "half")):
+        files[name] = tmp_path / f"{name}.py"
+        files[name].write_text(text.format(registered) + ("1 / 0\n" if name == "halfway" else ""))
     named = value.format(folder=tmp_path, **files)
     for _ in range(2):
         with pytest.raises(OptionError, match=message) as raised:

@@ -188,7 +188,7 @@ def packed_splits_gluon(
     packed_slots, partial, lse, scaling, key_slot, key_head, value_slot, value_head, packed_parts, exact_parts,
     HEADS: gl.constexpr, BLOCK_SLOTS: gl.constexpr, F: gl.constexpr,
 ):  # fmt: skip
-    """As ../packed_attention.py's ``packed_splits``; ``key_words``, ``key_numbers``: the buffer as int32 and float16."""
+    """As ../packed/packed_attention.py's ``packed_splits``; ``key_words``, ``key_numbers``: the buffer as int32 and float16."""
     split, kv_head, request = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     table_at = gl.load(rows + request)
     table = token_table + table_at * table_row

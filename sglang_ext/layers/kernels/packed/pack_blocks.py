@@ -1,7 +1,7 @@
 """Pack what each KV head keeps into the blocks of a compressed copy (packed_layout.py): a launch for keys, one for values.
 
 A program packs blocks of one head of one layer. Codes, scales and zero points are those that PyTorch finds
-(compressors/quantizer.py, turboquant.py), within rounding: a number halfway between two codes may get the other one.
+(compressors/contracts/quantizer.py, turboquant.py), within rounding: a number halfway between two codes may get the other one.
 """
 
 import torch

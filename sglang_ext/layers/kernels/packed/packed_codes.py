@@ -1,6 +1,6 @@
 """From bytes to the numbers that they stand for, inside Triton kernels: code times scale plus zero point.
 
-A byte holds the codes of ``8 / bits`` channels, each of another part of the head (mem_cache/packed_layout.py): a tile of bytes
+A byte holds the codes of ``8 / bits`` channels, each of another part of the head (mem_cache/compressed/formats/packed_layout.py): a tile of bytes
 gives as many tiles of numbers.
 
 On a GPU codes of 2 and 4 bits become float16 without a conversion, two numbers an instruction: as the highest bits of the

@@ -132,7 +132,7 @@ class Compressor(ABC):
         found = []
         for index, keys in enumerate(context.buffers.keys):
             found.append(self.scores(context.layer(index)))
-            check_scores(self.name, found[-1], (keys.shape[1], len(context.slots)))
+            check_scores(self.name, found[-1], (keys.shape[1], len(context.slots)), keys.device)
         return torch.stack(found)
 
     def checked_scores(self, context: ContextKV) -> torch.Tensor:
@@ -143,7 +143,7 @@ class Compressor(ABC):
         """
         scores = self.scores_all(context)
         keys = context.buffers.keys
-        check_scores(self.name, scores, (len(keys), keys[0].shape[1], len(context.slots)))
+        check_scores(self.name, scores, (len(keys), keys[0].shape[1], len(context.slots)), keys[0].device)
         return scores
 
     def always(self, context: ContextKV) -> Always:

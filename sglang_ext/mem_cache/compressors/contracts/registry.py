@@ -1,5 +1,6 @@
 """Where methods register under the names that ``--kv-compressor`` takes; the catalogue reads it."""
 
+import re
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -16,17 +17,20 @@ class Packer(NamedTuple):
 
 COMPRESSORS: dict[str, type[Compressor]] = {}
 QUANTIZERS: dict[str, Packer] = {}
+OWN: set[str] = set()
+"""Of these names, those of users' own methods (own_methods.py)."""
+NAME = re.compile(r"[\w-]+")
 
 
 def register(name: str) -> Callable[[type[Compressor]], type[Compressor]]:
     """Class decorator: make a compressor selectable as ``--kv-compressor NAME``.
 
     Raises:
-        ValueError: another method has that name.
+        ValueError: another method has that name, or it is none.
     """
 
     def decorate(cls: type[Compressor]) -> type[Compressor]:
-        _refuse_taken(name)
+        _check_name(name)
         COMPRESSORS[name], cls.name = cls, name
         return cls
 
@@ -37,17 +41,19 @@ def register_quantizer(name: str, bits: tuple[int, ...]) -> Callable[[type[Quant
     """Class decorator: make a quantizer with codes of so many ``bits``, the default first, selectable as ``--kv-compressor NAME``.
 
     Raises:
-        ValueError: another method has that name.
+        ValueError: another method has that name, or it is none.
     """
 
     def decorate(cls: type[Quantizer]) -> type[Quantizer]:
-        _refuse_taken(name)
+        _check_name(name)
         QUANTIZERS[name] = Packer(cls, bits)
         return cls
 
     return decorate
 
 
-def _refuse_taken(name: str) -> None:
+def _check_name(name: str) -> None:
+    if not NAME.fullmatch(name):
+        raise ValueError(f"{name!r} cannot name a method: use letters, digits, - and _")
     if name in COMPRESSORS or name in QUANTIZERS:
         raise ValueError(f"there is a method {name!r} already: give this one another name")
