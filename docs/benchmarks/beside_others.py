@@ -17,7 +17,7 @@ from typing import Any
 
 from sglang_ext.bench.comparing.identity_options import words
 from sglang_ext.bench.server import ServerProcess
-from sglang_ext.bench.speed.decode_wave import Stream
+from sglang_ext.bench.speed.decode_wave import read
 from sglang_ext.config.benchmark_options import PARAMETER
 
 PLAIN, BATCH = 6, 8
@@ -30,21 +30,14 @@ COMPANY: dict[str, tuple[dict[str, Any], ...]] = {
 }
 
 
-def ask(server: ServerProcess, prompt: list[int], began: float, sampling: dict[str, Any]) -> Stream:
-    """A request's stream."""
-    stream, body = Stream(), {"input_ids": prompt, "sampling_params": sampling, "stream": True}
-    for event in server.stream("generate", body):
-        stream.add(time.perf_counter() - began, event["meta_info"])
-    return stream
-
-
 def rate(server: ServerProcess, prompts: list[list[int]], options: tuple[dict[str, Any], ...], args: argparse.Namespace) -> float:
     """Tokens a second of the plain requests beside two with ``options``, from when all decode until the first of all has ended."""
     common = {"temperature": 0, "ignore_eos": True, "max_new_tokens": args.output_len, "custom_params": {PARAMETER: args.acceptance}}
     asked = [common] * PLAIN + [{**common, **more} for more in options]
+    bodies = [{"input_ids": prompt, "sampling_params": sampling} for prompt, sampling in zip(prompts, asked)]
     began = time.perf_counter()
     with ThreadPoolExecutor(BATCH) as pool:
-        streams = list(pool.map(lambda each: ask(server, each[0], began, each[1]), zip(prompts, asked)))
+        streams = list(pool.map(lambda body: read(server, body, began), bodies))
     first, last = max(stream.times[0] for stream in streams), min(stream.times[-1] for stream in streams)
     told = [(len(stream.times), stream.tokens[-1], stream.meta.get("kv_drafts"), stream.meta.get("kv_accepted")) for stream in streams]
     print(f"    {last - first:.2f} s; chunks, tokens, drafts, accepted: {told[0]}, {told[-2]}, {told[-1]}", flush=True)

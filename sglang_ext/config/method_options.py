@@ -167,7 +167,7 @@ def _check_alone(found: tuple[Offer, ...]) -> None:
     if pointing and len(found) > 1:
         raise OptionError(
             f"{MORE} makes {pointing[0]} one of {len(found)} methods; its copies hold no KV, but where the tokens lie, and others' "
-            f"are not read so. Let it serve alone, or pass {', '.join(catalogue.packable())}"
+            f"are not read so. Let it serve alone, or pass {', '.join(catalogue.listed(catalogue.packable()))}"
         )
 
 
@@ -184,7 +184,7 @@ def check_resolved(args: "KVServerArgs") -> None:
             "--cuda-graph-backend-prefill is 'tc_piecewise'; --kv-compressor kvzap reads hidden states by hooks, which are "
             "untested in compiled graphs. Pass breakable or disabled."
         )
-    others = ', '.join(catalogue.packable())
+    others = ', '.join(catalogue.listed(catalogue.packable()))
     if catalogue.points(found[0].compressor):
         copy_options.check_resolved(args, f"the copies of {FIRST} {found[0].name}", f"one that copies tokens: {others}")
     packed = next((offer for offer in found if offer.packs), None)

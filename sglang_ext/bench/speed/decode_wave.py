@@ -83,6 +83,18 @@ class Wave:
         return self.tokens / self.seconds
 
 
+def read(server: ServerClient, body: dict[str, Any], began: float, clock: Callable[[], float] = time.perf_counter) -> Stream:
+    """The stream that a request for ``/generate`` gets, timed from ``began`` on.
+
+    Raises:
+        OSError: as :meth:`ServerClient.stream`.
+    """
+    stream = Stream()
+    for event in server.stream("generate", {**body, "stream": True}):
+        stream.add(clock() - began, event["meta_info"])
+    return stream
+
+
 def measure(streams: Sequence[Stream]) -> Wave:
     """The span in which as many requests decoded as there was room for.
 
@@ -141,11 +153,8 @@ def run(
         parameters["custom_params"] = {PARAMETER: acceptance}
 
     def ask(input_ids: tuple[int, ...]) -> Stream:
-        body = {"input_ids": list(input_ids), "sampling_params": parameters, "stream": True}
-        stream = Stream()
         try:
-            for event in server.stream("generate", body):
-                stream.add(clock() - began, event["meta_info"])
+            stream = read(server, {"input_ids": list(input_ids), "sampling_params": parameters}, began, clock)
         except (OSError, KeyError) as error:
             raise BenchError(f"a request of {len(input_ids)} tokens failed: {error}") from error
         if not stream.tokens or stream.tokens[-1] < new_tokens:

@@ -76,13 +76,13 @@ def online() -> tuple[str, ...]:
 
 
 def packable() -> tuple[str, ...]:
-    """Names of methods of the catalogue that drop tokens, and whose copies can be packed besides: they hold KV."""
-    return tuple(name for name in listed(dropping()) if not COMPRESSORS[name].points)
+    """Names of methods that drop tokens, and whose copies can be packed besides: they hold KV."""
+    return tuple(name for name in dropping() if not COMPRESSORS[name].points)
 
 
 def comparable() -> tuple[str, ...]:
-    """Names of methods whose scores compare over heads and layers."""
-    return tuple(name for name in dropping() if COMPRESSORS[name].comparable and not COMPRESSORS[name].points)
+    """Names of methods whose scores compare over heads and layers, and whose copies hold KV, which heads can share unevenly."""
+    return tuple(name for name in packable() if COMPRESSORS[name].comparable)
 
 
 def better_uneven() -> tuple[str, ...]:
@@ -97,7 +97,7 @@ def on_gpu() -> tuple[str, ...]:
 
 def names() -> Iterator[str]:
     """All values of ``--kv-compressor``, of users' own those that were named."""
-    yield from (*dropping(), *packing(), *("+".join(pair) for pair in product(dropping(), packing())))
+    yield from (*dropping(), *packing(), *("+".join(pair) for pair in product(packable(), packing())))
 
 
 def number(name: str) -> int:
@@ -134,7 +134,7 @@ def parse(value: str, flag: str = "--kv-compressor") -> tuple[str | None, str | 
     if packs is not None and drops is not None and COMPRESSORS[drops].points:
         raise OptionError(
             f"{flag} is {value!r}; {drops} leads into full KV and holds none that could be packed: pass {drops} alone, "
-            f"or one of {', '.join(packable())} before +{packs}"
+            f"or one of {', '.join(listed(packable()))} before +{packs}"
         )
     return drops, packs
 

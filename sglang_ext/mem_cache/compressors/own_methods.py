@@ -47,7 +47,7 @@ def _registered(path: str, name: str, told: str) -> str:
     before = [(known, dict(known)) for known in (registry.COMPRESSORS, registry.QUANTIZERS)]
     try:
         method = _class(_run(path, told), name, told)
-        found = _name_of(method, name, told)
+        found = _register(method, name, told)
     except OptionError:
         if is_new:
             for known, those in before:
@@ -59,7 +59,7 @@ def _registered(path: str, name: str, told: str) -> str:
     return found
 
 
-def _name_of(method: type[Compressor] | type[Quantizer], name: str, told: str) -> str:
+def _register(method: type[Compressor] | type[Quantizer], name: str, told: str) -> str:
     """The name that the class registered itself with, else its own, with which it is registered here."""
     classes = registry.COMPRESSORS | {known: packer.made_by for known, packer in registry.QUANTIZERS.items()}
     found = next((known for known, cls in classes.items() if cls is method), None)
@@ -70,8 +70,8 @@ def _name_of(method: type[Compressor] | type[Quantizer], name: str, told: str) -
             register(method)
         except ValueError as error:
             raise OptionError(f"{told}, but {error}") from error
-    if issubclass(method, Compressor) and method().name != found:
-        raise OptionError(f"{told}, but what {name} makes is called {method().name!r}: let `name` be that of the class, {found!r}")
+    if issubclass(method, Compressor) and (called := method().name) != found:
+        raise OptionError(f"{told}, but what {name} makes is called {called!r}: let `name` be that of the class, {found!r}")
     return found
 
 

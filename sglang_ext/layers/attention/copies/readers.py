@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
+from torch import Tensor
 
 from sglang_ext.layers.attention.copies.copy_decode import CopyDecode
 from sglang_ext.layers.attention.copies.packed import packed_attention
@@ -28,15 +28,19 @@ class Reader(NamedTuple):
         decode: the backend of one token a request.
     """
 
-    attend: Callable[[KVFormat, int, int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float | None], torch.Tensor]
+    attend: Callable[[KVFormat, int, int, Tensor, Tensor, Tensor, Tensor, float | None], Tensor]
     decode: type[CopyDecode]
 
 
-def _packed(rows: PackedRows, row: int, packed: int, queries, keys, values, slots, scaling) -> torch.Tensor:
+def _packed(
+    rows: PackedRows, row: int, packed: int, queries: Tensor, keys: Tensor, values: Tensor, slots: Tensor, scaling: float
+) -> Tensor:
     return packed_attention(rows.form, queries, keys, values, slots, packed, scaling)
 
 
-def _pointed(rows: PointerRows, row: int, pointed: int, queries, keys, values, slots, scaling) -> torch.Tensor:
+def _pointed(
+    rows: PointerRows, row: int, pointed: int, queries: Tensor, keys: Tensor, values: Tensor, slots: Tensor, scaling: float | None
+) -> Tensor:
     return pointer_attention(rows.form, pointed, queries, keys, values, slots, scaling)
 
 
