@@ -21,6 +21,8 @@ from sglang_ext.bench.soaking.traffic import Request, draw_request
 PROGRESS_SECONDS = 5.0
 PENALIZED_IN_COMPANY = "penalized beside others"
 """SGLang's overlapped loop counts another token twice, and leaves one out, when a prefill comes in between."""
+ABORTED_BEFORE_IT_BEGAN = "Aborted by AbortReq."
+"""What SGLang says, as an error with status 400, of a request aborted while its grammar was being compiled."""
 
 References = dict[tuple[int, str], tuple[Sample, ...]]
 """Stock's answers by (prompt, name of the option)."""
@@ -90,15 +92,15 @@ def send(soak: Soak, request: Request) -> bool:
             else:
                 tally.fail(f"{request}: {error}", request)
                 return False
-        except AnswerError as error:
-            tally.fail(f"{request}: {error}", request)
-            return False
-        except OSError as error:
+        except (AnswerError, OSError) as error:
             if request.kind == "malformed" and getattr(error, "code", None) == 400:
                 tally.add("refused", request)
-            else:
-                tally.fail(f"{request}: {describe_error(error)}", request)
-            return False
+                return False
+            told = describe_error(error) if isinstance(error, OSError) else str(error)
+            if request.kind != "abort" or ABORTED_BEFORE_IT_BEGAN not in told:
+                tally.fail(f"{request}: {told}", request)
+                return False
+            samples = (Sample((), "abort"),)
     oddities = sorted(frozenset().union(*(sample.oddities for sample in samples)))
     if oddities and not soak.overlapped:
         tally.fail(f"{request}: {', '.join(oddities)} in the plain loop", request)

@@ -15,7 +15,7 @@ from sglang_ext.bench import BenchError
 from sglang_ext.bench import server as bench_server
 from sglang_ext.bench.__main__ import main
 from sglang_ext.bench.soaking import sending, soak
-from sglang_ext.bench.soaking.answers import LOST_LOGPROB, Sample
+from sglang_ext.bench.soaking.answers import LOST_LOGPROB, AnswerError, Sample
 from sglang_ext.bench.soaking.request_options import OPTIONS
 from sglang_ext.bench.soaking.soak_prompts import cases
 from sglang_ext.bench.soaking.tally import Tally
@@ -273,6 +273,27 @@ class TestForcedRetraction:
         found, totals = run(tmp_path, "--force-retraction", "3")
         assert (found, bool(totals["retractions"])) == (code, bool(retractions))
         assert any("no request was retracted" in problem for problem in totals["problems"]) == bool(code)
+
+
+@pytest.mark.parametrize("error", [AnswerError, OSError])
+@pytest.mark.parametrize(
+    ("kind", "told", "aborted"),
+    [
+        ("abort", sending.ABORTED_BEFORE_IT_BEGAN, True),
+        ("abort", "out of memory", False),
+        ("plain", sending.ABORTED_BEFORE_IT_BEGAN, False),
+    ],
+)
+def test_an_abort_before_a_request_began_is_an_error_and_passes(
+    monkeypatch: pytest.MonkeyPatch, error: type[Exception], kind: Any, told: str, aborted: bool
+) -> None:
+    def ask(*_: object) -> tuple[Sample, ...]:
+        raise error(told)
+
+    monkeypatch.setattr(sending, "ask", ask)
+    given = soak.Soak(FakeServer("m", (), Path("log")), [PROMPT], (), {(0, "greedy"): (Sample((1,), "length"),)}, True, Tally())  # type: ignore[arg-type]
+    sending.send(given, Request("r", 0, OPTIONS[0], 4, kind, stream=False, delay=9.0))
+    assert given.tally.as_json()["outcomes"] == {"answered": 0, "aborted": int(aborted), "refused": 0, "wrong": int(not aborted)}
 
 
 def test_progress_and_table_show_outcomes_by_option_and_retractions() -> None:
