@@ -9,17 +9,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from servers import Server, Servers
 
 ROOT = Path(__file__).parents[1]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Servers of several processes share the cores; the process that only hands out tests must not say how."""
+    """Processes of tests, and their servers, share the cores; the process that only hands out tests must not say how."""
     if config.getoption("numprocesses", None):
         return
     processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # it read the variable when it was loaded
 
 
 @pytest.fixture(scope="session")
