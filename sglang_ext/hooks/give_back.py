@@ -10,11 +10,11 @@ def give_back_when_full(original: Callable, batch, selected_indices: list[int] |
     if selected_indices is None and lost_requests(batch):
         return False
     fits = original(batch, selected_indices)
-    views = getattr(batch.tree_cache, "views", None)
-    while not fits and views is not None and (row := views.largest()) is not None:
-        views.release_copy(row)
+    copies = batch.tree_cache.copies
+    while not fits and copies is not None and (row := copies.largest()) is not None:
+        copies.release_copy(row)
         fits = original(batch, selected_indices)
-    if getattr(batch.tree_cache, "residency", None) is not None:
+    if batch.tree_cache.residency is not None:
         # SGLang looks for room again only when a request is done. Here it also comes as full KV leaves the device.
         batch.batch_is_full = False
     return fits

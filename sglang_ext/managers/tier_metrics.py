@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sglang_ext.managers.offload.verifications import Verifications
-    from sglang_ext.mem_cache.prefix_cache.tiered_loads import TieredLoads
+    from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
 
 LABELS = ("model_name",)
 GAUGES = {
@@ -53,7 +53,7 @@ class TierMetrics:
             # Begins at 0, not with the first that there is to count.
             counter.labels(self.model_name)
 
-    def observe(self, tree: "TieredLoads", verifications: "Verifications | None") -> None:
+    def observe(self, tree: "TieredRadixCache", verifications: "Verifications | None") -> None:
         """Report what is new."""
         for name, value in _values(tree, verifications):
             if value == self._told.get(name, 0):
@@ -65,15 +65,16 @@ class TierMetrics:
             self._told[name] = value
 
 
-def _values(tree: "TieredLoads", verifications: "Verifications | None") -> Iterator[tuple[str, float]]:
-    yield "host_bytes", tree.host_bytes
-    yield "host_staging_bytes", tree.host_tier.workspace_bytes
-    yield "host_load_bytes_per_second", tree.link.bandwidth or 0.0
-    yield "host_stored_bytes", tree.stored_bytes
-    yield "host_loaded_bytes", tree.loaded_bytes
-    yield "host_loads", tree.link.loads
-    yield "host_load_seconds", tree.link.seconds
-    yield "host_failed_pages", tree.failed_pages
+def _values(tree: "TieredRadixCache", verifications: "Verifications | None") -> Iterator[tuple[str, float]]:
+    host, reloads = tree.host, tree.reloads
+    yield "host_bytes", host.bytes
+    yield "host_staging_bytes", host.tier.workspace_bytes
+    yield "host_load_bytes_per_second", reloads.link.bandwidth or 0.0
+    yield "host_stored_bytes", host.stored_bytes
+    yield "host_loaded_bytes", reloads.loaded_bytes
+    yield "host_loads", reloads.link.loads
+    yield "host_load_seconds", reloads.link.seconds
+    yield "host_failed_pages", reloads.failed_pages
     if verifications is None:
         return
     residency, admission = verifications.residency, verifications.admission

@@ -11,6 +11,7 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
 from sglang_ext.command_line import ends_scheduler
+from sglang_ext.config import options
 from sglang_ext.layers.attention import torch_native, verify_graphs
 from sglang_ext.layers.attention.copies import copy_graphs
 from sglang_ext.layers.attention.of_model import an_attention, attention_scaling
@@ -29,6 +30,7 @@ from sglang_ext.managers.spec_decode.prefill import prefill
 from sglang_ext.managers.spec_decode.requests import RequestStates
 from sglang_ext.managers.spec_decode.result import RoundResult
 from sglang_ext.managers.spec_decode.running_part import decode_running
+from sglang_ext.managers.spec_decode.turns import OnDevice
 from sglang_ext.mem_cache.compressed import query_hooks, slot_assignment
 from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
 from sglang_ext.mem_cache.compressed.formats.choice import format_of
@@ -133,12 +135,9 @@ class KVWorker(BaseSpecWorker):
             self._warm_up()
         if args.kv_host_gb:
             full_tier.use_host_memory(self, tree_cache)
-            if self.methods.scores is not None:
-                tree_cache.on_load = self.methods.scores.forget
-        tree_cache.views = self.views
-        tree_cache.on_release = self.forget
-        tree_cache.insert_generated = not self.lossy
-        self.loop = decode_loop(self)
+        turns, policy = full_tier.offloading(self, tree_cache) if options.offloads(args) else (OnDevice(), None)
+        tree_cache.serve(self.views, self.forget, not self.lossy, turns.residency)
+        self.loop = decode_loop(self, turns, policy)
 
     def _views_of(self, tree_cache) -> CompressedViews:
         form, served, allocator = self.form, self.methods, self.token_to_kv_pool_allocator
@@ -188,8 +187,8 @@ class KVWorker(BaseSpecWorker):
         if self.loop is None:
             self.bind_tree_cache(batch.tree_cache)
         result = self._forward(batch, on_publish)
-        if batch.tree_cache.host_tier is not None:
-            batch.tree_cache.host_tier.forward_launched()
+        if batch.tree_cache.host is not None:
+            batch.tree_cache.host.tier.forward_launched()
         return result
 
     def _forward(self, batch: "ScheduleBatch", on_publish) -> GenerationBatchResult:

@@ -92,7 +92,7 @@ class World:
 
     def node(self, tokens):
         """The node that a path of ``tokens``, all in the tree, ends in."""
-        nodes = self.cache._walk(RadixKey(array("q", tokens)))
+        nodes = self.cache.nodes.walk(RadixKey(array("q", tokens)))
         assert nodes and nodes[-1].end == len(tokens)
         return nodes[-1]
 
@@ -147,7 +147,7 @@ class World:
         self.cache.cache_finished_req(req, is_insert, kv_len_to_handle=req.length)
         row.zero_()
         for segment in req.segments:
-            self.cache.release(segment)
+            self.cache.segments.release(segment)
         self.running.remove(req)
         self.table.free.append(req.req_pool_idx)
 
@@ -156,17 +156,17 @@ class World:
 
     def offload(self, node):
         """Back up a node and drop its device slots; how many."""
-        self.cache.back_up(node).wait()
-        return self.cache.drop_device(node)
+        self.cache.host.back_up(node).wait()
+        return self.cache.host.drop_device(node)
 
     def drop_path(self, node):
         """Back up and drop the device slots of a whole path; how many."""
         for part in path(node):
             if part.value is not None:
-                self.cache.back_up(part).wait()
+                self.cache.host.back_up(part).wait()
         dropped = 0
         for part in path(node):
-            freed = self.cache.drop_device(part)
+            freed = self.cache.host.drop_device(part)
             dropped += freed
             for req in self.running:
                 if freed and part in path(req.last_node):
@@ -225,8 +225,8 @@ class World:
         self.cache.evict(EvictParams(num_tokens=self.slots))
         assert self.allocator.available_size() == self.slots
         assert self.cache.evictable_size() == self.cache.protected_size() == self.cache.session_held_tokens() == 0
-        if self.cache.host_tier is not None:
-            self.pages.free(self.cache._allocate_pages(self.pages.count))
+        if self.cache.host is not None:
+            self.pages.free(self.cache.host.allocate(self.pages.count))
         assert not self.cache.root_node.children
         self.cache.check_integrity()
 

@@ -16,7 +16,7 @@ from sglang_ext.mem_cache.prefix_cache.residency import Residency
 
 if TYPE_CHECKING:
     from sglang_ext.managers.worker import KVWorker
-    from sglang_ext.mem_cache.prefix_cache.tiered_loads import TieredLoads
+    from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 LINK_SAMPLE_BYTES = 256 << 20
 
 
-def use_host_memory(worker: "KVWorker", tree: "TieredLoads") -> None:
+def use_host_memory(worker: "KVWorker", tree: "TieredRadixCache") -> None:
     """Give the prefix tree its host tier; before anything else runs.
 
     Raises:
@@ -35,22 +35,23 @@ def use_host_memory(worker: "KVWorker", tree: "TieredLoads") -> None:
     pool = HostPool.create(buffers, args.page_size, int(args.kv_host_gb * 1e9))
     corrupt = args.kv_bench_corrupt_loads
     faults = None if corrupt is None else Faults(corrupt, loads=worker.ranks.rank)
-    tree.use_host(HostTier(buffers, pool), worker.ranks, faults)
+    scores = worker.methods.scores
+    told = {} if scores is None else {"about_to_write": scores.forget}
+    tree.use_host(HostTier(buffers, pool), worker.ranks, faults, **told)
     if options.offloads(args):
         # The page that no request owns, again and again.
         count = max(1, min(pool.pages.count, LINK_SAMPLE_BYTES // pool.page_bytes))
         slots = torch.arange(args.page_size, device=worker.views.token_table.device).repeat(count)
-        rate = tree.link.measure(tree.host_tier, slots, tree.arrivals)
+        rate = tree.reloads.link.measure(tree.host.tier, slots, tree.host.arrivals)
         logger.info("sglang-ext: full KV comes back from host memory at %.1f GB/s", rate / 1e9)
 
 
-def offloading(worker: "KVWorker") -> tuple[Verifications, OffloadPolicy]:
-    """Whose turn it is to verify where full KV of running requests leaves the device, and how much of it does."""
+def offloading(worker: "KVWorker", tree: "TieredRadixCache") -> tuple[Verifications, OffloadPolicy]:
+    """Whose turn it is to verify where full KV of running requests in ``tree`` leaves the device, and how much of it does."""
     args, views = worker.server_args, worker.views
     policy = _policy(worker)
     first = policy.unknown
-    residency = Residency(views.tree_cache, views.token_table, args.kv_full_tier == "host", most=first.requests)
-    views.tree_cache.residency = residency
+    residency = Residency(tree, views.token_table, args.kv_full_tier == "host", most=first.requests)
     # What a first round takes does not matter; it is measured from then on.
     admission = Admission(iteration_seconds=1.0, memory=residency.room)
     return Verifications(admission, residency, views.buffers.bytes_per_slot, first.drafts), policy

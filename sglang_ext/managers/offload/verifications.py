@@ -41,7 +41,7 @@ class Verifications:
 
     def launching(self) -> AbstractContextManager[None]:
         """While a round is planned and launched: loads are put off to its end."""
-        return self.residency.tree.host_tier.deferred()
+        return self.residency.tree.host.tier.deferred()
 
     def begin(self, drafting: dict[int, tuple[TieredNode, int]], iteration_seconds: float | None) -> None:
         """A round begins, in which those verify whose full KV has arrived.
@@ -73,7 +73,7 @@ class Verifications:
 
     def _measure_link(self) -> None:
         """Let the loads that are planned take the time that they will."""
-        bandwidth = self.residency.tree.link.bandwidth
+        bandwidth = self.residency.tree.reloads.link.bandwidth
         before = self._bandwidth or bandwidth
         if bandwidth is not None and abs(bandwidth - before) > DRIFT * before:
             self.admission.slow_link(before / bandwidth)
@@ -108,7 +108,7 @@ class Verifications:
             tokens = 0 if row in self.turns or row in self._reserved else self.residency.missing_tokens(row)
             if tokens:
                 # One that takes longer than the horizon gets all of it, and is late.
-                seconds = min(tokens * self.bytes_per_token / self.residency.tree.link.bandwidth, self.admission.longest_load)
+                seconds = min(tokens * self.bytes_per_token / self.residency.tree.reloads.link.bandwidth, self.admission.longest_load)
                 if self.admission.admit(row, seconds, tokens, rounds[row]) is not None:
                     self._reserved.add(row)
                     self._refused.pop(row, None)

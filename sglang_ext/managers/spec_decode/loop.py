@@ -17,7 +17,6 @@ from sglang_ext.config import options
 from sglang_ext.core import RequestState
 from sglang_ext.device import to_device
 from sglang_ext.managers import integrity, meta_info
-from sglang_ext.managers.offload import full_tier
 from sglang_ext.managers.offload.policy import OffloadPolicy
 from sglang_ext.managers.spec_decode.draft_length import DraftLength, FixedLength
 from sglang_ext.managers.spec_decode.pace import Pace
@@ -136,7 +135,7 @@ class DecodeLoop:
         if self.policy is None or self._rounds % PLACE_AFTER:
             return
         worker, residency = self.worker, self.turns.residency
-        found = self.policy.choose(worker.requests.typical.probability, residency.tree.link.bandwidth, worker.views.share)
+        found = self.policy.choose(worker.requests.typical.probability, residency.tree.reloads.link.bandwidth, worker.views.share)
         residency.most, self.turns.drafts = worker.ranks.agree(found)
 
     def _check(self, batch: "ScheduleBatch", round_: Round) -> None:
@@ -207,10 +206,14 @@ class DecodeLoop:
         self.worker.metrics.observe_pool(self.worker.views, None if self.policy is None else self.turns)
 
 
-def decode_loop(worker: "KVWorker") -> DecodeLoop:
-    """That of a worker whose views are built, told in the log with what it serves."""
+def decode_loop(worker: "KVWorker", turns: "OnDevice | Verifications", policy: OffloadPolicy | None) -> DecodeLoop:
+    """That of a worker whose views are built, told in the log with what it serves.
+
+    Args:
+        turns: whose turn it is to verify.
+        policy: how much full KV leaves the device, where some does.
+    """
     args, steps = worker.server_args, Steps(worker)
-    turns, policy = full_tier.offloading(worker) if options.offloads(args) else (OnDevice(), None)
     longest = options.longest_draft(args)
     # Steps over such copies have an attention of their own, for all that they read.
     apart = bool(args.enable_deterministic_inference) and worker.attentions.copies is not None

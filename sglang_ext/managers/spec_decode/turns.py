@@ -11,9 +11,11 @@ class OnDevice:
 
     Attributes:
         drafts: that a request gathers while its full KV is loaded; none is.
+        residency: of requests whose full KV may leave; None.
     """
 
     drafts = 0
+    residency = None
 
     def launching(self) -> AbstractContextManager[None]:
         """While a round is planned and launched, in which loads may be put off to its end."""

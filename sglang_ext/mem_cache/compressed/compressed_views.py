@@ -100,15 +100,15 @@ class CompressedViews(CopyWriter):
         segments = []
         if prefix is not None:
             length = min(prefix.tokens, covered)
-            segments = self.tree_cache.path_segments(prefix.node, length, method.name, method.sinks)
+            segments = self.tree_cache.nodes.segments_to(prefix.node, length, method.name, method.sinks)
         for segment in segments:
             # Or they would be evicted for the rest.
-            self.tree_cache.use(segment)
+            self.tree_cache.segments.use(segment)
         view = CompressedView(self._no_slots(), covered, segments, sinks=method.sinks)
         made = self._resize(row, view, headroom, prefix, tokens)
         if not made:
             for segment in segments:
-                self.tree_cache.release(segment)
+                self.tree_cache.segments.release(segment)
         return made
 
     def _resize(self, row: int, view: CompressedView, headroom: int, prefix: Prefix | None, tokens: int) -> bool:
@@ -143,8 +143,8 @@ class CompressedViews(CopyWriter):
             self._drop(slots, view.segments if self._views.pop(row, None) else [])
             return False
         if made is not None:
-            self.tree_cache.attach(prefix.node, made)
-            self.tree_cache.use(made)
+            self.tree_cache.nodes.attach(prefix.node, made)
+            self.tree_cache.segments.use(made)
         self._views[row] = view
         if not method.compressor.each_round:
             # Until the copy is to be renewed its queries are of no use; another request's may be.
@@ -208,7 +208,7 @@ class CompressedViews(CopyWriter):
     def _drop(self, own: torch.Tensor, segments: list[Segment]) -> None:
         self.allocator.free(own)
         for segment in segments:
-            self.tree_cache.release(segment)
+            self.tree_cache.segments.release(segment)
 
     def largest(self) -> int | None:
         """Row of the request with the largest copy that it can do without; others have their full KV on the host."""

@@ -11,7 +11,7 @@ from sglang.srt.managers.scheduler_components.new_token_ratio_tracker import New
 
 def lost_requests(batch) -> list[int]:
     """Places in a running batch of the requests whose full KV is in no tier."""
-    residency = getattr(batch.tree_cache, "residency", None)
+    residency = batch.tree_cache.residency
     if residency is None:
         return []
     return [i for i, req in enumerate(batch.reqs) if residency.is_lost(req.req_pool_idx)]

@@ -16,7 +16,7 @@ from sglang_ext.mem_cache.prefix_cache.holders import Holder, Holders
 from sglang_ext.mem_cache.prefix_cache.tiered_node import TieredNode, path
 
 if TYPE_CHECKING:
-    from sglang_ext.mem_cache.prefix_cache.tiered_loads import TieredLoads
+    from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Residency:
         recomputed: requests so far whose full KV was lost.
     """
 
-    tree: "TieredLoads"
+    tree: "TieredRadixCache"
     token_table: torch.Tensor
     always: bool
     most: int | None = None
@@ -48,14 +48,14 @@ class Residency:
         for holder in self.holders.by_row.values():
             for node in path(holder.node):
                 if node.on_device and node.host_value is None and node.end <= holder.covered:
-                    self.tree.back_up(node)
+                    self.tree.host.back_up(node)
         if self.always:
             for node in self._droppable():
                 self._drop(node)
 
     def settle(self) -> None:
         """Take in what has come to the device since the last call, and to the host."""
-        self.tree.settle(node.store for node in self.holders.by_node if node.store is not None)
+        self.tree.reloads.settle(node.store for node in self.holders.by_node if node.store is not None)
 
     def forget(self, row: int) -> None:
         """The request in ``row`` is gone, or does not draft any more."""
@@ -74,7 +74,7 @@ class Residency:
     def room(self) -> int:
         """Device slots that loads may hold together: what is free, what can be, and what they hold now."""
         tree = self.tree
-        free = tree.token_to_kv_pool_allocator.available_size() + tree.evictable_size_ + tree.segments.unused_tokens
+        free = tree.token_to_kv_pool_allocator.available_size() + tree.nodes.evictable + tree.segments.unused_tokens
         pinned = {node for holder in self.holders.by_row.values() if holder.pinned for node in path(holder.node)}
         return free + sum(node.device_tokens for node in {*self._droppable(), *pinned})
 
@@ -102,10 +102,10 @@ class Residency:
         """Whether nobody reads a node's device slots before they could be loaded again."""
         if not holders or node.lock_ref != len(holders):
             return False
-        return all(node.end <= holder.covered and not holder.pinned for holder in holders) and self.tree.is_stored(node)
+        return all(node.end <= holder.covered and not holder.pinned for holder in holders) and self.tree.host.is_stored(node)
 
     def _drop(self, node: TieredNode) -> int:
-        freed = self.tree.drop_device(node)
+        freed = self.tree.host.drop_device(node)
         for holder in self.holders.by_node[node] if freed else []:
             holder.stale = True
         return freed
@@ -133,7 +133,7 @@ class Residency:
             return False
         missing = [node for node in self.holders.path(row) if node.value is None]
         with self.reading(row):
-            begun = not missing or self.tree.load_back(missing) is not None
+            begun = not missing or self.tree.reloads.load_back(missing) is not None
         if begun and (holder := self.holders.get(row)) is not None:
             holder.pinned = True
         return begun

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from sglang.srt.mem_cache.radix_cache import TreeNode
 
+from sglang_ext.mem_cache.host_tier.host_pages import HostPages
 from sglang_ext.mem_cache.host_tier.transfers import Transfer
 from sglang_ext.mem_cache.prefix_cache.segments import Segment
 
@@ -18,6 +19,7 @@ class TieredNode(TreeNode):
 
     Attributes:
         start: tokens before it on its path; of the root, 0.
+        host_pages: whose pages ``host_value`` names.
         segments: compressed chunks that end in it.
         store: the transfer that filled ``host_value``; it may be under way.
         load: the transfer that fills ``value``, until its checksums were compared; None when ``value`` holds exact KV.
@@ -30,6 +32,7 @@ class TieredNode(TreeNode):
     def __init__(self, start: int, priority: int = 0) -> None:
         super().__init__(priority=priority)
         self.start = start
+        self.host_pages: HostPages | None = None
         self.segments: list[Segment] = []
         self.store: Transfer | None = None
         self.load: Transfer | None = None
@@ -56,6 +59,11 @@ class TieredNode(TreeNode):
         return self.value is None and self.host_value is None
 
     @property
+    def is_device_leaf(self) -> bool:
+        """Whether its device slots may be evicted next: nobody needs them, and no node below it has any."""
+        return self.value is not None and self.lock_ref == 0 and all(child.value is None for child in self.children.values())
+
+    @property
     def is_host_leaf(self) -> bool:
         """Whether the host may forget it: nobody needs it, nothing hangs on it."""
         return self.value is None and self.host_value is not None and self.lock_ref == 0 and not self.children
@@ -70,7 +78,7 @@ class TieredNode(TreeNode):
         if self.host_value is not None:
             pages = tokens // page_size
             upper.host_value, self.host_value = self.host_value[:pages].clone(), self.host_value[pages:].clone()
-        upper.store, upper.load = self.store, self.load
+        upper.store, upper.load, upper.host_pages = self.store, self.load, self.host_pages
         self.start += tokens
         for segment in [segment for segment in self.segments if segment.end <= self.start]:
             self.segments.remove(segment)

@@ -4,29 +4,114 @@ SGLang's page size is the unit throughout, and equals that of the host tier. A p
 then a run of nodes that :meth:`TieredRadixCache.init_load_back` can bring there: from the host, or because they are on the
 device already, below a node that is not. It ends at the first node that is in neither tier.
 
-Here is what SGLang calls; below lie, class upon class, tiered_loads.py, tiered_stores.py, tiered_locks.py and tiered_tree.py.
+Here is what SGLang calls. The tree's parts are nodes.py, segments.py, host_copies.py, reloads.py and residency.py.
 """
 
+import heapq
+import time
 from array import array
+from collections.abc import Callable
 from itertools import takewhile
 
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import (
+    DecLockRefParams,
+    DecLockRefResult,
+    EvictParams,
+    EvictResult,
+    IncLockRefResult,
     InitLoadBackParams,
     InsertParams,
     InsertResult,
     MatchPrefixParams,
     MatchResult,
 )
-from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.common import evict_from_tree_cache
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
+from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
+from sglang_ext.mem_cache.host_tier.faults import Faults
+from sglang_ext.mem_cache.host_tier.tier import HostTier
 from sglang_ext.mem_cache.prefix_cache import tree_integrity
-from sglang_ext.mem_cache.prefix_cache.tiered_loads import TieredLoads
+from sglang_ext.mem_cache.prefix_cache.host_copies import HostCopies
+from sglang_ext.mem_cache.prefix_cache.nodes import Nodes
+from sglang_ext.mem_cache.prefix_cache.reloads import Reloads
+from sglang_ext.mem_cache.prefix_cache.residency import Residency
+from sglang_ext.mem_cache.prefix_cache.segments import Segment, Segments
 from sglang_ext.mem_cache.prefix_cache.tiered_node import TieredNode, joined, path
+from sglang_ext.ranks import Ranks
 
 
-class TieredRadixCache(TieredLoads):
-    """A radix cache whose nodes hold full KV on the device or the host, and compressed chunks of it."""
+class TieredRadixCache(RadixCache):
+    """A radix cache whose nodes hold full KV on the device or the host, and compressed chunks of it.
+
+    SGLang builds it before the worker has copies, and before full KV has another place than the device: the worker gives
+    both by :meth:`use_host` and :meth:`serve`, before the first request.
+
+    Attributes:
+        nodes: the tree.
+        segments: compressed chunks that hang on the nodes; requests share them.
+        host: what is stored on the host; None where full KV lies on the device alone.
+        reloads: loads from there.
+        residency: running requests whose full KV may leave the device; None where it stays.
+        copies: requests' own compressed copies, which lie in the same pool; None where nobody drafts.
+    """
+
+    def __init__(self, params: CacheInitParams) -> None:
+        self.segments = Segments(params.token_to_kv_pool_allocator, params.page_size)
+        self.nodes = Nodes(params.token_to_kv_pool_allocator, params.page_size, self.segments, self._record_remove_event)
+        self.host: HostCopies | None = None
+        self.reloads: Reloads | None = None
+        self.residency: Residency | None = None
+        self.copies: CompressedViews | None = None
+        self._ended: Callable[[int], None] = lambda row: None
+        self._keeps_answers = True
+        super().__init__(params)
+
+    def use_host(
+        self,
+        tier: HostTier,
+        ranks: Ranks = Ranks(),
+        faults: Faults | None = None,
+        about_to_write: Callable[[torch.Tensor], None] = lambda slots: None,
+    ) -> None:
+        """Keep full KV in ``tier``, too; the trees of all ``ranks`` do the same. The others as of :class:`Reloads`.
+
+        Raises:
+            ValueError: its pages are not as long as the tree's.
+        """
+        self.host = HostCopies(self.nodes, tier, self.eviction_strategy.get_priority, ranks)
+        self.reloads = Reloads(self.host, self._allocate, faults, about_to_write)
+
+    def serve(
+        self,
+        copies: CompressedViews | None,
+        ended: Callable[[int], None] = lambda row: None,
+        keeps_answers: bool = True,
+        residency: Residency | None = None,
+    ) -> None:
+        """Serve requests that have ``copies``, where any has.
+
+        Args:
+            ended: told of the row of a request that finished, was aborted or retracted, after its copy was released.
+            keeps_answers: whether generated tokens enter the tree; not in lossy mode, where their KV is not that of the full cache.
+            residency: requests whose full KV may leave the device, where it may.
+        """
+        self.copies, self._ended, self._keeps_answers, self.residency = copies, ended, keeps_answers, residency
+
+    def reset(self) -> None:
+        """Forget the tree, all segments and all copies, and give the host pages back."""
+        if self.copies is not None:
+            self.copies.forget_all()
+        if self.residency is not None:
+            self.residency.clear()
+        self.nodes.clear()
+        super().reset()
+        self.root_node = root = self.nodes.root
+        self._empty_match_result = self._empty_match_result._replace(
+            last_device_node=root, last_host_node=root, best_match_node=root
+        )
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         """The longest prefix of the key that is in the tree.
@@ -39,7 +124,7 @@ class TieredRadixCache(TieredLoads):
         key = key.page_aligned(self.page_size)
         if self.disable or len(key) == 0:
             return self._empty_match_result
-        nodes = list(takewhile(lambda node: not node.is_void, self._walk(key)))
+        nodes = list(takewhile(lambda node: not node.is_void, self.nodes.walk(key)))
         ready = list(takewhile(lambda node: node.on_device, nodes))
         last = ready[-1] if ready else self.root_node
         best = nodes[-1] if nodes else self.root_node
@@ -77,10 +162,9 @@ class TieredRadixCache(TieredLoads):
         nodes = list(takewhile(lambda node: not node.is_void, nodes))
         missing = [node for node in nodes if node.value is None]
         if missing and (quota is None or sum(len(node.key) for node in missing) <= quota):
-            self.load_back(missing)
+            self.reloads.load_back(missing)
         for load in dict.fromkeys(node.load for node in nodes if node.load is not None):
-            self.arrivals.wait(load)
-            self._take_in(load)
+            self.reloads.finish(load)
 
     def insert(self, params: InsertParams) -> InsertResult:
         """Let the tree own slots of a key whose caller owns all of them.
@@ -93,7 +177,7 @@ class TieredRadixCache(TieredLoads):
         key, _ = params.key.maybe_to_bigram_view(self.is_eagle)
         key = key.page_aligned(self.page_size)
         slots = torch.tensor(key.raw_token_ids()) if params.value is None else params.value[: len(key)]
-        prefix_len = max((node.end for node in self._walk(key) if node.on_device), default=0)
+        prefix_len = max((node.end for node in self.nodes.walk(key) if node.on_device), default=0)
         last, _ = self._grow(key, slots, prefix_len, params.priority or 0, params.chunked)
         return InsertResult(prefix_len=prefix_len, last_device_node=last)
 
@@ -102,13 +186,15 @@ class TieredRadixCache(TieredLoads):
 
         Only slots from ``req.cache_protected_len`` on are the request's own: before, the tree has them, or dropped them.
         """
+        if self.copies is not None:
+            self.copies.release(req.req_pool_idx)
+            self._ended(req.req_pool_idx)
         if self.disable:
             super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
             return
-        self._release_copy(req)
         token_ids = (req.origin_input_ids + req.output_ids)[:kv_len_to_handle]
         row, key = self._row_and_key(req, token_ids)
-        if is_insert and self.insert_generated and not self.disable_finished_insert:
+        if is_insert and self._keeps_answers and not self.disable_finished_insert:
             slots = row[: len(key)].to(torch.int64, copy=True)
             _, unneeded = self._grow(key, slots, req.cache_protected_len, getattr(req, "priority", 0) or 0)
         else:
@@ -132,8 +218,8 @@ class TieredRadixCache(TieredLoads):
         parts = [node.value if node.on_device else slots[node.start : node.end] for node in path(last)]
         indices = joined(parts, self._empty_match_result.device_indices)
         self.req_to_token_pool.write((req.req_pool_idx, slice(own, len(indices))), indices[own:])
-        if unneeded and self.views is not None:
-            self.views.row_moved(req.req_pool_idx, unneeded[0][0])
+        if unneeded and self.copies is not None:
+            self.copies.row_moved(req.req_pool_idx, unneeded[0][0])
         req.cache_protected_len = len(indices)
         # In this order, or what lost its KV would go although the request leads through it.
         self.inc_lock_ref(last)
@@ -165,29 +251,100 @@ class TieredRadixCache(TieredLoads):
         """
         node, unneeded = self.root_node, []
         node.priority = max(node.priority, priority)
-        for node in self._walk(key):
+        for node in self.nodes.walk(key):
             node.priority = max(node.priority, priority)
             self._inc_hit_count(node, chunked)
             if node.start < own < node.end:
-                self._split_node(node.key, node, own - node.start)
+                self.nodes.split(node, own - node.start)
             if node.start >= own and node.on_device:
                 unneeded.append((node.start, node.end))
             elif node.start >= own:
                 # A load under way is given up: what the caller brings was not copied.
-                self._free_value(node)
-                self._set_value(node, slots[node.start : node.end])
+                self.nodes.free_value(node)
+                self.nodes.set_value(node, slots[node.start : node.end])
         if node.end < len(key):
-            node = self._add_child(node, key[node.end :], slots[node.end :], priority, chunked)
+            node = self.nodes.add(node, key[node.end :], slots[node.end :], priority)
+            self._inc_hit_count(node, chunked)
+            self._record_store_event(node)
         return node, unneeded
 
-    def _add_child(self, parent: TieredNode, key: RadixKey, slots: torch.Tensor, priority: int, chunked: bool) -> TieredNode:
-        node = TieredNode(parent.end, priority=priority)
-        node.parent, node.key = parent, key
-        parent.children[key.child_key(self.page_size)] = node
-        self._set_value(node, slots)
-        self._inc_hit_count(node, chunked)
-        self._record_store_event(node)
-        return node
+    def inc_lock_ref(self, node: TieredNode) -> IncLockRefResult:
+        """Keep the path to ``node``: nobody may evict it; slots that it owns count as protected."""
+        return IncLockRefResult(delta=0 if self.disable else self.nodes.lock(node))
+
+    def dec_lock_ref(self, node: TieredNode, params: DecLockRefParams | None = None) -> DecLockRefResult:
+        """Undo one :meth:`inc_lock_ref`; nodes whose KV is lost go once nobody locks them."""
+        return DecLockRefResult(delta=0 if self.disable else self.nodes.unlock(node))
+
+    def evict(self, params: EvictParams) -> EvictResult:
+        """Free device slots: of segments that nobody reads, and of nodes that nobody locks, from the leaves up.
+
+        Segments are as old as the node that they hang on, and go before it. Where there is a host tier with room, nodes stay
+        there; else they are dropped. What lacks then is taken from running requests that need it for verifications only.
+        """
+        if self.disable:
+            return EvictResult()
+        start_time, evicted = time.perf_counter(), 0
+        heap = [self._ranked(node, node.id) for node in self.nodes.leaves]
+        heap += [self._ranked(segment.node, -1 - count, segment) for count, segment in enumerate(self.segments.unused)]
+        heapq.heapify(heap)
+        while evicted < params.num_tokens and heap:
+            *_, node, segment = heapq.heappop(heap)
+            if segment is not None:
+                evicted += self.segments.free(segment)
+            elif node in self.nodes.leaves:
+                evicted += self._evict_leaf(node)
+                if node.parent in self.nodes.leaves:
+                    heapq.heappush(heap, self._ranked(node.parent, node.parent.id))
+        if evicted < params.num_tokens and self.residency is not None:
+            evicted += self.residency.drop(params.num_tokens - evicted)
+        self.update_eviction_metrics(evicted, start_time)
+        return EvictResult(num_tokens_evicted=evicted)
+
+    def _ranked(self, node: TieredNode, rank: int, segment: Segment | None = None) -> tuple:
+        """An entry of the heap of what may be evicted, least needed first, then deepest; ``rank`` differs between all."""
+        return self.eviction_strategy.get_priority(node), -node.end, rank, node, segment
+
+    def _evict_leaf(self, node: TieredNode) -> int:
+        if self.host is not None:
+            self.host.back_up(node)
+        return self.nodes.drop(node) if node.host_value is None else self.nodes.free_value(node)
+
+    def _allocate(self, tokens: int) -> torch.Tensor | None:
+        """So many slots, int64, for which others are evicted; None when they are not to be had."""
+        evict_from_tree_cache(self, tokens)
+        return self.token_to_kv_pool_allocator.alloc(tokens)
+
+    def evictable_size(self) -> int:
+        """Slots that :meth:`evict` can free: of nodes that nobody locks, of segments that nobody reads, and of running
+        requests' full KV that may leave the device."""
+        return self.nodes.evictable + self.segments.unused_tokens + self._offered
+
+    def protected_size(self) -> int:
+        """Slots of locked nodes that stay."""
+        return self.nodes.protected - self._offered
+
+    @property
+    def _offered(self) -> int:
+        return self.residency.offered_tokens if self.residency is not None else 0
+
+    def session_held_tokens(self, active_pool_idxs: set | None = None) -> int:
+        """Slots of requests' own copies and of segments in use, which neither the tree nor the requests' rows account for."""
+        own = 0 if self.copies is None else self.copies.held_tokens
+        return super().session_held_tokens(active_pool_idxs) + own + self.segments.held_tokens
+
+    def total_size(self) -> int:
+        """Slots that nodes own."""
+        return sum(node.device_tokens for node in self.nodes)
+
+    def all_values_flatten(self) -> torch.Tensor:
+        """Slots that nodes own: int64 [total_size]."""
+        values = [node.value for node in self.nodes if node.value is not None]
+        return joined(values, self._empty_match_result.device_indices)
+
+    def cached_slots(self) -> torch.Tensor:
+        """Slots that the tree owns, of nodes and segments: int64 [slots]."""
+        return torch.cat([self.all_values_flatten(), *(segment.slots for segment in self.segments)])
 
     def check_integrity(self) -> None:
         """Check the tree and what it owns, in a pass over all slots; not between SGLang's ``free_group_begin`` and ``end``.

@@ -11,10 +11,10 @@ from sglang.srt.environ import envs
 from sglang_ext.core import IntegrityError
 from sglang_ext.mem_cache.host_tier.host_pages import HostPageError
 from sglang_ext.mem_cache.prefix_cache.segments import Segment, free_slots
-from sglang_ext.mem_cache.prefix_cache.tiered_node import TieredNode, below
+from sglang_ext.mem_cache.prefix_cache.tiered_node import TieredNode
 
 if TYPE_CHECKING:
-    from sglang_ext.mem_cache.prefix_cache.tiered_tree import TieredTree
+    from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
 
 logger = logging.getLogger(__name__)
 
@@ -27,9 +27,9 @@ def check_when_idle(original: Callable, checker) -> None:
     """
     original(checker)
     tree = checker.tree_cache
-    if not getattr(tree, "changed", False):
+    if not tree.nodes.changed:
         return
-    tree.changed = False
+    tree.nodes.changed = False
     try:
         check(tree)
     except IntegrityError as error:
@@ -38,13 +38,13 @@ def check_when_idle(original: Callable, checker) -> None:
         logger.error("sglang-ext: the prefix tree is not sound: %s", error)
 
 
-def check(tree: "TieredTree") -> None:
+def check(tree: "TieredRadixCache") -> None:
     """Check all nodes and segments of ``tree``.
 
     Raises:
         IntegrityError: names the node, and what is wrong with it.
     """
-    nodes = list(below(tree.root_node))
+    nodes = list(tree.nodes)
     for node in nodes:
         _check_links(tree, node)
         _check_tiers(tree, node)
@@ -55,7 +55,7 @@ def check(tree: "TieredTree") -> None:
     _check_owners(tree, nodes)
 
 
-def _check_links(tree: "TieredTree", node: TieredNode) -> None:
+def _check_links(tree: "TieredRadixCache", node: TieredNode) -> None:
     parent, page = node.parent, tree.page_size
     child = parent.children.get(node.key.child_key(page))
     _require(child is node, node, "its parent does not find it by its key")
@@ -67,7 +67,7 @@ def _check_links(tree: "TieredTree", node: TieredNode) -> None:
     _require(node.lock_ref >= locks, node, f"{node.lock_ref} requests lock it, {locks} lock its children")
 
 
-def _check_tiers(tree: "TieredTree", node: TieredNode) -> None:
+def _check_tiers(tree: "TieredRadixCache", node: TieredNode) -> None:
     tokens = len(node.key)
     if node.value is not None:
         _require(node.value.shape == (tokens,), node, f"it has {len(node.value)} device slots")
@@ -75,21 +75,20 @@ def _check_tiers(tree: "TieredTree", node: TieredNode) -> None:
         _require(node.host_value.shape == (tokens // tree.page_size,), node, f"it has {len(node.host_value)} host pages")
     _require(not node.is_void or node.lock_ref > 0, node, "its KV is in no tier, and nobody locks it")
     loading = node.load is not None
-    _require(loading == (node in tree._loading), node, "it is on the list of loads, or not, wrongly")
+    _require(loading == (node in tree.nodes.loading), node, "it is on the list of loads, or not, wrongly")
     both = node.value is not None and node.host_value is not None
     _require(not loading or both, node, "it is loaded from nowhere, or to nowhere")
     _require((node.store is None) == (node.host_value is None), node, "its host copy and the store of it are not both there")
 
 
-def _check_leaf(tree: "TieredTree", node: TieredNode) -> None:
-    resident = any(child.value is not None for child in node.children.values())
-    leaf = node.value is not None and node.lock_ref == 0 and not resident
-    _require(leaf == (node in tree.evictable_leaves), node, f"it is {'not ' * leaf}among the leaves that may be evicted")
+def _check_leaf(tree: "TieredRadixCache", node: TieredNode) -> None:
+    leaf = node.is_device_leaf
+    _require(leaf == (node in tree.nodes.leaves), node, f"it is {'not ' * leaf}among the leaves that may be evicted")
     host_leaf = node.is_host_leaf
-    _require(host_leaf == (node in tree.host_leaves), node, f"it is {'not ' * host_leaf}among the leaves of the host")
+    _require(host_leaf == (node in tree.nodes.host_leaves), node, f"it is {'not ' * host_leaf}among the leaves of the host")
 
 
-def _check_segment(tree: "TieredTree", node: TieredNode, segment: Segment) -> None:
+def _check_segment(tree: "TieredRadixCache", node: TieredNode, segment: Segment) -> None:
     name = f"its segment of tokens [{segment.start}, {segment.end})"
     _require(segment.node is node and segment in tree.segments, node, f"{name} does not know that it is there")
     _require(0 <= segment.start < segment.end, node, f"{name} is empty")
@@ -97,11 +96,11 @@ def _check_segment(tree: "TieredTree", node: TieredNode, segment: Segment) -> No
     _require(segment.users >= 0, node, f"{name} has {segment.users} users")
 
 
-def _check_sizes(tree: "TieredTree", nodes: list[TieredNode]) -> None:
-    leaves = tree.evictable_leaves | tree.host_leaves
+def _check_sizes(tree: "TieredRadixCache", nodes: list[TieredNode]) -> None:
+    leaves = tree.nodes.leaves | tree.nodes.host_leaves
     sizes = {
-        "evictable": (tree.evictable_size_, sum(node.device_tokens for node in nodes if not node.lock_ref)),
-        "protected": (tree.protected_size_, sum(node.device_tokens for node in nodes if node.lock_ref)),
+        "evictable": (tree.nodes.evictable, sum(node.device_tokens for node in nodes if not node.lock_ref)),
+        "protected": (tree.nodes.protected, sum(node.device_tokens for node in nodes if node.lock_ref)),
         "unused by segments": (tree.segments.unused_tokens, sum(len(s.slots) for s in tree.segments if not s.users)),
         "held by segments": (tree.segments.held_tokens, sum(len(s.slots) for s in tree.segments if s.users)),
         "of leaves": (len(leaves), len(leaves & set(nodes))),
@@ -113,7 +112,7 @@ def _check_sizes(tree: "TieredTree", nodes: list[TieredNode]) -> None:
         _require(not lost, tree.root_node, f"a segment of tokens [{segment.start}, {segment.end}) has neither node nor users")
 
 
-def _check_owners(tree: "TieredTree", nodes: list[TieredNode]) -> None:
+def _check_owners(tree: "TieredRadixCache", nodes: list[TieredNode]) -> None:
     held = [(node, node.value) for node in nodes if node.value is not None]
     held += [(segment.node or tree.root_node, segment.slots) for segment in tree.segments]
     pages = [(node, node.host_value) for node in nodes if node.host_value is not None]
@@ -127,7 +126,7 @@ def _check_owners(tree: "TieredTree", nodes: list[TieredNode]) -> None:
         _require(not wrong, node, f"its slots {wrong[:8]} are free")
     for node, part in pages:
         try:
-            tree.host_tier.pool.pages.check_owned(part)
+            node.host_pages.check_owned(part)
         except HostPageError as error:
             raise IntegrityError(f"{_named(node)}: {error}") from error
 

@@ -92,15 +92,15 @@ def test_trees_of_slow_and_fast_ranks_stay_alike_whatever_each_loses():
             leaf = req.last_node
             world.finish(req)
             for node in path(leaf):
-                world.cache.back_up(node)
+                world.cache.host.back_up(node)
             freed = []
             while sum(freed) < leaf.end:
-                world.cache.settle(node.store for node in path(leaf) if node.store is not None)
-                freed.append(sum(world.cache.drop_device(node) for node in path(leaf)))
+                world.cache.reloads.settle(node.store for node in path(leaf) if node.store is not None)
+                freed.append(sum(world.cache.host.drop_device(node) for node in path(leaf)))
             indices, last = world.bring(world.match(tokens))
             assert torch.equal(world.kv[indices, 0, 0], kv_of(tokens)[: last.end])
             seen.append((freed, last.end, sorted(world.tiers().items())))
-        return seen, world.cache.failed_pages, world.cache.faults.loads
+        return seen, world.cache.reloads.failed_pages, world.cache.reloads.faults.loads
 
     one, other = on_ranks(2, work)
     assert one[0] == other[0]

@@ -126,16 +126,16 @@ def test_a_context_with_unknown_slots_is_compressed_by_the_online_method_until_t
 
 
 def test_a_load_from_the_host_says_which_slots_it_is_about_to_write():
-    world, tokens, told = World(), list(range(8)), []
-    world.finish(world.start(tokens))
-    world.offload(world.node(tokens))
-    world.kv.zero_()
+    world, tokens, told = World(host=False), list(range(8)), []
 
     def forget(slots):
         assert not world.kv[slots].any(), "not loaded yet"
         told.append(slots.clone())
 
-    world.cache.on_load = forget
+    world.cache.use_host(world.tier, about_to_write=forget)
+    world.finish(world.start(tokens))
+    world.offload(world.node(tokens))
+    world.kv.zero_()
     request = world.start([*tokens, 9])
     row = world.table.req_to_token[request.req_pool_idx, : len(tokens)].long()
     assert len(told) == 1 and torch.equal(told[0], row) and world.kv[row].all()

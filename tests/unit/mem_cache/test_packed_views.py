@@ -191,19 +191,18 @@ def world(monkeypatch):
     noise = torch.Generator().manual_seed(0)
     buffers = KVBuffers((0,), (1.0,), *((torch.randn(1402, HEADS, DIM, generator=noise),) for _ in "kv"))
     packing = Packing.of(method("int4").quantizer, buffers, PAGE)
-    made.cache.views = CompressedViews(
+    made.cache.serve(CompressedViews(
         methods=(CopyMethod(method("int4").compressor, 1.0, packing),), token_table=made.table.req_to_token, rows=ROWS,
         buffers=buffers, allocator=made.allocator, tree_cache=made.cache, queries=QueryWindows(0, (0,), 0),
         form=PackedRows.of_table(packing, made.table.req_to_token),
-    )
-    made.cache.on_release = lambda row: None
+    ))
     return made
 
 
 def test_requests_with_one_beginning_read_its_blocks_once(world):
     common = list(range(1, 151))
     done(world, common)
-    views, cache = world.cache.views, world.cache
+    views, cache = world.cache.copies, world.cache
     slots = views.methods[0].packing.held_slots
     requests = []
     for number in range(3):
@@ -236,7 +235,7 @@ def test_a_copy_of_shared_blocks_alone_has_the_first_tokens_for_itself(world):
     common = list(range(1, 151))
     done(world, common)
     req = world.start([*common, 900, 901])
-    views = world.cache.views
+    views = world.cache.copies
     assert views.compress(req.req_pool_idx, 152, 0, Prefix(req.last_node, 150))
     view = views.get(req.req_pool_idx)
     assert (view.covered, view.shared, view.own_tokens) == (132, 132, 0) and len(view.own) == SINKS

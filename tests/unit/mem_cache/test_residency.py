@@ -16,13 +16,13 @@ B = list(range(11, 19))
 
 def world(slots=40, always=False, host_pages=30):
     made = World(slots=slots, host_pages=host_pages)
-    made.cache.residency = Residency(made.cache, made.table.req_to_token, always)
+    made.cache.serve(None, residency=Residency(made.cache, made.table.req_to_token, always))
     return made, made.cache.residency
 
 
 def track(made, *reqs, covered=None):
     """These draft on copies of all that they have in the tree, or of ``covered`` tokens."""
-    made.cache.settle()
+    made.cache.reloads.settle()
     made.cache.residency.update(
         {r.req_pool_idx: (r.last_node, r.cache_protected_len if covered is None else covered) for r in reqs}
     )
@@ -42,7 +42,7 @@ def load(made, req):
     for node in path(req.last_node):
         if node.load is not None:
             node.load.synchronize()
-    made.cache.settle()
+    made.cache.reloads.settle()
     return made.cache.residency.ready(req.req_pool_idx)
 
 
@@ -143,7 +143,7 @@ def test_pages_that_came_back_changed_make_their_request_lost_and_it_leaves_noth
     track(made, req, other)
     stored(made)
     residency.drop(100)
-    made.cache.faults = Faults(every=2, loads=1)
+    made.cache.reloads.faults = Faults(every=2, loads=1)
     assert not load(made, req) and residency.is_lost(req.req_pool_idx)
     assert not residency.load(req.req_pool_idx), "there is nothing to load"
     assert load(made, other) and not residency.is_lost(other.req_pool_idx)
@@ -190,7 +190,7 @@ def test_whatever_happens_what_is_ready_is_exact_and_the_sums_are_right(steps, a
     for req in list(made.running):
         residency.forget(req.req_pool_idx)
     residency.update({})
-    made.cache.residency = None
+    made.cache.serve(None)
     for req in made.running:
         req.stale = set()
     made.empty()

@@ -41,11 +41,10 @@ def world(monkeypatch):
         CopyMethod(newest, 0.125, Unpacked(PAGE), "eighth", suffix=":0.125"),
         CopyMethod(method("int4").compressor, 1.0, rows.form, "int4", "int4"),
     )
-    made.cache.views = CompressedViews(
+    made.cache.serve(CompressedViews(
         methods=methods, token_table=table, rows=ROWS, buffers=buffers, allocator=made.allocator, tree_cache=made.cache,
         queries=QueryWindows(0, (0,), 0), form=rows, asked_by=made.asked.__getitem__,
-    )
-    made.cache.on_release = lambda row: None
+    ))
     return made
 
 
@@ -55,8 +54,8 @@ def start(world, tokens, place):
     req = world.start(tokens)
     world.asked[req.req_pool_idx] = place
     prefix = Prefix(req.last_node, matched) if matched else None
-    assert world.cache.views.compress(req.req_pool_idx, len(tokens), 0, prefix)
-    return world.cache.views.get(req.req_pool_idx)
+    assert world.cache.copies.compress(req.req_pool_idx, len(tokens), 0, prefix)
+    return world.cache.copies.get(req.req_pool_idx)
 
 
 def tokens_after(number):
@@ -68,9 +67,9 @@ def test_requests_share_the_beginning_with_those_of_their_own_method_alone(world
     done(world, COMMON)
     for number, place in enumerate((HALF, EIGHTH, PACKED, HALF, EIGHTH, PACKED)):
         view = start(world, [*COMMON, *tokens_after(number)], place)
-        assert {segment.method for segment in view.segments} == {world.cache.views.methods[place].name}
+        assert {segment.method for segment in view.segments} == {world.cache.copies.methods[place].name}
         world.check()
-    segments, views = list(world.cache.segments), world.cache.views
+    segments, views = list(world.cache.segments), world.cache.copies
     found = [(s.method, s.end, s.tokens, s.users) for s in segments]
     assert found == [("half", 150, 76, 2), ("eighth", 150, 20, 2), ("int4", 132, 128, 2)]
     for row, place in world.asked.items():
@@ -99,7 +98,7 @@ def test_a_split_leaves_each_methods_segment_where_it_ends_and_all_are_evicted_w
 
 def test_a_row_that_held_blocks_says_so_no_longer_when_a_request_of_another_method_has_it(world):
     done(world, COMMON)
-    views = world.cache.views
+    views = world.cache.copies
     first = start(world, [*COMMON, *tokens_after(0)], PACKED)
     (row,) = world.asked
     assert views.form.counts[views.draft_row(row)] == first.packed > 0
@@ -111,7 +110,7 @@ def test_a_row_that_held_blocks_says_so_no_longer_when_a_request_of_another_meth
 
 def test_the_share_of_full_kv_is_that_of_the_copies_that_there_are(world):
     done(world, COMMON)
-    views = world.cache.views
+    views = world.cache.copies
     assert views.share == 0.5
     covered = [start(world, [*COMMON, *tokens_after(place)], place).covered for place in (EIGHTH, PACKED)]
     expected = sum(views.methods[place].share * tokens for place, tokens in zip((EIGHTH, PACKED), covered)) / sum(covered)
@@ -122,7 +121,7 @@ def test_the_share_of_full_kv_is_that_of_the_copies_that_there_are(world):
 @pytest.mark.parametrize("wrong", ["segment", "packed"])
 def test_a_copy_of_two_methods_and_a_row_with_other_blocks_are_found(world, wrong):
     done(world, COMMON)
-    view, views = start(world, [*COMMON, *tokens_after(0)], PACKED), world.cache.views
+    view, views = start(world, [*COMMON, *tokens_after(0)], PACKED), world.cache.copies
     (row,) = world.asked
     check_copies(views)
     if wrong == "segment":

@@ -34,16 +34,14 @@ def corrupt(world, node, page):
 
 
 def test_without_a_host_tier_it_is_a_plain_radix_cache():
-    world = World()
-    world.cache.host_tier = None
+    world = World(host=False)
     done(world, A)
-    node = world.node(A)
-    assert world.cache.back_up(node) is None and world.cache.drop_device(node) == 0
     match = world.match(B)
     assert len(match.device_indices) == 4 and match.host_hit_length == 0
     assert match.last_device_node is match.last_host_node is match.best_match_node is world.node(A[:4])
-    world.cache.host_tier = world.tier
     world.check()
+    world.cache.evict(EvictParams(num_tokens=4))
+    assert world.match(A).host_hit_length == 0 and world.pages.free_pages == world.pages.count
     world.empty()
 
 
@@ -100,7 +98,7 @@ def test_loading_evicts_nothing_on_the_way_to_what_is_loaded():
     upper, lower = world.node(A[:4]), world.node(A)
     world.offload(lower)
     world.start(list(range(20, 28)))
-    assert world.allocator.available_size() == 0 and world.cache.load_back([lower]) is None
+    assert world.allocator.available_size() == 0 and world.cache.reloads.load_back([lower]) is None
     assert upper.on_device
     world.check()
     world.empty()
@@ -110,19 +108,19 @@ def test_kv_of_locked_nodes_leaves_the_device_and_comes_back():
     world = World()
     one, other = world.start(A), world.start(B)
     shared = world.node(A[:4])
-    assert world.cache.protected_size() == 12 and world.cache.drop_device(shared) == 0, "it has no host copy"
+    assert world.cache.protected_size() == 12 and world.cache.host.drop_device(shared) == 0, "it has no host copy"
     assert world.drop_path(one.last_node) == 8
     assert (world.cache.protected_size(), world.cache.evictable_size()) == (4, 0)
     assert world.allocator.available_size() == 40 - 4
     world.check()
     slots = world.allocator.alloc(8)
-    load = world.cache.load_into(path(one.last_node), slots)
+    load = world.cache.reloads.load_into(path(one.last_node), slots)
     load.synchronize()
-    assert world.cache.drop_failed(load) == 0 and torch.equal(kv_at(world, slots), kv_of(A))
+    assert world.cache.reloads.drop_failed(load) == 0 and torch.equal(kv_at(world, slots), kv_of(A))
     assert one.last_node.value is None, "the slots are the caller's"
     world.allocator.free(slots)
-    world.cache.load_back([shared]).synchronize()
-    assert not shared.on_device and world.cache.settle() == 0 and shared.on_device
+    world.cache.reloads.load_back([shared]).synchronize()
+    assert not shared.on_device and world.cache.reloads.settle() == 0 and shared.on_device
     assert world.cache.protected_size() == 8
     world.finish(one)
     world.finish(other)
@@ -165,12 +163,12 @@ def test_a_load_under_way_gives_way_to_kv_that_was_computed():
     world = World()
     node = on_host(world, A)
     corrupt(world, node, 0)
-    load = world.cache.load_back([node])
+    load = world.cache.reloads.load_back([node])
     slots = node.value
     req = world.start(A + [9], load=False)
     assert node.on_device and req.last_node is node and not torch.equal(slots, node.value)
     load.synchronize()
-    assert world.cache.settle() == 0
+    assert world.cache.reloads.settle() == 0
     world.check(corrupt={int(node.host_value[0])})
     world.empty()
 
@@ -204,16 +202,16 @@ def test_host_pages_that_changed_are_forgotten_with_what_is_below(how):
     corrupt(world, upper, 1)
     if how == "load into":
         slots = world.allocator.alloc(10)
-        load = world.cache.load_into([upper, middle, leaf], slots)
+        load = world.cache.reloads.load_into([upper, middle, leaf], slots)
         load.synchronize()
-        assert world.cache.drop_failed(load) == 1
+        assert world.cache.reloads.drop_failed(load) == 1
         world.allocator.free(slots)
     else:
         match = world.match(A + [9, 10])
         assert match.host_hit_length == 10
         indices, last = world.bring(match)
         assert torch.equal(kv_at(world, indices), kv_of(A[:2])) and last.end == 2
-    assert world.cache.failed_pages == 1
+    assert world.cache.reloads.failed_pages == 1
     match = world.match(A + [9, 10])
     assert len(match.device_indices) + match.host_hit_length == 2
     assert match.best_match_node.end == 2
@@ -251,7 +249,7 @@ def test_eviction_keeps_host_copies_and_backs_up_what_others_hang_on():
     world = World()
     done(world, A)
     upper, lower = world.node(A[:4]), world.node(A)
-    world.cache.back_up(lower).wait()
+    world.cache.host.back_up(lower).wait()
     assert world.cache.evict(EvictParams(num_tokens=1)).num_tokens_evicted == 4
     assert lower.value is None and lower.host_value is not None and upper.host_value is None
     assert world.cache.evict(EvictParams(num_tokens=1)).num_tokens_evicted == 4
@@ -267,7 +265,7 @@ def test_without_room_on_the_host_eviction_drops_what_hangs_on_a_node():
     done(world, A)
     upper, lower = world.node(A[:6]), world.node(A)
     world.offload(lower)
-    assert world.cache.back_up(upper) is None and not lower.dropped, "nothing is given up for what can never fit"
+    assert world.cache.host.back_up(upper) is None and not lower.dropped, "nothing is given up for what can never fit"
     assert world.cache.evict(EvictParams(num_tokens=1)).num_tokens_evicted == 6
     assert upper.dropped and lower.dropped and world.pages.free_pages == 2
     world.check()
@@ -283,7 +281,7 @@ def test_what_the_device_has_no_room_for_comes_back_from_the_host():
     assert len(match.device_indices) == 0 and match.host_hit_length == 8
     indices, _ = world.bring(match)
     assert torch.equal(world.kv[indices, 0, 0], kv_of(prompts[0]))
-    assert world.cache.loaded_bytes == 8 * world.buffers.bytes_per_slot and world.cache.host_bytes > 0
+    assert world.cache.reloads.loaded_bytes == 8 * world.buffers.bytes_per_slot and world.cache.host.bytes > 0
     world.check()
     world.empty()
 
@@ -295,7 +293,7 @@ def test_eviction_takes_the_deepest_of_what_is_equally_old():
     done(world, A + [9, 10])
     leaf = world.node(A + [9, 10])
     world.offload(middle)
-    assert upper in world.cache.evictable_leaves and leaf in world.cache.evictable_leaves
+    assert upper in world.cache.nodes.leaves and leaf in world.cache.nodes.leaves
     assert world.cache.evict(EvictParams(num_tokens=1)).num_tokens_evicted == 2
     assert leaf.value is None and upper.on_device
     world.check()
@@ -307,11 +305,11 @@ def test_the_host_forgets_what_was_used_least_recently():
     first, second = on_host(world, A), on_host(world, [30 + token for token in A])
     world.match(A)
     done(world, [60, 61])
-    assert world.cache.back_up(world.node([60, 61])) is not None
+    assert world.cache.host.back_up(world.node([60, 61])) is not None
     assert second.dropped and not first.dropped
     world.cache.inc_lock_ref(first)
     done(world, list(range(70, 80)))
-    assert world.cache.back_up(world.node(list(range(70, 80)))) is None, "the rest is needed"
+    assert world.cache.host.back_up(world.node(list(range(70, 80)))) is None, "the rest is needed"
     world.cache.dec_lock_ref(first)
     world.check()
     world.empty()
@@ -323,18 +321,18 @@ def test_moves_that_make_no_sense_are_refused():
     done(world, B)
     other = world.node(B)
     with pytest.raises(ValueError, match=r"\[4, 8\) of a path are not on the host"):
-        world.cache.load_into([other], torch.arange(4))
+        world.cache.reloads.load_into([other], torch.arange(4))
     with pytest.raises(ValueError, match=r"\[4, 8\) of a path have device slots"):
-        world.cache.load_back([other])
+        world.cache.reloads.load_back([other])
     lower = world.node(A)
     world.drop_path(other)
     with pytest.raises(ValueError, match=r"\[8, 8\] are not of one path"):
-        world.cache.load_back([lower, other])
+        world.cache.reloads.load_back([lower, other])
     lower.host_value, kept = None, lower.host_value
     with pytest.raises(ValueError, match="are not on the device; back up what is there"):
-        world.cache.back_up(lower)
+        world.cache.host.back_up(lower)
     lower.host_value = kept
-    world.cache.page_size = 4
+    world.cache.nodes.page_size = 4
     with pytest.raises(ValueError, match="host pages of 2 tokens for a prefix tree of 4: pass --page-size 2"):
         world.cache.use_host(world.tier)
     assert node is lower
@@ -343,8 +341,8 @@ def test_moves_that_make_no_sense_are_refused():
 def test_a_reset_forgets_both_tiers():
     world = World()
     node = on_host(world, A)
-    world.cache.load_back(path(node))
-    world.cache.attach(node, world.segment(0, 8))
+    world.cache.reloads.load_back(path(node))
+    world.cache.nodes.attach(node, world.segment(0, 8))
     world.cache.reset()
     world.allocator.clear()
     assert world.pages.free_pages == world.pages.count
@@ -356,7 +354,7 @@ def test_a_reset_forgets_both_tiers():
 
 
 def break_size(world, node):
-    world.cache.evictable_size_ += 1
+    world.cache.nodes.evictable += 1
 
 
 def break_slot(world, node):
@@ -376,7 +374,7 @@ def break_key(world, node):
 
 
 def break_leaf(world, node):
-    world.cache.evictable_leaves.clear()
+    world.cache.nodes.leaves.clear()
 
 
 def break_segment(world, node):
@@ -404,8 +402,8 @@ def test_integrity_names_the_node_and_what_is_wrong(damage, message):
     world = World()
     done(world, A)
     node = world.node(A)
-    world.cache.back_up(node).wait()
-    world.cache.attach(node, world.segment(0, 8))
+    world.cache.host.back_up(node).wait()
+    world.cache.nodes.attach(node, world.segment(0, 8))
     world.check()
     damage(world, node)
     with pytest.raises(IntegrityError, match=message):
@@ -425,8 +423,7 @@ def test_an_idle_scheduler_looks_at_what_changed_once(monkeypatch, caplog):
     monkeypatch.setenv("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE", "1")
     with pytest.raises(IntegrityError, match="4 device slots"):
         check()
-    world.cache.changed = True
+    world.cache.nodes.changed = True
     monkeypatch.setenv("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE", "0")
     check()
     assert "4 device slots" in caplog.text
-    tree_integrity.check_when_idle(calls.append, SimpleNamespace(tree_cache=object()))

@@ -32,7 +32,7 @@ class TieredTree(RuleBasedStateMachine):
         for req in list(self.world.running):
             self.world.finish(req)
         for segment in self.segments:
-            self.world.cache.release(segment)
+            self.world.cache.segments.release(segment)
         self.settle_all()
         self.world.check(self.live_corrupt())
         self.world.check_nothing_missing()
@@ -44,7 +44,7 @@ class TieredTree(RuleBasedStateMachine):
     def settle_all(self):
         for load in {node.load for node in self.nodes() if node.load is not None}:
             load.synchronize()
-        if self.world.cache.settle():
+        if self.world.cache.reloads.settle():
             self.forget_lost()
 
     def live_corrupt(self):
@@ -126,9 +126,9 @@ class TieredTree(RuleBasedStateMachine):
     def back_up(self, pick, wait):
         nodes = self.nodes(lambda node: node.on_device)
         node = nodes[pick % len(nodes)]
-        store = self.world.cache.back_up(node)
+        store = self.world.cache.host.back_up(node)
         if store is None:
-            assert self.world.pages.free_pages < len(node.key) // PAGE and not self.world.cache.host_leaves
+            assert self.world.pages.free_pages < len(node.key) // PAGE and not self.world.cache.nodes.host_leaves
         elif wait:
             store.wait()
         self.expect([self.world.tokens_to(node)] if store is not None else [], added=HOST)
@@ -141,9 +141,9 @@ class TieredTree(RuleBasedStateMachine):
         tokens = self.world.tokens_to(deepest)
         for node in path(deepest) if whole_path else [deepest]:
             # The host may have forgotten the first for the sake of the next.
-            if node.on_device and not node.dropped and (store := self.world.cache.back_up(node)) is not None:
+            if node.on_device and not node.dropped and (store := self.world.cache.host.back_up(node)) is not None:
                 store.wait()
-                assert self.world.cache.drop_device(node) == len(node.key) and self.world.cache.drop_device(node) == 0
+                assert self.world.cache.host.drop_device(node) == len(node.key) and self.world.cache.host.drop_device(node) == 0
                 assert node.value is None and node.host_value is not None
         self.forget_lost()
         self.expect([tokens], added=HOST)
@@ -154,7 +154,7 @@ class TieredTree(RuleBasedStateMachine):
         nodes = self.nodes(lambda node: node.value is None and node.host_value is not None)
         deepest = nodes[pick % len(nodes)]
         tokens = self.world.tokens_to(deepest)
-        load = self.world.cache.load_back([node for node in path(deepest) if node in nodes])
+        load = self.world.cache.reloads.load_back([node for node in path(deepest) if node in nodes])
         if load is not None and settle:
             self.settle_all()
         self.expect([tokens], added=LOADING | DEVICE)
@@ -183,15 +183,15 @@ class TieredTree(RuleBasedStateMachine):
     def attach(self, pick, pages, gap, use):
         nodes, cache = self.nodes(), self.world.cache
         node = nodes[pick % len(nodes)]
-        start = sum(segment.end - segment.start for segment in cache.path_segments(node, node.end)) + gap
+        start = sum(segment.end - segment.start for segment in cache.nodes.segments_to(node, node.end)) + gap
         end = min(start + pages * PAGE, node.end)
         if start < end:
             segment = self.world.segment(start, end)
-            cache.attach(node, segment)
+            cache.nodes.attach(node, segment)
             if use:
-                cache.use(segment)
+                cache.segments.use(segment)
                 self.segments.append(segment)
-            assert gap or cache.path_segments(node, end)[-1] is segment
+            assert gap or cache.nodes.segments_to(node, end)[-1] is segment
         self.expect(evicting=False)
 
     @precondition(lambda self: self.world.cache.segments.unused)
@@ -199,17 +199,17 @@ class TieredTree(RuleBasedStateMachine):
     def use(self, pick):
         unused = self.world.cache.segments.unused
         node = unused[pick % len(unused)].node
-        found = self.world.cache.path_segments(node, node.end)
+        found = self.world.cache.nodes.segments_to(node, node.end)
         ends = [0, *(segment.end for segment in found)]
         assert [segment.start for segment in found] == ends[:-1] and ends[-1] <= node.end
         for segment in found:
-            self.world.cache.use(segment)
+            self.world.cache.segments.use(segment)
         self.segments += found
 
     @precondition(lambda self: self.segments)
     @rule(pick=PICK)
     def release(self, pick):
-        self.world.cache.release(self.segments.pop(pick % len(self.segments)))
+        self.world.cache.segments.release(self.segments.pop(pick % len(self.segments)))
 
     @invariant()
     def holds(self):

@@ -3,42 +3,40 @@
 from collections.abc import Callable, Iterable
 
 import torch
-from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.common import evict_from_tree_cache
 
 from sglang_ext.mem_cache.host_tier.faults import Faults
 from sglang_ext.mem_cache.host_tier.link_rate import LinkRate
-from sglang_ext.mem_cache.host_tier.tier import HostTier
 from sglang_ext.mem_cache.host_tier.transfers import Transfer
-from sglang_ext.mem_cache.prefix_cache.tiered_node import TieredNode, below, path
-from sglang_ext.mem_cache.prefix_cache.tiered_stores import TieredStores
-from sglang_ext.ranks import Ranks
+from sglang_ext.mem_cache.prefix_cache.host_copies import HostCopies
+from sglang_ext.mem_cache.prefix_cache.tiered_node import TieredNode, path
 
 
-class TieredLoads(TieredStores):
-    """A tree whose nodes are loaded back to the device.
+class Reloads:
+    """Loads of a tree's nodes from their host copies to the device.
+
+    Args:
+        host: the copies.
+        allocate: so many device slots, int64, for which the tree evicts what it has to; None when they are not to be had.
+        faults: that a test asked for; None outside tests.
+        about_to_write: told of the slots, int64 [tokens], that a load is about to write.
 
     Attributes:
-        failed_pages: host pages so far whose KV came back changed, and was forgotten.
-        loaded_bytes: of full KV, so far, from the host.
         link: how fast loads are.
-        faults: that a test asked for; None outside tests.
-        on_load: told of the slots, int64 [tokens], that a load is about to write.
+        loaded_bytes: of full KV, so far, from the host.
+        failed_pages: host pages so far whose KV came back changed, and was forgotten.
     """
 
-    failed_pages: int = 0
-    loaded_bytes: int = 0
-    faults: Faults | None = None
-    on_load: Callable[[torch.Tensor], None] = staticmethod(lambda slots: None)
-
-    def __init__(self, params: CacheInitParams) -> None:
+    def __init__(
+        self,
+        host: HostCopies,
+        allocate: Callable[[int], torch.Tensor | None],
+        faults: Faults | None = None,
+        about_to_write: Callable[[torch.Tensor], None] = lambda slots: None,
+    ) -> None:
+        self.host, self._nodes, self._allocate = host, host.nodes, allocate
+        self.faults, self._about_to_write = faults, about_to_write
         self.link = LinkRate()
-        super().__init__(params)
-
-    def use_host(self, tier: HostTier, ranks: Ranks = Ranks(), faults: Faults | None = None) -> None:
-        """Keep full KV in ``tier``, as :meth:`TieredStores.use_host` says, which loses some of it where ``faults`` ask for it."""
-        super().use_host(tier, ranks)
-        self.faults = faults
+        self.loaded_bytes = self.failed_pages = 0
 
     def load_into(self, nodes: list[TieredNode], slots: torch.Tensor) -> Transfer:
         """Copy the host's KV of ``nodes`` to ``slots``, which stay the caller's.
@@ -59,9 +57,9 @@ class TieredLoads(TieredStores):
         if self.faults is not None:
             for node in nodes:
                 node.store.synchronize()
-            self.faults.strike(self.host_tier.pool, pages)
-        self.on_load(slots)
-        load = self.host_tier.load(pages, slots)
+            self.faults.strike(self.host.tier.pool, pages)
+        self._about_to_write(slots)
+        load = self.host.tier.load(pages, slots)
         self.loaded_bytes += load.size
         return load
 
@@ -85,15 +83,20 @@ class TieredLoads(TieredStores):
             if node.value is not None:
                 raise ValueError(f"tokens [{node.start}, {node.end}) of a path have device slots; load back those without")
         if slots is None:
-            slots = self._allocate_slots(nodes)
+            slots = self._slots_for(nodes)
         if slots is None:
             return None
         load = self.load_into(nodes, slots)
         for node, part in zip(nodes, slots.split([len(node.key) for node in nodes])):
             node.load = load
-            self._loading[node] = None
-            self._set_value(node, part)
+            self._nodes.loading[node] = None
+            self._nodes.set_value(node, part)
         return load
+
+    def finish(self, load: Transfer) -> int:
+        """Wait for a load, and take it in as :meth:`settle` does."""
+        self.host.arrivals.wait(load)
+        return self._take_in(load)
 
     def settle(self, stores: Iterable[Transfer] = ()) -> int:
         """Take in the loads that are done: their nodes are on the device, but for those whose KV came back changed.
@@ -104,9 +107,9 @@ class TieredLoads(TieredStores):
         Returns:
             Host pages that were forgotten for that, as :meth:`drop_failed` does.
         """
-        loads = list(dict.fromkeys(node.load for node in self._loading))
-        self.arrivals.update([*loads, *stores])
-        return sum(self._take_in(load) for load in loads if self.arrivals.done(load))
+        loads = list(dict.fromkeys(node.load for node in self._nodes.loading))
+        self.host.arrivals.update([*loads, *stores])
+        return sum(self._take_in(load) for load in loads if self.host.arrivals.done(load))
 
     def drop_failed(self, load: Transfer) -> int:
         """Forget host pages that ``load`` found changed, and what lies on the host below them.
@@ -120,10 +123,10 @@ class TieredLoads(TieredStores):
         Raises:
             TransferError: the load is not done.
         """
-        failed = self.arrivals.outcome(load).failed
+        failed = self.host.arrivals.outcome(load).failed
         if failed:
             wrong = torch.tensor(failed)
-            for node in list(below(self.root_node)):
+            for node in list(self._nodes):
                 if node.host_value is not None and len(places := torch.isin(node.host_value, wrong).nonzero()):
                     self._lose(node, int(places[0]))
             self.failed_pages += len(failed)
@@ -131,28 +134,29 @@ class TieredLoads(TieredStores):
 
     def _take_in(self, load: Transfer) -> int:
         lost = self.drop_failed(load)
-        self.link.add(load.size, self.arrivals.outcome(load).seconds)
-        for node in [node for node in self._loading if node.load is load]:
+        self.link.add(load.size, self.host.arrivals.outcome(load).seconds)
+        loading = self._nodes.loading
+        for node in [node for node in loading if node.load is load]:
             node.load = None
-            del self._loading[node]
+            del loading[node]
         return lost
 
     def _lose(self, node: TieredNode, page: int) -> None:
         """Forget a node's host copy from its ``page`` on, and what depends on it."""
         if page:
-            self._split_node(node.key, node, page * self.page_size)
+            self._nodes.split(node, page * self._nodes.page_size)
         self._strip(node)
         if not node.is_void:
             return
         if node.lock_ref == 0:
-            self._drop(node)
+            self._nodes.drop(node)
             return
         for child in list(node.children.values()):
             self._lose_below(child)
 
     def _lose_below(self, node: TieredNode) -> None:
         if node.lock_ref == 0:
-            self._drop(node)
+            self._nodes.drop(node)
             return
         self._strip(node)
         for child in list(node.children.values()):
@@ -161,17 +165,16 @@ class TieredLoads(TieredStores):
     def _strip(self, node: TieredNode) -> None:
         """Forget a node's host copy, and what is being loaded from it."""
         if node.load is not None:
-            self._free_value(node)
-        self._free_host(node)
+            self._nodes.free_value(node)
+        self._nodes.free_host(node)
 
-    def _allocate_slots(self, nodes: list[TieredNode]) -> torch.Tensor | None:
+    def _slots_for(self, nodes: list[TieredNode]) -> torch.Tensor | None:
         """A slot for each token of ``nodes``, which stay whatever is evicted for it."""
         deepest = max(nodes, key=lambda node: node.end)
         if not set(nodes) <= set(path(deepest)):
             ends = [node.end for node in nodes][:8]
             raise ValueError(f"nodes that end at tokens {ends} are not of one path; load each path alone")
-        tokens = sum(len(node.key) for node in nodes)
-        self.inc_lock_ref(deepest)
-        evict_from_tree_cache(self, tokens)
-        self.dec_lock_ref(deepest)
-        return self.token_to_kv_pool_allocator.alloc(tokens)
+        self._nodes.lock(deepest)
+        slots = self._allocate(sum(len(node.key) for node in nodes))
+        self._nodes.unlock(deepest)
+        return slots

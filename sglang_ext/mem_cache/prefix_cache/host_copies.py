@@ -1,0 +1,99 @@
+"""Full KV of the prefix tree goes to the host, and leaves the device."""
+
+import heapq
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from sglang_ext.mem_cache.host_tier.arrivals import Arrivals
+from sglang_ext.mem_cache.host_tier.tier import HostTier
+from sglang_ext.mem_cache.host_tier.transfers import Transfer
+from sglang_ext.mem_cache.prefix_cache.nodes import Nodes
+from sglang_ext.mem_cache.prefix_cache.tiered_node import TieredNode
+from sglang_ext.ranks import Ranks
+
+
+class HostCopies:
+    """What of a tree's nodes is stored on the host.
+
+    All calls come from the thread that owns the tree; the trees of all ranks do the same.
+
+    Args:
+        nodes: of the tree.
+        tier: where full KV lies in host memory, in pages as long as the tree's.
+        priority: of a node; those with the lowest are forgotten first.
+        ranks: who must find the same transfers done.
+
+    Attributes:
+        stored_bytes: of full KV, so far, to the host.
+        arrivals: which transfers are done.
+
+    Raises:
+        ValueError: the tier's pages are not as long as the tree's.
+    """
+
+    def __init__(self, nodes: Nodes, tier: HostTier, priority: Callable[[TieredNode], Any], ranks: Ranks = Ranks()) -> None:
+        if tier.pool.page_size != nodes.page_size:
+            raise ValueError(
+                f"host pages of {tier.pool.page_size} tokens for a prefix tree of {nodes.page_size}: pass --page-size "
+                f"{tier.pool.page_size}, so that nodes are whole host pages"
+            )
+        self.nodes, self.tier, self._priority = nodes, tier, priority
+        self.arrivals, self.stored_bytes = Arrivals(ranks), 0
+
+    @property
+    def bytes(self) -> int:
+        """Of full KV on the host."""
+        pool = self.tier.pool
+        return (pool.pages.count - pool.pages.free_pages) * pool.page_bytes
+
+    def back_up(self, node: TieredNode) -> Transfer | None:
+        """Store the KV of ``node`` to the host; its device slots stay.
+
+        Returns:
+            The transfer; of a node that has a host copy, the one that made it. None when the host is full even after it forgot
+            what nobody needs, least recently used first.
+
+        Raises:
+            ValueError: the node's KV is not on the device.
+        """
+        if node.host_value is not None:
+            return node.store
+        if not node.on_device:
+            raise ValueError(f"tokens [{node.start}, {node.end}) of a path are not on the device; back up what is there")
+        pages = self.allocate(len(node.key) // self.nodes.page_size)
+        if pages is None:
+            return None
+        node.store = self.tier.store(node.value, pages)
+        self.nodes.set_host(node, pages, self.tier.pool.pages)
+        self.stored_bytes += node.store.size
+        return node.store
+
+    def drop_device(self, node: TieredNode) -> int:
+        """Free the device slots of ``node`` when its host copy is finished, even while requests lock it.
+
+        The caller knows that no forward reads them any more: rows of running requests that lead there are stale from now on.
+
+        Returns:
+            Slots that were freed; 0 when there are none, or the host copy is missing or not finished.
+        """
+        return self.nodes.free_value(node) if self.is_stored(node) else 0
+
+    def is_stored(self, node: TieredNode) -> bool:
+        """Whether the KV of ``node`` lies on the device, and all of it on the host too."""
+        return node.on_device and node.host_value is not None and self.arrivals.done(node.store)
+
+    def allocate(self, count: int) -> torch.Tensor | None:
+        """So many host pages, for which what nobody needs is forgotten: int64 [count]; None when they are not to be had."""
+        pages = self.tier.pool.pages
+        if count > pages.count:
+            return None
+        heap = [(self._priority(node), node.id, node) for node in self.nodes.host_leaves]
+        heapq.heapify(heap)
+        while pages.free_pages < count and heap:
+            *_, node = heapq.heappop(heap)
+            self.nodes.drop(node)
+            if node.parent in self.nodes.host_leaves:
+                heapq.heappush(heap, (self._priority(node.parent), node.parent.id, node.parent))
+        return pages.allocate(count)

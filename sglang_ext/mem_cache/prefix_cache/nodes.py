@@ -1,0 +1,235 @@
+"""The nodes of the prefix tree: what they own, what keeps them, and what may be taken from them."""
+
+import sys
+import time
+from array import array
+from collections.abc import Callable, Iterator
+
+import torch
+from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.utils import split_node_hash_value
+
+from sglang_ext.mem_cache.host_tier.host_pages import HostPages
+from sglang_ext.mem_cache.prefix_cache.segments import Segment, Segments, covering
+from sglang_ext.mem_cache.prefix_cache.tiered_node import TieredNode, below, path
+
+
+class Nodes:
+    """A radix tree whose nodes own device slots, host pages and segments, in any subset.
+
+    A node that no request locks holds its KV on the device or on the host; all nodes below it are unlocked too, so that
+    it can be dropped with them. A locked node may lose both (:attr:`TieredNode.is_void`): it stays until it is unlocked, or
+    a request brings its KV again.
+
+    Args:
+        allocator: SGLang's, of device slots.
+        page_size: tokens of a page, of which keys are made.
+        segments: the compressed chunks that hang on the nodes.
+        removed: told of a node that leaves the tree, while it still knows its parent.
+
+    Attributes:
+        root: on the device and on the host, and locked for ever, as SGLang has it.
+        leaves: nodes whose device slots may be evicted next.
+        host_leaves: nodes that the host may forget.
+        loading: nodes whose KV is on its way to the device, in the order in which their loads began, as on all ranks.
+        evictable: device slots of nodes that nobody locks.
+        protected: device slots of locked nodes.
+        changed: whether a node was since the tree was checked last (tree_integrity.py).
+    """
+
+    def __init__(
+        self,
+        allocator: BaseTokenToKVPoolAllocator,
+        page_size: int,
+        segments: Segments,
+        removed: Callable[[TieredNode], None] = lambda node: None,
+    ) -> None:
+        self._allocator, self.page_size, self.segments, self._removed = allocator, page_size, segments, removed
+        self.changed = False
+        self._begin()
+
+    def _begin(self) -> None:
+        root = TieredNode(0, priority=-sys.maxsize)
+        root.key = RadixKey(token_ids=array("q"))
+        root.value, root.host_value, root.hash_value, root.lock_ref = [], [], [], 1
+        self.root = root
+        self.leaves: set[TieredNode] = set()
+        self.host_leaves: set[TieredNode] = set()
+        self.loading: dict[TieredNode, None] = {}
+        self.evictable = self.protected = 0
+
+    def __iter__(self) -> Iterator[TieredNode]:
+        """All but the root, parents before their children; the tree must stay as it is meanwhile."""
+        return below(self.root)
+
+    def clear(self) -> None:
+        """Forget all nodes and segments, after transfers; host pages go back, device slots do not: SGLang clears its pool."""
+        for node in self:
+            _await_transfers(node)
+            _free_pages(node)
+        self.segments.clear()
+        self._begin()
+
+    def walk(self, key: RadixKey) -> list[TieredNode]:
+        """Nodes of the longest path that begins ``key``, in whole pages; the last is split where they part."""
+        now, node = time.monotonic(), self.root
+        node.last_access_time = now
+        nodes = []
+        while len(key) > 0:
+            child = node.children.get(key.child_key(self.page_size))
+            if child is None:
+                break
+            matched = child.key.match(key, page_size=self.page_size)
+            if matched < len(child.key):
+                child = self.split(child, matched)
+            child.last_access_time = now
+            nodes.append(child)
+            node, key = child, key[matched:]
+        return nodes
+
+    def split(self, child: TieredNode, tokens: int) -> TieredNode:
+        """Put a new node above ``child`` that takes over its first ``tokens``, whole pages; returns the new one."""
+        upper, key = TieredNode(child.start, priority=child.priority), child.key
+        upper.hit_count, upper.lock_ref, upper.last_access_time = child.hit_count, child.lock_ref, child.last_access_time
+        upper.parent, upper.key = child.parent, key[:tokens]
+        upper.parent.children[key.child_key(self.page_size)] = upper
+        child.split_tiers(upper, tokens, self.page_size)
+        upper.hash_value, child.hash_value = split_node_hash_value(child.hash_value, tokens, self.page_size)
+        child.parent, child.key = upper, key[tokens:]
+        upper.children[child.key.child_key(self.page_size)] = child
+        if child.load is not None:
+            self.loading[upper] = None
+        return upper
+
+    def add(self, parent: TieredNode, key: RadixKey, slots: torch.Tensor, priority: int) -> TieredNode:
+        """A new node below ``parent`` that owns ``slots``, int64 [tokens of the key]."""
+        node = TieredNode(parent.end, priority=priority)
+        node.parent, node.key = parent, key
+        parent.children[key.child_key(self.page_size)] = node
+        self.set_value(node, slots)
+        return node
+
+    def set_value(self, node: TieredNode, slots: torch.Tensor) -> None:
+        """Let a node without device slots own ``slots``, int64 [its tokens]."""
+        node.value = slots.clone()
+        self._count(node, len(slots))
+        self._look_at(node, node.parent)
+
+    def free_value(self, node: TieredNode) -> int:
+        """Free a node's device slots, after transfers that read or write them; returns how many."""
+        if node.value is None:
+            return 0
+        _await_transfers(node)
+        slots, node.value, node.load = node.value, None, None
+        self.loading.pop(node, None)
+        self._allocator.free_segment(slots, start_pos=0)
+        self._count(node, -len(slots))
+        self._look_at(node, node.parent)
+        return len(slots)
+
+    def set_host(self, node: TieredNode, pages: torch.Tensor, of: HostPages) -> None:
+        """Let a node own ``pages``, int64 [its pages], of the host."""
+        node.host_value, node.host_pages = pages, of
+        self._look_at(node)
+
+    def free_host(self, node: TieredNode) -> None:
+        """Give back a node's host pages, if it has any."""
+        if node.host_value is not None:
+            _free_pages(node)
+            self._look_at(node)
+
+    def drop(self, node: TieredNode) -> int:
+        """Take a node that nobody locks out of the tree, and all below it, with what they own; no-op if that was done.
+
+        Returns:
+            Device slots that were freed.
+        """
+        if node.dropped:
+            return 0
+        freed = 0
+        for gone in [*list(below(node))[::-1], node]:
+            freed += sum(self.segments.free(segment) for segment in list(gone.segments))
+            freed += self.free_value(gone)
+            self.free_host(gone)
+            self._removed(gone)
+            gone.dropped = True
+            del gone.parent.children[gone.key.child_key(self.page_size)]
+            self.leaves.discard(gone)
+            self.host_leaves.discard(gone)
+        self._look_at(node.parent)
+        return freed
+
+    def lock(self, node: TieredNode) -> int:
+        """Keep the path to ``node``: nobody may evict it; returns by how many slots less may be evicted, as SGLang counts: below 0."""
+        delta = 0
+        while node is not self.root:
+            if node.lock_ref == 0:
+                self.evictable -= node.device_tokens
+                self.protected += node.device_tokens
+                delta -= node.device_tokens
+            node.lock_ref += 1
+            self._look_at(node)
+            node = node.parent
+        return delta
+
+    def unlock(self, node: TieredNode) -> int:
+        """Undo one :meth:`lock`, and drop nodes whose KV is lost once nobody locks them; returns how many slots more may be evicted."""
+        delta, lost = 0, []
+        while node is not self.root:
+            node.lock_ref -= 1
+            if node.lock_ref == 0:
+                self.evictable += node.device_tokens
+                self.protected -= node.device_tokens
+                delta += node.device_tokens
+                lost += [node] if node.is_void else []
+            self._look_at(node)
+            node = node.parent
+        for node in lost:
+            self.drop(node)
+        return delta
+
+    def attach(self, node: TieredNode, segment: Segment) -> None:
+        """Let the tree own ``segment``, which stands for tokens of the path to ``node``, and its slots.
+
+        Unless it has users it may be evicted from now on.
+
+        Raises:
+            ValueError: it does not lie on the path, is attached already, or is not made of whole pages.
+        """
+        if node.dropped:
+            raise ValueError(f"a path of {node.end} tokens was dropped from the tree; match it again before attaching to it")
+        self.segments.add(segment, path(node))
+
+    def segments_to(self, node: TieredNode, length: int, method: str = "", start: int = 0) -> list[Segment]:
+        """Segments of ``method`` that stand for the path to ``node`` from token ``start`` on, one after another.
+
+        None ends after ``length``. Of alternatives that begin at one position it names the one that reaches farthest.
+        """
+        return covering(path(node), length, method, start)
+
+    def _count(self, node: TieredNode, tokens: int) -> None:
+        if node.lock_ref:
+            self.protected += tokens
+        else:
+            self.evictable += tokens
+
+    def _look_at(self, *nodes: TieredNode) -> None:
+        """Note whether they may be evicted next, after they changed."""
+        self.changed = True
+        for node in nodes:
+            for among, leaves in ((node.is_device_leaf, self.leaves), (node.is_host_leaf, self.host_leaves)):
+                (leaves.add if among else leaves.discard)(node)
+
+
+def _await_transfers(node: TieredNode) -> None:
+    """Let the current stream wait for what reads or writes a node's device slots."""
+    for transfer in (node.store, node.load):
+        if transfer is not None:
+            transfer.wait()
+
+
+def _free_pages(node: TieredNode) -> None:
+    if node.host_value is not None:
+        node.host_pages.free(node.host_value)
+        node.host_value = node.host_pages = node.store = None
