@@ -137,7 +137,7 @@ class Segments:
 
     def _check_known(self, segment: Segment) -> None:
         if segment not in self._all:
-            raise ValueError(f"{_named(segment)} is not in the tree; use those that path_segments names now")
+            raise ValueError(f"{_named(segment)} is not in the tree; use those that segments_to names now")
 
     def _check(self, segment: Segment) -> None:
         if segment in self._all:

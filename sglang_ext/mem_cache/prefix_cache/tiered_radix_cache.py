@@ -47,7 +47,7 @@ class TieredRadixCache(RadixCache):
     """A radix cache whose nodes hold full KV on the device or the host, and compressed chunks of it.
 
     SGLang builds it before the worker has copies, and before full KV has another place than the device: the worker gives
-    both by :meth:`use_host` and :meth:`serve`, before the first request.
+    both by :meth:`use_host` and :meth:`serve`, before the first forward.
 
     Attributes:
         nodes: the tree.
