@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from sglang_ext.config.disaggregation_options import ROLES
 from sglang_ext.config.refusal import Refusal, above, switched_on, variable
 from sglang_ext.mem_cache.compressors import catalogue
 
@@ -135,17 +136,6 @@ PARALLELISM: tuple[Refusal, ...] = (
         "leave it out",
         ("pdmux_config_path", "sm_group_num"),
     ),
-    Refusal(
-        "--disaggregation-mode",
-        lambda args: args.disaggregation_mode not in (None, "null"),
-        "compressed views are built where the prompt is computed",
-        "use --disaggregation-mode null",
-        (
-            *("disaggregation_decode_enable_radix_cache", "disaggregation_decode_enable_offload_kvcache"),
-            *("disaggregation_ib_device", "disaggregation_decode_extra_slots", "disaggregation_decode_polling_interval"),
-            *("num_reserved_decode_tokens", "optimistic_prefill_attempts"),
-        ),
-    ),
     Refusal("--use-ray", switched_on("use_ray"), "its actors start schedulers without plugins", "leave it out"),
 )
 
@@ -171,6 +161,7 @@ SPECULATION = (
 REFUSALS: tuple[Refusal, ...] = (
     *CACHES,
     *PARALLELISM,
+    *ROLES,
     Refusal(
         "--speculative-algorithm",
         lambda args: args.speculative_algorithm not in (None, "KV_VERIFIED"),

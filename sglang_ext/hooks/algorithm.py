@@ -3,12 +3,16 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import torch
+from sglang.srt.managers.overlap_utils import RelayPayload
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from sglang_ext.command_line import ends_scheduler
+from sglang_ext.layers.attention.views import BetweenSteps
 
 if TYPE_CHECKING:
     from sglang.srt.managers.overlap_utils import FutureMap
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.server_args import ServerArgs
 
 
@@ -40,6 +44,20 @@ class KVVerifiedAlgorithm(CustomSpecAlgo):
         return FutureMap(
             device, self, req_to_token_pool, needs_cpu_seq_lens, needs_confidence_relay
         )
+
+    def build_disagg_draft_input(
+        self, batch: "ScheduleBatch", server_args: "ServerArgs", last_tokens_tensor: torch.Tensor, future_map: "FutureMap"
+    ) -> BetweenSteps:
+        """What a round begins with whose requests were prefilled by another server: their first tokens, int64 [requests].
+
+        The worker sees such requests for the first time in that round, and admits them there (requests.py).
+        """
+        between = BetweenSteps(last_tokens_tensor)
+        if batch.enable_overlap:
+            between.future_indices = batch.req_pool_indices
+            future_map.publish(between.future_indices, batch.seq_lens)
+            future_map.stash(between.future_indices, RelayPayload.from_draft_input(between))
+        return between
 
 
 @ends_scheduler

@@ -191,6 +191,14 @@ PLAIN_CPU_HOOKS: tuple[Hook, ...] = (
         expects=("self", "batch"),
         process="scheduler",
     ),
+    Hook(
+        target="sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin.maybe_send_cached_prefix_chunk",
+        kind="around",
+        hook="sglang_ext.platforms.plain_cpu.send_prefix_without_events",
+        why="SGLang's overlapped scheduler records a CUDA event before it sends a cached prefix; torch has none on a CPU",
+        expects=("self", "req"),
+        process="scheduler",
+    ),
     *(
         Hook(
             target=f"sglang.srt.lora.lora_manager.LoRAManager.{name}",

@@ -116,3 +116,12 @@ def without_pinning(original: Callable, *args: Any, **kwargs: Any) -> Any:
     """Run one of SGLang's functions with ``pin_memory`` ignored: there is no device to copy to."""
     with _Unpinned():
         return original(*args, **kwargs)
+
+
+def send_prefix_without_events(original: Callable, scheduler, req) -> None:
+    """Hook around ``maybe_send_cached_prefix_chunk``: as in SGLang's plain loop, since a forward on a CPU is over when it returns."""
+    overlaps, scheduler.enable_overlap = scheduler.enable_overlap, False
+    try:
+        original(scheduler, req)
+    finally:
+        scheduler.enable_overlap = overlaps

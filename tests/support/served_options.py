@@ -63,7 +63,11 @@ SERVED: dict[str, str] = {
     "idle in stock": """
         num_continuous_decode_steps enable_dynamic_chunking pp_max_micro_batch_size pp_async_batch_depth load_balance_method
         enable_dp_attention enable_dp_attention_local_control_broadcast enable_dp_lm_head tbo_token_distribution_threshold
-        disaggregation_transfer_backend disaggregation_bootstrap_port
+    """,
+    # How KV comes from the server that prefills to the one that decodes; what the roles cannot be is in disaggregation_options.py.
+    "disaggregation": """
+        disaggregation_transfer_backend disaggregation_bootstrap_port disaggregation_ib_device disaggregation_decode_extra_slots
+        disaggregation_decode_polling_interval num_reserved_decode_tokens optimistic_prefill_attempts
     """,
     # Which requests run, and how much room they have: the scheduler's own, with the tree's eviction strategies.
     "scheduling": """

@@ -106,8 +106,8 @@ class RequestStates:
         self._admitted = 0
 
     def of(self, batch: "ScheduleBatch") -> list[RequestState]:
-        """Those of a batch of admitted requests."""
-        return [self._states[req.req_pool_idx] for req in batch.reqs]
+        """Those of a batch. Requests that another server prefilled are admitted in their first round."""
+        return [self._states.get(req.req_pool_idx) or self.admit(req, 0) for req in batch.reqs]
 
     def admit(self, req: "Req", matched: int) -> RequestState:
         """That of a request whose prompt (or a chunk of it) is to be computed, after ``matched`` tokens."""

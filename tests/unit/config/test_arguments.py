@@ -212,7 +212,7 @@ def test_pointers_into_full_kv_are_refused_where_attention_cannot_follow_them(ch
         ({"pp_size": 2}, "--pp-size"),
         ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
         ({"enable_mixed_chunk": True}, "--enable-mixed-chunk"),
-        ({"disaggregation_mode": "prefill"}, "--disaggregation-mode"),
+        ({"disaggregation_mode": "decode", "kv_host_gb": 1.0}, "--disaggregation-mode decode --kv-host-gb"),
         ({"torchao_config": "int8wo"}, "--torchao-config"),
         ({"kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype"),
     ],
