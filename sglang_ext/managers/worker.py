@@ -29,8 +29,7 @@ from sglang_ext.managers.spec_decode.loop import DecodeLoop, decode_loop
 from sglang_ext.managers.spec_decode.prefill import prefill
 from sglang_ext.managers.spec_decode.requests import RequestStates
 from sglang_ext.managers.spec_decode.result import RoundResult
-from sglang_ext.managers.spec_decode.running_part import decode_running
-from sglang_ext.managers.spec_decode.turns import OnDevice
+from sglang_ext.managers.spec_decode.round import OnDevice
 from sglang_ext.mem_cache.compressed import query_hooks, slot_assignment
 from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
 from sglang_ext.mem_cache.compressed.formats.choice import format_of
@@ -198,10 +197,7 @@ class KVWorker(BaseSpecWorker):
             return result
         if batch.forward_mode.is_extend():
             return prefill(self, batch, on_publish)
-        return decode_running(self._decode, batch, on_publish)
-
-    def _decode(self, batch: "ScheduleBatch", on_publish) -> GenerationBatchResult:
-        return self.loop.decode(batch, self.requests.of(batch), on_publish)
+        return self.loop.decode(batch, on_publish)
 
     def account(self, batch: "ScheduleBatch", result: GenerationBatchResult) -> None:
         """Count an iteration's outcome, once it is on the host."""

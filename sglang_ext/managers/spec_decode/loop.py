@@ -8,6 +8,7 @@ never congested (VeriCache, section 5: cross-resource staggering).
 """
 
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,15 +17,16 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang_ext.config import options
 from sglang_ext.core import RequestState
 from sglang_ext.device import to_device
+from sglang_ext.layers.attention.views import BetweenSteps
+from sglang_ext.layers.forward import of_requests
 from sglang_ext.managers import integrity, meta_info
 from sglang_ext.managers.offload.policy import OffloadPolicy
 from sglang_ext.managers.spec_decode.draft_length import DraftLength, FixedLength
 from sglang_ext.managers.spec_decode.pace import Pace
 from sglang_ext.managers.spec_decode.result import Answers, GatheredDrafts, Part, RoundResult, together
-from sglang_ext.managers.spec_decode.round import Round, RoundPlanner
-from sglang_ext.managers.spec_decode.sampling import Sampled
+from sglang_ext.managers.spec_decode.round import OnDevice, Round, RoundPlanner
+from sglang_ext.managers.spec_decode.sampling import Sampled, pick_requests
 from sglang_ext.managers.spec_decode.steps import Steps
-from sglang_ext.managers.spec_decode.turns import OnDevice
 from sglang_ext.managers.spec_decode.verifier import Verifier
 
 if TYPE_CHECKING:
@@ -34,6 +36,9 @@ if TYPE_CHECKING:
     from sglang_ext.managers.worker import KVWorker
 
 logger = logging.getLogger(__name__)
+
+Publish = Callable[[torch.Tensor], None]
+Decode = Callable[["ScheduleBatch", Publish | None], RoundResult]
 
 # Rounds after which the optimum of what leaves the device is looked for again: times, acceptance and the link change slowly.
 PLACE_AFTER = 8
@@ -82,12 +87,13 @@ class DecodeLoop:
         """The request in ``row`` is gone."""
         self.turns.forget(row)
 
-    def decode(self, batch: "ScheduleBatch", states: list[RequestState], on_publish=None) -> RoundResult:
-        """One round of all requests; loads of full KV are launched while it runs."""
+    def decode(self, batch: "ScheduleBatch", on_publish: Publish | None = None) -> RoundResult:
+        """One round of the requests of ``batch`` that still run; loads of full KV are launched while it runs."""
         with self.turns.launching():
-            return self._decode(batch, states, on_publish)
+            return decode_running(self._decode, batch, on_publish)
 
-    def _decode(self, batch: "ScheduleBatch", states: list[RequestState], on_publish) -> RoundResult:
+    def _decode(self, batch: "ScheduleBatch", on_publish: Publish | None) -> RoundResult:
+        states = self.worker.requests.of(batch)
         round_ = self._plan(batch, states)
         lengths = self._known_lengths(batch, round_)
         if lengths is not None and on_publish is not None:
@@ -204,6 +210,57 @@ class DecodeLoop:
     def observe_pool(self) -> None:
         """Report what the pool holds, and where full KV lies."""
         self.worker.metrics.observe_pool(self.worker.views, None if self.policy is None else self.turns)
+
+
+def decode_running(decode: Decode, batch: "ScheduleBatch", on_publish: Publish | None) -> RoundResult:
+    """What ``decode`` gives for the requests of ``batch`` that did not finish; the result says which they are.
+
+    Under the overlapped loop SGLang builds a batch before it has the result of the last one. Where a request has a grammar it then
+    processes that result before it launches the batch: who finishes in it is in the batch still, but its row and its slots are
+    free. A round of the others is run, and what SGLang relays from round to round is made as long as the batch again.
+
+    Args:
+        decode: runs a round of all requests of a batch.
+        batch: SGLang's, in decode mode.
+        on_publish: as of the worker's ``forward_batch_generation``.
+    """
+    running = [i for i, req in enumerate(batch.reqs) if not req.finished()]
+    if len(running) == len(batch.reqs):
+        return decode(batch, on_publish)
+    where = to_device(running, batch.seq_lens.device)
+
+    def publish(lengths: torch.Tensor) -> None:
+        on_publish(batch.seq_lens.index_copy(0, where, lengths))
+
+    if not running:
+        result = RoundResult.of_nobody(batch.seq_lens)
+        if on_publish is not None:
+            on_publish(batch.seq_lens)
+    else:
+        result = decode(part_of(batch, running, where), publish if on_publish is not None else None)
+    newest = result.next_draft_input.bonus_tokens
+    result.next_draft_input = BetweenSteps(newest.new_zeros(len(batch.reqs)).index_copy(0, where, newest))
+    result.requests = running
+    return result
+
+
+def part_of(batch: "ScheduleBatch", requests: list[int], where: torch.Tensor) -> "ScheduleBatch":
+    """A batch of some requests of another one: what rounds read of it. The other stays as it is.
+
+    Args:
+        requests: their places.
+        where: the same, int64 on the device.
+    """
+    part = of_requests(batch, requests, where)
+    part.seq_lens_cpu = batch.seq_lens_cpu[requests]
+    part.spec_info = BetweenSteps(batch.spec_info.bonus_tokens[where])
+    part.sampling_info = pick_requests(batch.sampling_info, requests, where.device)
+    part.return_logprob = any(req.return_logprob for req in part.reqs)
+    if part.return_logprob:
+        part.top_logprobs_nums = [batch.top_logprobs_nums[i] for i in requests]
+        part.token_ids_logprobs = [batch.token_ids_logprobs[i] for i in requests]
+    part.return_hidden_states = any(req.return_hidden_states for req in part.reqs)
+    return part
 
 
 def decode_loop(worker: "KVWorker", turns: "OnDevice | Verifications", policy: OffloadPolicy | None) -> DecodeLoop:

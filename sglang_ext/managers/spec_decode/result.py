@@ -111,7 +111,7 @@ class RoundResult(GenerationBatchResult):
 
     Attributes:
         round: what the requests did.
-        requests: places in SGLang's batch of the requests that it is of; None where these are all (running_part.py).
+        requests: places in SGLang's batch of the requests that it is of; None where these are all (loop.py).
     """
 
     round: Round | None = None

@@ -6,7 +6,8 @@ be drafted answers in the steps in which others draft.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,6 @@ from sglang_ext.config.options import WIDE_REQUESTS
 from sglang_ext.core import FALLBACK_REASONS, RequestState
 from sglang_ext.managers.spec_decode.copy_policy import CURABLE, NO_QUERIES, SLOWER, ensure_copy
 from sglang_ext.managers.spec_decode.draft_length import Choice
-from sglang_ext.managers.spec_decode.turns import OnDevice
 from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
 
 if TYPE_CHECKING:
@@ -108,6 +108,55 @@ class Round:
         return not any(map(self.on_copy, range(len(self.states))))
 
 
+class OnDevice:
+    """Whose full KV is there for a verification, where none ever leaves the device: a request is verified as soon as it has enough drafts.
+
+    ``managers/offload/verifications.py`` has the same methods for full KV that comes from host memory.
+
+    Attributes:
+        drafts: that a request gathers while its full KV is loaded; none is.
+        residency: of requests whose full KV may leave; None.
+    """
+
+    drafts = 0
+    residency = None
+
+    def launching(self) -> AbstractContextManager[None]:
+        """While a round is planned and launched, in which loads may be put off to its end."""
+        return nullcontext()
+
+    def begin(self, drafting: dict[int, tuple], iteration_seconds: float | None) -> None:
+        """A round begins, of which these requests draft on copies, by row of the token table."""
+
+    def is_stale(self, row: int) -> bool:
+        """Whether a request's row must not be read: full KV is missing, or lies elsewhere."""
+        return False
+
+    def is_lost(self, row: int) -> bool:
+        """Whether some of a request's full KV is in no tier."""
+        return False
+
+    def reading(self, row: int) -> AbstractContextManager[None]:
+        """Keep what is on the device of a request's full KV."""
+        return nullcontext()
+
+    def keep(self, row: int) -> None:
+        """The request in ``row`` reads its full KV in this round."""
+
+    def take(self, rounds: dict[int, int], ripe: set[int]) -> set[int]:
+        """Rows that are verified in this round: those that have enough drafts."""
+        return ripe
+
+    def restore(self, row: int) -> None:
+        """Let a request's row lead to its full KV."""
+
+    def end(self) -> None:
+        """The round was launched."""
+
+    def forget(self, row: int) -> None:
+        """The request in ``row`` is gone."""
+
+
 @dataclass(frozen=True)
 class Role:
     """What a request does in a round.
@@ -121,6 +170,27 @@ class Role:
     drafts: bool
     copy: bool
     reason: int = 0
+
+
+@dataclass
+class Planned:
+    """A request while its round is planned.
+
+    Attributes:
+        req: SGLang's request.
+        state: its draft state.
+        length: tokens whose full KV is known.
+        left: tokens that its output lacks.
+        role: what it does.
+        gathered: drafts of earlier rounds that it goes on from.
+    """
+
+    req: "Req"
+    state: RequestState
+    length: int
+    left: int
+    role: Role = Role(False, False)
+    gathered: int = 0
 
 
 @dataclass(frozen=True)
@@ -162,9 +232,12 @@ class RoundPlanner:
             wanted: what the requests shall do.
             iteration_seconds: of a round, as measured; None where that is not known yet.
         """
-        reqs, count = batch.reqs, len(states)
-        self.turns.begin(self._drafting_on_copies(reqs, states), iteration_seconds)
-        left = [req.sampling_params.max_new_tokens - len(req.output_ids) for req in reqs]
+        count = len(states)
+        self.turns.begin(self._drafting_on_copies(batch.reqs, states), iteration_seconds)
+        requests = [
+            Planned(req, state, length, req.sampling_params.max_new_tokens - len(req.output_ids))
+            for req, state, length in zip(batch.reqs, states, lengths)
+        ]
         most = min(wanted.drafts or PLAIN_STEPS, self.longest)
         # Beside the slots that SGLang keeps ahead of each request.
         headroom = 2 * (most + 1) * count
@@ -172,32 +245,33 @@ class RoundPlanner:
         if self.apart and any(state.fallback not in CURABLE for state in states):
             # Who can only answer needs a round without copies.
             copies = iter(())
-        roles = [self._role(*each, headroom, copies, wanted) for each in zip(reqs, states, lengths, left)]
-        if not any(role.drafts and (role.copy or role.reason == NO_QUERIES) for role in roles):
+        for each in requests:
+            each.role = self._role(each, headroom, copies, wanted)
+        if not any(each.role.drafts and (each.role.copy or each.role.reason == NO_QUERIES) for each in requests):
             # Drafts on full KV alone would gain nothing.
-            roles = [Role(False, role.copy, role.reason) for role in roles]
-        one_by_one = any(not role.drafts and _is_looked_at(req, state) for req, state, role in zip(reqs, states, roles))
-        ahead = [n - (state.gathered + 1) * role.drafts for n, state, role in zip(left, states, roles)]
+            for each in requests:
+                each.role = replace(each.role, drafts=False)
+        one_by_one = any(not each.role.drafts and _is_looked_at(each) for each in requests)
+        ahead = [each.left - (each.state.gathered + 1) * each.role.drafts for each in requests]
         steps = 1 if one_by_one else max(1, min(most, max(ahead)))
-        # Where they would not fit any more, the newest drafts are drafted again.
-        gathered = [min(s.gathered, self.longest - steps) if r.drafts and r.copy else 0 for s, r in zip(states, roles)]
-        due = self._due(reqs, states, lengths, left, roles, gathered, steps, wanted, headroom)
-        rows, viewed = [], []
-        for state, length, before, role in zip(states, lengths, gathered, roles):
-            row, tokens = self._row(state, length, before) if role.copy else (state.row, length)
-            rows.append(row)
-            viewed.append(tokens)
+        for each in requests:
+            if each.role.drafts and each.role.copy:
+                # Where they would not fit any more, the newest drafts are drafted again.
+                each.gathered = min(each.state.gathered, self.longest - steps)
+        due = self._due(requests, steps, wanted, headroom)
+        rows, viewed = zip(*map(self._row, requests))
+        gathered = [each.gathered for each in requests]
         return Round(
             states=states,
             steps=steps,
             lengths=lengths,
             gathered=gathered,
-            rows=rows,
-            viewed=viewed,
-            fallbacks=[role.reason for role in roles],
-            answering=[i for i, role in enumerate(roles) if not role.drafts],
-            parts=self._parts(due, [gathered[i] + steps for i in range(count)]),
-            trial=wanted.trial and any(role.drafts for role in roles),
+            rows=[*rows],
+            viewed=[*viewed],
+            fallbacks=[each.role.reason for each in requests],
+            answering=[i for i, each in enumerate(requests) if not each.role.drafts],
+            parts=self._parts(due, [before + steps for before in gathered]),
+            trial=wanted.trial and any(each.role.drafts for each in requests),
             held=steps < most and one_by_one,
         )
 
@@ -214,10 +288,9 @@ class RoundPlanner:
             return iter(())
         return iter(range(TRIAL_COPIES if wanted.trial else requests))
 
-    def _role(
-        self, req: "Req", state: RequestState, length: int, left: int, headroom: int, copies: Iterator[int], wanted: Choice
-    ) -> Role:
+    def _role(self, request: Planned, headroom: int, copies: Iterator[int], wanted: Choice) -> Role:
         """What a request does. Makes its copy, or renews it."""
+        state, left = request.state, request.left
         if state.fallback not in CURABLE:
             return Role(False, False, state.fallback)
         if self.turns.is_stale(state.row) or (state.gathered and self.views.get(state.row) is not None):
@@ -229,7 +302,7 @@ class RoundPlanner:
         elif next(copies, None) is None:
             reason = SLOWER
         else:
-            reason = self._copy(req, state, length, headroom)
+            reason = self._copy(request, headroom)
             if not reason:
                 return Role(not self.lossy, True)
         # Before others are given room.
@@ -237,43 +310,33 @@ class RoundPlanner:
         # Who must be looked at token by token drafts on full KV where others draft: its verification looks. So does who lacks
         # queries: verifications leave them, captured steps do not.
         lacks = reason == NO_QUERIES and self.may_get_queries(state.row)
-        gains = left > 1 and (lacks or _is_looked_at(req, state))
+        gains = left > 1 and (lacks or _is_looked_at(request))
         return Role(not self.lossy and wanted.drafts > 0 and (gains or self.apart), False, reason)
 
-    def _copy(self, req: "Req", state: RequestState, length: int, headroom: int) -> int:
-        with self.turns.reading(state.row):
-            return ensure_copy(self.views, req, state, length, headroom)
+    def _copy(self, request: Planned, headroom: int) -> int:
+        with self.turns.reading(request.state.row):
+            return ensure_copy(self.views, request.req, request.state, request.length, headroom)
 
-    def _due(
-        self,
-        reqs: list["Req"],
-        states: list[RequestState],
-        lengths: list[int],
-        left: list[int],
-        roles: list[Role],
-        gathered: list[int],
-        steps: int,
-        wanted: Choice,
-        headroom: int,
-    ) -> list[int]:
+    def _due(self, requests: list[Planned], steps: int, wanted: Choice, headroom: int) -> list[int]:
         """Who is verified at the round's end; loads for later rounds begin. A role whose copy cannot be renewed changes."""
         rounds, ripe = {}, set()
-        for state, more, role, before in zip(states, left, roles, gathered):
-            if not (role.drafts and role.copy) or self.turns.is_lost(state.row):
+        for each in requests:
+            row = each.state.row
+            if not (each.role.drafts and each.role.copy) or self.turns.is_lost(row):
                 continue
-            lacking = min(self.turns.drafts, more - 1) - before
-            rounds[state.row] = max(1, -(-lacking // steps) - 1)
-            if before + steps >= min(wanted.drafts, more - 1):
-                ripe.add(state.row)
+            lacking = min(self.turns.drafts, each.left - 1) - each.gathered
+            rounds[row] = max(1, -(-lacking // steps) - 1)
+            if each.gathered + steps >= min(wanted.drafts, each.left - 1):
+                ripe.add(row)
         turns = self.turns.take(rounds, ripe)
-        for place, (req, state, length) in enumerate(zip(reqs, states, lengths)):
-            if state.row in turns and self.turns.is_stale(state.row):
-                self.turns.restore(state.row)
-                reason = self._copy(req, state, length, headroom)
+        for each in requests:
+            if each.state.row in turns and self.turns.is_stale(each.state.row):
+                self.turns.restore(each.state.row)
+                reason = self._copy(each, headroom)
                 if reason:
                     # What has gathered was drafted on a copy that is gone: it begins anew, on the full KV that is there now.
-                    roles[place], gathered[place] = Role(True, False, reason), 0
-        return [i for i, role in enumerate(roles) if role.drafts and (not role.copy or states[i].row in turns)]
+                    each.role, each.gathered = Role(True, False, reason), 0
+        return [i for i, each in enumerate(requests) if each.role.drafts and (not each.role.copy or each.state.row in turns)]
 
     def _parts(self, due: list[int], offered: list[int]) -> list[list[int]]:
         """Those with the drafts of a round in one forward; few wide ones in each other one."""
@@ -282,15 +345,19 @@ class RoundPlanner:
         parts = [wide[at : at + WIDE_REQUESTS] for at in range(0, len(wide), WIDE_REQUESTS)]
         return [narrow, *parts] if narrow else parts
 
-    def _row(self, state: RequestState, length: int, gathered: int) -> tuple[int, int]:
-        """The draft row of a request with a copy, and the tokens in it before the round."""
-        self.views.write_tail(state.row, length + gathered)
-        view = self.views.get(state.row)
-        return self.views.draft_row(state.row), view.kept + length + gathered - view.covered
+    def _row(self, request: Planned) -> tuple[int, int]:
+        """The row that a request reads, and the tokens in it before the round: of its draft row what it has gathered, too."""
+        row, length = request.state.row, request.length
+        if not request.role.copy:
+            return row, length
+        self.views.write_tail(row, length + request.gathered)
+        view = self.views.get(row)
+        return self.views.draft_row(row), view.kept + length + request.gathered - view.covered
 
 
-def _is_looked_at(req: "Req", state: RequestState) -> bool:
+def _is_looked_at(request: Planned) -> bool:
     """Whether SGLang keeps something of a request from answer to answer: penalties, a grammar, a processor, hidden states."""
     # A reason names the first of several: min-p says nothing of the others.
+    req = request.req
     asks = req.grammar is not None or req.custom_logit_processor is not None or bool(req.return_hidden_states)
-    return asks or state.fallback not in (*CURABLE, MIN_P)
+    return asks or request.state.fallback not in (*CURABLE, MIN_P)

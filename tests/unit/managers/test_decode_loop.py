@@ -20,9 +20,8 @@ from sglang_ext.managers.spec_decode.copy_policy import SLOWER
 from sglang_ext.managers.spec_decode.draft_length import Choice, FixedLength
 from sglang_ext.managers.spec_decode.loop import DecodeLoop
 from sglang_ext.managers.spec_decode.pace import Pace
-from sglang_ext.managers.spec_decode.round import PLAIN_STEPS, RoundPlanner
+from sglang_ext.managers.spec_decode.round import PLAIN_STEPS, OnDevice, RoundPlanner
 from sglang_ext.managers.spec_decode.sampling import Sampled
-from sglang_ext.managers.spec_decode.turns import OnDevice
 from sglang_ext.managers.spec_decode.verifier import Verifier
 from sglang_ext.platforms.plain_cpu import without_pinning
 from sglang_ext.ranks import Ranks
@@ -164,6 +163,7 @@ def rounds(toy, states, reqs, count, late=False):
     """Run rounds; the drafts offered and accepted by each verification. ``late``: outcomes are told a round later, as in SGLang's
     overlapped loop."""
     seen, waiting = [], []
+    toy.worker.requests.of = lambda batch: states
     with without_pinning(lambda: nullcontext()):
         for _ in range(count):
             lengths = torch.tensor([len(toy.committed[s.row]) - 1 for s in states])
@@ -172,7 +172,7 @@ def rounds(toy, states, reqs, count, late=False):
                 req_pool_indices=torch.tensor([s.row for s in states]),
                 spec_info=BetweenSteps(torch.tensor([toy.committed[s.row][-1] for s in states])),
             )
-            result = toy.decode(batch, states)
+            result = toy.decode(batch)
             width = result.speculative_num_draft_tokens
             for i, state in enumerate(states):
                 accepted = int(result.accept_lens[i])

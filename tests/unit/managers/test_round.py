@@ -14,10 +14,9 @@ from sglang_ext.managers.spec_decode.copy_policy import NO_FREE_SLOTS, NO_QUERIE
 from sglang_ext.managers.spec_decode.draft_length import Choice, FixedLength
 from sglang_ext.managers.spec_decode.loop import DecodeLoop
 from sglang_ext.managers.spec_decode.pace import Pace
-from sglang_ext.managers.spec_decode.round import PLAIN_STEPS, TRIAL_COPIES, Round, RoundPlanner
+from sglang_ext.managers.spec_decode.round import PLAIN_STEPS, TRIAL_COPIES, OnDevice, Round, RoundPlanner
 from sglang_ext.managers.spec_decode.sampling import Sampled
 from sglang_ext.managers.spec_decode.steps import Steps
-from sglang_ext.managers.spec_decode.turns import OnDevice
 from sglang_ext.managers.spec_decode.verifier import Verifier
 from sglang_ext.mem_cache.compressed.query_window import Recorded
 from sglang_ext.ranks import Ranks
@@ -272,7 +271,8 @@ def run(round_, tokens, answers=(), order=None):
     found.steps.verifying = lambda *_: SimpleNamespace(draw=lambda logits, positions: sampled(answers))
     found.verifier._forward = lambda *_: (nothing, torch.zeros(len(answers)))
     found.pace = SimpleNamespace(drafted=lambda: None, ended=lambda: None)
-    result = found.decode(asked, round_.states, lambda lengths: published.append(lengths.tolist()))
+    found.worker.requests.of = lambda batch: round_.states
+    result = found.decode(asked, lambda lengths: published.append(lengths.tolist()))
     return found, result, published
 
 
