@@ -13,7 +13,7 @@ from typing import NamedTuple
 from sglang_ext.managers.offload import placement
 from sglang_ext.managers.offload.costs import CostError
 from sglang_ext.managers.offload.measured_costs import Draft, Rest, measured
-from sglang_ext.managers.spec_decode.draft_length import Spent
+from sglang_ext.managers.spec_decode.pace import Spent
 from sglang_ext.managers.spec_decode.round import Round
 
 # Times as many tokens a second as with all full KV on the device that the equations must have of both tiers, before any leaves

@@ -8,74 +8,17 @@ is drafted, but for a short round now and then that looks whether it would: of t
 lose :data:`LOOK_SHARE`.
 """
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import median_low
-from typing import NamedTuple
 
 import numpy as np
 
-# Newest times whose median is believed: a stall, as when a kernel is compiled, is in one of them.
-RECENT_TIMES = 5
+from sglang_ext.managers.spec_decode.pace import Choice, Load, Recent, Spent
+
 # Rounds that tell a time, of which one may have stalled.
 ENOUGH_ROUNDS = 2
 # Of a plain step, what a draft takes at least, where its time is extrapolated from a trial with few copies.
 LEAST_DRAFT = 0.25
-
-
-class Load(NamedTuple):
-    """What times are kept apart by: powers of 2 that hold the requests of a batch and their mean context."""
-
-    requests: int
-    context: int
-
-    @classmethod
-    def of(cls, lengths: Sequence[int]) -> "Load":
-        """Of requests with so many tokens."""
-        mean = sum(lengths) // len(lengths)
-        return cls((len(lengths) - 1).bit_length(), mean.bit_length())
-
-
-class Spent(NamedTuple):
-    """An iteration's seconds.
-
-    Attributes:
-        drafts: of each request; 0 for plain decoding.
-        steps: of plain decoding; 0 where tokens were drafted.
-        copying: until drafting or decoding began.
-        drafting: of all drafts.
-        whole: from where drafting or decoding began to the next iteration.
-        share: of the requests that drafted on copies, in a trial; the others answered on full KV.
-    """
-
-    drafts: int
-    steps: int
-    copying: float
-    drafting: float
-    whole: float
-    share: float = 1.0
-
-
-@dataclass
-class Recent:
-    """Times of one kind.
-
-    Attributes:
-        newest: the last that were seen, in seconds.
-    """
-
-    newest: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_TIMES))
-
-    @property
-    def count(self) -> int:
-        """How many there are."""
-        return len(self.newest)
-
-    @property
-    def seconds(self) -> float:
-        """The median of the newest; of two the shorter; 0 before the first."""
-        return median_low(self.newest) if self.newest else 0.0
 
 
 @dataclass
@@ -146,37 +89,11 @@ LOOK_SHARE = 0.01
 LOOK_AT_PLAIN = 1024
 
 
-class Choice(NamedTuple):
-    """What a batch shall do in its next iteration.
-
-    Attributes:
-        drafts: of each request; 0 for plain decoding.
-        trial: the drafts only look whether drafting pays: copies shall be made for a few requests, which are enough.
-    """
-
-    drafts: int
-    trial: bool = False
-
-
 def expected_tokens(probability: np.ndarray | float, drafts: np.ndarray | int) -> np.ndarray:
     """Mean tokens of rounds, the verifier's own among them."""
     # At 1 the quotient has no value, but a limit.
     p = np.minimum(probability, 1 - 1e-9)
     return (1 - p ** (drafts + 1)) / (1 - p)
-
-
-@dataclass(frozen=True)
-class FixedLength:
-    """A draft length that was asked for.
-
-    Attributes:
-        drafts: of each iteration.
-    """
-
-    drafts: int
-
-    def observe(self, load: Load, spent: Spent) -> None:
-        """Nothing is learned."""
 
 
 @dataclass
@@ -280,4 +197,3 @@ class DraftLength:
         seconds = times.seconds(drafts)
         seconds[0] = times.step.seconds
         return tokens / seconds
-

@@ -21,8 +21,8 @@ from sglang_ext.layers.attention.views import BetweenSteps
 from sglang_ext.layers.forward import of_requests
 from sglang_ext.managers import integrity, meta_info
 from sglang_ext.managers.offload.policy import OffloadPolicy
-from sglang_ext.managers.spec_decode.draft_length import DraftLength, FixedLength
-from sglang_ext.managers.spec_decode.pace import Pace
+from sglang_ext.managers.spec_decode.draft_length import DraftLength
+from sglang_ext.managers.spec_decode.pace import FixedLength, Pace
 from sglang_ext.managers.spec_decode.result import Answers, GatheredDrafts, Part, RoundResult, together
 from sglang_ext.managers.spec_decode.round import OnDevice, Round, RoundPlanner
 from sglang_ext.managers.spec_decode.sampling import Sampled, pick_requests

@@ -1,7 +1,10 @@
-"""Keeps the times of iterations, and chooses the draft length of the next by them."""
+"""Keeps the times of iterations, and says how many tokens the next drafts: so many as were asked for, or as draft_length.py chooses."""
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from statistics import median_low
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -9,9 +12,94 @@ from sglang_ext.core import RequestState
 from sglang_ext.device import Mark
 from sglang_ext.managers.metrics import KVMetrics
 from sglang_ext.managers.spec_decode.copy_policy import CURABLE
-from sglang_ext.managers.spec_decode.draft_length import Choice, DraftLength, FixedLength, Load, Recent, Spent
-from sglang_ext.managers.spec_decode.round import Round
 from sglang_ext.ranks import Ranks
+
+if TYPE_CHECKING:
+    from sglang_ext.managers.spec_decode.draft_length import DraftLength
+    from sglang_ext.managers.spec_decode.round import Round
+
+# Newest times whose median is believed: a stall, as when a kernel is compiled, is in one of them.
+RECENT_TIMES = 5
+
+
+class Choice(NamedTuple):
+    """What a batch shall do in its next iteration.
+
+    Attributes:
+        drafts: of each request; 0 for plain decoding.
+        trial: the drafts only look whether drafting pays: copies shall be made for a few requests, which are enough.
+    """
+
+    drafts: int
+    trial: bool = False
+
+
+class Load(NamedTuple):
+    """What times are kept apart by: powers of 2 that hold the requests of a batch and their mean context."""
+
+    requests: int
+    context: int
+
+    @classmethod
+    def of(cls, lengths: Sequence[int]) -> "Load":
+        """Of requests with so many tokens."""
+        mean = sum(lengths) // len(lengths)
+        return cls((len(lengths) - 1).bit_length(), mean.bit_length())
+
+
+class Spent(NamedTuple):
+    """An iteration's seconds.
+
+    Attributes:
+        drafts: of each request; 0 for plain decoding.
+        steps: of plain decoding; 0 where tokens were drafted.
+        copying: until drafting or decoding began.
+        drafting: of all drafts.
+        whole: from where drafting or decoding began to the next iteration.
+        share: of the requests that drafted on copies, in a trial; the others answered on full KV.
+    """
+
+    drafts: int
+    steps: int
+    copying: float
+    drafting: float
+    whole: float
+    share: float = 1.0
+
+
+@dataclass
+class Recent:
+    """Times of one kind.
+
+    Attributes:
+        newest: the last that were seen, in seconds.
+    """
+
+    newest: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_TIMES))
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self.newest)
+
+    @property
+    def seconds(self) -> float:
+        """The median of the newest; of two the shorter; 0 before the first."""
+        return median_low(self.newest) if self.newest else 0.0
+
+
+@dataclass(frozen=True)
+class FixedLength:
+    """A draft length that was asked for.
+
+    Attributes:
+        drafts: of each iteration.
+    """
+
+    drafts: int
+
+    def observe(self, load: Load, spent: Spent) -> None:
+        """Nothing is learned."""
 
 
 @dataclass
@@ -27,7 +115,7 @@ class Timed:
         next: the next iteration of the same requests began, or where other work came between, :attr:`ended`.
     """
 
-    round: Round
+    round: "Round"
     begun: Mark
     planned: Mark
     drafted: Mark | None = None
@@ -55,11 +143,11 @@ class Pace:
         rounds: seconds of the newest whole iterations.
     """
 
-    lengths: DraftLength | FixedLength
+    lengths: "DraftLength | FixedLength"
     device: torch.device
     metrics: KVMetrics
     ranks: Ranks = Ranks()
-    watch: Callable[[Round, Spent], None] | None = None
+    watch: "Callable[[Round, Spent], None] | None" = None
     rounds: Recent = field(default_factory=Recent)
     _begun: Mark | None = None
     _running: Timed | None = None
@@ -80,7 +168,7 @@ class Pace:
         choice = self.lengths.choose(Load.of(lengths), able or [0.0])
         return self.ranks.agree(choice)
 
-    def planned(self, round_: Round) -> None:
+    def planned(self, round_: "Round") -> None:
         """Drafting begins; its drafts may be fewer than were chosen."""
         self._running = Timed(round_, self._begun, Mark.now(self.device))
 
@@ -121,7 +209,7 @@ class Pace:
                 self.watch(round_, spent)
             self.metrics.observe_round(round_.drafts, round_.steps, drafting, whole)
 
-    def _gathered(self, round_: Round, spent: Spent) -> Spent | None:
+    def _gathered(self, round_: "Round", spent: Spent) -> Spent | None:
         """What is to be learned of a round: of short ones whose drafts gather, that of all together, once they are verified.
 
         A round of full length in which nobody is verified tells nothing: what a verification takes is missing.

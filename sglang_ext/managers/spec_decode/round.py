@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from sglang_ext.config.options import WIDE_REQUESTS
 from sglang_ext.core import FALLBACK_REASONS, RequestState
 from sglang_ext.managers.spec_decode.copy_policy import CURABLE, NO_QUERIES, SLOWER, ensure_copy
-from sglang_ext.managers.spec_decode.draft_length import Choice
+from sglang_ext.managers.spec_decode.pace import Choice
 from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
 
 if TYPE_CHECKING:

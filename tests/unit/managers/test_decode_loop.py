@@ -17,9 +17,8 @@ from sglang_ext.managers.offload.admission import Admission
 from sglang_ext.managers.offload.policy import Offload
 from sglang_ext.managers.offload.verifications import Verifications
 from sglang_ext.managers.spec_decode.copy_policy import SLOWER
-from sglang_ext.managers.spec_decode.draft_length import Choice, FixedLength
 from sglang_ext.managers.spec_decode.loop import DecodeLoop
-from sglang_ext.managers.spec_decode.pace import Pace
+from sglang_ext.managers.spec_decode.pace import Choice, FixedLength, Pace
 from sglang_ext.managers.spec_decode.round import PLAIN_STEPS, OnDevice, RoundPlanner
 from sglang_ext.managers.spec_decode.sampling import Sampled
 from sglang_ext.managers.spec_decode.verifier import Verifier

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from sglang_ext.core import LONG_MEMORY, Acceptance, RequestState
 from sglang_ext.device import Mark
 from sglang_ext.managers.metrics import KVMetrics
-from sglang_ext.managers.spec_decode.draft_length import LOOK_SHARE, DraftLength, Load, Spent, expected_tokens
-from sglang_ext.managers.spec_decode.pace import Pace
+from sglang_ext.managers.spec_decode.draft_length import LOOK_SHARE, DraftLength, expected_tokens
+from sglang_ext.managers.spec_decode.pace import Load, Pace, Spent
 from sglang_ext.managers.spec_decode.round import Round
 
 

@@ -11,9 +11,8 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang_ext.core import FALLBACK_REASONS, Acceptance, CompressedView, RequestState
 from sglang_ext.managers.metrics import KVMetrics
 from sglang_ext.managers.spec_decode.copy_policy import NO_FREE_SLOTS, NO_QUERIES, SHORT_CONTEXT, SLOWER, copy_is_near
-from sglang_ext.managers.spec_decode.draft_length import Choice, FixedLength
 from sglang_ext.managers.spec_decode.loop import DecodeLoop
-from sglang_ext.managers.spec_decode.pace import Pace
+from sglang_ext.managers.spec_decode.pace import Choice, FixedLength, Pace
 from sglang_ext.managers.spec_decode.round import PLAIN_STEPS, TRIAL_COPIES, OnDevice, Round, RoundPlanner
 from sglang_ext.managers.spec_decode.sampling import Sampled
 from sglang_ext.managers.spec_decode.steps import Steps
