@@ -1,38 +1,115 @@
-"""Compressed copies of requests' KV: grown, shared, released, counted; copy_writer.py makes them.
+"""Compressed copies of requests' KV: grown, shared, released, counted; copy_writer.py writes them.
 
 The token table has a second row for each request (its index plus the number of ordinary rows): the
 slots of the compressed copy, then those of the tokens after it. Stock attention backends read it like
 any other row, so one forward serves both views.
 """
 
-from collections.abc import ItemsView
+import logging
+from collections import Counter
+from collections.abc import Callable, ItemsView, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from sglang.srt.mem_cache.common import evict_from_tree_cache
 
 from sglang_ext.core import CompressedView
+from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
 from sglang_ext.mem_cache.compressed.copy_writer import CopyWriter
+from sglang_ext.mem_cache.compressed.formats.kv_format import KVFormat, PlainTokens
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressed.query_window import QueryWindows
+from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressors.contracts.check import ScoresError
 from sglang_ext.mem_cache.prefix_cache.segments import Segment, free_slots
 from sglang_ext.mem_cache.prefix_cache.tiered_node import Prefix
+
+logger = logging.getLogger(__name__)
 
 # Tokens of a prefix from which on a copy of it that others may read is worth its keeping.
 MIN_SHARED = 256
 
 
 @dataclass(kw_only=True)
-class CompressedViews(CopyWriter):
+class CompressedViews:
     """All compressed copies of one scheduler process: their slots, and who reads them.
 
     Attributes:
+        methods: that requests may ask for, the one of those that ask for none first.
+        token_table: int32 [2 * rows, width], ordinary rows first, draft rows after.
+        rows: number of ordinary rows.
+        buffers: the layers of SGLang's KV pool.
         allocator: SGLang's slot allocator.
         tree_cache: SGLang's radix cache, asked to evict when slots run out.
+        queries: the newest queries of each request.
+        rotary: the model's rotary embedding, for a compressor that needs it.
+        asked_by: place in :attr:`methods` of what the request in a row asked for.
+        prompt_of: token ids of the prompt of the request in a row.
+        form: in which copies lie in their slots.
+        made: copies that were made or renewed, by what they are called.
+        refused: names of the compressors whose scores cannot be used, of which no copy is made any more.
     """
 
+    methods: tuple[CopyMethod, ...]
+    token_table: torch.Tensor
+    rows: int
+    buffers: KVBuffers
     allocator: object
     tree_cache: object
+    queries: QueryWindows
+    rotary: Rotary | None = None
+    asked_by: Callable[[int], int] = lambda row: 0
+    prompt_of: Callable[[int], Sequence[int]] = lambda row: ()
+    form: KVFormat = PlainTokens()
+    made: Counter[str] = field(default_factory=Counter)
+    refused: set[str] = field(default_factory=set)
     _views: dict[int, CompressedView] = field(default_factory=dict)
+
+    @cached_property
+    def _writer(self) -> CopyWriter:
+        return CopyWriter(self.token_table, self.buffers, self.queries, self.rotary, self.prompt_of, self.form)
+
+    def method(self, row: int) -> CopyMethod:
+        """What makes the copies of the request in ``row``."""
+        return self.methods[self.asked_by(row)]
+
+    def draft_row(self, row: int) -> int:
+        """Index of the draft row of the request in ``row``."""
+        return row + self.rows
+
+    def reach(self, row: int, tokens: int) -> int:
+        """Of a request's first ``tokens`` tokens, those that a copy made now would cover, before it counts in units.
+
+        What came after the newest queries that were kept, nobody attended to: where a method scores by queries it stays
+        exact instead, as recent tokens do.
+        """
+        method = self.method(row)
+        newest = self.queries.newest(row) if method.compressor.window else None
+        oldest = max(0, tokens - method.recent)
+        return oldest if newest is None else min(oldest, newest)
+
+    def has_queries(self, row: int) -> bool:
+        """Whether as many queries are kept of the request in ``row`` as its method scores by."""
+        return self.queries.enough(row, self.method(row).compressor.window)
+
+    def compile_kernels(self, query_heads: int) -> None:
+        """Compress with each method what no request owns, so that no request waits for compilers."""
+        for method in self.methods:
+            try:
+                self._writer.compile_kernels(method, query_heads)
+            except ScoresError as error:
+                self._refuse(method, error)
+
+    def _refuse(self, method: CopyMethod, error: ScoresError) -> None:
+        """Make no copies with ``method`` any more, and say why, once."""
+        if method.compressor.name not in self.refused:
+            self.refused.add(method.compressor.name)
+            logger.error("sglang-ext: %s. Until then its requests are served with full KV.", error)
+
+    def is_refused(self, row: int) -> bool:
+        """Whether no copy can be made of the request in ``row``, by its method's scores."""
+        return self.method(row).compressor.name in self.refused
 
     def get(self, row: int) -> CompressedView | None:
         """The compressed copy of the request in ``row``."""
@@ -135,13 +212,14 @@ class CompressedViews(CopyWriter):
             )
             view.segments.append(made)
         try:
-            self.write(row, view, made, done, tokens)
+            self._writer.write(method, row, self.draft_row(row), view, made, done, tokens)
         except ScoresError as error:
-            self.refuse(method, error)
+            self._refuse(method, error)
             if made is not None:
                 view.segments.remove(made)
             self._drop(slots, view.segments if self._views.pop(row, None) else [])
             return False
+        self.made[view.method] += 1
         if made is not None:
             self.tree_cache.nodes.attach(prefix.node, made)
             self.tree_cache.segments.use(made)
