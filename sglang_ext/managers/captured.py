@@ -1,7 +1,6 @@
-"""Verifications that are captured as CUDA graphs when the server starts, and what is done once for all of them."""
+"""Which verifications are captured as CUDA graphs when the server starts, and what attends in those that are not."""
 
 import logging
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -21,61 +20,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Captured:
-    """Captured verifications.
-
-    Attributes:
-        full: of drafts, over full KV; None where none are captured.
-    """
-
-    full: VerifyGraphSet | None = None
-
-    @classmethod
-    def of(
-        cls,
-        args: "KVServerArgs",
-        model_runner: "ModelRunner",
-        queries: QueryWindows,
-        verifier: AttentionBackend | None,
-    ) -> "Captured":
-        """Those of a server that verifies, where SGLang captured graphs of one token a request; else none.
-
-        Args:
-            args: the server's.
-            model_runner: the target's.
-            queries: take the graphs' queries.
-            verifier: what attends in verifications that no graph holds; None for the model's own attention.
-        """
-        if args.kv_mode == "lossy" or model_runner.decode_cuda_graph_runner is None:
-            return cls()
-        return cls(_full(args, model_runner, queries, verifier))
-
-    def unpin_plans(self, model_runner: "ModelRunner") -> None:
-        """Let rounds be launched further ahead of the device than SGLang's forwards (plan_memory.py)."""
-        captured = [graph.attn_backend for graph in self.full.graphs] if self.full else []
-        count = sum(plan_memory.unpin(backend) for backend in [model_runner.attn_backend, *captured])
-        if count:
-            logger.info("sglang-ext: FlashInfer's plans of %s wrappers are not in pinned memory", count)
-
-    def warm_up(self) -> None:
-        """Replay all once: a first replay takes many times as long as those after."""
-        if self.full is not None:
-            self.full.warm_up()
-
-
-def verifier_of(args: "KVServerArgs", model_runner: "ModelRunner") -> VerifyAttention | None:
-    """What attends in verifications where no graph is replayed; None for the model's own attention."""
-    if args.kv_mode == "lossy":
-        return None
-    # fa3 takes equal numbers of tokens only.
-    in_place = model_runner.decode_attention_backend_str in ("triton", "fa3")
-    return VerifyAttention(model_runner) if in_place else None
-
-
-def _full(
+def verify_graphs_of(
     args: "KVServerArgs", model_runner: "ModelRunner", queries: QueryWindows, verifier: AttentionBackend | None
-) -> VerifyGraphSet:
+) -> VerifyGraphSet | None:
+    """Captured verifications of a server that verifies, where SGLang captured graphs of one token a request; else None.
+
+    Args:
+        args: the server's.
+        model_runner: the target's.
+        queries: take the graphs' queries.
+        verifier: what attends in verifications that no graph holds; None for the model's own attention.
+    """
+    if args.kv_mode == "lossy" or model_runner.decode_cuda_graph_runner is None:
+        return None
     widths = options.verify_widths(args)
     # SGLang rounds the most requests up, where ranks share a batch.
     most = max(get_batch_sizes_to_capture(model_runner, widths[-1])[0]) * widths[-1]
@@ -87,3 +44,20 @@ def _full(
         for width in options.wide_widths(args):
             captured.append(capture(model_runner, width, own, options.WIDE_REQUESTS))
     return VerifyGraphSet(captured)
+
+
+def verifier_of(args: "KVServerArgs", model_runner: "ModelRunner") -> VerifyAttention | None:
+    """What attends in verifications where no graph is replayed; None for the model's own attention."""
+    if args.kv_mode == "lossy":
+        return None
+    # fa3 takes equal numbers of tokens only.
+    in_place = model_runner.decode_attention_backend_str in ("triton", "fa3")
+    return VerifyAttention(model_runner) if in_place else None
+
+
+def unpin_plans(model_runner: "ModelRunner", graphs: VerifyGraphSet | None) -> None:
+    """Let rounds be launched further ahead of the device than SGLang's forwards (plan_memory.py)."""
+    captured = [graph.attn_backend for graph in graphs.graphs] if graphs else []
+    count = sum(plan_memory.unpin(backend) for backend in [model_runner.attn_backend, *captured])
+    if count:
+        logger.info("sglang-ext: FlashInfer's plans of %s wrappers are not in pinned memory", count)

@@ -18,7 +18,7 @@ from sglang_ext.layers.attention.of_model import an_attention, attention_scaling
 from sglang_ext.layers.attention.views import BetweenSteps
 from sglang_ext.layers.forward import Attention, Attentions
 from sglang_ext.managers import compression, integrity
-from sglang_ext.managers.captured import Captured, verifier_of
+from sglang_ext.managers.captured import unpin_plans, verifier_of, verify_graphs_of
 from sglang_ext.managers.memory_plan import HeldMemory, MemoryPlanner
 from sglang_ext.managers.metrics import KVMetrics
 from sglang_ext.managers.offload import full_tier
@@ -64,7 +64,8 @@ class KVWorker(BaseSpecWorker):
         self.metrics = KVMetrics.create(server_args, self.ranks.first)
         self.strict = integrity.is_strict()
         self.simulation = Simulation.of(server_args.kv_bench_acceptance, torch.device(self.model_runner.device))
-        self.attentions, self.captured = Attentions(), Captured()
+        self.attentions = Attentions()
+        self.graphs: verify_graphs.VerifyGraphSet | None = None
         self.views: CompressedViews | None = None
         self.loop: DecodeLoop | None = None
         verify_graphs.plain(self.model_runner)
@@ -116,7 +117,7 @@ class KVWorker(BaseSpecWorker):
         """Capture steps over copies, where they need it, and verifications; SGLang captured graphs of one token a request."""
         copies, verifier = self._read_copies(), verifier_of(self.server_args, self.model_runner)
         self.attentions = Attentions(None if verifier is None else Attention(verifier), copies)
-        self.captured = Captured.of(self.server_args, self.model_runner, self.queries, verifier)
+        self.graphs = verify_graphs_of(self.server_args, self.model_runner, self.queries, verifier)
 
     def _read_copies(self) -> Attention | None:
         """Let attention read copies that hold no plain tokens; what does so in place of the model's own, None where that can."""
@@ -130,7 +131,7 @@ class KVWorker(BaseSpecWorker):
         args = self.server_args
         self.views = self._views_of(tree_cache)
         if self.buffers.on_gpu:
-            self.captured.unpin_plans(self.model_runner)
+            unpin_plans(self.model_runner, self.graphs)
             self._warm_up()
         if args.kv_host_gb:
             full_tier.use_host_memory(self, tree_cache)
@@ -158,7 +159,8 @@ class KVWorker(BaseSpecWorker):
         """Run once what else the first requests would wait for."""
         self.views.compile_kernels(an_attention(self.model_runner.model).tp_q_head_num)
         slot_assignment.compile_ahead(self.views.token_table, self.views.rows - 1)
-        self.captured.warm_up()
+        if self.graphs is not None:
+            self.graphs.warm_up()
         self.queries.warm_up()
 
     def forget(self, row: int) -> None:

@@ -46,7 +46,7 @@ class VerifyGraphs(DecodeCudaGraphRunner):
         return requests <= self.max_bs
 
     def warm_up(self) -> None:
-        """Replay each over slot 0, which no request owns: a first replay takes many times as long as those after."""
+        """Replay each over slot 0, which no request owns."""
         for requests in self.capture_bs:
             self.verify(*of_nobody(requests, self.width, self.model_runner.device))
 
@@ -76,7 +76,7 @@ class VerifyGraphSet:
         return next((g for g in self.graphs if g.width >= width and g.fits(requests)), None)
 
     def warm_up(self) -> None:
-        """Replay all once."""
+        """Replay all once: a first replay takes many times as long as those after."""
         for graph in self.graphs:
             graph.warm_up()
 

@@ -279,5 +279,5 @@ def decode_loop(worker: "KVWorker", turns: "OnDevice | Verifications", policy: O
     lengths = DraftLength(longest, options.verify_widths(args)) if auto else FixedLength(longest)
     pace = Pace(lengths, torch.device(worker.model_runner.device), worker.metrics, worker.ranks)
     logger.info("sglang-ext: --kv-mode %s, %s, draft length %s", args.kv_mode, worker.methods, args.kv_draft_length)
-    return DecodeLoop(worker, pace, steps, Verifier(worker, steps, worker.captured.full, worker.simulation), planner, policy)
+    return DecodeLoop(worker, pace, steps, Verifier(worker, steps, worker.graphs, worker.simulation), planner, policy)
 

@@ -8,7 +8,6 @@ import torch
 from sglang_ext.layers.attention import verify_graphs
 from sglang_ext.layers.attention.verify_graphs import VerifyGraphSet
 from sglang_ext.managers import captured
-from sglang_ext.managers.captured import Captured
 from sglang_ext.mem_cache.compressed.query_window import QueryWindows
 
 
@@ -33,7 +32,7 @@ RINGS = (1 + 2 * 9) * 4
 def test_without_graphs_none_are_captured_and_no_queries_are_expected_of_them():
     windows = windows_with_rings()
     args = SimpleNamespace(kv_mode="verified")
-    assert Captured.of(args, SimpleNamespace(decode_cuda_graph_runner=None), windows, None).full is None
+    assert captured.verify_graphs_of(args, SimpleNamespace(decode_cuda_graph_runner=None), windows, None) is None
     # What the worker does once at start, to have it done.
     windows.warm_up()
     assert windows.held_bytes == RINGS
@@ -74,8 +73,8 @@ def test_what_is_captured_follows_from_flags_and_backend(monkeypatch, flags, bac
         captured, "capture", lambda model, width, own, most=None: SimpleNamespace(width=width, found=(width, own, most))
     )
     windows = windows_with_rings()
-    found = Captured.of(args, model, windows, captured.verifier_of(args, model))
-    assert [graph.found for graph in found.full.graphs] == full
+    found = captured.verify_graphs_of(args, model, windows, captured.verifier_of(args, model))
+    assert [graph.found for graph in found.graphs] == full
     assert windows.held_bytes == RINGS + tokens * 8, "places for the queries of the largest"
     assert model.graph_shared_output.max_rows == tokens, "and logits of as many"
     before = model.graph_shared_output

@@ -1,16 +1,24 @@
-"""Attention over rows that begin with packed blocks, in PyTorch: products with codes, scales outside of them.
+"""Attention over rows that begin with packed blocks: in PyTorch, and on a GPU the backend of steps (copy_decode.py).
 
-With a scale for each channel of a group of tokens ``q . (s * c + z) = (q * s) . c + q . z``; with one for each token
-``s_t * (q . c_t) + z_t * sum(q)``, and likewise of the values, whose weights take the scales. What was rotated before it was
-quantized is met by rotated queries, and what comes of rotated values is rotated back. Blocks with outliers, or with keys from
-before rotary embedding, have no such products: they are made whole.
+In PyTorch it is products with codes, scales outside of them: with a scale for each channel of a group of tokens
+``q . (s * c + z) = (q * s) . c + q . z``; with one for each token ``s_t * (q . c_t) + z_t * sum(q)``, and likewise of the values,
+whose weights take the scales. What was rotated before it was quantized is met by rotated queries, and what comes of rotated values
+is rotated back. Blocks with outliers, or with keys from before rotary embedding, have no such products: they are made whole.
 """
+
+from typing import TYPE_CHECKING
 
 import torch
 
+from sglang_ext.layers.attention.copies.copy_decode import CopyDecode
+from sglang_ext.layers.kernels.gluon import waves
+from sglang_ext.layers.kernels.packed.packed_decode import packed_decode, warps_at_once
 from sglang_ext.mem_cache.compressed.formats.packed_layout import Grid, Quantized
-from sglang_ext.mem_cache.compressed.formats.packing import Packing
+from sglang_ext.mem_cache.compressed.formats.packing import PackedRows, Packing
 from sglang_ext.mem_cache.compressors.contracts.quantizer import meant
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner import ModelRunner
 
 
 def packed_attention(
@@ -95,3 +103,37 @@ def _by_token(numbers: torch.Tensor, block: Quantized) -> tuple[torch.Tensor, to
 
 def _rotated(rows: torch.Tensor, rotation: torch.Tensor | None) -> torch.Tensor:
     return rows if rotation is None else rows @ rotation
+
+
+class PackedDecode(CopyDecode):
+    """Attends to packed blocks, as its format says which slots hold some, and to the tokens after them."""
+
+    copies = "packed copies"
+    remedy = "use a --kv-compressor that only drops tokens, such as snapkv"
+    # Found on an H200: the kernels' programs are of one warp.
+    busy = 4096
+
+    form: PackedRows
+
+    def __init__(self, model_runner: "ModelRunner", form: PackedRows):
+        super().__init__(model_runner, form)
+        buffers = self.token_to_kv_pool.get_key_buffer(0), self.token_to_kv_pool.get_value_buffer(0)
+        self._room = warps_at_once(form.form, *buffers, self.query_heads // self.kv_heads)
+
+    def splits(self, requests: int) -> tuple[int, int]:
+        """Parts of each request's blocks and exact tokens."""
+        return super().splits(requests) if self._room is None else waves.cut(requests * self.kv_heads, self._room)
+
+    def attend(
+        self,
+        layer_id: int,
+        queries: torch.Tensor,
+        rows: torch.Tensor,
+        lengths: torch.Tensor,
+        scaling: float,
+        splits: tuple[int, int],
+    ) -> torch.Tensor:
+        """As :meth:`CopyDecode.attend`."""
+        pool, packed, table = self.token_to_kv_pool, self.form, self.req_to_token_pool.req_to_token
+        buffers = pool.get_key_buffer(layer_id), pool.get_value_buffer(layer_id)
+        return packed_decode(packed.form, queries, *buffers, table, rows, lengths, packed.counts, scaling, splits)

@@ -6,12 +6,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from sglang_ext.layers.attention.copies.copy_decode import CopyDecode
-from sglang_ext.layers.attention.copies.packed import packed_attention
-from sglang_ext.layers.attention.copies.packed_decode import PackedDecode
-from sglang_ext.layers.attention.copies.pointer_decode import PointerDecode
-from sglang_ext.layers.attention.copies.pointers import pointer_attention
-from sglang_ext.layers.attention.copies.uneven_decode import UnevenDecode
-from sglang_ext.layers.attention.copies.uneven_heads import uneven_attention
+from sglang_ext.layers.attention.copies.packed import PackedDecode, packed_attention
+from sglang_ext.layers.attention.copies.pointers import PointerDecode, pointer_attention
+from sglang_ext.layers.attention.copies.uneven_heads import UnevenDecode, uneven_attention
 from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells
 from sglang_ext.mem_cache.compressed.formats.kv_format import KVFormat
 from sglang_ext.mem_cache.compressed.formats.packing import PackedRows
@@ -38,15 +35,9 @@ def _packed(
     return packed_attention(rows.form, queries, keys, values, slots, packed, scaling)
 
 
-def _pointed(
-    rows: PointerRows, row: int, pointed: int, queries: Tensor, keys: Tensor, values: Tensor, slots: Tensor, scaling: float | None
-) -> Tensor:
-    return pointer_attention(rows.form, pointed, queries, keys, values, slots, scaling)
-
-
 READERS: dict[type[KVFormat], Reader] = {
     PackedRows: Reader(_packed, PackedDecode),
     HeadCells: Reader(uneven_attention, UnevenDecode),
-    PointerRows: Reader(_pointed, PointerDecode),
+    PointerRows: Reader(pointer_attention, PointerDecode),
 }
 """Of all formats but plain tokens, which any attention reads."""
