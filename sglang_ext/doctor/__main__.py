@@ -6,6 +6,7 @@ remedy. The exit code is 1 when anything needed is missing or unsupported, else 
 
 import argparse
 import io
+import logging
 import sys
 from collections.abc import Callable, Iterable
 
@@ -29,6 +30,8 @@ from sglang_ext.doctor.installation import (
 )
 from sglang_ext.doctor.kernels import check_kernels
 from sglang_ext.doctor.serving import check_attention_backends, check_device, check_hooks, check_model
+
+logger = logging.getLogger(__name__)
 
 
 def check_modes(others: Iterable[Check]) -> Check:
@@ -63,6 +66,7 @@ def _guarded(name: str, check: Callable[[], Check | Iterable[Check]]) -> list[Ch
         found = check()
         return [found] if isinstance(found, Check) else list(found)
     except Exception as error:
+        logger.debug("sglang-ext: the check of %s failed", name, exc_info=True)
         return [Check(name, False, told(error), INSTALL)]
 
 

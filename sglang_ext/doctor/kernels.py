@@ -3,6 +3,7 @@
 import torch
 
 from sglang_ext.doctor.check import Check
+from sglang_ext.doctor.serving import read_model
 from sglang_ext.mem_cache.compressed.formats.packing import Packing
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressors import catalogue
@@ -12,22 +13,19 @@ def check_kernels(path: str) -> list[Check]:
     """A line that names the GPU, the model's shape of attention, and the kernels for it; none where SGLang cannot read the model.
 
     Args:
-        path: a Hugging Face folder or name, as for ``--model-path``. Its code is not run.
+        path: as for :func:`read_model`.
     """
-    from sglang.srt.configs.model_config import ModelConfig
-
-    try:
-        config = ModelConfig(path, trust_remote_code=False)
-        dim, heads, kv_heads = config.head_dim, config.get_num_attention_heads(1), config.get_num_kv_heads(1)
-    except Exception:
-        # A config that SGLang cannot read raises errors of any kind; the check of the model says which.
+    model = read_model(path)
+    if isinstance(model, Check):
+        # The check of the model says why.
         return []
-    shape = f"{dim} channels a head, {heads // kv_heads} query heads a KV head, {str(config.dtype).removeprefix('torch.')}"
+    group = model.query_heads // model.kv_heads
+    shape = f"{model.head_dim} channels a head, {group} query heads a KV head, {str(model.dtype).removeprefix('torch.')}"
     if not torch.cuda.is_available():
         return [Check("kernels", True, f"no GPU; {shape}: PyTorch")]
     gpu = torch.cuda.get_device_properties(0)
     memory = f"{gpu.shared_memory_per_block_optin // 1024} KiB of shared memory"
-    packed = packed_kernels(dim, heads // kv_heads, config.dtype)
+    packed = packed_kernels(model.head_dim, group, model.dtype)
     methods = "; ".join(f"{', '.join(names)} {kernels}" for kernels, names in packed.items())
     found = f"{gpu.name} (sm_{gpu.major}{gpu.minor}, {memory}); {shape}: Triton for scores and copies; in few bits: {methods}"
     return [Check("kernels", True, found)]

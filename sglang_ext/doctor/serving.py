@@ -1,13 +1,22 @@
 """Checks of what would serve: the device, its attention backends, the hooks into SGLang, and the model."""
 
+import logging
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sglang_ext.config import model_options, options
 from sglang_ext.doctor import model_folder
 from sglang_ext.doctor.check import SGLANG_VERSION, Check, told, verdict
 from sglang_ext.hooks import application as hooking
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
 
 
 def check_device() -> Check:
@@ -64,8 +73,29 @@ def check_hooks() -> Iterator[Check]:
             yield Check(f"hook {target.rsplit('.', 1)[-1]}", False, f"{target}: {problem}", remedy)
 
 
-def check_model(path: str) -> Check:
-    """Whether a model's ``config.json`` is of a family that can be compressed.
+@dataclass(frozen=True)
+class Model:
+    """What the checks read of a model's ``config.json``.
+
+    Attributes:
+        architecture: the name of its class.
+        unsupported: why it cannot be compressed; None where it can.
+        head_dim: channels of a head.
+        query_heads, kv_heads: of a layer.
+        dtype: of its weights.
+    """
+
+    architecture: str
+    unsupported: str | None
+    head_dim: int
+    query_heads: int
+    kv_heads: int
+    dtype: "torch.dtype"
+
+
+@cache
+def read_model(path: str) -> Model | Check:
+    """A model as SGLang reads it, once for all checks; where it cannot, the failing line that says why.
 
     Args:
         path: a Hugging Face folder or name, as for ``--model-path``. Its code is not run.
@@ -77,9 +107,24 @@ def check_model(path: str) -> Check:
         return Check("model", False, missing, "pass a Hugging Face folder, or a name on the Hub")
     try:
         config = ModelConfig(path, trust_remote_code=False)
-        reason = model_options.unsupported_model(config)
-        found = f"{path}: {reason or config.hf_config.architectures[0]}"
+        return Model(
+            architecture=config.hf_config.architectures[0],
+            unsupported=model_options.unsupported_model(config),
+            head_dim=config.head_dim,
+            query_heads=config.get_num_attention_heads(1),
+            kv_heads=config.get_num_kv_heads(1),
+            dtype=config.dtype,
+        )
     except Exception as error:  # what transformers and SGLang raise depends on what is wrong in the file
+        logger.debug("sglang-ext: %s cannot be read", path, exc_info=True)
         remedy = "pass a Hugging Face folder or name that SGLang serves; what is named here stands in its config.json"
         return Check("model", False, f"{path}: {told(error)}", remedy)
-    return verdict("model", reason is None, found, "serve this model with --kv-mode full")
+
+
+def check_model(path: str) -> Check:
+    """Whether a model is of a family that can be compressed; ``path`` as for :func:`read_model`."""
+    model = read_model(path)
+    if isinstance(model, Check):
+        return model
+    found = f"{path}: {model.unsupported or model.architecture}"
+    return verdict("model", model.unsupported is None, found, "serve this model with --kv-mode full")

@@ -4,10 +4,9 @@ SGLang's page size is the unit throughout, and equals that of the host tier. A p
 then a run of nodes that :meth:`TieredRadixCache.init_load_back` can bring there: from the host, or because they are on the
 device already, below a node that is not. It ends at the first node that is in neither tier.
 
-Here is what SGLang calls. The tree's parts are nodes.py, segments.py, host_copies.py, reloads.py and residency.py.
+Here is what SGLang calls. The tree's parts are nodes.py, segments.py, eviction.py, host_copies.py, reloads.py and residency.py.
 """
 
-import heapq
 import time
 from array import array
 from collections.abc import Callable
@@ -34,11 +33,12 @@ from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
 from sglang_ext.mem_cache.host_tier.faults import Faults
 from sglang_ext.mem_cache.host_tier.tier import HostTier
 from sglang_ext.mem_cache.prefix_cache import tree_integrity
+from sglang_ext.mem_cache.prefix_cache.eviction import Eviction
 from sglang_ext.mem_cache.prefix_cache.host_copies import HostCopies
 from sglang_ext.mem_cache.prefix_cache.nodes import Nodes
 from sglang_ext.mem_cache.prefix_cache.reloads import Reloads
 from sglang_ext.mem_cache.prefix_cache.residency import Residency
-from sglang_ext.mem_cache.prefix_cache.segments import Segment, Segments
+from sglang_ext.mem_cache.prefix_cache.segments import Segments
 from sglang_ext.mem_cache.prefix_cache.tiered_node import TieredNode, joined, path
 from sglang_ext.ranks import Ranks
 
@@ -52,6 +52,7 @@ class TieredRadixCache(RadixCache):
     Attributes:
         nodes: the tree.
         segments: compressed chunks that hang on the nodes; requests share them.
+        eviction: what leaves the device first.
         host: what is stored on the host; None where full KV lies on the device alone.
         reloads: loads from there.
         residency: running requests whose full KV may leave the device; None where it stays.
@@ -68,6 +69,7 @@ class TieredRadixCache(RadixCache):
         self._ended: Callable[[int], None] = lambda row: None
         self._keeps_answers = True
         super().__init__(params)
+        self.eviction = Eviction(self.nodes, self.segments, self.eviction_strategy.get_priority)
 
     def use_host(
         self,
@@ -277,38 +279,16 @@ class TieredRadixCache(RadixCache):
         return DecLockRefResult(delta=0 if self.disable else self.nodes.unlock(node))
 
     def evict(self, params: EvictParams) -> EvictResult:
-        """Free device slots: of segments that nobody reads, and of nodes that nobody locks, from the leaves up.
-
-        Segments are as old as the node that they hang on, and go before it. Where there is a host tier with room, nodes stay
-        there; else they are dropped. What lacks then is taken from running requests that need it for verifications only.
-        """
+        """Free device slots, as :meth:`Eviction.free`; what lacks then is taken from running requests that need it for verifications
+        only."""
         if self.disable:
             return EvictResult()
-        start_time, evicted = time.perf_counter(), 0
-        heap = [self._ranked(node, node.id) for node in self.nodes.leaves]
-        heap += [self._ranked(segment.node, -1 - count, segment) for count, segment in enumerate(self.segments.unused)]
-        heapq.heapify(heap)
-        while evicted < params.num_tokens and heap:
-            *_, node, segment = heapq.heappop(heap)
-            if segment is not None:
-                evicted += self.segments.free(segment)
-            elif node in self.nodes.leaves:
-                evicted += self._evict_leaf(node)
-                if node.parent in self.nodes.leaves:
-                    heapq.heappush(heap, self._ranked(node.parent, node.parent.id))
+        start_time = time.perf_counter()
+        evicted = self.eviction.free(params.num_tokens, self.host)
         if evicted < params.num_tokens and self.residency is not None:
             evicted += self.residency.drop(params.num_tokens - evicted)
         self.update_eviction_metrics(evicted, start_time)
         return EvictResult(num_tokens_evicted=evicted)
-
-    def _ranked(self, node: TieredNode, rank: int, segment: Segment | None = None) -> tuple:
-        """An entry of the heap of what may be evicted, least needed first, then deepest; ``rank`` differs between all."""
-        return self.eviction_strategy.get_priority(node), -node.end, rank, node, segment
-
-    def _evict_leaf(self, node: TieredNode) -> int:
-        if self.host is not None:
-            self.host.back_up(node)
-        return self.nodes.drop(node) if node.host_value is None else self.nodes.free_value(node)
 
     def _allocate(self, tokens: int) -> torch.Tensor | None:
         """So many slots, int64, for which others are evicted; None when they are not to be had."""

@@ -1,0 +1,52 @@
+"""What leaves the device when slots are needed: what is needed least, by SGLang's eviction policy."""
+
+import heapq
+from collections.abc import Callable
+from typing import Any
+
+from sglang_ext.mem_cache.prefix_cache.host_copies import HostCopies
+from sglang_ext.mem_cache.prefix_cache.nodes import Nodes
+from sglang_ext.mem_cache.prefix_cache.segments import Segment, Segments
+from sglang_ext.mem_cache.prefix_cache.tiered_node import TieredNode
+
+
+class Eviction:
+    """Frees device slots of segments that nobody reads, and of nodes that nobody locks.
+
+    Args:
+        nodes: of the tree.
+        segments: compressed chunks that hang on them.
+        priority: of a node; those with the lowest go first.
+    """
+
+    def __init__(self, nodes: Nodes, segments: Segments, priority: Callable[[TieredNode], Any]) -> None:
+        self._nodes, self._segments, self._priority = nodes, segments, priority
+
+    def free(self, wanted: int, host: HostCopies | None) -> int:
+        """Free ``wanted`` slots, or more, or all that can be, from the leaves up; how many.
+
+        Segments are as old as the node that they hang on, and go before it. Where there is a ``host`` with room, nodes stay
+        there; else they are dropped.
+        """
+        leaves, evicted = self._nodes.leaves, 0
+        heap = [self._ranked(node, node.id) for node in leaves]
+        heap += [self._ranked(segment.node, -1 - count, segment) for count, segment in enumerate(self._segments.unused)]
+        heapq.heapify(heap)
+        while evicted < wanted and heap:
+            *_, node, segment = heapq.heappop(heap)
+            if segment is not None:
+                evicted += self._segments.free(segment)
+            elif node in leaves:
+                evicted += self._leave(node, host)
+                if node.parent in leaves:
+                    heapq.heappush(heap, self._ranked(node.parent, node.parent.id))
+        return evicted
+
+    def _ranked(self, node: TieredNode, rank: int, segment: Segment | None = None) -> tuple:
+        """An entry of the heap of what may be evicted, least needed first, then deepest; ``rank`` differs between all."""
+        return self._priority(node), -node.end, rank, node, segment
+
+    def _leave(self, node: TieredNode, host: HostCopies | None) -> int:
+        if host is not None:
+            host.back_up(node)
+        return self._nodes.drop(node) if node.host_value is None else self._nodes.free_value(node)
