@@ -10,11 +10,12 @@ and its memory is held until d is over.
 """
 
 import math
+from collections import Counter
 from collections.abc import Hashable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from sglang_ext.managers.offload.dues import Dues
-from sglang_ext.managers.offload.loads import Loads, Occupancy, Planned
+from sglang_ext.managers.offload.loads import Loads, Occupancy, Planned, outward
 
 
 class AdmissionError(ValueError):
@@ -31,6 +32,38 @@ class Slot(NamedTuple):
 
     start: int
     due: int
+
+
+@dataclass
+class Dues:
+    """How many requests verify in each coming iteration, counted from the first of all: who needs no load goes where the fewest do.
+
+    Attributes:
+        tolerance: share of the wanted rounds by which a verification may move to where the fewest are due, so that of B
+            requests about B/x verify in each iteration.
+    """
+
+    tolerance: float
+    _counts: Counter[int] = field(default_factory=Counter)
+
+    def add(self, due: int) -> None:
+        """A request verifies in iteration ``due``."""
+        self._counts[due] += 1
+
+    def remove(self, due: int) -> None:
+        """It does not, after all."""
+        self._counts[due] -= 1
+
+    def over(self, due: int) -> None:
+        """An iteration is over."""
+        self._counts.pop(due, None)
+
+    def quietest(self, now: int, wanted: int, last: int) -> int:
+        """The iteration near ``wanted`` ones after ``now``, up to ``last`` after it, in which the fewest are due."""
+        anchor = min(wanted, last)
+        reach = int(self.tolerance * anchor)
+        near = outward(anchor, max(1, anchor - reach), min(last, anchor + reach))
+        return now + min(near, key=lambda due: self._counts[now + due])
 
 
 class Admission:
@@ -53,7 +86,7 @@ class Admission:
             iteration_seconds: of an iteration, as measured.
             memory: that loads may hold together, in tokens or bytes.
             horizon: iterations that are planned, the current one among them.
-            tolerance: of verifications without a load (:class:`~sglang_ext.managers.offload.dues.Dues`).
+            tolerance: of verifications without a load (:class:`Dues`).
 
         Raises:
             RingError: a number is out of range.

@@ -111,7 +111,7 @@ class DecodeLoop:
             self.worker.model_runner.war_fastpath_read_done_event = None
             if on_publish is not None:
                 on_publish(lengths)
-        result = self._result(batch, round_, answers, lengths, steps[-1][0])
+        result = RoundResult.of(self.worker.model_runner, batch, round_, answers, lengths, steps[-1][0])
         self.turns.end()
         answered = {*round_.due, *round_.answering}
         for i, state in enumerate(states):
@@ -175,18 +175,6 @@ class DecodeLoop:
         if before is not None or len(round_.due) + len(round_.answering) < len(round_.states):
             self.gathered.put(own, torch.zeros_like(own) if before is None else before, tokens)
         return steps, tokens
-
-    def _result(
-        self, batch: "ScheduleBatch", round_: Round, answers: Answers, lengths: torch.Tensor, output: LogitsProcessorOutput
-    ) -> RoundResult:
-        """SGLang's result; those that only drafted go on from the token that they began with."""
-        accepted, hidden_states = answers.accepted, output.hidden_states
-        if hidden_states is not None:
-            # Of those that answer one token on their full KV; nobody else asks for them.
-            hidden_states = hidden_states.repeat_interleave(answers.width, 0)
-        last = answers.tokens.gather(1, (accepted - 1).clamp(min=0)[:, None])[:, 0]
-        newest = torch.where(accepted > 0, last, batch.spec_info.bonus_tokens)
-        return RoundResult.of(self.worker.model_runner, batch, round_, answers, lengths, newest, hidden_states)
 
     def account(self, batch: "ScheduleBatch", result: RoundResult) -> None:
         """Count a round's outcome, once it is on the host."""
@@ -280,4 +268,3 @@ def decode_loop(worker: "KVWorker", turns: "OnDevice | Verifications", policy: O
     pace = Pace(lengths, torch.device(worker.model_runner.device), worker.metrics, worker.ranks)
     logger.info("sglang-ext: --kv-mode %s, %s, draft length %s", args.kv_mode, worker.methods, args.kv_draft_length)
     return DecodeLoop(worker, pace, steps, Verifier(worker, steps, worker.graphs, worker.simulation), planner, policy)
-

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 
-
 @dataclass(frozen=True)
 class Answers:
     """Tokens of requests that answer together.
@@ -140,10 +139,9 @@ class RoundResult(GenerationBatchResult):
         round_: Round,
         answers: Answers,
         lengths: torch.Tensor,
-        newest: torch.Tensor,
-        hidden_states: torch.Tensor | None,
+        output: LogitsProcessorOutput,
     ) -> "RoundResult":
-        """The result of a round that gave ``answers``.
+        """The result of a round that gave ``answers``; those that only drafted go on from the token that they began with.
 
         Args:
             model_runner: that ran it.
@@ -151,17 +149,19 @@ class RoundResult(GenerationBatchResult):
             round_: what they did.
             answers: of all of them.
             lengths: int64 [requests], of each after the round.
-            newest: int64 [requests], the token of each that the next round begins with.
-            hidden_states: of the answers, where some request asks for them.
+            output: of the last step; its hidden states are those of who answers one token on its full KV, as nobody else asks for any.
         """
-        shown = LogitsProcessorOutput(next_token_logits=None)
+        accepted, shown = answers.accepted, LogitsProcessorOutput(next_token_logits=None)
         if batch.return_logprob:
             answers.sampled.fill_logprobs(shown, list(range(answers.tokens.numel())), stride=answers.width)
-        shown.hidden_states = hidden_states
+        if output.hidden_states is not None:
+            shown.hidden_states = output.hidden_states.repeat_interleave(answers.width, 0)
+        last = answers.tokens.gather(1, (accepted - 1).clamp(min=0)[:, None])[:, 0]
+        newest = torch.where(accepted > 0, last, batch.spec_info.bonus_tokens)
         return cls(
             logits_output=shown,
             next_token_ids=answers.tokens.flatten(),
-            accept_lens=answers.accepted,
+            accept_lens=accepted,
             new_seq_lens=lengths,
             next_draft_input=BetweenSteps(newest),
             speculative_num_draft_tokens=answers.width,
@@ -193,4 +193,3 @@ class GatheredDrafts:
     def of(self, rows: torch.Tensor, count: int) -> torch.Tensor:
         """The first ``count`` drafts of each of ``rows``: int64 [requests, count]."""
         return self.tokens[rows, :count]
-

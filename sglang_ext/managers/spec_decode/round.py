@@ -173,7 +173,7 @@ class Role:
 
 
 @dataclass
-class Planned:
+class Candidate:
     """A request while its round is planned.
 
     Attributes:
@@ -235,7 +235,7 @@ class RoundPlanner:
         count = len(states)
         self.turns.begin(self._drafting_on_copies(batch.reqs, states), iteration_seconds)
         requests = [
-            Planned(req, state, length, req.sampling_params.max_new_tokens - len(req.output_ids))
+            Candidate(req, state, length, req.sampling_params.max_new_tokens - len(req.output_ids))
             for req, state, length in zip(batch.reqs, states, lengths)
         ]
         most = min(wanted.drafts or PLAIN_STEPS, self.longest)
@@ -288,7 +288,7 @@ class RoundPlanner:
             return iter(())
         return iter(range(TRIAL_COPIES if wanted.trial else requests))
 
-    def _role(self, request: Planned, headroom: int, copies: Iterator[int], wanted: Choice) -> Role:
+    def _role(self, request: Candidate, headroom: int, copies: Iterator[int], wanted: Choice) -> Role:
         """What a request does. Makes its copy, or renews it."""
         state, left = request.state, request.left
         if state.fallback not in CURABLE:
@@ -313,11 +313,11 @@ class RoundPlanner:
         gains = left > 1 and (lacks or _is_looked_at(request))
         return Role(not self.lossy and wanted.drafts > 0 and (gains or self.apart), False, reason)
 
-    def _copy(self, request: Planned, headroom: int) -> int:
+    def _copy(self, request: Candidate, headroom: int) -> int:
         with self.turns.reading(request.state.row):
             return ensure_copy(self.views, request.req, request.state, request.length, headroom)
 
-    def _due(self, requests: list[Planned], steps: int, wanted: Choice, headroom: int) -> list[int]:
+    def _due(self, requests: list[Candidate], steps: int, wanted: Choice, headroom: int) -> list[int]:
         """Who is verified at the round's end; loads for later rounds begin. A role whose copy cannot be renewed changes."""
         rounds, ripe = {}, set()
         for each in requests:
@@ -345,7 +345,7 @@ class RoundPlanner:
         parts = [wide[at : at + WIDE_REQUESTS] for at in range(0, len(wide), WIDE_REQUESTS)]
         return [narrow, *parts] if narrow else parts
 
-    def _row(self, request: Planned) -> tuple[int, int]:
+    def _row(self, request: Candidate) -> tuple[int, int]:
         """The row that a request reads, and the tokens in it before the round: of its draft row what it has gathered, too."""
         row, length = request.state.row, request.length
         if not request.role.copy:
@@ -355,7 +355,7 @@ class RoundPlanner:
         return self.views.draft_row(row), view.kept + length + request.gathered - view.covered
 
 
-def _is_looked_at(request: Planned) -> bool:
+def _is_looked_at(request: Candidate) -> bool:
     """Whether SGLang keeps something of a request from answer to answer: penalties, a grammar, a processor, hidden states."""
     # A reason names the first of several: min-p says nothing of the others.
     req = request.req
