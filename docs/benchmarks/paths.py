@@ -120,23 +120,30 @@ def entered(path: str, names: set[str]) -> dict[str, set[int]]:
 
 
 def table(title: str, functions: set[Function], each_function: bool) -> None:
-    """Print files, lines of each, and their sums."""
+    """Print lines of the functions and of their files: of all, of each folder, and of each file, most first."""
     names = defaultdict(set)
     for path, name in functions:
         names[path].add(name)
-    rows = []
-    for path in sorted(names):
-        lines = entered(path, names[path])
-        whole = len(Path(path).read_text().splitlines())
-        rows.append((Path(path).relative_to(PACKAGE).as_posix(), len(set().union(*lines.values())), whole, lines))
-    of_functions, of_files = (sum(row[k] for row in rows) for k in (1, 2))
-    print(f"{title}: {len(rows)} files, {of_functions} lines of functions that are entered, {of_files} lines of the files")
+    rows, folders = [], defaultdict(list)
+    for path in names:
+        lines, short = entered(path, names[path]), Path(path).relative_to(PACKAGE)
+        row = len(set().union(*lines.values())), len(Path(path).read_text().splitlines()), short.as_posix(), lines
+        rows.append(row)
+        folders[short.parent.as_posix()].append(row)
+    print(f"{title}: {_sums(rows)}")
+    for folder, inside in sorted(folders.items(), key=lambda pair: -sum(row[0] for row in pair[1])):
+        print(f"    {folder}: {_sums(inside)}")
     print("    entered  whole  file")
-    for name, some, whole, lines in rows:
+    for some, whole, name, lines in sorted(rows, key=lambda row: (-row[0], row[2])):
         print(f"    {some:7}  {whole:5}  {name}")
         if each_function:
             for function, own in lines.items():
                 print(f"        {len(own):3}               {function}")
+
+
+def _sums(rows: list[tuple]) -> str:
+    of_functions, of_files = (sum(row[k] for row in rows) for k in (0, 1))
+    return f"{len(rows)} files, {of_functions} lines of functions that are entered, {of_files} lines of the files"
 
 
 def main() -> None:
