@@ -5,8 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sglang.srt.configs import model_config
 
-from sglang_ext.doctor import kernels
+from sglang_ext.doctor import kernels, serving
 from sglang_ext.layers.kernels.packed import packed_decode
 from sglang_ext.mem_cache.compressors import catalogue
 
@@ -48,3 +49,10 @@ def test_without_a_gpu_and_without_a_model(folder, tmp_path):
     (check,) = kernels.check_kernels(folder)
     assert check.found == "no GPU; 128 channels a head, 4 query heads a KV head, bfloat16: PyTorch"
     assert kernels.check_kernels(str(tmp_path / "none")) == []
+
+
+def test_a_model_is_read_once_for_all_checks(folder, monkeypatch):
+    read, config = [], model_config.ModelConfig
+    monkeypatch.setattr(model_config, "ModelConfig", lambda path, **how: read.append(path) or config(path, **how))
+    assert serving.check_model(folder).ok and kernels.check_kernels(folder)
+    assert read == [folder]
