@@ -17,6 +17,7 @@ from pathlib import Path
 from sglang.srt.arg_groups.arg_utils import add_cli_args_from_dataclass
 
 from sglang_ext.arguments import KVServerArgs
+from sglang_ext.config.disaggregation_options import ROLES
 from sglang_ext.config.options import MODES
 from sglang_ext.config.refusal import Refusal, flag
 from sglang_ext.config.refused_options import CACHES, PARALLELISM, REFUSALS
@@ -40,7 +41,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
 REFUSED: dict[str, tuple[Refusal, ...]] = {
     "Memory and caches": CACHES,
     "Parallelism": PARALLELISM,
-    "Everything else": tuple(refusal for refusal in REFUSALS if refusal not in (*CACHES, *PARALLELISM)),
+    "Roles of prefill-decode disaggregation": ROLES,
+    "Everything else": tuple(refusal for refusal in REFUSALS if refusal not in (*CACHES, *PARALLELISM, *ROLES)),
 }
 
 

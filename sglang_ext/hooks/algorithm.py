@@ -52,6 +52,11 @@ class KVVerifiedAlgorithm(CustomSpecAlgo):
 
         The worker sees such requests for the first time in that round, and admits them there (requests.py).
         """
+        for req in batch.reqs:
+            if req.grammar is not None:
+                # A retracted request comes here again, with a grammar that has seen this token. SGLang tells by this; llguidance's
+                # does not set it.
+                req.grammar.current_token = req.output_ids[-1]
         between = BetweenSteps(last_tokens_tensor)
         if batch.enable_overlap:
             between.future_indices = batch.req_pool_indices

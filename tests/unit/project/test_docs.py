@@ -66,7 +66,7 @@ def test_each_flag_and_each_refusal_has_its_place():
     assert all(f"### `{manual.flag(field)}`" in flags for field in manual.own_fields())
     words = " ".join(compatibility.split())
     for refusal in manual.REFUSALS:
-        assert refusal.option in words
+        assert refusal.option in words.replace("`", "")
         assert all(f"`{manual.flag(part)}`" in words for part in refusal.parts)
 
 
