@@ -1,20 +1,30 @@
-"""What an anchor's codes mean: levels of numbers in [-1, 1] that are finer near 0 (Lynx, Algorithm 1).
+"""What codes mean: levels of numbers in [-1, 1] that are finer near 0 (Lynx, Algorithm 1), and the bounds between them.
 
-A number ``y`` is companded to ``I = F * ln(1 + a |y|) / ln(1 + a)``. An anchor of b bits is its sign and ``V``, the highest b - 1 bits
-of I, rounded; the residual takes it from ``V`` to I. With ``F`` the greatest multiple of V's step the extreme of a chunk is exact in the
-anchor alone. ``V = 0`` with a sign means a quarter of a step, not 0.
+A number ``y`` is companded to ``I = round(F * ln(1 + a |y|) / ln(1 + a))``, which has 8 bits with its sign. An anchor of b bits is
+the sign and ``V = (I + 2 ** (r - 1) - 1) >> r``, the highest b - 1 bits of I, rounded; the residual, of r = 8 - b bits, takes it
+from V to I. With ``F`` the greatest multiple of V's step the extreme of a chunk is exact in the anchor alone. ``V = 0`` with a sign
+means a quarter of a step, not 0.
+
+Levels and bounds have 13 significant bits: their products with a float16 are exact in float32, so that a product and a sum round
+the same whether they are contracted to one instruction or not, on every device.
 """
 
 import math
 from functools import lru_cache
 
+# Anchor and residual together.
+BITS = 8
+# Bits of an anchor.
+ANCHORS = (2, 3, 4)
 # a of the companding; 1 to 4 are as good.
 CURVE = 2.0
+# Of 24 in float32, 11 are a float16's.
+SIGNIFICANT = 13
 
 
 def step(bits: int) -> int:
-    """How many values of I share a V, where anchor and residual have 8 bits together."""
-    return 2 ** (8 - bits)
+    """How many values of I share a V, for an anchor of ``bits``."""
+    return 2 ** (BITS - bits)
 
 
 def greatest(bits: int) -> int:
@@ -23,20 +33,35 @@ def greatest(bits: int) -> int:
 
 
 def expanded(companded: float, bits: int) -> float:
-    """The number in [-1, 1] that a signed I stands for."""
-    size = math.expm1(abs(companded) / greatest(bits) * math.log1p(CURVE)) / CURVE
-    return math.copysign(size, companded)
+    """The number in [0, 1] that an I stands for, to 13 significant bits."""
+    size = math.expm1(companded / greatest(bits) * math.log1p(CURVE)) / CURVE
+    mantissa, exponent = math.frexp(size)
+    return math.ldexp(round(mantissa * 2**SIGNIFICANT), exponent - SIGNIFICANT)
+
+
+@lru_cache(maxsize=None)
+def fine_levels(bits: int) -> tuple[float, ...]:
+    """What I means, from 0 to F."""
+    return tuple(expanded(i, bits) for i in range(greatest(bits) + 1))
+
+
+@lru_cache(maxsize=None)
+def fine_bounds(bits: int) -> tuple[float, ...]:
+    """The least numbers of I, from 0 to F; that of 0 is 0."""
+    return (0.0, *(expanded(i - 0.5, bits) for i in range(1, greatest(bits) + 1)))
 
 
 @lru_cache(maxsize=None)
 def levels(bits: int) -> tuple[float, ...]:
     """What an anchor's codes 0 to ``2 ** bits - 1`` mean, ascending; code ``2 ** (bits - 1)`` is the least positive one."""
-    steps = [step(bits) / 4, *(step(bits) * v for v in range(1, 2 ** (bits - 1)))]
-    return tuple(expanded(each, bits) for each in [*(-each for each in reversed(steps)), *steps])
+    size = step(bits)
+    steps = [expanded(size / 4, bits), *(expanded(size * v, bits) for v in range(1, 2 ** (bits - 1)))]
+    return (*(-each for each in reversed(steps)), *steps)
 
 
 @lru_cache(maxsize=None)
 def bounds(bits: int) -> tuple[float, ...]:
-    """Least numbers of the codes 1 to ``2 ** bits - 1``: a code is the count of bounds that its number reaches."""
-    half = [step(bits) * (v - 0.5) for v in range(1, 2 ** (bits - 1))]
-    return tuple(expanded(each, bits) for each in [*(-each for each in reversed(half)), 0.0, *half])
+    """Where an anchor's codes begin, and where the last ends: ``2 ** bits + 1`` numbers from -1 to 1."""
+    size = step(bits)
+    ends = [*(fine_bounds(bits)[size * v - size // 2 + 1] for v in range(1, 2 ** (bits - 1))), 1.0]
+    return (*(-each for each in reversed(ends)), 0.0, *ends)

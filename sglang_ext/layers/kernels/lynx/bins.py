@@ -1,0 +1,107 @@
+"""From an anchor to the pool's bits: a number's index in its bin, in PyTorch.
+
+A code's bin are the numbers of the pool's dtype from one bound to the next, in the order of the floats with -0 just below 0. Counted
+in that order ("ordinals", bit patterns read as integers, those of negative numbers turned around) a bin has a first and a last
+number, which both sides know from code and scales; an index takes as many bits as the last one's.
+"""
+
+import torch
+
+from sglang_ext.layers.kernels.lynx.layout import BLOCK, CHUNK, UNIT, Layout
+from sglang_ext.layers.kernels.lynx.levels import bounds
+from sglang_ext.layers.kernels.lynx.scales import Scales, as_bytes
+
+# Same-sized integers, and those that turn negative patterns around.
+PATTERNS = {2: (torch.int16, 0x7FFF), 4: (torch.int32, 0x7FFFFFFF)}
+
+
+def ordinals(numbers: torch.Tensor) -> torch.Tensor:
+    """Ranks of floats, int64."""
+    kind, turn = PATTERNS[numbers.itemsize]
+    patterns = numbers.view(kind).long()
+    return torch.where(patterns < 0, patterns ^ turn, patterns)
+
+
+def of_ordinals(ranks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The floats."""
+    kind, turn = PATTERNS[dtype.itemsize]
+    return torch.where(ranks < 0, ranks ^ turn, ranks).to(kind).view(dtype)
+
+
+def first_reaching(bound: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The ordinal of the least number of ``dtype`` that is not less than a float32, int64; of 0, that of -0."""
+    nearest = bound.to(dtype)
+    ranks = torch.where(nearest == 0, 0, ordinals(nearest))
+    less = nearest.float() < bound
+    return torch.where(less, ranks + 1, torch.where(nearest == 0, -1, ranks))
+
+
+def bins(codes: torch.Tensor, scales: Scales, bits: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """First ordinal and last index of each code's bin, int64 [rows, 32, channels].
+
+    Args:
+        codes: int64 [rows, 32, channels].
+    """
+    table = torch.tensor(bounds(bits), device=codes.device)
+    first, end = (
+        first_reaching(scales.mu[:, None] + scales.sigma[:, None] * table[codes + ahead], dtype) for ahead in range(2)
+    )
+    # The last bin's end is a number of the chunk.
+    return first, end + (codes == 2**bits - 1) - 1 - first
+
+
+def widths(last: torch.Tensor) -> torch.Tensor:
+    """Bits of an index, int64, where the last of its bin is ``last``, from 0 to 2 ** 32 - 1."""
+    # Without the second highest bit rounding does not reach the next power.
+    power = (last & ~(last >> 1)).float().view(torch.int32) >> 23
+    return (power.long() - 126).clamp(min=0)
+
+
+def positions(width: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+    """First bits of the indices, int64 [rows, 32, channels], and where blocks begin, int64 [rows * blocks + 1] in units."""
+    rows, blocks, channels = layout.rows, layout.blocks, layout.channels
+    filled = torch.nn.functional.pad(width, (0, blocks * BLOCK - channels))
+    inside = filled.view(rows, CHUNK, blocks, BLOCK).transpose(1, 2).reshape(rows * blocks, CHUNK * BLOCK)
+    ends = inside.cumsum(1)
+    units = (ends[:, -1] + 8 * UNIT - 1) // (8 * UNIT)
+    starts = torch.nn.functional.pad(units.cumsum(0), (1, 0))
+    found = starts[:-1, None] * 8 * UNIT + ends - inside
+    return found.view(rows, blocks, CHUNK, BLOCK).transpose(1, 2).reshape(rows, CHUNK, -1)[..., :channels], starts
+
+
+def written(index: torch.Tensor, last: torch.Tensor, coded: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """The exact residual stream, uint8 [bytes].
+
+    Args:
+        index, last: int64 [rows, 32, channels], in bins and of bins.
+        coded: bool [rows, 32, 1], tokens of the page that are no sinks.
+    """
+    width = widths(last) * coded
+    place, starts = positions(width, layout)
+    held, place = (index * (width > 0)).flatten(), place.flatten()
+    moved = held << (place & 31)
+    # One more word is where nothing spills to.
+    words = torch.zeros(2 * int(starts[-1]) + 1, dtype=torch.int64, device=index.device)
+    words.index_add_(0, place >> 5, moved & 0xFFFFFFFF).index_add_(0, ((place >> 5) + 1).clamp(max=len(words) - 1), moved >> 32)
+    heads = torch.zeros(layout.index_bytes // 4, dtype=torch.int64, device=index.device)
+    heads[: len(starts) - 1] = starts[:-1]
+    return as_bytes(torch.cat([heads, words[:-1]]).to(torch.int32))
+
+
+def read(residual: torch.Tensor, last: torch.Tensor, coded: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Indices, int64 [rows, 32, channels], of what :func:`written` gave.
+
+    Raises:
+        ValueError: the stream does not have the size that codes and scales give.
+    """
+    width = widths(last) * coded
+    place, starts = positions(width, layout)
+    expected = layout.index_bytes + UNIT * int(starts[-1])
+    if len(residual) != expected:
+        raise ValueError(f"an exact residual of {len(residual)} bytes: its anchor has {expected}; pass the anchor's own residual")
+    words = residual[layout.index_bytes :].clone().view(torch.int32).long() & 0xFFFFFFFF
+    words = torch.nn.functional.pad(words, (0, 2))
+    low, high = words[place >> 5], words[(place >> 5) + 1]
+    shift = place & 31
+    # Of 64 bits the highest may be the sign's: it is shifted out, or masked.
+    return (high << 32 | low) >> shift & (1 << width) - 1

@@ -1,0 +1,124 @@
+"""Pages of KV as two streams: an anchor that serves alone, and a residual that restores 8 bits or all of them (Lynx, Algorithm 1).
+
+On CUDA devices kernels encode and decode all tensors of a page in a launch; elsewhere PyTorch does, tensor by tensor. Both write
+the same bytes, and read them to the same numbers: layout.py says what the bytes are.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from sglang_ext.layers.kernels.lynx import plain
+from sglang_ext.layers.kernels.lynx.layout import RAW, Layout
+
+
+class Streams(NamedTuple):
+    """Of a page of one tensor, uint8 [bytes] each; the residual of a page that is stored raw is empty."""
+
+    anchor: torch.Tensor
+    residual: torch.Tensor
+
+
+def encode(x: torch.Tensor, layout: Layout, slots: torch.Tensor | None = None) -> Streams:
+    """Streams of one tensor's page, as of :func:`encode_parts`."""
+    return encode_parts([x], layout, slots)[0]
+
+
+def encode_parts(parts: Sequence[torch.Tensor], layout: Layout, slots: torch.Tensor | None = None) -> list[Streams]:
+    """Streams of a page of several tensors, such as the keys and values of all layers; waits for the device once.
+
+    Args:
+        parts: [tokens, channels], or with ``slots`` pools [slots, channels]; channels may be [heads, dim]. Of the layout's dtype, all
+            with the same strides, channels contiguous; none needs to be finite.
+        slots: int64 [tokens], where the page's tokens lie.
+
+    Returns:
+        Of each tensor. A residual of ``reference="exact"`` has a size of its own; other sizes are the layout's.
+
+    Raises:
+        ValueError: tensors that do not fit the layout.
+    """
+    parts = [_flat(part, layout, slots) for part in parts]
+    empty = torch.empty(0, dtype=torch.uint8, device=parts[0].device)
+    found = [None] * len(parts)
+    if not layout.always_raw:
+        backend = _backend(parts[0])
+        anchors, residuals = backend.anchors(parts, layout, slots)
+        coded = [part for part, kind in enumerate(anchors[:, 0].tolist()) if kind != RAW]
+        if layout.reference == "exact":
+            those = [parts[part] for part in coded]
+            residuals = dict(zip(coded, backend.exact_residuals(those, anchors[coded], layout, slots), strict=True))
+        for part in coded:
+            found[part] = Streams(anchors[part], residuals[part])
+    return [
+        streams or Streams(plain.raw(part if slots is None else part[slots]), empty) for streams, part in zip(found, parts, strict=True)
+    ]
+
+
+def decode(
+    anchor: torch.Tensor,
+    residual: torch.Tensor | None,
+    layout: Layout,
+    out: torch.Tensor | None = None,
+    slots: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The page of one tensor's streams, into ``out`` (a new [tokens, channels] without), as of :func:`decode_parts`."""
+    if out is None:
+        out = torch.empty(layout.tokens, layout.channels, dtype=layout.dtype, device=anchor.device)
+    decode_parts([anchor], None if residual is None else [residual], layout, [out], slots)
+    return out
+
+
+def decode_parts(
+    anchors: Sequence[torch.Tensor],
+    residuals: Sequence[torch.Tensor] | None,
+    layout: Layout,
+    outs: Sequence[torch.Tensor],
+    slots: torch.Tensor | None = None,
+) -> None:
+    """Write a page of several tensors; does not wait for the device.
+
+    Args:
+        anchors: uint8 [bytes] each, 16-byte aligned.
+        residuals: uint8 [bytes] each, 8-byte aligned, of the layout's reference; None: numbers of the anchors alone.
+        outs: [tokens, channels], or with ``slots`` pools [slots, channels]; as for :func:`encode_parts`.
+        slots: int64 [tokens], where the page's tokens go.
+
+    Raises:
+        ValueError: streams whose size is not the layout's, or tensors that do not fit it.
+    """
+    outs = [_flat(out, layout, slots) for out in outs]
+    raw = [layout.is_raw(len(anchor)) for anchor in anchors]
+    where = slice(None) if slots is None else slots
+    for part in (part for part, is_raw in enumerate(raw) if is_raw):
+        page = anchors[part][-layout.tokens * layout.channels * layout.dtype.itemsize :]
+        outs[part][where] = page.clone().view(layout.dtype).view(layout.tokens, layout.channels)
+    coded = [part for part, is_raw in enumerate(raw) if not is_raw]
+    if residuals is not None and layout.reference == "int8":
+        wrong = [len(residuals[part]) for part in coded if len(residuals[part]) != layout.int8_bytes]
+        if wrong:
+            raise ValueError(f"a residual of {wrong[0]} bytes: {layout} has {layout.int8_bytes}; pass the layout it was encoded with")
+    if coded:
+        rest = None if residuals is None else [residuals[part] for part in coded]
+        _backend(outs[0]).decode(([anchors[part] for part in coded]), rest, layout, [outs[part] for part in coded], slots)
+
+
+def _backend(tensor: torch.Tensor):
+    """What encodes and decodes where a tensor lies."""
+    if not tensor.is_cuda:
+        return plain
+    from sglang_ext.layers.kernels.lynx import kernels
+
+    return kernels
+
+
+def _flat(tensor: torch.Tensor, layout: Layout, slots: torch.Tensor | None) -> torch.Tensor:
+    """[tokens or slots, channels], the same memory."""
+    flat = tensor.view(len(tensor), -1)
+    given = f"a tensor {tuple(tensor.shape)} of {tensor.dtype} with strides {tensor.stride()}"
+    if flat.shape[1] != layout.channels or tensor.dtype != layout.dtype or flat.stride(1) != 1:
+        raise ValueError(f"{given}: {layout} is of contiguous channels; pass a pool's buffer, or its contiguous copy")
+    if len(flat if slots is None else slots) != layout.tokens:
+        raise ValueError(f"{given}, slots {None if slots is None else tuple(slots.shape)}: {layout} has {layout.tokens} tokens")
+    return flat

@@ -1,0 +1,158 @@
+"""Streams of a page in PyTorch, the same bytes that the kernels write."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from sglang_ext.layers.kernels.lynx import bins, planes
+from sglang_ext.layers.kernels.lynx.layout import CHUNK, HEADER, RAW, Layout
+from sglang_ext.layers.kernels.lynx.levels import CURVE, fine_bounds, fine_levels, greatest, levels
+from sglang_ext.layers.kernels.lynx.scales import Scales, as_bytes, find, read
+
+# Above this share of mu float32 tells one bound from the next, and an estimate of I is off by one at most.
+CLEAR = 2.0**-11
+
+
+def _coded(layout: Layout, device: torch.device) -> torch.Tensor:
+    """Tokens with codes that mean something, bool [rows, 32, 1]."""
+    token = torch.arange(layout.rows * CHUNK, device=device)
+    return ((token >= layout.sinks) & (token < layout.tokens)).view(layout.rows, CHUNK, 1)
+
+
+def _chunks(x: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """[tokens, ...] as [rows, 32, ...], filled up with zeros."""
+    missing = layout.rows * CHUNK - layout.tokens
+    x = torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x
+    return x.view(layout.rows, CHUNK, -1)
+
+
+def magnitudes(x: torch.Tensor, scales: Scales, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """I, int32 [rows, 32, channels], and whether its sign is positive, bool: how many bounds a number reaches on its side of mu."""
+    mu, sigma = scales.mu[:, None], scales.sigma[:, None]
+    most, table = greatest(bits), torch.tensor(fine_bounds(bits), device=x.device)
+    above = x >= mu
+    estimate = (x - mu).abs_().mul_(torch.where(sigma > 0, CURVE / sigma, 0.0)).add_(1).log2_().mul_(most / math.log2(1 + CURVE))
+    found = estimate.nan_to_num_(0).clamp_(0, most - 1).to(torch.int32)
+    found += _reached(x, mu, sigma, table, found + 1, above)
+    unclear = (scales.sigma <= scales.mu.abs() * CLEAR).nonzero(as_tuple=True)
+    if len(unclear[0]):
+        row, channel = unclear
+        x, mu, sigma, above_there = x[row, :, channel], scales.mu[row, channel, None], scales.sigma[row, channel, None], above[row, :, channel]
+        there = torch.zeros_like(x, dtype=torch.int32)
+        for power in reversed(range(most.bit_length())):
+            more = there + (1 << power)
+            there = torch.where((more <= most) & _reached(x, mu, sigma, table, more.clamp(max=most), above_there), more, there)
+        found[row, :, channel] = there
+    return found, above
+
+
+def _reached(
+    x: torch.Tensor, mu: torch.Tensor, sigma: torch.Tensor, table: torch.Tensor, i: torch.Tensor, above: torch.Tensor
+) -> torch.Tensor:
+    """Whether numbers reach the bound of ``i`` on their side, bool."""
+    bound = table[i] * sigma
+    return torch.where(above, x >= mu + bound, x < mu - bound)
+
+
+def encode_anchor(x: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+    """A page's anchor stream, and the residual stream of the 8-bit reference.
+
+    Args:
+        x: [tokens, channels] of the layout's dtype.
+
+    Returns:
+        uint8 [coded_bytes]; where the header says raw, scales and codes mean nothing. uint8 [int8_bytes].
+    """
+    coded, half = _coded(layout, x.device), 2 ** (layout.bits - 1)
+    numbers = torch.where(coded, _chunks(x.float(), layout), 0.0)
+    found = find(numbers, coded, layout.short_scales)
+    i, above = magnitudes(numbers, found.scales, layout.bits)
+    residual_bits = layout.residual_bits
+    v = i + (2 ** (residual_bits - 1) - 1) >> residual_bits
+    codes, rest = (
+        each.masked_fill_(~coded, 0).to(torch.uint8).view(-1, layout.channels)[: layout.tokens]
+        for each in (torch.where(above, half + v, half - 1 - v), (v << residual_bits) - i + 2 ** (residual_bits - 1))
+    )
+    anchor = torch.zeros(layout.coded_bytes, dtype=torch.uint8, device=x.device)
+    anchor[0] = torch.where(found.covered, 0, RAW)
+    stored = found.stored | {"sinks": as_bytes(x[: layout.sinks]), "codes": planes.packed(codes, layout.bits)}
+    for name, (offset, size) in layout.parts.items():
+        if size:
+            anchor[offset : offset + size] = stored[name]
+    return anchor, planes.packed(rest, residual_bits)
+
+
+def _read_anchor(anchor: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Scales, torch.Tensor]:
+    """Codes, uint8 [tokens, channels]; scales; sinks, [sinks, channels]."""
+    parts = {name: anchor[offset : offset + size].clone() for name, (offset, size) in layout.parts.items()}
+    codes = planes.unpacked(parts["codes"], layout.bits, layout.tokens)
+    sinks = parts["sinks"].view(layout.dtype).view(layout.sinks, layout.channels)
+    return codes, read(parts, layout.rows, layout.short_scales), sinks
+
+
+def encode_exact(x: torch.Tensor, anchor: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """The exact residual stream, uint8 [bytes], of a page and its coded anchor."""
+    codes, scales, _ = _read_anchor(anchor, layout)
+    first, last = bins.bins(_chunks(codes, layout).long(), scales, layout.bits, layout.dtype)
+    index = bins.ordinals(_chunks(x, layout).contiguous()) - first
+    return bins.written(index, last, _coded(layout, x.device), layout)
+
+
+def decode_coded(anchor: torch.Tensor, residual: torch.Tensor | None, layout: Layout) -> torch.Tensor:
+    """The page, [tokens, channels] of the layout's dtype, of a coded anchor, and of its residual where there is one."""
+    codes, scales, sinks = _read_anchor(anchor, layout)
+    coded, chunks = _coded(layout, anchor.device), _chunks(codes, layout).long()
+    if residual is not None and layout.reference == "exact":
+        first, last = bins.bins(chunks, scales, layout.bits, layout.dtype)
+        page = bins.of_ordinals(first + bins.read(residual, last, coded, layout), layout.dtype)
+    else:
+        if residual is None:
+            meant = torch.tensor(levels(layout.bits), device=anchor.device)[chunks]
+        else:
+            half, residual_bits = 2 ** (layout.bits - 1), layout.residual_bits
+            rest = _chunks(planes.unpacked(residual, residual_bits, layout.tokens), layout).long()
+            above = chunks >= half
+            v = torch.where(above, chunks - half, half - 1 - chunks)
+            i = ((v << residual_bits) + 2 ** (residual_bits - 1) - rest).clamp(0, greatest(layout.bits))
+            meant = torch.tensor(fine_levels(layout.bits), device=anchor.device)[i]
+            meant = torch.where(above, meant, -meant)
+        page = (scales.mu[:, None] + scales.sigma[:, None] * meant).to(layout.dtype)
+    page = page.view(-1, layout.channels)[: layout.tokens]
+    page[: layout.sinks] = sinks
+    return page
+
+
+def anchors(parts: Sequence[torch.Tensor], layout: Layout, slots: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Anchor streams, uint8 [parts, coded_bytes], and residuals of 8 bits, uint8 [parts, int8_bytes], if that is the reference."""
+    pages = [part if slots is None else part[slots] for part in parts]
+    found, rest = (torch.stack(streams) for streams in zip(*(encode_anchor(page, layout) for page in pages), strict=True))
+    return found, rest if layout.reference == "int8" else None
+
+
+def exact_residuals(
+    parts: Sequence[torch.Tensor], found: torch.Tensor, layout: Layout, slots: torch.Tensor | None
+) -> list[torch.Tensor]:
+    """Exact residual streams, uint8 [bytes] each, of parts and their coded anchors [parts, coded_bytes]."""
+    pages = (part if slots is None else part[slots] for part in parts)
+    return [encode_exact(page, anchor, layout) for page, anchor in zip(pages, found, strict=True)]
+
+
+def decode(
+    found: Sequence[torch.Tensor],
+    residuals: Sequence[torch.Tensor] | None,
+    layout: Layout,
+    outs: Sequence[torch.Tensor],
+    slots: torch.Tensor | None,
+) -> None:
+    """Write pages of coded anchors into ``outs``."""
+    for part, out in enumerate(outs):
+        page = decode_coded(found[part], None if residuals is None else residuals[part], layout)
+        out[slice(None) if slots is None else slots] = page
+
+
+def raw(x: torch.Tensor) -> torch.Tensor:
+    """The anchor stream of a page as it is, uint8 [raw_bytes]."""
+    header = torch.zeros(HEADER, dtype=torch.uint8, device=x.device)
+    header[0] = RAW
+    return torch.cat([header, as_bytes(x)])

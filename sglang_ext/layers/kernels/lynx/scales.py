@@ -1,0 +1,129 @@
+"""Mean and reach of chunks, of which codes are fractions (Lynx, Algorithm 1, stages 1 and 2), in PyTorch.
+
+Any order of summation, any device and any contraction of products and sums give the same bits: a mean is that of integers, to
+2 ** -19 of the chunk's largest number; a product that a sum follows is exact.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+# The greatest float16.
+LARGEST = 65504.0
+# Adds to a small float32 what rounds it to an integer, ties to even; taken off again.
+ROUNDING = 1.5 * 2**23
+# Of float32: its bias; exponents of 2 ** -40 and of LARGEST.
+BIAS, LEAST, MOST = 127, 87, 142
+# Numbers become integers below 2 ** this: 32 of them add up to what float32 holds.
+INTEGER = 18
+# Steps of short scales in a channel's range, less than 255: what rounding adds fits.
+STEPS = 254
+
+
+class Scales(NamedTuple):
+    """Of chunks, float32 [rows, channels]; sigma is a float16. A number of the chunk lies from mu - sigma to mu + sigma."""
+
+    mu: torch.Tensor
+    sigma: torch.Tensor
+
+
+class Found(NamedTuple):
+    """Scales, how the anchor stream holds them (bytes), and whether they cover the page, bool []."""
+
+    scales: Scales
+    stored: dict[str, torch.Tensor]
+    covered: torch.Tensor
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, or a copy's, as uint8 [bytes]."""
+    return tensor.contiguous().flatten().view(torch.uint8)
+
+
+def rounded_up(numbers: torch.Tensor) -> torch.Tensor:
+    """The least float16 that is not less, of float32 of at least 0."""
+    nearest = numbers.half()
+    return (nearest.view(torch.int16) + (nearest.float() < numbers)).to(torch.int16).view(torch.float16)
+
+
+def next_up(numbers: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+    """The next float16, of float16 of at least 0, where asked."""
+    return (numbers.view(torch.int16) + where).to(torch.int16).view(torch.float16)
+
+
+def means(x: torch.Tensor, count: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
+    """Of chunks, float32 [rows, channels].
+
+    Args:
+        x: float32 [rows, 32, channels], 0 where there is no number.
+        count: float32 [rows, 1], numbers of a chunk, at least 1.
+        size: float32 [rows, channels], the greatest absolute value.
+    """
+    exponent = (size.view(torch.int32) >> 23).clamp(LEAST, MOST)
+    grow = ((2 * BIAS + INTEGER - 1 - exponent) << 23).view(torch.float32)
+    shrink = ((exponent - INTEGER + 1) << 23).view(torch.float32)
+    integers = (x * grow[:, None]).add_(ROUNDING).sub_(ROUNDING)
+    return integers.sum(1) / count * shrink
+
+
+def covers(mu: torch.Tensor, sigma: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    """Whether chunks lie within their scales, bool."""
+    return (mu + sigma >= high) & (mu - sigma <= low)
+
+
+def find(x: torch.Tensor, valid: torch.Tensor, short: bool) -> Found:
+    """Scales of a page's chunks.
+
+    Args:
+        x: float32 [rows, 32, channels], 0 where not ``valid``.
+        valid: bool [rows, 32, 1].
+        short: scales of 8 bits.
+    """
+    count = valid.sum(1).clamp(min=1).float()
+    some = valid.any(1)
+    low = torch.where(valid, x, LARGEST).amin(1) * some
+    high = torch.where(valid, x, -LARGEST).amax(1) * some
+    mean = means(x, count, torch.maximum(low.abs(), high.abs()))
+    sound = (low >= -LARGEST) & (high <= LARGEST) & mean.isfinite()
+    stored = {}
+    if short:
+        mu, sigma, stored = _short(mean, low, high, some)
+    else:
+        stored["mu"] = mean.half()
+        mu = stored["mu"].float()
+        sigma = rounded_up(torch.maximum(high - mu, mu - low))
+        sigma = next_up(sigma, ~covers(mu, sigma.float(), low, high))
+        stored["sigma"] = sigma
+    sigma = sigma.float()
+    sound &= (sigma <= LARGEST) & covers(mu, sigma, low, high)
+    return Found(Scales(mu, sigma), {name: as_bytes(each) for name, each in stored.items()}, sound.all())
+
+
+def _short(mean: torch.Tensor, low: torch.Tensor, high: torch.Tensor, some: torch.Tensor) -> tuple:
+    """Mu, sigma (float16), and what is stored, where both count a channel's steps from its least number."""
+    least = torch.where(some, low, LARGEST).amin(0)
+    most = torch.where(some, high, -LARGEST).amax(0)
+    empty = ~some.any()
+    origin = torch.where(empty, 0.0, least).half()
+    spread = torch.where(empty, 0.0, torch.maximum(most - origin.float(), origin.float() - least))
+    step = rounded_up(spread / STEPS)
+    divisor = torch.where(step > 0, step.float(), 1.0)
+    means = ((mean - origin.float()) / divisor).round().clamp(0, 255)
+    means = torch.where(step > 0, means, 0.0)
+    mu = origin.float() + step.float() * means
+    reach = torch.maximum(high - mu, mu - low)
+    reaches = torch.where(step > 0, (reach / divisor).ceil(), 0.0).clamp(0, 255)
+    reaches += ~covers(mu, (step.float() * reaches).half().float(), low, high)
+    reaches = reaches.clamp(0, 255)
+    sigma = (step.float() * reaches).half()
+    bytes_of = {"mu": means.nan_to_num().to(torch.uint8), "sigma": reaches.nan_to_num().to(torch.uint8)}
+    return mu, sigma, {"gamma": torch.stack([origin, step]), **bytes_of}
+
+
+def read(stored: dict[str, torch.Tensor], rows: int, short: bool) -> Scales:
+    """Scales of what :func:`find` stored, by part of the anchor stream, uint8 [bytes]."""
+    if not short:
+        return Scales(*(stored[name].view(torch.float16).view(rows, -1).float() for name in ("mu", "sigma")))
+    origin, step = stored["gamma"].view(torch.float16).view(2, -1).float()
+    means, reaches = (stored[name].view(rows, -1).float() for name in ("mu", "sigma"))
+    return Scales(origin + step * means, (step * reaches).half().float())
