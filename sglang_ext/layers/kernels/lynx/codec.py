@@ -48,7 +48,7 @@ def encode_parts(parts: Sequence[torch.Tensor], layout: Layout, slots: torch.Ten
         coded = [part for part, kind in enumerate(anchors[:, 0].tolist()) if kind != RAW]
         if layout.reference == "exact":
             those = [parts[part] for part in coded]
-            residuals = dict(zip(coded, backend.exact_residuals(those, anchors[coded], layout, slots), strict=True))
+            residuals = dict(zip(coded, backend.exact_residuals(those, [anchors[part] for part in coded], layout, slots), strict=True))
         for part in coded:
             found[part] = Streams(anchors[part], residuals[part])
     return [
@@ -80,8 +80,8 @@ def decode_parts(
     """Write a page of several tensors; does not wait for the device.
 
     Args:
-        anchors: uint8 [bytes] each, 16-byte aligned.
-        residuals: uint8 [bytes] each, 8-byte aligned, of the layout's reference; None: numbers of the anchors alone.
+        anchors: uint8 [bytes] each.
+        residuals: uint8 [bytes] each, of the layout's reference; None: numbers of the anchors alone.
         outs: [tokens, channels], or with ``slots`` pools [slots, channels]; as for :func:`encode_parts`.
         slots: int64 [tokens], where the page's tokens go.
 

@@ -131,9 +131,9 @@ def anchors(parts: Sequence[torch.Tensor], layout: Layout, slots: torch.Tensor |
 
 
 def exact_residuals(
-    parts: Sequence[torch.Tensor], found: torch.Tensor, layout: Layout, slots: torch.Tensor | None
+    parts: Sequence[torch.Tensor], found: Sequence[torch.Tensor], layout: Layout, slots: torch.Tensor | None
 ) -> list[torch.Tensor]:
-    """Exact residual streams, uint8 [bytes] each, of parts and their coded anchors [parts, coded_bytes]."""
+    """Exact residual streams, uint8 [bytes] each, of parts and their coded anchors."""
     pages = (part if slots is None else part[slots] for part in parts)
     return [encode_exact(page, anchor, layout) for page, anchor in zip(pages, found, strict=True)]
 

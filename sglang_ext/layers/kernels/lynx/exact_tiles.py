@@ -1,0 +1,140 @@
+"""Kernels of exact residuals, which count, write and read a block of a row's 64 channels; bins.py says the same in PyTorch."""
+
+import triton
+import triton.language as tl
+
+from sglang_ext.layers.kernels.lynx import layout
+from sglang_ext.layers.kernels.lynx.decode_tiles import targets, with_sinks
+from sglang_ext.layers.kernels.lynx.encode_tiles import load_page
+from sglang_ext.layers.kernels.lynx.tiles import CHUNK, buffer, load_codes, load_scales, stream
+
+BLOCK, UNIT = tl.constexpr(layout.BLOCK), tl.constexpr(8 * layout.UNIT)
+
+
+@triton.jit
+def _turned(patterns):
+    """Patterns, sign-extended to int32, as ordinals; and ordinals as patterns. Those of 16 bits have their lowest 15 turned."""
+    return tl.where(patterns < 0, patterns ^ 0x7FFFFFFF, patterns)
+
+
+@triton.jit
+def _first_reaching(bound, LIKE: tl.constexpr):
+    """The ordinal of the least number of LIKE that is not less than a float32, int32; of 0, that of -0."""
+    ranks = _turned(bound.to(tl.int32, bitcast=True))
+    if LIKE == tl.bfloat16:
+        # Those of float32 have 16 more bits, after positive numbers 0, after negative ones 1.
+        ranks = tl.where(ranks < 0, ranks >> 16, (ranks + 0xFFFF) >> 16)
+    if LIKE == tl.float16:
+        nearest = bound.to(tl.float16)
+        pattern = nearest.to(tl.int16, bitcast=True).to(tl.int32)
+        ranks = tl.where(pattern < 0, pattern ^ 0x7FFF, pattern)
+        ranks = tl.where(nearest == 0.0, 0, ranks)
+        less = nearest.to(tl.float32) < bound
+        ranks = tl.where(less, ranks + 1, tl.where(nearest == 0.0, -1, ranks))
+    return tl.where(bound == 0.0, -1, ranks)
+
+
+@triton.jit
+def _bins(
+    anchor, bounds, row, begin, token, tokens, channels, sinks, gamma_at, mu_at, sigma_at, codes_at, LIKE: tl.constexpr,
+    BITS: tl.constexpr, SHORT: tl.constexpr,
+):  # fmt: skip
+    """First ordinal of each code's bin, int32 [32, 64], and bits of an index."""
+    channel, own = begin + tl.arange(0, BLOCK), token < tokens
+    mu, sigma = load_scales(anchor, row, channel, channel < channels, channels, gamma_at, mu_at, sigma_at, SHORT)
+    codes = load_codes(anchor + codes_at, token, own, begin, channels, tokens, BLOCK, BITS)
+    first = _first_reaching(mu[None, :] + sigma[None, :] * tl.load(bounds + codes), LIKE)
+    end = _first_reaching(mu[None, :] + sigma[None, :] * tl.load(bounds + codes + 1), LIKE)
+    # The last bin's end is a number of the chunk.
+    last = (end - first + tl.where(codes == (1 << BITS) - 1, 0, -1)).to(tl.uint32, bitcast=True)
+    # Without the second highest bit rounding does not reach the next power.
+    power = (last ^ (last & (last >> 1))).to(tl.float32).to(tl.int32, bitcast=True) >> 23
+    coded = (own & (token >= sinks))[:, None] & (channel < channels)[None, :]
+    return first, tl.where(coded, tl.maximum(power - 126, 0), 0)
+
+
+@triton.jit
+def _places(width):
+    """First bits of the indices in their block, int32 [32, 64]."""
+    of_token = tl.sum(width, 1)
+    return (tl.cumsum(of_token, 0) - of_token)[:, None] + tl.cumsum(width, 1) - width
+
+
+@triton.jit(do_not_specialize=("tokens", "sinks"))
+def count_units(
+    anchors, bounds, units, tokens, channels, sinks, gamma_at, mu_at, sigma_at, codes_at, LIKE: tl.constexpr, BITS: tl.constexpr,
+    SHORT: tl.constexpr,
+):  # fmt: skip
+    """Units of each block, int32 [parts, rows, blocks]."""
+    row, block, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    token = row * CHUNK + tl.arange(0, CHUNK)
+    _, width = _bins(
+        stream(anchors, part), bounds, row, block * BLOCK, token, tokens, channels, sinks, gamma_at, mu_at, sigma_at, codes_at, LIKE,
+        BITS, SHORT,
+    )  # fmt: skip
+    place = (part * tl.num_programs(0) + row) * tl.num_programs(1) + block
+    tl.store(units + place, (tl.sum(tl.sum(width, 1), 0) + UNIT - 1) // UNIT)
+
+
+@triton.jit(do_not_specialize=("tokens", "sinks"))
+def write_exact(
+    sources, anchors, residuals, slots, bounds, slot_stride, tokens, channels, sinks, gamma_at, mu_at, sigma_at, codes_at, bits_at,
+    LIKE: tl.constexpr, BITS: tl.constexpr, SHORT: tl.constexpr, TOGETHER: tl.constexpr,
+):  # fmt: skip
+    """Indices of a block, ORed into zeros; TOGETHER neighbours have 64 bits at most, and become one word first."""
+    row, block, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    token, channel = row * CHUNK + tl.arange(0, CHUNK), block * BLOCK + tl.arange(0, BLOCK)
+    first, width = _bins(
+        stream(anchors, part), bounds, row, block * BLOCK, token, tokens, channels, sinks, gamma_at, mu_at, sigma_at, codes_at, LIKE,
+        BITS, SHORT,
+    )  # fmt: skip
+    numbers, _ = load_page(buffer(sources, part, LIKE), slots, slot_stride, token, channel, tokens, channels)
+    if LIKE == tl.float32:
+        ranks = _turned(numbers.to(tl.int32, bitcast=True))
+    else:
+        pattern = numbers.to(tl.int16, bitcast=True).to(tl.int32)
+        ranks = tl.where(pattern < 0, pattern ^ 0x7FFF, pattern)
+    index = tl.where(width > 0, ranks - first, 0).to(tl.uint32, bitcast=True).to(tl.uint64)
+    place = tl.reshape(_places(width), (CHUNK, BLOCK // TOGETHER, TOGETHER))
+    start = tl.min(place, 2)
+    index = tl.reshape(index, (CHUNK, BLOCK // TOGETHER, TOGETHER))
+    # A shift by 64 is that of no bits.
+    shift = tl.minimum(place - start[:, :, None], 63).to(tl.uint64)
+    word = tl.sum(index << shift, 2)
+    residual = stream(residuals, part)
+    begin = tl.load(residual.to(tl.pointer_type(tl.int32)) + row * tl.num_programs(1) + block).to(tl.int64)
+    at = (residual + bits_at).to(tl.pointer_type(tl.uint64)) + begin + start // UNIT
+    shift = (start % UNIT).to(tl.uint64)
+    tl.atomic_or(at, word << shift, mask=word != 0, sem="relaxed")
+    spilled = (word >> 1) >> (63 - shift)
+    tl.atomic_or(at + 1, spilled, mask=spilled != 0, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=("tokens", "sinks"))
+def read_exact(
+    anchors, residuals, outs, slots, bounds, slot_stride, tokens, channels, sinks, gamma_at, mu_at, sigma_at, sinks_at, codes_at,
+    bits_at, LIKE: tl.constexpr, BITS: tl.constexpr, SHORT: tl.constexpr,
+):  # fmt: skip
+    """Numbers of a block, into a pool."""
+    row, block, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    token, channel = row * CHUNK + tl.arange(0, CHUNK), block * BLOCK + tl.arange(0, BLOCK)
+    anchor, residual = stream(anchors, part), stream(residuals, part)
+    first, width = _bins(
+        anchor, bounds, row, block * BLOCK, token, tokens, channels, sinks, gamma_at, mu_at, sigma_at, codes_at, LIKE, BITS, SHORT
+    )
+    place = _places(width)
+    begin = tl.load(residual.to(tl.pointer_type(tl.int32)) + row * tl.num_programs(1) + block).to(tl.int64)
+    at = (residual + bits_at).to(tl.pointer_type(tl.uint32)) + begin * 2 + place // 32
+    shift = (place % 32).to(tl.uint64)
+    low = tl.load(at, mask=width > 0, other=0).to(tl.uint64)
+    high = tl.load(at + 1, mask=place % 32 + width > 32, other=0).to(tl.uint64)
+    one = tl.full((CHUNK, BLOCK), 1, tl.uint64)
+    index = ((low | (high << 32)) >> shift) & ((one << width.to(tl.uint64)) - 1)
+    ranks = first + index.to(tl.uint32).to(tl.int32, bitcast=True)
+    if LIKE == tl.float32:
+        page = _turned(ranks).to(tl.float32, bitcast=True)
+    else:
+        page = tl.where(ranks < 0, ranks ^ 0x7FFF, ranks).to(tl.int16).to(LIKE, bitcast=True)
+    inside = (token < tokens)[:, None] & (channel < channels)[None, :]
+    page = with_sinks(page, anchor, row, token, channel, inside, channels, sinks, sinks_at)
+    tl.store(buffer(outs, part, LIKE) + targets(slots, slot_stride, token, channel, tokens), page, mask=inside)

@@ -1,0 +1,134 @@
+"""Launches of the kernels that encode and decode pages, all parts of a page at a time: what plain.py does, and the same bytes."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_ext.layers.kernels.lynx.decode_tiles import decode_tiles
+from sglang_ext.layers.kernels.lynx.encode_tiles import encode_tiles, page_gamma
+from sglang_ext.layers.kernels.lynx.exact_tiles import count_units, read_exact, write_exact
+from sglang_ext.layers.kernels.lynx.layout import BLOCK, HEADER, UNIT, Layout
+from sglang_ext.layers.kernels.lynx.levels import bounds, fine_bounds, fine_levels, greatest, levels
+from sglang_ext.layers.kernels.lynx.tiles import CHANNELS
+
+LIKE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+# Streams begin at multiples of this.
+ALIGNMENT = 16
+
+
+def anchors(parts: Sequence[torch.Tensor], layout: Layout, slots: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """As of plain.py."""
+    found = _rows(len(parts), layout.coded_bytes, parts[0].device)
+    found[:, :HEADER] = 0
+    rest = _rows(len(parts), layout.int8_bytes, parts[0].device) if layout.reference == "int8" else None
+    sources, targets, offsets = _table(parts), _table(found), _offsets(layout)
+    page = (layout.tokens, layout.channels, layout.sinks)
+    if layout.short_scales:
+        page_gamma[(triton.cdiv(layout.channels, CHANNELS), len(parts))](
+            sources, targets, slots, parts[0].stride(0), *page, offsets[0], LIKE=LIKE[layout.dtype], COLUMNS=CHANNELS,
+        )  # fmt: skip
+    encode_tiles[_grid(layout, len(parts), CHANNELS)](
+        sources, targets, None if rest is None else _table(rest), slots, _table_of(fine_bounds, layout.bits, found.device),
+        parts[0].stride(0), *page, *offsets, LIKE=LIKE[layout.dtype], BITS=layout.bits, GREATEST=greatest(layout.bits),
+        SHORT=layout.short_scales, COLUMNS=CHANNELS,
+    )  # fmt: skip
+    return found, rest
+
+
+def exact_residuals(
+    parts: Sequence[torch.Tensor], found: Sequence[torch.Tensor], layout: Layout, slots: torch.Tensor | None
+) -> list[torch.Tensor]:
+    """As of plain.py; waits for the device, which counts the bits."""
+    if not parts:
+        return []
+    grid, device, streams = _grid(layout, len(parts), BLOCK), parts[0].device, _table(found)
+    page, (*scales, _, codes_at) = (layout.tokens, layout.channels, layout.sinks), _offsets(layout)
+    edges, kinds = _table_of(bounds, layout.bits, device), {"LIKE": LIKE[layout.dtype], "BITS": layout.bits, "SHORT": layout.short_scales}
+    units = torch.zeros(len(parts), layout.rows * layout.blocks, dtype=torch.int32, device=device)
+    count_units[grid](streams, edges, units, *page, *scales, codes_at, **kinds)
+    ends = units.cumsum(1)
+    sizes = [layout.index_bytes + UNIT * units for units in ends[:, -1].tolist()]
+    starts = [0]
+    for size in sizes:
+        starts.append(starts[-1] + triton.cdiv(size, ALIGNMENT) * ALIGNMENT)
+    memory = torch.zeros(starts[-1], dtype=torch.uint8, device=device)
+    residuals = [memory[start : start + size] for start, size in zip(starts[:-1], sizes, strict=True)]
+    for residual, heads in zip(residuals, (ends - units).int().unbind(), strict=True):
+        residual[: 4 * len(heads)].view(torch.int32).copy_(heads)
+    write_exact[grid](
+        _table(parts), streams, _table(residuals), slots, edges, parts[0].stride(0), *page, *scales, codes_at, layout.index_bytes,
+        **kinds, TOGETHER=8 // layout.dtype.itemsize,
+    )  # fmt: skip
+    return residuals
+
+
+def decode(
+    found: Sequence[torch.Tensor],
+    residuals: Sequence[torch.Tensor] | None,
+    layout: Layout,
+    outs: Sequence[torch.Tensor],
+    slots: torch.Tensor | None,
+) -> None:
+    """As of plain.py."""
+    found, residuals = _aligned(found), None if residuals is None else _aligned(residuals)
+    streams, targets, offsets = _table(found), _table(outs), _offsets(layout)
+    rest = None if residuals is None else _table(residuals)
+    page, device = (layout.tokens, layout.channels, layout.sinks), outs[0].device
+    kinds = {"LIKE": LIKE[layout.dtype], "BITS": layout.bits, "SHORT": layout.short_scales}
+    if rest is not None and layout.reference == "exact":
+        read_exact[_grid(layout, len(outs), BLOCK)](
+            streams, rest, targets, slots, _table_of(bounds, layout.bits, device), outs[0].stride(0), *page, *offsets,
+            layout.index_bytes, **kinds,
+        )  # fmt: skip
+        return
+    meanings = _table_of(_sizes if rest is None else fine_levels, layout.bits, device)
+    decode_tiles[_grid(layout, len(outs), CHANNELS)](
+        streams, rest, targets, slots, meanings, outs[0].stride(0), *page, *offsets, **kinds, GREATEST=greatest(layout.bits),
+        COLUMNS=CHANNELS,
+    )  # fmt: skip
+
+
+def _sizes(bits: int) -> tuple[float, ...]:
+    """What V means."""
+    return levels(bits)[2 ** (bits - 1) :]
+
+
+@lru_cache(maxsize=None)
+def _table_of(numbers, bits: int, device: torch.device) -> torch.Tensor:
+    """Levels or bounds on a device, float32."""
+    return torch.tensor(numbers(bits), device=device)
+
+
+def _aligned(streams: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Streams as they are, or copies where kernels could not read them."""
+    return [stream.clone() if stream.data_ptr() % ALIGNMENT else stream for stream in streams]
+
+
+def _table(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Addresses, int64 [parts].
+
+    Raises:
+        ValueError: a tensor lies where kernels cannot read it.
+    """
+    addresses = torch.tensor([tensor.data_ptr() for tensor in tensors])
+    if torch.any(addresses % ALIGNMENT):
+        raise ValueError(f"addresses {addresses.tolist()}: tensors begin at multiples of {ALIGNMENT}; pass a copy")
+    return addresses.pin_memory().to(tensors[0].device, non_blocking=True) if tensors[0].is_cuda else addresses
+
+
+def _rows(parts: int, size: int, device: torch.device) -> torch.Tensor:
+    """Room for streams, uint8 [parts, size], each aligned."""
+    width = triton.cdiv(size, ALIGNMENT) * ALIGNMENT
+    return torch.empty(parts, width, dtype=torch.uint8, device=device)[:, :size]
+
+
+def _grid(layout: Layout, parts: int, columns: int) -> tuple[int, int, int]:
+    return layout.rows, triton.cdiv(layout.channels, columns), parts
+
+
+def _offsets(layout: Layout) -> tuple[int, ...]:
+    """Where gamma, mu, sigma, sinks and codes begin."""
+    return tuple(layout.parts[name][0] for name in ("gamma", "mu", "sigma", "sinks", "codes"))
