@@ -28,12 +28,12 @@ def targets(slots, slot_stride, token, channel, tokens):
 @triton.jit(do_not_specialize=("tokens", "sinks"))
 def decode_tiles(
     anchors, residuals, outs, slots, meanings, slot_stride, tokens, channels, sinks, gamma_at, mu_at, sigma_at, sinks_at, codes_at,
-    LIKE: tl.constexpr, BITS: tl.constexpr, GREATEST: tl.constexpr, SHORT: tl.constexpr, COLUMNS: tl.constexpr,
+    LIKE: tl.constexpr, BITS: tl.constexpr, SHORT: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """A row of COLUMNS chunks of a part.
 
     Args:
-        meanings: float32, of V, or with residuals of I.
+        meanings: float32, of V, or with residuals of I, as many as 7 bits count.
     """
     REST: tl.constexpr = 8 - BITS
     HALF: tl.constexpr = 1 << (BITS - 1)
@@ -44,11 +44,12 @@ def decode_tiles(
     mu, sigma = load_scales(anchor, row, channel, channel < channels, channels, gamma_at, mu_at, sigma_at, SHORT)
     codes = load_codes(anchor + codes_at, token, own, begin, channels, tokens, COLUMNS, BITS)
     above = codes >= HALF
-    v = tl.where(above, codes - HALF, -codes + (HALF - 1))
+    v = codes ^ tl.where(above, HALF, HALF - 1)
     if residuals is not None:
         rest = load_codes(stream(residuals, part), token, own, begin, channels, tokens, COLUMNS, REST)
-        v = tl.minimum(tl.maximum((v << REST) + (1 << (REST - 1)) - rest, 0), GREATEST)
-    size = tl.load(meanings + v)
-    page = (mu[None, :] + sigma[None, :] * tl.where(above, size, -size)).to(LIKE)
+        # Of bytes that nobody encoded, too, it is one of the meanings.
+        v = ((v << REST) + (1 << (REST - 1)) - rest) & 127
+    side = tl.where(above, sigma[None, :], -sigma[None, :])
+    page = (mu[None, :] + tl.load(meanings + v) * side).to(LIKE)
     page = with_sinks(page, anchor, row, token, channel, inside, channels, sinks, sinks_at)
     tl.store(buffer(outs, part, LIKE) + targets(slots, slot_stride, token, channel, tokens), page, mask=inside)

@@ -4,16 +4,17 @@ import math
 
 import triton
 import triton.language as tl
+from numpy.polynomial import Chebyshev, Polynomial
 
-from sglang_ext.layers.kernels.lynx.levels import CURVE as CURVATURE
-from sglang_ext.layers.kernels.lynx.plain import CLEAR as CLEARLY
+from sglang_ext.layers.kernels.lynx import plain
+from sglang_ext.layers.kernels.lynx.levels import CURVE
 from sglang_ext.layers.kernels.lynx.tiles import (
     CHUNK,
     LARGEST,
+    ROUNDING,
     STEPS,
     buffer,
     covers,
-    extremes,
     mean,
     of_pattern,
     rounded_up,
@@ -21,17 +22,43 @@ from sglang_ext.layers.kernels.lynx.tiles import (
     stream,
 )
 
-CURVE, CLEAR, OCTAVES = tl.constexpr(CURVATURE), tl.constexpr(CLEARLY), tl.constexpr(math.log2(1 + CURVATURE))
+CLEAR = tl.constexpr(plain.CLEAR)
+# Bounds that kernels are given, 2.0 beyond that of F: an estimate has 7 bits.
+EDGES = 129
+
+
+def _companded(size):
+    return [math.log1p(CURVE * each) / math.log1p(CURVE) for each in size]
+
+
+# Of I / F, off by less than a fiftieth of a step from 0 to 1. A compiler does not contract constants' products.
+C0, C1, C2, C3, C4, C5 = (
+    tl.constexpr(float(each)) for each in Chebyshev.interpolate(_companded, 5, (0, 1)).convert(kind=Polynomial).coef
+)
 
 
 @triton.jit
 def load_page(x, slots, slot_stride, token, channel, tokens, channels):
-    """Numbers of a page, of the pool's dtype, 0 beyond it; and where there are some."""
+    """Numbers of tokens of a page, of the pool's dtype, 0 beyond it."""
     source = token.to(tl.int64)
     if slots is not None:
         source = tl.load(slots + token, mask=token < tokens, other=0)
     inside = (token < tokens)[:, None] & (channel < channels)[None, :]
-    return tl.load(x + source[:, None] * slot_stride + channel[None, :], mask=inside, other=0), inside
+    return tl.load(x + source[:, None] * slot_stride + channel[None, :], mask=inside, other=0)
+
+
+@triton.jit
+def _load_filled(x, slots, slot_stride, row, channel, tokens, channels, sinks):
+    """Numbers of a row of chunks, float32 [32, channels]: in place of sinks and of what is beyond the page others, each in turn.
+
+    Rows without any have 0.
+    """
+    place = tl.arange(0, CHUNK)
+    first, last = tl.maximum(row * CHUNK, sinks), tl.minimum(row * CHUNK + CHUNK, tokens)
+    token = row * CHUNK + place
+    token = tl.where((token >= first) & (token < last), token, first + place % tl.maximum(last - first, 1))
+    token = tl.where(last > first, token, tokens)
+    return load_page(x, slots, slot_stride, token, channel, tokens, channels).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=("tokens", "sinks"))
@@ -42,11 +69,9 @@ def page_gamma(
     channel = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     x, anchor = buffer(sources, tl.program_id(1), LIKE), stream(anchors, tl.program_id(1))
     least, most = tl.full((COLUMNS,), LARGEST, tl.float32), tl.full((COLUMNS,), -LARGEST, tl.float32)
-    for first in range(0, tokens, CHUNK):
-        token = first + tl.arange(0, CHUNK)
-        numbers, inside = load_page(x, slots, slot_stride, token, channel, tokens, channels)
-        low, high = extremes(numbers.to(tl.float32), inside & (token >= sinks)[:, None])
-        least, most = tl.minimum(least, low), tl.maximum(most, high)
+    for row in range(sinks // CHUNK, tl.cdiv(tokens, CHUNK)):
+        numbers = _load_filled(x, slots, slot_stride, row, channel, tokens, channels, sinks)
+        least, most = tl.minimum(least, tl.min(numbers, 0)), tl.maximum(most, tl.max(numbers, 0))
     empty = sinks >= tokens
     origin = tl.where(empty, 0.0, least).to(tl.float16)
     start = origin.to(tl.float32)
@@ -58,15 +83,11 @@ def page_gamma(
 
 
 @triton.jit
-def _find_scales(x, coded, row, channel, anchor, tokens, channels, sinks, gamma_at, mu_at, sigma_at, SHORT: tl.constexpr):
+def _find_scales(x, row, channel, anchor, channels, gamma_at, mu_at, sigma_at, SHORT: tl.constexpr):
     """Scales of a row's chunks, float32 [channels], written into the anchor; and whether they cover the chunks."""
     inside, place = channel < channels, row * channels + channel
-    first, last = tl.maximum(row * CHUNK, sinks), tl.minimum(row * CHUNK + CHUNK, tokens)
-    some = last > first
-    low, high = extremes(x, coded)
-    low, high = tl.where(some, low, 0.0), tl.where(some, high, 0.0)
-    count = tl.zeros_like(low) + tl.maximum(last - first, 1)
-    means = mean(x, count, tl.maximum(tl.abs(low), tl.abs(high)))
+    low, high = tl.min(x, 0), tl.max(x, 0)
+    means = mean(x, tl.maximum(tl.abs(low), tl.abs(high)))
     sound = (low >= -LARGEST) & (high <= LARGEST) & (tl.abs(means) <= 2 * LARGEST)
     if SHORT:
         gamma = (anchor + gamma_at).to(tl.pointer_type(tl.float16)) + channel
@@ -75,7 +96,7 @@ def _find_scales(x, coded, row, channel, anchor, tokens, channels, sinks, gamma_
         steps = tl.where(step > 0, step, 1.0)
         # To the nearest, ties to even; the quotient of a page that is covered has few bits before the point.
         quotient = tl.minimum(tl.maximum(tl.div_rn(means - origin, steps), 0.0), 255.0)
-        away = tl.where(step > 0, (quotient + 12582912.0) - 12582912.0, 0.0)
+        away = tl.where(step > 0, (quotient + ROUNDING) - ROUNDING, 0.0)
         mu = origin + step * away
         reach = tl.div_rn(tl.maximum(high - mu, mu - low), steps)
         far = tl.where(step > 0, tl.ceil(tl.minimum(tl.maximum(reach, 0.0), 255.0)), 0.0)
@@ -98,27 +119,27 @@ def _find_scales(x, coded, row, channel, anchor, tokens, channels, sinks, gamma_
 
 @triton.jit
 def _reached(x, mu, sigma, edges, i, above):
-    """Whether numbers reach the bound of ``i`` on their side of mu; no bound is beyond that of F."""
-    bound = tl.load(edges + i) * sigma
-    return ((x >= mu + bound) & above) | ((x < mu - bound) & (above == 0))
+    """Whether numbers reach the bound of ``i`` on their side of mu; sigma has the side's sign."""
+    return (x >= mu + tl.load(edges + i) * sigma) == above
 
 
 @triton.jit
-def _magnitudes(x, mu, sigma, edges, GREATEST: tl.constexpr):
+def _magnitudes(x, mu, sigma, own, edges, GREATEST: tl.constexpr):
     """I without its sign, int32 [32, channels], and whether that is positive."""
     above = x >= mu[None, :]
-    grow = tl.where(sigma > 0, 1.0 / tl.where(sigma > 0, sigma, 1.0), 0.0)
-    estimate = tl.log2(tl.abs(x - mu[None, :]) * (grow[None, :] * CURVE) + 1.0) * (GREATEST / OCTAVES)
-    found = tl.minimum(tl.maximum(estimate, 0.0), GREATEST - 1.0).to(tl.int32)
-    # What is no number has no whole part either.
-    found = tl.minimum(tl.maximum(found, 0), GREATEST - 1)
-    found += tl.where(_reached(x, mu[None, :], sigma[None, :], edges, found + 1, above), 1, 0)
-    unclear = sigma <= tl.abs(mu) * CLEAR
+    side = tl.where(above, sigma[None, :], -sigma[None, :])
+    size = tl.abs(x - mu[None, :]) * tl.where(sigma > 0, 1.0 / sigma, 0.0)[None, :]
+    estimate = (((size * (C5 * GREATEST) + C4 * GREATEST) * size + C3 * GREATEST) * size + C2 * GREATEST) * size + C1 * GREATEST
+    # Rounded so that the right one is this or the next: 0 is not below -0.47.
+    estimate = estimate * size + (C0 * GREATEST - 0.45)
+    found = (estimate + ROUNDING).to(tl.int32, bitcast=True) & 127
+    found += tl.where(_reached(x, mu[None, :], side, edges, found + 1, above), 1, 0)
+    unclear = own & (sigma <= tl.abs(mu) * CLEAR)
     if tl.max(tl.where(unclear, 1, 0), 0) > 0:
         searched = tl.zeros_like(found)
         for power in tl.static_range(7):
             more = searched + (64 >> power)
-            reached = _reached(x, mu[None, :], sigma[None, :], edges, tl.minimum(more, GREATEST), above)
+            reached = _reached(x, mu[None, :], side, edges, more, above)
             searched = tl.where(reached & (more <= GREATEST), more, searched)
         found = tl.where(unclear[None, :], searched, found)
     return found, above
@@ -134,24 +155,21 @@ def encode_tiles(
     The first byte of an anchor stream, 0 before, becomes 1 where scales do not cover a chunk.
     """
     REST: tl.constexpr = 8 - BITS
-    HALF: tl.constexpr = 1 << (BITS - 1)
     row, part, begin = tl.program_id(0), tl.program_id(2), tl.program_id(1) * COLUMNS
     token, channel = row * CHUNK + tl.arange(0, CHUNK), begin + tl.arange(0, COLUMNS)
-    anchor, own = stream(anchors, part), token < tokens
-    numbers, inside = load_page(buffer(sources, part, LIKE), slots, slot_stride, token, channel, tokens, channels)
+    source, anchor, inside = buffer(sources, part, LIKE), stream(anchors, part), token < tokens
     if row * CHUNK < sinks:
+        exact = load_page(source, slots, slot_stride, token, channel, tokens, channels)
         place = (anchor + sinks_at).to(tl.pointer_type(LIKE)) + token[:, None] * channels + channel[None, :]
-        tl.store(place, numbers, mask=inside & (token < sinks)[:, None])
-    coded = inside & (token >= sinks)[:, None]
-    x = tl.where(coded, numbers.to(tl.float32), 0.0)
-    mu, sigma, sound = _find_scales(
-        x, coded, row, channel, anchor, tokens, channels, sinks, gamma_at, mu_at, sigma_at, SHORT
-    )
+        tl.store(place, exact, mask=(token < sinks)[:, None] & (channel < channels)[None, :])
+    x = _load_filled(source, slots, slot_stride, row, channel, tokens, channels, sinks)
+    mu, sigma, sound = _find_scales(x, row, channel, anchor, channels, gamma_at, mu_at, sigma_at, SHORT)
     tl.store(anchor, tl.full((), 1, tl.uint8), mask=tl.min(tl.where(sound, 1, 0), 0) == 0)
-    i, above = _magnitudes(x, mu, sigma, edges, GREATEST)
+    i, above = _magnitudes(x, mu, sigma, channel < channels, edges, GREATEST)
     v = (i + ((1 << (REST - 1)) - 1)) >> REST
-    codes = tl.where(coded, tl.where(above, v + HALF, -v + (HALF - 1)), 0)
-    store_codes(codes, anchor + codes_at, token, own, begin, channels, tokens, BITS)
+    # The highest bit says above; below it the others are turned around.
+    codes = v ^ tl.where(above, 1 << (BITS - 1), (1 << (BITS - 1)) - 1)
+    store_codes(codes, anchor + codes_at, token, inside, begin, channels, tokens, BITS)
     if residuals is not None:
-        rest = tl.where(coded, (v << REST) - i + (1 << (REST - 1)), 0)
-        store_codes(rest, stream(residuals, part), token, own, begin, channels, tokens, REST)
+        rest = (v << REST) - i + (1 << (REST - 1))
+        store_codes(rest, stream(residuals, part), token, inside, begin, channels, tokens, REST)

@@ -88,7 +88,7 @@ def write_exact(
         stream(anchors, part), bounds, row, block * BLOCK, token, tokens, channels, sinks, gamma_at, mu_at, sigma_at, codes_at, LIKE,
         BITS, SHORT,
     )  # fmt: skip
-    numbers, _ = load_page(buffer(sources, part, LIKE), slots, slot_stride, token, channel, tokens, channels)
+    numbers = load_page(buffer(sources, part, LIKE), slots, slot_stride, token, channel, tokens, channels)
     if LIKE == tl.float32:
         ranks = _turned(numbers.to(tl.int32, bitcast=True))
     else:

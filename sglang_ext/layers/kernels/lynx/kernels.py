@@ -1,6 +1,6 @@
 """Launches of the kernels that encode and decode pages, all parts of a page at a time: what plain.py does, and the same bytes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import torch
@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from sglang_ext.layers.kernels.lynx.decode_tiles import decode_tiles
-from sglang_ext.layers.kernels.lynx.encode_tiles import encode_tiles, page_gamma
+from sglang_ext.layers.kernels.lynx.encode_tiles import EDGES, encode_tiles, page_gamma
 from sglang_ext.layers.kernels.lynx.exact_tiles import count_units, read_exact, write_exact
 from sglang_ext.layers.kernels.lynx.layout import BLOCK, HEADER, UNIT, Layout
 from sglang_ext.layers.kernels.lynx.levels import bounds, fine_bounds, fine_levels, greatest, levels
@@ -17,6 +17,8 @@ from sglang_ext.layers.kernels.lynx.tiles import CHANNELS
 LIKE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 # Streams begin at multiples of this.
 ALIGNMENT = 16
+# What 7 bits count, and a number that no bound of a chunk reaches.
+MEANINGS, BEYOND = 128, 2.0
 
 
 def anchors(parts: Sequence[torch.Tensor], layout: Layout, slots: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -31,7 +33,7 @@ def anchors(parts: Sequence[torch.Tensor], layout: Layout, slots: torch.Tensor |
             sources, targets, slots, parts[0].stride(0), *page, offsets[0], LIKE=LIKE[layout.dtype], COLUMNS=CHANNELS,
         )  # fmt: skip
     encode_tiles[_grid(layout, len(parts), CHANNELS)](
-        sources, targets, None if rest is None else _table(rest), slots, _table_of(fine_bounds, layout.bits, found.device),
+        sources, targets, None if rest is None else _table(rest), slots, _table_of(fine_bounds, EDGES, layout.bits, found.device),
         parts[0].stride(0), *page, *offsets, LIKE=LIKE[layout.dtype], BITS=layout.bits, GREATEST=greatest(layout.bits),
         SHORT=layout.short_scales, COLUMNS=CHANNELS,
     )  # fmt: skip
@@ -46,7 +48,7 @@ def exact_residuals(
         return []
     grid, device, streams = _grid(layout, len(parts), BLOCK), parts[0].device, _table(found)
     page, (*scales, _, codes_at) = (layout.tokens, layout.channels, layout.sinks), _offsets(layout)
-    edges, kinds = _table_of(bounds, layout.bits, device), {"LIKE": LIKE[layout.dtype], "BITS": layout.bits, "SHORT": layout.short_scales}
+    edges, kinds = _table_of(bounds, 0, layout.bits, device), {"LIKE": LIKE[layout.dtype], "BITS": layout.bits, "SHORT": layout.short_scales}
     units = torch.zeros(len(parts), layout.rows * layout.blocks, dtype=torch.int32, device=device)
     count_units[grid](streams, edges, units, *page, *scales, codes_at, **kinds)
     ends = units.cumsum(1)
@@ -80,14 +82,13 @@ def decode(
     kinds = {"LIKE": LIKE[layout.dtype], "BITS": layout.bits, "SHORT": layout.short_scales}
     if rest is not None and layout.reference == "exact":
         read_exact[_grid(layout, len(outs), BLOCK)](
-            streams, rest, targets, slots, _table_of(bounds, layout.bits, device), outs[0].stride(0), *page, *offsets,
+            streams, rest, targets, slots, _table_of(bounds, 0, layout.bits, device), outs[0].stride(0), *page, *offsets,
             layout.index_bytes, **kinds,
         )  # fmt: skip
         return
-    meanings = _table_of(_sizes if rest is None else fine_levels, layout.bits, device)
+    meanings = _table_of(_sizes if rest is None else fine_levels, MEANINGS, layout.bits, device)
     decode_tiles[_grid(layout, len(outs), CHANNELS)](
-        streams, rest, targets, slots, meanings, outs[0].stride(0), *page, *offsets, **kinds, GREATEST=greatest(layout.bits),
-        COLUMNS=CHANNELS,
+        streams, rest, targets, slots, meanings, outs[0].stride(0), *page, *offsets, **kinds, COLUMNS=CHANNELS,
     )  # fmt: skip
 
 
@@ -97,9 +98,10 @@ def _sizes(bits: int) -> tuple[float, ...]:
 
 
 @lru_cache(maxsize=None)
-def _table_of(numbers, bits: int, device: torch.device) -> torch.Tensor:
-    """Levels or bounds on a device, float32."""
-    return torch.tensor(numbers(bits), device=device)
+def _table_of(numbers: Callable[[int], tuple[float, ...]], least: int, bits: int, device: torch.device) -> torch.Tensor:
+    """Levels or bounds on a device, float32, filled up to so many."""
+    found = numbers(bits)
+    return torch.tensor(found + (BEYOND,) * (least - len(found)), device=device)
 
 
 def _aligned(streams: Sequence[torch.Tensor]) -> list[torch.Tensor]:

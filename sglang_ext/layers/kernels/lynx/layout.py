@@ -24,7 +24,7 @@ bits as the bin's last index. A raw page's residual stream is empty.
 Codes of 2 and 4 bits are one plane; of 3 bits one of the higher 2 and one of the lowest, of 5 and 6 bits one of the highest 4 and
 one of the rest. A plane of w bits has ``channels * w / 8`` bytes a token: w bytes hold 8 channels, the first in the lowest bits.
 
-The codes and residuals of sinks are 0 in their planes, and have no bits in an exact residual.
+The codes and residuals of sinks mean nothing; in an exact residual they have no bits.
 """
 
 from dataclasses import dataclass

@@ -20,6 +20,23 @@ def _coded(layout: Layout, device: torch.device) -> torch.Tensor:
     return ((token >= layout.sinks) & (token < layout.tokens)).view(layout.rows, CHUNK, 1)
 
 
+def _filled(x: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+    """A page's chunks, float32 [rows, 32, channels], and whether they have a number, bool [rows, 1].
+
+    The place of a sink, or of a token beyond the page, is taken by another of its row, each in turn; mean and extremes need no mask.
+    """
+    coded = _coded(layout, x.device)
+    count = coded.sum(1)
+    if coded.all():
+        return x.float().view(layout.rows, CHUNK, -1), count > 0
+    place = torch.arange(CHUNK, device=x.device)[None, :, None]
+    begin = torch.arange(layout.rows, device=x.device)[:, None, None] * CHUNK
+    first = begin.clamp(min=layout.sinks)
+    other = (first + place % count[:, None].clamp(min=1)).clamp(max=layout.tokens - 1)
+    filled = x[torch.where(coded, begin + place, other).flatten()].float().view(layout.rows, CHUNK, -1)
+    return torch.where(count[:, None] > 0, filled, 0.0), count > 0
+
+
 def _chunks(x: torch.Tensor, layout: Layout) -> torch.Tensor:
     """[tokens, ...] as [rows, 32, ...], filled up with zeros."""
     missing = layout.rows * CHUNK - layout.tokens
@@ -51,8 +68,8 @@ def _reached(
     x: torch.Tensor, mu: torch.Tensor, sigma: torch.Tensor, table: torch.Tensor, i: torch.Tensor, above: torch.Tensor
 ) -> torch.Tensor:
     """Whether numbers reach the bound of ``i`` on their side, bool."""
-    bound = table[i] * sigma
-    return torch.where(above, x >= mu + bound, x < mu - bound)
+    bound = table[i] * torch.where(above, sigma, -sigma)
+    return (x >= mu + bound) == above
 
 
 def encode_anchor(x: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
@@ -64,14 +81,14 @@ def encode_anchor(x: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.
     Returns:
         uint8 [coded_bytes]; where the header says raw, scales and codes mean nothing. uint8 [int8_bytes].
     """
-    coded, half = _coded(layout, x.device), 2 ** (layout.bits - 1)
-    numbers = torch.where(coded, _chunks(x.float(), layout), 0.0)
-    found = find(numbers, coded, layout.short_scales)
+    half = 2 ** (layout.bits - 1)
+    numbers, some = _filled(x, layout)
+    found = find(numbers, some, layout.short_scales)
     i, above = magnitudes(numbers, found.scales, layout.bits)
     residual_bits = layout.residual_bits
     v = i + (2 ** (residual_bits - 1) - 1) >> residual_bits
     codes, rest = (
-        each.masked_fill_(~coded, 0).to(torch.uint8).view(-1, layout.channels)[: layout.tokens]
+        each.to(torch.uint8).view(-1, layout.channels)[: layout.tokens]
         for each in (torch.where(above, half + v, half - 1 - v), (v << residual_bits) - i + 2 ** (residual_bits - 1))
     )
     anchor = torch.zeros(layout.coded_bytes, dtype=torch.uint8, device=x.device)

@@ -14,8 +14,8 @@ LARGEST = 65504.0
 ROUNDING = 1.5 * 2**23
 # Of float32: its bias; exponents of 2 ** -40 and of LARGEST.
 BIAS, LEAST, MOST = 127, 87, 142
-# Numbers become integers below 2 ** this: 32 of them add up to what float32 holds.
-INTEGER = 18
+# Numbers become integers below 2 ** this: 32 of them add up to what float32 holds. A mean is their sum by 2 ** 5.
+INTEGER, SHARE = 18, 5
 # Steps of short scales in a channel's range, less than 255: what rounding adds fits.
 STEPS = 254
 
@@ -51,19 +51,18 @@ def next_up(numbers: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
     return (numbers.view(torch.int16) + where).to(torch.int16).view(torch.float16)
 
 
-def means(x: torch.Tensor, count: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
+def means(x: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
     """Of chunks, float32 [rows, channels].
 
     Args:
-        x: float32 [rows, 32, channels], 0 where there is no number.
-        count: float32 [rows, 1], numbers of a chunk, at least 1.
+        x: float32 [rows, 32, channels].
         size: float32 [rows, channels], the greatest absolute value.
     """
     exponent = (size.view(torch.int32) >> 23).clamp(LEAST, MOST)
     grow = ((2 * BIAS + INTEGER - 1 - exponent) << 23).view(torch.float32)
-    shrink = ((exponent - INTEGER + 1) << 23).view(torch.float32)
+    shrink = ((exponent - INTEGER + 1 - SHARE) << 23).view(torch.float32)
     integers = (x * grow[:, None]).add_(ROUNDING).sub_(ROUNDING)
-    return integers.sum(1) / count * shrink
+    return integers.sum(1) * shrink
 
 
 def covers(mu: torch.Tensor, sigma: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
@@ -71,19 +70,16 @@ def covers(mu: torch.Tensor, sigma: torch.Tensor, low: torch.Tensor, high: torch
     return (mu + sigma >= high) & (mu - sigma <= low)
 
 
-def find(x: torch.Tensor, valid: torch.Tensor, short: bool) -> Found:
+def find(x: torch.Tensor, some: torch.Tensor, short: bool) -> Found:
     """Scales of a page's chunks.
 
     Args:
-        x: float32 [rows, 32, channels], 0 where not ``valid``.
-        valid: bool [rows, 32, 1].
+        x: float32 [rows, 32, channels]; chunks of fewer numbers have some of them again, those of none 0.
+        some: bool [rows, 1], whether chunks have a number.
         short: scales of 8 bits.
     """
-    count = valid.sum(1).clamp(min=1).float()
-    some = valid.any(1)
-    low = torch.where(valid, x, LARGEST).amin(1) * some
-    high = torch.where(valid, x, -LARGEST).amax(1) * some
-    mean = means(x, count, torch.maximum(low.abs(), high.abs()))
+    low, high = x.amin(1), x.amax(1)
+    mean = means(x, torch.maximum(low.abs(), high.abs()))
     sound = (low >= -LARGEST) & (high <= LARGEST) & mean.isfinite()
     stored = {}
     if short:

@@ -14,7 +14,7 @@ CHANNELS = 128
 CHUNK = tl.constexpr(32)
 LARGEST, ROUNDING, BIAS = tl.constexpr(scales.LARGEST), tl.constexpr(scales.ROUNDING), tl.constexpr(scales.BIAS)
 LEAST, MOST, INTEGER = tl.constexpr(scales.LEAST), tl.constexpr(scales.MOST), tl.constexpr(scales.INTEGER)
-STEPS = tl.constexpr(scales.STEPS)
+SHARE, STEPS = tl.constexpr(scales.SHARE), tl.constexpr(scales.STEPS)
 
 
 @triton.jit
@@ -101,19 +101,13 @@ def covers(mu, sigma, low, high):
 
 
 @triton.jit
-def extremes(x, coded):
-    """Least and greatest number of each chunk of float32 [32, channels]; of none, LARGEST and -LARGEST."""
-    return tl.min(tl.where(coded, x, LARGEST), 0), tl.max(tl.where(coded, x, -LARGEST), 0)
-
-
-@triton.jit
-def mean(x, count, size):
-    """Of chunks, float32 [channels]; ``x`` is 0 where there is no number, ``size`` the greatest absolute value."""
+def mean(x, size):
+    """Of the chunks of float32 [32, channels]; ``size`` is the greatest absolute value of each."""
     exponent = tl.minimum(tl.maximum(size.to(tl.int32, bitcast=True) >> 23, LEAST), MOST)
     grow = ((-exponent + (2 * BIAS + INTEGER - 1)) << 23).to(tl.float32, bitcast=True)
-    shrink = ((exponent - (INTEGER - 1)) << 23).to(tl.float32, bitcast=True)
+    shrink = ((exponent - (INTEGER - 1 + SHARE)) << 23).to(tl.float32, bitcast=True)
     integers = (x * grow[None, :] + ROUNDING) - ROUNDING
-    return tl.div_rn(tl.sum(integers, 0), count) * shrink
+    return tl.sum(integers, 0) * shrink
 
 
 @triton.jit
