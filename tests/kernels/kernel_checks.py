@@ -11,6 +11,7 @@ if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
 
 from gluon_checks import check_packed_gluon  # noqa: E402
+from lynx_checks import check_lynx  # noqa: E402
 from pack_checks import check_pack_blocks  # noqa: E402
 from packed_backend import Pool, check_packed_backend  # noqa: E402
 from packed_helpers import KERNEL_KINDS, attention, packed_pool  # noqa: E402
@@ -311,6 +312,7 @@ def check_uneven_decode():
 
 
 CHECKS = {
+    "lynx": lambda: check_lynx(DEVICE),
     "pointers": lambda: check_pointers(DEVICE),
     "scatter_cells": lambda: check_scatter_cells(DEVICE),
     "uneven_backend": lambda: check_uneven_backend(DEVICE),

@@ -9,7 +9,7 @@ import pytest
 CHECKS = Path(__file__).parents[2] / "kernels/kernel_checks.py"
 PLAIN = (
     *("window_scores", "gather_kept", "page_checksum", "verify_attention", "packed_decode", "packed_gluon", "uneven_decode"),
-    *("scatter_cells", "pack_blocks"),
+    *("scatter_cells", "pack_blocks", "lynx"),
 )
 # These import SGLang, which takes longer than most of them.
 OF_SGLANG = ("verify_attention_is_decode", "verify_backend", "packed_backend", "uneven_backend", "pointers")

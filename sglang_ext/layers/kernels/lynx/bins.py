@@ -43,11 +43,11 @@ def bins(codes: torch.Tensor, scales: Scales, bits: int, dtype: torch.dtype) -> 
         codes: int64 [rows, 32, channels].
     """
     table = torch.tensor(bounds(bits), device=codes.device)
-    first, end = (
-        first_reaching(scales.mu[:, None] + scales.sigma[:, None] * table[codes + ahead], dtype) for ahead in range(2)
-    )
-    # The last bin's end is a number of the chunk.
-    return first, end + (codes == 2**bits - 1) - 1 - first
+    begin, after = (scales.mu[:, None] + scales.sigma[:, None] * table[codes + ahead] for ahead in range(2))
+    first, end = first_reaching(begin, dtype), first_reaching(after, dtype)
+    # The last bin's end is a number of the chunk; 0 is two.
+    more = torch.where(codes == 2**bits - 1, torch.where(after == 0, 2, 1), 0)
+    return first, end + more - 1 - first
 
 
 def widths(last: torch.Tensor) -> torch.Tensor:

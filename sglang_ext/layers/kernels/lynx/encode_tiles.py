@@ -49,15 +49,11 @@ def load_page(x, slots, slot_stride, token, channel, tokens, channels):
 
 @triton.jit
 def _load_filled(x, slots, slot_stride, row, channel, tokens, channels, sinks):
-    """Numbers of a row of chunks, float32 [32, channels]: in place of sinks and of what is beyond the page others, each in turn.
-
-    Rows without any have 0.
-    """
+    """Numbers of a row of chunks, float32 [32, channels]: in place of sinks and of what is beyond the page others (plain.py)."""
     place = tl.arange(0, CHUNK)
     first, last = tl.maximum(row * CHUNK, sinks), tl.minimum(row * CHUNK + CHUNK, tokens)
     token = row * CHUNK + place
     token = tl.where((token >= first) & (token < last), token, first + place % tl.maximum(last - first, 1))
-    token = tl.where(last > first, token, tokens)
     return load_page(x, slots, slot_stride, token, channel, tokens, channels).to(tl.float32)
 
 
@@ -69,13 +65,12 @@ def page_gamma(
     channel = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     x, anchor = buffer(sources, tl.program_id(1), LIKE), stream(anchors, tl.program_id(1))
     least, most = tl.full((COLUMNS,), LARGEST, tl.float32), tl.full((COLUMNS,), -LARGEST, tl.float32)
-    for row in range(sinks // CHUNK, tl.cdiv(tokens, CHUNK)):
+    for row in range(0, tl.cdiv(tokens, CHUNK)):
         numbers = _load_filled(x, slots, slot_stride, row, channel, tokens, channels, sinks)
         least, most = tl.minimum(least, tl.min(numbers, 0)), tl.maximum(most, tl.max(numbers, 0))
-    empty = sinks >= tokens
-    origin = tl.where(empty, 0.0, least).to(tl.float16)
+    origin = tl.where(least == 0.0, 0.0, least).to(tl.float16)
     start = origin.to(tl.float32)
-    spread = tl.where(empty, 0.0, tl.maximum(most - start, start - least))
+    spread = tl.maximum(most - start, start - least)
     step = rounded_up(tl.div_rn(spread, tl.full((COLUMNS,), STEPS, tl.float32)))
     gamma = (anchor + gamma_at).to(tl.pointer_type(tl.float16)) + channel
     tl.store(gamma, origin, mask=channel < channels)

@@ -44,9 +44,10 @@ def _bins(
     mu, sigma = load_scales(anchor, row, channel, channel < channels, channels, gamma_at, mu_at, sigma_at, SHORT)
     codes = load_codes(anchor + codes_at, token, own, begin, channels, tokens, BLOCK, BITS)
     first = _first_reaching(mu[None, :] + sigma[None, :] * tl.load(bounds + codes), LIKE)
-    end = _first_reaching(mu[None, :] + sigma[None, :] * tl.load(bounds + codes + 1), LIKE)
-    # The last bin's end is a number of the chunk.
-    last = (end - first + tl.where(codes == (1 << BITS) - 1, 0, -1)).to(tl.uint32, bitcast=True)
+    after = mu[None, :] + sigma[None, :] * tl.load(bounds + codes + 1)
+    # The last bin's end is a number of the chunk; 0 is two.
+    more = tl.where(codes == (1 << BITS) - 1, tl.where(after == 0.0, 2, 1), 0)
+    last = (_first_reaching(after, LIKE) + more - 1 - first).to(tl.uint32, bitcast=True)
     # Without the second highest bit rounding does not reach the next power.
     power = (last ^ (last & (last >> 1))).to(tl.float32).to(tl.int32, bitcast=True) >> 23
     coded = (own & (token >= sinks))[:, None] & (channel < channels)[None, :]

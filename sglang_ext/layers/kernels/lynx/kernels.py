@@ -12,9 +12,10 @@ from sglang_ext.layers.kernels.lynx.encode_tiles import EDGES, encode_tiles, pag
 from sglang_ext.layers.kernels.lynx.exact_tiles import count_units, read_exact, write_exact
 from sglang_ext.layers.kernels.lynx.layout import BLOCK, HEADER, UNIT, Layout
 from sglang_ext.layers.kernels.lynx.levels import bounds, fine_bounds, fine_levels, greatest, levels
-from sglang_ext.layers.kernels.lynx.tiles import CHANNELS
 
 LIKE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+# Channels of a program, and its warps, that encode and decode: with one warp chunks need no other to find their extremes.
+ENCODED, DECODED = (32, 1), (64, 1)
 # Streams begin at multiples of this.
 ALIGNMENT = 16
 # What 7 bits count, and a number that no bound of a chunk reaches.
@@ -29,13 +30,13 @@ def anchors(parts: Sequence[torch.Tensor], layout: Layout, slots: torch.Tensor |
     sources, targets, offsets = _table(parts), _table(found), _offsets(layout)
     page = (layout.tokens, layout.channels, layout.sinks)
     if layout.short_scales:
-        page_gamma[(triton.cdiv(layout.channels, CHANNELS), len(parts))](
-            sources, targets, slots, parts[0].stride(0), *page, offsets[0], LIKE=LIKE[layout.dtype], COLUMNS=CHANNELS,
+        page_gamma[(triton.cdiv(layout.channels, ENCODED[0]), len(parts))](
+            sources, targets, slots, parts[0].stride(0), *page, offsets[0], LIKE=LIKE[layout.dtype], COLUMNS=ENCODED[0],
         )  # fmt: skip
-    encode_tiles[_grid(layout, len(parts), CHANNELS)](
+    encode_tiles[_grid(layout, len(parts), ENCODED[0])](
         sources, targets, None if rest is None else _table(rest), slots, _table_of(fine_bounds, EDGES, layout.bits, found.device),
         parts[0].stride(0), *page, *offsets, LIKE=LIKE[layout.dtype], BITS=layout.bits, GREATEST=greatest(layout.bits),
-        SHORT=layout.short_scales, COLUMNS=CHANNELS,
+        SHORT=layout.short_scales, COLUMNS=ENCODED[0], num_warps=ENCODED[1],
     )  # fmt: skip
     return found, rest
 
@@ -87,8 +88,9 @@ def decode(
         )  # fmt: skip
         return
     meanings = _table_of(_sizes if rest is None else fine_levels, MEANINGS, layout.bits, device)
-    decode_tiles[_grid(layout, len(outs), CHANNELS)](
-        streams, rest, targets, slots, meanings, outs[0].stride(0), *page, *offsets, **kinds, COLUMNS=CHANNELS,
+    decode_tiles[_grid(layout, len(outs), DECODED[0])](
+        streams, rest, targets, slots, meanings, outs[0].stride(0), *page, *offsets, **kinds, COLUMNS=DECODED[0],
+        num_warps=DECODED[1],
     )  # fmt: skip
 
 

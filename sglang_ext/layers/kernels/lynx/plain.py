@@ -20,21 +20,21 @@ def _coded(layout: Layout, device: torch.device) -> torch.Tensor:
     return ((token >= layout.sinks) & (token < layout.tokens)).view(layout.rows, CHUNK, 1)
 
 
-def _filled(x: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
-    """A page's chunks, float32 [rows, 32, channels], and whether they have a number, bool [rows, 1].
+def _filled(x: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """A page's chunks, float32 [rows, 32, channels].
 
-    The place of a sink, or of a token beyond the page, is taken by another of its row, each in turn; mean and extremes need no mask.
+    The place of a sink, or of a token beyond the page, is taken by another token of its row, each in turn, or by the page's first
+    that is no sink where a row has none: mean and extremes need no mask.
     """
     coded = _coded(layout, x.device)
     count = coded.sum(1)
     if coded.all():
-        return x.float().view(layout.rows, CHUNK, -1), count > 0
+        return x.float().view(layout.rows, CHUNK, -1)
     place = torch.arange(CHUNK, device=x.device)[None, :, None]
     begin = torch.arange(layout.rows, device=x.device)[:, None, None] * CHUNK
     first = begin.clamp(min=layout.sinks)
     other = (first + place % count[:, None].clamp(min=1)).clamp(max=layout.tokens - 1)
-    filled = x[torch.where(coded, begin + place, other).flatten()].float().view(layout.rows, CHUNK, -1)
-    return torch.where(count[:, None] > 0, filled, 0.0), count > 0
+    return x[torch.where(coded, begin + place, other).flatten()].float().view(layout.rows, CHUNK, -1)
 
 
 def _chunks(x: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -82,8 +82,8 @@ def encode_anchor(x: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.
         uint8 [coded_bytes]; where the header says raw, scales and codes mean nothing. uint8 [int8_bytes].
     """
     half = 2 ** (layout.bits - 1)
-    numbers, some = _filled(x, layout)
-    found = find(numbers, some, layout.short_scales)
+    numbers = _filled(x, layout)
+    found = find(numbers, layout.short_scales)
     i, above = magnitudes(numbers, found.scales, layout.bits)
     residual_bits = layout.residual_bits
     v = i + (2 ** (residual_bits - 1) - 1) >> residual_bits

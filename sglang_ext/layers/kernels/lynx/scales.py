@@ -41,8 +41,8 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def rounded_up(numbers: torch.Tensor) -> torch.Tensor:
-    """The least float16 that is not less, of float32 of at least 0."""
-    nearest = numbers.half()
+    """The least float16 that is not less, of float32 of at least 0; never -0, which order of comparisons would decide."""
+    nearest = numbers.half().abs()
     return (nearest.view(torch.int16) + (nearest.float() < numbers)).to(torch.int16).view(torch.float16)
 
 
@@ -70,12 +70,11 @@ def covers(mu: torch.Tensor, sigma: torch.Tensor, low: torch.Tensor, high: torch
     return (mu + sigma >= high) & (mu - sigma <= low)
 
 
-def find(x: torch.Tensor, some: torch.Tensor, short: bool) -> Found:
+def find(x: torch.Tensor, short: bool) -> Found:
     """Scales of a page's chunks.
 
     Args:
-        x: float32 [rows, 32, channels]; chunks of fewer numbers have some of them again, those of none 0.
-        some: bool [rows, 1], whether chunks have a number.
+        x: float32 [rows, 32, channels]; chunks of fewer numbers have some of the page's again.
         short: scales of 8 bits.
     """
     low, high = x.amin(1), x.amax(1)
@@ -83,7 +82,7 @@ def find(x: torch.Tensor, some: torch.Tensor, short: bool) -> Found:
     sound = (low >= -LARGEST) & (high <= LARGEST) & mean.isfinite()
     stored = {}
     if short:
-        mu, sigma, stored = _short(mean, low, high, some)
+        mu, sigma, stored = _short(mean, low, high)
     else:
         stored["mu"] = mean.half()
         mu = stored["mu"].float()
@@ -95,13 +94,11 @@ def find(x: torch.Tensor, some: torch.Tensor, short: bool) -> Found:
     return Found(Scales(mu, sigma), {name: as_bytes(each) for name, each in stored.items()}, sound.all())
 
 
-def _short(mean: torch.Tensor, low: torch.Tensor, high: torch.Tensor, some: torch.Tensor) -> tuple:
+def _short(mean: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> tuple:
     """Mu, sigma (float16), and what is stored, where both count a channel's steps from its least number."""
-    least = torch.where(some, low, LARGEST).amin(0)
-    most = torch.where(some, high, -LARGEST).amax(0)
-    empty = ~some.any()
-    origin = torch.where(empty, 0.0, least).half()
-    spread = torch.where(empty, 0.0, torch.maximum(most - origin.float(), origin.float() - least))
+    least, most = low.amin(0), high.amax(0)
+    origin = torch.where(least == 0, 0.0, least).half()
+    spread = torch.maximum(most - origin.float(), origin.float() - least)
     step = rounded_up(spread / STEPS)
     divisor = torch.where(step > 0, step.float(), 1.0)
     means = ((mean - origin.float()) / divisor).round().clamp(0, 255)

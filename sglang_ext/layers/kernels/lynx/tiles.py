@@ -9,8 +9,6 @@ import triton.language as tl
 
 from sglang_ext.layers.kernels.lynx import scales
 
-# Channels of a program that writes or reads codes; those of a block of an exact residual are fewer.
-CHANNELS = 128
 CHUNK = tl.constexpr(32)
 LARGEST, ROUNDING, BIAS = tl.constexpr(scales.LARGEST), tl.constexpr(scales.ROUNDING), tl.constexpr(scales.BIAS)
 LEAST, MOST, INTEGER = tl.constexpr(scales.LEAST), tl.constexpr(scales.MOST), tl.constexpr(scales.INTEGER)
@@ -82,8 +80,8 @@ def load_codes(planes, token, inside, channel, channels, tokens, COLUMNS: tl.con
 
 @triton.jit
 def rounded_up(numbers):
-    """The least float16 that is not less, as its pattern in int32, of float32 of at least 0."""
-    nearest = numbers.to(tl.float16)
+    """The least float16 that is not less, as its pattern in int32, of float32 of at least 0; never -0."""
+    nearest = tl.abs(numbers).to(tl.float16)
     pattern = nearest.to(tl.int16, bitcast=True).to(tl.int32)
     return pattern + tl.where(nearest.to(tl.float32) < numbers, 1, 0)
 

@@ -1,0 +1,87 @@
+"""Checks of the kernels that encode and decode pages in two streams: the same bits as PyTorch gives."""
+
+from dataclasses import replace
+from itertools import product
+
+import torch
+
+from sglang_ext.layers.kernels.lynx import kernels, plain
+from sglang_ext.layers.kernels.lynx.layout import Layout
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# Tokens, channels and sinks of a page: full and cut chunks, blocks of channels cut too, a row of sinks alone.
+SIZES = ((64, 64, 0), (70, 136, 4), (5, 8, 1), (40, 72, 33), (64, 32, 32))
+
+
+def teach_bfloat16():
+    """Let Triton's interpreter round to it and read its subnormals; it carries into no exponent."""
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    usual = interpreter._convert_float
+
+    def converted(data, given, wanted, mode):
+        if (given, wanted) == (tl.bfloat16, tl.float32):
+            return data.astype(np.uint32) << 16
+        if (given, wanted) == (tl.float32, tl.bfloat16):
+            patterns = data.view(np.uint32)
+            return ((patterns + (0x7FFF + (patterns >> 16 & 1))) >> 16).astype(np.uint16)
+        return usual(data, given, wanted, mode)
+
+    interpreter._convert_float = converted
+
+
+def pages(layout, noise):
+    """Two pools of random numbers, with channels that are huge, tiny, alike, nearly alike, zero, and extreme; slots of a page."""
+    pools = []
+    for scale in (1.0, 40.0):
+        x = scale * torch.randn(layout.tokens + 9, layout.channels, generator=noise)
+        x *= 1 + 9 * torch.rand(layout.channels, generator=noise)
+        x[:4] *= 20
+        x[:, 1], x[:, 2], x[:, 3] = 0, 1.7, 1000 + x[:, 3] / 200
+        x[:, 4] *= 1e-7 if layout.dtype == torch.float16 else 1e-38
+        x[:, 5] = torch.where(x[:, 5] > 0, 0.0, -0.0)
+        pools.append(x.clamp(-60000, 60000).to(layout.dtype))
+    pools[1][:, 6] = 30000 * pools[1][:, 6].sign()
+    return pools, torch.randperm(layout.tokens + 9, generator=noise)[: layout.tokens]
+
+
+def check_page(device, layout, noise):
+    """Streams of both references, and what is read from them, into slots of pools that stay as they are elsewhere."""
+    pools, slots = pages(layout, noise)
+    there, slots_there = [pool.to(device) for pool in pools], slots.to(device)
+    exact = replace(layout, reference="exact")
+    anchors, residuals = plain.anchors(pools, layout, slots)
+    found, rest = kernels.anchors(there, layout, slots_there)
+    assert torch.equal(found.cpu(), anchors) and torch.equal(rest.cpu(), residuals), layout
+    wide = plain.exact_residuals(pools, list(anchors), exact, slots)
+    found = kernels.exact_residuals(there, list(found), exact, slots_there)
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(found, wide, strict=True)), exact
+    for read, streams in ((layout, None), (layout, list(residuals)), (exact, wide)):
+        expected, outs = ([torch.full_like(pool, 7) for pool in pools] for _ in range(2))
+        plain.decode(list(anchors), streams, read, expected, slots)
+        outs = [out.to(device) for out in outs]
+        moved = None if streams is None else [stream.to(device) for stream in streams]
+        kernels.decode([anchor.to(device) for anchor in anchors], moved, read, outs, slots_there)
+        for out, wanted in zip(outs, expected, strict=True):
+            assert torch.equal(plain.as_bytes(out.cpu()), plain.as_bytes(wanted)), (read, streams is None)
+    assert all(torch.equal(plain.as_bytes(out[slots]), plain.as_bytes(pool[slots])) for out, pool in zip(expected, pools, strict=True))
+
+
+def check_lynx(device):
+    """All dtypes, bits, kinds of scales and sizes; and that what a float16 does not reach is found."""
+    noise = torch.Generator().manual_seed(3)
+    if device == "cpu":
+        teach_bfloat16()
+    for dtype, bits, short in product(DTYPES, (4, 3, 2), (False, True)):
+        for tokens, channels, sinks in SIZES if bits == 4 else SIZES[1:2]:
+            check_page(device, Layout(tokens, channels, dtype, bits, sinks, short), noise)
+    for value in (float("nan"), float("inf"), -1e5):
+        layout = Layout(64, 32, torch.bfloat16, sinks=1)
+        pools = [torch.randn(64, 32, generator=noise).bfloat16() for _ in range(3)]
+        # Not in the sinks of the first, but of the second.
+        pools[0][40, 17] = pools[1][0, 17] = value
+        kinds = [part.anchors(those, layout, None)[0][:, 0].tolist() for part, those in (
+            (plain, pools), (kernels, [pool.to(device) for pool in pools]))]  # fmt: skip
+        assert kinds == [[1, 0, 0]] * 2, (value, kinds)
