@@ -39,6 +39,7 @@ QUICK = (
     (128, 7, torch.float16, ("decode turboquant4",), (89, 120)),
     (128, 7, torch.float32, ("pack rotatekv4", "verify 5"), (89,)),
     (64, 71, torch.bfloat16, ("window", "uneven"), (89,)),
+    (128, 1, torch.bfloat16, ("lynx",), (80, 100)),
 )
 
 

@@ -8,6 +8,8 @@ import torch
 from packed_helpers import KERNEL_KINDS, packed_pool
 
 from sglang_ext.layers.kernels.gather_kept import gather_kept
+from sglang_ext.layers.kernels.lynx import kernels
+from sglang_ext.layers.kernels.lynx.layout import Layout
 from sglang_ext.layers.kernels.packed import pack_blocks, packed_decode
 from sglang_ext.layers.kernels.page_checksum import page_checksum
 from sglang_ext.layers.kernels.pointer_decode import pointer_decode
@@ -115,8 +117,24 @@ def _copies(shape: Shape) -> None:
     page_checksum(buffers.key_table, buffers.value_table, words, torch.arange(32), *weights)
 
 
+def _lynx(shape: Shape) -> None:
+    """Streams of a page of two KV heads, of both references, and what is read from them."""
+    pools, slots = [torch.zeros(80, 2 * shape.dim, dtype=shape.dtype)], torch.arange(70)
+    for bits, short, reference in ((4, False, "int8"), (4, False, "exact"), (3, True, "int8"), (2, True, "exact")):
+        layout = Layout(len(slots), 2 * shape.dim, shape.dtype, bits, 4, short, reference)
+        anchors, residuals = kernels.anchors(pools, layout, slots)
+        if reference == "exact":
+            residuals = kernels.exact_residuals(pools, list(anchors), layout, slots)
+        for streams in (None, list(residuals)):
+            kernels.decode(list(anchors), streams, layout, pools, slots)
+
+
 # What does not depend on the query heads is launched for one of them.
-ONCE = {"copies": _copies, **{f"pack {name}{bits}": lambda s, n=name, b=bits: _packing(n, b, s) for name, bits in KERNEL_KINDS}}
+ONCE = {
+    "copies": _copies,
+    "lynx": _lynx,
+    **{f"pack {name}{bits}": lambda s, n=name, b=bits: _packing(n, b, s) for name, bits in KERNEL_KINDS},
+}
 LAUNCHES: dict[str, Callable[[Shape], None]] = {
     "window": _window,
     **{f"verify {width}": lambda s, w=width: _verify(fast_blocks, s, w) for width in WIDTHS},

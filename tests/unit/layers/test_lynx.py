@@ -1,0 +1,212 @@
+"""Streams of pages: what an anchor is off by, and what residuals restore; lynx_checks.py compares kernels with this."""
+
+import math
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_ext.layers.kernels.lynx import levels, planes
+from sglang_ext.layers.kernels.lynx.codec import decode, decode_parts, encode, encode_parts
+from sglang_ext.layers.kernels.lynx.layout import CHUNK, DTYPES, HEADER, Layout
+from sglang_ext.layers.kernels.lynx.plain import as_bytes
+
+PATTERNS = {2: torch.int16, 4: torch.int32}
+KINDS = ("normal", "constant", "zeros", "signed zeros", "subnormal", "outlier", "far", "tiny", "greatest", "any")
+
+
+def numbers(kind, tokens, dtype, noise):
+    """Of a channel, of the dtype; finite."""
+    x = torch.randn(tokens, generator=noise, dtype=torch.float64)
+    one, info = torch.randn((), generator=noise, dtype=torch.float64), torch.finfo(dtype)
+    if kind == "outlier":
+        x[torch.randint(tokens, (1,), generator=noise)] *= 1000
+    made = {
+        "normal": x, "outlier": x, "constant": one.expand(tokens), "zeros": 0 * x, "signed zeros": torch.where(x > 0, 0.0, -0.0),
+        "subnormal": x * float(info.smallest_normal) / 4, "far": 3000 + x / 300, "tiny": x * 1e-7, "greatest": x.sign() * 32000,
+    }  # fmt: skip
+    if kind == "any":
+        bits = torch.randint(-(2**15), 2**15, (tokens,), generator=noise).to(torch.int16)
+        found = bits.view(dtype) if dtype.itemsize == 2 else (bits.int() << 16 | bits.int() & 0xFFFF).view(dtype)
+        return torch.where(found.isfinite() & (found.abs() <= 32752), found, 1.0).to(dtype)
+    return made[kind].to(dtype)
+
+
+@st.composite
+def pages(draw, reference="int8"):
+    """A layout and [tokens, channels] that a float16 reaches."""
+    layout = Layout(
+        draw(st.integers(1, 100)), draw(st.sampled_from((8, 16, 72))), draw(st.sampled_from(DTYPES)), draw(st.sampled_from((4, 3, 2))),
+        0, draw(st.booleans()), reference,
+    )  # fmt: skip
+    layout = replace(layout, sinks=draw(st.integers(0, min(layout.tokens, 40))))
+    noise = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
+    kinds = draw(st.lists(st.sampled_from(KINDS), min_size=8, max_size=8))
+    return layout, torch.stack([numbers(kinds[c % 8], layout.tokens, layout.dtype, noise) for c in range(layout.channels)], 1)
+
+
+def same(a, b):
+    """Bit for bit."""
+    return torch.equal(as_bytes(a), as_bytes(b))
+
+
+def bounds_of(x, layout):
+    """Twice what one number may be off: of the scales that cover each chunk, float64 [tokens, channels]."""
+    wide = torch.empty(x.shape, dtype=torch.float64)
+    page = x[layout.sinks :].double()
+    channel = (page.amax(0) - page.amin(0)) if len(page) else torch.zeros(x.shape[1])
+    for row in range(layout.rows):
+        begin, end = max(row * CHUNK, layout.sinks), min((row + 1) * CHUNK, layout.tokens)
+        if end > begin:
+            some = x[begin:end].double()
+            reach = some.amax(0) - some.amin(0)
+            # Short scales count steps, of which mu and sigma are off by one each.
+            wide[begin:end] = reach * (1 + 2**-9) + some.abs().amax(0) * 2**-10 + channel * layout.short_scales * 3 / 254 + 2**-23
+    return wide
+
+
+@settings(max_examples=60, deadline=None)
+@given(pages())
+def test_numbers_are_off_by_half_a_step_at_most(page):
+    layout, x = page
+    streams = encode(x, layout)
+    if len(streams.anchor) == layout.raw_bytes:
+        assert layout.always_raw or layout.short_scales
+        assert same(decode(*streams, layout), x)
+        return
+    rounding = x.double().abs() * torch.finfo(layout.dtype).eps + torch.finfo(layout.dtype).tiny
+    fine, anchors = levels.fine_levels(layout.bits), levels.levels(layout.bits)
+    coarse = levels.bounds(layout.bits)
+    widest = max(max(b - c, c - a) for a, c, b in zip(coarse[:-1], anchors, coarse[1:], strict=True))
+    for residual, off in ((None, widest), (streams.residual, 0.51 * max(b - a for a, b in zip(fine, fine[1:])))):
+        found = decode(streams.anchor, residual, layout)
+        assert same(found[: layout.sinks], x[: layout.sinks])
+        error = (found.double() - x.double()).abs()[layout.sinks :]
+        assert torch.all(error <= (off * bounds_of(x, layout) + rounding + 2**-24)[layout.sinks :])
+
+
+@settings(max_examples=80, deadline=None)
+@given(pages("exact"))
+def test_an_exact_residual_restores_the_pools_bits(page):
+    layout, x = page
+    streams = encode(x, layout)
+    assert same(decode(*streams, layout), x)
+    assert torch.equal(streams.anchor, encode(x, replace(layout, reference="int8")).anchor)
+    assert torch.equal(decode(streams.anchor, None, layout), decode(streams.anchor, None, replace(layout, reference="int8")))
+
+
+@settings(max_examples=40, deadline=None)
+@given(pages("exact"), st.sampled_from((float("nan"), float("inf"), -float("inf"), 65535.0, -7e37)), st.randoms())
+def test_what_a_float16_does_not_reach_is_stored_as_it_is(page, value, random):
+    layout, x = page
+    if layout.dtype == torch.float16 and math.isfinite(value):
+        value = -value * math.inf
+    token, channel = random.randrange(layout.tokens), random.randrange(layout.channels)
+    x[token, channel] = value
+    for reference in ("int8", "exact"):
+        asked = replace(layout, reference=reference)
+        streams = encode(x, asked)
+        assert token < layout.sinks or len(streams.anchor) == layout.raw_bytes and len(streams.residual) == 0
+        assert streams.anchor[0] == (len(streams.anchor) == layout.raw_bytes)
+        found = decode(*streams, asked)
+        if reference == "exact" or streams.anchor[0]:
+            assert same(found, x)
+        else:
+            assert same(found[: layout.sinks], x[: layout.sinks]) and found[layout.sinks :].isfinite().all()
+
+
+def test_scales_that_overflow_are_stored_as_they_are():
+    x = torch.zeros(64, 8, dtype=torch.bfloat16)
+    x[:, 3] = torch.where(torch.arange(64) % 32 > 0, 60000.0, -65280.0)
+    layout = Layout(64, 8, torch.bfloat16)
+    assert len(encode(x, layout).anchor) == layout.raw_bytes
+    x[:, 3] /= 4
+    assert len(encode(x, layout).anchor) == layout.coded_bytes
+
+
+@pytest.mark.parametrize(("bits", "dtype"), product((4, 3, 2), DTYPES))
+def test_streams_have_the_layouts_sizes_and_extremes_are_exact_in_the_anchor(bits, dtype):
+    x = (torch.arange(128) % 2 * 6 - 3).to(dtype)[:, None].repeat(1, 16)
+    layout = Layout(128, 16, dtype, bits)
+    anchor, residual = encode(x, layout)
+    assert len(anchor) * 8 == 8 * HEADER + x.numel() * (bits + 1) and len(residual) * 8 == x.numel() * (8 - bits)
+    assert torch.equal(decode(anchor, None, layout), x)
+
+
+def test_algorithm_1s_split():
+    assert levels.greatest(4) == 112 and levels.greatest(3) == 96 and levels.greatest(2) == 64
+    for bits in levels.ANCHORS:
+        rest = 8 - bits
+        i = torch.arange(levels.greatest(bits) + 1)
+        v = i + 2 ** (rest - 1) - 1 >> rest
+        edges = torch.tensor(levels.fine_bounds(bits), dtype=torch.float64)
+        below = torch.tensor(levels.bounds(bits), dtype=torch.float64)
+        # The anchor's bounds are among those of I, where V changes.
+        assert edges[1:][v[1:] != v[:-1]].tolist() == below[2 ** (bits - 1) + 1 : -1].tolist()
+        assert below.tolist() == sorted(below.tolist()) and torch.equal(below, -below.flip(0))
+        # 13 bits and a float16's 11 fit float32: the product is exact.
+        halves = torch.rand(1000, generator=torch.Generator().manual_seed(2)).half()
+        for table in (levels.fine_bounds(bits), levels.fine_levels(bits), levels.levels(bits)):
+            exact = halves.double()[:, None] * torch.tensor(table, dtype=torch.float64)
+            assert torch.equal(exact.float().double(), exact)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(2, 6), st.integers(1, 40), st.integers(1, 9), st.integers(0, 2**20))
+def test_planes_hold_codes(bits, tokens, words, seed):
+    codes = torch.randint(2**bits, (tokens, 8 * words), generator=torch.Generator().manual_seed(seed)).to(torch.uint8)
+    packed = planes.packed(codes, bits)
+    assert len(packed) == tokens * words * bits
+    assert torch.equal(planes.unpacked(packed, bits, tokens), codes)
+
+
+def test_a_page_goes_from_slots_to_slots_and_touches_no_others():
+    noise = torch.Generator().manual_seed(4)
+    pools = [torch.randn(200, 2, 8, generator=noise).bfloat16() for _ in range(3)]
+    pools[1][7, 1, 1] = math.nan
+    layout = Layout(40, 16, torch.bfloat16, sinks=4, reference="exact")
+    slots, targets = (torch.randperm(200, generator=noise)[:40] for _ in range(2))
+    slots[9] = 7
+    streams = encode_parts(pools, layout, slots)
+    assert [int(each.anchor[0]) for each in streams] == [0, 1, 0]
+    outs = [torch.full_like(pool, 5) for pool in pools]
+    decode_parts([each.anchor for each in streams], [each.residual for each in streams], layout, outs, targets)
+    for pool, out in zip(pools, outs, strict=True):
+        assert same(out[targets], pool[slots])
+        out[targets] = 5
+        assert torch.all(out == 5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tokens": 0}, "tokens=0: a page has at least 1"),
+        ({"channels": 12}, "channels=12: a multiple of 8; fill up"),
+        ({"dtype": torch.float64}, "dtype=torch.float64: one of"),
+        ({"bits": 8}, "bits=8: an anchor has one of"),
+        ({"sinks": 41}, "sinks=41: from 0 to the page's 40 tokens"),
+        ({"reference": "fp8"}, "reference='fp8': one of"),
+    ],
+)
+def test_a_layout_refuses_what_it_is_not(options, message):
+    with pytest.raises(ValueError, match=message):
+        Layout(**{"tokens": 40, "channels": 16, "dtype": torch.bfloat16} | options)
+
+
+def test_streams_and_tensors_that_do_not_fit_are_refused():
+    layout = Layout(40, 16, torch.bfloat16)
+    x = torch.randn(40, 16).bfloat16()
+    anchor, residual = encode(x, layout)
+    for wrong, message in ((x.float(), "contiguous channels"), (x[:, :8], "contiguous channels"), (x[:39], "has 40 tokens")):
+        with pytest.raises(ValueError, match=message):
+            encode(wrong, layout)
+    with pytest.raises(ValueError, match="an anchor stream of 7 bytes"):
+        decode(anchor[:7], None, layout)
+    with pytest.raises(ValueError, match="a residual of 319 bytes"):
+        decode(anchor, residual[:-1], layout)
+    exact = replace(layout, reference="exact")
+    with pytest.raises(ValueError, match="an exact residual of .* bytes: its anchor has"):
+        decode(anchor, encode(x, exact).residual[:-8], exact)
