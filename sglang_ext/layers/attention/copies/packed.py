@@ -3,7 +3,9 @@
 In PyTorch it is products with codes, scales outside of them: with a scale for each channel of a group of tokens
 ``q . (s * c + z) = (q * s) . c + q . z``; with one for each token ``s_t * (q . c_t) + z_t * sum(q)``, and likewise of the values,
 whose weights take the scales. What was rotated before it was quantized is met by rotated queries, and what comes of rotated values
-is rotated back. Blocks with outliers, or with keys from before rotary embedding, have no such products: they are made whole.
+is rotated back. Other blocks are made whole: of those with outliers, with keys from before rotary embedding, or whose scales are
+shared by tokens and channels there are no such products, and of values that share scales along tokens there are as many as there
+are groups, which takes longer.
 """
 
 from typing import TYPE_CHECKING
@@ -62,20 +64,20 @@ def packed_attention(
 
 def _far_scores(packing: Packing, rows: torch.Tensor, block: Quantized, levels: torch.Tensor | None) -> torch.Tensor:
     """Products with packed keys, as :func:`key_scores`."""
-    if packing.keys.plain:
+    if packing.keys.plain and 1 in packing.keys.grid:
         return key_scores(rows, block, packing.keys.grid, levels)
     return rows @ packing.whole(block, packing.keys, levels).mT
 
 
 def _far_sums(packing: Packing, weights: torch.Tensor, block: Quantized, levels: torch.Tensor | None) -> torch.Tensor:
     """Sums of packed values, as :func:`weighted_values`."""
-    if packing.values.plain:
-        return weighted_values(weights, block, packing.values.grid, levels)
+    if packing.values.plain and packing.values.grid.tokens == 1:
+        return weighted_values(weights, block, levels)
     return weights @ packing.whole(block, packing.values, levels)
 
 
 def key_scores(rows: torch.Tensor, block: Quantized, grid: Grid, levels: torch.Tensor | None) -> torch.Tensor:
-    """Products of ``rows``, float32 [heads, rows, dim], with packed keys: [heads, rows, tokens]."""
+    """Products of ``rows``, float32 [heads, rows, dim], with keys packed by channel or by token: [heads, rows, tokens]."""
     heads, count, dim = rows.shape
     numbers = meant(block.codes, levels)
     if grid.channels == 1:
@@ -87,8 +89,8 @@ def key_scores(rows: torch.Tensor, block: Quantized, grid: Grid, levels: torch.T
     return (parts @ numbers.mT * scale + parts.sum(-1, True) * zero).sum(1)
 
 
-def weighted_values(weights: torch.Tensor, block: Quantized, grid: Grid, levels: torch.Tensor | None) -> torch.Tensor:
-    """Sums of packed values with ``weights``, float32 [heads, rows, tokens]: [heads, rows, dim]."""
+def weighted_values(weights: torch.Tensor, block: Quantized, levels: torch.Tensor | None) -> torch.Tensor:
+    """Sums of values packed by token with ``weights``, float32 [heads, rows, tokens]: [heads, rows, dim]."""
     numbers, scale, zero = _by_token(meant(block.codes, levels), block)
     weights = weights[:, None]
     return (weights * scale @ numbers + (weights * zero).sum(-1, True)).transpose(1, 2).flatten(2)

@@ -1,7 +1,7 @@
 """Pack what each KV head keeps into the blocks of a compressed copy (packed_layout.py): a launch for keys, one for values.
 
 A program packs blocks of one head of one layer. Codes, scales and zero points are those that PyTorch finds
-(compressors/contracts/quantizer.py, turboquant.py), within rounding: a number halfway between two codes may get the other one.
+(compressors/contracts/quantizer.py, turboquant.py, lynx.py), within rounding: a number halfway between two codes may get the other one.
 """
 
 import torch
@@ -69,15 +69,31 @@ def _evenly(groups, LAST: tl.constexpr):
 
 
 @triton.jit
-def _by_levels(groups, thresholds, LAST: tl.constexpr):
-    """The same where codes mean levels, between which lie the ``thresholds`` for a vector of length 1: scales are lengths."""
+def _by_levels(groups, bounds, LAST: tl.constexpr):
+    """The same where codes mean levels, between which lie the ``bounds`` for a vector of length 1: scales are lengths."""
     norm = tl.sqrt_rn(tl.sum(tl.sum(groups * groups, 3, keep_dims=True), 1, keep_dims=True))
-    bound = tl.maximum(norm, 1e-30)
+    length = tl.maximum(norm, 1e-30)
     # Counted in float32: that takes two instructions for each number and level, integers three.
     codes = tl.zeros_like(groups) + ROUNDING
     for level in tl.static_range(LAST):
-        codes += tl.where(groups > tl.load(thresholds + level) * bound, 1.0, 0.0)
+        codes += tl.where(groups > tl.load(bounds + level) * length, 1.0, 0.0)
     return codes.to(tl.int32, bitcast=True) & LAST, _rounded(norm), tl.zeros_like(norm)
+
+
+@triton.jit
+def _centred(groups, bounds, LAST: tl.constexpr):
+    """The same where codes count the ``bounds`` that distances from a group's mean reach, over the greatest of them."""
+    zero = _rounded(tl.sum(tl.sum(groups, 3, keep_dims=True), 1, keep_dims=True) / (groups.shape[1] * groups.shape[3]))
+    apart = groups - zero
+    most = tl.minimum(tl.max(tl.max(tl.abs(apart), 3, keep_dims=True), 1, keep_dims=True), LARGEST)
+    # Up to the next float16 where the nearest is less: its bits are those of an integer that is greater by one.
+    near = most.to(tl.float16)
+    less = (near.to(tl.float32) < most).to(tl.int16)
+    scale = (near.to(tl.int16, bitcast=True) + less).to(tl.float16, bitcast=True).to(tl.float32)
+    codes = tl.zeros_like(groups) + ROUNDING
+    for code in tl.static_range(LAST):
+        codes += tl.where(apart >= tl.load(bounds + code) * scale, 1.0, 0.0)
+    return codes.to(tl.int32, bitcast=True) & LAST, scale, zero
 
 
 @triton.jit
@@ -112,13 +128,14 @@ def _turned_by_parts(buffer, source, slot_stride, rotation, DIM: tl.constexpr, P
 
 @triton.jit(do_not_specialize=("blocks",), do_not_specialize_on_alignment=("kept", "sources", "targets"))
 def pack_tiles(
-    table, like, kept, sources, targets, rotation, thresholds, blocks, slot_stride, head_stride, HEADS: tl.constexpr,
+    table, like, kept, sources, targets, rotation, bounds, blocks, slot_stride, head_stride, HEADS: tl.constexpr,
     DIM: tl.constexpr, TOKENS: tl.constexpr, BITS: tl.constexpr, SHARING: tl.constexpr, CHANNELS: tl.constexpr,
-    SLOTS: tl.constexpr, BLOCKS: tl.constexpr, PART: tl.constexpr,
+    SLOTS: tl.constexpr, BLOCKS: tl.constexpr, PART: tl.constexpr, FINDING: tl.constexpr,
 ):  # fmt: skip
     """``BLOCKS`` blocks of one head; scales are shared by ``SHARING`` tokens and ``CHANNELS`` channels.
 
-    PART: channels that are rotated at once; below ``DIM`` the rotation is read for each block.
+    PART: channels that are rotated at once; below ``DIM`` the rotation is read for each block. FINDING: as of a quantizer, where
+    ``bounds`` are its.
     """
     SIZE: tl.constexpr = like.dtype.element_ty.primitive_bitwidth // 8
     CELL: tl.constexpr = DIM * SIZE
@@ -141,10 +158,12 @@ def pack_tiles(
             if rotation is not None:
                 numbers = _turned(numbers, turning[0], turning[1])
         groups = tl.reshape(numbers.to(tl.float32), (TOKENS // SHARING, SHARING, DIM // CHANNELS, CHANNELS))
-        if thresholds is None:
+        if FINDING == "evenly":
             codes, scale, zero = _evenly(groups, (1 << BITS) - 1)
+        elif FINDING == "levels":
+            codes, scale, zero = _by_levels(groups, bounds, (1 << BITS) - 1)
         else:
-            codes, scale, zero = _by_levels(groups, thresholds, (1 << BITS) - 1)
+            codes, scale, zero = _centred(groups, bounds, (1 << BITS) - 1)
         cells, slots = buffer.to(tl.pointer_type(tl.uint8)), targets + block * SLOTS
         _store_codes(tl.reshape(codes, (TOKENS, DIM)), cells, slots, slot_stride * SIZE, BITS, CELL)
         _store_parameters(tl.reshape(scale, (COUNT,)).to(tl.float16), cells, slots, slot_stride * SIZE, CODES, CELL)
@@ -173,34 +192,32 @@ def pack_blocks(
     tables = (buffers.key_table, buffers.value_table)
     kinds = zip(tables, (buffers.keys[0], buffers.values[0]), (packing.keys, packing.values), strict=True)
     kept = kept.contiguous()
-    rotations, levels = packing.rotations(kept.device), packing.levels(kept.device)
-    for (table, like, layout), rotation, meanings in zip(kinds, rotations, levels, strict=True):
+    for (table, like, layout), rotation in zip(kinds, packing.rotations(kept.device), strict=True):
         rotation = None if rotation is None else rotation.contiguous()
-        thresholds = (meanings[1:] + meanings[:-1]) / 2 if packing.quantizer.finding == "levels" else None
-        _launch(table, like, layout, packing.block_slots, kept, sources, targets, rotation, thresholds)
+        _launch(table, like, layout, packing, kept, sources, targets, rotation)
 
 
 def _launch(
     table: torch.Tensor,
     like: torch.Tensor,
     layout: Layout,
-    block_slots: int,
+    packing: Packing,
     kept: torch.Tensor,
     sources: torch.Tensor,
     targets: torch.Tensor,
     rotation: torch.Tensor | None,
-    thresholds: torch.Tensor | None,
 ) -> None:
     """Pack keys, or values."""
     layers, heads, tokens = kept.shape
     blocks, share = tokens // layout.tokens, BLOCKS if rotation is None else ROTATED_BLOCKS
+    finding, bounds = packing.quantizer.finding, packing.quantizer.bounds_on(kept.device, layout.dim)
 
     def launch(part: int) -> None:
         pack_tiles[(heads * triton.cdiv(blocks, share), layers)](
-            table, like, kept, sources, targets, rotation, thresholds, blocks, like.stride(0), like.stride(1), HEADS=heads,
+            table, like, kept, sources, targets, rotation, bounds, blocks, like.stride(0), like.stride(1), HEADS=heads,
             DIM=layout.dim, TOKENS=layout.tokens, BITS=layout.bits, SHARING=layout.grid.tokens, CHANNELS=layout.grid.channels,
-            SLOTS=block_slots, BLOCKS=share, PART=part, num_warps=WARPS if like.element_size() == 2 else WIDE_WARPS,
-            num_stages=STAGES,
+            SLOTS=packing.block_slots, BLOCKS=share, PART=part, FINDING=finding,
+            num_warps=WARPS if like.element_size() == 2 else WIDE_WARPS, num_stages=STAGES,
         )  # fmt: skip
 
     parts = (layout.dim,) if rotation is None else (layout.dim, ROTATED_PART)
@@ -208,5 +225,5 @@ def _launch(
     def what() -> str:
         return f"packing KV of {layout.dim} channels a head in {dtype_name(like.dtype)}"
 
-    key = ("pack", layout, rotation is None, thresholds is None, like.dtype, like.device)
+    key = ("pack", layout, rotation is None, finding, like.dtype, like.device)
     launch_fitting(parts, launch, key, what, "pass --kv-compressor kivi")

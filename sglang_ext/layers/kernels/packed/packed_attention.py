@@ -23,14 +23,15 @@ def _queries(
 
 @triton.jit
 def _step_parameters(
-    numbers, table, step, end, first, offset, STRIDE: tl.constexpr, COUNT: tl.constexpr, CELL: tl.constexpr, slot_numbers,
-    PART: tl.constexpr, UNIT: tl.constexpr, BITS: tl.constexpr, STEPS: tl.constexpr, BLOCK_SLOTS: tl.constexpr,
+    numbers, table, step, end, first, offset, SPAN: tl.constexpr, STRIDE: tl.constexpr, COUNT: tl.constexpr, CELL: tl.constexpr,
+    slot_numbers, PART: tl.constexpr, UNIT: tl.constexpr, BITS: tl.constexpr, STEPS: tl.constexpr, BLOCK_SLOTS: tl.constexpr,
     CODE_CELLS: tl.constexpr,
 ):  # fmt: skip
-    """Scales and zero points of a step; beyond the last one, which are not used, those of another."""
+    """Scales and zero points of a step, which ``SPAN`` steps share; beyond the last one, which are not used, those of another."""
     step = tl.maximum(tl.minimum(step, end - 1), 0)
     slots = table + step // STEPS * BLOCK_SLOTS + CODE_CELLS
-    return parameters(numbers, slots, first + step % STEPS * STRIDE, offset, COUNT, CELL, slot_numbers, PART, UNIT, BITS)
+    first += step % STEPS // SPAN * STRIDE
+    return parameters(numbers, slots, first, offset, COUNT, CELL, slot_numbers, PART, UNIT, BITS)
 
 
 @triton.jit
@@ -39,12 +40,14 @@ def _packed_part(
     partial, lse, place, key_slot, value_slot, GROUP: tl.constexpr, M: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     COLUMNS: tl.constexpr, VALUE_COLUMNS: tl.constexpr, BITS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     BLOCK_SLOTS: tl.constexpr, CODE_CELLS: tl.constexpr, KEY_CELL: tl.constexpr, VALUE_CELL: tl.constexpr,
-    KEY_GROUPS: tl.constexpr, KEY_UNIT: tl.constexpr, VALUE_UNIT: tl.constexpr, TABLE: tl.constexpr, FAST: tl.constexpr,
-    STEP: tl.constexpr, LIKE: tl.constexpr,
+    KEY_TOKENS: tl.constexpr, KEY_UNIT: tl.constexpr, VALUE_TOKENS: tl.constexpr, VALUE_UNIT: tl.constexpr,
+    TABLE: tl.constexpr, FAST: tl.constexpr, STEP: tl.constexpr, LIKE: tl.constexpr,
 ):  # fmt: skip
     """Softmax over the blocks [first, last) of a request's row.
 
-    Bytes and numbers begin at the head's cells; ``key_slot`` and ``value_slot``: bytes from one slot to the next.
+    Bytes and numbers begin at the head's cells; ``key_slot`` and ``value_slot``: bytes from one slot to the next. Scales are shared
+    by KEY_TOKENS tokens of a channel, or by a token's KEY_UNIT channels, which are all; those of values by VALUE_TOKENS tokens of a
+    channel, or by VALUE_UNIT channels of a token.
     """
     PARTS: tl.constexpr = 8 // BITS
     STEPS: tl.constexpr = BLOCK_TOKENS // STEP
@@ -52,10 +55,8 @@ def _packed_part(
     PART: tl.constexpr = DIM // PARTS
     VALUE_PART: tl.constexpr = VALUE_DIM // PARTS
     VALUE_GROUPS: tl.constexpr = VALUE_DIM // VALUE_UNIT
-    KEY_SCALES: tl.constexpr = BLOCK_TOKENS if KEY_UNIT == DIM else KEY_GROUPS * DIM
-    # Values are read in groups of bytes that share a scale, where these are whole; else byte by byte.
-    WHOLE: tl.constexpr = VALUE_COLUMNS == VALUE_PART and VALUE_PART % VALUE_UNIT == 0
-    WIDTH: tl.constexpr = VALUE_COLUMNS if VALUE_GROUPS == 1 else VALUE_UNIT if WHOLE else 1
+    KEY_SCALES: tl.constexpr = BLOCK_TOKENS // KEY_TOKENS * (DIM // KEY_UNIT)
+    VALUE_SCALES: tl.constexpr = BLOCK_TOKENS // VALUE_TOKENS * VALUE_GROUPS
     channel = tl.arange(0, COLUMNS)
     q0 = _queries(queries, channel, row, scaling, 0, PART, DIM, GROUP, LIKE)
     q1, q2, q3 = q0, q0, q0
@@ -67,8 +68,10 @@ def _packed_part(
     # What says where a tile lies, or scales it, is loaded without the tile's other axes, or Triton would arrange the tile by it.
     # Bytes that pad a part are read as its last one, whose query is 0; of values they are never stored.
     BY_TOKEN: tl.constexpr = KEY_UNIT == DIM
-    OUTER: tl.constexpr = STEP if BY_TOKEN else STEP * KEY_GROUPS // BLOCK_TOKENS
-    # Scales of keys from one step to the next.
+    # Groups of keys along a step's tokens, and steps that share a group's scales.
+    OUTER: tl.constexpr = STEP // KEY_TOKENS if STEP > KEY_TOKENS else 1
+    KEY_SPAN: tl.constexpr = KEY_TOKENS // STEP if KEY_TOKENS > STEP else 1
+    # Scales of keys from one such step to the next.
     KEY_STRIDE: tl.constexpr = OUTER * (1 if BY_TOKEN else DIM)
     outer = tl.arange(0, OUTER)[:, None]
     key_token = outer * (STEP // OUTER) + tl.arange(0, STEP // OUTER)[None, :]
@@ -76,13 +79,29 @@ def _packed_part(
     key_at = (key_token % CELL_TOKENS * PART)[:, :, None] + byte[None, None, :]
     key_first = outer if BY_TOKEN else outer * DIM
     key_offset = tl.zeros([1, 1], dtype=tl.int32) if BY_TOKEN else byte[None, :]
-    token, group = tl.arange(0, STEP), tl.arange(0, VALUE_COLUMNS // WIDTH)[None, :]
-    value_byte = (group * WIDTH)[:, :, None] + tl.arange(0, WIDTH)[None, None, :]
-    value_offset = group * WIDTH
-    if VALUE_COLUMNS > VALUE_PART:
-        value_byte, value_offset = tl.minimum(value_byte, VALUE_PART - 1), tl.minimum(value_offset, VALUE_PART - 1)
-    value_at = (token % CELL_TOKENS * VALUE_PART)[:, None, None] + value_byte
-    value_first = (token * VALUE_GROUPS)[:, None]
+    # Values lie as keys do where tokens of a channel share a scale. Else they are read in groups of bytes that share one, where these
+    # are whole, or byte by byte.
+    VALUES_BY_TOKEN: tl.constexpr = VALUE_TOKENS == 1
+    VALUE_AXIS: tl.constexpr = 2 if VALUES_BY_TOKEN else 1
+    VALUE_OUTER: tl.constexpr = STEP // VALUE_TOKENS if STEP > VALUE_TOKENS else 1
+    VALUE_SPAN: tl.constexpr = VALUE_TOKENS // STEP if VALUE_TOKENS > STEP else 1
+    VALUE_STRIDE: tl.constexpr = VALUE_OUTER * VALUE_GROUPS
+    WHOLE: tl.constexpr = VALUE_COLUMNS == VALUE_PART and VALUE_PART % VALUE_UNIT == 0
+    WIDTH: tl.constexpr = VALUE_COLUMNS if VALUE_GROUPS == 1 else VALUE_UNIT if WHOLE else 1
+    if VALUES_BY_TOKEN:
+        token, group = tl.arange(0, STEP), tl.arange(0, VALUE_COLUMNS // WIDTH)[None, :]
+        value_byte = (group * WIDTH)[:, :, None] + tl.arange(0, WIDTH)[None, None, :]
+        value_offset = group * WIDTH
+        if VALUE_COLUMNS > VALUE_PART:
+            value_byte, value_offset = tl.minimum(value_byte, VALUE_PART - 1), tl.minimum(value_offset, VALUE_PART - 1)
+        value_at = (token % CELL_TOKENS * VALUE_PART)[:, None, None] + value_byte
+        value_first = (token * VALUE_GROUPS)[:, None]
+    else:
+        value_outer = tl.arange(0, VALUE_OUTER)[:, None]
+        token = value_outer * (STEP // VALUE_OUTER) + tl.arange(0, STEP // VALUE_OUTER)[None, :]
+        value_offset = tl.minimum(tl.arange(0, VALUE_COLUMNS), VALUE_PART - 1)[None, :]
+        value_at = (token % CELL_TOKENS * VALUE_PART)[:, :, None] + value_offset[:, None, :]
+        value_first = value_outer * VALUE_GROUPS
     best = tl.zeros([M], dtype=tl.float32) - float("inf")
     total = tl.zeros([M], dtype=tl.float32)
     acc0 = tl.zeros([M, VALUE_COLUMNS], dtype=tl.float32)
@@ -90,21 +109,21 @@ def _packed_part(
     # Scales are loaded a step ahead: they lie behind two loads, one after the other.
     end = last * STEPS
     k_s0, k_z0, k_s1, k_z1, k_s2, k_z2, k_s3, k_z3 = _step_parameters(
-        key_numbers, table, first * STEPS, end, key_first, key_offset, KEY_STRIDE, KEY_SCALES, KEY_CELL,
+        key_numbers, table, first * STEPS, end, key_first, key_offset, KEY_SPAN, KEY_STRIDE, KEY_SCALES, KEY_CELL,
         key_slot // 2, PART, KEY_UNIT, BITS, STEPS, BLOCK_SLOTS, CODE_CELLS,
     )  # fmt: skip
     v_s0, v_z0, v_s1, v_z1, v_s2, v_z2, v_s3, v_z3 = _step_parameters(
-        value_numbers, table, first * STEPS, end, value_first, value_offset, STEP * VALUE_GROUPS,
-        BLOCK_TOKENS * VALUE_GROUPS, VALUE_CELL, value_slot // 2, VALUE_PART, VALUE_UNIT, BITS, STEPS,
+        value_numbers, table, first * STEPS, end, value_first, value_offset, VALUE_SPAN, VALUE_STRIDE,
+        VALUE_SCALES, VALUE_CELL, value_slot // 2, VALUE_PART, VALUE_UNIT, BITS, STEPS,
         BLOCK_SLOTS, CODE_CELLS,
     )  # fmt: skip
     for step in tl.range(first * STEPS, end):
         n_s0, n_z0, n_s1, n_z1, n_s2, n_z2, n_s3, n_z3 = _step_parameters(
-            key_numbers, table, step + 1, end, key_first, key_offset, KEY_STRIDE, KEY_SCALES, KEY_CELL, key_slot // 2, PART,
-            KEY_UNIT, BITS, STEPS, BLOCK_SLOTS, CODE_CELLS,
+            key_numbers, table, step + 1, end, key_first, key_offset, KEY_SPAN, KEY_STRIDE, KEY_SCALES, KEY_CELL, key_slot // 2,
+            PART, KEY_UNIT, BITS, STEPS, BLOCK_SLOTS, CODE_CELLS,
         )  # fmt: skip
         w_s0, w_z0, w_s1, w_z1, w_s2, w_z2, w_s3, w_z3 = _step_parameters(
-            value_numbers, table, step + 1, end, value_first, value_offset, STEP * VALUE_GROUPS, BLOCK_TOKENS * VALUE_GROUPS,
+            value_numbers, table, step + 1, end, value_first, value_offset, VALUE_SPAN, VALUE_STRIDE, VALUE_SCALES,
             VALUE_CELL, value_slot // 2, VALUE_PART, VALUE_UNIT, BITS, STEPS, BLOCK_SLOTS, CODE_CELLS,
         )  # fmt: skip
         # A step's cells of codes follow those of the steps before in its block.
@@ -112,7 +131,8 @@ def _packed_part(
         slot = tl.load(slots + key_token // CELL_TOKENS).to(tl.int64) * key_slot
         raw = tl.load(key_bytes + slot[:, :, None] + key_at)
         slot = tl.load(slots + token // CELL_TOKENS).to(tl.int64) * value_slot
-        value_raw = tl.load(value_bytes + slot[:, None, None] + value_at)
+        slot = slot[:, None, None] if VALUES_BY_TOKEN else slot[:, :, None]
+        value_raw = tl.load(value_bytes + slot + value_at)
         k0, k1, k2, k3 = dequantized(
             raw, k_s0, k_z0, k_s1, k_z1, k_s2, k_z2, k_s3, k_z3, key_levels, 1, BITS, TABLE, FAST, LIKE
         )  # fmt: skip
@@ -124,7 +144,7 @@ def _packed_part(
         best, rescale, p, total = softmax_step(qk, best, total, 0)
         p = tl.trans(p).to(LIKE)
         v0, v1, v2, v3 = dequantized(
-            value_raw, v_s0, v_z0, v_s1, v_z1, v_s2, v_z2, v_s3, v_z3, value_levels, 2, BITS, TABLE, FAST, LIKE
+            value_raw, v_s0, v_z0, v_s1, v_z1, v_s2, v_z2, v_s3, v_z3, value_levels, VALUE_AXIS, BITS, TABLE, FAST, LIKE
         )  # fmt: skip
         acc0 = tl.dot(p, tl.reshape(v0, (STEP, VALUE_COLUMNS)), acc0 * rescale[:, None])
         if PARTS > 1:
@@ -152,8 +172,8 @@ def packed_splits(
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr,
     COLUMNS: tl.constexpr, VALUE_COLUMNS: tl.constexpr, BITS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     BLOCK_SLOTS: tl.constexpr, CODE_CELLS: tl.constexpr, KEY_CELL: tl.constexpr, VALUE_CELL: tl.constexpr,
-    KEY_GROUPS: tl.constexpr, KEY_UNIT: tl.constexpr, VALUE_UNIT: tl.constexpr, TABLE: tl.constexpr, FAST: tl.constexpr,
-    STEP: tl.constexpr, PACKED: tl.constexpr, EXACT: tl.constexpr, N: tl.constexpr,
+    KEY_TOKENS: tl.constexpr, KEY_UNIT: tl.constexpr, VALUE_TOKENS: tl.constexpr, VALUE_UNIT: tl.constexpr,
+    TABLE: tl.constexpr, FAST: tl.constexpr, STEP: tl.constexpr, PACKED: tl.constexpr, EXACT: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     split, request = tl.program_id(0), tl.program_id(2)
     kv_head, row = head_and_rows(GROUP, M)
@@ -176,7 +196,7 @@ def packed_splits(
             value_numbers + value_at // 2, key_levels, value_levels, table, each * split,
             tl.minimum(each * (split + 1), blocks), scaling, row, partial, lse, place, key_slot * KEY_BYTES,
             value_slot * VALUE_BYTES, GROUP, M, DIM, VALUE_DIM, COLUMNS, VALUE_COLUMNS, BITS, BLOCK_TOKENS, BLOCK_SLOTS,
-            CODE_CELLS, KEY_CELL, VALUE_CELL, KEY_GROUPS, KEY_UNIT, VALUE_UNIT, TABLE, FAST, STEP,
+            CODE_CELLS, KEY_CELL, VALUE_CELL, KEY_TOKENS, KEY_UNIT, VALUE_TOKENS, VALUE_UNIT, TABLE, FAST, STEP,
             tl.float16 if FAST else LIKE,
         )  # fmt: skip
     else:

@@ -3,7 +3,8 @@
 Programs of a request's first splits read its packed blocks, those of the others its exact tokens; a second kernel joins what
 they found by log-sum-exp. What comes of packed and of exact tokens is summed apart where the former has to be rotated
 back. The splits' kernel is gluon/packed.py's where it takes the blocks (:func:`fragments`), else packed_attention.py's. Blocks
-that hold more than codes, scales and zero points have none.
+that hold more than codes, scales and zero points have none (:func:`check_readable`), nor have those whose scales are shared
+by tokens and channels.
 """
 
 import torch
@@ -13,7 +14,7 @@ from sglang_ext.layers.kernels.flash_parts import Parts
 from sglang_ext.layers.kernels.gluon import waves
 from sglang_ext.layers.kernels.gluon.constants import Fragments
 from sglang_ext.layers.kernels.gluon.fragments import TOKENS
-from sglang_ext.layers.kernels.packed.packed_launches import Call, launch_gluon, launch_triton
+from sglang_ext.layers.kernels.packed.packed_launches import BY_CHANNEL, Call, launch_gluon, launch_triton
 from sglang_ext.mem_cache.compressed.formats.packing import Packing
 
 # Tokens that share a channel's scale, sizes of a head, and most queries that share a KV head, in the Gluon kernel.
@@ -33,7 +34,8 @@ def has_tensor_cores(keys: torch.Tensor) -> bool:
 def fragments(packing: Packing, keys: torch.Tensor, values: torch.Tensor, group: int) -> Fragments | None:
     """The constants of the Gluon kernel; None where it does not take such blocks, or there is no GPU for it.
 
-    It takes codes of all bits in pools of 16 bits, with heads of 64 or 128 channels, unless codes mean levels of a table.
+    It takes codes of all bits in pools of 16 bits, with heads of 64 or 128 channels, unless codes mean levels of a table, or tokens
+    of values share scales.
 
     Args:
         packing: how blocks are packed.
@@ -46,7 +48,7 @@ def fragments(packing: Packing, keys: torch.Tensor, values: torch.Tensor, group:
         return None
     if key.dim not in DIMS or (value.dim, value.bits, value.tokens) != (key.dim, key.bits, key.tokens) or key.tokens != TOKENS:
         return None
-    if group > MOST_QUERIES or key.grid not in ((SHARED_TOKENS, 1), (1, key.dim)):
+    if group > MOST_QUERIES or key.grid not in ((SHARED_TOKENS, 1), (1, key.dim)) or value.grid.tokens > 1:
         return None
     made = Fragments(key.dim, group, key.bits, key.code_cells, value.grid.channels, by_channel=key.grid.channels == 1)
     whole_units = value.grid.channels == key.dim or made.bytes % value.grid.channels == 0
@@ -58,6 +60,29 @@ def warps_at_once(packing: Packing, keys: torch.Tensor, values: torch.Tensor, gr
     if fragments(packing, keys, values, group) is None:
         return None
     return torch.cuda.get_device_properties(keys.device).multi_processor_count * waves.RESIDENT
+
+
+def check_readable(packing: Packing) -> None:
+    """Raise where no kernel reads such blocks.
+
+    Raises:
+        OptionError: they hold more than codes, scales and zero points, or numbers share scales in another way than kernels know.
+    """
+    name = type(packing.quantizer).__name__.lower()
+    if not (packing.keys.plain and packing.values.plain):
+        raise OptionError(
+            f"blocks of {name} hold outliers, or keys from before rotary embedding, which no "
+            "kernel reads: pass --kv-compressor kivi, or --device cpu"
+        )
+    of_token = (packing.keys.grid == (1, packing.keys.dim), packing.values.grid.tokens == 1)
+    for kind, layout, by_token in zip(("keys", "values"), (packing.keys, packing.values), of_token):
+        tokens, channels = layout.grid
+        if not by_token and (channels > 1 or (BY_CHANNEL % tokens and tokens % BY_CHANNEL)):
+            raise OptionError(
+                f"{kind} of {name} share scales over {tokens} tokens and {channels} channels, which no kernel reads; kernels read "
+                f"groups in one channel, of tokens that divide {BY_CHANNEL} or are a multiple of it, whole keys of one token, and "
+                "channels of one token's values: give such grids, or pass --device cpu"
+            )
 
 
 def packed_decode(
@@ -86,13 +111,9 @@ def packed_decode(
         splits: parts of the blocks, and of the exact tokens, that are read at the same time.
 
     Raises:
-        OptionError: no tiles of such heads fit the GPU, or blocks hold what no kernel reads.
+        OptionError: no tiles of such heads fit the GPU, or blocks hold what no kernel reads (:func:`check_readable`).
     """
-    if not (packing.keys.plain and packing.values.plain):
-        raise OptionError(
-            f"blocks of {type(packing.quantizer).__name__.lower()} hold outliers, or keys from before rotary embedding, which no "
-            "kernel reads: pass --kv-compressor kivi, or --device cpu"
-        )
+    check_readable(packing)
     to_keys, to_values = packing.rotations(queries.device)
     queries = queries.contiguous()
     rotated = queries if to_keys is None else queries.float() @ to_keys

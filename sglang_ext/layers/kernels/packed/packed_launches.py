@@ -91,7 +91,7 @@ def launch_gluon(call: Call, constants: Fragments) -> None:
 def launch_triton(call: Call, fast: bool) -> None:
     """packed_attention.py's kernel; ``fast``: as its ``dequantized`` has it, where the method allows it."""
     keys, values, key, value = call.keys, call.values, call.packing.keys, call.packing.values
-    dim, kv_heads, by_channel = call.queries.shape[2], keys.shape[1], call.packing.keys.grid.channels == 1
+    dim, kv_heads, by_channel = call.queries.shape[2], keys.shape[1], max(key.grid.tokens, value.grid.tokens) > 1
     key_levels, value_levels = call.packing.levels(keys.device)
     table = key_levels is not None
     # Without a table the kernel reads none of it.
@@ -104,9 +104,10 @@ def launch_triton(call: Call, fast: bool) -> None:
             DIM=dim, PADDED_DIM=triton.next_power_of_2(dim), COLUMNS=_padded(key.token_bytes),
             VALUE_COLUMNS=_padded(value.token_bytes), BITS=key.bits, BLOCK_TOKENS=key.tokens,
             BLOCK_SLOTS=call.packing.block_slots, CODE_CELLS=key.code_cells, KEY_CELL=key.cell_bytes // 2,
-            VALUE_CELL=value.cell_bytes // 2, KEY_GROUPS=key.groups[0] if by_channel else 1, KEY_UNIT=key.grid.channels,
-            VALUE_UNIT=value.grid.channels, TABLE=table, FAST=fast and key.bits < 8 and not table, STEP=tile.tokens,
-            EXACT=call.parts.splits[1], N=min(EXACT, tile.tokens), num_warps=WARPS, num_stages=tile.stages, **call.parts.shape,
+            VALUE_CELL=value.cell_bytes // 2, KEY_TOKENS=key.grid.tokens, KEY_UNIT=key.grid.channels,
+            VALUE_TOKENS=value.grid.tokens, VALUE_UNIT=value.grid.channels, TABLE=table,
+            FAST=fast and key.bits < 8 and not table, STEP=tile.tokens, EXACT=call.parts.splits[1], N=min(EXACT, tile.tokens),
+            num_warps=WARPS, num_stages=tile.stages, **call.parts.shape,
         )  # fmt: skip
 
     # Where tokens share scales, a step is of whole groups of them.

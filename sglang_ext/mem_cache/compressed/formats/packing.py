@@ -37,7 +37,7 @@ class Packing:
         rotary: the model's rotary embedding, for a quantizer that takes keys as they were before it.
 
     Raises:
-        ValueError: attention has no products with numbers that share scales so, or the rotary embedding is missing.
+        ValueError: the rotary embedding is missing.
     """
 
     quantizer: Quantizer
@@ -47,12 +47,6 @@ class Packing:
     rotary: Rotary | None = None
 
     def __post_init__(self) -> None:
-        keys, values = self.keys.grid, self.values.grid
-        if (keys.channels > 1 and keys != (1, self.keys.dim)) or values.tokens > 1:
-            raise ValueError(
-                f"keys share scales over {keys.tokens} tokens and {keys.channels} channels, values over {values.tokens} and "
-                f"{values.channels}; let keys share them in one channel or in one whole token, values in one token"
-            )
         if self.keys.positions and self.rotary is None:
             raise ValueError("keys lie in blocks as before rotary embedding, and none is given: pass the model's")
 

@@ -17,9 +17,10 @@ from sglang_ext.mem_cache.compressed.formats.packed_layout import PARAMETER, Gri
 
 # Bounds of float16: scales and zero points stay finite.
 LARGEST = torch.finfo(PARAMETER).max
-# How codes are found where a kernel can, too: evenly over the range of a group, as Quantizer.quantize does, or as the nearest of
-# the levels, for vectors over their lengths, which are the scales, as TurboQuant.quantize does.
-Finding = Literal["evenly", "levels"]
+# How codes are found where a kernel can, too: evenly over the range of a group, as Quantizer.quantize does; as the nearest of
+# the levels, for vectors over their lengths, which are the scales, as TurboQuant.quantize does; or by the bounds that numbers
+# reach, for distances from a group's mean over the greatest of them, as Lynx.quantize does.
+Finding = Literal["evenly", "levels", "centred"]
 
 
 @dataclass(frozen=True)
@@ -54,11 +55,11 @@ class Quantizer(ABC):
 
     @abstractmethod
     def key_grid(self, dim: int) -> Grid:
-        """Numbers of keys with ``dim`` channels that share a scale: of one channel, or all of one token."""
+        """Numbers of keys with ``dim`` channels that share a scale. Kernels read those of one channel, or all of one token."""
 
     @abstractmethod
     def value_grid(self, dim: int) -> Grid:
-        """Numbers of values with ``dim`` channels that share a scale: of one token."""
+        """Numbers of values with ``dim`` channels that share a scale. Kernels read those of one channel, or of one token."""
 
     def rotation(self, dim: int) -> torch.Tensor | None:
         """What vectors are multiplied with before they are quantized: float32 [dim, dim], orthogonal; None for nothing."""
@@ -67,6 +68,11 @@ class Quantizer(ABC):
     def levels(self, dim: int) -> torch.Tensor | None:
         """Numbers that the codes mean: float32 [2 ** bits], ascending; None for the codes themselves."""
         return None
+
+    def bounds(self, dim: int) -> torch.Tensor | None:
+        """Between which numbers codes change, where they mean levels: float32 [2 ** bits - 1], ascending; midpoints of the levels."""
+        levels = self.levels(dim)
+        return None if levels is None else (levels[1:] + levels[:-1]) / 2
 
     def outliers(self, dim: int) -> int:
         """Numbers of a block of heads with ``dim`` channels that are kept beside its codes."""
@@ -79,6 +85,10 @@ class Quantizer(ABC):
     def levels_on(self, device: torch.device, dim: int) -> torch.Tensor | None:
         """:meth:`levels` on a device, as :meth:`rotation_on`."""
         return _moved_once(self, "levels", device, dim)
+
+    def bounds_on(self, device: torch.device, dim: int) -> torch.Tensor | None:
+        """:meth:`bounds` on a device, as :meth:`rotation_on`."""
+        return _moved_once(self, "bounds", device, dim)
 
     def quantize(self, numbers: torch.Tensor, grid: Grid) -> Quantized:
         """Codes of ``numbers``, float32 [heads, blocks, tokens, dim], rotated already.
