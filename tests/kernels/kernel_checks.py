@@ -14,7 +14,7 @@ from gluon_checks import check_packed_gluon  # noqa: E402
 from lynx_checks import check_lynx  # noqa: E402
 from pack_checks import check_pack_blocks  # noqa: E402
 from packed_backend import Pool, check_packed_backend  # noqa: E402
-from packed_helpers import KERNEL_KINDS, attention, packed_pool  # noqa: E402
+from packed_helpers import KERNEL_KINDS, Gridded, attention, packed_pool, pool_by  # noqa: E402
 from pointer_checks import check_pointers  # noqa: E402
 from uneven_checks import check_scatter_cells, check_uneven_backend  # noqa: E402
 
@@ -33,6 +33,7 @@ from sglang_ext.layers.kernels.verify_sizes import (  # noqa: E402
 )
 from sglang_ext.layers.kernels.window_scores import window_scores  # noqa: E402
 from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells, KeptCells  # noqa: E402
+from sglang_ext.mem_cache.compressed.formats.packed_layout import Grid  # noqa: E402
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers  # noqa: E402
 from sglang_ext.mem_cache.host_tier.checksums import SUMMED_WORD, PageChecksums, as_words  # noqa: E402
 
@@ -240,33 +241,47 @@ def check_verify_backend():
         assert torch.equal(pool.keys[batch.out_cache_loc], k)
 
 
+# Bits, grids of keys and of values, and tokens of a block, of heads of 64 channels: groups of fewer and of more tokens than a step's.
+GRIDS = (
+    (4, Grid(16, 1), Grid(64, 1), 64), (8, Grid(64, 1), Grid(16, 1), 64), (2, Grid(1, 64), Grid(32, 1), 64),
+    (4, Grid(128, 1), Grid(128, 1), 128), (4, Grid(32, 1), Grid(1, 16), 64),
+)  # fmt: skip
+
+
 def check_packed_decode():
-    """Attention over what packed and exact tokens mean, for the quantizers it reads, all groups, sizes and lengths, in one batch."""
+    """Attention over what packed and exact tokens mean: all quantizers it reads, groups, sizes and lengths, and other grids."""
     # The interpreter has no products of bfloat16.
     half = torch.float16 if DEVICE == "cpu" else torch.bfloat16
     shapes = ((3, 64, 2, 3, (3, 2), torch.float32), (1, 32, 1, 5, (16, 4), torch.float32), (8, 80, 1, 1, (2, 1), half))
     for number, (name, bits) in enumerate(KERNEL_KINDS):
         group, dim, heads, blocks, splits, dtype = shapes[number % len(shapes)]
-        pool = packed_pool(name, bits, blocks, 75, heads=heads, dim=dim, dtype=dtype)
-        keys, values = (part[0].to(DEVICE) for part in (pool.buffers.keys, pool.buffers.values))
-        packed, width = pool.packed, len(pool.row)
-        # Rows with blocks and all, few, or one exact token after them; rows without any.
-        table = torch.zeros(6, width, dtype=torch.int32)
-        table[4], table[1], table[2, :75], table[5] = pool.row, pool.row, pool.row[packed:], pool.row
-        rows, lengths = torch.tensor([4, 2, 5, 1]), torch.tensor([width, 40, packed + 1, packed + 33])
-        slots = torch.tensor([0, packed, 0, 0, packed, packed], dtype=torch.int32)
-        queries = torch.randn(4, heads * group, dim, generator=torch.Generator().manual_seed(number)).to(dtype)
-        found = packed_decode(
-            pool.packing, queries.to(DEVICE), keys, values, *(t.to(DEVICE) for t in (table, rows, lengths, slots)), 0.1, splits
-        ).cpu()
-        tokens = pool.keys.shape[1] - 75
-        for request, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist())):
-            first = 0 if slots[row] else tokens
-            last = tokens + length - int(slots[row])
-            expected = attention(queries[request][None], pool.keys[:, first:last], pool.values[:, first:last], 0.1)[0]
-            tolerance = 1e-5 if DEVICE == "cpu" and dtype == torch.float32 else 5e-3 if dtype != torch.bfloat16 else 3e-2
-            worst = float((found[request].double() - expected).abs().max() / expected.abs().max())
-            assert worst < tolerance, (name, bits, request, worst)
+        check_packed_pool(packed_pool(name, bits, blocks, 75, heads=heads, dim=dim, dtype=dtype), group, splits)
+    for number, (bits, keys, values, block) in enumerate(GRIDS):
+        packs = Gridded(bits, block, keys=keys, values=values)
+        check_packed_pool(pool_by(packs, 2, 75, heads=1, dtype=(torch.float32, half)[number % 2]), 3, (2, 1))
+
+
+def check_packed_pool(pool, group, splits):
+    """Rows with blocks and all, few, or one exact token of 75 after them; rows without any."""
+    (_, heads, dim), dtype = pool.buffers.keys[0].shape, pool.buffers.keys[0].dtype
+    keys, values = (part[0].to(DEVICE) for part in (pool.buffers.keys, pool.buffers.values))
+    packed, width = pool.packed, len(pool.row)
+    table = torch.zeros(6, width, dtype=torch.int32)
+    table[4], table[1], table[2, :75], table[5] = pool.row, pool.row, pool.row[packed:], pool.row
+    rows, lengths = torch.tensor([4, 2, 5, 1]), torch.tensor([width, 40, packed + 1, packed + 33])
+    slots = torch.tensor([0, packed, 0, 0, packed, packed], dtype=torch.int32)
+    queries = torch.randn(4, heads * group, dim, generator=torch.Generator().manual_seed(dim + group)).to(dtype)
+    found = packed_decode(
+        pool.packing, queries.to(DEVICE), keys, values, *(t.to(DEVICE) for t in (table, rows, lengths, slots)), 0.1, splits
+    ).cpu()
+    tokens = pool.keys.shape[1] - 75
+    for request, (row, length) in enumerate(zip([4, 2, 5, 1], lengths.tolist())):
+        first = 0 if slots[row] else tokens
+        last = tokens + length - int(slots[row])
+        expected = attention(queries[request][None], pool.keys[:, first:last], pool.values[:, first:last], 0.1)[0]
+        tolerance = 1e-5 if DEVICE == "cpu" and dtype == torch.float32 else 5e-3 if dtype != torch.bfloat16 else 3e-2
+        worst = float((found[request].double() - expected).abs().max() / expected.abs().max())
+        assert worst < tolerance, (pool.packing.quantizer, request, worst)
 
 
 def check_uneven_decode():

@@ -3,8 +3,10 @@
 from dataclasses import replace
 
 import torch
+from packed_helpers import Gridded
 
 from sglang_ext.layers.kernels.packed.pack_blocks import pack_blocks, takes
+from sglang_ext.mem_cache.compressed.formats.packed_layout import Grid
 from sglang_ext.mem_cache.compressed.formats.packing import Packing
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressors.catalogue import quantizer
@@ -15,7 +17,7 @@ CASES = (
     ("kivi", 4, 128, 2, torch.bfloat16, 3), ("kivi", 2, 64, 1, torch.float16, 9), ("kivi", 2, 128, 1, torch.float32, 1),
     ("int8", 8, 128, 1, torch.bfloat16, 2), ("int4", 4, 64, 3, torch.float32, 1), ("rotatekv", 2, 64, 2, torch.bfloat16, 9),
     ("rotatekv", 4, 128, 1, torch.float16, 1), ("turboquant", 4, 128, 2, torch.bfloat16, 2),
-    ("turboquant", 2, 64, 1, torch.float32, 10),
+    ("turboquant", 2, 64, 1, torch.float32, 10), ("lynx", 4, 128, 2, torch.bfloat16, 2), ("lynx", 2, 64, 1, torch.float32, 9),
 )  # fmt: skip
 
 
@@ -66,8 +68,16 @@ def check_case(device, packing, buffers, blocks, noise):
         assert torch.equal(found, original)
 
 
+# Grids of keys and of values, of heads of 64 channels: blocks of whole tokens, of parts of them, of tokens and channels.
+GRIDS = ((Grid(1, 32), Grid(64, 1)), (Grid(16, 4), Grid(32, 1)))
+
+
 def check_pack_blocks(device):
-    """All methods, bits, dtypes and sizes of heads."""
+    """All methods, bits, dtypes and sizes of heads; and other grids than the methods have."""
+    for number, (keys, values) in enumerate(GRIDS):
+        noise = torch.Generator().manual_seed(number)
+        buffers = pool(1, 1, 64, torch.float32, 200, noise)
+        check_case(device, Packing.of(Gridded(4, keys=keys, values=values), buffers, 1), buffers, 1, noise)
     for number, (name, bits, dim, heads, dtype, blocks) in enumerate(CASES):
         packs, noise = quantizer(name, bits), torch.Generator().manual_seed(number)
         if device == "cpu" and dtype == torch.bfloat16 and packs.rotation(dim) is not None:

@@ -4,11 +4,13 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang_ext.mem_cache.compressed.formats.packed_layout import Grid
 from sglang_ext.mem_cache.compressed.formats.packing import Packing
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressors import catalogue
 from sglang_ext.mem_cache.compressors.catalogue import quantizer
+from sglang_ext.mem_cache.compressors.contracts.quantizer import Quantizer
 
 # Every quantizer with every number of bits that it allows.
 KINDS = [(name, bits) for name in catalogue.packing() for bits in catalogue.allowed_bits(name)]
@@ -45,6 +47,20 @@ def meant(block, levels, rotation):
     return numbers if rotation is None else numbers @ rotation.double().t()
 
 
+@dataclass(frozen=True)
+class Gridded(Quantizer):
+    """Integers that share scales over any grids."""
+
+    keys: Grid = Grid(1, 64)
+    values: Grid = Grid(1, 64)
+
+    def key_grid(self, dim):
+        return self.keys
+
+    def value_grid(self, dim):
+        return self.values
+
+
 @dataclass
 class PackedPool:
     """A pool with one layer and a request whose first tokens are packed.
@@ -63,14 +79,19 @@ class PackedPool:
 
 
 def packed_pool(name, bits, blocks, exact, heads=2, dim=64, dtype=torch.float32, seed=0):
-    """``blocks`` packed blocks and ``exact`` tokens after them."""
+    """``blocks`` packed blocks of a method of the catalogue, and ``exact`` tokens after them."""
+    return pool_by(quantizer(name, bits), blocks, exact, heads, dim, dtype, seed)
+
+
+def pool_by(packs, blocks, exact, heads=2, dim=64, dtype=torch.float32, seed=0):
+    """``blocks`` blocks that the quantizer ``packs``, and ``exact`` tokens after them."""
     noise = torch.Generator().manual_seed(seed)
-    tokens = blocks * 64
+    tokens = blocks * packs.block
     # Channels and tokens of different sizes, as keys have.
     spread = 1 + 3 * torch.rand(dim, generator=noise)
     keys, values = ((torch.randn(2 * tokens + exact + 60, heads, dim, generator=noise) * spread).to(dtype) for _ in "kv")
     buffers = KVBuffers((0,), (0.1,), (keys,), (values,))
-    packing = Packing.of(quantizer(name, bits), buffers, 1, Rotary(frequencies(dim)))
+    packing = Packing.of(packs, buffers, 1, Rotary(frequencies(dim)))
     order = torch.randperm(len(keys), generator=noise)
     sources, rest = order[:tokens], order[tokens:]
     packed = packing.packed_slots(tokens)

@@ -7,13 +7,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packed_helpers import packed_pool
+from packed_helpers import Gridded, packed_pool, pool_by
 from ptx_emulator import registers, run
 
 from sglang_ext.layers.kernels.gluon import assembly
 from sglang_ext.layers.kernels.gluon.constants import Fragments
 from sglang_ext.layers.kernels.packed import packed_decode
-from sglang_ext.mem_cache.compressed.formats.packed_layout import unpack_codes
+from sglang_ext.mem_cache.compressed.formats.packed_layout import Grid, unpack_codes
 
 WORDS = st.lists(st.integers(0, 2**32 - 1), min_size=2, max_size=2).map(lambda words: np.array([words], dtype=np.uint32))
 
@@ -77,7 +77,10 @@ def test_what_lanes_share_is_held_by_some(name):
 
 
 def taken(name, bits, dim=128, group=4, dtype=torch.bfloat16):
-    pool = packed_pool(name, bits, 1, 1, heads=1, dim=dim, dtype=dtype)
+    return fragments_of(packed_pool(name, bits, 1, 1, heads=1, dim=dim, dtype=dtype), group)
+
+
+def fragments_of(pool, group):
     return packed_decode.fragments(pool.packing, pool.buffers.keys[0], pool.buffers.values[0], group)
 
 
@@ -86,11 +89,13 @@ def test_blocks_that_no_fragment_fits_stay_with_the_other_kernel(monkeypatch):
     assert taken("kivi", 4) == Fragments(128, 4, 4, 16, 32, True)
     assert taken("int8", 8, dim=64, group=16, dtype=torch.float16) == Fragments(64, 16, 8, 32, 64, False)
     # Levels of a table, other sizes of heads, pools of float32, many queries a KV head, and scales over parts of a byte.
-    assert taken("turboquant", 4) is None
+    assert taken("turboquant", 4) is taken("lynx", 4) is None
     assert taken("int4", 4, dim=80) is None
     assert taken("kivi", 4, dtype=torch.float32) is None
     assert taken("int4", 4, group=17) is None
     assert taken("kivi", 2, dim=64) is None
+    # Values that share scales along tokens.
+    assert fragments_of(pool_by(Gridded(4, keys=Grid(32, 1), values=Grid(32, 1)), 1, 1, heads=1, dtype=torch.bfloat16), 4) is None
 
 
 def test_without_tensor_cores_the_other_kernel_reads_all_blocks():

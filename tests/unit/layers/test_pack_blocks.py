@@ -4,10 +4,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from packed_helpers import Gridded
 
 from sglang_ext.core import OptionError
 from sglang_ext.layers.kernels.packed import pack_blocks
-from sglang_ext.layers.kernels.packed.packed_decode import packed_decode
+from sglang_ext.layers.kernels.packed.packed_decode import check_readable, packed_decode
+from sglang_ext.mem_cache.compressed.formats.packed_layout import Grid
 from sglang_ext.mem_cache.compressed.formats.packing import Packing, as_bytes
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.rotary import Rotary
@@ -42,7 +44,7 @@ def written(packs, monkeypatch, **pool):
     return len(ran), not torch.equal(as_bytes(buffers.keys[0]), before)
 
 
-@pytest.mark.parametrize(("name", "bits"), [("kivi", 2), ("int8", 8), ("rotatekv", 4), ("turboquant", 2)])
+@pytest.mark.parametrize(("name", "bits"), [("kivi", 2), ("int8", 8), ("rotatekv", 4), ("turboquant", 2), ("lynx", 4)])
 def test_where_buffers_lie_on_a_gpu_the_kernel_packs(name, bits, monkeypatch):
     assert written(quantizer(name, bits), monkeypatch) == (1, False)
     assert written(quantizer(name, bits), monkeypatch, dim=128, dtype=torch.bfloat16) == (1, False)
@@ -61,6 +63,20 @@ def test_where_buffers_lie_on_a_gpu_the_kernel_packs(name, bits, monkeypatch):
 )
 def test_pytorch_packs_what_the_kernel_does_not_take(packs, pool, monkeypatch):
     assert written(packs, monkeypatch, **pool) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "words"),
+    [
+        (Grid(1, 32), Grid(1, 64), "keys of gridded share scales over 1 tokens and 32 channels"),
+        (Grid(48, 1), Grid(1, 64), "keys of gridded share scales over 48 tokens and 1 channels"),
+        (Grid(32, 1), Grid(32, 2), "values of gridded share scales over 32 tokens and 2 channels"),
+    ],
+)
+def test_grids_that_no_kernel_reads_are_refused(keys, values, words):
+    _, packing = made(Gridded(4, block=192, keys=keys, values=values))
+    with pytest.raises(OptionError, match=f"{words}, which no kernel reads; .* give such grids, or pass --device cpu"):
+        check_readable(packing)
 
 
 def test_blocks_with_outliers_are_read_by_no_kernel():

@@ -6,10 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_ext.mem_cache.compressed.formats.packed_layout import Grid, Layout, Quantized, pack_codes
-from sglang_ext.mem_cache.compressed.formats.packing import Packing
-from sglang_ext.mem_cache.compressors.catalogue import quantizer
 
-GRIDS = {"channel": lambda dim: Grid(32, 1), "token": lambda dim: Grid(1, dim), "groups": lambda dim: Grid(1, dim // 2)}
+GRIDS = {"channel": lambda dim: Grid(32, 1), "token": lambda dim: Grid(1, dim), "groups": lambda dim: Grid(1, dim // 2), "both": lambda dim: Grid(16, 2)}
 
 
 @given(
@@ -45,13 +43,6 @@ def test_a_bytes_codes_are_channels_far_apart():
 def test_bf16_heads_of_128_take_four_bits_and_their_parameters():
     layout = Layout(4, 64, 128, 256, Grid(64, 1))
     assert (layout.code_cells, layout.cells) == (16, 18)
-
-
-@pytest.mark.parametrize(("keys", "values"), [(Grid(1, 32), Grid(1, 64)), (Grid(32, 2), Grid(1, 64)), (Grid(1, 64), Grid(2, 64))])
-def test_scales_that_attention_has_no_products_for_are_refused(keys, values):
-    layouts = (Layout(4, 64, 64, 256, grid) for grid in (keys, values))
-    with pytest.raises(ValueError, match="in one channel or in one whole token"):
-        Packing(quantizer("int4", 4), *layouts, 1)
 
 
 @pytest.mark.parametrize(

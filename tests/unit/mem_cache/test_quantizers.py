@@ -4,9 +4,12 @@ import math
 
 import pytest
 import torch
-from packed_helpers import KINDS, attention, meant, packed_pool
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from packed_helpers import KINDS, Gridded, attention, meant, packed_pool, pool_by
 
 from sglang_ext.layers.attention.copies.packed import packed_attention
+from sglang_ext.mem_cache.compressed.formats.packed_layout import Grid
 from sglang_ext.mem_cache.compressors.catalogue import code_bits, method, on_gpu, packing, quantizer
 from sglang_ext.mem_cache.compressors.kivi import Kivi
 from sglang_ext.mem_cache.compressors.rotatekv import RotateKV, hadamard
@@ -27,7 +30,7 @@ def test_those_that_say_so_have_blocks_that_kernels_read():
 def test_each_says_how_it_finds_codes_and_none_where_a_kernel_cannot():
     found = {name: quantizer(name, code_bits(name, None)).finding for name in packing()}
     evenly = dict.fromkeys(("int8", "int4", "kivi", "rotatekv"), "evenly")
-    assert found == {**evenly, "turboquant": "levels", "kvquant": None}
+    assert found == {**evenly, "turboquant": "levels", "lynx": "centred", "kvquant": None}
 
 
 def test_codes_of_its_own_are_no_kernels_unless_a_class_says_so():
@@ -150,13 +153,33 @@ def test_attention_on_packed_tokens_is_attention_on_what_they_mean(name, bits, g
         assert torch.allclose(found.double(), expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
 
 
+# Of heads of 64 channels; with fewer numbers a block's scales take more room than its tokens did.
+GRIDS = [Grid(tokens, channels) for tokens in (1, 2, 16, 32, 64) for channels in (1, 2, 32, 64) if tokens * channels > 8]
+
+
+@given(
+    bits=st.sampled_from([2, 4, 8]),
+    block=st.sampled_from([64, 128]),
+    grids=st.tuples(st.sampled_from(GRIDS), st.sampled_from(GRIDS)),
+)
+@settings(max_examples=40, deadline=None)
+def test_keys_and_values_may_share_scales_over_any_grid_that_divides_a_block(bits, block, grids):
+    pool = pool_by(Gridded(bits, block, keys=grids[0], values=grids[1]), 2, 5)
+    queries = torch.randn(3, 4, 64, generator=torch.Generator().manual_seed(bits))
+    buffers = pool.buffers.keys[0], pool.buffers.values[0]
+    found = packed_attention(pool.packing, queries, *buffers, pool.row, pool.packed, 0.125)
+    expected = attention(queries, pool.keys, pool.values, 0.125)
+    assert torch.allclose(found.double(), expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("name", "bits"), KINDS)
 def test_packed_tokens_are_near_what_they_were(name, bits, dtype):
     pool = packed_pool(name, bits, 2, 1, dim=128, dtype=dtype)
     for means, original in zip((pool.keys, pool.values), pool.originals):
         error = (means[:, :128] - original).norm() / original.norm()
-        assert error < {8: 0.01, 4: 0.15, 2: 0.6}[bits]
+        # With 2 bits two of lynx's four levels are the ends of a chunk's range.
+        assert error < {8: 0.01, 4: 0.15, 2: 0.7 if name == "lynx" else 0.6}[bits]
 
 
 @pytest.mark.parametrize("name", ["rotatekv", "turboquant"])
