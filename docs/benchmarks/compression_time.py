@@ -24,7 +24,7 @@ from sglang_ext.mem_cache.compressors import ContextKV, Part, catalogue, kept_co
 from sglang_ext.mem_cache.compressors.catalogue import create, quantizer
 
 DROPPING = ("sink-recent", "snapkv", "expected-attention")
-PACKING = ("int8", "int4", "kivi", "kivi:2", "rotatekv", "turboquant:4", "kvquant")
+PACKING = ("int8", "int4", "kivi", "kivi:2", "rotatekv", "turboquant:4", "lynx", "kvquant")
 
 
 def arguments() -> argparse.Namespace:

@@ -32,6 +32,7 @@ def accept_length(answers):
         ("flashinfer", "kivi", 4),
         ("flashinfer", "int8", 6),
         ("flashinfer", "turboquant --kv-bits 4", 3),
+        ("triton", "lynx", 3),
         ("triton", "snapkv+kivi --kv-budget 0.5", 2),
     ],
 )
