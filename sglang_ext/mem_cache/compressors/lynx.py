@@ -39,7 +39,7 @@ class Lynx(Quantizer):
 
     def bounds(self, dim: int) -> torch.Tensor:
         """Midpoints of levels as they are companded: float32 [2 ** bits - 1], ascending."""
-        return torch.tensor(levels.bounds(self.bits))
+        return torch.tensor(levels.bounds(self.bits)[1:-1])
 
     def quantize(self, numbers: torch.Tensor, grid: Grid) -> Quantized:
         """Means as zero points, greatest distances from them as scales; codes count the bounds that a distance reaches."""
