@@ -38,7 +38,7 @@ class Lynx(Quantizer):
         return torch.tensor(levels.levels(self.bits))
 
     def bounds(self, dim: int) -> torch.Tensor:
-        """Midpoints of levels as they are companded: float32 [2 ** bits - 1], ascending."""
+        """Where codes begin, but the first: float32 [2 ** bits - 1], ascending."""
         return torch.tensor(levels.bounds(self.bits)[1:-1])
 
     def quantize(self, numbers: torch.Tensor, grid: Grid) -> Quantized:
