@@ -1,0 +1,18 @@
+"""Progressive transfer of KV under SGLang's prefill-decode disaggregation: anchors first, residuals when no anchor waits.
+
+    settings.py       what both ends must agree on, and the refusal that names what differs
+    wire.py           the messages, their bounds and their bytes
+    page_hashes.py    names of pages by the tokens up to their end
+    limits.py         sizes and times of a link
+    endpoints.py      where links may listen, and the keys of links between machines
+    pacing.py         a token bucket
+    send_queue.py     the sender's rooms: what goes next
+    link.py           the sender's end: a thread and its socket
+    room_state.py     one room of the receiver: what has arrived, checked and written
+    assembly.py       parts of pages put together from frames
+    link_server.py    the receiver's end: a thread for all links
+
+A **room** is one request on its way (SGLang's ``bootstrap_room``). A **part** is what travels as one: of one page of the
+codec and one range of layers, the anchor's bytes or the residual's; or the room's auxiliary record. Parts travel in frames.
+A link is the data plane alone: SGLang's control plane tells the decode side's endpoint to the prefill side.
+"""

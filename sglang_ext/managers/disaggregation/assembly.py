@@ -1,0 +1,58 @@
+"""Parts put together from frames: one of each stream of a link at a time, since a sender begins no other before it is through."""
+
+from dataclasses import dataclass, field
+
+import xxhash
+
+from sglang_ext.managers.disaggregation.settings import LinkError
+from sglang_ext.managers.disaggregation.wire import Frame, PageHeader, Stream
+
+
+@dataclass(eq=False)
+class _Begun:
+    """A part that is not whole: its header, and the bytes and the checksum so far."""
+
+    header: PageHeader
+    digest: xxhash.xxh3_64
+    filled: int = 0
+
+
+@dataclass(eq=False)
+class Assembly:
+    """What has come of the parts of one link. It holds one buffer a stream, as long as the longest part so far."""
+
+    _begun: dict[Stream, _Begun] = field(default_factory=dict)
+    _buffers: dict[Stream, bytearray] = field(default_factory=dict)
+
+    def add(self, frame: Frame, payload: memoryview) -> tuple[memoryview, bool] | None:
+        """Take a frame; once a part is whole, its bytes, valid until the next call, and whether the checksum is right.
+
+        Raises:
+            LinkError: the frame does not follow the one before.
+        """
+        header, stream = frame.header, frame.header.stream
+        end = frame.offset + len(payload)
+        if frame.offset == 0:
+            self._begun[stream] = _Begun(header, header.digest())
+        begun = self._begun.get(stream)
+        if begun is None or begun.header != header or begun.filled != frame.offset or end > header.size or not (payload or end == header.size):
+            raise LinkError(f"a frame of bytes {frame.offset} to {end} of a part of {header.size} does not follow the one before")
+        begun.digest.update(payload)
+        begun.filled = end
+        if end < header.size or frame.offset:
+            buffer = self._buffer(stream, header.size)
+            buffer[frame.offset : end] = payload
+            payload = buffer
+        if end < header.size:
+            return None
+        del self._begun[stream]
+        return payload[: header.size], begun.digest.intdigest() == header.checksum
+
+    def drop(self, stream: Stream) -> None:
+        """Forget a part that is not whole."""
+        self._begun.pop(stream, None)
+
+    def _buffer(self, stream: Stream, size: int) -> memoryview:
+        if len(self._buffers.get(stream, b"")) < size:
+            self._buffers[stream] = bytearray(size)
+        return memoryview(self._buffers[stream])

@@ -1,0 +1,119 @@
+"""Where links may listen, and the keys of links between machines."""
+
+import ipaddress
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+import zmq
+from zmq.utils import z85
+
+from sglang_ext.managers.disaggregation.settings import LinkError
+
+# Of libzmq's authentication protocol (ZeroMQ RFC 27).
+ZAP_ENDPOINT, ZAP_VERSION, ZAP_DOMAIN = "inproc://zeromq.zap.01", b"1.0", b"kv-link"
+
+
+@dataclass(frozen=True)
+class LinkKeys:
+    """A CURVE key pair that all ends of a deployment's links hold: who has it may connect, and is who was meant.
+
+    Attributes:
+        public, secret: 40 characters each, in Z85.
+    """
+
+    public: bytes
+    secret: bytes
+
+    @classmethod
+    def new(cls) -> "LinkKeys":
+        """A fresh pair."""
+        return cls(*zmq.curve_keypair())
+
+    def write(self, file: Path) -> None:
+        """Into a new file that only its owner reads.
+
+        Raises:
+            FileExistsError: there is such a file.
+        """
+        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as opened:
+            opened.write(self.public + b"\n" + self.secret + b"\n")
+
+    @classmethod
+    def read(cls, file: Path) -> "LinkKeys":
+        """From a file that ``write`` made.
+
+        Raises:
+            LinkError: others may read it, or it holds no pair that fits together.
+        """
+        remedy = "write one with LinkKeys.new().write(file), and copy it to the other machines"
+        try:
+            mode, words = file.stat().st_mode, file.read_bytes().split()
+        except OSError as error:
+            raise LinkError(f"no keys of links in {file}: {error}; {remedy}") from error
+        if mode & 0o077:
+            raise LinkError(f"{file} holds the secret key of links and has mode {stat.S_IMODE(mode):o}; give it mode 600")
+        try:
+            fits = len(words) == 2 and zmq.curve_public(words[1]) == words[0]
+        except (ValueError, zmq.ZMQError):
+            fits = False
+        if not fits:
+            raise LinkError(f"{file} holds no pair of a public and a secret key; {remedy}")
+        return cls(*words)
+
+    def serve(self, socket: zmq.Socket) -> None:
+        """Make a socket, before it is bound, one that only who has these keys can talk to; ``answer_zap`` must run."""
+        socket.curve_server, socket.zap_domain = True, ZAP_DOMAIN
+        socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
+
+    def connect(self, socket: zmq.Socket) -> None:
+        """Make a socket, before it is connected, one that talks only to who has these keys."""
+        socket.curve_publickey, socket.curve_secretkey, socket.curve_serverkey = self.public, self.secret, self.public
+
+    def answer_zap(self, socket: zmq.Socket) -> str | None:
+        """Answer one request of libzmq's, on a REP socket bound to ``ZAP_ENDPOINT``; the address of a peer that was refused."""
+        _, request, domain, address, _, mechanism, *credentials = socket.recv_multipart()
+        known = domain == ZAP_DOMAIN and mechanism == b"CURVE" and [z85.encode(key) for key in credentials] == [self.public]
+        status, text = (b"200", b"OK") if known else (b"400", b"unknown key")
+        socket.send_multipart([ZAP_VERSION, request, status, text, b"kv-link", b""])
+        return None if known else address.decode(errors="replace")
+
+
+def check_endpoint(endpoint: str, keys: LinkKeys | None) -> None:
+    """Refuse what is open to others.
+
+    ``ipc://`` names a file in a folder that only this user enters; ``tcp://`` an address and a port, and beyond this machine
+    only with keys.
+
+    Raises:
+        LinkError: says which, and what to pass.
+    """
+    transport, _, place = endpoint.partition("://")
+    if transport == "ipc" and place.startswith("/"):
+        _check_folder(Path(place).parent)
+        return
+    host, _, port = place.rpartition(":")
+    if transport != "tcp" or not port.isdigit() or int(port) > 65535:
+        raise LinkError(f"{endpoint!r} is no endpoint of a link: pass ipc:///FOLDER/FILE or tcp://ADDRESS:PORT (port 0: any free one)")
+    try:
+        address = ipaddress.ip_address(host.strip("[]"))
+    except ValueError as error:
+        raise LinkError(f"{endpoint!r}: pass the address of one interface, such as 127.0.0.1, not a name or *") from error
+    if address.is_unspecified:
+        raise LinkError(f"{endpoint!r} listens on all interfaces; pass the address of one")
+    if keys is None and not address.is_loopback:
+        raise LinkError(f"{endpoint!r} leaves this machine without keys; give both servers the same file of keys, or stay on loopback")
+
+
+def _check_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        state = folder.lstat()
+    except OSError as error:
+        raise LinkError(f"no folder {folder} for sockets: {error}; name one that can be made") from error
+    if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.getuid() or state.st_mode & 0o077:
+        raise LinkError(
+            f"{folder} has mode {stat.S_IMODE(state.st_mode):o} and owner {state.st_uid}; sockets lie in a folder of user "
+            f"{os.getuid()} with mode 700: name another, which is then made"
+        )

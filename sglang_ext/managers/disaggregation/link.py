@@ -1,0 +1,486 @@
+"""The sender's end of a link: a thread with one socket to one receiver.
+
+A connection begins with Hello and Welcome; then each room is opened, and the receiver says what it has of it, which for a new
+room is nothing. When a connection breaks, the next one does the same, and what is missing is sent again. Bytes under way are
+bounded by what the receiver grants, and paced by a token bucket, so that an anchor waits for little that was sent before it.
+"""
+
+import logging
+import math
+import os
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from sglang_ext.managers.disaggregation import wire
+from sglang_ext.managers.disaggregation.endpoints import LinkKeys, check_endpoint
+from sglang_ext.managers.disaggregation.limits import LinkLimits
+from sglang_ext.managers.disaggregation.pacing import TokenBucket
+from sglang_ext.managers.disaggregation.send_queue import Part, SendQueue
+from sglang_ext.managers.disaggregation.settings import LinkError, LinkSettings
+from sglang_ext.managers.disaggregation.wire import FRAME_OVERHEAD, RoomShape, Stream
+
+logger = logging.getLogger(__name__)
+
+# Frames sent, and messages read, before the thread looks at the other.
+TURN = 32
+# Cancelled rooms that a receiver out of reach is told of later.
+MOST_CANCELS = 4096
+# Seconds: between looks at the clock, before a connection is tried again, and for the last words of a link that closes.
+LOOK, PAUSE, LAST_WORDS = 0.05, 0.1, 0.2
+# Between looks at whether libzmq still reads the bytes of a room that ended.
+SOON = 0.002
+_FAILED_HANDSHAKES = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+
+
+class SendListener(Protocol):
+    """Who is told of a room that is sent. The link's thread calls it, so it must be quick; a call of another room may follow."""
+
+    def arrived(self, room: int, stream: Stream) -> None:
+        """All parts of a stream were checked and written by the receiver."""
+
+    def ended(self, room: int, reason: str | None) -> None:
+        """All is there (None), or why not; the last call, once the link reads none of the room's bytes any more."""
+
+
+class _Broken(Exception):
+    """This connection is of no more use; the next may be."""
+
+
+@dataclass(eq=False)
+class _Connection:
+    """One socket from its making until it breaks, and what is under way on it."""
+
+    socket: zmq.Socket
+    monitor: zmq.Socket
+    heard: float
+    pinged: float
+    window: int = 0
+    credit: int = 0
+
+    @property
+    def welcomed(self) -> bool:
+        return self.window > 0
+
+    @property
+    def outstanding(self) -> int:
+        return self.window - self.credit
+
+    def close(self, linger: float = 0.0) -> None:
+        self.socket.disable_monitor()
+        self.monitor.close(0)
+        self.socket.close(int(1000 * linger))
+
+
+@dataclass(eq=False)
+class _Sent:
+    """Who hears of a room, since when it is open, and frames that libzmq may still read."""
+
+    listener: SendListener
+    opened: float
+    trackers: deque[zmq.MessageTracker] = field(default_factory=deque)
+
+    def idle(self) -> bool:
+        while self.trackers and self.trackers[0].done:
+            self.trackers.popleft()
+        return not self.trackers
+
+
+class Link:
+    """Rooms of one sender on their way to one receiver. All methods may be called from any thread, and none waits for the network.
+
+    Args:
+        endpoint: that a ``LinkServer`` is bound to (endpoints.py).
+        settings: which must equal the receiver's.
+        limits: sizes and times.
+        gbps: Gbit/s (10^9 bits) that the link sends at most, 0.01 or more; None for no limit.
+        keys: of both ends; None without encryption, on this machine.
+
+    Raises:
+        LinkError: the endpoint or the rate is refused.
+    """
+
+    def __init__(
+        self, endpoint: str, settings: LinkSettings, limits: LinkLimits = LinkLimits(), gbps: float | None = None, keys: LinkKeys | None = None
+    ) -> None:
+        check_endpoint(endpoint, keys)
+        self.endpoint, self._settings, self._limits, self._keys = endpoint, settings, limits, keys
+        self._bucket = TokenBucket.of_gbps(gbps)
+        self._frame_bytes = self._bucket.frame_bytes(limits.frame_bytes)
+        self._link = os.urandom(16)
+        self._context = zmq.Context()
+        self._wake: int | None = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        # The lock guards the queue, the rooms and the requests of other threads; no listener is called under it.
+        self._lock = threading.Lock()
+        self._queue = SendQueue(settings.codec, settings.tp_rank)
+        self._sent: dict[int, _Sent] = {}
+        self._unopened: list[int] = []
+        self._cancels: deque[tuple[int, str]] = deque(maxlen=MOST_CANCELS)
+        self._ending: list[tuple[int, str | None, _Sent]] = []
+        self._refusal: str | None = None
+        self._closing = False
+        # Of the thread alone.
+        self._outstanding = 0
+        self._reconnects = 0
+        self._problem = "it does not answer"
+        self._gone_since = self._progress = time.monotonic()
+        self._connected = False
+        self._thread = threading.Thread(target=self._run, name=f"kv-link {endpoint}", daemon=True)
+        self._thread.start()
+
+    @property
+    def queued_bytes(self) -> int:
+        """Of parts that have not arrived."""
+        return self._queue.queued
+
+    @property
+    def outstanding_bytes(self) -> int:
+        """That were sent and that the receiver has not granted again; at most its window."""
+        return self._outstanding
+
+    @property
+    def connected(self) -> bool:
+        """Whether the receiver answers."""
+        return self._connected
+
+    def open(self, room: int, shape: RoomShape, listener: SendListener) -> None:
+        """A room whose parts will be offered; the earlier, the sooner the receiver has said what it has.
+
+        Raises:
+            LinkError: the room is open, or the link is closed or was refused.
+        """
+        with self._lock:
+            if self._refusal or self._closing:
+                raise LinkError(f"the link to {self.endpoint} takes no rooms: {self._refusal or 'it is closed'}")
+            self._queue.open(room, shape)
+            self._sent[room] = _Sent(listener, time.monotonic())
+            self._unopened.append(room)
+            self._notify()
+
+    def offer(self, room: int, part: Part) -> bool:
+        """Queue a part; its bytes must stay as they are until it has arrived or the room has ended. False where it has.
+
+        Raises:
+            LinkError: the room has no such part or was offered it before, or too many bytes are queued.
+        """
+        with self._lock:
+            if self._queue.queued + len(part.payload) > self._limits.queued_bytes and room in self._queue.rooms:
+                raise LinkError(
+                    f"{self._queue.queued} bytes are queued for {self.endpoint}, and {len(part.payload)} more pass queued_bytes, "
+                    f"{self._limits.queued_bytes}; wait until some have arrived, or raise it"
+                )
+            live = self._queue.offer(room, part)
+            self._notify()
+        return live
+
+    def cancel(self, room: int, reason: str = "cancelled") -> None:
+        """Send no more of a room; its listener's ``ended`` follows, unless it was called. Nothing where the room is not open."""
+        with self._lock:
+            self._end(room, f"the sender ended it: {reason}")
+            self._cancels.append((room, reason))
+            self._notify()
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Cancel all rooms and end the thread, waiting for it at most ``timeout`` seconds."""
+        with self._lock:
+            self._closing = True
+            self._notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout)
+
+    def _notify(self) -> None:
+        """Under the lock: wake the thread, if it has not ended."""
+        if self._wake is not None:
+            os.eventfd_write(self._wake, 1)
+
+    def _end(self, room: int, reason: str | None) -> None:
+        """Under the lock: a room takes no more; the thread tells its listener when its bytes are not read any more."""
+        if self._queue.end(room) is not None:
+            self._ending.append((room, reason, self._sent.pop(room)))
+
+    def _run(self) -> None:
+        try:
+            while not self._closing and not self._refusal:
+                self._connect_once()
+        except Exception:
+            logger.exception("the link to %s ended; rooms on it fail", self.endpoint)
+            self._refusal = "an internal error ended the link; the log has it"
+        with self._lock:
+            self._closing = True
+            for room in list(self._sent):
+                self._end(room, self._refusal or "this side closed the link")
+        # Sockets are closed: what libzmq still reads it reads for a moment.
+        self._context.destroy(0)
+        self._tell_ended(wait=True)
+        with self._lock:
+            os.close(self._wake)
+            self._wake = None
+
+    def _connect_once(self) -> None:
+        connection = self._connect()
+        last_words = 0.0
+        try:
+            self._serve(connection)
+            last_words = LAST_WORDS
+        except _Broken as broken:
+            self._problem = str(broken)
+            if connection.welcomed:
+                logger.warning("the link to %s broke: %s; it is tried again", self.endpoint, broken)
+                self._reconnects += 1
+            if self._reconnects > self._limits.reconnects:
+                self._reconnects = 0
+                self._fail_all(f"connections to {self.endpoint} broke, and nothing was acknowledged between them; the last: {broken}")
+        finally:
+            with self._lock:
+                rooms = list(self._sent)
+                self._queue.pause()
+            if last_words and connection.welcomed and not self._refusal:
+                for room in rooms:
+                    self._say(connection, wire.Cancel(room, "its side closed the link"))
+            connection.close(last_words)
+            self._outstanding = 0
+            if self._connected:
+                self._connected, self._gone_since = False, time.monotonic()
+        if not self._closing and not self._refusal:
+            self._look(None, time.monotonic())
+            self._tell_ended()
+            time.sleep(PAUSE)
+
+    def _connect(self) -> _Connection:
+        socket = self._context.socket(zmq.DEALER)
+        # What is queued here is bounded by the receiver's window, and a message that was begun must not be lost.
+        socket.set_hwm(0)
+        socket.linger, socket.maxmsgsize = 0, wire.MOST_MESSAGE
+        socket.handshake_ivl = int(1000 * self._limits.silence_seconds)
+        socket.ipv6 = "[" in self.endpoint
+        if self._keys is not None:
+            self._keys.connect(socket)
+        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | _FAILED_HANDSHAKES)
+        socket.connect(self.endpoint)
+        now = time.monotonic()
+        connection = _Connection(socket, monitor, heard=now, pinged=now)
+        self._say(connection, wire.Hello(wire.VERSION, self._link, wire.encode(self._settings)))
+        return connection
+
+    def _serve(self, connection: _Connection) -> None:
+        """Send and read until the link is closed or refused.
+
+        Raises:
+            _Broken: the connection is of no more use.
+        """
+        poller = zmq.Poller()
+        for source in (connection.socket, connection.monitor, self._wake):
+            poller.register(source, zmq.POLLIN)
+        looked = 0.0
+        while not self._closing and not self._refusal:
+            now = time.monotonic()
+            if now - looked >= LOOK:
+                self._look(connection, now)
+                looked = now
+            wait = self._send_turn(connection)
+            ready = dict(poller.poll(math.ceil(1000 * min(wait, SOON if self._ending else LOOK))))
+            if self._wake in ready:
+                os.eventfd_read(self._wake)
+            if connection.socket in ready:
+                self._read_turn(connection)
+            if connection.monitor in ready:
+                self._note_event(connection)
+            self._tell_ended()
+
+    def _send_turn(self, connection: _Connection) -> float:
+        """Send what may be sent; seconds until more may."""
+        if not connection.welcomed:
+            return LOOK
+        with self._lock:
+            cancels = [self._cancels.popleft() for _ in range(len(self._cancels))]
+            opened, self._unopened = self._unopened, []
+            shapes = [(room, self._queue.rooms[room].shape) for room in opened if room in self._queue.rooms]
+        for room, reason in cancels:
+            self._say(connection, wire.Cancel(room, reason))
+        for room, shape in shapes:
+            self._say(connection, wire.Open(room, shape))
+        for _ in range(TURN):
+            wait = self._send_frame(connection)
+            if wait:
+                return wait
+        return 0.0
+
+    def _send_frame(self, connection: _Connection) -> float:
+        wait = self._bucket.wait(time.monotonic())
+        if wait:
+            return wait
+        with self._lock:
+            sending = self._queue.next()
+            sent = self._sent.get(sending.room) if sending is not None else None
+        if sent is None:
+            return LOOK
+        begin = sending.offset
+        payload = sending.part.payload[begin : begin + self._frame_bytes]
+        cost = len(payload) + FRAME_OVERHEAD
+        if cost > connection.credit:
+            return LOOK
+        head = wire.encode(wire.Frame(self._queue.header(sending), begin))
+        connection.socket.send(head, zmq.SNDMORE)
+        tracker = connection.socket.send(payload, copy=False, track=True)
+        connection.credit -= cost
+        self._outstanding = connection.outstanding
+        self._bucket.take(len(head) + len(payload), time.monotonic())
+        sent.idle()
+        sent.trackers.append(tracker)
+        with self._lock:
+            self._queue.advance(sending, len(payload))
+        return 0.0
+
+    def _say(self, connection: _Connection, message: wire.FromSender) -> None:
+        data = wire.encode(message)
+        connection.socket.send(data)
+        self._bucket.take(len(data), time.monotonic())
+
+    def _read_turn(self, connection: _Connection) -> None:
+        for _ in range(TURN):
+            try:
+                frames = connection.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                message = wire.decode_from_receiver(frames[0] if len(frames) == 1 else b"")
+            except wire.WireError as error:
+                raise _Broken(f"it said what is no message: {error}") from error
+            connection.heard = time.monotonic()
+            self._take(connection, message)
+
+    def _take(self, connection: _Connection, message: wire.FromReceiver) -> None:
+        match message:
+            case wire.Refused(reason):
+                logger.error("the receiver at %s refuses this sender: %s", self.endpoint, reason)
+                self._refusal = f"refused by {self.endpoint}: {reason}"
+            case wire.HelloFirst(reason):
+                raise _Broken(f"the receiver could not follow: {reason}")
+            case wire.Welcome(window):
+                self._welcome(connection, window)
+            case wire.Have():
+                self._confirm(message)
+            case wire.Received(granted, acked):
+                self._acknowledge(connection, granted, acked)
+            case wire.Again(room, stream, part):
+                try:
+                    with self._lock:
+                        self._queue.again(room, stream, part, self._limits.repeats)
+                except LinkError as error:
+                    self.cancel(room, str(error))
+            case wire.Ended(room, reason):
+                with self._lock:
+                    self._end(room, f"the receiver ended it: {reason}")
+
+    def _welcome(self, connection: _Connection, window: int) -> None:
+        connection.window = connection.credit = window
+        # Two frames must fit.
+        fits = window // 2 - FRAME_OVERHEAD
+        if fits < 1:
+            raise _Broken(f"a window of {window} bytes is too small for a frame")
+        self._frame_bytes = self._bucket.frame_bytes(min(fits, self._limits.frame_bytes))
+        self._connected, self._progress = True, time.monotonic()
+        with self._lock:
+            self._unopened = list(self._queue.rooms)
+
+    def _confirm(self, have: wire.Have) -> None:
+        with self._lock:
+            state, sent = self._queue.rooms.get(have.room), self._sent.get(have.room)
+            if state is None or state.confirmed:
+                return
+            try:
+                complete = self._queue.confirm(have)
+            except LinkError as error:
+                self._end(have.room, str(error))
+                self._cancels.append((have.room, str(error)))
+                return
+        self._progress = time.monotonic()
+        self._tell_arrived(have.room, sent.listener, complete)
+
+    def _acknowledge(self, connection: _Connection, granted: int, acked: tuple[wire.Acked, ...]) -> None:
+        connection.credit = min(connection.window, connection.credit + granted)
+        self._outstanding = connection.outstanding
+        self._progress = time.monotonic()
+        self._reconnects = 0 if acked else self._reconnects
+        for part in acked:
+            with self._lock:
+                complete, sent = self._queue.arrived(part.room, part.stream, part.part), self._sent.get(part.room)
+            if sent is not None and complete:
+                self._tell_arrived(part.room, sent.listener, complete)
+
+    def _tell_arrived(self, room: int, listener: SendListener, streams: list[Stream]) -> None:
+        for stream in streams:
+            self._call(listener.arrived, room, stream)
+        with self._lock:
+            state = self._queue.rooms.get(room)
+            if state is not None and state.complete:
+                self._end(room, None)
+
+    def _tell_ended(self, wait: bool = False) -> None:
+        """Tell of rooms that ended and whose bytes nobody reads any more."""
+        with self._lock:
+            ending, self._ending = self._ending, []
+        until = time.monotonic() + LAST_WORDS
+        for room, reason, sent in ending:
+            while wait and not sent.idle() and time.monotonic() < until:
+                time.sleep(SOON)
+            if sent.idle() or wait:
+                self._call(sent.listener.ended, room, reason)
+            else:
+                with self._lock:
+                    self._ending.append((room, reason, sent))
+
+    def _call(self, function, *arguments) -> None:
+        try:
+            function(*arguments)
+        except Exception:  # A listener is the caller's: its error must not end the other rooms.
+            logger.exception("a listener of the link to %s raised", self.endpoint)
+
+    def _fail_all(self, reason: str, opened_before: float = float("inf")) -> None:
+        with self._lock:
+            failing = [room for room, sent in self._sent.items() if sent.opened < opened_before]
+            for room in failing:
+                self._end(room, reason)
+                self._cancels.append((room, reason))
+
+    def _look(self, connection: _Connection | None, now: float) -> None:
+        """Fail what took too long.
+
+        Raises:
+            _Broken: the receiver is silent.
+        """
+        limits = self._limits
+        if not self._connected:
+            if now - self._gone_since > limits.resume_seconds:
+                reason = f"the receiver at {self.endpoint} is not reached for {limits.resume_seconds:g} s: {self._problem}"
+                self._fail_all(reason, opened_before=now - limits.resume_seconds)
+        if connection is None:
+            return
+        if now - connection.heard > limits.silence_seconds:
+            raise _Broken(f"it is silent for {limits.silence_seconds:g} s")
+        if not connection.welcomed:
+            return
+        if now - connection.pinged > limits.ping_seconds:
+            connection.pinged = now
+            self._say(connection, wire.Ping())
+        with self._lock:
+            busy = connection.outstanding or self._queue.next() or not all(room.confirmed for room in self._queue.rooms.values())
+        if not busy:
+            self._progress = now
+        elif now - self._progress > limits.stall_seconds:
+            self._fail_all(f"the receiver at {self.endpoint} acknowledged nothing for {limits.stall_seconds:g} s")
+
+    def _note_event(self, connection: _Connection) -> None:
+        event = parse_monitor_message(connection.monitor.recv_multipart())["event"]
+        if event & _FAILED_HANDSHAKES:
+            logger.error("no handshake with %s: this side has %s, and the receiver others or none", self.endpoint, self._named_keys())
+            raise _Broken(f"no handshake: this side has {self._named_keys()}, the receiver others or none; give both the same file of keys")
+        raise _Broken(self._problem if not connection.welcomed and "handshake" in self._problem else "the connection was lost")
+
+    def _named_keys(self) -> str:
+        return "no keys" if self._keys is None else f"keys with the public part {self._keys.public.decode()}"

@@ -1,0 +1,402 @@
+"""The receiver's end of links: one thread and one socket for all senders.
+
+It grants each sender a window of bytes and grants them again when they were put together, checked and given to their room's
+sink, so that a slow sink holds its senders back. What a peer sends that is no message, or that does not follow, ends its
+connection, never the thread: a sender then connects anew and goes on with what is missing.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+
+import zmq
+
+from sglang_ext.managers.disaggregation import wire
+from sglang_ext.managers.disaggregation.assembly import Assembly
+from sglang_ext.managers.disaggregation.endpoints import ZAP_ENDPOINT, LinkKeys, check_endpoint
+from sglang_ext.managers.disaggregation.limits import LinkLimits
+from sglang_ext.managers.disaggregation.room_state import Expected, IncomingRoom, Sink
+from sglang_ext.managers.disaggregation.settings import LinkError, LinkSettings, refusal, version_refusal
+from sglang_ext.managers.disaggregation.wire import FRAME_OVERHEAD, MOST_ACKS, RoomShape, Stream
+
+logger = logging.getLogger(__name__)
+
+# Messages read before what they lead to is answered; seconds between looks at the clock.
+TURN, LOOK = 64, 0.1
+# Messages that wait in libzmq for one peer, or from one.
+MOST_WAITING = 4096
+
+
+class _Unfollowed(Exception):
+    """A peer said what cannot be followed: it has to connect anew."""
+
+
+@dataclass(eq=False)
+class _Peer:
+    """A connection of a sender.
+
+    Attributes:
+        address: by which the socket knows it.
+        link: which stays the same when it connects again.
+        allowance: bytes that it may still send.
+        ungranted: bytes that were taken and not granted again.
+    """
+
+    address: bytes
+    link: bytes
+    allowance: int
+    heard: float
+    ungranted: int = 0
+    acked: list[wire.Acked] = field(default_factory=list)
+    assembly: Assembly = field(default_factory=Assembly)
+
+
+class LinkServer:
+    """Rooms of any number of senders on their way to this process. All methods may be called from any thread.
+
+    Args:
+        endpoint: to listen on (endpoints.py); port 0 takes a free one.
+        settings: which the senders' must equal.
+        limits: sizes and times.
+        keys: of both ends; None without encryption, on this machine.
+
+    Raises:
+        LinkError: the endpoint is refused or in use.
+    """
+
+    def __init__(self, endpoint: str, settings: LinkSettings, limits: LinkLimits = LinkLimits(), keys: LinkKeys | None = None) -> None:
+        check_endpoint(endpoint, keys)
+        self._settings, self._limits, self._keys = settings, limits, keys
+        self._context = zmq.Context()
+        self._socket, self._zap = self._bind(endpoint)
+        self.endpoint = self._socket.last_endpoint.rstrip(b"\0").decode()
+        self._wake: int | None = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        # The lock guards what other threads change; no sink is called under it.
+        self._lock = threading.Lock()
+        self._rooms: dict[int, IncomingRoom] = {}
+        self._notes: deque[tuple[bytes, wire.Ended]] = deque()
+        self._closing = False
+        # Of the thread alone.
+        self._peers: dict[bytes, _Peer] = {}
+        self._links: dict[bytes, _Peer] = {}
+        self._heard: dict[bytes, float] = {}
+        self._finished: OrderedDict[tuple[bytes, int], None] = OrderedDict()
+        self._thread = threading.Thread(target=self._run, name=f"kv-links of {self.endpoint}", daemon=True)
+        self._thread.start()
+
+    def register(self, room: int, expected: Expected, sink: Sink) -> None:
+        """Take a room from whichever sender opens it first.
+
+        Raises:
+            LinkError: it is registered, or the server is closed.
+        """
+        with self._lock:
+            if self._closing:
+                raise LinkError(f"{self.endpoint} takes no rooms: it is closed")
+            if room in self._rooms:
+                raise LinkError(f"room {room} is registered; abort it before it is received anew")
+            self._rooms[room] = IncomingRoom(room, expected, sink)
+
+    def abort(self, room: int) -> None:
+        """Take no more of a room. Once this returns, its sink is not called: what it writes to may be given to others.
+
+        It waits for a call of the sink that is under way; so hold no lock that the sink takes. Nothing where the room has ended.
+        """
+        with self._lock:
+            state = self._rooms.pop(room, None)
+        if state is None:
+            return
+        state.abort()
+        if state.link is not None:
+            with self._lock:
+                self._notes.append((state.link, wire.Ended(room, "the receiver aborted it")))
+                self._notify()
+
+    @property
+    def rooms(self) -> int:
+        """Rooms that have not ended."""
+        return len(self._rooms)
+
+    def close(self, timeout: float = 5.0) -> None:
+        """End all rooms and the thread, waiting for it at most ``timeout`` seconds."""
+        with self._lock:
+            self._closing = True
+            self._notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout)
+
+    def _notify(self) -> None:
+        """Under the lock: wake the thread, if it has not ended."""
+        if self._wake is not None:
+            os.eventfd_write(self._wake, 1)
+
+    def _bind(self, endpoint: str) -> tuple[zmq.Socket, zmq.Socket | None]:
+        zap = None
+        socket = self._context.socket(zmq.ROUTER)
+        # No message is begun that cannot be ended; peers that do not read are dropped.
+        socket.router_mandatory = True
+        socket.set_hwm(MOST_WAITING)
+        socket.linger, socket.maxmsgsize = 0, wire.MOST_MESSAGE
+        socket.ipv6 = "[" in endpoint
+        try:
+            if self._keys is not None:
+                zap = self._context.socket(zmq.REP)
+                zap.linger = 0
+                zap.bind(ZAP_ENDPOINT)
+                self._keys.serve(socket)
+            # Of the host nothing is left open: port 0 alone is libzmq's *.
+            socket.bind(f"{endpoint[:-2]}:*" if endpoint.startswith("tcp") and endpoint.endswith(":0") else endpoint)
+        except zmq.ZMQError as error:
+            self._context.destroy(0)
+            raise LinkError(f"no link can listen on {endpoint}: {error}; name another port or file") from error
+        return socket, zap
+
+    def _run(self) -> None:
+        reason = "the receiver closed its links"
+        try:
+            self._serve()
+        except Exception:
+            logger.exception("the links of %s ended; rooms on them fail", self.endpoint)
+            reason = "an internal error ended the receiver's links; the log has it"
+        with self._lock:
+            self._closing = True
+            rooms = list(self._rooms.values())
+        for room in rooms:
+            self._fail(room, reason)
+        self._context.destroy(0)
+        with self._lock:
+            os.close(self._wake)
+            self._wake = None
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        for source in filter(lambda source: source is not None, (self._socket, self._zap, self._wake)):
+            poller.register(source, zmq.POLLIN)
+        looked = time.monotonic()
+        while not self._closing:
+            ready = dict(poller.poll(1000 * LOOK))
+            if self._wake in ready:
+                os.eventfd_read(self._wake)
+            if self._zap in ready:
+                refused = self._keys.answer_zap(self._zap)
+                if refused is not None:
+                    logger.error("%s refused a connection from %s: it has other keys", self.endpoint, refused)
+            drained = self._read_turn()
+            self._send_notes()
+            now = time.monotonic()
+            # A sink may have taken long: only who is silent once all was read is gone.
+            if drained and now - looked > LOOK:
+                looked = now
+                self._look(now)
+
+    def _read_turn(self) -> bool:
+        """Read and answer some messages; whether none is left."""
+        spoke: set[bytes] = set()
+        drained = False
+        for _ in range(TURN):
+            try:
+                address, *frames = self._receive()
+            except zmq.Again:
+                drained = True
+                break
+            spoke.add(address.bytes)
+            self._take(address.bytes, frames)
+        for address in spoke:
+            if address in self._peers:
+                self._grant(self._peers[address])
+        return drained
+
+    def _receive(self) -> list[zmq.Frame]:
+        """The address and up to three frames of a message; a longer one is none of ours."""
+        frames = [self._socket.recv(zmq.NOBLOCK, copy=False)]
+        while frames[-1].more:
+            frame = self._socket.recv(copy=False)
+            frames = frames[:3] + [frame]
+        return frames
+
+    def _take(self, address: bytes, frames: list[zmq.Frame]) -> None:
+        peer = self._peers.get(address)
+        try:
+            if not frames or len(frames) > 2:
+                raise wire.WireError(f"a message of {len(frames)} frames; one or two are read")
+            message = wire.decode_from_sender(frames[0].buffer)
+            if isinstance(message, wire.Hello):
+                self._hello(address, message)
+                return
+            if peer is None:
+                raise _Unfollowed("no Hello came on this connection")
+            peer.heard = self._heard[peer.link] = time.monotonic()
+            if isinstance(message, wire.Frame) != (len(frames) == 2):
+                raise _Unfollowed(f"a {type(message).__name__} of {len(frames)} frames")
+            match message:
+                case wire.Ping():
+                    self._say(peer.address, wire.Pong())
+                case wire.Open(room, shape):
+                    self._open(peer, room, shape)
+                case wire.Cancel(room, reason):
+                    self._cancel(peer, room, reason)
+                case wire.Frame():
+                    self._frame(peer, message, frames[1].buffer)
+        except (_Unfollowed, wire.WireError) as error:
+            # Who never said Hello may be anybody; it is told only if it speaks the language.
+            if peer is not None:
+                logger.warning("%s cannot follow a sender: %s; it has to connect anew", self.endpoint, error)
+                self._forget(address)
+            if peer is not None or isinstance(error, _Unfollowed):
+                self._say(address, wire.HelloFirst(str(error)[:1024]))
+
+    def _hello(self, address: bytes, hello: wire.Hello) -> None:
+        differs = version_refusal(wire.VERSION, hello.protocol)
+        if differs is None:
+            differs = refusal(self._settings, wire.decode_settings(hello.settings))
+        if differs is not None:
+            logger.error("%s refuses a sender: %s", self.endpoint, differs)
+            self._say(address, wire.Refused(differs))
+            return
+        if hello.link in self._links:
+            self._forget(self._links[hello.link].address)
+        peer = _Peer(address, hello.link, self._limits.window_bytes, time.monotonic())
+        self._forget(address)
+        self._peers[address] = self._links[hello.link] = peer
+        self._heard[hello.link] = peer.heard
+        self._say(address, wire.Welcome(self._limits.window_bytes))
+
+    def _open(self, peer: _Peer, room: int, shape: RoomShape) -> None:
+        with self._lock:
+            state = self._rooms.get(room)
+            if state is not None and state.link is None:
+                state.link = peer.link
+        if state is None and (peer.link, room) in self._finished:
+            full = {stream: _ones(shape.parts(stream)) for stream in Stream}
+            self._say(peer.address, wire.Have(room, full[Stream.ANCHOR], full[Stream.RESIDUAL], shape.aux))
+        elif state is None:
+            self._say(peer.address, wire.Ended(room, "unknown room: it was not registered here, or the receiver was restarted"))
+        elif state.link != peer.link:
+            self._say(peer.address, wire.Ended(room, "another sender opened it before"))
+        elif shape != state.expected.shape:
+            self._fail(state, f"the sender announces {shape}; expected is {state.expected.shape}")
+        else:
+            self._say(peer.address, state.have())
+            self._finish(state)
+
+    def _cancel(self, peer: _Peer, room: int, reason: str) -> None:
+        state = self._rooms.get(room)
+        if state is not None and state.link in (None, peer.link):
+            self._fail(state, f"the sender ended it: {reason}", tell=False)
+
+    def _frame(self, peer: _Peer, frame: wire.Frame, payload: memoryview) -> None:
+        cost = len(payload) + FRAME_OVERHEAD
+        if cost > peer.allowance:
+            raise _Unfollowed(f"{cost} bytes came where {peer.allowance} were granted")
+        peer.allowance -= cost
+        peer.ungranted += cost
+        state = self._rooms.get(frame.header.room)
+        if state is None or state.link != peer.link:
+            # It was aborted or has failed: the sender was told.
+            peer.assembly.drop(frame.header.stream)
+            return
+        try:
+            self._part(peer, state, frame, payload)
+        except LinkError as error:
+            self._fail(state, str(error))
+        if 4 * peer.ungranted > self._limits.window_bytes or len(peer.acked) == MOST_ACKS:
+            self._grant(peer)
+
+    def _part(self, peer: _Peer, state: IncomingRoom, frame: wire.Frame, payload: memoryview) -> None:
+        header = frame.header
+        if (header.codec, header.rank) != (self._settings.codec, self._settings.tp_rank):
+            raise LinkError(f"a part of codec {header.codec!r} and rank {header.rank} came; agreed on is {self._settings.codec!r} and {self._settings.tp_rank}")
+        number = state.part(header)
+        try:
+            whole = peer.assembly.add(frame, payload)
+        except LinkError as error:
+            raise _Unfollowed(str(error)) from error
+        if whole is None:
+            return
+        content, right = whole
+        if not right:
+            if not state.may_repeat(header.stream, number, self._limits.repeats):
+                raise LinkError(f"{header.stream} of page {header.page} came with a wrong checksum {self._limits.repeats + 1} times")
+            self._say(peer.address, wire.Again(state.number, header.stream, number))
+        elif state.write(number, header, content.toreadonly()):
+            peer.acked.append(wire.Acked(state.number, header.stream, number))
+            self._finish(state)
+
+    def _finish(self, state: IncomingRoom) -> None:
+        try:
+            finished = state.finish()
+        except LinkError:
+            logger.exception("room %d is complete, and its sink could not be told", state.number)
+            finished = True
+        if finished:
+            with self._lock:
+                self._drop(state)
+            self._finished[state.link, state.number] = None
+            while len(self._finished) > self._limits.finished_rooms:
+                self._finished.popitem(last=False)
+
+    def _fail(self, state: IncomingRoom, reason: str, tell: bool = True) -> None:
+        with self._lock:
+            self._drop(state)
+            if tell and state.link is not None:
+                self._notes.append((state.link, wire.Ended(state.number, reason[:2048])))
+        try:
+            state.fail(reason)
+        except LinkError:
+            logger.exception("room %d failed (%s), and its sink could not be told", state.number, reason)
+
+    def _drop(self, state: IncomingRoom) -> None:
+        """Under the lock; another room of that number may have been registered since."""
+        if self._rooms.get(state.number) is state:
+            del self._rooms[state.number]
+
+    def _grant(self, peer: _Peer) -> None:
+        if peer.ungranted or peer.acked:
+            granted, acked = peer.ungranted, tuple(peer.acked)
+            peer.allowance += granted
+            peer.ungranted = 0
+            peer.acked.clear()
+            self._say(peer.address, wire.Received(granted, acked))
+
+    def _send_notes(self) -> None:
+        while self._notes:
+            link, note = self._notes.popleft()
+            # A sender out of reach asks for the room when it is back.
+            if link in self._links:
+                self._say(self._links[link].address, note)
+
+    def _look(self, now: float) -> None:
+        """Fail rooms whose sender is gone, and forget it."""
+        gone = {link for link, heard in self._heard.items() if now - heard > self._limits.resume_seconds}
+        if not gone:
+            return
+        with self._lock:
+            left = [state for state in self._rooms.values() if state.link in gone]
+        for state in left:
+            self._fail(state, f"its sender is silent for {self._limits.resume_seconds:g} s", tell=False)
+        for link in gone:
+            del self._heard[link]
+            if link in self._links:
+                self._forget(self._links[link].address)
+
+    def _forget(self, address: bytes) -> None:
+        peer = self._peers.pop(address, None)
+        if peer is not None and self._links.get(peer.link) is peer:
+            del self._links[peer.link]
+
+    def _say(self, address: bytes, message: wire.FromReceiver) -> None:
+        try:
+            self._socket.send_multipart([address, wire.encode(message)], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                raise
+            # It is gone, or does not read: when it is back it says Hello.
+            self._forget(address)
+
+
+def _ones(count: int) -> bytes:
+    """A bitmap of ``count`` ones."""
+    return ((1 << count) - 1).to_bytes(-(-count // 8), "little")

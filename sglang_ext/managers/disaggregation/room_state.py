@@ -1,0 +1,149 @@
+"""One room of the receiver: what is expected, what has come, and that nothing is written once it was aborted."""
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from sglang_ext.managers.disaggregation.settings import LinkError
+from sglang_ext.managers.disaggregation.wire import MOST_PART, Have, PageHeader, RoomShape, Stream
+
+
+class Sink(Protocol):
+    """Where a room's parts go. The link's thread calls it: it must be quick, since all links of a server wait for it.
+
+    Calls of one room come one at a time. None begins, and none is under way, once ``LinkServer.abort(room)`` returned.
+    """
+
+    def write(self, header: PageHeader, payload: memoryview) -> None:
+        """A part whose checksum is right, each one once; ``payload`` is valid during the call. What it raises fails the room."""
+
+    def arrived(self, stream: Stream) -> None:
+        """All parts of a stream were written."""
+
+    def ended(self, reason: str | None) -> None:
+        """All is there (None), or the room failed; the last call. It is not made for rooms that this side aborted."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a room will bring.
+
+    Attributes:
+        shape: its parts; the sender must announce the same.
+        most_bytes: of one part of each stream that the shape has.
+        prefix_hashes: of each page (page_hashes.py), which anchors and residuals must carry; empty where they are not compared.
+    """
+
+    shape: RoomShape
+    most_bytes: Mapping[Stream, int]
+    prefix_hashes: tuple[bytes, ...] = ()
+
+    def __post_init__(self) -> None:
+        for stream in Stream:
+            most = self.most_bytes.get(stream, 0)
+            if not 0 <= most <= MOST_PART or (self.shape.parts(stream) and most < 1):
+                raise LinkError(f"most_bytes of {stream} is {most}; pass 1 to {MOST_PART} for each stream that the room has")
+        if self.prefix_hashes and len(self.prefix_hashes) != self.shape.pages:
+            raise LinkError(f"{len(self.prefix_hashes)} prefix hashes of {self.shape.pages} pages; pass one a page, or none")
+
+
+@dataclass(eq=False)
+class IncomingRoom:
+    """A room between its registration and its end.
+
+    Attributes:
+        number: of the room.
+        link: of the sender that opened it; None until then. The server sets it.
+        ended: whether it takes no more.
+    """
+
+    number: int
+    expected: Expected
+    sink: Sink
+    link: bytes | None = None
+    ended: bool = field(default=False, init=False)
+    _bitmaps: dict[Stream, bytearray] = field(init=False)
+    _counts: dict[Stream, int] = field(init=False)
+    _repeats: dict[tuple[Stream, int], int] = field(default_factory=dict, init=False)
+    # Held while the sink works; the sink itself may abort.
+    _lock: threading.RLock = field(default_factory=threading.RLock, init=False)
+
+    def __post_init__(self) -> None:
+        self._bitmaps = {stream: bytearray(-(-self.expected.shape.parts(stream) // 8)) for stream in Stream}
+        self._counts = dict.fromkeys(Stream, 0)
+
+    def part(self, header: PageHeader) -> int:
+        """A part's number.
+
+        Raises:
+            LinkError: it is not what was expected; the message says what.
+        """
+        number = self.expected.shape.part(header.stream, header.page, header.layers)
+        if number is None:
+            raise LinkError(f"{header.stream} of page {header.page} and {header.layers} came; expected is {self.expected.shape}")
+        most = self.expected.most_bytes[header.stream]
+        if header.size > most:
+            raise LinkError(f"{header.stream} of page {header.page} has {header.size} bytes; at most {most} are expected")
+        if self.expected.prefix_hashes and header.stream is not Stream.AUX:
+            hashed = self.expected.prefix_hashes[header.page]
+            if header.prefix_hash != hashed:
+                raise LinkError(f"page {header.page} has prefix hash {header.prefix_hash.hex()!r}; that of the prompt is {hashed.hex()!r}")
+        return number
+
+    def write(self, number: int, header: PageHeader, payload: memoryview) -> bool:
+        """Give a part to the sink, unless it was given before; False where the room has ended.
+
+        Raises:
+            LinkError: the sink raised.
+        """
+        stream = header.stream
+        with self._lock:
+            if self.ended:
+                return False
+            if self._bitmaps[stream][number // 8] >> number % 8 & 1:
+                return True
+            self._call(self.sink.write, header, payload)
+            self._bitmaps[stream][number // 8] |= 1 << number % 8
+            self._counts[stream] += 1
+            if self._counts[stream] == self.expected.shape.parts(stream) and not self.ended:
+                self._call(self.sink.arrived, stream)
+            return True
+
+    def finish(self) -> bool:
+        """End the room if all is there; whether it is."""
+        with self._lock:
+            complete = not self.ended and all(self._counts[stream] == self.expected.shape.parts(stream) for stream in Stream)
+            if complete:
+                self.ended = True
+                self._call(self.sink.ended, None)
+            return complete
+
+    def fail(self, reason: str) -> None:
+        """End the room and tell the sink why; nothing where it has ended."""
+        with self._lock:
+            if not self.ended:
+                self.ended = True
+                self._call(self.sink.ended, reason)
+
+    def abort(self) -> None:
+        """End the room; once this returns, the sink is not called any more, and no call is under way elsewhere."""
+        with self._lock:
+            self.ended = True
+
+    def may_repeat(self, stream: Stream, number: int, most: int) -> bool:
+        """Count a wrong checksum of a part; whether it may be asked for again."""
+        seen = self._repeats[stream, number] = self._repeats.get((stream, number), 0) + 1
+        return seen <= most
+
+    def have(self) -> Have:
+        """What is there."""
+        with self._lock:
+            anchors, residuals = bytes(self._bitmaps[Stream.ANCHOR]), bytes(self._bitmaps[Stream.RESIDUAL])
+            return Have(self.number, anchors, residuals, bool(self._counts[Stream.AUX]))
+
+    def _call(self, function, *arguments) -> None:
+        try:
+            function(*arguments)
+        except Exception as error:  # A sink is the caller's: its error ends the room, not the thread of all links.
+            raise LinkError(f"the sink's {function.__name__} raised {error!r}") from error

@@ -1,0 +1,257 @@
+"""The sender's rooms: which frame goes next, what is there already, what must go again.
+
+Strict order over all rooms: auxiliary records whose anchors have gone, anchors, residuals; within each, the order of offers.
+A room's auxiliary record waits until the last of its anchors has gone, its residuals until the record has. A part is cut
+short by one that comes first, and goes on afterwards: of each stream at most one is begun.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from sglang_ext.managers.disaggregation.settings import LinkError
+from sglang_ext.managers.disaggregation.wire import MOST_PART, Have, LayerRange, PageHeader, RoomShape, Stream
+
+# What comes first, first.
+_ORDER = (Stream.AUX, Stream.ANCHOR, Stream.RESIDUAL)
+
+
+@dataclass(eq=False)
+class Part:
+    """A part to send; its bytes stay as they are until it has arrived or its room has ended.
+
+    Attributes:
+        stream: anchor, aux or residual.
+        payload: contiguous bytes; they are not copied.
+        page: counted from the first that travels; 0 for aux.
+        layers: of the KV; for aux any.
+        prefix_hash: 32 bytes (page_hashes.py), or none.
+    """
+
+    stream: Stream
+    payload: memoryview | bytes
+    page: int = 0
+    layers: LayerRange = LayerRange(0, 1)
+    prefix_hash: bytes = b""
+
+    def __post_init__(self) -> None:
+        self.payload = memoryview(self.payload).cast("B")
+        if len(self.payload) > MOST_PART:
+            raise LinkError(f"a part of {len(self.payload)} bytes; at most {MOST_PART} travel as one: give the room more layer ranges")
+
+
+@dataclass(eq=False)
+class Sending:
+    """A part on its way.
+
+    Attributes:
+        room, number: of the part in its stream.
+        header: with the checksum, once the first frame is made.
+        offset: of the next frame's bytes.
+        repeats: how often its checksum was wrong.
+    """
+
+    room: int
+    number: int
+    part: Part
+    header: PageHeader | None = None
+    offset: int = 0
+    repeats: int = 0
+
+
+@dataclass(eq=False)
+class OutgoingRoom:
+    """What is known of a room; ``SendQueue`` alone changes it.
+
+    Attributes:
+        confirmed: whether the receiver said what it has, on this connection.
+        offered: parts that have not arrived, by stream and number.
+        waiting: those of them that something of the room comes before.
+        gone: numbers of parts that were sent whole on this connection, or are there.
+        there: numbers of parts that are there.
+        told: streams whose completion was told.
+    """
+
+    number: int
+    shape: RoomShape
+    confirmed: bool = False
+    offered: dict[tuple[Stream, int], Sending] = field(default_factory=dict)
+    waiting: dict[Stream, list[Sending]] = field(default_factory=lambda: {stream: [] for stream in Stream})
+    gone: dict[Stream, set[int]] = field(default_factory=lambda: {stream: set() for stream in Stream})
+    there: dict[Stream, set[int]] = field(default_factory=lambda: {stream: set() for stream in Stream})
+    told: set[Stream] = field(default_factory=set)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all is there."""
+        return all(len(self.there[stream]) == self.shape.parts(stream) for stream in Stream)
+
+    def newly_complete(self) -> list[Stream]:
+        """Streams that are there and were not told before; those without parts are not told."""
+        streams = [one for one in Stream if one not in self.told and 0 < self.shape.parts(one) == len(self.there[one])]
+        self.told.update(streams)
+        return streams
+
+    def may_go(self, stream: Stream) -> bool:
+        """Whether parts of a stream have nothing of their room left before them."""
+        before = {Stream.ANCHOR: (), Stream.AUX: (Stream.ANCHOR,), Stream.RESIDUAL: (Stream.ANCHOR, Stream.AUX)}[stream]
+        return self.confirmed and all(len(self.gone[one]) == self.shape.parts(one) for one in before)
+
+
+class SendQueue:
+    """All rooms of one link. Whoever shares it holds a lock.
+
+    Attributes:
+        rooms: that have not ended.
+        queued: bytes of parts that have not arrived.
+    """
+
+    def __init__(self, codec: str, rank: int) -> None:
+        self.rooms: dict[int, OutgoingRoom] = {}
+        self.queued = 0
+        self._codec, self._rank = codec, rank
+        self._queues: dict[Stream, deque[Sending]] = {stream: deque() for stream in _ORDER}
+
+    def open(self, room: int, shape: RoomShape) -> None:
+        """A room whose parts will be offered.
+
+        Raises:
+            LinkError: it is open.
+        """
+        if room in self.rooms:
+            raise LinkError(f"room {room} is open on this link; a room is sent once, and cancelled before it is sent anew")
+        self.rooms[room] = OutgoingRoom(room, shape)
+
+    def offer(self, room: int, part: Part) -> bool:
+        """A part to send; False where the room has ended.
+
+        Raises:
+            LinkError: the room has no such part, or has it already.
+        """
+        if room not in self.rooms:
+            return False
+        state = self.rooms[room]
+        number = state.shape.part(part.stream, part.page, part.layers)
+        if number is None:
+            raise LinkError(f"room {room} has no {part.stream} of page {part.page} and {part.layers}; it is {state.shape}")
+        if (part.stream, number) in state.offered or number in state.there[part.stream]:
+            raise LinkError(f"{part.stream} of page {part.page} and {part.layers} of room {room} was offered before; offer each part once")
+        self.queued += len(part.payload)
+        state.offered[part.stream, number] = sending = Sending(room, number, part)
+        state.waiting[part.stream].append(sending)
+        self._release(state)
+        return True
+
+    def confirm(self, have: Have) -> list[Stream]:
+        """What the receiver has of a room, which may go on now; streams that are complete with it.
+
+        Raises:
+            LinkError: it has what this room does not have.
+        """
+        room = self.rooms[have.room]
+        found = {Stream.ANCHOR: set(_bits(have.anchors)), Stream.RESIDUAL: set(_bits(have.residuals)), Stream.AUX: {0} if have.aux else set()}
+        for stream, numbers in found.items():
+            if any(number >= room.shape.parts(stream) for number in numbers):
+                raise LinkError(f"the receiver says it has part {max(numbers)} of {stream}; room {room.number} has {room.shape.parts(stream)}")
+        room.confirmed = True
+        for stream, numbers in found.items():
+            for number in numbers:
+                self._arrived(room, stream, number)
+        self._release(room)
+        return room.newly_complete()
+
+    def next(self) -> Sending | None:
+        """The part whose next frame goes, as long as none comes before it."""
+        for stream in _ORDER:
+            if self._queues[stream]:
+                return self._queues[stream][0]
+        return None
+
+    def header(self, sending: Sending) -> PageHeader:
+        """Of a part that begins; it reads all of the part once."""
+        if sending.header is None:
+            part = sending.part
+            stated = part.stream, part.page, part.layers, self._rank, self._codec, len(part.payload), part.prefix_hash
+            sending.header = PageHeader(sending.room, *stated).sealed(part.payload)
+        return sending.header
+
+    def advance(self, sending: Sending, size: int) -> None:
+        """``size`` more bytes of the part that ``next`` gave were sent; 0 for an empty part. Its room may have ended meanwhile."""
+        sending.offset += size
+        room = self.rooms.get(sending.room)
+        if room is None or sending.offset < len(sending.part.payload):
+            return
+        self._queues[sending.part.stream].popleft()
+        room.gone[sending.part.stream].add(sending.number)
+        self._release(room)
+
+    def arrived(self, room: int, stream: Stream, number: int) -> list[Stream]:
+        """A part is there; streams that are complete with it. Nothing happens where nobody waits for it."""
+        state = self.rooms.get(room)
+        if state is None or (stream, number) not in state.offered or number not in state.gone[stream]:
+            return []
+        self._arrived(state, stream, number)
+        return state.newly_complete()
+
+    def again(self, room: int, stream: Stream, number: int, most: int) -> None:
+        """Send a part once more, before others of its stream.
+
+        Raises:
+            LinkError: it was sent again ``most`` times, or it is not under way.
+        """
+        state = self.rooms.get(room)
+        if state is None:
+            return
+        sending = state.offered.get((stream, number))
+        if sending is None or number not in state.gone[stream]:
+            raise LinkError(f"part {number} of {stream} is asked for again and is not under way: its header was changed on the way")
+        if sending.repeats == most:
+            raise LinkError(f"part {number} of {stream} came with a wrong checksum {most + 1} times; the network or a memory is broken")
+        sending.repeats += 1
+        sending.offset = 0
+        state.gone[stream].discard(number)
+        queue = self._queues[stream]
+        # Not between the frames of another.
+        queue.insert(1 if queue and queue[0].offset else 0, sending)
+
+    def end(self, room: int) -> OutgoingRoom | None:
+        """Forget a room and its parts; None where it is not open."""
+        state = self.rooms.pop(room, None)
+        if state is not None and state.offered:
+            self.queued -= sum(len(sending.part.payload) for sending in state.offered.values())
+            for stream, queue in self._queues.items():
+                self._queues[stream] = deque(sending for sending in queue if sending.room != room)
+        return state
+
+    def pause(self) -> None:
+        """The connection broke: nothing goes until the receiver said again what it has."""
+        for queue in self._queues.values():
+            queue.clear()
+        for room in self.rooms.values():
+            room.confirmed = False
+            room.gone = {stream: set(numbers) for stream, numbers in room.there.items()}
+            room.waiting = {stream: [] for stream in Stream}
+            for (stream, _), sending in room.offered.items():
+                sending.offset = 0
+                room.waiting[stream].append(sending)
+
+    def _arrived(self, room: OutgoingRoom, stream: Stream, number: int) -> None:
+        sending = room.offered.pop((stream, number), None)
+        if sending is not None:
+            self.queued -= len(sending.part.payload)
+        room.gone[stream].add(number)
+        room.there[stream].add(number)
+
+    def _release(self, room: OutgoingRoom) -> None:
+        for stream, waiting in room.waiting.items():
+            if waiting and room.may_go(stream):
+                # What the receiver turned out to have is not offered any more.
+                self._queues[stream].extend(sending for sending in waiting if (stream, sending.number) in room.offered)
+                room.waiting[stream] = []
+
+
+def _bits(bitmap: bytes) -> Iterator[int]:
+    for place, byte in enumerate(bitmap):
+        for bit in range(8):
+            if byte >> bit & 1:
+                yield 8 * place + bit
