@@ -13,6 +13,7 @@ class LinkLimits:
     Attributes:
         frame_bytes: of a part that travel at once; paced links take fewer (pacing.py). What becomes urgent waits for one.
         window_bytes: that a sender may have under way before the receiver grants more.
+        residual_bytes: under way at which no residual is sent, so that anchors wait for little where the network is slow.
         queued_bytes: that a sender holds for all its rooms; more are refused.
         repeats: of a part whose checksum was wrong, before its room fails.
         reconnects: without anything acknowledged in between, before all rooms fail.
@@ -24,7 +25,8 @@ class LinkLimits:
     """
 
     frame_bytes: int = 1 << 18
-    window_bytes: int = 1 << 22
+    window_bytes: int = 1 << 24
+    residual_bytes: int = 1 << 22
     queued_bytes: int = 1 << 32
     repeats: int = 2
     reconnects: int = 3
@@ -38,6 +40,7 @@ class LinkLimits:
         self._check("frame_bytes", 1 <= self.frame_bytes <= MOST_FRAME, f"1 to {MOST_FRAME}")
         least = 2 * (self.frame_bytes + FRAME_OVERHEAD)
         self._check("window_bytes", least <= self.window_bytes <= 1 << 32, f"{least} (two frames) to {1 << 32}")
+        self._check("residual_bytes", self.residual_bytes >= 1, "at least 1")
         self._check("queued_bytes", self.queued_bytes >= 1, "at least 1")
         for name in ("repeats", "reconnects", "finished_rooms"):
             self._check(name, getattr(self, name) >= 0, "0 or above")

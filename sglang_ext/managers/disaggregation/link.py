@@ -322,7 +322,8 @@ class Link:
         begin = sending.offset
         payload = sending.part.payload[begin : begin + self._frame_bytes]
         cost = len(payload) + FRAME_OVERHEAD
-        if cost > connection.credit:
+        late = sending.part.stream is Stream.RESIDUAL and connection.outstanding >= self._limits.residual_bytes
+        if cost > connection.credit or late:
             return LOOK
         head = wire.encode(wire.Frame(self._queue.header(sending), begin))
         connection.socket.send(head, zmq.SNDMORE)

@@ -24,8 +24,10 @@ from sglang_ext.managers.disaggregation.wire import FRAME_OVERHEAD, MOST_ACKS, R
 
 logger = logging.getLogger(__name__)
 
-# Messages read before what they lead to is answered; seconds between looks at the clock.
-TURN, LOOK = 64, 0.1
+# Messages read before others are served; seconds between looks at the clock, and of quiet before small grants are made.
+TURN, LOOK, SOON = 64, 0.1, 0.001
+# In how many messages a window is granted again, while there is much to read.
+GRANTS = 16
 # Messages that wait in libzmq for one peer, or from one.
 MOST_WAITING = 4096
 
@@ -36,7 +38,7 @@ class _Unfollowed(Exception):
 
 @dataclass(eq=False)
 class _Peer:
-    """A connection of a sender.
+    """A connection of a sender. ``LinkServer._owing`` has its address while anything is not granted.
 
     Attributes:
         address: by which the socket knows it.
@@ -83,6 +85,7 @@ class LinkServer:
         self._peers: dict[bytes, _Peer] = {}
         self._links: dict[bytes, _Peer] = {}
         self._heard: dict[bytes, float] = {}
+        self._owing: set[bytes] = set()
         self._finished: OrderedDict[tuple[bytes, int], None] = OrderedDict()
         self._thread = threading.Thread(target=self._run, name=f"kv-links of {self.endpoint}", daemon=True)
         self._thread.start()
@@ -177,7 +180,9 @@ class LinkServer:
             poller.register(source, zmq.POLLIN)
         looked = time.monotonic()
         while not self._closing:
-            ready = dict(poller.poll(1000 * LOOK))
+            ready = dict(poller.poll(1000 * (SOON if self._owing else LOOK)))
+            if not ready:
+                self._grant_all()
             if self._wake in ready:
                 os.eventfd_read(self._wake)
             if self._zap in ready:
@@ -194,20 +199,13 @@ class LinkServer:
 
     def _read_turn(self) -> bool:
         """Read and answer some messages; whether none is left."""
-        spoke: set[bytes] = set()
-        drained = False
         for _ in range(TURN):
             try:
                 address, *frames = self._receive()
             except zmq.Again:
-                drained = True
-                break
-            spoke.add(address.bytes)
+                return True
             self._take(address.bytes, frames)
-        for address in spoke:
-            if address in self._peers:
-                self._grant(self._peers[address])
-        return drained
+        return False
 
     def _receive(self) -> list[zmq.Frame]:
         """The address and up to three frames of a message; a longer one is none of ours."""
@@ -293,6 +291,7 @@ class LinkServer:
             raise _Unfollowed(f"{cost} bytes came where {peer.allowance} were granted")
         peer.allowance -= cost
         peer.ungranted += cost
+        self._owing.add(peer.address)
         state = self._rooms.get(frame.header.room)
         if state is None or state.link != peer.link:
             # It was aborted or has failed: the sender was told.
@@ -302,7 +301,7 @@ class LinkServer:
             self._part(peer, state, frame, payload)
         except LinkError as error:
             self._fail(state, str(error))
-        if 4 * peer.ungranted > self._limits.window_bytes or len(peer.acked) == MOST_ACKS:
+        if GRANTS * peer.ungranted > self._limits.window_bytes or len(peer.acked) == MOST_ACKS:
             self._grant(peer)
 
     def _part(self, peer: _Peer, state: IncomingRoom, frame: wire.Frame, payload: memoryview) -> None:
@@ -354,12 +353,17 @@ class LinkServer:
             del self._rooms[state.number]
 
     def _grant(self, peer: _Peer) -> None:
-        if peer.ungranted or peer.acked:
-            granted, acked = peer.ungranted, tuple(peer.acked)
-            peer.allowance += granted
-            peer.ungranted = 0
-            peer.acked.clear()
-            self._say(peer.address, wire.Received(granted, acked))
+        granted, acked = peer.ungranted, tuple(peer.acked)
+        peer.allowance += granted
+        peer.ungranted = 0
+        peer.acked.clear()
+        self._owing.discard(peer.address)
+        self._say(peer.address, wire.Received(granted, acked))
+
+    def _grant_all(self) -> None:
+        """Nothing came for a moment: tell each sender what it waits for."""
+        for address in list(self._owing):
+            self._grant(self._peers[address])
 
     def _send_notes(self) -> None:
         while self._notes:
@@ -384,6 +388,7 @@ class LinkServer:
 
     def _forget(self, address: bytes) -> None:
         peer = self._peers.pop(address, None)
+        self._owing.discard(address)
         if peer is not None and self._links.get(peer.link) is peer:
             del self._links[peer.link]
 

@@ -50,7 +50,8 @@ class TokenBucket:
         if self.rate is None:
             return 0.0
         self._fill(now)
-        return max(0.0, -self._tokens / self.rate)
+        # Less than a byte is owed on: to wait for it would be shorter than what clocks resolve.
+        return -self._tokens / self.rate if self._tokens <= -1 else 0.0
 
     def take(self, size: int, now: float) -> None:
         """A message of ``size`` bytes is sent now."""

@@ -264,5 +264,5 @@ def _decode(decoder: msgspec.msgpack.Decoder, data: bytes | memoryview):
         raise WireError(f"a message of {len(data)} bytes; at most {MOST_MESSAGE} are read: the peer speaks another protocol")
     try:
         return decoder.decode(data)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise WireError(f"no message of version {VERSION}: {error}") from error

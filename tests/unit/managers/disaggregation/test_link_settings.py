@@ -1,0 +1,46 @@
+"""Peers with other settings are refused by the name of the first field that differs; limits are checked."""
+
+import msgspec
+import pytest
+from link_helpers import SETTINGS
+
+from sglang_ext.managers.disaggregation.limits import LinkLimits
+from sglang_ext.managers.disaggregation.settings import LinkError, LinkSettings, refusal, version_refusal
+
+OTHER = {
+    "model_key": "other", "pool_dtype": "float16", "layers": 31, "kv_heads": 1, "key_dim": 128, "value_dim": 32, "page_size": 128,
+    "codec": "plain", "codec_version": 2, "codec_options": {"sinks": 0}, "reference": "exact", "tp_rank": 1, "tp_size": 2,
+}  # fmt: skip
+
+
+def test_equal_settings_are_not_refused():
+    assert refusal(SETTINGS, msgspec.msgpack.decode(msgspec.msgpack.encode(SETTINGS), type=LinkSettings)) is None
+    assert version_refusal(1, 1) is None
+
+
+@pytest.mark.parametrize("field", LinkSettings.__struct_fields__)
+def test_the_field_that_differs_is_named_with_both_values_and_a_remedy(field):
+    peer = msgspec.structs.replace(SETTINGS, **{field: OTHER[field]})
+    told = refusal(SETTINGS, peer)
+    assert told.startswith(f"{field} is {getattr(SETTINGS, field)!r} at the receiver and {OTHER[field]!r} at the sender; ")
+    assert len(told.rsplit("; ")[-1]) > 10
+
+
+def test_of_several_fields_the_first_is_named():
+    peer = msgspec.structs.replace(SETTINGS, page_size=1, tp_size=8)
+    assert refusal(SETTINGS, peer).startswith("page_size")
+
+
+def test_another_version_is_refused_with_both():
+    assert version_refusal(1, 2).startswith("protocol is 1 at the receiver and 2 at the sender")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"frame_bytes": 0}, {"frame_bytes": 1 << 21}, {"window_bytes": 1000}, {"residual_bytes": 0}, {"queued_bytes": 0}, {"repeats": -1},
+     {"ping_seconds": 0}, {"silence_seconds": 0.5}, {"resume_seconds": 1e9}],
+    ids=str,
+)  # fmt: skip
+def test_limits_that_cannot_work_are_refused_by_name(wrong):
+    with pytest.raises(LinkError, match=f"{next(iter(wrong))} of a link is"):
+        LinkLimits(**wrong)

@@ -1,0 +1,67 @@
+"""A link's rate is exact over time, and bursts are bounded."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_ext.managers.disaggregation.pacing import LEAST_FRAME, TokenBucket
+from sglang_ext.managers.disaggregation.settings import LinkError
+
+RATES = st.floats(1e3, 1e9)
+SIZES = st.lists(st.integers(1, 1 << 20), min_size=1, max_size=30)
+
+
+@given(RATES, SIZES, st.data())
+def test_no_interval_has_more_than_burst_rate_and_one_message(rate, sizes, data):
+    bucket, now, sent = TokenBucket(rate, rate * 0.05), 0.0, []
+    for size in sizes:
+        now += data.draw(st.floats(0, 0.2)) + bucket.wait(now)
+        while (wait := bucket.wait(now)) > 0:
+            now += wait
+        bucket.take(size, now)
+        sent.append((now, size))
+    for first in range(len(sent)):
+        for last in range(first, len(sent)):
+            taken = sum(size for _, size in sent[first:last])
+            assert taken <= bucket.burst + rate * (sent[last][0] - sent[first][0]) + max(sizes) + 2
+
+
+@given(RATES, SIZES)
+def test_who_never_pauses_gets_the_whole_rate_even_in_messages_beyond_the_burst(rate, sizes):
+    bucket, now = TokenBucket(rate, rate * 1e-6), 0.0
+    for size in sizes:
+        while (wait := bucket.wait(now)) > 0:
+            now += wait
+        bucket.take(size, now)
+    # What is sent last is not waited for.
+    assert now == pytest.approx(sum(sizes[:-1]) / rate, rel=1e-6, abs=2 / rate)
+
+
+def test_lateness_is_made_up_for_within_the_burst():
+    bucket = TokenBucket(1000.0, 50.0)
+    bucket.take(100, 0.0)
+    assert bucket.wait(0.0) == pytest.approx(0.1)
+    # 40 ms late: 40 bytes more may go at once.
+    assert bucket.wait(0.14) == 0
+    bucket.take(40, 0.14)
+    assert bucket.wait(0.14) == 0
+    bucket.take(2, 0.14)
+    assert bucket.wait(0.14) == pytest.approx(0.002)
+
+
+def test_without_a_limit_nobody_waits():
+    bucket = TokenBucket.of_gbps(None)
+    bucket.take(1 << 40, 0.0)
+    assert bucket.wait(0.0) == 0 and bucket.frame_bytes(1 << 18) == 1 << 18
+
+
+def test_slow_links_have_short_frames():
+    assert TokenBucket.of_gbps(0.01).frame_bytes(1 << 18) == LEAST_FRAME
+    assert TokenBucket.of_gbps(0.1).frame_bytes(1 << 18) == 25000
+    assert TokenBucket.of_gbps(10).frame_bytes(1 << 18) == 1 << 18
+
+
+@pytest.mark.parametrize("gbps", [0, 0.009, -1, float("inf"), float("nan")])
+def test_rates_out_of_bounds_are_refused(gbps):
+    with pytest.raises(LinkError, match="pass 0.01 or more"):
+        TokenBucket.of_gbps(gbps)
