@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 # Messages read before others are served; seconds between looks at the clock, and of quiet before small grants are made.
 TURN, LOOK, SOON = 64, 0.1, 0.001
 # In how many messages a window is granted again, while there is much to read.
-GRANTS = 16
+GRANTS = 8
 # Messages that wait in libzmq for one peer, or from one.
 MOST_WAITING = 4096
 
