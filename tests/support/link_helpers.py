@@ -1,5 +1,7 @@
 """Both ends of links for tests: what they agree on, sinks and listeners that remember, and a sender made of raw messages."""
 
+import contextlib
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -138,3 +140,48 @@ class RawSender:
 def header(room: int, stream: Stream, payload: bytes, page: int = 0, **others) -> PageHeader:
     """Of a part, with its checksum."""
     return PageHeader(room, stream, page, LAYERS, 0, "lynx", len(payload), **others).sealed(payload)
+
+
+class Proxy:
+    """Passes bytes between senders and a server on TCP, until it is told to cut what there is, or to pass nothing on."""
+
+    def __init__(self, endpoint: str) -> None:
+        host, port = endpoint.removeprefix("tcp://").split(":")
+        self._target = host, int(port)
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = f"tcp://127.0.0.1:{self._listening.getsockname()[1]}"
+        self._pairs: list[socket.socket] = []
+        self.passed, self.mute, self.closed = 0, False, False
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def cut(self) -> None:
+        """Close all connections; new ones are passed on."""
+        for one in self._pairs:
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close all for good."""
+        self.closed = True
+        self._listening.close()
+        self.cut()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listening.accept()
+                if self.closed:
+                    return
+                far = socket.create_connection(self._target)
+                self._pairs += [near, far]
+                for source, target in ((near, far), (far, near)):
+                    threading.Thread(target=self._pass, args=(source, target), daemon=True).start()
+
+    def _pass(self, source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                if not self.mute:
+                    target.sendall(data)
+                    self.passed += len(data)
+        for one in (source, target):
+            one.close()
