@@ -7,7 +7,8 @@
     endpoints.py      where links may listen, and the keys of links between machines
     pacing.py         a token bucket
     send_queue.py     the sender's rooms: what goes next
-    link.py           the sender's end: a thread and its socket
+    connection.py     one socket of a sender, until it breaks
+    link.py           the sender's end: a thread that goes from connection to connection
     room_state.py     one room of the receiver: what has arrived, checked and written
     assembly.py       parts of pages put together from frames
     link_server.py    the receiver's end: a thread for all links

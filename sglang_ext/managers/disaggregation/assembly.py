@@ -35,7 +35,13 @@ class Assembly:
         if frame.offset == 0:
             self._begun[stream] = _Begun(header, header.digest())
         begun = self._begun.get(stream)
-        if begun is None or begun.header != header or begun.filled != frame.offset or end > header.size or not (payload or end == header.size):
+        if (
+            begun is None
+            or begun.header != header
+            or begun.filled != frame.offset
+            or end > header.size
+            or not (payload or end == header.size)
+        ):
             raise LinkError(f"a frame of bytes {frame.offset} to {end} of a part of {header.size} does not follow the one before")
         begun.digest.update(payload)
         begun.filled = end

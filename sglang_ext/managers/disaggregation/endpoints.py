@@ -3,7 +3,7 @@
 import ipaddress
 import os
 import stat
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import zmq
@@ -24,7 +24,7 @@ class LinkKeys:
     """
 
     public: bytes
-    secret: bytes
+    secret: bytes = field(repr=False)
 
     @classmethod
     def new(cls) -> "LinkKeys":

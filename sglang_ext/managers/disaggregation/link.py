@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from sglang_ext.managers.disaggregation import wire
+from sglang_ext.managers.disaggregation.connection import BrokenConnection, Connection
 from sglang_ext.managers.disaggregation.endpoints import LinkKeys, check_endpoint
 from sglang_ext.managers.disaggregation.limits import LinkLimits
 from sglang_ext.managers.disaggregation.pacing import TokenBucket
@@ -35,7 +35,6 @@ MOST_CANCELS = 4096
 LOOK, PAUSE, LAST_WORDS = 0.05, 0.1, 0.2
 # Between looks at whether libzmq still reads the bytes of a room that ended.
 SOON = 0.002
-_FAILED_HANDSHAKES = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 
 class SendListener(Protocol):
@@ -46,35 +45,6 @@ class SendListener(Protocol):
 
     def ended(self, room: int, reason: str | None) -> None:
         """All is there (None), or why not; the last call, once the link reads none of the room's bytes any more."""
-
-
-class _Broken(Exception):
-    """This connection is of no more use; the next may be."""
-
-
-@dataclass(eq=False)
-class _Connection:
-    """One socket from its making until it breaks, and what is under way on it."""
-
-    socket: zmq.Socket
-    monitor: zmq.Socket
-    heard: float
-    pinged: float
-    window: int = 0
-    credit: int = 0
-
-    @property
-    def welcomed(self) -> bool:
-        return self.window > 0
-
-    @property
-    def outstanding(self) -> int:
-        return self.window - self.credit
-
-    def close(self, linger: float = 0.0) -> None:
-        self.socket.disable_monitor()
-        self.monitor.close(0)
-        self.socket.close(int(1000 * linger))
 
 
 @dataclass(eq=False)
@@ -106,7 +76,12 @@ class Link:
     """
 
     def __init__(
-        self, endpoint: str, settings: LinkSettings, limits: LinkLimits = LinkLimits(), gbps: float | None = None, keys: LinkKeys | None = None
+        self,
+        endpoint: str,
+        settings: LinkSettings,
+        limits: LinkLimits = LinkLimits(),
+        gbps: float | None = None,
+        keys: LinkKeys | None = None,
     ) -> None:
         check_endpoint(endpoint, keys)
         self.endpoint, self._settings, self._limits, self._keys = endpoint, settings, limits, keys
@@ -227,7 +202,7 @@ class Link:
         try:
             self._serve(connection)
             last_words = LAST_WORDS
-        except _Broken as broken:
+        except BrokenConnection as broken:
             self._problem = str(broken)
             if connection.welcomed:
                 logger.warning("the link to %s broke: %s; it is tried again", self.endpoint, broken)
@@ -251,27 +226,16 @@ class Link:
             self._tell_ended()
             time.sleep(PAUSE)
 
-    def _connect(self) -> _Connection:
-        socket = self._context.socket(zmq.DEALER)
-        # What is queued here is bounded by the receiver's window, and a message that was begun must not be lost.
-        socket.set_hwm(0)
-        socket.linger, socket.maxmsgsize = 0, wire.MOST_MESSAGE
-        socket.handshake_ivl = int(1000 * self._limits.silence_seconds)
-        socket.ipv6 = "[" in self.endpoint
-        if self._keys is not None:
-            self._keys.connect(socket)
-        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | _FAILED_HANDSHAKES)
-        socket.connect(self.endpoint)
-        now = time.monotonic()
-        connection = _Connection(socket, monitor, heard=now, pinged=now)
+    def _connect(self) -> Connection:
+        connection = Connection(self._context, self.endpoint, self._keys, self._limits.silence_seconds)
         self._say(connection, wire.Hello(wire.VERSION, self._link, wire.encode(self._settings)))
         return connection
 
-    def _serve(self, connection: _Connection) -> None:
+    def _serve(self, connection: Connection) -> None:
         """Send and read until the link is closed or refused.
 
         Raises:
-            _Broken: the connection is of no more use.
+            BrokenConnection: the connection is of no more use.
         """
         poller = zmq.Poller()
         for source in (connection.socket, connection.monitor, self._wake):
@@ -289,10 +253,10 @@ class Link:
             if connection.socket in ready:
                 self._read_turn(connection)
             if connection.monitor in ready:
-                self._note_event(connection)
+                connection.read_event()
             self._tell_ended()
 
-    def _send_turn(self, connection: _Connection) -> float:
+    def _send_turn(self, connection: Connection) -> float:
         """Send what may be sent; seconds until more may."""
         if not connection.welcomed:
             return LOOK
@@ -310,7 +274,7 @@ class Link:
                 return wait
         return 0.0
 
-    def _send_frame(self, connection: _Connection) -> float:
+    def _send_frame(self, connection: Connection) -> float:
         wait = self._bucket.wait(time.monotonic())
         if wait:
             return wait
@@ -321,47 +285,35 @@ class Link:
             return LOOK
         begin = sending.offset
         payload = sending.part.payload[begin : begin + self._frame_bytes]
-        cost = len(payload) + FRAME_OVERHEAD
         late = sending.part.stream is Stream.RESIDUAL and connection.outstanding >= self._limits.residual_bytes
-        if cost > connection.credit or late:
+        if len(payload) + FRAME_OVERHEAD > connection.credit or late:
             return LOOK
-        head = wire.encode(wire.Frame(self._queue.header(sending), begin))
-        connection.socket.send(head, zmq.SNDMORE)
-        tracker = connection.socket.send(payload, copy=False, track=True)
-        connection.credit -= cost
+        size, tracker = connection.send_frame(wire.Frame(self._queue.header(sending), begin), payload)
         self._outstanding = connection.outstanding
-        self._bucket.take(len(head) + len(payload), time.monotonic())
+        self._bucket.take(size, time.monotonic())
         sent.idle()
         sent.trackers.append(tracker)
         with self._lock:
             self._queue.advance(sending, len(payload))
         return 0.0
 
-    def _say(self, connection: _Connection, message: wire.FromSender) -> None:
-        data = wire.encode(message)
-        connection.socket.send(data)
-        self._bucket.take(len(data), time.monotonic())
+    def _say(self, connection: Connection, message: wire.FromSender) -> None:
+        self._bucket.take(connection.say(message), time.monotonic())
 
-    def _read_turn(self, connection: _Connection) -> None:
+    def _read_turn(self, connection: Connection) -> None:
         for _ in range(TURN):
-            try:
-                frames = connection.socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
+            message = connection.read()
+            if message is None:
                 return
-            try:
-                message = wire.decode_from_receiver(frames[0] if len(frames) == 1 else b"")
-            except wire.WireError as error:
-                raise _Broken(f"it said what is no message: {error}") from error
-            connection.heard = time.monotonic()
             self._take(connection, message)
 
-    def _take(self, connection: _Connection, message: wire.FromReceiver) -> None:
+    def _take(self, connection: Connection, message: wire.FromReceiver) -> None:
         match message:
             case wire.Refused(reason):
                 logger.error("the receiver at %s refuses this sender: %s", self.endpoint, reason)
                 self._refusal = f"refused by {self.endpoint}: {reason}"
             case wire.HelloFirst(reason):
-                raise _Broken(f"the receiver could not follow: {reason}")
+                raise BrokenConnection(f"the receiver could not follow: {reason}")
             case wire.Welcome(window):
                 self._welcome(connection, window)
             case wire.Have():
@@ -378,13 +330,9 @@ class Link:
                 with self._lock:
                     self._end(room, f"the receiver ended it: {reason}")
 
-    def _welcome(self, connection: _Connection, window: int) -> None:
-        connection.window = connection.credit = window
-        # Two frames must fit.
-        fits = window // 2 - FRAME_OVERHEAD
-        if fits < 1:
-            raise _Broken(f"a window of {window} bytes is too small for a frame")
-        self._frame_bytes = self._bucket.frame_bytes(min(fits, self._limits.frame_bytes))
+    def _welcome(self, connection: Connection, window: int) -> None:
+        most = min(connection.welcome(window), self._limits.frame_bytes)
+        self._frame_bytes = self._bucket.frame_bytes(most)
         self._connected, self._progress = True, time.monotonic()
         with self._lock:
             self._unopened = list(self._queue.rooms)
@@ -403,8 +351,8 @@ class Link:
         self._progress = time.monotonic()
         self._tell_arrived(have.room, sent.listener, complete)
 
-    def _acknowledge(self, connection: _Connection, granted: int, acked: tuple[wire.Acked, ...]) -> None:
-        connection.credit = min(connection.window, connection.credit + granted)
+    def _acknowledge(self, connection: Connection, granted: int, acked: tuple[wire.Acked, ...]) -> None:
+        connection.grant(granted)
         self._outstanding = connection.outstanding
         self._progress = time.monotonic()
         self._reconnects = 0 if acked else self._reconnects
@@ -449,11 +397,11 @@ class Link:
                 self._end(room, reason)
                 self._cancels.append((room, reason))
 
-    def _look(self, connection: _Connection | None, now: float) -> None:
+    def _look(self, connection: Connection | None, now: float) -> None:
         """Fail what took too long.
 
         Raises:
-            _Broken: the receiver is silent.
+            BrokenConnection: the receiver is silent.
         """
         limits = self._limits
         if not self._connected:
@@ -463,7 +411,7 @@ class Link:
         if connection is None:
             return
         if now - connection.heard > limits.silence_seconds:
-            raise _Broken(f"it is silent for {limits.silence_seconds:g} s")
+            raise BrokenConnection(f"it is silent for {limits.silence_seconds:g} s")
         if not connection.welcomed:
             return
         if now - connection.pinged > limits.ping_seconds:
@@ -475,13 +423,3 @@ class Link:
             self._progress = now
         elif now - self._progress > limits.stall_seconds:
             self._fail_all(f"the receiver at {self.endpoint} acknowledged nothing for {limits.stall_seconds:g} s")
-
-    def _note_event(self, connection: _Connection) -> None:
-        event = parse_monitor_message(connection.monitor.recv_multipart())["event"]
-        if event & _FAILED_HANDSHAKES:
-            logger.error("no handshake with %s: this side has %s, and the receiver others or none", self.endpoint, self._named_keys())
-            raise _Broken(f"no handshake: this side has {self._named_keys()}, the receiver others or none; give both the same file of keys")
-        raise _Broken(self._problem if not connection.welcomed and "handshake" in self._problem else "the connection was lost")
-
-    def _named_keys(self) -> str:
-        return "no keys" if self._keys is None else f"keys with the public part {self._keys.public.decode()}"

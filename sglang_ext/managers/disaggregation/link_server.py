@@ -306,8 +306,9 @@ class LinkServer:
 
     def _part(self, peer: _Peer, state: IncomingRoom, frame: wire.Frame, payload: memoryview) -> None:
         header = frame.header
-        if (header.codec, header.rank) != (self._settings.codec, self._settings.tp_rank):
-            raise LinkError(f"a part of codec {header.codec!r} and rank {header.rank} came; agreed on is {self._settings.codec!r} and {self._settings.tp_rank}")
+        agreed = self._settings.codec, self._settings.tp_rank
+        if (header.codec, header.rank) != agreed:
+            raise LinkError(f"a part of codec {header.codec!r} and rank {header.rank} came; agreed on is codec {agreed[0]!r} and rank {agreed[1]}")
         number = state.part(header)
         try:
             whole = peer.assembly.add(frame, payload)

@@ -149,10 +149,16 @@ class SendQueue:
             LinkError: it has what this room does not have.
         """
         room = self.rooms[have.room]
-        found = {Stream.ANCHOR: set(_bits(have.anchors)), Stream.RESIDUAL: set(_bits(have.residuals)), Stream.AUX: {0} if have.aux else set()}
+        found = {
+            Stream.ANCHOR: set(_bits(have.anchors)),
+            Stream.RESIDUAL: set(_bits(have.residuals)),
+            Stream.AUX: {0} if have.aux else set(),
+        }
         for stream, numbers in found.items():
             if any(number >= room.shape.parts(stream) for number in numbers):
-                raise LinkError(f"the receiver says it has part {max(numbers)} of {stream}; room {room.number} has {room.shape.parts(stream)}")
+                raise LinkError(
+                    f"the receiver says it has part {max(numbers)} of {stream}; room {room.number} has {room.shape.parts(stream)}"
+                )
         room.confirmed = True
         for stream, numbers in found.items():
             for number in numbers:

@@ -29,7 +29,11 @@ def test_streams_and_the_room_end_once():
     for stream, page in ((Stream.ANCHOR, 1), (Stream.ANCHOR, 0), (Stream.AUX, 0), (Stream.RESIDUAL, 0), (Stream.RESIDUAL, 0)):
         assert write(state, stream, page) and not state.finish()
     assert write(state, Stream.RESIDUAL, 1) and state.finish() and not state.finish()
-    assert state.sink.streams == [Stream.ANCHOR, Stream.AUX, Stream.RESIDUAL] and state.sink.reasons == [None] and len(state.sink.content()) == 5
+    assert (
+        state.sink.streams == [Stream.ANCHOR, Stream.AUX, Stream.RESIDUAL]
+        and state.sink.reasons == [None]
+        and len(state.sink.content()) == 5
+    )
     assert not write(state, Stream.ANCHOR, 0)
 
 
@@ -44,8 +48,10 @@ def test_it_says_what_it_has():
 
 @pytest.mark.parametrize(
     "of, why",
-    [(header(7, Stream.ANCHOR, b"x", 2), "expected is"), (msgspec.structs.replace(header(7, Stream.ANCHOR, b"x"), layers=LayerRange(0, 29)), "expected is"),
-     (msgspec.structs.replace(header(7, Stream.ANCHOR, b"x"), size=(1 << 24) + 1), "at most 16777216"), (header(7, Stream.AUX, bytes(65537)), "at most 65536"),
+    [(header(7, Stream.ANCHOR, b"x", 2), "expected is"),
+     (msgspec.structs.replace(header(7, Stream.ANCHOR, b"x"), layers=LayerRange(0, 29)), "expected is"),
+     (msgspec.structs.replace(header(7, Stream.ANCHOR, b"x"), size=(1 << 24) + 1), "at most 16777216"),
+     (header(7, Stream.AUX, bytes(65537)), "at most 65536"),
      (header(7, Stream.ANCHOR, b"x", 1, prefix_hash=b"\1" * 32), "that of the prompt is '0202")],
     ids=lambda value: str(value)[:30],
 )  # fmt: skip
@@ -105,7 +111,11 @@ def test_a_sink_may_abort_its_own_room():
     assert not state.finish() and state.sink.streams == [] and state.sink.reasons == []
 
 
-@given(st.lists(st.tuples(st.sampled_from(list(Stream)), st.binary(max_size=40)), max_size=6), st.integers(1, 10), st.randoms(use_true_random=False))
+@given(
+    st.lists(st.tuples(st.sampled_from(list(Stream)), st.binary(max_size=40)), max_size=6),
+    st.integers(1, 10),
+    st.randoms(use_true_random=False),
+)
 def test_parts_of_streams_interleave_and_come_out_whole(parts, frame_bytes, random):
     frames = {stream: [] for stream in Stream}
     for page, (stream, payload) in enumerate(parts):
@@ -136,7 +146,13 @@ def test_a_changed_byte_is_found(payload, data):
 def test_frames_that_do_not_follow_are_refused():
     of = header(7, Stream.ANCHOR, b"abcdef")
     other = header(7, Stream.ANCHOR, b"ABCDEF")
-    for frame, payload in ((Frame(of, 3), b"d"), (Frame(other, 2), b"c"), (Frame(of, 2), b"cdefg"), (Frame(of, 2), b""), (Frame(of, 0), b"abcdefg")):
+    for frame, payload in (
+        (Frame(of, 3), b"d"),
+        (Frame(other, 2), b"c"),
+        (Frame(of, 2), b"cdefg"),
+        (Frame(of, 2), b""),
+        (Frame(of, 0), b"abcdefg"),
+    ):
         assembly = Assembly()
         assembly.add(Frame(of, 0), memoryview(b"ab"))
         with pytest.raises(LinkError, match="does not follow"):

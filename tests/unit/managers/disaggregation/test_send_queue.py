@@ -109,7 +109,10 @@ def test_after_any_breaks_all_arrives_once_in_order(data):
         elif action == "send" and (sending := queue.next()):
             room, stream, page, _ = send(queue)
             order = list(Stream).index(stream)
-            assert all(len(have[room][before] | sent_whole.get((room, before), set())) == rooms[room].parts(before) for before in list(Stream)[:order])
+            assert all(
+                len(have[room][before] | sent_whole.get((room, before), set())) == rooms[room].parts(before)
+                for before in list(Stream)[:order]
+            )
             if sending.offset >= len(sending.part.payload):
                 sent_whole.setdefault((room, stream), set()).add(page)
                 unacked.append((room, stream, page))
@@ -164,7 +167,11 @@ def test_a_room_that_ended_leaves_nothing_behind():
 def test_what_a_room_has_not_or_had_before_is_refused():
     queue = queue_of(1, aux=False)
     queue.offer(1, part(Stream.ANCHOR, b"a"))
-    for wrong, why in ((part(Stream.ANCHOR, b"a"), "offered before"), (part(Stream.ANCHOR, b"a", 2), "has no anchor"), (part(Stream.AUX, b"a"), "has no aux")):
+    for wrong, why in (
+        (part(Stream.ANCHOR, b"a"), "offered before"),
+        (part(Stream.ANCHOR, b"a", 2), "has no anchor"),
+        (part(Stream.AUX, b"a"), "has no aux"),
+    ):
         with pytest.raises(LinkError, match=why):
             queue.offer(1, wrong)
     with pytest.raises(LinkError, match="is open on this link"):

@@ -1,0 +1,126 @@
+"""One connection of a sender: a socket from its making until it breaks, what it says and hears, and what is under way on it."""
+
+import logging
+import time
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from sglang_ext.managers.disaggregation import wire
+from sglang_ext.managers.disaggregation.endpoints import LinkKeys
+from sglang_ext.managers.disaggregation.wire import FRAME_OVERHEAD
+
+logger = logging.getLogger(__name__)
+
+_FAILED_HANDSHAKES = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+
+
+class BrokenConnection(Exception):
+    """This connection is of no more use; the next may be."""
+
+
+class Connection:
+    """A socket to one receiver. One thread uses it.
+
+    Args:
+        context: of the link.
+        endpoint: the receiver's.
+        keys: of both ends, or None.
+        handshake_seconds: after which libzmq tries anew.
+
+    Attributes:
+        heard, pinged: when the receiver last said something, and when it was last asked to.
+        window: bytes that may be under way; 0 until the receiver answered Hello.
+        credit: bytes that may be sent now.
+    """
+
+    def __init__(self, context: zmq.Context, endpoint: str, keys: LinkKeys | None, handshake_seconds: float) -> None:
+        self._endpoint = endpoint
+        self._named_keys = "no keys" if keys is None else f"keys with the public part {keys.public.decode()}"
+        self.socket = context.socket(zmq.DEALER)
+        # What is queued here is bounded by the receiver's window, and a message that was begun must not be lost.
+        self.socket.set_hwm(0)
+        self.socket.linger, self.socket.maxmsgsize = 0, wire.MOST_MESSAGE
+        self.socket.handshake_ivl = int(1000 * handshake_seconds)
+        self.socket.ipv6 = "[" in endpoint
+        if keys is not None:
+            keys.connect(self.socket)
+        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | _FAILED_HANDSHAKES)
+        self.socket.connect(endpoint)
+        self.heard = self.pinged = time.monotonic()
+        self.window = self.credit = 0
+
+    @property
+    def welcomed(self) -> bool:
+        """Whether the receiver answered Hello."""
+        return self.window > 0
+
+    @property
+    def outstanding(self) -> int:
+        """Bytes that were sent and not granted again."""
+        return self.window - self.credit
+
+    def welcome(self, window: int) -> int:
+        """The receiver grants a window; the longest payload of which two frames fit.
+
+        Raises:
+            BrokenConnection: none does.
+        """
+        if window // 2 <= FRAME_OVERHEAD:
+            raise BrokenConnection(f"a window of {window} bytes is too small for two frames")
+        self.window = self.credit = window
+        return window // 2 - FRAME_OVERHEAD
+
+    def grant(self, size: int) -> None:
+        """The receiver has taken ``size`` bytes."""
+        self.credit = min(self.window, self.credit + size)
+
+    def say(self, message: wire.FromSender) -> int:
+        """Send a message; its bytes."""
+        data = wire.encode(message)
+        self.socket.send(data)
+        return len(data)
+
+    def send_frame(self, frame: wire.Frame, payload: memoryview) -> tuple[int, zmq.MessageTracker]:
+        """Send bytes of a part without a copy; how many in all, and what tells when libzmq has read them."""
+        head = wire.encode(frame)
+        self.socket.send(head, zmq.SNDMORE)
+        tracker = self.socket.send(payload, copy=False, track=True)
+        self.credit -= len(payload) + FRAME_OVERHEAD
+        return len(head) + len(payload), tracker
+
+    def read(self) -> wire.FromReceiver | None:
+        """What the receiver said; None where it said nothing.
+
+        Raises:
+            BrokenConnection: it is no message.
+        """
+        try:
+            frames = self.socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+        try:
+            message = wire.decode_from_receiver(frames[0] if len(frames) == 1 else b"")
+        except wire.WireError as error:
+            raise BrokenConnection(f"it said what is no message: {error}") from error
+        self.heard = time.monotonic()
+        return message
+
+    def read_event(self) -> None:
+        """Take what libzmq says of the connection.
+
+        Raises:
+            BrokenConnection: always; with the reason.
+        """
+        if parse_monitor_message(self.monitor.recv_multipart())["event"] & _FAILED_HANDSHAKES:
+            logger.error("no handshake with %s: this side has %s, and the receiver others or none", self._endpoint, self._named_keys)
+            raise BrokenConnection(
+                f"no handshake: this side has {self._named_keys}, the receiver others or none; give both the same file of keys"
+            )
+        raise BrokenConnection("the connection was lost")
+
+    def close(self, linger: float = 0.0) -> None:
+        """Drop what was not sent within ``linger`` seconds."""
+        self.socket.disable_monitor()
+        self.monitor.close(0)
+        self.socket.close(int(1000 * linger))
