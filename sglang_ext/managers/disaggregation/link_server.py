@@ -308,7 +308,7 @@ class LinkServer:
         header = frame.header
         agreed = self._settings.codec, self._settings.tp_rank
         if (header.codec, header.rank) != agreed:
-            raise LinkError(f"a part of codec {header.codec!r} and rank {header.rank} came; agreed on is codec {agreed[0]!r} and rank {agreed[1]}")
+            raise LinkError(f"a part of codec {header.codec!r} and rank {header.rank} came; agreed on is {agreed}")
         number = state.part(header)
         try:
             whole = peer.assembly.add(frame, payload)
