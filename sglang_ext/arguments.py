@@ -142,6 +142,19 @@ class KVServerArgs(ServerArgs):
         "it is computed again: answers stay right, speed is of no use.",
         NS("memory"),
     ] = None
+    kv_link_gbps: A[
+        float | None,
+        "With --disaggregation-transfer-backend progressive: Gbit/s (10^9 bits) that a rank of the prefill server sends to one of the "
+        "decode server at most, from 0.01. Default: no limit.",
+        NS("memory"),
+    ] = None
+    kv_link_keys: A[
+        str | None,
+        "With --disaggregation-transfer-backend progressive: file of the CURVE keys that both servers hold, mode 600, which lets them "
+        "be on different machines. Written by python -m sglang_ext.link_keys FILE.",
+        NS("memory"),
+    ] = None
+
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> None:
         """SGLang's flags and ours; an error that names one of ours is one line."""

@@ -6,10 +6,12 @@ What cannot be served is refused; a flag that does nothing beside the others is 
 import logging
 import math
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sglang_ext.config import (
     benchmark_options,
+    disaggregation_options,
     head_budget_options,
     method_options,
     model_options,
@@ -18,6 +20,9 @@ from sglang_ext.config import (
     refusal,
 )
 from sglang_ext.core import OptionError
+from sglang_ext.managers.disaggregation.endpoints import LinkKeys
+from sglang_ext.managers.disaggregation.pacing import TokenBucket
+from sglang_ext.managers.disaggregation.settings import LinkError
 from sglang_ext.mem_cache.compressors import catalogue
 from sglang_ext.mem_cache.compressors.kvzap import KVzap
 from sglang_ext.mem_cache.compressors.kvzip import KVzip
@@ -29,15 +34,17 @@ logger = logging.getLogger(__name__)
 
 
 def check_flags(args: "KVServerArgs") -> None:
-    """Before SGLang resolves its options: refuse wrong values, and set what was left open; none of it where the mode is full.
+    """Before SGLang resolves its options: refuse wrong values, and set what was left open; where the mode is full, of links alone.
 
     Raises:
         OptionError: a flag is out of range, or flags cannot be combined.
     """
+    _check_transfer(args)
     if args.kv_mode == "full":
         from sglang_ext.arguments import KVServerArgs
 
-        _warn_of_idle(args, "--kv-mode is full, stock SGLang, in which", KVServerArgs.__annotations__, "--kv-mode verified")
+        names = [name for name in KVServerArgs.__annotations__ if name not in disaggregation_options.TRANSFER_FLAGS]
+        _warn_of_idle(args, "--kv-mode is full, stock SGLang, in which", names, "--kv-mode verified")
         return
     range_options.check_flags(args)
     benchmark_options.check_flags(args)
@@ -71,6 +78,29 @@ def check_resolved(args: "KVServerArgs") -> None:
         # Before weights are loaded: minutes later it would be found lacking all the same.
         _check_least_host_memory(args)
         host_memory.check(int(args.kv_host_gb * 1e9), options.ranks_of_host(args))
+
+
+def _check_transfer(args: "KVServerArgs") -> None:
+    """Flags of the transfer backend ``progressive``, in any mode."""
+    from sglang_ext.hooks import application as hooking
+
+    if not disaggregation_options.transfers(args):
+        backend = disaggregation_options.BACKEND
+        why = f"KV does not travel by --disaggregation-transfer-backend {backend}, without which"
+        remedy = f"that and --disaggregation-mode, now {args.disaggregation_mode}"
+        _warn_of_idle(args, why, disaggregation_options.TRANSFER_FLAGS, remedy)
+        return
+    disaggregation_options.check_transfer(args)
+    hooking.check_transfer()
+    try:
+        TokenBucket.of_gbps(args.kv_link_gbps)
+    except LinkError as error:
+        raise OptionError(f"--kv-link-gbps: {error}") from error
+    try:
+        if args.kv_link_keys is not None:
+            LinkKeys.read(Path(args.kv_link_keys))
+    except LinkError as error:
+        raise OptionError(f"--kv-link-keys: {error}") from error
 
 
 def _warn_of_idle(args: "KVServerArgs", why: str, names: Iterable[str], remedy: str) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from sglang.srt.arg_groups.arg_utils import add_cli_args_from_dataclass
 
 from sglang_ext.arguments import KVServerArgs
-from sglang_ext.config.disaggregation_options import ROLES
+from sglang_ext.config.disaggregation_options import PROGRESSIVE, ROLES
 from sglang_ext.config.options import MODES
 from sglang_ext.config.refusal import Refusal, flag
 from sglang_ext.config.refused_options import CACHES, PARALLELISM, REFUSALS
@@ -36,12 +36,14 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Drafts": ("kv_draft_length", "kv_max_burst"),
     "Full KV in host memory": ("kv_host_gb", "kv_full_tier", "kv_offload_draft_length"),
+    "Transfer of KV between servers": ("kv_link_gbps", "kv_link_keys"),
     "For benchmarks and tests": ("kv_bench_acceptance", "kv_bench_corrupt_loads"),
 }
 REFUSED: dict[str, tuple[Refusal, ...]] = {
     "Memory and caches": CACHES,
     "Parallelism": PARALLELISM,
     "Roles of prefill-decode disaggregation": ROLES,
+    "Transfer backend progressive": PROGRESSIVE,
     "Everything else": tuple(refusal for refusal in REFUSALS if refusal not in (*CACHES, *PARALLELISM, *ROLES)),
 }
 

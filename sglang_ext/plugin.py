@@ -1,7 +1,7 @@
 """The plugin's only entry point: SGLang calls :func:`register` in each process it starts.
 
 It offers what sglang-ext adds to SGLang's registries (arguments, speculative algorithm, radix cache
-backend). None of it runs before ``--kv-mode`` asks for it.
+backend, transfer backend). None of it runs before ``--kv-mode``, or ``--disaggregation-transfer-backend progressive``, asks for it.
 """
 
 import sys
@@ -10,14 +10,14 @@ ARGUMENTS = "sglang.srt.server_args.ServerArgs"
 
 
 def register() -> None:
-    """Register the flags, the speculative algorithm and the radix cache backend.
+    """Register the flags, the speculative algorithm, the radix cache backend and the transfer backend.
 
     A fork that carries the series of ``patches/`` has all of it already.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from sglang_ext.arguments import KVServerArgs
-    from sglang_ext.hooks.application import is_patched_fork
+    from sglang_ext.hooks.application import is_patched_fork, register_transfer
 
     if is_patched_fork():
         return
@@ -26,11 +26,12 @@ def register() -> None:
     if engine is not None:
         # Engine bound the original class when its module was loaded.
         engine.Engine.server_args_class = KVServerArgs
+    register_transfer()
     register_backends()
 
 
 def register_backends() -> None:
-    """Register the speculative algorithm and the radix cache backend, once per process."""
+    """Register the speculative algorithm, the radix cache backend and the transfer backend, once per process."""
     from sglang.srt.mem_cache.registry import (
         get_radix_cache_factory,
         register_radix_cache_backend,
@@ -40,6 +41,7 @@ def register_backends() -> None:
 
     from sglang_ext.core import RADIX_CACHE_BACKEND, SPECULATIVE_ALGORITHM
     from sglang_ext.hooks.algorithm import KVVerifiedAlgorithm, worker_class
+    from sglang_ext.hooks.transfer import register_backend
 
     if get_spec(SPECULATIVE_ALGORITHM) is None:
         SpeculativeAlgorithm.register(
@@ -47,6 +49,7 @@ def register_backends() -> None:
         )(worker_class)
     if get_radix_cache_factory(RADIX_CACHE_BACKEND) is None:
         register_radix_cache_backend(RADIX_CACHE_BACKEND, _radix_cache)
+    register_backend()
 
 
 def _radix_cache(context) -> object:

@@ -1,4 +1,5 @@
-"""What the two roles of prefill-decode disaggregation (``--disaggregation-mode``) cannot be combined with, each with reason and remedy.
+"""What the roles of prefill-decode disaggregation (``--disaggregation-mode``) and the transfer backend ``progressive`` cannot be
+combined with, each with reason and remedy, and that backend's own flags.
 
 Both roles take the same methods: the prefill server computes a prompt's KV, SGLang's transfer backend moves it, and the decode
 server makes copies of it, drafts and verifies.
@@ -7,11 +8,20 @@ server makes copies of it, drafts and verifies.
 from typing import TYPE_CHECKING
 
 from sglang_ext.config.method_options import offers
-from sglang_ext.config.refusal import Refusal, switched_on
+from sglang_ext.config.refusal import Refusal, above, switched_on
 from sglang_ext.mem_cache.compressors.kvzap import KVzap
 
 if TYPE_CHECKING:
     from sglang_ext.arguments import KVServerArgs
+
+BACKEND = "progressive"
+# Flags that say something with this backend alone, in any mode.
+TRANSFER_FLAGS = ("kv_link_gbps", "kv_link_keys")
+
+
+def transfers(args: "KVServerArgs") -> bool:
+    """Whether KV travels over links of ours."""
+    return args.disaggregation_mode != "null" and args.disaggregation_transfer_backend == BACKEND
 
 
 def _decodes(args: "KVServerArgs") -> bool:
@@ -54,3 +64,32 @@ ROLES: tuple[Refusal, ...] = (
         "leave it out",
     ),
 )
+
+ALIKE = "each rank sends to its like"
+PROGRESSIVE: tuple[Refusal, ...] = (
+    Refusal("--pp-size", above("pp_size", 1), ALIKE, "use --tp-size on both sides"),
+    Refusal("--attn-cp-size", above("attn_cp_size", 1), ALIKE, "use --tp-size on both sides"),
+    Refusal("--dcp-size", above("dcp_size", 1), ALIKE, "use --tp-size on both sides"),
+    Refusal(
+        "--enable-hisparse",
+        switched_on("enable_hisparse"),
+        "it receives KV in host memory",
+        "leave it out",
+    ),
+    Refusal(
+        "--speculative-algorithm",
+        lambda args: args.kv_mode == "full" and args.speculative_algorithm not in (None, "NGRAM"),
+        "KV of a draft model does not travel",
+        "leave it out, or use --kv-mode verified",
+    ),
+)
+
+
+def check_transfer(args: "KVServerArgs") -> None:
+    """Refuse what cannot be combined with this backend.
+
+    Raises:
+        OptionError: names the option, the reason and the remedy.
+    """
+    for refusal in PROGRESSIVE:
+        refusal.check(args, f"--disaggregation-transfer-backend {BACKEND}")

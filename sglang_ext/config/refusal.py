@@ -31,13 +31,17 @@ class Refusal:
     remedy: str
     parts: tuple[str, ...] = ()
 
-    def check(self, args: "KVServerArgs") -> None:
+    def check(self, args: "KVServerArgs", beside: str | None = None) -> None:
         """Raise where the arguments ask for it, or for a part of it.
+
+        Args:
+            args: before SGLang resolves them.
+            beside: the flag with which the option cannot be combined; the mode where none is given.
 
         Raises:
             OptionError: names the option, the reason and the remedy.
         """
-        refused = f"--kv-mode {args.kv_mode} cannot be combined with"
+        refused = f"{beside or f'--kv-mode {args.kv_mode}'} cannot be combined with"
         if self.asked(args):
             raise OptionError(f"{refused} {self.option}: {self.why}; {self.remedy}.")
         for name in self.parts:

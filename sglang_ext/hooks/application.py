@@ -46,6 +46,21 @@ def check(mode: str, processes: tuple[str, ...] = ("frontend", "scheduler")) -> 
             )
 
 
+def check_transfer() -> None:
+    """Check what the transfer backend ``progressive`` needs against the installed SGLang.
+
+    Raises:
+        HookError: a target is missing or has other parameters than expected.
+    """
+    for entry in hooks.TRANSFER_HOOKS + uses.TRANSFER_USES:
+        problem = find_problem(entry)
+        if problem is not None:
+            raise HookError(
+                f"--disaggregation-transfer-backend progressive cannot start: {entry.target} does not fit ({problem}). It is "
+                f"needed because {entry.why}. Install sglang==0.5.17, or use --disaggregation-transfer-backend mooncake."
+            )
+
+
 def find_problem(entry: Hook | Use) -> str | None:
     """What keeps a hook or a use from fitting the installed SGLang; None when it fits."""
     try:
@@ -120,6 +135,21 @@ def activate_scheduler() -> None:
     """Apply the hooks of the scheduler process."""
     if not is_patched_fork():
         apply(tuple(hook for hook in hooks.HOOKS if hook.process == "scheduler"))
+
+
+def register_transfer() -> None:
+    """Register the hook that leads to the classes of the transfer backend ``progressive``; the others follow when it is asked for."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    hook = hooks.TRANSFER_HOOKS[0]
+    if hook.target not in HookRegistry._hooks:
+        HookRegistry.register(hook.target, _load(hook.hook), HookType(hook.kind))
+
+
+def activate_transfer() -> None:
+    """Apply the hooks of the transfer backend ``progressive``, in a scheduler process that has it."""
+    if not is_patched_fork():
+        apply(hooks.TRANSFER_HOOKS)
 
 
 def activate_plain_cpu() -> None:

@@ -1,6 +1,6 @@
 """Where sglang-ext enters SGLang: the table of hooks. What it calls or sets there without one is in uses.py.
 
-Nothing here is applied while ``--kv-mode`` is ``full``; application.py checks and applies it.
+Nothing of ``HOOKS`` is applied while ``--kv-mode`` is ``full``; application.py checks and applies it.
 """
 
 from dataclasses import dataclass
@@ -148,6 +148,34 @@ HOOKS: tuple[Hook, ...] = (
         why="an option that only the scheduler can refuse shall end the server with that word alone",
         expects=("rank", "proc"),
         process="frontend",
+    ),
+)
+
+# Of the transfer backend ``progressive``, in any mode.
+TRANSFER_HOOKS: tuple[Hook, ...] = (
+    Hook(
+        target="sglang.srt.disaggregation.utils.get_kv_class",
+        kind="around",
+        hook="sglang_ext.hooks.transfer.get_kv_class",
+        why="SGLang has a name for transfer backends of others, and no place for their classes",
+        expects=("transfer_backend", "class_type"),
+        process="scheduler",
+    ),
+    Hook(
+        target="sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.create_sender",
+        kind="around",
+        hook="sglang_ext.hooks.transfer.create_sender",
+        why="pages of KV are named by the tokens before them, which SGLang does not tell senders",
+        expects=("self", "req", "num_kv_heads"),
+        process="scheduler",
+    ),
+    Hook(
+        target="sglang.srt.disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue",
+        kind="around",
+        hook="sglang_ext.hooks.transfer.create_receiver",
+        why="pages of KV are compared with the tokens before them, which SGLang does not tell receivers",
+        expects=("self", "req", "is_rebootstrap"),
+        process="scheduler",
     ),
 )
 

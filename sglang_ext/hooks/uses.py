@@ -20,6 +20,56 @@ class Use:
     mentions: tuple[str, ...] = ()
 
 
+CONNECTIONS = "sglang.srt.disaggregation.common.conn"
+# Of the transfer backend ``progressive``.
+TRANSFER_USES: tuple[Use, ...] = (
+    Use(
+        target=f"{CONNECTIONS}.CommonKVManager._start_heartbeat_checker_thread",
+        why="rooms of a prefill server that died shall fail",
+        expects=("self",),
+    ),
+    Use(
+        target=f"{CONNECTIONS}.CommonKVManager._on_heartbeat_success",
+        why="rooms that are over are forgotten with each heartbeat",
+        expects=("self", "bootstrap_addr"),
+    ),
+    Use(
+        target=f"{CONNECTIONS}.CommonKVManager._send_multipart_locked",
+        why="messages go to other managers over SGLang's sockets",
+        expects=("self", "endpoint", "parts", "is_ipv6"),
+    ),
+    Use(
+        target=f"{CONNECTIONS}.CommonKVSender._check_bootstrap_timeout",
+        why="a decode side that never comes is not waited for",
+        expects=("self",),
+    ),
+    Use(
+        target=f"{CONNECTIONS}.CommonKVSender._prepare_send_indices",
+        why="it tells the last chunk of a prompt",
+        expects=("self", "kv_indices", "state_indices"),
+    ),
+    Use(
+        target=f"{CONNECTIONS}.CommonKVSender._record_transfer_indices",
+        why="SGLang's metrics count pages that were sent",
+        expects=("self", "kv_indices", "state_indices"),
+    ),
+    Use(
+        target=f"{CONNECTIONS}.CommonKVReceiver._check_waiting_timeout",
+        why="a prefill side that never sends is not waited for",
+        expects=("self",),
+    ),
+    Use(
+        target=f"{CONNECTIONS}.CommonKVReceiver._send_abort_notification",
+        why="the prefill side is told in messages of ours",
+        expects=("self",),
+    ),
+    Use(
+        target="sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin.maybe_send_cached_prefix_chunk",
+        why="a sender waits for the event after which a cached prefix is written",
+        mentions=("disagg_kv_sender._early_send_wait_event",),
+    ),
+)
+
 USES: tuple[Use, ...] = (
     Use(
         target="sglang.srt.managers.scheduler_components.batch_result_processor."

@@ -47,7 +47,7 @@ class LinkKeys:
         Raises:
             LinkError: others may read it, or it holds no pair that fits together.
         """
-        remedy = "write one with LinkKeys.new().write(file), and copy it to the other machines"
+        remedy = "write one with python -m sglang_ext.link_keys FILE, and copy it to the other machines"
         try:
             mode, words = file.stat().st_mode, file.read_bytes().split()
         except OSError as error:

@@ -123,6 +123,11 @@ class Link:
         """Whether the receiver answers."""
         return self._connected
 
+    @property
+    def refusal(self) -> str | None:
+        """Why the receiver serves this link no more; None while it does."""
+        return self._refusal
+
     def open(self, room: int, shape: RoomShape, listener: SendListener) -> None:
         """A room whose parts will be offered; the earlier, the sooner the receiver has said what it has.
 

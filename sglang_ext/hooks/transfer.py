@@ -1,0 +1,80 @@
+"""SGLang's transfer backend ``progressive``: its name in SGLang's registries, its classes, and the prompts of its rooms."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from sglang_ext.config.disaggregation_options import BACKEND
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.decode import DecodePreallocQueue, DecodeRequest
+    from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue
+    from sglang.srt.disaggregation.utils import KVClassType, TransferBackend
+    from sglang.srt.managers.schedule_batch import Req
+
+
+def register_backend() -> None:
+    """Let SGLang's flags and its enumeration of backends know the name, once per process."""
+    from sglang.srt import server_args
+    from sglang.srt.disaggregation.utils import TransferBackend
+
+    if BACKEND not in server_args.DISAGG_TRANSFER_BACKEND_CHOICES:
+        server_args.add_disagg_transfer_backend_choices([BACKEND])
+    if BACKEND not in TransferBackend._value2member_map_:
+        member = object.__new__(TransferBackend)
+        member._name_, member._value_ = BACKEND.upper(), BACKEND
+        member.__objclass__, member._sort_order_ = TransferBackend, len(TransferBackend)
+        TransferBackend._member_names_.append(member.name)
+        TransferBackend._member_map_[member.name] = TransferBackend._value2member_map_[BACKEND] = member
+
+
+def get_kv_class(original: Callable, transfer_backend: "TransferBackend", class_type: "KVClassType") -> type | None:
+    """Hook around ``get_kv_class``: the classes of this backend, and SGLang's own of others."""
+    if transfer_backend.value != BACKEND:
+        return original(transfer_backend, class_type)
+    from sglang.srt.disaggregation.base.conn import KVArgs
+    from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
+    from sglang.srt.disaggregation.utils import KVClassType
+
+    if class_type in (KVClassType.KVARGS, KVClassType.BOOTSTRAP_SERVER):
+        return {KVClassType.KVARGS: KVArgs, KVClassType.BOOTSTRAP_SERVER: CommonKVBootstrapServer}[class_type]
+    from sglang_ext.hooks import application as hooking
+    from sglang_ext.managers.disaggregation.progressive.manager import ProgressiveManager
+    from sglang_ext.managers.disaggregation.progressive.receiver import ProgressiveReceiver
+    from sglang_ext.managers.disaggregation.progressive.sender import ProgressiveSender
+
+    if class_type is KVClassType.MANAGER:
+        # Once in a scheduler process, before its first request.
+        hooking.activate_transfer()
+    classes = {
+        KVClassType.MANAGER: ProgressiveManager,
+        KVClassType.SENDER: ProgressiveSender,
+        KVClassType.RECEIVER: ProgressiveReceiver,
+    }
+    return classes[class_type]
+
+
+def create_sender(original: Callable, queue: "PrefillBootstrapQueue", req: "Req", num_kv_heads: int) -> bool:
+    """Hook around ``PrefillBootstrapQueue.create_sender``: the sender learns of the prompt."""
+    made = original(queue, req, num_kv_heads)
+    if made:
+        _tell_prompt(req.disagg_kv_sender, req.origin_input_ids)
+    return made
+
+
+def create_receiver(original: Callable, queue: "DecodePreallocQueue", req: "Req", is_rebootstrap: bool = False) -> "DecodeRequest":
+    """Hook around ``DecodePreallocQueue._create_receiver_and_enqueue``: the receiver learns of the prompt.
+
+    KV of a request that was retracted and is prefilled again is of its output, too.
+    """
+    made = original(queue, req, is_rebootstrap=is_rebootstrap)
+    _tell_prompt(made.kv_receiver, [*req.origin_input_ids, *req.output_ids] if is_rebootstrap else req.origin_input_ids)
+    return made
+
+
+def _tell_prompt(end: Any, tokens: "list[int]") -> None:
+    from sglang_ext.managers.disaggregation.progressive.receiver import ProgressiveReceiver
+    from sglang_ext.managers.disaggregation.progressive.sender import ProgressiveSender
+
+    # Others are of SGLang's warm-up, or of another backend in a patched fork.
+    if isinstance(end, ProgressiveSender | ProgressiveReceiver):
+        end.take_prompt(tokens)

@@ -1,0 +1,22 @@
+"""Writes a file of keys for links between machines: ``python -m sglang_ext.link_keys FILE``."""
+
+import argparse
+from pathlib import Path
+
+from sglang_ext.managers.disaggregation.endpoints import LinkKeys
+
+
+def main() -> None:
+    """Write a new file that its owner alone reads, to be copied to each machine."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", type=Path, help="that --kv-link-keys names; it must not exist")
+    file = parser.parse_args().file
+    try:
+        LinkKeys.new().write(file)
+    except OSError as error:
+        parser.error(f"{file} cannot be written: {error}; name a new file in a folder of yours")
+    print(f"{file}: copy it to the other machines, and pass --kv-link-keys {file} to both servers")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,19 @@
+"""SGLang's transfer backend ``progressive``: its connection classes over the links of the room above.
+
+    pool_buffers.py   the pool and the auxiliary records, from the pointers that SGLang hands to transfer backends
+    page_codec.py     what a codec of pages does, and which one serves
+    raw_codec.py      pages as they are
+    control.py        messages of SGLang's control plane: where a room goes, and that it ended
+    agreement.py      what two servers must have alike, and endpoints of links
+    handshakes.py     prefill: rooms whose sender and whose metadata wait for each other
+    peer.py           prefill: the link to a decode rank, and the thread that encodes what goes over it
+    sent_room.py      prefill: one room on its way out
+    received_room.py  decode: one room on its way in
+    manager.py        one a rank: owns these parts, hears the control plane
+    sender.py         SGLang's side of a room that is sent
+    receiver.py       SGLang's side of a room that is received
+
+A request is a **room** on both sides. The decode side allocates slots, registers the room with its ``LinkServer`` and sends
+metadata to the prefill side, which opens the room on its link, encodes page after page, and gives SGLang the KV back once all
+of a room is in the link's own buffers.
+"""

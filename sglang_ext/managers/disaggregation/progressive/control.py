@@ -1,0 +1,75 @@
+"""Messages between the managers of two servers, over the sockets of SGLang's control plane: msgspec structs with bounds, no pickle.
+
+The decode side says where a room goes, and either side that it ends there. Bytes of KV travel over links alone.
+"""
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from sglang_ext.managers.disaggregation.wire import Message, Reason, Room, WireError
+
+VERSION = 1
+MOST_MESSAGE = 1 << 16
+
+Host = Annotated[str, Meta(min_length=1, max_length=256)]
+Tokens = Annotated[int, Meta(ge=0, le=1 << 31)]
+
+
+class Metadata(Message, tag="metadata"):
+    """The decode side has slots for a room, and has registered it with its link server.
+
+    Attributes:
+        version: ``VERSION`` of the decode side. The fields stay as they are in all versions, so that any two can refuse each other.
+        room: of the request.
+        host, port: of the decode rank's socket for answers.
+        endpoint: of its link server.
+        settings: a ``LinkSettings`` of its end of links in MessagePack, of that version.
+        aux_sizes: bytes of each row of an auxiliary record.
+        prefix: tokens of the prompt whose KV the decode side has.
+        tokens: of the prompt.
+    """
+
+    version: Annotated[int, Meta(ge=0, le=1 << 31)]
+    room: Room
+    host: Host
+    port: Annotated[int, Meta(ge=1, le=65535)]
+    endpoint: Annotated[str, Meta(min_length=1, max_length=512)]
+    settings: Annotated[bytes, Meta(max_length=1 << 15)]
+    aux_sizes: Annotated[tuple[Annotated[int, Meta(ge=0, le=1 << 28)], ...], Meta(max_length=64)]
+    prefix: Tokens
+    tokens: Tokens
+
+
+class Abort(Message, tag="abort"):
+    """The decode side takes no more of a room."""
+
+    room: Room
+    reason: Reason
+
+
+class Failed(Message, tag="failed"):
+    """The prefill side sends no more of a room, or never began."""
+
+    room: Room
+    reason: Reason
+
+
+Control = Metadata | Abort | Failed
+_decoder = msgspec.msgpack.Decoder(Control)
+encode = msgspec.msgpack.Encoder().encode
+
+
+def decode(data: bytes) -> Control:
+    """What a manager said.
+
+    Raises:
+        WireError: it is too long, or no message of this version.
+    """
+    if len(data) > MOST_MESSAGE:
+        raise WireError(f"a control message of {len(data)} bytes; at most {MOST_MESSAGE} are read: the peer speaks another protocol")
+    try:
+        return _decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise WireError(f"no control message of version {VERSION}: {error}; use backend progressive on both sides") from error

@@ -1,0 +1,126 @@
+"""One rank's manager: what its senders or receivers share, and the thread that hears the other server."""
+
+import logging
+import threading
+from pathlib import Path
+from typing import NoReturn
+
+import zmq
+from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
+from sglang.srt.disaggregation.common.conn import CommonKVManager, KVTransferError
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.network import NetworkAddress
+
+from sglang_ext.command_line import ends_scheduler
+from sglang_ext.core import OptionError
+from sglang_ext.managers.disaggregation.endpoints import LinkKeys
+from sglang_ext.managers.disaggregation.limits import LinkLimits
+from sglang_ext.managers.disaggregation.link import Link
+from sglang_ext.managers.disaggregation.link_server import LinkServer
+from sglang_ext.managers.disaggregation.progressive import agreement, control
+from sglang_ext.managers.disaggregation.progressive.codecs import make_codec
+from sglang_ext.managers.disaggregation.progressive.control import Control, Failed, Metadata
+from sglang_ext.managers.disaggregation.progressive.handshakes import Handshakes
+from sglang_ext.managers.disaggregation.progressive.peer import Peers
+from sglang_ext.managers.disaggregation.progressive.pool_buffers import AuxRecords
+from sglang_ext.managers.disaggregation.settings import LinkError
+from sglang_ext.managers.disaggregation.wire import LayerRange, WireError
+
+logger = logging.getLogger(__name__)
+
+
+class ProgressiveManager(CommonKVManager):
+    """Of a prefill rank or of a decode rank.
+
+    Attributes:
+        pool: the rank's KV.
+        aux: its auxiliary records.
+        codec: of pages.
+        settings: of this end of links.
+        layers: that travel in one part: all.
+        handshakes, peers: on the prefill side.
+        links: on the decode side.
+
+    Raises:
+        OptionError: the model's pool cannot be moved, or links cannot be made as the flags say.
+    """
+
+    @ends_scheduler
+    def __init__(self, args: KVArgs, disaggregation_mode: DisaggregationMode, server_args: ServerArgs, is_mla_backend: bool = False):
+        super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
+        try:
+            self.pool = agreement.describe_pool(args, server_args.get_model_config(), self.attn_tp_size)
+            self.codec = make_codec(self.pool)
+            self.settings = agreement.make_settings(server_args, self.pool, self.codec, self.attn_tp_rank, self.attn_tp_size)
+            keys = None if server_args.kv_link_keys is None else LinkKeys.read(Path(server_args.kv_link_keys))
+            self._begin(keys, server_args.kv_link_gbps)
+        except LinkError as error:
+            raise OptionError(f"--disaggregation-transfer-backend progressive: {error}") from error
+        self.aux = AuxRecords(args)
+        self.layers = LayerRange(0, self.pool.layers)
+        threading.Thread(target=self._listen, name="kv-control", daemon=True).start()
+
+    def _begin(self, keys: LinkKeys | None, gbps: float | None) -> None:
+        limits = LinkLimits()
+        if self.disaggregation_mode == DisaggregationMode.PREFILL:
+            self.handshakes = Handshakes(self.refuse)
+            self.peers = Peers(lambda endpoint: Link(endpoint, self.settings, limits, gbps, keys))
+        else:
+            endpoint = agreement.receiving_endpoint(self.local_ip, self.kv_args.engine_rank, keys)
+            self.links = LinkServer(endpoint, self.settings, limits, keys)
+            self._start_heartbeat_checker_thread()
+
+    def refuse(self, metadata: Metadata, reason: str) -> None:
+        """Tell a decode rank that a room will not be sent."""
+        self.say(NetworkAddress(metadata.host, metadata.port), Failed(metadata.room, reason[:2048]))
+
+    def say(self, address: NetworkAddress, message: Control) -> bool:
+        """Send a message to another manager; False where it cannot be reached."""
+        try:
+            self._send_multipart_locked(address.to_tcp(), [control.encode(message)], is_ipv6=address.is_ipv6)
+        except zmq.ZMQError as error:
+            logger.warning("%s cannot be reached for %s: %s", address.to_tcp(), type(message).__name__, error)
+            return False
+        return True
+
+    def conclude(self, room: int, reason: str | None) -> None:
+        """A room succeeded (None) or failed; nothing where it is over already. From any thread."""
+        if self.request_status.get(room) in (None, KVPoll.Failed, KVPoll.Success):
+            return
+        if reason is None:
+            self.update_status(room, KVPoll.Success)
+        else:
+            self.record_failure(room, reason)
+            self.update_status(room, KVPoll.Failed)
+
+    def raise_failure(self, room: int) -> NoReturn:
+        """Say why a room failed.
+
+        Raises:
+            KVTransferError: always.
+        """
+        with self.failure_lock:
+            reason = self.failure_records.pop(room, None)
+        raise KVTransferError(room, reason or "it failed at another rank", is_from_another_rank=reason is None)
+
+    def _on_heartbeat_success(self, bootstrap_addr: str) -> None:
+        rooms = self.addr_to_rooms_tracker[bootstrap_addr]
+        rooms.difference_update([room for room in rooms.copy() if room not in self.request_status])
+
+    def _listen(self) -> None:
+        while True:
+            frames = self.server_socket.recv_multipart()
+            try:
+                self._hear(control.decode(frames[0] if len(frames) == 1 else b""))
+            except WireError as error:
+                logger.warning("a message of the control plane is left aside: %s", error)
+            except Exception:
+                logger.exception("a message of the control plane could not be followed")
+
+    def _hear(self, message: Control) -> None:
+        if isinstance(message, Failed):
+            if self.disaggregation_mode == DisaggregationMode.DECODE:
+                self.conclude(message.room, f"the prefill side ended it: {message.reason}")
+        elif self.disaggregation_mode == DisaggregationMode.PREFILL:
+            self.handshakes.take(message)

@@ -1,0 +1,70 @@
+"""What a codec does with pages of a rank's pool."""
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+
+from sglang_ext.managers.disaggregation.settings import OptionValue
+from sglang_ext.managers.disaggregation.wire import LayerRange, Stream
+
+
+@dataclass(frozen=True)
+class PlacedPage:
+    """A page of a prompt, and where its tokens lie in the pool.
+
+    Attributes:
+        start: position in the prompt of its first token.
+        slots: int64 [tokens], on the pool's device.
+    """
+
+    start: int
+    slots: torch.Tensor
+
+
+class EncodedPage(NamedTuple):
+    """Streams of one page and range of layers, in host memory that nobody writes to any more.
+
+    ``residual`` is None where the codec has none.
+    """
+
+    anchor: memoryview
+    residual: memoryview | None
+
+
+class PageCodec(Protocol):
+    """Pages of one pool as streams, and back. It keeps nothing of a page; its methods may be called from several threads.
+
+    Attributes:
+        name, version, options: as the two ends of a link compare them (settings.py).
+        reference: what all streams of a page restore.
+        page_size: tokens of a page.
+        has_residual: whether there is a second stream.
+    """
+
+    name: str
+    version: int
+    options: dict[str, OptionValue]
+    reference: str
+    page_size: int
+    has_residual: bool
+
+    def most_bytes(self, stream: Stream, layers: LayerRange) -> int:
+        """Of a page's stream; 0 for a stream that the codec does not have."""
+
+    def encode(self, page: PlacedPage, layers: LayerRange) -> EncodedPage:
+        """Streams of what the pool holds now."""
+
+    def write_anchor(self, page: PlacedPage, layers: LayerRange, anchor: memoryview) -> None:
+        """Fill the page's slots with what the anchor alone restores.
+
+        Raises:
+            LinkError: it is no anchor of such a page.
+        """
+
+    def write_residual(self, page: PlacedPage, layers: LayerRange, anchor: memoryview, residual: memoryview) -> None:
+        """Fill the page's slots with the reference.
+
+        Raises:
+            LinkError: these are no streams of such a page.
+        """

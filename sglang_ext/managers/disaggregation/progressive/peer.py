@@ -1,0 +1,141 @@
+"""A decode rank, as the prefill side sends to it: a link, and a thread that encodes one page while others travel."""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from sglang_ext.managers.disaggregation.link import Link
+from sglang_ext.managers.disaggregation.progressive.sent_room import SentRoom
+
+logger = logging.getLogger(__name__)
+
+# Bytes that are encoded and not yet there: above, pages stay in the pool until some have arrived.
+MOST_ENCODED = 1 << 30
+# Seconds between looks at whether there is space.
+SOON = 0.005
+
+
+@dataclass(frozen=True)
+class _Work:
+    """Pages of a room, and after the last the auxiliary record.
+
+    Attributes:
+        pages: slots of each, int64 [tokens].
+        record: None where more pages follow.
+        ready: a CUDA event after which their KV is there; None where it is.
+    """
+
+    room: SentRoom
+    pages: tuple[torch.Tensor, ...]
+    record: bytes | None
+    ready: "torch.cuda.Event | None"
+
+
+class Peer:
+    """Rooms of this rank on their way to one decode rank. All methods may be called from any thread, and none waits.
+
+    Args:
+        link: to it; the peer closes it.
+        most_encoded: bytes held for it.
+    """
+
+    def __init__(self, link: Link, most_encoded: int = MOST_ENCODED) -> None:
+        self._link, self._most_encoded = link, most_encoded
+        self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        self._closing = False
+        self._rooms = 0
+        self._gone_since: float | None = None
+        self._thread = threading.Thread(target=self._run, name=f"kv-encoder of {link.endpoint}", daemon=True)
+        self._thread.start()
+
+    @property
+    def refused(self) -> bool:
+        """Whether the decode rank serves this link no more."""
+        return self._link.refusal is not None
+
+    def open(self, room: SentRoom) -> None:
+        """Announce a room.
+
+        Raises:
+            LinkError: the link takes none.
+        """
+        self._link.open(room.number, room.shape, room)
+
+    def send(self, room: SentRoom, pages: tuple[torch.Tensor, ...], record: bytes | None, ready: "torch.cuda.Event | None" = None) -> None:
+        """Send the next pages of an open room, and with a record its end; their KV must stay until the room succeeded or ended."""
+        self._work.put(_Work(room, pages, record, ready))
+
+    def cancel(self, room: SentRoom, reason: str) -> None:
+        """Send no more of a room."""
+        room.cancel(self._link, reason)
+
+    def lost_for(self, now: float) -> float:
+        """Seconds since the decode rank was first seen not to answer; 0 while it does, or while bytes wait for it."""
+        if self._link.connected or self._link.queued_bytes:
+            self._gone_since = None
+            return 0.0
+        self._gone_since = now if self._gone_since is None else self._gone_since
+        return now - self._gone_since
+
+    def close(self) -> None:
+        """Cancel all rooms and end both threads."""
+        self._closing = True
+        self._work.put(None)
+        self._link.close(0)
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            try:
+                self._do(work)
+            except Exception as error:  # The thread serves other rooms, too: this one fails.
+                logger.exception("room %d cannot be sent", work.room.number)
+                work.room.fail(f"it cannot be sent: {error}")
+                self._link.cancel(work.room.number, str(error))
+
+    @torch.inference_mode()
+    def _do(self, work: _Work) -> None:
+        if work.ready is not None:
+            work.ready.synchronize()
+        for slots in work.pages:
+            self._wait_for_space(work.room)
+            work.room.send_page(self._link, slots)
+        if work.record is not None:
+            work.room.send_aux(self._link, work.record)
+
+    def _wait_for_space(self, room: SentRoom) -> None:
+        most = max(0, self._most_encoded - room.page_bytes)
+        while self._link.queued_bytes > most and not (room.over or self._closing):
+            time.sleep(SOON)
+
+
+class Peers:
+    """The decode ranks that a prefill rank sends to, by endpoint.
+
+    Args:
+        connect: makes a link to an endpoint.
+        forget_seconds: after which one that does not answer and has no rooms is forgotten: restarted, it has another endpoint.
+    """
+
+    def __init__(self, connect: Callable[[str], Link], forget_seconds: float = 60.0) -> None:
+        self._connect, self._forget_seconds = connect, forget_seconds
+        self._peers: dict[str, Peer] = {}
+
+    def open(self, endpoint: str, room: SentRoom) -> Peer:
+        """The peer on which a room is announced; of the scheduler's thread.
+
+        Raises:
+            LinkError: it takes no rooms.
+        """
+        now = time.monotonic()
+        for other, peer in list(self._peers.items()):
+            if peer.refused or peer.lost_for(now) > self._forget_seconds:
+                self._peers.pop(other).close()
+        if endpoint not in self._peers:
+            self._peers[endpoint] = Peer(self._connect(endpoint))
+        self._peers[endpoint].open(room)
+        return self._peers[endpoint]

@@ -1,0 +1,116 @@
+"""A rank's KV pool and its auxiliary records, as SGLang describes them to transfer backends: addresses and lengths."""
+
+import ctypes
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from sglang.srt.disaggregation.base.conn import KVArgs
+
+from sglang_ext.managers.disaggregation.settings import LinkError
+
+
+class _DeviceMemory:
+    """Bytes at an address of a CUDA device, as torch takes them without a copy."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 2}
+
+
+def memory(address: int, size: int, device: torch.device) -> torch.Tensor:
+    """Somebody else's bytes, uint8 [size]; they must outlive the tensor."""
+    if device.type == "cuda":
+        return torch.as_tensor(_DeviceMemory(address, size), device=device)
+    return torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
+
+
+@dataclass(frozen=True)
+class PoolBuffers:
+    """The pool of one rank.
+
+    Attributes:
+        args: SGLang's; keys of all layers come before values of all layers.
+        dtype: of an element.
+        heads: of keys and values, on this rank.
+        key_dim, value_dim: elements of a head.
+        device: where the pool lies.
+    """
+
+    args: KVArgs
+    dtype: torch.dtype
+    heads: int
+    key_dim: int
+    value_dim: int
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        widths = [width // self.args.page_size for width in self.args.kv_item_lens]
+        expected = [self.heads * dim * self.dtype.itemsize for dim in (self.key_dim, self.value_dim) for _ in range(self.layers)]
+        if not widths or widths != expected:
+            raise LinkError(
+                f"the pool has {len(widths)} buffers of {sorted(set(widths))} bytes a token; backend progressive moves keys, then "
+                f"values, of {sorted(set(expected))}: use --disaggregation-transfer-backend mooncake for this model"
+            )
+
+    @property
+    def layers(self) -> int:
+        """Whose KV the pool holds."""
+        return len(self.args.kv_data_ptrs) // 2
+
+    @cached_property
+    def keys(self) -> tuple[torch.Tensor, ...]:
+        """Of each layer, [slots, heads * key_dim]; the pool's own memory."""
+        return tuple(self._buffer(layer, self.key_dim) for layer in range(self.layers))
+
+    @cached_property
+    def values(self) -> tuple[torch.Tensor, ...]:
+        """Of each layer, [slots, heads * value_dim]; the pool's own memory."""
+        return tuple(self._buffer(self.layers + layer, self.value_dim) for layer in range(self.layers))
+
+    def tensors(self, first: int, count: int) -> list[torch.Tensor]:
+        """Keys, then values, of ``count`` layers from ``first``."""
+        return [*self.keys[first : first + count], *self.values[first : first + count]]
+
+    def written(self) -> None:
+        """Wait until what this thread wrote can be read by all."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def _buffer(self, index: int, dim: int) -> torch.Tensor:
+        found = memory(self.args.kv_data_ptrs[index], self.args.kv_data_lens[index], self.device)
+        return found.view(self.dtype).view(-1, self.heads * dim)
+
+
+@dataclass(frozen=True)
+class AuxRecords:
+    """What else of a request the decode side needs, such as its first token: a row in each of SGLang's metadata buffers.
+
+    Attributes:
+        args: SGLang's; these buffers lie in host memory.
+    """
+
+    args: KVArgs
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of a row of each buffer."""
+        return tuple(self.args.aux_item_lens)
+
+    def read(self, index: int) -> bytes:
+        """A copy of a request's row of all buffers, one after the other."""
+        return b"".join(
+            ctypes.string_at(address + index * size, size) for address, size in zip(self.args.aux_data_ptrs, self.sizes, strict=True)
+        )
+
+    def write(self, index: int, record: memoryview) -> None:
+        """Fill a request's row.
+
+        Raises:
+            LinkError: the record has another size.
+        """
+        if len(record) != sum(self.sizes):
+            raise LinkError(f"an auxiliary record of {len(record)} bytes; here it has {sum(self.sizes)}: start both servers alike")
+        begin = 0
+        for address, size in zip(self.args.aux_data_ptrs, self.sizes, strict=True):
+            ctypes.memmove(address + index * size, bytes(record[begin : begin + size]), size)
+            begin += size

@@ -1,0 +1,92 @@
+"""One room on its way in: what has come of it, and where it is written."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from sglang_ext.managers.disaggregation.progressive.page_codec import PageCodec, PlacedPage
+from sglang_ext.managers.disaggregation.progressive.pool_buffers import AuxRecords, PoolBuffers
+from sglang_ext.managers.disaggregation.room_state import Expected
+from sglang_ext.managers.disaggregation.wire import LayerRange, PageHeader, RoomShape, Stream
+
+
+class Told(Protocol):
+    """Who is told how far a room is. Calls come from the thread of links."""
+
+    def anchor_arrived(self) -> None:
+        """Anchors and auxiliary record are written: decoding could begin."""
+
+    def succeed(self) -> None:
+        """All is written."""
+
+    def fail(self, reason: str) -> None:
+        """The rest will not come."""
+
+
+class ReceivedRoom:
+    """Writes streams into the slots of a request.
+
+    Args:
+        codec: of the pool.
+        pool: whose writes are waited for.
+        aux: where the auxiliary record goes, to row ``aux_index``.
+        layers: that travel in one part of a page.
+        pages: of the request, from the first that travels.
+        hashes: of each page (page_hashes.py).
+        told: of how far it is.
+
+    Attributes:
+        anchor_ready: whether anchors and auxiliary record are written.
+        complete: whether all is.
+    """
+
+    def __init__(
+        self,
+        codec: PageCodec,
+        pool: PoolBuffers,
+        aux: AuxRecords,
+        aux_index: int,
+        layers: LayerRange,
+        pages: Sequence[PlacedPage],
+        hashes: Sequence[bytes],
+        told: Told,
+    ) -> None:
+        self._codec, self._pool, self._aux, self._aux_index = codec, pool, aux, aux_index
+        self._layers, self._pages, self._hashes, self._told = layers, pages, tuple(hashes), told
+        # Of pages whose residual has not come: it says little without the anchor.
+        self._anchors: dict[int, bytes] = {}
+        self.anchor_ready = self.complete = False
+
+    @property
+    def expected(self) -> Expected:
+        """What the link server shall let through."""
+        shape = RoomShape(len(self._pages), (self._layers,), self._codec.has_residual and bool(self._pages))
+        most = {stream: self._codec.most_bytes(stream, self._layers) for stream in (Stream.ANCHOR, Stream.RESIDUAL)}
+        return Expected(shape, most | {Stream.AUX: sum(self._aux.sizes)}, self._hashes)
+
+    def write(self, header: PageHeader, payload: memoryview) -> None:
+        """Of the link: a part that is what was expected."""
+        if header.stream is Stream.AUX:
+            self._aux.write(self._aux_index, payload)
+        elif header.stream is Stream.ANCHOR:
+            if self._codec.has_residual:
+                payload = self._anchors[header.page] = bytes(payload)
+            self._codec.write_anchor(self._pages[header.page], self._layers, memoryview(payload))
+        else:
+            anchor = self._anchors.pop(header.page)
+            self._codec.write_residual(self._pages[header.page], self._layers, memoryview(anchor), payload)
+
+    def arrived(self, stream: Stream) -> None:
+        """Of the link: all parts of a stream were written; the auxiliary record goes after the anchors."""
+        if stream is Stream.AUX:
+            self._pool.written()
+            self.anchor_ready = True
+            self._told.anchor_arrived()
+
+    def ended(self, reason: str | None) -> None:
+        """Of the link: all is there, or why not."""
+        if reason is not None:
+            self._told.fail(reason)
+            return
+        self._pool.written()
+        self.complete = True
+        self._told.succeed()

@@ -1,0 +1,156 @@
+"""SGLang's side of a room that is received: from slots at the decode server to the KV in them."""
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common.conn import CommonKVReceiver
+from sglang.srt.utils.network import NetworkAddress
+
+from sglang_ext.managers.disaggregation import wire
+from sglang_ext.managers.disaggregation.page_hashes import page_hashes
+from sglang_ext.managers.disaggregation.progressive import agreement
+from sglang_ext.managers.disaggregation.progressive.control import VERSION, Abort, Metadata
+from sglang_ext.managers.disaggregation.progressive.manager import ProgressiveManager
+from sglang_ext.managers.disaggregation.progressive.page_codec import PlacedPage
+from sglang_ext.managers.disaggregation.progressive.received_room import ReceivedRoom
+from sglang_ext.managers.disaggregation.settings import LinkError
+
+
+class ProgressiveReceiver(CommonKVReceiver):
+    """One request. SGLang's scheduler calls it; ``anchor_arrived``, ``succeed`` and ``fail`` come from the thread of links."""
+
+    kv_mgr: ProgressiveManager
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self._prompt: Sequence[int] = ()
+        self._received: ReceivedRoom | None = None
+        self.bootstrap_infos = None
+
+    @property
+    def room(self) -> int:
+        """Its number."""
+        return self.bootstrap_room
+
+    @property
+    def anchor_ready(self) -> bool:
+        """Whether anchors and auxiliary record are written."""
+        return self._received is not None and self._received.anchor_ready
+
+    @property
+    def complete(self) -> bool:
+        """Whether the reference is written."""
+        return self._received is not None and self._received.complete
+
+    def take_prompt(self, tokens: Sequence[int]) -> None:
+        """The request's tokens, from which its pages have their names; before ``send_metadata``."""
+        self._prompt = tokens
+
+    def anchor_arrived(self) -> None:
+        """Decoding could begin. Until verification waits for residuals, it begins when all is there (``succeed``)."""
+
+    def succeed(self) -> None:
+        """All is written."""
+        self.kv_mgr.conclude(self.room, None)
+
+    def fail(self, reason: str) -> None:
+        """The rest will not come."""
+        self.kv_mgr.conclude(self.room, reason)
+
+    def init(self, prefill_dp_rank: int) -> None:
+        """The prefill server is known: refuse one of other ranks, else ask where this rank's like listens."""
+        prefill = self.kv_mgr.prefill_info_table.get(self.bootstrap_addr)
+        differs = None if prefill is None else agreement.rank_refusal(prefill, self.kv_mgr.attn_tp_size)
+        if differs is None:
+            super().init(prefill_dp_rank)
+        else:
+            self._give_up(differs)
+
+    def send_metadata(
+        self,
+        kv_indices: np.ndarray,
+        aux_index: int | None = None,
+        state_indices: list | None = None,
+        decode_prefix_len: int | None = None,
+    ) -> None:
+        """There are slots: expect the room, then tell the prefill side.
+
+        Args:
+            kv_indices: pages of SGLang's for the tokens that shall travel, int [pages].
+            aux_index: row for the auxiliary record.
+            state_indices: none; such models are refused.
+            decode_prefix_len: tokens of the prompt that are here already.
+        """
+        if self.bootstrap_infos is None:
+            self._give_up(f"no prefill rank is known at {self.bootstrap_addr}")
+            return
+        prefix = decode_prefix_len or 0
+        try:
+            self._received = self._expect(kv_indices, aux_index, prefix)
+            self.kv_mgr.links.register(self.room, self._received.expected, self._received)
+        except LinkError as error:
+            self._give_up(str(error))
+            return
+        settings = wire.encode(self.kv_mgr.settings)
+        here = self.kv_mgr.local_ip, self.kv_mgr.rank_port, self.kv_mgr.links.endpoint, settings, self.kv_mgr.aux.sizes
+        metadata = Metadata(VERSION, self.room, *here, prefix, len(self._prompt))
+        if not all(self.kv_mgr.say(address, metadata) for address in self._prefill_ranks()):
+            self._give_up(f"the prefill rank at {self.bootstrap_infos} cannot be reached")
+            return
+        self.init_time = time.time()
+
+    def poll(self) -> int:
+        """How far it is (``KVPoll``)."""
+        if self.conclude_state is not None:
+            return self.conclude_state
+        status = self.kv_mgr.check_status(self.room)
+        if status in (KVPoll.Success, KVPoll.Failed):
+            self.conclude_state = status
+        elif status == KVPoll.WaitingForInput and self._check_waiting_timeout() is not None:
+            return KVPoll.Failed
+        return status
+
+    def failure_exception(self) -> None:
+        """Say why it failed. Once this raised, nothing is written to its slots.
+
+        Raises:
+            KVTransferError: always.
+        """
+        if self.conclude_state is None:
+            self.conclude_state = KVPoll.Failed
+        self.clear()
+        self.kv_mgr.raise_failure(self.room)
+
+    def clear(self) -> None:
+        """SGLang is through with it; once this returned, nothing is written to its slots."""
+        self.kv_mgr.links.abort(self.room)
+        super().clear()
+
+    def _expect(self, kv_indices: np.ndarray, aux_index: int, prefix: int) -> ReceivedRoom:
+        codec, page = self.kv_mgr.codec, self.kv_mgr.kv_args.page_size
+        tokens = self._prompt[prefix:]
+        slots = (np.asarray(kv_indices, np.int64)[:, None] * page + np.arange(page)).ravel()[: len(tokens)]
+        if len(slots) != len(tokens):
+            raise LinkError(f"{len(slots)} slots for {len(tokens)} tokens of room {self.room}")
+        hashes = page_hashes(self._prompt[:prefix], codec.page_size)
+        hashes = page_hashes(tokens, codec.page_size, hashes[-1] if hashes else b"")
+        pages = [
+            PlacedPage(prefix + begin, torch.from_numpy(slots[begin : begin + codec.page_size]).to(self.kv_mgr.pool.device))
+            for begin in range(0, len(slots), codec.page_size)
+        ]
+        return ReceivedRoom(codec, self.kv_mgr.pool, self.kv_mgr.aux, aux_index, self.kv_mgr.layers, pages, hashes, self)
+
+    def _give_up(self, reason: str) -> None:
+        self.fail(reason)
+        self.conclude_state = KVPoll.Failed
+
+    def _prefill_ranks(self) -> list[NetworkAddress]:
+        return [NetworkAddress(info["rank_ip"], int(info["rank_port"])) for info in self.bootstrap_infos]
+
+    def _send_abort_notification(self) -> None:
+        """Of SGLang's class, where this side ends the room."""
+        for address in self._prefill_ranks():
+            self.kv_mgr.say(address, Abort(self.room, self.kv_mgr.failure_records.get(self.room, "aborted")[:2048]))

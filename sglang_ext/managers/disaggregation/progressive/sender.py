@@ -1,0 +1,166 @@
+"""SGLang's side of a room that is sent: from a request at the prefill server to its KV in the link's buffers."""
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common.conn import CommonKVSender
+
+from sglang_ext.managers.disaggregation.page_hashes import page_hashes
+from sglang_ext.managers.disaggregation.progressive import agreement
+from sglang_ext.managers.disaggregation.progressive.control import Metadata
+from sglang_ext.managers.disaggregation.progressive.manager import ProgressiveManager
+from sglang_ext.managers.disaggregation.progressive.peer import Peer
+from sglang_ext.managers.disaggregation.progressive.sent_room import SentRoom
+from sglang_ext.managers.disaggregation.settings import LinkError
+
+
+class ProgressiveSender(CommonKVSender):
+    """One request. SGLang's scheduler calls it; ``meet``, ``succeed`` and ``fail`` come from other threads.
+
+    Success is reported once all of the room is encoded: its KV may then be freed, while its bytes still travel. What goes wrong
+    later is for the decode side to tell.
+    """
+
+    kv_mgr: ProgressiveManager
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.init_time = time.time()
+        self._prompt: Sequence[int] = ()
+        self._metadata: Metadata | None = None
+        self._peer: Peer | None = None
+        self._sent: SentRoom | None = None
+        # Slots of tokens that do not fill a page yet.
+        self._slots = np.empty(0, np.int64)
+        # SGLang sets it where a cached prefix is sent before the forward that may still write it (maybe_send_cached_prefix_chunk).
+        self._early_send_wait_event: torch.cuda.Event | None = None
+        self.kv_mgr.handshakes.join(self)
+
+    @property
+    def room(self) -> int:
+        """Its number."""
+        return self.bootstrap_room
+
+    def take_prompt(self, tokens: Sequence[int]) -> None:
+        """The request's tokens, from which its pages have their names; before ``init``."""
+        self._prompt = tokens
+
+    def meet(self, metadata: Metadata) -> None:
+        """The decode side has slots."""
+        differs = agreement.metadata_refusal(metadata, self.kv_mgr.settings, self.kv_mgr.aux.sizes)
+        if differs is not None:
+            self.kv_mgr.refuse(metadata, differs)
+            self.fail(differs)
+            return
+        if self.kv_mgr.request_status.get(self.room) != KVPoll.Bootstrapping:
+            return
+        self._metadata = metadata
+        self.kv_mgr.req_to_decode_prefix_len[self.room] = metadata.prefix
+        self.kv_mgr.update_status(self.room, KVPoll.WaitingForInput)
+
+    def succeed(self) -> None:
+        """The link has all of it."""
+        self.kv_mgr.conclude(self.room, None)
+
+    def fail(self, reason: str) -> None:
+        """It will not arrive."""
+        self.kv_mgr.conclude(self.room, reason)
+
+    def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
+        """The room is opened: the decode side is ready, and pages will come.
+
+        Args:
+            num_kv_indices: pages of SGLang's that will be sent.
+            aux_index: row of the auxiliary record.
+        """
+        super().init(num_kv_indices, aux_index)
+        codec, metadata = self.kv_mgr.codec, self._metadata
+        if metadata is None:
+            return
+        if metadata.tokens != len(self._prompt):
+            self._give_up(f"the prompt has {len(self._prompt)} tokens at the prefill server and {metadata.tokens} at the decode server")
+            return
+        hashes = page_hashes(self._prompt[: metadata.prefix], codec.page_size)
+        hashes = page_hashes(self._prompt[metadata.prefix :], codec.page_size, hashes[-1] if hashes else b"")
+        self._sent = SentRoom(self.room, codec, self.kv_mgr.layers, metadata.prefix, hashes, self)
+        try:
+            self._peer = self.kv_mgr.peers.open(metadata.endpoint, self._sent)
+        except LinkError as error:
+            self._give_up(str(error))
+
+    def send(self, kv_indices: np.ndarray, state_indices: list | None = None, num_kv_tokens: int | None = None) -> None:
+        """Send what a forward computed.
+
+        Args:
+            kv_indices: pages of SGLang's, int [pages].
+            state_indices: none; such models are refused.
+            num_kv_tokens: in these pages; None where all are full.
+        """
+        kv_indices, _, last, _ = self._prepare_send_indices(kv_indices, state_indices)
+        self._record_transfer_indices(kv_indices, state_indices)
+        ready, self._early_send_wait_event = self._early_send_wait_event, None
+        if self._peer is None or self.poll() == KVPoll.Failed:
+            return
+        page = self.kv_mgr.kv_args.page_size
+        slots = (np.asarray(kv_indices, np.int64)[:, None] * page + np.arange(page)).ravel()[:num_kv_tokens]
+        self._slots = np.concatenate([self._slots, slots])
+        size = self.kv_mgr.codec.page_size
+        whole = len(self._slots) if last else len(self._slots) // size * size
+        pages = tuple(self._on_device(self._slots[begin : min(begin + size, whole)]) for begin in range(0, whole, size))
+        self._slots = self._slots[whole:]
+        if pages or last:
+            self._peer.send(self._sent, pages, self.kv_mgr.aux.read(self.aux_index) if last else None, ready)
+
+    def poll(self) -> int:
+        """How far it is (``KVPoll``)."""
+        if self.conclude_state is not None:
+            return self.conclude_state
+        status = self.kv_mgr.check_status(self.room)
+        if status in (KVPoll.Success, KVPoll.Failed):
+            self.conclude_state = status
+        elif status == KVPoll.Bootstrapping and self._check_bootstrap_timeout() is not None:
+            return KVPoll.Failed
+        return status
+
+    def failure_exception(self) -> None:
+        """Say why it failed.
+
+        Raises:
+            KVTransferError: always.
+        """
+        if self.conclude_state is None:
+            self.conclude_state = KVPoll.Failed
+        self.clear()
+        self.kv_mgr.raise_failure(self.room)
+
+    def clear(self) -> None:
+        """SGLang is through with it; what succeeded goes on travelling."""
+        if self.conclude_state != KVPoll.Success:
+            with self.kv_mgr.failure_lock:
+                reason = self.kv_mgr.failure_records.get(self.room, "it failed at another rank")
+            self._cancel(reason)
+        self.kv_mgr.handshakes.leave(self, None)
+        super().clear()
+
+    def abort(self) -> None:
+        """The request is aborted here."""
+        super().abort()
+        self._cancel("Aborted by AbortReq.")
+
+    def _on_device(self, slots: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(slots).to(self.kv_mgr.pool.device)
+
+    def _give_up(self, reason: str) -> None:
+        self.fail(reason)
+        self._cancel(reason)
+
+    def _cancel(self, reason: str) -> None:
+        """Send no more, and see to it that the decode side does not wait."""
+        if self._peer is not None:
+            self._peer.cancel(self._sent, reason)
+        elif self._metadata is not None:
+            self.kv_mgr.refuse(self._metadata, reason)
+        self.kv_mgr.handshakes.leave(self, reason if self._metadata is None else None)
