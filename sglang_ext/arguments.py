@@ -15,7 +15,7 @@ from sglang.srt.arg_groups.arg_utils import NS, A, Arg
 from sglang.srt.server_args import ServerArgs
 
 from sglang_ext import command_line, flag_checks
-from sglang_ext.config import benchmark_options, options, refused_options
+from sglang_ext.config import benchmark_options, disaggregation_options, options, refused_options
 from sglang_ext.core import RADIX_CACHE_BACKEND, SPECULATIVE_ALGORITHM, HookError, OptionError
 from sglang_ext.mem_cache.compressors import catalogue
 
@@ -142,6 +142,16 @@ class KVServerArgs(ServerArgs):
         "it is computed again: answers stay right, speed is of no use.",
         NS("memory"),
     ] = None
+    kv_reference: A[
+        str,
+        Arg(
+            help="With --disaggregation-transfer-backend progressive: what arrives at the decode server, and is verified against. exact: "
+            "the prefill server's KV, bit for bit, as 4 bits of each number and then the rest. int8: as 4 bits and then 4 more. raw: "
+            "as it is, in one piece. Both servers must name the same.",
+            choices=list(disaggregation_options.REFERENCES),
+        ),
+        NS("memory"),
+    ] = "exact"
     kv_link_gbps: A[
         float | None,
         "With --disaggregation-transfer-backend progressive: Gbit/s (10^9 bits) that a rank of the prefill server sends to one of the "

@@ -1,8 +1,10 @@
 """SGLang's transfer backend ``progressive``: its connection classes over the links of the room above.
 
     pool_buffers.py   the pool and the auxiliary records, from the pointers that SGLang hands to transfer backends
-    page_codec.py     what a codec of pages does, and which one serves
+    page_codec.py     what a codec of pages does
     raw_codec.py      pages as they are
+    lynx_codec.py     pages as anchor and residual
+    codecs.py         which of them serves
     control.py        messages of SGLang's control plane: where a room goes, and that it ended
     agreement.py      what two servers must have alike, and endpoints of links
     handshakes.py     prefill: rooms whose sender and whose metadata wait for each other
@@ -15,5 +17,6 @@
 
 A request is a **room** on both sides. The decode side allocates slots, registers the room with its ``LinkServer`` and sends
 metadata to the prefill side, which opens the room on its link, encodes page after page, and gives SGLang the KV back once all
-of a room is in the link's own buffers.
+of a room is in the link's own buffers. These are bounded: where residuals fill them, pages wait in the pool for theirs, and
+anchors of all rooms go on.
 """

@@ -55,6 +55,9 @@ class PageCodec(Protocol):
     def encode(self, page: PlacedPage, layers: LayerRange) -> EncodedPage:
         """Streams of what the pool holds now."""
 
+    def encode_anchor(self, page: PlacedPage, layers: LayerRange) -> memoryview:
+        """The first of them alone, the same bytes."""
+
     def write_anchor(self, page: PlacedPage, layers: LayerRange, anchor: memoryview) -> None:
         """Fill the page's slots with what the anchor alone restores.
 

@@ -4,6 +4,7 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,18 +12,20 @@ import torch
 
 from sglang_ext.managers.disaggregation.link import Link
 from sglang_ext.managers.disaggregation.progressive.sent_room import SentRoom
+from sglang_ext.managers.disaggregation.wire import Stream
 
 logger = logging.getLogger(__name__)
 
-# Bytes that are encoded and not yet there: above, pages stay in the pool until some have arrived.
-MOST_ENCODED = 1 << 30
+# Bytes that are encoded and not yet there: above the first no residual is encoded, above the second nothing. So anchors do not
+# wait for residuals, and pages of either wait in the pool.
+MOST_BEFORE_RESIDUALS, MOST_ENCODED = 1 << 29, 1 << 30
 # Seconds between looks at whether there is space.
 SOON = 0.005
 
 
 @dataclass(frozen=True)
 class _Work:
-    """Pages of a room, and after the last the auxiliary record.
+    """Pages of a room, and after the last its auxiliary record.
 
     Attributes:
         pages: slots of each, int64 [tokens].
@@ -41,14 +44,15 @@ class Peer:
 
     Args:
         link: to it; the peer closes it.
-        most_encoded: bytes held for it.
+        most_before_residuals, most_encoded: bytes held for it at which residuals, and then all, wait.
     """
 
-    def __init__(self, link: Link, most_encoded: int = MOST_ENCODED) -> None:
-        self._link, self._most_encoded = link, most_encoded
+    def __init__(self, link: Link, most_before_residuals: int = MOST_BEFORE_RESIDUALS, most_encoded: int = MOST_ENCODED) -> None:
+        self._link, self._most_before_residuals, self._most_encoded = link, most_before_residuals, most_encoded
         self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        # Of the thread: pages that were sent without their residual.
+        self._put_off: deque[tuple[SentRoom, int, torch.Tensor]] = deque()
         self._closing = False
-        self._rooms = 0
         self._gone_since: float | None = None
         self._thread = threading.Thread(target=self._run, name=f"kv-encoder of {link.endpoint}", daemon=True)
         self._thread.start()
@@ -88,28 +92,56 @@ class Peer:
         self._work.put(None)
         self._link.close(0)
 
-    def _run(self) -> None:
-        while (work := self._work.get()) is not None:
-            try:
-                self._do(work)
-            except Exception as error:  # The thread serves other rooms, too: this one fails.
-                logger.exception("room %d cannot be sent", work.room.number)
-                work.room.fail(f"it cannot be sent: {error}")
-                self._link.cancel(work.room.number, str(error))
-
     @torch.inference_mode()
-    def _do(self, work: _Work) -> None:
+    def _run(self) -> None:
+        while not self._closing:
+            try:
+                work = self._work.get(timeout=SOON if self._put_off else None)
+            except queue.Empty:
+                self._send_put_off()
+                continue
+            if work is not None:
+                self._guard(work.room, lambda work=work: self._send(work))
+
+    def _send(self, work: _Work) -> None:
         if work.ready is not None:
             work.ready.synchronize()
         for slots in work.pages:
             self._wait_for_space(work.room)
-            work.room.send_page(self._link, slots)
-        if work.record is not None:
-            work.room.send_aux(self._link, work.record)
+            if work.room.over or self._closing:
+                return
+            now = self._has_space(work.room, Stream.RESIDUAL, self._most_before_residuals)
+            page = work.room.send_page(self._link, slots, now)
+            if not now:
+                self._put_off.append((work.room, page, slots))
+        if work.record is not None and not work.room.over:
+            work.room.send_record(self._link, work.record)
+
+    def _send_put_off(self) -> None:
+        """Residuals, oldest first, as long as there is space and no anchor to encode."""
+        while self._put_off and self._work.empty() and not self._closing:
+            room, page, slots = self._put_off[0]
+            if not room.over and not self._has_space(room, Stream.RESIDUAL, self._most_before_residuals):
+                return
+            self._put_off.popleft()
+            if not room.over:
+                self._guard(room, lambda room=room, page=page, slots=slots: room.send_residual(self._link, page, slots))
+
+    def _guard(self, room: SentRoom, send: Callable[[], None]) -> None:
+        try:
+            send()
+        except Exception as error:  # The thread serves other rooms, too: this one fails.
+            logger.exception("room %d cannot be sent", room.number)
+            room.fail(f"it cannot be sent: {error}")
+            self._link.cancel(room.number, str(error))
+
+    def _has_space(self, room: SentRoom, stream: Stream, most: int) -> bool:
+        """Whether so many bytes are not reached; a single page always has space."""
+        queued = self._link.queued_bytes
+        return not queued or queued + room.most_bytes(stream) <= most
 
     def _wait_for_space(self, room: SentRoom) -> None:
-        most = max(0, self._most_encoded - room.page_bytes)
-        while self._link.queued_bytes > most and not (room.over or self._closing):
+        while not (room.over or self._closing or self._has_space(room, Stream.ANCHOR, self._most_encoded)):
             time.sleep(SOON)
 
 

@@ -37,9 +37,13 @@ class RawCodec:
 
     def encode(self, page: PlacedPage, layers: LayerRange) -> EncodedPage:
         """Copy the pool's bytes."""
+        return EncodedPage(self.encode_anchor(page, layers), None)
+
+    def encode_anchor(self, page: PlacedPage, layers: LayerRange) -> memoryview:
+        """Copy the pool's bytes."""
         rows = [tensor[page.slots] for tensor in self.pool.tensors(layers.first, layers.count)]
         anchor = torch.cat([tensor.view(torch.uint8).flatten() for tensor in rows]).cpu()
-        return EncodedPage(memoryview(anchor.numpy()), None)
+        return memoryview(anchor.numpy())
 
     def write_anchor(self, page: PlacedPage, layers: LayerRange, anchor: memoryview) -> None:
         """Copy them back.

@@ -23,10 +23,11 @@ class Told(Protocol):
 
 
 class SentRoom:
-    """Encodes pages in order, and offers their streams to a link.
+    """Encodes pages, and offers their streams to a link. One thread encodes; others may cancel.
 
     Args:
         number: of the room.
+        codec: of the pool.
         layers: that travel in one part of a page.
         start: tokens of the prompt before the first page.
         hashes: of each page (page_hashes.py).
@@ -38,7 +39,9 @@ class SentRoom:
         self._hashes, self._told = hashes, told
         self._lock = threading.Lock()
         self._over = False
-        self._encoded = 0
+        # Of the thread that encodes: pages whose anchor was offered, residuals that were put off, whether the record was offered.
+        self._begun = self._owed = 0
+        self._recorded = False
 
     @property
     def shape(self) -> RoomShape:
@@ -50,35 +53,40 @@ class SentRoom:
         """Whether nothing more of it is sent."""
         return self._over
 
-    @property
-    def page_bytes(self) -> int:
-        """That a page's streams take at most."""
-        return sum(self._codec.most_bytes(stream, self._layers) for stream in (Stream.ANCHOR, Stream.RESIDUAL))
+    def most_bytes(self, stream: Stream) -> int:
+        """Of a page's stream; 0 where the room has no such stream."""
+        return self._codec.most_bytes(stream, self._layers) if self.shape.parts(stream) else 0
 
-    def send_page(self, link: Link, slots: torch.Tensor) -> None:
-        """Encode the next page and offer its streams.
+    def send_page(self, link: Link, slots: torch.Tensor, residual: bool) -> int:
+        """Encode the next page and offer its streams; its number.
 
         Args:
             link: on which the room is open.
             slots: int64 [tokens], of the pool.
+            residual: whether to offer that, too; else ``send_residual`` must follow, and the KV stay until then.
         """
-        if self._over:
-            return
-        page, self._encoded = self._encoded, self._encoded + 1
-        placed = PlacedPage(self._start + page * self._codec.page_size, slots)
-        encoded = self._codec.encode(placed, self._layers)
-        for stream, payload in ((Stream.ANCHOR, encoded.anchor), (Stream.RESIDUAL, encoded.residual)):
-            if payload is not None:
-                link.offer(self.number, Part(stream, payload, page, self._layers, self._hashes[page]))
+        page, self._begun = self._begun, self._begun + 1
+        if residual:
+            anchor, rest = self._codec.encode(self._placed(page, slots), self._layers)
+        else:
+            anchor, rest = self._codec.encode_anchor(self._placed(page, slots), self._layers), None
+            self._owed += 1
+        self._offer(link, Stream.ANCHOR, page, anchor)
+        if rest is not None:
+            self._offer(link, Stream.RESIDUAL, page, rest)
+        return page
 
-    def send_aux(self, link: Link, record: bytes) -> None:
-        """Offer the auxiliary record: all pages were sent, so that their KV is needed no more."""
-        if self._over:
-            return
+    def send_residual(self, link: Link, page: int, slots: torch.Tensor) -> None:
+        """Offer the residual of a page that was sent without."""
+        self._offer(link, Stream.RESIDUAL, page, self._codec.encode(self._placed(page, slots), self._layers).residual)
+        self._owed -= 1
+        self._tell_if_encoded()
+
+    def send_record(self, link: Link, record: bytes) -> None:
+        """Offer the auxiliary record, after the last page."""
         link.offer(self.number, Part(Stream.AUX, record))
-        with self._lock:
-            if not self._over:
-                self._told.succeed()
+        self._recorded = True
+        self._tell_if_encoded()
 
     def cancel(self, link: Link, reason: str) -> None:
         """Send no more; nobody is told."""
@@ -95,7 +103,7 @@ class SentRoom:
             self._told.fail(reason)
 
     def arrived(self, room: int, stream: Stream) -> None:
-        """Of the link: nothing waits for it."""
+        """Of the link: nothing waits for a stream."""
 
     def ended(self, room: int, reason: str | None) -> None:
         """Of the link: all is there, or why not."""
@@ -105,3 +113,14 @@ class SentRoom:
         with self._lock:
             self._over = True
         self._told.succeed()
+
+    def _tell_if_encoded(self) -> None:
+        with self._lock:
+            if self._recorded and not self._owed and not self._over:
+                self._told.succeed()
+
+    def _placed(self, page: int, slots: torch.Tensor) -> PlacedPage:
+        return PlacedPage(self._start + page * self._codec.page_size, slots)
+
+    def _offer(self, link: Link, stream: Stream, page: int, payload: memoryview) -> None:
+        link.offer(self.number, Part(stream, payload, page, self._layers, self._hashes[page]))

@@ -1,0 +1,160 @@
+"""Pages as anchor and residual (layers/kernels/lynx): most significant bits first, then what restores 8 bits or all of them.
+
+A stream of a page holds those of its tensors, keys of all layers before values of all layers: uint32 sizes, then the streams, each
+begun at a multiple of 16 bytes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from sglang_ext.layers.kernels.lynx.codec import decode_parts, encode_parts
+from sglang_ext.layers.kernels.lynx.layout import UNIT, Layout
+from sglang_ext.managers.disaggregation.progressive.page_codec import EncodedPage, PlacedPage
+from sglang_ext.managers.disaggregation.progressive.pool_buffers import PoolBuffers
+from sglang_ext.managers.disaggregation.settings import LinkError, OptionValue
+from sglang_ext.managers.disaggregation.wire import LayerRange, Stream
+
+ALIGNED = 16
+
+
+def packed(streams: Sequence[torch.Tensor]) -> memoryview:
+    """Streams of tensors as one, in host memory."""
+    sizes = np.array([len(stream) for stream in streams], "<u4")
+    place = _places(sizes)
+    content = torch.zeros(int(place[-1]), dtype=torch.uint8, device=streams[0].device)
+    content[: sizes.nbytes] = torch.from_numpy(sizes.view(np.uint8)).to(content.device)
+    for stream, begin in zip(streams, place.tolist(), strict=False):
+        content[begin : begin + len(stream)] = stream
+    return memoryview(content.cpu().numpy())
+
+
+def unpacked(content: memoryview, count: int, device: torch.device) -> list[torch.Tensor]:
+    """The ``count`` streams of one, uint8 [bytes] each.
+
+    Raises:
+        LinkError: it is no such stream.
+    """
+    if len(content) < 4 * count:
+        raise LinkError(f"a stream of {len(content)} bytes for {count} tensors; it has a size of 4 bytes for each")
+    sizes = np.frombuffer(content, "<u4", count)
+    place = _places(sizes)
+    if len(content) != place[-1]:
+        raise LinkError(f"a stream of {len(content)} bytes says that it has {place[-1]}")
+    whole = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)
+    return [whole[begin : begin + size] for begin, size in zip(place.tolist(), sizes.tolist(), strict=False)]
+
+
+def _places(sizes: np.ndarray) -> np.ndarray:
+    """Where each stream begins, and where all end."""
+    filled = -(-np.concatenate([[4 * len(sizes)], sizes.astype(np.int64)]) // ALIGNED) * ALIGNED
+    return filled.cumsum()
+
+
+@dataclass(frozen=True)
+class LynxCodec:
+    """Anchors of 4 bits, and residuals.
+
+    Attributes:
+        pool: of this rank: bfloat16, float16 or float32.
+        reference: ``int8`` or ``exact``.
+        page_size: tokens of a page, whole chunks of 32.
+        bits: of an anchor's codes.
+        sinks: the prompt's first tokens, which an anchor holds exactly.
+
+    Raises:
+        LinkError: the pool is none of these.
+    """
+
+    pool: PoolBuffers
+    reference: str
+    page_size: int = 64
+    bits: int = 4
+    sinks: int = 4
+    name = "lynx"
+    version = 1
+    has_residual = True
+
+    def __post_init__(self) -> None:
+        try:
+            self._layouts(self.page_size, 0)
+        except ValueError as error:
+            raise LinkError(f"codec lynx does not take this pool: {error}; or pass --kv-reference raw") from error
+
+    @property
+    def options(self) -> dict[str, OptionValue]:
+        """What changes the bytes."""
+        return {"bits": self.bits, "sinks": self.sinks}
+
+    def most_bytes(self, stream: Stream, layers: LayerRange) -> int:
+        """Of a full page of which no tensor is shorter than the pool's own bytes."""
+        most = {Stream.ANCHOR: _most_anchor, Stream.RESIDUAL: _most_residual}[stream]
+        keys, values = self._layouts(self.page_size, 0)
+        sizes = [most(layout) for layout in (keys, values) for _ in range(layers.count)]
+        return int(_places(np.array(sizes, np.int64))[-1])
+
+    def encode(self, page: PlacedPage, layers: LayerRange) -> EncodedPage:
+        """Both streams."""
+        found = self._encode(page, layers, self._layouts(len(page.slots), page.start))
+        return EncodedPage(packed([each.anchor for each in found]), packed([each.residual for each in found]))
+
+    def encode_anchor(self, page: PlacedPage, layers: LayerRange) -> memoryview:
+        """The first stream; the exact residual, which takes longer, is left out."""
+        layouts = tuple(replace(layout, reference="int8") for layout in self._layouts(len(page.slots), page.start))
+        return packed([each.anchor for each in self._encode(page, layers, layouts)])
+
+    def write_anchor(self, page: PlacedPage, layers: LayerRange, anchor: memoryview) -> None:
+        """Numbers of 4 bits.
+
+        Raises:
+            LinkError: it is no anchor of such a page.
+        """
+        self._decode(page, layers, anchor, None)
+
+    def write_residual(self, page: PlacedPage, layers: LayerRange, anchor: memoryview, residual: memoryview) -> None:
+        """Numbers of 8 bits, or the bits that the pool of the sender has.
+
+        Raises:
+            LinkError: these are no streams of such a page.
+        """
+        self._decode(page, layers, anchor, residual)
+
+    def _layouts(self, tokens: int, start: int) -> tuple[Layout, Layout]:
+        """Of keys and of values."""
+        sinks = min(tokens, max(0, self.sinks - start))
+        return tuple(
+            Layout(tokens, self.pool.heads * dim, self.pool.dtype, self.bits, sinks, reference=self.reference)
+            for dim in (self.pool.key_dim, self.pool.value_dim)
+        )
+
+    def _halves(self, layers: LayerRange) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        tensors = self.pool.tensors(layers.first, layers.count)
+        return tensors[: layers.count], tensors[layers.count :]
+
+    def _encode(self, page: PlacedPage, layers: LayerRange, layouts: tuple[Layout, Layout]) -> list:
+        halves = zip(self._halves(layers), layouts, strict=True)
+        return [streams for tensors, layout in halves for streams in encode_parts(tensors, layout, page.slots)]
+
+    def _decode(self, page: PlacedPage, layers: LayerRange, anchor: memoryview, residual: memoryview | None) -> None:
+        anchors = unpacked(anchor, 2 * layers.count, self.pool.device)
+        rest = None if residual is None else unpacked(residual, 2 * layers.count, self.pool.device)
+        layouts = self._layouts(len(page.slots), page.start)
+        for half, (tensors, layout) in enumerate(zip(self._halves(layers), layouts, strict=True)):
+            those = slice(half * layers.count, (half + 1) * layers.count)
+            try:
+                decode_parts(anchors[those], None if rest is None else rest[those], layout, tensors, page.slots)
+            except (ValueError, IndexError, RuntimeError) as error:
+                raise LinkError(f"no streams of a page of {len(page.slots)} tokens from {page.start}: {error}") from error
+
+
+def _most_anchor(layout: Layout) -> int:
+    return max(layout.raw_bytes, layout.coded_bytes)
+
+
+def _most_residual(layout: Layout) -> int:
+    if layout.reference == "int8":
+        return layout.int8_bytes
+    # No index takes more bits than a number; blocks are filled up.
+    return layout.index_bytes + layout.tokens * layout.channels * layout.dtype.itemsize + layout.rows * layout.blocks * UNIT
