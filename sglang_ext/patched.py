@@ -9,21 +9,27 @@ from typing import TYPE_CHECKING
 
 from sglang_ext import flag_checks
 from sglang_ext.arguments import KVServerArgs
+from sglang_ext.config import disaggregation_options
 from sglang_ext.hooks import application as hooking
 from sglang_ext.hooks import table as hooks
+from sglang_ext.hooks.table import Hook
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
 
 def prepare(args: "ServerArgs") -> None:
-    """Before SGLang resolves its options: check the flags, set SGLang's own for the mode.
+    """Before SGLang resolves its options, where a mode or our transfer backend is asked for: check the flags, set SGLang's own.
 
     Raises:
-        OptionError: a flag is out of range, or an option cannot be combined with the mode.
+        OptionError: a flag is out of range, or an option cannot be combined with the mode or the backend.
+        hooking.HookError: a function that the backend needs is not marked in the fork, or has other parameters than expected.
     """
     flag_checks.check_flags(args)
-    KVServerArgs._prepare_speculation(args)
+    if disaggregation_options.transfers(args):
+        _check_marks(hooks.TRANSFER_HOOKS, f"--disaggregation-transfer-backend {disaggregation_options.BACKEND}")
+    if args.kv_mode != "full":
+        KVServerArgs._prepare_speculation(args)
 
 
 def check(args: "ServerArgs") -> None:
@@ -34,11 +40,15 @@ def check(args: "ServerArgs") -> None:
         hooking.HookError: a function is not marked in the fork, or has other parameters than expected.
     """
     flag_checks.check_resolved(args)
-    for hook in hooks.HOOKS:
+    _check_marks(hooks.HOOKS, f"--kv-mode {args.kv_mode}")
+
+
+def _check_marks(needed: tuple[Hook, ...], asked: str) -> None:
+    for hook in needed:
         marked = getattr(pkgutil.resolve_name(hook.target), "kv_hook", None)
         if marked != hook.hook:
             raise hooking.HookError(
-                f"--kv-mode {args.kv_mode} cannot start: this fork of SGLang marks {hook.target} "
+                f"{asked} cannot start: this fork of SGLang marks {hook.target} "
                 f"with {marked}; expected {hook.hook}. Apply the patches that belong to this "
-                "version of sglang-ext, or use --kv-mode full."
+                "version of sglang-ext, or leave that out."
             )

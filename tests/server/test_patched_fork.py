@@ -20,6 +20,7 @@ from sglang_ext.hooks import table as hooks
 
 ROOT = Path(__file__).parents[2]
 SERIES = sorted((ROOT / "patches/sglang-0.5.17").glob("*.patch"))
+MARKED = hooks.HOOKS + hooks.TRANSFER_HOOKS
 # Large, and not part of the server.
 LEFT_OUT = ("multimodal_gen", "test", "benchmark", "eval")
 FLAGS = ("--kv-mode", "verified", "--kv-budget", "0.5", "--kv-draft-length", "8", "--max-total-tokens", "8192")
@@ -100,7 +101,7 @@ def marks(fork: Path, module: str) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("hook", hooks.HOOKS, ids=lambda hook: hook.target)
+@pytest.mark.parametrize("hook", MARKED, ids=lambda hook: hook.target)
 def test_each_hook_target_is_marked_with_its_hook(fork: Path, hook: hooks.Hook) -> None:
     module, name = hook.target.rsplit(".", 1)
     if not (fork / (module.replace(".", "/") + ".py")).exists():
@@ -112,13 +113,13 @@ def test_each_hook_target_is_marked_with_its_hook(fork: Path, hook: hooks.Hook) 
 
 def test_each_marked_function_is_a_hook_target() -> None:
     added = "".join(patch.read_text() for patch in SERIES)
-    assert added.count("\n+    @kv_seam(") + added.count("\n+@kv_seam(") == len(hooks.HOOKS)
+    assert added.count("\n+    @kv_seam(") + added.count("\n+@kv_seam(") == len(MARKED)
 
 
 def test_a_fork_without_a_mark_that_is_needed_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patched.flag_checks, "check_resolved", lambda args: None)
     unmarked = SimpleNamespace(kv_mode="verified")  # the installed SGLang has no marks
-    with pytest.raises(hooking.HookError, match="_calculate_spec_decoding_metrics with None.*--kv-mode full"):
+    with pytest.raises(hooking.HookError, match="--kv-mode verified.*_calculate_spec_decoding_metrics with None"):
         patched.check(unmarked)
 
 

@@ -9,7 +9,7 @@ from sglang_ext.hooks import table as hooks
 from sglang_ext.hooks import uses
 
 
-@pytest.mark.parametrize("hook", hooks.HOOKS + hooks.PLAIN_CPU_HOOKS, ids=lambda h: h.target)
+@pytest.mark.parametrize("hook", hooks.HOOKS + hooks.PLAIN_CPU_HOOKS + hooks.TRANSFER_HOOKS, ids=lambda h: h.target)
 def test_hook_fits_the_installed_sglang(hook):
     assert hooking.find_problem(hook) is None
     assert callable(hooking._load(hook.hook))
@@ -38,7 +38,7 @@ def test_a_process_checks_its_own_hooks(monkeypatch):
         hooking.check("verified", ("frontend",))
 
 
-@pytest.mark.parametrize("use", uses.USES, ids=lambda use: use.target)
+@pytest.mark.parametrize("use", uses.USES + uses.TRANSFER_USES, ids=lambda use: use.target)
 def test_what_is_used_without_a_hook_fits_the_installed_sglang(use):
     assert hooking.find_problem(use) is None
     assert use.why
@@ -50,3 +50,11 @@ def test_a_use_that_no_longer_fits_stops_the_start_by_name(monkeypatch, use):
     monkeypatch.setattr(uses, "USES", (changed,))
     with pytest.raises(hooking.HookError, match=f"{use.target.rsplit('.', 1)[1]}.*a_new_name"):
         hooking.check("verified")
+
+
+def test_a_name_that_the_transfer_backend_needs_and_that_moved_stops_its_start(monkeypatch):
+    hooking.check_transfer()
+    moved = dataclasses.replace(uses.TRANSFER_USES[0], target="sglang.srt.disaggregation.common.conn.no_such_function")
+    monkeypatch.setattr(uses, "TRANSFER_USES", (moved,))
+    with pytest.raises(hooking.HookError, match="progressive cannot start: .*no_such_function.*mooncake"):
+        hooking.check_transfer()
