@@ -44,6 +44,7 @@ ASKED: dict[str, dict[str, object]] = {
 }
 VARIABLES = {refused.option for refused in REFUSALS if not refused.option.startswith("--")}
 
+OVER_LINKS = {"disaggregation_mode": "decode", "disaggregation_transfer_backend": "progressive"}
 # By flag of this plugin, a value that is refused, and what else is given.
 WRONG: dict[str, dict[str, object]] = {
     "kv_mode": {"kv_mode": "fast"},
@@ -60,6 +61,9 @@ WRONG: dict[str, dict[str, object]] = {
     "kv_host_gb": {"kv_host_gb": -1.0},
     "kv_full_tier": {"kv_full_tier": "disk"},
     "kv_offload_draft_length": {"kv_offload_draft_length": 0},
+    "kv_reference": {"kv_reference": "int4", **OVER_LINKS},
+    "kv_link_gbps": {"kv_link_gbps": 0.001, **OVER_LINKS},
+    "kv_link_keys": {"kv_link_keys": "/", **OVER_LINKS},
     "kv_bench_acceptance": {"kv_bench_acceptance": 2.0},
     "kv_bench_corrupt_loads": {"kv_bench_corrupt_loads": 0},
 }

@@ -92,7 +92,7 @@ class Peer:
         self._work.put(None)
         self._link.close(0)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def _run(self) -> None:
         while not self._closing:
             try:

@@ -1,0 +1,126 @@
+"""Both sides of the transfer backend ``progressive`` in one process: pools, and managers whose control plane is a function call."""
+
+import threading
+from types import SimpleNamespace
+
+import torch
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common.conn import CommonKVManager, PrefillServerInfo
+
+from sglang_ext.managers.disaggregation.link import Link
+from sglang_ext.managers.disaggregation.link_server import LinkServer
+from sglang_ext.managers.disaggregation.progressive.codecs import make_codec
+from sglang_ext.managers.disaggregation.progressive.control import Failed
+from sglang_ext.managers.disaggregation.progressive.handshakes import Handshakes
+from sglang_ext.managers.disaggregation.progressive.manager import ProgressiveManager
+from sglang_ext.managers.disaggregation.progressive.peer import Peers
+from sglang_ext.managers.disaggregation.progressive.pool_buffers import AuxRecords, PoolBuffers
+from sglang_ext.managers.disaggregation.settings import LinkSettings
+from sglang_ext.managers.disaggregation.wire import LayerRange
+
+LAYERS, HEADS, KEY_DIM, VALUE_DIM, SLOTS, AUX_ROWS = 2, 2, 16, 8, 1024, 8
+ADDRESS = "127.0.0.1:1"
+
+
+def make_pool(dtype: torch.dtype = torch.float32, page_size: int = 16, seed: int = 0) -> PoolBuffers:
+    """A pool of random numbers with auxiliary records of two rows, in tensors that it keeps alive."""
+    made = torch.Generator().manual_seed(seed)
+    dims = [KEY_DIM] * LAYERS + [VALUE_DIM] * LAYERS
+    tensors = [torch.randn(SLOTS, HEADS, dim, generator=made).to(dtype) for dim in dims]
+    aux = [torch.randint(0, 1 << 30, (AUX_ROWS, width), generator=made, dtype=torch.int32) for width in (16, 3)]
+    args = SimpleNamespace(
+        kv_data_ptrs=[each.data_ptr() for each in tensors],
+        kv_data_lens=[each.nbytes for each in tensors],
+        kv_item_lens=[each[0].nbytes * page_size for each in tensors],
+        aux_data_ptrs=[each.data_ptr() for each in aux],
+        aux_item_lens=[each[0].nbytes for each in aux],
+        page_size=page_size,
+        tensors=tensors,
+        aux=aux,
+    )
+    return PoolBuffers(args, dtype, HEADS, KEY_DIM, VALUE_DIM, torch.device("cpu"))
+
+
+def rows(pool: PoolBuffers, slots: torch.Tensor) -> torch.Tensor:
+    """What the pool holds there, uint8 [tokens, bytes]."""
+    return torch.cat([each[slots].view(torch.uint8).flatten(1) for each in pool.tensors(0, LAYERS)], 1)
+
+
+class Manager:
+    """A rank's manager without sockets: its peer's is called instead. What it does with rooms is the real one's."""
+
+    update_status, check_status = CommonKVManager.update_status, CommonKVManager.check_status
+    record_failure, conclude = CommonKVManager.record_failure, ProgressiveManager.conclude
+    raise_failure = ProgressiveManager.raise_failure
+
+    def __init__(self, reference: str, pool: PoolBuffers) -> None:
+        self.pool, self.aux, self.layers = pool, AuxRecords(pool.args), LayerRange(0, LAYERS)
+        self.codec, self.kv_args = make_codec(reference, pool), pool.args
+        kind = str(pool.dtype).removeprefix("torch.")
+        named = self.codec.name, self.codec.version, self.codec.options, self.codec.reference
+        self.settings = LinkSettings("0f" * 16, kind, LAYERS, HEADS, KEY_DIM, VALUE_DIM, self.codec.page_size, *named, 0, 1)
+        self.request_status: dict[int, int] = {}
+        self.failure_records: dict[int, str] = {}
+        self.failure_lock = threading.Lock()
+        self.attn_tp_size, self.attn_dp_rank, self.local_ip, self.rank_port = 1, 0, "127.0.0.1", 1
+        # What SGLang's classes look at.
+        self.is_dummy_cp_rank = self.enable_all_cp_ranks_for_transfer = self.enable_staging = False
+        self.req_to_decode_prefix_len, self.transfer_infos = {}, {}
+        self.required_prefill_response_num_table, self.prefill_response_tracker = {}, {}
+        self.addr_to_rooms_tracker = {ADDRESS: set()}
+        self.prefill_info_table = {ADDRESS: prefill_info()}
+        self.bootstrap_timeout = self.waiting_timeout = 60.0
+
+
+def prefill_info(tp_size: int = 1) -> PrefillServerInfo:
+    """What the decode side knows of the prefill server."""
+    named = {"target_tp_rank": 0, "target_tp_ranks": [0], "target_cp_ranks": [0], "target_pp_ranks": [0]}
+    return PrefillServerInfo(tp_size, 1, 1, 1, 16, "auto", True, required_dst_info_num=1, required_prefill_response_num=1, **named)
+
+
+class PrefillManager(Manager):
+    """Of the prefill side."""
+
+    def __init__(self, reference: str, pool: PoolBuffers, limits, gbps: float | None = None) -> None:
+        super().__init__(reference, pool)
+        self.decode: DecodeManager | None = None
+        self.made: list[Link] = []
+        self.handshakes = Handshakes(self.refuse)
+        self.peers = Peers(lambda endpoint: self.made.append(Link(endpoint, self.settings, limits, gbps)) or self.made[-1])
+
+    def refuse(self, metadata, reason: str) -> None:
+        """As over the control plane."""
+        self.decode.hear(Failed(metadata.room, reason))
+
+    def close(self) -> None:
+        """End its links."""
+        for link in self.made:
+            link.close()
+
+
+class DecodeManager(Manager):
+    """Of the decode side."""
+
+    def __init__(self, reference: str, pool: PoolBuffers, limits, endpoint: str) -> None:
+        super().__init__(reference, pool)
+        self.prefill: PrefillManager | None = None
+        self.connection_pool = {f"{ADDRESS}_0_0_0": [{"rank_ip": "127.0.0.1", "rank_port": 1, "is_dummy": False}]}
+        self.links = LinkServer(endpoint, self.settings, limits)
+
+    def say(self, address, message) -> bool:
+        """As over the control plane."""
+        self.prefill.handshakes.take(message)
+        return True
+
+    def hear(self, message: Failed) -> None:
+        """As over the control plane."""
+        self.conclude(message.room, f"the prefill side ended it: {message.reason}")
+
+    def close(self) -> None:
+        """End its links."""
+        self.links.close()
+
+
+def settled(end) -> bool:
+    """Whether a sender or receiver succeeded or failed."""
+    return end.poll() in (KVPoll.Success, KVPoll.Failed)

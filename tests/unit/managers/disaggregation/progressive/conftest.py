@@ -1,0 +1,52 @@
+"""Two servers' ends, connected, that are closed after each test."""
+
+from types import SimpleNamespace
+
+import pytest
+from link_helpers import QUICK
+from sglang.srt.disaggregation.common import conn
+from transfer_helpers import ADDRESS, DecodeManager, PrefillManager, make_pool
+
+from sglang_ext.managers.disaggregation.progressive.receiver import ProgressiveReceiver
+from sglang_ext.managers.disaggregation.progressive.sender import ProgressiveSender
+
+
+class Servers:
+    """A prefill and a decode server of one rank each, of which only the transfer is there."""
+
+    def __init__(self, folder, reference="exact", prefill_reference=None, gbps=None, dtype=None):
+        kinds = {} if dtype is None else {"dtype": dtype}
+        self.prefill = PrefillManager(prefill_reference or reference, make_pool(seed=1, **kinds), QUICK, gbps)
+        self.decode = DecodeManager(reference, make_pool(seed=2, **kinds), QUICK, f"ipc://{folder}/links/rank0")
+        self.prefill.decode, self.decode.prefill = self.decode, self.prefill
+
+    def sender(self, room, prompt):
+        made = ProgressiveSender(self.prefill, ADDRESS, room, [0], 0)
+        made.take_prompt(prompt)
+        return made
+
+    def receiver(self, room, prompt):
+        made = ProgressiveReceiver(self.decode, ADDRESS, room)
+        made.take_prompt(prompt)
+        made.init(0)
+        return made
+
+    def close(self):
+        self.prefill.close()
+        self.decode.close()
+
+
+@pytest.fixture
+def servers(tmp_path, monkeypatch):
+    """Makes them."""
+    alone = SimpleNamespace(dp_size=1, enable_dsa_cache_layer_split=False)
+    monkeypatch.setattr(conn, "get_parallel", lambda: alone)
+    made = []
+
+    def make(*arguments, **named):
+        made.append(Servers(tmp_path, *arguments, **named))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()

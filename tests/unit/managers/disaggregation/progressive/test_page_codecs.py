@@ -1,0 +1,91 @@
+"""Pages arrive as they were, at other slots and at those alone."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transfer_helpers import LAYERS, SLOTS, make_pool, rows
+
+from sglang_ext.managers.disaggregation.progressive.codecs import make_codec
+from sglang_ext.managers.disaggregation.progressive.page_codec import PlacedPage
+from sglang_ext.managers.disaggregation.settings import LinkError
+from sglang_ext.managers.disaggregation.wire import LayerRange, Stream
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ALL = LayerRange(0, LAYERS)
+
+
+def slots(tokens, seed):
+    return torch.randperm(SLOTS, generator=torch.Generator().manual_seed(seed))[:tokens]
+
+
+def move(reference, dtype, tokens, start=0, seed=0, change=lambda pool: None, layers=ALL):
+    """The pools of both sides after a page went from one to the other, its slots there, and its streams."""
+    source, target = make_pool(dtype, seed=seed), make_pool(dtype, seed=seed + 1)
+    change(source)
+    sender, receiver = make_codec(reference, source), make_codec(reference, target)
+    encoded = sender.encode(PlacedPage(start, slots(tokens, seed)), layers)
+    assert bytes(encoded.anchor) == bytes(sender.encode_anchor(PlacedPage(start, slots(tokens, seed)), layers))
+    assert len(encoded.anchor) <= sender.most_bytes(Stream.ANCHOR, layers)
+    there = PlacedPage(start, slots(tokens, seed + 5))
+    receiver.write_anchor(there, layers, encoded.anchor)
+    if encoded.residual is not None:
+        assert len(encoded.residual) <= sender.most_bytes(Stream.RESIDUAL, layers)
+        receiver.write_residual(there, layers, encoded.anchor, encoded.residual)
+    return source, target, encoded
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(["raw", "exact"]), st.sampled_from(DTYPES), st.integers(1, 64), st.integers(0, 80), st.integers(0, 9))
+def test_exact_and_raw_restore_the_pools_bits_and_touch_no_other_slot(reference, dtype, tokens, start, seed):
+    source, target, _ = move(reference, dtype, tokens, start, seed)
+    there = slots(tokens, seed + 5)
+    assert torch.equal(rows(target, there), rows(source, slots(tokens, seed)))
+    others = torch.ones(SLOTS, dtype=torch.bool)
+    others[there] = False
+    assert torch.equal(rows(target, others), rows(make_pool(dtype, seed=seed + 1), others))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numbers_that_are_none_and_extremes_arrive_bit_for_bit(dtype):
+    def change(pool):
+        least = torch.finfo(dtype)
+        for tensor in pool.tensors(0, LAYERS):
+            tensor[::3, 0], tensor[1::3, 1], tensor[:, 2] = float("nan"), float("-inf"), -0.0
+            tensor[:, 3], tensor[:, 4] = least.max, least.tiny / 4
+
+    source, target, _ = move("exact", dtype, 64, change=change)
+    assert torch.equal(rows(target, slots(64, 5)), rows(source, slots(64, 0)))
+
+
+def test_the_8_bit_reference_is_closer_than_the_anchor_alone():
+    source, target, encoded = move("int8", torch.float32, 64)
+    there, page = slots(64, 5), source.keys[0][slots(64, 0)]
+    close = (target.keys[0][there] - page).abs().max()
+    make_codec("int8", target).write_anchor(PlacedPage(0, there), ALL, encoded.anchor)
+    coarse = (target.keys[0][there] - page).abs().max()
+    assert 0 < close < coarse / 4 and torch.equal(target.keys[0][there][:4], page[:4])  # the sinks
+
+
+def test_layers_can_travel_one_by_one():
+    source, target, _ = move("exact", torch.bfloat16, 40, layers=LayerRange(1, 1))
+    there, here = slots(40, 5), slots(40, 0)
+    assert torch.equal(target.values[1][there], source.values[1][here]) and not torch.equal(target.keys[0][there], source.keys[0][here])
+
+
+@pytest.mark.parametrize("reference", ["raw", "int8", "exact"])
+@pytest.mark.parametrize("cut", [lambda data: data[:-1], lambda data: data[:3], lambda data: data + bytes(16)], ids=["less", "short", "more"])
+def test_streams_of_another_size_are_refused(reference, cut):
+    pool = make_pool()
+    codec, page = make_codec(reference, pool), PlacedPage(0, slots(64, 0))
+    encoded = codec.encode(page, ALL)
+    with pytest.raises(LinkError):
+        codec.write_anchor(page, ALL, memoryview(cut(bytes(encoded.anchor))))
+    with pytest.raises(LinkError):
+        codec.write_residual(page, ALL, encoded.anchor, memoryview(cut(bytes(encoded.residual or b"12"))))
+
+
+def test_a_pool_that_the_codec_does_not_take_is_refused_with_a_remedy():
+    with pytest.raises(LinkError, match="float8.*--kv-reference raw"):
+        make_codec("exact", make_pool(torch.float8_e4m3fn))
+    assert make_codec("raw", make_pool(torch.float8_e4m3fn)).encode(PlacedPage(0, slots(4, 0)), ALL).residual is None

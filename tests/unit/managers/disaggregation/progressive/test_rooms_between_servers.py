@@ -1,0 +1,212 @@
+"""Requests from a prefill to a decode server: KV arrives bit for bit, in any chunks; what fails says why on both sides."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from link_helpers import until
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common.conn import KVTransferError
+from transfer_helpers import SLOTS, prefill_info, rows, settled
+
+from sglang_ext.managers.disaggregation.progressive import peer as peers
+
+PAGE = 16
+
+
+def pages_of(tokens, seed):
+    """SGLang's pages for so many tokens, in no order, and the tokens' slots."""
+    pages = np.array(random.Random(seed).sample(range(SLOTS // PAGE), -(-tokens // PAGE)), np.int64)
+    return pages, torch.from_numpy((pages[:, None] * PAGE + np.arange(PAGE)).ravel()[:tokens])
+
+
+def send(sender, pages, tokens, chunks, aux_index=3):
+    """As SGLang's scheduler does: whole pages of each chunk, the rest with the last."""
+    sender.init(len(pages), aux_index)
+    begin = 0
+    for end in (*chunks, len(pages)):
+        last = end == len(pages)
+        sender.send(pages[begin:end], num_kv_tokens=(tokens if last else end * PAGE) - begin * PAGE)
+        begin = end
+
+
+def transfer(both, room, prompt, prefix=0, chunks=(), receiver_first=True):
+    """Both ends of a room that was sent, and the slots on both sides."""
+    tokens = len(prompt) - prefix
+    source, here = pages_of(tokens, room)
+    target, there = pages_of(tokens, room + 1)
+    ends = {}
+
+    def receive():
+        ends["receiver"] = receiver = both.receiver(room, prompt)
+        receiver.send_metadata(target, 5, decode_prefix_len=prefix)
+
+    if receiver_first:
+        receive()
+    ends["sender"] = sender = both.sender(room, prompt)
+    if not receiver_first:
+        assert sender.poll() == KVPoll.Bootstrapping
+        receive()
+    assert sender.poll() == KVPoll.WaitingForInput and sender.pop_decode_prefix_len() == prefix
+    send(sender, source, tokens, chunks)
+    return sender, ends["receiver"], here, there
+
+
+@pytest.mark.parametrize("reference", ["raw", "exact"])
+@pytest.mark.parametrize(("tokens", "prefix", "chunks"), [(200, 0, ()), (200, 48, (1, 2, 7)), (129, 0, (5,)), (16, 16, ()), (3, 0, ())])
+def test_kv_and_the_record_arrive_whatever_the_chunks(servers, reference, tokens, prefix, chunks):
+    both = servers(reference)
+    sender, receiver, here, there = transfer(both, 7, list(range(tokens)), prefix, chunks, receiver_first=tokens != 129)
+    until(lambda: settled(sender) and settled(receiver))
+    assert (sender.poll(), receiver.poll()) == (KVPoll.Success, KVPoll.Success)
+    assert receiver.anchor_ready and receiver.complete
+    assert torch.equal(rows(both.decode.pool, there), rows(both.prefill.pool, here))
+    for ours, theirs in zip(both.decode.pool.args.aux, both.prefill.pool.args.aux, strict=True):
+        assert torch.equal(ours[5], theirs[3])
+    sender.clear()
+    receiver.clear()
+    assert not both.decode.links.rooms and not both.prefill.request_status and not both.decode.request_status
+
+
+def test_the_prefill_side_may_free_kv_while_its_bytes_travel(servers):
+    both = servers("exact", gbps=0.01)
+    sender, receiver, here, there = transfer(both, 7, list(range(640)))
+    until(lambda: settled(sender))
+    kept = rows(both.prefill.pool, here)
+    for tensor in both.prefill.pool.tensors(0, 2):
+        tensor.zero_()
+    assert sender.poll() == KVPoll.Success and receiver.poll() == KVPoll.WaitingForInput
+    sender.clear()
+    until(lambda: settled(receiver))
+    assert receiver.poll() == KVPoll.Success and torch.equal(rows(both.decode.pool, there), kept)
+
+
+def test_kv_is_held_while_residuals_wait_for_space_and_anchors_go_on(servers, monkeypatch):
+    monkeypatch.setattr(peers.Peer.__init__, "__defaults__", (1, 1 << 30))
+    both = servers("exact", gbps=0.01)
+    sender, receiver, here, there = transfer(both, 7, list(range(640)))
+    until(lambda: receiver.anchor_ready)
+    assert sender.poll() == KVPoll.WaitingForInput and not receiver.complete
+    until(lambda: settled(sender) and settled(receiver))
+    assert receiver.poll() == KVPoll.Success
+    assert torch.equal(rows(both.decode.pool, there), rows(both.prefill.pool, here))
+
+
+def test_an_aborted_sender_ends_the_receiver_with_the_reason(servers):
+    both = servers("exact", gbps=0.01)
+    sender, receiver, _, _ = transfer(both, 7, list(range(640)))
+    sender.abort()
+    until(lambda: settled(receiver))
+    for end in (sender, receiver):
+        assert end.poll() == KVPoll.Failed
+        with pytest.raises(KVTransferError, match="Aborted by AbortReq"):
+            end.failure_exception()
+    assert not both.decode.links.rooms
+
+
+def test_nothing_is_written_once_an_aborted_receiver_is_cleared(servers):
+    both = servers("exact", gbps=0.02)
+    sender, receiver, _, there = transfer(both, 7, list(range(640)))
+    until(lambda: receiver.anchor_ready)
+    receiver.abort()
+    with pytest.raises(KVTransferError, match="Aborted by AbortReq"):
+        receiver.failure_exception()
+    kept = rows(both.decode.pool, there)
+    until(lambda: not both.prefill.made[0].queued_bytes)
+    assert torch.equal(rows(both.decode.pool, there), kept) and settled(sender)
+
+
+def test_a_sender_that_was_aborted_before_it_met_its_decode_side_refuses_it(servers):
+    both = servers("raw")
+    sender = both.sender(7, range(32))
+    sender.abort()
+    receiver = both.receiver(7, range(32))
+    receiver.send_metadata(pages_of(32, 1)[0], 5, decode_prefix_len=0)
+    with pytest.raises(KVTransferError, match="the prefill side ended it: Aborted by AbortReq"):
+        receiver.failure_exception()
+
+
+def test_a_decode_side_that_aborted_before_the_sender_came_fails_it_at_once(servers):
+    both = servers("raw")
+    receiver = both.receiver(7, range(32))
+    receiver.send_metadata(pages_of(32, 1)[0], 5, decode_prefix_len=0)
+    receiver.abort()
+    sender = both.sender(7, range(32))
+    with pytest.raises(KVTransferError, match="the decode side ended it: Aborted by AbortReq"):
+        assert sender.poll() == KVPoll.Failed
+        sender.failure_exception()
+
+
+@pytest.mark.parametrize("other", [list(range(1, 201)), list(range(190))], ids=["tokens", "length"])
+def test_another_prompt_under_the_same_room_fails_on_both_sides(servers, other):
+    both = servers("raw")
+    receiver = both.receiver(7, list(range(200)))
+    receiver.send_metadata(pages_of(200, 1)[0], 5, decode_prefix_len=0)
+    sender = both.sender(7, other)
+    send(sender, pages_of(len(other), 2)[0], len(other), ())
+    until(lambda: settled(receiver))
+    with pytest.raises(KVTransferError, match="prefix hash|190 tokens at the prefill server and 200"):
+        receiver.failure_exception()
+
+
+def test_servers_with_other_settings_refuse_each_other_by_name(servers):
+    both = servers("exact", prefill_reference="raw")
+    sender = both.sender(7, range(32))
+    receiver = both.receiver(7, range(32))
+    receiver.send_metadata(pages_of(32, 1)[0], 5, decode_prefix_len=0)
+    for end in (sender, receiver):
+        assert end.poll() == KVPoll.Failed
+        with pytest.raises(KVTransferError, match="codec is 'lynx' at the receiver and 'raw' at the sender"):
+            end.failure_exception()
+
+
+def test_other_ranks_are_refused_by_name(servers):
+    both = servers("raw")
+    both.decode.prefill_info_table = {address: prefill_info(tp_size=2) for address in both.decode.prefill_info_table}
+    receiver = both.receiver(7, range(32))
+    assert receiver.poll() == receiver.conclude_state == KVPoll.Failed
+    with pytest.raises(KVTransferError, match="--tp-size is 2 at the prefill server and 1 at the decode server"):
+        receiver.failure_exception()
+
+
+def test_who_waits_too_long_fails_and_says_for_what(servers):
+    both = servers("raw")
+    sender, receiver = both.sender(7, range(32)), both.receiver(8, range(32))
+    receiver.send_metadata(pages_of(32, 1)[0], 5, decode_prefix_len=0)
+    assert (sender.poll(), receiver.poll()) == (KVPoll.Bootstrapping, KVPoll.WaitingForInput)
+    both.prefill.bootstrap_timeout = both.decode.waiting_timeout = 0.0
+    for end, state in ((sender, "Bootstrapping"), (receiver, "WaitingForInput")):
+        assert end.poll() == KVPoll.Failed
+        with pytest.raises(KVTransferError, match=f"timed out after .* in KVPoll.{state}"):
+            end.failure_exception()
+
+
+def test_a_page_that_cannot_be_encoded_fails_its_room_and_no_other(servers, monkeypatch):
+    both = servers("raw")
+    encode = both.prefill.codec.encode
+
+    def broken(page, layers):
+        if len(page.slots) == 5:
+            raise RuntimeError("no memory")
+        return encode(page, layers)
+
+    monkeypatch.setattr(type(both.prefill.codec), "encode", lambda codec, page, layers: broken(page, layers))
+    failing = transfer(both, 7, list(range(69)))[:2]
+    other = transfer(both, 8, list(range(80)))[:2]
+    until(lambda: all(settled(end) for end in (*failing, *other)))
+    assert [end.poll() for end in other] == [KVPoll.Success] * 2
+    for end in failing:
+        with pytest.raises(KVTransferError, match="no memory"):
+            end.failure_exception()
+
+
+def test_a_room_can_be_sent_again_under_its_number(servers):
+    both = servers("exact")
+    for tokens in (100, 130):
+        sender, receiver, here, there = transfer(both, 7, list(range(tokens)))
+        until(lambda: settled(sender) and settled(receiver))
+        assert torch.equal(rows(both.decode.pool, there), rows(both.prefill.pool, here))
+        until(lambda: not both.prefill.made[0].queued_bytes)
+        sender.clear()
+        receiver.clear()
