@@ -1,0 +1,138 @@
+"""A prefill and a decode server, driven without a router: KV over links, anchors first, and the answers of one stock server.
+
+The prefill server runs in mode full, the decode server drafts and verifies; pages hold 16 tokens, chunks 128.
+"""
+
+import random
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+
+import pytest
+from servers import POOL_TOKENS, QUICK_START, STOCK, Server, assert_same_answers, greedy
+
+from sglang_ext.bench.client import free_port
+
+pytestmark = pytest.mark.server
+
+COMMON = (
+    *("--dtype", "float32", "--sleep-on-idle", "--skip-server-warmup", "--max-total-tokens", str(POOL_TOKENS), "--page-size", "16"),
+    *("--disaggregation-transfer-backend", "progressive", "--kv-reference", "exact"),
+)
+PREFILL = ("--disaggregation-mode", "prefill", "--chunked-prefill-size", "128", "--kv-link-gbps", "0.2")
+DECODE = ("--disaggregation-mode", "decode", "--kv-mode", "verified", "--kv-compressor", "kivi", "--kv-draft-length", "4")
+TOKENS = 8
+
+
+class Pair:
+    """Both servers, and the requests that a router would send to them."""
+
+    def __init__(self, model: Path, folder: Path) -> None:
+        self._port = free_port()
+        named = {"prefill": (*PREFILL, "--disaggregation-bootstrap-port", str(self._port)), "decode": DECODE}
+        self.servers = {name: self._server(model, folder / f"{name}.log", flags) for name, flags in named.items()}
+        self._pool = ThreadPoolExecutor(16)
+        # Both at once, beside stock's, since a start leaves cores idle.
+        self._starts = [self._pool.submit(server.__enter__) for server in self.servers.values()]
+
+    def stop(self) -> None:
+        """End what runs, or still starts."""
+        for start in self._starts:
+            start.exception()
+        for ended in [self._pool.submit(server.stop) for server in self.servers.values()]:
+            ended.result()
+        self._pool.shutdown()
+
+    def wait(self) -> None:
+        """Until both serve."""
+        for start in self._starts:
+            start.result()
+
+    def both(self, prefill: dict[str, Any], decode: dict[str, Any]) -> list[Any]:
+        """What each server says to its part of one request: an answer, or the text of an error."""
+        self.wait()
+        room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": self._port, "bootstrap_room": random.getrandbits(62)}
+        bodies = zip(self.servers.values(), (prefill, decode), strict=True)
+        asked = [self._pool.submit(server.ask, **body, **room) for server, body in bodies]
+        return [said(each) for each in asked]
+
+    def ask(self, **body: Any) -> Any:
+        """The decode server's answer."""
+        found = self.both(body, body)[1]
+        assert not isinstance(found, str), found
+        return found
+
+    def _server(self, model: Path, log: Path, flags: tuple[str, ...]) -> Server:
+        env = {"HF_HUB_OFFLINE": "1", "SGLANG_HOST_IP": "127.0.0.1", **QUICK_START}
+        # Seeds need the first of stock's flags. SGLang's loops of these roles do not end by themselves.
+        return Server(str(model), (*COMMON, STOCK[0], *flags), log, request_timeout=120, stop_grace=2, env=env)
+
+
+def said(asked: Future[Any]) -> Any:
+    """An answer, or the text of an error."""
+    try:
+        return asked.result()
+    except HTTPError as error:
+        return error.read().decode()
+
+
+@pytest.fixture(scope="module")
+def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """Servers that the tests of this file share."""
+    made = Pair(model, tmp_path_factory.mktemp("disaggregation"))
+    yield made
+    made.stop()
+
+
+def bodies(prompts: list[list[int]]) -> dict[str, dict[str, Any]]:
+    """One request of each kind, each with a prompt of its own that is long enough for a copy."""
+    sampled = {"max_new_tokens": TOKENS, "temperature": 0.8, "top_k": 20, "sampling_seed": 7, "ignore_eos": True}
+    return {
+        "greedy": {"input_ids": prompts[0], **greedy(TOKENS)},
+        "seeded": {"input_ids": prompts[1][:303], "sampling_params": sampled},
+        "log-probabilities": {"input_ids": prompts[2][:291], "return_logprob": True, "top_logprobs_num": 2, **greedy(TOKENS)},
+        "grammar": {"input_ids": prompts[3][:307], **greedy(TOKENS, regex=r"(yes|no)( and (yes|no)){2}", ignore_eos=False)},
+    }
+
+
+def assert_stocks(expected: Any, found: Any) -> None:
+    assert_same_answers(expected, found, fallback=None)
+    tops = [answer["meta_info"].get("output_token_logprobs") for answer in (expected, found)]
+    if tops[0] is not None:
+        assert [token for _, token, _ in tops[1]] == [token for _, token, _ in tops[0]]
+        assert [each for each, *_ in tops[1]] == pytest.approx([each for each, *_ in tops[0]], abs=1e-3)
+
+
+def test_answers_of_all_kinds_at_once_and_from_a_warm_prefix_are_stocks(pair: Pair, stock: Server, prompts: list[list[int]]) -> None:
+    asked = bodies(prompts)
+    with ThreadPoolExecutor(len(asked)) as pool:
+        expected = dict(zip(asked, pool.map(lambda body: stock.ask(**body), asked.values()), strict=True))
+        cold = dict(zip(asked, pool.map(lambda body: pair.ask(**body), asked.values()), strict=True))
+    warm = {"greedy": pair.ask(**asked["greedy"])}
+    for kind, answer in (*cold.items(), *warm.items()):
+        assert_stocks(expected[kind], answer)
+        assert answer["meta_info"]["kv_drafts"] > 0
+    assert warm["greedy"]["meta_info"]["cached_tokens"] >= 288
+
+
+def test_an_aborted_request_ends_on_both_sides_and_the_next_is_answered(pair: Pair, prompts: list[list[int]]) -> None:
+    pair.wait()
+    body = {"input_ids": prompts[3], "rid": "given up", **greedy(200)}
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(pair.both, body, body)
+        # The link alone takes a second and more.
+        time.sleep(0.5)
+        pair.servers["decode"].request("abort_request", {"rid": "given up"})
+        prefill, decode = asked.result(90)
+    assert "Aborted by AbortReq" in decode
+    assert "the receiver ended it" in prefill or "the decode side ended it" in prefill
+    assert pair.ask(input_ids=prompts[2][:100], **greedy(2))["meta_info"]["completion_tokens"] == 2
+
+
+def test_a_request_whose_prompts_differ_ends_with_an_error_that_says_so(pair: Pair, prompts: list[list[int]]) -> None:
+    bodies = [{"input_ids": ids, **greedy(4)} for ids in (prompts[0][:96], prompts[1][:96])]
+    _, decode = pair.both(*bodies)
+    assert "prefix hash" in decode and "that of the prompt is" in decode
