@@ -68,7 +68,8 @@ def flags_page(by_hand: str) -> str:
     lines = [
         "# Flags",
         GENERATED,
-        "With `--kv-mode full` none of the other flags does anything: a warning at start names those that are given. In a program\n"
+        "With `--kv-mode full` none of the other flags does anything, but for those of transfers: a warning at start names those that\n"
+        "are given. In a program\n"
         '`sgl.Engine(model_path=..., kv_mode="verified", kv_budget=0.5)` takes them as keywords.',
     ]
     for group, names in GROUPS.items():

@@ -34,9 +34,9 @@ TRANSFER_USES: tuple[Use, ...] = (
         expects=("self", "bootstrap_addr"),
     ),
     Use(
-        target=f"{CONNECTIONS}.CommonKVManager._send_multipart_locked",
+        target=f"{CONNECTIONS}.CommonKVReceiver._connect",
         why="messages go to other managers over SGLang's sockets",
-        expects=("self", "endpoint", "parts", "is_ipv6"),
+        expects=("endpoint", "is_ipv6"),
     ),
     Use(
         target=f"{CONNECTIONS}.CommonKVSender._check_bootstrap_timeout",

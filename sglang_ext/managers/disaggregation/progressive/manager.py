@@ -7,7 +7,7 @@ from typing import NoReturn
 
 import zmq
 from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
-from sglang.srt.disaggregation.common.conn import CommonKVManager, KVTransferError
+from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVReceiver, KVTransferError
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.network import NetworkAddress
@@ -76,9 +76,12 @@ class ProgressiveManager(CommonKVManager):
         self.say(NetworkAddress(metadata.host, metadata.port), Failed(metadata.room, reason[:2048]))
 
     def say(self, address: NetworkAddress, message: Control) -> bool:
-        """Send a message to another manager; False where it cannot be reached."""
+        """Send a message to another manager, without waiting for it; False where too many wait already."""
+        # Not the manager's own sockets, which stop the scheduler for 30 s where a peer is gone.
+        socket, lock = CommonKVReceiver._connect(address.to_tcp(), is_ipv6=address.is_ipv6)
         try:
-            self._send_multipart_locked(address.to_tcp(), [control.encode(message)], is_ipv6=address.is_ipv6)
+            with lock:
+                socket.send(control.encode(message), zmq.NOBLOCK)
         except zmq.ZMQError as error:
             logger.warning("%s cannot be reached for %s: %s", address.to_tcp(), type(message).__name__, error)
             return False

@@ -1,0 +1,60 @@
+"""SGLang knows the transfer backend by name and finds its classes; others stay as they are; rooms learn their prompts."""
+
+from types import SimpleNamespace
+
+import pytest
+from sglang.srt import server_args
+from sglang.srt.disaggregation.base.conn import KVArgs
+from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
+from sglang.srt.disaggregation.utils import KVClassType, TransferBackend
+from sglang.srt.disaggregation.utils import get_kv_class as stock
+
+from sglang_ext.hooks import transfer
+from sglang_ext.managers.disaggregation.progressive.receiver import ProgressiveReceiver
+from sglang_ext.managers.disaggregation.progressive.sender import ProgressiveSender
+
+
+@pytest.fixture
+def backend():
+    transfer.register_backend()
+    transfer.register_backend()
+    return TransferBackend("progressive")
+
+
+def test_the_name_is_registered_once_beside_sglangs_own(backend):
+    assert server_args.DISAGG_TRANSFER_BACKEND_CHOICES.count("progressive") == 1
+    assert [each.value for each in TransferBackend].count("progressive") == 1
+    assert backend is TransferBackend("progressive") and backend != TransferBackend.FAKE and hash(backend)
+
+
+def test_classes_are_found_and_those_of_other_backends_are_sglangs(backend):
+    found = {kind: transfer.get_kv_class(stock, backend, kind) for kind in KVClassType if kind is not KVClassType.MANAGER}
+    expected = (KVArgs, ProgressiveSender, ProgressiveReceiver, CommonKVBootstrapServer)
+    assert tuple(found.values()) == expected
+    asked = transfer.get_kv_class(lambda *arguments: arguments, TransferBackend.FAKE, KVClassType.SENDER)
+    assert asked == (TransferBackend.FAKE, KVClassType.SENDER)
+
+
+def made(kind):
+    """A sender or receiver that only remembers its prompt."""
+    return kind.__new__(kind)
+
+
+def test_a_sender_learns_the_prompt_unless_none_was_made():
+    req = SimpleNamespace(disagg_kv_sender=made(ProgressiveSender), origin_input_ids=[1, 2])
+    assert transfer.create_sender(lambda queue, req, heads: True, None, req, 2)
+    assert req.disagg_kv_sender._prompt == [1, 2]
+    assert not transfer.create_sender(lambda queue, req, heads: False, None, SimpleNamespace(), 2)
+
+
+@pytest.mark.parametrize(("again", "expected"), [(False, [1, 2]), (True, [1, 2, 3])])
+def test_a_receiver_learns_the_prompt_and_of_a_request_prefilled_again_the_output(again, expected):
+    req = SimpleNamespace(origin_input_ids=[1, 2], output_ids=[3])
+    found = SimpleNamespace(kv_receiver=made(ProgressiveReceiver))
+    assert transfer.create_receiver(lambda queue, req, is_rebootstrap: found, None, req, is_rebootstrap=again) is found
+    assert found.kv_receiver._prompt == expected
+
+
+def test_ends_of_other_backends_are_left_alone():
+    req = SimpleNamespace(disagg_kv_sender=object(), origin_input_ids=[1])
+    assert transfer.create_sender(lambda queue, req, heads: True, None, req, 2)
