@@ -20,6 +20,10 @@ MIN_CONTEXT = 128
 FULL_TIERS = ("auto", "device", "host")
 # Tokens drafted before a verification whose full KV has to be loaded from the host, at most.
 MAX_OFFLOAD_DRAFT_LENGTH = 256
+# Tokens drafted on an anchor while the residual arrives, at most (Lynx, section 5).
+EARLY_DRAFTS = 64
+# The transfer backend whose KV comes as anchor and residual, and its reference that comes in one piece.
+BACKEND, RAW = "progressive", "raw"
 # Such verifications in one forward at most: they are wide, and come one by one, as their loads do.
 WIDE_REQUESTS = 2
 # They are captured for every so many tokens of a request: what is beyond the drafts is computed for nothing.
@@ -90,15 +94,30 @@ def offloads(args: "KVServerArgs") -> bool:
     return args.kv_full_tier != "device" and offload_obstacle(args) is None
 
 
+def begins_early(args: "KVServerArgs") -> bool:
+    """Whether requests are drafted on the anchors of their KV while its residuals arrive from a prefill server."""
+    return (
+        args.kv_mode == "verified"
+        and args.disaggregation_mode == "decode"
+        and args.disaggregation_transfer_backend == BACKEND
+        and args.kv_reference != RAW
+    )
+
+
+def waits_for_full_kv(args: "KVServerArgs") -> bool:
+    """Whether verifications wait for full KV, so that drafts gather over rounds: it comes from host memory, or over a link."""
+    return offloads(args) or begins_early(args)
+
+
 def gathered_drafts(args: "KVServerArgs") -> int:
     """Drafts that a request gathers before a verification at most; where full KV may leave the device, whole rounds of them."""
     longest = longest_draft(args)
-    if not offloads(args):
+    if not waits_for_full_kv(args):
         return longest
-    most = args.kv_offload_draft_length
-    if args.kv_max_burst is not None:
-        most = min(most, args.kv_max_burst - 1)
-    return max(1, most // longest) * longest
+    burst = MAX_OFFLOAD_DRAFT_LENGTH if args.kv_max_burst is None else args.kv_max_burst - 1
+    if begins_early(args):
+        return max(longest, min(EARLY_DRAFTS, burst))
+    return max(1, min(args.kv_offload_draft_length, burst) // longest) * longest
 
 
 def verify_widths(args: "KVServerArgs") -> tuple[int, ...]:
@@ -110,11 +129,11 @@ def verify_widths(args: "KVServerArgs") -> tuple[int, ...]:
 def captured_tokens(args: "KVServerArgs", requests: int) -> int:
     """Tokens of the largest verification that is captured, where so many requests run at most."""
     narrow = min(max(args.cuda_graph_config.decode.bs), requests) * verify_widths(args)[-1]
-    return max(narrow, WIDE_REQUESTS * args.speculative_num_draft_tokens) if offloads(args) else narrow
+    return max(narrow, WIDE_REQUESTS * args.speculative_num_draft_tokens) if waits_for_full_kv(args) else narrow
 
 
 def wide_widths(args: "KVServerArgs") -> tuple[int, ...]:
     """Tokens of a request in verifications of drafts that gathered over several rounds, wide ones first."""
-    if not offloads(args):
+    if not waits_for_full_kv(args):
         return ()
     return tuple(range(gathered_drafts(args) + 1, verify_widths(args)[-1], -WIDE_STEP))

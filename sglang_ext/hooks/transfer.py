@@ -62,13 +62,38 @@ def create_sender(original: Callable, queue: "PrefillBootstrapQueue", req: "Req"
 
 
 def create_receiver(original: Callable, queue: "DecodePreallocQueue", req: "Req", is_rebootstrap: bool = False) -> "DecodeRequest":
-    """Hook around ``DecodePreallocQueue._create_receiver_and_enqueue``: the receiver learns of the prompt.
+    """Hook around ``DecodePreallocQueue._create_receiver_and_enqueue``: the receiver learns of the prompt, and whether it may begin early.
 
-    KV of a request that was retracted and is prefilled again is of its output, too.
+    KV of a request that was retracted and is prefilled again is of its output, too; it begins when all is there.
     """
     made = original(queue, req, is_rebootstrap=is_rebootstrap)
     _tell_prompt(made.kv_receiver, [*req.origin_input_ids, *req.output_ids] if is_rebootstrap else req.origin_input_ids)
+    if not is_rebootstrap:
+        _begin_early(queue, req, made.kv_receiver)
     return made
+
+
+def _begin_early(queue: "DecodePreallocQueue", req: "Req", receiver: Any) -> None:
+    from sglang_ext.managers.disaggregation.progressive.receiver import ProgressiveReceiver
+    from sglang_ext.managers.worker import KVWorker
+
+    worker = queue.scheduler.draft_worker
+    if not (isinstance(receiver, ProgressiveReceiver) and isinstance(worker, KVWorker)):
+        return
+    turns = worker.begins_early(req, queue.tree_cache)
+    if turns is not None:
+        receiver.begin_early(lambda room: turns.expect(req.req_pool_idx, room), lambda req: _prefill_again(queue, req))
+
+
+def _prefill_again(queue: "DecodePreallocQueue", req: "Req") -> None:
+    """As SGLang does with requests that it retracts to change weights: the prefill server computes the prompt once more.
+
+    The first token, which the client may have, is kept.
+    """
+    req.pd_rebootstrap_forced_output_id = req.output_ids.pop()
+    req.pd_rebootstrap_in_progress = True
+    req.time_stats.set_retract_time()
+    queue.add(req, is_rebootstrap=True)
 
 
 def _tell_prompt(end: Any, tokens: "list[int]") -> None:

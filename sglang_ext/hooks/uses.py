@@ -68,6 +68,21 @@ TRANSFER_USES: tuple[Use, ...] = (
         why="a sender waits for the event after which a cached prefix is written",
         mentions=("disagg_kv_sender._early_send_wait_event",),
     ),
+    Use(
+        target="sglang.srt.managers.scheduler.Scheduler.pause_generation",
+        why="a request whose residual does not come is prefilled again as SGLang does it",
+        mentions=("req.pd_rebootstrap_forced_output_id = req.output_ids.pop()", "req.pd_rebootstrap_in_progress = True"),
+    ),
+    Use(
+        target="sglang.srt.disaggregation.decode.DecodePreallocQueue.add",
+        why="such a request waits for slots again",
+        expects=("self", "req", "is_retracted", "is_rebootstrap"),
+    ),
+    Use(
+        target="sglang.srt.managers.schedule_batch.Req.load_kv_cache",
+        why="what a request that is prefilled again had of KV is not restored",
+        mentions=("del self.kv_cache_cpu",),
+    ),
 )
 
 USES: tuple[Use, ...] = (

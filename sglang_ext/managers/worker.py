@@ -19,6 +19,7 @@ from sglang_ext.layers.attention.views import BetweenSteps
 from sglang_ext.layers.forward import Attention, Attentions
 from sglang_ext.managers import compression, integrity
 from sglang_ext.managers.captured import unpin_plans, verifier_of, verify_graphs_of
+from sglang_ext.managers.disaggregation.arriving import Arriving
 from sglang_ext.managers.memory_plan import HeldMemory, MemoryPlanner
 from sglang_ext.managers.metrics import KVMetrics
 from sglang_ext.managers.offload import full_tier
@@ -27,7 +28,7 @@ from sglang_ext.managers.simulation import Simulation
 from sglang_ext.managers.spec_decode.copy_policy import copy_is_near
 from sglang_ext.managers.spec_decode.loop import DecodeLoop, decode_loop
 from sglang_ext.managers.spec_decode.prefill import prefill
-from sglang_ext.managers.spec_decode.requests import RequestStates
+from sglang_ext.managers.spec_decode.requests import RequestStates, fallback_reason
 from sglang_ext.managers.spec_decode.result import RoundResult
 from sglang_ext.managers.spec_decode.round import OnDevice
 from sglang_ext.mem_cache.compressed import query_hooks, slot_assignment
@@ -38,7 +39,7 @@ from sglang_ext.mem_cache.compressed.query_window import QueryWindows
 from sglang_ext.ranks import Ranks
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
 
 class KVWorker(BaseSpecWorker):
@@ -135,9 +136,21 @@ class KVWorker(BaseSpecWorker):
             self._warm_up()
         if args.kv_host_gb:
             full_tier.use_host_memory(self, tree_cache)
-        turns, policy = full_tier.offloading(self, tree_cache) if options.offloads(args) else (OnDevice(), None)
-        tree_cache.serve(self.views, self.forget, not self.lossy, turns.residency)
+        early = Arriving(self.ranks) if options.begins_early(args) else None
+        turns, policy = full_tier.offloading(self, tree_cache) if options.offloads(args) else (early or OnDevice(), None)
+        tree_cache.serve(self.views, self.forget, not self.lossy, turns.residency, early)
         self.loop = decode_loop(self, turns, policy)
+
+    def begins_early(self, req: "Req", tree_cache) -> Arriving | None:
+        """Where a request of another server's prefill is expected that begins on the anchor of its KV; None where all must be there.
+
+        Who cannot be drafted, or has no token left to draft, has no use of anchors.
+        """
+        if not options.begins_early(self.server_args) or fallback_reason(req) or req.sampling_params.max_new_tokens <= 1:
+            return None
+        if self.loop is None:
+            self.bind_tree_cache(tree_cache)
+        return self.loop.turns
 
     def _views_of(self, tree_cache) -> CompressedViews:
         form, served, allocator = self.form, self.methods, self.token_to_kv_pool_allocator

@@ -185,7 +185,7 @@ class DecodeLoop:
                 continue  # the scheduler drops what came after
             if round_.fallbacks[i]:
                 metrics.count_fallback(round_.fallbacks[i], answers)
-            elif round_.on_copy(i) and i not in answering:
+            elif round_.is_draft(i) and i not in answering:
                 metrics.count_drafts(round_.steps)
                 if i in due:
                     state.count_verify(round_.offered(i), answers - 1)

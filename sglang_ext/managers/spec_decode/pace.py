@@ -201,7 +201,7 @@ class Pace:
             whole = timed.planned.until(timed.next)
             share = round_.share_on_copies if round_.trial else 1.0
             spent = Spent(round_.drafts, round_.plain_steps, copying, drafting, whole, share)
-            if share and (told := self._gathered(round_, spent)) is not None:
+            if share and not round_.early and (told := self._gathered(round_, spent)) is not None:
                 # Where all lacked queries for copies, it tells nothing of drafts on them.
                 self.lengths.observe(Load.of(round_.lengths), told)
             self.rounds.newest.append(copying + whole)

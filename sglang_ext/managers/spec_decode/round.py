@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 # Steps of a round without drafts: more spare SGLang's scheduler work, and let requests end later.
 PLAIN_STEPS = 4
+# Steps of a round while a residual is on its way: one round runs and one is planned when it comes, so that a verification begins
+# at most twice as many later.
+SHORT_ROUND = 2
 # Copies made in a round that only looks whether drafting pays: the others answer on full KV, and tell nothing.
 TRIAL_COPIES = 4
 MIN_P = FALLBACK_REASONS.index("min-p")
@@ -43,8 +46,9 @@ class Round:
         fallbacks: why each request reads its full KV in this round; 0 where it does not, or needs no draft.
         answering: requests whose steps give answers; the others draft.
         parts: requests that are verified at its end, by the forwards that do so.
+        early: requests that draft on the anchor of their full KV.
         trial: whether it only looks if drafting pays, on few copies.
-        held: whether it has fewer steps than wanted, since tokens are looked at one by one.
+        held: whether it has fewer steps than wanted, since tokens are looked at one by one, or a residual is on its way.
     """
 
     states: list[RequestState]
@@ -56,6 +60,7 @@ class Round:
     fallbacks: list[int]
     answering: list[int]
     parts: list[list[int]] = field(default_factory=list)
+    early: list[int] = field(default_factory=list)
     trial: bool = False
     held: bool = False
 
@@ -97,6 +102,10 @@ class Round:
         """Whether a request reads a compressed copy before the verification."""
         return self.rows[i] != self.states[i].row
 
+    def is_draft(self, i: int) -> bool:
+        """Whether what a request does tells of drafts: those on full KV are never wrong."""
+        return self.on_copy(i) or i in self.early
+
     @property
     def share_on_copies(self) -> float:
         """Of the requests, those that read a compressed copy."""
@@ -127,6 +136,17 @@ class OnDevice:
 
     def begin(self, drafting: dict[int, tuple], iteration_seconds: float | None) -> None:
         """A round begins, of which these requests draft on copies, by row of the token table."""
+
+    def is_early(self, row: int) -> bool:
+        """Whether a request drafts on the anchor of its full KV (managers/disaggregation/arriving.py)."""
+        return False
+
+    def is_here(self, row: int) -> bool:
+        """Whether the rest of an early request's full KV has come."""
+        return True
+
+    def settle(self, row: int) -> None:
+        """Nothing that an early request drafted is left unverified at the end of this round."""
 
     def is_stale(self, row: int) -> bool:
         """Whether a request's row must not be read: full KV is missing, or lies elsewhere."""
@@ -165,11 +185,18 @@ class Role:
         drafts: its steps are drafts; else answers.
         copy: it reads its copy; else its full KV.
         reason: index into ``FALLBACK_REASONS``; why it reads its full KV.
+        early: of its full KV the anchor alone is there.
     """
 
     drafts: bool
     copy: bool
     reason: int = 0
+    early: bool = False
+
+    @property
+    def gathers(self) -> bool:
+        """Whether drafts may wait for full KV, and be wrong."""
+        return self.drafts and (self.copy or self.early)
 
 
 @dataclass
@@ -247,15 +274,18 @@ class RoundPlanner:
             copies = iter(())
         for each in requests:
             each.role = self._role(each, headroom, copies, wanted)
+        early = [i for i, each in enumerate(requests) if each.role.early]
+        if early:
+            most = min(most, SHORT_ROUND)
         if not any(each.role.drafts and (each.role.copy or each.role.reason == NO_QUERIES) for each in requests):
             # Drafts on full KV alone would gain nothing.
             for each in requests:
-                each.role = replace(each.role, drafts=False)
+                each.role = replace(each.role, drafts=each.role.early)
         one_by_one = any(not each.role.drafts and _is_looked_at(each) for each in requests)
         ahead = [each.left - (each.state.gathered + 1) * each.role.drafts for each in requests]
         steps = 1 if one_by_one else max(1, min(most, max(ahead)))
         for each in requests:
-            if each.role.drafts and each.role.copy:
+            if each.role.gathers:
                 # Where they would not fit any more, the newest drafts are drafted again.
                 each.gathered = min(each.state.gathered, self.longest - steps)
         due = self._due(requests, steps, wanted, headroom)
@@ -271,7 +301,8 @@ class RoundPlanner:
             fallbacks=[each.role.reason for each in requests],
             answering=[i for i, each in enumerate(requests) if not each.role.drafts],
             parts=self._parts(due, [before + steps for before in gathered]),
-            trial=wanted.trial and any(each.role.drafts for each in requests),
+            early=early,
+            trial=wanted.trial and any(each.role.drafts and not each.role.early for each in requests),
             held=steps < most and one_by_one,
         )
 
@@ -293,6 +324,10 @@ class RoundPlanner:
         state, left = request.state, request.left
         if state.fallback not in CURABLE:
             return Role(False, False, state.fallback)
+        if self.turns.is_early(state.row):
+            if state.gathered or not self.turns.is_here(state.row):
+                return Role(True, False, early=True)
+            self.turns.settle(state.row)
         if self.turns.is_stale(state.row) or (state.gathered and self.views.get(state.row) is not None):
             # Its copy is renewed when it is verified. Where the copy was taken away, another may be made.
             return Role(True, True)
@@ -319,16 +354,19 @@ class RoundPlanner:
 
     def _due(self, requests: list[Candidate], steps: int, wanted: Choice, headroom: int) -> list[int]:
         """Who is verified at the round's end; loads for later rounds begin. A role whose copy cannot be renewed changes."""
-        rounds, ripe = {}, set()
+        rounds, ripe, arrived = {}, set(), set()
         for each in requests:
             row = each.state.row
+            if each.role.early and self.turns.is_here(row):
+                self.turns.settle(row)
+                arrived.add(row)
             if not (each.role.drafts and each.role.copy) or self.turns.is_lost(row):
                 continue
             lacking = min(self.turns.drafts, each.left - 1) - each.gathered
             rounds[row] = max(1, -(-lacking // steps) - 1)
             if each.gathered + steps >= min(wanted.drafts, each.left - 1):
                 ripe.add(row)
-        turns = self.turns.take(rounds, ripe)
+        turns = arrived | self.turns.take(rounds, ripe)
         for each in requests:
             if each.state.row in turns and self.turns.is_stale(each.state.row):
                 self.turns.restore(each.state.row)
@@ -336,7 +374,7 @@ class RoundPlanner:
                 if reason:
                     # What has gathered was drafted on a copy that is gone: it begins anew, on the full KV that is there now.
                     each.role, each.gathered = Role(True, False, reason), 0
-        return [i for i, each in enumerate(requests) if each.role.drafts and (not each.role.copy or each.state.row in turns)]
+        return [i for i, each in enumerate(requests) if each.role.drafts and (not each.role.gathers or each.state.row in turns)]
 
     def _parts(self, due: list[int], offered: list[int]) -> list[list[int]]:
         """Those with the drafts of a round in one forward; few wide ones in each other one."""
@@ -349,7 +387,7 @@ class RoundPlanner:
         """The row that a request reads, and the tokens in it before the round: of its draft row what it has gathered, too."""
         row, length = request.state.row, request.length
         if not request.role.copy:
-            return row, length
+            return row, length + request.gathered
         self.views.write_tail(row, length + request.gathered)
         view = self.views.get(row)
         return self.views.draft_row(row), view.kept + length + request.gathered - view.covered

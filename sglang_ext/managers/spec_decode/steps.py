@@ -41,7 +41,7 @@ class Steps:
         self, batch: "ScheduleBatch", round_: Round, slots: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Let the rows that a round reads lead to ``slots``, int64 [requests, width]; the rows, and tokens before."""
-        if round_.on_full_kv:
+        if round_.on_full_kv and not any(round_.gathered):
             return batch.req_pool_indices, batch.seq_lens
         views, width = self.worker.views, slots.shape[1]
         rows, viewed = (to_device(values, slots.device) for values in (round_.rows, round_.viewed))

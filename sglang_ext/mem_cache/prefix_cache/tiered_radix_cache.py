@@ -36,6 +36,7 @@ from sglang_ext.mem_cache.prefix_cache import tree_integrity
 from sglang_ext.mem_cache.prefix_cache.eviction import Eviction
 from sglang_ext.mem_cache.prefix_cache.host_copies import HostCopies
 from sglang_ext.mem_cache.prefix_cache.nodes import Nodes
+from sglang_ext.mem_cache.prefix_cache.recompute import Early
 from sglang_ext.mem_cache.prefix_cache.reloads import Reloads
 from sglang_ext.mem_cache.prefix_cache.residency import Residency
 from sglang_ext.mem_cache.prefix_cache.segments import Segments
@@ -57,6 +58,7 @@ class TieredRadixCache(RadixCache):
         reloads: loads from there.
         residency: running requests whose full KV may leave the device; None where it stays.
         copies: requests' own compressed copies, which lie in the same pool; None where nobody drafts.
+        early: running requests of whose full KV a part is on its way from another server; None where all of it is there.
     """
 
     def __init__(self, params: CacheInitParams) -> None:
@@ -66,6 +68,7 @@ class TieredRadixCache(RadixCache):
         self.reloads: Reloads | None = None
         self.residency: Residency | None = None
         self.copies: CompressedViews | None = None
+        self.early: Early | None = None
         self._ended: Callable[[int], None] = lambda row: None
         self._keeps_answers = True
         super().__init__(params)
@@ -92,6 +95,7 @@ class TieredRadixCache(RadixCache):
         ended: Callable[[int], None] = lambda row: None,
         keeps_answers: bool = True,
         residency: Residency | None = None,
+        early: Early | None = None,
     ) -> None:
         """Serve requests that have ``copies``, where any has.
 
@@ -99,8 +103,10 @@ class TieredRadixCache(RadixCache):
             ended: told of the row of a request that finished, was aborted or retracted, after its copy was released.
             keeps_answers: whether generated tokens enter the tree; not in lossy mode, where their KV is not that of the full cache.
             residency: requests whose full KV may leave the device, where it may.
+            early: requests that begin before all of their full KV is there, where some do.
         """
-        self.copies, self._ended, self._keeps_answers, self.residency = copies, ended, keeps_answers, residency
+        self.copies, self._ended, self._keeps_answers = copies, ended, keeps_answers
+        self.residency, self.early = residency, early
 
     def reset(self) -> None:
         """Forget the tree, all segments and all copies, and give the host pages back."""

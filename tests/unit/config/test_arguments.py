@@ -183,8 +183,8 @@ def test_what_has_no_kernels_is_served_on_a_cpu_alone(flags, named, instead, dev
     with pytest.raises(OptionError) as raised:
         method_options.check_resolved(args)
     assert str(raised.value) == (
-        f"--device is {device} with {named}; kvquant packs tokens on a CPU alone, elsewhere int4, int8, kivi, rotatekv, "
-        f"turboquant do. Pass {instead}, or --device cpu."
+        f"--device is {device} with {named}; kvquant packs tokens on a CPU alone, elsewhere int4, int8, kivi, lynx, "
+        f"rotatekv, turboquant do. Pass {instead}, or --device cpu."
     )
 
 

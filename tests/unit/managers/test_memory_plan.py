@@ -31,7 +31,7 @@ def planner(model=LLAMA, methods=("snapkv",), backend="flashinfer", on_gpu=True,
     draft = flags.get("speculative_num_draft_tokens", 17)
     args = SimpleNamespace(
         **{
-            "kv_mode": "verified", "kv_draft_length": 16, "kv_max_burst": None,
+            "kv_mode": "verified", "kv_draft_length": 16, "kv_max_burst": None, "disaggregation_mode": "null",
             "kv_full_tier": "device", "kv_host_gb": 0, "kv_compressor": methods[0], "kv_offload_draft_length": 64,
             "kv_head_budgets": "equal", "disable_radix_cache": False, "page_size": 1, "max_total_tokens": None,
             "enable_deterministic_inference": False, "mem_fraction_static": 0.9, "speculative_algorithm": "KV_VERIFIED",

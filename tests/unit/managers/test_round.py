@@ -13,7 +13,7 @@ from sglang_ext.managers.metrics import KVMetrics
 from sglang_ext.managers.spec_decode.copy_policy import NO_FREE_SLOTS, NO_QUERIES, SHORT_CONTEXT, SLOWER, copy_is_near
 from sglang_ext.managers.spec_decode.loop import DecodeLoop
 from sglang_ext.managers.spec_decode.pace import Choice, FixedLength, Pace
-from sglang_ext.managers.spec_decode.round import PLAIN_STEPS, TRIAL_COPIES, OnDevice, Round, RoundPlanner
+from sglang_ext.managers.spec_decode.round import PLAIN_STEPS, SHORT_ROUND, TRIAL_COPIES, OnDevice, Round, RoundPlanner
 from sglang_ext.managers.spec_decode.sampling import Sampled
 from sglang_ext.managers.spec_decode.steps import Steps
 from sglang_ext.managers.spec_decode.verifier import Verifier
@@ -352,3 +352,61 @@ def test_counts_leave_out_requests_that_ended_before():
     found.account(batch([100]), result)
     state = result.round.states[0]
     assert (state.verifies, state.offered, state.accepted) == (1, 2, 2)
+
+
+class Anchors(OnDevice):
+    """Rows whose residual is on its way, and those of them where it came."""
+
+    def __init__(self, early, here=()):
+        self.early, self.here = set(early), set(here)
+
+    def is_early(self, row):
+        return row in self.early
+
+    def is_here(self, row):
+        return row in self.here
+
+    def settle(self, row):
+        self.early.discard(row)
+
+
+def plan_early(asked, found, wanted, turns, longest=8):
+    return RoundPlanner(Views(), turns, longest, 8).plan(asked, found, asked.seq_lens.tolist(), Choice(wanted))
+
+
+def test_who_has_an_anchor_alone_drafts_on_its_own_row_and_waits():
+    found = states(2)
+    found[0].gathered = 3
+    planned = plan_early(batch([200, 300]), found, 4, Anchors({1}))
+    assert planned.rows == [1, 2 + ROWS] and planned.viewed[0] == 203 and planned.gathered == [3, 0]
+    assert planned.early == [0] and planned.answering == [] and planned.due == []
+    assert planned.steps == SHORT_ROUND and planned.is_draft(0) and not planned.on_copy(0)
+
+
+def test_drafts_on_an_anchor_are_verified_in_the_round_after_the_rest_came():
+    found, turns = states(1), Anchors({1}, here={1})
+    found[0].gathered = 3
+    planned = plan_early(batch([200]), found, 4, turns)
+    assert planned.due == [0] and planned.offered(0) == 3 + SHORT_ROUND and planned.early == [0]
+    assert not turns.is_early(1)
+    # Now it is like any other: it gets a copy.
+    found[0].gathered = 0
+    assert plan_early(batch([205]), found, 4, turns).rows == [1 + ROWS]
+
+
+def test_where_the_rest_came_before_the_first_round_there_is_no_draft_on_an_anchor():
+    turns = Anchors({1}, here={1})
+    planned = plan_early(batch([200]), states(1), 4, turns)
+    assert planned.early == [] and planned.rows == [1 + ROWS] and not turns.is_early(1)
+
+
+def test_at_the_most_drafts_the_newest_are_drafted_again_while_the_rest_is_awaited():
+    found = states(1)
+    found[0].gathered = 8
+    planned = plan_early(batch([200]), found, 4, Anchors({1}))
+    assert planned.gathered == [8 - SHORT_ROUND] and planned.due == []
+
+
+def test_others_answer_on_full_kv_where_drafts_do_not_pay_and_one_has_an_anchor_alone():
+    planned = plan_early(batch([200, 300]), states(2), 0, Anchors({2}))
+    assert planned.answering == [0] and planned.early == [1] and planned.due == [] and planned.steps == SHORT_ROUND

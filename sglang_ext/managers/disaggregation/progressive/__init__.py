@@ -11,6 +11,7 @@
     peer.py           prefill: the link to a decode rank, and the thread that encodes what goes over it
     sent_room.py      prefill: one room on its way out
     received_room.py  decode: one room on its way in
+    early_room.py     decode: the rest of a room whose request decodes already (arriving.py of the room above)
     manager.py        one a rank: owns these parts, hears the control plane
     sender.py         SGLang's side of a room that is sent
     receiver.py       SGLang's side of a room that is received

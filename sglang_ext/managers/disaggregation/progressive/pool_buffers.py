@@ -76,6 +76,11 @@ class PoolBuffers:
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
+    def wait_for_links(self) -> None:
+        """Wait until what threads of links wrote so far is there: they have no stream of their own."""
+        if self.device.type == "cuda":
+            torch.cuda.default_stream(self.device).synchronize()
+
     def _buffer(self, index: int, dim: int) -> torch.Tensor:
         found = memory(self.args.kv_data_ptrs[index], self.args.kv_data_lens[index], self.device)
         return found.view(self.dtype).view(-1, self.heads * dim)

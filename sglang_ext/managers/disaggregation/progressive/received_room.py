@@ -37,6 +37,7 @@ class ReceivedRoom:
     Attributes:
         anchor_ready: whether anchors and auxiliary record are written.
         complete: whether all is.
+        failure: why the rest will not come; None while it may.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class ReceivedRoom:
         # Of pages whose residual has not come: it says little without the anchor.
         self._anchors: dict[int, bytes] = {}
         self.anchor_ready = self.complete = False
+        self.failure: str | None = None
 
     @property
     def expected(self) -> Expected:
@@ -85,6 +87,7 @@ class ReceivedRoom:
     def ended(self, reason: str | None) -> None:
         """Of the link: all is there, or why not."""
         if reason is not None:
+            self.failure = reason
             self._told.fail(reason)
             return
         self._pool.written()

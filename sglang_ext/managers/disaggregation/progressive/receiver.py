@@ -1,33 +1,47 @@
 """SGLang's side of a room that is received: from slots at the decode server to the KV in them."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.common.conn import CommonKVReceiver
+from sglang.srt.disaggregation.common.conn import CommonKVReceiver, KVTransferError
 from sglang.srt.utils.network import NetworkAddress
 
 from sglang_ext.managers.disaggregation import wire
 from sglang_ext.managers.disaggregation.page_hashes import page_hashes
 from sglang_ext.managers.disaggregation.progressive import agreement
-from sglang_ext.managers.disaggregation.progressive.control import VERSION, Abort, Metadata
+from sglang_ext.managers.disaggregation.progressive.control import ROOM_IS_TAKEN, VERSION, Abort, Metadata
+from sglang_ext.managers.disaggregation.progressive.early_room import EarlyRoom
 from sglang_ext.managers.disaggregation.progressive.manager import ProgressiveManager
 from sglang_ext.managers.disaggregation.progressive.page_codec import PlacedPage
 from sglang_ext.managers.disaggregation.progressive.received_room import ReceivedRoom
 from sglang_ext.managers.disaggregation.settings import LinkError
 
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
 
 class ProgressiveReceiver(CommonKVReceiver):
-    """One request. SGLang's scheduler calls it; ``anchor_arrived``, ``succeed`` and ``fail`` come from the thread of links."""
+    """One request. SGLang's scheduler calls it; ``anchor_arrived``, ``succeed`` and ``fail`` come from the thread of links.
+
+    Success is reported once all of the KV is there, or of a request that begins early its anchor: the rest is then handed on as an
+    :class:`EarlyRoom`, and written to the request's slots while it decodes.
+    """
 
     kv_mgr: ProgressiveManager
 
-    def __init__(self, *args, **kwargs) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, mgr: ProgressiveManager, bootstrap_addr: str, bootstrap_room: int) -> None:
+        self._taken = bootstrap_room in mgr.request_status
+        super().__init__(mgr, bootstrap_addr, bootstrap_room)
+        if self._taken:
+            self.conclude_state = KVPoll.Failed
         self._prompt: Sequence[int] = ()
         self._received: ReceivedRoom | None = None
+        self._begin: Callable[[EarlyRoom], None] | None = None
+        self._prefill_again: "Callable[[Req], None] | None" = None
         self.bootstrap_infos = None
 
     @property
@@ -35,22 +49,23 @@ class ProgressiveReceiver(CommonKVReceiver):
         """Its number."""
         return self.bootstrap_room
 
-    @property
-    def anchor_ready(self) -> bool:
-        """Whether anchors and auxiliary record are written."""
-        return self._received is not None and self._received.anchor_ready
-
-    @property
-    def complete(self) -> bool:
-        """Whether the reference is written."""
-        return self._received is not None and self._received.complete
-
     def take_prompt(self, tokens: Sequence[int]) -> None:
         """The request's tokens, from which its pages have their names; before ``send_metadata``."""
         self._prompt = tokens
 
+    def begin_early(self, begin: Callable[[EarlyRoom], None], prefill_again: "Callable[[Req], None]") -> None:
+        """The request may decode on the anchor of its KV; before ``send_metadata``.
+
+        Args:
+            begin: told of the rest, as it does.
+            prefill_again: of the :class:`EarlyRoom`.
+        """
+        self._begin, self._prefill_again = begin, prefill_again
+
     def anchor_arrived(self) -> None:
-        """Decoding could begin. Until verification waits for residuals, it begins when all is there (``succeed``)."""
+        """Anchors and auxiliary record are written."""
+        if self._begin is not None:
+            self.kv_mgr.conclude(self.room, None)
 
     def succeed(self) -> None:
         """All is written."""
@@ -62,6 +77,8 @@ class ProgressiveReceiver(CommonKVReceiver):
 
     def init(self, prefill_dp_rank: int) -> None:
         """The prefill server is known: refuse one of other ranks, else ask where this rank's like listens."""
+        if self._taken:
+            return
         prefill = self.kv_mgr.prefill_info_table.get(self.bootstrap_addr)
         differs = None if prefill is None else agreement.rank_refusal(prefill, self.kv_mgr.attn_tp_size)
         if differs is None:
@@ -119,15 +136,28 @@ class ProgressiveReceiver(CommonKVReceiver):
         Raises:
             KVTransferError: always.
         """
+        if self._taken:
+            raise KVTransferError(self.room, ROOM_IS_TAKEN)
         if self.conclude_state is None:
             self.conclude_state = KVPoll.Failed
         self.clear()
         self.kv_mgr.raise_failure(self.room)
 
     def clear(self) -> None:
-        """SGLang is through with it; once this returned, nothing is written to its slots."""
-        self.kv_mgr.links.abort(self.room)
+        """SGLang is through with it; once this returned, nothing is written to its slots, but of a request that begins early."""
+        if self._taken:
+            return
+        if self._begin is not None and self.conclude_state == KVPoll.Success and not self._received.complete:
+            self._begin(EarlyRoom(self.room, self._received, self.kv_mgr.links, self.kv_mgr.pool, self._prefill_again))
+        else:
+            self.kv_mgr.links.abort(self.room)
+        self._begin = None
         super().clear()
+
+    def abort(self) -> None:
+        """The request is aborted here."""
+        if not self._taken:
+            super().abort()
 
     def _expect(self, kv_indices: np.ndarray, aux_index: int, prefix: int) -> ReceivedRoom:
         codec, page = self.kv_mgr.codec, self.kv_mgr.kv_args.page_size

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.common.conn import CommonKVSender
+from sglang.srt.disaggregation.common.conn import CommonKVSender, KVTransferError
 
 from sglang_ext.managers.disaggregation.page_hashes import page_hashes
 from sglang_ext.managers.disaggregation.progressive import agreement
-from sglang_ext.managers.disaggregation.progressive.control import Metadata
+from sglang_ext.managers.disaggregation.progressive.control import ROOM_IS_TAKEN, Metadata
 from sglang_ext.managers.disaggregation.progressive.manager import ProgressiveManager
 from sglang_ext.managers.disaggregation.progressive.peer import Peer
 from sglang_ext.managers.disaggregation.progressive.sent_room import SentRoom
@@ -26,9 +26,12 @@ class ProgressiveSender(CommonKVSender):
 
     kv_mgr: ProgressiveManager
 
-    def __init__(self, *args, **kwargs) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, mgr: ProgressiveManager, bootstrap_addr: str, bootstrap_room: int, *args, **kwargs) -> None:
+        self._taken = bootstrap_room in mgr.request_status
+        super().__init__(mgr, bootstrap_addr, bootstrap_room, *args, **kwargs)
         self.init_time = time.time()
+        if self._taken:
+            self.conclude_state = KVPoll.Failed
         self._prompt: Sequence[int] = ()
         self._metadata: Metadata | None = None
         self._peer: Peer | None = None
@@ -37,7 +40,8 @@ class ProgressiveSender(CommonKVSender):
         self._slots = np.empty(0, np.int64)
         # SGLang sets it where a cached prefix is sent before the forward that may still write it (maybe_send_cached_prefix_chunk).
         self._early_send_wait_event: torch.cuda.Event | None = None
-        self.kv_mgr.handshakes.join(self)
+        if not self._taken:
+            self.kv_mgr.handshakes.join(self)
 
     @property
     def room(self) -> int:
@@ -131,6 +135,8 @@ class ProgressiveSender(CommonKVSender):
         Raises:
             KVTransferError: always.
         """
+        if self._taken:
+            raise KVTransferError(self.room, ROOM_IS_TAKEN)
         if self.conclude_state is None:
             self.conclude_state = KVPoll.Failed
         self.clear()
@@ -138,6 +144,8 @@ class ProgressiveSender(CommonKVSender):
 
     def clear(self) -> None:
         """SGLang is through with it; what succeeded goes on travelling."""
+        if self._taken:
+            return
         if self.conclude_state != KVPoll.Success:
             with self.kv_mgr.failure_lock:
                 reason = self.kv_mgr.failure_records.get(self.room, "it failed at another rank")
@@ -147,6 +155,8 @@ class ProgressiveSender(CommonKVSender):
 
     def abort(self) -> None:
         """The request is aborted here."""
+        if self._taken:
+            return
         super().abort()
         self._cancel("Aborted by AbortReq.")
 

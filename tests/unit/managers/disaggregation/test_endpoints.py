@@ -56,7 +56,8 @@ def test_keys_are_written_once_and_read_by_their_owner(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"a b", KEYS.public, KEYS.public + b" " + LinkKeys.new().secret, b"\xff" * 40 + b" " + b"\x00" * 40]
+    "content", [b"", b"a b", KEYS.public, KEYS.public + b" " + LinkKeys.new().secret, b"\xff" * 40 + b" " + b"\x00" * 40],
+    ids=["nothing", "too short", "one", "of two pairs", "no text"],
 )
 def test_a_file_without_a_pair_is_refused(tmp_path, content):
     file = tmp_path / "keys"
