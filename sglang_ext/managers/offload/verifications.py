@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from sglang_ext.managers.offload.admission import Admission
+from sglang_ext.managers.spec_decode.round import NeverEarly
 from sglang_ext.mem_cache.prefix_cache.residency import Residency
 from sglang_ext.mem_cache.prefix_cache.tiered_node import TieredNode
 
@@ -16,7 +17,7 @@ DRIFT = 0.1
 
 
 @dataclass
-class Verifications:
+class Verifications(NeverEarly):
     """The turns of one scheduler process.
 
     Attributes:

@@ -117,7 +117,22 @@ class Round:
         return not any(map(self.on_copy, range(len(self.states))))
 
 
-class OnDevice:
+class NeverEarly:
+    """Turns of requests that begin when all of their full KV is there."""
+
+    def is_early(self, row: int) -> bool:
+        """Whether a request drafts on the anchor of its full KV (managers/disaggregation/arriving.py)."""
+        return False
+
+    def is_here(self, row: int) -> bool:
+        """Whether the rest of an early request's full KV has come."""
+        return True
+
+    def settle(self, row: int) -> None:
+        """Nothing that an early request drafted is left unverified at the end of this round."""
+
+
+class OnDevice(NeverEarly):
     """Whose full KV is there for a verification, where none ever leaves the device: a request is verified as soon as it has enough drafts.
 
     ``managers/offload/verifications.py`` has the same methods for full KV that comes from host memory.
@@ -136,17 +151,6 @@ class OnDevice:
 
     def begin(self, drafting: dict[int, tuple], iteration_seconds: float | None) -> None:
         """A round begins, of which these requests draft on copies, by row of the token table."""
-
-    def is_early(self, row: int) -> bool:
-        """Whether a request drafts on the anchor of its full KV (managers/disaggregation/arriving.py)."""
-        return False
-
-    def is_here(self, row: int) -> bool:
-        """Whether the rest of an early request's full KV has come."""
-        return True
-
-    def settle(self, row: int) -> None:
-        """Nothing that an early request drafted is left unverified at the end of this round."""
 
     def is_stale(self, row: int) -> bool:
         """Whether a request's row must not be read: full KV is missing, or lies elsewhere."""

@@ -162,7 +162,7 @@ def test_held_bytes_count_keys_and_values_of_all_layers():
 def test_copies_go_before_a_request_is_retracted():
     views = make_views()
     views.compress(1, 100)
-    batch = SimpleNamespace(tree_cache=SimpleNamespace(copies=views, residency=None))
+    batch = SimpleNamespace(tree_cache=SimpleNamespace(copies=views, residency=None, early=None), reqs=[])
     assert give_back_when_full(lambda b, i: views.held_tokens == 0, batch)
     assert views.get(1) is None
     assert not give_back_when_full(lambda b, i: False, batch)
@@ -171,7 +171,7 @@ def test_copies_go_before_a_request_is_retracted():
 @pytest.mark.parametrize("offloads", [False, True])
 def test_where_full_kv_leaves_the_device_the_scheduler_looks_for_room_in_each_iteration(offloads):
     residency = SimpleNamespace(is_lost=lambda row: False) if offloads else None
-    batch = SimpleNamespace(tree_cache=SimpleNamespace(copies=make_views(), residency=residency), batch_is_full=True, reqs=[])
+    batch = SimpleNamespace(tree_cache=SimpleNamespace(copies=make_views(), residency=residency, early=None), batch_is_full=True, reqs=[])
     assert give_back_when_full(lambda b, i: True, batch)
     assert batch.batch_is_full == (not offloads)
 

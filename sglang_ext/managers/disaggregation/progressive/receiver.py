@@ -49,6 +49,16 @@ class ProgressiveReceiver(CommonKVReceiver):
         """Its number."""
         return self.bootstrap_room
 
+    @property
+    def anchor_ready(self) -> bool:
+        """Whether anchors and auxiliary record are written."""
+        return self._received is not None and self._received.anchor_ready
+
+    @property
+    def complete(self) -> bool:
+        """Whether the reference is written."""
+        return self._received is not None and self._received.complete
+
     def take_prompt(self, tokens: Sequence[int]) -> None:
         """The request's tokens, from which its pages have their names; before ``send_metadata``."""
         self._prompt = tokens
@@ -147,7 +157,7 @@ class ProgressiveReceiver(CommonKVReceiver):
         """SGLang is through with it; once this returned, nothing is written to its slots, but of a request that begins early."""
         if self._taken:
             return
-        if self._begin is not None and self.conclude_state == KVPoll.Success and not self._received.complete:
+        if self._begin is not None and self.conclude_state == KVPoll.Success and not self.complete:
             self._begin(EarlyRoom(self.room, self._received, self.kv_mgr.links, self.kv_mgr.pool, self._prefill_again))
         else:
             self.kv_mgr.links.abort(self.room)

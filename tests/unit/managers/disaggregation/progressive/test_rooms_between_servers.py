@@ -93,6 +93,57 @@ def test_kv_is_held_while_residuals_wait_for_space_and_anchors_go_on(servers, mo
     assert torch.equal(rows(both.decode.pool, there), rows(both.prefill.pool, here))
 
 
+def begun_early(both, prompt):
+    """A room whose request begins on its anchor, as far as SGLang takes it: both ends, slots on both sides, the rest."""
+    rest = []
+    both.begin = rest.append
+    sender, receiver, here, there = transfer(both, 7, prompt)
+    until(lambda: receiver.poll() == KVPoll.Success)
+    receiver.clear()
+    return sender, here, there, rest[0]
+
+
+def test_who_begins_early_has_success_on_the_anchor_and_the_rest_comes_into_the_same_slots(servers):
+    both = servers("exact", gbps=0.01)
+    sender, here, there, rest = begun_early(both, list(range(640)))
+    assert not rest.complete and rest.failure is None
+    assert not torch.equal(rows(both.decode.pool, there), rows(both.prefill.pool, here))
+    until(lambda: rest.complete)
+    assert torch.equal(rows(both.decode.pool, there), rows(both.prefill.pool, here))
+    rest.cancel()
+    assert not both.decode.links.rooms and not both.decode.request_status
+
+
+def test_who_begins_early_and_is_gone_is_written_to_no_more(servers):
+    both = servers("exact", gbps=0.02)
+    _, _, there, rest = begun_early(both, list(range(640)))
+    rest.cancel()
+    kept = rows(both.decode.pool, there)
+    until(lambda: not both.prefill.made[0].queued_bytes)
+    assert torch.equal(rows(both.decode.pool, there), kept) and not rest.complete
+
+
+def test_a_rest_that_fails_says_why_after_the_request_began(servers):
+    both = servers("exact", gbps=0.01)
+    sender, _, _, rest = begun_early(both, list(range(640)))
+    sender.abort()
+    until(lambda: rest.failure is not None)
+    assert "Aborted by AbortReq" in rest.failure and not rest.complete
+
+
+def test_of_two_requests_with_one_room_the_first_is_served(servers):
+    both = servers("exact", gbps=0.05)
+    sender, receiver, here, there = transfer(both, 7, list(range(640)))
+    for end in (both.sender(7, range(640)), both.receiver(7, range(640))):
+        assert end.poll() == KVPoll.Failed
+        end.abort()
+        with pytest.raises(KVTransferError, match="another request has this bootstrap_room"):
+            end.failure_exception()
+        end.clear()
+    until(lambda: settled(sender) and settled(receiver))
+    assert receiver.poll() == KVPoll.Success and torch.equal(rows(both.decode.pool, there), rows(both.prefill.pool, here))
+
+
 def test_an_aborted_sender_ends_the_receiver_with_the_reason(servers):
     both = servers("exact", gbps=0.01)
     sender, receiver, _, _ = transfer(both, 7, list(range(640)))
