@@ -14,8 +14,10 @@ from servers import CROWDED, EXPECTED_TOKENS, LEFT, PAGED, SEVERAL, STOCK, STRIC
 
 # Fixtures of servers that several tests share, in the order in which these tests run.
 SHARED = ("verified", "paged", "crowded", "several")
+# Tokens of a request of each kind.
+KIND_TOKENS = 12
 # Fixtures of answers that stock gives once a run.
-ANSWERS = ("expected", "penalized", "worded", "continued")
+ANSWERS = ("expected", "penalized", "worded", "continued", "kinds")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist, which reads the groups
@@ -114,6 +116,20 @@ def worded(once: Callable, launch: Callable[..., Server], prompts: list[list[int
     """A request whose grammar shows when it is advanced over tokens that are not part of the answer, and stock's answer."""
     body = {"input_ids": prompts[0], **greedy(48, regex=r"(yes|no)( and (yes|no)){8}", ignore_eos=False)}
     return body, once("worded", lambda: launch(*STOCK).ask(**body))
+
+
+@pytest.fixture(scope="session")
+def kinds(once: Callable, launch: Callable[..., Server], prompts: list[list[int]]) -> dict[str, tuple[dict[str, Any], Any]]:
+    """A request of each of four kinds, with a prompt of its own that is long enough for a copy, and stock's answer."""
+    sampled = {"max_new_tokens": KIND_TOKENS, "temperature": 0.8, "top_k": 20, "sampling_seed": 7, "ignore_eos": True}
+    bodies = {
+        "greedy": {"input_ids": prompts[0], **greedy(KIND_TOKENS)},
+        "seeded": {"input_ids": prompts[1][:303], "sampling_params": sampled},
+        "log-probabilities": {"input_ids": prompts[2][:291], "return_logprob": True, "top_logprobs_num": 2, **greedy(KIND_TOKENS)},
+        "grammar": {"input_ids": prompts[3][:307], **greedy(KIND_TOKENS, regex=r"(yes|no)( and (yes|no)){3}", ignore_eos=False)},
+    }
+    answers = once("kinds", lambda: {kind: launch(*STOCK).ask(**body) for kind, body in bodies.items()})
+    return {kind: (bodies[kind], answer) for kind, answer in answers.items()}
 
 
 @pytest.fixture(scope="session")

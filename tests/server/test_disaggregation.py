@@ -22,10 +22,9 @@ COMMON = (
     *("--dtype", "float32", "--sleep-on-idle", "--skip-server-warmup", "--max-total-tokens", str(POOL_TOKENS), "--page-size", "16"),
     *("--disaggregation-transfer-backend", "progressive", "--kv-reference", "exact"),
 )
-TOKENS, DRAFTS = 12, 4
+DRAFTS = 4
 PREFILL = ("--disaggregation-mode", "prefill", "--chunked-prefill-size", "128", "--kv-link-gbps", "0.2")
 DECODE = ("--disaggregation-mode", "decode", "--kv-mode", "verified", "--kv-compressor", "kivi", "--kv-draft-length", str(DRAFTS))
-TOKENS = 8
 
 
 class Pair:
@@ -88,17 +87,6 @@ def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair
     made.stop()
 
 
-def bodies(prompts: list[list[int]]) -> dict[str, dict[str, Any]]:
-    """One request of each kind, each with a prompt of its own that is long enough for a copy."""
-    sampled = {"max_new_tokens": TOKENS, "temperature": 0.8, "top_k": 20, "sampling_seed": 7, "ignore_eos": True}
-    return {
-        "greedy": {"input_ids": prompts[0], **greedy(TOKENS)},
-        "seeded": {"input_ids": prompts[1][:303], "sampling_params": sampled},
-        "log-probabilities": {"input_ids": prompts[2][:291], "return_logprob": True, "top_logprobs_num": 2, **greedy(TOKENS)},
-        "grammar": {"input_ids": prompts[3][:307], **greedy(TOKENS, regex=r"(yes|no)( and (yes|no)){2}", ignore_eos=False)},
-    }
-
-
 def assert_stocks(expected: Any, found: Any) -> None:
     assert_same_answers(expected, found, fallback=None)
     tops = [answer["meta_info"].get("output_token_logprobs") for answer in (expected, found)]
@@ -107,14 +95,13 @@ def assert_stocks(expected: Any, found: Any) -> None:
         assert [each for each, *_ in tops[1]] == pytest.approx([each for each, *_ in tops[0]], abs=1e-3)
 
 
-def test_answers_of_all_kinds_at_once_and_from_a_warm_prefix_are_stocks(pair: Pair, stock: Server, prompts: list[list[int]]) -> None:
-    asked = bodies(prompts)
+def test_answers_of_all_kinds_at_once_and_from_a_warm_prefix_are_stocks(pair: Pair, kinds: dict[str, tuple[dict[str, Any], Any]]) -> None:
+    asked = {kind: body for kind, (body, _) in kinds.items()}
     with ThreadPoolExecutor(len(asked)) as pool:
-        expected = dict(zip(asked, pool.map(lambda body: stock.ask(**body), asked.values()), strict=True))
         cold = dict(zip(asked, pool.map(lambda body: pair.ask(**body), asked.values()), strict=True))
     warm = {"greedy": pair.ask(**asked["greedy"])}
     for kind, answer in (*cold.items(), *warm.items()):
-        assert_stocks(expected[kind], answer)
+        assert_stocks(kinds[kind][1], answer)
         assert answer["meta_info"]["kv_drafts"] > 0
     # More drafts than a round has: they were made on anchors, while the link was busy.
     assert any(sum(answer["meta_info"]["kv_offer_histogram"][DRAFTS + 1 :]) for answer in cold.values())

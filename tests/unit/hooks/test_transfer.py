@@ -51,7 +51,8 @@ def test_a_sender_learns_the_prompt_unless_none_was_made():
 def test_a_receiver_learns_the_prompt_and_of_a_request_prefilled_again_the_output(again, expected):
     req = SimpleNamespace(origin_input_ids=[1, 2], output_ids=[3])
     found = SimpleNamespace(kv_receiver=made(ProgressiveReceiver))
-    assert transfer.create_receiver(lambda queue, req, is_rebootstrap: found, None, req, is_rebootstrap=again) is found
+    queue = SimpleNamespace(scheduler=SimpleNamespace(draft_worker=None))
+    assert transfer.create_receiver(lambda queue, req, is_rebootstrap: found, queue, req, is_rebootstrap=again) is found
     assert found.kv_receiver._prompt == expected
 
 
