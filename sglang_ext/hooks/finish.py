@@ -8,7 +8,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
     from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.session.session_controller import Session
 
 
 def end_at_first(original: Callable, req: "Req", new_accepted_len: int = 1) -> None:
@@ -34,3 +36,14 @@ def end_at_first(original: Callable, req: "Req", new_accepted_len: int = 1) -> N
     elif req.finished() and req.finished_len is None:
         req.finished_len = len(req.output_ids)
     req.output_ids.extend(newest[count:])
+
+
+def go_on_from_end(original: Callable, session: "Session", req: "TokenizedGenerateReqInput", *args, **more) -> "Req":
+    """Hook around ``Session.create_req``: a turn goes on from where the one before ended.
+
+    SGLang takes all of that one's ``output_ids``, which hold what was accepted after its end; nobody else reads these by now.
+    """
+    node = session.req_nodes.get(req.session_params.rid)
+    if node is not None and node.req.finished() and node.req.finished_len is not None:
+        del node.req.output_ids[node.req.finished_len :]
+    return original(session, req, *args, **more)

@@ -65,7 +65,9 @@ def check_shape(original: Callable, obj: GenerateReqInput) -> None:
         raise ValueError("sampling_params is []; pass an object, or a list with one object for each prompt, or leave it out")
     if obj.text is None and obj.input_ids is None and obj.input_embeds is not None and not (obj.input_embeds and obj.input_embeds[0]):
         raise ValueError(f"input_embeds is {_short(obj.input_embeds)}; pass a row of numbers for each token of the prompt, or text")
-    given = {name: len(value) for name in OF_PROMPTS if isinstance(value := getattr(obj, name), list)}
+    lists = {name: value for name in OF_PROMPTS if isinstance(value := getattr(obj, name), list)}
+    # SGLang's chat API sends an empty list where there are no images, which it does not look into.
+    given = {name: len(value) for name, value in lists.items() if value or name != "modalities"}
     original(obj)
     if obj.text is not None and obj.input_ids and isinstance(obj.input_ids[0], list) == obj.is_single:
         raise ValueError(

@@ -70,6 +70,14 @@ HOOKS: tuple[Hook, ...] = (
         process="scheduler",
     ),
     Hook(
+        target="sglang.srt.session.session_controller.Session.create_req",
+        kind="around",
+        hook="sglang_ext.hooks.finish.go_on_from_end",
+        why="a session's next turn follows what was answered, not the tokens accepted after its end",
+        expects=("self", "req", "tokenizer", "vocab_size", "eos_token_ids"),
+        process="scheduler",
+    ),
+    Hook(
         target="sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_extend",
         kind="around",
         hook="sglang_ext.hooks.penalties.restore_penalties",

@@ -134,6 +134,7 @@ def shaped(body):
     {"text": "a"}, {"text": "a", "sampling_params": {"n": 1}}, {"text": "a", "sampling_params": {"n": 0}},
     {"text": ["a", "b"], "sampling_params": {"n": 2}}, {"text": ["a", "b"], "sampling_params": [{}, {}, {}]},
     {"text": ["a", "b"], "sampling_params": [{"n": 2}]}, {"text": ["a", "b"], "token_ids_logprob": [5]},
+    {"text": "a", "sampling_params": {"n": 2}, "modalities": []},  # of the chat API
     {"text": ["a", "b"], "token_ids_logprob": []}, {"text": []}, {"text": ["a"], "rid": "r"}, {"text": "a", "rid": "r"},
     {"text": "a", "input_ids": [1]}, {"text": ["a", "b"], "input_ids": [[1], [2]]},
     {"text": "a", "input_ids": [1], "sampling_params": {"n": 2}},
