@@ -8,7 +8,7 @@ from sglang.srt.managers.utils import GenerationBatchResult
 
 from sglang_ext.core import RequestState
 from sglang_ext.layers.attention.views import BetweenSteps
-from sglang_ext.managers.spec_decode.sampling import Row, Sampling
+from sglang_ext.managers.spec_decode.sampling import Row, Sampling, sampling_batch
 from sglang_ext.mem_cache.compressed.query_window import Recorded
 
 if TYPE_CHECKING:
@@ -52,6 +52,12 @@ def _first_tokens(
     """The token after each prompt, int64 [requests]; log-probabilities are written into the result where asked for."""
     rows = [Row.answer(i, state, req) for i, (state, req) in enumerate(zip(states, batch.reqs))]
     output = result.logits_output
+    if all(req.sampling_params.max_new_tokens == 0 for req in batch.reqs):
+        # As SGLang without speculation: nothing is drawn, and what was asked for is told whatever the temperature.
+        if batch.return_logprob and output.next_token_logits is not None:
+            asked = sampling_batch(batch, rows, batch.seq_lens.device, logprobs=True)
+            worker.model_runner.compute_logprobs_only(output, asked)
+        return batch.seq_lens.new_zeros(len(states), dtype=torch.int64)
     sampled = Sampling.of(worker.model_runner, batch, rows, batch.return_logprob).draw(
         output.next_token_logits, batch.seq_lens - 1
     )

@@ -28,11 +28,23 @@ def test_lengths_of_a_prefill_are_known_before_it_runs(monkeypatch):
         requests=SimpleNamespace(admit=lambda req, matched: SimpleNamespace(fallback=0, seed=5)),
         loop=SimpleNamespace(interrupt=lambda: None),
     )
-    reqs, lengths = [SimpleNamespace(req_pool_idx=1, grammar=None)], torch.tensor([7])
+    reqs, lengths = [SimpleNamespace(req_pool_idx=1, grammar=None, sampling_params=SimpleNamespace(max_new_tokens=1))], torch.tensor([7])
     batch = SimpleNamespace(reqs=reqs, prefix_lens=[0], extend_lens=[7], seq_lens=lengths, return_logprob=False)
     found = module.prefill(worker, batch, on_publish=lambda lengths: seen.append(lengths.tolist()))
     assert seen == [[7], "forward"]
     assert found.next_token_ids.tolist() == [3] and found.new_seq_lens.tolist() == [7]
+
+
+def test_requests_for_no_token_draw_none(monkeypatch):
+    # As SGLang, which tells the log-probabilities that were asked for, and none of a token that nobody gets.
+    output, seen = SimpleNamespace(next_token_logits=torch.zeros(2, 4)), []
+    monkeypatch.setattr(module, "sampling_batch", lambda batch, rows, device, logprobs: [row.request for row in rows])
+    worker = SimpleNamespace(model_runner=SimpleNamespace(compute_logprobs_only=lambda *given: seen.append(given)))
+    none = SimpleNamespace(max_new_tokens=0)
+    reqs, states = [SimpleNamespace(grammar=None, sampling_params=none)] * 2, [SimpleNamespace(fallback=0, seed=5)] * 2
+    batch = SimpleNamespace(reqs=reqs, seq_lens=torch.tensor([7, 9]), return_logprob=True)
+    tokens = module._first_tokens(worker, batch, states, SimpleNamespace(logits_output=output))
+    assert tokens.tolist() == [0, 0] and seen == [(output, [0, 1])]
 
 
 def test_the_queries_of_all_are_kept():
