@@ -10,6 +10,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
 
+from check_names import OF_SGLANG, PLAIN  # noqa: E402
 from gluon_checks import check_packed_gluon  # noqa: E402
 from lynx_checks import check_lynx  # noqa: E402
 from pack_checks import check_pack_blocks  # noqa: E402
@@ -52,7 +53,7 @@ def check_window_scores():
     """
     for window, heads, group, dim, tokens, ahead in (
         (32, 2, 3, 64, 1100, 0), (5, 1, 4, 24, 63, 0), (40, 2, 8, 16, 65, 0), (1, 3, 1, 128, 1, 0), (32, 2, 4, 64, 70, 128),
-        (4, 1, 2, 16, 1, 200), (5, 1, 48, 16, 1030, 64),
+        (4, 1, 2, 16, 1, 200), (5, 1, 48, 16, 1030, 64), (9, 1, 71, 16, 80, 0),
     ):  # fmt: skip
         (keys, table), _ = pools(2, tokens + 30, heads, dim, window)
         noise = torch.Generator().manual_seed(1)
@@ -131,18 +132,19 @@ def workspace(tokens, heads, dim, splits):
     return partial_buffers(numbers, heads, dim, splits)
 
 
-def verification(prefixes, counts, heads, group, dim, splits, blocks, dtype, cap=0.0, room=None):
+def verification(prefixes, counts, heads, group, dim, splits, blocks, dtype, cap=0.0, room=None, value_dim=None):
     """The kernel's output, and what it was given."""
     noise = torch.Generator().manual_seed(sum(prefixes) + dim)
     width = max(p + c for p, c in zip(prefixes, counts))
     slots = len(counts) * width + 7
-    keys, values = (torch.randn(slots, heads, dim, generator=noise).to(DEVICE, dtype) for _ in "kv")
+    value_dim = value_dim or dim
+    keys, values = (torch.randn(slots, heads, size, generator=noise).to(DEVICE, dtype) for size in (dim, value_dim))
     queries = torch.randn(sum(counts), heads * group, dim, generator=noise).to(DEVICE, dtype)
     table = torch.randperm(slots, generator=noise)[: len(counts) * width].view(len(counts), width).int().to(DEVICE)
     rows = torch.randperm(len(counts), generator=noise)
     tokens, lengths = new_tokens(prefixes, counts, rows, splits)
-    out = torch.full_like(queries, float("nan"))
-    buffers = workspace(room or sum(counts), heads * group, dim, splits)
+    out = torch.full((*queries.shape[:2], value_dim), float("nan"), dtype=dtype, device=DEVICE)
+    buffers = workspace(room or sum(counts), heads * group, value_dim, splits)
     verify_attention(queries, keys, values, out, table, tokens, splits, blocks, buffers, 0.3, cap)
     return out, queries, keys, values, table[tokens.rows], lengths, tokens
 
@@ -154,10 +156,13 @@ def check_verify_attention():
         ((33, 0, 200), (17, 1, 5), 1, 3, 24, Splits(3), fast_blocks(51, 1024), 0.0, None),
         ((300, 257), (17, 17), 1, 4, 16, Splits(2, tile=256), EXACT, 0.0, 17),
         ((40,), (9,), 2, 9, 32, Splits(8), fast_blocks(81, 128), 5.0, None),
+        # Two products a program: the newest tokens are in the second alone.
+        ((47, 5), (17, 17), 2, 4, (16, 24), Splits(4), fast_blocks(68, 64), 0.0, 17),
     )
-    for prefixes, counts, heads, group, dim, splits, blocks, cap, room in cases:
+    for prefixes, counts, heads, group, dims, splits, blocks, cap, room in cases:
+        dim, value_dim = dims if isinstance(dims, tuple) else (dims, dims)
         out, queries, keys, values, table, lengths, _ = verification(
-            prefixes, counts, heads, group, dim, splits, blocks, torch.float32, cap, room
+            prefixes, counts, heads, group, dim, splits, blocks, torch.float32, cap, room, value_dim
         )
         owners = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
         for token, owner in enumerate(owners):
@@ -166,7 +171,7 @@ def check_verify_attention():
             q = queries[token].double().view(heads, group, dim)
             logits = torch.einsum("hgd,thd->hgt", q, k) * 0.3
             logits = cap * torch.tanh(logits / cap) if cap else logits
-            expected = torch.einsum("hgt,thd->hgd", logits.softmax(-1), v).reshape(heads * group, dim)
+            expected = torch.einsum("hgt,thd->hgd", logits.softmax(-1), v).reshape(heads * group, value_dim)
             tolerance = 2e-3 if DEVICE == "cuda" else 1e-5
             torch.testing.assert_close(out[token].double(), expected, rtol=tolerance, atol=tolerance)
 
@@ -285,13 +290,17 @@ def check_packed_pool(pool, group, splits):
 
 
 def check_uneven_decode():
-    """Attention over what each head keeps and the tokens after it; some heads keep nothing, some nearly all."""
+    """Attention over what each head keeps and the tokens after it; some heads keep nothing, some nearly all.
+
+    Parts of one step, and of more than there are cells in a layer; values as wide as keys, and not.
+    """
     half = torch.float16 if DEVICE == "cpu" else torch.bfloat16
-    for layers, heads, group, dim, splits, dtype in (
-        (3, 2, 3, 64, (3, 2), torch.float32), (2, 1, 5, 24, (16, 4), torch.float32), (2, 8, 1, 80, (2, 1), half),
+    for layers, heads, group, dim, splits, dtype, value_dim in (
+        (3, 2, 3, 64, (3, 2), torch.float32, 64), (2, 1, 5, 24, (16, 4), torch.float32, 24), (2, 8, 1, 80, (2, 1), half, 80),
+        (4, 2, 71, 16, (1, 1), torch.float32, 24), (9, 1, 2, 32, (1, 1), torch.float32, 16),
     ):  # fmt: skip
-        copied, width, noise = 21, 60, torch.Generator().manual_seed(dim)
-        buffers = [[torch.randn(400, heads, dim, generator=noise).to(DEVICE, dtype) for _ in range(layers)] for _ in "kv"]
+        copied, width, noise = 21 if layers < 9 else 7, 60, torch.Generator().manual_seed(dim)
+        buffers = [[torch.randn(400, heads, size, generator=noise).to(DEVICE, dtype) for _ in range(layers)] for size in (dim, value_dim)]
         cells = HeadCells.of(KVBuffers(tuple(range(layers)), (0.1,) * layers, *map(tuple, buffers)), 6)
         slots = torch.randperm(400, generator=noise).to(DEVICE)
         table = torch.zeros(6, width, dtype=torch.int32, device=DEVICE)
@@ -343,6 +352,7 @@ CHECKS = {
     "verify_attention": check_verify_attention,
     "verify_attention_is_decode": check_verify_attention_is_decode,
 }
+assert CHECKS.keys() == {*PLAIN, *OF_SGLANG}, "check_names.py names each check"
 
 if __name__ == "__main__":
     for check in sys.argv[1:]:

@@ -5,14 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from check_names import OF_SGLANG, PLAIN
 
 CHECKS = Path(__file__).parents[2] / "kernels/kernel_checks.py"
-PLAIN = (
-    *("window_scores", "gather_kept", "page_checksum", "verify_attention", "packed_decode", "packed_gluon", "uneven_decode"),
-    *("scatter_cells", "pack_blocks", "lynx"),
-)
-# These import SGLang, which takes longer than most of them.
-OF_SGLANG = ("verify_attention_is_decode", "verify_backend", "packed_backend", "uneven_backend", "pointers")
 
 
 @pytest.mark.parametrize("checks", [PLAIN, OF_SGLANG], ids=["plain", "of-sglang"])
