@@ -157,7 +157,7 @@ def check_verify_attention():
         ((300, 257), (17, 17), 1, 4, 16, Splits(2, tile=256), EXACT, 0.0, 17),
         ((40,), (9,), 2, 9, 32, Splits(8), fast_blocks(81, 128), 5.0, None),
         # Two products a program: the newest tokens are in the second alone.
-        ((47, 5), (17, 17), 2, 4, (16, 24), Splits(4), fast_blocks(68, 64), 0.0, 17),
+        ((16, 5), (17, 17), 2, 4, (16, 24), Splits(4), fast_blocks(68, 64), 0.0, 17),
     )
     for prefixes, counts, heads, group, dims, splits, blocks, cap, room in cases:
         dim, value_dim = dims if isinstance(dims, tuple) else (dims, dims)
@@ -300,7 +300,9 @@ def check_uneven_decode():
         (4, 2, 71, 16, (1, 1), torch.float32, 24), (9, 1, 2, 32, (1, 1), torch.float32, 16),
     ):  # fmt: skip
         copied, width, noise = 21 if layers < 9 else 7, 60, torch.Generator().manual_seed(dim)
-        buffers = [[torch.randn(400, heads, size, generator=noise).to(DEVICE, dtype) for _ in range(layers)] for size in (dim, value_dim)]
+        buffers = [
+            [torch.randn(400, heads, size, generator=noise).to(DEVICE, dtype) for _ in range(layers)] for size in (dim, value_dim)
+        ]
         cells = HeadCells.of(KVBuffers(tuple(range(layers)), (0.1,) * layers, *map(tuple, buffers)), 6)
         slots = torch.randperm(400, generator=noise).to(DEVICE)
         table = torch.zeros(6, width, dtype=torch.int32, device=DEVICE)

@@ -40,8 +40,9 @@ def check_scatter_cells(device):
     """Each head's tokens land in the cells that PyTorch fills, over sizes around the kernel's blocks; nothing else changes."""
     from sglang_ext.layers.kernels.scatter_cells import scatter_cells
 
-    shapes = (3, 2, 64, 40, torch.float16), (2, 3, 24, 33, torch.float32), (1, 1, 16, 1, torch.float32)
-    for layers, heads, dim, copied, dtype in shapes:
+    # The last: a head has more cells than its programs copy at a time.
+    shapes = (3, 2, 64, 40), (2, 3, 24, 33), (1, 1, 16, 1), (1, 2, 16, 300)
+    for (layers, heads, dim, copied), dtype in zip(shapes, (torch.float16, torch.float32, torch.float32, torch.float16)):
         made = uneven_copy(layers, heads, dim, copied, dtype)
         there = on(device, made.buffers)
         found = there.keys, there.values

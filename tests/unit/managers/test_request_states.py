@@ -69,6 +69,7 @@ def test_a_new_request_is_expected_to_be_like_those_before_it():
 def test_in_deterministic_mode_noise_is_the_requests_own_seed_or_stocks():
     deterministic = SimpleNamespace(enable_deterministic_inference=True, random_seed=3)
     assert noise_seed(request(sampling_seed=11), deterministic, 1) == 11
+    assert noise_seed(request(sampling_seed=0), deterministic, 1) == 0
     assert noise_seed(request(), deterministic, 1) == STOCK_DEFAULT_SEED
 
 

@@ -7,7 +7,7 @@ from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsPro
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_ext.managers.spec_decode.sampling import Row, SamplingCache, select_rows
+from sglang_ext.managers.spec_decode.sampling import Row, Sampling, SamplingCache, select_rows
 
 DISALLOWED = {"token_ids": [3]}
 
@@ -82,3 +82,24 @@ def test_what_depends_on_the_output_is_made_anew():
     penalized.sampling_info.custom_logit_processor = None
     penalized.sampling_info.acc_additive_penalties = torch.zeros(2, 8)
     assert kept(penalized, cache, states) is not kept(penalized, cache, states)
+    grammatical = batch((SamplingParams(temperature=0), SamplingParams(temperature=0)))
+    grammatical.sampling_info.has_custom_logit_processor, grammatical.sampling_info.custom_logit_processor = False, None
+    assert kept(grammatical, cache, states) is kept(grammatical, cache, states)
+    grammatical.reqs[1].grammar = object()
+    assert kept(grammatical, cache, states) is not kept(grammatical, cache, states)
+
+
+def test_so_many_samplings_are_kept_and_no_more():
+    asked, states = batch((SamplingParams(temperature=0),) * 2), [object(), object()]
+    cache = SamplingCache(model_runner=None, most=3)
+    asked.sampling_info.has_custom_logit_processor, asked.sampling_info.custom_logit_processor = False, None
+    for width in range(1, 20):
+        kept(asked, cache, states, width=width)
+        assert len(cache._kept) <= 3
+
+
+def test_rows_of_one_route_with_and_without_shared_noise_are_drawn_apart():
+    asked = batch((SamplingParams(temperature=1.0), SamplingParams(temperature=1.0)))
+    asked.seq_lens = torch.tensor([5, 6])
+    made = Sampling.of(None, asked, [Row(0, None), Row(1, 11), Row(0, None)], False)
+    assert [group.rows for group in made.groups] == [[0, 2], [1]]

@@ -1,0 +1,36 @@
+"""How verifications are divided: requests whose partial results fit the workspace, and tiles for GPUs with little shared memory."""
+
+from dataclasses import replace
+
+import pytest
+
+from sglang_ext.layers.kernels.verify_sizes import EXACT, choices, fast_blocks, groups
+
+
+@pytest.mark.parametrize(
+    ("room", "expected"),
+    [
+        (99, [(0, 3, 0, 39)]),
+        (39, [(0, 3, 0, 39)]),
+        (38, [(0, 2, 0, 34), (2, 3, 34, 39)]),
+        (33, [(0, 1, 0, 17), (1, 3, 17, 39)]),
+        (17, [(0, 1, 0, 17), (1, 2, 17, 34), (2, 3, 34, 39)]),
+    ],
+)
+def test_requests_go_together_as_long_as_all_of_their_tokens_fit(room, expected):
+    assert list(groups((17, 17, 5), room)) == expected
+
+
+def test_nobody_makes_no_group():
+    assert list(groups((), 5)) == []
+
+
+def test_smaller_tiles_of_a_decodes_arithmetic_differ_in_loads_ahead_alone():
+    assert choices(EXACT) == tuple(replace(EXACT, stages=stages) for stages in (2, 1))
+
+
+@pytest.mark.parametrize("rows", [1, 16, 17, 33, 48, 68, 129, 1000])
+def test_others_end_with_the_smallest_tile_and_all_rows_are_computed_by_each(rows):
+    tiles = choices(fast_blocks(rows, 256))
+    assert (tiles[-1].rows, tiles[-1].more_rows, tiles[-1].tokens, tiles[-1].stages) == (16, 0, 16, 1)
+    assert all(tile.rows >= 16 and tile.more_rows in (0, 16) for tile in tiles)
