@@ -264,6 +264,8 @@ def _collect(out: Sampled, group: Group, tokens: torch.Tensor, output: LogitsPro
 class SamplingCache:
     """Keeps a batch's samplings while the same requests run: making one takes a dozen operations on the device.
 
+    What is kept is a few numbers a row. Samplings that are as large as logits, and those that depend on the output, are made anew.
+
     Attributes:
         model_runner: the target's.
         most: samplings that are kept; those of some of the batch's requests are many.
@@ -294,7 +296,8 @@ class SamplingCache:
             logprobs: as for :meth:`Sampling.of`.
             rows: makes the rows, where they are needed.
         """
-        if _changes(batch.sampling_info) or any(req.grammar is not None for req in batch.reqs):
+        info = batch.sampling_info
+        if _changes(info) or info.logit_bias is not None or any(req.grammar is not None for req in batch.reqs):
             return Sampling.of(self.model_runner, batch, rows(), logprobs)
         owners = [*batch.reqs, *states]
         if len(owners) != len(self._owners) or any(a is not b for a, b in zip(owners, self._owners)):

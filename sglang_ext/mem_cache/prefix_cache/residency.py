@@ -69,6 +69,8 @@ class Holders:
             for node in path(holder.node):
                 if holder in (of_node := self.by_node.get(node, [])):
                     of_node.remove(holder)
+                    if not of_node:
+                        del self.by_node[node]
 
     def clear(self) -> None:
         """All requests are gone."""

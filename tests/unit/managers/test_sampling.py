@@ -12,7 +12,7 @@ from sglang_ext.managers.spec_decode.sampling import Row, Sampling, SamplingCach
 DISALLOWED = {"token_ids": [3]}
 
 
-def batch(params):
+def batch(params, **more):
     """A batch of two requests, of which the second has a logit processor."""
     info = SamplingBatchInfo(
         temperatures=torch.tensor([[0.5], [1.0]]),
@@ -31,10 +31,14 @@ def batch(params):
         custom_logit_processor={7: (DisallowedTokensLogitsProcessor(), torch.tensor([False, True]))},
         device="cpu",
     )
+    for name, value in more.items():
+        setattr(info, name, value)
     reqs = [SimpleNamespace(sampling_params=one, grammar=None) for one in params]
     return SimpleNamespace(sampling_info=info, reqs=reqs)
 
 
+# Of a batch whose samplings can be used again.
+PLAIN = {"logit_bias": None, "has_custom_logit_processor": False, "custom_logit_processor": None}
 PARAMS = (SamplingParams(temperature=0.5, top_p=0.9, top_k=40), SamplingParams(temperature=0, min_p=0.1))
 
 
@@ -62,9 +66,7 @@ def kept(asked, cache, states, width=2, requests=(0, 1)):
 
 def test_a_sampling_is_used_again_while_the_same_requests_run():
     params, states = (SamplingParams(temperature=0), SamplingParams(temperature=1.0)), [object(), object()]
-    asked, cache = batch(params), SamplingCache(model_runner=None)
-    asked.sampling_info.has_custom_logit_processor = False
-    asked.sampling_info.custom_logit_processor = None
+    asked, cache = batch(params, **PLAIN), SamplingCache(model_runner=None)
     first = kept(asked, cache, states)
     assert kept(asked, cache, states) is first
     assert kept(asked, cache, states, width=1) is not first and kept(asked, cache, states) is first
@@ -77,25 +79,30 @@ def test_a_sampling_is_used_again_while_the_same_requests_run():
 def test_what_depends_on_the_output_is_made_anew():
     asked, cache, states = batch(PARAMS), SamplingCache(model_runner=None), [object(), object()]
     assert kept(asked, cache, states) is not kept(asked, cache, states)
-    penalized = batch((SamplingParams(temperature=0), SamplingParams(temperature=0)))
-    penalized.sampling_info.has_custom_logit_processor = False
-    penalized.sampling_info.custom_logit_processor = None
+    penalized = batch((SamplingParams(temperature=0), SamplingParams(temperature=0)), **PLAIN)
     penalized.sampling_info.acc_additive_penalties = torch.zeros(2, 8)
     assert kept(penalized, cache, states) is not kept(penalized, cache, states)
-    grammatical = batch((SamplingParams(temperature=0), SamplingParams(temperature=0)))
-    grammatical.sampling_info.has_custom_logit_processor, grammatical.sampling_info.custom_logit_processor = False, None
+    grammatical = batch((SamplingParams(temperature=0), SamplingParams(temperature=0)), **PLAIN)
     assert kept(grammatical, cache, states) is kept(grammatical, cache, states)
     grammatical.reqs[1].grammar = object()
     assert kept(grammatical, cache, states) is not kept(grammatical, cache, states)
 
 
 def test_so_many_samplings_are_kept_and_no_more():
-    asked, states = batch((SamplingParams(temperature=0),) * 2), [object(), object()]
+    asked, states = batch((SamplingParams(temperature=0),) * 2, **PLAIN), [object(), object()]
     cache = SamplingCache(model_runner=None, most=3)
-    asked.sampling_info.has_custom_logit_processor, asked.sampling_info.custom_logit_processor = False, None
     for width in range(1, 20):
         kept(asked, cache, states, width=width)
         assert len(cache._kept) <= 3
+
+
+def test_nothing_as_large_as_logits_is_kept():
+    """A bias has a number for each token of the vocabulary: kept for each row of 64 samplings it would be gigabytes, charged to nobody."""
+    plain = {**PLAIN, "logit_bias": torch.arange(16.0).view(2, 8)}
+    asked, cache, states = batch((SamplingParams(temperature=0),) * 2, **plain), SamplingCache(model_runner=None), [object(), object()]
+    made = kept(asked, cache, states)
+    assert made.groups[0].batch.sampling_info.logit_bias.shape == (4, 8)
+    assert kept(asked, cache, states) is not made and not cache._kept
 
 
 def test_rows_of_one_route_with_and_without_shared_noise_are_drawn_apart():

@@ -76,6 +76,20 @@ def test_on_demand_the_largest_leaves_the_device_and_the_sums_stay_right():
     assert exact(made, second) and exact(made, first) and balanced(made)
 
 
+def test_nothing_is_kept_or_counted_of_those_that_are_gone():
+    """A server that idles has no next round in which the holders would be told anew."""
+    made, residency = world()
+    first, second = made.start(A), made.start(B)
+    track(made, first, second)
+    stored(made)
+    made.cache.evict(EvictParams(num_tokens=1000))
+    assert residency.offloaded_tokens == 16
+    residency.forget(first.req_pool_idx)
+    assert residency.offloaded_tokens == 8 and set(residency.holders.by_node) == set(path(second.last_node))
+    residency.forget(second.req_pool_idx)
+    assert residency.offloaded_tokens == 0 and not residency.holders.by_node and not residency.holders.by_row
+
+
 def test_always_all_leaves_as_soon_as_it_is_stored_and_what_is_read_stays():
     made, residency = world(always=True)
     req = made.start(A)
