@@ -1,11 +1,14 @@
 """Answers of parts of a batch come to the places of their requests, with their log-probabilities."""
 
+from types import SimpleNamespace
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
-from sglang_ext.managers.spec_decode.result import Answers, GatheredDrafts, Part, together
+from sglang_ext.managers.spec_decode.result import Answers, GatheredDrafts, Part, RoundResult, together
+from sglang_ext.managers.spec_decode.round import Round
 from sglang_ext.managers.spec_decode.sampling import Sampled
 
 
@@ -55,3 +58,15 @@ def test_drafts_of_several_rounds_stand_one_behind_the_other_and_a_row_without_a
     assert gathered.of(torch.tensor([3]), 4).tolist() == [[5, 6, 1, 2]]
     assert gathered.of(torch.tensor([1]), 6).tolist() == [[0, 0, 7, 8, 3, 4]]
     assert gathered.newest(rows, torch.tensor([4, 0]), torch.tensor([90, 91])).tolist() == [2, 91]
+
+
+def test_hidden_states_lie_where_sglang_looks_for_those_of_a_requests_first_token():
+    """It takes ``speculative_num_draft_tokens`` rows a request; who asks for hidden states answers one token a round."""
+    found = answers_of(range(2), 3, logprobs=False)
+    batch = SimpleNamespace(return_logprob=False, spec_info=SimpleNamespace(bonus_tokens=torch.tensor([8, 9])))
+    runner = SimpleNamespace(decode_cuda_graph_runner=None)
+    output = LogitsProcessorOutput(next_token_logits=None, hidden_states=torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    result = RoundResult.of(runner, batch, Round.of_nobody(), found, torch.tensor([5, 6]), output)
+    width = result.speculative_num_draft_tokens
+    assert width == 3 and len(result.logits_output.hidden_states) == len(result.next_token_ids) == 2 * width
+    assert result.logits_output.hidden_states[::width].tolist() == [[1.0, 2.0], [3.0, 4.0]]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sglang_ext.core import LONG_MEMORY, Acceptance, RequestState
 from sglang_ext.device import Mark
 from sglang_ext.managers.metrics import KVMetrics
-from sglang_ext.managers.spec_decode.draft_length import LOOK_SHARE, DraftLength, expected_tokens
+from sglang_ext.managers.spec_decode.draft_length import HYSTERESIS, LOOK_SHARE, DraftLength, expected_tokens
 from sglang_ext.managers.spec_decode.pace import Load, Pace, Spent
 from sglang_ext.managers.spec_decode.round import Round
 
@@ -79,6 +79,16 @@ def test_a_short_answer_of_a_hopeless_compressor_loses_little_even_at_first(batc
     chooser = DraftLength(16)
     _, speed = drive(chooser, (1.0, 0.9, 1.6), 0.0, 64, batch)
     assert speed > 0.98 * batch
+
+
+def test_a_length_is_kept_until_another_is_clearly_better():
+    chooser = DraftLength(16)
+    drive(chooser, (1.0, 0.3, 1.0), 0.8, 40)
+    load = Load.of([1000] * 4)
+    kept, rates = chooser.choose(load, [0.8] * 4).drafts, chooser._rates(chooser.times[load], [0.85] * 4)
+    assert rates.argmax() != kept and rates.max() < HYSTERESIS * rates[kept]
+    assert chooser.choose(load, [0.85] * 4).drafts == kept
+    assert chooser.choose(load, [0.97] * 4).drafts > kept
 
 
 class Requests:

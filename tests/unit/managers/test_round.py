@@ -39,13 +39,14 @@ class Views:
         return row not in self.lacking
 
     def __init__(self, full=(), lacking=()):
-        self.full, self.lacking, self.tails, self.copies = full, lacking, [], {}
+        self.full, self.lacking, self.tails, self.copies, self.headrooms = full, lacking, [], {}, []
         self.token_table = torch.arange(2 * ROWS * 600, dtype=torch.int32).view(2 * ROWS, 600)
 
     def get(self, row):
         return self.copies.get(row)
 
     def compress(self, row, tokens, headroom, prefix=None):
+        self.headrooms.append(headroom)
         if row in self.full:
             return False
         self.copies[row] = CompressedView(torch.arange(tokens // 4), tokens)
@@ -117,6 +118,13 @@ def test_who_has_a_copy_drafts_on_it_and_who_has_none_answers_meanwhile():
     assert planned.fallbacks == [0, NO_FREE_SLOTS, SHORT_CONTEXT]
     assert planned.answering == [1, 2] and planned.parts == [[0]]
     assert views.tails == [(1, 200)]
+
+
+@pytest.mark.parametrize(("wanted", "tokens"), [(4, 5), (20, 9)])
+def test_a_copy_leaves_the_slots_of_two_rounds_of_all_requests(wanted, tokens):
+    views = Views()
+    plan(batch([200, 300, 40]), states(3), wanted, views)
+    assert views.headrooms == [2 * tokens * 3] * 2
 
 
 def test_who_lacks_queries_drafts_on_full_kv_though_nobody_has_a_copy():

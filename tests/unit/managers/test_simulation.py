@@ -27,6 +27,11 @@ def test_accepted_lengths_have_the_mean_of_that_probability(probability):
     assert abs(lucky.long().cumprod(1).sum(1).double().mean().item() - expected) < 0.15
 
 
+def test_each_request_is_drawn_by_its_own_probability():
+    lucky = simulation(0.5).draw(torch.zeros(3, 200), torch.tensor([0.0, 1.0, 0.5])).float().mean(1)
+    assert lucky[:2].tolist() == [0, 1] and 0.3 < lucky[2] < 0.7
+
+
 ASKED = [None, {}, {"kv_acceptance": None}, "much", {"kv_acceptance": 0.25}, {"kv_acceptance": 0}]
 
 
