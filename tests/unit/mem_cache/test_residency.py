@@ -124,6 +124,29 @@ def test_what_others_need_or_a_copy_does_not_cover_stays():
     assert req.last_node.host_value is None
 
 
+def test_what_is_stored_already_stays_too_where_the_copy_does_not_cover_it():
+    """An earlier request may have left a host copy of all of the node."""
+    made, residency = world()
+    made.finish(made.start(A))
+    assert made.cache.host.back_up(made.node(A)).wait() is None
+    req = made.start([*A, 9, 10])
+    track(made, req, covered=6)
+    assert made.cache.host.is_stored(made.node(A)) and residency.drop(100) == 0 and balanced(made)
+    track(made, req, covered=8)
+    assert residency.drop(100) == 8
+
+
+def test_what_the_host_has_no_room_for_is_not_offered_to_requests_that_wait():
+    made, residency = world(host_pages=4)
+    first, second, third = made.start(A), made.start(B), made.start([21, 22, 23, 24, 25, 26, 27, 28])
+    track(made, first, second, third)
+    stored(made)
+    on_host = sum(req.last_node.host_value is not None for req in (first, second, third))
+    assert on_host == 1 and len(residency._droppable()) == 1
+    # As much as the longest reload takes is kept back: nothing is left.
+    assert residency.offered_tokens == made.cache.evictable_size() == 0 and balanced(made)
+
+
 def test_without_room_a_load_is_not_begun_and_nothing_is_lost():
     made, residency = world(slots=16)
     req = made.start(A)

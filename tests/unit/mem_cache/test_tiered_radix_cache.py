@@ -427,3 +427,29 @@ def test_an_idle_scheduler_looks_at_what_changed_once(monkeypatch, caplog):
     monkeypatch.setenv("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE", "0")
     check()
     assert "4 device slots" in caplog.text
+
+
+def test_answers_of_copies_alone_do_not_enter_the_tree():
+    """In lossy mode the KV of generated tokens is of what copies said, and no prompt's."""
+    world = World()
+    world.cache.serve(None, keeps_answers=False)
+    req = world.start(A)
+    req.output_ids.extend([31, 32, 33, 34])
+    assert world.extend(req, len(req.tokens))
+    world.finish(req)
+    assert world.match([*A, 31, 32, 33, 34]).last_device_node is world.node(A)
+    world.check()
+    world.empty()
+
+
+def test_who_writes_beside_loads_is_told_of_their_slots_before():
+    world, told = World(), []
+    world.cache.use_host(world.tier, about_to_write=lambda slots: told.append((slots.tolist(), world.kv[slots, 0, 0].tolist())))
+    done(world, A)
+    node = world.node(A)
+    assert world.offload(node) == len(A)
+    world.kv.fill_(-1)
+    world.cache.reloads.finish(world.cache.reloads.load_back([node]))
+    assert told == [(node.value.tolist(), [-1] * len(A))]
+    world.check()
+    world.empty()
