@@ -274,10 +274,12 @@ def test_who_sends_more_than_was_granted_is_dropped(ends):
     assert sink.parts == []
 
 
-def test_a_peer_with_other_settings_or_version_is_refused_by_name(ends, caplog):
-    server, listener = ends.server(), Listener()
-    link = ends.link(server.endpoint, settings=msgspec.structs.replace(SETTINGS, page_size=128))
+def test_a_peer_with_other_settings_or_version_is_refused_by_name(ends, tmp_path, caplog):
+    endpoint, listener = f"ipc://{tmp_path}/link/rank0", Listener()
+    link = ends.link(endpoint, settings=msgspec.structs.replace(SETTINGS, page_size=128))
     link.open(1, shape(1), listener)
+    # The receiver comes when a room waits already: the room is told, and so is who comes after.
+    server = ends.server(endpoint)
     until(lambda: listener.reasons)
     assert "page_size is 256 at the receiver and 128 at the sender; give both" in listener.reasons[1]
     with pytest.raises(LinkError, match="page_size is 256 at the receiver"):
