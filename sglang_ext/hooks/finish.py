@@ -8,16 +8,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
     from sglang.srt.managers.schedule_batch import Req
-    from sglang.srt.session.session_controller import Session
 
 
 def end_at_first(original: Callable, req: "Req", new_accepted_len: int = 1) -> None:
     """Hook around ``update_finish_state``: look for an end after each new token.
 
-    Tokens after the end stay in ``output_ids``, as their KV is in the pool; ``finished_len`` excludes
-    them. An abort that came meanwhile ends what has no end of its own.
+    Tokens after the end stay in ``output_ids``; ``finished_len`` excludes them. Of a round none comes (:func:`tokens_to_end`). An
+    abort that came meanwhile ends what has no end of its own.
     """
     if new_accepted_len <= 1 or req.finished():
         original(req, new_accepted_len)
@@ -38,12 +36,16 @@ def end_at_first(original: Callable, req: "Req", new_accepted_len: int = 1) -> N
     req.output_ids.extend(newest[count:])
 
 
-def go_on_from_end(original: Callable, session: "Session", req: "TokenizedGenerateReqInput", *args, **more) -> "Req":
-    """Hook around ``Session.create_req``: a turn goes on from where the one before ended.
-
-    SGLang takes all of that one's ``output_ids``, which hold what was accepted after its end; nobody else reads these by now.
-    """
-    node = session.req_nodes.get(req.session_params.rid)
-    if node is not None and node.req.finished() and node.req.finished_len is not None:
-        del node.req.output_ids[node.req.finished_len :]
-    return original(session, req, *args, **more)
+def tokens_to_end(req: "Req", tokens: list[int]) -> int:
+    """Of ``tokens`` that come together, those up to the first that ends the output. The request stays as it is."""
+    before, abort, req.to_finish = len(req.output_ids), req.to_finish, None
+    for token in tokens:
+        req.output_ids.append(token)
+        req.update_finish_state(1)
+        if req.finished():
+            break
+    count = len(req.output_ids) - before
+    del req.output_ids[before:]
+    req.finished_reason = req.finished_len = None
+    req.to_finish = abort
+    return count

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.managers.utils import GenerationBatchResult
 
+from sglang_ext.hooks.finish import tokens_to_end
 from sglang_ext.managers.spec_decode.result import RoundResult
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ def process_emitted(original: Callable, processor, batch: "ScheduleBatch", resul
         result.copy_done.synchronize()
     if isinstance(result, RoundResult) and result.requests is not None:
         batch = _subset(batch, result.requests)
+    _end_at_ends(batch, result)
     processor.model_worker.account(batch, result)
     _end_aborted(processor, batch, result)
     emitting = [i for i, count in enumerate(result.accept_lens.tolist()) if count > 0]
@@ -31,6 +33,18 @@ def process_emitted(original: Callable, processor, batch: "ScheduleBatch", resul
     if len(emitting) < len(batch.reqs):
         batch, result = _subset(batch, emitting), _result_subset(result, emitting)
     return _advance_grammars_last(original, processor, batch, result)
+
+
+def _end_at_ends(batch: "ScheduleBatch", result) -> None:
+    """Leave out what a round gave after the end of an output: nobody shall read, keep or count it."""
+    stride = result.speculative_num_draft_tokens
+    for i, (req, count) in enumerate(zip(batch.reqs, result.accept_lens.tolist())):
+        if count <= 1 or req.finished() or req.is_retracted:
+            continue
+        kept = tokens_to_end(req, result.next_token_ids[i * stride : i * stride + count].tolist())
+        if kept < count:
+            result.accept_lens[i] = kept
+            result.ended.add(i)
 
 
 def _end_aborted(processor, batch: "ScheduleBatch", result) -> None:

@@ -70,11 +70,11 @@ HOOKS: tuple[Hook, ...] = (
         process="scheduler",
     ),
     Hook(
-        target="sglang.srt.session.session_controller.Session.create_req",
+        target="sglang.srt.speculative.eagle_utils.eagle_prepare_for_decode",
         kind="around",
-        hook="sglang_ext.hooks.finish.go_on_from_end",
-        why="a session's next turn follows what was answered, not the tokens accepted after its end",
-        expects=("self", "req", "tokenizer", "vocab_size", "eos_token_ids"),
+        hook="sglang_ext.hooks.reserve.reserve_to_the_end",
+        why="slots that are taken ahead of a request shall end where its answer does, or a prompt that fits would not",
+        expects=("batch",),
         process="scheduler",
     ),
     Hook(

@@ -26,6 +26,23 @@ def test_a_pool_too_small_and_retractions_keep_the_output(retracting, prompts, e
     assert retracting.alive()
 
 
+def test_a_prompt_whose_answer_just_fits_the_pool_is_answered(stock, retracting, prompts):
+    # Stock's pool of 1,400 slots takes no longer one.
+    body = {"input_ids": [*prompts[3], *prompts[3][:680]], **greedy(18)}
+    expected, found = (server.ask(**body) for server in (stock, retracting))
+    assert len(found["output_ids"]) == 18 and found["output_ids"] == expected["output_ids"]
+
+
+def test_what_was_accepted_after_an_end_is_neither_kept_nor_counted(stock, retracting, prompts):
+    whole = stock.ask(input_ids=prompts[1], **greedy(EXPECTED_TOKENS))["output_ids"]
+    for end in range(2, EXPECTED_TOKENS, 3):
+        found = retracting.ask(input_ids=prompts[1], **greedy(EXPECTED_TOKENS, stop_token_ids=[whole[end]], ignore_eos=False))
+        told, count = found["meta_info"], len(found["output_ids"])
+        assert found["output_ids"] == whole[: whole.index(whole[end]) + 1]
+        assert told["completion_tokens"] == count
+        assert told["kv_accepted"] + told["kv_verifies"] < count
+
+
 def test_a_retracted_request_keeps_what_it_was_penalized_for(retracting, prompts, penalized):
     for body, theirs in penalized:
         ours, _ = retracting.ask_beside({"input_ids": prompts[2], **greedy(120)}, **body)

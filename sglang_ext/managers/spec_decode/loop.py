@@ -23,6 +23,7 @@ from sglang_ext.managers import integrity, meta_info
 from sglang_ext.managers.offload.policy import OffloadPolicy
 from sglang_ext.managers.spec_decode.draft_length import DraftLength
 from sglang_ext.managers.spec_decode.pace import FixedLength, Pace
+from sglang_ext.managers.spec_decode.requests import end_of_answer
 from sglang_ext.managers.spec_decode.result import Answers, GatheredDrafts, Part, RoundResult, together
 from sglang_ext.managers.spec_decode.round import OnDevice, Round, RoundPlanner
 from sglang_ext.managers.spec_decode.sampling import Sampled, pick_requests
@@ -103,7 +104,8 @@ class DecodeLoop:
         self.pace.drafted()
         parts = [self.verifier.verify(batch, round_, part, tokens, self.gathered) for part in round_.parts]
         if round_.answering:
-            parts.append(Part(round_.answering, Answers.of_steps(steps, tokens, round_.answering)))
+            counts = [round_.answers(i) for i in round_.answering]
+            parts.append(Part(round_.answering, Answers.of_steps(steps, tokens, round_.answering, counts)))
         answers = together(parts, batch.seq_lens, batch.return_logprob)
         if lengths is None:
             lengths = batch.seq_lens + answers.accepted
@@ -149,8 +151,9 @@ class DecodeLoop:
         table, due = self.steps.table, set(round_.due)
         written, exact = [], {}
         for i, (req, state, start) in enumerate(zip(batch.reqs, round_.states, round_.starts)):
-            length, end = round_.lengths[i], start + round_.steps
-            written.append(table[state.row, length if i in due else start : end + (i in due)].long())
+            # What lies beyond the answer's end is written to SGLang's padding page.
+            length, end = round_.lengths[i], min(start + round_.steps + (i in due), end_of_answer(req))
+            written.append(table[state.row, length if i in due else start : end].long())
             exact[state.row] = range(req.cache_protected_len if self.turns.is_stale(state.row) else 0, length)
         integrity.check(exact, torch.cat(written), self.worker.views)
 
@@ -159,7 +162,7 @@ class DecodeLoop:
         if round_.parts:
             return None
         answering = set(round_.answering)
-        answers = [round_.steps * (i in answering) for i in range(len(round_.states))]
+        answers = [round_.answers(i) * (i in answering) for i in range(len(round_.states))]
         return batch.seq_lens + to_device(answers, batch.seq_lens.device)
 
     def _step(
@@ -188,9 +191,11 @@ class DecodeLoop:
             elif round_.is_draft(i) and i not in answering:
                 metrics.count_drafts(round_.steps)
                 if i in due:
-                    state.count_verify(round_.offered(i), answers - 1)
+                    # A draft after the end of the output was not wrong.
+                    offered = answers - 1 if i in result.ended else min(round_.offered(i), round_.left[i] - 1)
+                    state.count_verify(offered, answers - 1)
                     metrics.count_verify(answers)
-                    self.worker.requests.typical.observe(round_.offered(i), answers - 1)
+                    self.worker.requests.typical.observe(offered, answers - 1)
             state.fallback = round_.fallbacks[i]
             meta_info.fill(req, state)
         self.observe_pool()

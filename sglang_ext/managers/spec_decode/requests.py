@@ -85,6 +85,11 @@ def fallback_reason(req: "Req") -> int:
     return 0
 
 
+def end_of_answer(req: "Req") -> int:
+    """Tokens whose KV a request has when its output is as long as it asked for: that of the last one is never computed."""
+    return len(req.origin_input_ids) + req.sampling_params.max_new_tokens - 1
+
+
 # SGLang's seed, under --enable-deterministic-inference, for requests that bring none.
 STOCK_DEFAULT_SEED = 42
 

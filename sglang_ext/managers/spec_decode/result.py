@@ -2,7 +2,7 @@
 verification.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,9 +35,20 @@ class Answers:
 
     @classmethod
     def of_steps(
-        cls, steps: list[tuple[LogitsProcessorOutput, Sampled]], tokens: torch.Tensor, requests: list[int]
+        cls,
+        steps: list[tuple[LogitsProcessorOutput, Sampled]],
+        tokens: torch.Tensor,
+        requests: list[int],
+        counts: list[int],
     ) -> "Answers":
-        """What steps gave some ``requests``, by their places in order; ``tokens``: int64 [all requests, steps]."""
+        """What steps gave some ``requests``, by their places in order.
+
+        Args:
+            steps: of all requests.
+            tokens: int64 [all requests, steps], theirs.
+            requests: those that answer.
+            counts: how many tokens each of these still lacks, of those of the steps.
+        """
         found = [sampled for _, sampled in steps]
         where = slice(None) if len(requests) == len(tokens) else to_device(requests, tokens.device)
         tokens = tokens[where]
@@ -46,7 +57,9 @@ class Answers:
             sampled.logprobs = torch.stack([each.logprobs for each in found], dim=1)[where].flatten()
             sampled.top = [each.top[i] for i in requests for each in found]
             sampled.chosen = [each.chosen[i] for i in requests for each in found]
-        return cls(tokens, tokens.new_full((len(requests),), len(steps)), sampled)
+        whole = min(counts) == len(steps)
+        accepted = tokens.new_full((len(requests),), len(steps)) if whole else to_device(counts, tokens.device)
+        return cls(tokens, accepted, sampled)
 
     @property
     def width(self) -> int:
@@ -111,10 +124,13 @@ class RoundResult(GenerationBatchResult):
     Attributes:
         round: what the requests did.
         requests: places in SGLang's batch of the requests that it is of; None where these are all (loop.py).
+        ended: places, among those that it is of, of requests whose output ended before their last token; SGLang's results are
+            processed with these tokens left out (hooks/processing.py).
     """
 
     round: Round | None = None
     requests: list[int] | None = None
+    ended: set[int] = field(default_factory=set)
 
     @classmethod
     def of_nobody(cls, like: torch.Tensor) -> "RoundResult":

@@ -15,6 +15,7 @@ from sglang_ext.config.options import WIDE_REQUESTS
 from sglang_ext.core import FALLBACK_REASONS, RequestState
 from sglang_ext.managers.spec_decode.copy_policy import CURABLE, NO_QUERIES, SLOWER, ensure_copy
 from sglang_ext.managers.spec_decode.pace import Choice
+from sglang_ext.managers.spec_decode.requests import end_of_answer
 from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class Round:
         viewed: tokens in that row before the round.
         fallbacks: why each request reads its full KV in this round; 0 where it does not, or needs no draft.
         answering: requests whose steps give answers; the others draft.
+        left: tokens that each request's output lacks; none of one that ended in the round before, which SGLang does not know yet.
         parts: requests that are verified at its end, by the forwards that do so.
         early: requests that draft on the anchor of their full KV.
         trial: whether it only looks if drafting pays, on few copies.
@@ -59,6 +61,7 @@ class Round:
     viewed: list[int]
     fallbacks: list[int]
     answering: list[int]
+    left: list[int]
     parts: list[list[int]] = field(default_factory=list)
     early: list[int] = field(default_factory=list)
     trial: bool = False
@@ -67,7 +70,7 @@ class Round:
     @classmethod
     def of_nobody(cls) -> "Round":
         """Without requests."""
-        return cls([], 0, [], [], [], [], [], [])
+        return cls([], 0, [], [], [], [], [], [], [])
 
     @cached_property
     def due(self) -> list[int]:
@@ -101,6 +104,10 @@ class Round:
     def on_copy(self, i: int) -> bool:
         """Whether a request reads a compressed copy before the verification."""
         return self.rows[i] != self.states[i].row
+
+    def answers(self, i: int) -> int:
+        """Tokens that the steps give a request that answers: no more than its output lacks."""
+        return min(self.steps, self.left[i])
 
     def is_draft(self, i: int) -> bool:
         """Whether what a request does tells of drafts: those on full KV are never wrong."""
@@ -266,7 +273,7 @@ class RoundPlanner:
         count = len(states)
         self.turns.begin(self._drafting_on_copies(batch.reqs, states), iteration_seconds)
         requests = [
-            Candidate(req, state, length, req.sampling_params.max_new_tokens - len(req.output_ids))
+            Candidate(req, state, length, max(0, end_of_answer(req) - length))
             for req, state, length in zip(batch.reqs, states, lengths)
         ]
         most = min(wanted.drafts or PLAIN_STEPS, self.longest)
@@ -304,6 +311,7 @@ class RoundPlanner:
             viewed=[*viewed],
             fallbacks=[each.role.reason for each in requests],
             answering=[i for i, each in enumerate(requests) if not each.role.drafts],
+            left=[each.left for each in requests],
             parts=self._parts(due, [before + steps for before in gathered]),
             early=early,
             trial=wanted.trial and any(each.role.drafts and not each.role.early for each in requests),

@@ -70,8 +70,9 @@ class Verifier:
         width = len(positions) // len(requests)
         sampled = self.steps.verifying(batch, round_, requests, width, walks).draw(output.next_token_logits, positions)
         answers = sampled.tokens.view(len(requests), width)
-        # After a draft that a grammar refuses, or that ends it, rows are not masked.
+        # After a draft that a grammar refuses, or that ends it, rows are not masked; after the output's last token KV has no slots.
         most = [min(count, walks[i].answers - 1) if i in walks else count for i, count in zip(requests, offered)]
+        most = [min(count, max(0, round_.left[i] - 1)) for i, count in zip(requests, most)]
         accepted = self._agreed(part, answers, drafts, most) + 1
         return Part(requests, Answers(answers, accepted, sampled))
 

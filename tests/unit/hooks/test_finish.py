@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_ext.hooks.finish import end_at_first, go_on_from_end
+from sglang_ext.hooks.finish import end_at_first, tokens_to_end
 
 LETTERS = "abcd"
 END = LETTERS.index("d")
@@ -94,19 +94,25 @@ def test_an_abort_does_not_show_what_follows_an_end():
     assert answer(req) == one_by_one([0, 1, 2], {"max_new_tokens": 8, "stop": ["b"]})
 
 
-def test_a_turn_of_a_session_goes_on_from_the_end_of_the_one_before():
-    # Tokens accepted after the end stay in output_ids, of which SGLang makes the next turn's prompt.
-    req = make_request(max_new_tokens=9, temperature=0)
-    req.output_ids.extend([0, 1, END, 2, 0])
-    end_at_first(Req.update_finish_state, req, 5)
-    assert list(req.output_ids) == [0, 1, END, 2, 0]
-    session = SimpleNamespace(req_nodes={"first": SimpleNamespace(req=req)})
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=10), st.integers(0, 4), stops)
+def test_tokens_after_an_end_are_left_out_and_the_request_is_as_it_was(tokens, before, params):
+    params = {"stop": None, **params}
+    req = make_request(**params)
+    for token in tokens[:before]:
+        req.output_ids.append(token)
+        Req.update_finish_state(req)
+        if req.finished():
+            return
+    rest = tokens[before:]
+    count = tokens_to_end(req, rest)
+    assert list(req.output_ids) == tokens[:before]
+    assert req.finished_reason is req.finished_len is req.to_finish is None
+    answered, _ = one_by_one(tokens, params)
+    assert tokens[:before] + rest[:count] == answered
 
-    def create(of, asked, tokenizer, vocab_size, eos_token_ids=None):
-        return [*of.req_nodes["first"].req.output_ids, *asked.input_ids]
 
-    def turn(rid):
-        return SimpleNamespace(session_params=SimpleNamespace(rid=rid), input_ids=[2])
-
-    assert go_on_from_end(create, session, turn(None), None, 4, eos_token_ids=None) == [0, 1, END, 2, 0, 2]
-    assert go_on_from_end(create, session, turn("first"), None, 4, eos_token_ids=None) == [0, 1, END, 2]
+def test_an_abort_that_waits_goes_on_waiting_while_the_end_is_looked_for():
+    req = make_request(max_new_tokens=8, stop=["b"])
+    req.to_finish = FINISH_ABORT("gone")
+    assert tokens_to_end(req, [0, 1, 2]) == 2
+    assert isinstance(req.to_finish, FINISH_ABORT) and not req.finished()

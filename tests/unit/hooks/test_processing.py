@@ -17,9 +17,18 @@ from sglang_ext.mem_cache.compressors import catalogue
 
 
 def request(name, grammar=None):
-    return SimpleNamespace(
-        name=name, grammar=grammar, finished=lambda: False, to_finish=None, is_retracted=False, return_logprob=name == "a"
+    """One that has put out nothing and ends at token 6."""
+    made = SimpleNamespace(
+        name=name, grammar=grammar, to_finish=None, is_retracted=False, return_logprob=name == "a", output_ids=[],
+        finished_reason=None, finished_len=None,
     )
+    made.finished = lambda: made.finished_reason is not None
+
+    def update_finish_state(count):
+        made.finished_reason = "end" if 6 in made.output_ids[-count:] else None
+
+    made.update_finish_state = update_finish_state
+    return made
 
 
 def make_result(return_logprob=True):
@@ -58,6 +67,18 @@ def test_requests_that_only_drafted_are_left_out_of_processing():
     assert part.accept_lens.tolist() == [2, 1]
     assert part.logits_output.next_token_logprobs.shape == (2, 4)
     assert len(part.logits_output.next_token_top_logprobs_val) == 8
+
+
+def test_what_a_round_gave_after_an_end_is_neither_counted_nor_processed():
+    batch, result = make_result()
+    result.next_token_ids = torch.tensor([[1, 6, 5, 5], [0, 0, 0, 0], [3, 5, 5, 5]]).flatten()
+    result.accept_lens = torch.tensor([4, 0, 4])
+    seen, processor = [], Processor()
+    process_emitted(lambda _, b, r: seen.append(r.accept_lens.tolist()), processor, batch, result)
+    ((_, counted),) = processor.counted
+    assert (counted.accept_lens.tolist(), counted.ended) == ([2, 0, 4], {0})
+    assert seen == [[2, 4]]
+    assert all(req.output_ids == [] and not req.finished() for req in batch.reqs)
 
 
 def test_a_grammar_advances_after_the_request_was_processed():

@@ -66,7 +66,7 @@ def test_all_steps_of_a_round_in_which_one_request_reads_a_copy_read_copies(monk
     steps = Steps(worker)
     steps._stepping = lambda *_: SimpleNamespace(draw=lambda *_: SimpleNamespace(tokens=torch.zeros(2, dtype=torch.int64)))
     states = [SimpleNamespace(row=row, fallback=0) for row in (1, 2)]
-    round_ = Round(states, 3, [20, 20], [0, 0], rows, [20, 5], [0, 0], answering=[] if drafts else [0, 1])
+    round_ = Round(states, 3, [20, 20], [0, 0], rows, [20, 5], [0, 0], answering=[] if drafts else [0, 1], left=[40, 40])
     lengths = torch.tensor([20, 20])
     batch = SimpleNamespace(seq_lens=lengths, req_pool_indices=torch.tensor([1, 2]), return_logprob=False)
     steps.run(batch, round_, torch.zeros(2, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.int64), lengths)

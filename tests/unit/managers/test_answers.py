@@ -46,8 +46,8 @@ def test_of_steps_the_tokens_and_log_probabilities_of_some_requests_are_picked()
     steps = [(nothing, answers_of(range(4), 1, logprobs=True).sampled) for _ in range(2)]
     steps[1][1].logprobs.add_(5)
     tokens = torch.stack([sampled.tokens for _, sampled in steps], 1)
-    found = Answers.of_steps(steps, tokens, [3, 1])
-    assert found.tokens.tolist() == [[30, 30], [10, 10]] and found.accepted.tolist() == [2, 2]
+    found = Answers.of_steps(steps, tokens, [3, 1], [len(steps), 1])
+    assert found.tokens.tolist() == [[30, 30], [10, 10]] and found.accepted.tolist() == [2, 1]
     assert found.sampled.logprobs.tolist() == [30, 35, 10, 15] and found.sampled.chosen[2] == ([10.0], [10])
 
 

@@ -180,7 +180,7 @@ def rounds(toy, states, reqs, count, late=False):
                 if i in result.round.due:
                     seen.append((state.row, result.round.offered(i), accepted - 1))
                 else:
-                    assert accepted == result.round.steps * (i in result.round.answering)
+                    assert accepted == result.round.answers(i) * (i in result.round.answering)
             assert result.new_seq_lens.tolist() == [len(toy.committed[s.row]) - 1 for s in states]
             waiting.append((batch, result))
             if not late or len(waiting) > 1:
@@ -189,7 +189,7 @@ def rounds(toy, states, reqs, count, late=False):
 
 
 def asked(missing=10**6):
-    return request(missing, last_node=None, cache_protected_len=PROMPT)
+    return request(missing, PROMPT, last_node=None, cache_protected_len=PROMPT)
 
 
 def make(count, away=(), rounds=1, full=(), bandwidth=1e12, stays=False, drafts=DRAFTS, longest=LONGEST):
@@ -348,8 +348,9 @@ def test_in_any_company_the_tokens_are_those_of_full_kv(count, data):
     for i in range(12):
         # Who must be looked at comes and goes.
         states[0].fallback = FALLBACK_REASONS.index("penalty") if data.draw(st.booleans()) else 0
-        for kind, req in zip(kinds, reqs):
-            req.sampling_params.max_new_tokens = data.draw(st.integers(1, 3)) if kind == "last" else 10**6
+        for kind, state, req in zip(kinds, states, reqs):
+            given = len(toy.committed[state.row]) - 1 - PROMPT
+            req.sampling_params.max_new_tokens = given + data.draw(st.integers(0, 3)) if kind == "last" else 10**6
         if data.draw(st.booleans()):
             toy.worker.views.copies.pop(data.draw(st.integers(1, count)), None)
         rounds(toy, states, reqs, 2, late)

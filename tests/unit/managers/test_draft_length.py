@@ -224,7 +224,7 @@ class Machine:
         self.pace.begin(lengths, states)
         self.now += planning
         rows = list(range(len(states)))
-        self.pace.planned(Round(states, drafts or 2, lengths, rows, rows, rows, rows, [] if drafts else rows, [rows] if drafts else []))
+        self.pace.planned(Round(states, drafts or 2, lengths, rows, rows, rows, rows, [] if drafts else rows, [40] * len(rows), [rows] if drafts else []))
         self.now += drafting
         self.pace.drafted()
         self.now += rest - turnaround
@@ -266,7 +266,7 @@ def test_short_rounds_whose_drafts_gather_are_learned_from_together():
     states = [RequestState(rid=str(i), row=i, seed=0) for i in rows]
 
     def short(due):
-        return Round(states, 1, [500, 500], rows, [8, 9], rows, [0, 0], answering=[1], parts=[[0]] if due else [], held=True)
+        return Round(states, 1, [500, 500], rows, [8, 9], rows, [0, 0], answering=[1], left=[40, 40], parts=[[0]] if due else [], held=True)
 
     spent = Spent(drafts=1, steps=0, copying=0.1, drafting=1.0, whole=1.5)
     assert pace._gathered(short(False), spent) is pace._gathered(short(False), spent) is None

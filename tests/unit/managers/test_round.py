@@ -68,10 +68,11 @@ class Views:
         return row + ROWS
 
 
-def request(missing=40, **more):
+def request(missing=40, prompt=0, **more):
+    """One whose output lacks ``missing`` tokens once it has one more than ``prompt``, of which the KV of the last is not known."""
     params = SimpleNamespace(max_new_tokens=missing)
     state = {"grammar": None, "return_logprob": False, "custom_logit_processor": None, "return_hidden_states": False, "last_node": None, "is_retracted": False, "spec_cap_lens_histogram": [], **more}
-    return SimpleNamespace(sampling_params=params, output_ids=[], finished=lambda: False, **state)
+    return SimpleNamespace(sampling_params=params, output_ids=[], origin_input_ids=range(prompt + 1), finished=lambda: False, **state)
 
 
 def loop(views=None):
@@ -99,6 +100,8 @@ def plan(asked, found, wanted, views=None, lossy=False):
 
 def batch(lengths, reqs=None):
     reqs = reqs or [request() for _ in lengths]
+    for req, length in zip(reqs, lengths):
+        req.origin_input_ids = range(length + 1)
     return SimpleNamespace(
         reqs=reqs, seq_lens=torch.tensor(lengths), seq_lens_cpu=torch.tensor(lengths), return_logprob=False,
         req_pool_indices=torch.arange(1, len(lengths) + 1), spec_info=SimpleNamespace(bonus_tokens=torch.full((len(lengths),), 9)),
@@ -264,7 +267,7 @@ def test_without_drafts_a_few_tokens_are_decoded_at_once_where_nothing_forbids_i
 
 def a_round(steps, drafts=True, parts=((0,),), **more):
     """Of one request, which drafts or answers."""
-    given = {"fallbacks": [0 if drafts else SLOWER], "answering": [] if drafts else [0], **more}
+    given = {"fallbacks": [0 if drafts else SLOWER], "answering": [] if drafts else [0], "left": [40], **more}
     return Round(states(1), steps, [100], [0], [1 + ROWS if drafts else 1], [100], parts=[list(p) for p in parts] if drafts else [], **given)
 
 
@@ -344,6 +347,28 @@ def test_a_captured_verification_is_aimed_before_it_is_replayed():
     part = verifier.verify(asked, planned, [0, 1], torch.tensor([[1, 2, 3], [1, 2, 3]]), None)
     assert seen == [(Recorded(1, 0, 5, 200), Recorded(2, 5, 10, 300)), "replay"]
     assert part.answers.accepted.tolist() == [4, 3] and part.answers.width == 5, "the graph is wider than the drafts"
+
+
+def test_an_answer_gets_no_more_tokens_than_it_lacks():
+    asked = batch([200, 300, 40, 40], [request(2), request(9), request(2), request(0)])
+    planned = plan(asked, states(4), 4)
+    assert planned.steps == 4 and planned.left == [2, 9, 2, 0]
+    assert planned.due == [0, 1] and [planned.answers(i) for i in planned.answering] == [2, 0]
+    worker = SimpleNamespace(queries=SimpleNamespace(aim=lambda recorded: None))
+    graph = SimpleNamespace(width=5, verify=lambda batch, inputs: LogitsProcessorOutput(next_token_logits=None))
+    draw = SimpleNamespace(draw=lambda logits, positions: sampled([1, 2, 3, 4, 5] * 2))
+    steps = SimpleNamespace(slots=lambda *_: torch.zeros(2, 5), verifying=lambda *_: draw)
+    verifier = Verifier(worker, steps, SimpleNamespace(fit=lambda count, width: graph), None)
+    part = verifier.verify(batch([200, 300]), planned, [0, 1], torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4]]), None)
+    assert part.answers.accepted.tolist() == [2, 5]
+
+
+def test_a_draft_after_the_end_of_an_output_counts_neither_as_right_nor_as_wrong():
+    found, result, _ = outcome([1, 2], [1, 2, 0])
+    result.accept_lens, result.ended = torch.tensor([2]), {0}
+    found.account(batch([100]), result)
+    state = result.round.states[0]
+    assert (state.verifies, state.offered, state.accepted) == (1, 1, 1)
 
 
 def test_the_scheduler_does_not_take_an_earlier_event_for_the_end_of_the_round():
