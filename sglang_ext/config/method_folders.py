@@ -33,6 +33,7 @@ def check(args: "KVServerArgs", compressors: tuple[str, ...]) -> None:
                 f"{wanted.flag} is {folder!r} with --kv-compressor {', '.join(compressors)}, which reads none: pass "
                 f"--kv-compressor {name}, or leave it out"
             )
-        if folder is not None and not Path(folder).is_dir():
+        # An empty name would be the working folder.
+        if folder is not None and not (folder and Path(folder).is_dir()):
             module = wanted.maker.split()[0]
             raise OptionError(f"{wanted.flag} is {folder!r}, which is no folder: pass one that python -m {module} wrote to")

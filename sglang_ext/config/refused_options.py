@@ -53,7 +53,7 @@ CACHES: tuple[Refusal, ...] = (
         "--disable-radix-cache",
         lambda args: args.disable_radix_cache and bool(args.kv_host_gb),
         "--kv-host-gb keeps prefixes of the tree, and there would be none",
-        "leave out one of the two",
+        "leave out --disable-radix-cache, or --kv-host-gb",
     ),
     Refusal(
         "--kv-cache-dtype",
