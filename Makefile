@@ -80,7 +80,12 @@ ASKED_PORT := $(patsubst --port=%,%,$(lastword $(filter --port=%,$(subst --port 
 SERVED_PORT := $(or $(ASKED_PORT),$(PORT))
 
 port-is-free:
-	@if (exec 3<>'/dev/tcp/127.0.0.1/$(SERVED_PORT)') 2>/dev/null; then
+	@case '$(SERVED_PORT)' in *[!0-9]* | ??????*) number=0 ;; *) number=$$((10#0$(SERVED_PORT))) ;; esac
+	if [ "$$number" -lt 1 ] || [ "$$number" -gt 65535 ]; then
+		echo "the port is '$(SERVED_PORT)': pass a number from 1 to 65535, for example $(if $(ASKED_PORT),--port 8000 in ARGS,make serve PORT=8000)" >&2
+		exit 1
+	fi
+	if (exec 3<>'/dev/tcp/127.0.0.1/$(SERVED_PORT)') 2>/dev/null; then
 		echo "port $(SERVED_PORT) is taken: end what listens there, or name another one: $(if $(ASKED_PORT),--port in ARGS,make serve PORT=$$(($(PORT) + 1)))" >&2
 		exit 1
 	fi

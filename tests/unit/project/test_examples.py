@@ -56,3 +56,12 @@ def test_make_looks_at_the_port_that_will_be_served(taken: int, asked: str) -> N
 def test_a_port_in_the_arguments_wins(taken: int, closed: int) -> None:
     command = ["make", "-s", "HARDWARE=cpu", "port-is-free", f"PORT={taken}", f"ARGS=--grpc-port {taken} --port {closed}"]
     assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 0
+
+
+@pytest.mark.parametrize("port", ["abc", "0", "65536", "8000x", "123456789012345678901"])
+@pytest.mark.parametrize("asked", ["PORT={}", "ARGS=--port {}"])
+def test_make_refuses_what_is_no_port_before_it_installs(port: str, asked: str) -> None:
+    command = ["make", "-s", "HARDWARE=cpu", "port-is-free", asked.format(port)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode != 0
+    assert f"the port is '{port}': pass a number from 1 to 65535" in ended.stderr.splitlines()[0]
