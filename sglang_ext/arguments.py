@@ -90,8 +90,8 @@ class KVServerArgs(ServerArgs):
     kv_head_budgets: A[
         str,
         "equal: all heads keep the same number of tokens. adaptive: what matters most over all heads and layers, with "
-        f"{', '.join(catalogue.comparable())}; auto: adaptive for "
-        f"{', '.join(catalogue.better_uneven())} on a CPU, else equal.",
+        f"{', '.join(catalogue.comparable())}; auto: adaptive for {', '.join(catalogue.better_uneven())}, which give half as many "
+        "tokens again a verification by it; equal for others, beside other methods, and in deterministic mode on a GPU.",
         NS("memory"),
     ] = "auto"
     kv_draft_length: A[

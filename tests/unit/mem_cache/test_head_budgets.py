@@ -91,7 +91,11 @@ def adaptive_args(**change):
     [
         ("kvzip", "auto", {}, "adaptive"),
         ("kvzip", "equal", {}, "equal"),
-        ("kvzip", "auto", {"device": "cuda"}, "equal"),
+        ("kvzip", "auto", {"device": "cuda"}, "adaptive"),
+        ("kvzap", "auto", ON_GPU, "adaptive"),
+        ("kvzap", "auto", {**ON_GPU, "enable_deterministic_inference": True, "attention_backend": "triton"}, "equal"),
+        ("kvzip", "auto", {"enable_deterministic_inference": True}, "adaptive"),
+        ("snapkv", "auto", ON_GPU, "equal"),
         ("kvzip", "auto", {"attention_backend": "triton"}, "equal"),
         ("kvzip", "auto", {"kv_more_compressors": "snapkv"}, "equal"),
         ("kvzap", "auto", {}, "adaptive"),
@@ -104,6 +108,8 @@ def test_heads_share_a_budget_where_it_is_better_and_can_be(compressor, asked, c
     args = adaptive_args(kv_compressor=compressor, kv_head_budgets=asked, **change)
     head_budget_options.resolve(args)
     assert args.kv_head_budgets == found
+    # As SGLang then chooses.
+    args.attention_backend = args.attention_backend or ("torch_native" if args.device == "cpu" else "fa3")
     head_budget_options.check_resolved(args)
 
 
