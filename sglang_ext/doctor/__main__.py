@@ -28,8 +28,7 @@ from sglang_ext.doctor.installation import (
     check_torch,
     package_version,
 )
-from sglang_ext.doctor.kernels import check_kernels
-from sglang_ext.doctor.serving import check_attention_backends, check_device, check_hooks, check_model
+from sglang_ext.doctor.serving import check_attention_backends, check_device, check_hooks, check_kernels, check_model
 
 logger = logging.getLogger(__name__)
 
