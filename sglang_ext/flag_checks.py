@@ -64,13 +64,13 @@ def check_resolved(args: "KVServerArgs") -> None:
     """
     from sglang_ext.hooks import application as hooking
     from sglang_ext.hooks import request_checks
-    from sglang_ext.managers import compression
+    from sglang_ext.managers import served_methods
     from sglang_ext.mem_cache.host_tier import host_memory
 
     model_options.check_resolved(args)
     method_options.check_resolved(args)
     head_budget_options.check_resolved(args)
-    compression.check_files(args)
+    served_methods.check_files(args)
     request_checks.check_preferred(args)
     hooking.check(args.kv_mode)
     _warn_of_short_contexts(args)

@@ -17,8 +17,8 @@ from sglang_ext.layers.attention.copies import copy_graphs
 from sglang_ext.layers.attention.of_model import an_attention, attention_scaling
 from sglang_ext.layers.attention.views import BetweenSteps
 from sglang_ext.layers.forward import Attention, Attentions
-from sglang_ext.managers import compression, integrity
-from sglang_ext.managers.captured import unpin_plans, verifier_of, verify_graphs_of
+from sglang_ext.managers import integrity, served_methods
+from sglang_ext.managers.captured import compile_ahead, unpin_plans, verifier_of, verify_graphs_of
 from sglang_ext.managers.disaggregation.arriving import Arriving
 from sglang_ext.managers.memory_plan import HeldMemory, MemoryPlanner
 from sglang_ext.managers.metrics import KVMetrics
@@ -31,7 +31,7 @@ from sglang_ext.managers.spec_decode.prefill import prefill
 from sglang_ext.managers.spec_decode.requests import RequestStates, fallback_reason
 from sglang_ext.managers.spec_decode.result import RoundResult
 from sglang_ext.managers.spec_decode.round import OnDevice
-from sglang_ext.mem_cache.compressed import query_hooks, slot_assignment
+from sglang_ext.mem_cache.compressed import query_hooks
 from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
 from sglang_ext.mem_cache.compressed.formats.choice import format_of
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
@@ -155,7 +155,7 @@ class KVWorker(BaseSpecWorker):
     def _views_of(self, tree_cache) -> CompressedViews:
         form, served, allocator = self.form, self.methods, self.token_to_kv_pool_allocator
         return CompressedViews(
-            methods=compression.copy_methods(self.server_args, served.methods, allocator.page_size, form),
+            methods=served_methods.copy_methods(self.server_args, served.methods, allocator.page_size, form),
             token_table=self.req_to_token_pool.req_to_token,
             rows=self._rows,
             buffers=self.buffers,
@@ -171,7 +171,7 @@ class KVWorker(BaseSpecWorker):
     def _warm_up(self) -> None:
         """Run once what else the first requests would wait for."""
         self.views.compile_kernels(an_attention(self.model_runner.model).tp_q_head_num)
-        slot_assignment.compile_ahead(self.views.token_table, self.views.rows - 1)
+        compile_ahead(self.views.token_table, self.views.rows - 1)
         if self.graphs is not None:
             self.graphs.warm_up()
         self.queries.warm_up()

@@ -9,7 +9,7 @@ from sglang_ext.config.method_choice import check, place_of
 from sglang_ext.config.method_options import Offer, offers
 from sglang_ext.core import OptionError
 from sglang_ext.hooks import telling
-from sglang_ext.managers import compression, meta_info
+from sglang_ext.managers import meta_info, served_methods
 from sglang_ext.mem_cache.compressed.formats.packing import PackedRows
 from sglang_ext.mem_cache.compressed.formats.unpacked import Unpacked
 
@@ -73,9 +73,9 @@ def test_the_bits_are_those_of_the_method_that_packs_and_scores_are_read_by_any(
 
 def test_each_method_makes_copies_in_its_own_way_and_equal_ones_share_what_they_read():
     args = resolved(kv_more_compressors="kivi,snapkv+kivi:0.5", kv_bits=2)
-    methods = compression.methods_of(args, 2, 2, 0, None)
+    methods = served_methods.methods_of(args, 2, 2, 0, None)
     rows = PackedRows(SimpleNamespace(recent=128), None)
-    plain, packed, both = compression.copy_methods(args, methods, 16, rows)
+    plain, packed, both = served_methods.copy_methods(args, methods, 16, rows)
     assert plain.packing == Unpacked(16) and packed.packing is both.packing is rows.form
     assert methods[1].quantizer == methods[2].quantizer and methods[1].quantizer.bits == 2
     assert plain.compressor is both.compressor and (plain.budget, packed.budget, both.budget) == (0.25, 1.0, 0.5)
