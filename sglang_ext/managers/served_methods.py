@@ -5,13 +5,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sglang_ext.config.method_choice import place_of
-from sglang_ext.config.method_options import Offer, offers
+import torch
+
+from sglang_ext.config.method_options import Offer, offers, place_of
 from sglang_ext.core import OptionError
 from sglang_ext.layers.attention.of_model import an_attention, is_attention
 from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
-from sglang_ext.mem_cache.compressed.formats.kv_format import KVFormat
+from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells
+from sglang_ext.mem_cache.compressed.formats.kv_format import KVFormat, PlainTokens
+from sglang_ext.mem_cache.compressed.formats.packing import PackedRows, Packing
+from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows, Pointers
 from sglang_ext.mem_cache.compressed.formats.unpacked import Unpacked
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.rotary import Rotary, rotary_of
 from sglang_ext.mem_cache.compressed.slot_scores import SlotScores
 from sglang_ext.mem_cache.compressors import Compressor, catalogue
@@ -75,6 +80,27 @@ class ServedMethods:
         """Place of the method that a request asks for."""
         # The frontend refuses names that are none.
         return place_of(self.offers, req.sampling_params.custom_params) or 0
+
+    def form(self, adaptive: bool, buffers: KVBuffers, page_size: int, token_table: torch.Tensor) -> KVFormat:
+        """The format of their copies; at most one packs tokens, or leads into full KV and is alone.
+
+        Captured graphs read what rows begin with, so that this comes before any is captured.
+
+        Args:
+            adaptive: whether heads keep different numbers of tokens.
+            buffers: the pool's.
+            page_size: slots that the pool hands out together.
+            token_table: int32 [rows, width], with the draft rows.
+
+        Raises:
+            ValueError: heads of this size cannot be packed so.
+        """
+        quantizer = next((method.quantizer for method in self.methods if method.quantizer is not None), None)
+        if quantizer is not None:
+            return PackedRows.of_table(Packing.of(quantizer, buffers, page_size, self.rotary), token_table)
+        if any(method.compressor.points for method in self.methods):
+            return PointerRows.of_table(Pointers.of(buffers, page_size), token_table)
+        return HeadCells.of(buffers, len(token_table)) if adaptive else PlainTokens()
 
     def __str__(self) -> str:
         return ", ".join(f"compressor {offer.name} with budget {offer.budget}" for offer in self.offers)

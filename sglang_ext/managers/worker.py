@@ -33,7 +33,6 @@ from sglang_ext.managers.spec_decode.result import RoundResult
 from sglang_ext.managers.spec_decode.round import OnDevice
 from sglang_ext.mem_cache.compressed import query_hooks
 from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
-from sglang_ext.mem_cache.compressed.formats.choice import format_of
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.query_window import QueryWindows
 from sglang_ext.ranks import Ranks
@@ -101,8 +100,7 @@ class KVWorker(BaseSpecWorker):
         self.queries.allocate(plan.rings, self.memory.model.query_heads, self.memory.model.head_dim, like)
         self.buffers = KVBuffers.of(self.model_runner.token_to_kv_pool, self.layers)
         served, page_size = self.methods, self.token_to_kv_pool_allocator.page_size
-        adaptive = args.kv_head_budgets == "adaptive"
-        self.form = format_of(served.methods, adaptive, self.buffers, page_size, table, served.rotary)
+        self.form = served.form(args.kv_head_budgets == "adaptive", self.buffers, page_size, table)
         if served.scores is not None:
             # Before any graph is captured: graphs write scores, too.
             served.scores.allocate(len(self.buffers.keys[0]), self.model_runner.device, self.model_runner.dtype)
