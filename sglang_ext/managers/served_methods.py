@@ -158,9 +158,7 @@ def _predictor(args: "KVServerArgs") -> Predictor:
     return Predictor.read(Path(args.kv_predictor), model_key(model_folder(args.model_path, args.revision)))
 
 
-def methods_of(
-    args: "KVServerArgs", layers: int, kv_heads: int, rank: int, scores: SlotScores | None
-) -> tuple[Method, ...]:
+def methods_of(args: "KVServerArgs", layers: int, kv_heads: int, rank: int, scores: SlotScores | None) -> tuple[Method, ...]:
     """The methods that a server offers, in the order of :func:`offers`, with stored or predicted scores where they read them.
 
     Args:
@@ -189,9 +187,7 @@ def methods_of(
     return tuple(found)
 
 
-def copy_methods(
-    args: "KVServerArgs", methods: tuple[Method, ...], page_size: int, form: KVFormat
-) -> tuple[CopyMethod, ...]:
+def copy_methods(args: "KVServerArgs", methods: tuple[Method, ...], page_size: int, form: KVFormat) -> tuple[CopyMethod, ...]:
     """How ``methods``, those of :func:`methods_of`, make copies of this format in a pool with such pages."""
     plain, made = Unpacked(page_size), []
     for offer, each in zip(offers(args), methods, strict=True):

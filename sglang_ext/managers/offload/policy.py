@@ -53,15 +53,7 @@ class Rest(NamedTuple):
 
 
 def measured(
-    draft: Draft,
-    rests: Sequence[Rest],
-    *,
-    weights: float,
-    context: float,
-    link: float,
-    memory: float,
-    budget: float,
-    drafts: int,
+    draft: Draft, rests: Sequence[Rest], *, weights: float, context: float, link: float, memory: float, budget: float, drafts: int
 ) -> Costs:
     """Costs that explain the times best (least squares, nothing below 0).
 

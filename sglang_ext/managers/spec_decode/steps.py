@@ -37,9 +37,7 @@ class Steps:
         places = starts[:, None] + torch.arange(width, device=self.table.device)
         return self.table[batch.req_pool_indices[:, None], places].long()
 
-    def extend_rows(
-        self, batch: "ScheduleBatch", round_: Round, slots: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def extend_rows(self, batch: "ScheduleBatch", round_: Round, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Let the rows that a round reads lead to ``slots``, int64 [requests, width]; the rows, and tokens before."""
         if round_.on_full_kv and not any(round_.gathered):
             return batch.req_pool_indices, batch.seq_lens
@@ -52,15 +50,11 @@ class Steps:
                 views.tail_written(state.row, start + width)
         return rows, viewed
 
-    def forward(
-        self, batch: "ScheduleBatch", inputs: forward.Inputs, on_full_kv: bool = True
-    ) -> LogitsProcessorOutput:
+    def forward(self, batch: "ScheduleBatch", inputs: forward.Inputs, on_full_kv: bool = True) -> LogitsProcessorOutput:
         """One forward, over rows of which none is a compressed copy's, or some are; see forward.py."""
         return forward.run(self.worker.model_runner, batch, inputs, self.worker.attentions.of(inputs.counts, on_full_kv))
 
-    def verifying(
-        self, batch: "ScheduleBatch", round_: Round, requests: list[int], width: int, walks: dict[int, Walk]
-    ) -> Sampling:
+    def verifying(self, batch: "ScheduleBatch", round_: Round, requests: list[int], width: int, walks: dict[int, Walk]) -> Sampling:
         """How ``width`` rows of each of some requests, by their places, are sampled: as the answers after their drafts.
 
         ``walks``: the grammars of those that have one, along their drafts.
@@ -84,12 +78,7 @@ class Steps:
         return self._samplings.get(batch, round_.states, tuple(range(len(round_.states))), 1, logprobs, rows)
 
     def run(
-        self,
-        batch: "ScheduleBatch",
-        round_: Round,
-        tokens: torch.Tensor,
-        slots: torch.Tensor,
-        starts: torch.Tensor,
+        self, batch: "ScheduleBatch", round_: Round, tokens: torch.Tensor, slots: torch.Tensor, starts: torch.Tensor
     ) -> list[tuple[LogitsProcessorOutput, Sampled]]:
         """The steps of a round, one after another, over its rows.
 

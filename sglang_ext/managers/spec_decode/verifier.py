@@ -35,9 +35,7 @@ class Verifier:
         simulation: forced acceptance, None outside benchmarks.
     """
 
-    def __init__(
-        self, worker: "KVWorker", steps: Steps, graphs: "VerifyGraphSet | None", simulation: Simulation | None
-    ):
+    def __init__(self, worker: "KVWorker", steps: Steps, graphs: "VerifyGraphSet | None", simulation: Simulation | None):
         self.worker = worker
         self.steps = steps
         self.graphs = graphs
