@@ -69,10 +69,9 @@ class Ring:
         """What may still be reserved in an iteration."""
         return max(0.0, self._capacity - self.reserved(iteration))
 
-    def occupancy(self, iteration: int = 0) -> float:
-        """Share of the capacity that is reserved in an iteration, from 0 to 1; 1 where there is none."""
-        reserved = self.reserved(iteration)
-        return min(1.0, reserved / self._capacity) if self._capacity else 1.0
+    def occupancy(self) -> float:
+        """Share of the capacity that is reserved in the current iteration, from 0 to 1; 1 where there is none."""
+        return min(1.0, self._totals[0] / self._capacity) if self._capacity else 1.0
 
     def fits(self, amount: float, first: int, last: int) -> bool:
         """Whether so much may be reserved in each iteration from ``first`` to ``last``, both included."""

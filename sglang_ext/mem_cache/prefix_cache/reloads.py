@@ -145,15 +145,14 @@ class Reloads:
         self.loaded_bytes += load.size
         return load
 
-    def load_back(self, nodes: list[TieredNode], slots: torch.Tensor | None = None) -> Transfer | None:
-        """Copy the host's KV of ``nodes`` to device slots that the tree owns from now on.
+    def load_back(self, nodes: list[TieredNode]) -> Transfer | None:
+        """Copy the host's KV of ``nodes`` to device slots that the tree owns from now on; for them it evicts what it has to.
 
         They count as on the device once the transfer is done and was settled (:meth:`settle`): only then may rows lead to
         them.
 
         Args:
             nodes: of one path, on the host and not on the device.
-            slots: int64 [tokens of all nodes]; the tree takes them. None: it allocates, and evicts what it has to.
 
         Returns:
             None when the device lacks the slots; then nothing was loaded.
@@ -164,8 +163,7 @@ class Reloads:
         for node in nodes:
             if node.value is not None:
                 raise ValueError(f"tokens [{node.start}, {node.end}) of a path have device slots; load back those without")
-        if slots is None:
-            slots = self._slots_for(nodes)
+        slots = self._slots_for(nodes)
         if slots is None:
             return None
         load = self.load_into(nodes, slots)
