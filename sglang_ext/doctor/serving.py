@@ -11,7 +11,7 @@ import torch
 
 from sglang_ext.config import model_options, options
 from sglang_ext.doctor import model_folder
-from sglang_ext.doctor.check import SGLANG_VERSION, Check, told, verdict
+from sglang_ext.doctor.installation import SGLANG_VERSION, Check, told, verdict
 from sglang_ext.hooks import application as hooking
 from sglang_ext.mem_cache.compressed.formats.packing import Packing
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
