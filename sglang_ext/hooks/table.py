@@ -48,7 +48,7 @@ HOOKS: tuple[Hook, ...] = (
     ),
     Hook(
         "sglang.srt.managers.schedule_batch.Req._compute_max_prefix_len",
-        "sglang_ext.mem_cache.compressed.query_hooks.cap_prefix_match",
+        "sglang_ext.mem_cache.compressed.query_window.cap_prefix_match",
         "a prefix hit must leave enough new queries for a compressor that scores by queries", ("self", "input_len"),
     ),
     Hook(
@@ -89,7 +89,7 @@ HOOKS: tuple[Hook, ...] = (
     ),
     Hook(
         "sglang.srt.layers.attention.base_attn_backend.AttentionBackend.forward",
-        "sglang_ext.mem_cache.compressed.query_hooks.record_queries",
+        "sglang_ext.mem_cache.compressed.query_window.record_queries",
         "compressors score keys by the queries of the newest tokens",
         ("self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache", "kwargs"),
     ),

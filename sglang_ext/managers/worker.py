@@ -25,16 +25,14 @@ from sglang_ext.managers.metrics import KVMetrics
 from sglang_ext.managers.offload import full_tier
 from sglang_ext.managers.served_methods import ServedMethods
 from sglang_ext.managers.simulation import Simulation
-from sglang_ext.managers.spec_decode.copy_policy import copy_is_near
 from sglang_ext.managers.spec_decode.loop import DecodeLoop, decode_loop
 from sglang_ext.managers.spec_decode.prefill import prefill
 from sglang_ext.managers.spec_decode.requests import RequestStates, fallback_reason
 from sglang_ext.managers.spec_decode.result import RoundResult
 from sglang_ext.managers.spec_decode.round import OnDevice
-from sglang_ext.mem_cache.compressed import query_hooks
 from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.compressed.query_window import QueryWindows
+from sglang_ext.mem_cache.compressed.query_window import QueryWindows, reserve_queries
 from sglang_ext.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -59,7 +57,7 @@ class KVWorker(BaseSpecWorker):
         self.methods = ServedMethods.of(server_args, self.model_runner, tuple(self.layers))
         self.requests = RequestStates(server_args, self.methods)
         window = self.methods.window
-        self.queries = QueryWindows(window, tuple(self.layers), self.stride, self._wants_queries)
+        self.queries = QueryWindows(window, tuple(self.layers), self.stride)
         self.ranks = Ranks.of(self.model_runner.tp_group)
         self.metrics = KVMetrics.create(server_args, self.ranks.first)
         self.strict = integrity.is_strict()
@@ -70,7 +68,7 @@ class KVWorker(BaseSpecWorker):
         self.loop: DecodeLoop | None = None
         verify_graphs.plain(self.model_runner)
         torch_native.register()
-        query_hooks.reserve_queries(window)
+        reserve_queries(window)
         # Last, as SGLang sizes its pool next, by what is free.
         self.memory = HeldMemory(MemoryPlanner.of(server_args, self.model_runner, self.methods), self.model_runner)
 
@@ -105,11 +103,6 @@ class KVWorker(BaseSpecWorker):
             # Before any graph is captured: graphs write scores, too.
             served.scores.allocate(len(self.buffers.keys[0]), self.model_runner.device, self.model_runner.dtype)
             served.scores.watch(self.model_runner.model)
-
-    def _wants_queries(self, row: int, end: int) -> bool:
-        """Whether queries up to position ``end`` are of use to the request in ``row``, which may be nobody's by now."""
-        state = self.requests.get(row)
-        return state is not None and copy_is_near(self.views, state, end)
 
     @ends_scheduler
     def init_cuda_graphs(self) -> None:

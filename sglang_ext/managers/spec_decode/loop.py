@@ -27,8 +27,7 @@ from sglang_ext.managers.spec_decode.requests import end_of_answer
 from sglang_ext.managers.spec_decode.result import Answers, GatheredDrafts, Part, RoundResult, together
 from sglang_ext.managers.spec_decode.round import OnDevice, Round, RoundPlanner
 from sglang_ext.managers.spec_decode.sampling import Sampled, pick_requests
-from sglang_ext.managers.spec_decode.steps import Steps
-from sglang_ext.managers.spec_decode.verifier import Verifier
+from sglang_ext.managers.spec_decode.steps import Steps, Verifier
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch

@@ -1,5 +1,6 @@
 """A prefill, or a chunk of one: SGLang's own forward, with its queries kept and its first tokens sampled like all others."""
 
+from collections.abc import Iterator
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -8,6 +9,7 @@ from sglang.srt.managers.utils import GenerationBatchResult
 
 from sglang_ext.core import RequestState
 from sglang_ext.layers.attention.views import BetweenSteps
+from sglang_ext.managers.spec_decode.copy_policy import of_use
 from sglang_ext.managers.spec_decode.sampling import Row, Sampling, sampling_batch
 from sglang_ext.mem_cache.compressed.query_window import Recorded
 
@@ -30,7 +32,7 @@ def prefill(worker: "KVWorker", batch: "ScheduleBatch", on_publish=None) -> Gene
     if on_publish is not None:
         # The lengths are known before the forward: the scheduler shall prepare the next round while it runs.
         on_publish(batch.seq_lens)
-    with worker.queries.recording(_to_record(batch)):
+    with worker.queries.recording(of_use(worker.views, states, _to_record(batch))):
         result = worker.target_worker.forward_batch_generation(batch, is_verify=True)
     result.next_token_ids = _first_tokens(worker, batch, states, result)
     worker.loop.interrupt()
@@ -39,11 +41,11 @@ def prefill(worker: "KVWorker", batch: "ScheduleBatch", on_publish=None) -> Gene
     return result
 
 
-def _to_record(batch: "ScheduleBatch") -> tuple[Recorded, ...]:
+def _to_record(batch: "ScheduleBatch") -> Iterator[Recorded]:
     """The queries of all its tokens."""
     ends = accumulate(batch.extend_lens)
     parts = zip(batch.reqs, batch.prefix_lens, batch.extend_lens, ends)
-    return tuple(Recorded(req.req_pool_idx, end - length, end, prefix) for req, prefix, length, end in parts)
+    return (Recorded(req.req_pool_idx, end - length, end, prefix) for req, prefix, length, end in parts)
 
 
 def _first_tokens(

@@ -9,6 +9,7 @@ from sglang_ext.config.method_options import Offer, check_asked, offers, place_o
 from sglang_ext.core import OptionError
 from sglang_ext.hooks import telling
 from sglang_ext.managers import meta_info, served_methods
+from sglang_ext.mem_cache.compressors import catalogue
 from sglang_ext.mem_cache.compressed.formats.packing import PackedRows
 from sglang_ext.mem_cache.compressed.formats.unpacked import Unpacked
 
@@ -145,7 +146,7 @@ def test_meta_info_names_the_method_as_it_was_asked_for():
     for place, name in enumerate(("snapkv", "snapkv:0.125", "kivi", "sink-recent:.5")):
         req, state = SimpleNamespace(spec_cap_lens_histogram=[]), meta_info.RequestState("r", 1, 0, method=place)
         for served in ("", name):
-            state.compressor, fields = served, {}
+            state.compressor, fields = catalogue.number(served.partition(":")[0]), {}
             meta_info.fill(req, state)
             told = SimpleNamespace(spec_cap_lens_histogram=[req.spec_cap_lens_histogram])
             telling.add_kv_fields(None, SimpleNamespace(server_args=args), fields, told, 0)

@@ -4,8 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
 from sglang_ext.core import FALLBACK_REASONS, Acceptance, CompressedView, RequestState
@@ -15,8 +14,7 @@ from sglang_ext.managers.spec_decode.loop import DecodeLoop
 from sglang_ext.managers.spec_decode.pace import Choice, FixedLength, Pace
 from sglang_ext.managers.spec_decode.round import PLAIN_STEPS, SHORT_ROUND, TRIAL_COPIES, OnDevice, Round, RoundPlanner
 from sglang_ext.managers.spec_decode.sampling import Sampled
-from sglang_ext.managers.spec_decode.steps import Steps
-from sglang_ext.managers.spec_decode.verifier import Verifier
+from sglang_ext.managers.spec_decode.steps import Steps, Verifier
 from sglang_ext.mem_cache.compressed.query_window import Recorded
 from sglang_ext.ranks import Ranks
 
