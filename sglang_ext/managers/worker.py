@@ -26,7 +26,7 @@ from sglang_ext.managers.offload import full_tier
 from sglang_ext.managers.served_methods import ServedMethods
 from sglang_ext.managers.simulation import Simulation
 from sglang_ext.managers.spec_decode.loop import DecodeLoop, decode_loop
-from sglang_ext.managers.spec_decode.prefill import prefill
+from sglang_ext.managers.spec_decode.steps import prefill
 from sglang_ext.managers.spec_decode.requests import RequestStates, fallback_reason
 from sglang_ext.managers.spec_decode.result import RoundResult
 from sglang_ext.managers.spec_decode.round import OnDevice

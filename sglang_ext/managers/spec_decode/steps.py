@@ -1,23 +1,27 @@
-"""The forwards of a round: steps of one token a request, and verifications, each one forward over full KV; and how they are sampled.
+"""The forwards of a worker: steps of one token a request, verifications, each one forward over full KV, and prefills; how they are sampled.
 
 A verification replays the narrowest captured graph that holds the drafts (verify_graphs.py), where there is one. What answers leaves
 its queries to compressors that score by them.
 """
 
+from collections.abc import Iterator
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.managers.utils import GenerationBatchResult
 
 from sglang_ext.core import RequestState
 from sglang_ext.device import to_device
 from sglang_ext.layers import forward
+from sglang_ext.layers.attention.views import BetweenSteps
 from sglang_ext.managers.simulation import Simulation
 from sglang_ext.managers.spec_decode.copy_policy import of_use
 from sglang_ext.managers.spec_decode.grammar import LONGEST_WALK, Walk
 from sglang_ext.managers.spec_decode.result import Answers, GatheredDrafts, Part
 from sglang_ext.managers.spec_decode.round import Round
-from sglang_ext.managers.spec_decode.sampling import Row, Sampled, Sampling, SamplingCache
+from sglang_ext.managers.spec_decode.sampling import Row, Sampled, Sampling, SamplingCache, sampling_batch
 from sglang_ext.mem_cache.compressed.query_window import Recorded
 
 if TYPE_CHECKING:
@@ -233,3 +237,52 @@ def _walks(reqs: list, requests: list[int], drafts: torch.Tensor, offered: list[
         return {}
     known = drafts[to_device(rows, drafts.device), :LONGEST_WALK].tolist()
     return {requests[k]: Walk(reqs[k].grammar, tokens[: offered[k]]) for k, tokens in zip(rows, known)}
+
+
+def prefill(worker: "KVWorker", batch: "ScheduleBatch", on_publish=None) -> GenerationBatchResult:
+    """Admit a batch's requests, compute their prompts' KV, and sample the token after each.
+
+    Args:
+        worker: whose requests these become.
+        batch: SGLang's, in extend mode.
+        on_publish: tells SGLang's scheduler the new lengths, int64 [requests]; None where it does not wait for them.
+    """
+    # First, as queries are kept by the method that a request asks for.
+    states = [worker.requests.admit(req, matched) for req, matched in zip(batch.reqs, batch.prefix_lens)]
+    if on_publish is not None:
+        # The lengths are known before the forward: the scheduler shall prepare the next round while it runs.
+        on_publish(batch.seq_lens)
+    with worker.queries.recording(of_use(worker.views, states, _to_record(batch))):
+        result = worker.target_worker.forward_batch_generation(batch, is_verify=True)
+    result.next_token_ids = _first_tokens(worker, batch, states, result)
+    worker.loop.interrupt()
+    result.next_draft_input = BetweenSteps(result.next_token_ids)
+    result.new_seq_lens = batch.seq_lens
+    return result
+
+
+def _to_record(batch: "ScheduleBatch") -> Iterator[Recorded]:
+    """The queries of all its tokens."""
+    ends = accumulate(batch.extend_lens)
+    parts = zip(batch.reqs, batch.prefix_lens, batch.extend_lens, ends)
+    return (Recorded(req.req_pool_idx, end - length, end, prefix) for req, prefix, length, end in parts)
+
+
+def _first_tokens(
+    worker: "KVWorker", batch: "ScheduleBatch", states: list[RequestState], result: GenerationBatchResult
+) -> torch.Tensor:
+    """The token after each prompt, int64 [requests]; log-probabilities are written into the result where asked for."""
+    rows = [Row.answer(i, state, req) for i, (state, req) in enumerate(zip(states, batch.reqs))]
+    output = result.logits_output
+    if all(req.sampling_params.max_new_tokens == 0 for req in batch.reqs):
+        # As SGLang without speculation: nothing is drawn, and what was asked for is told whatever the temperature.
+        if batch.return_logprob and output.next_token_logits is not None:
+            asked = sampling_batch(batch, rows, batch.seq_lens.device, logprobs=True)
+            worker.model_runner.compute_logprobs_only(output, asked)
+        return batch.seq_lens.new_zeros(len(states), dtype=torch.int64)
+    sampled = Sampling.of(worker.model_runner, batch, rows, batch.return_logprob).draw(
+        output.next_token_logits, batch.seq_lens - 1
+    )
+    if batch.return_logprob:
+        sampled.fill_logprobs(output, list(range(len(states))))
+    return sampled.tokens
