@@ -337,7 +337,9 @@ def test_queries_are_of_use_where_a_choice_is_near_or_made_in_each_round():
 def test_a_captured_verification_is_aimed_before_it_is_replayed():
     seen = []
     graph = SimpleNamespace(width=5, verify=lambda batch, inputs: seen.append("replay") or LogitsProcessorOutput(None))
-    worker = SimpleNamespace(queries=SimpleNamespace(aim=seen.append))
+    method = SimpleNamespace(compressor=SimpleNamespace(window=32), unit=1, least=1, recent=0)
+    views = SimpleNamespace(method=lambda row: method, get=lambda row: None, is_refused=lambda row: False)
+    worker = SimpleNamespace(queries=SimpleNamespace(aim=seen.append), views=views)
     draw = SimpleNamespace(draw=lambda logits, positions: sampled([1, 2, 3, 4, 5, 1, 2, 7, 0, 0]))
     steps = SimpleNamespace(slots=lambda *_: torch.zeros(2, 5), verifying=lambda *_: draw)
     verifier = Verifier(worker, steps, SimpleNamespace(fit=lambda count, width: graph), None)
