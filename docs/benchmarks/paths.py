@@ -7,6 +7,10 @@ process calls from one decode that SGLang asks of the worker to the next, the ou
 it drafts and verifies, nobody is admitted or ended in it, and no copy is made. What the steady rounds in the middle half of a long
 answer call is counted, all together; in a request, what any process calls from when it is sent until its answer is there.
 
+The *path* is what one reads to follow control: the files of which an entered function calls a function of another file of this project,
+itself or by a context or a cached property of Python's. Files of which none does are *leaves*: they answer what they are asked. Both are
+listed in the order in which they are first entered, with the files that each calls.
+
 Of each file the table says how many lines are in functions that were entered, and in the heads of their classes (fields and docstring; a
 class that was only built counts too), and how many the file has. Functions that kernels replace on a GPU count as what runs here.
 """
@@ -178,7 +182,8 @@ def table(title: str, what: Entered, each_function: bool) -> None:
         print(f"  {part} of {title}: {_sums([*those.values()])}")
         print("    entered  whole  file")
         for file, (some, whole, name, lines) in those.items():
-            print(f"    {some:7}  {whole:5}  {name}  -> {', '.join(sorted(rows[to][2] for caller, to in what.pairs if caller == file and to in rows))}")
+            called = sorted(rows[to][2] for caller, to in what.pairs if caller == file and to in rows)
+            print(f"    {some:7}  {whole:5}  {name}  {'-> ' if called else ''}{', '.join(called)}")
             if each_function:
                 for function, own in lines.items():
                     print(f"        {len(own):3}               {function}")
