@@ -139,7 +139,7 @@ class RequestState:
         matched: tokens of the prompt that the prefix tree had when the request came.
         prompt: token ids of the prompt.
         method: place among the server's methods of the one that it asked for (method_options.py).
-        compressor: what its copy is called, after the method that made or renewed it last; empty before that.
+        compressor: number in the catalogue of the method that made or renewed its copy last; 0 before that.
         fallback: index into :data:`FALLBACK_REASONS`; 0 while the request drafts.
         gathered: tokens drafted since the last verification; the loop sets it. They lie on the device.
         verifies, offered, accepted: totals over the request's life.
@@ -153,7 +153,7 @@ class RequestState:
     matched: int = 0
     prompt: Sequence[int] = ()
     method: int = 0
-    compressor: str = ""
+    compressor: int = 0
     fallback: int = 0
     gathered: int = 0
     verifies: int = 0

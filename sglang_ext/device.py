@@ -11,9 +11,7 @@ import torch
 SENT_WITH_LAUNCHES = 64 << 10
 
 
-def to_device(
-    values: list, device: torch.device | str, dtype: torch.dtype = torch.int64
-) -> torch.Tensor:
+def to_device(values: list, device: torch.device | str, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     """Values on the device, without waiting for it; see :func:`sent`."""
     return sent(torch.tensor(values, dtype=dtype), torch.device(device))
 

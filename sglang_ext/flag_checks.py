@@ -9,16 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sglang_ext.config import (
-    benchmark_options,
-    disaggregation_options,
-    head_budget_options,
-    method_options,
-    model_options,
-    options,
-    range_options,
-    refusal,
-)
+from sglang_ext.config import benchmark_options, disaggregation_options, method_options, model_options, options, refusal
+from sglang_ext.config.options import FULL_TIERS, MAX_DRAFT_LENGTH, MAX_OFFLOAD_DRAFT_LENGTH, MODES, offload_obstacle, one_of
 from sglang_ext.core import OptionError
 from sglang_ext.managers.disaggregation.endpoints import LinkKeys
 from sglang_ext.managers.disaggregation.pacing import TokenBucket
@@ -46,10 +38,10 @@ def check_flags(args: "KVServerArgs") -> None:
         names = [name for name in KVServerArgs.__annotations__ if name not in disaggregation_options.TRANSFER_FLAGS]
         _warn_of_idle(args, "--kv-mode is full, stock SGLang, in which", names, "--kv-mode verified")
         return
-    range_options.check_flags(args)
+    _check_ranges(args)
     benchmark_options.check_flags(args)
     method_options.resolve(args)
-    head_budget_options.resolve(args)
+    method_options.resolve_head_budgets(args)
     _warn_of_idle_drafts(args)
     _warn_of_idle_compressor(args)
 
@@ -64,13 +56,13 @@ def check_resolved(args: "KVServerArgs") -> None:
     """
     from sglang_ext.hooks import application as hooking
     from sglang_ext.hooks import request_checks
-    from sglang_ext.managers import compression
+    from sglang_ext.managers import served_methods
     from sglang_ext.mem_cache.host_tier import host_memory
 
     model_options.check_resolved(args)
     method_options.check_resolved(args)
-    head_budget_options.check_resolved(args)
-    compression.check_files(args)
+    method_options.check_head_budgets(args)
+    served_methods.check_files(args)
     request_checks.check_preferred(args)
     hooking.check(args.kv_mode)
     _warn_of_short_contexts(args)
@@ -184,3 +176,43 @@ def _rounded_up(gigabytes: float) -> str:
     """Two digits that are no less."""
     step = 10.0 ** (math.floor(math.log10(gigabytes)) - 1)
     return f"{math.ceil(gigabytes / step) * step:.3g}"
+
+
+def _check_ranges(args: "KVServerArgs") -> None:
+    """Refuse flag values out of range.
+
+    Raises:
+        OptionError: names the flag, its value and the allowed values.
+    """
+    one_of("--kv-mode", args.kv_mode, MODES)
+    one_of("--kv-full-tier", args.kv_full_tier, FULL_TIERS)
+    burst = args.kv_max_burst
+    if burst is not None and not (isinstance(burst, int) and burst >= 2):
+        raise OptionError(
+            f"--kv-max-burst is {burst}; a round gives at least a draft and the verifier's token: pass a whole number "
+            "from 2, or leave it out"
+        )
+    length = args.kv_draft_length
+    if length != "auto" and not (isinstance(length, int) and 1 <= length <= MAX_DRAFT_LENGTH):
+        raise OptionError(
+            f"--kv-draft-length is {length}; pass a whole number from 1 to {MAX_DRAFT_LENGTH}, for example 15, or auto"
+        )
+    _check_host(args)
+    _check_offload(args)
+
+
+def _check_offload(args: "KVServerArgs") -> None:
+    length = args.kv_offload_draft_length
+    if not (isinstance(length, int) and 1 <= length <= MAX_OFFLOAD_DRAFT_LENGTH):
+        raise OptionError(
+            f"--kv-offload-draft-length is {length}; pass a whole number from 1 to {MAX_OFFLOAD_DRAFT_LENGTH}, for example 64"
+        )
+    obstacle = offload_obstacle(args)
+    if args.kv_full_tier == "host" and obstacle is not None:
+        raise OptionError(f"--kv-full-tier is 'host', but {obstacle}, or use --kv-full-tier device")
+
+
+def _check_host(args: "KVServerArgs") -> None:
+    size = args.kv_host_gb
+    if not isinstance(size, int | float) or not 0 <= size < float("inf"):
+        raise OptionError(f"--kv-host-gb is {size}; pass GB of host memory for full KV, from 0, for none, for example 16")

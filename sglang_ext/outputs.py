@@ -1,8 +1,11 @@
-"""Where a command writes: looked at before it works for minutes, not when it is done."""
+"""Where a command writes, looked at before it works for minutes, not when it is done; and how one ends that is run again for the rest."""
 
 import argparse
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+
+from rich.console import Console
 
 from sglang_ext.core import OptionError
 
@@ -69,3 +72,16 @@ def check_folder(flag: str, path: Path) -> None:
         raise OptionError(
             f"{flag} is {str(path)!r}, to which nothing can be written ({error.strerror}): pass a folder that you may write to"
         ) from error
+
+
+def exit_code(name: str, work: Callable[[], None], refused: tuple[type[Exception], ...], console: Console) -> int:
+    """Do ``work``: 0 when it is done, 2 for one of ``refused``, which is shown, 130 when it was interrupted."""
+    try:
+        work()
+    except refused as error:
+        console.print(f"{name}: {error}", style="red", markup=False, soft_wrap=True)
+        return 2
+    except KeyboardInterrupt:
+        console.print(f"{name}: interrupted; run it again for the rest")
+        return 130
+    return 0

@@ -7,6 +7,10 @@ process calls from one decode that SGLang asks of the worker to the next, the ou
 it drafts and verifies, nobody is admitted or ended in it, and no copy is made. What the steady rounds in the middle half of a long
 answer call is counted, all together; in a request, what any process calls from when it is sent until its answer is there.
 
+The *path* is what one reads to follow control: the files of which an entered function calls a function of another file of this project,
+itself or by a context or a cached property of Python's. Files of which none does are *leaves*: they answer what they are asked. Both are
+listed in the order in which they are first entered, with the files that each calls.
+
 Of each file the table says how many lines are in functions that were entered, and in the heads of their classes (fields and docstring; a
 class that was only built counts too), and how many the file has. Functions that kernels replace on a GPU count as what runs here.
 """
@@ -18,6 +22,7 @@ import os
 import tempfile
 import time
 from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 
 import sglang_ext
@@ -29,21 +34,29 @@ PACKAGE = Path(sglang_ext.__file__).parent
 WATCH = '''
 import json, os, sys, threading, time
 
-seen, rounds = {}, []
+seen, passed, rounds = {}, {}, []
 PACKAGE, OUT, BEGINS = os.environ["PATHS_OF"], os.environ["PATHS_TO"], os.environ["PATHS_ROUND"]
+# Python's own between a caller and a function of ours: of contexts, and of what is cached.
+BETWEEN = "contextlib.py", "functools.py"
 
 
 def tell():
+    begun = False
     while True:
         time.sleep(0.5)
+        if not begun and os.path.exists(os.path.join(OUT, "begin")):
+            begun = True
+            for each in (seen, passed, rounds):
+                each.clear()
+        told = {"seen": list(seen.items()), "passed": list(passed), "rounds": [[list(a), list(b)] for a, b in list(rounds)]}
         with open(os.path.join(OUT, f"{os.getpid()}.json.new"), "w") as file:
-            json.dump({"seen": [[*key, when] for key, when in list(seen.items())], "rounds": [list(each) for each in list(rounds)]}, file)
+            json.dump(told, file)
         os.replace(file.name, file.name.removesuffix(".new"))
 
 
 def called(frame):
     code = frame.f_code
-    if code.co_filename.startswith(PACKAGE):
+    if code.co_filename.startswith(PACKAGE) and code.co_name != "<module>":
         return code.co_filename, code.co_qualname
     if code.co_filename == "<string>" and code.co_argcount:
         first = frame.f_locals.get(code.co_varnames[0])
@@ -58,10 +71,20 @@ def note(frame, event, _):
     if event != "call" or (key := called(frame)) is None:
         return
     if key[1] == BEGINS:
-        rounds.append(set())
-    seen[key] = time.time()
+        rounds.append(({}, {}))
+    seen.setdefault(key, time.time())
+    back = frame.f_back
+    while back is not None and back.f_code.co_filename.endswith(BETWEEN):
+        back = back.f_back
+    caller = back.f_code.co_filename if back is not None else ""
+    pair = (caller, key[0]) if caller.startswith(PACKAGE) and caller != key[0] else None
+    if pair is not None:
+        passed[pair] = None
     if rounds:
-        rounds[-1].add(key)
+        calls, pairs = rounds[-1]
+        calls[key] = None
+        if pair is not None:
+            pairs[pair] = None
 
 
 threading.Thread(target=tell, daemon=True).start()
@@ -76,22 +99,43 @@ NOT_CALLED = {"CompressedViews.compress", "RequestStates.admit", "RequestStates.
 Function = tuple[str, str]
 
 
-def found(folder: Path, since: float, until: float) -> tuple[set[Function], set[Function]]:
-    """Functions of a request that was under way in these seconds, and of the steady rounds in its middle half.
+@dataclass(frozen=True)
+class Entered:
+    """What was entered, in the order in which it first was.
+
+    Attributes:
+        functions: each with its file.
+        pairs: a file, and another one of which a function was called from there.
+    """
+
+    functions: list[Function]
+    pairs: set[tuple[str, str]]
+
+    @property
+    def passing(self) -> list[str]:
+        """Files from which control passes on to another file of ours."""
+        callers = {caller for caller, _ in self.pairs}
+        return [file for file in dict.fromkeys(file for file, _ in self.functions) if file in callers]
+
+
+def found(folder: Path, since: float, until: float) -> tuple[Entered, Entered]:
+    """Of a request that was under way in these seconds, and of the steady rounds in its middle half.
 
     Raises:
         RuntimeError: a name in this script is no function's any more, or no round was steady.
     """
     told = [json.loads(path.read_text()) for path in folder.glob("*.json")]
-    request = {(file, name) for each in told for file, name, when in each["seen"] if since <= when <= until + 1}
-    if lacking := {ROUND, *CALLED, *NOT_CALLED} - {name for _, name in request}:
+    seen = {(file, name): when for each in told for (file, name), when in each["seen"] if since <= when <= until + 1}
+    if lacking := {ROUND, *CALLED, *NOT_CALLED} - {name for _, name in seen}:
         raise RuntimeError(f"a request does not call {', '.join(sorted(lacking))}: was it renamed? Put the names here right")
-    rounds = [{(file, name) for file, name in calls} for each in told for calls in each["rounds"]]
-    steady = [calls for calls in rounds if CALLED <= (names := {name for _, name in calls}) and not NOT_CALLED & names]
+    request = Entered(sorted(seen, key=seen.__getitem__), {tuple(pair) for each in told for pair in each["passed"]})
+    rounds = [Entered([tuple(call) for call in calls], {*map(tuple, pairs)}) for each in told for calls, pairs in each["rounds"]]
+    steady = [one for one in rounds if CALLED <= (names := {name for _, name in one.functions}) and not NOT_CALLED & names]
     if len(steady) < 4:
         raise RuntimeError(f"{len(steady)} of {len(rounds)} rounds drafted and verified, without copies made: ask for a longer answer")
-    quarter = len(steady) // 4
-    return request, set().union(*steady[quarter : len(steady) - quarter])
+    middle = steady[len(steady) // 4 : len(steady) - len(steady) // 4]
+    functions = list(dict.fromkeys(function for one in middle for function in one.functions))
+    return request, Entered(functions, set().union(*(one.pairs for one in middle)))
 
 
 def entered(path: str, names: set[str]) -> dict[str, set[int]]:
@@ -119,26 +163,30 @@ def entered(path: str, names: set[str]) -> dict[str, set[int]]:
     return lines
 
 
-def table(title: str, functions: set[Function], each_function: bool) -> None:
-    """Print lines of the functions and of their files: of all, of each folder, and of each file, most first."""
+def table(title: str, what: Entered, each_function: bool) -> None:
+    """Print lines of the functions and of their files: of all, of each folder, and of each file, most first; then the path, in its order."""
     names = defaultdict(set)
-    for path, name in functions:
+    for path, name in what.functions:
         names[path].add(name)
-    rows, folders = [], defaultdict(list)
+    rows, folders = {}, defaultdict(list)
     for path in names:
         lines, short = entered(path, names[path]), Path(path).relative_to(PACKAGE)
-        row = len(set().union(*lines.values())), len(Path(path).read_text().splitlines()), short.as_posix(), lines
-        rows.append(row)
-        folders[short.parent.as_posix()].append(row)
-    print(f"{title}: {_sums(rows)}")
+        rows[path] = len(set().union(*lines.values())), len(Path(path).read_text().splitlines()), short.as_posix(), lines
+        folders[short.parent.as_posix()].append(rows[path])
+    print(f"{title}: {_sums([*rows.values()])}")
     for folder, inside in sorted(folders.items(), key=lambda pair: -sum(row[0] for row in pair[1])):
         print(f"    {folder}: {_sums(inside)}")
-    print("    entered  whole  file")
-    for some, whole, name, lines in sorted(rows, key=lambda row: (-row[0], row[2])):
-        print(f"    {some:7}  {whole:5}  {name}")
-        if each_function:
-            for function, own in lines.items():
-                print(f"        {len(own):3}               {function}")
+    path = {file: rows[file] for file in what.passing}
+    leaves = {file: row for file, row in rows.items() if file not in path}
+    for part, those in (("path", path), ("leaves", leaves)):
+        print(f"  {part} of {title}: {_sums([*those.values()])}")
+        print("    entered  whole  file")
+        for file, (some, whole, name, lines) in those.items():
+            called = sorted(rows[to][2] for caller, to in what.pairs if caller == file and to in rows)
+            print(f"    {some:7}  {whole:5}  {name}  {'-> ' if called else ''}{', '.join(called)}")
+            if each_function:
+                for function, own in lines.items():
+                    print(f"        {len(own):3}               {function}")
 
 
 def _sums(rows: list[tuple]) -> str:
@@ -162,9 +210,10 @@ def main() -> None:
         with ServerProcess(str(args.model), flags, folder / "server.log", start_timeout=600, env=watched) as server:
             body = {"input_ids": list(range(100, 500)), "sampling_params": {"max_new_tokens": 40, "temperature": 0, "ignore_eos": True}}
             server.request("generate", body)
-            time.sleep(1)
+            (folder / "begin").touch()
+            time.sleep(2)
             since = time.time()
-            body["input_ids"], body["sampling_params"]["max_new_tokens"] = list(range(600, 1000)), 160
+            body["input_ids"], body["sampling_params"]["max_new_tokens"] = list(range(600, 1000)), 120
             answer = server.request("generate", body)
             until = time.time()
             time.sleep(1)

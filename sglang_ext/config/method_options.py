@@ -1,13 +1,18 @@
-"""The methods that one server offers, of which a request chooses one by name: what they may be, alone and together."""
+"""The methods that one server offers, of which a request chooses one by name: what they may be, alone and together, how heads share
+what their copies keep, and the folders that they read."""
 
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from sglang_ext.config import copy_options, method_folders
-from sglang_ext.config.options import DEFAULT_BUDGET, one_of
+import torch
+
+from sglang_ext.config import benchmark_options, model_options
+from sglang_ext.config.options import DEFAULT_BUDGET, attention_backends, one_of
 from sglang_ext.core import OptionError
 from sglang_ext.mem_cache.compressors import catalogue
+from sglang_ext.mem_cache.compressors.contracts.registry import COMPRESSORS
 from sglang_ext.mem_cache.compressors.kvzap import KVzap
 
 if TYPE_CHECKING:
@@ -101,7 +106,7 @@ def resolve(args: "KVServerArgs") -> None:
         )
     one_of("--kv-online-compressor", args.kv_online_compressor, catalogue.online())
     compressors = tuple(offer.compressor for offer in found)
-    method_folders.check(args, compressors)
+    _check_folders(args, compressors)
 
 
 def budget_of(compressor: str, budget: float | None, flag: str = FIRST, told: str = "--kv-budget is {}") -> float:
@@ -186,14 +191,14 @@ def check_resolved(args: "KVServerArgs") -> None:
         )
     others = ', '.join(catalogue.listed(catalogue.packable()))
     if catalogue.points(found[0].compressor):
-        copy_options.check_resolved(args, f"the copies of {FIRST} {found[0].name}", f"one that copies tokens: {others}")
+        model_options.check_copies(args, f"the copies of {FIRST} {found[0].name}", f"one that copies tokens: {others}")
     packed = next((offer for offer in found if offer.packs), None)
     if packed is None:
         return
     flag = FIRST if packed is found[0] else MORE
     _check_has_kernels(args, packed, flag)
     copies = f"the packed copies of {flag} {packed.name}"
-    copy_options.check_resolved(args, copies, f"a compressor that only drops tokens: {others}")
+    model_options.check_copies(args, copies, f"a compressor that only drops tokens: {others}")
 
 
 def _packed_by(offer: Offer, packs: str) -> str:
@@ -209,3 +214,134 @@ def _check_has_kernels(args: "KVServerArgs", packed: Offer, flag: str) -> None:
             f"--device is {args.device} with {flag} {packed.name}; {packed.packs} packs tokens on a CPU alone, elsewhere "
             f"{', '.join(catalogue.listed(catalogue.on_gpu()))} do. Pass {flag} {_packed_by(packed, 'kivi')}, or --device cpu."
         )
+
+
+HEAD_BUDGETS = ("auto", "equal", "adaptive")
+
+
+def resolve_head_budgets(args: "KVServerArgs") -> None:
+    """Refuse what cannot be combined with ``adaptive``, and choose where ``auto`` leaves it open.
+
+    ``auto`` follows from figures (docs/benchmarks.md, "Budgets that differ by head"). Where a method's scores say more over all heads
+    than within one, half as many tokens again come of a verification, and a draft takes a quarter longer on an H200: adaptive pays for
+    these methods, and for no other.
+
+    Raises:
+        OptionError: names the flag, its value and the remedy.
+    """
+    one_of("--kv-head-budgets", args.kv_head_budgets, HEAD_BUDGETS)
+    first, *others = offers(args)
+    drops, packs = first.drops, first.packs
+    if args.kv_head_budgets == "auto":
+        better = drops is not None and COMPRESSORS[drops].better_uneven
+        args.kv_head_budgets = "adaptive" if better and not others and packs is None and _are_read(args) else "equal"
+    if args.kv_head_budgets == "equal":
+        return
+    if others:
+        raise OptionError(
+            f"--kv-head-budgets is 'adaptive' with --kv-more-compressors {args.kv_more_compressors}: where heads keep different "
+            "numbers of tokens, all copies are made by one method. Pass equal, or leave --kv-more-compressors out"
+        )
+    if packs is not None:
+        raise OptionError(
+            f"--kv-head-budgets is 'adaptive' with --kv-compressor {args.kv_compressor}: packed heads keep equal numbers of "
+            f"tokens. Pass equal, or one of {', '.join(catalogue.listed(catalogue.comparable()))}"
+        )
+    if drops not in catalogue.comparable():
+        raise OptionError(
+            f"--kv-head-budgets is 'adaptive' with --kv-compressor {args.kv_compressor}, whose scores do not compare over heads: pass equal, "
+            f"or one of {', '.join(catalogue.listed(catalogue.comparable()))}"
+        )
+
+
+def check_head_budgets(args: "KVServerArgs") -> None:
+    """Refuse uneven heads where attention does not read them, once SGLang has chosen device and backends.
+
+    Raises:
+        OptionError: names what it chose, and the remedy.
+    """
+    if args.kv_head_budgets == "adaptive":
+        model_options.check_copies(args, "copies of --kv-head-budgets adaptive", "--kv-head-budgets equal")
+
+
+def _are_read(args: "KVServerArgs") -> bool:
+    """Whether uneven heads are read with what was chosen so far, beside any request.
+
+    In deterministic mode on a GPU nobody reads such a copy beside a request that cannot be drafted (round.py).
+    """
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    read = device in model_options.COPY_BACKENDS and attention_backends(args) <= set(model_options.COPY_BACKENDS[device])
+    return read and (device == "cpu" or not args.enable_deterministic_inference)
+
+
+def _check_folders(args: "KVServerArgs", compressors: tuple[str, ...]) -> None:
+    """Refuse a folder that none of ``compressors``, values of ``--kv-compressor``, reads, and its absence where one does.
+
+    Raises:
+        OptionError: names the flag, its value and the remedy.
+    """
+    for name in catalogue.dropping():
+        if (wanted := COMPRESSORS[name].reads) is None:
+            continue
+        folder = getattr(args, wanted.flag.removeprefix("--").replace("-", "_"))
+        reader = next((each for each in compressors if catalogue.parse(each)[0] == name), None)
+        if reader is not None and folder is None:
+            named = "--kv-compressor is" if reader == compressors[0] else "--kv-more-compressors has"
+            raise OptionError(
+                f"{named} {reader!r}, which {wanted.why}: pass {wanted.flag} FOLDER, written by "
+                f"python -m {wanted.maker}, or one of {', '.join(catalogue.online())}"
+            )
+        if reader is None and folder is not None:
+            raise OptionError(
+                f"{wanted.flag} is {folder!r} with --kv-compressor {', '.join(compressors)}, which reads none: pass "
+                f"--kv-compressor {name}, or leave it out"
+            )
+        # An empty name would be the working folder.
+        if folder is not None and not (folder and Path(folder).is_dir()):
+            module = wanted.maker.split()[0]
+            raise OptionError(f"{wanted.flag} is {folder!r}, which is no folder: pass one that python -m {module} wrote to")
+
+
+ASKED = "kv_compressor"
+PREFIX = "kv_"
+PARAMETERS = (ASKED, benchmark_options.PARAMETER)
+"""Of ``custom_params``, what is this project's."""
+
+
+def place_of(found: tuple[Offer, ...], custom_params: dict[str, Any] | None) -> int | None:
+    """Place among ``found`` of the method that a request asks for; 0, the first, where it asks for none.
+
+    None where there is no such method.
+    """
+    asked = custom_params.get(ASKED) if isinstance(custom_params, dict) else None
+    if asked is None:
+        return 0
+    return next((place for place, offer in enumerate(found) if offer.is_called(asked)), None)
+
+
+def check_asked(args: "KVServerArgs", custom_params: object) -> None:
+    """Refuse a method or forced acceptance that the server does not have, and what looks like one.
+
+    Raises:
+        ValueError: ``custom_params`` is no object, or has a key that begins with ``kv_`` and means nothing; names the method and
+            those that the server has; or the acceptance, which the server does not force, or which is no probability.
+    """
+    if custom_params is None:
+        return
+    if not isinstance(custom_params, dict):
+        raise ValueError(f"custom_params is {custom_params!r}; pass an object, as in {{{ASKED!r}: 'snapkv'}}, or leave it out")
+    for key in custom_params:
+        if key.startswith(PREFIX) and key not in PARAMETERS:
+            # The other one is refused unless the server forces acceptance.
+            taken = PARAMETERS if args.kv_bench_acceptance is not None else (ASKED,)
+            raise ValueError(
+                f"custom_params has {key!r}, which means nothing here; a request may ask for {' and '.join(taken)}: spell it "
+                "so, or leave it out"
+            )
+    found = offers(args)
+    if place_of(found, custom_params) is None:
+        raise ValueError(
+            f"{ASKED} in custom_params is {custom_params[ASKED]!r}; this server compresses with "
+            f"{', '.join(offer.name for offer in found)}: ask for one of these, or leave it out for the first"
+        )
+    benchmark_options.check_request(args.kv_bench_acceptance, custom_params)

@@ -1,8 +1,8 @@
-"""Which models, attention backends and graphs a compressed KV cache is served with, once SGLang has chosen them."""
+"""Which models, attention backends and graphs a compressed KV cache is served with, once SGLang has chosen them, and which copies."""
 
 from typing import TYPE_CHECKING
 
-from sglang_ext.config.options import ATTENTION_BACKENDS, DETERMINISTIC_BACKENDS, attention_backends
+from sglang_ext.config.options import ATTENTION_BACKENDS, DETERMINISTIC_BACKENDS, attention_backends, offloads
 from sglang_ext.core import OptionError
 
 if TYPE_CHECKING:
@@ -99,3 +99,37 @@ def _uses_sliding_window(text: object) -> bool:
         return False
     kinds = getattr(text, "layer_types", None)
     return kinds is None or any("sliding" in kind for kind in kinds)
+
+
+# By device, the attention backends with which such copies are served. On a CPU the backend reads them; on a GPU steps over
+# them have a backend of their own, and these do the rest.
+COPY_BACKENDS: dict[str, tuple[str, ...]] = {"cpu": ("torch_native",), "cuda": ("flashinfer", "triton", "fa3")}
+
+
+def check_copies(args: "KVServerArgs", copies: str, remedy: str) -> None:
+    """Refuse devices, backends and schedules where copies that hold no plain tokens are not read, once SGLang has chosen them.
+
+    Args:
+        args: the server's.
+        copies: names the copies, for messages.
+        remedy: what to pass instead.
+
+    Raises:
+        OptionError: names what it chose, and the remedy.
+    """
+    found = attention_backends(args)
+    if found - set(COPY_BACKENDS.get(args.device, ())):
+        raise OptionError(
+            f"--device is {args.device} and --attention-backend {', '.join(sorted(found))}; {copies} are read on {_readers()}. "
+            f"Pass one of these, or {remedy}."
+        )
+    if args.device != "cpu" and args.enable_deterministic_inference and offloads(args):
+        raise OptionError(
+            f"--kv-full-tier is {args.kv_full_tier!r} with --enable-deterministic-inference; of {copies} a GPU reads one token a "
+            "request at a time: requests without a copy answer there in the steps in which others draft, and round differently. "
+            f"Pass --kv-full-tier device, or {remedy}."
+        )
+
+
+def _readers() -> str:
+    return ", on ".join(f"{device} with {', '.join(allowed)}" for device, allowed in COPY_BACKENDS.items())

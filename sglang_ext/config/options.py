@@ -58,7 +58,7 @@ def ranks_of_host(args: "KVServerArgs") -> int:
 
 
 def parse_draft_length(text: str) -> int | str:
-    """``--kv-draft-length`` from the command line: a number, or what range_options.py will look at."""
+    """``--kv-draft-length`` from the command line: a number, or what flag_checks.py will look at."""
     return int(text) if text.lstrip("-").isdigit() else text
 
 

@@ -74,6 +74,16 @@ def above(name: str, most: int) -> Callable[["KVServerArgs"], bool]:
     return lambda args: (getattr(args, name) or 0) > most
 
 
+def refused(name: str, why: str, remedy: str = "leave it out", parts: tuple[str, ...] = ()) -> Refusal:
+    """Of an option that is refused whenever it says anything, by its field."""
+    return Refusal(flag(name), switched_on(name), why, remedy, parts)
+
+
+def at_most_one(name: str, why: str, parts: tuple[str, ...] = ()) -> Refusal:
+    """Of an option that is a number, refused above 1, by its field."""
+    return Refusal(flag(name), above(name, 1), why, f"use {flag(name)} 1", parts)
+
+
 def variable(name: str, why: str) -> Refusal:
     """Of one of SGLang's environment variables, which is to be unset."""
     return Refusal(name, lambda args: getattr(envs, name).get(), why, "unset that variable")

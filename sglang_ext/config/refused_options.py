@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from sglang_ext.config.disaggregation_options import ROLES
-from sglang_ext.config.refusal import Refusal, above, switched_on, variable
+from sglang_ext.config.refusal import Refusal, at_most_one, refused, variable
 from sglang_ext.mem_cache.compressors import catalogue
 
 if TYPE_CHECKING:
@@ -21,122 +21,59 @@ RANKS = "of all parallelism only --tp-size and experts over its ranks are tested
 
 CACHES: tuple[Refusal, ...] = (
     Refusal(
-        "--radix-cache-backend",
-        lambda args: args.radix_cache_backend not in (None, "kv_views"),
-        "the prefix tree must count compressed slots",
-        "leave it out, or use --kv-mode full",
+        "--radix-cache-backend", lambda args: args.radix_cache_backend not in (None, "kv_views"),
+        "the prefix tree must count compressed slots", "leave it out, or use --kv-mode full",
     ),
-    Refusal(
-        "--enable-hierarchical-cache",
-        switched_on("enable_hierarchical_cache"),
-        "its tree does not know compressed slots",
-        f"leave it out, and {OF_HOST}",
-        HICACHE,
-    ),
-    Refusal(
-        "--enable-lmcache",
-        switched_on("enable_lmcache"),
-        IDLE,
-        f"leave it out, and {OF_HOST}",
-        ("lmcache_config_file",),
-    ),
-    Refusal(
-        "--enable-flexkv",
-        switched_on("enable_flexkv"),
-        IDLE,
-        f"leave it out, and {OF_HOST}",
-        ("flexkv_config_file",),
-    ),
+    refused("enable_hierarchical_cache", "its tree does not know compressed slots", f"leave it out, and {OF_HOST}", HICACHE),
+    refused("enable_lmcache", IDLE, f"leave it out, and {OF_HOST}", ("lmcache_config_file",)),
+    refused("enable_flexkv", IDLE, f"leave it out, and {OF_HOST}", ("flexkv_config_file",)),
     variable("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", IDLE),
     variable("SGLANG_ENABLE_UNIFIED_RADIX_TREE", IDLE),
     Refusal(
-        "--disable-radix-cache",
-        lambda args: args.disable_radix_cache and bool(args.kv_host_gb),
-        "--kv-host-gb keeps prefixes of the tree, and there would be none",
-        "leave out --disable-radix-cache, or --kv-host-gb",
+        "--disable-radix-cache", lambda args: args.disable_radix_cache and bool(args.kv_host_gb),
+        "--kv-host-gb keeps prefixes of the tree, and there would be none", "leave out --disable-radix-cache, or --kv-host-gb",
     ),
     Refusal(
-        "--kv-cache-dtype",
-        lambda args: args.kv_cache_dtype not in (None, "auto"),
-        "copies of a quantized cache are untested",
-        "use --kv-cache-dtype auto",
-        ("quantization_param_path",),
+        "--kv-cache-dtype", lambda args: args.kv_cache_dtype not in (None, "auto"), "copies of a quantized cache are untested",
+        "use --kv-cache-dtype auto", ("quantization_param_path",),
     ),
     Refusal(
-        "--page-size",
-        lambda args: args.page_size is not None and args.page_size < 1,
-        "a page holds tokens",
+        "--page-size", lambda args: args.page_size is not None and args.page_size < 1, "a page holds tokens",
         "pass a whole number from 1, for example 16, or leave it out",
     ),
-    Refusal("--enable-page-major-kv-layout", switched_on("enable_page_major_kv_layout"), LAYOUT, "leave it out"),
-    Refusal("--enable-unified-memory", switched_on("enable_unified_memory"), LAYOUT, "leave it out"),
+    refused("enable_page_major_kv_layout", LAYOUT),
+    refused("enable_unified_memory", LAYOUT),
     variable("SGLANG_USE_HND_KVCACHE", LAYOUT),
     variable("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "the pool would grow after what lies beside it was planned"),
+    refused("enable_hisparse", "it drops tokens from KV that verifications read", parts=("hisparse_config",)),
+    refused("prefill_only_disable_kv_cache", "there would be no KV to compress"),
     Refusal(
-        "--enable-hisparse",
-        switched_on("enable_hisparse"),
-        "it drops tokens from KV that verifications read",
-        "leave it out",
-        ("hisparse_config",),
+        "--kv-canary", lambda args: args.kv_canary != "none", "it takes compressed copies for damage to the slots in which they lie",
+        "leave it out", ("kv_canary_real_data", "kv_canary_sweep_interval"),
     ),
-    Refusal(
-        "--prefill-only-disable-kv-cache",
-        switched_on("prefill_only_disable_kv_cache"),
-        "there would be no KV to compress",
-        "leave it out",
-    ),
-    Refusal(
-        "--kv-canary",
-        lambda args: args.kv_canary != "none",
-        "it takes compressed copies for damage to the slots in which they lie",
-        "leave it out",
-        ("kv_canary_real_data", "kv_canary_sweep_interval"),
-    ),
-    Refusal(
-        "--enable-streaming-session",
-        switched_on("enable_streaming_session"),
-        "a session keeps slots beyond a request",
-        "leave it out",
-    ),
-    Refusal(
-        "--enable-session-radix-cache",
-        switched_on("enable_session_radix_cache"),
-        "a session keeps slots beyond a request",
-        "leave it out",
-    ),
+    refused("enable_streaming_session", "a session keeps slots beyond a request"),
+    refused("enable_session_radix_cache", "a session keeps slots beyond a request"),
 )
 
 PARALLELISM: tuple[Refusal, ...] = (
-    Refusal("--dp-size", above("dp_size", 1), "data parallelism is untested", "use --dp-size 1"),
-    Refusal("--pp-size", above("pp_size", 1), "a draft needs all layers in one process", "use --pp-size 1"),
-    Refusal("--attn-cp-size", above("attn_cp_size", 1), RANKS, "use --attn-cp-size 1"),
-    Refusal(
-        "--enable-prefill-cp",
-        switched_on("enable_prefill_cp"),
-        RANKS,
-        "leave it out",
-        (
+    at_most_one("dp_size", "data parallelism is untested"),
+    at_most_one("pp_size", "a draft needs all layers in one process"),
+    at_most_one("attn_cp_size", RANKS),
+    refused(
+        "enable_prefill_cp", RANKS,
+        parts=(
             *("cp_strategy", "prefill_cp_mode", "enable_cp_decode_attn_tp", "enable_dsa_prefill_context_parallel"),
             *("dsa_prefill_cp_mode", "enable_dsa_cache_layer_split", "enable_prefill_context_parallel"),
         ),
     ),
-    Refusal(
-        "--dcp-size",
-        above("dcp_size", 1),
-        RANKS,
-        "use --dcp-size 1",
-        ("dcp_comm_backend", "dcp_replicate_q_proj"),
+    at_most_one("dcp_size", RANKS, ("dcp_comm_backend", "dcp_replicate_q_proj")),
+    at_most_one("moe_dp_size", RANKS),
+    at_most_one("dwdp_size", RANKS),
+    refused(
+        "enable_pdmux", "its loop computes prompts past the worker that compresses them",
+        parts=("pdmux_config_path", "sm_group_num"),
     ),
-    Refusal("--moe-dp-size", above("moe_dp_size", 1), RANKS, "use --moe-dp-size 1"),
-    Refusal("--dwdp-size", above("dwdp_size", 1), RANKS, "use --dwdp-size 1"),
-    Refusal(
-        "--enable-pdmux",
-        switched_on("enable_pdmux"),
-        "its loop computes prompts past the worker that compresses them",
-        "leave it out",
-        ("pdmux_config_path", "sm_group_num"),
-    ),
-    Refusal("--use-ray", switched_on("use_ray"), "its actors start schedulers without plugins", "leave it out"),
+    refused("use_ray", "its actors start schedulers without plugins"),
 )
 
 
@@ -163,95 +100,49 @@ REFUSALS: tuple[Refusal, ...] = (
     *PARALLELISM,
     *ROLES,
     Refusal(
-        "--speculative-algorithm",
-        lambda args: args.speculative_algorithm not in (None, "KV_VERIFIED"),
-        "the compressed KV cache is the drafter",
-        "leave it out (drafts are set by --kv-draft-length), or use --kv-mode full",
+        "--speculative-algorithm", lambda args: args.speculative_algorithm not in (None, "KV_VERIFIED"),
+        "the compressed KV cache is the drafter", "leave it out (drafts are set by --kv-draft-length), or use --kv-mode full",
         SPECULATION,
     ),
     Refusal(
-        "--decoupled-spec-role",
-        lambda args: args.decoupled_spec_role != "null",
-        "the compressed KV cache is the drafter",
+        "--decoupled-spec-role", lambda args: args.decoupled_spec_role != "null", "the compressed KV cache is the drafter",
         "leave it out, or use --kv-mode full",
         ("decoupled_spec_bind_endpoint", "decoupled_spec_connect_endpoints", "decoupled_spec_rank"),
     ),
-    Refusal(
-        "--dllm-algorithm",
-        switched_on("dllm_algorithm"),
-        "diffusion models have no autoregressive KV",
-        "use --kv-mode full",
-        ("dllm_algorithm_config", "dllm_fdfo"),
+    refused(
+        "dllm_algorithm", "diffusion models have no autoregressive KV", "use --kv-mode full", ("dllm_algorithm_config", "dllm_fdfo")
     ),
-    Refusal("--enable-mixed-chunk", switched_on("enable_mixed_chunk"), "SGLang has it without speculation only", "leave it out"),
-    Refusal("--enable-two-batch-overlap", switched_on("enable_two_batch_overlap"), "its split assumes equal lengths", "leave it out"),
+    refused("enable_mixed_chunk", "SGLang has it without speculation only"),
+    refused("enable_two_batch_overlap", "its split assumes equal lengths"),
     Refusal(
-        "--kv-compressor verify-guided",
-        lambda args: args.kv_mode == "lossy" and catalogue.points(args.kv_compressor),
-        "nothing is verified, and verifications choose what it keeps",
-        "use --kv-mode verified, or --kv-compressor snapkv",
+        "--kv-compressor verify-guided", lambda args: args.kv_mode == "lossy" and catalogue.points(args.kv_compressor),
+        "nothing is verified, and verifications choose what it keeps", "use --kv-mode verified, or --kv-compressor snapkv",
     ),
-    Refusal("--torchao-config", switched_on("torchao_config"), "quantized weights are untested", "leave it out"),
-    Refusal("--is-embedding", switched_on("is_embedding"), "embeddings are not decoded", "use --kv-mode full"),
-    Refusal(
-        "--tokenizer-worker-num",
-        above("tokenizer_worker_num", 1),
-        "only the first tokenizer would report drafts and verifies",
-        "use --tokenizer-worker-num 1",
+    refused("torchao_config", "quantized weights are untested"),
+    refused("is_embedding", "embeddings are not decoded", "use --kv-mode full"),
+    at_most_one("tokenizer_worker_num", "only the first tokenizer would report drafts and verifies"),
+    at_most_one(
+        "detokenizer_worker_num", "with one tokenizer SGLang's router of detokenizers ends the server at the first request"
     ),
     Refusal(
-        "--detokenizer-worker-num",
-        above("detokenizer_worker_num", 1),
-        "with one tokenizer SGLang's router of detokenizers ends the server at the first request",
-        "use --detokenizer-worker-num 1",
-    ),
-    Refusal(
-        "--smg-grpc-mode",
-        lambda args: args.smg_grpc_mode or args.grpc_mode,
-        TOKENIZER,
-        "leave it out; --grpc-port serves gRPC beside HTTP",
-        ("smg_http_sidecar_port",),
+        "--smg-grpc-mode", lambda args: args.smg_grpc_mode or args.grpc_mode, TOKENIZER,
+        "leave it out; --grpc-port serves gRPC beside HTTP", ("smg_http_sidecar_port",),
     ),
     variable("SGLANG_RUST_SERVER", TOKENIZER),
-    Refusal(
-        "--encoder-only",
-        switched_on("encoder_only"),
-        "an encoder decodes nothing",
-        "use --kv-mode full",
-        ("language_only", "enable_adaptive_dispatch_to_encoder"),
+    refused(
+        "encoder_only", "an encoder decodes nothing", "use --kv-mode full", ("language_only", "enable_adaptive_dispatch_to_encoder")
     ),
-    Refusal(
-        "--enable-torch-compile",
-        switched_on("enable_torch_compile"),
-        "drafts and verifications are untested as compiled code",
-        "leave it out",
-        ("enable_torch_compile_debug_mode", "torch_compile_max_bs"),
+    refused(
+        "enable_torch_compile", "drafts and verifications are untested as compiled code",
+        parts=("enable_torch_compile_debug_mode", "torch_compile_max_bs"),
     ),
+    refused("enable_mis", "items do not attend to one another, and copies hold what all attend to", "use --kv-mode full"),
     Refusal(
-        "--enable-mis",
-        switched_on("enable_mis"),
-        "items do not attend to one another, and copies hold what all attend to",
-        "use --kv-mode full",
+        "--rl-on-policy-target", lambda args: args.rl_on_policy_target is not None,
+        "verifications sample otherwise than its trainer", "use --kv-mode full", ("rl_quant_profile",),
     ),
-    Refusal(
-        "--rl-on-policy-target",
-        lambda args: args.rl_on_policy_target is not None,
-        "verifications sample otherwise than its trainer",
-        "use --kv-mode full",
-        ("rl_quant_profile",),
-    ),
-    Refusal(
-        "--enable-return-routed-experts",
-        switched_on("enable_return_routed_experts"),
-        "experts of rejected drafts would be returned",
-        "leave it out",
-    ),
-    Refusal(
-        "--enable-return-indexer-topk",
-        switched_on("enable_return_indexer_topk"),
-        "models with an indexer are not served",
-        "leave it out",
-    ),
+    refused("enable_return_routed_experts", "experts of rejected drafts would be returned"),
+    refused("enable_return_indexer_topk", "models with an indexer are not served"),
 )
 
 

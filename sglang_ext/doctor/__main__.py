@@ -15,21 +15,23 @@ from rich.markup import escape
 from rich.table import Table
 
 from sglang_ext.config import options
-from sglang_ext.doctor.check import INSTALL, Check, told, verdict
 from sglang_ext.doctor.installation import (
+    INSTALL,
     PLATFORM,
     PLATFORM_GROUP,
     PLUGIN,
     PLUGIN_GROUP,
+    Check,
     check_entry_point,
     check_not_filtered,
     check_python,
     check_sglang,
     check_torch,
     package_version,
+    told,
+    verdict,
 )
-from sglang_ext.doctor.kernels import check_kernels
-from sglang_ext.doctor.serving import check_attention_backends, check_device, check_hooks, check_model
+from sglang_ext.doctor.serving import check_attention_backends, check_device, check_hooks, check_kernels, check_model
 
 logger = logging.getLogger(__name__)
 

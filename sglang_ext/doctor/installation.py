@@ -1,10 +1,40 @@
-"""Checks of what is installed: Python, the packages, and the entry points by which SGLang finds this one."""
+"""Checks of what is installed: Python, the packages, and the entry points by which SGLang finds this one; and what a check is."""
 
 import os
 import sys
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
 
-from sglang_ext.doctor.check import INSTALL, SGLANG_VERSION, Check, verdict
+SGLANG_VERSION = "0.5.17"
+INSTALL = "run `make install`, or `pip install -e .` in the environment that serves"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the report.
+
+    Attributes:
+        name: what was looked at.
+        ok: whether sglang-ext can serve with what was found.
+        found: what was found.
+        remedy: what to do when not ``ok``; empty when it is.
+    """
+
+    name: str
+    ok: bool
+    found: str
+    remedy: str = ""
+
+
+def verdict(name: str, ok: bool, found: str, remedy: str) -> Check:
+    """A check whose remedy is told only when it fails."""
+    return Check(name, ok, found, "" if ok else remedy)
+
+
+def told(error: Exception) -> str:
+    """An error in one line of at most 300 characters."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+
 
 PYTHON_VERSIONS = ((3, 11), (3, 12))
 PLUGIN_GROUP, PLUGIN = "sglang.srt.plugins", "sglang_ext.plugin:register"

@@ -1,4 +1,4 @@
-"""Checks of what would serve: the device, its attention backends, the hooks into SGLang, and the model."""
+"""Checks of what would serve: the device, its attention backends, the hooks into SGLang, the model, and the kernels for it."""
 
 import logging
 from collections.abc import Iterator
@@ -6,22 +6,22 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
 
 from sglang_ext.config import model_options, options
 from sglang_ext.doctor import model_folder
-from sglang_ext.doctor.check import SGLANG_VERSION, Check, told, verdict
+from sglang_ext.doctor.installation import SGLANG_VERSION, Check, told, verdict
 from sglang_ext.hooks import application as hooking
-
-if TYPE_CHECKING:
-    import torch
+from sglang_ext.mem_cache.compressed.formats.packing import Packing
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressors import catalogue
 
 logger = logging.getLogger(__name__)
 
 
 def check_device() -> Check:
     """What SGLang would run on: an NVIDIA GPU, or the plain CPU platform."""
-    import torch
     from sglang.srt.platforms import current_platform
 
     from sglang_ext.platforms.plain_cpu import PlainCpuPlatform
@@ -40,8 +40,6 @@ def check_device() -> Check:
 
 def check_attention_backends() -> Check:
     """Which attention backends that read compressed views are installed."""
-    import torch
-
     # torch_native and triton come with SGLang, flashinfer is a package of its own; fa3 is a part of SGLang's kernels
     # that is compiled for some GPUs.
     on_gpu = torch.cuda.is_available()
@@ -90,7 +88,7 @@ class Model:
     head_dim: int
     query_heads: int
     kv_heads: int
-    dtype: "torch.dtype"
+    dtype: torch.dtype
 
 
 @cache
@@ -128,3 +126,52 @@ def check_model(path: str) -> Check:
         return model
     found = f"{path}: {model.unsupported or model.architecture}"
     return verdict("model", model.unsupported is None, found, "serve this model with --kv-mode full")
+
+
+def check_kernels(path: str) -> list[Check]:
+    """A line that names the GPU, the model's shape of attention, and the kernels for it; none where SGLang cannot read the model.
+
+    Args:
+        path: as for :func:`read_model`.
+    """
+    model = read_model(path)
+    if isinstance(model, Check):
+        # The check of the model says why.
+        return []
+    group = model.query_heads // model.kv_heads
+    shape = f"{model.head_dim} channels a head, {group} query heads a KV head, {str(model.dtype).removeprefix('torch.')}"
+    if not torch.cuda.is_available():
+        return [Check("kernels", True, f"no GPU; {shape}: PyTorch")]
+    gpu = torch.cuda.get_device_properties(0)
+    memory = f"{gpu.shared_memory_per_block_optin // 1024} KiB of shared memory"
+    packed = packed_kernels(model.head_dim, group, model.dtype)
+    methods = "; ".join(f"{', '.join(names)} {kernels}" for kernels, names in packed.items())
+    found = f"{gpu.name} (sm_{gpu.major}{gpu.minor}, {memory}); {shape}: Triton for scores and copies; in few bits: {methods}"
+    return [Check("kernels", True, found)]
+
+
+def packed_kernels(dim: int, group: int, dtype: torch.dtype, device: str = "cuda") -> dict[str, list[str]]:
+    """Methods that pack tokens on a GPU, by what reads their copies and what writes them.
+
+    Args:
+        dim: channels of a head.
+        group: query heads that share a KV head.
+        dtype: of the KV pool.
+        device: where the pool would lie.
+    """
+    from sglang_ext.layers.kernels.packed.pack_blocks import takes
+    from sglang_ext.layers.kernels.packed.packed_decode import fragments
+
+    found: dict[str, list[str]] = {}
+    keys = torch.zeros(1, 1, dim, dtype=dtype, device=device)
+    buffers = KVBuffers((0,), (1.0,), (keys,), (keys,))
+    for name in catalogue.on_gpu():
+        try:
+            packing = Packing.of(catalogue.quantizer(name, catalogue.code_bits(name, None)), buffers, 1)
+        except ValueError:
+            found.setdefault("not for such heads", []).append(name)
+            continue
+        reader = "Gluon" if fragments(packing, keys, keys, group) else "Triton"
+        writer = "a kernel" if takes(packing, buffers) else "PyTorch"
+        found.setdefault(f"read by {reader}, packed by {writer}", []).append(name)
+    return found

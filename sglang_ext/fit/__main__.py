@@ -24,9 +24,8 @@ from sglang_ext.fit.training import Training
 from sglang_ext.fit.work import Fit, split
 from sglang_ext.mem_cache.scores.model_key import model_folder, model_key
 from sglang_ext.mem_cache.scores.predictor import Fitted
-from sglang_ext.outputs import check_folder
+from sglang_ext.outputs import check_folder, exit_code
 from sglang_ext.precompress import PrecompressError
-from sglang_ext.precompress.command import exit_code
 
 SMALLEST = {"tokens": 128, "samples": 1, "width": 0, "epochs": 1, "seed": 0}
 

@@ -32,11 +32,7 @@ class KVVerifiedAlgorithm(CustomSpecAlgo):
         return False
 
     def create_future_map(
-        self,
-        device,
-        req_to_token_pool,
-        needs_cpu_seq_lens: bool = True,
-        needs_confidence_relay: bool = False,
+        self, device, req_to_token_pool, needs_cpu_seq_lens: bool = True, needs_confidence_relay: bool = False
     ) -> "FutureMap":
         """SGLang's own relay of values between iterations."""
         from sglang.srt.managers.overlap_utils import FutureMap

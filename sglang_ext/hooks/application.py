@@ -9,7 +9,7 @@ import importlib.util
 import inspect
 import logging
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from sglang_ext.core import HookError
@@ -35,15 +35,8 @@ def check(mode: str, processes: tuple[str, ...] = ("frontend", "scheduler")) -> 
     Raises:
         HookError: a target is missing or has other parameters or fields than expected.
     """
-    for entry in entries():
-        if isinstance(entry, Hook) and entry.process not in processes:
-            continue
-        problem = find_problem(entry)
-        if problem is not None:
-            raise HookError(
-                f"--kv-mode {mode} cannot start: {entry.target} does not fit ({problem}). It is "
-                f"needed because {entry.why}. Install sglang==0.5.17, or use --kv-mode full."
-            )
+    chosen = (entry for entry in entries() if isinstance(entry, Use) or entry.process in processes)
+    _check(chosen, f"--kv-mode {mode}", "--kv-mode full")
 
 
 def check_transfer() -> None:
@@ -52,12 +45,17 @@ def check_transfer() -> None:
     Raises:
         HookError: a target is missing or has other parameters than expected.
     """
-    for entry in hooks.TRANSFER_HOOKS + uses.TRANSFER_USES:
+    flag = "--disaggregation-transfer-backend"
+    _check(hooks.TRANSFER_HOOKS + uses.TRANSFER_USES, f"{flag} progressive", f"{flag} mooncake")
+
+
+def _check(chosen: Iterable[Hook | Use], asked: str, remedy: str) -> None:
+    for entry in chosen:
         problem = find_problem(entry)
         if problem is not None:
             raise HookError(
-                f"--disaggregation-transfer-backend progressive cannot start: {entry.target} does not fit ({problem}). It is "
-                f"needed because {entry.why}. Install sglang==0.5.17, or use --disaggregation-transfer-backend mooncake."
+                f"{asked} cannot start: {entry.target} does not fit ({problem}). It is needed because {entry.why}. "
+                f"Install sglang==0.5.17, or use {remedy}."
             )
 
 
@@ -88,11 +86,10 @@ def apply(chosen: tuple[Hook, ...]) -> None:
     Raises:
         HookError: a hook did not take effect.
     """
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.plugins.hook_registry import HookRegistry
 
     for hook in chosen:
-        if hook.target not in HookRegistry._hooks:
-            HookRegistry.register(hook.target, _load(hook.hook), HookType(hook.kind))
+        _register(hook)
     with _warnings_alone(REGISTRY):
         HookRegistry.apply_hooks()
     for hook in chosen:
@@ -112,8 +109,11 @@ def _warnings_alone(name: str) -> Iterator[None]:
         teller.setLevel(level)
 
 
-def _load(name: str) -> Callable:
-    return pkgutil.resolve_name(name)
+def _register(hook: Hook) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    if hook.target not in HookRegistry._hooks:
+        HookRegistry.register(hook.target, pkgutil.resolve_name(hook.hook), HookType(hook.kind))
 
 
 def is_patched_fork() -> bool:
@@ -139,11 +139,7 @@ def activate_scheduler() -> None:
 
 def register_transfer() -> None:
     """Register the hook that leads to the classes of the transfer backend ``progressive``; the others follow when it is asked for."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    hook = hooks.TRANSFER_HOOKS[0]
-    if hook.target not in HookRegistry._hooks:
-        HookRegistry.register(hook.target, _load(hook.hook), HookType(hook.kind))
+    _register(hooks.TRANSFER_HOOKS[0])
 
 
 def activate_transfer() -> None:

@@ -51,9 +51,7 @@ def adders_first(penalizers: dict[type, Any]) -> dict[type, Any]:
     return dict(sorted(penalizers.items(), key=lambda entry: (entry[1].is_multiplicative, entry[0].__name__)))
 
 
-def replayed(
-    orchestrator: BatchedPenalizerOrchestrator, batch: "ScheduleBatch"
-) -> BatchedPenalizerOrchestrator:
+def replayed(orchestrator: BatchedPenalizerOrchestrator, batch: "ScheduleBatch") -> BatchedPenalizerOrchestrator:
     """Penalizers of the batch, of the same kinds, that were fed the outputs of its requests.
 
     SGLang feeds a batch one token of each request at a time. Outputs differ in length, so each request

@@ -6,7 +6,7 @@ start, alike.
 
 SGLang sends requests to its scheduler by msgpack, which decodes each field as the type it is declared with; a value of
 another type raises there, where nothing catches it. Here each is encoded and decoded beforehand. Other values pass that
-and raise in a forward pass. All of them end stock SGLang too, but for what :func:`sglang_ext.config.method_choice.check`
+and raise in a forward pass. All of them end stock SGLang too, but for what :func:`sglang_ext.config.method_options.check_asked`
 refuses.
 """
 
@@ -22,7 +22,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput, SessionParams, Token
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_ext.config import method_choice
+from sglang_ext.config import method_options
 from sglang_ext.core import OptionError
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def check_request(
     _check_embeds(obj.input_embeds, manager.model_config.hidden_size)
     # SGLang has refused it by now where the server does not serve any.
     _check_processor(obj.custom_logit_processor)
-    method_choice.check(manager.server_args, params.get("custom_params"))
+    method_options.check_asked(manager.server_args, params.get("custom_params"))
 
 
 def check_preferred(args: "KVServerArgs") -> None:
@@ -144,7 +144,7 @@ def check_preferred(args: "KVServerArgs") -> None:
         _check_sampling_values(params, read, vocabulary, deterministic=False)
         # A request that says how many tokens it wants may want more than SGLang's default.
         SamplingParams(**{"max_new_tokens": None, **params}).verify(vocabulary)
-        method_choice.check(args, params.get("custom_params"))
+        method_options.check_asked(args, params.get("custom_params"))
     except ValueError as error:
         raise OptionError(f"--preferred-sampling-params is {_short(given)}: {error}; or leave the flag out") from None
 

@@ -9,9 +9,7 @@ from sglang_ext.hooks.request_checks import sampling_params_of
 from sglang_ext.managers.meta_info import describe
 
 
-def add_kv_fields(
-    original: Callable, manager, meta_info: dict[str, Any], recv_obj, i: int
-) -> None:
+def add_kv_fields(original: Callable, manager, meta_info: dict[str, Any], recv_obj, i: int) -> None:
     """Hook around ``_calculate_spec_decoding_metrics``: ``kv_*`` fields of a finished request.
 
     ``kv_verifies`` verifications that checked drafts, ``kv_drafts`` tokens drafted for them,

@@ -24,148 +24,113 @@ CONNECTIONS = "sglang.srt.disaggregation.common.conn"
 # Of the transfer backend ``progressive``.
 TRANSFER_USES: tuple[Use, ...] = (
     Use(
-        target=f"{CONNECTIONS}.CommonKVManager._start_heartbeat_checker_thread",
-        why="rooms of a prefill server that died shall fail",
-        expects=("self",),
+        f"{CONNECTIONS}.CommonKVManager._start_heartbeat_checker_thread",
+        "rooms of a prefill server that died shall fail", ("self",),
     ),
     Use(
-        target=f"{CONNECTIONS}.CommonKVManager._on_heartbeat_success",
-        why="rooms that are over are forgotten with each heartbeat",
-        expects=("self", "bootstrap_addr"),
+        f"{CONNECTIONS}.CommonKVManager._on_heartbeat_success",
+        "rooms that are over are forgotten with each heartbeat", ("self", "bootstrap_addr"),
+    ),
+    Use(f"{CONNECTIONS}.CommonKVReceiver._connect", "messages go to other managers over SGLang's sockets", ("endpoint", "is_ipv6")),
+    Use(f"{CONNECTIONS}.CommonKVSender._check_bootstrap_timeout", "a decode side that never comes is not waited for", ("self",)),
+    Use(
+        f"{CONNECTIONS}.CommonKVSender._prepare_send_indices",
+        "it tells the last chunk of a prompt", ("self", "kv_indices", "state_indices"),
     ),
     Use(
-        target=f"{CONNECTIONS}.CommonKVReceiver._connect",
-        why="messages go to other managers over SGLang's sockets",
-        expects=("endpoint", "is_ipv6"),
+        f"{CONNECTIONS}.CommonKVSender._record_transfer_indices",
+        "SGLang's metrics count pages that were sent", ("self", "kv_indices", "state_indices"),
+    ),
+    Use(f"{CONNECTIONS}.CommonKVReceiver._check_waiting_timeout", "a prefill side that never sends is not waited for", ("self",)),
+    Use(f"{CONNECTIONS}.CommonKVReceiver._send_abort_notification", "the prefill side is told in messages of ours", ("self",)),
+    Use(
+        "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin.maybe_send_cached_prefix_chunk",
+        "a sender waits for the event after which a cached prefix is written", mentions=("disagg_kv_sender._early_send_wait_event",),
     ),
     Use(
-        target=f"{CONNECTIONS}.CommonKVSender._check_bootstrap_timeout",
-        why="a decode side that never comes is not waited for",
-        expects=("self",),
-    ),
-    Use(
-        target=f"{CONNECTIONS}.CommonKVSender._prepare_send_indices",
-        why="it tells the last chunk of a prompt",
-        expects=("self", "kv_indices", "state_indices"),
-    ),
-    Use(
-        target=f"{CONNECTIONS}.CommonKVSender._record_transfer_indices",
-        why="SGLang's metrics count pages that were sent",
-        expects=("self", "kv_indices", "state_indices"),
-    ),
-    Use(
-        target=f"{CONNECTIONS}.CommonKVReceiver._check_waiting_timeout",
-        why="a prefill side that never sends is not waited for",
-        expects=("self",),
-    ),
-    Use(
-        target=f"{CONNECTIONS}.CommonKVReceiver._send_abort_notification",
-        why="the prefill side is told in messages of ours",
-        expects=("self",),
-    ),
-    Use(
-        target="sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin.maybe_send_cached_prefix_chunk",
-        why="a sender waits for the event after which a cached prefix is written",
-        mentions=("disagg_kv_sender._early_send_wait_event",),
-    ),
-    Use(
-        target="sglang.srt.managers.scheduler.Scheduler.pause_generation",
-        why="a request whose residual does not come is prefilled again as SGLang does it",
+        "sglang.srt.managers.scheduler.Scheduler.pause_generation",
+        "a request whose residual does not come is prefilled again as SGLang does it",
         mentions=("req.pd_rebootstrap_forced_output_id = req.output_ids.pop()", "req.pd_rebootstrap_in_progress = True"),
     ),
     Use(
-        target="sglang.srt.disaggregation.decode.DecodePreallocQueue.add",
-        why="such a request waits for slots again",
-        expects=("self", "req", "is_retracted", "is_rebootstrap"),
+        "sglang.srt.disaggregation.decode.DecodePreallocQueue.add",
+        "such a request waits for slots again", ("self", "req", "is_retracted", "is_rebootstrap"),
     ),
     Use(
-        target="sglang.srt.managers.schedule_batch.Req.load_kv_cache",
-        why="what a request that is prefilled again had of KV is not restored",
-        mentions=("del self.kv_cache_cpu",),
+        "sglang.srt.managers.schedule_batch.Req.load_kv_cache",
+        "what a request that is prefilled again had of KV is not restored", mentions=("del self.kv_cache_cpu",),
     ),
 )
 
 USES: tuple[Use, ...] = (
     Use(
-        target="sglang.srt.managers.scheduler_components.batch_result_processor."
+        "sglang.srt.managers.scheduler_components.batch_result_processor."
         "SchedulerBatchResultProcessor._accept_grammar_tokens",
-        why="grammars advance after the search for the end of an output, as without speculation",
-        expects=("self", "req", "tokens"),
+        "grammars advance after the search for the end of an output, as without speculation", ("self", "req", "tokens"),
     ),
     Use(
-        target="sglang.srt.managers.schedule_batch.ScheduleBatch.release_req",
-        why="a request whose full KV is lost gives back what it holds",
-        expects=("self", "idx", "remaing_req_count", "server_args"),
+        "sglang.srt.managers.schedule_batch.ScheduleBatch.release_req",
+        "a request whose full KV is lost gives back what it holds", ("self", "idx", "remaing_req_count", "server_args"),
     ),
     Use(
-        target="sglang.srt.managers.scheduler_components.batch_result_processor."
+        "sglang.srt.managers.scheduler_components.batch_result_processor."
         "SchedulerBatchResultProcessor._handle_finish_state_updated_req",
-        why="an aborted request whose drafts gather finishes without a new token",
-        expects=("self", "req", "batch", "result", "i", "logits_output"),
+        "an aborted request whose drafts gather finishes without a new token",
+        ("self", "req", "batch", "result", "i", "logits_output"),
     ),
     Use(
-        target="sglang.srt.managers.utils.GenerationBatchResult",
-        why="it carries accepted tokens, and that their grammars were advanced",
-        expects=("accept_lens", "new_seq_lens", "grammar_advanced", "grammar_retained_tokens"),
+        "sglang.srt.managers.utils.GenerationBatchResult",
+        "it carries accepted tokens, and that their grammars were advanced",
+        ("accept_lens", "new_seq_lens", "grammar_advanced", "grammar_retained_tokens"),
     ),
     Use(
-        target="sglang.srt.model_executor.forward_batch_info.ForwardBatch",
-        why="predicted scores are kept at the slots to which a forward writes its KV",
-        expects=("out_cache_loc",),
+        "sglang.srt.model_executor.forward_batch_info.ForwardBatch",
+        "predicted scores are kept at the slots to which a forward writes its KV", ("out_cache_loc",),
     ),
     Use(
-        target="sglang.srt.lora.lora_manager.LoRAManager.fetch_new_loras",
-        why="a batch's adapters are fetched before its forward (prepare_lora_batch is hooked on a CPU)",
-        expects=("self", "new_loras", "running_loras"),
+        "sglang.srt.lora.lora_manager.LoRAManager.fetch_new_loras",
+        "a batch's adapters are fetched before its forward (prepare_lora_batch is hooked on a CPU)",
+        ("self", "new_loras", "running_loras"),
     ),
     Use(
-        target="sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.get_spec_info",
-        why="its subclass tells attention backends the lengths of a captured verification",
-        expects=("self", "num_tokens"),
+        "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.get_spec_info",
+        "its subclass tells attention backends the lengths of a captured verification", ("self", "num_tokens"),
     ),
     Use(
-        target="sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.execute",
-        why="its subclass replays steps over copies, which read the token table to their end",
-        expects=("self", "forward_batch", "pp_proxy_tensors"),
+        "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.execute",
+        "its subclass replays steps over copies, which read the token table to their end",
+        ("self", "forward_batch", "pp_proxy_tensors"),
     ),
     Use(
-        target="sglang.srt.model_executor.model_runner.ModelRunner.init_kv_cache_configurator",
-        why="what lies beside the KV pool is planned by how much that will hold",
-        expects=("self",),
+        "sglang.srt.model_executor.model_runner.ModelRunner.init_kv_cache_configurator",
+        "what lies beside the KV pool is planned by how much that will hold", ("self",),
     ),
     Use(
-        target="sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes",
-        why="what lies beside the KV pool is taken off the memory that SGLang would give it",
-        expects=("self", "pre_model_load_memory"),
+        "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes",
+        "what lies beside the KV pool is taken off the memory that SGLang would give it", ("self", "pre_model_load_memory"),
     ),
     Use(
-        target="sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator.resolve_max_num_reqs",
-        why="draft rows are as many as requests that SGLang lets run",
-        expects=("self", "token_capacity"),
+        "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator.resolve_max_num_reqs",
+        "draft rows are as many as requests that SGLang lets run", ("self", "token_capacity"),
     ),
     Use(
-        target="sglang.srt.model_executor.graph_shared_output.GraphSharedOutput",
-        why="logits of captured verifications get room for as many tokens as these have",
-        expects=("device", "max_rows"),
+        "sglang.srt.model_executor.graph_shared_output.GraphSharedOutput",
+        "logits of captured verifications get room for as many tokens as these have", ("device", "max_rows"),
     ),
     Use(
-        target="sglang.srt.layers.attention.flashinfer_backend.FlashInferAttnBackend.init_cuda_graph_state",
-        why="captured verifications get room for the contexts of their requests",
-        expects=("self", "max_bs", "max_num_tokens", "kv_indices_buf"),
+        "sglang.srt.layers.attention.flashinfer_backend.FlashInferAttnBackend.init_cuda_graph_state",
+        "captured verifications get room for the contexts of their requests", ("self", "max_bs", "max_num_tokens", "kv_indices_buf"),
     ),
     Use(
-        target="sglang.kernels.ops.attention.decode_attention._decode_softmax_reducev_fwd",
-        why="parts of a verification's attention are merged as SGLang merges those of a decode",
-        expects=(
-            *("logits", "lse", "q", "o", "v_scale", "v_buffer", "kv_indptr"),
-            *("num_kv_splits", "max_kv_splits", "sinks", "use_pdl"),
-        ),
+        "sglang.kernels.ops.attention.decode_attention._decode_softmax_reducev_fwd",
+        "parts of a verification's attention are merged as SGLang merges those of a decode",
+        (*("logits", "lse", "q", "o", "v_scale", "v_buffer", "kv_indptr"), *("num_kv_splits", "max_kv_splits", "sinks", "use_pdl")),
     ),
     *(
         Use(
-            target=f"sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_{kind}",
-            why="its subclass attends over copies, and in time linear in the context",
-            expects=(
+            f"sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_{kind}",
+            "its subclass attends over copies, and in time linear in the context",
+            (
                 *("self", "query", "output", "k_cache", "v_cache", "req_to_token", "req_pool_indices", "seq_lens"),
                 *more,
                 *("encoder_lens", "scaling", "enable_gqa", "causal", "is_cross_attn", "sliding_window_size"),
@@ -174,24 +139,22 @@ USES: tuple[Use, ...] = (
         for kind, more in {"extend": ("extend_prefix_lens", "extend_seq_lens"), "decode": ()}.items()
     ),
     Use(
-        target="sglang.srt.mem_cache.radix_cache.RadixCache",
-        why="an empty match names the root, which nodes with tiers replace",
-        mentions=("_empty_match_result",),
+        "sglang.srt.mem_cache.radix_cache.RadixCache",
+        "an empty match names the root, which nodes with tiers replace", mentions=("_empty_match_result",),
     ),
     Use(
-        target="sglang.srt.model_executor.model_runner.ModelRunner",
-        why="SGLang's scheduler shall not take an earlier read of the token table for a round's last",
+        "sglang.srt.model_executor.model_runner.ModelRunner",
+        "SGLang's scheduler shall not take an earlier read of the token table for a round's last",
         mentions=("war_fastpath_read_done_event",),
     ),
     Use(
-        target="sglang.srt.plugins.hook_registry.HookRegistry",
-        why="it logs a hook that fails, and goes on: whether it took effect is looked at",
-        mentions=("_hooks", "_patched"),
+        "sglang.srt.plugins.hook_registry.HookRegistry",
+        "it logs a hook that fails, and goes on: whether it took effect is looked at", mentions=("_hooks", "_patched"),
     ),
     Use(
-        target="sglang.srt.layers.attention.flashinfer_backend.fast_prefill_plan",
-        why="verifications are planned from lengths on the host",
-        expects=(
+        "sglang.srt.layers.attention.flashinfer_backend.fast_prefill_plan",
+        "verifications are planned from lengths on the host",
+        (
             *("self", "qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len"),
             *("num_qo_heads", "num_kv_heads", "head_dim_qk", "page_size", "head_dim_vo", "custom_mask", "causal"),
             *("window_left", "q_data_type", "kv_data_type", "o_data_type", "non_blocking", "fixed_split_size"),

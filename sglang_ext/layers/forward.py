@@ -79,10 +79,7 @@ class Inputs:
 
 
 def run(
-    model_runner: "ModelRunner",
-    batch: "ScheduleBatch",
-    inputs: Inputs,
-    attention: Attention | None = None,
+    model_runner: "ModelRunner", batch: "ScheduleBatch", inputs: Inputs, attention: Attention | None = None
 ) -> LogitsProcessorOutput:
     """Forward the inputs; logits for each token: float [total, vocabulary].
 

@@ -1,9 +1,11 @@
-"""Which verifications are captured as CUDA graphs when the server starts, and what attends in those that are not."""
+"""What is captured or compiled when the server starts: graphs of verifications, what attends in those without, SGLang's kernel of slots."""
 
 import logging
 from typing import TYPE_CHECKING
 
+import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.mem_cache import allocation
 from sglang.srt.model_executor.runner.base_cuda_graph_runner import get_batch_sizes_to_capture
 
 from sglang_ext.config import options
@@ -61,3 +63,21 @@ def unpin_plans(model_runner: "ModelRunner", graphs: VerifyGraphSet | None) -> N
     count = sum(plan_memory.unpin(backend) for backend in [model_runner.attn_backend, *captured])
     if count:
         logger.info("sglang-ext: FlashInfer's plans of %s wrappers are not in pinned memory", count)
+
+
+def compile_ahead(token_table: torch.Tensor, requests: int) -> None:
+    """Run once, in each of its forms, SGLang's kernel that writes slots of coming tokens to the token table, with nothing to write.
+
+    Triton compiles it anew for each power of 2 of requests, and for slots that begin at a multiple of 16 bytes or elsewhere, which
+    what the allocator hands out does now and then: some 40 ms each, in the middle of a batch's first rounds.
+
+    Args:
+        token_table: int32 [rows, width], SGLang's.
+        requests: that run at once at most.
+    """
+    slots = torch.zeros(4, dtype=torch.int64, device=token_table.device)
+    for exponent in range((requests - 1).bit_length() + 1):
+        rows = torch.zeros(1 << exponent, dtype=torch.int64, device=token_table.device)
+        nothing = rows.int()
+        for begin in (0, 1):
+            allocation.assign_req_to_token_pool_func(rows, token_table, nothing, nothing, slots[begin:], len(rows))

@@ -28,7 +28,7 @@ def fill(req: "Req", state: RequestState) -> None:
         state.offered,
         state.accepted,
         state.fallback,
-        catalogue.number(state.compressor.partition(":")[0]) if state.compressor else 0,
+        state.compressor,
         state.method,
         len(state.accept_histogram),
         *state.accept_histogram,

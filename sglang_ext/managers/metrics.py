@@ -1,151 +1,167 @@
 """Prometheus metrics, ``sglang_ext:*``, on SGLang's own ``/metrics`` page."""
 
-import collections
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from sglang_ext.config.method_options import offers
 from sglang_ext.core import FALLBACK_REASONS
-from sglang_ext.managers.tier_metrics import LABELS, TierMetrics
 
 if TYPE_CHECKING:
+    from prometheus_client.metrics import MetricWrapperBase
+
     from sglang_ext.arguments import KVServerArgs
     from sglang_ext.managers.offload.verifications import Verifications
     from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
+    from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
+
+# Each with its help, and the label that it has beside the model's name.
+GAUGES = {
+    "compressed_bytes": ("Bytes of KV in compressed slots.",),
+    "query_bytes": ("Bytes of queries kept for compressors, outside the KV pool.",),
+    "score_bytes": ("Bytes of predicted scores and of the network that gives them, outside the KV pool.",),
+    "round_seconds": ("Seconds on the device in the last round: one draft, the rest with the verification, or a plain step.", "part"),
+}
+COUNTERS = {
+    "drafts": ("Tokens drafted on compressed KV.",),
+    "verifies": ("Verifications over full KV.",),
+    "accepted_drafts": ("Drafts accepted.",),
+    "fallback_tokens": ("Tokens served with full KV, by reason.", "reason"),
+    "copies": ("Compressed copies made or renewed, by compressor.", "compressor"),
+}
+# Of full KV in host memory.
+HOST_GAUGES = {
+    "host_bytes": ("Bytes of full KV in host memory.",),
+    "host_staging_bytes": ("Bytes on the device through which full KV goes to host memory and back.",),
+    "offloaded_bytes": ("Bytes of full KV of running requests that are not on the device.",),
+    "host_load_bytes_per_second": ("Bandwidth of loads from host memory, newer ones counting more.",),
+    "link_reserved": ("Share of a round's time in which the link to host memory is reserved for loads.",),
+    "reload_room_reserved": ("Share of the room for loads on the device that is reserved in this round.",),
+}
+HOST_COUNTERS = {
+    "host_stored_bytes": ("Bytes of full KV stored to host memory.",),
+    "host_loaded_bytes": ("Bytes of full KV loaded from host memory.",),
+    "host_loads": ("Loads of full KV from host memory that ended.",),
+    "host_load_seconds": ("Seconds that these loads took; their growth is the share of time in which the link is in use.",),
+    "host_failed_pages": ("Pages of full KV that came back changed, and are computed again.",),
+    "recomputed_requests": ("Running requests whose full KV came back changed, and that were computed again.",),
+    "reservations": ("Verifications for which link time and room were reserved.",),
+    "waits": ("Rounds in which a request found no time or no room for its next verification.",),
+    "late_verifications": ("Rounds by which verifications were put off as their full KV was not there.",),
+    "slack_rounds": ("Rounds by which full KV was there before its verification.",),
+}
 
 
 @dataclass
 class KVMetrics:
-    """Counters of one scheduler process; all None when metrics are off.
+    """The metrics of one scheduler process; totals are told as they are, and counted by how much they grew.
 
     Attributes:
-        drafts: tokens drafted on compressed views.
-        verifies: verifications over full KV.
-        accepted: drafts that verification accepted.
-        accept_length: tokens per verification.
-        fallbacks: tokens served with full KV, by reason.
-        held_bytes: bytes of KV in compressed slots.
-        query_bytes: bytes of the rings in which queries are kept for compressors.
-        score_bytes: bytes of scores and networks that compressors hold.
-        copies: copies made or renewed, by the method that chose what they keep.
-        round_seconds: times of the last round, by part: a draft, the rest, or a step of plain decoding.
-        tiers: of full KV in host memory; None without any.
+        model_name: their label.
+        host: whether there is full KV in host memory to tell of.
     """
 
     model_name: str
-    drafts: object = None
-    verifies: object = None
-    accepted: object = None
-    accept_length: object = None
-    fallbacks: object = None
-    held_bytes: object = None
-    query_bytes: object = None
-    score_bytes: object = None
-    copies: object = None
-    round_seconds: object = None
-    tiers: TierMetrics | None = None
-    _copies_told: collections.Counter[str] = field(default_factory=collections.Counter)
+    host: bool = False
+    _gauges: "dict[str, MetricWrapperBase]" = field(default_factory=dict)
+    _counters: "dict[str, MetricWrapperBase]" = field(default_factory=dict)
+    _accept_length: "MetricWrapperBase | None" = None
+    _told: dict[tuple[str, ...], float] = field(default_factory=dict)
 
     @classmethod
     def create(cls, server_args: "KVServerArgs", counts: bool = True) -> "KVMetrics":
-        """Define the metrics when ``--enable-metrics`` asks for them and this process ``counts``.
+        """Define the metrics when ``--enable-metrics`` asks for them and this process ``counts``; without, all calls do nothing.
 
         prometheus_client must be imported after SGLang prepared its multi-process folder.
         """
-        name = server_args.served_model_name or server_args.model_path
-        if not (server_args.enable_metrics and counts):
-            return cls(name)
-        from prometheus_client import Counter, Gauge, Histogram
-
-        buckets = [*range(1, server_args.speculative_num_draft_tokens + 1)]
-        made = cls(
-            name,
-            drafts=Counter("sglang_ext:drafts", "Tokens drafted on compressed KV.", LABELS),
-            verifies=Counter("sglang_ext:verifies", "Verifications over full KV.", LABELS),
-            accepted=Counter("sglang_ext:accepted_drafts", "Drafts accepted.", LABELS),
-            accept_length=Histogram(
-                "sglang_ext:accept_length", "Tokens per verification.", LABELS, buckets=buckets
-            ),
-            fallbacks=Counter(
-                "sglang_ext:fallback_tokens",
-                "Tokens served with full KV, by reason.",
-                (*LABELS, "reason"),
-            ),
-            held_bytes=Gauge(
-                "sglang_ext:compressed_bytes",
-                "Bytes of KV in compressed slots.",
-                LABELS,
-                multiprocess_mode="mostrecent",
-            ),
-            query_bytes=Gauge(
-                "sglang_ext:query_bytes",
-                "Bytes of queries kept for compressors, outside the KV pool.",
-                LABELS,
-                multiprocess_mode="mostrecent",
-            ),
-            score_bytes=Gauge(
-                "sglang_ext:score_bytes",
-                "Bytes of predicted scores and of the network that gives them, outside the KV pool.",
-                LABELS,
-                multiprocess_mode="mostrecent",
-            ),
-            copies=Counter(
-                "sglang_ext:copies", "Compressed copies made or renewed, by compressor.", (*LABELS, "compressor")
-            ),
-            round_seconds=Gauge(
-                "sglang_ext:round_seconds",
-                "Seconds on the device in the last round: one draft, the rest with the verification, or a plain step.",
-                (*LABELS, "part"),
-                multiprocess_mode="mostrecent",
-            ),
-            tiers=TierMetrics(name) if server_args.kv_host_gb else None,
-        )
-        made._begin([offer.name for offer in offers(server_args)])
+        made = cls(server_args.served_model_name or server_args.model_path)
+        if server_args.enable_metrics and counts:
+            made._define(server_args)
         return made
 
-    def _begin(self, methods: Iterable[str]) -> None:
-        """Begin the series of all labels that are known at 0: what asks for a rate needs a first value."""
-        for each in (self.drafts, self.verifies, self.accepted, self.accept_length):
-            each.labels(self.model_name)
-        for reason in FALLBACK_REASONS[1:]:
-            self.fallbacks.labels(self.model_name, reason)
-        for method in methods:
-            self.copies.labels(self.model_name, method)
+    def _define(self, args: "KVServerArgs") -> None:
+        """Begin the series of all labels that are known at 0, too: what asks for a rate needs a first value."""
+        from prometheus_client import Counter, Gauge, Histogram
+
+        self.host = bool(args.kv_host_gb)
+        for name, (text, *label) in (GAUGES | (HOST_GAUGES if self.host else {})).items():
+            self._gauges[name] = Gauge(f"sglang_ext:{name}", text, ("model_name", *label), multiprocess_mode="mostrecent")
+        known = {"reason": FALLBACK_REASONS[1:], "compressor": [offer.name for offer in offers(args)]}
+        for name, (text, *label) in (COUNTERS | (HOST_COUNTERS if self.host else {})).items():
+            self._counters[name] = Counter(f"sglang_ext:{name}", text, ("model_name", *label))
+            for value in [(each,) for each in known[label[0]]] if label else [()]:
+                self._counters[name].labels(self.model_name, *value)
+        buckets = [*range(1, args.speculative_num_draft_tokens + 1)]
+        self._accept_length = Histogram("sglang_ext:accept_length", "Tokens per verification.", ("model_name",), buckets=buckets)
+        self._accept_length.labels(self.model_name)
+
+    def _count(self, name: str, amount: float, *label: str) -> None:
+        if name in self._counters:
+            self._counters[name].labels(self.model_name, *label).inc(amount)
+
+    def _tell(self, name: str, value: float, *label: str) -> None:
+        """Report what something is, or what it has become in all."""
+        before = self._told.get((name, *label), 0)
+        if name in self._gauges:
+            self._gauges[name].labels(self.model_name, *label).set(value)
+        elif value != before:
+            self._count(name, value - before, *label)
+        self._told[name, *label] = value
 
     def count_drafts(self, drafts: int) -> None:
         """Count a request's tokens drafted on a compressed view."""
-        if self.drafts is not None:
-            self.drafts.labels(self.model_name).inc(drafts)
+        self._count("drafts", drafts)
 
     def count_verify(self, answers: int) -> None:
         """Count a verification that gave ``answers`` tokens, its own among them."""
-        if self.verifies is not None:
-            self.verifies.labels(self.model_name).inc()
-            self.accepted.labels(self.model_name).inc(answers - 1)
-            self.accept_length.labels(self.model_name).observe(answers)
+        self._count("verifies", 1)
+        self._count("accepted_drafts", answers - 1)
+        if self._accept_length is not None:
+            self._accept_length.labels(self.model_name).observe(answers)
 
     def count_fallback(self, reason: int, answers: int) -> None:
         """Count tokens served with full KV; ``reason`` is an index into ``FALLBACK_REASONS``."""
-        if self.fallbacks is not None:
-            self.fallbacks.labels(self.model_name, FALLBACK_REASONS[reason]).inc(answers)
+        self._count("fallback_tokens", answers, FALLBACK_REASONS[reason])
 
     def observe_round(self, drafts: int, steps: int, drafting: float, whole: float) -> None:
         """Report a round's seconds: of all its drafts, and of all of it, ``steps`` of plain decoding without any."""
-        if self.round_seconds is None:
+        if not self._gauges:
             return
         parts = {"draft": drafting / drafts, "rest": whole - drafting} if drafts else {"step": whole / steps}
         for part, seconds in parts.items():
-            self.round_seconds.labels(self.model_name, part).set(seconds)
+            self._tell("round_seconds", seconds, part)
 
     def observe_pool(self, views: "CompressedViews", verifications: "Verifications | None" = None) -> None:
         """Report the bytes in compressed slots, of queries, and what became of full KV in host memory."""
-        if self.held_bytes is not None:
-            self.held_bytes.labels(self.model_name).set(views.held_bytes())
-            self.query_bytes.labels(self.model_name).set(views.queries.taken_bytes)
-            self.score_bytes.labels(self.model_name).set(max(method.compressor.held_bytes for method in views.methods))
-            for method, made in (views.made - self._copies_told).items():
-                self.copies.labels(self.model_name, method).inc(made)
-            self._copies_told = views.made.copy()
-        if self.tiers is not None:
-            self.tiers.observe(views.tree_cache, verifications)
+        if not self._gauges:
+            return
+        self._tell("compressed_bytes", views.held_bytes())
+        self._tell("query_bytes", views.queries.taken_bytes)
+        self._tell("score_bytes", max(method.compressor.held_bytes for method in views.methods))
+        for method, made in views.made.items():
+            self._tell("copies", made, method)
+        for name, value in _of_host(views.tree_cache, verifications) if self.host else ():
+            self._tell(name, value)
+
+
+def _of_host(tree: "TieredRadixCache", verifications: "Verifications | None") -> Iterator[tuple[str, float]]:
+    host, reloads = tree.host, tree.reloads
+    yield "host_bytes", host.bytes
+    yield "host_staging_bytes", host.tier.workspace_bytes
+    yield "host_load_bytes_per_second", reloads.link.bandwidth or 0.0
+    yield "host_stored_bytes", host.stored_bytes
+    yield "host_loaded_bytes", reloads.loaded_bytes
+    yield "host_loads", reloads.link.loads
+    yield "host_load_seconds", reloads.link.seconds
+    yield "host_failed_pages", reloads.failed_pages
+    if verifications is None:
+        return
+    residency, admission = verifications.residency, verifications.admission
+    yield "offloaded_bytes", verifications.bytes_per_token * residency.offloaded_tokens
+    yield "link_reserved", admission.occupancy.link
+    yield "reload_room_reserved", admission.occupancy.memory
+    yield "recomputed_requests", residency.recomputed
+    yield "reservations", admission.admitted
+    yield "waits", admission.refused
+    yield "late_verifications", admission.slips
+    yield "slack_rounds", verifications.slack

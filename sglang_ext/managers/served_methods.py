@@ -1,16 +1,31 @@
 """The methods that this process serves: as the flags name them, with what they read of the model and of files."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sglang_ext.config.method_choice import place_of
-from sglang_ext.config.method_options import Offer, offers
+import torch
+
+from sglang_ext.config.method_options import Offer, offers, place_of
+from sglang_ext.core import OptionError
 from sglang_ext.layers.attention.of_model import an_attention, is_attention
-from sglang_ext.managers import compression
+from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
+from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells
+from sglang_ext.mem_cache.compressed.formats.kv_format import KVFormat, PlainTokens
+from sglang_ext.mem_cache.compressed.formats.packing import PackedRows, Packing
+from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows, Pointers
+from sglang_ext.mem_cache.compressed.formats.unpacked import Unpacked
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.rotary import Rotary, rotary_of
 from sglang_ext.mem_cache.compressed.slot_scores import SlotScores
-from sglang_ext.mem_cache.compressors.catalogue import Method
+from sglang_ext.mem_cache.compressors import Compressor, catalogue
+from sglang_ext.mem_cache.compressors.catalogue import Method, create
+from sglang_ext.mem_cache.compressors.kvzap import KVzap
+from sglang_ext.mem_cache.compressors.kvzip import KVzip
+from sglang_ext.mem_cache.scores.index import ScoreIndex
+from sglang_ext.mem_cache.scores.model_key import model_folder, model_key
+from sglang_ext.mem_cache.scores.predictor import Predictor
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -48,8 +63,8 @@ class ServedMethods:
             OptionError: a method lacks what it reads, or it is of another model.
         """
         kv_heads, rank = an_attention(model_runner.model).tp_k_head_num, model_runner.ps.tp_rank
-        scores = compression.slot_scores_of(args, layers, kv_heads, rank)
-        offered, methods = offers(args), compression.methods_of(args, len(layers), kv_heads, rank, scores)
+        scores = slot_scores_of(args, layers, kv_heads, rank)
+        offered, methods = offers(args), methods_of(args, len(layers), kv_heads, rank, scores)
         rotary = None
         for offer, method in zip(offered, methods):
             if method.needs_rotary:
@@ -66,5 +81,127 @@ class ServedMethods:
         # The frontend refuses names that are none.
         return place_of(self.offers, req.sampling_params.custom_params) or 0
 
+    def form(self, adaptive: bool, buffers: KVBuffers, page_size: int, token_table: torch.Tensor) -> KVFormat:
+        """The format of their copies; at most one packs tokens, or leads into full KV and is alone.
+
+        Captured graphs read what rows begin with, so that this comes before any is captured.
+
+        Args:
+            adaptive: whether heads keep different numbers of tokens.
+            buffers: the pool's.
+            page_size: slots that the pool hands out together.
+            token_table: int32 [rows, width], with the draft rows.
+
+        Raises:
+            ValueError: heads of this size cannot be packed so.
+        """
+        quantizer = next((method.quantizer for method in self.methods if method.quantizer is not None), None)
+        if quantizer is not None:
+            return PackedRows.of_table(Packing.of(quantizer, buffers, page_size, self.rotary), token_table)
+        if any(method.compressor.points for method in self.methods):
+            return PointerRows.of_table(Pointers.of(buffers, page_size), token_table)
+        return HeadCells.of(buffers, len(token_table)) if adaptive else PlainTokens()
+
     def __str__(self) -> str:
         return ", ".join(f"compressor {offer.name} with budget {offer.budget}" for offer in self.offers)
+
+
+def check_files(args: "KVServerArgs") -> None:
+    """Look at stored scores and at the predictor before the model is loaded.
+
+    Raises:
+        OptionError: no scores are of the model; the predictor is missing, has changed, or is of another model.
+    """
+    if any(offer.drops == KVzip.name for offer in offers(args)):
+        config = args.get_model_config()
+        if _score_index(args, config.num_hidden_layers).empty:
+            raise OptionError(
+                f"--kv-scores is {args.kv_scores!r}, in which no scores are of the model {args.model_path}: write them with "
+                f"python -m sglang_ext.precompress --model {args.model_path} --out {args.kv_scores} DOCUMENTS, or pass "
+                f"--kv-compressor {args.kv_online_compressor} and leave --kv-scores out"
+            )
+    if not _predicts(args):
+        return
+    predictor, config = _predictor(args), args.get_model_config()
+    found = predictor.layers, predictor.kv_heads, predictor.hidden_size
+    wanted = config.num_hidden_layers, config.get_total_num_kv_heads(), config.hidden_size
+    if found != wanted:
+        raise OptionError(
+            f"--kv-predictor {args.kv_predictor} has {found} layers, KV heads and inputs, the model {wanted}: make it again with "
+            "python -m sglang_ext.fit kvzap"
+        )
+
+
+def slot_scores_of(args: "KVServerArgs", layers: Sequence[int], kv_heads: int, rank: int) -> SlotScores | None:
+    """Predicted scores of a rank's KV heads; None where no compressor reads them.
+
+    Args:
+        args: the server's.
+        layers: indices of the model's attention layers.
+        kv_heads: of this rank.
+        rank: of ``--tp-size``; where there are more ranks than heads, neighbours have the same.
+
+    Raises:
+        OptionError: the predictor is missing, has changed, or is of another model.
+    """
+    if not _predicts(args):
+        return None
+    predictor = _predictor(args)
+    return SlotScores(predictor.of_heads(rank * predictor.kv_heads // args.tp_size, kv_heads), layers)
+
+
+def _predicts(args: "KVServerArgs") -> bool:
+    return any(offer.drops == KVzap.name for offer in offers(args))
+
+
+def _predictor(args: "KVServerArgs") -> Predictor:
+    return Predictor.read(Path(args.kv_predictor), model_key(model_folder(args.model_path, args.revision)))
+
+
+def methods_of(args: "KVServerArgs", layers: int, kv_heads: int, rank: int, scores: SlotScores | None) -> tuple[Method, ...]:
+    """The methods that a server offers, in the order of :func:`offers`, with stored or predicted scores where they read them.
+
+    Args:
+        args: the server's.
+        layers: of the model.
+        kv_heads, rank: as for :func:`slot_scores_of`.
+        scores: by slot.
+
+    Raises:
+        OptionError: scores are asked for, and the model has no files to tell whose they are.
+    """
+    found: list[Method] = []
+    # Methods that differ in budget or packing read the same scores.
+    compressors: dict[str, Compressor] = {}
+    for offer in offers(args):
+        each = catalogue.method(offer.compressor, args.kv_bits if offer.packs else None)
+        name = each.compressor.name
+        if name not in compressors:
+            compressors[name] = each.compressor
+            if name == KVzap.name:
+                # Without host memory no score is ever unknown.
+                compressors[name] = KVzap(scores, create(args.kv_online_compressor) if args.kv_host_gb else None)
+            elif name == KVzip.name:
+                compressors[name] = _kvzip(args, layers, kv_heads, rank)
+        found.append(replace(each, compressor=compressors[name]))
+    return tuple(found)
+
+
+def copy_methods(args: "KVServerArgs", methods: tuple[Method, ...], page_size: int, form: KVFormat) -> tuple[CopyMethod, ...]:
+    """How ``methods``, those of :func:`methods_of`, make copies of this format in a pool with such pages."""
+    plain, made = Unpacked(page_size), []
+    for offer, each in zip(offers(args), methods, strict=True):
+        packing = form.placement(each, plain)
+        made.append(CopyMethod(each.compressor, offer.budget, packing, offer.name, offer.packs or "", offer.suffix))
+    return tuple(made)
+
+
+def _kvzip(args: "KVServerArgs", layers: int, kv_heads: int, rank: int) -> KVzip:
+    index, total = _score_index(args, layers), args.get_model_config().get_total_num_kv_heads()
+    first = rank * total // args.tp_size
+    return KVzip(create(args.kv_online_compressor), index, slice(first, first + kv_heads))
+
+
+def _score_index(args: "KVServerArgs", layers: int) -> ScoreIndex:
+    key = model_key(model_folder(args.model_path, args.revision))
+    return ScoreIndex.open(Path(args.kv_scores), KVzip.name, key, layers, args.get_model_config().get_total_num_kv_heads())

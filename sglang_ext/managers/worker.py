@@ -17,25 +17,22 @@ from sglang_ext.layers.attention.copies import copy_graphs
 from sglang_ext.layers.attention.of_model import an_attention, attention_scaling
 from sglang_ext.layers.attention.views import BetweenSteps
 from sglang_ext.layers.forward import Attention, Attentions
-from sglang_ext.managers import compression, integrity
-from sglang_ext.managers.captured import unpin_plans, verifier_of, verify_graphs_of
+from sglang_ext.managers import integrity, served_methods
+from sglang_ext.managers.captured import compile_ahead, unpin_plans, verifier_of, verify_graphs_of
 from sglang_ext.managers.disaggregation.arriving import Arriving
 from sglang_ext.managers.memory_plan import HeldMemory, MemoryPlanner
 from sglang_ext.managers.metrics import KVMetrics
 from sglang_ext.managers.offload import full_tier
 from sglang_ext.managers.served_methods import ServedMethods
 from sglang_ext.managers.simulation import Simulation
-from sglang_ext.managers.spec_decode.copy_policy import copy_is_near
 from sglang_ext.managers.spec_decode.loop import DecodeLoop, decode_loop
-from sglang_ext.managers.spec_decode.prefill import prefill
+from sglang_ext.managers.spec_decode.steps import prefill
 from sglang_ext.managers.spec_decode.requests import RequestStates, fallback_reason
 from sglang_ext.managers.spec_decode.result import RoundResult
 from sglang_ext.managers.spec_decode.round import OnDevice
-from sglang_ext.mem_cache.compressed import query_hooks, slot_assignment
 from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
-from sglang_ext.mem_cache.compressed.formats.choice import format_of
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.compressed.query_window import QueryWindows
+from sglang_ext.mem_cache.compressed.query_window import QueryWindows, reserve_queries
 from sglang_ext.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -60,7 +57,7 @@ class KVWorker(BaseSpecWorker):
         self.methods = ServedMethods.of(server_args, self.model_runner, tuple(self.layers))
         self.requests = RequestStates(server_args, self.methods)
         window = self.methods.window
-        self.queries = QueryWindows(window, tuple(self.layers), self.stride, self._wants_queries)
+        self.queries = QueryWindows(window, tuple(self.layers), self.stride)
         self.ranks = Ranks.of(self.model_runner.tp_group)
         self.metrics = KVMetrics.create(server_args, self.ranks.first)
         self.strict = integrity.is_strict()
@@ -71,7 +68,7 @@ class KVWorker(BaseSpecWorker):
         self.loop: DecodeLoop | None = None
         verify_graphs.plain(self.model_runner)
         torch_native.register()
-        query_hooks.reserve_queries(window)
+        reserve_queries(window)
         # Last, as SGLang sizes its pool next, by what is free.
         self.memory = HeldMemory(MemoryPlanner.of(server_args, self.model_runner, self.methods), self.model_runner)
 
@@ -101,17 +98,11 @@ class KVWorker(BaseSpecWorker):
         self.queries.allocate(plan.rings, self.memory.model.query_heads, self.memory.model.head_dim, like)
         self.buffers = KVBuffers.of(self.model_runner.token_to_kv_pool, self.layers)
         served, page_size = self.methods, self.token_to_kv_pool_allocator.page_size
-        adaptive = args.kv_head_budgets == "adaptive"
-        self.form = format_of(served.methods, adaptive, self.buffers, page_size, table, served.rotary)
+        self.form = served.form(args.kv_head_budgets == "adaptive", self.buffers, page_size, table)
         if served.scores is not None:
             # Before any graph is captured: graphs write scores, too.
             served.scores.allocate(len(self.buffers.keys[0]), self.model_runner.device, self.model_runner.dtype)
             served.scores.watch(self.model_runner.model)
-
-    def _wants_queries(self, row: int, end: int) -> bool:
-        """Whether queries up to position ``end`` are of use to the request in ``row``, which may be nobody's by now."""
-        state = self.requests.get(row)
-        return state is not None and copy_is_near(self.views, state, end)
 
     @ends_scheduler
     def init_cuda_graphs(self) -> None:
@@ -155,7 +146,7 @@ class KVWorker(BaseSpecWorker):
     def _views_of(self, tree_cache) -> CompressedViews:
         form, served, allocator = self.form, self.methods, self.token_to_kv_pool_allocator
         return CompressedViews(
-            methods=compression.copy_methods(self.server_args, served.methods, allocator.page_size, form),
+            methods=served_methods.copy_methods(self.server_args, served.methods, allocator.page_size, form),
             token_table=self.req_to_token_pool.req_to_token,
             rows=self._rows,
             buffers=self.buffers,
@@ -171,7 +162,7 @@ class KVWorker(BaseSpecWorker):
     def _warm_up(self) -> None:
         """Run once what else the first requests would wait for."""
         self.views.compile_kernels(an_attention(self.model_runner.model).tp_q_head_num)
-        slot_assignment.compile_ahead(self.views.token_table, self.views.rows - 1)
+        compile_ahead(self.views.token_table, self.views.rows - 1)
         if self.graphs is not None:
             self.graphs.warm_up()
         self.queries.warm_up()

@@ -44,9 +44,7 @@ class TorchPagedAllocator(PagedTokenToKVPoolAllocator):
         self.free_pages = self.free_pages[num_new_pages:]
         return out
 
-    def alloc_decode(
-        self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
-    ) -> torch.Tensor | None:
+    def alloc_decode(self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor) -> torch.Tensor | None:
         """One slot for the last token of each request: int64 [batch], None when the pool is full."""
         return self.alloc_extend(
             seq_lens - 1, seq_lens_cpu - 1, seq_lens, seq_lens_cpu, last_loc, len(seq_lens)

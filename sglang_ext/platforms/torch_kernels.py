@@ -42,9 +42,7 @@ def _mix(h: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     return (_times(_rotate_left(h ^ k, 13), 5) + 0xE6546B64) & 0xFFFFFFFF
 
 
-def murmur_hash32(
-    seed: torch.Tensor, positions: torch.Tensor, col_indices: torch.Tensor
-) -> torch.Tensor:
+def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, col_indices: torch.Tensor) -> torch.Tensor:
     """MurmurHash3 of (64-bit seed, 32-bit position, 32-bit column), bit for bit as SGLang's kernel.
 
     Args:

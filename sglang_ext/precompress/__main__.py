@@ -17,9 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sglang_ext.core import OptionError
 from sglang_ext.mem_cache.scores.model_key import model_folder, model_key
-from sglang_ext.outputs import check_folder
+from sglang_ext.outputs import check_folder, exit_code
 from sglang_ext.precompress import PrecompressError
-from sglang_ext.precompress.command import exit_code
 from sglang_ext.precompress.documents import Beginning
 from sglang_ext.precompress.reconstruction import Reconstruction
 from sglang_ext.precompress.work import Work

@@ -8,9 +8,9 @@ import torch
 
 from sglang_ext.device import to_device
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.host_tier.arrivals import Arrivals
+from sglang_ext.mem_cache.host_tier.transfers import Arrivals
 from sglang_ext.mem_cache.host_tier.host_pool import HostPool
-from sglang_ext.mem_cache.host_tier.link_rate import LinkRate
+from sglang_ext.mem_cache.prefix_cache.reloads import LinkRate
 from sglang_ext.mem_cache.host_tier.tier import HostTier
 
 PAGE = 16

@@ -15,7 +15,7 @@ from ptx_emulator import Assembly
 
 KERNELS = Path(__file__).parents[2] / "sglang_ext/layers/kernels/gluon"
 # In the order in which they import each other.
-MODULES = ("orders", "tiles", "parts", "exact", "keys", "values", "packed")
+MODULES = ("tiles", "exact", "products", "packed")
 
 
 class Pointer:

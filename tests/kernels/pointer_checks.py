@@ -92,7 +92,7 @@ def check_pointer_decode(device):
 
 def check_pointer_backend(device):
     """The backend writes the newest KV and attends to what pointers lead to; a graph of it follows its tables."""
-    from sglang_ext.layers.attention.copies.pointers import PointerDecode
+    from sglang_ext.layers.attention.copies.kept_by_heads import PointerDecode
 
     count, index = 50, 1
     made = pointed(2, 2, 32, count, torch.float32)

@@ -55,7 +55,7 @@ def check_scatter_cells(device):
 
 def check_uneven_backend(device):
     """The backend writes the newest KV and attends to each head's cells; a graph of it follows its tables."""
-    from sglang_ext.layers.attention.copies.uneven_heads import UnevenDecode
+    from sglang_ext.layers.attention.copies.kept_by_heads import UnevenDecode
 
     layers, heads, copied, index = 3, 2, 20, 1
     made = uneven_copy(layers, heads, 32, copied, torch.float32)

@@ -99,9 +99,7 @@ def of_nobody(requests: int, width: int, device: torch.device | str) -> tuple[Si
     return batch, inputs
 
 
-def capture(
-    model_runner: "ModelRunner", width: int, verifier: AttentionBackend | None, most: int | None = None
-) -> VerifyGraphs:
+def capture(model_runner: "ModelRunner", width: int, verifier: AttentionBackend | None, most: int | None = None) -> VerifyGraphs:
     """Capture forwards of ``width`` tokens a request for SGLang's list of batch sizes.
 
     Args:

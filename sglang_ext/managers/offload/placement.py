@@ -48,9 +48,7 @@ class Placement(NamedTuple):
     tokens_per_second: float
 
 
-def throughput(
-    costs: Costs, p: float, resident: int, offloaded: int, drafts_resident: int, drafts_offloaded: int
-) -> float:
+def throughput(costs: Costs, p: float, resident: int, offloaded: int, drafts_resident: int, drafts_offloaded: int) -> float:
     """Tokens per second in the steady state (11); 0 where memory does not suffice.
 
     Args:

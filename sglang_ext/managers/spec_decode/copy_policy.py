@@ -1,11 +1,14 @@
 """When a request has a compressed copy: made once its context is long enough, renewed as tokens follow it, or why it has none."""
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from sglang_ext.config.options import MIN_CONTEXT
 from sglang_ext.core import FALLBACK_REASONS, CompressedView, RequestState
 from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
 from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
+from sglang_ext.mem_cache.compressed.query_window import Recorded
+from sglang_ext.mem_cache.compressors import catalogue
 from sglang_ext.mem_cache.prefix_cache.tiered_node import Prefix
 
 if TYPE_CHECKING:
@@ -61,7 +64,7 @@ def ensure_copy(views: CompressedViews, req: "Req", state: RequestState, length:
                 # It may lead to slots of a prompt that the prefix tree had already, and has exchanged since.
                 views.release_copy(state.row)
                 return NO_FREE_SLOTS
-    state.compressor = views.get(state.row).method
+    state.compressor = catalogue.number(views.get(state.row).method.partition(":")[0])
     return 0
 
 
@@ -76,6 +79,11 @@ def copy_is_near(views: CompressedViews, state: RequestState, end: int) -> bool:
         return False
     due = shortest(method) if view is None else renew_at(view, method.compressor.each_round)
     return end + method.compressor.window + method.unit >= due
+
+
+def of_use(views: CompressedViews, states: Iterable[RequestState], rows: Iterable[Recorded]) -> tuple[Recorded, ...]:
+    """Of ``rows`` of a forward, of the requests with these ``states``, those whose queries may choose a copy."""
+    return tuple(row for state, row in zip(states, rows) if copy_is_near(views, state, row.position + row.end - row.start))
 
 
 def shortest(method: CopyMethod) -> int:

@@ -27,8 +27,7 @@ from sglang_ext.managers.spec_decode.requests import end_of_answer
 from sglang_ext.managers.spec_decode.result import Answers, GatheredDrafts, Part, RoundResult, together
 from sglang_ext.managers.spec_decode.round import OnDevice, Round, RoundPlanner
 from sglang_ext.managers.spec_decode.sampling import Sampled, pick_requests
-from sglang_ext.managers.spec_decode.steps import Steps
-from sglang_ext.managers.spec_decode.verifier import Verifier
+from sglang_ext.managers.spec_decode.steps import Steps, Verifier
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -165,9 +164,7 @@ class DecodeLoop:
         answers = [round_.answers(i) * (i in answering) for i in range(len(round_.states))]
         return batch.seq_lens + to_device(answers, batch.seq_lens.device)
 
-    def _step(
-        self, batch: "ScheduleBatch", round_: Round
-    ) -> tuple[list[tuple[LogitsProcessorOutput, Sampled]], torch.Tensor]:
+    def _step(self, batch: "ScheduleBatch", round_: Round) -> tuple[list[tuple[LogitsProcessorOutput, Sampled]], torch.Tensor]:
         """The round's steps, and their tokens, int64 [requests, steps]; drafts that gather are kept behind those of earlier rounds."""
         own, newest, starts, before = batch.req_pool_indices, batch.spec_info.bonus_tokens, batch.seq_lens, None
         if any(round_.gathered):

@@ -24,38 +24,15 @@ VERIFIED = "verified"
 # What a field does to a request: "verified" (drafted, and exact by verification), or the reason for
 # which a request that uses it is served with full KV.
 SAMPLING_FIELDS: dict[str, str] = {
-    "max_new_tokens": VERIFIED,
-    "stop": VERIFIED,
-    "stop_token_ids": VERIFIED,
-    "stop_regex": VERIFIED,
-    "temperature": VERIFIED,
-    "top_p": VERIFIED,
-    "top_k": VERIFIED,
-    "min_p": "min-p",
-    "frequency_penalty": "penalty",
-    "presence_penalty": "penalty",
-    "repetition_penalty": "penalty",
-    "min_new_tokens": "penalty",
-    "n": VERIFIED,
+    **dict.fromkeys(("max_new_tokens", "stop", "stop_token_ids", "stop_regex", "temperature", "top_p", "top_k", "n"), VERIFIED),
     # Full KV ("grammar") only where the grammar's backend cannot take drafts back.
-    "json_schema": VERIFIED,
-    "regex": VERIFIED,
-    "ebnf": VERIFIED,
-    "structural_tag": VERIFIED,
-    "ignore_eos": VERIFIED,
-    "skip_special_tokens": VERIFIED,
-    "spaces_between_special_tokens": VERIFIED,
-    "no_stop_trim": VERIFIED,
-    "stream_interval": VERIFIED,
-    "logit_bias": VERIFIED,
-    "sampling_seed": VERIFIED,
-    # Read by custom logit processors only.
-    "custom_params": VERIFIED,
-    "stop_strs": VERIFIED,
-    "stop_regex_strs": VERIFIED,
-    "stop_str_max_len": VERIFIED,
-    "stop_regex_max_len": VERIFIED,
-    "is_normalized": VERIFIED,
+    **dict.fromkeys(("json_schema", "regex", "ebnf", "structural_tag"), VERIFIED),
+    **dict.fromkeys(("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim", "stream_interval"), VERIFIED),
+    # The first is read by custom logit processors only.
+    **dict.fromkeys(("custom_params", "logit_bias", "sampling_seed"), VERIFIED),
+    **dict.fromkeys(("stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized"), VERIFIED),
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "repetition_penalty", "min_new_tokens"), "penalty"),
+    "min_p": "min-p",
 }
 
 
@@ -69,12 +46,7 @@ def fallback_reason(req: "Req") -> int:
     params = req.sampling_params
     if req.grammar is not None and not can_roll_back(req.grammar):
         return FALLBACK_REASONS.index("grammar")
-    if (
-        params.frequency_penalty
-        or params.presence_penalty
-        or params.repetition_penalty != 1.0
-        or params.min_new_tokens
-    ):
+    if params.frequency_penalty or params.presence_penalty or params.repetition_penalty != 1.0 or params.min_new_tokens:
         return FALLBACK_REASONS.index("penalty")
     if params.min_p > 0:
         return FALLBACK_REASONS.index("min-p")

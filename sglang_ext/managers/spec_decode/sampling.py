@@ -68,9 +68,7 @@ def route(req: "Req") -> str:
     return "sorted"
 
 
-def sampling_batch(
-    batch: "ScheduleBatch", rows: list[Row], device: torch.device, logprobs: bool
-) -> SimpleNamespace:
+def sampling_batch(batch: "ScheduleBatch", rows: list[Row], device: torch.device, logprobs: bool) -> SimpleNamespace:
     """What ``ModelRunner.sample`` reads of a forward batch, but for the positions."""
     index = [row.request for row in rows]
     return SimpleNamespace(
@@ -152,9 +150,7 @@ class Sampled:
     top: list[tuple]
     chosen: list[tuple]
 
-    def fill_logprobs(
-        self, output: LogitsProcessorOutput, rows: list[int], stride: int | None = None
-    ) -> None:
+    def fill_logprobs(self, output: LogitsProcessorOutput, rows: list[int], stride: int | None = None) -> None:
         """Write the log-probabilities of ``rows`` as SGLang expects them.
 
         ``next_token_logprobs`` gets [requests, stride] in a decode, [requests] in a prefill (None).
@@ -195,9 +191,7 @@ class Sampling:
     logprobs: bool
 
     @classmethod
-    def of(
-        cls, model_runner: "ModelRunner", batch: "ScheduleBatch", rows: list[Row], logprobs: bool
-    ) -> "Sampling":
+    def of(cls, model_runner: "ModelRunner", batch: "ScheduleBatch", rows: list[Row], logprobs: bool) -> "Sampling":
         """Group ``rows`` by the route of their request.
 
         Args:
@@ -235,9 +229,7 @@ class Sampling:
             _collect(out, group, *self._draw(group, logits, positions))
         return out
 
-    def _draw(
-        self, group: Group, logits: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, LogitsProcessorOutput]:
+    def _draw(self, group: Group, logits: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, LogitsProcessorOutput]:
         """Tokens of a group's rows, int64, and what SGLang's sampler wrote beside them."""
         everything = group.places is None
         group.batch.positions = positions if everything else positions[group.places]

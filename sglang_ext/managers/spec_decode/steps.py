@@ -1,21 +1,33 @@
-"""The steps of a round, forwards of one token a request, and how what they give is sampled."""
+"""The forwards of a worker: steps of one token a request, verifications, each one forward over full KV, and prefills; how they are sampled.
 
+A verification replays the narrowest captured graph that holds the drafts (verify_graphs.py), where there is one. What answers leaves
+its queries to compressors that score by them.
+"""
+
+from collections.abc import Iterator
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.managers.utils import GenerationBatchResult
 
+from sglang_ext.core import RequestState
 from sglang_ext.device import to_device
 from sglang_ext.layers import forward
-from sglang_ext.managers.spec_decode.copy_policy import CURABLE
-from sglang_ext.managers.spec_decode.grammar import Walk
+from sglang_ext.layers.attention.views import BetweenSteps
+from sglang_ext.managers.simulation import Simulation
+from sglang_ext.managers.spec_decode.copy_policy import of_use
+from sglang_ext.managers.spec_decode.grammar import LONGEST_WALK, Walk
+from sglang_ext.managers.spec_decode.result import Answers, GatheredDrafts, Part
 from sglang_ext.managers.spec_decode.round import Round
-from sglang_ext.managers.spec_decode.sampling import Row, Sampled, Sampling, SamplingCache
+from sglang_ext.managers.spec_decode.sampling import Row, Sampled, Sampling, SamplingCache, sampling_batch
 from sglang_ext.mem_cache.compressed.query_window import Recorded
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
+    from sglang_ext.layers.attention.verify_graphs import VerifyGraphSet
     from sglang_ext.managers.worker import KVWorker
 
 
@@ -37,9 +49,7 @@ class Steps:
         places = starts[:, None] + torch.arange(width, device=self.table.device)
         return self.table[batch.req_pool_indices[:, None], places].long()
 
-    def extend_rows(
-        self, batch: "ScheduleBatch", round_: Round, slots: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def extend_rows(self, batch: "ScheduleBatch", round_: Round, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Let the rows that a round reads lead to ``slots``, int64 [requests, width]; the rows, and tokens before."""
         if round_.on_full_kv and not any(round_.gathered):
             return batch.req_pool_indices, batch.seq_lens
@@ -52,15 +62,11 @@ class Steps:
                 views.tail_written(state.row, start + width)
         return rows, viewed
 
-    def forward(
-        self, batch: "ScheduleBatch", inputs: forward.Inputs, on_full_kv: bool = True
-    ) -> LogitsProcessorOutput:
+    def forward(self, batch: "ScheduleBatch", inputs: forward.Inputs, on_full_kv: bool = True) -> LogitsProcessorOutput:
         """One forward, over rows of which none is a compressed copy's, or some are; see forward.py."""
         return forward.run(self.worker.model_runner, batch, inputs, self.worker.attentions.of(inputs.counts, on_full_kv))
 
-    def verifying(
-        self, batch: "ScheduleBatch", round_: Round, requests: list[int], width: int, walks: dict[int, Walk]
-    ) -> Sampling:
+    def verifying(self, batch: "ScheduleBatch", round_: Round, requests: list[int], width: int, walks: dict[int, Walk]) -> Sampling:
         """How ``width`` rows of each of some requests, by their places, are sampled: as the answers after their drafts.
 
         ``walks``: the grammars of those that have one, along their drafts.
@@ -84,12 +90,7 @@ class Steps:
         return self._samplings.get(batch, round_.states, tuple(range(len(round_.states))), 1, logprobs, rows)
 
     def run(
-        self,
-        batch: "ScheduleBatch",
-        round_: Round,
-        tokens: torch.Tensor,
-        slots: torch.Tensor,
-        starts: torch.Tensor,
+        self, batch: "ScheduleBatch", round_: Round, tokens: torch.Tensor, slots: torch.Tensor, starts: torch.Tensor
     ) -> list[tuple[LogitsProcessorOutput, Sampled]]:
         """The steps of a round, one after another, over its rows.
 
@@ -116,15 +117,172 @@ class Steps:
                 lengths_cpu=viewed_cpu + index + 1,
                 counts=[1] * len(round_.rows),
             )
-            with self.worker.queries.recording(_to_record(round_, index)):
+            with self.worker.queries.recording(self._to_record(round_, index)):
                 output = self.forward(batch, inputs, round_.on_full_kv)
             sampled = sampling.draw(output.next_token_logits, inputs.positions)
             tokens = sampled.tokens
             done.append((output, sampled))
         return done
 
+    def _to_record(self, round_: Round, index: int) -> tuple[Recorded, ...]:
+        """The queries of a step that gives answers."""
+        states = [round_.states[i] for i in round_.answering]
+        rows = (Recorded(state.row, i, i + 1, round_.lengths[i] + index) for i, state in zip(round_.answering, states))
+        return of_use(self.worker.views, states, rows)
 
-def _to_record(round_: Round, index: int) -> tuple[Recorded, ...]:
-    """The queries of a step that gives answers; those of requests that are never drafted are of no use."""
-    found = ((i, round_.states[i], round_.lengths[i]) for i in round_.answering)
-    return tuple(Recorded(state.row, i, i + 1, length + index) for i, state, length in found if state.fallback in CURABLE)
+
+class Verifier:
+    """Verifies drafts for a worker's rounds.
+
+    Attributes:
+        worker: whose queries these are.
+        steps: the forwards without a graph, and how they are sampled.
+        graphs: captured verifications, None where CUDA graphs are off.
+        simulation: forced acceptance, None outside benchmarks.
+    """
+
+    def __init__(self, worker: "KVWorker", steps: Steps, graphs: "VerifyGraphSet | None", simulation: Simulation | None):
+        self.worker = worker
+        self.steps = steps
+        self.graphs = graphs
+        self.simulation = simulation
+
+    def verify(
+        self, batch: "ScheduleBatch", round_: Round, requests: list[int], newest: torch.Tensor, gathered: GatheredDrafts
+    ) -> Part:
+        """Of some requests the drafts that full KV would have given, and the next token.
+
+        Args:
+            batch: of all requests.
+            round_: what they did.
+            requests: by their places in the batch.
+            newest: int64 [all requests, steps], what the round's steps gave.
+            gathered: the drafts of those that have some of earlier rounds, this round's among them.
+        """
+        offered = [round_.offered(i) for i in requests]
+        whole = len(requests) == len(batch.reqs)
+        where = slice(None) if whole else to_device(requests, newest.device)
+        part = batch if whole else forward.of_requests(batch, requests, where)
+        # Of each, those count that it has.
+        with_earlier = any(round_.gathered[i] for i in requests)
+        drafts = gathered.of(part.req_pool_indices, max(offered)) if with_earlier else newest[where]
+        tokens = torch.cat([batch.spec_info.bonus_tokens[where, None], drafts], 1)
+        lengths = [round_.lengths[i] for i in requests]
+        # The host waits for the drafts here, where a request has a grammar.
+        walks = _walks(part.reqs, requests, drafts, offered)
+        output, positions = self._forward(part, [round_.states[i] for i in requests], lengths, tokens)
+        width = len(positions) // len(requests)
+        sampled = self.steps.verifying(batch, round_, requests, width, walks).draw(output.next_token_logits, positions)
+        answers = sampled.tokens.view(len(requests), width)
+        # After a draft that a grammar refuses, or that ends it, rows are not masked; after the output's last token KV has no slots.
+        most = [min(count, walks[i].answers - 1) if i in walks else count for i, count in zip(requests, offered)]
+        most = [min(count, max(0, round_.left[i] - 1)) for i, count in zip(requests, most)]
+        accepted = self._agreed(part, answers, drafts, most) + 1
+        return Part(requests, Answers(answers, accepted, sampled))
+
+    def _forward(
+        self, batch: "ScheduleBatch", states: list[RequestState], lengths: list[int], tokens: torch.Tensor
+    ) -> tuple[LogitsProcessorOutput, torch.Tensor]:
+        """Forward ``tokens``, int64 [requests, width], after what each request has, over full KV.
+
+        Returns:
+            What the model gives, and the position of each token, int64 [requests * at least width].
+        """
+        width, count = tokens.shape[1], len(tokens)
+        graphs = None if self.graphs is None else self.graphs.fit(count, width)
+        if graphs is not None and width < graphs.width:
+            # Graphs have few widths: what is beyond the drafts is computed and not looked at.
+            tokens = torch.cat([tokens, tokens.new_zeros(count, graphs.width - width)], 1)
+            width = graphs.width
+        inputs = forward.Inputs(
+            tokens=tokens.flatten(),
+            positions=(batch.seq_lens[:, None] + torch.arange(width, device=tokens.device)).flatten(),
+            slots=self.steps.slots(batch, width, batch.seq_lens).flatten(),
+            rows=batch.req_pool_indices,
+            lengths=batch.seq_lens + width,
+            lengths_cpu=torch.tensor(lengths) + width,
+            counts=[width] * count,
+        )
+        rows = (Recorded(state.row, k * width, (k + 1) * width, length) for k, (state, length) in enumerate(zip(states, lengths)))
+        recorded = of_use(self.worker.views, states, rows)
+        if graphs is not None:
+            self.worker.queries.aim(recorded)
+            return graphs.verify(batch, inputs), inputs.positions
+        with self.worker.queries.recording(recorded):
+            return self.steps.forward(batch, inputs), inputs.positions
+
+    def _agreed(self, batch: "ScheduleBatch", answers: torch.Tensor, drafts: torch.Tensor, most: list[int]) -> torch.Tensor:
+        """Drafts of each request that are the answers at their places, up to the first that is not: int64 [requests].
+
+        Of each, its first ``most`` count.
+        """
+        width, device = drafts.shape[1], drafts.device
+        if self.simulation is None:
+            same = answers[:, :width] == drafts
+        else:
+            same = self.simulation.draw(drafts, to_device(self.simulation.probabilities(batch.reqs), device, torch.float32))
+        if min(most) < width:
+            same &= torch.arange(width, device=device) < to_device(most, device)[:, None]
+        agreed = same.long().cumprod(1)
+        if self.simulation is not None:
+            # So that the output and the KV agree.
+            answers[:, :width] = torch.where(agreed.bool(), drafts, answers[:, :width])
+        return agreed.sum(1)
+
+
+def _walks(reqs: list, requests: list[int], drafts: torch.Tensor, offered: list[int]) -> dict[int, Walk]:
+    """The grammars of those that have one, by place in the whole batch, along their drafts."""
+    rows = [k for k, req in enumerate(reqs) if req.grammar is not None]
+    if not rows:
+        return {}
+    known = drafts[to_device(rows, drafts.device), :LONGEST_WALK].tolist()
+    return {requests[k]: Walk(reqs[k].grammar, tokens[: offered[k]]) for k, tokens in zip(rows, known)}
+
+
+def prefill(worker: "KVWorker", batch: "ScheduleBatch", on_publish=None) -> GenerationBatchResult:
+    """Admit a batch's requests, compute their prompts' KV, and sample the token after each.
+
+    Args:
+        worker: whose requests these become.
+        batch: SGLang's, in extend mode.
+        on_publish: tells SGLang's scheduler the new lengths, int64 [requests]; None where it does not wait for them.
+    """
+    # First, as queries are kept by the method that a request asks for.
+    states = [worker.requests.admit(req, matched) for req, matched in zip(batch.reqs, batch.prefix_lens)]
+    if on_publish is not None:
+        # The lengths are known before the forward: the scheduler shall prepare the next round while it runs.
+        on_publish(batch.seq_lens)
+    with worker.queries.recording(of_use(worker.views, states, _to_record(batch))):
+        result = worker.target_worker.forward_batch_generation(batch, is_verify=True)
+    result.next_token_ids = _first_tokens(worker, batch, states, result)
+    worker.loop.interrupt()
+    result.next_draft_input = BetweenSteps(result.next_token_ids)
+    result.new_seq_lens = batch.seq_lens
+    return result
+
+
+def _to_record(batch: "ScheduleBatch") -> Iterator[Recorded]:
+    """The queries of all its tokens."""
+    ends = accumulate(batch.extend_lens)
+    parts = zip(batch.reqs, batch.prefix_lens, batch.extend_lens, ends)
+    return (Recorded(req.req_pool_idx, end - length, end, prefix) for req, prefix, length, end in parts)
+
+
+def _first_tokens(
+    worker: "KVWorker", batch: "ScheduleBatch", states: list[RequestState], result: GenerationBatchResult
+) -> torch.Tensor:
+    """The token after each prompt, int64 [requests]; log-probabilities are written into the result where asked for."""
+    rows = [Row.answer(i, state, req) for i, (state, req) in enumerate(zip(states, batch.reqs))]
+    output = result.logits_output
+    if all(req.sampling_params.max_new_tokens == 0 for req in batch.reqs):
+        # As SGLang without speculation: nothing is drawn, and what was asked for is told whatever the temperature.
+        if batch.return_logprob and output.next_token_logits is not None:
+            asked = sampling_batch(batch, rows, batch.seq_lens.device, logprobs=True)
+            worker.model_runner.compute_logprobs_only(output, asked)
+        return batch.seq_lens.new_zeros(len(states), dtype=torch.int64)
+    sampled = Sampling.of(worker.model_runner, batch, rows, batch.return_logprob).draw(
+        output.next_token_logits, batch.seq_lens - 1
+    )
+    if batch.return_logprob:
+        sampled.fill_logprobs(output, list(range(len(states))))
+    return sampled.tokens

@@ -1,6 +1,6 @@
 """The newest queries of each request, for compressors that score keys by them.
 
-Queries exist only inside a forward pass. While one runs, a hook on SGLang's attention backends (query_hooks.py) passes
+Queries exist only inside a forward pass. While one runs, a hook on SGLang's attention backends (:func:`record_queries`) passes
 each layer's queries to :class:`QueryWindows`, which keeps the newest of each request across prefill chunks and
 verifications. A CUDA graph runs no Python: graphs that are captured with the hook active write their queries to the places
 that a table on the device names, which is set before each replay.
@@ -15,7 +15,43 @@ from functools import cached_property
 import torch
 
 from sglang_ext.device import to_device
-from sglang_ext.mem_cache.compressed import query_hooks
+
+# SGLang calls the hooks below without saying for whom: whose queries are wanted while a forward runs, and how many a prefix hit leaves.
+_active: "QueryWindows | None" = None
+prefix_reserve = 0
+
+
+@contextmanager
+def recording_to(recorder: "QueryWindows") -> Iterator[None]:
+    """Hand ``recorder`` the queries of forwards that run inside this context."""
+    global _active
+    _active = recorder
+    try:
+        yield
+    finally:
+        _active = None
+
+
+def record_queries(original: Callable, backend, q, k, v, layer, *args, **kwargs) -> torch.Tensor:
+    """Hook around ``AttentionBackend.forward``: hand the queries to whoever records them.
+
+    SGLang's graphs of prefills leave out the attention backend, so that this is called between their pieces.
+    """
+    if _active is not None:
+        _active.record(layer.layer_id, q.view(-1, layer.tp_q_head_num, layer.qk_head_dim))
+    return original(backend, q, k, v, layer, *args, **kwargs)
+
+
+def reserve_queries(count: int) -> None:
+    """Let prefix hits leave at least ``count`` tokens of each prompt to compute."""
+    global prefix_reserve
+    prefix_reserve = count
+
+
+def cap_prefix_match(original: Callable, req, input_len: int) -> int:
+    """Hook around ``Req._compute_max_prefix_len``: leave the query window uncached."""
+    longest = original(req, input_len)
+    return max(0, min(longest, input_len - prefix_reserve)) if prefix_reserve else longest
 
 
 @dataclass(frozen=True)
@@ -94,14 +130,11 @@ class QueryWindows:
         window: queries that compressors want at most; 0 keeps nothing and makes every call free.
         layers: indices of the model's attention layers, in the order of the pool.
         spare: tokens that may be recorded and then rejected.
-        wanted_by: whether anything is kept of the request with a key, up to a position: its compressor may want none, or
-            none yet.
     """
 
     window: int
     layers: Sequence[int]
     spare: int
-    wanted_by: Callable[[int, int], bool] = lambda key, end: True
     _rings: dict[int, QueryRing] = field(default_factory=dict)
     _free: list[int] = field(default_factory=list)
     _pool: torch.Tensor | None = None
@@ -137,13 +170,13 @@ class QueryWindows:
     @contextmanager
     def recording(self, rows: tuple[Recorded, ...]) -> Iterator[None]:
         """Keep the queries of ``rows`` from the forward that runs inside this context."""
-        rows = self._wanted(rows)
+        rows = self._fitting(rows)
         if not rows:
             yield
             return
         self._running = rows
         try:
-            with query_hooks.recording_to(self):
+            with recording_to(self):
                 yield
         finally:
             self._running, self._picked = (), None
@@ -157,7 +190,7 @@ class QueryWindows:
         self._targets = torch.zeros(tokens, dtype=torch.int64, device=self._pool.device)
         self._capturing = True
         try:
-            with query_hooks.recording_to(self):
+            with recording_to(self):
                 yield
         finally:
             self._capturing = False
@@ -181,7 +214,7 @@ class QueryWindows:
             return
         if self._aimed:
             self._targets.zero_()
-        tokens, places = self._reserve(self._wanted(rows))
+        tokens, places = self._reserve(self._fitting(rows))
         self._aimed = len(tokens) > 0
         if self._aimed:
             self._targets.index_copy_(0, tokens, places)
@@ -193,12 +226,9 @@ class QueryWindows:
             self._targets.index_copy_(0, nobody, nobody)
             self._targets.zero_()
 
-    def _wanted(self, rows: tuple[Recorded, ...]) -> tuple[Recorded, ...]:
-        """Of ``rows``, what rings have room for, and somebody will read."""
-        if self._pool is None:
-            return ()
-        wanted = (row for row in rows if self.wanted_by(row.key, row.position + row.end - row.start))
-        return tuple(row.newest(self.span) for row in wanted)
+    def _fitting(self, rows: tuple[Recorded, ...]) -> tuple[Recorded, ...]:
+        """Of ``rows``, what rings have room for."""
+        return () if self._pool is None else tuple(row.newest(self.span) for row in rows)
 
     def _reserve(self, rows: tuple[Recorded, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens of a forward whose queries are kept, and their places in the pool, both int64 [kept]; ``rows`` as far as

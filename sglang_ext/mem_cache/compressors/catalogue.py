@@ -14,8 +14,7 @@ from pkgutil import iter_modules
 from sglang_ext.core import OptionError
 from sglang_ext.mem_cache import compressors
 from sglang_ext.mem_cache.compressors import own_methods
-from sglang_ext.mem_cache.compressors.contracts.compressor import Compressor
-from sglang_ext.mem_cache.compressors.contracts.keep_all import KeepAll
+from sglang_ext.mem_cache.compressors.contracts.compressor import Compressor, KeepAll
 from sglang_ext.mem_cache.compressors.contracts.quantizer import Quantizer
 from sglang_ext.mem_cache.compressors.contracts.registry import COMPRESSORS, OWN, QUANTIZERS
 

@@ -7,8 +7,7 @@ from typing import ClassVar
 import torch
 
 from sglang_ext.device import coarse_products
-from sglang_ext.mem_cache.compressors.contracts.always import Always
-from sglang_ext.mem_cache.compressors.contracts.compressor import Compressor, ContextKV, LayerKV
+from sglang_ext.mem_cache.compressors.contracts.compressor import Always, Compressor, ContextKV, LayerKV
 from sglang_ext.mem_cache.compressors.contracts.registry import register
 
 

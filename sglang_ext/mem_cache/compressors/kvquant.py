@@ -5,14 +5,13 @@ For a CPU: no kernel packs or reads such blocks.
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import ClassVar
 
 import numpy
 import torch
 
 from sglang_ext.mem_cache.compressed.formats.packed_layout import Grid, Outliers, Quantized
-from sglang_ext.mem_cache.compressors.contracts.quantizer import Quantizer, grouped, meant, squeezed, stored
+from sglang_ext.mem_cache.compressors.contracts.quantizer import Quantizer, grouped, meant, nearest, squeezed, stored
 from sglang_ext.mem_cache.compressors.contracts.registry import register_quantizer
 
 # Standard deviations of the normal distribution that lie between the middle of a group's range and its ends. Fewer than a group
@@ -20,8 +19,6 @@ from sglang_ext.mem_cache.compressors.contracts.registry import register_quantiz
 HALF_RANGE = 0.7
 # Least square of a deviation that distances are counted in.
 SMALLEST = 1e-18
-# Of codes: float32 rounds shares of a range as much.
-ROUNDING_ERROR = 2e-6
 
 
 @register_quantizer("kvquant", bits=(4, 2))
@@ -69,7 +66,7 @@ class KVQuant(Quantizer):
         zero, scale = range_of_others(numbers, grid, places)
         levels = self.levels_on(numbers.device, dim)
         shares = (grouped(numbers, grid) - zero).mul_(torch.where(scale > 0, 1 / scale, 0.0)).clamp_(0, 1)
-        codes = codes_of(shares, len(levels)).view(numbers.shape)
+        codes = nearest(shares, levels).view(numbers.shape)
         block = Quantized(codes, squeezed(scale), squeezed(zero))
         rest = numbers.flatten(2).gather(-1, places) - meant_at(block, grid, levels, places)
         return block._replace(outliers=Outliers(places, stored(rest)))
@@ -84,47 +81,6 @@ def levels_of(count: int) -> torch.Tensor:
     end = torch.tensor(HALF_RANGE / math.sqrt(6), dtype=torch.float64)
     spread = torch.linspace(-1, 1, count, dtype=torch.float64) * torch.erf(end)
     return (torch.erfinv(spread) / end + 1).div(2).clamp(0, 1).float()
-
-
-@lru_cache(maxsize=None)
-def rounding(count: int) -> tuple[float, float, float]:
-    """Where between ``count`` levels shares of a range lie, as an odd polynomial: its coefficients, those of :func:`codes_of`.
-
-    Midpoints of levels lie midway between codes. That is as exact as float32, and in some products instead of a comparison with
-    each midpoint.
-    """
-    levels = levels_of(count).double()
-    middle = torch.arange(2 - count, count - 1, 2, dtype=torch.float64) / 2
-    return odd_polynomial(levels[1:] + levels[:-1] - 1, middle, ROUNDING_ERROR)
-
-
-def odd_polynomial(places: torch.Tensor, values: torch.Tensor, error: float) -> tuple[float, float, float]:
-    """``(a, b, c)`` with ``x * (a + x ** 2 * (b + x ** 2 * c))`` within ``error`` of ``values``; of the lowest degree that is.
-
-    Args:
-        places, values: float64 [count]; both symmetrical about 0, else there is none.
-
-    Raises:
-        ValueError: none comes so near.
-    """
-    for count in (1, 2, 3):
-        powers = torch.stack([places ** (2 * power + 1) for power in range(count)], -1)
-        found = torch.linalg.lstsq(powers, values[:, None], driver="gelsd").solution[:, 0]
-        off = float((powers @ found - values).abs().max())
-        if off <= error:
-            return tuple(found.tolist() + [0.0] * (3 - count))
-    raise ValueError(
-        f"values {values.tolist()} at {places.tolist()} are {off:.0e} off the nearest odd polynomial of fifth degree; allowed "
-        f"are {error:.0e}: give values that are symmetrical about 0, and nearly even"
-    )
-
-
-def codes_of(shares: torch.Tensor, count: int) -> torch.Tensor:
-    """Which of :func:`levels_of` lies nearest to each share, float32, 0 to 1: uint8; ``shares`` change."""
-    linear, cubic, fifth = rounding(count)
-    centred = shares.mul_(2).sub_(1)
-    square = centred.square()
-    return (square * fifth).add_(cubic).mul_(square).add_(linear).mul_(centred).add_((count - 1) / 2).round_().to(torch.uint8)
 
 
 def farthest(numbers: torch.Tensor, grid: Grid, count: int) -> torch.Tensor:

@@ -6,9 +6,7 @@ from typing import ClassVar
 import torch
 
 from sglang_ext.mem_cache.compressed.slot_scores import SlotScores
-from sglang_ext.mem_cache.compressors.contracts.always import Always
-from sglang_ext.mem_cache.compressors.contracts.compressor import Compressor, ContextKV, LayerKV
-from sglang_ext.mem_cache.compressors.contracts.folder import Folder
+from sglang_ext.mem_cache.compressors.contracts.compressor import Always, Compressor, ContextKV, Folder, LayerKV
 from sglang_ext.mem_cache.compressors.contracts.registry import register
 from sglang_ext.mem_cache.compressors.snapkv import SnapKV
 

@@ -6,9 +6,7 @@ from typing import ClassVar
 import torch
 
 from sglang_ext.device import sent
-from sglang_ext.mem_cache.compressors.contracts.always import Always
-from sglang_ext.mem_cache.compressors.contracts.compressor import Compressor, ContextKV, LayerKV, Part
-from sglang_ext.mem_cache.compressors.contracts.folder import Folder
+from sglang_ext.mem_cache.compressors.contracts.compressor import Always, Compressor, ContextKV, Folder, LayerKV, Part
 from sglang_ext.mem_cache.compressors.contracts.registry import register
 from sglang_ext.mem_cache.compressors.snapkv import SnapKV
 from sglang_ext.mem_cache.scores.index import ScoreIndex

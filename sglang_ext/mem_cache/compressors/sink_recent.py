@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_ext.mem_cache.compressors.contracts.always import Always
-from sglang_ext.mem_cache.compressors.contracts.compressor import Compressor, ContextKV, LayerKV
+from sglang_ext.mem_cache.compressors.contracts.compressor import Always, Compressor, ContextKV, LayerKV
 from sglang_ext.mem_cache.compressors.contracts.registry import register
 
 

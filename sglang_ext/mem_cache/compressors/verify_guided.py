@@ -6,8 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from sglang_ext.mem_cache.compressors.contracts.always import Always
-from sglang_ext.mem_cache.compressors.contracts.compressor import Compressor, ContextKV, LayerKV
+from sglang_ext.mem_cache.compressors.contracts.compressor import Always, Compressor, ContextKV, LayerKV
 from sglang_ext.mem_cache.compressors.contracts.registry import register
 from sglang_ext.mem_cache.compressors.snapkv import window_attention, window_attention_all
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from sglang_ext.mem_cache.prefix_cache.pieces import runs
+from sglang_ext.mem_cache.host_tier.pieces import runs
 
 
 class HostPageError(ValueError):

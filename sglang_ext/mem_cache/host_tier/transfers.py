@@ -1,12 +1,21 @@
-"""Copies under way between device and host."""
+"""Copies under way between device and host: launched now or later, and done on all tensor-parallel ranks.
 
+Each rank moves its heads' part of the same pages, and is done with it at a time of its own. What the tree does then must be
+the same everywhere: a transfer counts as done once the ranks have told each other so, and pages that came back changed on
+one rank are lost on all.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
 from sglang_ext.device import Mark
+from sglang_ext.ranks import Ranks
 
 
 class TransferError(RuntimeError):
@@ -83,3 +92,95 @@ class Transfer:
         launched = self._launched.result()
         failed = [] if launched.wrong is None else self.pages[launched.wrong].tolist()
         return Outcome(launched.start.until(launched.end), failed)
+
+
+class Pending(Future[Launched]):
+    """What a launch will give. Who asks before it ran has it run then, after those that were asked for before it."""
+
+    def __init__(self, launch: Callable[[], Launched], run_all: Callable[[], None]) -> None:
+        super().__init__()
+        self._launch, self._run_all = launch, run_all
+
+    def run(self) -> None:
+        """Launch."""
+        self.set_result(self._launch())
+
+    def result(self, timeout: float | None = None) -> Launched:
+        """What the launch gave."""
+        if not self.done():
+            self._run_all()
+        return super().result(timeout)
+
+
+class Deferral:
+    """Runs launches in the order in which they were asked for. All calls come from one thread."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Pending] = []
+        self._open = False
+
+    def begin(self, launch: Callable[[], Launched]) -> Pending:
+        """Run ``launch``; inside :meth:`until_end` it runs later."""
+        pending = Pending(launch, self._run_all)
+        self._waiting.append(pending)
+        if not self._open:
+            self._run_all()
+        return pending
+
+    @contextmanager
+    def until_end(self) -> Iterator[None]:
+        """What is asked for inside this context runs at its end, or once someone asks for its result."""
+        self._open = True
+        try:
+            yield
+        finally:
+            self._open = False
+            self._run_all()
+
+    def _run_all(self) -> None:
+        while self._waiting:
+            self._waiting.pop(0).run()
+
+
+@dataclass
+class Arrivals:
+    """The transfers of one rank. All ranks ask for the same ones, in the same order.
+
+    Attributes:
+        ranks: who must find the same.
+    """
+
+    ranks: Ranks = Ranks()
+    _known: "WeakKeyDictionary[Transfer, Outcome]" = field(default_factory=WeakKeyDictionary)
+
+    def update(self, transfers: Iterable[Transfer]) -> None:
+        """Find out which of ``transfers`` are done by now; waits for the other ranks, but for no transfer."""
+        unknown = [transfer for transfer in dict.fromkeys(transfers) if transfer not in self._known]
+        if not unknown:
+            return
+        mine = [transfer.outcome if transfer.done else None for transfer in unknown]
+        for transfer, outcomes in zip(unknown, zip(*self.ranks.gather(mine))):
+            if None not in outcomes:
+                failed = {page for outcome in outcomes for page in outcome.failed}
+                self._known[transfer] = Outcome(max(outcome.seconds for outcome in outcomes), sorted(failed))
+
+    def done(self, transfer: Transfer) -> bool:
+        """Whether :meth:`update` or :meth:`wait` found it done on all ranks; one rank alone looks now."""
+        if self.ranks.group is None:
+            self.update([transfer])
+        return transfer in self._known
+
+    def wait(self, transfer: Transfer) -> None:
+        """Wait until it is done on all ranks."""
+        transfer.synchronize()
+        self.update([transfer])
+
+    def outcome(self, transfer: Transfer) -> Outcome:
+        """What it brought: the longest time of all ranks, and the pages that came back changed on any.
+
+        Raises:
+            TransferError: it is not known to be done.
+        """
+        if not self.done(transfer):
+            raise TransferError(f"a transfer of {transfer.size} bytes is still under way on some rank; ask once it is done")
+        return self._known[transfer]

@@ -1,14 +1,96 @@
-"""Full KV of the prefix tree comes back from the host; what came back changed is forgotten."""
+"""Full KV of the prefix tree comes back from the host, how fast was measured; what came back changed is forgotten."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 
-from sglang_ext.mem_cache.host_tier.faults import Faults
-from sglang_ext.mem_cache.host_tier.link_rate import LinkRate
-from sglang_ext.mem_cache.host_tier.transfers import Transfer
+from sglang_ext.mem_cache.host_tier.host_pool import HostPool
+from sglang_ext.mem_cache.host_tier.tier import HostTier
+from sglang_ext.mem_cache.host_tier.transfers import Arrivals, Transfer, TransferError
 from sglang_ext.mem_cache.prefix_cache.host_copies import HostCopies
 from sglang_ext.mem_cache.prefix_cache.tiered_node import TieredNode, path
+
+
+@dataclass
+class Faults:
+    """Host memory that loses bits, for tests: before every so many loads a bit of the first page is flipped.
+
+    Attributes:
+        every: of so many loads one finds a changed page.
+        loads: so far, and its start: the tensor-parallel rank, so that each loses a page in another load.
+    """
+
+    every: int
+    loads: int = 0
+
+    @torch.inference_mode()
+    def strike(self, pool: HostPool, pages: torch.Tensor) -> None:
+        """A load of ``pages``, whose stores are done, is about to begin."""
+        self.loads += 1
+        if self.loads % self.every == 0:
+            pool.words[0, int(pages[0]) * pool.page_size, :1].bitwise_xor_(1)
+
+
+@dataclass
+class LinkRate:
+    """Bandwidth in one direction over the transfers that ended, newer ones counting more.
+
+    Attributes:
+        decay: what is left of a transfer's weight when the next one ends.
+        loads, seconds: that were counted, and how long they took.
+    """
+
+    decay: float = 0.9
+    loads: int = 0
+    seconds: float = 0.0
+    _bytes: float = 0.0
+    _seconds: float = 0.0
+
+    @property
+    def bandwidth(self) -> float | None:
+        """Bytes per second; None until a transfer was counted."""
+        return self._bytes / self._seconds if self._seconds > 0 else None
+
+    def add(self, size: int, seconds: float) -> None:
+        """Count a load of ``size`` bytes that took so long."""
+        self._bytes = self.decay * self._bytes + size
+        self._seconds = self.decay * self._seconds + seconds
+        self.loads += 1
+        self.seconds += seconds
+
+    def measure(self, tier: HostTier, slots: torch.Tensor, arrivals: Arrivals) -> float:
+        """Count one load of what lies in ``slots``, waiting for it, and give the bandwidth.
+
+        Stores it first, and loads it once more before, since a first load waits for compilers. For the start of a
+        server: the more slots, the less the launches count.
+
+        Args:
+            tier: a tier with room for so many pages.
+            slots: int64 [pages * page_size], on the device, that nobody writes meanwhile; they may repeat.
+            arrivals: tell when all ranks are done.
+
+        Raises:
+            TransferError: the host has too few free pages, or the loads did not bring back what was stored.
+        """
+        pages = tier.pool.pages.allocate(max(1, len(slots) // tier.pool.page_size))
+        if pages is None:
+            raise TransferError(
+                f"{len(slots)} tokens do not fit in the {tier.pool.pages.free_pages} free pages of host memory; measure with "
+                "fewer slots, or raise --kv-host-gb"
+            )
+        try:
+            for transfer in (tier.store(slots, pages), tier.load(pages, slots), last := tier.load(pages, slots)):
+                arrivals.wait(transfer)
+        finally:
+            tier.pool.pages.free(pages)
+        seconds, failed = arrivals.outcome(last)
+        if failed:
+            raise TransferError(
+                f"host pages {failed[:8]} came back changed; the link or the memory is broken: do not serve from it"
+            )
+        self.add(last.size, seconds)
+        return self.bandwidth
 
 
 class Reloads:
@@ -63,15 +145,14 @@ class Reloads:
         self.loaded_bytes += load.size
         return load
 
-    def load_back(self, nodes: list[TieredNode], slots: torch.Tensor | None = None) -> Transfer | None:
-        """Copy the host's KV of ``nodes`` to device slots that the tree owns from now on.
+    def load_back(self, nodes: list[TieredNode]) -> Transfer | None:
+        """Copy the host's KV of ``nodes`` to device slots that the tree owns from now on; for them it evicts what it has to.
 
         They count as on the device once the transfer is done and was settled (:meth:`settle`): only then may rows lead to
         them.
 
         Args:
             nodes: of one path, on the host and not on the device.
-            slots: int64 [tokens of all nodes]; the tree takes them. None: it allocates, and evicts what it has to.
 
         Returns:
             None when the device lacks the slots; then nothing was loaded.
@@ -82,8 +163,7 @@ class Reloads:
         for node in nodes:
             if node.value is not None:
                 raise ValueError(f"tokens [{node.start}, {node.end}) of a path have device slots; load back those without")
-        if slots is None:
-            slots = self._slots_for(nodes)
+        slots = self._slots_for(nodes)
         if slots is None:
             return None
         load = self.load_into(nodes, slots)

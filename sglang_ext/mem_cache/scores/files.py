@@ -1,21 +1,37 @@
 """A document's scores in a file: a safetensors file that appears whole, with a checksum and a key of what they are for.
 
-It holds ``scores``, float16 [layers, kv_heads, tokens], ``chain``, uint8 [pages, 16] (chain.py), and in its header
+It holds ``scores``, float16 [layers, kv_heads, tokens], ``chain``, uint8 [pages, 16], which names its tokens, and in its header
 the format's version, the model's key, the method, its settings and a checksum of all of it.
 """
 
 import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from sglang_ext.mem_cache.scores.chain import HASH_BYTES, PAGE, chain
 from sglang_ext.mem_cache.scores.checked_file import write_whole
+
+# Tokens of a page; a document is known to its last whole page.
+PAGE = 16
+# Bytes of a hash.
+HASH_BYTES = 16
+
+
+def chain(tokens: Sequence[int]) -> Iterator[bytes]:
+    """Hashes of the whole pages of ``tokens``, the first page first, each of all tokens before its end; made when it is asked for."""
+    digest = b""
+    for end in range(PAGE, len(tokens) + 1, PAGE):
+        page = np.asarray(tokens[end - PAGE : end], dtype="<i8")
+        digest = blake2b(digest + page.tobytes(), digest_size=HASH_BYTES).digest()
+        yield digest
+
 
 FORMAT = "1"
 SUFFIX = ".safetensors"

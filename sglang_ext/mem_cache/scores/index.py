@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from sglang_ext.mem_cache.scores.chain import PAGE, chain
-from sglang_ext.mem_cache.scores.files import SUFFIX, ScoreFile, ScoreFileError
+from sglang_ext.mem_cache.scores.files import PAGE, SUFFIX, ScoreFile, ScoreFileError, chain
 
 logger = logging.getLogger(__name__)
 

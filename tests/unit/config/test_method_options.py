@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_ext.config import method_options
-from sglang_ext.config.method_choice import check, place_of
-from sglang_ext.config.method_options import Offer, offers
+from sglang_ext.config.method_options import Offer, check_asked, offers, place_of
 from sglang_ext.core import OptionError
 from sglang_ext.hooks import telling
-from sglang_ext.managers import compression, meta_info
+from sglang_ext.managers import meta_info, served_methods
+from sglang_ext.mem_cache.compressors import catalogue
 from sglang_ext.mem_cache.compressed.formats.packing import PackedRows
 from sglang_ext.mem_cache.compressed.formats.unpacked import Unpacked
 
@@ -73,9 +73,9 @@ def test_the_bits_are_those_of_the_method_that_packs_and_scores_are_read_by_any(
 
 def test_each_method_makes_copies_in_its_own_way_and_equal_ones_share_what_they_read():
     args = resolved(kv_more_compressors="kivi,snapkv+kivi:0.5", kv_bits=2)
-    methods = compression.methods_of(args, 2, 2, 0, None)
+    methods = served_methods.methods_of(args, 2, 2, 0, None)
     rows = PackedRows(SimpleNamespace(recent=128), None)
-    plain, packed, both = compression.copy_methods(args, methods, 16, rows)
+    plain, packed, both = served_methods.copy_methods(args, methods, 16, rows)
     assert plain.packing == Unpacked(16) and packed.packing is both.packing is rows.form
     assert methods[1].quantizer == methods[2].quantizer and methods[1].quantizer.bits == 2
     assert plain.compressor is both.compressor and (plain.budget, packed.budget, both.budget) == (0.25, 1.0, 0.5)
@@ -110,10 +110,10 @@ def test_an_unknown_name_is_refused_with_those_that_there_are(asked, refused):
     args = resolved(kv_more_compressors="snapkv:0.125,kivi")
     params = asking(asked).get("custom_params")
     if not refused:
-        check(args, params)
+        check_asked(args, params)
         return
     with pytest.raises(ValueError, match="this server compresses with snapkv, snapkv:0.125, kivi: ask for") as raised:
-        check(args, params)
+        check_asked(args, params)
     assert repr(asked) in str(raised.value)
 
 
@@ -123,14 +123,14 @@ def test_an_unknown_name_is_refused_with_those_that_there_are(asked, refused):
 ])  # fmt: skip
 def test_what_looks_like_a_choice_and_is_none_is_refused(params, words):
     with pytest.raises(ValueError, match=words):
-        check(resolved(), params)
+        check_asked(resolved(), params)
 
 
 def test_of_what_a_request_may_ask_for_only_what_this_server_takes_is_named():
     with pytest.raises(ValueError, match="a request may ask for kv_compressor: spell it so, or leave it out"):
-        check(resolved(), {"kv_x": 1})
+        check_asked(resolved(), {"kv_x": 1})
     with pytest.raises(ValueError, match="a request may ask for kv_compressor and kv_acceptance: spell it so"):
-        check(resolved(kv_bench_acceptance=0.9), {"kv_x": 1})
+        check_asked(resolved(kv_bench_acceptance=0.9), {"kv_x": 1})
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_of_what_a_request_may_ask_for_only_what_this_server_takes_is_named():
 )
 def test_an_acceptance_that_cannot_be_forced_is_refused(forced, words):
     with pytest.raises(ValueError, match=f"kv_acceptance in custom_params {words}"):
-        check(resolved(kv_bench_acceptance=forced), {"kv_acceptance": 2})
+        check_asked(resolved(kv_bench_acceptance=forced), {"kv_acceptance": 2})
 
 
 def test_meta_info_names_the_method_as_it_was_asked_for():
@@ -146,7 +146,7 @@ def test_meta_info_names_the_method_as_it_was_asked_for():
     for place, name in enumerate(("snapkv", "snapkv:0.125", "kivi", "sink-recent:.5")):
         req, state = SimpleNamespace(spec_cap_lens_histogram=[]), meta_info.RequestState("r", 1, 0, method=place)
         for served in ("", name):
-            state.compressor, fields = served, {}
+            state.compressor, fields = catalogue.number(served.partition(":")[0]), {}
             meta_info.fill(req, state)
             told = SimpleNamespace(spec_cap_lens_histogram=[req.spec_cap_lens_histogram])
             telling.add_kv_fields(None, SimpleNamespace(server_args=args), fields, told, 0)

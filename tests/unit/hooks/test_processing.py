@@ -141,7 +141,7 @@ def test_meta_info_survives_the_trip_through_sglangs_counters(verifies, fallback
     state = RequestState(rid="r", row=1, seed=0, fallback=fallback)
     for offered, accepted in verifies:
         state.count_verify(offered, min(offered, accepted))
-    state.compressor = compressor
+    state.compressor = catalogue.number(compressor)
     req = SimpleNamespace(spec_cap_lens_histogram=[])
     meta_info.fill(req, state)
     fields = meta_info.describe(req.spec_cap_lens_histogram)

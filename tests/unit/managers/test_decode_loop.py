@@ -5,8 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from test_round import Views, request
 
@@ -21,7 +20,7 @@ from sglang_ext.managers.spec_decode.loop import DecodeLoop
 from sglang_ext.managers.spec_decode.pace import Choice, FixedLength, Pace
 from sglang_ext.managers.spec_decode.round import PLAIN_STEPS, OnDevice, RoundPlanner
 from sglang_ext.managers.spec_decode.sampling import Sampled
-from sglang_ext.managers.spec_decode.verifier import Verifier
+from sglang_ext.managers.spec_decode.steps import Verifier
 from sglang_ext.platforms.plain_cpu import without_pinning
 from sglang_ext.ranks import Ranks
 
@@ -146,9 +145,9 @@ class Toy(DecodeLoop):
         output = LogitsProcessorOutput(next_token_logits=None)
         return [(output, Sampled(column, None, [], [])) for column in torch.tensor(drawn).T]
 
-    def verify(self, batch, rows, lengths, tokens):
+    def verify(self, batch, states, lengths, tokens):
         answers = []
-        for state_row, row in zip(rows, tokens.tolist()):
+        for state_row, row in zip((state.row for state in states), tokens.tolist()):
             if self.residency is not None:
                 assert self.residency.ready(state_row) and state_row not in self.residency.stale
             before = self.committed[state_row]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sglang_ext.core import OptionError
-from sglang_ext.managers import compression
+from sglang_ext.managers import served_methods
 from sglang_ext.mem_cache.compressors.kvzap import KVzap
 from sglang_ext.mem_cache.scores.model_key import model_key
 from sglang_ext.mem_cache.scores.predictor import Fitted, Predictor
@@ -29,16 +29,16 @@ def test_each_rank_scores_the_heads_that_it_has(tiny, tmp_path, heads, ranks, fi
     outer, args = store(tmp_path, tiny, heads), arguments(tmp_path, tiny, tp_size=ranks)
     local = max(1, heads // ranks)
     for rank, begin in enumerate(first):
-        found = compression.slot_scores_of(args, (0, 1), local, rank)
+        found = served_methods.slot_scores_of(args, (0, 1), local, rank)
         assert torch.equal(found.predictor.outer, outer[:, begin : begin + local])
 
 
 def test_a_predictor_of_other_sizes_than_the_model_is_refused_before_the_model_is_loaded(tiny, tmp_path):
     store(tmp_path, tiny)
-    compression.check_files(arguments(tmp_path, tiny))
+    served_methods.check_files(arguments(tmp_path, tiny))
     store(tmp_path, tiny, hidden=32)
     with pytest.raises(OptionError, match=r"\(2, 2, 32\).*the model \(2, 2, 64\)"):
-        compression.check_files(arguments(tmp_path, tiny))
+        served_methods.check_files(arguments(tmp_path, tiny))
 
 
 @pytest.mark.parametrize(("host", "online"), [(0, None), (4, "expected-attention")])
@@ -47,6 +47,6 @@ def test_the_online_method_is_there_where_kv_can_come_from_the_host(host, online
         kv_compressor="kvzap+kivi", kv_more_compressors=None, kv_budget=0.25, kv_bits=2, kv_host_gb=host,
         kv_online_compressor="expected-attention",
     )
-    (found,) = compression.methods_of(args, 2, 2, 0, None)
+    (found,) = served_methods.methods_of(args, 2, 2, 0, None)
     assert isinstance(found.compressor, KVzap) and found.quantizer.bits == 2
     assert (found.compressor.online and found.compressor.online.name) == online

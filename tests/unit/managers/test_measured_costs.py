@@ -2,11 +2,10 @@
 
 import pytest
 from cost_helpers import machines
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, given, settings, strategies as st
 
 from sglang_ext.managers.offload.costs import CostError, draft_seconds, verify_seconds
-from sglang_ext.managers.offload.measured_costs import Draft, Rest, measured
+from sglang_ext.managers.offload.policy import Draft, Rest, measured
 
 MACHINES = machines(weights=st.floats(1, 20), token_seconds=st.floats(1e-5, 0.001))
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import torch
 
-from sglang_ext.managers.spec_decode import prefill as module
+from sglang_ext.managers.spec_decode import steps as module
 from sglang_ext.mem_cache.compressed.query_window import Recorded
 
 
@@ -25,7 +25,8 @@ def test_lengths_of_a_prefill_are_known_before_it_runs(monkeypatch):
         queries=SimpleNamespace(recording=lambda rows: nullcontext()),
         target_worker=SimpleNamespace(forward_batch_generation=forward),
         model_runner=None,
-        requests=SimpleNamespace(admit=lambda req, matched: SimpleNamespace(fallback=0, seed=5)),
+        requests=SimpleNamespace(admit=lambda req, matched: SimpleNamespace(fallback=0, seed=5, row=1)),
+        views=SimpleNamespace(method=lambda row: SimpleNamespace(compressor=SimpleNamespace(window=0)), get=lambda row: None),
         loop=SimpleNamespace(interrupt=lambda: None),
     )
     reqs, lengths = [SimpleNamespace(req_pool_idx=1, grammar=None, sampling_params=SimpleNamespace(max_new_tokens=1))], torch.tensor([7])
@@ -50,4 +51,4 @@ def test_requests_for_no_token_draw_none(monkeypatch):
 def test_the_queries_of_all_are_kept():
     reqs = [SimpleNamespace(req_pool_idx=row) for row in (1, 2)]
     batch = SimpleNamespace(reqs=reqs, prefix_lens=[0, 40], extend_lens=[7, 5])
-    assert module._to_record(batch) == (Recorded(1, 0, 7, 0), Recorded(2, 7, 12, 40))
+    assert tuple(module._to_record(batch)) == (Recorded(1, 0, 7, 0), Recorded(2, 7, 12, 40))

@@ -1,10 +1,9 @@
 """A ring never promises more than its capacity, and gives back exactly what was taken."""
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from sglang_ext.managers.offload.rings import ROUNDING, Ring, RingError
+from sglang_ext.managers.offload.loads import ROUNDING, Ring, RingError
 
 HORIZON = 6
 SPANS = st.tuples(st.integers(0, HORIZON - 1), st.integers(0, HORIZON - 1)).map(sorted)

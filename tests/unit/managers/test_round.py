@@ -4,8 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
 from sglang_ext.core import FALLBACK_REASONS, Acceptance, CompressedView, RequestState
@@ -15,8 +14,7 @@ from sglang_ext.managers.spec_decode.loop import DecodeLoop
 from sglang_ext.managers.spec_decode.pace import Choice, FixedLength, Pace
 from sglang_ext.managers.spec_decode.round import PLAIN_STEPS, SHORT_ROUND, TRIAL_COPIES, OnDevice, Round, RoundPlanner
 from sglang_ext.managers.spec_decode.sampling import Sampled
-from sglang_ext.managers.spec_decode.steps import Steps
-from sglang_ext.managers.spec_decode.verifier import Verifier
+from sglang_ext.managers.spec_decode.steps import Steps, Verifier
 from sglang_ext.mem_cache.compressed.query_window import Recorded
 from sglang_ext.ranks import Ranks
 
@@ -336,10 +334,16 @@ def test_queries_are_of_use_where_a_choice_is_near_or_made_in_each_round():
     assert copy_is_near(views, state, 401)
 
 
+def without_copies():
+    """Views of requests that may get a first copy soon."""
+    method = SimpleNamespace(compressor=SimpleNamespace(window=32), unit=1, least=1, recent=0)
+    return SimpleNamespace(method=lambda row: method, get=lambda row: None, is_refused=lambda row: False)
+
+
 def test_a_captured_verification_is_aimed_before_it_is_replayed():
     seen = []
     graph = SimpleNamespace(width=5, verify=lambda batch, inputs: seen.append("replay") or LogitsProcessorOutput(None))
-    worker = SimpleNamespace(queries=SimpleNamespace(aim=seen.append))
+    worker = SimpleNamespace(queries=SimpleNamespace(aim=seen.append), views=without_copies())
     draw = SimpleNamespace(draw=lambda logits, positions: sampled([1, 2, 3, 4, 5, 1, 2, 7, 0, 0]))
     steps = SimpleNamespace(slots=lambda *_: torch.zeros(2, 5), verifying=lambda *_: draw)
     verifier = Verifier(worker, steps, SimpleNamespace(fit=lambda count, width: graph), None)
@@ -354,7 +358,7 @@ def test_an_answer_gets_no_more_tokens_than_it_lacks():
     planned = plan(asked, states(4), 4)
     assert planned.steps == 4 and planned.left == [2, 9, 2, 0]
     assert planned.due == [0, 1] and [planned.answers(i) for i in planned.answering] == [2, 0]
-    worker = SimpleNamespace(queries=SimpleNamespace(aim=lambda recorded: None))
+    worker = SimpleNamespace(queries=SimpleNamespace(aim=lambda recorded: None), views=without_copies())
     graph = SimpleNamespace(width=5, verify=lambda batch, inputs: LogitsProcessorOutput(next_token_logits=None))
     draw = SimpleNamespace(draw=lambda logits, positions: sampled([1, 2, 3, 4, 5] * 2))
     steps = SimpleNamespace(slots=lambda *_: torch.zeros(2, 5), verifying=lambda *_: draw)

@@ -8,7 +8,7 @@ import torch
 from sglang_ext.config.benchmark_options import check_request as check
 from sglang_ext.hooks import telling
 from sglang_ext.managers.simulation import Simulation
-from sglang_ext.managers.spec_decode.verifier import Verifier
+from sglang_ext.managers.spec_decode.steps import Verifier
 
 
 def simulation(probability):

@@ -9,9 +9,8 @@ import torch
 from tiered_helpers import World, kv_of
 
 from sglang_ext.device import Mark
-from sglang_ext.mem_cache.host_tier.arrivals import Arrivals
-from sglang_ext.mem_cache.host_tier.faults import Faults
-from sglang_ext.mem_cache.host_tier.transfers import Launched, Transfer, TransferError
+from sglang_ext.mem_cache.host_tier.transfers import Arrivals, Launched, Transfer, TransferError
+from sglang_ext.mem_cache.prefix_cache.reloads import Faults
 from sglang_ext.mem_cache.prefix_cache.tiered_node import path
 from sglang_ext.ranks import Ranks
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from sglang_ext.device import Mark
-from sglang_ext.mem_cache.host_tier.deferral import Deferral
-from sglang_ext.mem_cache.host_tier.transfers import Launched, Transfer
+from sglang_ext.mem_cache.host_tier.transfers import Deferral, Launched, Transfer
 
 CPU = torch.device("cpu")
 

@@ -8,7 +8,7 @@ from head_helpers import Given, context, scores_of, sets
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_ext.config import head_budget_options
+from sglang_ext.config import method_options
 from sglang_ext.core import OptionError
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressors import ContextKV, Part, catalogue
@@ -106,16 +106,16 @@ def adaptive_args(**change):
 )
 def test_heads_share_a_budget_where_it_is_better_and_can_be(compressor, asked, change, found):
     args = adaptive_args(kv_compressor=compressor, kv_head_budgets=asked, **change)
-    head_budget_options.resolve(args)
+    method_options.resolve_head_budgets(args)
     assert args.kv_head_budgets == found
     # As SGLang then chooses.
     args.attention_backend = args.attention_backend or ("torch_native" if args.device == "cpu" else "fa3")
-    head_budget_options.check_resolved(args)
+    method_options.check_head_budgets(args)
 
 
 def test_uneven_heads_are_refused_beside_other_methods():
     with pytest.raises(OptionError, match="adaptive' with --kv-more-compressors snapkv:0.5: .* or leave"):
-        head_budget_options.resolve(adaptive_args(kv_more_compressors="snapkv:0.5"))
+        method_options.resolve_head_budgets(adaptive_args(kv_more_compressors="snapkv:0.5"))
 
 
 @pytest.mark.parametrize(
@@ -132,20 +132,20 @@ def test_uneven_heads_are_refused_beside_other_methods():
 def test_uneven_heads_are_refused_where_attention_cannot_read_them(change, found):
     args = adaptive_args(**change)
     with pytest.raises(OptionError, match=f"{found}.* or --kv-head-budgets equal"):
-        head_budget_options.check_resolved(args)
+        method_options.check_head_budgets(args)
     args.kv_head_budgets = "equal"
-    head_budget_options.check_resolved(args)
+    method_options.check_head_budgets(args)
 
 
 @pytest.mark.parametrize("backend", ["flashinfer", "triton", "fa3"])
 @pytest.mark.parametrize("method", catalogue.comparable())
 def test_on_a_gpu_uneven_heads_are_served(backend, method):
     args = adaptive_args(device="cuda", attention_backend=backend, kv_compressor=method)
-    head_budget_options.resolve(args)
+    method_options.resolve_head_budgets(args)
     assert args.kv_head_budgets == "adaptive"
-    head_budget_options.check_resolved(args)
+    method_options.check_head_budgets(args)
     vars(args).update(kv_full_tier="host", kv_host_gb=1)
-    head_budget_options.check_resolved(args)
+    method_options.check_head_budgets(args)
 
 
 def on_no_device(layers, heads, tokens, window):

@@ -10,7 +10,7 @@ from sglang_ext import flag_checks
 from sglang_ext.config.options import ranks_of_host
 from sglang_ext.core import OptionError
 from sglang_ext.hooks import application as hooking
-from sglang_ext.managers import compression
+from sglang_ext.managers import served_methods
 from sglang_ext.mem_cache.host_tier import host_memory
 from sglang_ext.mem_cache.host_tier.host_memory import HostMemory
 
@@ -90,9 +90,10 @@ def test_what_cannot_be_had_is_refused_in_one_line_with_limit_and_remedy(monkeyp
 
 @pytest.mark.parametrize(("ranks", "hosts", "here"), [(1, 1, 1), (4, 1, 4), (4, 2, 2), (3, 2, 2)])
 def test_flags_are_checked_for_all_ranks_of_this_host(monkeypatch, ranks, hosts, here):
-    for module in (flag_checks.model_options, flag_checks.method_options, flag_checks.head_budget_options):
+    for module in (flag_checks.model_options, flag_checks.method_options):
         monkeypatch.setattr(module, "check_resolved", lambda args: None)
-    monkeypatch.setattr(compression, "check_files", lambda args: None)
+    monkeypatch.setattr(flag_checks.method_options, "check_head_budgets", lambda args: None)
+    monkeypatch.setattr(served_methods, "check_files", lambda args: None)
     monkeypatch.setattr(hooking, "check", lambda mode: None)
     monkeypatch.setattr(flag_checks, "_warn_of_short_contexts", lambda args: None)
     model = SimpleNamespace(

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_ext.mem_cache.host_tier.host_pages import HostPageError, HostPages
-from sglang_ext.mem_cache.prefix_cache.pieces import Run, pieces, runs
+from sglang_ext.mem_cache.host_tier.pieces import Run, pieces, runs
 
 COUNT = 24
 

@@ -6,18 +6,16 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from sglang_ext.core import OptionError
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.host_tier.arrivals import Arrivals
+from sglang_ext.mem_cache.host_tier.transfers import Arrivals, TransferError
 from sglang_ext.mem_cache.host_tier.host_pages import HostPageError
 from sglang_ext.mem_cache.host_tier.host_pool import HostPool
-from sglang_ext.mem_cache.host_tier.link_rate import LinkRate
+from sglang_ext.mem_cache.prefix_cache.reloads import LinkRate
 from sglang_ext.mem_cache.host_tier.tier import HostTier, staging_bytes
-from sglang_ext.mem_cache.host_tier.transfers import TransferError
-from sglang_ext.mem_cache.prefix_cache.pieces import pieces
+from sglang_ext.mem_cache.host_tier.pieces import pieces
 
 LAYERS, SLOTS, HEADS, DIM = 3, 64, 2, 8
 

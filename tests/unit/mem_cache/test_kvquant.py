@@ -15,7 +15,8 @@ from sglang_ext.mem_cache.compressed.formats.packing import Packing
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressors.catalogue import method, quantizer
-from sglang_ext.mem_cache.compressors.kvquant import codes_of, farthest, greatest, levels_of, odd_polynomial
+from sglang_ext.mem_cache.compressors.contracts.quantizer import nearest
+from sglang_ext.mem_cache.compressors.kvquant import farthest, greatest, levels_of
 
 TOKENS, HEADS, DIM = 128, 2, 64
 
@@ -157,10 +158,5 @@ def test_each_share_of_a_range_gets_the_code_of_the_nearest_level(count):
     shares[:3] = torch.tensor([0.0, 1.0, 0.5])
     levels = levels_of(count).double()
     expected = (shares.double()[:, None] - levels).abs()
-    codes = codes_of(shares.clone(), count)
+    codes = nearest(shares, levels_of(count))
     assert (expected.gather(1, codes.long()[:, None])[:, 0] <= expected.amin(1) + 1e-6).all()
-
-
-def test_values_that_no_odd_polynomial_gives_are_refused_with_what_is_missing():
-    with pytest.raises(ValueError, match=r"\[0.0, 1.0, 0.5\] at .* off .* allowed are 1e-03: give values that are symmetrical"):
-        odd_polynomial(torch.tensor([-1.0, 0.0, 1.0]).double(), torch.tensor([0.0, 1.0, 0.5]).double(), 1e-3)

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from sglang_ext.core import OptionError
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
@@ -11,8 +10,7 @@ from sglang_ext.mem_cache.compressors import ContextKV, Part
 from sglang_ext.mem_cache.compressors.catalogue import create
 from sglang_ext.mem_cache.compressors.kvzip import KVzip, StoredScores
 from sglang_ext.mem_cache.compressors.sink_recent import SinkRecent
-from sglang_ext.mem_cache.scores.chain import chain
-from sglang_ext.mem_cache.scores.files import Document, ScoreFile, ScoreFileError, write
+from sglang_ext.mem_cache.scores.files import Document, ScoreFile, ScoreFileError, chain, write
 from sglang_ext.mem_cache.scores.index import MIN_MATCH, ScoreIndex
 from sglang_ext.mem_cache.scores.model_key import model_folder, model_key
 

@@ -1,12 +1,11 @@
 """Running requests' full KV leaves the device, and is there again, the same, whenever it is read."""
 
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from tiered_helpers import World, kv_of
 
-from sglang_ext.mem_cache.host_tier.faults import Faults
+from sglang_ext.mem_cache.prefix_cache.reloads import Faults
 from sglang_ext.mem_cache.prefix_cache.residency import Residency
 from sglang_ext.mem_cache.prefix_cache.tiered_node import path
 

@@ -15,8 +15,7 @@ from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
 from sglang_ext.mem_cache.compressed.formats.packing import PackedRows, Packing
 from sglang_ext.mem_cache.compressed.formats.unpacked import Unpacked
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.compressed.query_hooks import record_queries
-from sglang_ext.mem_cache.compressed.query_window import QueryWindows, Recorded
+from sglang_ext.mem_cache.compressed.query_window import QueryWindows, Recorded, record_queries
 from sglang_ext.mem_cache.compressors.catalogue import create, method
 from sglang_ext.mem_cache.compressors.snapkv import SnapKV
 from sglang_ext.mem_cache.prefix_cache.tiered_node import Prefix

@@ -4,17 +4,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from sglang_ext.hooks.give_back import give_back_when_full
-from sglang_ext.mem_cache.compressed import query_hooks
+from sglang_ext.mem_cache.compressed import query_window
 from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
 from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
 from sglang_ext.mem_cache.compressed.formats.unpacked import Unpacked
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.compressed.query_hooks import cap_prefix_match, record_queries
-from sglang_ext.mem_cache.compressed.query_window import QueryWindows, Recorded
+from sglang_ext.mem_cache.compressed.query_window import QueryWindows, Recorded, cap_prefix_match, record_queries
 from sglang_ext.mem_cache.compressors.catalogue import create
 from sglang_ext.mem_cache.compressors.kvzip import KVzip
 
@@ -217,24 +215,21 @@ def replay(windows, rows, queries):
     """What a captured graph of one layer does with a table that was set for ``rows``."""
     windows.aim(rows)
     windows._capturing = True
-    with query_hooks.recording_to(windows):
+    with query_window.recording_to(windows):
         run_layer(queries)
     windows._capturing = False
 
 
-def test_nothing_is_kept_of_requests_whose_compressor_wants_no_queries():
-    asked = []
-    windows = windows_of(3, (0,), spare=2, wanted_by=lambda key, end: asked.append((key, end)) or key == 1)
-    both = (Recorded(1, 0, 2, 0), Recorded(2, 2, 4, 7))
-    with windows.recording(both):
+def test_nothing_is_kept_of_requests_that_are_not_named():
+    windows = windows_of(3, (0,), spare=2)
+    with windows.recording((Recorded(1, 0, 2, 0),)):
         run_layer(torch.tensor([[1.0], [2.0], [3.0], [4.0]]))
     assert kept(windows, 1, 2) == ([1, 2], [0, 1]) and kept(windows, 2, 9) is None
-    assert asked == [(1, 2), (2, 9)], "up to which position"
-    with windows.recording(both[1:]):
+    with windows.recording(()):
         run_layer(torch.tensor([[5.0], [6.0]]))
     with windows.capturing(4):
         run_layer(torch.tensor([[1.0], [2.0], [3.0], [4.0]]))
-    replay(windows, (Recorded(1, 2, 4, 2), Recorded(2, 0, 2, 9)), torch.tensor([[1.0], [2.0], [3.0], [4.0]]))
+    replay(windows, (Recorded(1, 2, 4, 2),), torch.tensor([[1.0], [2.0], [3.0], [4.0]]))
     assert kept(windows, 1, 4) == ([2, 3, 4], [1, 2, 3]) and windows.newest(2) is None
     assert windows.taken == 1 and windows.held_bytes == (1 + 4 * 5) * 4 + 4 * 8, "rings, and what tells graphs their places"
 
@@ -389,5 +384,5 @@ def test_windows_under_tensor_outputs_do_not_alias_the_forward():
 
 @pytest.mark.parametrize(("reserve", "expected"), [(0, 99), (32, 68), (200, 0)])
 def test_a_prefix_hit_leaves_the_query_window_to_compute(monkeypatch, reserve, expected):
-    monkeypatch.setattr(query_hooks, "prefix_reserve", reserve)
+    monkeypatch.setattr(query_window, "prefix_reserve", reserve)
     assert cap_prefix_match(lambda req, length: length - 1, None, 100) == expected

@@ -12,12 +12,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_ext.doctor import __main__ as doctor
-from sglang_ext.doctor import installation, model_folder, serving
-from sglang_ext.doctor.check import Check
-from sglang_ext.hooks import application as hooking
-from sglang_ext.hooks import table as hooks
-from sglang_ext.hooks import uses
+from sglang_ext.doctor import __main__ as doctor, installation, model_folder, serving
+from sglang_ext.doctor.installation import Check
+from sglang_ext.hooks import application as hooking, table as hooks, uses
 
 SMALL = {
     "hidden_size": 64,
@@ -220,7 +217,7 @@ def test_a_path_that_is_no_model_is_one_failing_line(path: str) -> None:
 
 
 def test_what_the_terminal_cannot_show_is_escaped() -> None:
-    code = "from sglang_ext.doctor import __main__ as d; from sglang_ext.doctor.check import Check\n"
+    code = "from sglang_ext.doctor import __main__ as d; from sglang_ext.doctor.installation import Check\n"
     code += "d.examine = lambda model: [Check('model', True, 'odd\\udcff ä')]; d.main([])"
     env = {**os.environ, "PYTHONIOENCODING": "ascii", "COLUMNS": "100"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=env, check=False)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from sglang.srt.configs import model_config
 
-from sglang_ext.doctor import kernels, serving
+from sglang_ext.doctor import serving
 from sglang_ext.layers.kernels.packed import packed_decode
 from sglang_ext.mem_cache.compressors import catalogue
 
@@ -26,10 +26,10 @@ def folder(tmp_path):
 
 def test_kernels_are_named_by_what_they_take(monkeypatch):
     monkeypatch.setattr(packed_decode, "has_tensor_cores", lambda keys: True)
-    found = kernels.packed_kernels(128, 16, torch.bfloat16, device="cpu")
+    found = serving.packed_kernels(128, 16, torch.bfloat16, device="cpu")
     assert found["read by Gluon, packed by a kernel"] == ["int4", "int8", "kivi", "rotatekv"]
     assert found["read by Triton, packed by a kernel"] == ["lynx", "turboquant"]
-    found = kernels.packed_kernels(96, 1, torch.float16, device="cpu")
+    found = serving.packed_kernels(96, 1, torch.float16, device="cpu")
     assert found == {"read by Triton, packed by PyTorch": list(catalogue.on_gpu())} and "kvquant" not in catalogue.on_gpu()
 
 
@@ -37,8 +37,8 @@ def test_the_line_names_gpu_and_shape(folder, monkeypatch):
     gpu = SimpleNamespace(name="NVIDIA L40S", major=8, minor=9, shared_memory_per_block_optin=101_376)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-    monkeypatch.setattr(kernels, "packed_kernels", lambda *shape: {"read by Triton, packed by PyTorch": ["kivi", "int8"]})
-    (check,) = kernels.check_kernels(folder)
+    monkeypatch.setattr(serving, "packed_kernels", lambda *shape: {"read by Triton, packed by PyTorch": ["kivi", "int8"]})
+    (check,) = serving.check_kernels(folder)
     assert check.ok and check.found == (
         "NVIDIA L40S (sm_89, 99 KiB of shared memory); 128 channels a head, 4 query heads a KV head, bfloat16: "
         "Triton for scores and copies; in few bits: kivi, int8 read by Triton, packed by PyTorch"
@@ -46,13 +46,13 @@ def test_the_line_names_gpu_and_shape(folder, monkeypatch):
 
 
 def test_without_a_gpu_and_without_a_model(folder, tmp_path):
-    (check,) = kernels.check_kernels(folder)
+    (check,) = serving.check_kernels(folder)
     assert check.found == "no GPU; 128 channels a head, 4 query heads a KV head, bfloat16: PyTorch"
-    assert kernels.check_kernels(str(tmp_path / "none")) == []
+    assert serving.check_kernels(str(tmp_path / "none")) == []
 
 
 def test_a_model_is_read_once_for_all_checks(folder, monkeypatch):
     read, config = [], model_config.ModelConfig
     monkeypatch.setattr(model_config, "ModelConfig", lambda path, **how: read.append(path) or config(path, **how))
-    assert serving.check_model(folder).ok and kernels.check_kernels(folder)
+    assert serving.check_model(folder).ok and serving.check_kernels(folder)
     assert read == [folder]

@@ -57,13 +57,7 @@ class CopyDecode(AttentionBackend):
 
     @abstractmethod
     def attend(
-        self,
-        layer_id: int,
-        queries: torch.Tensor,
-        rows: torch.Tensor,
-        lengths: torch.Tensor,
-        scaling: float,
-        splits: tuple[int, int],
+        self, layer_id: int, queries: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, scaling: float, splits: tuple[int, int]
     ) -> torch.Tensor:
         """Attention of one token of each request: [requests, query_heads, value_dim]. Reads nothing of the device on the host.
 

@@ -22,9 +22,7 @@ logger = logging.getLogger(__name__)
 class CopyGraphs(DecodeCudaGraphRunner):
     """SGLang's graph runner, for one token a request over rows that may begin with a copy that its own attention cannot read."""
 
-    def execute(
-        self, forward_batch: "ForwardBatch", pp_proxy_tensors: "PPProxyTensors | None" = None
-    ) -> LogitsProcessorOutput:
+    def execute(self, forward_batch: "ForwardBatch", pp_proxy_tensors: "PPProxyTensors | None" = None) -> LogitsProcessorOutput:
         """Replay. SGLang's mark of the last read of the token table is taken back: these graphs read it as they run."""
         output = super().execute(forward_batch, pp_proxy_tensors)
         self.model_runner.war_fastpath_read_done_event = None

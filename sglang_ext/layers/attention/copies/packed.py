@@ -127,13 +127,7 @@ class PackedDecode(CopyDecode):
         return super().splits(requests) if self._room is None else waves.cut(requests * self.kv_heads, self._room)
 
     def attend(
-        self,
-        layer_id: int,
-        queries: torch.Tensor,
-        rows: torch.Tensor,
-        lengths: torch.Tensor,
-        scaling: float,
-        splits: tuple[int, int],
+        self, layer_id: int, queries: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, scaling: float, splits: tuple[int, int]
     ) -> torch.Tensor:
         """As :meth:`CopyDecode.attend`."""
         pool, packed, table = self.token_to_kv_pool, self.form, self.req_to_token_pool.req_to_token

@@ -7,11 +7,10 @@ from pathlib import Path
 from triton.experimental.gluon import language as gl
 
 from sglang_ext.layers.kernels.gluon import assembly
-from sglang_ext.layers.kernels.gluon.exact_fragments import ExactFragments
-from sglang_ext.layers.kernels.gluon.fragments import TOKENS, copies, layout, spans
+from sglang_ext.layers.kernels.gluon.fragments import TOKENS, ExactFragments, copies, layout, spans
 
 # Triton keeps compiled kernels by their constants as text: what the constants' layouts and assembly come from is part of that.
-_FILES = ("constants.py", "exact_fragments.py", "fragments.py", "assembly.py")
+_FILES = ("constants.py", "fragments.py", "assembly.py")
 SOURCES = sha256(b"".join((Path(__file__).parent / name).read_bytes() for name in _FILES)).hexdigest()[:16]
 
 

@@ -5,9 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from sglang_ext.layers.kernels.gluon import assembly
-from sglang_ext.layers.kernels.gluon.orders import exact_channel
-from sglang_ext.layers.kernels.gluon.parts import LOG2E, finish, store_rows, totals
-from sglang_ext.layers.kernels.gluon.tiles import QUERY, SUM, A, B, as_weights
+from sglang_ext.layers.kernels.gluon.tiles import A, B, LOG2E, QUERY, SUM, as_weights, exact_channel, finish, store_rows, totals
 
 PAIRED = gl.constexpr(assembly.paired_tokens())
 IN_FLOAT16 = gl.constexpr((*assembly.weights("f16"), gl.float16))

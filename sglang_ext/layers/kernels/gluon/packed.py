@@ -11,11 +11,8 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from sglang_ext.layers.kernels.gluon import assembly
 from sglang_ext.layers.kernels.gluon.exact import exact_part
-from sglang_ext.layers.kernels.gluon.keys import query_sums, scores_by_channel, scores_by_token
-from sglang_ext.layers.kernels.gluon.orders import key_byte
-from sglang_ext.layers.kernels.gluon.parts import LOG2E, finish, store_rows, totals
-from sglang_ext.layers.kernels.gluon.tiles import CODE, QUERY, SUM, B, as_weights
-from sglang_ext.layers.kernels.gluon.values import add_values, scaled_weights, zero_rows
+from sglang_ext.layers.kernels.gluon.products import add_values, query_sums, scaled_weights, scores_by_channel, scores_by_token, zero_rows
+from sglang_ext.layers.kernels.gluon.tiles import B, CODE, LOG2E, QUERY, SUM, as_weights, finish, key_byte, store_rows, totals
 
 # Weights are two to the power of this larger than their best one's is 1: times a small scale they still are no subnormals.
 HEADROOM = gl.constexpr(6.0)

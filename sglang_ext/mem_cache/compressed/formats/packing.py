@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang_ext.core import CompressedView, IntegrityError
-from sglang_ext.mem_cache.compressed.formats.begun_rows import BegunRows
+from sglang_ext.mem_cache.compressed.formats.kv_format import BegunRows
 from sglang_ext.mem_cache.compressed.formats.packed_layout import Grid, Layout, Quantized
 from sglang_ext.mem_cache.compressed.formats.unpacked import Unpacked
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers

@@ -18,10 +18,57 @@ import torch
 from sglang_ext.mem_cache.compressed.formats.head_cells import KeptCells
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.rotary import Rotary
-from sglang_ext.mem_cache.compressors.contracts.always import Always
 from sglang_ext.mem_cache.compressors.contracts.check import check_scores
-from sglang_ext.mem_cache.compressors.contracts.folder import Folder
-from sglang_ext.mem_cache.compressors.contracts.head_budgets import best_of_all, best_of_each
+
+
+class Always(NamedTuple):
+    """So many of a context's first and newest tokens have infinite scores in all heads."""
+
+    first: int = 0
+    newest: int = 0
+
+    def among(self, start: int, end: int, tokens: int) -> int:
+        """Of the positions ``[start, end)`` of ``tokens``, those that have them."""
+        sinks, window = min(self.first, tokens), max(self.first, tokens - self.newest)
+        return max(0, min(end, sinks) - start) + max(0, end - max(start, window))
+
+
+class Folder(NamedTuple):
+    """What is to be said where it lacks, or where nobody reads it.
+
+    Attributes:
+        flag: that names it.
+        why: the method needs it.
+        maker: the module that writes it, and its arguments.
+    """
+
+    flag: str
+    why: str
+    maker: str
+
+
+def best_of_all(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """The highest scores wherever they are, as KVzip does (arXiv 2505.23416): int64 [layers * kv_heads * count], places in
+    ``scores.flatten()``, in any order.
+
+    Infinite scores come first, but no head has more than ``count`` of them: what is kept in any case shall not leave others
+    without it where the budget is too small for all.
+
+    Args:
+        scores: float32 [layers, kv_heads, tokens].
+        count: tokens that a head keeps on the average.
+    """
+    always = scores == float("inf")
+    too_many = always & (always.cumsum(dim=-1, dtype=torch.int32) > count)
+    ranked = scores.masked_fill(too_many, torch.finfo(scores.dtype).max).flatten()
+    return ranked.topk(scores[..., 0].numel() * count, sorted=False).indices
+
+
+def best_of_each(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """The ``count`` highest scores of each head; arguments and result as :func:`best_of_all`'s."""
+    layers, heads, tokens = scores.shape
+    firsts = torch.arange(layers * heads, device=scores.device).view(layers, heads, 1) * tokens
+    return (scores.topk(count, dim=-1).indices + firsts).flatten()
 
 
 @dataclass(frozen=True)
@@ -197,3 +244,21 @@ def kept_count(tokens: int, budget: float, page_size: int) -> int:
     """
     pages = -(-int(-(-tokens * budget // 1)) // page_size)
     return min(tokens, max(1, pages) * page_size)
+
+
+@dataclass(frozen=True)
+class KeepAll(Compressor):
+    """All tokens are alike: what a quantizer selects that is not told to drop any; with a budget of 1 none is dropped."""
+
+    keeps_all: bool = True
+
+    def scores(self, layer: LayerKV) -> torch.Tensor:
+        """Zero for all."""
+        tokens, heads = layer.keys.shape[:2]
+        return layer.keys.new_zeros(heads, tokens, dtype=torch.float32)
+
+    def select(self, context: ContextKV, parts: Sequence[Part]) -> list[torch.Tensor]:
+        """The first of each part, without a look at the KV; with a budget of 1 a part's count is all of them."""
+        keys = context.buffers.keys
+        starts = torch.zeros(len(keys), keys[0].shape[1], 1, dtype=torch.int64, device=keys[0].device)
+        return [starts + torch.arange(part.start, part.start + part.count, device=starts.device) for part in parts]

@@ -1,10 +1,14 @@
-"""A transfer cut into pieces that fit a buffer, and into runs of consecutive pages, which one copy can move."""
+"""A transfer cut into pieces that fit a buffer, and into runs of consecutive pages, which one copy can move; and the copies of a piece."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from sglang_ext.mem_cache.host_tier.host_pool import HostPool
 
 
 @dataclass(frozen=True)
@@ -63,3 +67,45 @@ def pieces(buffers: int, pages: torch.Tensor, page_size: int, room: int) -> Iter
     for first in range(0, buffers, group):
         for tokens, of_tokens in spans:
             yield Piece(range(first, min(first + group, buffers)), tokens, of_tokens)
+
+
+@dataclass(frozen=True)
+class PieceCopies:
+    """Copies between one device's KV and one pool; each is launched in the current stream.
+
+    A buffer is a ``half`` of what a pipe has (lanes.py): [rows, words].
+
+    Attributes:
+        rows: the device's KV, of keys of all layers before values: [slots, words] each.
+        pool: the host pages.
+    """
+
+    rows: list[torch.Tensor]
+    pool: "HostPool"
+
+    def gather(self, piece: Piece, slots: torch.Tensor, half: torch.Tensor) -> None:
+        """From ``slots``, int64 [tokens of the transfer], to a buffer."""
+        for part, buffer in zip(piece.part(half), piece.buffers):
+            torch.index_select(self.rows[buffer], 0, slots[piece.tokens], out=part)
+
+    def scatter(self, piece: Piece, slots: torch.Tensor, half: torch.Tensor) -> None:
+        """From a buffer to ``slots``, int64 [tokens of the transfer]."""
+        for part, buffer in zip(piece.part(half), piece.buffers):
+            self.rows[buffer].index_copy_(0, slots[piece.tokens], part)
+
+    def to_host(self, piece: Piece, half: torch.Tensor) -> None:
+        """From a buffer to host pages."""
+        for of_host, of_device in self._blocks(piece, half):
+            of_host.copy_(of_device, non_blocking=True)
+
+    def from_host(self, piece: Piece, half: torch.Tensor) -> None:
+        """From host pages to a buffer."""
+        for of_host, of_device in self._blocks(piece, half):
+            of_device.copy_(of_host, non_blocking=True)
+
+    def _blocks(self, piece: Piece, half: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Blocks of memory on the host and in a buffer that belong together."""
+        for part, buffer in zip(piece.part(half), piece.buffers):
+            of_host = self.pool.words[buffer]
+            for run in piece.runs:
+                yield of_host[run.first : run.first + run.count], part[run.place : run.place + run.count]
