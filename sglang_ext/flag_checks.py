@@ -83,6 +83,7 @@ def _check_transfer(args: "KVServerArgs") -> None:
         _warn_of_idle(args, why, disaggregation_options.TRANSFER_FLAGS, remedy)
         return
     disaggregation_options.check_transfer(args)
+    benchmark_options.warn(args, benchmark_options.TRANSFER_EFFECTS)
     hooking.check_transfer()
     try:
         TokenBucket.of_gbps(args.kv_link_gbps)

@@ -101,6 +101,7 @@ def begins_early(args: "KVServerArgs") -> bool:
         and args.disaggregation_mode == "decode"
         and args.disaggregation_transfer_backend == BACKEND
         and args.kv_reference != RAW
+        and args.kv_bench_codec is None
     )
 
 

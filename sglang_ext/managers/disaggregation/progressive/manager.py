@@ -51,7 +51,7 @@ class ProgressiveManager(CommonKVManager):
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         try:
             self.pool = agreement.describe_pool(args, server_args.get_model_config(), self.attn_tp_size)
-            self.codec = make_codec(server_args.kv_reference, self.pool)
+            self.codec = make_codec(server_args.kv_reference, self.pool, server_args.kv_bench_codec)
             self.settings = agreement.make_settings(server_args, self.pool, self.codec, self.attn_tp_rank, self.attn_tp_size)
             keys = None if server_args.kv_link_keys is None else LinkKeys.read(Path(server_args.kv_link_keys))
             self._begin(keys, server_args.kv_link_gbps)
