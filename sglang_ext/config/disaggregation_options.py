@@ -23,11 +23,6 @@ RAW = "raw"
 REFERENCES = ("exact", "int8", RAW)
 
 
-def transfers(args: "KVServerArgs") -> bool:
-    """Whether KV travels over links of ours."""
-    return args.disaggregation_mode != "null" and args.disaggregation_transfer_backend == BACKEND
-
-
 def _decodes(args: "KVServerArgs") -> bool:
     return args.disaggregation_mode == "decode"
 
