@@ -28,7 +28,7 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
         at: seconds.
         number: ``anchor``, ``complete``: bytes of KV that came so far. ``drafted``: drafts that wait for their verification by now.
             ``verified``: drafts that were accepted. ``answered``: tokens.
-        of: ``verified``: drafts that were offered.
+        of: ``drafted``: those of this round. ``verified``: drafts that were offered.
         early: ``drafted``, ``verified``: whether the drafts were made on an anchor.
     """
 

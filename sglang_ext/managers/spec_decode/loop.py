@@ -210,7 +210,7 @@ class DecodeLoop:
         if i in round_.answering:
             timeline.note(room, "answered", drafted, answers)
             return
-        timeline.note(room, "drafted", drafted, round_.offered(i), early=i in round_.early)
+        timeline.note(room, "drafted", drafted, round_.offered(i), round_.steps, early=i in round_.early)
         if i in round_.due:
             timeline.note(room, "verified", ended, answers - 1, round_.offered(i), early=i in round_.early)
 
