@@ -19,7 +19,7 @@ from pathlib import Path
 
 from sglang_ext.bench import BenchError, report
 from sglang_ext.bench.comparing.identity_options import words
-from sglang_ext.bench.options import DTYPES, check_counts, check_port, names, numbers
+from sglang_ext.bench.options import DTYPES, LAST_PORT, check_counts, check_port, names, numbers
 from sglang_ext.bench.server import check_servers
 from sglang_ext.bench.speed.decode_limit import read_config
 from sglang_ext.bench.speed.decode_prompts import make_prompts
@@ -31,7 +31,6 @@ from sglang_ext.bench.transfer.methods import LYNX, Method, method, obstacle
 from sglang_ext.bench.transfer.pair import Pair, timeline_file
 from sglang_ext.bench.transfer.summary import Figures, summarize
 
-LAST_PORT = 65533
 DEFAULT = "raw,int8,int4,lynx"
 
 
@@ -63,6 +62,8 @@ def run(args: argparse.Namespace) -> int:
     rates = [rate or None for rate in numbers(args.link_gbps, "--link-gbps", float, zero=True)]
     check_counts({"--prompts": args.prompts, "--output-len": args.output_len})
     check_port(args.port)
+    if args.port > LAST_PORT - 2:
+        raise BenchError(f"--port {args.port}: the next two are taken as well: pass at most {LAST_PORT - 2}")
     chosen = [method(name, words(args.draft_arg)) for name in args.method]
     asked, failed = runs(chosen, rates)
     check_servers(
@@ -127,7 +128,6 @@ def run_method(
             pair.forget_prompts()
             for prompt in of_length:
                 cold = pair.ask(prompt, args.output_len + 1)
-                # Of stock's, which tells no times, prefill from the cache takes next to none.
                 measured = [clocks.measure(cold, context, args.output_len)]
                 for _ in range(args.repeats):
                     measured.append(clocks.measure(pair.ask(prompt, args.output_len + 1), context, args.output_len))

@@ -16,6 +16,8 @@ from sglang_ext.bench.speed.decode_wave import Stream
 from sglang_ext.managers.disaggregation import timeline
 from sglang_ext.managers.disaggregation.timeline import Event
 
+# SGLang sends a cached prefix before the forward of what follows it, so that it would travel before the prefill's end.
+ENVIRONMENT = {"SGLANG_HOST_IP": HOST, "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX": "0"}
 # SGLang's loops of these roles do not end by themselves.
 STOP_GRACE = 2.0
 
@@ -61,7 +63,7 @@ class Pair:
                 port=own,
                 start_timeout=start_timeout,
                 stop_grace=STOP_GRACE,
-                env={"SGLANG_HOST_IP": HOST},
+                env=ENVIRONMENT,
             )
             for role, own in zip(("prefill", "decode"), ports, strict=False)
         }
