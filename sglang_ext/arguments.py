@@ -165,6 +165,24 @@ class KVServerArgs(ServerArgs):
         NS("memory"),
     ] = None
 
+    kv_bench_codec: A[
+        str | None,
+        Arg(
+            help="For benchmarks: answers are of no use. With --disaggregation-transfer-backend progressive: KV travels in one piece, by a "
+            "codec that is compared with --kv-reference's, which says nothing then. bf16: 16 bits; int8, int8-tensor: 8 bits, a scale for "
+            "each token and head, or for each page of a layer; int4: 5 bits with scales; cachegen: differences of tokens, entropy "
+            "coded; lynx-int8, lynx-int4: codes of exact's first 8 or 4 bits. Both servers must name the same.",
+            choices=list(benchmark_options.CODECS),
+        ),
+        NS("memory"),
+    ] = None
+    kv_bench_timeline: A[
+        str | None,
+        "For benchmarks, with --disaggregation-transfer-backend progressive: file to which rank 0 appends, as JSON lines, when the "
+        "KV of each bootstrap_room was computed, sent and received, and when its tokens were drafted and verified.",
+        NS("memory"),
+    ] = None
+
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> None:
         """SGLang's flags and ours; an error that names one of ours is one line."""

@@ -76,13 +76,14 @@ def _check_transfer(args: "KVServerArgs") -> None:
     """Flags of the transfer backend ``progressive``, in any mode."""
     from sglang_ext.hooks import application as hooking
 
-    if not disaggregation_options.transfers(args):
+    if not options.transfers(args):
         backend = disaggregation_options.BACKEND
         why = f"KV does not travel by --disaggregation-transfer-backend {backend}, without which"
         remedy = f"that and --disaggregation-mode, now {args.disaggregation_mode}"
         _warn_of_idle(args, why, disaggregation_options.TRANSFER_FLAGS, remedy)
         return
     disaggregation_options.check_transfer(args)
+    benchmark_options.warn(args, benchmark_options.TRANSFER_EFFECTS)
     hooking.check_transfer()
     try:
         TokenBucket.of_gbps(args.kv_link_gbps)

@@ -29,6 +29,9 @@ COMMANDS = {
     ),
     "decode": Command("sglang_ext.bench.speed.decode", "measure decode speed of stock SGLang and of verified decoding"),
     "latency": Command("sglang_ext.bench.speed.latency", "measure latency of both against the rate of requests"),
+    "transfer": Command(
+        "sglang_ext.bench.transfer.command", "measure the time to the k-th token while KV travels to a decode server, by method"
+    ),
     "quality": Command(
         "sglang_ext.bench.quality.command",
         "measure what compressed KV costs in quality, and that verified decoding costs nothing",

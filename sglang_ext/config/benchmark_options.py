@@ -4,9 +4,12 @@ They are flags, and no environment variables: a shell may have left one of those
 """
 
 import logging
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_ext.config import refusal
+from sglang_ext.config.options import one_of
 from sglang_ext.core import OptionError
 
 if TYPE_CHECKING:
@@ -21,6 +24,12 @@ EFFECTS = {
     "kv_bench_acceptance": "drafts are accepted by chance, so answers are of no use",
     "kv_bench_corrupt_loads": "host memory loses bits on purpose; answers stay right, and some are computed again",
 }
+# Of those that say something with transfers alone, in any mode.
+TRANSFER_EFFECTS = {
+    "kv_bench_codec": "KV arrives as a lossy codec leaves it, so answers are of no use",
+    "kv_bench_timeline": "the times of requests' KV and drafts are written to that file",
+}
+CODECS = ("bf16", "int8", "int8-tensor", "int4", "cachegen", "lynx-int8", "lynx-int4")
 
 
 def is_probability(value: object) -> bool:
@@ -51,16 +60,29 @@ def check_flags(args: "KVServerArgs") -> None:
             raise OptionError(f"{flag} is {value}, but {lack}, or leave {flag} out")
 
 
-def warn(args: "KVServerArgs") -> None:
+def check_transfer(args: "KVServerArgs") -> None:
+    """Refuse a codec that there is not, and a file that cannot be written, of a server whose KV travels over links of ours.
+
+    Raises:
+        OptionError: names the flag, its value, what is allowed and the remedy.
+    """
+    if args.kv_bench_codec is not None:
+        one_of("--kv-bench-codec", args.kv_bench_codec, CODECS)
+    folder = None if args.kv_bench_timeline is None else Path(args.kv_bench_timeline).parent
+    if folder is not None and not folder.is_dir():
+        raise OptionError(f"--kv-bench-timeline is {args.kv_bench_timeline!r}, and there is no folder {str(folder)!r}: make it, or name another")
+
+
+def warn(args: "KVServerArgs", effects: Mapping[str, str] = EFFECTS) -> None:
     """Say in the log what the flags that were given do to the server."""
-    for name, flag, value in _given(args):
-        logger.warning("sglang-ext: %s is %s: %s", flag, value, EFFECTS[name])
+    for name, flag, value in _given(args, effects):
+        logger.warning("sglang-ext: %s is %s: %s", flag, value, effects[name])
 
 
-def _given(args: "KVServerArgs") -> list[tuple[str, str, object]]:
+def _given(args: "KVServerArgs", effects: Mapping[str, str] = EFFECTS) -> list[tuple[str, str, object]]:
     """Field, flag and value of each that was given."""
     # A probability of 0 is given.
-    return [(name, refusal.flag(name), value) for name in EFFECTS if (value := getattr(args, name)) is not None]
+    return [(name, refusal.flag(name), value) for name in effects if (value := getattr(args, name)) is not None]
 
 
 def _lack(args: "KVServerArgs", name: str) -> str | None:

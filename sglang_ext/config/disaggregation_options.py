@@ -7,6 +7,7 @@ server makes copies of it, drafts and verifies.
 
 from typing import TYPE_CHECKING
 
+from sglang_ext.config import benchmark_options
 from sglang_ext.config.method_options import offers
 from sglang_ext.config.options import one_of
 from sglang_ext.config.refusal import Refusal, above, switched_on
@@ -17,14 +18,9 @@ if TYPE_CHECKING:
 
 BACKEND = "progressive"
 # Flags that say something with this backend alone, in any mode.
-TRANSFER_FLAGS = ("kv_reference", "kv_link_gbps", "kv_link_keys")
+TRANSFER_FLAGS = ("kv_reference", "kv_link_gbps", "kv_link_keys", *benchmark_options.TRANSFER_EFFECTS)
 RAW = "raw"
 REFERENCES = ("exact", "int8", RAW)
-
-
-def transfers(args: "KVServerArgs") -> bool:
-    """Whether KV travels over links of ours."""
-    return args.disaggregation_mode != "null" and args.disaggregation_transfer_backend == BACKEND
 
 
 def _decodes(args: "KVServerArgs") -> bool:
@@ -89,11 +85,12 @@ PROGRESSIVE: tuple[Refusal, ...] = (
 
 
 def check_transfer(args: "KVServerArgs") -> None:
-    """Refuse what cannot be combined with this backend, and a reference that there is not.
+    """Refuse what cannot be combined with this backend, and a reference or a codec that there is not.
 
     Raises:
         OptionError: names the option, the reason and the remedy.
     """
     one_of("--kv-reference", args.kv_reference, REFERENCES)
+    benchmark_options.check_transfer(args)
     for refusal in PROGRESSIVE:
         refusal.check(args, f"--disaggregation-transfer-backend {BACKEND}")

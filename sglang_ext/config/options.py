@@ -94,6 +94,11 @@ def offloads(args: "KVServerArgs") -> bool:
     return args.kv_full_tier != "device" and offload_obstacle(args) is None
 
 
+def transfers(args: "KVServerArgs") -> bool:
+    """Whether KV travels over links of ours."""
+    return args.disaggregation_mode != "null" and args.disaggregation_transfer_backend == BACKEND
+
+
 def begins_early(args: "KVServerArgs") -> bool:
     """Whether requests are drafted on the anchors of their KV while its residuals arrive from a prefill server."""
     return (
@@ -101,6 +106,7 @@ def begins_early(args: "KVServerArgs") -> bool:
         and args.disaggregation_mode == "decode"
         and args.disaggregation_transfer_backend == BACKEND
         and args.kv_reference != RAW
+        and args.kv_bench_codec is None
     )
 
 

@@ -16,6 +16,7 @@ from sglang_ext.managers.disaggregation.progressive.manager import ProgressiveMa
 from sglang_ext.managers.disaggregation.progressive.peer import Peers
 from sglang_ext.managers.disaggregation.progressive.pool_buffers import AuxRecords, PoolBuffers
 from sglang_ext.managers.disaggregation.settings import LinkSettings
+from sglang_ext.managers.disaggregation.timeline import Timeline
 from sglang_ext.managers.disaggregation.wire import LayerRange
 
 LAYERS, HEADS, KEY_DIM, VALUE_DIM, SLOTS, AUX_ROWS = 2, 2, 16, 8, 1024, 8
@@ -51,7 +52,7 @@ class Manager:
 
     update_status, check_status = CommonKVManager.update_status, CommonKVManager.check_status
     record_failure, conclude = CommonKVManager.record_failure, ProgressiveManager.conclude
-    raise_failure = ProgressiveManager.raise_failure
+    raise_failure, note = ProgressiveManager.raise_failure, ProgressiveManager.note
 
     def __init__(self, reference: str, pool: PoolBuffers) -> None:
         self.pool, self.aux, self.layers = pool, AuxRecords(pool.args), LayerRange(0, LAYERS)
@@ -59,6 +60,7 @@ class Manager:
         kind = str(pool.dtype).removeprefix("torch.")
         named = self.codec.name, self.codec.version, self.codec.options, self.codec.reference
         self.settings = LinkSettings("0f" * 16, kind, LAYERS, HEADS, KEY_DIM, VALUE_DIM, self.codec.page_size, *named, 0, 1)
+        self.timeline: Timeline | None = None
         self.request_status: dict[int, int] = {}
         self.failure_records: dict[int, str] = {}
         self.failure_lock = threading.Lock()

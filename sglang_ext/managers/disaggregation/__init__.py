@@ -12,6 +12,8 @@
     room_state.py     one room of the receiver: what has arrived, checked and written
     assembly.py       parts of pages put together from frames
     link_server.py    the receiver's end: a thread for all links
+    arriving.py       requests that decode before all of their KV is here
+    timeline.py       what became of requests, and when, for benchmarks
 
 A **room** is one request on its way (SGLang's ``bootstrap_room``). A **part** is what travels as one: of one page of the
 codec and one range of layers, the anchor's bytes or the residual's; or the room's auxiliary record. Parts travel in frames.

@@ -8,7 +8,9 @@ Name = Annotated[str, Meta(min_length=1, max_length=128)]
 Count = Annotated[int, Meta(ge=1, le=1 << 20)]
 OptionValue = bool | Annotated[int, Meta(ge=-(1 << 62), le=1 << 62)] | float | Annotated[str, Meta(max_length=128)]
 
-_SAME_CODEC = "start both servers with the same compressor and the same options of it"
+# A reference that no stream restores: of codecs that only benchmarks choose.
+LOSSY = "lossy"
+_SAME_CODEC = "start both servers with the same --kv-reference, and the same --kv-bench-codec where one has it"
 _REMEDIES = {
     "model_key": "serve the same weights on both sides",
     "pool_dtype": "give both servers the same --kv-cache-dtype",
@@ -43,7 +45,7 @@ class LinkSettings(Struct, frozen=True, array_like=True, forbid_unknown_fields=T
         codec, codec_version: what wrote the pages' bytes.
         codec_options: options of the codec that change its bytes, by name.
         reference: what anchor and residual together restore: ``int8`` the codec's 8-bit reconstruction, ``exact`` the pool's
-            bits, ``raw`` KV that no codec touched.
+            bits, ``raw`` KV that no codec touched, ``lossy`` none of these.
         tp_rank, tp_size: the rank of both ends.
     """
 
@@ -57,7 +59,7 @@ class LinkSettings(Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     codec: Name
     codec_version: Count
     codec_options: Annotated[dict[Name, OptionValue], Meta(max_length=32)]
-    reference: Literal["int8", "exact", "raw"]
+    reference: Literal["int8", "exact", "raw", "lossy"]
     tp_rank: Annotated[int, Meta(ge=0, le=1 << 20)]
     tp_size: Count
 

@@ -20,6 +20,7 @@ from sglang_ext.device import to_device
 from sglang_ext.layers.attention.views import BetweenSteps
 from sglang_ext.layers.forward import of_requests
 from sglang_ext.managers import integrity, meta_info
+from sglang_ext.managers.disaggregation.timeline import Timeline
 from sglang_ext.managers.offload.policy import OffloadPolicy
 from sglang_ext.managers.spec_decode.draft_length import DraftLength
 from sglang_ext.managers.spec_decode.pace import FixedLength, Pace
@@ -55,6 +56,7 @@ class DecodeLoop:
         planner: who does what.
         turns: whose full KV is there for a verification.
         policy: how much full KV may leave the device, and how long drafts gather; None where none may.
+        timeline: where a benchmark asks for one.
         gathered: the drafts of each row since its last verification.
     """
 
@@ -66,6 +68,7 @@ class DecodeLoop:
         verifier: Verifier,
         planner: RoundPlanner,
         policy: OffloadPolicy | None = None,
+        timeline: Timeline | None = None,
     ):
         self.worker = worker
         self.pace = pace
@@ -74,6 +77,7 @@ class DecodeLoop:
         self.planner = planner
         self.turns: "OnDevice | Verifications" = planner.turns
         self.policy = policy
+        self.timeline = timeline
         if policy is not None:
             pace.watch = policy.observe
         self.gathered = GatheredDrafts(worker.views.rows, planner.longest, steps.table.device)
@@ -112,7 +116,7 @@ class DecodeLoop:
             self.worker.model_runner.war_fastpath_read_done_event = None
             if on_publish is not None:
                 on_publish(lengths)
-        result = RoundResult.of(self.worker.model_runner, batch, round_, answers, lengths, steps[-1][0])
+        result = RoundResult.of(self.worker.model_runner, batch, round_, answers, lengths, steps[-1][0], self.pace.running)
         self.turns.end()
         answered = {*round_.due, *round_.answering}
         for i, state in enumerate(states):
@@ -195,7 +199,20 @@ class DecodeLoop:
                     self.worker.requests.typical.observe(offered, answers - 1)
             state.fallback = round_.fallbacks[i]
             meta_info.fill(req, state)
+            if self.timeline is not None:
+                self._note(req.bootstrap_room, result, i, answers)
         self.observe_pool()
+
+    def _note(self, room: int, result: RoundResult, i: int, answers: int) -> None:
+        """Tell the timeline what a round gave a request."""
+        round_, timeline = result.round, self.timeline
+        drafted, ended = (timeline.at(mark) for mark in (result.timed.drafted, result.timed.ended))
+        if i in round_.answering:
+            timeline.note(room, "answered", drafted, answers)
+            return
+        timeline.note(room, "drafted", drafted, round_.offered(i), round_.steps, early=i in round_.early)
+        if i in round_.due:
+            timeline.note(room, "verified", ended, answers - 1, round_.offered(i), early=i in round_.early)
 
     def observe_pool(self) -> None:
         """Report what the pool holds, and where full KV lies."""
@@ -269,4 +286,6 @@ def decode_loop(worker: "KVWorker", turns: "OnDevice | Verifications", policy: O
     lengths = DraftLength(longest, options.verify_widths(args)) if auto else FixedLength(longest)
     pace = Pace(lengths, torch.device(worker.model_runner.device), worker.metrics, worker.ranks)
     logger.info("sglang-ext: --kv-mode %s, %s, draft length %s", args.kv_mode, worker.methods, args.kv_draft_length)
-    return DecodeLoop(worker, pace, steps, Verifier(worker, steps, worker.graphs, worker.simulation), planner, policy)
+    verifier = Verifier(worker, steps, worker.graphs, worker.simulation)
+    asked = args.kv_bench_timeline if options.transfers(args) and worker.ranks.first else None
+    return DecodeLoop(worker, pace, steps, verifier, planner, policy, Timeline.of(asked, torch.device(worker.model_runner.device)))

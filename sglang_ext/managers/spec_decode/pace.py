@@ -168,6 +168,11 @@ class Pace:
         choice = self.lengths.choose(Load.of(lengths), able or [0.0])
         return self.ranks.agree(choice)
 
+    @property
+    def running(self) -> Timed | None:
+        """The iteration that was planned last; its marks are set as it goes."""
+        return self._running
+
     def planned(self, round_: "Round") -> None:
         """Drafting begins; its drafts may be fewer than were chosen."""
         self._running = Timed(round_, self._begun, Mark.now(self.device))

@@ -11,6 +11,7 @@ from sglang.srt.managers.utils import GenerationBatchResult
 
 from sglang_ext.device import to_device
 from sglang_ext.layers.attention.views import BetweenSteps
+from sglang_ext.managers.spec_decode.pace import Timed
 from sglang_ext.managers.spec_decode.round import Round
 from sglang_ext.managers.spec_decode.sampling import Sampled
 
@@ -123,12 +124,14 @@ class RoundResult(GenerationBatchResult):
 
     Attributes:
         round: what the requests did.
+        timed: when its parts ended.
         requests: places in SGLang's batch of the requests that it is of; None where these are all (loop.py).
         ended: places, among those that it is of, of requests whose output ended before their last token; SGLang's results are
             processed with these tokens left out (hooks/processing.py).
     """
 
     round: Round | None = None
+    timed: Timed | None = None
     requests: list[int] | None = None
     ended: set[int] = field(default_factory=set)
 
@@ -156,6 +159,7 @@ class RoundResult(GenerationBatchResult):
         answers: Answers,
         lengths: torch.Tensor,
         output: LogitsProcessorOutput,
+        timed: Timed | None = None,
     ) -> "RoundResult":
         """The result of a round that gave ``answers``; those that only drafted go on from the token that they began with.
 
@@ -166,6 +170,7 @@ class RoundResult(GenerationBatchResult):
             answers: of all of them.
             lengths: int64 [requests], of each after the round.
             output: of the last step; its hidden states are those of who answers one token on its full KV, as nobody else asks for any.
+            timed: when its parts ended.
         """
         accepted, shown = answers.accepted, LogitsProcessorOutput(next_token_logits=None)
         if batch.return_logprob:
@@ -183,6 +188,7 @@ class RoundResult(GenerationBatchResult):
             speculative_num_draft_tokens=answers.width,
             can_run_cuda_graph=model_runner.decode_cuda_graph_runner is not None,
             round=round_,
+            timed=timed,
         )
 
 

@@ -336,6 +336,19 @@ def test_flags_for_benchmarks_parse_and_the_log_says_what_they_do(folder, caplog
     assert build(folder(), kv_mode="verified", kv_bench_acceptance=0).kv_bench_acceptance == 0, "it is a probability, too"
 
 
+@pytest.mark.parametrize("mode", ["full", "verified"])
+def test_flags_that_benchmarks_of_transfers_need_are_told_in_any_mode_and_nobody_begins_on_a_lossy_codec(folder, caplog, tmp_path, mode):
+    over = {"disaggregation_mode": "decode", "disaggregation_transfer_backend": "progressive", "kv_mode": mode}
+    assert options.begins_early(build(folder(), **over)) == (mode == "verified")
+    args = build(folder(), kv_bench_codec="int4", kv_bench_timeline=str(tmp_path / "times"), **over)
+    assert not options.begins_early(args)
+    assert "--kv-bench-codec is int4: KV arrives as a lossy codec leaves it, so answers are of no use" in caplog.text
+    assert "--kv-bench-timeline is" in caplog.text and "nothing" not in caplog.text
+    caplog.clear()
+    build(folder(), kv_mode=mode, kv_bench_codec="int4")
+    assert "without which --kv-bench-codec does nothing" in caplog.text
+
+
 def test_a_variable_that_a_shell_has_left_changes_nothing(folder, monkeypatch, caplog):
     flags = {"kv_mode": "verified", "kv_full_tier": "host", "kv_host_gb": 1, "random_seed": 1}
     plain = build(folder(), **flags)

@@ -11,6 +11,8 @@ from test_round import Views, request
 
 from sglang_ext.core import FALLBACK_REASONS, Acceptance, RequestState
 from sglang_ext.layers.attention.views import BetweenSteps
+from sglang_ext.managers.disaggregation import timeline
+from sglang_ext.managers.disaggregation.timeline import Timeline
 from sglang_ext.managers.metrics import KVMetrics
 from sglang_ext.managers.offload.admission import Admission
 from sglang_ext.managers.offload.policy import Offload
@@ -427,3 +429,17 @@ def test_loads_that_are_planned_take_as_long_as_the_link_needs_now():
     residency.tree.reloads.link.bandwidth /= 4.2
     verifications.begin({}, None)
     assert admission._loads.link.load == pytest.approx(4 * before), "small changes are not followed, this one is"
+
+
+def test_the_timeline_has_each_rounds_drafts_and_what_became_of_them(tmp_path):
+    toy, states, reqs = make(2, full=[2])
+    for room, req in enumerate(reqs):
+        req.bootstrap_room = room
+    toy.timeline = Timeline(tmp_path / "times")
+    seen = rounds(toy, states, reqs, 4)
+    events = timeline.read(tmp_path / "times")
+    drafted, verified = ([event for event in events if event.kind == kind] for kind in ("drafted", "verified"))
+    assert [(event.number, event.of) for event in drafted] == [(DRAFTS, DRAFTS)] * 4
+    assert [(event.room, event.of, event.number) for event in verified] == [(row - 1, offered, accepted) for row, offered, accepted in seen]
+    assert all(draft.at <= verify.at for draft, verify in zip(drafted, verified, strict=True)) and not any(event.early for event in events)
+    assert [event.number for event in events if event.kind == "answered" and event.room == 1] == [DRAFTS] * 4

@@ -72,14 +72,17 @@ def _reached(
     return (x >= mu + bound) == above
 
 
-def encode_anchor(x: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
-    """A page's anchor stream, and the residual stream of the 8-bit reference.
+def encode_anchors(x: torch.Tensor, layout: Layout, parts: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """Anchor streams of pages side by side, and the residual streams of the 8-bit reference.
+
+    Scales are of channels, so that pages of several tensors are one of all their channels: as many operations take that as one page.
 
     Args:
-        x: [tokens, channels] of the layout's dtype.
+        x: [tokens, parts * channels] of the layout's dtype.
+        layout: of one page.
 
     Returns:
-        uint8 [coded_bytes]; where the header says raw, scales and codes mean nothing. uint8 [int8_bytes].
+        uint8 [parts, coded_bytes]; where the header says raw, scales and codes mean nothing. uint8 [parts, int8_bytes].
     """
     half = 2 ** (layout.bits - 1)
     numbers = _filled(x, layout)
@@ -88,16 +91,34 @@ def encode_anchor(x: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.
     residual_bits = layout.residual_bits
     v = i + (2 ** (residual_bits - 1) - 1) >> residual_bits
     codes, rest = (
-        each.to(torch.uint8).view(-1, layout.channels)[: layout.tokens]
+        each.to(torch.uint8).view(-1, x.shape[1])[: layout.tokens]
         for each in (torch.where(above, half + v, half - 1 - v), (v << residual_bits) - i + 2 ** (residual_bits - 1))
     )
-    anchor = torch.zeros(layout.coded_bytes, dtype=torch.uint8, device=x.device)
-    anchor[0] = torch.where(found.covered, 0, RAW)
-    stored = found.stored | {"sinks": as_bytes(x[: layout.sinks]), "codes": planes.packed(codes, layout.bits)}
+    anchor = torch.zeros(parts, layout.coded_bytes, dtype=torch.uint8, device=x.device)
+    anchor[:, 0] = torch.where(found.covered.view(parts, -1).all(1), 0, RAW)
+    rows = {"gamma": 2, "mu": layout.rows, "sigma": layout.rows, "sinks": layout.sinks}
+    stored = found.stored | {"sinks": as_bytes(x[: layout.sinks])}
+    stored = {name: _apart(each, rows[name], parts) for name, each in stored.items() if len(each)}
+    stored["codes"] = _planes(codes, layout.bits, parts)
     for name, (offset, size) in layout.parts.items():
         if size:
-            anchor[offset : offset + size] = stored[name]
-    return anchor, planes.packed(rest, residual_bits)
+            anchor[:, offset : offset + size] = stored[name]
+    return anchor, _planes(rest, residual_bits, parts)
+
+
+def _planes(codes: torch.Tensor, bits: int, parts: int) -> torch.Tensor:
+    """The planes of each part, uint8 [parts, bytes], of uint8 [tokens, parts * channels] codes."""
+    together, begin, found = planes.packed(codes, bits), 0, []
+    for width in planes.PLANES[bits]:
+        end = begin + codes.numel() * width // 8
+        found.append(_apart(together[begin:end], len(codes), parts))
+        begin = end
+    return torch.cat(found, 1)
+
+
+def _apart(content: torch.Tensor, rows: int, parts: int) -> torch.Tensor:
+    """The bytes of each part, uint8 [parts, bytes], of those of rows in which the parts lie side by side."""
+    return content.view(rows, parts, -1).transpose(0, 1).reshape(parts, -1)
 
 
 def _read_anchor(anchor: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, Scales, torch.Tensor]:
@@ -143,7 +164,7 @@ def decode_coded(anchor: torch.Tensor, residual: torch.Tensor | None, layout: La
 def anchors(parts: Sequence[torch.Tensor], layout: Layout, slots: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Anchor streams, uint8 [parts, coded_bytes], and residuals of 8 bits, uint8 [parts, int8_bytes], if that is the reference."""
     pages = [part if slots is None else part[slots] for part in parts]
-    found, rest = (torch.stack(streams) for streams in zip(*(encode_anchor(page, layout) for page in pages), strict=True))
+    found, rest = encode_anchors(torch.cat(pages, 1), layout, len(parts))
     return found, rest if layout.reference == "int8" else None
 
 

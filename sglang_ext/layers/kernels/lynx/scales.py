@@ -28,7 +28,7 @@ class Scales(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Scales, how the anchor stream holds them (bytes), and whether they cover the page, bool []."""
+    """Scales, how the anchor stream holds them (bytes), and which channels they cover, bool [channels]."""
 
     scales: Scales
     stored: dict[str, torch.Tensor]
@@ -91,7 +91,7 @@ def find(x: torch.Tensor, short: bool) -> Found:
         stored["sigma"] = sigma
     sigma = sigma.float()
     sound &= (sigma <= LARGEST) & covers(mu, sigma, low, high)
-    return Found(Scales(mu, sigma), {name: as_bytes(each) for name, each in stored.items()}, sound.all())
+    return Found(Scales(mu, sigma), {name: as_bytes(each) for name, each in stored.items()}, sound.all(0))
 
 
 def _short(mean: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> tuple:

@@ -1,16 +1,31 @@
 """Which codec moves the pages of a pool."""
 
 from sglang_ext.config.disaggregation_options import RAW
+from sglang_ext.managers.disaggregation.progressive.baselines.cachegen import CacheGen
+from sglang_ext.managers.disaggregation.progressive.baselines.quantized_codec import QuantizedCodec
+from sglang_ext.managers.disaggregation.progressive.baselines.quantizers import Grouped4, Rounded, Symmetric8
+from sglang_ext.managers.disaggregation.progressive.baselines.unsplit_codec import UnsplitCodec
 from sglang_ext.managers.disaggregation.progressive.lynx_codec import LynxCodec
 from sglang_ext.managers.disaggregation.progressive.page_codec import PageCodec
 from sglang_ext.managers.disaggregation.progressive.pool_buffers import PoolBuffers
 from sglang_ext.managers.disaggregation.progressive.raw_codec import RawCodec
 
+QUANTIZERS = {each.name: each for each in (Rounded(), Symmetric8(), Symmetric8(by_token=False), Grouped4(), CacheGen())}
 
-def make_codec(reference: str, pool: PoolBuffers) -> PageCodec:
+
+def make_codec(reference: str, pool: PoolBuffers, bench: str | None = None) -> PageCodec:
     """The codec whose streams restore ``reference``, a value of ``--kv-reference``.
+
+    Args:
+        reference: what is restored.
+        pool: of this rank.
+        bench: a codec that a benchmark chose in place of that (``--kv-bench-codec``).
 
     Raises:
         LinkError: it does not take such a pool.
     """
+    if bench in QUANTIZERS:
+        return QuantizedCodec(pool, QUANTIZERS[bench])
+    if bench is not None:
+        return UnsplitCodec(LynxCodec(pool, "int8"), whole=bench == "lynx-int8")
     return RawCodec(pool) if reference == RAW else LynxCodec(pool, reference)

@@ -31,6 +31,11 @@ def packed(streams: Sequence[torch.Tensor]) -> memoryview:
     return memoryview(content.cpu().numpy())
 
 
+def packed_bytes(sizes: Sequence[int]) -> int:
+    """Of streams of such sizes as one."""
+    return int(_places(np.array(sizes, np.int64))[-1])
+
+
 def unpacked(content: memoryview, count: int, device: torch.device) -> list[torch.Tensor]:
     """The ``count`` streams of one, uint8 [bytes] each.
 
@@ -93,7 +98,7 @@ class LynxCodec:
         most = {Stream.ANCHOR: _most_anchor, Stream.RESIDUAL: _most_residual}[stream]
         keys, values = self._layouts(self.page_size, 0)
         sizes = [most(layout) for layout in (keys, values) for _ in range(layers.count)]
-        return int(_places(np.array(sizes, np.int64))[-1])
+        return packed_bytes(sizes)
 
     def encode(self, page: PlacedPage, layers: LayerRange) -> EncodedPage:
         """Both streams."""

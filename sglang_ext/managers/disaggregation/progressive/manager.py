@@ -25,6 +25,7 @@ from sglang_ext.managers.disaggregation.progressive.handshakes import Handshakes
 from sglang_ext.managers.disaggregation.progressive.peer import Peers
 from sglang_ext.managers.disaggregation.progressive.pool_buffers import AuxRecords
 from sglang_ext.managers.disaggregation.settings import LinkError
+from sglang_ext.managers.disaggregation.timeline import Kind, Timeline
 from sglang_ext.managers.disaggregation.wire import LayerRange, WireError
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ class ProgressiveManager(CommonKVManager):
         layers: that travel in one part: all.
         handshakes, peers: on the prefill side.
         links: on the decode side.
+        timeline: of rank 0, where one is asked for.
 
     Raises:
         OptionError: the model's pool cannot be moved, or links cannot be made as the flags say.
@@ -51,9 +53,10 @@ class ProgressiveManager(CommonKVManager):
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         try:
             self.pool = agreement.describe_pool(args, server_args.get_model_config(), self.attn_tp_size)
-            self.codec = make_codec(server_args.kv_reference, self.pool)
+            self.codec = make_codec(server_args.kv_reference, self.pool, server_args.kv_bench_codec)
             self.settings = agreement.make_settings(server_args, self.pool, self.codec, self.attn_tp_rank, self.attn_tp_size)
             keys = None if server_args.kv_link_keys is None else LinkKeys.read(Path(server_args.kv_link_keys))
+            self.timeline = Timeline.of(server_args.kv_bench_timeline if self.attn_tp_rank == 0 else None)
             self._begin(keys, server_args.kv_link_gbps)
         except LinkError as error:
             raise OptionError(f"--disaggregation-transfer-backend progressive: {error}") from error
@@ -96,6 +99,11 @@ class ProgressiveManager(CommonKVManager):
         else:
             self.record_failure(room, reason)
             self.update_status(room, KVPoll.Failed)
+
+    def note(self, room: int, kind: Kind, number: int = 0) -> None:
+        """Tell the timeline what becomes of a room now, where there is one."""
+        if self.timeline is not None:
+            self.timeline.note(room, kind, number=number)
 
     def raise_failure(self, room: int) -> NoReturn:
         """Say why a room failed.

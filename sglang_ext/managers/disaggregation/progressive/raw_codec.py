@@ -41,9 +41,14 @@ class RawCodec:
 
     def encode_anchor(self, page: PlacedPage, layers: LayerRange) -> memoryview:
         """Copy the pool's bytes."""
-        rows = [tensor[page.slots] for tensor in self.pool.tensors(layers.first, layers.count)]
-        anchor = torch.cat([tensor.view(torch.uint8).flatten() for tensor in rows]).cpu()
-        return memoryview(anchor.numpy())
+        tokens, begin = len(page.slots), 0
+        anchor = torch.empty(self._bytes(tokens, layers), dtype=torch.uint8, device=self.pool.device)
+        for tensor in self.pool.tensors(layers.first, layers.count):
+            rows = tensor.view(torch.uint8)
+            end = begin + tokens * rows.shape[1]
+            torch.index_select(rows, 0, page.slots, out=anchor[begin:end].view(tokens, -1))
+            begin = end
+        return memoryview(anchor.cpu().numpy())
 
     def write_anchor(self, page: PlacedPage, layers: LayerRange, anchor: memoryview) -> None:
         """Copy them back.
@@ -55,9 +60,10 @@ class RawCodec:
         if len(anchor) != expected:
             raise LinkError(f"a page of {len(page.slots)} tokens has {len(anchor)} bytes; expected are {expected}")
         content = torch.frombuffer(bytearray(anchor), dtype=torch.uint8).to(self.pool.device)
+        where = _place(page.slots)
         for tensor in self.pool.tensors(layers.first, layers.count):
             size = len(page.slots) * tensor.shape[1] * tensor.itemsize
-            tensor[page.slots] = content[:size].view(tensor.dtype).view(len(page.slots), -1)
+            tensor[where] = content[:size].view(tensor.dtype).view(len(page.slots), -1)
             content = content[size:]
 
     def write_residual(self, page: PlacedPage, layers: LayerRange, anchor: memoryview, residual: memoryview) -> None:
@@ -70,3 +76,11 @@ class RawCodec:
 
     def _bytes(self, tokens: int, layers: LayerRange) -> int:
         return tokens * sum(tensor.shape[1] * tensor.itemsize for tensor in self.pool.tensors(layers.first, layers.count))
+
+
+def _place(slots: torch.Tensor) -> torch.Tensor | slice:
+    """Slots as an index; on a CPU, where it takes no waiting to see that they follow each other, a slice, which is written faster."""
+    if slots.is_cuda or len(slots) == 0 or not bool((slots.diff() == 1).all()):
+        return slots
+    first = int(slots[0])
+    return slice(first, first + len(slots))

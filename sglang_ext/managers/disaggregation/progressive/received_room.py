@@ -38,6 +38,7 @@ class ReceivedRoom:
         anchor_ready: whether anchors and auxiliary record are written.
         complete: whether all is.
         failure: why the rest will not come; None while it may.
+        size: bytes of KV that came so far.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class ReceivedRoom:
         self._anchors: dict[int, bytes] = {}
         self.anchor_ready = self.complete = False
         self.failure: str | None = None
+        self.size = 0
 
     @property
     def expected(self) -> Expected:
@@ -69,7 +71,9 @@ class ReceivedRoom:
         """Of the link: a part that is what was expected."""
         if header.stream is Stream.AUX:
             self._aux.write(self._aux_index, payload)
-        elif header.stream is Stream.ANCHOR:
+            return
+        self.size += len(payload)
+        if header.stream is Stream.ANCHOR:
             if self._codec.has_residual:
                 payload = self._anchors[header.page] = bytes(payload)
             self._codec.write_anchor(self._pages[header.page], self._layers, memoryview(payload))

@@ -74,11 +74,13 @@ class ProgressiveReceiver(CommonKVReceiver):
 
     def anchor_arrived(self) -> None:
         """Anchors and auxiliary record are written."""
+        self.kv_mgr.note(self.room, "anchor", self._received.size)
         if self._begin is not None:
             self.kv_mgr.conclude(self.room, None)
 
     def succeed(self) -> None:
         """All is written."""
+        self.kv_mgr.note(self.room, "complete", self._received.size)
         self.kv_mgr.conclude(self.room, None)
 
     def fail(self, reason: str) -> None:
@@ -121,6 +123,7 @@ class ProgressiveReceiver(CommonKVReceiver):
         except LinkError as error:
             self._give_up(str(error))
             return
+        self.kv_mgr.note(self.room, "expected")
         settings = wire.encode(self.kv_mgr.settings)
         here = self.kv_mgr.local_ip, self.kv_mgr.rank_port, self.kv_mgr.links.endpoint, settings, self.kv_mgr.aux.sizes
         metadata = Metadata(VERSION, self.room, *here, prefix, len(self._prompt))

@@ -36,6 +36,7 @@ class ProgressiveSender(CommonKVSender):
         self._metadata: Metadata | None = None
         self._peer: Peer | None = None
         self._sent: SentRoom | None = None
+        self._sending = False
         # Slots of tokens that do not fill a page yet.
         self._slots = np.empty(0, np.int64)
         # SGLang sets it where a cached prefix is sent before the forward that may still write it (maybe_send_cached_prefix_chunk).
@@ -67,6 +68,7 @@ class ProgressiveSender(CommonKVSender):
 
     def succeed(self) -> None:
         """The link has all of it."""
+        self.kv_mgr.note(self.room, "encoded")
         self.kv_mgr.conclude(self.room, None)
 
     def fail(self, reason: str) -> None:
@@ -108,6 +110,11 @@ class ProgressiveSender(CommonKVSender):
         ready, self._early_send_wait_event = self._early_send_wait_event, None
         if self._peer is None or self.poll() == KVPoll.Failed:
             return
+        if last:
+            self.kv_mgr.note(self.room, "computed")
+        if not self._sending:
+            self._sending = True
+            self.kv_mgr.note(self.room, "sending")
         page = self.kv_mgr.kv_args.page_size
         slots = (np.asarray(kv_indices, np.int64)[:, None] * page + np.arange(page)).ravel()[:num_kv_tokens]
         self._slots = np.concatenate([self._slots, slots])

@@ -10,7 +10,9 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import KVTransferError
 from transfer_helpers import SLOTS, prefill_info, rows, settled
 
+from sglang_ext.managers.disaggregation import timeline
 from sglang_ext.managers.disaggregation.progressive import peer as peers
+from sglang_ext.managers.disaggregation.timeline import Timeline
 
 PAGE = 16
 
@@ -261,3 +263,17 @@ def test_a_room_can_be_sent_again_under_its_number(servers):
         until(lambda: not both.prefill.made[0].queued_bytes)
         sender.clear()
         receiver.clear()
+
+
+@pytest.mark.parametrize("reference", ["raw", "exact"])
+def test_the_timeline_says_when_kv_was_computed_sent_and_received(servers, reference, tmp_path):
+    both = servers(reference)
+    both.prefill.timeline = both.decode.timeline = Timeline(tmp_path / "times")
+    sender, receiver, _, _ = transfer(both, 7, list(range(200)), chunks=(5,))
+    until(lambda: settled(sender) and settled(receiver))
+    events = {event.kind: event for event in timeline.read(tmp_path / "times") if event.room == 7}
+    order = ["expected", "sending", "computed", "anchor", "complete"]
+    assert [events[kind].at for kind in order] == sorted(events[kind].at for kind in order)
+    assert events["computed"].at < events["encoded"].at
+    sizes = events["anchor"].number, events["complete"].number
+    assert sizes[0] == sizes[1] == rows(both.prefill.pool, torch.arange(200)).numel() if reference == "raw" else sizes[0] < sizes[1]

@@ -1,0 +1,144 @@
+"""How fast backend progressive moves a pool's KV without a limit, codec and all, beside a bare ZMQ stream of as many bytes.
+
+    python docs/benchmarks/backend_rate.py [--reference raw|int8|exact] [--transport ipc|tcp] [--mib 512] [--repeats 3]
+
+Two processes on this machine, without SGLang. One encodes pages of a pool and sends them; the other decodes them into its own pool.
+The bare stream has frames of the link's size, which the receiver drops (link_rate.py). Bytes are those on the link.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from threading import Event
+
+import link_rate
+import torch
+from sglang.srt.disaggregation.base.conn import KVArgs
+
+from sglang_ext.managers.disaggregation.limits import LinkLimits
+from sglang_ext.managers.disaggregation.link import Link
+from sglang_ext.managers.disaggregation.link_server import LinkServer
+from sglang_ext.managers.disaggregation.progressive.codecs import make_codec
+from sglang_ext.managers.disaggregation.progressive.page_codec import PlacedPage
+from sglang_ext.managers.disaggregation.progressive.peer import Peer
+from sglang_ext.managers.disaggregation.progressive.pool_buffers import AuxRecords, PoolBuffers
+from sglang_ext.managers.disaggregation.progressive.received_room import ReceivedRoom
+from sglang_ext.managers.disaggregation.progressive.sent_room import SentRoom
+from sglang_ext.managers.disaggregation.wire import LayerRange
+
+PATIENCE = 300
+
+
+class Told:
+    """Waits for a room's end."""
+
+    def __init__(self) -> None:
+        self.done, self.reason, self.at = Event(), None, 0.0
+
+    def anchor_arrived(self) -> None:
+        """More follows."""
+
+    def succeed(self) -> None:
+        """All of it."""
+        self.at = time.perf_counter()
+        self.done.set()
+
+    def fail(self, reason: str) -> None:
+        """Not all of it."""
+        self.reason = reason
+        self.done.set()
+
+
+class First(ReceivedRoom):
+    """Notes when the first part had come, and its size."""
+
+    first, skipped = 0.0, 0
+
+    def write(self, header, payload) -> None:
+        """One part."""
+        super().write(header, payload)
+        if not self.first:
+            self.first, self.skipped = time.perf_counter(), len(payload)
+
+
+def make_pool(options: argparse.Namespace) -> PoolBuffers:
+    """Random numbers in float32, as many as asked for."""
+    width = options.heads * options.dim
+    slots = (options.mib << 20) // (8 * options.layers * width)
+    args = KVArgs()
+    args.page_size = 1
+    args.tensors = [torch.randn(slots, width) for _ in range(2 * options.layers)]
+    args.kv_data_ptrs = [each.data_ptr() for each in args.tensors]
+    args.kv_data_lens = [each.nbytes for each in args.tensors]
+    args.kv_item_lens = [each[0].nbytes for each in args.tensors]
+    args.aux = torch.zeros(16, dtype=torch.uint8)
+    args.aux_data_ptrs, args.aux_item_lens = [args.aux.data_ptr()], [16]
+    return PoolBuffers(args, torch.float32, options.heads, options.dim, options.dim, torch.device("cpu"))
+
+
+def pages_of(pool: PoolBuffers, size: int) -> list[PlacedPage]:
+    """All slots, in pages that lie together, as a prompt's mostly do."""
+    slots = torch.arange(len(pool.keys[0]))
+    return [PlacedPage(begin, slots[begin : begin + size]) for begin in range(0, len(slots), size)]
+
+
+def receive_backend(endpoint: str, options: argparse.Namespace, parent: Connection) -> None:
+    """Tell where it listens, then bytes per second."""
+    torch.set_num_threads(1)
+    pool, told = make_pool(options), Told()
+    codec, layers = make_codec(options.reference, pool), LayerRange(0, options.layers)
+    pages = pages_of(pool, codec.page_size)
+    room = First(codec, pool, AuxRecords(pool.args), 0, layers, pages, [bytes(32)] * len(pages), told)
+    server = LinkServer(endpoint, link_rate.SETTINGS, LinkLimits())
+    server.register(1, room.expected, room)
+    parent.send(server.endpoint)
+    assert told.done.wait(PATIENCE) and told.reason is None, told.reason
+    parent.send((room.size - room.skipped) / (told.at - room.first))
+    parent.recv()
+    server.close()
+
+
+def send_backend(endpoint: str, options: argparse.Namespace) -> Callable[[], None]:
+    """Send the pool; what ends the link."""
+    torch.set_num_threads(1)
+    pool, told = make_pool(options), Told()
+    codec, layers = make_codec(options.reference, pool), LayerRange(0, options.layers)
+    pages = pages_of(pool, codec.page_size)
+    peer = Peer(Link(endpoint, link_rate.SETTINGS, LinkLimits()))
+    room = SentRoom(1, codec, layers, 0, [bytes(32)] * len(pages), told)
+    peer.open(room)
+    peer.send(room, tuple(page.slots for page in pages), bytes(16))
+    assert told.done.wait(PATIENCE) and told.reason is None, told.reason
+    return peer.close
+
+
+def main() -> None:
+    """Print GB/s of both and their ratio, medians over alternating runs, as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--reference", choices=("raw", "int8", "exact"), default="raw")
+    parser.add_argument("--transport", choices=("ipc", "tcp"), default="ipc")
+    parser.add_argument("--mib", type=int, default=512)
+    parser.add_argument("--repeats", type=int, default=3)
+    for name, value in (("layers", 30), ("heads", 3), ("dim", 64), ("frame-kib", 256)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    options = parser.parse_args()
+    rates: dict[str, list[float]] = {"bare": [], "backend": []}
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(options.repeats):
+            for name, receive, send in (
+                ("bare", link_rate.receive_bare, link_rate.send_bare),
+                ("backend", receive_backend, send_backend),
+            ):
+                endpoint = f"ipc://{Path(folder, f'{name}{number}')}" if options.transport == "ipc" else "tcp://127.0.0.1:0"
+                rates[name].append(link_rate.rate(receive, send, endpoint, options) / 1e9)
+    median = {name: round(statistics.median(values), 3) for name, values in rates.items()}
+    print(json.dumps({**vars(options), "GB/s": median, "backend/bare": round(median["backend"] / median["bare"], 3)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""How soon decoding begins, and how fast it goes on, while KV travels from a prefill to a decode server.
+
+For each method and link rate a prefill and a decode server are started on the loopback interface. All methods but stock's travel over
+links of transfer backend progressive, with the same pacing; they differ in the codec of pages. Prompts go through both servers one at
+a time: first cold (the prefill server computes them in chunks, which travel meanwhile), then --repeats times from its prefix cache.
+
+Tables show seconds from the end of prefill to the k-th token, the prefill's own not counted, when it was computed (of lynx: drafted)
+and when the client had it. JSON has all requests with their timelines.
+
+--method lynx (against 8 bits), lynx-exact (against the pool's own bits), raw (the pool's bytes), bf16, int8 (by token and head),
+int8-tensor, int4 (5 bits with scales), cachegen, lynx-int8 and lynx-int4 (in one stream), mooncake_tcp (SGLang's, without a limit).
+"""
+
+import argparse
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from sglang_ext.bench import BenchError, report
+from sglang_ext.bench.comparing.identity_options import words
+from sglang_ext.bench.options import DTYPES, LAST_PORT, check_counts, check_port, names, numbers
+from sglang_ext.bench.server import check_servers
+from sglang_ext.bench.speed.decode_limit import read_config
+from sglang_ext.bench.speed.decode_prompts import make_prompts
+from sglang_ext.bench.speed.settings import log_folder
+from sglang_ext.bench.transfer import accuracy, clocks, plots, tables
+from sglang_ext.bench.transfer.accuracy import Accuracy
+from sglang_ext.bench.transfer.clocks import Request
+from sglang_ext.bench.transfer.methods import LYNX, Method, method, obstacle
+from sglang_ext.bench.transfer.pair import Pair, timeline_file
+from sglang_ext.bench.transfer.summary import Figures, summarize
+
+DEFAULT = "raw,int8,int4,lynx"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command line."""
+    add = parser.add_argument
+    add("--model", type=Path, required=True, help="Hugging Face folder")
+    add("--method", type=names, default=names(DEFAULT), help="names, separated by commas (default: %(default)s)")
+    add("--link-gbps", default="0.1", help="Gbit/s of the link, separated by commas; 0: no limit (default: %(default)s)")
+    add("--context-len", default="2048", help="prompt tokens, separated by commas")
+    add("--prompt-file", type=Path, help="take prompts from this text, by the model's tokenizer; default: random tokens")
+    add("--prompts", type=int, default=3, help="of each context")
+    add("--repeats", type=int, default=2, help="of each prompt from the prefix cache; 0: cold alone")
+    add("--output-len", type=int, default=64, help="tokens after the prefill's that are timed")
+    add("--draft-arg", action="append", default=[], metavar="FLAGS", help="flags of decode servers of lynx, for example '--kv-compressor kivi'")
+    add("--server-arg", action="append", default=[], metavar="FLAGS", help="flags of all servers")
+    add("--dtype", default="bfloat16", choices=DTYPES)
+    add("--accuracy-tokens", type=int, default=0, help="also measure vNMSE of attention outputs on so many tokens of the first prompt")
+    add("--port", type=int, default=0, help="of the prefill server; the next two are taken as well (default: any)")
+    add("--start-timeout", type=float, default=600, help="seconds")
+    add("--logs", type=Path, help="folder for the servers' logs and timelines")
+    add("--json", type=Path, help="write all measurements here")
+    add("--plot", type=Path, help="write a PNG here")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure all methods over all links, print tables; 0 when all could be measured, else 1 after the others."""
+    contexts = numbers(args.context_len, "--context-len")
+    rates = [rate or None for rate in numbers(args.link_gbps, "--link-gbps", float, zero=True)]
+    check_counts({"--prompts": args.prompts, "--output-len": args.output_len})
+    check_port(args.port)
+    if args.port > LAST_PORT - 2:
+        raise BenchError(f"--port {args.port}: the next two are taken as well: pass at most {LAST_PORT - 2}")
+    chosen = [method(name, words(args.draft_arg)) for name in args.method]
+    asked, failed = runs(chosen, rates)
+    check_servers(
+        str(args.model), {f"{each.name} {role}": flags for each, gbps in asked for role, flags in flags_of(args, each, gbps, Path()).items()}
+    )
+    prompts = make_prompts(args, args.prompts, contexts)
+    requests: dict[tuple[str, float | None], list[Request]] = {}
+    with log_folder(args) as logs:
+        for each, gbps in asked:
+            try:
+                requests[each.name, gbps] = list(run_method(args, each, gbps, prompts, logs))
+            except BenchError as error:
+                failed[label(each, gbps)] = str(error)
+                print(f"{label(each, gbps)}: failed: {error}", flush=True)
+    found = [figures for (name, gbps), each in requests.items() for figures in figures_of(args, name, gbps, each)]
+    exact = coded(args, prompts)
+    for line in (*tables.tables(found), *(tables.accuracy_table(exact) if exact else ())):
+        print(line)
+    write(args, requests, found, exact, failed)
+    return 1 if failed else 0
+
+
+def runs(chosen: Sequence[Method], rates: Sequence[float | None]) -> tuple[list[tuple[Method, float | None]], dict[str, str]]:
+    """Methods and links that can be measured here, one link after the other, and why others cannot; which is said, too."""
+    asked, failed = [], {}
+    for gbps in rates:
+        for each in chosen:
+            why = obstacle(each, gbps)
+            if why is None:
+                asked.append((each, gbps))
+            else:
+                print(f"{label(each, gbps)}: left out: {why}", flush=True)
+    return asked, failed
+
+
+def label(chosen: Method, gbps: float | None) -> str:
+    """A pair's name, for lines and files."""
+    return f"{chosen.name}-{'unlimited' if gbps is None else f'{gbps:g}'}"
+
+
+def flags_of(args: argparse.Namespace, chosen: Method, gbps: float | None, logs: Path) -> dict[str, tuple[str, ...]]:
+    """Flags of both servers, by role."""
+    watched = () if chosen.is_stock else ("--kv-bench-timeline", str(timeline_file(logs, label(chosen, gbps))))
+    shared = ("--dtype", args.dtype, "--skip-server-warmup", *chosen.both, *watched, *words(args.server_arg))
+    paced = () if gbps is None or chosen.is_stock else ("--kv-link-gbps", f"{gbps:g}")
+    return {
+        "prefill": ("--disaggregation-mode", "prefill", *shared, *paced),
+        "decode": ("--disaggregation-mode", "decode", *shared, *chosen.decode),
+    }
+
+
+def run_method(
+    args: argparse.Namespace, chosen: Method, gbps: float | None, prompts: dict[int, list[tuple[int, ...]]], logs: Path
+) -> Iterator[Request]:
+    """Start a pair and send it all prompts."""
+    name = label(chosen, gbps)
+    print(f"{name}: starting", flush=True)
+    with Pair(args.model, flags_of(args, chosen, gbps, logs), logs, name, args.start_timeout, args.port) as pair:
+        # What a first request waits for, such as a link's connection, is none of the figures.
+        pair.ask(next(iter(prompts.values()))[0][:64], 4)
+        for context, of_length in prompts.items():
+            pair.forget_prompts()
+            for prompt in of_length:
+                cold = pair.ask(prompt, args.output_len + 1)
+                measured = [clocks.measure(cold, context, args.output_len)]
+                for _ in range(args.repeats):
+                    measured.append(clocks.measure(pair.ask(prompt, args.output_len + 1), context, args.output_len))
+                yield from measured
+            print(f"{name}: {context} tokens: {line(measured)}", flush=True)
+
+
+def line(requests: Sequence[Request]) -> str:
+    """What the newest requests showed, while others are measured."""
+    last = requests[-1]
+    drafts = "" if last.drafted is None else f", {last.drafted} drafted, {last.accepted} accepted"
+    return f"first token {last.generated[0]:.2f} s, visible {last.visible[0]:.2f} s, all KV {last.complete:.2f} s, a step {last.step:.3f} s{drafts}"
+
+
+def figures_of(args: argparse.Namespace, name: str, gbps: float | None, requests: Sequence[Request]) -> Iterator[Figures]:
+    """By context, of cached prompts and of those that were not."""
+    groups: dict[tuple[int, bool], list[Request]] = {}
+    for each in requests:
+        groups.setdefault((each.tokens, each.cold), []).append(each)
+    for of_group in groups.values():
+        yield summarize(name, gbps, of_group, numbers_per_token(args.model))
+
+
+def numbers_per_token(model: Path) -> int:
+    """Of keys and values, over all layers."""
+    config = read_config(model)
+    heads = config.get("num_key_value_heads", config["num_attention_heads"])
+    dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return 2 * config["num_hidden_layers"] * heads * dim
+
+
+def coded(args: argparse.Namespace, prompts: dict[int, list[tuple[int, ...]]]) -> list[Accuracy]:
+    """Errors of the methods' codecs; none unless asked for."""
+    if not args.accuracy_tokens:
+        return []
+    longest = prompts[max(prompts)][0]
+    return list(accuracy.measure(args.model, args.dtype, longest[: args.accuracy_tokens], args.method))
+
+
+def write(
+    args: argparse.Namespace,
+    requests: dict[tuple[str, float | None], list[Request]],
+    found: Sequence[Figures],
+    exact: Sequence[Accuracy],
+    failed: dict[str, str],
+) -> None:
+    """--json and --plot."""
+    if args.json:
+        all_of = [{"method": name, "gbps": gbps, **asdict(each)} for (name, gbps), mine in requests.items() for each in mine]
+        measured = {"figures": [asdict(each) for each in found], "accuracy": [asdict(each) for each in exact], "requests": all_of}
+        report.write_json(args.json, {"arguments": vars(args), **report.origin(), **measured, "failed": failed})
+    if args.plot and found:
+        split = [each for (name, _), mine in requests.items() if name == LYNX for each in mine if each.drafted and not each.cold]
+        typical = sorted(split, key=lambda each: each.accepted)[len(split) // 2] if split else None
+        settings = f"{args.model.resolve().name}, {args.dtype}, {args.prompts} prompts, medians of {statistics.median([e.requests for e in found]):g} requests"
+        plots.write(args.plot, found, typical, settings)

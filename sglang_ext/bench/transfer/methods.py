@@ -1,0 +1,70 @@
+"""Ways to move KV that are compared: each is a pair of servers whose flags differ in how KV travels, and in nothing else."""
+
+import importlib.util
+from dataclasses import dataclass
+
+from sglang_ext.bench import BenchError
+from sglang_ext.config.benchmark_options import CODECS
+from sglang_ext.config.options import BACKEND
+
+LYNX = "lynx"
+STOCK = "mooncake_tcp"
+# Of the reference: what the residual restores.
+SPLIT = {LYNX: "int8", "lynx-exact": "exact"}
+METHODS = (LYNX, "lynx-exact", "raw", *CODECS, STOCK)
+
+
+@dataclass(frozen=True)
+class Method:
+    """Two servers.
+
+    Attributes:
+        name: as asked for.
+        both, decode: flags of both, and of the decode server alone.
+    """
+
+    name: str
+    both: tuple[str, ...]
+    decode: tuple[str, ...] = ()
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether nothing of sglang-ext runs: no link to pace, and no timeline."""
+        return self.name == STOCK
+
+    @property
+    def splits(self) -> bool:
+        """Whether decoding begins before all has arrived."""
+        return self.name in SPLIT
+
+
+def method(name: str, drafting: tuple[str, ...] = ()) -> Method:
+    """That of a name.
+
+    Args:
+        name: one of ``METHODS``.
+        drafting: further flags of a decode server that drafts.
+
+    Raises:
+        BenchError: there is none of that name.
+    """
+    if name not in METHODS:
+        raise BenchError(f"--method {name!r}: one of {', '.join(METHODS)}")
+    if name == STOCK:
+        return Method(name, ("--disaggregation-transfer-backend", STOCK))
+    over = ("--disaggregation-transfer-backend", BACKEND)
+    if name in SPLIT:
+        return Method(name, (*over, "--kv-reference", SPLIT[name]), ("--kv-mode", "verified", *drafting))
+    chosen = ("--kv-reference", "raw") if name == "raw" else ("--kv-bench-codec", name)
+    return Method(name, (*over, *chosen))
+
+
+def obstacle(chosen: Method, gbps: float | None) -> str | None:
+    """Why a method cannot be measured here over such a link, in a line; None where it can."""
+    if not chosen.is_stock:
+        return None
+    if importlib.util.find_spec("mooncake") is None:
+        return "the package mooncake is not installed: pip install mooncake-transfer-engine-non-cuda, or leave it out"
+    if gbps is not None:
+        return f"its link cannot be held to {gbps:g} Gbit/s: it is measured with a link of 0, which has no limit"
+    return None

@@ -1,0 +1,106 @@
+"""Pages of quantized numbers in one stream: keys of all layers, then values of all layers, as a quantizer writes them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from sglang_ext.managers.disaggregation.progressive.baselines.quantizers import Quantizer
+from sglang_ext.managers.disaggregation.progressive.lynx_codec import packed, packed_bytes, unpacked
+from sglang_ext.managers.disaggregation.progressive.page_codec import EncodedPage, PlacedPage
+from sglang_ext.managers.disaggregation.progressive.pool_buffers import PoolBuffers
+from sglang_ext.managers.disaggregation.settings import LOSSY, LinkError, OptionValue
+from sglang_ext.managers.disaggregation.wire import LayerRange, Stream
+
+
+@dataclass(frozen=True)
+class QuantizedCodec:
+    """What a quantizer writes, all of it in the anchor stream.
+
+    Attributes:
+        pool: of this rank: bfloat16, float16 or float32.
+        quantizer: of its numbers.
+        page_size: tokens of a page.
+
+    Raises:
+        LinkError: the pool is of another dtype.
+    """
+
+    pool: PoolBuffers
+    quantizer: Quantizer
+    page_size: int = 64
+    version = 1
+    reference = LOSSY
+    has_residual = False
+
+    def __post_init__(self) -> None:
+        if self.pool.dtype.itemsize < 2:
+            raise LinkError(f"codec {self.name} takes pools of bfloat16, float16 or float32, not {self.pool.dtype}")
+
+    @property
+    def name(self) -> str:
+        """The quantizer's."""
+        return self.quantizer.name
+
+    @property
+    def options(self) -> dict[str, OptionValue]:
+        """What changes the bytes."""
+        return dict(self.quantizer.options)
+
+    def most_bytes(self, stream: Stream, layers: LayerRange) -> int:
+        """Of a full page."""
+        if stream is not Stream.ANCHOR:
+            return 0
+        dims = self.pool.key_dim, self.pool.value_dim
+        return packed_bytes([self.quantizer.most_bytes(layers.count, self.page_size, self.pool.heads, dim) for dim in dims])
+
+    def encode(self, page: PlacedPage, layers: LayerRange) -> EncodedPage:
+        """The one stream."""
+        return EncodedPage(self.encode_anchor(page, layers), None)
+
+    def encode_anchor(self, page: PlacedPage, layers: LayerRange) -> memoryview:
+        """Quantize what the pool holds.
+
+        Raises:
+            LinkError: a number is not finite, or beyond what scales of float16 reach.
+        """
+        streams = []
+        for tensors, dim in self._halves(layers):
+            x = torch.stack([tensor[page.slots] for tensor in tensors]).view(layers.count, -1, self.pool.heads, dim).float()
+            if not x.isfinite().all():
+                raise LinkError(f"KV of the page at {page.start} is not finite: codec {self.name} has no codes for it; use --kv-reference exact")
+            try:
+                streams.append(self.quantizer.encode(x, self.pool.layers))
+            except ValueError as error:
+                raise LinkError(f"KV of the page at {page.start}: {error}; use --kv-reference exact") from error
+        return packed(streams)
+
+    def write_anchor(self, page: PlacedPage, layers: LayerRange, anchor: memoryview) -> None:
+        """Fill the page's slots with the quantized numbers.
+
+        Raises:
+            LinkError: it is no stream of such a page.
+        """
+        streams = unpacked(anchor, 2, self.pool.device)
+        for stream, (tensors, dim) in zip(streams, self._halves(layers), strict=True):
+            shape = layers.count, len(page.slots), self.pool.heads, dim
+            try:
+                x = self.quantizer.decode(stream, shape, self.pool.layers)
+            except ValueError as error:
+                raise LinkError(f"no stream of a page of {len(page.slots)} tokens: {error}") from error
+            for tensor, rows in zip(tensors, x.to(self.pool.dtype).flatten(2), strict=True):
+                tensor[page.slots] = rows
+
+    def write_residual(self, page: PlacedPage, layers: LayerRange, anchor: memoryview, residual: memoryview) -> None:
+        """There is none.
+
+        Raises:
+            LinkError: always.
+        """
+        raise LinkError(f"codec {self.name} has no residuals, and one of {len(residual)} bytes came")
+
+    def _halves(self, layers: LayerRange) -> Iterator[tuple[list[torch.Tensor], int]]:
+        """Keys and values of these layers, and the dim of their heads."""
+        tensors = self.pool.tensors(layers.first, layers.count)
+        yield tensors[: layers.count], self.pool.key_dim
+        yield tensors[layers.count :], self.pool.value_dim

@@ -1,0 +1,79 @@
+"""Pages of Lynx codes in one stream: what splitting them gains is measured against these."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from sglang_ext.managers.disaggregation.progressive.lynx_codec import LynxCodec, packed, packed_bytes, unpacked
+from sglang_ext.managers.disaggregation.progressive.page_codec import EncodedPage, PlacedPage
+from sglang_ext.managers.disaggregation.settings import LOSSY, LinkError, OptionValue
+from sglang_ext.managers.disaggregation.wire import LayerRange, Stream
+
+
+@dataclass(frozen=True)
+class UnsplitCodec:
+    """Anchor and residual of 8 bits in one stream, or the anchor alone.
+
+    Attributes:
+        split: the codec whose streams these are, of reference ``int8``.
+        whole: 8 bits; else 4.
+    """
+
+    split: LynxCodec
+    whole: bool
+    version = 1
+    reference = LOSSY
+    has_residual = False
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        return self.split.page_size
+
+    @property
+    def name(self) -> str:
+        """Of the flag."""
+        return "lynx-int8" if self.whole else "lynx-int4"
+
+    @property
+    def options(self) -> dict[str, OptionValue]:
+        """What changes the bytes."""
+        return self.split.options
+
+    def most_bytes(self, stream: Stream, layers: LayerRange) -> int:
+        """Of a full page."""
+        if stream is not Stream.ANCHOR:
+            return 0
+        anchor = self.split.most_bytes(Stream.ANCHOR, layers)
+        return packed_bytes([anchor, self.split.most_bytes(Stream.RESIDUAL, layers)]) if self.whole else anchor
+
+    def encode(self, page: PlacedPage, layers: LayerRange) -> EncodedPage:
+        """The one stream."""
+        return EncodedPage(self.encode_anchor(page, layers), None)
+
+    def encode_anchor(self, page: PlacedPage, layers: LayerRange) -> memoryview:
+        """All that travels."""
+        if not self.whole:
+            return self.split.encode_anchor(page, layers)
+        return packed([torch.from_numpy(np.asarray(stream)) for stream in self.split.encode(page, layers)])
+
+    def write_anchor(self, page: PlacedPage, layers: LayerRange, anchor: memoryview) -> None:
+        """Numbers of 8 or of 4 bits.
+
+        Raises:
+            LinkError: it is no stream of such a page.
+        """
+        if not self.whole:
+            self.split.write_anchor(page, layers, anchor)
+            return
+        both = (memoryview(stream.numpy()) for stream in unpacked(anchor, 2, torch.device("cpu")))
+        self.split.write_residual(page, layers, *both)
+
+    def write_residual(self, page: PlacedPage, layers: LayerRange, anchor: memoryview, residual: memoryview) -> None:
+        """There is none.
+
+        Raises:
+            LinkError: always.
+        """
+        raise LinkError(f"codec {self.name} has no residuals, and one of {len(residual)} bytes came")

@@ -1,0 +1,196 @@
+"""bench transfer: times to the k-th token from what servers and clients saw, the figures made of them, and what is said of others."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sglang_ext.bench import BenchError
+from sglang_ext.bench.__main__ import main
+from sglang_ext.bench.speed.decode_wave import Stream
+from sglang_ext.bench.transfer import accuracy, clocks, command, tables
+from sglang_ext.bench.transfer.methods import METHODS, method, obstacle
+from sglang_ext.bench.transfer.pair import Passed
+from sglang_ext.bench.transfer.summary import summarize, survival
+from sglang_ext.managers.disaggregation.timeline import Event
+
+PROMPT = 200
+
+
+def stream(*chunks):
+    """Of (time, tokens so far)."""
+    times, tokens = zip(*chunks, strict=True)
+    return Stream([*times], [*tokens])
+
+
+def lynx(accepted=3):
+    """Prefilled at 10; anchor at 12; four drafts until the residual came, at 14; verified at 15, then answers."""
+    events = (
+        Event(7, "expected", 9.0), Event(7, "sending", 9.5), Event(7, "computed", 10.0), Event(7, "encoded", 11.0),
+        Event(7, "anchor", 12.0, 600), Event(7, "drafted", 12.5, 2, 2, True), Event(7, "drafted", 13.5, 4, 2, True),
+        Event(7, "complete", 14.0, 1000), Event(7, "verified", 15.0, accepted, 4, True), Event(7, "answered", 16.0, 2),
+    )  # fmt: skip
+    return Passed(9.0, stream((12.1, 1), (15.2, accepted + 2), (16.2, accepted + 4)), events, PROMPT - 1)
+
+
+def plain(complete=14.0, size=1000, cached=PROMPT - 1):
+    """Without drafts: a token each half second once all is there."""
+    events = (Event(7, "sending", 9.5), Event(7, "computed", 10.0), Event(7, "anchor", complete, size), Event(7, "complete", complete, size))
+    return Passed(9.0, stream(*((complete + 0.1 + 0.5 * n, n + 1) for n in range(9))), events, cached)
+
+
+def test_clocks_count_from_the_end_of_prefill_without_its_token():
+    found = clocks.measure(lynx(), PROMPT, 6)
+    assert found.generated == (2.5, 2.5, 3.5, 3.5, 6.0, 6.0), "drafts, whether or not they were kept"
+    assert found.kept == (2.5, 2.5, 3.5, 5.0, 6.0, 6.0), "the fourth draft was wrong: its place was answered by the verification"
+    assert found.visible == pytest.approx((5.2, 5.2, 5.2, 5.2, 6.2, 6.2))
+    assert (found.drafted, found.accepted, found.anchor, found.complete) == (4, 3, 2.0, 4.0)
+    assert (found.sending, found.encoded, found.cold) == (-0.5, 1.0, False)
+
+
+def test_drafts_that_are_made_again_where_no_more_fit_count_from_then():
+    events = [Event(7, "drafted", at, 2, 2, True) for at in (1.0, 2.0)] + [Event(7, "verified", 3.0, 2, 2, True)]
+    generated, kept = clocks.drafting_times(events, 9, 0.0)
+    assert generated == (1.0, 1.0, 3.0) and kept == (2.0, 2.0, 3.0)
+
+
+def test_who_does_not_draft_computes_a_token_when_the_client_gets_it():
+    found = clocks.measure(plain(), PROMPT, 5)
+    assert found.generated == found.kept == found.visible == pytest.approx((4.6, 5.1, 5.6, 6.1, 6.6))
+    assert found.step == pytest.approx(0.5) and found.drafted is None
+    assert clocks.measure(plain(cached=3), PROMPT, 5).cold
+
+
+def test_of_stocks_transfers_the_stream_alone_is_known():
+    alone = Passed(9.0, stream((12.0, 1), (12.5, 2), (13.0, 3)), (), PROMPT - 1)
+    found = clocks.measure(alone, PROMPT, 2, prefill_seconds=1.0)
+    assert found.visible == (2.5, 3.0) and found.complete == 2.0 and found.bytes_all == 0
+
+
+def test_figures_of_a_link():
+    found = summarize("lynx", 1e-6, [clocks.measure(lynx(accepted), PROMPT, 5) for accepted in (1, 3, 3)], numbers_per_token=10)
+    assert (found.bits_anchor, found.bits) == (8 * 600 / 2000, 8 * 1000 / 2000)
+    # 8,000 bits over 1,000 a second take 8 s; the span from the first page on was 4.5.
+    assert found.efficiency == pytest.approx(8 / 4.5) and found.rate == pytest.approx(1000 / 4.5)
+    assert found.step == 0.5 and found.residual_steps == 4
+    assert found.drafted == 4 and found.accepted == pytest.approx(7 / 3) and found.survival == pytest.approx((1, 2 / 3, 2 / 3, 0))
+    assert found.at("kept", 3) == 3.5 and found.at("kept", 9) is None
+    assert summarize("int8", None, [clocks.measure(plain(), PROMPT, 5)], 10).efficiency is None
+    assert survival([]) == ()
+
+
+def shown(**requests):
+    found = [summarize(name, 1.0, [clocks.measure(passed, PROMPT, 8)], 10) for name, passed in requests.items()]
+    return "\n".join(tables.tables(found))
+
+
+def test_tables_say_whether_requirements_hold():
+    said = shown(int4=plain(12.5), int8=plain(14.0), lynx=lynx())
+    assert "200 tokens, 1 Gbit/s, prompts cached on the prefill server" in said
+    assert "| lynx | 2.40 + 1.60 | 2.50 |" in said and "| int8 | 4.00 | 4.60 |" in said
+    assert "token 1, lynx over int4: generated 0.806, kept 0.806, visible 1.677; at most 1.150 (generated): holds" in said
+    assert "token 1, lynx over int8: generated 0.543" in said
+    said = shown(int8=plain(10.5), lynx=lynx())
+    assert "DOES NOT HOLD" in said and "over int4" not in said
+    assert "holds" not in shown(raw=plain(), int8=plain()).lower()
+
+
+def test_cold_prompts_and_other_links_have_tables_of_their_own():
+    cold, warm = (clocks.measure(plain(cached=cached), PROMPT, 5) for cached in (0, PROMPT - 1))
+    args = SimpleNamespace(model=None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "numbers_per_token", lambda model: 10)
+        found = [*command.figures_of(args, "int8", 1.0, [cold, warm, warm]), *command.figures_of(args, "int8", None, [warm])]
+    assert [(each.cold, each.requests, each.gbps) for each in found] == [(True, 1, 1.0), (False, 2, 1.0), (False, 1, None)]
+    titles = [line for line in tables.tables(found) if "seconds from" in line]
+    assert len(titles) == 3 and "not cached" in titles[0] and "no limit" in titles[2]
+
+
+def test_methods_differ_in_how_kv_travels_alone():
+    args = SimpleNamespace(dtype="float32", server_arg=["--sleep-on-idle"])
+    seen = set()
+    for name in METHODS:
+        flags = command.flags_of(args, method(name, ("--kv-compressor", "kivi")), 0.1, command.Path("logs"))
+        prefill, decode = (" ".join(flags[role]) for role in ("prefill", "decode"))
+        assert ("--kv-mode verified --kv-compressor kivi" in decode) == name.startswith("lynx") * (name in ("lynx", "lynx-exact"))
+        assert "--kv-mode" not in prefill and "--sleep-on-idle" in prefill and "--sleep-on-idle" in decode
+        assert ("--kv-link-gbps 0.1" in prefill) == (name != "mooncake_tcp") and "--kv-link-gbps" not in decode
+        seen.add(prefill.replace(f"logs/{name}-0.1-timeline.jsonl", ""))
+    assert len(seen) == len(METHODS)
+    with pytest.raises(BenchError, match="--method 'zip': one of lynx"):
+        method("zip")
+
+
+def test_stocks_transfer_is_left_out_with_a_line_where_it_cannot_be_measured(monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    asked, failed = command.runs([method("mooncake_tcp"), method("int8")], [0.1])
+    assert [each.name for each, _ in asked] == ["int8"] and not failed
+    assert "mooncake_tcp-0.1: left out: the package mooncake is not installed: pip install" in capsys.readouterr().out
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    assert "cannot be held to 0.1 Gbit/s" in obstacle(method("mooncake_tcp"), 0.1) and obstacle(method("mooncake_tcp"), None) is None
+
+
+def test_wrong_options_end_in_one_line(tmp_path, capsys):
+    for options, said in (
+        (["--method", "lynx,zip"], "--method 'zip'"),
+        (["--link-gbps", "-1"], "--link-gbps '-1'"),
+        (["--context-len", "0"], "--context-len '0'"),
+        (["--prompts", "0"], "--prompts 0"),
+        (["--port", "65535"], "--port 65535"),
+    ):
+        assert main(["transfer", "--model", str(tmp_path), *options]) == 2
+        assert capsys.readouterr().err.startswith(f"transfer: {said}")
+
+
+class Fakes:
+    """Stands for a pair of servers: its first request of a prompt is cold."""
+
+    def __init__(self, model, flags, folder, name, start_timeout, port):
+        self.draws, self.asked = "verified" in flags["decode"], 0
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def forget_prompts(self):
+        self.asked = 0
+
+    def ask(self, prompt, tokens):
+        self.asked += 1
+        return lynx() if self.draws else plain(cached=0 if self.asked % 2 else PROMPT - 1)
+
+
+def test_a_run_writes_all_requests_with_their_timelines_and_a_picture(tmp_path, monkeypatch, capsys):
+    shapes = {"vocab_size": 500, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16}
+    (tmp_path / "config.json").write_text(json.dumps(shapes))
+    monkeypatch.setattr(command, "Pair", Fakes)
+    monkeypatch.setattr(command, "check_servers", lambda model, servers: None)
+    wanted = ["--method", "int8,lynx", "--context-len", str(PROMPT), "--prompts", "2", "--repeats", "1", "--output-len", "5"]
+    files = ["--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png")]
+    assert main(["transfer", "--model", str(tmp_path), *wanted, *files]) == 0
+    assert "| lynx |" in capsys.readouterr().out
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert len(report["requests"]) == 8 and report["requests"][-1]["events"][0] == ["expected", -1.0, 0, 0]
+    assert {(each["method"], each["cold"]) for each in report["figures"]} == {("int8", True), ("int8", False), ("lynx", False)}
+    assert (tmp_path / "out.png").stat().st_size > 10000
+
+
+def test_accuracy_orders_codecs_and_counts_their_bits():
+    made = torch.Generator().manual_seed(0)
+
+    def kv():
+        return torch.randn(1, 80, 2, 64, generator=made) + 2 * torch.randn(1, 1, 2, 64, generator=made)
+
+    keys, values = kv(), kv()
+    layers = [SimpleNamespace(queries=torch.randn(80, 4, 64, generator=made), scaling=0.125)]
+    found = {name: accuracy.of_method(name, layers, keys, values) for name in accuracy.CODED}
+    assert found["bf16"].anchor < found["int8"].anchor < found["int4"].anchor
+    assert found["int8"].anchor < found["int8-tensor"].anchor
+    split = found["lynx"]
+    assert 10 * split.all < split.anchor < 0.05
+    assert (split.anchor, split.all) == (found["lynx-int4"].anchor, found["lynx-int8"].anchor)
+    assert found["int8"].all is None and 8.25 <= found["int8"].bits_all < 8.27 and 5 <= found["int4"].bits_all < 5.02
+    assert "| lynx | " in "\n".join(tables.accuracy_table([*found.values()]))
