@@ -344,8 +344,8 @@ class RoundPlanner:
             # Its copy is renewed when it is verified. Where the copy was taken away, another may be made.
             return Role(True, True)
         if left <= 1 and not self.lossy:
-            # The last token of an output needs no draft.
-            reason = 0 if wanted.drafts else SLOWER
+            # The last token of an output needs no draft, and says nothing of those before.
+            reason = state.fallback if wanted.drafts else SLOWER
         elif next(copies, None) is None:
             reason = SLOWER
         else:

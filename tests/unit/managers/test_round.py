@@ -278,7 +278,7 @@ def run(round_, tokens, answers=(), order=None):
     found.steps.run = lambda *_: published.append("run") or [(nothing, sampled([token])) for token in tokens]
     found.steps.verifying = lambda *_: SimpleNamespace(draw=lambda logits, positions: sampled(answers))
     found.verifier._forward = lambda *_: (nothing, torch.zeros(len(answers)))
-    found.pace = SimpleNamespace(drafted=lambda: None, ended=lambda: None)
+    found.pace = SimpleNamespace(drafted=lambda: None, ended=lambda: None, running=None)
     found.worker.requests.of = lambda batch: round_.states
     result = found.decode(asked, lambda lengths: published.append(lengths.tolist()))
     return found, result, published
@@ -351,6 +351,13 @@ def test_a_captured_verification_is_aimed_before_it_is_replayed():
     part = verifier.verify(asked, planned, [0, 1], torch.tensor([[1, 2, 3], [1, 2, 3]]), None)
     assert seen == [(Recorded(1, 0, 5, 200), Recorded(2, 5, 10, 300)), "replay"]
     assert part.answers.accepted.tolist() == [4, 3] and part.answers.width == 5, "the graph is wider than the drafts"
+
+
+def test_the_last_token_does_not_hide_why_full_kv_gave_those_before():
+    found = states(2)
+    found[0].fallback = SHORT_CONTEXT
+    planned = plan(batch([40, 200], [request(1), request(1)]), found, 4)
+    assert planned.fallbacks == [SHORT_CONTEXT, 0] and planned.answering == [0, 1]
 
 
 def test_an_answer_gets_no_more_tokens_than_it_lacks():
