@@ -157,7 +157,8 @@ def test_held_bytes_count_keys_and_values_of_all_layers():
     assert views.held_bytes() == 25 * HEADS * DIM * 4 * 2 * LAYERS
 
 
-def test_copies_go_before_a_request_is_retracted():
+def test_copies_go_before_a_request_is_retracted(monkeypatch):
+    monkeypatch.setattr("sglang_ext.hooks.reserve.get_alloc_reserve_per_decode", lambda: 0)
     views = make_views()
     views.compress(1, 100)
     batch = SimpleNamespace(tree_cache=SimpleNamespace(copies=views, residency=None, early=None), reqs=[])
@@ -167,7 +168,8 @@ def test_copies_go_before_a_request_is_retracted():
 
 
 @pytest.mark.parametrize("offloads", [False, True])
-def test_where_full_kv_leaves_the_device_the_scheduler_looks_for_room_in_each_iteration(offloads):
+def test_where_full_kv_leaves_the_device_the_scheduler_looks_for_room_in_each_iteration(offloads, monkeypatch):
+    monkeypatch.setattr("sglang_ext.hooks.reserve.get_alloc_reserve_per_decode", lambda: 0)
     residency = SimpleNamespace(is_lost=lambda row: False) if offloads else None
     batch = SimpleNamespace(tree_cache=SimpleNamespace(copies=make_views(), residency=residency, early=None), batch_is_full=True, reqs=[])
     assert give_back_when_full(lambda b, i: True, batch)
