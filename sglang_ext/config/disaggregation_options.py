@@ -9,17 +9,15 @@ from typing import TYPE_CHECKING
 
 from sglang_ext.config import benchmark_options
 from sglang_ext.config.method_options import offers
-from sglang_ext.config.options import one_of
+from sglang_ext.config.options import BACKEND, RAW, one_of
 from sglang_ext.config.refusal import Refusal, above, switched_on
 from sglang_ext.mem_cache.compressors.kvzap import KVzap
 
 if TYPE_CHECKING:
     from sglang_ext.arguments import KVServerArgs
 
-BACKEND = "progressive"
 # Flags that say something with this backend alone, in any mode.
 TRANSFER_FLAGS = ("kv_reference", "kv_link_gbps", "kv_link_keys", *benchmark_options.TRANSFER_EFFECTS)
-RAW = "raw"
 REFERENCES = ("exact", "int8", RAW)
 
 
