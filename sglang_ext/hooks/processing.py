@@ -1,4 +1,6 @@
-"""How SGLang's scheduler takes the result of a round: of the requests that answered, and of those that were aborted meanwhile."""
+"""How SGLang's scheduler takes the result of a round: of the requests that answered, and of those that were aborted meanwhile; and
+where it has to do so before it launches the next.
+"""
 
 import copy
 from collections.abc import Callable
@@ -7,10 +9,16 @@ from typing import TYPE_CHECKING
 from sglang.srt.managers.utils import GenerationBatchResult
 
 from sglang_ext.hooks.finish import tokens_to_end
+from sglang_ext.managers.spec_decode.grammar import is_walked
 from sglang_ext.managers.spec_decode.result import RoundResult
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+
+def sync_for_grammars(original: Callable, batch: "ScheduleBatch") -> bool:
+    """Hook around ``grammar_needs_sync``: rounds walk grammars along what is not processed yet, but those that cannot be taken back."""
+    return original(batch) and not all(is_walked(req.grammar) for req in batch.reqs)
 
 
 def process_emitted(original: Callable, processor, batch: "ScheduleBatch", result) -> None:

@@ -41,6 +41,11 @@ HOOKS: tuple[Hook, ...] = (
         "in an iteration most requests only draft: they have no tokens to stream or count", ("self", "batch", "result"),
     ),
     Hook(
+        "sglang.srt.managers.schedule_batch.ScheduleBatch.grammar_needs_sync",
+        "sglang_ext.hooks.processing.sync_for_grammars",
+        "a request with a grammar shall not make each round of its neighbours wait for the host", ("self",),
+    ),
+    Hook(
         "sglang.srt.managers.scheduler_components.output_streamer._GenerationStreamAccumulator.accept",
         "sglang_ext.hooks.reporting.send_what_is_due",
         "the frontend takes the time to the first token when it is sent, which tokens that come together put off to the end",

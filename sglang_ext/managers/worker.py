@@ -25,6 +25,7 @@ from sglang_ext.managers.metrics import KVMetrics
 from sglang_ext.managers.offload import full_tier
 from sglang_ext.managers.served_methods import ServedMethods
 from sglang_ext.managers.simulation import Simulation
+from sglang_ext.managers.spec_decode.grammar import NewTokens
 from sglang_ext.managers.spec_decode.loop import DecodeLoop, decode_loop
 from sglang_ext.managers.spec_decode.steps import prefill
 from sglang_ext.managers.spec_decode.requests import RequestStates, fallback_reason
@@ -66,6 +67,7 @@ class KVWorker(BaseSpecWorker):
         self.graphs: verify_graphs.VerifyGraphSet | None = None
         self.views: CompressedViews | None = None
         self.loop: DecodeLoop | None = None
+        self.new_tokens = NewTokens()
         verify_graphs.plain(self.model_runner)
         torch_native.register()
         reserve_queries(window)
@@ -192,6 +194,7 @@ class KVWorker(BaseSpecWorker):
         if self.loop is None:
             self.bind_tree_cache(batch.tree_cache)
         result = self._forward(batch, on_publish)
+        self.new_tokens = NewTokens.of(batch, result)
         if batch.tree_cache.host is not None:
             batch.tree_cache.host.tier.forward_launched()
         return result

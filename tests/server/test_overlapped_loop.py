@@ -22,7 +22,7 @@ def test_stock_and_verified_run_the_overlapped_loop(stock, verified):
 
 
 def test_a_grammar_request_that_finishes_beside_others_leaves_the_next_round(stock, verified, prompts, expected):
-    # Under a grammar SGLang processes a result after it built the next batch: who finished is in it still.
+    # A round is launched before it is known who finished in the last one: its grammar is walked past its end.
     bodies = [
         {"input_ids": prompts[0], **greedy(EXPECTED_TOKENS)},
         {"input_ids": prompts[1], **greedy(24, regex=WORDS, ignore_eos=False)},

@@ -2,17 +2,23 @@
 
 SGLang advances a request's grammar over its output alone. Drafts are made without it; their verification walks it along them to
 mask each row of logits, and back at once, so that between forwards it always stands at the output, whatever becomes of the
-request (abort, retraction).
+request (abort, retraction). Under the overlapped loop SGLang launches a round before it has put the tokens of the last one into
+outputs: a walk begins with these.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject, GrammarRow
+from sglang.srt.managers.utils import GenerationBatchResult
 
-# Drafts that a grammar is walked along; xgrammar takes back 200.
-LONGEST_WALK = 128
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+
+# Drafts that a grammar is walked along. As many and one more may be new answers before them; xgrammar takes back 200 tokens.
+LONGEST_WALK = 96
 BITS = 32
 """Tokens in a number of a mask, int32 [rows, vocabulary / 32], in xgrammar and llguidance."""
 
@@ -27,19 +33,62 @@ def can_roll_back(grammar: BaseGrammarObject) -> bool:
     return not wrapped and type(grammar).rollback is not BaseGrammarObject.rollback
 
 
+def is_walked(grammar: BaseGrammarObject | None) -> bool:
+    """Whether a request's grammar may lag behind its tokens: there is none, or it can be walked along them and back."""
+    return grammar is None or can_roll_back(grammar)
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """The tokens of the newest forward, which SGLang has not put into outputs yet when it launches the next one.
+
+    Attributes:
+        reqs: the requests that the forward was of; none where no grammar has to know.
+        result: of the forward: a prefill's one token, or a round's answers, of each.
+    """
+
+    reqs: Sequence["Req"] = ()
+    result: GenerationBatchResult | None = None
+
+    @classmethod
+    def of(cls, batch: "ScheduleBatch", result: GenerationBatchResult) -> "NewTokens":
+        """Those of a forward of ``batch``."""
+        if all(req.grammar is None for req in batch.reqs):
+            return cls()
+        places = getattr(result, "requests", None)
+        return cls(list(batch.reqs) if places is None else [batch.reqs[i] for i in places], result)
+
+    def before(self, req: "Req", length: int) -> list[int]:
+        """Tokens of a request that are not in its output yet; waits for the forward that gave them.
+
+        Args:
+            req: whose output may lack them.
+            length: tokens whose KV it has; one more is known.
+        """
+        count = length + 1 - len(req.origin_input_ids) - len(req.output_ids)
+        if count <= 0:
+            return []
+        place = next(i for i, each in enumerate(self.reqs) if each is req)
+        self.result.copy_done.synchronize()
+        stride = 1 if self.result.accept_lens is None else self.result.speculative_num_draft_tokens
+        return self.result.next_token_ids[place * stride : place * stride + count].tolist()
+
+
 @dataclass
 class Walk:
     """A request's grammar along its drafts.
 
     Attributes:
         grammar: at the request's output, before and after each call.
-        drafts: tokens after the output, of which the first :data:`LONGEST_WALK` count.
+        drafts: the newest tokens, of which the first :data:`LONGEST_WALK` count.
+        before: tokens between the output and the drafts.
         answers: rows that are masked, from the first on, so that their tokens may be answers; set by :meth:`fill`. The last follows
             a draft that the grammar refuses, or is the one that ends the grammar.
     """
 
     grammar: BaseGrammarObject
     drafts: Sequence[int] = ()
+    before: Sequence[int] = ()
     answers: int = field(default=1, init=False)
 
     def row(self, index: int) -> "GrammarAfter | None":
@@ -50,6 +99,12 @@ class Walk:
         """Mask rows of ``vocab_mask``, by the number of drafts before each, from 0 on. The others stay open."""
         grammar, taken = self.grammar, 0
         try:
+            for token in self.before:
+                if grammar.is_terminated():
+                    # The output has ended with these tokens: what follows is nobody's.
+                    return
+                grammar.accept_token(token)
+                taken += 1
             for index in range(len(rows)):
                 if grammar.is_terminated():
                     break

@@ -222,9 +222,9 @@ class DecodeLoop:
 def decode_running(decode: Decode, batch: "ScheduleBatch", on_publish: Publish | None) -> RoundResult:
     """What ``decode`` gives for the requests of ``batch`` that did not finish; the result says which they are.
 
-    Under the overlapped loop SGLang builds a batch before it has the result of the last one. Where a request has a grammar it then
-    processes that result before it launches the batch: who finishes in it is in the batch still, but its row and its slots are
-    free. A round of the others is run, and what SGLang relays from round to round is made as long as the batch again.
+    Under the overlapped loop SGLang builds a batch before it has the result of the last one. Where a request has a grammar that
+    cannot be walked (grammar.py) it then processes that result before it launches the batch: who finishes in it is in the batch
+    still, but its row and its slots are free. A round of the others is run, and what SGLang relays from round to round is made as long as the batch again.
 
     Args:
         decode: runs a round of all requests of a batch.

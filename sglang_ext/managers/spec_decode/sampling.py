@@ -53,9 +53,9 @@ class Row:
         return cls(request, state.seed if state.fallback in CURABLE else None, grammar)
 
     @classmethod
-    def answer(cls, request: int, state: RequestState, req: "Req") -> "Row":
-        """The row after a request's output, without drafts."""
-        return cls.of(request, state, Walk(req.grammar).row(0) if req.grammar else None)
+    def answer(cls, request: int, state: RequestState, walk: Walk | None) -> "Row":
+        """The row after a request's newest token, without drafts; ``walk``: its grammar there, if it has one."""
+        return cls.of(request, state, None if walk is None else walk.row(0))
 
 
 def route(req: "Req") -> str:

@@ -83,11 +83,34 @@ class Steps:
         answering = set(round_.answering)
 
         def rows() -> list[Row]:
-            pairs = enumerate(zip(round_.states, batch.reqs))
-            return [Row.answer(i, state, req) if i in answering else Row.of(i, state) for i, (state, req) in pairs]
+            walks = self.walks(batch, round_, round_.answering)
+            return [
+                Row.answer(i, state, walks.get(i)) if i in answering else Row.of(i, state)
+                for i, state in enumerate(round_.states)
+            ]
 
         logprobs = bool(answering) and batch.return_logprob
         return self._samplings.get(batch, round_.states, tuple(range(len(round_.states))), 1, logprobs, rows)
+
+    def walks(
+        self, batch: "ScheduleBatch", round_: Round, requests: list[int], drafts: torch.Tensor | None = None
+    ) -> dict[int, Walk]:
+        """The grammars of those of ``requests`` that have one, by place in the batch; waits for what they are to be walked along.
+
+        Args:
+            drafts: int64 [requests, drafts], that each grammar is walked along; None for none.
+        """
+        rows = [k for k, i in enumerate(requests) if batch.reqs[i].grammar is not None]
+        if not rows:
+            return {}
+        known = [[]] * len(rows) if drafts is None else drafts[to_device(rows, drafts.device), :LONGEST_WALK].tolist()
+        walks = {}
+        for k, tokens in zip(rows, known):
+            i = requests[k]
+            req = batch.reqs[i]
+            before = self.worker.new_tokens.before(req, round_.lengths[i])
+            walks[i] = Walk(req.grammar, tokens[: round_.offered(i)], before)
+        return walks
 
     def run(
         self, batch: "ScheduleBatch", round_: Round, tokens: torch.Tensor, slots: torch.Tensor, starts: torch.Tensor
@@ -169,7 +192,7 @@ class Verifier:
         tokens = torch.cat([batch.spec_info.bonus_tokens[where, None], drafts], 1)
         lengths = [round_.lengths[i] for i in requests]
         # The host waits for the drafts here, where a request has a grammar.
-        walks = _walks(part.reqs, requests, drafts, offered)
+        walks = self.steps.walks(batch, round_, requests, drafts)
         output, positions = self._forward(part, [round_.states[i] for i in requests], lengths, tokens)
         width = len(positions) // len(requests)
         sampled = self.steps.verifying(batch, round_, requests, width, walks).draw(output.next_token_logits, positions)
@@ -230,15 +253,6 @@ class Verifier:
         return agreed.sum(1)
 
 
-def _walks(reqs: list, requests: list[int], drafts: torch.Tensor, offered: list[int]) -> dict[int, Walk]:
-    """The grammars of those that have one, by place in the whole batch, along their drafts."""
-    rows = [k for k, req in enumerate(reqs) if req.grammar is not None]
-    if not rows:
-        return {}
-    known = drafts[to_device(rows, drafts.device), :LONGEST_WALK].tolist()
-    return {requests[k]: Walk(reqs[k].grammar, tokens[: offered[k]]) for k, tokens in zip(rows, known)}
-
-
 def prefill(worker: "KVWorker", batch: "ScheduleBatch", on_publish=None) -> GenerationBatchResult:
     """Admit a batch's requests, compute their prompts' KV, and sample the token after each.
 
@@ -272,7 +286,9 @@ def _first_tokens(
     worker: "KVWorker", batch: "ScheduleBatch", states: list[RequestState], result: GenerationBatchResult
 ) -> torch.Tensor:
     """The token after each prompt, int64 [requests]; log-probabilities are written into the result where asked for."""
-    rows = [Row.answer(i, state, req) for i, (state, req) in enumerate(zip(states, batch.reqs))]
+    # Outputs hold all that came before: SGLang prefills no request of whom a result is out.
+    walks = [Walk(req.grammar) if req.grammar else None for req in batch.reqs]
+    rows = [Row.answer(i, state, walk) for i, (state, walk) in enumerate(zip(states, walks))]
     output = result.logits_output
     if all(req.sampling_params.max_new_tokens == 0 for req in batch.reqs):
         # As SGLang without speculation: nothing is drawn, and what was asked for is told whatever the temperature.

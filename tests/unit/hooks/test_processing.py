@@ -6,10 +6,11 @@ from types import SimpleNamespace
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
 from sglang_ext.core import RequestState
-from sglang_ext.hooks.processing import process_emitted
+from sglang_ext.hooks.processing import process_emitted, sync_for_grammars
 from sglang_ext.layers.attention.views import BetweenSteps
 from sglang_ext.managers import meta_info
 from sglang_ext.managers.spec_decode.result import RoundResult
@@ -53,6 +54,14 @@ class Processor(SimpleNamespace):
     def __init__(self, **more):
         self.counted = []
         super().__init__(model_worker=SimpleNamespace(account=lambda *seen: self.counted.append(seen)), **more)
+
+
+def test_a_round_waits_for_the_host_only_where_a_grammar_cannot_be_walked():
+    walked, kept = (type("Grammar", (BaseGrammarObject,), {"rollback": lambda self, k: None})(), BaseGrammarObject())
+    asked = [True, True, True, False]
+    for needs, grammars in zip(asked, ([None, walked], [walked, kept], [kept], [None])):
+        batch = SimpleNamespace(reqs=[request("a", each) for each in grammars])
+        assert sync_for_grammars(lambda _, needs=needs: needs, batch) == (kept in grammars)
 
 
 def test_requests_that_only_drafted_are_left_out_of_processing():

@@ -1,5 +1,7 @@
 """Grammars over drafts: masks as if the drafts were output, and no trace of them afterwards."""
 
+from types import SimpleNamespace
+
 import torch
 import xgrammar
 from hypothesis import given
@@ -9,7 +11,7 @@ from sglang.srt.constrained.base_grammar_backend import GrammarRow
 from sglang.srt.constrained.llguidance_backend import GuidanceGrammar
 from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
 
-from sglang_ext.managers.spec_decode.grammar import LONGEST_WALK, Walk, can_roll_back
+from sglang_ext.managers.spec_decode.grammar import LONGEST_WALK, NewTokens, Walk, can_roll_back, is_walked
 
 BYTES = LLTokenizer("byte")
 END = BYTES.eos_token
@@ -87,6 +89,49 @@ def test_whatever_is_drafted_each_row_that_counts_is_masked_as_after_output(draf
     assert last == len(drafts) or drafts[last] not in masks[last] or drafts[last] == END, "a draft that is refused, or the end"
     assert not ended or drafts[last] == END
     assert mask_of(one) == mask_of(grammar(start)) and not one.is_terminated()
+
+
+@given(text=words, data=st.data())
+def test_masks_after_tokens_that_are_not_in_the_output_yet_are_those_after_output(text, data):
+    start = data.draw(st.integers(0, len(text)))
+    middle = data.draw(st.integers(start, len(text)))
+    one = grammar(text[:start])
+    walk = Walk(one, list(text[middle:]), list(text[start:middle]))
+    rows = [walk.row(i) for i in range(len(text) - middle + 1)]
+    assert filled(rows) == [mask_of(grammar(text[:end])) for end in range(middle, len(text) + 1)]
+    assert mask_of(one) == mask_of(grammar(text[:start])), "the grammar stands at the output again"
+
+
+def test_rows_of_a_request_that_has_ended_unknown_to_its_output_stay_open():
+    one = grammar(b"abab")
+    # As after ``ignore_eos``: the round went on after the end of the grammar.
+    walk = Walk(one, [ord("a")], [ord("x"), END, ord("q")])
+    assert filled([walk.row(0), walk.row(1)]) == [set(range(BYTES.vocab_size))] * 2
+    assert walk.answers == 1 and not one.is_terminated() and ord("x") in mask_of(one)
+
+
+def test_the_newest_forward_tells_what_an_output_lacks():
+    copied = []
+    reqs = [
+        SimpleNamespace(grammar=object() if i == 1 else None, origin_input_ids=[1] * 5, output_ids=[7] * i) for i in range(3)
+    ]
+    batch = SimpleNamespace(reqs=reqs)
+    done = SimpleNamespace(synchronize=lambda: copied.append(1))
+    answers = SimpleNamespace(
+        requests=[1, 2], copy_done=done, accept_lens=torch.tensor([2, 1]), speculative_num_draft_tokens=3,
+        next_token_ids=torch.tensor([10, 11, 12, 20, 21, 22]),
+    )
+    tokens = NewTokens.of(batch, answers)
+    # Five of the prompt and one of the output are known to SGLang, two came now; the KV of the newest is not there.
+    assert tokens.before(reqs[1], 7) == [10, 11] and tokens.before(reqs[2], 7) == [20]
+    assert tokens.before(reqs[1], 5) == [] and len(copied) == 2, "nothing is waited for where the output has all"
+    first = SimpleNamespace(copy_done=done, accept_lens=None, next_token_ids=torch.tensor([30, 31, 32]))
+    assert NewTokens.of(batch, first).before(reqs[1], 6) == [31]
+    assert NewTokens.of(SimpleNamespace(reqs=[reqs[0]]), answers).reqs == (), "no grammar has to know"
+
+
+def test_only_grammars_that_are_taken_back_may_lag_behind():
+    assert is_walked(None) and is_walked(grammar()) and not is_walked(SimpleNamespace(grammar=grammar()))
 
 
 def test_no_token_follows_the_end_of_a_grammar():

@@ -345,7 +345,7 @@ def test_a_captured_verification_is_aimed_before_it_is_replayed():
     graph = SimpleNamespace(width=5, verify=lambda batch, inputs: seen.append("replay") or LogitsProcessorOutput(None))
     worker = SimpleNamespace(queries=SimpleNamespace(aim=seen.append), views=without_copies())
     draw = SimpleNamespace(draw=lambda logits, positions: sampled([1, 2, 3, 4, 5, 1, 2, 7, 0, 0]))
-    steps = SimpleNamespace(slots=lambda *_: torch.zeros(2, 5), verifying=lambda *_: draw)
+    steps = SimpleNamespace(slots=lambda *_: torch.zeros(2, 5), verifying=lambda *_: draw, walks=lambda *_: {})
     verifier = Verifier(worker, steps, SimpleNamespace(fit=lambda count, width: graph), None)
     planned = plan(asked := batch([200, 300]), states(2), 3)
     part = verifier.verify(asked, planned, [0, 1], torch.tensor([[1, 2, 3], [1, 2, 3]]), None)
@@ -368,7 +368,7 @@ def test_an_answer_gets_no_more_tokens_than_it_lacks():
     worker = SimpleNamespace(queries=SimpleNamespace(aim=lambda recorded: None), views=without_copies())
     graph = SimpleNamespace(width=5, verify=lambda batch, inputs: LogitsProcessorOutput(next_token_logits=None))
     draw = SimpleNamespace(draw=lambda logits, positions: sampled([1, 2, 3, 4, 5] * 2))
-    steps = SimpleNamespace(slots=lambda *_: torch.zeros(2, 5), verifying=lambda *_: draw)
+    steps = SimpleNamespace(slots=lambda *_: torch.zeros(2, 5), verifying=lambda *_: draw, walks=lambda *_: {})
     verifier = Verifier(worker, steps, SimpleNamespace(fit=lambda count, width: graph), None)
     part = verifier.verify(batch([200, 300]), planned, [0, 1], torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4]]), None)
     assert part.answers.accepted.tolist() == [2, 5]
