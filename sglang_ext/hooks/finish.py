@@ -1,7 +1,8 @@
 """An output ends where it would if its tokens came one at a time.
 
 For tokens that come together, SGLang looks for the length first, then for stop strings in the order in
-which they were given, then for stop tokens: of two ends it may take the later one.
+which they were given, then for stop tokens: of two ends it may take the later one. So what follows the first end is cut off before it
+looks (processing.py), and it looks at the last token alone.
 """
 
 from collections.abc import Callable
@@ -11,29 +12,19 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
 
-def end_at_first(original: Callable, req: "Req", new_accepted_len: int = 1) -> None:
-    """Hook around ``update_finish_state``: look for an end after each new token.
+def end_at_last(original: Callable, req: "Req", new_accepted_len: int = 1) -> None:
+    """Hook around ``update_finish_state``: of tokens that come together the last is looked at, as if it came alone.
 
-    Tokens after the end stay in ``output_ids``; ``finished_len`` excludes them. Of a round none comes (:func:`tokens_to_end`). An
-    abort that came meanwhile ends what has no end of its own.
+    None before it ends the output (:func:`tokens_to_end`). An abort that came meanwhile ends what has no end of its own.
     """
-    if new_accepted_len <= 1 or req.finished():
+    if new_accepted_len <= 1:
         original(req, new_accepted_len)
         return
     abort, req.to_finish = req.to_finish, None
-    newest = req.output_ids[-new_accepted_len:]
-    del req.output_ids[-new_accepted_len:]
-    count = 0
-    while count < new_accepted_len and not req.finished():
-        req.output_ids.append(newest[count])
-        original(req, 1)
-        count += 1
+    original(req, 1)
     if abort and not req.finished():
         req.to_finish = abort
         original(req, 1)
-    elif req.finished() and req.finished_len is None:
-        req.finished_len = len(req.output_ids)
-    req.output_ids.extend(newest[count:])
 
 
 def tokens_to_end(req: "Req", tokens: list[int]) -> int:

@@ -58,12 +58,13 @@ HOOKS: tuple[Hook, ...] = (
     ),
     Hook(
         "sglang.srt.managers.schedule_batch.Req.update_finish_state",
-        "sglang_ext.hooks.finish.end_at_first",
-        "of tokens accepted together, the first that ends the output ends it, as without speculation", ("self", "new_accepted_len"),
+        "sglang_ext.hooks.finish.end_at_last",
+        "of tokens accepted together, none before the last ends the output, which is looked at as without speculation",
+        ("self", "new_accepted_len"),
     ),
     Hook(
         "sglang.srt.speculative.eagle_utils.eagle_prepare_for_decode",
-        "sglang_ext.hooks.reserve.reserve_to_the_end",
+        "sglang_ext.hooks.room.reserve_to_the_end",
         "slots that are taken ahead of a request shall end where its answer does, or a prompt that fits would not", ("batch",),
     ),
     Hook(
@@ -73,7 +74,7 @@ HOOKS: tuple[Hook, ...] = (
     ),
     Hook(
         "sglang.srt.managers.schedule_batch.ScheduleBatch.check_decode_mem",
-        "sglang_ext.hooks.give_back.give_back_when_full",
+        "sglang_ext.hooks.room.give_back_when_full",
         "a full pool takes compressed copies back before it retracts a request", ("self", "selected_indices"),
     ),
     Hook(

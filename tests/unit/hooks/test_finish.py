@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_ext.hooks.finish import end_at_first, tokens_to_end
+from sglang_ext.hooks.finish import end_at_last, tokens_to_end
 
 LETTERS = "abcd"
 END = LETTERS.index("d")
@@ -51,10 +51,11 @@ def together(tokens, sizes, params):
     req, sizes, rest = make_request(**params), list(sizes), list(tokens)
     while rest and not req.finished():
         count = min(sizes.pop() if sizes else len(rest), len(rest))
-        req.output_ids.extend(rest[:count])
-        end_at_first(Req.update_finish_state, req, count)
+        kept = tokens_to_end(req, rest[:count])
+        req.output_ids.extend(rest[:kept])
+        end_at_last(Req.update_finish_state, req, kept)
+        assert kept == count or req.finished(), "what is cut off followed an end"
         rest = rest[count:]
-    assert list(req.output_ids) == tokens[: len(tokens) - len(rest)]
     return answer(req)
 
 
@@ -82,15 +83,16 @@ def test_an_abort_keeps_the_tokens_that_came_with_it():
     req = make_request(max_new_tokens=8)
     req.output_ids.extend([0, 1, 2])
     req.to_finish = FINISH_ABORT("gone")
-    end_at_first(Req.update_finish_state, req, 3)
+    end_at_last(Req.update_finish_state, req, 3)
     assert answer(req)[0] == [0, 1, 2] and isinstance(req.finished_reason, FINISH_ABORT)
 
 
-def test_an_abort_does_not_show_what_follows_an_end():
+def test_an_abort_does_not_hide_an_end():
     req = make_request(max_new_tokens=8, stop=["b"])
-    req.output_ids.extend([0, 1, 2])
     req.to_finish = FINISH_ABORT("gone")
-    end_at_first(Req.update_finish_state, req, 3)
+    assert (kept := tokens_to_end(req, [0, 1, 2])) == 2
+    req.output_ids.extend([0, 1])
+    end_at_last(Req.update_finish_state, req, kept)
     assert answer(req) == one_by_one([0, 1, 2], {"max_new_tokens": 8, "stop": ["b"]})
 
 
