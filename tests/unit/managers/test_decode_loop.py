@@ -124,6 +124,7 @@ class Toy(DecodeLoop):
         steps = SimpleNamespace(
             table=views.token_table, slots=lambda *args: torch.zeros(1), run=self.draw,
             verifying=lambda *args: SimpleNamespace(draw=lambda logits, positions: self.answers),
+            walks=lambda *_: {},
         )
         pace = Pace(FixedLength(drafts), torch.device("cpu"), metrics)
         verifier = Verifier(worker, steps, None, None)
