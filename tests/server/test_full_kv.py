@@ -74,6 +74,38 @@ def test_hidden_states_are_stocks_beside_a_request_that_drafts(stock, verified, 
     assert drafting.result()["meta_info"]["kv_drafts"] > 0
 
 
+def test_every_reason_for_full_kv_beside_drafts_of_all_kinds_in_one_batch(stock, verified, prompts):
+    sampled = {"max_new_tokens": 16, "temperature": 0.8, "top_k": 20, "sampling_seed": 7, "ignore_eos": True}
+    disallowing = DisallowedTokensLogitsProcessor.to_str()
+    kinds = {
+        "greedy": (None, greedy(16)),
+        "seeded": (None, {"sampling_params": sampled}),
+        "grammar": (None, greedy(16, regex=r"(yes|no)( and (yes|no)){5}", ignore_eos=False)),
+        "short": ("short-context", greedy(16)),
+        "penalty": ("penalty", greedy(16, frequency_penalty=0.6, presence_penalty=0.2)),
+        "seeded penalty": ("penalty", {"sampling_params": {**sampled, "repetition_penalty": 1.2}}),
+        "min-p": ("min-p", greedy(16, min_p=0.2)),
+        "processor": ("custom-logit-processor", {**greedy(16, custom_params={"token_ids": [28, 198]}), "custom_logit_processor": disallowing}),
+        "hidden": ("hidden-states", {**greedy(12), "return_hidden_states": True}),
+    }
+    bodies = [
+        {"input_ids": prompts[place % 4][: 20 if kind == "short" else 190 + place], **more}
+        for place, (kind, (_, more)) in enumerate(kinds.items())
+    ]
+    expected = [stock.ask(**body) for body in bodies]
+    verified.flush_cache()
+    # As one request, so that all are prefilled together: one that joins changes a penalized answer, in stock as well.
+    names = ("input_ids", "sampling_params", "return_hidden_states", "custom_logit_processor")
+    found = verified.ask(**{name: [body.get(name, False if name == "return_hidden_states" else None) for body in bodies] for name in names})
+    for (kind, (reason, _)), theirs, ours in zip(kinds.items(), expected, found):
+        assert ours["output_ids"] == theirs["output_ids"], kind
+        assert ours["meta_info"]["kv_fallback"] == reason, kind
+        assert (ours["meta_info"]["kv_drafts"] > 0) == (reason is None), kind
+    left, right = (flatten(answers[-1]["meta_info"]["hidden_states"]) for answers in (expected, found))
+    assert len(left) == len(right) > 500
+    assert max(abs(a - b) for a, b in zip(left, right)) < HIDDEN_TOLERANCE
+
+
 def flatten(values: list) -> list[float]:
     """The numbers of nested lists, in order."""
     return [x for v in values for x in (flatten(v) if isinstance(v, list) else [v])]
