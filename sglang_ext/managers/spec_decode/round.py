@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from sglang_ext.config.options import WIDE_REQUESTS
 from sglang_ext.core import FALLBACK_REASONS, RequestState
-from sglang_ext.managers.spec_decode.copy_policy import CURABLE, NO_QUERIES, SLOWER, ensure_copy
+from sglang_ext.managers.spec_decode.copy_policy import CURABLE, NO_QUERIES, SLOWER, ensure_copy, until_due
 from sglang_ext.managers.spec_decode.pace import Choice
 from sglang_ext.managers.spec_decode.requests import end_of_answer
 from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
@@ -276,7 +276,7 @@ class RoundPlanner:
             Candidate(req, state, length, max(0, end_of_answer(req) - length))
             for req, state, length in zip(batch.reqs, states, lengths)
         ]
-        most = min(wanted.drafts or PLAIN_STEPS, self.longest)
+        most = min(PLAIN_STEPS if self.lossy else wanted.drafts or PLAIN_STEPS, self.longest)
         # Beside the slots that SGLang keeps ahead of each request.
         headroom = 2 * (most + 1) * count
         copies = self._copies(wanted, count)
@@ -288,6 +288,10 @@ class RoundPlanner:
         early = [i for i, each in enumerate(requests) if each.role.early]
         if early:
             most = min(most, SHORT_ROUND)
+        if self.lossy:
+            # Or whether a token is one of full KV or of a copy would depend on who else is served.
+            due = (until_due(self.views, each.state, each.length) for each in requests)
+            most = min([most, *filter(None, due)])
         if not any(each.role.drafts and (each.role.copy or each.role.reason == NO_QUERIES) for each in requests):
             # Drafts on full KV alone would gain nothing.
             for each in requests:
