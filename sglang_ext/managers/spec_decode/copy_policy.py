@@ -81,6 +81,13 @@ def copy_is_near(views: CompressedViews, state: RequestState, end: int) -> bool:
     return end + method.compressor.window + method.unit >= due
 
 
+def until_due(views: CompressedViews, state: RequestState, length: int) -> int:
+    """Tokens after which a request of ``length`` tokens gets a copy, or a new one; 0 where that is due, or it never gets any."""
+    method, view = views.method(state.row), views.get(state.row)
+    due = shortest(method) if view is None else renew_at(view) + method.recent
+    return max(0, due - length) if state.fallback in CURABLE else 0
+
+
 def of_use(views: CompressedViews, states: Iterable[RequestState], rows: Iterable[Recorded]) -> tuple[Recorded, ...]:
     """Of ``rows`` of a forward, of the requests with these ``states``, those whose queries may choose a copy."""
     return tuple(row for state, row in zip(states, rows) if copy_is_near(views, state, row.position + row.end - row.start))

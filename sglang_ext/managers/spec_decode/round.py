@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from sglang_ext.config.options import WIDE_REQUESTS
 from sglang_ext.core import FALLBACK_REASONS, RequestState
-from sglang_ext.managers.spec_decode.copy_policy import CURABLE, NO_QUERIES, SLOWER, ensure_copy
+from sglang_ext.managers.spec_decode.copy_policy import CURABLE, NO_QUERIES, SLOWER, ensure_copy, until_due
 from sglang_ext.managers.spec_decode.pace import Choice
 from sglang_ext.managers.spec_decode.requests import end_of_answer
 from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
@@ -276,7 +276,7 @@ class RoundPlanner:
             Candidate(req, state, length, max(0, end_of_answer(req) - length))
             for req, state, length in zip(batch.reqs, states, lengths)
         ]
-        most = min(wanted.drafts or PLAIN_STEPS, self.longest)
+        most = min(PLAIN_STEPS if self.lossy else wanted.drafts or PLAIN_STEPS, self.longest)
         # Beside the slots that SGLang keeps ahead of each request.
         headroom = 2 * (most + 1) * count
         copies = self._copies(wanted, count)
@@ -294,7 +294,8 @@ class RoundPlanner:
                 each.role = replace(each.role, drafts=each.role.early)
         one_by_one = any(not each.role.drafts and _is_looked_at(each) for each in requests)
         ahead = [each.left - (each.state.gathered + 1) * each.role.drafts for each in requests]
-        steps = 1 if one_by_one else max(1, min(most, max(ahead)))
+        ends = [until_due(self.views, each.state, each.length) for each in requests if self.lossy]  # or company would decide when
+        steps = 1 if one_by_one else max(1, min([most, max(ahead), *filter(None, ends)]))
         for each in requests:
             if each.role.gathers:
                 # Where they would not fit any more, the newest drafts are drafted again.

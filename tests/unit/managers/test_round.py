@@ -226,6 +226,27 @@ def test_drafts_end_with_the_longest_output_and_lossy_drafts_none():
     assert planned.rows == [1 + ROWS, 2] and planned.viewed == [50, 40] and planned.answering == [0, 1]
 
 
+@pytest.mark.parametrize(("length", "steps"), [(120, 4), (125, 3), (127, 1), (128, 4), (200, 4)])
+def test_a_lossy_round_ends_where_a_copy_is_due_whoever_else_is_served(length, steps):
+    """Or the first tokens after that place would be of full KV beside some, and of a copy beside others."""
+    assert plan(batch([length, 300]), states(2), 8, lossy=True).steps == steps
+    assert plan(batch([length, 300]), states(2), 8).steps == 8, "what is verified is the same in any round"
+    penalized = states(2, r1=FALLBACK_REASONS.index("min-p"))
+    assert plan(batch([length, 300]), penalized, 8, lossy=True).steps == 4, "it never gets a copy"
+
+
+@pytest.mark.parametrize("wanted", [0, 1, 2, 8])
+def test_what_draft_lengths_say_does_nothing_in_lossy(wanted):
+    assert plan(batch([200, 300]), states(2), wanted, lossy=True).steps == PLAIN_STEPS
+
+
+def test_a_lossy_round_ends_where_a_copy_is_renewed():
+    views = Views()
+    views.copies[1] = CompressedView(torch.arange(50), 200)
+    assert plan(batch([711]), states(1), 8, views, lossy=True).steps == 2
+    assert plan(batch([713]), states(1), 8, views, lossy=True).steps == 4 and views.copies[1].covered == 713
+
+
 @given(
     st.lists(st.tuples(st.integers(1, 500), st.integers(1, 30), st.booleans()), min_size=1, max_size=4),
     st.integers(0, 8), st.sampled_from(["", "penalty", "min-p"]),
