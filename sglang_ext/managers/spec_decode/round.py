@@ -288,17 +288,14 @@ class RoundPlanner:
         early = [i for i, each in enumerate(requests) if each.role.early]
         if early:
             most = min(most, SHORT_ROUND)
-        if self.lossy:
-            # Or whether a token is one of full KV or of a copy would depend on who else is served.
-            due = (until_due(self.views, each.state, each.length) for each in requests)
-            most = min([most, *filter(None, due)])
         if not any(each.role.drafts and (each.role.copy or each.role.reason == NO_QUERIES) for each in requests):
             # Drafts on full KV alone would gain nothing.
             for each in requests:
                 each.role = replace(each.role, drafts=each.role.early)
         one_by_one = any(not each.role.drafts and _is_looked_at(each) for each in requests)
         ahead = [each.left - (each.state.gathered + 1) * each.role.drafts for each in requests]
-        steps = 1 if one_by_one else max(1, min(most, max(ahead)))
+        ends = [until_due(self.views, each.state, each.length) for each in requests if self.lossy]  # or company would decide when
+        steps = 1 if one_by_one else max(1, min([most, max(ahead), *filter(None, ends)]))
         for each in requests:
             if each.role.gathers:
                 # Where they would not fit any more, the newest drafts are drafted again.
