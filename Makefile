@@ -4,7 +4,10 @@ PYTHON ?= python3
 PORT ?= 30000
 MODEL ?=
 ARGS ?=
+PREFILL_ARGS ?=
+DECODE_ARGS ?=
 TORCH_INDEX ?=
+export ARGS PREFILL_ARGS DECODE_ARGS
 HARDWARE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
 ifeq ($(filter cpu gpu,$(HARDWARE)),)
 $(error HARDWARE is '$(HARDWARE)'; leave it out, or say HARDWARE=cpu or HARDWARE=gpu)
@@ -16,19 +19,20 @@ PIP := .venv/bin/python -m pip --disable-pip-version-check --quiet
 # An install is named by what went into it; a changed requirement, or a moved folder, is a new name.
 KEY := $(shell { cat requirements/*.txt pyproject.toml; echo $(CURDIR); } | sha256sum | cut -c1-12)
 STAMP := .venv/.installed-$(HARDWARE)-$(KEY)
+PD_STAMP := .venv/.installed-pd-$(HARDWARE)-$(KEY)
 TEST_STAMP := .venv/.installed-test-$(HARDWARE)-$(KEY)
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help install serve port-is-free test matrix clean
+.PHONY: help install serve serve-pd port-is-free test matrix clean
 # The steps share one environment, so they never run side by side, even under `make -j`.
 .NOTPARALLEL:
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
-	@echo "Settings (make serve PORT=8000): PYTHON PORT MODEL=<Hugging Face folder or name> ARGS='<SGLang options>' HARDWARE=cpu|gpu TORCH_INDEX"
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
+	@echo "Settings (make serve PORT=8000): PYTHON PORT MODEL=<Hugging Face folder or name> ARGS='<SGLang options>' PREFILL_ARGS DECODE_ARGS HARDWARE=cpu|gpu TORCH_INDEX"
 
 install: $(STAMP)  ## make .venv with SGLang, its GPU or its CPU packages, and this plugin
 	@echo "==> .venv is ready"
@@ -70,7 +74,12 @@ $(STAMP):
 	fi
 	touch $@
 
-$(TEST_STAMP): $(STAMP)
+$(PD_STAMP): $(STAMP)
+	@echo "==> installing SGLang's router (30 MB)"
+	$(PIP) install --no-deps -r requirements/pd.txt
+	touch $@
+
+$(TEST_STAMP): $(PD_STAMP)
 	@echo "==> installing the test packages"
 	$(PIP) install --no-deps -r requirements/test.txt
 	touch $@
@@ -102,6 +111,18 @@ serve: port-is-free $(STAMP)  ## serve MODEL (default: the demo model) on http:/
 	fi
 	echo "==> starting SGLang on http://127.0.0.1:$(SERVED_PORT) (about 30 s); stop it with Ctrl-C"
 	exec .venv/bin/python -m sglang.launch_server --model-path "$$model" --host 127.0.0.1 --port $(PORT) --kv-mode verified $${demo:-} $(ARGS)
+
+serve-pd: port-is-free $(PD_STAMP)  ## serve MODEL from a prefill and a decode server (docs/guides/prefill-and-decode-apart.md)
+	@export PATH="$(CURDIR)/.venv/bin:$$PATH"
+	model='$(MODEL)'
+	if [ -z "$$model" ]; then
+		model='$(DEMO_MODEL)'
+		export HF_HUB_OFFLINE=1
+		.venv/bin/python -m sglang_ext.demo_model --folder "$$model"
+		demo='--dtype $(if $(filter gpu,$(HARDWARE)),bfloat16,float32 --kv-draft-length 15)'
+	fi
+	exec .venv/bin/python -m sglang_ext.serve_pd --model "$$model" --port '$(PORT)' --arg="$${demo:-} $$ARGS" \
+		--prefill-arg="$$PREFILL_ARGS" --decode-arg="$$DECODE_ARGS"
 
 test: $(TEST_STAMP)  ## run the tests (at most 25 minutes on 2 cores)
 	@export PATH="$(CURDIR)/.venv/bin:$$PATH"

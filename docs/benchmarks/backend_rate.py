@@ -124,7 +124,7 @@ def main() -> None:
     parser.add_argument("--transport", choices=("ipc", "tcp"), default="ipc")
     parser.add_argument("--mib", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=3)
-    for name, value in (("layers", 30), ("heads", 3), ("dim", 64), ("frame-kib", 256)):
+    for name, value in (("layers", 30), ("heads", 3), ("dim", 64), ("frame-kib", LinkLimits().frame_bytes >> 10)):
         parser.add_argument(f"--{name}", type=int, default=value)
     options = parser.parse_args()
     rates: dict[str, list[float]] = {"bare": [], "backend": []}

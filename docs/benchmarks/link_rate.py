@@ -1,6 +1,6 @@
 """How fast a link moves parts without a limit, beside a bare ZMQ stream of frames of the same size.
 
-    python docs/benchmarks/link_rate.py [--transport ipc|tcp] [--frame-kib 256] [--mib 1024] [--part-mib 4] [--repeats 3]
+    python docs/benchmarks/link_rate.py [--transport ipc|tcp] [--frame-kib 1024] [--mib 1024] [--part-mib 4] [--repeats 3]
 
 Two processes on this machine. The link checksums each part on both sides, puts it together from frames and hands it to a sink
 that counts its bytes; the bare stream sends the same frames and drops them.
@@ -123,7 +123,7 @@ def main() -> None:
     """Print GB/s of both and their ratio, medians over alternating runs, as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--transport", choices=("ipc", "tcp"), default="tcp")
-    parser.add_argument("--frame-kib", type=int, default=256)
+    parser.add_argument("--frame-kib", type=int, default=LinkLimits().frame_bytes >> 10)
     parser.add_argument("--mib", type=int, default=1024)
     parser.add_argument("--part-mib", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=3)

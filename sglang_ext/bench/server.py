@@ -110,6 +110,27 @@ class ServerProcess(ServerClient):
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> "ServerProcess":
+        self.start()
+        with ExitStack() as unhealthy:
+            unhealthy.callback(self.stop)
+            self.wait_healthy()
+            unhealthy.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start the server, and do not wait for it; ``stop`` must follow.
+
+        Raises:
+            BenchError: its port is taken.
+        """
         self._refuse_taken_port()
         with self.log.open("wb") as log:
             # A session of its own gives a process group that holds all of the server's workers.
@@ -121,19 +142,28 @@ class ServerProcess(ServerClient):
                 env={**os.environ, **self.env},
             )
         _entered.append(self)
-        with ExitStack() as unhealthy:
-            unhealthy.callback(self.stop)
-            self._wait_healthy()
-            unhealthy.pop_all()
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.stop()
+    def wait_healthy(self) -> None:
+        """Wait until a server that was started answers.
+
+        Raises:
+            BenchError: it ended, or did not in time (with the log's tail).
+        """
+        assert self._process is not None
+        deadline = time.monotonic() + self.start_timeout
+        while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                raise BenchError(
+                    f"the server ended with code {self._process.returncode} while it started\n"
+                    f"{self.describe_log()}"
+                )
+            if self.alive(timeout=5):
+                return
+            time.sleep(0.5)
+        raise BenchError(
+            f"the server was not healthy after {self.start_timeout:g} s (--start-timeout)\n"
+            f"{self.describe_log()}"
+        )
 
     def stop(self) -> None:
         """End the server: SIGTERM and wait; SIGKILL to what is left of its group after the grace."""
@@ -183,23 +213,6 @@ class ServerProcess(ServerClient):
                     f"port {self.port} is taken; another server would answer in this one's place. "
                     "Pass --port with a free one, or 0 for any"
                 )
-
-    def _wait_healthy(self) -> None:
-        assert self._process is not None
-        deadline = time.monotonic() + self.start_timeout
-        while time.monotonic() < deadline:
-            if self._process.poll() is not None:
-                raise BenchError(
-                    f"the server ended with code {self._process.returncode} while it started\n"
-                    f"{self.describe_log()}"
-                )
-            if self.alive(timeout=5):
-                return
-            time.sleep(0.5)
-        raise BenchError(
-            f"the server was not healthy after {self.start_timeout:g} s (--start-timeout)\n"
-            f"{self.describe_log()}"
-        )
 
 
 def _wait_group_gone(group: int, seconds: float) -> bool:

@@ -15,6 +15,7 @@ import pytest
 from servers import POOL_TOKENS, QUICK_START, STOCK, Server, assert_same_answers, greedy
 
 from sglang_ext.bench.client import free_port
+from sglang_ext.serve_pd import ROUTER, Router
 
 pytestmark = pytest.mark.server
 
@@ -31,8 +32,8 @@ class Pair:
     """Both servers, and the requests that a router would send to them."""
 
     def __init__(self, model: Path, folder: Path) -> None:
-        self._port = free_port()
-        named = {"prefill": (*PREFILL, "--disaggregation-bootstrap-port", str(self._port)), "decode": DECODE}
+        self.bootstrap = free_port()
+        named = {"prefill": (*PREFILL, "--disaggregation-bootstrap-port", str(self.bootstrap)), "decode": DECODE}
         self.servers = {name: self._server(model, folder / f"{name}.log", flags) for name, flags in named.items()}
         self._pool = ThreadPoolExecutor(16)
         # Both at once, beside stock's, since a start leaves cores idle.
@@ -54,7 +55,7 @@ class Pair:
     def both(self, prefill: dict[str, Any], decode: dict[str, Any]) -> list[Any]:
         """What each server says to its part of one request: an answer, or the text of an error."""
         self.wait()
-        room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": self._port, "bootstrap_room": random.getrandbits(62)}
+        room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": self.bootstrap, "bootstrap_room": random.getrandbits(62)}
         bodies = zip(self.servers.values(), (prefill, decode), strict=True)
         asked = [self._pool.submit(server.ask, **body, **room) for server, body in bodies]
         return [said(each) for each in asked]
@@ -106,6 +107,14 @@ def test_answers_of_all_kinds_at_once_and_from_a_warm_prefix_are_stocks(pair: Pa
     # More drafts than a round has: they were made on anchors, while the link was busy.
     assert any(sum(answer["meta_info"]["kv_offer_histogram"][DRAFTS + 1 :]) for answer in cold.values())
     assert warm["greedy"]["meta_info"]["cached_tokens"] >= 288
+
+
+def test_sglangs_router_sends_requests_through_both(pair: Pair, kinds: dict[str, tuple[dict[str, Any], Any]], tmp_path: Path) -> None:
+    pytest.importorskip(ROUTER, reason="make test installs it, from requirements/pd.txt")
+    pair.wait()
+    body, expected = kinds["greedy"]
+    with Router(free_port(), [server.port for server in pair.servers.values()], pair.bootstrap, tmp_path / "router.log") as router:
+        assert_stocks(expected, router.request("generate", body))
 
 
 def test_an_aborted_request_ends_on_both_sides_and_the_next_is_answered(pair: Pair, prompts: list[list[int]]) -> None:

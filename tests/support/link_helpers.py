@@ -143,9 +143,15 @@ def header(room: int, stream: Stream, payload: bytes, page: int = 0, **others) -
 
 
 class Proxy:
-    """Passes bytes between senders and a server on TCP, until it is told to cut what there is, or to pass nothing on."""
+    """Passes bytes between senders and a server on TCP, until it is told to cut what there is, or to pass nothing on.
 
-    def __init__(self, endpoint: str) -> None:
+    Args:
+        endpoint: the server's.
+        delay: seconds by which the next bytes come late.
+    """
+
+    def __init__(self, endpoint: str, delay: Callable[[], float] = lambda: 0.0) -> None:
+        self._delay = delay
         host, port = endpoint.removeprefix("tcp://").split(":")
         self._target = host, int(port)
         self._listening = socket.create_server(("127.0.0.1", 0))
@@ -180,6 +186,7 @@ class Proxy:
     def _pass(self, source: socket.socket, target: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
+                time.sleep(self._delay())
                 if not self.mute:
                     target.sendall(data)
                     self.passed += len(data)

@@ -1,13 +1,20 @@
 """Pages as they are: keys and values of each layer, one after the other, in one stream."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TypeVar
 
+import numpy as np
 import torch
 
+from sglang_ext.managers.disaggregation.progressive.host_blocks import HostBlocks
 from sglang_ext.managers.disaggregation.progressive.page_codec import EncodedPage, PlacedPage
 from sglang_ext.managers.disaggregation.progressive.pool_buffers import PoolBuffers
 from sglang_ext.managers.disaggregation.settings import LinkError, OptionValue
 from sglang_ext.managers.disaggregation.wire import LayerRange, Stream
+
+Bytes = TypeVar("Bytes", np.ndarray, torch.Tensor)
 
 
 @dataclass(frozen=True)
@@ -21,6 +28,7 @@ class RawCodec:
 
     pool: PoolBuffers
     page_size: int = 64
+    _blocks: HostBlocks = field(default_factory=HostBlocks, init=False, repr=False, compare=False)
     name = "raw"
     version = 1
     reference = "raw"
@@ -41,14 +49,16 @@ class RawCodec:
 
     def encode_anchor(self, page: PlacedPage, layers: LayerRange) -> memoryview:
         """Copy the pool's bytes."""
-        tokens, begin = len(page.slots), 0
-        anchor = torch.empty(self._bytes(tokens, layers), dtype=torch.uint8, device=self.pool.device)
-        for tensor in self.pool.tensors(layers.first, layers.count):
-            rows = tensor.view(torch.uint8)
-            end = begin + tokens * rows.shape[1]
-            torch.index_select(rows, 0, page.slots, out=anchor[begin:end].view(tokens, -1))
-            begin = end
-        return memoryview(anchor.cpu().numpy())
+        tokens, size = len(page.slots), self._bytes(len(page.slots), layers)
+        if self.pool.device.type == "cpu":
+            content, where = self._blocks.take(size), _place(page.slots)
+            for rows, part in zip(self._rows(layers), self._parts(content, tokens, layers), strict=True):
+                part[:] = rows[where]
+            return memoryview(content)
+        content = torch.empty(size, dtype=torch.uint8, device=self.pool.device)
+        for tensor, part in zip(self.pool.tensors(layers.first, layers.count), self._parts(content, tokens, layers), strict=True):
+            torch.index_select(tensor.view(torch.uint8), 0, page.slots, out=part)
+        return memoryview(content.cpu().numpy())
 
     def write_anchor(self, page: PlacedPage, layers: LayerRange, anchor: memoryview) -> None:
         """Copy them back.
@@ -56,15 +66,17 @@ class RawCodec:
         Raises:
             LinkError: the page has another size.
         """
-        expected = self._bytes(len(page.slots), layers)
+        tokens, expected = len(page.slots), self._bytes(len(page.slots), layers)
         if len(anchor) != expected:
-            raise LinkError(f"a page of {len(page.slots)} tokens has {len(anchor)} bytes; expected are {expected}")
+            raise LinkError(f"a page of {tokens} tokens has {len(anchor)} bytes; expected are {expected}")
+        if self.pool.device.type == "cpu":
+            where = _place(page.slots)
+            for rows, part in zip(self._rows(layers), self._parts(np.frombuffer(anchor, np.uint8), tokens, layers), strict=True):
+                rows[where] = part
+            return
         content = torch.frombuffer(bytearray(anchor), dtype=torch.uint8).to(self.pool.device)
-        where = _place(page.slots)
-        for tensor in self.pool.tensors(layers.first, layers.count):
-            size = len(page.slots) * tensor.shape[1] * tensor.itemsize
-            tensor[where] = content[:size].view(tensor.dtype).view(len(page.slots), -1)
-            content = content[size:]
+        for tensor, part in zip(self.pool.tensors(layers.first, layers.count), self._parts(content, tokens, layers), strict=True):
+            tensor[page.slots] = part.view(tensor.dtype)
 
     def write_residual(self, page: PlacedPage, layers: LayerRange, anchor: memoryview, residual: memoryview) -> None:
         """There is none.
@@ -74,13 +86,39 @@ class RawCodec:
         """
         raise LinkError(f"codec raw has no residuals, and one of {len(residual)} bytes came")
 
+    @cached_property
+    def _widths(self) -> tuple[int, ...]:
+        """Bytes of a token, of keys, then of values, of each layer."""
+        return tuple(tensor.shape[1] * tensor.itemsize for tensor in self.pool.tensors(0, self.pool.layers))
+
+    @cached_property
+    def _bytes_of_pool(self) -> tuple[np.ndarray, ...]:
+        """Keys, then values, of each layer of a pool in host memory, uint8 [slots, bytes of a token]."""
+        return tuple(tensor.view(torch.uint8).numpy() for tensor in self.pool.tensors(0, self.pool.layers))
+
+    def _of_layers(self, of_pool: tuple, layers: LayerRange) -> tuple:
+        """Of those of all layers, those of keys, then of values, of some."""
+        keys = slice(layers.first, layers.first + layers.count)
+        values = slice(self.pool.layers + layers.first, self.pool.layers + layers.first + layers.count)
+        return of_pool[keys] + of_pool[values]
+
+    def _rows(self, layers: LayerRange) -> tuple[np.ndarray, ...]:
+        return self._of_layers(self._bytes_of_pool, layers)
+
     def _bytes(self, tokens: int, layers: LayerRange) -> int:
-        return tokens * sum(tensor.shape[1] * tensor.itemsize for tensor in self.pool.tensors(layers.first, layers.count))
+        return tokens * sum(self._of_layers(self._widths, layers))
+
+    def _parts(self, content: Bytes, tokens: int, layers: LayerRange) -> Iterator[Bytes]:
+        """A page's bytes by keys and values of layers, uint8 [tokens, bytes of a token] each."""
+        begin = 0
+        for width in self._of_layers(self._widths, layers):
+            yield content[begin : begin + tokens * width].reshape(tokens, width)
+            begin += tokens * width
 
 
-def _place(slots: torch.Tensor) -> torch.Tensor | slice:
-    """Slots as an index; on a CPU, where it takes no waiting to see that they follow each other, a slice, which is written faster."""
-    if slots.is_cuda or len(slots) == 0 or not bool((slots.diff() == 1).all()):
-        return slots
-    first = int(slots[0])
-    return slice(first, first + len(slots))
+def _place(slots: torch.Tensor) -> np.ndarray | slice:
+    """Slots in host memory as an index: where they follow each other a slice, which is copied faster."""
+    places = slots.numpy()
+    if len(places) == 0 or (np.diff(places) != 1).any():
+        return places
+    return slice(int(places[0]), int(places[0]) + len(places))

@@ -6,6 +6,7 @@ from typing import Protocol
 from sglang_ext.managers.disaggregation.progressive.page_codec import PageCodec, PlacedPage
 from sglang_ext.managers.disaggregation.progressive.pool_buffers import AuxRecords, PoolBuffers
 from sglang_ext.managers.disaggregation.room_state import Expected
+from sglang_ext.managers.disaggregation.settings import LinkError
 from sglang_ext.managers.disaggregation.wire import LayerRange, PageHeader, RoomShape, Stream
 
 
@@ -68,7 +69,11 @@ class ReceivedRoom:
         return Expected(shape, most | {Stream.AUX: sum(self._aux.sizes)}, self._hashes)
 
     def write(self, header: PageHeader, payload: memoryview) -> None:
-        """Of the link: a part that is what was expected."""
+        """Of the link: a part that is what was expected.
+
+        Raises:
+            LinkError: it cannot be written.
+        """
         if header.stream is Stream.AUX:
             self._aux.write(self._aux_index, payload)
             return
@@ -78,7 +83,9 @@ class ReceivedRoom:
                 payload = self._anchors[header.page] = bytes(payload)
             self._codec.write_anchor(self._pages[header.page], self._layers, memoryview(payload))
         else:
-            anchor = self._anchors.pop(header.page)
+            anchor = self._anchors.pop(header.page, None)
+            if anchor is None:
+                raise LinkError(f"the residual of page {header.page} came before its anchor; install the same version on both sides")
             self._codec.write_residual(self._pages[header.page], self._layers, memoryview(anchor), payload)
 
     def arrived(self, stream: Stream) -> None:

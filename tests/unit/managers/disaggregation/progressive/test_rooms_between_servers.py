@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from link_helpers import until
+from link_helpers import RawSender, until
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import KVTransferError
 from transfer_helpers import SLOTS, prefill_info, rows, settled
@@ -13,6 +13,7 @@ from transfer_helpers import SLOTS, prefill_info, rows, settled
 from sglang_ext.managers.disaggregation import timeline
 from sglang_ext.managers.disaggregation.progressive import peer as peers
 from sglang_ext.managers.disaggregation.timeline import Timeline
+from sglang_ext.managers.disaggregation.wire import Frame, PageHeader, Stream
 
 PAGE = 16
 
@@ -277,3 +278,67 @@ def test_the_timeline_says_when_kv_was_computed_sent_and_received(servers, refer
     assert events["computed"].at < events["encoded"].at
     sizes = events["anchor"].number, events["complete"].number
     assert sizes[0] == sizes[1] == rows(both.prefill.pool, torch.arange(200)).numel() if reference == "raw" else sizes[0] < sizes[1]
+
+
+@pytest.fixture
+def raw():
+    """Makes a sender of raw messages that the decode side has welcomed."""
+    made = []
+
+    def make(both):
+        made.append(sender := RawSender(both.decode.links.endpoint))
+        sender.hello(both.decode.settings)
+        return sender
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def parts_of(both, room, prompt, there):
+    """A room's parts as a sender would make them: headers and bytes, by stream, and what receives them."""
+    codec, layers = both.prefill.codec, both.prefill.layers
+    receiver = both.receiver(room, prompt)
+    receiver.send_metadata(there, 5, decode_prefix_len=0)
+    pages = receiver._received._pages
+    made = {Stream.ANCHOR: [], Stream.RESIDUAL: [], Stream.AUX: [both.prefill.aux.read(3)]}
+    for page in pages:
+        anchor, residual = codec.encode(page, layers)
+        made[Stream.ANCHOR].append(anchor)
+        made[Stream.RESIDUAL].append(residual)
+    hashes = receiver._received._hashes
+    found = {}
+    for stream, payloads in made.items():
+        found[stream] = []
+        for page, payload in enumerate(payloads):
+            named = b"" if stream is Stream.AUX else hashes[page]
+            found[stream].append((PageHeader(room, stream, page, layers, 0, codec.name, len(payload), named).sealed(payload), payload))
+    return receiver, found
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_pages_may_come_in_any_order_of_their_stream(servers, raw, seed):
+    both = servers("exact")
+    pages, there = pages_of(300, 2)
+    receiver, found = parts_of(both, 7, list(range(300)), pages)
+    sender = raw(both)
+    sender.open(7, receiver._received.expected.shape)
+    for stream in Stream:
+        random.Random(seed).shuffle(found[stream])
+        for header, payload in found[stream]:
+            sender.say(Frame(header, 0), bytes(payload))
+    until(lambda: settled(receiver))
+    assert receiver.poll() == KVPoll.Success and torch.equal(rows(both.decode.pool, there), rows(both.prefill.pool, there))
+
+
+def test_a_residual_before_its_anchor_fails_its_room_and_says_so(servers, raw):
+    both = servers("exact")
+    receiver, found = parts_of(both, 7, list(range(300)), pages_of(300, 2)[0])
+    sender = raw(both)
+    sender.open(7, receiver._received.expected.shape)
+    header, payload = found[Stream.RESIDUAL][2]
+    sender.say(Frame(header, 0), bytes(payload))
+    until(lambda: settled(receiver))
+    with pytest.raises(KVTransferError, match="the residual of page 2 came before its anchor"):
+        receiver.failure_exception()
+    assert not both.decode.links.rooms

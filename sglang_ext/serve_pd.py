@@ -1,0 +1,202 @@
+"""Serves one model from a prefill and a decode server on this machine, behind SGLang's router.
+
+    python -m sglang_ext.serve_pd --model MODEL [--port 30000]
+
+Clients ask the router, on --port. The next three ports are the prefill server's, the decode server's and that by which the two find
+each other. KV travels by transfer backend progressive, and the decode server drafts and verifies, unless flags say otherwise.
+"""
+
+import argparse
+import importlib.util
+import shlex
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from sglang_ext.bench import BenchError
+from sglang_ext.bench.client import HEALTH_SECONDS, HOST
+from sglang_ext.bench.options import LAST_PORT
+from sglang_ext.bench.server import ServerProcess, check_servers, stop_all
+
+ROUTER = "sglang_router"
+ROLES = ("prefill", "decode")
+# Those that this program gives itself.
+GIVEN = ("--model-path", "--model", "--host", "--port", "--disaggregation-mode", "--disaggregation-bootstrap-port")
+# All of it stays on the loopback interface.
+ENVIRONMENT = {"SGLANG_HOST_IP": HOST}
+# SGLang's loops of these roles do not end by themselves.
+STOP_GRACE = 2.0
+# Seconds between looks at whether all still run.
+LOOK = 0.5
+
+
+class Router(ServerProcess):
+    """SGLang's router before the two servers.
+
+    Args:
+        port: on which clients ask.
+        servers: ports of the prefill and of the decode server.
+        bootstrap: port of SGLang's bootstrap server.
+        log: file that takes its output.
+    """
+
+    def __init__(self, port: int, servers: Sequence[int], bootstrap: int, log: Path) -> None:
+        super().__init__("", (), log, port=port, start_timeout=60.0, stop_grace=STOP_GRACE)
+        prefill, decode = (f"http://{HOST}:{each}" for each in servers)
+        self.command = (
+            *(sys.executable, "-m", f"{ROUTER}.launch_router", "--pd-disaggregation", "--host", HOST, "--port", str(port)),
+            *("--prefill", prefill, str(bootstrap), "--decode", decode),
+        )
+
+    def alive(self, timeout: float = HEALTH_SECONDS) -> bool:
+        """Whether it has found both servers; ``/health`` answers before."""
+        try:
+            self.request("readiness", timeout=timeout)
+        except OSError:
+            return False
+        return True
+
+
+def parser() -> argparse.ArgumentParser:
+    """Options of the command line."""
+    form = argparse.RawDescriptionHelpFormatter
+    made = argparse.ArgumentParser("python -m sglang_ext.serve_pd", description=__doc__, formatter_class=form)
+    add = made.add_argument
+    add("--model", required=True, help="Hugging Face folder or name")
+    add("--port", type=int, default=30000, help="of the router; the next three are taken as well (default: %(default)s)")
+    add("--arg", default="", metavar="FLAGS", help="SGLang's flags of both servers, in one text")
+    for role in ROLES:
+        add(f"--{role}-arg", default="", metavar="FLAGS", help=f"flags of the {role} server; they win over --arg")
+    add("--logs", type=Path, default=Path(".cache/serve-pd"), help="folder for the logs (default: %(default)s)")
+    add("--start-timeout", type=float, default=600.0, help="seconds until both servers must be ready (default: %(default)g)")
+    return made
+
+
+def flags_of(args: argparse.Namespace) -> dict[str, tuple[str, ...]]:
+    """Flags of both servers, by role.
+
+    Raises:
+        BenchError: one is given that this program sets, or a quote is left open.
+    """
+    # Schedulers that poll while idle would take two cores from what is served.
+    shared = ("--sleep-on-idle", "--disaggregation-transfer-backend", "progressive", *words("--arg", args.arg))
+    own = {"prefill": (), "decode": ("--kv-mode", "verified")}
+    found = {}
+    for role in ROLES:
+        asked = words(f"--{role}-arg", getattr(args, f"{role}_arg"))
+        bootstrap = ("--disaggregation-bootstrap-port", str(args.port + 3))
+        found[role] = ("--disaggregation-mode", role, *bootstrap, *own[role], *shared, *asked)
+    return found
+
+
+def words(option: str, text: str) -> list[str]:
+    """Flags in a text, split as a shell does.
+
+    Raises:
+        BenchError: one of them is this program's, or a quote is left open.
+    """
+    try:
+        found = shlex.split(text)
+    except ValueError as error:
+        raise BenchError(f"{option} {text!r}: {error}; close it as for a shell") from error
+    for word in found:
+        if word.split("=")[0] in GIVEN:
+            raise BenchError(f"{option} has {word}, which both servers get from --model and --port: pass those, and leave it out there")
+    return found
+
+
+def check_ports(first: int) -> None:
+    """Refuse ports that there are not, or that are taken.
+
+    Raises:
+        BenchError: names the port.
+    """
+    if not 1 <= first <= LAST_PORT - 3:
+        raise BenchError(f"--port {first}: the next three are taken as well: pass 1 to {LAST_PORT - 3}")
+    for port in range(first, first + 4):
+        with socket.socket() as probe:
+            if probe.connect_ex((HOST, port)) == 0:
+                raise BenchError(f"port {port} is taken: end what listens there, or pass a --port with three free ones after it")
+
+
+def check(args: argparse.Namespace) -> dict[str, tuple[str, ...]]:
+    """Flags of both servers, where all can start.
+
+    Raises:
+        BenchError: says what cannot, and the remedy.
+    """
+    if importlib.util.find_spec(ROUTER) is None:
+        raise BenchError(f"SGLang's router ({ROUTER}) is not installed: pip install --no-deps -r requirements/pd.txt, or run make serve-pd")
+    check_ports(args.port)
+    flags = flags_of(args)
+    check_servers(args.model, {role: flags[role] for role in ROLES})
+    return flags
+
+
+def serve(args: argparse.Namespace, flags: dict[str, tuple[str, ...]]) -> None:
+    """Start all three, and wait until one of them ends.
+
+    Raises:
+        BenchError: one did; its log's end says why.
+    """
+    args.logs.mkdir(parents=True, exist_ok=True)
+    ports = {role: args.port + place for place, role in enumerate(ROLES, start=1)}
+    servers: dict[str, ServerProcess] = {
+        role: ServerProcess(
+            args.model,
+            flags[role],
+            args.logs / f"{role}.log",
+            port=ports[role],
+            start_timeout=args.start_timeout,
+            stop_grace=STOP_GRACE,
+            env=ENVIRONMENT,
+        )
+        for role in ROLES
+    }
+    router = Router(args.port, tuple(ports.values()), args.port + 3, args.logs / "router.log")
+    with ExitStack() as running:
+        for role, server in servers.items():
+            print(f"{role} server: starting on port {server.port}, log {server.log}", flush=True)
+            running.callback(server.stop)
+            server.start()
+        for server in servers.values():
+            server.wait_healthy()
+        running.enter_context(router)
+        print(f"listening on {router.url}; try: {_request(router.url)}", flush=True)
+        everything = {**{f"{role} server": server for role, server in servers.items()}, "router": router}
+        while all(each.running for each in everything.values()):
+            time.sleep(LOOK)
+        ended = next(name for name, each in everything.items() if not each.running)
+        raise BenchError(f"the {ended} ended, so all do\n{everything[ended].describe_log()}")
+
+
+def _request(url: str) -> str:
+    """A shell command that asks for a few tokens."""
+    body = '{"text": "The capital of France is", "sampling_params": {"temperature": 0, "max_new_tokens": 16}}'
+    return f"curl {url}/generate -H 'Content-Type: application/json' -d '{body}'"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Serve until a signal ends it; 2 where something cannot start, or has ended."""
+    args = parser().parse_args(argv)
+    try:
+        serve(args, check(args))
+    except BenchError as error:
+        print(f"serve_pd: {error}", file=sys.stderr)
+    return 2
+
+
+def _leave(number: int, frame: object) -> None:
+    """Leave no server behind."""
+    stop_all()
+    sys.exit(0 if number == signal.SIGINT else 128 + number)
+
+
+if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _leave)
+    sys.exit(main())

@@ -1,0 +1,158 @@
+"""``python -m sglang_ext.serve_pd``: what is refused before anything starts, what is started, and that all three end together."""
+
+import importlib.util
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from sglang_ext import serve_pd
+from sglang_ext.bench import BenchError
+from sglang_ext.bench.client import free_port
+
+
+@pytest.fixture
+def port(monkeypatch):
+    """The first of four free ones, where the router is installed."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    for _ in range(20):
+        first = free_port()
+        try:
+            serve_pd.check_ports(first)
+        except BenchError:
+            continue
+        return first
+    raise AssertionError("no four free ports in a row")
+
+
+@pytest.fixture
+def checked(monkeypatch):
+    """Flags of both servers that were looked at, by role; ``nosuch`` is refused."""
+    found = {}
+
+    def check(model, servers):
+        found.update(servers)
+        if any("nosuch" in flags for flags in servers.values()):
+            raise BenchError(f"{model}: no method nosuch")
+
+    monkeypatch.setattr(serve_pd, "check_servers", check)
+    return found
+
+
+def parsed(port, *arguments):
+    return serve_pd.parser().parse_args(["--model", "m", "--port", str(port), *arguments])
+
+
+def test_both_servers_get_their_role_and_what_is_said_of_both_and_of_each(port, checked):
+    args = parsed(port, "--arg=--dtype float32 --kv-reference int8", "--prefill-arg=--kv-link-gbps 2", "--decode-arg=--kv-budget '0.5'")
+    flags = serve_pd.check(args)
+    shared = ("--sleep-on-idle", "--disaggregation-transfer-backend", "progressive", "--dtype", "float32", "--kv-reference", "int8")
+    bootstrap = ("--disaggregation-bootstrap-port", str(port + 3))
+    assert flags == checked == {
+        "prefill": ("--disaggregation-mode", "prefill", *bootstrap, *shared, "--kv-link-gbps", "2"),
+        "decode": ("--disaggregation-mode", "decode", *bootstrap, "--kv-mode", "verified", *shared, "--kv-budget", "0.5"),
+    }
+
+
+def test_the_router_leads_to_both(tmp_path):
+    command = serve_pd.Router(8000, (8001, 8002), 8003, tmp_path / "log").command
+    assert command[2] == "sglang_router.launch_router"
+    assert " ".join(command).endswith("--port 8000 --prefill http://127.0.0.1:8001 8003 --decode http://127.0.0.1:8002")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["--arg=--port=8000"], "--arg has --port=8000, .*leave it out there"),
+        (["--prefill-arg=--disaggregation-mode decode"], "--prefill-arg has --disaggregation-mode"),
+        (["--decode-arg=--served-model-name 'a"], "--decode-arg .*No closing quotation; close it"),
+        (["--port", "65533"], "--port 65533: the next three are taken as well: pass 1 to 65532"),
+        (["--decode-arg=--kv-compressor nosuch"], "m: no method nosuch"),
+    ],
+    ids=["port", "role", "quote", "last-port", "flag"],
+)
+def test_what_cannot_start_is_refused_before_anything_does(port, checked, arguments, why, tmp_path):
+    with pytest.raises(BenchError, match=why):
+        serve_pd.check(parsed(port, "--logs", str(tmp_path / "logs"), *arguments))
+    assert not (tmp_path / "logs").exists()
+
+
+def test_a_port_that_is_taken_is_refused_whichever_of_the_four_it_is(port):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", port + 2))
+        taken.listen()
+        with pytest.raises(BenchError, match=f"port {port + 2} is taken"):
+            serve_pd.check(parsed(port))
+
+
+def test_a_router_that_is_not_installed_is_told_with_the_remedy(monkeypatch, capsys):
+    monkeypatch.setattr(serve_pd, "ROUTER", "no_such_router")
+    assert serve_pd.main(["--model", "m"]) == 2
+    assert "no_such_router) is not installed: pip install --no-deps -r requirements/pd.txt" in capsys.readouterr().err
+
+
+# Servers that only answer, or end by themselves.
+STAND_INS = """
+    import runpy, sys
+    from sglang_ext import serve_pd
+    from sglang_ext.bench.server import ServerProcess
+
+    class Quick(ServerProcess):
+        def __init__(self, model, flags, log, port, **named):
+            super().__init__(model, flags, log, port=port, **named)
+            self.command = [sys.executable, "-m", "http.server", "--bind", "127.0.0.1", "--directory", {folder!r}, str(port)]
+
+    class QuickRouter(serve_pd.Router):
+        def __init__(self, port, servers, bootstrap, log):
+            super().__init__(port, servers, bootstrap, log)
+            self.command = Quick("", (), log, port).command
+            if {dies}:
+                self.command = [sys.executable, "-c", {dying!r}, *self.command[1:]]
+
+    serve_pd.ServerProcess, serve_pd.Router, serve_pd.check = Quick, QuickRouter, serve_pd.flags_of
+    for number in (2, 15):
+        serve_pd.signal.signal(number, serve_pd._leave)
+    sys.exit(serve_pd.main(["--model", "m", "--port", {port!r}, "--logs", {logs!r}]))
+"""
+DYING = """
+import os, sys, threading, runpy
+threading.Timer(1.0, lambda: (print("last words", flush=True), os._exit(3))).start()
+sys.argv = sys.argv[2:]
+runpy.run_module("http.server", run_name="__main__")
+"""
+
+
+def serving(port: int, folder: Path, dies: bool) -> subprocess.Popen[str]:
+    for name in ("health", "readiness"):
+        (folder / name).touch()
+    script = textwrap.dedent(STAND_INS).format(folder=str(folder), dies=dies, dying=DYING, port=str(port), logs=str(folder / "logs"))
+    return subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def all_closed(port: int) -> bool:
+    def is_closed(each: int) -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", each)) != 0
+
+    return all(is_closed(each) for each in range(port, port + 4))
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 143)])
+def test_a_signal_ends_all_three(port, tmp_path, number, code):
+    with serving(port, tmp_path, dies=False) as process:
+        lines = [process.stdout.readline() for _ in range(3)]
+        assert [line.split(":")[0] for line in lines] == ["prefill server", "decode server", "listening on http"]
+        process.send_signal(number)
+        assert process.wait(20) == code
+    assert all_closed(port)
+
+
+def test_where_one_ends_all_do_and_its_last_words_are_shown(port, tmp_path):
+    with serving(port, tmp_path, dies=True) as process:
+        assert process.wait(30) == 2
+        assert "the router ended, so all do" in (told := process.stderr.read()) and "last words" in told
+    assert all_closed(port)
