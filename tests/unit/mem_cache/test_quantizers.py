@@ -30,7 +30,7 @@ def test_those_that_say_so_have_blocks_that_kernels_read():
 def test_each_says_how_it_finds_codes_and_none_where_a_kernel_cannot():
     found = {name: quantizer(name, code_bits(name, None)).finding for name in packing()}
     evenly = dict.fromkeys(("int8", "int4", "kivi", "rotatekv"), "evenly")
-    assert found == {**evenly, "turboquant": "levels", "lynx": "centred", "kvquant": None}
+    assert found == {**evenly, "turboquant": "levels", "lynx": "centred", "hack": "stochastic", "kvquant": None}
 
 
 def test_codes_of_its_own_are_no_kernels_unless_a_class_says_so():
