@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_ext.config.method_options import Offer, offers, place_of
+from sglang_ext.config.method_options import Offer, methods, offers, place_of
 from sglang_ext.core import OptionError
 from sglang_ext.layers.attention.of_model import an_attention, is_attention
 from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
@@ -19,7 +19,7 @@ from sglang_ext.mem_cache.compressed.formats.unpacked import Unpacked
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.rotary import Rotary, rotary_of
 from sglang_ext.mem_cache.compressed.slot_scores import SlotScores
-from sglang_ext.mem_cache.compressors import Compressor, catalogue
+from sglang_ext.mem_cache.compressors import Compressor
 from sglang_ext.mem_cache.compressors.catalogue import Method, create
 from sglang_ext.mem_cache.compressors.kvzap import KVzap
 from sglang_ext.mem_cache.compressors.kvzip import KVzip
@@ -173,8 +173,7 @@ def methods_of(args: "KVServerArgs", layers: int, kv_heads: int, rank: int, scor
     found: list[Method] = []
     # Methods that differ in budget or packing read the same scores.
     compressors: dict[str, Compressor] = {}
-    for offer in offers(args):
-        each = catalogue.method(offer.compressor, args.kv_bits if offer.packs else None)
+    for each in methods(args):
         name = each.compressor.name
         if name not in compressors:
             compressors[name] = each.compressor

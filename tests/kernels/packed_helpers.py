@@ -108,12 +108,35 @@ def pool_by(packs, blocks, exact, heads=2, dim=64, dtype=torch.float32, seed=0):
     return PackedPool(buffers, packing, row, packed, *means, originals)
 
 
-def attention(queries, keys, values, scaling):
-    """float64 causal attention of the last queries, [count, heads, dim], over [kv_heads, tokens, dim]."""
+def eight_bits(numbers, partition):
+    """What numbers mean in 8 bits, rounded to the nearest, in partitions along their last dimension: float64."""
+    if not numbers.shape[-1]:
+        return numbers
+    parts = [part - part.amin(-1, keepdim=True) for part in numbers.split(partition, -1)]
+    steps = [part.amax(-1, keepdim=True).clamp(min=1e-30) / 255 for part in parts]
+    return torch.cat([(p / s).round() * s + w.amin(-1, keepdim=True) for p, s, w in zip(parts, steps, numbers.split(partition, -1))], -1)
+
+
+def attention_over(packing, tokens, *given):
+    """:func:`attention` where blocks with sums hold the first ``tokens`` tokens: by queries and weights in 8 bits over them."""
+    return attention(*given, (packing.keys.grid.channels, packing.values.grid.tokens, tokens) if packing.keys.sums else (1, 1, 0))
+
+
+def attention(queries, keys, values, scaling, partitions=(1, 1, 0)):
+    """float64 causal attention of the last queries, [count, heads, dim], over [kv_heads, tokens, dim].
+
+    ``partitions``: of queries along channels and of weights along tokens, in 8 bits over so many of the first tokens.
+    """
     count, heads, dim = queries.shape
     group = heads // len(keys)
     keys, values = (part.repeat_interleave(group, 0) for part in (keys, values))
+    of_channels, of_tokens, far = partitions
     logits = torch.einsum("qhd,htd->hqt", queries.double(), keys) * scaling
+    if far:
+        coarse = eight_bits(queries.double() * scaling, of_channels)
+        logits[..., :far] = torch.einsum("qhd,htd->hqt", coarse, keys[:, :far])
     newest = torch.arange(keys.shape[1] - count, keys.shape[1])
     logits.masked_fill_(torch.arange(keys.shape[1]) > newest[:, None], float("-inf"))
-    return torch.einsum("hqt,htd->qhd", logits.softmax(-1), values)
+    weights = logits.softmax(-1)
+    weights[..., :far] = eight_bits(weights[..., :far], of_tokens)
+    return torch.einsum("hqt,htd->qhd", weights, values)

@@ -4,9 +4,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packed_helpers import attention
 
-from sglang_ext.layers.attention.copies.packed import partitions_of_keys, partitions_of_values
+from sglang_ext.layers.attention.copies.packed import packed_attention, partitions_of_keys, partitions_of_values
 from sglang_ext.layers.kernels.hack.product import Partitioned, in_partitions, product
+from sglang_ext.mem_cache.compressed.formats.packing import Packing
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressors.contracts.quantizer import whole
 from sglang_ext.mem_cache.compressors.hack import Hack
 
@@ -104,3 +107,21 @@ def test_blocks_of_keys_and_values_are_operands(bits, partition):
     found = product(in_partitions(weights, partition), partitions_of_values(values), partition)
     expected = in_partitions(weights, partition).whole(partition) @ whole(values, packs.value_grid(128), None).flatten(1, 2)
     assert torch.allclose(found, expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+@pytest.mark.parametrize("bits", [4, 2])
+def test_queries_and_weights_in_eight_bits_cost_attention_less_than_a_hundredth(bits, partition):
+    noise = torch.Generator().manual_seed(partition)
+    buffers = KVBuffers((0,), (1.0,), *((torch.randn(3000, 2, 128, generator=noise),) for _ in "kv"))
+    packing = Packing.of(Hack(bits, partition=partition), buffers, 1)
+    slots = torch.arange(2048, 2048 + packing.held_slots(1920))
+    packing.write(buffers, torch.arange(1920).expand(1, 2, -1), torch.arange(1920), slots)
+    row, queries = torch.cat([slots, torch.arange(1920, 2000)]), torch.randn(1, 8, 128, generator=noise)
+    found = packed_attention(packing, queries, buffers.keys[0], buffers.values[0], row, len(slots), 128**-0.5)
+    kinds = (buffers.keys[0], packing.keys), (buffers.values[0], packing.values)
+    far = (whole(packing.read(kind, layout, slots), layout.grid, None).flatten(1, 2) for kind, layout in kinds)
+    keys, values = (torch.cat([part, kind[1920:2000].transpose(0, 1)], 1).double() for part, (kind, _) in zip(far, kinds))
+    expected = attention(queries, keys, values, 128**-0.5)
+    worst = float((found - expected).abs().max() / expected.abs().max())
+    assert worst < (1.5e-2 if (bits, partition) == (2, 128) else 1e-2)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packed_helpers import KINDS, Gridded, attention, meant, packed_pool, pool_by
+from packed_helpers import KINDS, Gridded, attention, attention_over, meant, packed_pool, pool_by
 
 from sglang_ext.layers.attention.copies.packed import packed_attention
 from sglang_ext.mem_cache.compressed.formats.packed_layout import Grid
@@ -149,7 +149,7 @@ def test_attention_on_packed_tokens_is_attention_on_what_they_mean(name, bits, g
         queries = torch.randn(count, 2 * group, 64, generator=torch.Generator().manual_seed(5))
         keys, values = pool.buffers.keys[0], pool.buffers.values[0]
         found = packed_attention(pool.packing, queries, keys, values, pool.row, pool.packed, 0.125)
-        expected = attention(queries, pool.keys, pool.values, 0.125)
+        expected = attention_over(pool.packing, blocks * 64, queries, pool.keys, pool.values, 0.125)
         assert torch.allclose(found.double(), expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
 
 
