@@ -15,7 +15,7 @@ from sglang_ext.layers.kernels.packed import pack_blocks, packed_decode
 from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells
 from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows, Pointers
 
-KINDS = (("kivi", 4), ("kivi", 2), ("int8", 8), ("turboquant", 4), ("lynx", 4), ("lynx", 2))
+KINDS = (("kivi", 4), ("kivi", 2), ("int8", 8), ("turboquant", 4), ("lynx", 4), ("lynx", 2), ("hack", 4), ("hack", 2))
 # Blocks to pack: method, bits, channels of a head, numbers of a pool.
 PACKED = (
     ("kivi", 4, 128, torch.bfloat16), ("kivi", 2, 64, torch.float16), ("int8", 8, 128, torch.float32),

@@ -18,6 +18,18 @@ KINDS = [(name, bits) for name in catalogue.packing() for bits in catalogue.allo
 KERNEL_KINDS = [(name, bits) for name, bits in KINDS if name in catalogue.on_gpu()]
 
 
+def divides(name, dim):
+    """Whether heads of ``dim`` channels are whole partitions, of some size, of a method of the catalogue."""
+    sizes = catalogue.allowed_partitions(name)
+    return not sizes or any(dim % size == 0 for size in sizes)
+
+
+def for_heads(name, bits, dim):
+    """A quantizer of the catalogue, with the default partitions where they divide heads of ``dim`` channels, else others that do."""
+    sizes = (size for size in catalogue.allowed_partitions(name) if dim % size == 0)
+    return quantizer(name, bits, next(sizes, None))
+
+
 def frequencies(dim):
     """Of a rotary embedding that turns all channels but the last quarter: float32 [pairs]."""
     return 100.0 ** -torch.linspace(0, 1, dim * 3 // 8)
@@ -79,8 +91,8 @@ class PackedPool:
 
 
 def packed_pool(name, bits, blocks, exact, heads=2, dim=64, dtype=torch.float32, seed=0):
-    """``blocks`` packed blocks of a method of the catalogue, and ``exact`` tokens after them."""
-    return pool_by(quantizer(name, bits), blocks, exact, heads, dim, dtype, seed)
+    """``blocks`` packed blocks of a method of the catalogue, and ``exact`` tokens after them; partitions as heads allow."""
+    return pool_by(for_heads(name, bits, dim), blocks, exact, heads, dim, dtype, seed)
 
 
 def pool_by(packs, blocks, exact, heads=2, dim=64, dtype=torch.float32, seed=0):

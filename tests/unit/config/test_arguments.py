@@ -1,10 +1,10 @@
 """The flags: checked, refused with value, allowed set and remedy, and carried to other processes."""
 
-import re
 import argparse
 import dataclasses
 import json
 import pickle
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -207,7 +207,7 @@ def test_what_has_no_kernels_is_served_on_a_cpu_alone(flags, named, instead, dev
     with pytest.raises(OptionError) as raised:
         method_options.check_resolved(args)
     assert str(raised.value) == (
-        f"--device is {device} with {named}; kvquant packs tokens on a CPU alone, elsewhere int4, int8, kivi, lynx, "
+        f"--device is {device} with {named}; kvquant packs tokens on a CPU alone, elsewhere hack, int4, int8, kivi, lynx, "
         f"rotatekv, turboquant do. Pass {instead}, or --device cpu."
     )
 

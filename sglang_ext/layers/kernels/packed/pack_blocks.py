@@ -135,7 +135,7 @@ def _below(numbers):
 
 
 @triton.jit
-def _drawn(groups, noise, LAST: tl.constexpr):
+def drawn_codes(groups, noise, LAST: tl.constexpr):
     """The same where ``noise``, of the shape of ``groups``, decides between the codes on both sides of a number."""
     zero = _below(tl.min(tl.min(groups, 3, keep_dims=True), 1, keep_dims=True))
     span = tl.max(tl.max(groups, 3, keep_dims=True), 1, keep_dims=True) - zero
@@ -218,7 +218,7 @@ def pack_tiles(
             noise = tl.full((TOKENS, DIM), 0.5, tl.float32)
             if seeds is not None:
                 noise = _noise(tl.load(seeds + chosen), (tl.load(layers + layer) << 13) + lane + 2 * head, DIM)
-            codes, scale, zero = _drawn(groups, tl.reshape(noise, groups.shape), (1 << BITS) - 1)
+            codes, scale, zero = drawn_codes(groups, tl.reshape(noise, groups.shape), (1 << BITS) - 1)
         cells, slots = buffer.to(tl.pointer_type(tl.uint8)), targets + block * SLOTS
         _store_codes(tl.reshape(codes, (TOKENS, DIM)), cells, slots, slot_stride * SIZE, BITS, CELL)
         _store_parameters(tl.reshape(scale, (COUNT,)).to(tl.float16), cells, slots, slot_stride * SIZE, CODES, CELL)
