@@ -171,7 +171,7 @@ def packed_kernels(dim: int, group: int, dtype: torch.dtype, device: str = "cuda
         except ValueError:
             found.setdefault("not for such heads", []).append(name)
             continue
-        reader = "Gluon" if fragments(packing, keys, keys, group) else "integer products in Triton" if packing.keys.sums else "Triton"
+        reader = "Gluon" if fragments(packing, keys, keys, group) else "Triton"
         writer = "a kernel" if takes(packing, buffers) else "PyTorch"
         found.setdefault(f"read by {reader}, packed by {writer}", []).append(name)
     return found
