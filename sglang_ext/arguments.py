@@ -81,6 +81,13 @@ class KVServerArgs(ServerArgs):
         + ". The first is the default.",
         NS("memory"),
     ] = None
+    kv_partition: A[
+        int | None,
+        "Numbers that share a scale where codes are multiplied as integers, of a token's key and of a value's channel: "
+        + "; ".join(f"{name}: {', '.join(map(str, catalogue.allowed_partitions(name)))}" for name in catalogue.partitioned())
+        + ". The first is the default. Fewer are more precise, and take more room.",
+        NS("memory"),
+    ] = None
     kv_budget: A[
         float | None,
         "Share of the context's tokens that the compressed view keeps, above 0 and at most 1. Default: "

@@ -144,7 +144,7 @@ def _warn_of_idle_compressor(args: "KVServerArgs") -> None:
 
 def _warn_of_short_contexts(args: "KVServerArgs") -> None:
     """Say where no context that the server takes is long enough for a copy."""
-    made = [catalogue.method(offer.compressor, args.kv_bits if offer.packs else None) for offer in method_options.offers(args)]
+    made = method_options.methods(args)
     least = options.MIN_CONTEXT + min(each.quantizer.recent if each.quantizer else 0 for each in made)
     for name in ("context_length", "max_total_tokens"):
         tokens = getattr(args, name)

@@ -15,6 +15,7 @@ from transformers.masking_utils import sdpa_mask
 from sglang_ext.bench.quality.named import Named
 from sglang_ext.layers.attention.copies.packed import packed_attention
 from sglang_ext.mem_cache.compressed.formats.packing import Packing
+from sglang_ext.mem_cache.compressed.formats.rounding import token_seeds
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressors.catalogue import method
@@ -46,7 +47,8 @@ class Drafting:
         self.packed, self.held = range(first, first + count), packs.packed_slots(count)
         kept = torch.arange(first, first + count).expand(len(keys), keys[0].shape[1], -1)
         # Blocks of one layer fit where its tokens that they stand for lay: numbers are read before cells are written.
-        packs.write(buffers, kept, torch.arange(tokens), torch.arange(self.held))
+        seeds = token_seeds(context.prompt, tokens, kept.device) if packs.stochastic else None
+        packs.write(buffers, kept, torch.arange(tokens), torch.arange(self.held), seeds)
         self.blocks = [(key[: self.held], value[: self.held]) for key, value in zip(keys, values)]
         self.packing = packs
 

@@ -73,14 +73,24 @@ def _offers(compressor: str, budget: float, more: str) -> tuple[Offer, ...]:
     return Offer(compressor, compressor, budget), *(_parsed(item.strip()) for item in more.split(",") if item.strip())
 
 
+def methods(args: "KVServerArgs") -> tuple[catalogue.Method, ...]:
+    """What each of :func:`offers` does, with its defaults but for bits and partitions, in the same order.
+
+    Raises:
+        OptionError: a method has no codes of so many bits, or no such partitions.
+    """
+    sizes = args.kv_bits, args.kv_partition
+    return tuple(catalogue.method(offer.compressor, *(sizes if offer.packs else ())) for offer in offers(args))
+
+
 def quantizer_of(found: tuple[Offer, ...]) -> str | None:
     """What packs the copies of those methods that have them packed; None where none has."""
     return next((offer.packs for offer in found if offer.packs), None)
 
 
 def resolve(args: "KVServerArgs") -> None:
-    """Refuse wrong values of ``--kv-compressor``, ``--kv-more-compressors``, ``--kv-budget`` and ``--kv-bits``; set the
-    budget where it was left open.
+    """Refuse wrong values of ``--kv-compressor``, ``--kv-more-compressors``, ``--kv-budget``, ``--kv-bits`` and ``--kv-partition``; set
+    the budget where it was left open.
 
     Raises:
         OptionError: names the flag, its value and the remedy.
@@ -99,10 +109,16 @@ def resolve(args: "KVServerArgs") -> None:
     packs = quantizer_of(found)
     if packs is not None:
         catalogue.code_bits(packs, args.kv_bits)
+        catalogue.partition_size(packs, args.kv_partition)
     elif args.kv_bits is not None:
         raise OptionError(
             f"--kv-bits is {args.kv_bits}, but --kv-compressor {found[0].compressor} keeps tokens as they are: leave it out, or name "
             f"what packs them too: --kv-compressor {found[0].compressor}+kivi"
+        )
+    elif args.kv_partition is not None:
+        raise OptionError(
+            f"--kv-partition is {args.kv_partition}, but --kv-compressor {found[0].compressor} keeps tokens as they are: leave it out, or "
+            f"pass --kv-compressor {catalogue.partitioned()[0]}"
         )
     one_of("--kv-online-compressor", args.kv_online_compressor, catalogue.online())
     compressors = tuple(offer.compressor for offer in found)
@@ -197,6 +213,7 @@ def check_resolved(args: "KVServerArgs") -> None:
         return
     flag = FIRST if packed is found[0] else MORE
     _check_has_kernels(args, packed, flag)
+    _check_partition(args, packed, flag)
     copies = f"the packed copies of {flag} {packed.name}"
     model_options.check_copies(args, copies, f"a compressor that only drops tokens: {others}")
 
@@ -214,6 +231,19 @@ def _check_has_kernels(args: "KVServerArgs", packed: Offer, flag: str) -> None:
             f"--device is {args.device} with {flag} {packed.name}; {packed.packs} packs tokens on a CPU alone, elsewhere "
             f"{', '.join(catalogue.listed(catalogue.on_gpu()))} do. Pass {flag} {_packed_by(packed, 'kivi')}, or --device cpu."
         )
+
+
+def _check_partition(args: "KVServerArgs", packed: Offer, flag: str) -> None:
+    """Refuse partitions of keys that do not divide the model's heads; ``flag`` names the method."""
+    partition = catalogue.partition_size(packed.packs, args.kv_partition)
+    if partition is None or (dim := args.get_model_config().head_dim) % partition == 0:
+        return
+    smaller = [str(size) for size in sorted(catalogue.allowed_partitions(packed.packs)) if dim % size == 0]
+    remedy = f"--kv-partition {' or '.join(smaller)}" if smaller else f"{flag} {_packed_by(packed, 'kivi')}"
+    raise OptionError(
+        f"--kv-partition is {partition}, which does not divide the {dim} channels of the model's heads, along which {flag} {packed.name} cuts keys: "
+        f"pass {remedy}"
+    )
 
 
 HEAD_BUDGETS = ("auto", "equal", "adaptive")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_ext.config.method_options import Offer, offers, place_of
+from sglang_ext.config.method_options import Offer, methods, offers, place_of
 from sglang_ext.core import OptionError
 from sglang_ext.layers.attention.of_model import an_attention, is_attention
 from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
@@ -19,7 +19,7 @@ from sglang_ext.mem_cache.compressed.formats.unpacked import Unpacked
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.rotary import Rotary, rotary_of
 from sglang_ext.mem_cache.compressed.slot_scores import SlotScores
-from sglang_ext.mem_cache.compressors import Compressor, catalogue
+from sglang_ext.mem_cache.compressors import Compressor
 from sglang_ext.mem_cache.compressors.catalogue import Method, create
 from sglang_ext.mem_cache.compressors.kvzap import KVzap
 from sglang_ext.mem_cache.compressors.kvzip import KVzip
@@ -43,12 +43,14 @@ class ServedMethods:
         methods: what each does, in the same order.
         scores: predicted, by slot; None where no method reads them.
         rotary: the model's rotary embedding; None where no method needs it.
+        first_head: of the model's KV heads, the first that this rank holds.
     """
 
     offers: tuple[Offer, ...]
     methods: tuple[Method, ...]
     scores: SlotScores | None = None
     rotary: Rotary | None = None
+    first_head: int = 0
 
     @classmethod
     def of(cls, args: "KVServerArgs", model_runner: "ModelRunner", layers: Sequence[int]) -> "ServedMethods":
@@ -69,7 +71,7 @@ class ServedMethods:
         for offer, method in zip(offered, methods):
             if method.needs_rotary:
                 rotary = rotary_of(model_runner.model, is_attention, offer.name)
-        return cls(offered, methods, scores, rotary)
+        return cls(offered, methods, scores, rotary, first_kv_head(args, rank))
 
     @property
     def window(self) -> int:
@@ -173,8 +175,7 @@ def methods_of(args: "KVServerArgs", layers: int, kv_heads: int, rank: int, scor
     found: list[Method] = []
     # Methods that differ in budget or packing read the same scores.
     compressors: dict[str, Compressor] = {}
-    for offer in offers(args):
-        each = catalogue.method(offer.compressor, args.kv_bits if offer.packs else None)
+    for each in methods(args):
         name = each.compressor.name
         if name not in compressors:
             compressors[name] = each.compressor
@@ -197,9 +198,13 @@ def copy_methods(args: "KVServerArgs", methods: tuple[Method, ...], page_size: i
 
 
 def _kvzip(args: "KVServerArgs", layers: int, kv_heads: int, rank: int) -> KVzip:
-    index, total = _score_index(args, layers), args.get_model_config().get_total_num_kv_heads()
-    first = rank * total // args.tp_size
+    index, first = _score_index(args, layers), first_kv_head(args, rank)
     return KVzip(create(args.kv_online_compressor), index, slice(first, first + kv_heads))
+
+
+def first_kv_head(args: "KVServerArgs", rank: int) -> int:
+    """Of the model's KV heads, the first that a rank of ``--tp-size`` holds."""
+    return rank * args.get_model_config().get_total_num_kv_heads() // args.tp_size
 
 
 def _score_index(args: "KVServerArgs", layers: int) -> ScoreIndex:

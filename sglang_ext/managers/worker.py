@@ -98,7 +98,7 @@ class KVWorker(BaseSpecWorker):
         table = pool.req_to_token = pool.req_to_token.new_zeros(2 * self._rows, width)
         like = torch.empty(0, dtype=self.model_runner.dtype, device=table.device)
         self.queries.allocate(plan.rings, self.memory.model.query_heads, self.memory.model.head_dim, like)
-        self.buffers = KVBuffers.of(self.model_runner.token_to_kv_pool, self.layers)
+        self.buffers = KVBuffers.of(self.model_runner.token_to_kv_pool, self.layers, self.methods.first_head)
         served, page_size = self.methods, self.token_to_kv_pool_allocator.page_size
         self.form = served.form(args.kv_head_budgets == "adaptive", self.buffers, page_size, table)
         if served.scores is not None:

@@ -33,6 +33,7 @@ def accept_length(answers):
         ("flashinfer", "int8", 6),
         ("flashinfer", "turboquant --kv-bits 4", 3),
         ("triton", "lynx", 3),
+        ("flashinfer", "hack", 3),
         ("triton", "snapkv+kivi --kv-budget 0.5", 2),
     ],
 )

@@ -1,8 +1,8 @@
 """What kernel_checks.py checks, for those that run it: the names of its checks, none of which is left out on a GPU or a CPU."""
 
 PLAIN = (
-    *("window_scores", "gather_kept", "page_checksum", "verify_attention", "packed_decode", "packed_gluon", "uneven_decode"),
-    *("scatter_cells", "pack_blocks", "lynx"),
+    *("window_scores", "gather_kept", "page_checksum", "verify_attention", "packed_decode", "integer_decode", "packed_gluon", "uneven_decode"),
+    *("scatter_cells", "pack_blocks", "lynx", "integer_switches"),
 )
 # These import SGLang, which takes longer than most of them.
 OF_SGLANG = ("verify_attention_is_decode", "verify_backend", "packed_backend", "uneven_backend", "pointers")

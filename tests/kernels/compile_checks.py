@@ -15,12 +15,12 @@ from sglang_ext.layers.kernels.packed import pack_blocks, packed_decode
 from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells
 from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows, Pointers
 
-KINDS = (("kivi", 4), ("kivi", 2), ("int8", 8), ("turboquant", 4), ("lynx", 4), ("lynx", 2))
+KINDS = (("kivi", 4), ("kivi", 2), ("int8", 8), ("turboquant", 4), ("lynx", 4), ("lynx", 2), ("hack", 4), ("hack", 2))
 # Blocks to pack: method, bits, channels of a head, numbers of a pool.
 PACKED = (
     ("kivi", 4, 128, torch.bfloat16), ("kivi", 2, 64, torch.float16), ("int8", 8, 128, torch.float32),
     ("rotatekv", 4, 128, torch.bfloat16), ("turboquant", 4, 128, torch.float32), ("turboquant", 2, 64, torch.bfloat16), ("lynx", 4, 128, torch.bfloat16),
-    ("lynx", 2, 64, torch.float32),
+    ("lynx", 2, 64, torch.float32), ("hack", 4, 128, torch.bfloat16), ("hack", 2, 64, torch.float16),
 )  # fmt: skip
 # Blocks for the Gluon kernel: method, bits, channels of a head, queries that share a KV head.
 TILES = (("kivi", 4, 128, 4), ("kivi", 2, 128, 8), ("int8", 8, 64, 1), ("int4", 4, 128, 16))
@@ -88,7 +88,8 @@ def check_packing(compiled):
     for name, bits, dim, dtype in PACKED:
         pool = packed_pool(name, bits, 2, 0, heads=2, dim=dim, dtype=dtype)
         kept, slots = torch.zeros(1, 2, 128, dtype=torch.int64), torch.zeros(128, dtype=torch.int64)
-        pack_blocks.pack_blocks(pool.packing, pool.buffers, kept, slots, slots)
+        seeds = slots.int() if pool.packing.stochastic else None
+        pack_blocks.pack_blocks(pool.packing, pool.buffers, kept, slots, slots, seeds)
         for kernel, made in compiled[-2:]:
             assert (kernel, stack_bytes(made)) == ("pack_tiles", 0), (name, bits, dim, dtype)
             assert dtype == torch.float32 or made.metadata.shared <= (113 << 10)

@@ -12,10 +12,11 @@ if DEVICE == "cpu":
 
 from check_names import OF_SGLANG, PLAIN  # noqa: E402
 from gluon_checks import check_packed_gluon  # noqa: E402
+from integer_checks import check_integer_switches  # noqa: E402
 from lynx_checks import check_lynx  # noqa: E402
 from pack_checks import check_pack_blocks  # noqa: E402
 from packed_backend import Pool, check_packed_backend  # noqa: E402
-from packed_helpers import KERNEL_KINDS, Gridded, attention, packed_pool, pool_by  # noqa: E402
+from packed_helpers import KERNEL_KINDS, Gridded, attention, attention_over, divides, packed_pool, pool_by  # noqa: E402
 from pointer_checks import check_pointers  # noqa: E402
 from uneven_checks import check_scatter_cells, check_uneven_backend  # noqa: E402
 
@@ -36,6 +37,7 @@ from sglang_ext.layers.kernels.window_scores import window_scores  # noqa: E402
 from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells, KeptCells  # noqa: E402
 from sglang_ext.mem_cache.compressed.formats.packed_layout import Grid  # noqa: E402
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers  # noqa: E402
+from sglang_ext.mem_cache.compressors.catalogue import quantizer  # noqa: E402
 from sglang_ext.mem_cache.host_tier.checksums import SUMMED_WORD, PageChecksums, as_words  # noqa: E402
 
 
@@ -260,10 +262,24 @@ def check_packed_decode():
     shapes = ((3, 64, 2, 3, (3, 2), torch.float32), (1, 32, 1, 5, (16, 4), torch.float32), (8, 80, 1, 1, (2, 1), half))
     for number, (name, bits) in enumerate(KERNEL_KINDS):
         group, dim, heads, blocks, splits, dtype = shapes[number % len(shapes)]
-        check_packed_pool(packed_pool(name, bits, blocks, 75, heads=heads, dim=dim, dtype=dtype), group, splits)
+        if divides(name, dim):
+            check_packed_pool(packed_pool(name, bits, blocks, 75, heads=heads, dim=dim, dtype=dtype), group, splits)
     for number, (bits, keys, values, block) in enumerate(GRIDS):
         packs = Gridded(bits, block, keys=keys, values=values)
         check_packed_pool(pool_by(packs, 2, 75, heads=1, dtype=(torch.float32, half)[number % 2]), 3, (2, 1))
+
+
+def check_integer_decode():
+    """Attention by products of integers: all bits, partitions, groups, dtypes, and heads of which a part of bytes cuts a partition."""
+    # The interpreter has no products of bfloat16.
+    half = torch.float16 if DEVICE == "cpu" else torch.bfloat16
+    for bits, partition, dim, group, heads, blocks, splits, dtype in (
+        (4, 64, 128, 4, 2, 3, (3, 2), torch.float32), (2, 64, 64, 1, 1, 5, (16, 4), half), (4, 32, 96, 3, 1, 2, (2, 1), half),
+        (2, 32, 96, 8, 2, 1, (1, 1), torch.float32), (4, 128, 128, 16, 1, 2, (2, 1), half), (2, 128, 128, 1, 1, 3, (2, 1), torch.float32),
+        (4, 64, 192, 5, 1, 1, (2, 1), half), (2, 32, 256, 32, 1, 2, (2, 1), torch.float32),
+    ):  # fmt: skip
+        packs = quantizer("hack", bits, partition)
+        check_packed_pool(pool_by(packs, blocks, 75, heads=heads, dim=dim, dtype=dtype), group, splits)
 
 
 def check_packed_pool(pool, group, splits):
@@ -283,7 +299,8 @@ def check_packed_pool(pool, group, splits):
     for request, (row, length) in enumerate(zip([4, 2, 5, 1], lengths.tolist())):
         first = 0 if slots[row] else tokens
         last = tokens + length - int(slots[row])
-        expected = attention(queries[request][None], pool.keys[:, first:last], pool.values[:, first:last], 0.1)[0]
+        far = tokens if slots[row] else 0
+        expected = attention_over(pool.packing, far, queries[request][None], pool.keys[:, first:last], pool.values[:, first:last], 0.1)[0]
         tolerance = 1e-5 if DEVICE == "cpu" and dtype == torch.float32 else 5e-3 if dtype != torch.bfloat16 else 3e-2
         worst = float((found[request].double() - expected).abs().max() / expected.abs().max())
         assert worst < tolerance, (pool.packing.quantizer, request, worst)
@@ -344,6 +361,8 @@ CHECKS = {
     "uneven_backend": lambda: check_uneven_backend(DEVICE),
     "uneven_decode": check_uneven_decode,
     "packed_decode": check_packed_decode,
+    "integer_decode": check_integer_decode,
+    "integer_switches": lambda: check_integer_switches(DEVICE),
     "packed_gluon": lambda: check_packed_gluon(DEVICE),
     "pack_blocks": lambda: check_pack_blocks(DEVICE),
     "packed_backend": lambda: check_packed_backend(DEVICE),

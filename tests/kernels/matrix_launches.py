@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-from packed_helpers import KERNEL_KINDS, packed_pool
+from packed_helpers import KERNEL_KINDS, divides, packed_pool
 
 from sglang_ext.layers.kernels.gather_kept import gather_kept
 from sglang_ext.layers.kernels.lynx import kernels
@@ -79,6 +79,8 @@ def _verify(blocks: Callable[[int, int], object], shape: Shape, width: int) -> N
 
 
 def _packed(name: str, bits: int, shape: Shape) -> None:
+    if not divides(name, shape.dim):
+        return
     pool = pool_of(name, bits, shape.dim, shape.dtype)
     queries, table, rows = _one_request(shape)
     buffers, slots = (pool.buffers.keys[0], pool.buffers.values[0]), torch.zeros(2, dtype=torch.int32)
@@ -86,10 +88,13 @@ def _packed(name: str, bits: int, shape: Shape) -> None:
 
 
 def _packing(name: str, bits: int, shape: Shape) -> None:
+    if not divides(name, shape.dim):
+        return
     pool = pool_of(name, bits, shape.dim, shape.dtype)
     kept, slots = torch.zeros(1, 1, 64, dtype=torch.int64), torch.zeros(128, dtype=torch.int64)
     if pack_blocks.takes(pool.packing, pool.buffers):
-        pack_blocks.pack_blocks(pool.packing, pool.buffers, kept, slots, slots)
+        seeds = slots.int() if pool.packing.stochastic else None
+        pack_blocks.pack_blocks(pool.packing, pool.buffers, kept, slots, slots, seeds)
 
 
 def _uneven(shape: Shape) -> None:

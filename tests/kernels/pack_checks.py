@@ -1,7 +1,5 @@
 """A check of the kernel that packs blocks, against what PyTorch writes."""
 
-from dataclasses import replace
-
 import torch
 from packed_helpers import Gridded
 
@@ -30,7 +28,7 @@ def pool(layers, heads, dim, dtype, slots, noise):
         buffer[..., -1], buffer[0] = 0.20015, 0
         # Scales and zero points end where float16 does.
         buffer[1] *= 1 if dtype == torch.float16 else 1e5
-    return KVBuffers((0,) * layers, (1.0,) * layers, *(tuple(buffer.to(dtype) for buffer in kind) for kind in kinds))
+    return KVBuffers(tuple(range(3, 3 + layers)), (1.0,) * layers, *(tuple(buffer.to(dtype) for buffer in kind) for kind in kinds), 5)
 
 
 def check_block(packing, layout, numbers, kernel, plain):
@@ -47,9 +45,15 @@ def check_block(packing, layout, numbers, kernel, plain):
     assert (kernel.codes != plain.codes).double().mean() < 1e-3
 
 
+def check_drawn(kernel, plain):
+    """What is drawn is the same."""
+    for part in ("codes", "scale", "zero", "sums"):
+        assert torch.equal(getattr(kernel, part), getattr(plain, part)), part
+
+
 def check_case(device, packing, buffers, blocks, noise):
     """Kept tokens differ by head, and slots lie anywhere; nothing but the targets changes."""
-    layers, (slots, heads, _), tokens = len(buffers.keys), buffers.keys[0].shape, 64 * blocks
+    layers, (slots, heads, _), tokens = len(buffers.keys), buffers.keys[0].shape, packing.block_tokens * blocks
     order = torch.cat([torch.arange(2), 2 + torch.randperm(slots - 2, generator=noise)])
     sources, targets = order[: tokens + 20], order[tokens + 20 :][: packing.held_slots(tokens)]
     kept = torch.stack([torch.randperm(tokens + 20, generator=noise)[:tokens].sort().values for _ in range(layers * heads)])
@@ -57,13 +61,20 @@ def check_case(device, packing, buffers, blocks, noise):
     kept[..., :2] = torch.arange(2)
     originals = [buffer.clone() for buffer in (*buffers.keys, *buffers.values)]
     keys, values = (tuple(b.to(device, copy=True) for b in kind) for kind in (buffers.keys, buffers.values))
-    packing.write(buffers, kept, sources, targets)
-    pack_blocks(packing, replace(buffers, keys=keys, values=values), *(part.to(device) for part in (kept, sources, targets)))
+    seeds = torch.randint(-(1 << 31), 1 << 31, sources.shape, generator=noise, dtype=torch.int32)
+    given = kept, sources, targets, *((seeds,) if packing.stochastic else ())
+    packing.write(buffers, *given)
+    there = KVBuffers(buffers.layer_ids, buffers.scaling, keys, values, buffers.first_head)
+    pack_blocks(packing, there, *(part.to(device) for part in given))
     pairs = zip((*keys, *values), (*buffers.keys, *buffers.values), originals, strict=True)
     for index, (found, expected, original) in enumerate(pairs):
         layout, found = packing.keys if index < layers else packing.values, found.cpu()
         read = original[sources[kept[index % layers]], torch.arange(heads)[:, None]].double()
-        check_block(packing, layout, read, *(packing.read(buffer, layout, targets) for buffer in (found, expected)))
+        blocks_of = [packing.read(buffer, layout, targets[: packing.packed_slots(tokens)]) for buffer in (found, expected)]
+        if packing.stochastic:
+            check_drawn(*blocks_of)
+        else:
+            check_block(packing, layout, read, *blocks_of)
         found[targets] = original[targets]
         assert torch.equal(found, original)
 
@@ -72,12 +83,24 @@ def check_case(device, packing, buffers, blocks, noise):
 GRIDS = ((Grid(1, 32), Grid(64, 1)), (Grid(16, 4), Grid(32, 1)))
 
 
+# Bits, partition, channels of a head and dtype of blocks that are drawn.
+DRAWN = (
+    (4, 64, 128, torch.bfloat16), (2, 64, 64, torch.float32), (4, 32, 64, torch.float16), (2, 128, 128, torch.bfloat16),
+)  # fmt: skip
+
+
 def check_pack_blocks(device):
     """All methods, bits, dtypes and sizes of heads; and other grids than the methods have."""
     for number, (keys, values) in enumerate(GRIDS):
         noise = torch.Generator().manual_seed(number)
         buffers = pool(1, 1, 64, torch.float32, 200, noise)
         check_case(device, Packing.of(Gridded(4, keys=keys, values=values), buffers, 1), buffers, 1, noise)
+    for number, (bits, partition, dim, dtype) in enumerate(DRAWN):
+        noise = torch.Generator().manual_seed(number)
+        packs, buffers = quantizer("hack", bits, partition), pool(2, 2, dim, dtype, 600, noise)
+        packing = Packing.of(packs, buffers, 1)
+        assert takes(packing, buffers)
+        check_case(device, packing, buffers, 2, noise)
     for number, (name, bits, dim, heads, dtype, blocks) in enumerate(CASES):
         packs, noise = quantizer(name, bits), torch.Generator().manual_seed(number)
         if device == "cpu" and dtype == torch.bfloat16 and packs.rotation(dim) is not None:

@@ -18,6 +18,18 @@ KINDS = [(name, bits) for name in catalogue.packing() for bits in catalogue.allo
 KERNEL_KINDS = [(name, bits) for name, bits in KINDS if name in catalogue.on_gpu()]
 
 
+def divides(name, dim):
+    """Whether heads of ``dim`` channels are whole partitions, of some size, of a method of the catalogue."""
+    sizes = catalogue.allowed_partitions(name)
+    return not sizes or any(dim % size == 0 for size in sizes)
+
+
+def for_heads(name, bits, dim):
+    """A quantizer of the catalogue, with the default partitions where they divide heads of ``dim`` channels, else others that do."""
+    sizes = (size for size in catalogue.allowed_partitions(name) if dim % size == 0)
+    return quantizer(name, bits, next(sizes, None))
+
+
 def frequencies(dim):
     """Of a rotary embedding that turns all channels but the last quarter: float32 [pairs]."""
     return 100.0 ** -torch.linspace(0, 1, dim * 3 // 8)
@@ -79,8 +91,8 @@ class PackedPool:
 
 
 def packed_pool(name, bits, blocks, exact, heads=2, dim=64, dtype=torch.float32, seed=0):
-    """``blocks`` packed blocks of a method of the catalogue, and ``exact`` tokens after them."""
-    return pool_by(quantizer(name, bits), blocks, exact, heads, dim, dtype, seed)
+    """``blocks`` packed blocks of a method of the catalogue, and ``exact`` tokens after them; partitions as heads allow."""
+    return pool_by(for_heads(name, bits, dim), blocks, exact, heads, dim, dtype, seed)
 
 
 def pool_by(packs, blocks, exact, heads=2, dim=64, dtype=torch.float32, seed=0):
@@ -108,12 +120,35 @@ def pool_by(packs, blocks, exact, heads=2, dim=64, dtype=torch.float32, seed=0):
     return PackedPool(buffers, packing, row, packed, *means, originals)
 
 
-def attention(queries, keys, values, scaling):
-    """float64 causal attention of the last queries, [count, heads, dim], over [kv_heads, tokens, dim]."""
+def eight_bits(numbers, partition):
+    """What numbers mean in 8 bits, rounded to the nearest, in partitions along their last dimension: float64."""
+    if not numbers.shape[-1]:
+        return numbers
+    parts = [part - part.amin(-1, keepdim=True) for part in numbers.split(partition, -1)]
+    steps = [part.amax(-1, keepdim=True).clamp(min=1e-30) / 255 for part in parts]
+    return torch.cat([(p / s).round() * s + w.amin(-1, keepdim=True) for p, s, w in zip(parts, steps, numbers.split(partition, -1))], -1)
+
+
+def attention_over(packing, tokens, *given):
+    """:func:`attention` where blocks with sums hold the first ``tokens`` tokens: by queries and weights in 8 bits over them."""
+    return attention(*given, (packing.keys.grid.channels, packing.values.grid.tokens, tokens) if packing.keys.sums else (1, 1, 0))
+
+
+def attention(queries, keys, values, scaling, partitions=(1, 1, 0)):
+    """float64 causal attention of the last queries, [count, heads, dim], over [kv_heads, tokens, dim].
+
+    ``partitions``: of queries along channels and of weights along tokens, in 8 bits over so many of the first tokens.
+    """
     count, heads, dim = queries.shape
     group = heads // len(keys)
     keys, values = (part.repeat_interleave(group, 0) for part in (keys, values))
+    of_channels, of_tokens, far = partitions
     logits = torch.einsum("qhd,htd->hqt", queries.double(), keys) * scaling
+    if far:
+        coarse = eight_bits(queries.double() * scaling, of_channels)
+        logits[..., :far] = torch.einsum("qhd,htd->hqt", coarse, keys[:, :far])
     newest = torch.arange(keys.shape[1] - count, keys.shape[1])
     logits.masked_fill_(torch.arange(keys.shape[1]) > newest[:, None], float("-inf"))
-    return torch.einsum("hqt,htd->qhd", logits.softmax(-1), values)
+    weights = logits.softmax(-1)
+    weights[..., :far] = eight_bits(weights[..., :far], of_tokens)
+    return torch.einsum("hqt,htd->qhd", weights, values)

@@ -9,6 +9,7 @@ import torch
 from sglang_ext.core import CompressedView
 from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
 from sglang_ext.mem_cache.compressed.formats.kv_format import KVFormat
+from sglang_ext.mem_cache.compressed.formats.rounding import token_seeds
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.query_window import QueryWindows
 from sglang_ext.mem_cache.compressed.rotary import Rotary
@@ -50,7 +51,8 @@ class CopyWriter:
         slots = torch.zeros(tokens, dtype=torch.int64, device=keys.device)
         queries = keys.new_zeros(len(self.buffers.keys), window, query_heads, keys.shape[-1])
         positions = torch.arange(tokens - window, tokens, device=keys.device)
-        context = ContextKV(self.buffers, slots, queries, positions, self.rotary)
+        seeds = slots.int() if method.packing.stochastic else None
+        context = ContextKV(self.buffers, slots, queries, positions, self.rotary, seeds=seeds)
         self._keep_sinks(slots, slots.new_zeros(method.sinks))
         targets = {Part(0, tokens, count): slots.new_zeros(method.packing.held_slots(count))}
         with self._reported(method):
@@ -106,4 +108,7 @@ class CopyWriter:
         if found is None:
             key = self.buffers.keys[0]
             found = key.new_empty(len(self.buffers.keys), 0, *key.shape[1:]), source.new_empty(0)
-        return ContextKV(self.buffers, source, *found, self.rotary, self.prompt_of(row))
+        prompt, seeds = self.prompt_of(row), None
+        if method.packing.stochastic:
+            seeds = token_seeds(prompt, len(source), source.device)
+        return ContextKV(self.buffers, source, *found, self.rotary, prompt, seeds)

@@ -14,22 +14,25 @@ class KVBuffers:
         layer_ids: index of each layer in the model.
         scaling: factor on query-key products of each layer.
         keys, values: of each layer, [slots, kv_heads, head_dim].
+        first_head: of the model's KV heads, the first that they hold.
     """
 
     layer_ids: tuple[int, ...]
     scaling: tuple[float, ...]
     keys: tuple[torch.Tensor, ...]
     values: tuple[torch.Tensor, ...]
+    first_head: int = 0
 
     @classmethod
-    def of(cls, pool, scaling: dict[int, float]) -> "KVBuffers":
-        """The buffers of SGLang's ``pool``; ``scaling`` by the index of the attention layer."""
+    def of(cls, pool, scaling: dict[int, float], first_head: int = 0) -> "KVBuffers":
+        """The buffers of SGLang's ``pool``; ``scaling`` by the index of the attention layer, ``first_head`` of this rank's."""
         ids = tuple(scaling)
         return cls(
             layer_ids=ids,
             scaling=tuple(scaling.values()),
             keys=tuple(pool.get_key_buffer(layer) for layer in ids),
             values=tuple(pool.get_value_buffer(layer) for layer in ids),
+            first_head=first_head,
         )
 
     @property
@@ -51,6 +54,11 @@ class KVBuffers:
     def value_table(self) -> torch.Tensor:
         """int64 [layers], addresses of the value buffers."""
         return _addresses(self.values)
+
+    @cached_property
+    def layer_table(self) -> torch.Tensor:
+        """int32 [layers], :attr:`layer_ids`."""
+        return torch.tensor(self.layer_ids, dtype=torch.int32, device=self.keys[0].device)
 
     def copy_kept(self, kept: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Slot ``targets[j]`` gets, for each layer and head, that head's ``j``-th kept token.

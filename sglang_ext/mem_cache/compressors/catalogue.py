@@ -181,6 +181,32 @@ def allowed_bits(packs: str) -> tuple[int, ...]:
     return QUANTIZERS[packs].bits
 
 
+def partition_size(packs: str, partition: int | None) -> int | None:
+    """Numbers that share a scale in copies of a quantizer; ``partition`` as asked for, None for its default.
+
+    None where it has no choice.
+
+    Raises:
+        OptionError: names the value and what is allowed.
+    """
+    allowed = allowed_partitions(packs)
+    if partition is not None and partition not in allowed:
+        choice = f"has partitions of {' or '.join(map(str, allowed))} numbers. Pass one of these" if allowed else "has none to choose. Pass --kv-compressor hack"
+        raise OptionError(f"--kv-partition is {partition}; --kv-compressor {packs} {choice}, or leave it out")
+    return partition or next(iter(allowed), None)
+
+
+def allowed_partitions(packs: str) -> tuple[int, ...]:
+    """Sizes that the partitions of a quantizer may have, the default first; none where it has no choice."""
+    _load()
+    return QUANTIZERS[packs].partitions
+
+
+def partitioned() -> tuple[str, ...]:
+    """Names of methods that pack tokens in partitions whose size can be chosen."""
+    return tuple(name for name in packing() if QUANTIZERS[name].partitions)
+
+
 def create(name: str) -> Compressor:
     """The compressor of that name with its defaults.
 
@@ -192,23 +218,26 @@ def create(name: str) -> Compressor:
     return COMPRESSORS[name]()
 
 
-def quantizer(name: str, bits: int) -> Quantizer:
-    """The quantizer of that name with codes of ``bits`` bits.
+def quantizer(name: str, bits: int, partition: int | None = None) -> Quantizer:
+    """The quantizer of that name with codes of ``bits`` bits, and partitions of such a size; None for its own.
 
     Raises:
         ValueError: no quantizer has that name.
     """
     if name not in packing():
         raise ValueError(f"no quantizer is called {name!r}; there are: {', '.join(packing())}")
-    return QUANTIZERS[name].made_by(bits=bits)
+    sizes = {} if partition is None else {"partition": partition}
+    return QUANTIZERS[name].made_by(bits=bits, **sizes)
 
 
-def method(value: str, bits: int | None = None) -> Method:
-    """The method of that name, as ``--kv-compressor`` and ``--kv-bits`` say.
+def method(value: str, bits: int | None = None, partition: int | None = None) -> Method:
+    """The method of that name, as ``--kv-compressor``, ``--kv-bits`` and ``--kv-partition`` say.
 
     Raises:
-        OptionError: no method has that name, or it has no codes of so many bits.
+        OptionError: no method has that name, or it has no codes of so many bits, or no such partitions.
     """
     drops, packs = parse(value)
     compressor = KeepAll() if drops is None else create(drops)
-    return Method(compressor, None if packs is None else quantizer(packs, code_bits(packs, bits)))
+    if packs is None:
+        return Method(compressor, None)
+    return Method(compressor, quantizer(packs, code_bits(packs, bits), partition_size(packs, partition)))

@@ -6,8 +6,8 @@ from typing import ClassVar
 import torch
 
 from sglang_ext.layers.kernels.lynx import levels
-from sglang_ext.mem_cache.compressed.formats.packed_layout import PARAMETER, Grid, Quantized
-from sglang_ext.mem_cache.compressors.contracts.quantizer import LARGEST, Finding, Quantizer, grouped, squeezed, stored
+from sglang_ext.mem_cache.compressed.formats.packed_layout import Grid, Quantized
+from sglang_ext.mem_cache.compressors.contracts.quantizer import Finding, Quantizer, grouped, squeezed, stored, stored_above
 from sglang_ext.mem_cache.compressors.contracts.registry import register_quantizer
 
 
@@ -51,11 +51,3 @@ class Lynx(Quantizer):
         for bound in self.bounds_on(numbers.device, numbers.shape[-1]):
             codes += (apart >= bound * scale).view(torch.uint8)
         return Quantized(codes.view(numbers.shape), squeezed(scale), squeezed(zero))
-
-
-def stored_above(sizes: torch.Tensor) -> torch.Tensor:
-    """``sizes``, at least 0, as they are read again where they must not become less: float32, the next float16, finite."""
-    sizes = sizes.clamp(max=LARGEST)
-    near = sizes.to(PARAMETER)
-    # The bits of the next float16 are those of an integer that is greater by one.
-    return (near.view(torch.int16) + (near.float() < sizes)).view(PARAMETER).float()

@@ -54,6 +54,7 @@ WRONG: dict[str, dict[str, object]] = {
     "kv_predictor": {"kv_predictor": "/"},
     "kv_online_compressor": {"kv_online_compressor": "kvzip"},
     "kv_bits": {"kv_bits": 4},
+    "kv_partition": {"kv_partition": 64},
     "kv_budget": {"kv_budget": 0.0},
     "kv_head_budgets": {"kv_head_budgets": "even"},
     "kv_draft_length": {"kv_draft_length": 0},

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import pickle
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -60,6 +61,9 @@ def build(path, **flags):
         ({"kv_compressor": "kivi", "kv_bits": 3}, ["--kv-bits is 3", "4 or 2 bits"]),
         ({"kv_compressor": "snapkv+int8", "kv_bits": 4}, ["--kv-bits is 4", "int8 has codes of 8 bits"]),
         ({"kv_bits": 4}, ["--kv-bits is 4", "snapkv keeps tokens as they are", "--kv-compressor snapkv+kivi"]),
+        ({"kv_compressor": "hack", "kv_partition": 48}, ["--kv-partition is 48", "partitions of 64 or 32 or 128 numbers"]),
+        ({"kv_compressor": "kivi", "kv_partition": 64}, ["--kv-partition is 64", "kivi has none to choose", "hack"]),
+        ({"kv_partition": 64}, ["--kv-partition is 64", "snapkv keeps tokens as they are", "pass --kv-compressor hack"]),
         ({"kv_head_budgets": "even"}, ["--kv-head-budgets is 'even'", "auto, equal, adaptive"]),
         ({"kv_head_budgets": "adaptive", "kv_compressor": "snapkv+kivi"}, ["snapkv+kivi", "packed heads", "Pass equal, or one of"]),
         ({"kv_head_budgets": "adaptive", "kv_compressor": "int8"}, ["--kv-compressor int8", "packed heads", "Pass equal"]),
@@ -131,6 +135,7 @@ def packed_args(**change):
         device="cpu", attention_backend="torch_native", prefill_attention_backend=None, decode_attention_backend=None,
         kv_compressor="snapkv+kivi", kv_mode="verified", kv_full_tier="device",
         kv_host_gb=0, disable_radix_cache=False, enable_deterministic_inference=False, kv_budget=0.25, kv_more_compressors=None,
+        kv_partition=None,
     )
     vars(args).update(change)
     return args
@@ -156,6 +161,22 @@ def test_packed_copies_are_refused_where_attention_cannot_read_them(change, foun
     with pytest.raises(OptionError, match=f"{found}.* only drops tokens: snapkv, expected-attention"):
         method_options.check_resolved(args)
     args.kv_compressor = "snapkv"
+    method_options.check_resolved(args)
+
+
+@pytest.mark.parametrize(
+    ("dim", "change", "remedy"),
+    [
+        (96, {}, "--kv-partition 32"), (64, {"kv_partition": 128}, "--kv-partition 32 or 64"), (80, {}, "--kv-compressor kivi"),
+        (80, {"kv_compressor": "snapkv", "kv_more_compressors": "snapkv+hack:0.5"}, "--kv-more-compressors snapkv+kivi:0.5"),
+    ],
+)  # fmt: skip
+def test_partitions_divide_the_models_heads(dim, change, remedy):
+    args = packed_args(kv_compressor="hack", get_model_config=lambda: SimpleNamespace(head_dim=dim))
+    vars(args).update(change)
+    with pytest.raises(OptionError, match=f"which does not divide the {dim} channels of the model's heads.*: pass {re.escape(remedy)}$"):
+        method_options.check_resolved(args)
+    args.get_model_config = lambda: SimpleNamespace(head_dim=256)
     method_options.check_resolved(args)
 
 
@@ -186,7 +207,7 @@ def test_what_has_no_kernels_is_served_on_a_cpu_alone(flags, named, instead, dev
     with pytest.raises(OptionError) as raised:
         method_options.check_resolved(args)
     assert str(raised.value) == (
-        f"--device is {device} with {named}; kvquant packs tokens on a CPU alone, elsewhere int4, int8, kivi, lynx, "
+        f"--device is {device} with {named}; kvquant packs tokens on a CPU alone, elsewhere hack, int4, int8, kivi, lynx, "
         f"rotatekv, turboquant do. Pass {instead}, or --device cpu."
     )
 

@@ -17,7 +17,7 @@ from sglang_ext.mem_cache.compressed.formats.unpacked import Unpacked
 def resolved(**change):
     """Arguments of a server with these flags, budgets set."""
     args = SimpleNamespace(
-        kv_compressor="snapkv", kv_more_compressors=None, kv_budget=None, kv_bits=None, kv_scores=None, kv_predictor=None,
+        kv_compressor="snapkv", kv_more_compressors=None, kv_budget=None, kv_bits=None, kv_partition=None, kv_scores=None, kv_predictor=None,
         kv_online_compressor="snapkv", kv_host_gb=0, kv_bench_acceptance=None,
     )
     vars(args).update(change)

@@ -44,7 +44,7 @@ def test_a_predictor_of_other_sizes_than_the_model_is_refused_before_the_model_i
 @pytest.mark.parametrize(("host", "online"), [(0, None), (4, "expected-attention")])
 def test_the_online_method_is_there_where_kv_can_come_from_the_host(host, online):
     args = SimpleNamespace(
-        kv_compressor="kvzap+kivi", kv_more_compressors=None, kv_budget=0.25, kv_bits=2, kv_host_gb=host,
+        kv_compressor="kvzap+kivi", kv_more_compressors=None, kv_budget=0.25, kv_bits=2, kv_partition=None, kv_host_gb=host,
         kv_online_compressor="expected-attention",
     )
     (found,) = served_methods.methods_of(args, 2, 2, 0, None)

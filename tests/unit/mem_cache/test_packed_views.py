@@ -50,7 +50,7 @@ def views_of(name, page_size=1, budget=1.0, compressor=None):
     )
 
 
-@pytest.mark.parametrize("name", ["int8", "kivi", "turboquant"])
+@pytest.mark.parametrize("name", ["int8", "kivi", "turboquant", "hack"])
 def test_the_draft_row_leads_to_blocks_then_to_a_copy_of_the_first_tokens_and_then_to_the_full_kvs_recent_ones(name):
     views, length = views_of(name), 500
     assert views.compress(1, length)
@@ -77,7 +77,7 @@ def test_the_draft_row_leads_to_blocks_then_to_a_copy_of_the_first_tokens_and_th
 @given(
     st.lists(st.tuples(st.integers(10, 700), st.booleans()), max_size=8),
     st.sampled_from([1, 16, 64]),
-    st.sampled_from(["kivi", "int4", "snapkv+int8"]),
+    st.sampled_from(["kivi", "int4", "snapkv+int8", "hack"]),
 )
 @settings(max_examples=25, deadline=None)
 def test_slots_are_conserved_over_growing_renewing_and_releasing(steps, page_size, name):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packed_helpers import KINDS, Gridded, attention, meant, packed_pool, pool_by
+from packed_helpers import KINDS, Gridded, attention, attention_over, meant, packed_pool, pool_by
 
 from sglang_ext.layers.attention.copies.packed import packed_attention
 from sglang_ext.mem_cache.compressed.formats.packed_layout import Grid
@@ -30,7 +30,7 @@ def test_those_that_say_so_have_blocks_that_kernels_read():
 def test_each_says_how_it_finds_codes_and_none_where_a_kernel_cannot():
     found = {name: quantizer(name, code_bits(name, None)).finding for name in packing()}
     evenly = dict.fromkeys(("int8", "int4", "kivi", "rotatekv"), "evenly")
-    assert found == {**evenly, "turboquant": "levels", "lynx": "centred", "kvquant": None}
+    assert found == {**evenly, "turboquant": "levels", "lynx": "centred", "hack": "stochastic", "kvquant": None}
 
 
 def test_codes_of_its_own_are_no_kernels_unless_a_class_says_so():
@@ -149,7 +149,7 @@ def test_attention_on_packed_tokens_is_attention_on_what_they_mean(name, bits, g
         queries = torch.randn(count, 2 * group, 64, generator=torch.Generator().manual_seed(5))
         keys, values = pool.buffers.keys[0], pool.buffers.values[0]
         found = packed_attention(pool.packing, queries, keys, values, pool.row, pool.packed, 0.125)
-        expected = attention(queries, pool.keys, pool.values, 0.125)
+        expected = attention_over(pool.packing, blocks * 64, queries, pool.keys, pool.values, 0.125)
         assert torch.allclose(found.double(), expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
 
 

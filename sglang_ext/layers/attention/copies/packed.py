@@ -5,7 +5,8 @@ In PyTorch it is products with codes, scales outside of them: with a scale for e
 whose weights take the scales. What was rotated before it was quantized is met by rotated queries, and what comes of rotated values
 is rotated back. Other blocks are made whole: of those with outliers, with keys from before rotary embedding, or whose scales are
 shared by tokens and channels there are no such products, and of values that share scales along tokens there are as many as there
-are groups, which takes longer.
+are groups, which takes longer. Blocks with sums are multiplied as integers, by queries and weights in 8 bits
+(layers/kernels/hack/product.py).
 """
 
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ import torch
 
 from sglang_ext.layers.attention.copies.copy_decode import CopyDecode
 from sglang_ext.layers.kernels.gluon import waves
+from sglang_ext.layers.kernels.hack.product import Partitioned, in_partitions, product
 from sglang_ext.layers.kernels.packed.packed_decode import packed_decode, warps_at_once
 from sglang_ext.mem_cache.compressed.formats.packed_layout import Grid, Quantized
 from sglang_ext.mem_cache.compressed.formats.packing import PackedRows, Packing
@@ -64,6 +66,9 @@ def packed_attention(
 
 def _far_scores(packing: Packing, rows: torch.Tensor, block: Quantized, levels: torch.Tensor | None) -> torch.Tensor:
     """Products with packed keys, as :func:`key_scores`."""
+    if packing.keys.sums:
+        partition = packing.keys.grid.channels
+        return product(in_partitions(rows, partition), partitions_of_keys(block), partition)
     if packing.keys.plain and 1 in packing.keys.grid:
         return key_scores(rows, block, packing.keys.grid, levels)
     return rows @ packing.whole(block, packing.keys, levels).mT
@@ -71,6 +76,9 @@ def _far_scores(packing: Packing, rows: torch.Tensor, block: Quantized, levels: 
 
 def _far_sums(packing: Packing, weights: torch.Tensor, block: Quantized, levels: torch.Tensor | None) -> torch.Tensor:
     """Sums of packed values, as :func:`weighted_values`."""
+    if packing.values.sums:
+        partition = packing.values.grid.tokens
+        return product(in_partitions(weights, partition), partitions_of_values(block), partition)
     if packing.values.plain and packing.values.grid.tokens == 1:
         return weighted_values(weights, block, levels)
     return weights @ packing.whole(block, packing.values, levels)
@@ -94,6 +102,18 @@ def weighted_values(weights: torch.Tensor, block: Quantized, levels: torch.Tenso
     numbers, scale, zero = _by_token(meant(block.codes, levels), block)
     weights = weights[:, None]
     return (weights * scale @ numbers + (weights * zero).sum(-1, True)).transpose(1, 2).flatten(2)
+
+
+def partitions_of_keys(block: Quantized) -> Partitioned:
+    """Keys in partitions of channels, as rows of their tokens: [heads, tokens, dim]."""
+    parts = (part.flatten(1, 2) for part in (block.scale, block.zero, block.sums.float()))
+    return Partitioned(block.codes.flatten(1, 2).to(torch.int8), *parts)
+
+
+def partitions_of_values(block: Quantized) -> Partitioned:
+    """Values in partitions of tokens, as rows of their channels: [heads, dim, tokens]."""
+    parts = (part.flatten(1, 2).mT for part in (block.scale, block.zero, block.sums.float()))
+    return Partitioned(block.codes.flatten(1, 2).mT.to(torch.int8), *parts)
 
 
 def _by_token(numbers: torch.Tensor, block: Quantized) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

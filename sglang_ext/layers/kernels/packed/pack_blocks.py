@@ -2,6 +2,7 @@
 
 A program packs blocks of one head of one layer. Codes, scales and zero points are those that PyTorch finds
 (compressors/contracts/quantizer.py, turboquant.py, lynx.py), within rounding: a number halfway between two codes may get the other one.
+What is drawn (hack.py) is the same, byte for byte: no two operations are contracted to one that rounds once.
 """
 
 import torch
@@ -9,12 +10,13 @@ import triton
 import triton.language as tl
 
 from sglang_ext.layers.kernels.fitting import dtype_name, launch_fitting
+from sglang_ext.mem_cache.compressed.formats import rounding
 from sglang_ext.mem_cache.compressed.formats.packed_layout import Layout
 from sglang_ext.mem_cache.compressed.formats.packing import Packing
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 
-# What kernels pack: channels of a head, tokens of a block, dtypes of a pool.
-DIMS, TOKENS, DTYPES = (64, 128), 64, (torch.bfloat16, torch.float16, torch.float32)
+# What kernels pack: channels of a head, tokens of a block that is drawn and of others, dtypes of a pool.
+DIMS, DRAWN_TOKENS, TOKENS, DTYPES = (64, 128), (64, 128), (64,), (torch.bfloat16, torch.float16, torch.float32)
 # Blocks that a program packs, one after the other; those that rotate read the rotation once for all of them.
 BLOCKS, ROTATED_BLOCKS = 1, 8
 # With so many warps registers suffice, of pools of 16 bits and of 32; with one stage of loads two programs that rotate 16 bits
@@ -27,6 +29,11 @@ SMALLEST = tl.constexpr(2.0**-24)
 # The greatest float16, and what rounds a small float32 that is added to it to an integer, ties to even: the lowest bits of the
 # sum hold it.
 LARGEST, ROUNDING = tl.constexpr(65504.0), tl.constexpr(1.5 * 2**23)
+# Of noise (mem_cache/compressed/formats/rounding.py).
+LANE_STEP, CHANNEL_STEP = tl.constexpr(rounding.LANE_STEP), tl.constexpr(rounding.CHANNEL_STEP)
+SHIFT_0, SHIFT_1, SHIFT_2 = map(tl.constexpr, rounding.SHIFTS)
+FACTOR_0, FACTOR_1 = map(tl.constexpr, rounding.FACTORS)
+NOISE_SHIFT, NOISE_UNIT = tl.constexpr(32 - rounding.NOISE_BITS), tl.constexpr(2.0**-rounding.NOISE_BITS)
 
 
 @triton.jit
@@ -85,15 +92,56 @@ def _centred(groups, bounds, LAST: tl.constexpr):
     """The same where codes count the ``bounds`` that distances from a group's mean reach, over the greatest of them."""
     zero = _rounded(tl.sum(tl.sum(groups, 3, keep_dims=True), 1, keep_dims=True) / (groups.shape[1] * groups.shape[3]))
     apart = groups - zero
-    most = tl.minimum(tl.max(tl.max(tl.abs(apart), 3, keep_dims=True), 1, keep_dims=True), LARGEST)
-    # Up to the next float16 where the nearest is less: its bits are those of an integer that is greater by one.
-    near = most.to(tl.float16)
-    less = (near.to(tl.float32) < most).to(tl.int16)
-    scale = (near.to(tl.int16, bitcast=True) + less).to(tl.float16, bitcast=True).to(tl.float32)
+    scale = _above(tl.max(tl.max(tl.abs(apart), 3, keep_dims=True), 1, keep_dims=True))
     codes = tl.zeros_like(groups) + ROUNDING
     for code in tl.static_range(LAST):
         codes += tl.where(apart >= tl.load(bounds + code) * scale, 1.0, 0.0)
     return codes.to(tl.int32, bitcast=True) & LAST, scale, zero
+
+
+@triton.jit
+def _spread(numbers):
+    """A hash of uint32, as rounding.py has it."""
+    numbers = (numbers ^ (numbers >> SHIFT_0)) * FACTOR_0
+    numbers = (numbers ^ (numbers >> SHIFT_1)) * FACTOR_1
+    return numbers ^ (numbers >> SHIFT_2)
+
+
+@triton.jit
+def _noise(seeds, lane, DIM: tl.constexpr):
+    """What numbers of tokens with these ``seeds``, int32, in a ``lane`` are rounded by: float32 [tokens, dim], as rounding.py's."""
+    of_tokens = _spread(seeds.to(tl.uint32, bitcast=True) + (lane + 1).to(tl.uint32) * LANE_STEP)
+    channels = tl.arange(0, DIM).to(tl.uint32) * CHANNEL_STEP
+    return (_spread(of_tokens[:, None] + channels[None, :]) >> NOISE_SHIFT).to(tl.float32) * NOISE_UNIT
+
+
+@triton.jit
+def _above(sizes):
+    """``sizes``, at least 0, up to the next float16, finite; the bits of that are those of an integer that is greater by one."""
+    sizes = tl.minimum(sizes, LARGEST)
+    near = sizes.to(tl.float16)
+    less = (near.to(tl.float32) < sizes).to(tl.int16)
+    return (near.to(tl.int16, bitcast=True) + less).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _below(numbers):
+    """Down to the next float16, finite."""
+    numbers = tl.minimum(tl.maximum(numbers, -LARGEST), LARGEST)
+    near = numbers.to(tl.float16)
+    more = (near.to(tl.float32) > numbers).to(tl.int16)
+    bits = near.to(tl.int16, bitcast=True) + tl.where(numbers < 0, more, -more)
+    return bits.to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def drawn_codes(groups, noise, LAST: tl.constexpr):
+    """The same where ``noise``, of the shape of ``groups``, decides between the codes on both sides of a number."""
+    zero = _below(tl.min(tl.min(groups, 3, keep_dims=True), 1, keep_dims=True))
+    span = tl.max(tl.max(groups, 3, keep_dims=True), 1, keep_dims=True) - zero
+    scale = _above(tl.maximum(span, 0.0) * (1.0 / LAST))
+    steps = (groups - zero) * tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), tl.maximum(scale, SMALLEST)) + noise
+    return tl.minimum(tl.maximum(steps, 0.0), LAST * 1.0).to(tl.int32), scale, zero
 
 
 @triton.jit
@@ -126,16 +174,17 @@ def _turned_by_parts(buffer, source, slot_stride, rotation, DIM: tl.constexpr, P
     return found
 
 
-@triton.jit(do_not_specialize=("blocks",), do_not_specialize_on_alignment=("kept", "sources", "targets"))
+@triton.jit(do_not_specialize=("blocks", "lane"), do_not_specialize_on_alignment=("kept", "sources", "targets", "seeds"))
 def pack_tiles(
-    table, like, kept, sources, targets, rotation, bounds, blocks, slot_stride, head_stride, HEADS: tl.constexpr,
+    table, like, kept, sources, targets, rotation, bounds, seeds, layers, lane, blocks, slot_stride, head_stride, HEADS: tl.constexpr,
     DIM: tl.constexpr, TOKENS: tl.constexpr, BITS: tl.constexpr, SHARING: tl.constexpr, CHANNELS: tl.constexpr,
-    SLOTS: tl.constexpr, BLOCKS: tl.constexpr, PART: tl.constexpr, FINDING: tl.constexpr,
+    SLOTS: tl.constexpr, BLOCKS: tl.constexpr, PART: tl.constexpr, FINDING: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     """``BLOCKS`` blocks of one head; scales are shared by ``SHARING`` tokens and ``CHANNELS`` channels.
 
     PART: channels that are rotated at once; below ``DIM`` the rotation is read for each block. FINDING: as of a quantizer, where
-    ``bounds`` are its.
+    ``bounds`` are its, and ``seeds`` those of the tokens in ``sources``; ``layers`` are the layers' numbers in the model, and ``lane`` is that of
+    layer 0 and the first head. SUMS: whether blocks hold sums of codes.
     """
     SIZE: tl.constexpr = like.dtype.element_ty.primitive_bitwidth // 8
     CELL: tl.constexpr = DIM * SIZE
@@ -150,7 +199,8 @@ def pack_tiles(
         turning = _turning(rotation, DIM, like.dtype.element_ty)
     for block in tl.range(first, tl.minimum(first + BLOCKS, blocks)):
         place = ((layer * HEADS + head) * blocks + block) * TOKENS + token
-        source = tl.load(sources + tl.load(kept + place))
+        chosen = tl.load(kept + place)
+        source = tl.load(sources + chosen)
         if rotation is not None and PART < DIM:
             numbers = _turned_by_parts(buffer, source, slot_stride, rotation, DIM, PART)
         else:
@@ -162,23 +212,38 @@ def pack_tiles(
             codes, scale, zero = _evenly(groups, (1 << BITS) - 1)
         elif FINDING == "levels":
             codes, scale, zero = _by_levels(groups, bounds, (1 << BITS) - 1)
-        else:
+        elif FINDING == "centred":
             codes, scale, zero = _centred(groups, bounds, (1 << BITS) - 1)
+        else:
+            noise = tl.full((TOKENS, DIM), 0.5, tl.float32)
+            if seeds is not None:
+                noise = _noise(tl.load(seeds + chosen), (tl.load(layers + layer) << 13) + lane + 2 * head, DIM)
+            codes, scale, zero = drawn_codes(groups, tl.reshape(noise, groups.shape), (1 << BITS) - 1)
         cells, slots = buffer.to(tl.pointer_type(tl.uint8)), targets + block * SLOTS
         _store_codes(tl.reshape(codes, (TOKENS, DIM)), cells, slots, slot_stride * SIZE, BITS, CELL)
         _store_parameters(tl.reshape(scale, (COUNT,)).to(tl.float16), cells, slots, slot_stride * SIZE, CODES, CELL)
         _store_parameters(tl.reshape(zero, (COUNT,)).to(tl.float16), cells, slots, slot_stride * SIZE, CODES + 2 * COUNT, CELL)
+        if SUMS:
+            sums = tl.reshape(tl.sum(tl.sum(codes, 3, keep_dims=True), 1, keep_dims=True), (COUNT,)).to(tl.int16)
+            _store_parameters(sums, cells, slots, slot_stride * SIZE, CODES + 4 * COUNT, CELL)
 
 
 def takes(packing: Packing, buffers: KVBuffers) -> bool:
     """Whether kernels pack so, into such buffers; PyTorch packs everything."""
     layouts, pools = (packing.keys, packing.values), (buffers.keys[0], buffers.values[0])
-    fits = all(layout.plain and layout.dim in DIMS and layout.tokens == TOKENS for layout in layouts)
-    return packing.quantizer.finding is not None and fits and all(pool.dtype in DTYPES for pool in pools)
+    finding = packing.quantizer.finding
+    tokens = DRAWN_TOKENS if finding == "stochastic" else TOKENS
+    fits = all(layout.plain and layout.dim in DIMS and layout.tokens in tokens for layout in layouts)
+    return finding is not None and fits and all(pool.dtype in DTYPES for pool in pools)
 
 
 def pack_blocks(
-    packing: Packing, buffers: KVBuffers, kept: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor
+    packing: Packing,
+    buffers: KVBuffers,
+    kept: torch.Tensor,
+    sources: torch.Tensor,
+    targets: torch.Tensor,
+    seeds: torch.Tensor | None = None,
 ) -> None:
     """What :meth:`Packing.write` does, where :func:`takes` holds; does not wait for the device.
 
@@ -188,13 +253,15 @@ def pack_blocks(
         packing, kept, sources: as there.
         buffers: as there; those of all layers have the same shape, strides and dtype.
         targets: as there; none of them is a source.
+        seeds: as there.
     """
     tables = (buffers.key_table, buffers.value_table)
     kinds = zip(tables, (buffers.keys[0], buffers.values[0]), (packing.keys, packing.values), strict=True)
     kept = kept.contiguous()
-    for (table, like, layout), rotation in zip(kinds, packing.rotations(kept.device), strict=True):
+    for is_value, ((table, like, layout), rotation) in enumerate(zip(kinds, packing.rotations(kept.device), strict=True)):
         rotation = None if rotation is None else rotation.contiguous()
-        _launch(table, like, layout, packing, kept, sources, targets, rotation)
+        drawn = seeds, buffers.layer_table, rounding.lane(0, buffers.first_head, bool(is_value))
+        _launch(table, like, layout, packing, (kept, sources, targets), rotation, drawn)
 
 
 def _launch(
@@ -202,22 +269,24 @@ def _launch(
     like: torch.Tensor,
     layout: Layout,
     packing: Packing,
-    kept: torch.Tensor,
-    sources: torch.Tensor,
-    targets: torch.Tensor,
+    places: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     rotation: torch.Tensor | None,
+    drawn: tuple[torch.Tensor | None, torch.Tensor, int],
 ) -> None:
-    """Pack keys, or values."""
+    """Pack keys, or values; ``places``: what is kept, of which slots, into which; ``drawn``: seeds, numbers of layers, the first lane."""
+    kept = places[0]
     layers, heads, tokens = kept.shape
     blocks, share = tokens // layout.tokens, BLOCKS if rotation is None else ROTATED_BLOCKS
     finding, bounds = packing.quantizer.finding, packing.quantizer.bounds_on(kept.device, layout.dim)
 
+    warps = WARPS if like.element_size() * layout.tokens <= 128 else WIDE_WARPS
+
     def launch(part: int) -> None:
         pack_tiles[(heads * triton.cdiv(blocks, share), layers)](
-            table, like, kept, sources, targets, rotation, bounds, blocks, like.stride(0), like.stride(1), HEADS=heads,
+            table, like, *places, rotation, bounds, *drawn, blocks, like.stride(0), like.stride(1), HEADS=heads,
             DIM=layout.dim, TOKENS=layout.tokens, BITS=layout.bits, SHARING=layout.grid.tokens, CHANNELS=layout.grid.channels,
-            SLOTS=packing.block_slots, BLOCKS=share, PART=part, FINDING=finding,
-            num_warps=WARPS if like.element_size() == 2 else WIDE_WARPS, num_stages=STAGES,
+            SLOTS=packing.block_slots, BLOCKS=share, PART=part, FINDING=finding, SUMS=layout.sums,
+            num_warps=warps, num_stages=STAGES, enable_fp_fusion=finding != "stochastic",
         )  # fmt: skip
 
     parts = (layout.dim,) if rotation is None else (layout.dim, ROTATED_PART)

@@ -2,8 +2,8 @@
 
 Programs of a request's first splits read its packed blocks, those of the others its exact tokens; a second kernel joins what
 they found by log-sum-exp. What comes of packed and of exact tokens is summed apart where the former has to be rotated
-back. The splits' kernel is gluon/packed.py's where it takes the blocks (:func:`fragments`), else packed_attention.py's. Blocks
-that hold more than codes, scales and zero points have none (:func:`check_readable`), nor have those whose scales are shared
+back. The splits' kernel is hack/integer_attention.py's where blocks hold sums, gluon/packed.py's where that takes them
+(:func:`fragments`), else packed_attention.py's. Blocks that hold more than codes, scales and zero points have none (:func:`check_readable`), nor have those whose scales are shared
 by tokens and channels.
 """
 
@@ -14,6 +14,7 @@ from sglang_ext.layers.kernels.flash_parts import Parts
 from sglang_ext.layers.kernels.gluon import waves
 from sglang_ext.layers.kernels.gluon.constants import Fragments
 from sglang_ext.layers.kernels.gluon.fragments import TOKENS
+from sglang_ext.layers.kernels.hack.integer_decode import launch_integers
 from sglang_ext.layers.kernels.packed.packed_launches import BY_CHANNEL, Call, launch_gluon, launch_triton
 from sglang_ext.mem_cache.compressed.formats.packing import Packing
 
@@ -74,6 +75,8 @@ def check_readable(packing: Packing) -> None:
             f"blocks of {name} hold outliers, or keys from before rotary embedding, which no "
             "kernel reads: pass --kv-compressor kivi, or --device cpu"
         )
+    if packing.keys.sums:
+        return
     of_token = (packing.keys.grid == (1, packing.keys.dim), packing.values.grid.tokens == 1)
     for kind, layout, by_token in zip(("keys", "values"), (packing.keys, packing.values), of_token):
         tokens, channels = layout.grid
@@ -121,7 +124,9 @@ def packed_decode(
     parts = Parts(queries, values.shape[2], splits)
     call = Call(packing, queries, rotated, keys, values, table, scaling, parts)
     constants = fragments(packing, keys, values, call.group)
-    if constants is not None:
+    if packing.keys.sums:
+        launch_integers(call)
+    elif constants is not None:
         launch_gluon(call, constants)
     else:
         launch_triton(call, fast=speaks_ptx(keys) and keys.element_size() == 2)

@@ -27,12 +27,14 @@ class Placement(Protocol):
         sinks: first tokens of a context that copies keep as they are, in slots of their own.
         unit: tokens of which copies cover, share and keep whole multiples.
         share: slots that they take, of those of the tokens that they keep, about.
+        stochastic: whether numbers are rounded by seeds of their tokens (rounding.py).
     """
 
     recent: int
     sinks: int
     unit: int
     share: float
+    stochastic: bool
 
     def packed_slots(self, tokens: int) -> int:
         """Slots that hold so many tokens otherwise than as they are."""
@@ -40,7 +42,14 @@ class Placement(Protocol):
     def held_slots(self, tokens: int) -> int:
         """Slots that so many tokens take, filled up to whole pages."""
 
-    def write(self, buffers: KVBuffers, kept: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
+    def write(
+        self,
+        buffers: KVBuffers,
+        kept: torch.Tensor,
+        sources: torch.Tensor,
+        targets: torch.Tensor,
+        seeds: torch.Tensor | None = None,
+    ) -> None:
         """Put what each head keeps into slots; on a GPU without waiting for it.
 
         Args:
@@ -48,6 +57,7 @@ class Placement(Protocol):
             kept: int64 [layers, kv_heads, count], tokens counted in ``sources``.
             sources: int64 [tokens], slots of the context.
             targets: int64, the copy's slots.
+            seeds: int32 [tokens], by which numbers are rounded where the placement is ``stochastic``; None for none.
         """
 
 
@@ -88,7 +98,7 @@ class KVFormat(ABC):
         """
         parts = [part for part in targets if part.count]
         for part, kept in zip(parts, chooser.select(context, parts)):
-            placement.write(context.buffers, kept, context.slots, targets[part])
+            placement.write(context.buffers, kept, context.slots, targets[part], context.seeds)
 
     def begins(self, row: int, view: CompressedView) -> None:
         """Note what ``row`` of the token table, a draft row, begins with: its copy ``view``, which was filled."""

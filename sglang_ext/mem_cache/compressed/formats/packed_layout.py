@@ -3,8 +3,8 @@
 A *cell* is what one slot of the KV pool holds of one layer, KV head and kind (keys or values): ``head_dim`` numbers of the
 pool's dtype, here plain bytes. Tokens are packed in *blocks*. The first cells of a block hold its codes, token after token,
 as many tokens in a cell as fit; those after them hold its scales, then its zero points, in float16, group after group; then,
-where a method asks for them, the positions of its tokens (int32), and its outliers: their places in the block (int16), token
-after token, and what each lacks (float16).
+where a method asks for them, the sums of each group's codes (int16), the positions of its tokens (int32), and its outliers: their
+places in the block (int16), token after token, and what each lacks (float16).
 A token's codes lie in parts, not in neighbours: of ``p`` codes in a byte, byte ``b`` holds channels ``b``, ``b + dim/p``, ...,
 from the lowest bits on, so that a kernel unpacks contiguous channels by shift and mask.
 """
@@ -51,6 +51,7 @@ class Quantized(NamedTuple):
         scale, zero: [heads, blocks, tokens / grid.tokens, dim / grid.channels].
         outliers: None where the layout has none.
         positions: int64 [heads, blocks, tokens], of the tokens in their context; None where the layout has none.
+        sums: int64, as ``scale``: of each group's codes; None where the layout has none.
     """
 
     codes: torch.Tensor
@@ -58,6 +59,7 @@ class Quantized(NamedTuple):
     zero: torch.Tensor
     outliers: Outliers | None = None
     positions: torch.Tensor | None = None
+    sums: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -72,9 +74,10 @@ class Layout:
         grid: what shares a scale.
         outliers: numbers of a block that are kept beside its codes.
         positions: whether its tokens' positions are kept.
+        sums: whether those of each group's codes are kept.
 
     Raises:
-        ValueError: a block's codes are not whole cells, the grid does not divide it, or outliers' places do not fit.
+        ValueError: a block's codes are not whole cells, the grid does not divide it, or sums or outliers' places do not fit.
     """
 
     bits: int
@@ -84,6 +87,7 @@ class Layout:
     grid: Grid
     outliers: int = 0
     positions: bool = False
+    sums: bool = False
 
     def __post_init__(self) -> None:
         grid = self.grid
@@ -96,6 +100,11 @@ class Layout:
             raise ValueError(
                 f"groups of {grid.tokens} tokens and {grid.channels} channels do not divide blocks of {self.tokens} tokens "
                 f"with {self.dim} channels; use divisors of both"
+            )
+        if self.sums and grid.tokens * grid.channels * ((1 << self.bits) - 1) >= 1 << 15:
+            raise ValueError(
+                f"sums of {grid.tokens * grid.channels} codes of {self.bits} bits do not fit 16 bits; keep no sums, or use groups of "
+                f"less than {(1 << 15) // ((1 << self.bits) - 1)} numbers"
             )
         if self.outliers and self.tokens * self.dim > 1 << 15:
             raise ValueError(
@@ -120,16 +129,17 @@ class Layout:
 
     @property
     def plain(self) -> bool:
-        """Whether codes, scales and zero points say all."""
+        """Whether codes, scales and zero points say all; sums follow from them."""
         return not self.outliers and not self.positions
 
     @property
     def parameters(self) -> tuple[tuple[torch.dtype, tuple[int, ...]], ...]:
         """What follows the codes of a block: dtype and shape of each."""
         scales = ((PARAMETER, self.groups),) * 2
+        sums = ((torch.int16, self.groups),) * self.sums
         positions = ((torch.int32, (self.tokens,)),) * self.positions
         outliers = ((torch.int16, (self.outliers,)), (PARAMETER, (self.outliers,))) if self.outliers else ()
-        return (*scales, *positions, *outliers)
+        return (*scales, *sums, *positions, *outliers)
 
     @property
     def parameter_bytes(self) -> int:
@@ -145,8 +155,7 @@ class Layout:
         """Bytes of whole blocks: uint8 [heads, blocks, ``cells``, cell_bytes]; ``cells`` is at least :attr:`cells`."""
         heads, blocks = block.codes.shape[:2]
         codes = pack_codes(block.codes, self.bits).reshape(heads, blocks, -1)
-        positions = () if block.positions is None else (block.positions,)
-        given = (block.scale, block.zero, *positions, *(block.outliers or ()))
+        given = (block.scale, block.zero, *(part for part in (block.sums, block.positions) if part is not None), *(block.outliers or ()))
         parameters = [part.to(dtype).reshape(heads, blocks, -1) for part, (dtype, _) in zip(given, self.parameters, strict=True)]
         packed = torch.cat([codes, *(part.view(torch.uint8) for part in parameters)], -1)
         spare = cells * self.cell_bytes - packed.shape[-1]
@@ -164,8 +173,9 @@ class Layout:
             part = flat[..., begin:end].contiguous().view(dtype).view(heads, blocks, *shape)
             found.append(part.float() if dtype is PARAMETER else part.long())
         scale, zero, *rest = found
+        sums = rest.pop(0) if self.sums else None
         positions = rest.pop(0) if self.positions else None
-        return Quantized(codes, scale, zero, Outliers(*rest) if self.outliers else None, positions)
+        return Quantized(codes, scale, zero, Outliers(*rest) if self.outliers else None, positions, sums)
 
 
 def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:

@@ -14,6 +14,7 @@ import torch
 from sglang_ext.core import CompressedView, IntegrityError
 from sglang_ext.mem_cache.compressed.formats.kv_format import BegunRows
 from sglang_ext.mem_cache.compressed.formats.packed_layout import Grid, Layout, Quantized
+from sglang_ext.mem_cache.compressed.formats.rounding import lane, noise
 from sglang_ext.mem_cache.compressed.formats.unpacked import Unpacked
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.rotary import Rotary
@@ -60,7 +61,8 @@ class Packing:
 
         def layout(buffer: torch.Tensor, grid: Callable[[int], Grid], positions: bool) -> Layout:
             dim, size = buffer.shape[-1], buffer.element_size()
-            return Layout(quantizer.bits, quantizer.block, dim, dim * size, grid(dim), quantizer.outliers(dim), positions)
+            of_heads = dim, dim * size, grid(dim), quantizer.outliers(dim)
+            return Layout(quantizer.bits, quantizer.block, *of_heads, positions, quantizer.sums)
 
         keys = layout(buffers.keys[0], quantizer.key_grid, quantizer.before_rotary)
         return cls(quantizer, keys, layout(buffers.values[0], quantizer.value_grid, False), page_size, rotary)
@@ -74,6 +76,11 @@ class Packing:
     def sinks(self) -> int:
         """First tokens of a context that copies keep as they are, in whole pages."""
         return -(-self.quantizer.sinks // self.page_size) * self.page_size
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether numbers are rounded by seeds of their tokens."""
+        return self.quantizer.stochastic
 
     @property
     def share(self) -> float:
@@ -111,7 +118,14 @@ class Packing:
         """Of keys and of values, on ``device``, as :meth:`Quantizer.levels` says; the same tensors each time."""
         return self.quantizer.levels_on(device, self.keys.dim), self.quantizer.levels_on(device, self.values.dim)
 
-    def write(self, buffers: KVBuffers, kept: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
+    def write(
+        self,
+        buffers: KVBuffers,
+        kept: torch.Tensor,
+        sources: torch.Tensor,
+        targets: torch.Tensor,
+        seeds: torch.Tensor | None = None,
+    ) -> None:
         """Pack, for each layer and head, that head's kept tokens into ``targets``; does not wait for the device.
 
         Args:
@@ -119,12 +133,13 @@ class Packing:
             kept: int64 [layers, kv_heads, tokens], counted in ``sources``; whole blocks.
             sources: int64, slots of the context, from its beginning: what is kept is counted by position.
             targets: int64 [held_slots(tokens)], on a GPU none of ``sources``; what fills up its last page stays as it is.
+            seeds: int32, of the tokens in ``sources``, for a stochastic quantizer (rounding.py); None lets it round to the nearest code.
         """
         if buffers.on_gpu:
             from sglang_ext.layers.kernels.packed.pack_blocks import pack_blocks, takes
 
             if takes(self, buffers):
-                pack_blocks(self, buffers, kept, sources, targets)
+                pack_blocks(self, buffers, kept, sources, targets, seeds)
                 return
         targets = targets[: self.packed_slots(kept.shape[-1])].split(self.packed_slots(WRITTEN_TOKENS))
         heads = torch.arange(kept.shape[1], device=kept.device)[:, None]
@@ -132,18 +147,32 @@ class Packing:
         for layer, of_layer in enumerate(kept):
             for tokens, slots in zip(of_layer.split(WRITTEN_TOKENS, dim=-1), targets):
                 read = sources[tokens]
-                for (kind, layout), rotation in zip(kinds, self.rotations(kept.device)):
-                    numbers = kind[layer][read, heads].float()
-                    cells = layout.pack(self.quantized(numbers, tokens, layout, rotation), self.block_slots)
+                for is_value, ((kind, layout), rotation) in enumerate(zip(kinds, self.rotations(kept.device))):
+                    numbers, drawn = kind[layer][read, heads].float(), None
+                    if seeds is not None:
+                        lanes = lane(buffers.layer_ids[layer], buffers.first_head, bool(is_value)) + 2 * heads[:, 0]
+                        drawn = noise(seeds[tokens], lanes, layout.dim)
+                    cells = layout.pack(self.quantized(numbers, tokens, layout, rotation, drawn), self.block_slots)
                     as_bytes(kind[layer])[slots] = cells.flatten(1, 2).transpose(0, 1)
 
-    def quantized(self, numbers: torch.Tensor, tokens: torch.Tensor, layout: Layout, rotation: torch.Tensor | None) -> Quantized:
-        """Codes of float32 [heads, tokens, dim] at positions ``tokens``, int64 [heads, tokens]; rotated (back) first."""
+    def quantized(
+        self,
+        numbers: torch.Tensor,
+        tokens: torch.Tensor,
+        layout: Layout,
+        rotation: torch.Tensor | None,
+        drawn: torch.Tensor | None = None,
+    ) -> Quantized:
+        """Codes of float32 [heads, tokens, dim] at positions ``tokens``, int64 [heads, tokens]; rotated (back) first.
+
+        Drawn by noise of the same shape as the numbers, where there is some.
+        """
         if layout.positions:
             numbers = self.rotary.rotated(numbers, -tokens)
         if rotation is not None:
             numbers = numbers @ rotation
-        block = self.quantizer.quantize(numbers.view(len(numbers), -1, layout.tokens, layout.dim), layout.grid)
+        by = () if drawn is None else (drawn.view(len(numbers), -1, layout.tokens, layout.dim),)
+        block = self.quantizer.quantize(numbers.view(len(numbers), -1, layout.tokens, layout.dim), layout.grid, *by)
         return block._replace(positions=tokens.view(block.codes.shape[:3])) if layout.positions else block
 
     def whole(self, block: Quantized, layout: Layout, levels: torch.Tensor | None) -> torch.Tensor:

@@ -32,6 +32,7 @@ class Pointers:
     page_size: int
     recent: ClassVar[int] = 0
     sinks: ClassVar[int] = 0
+    stochastic: ClassVar[bool] = False
 
     @classmethod
     def of(cls, buffers: KVBuffers, page_size: int) -> "Pointers":
@@ -56,7 +57,14 @@ class Pointers:
         """The same, filled up to whole pages."""
         return -(-self.packed_slots(tokens) // self.page_size) * self.page_size
 
-    def write(self, buffers: KVBuffers, kept: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
+    def write(
+        self,
+        buffers: KVBuffers,
+        kept: torch.Tensor,
+        sources: torch.Tensor,
+        targets: torch.Tensor,
+        seeds: torch.Tensor | None = None,
+    ) -> None:
         """Let the copy lead to what each head keeps; on a GPU without waiting for it.
 
         Args:
@@ -64,6 +72,7 @@ class Pointers:
             kept: int64 [layers, kv_heads, count], tokens counted in ``sources``.
             sources: int64 [tokens], slots of the context.
             targets: int64, the copy's slots, at least :meth:`packed_slots` of ``count``.
+            seeds: of no use.
         """
         if buffers.on_gpu:
             from sglang_ext.layers.kernels.write_pointers import write_pointers

@@ -20,6 +20,7 @@ class Unpacked:
     recent: ClassVar[int] = 0
     sinks: ClassVar[int] = 0
     share: ClassVar[float] = 1.0
+    stochastic: ClassVar[bool] = False
 
     def packed_slots(self, tokens: int) -> int:
         """None hold blocks."""
@@ -29,6 +30,13 @@ class Unpacked:
         """One for each token."""
         return tokens
 
-    def write(self, buffers: KVBuffers, kept: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
+    def write(
+        self,
+        buffers: KVBuffers,
+        kept: torch.Tensor,
+        sources: torch.Tensor,
+        targets: torch.Tensor,
+        seeds: torch.Tensor | None = None,
+    ) -> None:
         """Copy what each head keeps; arguments as ``Packing.write``'s."""
         buffers.copy_kept(kept, sources, targets)

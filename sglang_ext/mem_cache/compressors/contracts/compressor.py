@@ -106,6 +106,7 @@ class ContextKV:
         query_positions: int64 [window], as in :class:`LayerKV`.
         rotary: as in :class:`LayerKV`.
         prompt: token ids of the request's prompt, which may be longer than the context, or shorter.
+        seeds: int32 [tokens], by which a method draws its codes (formats/rounding.py); None where none does.
     """
 
     buffers: KVBuffers
@@ -114,6 +115,7 @@ class ContextKV:
     query_positions: torch.Tensor
     rotary: Rotary | None = None
     prompt: Sequence[int] = ()
+    seeds: torch.Tensor | None = None
 
     def layer(self, index: int) -> LayerKV:
         """One layer's KV, gathered."""

@@ -19,8 +19,8 @@ from sglang_ext.mem_cache.compressed.formats.packed_layout import PARAMETER, Gri
 LARGEST = torch.finfo(PARAMETER).max
 # How codes are found where a kernel can, too: evenly over the range of a group, as Quantizer.quantize does; as the nearest of
 # the levels, for vectors over their lengths, which are the scales, as TurboQuant.quantize does; or by the bounds that numbers
-# reach, for distances from a group's mean over the greatest of them, as Lynx.quantize does.
-Finding = Literal["evenly", "levels", "centred"]
+# reach, for distances from a group's mean over the greatest of them, as Lynx.quantize does; or drawn by seeds, as Hack.quantize does.
+Finding = Literal["evenly", "levels", "centred", "stochastic"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,8 @@ class Quantizer(ABC):
         finding: what :meth:`quantize` does, for a kernel that does the same on a GPU; None where PyTorch alone finds the codes. A
             class with a :meth:`quantize` of its own has None unless it says otherwise.
         has_kernels: whether kernels read its blocks; on a GPU it is refused without.
+        sums: whether blocks hold those of each group's codes, and attention multiplies codes as integers, which needs them.
+        stochastic: whether :meth:`quantize` takes ``noise``, which codes are drawn by (formats/rounding.py).
     """
 
     bits: int
@@ -46,6 +48,8 @@ class Quantizer(ABC):
     before_rotary: ClassVar[bool] = False
     finding: ClassVar[Finding | None] = "evenly"
     has_kernels: ClassVar[bool] = True
+    sums: ClassVar[bool] = False
+    stochastic: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -140,6 +144,23 @@ def whole(block: Quantized, grid: Grid, levels: torch.Tensor | None) -> torch.Te
 def stored(parameter: torch.Tensor) -> torch.Tensor:
     """Scales or zero points as they are read again: float32, rounded to float16, finite."""
     return parameter.clamp(-LARGEST, LARGEST).to(PARAMETER).float()
+
+
+def stored_above(sizes: torch.Tensor) -> torch.Tensor:
+    """``sizes``, at least 0, as they are read again where they must not become less: float32, the next float16, finite."""
+    sizes = sizes.clamp(max=LARGEST)
+    near = sizes.to(PARAMETER)
+    # The bits of the next float16 are those of an integer that is greater by one.
+    return (near.view(torch.int16) + (near.float() < sizes)).view(PARAMETER).float()
+
+
+def stored_below(numbers: torch.Tensor) -> torch.Tensor:
+    """``numbers`` as they are read again where they must not become more: float32, the next float16, finite."""
+    numbers = numbers.clamp(-LARGEST, LARGEST)
+    near = numbers.to(PARAMETER)
+    # Of negative numbers, and of what became -0, the bits of the lower float16 are those of the greater integer.
+    lower = torch.where(numbers < 0, 1, -1).to(torch.int16)
+    return (near.view(torch.int16) + lower * (near.float() > numbers)).view(PARAMETER).float()
 
 
 def nearest(numbers: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:

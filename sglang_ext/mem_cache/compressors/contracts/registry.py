@@ -9,10 +9,11 @@ from sglang_ext.mem_cache.compressors.contracts.quantizer import Quantizer
 
 
 class Packer(NamedTuple):
-    """A quantizer, and the bits that its codes may have, the default first."""
+    """A quantizer, the bits that its codes may have, and the sizes of its partitions, the default first; none where it has no choice."""
 
     made_by: type[Quantizer]
     bits: tuple[int, ...]
+    partitions: tuple[int, ...] = ()
 
 
 COMPRESSORS: dict[str, type[Compressor]] = {}
@@ -37,8 +38,15 @@ def register(name: str) -> Callable[[type[Compressor]], type[Compressor]]:
     return decorate
 
 
-def register_quantizer(name: str, bits: tuple[int, ...]) -> Callable[[type[Quantizer]], type[Quantizer]]:
+def register_quantizer(
+    name: str, bits: tuple[int, ...], partitions: tuple[int, ...] = ()
+) -> Callable[[type[Quantizer]], type[Quantizer]]:
     """Class decorator: make a quantizer with codes of so many ``bits``, the default first, selectable as ``--kv-compressor NAME``.
+
+    Args:
+        name: as flags have it.
+        bits: of a code.
+        partitions: values of its field ``partition`` that ``--kv-partition`` may choose, the default first.
 
     Raises:
         ValueError: another method has that name, or it is none.
@@ -46,7 +54,7 @@ def register_quantizer(name: str, bits: tuple[int, ...]) -> Callable[[type[Quant
 
     def decorate(cls: type[Quantizer]) -> type[Quantizer]:
         _check_name(name)
-        QUANTIZERS[name] = Packer(cls, bits)
+        QUANTIZERS[name] = Packer(cls, bits, partitions)
         return cls
 
     return decorate

@@ -1,0 +1,247 @@
+"""Softmax over one part of a row that begins with packed partitions: the kernel that integer_decode.py launches.
+
+A step is a partition of values, so as many tokens. Its scores are products of codes of keys with codes of queries, one for each partition of
+channels; its weights get codes of their own, and their product with codes of values is one of integers again (HACK, arXiv
+2502.03589, equation 4). Scales, zero points and sums of a step lie in one cell each: there are as many as channels.
+"""
+
+import triton
+import triton.language as tl
+
+from sglang_ext.layers.kernels.flash_parts import exact_part, head_and_rows, scaled_queries, softmax_step, store_part
+from sglang_ext.layers.kernels.hack.integers import eight_bits
+from sglang_ext.layers.kernels.packed.pack_blocks import drawn_codes
+
+
+@triton.jit
+def _cell(numbers, slots, first, slot_numbers, CELL: tl.constexpr):
+    """Where the numbers of a block's parameters lie that begin with its ``first``."""
+    return numbers + tl.load(slots + first // CELL).to(tl.int64) * slot_numbers + first % CELL
+
+
+@triton.jit
+def _codes(raw, shift, BITS: tl.constexpr):
+    """Of bytes, the codes of one of their parts: int8."""
+    return ((raw >> shift) & ((1 << BITS) - 1)).to(tl.int8)
+
+
+@triton.jit
+def _bytes(at, column, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+    """A tile of bytes; of those that pad it the codes are 0."""
+    return tl.load(at) if WIDTH == COLUMNS else tl.load(at, mask=(column < WIDTH)[None, :], other=0)
+
+
+@triton.jit
+def _scores(
+    q, scales, zeros, rests, raw, numbers, sums_at, slots, step, slot_numbers, DIM: tl.constexpr, PARTITION: tl.constexpr, WIDTH: tl.constexpr,
+    BITS: tl.constexpr, STEPS: tl.constexpr, CELL: tl.constexpr, STORED: tl.constexpr,
+):  # fmt: skip
+    """Products of a step's keys with queries: float32 [tokens, rows].
+
+    ``q``, ``raw``: codes of queries and bytes of keys, by WIDTH channels; ``scales``, ``zeros``, ``rests`` of queries, by partition.
+    """
+    COUNT: tl.constexpr = DIM // PARTITION
+    PART: tl.constexpr = DIM * BITS // 8
+    TOKENS: tl.constexpr = raw[0].shape[0]
+    scale_at = _cell(numbers, slots, step * DIM, slot_numbers, CELL)
+    zero_at = _cell(numbers, slots, (STEPS + step) * DIM, slot_numbers, CELL)
+    sum_at = _cell(sums_at, slots, (2 * STEPS + step) * DIM, slot_numbers, CELL)
+    token = tl.arange(0, TOKENS) * COUNT
+    found = tl.zeros((TOKENS, q[0].shape[1]), tl.float32)
+    for group in tl.static_range(COUNT):
+        integers = tl.zeros((TOKENS, q[0].shape[1]), tl.int32)
+        sums = tl.zeros((TOKENS,), tl.int32)
+        for piece in tl.static_range(PARTITION // WIDTH):
+            # The channels begin with this one.
+            codes = _codes(
+                raw[(group * PARTITION + piece * WIDTH) % PART // WIDTH], (group * PARTITION + piece * WIDTH) // PART * BITS, BITS
+            )  # fmt: skip
+            integers = tl.dot(codes, q[group * (PARTITION // WIDTH) + piece], integers, out_dtype=tl.int32)
+            if not STORED:
+                sums += tl.sum(codes.to(tl.int32), 1)
+        scale = tl.load(scale_at + token + group).to(tl.float32)
+        zero = tl.load(zero_at + token + group).to(tl.float32)
+        if STORED:
+            sums = tl.load(sum_at + token + group).to(tl.int32)
+        found += integers.to(tl.float32) * scale[:, None] * scales[group][None, :]
+        found += zero[:, None] * rests[group][None, :] + (scale * sums.to(tl.float32))[:, None] * zeros[group][None, :]
+    return found
+
+
+@triton.jit
+def _summed(p, p_scale, p_zero, p_rest, codes, scale, zero, sums):
+    """A step's weighted values: float32 [rows, channels].
+
+    ``p``: codes of weights, int8 [rows, tokens]; what is theirs [rows, 1]; ``codes`` int8 [tokens, channels], and what is theirs
+    float32 [channels].
+    """
+    scaled = tl.dot(p, codes, out_dtype=tl.int32).to(tl.float32) * p_scale * scale[None, :]
+    return scaled + p_rest * zero[None, :] + p_zero * (scale * sums)[None, :]
+
+
+@triton.jit
+def _weights(p, AXIS: tl.constexpr, inside, TOKENS):
+    """Of a step's weights, float32, codes, scales, zero points and what values' zero points are multiplied with (equation 4)."""
+    codes, scale, zero = eight_bits(p, AXIS)
+    codes = tl.where(inside, codes, 0)
+    return codes.to(tl.int8), scale, zero, scale * tl.sum(codes, AXIS, keep_dims=True).to(tl.float32) + zero * TOKENS
+
+
+@triton.jit
+def _integer_part(
+    codes, parameters, heads, key_bytes, key_numbers, value_bytes, value_numbers, key_sums, value_sums, table, first, last, row, partial, lse, place,
+    key_slot, value_slot, GROUP: tl.constexpr, M: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    PARTITION: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, VALUE_COLUMNS: tl.constexpr, BITS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, BLOCK_SLOTS: tl.constexpr, CODE_CELLS: tl.constexpr, KEY_CELL: tl.constexpr,
+    VALUE_CELL: tl.constexpr, STORED: tl.constexpr,
+):  # fmt: skip
+    """Softmax over the blocks [first, last) of a request's row.
+
+    Bytes, numbers and sums begin at the head's cells; ``key_slot`` and ``value_slot``: bytes from one slot to the next. Queries' ``codes`` and
+    ``parameters`` begin at the head's first query, of as many ``heads`` in all.
+    """
+    PARTS: tl.constexpr = 8 // BITS
+    STEPS: tl.constexpr = BLOCK_TOKENS // PARTITION
+    CELL_TOKENS: tl.constexpr = BLOCK_TOKENS // CODE_CELLS
+    PART: tl.constexpr = DIM // PARTS
+    VALUE_PART: tl.constexpr = VALUE_DIM // PARTS
+    COUNT: tl.constexpr = DIM // PARTITION
+    mine = row < GROUP
+    column, value_column, token = tl.arange(0, COLUMNS), tl.arange(0, VALUE_COLUMNS), tl.arange(0, PARTITION)
+    q, scales, zeros, rests = (), (), (), ()
+    for piece in tl.static_range(DIM // WIDTH):
+        there = (column < WIDTH)[:, None] & mine[None, :]
+        q = q + (tl.load(codes + row[None, :] * DIM + piece * WIDTH + column[:, None], mask=there, other=0),)
+    for group in tl.static_range(COUNT):
+        at = parameters + row * COUNT + group
+        scales = scales + (tl.load(at, mask=mine, other=0.0),)
+        zeros = zeros + (tl.load(at + heads * COUNT, mask=mine, other=0.0),)
+        rests = rests + (tl.load(at + 2 * heads * COUNT, mask=mine, other=0.0),)
+    best = tl.zeros([M], dtype=tl.float32) - float("inf")
+    total = tl.zeros([M], dtype=tl.float32)
+    acc0 = tl.zeros([M, VALUE_COLUMNS], dtype=tl.float32)
+    acc1, acc2, acc3 = acc0, acc0, acc0
+    for at in tl.range(first * STEPS, last * STEPS):
+        block, step = table + at // STEPS * BLOCK_SLOTS, at % STEPS
+        slot = tl.load(block + (step * PARTITION + token) // CELL_TOKENS).to(tl.int64)
+        in_cell = (step * PARTITION + token) % CELL_TOKENS
+        key_at = key_bytes + (slot * key_slot + in_cell * PART)[:, None] + column[None, :]
+        raw = ()
+        for piece in tl.static_range(PART // WIDTH):
+            raw = raw + (_bytes(key_at + piece * WIDTH, column, WIDTH, COLUMNS),)
+        value_at = value_bytes + (slot * value_slot + in_cell * VALUE_PART)[:, None] + value_column[None, :]
+        value_raw = _bytes(value_at, value_column, VALUE_PART, VALUE_COLUMNS)
+        slots = block + CODE_CELLS
+        qk = _scores(
+            q, scales, zeros, rests, raw, key_numbers, key_sums, slots, step, key_slot // 2, DIM, PARTITION, WIDTH, BITS, STEPS, KEY_CELL, STORED
+        )  # fmt: skip
+        best, rescale, p, total = softmax_step(qk, best, total, 0)
+        p, p_scale, p_zero, p_rest = _weights(tl.trans(p), 1, True, PARTITION)
+        scale_at = _cell(value_numbers, slots, step * VALUE_DIM, value_slot // 2, VALUE_CELL)
+        zero_at = _cell(value_numbers, slots, (STEPS + step) * VALUE_DIM, value_slot // 2, VALUE_CELL)
+        sum_at = _cell(value_sums, slots, (2 * STEPS + step) * VALUE_DIM, value_slot // 2, VALUE_CELL)
+        added = ()
+        for part in tl.static_range(PARTS):
+            channel = part * VALUE_PART + tl.minimum(value_column, VALUE_PART - 1)
+            part_codes = _codes(value_raw, part * BITS, BITS)
+            sums = tl.load(sum_at + channel).to(tl.float32) if STORED else tl.sum(part_codes.to(tl.int32), 0).to(tl.float32)
+            scale, zero = tl.load(scale_at + channel).to(tl.float32), tl.load(zero_at + channel).to(tl.float32)
+            added = added + (_summed(p, p_scale, p_zero, p_rest, part_codes, scale, zero, sums),)
+        acc0 = acc0 * rescale[:, None] + added[0]
+        acc1 = acc1 * rescale[:, None] + added[1]
+        if PARTS > 2:
+            acc2 = acc2 * rescale[:, None] + added[2]
+            acc3 = acc3 * rescale[:, None] + added[3]
+    there = value_column < VALUE_PART
+    store_part(partial, lse, place, value_column, there, best, total, acc0, row, GROUP, VALUE_DIM)
+    store_part(partial, lse, place, VALUE_PART + value_column, there, best, total, acc1, row, GROUP, VALUE_DIM)
+    if PARTS > 2:
+        store_part(partial, lse, place, 2 * VALUE_PART + value_column, there, best, total, acc2, row, GROUP, VALUE_DIM)
+        store_part(partial, lse, place, 3 * VALUE_PART + value_column, there, best, total, acc3, row, GROUP, VALUE_DIM)
+
+
+@triton.jit
+def _requantized_part(
+    queries, keys, values, table, begin, end, part, scaling, row, key_slot, value_slot, PARTS: tl.constexpr,
+    GROUP: tl.constexpr, M: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+    PADDED_VALUE_DIM: tl.constexpr, N: tl.constexpr, BITS: tl.constexpr, LIKE: tl.constexpr,
+):  # fmt: skip
+    """What ``exact_part`` does, of values that are quantized in partitions of N tokens at each step: for benchmarks."""
+    each = tl.cdiv(end - begin, PARTS)
+    first = begin + each * part
+    last = tl.minimum(first + each, end)
+    dim, value_dim = tl.arange(0, PADDED_DIM), tl.arange(0, PADDED_VALUE_DIM)
+    q = scaled_queries(queries, row, dim, scaling, GROUP, DIM, LIKE)
+    best = tl.zeros([M], dtype=tl.float32) - float("inf")
+    total = tl.zeros([M], dtype=tl.float32)
+    acc = tl.zeros([M, PADDED_VALUE_DIM], dtype=tl.float32)
+    for start in tl.range(first, last, N):
+        place = start + tl.arange(0, N)
+        # What is beyond the last token is as the last one is, which changes no range.
+        inside, place = place < last, tl.minimum(place, last - 1)
+        slot = tl.load(table + place).to(tl.int64)
+        k = tl.load(keys + (slot * key_slot)[:, None] + dim[None, :], mask=(dim < DIM)[None, :], other=0.0)
+        qk = tl.dot(q, tl.trans(k))
+        best, rescale, p, total = softmax_step(tl.where(inside[None, :], qk, float("-inf")), best, total, 1)
+        # Before they are cut off, weights beyond the last token are as its own is.
+        finite = tl.where(best == float("-inf"), 0.0, best)
+        p, p_scale, p_zero, p_rest = _weights(tl.exp(qk - finite[:, None]), 1, inside[None, :], tl.minimum(last - start, N))
+        v = tl.load(values + (slot * value_slot)[:, None] + value_dim[None, :], mask=(value_dim < VALUE_DIM)[None, :], other=0.0)
+        groups = tl.reshape(v.to(tl.float32), (1, N, PADDED_VALUE_DIM, 1))
+        codes, scale, zero = drawn_codes(groups, tl.full((1, N, PADDED_VALUE_DIM, 1), 0.5, tl.float32), (1 << BITS) - 1)
+        codes = tl.where(inside[:, None], tl.reshape(codes, (N, PADDED_VALUE_DIM)), 0)
+        scale, zero = tl.reshape(scale, (PADDED_VALUE_DIM,)), tl.reshape(zero, (PADDED_VALUE_DIM,))
+        sums = tl.sum(codes, 0).to(tl.float32)
+        acc = acc * rescale[:, None] + _summed(p, p_scale, p_zero, p_rest, codes.to(tl.int8), scale, zero, sums)
+    return best, total, acc
+
+
+@triton.jit
+def integer_splits(
+    queries, codes, parameters, keys, values, key_bytes, key_numbers, key_sums, value_bytes, value_numbers, value_sums,
+    token_table, table_row, rows, lengths, packed_slots, partial, lse, scaling, key_slot, key_head, value_slot, value_head,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr, PARTITION: tl.constexpr, WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr, VALUE_COLUMNS: tl.constexpr, BITS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    BLOCK_SLOTS: tl.constexpr, CODE_CELLS: tl.constexpr, KEY_CELL: tl.constexpr, VALUE_CELL: tl.constexpr,
+    PACKED: tl.constexpr, EXACT: tl.constexpr, N: tl.constexpr, STORED: tl.constexpr, EXACT_TAIL: tl.constexpr,
+):  # fmt: skip
+    """A split of one request's queries of a KV head. STORED: sums are read, not computed; EXACT_TAIL: tokens after the blocks are read as
+    they are, not quantized at each step."""
+    split, request = tl.program_id(0), tl.program_id(2)
+    kv_head, row = head_and_rows(GROUP, M)
+    table_at = tl.load(rows + request)
+    table = token_table + table_at * table_row
+    # Both branches below count in one type.
+    packed, length = tl.load(packed_slots + table_at).to(tl.int32), tl.load(lengths + request).to(tl.int32)
+    LIKE: tl.constexpr = keys.dtype.element_ty
+    # Numbers of the pool to bytes.
+    KEY_BYTES: tl.constexpr = KEY_CELL * 2 // DIM
+    VALUE_BYTES: tl.constexpr = VALUE_CELL * 2 // VALUE_DIM
+    head0 = request * HEADS * GROUP + kv_head * GROUP
+    place = (head0 + row) * (PACKED + EXACT) + split
+    if split < PACKED:
+        blocks = packed // BLOCK_SLOTS
+        each = tl.cdiv(blocks, PACKED)
+        key_at, value_at = kv_head * key_head * KEY_BYTES, kv_head * value_head * VALUE_BYTES
+        _integer_part(
+            codes + head0 * DIM, parameters + head0 * (DIM // PARTITION), tl.num_programs(2) * HEADS * GROUP, key_bytes + key_at,
+            key_numbers + key_at // 2, value_bytes + value_at, value_numbers + value_at // 2, key_sums + key_at // 2,
+            value_sums + value_at // 2, table, each * split, tl.minimum(each * (split + 1), blocks), row, partial, lse, place,
+            key_slot * KEY_BYTES, value_slot * VALUE_BYTES, GROUP, M, DIM, VALUE_DIM, PARTITION, WIDTH, COLUMNS, VALUE_COLUMNS,
+            BITS, BLOCK_TOKENS, BLOCK_SLOTS, CODE_CELLS, KEY_CELL, VALUE_CELL, STORED,
+        )  # fmt: skip
+    else:
+        head_queries, head_keys, head_values = queries + head0 * DIM, keys + kv_head * key_head, values + kv_head * value_head
+        if EXACT_TAIL:
+            best, total, acc = exact_part(
+                head_queries, head_keys, head_values, table, packed, length, split - PACKED, scaling, row, key_slot,
+                value_slot, EXACT, GROUP, M, DIM, VALUE_DIM, PADDED_DIM, PADDED_VALUE_DIM, N, LIKE,
+            )  # fmt: skip
+        else:
+            best, total, acc = _requantized_part(
+                head_queries, head_keys, head_values, table, packed, length, split - PACKED, scaling, row, key_slot,
+                value_slot, EXACT, GROUP, M, DIM, VALUE_DIM, PADDED_DIM, PADDED_VALUE_DIM, PARTITION, BITS, LIKE,
+            )  # fmt: skip
+        channel = tl.arange(0, PADDED_VALUE_DIM)
+        store_part(partial, lse, place, channel, channel < VALUE_DIM, best, total, acc, row, GROUP, VALUE_DIM)

@@ -1,0 +1,52 @@
+"""Decode attention over rows that begin with blocks whose codes are multiplied as integers, split over the context (HACK, arXiv 2502.03589).
+
+Programs of a request's first splits read its partitions, those of the others its exact tokens, among them those that fill no
+partition of values yet; :class:`~sglang_ext.layers.kernels.flash_parts.Parts` joins what they found.
+"""
+
+from math import gcd
+
+import torch
+import triton
+
+from sglang_ext.layers.kernels.flash_tiles import Tile, tiles
+from sglang_ext.layers.kernels.hack.integer_attention import integer_splits
+from sglang_ext.layers.kernels.hack.integers import query_codes
+from sglang_ext.layers.kernels.packed.packed_launches import EXACT, PACKED_ROWS, Call
+from sglang_ext.mem_cache.compressed.formats.packing import as_bytes
+
+# Bytes that a product of int8 takes along its inner dimension at least, and channels along another one.
+INNER, OUTER = 32, 16
+# Tokens of a step for each warp, and steps that are loaded ahead.
+WARP_TOKENS, STAGES = 64, 3
+
+
+def launch_integers(call: Call, stored_sums: bool = True, exact_tail: bool = True) -> None:
+    """Let the parts of rows be read.
+
+    Args:
+        call: what is attended to.
+        stored_sums: whether sums of codes are read where they are stored; else they are computed in each step. For benchmarks.
+        exact_tail: whether tokens after the blocks are read as they are; else their values are quantized in each step. For benchmarks.
+    """
+    keys, values, key, value = call.keys, call.values, call.packing.keys, call.packing.values
+    partition, dim = key.grid.channels, key.dim
+    # Channels that lie in one part of bytes, and in one partition.
+    width = gcd(partition, key.token_bytes)
+    views = [(as_bytes(kind), kind.view(torch.float16), kind.view(torch.int16)) for kind in (keys, values)]
+    codes, parameters = query_codes(call.queries, partition, call.scaling)
+
+    def with_tile(tile: Tile) -> None:
+        integer_splits[call.grid(tile.rows)](
+            call.queries, codes, parameters, keys, values, *views[0], *views[1], *call.rows, *call.outcome,
+            HEADS=keys.shape[1], GROUP=call.group, M=tile.rows, DIM=dim, PADDED_DIM=triton.next_power_of_2(dim), PARTITION=partition,
+            WIDTH=width, COLUMNS=max(INNER, width), VALUE_COLUMNS=max(OUTER, triton.next_power_of_2(value.token_bytes)),
+            BITS=key.bits, BLOCK_TOKENS=key.tokens, BLOCK_SLOTS=call.packing.block_slots, CODE_CELLS=key.code_cells,
+            KEY_CELL=key.cell_bytes // 2, VALUE_CELL=value.cell_bytes // 2, EXACT=call.parts.splits[1],
+            N=min(EXACT, tile.tokens), STORED=stored_sums, EXACT_TAIL=exact_tail, num_warps=max(1, partition // WARP_TOKENS),
+            num_stages=tile.stages, **call.parts.shape,
+        )  # fmt: skip
+
+    # A step is a partition of values.
+    choices = [tile for tile in tiles(call.group, PACKED_ROWS, partition, STAGES, fewest_rows=8) if tile.tokens == partition]
+    call.launch("integers", choices, with_tile)

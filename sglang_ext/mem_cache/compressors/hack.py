@@ -1,0 +1,66 @@
+"""HACK (Zhang et al. 2025, arXiv 2502.03589): codes that are multiplied as integers, with the sums that products of them need."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from sglang_ext.mem_cache.compressed.formats.packed_layout import Grid, Quantized
+from sglang_ext.mem_cache.compressors.contracts.quantizer import Finding, Quantizer, grouped, squeezed, stored_above, stored_below
+from sglang_ext.mem_cache.compressors.contracts.registry import register_quantizer
+
+# The smallest float16.
+SMALLEST = 2.0**-24
+
+
+@register_quantizer("hack", bits=(4, 2), partitions=(64, 32, 128))
+@dataclass(frozen=True)
+class Hack(Quantizer):
+    """Asymmetric integers in partitions: of channels of one token's keys, and of tokens of one channel's values.
+
+    Both lie along the inner dimension of attention's products, so that a partition's product is one of integers, and scales, zero points and
+    sums of codes do the rest (equation 4; layers/kernels/hack/product.py). Tokens that fill no partition of values stay as they are, until
+    they do (requantization elimination).
+
+    Attributes:
+        partition: numbers that share a scale: 32, 64 or 128; a head is a multiple of it.
+        block: tokens that are packed together, whole partitions; follows from ``partition``.
+    """
+
+    partition: int = 64
+    finding: ClassVar[Finding | None] = "stochastic"
+    sums: ClassVar[bool] = True
+    stochastic: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "block", max(self.block, self.partition))
+
+    def key_grid(self, dim: int) -> Grid:
+        """One token, a partition of channels."""
+        return Grid(1, self.partition)
+
+    def value_grid(self, dim: int) -> Grid:
+        """A partition of tokens, one channel."""
+        return Grid(self.partition, 1)
+
+    def quantize(self, numbers: torch.Tensor, grid: Grid, noise: torch.Tensor | None = None) -> Quantized:
+        """Codes, scales, zero points and the sums of each partition's codes.
+
+        The least number of a partition is rounded down to float16, and its scale up, so that each number lies between two codes, and
+        the mean of what it may become is the number itself.
+
+        Args:
+            numbers: float32 [heads, blocks, tokens, dim].
+            grid: the partitions.
+            noise: as ``numbers``, even over [0, 1): what a step must reach with it to be taken. None rounds to the nearest code.
+        """
+        groups, last = grouped(numbers, grid), 2**self.bits - 1
+        zero = stored_below(groups.amin((3, 5), keepdim=True))
+        # Numbers below the least float16 are below the zero point.
+        scale = stored_above((groups.amax((3, 5), keepdim=True) - zero).clamp(min=0) * (1 / last))
+        # One division for a partition, as in kernels.
+        steps = (groups - zero) * (1 / scale.clamp(min=SMALLEST))
+        steps += 0.5 if noise is None else grouped(noise, grid)
+        codes = steps.clamp_(0, last).to(torch.uint8)
+        sums = codes.sum((3, 5), keepdim=True)
+        return Quantized(codes.view(numbers.shape), squeezed(scale), squeezed(zero), sums=squeezed(sums))
