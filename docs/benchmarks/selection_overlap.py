@@ -80,7 +80,7 @@ def overlaps(seen: Seen, share: float) -> Iterator[tuple[str, float]]:
     for distance in DISTANCES:
         old = seen.queries[..., -1 - distance, :]
         for name, query in (("distance", seen.rotary.rotated(old, torch.full((1,), distance))), ("distance, turned as it was", old)):
-            found = top_tokens(group_attention(query, seen), count, 0, 0, seen.lengths)
+            found = top_tokens(group_attention(query, seen.keys, seen.scaling, seen.beyond), count, 0, 0, seen.lengths)
             yield f"{name} {distance}", float(overlap(true, found, tokens).mean())
 
 

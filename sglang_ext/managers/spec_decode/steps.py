@@ -119,16 +119,31 @@ class Steps:
             )
             with self.worker.queries.recording(self._to_record(round_, index)):
                 output = self.forward(batch, inputs, round_.on_full_kv)
+            self._choose_anew(round_, index)
             sampled = sampling.draw(output.next_token_logits, inputs.positions)
             tokens = sampled.tokens
             done.append((output, sampled))
         return done
 
     def _to_record(self, round_: Round, index: int) -> tuple[Recorded, ...]:
-        """The queries of a step that gives answers."""
-        states = [round_.states[i] for i in round_.answering]
-        rows = (Recorded(state.row, i, i + 1, round_.lengths[i] + index) for i, state in zip(round_.answering, states))
-        return of_use(self.worker.views, states, rows)
+        """The queries of a step: of those who answer, and of those whose copies choose anew within a round."""
+        views, answering = self.worker.views, {*round_.answering}
+        wanted = [i for i in range(len(round_.states)) if i in answering or (round_.on_copy(i) and self._every(round_, i))]
+        states = [round_.states[i] for i in wanted]
+        rows = (Recorded(state.row, i, i + 1, round_.starts[i] + index) for i, state in zip(wanted, states))
+        return of_use(views, states, rows)
+
+    def _every(self, round_: Round, i: int) -> int:
+        """Steps after which the method of a request chooses anew; 0: not within a round."""
+        return self.worker.views.method(round_.states[i].row).compressor.every
+
+    def _choose_anew(self, round_: Round, index: int) -> None:
+        """Let copies be chosen by the queries of step ``index`` before the next step reads them; those of the last are the next round's."""
+        if index + 1 == round_.steps:
+            return
+        for i, (state, start) in enumerate(zip(round_.states, round_.starts)):
+            if round_.on_copy(i):
+                self.worker.views.choose_anew(state.row, start + index + 1)
 
 
 class Verifier:

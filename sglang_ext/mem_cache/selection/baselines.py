@@ -8,6 +8,11 @@ import torch
 from sglang_ext.mem_cache.selection.scoring import Scoring, Seen, group_attention, grouped
 
 
+def newest_attention(seen: Seen) -> torch.Tensor:
+    """Attention of the newest query as it is, as :func:`~.scoring.group_attention`'s."""
+    return group_attention(seen.queries[..., -1, :], seen.keys, seen.scaling, seen.beyond)
+
+
 @dataclass(frozen=True)
 class TrueQuery(Scoring):
     """By the attention of the step's own query: the ceiling, which has to wait for it in each layer."""
@@ -17,7 +22,7 @@ class TrueQuery(Scoring):
 
     def scores(self, seen: Seen) -> torch.Tensor:
         """The mean over the query heads of a KV head."""
-        return group_attention(seen.queries[..., -1, :], seen)
+        return newest_attention(seen)
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,7 @@ class TOVA(Scoring):
 
     def scores(self, seen: Seen) -> torch.Tensor:
         """The same for all KV heads of a layer."""
-        attention = group_attention(seen.queries[..., -1, :], seen)
+        attention = newest_attention(seen)
         return attention.mean(dim=-2, keepdim=True).expand_as(attention)
 
 

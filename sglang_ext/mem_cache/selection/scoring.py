@@ -74,21 +74,24 @@ class ByPrediction(Scoring):
 
     def scores(self, seen: Seen) -> torch.Tensor:
         """The mean over the query heads of a KV head."""
-        return group_attention(self.predictor.predict(seen.queries, seen.positions, seen.rotary), seen)
+        predicted = self.predictor.predict(seen.queries, seen.positions, seen.rotary)
+        return group_attention(predicted, seen.keys, seen.scaling, seen.beyond)
 
 
-def group_attention(queries: torch.Tensor, seen: Seen) -> torch.Tensor:
+def group_attention(
+    queries: torch.Tensor, keys: torch.Tensor, scaling: float, beyond: torch.Tensor | None = None
+) -> torch.Tensor:
     """Attention of one query of each head to all tokens, mean over the query heads of a KV head.
 
     Args:
         queries: float32 [requests, layers, query_heads, dim].
-        seen: whose keys.
+        keys, scaling, beyond: as :class:`Seen`'s.
 
     Returns:
         float32 [requests, layers, kv_heads, tokens]; 0 where no token is.
     """
-    logits = grouped(queries, seen.keys) @ seen.keys.float().transpose(-1, -2) * seen.scaling
-    if (beyond := seen.beyond) is not None:
+    logits = grouped(queries, keys) @ keys.float().transpose(-1, -2) * scaling
+    if beyond is not None:
         logits = logits.masked_fill(beyond[..., None, :], float("-inf"))
     return logits.softmax(dim=-1).mean(dim=-2)
 

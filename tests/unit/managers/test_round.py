@@ -27,7 +27,8 @@ class Views:
     recent, share, each_round = 0, 0.25, False
 
     def method(self, row):
-        compressor = SimpleNamespace(each_round=self.each_round, window=32)
+        anew = {"each_round": self.each_round, "follows_queries": self.each_round, "every": 0}
+        compressor = SimpleNamespace(window=32, **anew)
         return SimpleNamespace(recent=self.recent, least=1, unit=1, compressor=compressor)
 
     def is_refused(self, row):
