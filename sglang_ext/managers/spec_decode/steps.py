@@ -106,7 +106,7 @@ class Steps:
         ahead = torch.arange(round_.steps, device=slots.device)[:, None]
         positions, lengths = starts + ahead, viewed + ahead + 1
         slots, viewed_cpu = slots[:, : round_.steps].T.contiguous(), torch.tensor(round_.viewed)
-        sampling, done = self._stepping(batch, round_), []
+        sampling, done, choosing = self._stepping(batch, round_), [], self._choosing(round_)
         for index in range(round_.steps):
             inputs = forward.Inputs(
                 tokens=tokens,
@@ -117,33 +117,28 @@ class Steps:
                 lengths_cpu=viewed_cpu + index + 1,
                 counts=[1] * len(round_.rows),
             )
-            with self.worker.queries.recording(self._to_record(round_, index)):
+            with self.worker.queries.recording(self._to_record(round_, index, choosing)):
                 output = self.forward(batch, inputs, round_.on_full_kv)
-            self._choose_anew(round_, index)
+            if index + 1 < round_.steps:
+                # By the queries of the last step the next round chooses.
+                for i in choosing:
+                    self.worker.views.choose_anew(round_.states[i].row, round_.starts[i] + index + 1)
             sampled = sampling.draw(output.next_token_logits, inputs.positions)
             tokens = sampled.tokens
             done.append((output, sampled))
         return done
 
-    def _to_record(self, round_: Round, index: int) -> tuple[Recorded, ...]:
-        """The queries of a step: of those who answer, and of those whose copies choose anew within a round."""
-        views, answering = self.worker.views, {*round_.answering}
-        wanted = [i for i in range(len(round_.states)) if i in answering or (round_.on_copy(i) and self._every(round_, i))]
+    def _choosing(self, round_: Round) -> list[int]:
+        """Requests whose copies may be chosen anew between the round's steps."""
+        method_of = self.worker.views.method
+        return [i for i, state in enumerate(round_.states) if round_.on_copy(i) and method_of(state.row).compressor.every]
+
+    def _to_record(self, round_: Round, index: int, choosing: list[int]) -> tuple[Recorded, ...]:
+        """The queries of a step: of those who answer, and of those by which the next step is chosen."""
+        wanted = sorted({*round_.answering, *choosing})
         states = [round_.states[i] for i in wanted]
         rows = (Recorded(state.row, i, i + 1, round_.starts[i] + index) for i, state in zip(wanted, states))
-        return of_use(views, states, rows)
-
-    def _every(self, round_: Round, i: int) -> int:
-        """Steps after which the method of a request chooses anew; 0: not within a round."""
-        return self.worker.views.method(round_.states[i].row).compressor.every
-
-    def _choose_anew(self, round_: Round, index: int) -> None:
-        """Let copies be chosen by the queries of step ``index`` before the next step reads them; those of the last are the next round's."""
-        if index + 1 == round_.steps:
-            return
-        for i, (state, start) in enumerate(zip(round_.states, round_.starts)):
-            if round_.on_copy(i):
-                self.worker.views.choose_anew(state.row, start + index + 1)
+        return of_use(self.worker.views, states, rows)
 
 
 class Verifier:

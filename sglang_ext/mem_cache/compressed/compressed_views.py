@@ -230,18 +230,17 @@ class CompressedViews:
         return True
 
     def choose_anew(self, row: int, end: int) -> None:
-        """Between two steps of a round: choose anew what the copy of the request in ``row`` keeps, where its method does so now.
+        """Between two steps of a round: choose anew what the copy of the request in ``row`` keeps, where its method's turn has come.
 
         The copy goes on to stand for the same tokens and keeps as many, in the same slots, so that what was planned of the round holds.
         What came since follows it in the draft row.
 
         Args:
-            row: the request's row in the token table.
+            row: the request's row in the token table; its method has :attr:`~.contracts.compressor.Compressor.every`.
             end: position after that of the newest query.
         """
         method, view = self.method(row), self._views[row]
-        every = method.compressor.every
-        if not every or (end - view.covered) % every or self.is_refused(row):
+        if (end - view.covered) % method.compressor.every or self.is_refused(row):
             return
         try:
             self._writer.choose_anew(method, row, self.draft_row(row), view, end)
