@@ -18,6 +18,7 @@ from sglang_ext import command_line, flag_checks
 from sglang_ext.config import benchmark_options, disaggregation_options, options, refused_options
 from sglang_ext.core import RADIX_CACHE_BACKEND, SPECULATIVE_ALGORITHM, HookError, OptionError
 from sglang_ext.mem_cache.compressors import catalogue
+from sglang_ext.mem_cache.selection.predictors import PREDICTORS
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +95,26 @@ class KVServerArgs(ServerArgs):
         f"{options.DEFAULT_BUDGET}, or 1 where tokens are only packed.",
         NS("memory"),
     ] = None
+    kv_select: A[
+        float | None,
+        "With --kv-compressor spade: tokens of the context that each KV head reads in a step, as their share, above 0 and at most 1, or as "
+        "their number, from 2; contexts that have no more are read whole. Default: the share that --kv-budget says.",
+        NS("memory"),
+    ] = None
+    kv_select_every: A[
+        int,
+        "With --kv-compressor spade: steps after which tokens are chosen anew, from 1; with --kv-mode verified after each verification, too.",
+        NS("memory"),
+    ] = 1
+    kv_select_by: A[
+        str,
+        Arg(
+            help="With --kv-compressor spade: which query tokens are chosen by before a step has its own. current: that of the step "
+            "before. regressed: what the last 17 let expect.",
+            choices=list(PREDICTORS),
+        ),
+        NS("memory"),
+    ] = "current"
     kv_head_budgets: A[
         str,
         "equal: all heads keep the same number of tokens. adaptive: what matters most over all heads and layers, with "

@@ -9,7 +9,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sglang_ext.config import benchmark_options, disaggregation_options, method_options, model_options, options, refusal
+from sglang_ext.config import (
+    benchmark_options, disaggregation_options, method_options, model_options, options, refusal, selection_options,
+)  # fmt: skip
 from sglang_ext.config.options import FULL_TIERS, MAX_DRAFT_LENGTH, MAX_OFFLOAD_DRAFT_LENGTH, MODES, offload_obstacle, one_of
 from sglang_ext.core import OptionError
 from sglang_ext.managers.disaggregation.endpoints import LinkKeys
@@ -40,6 +42,7 @@ def check_flags(args: "KVServerArgs") -> None:
         return
     _check_ranges(args)
     benchmark_options.check_flags(args)
+    selection_options.resolve(args)
     method_options.resolve(args)
     method_options.resolve_head_budgets(args)
     _warn_of_idle_drafts(args)
@@ -62,6 +65,7 @@ def check_resolved(args: "KVServerArgs") -> None:
     model_options.check_resolved(args)
     method_options.check_resolved(args)
     method_options.check_head_budgets(args)
+    selection_options.check_resolved(args)
     served_methods.check_files(args)
     request_checks.check_preferred(args)
     hooking.check(args.kv_mode)
@@ -131,7 +135,10 @@ def _warn_of_idle_drafts(args: "KVServerArgs") -> None:
 
 
 def _warn_of_idle_compressor(args: "KVServerArgs") -> None:
-    """Name ``--kv-online-compressor`` where no method leaves a context to it."""
+    """Name ``--kv-online-compressor`` where no method leaves a context to it, and flags of selection where none is made."""
+    if not selection_options.selects(args):
+        why = f"--kv-compressor is {args.kv_compressor}, with which"
+        _warn_of_idle(args, why, selection_options.FLAGS, "--kv-compressor spade")
     drops = {offer.drops for offer in method_options.offers(args)}
     if KVzip.name in drops or (KVzap.name in drops and args.kv_host_gb):
         return

@@ -115,7 +115,7 @@ REFUSALS: tuple[Refusal, ...] = (
     refused("enable_mixed_chunk", "SGLang has it without speculation only"),
     refused("enable_two_batch_overlap", "its split assumes equal lengths"),
     Refusal(
-        "--kv-compressor verify-guided", lambda args: args.kv_mode == "lossy" and catalogue.points(args.kv_compressor),
+        "--kv-compressor verify-guided", lambda args: args.kv_mode == "lossy" and catalogue.needs_verifications(args.kv_compressor),
         "nothing is verified, and verifications choose what it keeps", "use --kv-mode verified, or --kv-compressor snapkv",
     ),
     refused("torchao_config", "quantized weights are untested"),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglang_ext.config import selection_options
 from sglang_ext.config.method_options import Offer, methods, offers, place_of
 from sglang_ext.core import OptionError
 from sglang_ext.layers.attention.of_model import an_attention, is_attention
@@ -23,6 +24,7 @@ from sglang_ext.mem_cache.compressors import Compressor
 from sglang_ext.mem_cache.compressors.catalogue import Method, create
 from sglang_ext.mem_cache.compressors.kvzap import KVzap
 from sglang_ext.mem_cache.compressors.kvzip import KVzip
+from sglang_ext.mem_cache.compressors.spade import Spade
 from sglang_ext.mem_cache.scores.index import ScoreIndex
 from sglang_ext.mem_cache.scores.model_key import model_folder, model_key
 from sglang_ext.mem_cache.scores.predictor import Predictor
@@ -105,7 +107,8 @@ class ServedMethods:
         return HeadCells.of(buffers, len(token_table)) if adaptive else PlainTokens()
 
     def __str__(self) -> str:
-        return ", ".join(f"compressor {offer.name} with budget {offer.budget}" for offer in self.offers)
+        pairs = zip(self.offers, (method.compressor.most for method in self.methods))
+        return ", ".join(f"compressor {offer.name} with " + (f"{most} tokens" if most else f"budget {offer.budget}") for offer, most in pairs)
 
 
 def check_files(args: "KVServerArgs") -> None:
@@ -182,6 +185,8 @@ def methods_of(args: "KVServerArgs", layers: int, kv_heads: int, rank: int, scor
             if name == KVzap.name:
                 # Without host memory no score is ever unknown.
                 compressors[name] = KVzap(scores, create(args.kv_online_compressor) if args.kv_host_gb else None)
+            elif name == Spade.name:
+                compressors[name] = selection_options.spade(args)
             elif name == KVzip.name:
                 compressors[name] = _kvzip(args, layers, kv_heads, rank)
         found.append(replace(each, compressor=compressors[name]))

@@ -60,7 +60,7 @@ class Named:
     @property
     def serves_lossy(self) -> bool:
         """Whether it can serve by itself; what verifications choose cannot."""
-        return not catalogue.points(self.compressor)
+        return not catalogue.needs_verifications(self.compressor)
 
     def budgets(self, asked: Sequence[float]) -> Sequence[float]:
         """Shares of the tokens that it can keep, of those asked for."""

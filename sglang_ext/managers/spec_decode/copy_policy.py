@@ -8,7 +8,7 @@ from sglang_ext.core import FALLBACK_REASONS, CompressedView, RequestState
 from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
 from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
 from sglang_ext.mem_cache.compressed.query_window import Recorded
-from sglang_ext.mem_cache.compressors import catalogue
+from sglang_ext.mem_cache.compressors import Compressor, catalogue
 from sglang_ext.mem_cache.prefix_cache.tiered_node import Prefix
 
 if TYPE_CHECKING:
@@ -54,13 +54,11 @@ def ensure_copy(views: CompressedViews, req: "Req", state: RequestState, length:
         prefix = Prefix(req.last_node, state.matched) if state.matched else None
         if not views.compress(state.row, length, headroom, prefix):
             return WRONG_SCORES if views.is_refused(state.row) else NO_FREE_SLOTS
-    elif views.has_queries(state.row) and views.reach(state.row, length) >= renew_at(
-        view, each_round := method.compressor.each_round
-    ):
+    elif views.has_queries(state.row) and views.reach(state.row, length) >= renew_at(view, method.compressor):
         if not views.compress(state.row, length, headroom):
             if views.is_refused(state.row):
                 return WRONG_SCORES
-            if each_round:
+            if method.compressor.follows_queries:
                 # It may lead to slots of a prompt that the prefix tree had already, and has exchanged since.
                 views.release_copy(state.row)
                 return NO_FREE_SLOTS
@@ -77,7 +75,9 @@ def copy_is_near(views: CompressedViews, state: RequestState, end: int) -> bool:
     method, view = views.method(state.row), views.get(state.row)
     if not method.compressor.window or state.fallback not in CURABLE or views.is_refused(state.row):
         return False
-    due = shortest(method) if view is None else renew_at(view, method.compressor.each_round)
+    if view is not None and method.compressor.follows_queries:
+        return True
+    due = shortest(method) if view is None else renew_at(view, method.compressor)
     return end + method.compressor.window + method.unit >= due
 
 
@@ -98,8 +98,8 @@ def shortest(method: CopyMethod) -> int:
     return max(MIN_CONTEXT, method.least) + method.recent
 
 
-def renew_at(view: CompressedView, each_round: bool = False) -> int:
-    """Tokens at which a copy is made anew; ``each_round``: as soon as there are new ones."""
-    if each_round:
-        return view.covered + 1
+def renew_at(view: CompressedView, compressor: Compressor) -> int:
+    """Tokens at which a copy is made anew: after each round as soon as there are new ones."""
+    if compressor.follows_queries:
+        return view.covered + (1 if compressor.each_round else compressor.every)
     return view.covered + 1 + int(max(RENEW_AFTER, RENEW_SHARE * view.kept))

@@ -129,7 +129,7 @@ class Steps:
         ahead = torch.arange(round_.steps, device=slots.device)[:, None]
         positions, lengths = starts + ahead, viewed + ahead + 1
         slots, viewed_cpu = slots[:, : round_.steps].T.contiguous(), torch.tensor(round_.viewed)
-        sampling, done = self._stepping(batch, round_), []
+        sampling, done, choosing = self._stepping(batch, round_), [], self._choosing(round_)
         for index in range(round_.steps):
             inputs = forward.Inputs(
                 tokens=tokens,
@@ -140,17 +140,27 @@ class Steps:
                 lengths_cpu=viewed_cpu + index + 1,
                 counts=[1] * len(round_.rows),
             )
-            with self.worker.queries.recording(self._to_record(round_, index)):
+            with self.worker.queries.recording(self._to_record(round_, index, choosing)):
                 output = self.forward(batch, inputs, round_.on_full_kv)
+            if index + 1 < round_.steps:
+                # By the queries of the last step the next round chooses.
+                for i in choosing:
+                    self.worker.views.choose_anew(round_.states[i].row, round_.starts[i] + index + 1)
             sampled = sampling.draw(output.next_token_logits, inputs.positions)
             tokens = sampled.tokens
             done.append((output, sampled))
         return done
 
-    def _to_record(self, round_: Round, index: int) -> tuple[Recorded, ...]:
-        """The queries of a step that gives answers."""
-        states = [round_.states[i] for i in round_.answering]
-        rows = (Recorded(state.row, i, i + 1, round_.lengths[i] + index) for i, state in zip(round_.answering, states))
+    def _choosing(self, round_: Round) -> list[int]:
+        """Requests whose copies may be chosen anew between the round's steps."""
+        method_of = self.worker.views.method
+        return [i for i, state in enumerate(round_.states) if round_.on_copy(i) and method_of(state.row).compressor.every]
+
+    def _to_record(self, round_: Round, index: int, choosing: list[int]) -> tuple[Recorded, ...]:
+        """The queries of a step: of those who answer, and of those by which the next step is chosen."""
+        wanted = sorted({*round_.answering, *choosing})
+        states = [round_.states[i] for i in wanted]
+        rows = (Recorded(state.row, i, i + 1, round_.starts[i] + index) for i, state in zip(wanted, states))
         return of_use(self.worker.views, states, rows)
 
 

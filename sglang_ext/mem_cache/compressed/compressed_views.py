@@ -224,10 +224,30 @@ class CompressedViews:
             self.tree_cache.nodes.attach(prefix.node, made)
             self.tree_cache.segments.use(made)
         self._views[row] = view
-        if not method.compressor.each_round:
+        if not method.compressor.follows_queries:
             # Until the copy is to be renewed its queries are of no use; another request's may be.
             self.queries.forget(row)
         return True
+
+    def choose_anew(self, row: int, end: int) -> None:
+        """Between two steps of a round: choose anew what the copy of the request in ``row`` keeps, where its method's turn has come.
+
+        The copy goes on to stand for the same tokens and keeps as many, in the same slots, so that what was planned of the round holds.
+        What came since follows it in the draft row.
+
+        Args:
+            row: the request's row in the token table; its method has :attr:`~.contracts.compressor.Compressor.every`.
+            end: position after that of the newest query.
+        """
+        method, view = self.method(row), self._views[row]
+        if (end - view.covered) % method.compressor.every or self.is_refused(row):
+            return
+        try:
+            self._writer.choose_anew(method, row, self.draft_row(row), view, end)
+        except ScoresError as error:
+            self._refuse(method, error)
+        else:
+            self.made[view.method] += 1
 
     def _slots_for(self, slots: torch.Tensor, count: int, headroom: int) -> torch.Tensor | None:
         """``slots``, int64, grown or cut to ``count``; None when the pool lacks them."""

@@ -50,8 +50,8 @@ class CopyMethod:
 
     @property
     def least(self) -> int:
-        """Tokens that a copy covers at least."""
-        return self.sinks + self.unit
+        """Tokens that a copy covers at least; of fewer than it may keep, it would leave none out."""
+        return max(self.sinks + self.unit, self.compressor.most + 1)
 
     def covered(self, tokens: int) -> int:
         """Of a context's first ``tokens`` tokens, those that a copy can stand for; 0 where they are too few."""
@@ -59,7 +59,9 @@ class CopyMethod:
 
     def kept(self, tokens: int) -> int:
         """Tokens that a copy keeps of ``tokens`` after the sinks, a multiple of :attr:`unit`."""
-        return kept_count(tokens, self.budget, self.unit) if tokens else 0
+        count = kept_count(tokens, self.budget, self.unit) if tokens else 0
+        most = -(-self.compressor.most // self.unit) * self.unit
+        return min(count, most) if most else count
 
     def own(self, view: CompressedView, end: int, shared: int) -> int:
         """Tokens that ``view`` keeps of those from ``end`` on, where ``shared`` and its segments stand for those before.

@@ -91,6 +91,23 @@ class CopyWriter:
         self.form.begins(draft_row, view)
         view.method = method.called(chooser)
 
+    def choose_anew(self, method: CopyMethod, row: int, draft_row: int, view: CompressedView, end: int) -> None:
+        """Write what the method keeps now over what it kept: as many of the tokens that ``view``, all its own, stands for.
+
+        Args:
+            method: makes the copy.
+            row, draft_row: the request's rows of the token table.
+            view: its copy.
+            end: position before which queries count.
+
+        Raises:
+            ScoresError: nothing can be chosen by the method's scores; nothing was written.
+        """
+        context = self._context(row, method, self.token_table[row, : view.covered].long(), end)
+        with self._reported(method):
+            whole = Part(view.shared, view.covered, view.own_tokens)
+            self.form.fill(draft_row, method.packing, method.compressor, context, {whole: view.own[view.sinks :]})
+
     def _reported(self, method: CopyMethod) -> AbstractContextManager[None]:
         return reported(method.compressor.name) if method.compressor.name in OWN else nullcontext()
 

@@ -153,11 +153,22 @@ def split(text: str) -> tuple[str, str | None]:
 
 def points(value: str) -> bool:
     """Whether copies of the method that ``value`` names lead into full KV; False where it names none."""
+    dropping = _dropping_of(value)
+    return dropping is not None and dropping.points
+
+
+def needs_verifications(value: str) -> bool:
+    """Whether verifications choose what copies of the method keep that ``value`` names; False where it names none."""
+    dropping = _dropping_of(value)
+    return dropping is not None and dropping.each_round and not dropping.every
+
+
+def _dropping_of(value: str) -> type[Compressor] | None:
     try:
         drops, _ = parse(value)
     except OptionError:
-        return False
-    return drops is not None and COMPRESSORS[drops].points
+        return None
+    return None if drops is None else COMPRESSORS[drops]
 
 
 def code_bits(packs: str, bits: int | None) -> int:

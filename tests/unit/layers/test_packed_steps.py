@@ -53,13 +53,14 @@ def test_a_forward_replays_what_was_captured_with_its_attention():
 
 
 @pytest.mark.parametrize(("rows", "expected"), [([1, 10], COPIES), ([1, 2], None)], ids=["a copy", "none"])
+@pytest.mark.parametrize("every", [0, 2])
 @pytest.mark.parametrize("drafts", [3, 0], ids=["drafts", "plain steps"])
-def test_all_steps_of_a_round_in_which_one_request_reads_a_copy_read_copies(monkeypatch, rows, expected, drafts):
-    taken, model = [], runner()
-    without_queries = SimpleNamespace(compressor=SimpleNamespace(window=0))
+def test_all_steps_of_a_round_in_which_one_request_reads_a_copy_read_copies(monkeypatch, rows, expected, drafts, every):
+    taken, chosen, model = [], [], runner()
+    without_queries = SimpleNamespace(compressor=SimpleNamespace(window=0, every=every))
     views = SimpleNamespace(
         token_table=torch.zeros(16, 40, dtype=torch.int32), tail_written=lambda row, end: None, method=lambda row: without_queries,
-        get=lambda row: None,
+        get=lambda row: None, choose_anew=lambda row, end: chosen.append((row, end)),
     )
     worker = SimpleNamespace(
         views=views, model_runner=model, attentions=Attentions(VERIFIER, COPIES), queries=QueryWindows(0, (0,), 0)
@@ -75,6 +76,8 @@ def test_all_steps_of_a_round_in_which_one_request_reads_a_copy_read_copies(monk
     batch = SimpleNamespace(seq_lens=lengths, req_pool_indices=torch.tensor([1, 2]), return_logprob=False)
     steps.run(batch, round_, torch.zeros(2, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.int64), lengths)
     assert taken == [expected] * 3
+    # Of the request that reads a copy, after each step but the last: that is the next round's.
+    assert chosen == [(row, 20 + step) for step in (1, 2) for row in (2,) if expected and every]
 
 
 class Worker(KVWorker):

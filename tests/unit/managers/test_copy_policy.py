@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_ext.core import FALLBACK_REASONS, CompressedView, RequestState
+from sglang_ext.mem_cache.compressors.sink_recent import SinkRecent
 from sglang_ext.managers.spec_decode.copy_policy import MIN_CONTEXT, RENEW_AFTER, copy_is_near, ensure_copy, renew_at
 
 
@@ -17,7 +18,7 @@ class FakeViews:
     recent, window = 0, 32
 
     def method(self, row):
-        compressor = SimpleNamespace(each_round=False, window=self.window)
+        compressor = SimpleNamespace(follows_queries=False, window=self.window)
         return SimpleNamespace(recent=self.recent, least=1, unit=16, compressor=compressor)
 
     def __init__(self, room=1 << 30):
@@ -80,6 +81,14 @@ def test_the_copy_is_renewed_when_the_exact_tail_grew():
     assert views.made == [(1, 400), (1, 401 + RENEW_AFTER)]
 
 
+@pytest.mark.parametrize(("each_round", "every", "expected"), [(True, 0, 401), (True, 8, 401), (False, 8, 408), (False, 0, 401 + RENEW_AFTER)])
+def test_a_choice_is_made_anew_before_each_round_or_after_so_many_steps(each_round, every, expected):
+    method = SinkRecent()
+    for name, value in {"each_round": each_round, "every": every}.items():
+        object.__setattr__(method, name, value)
+    assert renew_at(CompressedView(torch.zeros(100, dtype=torch.int64), 400), method) == expected
+
+
 def test_a_copy_is_not_renewed_for_tokens_whose_queries_nobody_kept():
     views, one = FakeViews(), state()
     ensure(views, one, 400)
@@ -138,11 +147,10 @@ def test_queries_of_who_has_a_copy_are_kept_again_before_it_is_renewed():
 )  # fmt: skip
 def test_verifications_near_a_renewal_leave_all_queries_that_it_scores_by(accepted, length, unit, width):
     views, one = FakeViews(), state()
-    views.method = lambda row: SimpleNamespace(
-        recent=0, least=1, unit=unit, compressor=SimpleNamespace(each_round=False, window=32)
-    )
+    compressor = SimpleNamespace(follows_queries=False, window=32)
+    views.method = lambda row: SimpleNamespace(recent=0, least=1, unit=unit, compressor=compressor)
     views.compress(1, length // unit * unit, 0)
-    due, kept = renew_at(views.get(1)), set()
+    due, kept = renew_at(views.get(1), compressor), set()
     for count in accepted:
         if length >= due:
             break

@@ -27,7 +27,8 @@ class Views:
     recent, share, each_round = 0, 0.25, False
 
     def method(self, row):
-        compressor = SimpleNamespace(each_round=self.each_round, window=32)
+        anew = {"each_round": self.each_round, "follows_queries": self.each_round, "every": 0}
+        compressor = SimpleNamespace(window=32, **anew)
         return SimpleNamespace(recent=self.recent, least=1, unit=1, compressor=compressor)
 
     def is_refused(self, row):
@@ -353,6 +354,19 @@ def test_queries_are_of_use_where_a_choice_is_near_or_made_in_each_round():
     assert [copy_is_near(views, state, end) for end in (401, 879, 880)] == [False, False, True]
     views.each_round = True
     assert copy_is_near(views, state, 401)
+
+
+def test_steps_leave_queries_of_answers_and_of_drafts_by_which_the_next_step_is_chosen():
+    views, every = Views(), {1: 0, 2: 1, 3: 1}
+    anew = {"each_round": True, "follows_queries": True, "window": 1}
+    views.method = lambda row: SimpleNamespace(compressor=SimpleNamespace(every=every[row], **anew), unit=1, least=1, recent=0)
+    found = [RequestState(rid=f"r{row}", row=row, seed=0) for row in (1, 2, 3)]
+    for state in found[:2]:
+        views.compress(state.row, 400, 0)
+    round_ = Round(found, 3, [400] * 3, [0, 2, 0], [9, 10, 3], [100, 102, 400], [0, 0, 1], answering=[2], left=[50] * 3)
+    steps = Steps(SimpleNamespace(views=views, model_runner=None))
+    choosing = steps._choosing(round_)
+    assert choosing == [1] and steps._to_record(round_, 1, choosing) == (Recorded(2, 1, 2, 403), Recorded(3, 2, 3, 401))
 
 
 def without_copies():

@@ -7,11 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
+from sglang_ext.mem_cache.compressed.formats.unpacked import Unpacked
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressors import LayerKV, best, kept_count
 from sglang_ext.mem_cache.compressors.catalogue import create, dropping
 from sglang_ext.mem_cache.compressors.snapkv import SnapKV
+from sglang_ext.mem_cache.compressors.spade import Spade
 from sglang_ext.mem_cache.compressors.verify_guided import VerifyGuided
+from sglang_ext.mem_cache.selection.predictors import PREDICTORS, query_predictor
 
 
 def layer(tokens: int, heads: int = 2, group: int = 3, dim: int = 8, window: int = 4) -> LayerKV:
@@ -29,8 +33,9 @@ def layer(tokens: int, heads: int = 2, group: int = 3, dim: int = 8, window: int
 
 def test_what_leads_into_full_kv_is_chosen_anew_in_each_round():
     methods = {name: create(name) for name in dropping()}
-    assert [name for name, method in methods.items() if method.points] == ["verify-guided"]
-    assert [name for name, method in methods.items() if method.each_round] == ["verify-guided"]
+    assert [name for name, method in methods.items() if method.points] == ["spade", "verify-guided"]
+    assert [name for name, method in methods.items() if method.each_round] == ["spade", "verify-guided"]
+    assert {name: method.every for name, method in methods.items() if method.every} == {"spade": 1}
 
 
 @pytest.mark.parametrize("name", dropping())
@@ -99,6 +104,32 @@ def test_verify_guided_keeps_the_newest_and_what_verified_queries_attend_to_by_a
     assert torch.allclose(scores[:, :34].double(), expected[:, :34], atol=1e-6) and scores[:, 34:].isinf().all()
     attended = expected[:, :34].topk(5, dim=-1).indices.sort(dim=-1).values
     assert torch.equal(best(scores, 11), torch.cat([attended, torch.arange(34, 40).expand(2, -1)], dim=-1))
+
+
+@pytest.mark.parametrize("predictor", PREDICTORS)
+def test_spade_keeps_both_ends_and_what_the_predicted_query_attends_to_by_a_float64_loop(predictor):
+    data, method = layer(40, window=5), Spade(query_predictor(predictor), sinks=2, recent=6)
+    predicted = method.predictor.predict(data.queries.transpose(0, 1)[None, None], data.query_positions[None], data.rotary)[0, 0]
+    expected = torch.zeros(2, 40, dtype=torch.float64)
+    for head in range(2):
+        for member in range(3):
+            logits = data.keys[:, head].double() @ predicted[head * 3 + member].double() * data.scaling
+            expected[head] += logits.softmax(0) / 3
+    scores = method.scores(data)
+    inside = slice(2, 34)
+    assert torch.allclose(scores[:, inside].double(), expected[:, inside], atol=1e-6)
+    assert scores[:, :2].isinf().all() and scores[:, 34:].isinf().all()
+    attended = expected[:, inside].topk(5, dim=-1).indices.sort(dim=-1).values + 2
+    ends = torch.tensor([0, 1]).expand(2, -1), torch.arange(34, 40).expand(2, -1)
+    assert torch.equal(best(scores, 13), torch.cat([ends[0], attended, ends[1]], dim=-1))
+
+
+@given(st.integers(2, 300), st.integers(1, 4096), st.sampled_from([1, 16]), st.floats(0.1, 1.0))
+def test_a_method_that_keeps_so_many_tokens_keeps_no_more_and_leaves_shorter_contexts_whole(most, tokens, page, share):
+    method = CopyMethod(Spade(most=most), share, Unpacked(page))
+    assert method.kept(tokens) == min(kept_count(tokens, share, page), -(-most // page) * page)
+    assert method.covered(most) == 0 and method.least > most
+    assert CopyMethod(Spade(), share, Unpacked(page)).kept(tokens) == kept_count(tokens, share, page)
 
 
 @given(tokens=st.integers(1, 2000), share=st.floats(0.01, 1.0), page=st.sampled_from([1, 16, 64]))

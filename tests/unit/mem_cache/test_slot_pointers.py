@@ -17,15 +17,24 @@ from sglang_ext.managers.integrity import IntegrityError, check_copies
 from sglang_ext.managers.spec_decode.copy_policy import ensure_copy
 from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows, Pointers, as_pointers
 from sglang_ext.mem_cache.compressed.query_window import QueryWindows, Recorded
-from sglang_ext.mem_cache.compressors import catalogue
-from sglang_ext.mem_cache.compressors.catalogue import create
+from sglang_ext.mem_cache.compressed.rotary import Rotary
+from sglang_ext.mem_cache.compressors import ContextKV, best, catalogue
+from sglang_ext.mem_cache.compressors.spade import Spade
+from sglang_ext.mem_cache.compressors.verify_guided import VerifyGuided
 from sglang_ext.mem_cache.prefix_cache.tiered_node import Prefix
+from sglang_ext.mem_cache.selection.predictors import Current, Regressed
 
 
 class GivenAnew(Given):
     """Given scores, of a method that points and chooses in each round."""
 
     each_round = points = True
+
+
+class Wrong(Given):
+    """Given scores, chosen anew after each step."""
+
+    points, every = True, 1
 
 
 def pointing_views(scores, page_size=1, budget=0.25):
@@ -129,11 +138,12 @@ def test_pointers_that_lead_to_anothers_token_are_named():
         check_copies(views)
 
 
-def guided_views():
+def guided_views(method=VerifyGuided()):
     """Views of a request in row 1, chosen by queries, of which ``keep`` takes those of positions."""
     views = pointing_views(torch.empty(0))
-    choose_by(views, create("verify-guided"))
-    views.queries = QueryWindows(create("verify-guided").window, range(LAYERS), 4)
+    choose_by(views, method)
+    views.rotary = Rotary(1 / 10 ** torch.arange(DIM // 2))
+    views.queries = QueryWindows(method.window, range(LAYERS), 4)
     views.queries.allocate(2, HEADS, DIM, torch.empty(0))
 
     def keep(positions, seed):
@@ -170,6 +180,65 @@ def test_each_verification_chooses_anew_and_rejected_drafts_have_no_say():
         found.append(led_to(views))
     assert found[0] == found[1] == found[2] and catalogue.numbered(state.compressor) == "verify-guided"
     assert views.made == {"verify-guided": 2}
+
+
+def spade_of(views, positions, covered, predictor):
+    """Slots that each head is led to by the queries of ``positions`` alone, by layer and head, as its own scores say."""
+    queries, found = views.queries.get(1, positions.stop, predictor.window)
+    context = ContextKV(views.buffers, views.token_table[1, :covered].long(), queries, found, views.rotary)
+    kept = [best(Spade(predictor).scores(context.layer(layer)), views.get(1).own_tokens) for layer in range(LAYERS)]
+    return [context.slots[of_layer].tolist() for of_layer in kept]
+
+
+@pytest.mark.parametrize("predictor", [Current(), Regressed()], ids=lambda each: each.name)
+def test_between_steps_a_choice_follows_the_newest_query_over_the_same_tokens(predictor):
+    views, keep = guided_views(Spade(predictor))
+    keep(range(100, 150), 1)
+    state = RequestState(rid="r", row=1, seed=0)
+    assert ensure_copy(views, SimpleNamespace(last_node=None), state, 150, 0) == 0
+    assert led_to(views) == spade_of(views, range(100, 150), 150, predictor)
+    own, counts, row = views.get(1).own, views.form.counts.tolist(), views.token_table[5].clone()
+    before = led_to(views)
+    for position in (150, 151, 152):
+        keep(range(position, position + 1), position)
+        views.choose_anew(1, position + 1)
+        check_copies(views)
+        assert led_to(views) == spade_of(views, range(100, position + 1), 150, predictor) != before
+        before = led_to(views)
+    # What a round was planned by stays as it is.
+    assert views.get(1).covered == 150 and views.get(1).own is own
+    assert views.form.counts.tolist() == counts and torch.equal(views.token_table[5], row)
+    # Queries of drafts that were rejected have no say in the next round's.
+    views.queries.drop_rejected(1, 151)
+    assert ensure_copy(views, SimpleNamespace(last_node=None), state, 151, 0) == 0
+    assert led_to(views) == spade_of(views, range(100, 151), 151, predictor)
+    assert views.made == {"spade": 5}
+
+
+def test_between_steps_a_choice_is_made_after_so_many_of_them():
+    for method, expected in ((Spade(every=2), [False, True, False, True]), (Spade(every=5), [False] * 4)):
+        views, keep = guided_views(method)
+        keep(range(100, 150), 1)
+        ensure_copy(views, SimpleNamespace(last_node=None), RequestState(rid="r", row=1, seed=0), 150, 0)
+        changed = []
+        for position in range(150, 154):
+            keep(range(position, position + 1), position)
+            before = led_to(views)
+            views.choose_anew(1, position + 1)
+            changed.append(led_to(views) != before)
+        assert changed == expected
+
+
+def test_scores_that_cannot_be_used_between_steps_leave_a_choice_and_are_told_once(caplog):
+    views, keep = guided_views(Spade())
+    keep(range(100, 150), 1)
+    ensure_copy(views, SimpleNamespace(last_node=None), RequestState(rid="r", row=1, seed=0), 150, 0)
+    before = led_to(views)
+    wrong = Wrong(torch.zeros(LAYERS, HEADS, 7))
+    choose_by(views, wrong)
+    for end in (151, 152):
+        views.choose_anew(1, end)
+    assert led_to(views) == before and views.is_refused(1) and len(caplog.records) == 1
 
 
 def test_without_new_queries_a_choice_stays_and_what_came_since_is_exact():

@@ -149,6 +149,8 @@ class Compressor(ABC):
         comparable: whether scores of one head compare with those of another, of any layer.
         keeps_all: whether it drops nothing.
         each_round: whether it chooses anew after each verification, by the queries of that.
+        every: steps after which it chooses anew, between two steps of a round as well, by the queries of steps; 0: never so soon.
+        most: tokens that each head keeps, whatever the budget's share; shorter contexts have no copy. 0: the share says how many.
         points: whether copies lead to what it keeps in full KV, instead of holding it (slot_pointers.py).
         reads: the folder without which it knows nothing; None for methods that look at KV and queries as they are made.
         better_uneven: whether more drafts are accepted where heads keep different numbers of tokens (docs/benchmarks.md).
@@ -159,11 +161,18 @@ class Compressor(ABC):
     keeps_all: bool = False
     needs_rotary: ClassVar[bool] = False
     comparable: ClassVar[bool] = False
-    each_round: ClassVar[bool] = False
+    each_round: bool = False
+    every: int = 0
+    most: int = 0
     points: ClassVar[bool] = False
     reads: ClassVar[Folder | None] = None
     better_uneven: ClassVar[bool] = False
     held_bytes: int = 0
+
+    @property
+    def follows_queries(self) -> bool:
+        """Whether it chooses anew before a copy has grown old, so that queries of all tokens are of use."""
+        return self.each_round or self.every > 0
 
     def for_context(self, context: ContextKV) -> "Compressor":
         """Who chooses what a copy of this context keeps: another, where a method knows some contexts only."""

@@ -1,0 +1,107 @@
+"""How much of what a step's own query selects a choice made before it has, by how it is made, without a server: docs/benchmarks.md.
+
+    python docs/benchmarks/selection_overlap.py --model MODEL --prompts FOLDER [SHARE...]
+
+Steps are the last tokens of each prompt, over the tokens before them; sets are the best by scores alone, without sinks and newest tokens.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from on_prompts import load, parser_of, prompts_in
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from sglang_ext.mem_cache.compressed.rotary import Rotary
+from sglang_ext.mem_cache.selection.baselines import Quest, Recent, TOVA, TrueQuery
+from sglang_ext.mem_cache.selection.predictors import Current, Regressed
+from sglang_ext.mem_cache.selection.scoring import ByPrediction, Scoring, Seen, group_attention
+from sglang_ext.mem_cache.selection.top_tokens import overlap, top_tokens
+
+STEPS, WINDOW, DISTANCES, NAME = 64, 64, (1, 2, 4, 8, 16, 32, 64), "selection_overlap"
+PREDICTED = (ByPrediction(Current()), ByPrediction(Regressed()))
+
+
+class Noting:
+    """An attention function of transformers that notes the newest queries of each layer, rotary embedding applied."""
+
+    def __init__(self) -> None:
+        self.queries: dict[int, torch.Tensor] = {}
+
+    def __call__(self, module, query, key, value, attention_mask, **kwargs) -> tuple[torch.Tensor, None]:
+        """Attention of [1, heads, tokens, head_dim]."""
+        self.queries[module.layer_idx] = query[0, :, -STEPS - WINDOW :].clone()
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+
+def contexts(model: PreTrainedModel, noting: Noting, prompt: list[int]) -> Iterator[Seen]:
+    """Of each layer the steps as requests: the queries before each and its own, over the tokens before it."""
+    cache = DynamicCache()
+    model(torch.tensor([prompt]), past_key_values=cache, logits_to_keep=1)
+    rotary = Rotary(model.model.rotary_emb.inv_freq.float())
+    lengths = torch.arange(len(prompt) - STEPS, len(prompt))
+    positions = lengths[:, None] + torch.arange(-WINDOW, 1)
+    for index, layer in enumerate(cache.layers):
+        queries = noting.queries[index].unfold(1, WINDOW + 1, 1).permute(1, 0, 3, 2)[:, None]
+        keys = layer.keys[:, None].expand(STEPS, -1, -1, -1, -1)
+        yield Seen(queries, positions, keys, layer.keys.shape[-1] ** -0.5, rotary, lengths)
+
+
+def before(seen: Seen) -> Seen:
+    """What is known before the steps' own queries."""
+    return replace(seen, queries=seen.queries[..., :-1, :], positions=seen.positions[:, :-1])
+
+
+def chosen(scoring: Scoring, seen: Seen, count: int) -> torch.Tensor:
+    """What each step is given: int64 [steps, layers, kv_heads, count]."""
+    scores = scoring.scores(seen if scoring.synchronous else before(seen))
+    if not scoring.permanent:
+        return top_tokens(scores, count, 0, 0, seen.lengths)
+    alive, steps = torch.ones_like(scores[:1], dtype=torch.bool), []
+    for step in range(len(scores)):
+        steps.append(top_tokens(scores[step, None].masked_fill(~alive, -1.0), count, 0, 0, seen.lengths[step, None]))
+        # What came since is not gone.
+        alive = (torch.arange(scores.shape[-1]) >= seen.lengths[step]).expand_as(alive).scatter(-1, steps[-1], True)
+    return torch.cat(steps)
+
+
+def overlaps(seen: Seen, share: float) -> Iterator[tuple[str, float]]:
+    """Of one layer, by name: overlap of each way to choose, and of queries at each distance, turned on to the step and not."""
+    tokens = seen.keys.shape[-2]
+    count = int(share * tokens)
+    true = top_tokens(TrueQuery().scores(seen), count, 0, 0, seen.lengths)
+    told = {each.name: (each, seen) for each in (*PREDICTED, Quest(), TOVA(), Recent())}
+    told |= {f"{each.name}, turned as it was": (each, replace(seen, rotary=None)) for each in PREDICTED}
+    for name, (scoring, what) in told.items():
+        yield name, float(overlap(true, chosen(scoring, what, count), tokens).mean())
+    for distance in DISTANCES:
+        old = seen.queries[..., -1 - distance, :]
+        for name, query in (("distance", seen.rotary.rotated(old, torch.full((1,), distance))), ("distance, turned as it was", old)):
+            found = top_tokens(group_attention(query, seen.keys, seen.scaling, seen.beyond), count, 0, 0, seen.lengths)
+            yield f"{name} {distance}", float(overlap(true, found, tokens).mean())
+
+
+@torch.inference_mode()
+def main() -> None:
+    """Print overlaps by share of tokens that are chosen, mean over steps, layers, heads and prompts, after the last prompt."""
+    parser = parser_of(__doc__, "shares", default=[0.125], type=float)
+    args = parser.parse_args()
+    noting, totals = Noting(), defaultdict(list)
+    AttentionInterface.register(NAME, noting)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+    model, tokenizer = load(args.model, attn_implementation=NAME)
+    for file in prompts_in(args.prompts):
+        for seen in contexts(model, noting, tokenizer.encode(file.read_text())):
+            for share in args.shares:
+                for name, found in overlaps(seen, share):
+                    totals[share, name].append(found)
+        print(file.name, flush=True)
+    for (share, name), values in totals.items():
+        print(f"{share:g} {name}: {sum(values) / len(values):.3f}")
+
+
+if __name__ == "__main__":
+    main()

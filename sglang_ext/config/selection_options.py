@@ -1,0 +1,74 @@
+"""The flags of ``--kv-compressor spade``, which chooses tokens for each step: how many, how often, by which query."""
+
+from typing import TYPE_CHECKING
+
+from sglang_ext.core import OptionError
+from sglang_ext.mem_cache.compressors import catalogue
+from sglang_ext.mem_cache.compressors.spade import Spade
+from sglang_ext.mem_cache.selection.predictors import query_predictor
+
+if TYPE_CHECKING:
+    from sglang_ext.arguments import KVServerArgs
+
+FLAGS = ("kv_select", "kv_select_every", "kv_select_by")
+
+
+def selects(args: "KVServerArgs") -> bool:
+    """Whether the server's method chooses by these flags."""
+    return catalogue.parse(args.kv_compressor)[0] == Spade.name
+
+
+def resolve(args: "KVServerArgs") -> None:
+    """Refuse wrong values; a share of tokens is a budget from here on, before that is looked at.
+
+    Raises:
+        OptionError: names the flag, its value and the remedy.
+    """
+    share = args.kv_select
+    if share is not None and not (isinstance(share, int | float) and (0 < share <= 1 or (share > 1 and share == int(share)))):
+        raise OptionError(
+            f"--kv-select is {share}; it is the share of the context's tokens that each KV head reads, above 0 and at most 1, or their "
+            "number: pass for example 0.125, or a whole number from 2, for example 2048"
+        )
+    every = args.kv_select_every
+    if not (isinstance(every, int) and every >= 1):
+        raise OptionError(f"--kv-select-every is {every}; tokens are chosen after so many steps: pass a whole number from 1, for example 4")
+    query_predictor(args.kv_select_by)
+    if share is None or not selects(args):
+        return
+    if args.kv_budget is not None:
+        raise OptionError(
+            f"--kv-select is {share:g} and --kv-budget {args.kv_budget}; both say how many tokens each KV head reads: leave one of them out"
+        )
+    args.kv_budget = min(1.0, float(share))
+
+
+def check_resolved(args: "KVServerArgs") -> None:
+    """Refuse more tokens than a context has, and a device without such choices, once SGLang has chosen it and read the model's config.
+
+    Raises:
+        OptionError: names what it is, and the remedy.
+    """
+    if not selects(args):
+        return
+    if args.device != "cpu":
+        raise OptionError(
+            f"--device is {args.device} with --kv-compressor {Spade.name}; between two steps tokens are chosen on a CPU alone: no second "
+            "stream and no graph does it yet. Pass --kv-compressor verify-guided, or --device cpu."
+        )
+    most, context = selected(args), args.get_model_config().context_len
+    if most >= context:
+        raise OptionError(
+            f"--kv-select is {most}, and the longest context that is served has {context} tokens: pass a number below that, a share, for "
+            "example 0.125, or a longer --context-length"
+        )
+
+
+def selected(args: "KVServerArgs") -> int:
+    """Tokens that each KV head reads at most, whatever the context; 0 where a share says how many."""
+    return int(args.kv_select) if args.kv_select is not None and args.kv_select > 1 else 0
+
+
+def spade(args: "KVServerArgs") -> Spade:
+    """The method as the flags ask for it, for arguments that :func:`resolve` saw."""
+    return Spade(query_predictor(args.kv_select_by), args.kv_select_every, args.kv_mode == "verified", most=selected(args))

@@ -1,0 +1,76 @@
+"""AsyncSpade: before each step choose what the query predicted for it attends to in full KV, by layer and KV head."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from sglang_ext.mem_cache.compressors.contracts.compressor import Always, Compressor, ContextKV, LayerKV
+from sglang_ext.mem_cache.compressors.contracts.registry import register
+from sglang_ext.mem_cache.selection.predictors import Current, QueryPredictor
+from sglang_ext.mem_cache.selection.scoring import group_attention
+from sglang_ext.mem_cache.selection.top_tokens import mark_always
+
+
+@register("spade")
+@dataclass(frozen=True)
+class Spade(Compressor):
+    """Score each key by the attention of the next step's query, as those of the steps before it let expect (selection/predictors.py).
+
+    A choice is made from what is there before the step begins, drafted queries among it, so that no step waits for its own query. First
+    and newest tokens are always kept.
+
+    Attributes:
+        predictor: says what the next query will be.
+        every: as :attr:`Compressor.every`.
+        each_round: as :attr:`Compressor.each_round`: where drafts are verified, queries of full KV replace those of drafts.
+        sinks: first tokens kept.
+        recent: newest tokens kept.
+        most: as :attr:`Compressor.most`.
+    """
+
+    predictor: QueryPredictor = Current()
+    every: int = 1
+    each_round: bool = True
+    sinks: int = 4
+    recent: int = 32
+    most: int = 0
+    points: ClassVar[bool] = True
+    needs_rotary: ClassVar[bool] = True
+
+    @property
+    def window(self) -> int:
+        """Queries that the predictor reads."""
+        return self.predictor.window
+
+    def always(self, context: ContextKV) -> Always:
+        """The first and the newest tokens."""
+        return Always(self.sinks, self.recent)
+
+    def scores_all(self, context: ContextKV) -> torch.Tensor:
+        """As :meth:`scores` in each layer, of which no values are read, and whose queries are predicted together."""
+        if not len(context.query_positions):
+            return super().scores_all(context)
+        queries = context.queries.transpose(1, 2)[None]
+        predicted = self.predictor.predict(queries, context.query_positions[None], context.rotary)
+        layers = zip(predicted.unbind(1), context.buffers.keys, context.buffers.scaling)
+        found = [attention(query, keys.index_select(0, context.slots), scaling) for query, keys, scaling in layers]
+        return mark_always(torch.stack(found), self.sinks, self.recent)
+
+    def scores(self, layer: LayerKV) -> torch.Tensor:
+        """Attention of the predicted query, mean over the query heads of a KV head: float32 [kv_heads, tokens].
+
+        Infinite for the first and the newest tokens. Without any query, newer tokens are more important.
+        """
+        tokens, kv_heads, _ = layer.keys.shape
+        if not len(layer.queries):
+            newer = torch.arange(tokens, dtype=torch.float32, device=layer.keys.device)
+            return mark_always(newer.expand(kv_heads, -1), self.sinks, self.recent)
+        queries = layer.queries.transpose(0, 1)[None, None]
+        predicted = self.predictor.predict(queries, layer.query_positions[None], layer.rotary)
+        return mark_always(attention(predicted[:, 0], layer.keys, layer.scaling), self.sinks, self.recent)
+
+
+def attention(query: torch.Tensor, keys: torch.Tensor, scaling: float) -> torch.Tensor:
+    """Of one query of each head, [1, query_heads, dim], to keys [tokens, kv_heads, dim] of a layer: float32 [kv_heads, tokens]."""
+    return group_attention(query[:, None], keys.transpose(0, 1)[None, None], scaling)[0, 0]
