@@ -57,7 +57,7 @@ def create_sender(original: Callable, queue: "PrefillBootstrapQueue", req: "Req"
     """Hook around ``PrefillBootstrapQueue.create_sender``: the sender learns of the prompt."""
     made = original(queue, req, num_kv_heads)
     if made:
-        _tell_prompt(req.disagg_kv_sender, req.origin_input_ids)
+        _tell_prompt(req.disagg_kv_sender, req, req.origin_input_ids)
     return made
 
 
@@ -67,7 +67,7 @@ def create_receiver(original: Callable, queue: "DecodePreallocQueue", req: "Req"
     KV of a request that was retracted and is prefilled again is of its output, too; it begins when all is there.
     """
     made = original(queue, req, is_rebootstrap=is_rebootstrap)
-    _tell_prompt(made.kv_receiver, [*req.origin_input_ids, *req.output_ids] if is_rebootstrap else req.origin_input_ids)
+    _tell_prompt(made.kv_receiver, req, [*req.origin_input_ids, *req.output_ids] if is_rebootstrap else req.origin_input_ids)
     if not is_rebootstrap:
         _begin_early(queue, req, made.kv_receiver)
     return made
@@ -96,10 +96,11 @@ def _prefill_again(queue: "DecodePreallocQueue", req: "Req") -> None:
     queue.add(req, is_rebootstrap=True)
 
 
-def _tell_prompt(end: Any, tokens: "list[int]") -> None:
+def _tell_prompt(end: Any, req: "Req", tokens: "list[int]") -> None:
     from sglang_ext.managers.disaggregation.progressive.receiver import ProgressiveReceiver
     from sglang_ext.managers.disaggregation.progressive.sender import ProgressiveSender
 
     # Others are of SGLang's warm-up, or of another backend in a patched fork.
     if isinstance(end, ProgressiveSender | ProgressiveReceiver):
-        end.take_prompt(tokens)
+        # Of a request that SGLang has refused, or whose grammar was being compiled as it was aborted, it left one token alone.
+        end.take_prompt(tokens, getattr(req.to_finish, "message", None))

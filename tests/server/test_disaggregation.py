@@ -3,7 +3,9 @@
 The prefill server runs in mode full, the decode server drafts and verifies; pages hold 16 tokens, chunks 128.
 """
 
+import os
 import random
+import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -52,13 +54,16 @@ class Pair:
         for start in self._starts:
             start.result()
 
-    def both(self, prefill: dict[str, Any], decode: dict[str, Any]) -> list[Any]:
-        """What each server says to its part of one request: an answer, or the text of an error."""
+    def begin(self, prefill: dict[str, Any], decode: dict[str, Any]) -> list[Future[Any]]:
+        """Ask each server for its part of one request."""
         self.wait()
         room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": self.bootstrap, "bootstrap_room": random.getrandbits(62)}
         bodies = zip(self.servers.values(), (prefill, decode), strict=True)
-        asked = [self._pool.submit(server.ask, **body, **room) for server, body in bodies]
-        return [said(each) for each in asked]
+        return [self._pool.submit(server.ask, **body, **room) for server, body in bodies]
+
+    def both(self, prefill: dict[str, Any], decode: dict[str, Any]) -> list[Any]:
+        """What each server says to its part of one request: an answer, or the text of an error."""
+        return [said(each) for each in self.begin(prefill, decode)]
 
     def ask(self, **body: Any) -> Any:
         """The decode server's answer."""
@@ -135,3 +140,18 @@ def test_a_request_whose_prompts_differ_ends_with_an_error_that_says_so(pair: Pa
     bodies = [{"input_ids": ids, **greedy(4)} for ids in (prompts[0][:96], prompts[1][:96])]
     _, decode = pair.both(*bodies)
     assert "prefix hash" in decode and "that of the prompt is" in decode
+
+
+def test_a_decode_server_killed_while_residuals_travel_leaves_nothing_at_the_prefill_server(pair: Pair, prompts: list[list[int]]) -> None:
+    """The last test here: its decode server is gone."""
+    pair.wait()
+    body = {"input_ids": prompts[3], **greedy(200)}
+    prefill, decode = pair.begin(body, body)
+    # The link alone takes a second and more.
+    time.sleep(0.5)
+    os.killpg(pair.servers["decode"]._process.pid, signal.SIGKILL)
+    assert isinstance(decode.exception(30), OSError)
+    # It has answered, or says why not.
+    assert prefill.exception(60) is None or "the receiver" in said(prefill)
+    # Which is refused while a request holds slots.
+    pair.servers["prefill"].flush_cache()

@@ -8,6 +8,7 @@ from sglang.srt.disaggregation.base.conn import KVArgs
 from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
 from sglang.srt.disaggregation.utils import KVClassType, TransferBackend
 from sglang.srt.disaggregation.utils import get_kv_class as stock
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from sglang_ext.hooks import transfer
 from sglang_ext.managers.disaggregation.progressive.receiver import ProgressiveReceiver
@@ -41,15 +42,18 @@ def made(kind):
 
 
 def test_a_sender_learns_the_prompt_unless_none_was_made():
-    req = SimpleNamespace(disagg_kv_sender=made(ProgressiveSender), origin_input_ids=[1, 2])
+    req = SimpleNamespace(disagg_kv_sender=made(ProgressiveSender), origin_input_ids=[1, 2], to_finish=None)
     assert transfer.create_sender(lambda queue, req, heads: True, None, req, 2)
-    assert req.disagg_kv_sender._prompt == [1, 2]
+    assert (req.disagg_kv_sender._prompt, req.disagg_kv_sender._refused) == ([1, 2], None)
+    req.to_finish = FINISH_ABORT("no such grammar")
+    assert transfer.create_sender(lambda queue, req, heads: True, None, req, 2)
+    assert req.disagg_kv_sender._refused == "no such grammar"
     assert not transfer.create_sender(lambda queue, req, heads: False, None, SimpleNamespace(), 2)
 
 
 @pytest.mark.parametrize(("again", "expected"), [(False, [1, 2]), (True, [1, 2, 3])])
 def test_a_receiver_learns_the_prompt_and_of_a_request_prefilled_again_the_output(again, expected):
-    req = SimpleNamespace(origin_input_ids=[1, 2], output_ids=[3])
+    req = SimpleNamespace(origin_input_ids=[1, 2], output_ids=[3], to_finish=None)
     found = SimpleNamespace(kv_receiver=made(ProgressiveReceiver))
     queue = SimpleNamespace(scheduler=SimpleNamespace(draft_worker=None))
     assert transfer.create_receiver(lambda queue, req, is_rebootstrap: found, queue, req, is_rebootstrap=again) is found

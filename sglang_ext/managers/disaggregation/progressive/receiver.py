@@ -39,6 +39,7 @@ class ProgressiveReceiver(CommonKVReceiver):
         if self._taken:
             self.conclude_state = KVPoll.Failed
         self._prompt: Sequence[int] = ()
+        self._refused: str | None = None
         self._received: ReceivedRoom | None = None
         self._begin: Callable[[EarlyRoom], None] | None = None
         self._prefill_again: "Callable[[Req], None] | None" = None
@@ -59,9 +60,14 @@ class ProgressiveReceiver(CommonKVReceiver):
         """Whether the reference is written."""
         return self._received is not None and self._received.complete
 
-    def take_prompt(self, tokens: Sequence[int]) -> None:
-        """The request's tokens, from which its pages have their names; before ``send_metadata``."""
-        self._prompt = tokens
+    def take_prompt(self, tokens: Sequence[int], refused: str | None = None) -> None:
+        """The request's tokens, from which its pages have their names; before ``send_metadata``.
+
+        Args:
+            tokens: of the prompt.
+            refused: why SGLang has ended the request already; None where it has not.
+        """
+        self._prompt, self._refused = tokens, refused
 
     def begin_early(self, begin: Callable[[EarlyRoom], None], prefill_again: "Callable[[Req], None]") -> None:
         """The request may decode on the anchor of its KV; before ``send_metadata``.
@@ -115,6 +121,10 @@ class ProgressiveReceiver(CommonKVReceiver):
         """
         if self.bootstrap_infos is None:
             self._give_up(f"no prefill rank is known at {self.bootstrap_addr}")
+            return
+        if self._refused is not None:
+            self._give_up(self._refused)
+            self._send_abort_notification()
             return
         prefix = decode_prefix_len or 0
         try:

@@ -33,6 +33,7 @@ class ProgressiveSender(CommonKVSender):
         if self._taken:
             self.conclude_state = KVPoll.Failed
         self._prompt: Sequence[int] = ()
+        self._refused: str | None = None
         self._metadata: Metadata | None = None
         self._peer: Peer | None = None
         self._sent: SentRoom | None = None
@@ -49,9 +50,14 @@ class ProgressiveSender(CommonKVSender):
         """Its number."""
         return self.bootstrap_room
 
-    def take_prompt(self, tokens: Sequence[int]) -> None:
-        """The request's tokens, from which its pages have their names; before ``init``."""
-        self._prompt = tokens
+    def take_prompt(self, tokens: Sequence[int], refused: str | None = None) -> None:
+        """The request's tokens, from which its pages have their names; before ``init``.
+
+        Args:
+            tokens: of the prompt.
+            refused: why SGLang has ended the request already; None where it has not.
+        """
+        self._prompt, self._refused = tokens, refused
 
     def meet(self, metadata: Metadata) -> None:
         """The decode side has slots."""
@@ -85,6 +91,9 @@ class ProgressiveSender(CommonKVSender):
         super().init(num_kv_indices, aux_index)
         codec, metadata = self.kv_mgr.codec, self._metadata
         if metadata is None:
+            return
+        if self._refused is not None:
+            self._give_up(self._refused)
             return
         if metadata.tokens != len(self._prompt):
             self._give_up(f"the prompt has {len(self._prompt)} tokens at the prefill server and {metadata.tokens} at the decode server")

@@ -204,6 +204,21 @@ def test_another_prompt_under_the_same_room_fails_on_both_sides(servers, other):
         receiver.failure_exception()
 
 
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_request_that_sglang_refused_on_one_side_ends_on_both_with_its_reason(servers, side):
+    """SGLang leaves one token of its prompt there."""
+    both = servers("raw")
+    receiver, sender = both.receiver(7, list(range(200))), both.sender(7, list(range(200)))
+    (sender if side == "prefill" else receiver).take_prompt([0], "no such grammar")
+    receiver.send_metadata(pages_of(200, 1)[0], 5, decode_prefix_len=0)
+    if side == "prefill":
+        send(sender, pages_of(1, 2)[0], 1, ())
+    until(lambda: settled(receiver) and settled(sender))
+    for end in (receiver, sender):
+        with pytest.raises(KVTransferError, match="no such grammar"):
+            end.failure_exception()
+
+
 def test_servers_with_other_settings_refuse_each_other_by_name(servers):
     both = servers("exact", prefill_reference="raw")
     sender = both.sender(7, range(32))
