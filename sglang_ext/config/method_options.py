@@ -241,8 +241,8 @@ def _check_partition(args: "KVServerArgs", packed: Offer, flag: str) -> None:
     smaller = [str(size) for size in sorted(catalogue.allowed_partitions(packed.packs)) if dim % size == 0]
     remedy = f"--kv-partition {' or '.join(smaller)}" if smaller else f"{flag} {_packed_by(packed, 'kivi')}"
     raise OptionError(
-        f"--kv-partition is {partition}, which does not divide the {dim} channels of the model's heads, along which {flag} {packed.name} cuts keys: "
-        f"pass {remedy}"
+        f"--kv-partition is {partition}, which does not divide the {dim} channels of the model's heads, along which {flag} {packed.name} "
+        f"cuts keys: pass {remedy}"
     )
 
 

@@ -14,10 +14,11 @@ def decoded(pool, queries, device, splits, **switches):
     keys, values = (part[0].to(device) for part in (pool.buffers.keys, pool.buffers.values))
     table = torch.zeros(2, len(pool.row), dtype=torch.int32)
     table[1], lengths = pool.row, torch.tensor([len(pool.row)])
-    rows = *(part.to(device) for part in (torch.tensor([1]), lengths, torch.tensor([0, pool.packed], dtype=torch.int32))),
+    rows = [part.to(device) for part in (torch.tensor([1]), lengths, torch.tensor([0, pool.packed], dtype=torch.int32))]
     queries = queries.to(device)[None]
     parts = Parts(queries, values.shape[2], splits)
-    launch_integers(Call(pool.packing, queries, queries, keys, values, (table.to(device), len(pool.row), *rows), 0.1, parts), **switches)
+    table = table.to(device), len(pool.row), *rows
+    launch_integers(Call(pool.packing, queries, queries, keys, values, table, 0.1, parts), **switches)
     return parts.joined()[0].cpu().double()
 
 

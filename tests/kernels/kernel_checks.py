@@ -275,8 +275,8 @@ def check_integer_decode():
     half = torch.float16 if DEVICE == "cpu" else torch.bfloat16
     for bits, partition, dim, group, heads, blocks, splits, dtype in (
         (4, 64, 128, 4, 2, 3, (3, 2), torch.float32), (2, 64, 64, 1, 1, 5, (16, 4), half), (4, 32, 96, 3, 1, 2, (2, 1), half),
-        (2, 32, 96, 8, 2, 1, (1, 1), torch.float32), (4, 128, 128, 16, 1, 2, (2, 1), half), (2, 128, 128, 1, 1, 3, (2, 1), torch.float32),
-        (4, 64, 192, 5, 1, 1, (2, 1), half), (2, 32, 256, 32, 1, 2, (2, 1), torch.float32),
+        (2, 32, 96, 8, 2, 1, (1, 1), torch.float32), (4, 128, 128, 16, 1, 2, (2, 1), half),
+        (2, 128, 128, 1, 1, 3, (2, 1), torch.float32), (4, 64, 192, 5, 1, 1, (2, 1), half), (2, 32, 256, 32, 1, 2, (2, 1), torch.float32),
     ):  # fmt: skip
         packs = quantizer("hack", bits, partition)
         check_packed_pool(pool_by(packs, blocks, 75, heads=heads, dim=dim, dtype=dtype), group, splits)

@@ -202,7 +202,8 @@ def partition_size(packs: str, partition: int | None) -> int | None:
     """
     allowed = allowed_partitions(packs)
     if partition is not None and partition not in allowed:
-        choice = f"has partitions of {' or '.join(map(str, allowed))} numbers. Pass one of these" if allowed else "has none to choose. Pass --kv-compressor hack"
+        sizes = f"has partitions of {' or '.join(map(str, allowed))} numbers. Pass one of these"
+        choice = sizes if allowed else f"has none to choose. Pass --kv-compressor {partitioned()[0]}"
         raise OptionError(f"--kv-partition is {partition}; --kv-compressor {packs} {choice}, or leave it out")
     return partition or next(iter(allowed), None)
 

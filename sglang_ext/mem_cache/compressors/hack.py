@@ -18,9 +18,9 @@ SMALLEST = 2.0**-24
 class Hack(Quantizer):
     """Asymmetric integers in partitions: of channels of one token's keys, and of tokens of one channel's values.
 
-    Both lie along the inner dimension of attention's products, so that a partition's product is one of integers, and scales, zero points and
-    sums of codes do the rest (equation 4; layers/kernels/hack/product.py). Tokens that fill no partition of values stay as they are, until
-    they do (requantization elimination).
+    Both lie along the inner dimension of attention's products, so that a partition's product is one of integers, and scales, zero
+    points and sums of codes do the rest (equation 4; layers/kernels/hack/product.py). Tokens that fill no partition of values stay as
+    they are, until they do (requantization elimination).
 
     Attributes:
         partition: numbers that share a scale: 32, 64 or 128; a head is a multiple of it.

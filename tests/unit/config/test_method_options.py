@@ -5,13 +5,14 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_ext.config import method_options
-from sglang_ext.config.method_options import Offer, check_asked, offers, place_of
+from sglang_ext.config.method_options import Offer, check_asked, methods, offers, place_of
 from sglang_ext.core import OptionError
 from sglang_ext.hooks import telling
 from sglang_ext.managers import meta_info, served_methods
 from sglang_ext.mem_cache.compressors import catalogue
 from sglang_ext.mem_cache.compressed.formats.packing import PackedRows
 from sglang_ext.mem_cache.compressed.formats.unpacked import Unpacked
+from sglang_ext.mem_cache.compressors.hack import Hack
 
 
 def resolved(**change):
@@ -73,11 +74,11 @@ def test_the_bits_are_those_of_the_method_that_packs_and_scores_are_read_by_any(
 
 def test_each_method_makes_copies_in_its_own_way_and_equal_ones_share_what_they_read():
     args = resolved(kv_more_compressors="kivi,snapkv+kivi:0.5", kv_bits=2)
-    methods = served_methods.methods_of(args, 2, 2, 0, None)
+    made = served_methods.methods_of(args, 2, 2, 0, None)
     rows = PackedRows(SimpleNamespace(recent=128), None)
-    plain, packed, both = served_methods.copy_methods(args, methods, 16, rows)
+    plain, packed, both = served_methods.copy_methods(args, made, 16, rows)
     assert plain.packing == Unpacked(16) and packed.packing is both.packing is rows.form
-    assert methods[1].quantizer == methods[2].quantizer and methods[1].quantizer.bits == 2
+    assert made[1].quantizer == made[2].quantizer and made[1].quantizer.bits == 2
     assert plain.compressor is both.compressor and (plain.budget, packed.budget, both.budget) == (0.25, 1.0, 0.5)
     assert [method.called(method.compressor) for method in (plain, packed, both)] == ["snapkv", "kivi", "snapkv+kivi:0.5"]
 
@@ -151,3 +152,9 @@ def test_meta_info_names_the_method_as_it_was_asked_for():
             told = SimpleNamespace(spec_cap_lens_histogram=[req.spec_cap_lens_histogram])
             telling.add_kv_fields(None, SimpleNamespace(server_args=args), fields, told, 0)
             assert fields["kv_compressor"] == (served or None)
+
+
+def test_partitions_are_those_of_what_packs():
+    args = resolved(kv_compressor="snapkv+hack", kv_more_compressors="hack,snapkv", kv_bits=2, kv_partition=32)
+    assert [each.quantizer for each in methods(args)] == [Hack(2, partition=32), Hack(2, partition=32), None]
+    assert methods(resolved(kv_compressor="hack"))[0].quantizer == Hack(4, partition=64)

@@ -1,8 +1,8 @@
 """Softmax over one part of a row that begins with packed partitions: the kernel that integer_decode.py launches.
 
-A step is a partition of values, so as many tokens. Its scores are products of codes of keys with codes of queries, one for each partition of
-channels; its weights get codes of their own, and their product with codes of values is one of integers again (HACK, arXiv
-2502.03589, equation 4). Scales, zero points and sums of a step lie in one cell each: there are as many as channels.
+A step is a partition of values, so as many tokens. Its scores are products of codes of keys with codes of queries, one for each
+partition of channels; its weights get codes of their own, and their product with codes of values is one of integers again (HACK,
+arXiv 2502.03589, equation 4). Scales, zero points and sums of a step lie in one cell each: there are as many as channels.
 """
 
 import triton
@@ -33,12 +33,13 @@ def _bytes(at, column, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _scores(
-    q, scales, zeros, rests, raw, numbers, sums_at, slots, step, slot_numbers, DIM: tl.constexpr, PARTITION: tl.constexpr, WIDTH: tl.constexpr,
-    BITS: tl.constexpr, STEPS: tl.constexpr, CELL: tl.constexpr, STORED: tl.constexpr,
+    q, scales, zeros, rests, raw, numbers, sums_at, slots, step, slot_numbers, DIM: tl.constexpr, PARTITION: tl.constexpr,
+    WIDTH: tl.constexpr, BITS: tl.constexpr, STEPS: tl.constexpr, CELL: tl.constexpr, STORED: tl.constexpr,
 ):  # fmt: skip
     """Products of a step's keys with queries: float32 [tokens, rows].
 
     ``q``, ``raw``: codes of queries and bytes of keys, by WIDTH channels; ``scales``, ``zeros``, ``rests`` of queries, by partition.
+    ``numbers``, ``sums_at``: the keys' scales and zero points, and their sums; STORED, or these are computed.
     """
     COUNT: tl.constexpr = DIM // PARTITION
     PART: tl.constexpr = DIM * BITS // 8
@@ -89,16 +90,16 @@ def _weights(p, AXIS: tl.constexpr, inside, TOKENS):
 
 @triton.jit
 def _integer_part(
-    codes, parameters, heads, key_bytes, key_numbers, value_bytes, value_numbers, key_sums, value_sums, table, first, last, row, partial, lse, place,
-    key_slot, value_slot, GROUP: tl.constexpr, M: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    codes, parameters, heads, key_bytes, key_numbers, value_bytes, value_numbers, key_sums, value_sums, table, first, last, row,
+    partial, lse, place, key_slot, value_slot, GROUP: tl.constexpr, M: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     PARTITION: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, VALUE_COLUMNS: tl.constexpr, BITS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, BLOCK_SLOTS: tl.constexpr, CODE_CELLS: tl.constexpr, KEY_CELL: tl.constexpr,
     VALUE_CELL: tl.constexpr, STORED: tl.constexpr,
 ):  # fmt: skip
     """Softmax over the blocks [first, last) of a request's row.
 
-    Bytes, numbers and sums begin at the head's cells; ``key_slot`` and ``value_slot``: bytes from one slot to the next. Queries' ``codes`` and
-    ``parameters`` begin at the head's first query, of as many ``heads`` in all.
+    Bytes, numbers and sums begin at the head's cells; ``key_slot`` and ``value_slot``: bytes from one slot to the next. Queries' ``codes``
+    and ``parameters`` (integers.py) begin at the KV head's first query, of ``heads`` queries in all.
     """
     PARTS: tl.constexpr = 8 // BITS
     STEPS: tl.constexpr = BLOCK_TOKENS // PARTITION
@@ -133,7 +134,8 @@ def _integer_part(
         value_raw = _bytes(value_at, value_column, VALUE_PART, VALUE_COLUMNS)
         slots = block + CODE_CELLS
         qk = _scores(
-            q, scales, zeros, rests, raw, key_numbers, key_sums, slots, step, key_slot // 2, DIM, PARTITION, WIDTH, BITS, STEPS, KEY_CELL, STORED
+            q, scales, zeros, rests, raw, key_numbers, key_sums, slots, step, key_slot // 2, DIM, PARTITION, WIDTH, BITS, STEPS,
+            KEY_CELL, STORED,
         )  # fmt: skip
         best, rescale, p, total = softmax_step(qk, best, total, 0)
         p, p_scale, p_zero, p_rest = _weights(tl.trans(p), 1, True, PARTITION)
@@ -206,8 +208,10 @@ def integer_splits(
     BLOCK_SLOTS: tl.constexpr, CODE_CELLS: tl.constexpr, KEY_CELL: tl.constexpr, VALUE_CELL: tl.constexpr,
     PACKED: tl.constexpr, EXACT: tl.constexpr, N: tl.constexpr, STORED: tl.constexpr, EXACT_TAIL: tl.constexpr,
 ):  # fmt: skip
-    """A split of one request's queries of a KV head. STORED: sums are read, not computed; EXACT_TAIL: tokens after the blocks are read as
-    they are, not quantized at each step."""
+    """A split of one request's row, for queries of a KV head.
+
+    STORED: sums are read, not computed; EXACT_TAIL: tokens after the blocks are read as they are, not quantized at each step.
+    """
     split, request = tl.program_id(0), tl.program_id(2)
     kv_head, row = head_and_rows(GROUP, M)
     table_at = tl.load(rows + request)

@@ -1,4 +1,4 @@
-"""Decode attention over rows that begin with blocks whose codes are multiplied as integers, split over the context (HACK, arXiv 2502.03589).
+"""Decode attention over rows whose first blocks are multiplied as integers, split over the context (HACK, arXiv 2502.03589).
 
 Programs of a request's first splits read its partitions, those of the others its exact tokens, among them those that fill no
 partition of values yet; :class:`~sglang_ext.layers.kernels.flash_parts.Parts` joins what they found.

@@ -1,7 +1,7 @@
 """The homomorphic product: that of two quantized matrices, out of their codes (HACK, arXiv 2502.03589, equation 4).
 
-The inner dimension is cut into partitions. In each of them a row of either matrix is ``scale * code + zero``, so that a product of two rows
-is
+The inner dimension is cut into partitions. In each of them a row of either matrix is ``scale * code + zero``, so that a product of
+two rows is
 
     s_a s_b sum(a' b')  +  z_b s_a sum(a')  +  z_a s_b sum(b')  +  P z_a z_b
 

@@ -183,8 +183,8 @@ def pack_tiles(
     """``BLOCKS`` blocks of one head; scales are shared by ``SHARING`` tokens and ``CHANNELS`` channels.
 
     PART: channels that are rotated at once; below ``DIM`` the rotation is read for each block. FINDING: as of a quantizer, where
-    ``bounds`` are its, and ``seeds`` those of the tokens in ``sources``; ``layers`` are the layers' numbers in the model, and ``lane`` is that of
-    layer 0 and the first head. SUMS: whether blocks hold sums of codes.
+    ``bounds`` are its, and ``seeds`` those of the tokens in ``sources``; ``layers`` are the layers' numbers in the model, and ``lane`` is
+    that of layer 0 and the first head. SUMS: whether blocks hold sums of codes.
     """
     SIZE: tl.constexpr = like.dtype.element_ty.primitive_bitwidth // 8
     CELL: tl.constexpr = DIM * SIZE

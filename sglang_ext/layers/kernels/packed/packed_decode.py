@@ -3,8 +3,8 @@
 Programs of a request's first splits read its packed blocks, those of the others its exact tokens; a second kernel joins what
 they found by log-sum-exp. What comes of packed and of exact tokens is summed apart where the former has to be rotated
 back. The splits' kernel is hack/integer_attention.py's where blocks hold sums, gluon/packed.py's where that takes them
-(:func:`fragments`), else packed_attention.py's. Blocks that hold more than codes, scales and zero points have none (:func:`check_readable`), nor have those whose scales are shared
-by tokens and channels.
+(:func:`fragments`), else packed_attention.py's. Blocks that hold more than codes, scales, zero points and sums have none
+(:func:`check_readable`), nor have others whose scales are shared by tokens and channels.
 """
 
 import torch

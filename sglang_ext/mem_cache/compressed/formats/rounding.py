@@ -1,9 +1,9 @@
 """What numbers are rounded by where codes are drawn: the same wherever a prompt is packed.
 
 A number between two codes gets the upper one as often as it lies above the lower one, so that a sum of many is right (HACK, arXiv
-2502.03589, stochastic rounding). What decides is no generator's state, but a hash of the prompt up to the token's page, the token's place, its
-layer, KV head and channel, and whether it is a key's: ranks that hold different heads, and servers that pack the same prefix, draw
-the same codes. A kernel draws as :func:`noise` does (layers/kernels/packed/pack_blocks.py).
+2502.03589, stochastic rounding). What decides is no generator's state, but a hash of the prompt up to the token's page, the token's
+place, its layer, KV head and channel, and whether it is a key's: ranks that hold different heads, and servers that pack the same
+prefix, draw the same codes. A kernel draws as :func:`noise` does (layers/kernels/packed/pack_blocks.py).
 """
 
 from collections.abc import Sequence
