@@ -26,17 +26,16 @@ def test_verified_answers_are_stocks_with_pages_chunks_and_retractions(launch, p
     assert server.metric(CHOICES) > 4 * sum(each["kv_verifies"] for each in told)
 
 
-@pytest.mark.parametrize(("every", "most"), [(1, 60), (16, 6)])
-def test_lossy_answers_read_so_many_tokens_chosen_after_so_many_steps(launch, prompts, expected, every, most):
-    server = launch("--kv-mode", "lossy", *SPADE, "--kv-select", "256", "--kv-select-every", str(every), env=STRICT)
+def test_lossy_answers_read_so_many_tokens_chosen_after_each_step(launch, prompts, expected):
+    server = launch("--kv-mode", "lossy", *SPADE, "--kv-select", "256", env=STRICT)
     before = server.metric(CHOICES)
     # Shorter than what is read: full KV answers, as stock's.
     short = server.ask(input_ids=prompts[0][:200], **greedy(4))
     assert short["meta_info"]["kv_fallback"] == "short-context" and server.metric(CHOICES) == before
-    found = server.ask(input_ids=prompts[3], **greedy(60))
-    assert found["meta_info"]["completion_tokens"] == 60
+    found = server.ask(input_ids=prompts[3], **greedy(40))
+    assert found["meta_info"]["completion_tokens"] == 40
     assert found["output_ids"][0] == expected[3][0]
-    assert most // 2 <= server.metric(CHOICES) - before <= most
+    assert 20 <= server.metric(CHOICES) - before <= 40
     # The first token after a cached prompt comes from full KV: the tree holds no lossy tokens.
     again = server.ask(input_ids=prompts[3], **greedy(1))
     assert again["output_ids"] == expected[3][:1]
