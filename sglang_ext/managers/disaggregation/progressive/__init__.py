@@ -3,6 +3,7 @@
     pool_buffers.py   the pool and the auxiliary records, from the pointers that SGLang hands to transfer backends
     page_codec.py     what a codec of pages does
     raw_codec.py      pages as they are
+    host_blocks.py    host memory for pages that wait for a link
     lynx_codec.py     pages as anchor and residual
     codecs.py         which of them serves
     control.py        messages of SGLang's control plane: where a room goes, and that it ended

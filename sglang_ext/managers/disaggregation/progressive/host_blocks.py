@@ -1,4 +1,4 @@
-"""Host memory for pages that wait for a link: cut from large blocks, since the kernel takes longer to give small ones than a page takes to copy."""
+"""Host memory for pages that wait for a link, cut from large blocks: the kernel gives small ones slower than a page is copied."""
 
 import threading
 
