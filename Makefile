@@ -79,7 +79,7 @@ $(PD_STAMP): $(STAMP)
 	$(PIP) install --no-deps -r requirements/pd.txt
 	touch $@
 
-$(TEST_STAMP): $(PD_STAMP)
+$(TEST_STAMP): $(STAMP)
 	@echo "==> installing the test packages"
 	$(PIP) install --no-deps -r requirements/test.txt
 	touch $@
