@@ -66,7 +66,7 @@ def check_resolved(args: "KVServerArgs") -> None:
 
 def selected(args: "KVServerArgs") -> int:
     """Tokens that each KV head reads at most, whatever the context; 0 where a share says how many."""
-    return int(args.kv_select) if args.kv_select is not None and args.kv_select > 1 else 0
+    return int(args.kv_select) if selects(args) and args.kv_select is not None and args.kv_select > 1 else 0
 
 
 def spade(args: "KVServerArgs") -> Spade:

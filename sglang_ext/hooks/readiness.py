@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from sglang_ext.config.method_options import offers
+from sglang_ext.config.selection_options import selected
 
 if TYPE_CHECKING:
     from sglang_ext.arguments import KVServerArgs
@@ -49,7 +50,8 @@ def say_when_ready(
 def lines(args: "KVServerArgs") -> tuple[str, str, str]:
     """Mode, method and address of a server, one line each."""
     slow = ON_CPU if args.kv_mode == "verified" and args.device == "cpu" else ""
-    methods = ", ".join(f"{offer.name} (budget {offer.budget:g})" for offer in offers(args))
+    most = selected(args)
+    methods = ", ".join(f"{offer.name} ({f'{most} tokens' if most else f'budget {offer.budget:g}'})" for offer in offers(args))
     drafts = f", draft length {args.kv_draft_length}" if args.kv_mode == "verified" else ""
     return (
         f"mode {args.kv_mode}: {MODES[args.kv_mode]}{slow}",

@@ -24,6 +24,9 @@ def test_three_lines_tell_mode_method_and_address() -> None:
     assert mode == "mode verified: drafts on compressed KV, verified on full KV: answers are stock's"
     assert method == "compressor snapkv (budget 0.25), kivi (budget 1), draft length 16"
     assert address.startswith("listening on http://127.0.0.1:8000; try: curl http://127.0.0.1:8000/generate -H ")
+    spade = {"kv_compressor": "spade", "kv_budget": 1.0}
+    assert readiness.lines(server(kv_select=2048.0, **spade))[1] == "compressor spade (2048 tokens), draft length 16"
+    assert readiness.lines(server(kv_select=0.125, **{**spade, "kv_budget": 0.125}))[1].startswith("compressor spade (budget 0.125)")
 
 
 def test_on_a_cpu_they_say_that_drafting_is_not_faster_there() -> None:
