@@ -84,8 +84,11 @@ def copy_is_near(views: CompressedViews, state: RequestState, end: int) -> bool:
 def until_due(views: CompressedViews, state: RequestState, length: int) -> int:
     """Tokens after which a request of ``length`` tokens gets a copy, or a new one; 0 where that is due, or it never gets any."""
     method, view = views.method(state.row), views.get(state.row)
-    due = shortest(method) if view is None else renew_at(view) + method.recent
-    return max(0, due - length) if state.fallback in CURABLE else 0
+    if state.fallback not in CURABLE or (view is not None and method.compressor.follows_queries):
+        # What follows queries is chosen anew within rounds.
+        return 0
+    due = shortest(method) if view is None else renew_at(view, method.compressor) + method.recent
+    return max(0, due - length)
 
 
 def of_use(views: CompressedViews, states: Iterable[RequestState], rows: Iterable[Recorded]) -> tuple[Recorded, ...]:
