@@ -142,6 +142,7 @@ def test_a_request_whose_prompts_differ_ends_with_an_error_that_says_so(pair: Pa
     assert "prefix hash" in decode and "that of the prompt is" in decode
 
 
+@pytest.mark.usefixtures("kinds")  # so that it runs after all others, some of which wait for stock's answers
 def test_a_decode_server_killed_while_residuals_travel_leaves_nothing_at_the_prefill_server(pair: Pair, prompts: list[list[int]]) -> None:
     """The last test here: its decode server is gone."""
     pair.wait()
