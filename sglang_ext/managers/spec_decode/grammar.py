@@ -100,11 +100,14 @@ class Walk:
         grammar, taken = self.grammar, 0
         try:
             for token in self.before:
-                if grammar.is_terminated():
-                    # The output has ended with these tokens: what follows is nobody's.
-                    return
                 grammar.accept_token(token)
                 taken += 1
+                if grammar.finished:
+                    # llguidance's mark of an end, which its matcher does not count; SGLang takes it back where the output goes on.
+                    grammar.finished = False
+                    taken -= 1
+                elif grammar.is_terminated():
+                    return
             for index in range(len(rows)):
                 if grammar.is_terminated():
                     break

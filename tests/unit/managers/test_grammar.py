@@ -102,12 +102,20 @@ def test_masks_after_tokens_that_are_not_in_the_output_yet_are_those_after_outpu
     assert mask_of(one) == mask_of(grammar(text[:start])), "the grammar stands at the output again"
 
 
-def test_rows_of_a_request_that_has_ended_unknown_to_its_output_stay_open():
+def test_an_end_that_is_not_in_the_output_yet_lets_ends_follow_with_ignore_eos_as_in_stock():
     one = grammar(b"abab")
-    # As after ``ignore_eos``: the round went on after the end of the grammar.
-    walk = Walk(one, [ord("a")], [ord("x"), END, ord("q")])
-    assert filled([walk.row(0), walk.row(1)]) == [set(range(BYTES.vocab_size))] * 2
-    assert walk.answers == 1 and not one.is_terminated() and ord("x") in mask_of(one)
+    walk = Walk(one, [END, END], [ord("x"), END])
+    rows = filled([walk.row(0), walk.row(1), walk.row(2)])
+    assert rows[0] == {END} and walk.answers == 1
+    assert not one.is_terminated() and mask_of(one) == mask_of(grammar(b"abab"))
+
+
+def test_rows_after_an_xgrammar_that_ended_unknown_to_its_output_stay_open():
+    one = xgrammar_at(b"abab")
+    walk = Walk(one, [ord("a")], [ord("x"), 256])
+    mask = torch.full((2, 9), -1, dtype=torch.int32)
+    walk.fill(mask, {0: 0, 1: 1})
+    assert mask.eq(-1).all() and walk.answers == 1 and not one.is_terminated()
 
 
 def test_the_newest_forward_tells_what_an_output_lacks():
