@@ -101,7 +101,8 @@ def test_every_reason_for_full_kv_beside_drafts_of_all_kinds_in_one_batch(stock,
         assert ours["output_ids"] == theirs["output_ids"], kind
         assert ours["meta_info"]["kv_fallback"] == reason, kind
         assert (ours["meta_info"]["kv_drafts"] > 0) == (reason is None), kind
-    left, right = (flatten(answers[-1]["meta_info"]["hidden_states"]) for answers in (expected, found))
+    # Of the answer alone: how much of a prompt is computed depends on what is cached.
+    left, right = (flatten(answers[-1]["meta_info"]["hidden_states"][1:]) for answers in (expected, found))
     assert len(left) == len(right) > 500
     assert max(abs(a - b) for a, b in zip(left, right)) < HIDDEN_TOLERANCE
 
