@@ -1,7 +1,7 @@
-"""Tokens are chosen between steps by predicted queries: verified answers are stock's, lossy ones nearly, and choices are as many as asked."""
+"""Tokens are chosen between steps by predicted queries; answers are stock's."""
 
 import pytest
-from servers import EXPECTED_TOKENS, STRICT, greedy
+from servers import EXPECTED_TOKENS, greedy
 
 from sglang_ext.bench.soaking.soak import server_environment
 
@@ -24,18 +24,3 @@ def test_verified_answers_are_stocks_with_pages_chunks_and_retractions(launch, p
     assert sum(each["kv_accepted"] for each in told) > 0.3 * sum(each["kv_drafts"] for each in told) > 0
     # Before each round, and after each of its steps but the last.
     assert server.metric(CHOICES) > 4 * sum(each["kv_verifies"] for each in told)
-
-
-def test_lossy_answers_read_so_many_tokens_chosen_after_each_step(launch, prompts, expected):
-    server = launch("--kv-mode", "lossy", *SPADE, "--kv-select", "256", env=STRICT)
-    before = server.metric(CHOICES)
-    # Shorter than what is read: full KV answers, as stock's.
-    short = server.ask(input_ids=prompts[0][:200], **greedy(4))
-    assert short["meta_info"]["kv_fallback"] == "short-context" and server.metric(CHOICES) == before
-    found = server.ask(input_ids=prompts[3], **greedy(40))
-    assert found["meta_info"]["completion_tokens"] == 40
-    assert found["output_ids"][0] == expected[3][0]
-    assert 20 <= server.metric(CHOICES) - before <= 40
-    # The first token after a cached prompt comes from full KV: the tree holds no lossy tokens.
-    again = server.ask(input_ids=prompts[3], **greedy(1))
-    assert again["output_ids"] == expected[3][:1]
