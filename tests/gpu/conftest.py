@@ -6,6 +6,7 @@ import pytest
 import torch
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist, which reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip this folder's tests without a GPU; with one, run each file's tests in one process."""
     missing = pytest.mark.skip(reason="needs an NVIDIA GPU")

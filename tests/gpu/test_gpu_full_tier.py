@@ -5,7 +5,7 @@ from servers import STRICT, greedy, sampled
 
 pytestmark = pytest.mark.server
 
-POOL = ("--dtype", "bfloat16", "--mem-fraction-static", "0.5", "--max-total-tokens", "4000", "--disable-prefill-cuda-graph")
+POOL = ("--dtype", "bfloat16", "--mem-fraction-static", "0.5", "--max-total-tokens", "3000", "--disable-prefill-cuda-graph")
 BATCH = ("--cuda-graph-bs", "1", "4", "8", "--max-running-requests", "8", "--enable-metrics", "--decode-log-interval", "1")
 EXACT = (*POOL, *BATCH, "--enable-deterministic-inference", "--attention-backend", "triton")
 HOST = (
@@ -16,7 +16,7 @@ HOST = (
 
 @pytest.fixture(scope="module")
 def asked(prompts):
-    """Prompts whose full KV does not fit: 4,000 tokens."""
+    """Prompts whose full KV does not fit: 3,000 tokens."""
     return [*prompts, *(prompt[::-1] for prompt in prompts)]
 
 

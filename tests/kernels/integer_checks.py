@@ -47,7 +47,9 @@ def check_integer_switches(device):
         pool = pool_by(quantizer("hack", bits, partition), 2, exact, heads=2, dim=dim)
         queries = torch.randn(6, dim, generator=torch.Generator().manual_seed(dim))
         plain = decoded(pool, queries, device, (3, 1))
-        torch.testing.assert_close(decoded(pool, queries, device, (3, 1), stored_sums=False), plain, rtol=1e-6, atol=1e-6)
+        # Of the same integers; a GPU's compiler may contract other operations.
+        summed, last_bits = decoded(pool, queries, device, (3, 1), stored_sums=False), 1e-6 if device == "cpu" else 1e-5
+        assert (summed - plain).abs().max() < last_bits * max(1.0, plain.abs().max())
         tokens = pool.keys.shape[1] - exact
         expected = attention(queries[None], pool.keys, pool.values, 0.1, (pool.packing.keys.grid.channels, partition, tokens))[0]
         near = 1e-5 if device == "cpu" else 5e-3
