@@ -18,6 +18,15 @@ def test_answers_are_stocks_and_most_drafts_are_right(several, prompts, expected
         assert sum(each["kv_accepted"] for each in told) > 0.6 * sum(each["kv_drafts"] for each in told)
 
 
+def test_partitions_that_are_multiplied_as_integers_draft_in_pages_and_chunks(paged, prompts, expected):
+    for cold in (True, False):
+        found = paged.ask_all(prompts, 4, cold, **greedy(EXPECTED_TOKENS, custom_params={"kv_compressor": "hack"}))
+        assert [r["output_ids"] for r in found] == expected
+        told = [r["meta_info"] for r in found]
+        assert {each["kv_compressor"] for each in told} == {"hack"}
+        assert sum(each["kv_accepted"] for each in told) > 0.45 * sum(each["kv_drafts"] for each in told) > 0
+
+
 def test_two_requests_read_one_packed_copy_of_their_beginning(stock, several, prompts):
     asked = [prompts[3][:640] + prompts[0][i * 50 : i * 50 + 200] for i in range(2)]
     expected = [r["output_ids"] for r in stock.ask_all(asked, 2, **greedy(40))]

@@ -22,7 +22,7 @@ DRAFTING = (*STOCK, "--kv-mode", "verified", "--kv-budget", "0.25", "--kv-draft-
 # What users run, in SGLang's overlapped loop.
 VERIFIED = DRAFTING
 PAGED = (
-    *("--kv-mode", "verified", "--kv-compressor", "sink-recent", "--kv-budget", "0.125"),
+    *("--kv-mode", "verified", "--kv-compressor", "sink-recent", "--kv-budget", "0.125", "--kv-more-compressors", "hack"),
     *("--page-size", "16", "--chunked-prefill-size", "256", "--kv-draft-length", "8",),
     # SGLang's plain loop: a result is processed before the next round is built.
     *("--max-total-tokens", "16384", "--disable-overlap-schedule"),
