@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.utils import KVClassType, TransferBackend
     from sglang.srt.managers.schedule_batch import Req
 
+    from sglang_ext.managers.disaggregation.progressive.queries import TravelingQueries
+
 
 def register_backend() -> None:
     """Let SGLang's flags and its enumeration of backends know the name, once per process."""
@@ -54,23 +56,41 @@ def get_kv_class(original: Callable, transfer_backend: "TransferBackend", class_
 
 
 def create_sender(original: Callable, queue: "PrefillBootstrapQueue", req: "Req", num_kv_heads: int) -> bool:
-    """Hook around ``PrefillBootstrapQueue.create_sender``: the sender learns of the prompt."""
+    """Hook around ``PrefillBootstrapQueue.create_sender``: the sender learns of the prompt, and where its newest queries are kept."""
     made = original(queue, req, num_kv_heads)
     if made:
         _tell_prompt(req.disagg_kv_sender, req, req.origin_input_ids)
+        traveling = _traveling(queue, req.disagg_kv_sender)
+        if traveling is not None:
+            tokens = len(req.origin_input_ids)
+            req.disagg_kv_sender.bring_queries(lambda most: traveling.read(req.req_pool_idx, tokens, most))
     return made
 
 
 def create_receiver(original: Callable, queue: "DecodePreallocQueue", req: "Req", is_rebootstrap: bool = False) -> "DecodeRequest":
-    """Hook around ``DecodePreallocQueue._create_receiver_and_enqueue``: the receiver learns of the prompt, and whether it may begin early.
+    """Hook around ``DecodePreallocQueue._create_receiver_and_enqueue``: the receiver learns of the prompt, where its newest queries shall
+    be kept, and whether it may begin early.
 
     KV of a request that was retracted and is prefilled again is of its output, too; it begins when all is there.
     """
     made = original(queue, req, is_rebootstrap=is_rebootstrap)
     _tell_prompt(made.kv_receiver, req, [*req.origin_input_ids, *req.output_ids] if is_rebootstrap else req.origin_input_ids)
+    traveling = _traveling(queue, made.kv_receiver)
+    if traveling is not None:
+        made.kv_receiver.expect_queries(traveling, lambda: req.req_pool_idx)
     if not is_rebootstrap:
         _begin_early(queue, req, made.kv_receiver)
     return made
+
+
+def _traveling(queue: "PrefillBootstrapQueue | DecodePreallocQueue", end: Any) -> "TravelingQueries | None":
+    """The queries of this rank's requests, where compressors use some and this backend moves them."""
+    from sglang_ext.managers.disaggregation.progressive.receiver import ProgressiveReceiver
+    from sglang_ext.managers.disaggregation.progressive.sender import ProgressiveSender
+    from sglang_ext.managers.worker import KVWorker
+
+    worker = queue.scheduler.draft_worker
+    return worker.traveling if isinstance(end, ProgressiveSender | ProgressiveReceiver) and isinstance(worker, KVWorker) else None
 
 
 def _begin_early(queue: "DecodePreallocQueue", req: "Req", receiver: Any) -> None:

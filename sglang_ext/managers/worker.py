@@ -20,6 +20,7 @@ from sglang_ext.layers.forward import Attention, Attentions
 from sglang_ext.managers import integrity, served_methods
 from sglang_ext.managers.captured import compile_ahead, unpin_plans, verifier_of, verify_graphs_of
 from sglang_ext.managers.disaggregation.arriving import Arriving
+from sglang_ext.managers.disaggregation.progressive.queries import TravelingQueries
 from sglang_ext.managers.memory_plan import HeldMemory, MemoryPlanner
 from sglang_ext.managers.metrics import KVMetrics
 from sglang_ext.managers.offload import full_tier
@@ -68,6 +69,7 @@ class KVWorker(BaseSpecWorker):
         self.views: CompressedViews | None = None
         self.loop: DecodeLoop | None = None
         self.new_tokens = NewTokens()
+        self.traveling: TravelingQueries | None = None
         verify_graphs.plain(self.model_runner)
         torch_native.register()
         reserve_queries(window)
@@ -97,7 +99,9 @@ class KVWorker(BaseSpecWorker):
         width += self.memory.ahead
         table = pool.req_to_token = pool.req_to_token.new_zeros(2 * self._rows, width)
         like = torch.empty(0, dtype=self.model_runner.dtype, device=table.device)
-        self.queries.allocate(plan.rings, self.memory.model.query_heads, self.memory.model.head_dim, like)
+        heads, dim = self.memory.model.query_heads, self.memory.model.head_dim
+        self.queries.allocate(plan.rings, heads, dim, like)
+        self.traveling = TravelingQueries(self.queries, (len(self.layers), heads, dim), like.dtype)
         self.buffers = KVBuffers.of(self.model_runner.token_to_kv_pool, self.layers, self.methods.first_head)
         served, page_size = self.methods, self.token_to_kv_pool_allocator.page_size
         self.form = served.form(args.kv_head_budgets == "adaptive", self.buffers, page_size, table)

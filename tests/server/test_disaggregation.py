@@ -1,6 +1,6 @@
 """A prefill and a decode server, driven without a router: KV over links, anchors first, and the answers of one stock server.
 
-The prefill server runs in mode full, the decode server drafts and verifies; pages hold 16 tokens, chunks 128.
+The prefill server keeps what compressors need of prompts, the decode server drafts and verifies; pages hold 16 tokens, chunks 128.
 """
 
 import os
@@ -14,7 +14,7 @@ from typing import Any
 from urllib.error import HTTPError
 
 import pytest
-from servers import POOL_TOKENS, QUICK_START, STOCK, Server, assert_same_answers, greedy
+from servers import EXPECTED_TOKENS, POOL_TOKENS, QUICK_START, STOCK, Server, assert_same_answers, greedy
 
 from sglang_ext.bench.client import free_port
 from sglang_ext.serve_pd import ROUTER, Router
@@ -26,8 +26,9 @@ COMMON = (
     *("--disaggregation-transfer-backend", "progressive", "--kv-reference", "exact"),
 )
 DRAFTS = 4
-PREFILL = ("--disaggregation-mode", "prefill", "--chunked-prefill-size", "128", "--kv-link-gbps", "0.2")
-DECODE = ("--disaggregation-mode", "decode", "--kv-mode", "verified", "--kv-compressor", "kivi", "--kv-draft-length", str(DRAFTS))
+METHODS = ("--kv-mode", "verified", "--kv-compressor", "kivi", "--kv-more-compressors", "snapkv", "--kv-draft-length", str(DRAFTS))
+PREFILL = (*METHODS, "--disaggregation-mode", "prefill", "--chunked-prefill-size", "128", "--kv-link-gbps", "0.2")
+DECODE = (*METHODS, "--disaggregation-mode", "decode", "--enable-metrics")
 
 
 class Pair:
@@ -111,7 +112,18 @@ def test_answers_of_all_kinds_at_once_and_from_a_warm_prefix_are_stocks(pair: Pa
         assert answer["meta_info"]["kv_drafts"] > 0
     # More drafts than a round has: they were made on anchors, while the link was busy.
     assert any(sum(answer["meta_info"]["kv_offer_histogram"][DRAFTS + 1 :]) for answer in cold.values())
-    assert warm["greedy"]["meta_info"]["cached_tokens"] >= 288
+    # All but the prompt's newest tokens, whose queries are needed, in whole pages.
+    assert warm["greedy"]["meta_info"]["cached_tokens"] >= 256
+
+
+def test_a_method_that_chooses_by_queries_of_the_prompt_drafts_at_once(pair: Pair, prompts: list[list[int]], expected: list[list[int]]) -> None:
+    pair.wait()
+    copies = 'sglang_ext:copies_total{compressor="snapkv"'
+    found = pair.ask(input_ids=prompts[1], **greedy(EXPECTED_TOKENS, custom_params={"kv_compressor": "snapkv"}))
+    assert found["output_ids"] == expected[1]
+    assert found["meta_info"]["kv_compressor"] == "snapkv" and found["meta_info"]["kv_drafts"] > 0
+    # So few tokens bring fewer queries of their own than a copy is chosen by.
+    assert EXPECTED_TOKENS < 32 and pair.servers["decode"].metric(copies) == 1
 
 
 def test_sglangs_router_sends_requests_through_both(pair: Pair, kinds: dict[str, tuple[dict[str, Any], Any]], tmp_path: Path) -> None:

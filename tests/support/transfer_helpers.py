@@ -21,6 +21,8 @@ from sglang_ext.managers.disaggregation.wire import LayerRange
 
 LAYERS, HEADS, KEY_DIM, VALUE_DIM, SLOTS, AUX_ROWS = 2, 2, 16, 8, 1024, 8
 ADDRESS = "127.0.0.1:1"
+# Of a request at the decode server, in the token table.
+ROW = 3
 
 
 def make_pool(dtype: torch.dtype = torch.float32, page_size: int = 16, seed: int = 0) -> PoolBuffers:

@@ -250,6 +250,18 @@ class QueryWindows:
             self._rings[key] = QueryRing(self._free.pop(), self.span)
         return self._rings.get(key)
 
+    def put(self, key: int, end: int, queries: torch.Tensor) -> None:
+        """Keep queries that another server computed, of the tokens before position ``end``, as far as there are rings.
+
+        Args:
+            queries: [layers, tokens, heads, head_dim], on any device.
+        """
+        ring = None if self._pool is None else self._ring(key)
+        if ring is not None:
+            queries = queries[:, -self.span :]
+            places = to_device(ring.reserve(range(end - queries.shape[1], end)), self._pool.device)
+            self._pool.index_copy_(1, places, queries.to(self._pool.device))
+
     def get(self, key: int, end: int, count: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The newest ``count`` queries, at most :attr:`window`, before position ``end``, oldest first, and their positions.
 

@@ -98,9 +98,9 @@ def metadata_refusal(metadata: Metadata, settings: LinkSettings, aux_sizes: tupl
         return f"the decode server's settings are none of this version: {error}"
     if differs is not None:
         return differs
-    if metadata.aux_sizes != aux_sizes:
+    if metadata.aux_sizes[:-1] != aux_sizes:
         return (
-            f"auxiliary records have rows of {metadata.aux_sizes} bytes at the receiver and {aux_sizes} at the sender; start both "
+            f"auxiliary records have rows of {metadata.aux_sizes[:-1]} bytes at the receiver and {aux_sizes} at the sender; start both "
             "servers with the same SGLang and the same SGLANG_DISAGGREGATION_SAMPLING_MASK_MAX_TOKENS"
         )
     file = metadata.endpoint.removeprefix("ipc://")

@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from sglang_ext.managers.disaggregation.wire import Message, Reason, Room, WireError
 
-VERSION = 1
+VERSION = 2
 MOST_MESSAGE = 1 << 16
 # SGLang gives all answers of a request with n > 1 the same number.
 ROOM_IS_TAKEN = "another request has this bootstrap_room: send each with its own, and n requests in place of n answers"
@@ -28,7 +28,7 @@ class Metadata(Message, tag="metadata"):
         host, port: of the decode rank's socket for answers.
         endpoint: of its link server.
         settings: a ``LinkSettings`` of its end of links in MessagePack, of that version.
-        aux_sizes: bytes of each row of an auxiliary record.
+        aux_sizes: bytes of each row of an auxiliary record, and of the queries that may follow it (queries.py) at most.
         prefix: tokens of the prompt whose KV the decode side has.
         tokens: of the prompt.
     """

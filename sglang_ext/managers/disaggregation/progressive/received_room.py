@@ -5,6 +5,7 @@ from typing import Protocol
 
 from sglang_ext.managers.disaggregation.progressive.page_codec import PageCodec, PlacedPage
 from sglang_ext.managers.disaggregation.progressive.pool_buffers import AuxRecords, PoolBuffers
+from sglang_ext.managers.disaggregation.progressive.queries import TravelingQueries
 from sglang_ext.managers.disaggregation.room_state import Expected
 from sglang_ext.managers.disaggregation.settings import LinkError
 from sglang_ext.managers.disaggregation.wire import LayerRange, PageHeader, RoomShape, Stream
@@ -34,8 +35,10 @@ class ReceivedRoom:
         pages: of the request, from the first that travels.
         hashes: of each page (page_hashes.py).
         told: of how far it is.
+        traveling: what queries after the auxiliary record must be; None where none are wanted.
 
     Attributes:
+        queries: what followed the auxiliary record.
         anchor_ready: whether anchors and auxiliary record are written.
         complete: whether all is.
         failure: why the rest will not come; None while it may.
@@ -52,9 +55,11 @@ class ReceivedRoom:
         pages: Sequence[PlacedPage],
         hashes: Sequence[bytes],
         told: Told,
+        traveling: TravelingQueries | None = None,
     ) -> None:
         self._codec, self._pool, self._aux, self._aux_index = codec, pool, aux, aux_index
         self._layers, self._pages, self._hashes, self._told = layers, pages, tuple(hashes), told
+        self._traveling, self.queries = traveling, b""
         # Of pages whose residual has not come: it says little without the anchor.
         self._anchors: dict[int, bytes] = {}
         self.anchor_ready = self.complete = False
@@ -66,7 +71,8 @@ class ReceivedRoom:
         """What the link server shall let through."""
         shape = RoomShape(len(self._pages), (self._layers,), self._codec.has_residual and bool(self._pages))
         most = {stream: self._codec.most_bytes(stream, self._layers) for stream in (Stream.ANCHOR, Stream.RESIDUAL)}
-        return Expected(shape, most | {Stream.AUX: sum(self._aux.sizes)}, self._hashes)
+        record = sum(self._aux.sizes) + (self._traveling.most_bytes if self._traveling is not None else 0)
+        return Expected(shape, most | {Stream.AUX: record}, self._hashes)
 
     def write(self, header: PageHeader, payload: memoryview) -> None:
         """Of the link: a part that is what was expected.
@@ -75,7 +81,11 @@ class ReceivedRoom:
             LinkError: it cannot be written.
         """
         if header.stream is Stream.AUX:
-            self._aux.write(self._aux_index, payload)
+            size = sum(self._aux.sizes)
+            self._aux.write(self._aux_index, payload[:size])
+            self.queries = bytes(payload[size:])
+            if self.queries:
+                self._traveling.parse(self.queries)
             return
         self.size += len(payload)
         if header.stream is Stream.ANCHOR:

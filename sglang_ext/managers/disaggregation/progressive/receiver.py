@@ -17,6 +17,7 @@ from sglang_ext.managers.disaggregation.progressive.control import ROOM_IS_TAKEN
 from sglang_ext.managers.disaggregation.progressive.early_room import EarlyRoom
 from sglang_ext.managers.disaggregation.progressive.manager import ProgressiveManager
 from sglang_ext.managers.disaggregation.progressive.page_codec import PlacedPage
+from sglang_ext.managers.disaggregation.progressive.queries import TravelingQueries
 from sglang_ext.managers.disaggregation.progressive.received_room import ReceivedRoom
 from sglang_ext.managers.disaggregation.settings import LinkError
 
@@ -41,6 +42,8 @@ class ProgressiveReceiver(CommonKVReceiver):
         self._prompt: Sequence[int] = ()
         self._refused: str | None = None
         self._received: ReceivedRoom | None = None
+        self._queries: TravelingQueries | None = None
+        self._row: Callable[[], int] | None = None
         self._begin: Callable[[EarlyRoom], None] | None = None
         self._prefill_again: "Callable[[Req], None] | None" = None
         self.bootstrap_infos = None
@@ -68,6 +71,15 @@ class ProgressiveReceiver(CommonKVReceiver):
             refused: why SGLang has ended the request already; None where it has not.
         """
         self._prompt, self._refused = tokens, refused
+
+    def expect_queries(self, queries: TravelingQueries, row: Callable[[], int]) -> None:
+        """The newest queries of the prompt may come with the auxiliary record; before ``send_metadata``.
+
+        Args:
+            queries: where they are kept.
+            row: of the request in the token table, once it has one.
+        """
+        self._queries, self._row = queries, row
 
     def begin_early(self, begin: Callable[[EarlyRoom], None], prefill_again: "Callable[[Req], None]") -> None:
         """The request may decode on the anchor of its KV; before ``send_metadata``.
@@ -135,7 +147,8 @@ class ProgressiveReceiver(CommonKVReceiver):
             return
         self.kv_mgr.note(self.room, "expected")
         settings = wire.encode(self.kv_mgr.settings)
-        here = self.kv_mgr.local_ip, self.kv_mgr.rank_port, self.kv_mgr.links.endpoint, settings, self.kv_mgr.aux.sizes
+        sizes = (*self.kv_mgr.aux.sizes, self._queries.most_bytes if self._queries is not None else 0)
+        here = self.kv_mgr.local_ip, self.kv_mgr.rank_port, self.kv_mgr.links.endpoint, settings, sizes
         metadata = Metadata(VERSION, self.room, *here, prefix, len(self._prompt))
         if not all(self.kv_mgr.say(address, metadata) for address in self._prefill_ranks()):
             self._give_up(f"the prefill rank at {self.bootstrap_infos} cannot be reached")
@@ -170,6 +183,8 @@ class ProgressiveReceiver(CommonKVReceiver):
         """SGLang is through with it; once this returned, nothing is written to its slots, but of a request that begins early."""
         if self._taken:
             return
+        if self._queries is not None and self.conclude_state == KVPoll.Success:
+            self._queries.write(self._row(), self._received.queries)
         if self._begin is not None and self.conclude_state == KVPoll.Success and not self.complete:
             self._begin(EarlyRoom(self.room, self._received, self.kv_mgr.links, self.kv_mgr.pool, self._prefill_again))
         else:
@@ -194,7 +209,8 @@ class ProgressiveReceiver(CommonKVReceiver):
             PlacedPage(prefix + begin, torch.from_numpy(slots[begin : begin + codec.page_size]).to(self.kv_mgr.pool.device))
             for begin in range(0, len(slots), codec.page_size)
         ]
-        return ReceivedRoom(codec, self.kv_mgr.pool, self.kv_mgr.aux, aux_index, self.kv_mgr.layers, pages, hashes, self)
+        buffers = self.kv_mgr.pool, self.kv_mgr.aux, aux_index
+        return ReceivedRoom(codec, *buffers, self.kv_mgr.layers, pages, hashes, self, self._queries)
 
     def _give_up(self, reason: str) -> None:
         self.fail(reason)

@@ -13,6 +13,7 @@ from sglang_ext.managers.disaggregation.progressive import agreement
 from sglang_ext.managers.disaggregation.progressive.control import ROOM_IS_TAKEN, Metadata
 from sglang_ext.managers.disaggregation.progressive.manager import ProgressiveManager
 from sglang_ext.managers.disaggregation.progressive.peer import Peer
+from sglang_ext.managers.disaggregation.progressive.queries import ReadQueries
 from sglang_ext.managers.disaggregation.progressive.sent_room import SentRoom
 from sglang_ext.managers.disaggregation.settings import LinkError
 
@@ -34,6 +35,7 @@ class ProgressiveSender(CommonKVSender):
             self.conclude_state = KVPoll.Failed
         self._prompt: Sequence[int] = ()
         self._refused: str | None = None
+        self._queries: ReadQueries | None = None
         self._metadata: Metadata | None = None
         self._peer: Peer | None = None
         self._sent: SentRoom | None = None
@@ -58,6 +60,10 @@ class ProgressiveSender(CommonKVSender):
             refused: why SGLang has ended the request already; None where it has not.
         """
         self._prompt, self._refused = tokens, refused
+
+    def bring_queries(self, read: ReadQueries) -> None:
+        """The newest queries of the prompt go with the auxiliary record; before ``init``."""
+        self._queries = read
 
     def meet(self, metadata: Metadata) -> None:
         """The decode side has slots."""
@@ -132,7 +138,7 @@ class ProgressiveSender(CommonKVSender):
         pages = tuple(self._on_device(self._slots[begin : min(begin + size, whole)]) for begin in range(0, whole, size))
         self._slots = self._slots[whole:]
         if pages or last:
-            self._peer.send(self._sent, pages, self.kv_mgr.aux.read(self.aux_index) if last else None, ready)
+            self._peer.send(self._sent, pages, self._record() if last else None, ready)
 
     def poll(self) -> int:
         """How far it is (``KVPoll``)."""
@@ -175,6 +181,10 @@ class ProgressiveSender(CommonKVSender):
             return
         super().abort()
         self._cancel("Aborted by AbortReq.")
+
+    def _record(self) -> bytes:
+        most = self._metadata.aux_sizes[-1]
+        return self.kv_mgr.aux.read(self.aux_index) + (self._queries(most) if self._queries is not None and most else b"")
 
     def _on_device(self, slots: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(slots).to(self.kv_mgr.pool.device)

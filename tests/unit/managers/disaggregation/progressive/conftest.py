@@ -5,11 +5,10 @@ from types import SimpleNamespace
 import pytest
 from link_helpers import QUICK
 from sglang.srt.disaggregation.common import conn
-from transfer_helpers import ADDRESS, DecodeManager, PrefillManager, make_pool
+from transfer_helpers import ADDRESS, ROW, DecodeManager, PrefillManager, make_pool
 
 from sglang_ext.managers.disaggregation.progressive.receiver import ProgressiveReceiver
 from sglang_ext.managers.disaggregation.progressive.sender import ProgressiveSender
-
 
 class Servers:
     """A prefill and a decode server of one rank each, of which only the transfer is there."""
@@ -21,15 +20,21 @@ class Servers:
         self.prefill.decode, self.decode.prefill = self.decode, self.prefill
         # Told of rooms whose requests begin on their anchors, where they do.
         self.begin = None
+        # Of the prompt's newest queries: what reads them at the prefill side, and where row ROW of the decode side keeps them.
+        self.read = self.traveling = None
 
     def sender(self, room, prompt):
         made = ProgressiveSender(self.prefill, ADDRESS, room, [0], 0)
         made.take_prompt(prompt)
+        if self.read is not None:
+            made.bring_queries(self.read)
         return made
 
     def receiver(self, room, prompt):
         made = ProgressiveReceiver(self.decode, ADDRESS, room)
         made.take_prompt(prompt)
+        if self.traveling is not None:
+            made.expect_queries(self.traveling, lambda: ROW)
         if self.begin is not None:
             made.begin_early(self.begin, lambda req: None)
         made.init(0)

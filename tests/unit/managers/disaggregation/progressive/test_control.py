@@ -16,7 +16,7 @@ from sglang_ext.managers.disaggregation.wire import WireError
 SIZES = (64, 12)
 
 
-def metadata(room=7, version=control.VERSION, endpoint="tcp://127.0.0.1:5", settings=SETTINGS, sizes=SIZES):
+def metadata(room=7, version=control.VERSION, endpoint="tcp://127.0.0.1:5", settings=SETTINGS, sizes=(*SIZES, 0)):
     return Metadata(version, room, "127.0.0.1", 4, endpoint, wire.encode(settings), sizes, 16, 100)
 
 
@@ -108,8 +108,8 @@ def test_what_waits_is_bounded_and_the_oldest_is_refused(rooms, refused, monkeyp
 @pytest.mark.parametrize(
     ("message", "why"),
     [
-        (metadata(version=9), "protocol is 9 at the receiver and 1 at the sender"),
-        (metadata(sizes=(64,)), r"rows of \(64,\) bytes at the receiver and \(64, 12\) at the sender.*same SGLang"),
+        (metadata(version=9), f"protocol is 9 at the receiver and {control.VERSION} at the sender"),
+        (metadata(sizes=(64, 0)), r"rows of \(64,\) bytes at the receiver and \(64, 12\) at the sender.*same SGLang"),
         (metadata(endpoint="ipc:///no/such/file"), "no such file here: give both servers the same --kv-link-keys"),
     ],
     ids=["version", "record", "machine"],
@@ -121,5 +121,5 @@ def test_a_decode_side_that_does_not_fit_is_refused_by_name(message, why):
 
 
 def test_settings_that_are_none_are_refused():
-    broken = Metadata(control.VERSION, 7, "h", 4, "tcp://127.0.0.1:5", b"\x00", SIZES, 0, 1)
+    broken = Metadata(control.VERSION, 7, "h", 4, "tcp://127.0.0.1:5", b"\x00", (*SIZES, 0), 0, 1)
     assert "settings are none of this version" in agreement.metadata_refusal(broken, SETTINGS, SIZES)
