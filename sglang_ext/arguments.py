@@ -220,13 +220,16 @@ class KVServerArgs(ServerArgs):
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> "KVServerArgs":
-        """Of a command line, which a wrong flag ends with one line and exit code 2.
+        """Of a command line, which a wrong flag, or a port that is taken, ends with one line and exit code 2.
 
         Raises:
             SystemExit: a flag is refused.
         """
         try:
-            return super().from_cli_args(args)
+            made = super().from_cli_args(args)
+            if made.kv_mode != "full" and made.node_rank == 0:
+                command_line.check_address(made.host, made.port)
+            return made
         except (OptionError, HookError) as error:
             command_line.exit_if_refused(error)
             raise

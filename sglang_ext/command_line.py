@@ -5,7 +5,9 @@ the weights are there, ends that process so, and the one that waits for it with 
 """
 
 import argparse
+import errno
 import functools
+import socket
 import sys
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
@@ -59,6 +61,31 @@ def end_like_scheduler(died: Callable[[int, BaseProcess], RuntimeError], rank: i
     if proc.exitcode == EXIT_CODE:
         raise SystemExit(EXIT_CODE)
     return error
+
+
+def check_address(host: str, port: int) -> None:
+    """Refuse an address where a server cannot listen, before any weights are loaded.
+
+    Raises:
+        OptionError: the port is taken, or not for this user, or the host is another machine.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError:
+        return  # a name that only the server's own loop may know
+    with socket.socket(family, kind, protocol) as tried:
+        # As the server does: what a former one has left to wait does not count.
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            tried.bind(address)
+        except OSError as error:
+            why = {
+                errno.EADDRINUSE: f"--port is {port}, where another program listens at {host}: pass another, or end that program",
+                errno.EACCES: f"--port is {port}, which this user may not open: pass one from 1024 to 65535",
+                errno.EADDRNOTAVAIL: f"--host is {host}, which is no address of this machine: pass 127.0.0.1, or 0.0.0.0 for all that it has",
+            }.get(error.errno)
+            if why is not None:
+                raise OptionError(why) from error
 
 
 def shorten_errors(parser: argparse.ArgumentParser) -> None:

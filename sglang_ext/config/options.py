@@ -68,7 +68,9 @@ def longest_asked(args: "KVServerArgs") -> int:
 
 
 def longest_draft(args: "KVServerArgs") -> int:
-    """Tokens drafted before a verification at most."""
+    """Tokens drafted before a verification at most; in mode lossy, which drafts nothing, steps of a round, whatever flags of drafts say."""
+    if args.kv_mode == "lossy":
+        return AUTO_DRAFT_LENGTH
     longest = longest_asked(args)
     return longest if args.kv_max_burst is None else min(longest, args.kv_max_burst - 1)
 

@@ -27,7 +27,8 @@ def check_device() -> Check:
     from sglang_ext.platforms.plain_cpu import PlainCpuPlatform
 
     if isinstance(current_platform, PlainCpuPlatform):
-        return Check("device", True, f"plain CPU, {torch.get_num_threads()} threads")
+        threads = torch.get_num_threads()
+        return Check("device", True, f"plain CPU, {threads} thread{'s' * (threads > 1)}")
     if torch.version.cuda is not None and torch.cuda.is_available():
         return Check("device", True, f"CUDA: {torch.cuda.get_device_name()}")
     found = f"SGLang's {type(current_platform).__name__}"

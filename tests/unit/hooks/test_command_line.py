@@ -95,6 +95,22 @@ def test_a_command_that_is_refused_leaves_no_traceback(model: Path, command: tup
     assert len(told) == 1 and "--enable-lmcache: its tree would stand idle" in told[0] and "use --kv-host-gb" in told[0]
 
 
+def test_a_port_that_is_taken_ends_the_command_before_weights_are_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        told = ended(capsys, "--kv-mode", "verified", "--port", port)
+        assert told == f"sglang-ext: error: --port is {port}, where another program listens at 127.0.0.1: pass another, or end that program\n"
+        # Stock says so by itself, another node listens nowhere, and an engine has no port.
+        for flags in (("--kv-mode", "full"), ("--kv-mode", "verified", "--nnodes", "2", "--node-rank", "1", "--tp-size", "2")):
+            KVServerArgs.from_cli_args(parser().parse_args(["--model-path", "none", "--port", port, *flags]))
+        KVServerArgs(model_path="none", kv_mode="verified", port=int(port))
+    KVServerArgs.from_cli_args(parser().parse_args(["--model-path", "none", "--kv-mode", "verified", "--port", port]))
+
+
+def test_a_host_that_is_another_machines_ends_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--host is 192.0.2.7, which is no address of this machine" in ended(capsys, "--kv-mode", "verified", "--host", "192.0.2.7")
+
+
 def test_make_says_that_the_port_is_taken_before_it_starts_anything() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
