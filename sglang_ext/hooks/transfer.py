@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.utils import KVClassType, TransferBackend
     from sglang.srt.managers.schedule_batch import Req
 
-    from sglang_ext.managers.disaggregation.progressive.queries import TravelingQueries
+    from sglang_ext.managers.disaggregation.queries import TravelingQueries
 
 
 def register_backend() -> None:

@@ -20,7 +20,7 @@ from sglang_ext.layers.forward import Attention, Attentions
 from sglang_ext.managers import integrity, served_methods
 from sglang_ext.managers.captured import compile_ahead, unpin_plans, verifier_of, verify_graphs_of
 from sglang_ext.managers.disaggregation.arriving import Arriving
-from sglang_ext.managers.disaggregation.progressive.queries import TravelingQueries
+from sglang_ext.managers.disaggregation.queries import TravelingQueries
 from sglang_ext.managers.memory_plan import HeldMemory, MemoryPlanner
 from sglang_ext.managers.metrics import KVMetrics
 from sglang_ext.managers.offload import full_tier

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from sglang_ext.managers.disaggregation.progressive.page_codec import PageCodec, PlacedPage
 from sglang_ext.managers.disaggregation.progressive.pool_buffers import AuxRecords, PoolBuffers
-from sglang_ext.managers.disaggregation.progressive.queries import TravelingQueries
+from sglang_ext.managers.disaggregation.queries import TravelingQueries
 from sglang_ext.managers.disaggregation.room_state import Expected
 from sglang_ext.managers.disaggregation.settings import LinkError
 from sglang_ext.managers.disaggregation.wire import LayerRange, PageHeader, RoomShape, Stream

@@ -17,8 +17,8 @@ from sglang_ext.managers.disaggregation.progressive.control import ROOM_IS_TAKEN
 from sglang_ext.managers.disaggregation.progressive.early_room import EarlyRoom
 from sglang_ext.managers.disaggregation.progressive.manager import ProgressiveManager
 from sglang_ext.managers.disaggregation.progressive.page_codec import PlacedPage
-from sglang_ext.managers.disaggregation.progressive.queries import TravelingQueries
 from sglang_ext.managers.disaggregation.progressive.received_room import ReceivedRoom
+from sglang_ext.managers.disaggregation.queries import TravelingQueries
 from sglang_ext.managers.disaggregation.settings import LinkError
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from sglang_ext.managers.disaggregation.progressive import agreement
 from sglang_ext.managers.disaggregation.progressive.control import ROOM_IS_TAKEN, Metadata
 from sglang_ext.managers.disaggregation.progressive.manager import ProgressiveManager
 from sglang_ext.managers.disaggregation.progressive.peer import Peer
-from sglang_ext.managers.disaggregation.progressive.queries import ReadQueries
 from sglang_ext.managers.disaggregation.progressive.sent_room import SentRoom
+from sglang_ext.managers.disaggregation.queries import ReadQueries
 from sglang_ext.managers.disaggregation.settings import LinkError
 
 

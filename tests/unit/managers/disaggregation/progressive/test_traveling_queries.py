@@ -9,7 +9,7 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from test_rooms_between_servers import transfer
 from transfer_helpers import ROW, settled
 
-from sglang_ext.managers.disaggregation.progressive.queries import TravelingQueries
+from sglang_ext.managers.disaggregation.queries import TravelingQueries
 from sglang_ext.managers.disaggregation.settings import LinkError
 from sglang_ext.mem_cache.compressed.query_window import QueryWindows, Recorded
 
