@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from sglang_ext.core import OptionError
+from sglang_ext.layers.kernels import fitting
 from sglang_ext.layers.kernels.fitting import launch_fitting
 
 KERNELS = Path(__file__).parents[2] / "kernels"
@@ -55,3 +56,15 @@ def test_a_launch_begins_with_what_fitted_last():
     for _ in range(2):
         launch_fitting((3, 2, 1), launch, "another key", str, "")
     assert tried == [3, 2, 1, 1]
+
+
+@pytest.mark.parametrize(("refused", "launched"), [(0, 3), (2, 1), (99, 1)])
+def test_the_matrix_runs_smaller_tiles_down_to_the_smallest(monkeypatch, refused, launched):
+    # The module replaces what this puts back.
+    monkeypatch.setattr(fitting, "launch_fitting", fitting.launch_fitting)
+    import smaller_tiles
+
+    tried = []
+    smaller_tiles.pass_over(refused)
+    smaller_tiles.launch_fitting((3, 2, 1), tried.append, f"a key of {refused}", str, "")
+    assert tried == [launched]
