@@ -161,7 +161,7 @@ def packed_kernels(dim: int, group: int, dtype: torch.dtype, device: str = "cuda
         device: where the pool would lie.
     """
     from sglang_ext.layers.kernels.packed.pack_blocks import takes
-    from sglang_ext.layers.kernels.packed.packed_decode import fragments
+    from sglang_ext.layers.kernels.packed.packed_decode import fragments, multiplies_integers
 
     found: dict[str, list[str]] = {}
     keys = torch.zeros(1, 1, dim, dtype=dtype, device=device)
@@ -171,6 +171,9 @@ def packed_kernels(dim: int, group: int, dtype: torch.dtype, device: str = "cuda
             packing = Packing.of(catalogue.quantizer(name, catalogue.code_bits(name, None)), buffers, 1)
         except ValueError:
             found.setdefault("not for such heads", []).append(name)
+            continue
+        if packing.keys.sums and not multiplies_integers(keys):
+            found.setdefault("not on this GPU", []).append(name)
             continue
         reader = "Gluon" if fragments(packing, keys, keys, group) else "Triton"
         writer = "a kernel" if takes(packing, buffers) else "PyTorch"
