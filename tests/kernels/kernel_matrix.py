@@ -36,10 +36,11 @@ SHARED = {75: 65_536, 80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 
 QUICK = (
     (128, 16, torch.bfloat16, ("window", "verify 17", "decode kivi4", "pointers", "uneven"), (80, 90)),
     (256, 8, torch.bfloat16, ("window", "verify 17", "verify exact"), (89,)),
-    (128, 7, torch.float16, ("decode turboquant4", "decode hack4"), (89, 120)),
+    (128, 7, torch.float16, ("decode turboquant4", "decode hack4"), (89,)),
+    (128, 7, torch.float16, ("decode turboquant4",), (120,)),
     (128, 7, torch.float32, ("pack rotatekv4", "verify 5"), (89,)),
     (64, 71, torch.bfloat16, ("window", "uneven"), (89,)),
-    (128, 1, torch.bfloat16, ("lynx",), (80, 100)),
+    (128, 1, torch.bfloat16, ("lynx", "copies"), (80,)),
 )
 
 
