@@ -32,7 +32,8 @@ from sglang_ext.layers.kernels.packed import packed_decode
 # Bytes of shared memory that a program may have, by compute capability (CUDA C++ Programming Guide, technical specifications).
 SHARED = {75: 65_536, 80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 
-# Channels, query heads a KV head, dtype, launches and chips of a quick run: heads of Qwen3-235B and Llama-3.1-405B, MQA, others.
+# Channels, query heads a KV head, dtype, launches and chips of a quick run: heads of Qwen3-235B and Llama-3.1-405B, MQA, others; and
+# small heads.
 QUICK = (
     (128, 16, torch.bfloat16, ("window", "verify 17", "decode kivi4", "pointers", "uneven"), (80, 90)),
     (256, 8, torch.bfloat16, ("window", "verify 17", "verify exact"), (89,)),
@@ -41,6 +42,7 @@ QUICK = (
     (128, 7, torch.float32, ("pack rotatekv4", "verify 5"), (89,)),
     (64, 71, torch.bfloat16, ("window", "uneven"), (89,)),
     (128, 1, torch.bfloat16, ("lynx", "copies"), (80,)),
+    (8, 4, torch.bfloat16, ("window", "verify 5"), (89,)),
 )
 
 

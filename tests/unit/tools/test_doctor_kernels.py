@@ -40,6 +40,11 @@ def test_what_does_not_compile_for_a_gpu_is_named(monkeypatch):
     assert found["not on this GPU"] == ["hack"] and not any("Gluon" in kernels for kernels in found)
 
 
+@pytest.mark.parametrize("dim", [8, 320])
+def test_heads_that_a_server_refuses_are_served_by_no_kernel(dim):
+    assert serving.packed_kernels(dim, 4, torch.bfloat16, device="cpu") == {"not for such heads": list(catalogue.on_gpu())}
+
+
 def test_the_line_names_gpu_and_shape(folder, monkeypatch):
     gpu = SimpleNamespace(name="NVIDIA L40S", major=8, minor=9, shared_memory_per_block_optin=101_376)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
