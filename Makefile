@@ -136,7 +136,9 @@ matrix: $(TEST_STAMP)  ## compile and run all kernels for all shapes of attentio
 	.venv/bin/python tests/kernels/kernel_matrix.py --sizes
 	.venv/bin/python tests/kernels/kernel_matrix.py --dims 64,128 --groups 4,16 --dtypes bfloat16
 	.venv/bin/python tests/kernels/matrix_interpret.py
-	.venv/bin/python tests/kernels/matrix_interpret.py --refuse 3 --groups 1,7,16,71
+	for refused in 3 99; do
+		.venv/bin/python tests/kernels/matrix_interpret.py --refuse $$refused --groups 1,7,16,71
+	done
 	.venv/bin/python tests/kernels/matrix_interpret.py --tensor-cores --dims 64,128 --dtypes bfloat16,float16 \
 		--launches 'decode int88,decode int44,decode kivi4,decode kivi2,decode rotatekv4,decode rotatekv2'
 

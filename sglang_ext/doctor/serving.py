@@ -160,9 +160,12 @@ def packed_kernels(dim: int, group: int, dtype: torch.dtype, device: str = "cuda
         dtype: of the KV pool.
         device: where the pool would lie.
     """
+    from sglang_ext.layers.attention.copies.copy_decode import LARGEST_HEAD, SMALLEST_HEAD
     from sglang_ext.layers.kernels.packed.pack_blocks import takes
-    from sglang_ext.layers.kernels.packed.packed_decode import fragments
+    from sglang_ext.layers.kernels.packed.packed_decode import fragments, multiplies_integers
 
+    if not SMALLEST_HEAD <= dim <= LARGEST_HEAD:
+        return {"not for such heads": list(catalogue.on_gpu())}
     found: dict[str, list[str]] = {}
     keys = torch.zeros(1, 1, dim, dtype=dtype, device=device)
     buffers = KVBuffers((0,), (1.0,), (keys,), (keys,))
@@ -171,6 +174,9 @@ def packed_kernels(dim: int, group: int, dtype: torch.dtype, device: str = "cuda
             packing = Packing.of(catalogue.quantizer(name, catalogue.code_bits(name, None)), buffers, 1)
         except ValueError:
             found.setdefault("not for such heads", []).append(name)
+            continue
+        if packing.keys.sums and not multiplies_integers(keys):
+            found.setdefault("not on this GPU", []).append(name)
             continue
         reader = "Gluon" if fragments(packing, keys, keys, group) else "Triton"
         writer = "a kernel" if takes(packing, buffers) else "PyTorch"

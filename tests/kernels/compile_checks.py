@@ -98,7 +98,8 @@ def check_packing(compiled):
 def main():
     compiled = []
     compile_only(compiled)
-    packed_decode.speaks_ptx, packed_decode.has_tensor_cores = (lambda tensor: True), lambda tensor: False
+    packed_decode.speaks_ptx, packed_decode.capability = (lambda tensor: True), lambda tensor: (9, 0)
+    packed_decode.has_tensor_cores = lambda tensor: False
     for name, bits in KINDS:
         pool, table, rows = decode(name, bits, 128, 4)
     packed_decode.has_tensor_cores = lambda tensor: True

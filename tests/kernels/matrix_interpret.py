@@ -1,42 +1,51 @@
 """Run every kernel for a shape of attention in Triton's interpreter, against float64: ``matrix_interpret.py [--dims 64] ...``.
 
 Rows are empty, of one token, of as many as a kernel takes at a time, and of one more. ``--refuse N``: each kernel's first N
-tile sizes do not fit, as on a GPU with little shared memory. Prints a line for each result that is off, and a count; exits with 1
-where there was one. ``--quick``: a few shapes, once with the tile sizes that are preferred, and once with smaller ones.
+tile sizes do not fit, but for the last one, as on a GPU with little shared memory. Prints a line for each result that is off, and a
+count; exits with 1 where there was one. ``--quick``: a few shapes, once with the tile sizes that are preferred, and once with the smallest.
 """
 
 import argparse
 import os
+import re
 import sys
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Iterable
 
 os.environ["TRITON_INTERPRET"] = "1"
 
+from smaller_tiles import pass_over  # noqa: E402, I001: before kernels
+import lynx_checks  # noqa: E402
 import torch  # noqa: E402
 import triton.language as tl  # noqa: E402
+from backend_steps import on  # noqa: E402
 from gluon_emulator import Emulated  # noqa: E402
 from matrix_arguments import add_shapes  # noqa: E402
-from matrix_launches import Shape, shapes  # noqa: E402
+from matrix_launches import LAUNCHES, Shape, shapes  # noqa: E402
 from pack_checks import check_case, pool  # noqa: E402
 from packed_helpers import KERNEL_KINDS, attention, attention_over, divides, for_heads, packed_pool  # noqa: E402
+from pointer_checks import pointed  # noqa: E402
 from triton.runtime import interpreter  # noqa: E402
-from triton.runtime.errors import OutOfResources  # noqa: E402
+from uneven_checks import uneven_copy  # noqa: E402
 
-from sglang_ext.layers.kernels import fitting  # noqa: E402
 from sglang_ext.layers.kernels.gather_kept import gather_kept  # noqa: E402
+from sglang_ext.layers.kernels.lynx.layout import Layout  # noqa: E402
 from sglang_ext.layers.kernels.packed import packed_decode, packed_launches  # noqa: E402
 from sglang_ext.layers.kernels.packed.pack_blocks import takes  # noqa: E402
+from sglang_ext.layers.kernels.page_checksum import page_checksum  # noqa: E402
 from sglang_ext.layers.kernels.pointer_decode import pointer_decode  # noqa: E402
+from sglang_ext.layers.kernels.scatter_cells import scatter_cells  # noqa: E402
 from sglang_ext.layers.kernels.uneven_decode import uneven_decode  # noqa: E402
 from sglang_ext.layers.kernels.verify_attention import verify_attention  # noqa: E402
 from sglang_ext.layers.kernels.verify_sizes import EXACT, Splits, Tokens, fast_blocks  # noqa: E402
 from sglang_ext.layers.kernels.window_scores import window_scores  # noqa: E402
+from sglang_ext.layers.kernels.write_pointers import write_pointers  # noqa: E402
 from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells, KeptCells  # noqa: E402
 from sglang_ext.mem_cache.compressed.formats.packing import Packing  # noqa: E402
 from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows, Pointers  # noqa: E402
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers  # noqa: E402
+from sglang_ext.mem_cache.host_tier.checksums import SUMMED_WORD, PageChecksums, as_words  # noqa: E402
 
 # Of the largest number: what rounding of inputs and weights may add up to.
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
@@ -44,8 +53,8 @@ TOLERANCES = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 TAILS = (1, 32, 33)
 # Shapes and kernels of a quick run.
 QUICK = (
-    (Shape(80, 48, torch.float32), ("window", "uneven", "verify")),
-    (Shape(64, 7, torch.bfloat16), ("decode turboquant4", "decode hack2", "pointers", "verify exact")),
+    (Shape(40, 20, torch.float32), ("window", "uneven", "verify")),
+    (Shape(32, 11, torch.bfloat16), ("decode turboquant4", "decode hack2", "pointers", "verify exact")),
     (Shape(64, 1, torch.float32), ("pack turboquant2", "copies")),
 )
 
@@ -69,25 +78,6 @@ def teach_bfloat16() -> None:
 
     builder.create_dot = lambda self, a, b, *more: plain_dot(self, wide(a), wide(b), *more)
     builder.cast_impl = cast
-
-
-def refuse_first(count: int) -> Callable[[], None]:
-    """Let each kernel's first ``count`` tile sizes not fit; answers what begins to count anew."""
-    run, seen = interpreter.InterpretedFunction.run, defaultdict(set)
-
-    def limited(self, *args, grid, warmup, **kwargs):
-        options = frozenset(item for item in kwargs.items() if isinstance(item[1], int))
-        mine = seen[self.fn.__name__]
-        if "M" in kwargs or "ROWS" in kwargs or "PART" in kwargs:
-            fits = kwargs.get("num_stages", 3) == 1 or kwargs.get("PART", 64) < 64
-            if options not in mine and not fits and len(mine) < count:
-                mine.add(options)
-            if options in mine:
-                raise OutOfResources(1, 0, "shared memory")
-        return run(self, *args, grid=grid, warmup=warmup, **kwargs)
-
-    interpreter.InterpretedFunction.run = limited
-    return lambda: (seen.clear(), fitting._TAKEN.clear())
 
 
 def worst(found, expected) -> float:
@@ -210,7 +200,11 @@ def pointers(shape: Shape):
 
 
 def copies(shape: Shape):
-    """Kept tokens that are copied: exactly those."""
+    """What does not depend on queries, number by number what PyTorch gives: tokens, cells and pointers that are copied; checksums."""
+    yield from (float(not same) for same in (*_gathered(shape), *_scattered(shape), *_pointed(shape), *_summed(shape)))
+
+
+def _gathered(shape: Shape):
     for count in (1, 32, 33):
         keys, values = random(shape, 90, 2), random(shape, 90, 2, seed=1)
         order, kept = torch.randperm(90), torch.stack([torch.randperm(40)[:count] for _ in range(2)])[None]
@@ -218,7 +212,41 @@ def copies(shape: Shape):
         tables = (torch.tensor([part.data_ptr()]) for part in (keys, values))
         gather_kept(*tables, keys, values, kept, order[:40], order[40 : 40 + count])
         found = [part[order[40 : 40 + count]].transpose(0, 1) for part in (keys, values)]
-        yield float(not all(map(torch.equal, found, expected)))
+        yield all(map(torch.equal, found, expected))
+
+
+def _scattered(shape: Shape):
+    for copied in (1, 8, 40):
+        made = uneven_copy(2, 2, shape.dim, copied, shape.dtype)
+        there = on("cpu", made.buffers)
+        scatter_cells(there.key_table, there.value_table, there.keys[0], there.values[0], *made.kept, made.sources, made.targets)
+        HeadCells.of(made.buffers, 2).copy(made.kept, made.sources, made.targets)
+        yield all(map(torch.equal, (*there.keys, *there.values), (*made.buffers.keys, *made.buffers.values)))
+
+
+def _pointed(shape: Shape):
+    for count in (1, 128, 129):
+        made = pointed(2, 2, shape.dim, count, shape.dtype)
+        there, form = on("cpu", made.buffers), Pointers.of(made.buffers, 1)
+        write_pointers(there.key_table, there.keys[0], made.kept, made.context, made.held)
+        found = [form.read(keys, made.held, count) for keys in there.keys]
+        yield all(torch.equal(part[head], made.led(layer, head)) for layer, part in enumerate(found) for head in range(2))
+
+
+def _summed(shape: Shape):
+    for page_size in (1, 16, 17):
+        keys, values = (tuple(random(shape, 60, 2, seed=seed + layer) for layer in range(2)) for seed in (0, 2))
+        plain = PageChecksums(KVBuffers((0, 1), (1.0, 1.0), keys, values), page_size)
+        slots, tables = torch.randperm(60)[: 3 * page_size], (plain.buffers.key_table, plain.buffers.value_table)
+        words = as_words(keys[0], SUMMED_WORD)
+        yield torch.equal(page_checksum(*tables, words, slots, plain.token_weights, plain.column_weights), plain.of(slots))
+
+
+def lynx(shape: Shape):
+    """Streams of pages of two KV heads, byte for byte those of PyTorch; assertions of lynx_checks.py."""
+    for bits, short in ((4, False), (3, True), (2, True)):
+        lynx_checks.check_page("cpu", Layout(37, 2 * shape.dim, shape.dtype, bits, 4, short), torch.Generator().manual_seed(bits))
+        yield 0.0
 
 
 def packing(shape: Shape, name: str, bits: int):
@@ -233,7 +261,7 @@ def packing(shape: Shape, name: str, bits: int):
         yield 0.0
 
 
-ONCE = {"copies": copies, **{f"pack {n}{b}": lambda s, n=n, b=b: packing(s, n, b) for n, b in KERNEL_KINDS}}
+ONCE = {"copies": copies, "lynx": lynx, **{f"pack {n}{b}": lambda s, n=n, b=b: packing(s, n, b) for n, b in KERNEL_KINDS}}
 RUNS = {
     "window": window,
     "verify": lambda shape: verify(shape, exact=False),
@@ -243,6 +271,7 @@ RUNS = {
     "pointers": pointers,
     **ONCE,
 }
+assert RUNS.keys() >= {name for name in LAUNCHES if not re.fullmatch(r"verify \d+", name)}, "what is compiled runs here, too"
 
 
 def main() -> int:
@@ -253,6 +282,7 @@ def main() -> int:
     parser.add_argument("--tensor-cores", action="store_true", help="the Gluon kernel for the blocks that it takes, emulated")
     asked, counts, started = parser.parse_args(), Counter(), time.monotonic()
     teach_bfloat16()
+    lynx_checks.teach_bfloat16()
     if asked.tensor_cores:
         packed_launches.packed_splits_gluon = Emulated("packed_splits_gluon")
         packed_decode.has_tensor_cores = lambda keys: True
@@ -260,22 +290,19 @@ def main() -> int:
         (shape, [name for name in asked.launches if name not in ONCE or shape.group == asked.groups[0]])
         for shape in shapes(asked.dims, asked.groups, asked.dtypes)
     ][asked.part[0] :: asked.part[1]]
-    forget = refuse_first(asked.refuse) if asked.refuse else lambda: None
-    for shape, names in QUICK if asked.quick else jobs:
-        counts += check(shape, names, forget)
-    if asked.quick:
-        forget = refuse_first(3)
-        for shape, names in QUICK:
-            counts += check(shape, names, forget)
+    # So many are more than any kernel has.
+    for refused in (0, 99) if asked.quick else (asked.refuse,):
+        pass_over(refused)
+        for shape, names in QUICK if asked.quick else jobs:
+            counts += check(shape, names)
     print(f"{dict(counts)} in {time.monotonic() - started:.0f} s")
     return int(counts["off"] > 0)
 
 
-def check(shape: Shape, names: Iterable[str], forget: Callable[[], None]) -> Counter:
+def check(shape: Shape, names: Iterable[str]) -> Counter:
     """Run the kernels ``names``; answers how many ran, and how many were off."""
     counts = Counter()
     for name in names:
-        forget()
         torch.manual_seed(0)
         try:
             off = max(RUNS[name](shape), default=0.0)

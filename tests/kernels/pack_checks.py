@@ -12,10 +12,10 @@ from sglang_ext.mem_cache.compressors.contracts.quantizer import grouped, meant
 
 # Method, bits, channels of a head, KV heads, dtype, blocks.
 CASES = (
-    ("kivi", 4, 128, 2, torch.bfloat16, 3), ("kivi", 2, 64, 1, torch.float16, 9), ("kivi", 2, 128, 1, torch.float32, 1),
+    ("kivi", 4, 128, 2, torch.bfloat16, 3), ("kivi", 2, 64, 1, torch.float16, 2), ("kivi", 2, 128, 1, torch.float32, 1),
     ("int8", 8, 128, 1, torch.bfloat16, 2), ("int4", 4, 64, 3, torch.float32, 1), ("rotatekv", 2, 64, 2, torch.bfloat16, 9),
     ("rotatekv", 4, 128, 1, torch.float16, 1), ("turboquant", 4, 128, 2, torch.bfloat16, 2),
-    ("turboquant", 2, 64, 1, torch.float32, 10), ("lynx", 4, 128, 2, torch.bfloat16, 2), ("lynx", 2, 64, 1, torch.float32, 9),
+    ("turboquant", 2, 64, 1, torch.float32, 9), ("lynx", 4, 128, 2, torch.bfloat16, 2), ("lynx", 2, 64, 1, torch.float32, 2),
 )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import TypeVar
 
 import torch
+import triton
 from triton.runtime.errors import OutOfResources
 
 from sglang_ext.core import OptionError
@@ -60,6 +61,11 @@ def shape_name(dim: int, group: int, dtype: torch.dtype) -> str:
 def dtype_name(dtype: torch.dtype) -> str:
     """As flags name it, for example bfloat16."""
     return str(dtype).removeprefix("torch.")
+
+
+def padded(count: int) -> int:
+    """The power of 2 to which what has so many channels or bytes is filled up in a matrix product, which has at least 16."""
+    return max(16, triton.next_power_of_2(count))
 
 
 def halves(most: int, least: int = 16) -> tuple[int, ...]:

@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_ext.layers.kernels.fitting import launch_fitting, shape_name
-from sglang_ext.layers.kernels.verify_sizes import Blocks, Splits, Tokens, choices, groups
+from sglang_ext.layers.kernels.fitting import launch_fitting, padded, shape_name
+from sglang_ext.layers.kernels.verify_sizes import EXACT, Blocks, Splits, Tokens, choices, groups
 
 
 @triton.jit
@@ -175,6 +175,7 @@ def verify_attention(
     group, most = queries.shape[1] // keys.shape[1], splits.most
     fitting, dim = choices(blocks), keys.shape[2]
     key = ("verify", blocks, dim, values.shape[2], group, bool(splits.tile), cap, keys.dtype, keys.device)
+    remedy = "leave --enable-deterministic-inference out" if blocks == EXACT else "use --attention-backend flashinfer"
 
     def what() -> str:
         return f"verification with {shape_name(dim, group, keys.dtype)}"
@@ -187,12 +188,11 @@ def verify_attention(
                 queries, keys, values, partial, lse, token_table, tokens.rows, tokens.prefixes, tokens.starts, most, scaling,
                 queries.stride(0), queries.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
                 token_table.stride(0), partial.stride(0), partial.stride(1), partial.stride(2), first,
-                GROUP=group, KEY_DIM=dim, VALUE_DIM=values.shape[2], PADDED_DIM=triton.next_power_of_2(dim),
-                PADDED_VALUE_DIM=triton.next_power_of_2(values.shape[2]), ROW_BLOCKS=row_blocks, M=tile.rows,
-                MORE=tile.more_rows, N=tile.tokens, SPLIT_TILE=splits.tile, CAP=cap, num_warps=tile.warps,
-                num_stages=tile.stages,
+                GROUP=group, KEY_DIM=dim, VALUE_DIM=values.shape[2], PADDED_DIM=padded(dim),
+                PADDED_VALUE_DIM=padded(values.shape[2]), ROW_BLOCKS=row_blocks, M=tile.rows, MORE=tile.more_rows,
+                N=tile.tokens, SPLIT_TILE=splits.tile, CAP=cap, num_warps=tile.warps, num_stages=tile.stages,
             )  # fmt: skip
 
-        launch_fitting(fitting, launch, key, what, "use --attention-backend flashinfer")
+        launch_fitting(fitting, launch, key, what, remedy)
         ends, parts = tokens.ends[begin : end + 1], tokens.parts[begin:end]
         _decode_softmax_reducev_fwd(partial, lse, queries[begin:end], out[begin:end], 1.0, values, ends, parts, most)

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_ext.layers.kernels.fitting import halves, launch_fitting, shape_name
+from sglang_ext.layers.kernels.fitting import halves, launch_fitting, padded, shape_name
 
 # Rows of queries at once; blocks of them in one program, whose code has each, and whose shared memory holds them all.
 LARGEST_ROWS, MOST_BLOCKS = 128, 4
@@ -175,7 +175,7 @@ def window_scores(
     group = query_heads // heads
     count, chunks = window * group, triton.cdiv(tokens, BLOCK * CHUNK_BLOCKS)
     shape = dict(
-        GROUP=group, DIM=dim, PADDED_DIM=max(16, triton.next_power_of_2(dim)), HEADS=heads, BLOCK=BLOCK,
+        GROUP=group, DIM=dim, PADDED_DIM=padded(dim), HEADS=heads, BLOCK=BLOCK,
         CHUNK_BLOCKS=CHUNK_BLOCKS,
     )  # fmt: skip
     common = (queries.contiguous().to(like.dtype), key_table, slots, like)

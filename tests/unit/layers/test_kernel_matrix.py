@@ -1,5 +1,6 @@
 """Some shapes of the matrix of kernels, which kernel_matrix.py and matrix_interpret.py run whole."""
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -7,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from sglang_ext.core import OptionError
+from sglang_ext.layers.kernels import fitting
 from sglang_ext.layers.kernels.fitting import launch_fitting
 
 KERNELS = Path(__file__).parents[2] / "kernels"
+SOURCES = Path(fitting.__file__).parent
 
 
 def run(script, *arguments):
@@ -19,8 +22,15 @@ def run(script, *arguments):
     return done.stdout.splitlines()
 
 
-def test_kernels_fit_the_shared_memory_of_every_gpu():
-    assert not [line for line in run("kernel_matrix.py", "--sizes", "--quick") if line.startswith("refused")]
+def launched():
+    """Names of all kernels that a launch in the sources names: ``kernel[grid](...)``."""
+    calls = (node for file in SOURCES.rglob("*.py") for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call))
+    return {call.func.value.id for call in calls if isinstance(call.func, ast.Subscript) and isinstance(call.func.value, ast.Name)}
+
+
+def test_every_kernel_fits_the_shared_memory_of_every_gpu():
+    *refused, kernels, _ = run("kernel_matrix.py", "--sizes", "--quick")
+    assert not refused and launched() - set(kernels.split()) == set()
 
 
 def test_kernels_give_what_float64_gives():
@@ -55,3 +65,15 @@ def test_a_launch_begins_with_what_fitted_last():
     for _ in range(2):
         launch_fitting((3, 2, 1), launch, "another key", str, "")
     assert tried == [3, 2, 1, 1]
+
+
+@pytest.mark.parametrize(("refused", "launched"), [(0, 3), (2, 1), (99, 1)])
+def test_the_matrix_runs_smaller_tiles_down_to_the_smallest(monkeypatch, refused, launched):
+    # The module replaces what this puts back.
+    monkeypatch.setattr(fitting, "launch_fitting", fitting.launch_fitting)
+    import smaller_tiles
+
+    tried = []
+    smaller_tiles.pass_over(refused)
+    smaller_tiles.launch_fitting((3, 2, 1), tried.append, f"a key of {refused}", str, "")
+    assert tried == [launched]

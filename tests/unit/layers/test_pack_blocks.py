@@ -7,7 +7,7 @@ import torch
 from packed_helpers import Gridded
 
 from sglang_ext.core import OptionError
-from sglang_ext.layers.kernels.packed import pack_blocks
+from sglang_ext.layers.kernels.packed import pack_blocks, packed_decode as decoding
 from sglang_ext.layers.kernels.packed.packed_decode import check_readable, packed_decode
 from sglang_ext.mem_cache.compressed.formats.packed_layout import Grid
 from sglang_ext.mem_cache.compressed.formats.packing import Packing, as_bytes
@@ -74,9 +74,9 @@ def test_pytorch_packs_what_the_kernel_does_not_take(packs, pool, monkeypatch):
     ],
 )
 def test_grids_that_no_kernel_reads_are_refused(keys, values, words):
-    _, packing = made(Gridded(4, block=192, keys=keys, values=values))
+    buffers, packing = made(Gridded(4, block=192, keys=keys, values=values))
     with pytest.raises(OptionError, match=f"{words}, which no kernel reads; .* give such grids, or pass --device cpu"):
-        check_readable(packing)
+        check_readable(packing, buffers.keys[0])
 
 
 def test_blocks_with_outliers_are_read_by_no_kernel():
@@ -84,3 +84,16 @@ def test_blocks_with_outliers_are_read_by_no_kernel():
     nothing = torch.zeros(1, dtype=torch.int64)
     with pytest.raises(OptionError, match="blocks of kvquant .* no kernel reads: pass --kv-compressor kivi, or --device cpu"):
         packed_decode(packing, torch.zeros(1, 1, 64), buffers.keys[0], buffers.values[0], nothing[None], *[nothing] * 3, 0.1)
+
+
+@pytest.mark.parametrize(("capability", "refused"), [(None, False), ((7, 5), True), ((8, 0), False), ((12, 0), False)])
+def test_products_of_integers_are_refused_on_gpus_that_they_do_not_compile_for(monkeypatch, capability, refused):
+    monkeypatch.setattr(decoding, "capability", lambda keys: capability)
+    for name in ("hack", "kivi"):
+        buffers, packing = made(quantizer(name, 4))
+        if refused and name == "hack":
+            words = "blocks of hack .* a GPU of compute capability 8.0 or more; .* has 7.5: pass --kv-compressor kivi"
+            with pytest.raises(OptionError, match=words):
+                check_readable(packing, buffers.keys[0])
+        else:
+            check_readable(packing, buffers.keys[0])

@@ -3,8 +3,12 @@
 from dataclasses import replace
 
 import pytest
+import torch
+from triton.runtime.errors import OutOfResources
 
-from sglang_ext.layers.kernels.verify_sizes import EXACT, choices, fast_blocks, groups
+from sglang_ext.core import OptionError
+from sglang_ext.layers.kernels import verify_attention as verifying
+from sglang_ext.layers.kernels.verify_sizes import EXACT, Splits, Tokens, choices, fast_blocks, groups, partial_buffers
 
 
 @pytest.mark.parametrize(
@@ -34,3 +38,27 @@ def test_others_end_with_the_smallest_tile_and_all_rows_are_computed_by_each(row
     tiles = choices(fast_blocks(rows, 256))
     assert (tiles[-1].rows, tiles[-1].more_rows, tiles[-1].tokens, tiles[-1].stages) == (16, 0, 16, 1)
     assert all(tile.rows >= 16 and tile.more_rows in (0, 16) for tile in tiles)
+
+
+class Large:
+    """A kernel that fits no GPU."""
+
+    def __getitem__(self, grid):
+        return self
+
+    def __call__(self, *given, **options):
+        raise OutOfResources(120_000, 101_376, "shared memory")
+
+
+@pytest.mark.parametrize(
+    ("blocks", "remedy"),
+    [(EXACT, "leave --enable-deterministic-inference out"), (fast_blocks(4, 128), "use --attention-backend flashinfer")],
+)
+def test_what_fits_no_gpu_is_refused_with_what_would_be_served(monkeypatch, blocks, remedy):
+    monkeypatch.setattr(verifying, "_verify_attention", Large())
+    one, splits = torch.zeros(1, dtype=torch.int64), Splits(1)
+    tokens = Tokens(one, one, torch.tensor([0, 1]), [1], torch.tensor([0, 1]), splits.of(one + 1))
+    queries, buffer = torch.zeros(1, 4, 64), torch.zeros(2, 1, 64)
+    table, room = torch.zeros(1, 2, dtype=torch.int32), partial_buffers(torch.zeros(4 * 65), 4, 64, splits)
+    with pytest.raises(OptionError, match=f"verification with 64 channels .* takes 120000 of shared memory.*: {remedy}$"):
+        verifying.verify_attention(queries, buffer, buffer, torch.zeros_like(queries), table, tokens, splits, blocks, room, 0.1)

@@ -34,6 +34,17 @@ def test_kernels_are_named_by_what_they_take(monkeypatch):
     assert found == {"read by Triton, packed by PyTorch": plain, "not for such heads": ["hack"]} and "kvquant" not in plain
 
 
+def test_what_does_not_compile_for_a_gpu_is_named(monkeypatch):
+    monkeypatch.setattr(packed_decode, "capability", lambda keys: (7, 5))
+    found = serving.packed_kernels(128, 4, torch.float16, device="cpu")
+    assert found["not on this GPU"] == ["hack"] and not any("Gluon" in kernels for kernels in found)
+
+
+@pytest.mark.parametrize("dim", [8, 320])
+def test_heads_that_a_server_refuses_are_served_by_no_kernel(dim):
+    assert serving.packed_kernels(dim, 4, torch.bfloat16, device="cpu") == {"not for such heads": list(catalogue.on_gpu())}
+
+
 def test_the_line_names_gpu_and_shape(folder, monkeypatch):
     gpu = SimpleNamespace(name="NVIDIA L40S", major=8, minor=9, shared_memory_per_block_optin=101_376)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -10,6 +10,7 @@ back. The splits' kernel is hack/integer_attention.py's where blocks hold sums, 
 import torch
 
 from sglang_ext.core import OptionError
+from sglang_ext.layers.kernels.fitting import gpu_name
 from sglang_ext.layers.kernels.flash_parts import Parts
 from sglang_ext.layers.kernels.gluon import waves
 from sglang_ext.layers.kernels.gluon.constants import Fragments
@@ -20,6 +21,8 @@ from sglang_ext.mem_cache.compressed.formats.packing import Packing
 
 # Tokens that share a channel's scale, sizes of a head, and most queries that share a KV head, in the Gluon kernel.
 SHARED_TOKENS, DIMS, MOST_QUERIES = 32, (64, 128), 16
+# Compute capability of an A100.
+AMPERE = (8, 0)
 
 
 def speaks_ptx(keys: torch.Tensor) -> bool:
@@ -27,9 +30,21 @@ def speaks_ptx(keys: torch.Tensor) -> bool:
     return keys.is_cuda and torch.version.hip is None
 
 
+def capability(keys: torch.Tensor) -> tuple[int, int] | None:
+    """Compute capability of the NVIDIA GPU on which ``keys`` lie; None elsewhere."""
+    return torch.cuda.get_device_capability(keys.device) if speaks_ptx(keys) else None
+
+
 def has_tensor_cores(keys: torch.Tensor) -> bool:
     """Whether ``keys`` lie on an NVIDIA GPU with the instructions of gluon/packed.py."""
-    return speaks_ptx(keys) and torch.cuda.get_device_capability(keys.device) >= (8, 0)
+    found = capability(keys)
+    return found is not None and found >= AMPERE
+
+
+def multiplies_integers(keys: torch.Tensor) -> bool:
+    """Whether Triton compiles products of integers where ``keys`` lie: not for NVIDIA GPUs before 8.0."""
+    found = capability(keys)
+    return found is None or found >= AMPERE
 
 
 def fragments(packing: Packing, keys: torch.Tensor, values: torch.Tensor, group: int) -> Fragments | None:
@@ -63,11 +78,16 @@ def warps_at_once(packing: Packing, keys: torch.Tensor, values: torch.Tensor, gr
     return torch.cuda.get_device_properties(keys.device).multi_processor_count * waves.RESIDENT
 
 
-def check_readable(packing: Packing) -> None:
+def check_readable(packing: Packing, keys: torch.Tensor) -> None:
     """Raise where no kernel reads such blocks.
 
+    Args:
+        packing: how blocks are packed.
+        keys: a layer's buffer.
+
     Raises:
-        OptionError: they hold more than codes, scales and zero points, or numbers share scales in another way than kernels know.
+        OptionError: they hold more than codes, scales, zero points and sums, numbers share scales in another way than kernels know,
+            or their kernel does not compile for the GPU.
     """
     name = type(packing.quantizer).__name__.lower()
     if not (packing.keys.plain and packing.values.plain):
@@ -76,6 +96,12 @@ def check_readable(packing: Packing) -> None:
             "kernel reads: pass --kv-compressor kivi, or --device cpu"
         )
     if packing.keys.sums:
+        if not multiplies_integers(keys):
+            major, minor = capability(keys)
+            raise OptionError(
+                f"blocks of {name} are multiplied as integers, which takes a GPU of compute capability 8.0 or more; {gpu_name()} has "
+                f"{major}.{minor}: pass --kv-compressor kivi"
+            )
         return
     of_token = (packing.keys.grid == (1, packing.keys.dim), packing.values.grid.tokens == 1)
     for kind, layout, by_token in zip(("keys", "values"), (packing.keys, packing.values), of_token):
@@ -116,7 +142,7 @@ def packed_decode(
     Raises:
         OptionError: no tiles of such heads fit the GPU, or blocks hold what no kernel reads (:func:`check_readable`).
     """
-    check_readable(packing)
+    check_readable(packing, keys)
     to_keys, to_values = packing.rotations(queries.device)
     queries = queries.contiguous()
     rotated = queries if to_keys is None else queries.float() @ to_keys

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from sglang_ext.layers.kernels.fitting import launch_fitting, shape_name
+from sglang_ext.layers.kernels.fitting import launch_fitting, padded, shape_name
 from sglang_ext.layers.kernels.flash_parts import Parts
 from sglang_ext.layers.kernels.flash_tiles import Tile, tiles
 from sglang_ext.layers.kernels.gluon.constants import Fragments
@@ -22,11 +22,6 @@ WARPS = 1
 STAGES, PACKED_ROWS = 3, 16
 # Options of the Gluon kernel's compiler.
 GLUON_OPTIONS = {"num_warps": 1}
-
-
-def _padded(count: int) -> int:
-    """As many, or more, as a tile may have along an axis."""
-    return max(16, triton.next_power_of_2(count))
 
 
 @dataclass(frozen=True)
@@ -101,8 +96,8 @@ def launch_triton(call: Call, fast: bool) -> None:
         packed_splits[call.grid(tile.rows)](
             call.queries, call.rotated, keys, values, as_bytes(keys), keys.view(torch.float16), as_bytes(values),
             values.view(torch.float16), *levels, *call.rows, *call.outcome, HEADS=kv_heads, GROUP=call.group, M=tile.rows,
-            DIM=dim, PADDED_DIM=triton.next_power_of_2(dim), COLUMNS=_padded(key.token_bytes),
-            VALUE_COLUMNS=_padded(value.token_bytes), BITS=key.bits, BLOCK_TOKENS=key.tokens,
+            DIM=dim, PADDED_DIM=triton.next_power_of_2(dim), COLUMNS=padded(key.token_bytes),
+            VALUE_COLUMNS=padded(value.token_bytes), BITS=key.bits, BLOCK_TOKENS=key.tokens,
             BLOCK_SLOTS=call.packing.block_slots, CODE_CELLS=key.code_cells, KEY_CELL=key.cell_bytes // 2,
             VALUE_CELL=value.cell_bytes // 2, KEY_TOKENS=key.grid.tokens, KEY_UNIT=key.grid.channels,
             VALUE_TOKENS=value.grid.tokens, VALUE_UNIT=value.grid.channels, TABLE=table,
