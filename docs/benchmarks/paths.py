@@ -2,10 +2,11 @@
 
     python docs/benchmarks/paths.py --model MODEL [--server-arg FLAGS] [--functions]
 
-A server runs under Python's profiler, which notes each function of this project that is called. A *round* is all that the scheduler's
-process calls from one decode that SGLang asks of the worker to the next, the outcome of the round before among it. It is *steady* where
-it drafts and verifies, nobody is admitted or ended in it, and no copy is made. What the steady rounds in the middle half of a long
-answer call is counted, all together; in a request, what any process calls from when it is sent until its answer is there.
+A server runs under Python's profiler, which notes each function of this project that is called. A *round* is what a decode calls that
+SGLang asks of the worker, until it returns; a *turn* all that the scheduler's process calls from one such decode to the next, the outcome
+of the round before among it. A round is *steady* where it drafts and verifies, nobody is admitted or ended in it, and no copy is made.
+What the steady rounds in the middle half of a long answer call is counted, all together; in a request, what any process calls from when
+it is sent until its answer is there.
 
 The *path* is what one reads to follow control: the files of which an entered function calls a function of another file of this project,
 itself or by a context or a cached property of Python's. Files of which none does are *leaves*: they answer what they are asked. Both are
@@ -48,7 +49,7 @@ def tell():
             begun = True
             for each in (seen, passed, rounds):
                 each.clear()
-        told = {"seen": list(seen.items()), "passed": list(passed), "rounds": [[list(a), list(b)] for a, b in list(rounds)]}
+        told = {"seen": list(seen.items()), "passed": list(passed), "rounds": [[list(part) for part in each] for each in list(rounds)]}
         with open(os.path.join(OUT, f"{os.getpid()}.json.new"), "w") as file:
             json.dump(told, file)
         os.replace(file.name, file.name.removesuffix(".new"))
@@ -68,6 +69,9 @@ def called(frame):
 
 
 def note(frame, event, _):
+    if event == "return" and frame.f_code.co_qualname == BEGINS and rounds:
+        # What was called so far is the round; what follows is the rest of its turn.
+        rounds[-1] += tuple(map(dict, rounds[-1]))
     if event != "call" or (key := called(frame)) is None:
         return
     if key[1] == BEGINS:
@@ -81,7 +85,7 @@ def note(frame, event, _):
     if pair is not None:
         passed[pair] = None
     if rounds:
-        calls, pairs = rounds[-1]
+        calls, pairs = rounds[-1][:2]
         calls[key] = None
         if pair is not None:
             pairs[pair] = None
@@ -118,8 +122,8 @@ class Entered:
         return [file for file in dict.fromkeys(file for file, _ in self.functions) if file in callers]
 
 
-def found(folder: Path, since: float, until: float) -> tuple[Entered, Entered]:
-    """Of a request that was under way in these seconds, and of the steady rounds in its middle half.
+def found(folder: Path, since: float, until: float) -> tuple[Entered, Entered, Entered]:
+    """Of a request that was under way in these seconds, and of the turns, and rounds alone, of the steady ones in its middle half.
 
     Raises:
         RuntimeError: a name in this script is no function's any more, or no round was steady.
@@ -129,13 +133,24 @@ def found(folder: Path, since: float, until: float) -> tuple[Entered, Entered]:
     if lacking := {ROUND, *CALLED, *NOT_CALLED} - {name for _, name in seen}:
         raise RuntimeError(f"a request does not call {', '.join(sorted(lacking))}: was it renamed? Put the names here right")
     request = Entered(sorted(seen, key=seen.__getitem__), {tuple(pair) for each in told for pair in each["passed"]})
-    rounds = [Entered([tuple(call) for call in calls], {*map(tuple, pairs)}) for each in told for calls, pairs in each["rounds"]]
-    steady = [one for one in rounds if CALLED <= (names := {name for _, name in one.functions}) and not NOT_CALLED & names]
+    rounds = [
+        [Entered([tuple(call) for call in part[at]], {*map(tuple, part[at + 1])}) for at in (0, 2)]
+        for each in told
+        for part in each["rounds"]
+        if len(part) == 4
+    ]
+    steady = [one for one in rounds if CALLED <= (names := {name for _, name in one[0].functions}) and not NOT_CALLED & names]
     if len(steady) < 4:
         raise RuntimeError(f"{len(steady)} of {len(rounds)} rounds drafted and verified, without copies made: ask for a longer answer")
     middle = steady[len(steady) // 4 : len(steady) - len(steady) // 4]
-    functions = list(dict.fromkeys(function for one in middle for function in one.functions))
-    return request, Entered(functions, set().union(*(one.pairs for one in middle)))
+    turn, alone = (together([one[place] for one in middle]) for place in (0, 1))
+    return request, turn, alone
+
+
+def together(parts: list[Entered]) -> Entered:
+    """What was entered in any of several."""
+    functions = list(dict.fromkeys(function for one in parts for function in one.functions))
+    return Entered(functions, set().union(*(one.pairs for one in parts)))
 
 
 def entered(path: str, names: set[str]) -> dict[str, set[int]]:
@@ -218,8 +233,9 @@ def main() -> None:
             until = time.time()
             time.sleep(1)
             assert answer["meta_info"]["kv_accepted"] >= 0 < answer["meta_info"]["kv_drafts"], answer
-            request, rounds = found(folder, since, until)
-    table("a steady round", rounds, args.functions)
+            request, turn, round_ = found(folder, since, until)
+    table("a steady round", round_, args.functions)
+    table("its turn", turn, args.functions)
     table("a request", request, args.functions)
 
 
