@@ -82,14 +82,14 @@ def flags_of(args: argparse.Namespace) -> dict[str, tuple[str, ...]]:
     Raises:
         BenchError: one is given that this program sets, or a quote is left open.
     """
-    # Schedulers that poll while idle would take two cores from what is served.
-    shared = ("--sleep-on-idle", "--disaggregation-transfer-backend", "progressive", *words("--arg", args.arg))
-    own = {"prefill": (), "decode": ("--kv-mode", "verified")}
+    # Schedulers that poll while idle would take two cores from what is served. The prefill server keeps the queries by which methods of the
+    # decode server choose.
+    shared = ("--kv-mode", "verified", "--sleep-on-idle", "--disaggregation-transfer-backend", "progressive", *words("--arg", args.arg))
     found = {}
     for role in ROLES:
         asked = words(f"--{role}-arg", getattr(args, f"{role}_arg"))
         bootstrap = ("--disaggregation-bootstrap-port", str(args.port + 3))
-        found[role] = ("--disaggregation-mode", role, *bootstrap, *own[role], *shared, *asked)
+        found[role] = ("--disaggregation-mode", role, *bootstrap, *shared, *asked)
     return found
 
 
