@@ -251,11 +251,12 @@ class QueryWindows:
         return self._rings.get(key)
 
     def put(self, key: int, end: int, queries: torch.Tensor) -> None:
-        """Keep queries that another server computed, of the tokens before position ``end``, as far as there are rings.
+        """Keep queries that another server computed, of the tokens before position ``end``, as far as there are rings; no others.
 
         Args:
             queries: [layers, tokens, heads, head_dim], on any device.
         """
+        self.forget(key)
         ring = None if self._pool is None else self._ring(key)
         if ring is not None:
             queries = queries[:, -self.span :]

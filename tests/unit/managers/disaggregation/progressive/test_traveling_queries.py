@@ -43,6 +43,14 @@ def test_what_was_read_is_kept_as_far_as_both_sides_want(tokens, dtype, theirs, 
     assert torch.equal(found, queries[:, -count:])
 
 
+def test_what_a_former_request_in_the_row_left_is_forgotten():
+    sent, kept = traveling(window=2), traveling(window=6)
+    prefilled(kept, 5, row=ROW)
+    prefilled(sent, 30)
+    kept.write(ROW, sent.read(1, 30, kept.most_bytes))
+    assert kept.windows.get(ROW, 30, 6)[1].tolist() == [28, 29] and kept.windows.taken == 1
+
+
 def test_nothing_travels_where_nothing_is_kept_wanted_or_of_the_newest_token():
     sent, none = traveling(), traveling(window=0)
     assert none.most_bytes == 0 and sent.read(1, 10, sent.most_bytes) == b""
