@@ -89,8 +89,10 @@ def _traveling(queue: "PrefillBootstrapQueue | DecodePreallocQueue", end: Any) -
     from sglang_ext.managers.disaggregation.progressive.sender import ProgressiveSender
     from sglang_ext.managers.worker import KVWorker
 
+    if not isinstance(end, ProgressiveSender | ProgressiveReceiver):
+        return None
     worker = queue.scheduler.draft_worker
-    return worker.traveling if isinstance(end, ProgressiveSender | ProgressiveReceiver) and isinstance(worker, KVWorker) else None
+    return worker.traveling if isinstance(worker, KVWorker) else None
 
 
 def _begin_early(queue: "DecodePreallocQueue", req: "Req", receiver: Any) -> None:

@@ -13,6 +13,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang_ext.hooks import transfer
 from sglang_ext.managers.disaggregation.progressive.receiver import ProgressiveReceiver
 from sglang_ext.managers.disaggregation.progressive.sender import ProgressiveSender
+from sglang_ext.managers.worker import KVWorker
 
 
 @pytest.fixture
@@ -36,6 +37,11 @@ def test_classes_are_found_and_those_of_other_backends_are_sglangs(backend):
     assert asked == (TransferBackend.FAKE, KVClassType.SENDER)
 
 
+def queue_of(worker=None):
+    """SGLang's queue, of a scheduler with this worker."""
+    return SimpleNamespace(scheduler=SimpleNamespace(draft_worker=worker))
+
+
 def made(kind):
     """A sender or receiver that only remembers its prompt."""
     return kind.__new__(kind)
@@ -43,10 +49,10 @@ def made(kind):
 
 def test_a_sender_learns_the_prompt_unless_none_was_made():
     req = SimpleNamespace(disagg_kv_sender=made(ProgressiveSender), origin_input_ids=[1, 2], to_finish=None)
-    assert transfer.create_sender(lambda queue, req, heads: True, None, req, 2)
+    assert transfer.create_sender(lambda queue, req, heads: True, queue_of(), req, 2)
     assert (req.disagg_kv_sender._prompt, req.disagg_kv_sender._refused) == ([1, 2], None)
     req.to_finish = FINISH_ABORT("no such grammar")
-    assert transfer.create_sender(lambda queue, req, heads: True, None, req, 2)
+    assert transfer.create_sender(lambda queue, req, heads: True, queue_of(), req, 2)
     assert req.disagg_kv_sender._refused == "no such grammar"
     assert not transfer.create_sender(lambda queue, req, heads: False, None, SimpleNamespace(), 2)
 
@@ -55,9 +61,24 @@ def test_a_sender_learns_the_prompt_unless_none_was_made():
 def test_a_receiver_learns_the_prompt_and_of_a_request_prefilled_again_the_output(again, expected):
     req = SimpleNamespace(origin_input_ids=[1, 2], output_ids=[3], to_finish=None)
     found = SimpleNamespace(kv_receiver=made(ProgressiveReceiver))
-    queue = SimpleNamespace(scheduler=SimpleNamespace(draft_worker=None))
+    queue = queue_of()
     assert transfer.create_receiver(lambda queue, req, is_rebootstrap: found, queue, req, is_rebootstrap=again) is found
     assert found.kv_receiver._prompt == expected
+
+
+def test_both_ends_learn_where_the_newest_queries_of_a_request_are_kept():
+    worker, asked = KVWorker.__new__(KVWorker), []
+    worker.traveling = SimpleNamespace(read=lambda *given: asked.append(given) or b"queries", write=lambda *given: asked.append(given))
+    worker.begins_early = lambda req, tree: None
+    queue = queue_of(worker)
+    queue.tree_cache = None
+    req = SimpleNamespace(disagg_kv_sender=made(ProgressiveSender), origin_input_ids=[1, 2], output_ids=[], to_finish=None, req_pool_idx=None)
+    assert transfer.create_sender(lambda queue, req, heads: True, queue, req, 2)
+    found = SimpleNamespace(kv_receiver=made(ProgressiveReceiver))
+    transfer.create_receiver(lambda queue, req, is_rebootstrap: found, queue, req)
+    req.req_pool_idx = 5  # it gets its row later
+    assert req.disagg_kv_sender._queries(100) == b"queries" and asked == [(5, 2, 100)]
+    assert found.kv_receiver._queries is worker.traveling and found.kv_receiver._row() == 5
 
 
 def test_ends_of_other_backends_are_left_alone():
