@@ -7,8 +7,7 @@ from servers import STRICT, VERIFIED, greedy, sampled
 
 pytestmark = pytest.mark.server
 
-# Full KV of the prompts below, 3,700 tokens, does not fit; every third load finds a changed page. Copies are small enough for what
-# is left beside any prompts that fit, so that it does not matter which come together.
+# Full KV of four prompts of 420 tokens fits, with their copies; every third load finds a changed page.
 FLAGS = (
     *("--kv-budget", "0.1"),
     *("--kv-draft-length", "4", "--kv-full-tier", "host", "--kv-host-gb", "0.5"),
@@ -23,7 +22,8 @@ def host(stock, launch):
 
 
 def test_more_run_at_once_than_fit_and_what_the_host_lost_is_computed_again(stock, host, prompts):
-    asked = [*prompts, *(prompt[::-1] for prompt in prompts[1:])]
+    # Equally long, so that it does not matter which come together.
+    asked = [each[:420] for prompt in prompts[1:] for each in (prompt, prompt[::-1])] + [prompts[3][-420:]]
     expected = stock.ask_all(asked, 2, **greedy(20))
     host.flush_cache()
     with sampled(host, "sglang_ext:offloaded_bytes") as offloaded:
