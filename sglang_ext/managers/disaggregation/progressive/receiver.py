@@ -185,7 +185,9 @@ class ProgressiveReceiver(CommonKVReceiver):
             return
         if self._queries is not None and self.conclude_state == KVPoll.Success:
             self._queries.write(self._row(), self._received.queries)
-        if self._begin is not None and self.conclude_state == KVPoll.Success and not self.complete:
+        # Of several ranks some may have all of it: they agree on what is there when the request runs (arriving.py), as long as all wait.
+        early = self.kv_mgr.attn_tp_size > 1 or not self.complete
+        if self._begin is not None and self.conclude_state == KVPoll.Success and early:
             self._begin(EarlyRoom(self.room, self._received, self.kv_mgr.links, self.kv_mgr.pool, self._prefill_again))
         else:
             self.kv_mgr.links.abort(self.room)

@@ -8,7 +8,7 @@ import torch
 from link_helpers import RawSender, until
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import KVTransferError
-from transfer_helpers import SLOTS, prefill_info, rows, settled
+from transfer_helpers import ADDRESS, SLOTS, prefill_info, rows, settled
 
 from sglang_ext.managers.disaggregation import timeline
 from sglang_ext.managers.disaggregation.progressive import peer as peers
@@ -115,6 +115,23 @@ def test_who_begins_early_has_success_on_the_anchor_and_the_rest_comes_into_the_
     assert torch.equal(rows(both.decode.pool, there), rows(both.prefill.pool, here))
     rest.cancel()
     assert not both.decode.links.rooms and not both.decode.request_status
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_of_several_ranks_each_hands_on_the_room_though_all_of_it_is_here(servers, ranks):
+    # Others may lack some: which of them do is agreed on between rounds, by all or by none.
+    both, rest = servers("exact"), []
+    both.begin = rest.append
+    both.decode.attn_tp_size = ranks
+    both.decode.prefill_info_table = {ADDRESS: prefill_info(ranks)}
+    sender, receiver, here, there = transfer(both, 7, list(range(200)))
+    until(lambda: settled(receiver) and receiver.complete)
+    assert receiver.poll() == KVPoll.Success
+    receiver.clear()
+    assert len(rest) == (ranks > 1) and all(room.complete for room in rest)
+    for room in rest:
+        room.cancel()
+    assert torch.equal(rows(both.decode.pool, there), rows(both.prefill.pool, here))
 
 
 def test_who_begins_early_and_is_gone_is_written_to_no_more(servers):
