@@ -6,6 +6,7 @@ Hugging Face folder with a tokenizer and chat template, which SGLang serves like
 
 import argparse
 import importlib.util
+import json
 import os
 import shutil
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 from filelock import FileLock
 
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 DEFAULT_FOLDER = Path(".cache/models/SmolLM2-135M-Instruct")
 
 
@@ -57,6 +59,9 @@ def convert(gguf: Path, folder: Path) -> None:
     # It also leaves a byte-fallback decoder, which makes grammar backends misread the vocabulary.
     tokenizer.backend_tokenizer.decoder = ByteLevel()
     tokenizer.save_pretrained(partial)
+    about = json.loads((partial / TOKENIZER_CONFIG).read_text())
+    # As the published model says; where no class is named, SGLang's four loads of the tokenizer are twelve.
+    (partial / TOKENIZER_CONFIG).write_text(json.dumps(about | {"tokenizer_class": "GPT2Tokenizer"}, indent=2))
     shutil.rmtree(folder, ignore_errors=True)
     os.replace(partial, folder)
 

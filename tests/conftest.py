@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from servers import Server, Servers
+from preloaded import Preloaded
+from servers import OFFLINE, ON_GPU, QUICK_START, Server, Servers
 
 ROOT = Path(__file__).parents[1]
 
@@ -33,9 +34,20 @@ def model() -> Path:
 
 
 @pytest.fixture(scope="session")
-def launch(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Server]]:
+def preloaded() -> Iterator[Preloaded | None]:
+    """A process that has loaded SGLang, which servers are forks of; none where there is a GPU, as no fork can use it."""
+    made = None if ON_GPU else Preloaded({**OFFLINE, **QUICK_START})
+    yield made
+    if made is not None:
+        made.stop()
+
+
+@pytest.fixture(scope="session")
+def launch(
+    model: Path, tmp_path_factory: pytest.TempPathFactory, preloaded: Preloaded | None
+) -> Iterator[Callable[..., Server]]:
     """Start (or reuse) a server with these flags."""
-    servers = Servers(model, tmp_path_factory.mktemp("servers"))
+    servers = Servers(model, tmp_path_factory.mktemp("servers"), preloaded)
     yield servers.launch
     servers.stop()
 

@@ -15,6 +15,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
+from typing import IO
 
 from sglang_ext.bench import BenchError
 from sglang_ext.bench.client import HOST, ServerClient, free_port
@@ -133,14 +134,7 @@ class ServerProcess(ServerClient):
         """
         self._refuse_taken_port()
         with self.log.open("wb") as log:
-            # A session of its own gives a process group that holds all of the server's workers.
-            self._process = subprocess.Popen(
-                self.command,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env={**os.environ, **self.env},
-            )
+            self._process = self._begin(log)
         _entered.append(self)
 
     def wait_healthy(self) -> None:
@@ -205,6 +199,11 @@ class ServerProcess(ServerClient):
         return "\n".join(
             [f"command: {shlex.join(self.command)}", *first, "end of its log:", *lines[-TAIL_LINES:]]
         )
+
+    def _begin(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
+        """The process; a session of its own gives a process group that holds all of the server's workers."""
+        own = {"stdout": log, "stderr": subprocess.STDOUT, "start_new_session": True}
+        return subprocess.Popen(self.command, **own, env={**os.environ, **self.env})
 
     def _refuse_taken_port(self) -> None:
         with socket.socket() as probe:

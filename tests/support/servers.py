@@ -6,9 +6,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
-from typing import Any
+from typing import IO, Any
 
 import pytest
+from preloaded import Preloaded
 
 from sglang_ext.bench.server import ServerProcess
 from sglang_ext.bench.soaking.soak import server_environment
@@ -40,18 +41,31 @@ CROWDED = (
     *VERIFIED,
     *("--max-running-requests", "20", "--max-total-tokens", "3584", "--kv-host-gb", "0.3"),
 )
+# Of those that tests start, the ones that start with Python itself, as a user's.
+ALONE = (VERIFIED,)
 # What former versions read of the environment: a shell may have left it.
 LEFT = {"SGLANG_EXT_SIMULATE_ACCEPTANCE": "0", "SGLANG_EXT_CORRUPT_LOADS": "1", "SGLANG_EXT_LOCK_STEP": "1"}
 # Slots of a server that does not say how many; each thousand takes 0.2 s to allocate.
 POOL_TOKENS = 8192
+ON_GPU = activate() is None
 # Where no kernel is compiled, leaving PyTorch's compiler out saves a fifth of a start.
-QUICK_START = {} if activate() is None else {"TORCHDYNAMO_DISABLE": "1"}
+QUICK_START = {} if ON_GPU else {"TORCHDYNAMO_DISABLE": "1"}
+OFFLINE = {"HF_HUB_OFFLINE": "1"}
 # Length of the answers that fixture ``expected`` holds: two rounds of drafts and more.
 EXPECTED_TOKENS = 20
 
 
 class Server(ServerProcess):
-    """A running server, with the requests that tests send."""
+    """A running server, with the requests that tests send; a fork of ``preloaded`` where that has loaded what it would."""
+
+    def __init__(self, *given: Any, preloaded: Preloaded | None = None, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.preloaded = preloaded
+
+    def _begin(self, log: IO[bytes]) -> Any:
+        if self.preloaded is None or not self.preloaded.serves(self.env):
+            return super()._begin(log)
+        return self.preloaded.start(self.command, log, self.env)
 
     def ask(self, **body: Any) -> Any:
         """POST /generate."""
@@ -93,13 +107,14 @@ class Server(ServerProcess):
 class Servers:
     """Starts servers on demand: stock stays, another one ends when the next is asked for.
 
-    They sleep when idle: SGLang's scheduler polls otherwise, and takes a core from the other server. What ends mostly
-    waits, so that the next one starts meanwhile.
+    They are forks of ``preloaded``, but for those that users are shown how to start (``ALONE``). They sleep when idle: SGLang's
+    scheduler polls otherwise, and takes a core from the other server. What ends mostly waits, so that the next one starts meanwhile.
     """
 
-    def __init__(self, model: Path, folder: Path) -> None:
+    def __init__(self, model: Path, folder: Path, preloaded: Preloaded | None) -> None:
         self.model = model
         self.folder = folder
+        self.preloaded = preloaded
         self.running: dict[tuple, Server] = {}
         self.background = ThreadPoolExecutor()
         self.ending: list[Future[None]] = []
@@ -134,7 +149,8 @@ class Servers:
             ("--dtype", "float32", "--sleep-on-idle", *pool, *flags),
             self.folder / f"server-{self.started}.log",
             request_timeout=300,
-            env={"HF_HUB_OFFLINE": "1", **({} if console else QUICK_START), **(env or {})},
+            env={**OFFLINE, **({} if console else QUICK_START), **(env or {})},
+            preloaded=None if console or flags in ALONE else self.preloaded,
         )
         if console:
             command = Path(sys.executable).with_name("sglang")

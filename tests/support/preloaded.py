@@ -1,0 +1,205 @@
+"""Servers as forks of a process that has loaded SGLang: each of a server's three processes otherwise takes 11 s of a core to load it.
+
+What they run is what ``python -m sglang.launch_server`` runs: that module, as ``__main__``, and in the processes that it starts
+what ``multiprocessing`` sends to those that it spawns. Each begins as the first process was when SGLang was loaded, before
+plugins are. What modules read of the environment while they load is that of the first process (``LOADED``).
+"""
+
+import fcntl
+import gc
+import importlib
+import os
+import pickle
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from multiprocessing import popen_spawn_posix, reduction, resource_tracker, spawn
+from multiprocessing.connection import Connection, Pipe
+from multiprocessing.context import set_spawning_popen
+from pathlib import Path
+from threading import Lock
+from typing import IO, Any
+
+# Variables that Python, SGLang or PyTorch reads while it is loaded begin so.
+LOADED = ("PYTHON", "SGLANG_PL", "SGLANG_TEST_", "OMP_", "TORCH")
+# What a server's processes load before plugins.
+MODULES = ("sglang.srt.server_args", "sglang.srt.utils", "sglang.srt.managers.scheduler", "sglang.srt.managers.detokenizer_manager")
+# Processes that a server may start: three ranks, and what turns tokens into text.
+SPARES = 4
+# A file descriptor that no module has opened.
+UNUSED = 300
+
+
+class Preloaded:
+    """A process that has loaded SGLang with this one's environment and ``env``, and forks servers."""
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        self.env = {**os.environ, **env}
+        self._lock = Lock()
+        self._ask, theirs = Pipe()
+        command = (sys.executable, __file__, str(theirs.fileno()))
+        self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), env=self.env, stdin=subprocess.DEVNULL)
+        theirs.close()
+
+    def serves(self, env: Mapping[str, str]) -> bool:
+        """Whether a process with these variables of its own would load the same modules."""
+        return all(self.env.get(name) == value for name, value in env.items() if name.startswith(LOADED))
+
+    def start(self, command: Sequence[str], log: IO[bytes], env: Mapping[str, str]) -> "Forked":
+        """Begin ``python -m MODULE ...`` as ``subprocess.Popen(start_new_session=True)`` would."""
+        _, flag, module, *arguments = command
+        assert flag == "-m", command
+        return Forked(self, self.ask("start", module, arguments, log.name, {**self.env, **env}))
+
+    def ask(self, *request: Any) -> Any:
+        """The process's answer; it gives one after the other."""
+        with self._lock:
+            self._ask.send(request)
+            return self._ask.recv()
+
+    def stop(self) -> None:
+        """End the process; servers go on."""
+        self._ask.close()
+        self._process.wait()
+
+
+class Forked:
+    """What is used of ``subprocess.Popen``."""
+
+    def __init__(self, preloaded: Preloaded, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._preloaded = preloaded
+
+    def poll(self) -> int | None:
+        """The exit code, once it has ended."""
+        if self.returncode is None:
+            self.returncode = self._preloaded.ask("poll", self.pid)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end.
+
+        Raises:
+            TimeoutExpired: it still runs after ``timeout`` seconds.
+        """
+        until = time.monotonic() + (timeout or float("inf"))
+        while self.poll() is None:
+            if time.monotonic() > until:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0)
+            time.sleep(0.05)
+        return self.poll() or 0
+
+    def terminate(self) -> None:
+        """SIGTERM, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGTERM)
+
+
+def serve(connection: Connection) -> tuple[str, list[str], str, dict[str, str]] | None:
+    """Answer requests; in a fork return what it is to run, and None where nobody asks any more."""
+    while True:
+        try:
+            kind, *details = connection.recv()
+        except EOFError:
+            return None
+        if kind == "poll":
+            pid, status = os.waitpid(details[0], os.WNOHANG)
+            connection.send(os.waitstatus_to_exitcode(status) if pid else None)
+            continue
+        pid = os.fork()
+        if not pid:
+            connection.close()
+            return tuple(details)
+        connection.send(pid)
+
+
+def run(module: str, arguments: list[str], log: str, env: dict[str, str]) -> None:
+    """Be the server, whose processes are forks of this one as it is now."""
+    os.setsid()
+    file = os.open(log, os.O_WRONLY | os.O_APPEND)
+    for number in (1, 2):
+        os.dup2(file, number)
+    os.close(file)
+    os.environ.clear()
+    os.environ.update(env)
+    spares: list[socket.socket] = []
+    for _ in range(SPARES):
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if not os.fork():
+            for each in (ours, *spares):
+                each.close()
+            return be_spawned(theirs)
+        theirs.close()
+        spares.append(ours)
+    popen_spawn_posix.Popen._launch = lambda popen, process: launch(popen, process, spares)
+    # As with ``-m``.
+    sys.path[0] = os.getcwd()
+    sys.argv = ["-m", *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def launch(popen: Any, process: Any, spares: list[socket.socket]) -> None:
+    """In place of starting Python anew: a spare takes what that is sent, the environment and open files."""
+    tracker = resource_tracker.getfd()
+    parent_read, child_write = os.pipe()
+    child_read, parent_write = os.pipe()
+    popen._fds += [tracker, child_read, child_write]
+    set_spawning_popen(popen)
+    try:
+        parts = [reduction.ForkingPickler.dumps(part) for part in (spawn.get_preparation_data(process._name), process)]
+    finally:
+        set_spawning_popen(None)
+    spare = spares.pop(0)
+    spare.settimeout(10)
+    numbers = pickle.dumps((child_read, tracker, popen._fds, dict(os.environ)))
+    socket.send_fds(spare, [numbers], popen._fds)
+    popen.pid = int(spare.recv(32))
+    spare.close()
+    popen.sentinel = parent_read
+    popen.finalizer = popen_spawn_posix.util.Finalize(popen, popen_spawn_posix.util.close_fds, (parent_read, parent_write))
+    os.close(child_read)
+    os.close(child_write)
+    with open(parent_write, "wb", closefd=False) as sent:
+        for part in parts:
+            sent.write(part)
+
+
+def be_spawned(told: socket.socket) -> None:
+    """Wait to be told what to run, as ``multiprocessing.spawn.spawn_main`` does; end where nobody tells any more."""
+    told = socket.socket(fileno=fcntl.fcntl(told.detach(), fcntl.F_DUPFD_CLOEXEC, UNUSED))
+    message, files, *_ = socket.recv_fds(told, 1 << 20, UNUSED)
+    if not message:
+        os._exit(0)
+    pipe, tracker, numbers, env = pickle.loads(message)
+    given = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, UNUSED) for file in files]
+    for file in files:
+        os.close(file)
+    for file, number in zip(given, numbers, strict=True):
+        os.dup2(file, number)
+        os.close(file)
+    told.send(str(os.getpid()).encode())
+    told.close()
+    os.environ.clear()
+    os.environ.update(env)
+    resource_tracker._resource_tracker._fd = tracker
+    sys.exit(spawn._main(pipe, os.dup(pipe)))
+
+
+def main() -> None:
+    """Load, and serve; a fork goes on as a server, and ends as a process of its own does."""
+    connection = Connection(int(sys.argv[1]))
+    for name in MODULES:
+        importlib.import_module(name)
+    gc.freeze()
+    asked = serve(connection)
+    if asked is not None:
+        run(*asked)
+
+
+if __name__ == "__main__":
+    main()
