@@ -25,22 +25,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of servers first, in groups that one process runs; unit tests are short, and fill what is left of each process."""
     here = Path(__file__).parent
     groups = {item: group(item) for item in items if item.path.is_relative_to(here)}
-    items.sort(key=lambda item: turn(item) if item in groups else (2, 0))
+    items.sort(key=lambda item: turn(item) if item in groups else (3, 0))
     for item, name in groups.items():
         item.add_marker(pytest.mark.xdist_group(name))
 
 
 def group(item: pytest.Item) -> str:
-    """The tests that run one after the other in one process: those that ask stock SGLang, or of a file."""
-    return "stock" if "stock" in getattr(item, "fixturenames", ()) else item.path.stem
+    """The tests that run one after the other in one process: those of a shared server, or of a file."""
+    return next((name for name in SHARED if name in names_of(item)), item.path.stem)
 
 
 def turn(item: pytest.Item) -> tuple[int, int]:
-    """Tests of a shared server together; of those that do not ask stock, first those that do not wait for its answers either."""
-    names = getattr(item, "fixturenames", ())
-    if "stock" in names:
-        return 0, next((place for place, name in enumerate(SHARED) if name in names), len(SHARED))
-    return 1, int("once" in names)
+    """First those whose server most tests share, which begin with stock's answers; then those that do not wait for these."""
+    names = names_of(item)
+    if SHARED[0] in names:
+        return 0, 0
+    if "stock" not in names and "once" not in names:
+        return 1, 0
+    return 2, next((place for place, name in enumerate(SHARED) if name in names), 0)
+
+
+def names_of(item: pytest.Item) -> tuple[str, ...]:
+    """Of its fixtures."""
+    return getattr(item, "fixturenames", ())
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import importlib.machinery
 import importlib.util
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -59,8 +60,9 @@ class SavedTokenizer:
         return f"<{token_id}>"
 
     def save_pretrained(self, folder: Path) -> None:
-        """Write the end-of-text token."""
+        """Write the end-of-text token, and that no class is known."""
         (folder / "tokenizer.json").write_text(self.eos_token)
+        (folder / demo_model.TOKENIZER_CONFIG).write_text('{"model_max_length": 8192, "tokenizer_class": "TokenizersBackend"}')
 
 
 class InterruptedTokenizer(SavedTokenizer):
@@ -125,6 +127,13 @@ def test_end_of_text_token_is_the_one_of_the_model(
     assert (folder / "tokenizer.json").read_text() == f"<{SavedModel.eos_token_id}>"
 
 
+def test_the_tokenizer_is_of_the_published_models_class(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    replace_readers(monkeypatch, SavedTokenizer())
+    folder = demo_model.prepare(tmp_path / "demo", make_gguf(tmp_path))
+    about = json.loads((folder / demo_model.TOKENIZER_CONFIG).read_text())
+    assert about == {"model_max_length": 8192, "tokenizer_class": "GPT2Tokenizer"}
+
+
 def test_interrupted_conversion_leaves_no_folder_and_is_done_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -136,5 +145,5 @@ def test_interrupted_conversion_leaves_no_folder_and_is_done_again(
 
     replace_readers(monkeypatch, SavedTokenizer())
     demo_model.prepare(folder, gguf)
-    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "tokenizer.json"]
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "tokenizer.json", demo_model.TOKENIZER_CONFIG]
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["demo"]
