@@ -22,6 +22,7 @@ from matrix_arguments import add_shapes, numbers
 from matrix_launches import LAUNCHES, ONCE, Shape, shapes
 from triton._C.libtriton import ir, nvidia, passes
 from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import ASTSource
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
@@ -94,6 +95,21 @@ def only_sizes() -> None:
     triton.knobs.runtime.add_stages_inspection_hook = hook
 
 
+def read_once(folder: Path) -> None:
+    """Let a Triton kernel be read once for all GPUs: what it is before the first pass does not depend on them."""
+    made = ASTSource.make_ir
+
+    def make_ir(self, target, options, codegen_fns, module_map, context):
+        file = folder / f"{self.hash()}.ttir"
+        if not file.exists():
+            file.write_text(str(made(self, target, options, codegen_fns, module_map, context)))
+        module = ir.parse_mlir_module(str(file), context)
+        module.context = context
+        return module
+
+    ASTSource.make_ir = make_ir
+
+
 def compile_only(chip: Chip, made: list[str]) -> None:
     """Let launches compile for ``chip``, and note the kernels that fit its shared memory; as on the GPU, others raise."""
     triton.runtime.driver.set_active(chip)
@@ -126,6 +142,7 @@ def main() -> int:
     asked, chip, made, counts, names, started = arguments(), Chip(), [], Counter(), set(), time.monotonic()
     if asked.sizes:
         only_sizes()
+        read_once(Path(triton.knobs.cache.dir))
     compile_only(chip, made)
     part, parts = asked.part
     jobs = [
