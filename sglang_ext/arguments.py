@@ -16,6 +16,7 @@ from sglang.srt.server_args import ServerArgs
 
 from sglang_ext import command_line, flag_checks
 from sglang_ext.config import benchmark_options, disaggregation_options, options, refused_options
+from sglang_ext.config.prefill_options import EXACT, PREFILLS
 from sglang_ext.core import RADIX_CACHE_BACKEND, SPECULATIVE_ALGORITHM, HookError, OptionError
 from sglang_ext.mem_cache.compressors import catalogue
 from sglang_ext.mem_cache.selection.predictors import PREDICTORS
@@ -89,6 +90,15 @@ class KVServerArgs(ServerArgs):
         + ". The first is the default. Fewer are more precise, and take more room.",
         NS("memory"),
     ] = None
+    kv_prefill: A[
+        str,
+        Arg(
+            help="With --kv-mode lossy and --kv-compressor hack: what prompts attend to. exact: keys and values as they are. quantized: "
+            "the codes that copies hold, but for a token's own block.",
+            choices=list(PREFILLS),
+        ),
+        NS("memory"),
+    ] = EXACT
     kv_budget: A[
         float | None,
         "Share of the context's tokens that the compressed view keeps, above 0 and at most 1. Default: "

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sglang_ext.config import (
-    benchmark_options, disaggregation_options, method_options, model_options, options, refusal, selection_options,
+    benchmark_options, disaggregation_options, method_options, model_options, options, prefill_options, refusal, selection_options,
 )  # fmt: skip
 from sglang_ext.config.options import FULL_TIERS, MAX_DRAFT_LENGTH, MAX_OFFLOAD_DRAFT_LENGTH, MODES, offload_obstacle, one_of
 from sglang_ext.core import OptionError
@@ -44,6 +44,7 @@ def check_flags(args: "KVServerArgs") -> None:
     benchmark_options.check_flags(args)
     selection_options.resolve(args)
     method_options.resolve(args)
+    prefill_options.resolve(args)
     method_options.resolve_head_budgets(args)
     _warn_of_idle_drafts(args)
     _warn_of_idle_compressor(args)
@@ -66,6 +67,7 @@ def check_resolved(args: "KVServerArgs") -> None:
     method_options.check_resolved(args)
     method_options.check_head_budgets(args)
     selection_options.check_resolved(args)
+    prefill_options.check_resolved(args)
     served_methods.check_files(args)
     request_checks.check_preferred(args)
     hooking.check(args.kv_mode)

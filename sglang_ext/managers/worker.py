@@ -12,9 +12,11 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
 from sglang_ext.command_line import ends_scheduler
 from sglang_ext.config import options
+from sglang_ext.config.prefill_options import QUANTIZED
 from sglang_ext.layers.attention import torch_native, verify_graphs
 from sglang_ext.layers.attention.copies import copy_graphs
 from sglang_ext.layers.attention.of_model import an_attention, attention_scaling
+from sglang_ext.layers.attention.quantized_prefill import QuantizedPrefill
 from sglang_ext.layers.attention.views import BetweenSteps
 from sglang_ext.layers.forward import Attention, Attentions
 from sglang_ext.managers import integrity, served_methods
@@ -70,6 +72,8 @@ class KVWorker(BaseSpecWorker):
         self.loop: DecodeLoop | None = None
         self.new_tokens = NewTokens()
         self.traveling: TravelingQueries | None = None
+        # Attention of prompts, where that is not exact.
+        self.quantized: QuantizedPrefill | None = None
         verify_graphs.plain(self.model_runner)
         torch_native.register()
         reserve_queries(window)
@@ -116,6 +120,8 @@ class KVWorker(BaseSpecWorker):
         copies, verifier = self._read_copies(), verifier_of(self.server_args, self.model_runner)
         self.attentions = Attentions(None if verifier is None else Attention(verifier), copies)
         self.graphs = verify_graphs_of(self.server_args, self.model_runner, self.queries, verifier)
+        if self.server_args.kv_prefill == QUANTIZED:
+            self.quantized = self.model_runner.attn_backend.prefill = QuantizedPrefill(self.form.form, self.buffers.first_head)
 
     def _read_copies(self) -> Attention | None:
         """Let attention read copies that hold no plain tokens; what does so in place of the model's own, None where that can."""

@@ -5,12 +5,18 @@ few tokens as dear as a prefill. This computes the new rows alone. Rows of the t
 that are no plain tokens (copies/).
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from torch.nn.functional import scaled_dot_product_attention
 
 from sglang_ext.layers.attention.copies.readers import READERS
+from sglang_ext.layers.attention.quantized_prefill import QuantizedPrefill
 from sglang_ext.mem_cache.compressed.formats.kv_format import KVFormat, PlainTokens
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
 
 
 class RaggedTorchNativeBackend(TorchNativeAttnBackend):
@@ -18,9 +24,16 @@ class RaggedTorchNativeBackend(TorchNativeAttnBackend):
 
     Attributes:
         form: what rows may begin with besides plain tokens; the worker sets it.
+        prefill: attention of prompts on quantized KV; None where it is exact. The worker sets it, too.
     """
 
     form: KVFormat = PlainTokens()
+    prefill: QuantizedPrefill | None = None
+
+    def forward_extend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: "RadixAttention", *given, **named) -> torch.Tensor:
+        """As SGLang's, which does not tell :meth:`_run_sdpa_forward_extend` the layer."""
+        self._layer = layer.layer_id
+        return super().forward_extend(q, k, v, layer, *given, **named)
 
     def _run_sdpa_forward_extend(
         self,
@@ -52,6 +65,8 @@ class RaggedTorchNativeBackend(TorchNativeAttnBackend):
             if begun:
                 reader = READERS[type(self.form)]
                 result = reader.attend(self.form, row, begun, queries, k_cache, v_cache, slots, scaling)
+            elif self.prefill is not None and self.prefill.computes(row):
+                result = self.prefill.attend(self._layer, row, queries, k_cache, v_cache, slots, scaling)
             else:
                 result = _dense_attention(queries, k_cache[slots], v_cache[slots], causal, scaling, enable_gqa)
             output[start : start + count] = result

@@ -5,6 +5,7 @@ its queries to compressors that score by them.
 """
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ from sglang_ext.managers.spec_decode.grammar import LONGEST_WALK, Walk
 from sglang_ext.managers.spec_decode.result import Answers, GatheredDrafts, Part
 from sglang_ext.managers.spec_decode.round import Round
 from sglang_ext.managers.spec_decode.sampling import Row, Sampled, Sampling, SamplingCache, sampling_batch
+from sglang_ext.mem_cache.compressed.formats.rounding import token_seeds
 from sglang_ext.mem_cache.compressed.query_window import Recorded
 
 if TYPE_CHECKING:
@@ -276,13 +278,22 @@ def prefill(worker: "KVWorker", batch: "ScheduleBatch", on_publish=None) -> Gene
     if on_publish is not None:
         # The lengths are known before the forward: the scheduler shall prepare the next round while it runs.
         on_publish(batch.seq_lens)
-    with worker.queries.recording(of_use(worker.views, states, _to_record(batch))):
+    with worker.queries.recording(of_use(worker.views, states, _to_record(batch))), _on_quantized_kv(worker, batch, states):
         result = worker.target_worker.forward_batch_generation(batch, is_verify=True)
     result.next_token_ids = _first_tokens(worker, batch, states, result)
     worker.loop.interrupt()
     result.next_draft_input = BetweenSteps(result.next_token_ids)
     result.new_seq_lens = batch.seq_lens
     return result
+
+
+def _on_quantized_kv(worker: "KVWorker", batch: "ScheduleBatch", states: list[RequestState]) -> AbstractContextManager[None]:
+    """Let prompts attend to codes, where the server does so."""
+    if worker.quantized is None:
+        return nullcontext()
+    lengths = [prefix + length for prefix, length in zip(batch.prefix_lens, batch.extend_lens)]
+    device = batch.seq_lens.device
+    return worker.quantized.of({state.row: token_seeds(state.prompt, length, device) for state, length in zip(states, lengths)})
 
 
 def _to_record(batch: "ScheduleBatch") -> Iterator[Recorded]:

@@ -55,6 +55,7 @@ WRONG: dict[str, dict[str, object]] = {
     "kv_online_compressor": {"kv_online_compressor": "kvzip"},
     "kv_bits": {"kv_bits": 4},
     "kv_partition": {"kv_partition": 64},
+    "kv_prefill": {"kv_prefill": "fast"},
     "kv_budget": {"kv_budget": 0.0},
     "kv_select": {"kv_select": 2.5},
     "kv_select_every": {"kv_select_every": 0},

@@ -9,6 +9,7 @@ are groups, which takes longer. Blocks with sums are multiplied as integers, by 
 (layers/kernels/hack/product.py).
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -49,19 +50,54 @@ def packed_attention(
     """
     count, heads, dim = queries.shape
     kv_heads, exact = keys.shape[1], slots[packed:]
-    rows = (queries.float() * scaling).view(count, kv_heads, -1, dim).transpose(0, 1).flatten(1, 2)
-    blocks = packing.read(keys, packing.keys, slots[:packed])
+    rows = by_head(queries, kv_heads, scaling)
+    of_keys = packing.read(keys, packing.keys, slots[:packed])
     (to_keys, to_values), (key_levels, value_levels) = packing.rotations(slots.device), packing.levels(slots.device)
-    far = _far_scores(packing, _rotated(rows, to_keys), blocks, key_levels)
-    near = rows @ keys[exact].float().permute(1, 2, 0)
-    newest = torch.arange(count, device=slots.device).repeat_interleave(heads // kv_heads) + len(exact) - count
-    near = near.masked_fill(torch.arange(len(exact), device=slots.device) > newest[:, None], float("-inf"))
-    weights = torch.cat([far, near], -1).softmax(-1)
-    far, near = weights.split([far.shape[-1], len(exact)], -1)
-    blocks = packing.read(values, packing.values, slots[:packed])
-    summed = _far_sums(packing, far, blocks, value_levels)
-    summed = _rotated(summed, None if to_values is None else to_values.t()) + near @ values[exact].float().transpose(0, 1)
-    return summed.view(kv_heads, count, heads // kv_heads, -1).transpose(0, 1).flatten(1, 2)
+    far = _far_scores(packing, _rotated(rows, to_keys), of_keys, key_levels)
+
+    def far_sums(weights: torch.Tensor) -> torch.Tensor:
+        of_values = packing.read(values, packing.values, slots[:packed])
+        summed = _far_sums(packing, weights, of_values, value_levels)
+        return _rotated(summed, None if to_values is None else to_values.t())
+
+    return by_token(over_both(rows, far, far_sums, keys[exact], values[exact], count), count)
+
+
+def by_head(queries: torch.Tensor, kv_heads: int, scaling: float) -> torch.Tensor:
+    """Queries, [count, heads, dim], as float32 [kv_heads, count * heads of each, dim], times ``scaling``."""
+    return (queries.float() * scaling).unflatten(1, (kv_heads, -1)).transpose(0, 1).flatten(1, 2)
+
+
+def by_token(rows: torch.Tensor, count: int) -> torch.Tensor:
+    """What became of :func:`by_head`'s rows, [kv_heads, rows, dim], as [count, heads, dim]."""
+    return rows.unflatten(1, (count, -1)).transpose(0, 1).flatten(1, 2)
+
+
+def over_both(
+    rows: torch.Tensor,
+    far: torch.Tensor,
+    far_sums: Callable[[torch.Tensor], torch.Tensor],
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    count: int,
+) -> torch.Tensor:
+    """Causal attention of the newest tokens: one softmax over packed tokens, and over the exact ones after them.
+
+    Args:
+        rows: float32 [kv_heads, rows, dim], of the last ``count`` exact tokens (:func:`by_head`).
+        far: float32 [kv_heads, rows, packed tokens], the products with packed keys.
+        far_sums: gives the sums of packed values with their weights, of the shape of ``far``: float32 [kv_heads, rows, dim of a value].
+        keys, values: of the exact tokens, [tokens, kv_heads, dim].
+        count: tokens that ``rows`` are of.
+
+    Returns:
+        float32 [kv_heads, rows, dim of a value].
+    """
+    near = rows @ keys.float().permute(1, 2, 0)
+    newest = torch.arange(count, device=keys.device).repeat_interleave(rows.shape[1] // count) + len(keys) - count
+    near = near.masked_fill(torch.arange(len(keys), device=keys.device) > newest[:, None], float("-inf"))
+    far, near = torch.cat([far, near], -1).softmax(-1).split([far.shape[-1], len(keys)], -1)
+    return far_sums(far) + near @ values.float().transpose(0, 1)
 
 
 def _far_scores(packing: Packing, rows: torch.Tensor, block: Quantized, levels: torch.Tensor | None) -> torch.Tensor:

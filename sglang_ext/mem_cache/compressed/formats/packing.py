@@ -143,17 +143,33 @@ class Packing:
                 return
         targets = targets[: self.packed_slots(kept.shape[-1])].split(self.packed_slots(WRITTEN_TOKENS))
         heads = torch.arange(kept.shape[1], device=kept.device)[:, None]
-        kinds = ((buffers.keys, self.keys), (buffers.values, self.values))
         for layer, of_layer in enumerate(kept):
+            place = buffers.layer_ids[layer], buffers.first_head
             for tokens, slots in zip(of_layer.split(WRITTEN_TOKENS, dim=-1), targets):
-                read = sources[tokens]
-                for is_value, ((kind, layout), rotation) in enumerate(zip(kinds, self.rotations(kept.device))):
-                    numbers, drawn = kind[layer][read, heads].float(), None
-                    if seeds is not None:
-                        lanes = lane(buffers.layer_ids[layer], buffers.first_head, bool(is_value)) + 2 * heads[:, 0]
-                        drawn = noise(seeds[tokens], lanes, layout.dim)
-                    cells = layout.pack(self.quantized(numbers, tokens, layout, rotation, drawn), self.block_slots)
+                read, of_tokens = sources[tokens], None if seeds is None else seeds[tokens]
+                for is_value, kind in enumerate((buffers.keys, buffers.values)):
+                    numbers = kind[layer][read, heads].float()
+                    block = self.codes(numbers, tokens, bool(is_value), *place, of_tokens)
+                    cells = (self.values if is_value else self.keys).pack(block, self.block_slots)
                     as_bytes(kind[layer])[slots] = cells.flatten(1, 2).transpose(0, 1)
+
+    def codes(
+        self, numbers: torch.Tensor, tokens: torch.Tensor, is_value: bool, layer: int, first_head: int, seeds: torch.Tensor | None
+    ) -> Quantized:
+        """What a layer's keys or values become in blocks.
+
+        Args:
+            numbers: float32 [heads, tokens, dim]; whole blocks.
+            tokens: int64 [heads, tokens], positions.
+            is_value: whether they are values.
+            layer, first_head: which of the model's, by which noise is drawn.
+            seeds: int32 [heads, tokens], by which it is drawn, too; None rounds to the nearest code.
+        """
+        layout, drawn = self.values if is_value else self.keys, None
+        if seeds is not None:
+            lanes = lane(layer, first_head, is_value) + 2 * torch.arange(len(numbers), device=numbers.device)
+            drawn = noise(seeds, lanes, layout.dim)
+        return self.quantized(numbers, tokens, layout, self.rotations(numbers.device)[is_value], drawn)
 
     def quantized(
         self,

@@ -1,0 +1,54 @@
+"""The flag ``--kv-prefill``: whether prompts attend to exact keys and values, or to the codes that their copies will hold."""
+
+from typing import TYPE_CHECKING
+
+from sglang_ext.config.options import one_of
+from sglang_ext.core import OptionError
+from sglang_ext.mem_cache.compressors import catalogue
+
+if TYPE_CHECKING:
+    from sglang_ext.arguments import KVServerArgs
+
+EXACT, QUANTIZED = PREFILLS = ("exact", "quantized")
+
+
+def resolve(args: "KVServerArgs") -> None:
+    """Refuse what prompts cannot attend to.
+
+    Raises:
+        OptionError: names the flag, its value and the remedy.
+    """
+    one_of("--kv-prefill", args.kv_prefill, PREFILLS)
+    if args.kv_prefill == EXACT:
+        return
+    drops, packs = catalogue.parse(args.kv_compressor)
+    if drops is not None or packs not in catalogue.partitioned():
+        raise OptionError(
+            f"--kv-prefill is {QUANTIZED} with --kv-compressor {args.kv_compressor}; prompts attend to all tokens, as codes that are "
+            f"multiplied as integers: pass --kv-compressor {' or '.join(catalogue.partitioned())}, or --kv-prefill {EXACT}"
+        )
+    if args.kv_mode != "lossy":
+        raise OptionError(
+            f"--kv-prefill is {QUANTIZED} with --kv-mode {args.kv_mode}, whose answers are those of exact prompts: pass --kv-mode lossy, "
+            f"or --kv-prefill {EXACT}"
+        )
+
+
+def check_resolved(args: "KVServerArgs") -> None:
+    """Refuse a device and a role without such attention, once SGLang has chosen the device.
+
+    Raises:
+        OptionError: names it, and the remedy.
+    """
+    if args.kv_prefill == EXACT:
+        return
+    if args.device != "cpu":
+        raise OptionError(
+            f"--device is {args.device} with --kv-prefill {QUANTIZED}; prompts attend to codes on a CPU alone, as no kernel does it yet: "
+            f"pass --kv-prefill {EXACT}, or --device cpu"
+        )
+    if args.disaggregation_mode != "null":
+        raise OptionError(
+            f"--disaggregation-mode is {args.disaggregation_mode} with --kv-prefill {QUANTIZED}; what travels does not say how it was "
+            f"computed: pass --kv-prefill {EXACT}"
+        )

@@ -1,0 +1,101 @@
+"""Prefill on quantized KV, in PyTorch: each token attends to what decoding would find at its place (HACK, arXiv 2502.03589).
+
+Keys and values of the whole blocks before a token's own are codes, the same that a copy of the prompt holds, and are multiplied as
+integers by queries and weights in 8 bits (equation 4). Its own block is not full yet, and is read as it is (requantization
+elimination), as are the prompt's first tokens, the sinks. So what a token attends to depends on the tokens before it alone: neither on chunks, nor on how much of the prompt
+is cached.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+
+from sglang_ext.layers.attention.copies.packed import by_head, by_token, over_both, partitions_of_keys, partitions_of_values
+from sglang_ext.layers.kernels.hack.product import Partitioned, in_partitions, product
+from sglang_ext.mem_cache.compressed.formats.packing import Packing
+
+
+class QuantizedPrefill:
+    """Attention of the prompts that are computed.
+
+    Attributes:
+        packing: gives the codes; its quantizer stores their sums.
+        first_head: the first of this rank's KV heads, of all of the model's.
+    """
+
+    def __init__(self, packing: Packing, first_head: int) -> None:
+        self.packing = packing
+        self.first_head = first_head
+        self._seeds: Mapping[int, torch.Tensor] = {}
+
+    @contextmanager
+    def of(self, seeds: Mapping[int, torch.Tensor]) -> Iterator[None]:
+        """Meanwhile prompts in these rows of the token table are computed; int32 [tokens] of each, of its tokens (formats/rounding.py)."""
+        self._seeds = seeds
+        try:
+            yield
+        finally:
+            self._seeds = {}
+
+    def computes(self, row: int) -> bool:
+        """Whether a row's prompt is computed now."""
+        return row in self._seeds
+
+    def attend(
+        self, layer: int, row: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        """Causal attention of a prompt's newest tokens.
+
+        Args:
+            layer: its number in the model.
+            row: of the token table.
+            queries: [count, heads, dim], of the last ``count`` tokens.
+            keys, values: the layer's buffers, [slots, kv_heads, dim].
+            slots: int64 [tokens], of all tokens until the last.
+            scaling: factor on query-key products.
+
+        Returns:
+            float32 [count, heads, dim of a value].
+        """
+        sinks, block, tokens, count = self.packing.sinks, self.packing.block_tokens, len(slots), len(queries)
+        known = tokens - count
+        # Where the blocks of the first and of the last token begin; the first block is read with the sinks.
+        first, last = (max(0, place - sinks) // block * block for place in (known, tokens - 1))
+        before = slots[sinks : sinks + last]
+        of_keys, of_values = (
+            self._codes(layer, row, buffer[before], bool(is_value)) for is_value, buffer in enumerate((keys, values))
+        )
+        found = []
+        for begin in range(first, last + 1, block):
+            start, end = sinks + begin if begin else 0, sinks + begin + block
+            near = torch.cat([slots[: sinks if begin else 0], slots[start:end]])
+            asked = queries[max(0, start - known) : end - known]
+            found.append(self._of_block(asked, begin, of_keys, of_values, keys[near], values[near], scaling))
+        return torch.cat(found)
+
+    def _of_block(
+        self, queries: torch.Tensor, begin: int, of_keys: Partitioned, of_values: Partitioned, keys: torch.Tensor, values: torch.Tensor,
+        scaling: float,
+    ) -> torch.Tensor:  # fmt: skip
+        """That of a block's last tokens, over the sinks and the block, ``keys`` and ``values`` [tokens, kv_heads, dim], and ``begin`` codes."""
+        channels, tokens = self.packing.keys.grid.channels, self.packing.values.grid.tokens
+        rows = by_head(queries, keys.shape[1], scaling)
+        before = Partitioned(*(part[:, :begin] for part in of_keys))
+        far = product(in_partitions(rows, channels), before, channels)
+
+        def far_sums(weights: torch.Tensor) -> torch.Tensor:
+            if not begin:
+                return weights.new_zeros(())
+            summed = Partitioned(of_values.codes[..., :begin], *(part[..., : begin // tokens] for part in of_values[1:]))
+            return product(in_partitions(weights, tokens), summed, tokens)
+
+        return by_token(over_both(rows, far, far_sums, keys, values, len(queries)), len(queries))
+
+    def _codes(self, layer: int, row: int, numbers: torch.Tensor, is_value: bool) -> Partitioned:
+        """Of whole blocks after the sinks, [tokens, kv_heads, dim]: keys as rows of tokens, values as rows of channels."""
+        tokens, heads, sinks = *numbers.shape[:2], self.packing.sinks
+        positions = torch.arange(sinks, sinks + tokens, device=numbers.device).expand(heads, -1)
+        seeds = self._seeds[row][sinks : sinks + tokens].expand(heads, -1)
+        block = self.packing.codes(numbers.float().transpose(0, 1), positions, is_value, layer, self.first_head, seeds)
+        return partitions_of_values(block) if is_value else partitions_of_keys(block)

@@ -1,0 +1,30 @@
+"""Where prompts may attend to codes, and where that is refused."""
+
+import pytest
+from argument_helpers import arguments
+
+from sglang_ext import flag_checks
+from sglang_ext.config import prefill_options
+from sglang_ext.core import OptionError
+
+CODES = {"kv_mode": "lossy", "kv_compressor": "hack", "kv_prefill": "quantized"}
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"device": "cuda"}, "--device is cuda with --kv-prefill quantized; .*no kernel does it yet: pass --kv-prefill exact, or --device cpu"),
+        ({"device": "cpu", "disaggregation_mode": "decode"}, "--disaggregation-mode is decode with --kv-prefill quantized; .*: pass --kv-prefill exact"),
+    ],
+)
+def test_codes_are_read_by_prompts_of_one_server_on_a_cpu(given: dict[str, object], match: str) -> None:
+    flag_checks.check_flags(args := arguments(**CODES))
+    for name, value in {"device": "cpu", "disaggregation_mode": "null"}.items():
+        setattr(args, name, value)
+    prefill_options.check_resolved(args)
+    for name, value in given.items():
+        setattr(args, name, value)
+    with pytest.raises(OptionError, match=match):
+        prefill_options.check_resolved(args)
+    args.kv_prefill = "exact"
+    prefill_options.check_resolved(args)
