@@ -41,8 +41,6 @@ CROWDED = (
     *VERIFIED,
     *("--max-running-requests", "20", "--max-total-tokens", "3584", "--kv-host-gb", "0.3"),
 )
-# Of those that tests start, the ones that start with Python itself, as a user's.
-ALONE = (VERIFIED,)
 # What former versions read of the environment: a shell may have left it.
 LEFT = {"SGLANG_EXT_SIMULATE_ACCEPTANCE": "0", "SGLANG_EXT_CORRUPT_LOADS": "1", "SGLANG_EXT_LOCK_STEP": "1"}
 # Slots of a server that does not say how many; each thousand takes 0.2 s to allocate.
@@ -107,8 +105,9 @@ class Server(ServerProcess):
 class Servers:
     """Starts servers on demand: stock stays, another one ends when the next is asked for.
 
-    They are forks of ``preloaded``, but for those that users are shown how to start (``ALONE``). They sleep when idle: SGLang's
-    scheduler polls otherwise, and takes a core from the other server. What ends mostly waits, so that the next one starts meanwhile.
+    They are forks of ``preloaded``, but for those that retract on purpose or whose modules are not the installed ones, which start
+    as a user's do. They sleep when idle: SGLang's scheduler polls otherwise, and takes a core from the other server. What ends
+    mostly waits, so that the next one starts meanwhile.
     """
 
     def __init__(self, model: Path, folder: Path, preloaded: Preloaded | None) -> None:
@@ -150,7 +149,7 @@ class Servers:
             self.folder / f"server-{self.started}.log",
             request_timeout=300,
             env={**OFFLINE, **({} if console else QUICK_START), **(env or {})},
-            preloaded=None if console or flags in ALONE else self.preloaded,
+            preloaded=None if console else self.preloaded,
         )
         if console:
             command = Path(sys.executable).with_name("sglang")
