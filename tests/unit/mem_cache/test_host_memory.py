@@ -100,7 +100,7 @@ def test_flags_are_checked_for_all_ranks_of_this_host(monkeypatch, ranks, hosts,
         get_num_kv_heads=lambda ranks: 2, head_dim=64, v_head_dim=64, num_hidden_layers=4, dtype=torch.float32
     )
     args = SimpleNamespace(
-        kv_mode="verified", kv_compressor="snapkv", kv_host_gb=100 / here + 1, tp_size=ranks, nnodes=hosts, page_size=1,
+        kv_mode="verified", kv_compressor="snapkv", kv_prefill="exact", kv_host_gb=100 / here + 1, tp_size=ranks, nnodes=hosts, page_size=1,
         preferred_sampling_params=None, get_model_config=lambda: model
     )
     assert ranks_of_host(args) == here
