@@ -100,7 +100,8 @@ class TieredRadixCache(RadixCache):
 
         Args:
             ended: told of the row of a request that finished, was aborted or retracted, after its copy was released.
-            keeps_answers: whether generated tokens enter the tree; not in lossy mode, where their KV is not that of the full cache.
+            keeps_answers: whether generated tokens enter the tree; not in lossy mode, where their KV is not that of the full cache:
+                there prompts do alone.
             residency: requests whose full KV may leave the device, where it may.
             early: requests that begin before all of their full KV is there, where some do.
         """
@@ -199,14 +200,16 @@ class TieredRadixCache(RadixCache):
         if self.disable:
             super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
             return
-        token_ids = (req.origin_input_ids + req.output_ids)[:kv_len_to_handle]
+        token_ids, own = (req.origin_input_ids + req.output_ids)[:kv_len_to_handle], req.cache_protected_len
         row, key = self._row_and_key(req, token_ids)
-        if is_insert and self._keeps_answers and not self.disable_finished_insert:
+        if not self._keeps_answers:
+            _, key = self._row_and_key(req, req.origin_input_ids[:kv_len_to_handle])
+        if is_insert and not self.disable_finished_insert:
             slots = row[: len(key)].to(torch.int64, copy=True)
-            _, unneeded = self._grow(key, slots, req.cache_protected_len, getattr(req, "priority", 0) or 0)
+            _, unneeded = self._grow(key, slots, own, getattr(req, "priority", 0) or 0)
         else:
-            unneeded = [(req.cache_protected_len, len(key))]
-        self._free_parts(row, [*unneeded, (len(key), len(row))])
+            unneeded = [(own, max(own, len(key)))]
+        self._free_parts(row, [*unneeded, (max(own, len(key)), len(row))])
         if req.last_node is not None:
             self.dec_lock_ref(req.last_node)
 

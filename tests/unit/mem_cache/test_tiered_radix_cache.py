@@ -442,6 +442,28 @@ def test_answers_of_copies_alone_do_not_enter_the_tree():
     world.empty()
 
 
+def test_a_prompt_whose_answer_is_one_token_is_kept_where_answers_are_not():
+    """SGLang tells the tree of it once, when it ends; of a prompt that it computed in chunks, its beginning before."""
+    world = World()
+    world.cache.serve(None, keeps_answers=False)
+    prompt = [*A, 11, 12, 13, 14, 15]
+    req = world.start(prompt[: len(A)])
+    req.origin_input_ids.extend(prompt[len(A) :])
+    req.output_ids.append(31)
+    assert world.extend(req, len(prompt) + 1)
+    world.finish(req)
+    assert world.match([*prompt, 31, 32, 33]).last_device_node.end == len(A) + 4
+    # One that was prefilled again with what it answered has more in the tree than its prompt.
+    req = world.start([*prompt, 31, 32, 33])
+    del req.origin_input_ids[len(prompt) :]
+    req.output_ids.extend([31, 32, 33, 34])
+    assert world.extend(req, len(req.tokens))
+    world.finish(req)
+    assert world.match([*prompt, 31, 32, 33]).last_device_node.end == len(A) + 8
+    world.check()
+    world.empty()
+
+
 def test_who_writes_beside_loads_is_told_of_their_slots_before():
     world, told = World(), []
     world.cache.use_host(world.tier, about_to_write=lambda slots: told.append((slots.tolist(), world.kv[slots, 0, 0].tolist())))
