@@ -55,5 +55,6 @@ def check_integer_switches(device):
         near = 1e-5 if device == "cpu" else 5e-3
         assert (plain - expected).abs().max() < near * expected.abs().max()
         expected, found = requantized(pool, queries, exact), decoded(pool, queries, device, (3, 1), exact_tail=False)
-        assert (found - expected).abs().max() < near * expected.abs().max(), (bits, partition, (found - expected).abs().max())
+        # Weights' codes, too, change with keys' products, which are of TensorFloat-32 on a GPU.
+        assert (found - expected).abs().max() < 2 * near * expected.abs().max(), (bits, partition, (found - expected).abs().max())
         assert (found - plain).abs().max() > 1e-4, "it is no exact tail"

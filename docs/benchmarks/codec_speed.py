@@ -1,0 +1,76 @@
+"""How fast a device encodes and decodes pages of KV as anchor and residual, beside a copy of as many bytes on it.
+
+    python docs/benchmarks/codec_speed.py [--device cuda] [--layers 36] [--tokens 64 1024 8192]
+
+A page holds keys and values of all layers, 8 heads of 128 channels each, bfloat16, normally distributed. Encoding waits for the device
+once or twice, which is counted; decoding is counted from its first launch to its last. Bytes are those read and written: the pool's
+twice for an exact residual, which reads the page once more.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from sglang_ext.layers.kernels.lynx.codec import decode_parts, encode_parts
+from sglang_ext.layers.kernels.lynx.layout import Layout
+
+CHANNELS, DTYPE, REPEATS = 1024, torch.bfloat16, 7
+
+
+def seconds(run: Callable[[], object], device: torch.device, calls: int) -> float:
+    """Of a call, median of some repeats."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    run()
+    found = []
+    for _ in range(REPEATS):
+        wait()
+        began = time.perf_counter()
+        for _ in range(calls):
+            run()
+        wait()
+        found.append((time.perf_counter() - began) / calls)
+    return statistics.median(found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--layers", type=int, default=36)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[64, 1024, 8192], help="of a page")
+    parser.add_argument("--bits", type=int, default=4)
+    asked = parser.parse_args()
+    device = torch.device(asked.device)
+    print("tokens | reference | encode | decode anchor | decode both | copy, GB/s; ms of each")
+    for tokens in asked.tokens:
+        calls = max(1, 512 // tokens)
+        pools = [torch.randn(tokens, CHANNELS, device=device).to(DTYPE) for _ in range(2 * asked.layers)]
+        outs = [torch.empty_like(pool) for pool in pools]
+        slots = torch.randperm(tokens, device=device)
+        page = sum(pool.nbytes for pool in pools)
+        source = torch.empty(page, dtype=torch.uint8, device=device)
+        target = torch.empty_like(source)
+        copied = seconds(lambda: target.copy_(source), device, calls)
+        for reference in ("int8", "exact"):
+            layout = Layout(tokens, CHANNELS, DTYPE, asked.bits, 4, reference=reference)
+            streams = encode_parts(pools, layout, slots)
+            anchors, residuals = [each.anchor for each in streams], [each.residual for each in streams]
+            sizes = [sum(each.nbytes for each in stream) for stream in (anchors, residuals)]
+            again = page if reference == "exact" else 0
+            timed = {
+                "encode": (page + again + sum(sizes), lambda: encode_parts(pools, layout, slots)),
+                "decode anchor": (page + sizes[0], lambda: decode_parts(anchors, None, layout, outs, slots)),
+                "decode both": (page + sum(sizes), lambda: decode_parts(anchors, residuals, layout, outs, slots)),
+            }
+            took = {name: seconds(run, device, calls) for name, (_, run) in timed.items()}
+            for pool, out in zip(pools, outs):
+                assert reference == "int8" or pool[slots].equal(out[slots]), "exact residuals restore the pool's bits"
+            rates = [f"{moved / took[name] / 1e9:.1f}" for name, (moved, _) in timed.items()] + [f"{2 * page / copied / 1e9:.1f}"]
+            times = [f"{1e3 * each:.3f}" for each in (*took.values(), copied)]
+            print(f"{tokens} | {reference} | {' | '.join(rates)}; {', '.join(times)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
