@@ -282,6 +282,17 @@ def test_of_gpus_nvidias_are_supported(
     assert "H200" in check.found if ok else "SGLANG_USE_CPU_ENGINE" in check.remedy
 
 
+@pytest.mark.parametrize(("threads", "told"), [(1, "1 thread"), (2, "2 threads")])
+def test_of_a_cpu_it_tells_the_threads_that_attention_takes(monkeypatch: pytest.MonkeyPatch, threads: int, told: str) -> None:
+    import sglang.srt.platforms as platforms
+
+    from sglang_ext.platforms.plain_cpu import PlainCpuPlatform
+
+    monkeypatch.setattr(platforms, "_current_platform", PlainCpuPlatform())
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    assert serving.check_device() == Check("device", True, f"plain CPU, {told}")
+
+
 def test_a_platform_that_does_not_load_is_a_failing_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> Check:
         raise RuntimeError("Multiple platform plugins activated")
