@@ -30,13 +30,17 @@ def checked(body, deterministic=True, preferred=None):
     """Check a request as the frontend does; what SGLang's own checks were called with."""
     calls, request = [], GenerateReqInput(**{"text": "a", **body})
     request.normalize_batch_and_arguments()
-    manager = SimpleNamespace(
+    check_request(lambda *args: calls.append(args), manager(deterministic, preferred), request, body.get("input_ids", [1]))
+    return calls
+
+
+def manager(deterministic=True, preferred=None):
+    """Of a server's frontend, what checks read."""
+    return SimpleNamespace(
         model_config=SimpleNamespace(vocab_size=VOCABULARY, hidden_size=4),
         preferred_sampling_params=preferred,
         server_args=arguments(deterministic),
     )
-    check_request(lambda *args: calls.append(args), manager, request, body.get("input_ids", [1]))
-    return calls
 
 
 @pytest.mark.parametrize("params", [
@@ -93,6 +97,15 @@ def test_the_servers_preferred_parameters_are_those_of_a_request_without():
     with pytest.raises(ValueError, match="sampling_params.top_k is 1.5"):
         checked({"sampling_params": {}}, preferred={"top_k": 1.5})
     assert checked({"sampling_params": {"top_k": 5}}, preferred={"top_k": 1.5})
+
+
+def test_of_several_prompts_none_is_empty():
+    """SGLang refuses an empty prompt where there is one, and its scheduler ends at an empty one of several."""
+    request = GenerateReqInput(input_ids=[[1], []])
+    request.normalize_batch_and_arguments()
+    check_request(lambda *args: None, manager(), request[0], [1])
+    with pytest.raises(ValueError, match="a prompt has no tokens; pass input_ids with at least one token id"):
+        check_request(lambda *args: None, manager(), request[1], [])
 
 
 @pytest.mark.parametrize(("body", "words"), [
