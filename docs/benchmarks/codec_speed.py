@@ -8,11 +8,10 @@ twice for an exact residual, which reads the page once more.
 """
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable
 
 import torch
+from compression_time import seconds
 
 from sglang_ext.layers.kernels.lynx.codec import decode_parts, encode_parts
 from sglang_ext.layers.kernels.lynx.layout import Layout
@@ -20,19 +19,9 @@ from sglang_ext.layers.kernels.lynx.layout import Layout
 CHANNELS, DTYPE, REPEATS = 1024, torch.bfloat16, 7
 
 
-def seconds(run: Callable[[], object], device: torch.device, calls: int) -> float:
-    """Of a call, median of some repeats."""
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    run()
-    found = []
-    for _ in range(REPEATS):
-        wait()
-        began = time.perf_counter()
-        for _ in range(calls):
-            run()
-        wait()
-        found.append((time.perf_counter() - began) / calls)
-    return statistics.median(found)
+def of_a_call(run: Callable[[], object], device: str, calls: int) -> float:
+    """Seconds of one of so many calls, after which the device is waited for once."""
+    return seconds(lambda: [run() for _ in range(calls)], device, REPEATS) / calls
 
 
 def main() -> None:
@@ -42,7 +31,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[64, 1024, 8192], help="of a page")
     parser.add_argument("--bits", type=int, default=4)
     asked = parser.parse_args()
-    device = torch.device(asked.device)
+    device = asked.device
     print("tokens | reference | encode | decode anchor | decode both | copy, GB/s; ms of each")
     for tokens in asked.tokens:
         calls = max(1, 512 // tokens)
@@ -52,7 +41,7 @@ def main() -> None:
         page = sum(pool.nbytes for pool in pools)
         source = torch.empty(page, dtype=torch.uint8, device=device)
         target = torch.empty_like(source)
-        copied = seconds(lambda: target.copy_(source), device, calls)
+        copied = of_a_call(lambda: target.copy_(source), device, calls)
         for reference in ("int8", "exact"):
             layout = Layout(tokens, CHANNELS, DTYPE, asked.bits, 4, reference=reference)
             streams = encode_parts(pools, layout, slots)
@@ -64,7 +53,7 @@ def main() -> None:
                 "decode anchor": (page + sizes[0], lambda: decode_parts(anchors, None, layout, outs, slots)),
                 "decode both": (page + sum(sizes), lambda: decode_parts(anchors, residuals, layout, outs, slots)),
             }
-            took = {name: seconds(run, device, calls) for name, (_, run) in timed.items()}
+            took = {name: of_a_call(run, device, calls) for name, (_, run) in timed.items()}
             for pool, out in zip(pools, outs):
                 assert reference == "int8" or pool[slots].equal(out[slots]), "exact residuals restore the pool's bits"
             rates = [f"{moved / took[name] / 1e9:.1f}" for name, (moved, _) in timed.items()] + [f"{2 * page / copied / 1e9:.1f}"]

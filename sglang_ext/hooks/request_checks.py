@@ -110,7 +110,7 @@ def check_request(
     _check_field_types(obj)
     original(manager, obj, input_ids)
     if input_ids is not None:
-        if not len(input_ids):
+        if not input_ids:
             # SGLang looks for this in a request of one prompt.
             raise ValueError("a prompt has no tokens; pass input_ids with at least one token id, or a text that is not empty")
         _check_tokens("input_ids", input_ids, vocabulary, "take token ids from the model's own tokenizer, or send text")

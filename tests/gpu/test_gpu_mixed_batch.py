@@ -7,9 +7,10 @@ retracted answers are compared in float32, on a CPU (bench soak, tests/server).
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -31,11 +32,8 @@ pytestmark = pytest.mark.server
 BATCH = ("--cuda-graph-max-bs", "16", "--max-running-requests", "16", "--enable-custom-logit-processor")
 RETRACTED_EVERY = 9
 ASKED = {option.name: option for option in OPTIONS if option.name != "hidden-states"}
-# What goes on from a token otherwise than in the middle of an answer: these count tokens, or their grammar begins anew.
-NOT_CONTINUED = {
-    *("frequency-penalty", "presence-penalty", "repetition-penalty", "penalty-logprobs"),
-    *("min-new-tokens", "json-schema", "ebnf"),
-}
+# What goes on from a token otherwise than in the middle of an answer, as penalties do: it counts tokens, or its grammar begins anew.
+NOT_CONTINUED = {"min-new-tokens", "json-schema", "ebnf"}
 # Of retracted answers in all waves, those that may go on otherwise: rounding decides between tokens that are nearly as good.
 ROUNDED = 0.15
 SHORT, SHARED = 4, 5
@@ -140,8 +138,9 @@ def ask_verified(server: Server, given: Sequence[Prompt], told: Told) -> None:
 
 def ask_further(stock: Server, given: Sequence[Prompt], told: Told, text_of: TextOf) -> None:
     """How stock goes on from the tokens of those answers that a retraction may have changed."""
-    for answer in [answer for answers in told.waves for answer in answers]:
-        if difference(answer, told) is not None and was_retracted(answer) and answer.request.option.name not in NOT_CONTINUED:
+    for answer, _ in differences(chain(*told.waves), told):
+        option = answer.request.option
+        if was_retracted(answer) and not option.is_penalized and option.name not in NOT_CONTINUED:
             for s, sample in enumerate(answer.samples):
                 told.continued[answer.request.rid, s] = continuations(stock, answer.request, sample.ids, given, text_of)
 
@@ -187,6 +186,14 @@ def difference(answer: Answer, told: Told) -> AnswerError | None:
     return found
 
 
+def differences(answers: Iterable[Answer], told: Told) -> Iterator[tuple[Answer, AnswerError]]:
+    """Answers that are none of stock's, and why."""
+    for answer in answers:
+        error = difference(answer, told)
+        if error is not None:
+            yield answer, error
+
+
 def goes_on(ids: tuple[int, ...], texts: Sequence[tuple[int, ...]], start: tuple[int, ...]) -> bool:
     """Whether an answer is ``start`` up to some token, and from there one of ``texts`` after the other."""
     matched = _agreeing(ids, start)
@@ -219,10 +226,7 @@ def is_stocks_further(answer: Answer, told: Told) -> bool:
 
 def problems(answers: Sequence[Answer], told: Told, alone: bool = False) -> Iterator[str]:
     """What is wrong with answers, in words."""
-    for answer in answers:
-        error = difference(answer, told)
-        if error is None:
-            continue
+    for answer, error in differences(answers, told):
         # Stock's own are, beside others: its overlapped loop counts tokens otherwise when a prefill comes in between.
         if isinstance(error, DiffersFromStock) and answer.request.option.is_penalized and not alone:
             continue
@@ -230,13 +234,10 @@ def problems(answers: Sequence[Answer], told: Told, alone: bool = False) -> Iter
             yield described(answer, error)
 
 
-def rounded(answers: Sequence[Answer], told: Told) -> Iterator[str]:
+def rounded(answers: Iterable[Answer], told: Told) -> Iterator[str]:
     """Retracted answers that go on neither as stock's did nor as they do from any of their tokens."""
-    for answer in answers:
-        error = difference(answer, told)
-        if error is None or answer.request.option.is_penalized or not may_go_on_otherwise(answer, error):
-            continue
-        if not is_stocks_further(answer, told):
+    for answer, error in differences(answers, told):
+        if not answer.request.option.is_penalized and may_go_on_otherwise(answer, error) and not is_stocks_further(answer, told):
             yield described(answer, error)
 
 
@@ -280,8 +281,7 @@ def test_penalized_answers_are_stocks_where_nobody_else_is(told: Told) -> None:
 
 
 def test_most_retracted_answers_go_on_as_stocks_do_from_their_tokens(told: Told) -> None:
-    answers = [answer for answers in told.waves for answer in answers]
-    retracted, found = sum(map(was_retracted, answers)), list(rounded(answers, told))
+    retracted, found = sum(map(was_retracted, chain(*told.waves))), list(rounded(chain(*told.waves), told))
     assert len(found) <= ROUNDED * retracted, "\n".join([f"{len(found)} of {retracted} retracted answers:", *found])
 
 

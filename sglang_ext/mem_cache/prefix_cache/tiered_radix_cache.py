@@ -200,16 +200,18 @@ class TieredRadixCache(RadixCache):
         if self.disable:
             super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
             return
-        token_ids, own = (req.origin_input_ids + req.output_ids)[:kv_len_to_handle], req.cache_protected_len
-        row, key = self._row_and_key(req, token_ids)
+        row, key = self._row_and_key(req, (req.origin_input_ids + req.output_ids)[:kv_len_to_handle])
         if not self._keeps_answers:
-            _, key = self._row_and_key(req, req.origin_input_ids[:kv_len_to_handle])
+            key = key[: len(req.origin_input_ids)].page_aligned(self.page_size)
+        own = req.cache_protected_len
+        # One that was prefilled again has more in the tree than its prompt.
+        end = max(own, len(key))
         if is_insert and not self.disable_finished_insert:
             slots = row[: len(key)].to(torch.int64, copy=True)
             _, unneeded = self._grow(key, slots, own, getattr(req, "priority", 0) or 0)
         else:
-            unneeded = [(own, max(own, len(key)))]
-        self._free_parts(row, [*unneeded, (max(own, len(key)), len(row))])
+            unneeded = [(own, end)]
+        self._free_parts(row, [*unneeded, (end, len(row))])
         if req.last_node is not None:
             self.dec_lock_ref(req.last_node)
 
