@@ -11,6 +11,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from sglang_ext.layers.kernels import pointer_decode, scatter_cells, uneven_decode, window_scores, write_pointers
+from sglang_ext.layers.kernels.lynx import kernels as codec
+from sglang_ext.layers.kernels.lynx.layout import Layout
 from sglang_ext.layers.kernels.packed import pack_blocks, packed_decode
 from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells
 from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows, Pointers
@@ -95,6 +97,19 @@ def check_packing(compiled):
             assert dtype == torch.float32 or made.metadata.shared <= (113 << 10)
 
 
+def check_codec(compiled):
+    """What encodes and decodes pages keeps all in registers."""
+    for bits, short, dtype in ((4, False, torch.bfloat16), (4, True, torch.float16), (3, False, torch.float32), (2, True, torch.bfloat16)):
+        layout = Layout(96, 128, dtype, bits, 4, short)
+        pools, slots = [torch.zeros(96, 128, dtype=dtype)], torch.zeros(96, dtype=torch.int64)
+        begin = len(compiled)
+        anchors, rests = codec.anchors(pools, layout, slots)
+        for rest in (None, list(rests)):
+            codec.decode(list(anchors), rest, layout, pools, slots)
+        for kernel, made in compiled[begin:]:
+            assert stack_bytes(made) == 0, (kernel, bits, short, dtype)
+
+
 def main():
     compiled = []
     compile_only(compiled)
@@ -111,6 +126,7 @@ def main():
     begins = PointerRows.of_table(Pointers.of(pool.buffers, 1), table)
     pointer_decode.pointer_decode(begins, torch.zeros(1, 4, 128).bfloat16(), *layer, table, rows, rows, 0.1)
     check_packing(compiled)
+    check_codec(compiled)
     kept = torch.zeros(len(pool.buffers.keys), 1, 70, dtype=torch.int64)
     write_pointers.write_pointers(pool.buffers.key_table, layer[0], kept, rows, rows)
     window_scores.window_scores(torch.zeros(1, 32, 4, 128), pool.buffers.key_table, layer[0], rows, torch.arange(32), 0.1)

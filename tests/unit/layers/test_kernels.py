@@ -24,6 +24,6 @@ def test_kernels_compile_for_a_gpu():
     assert done.returncode == 0, done.stderr[-3000:]
     expected = {
         *("packed_splits", "packed_splits_gluon", "join_parts", "_splits", "scatter_kept", "pointer_splits", "write_kept"),
-        *("pack_tiles", "_normalizers", "_means", "integer_splits", "_query_codes"),
+        *("pack_tiles", "_normalizers", "_means", "integer_splits", "_query_codes", "encode_tiles", "decode_tiles", "page_gamma"),
     }
     assert expected <= set(done.stdout.split())

@@ -46,7 +46,10 @@ def encode_parts(parts: Sequence[torch.Tensor], layout: Layout, slots: torch.Ten
         backend = _backend(parts[0])
         anchors, residuals = backend.anchors(parts, layout, slots)
         coded = [part for part, kind in enumerate(anchors[:, 0].tolist()) if kind != RAW]
-        if layout.reference == "exact":
+        anchors = anchors.unbind()
+        if layout.reference == "int8":
+            residuals = residuals.unbind()
+        else:
             those = [parts[part] for part in coded]
             residuals = dict(zip(coded, backend.exact_residuals(those, [anchors[part] for part in coded], layout, slots), strict=True))
         for part in coded:
@@ -116,9 +119,13 @@ def _backend(tensor: torch.Tensor):
 def _flat(tensor: torch.Tensor, layout: Layout, slots: torch.Tensor | None) -> torch.Tensor:
     """[tokens or slots, channels], the same memory."""
     flat = tensor.view(len(tensor), -1)
-    given = f"a tensor {tuple(tensor.shape)} of {tensor.dtype} with strides {tensor.stride()}"
     if flat.shape[1] != layout.channels or tensor.dtype != layout.dtype or flat.stride(1) != 1:
-        raise ValueError(f"{given}: {layout} is of contiguous channels; pass a pool's buffer, or its contiguous copy")
+        raise ValueError(f"{_described(tensor)}: {layout} is of contiguous channels; pass a pool's buffer, or its contiguous copy")
     if len(flat if slots is None else slots) != layout.tokens:
-        raise ValueError(f"{given}, slots {None if slots is None else tuple(slots.shape)}: {layout} has {layout.tokens} tokens")
+        given = None if slots is None else tuple(slots.shape)
+        raise ValueError(f"{_described(tensor)}, slots {given}: {layout} has {layout.tokens} tokens")
     return flat
+
+
+def _described(tensor: torch.Tensor) -> str:
+    return f"a tensor {tuple(tensor.shape)} of {tensor.dtype} with strides {tensor.stride()}"

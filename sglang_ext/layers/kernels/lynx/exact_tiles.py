@@ -4,11 +4,35 @@ import triton
 import triton.language as tl
 
 from sglang_ext.layers.kernels.lynx import layout
-from sglang_ext.layers.kernels.lynx.decode_tiles import targets, with_sinks
-from sglang_ext.layers.kernels.lynx.encode_tiles import load_page
 from sglang_ext.layers.kernels.lynx.tiles import CHUNK, buffer, load_codes, load_scales, stream
 
 BLOCK, UNIT = tl.constexpr(layout.BLOCK), tl.constexpr(8 * layout.UNIT)
+
+
+@triton.jit
+def _with_sinks(page, anchor, row, token, channel, inside, channels, sinks, sinks_at):
+    """A tile of a page with the anchor's exact tokens in their places; all of the page's dtype, or as patterns."""
+    if row * CHUNK < sinks:
+        exact = inside & (token < sinks)[:, None]
+        place = (anchor + sinks_at).to(tl.pointer_type(page.dtype)) + token[:, None] * channels + channel[None, :]
+        page = tl.where(exact, tl.load(place, mask=exact, other=0), page)
+    return page
+
+
+@triton.jit
+def _targets(slots, slot_stride, token, channel, tokens):
+    """Offsets of a tile in the pool."""
+    target = token.to(tl.int64)
+    if slots is not None:
+        target = tl.load(slots + token, mask=token < tokens, other=0)
+    return target[:, None] * slot_stride + channel[None, :]
+
+
+@triton.jit
+def _load_page(x, slots, slot_stride, token, channel, tokens, channels):
+    """Numbers of tokens of a page, of the pool's dtype, 0 beyond it."""
+    inside = (token < tokens)[:, None] & (channel < channels)[None, :]
+    return tl.load(x + _targets(slots, slot_stride, token, channel, tokens), mask=inside, other=0)
 
 
 @triton.jit
@@ -89,7 +113,7 @@ def write_exact(
         stream(anchors, part), bounds, row, block * BLOCK, token, tokens, channels, sinks, gamma_at, mu_at, sigma_at, codes_at, LIKE,
         BITS, SHORT,
     )  # fmt: skip
-    numbers = load_page(buffer(sources, part, LIKE), slots, slot_stride, token, channel, tokens, channels)
+    numbers = _load_page(buffer(sources, part, LIKE), slots, slot_stride, token, channel, tokens, channels)
     if LIKE == tl.float32:
         ranks = _turned(numbers.to(tl.int32, bitcast=True))
     else:
@@ -137,5 +161,5 @@ def read_exact(
     else:
         page = tl.where(ranks < 0, ranks ^ 0x7FFF, ranks).to(tl.int16).to(LIKE, bitcast=True)
     inside = (token < tokens)[:, None] & (channel < channels)[None, :]
-    page = with_sinks(page, anchor, row, token, channel, inside, channels, sinks, sinks_at)
-    tl.store(buffer(outs, part, LIKE) + targets(slots, slot_stride, token, channel, tokens), page, mask=inside)
+    page = _with_sinks(page, anchor, row, token, channel, inside, channels, sinks, sinks_at)
+    tl.store(buffer(outs, part, LIKE) + _targets(slots, slot_stride, token, channel, tokens), page, mask=inside)

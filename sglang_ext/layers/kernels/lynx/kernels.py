@@ -8,18 +8,16 @@ import triton
 import triton.language as tl
 
 from sglang_ext.layers.kernels.lynx.decode_tiles import decode_tiles
-from sglang_ext.layers.kernels.lynx.encode_tiles import EDGES, encode_tiles, page_gamma
+from sglang_ext.layers.kernels.lynx.encode_tiles import edges, encode_tiles, page_gamma
 from sglang_ext.layers.kernels.lynx.exact_tiles import count_units, read_exact, write_exact
 from sglang_ext.layers.kernels.lynx.layout import BLOCK, HEADER, UNIT, Layout
-from sglang_ext.layers.kernels.lynx.levels import bounds, fine_bounds, fine_levels, greatest, levels
+from sglang_ext.layers.kernels.lynx.levels import BITS, bounds, fine_levels, greatest, levels, step
 
 LIKE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-# Channels of a program, and its warps, that encode and decode: with one warp chunks need no other to find their extremes.
-ENCODED, DECODED = (32, 1), (64, 1)
+# Pairs of channels of a program, which is one warp, and tokens of a chunk that it codes at once: the fewer, the less registers.
+PAIRS, FEW = 32, 8
 # Streams begin at multiples of this.
 ALIGNMENT = 16
-# What 7 bits count, and a number that no bound of a chunk reaches.
-MEANINGS, BEYOND = 128, 2.0
 
 
 def anchors(parts: Sequence[torch.Tensor], layout: Layout, slots: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -30,13 +28,13 @@ def anchors(parts: Sequence[torch.Tensor], layout: Layout, slots: torch.Tensor |
     sources, targets, offsets = _table(parts), _table(found), _offsets(layout)
     page = (layout.tokens, layout.channels, layout.sinks)
     if layout.short_scales:
-        page_gamma[(triton.cdiv(layout.channels, ENCODED[0]), len(parts))](
-            sources, targets, slots, parts[0].stride(0), *page, offsets[0], LIKE=LIKE[layout.dtype], COLUMNS=ENCODED[0],
+        page_gamma[(triton.cdiv(layout.channels, 2 * PAIRS), len(parts))](
+            sources, targets, slots, _slot_stride(parts), *page, offsets[0], LIKE=LIKE[layout.dtype], PAIRS=PAIRS, num_warps=1,
         )  # fmt: skip
-    encode_tiles[_grid(layout, len(parts), ENCODED[0])](
-        sources, targets, None if rest is None else _table(rest), slots, _table_of(fine_bounds, EDGES, layout.bits, found.device),
-        parts[0].stride(0), *page, *offsets, LIKE=LIKE[layout.dtype], BITS=layout.bits, GREATEST=greatest(layout.bits),
-        SHORT=layout.short_scales, COLUMNS=ENCODED[0], num_warps=ENCODED[1],
+    encode_tiles[_grid(layout, len(parts), 2 * PAIRS)](
+        sources, targets, None if rest is None else _table(rest), slots, _table_of(edges, layout.bits, found.device),
+        _slot_stride(parts), *page, *offsets, LIKE=LIKE[layout.dtype], BITS=layout.bits, GREATEST=greatest(layout.bits),
+        SHORT=layout.short_scales, PAIRS=PAIRS, FEW=FEW, num_warps=1,
     )  # fmt: skip
     return found, rest
 
@@ -49,9 +47,9 @@ def exact_residuals(
         return []
     grid, device, streams = _grid(layout, len(parts), BLOCK), parts[0].device, _table(found)
     page, (*scales, _, codes_at) = (layout.tokens, layout.channels, layout.sinks), _offsets(layout)
-    edges, kinds = _table_of(bounds, 0, layout.bits, device), {"LIKE": LIKE[layout.dtype], "BITS": layout.bits, "SHORT": layout.short_scales}
+    ends_of_bins, kinds = _table_of(bounds, layout.bits, device), {"LIKE": LIKE[layout.dtype], "BITS": layout.bits, "SHORT": layout.short_scales}
     units = torch.zeros(len(parts), layout.rows * layout.blocks, dtype=torch.int32, device=device)
-    count_units[grid](streams, edges, units, *page, *scales, codes_at, **kinds)
+    count_units[grid](streams, ends_of_bins, units, *page, *scales, codes_at, **kinds)
     ends = units.cumsum(1)
     sizes = [layout.index_bytes + UNIT * units for units in ends[:, -1].tolist()]
     starts = [0]
@@ -62,7 +60,7 @@ def exact_residuals(
     for residual, heads in zip(residuals, (ends - units).int().unbind(), strict=True):
         residual[: 4 * len(heads)].view(torch.int32).copy_(heads)
     write_exact[grid](
-        _table(parts), streams, _table(residuals), slots, edges, parts[0].stride(0), *page, *scales, codes_at, layout.index_bytes,
+        _table(parts), streams, _table(residuals), slots, ends_of_bins, parts[0].stride(0), *page, *scales, codes_at, layout.index_bytes,
         **kinds, TOGETHER=8 // layout.dtype.itemsize,
     )  # fmt: skip
     return residuals
@@ -83,27 +81,32 @@ def decode(
     kinds = {"LIKE": LIKE[layout.dtype], "BITS": layout.bits, "SHORT": layout.short_scales}
     if rest is not None and layout.reference == "exact":
         read_exact[_grid(layout, len(outs), BLOCK)](
-            streams, rest, targets, slots, _table_of(bounds, 0, layout.bits, device), outs[0].stride(0), *page, *offsets,
+            streams, rest, targets, slots, _table_of(bounds, layout.bits, device), outs[0].stride(0), *page, *offsets,
             layout.index_bytes, **kinds,
         )  # fmt: skip
         return
-    meanings = _table_of(_sizes if rest is None else fine_levels, MEANINGS, layout.bits, device)
-    decode_tiles[_grid(layout, len(outs), DECODED[0])](
-        streams, rest, targets, slots, meanings, outs[0].stride(0), *page, *offsets, **kinds, COLUMNS=DECODED[0],
-        num_warps=DECODED[1],
+    meanings = _table_of(levels if rest is None else _both_levels, layout.bits, device)
+    decode_tiles[_grid(layout, len(outs), 2 * PAIRS)](
+        streams, rest, targets, slots, meanings, outs[0].stride(0), *page, *offsets, **kinds, PAIRS=PAIRS, FEW=FEW, num_warps=1,
     )  # fmt: skip
 
 
-def _sizes(bits: int) -> tuple[float, ...]:
-    """What V means."""
-    return levels(bits)[2 ** (bits - 1) :]
+def _both_levels(bits: int) -> tuple[float, ...]:
+    """What a code and its residual of 8 bits mean, by the code's bits and after them the residual's."""
+    half, size, found = 2 ** (bits - 1), step(bits), fine_levels(bits)
+
+    def level(code: int, rest: int) -> float:
+        v = code - half if code >= half else half - 1 - code
+        meant = found[min(max(v * size + size // 2 - rest, 0), greatest(bits))]
+        return meant if code >= half else -meant
+
+    return tuple(level(*divmod(both, size)) for both in range(2**BITS))
 
 
 @lru_cache(maxsize=None)
-def _table_of(numbers: Callable[[int], tuple[float, ...]], least: int, bits: int, device: torch.device) -> torch.Tensor:
-    """Levels or bounds on a device, float32, filled up to so many."""
-    found = numbers(bits)
-    return torch.tensor(found + (BEYOND,) * (least - len(found)), device=device)
+def _table_of(numbers: Callable[[int], tuple[float, ...]], bits: int, device: torch.device) -> torch.Tensor:
+    """Levels or bounds on a device, float32."""
+    return torch.tensor(numbers(bits), device=device)
 
 
 def _aligned(streams: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -121,6 +124,18 @@ def _table(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     if torch.any(addresses % ALIGNMENT):
         raise ValueError(f"addresses {addresses.tolist()}: tensors begin at multiples of {ALIGNMENT}; pass a copy")
     return addresses.pin_memory().to(tensors[0].device, non_blocking=True) if tensors[0].is_cuda else addresses
+
+
+def _slot_stride(parts: Sequence[torch.Tensor]) -> int:
+    """Elements from one token to the next.
+
+    Raises:
+        ValueError: they are odd, and pairs of channels are no words.
+    """
+    stride = parts[0].stride(0)
+    if stride % 2:
+        raise ValueError(f"tokens {stride} elements apart: kernels read pairs of channels; pass a pool's buffer, or its contiguous copy")
+    return stride
 
 
 def _rows(parts: int, size: int, device: torch.device) -> torch.Tensor:

@@ -28,6 +28,7 @@ The codes and residuals of sinks mean nothing; in an exact residual they have no
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -93,7 +94,7 @@ class Layout:
         """Of the 8-bit reference."""
         return BITS - self.bits
 
-    @property
+    @cached_property
     def parts(self) -> dict[str, tuple[int, int]]:
         """Offset and size of each part of a coded anchor stream, in order: gamma, mu, sigma, sinks, codes."""
         scales, count = (1, self.channels * self.rows) if self.short_scales else (2, self.channels * self.rows)
@@ -108,22 +109,22 @@ class Layout:
             offset += size
         return parts
 
-    @property
+    @cached_property
     def raw_bytes(self) -> int:
         """Of the anchor stream of a raw page."""
         return HEADER + self.tokens * self.channels * self.dtype.itemsize
 
-    @property
+    @cached_property
     def coded_bytes(self) -> int:
         """Of the anchor stream of a coded page."""
         return sum(self.parts["codes"])
 
-    @property
+    @cached_property
     def always_raw(self) -> bool:
         """Whether codes would not be fewer bytes; so the size of an anchor stream tells which it is."""
         return self.coded_bytes >= self.raw_bytes
 
-    @property
+    @cached_property
     def int8_bytes(self) -> int:
         """Of the residual stream of a coded page, for the 8-bit reference."""
         return self.tokens * self.channels * self.residual_bits // 8
