@@ -139,9 +139,11 @@ def _slot_stride(parts: Sequence[torch.Tensor]) -> int:
 
 
 def _rows(parts: int, size: int, device: torch.device) -> torch.Tensor:
-    """Room for streams, uint8 [parts, size], each aligned."""
+    """Room for streams, uint8 [parts, size], each aligned, with zeros between them."""
     width = triton.cdiv(size, ALIGNMENT) * ALIGNMENT
-    return torch.empty(parts, width, dtype=torch.uint8, device=device)[:, :size]
+    rows = torch.empty(parts, width, dtype=torch.uint8, device=device)
+    rows[:, size:] = 0
+    return rows[:, :size]
 
 
 def _grid(layout: Layout, parts: int, columns: int) -> tuple[int, int, int]:

@@ -4,13 +4,13 @@ A stream of a page holds those of its tensors, keys of all layers before values 
 begun at a multiple of 16 bytes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from sglang_ext.layers.kernels.lynx.codec import decode_parts, encode_parts
+from sglang_ext.layers.kernels.lynx.codec import Streams, decode_parts, encode_parts
 from sglang_ext.layers.kernels.lynx.layout import UNIT, Layout
 from sglang_ext.managers.disaggregation.progressive.page_codec import EncodedPage, PlacedPage
 from sglang_ext.managers.disaggregation.progressive.pool_buffers import PoolBuffers
@@ -23,12 +23,25 @@ ALIGNED = 16
 def packed(streams: Sequence[torch.Tensor]) -> memoryview:
     """Streams of tensors as one, in host memory."""
     sizes = np.array([len(stream) for stream in streams], "<u4")
-    place = _places(sizes)
-    content = torch.zeros(int(place[-1]), dtype=torch.uint8, device=streams[0].device)
-    content[: sizes.nbytes] = torch.from_numpy(sizes.view(np.uint8)).to(content.device)
-    for stream, begin in zip(streams, place.tolist(), strict=False):
-        content[begin : begin + len(stream)] = stream
-    return memoryview(content.cpu().numpy())
+    begins = _places(sizes).tolist()
+    content = torch.zeros(begins[-1], dtype=torch.uint8)
+    content[: sizes.nbytes] = torch.from_numpy(sizes.view(np.uint8))
+    together = _together(streams, begins)
+    if together is None:
+        together = torch.zeros(begins[-1] - begins[0], dtype=torch.uint8, device=streams[0].device)
+        for stream, begin in zip(streams, begins, strict=False):
+            together[begin - begins[0] :][: len(stream)] = stream
+    content[begins[0] :] = together
+    return memoryview(content.numpy())
+
+
+def _together(streams: Sequence[torch.Tensor], begins: Sequence[int]) -> torch.Tensor | None:
+    """The memory from the first to the last, if they lie in it as they do in the packed stream; what is between them is 0 then."""
+    first, memory = streams[0], streams[0].untyped_storage()
+    beyond = first.data_ptr() - memory.data_ptr() + begins[-1] - begins[0]
+    if beyond > memory.nbytes() or any(stream.data_ptr() - first.data_ptr() != begin - begins[0] for stream, begin in zip(streams, begins)):
+        return None
+    return first.as_strided((begins[-1] - begins[0],), (1,))
 
 
 def packed_bytes(sizes: Sequence[int]) -> int:
@@ -134,22 +147,26 @@ class LynxCodec:
             for dim in (self.pool.key_dim, self.pool.value_dim)
         )
 
-    def _halves(self, layers: LayerRange) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        tensors = self.pool.tensors(layers.first, layers.count)
-        return tensors[: layers.count], tensors[layers.count :]
+    def _alike(self, layers: LayerRange, layouts: tuple[Layout, Layout]) -> Iterator[tuple[slice, Layout]]:
+        """Which tensors are encoded and decoded together: all, or keys and then values."""
+        keys, values = layouts
+        if keys == values:
+            yield slice(0, 2 * layers.count), keys
+        else:
+            yield slice(0, layers.count), keys
+            yield slice(layers.count, 2 * layers.count), values
 
-    def _encode(self, page: PlacedPage, layers: LayerRange, layouts: tuple[Layout, Layout]) -> list:
-        halves = zip(self._halves(layers), layouts, strict=True)
-        return [streams for tensors, layout in halves for streams in encode_parts(tensors, layout, page.slots)]
+    def _encode(self, page: PlacedPage, layers: LayerRange, layouts: tuple[Layout, Layout]) -> list[Streams]:
+        tensors = self.pool.tensors(layers.first, layers.count)
+        return [one for those, layout in self._alike(layers, layouts) for one in encode_parts(tensors[those], layout, page.slots)]
 
     def _decode(self, page: PlacedPage, layers: LayerRange, anchor: memoryview, residual: memoryview | None) -> None:
         anchors = unpacked(anchor, 2 * layers.count, self.pool.device)
         rest = None if residual is None else unpacked(residual, 2 * layers.count, self.pool.device)
-        layouts = self._layouts(len(page.slots), page.start)
-        for half, (tensors, layout) in enumerate(zip(self._halves(layers), layouts, strict=True)):
-            those = slice(half * layers.count, (half + 1) * layers.count)
+        tensors = self.pool.tensors(layers.first, layers.count)
+        for those, layout in self._alike(layers, self._layouts(len(page.slots), page.start)):
             try:
-                decode_parts(anchors[those], None if rest is None else rest[those], layout, tensors, page.slots)
+                decode_parts(anchors[those], None if rest is None else rest[those], layout, tensors[those], page.slots)
             except (ValueError, IndexError, RuntimeError) as error:
                 raise LinkError(f"no streams of a page of {len(page.slots)} tokens from {page.start}: {error}") from error
 

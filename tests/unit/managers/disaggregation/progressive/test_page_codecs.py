@@ -4,9 +4,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transfer_helpers import LAYERS, SLOTS, make_pool, rows
+from transfer_helpers import KEY_DIM, LAYERS, SLOTS, make_pool, rows
 
 from sglang_ext.managers.disaggregation.progressive.codecs import make_codec
+from sglang_ext.managers.disaggregation.progressive.lynx_codec import ALIGNED, packed, unpacked
 from sglang_ext.managers.disaggregation.progressive.page_codec import PlacedPage
 from sglang_ext.managers.disaggregation.settings import LinkError
 from sglang_ext.managers.disaggregation.wire import LayerRange, Stream
@@ -89,3 +90,27 @@ def test_a_pool_that_the_codec_does_not_take_is_refused_with_a_remedy():
     with pytest.raises(LinkError, match="float8.*--kv-reference raw"):
         make_codec("exact", make_pool(torch.float8_e4m3fn))
     assert make_codec("raw", make_pool(torch.float8_e4m3fn)).encode(PlacedPage(0, slots(4, 0)), ALL).residual is None
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=5), st.integers(0, 3))
+def test_streams_are_packed_alike_wherever_they_lie(sizes, before):
+    begins = [ALIGNED * (before + sum(-(-size // ALIGNED) for size in sizes[:place])) for place in range(len(sizes))]
+    memory = torch.zeros(begins[-1] + -(-sizes[-1] // ALIGNED) * ALIGNED, dtype=torch.uint8)
+    streams = [memory[begin : begin + size] for begin, size in zip(begins, sizes)]
+    for place, stream in enumerate(streams):
+        stream += place + 1
+    there = packed(streams)
+    assert bytes(there) == bytes(packed([stream.clone() for stream in streams]))
+    assert bytes(packed(streams[::-1])) == bytes(packed([stream.clone() for stream in streams[::-1]]))
+    assert all(torch.equal(a, b) for a, b in zip(unpacked(there, len(sizes), torch.device("cpu")), streams, strict=True))
+
+
+def test_keys_and_values_of_one_dim_arrive_too():
+    source, target = (make_pool(value_dim=KEY_DIM, seed=seed) for seed in (1, 2))
+    sender, receiver = make_codec("exact", source), make_codec("exact", target)
+    page = PlacedPage(0, slots(64, 3))
+    anchor, residual = sender.encode(page, ALL)
+    receiver.write_anchor(page, ALL, anchor)
+    receiver.write_residual(page, ALL, anchor, residual)
+    for sent, come in zip(source.tensors(0, LAYERS), target.tensors(0, LAYERS), strict=True):
+        assert torch.equal(sent[page.slots], come[page.slots])
