@@ -105,6 +105,12 @@ class KVServerArgs(ServerArgs):
         f"{options.DEFAULT_BUDGET}, or 1 where tokens are only packed.",
         NS("memory"),
     ] = None
+    kv_sparse_from: A[
+        int,
+        "Tokens of a context from which on a request has a copy; shorter ones are read whole. With --kv-mode verified drafts begin there, "
+        f"with lossy approximation does. From {options.MIN_CONTEXT}, where a copy begins to be worth it.",
+        NS("memory"),
+    ] = options.MIN_CONTEXT
     kv_select: A[
         float | None,
         "With --kv-compressor spade: tokens of the context that each KV head reads in a step, as their share, above 0 and at most 1, or as "

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 # What the flags choose of SGLang's registries.
 SPECULATIVE_ALGORITHM = "KV_VERIFIED"
 RADIX_CACHE_BACKEND = "kv_views"
+# Tokens of a context from which on it is compressed, if that is not asked for later; below, a copy saves nothing worth drafting for.
+MIN_CONTEXT = 128
 # Why a request is served with full KV. The order is the wire format of meta_info: append only.
 FALLBACK_REASONS: tuple[str, ...] = (
     "none",

@@ -154,7 +154,8 @@ def _warn_of_idle_compressor(args: "KVServerArgs") -> None:
 def _warn_of_short_contexts(args: "KVServerArgs") -> None:
     """Say where no context that the server takes is long enough for a copy."""
     made = method_options.methods(args)
-    least = options.MIN_CONTEXT + min(each.quantizer.recent if each.quantizer else 0 for each in made)
+    recent = min(each.quantizer.recent if each.quantizer else 0 for each in made)
+    least = max(args.kv_sparse_from, options.MIN_CONTEXT + recent)
     for name in ("context_length", "max_total_tokens"):
         tokens = getattr(args, name)
         if tokens is not None and tokens <= least:
@@ -201,6 +202,12 @@ def _check_ranges(args: "KVServerArgs") -> None:
         raise OptionError(
             f"--kv-max-burst is {burst}; a round gives at least a draft and the verifier's token: pass a whole number "
             "from 2, or leave it out"
+        )
+    begin = args.kv_sparse_from
+    if not (isinstance(begin, int) and begin >= options.MIN_CONTEXT):
+        raise OptionError(
+            f"--kv-sparse-from is {begin}; from so many tokens of a context on a copy is read: pass a whole number from "
+            f"{options.MIN_CONTEXT}, for example 4096"
         )
     length = args.kv_draft_length
     if length != "auto" and not (isinstance(length, int) and 1 <= length <= MAX_DRAFT_LENGTH):

@@ -31,8 +31,8 @@ VALUES = "|".join((*map(re.escape, catalogue.names()), *MODES, "auto", "null", r
 GROUPS: dict[str, tuple[str, ...]] = {
     "Mode": ("kv_mode",),
     "What the compressed cache keeps": (
-        *("kv_compressor", "kv_budget", "kv_bits", "kv_partition", "kv_prefill", "kv_head_budgets", "kv_more_compressors"),
-        *("kv_scores", "kv_predictor", "kv_online_compressor"),
+        *("kv_compressor", "kv_budget", "kv_sparse_from", "kv_bits", "kv_partition", "kv_prefill", "kv_head_budgets"),
+        *("kv_more_compressors", "kv_scores", "kv_predictor", "kv_online_compressor"),
     ),
     "Tokens chosen for each step": ("kv_select", "kv_select_every", "kv_select_by"),
     "Drafts": ("kv_draft_length", "kv_max_burst"),

@@ -5,7 +5,7 @@ Stands here once, so that ``--help``, the checks at start, the doctor and the te
 
 from typing import TYPE_CHECKING
 
-from sglang_ext.core import OptionError
+from sglang_ext.core import MIN_CONTEXT, OptionError
 from sglang_ext.mem_cache.compressors import catalogue
 
 if TYPE_CHECKING:
@@ -15,8 +15,6 @@ MODES = ("full", "lossy", "verified")
 # The share of tokens that is kept unless told.
 DEFAULT_BUDGET = 0.25
 MAX_DRAFT_LENGTH = 64
-# Tokens of a context from which on it is compressed; below, a copy saves nothing worth drafting for.
-MIN_CONTEXT = 128
 FULL_TIERS = ("auto", "device", "host")
 # Tokens drafted before a verification whose full KV has to be loaded from the host, at most.
 MAX_OFFLOAD_DRAFT_LENGTH = 256

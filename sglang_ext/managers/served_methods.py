@@ -198,7 +198,7 @@ def copy_methods(args: "KVServerArgs", methods: tuple[Method, ...], page_size: i
     plain, made = Unpacked(page_size), []
     for offer, each in zip(offers(args), methods, strict=True):
         packing = form.placement(each, plain)
-        made.append(CopyMethod(each.compressor, offer.budget, packing, offer.name, offer.packs or "", offer.suffix))
+        made.append(CopyMethod(each.compressor, offer.budget, packing, offer.name, offer.packs or "", offer.suffix, args.kv_sparse_from))
     return tuple(made)
 
 

@@ -14,11 +14,12 @@ CHOICES = 'sglang_ext:copies_total{compressor="spade"'
 def test_verified_answers_are_stocks_with_pages_chunks_and_retractions(launch, prompts, expected):
     server = launch(
         "--kv-mode", "verified", *SPADE, "--kv-budget", "0.25", "--kv-draft-length", "8", "--kv-select-by", "regressed",
-        "--page-size", "16", "--chunked-prefill-size", "256", env=server_environment(retraction_steps=2),
+        "--page-size", "16", "--chunked-prefill-size", "256", "--kv-sparse-from", "400", env=server_environment(retraction_steps=2),
     )  # fmt: skip
     found = server.ask_all(prompts[:4], 4, **greedy(EXPECTED_TOKENS))
     assert [r["output_ids"] for r in found] == expected[:4]
-    told = [r["meta_info"] for r in found]
+    short, *told = [r["meta_info"] for r in found]
+    assert (short["kv_fallback"], short["kv_drafts"]) == ("short-context", 0), "300 tokens are read whole"
     assert {each["kv_compressor"] for each in told} == {"spade"}
     assert sum(each["num_retractions"] for each in told) > 0
     assert sum(each["kv_accepted"] for each in told) > 0.3 * sum(each["kv_drafts"] for each in told) > 0

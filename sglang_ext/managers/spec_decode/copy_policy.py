@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from sglang_ext.config.options import MIN_CONTEXT
 from sglang_ext.core import FALLBACK_REASONS, CompressedView, RequestState
 from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
 from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
@@ -45,7 +44,7 @@ def ensure_copy(views: CompressedViews, req: "Req", state: RequestState, length:
     """
     view, method = views.get(state.row), views.method(state.row)
     if view is None:
-        if length < shortest(method):
+        if length < method.shortest:
             return SHORT_CONTEXT
         if views.is_refused(state.row):
             return WRONG_SCORES
@@ -77,7 +76,7 @@ def copy_is_near(views: CompressedViews, state: RequestState, end: int) -> bool:
         return False
     if view is not None and method.compressor.follows_queries:
         return True
-    due = shortest(method) if view is None else renew_at(view, method.compressor)
+    due = method.shortest if view is None else renew_at(view, method.compressor)
     return end + method.compressor.window + method.unit >= due
 
 
@@ -87,18 +86,13 @@ def until_due(views: CompressedViews, state: RequestState, length: int) -> int:
     if state.fallback not in CURABLE or (view is not None and method.compressor.follows_queries):
         # What follows queries is chosen anew within rounds.
         return 0
-    due = shortest(method) if view is None else renew_at(view, method.compressor) + method.recent
+    due = method.shortest if view is None else renew_at(view, method.compressor) + method.recent
     return max(0, due - length)
 
 
 def of_use(views: CompressedViews, states: Iterable[RequestState], rows: Iterable[Recorded]) -> tuple[Recorded, ...]:
     """Of ``rows`` of a forward, of the requests with these ``states``, those whose queries may choose a copy."""
     return tuple(row for state, row in zip(states, rows) if copy_is_near(views, state, row.position + row.end - row.start))
-
-
-def shortest(method: CopyMethod) -> int:
-    """Tokens of the shortest context that a method makes a copy of."""
-    return max(MIN_CONTEXT, method.least) + method.recent
 
 
 def renew_at(view: CompressedView, compressor: Compressor) -> int:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from sglang_ext.core import CompressedView
+from sglang_ext.core import MIN_CONTEXT, CompressedView
 from sglang_ext.mem_cache.compressed.formats.kv_format import Placement
 from sglang_ext.mem_cache.compressors import Compressor, kept_count
 from sglang_ext.mem_cache.compressors.contracts.registry import COMPRESSORS
@@ -19,6 +19,7 @@ class CopyMethod:
         name: as requests ask for it; no two methods of a server have one name.
         packs: name of the method that packs copies; empty for none.
         suffix: what tells it from others with its compressor, at the end of what copies are called.
+        sparse_from: tokens of a context, below which no copy is asked for.
     """
 
     compressor: Compressor
@@ -27,6 +28,7 @@ class CopyMethod:
     name: str = ""
     packs: str = ""
     suffix: str = ""
+    sparse_from: int = MIN_CONTEXT
 
     @property
     def recent(self) -> int:
@@ -52,6 +54,11 @@ class CopyMethod:
     def least(self) -> int:
         """Tokens that a copy covers at least; of fewer than it may keep, it would leave none out."""
         return max(self.sinks + self.unit, self.compressor.most + 1)
+
+    @property
+    def shortest(self) -> int:
+        """Tokens of the shortest context that a copy is made of."""
+        return max(self.sparse_from, max(MIN_CONTEXT, self.least) + self.recent)
 
     def covered(self, tokens: int) -> int:
         """Of a context's first ``tokens`` tokens, those that a copy can stand for; 0 where they are too few."""

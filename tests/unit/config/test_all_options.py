@@ -57,6 +57,7 @@ WRONG: dict[str, dict[str, object]] = {
     "kv_partition": {"kv_partition": 64},
     "kv_prefill": {"kv_prefill": "fast"},
     "kv_budget": {"kv_budget": 0.0},
+    "kv_sparse_from": {"kv_sparse_from": 127},
     "kv_select": {"kv_select": 2.5},
     "kv_select_every": {"kv_select_every": 0},
     "kv_select_by": {"kv_select_by": "mean"},
@@ -76,7 +77,7 @@ WRONG: dict[str, dict[str, object]] = {
 }
 # By flag, a value that is served in verified.
 RIGHT: dict[str, object] = {
-    "kv_compressor": "sink-recent", "kv_more_compressors": "kivi", "kv_online_compressor": "sink-recent", "kv_budget": 0.5,
+    "kv_compressor": "sink-recent", "kv_more_compressors": "kivi", "kv_online_compressor": "sink-recent", "kv_budget": 0.5, "kv_sparse_from": 1024,
     "kv_head_budgets": "adaptive", "kv_draft_length": 8, "kv_max_burst": 4,
     "kv_host_gb": 1.0, "kv_full_tier": "auto", "kv_offload_draft_length": 32,
 }  # fmt: skip

@@ -87,6 +87,7 @@ def build(path, **flags):
             {"kv_compressor": "verify-guided", "kv_full_tier": "host", "kv_host_gb": 1},
             ["--kv-full-tier is 'host'", "verify-guided read it on the device", "or use --kv-full-tier device"],
         ),
+        ({"kv_sparse_from": 100}, ["--kv-sparse-from is 100", "a whole number from 128"]),
         ({"kv_select": 0}, ["--kv-select is 0", "above 0 and at most 1", "a whole number from 2"]),
         ({"kv_select": 2.5}, ["--kv-select is 2.5", "for example 0.125"]),
         ({"kv_select_every": 0}, ["--kv-select-every is 0", "a whole number from 1"]),

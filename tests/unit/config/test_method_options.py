@@ -19,7 +19,7 @@ def resolved(**change):
     """Arguments of a server with these flags, budgets set."""
     args = SimpleNamespace(
         kv_compressor="snapkv", kv_more_compressors=None, kv_budget=None, kv_bits=None, kv_partition=None, kv_scores=None, kv_predictor=None,
-        kv_online_compressor="snapkv", kv_host_gb=0, kv_bench_acceptance=None,
+        kv_online_compressor="snapkv", kv_host_gb=0, kv_bench_acceptance=None, kv_sparse_from=128,
     )
     vars(args).update(change)
     method_options.resolve(args)

@@ -132,6 +132,13 @@ def test_a_method_that_keeps_so_many_tokens_keeps_no_more_and_leaves_shorter_con
     assert CopyMethod(Spade(), share, Unpacked(page)).kept(tokens) == kept_count(tokens, share, page)
 
 
+@pytest.mark.parametrize(("recent", "most", "asked", "shortest"), [
+    (0, 0, 128, 128), (100, 0, 128, 228), (100, 0, 200, 228), (100, 0, 4096, 4096), (0, 2048, 128, 2049), (0, 2048, 4096, 4096)])  # fmt: skip
+def test_a_copy_begins_where_it_is_asked_for_and_leaves_tokens_out(recent, most, asked, shortest):
+    placement = SimpleNamespace(recent=recent, sinks=0, unit=1, share=1.0)
+    assert CopyMethod(Spade(most=most), 0.5, placement, sparse_from=asked).shortest == shortest
+
+
 @given(tokens=st.integers(1, 2000), share=st.floats(0.01, 1.0), page=st.sampled_from([1, 16, 64]))
 def test_kept_count_is_whole_pages_within_the_context_and_at_least_the_budget(tokens, share, page):
     tokens *= page

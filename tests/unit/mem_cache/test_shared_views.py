@@ -12,6 +12,7 @@ from sglang_ext.managers.integrity import IntegrityError, check_tails
 from sglang_ext.managers.spec_decode import copy_policy
 from sglang_ext.mem_cache.compressed import compressed_views
 from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
+from sglang_ext.mem_cache.compressed import copy_method
 from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
 from sglang_ext.mem_cache.compressed.formats.unpacked import Unpacked
 from sglang_ext.mem_cache.compressed.query_window import QueryWindows
@@ -71,11 +72,11 @@ class Odd(SinkRecent):
 )
 def test_scores_that_cannot_be_used_are_named_once_and_requests_served_with_full_kv(world, monkeypatch, caplog, change, named):
     views = world.cache.copies
-    monkeypatch.setattr(copy_policy, "MIN_CONTEXT", 8)
+    monkeypatch.setattr(copy_method, "MIN_CONTEXT", 8)
     done(world, COMMON)
     kept = start(world, [*COMMON, *range(90, 98)])
     monkeypatch.setattr(Odd, "change", staticmethod(change))
-    views.methods = (CopyMethod(Odd(), 0.5, Unpacked(PAGE)),)
+    views.methods = (CopyMethod(Odd(), 0.5, Unpacked(PAGE), sparse_from=8),)
     for first in (100, 120):
         tokens = [*COMMON, *range(first, first + 8)]
         matched = len(world.match(tokens[:-1]).device_indices)
