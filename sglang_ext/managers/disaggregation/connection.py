@@ -12,6 +12,8 @@ from sglang_ext.managers.disaggregation.wire import FRAME_OVERHEAD
 
 logger = logging.getLogger(__name__)
 
+# Until libzmq has told why it gave a connection up.
+EVENT_MS = 100
 _FAILED_HANDSHAKES = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 
@@ -76,18 +78,35 @@ class Connection:
         self.credit = min(self.window, self.credit + size)
 
     def say(self, message: wire.FromSender) -> int:
-        """Send a message; its bytes."""
+        """Send a message; its bytes.
+
+        Raises:
+            BrokenConnection: libzmq has given the connection up.
+        """
         data = wire.encode(message)
-        self.socket.send(data)
+        self._send(data)
         return len(data)
 
     def send_frame(self, frame: wire.Frame, payload: memoryview) -> tuple[int, zmq.MessageTracker]:
-        """Send bytes of a part without a copy; how many in all, and what tells when libzmq has read them."""
+        """Send bytes of a part without a copy; how many in all, and what tells when libzmq has read them.
+
+        Raises:
+            BrokenConnection: as of :meth:`say`.
+        """
         head = wire.encode(frame)
-        self.socket.send(head, zmq.SNDMORE)
+        self._send(head, zmq.SNDMORE)
         tracker = self.socket.send(payload, copy=False, track=True)
         self.credit -= len(payload) + FRAME_OVERHEAD
         return len(head) + len(payload), tracker
+
+    def _send(self, data: bytes, flags: int = 0) -> None:
+        # After a handshake that failed for good there is nobody to send to: libzmq would wait for ever.
+        try:
+            self.socket.send(data, flags | zmq.NOBLOCK)
+        except zmq.Again:
+            if self.monitor.poll(EVENT_MS):
+                self.read_event()
+            raise BrokenConnection("the connection was lost") from None
 
     def read(self) -> wire.FromReceiver | None:
         """What the receiver said; None where it said nothing.

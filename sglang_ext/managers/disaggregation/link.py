@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -202,9 +203,10 @@ class Link:
             self._wake = None
 
     def _connect_once(self) -> None:
-        connection = self._connect()
+        connection = Connection(self._context, self.endpoint, self._keys, self._limits.silence_seconds)
         last_words = 0.0
         try:
+            self._say(connection, wire.Hello(wire.VERSION, self._link, wire.encode(self._settings)))
             self._serve(connection)
             last_words = LAST_WORDS
         except BrokenConnection as broken:
@@ -220,8 +222,9 @@ class Link:
                 rooms = list(self._sent)
                 self._queue.pause()
             if last_words and connection.welcomed and not self._refusal:
-                for room in rooms:
-                    self._say(connection, wire.Cancel(room, "its side closed the link"))
+                with suppress(BrokenConnection):
+                    for room in rooms:
+                        self._say(connection, wire.Cancel(room, "its side closed the link"))
             connection.close(last_words)
             self._outstanding = 0
             if self._connected:
@@ -230,11 +233,6 @@ class Link:
             self._look(None, time.monotonic())
             self._tell_ended()
             time.sleep(PAUSE)
-
-    def _connect(self) -> Connection:
-        connection = Connection(self._context, self.endpoint, self._keys, self._limits.silence_seconds)
-        self._say(connection, wire.Hello(wire.VERSION, self._link, wire.encode(self._settings)))
-        return connection
 
     def _serve(self, connection: Connection) -> None:
         """Send and read until the link is closed or refused.
