@@ -10,9 +10,8 @@ from tiered_helpers import PAGE, ROWS, World, done, kv_of
 from sglang_ext.core import FALLBACK_REASONS, RequestState
 from sglang_ext.managers.integrity import IntegrityError, check_tails
 from sglang_ext.managers.spec_decode import copy_policy
-from sglang_ext.mem_cache.compressed import compressed_views
+from sglang_ext.mem_cache.compressed import compressed_views, copy_method
 from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
-from sglang_ext.mem_cache.compressed import copy_method
 from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
 from sglang_ext.mem_cache.compressed.formats.unpacked import Unpacked
 from sglang_ext.mem_cache.compressed.query_window import QueryWindows

@@ -167,35 +167,20 @@ def _split(n, above, BITS: tl.constexpr):
 
 
 @triton.jit
-def _store(even, odd, above, above_odd, codes, rests, token, inside, begin, channels, tokens, BITS: tl.constexpr, PAIRS: tl.constexpr):
-    """Codes, and with ``rests`` what is left of n."""
-    code, rest = _split(even, above, BITS)
-    code_odd, rest_odd = _split(odd, above_odd, BITS)
+def _store_few(
+    x, y, mu, sigma, mu_odd, sigma_odd, bounds, codes, rests, token, inside, begin, channels, tokens, BITS: tl.constexpr,
+    GREATEST: tl.constexpr, PAIRS: tl.constexpr, SEARCHED: tl.constexpr,
+):  # fmt: skip
+    """Codes of even and odd channels, and with ``rests`` what is left of n; SEARCHED where an estimate may be off."""
+    if SEARCHED:
+        n, n_odd = _searched(x, mu, sigma, bounds, GREATEST), _searched(y, mu_odd, sigma_odd, bounds, GREATEST)
+    else:
+        n, n_odd = _estimated(x, mu, sigma, bounds, GREATEST), _estimated(y, mu_odd, sigma_odd, bounds, GREATEST)
+    code, rest = _split(n, x >= mu[:, None], BITS)
+    code_odd, rest_odd = _split(n_odd, y >= mu_odd[:, None], BITS)
     store_pair_codes(code, code_odd, codes, token, inside, begin, channels, tokens, BITS, PAIRS)
     if rests is not None:
         store_pair_codes(rest, rest_odd, rests, token, inside, begin, channels, tokens, 8 - BITS, PAIRS)
-
-
-@triton.jit
-def _store_estimated(
-    x, y, mu, sigma, mu_odd, sigma_odd, bounds, codes, rests, token, inside, begin, channels, tokens, BITS: tl.constexpr,
-    GREATEST: tl.constexpr, PAIRS: tl.constexpr,
-):  # fmt: skip
-    """Codes of numbers."""
-    even, odd = _estimated(x, mu, sigma, bounds, GREATEST), _estimated(y, mu_odd, sigma_odd, bounds, GREATEST)
-    above, above_odd = x >= mu[:, None], y >= mu_odd[:, None]
-    _store(even, odd, above, above_odd, codes, rests, token, inside, begin, channels, tokens, BITS, PAIRS)
-
-
-@triton.jit
-def _store_searched(
-    x, y, mu, sigma, mu_odd, sigma_odd, bounds, codes, rests, token, there, begin, channels, tokens, BITS: tl.constexpr,
-    GREATEST: tl.constexpr, PAIRS: tl.constexpr,
-):  # fmt: skip
-    """Codes of numbers of which an estimate may be off, or of which some are beyond the page."""
-    even, odd = _searched(x, mu, sigma, bounds, GREATEST), _searched(y, mu_odd, sigma_odd, bounds, GREATEST)
-    inside, above, above_odd = (token < tokens)[None, :] & there[:, None], x >= mu[:, None], y >= mu_odd[:, None]
-    _store(even, odd, above, above_odd, codes, rests, token, inside, begin, channels, tokens, BITS, PAIRS)
 
 
 @triton.jit(do_not_specialize=("tokens", "sinks"))
@@ -227,15 +212,16 @@ def encode_tiles(
         for place in range(0, CHUNK, FEW):
             few = row * CHUNK + place + tl.arange(0, FEW)
             even, odd = load_pair(source, slots, slot_stride, few, pair, there[:, None])
-            _store_estimated(
+            _store_few(
                 even.to(tl.float32), odd.to(tl.float32), mu, sigma, mu_odd, sigma_odd, bounds, anchor + codes_at, rests, few,
-                there[:, None], begin, channels, tokens, BITS, GREATEST, PAIRS,
+                there[:, None], begin, channels, tokens, BITS, GREATEST, PAIRS, SEARCHED=False,
             )  # fmt: skip
     else:
         for place in range(0, CHUNK, FEW):
             few = place + tl.arange(0, FEW)
             even, odd = load_pair(source, slots, slot_stride, _filled(row, few, tokens, sinks), pair, there[:, None])
-            _store_searched(
+            _store_few(
                 even.to(tl.float32), odd.to(tl.float32), mu, sigma, mu_odd, sigma_odd, bounds, anchor + codes_at, rests,
-                row * CHUNK + few, there, begin, channels, tokens, BITS, GREATEST, PAIRS,
+                row * CHUNK + few, (row * CHUNK + few < tokens)[None, :] & there[:, None], begin, channels, tokens, BITS, GREATEST,
+                PAIRS, SEARCHED=True,
             )  # fmt: skip

@@ -16,21 +16,21 @@ SHARE, STEPS = tl.constexpr(scales.SHARE), tl.constexpr(scales.STEPS)
 
 
 @triton.jit
+def at_address(table, part, LIKE: tl.constexpr):
+    """A stream or a tensor of a pool, of which no alignment is promised: threads do not share what they read, and take it in turn."""
+    return tl.load(table + part).to(tl.pointer_type(LIKE))
+
+
+@triton.jit
 def stream(table, part):
     """The beginning of a stream, 16-byte aligned, uint8."""
-    return tl.multiple_of(tl.load(table + part).to(tl.pointer_type(tl.uint8)), 16)
+    return tl.multiple_of(at_address(table, part, tl.uint8), 16)
 
 
 @triton.jit
 def buffer(table, part, LIKE: tl.constexpr):
     """The beginning of a tensor of a pool."""
-    return tl.multiple_of(tl.load(table + part).to(tl.pointer_type(LIKE)), 16)
-
-
-@triton.jit
-def at_address(table, part, LIKE: tl.constexpr):
-    """A stream or a tensor of a pool, of which no alignment is promised: threads do not share what they read, and take it in turn."""
-    return tl.load(table + part).to(tl.pointer_type(LIKE))
+    return tl.multiple_of(at_address(table, part, LIKE), 16)
 
 
 @triton.jit

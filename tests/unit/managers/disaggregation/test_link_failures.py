@@ -1,7 +1,6 @@
 """Rooms that are ended, broken bytes, lost connections and peers that are not ours: nobody waits for ever, and nothing wrong is written."""
 
 import dataclasses
-import logging
 import os
 import random
 import threading
@@ -15,8 +14,6 @@ from hypothesis import strategies as st
 from link_helpers import QUICK, SETTINGS, Listener, Proxy, RawSender, Sink, expected, header, part, shape, until
 
 from sglang_ext.managers.disaggregation import wire
-from sglang_ext.managers.disaggregation.connection import Connection
-from sglang_ext.managers.disaggregation.endpoints import LinkKeys
 from sglang_ext.managers.disaggregation.link_server import LinkServer
 from sglang_ext.managers.disaggregation.settings import LinkError
 from sglang_ext.managers.disaggregation.wire import Stream
@@ -467,34 +464,6 @@ def test_closing_while_bytes_flow_ends_in_time_and_tells_everyone(ends, endpoint
     ends.close()
     assert len(sink.parts) == seen and time.monotonic() - start < 12
     until(lambda: threading.active_count() <= before + 1)
-
-
-@pytest.mark.parametrize("pause", [0, 0.3], ids=["at once", "after the handshake failed"])
-def test_only_who_has_the_keys_connects(ends, tmp_path, caplog, monkeypatch, pause):
-    made = Connection.__init__
-    monkeypatch.setattr(Connection, "__init__", lambda *given: (made(*given), time.sleep(pause))[0])
-    LinkKeys.new().write(tmp_path / "keys")
-    keys, listener, sink = LinkKeys.read(tmp_path / "keys"), Listener(), Sink()
-    server = ends.server(keys=keys)
-    server.register(1, expected(shape(1, **ANCHORS)), sink)
-    limits = dataclasses.replace(QUICK, resume_seconds=0.5)
-    other = LinkKeys.new()
-    # The receiver's public key is known to it, and its own pair is not the deployment's.
-    impostor = dataclasses.replace(keys, secret=other.secret)
-    with caplog.at_level(logging.ERROR):
-        for wrong in (None, other, impostor):
-            failing = [Listener() for _ in range(6)]
-            for each in failing:
-                ends.link(server.endpoint, limits, keys=wrong).open(1, shape(1, **ANCHORS), each)
-            until(lambda: all(each.reasons for each in failing), 6)
-            assert all("not reached for 0.5 s: no handshake: this side has" in each.reasons[1] for each in failing)
-            for _ in failing:
-                ends.made.pop().close()
-    assert server._peers == {} and sink.reasons == [] and "no handshake with" in caplog.text
-    link = ends.link(server.endpoint, keys=keys)
-    link.open(1, shape(1, **ANCHORS), listener)
-    link.offer(1, part(Stream.ANCHOR, b"secret"))
-    until(lambda: listener.reasons == {1: None} and sink.reasons == [None])
 
 
 def test_peers_that_hang_up_are_forgotten(ends):

@@ -20,9 +20,9 @@ def slots(tokens, seed):
     return torch.randperm(SLOTS, generator=torch.Generator().manual_seed(seed))[:tokens]
 
 
-def move(reference, dtype, tokens, start=0, seed=0, change=lambda pool: None, layers=ALL):
+def move(reference, dtype, tokens, start=0, seed=0, change=lambda pool: None, layers=ALL, **kind):
     """The pools of both sides after a page went from one to the other, its slots there, and its streams."""
-    source, target = make_pool(dtype, seed=seed), make_pool(dtype, seed=seed + 1)
+    source, target = (make_pool(dtype, seed=each, **kind) for each in (seed, seed + 1))
     change(source)
     sender, receiver = make_codec(reference, source), make_codec(reference, target)
     encoded = sender.encode(PlacedPage(start, slots(tokens, seed)), layers)
@@ -106,11 +106,5 @@ def test_streams_are_packed_alike_wherever_they_lie(sizes, before):
 
 
 def test_keys_and_values_of_one_dim_arrive_too():
-    source, target = (make_pool(value_dim=KEY_DIM, seed=seed) for seed in (1, 2))
-    sender, receiver = make_codec("exact", source), make_codec("exact", target)
-    page = PlacedPage(0, slots(64, 3))
-    anchor, residual = sender.encode(page, ALL)
-    receiver.write_anchor(page, ALL, anchor)
-    receiver.write_residual(page, ALL, anchor, residual)
-    for sent, come in zip(source.tensors(0, LAYERS), target.tensors(0, LAYERS), strict=True):
-        assert torch.equal(sent[page.slots], come[page.slots])
+    source, target, _ = move("exact", torch.float32, 64, value_dim=KEY_DIM)
+    assert torch.equal(rows(target, slots(64, 5)), rows(source, slots(64, 0)))
