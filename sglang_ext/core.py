@@ -14,12 +14,11 @@ SPECULATIVE_ALGORITHM = "KV_VERIFIED"
 RADIX_CACHE_BACKEND = "kv_views"
 # Tokens of a context from which on it is compressed, if that is not asked for later; below, a copy saves nothing worth drafting for.
 MIN_CONTEXT = 128
-# Why a request is served with full KV. The order is the wire format of meta_info: append only.
+# Why a request is served with full KV. Processes of one server tell each other places in it (managers/meta_info.py).
 FALLBACK_REASONS: tuple[str, ...] = (
     "none",
     "short-context",
     "no-free-slots",
-    "penalty",
     "min-p",
     "custom-logit-processor",
     "grammar",

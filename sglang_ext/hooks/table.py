@@ -68,11 +68,6 @@ HOOKS: tuple[Hook, ...] = (
         "slots that are taken ahead of a request shall end where its answer does, or a prompt that fits would not", ("batch",),
     ),
     Hook(
-        "sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_extend",
-        "sglang_ext.hooks.penalties.restore_penalties",
-        "penalties must not depend on the process, nor forget a retracted request's output", ("self",),
-    ),
-    Hook(
         "sglang.srt.managers.schedule_batch.ScheduleBatch.check_decode_mem",
         "sglang_ext.hooks.room.give_back_when_full",
         "a full pool takes compressed copies back before it retracts a request", ("self", "selected_indices"),

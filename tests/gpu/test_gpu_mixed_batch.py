@@ -32,8 +32,10 @@ pytestmark = pytest.mark.server
 BATCH = ("--cuda-graph-max-bs", "16", "--max-running-requests", "16", "--enable-custom-logit-processor")
 RETRACTED_EVERY = 9
 ASKED = {option.name: option for option in OPTIONS if option.name != "hidden-states"}
-# What goes on from a token otherwise than in the middle of an answer, as penalties do: it counts tokens, or its grammar begins anew.
-NOT_CONTINUED = {"min-new-tokens", "json-schema", "ebnf"}
+# Retracted answers to these are not compared further than rounding may have changed them.
+PENALIZED = {"frequency-penalty", "presence-penalty", "repetition-penalty", "penalty-logprobs"}
+# What goes on from a token otherwise than in the middle of an answer: it counts tokens, or its grammar begins anew.
+NOT_CONTINUED = {"min-new-tokens", "json-schema", "ebnf", *PENALIZED}
 # Of retracted answers in all waves, those that may go on otherwise: rounding decides between tokens that are nearly as good.
 ROUNDED = 0.15
 SHORT, SHARED = 4, 5
@@ -52,11 +54,10 @@ class Answer:
 
 @dataclass
 class Told:
-    """All answers: stock's to each (prompt, option), cold and warm, and of the server under test by wave, then alone."""
+    """All answers: stock's to each (prompt, option), cold and warm, and of the server under test by wave."""
 
     stock: dict[tuple[int, str], list[tuple[Sample, ...]]] = field(default_factory=dict)
     waves: list[list[Answer]] = field(default_factory=list)
-    alone: list[Answer] = field(default_factory=list)
     continued: dict[tuple[str, int], tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     log: str = ""
 
@@ -91,8 +92,7 @@ def wave(number: int) -> list[Request]:
 def drafts(request: Request) -> bool:
     """Whether a request is drafted for."""
     option = request.option
-    on_full_kv = option.is_penalized or {"min_p", "min_new_tokens"} & set(option.sampling)
-    return not on_full_kv and not option.disallowed and request.prompt != SHORT
+    return "min_p" not in option.sampling and not option.disallowed and request.prompt != SHORT
 
 
 def ask_stock(server: Server, given: Sequence[Prompt]) -> dict[tuple[int, str], list[tuple[Sample, ...]]]:
@@ -125,22 +125,17 @@ def send_all(server: Server, requests: Sequence[Request], given: Sequence[Prompt
 
 
 def ask_verified(server: Server, given: Sequence[Prompt], told: Told) -> None:
-    """All waves; then who is penalized, alone; then where retracted answers may have gone on."""
+    """All waves, from an empty cache."""
     server.flush_cache()
     for number in (COLD, WARM, DRAFTING):
         told.waves.append(send_all(server, wave(number), given))
-    if not server.alive():
-        return
-    server.flush_cache()
-    penalized = [replace(request, rid=f"{request.rid}-alone") for request in wave(COLD) if request.option.is_penalized]
-    told.alone = [send(server, request, given) for request in penalized]
 
 
 def ask_further(stock: Server, given: Sequence[Prompt], told: Told, text_of: TextOf) -> None:
     """How stock goes on from the tokens of those answers that a retraction may have changed."""
     for answer, _ in differences(chain(*told.waves), told):
         option = answer.request.option
-        if was_retracted(answer) and not option.is_penalized and option.name not in NOT_CONTINUED:
+        if was_retracted(answer) and option.name not in NOT_CONTINUED:
             for s, sample in enumerate(answer.samples):
                 told.continued[answer.request.rid, s] = continuations(stock, answer.request, sample.ids, given, text_of)
 
@@ -224,20 +219,18 @@ def is_stocks_further(answer: Answer, told: Told) -> bool:
     )
 
 
-def problems(answers: Sequence[Answer], told: Told, alone: bool = False) -> Iterator[str]:
+def problems(answers: Sequence[Answer], told: Told) -> Iterator[str]:
     """What is wrong with answers, in words."""
     for answer, error in differences(answers, told):
-        # Stock's own are, beside others: its overlapped loop counts tokens otherwise when a prefill comes in between.
-        if isinstance(error, DiffersFromStock) and answer.request.option.is_penalized and not alone:
-            continue
-        if alone or not may_go_on_otherwise(answer, error):
+        if not may_go_on_otherwise(answer, error):
             yield described(answer, error)
 
 
 def rounded(answers: Iterable[Answer], told: Told) -> Iterator[str]:
     """Retracted answers that go on neither as stock's did nor as they do from any of their tokens."""
     for answer, error in differences(answers, told):
-        if not answer.request.option.is_penalized and may_go_on_otherwise(answer, error) and not is_stocks_further(answer, told):
+        compared = answer.request.option.name not in PENALIZED
+        if compared and may_go_on_otherwise(answer, error) and not is_stocks_further(answer, told):
             yield described(answer, error)
 
 
@@ -275,11 +268,6 @@ def test_each_answer_is_stocks_to_that_request_alone(told: Told, number: int) ->
     assert not found, "\n".join([f"{len(found)} of {len(told.waves[number])} answers:", *found, told.log[-3000:]])
 
 
-def test_penalized_answers_are_stocks_where_nobody_else_is(told: Told) -> None:
-    found = list(problems(told.alone, told, alone=True))
-    assert len(told.alone) == 4 and not found, "\n".join(found)
-
-
 def test_most_retracted_answers_go_on_as_stocks_do_from_their_tokens(told: Told) -> None:
     retracted, found = sum(map(was_retracted, chain(*told.waves))), list(rounded(chain(*told.waves), told))
     assert len(found) <= ROUNDED * retracted, "\n".join([f"{len(found)} of {retracted} retracted answers:", *found])
@@ -301,7 +289,7 @@ def test_the_waves_had_everything_in_them(told: Told) -> None:
     assert any(sample.aborted for sample in samples), "nobody was aborted in time"
     drafting = [sample for answer in told.waves[DRAFTING] for sample in answer.samples]
     assert sum(sample.drafts for sample in drafting) > sum(sample.accepted for sample in drafting) > 4 * len(drafting)
-    assert {"penalty", "min-p", "custom-logit-processor"} <= {sample.fallback for sample in samples}
+    assert {"min-p", "custom-logit-processor"} <= {sample.fallback for sample in samples}
     stocks = [key for key, (cold, warm) in told.stock.items() if [a.ids for a in cold] != [a.ids for a in warm]]
     print(f"stock's answers from a cache that are others than those without: {stocks}")
     assert "disable_overlap_schedule=False" in told.log and "cuda graph: True" in told.log

@@ -45,7 +45,7 @@ def test_company_that_cannot_draft_changes_nobodys_answer(stock, host, prompts):
         {**greedy(16), "return_logprob": True, "top_logprobs_num": 2},
         greedy(14, frequency_penalty=0.7),
         {"sampling_params": {"temperature": 0, "regex": "[a-z ]{30}", "max_new_tokens": 12}},
-        greedy(20),
+        greedy(20, min_p=0.2),
     ]
     asked = [*prompts, prompts[1][::-1], prompts[2][::-1]]
 
@@ -55,15 +55,12 @@ def test_company_that_cannot_draft_changes_nobodys_answer(stock, host, prompts):
             return list(pool.map(lambda pair: server.ask(input_ids=pair[0], **pair[1]), zip(asked, bodies)))
 
     expected, found = ask(stock, 1), ask(host, 6)
-    # In SGLang's overlapped loop a prefill that joins changes what penalties have counted: that answer is compared alone.
-    again = host.ask(input_ids=asked[3], **bodies[3])
-    assert len(found[3]["output_ids"]) == len(again["output_ids"])
-    answers = [*found[:3], again, *found[4:]]
-    assert [r["output_ids"] for r in answers] == [r["output_ids"] for r in expected]
+    assert [r["output_ids"] for r in found] == [r["output_ids"] for r in expected]
     values = [[value for value, *_ in r[2]["meta_info"]["output_token_logprobs"]] for r in (found, expected)]
     assert values[0] == pytest.approx(values[1], abs=1e-3)
-    assert [r["meta_info"]["kv_fallback"] for r in found[3:5]] == ["penalty", None]
-    assert found[4]["meta_info"]["kv_drafts"] > 0, "a grammar is drafted, too"
+    assert found[5]["meta_info"]["kv_fallback"] == "min-p"
+    # Where the pool is full, one of them may have no copy.
+    assert any(r["meta_info"]["kv_drafts"] > 0 for r in found[3:5]), "penalties and grammars are drafted, too"
 
 
 def test_requests_with_one_beginning_share_its_copy_and_its_loads(stock, host, prompts):

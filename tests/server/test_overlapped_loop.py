@@ -3,7 +3,7 @@
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from servers import EXPECTED_TOKENS, greedy
+from servers import EXPECTED_TOKENS, assert_same_answers, greedy
 
 pytestmark = pytest.mark.server
 
@@ -39,27 +39,24 @@ def test_a_grammar_request_that_finishes_beside_others_leaves_the_next_round(sto
     assert verified.alive()
 
 
-def test_penalties_beside_a_grammar_that_finishes_stay_their_requests_own(verified, prompts):
-    # Prefilled together, so that no prefill comes between, each gets the answer that it gets alone.
-    ways = [
-        greedy(16, frequency_penalty=0.6),
-        greedy(24, regex=WORDS, ignore_eos=False),
-        greedy(20, repetition_penalty=1.3),
-        greedy(12, regex="[a-z ]{9}", presence_penalty=0.5, ignore_eos=False),
-        greedy(10, logit_bias={"28": -5.0}),
-    ]
-    params = [way["sampling_params"] for way in ways]
-    asked = [prompts[place % 4][:150] for place in range(len(params))]
-    alone = [verified.ask(input_ids=ids, sampling_params=way)["output_ids"] for ids, way in zip(asked, params)]
-    for order in ([0, 1, 2, 3, 4], [3, 0, 4, 1, 2]):
-        # On a loaded machine the scheduler may see some of them before the others, which then join: it is asked again.
-        for attempt in range(3):
-            verified.flush_cache()
-            found = verified.ask(input_ids=[asked[i] for i in order], sampling_params=[params[i] for i in order])
-            if [r["output_ids"] for r in found] == [alone[i] for i in order]:
-                break
-        else:
-            assert [r["output_ids"] for r in found] == [alone[i] for i in order]
+PENALTIES = [
+    {"frequency_penalty": 0.6, "presence_penalty": 0.3},
+    {"repetition_penalty": 1.3},
+    {"frequency_penalty": 0.4, "repetition_penalty": 1.2, "regex": "[a-z ]{30}", "ignore_eos": False},
+    {"min_new_tokens": 8, "stop_token_ids": [28, 30], "ignore_eos": False},
+    {"logit_bias": {"28": -5.0}},
+]
+
+
+def test_penalties_are_counted_along_drafts_and_whoever_joins(stock, verified, prompts):
+    # In stock's overlapped loop a prefill that joins changes what was counted: here each is stock's answer to that request alone.
+    bodies = [{"input_ids": prompts[place % 4], **greedy(20 + 3 * place, **more)} for place, more in enumerate(PENALTIES * 2)]
+    alone = [stock.ask(**body) for body in bodies]
+    verified.flush_cache()
+    for theirs, ours in zip(alone, ask_together(verified, bodies)):
+        assert_same_answers(theirs, ours, None)
+        # The others may end at once.
+        assert ours["meta_info"]["kv_drafts"] > 0 or len(ours["output_ids"]) < 10
 
 
 def test_samples_of_one_request_differ_where_seeds_do_not_count(paged, prompts):

@@ -118,11 +118,11 @@ def test_abort_while_drafting_frees_everything_and_the_rid_can_come_back(stock, 
 
 
 def test_metrics_count_drafts_verifies_and_fallbacks(verified, prompts):
-    verified.ask(input_ids=prompts[0], **greedy(4, frequency_penalty=0.5))
+    verified.ask(input_ids=prompts[0], **greedy(4, min_p=0.2))
     page = verified.request("/metrics")
     for name in ("drafts_total", "verifies_total", "accepted_drafts_total", "accept_length_bucket"):
         assert f"sglang_ext:{name}" in page
-    assert 'reason="penalty"' in page
+    assert 'reason="min-p"' in page
 
 
 @pytest.mark.parametrize("tokens", [24, 70])

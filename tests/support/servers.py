@@ -84,10 +84,7 @@ class Server(ServerProcess):
             return list(pool.map(lambda ids: self.ask(input_ids=ids, **body), prompts))
 
     def ask_beside(self, running: dict[str, Any], **body: Any) -> tuple[Any, Any]:
-        """The answer to ``body``, sent once ``running`` decodes, and the answer to ``running``.
-
-        So no prefill joins while ``body`` decodes: in SGLang's overlapped loop that changes what penalties have counted.
-        """
+        """The answer to ``body``, sent once ``running`` decodes, and the answer to ``running``."""
         begun = Event()
 
         def run() -> Any:

@@ -9,7 +9,6 @@ from typing import Any
 from sglang_ext.bench.prompts import Prompt
 
 GRAMMARS = ("regex", "json_schema", "ebnf")
-PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty")
 ENDS = ("stop", "stop_regex", "stop_token_ids")
 SCHEMA = {
     "type": "object",
@@ -49,11 +48,6 @@ class Option:
     def has_grammar(self) -> bool:
         """Whether a grammar decides where the answer ends."""
         return any(name in self.sampling for name in GRAMMARS)
-
-    @property
-    def is_penalized(self) -> bool:
-        """Whether tokens are penalized for those that came before."""
-        return any(name in self.sampling for name in PENALTIES)
 
     @property
     def can_end(self) -> bool:

@@ -7,20 +7,17 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
 
 from sglang_ext.bench.client import ServerClient, describe_error
 from sglang_ext.bench.prompts import Prompt
-from sglang_ext.bench.soaking.answers import AnswerError, DiffersFromStock, Sample, check, read_samples, read_stream
-from sglang_ext.bench.soaking.company import Company
+from sglang_ext.bench.soaking.answers import AnswerError, Sample, check, read_samples, read_stream
 from sglang_ext.bench.soaking.soak_prompts import Case
 from sglang_ext.bench.soaking.tally import Tally
 from sglang_ext.bench.soaking.traffic import Request, draw_request
 
 PROGRESS_SECONDS = 5.0
-PENALIZED_IN_COMPANY = "penalized beside others"
-"""SGLang's overlapped loop counts another token twice, and leaves one out, when a prefill comes in between."""
 ABORTED_BEFORE_IT_BEGAN = "Aborted by AbortReq."
 """What SGLang says, as an error with status 400, of a request aborted while its grammar was being compiled."""
 
@@ -39,7 +36,6 @@ class Soak:
         references: stock's answer to each case.
         overlapped: whether both servers ran SGLang's overlapped loop, and so may do what stock does there.
         tally: counts what happened.
-        company: knows who is under way.
     """
 
     server: ServerClient
@@ -48,7 +44,6 @@ class Soak:
     references: References
     overlapped: bool
     tally: Tally
-    company: Company = field(default_factory=Company)
 
 
 def traffic(soak: Soak, args: argparse.Namespace) -> None:
@@ -80,18 +75,12 @@ def traffic(soak: Soak, args: argparse.Namespace) -> None:
 def send(soak: Soak, request: Request) -> bool:
     """One request; ``abort`` takes it back after a while, ``malformed`` must be refused. Whether it was aborted."""
     tally, samples = soak.tally, ()
-    with soak.company.join(request.alone) as stay, taken_back(soak.server, request):
+    with taken_back(soak.server, request):
         try:
             samples = ask(soak.server, request, soak.prompts)
             if request.kind == "malformed":
                 raise AnswerError(f"{dict(request.broken)} was accepted")
             check(request, samples, soak.references[request.prompt, request.option.name])
-        except DiffersFromStock as error:
-            if soak.overlapped and request.option.is_penalized and not stay.alone:
-                tally.count_stocks_own(request, [PENALIZED_IN_COMPANY])
-            else:
-                tally.fail(f"{request}: {error}", request)
-                return False
         except (AnswerError, OSError) as error:
             if request.kind == "malformed" and getattr(error, "code", None) == 400:
                 tally.add("refused", request)

@@ -7,9 +7,8 @@ ones of them with random lengths: cold and warm, some streamed, some aborted, so
 beginning of stock's. Ends with code 1 on a wrong answer, an unexpected error or a dead server, and with
 --force-retraction if no request was retracted.
 
-What SGLang's overlapped loop itself does otherwise is counted apart: a penalized answer may change when another request is
-prefilled meanwhile, so that it must be stock's only where it was alone; and a request that is retracted may stream a chunk
-without new tokens, or, before its first token was looked at, lose that token's log-probability.
+What SGLang's overlapped loop itself does otherwise is counted apart: a request that is retracted may stream a chunk without new
+tokens, or, before its first token was looked at, lose that token's log-probability.
 """
 
 import argparse

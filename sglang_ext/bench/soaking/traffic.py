@@ -10,8 +10,6 @@ from sglang_ext.bench.soaking.request_options import Option
 from sglang_ext.bench.soaking.soak_prompts import Case
 
 STREAMED_SHARE = 0.35
-ALONE_SHARE = 0.15
-"""Of penalized requests: those that are sent when all others have been answered."""
 ONE_TOKEN_SHARE = 0.06
 EARLY_SHARE = 0.4
 EARLIEST_DELAY = 0.3
@@ -43,7 +41,6 @@ class Request:
         kind: "abort" is taken back after ``delay`` seconds, "malformed" has the options ``broken``.
         stream: whether its answer comes as it is made.
         delay: seconds.
-        alone: whether it waits until no other is under way, and lets none begin.
         broken: sampling options that no server takes.
     """
 
@@ -54,7 +51,6 @@ class Request:
     kind: Kind
     stream: bool
     delay: float
-    alone: bool = False
     broken: Mapping[str, Any] = field(default_factory=dict)
 
     def body(self, prompts: Sequence[Prompt]) -> dict[str, Any]:
@@ -69,7 +65,6 @@ class Request:
             f", {name}"
             for name, holds in (
                 ("streamed", self.stream),
-                ("alone", self.alone),
                 ("to be aborted", self.kind == "abort"),
                 (f"malformed {dict(self.broken)}", bool(self.broken)),
             )
@@ -98,6 +93,5 @@ def draw_request(chance: Random, rid: str, cases: Sequence[Case], longest: int) 
         kind=kind,
         stream=kind != "malformed" and chance.random() < STREAMED_SHARE,
         delay=chance.random() * latest,
-        alone=option.is_penalized and kind == "plain" and chance.random() < ALONE_SHARE,
         broken=chance.choice(MALFORMED) if kind == "malformed" else {},
     )

@@ -24,6 +24,7 @@ from sglang_ext.managers.disaggregation.timeline import Timeline
 from sglang_ext.managers.offload.policy import OffloadPolicy
 from sglang_ext.managers.spec_decode.draft_length import DraftLength
 from sglang_ext.managers.spec_decode.pace import FixedLength, Pace
+from sglang_ext.managers.spec_decode.penalties import Penalties, Unpenalized
 from sglang_ext.managers.spec_decode.requests import end_of_answer
 from sglang_ext.managers.spec_decode.result import Answers, GatheredDrafts, Part, RoundResult, together
 from sglang_ext.managers.spec_decode.round import OnDevice, Round, RoundPlanner
@@ -58,6 +59,7 @@ class DecodeLoop:
         policy: how much full KV may leave the device, and how long drafts gather; None where none may.
         timeline: where a benchmark asks for one.
         gathered: the drafts of each row since its last verification.
+        penalties: what requests have counted of their outputs.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class DecodeLoop:
         if policy is not None:
             pace.watch = policy.observe
         self.gathered = GatheredDrafts(worker.views.rows, planner.longest, steps.table.device)
+        self.penalties = Penalties(steps.table.device)
         self._rounds = 0
 
     def interrupt(self) -> None:
@@ -90,6 +93,7 @@ class DecodeLoop:
     def forget(self, row: int) -> None:
         """The request in ``row`` is gone."""
         self.turns.forget(row)
+        self.penalties.forget(row)
 
     def decode(self, batch: "ScheduleBatch", on_publish: Publish | None = None) -> RoundResult:
         """One round of the requests of ``batch`` that still run; loads of full KV are launched while it runs."""
@@ -103,13 +107,15 @@ class DecodeLoop:
         if lengths is not None and on_publish is not None:
             # Before the forwards: the scheduler shall prepare the next round while they run.
             on_publish(lengths)
-        steps, tokens = self._step(batch, round_)
+        penalized = self.penalties.of(batch, round_)
+        steps, tokens = self._step(batch, round_, penalized)
         self.pace.drafted()
-        parts = [self.verifier.verify(batch, round_, part, tokens, self.gathered) for part in round_.parts]
+        parts = [self.verifier.verify(batch, round_, part, tokens, self.gathered, penalized) for part in round_.parts]
         if round_.answering:
             counts = [round_.answers(i) for i in round_.answering]
             parts.append(Part(round_.answering, Answers.of_steps(steps, tokens, round_.answering, counts)))
         answers = together(parts, batch.seq_lens, batch.return_logprob)
+        penalized.count(batch.spec_info.bonus_tokens, answers)
         if lengths is None:
             lengths = batch.seq_lens + answers.accepted
             # The event marks an earlier read of the token table than the round's last one.
@@ -168,13 +174,16 @@ class DecodeLoop:
         answers = [round_.answers(i) * (i in answering) for i in range(len(round_.states))]
         return batch.seq_lens + to_device(answers, batch.seq_lens.device)
 
-    def _step(self, batch: "ScheduleBatch", round_: Round) -> tuple[list[tuple[LogitsProcessorOutput, Sampled]], torch.Tensor]:
+    def _step(
+        self, batch: "ScheduleBatch", round_: Round, penalized: Unpenalized
+    ) -> tuple[list[tuple[LogitsProcessorOutput, Sampled]], torch.Tensor]:
         """The round's steps, and their tokens, int64 [requests, steps]; drafts that gather are kept behind those of earlier rounds."""
         own, newest, starts, before = batch.req_pool_indices, batch.spec_info.bonus_tokens, batch.seq_lens, None
+        penalized.begin_steps(newest, self.gathered, own)
         if any(round_.gathered):
             before = to_device(round_.gathered, own.device)
             newest, starts = self.gathered.newest(own, before, newest), starts + before
-        steps = self.steps.run(batch, round_, newest, self.steps.slots(batch, round_.width, starts), starts)
+        steps = self.steps.run(batch, round_, newest, self.steps.slots(batch, round_.width, starts), starts, penalized)
         tokens = torch.stack([sampled.tokens for _, sampled in steps], dim=1)
         if before is not None or len(round_.due) + len(round_.answering) < len(round_.states):
             self.gathered.put(own, torch.zeros_like(own) if before is None else before, tokens)

@@ -31,7 +31,8 @@ SAMPLING_FIELDS: dict[str, str] = {
     # The first is read by custom logit processors only.
     **dict.fromkeys(("custom_params", "logit_bias", "sampling_seed"), VERIFIED),
     **dict.fromkeys(("stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized"), VERIFIED),
-    **dict.fromkeys(("frequency_penalty", "presence_penalty", "repetition_penalty", "min_new_tokens"), "penalty"),
+    # Counted along drafts (penalties.py).
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "repetition_penalty", "min_new_tokens"), VERIFIED),
     "min_p": "min-p",
 }
 
@@ -39,15 +40,12 @@ SAMPLING_FIELDS: dict[str, str] = {
 def fallback_reason(req: "Req") -> int:
     """Why a request must be served with full KV, as an index into ``FALLBACK_REASONS``; 0 if not.
 
-    Penalties and ``min_new_tokens`` depend on the tokens before each position, custom logit
-    processors on state of their own, some grammar backends cannot take drafts back, and SGLang's
-    seeded sampler has no ``min_p``.
+    Custom logit processors depend on state of their own, some grammar backends cannot take drafts back, and SGLang's seeded sampler
+    has no ``min_p``.
     """
     params = req.sampling_params
     if req.grammar is not None and not can_roll_back(req.grammar):
         return FALLBACK_REASONS.index("grammar")
-    if params.frequency_penalty or params.presence_penalty or params.repetition_penalty != 1.0 or params.min_new_tokens:
-        return FALLBACK_REASONS.index("penalty")
     if params.min_p > 0:
         return FALLBACK_REASONS.index("min-p")
     if req.custom_logit_processor is not None:

@@ -120,8 +120,9 @@ def pick_requests(info: "SamplingBatchInfo", requests: list[int], device: torch.
         top_ps=info.top_ps[index],
         top_ks=info.top_ks[index],
         min_ps=info.min_ps[index],
-        acc_additive_penalties=_pick(info.acc_additive_penalties, index),
-        acc_scaling_penalties=_pick(info.acc_scaling_penalties, index),
+        # Logits are penalized before they are sampled (penalties.py).
+        acc_additive_penalties=None,
+        acc_scaling_penalties=None,
         logit_bias=_pick(info.logit_bias, index),
         has_custom_logit_processor=bool(processors),
         custom_logit_processor=processors or None,
@@ -289,7 +290,7 @@ class SamplingCache:
             rows: makes the rows, where they are needed.
         """
         info = batch.sampling_info
-        if _changes(info) or info.logit_bias is not None or any(req.grammar is not None for req in batch.reqs):
+        if info.has_custom_logit_processor or info.logit_bias is not None or any(req.grammar is not None for req in batch.reqs):
             return Sampling.of(self.model_runner, batch, rows(), logprobs)
         owners = [*batch.reqs, *states]
         if len(owners) != len(self._owners) or any(a is not b for a, b in zip(owners, self._owners)):
@@ -300,10 +301,3 @@ class SamplingCache:
                 self._kept.clear()
             self._kept[key] = Sampling.of(self.model_runner, batch, rows(), logprobs)
         return self._kept[key]
-
-
-def _changes(info: "SamplingBatchInfo") -> bool:
-    """Whether what is sampled from depends on the output so far."""
-    penalties = (info.acc_additive_penalties, info.acc_scaling_penalties)
-    return any(p is not None for p in penalties) or info.has_custom_logit_processor
-

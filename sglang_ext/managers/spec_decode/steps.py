@@ -20,6 +20,7 @@ from sglang_ext.layers.attention.views import BetweenSteps
 from sglang_ext.managers.simulation import Simulation
 from sglang_ext.managers.spec_decode.copy_policy import of_use
 from sglang_ext.managers.spec_decode.grammar import LONGEST_WALK, Walk
+from sglang_ext.managers.spec_decode.penalties import Unpenalized
 from sglang_ext.managers.spec_decode.result import Answers, GatheredDrafts, Part
 from sglang_ext.managers.spec_decode.round import Round
 from sglang_ext.managers.spec_decode.sampling import Row, Sampled, Sampling, SamplingCache, sampling_batch
@@ -115,7 +116,13 @@ class Steps:
         return walks
 
     def run(
-        self, batch: "ScheduleBatch", round_: Round, tokens: torch.Tensor, slots: torch.Tensor, starts: torch.Tensor
+        self,
+        batch: "ScheduleBatch",
+        round_: Round,
+        tokens: torch.Tensor,
+        slots: torch.Tensor,
+        starts: torch.Tensor,
+        penalized: Unpenalized,
     ) -> list[tuple[LogitsProcessorOutput, Sampled]]:
         """The steps of a round, one after another, over its rows.
 
@@ -125,6 +132,7 @@ class Steps:
             tokens: int64 [requests], the newest token of each.
             slots: int64 [requests, at least steps], where their KV is written, and that of what follows, which rows lead to as well.
             starts: int64 [requests], positions of ``tokens``.
+            penalized: requests with penalties.
         """
         rows, viewed = self.extend_rows(batch, round_, slots)
         # Made for all steps at once: between the graphs of two steps each operation costs the device time.
@@ -148,6 +156,7 @@ class Steps:
                 # By the queries of the last step the next round chooses.
                 for i in choosing:
                     self.worker.views.choose_anew(round_.states[i].row, round_.starts[i] + index + 1)
+            penalized.step(index, tokens, output.next_token_logits)
             sampled = sampling.draw(output.next_token_logits, inputs.positions)
             tokens = sampled.tokens
             done.append((output, sampled))
@@ -183,7 +192,13 @@ class Verifier:
         self.simulation = simulation
 
     def verify(
-        self, batch: "ScheduleBatch", round_: Round, requests: list[int], newest: torch.Tensor, gathered: GatheredDrafts
+        self,
+        batch: "ScheduleBatch",
+        round_: Round,
+        requests: list[int],
+        newest: torch.Tensor,
+        gathered: GatheredDrafts,
+        penalized: Unpenalized,
     ) -> Part:
         """Of some requests the drafts that full KV would have given, and the next token.
 
@@ -193,6 +208,7 @@ class Verifier:
             requests: by their places in the batch.
             newest: int64 [all requests, steps], what the round's steps gave.
             gathered: the drafts of those that have some of earlier rounds, this round's among them.
+            penalized: requests with penalties.
         """
         offered = [round_.offered(i) for i in requests]
         whole = len(requests) == len(batch.reqs)
@@ -206,6 +222,7 @@ class Verifier:
         # The host waits for the drafts here, where a request has a grammar.
         walks = self.steps.walks(batch, round_, requests, drafts)
         output, positions = self._forward(part, [round_.states[i] for i in requests], lengths, tokens)
+        penalized.verification(requests, tokens, output.next_token_logits)
         width = len(positions) // len(requests)
         sampled = self.steps.verifying(batch, round_, requests, width, walks).draw(output.next_token_logits, positions)
         answers = sampled.tokens.view(len(requests), width)
@@ -311,6 +328,8 @@ def _first_tokens(
     walks = [Walk(req.grammar) if req.grammar else None for req in batch.reqs]
     rows = [Row.answer(i, state, walk) for i, (state, walk) in enumerate(zip(states, walks))]
     output = result.logits_output
+    if output.next_token_logits is not None:
+        worker.loop.penalties.first(batch, output.next_token_logits)
     if all(req.sampling_params.max_new_tokens == 0 for req in batch.reqs):
         # As SGLang without speculation: nothing is drawn, and what was asked for is told whatever the temperature.
         if batch.return_logprob and output.next_token_logits is not None:

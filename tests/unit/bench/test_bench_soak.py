@@ -181,7 +181,7 @@ class TestLoop:
 class TestStocksOwn:
     """Differences that stock makes in its overlapped loop, and those that nobody may make."""
 
-    def sent(self, option: str, answered: Sample, overlapped: bool = True, company: bool = True) -> Tally:
+    def sent(self, option: str, answered: Sample, overlapped: bool = True) -> Tally:
         """What is counted when a server answers so to a request whose tokens are 1 and 2 in stock."""
         asked = next(each for each in OPTIONS if each.name == option)
         request = Request("r", 0, asked, 2, "plain", stream=False, delay=0.0)
@@ -190,30 +190,14 @@ class TestStocksOwn:
         given = soak.Soak(fake, [PROMPT], (), references, overlapped, Tally())
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sending, "ask", lambda *_: (answered,))
-            if company:
-                with given.company.join(alone=False):
-                    sending.send(given, request)
-            else:
-                sending.send(given, request)
+            sending.send(given, request)
         return given.tally
 
-    @pytest.mark.parametrize(
-        ("option", "overlapped", "company", "passes"),
-        [
-            ("frequency-penalty", True, True, True),
-            ("frequency-penalty", True, False, False),
-            ("frequency-penalty", False, True, False),
-            ("greedy", True, True, False),
-            ("min-new-tokens", True, True, False),
-        ],
-    )
-    def test_other_tokens_pass_for_a_penalized_request_beside_others_in_the_overlapped_loop(
-        self, option: str, overlapped: bool, company: bool, passes: bool
-    ) -> None:
-        tally = self.sent(option, Sample((1, 3), "length"), overlapped, company)
-        assert (not tally.problems) == passes
-        assert dict(tally.stocks_own) == ({sending.PENALIZED_IN_COMPANY: 1} if passes else {})
-        assert tally.as_json()["outcomes"] == {"answered": passes, "aborted": 0, "refused": 0, "wrong": not passes}
+    @pytest.mark.parametrize("option", ["frequency-penalty", "greedy", "min-new-tokens"])
+    def test_other_tokens_pass_for_nobody(self, option: str) -> None:
+        tally = self.sent(option, Sample((1, 3), "length"))
+        assert tally.problems and not tally.stocks_own
+        assert tally.as_json()["outcomes"] == {"answered": 0, "aborted": 0, "refused": 0, "wrong": 1}
 
     def test_another_length_passes_for_nobody(self) -> None:
         assert self.sent("frequency-penalty", Sample((1,), "length")).problems

@@ -75,8 +75,6 @@ class TestOptions:
         ending = {option.name for option in OPTIONS if option.can_end}
         assert {"stop", "stop-regex", "stop-tokens", "to-its-end", "regex", "min-new-tokens", "seeded-stop"} <= ending
         assert not {"greedy", "seeded", "frequency-penalty", "hidden-states"} & ending
-        penalized = {option.name for option in OPTIONS if option.is_penalized}
-        assert penalized == {"frequency-penalty", "presence-penalty", "repetition-penalty", "penalty-logprobs"}
 
 
 class TestPrompts:
@@ -114,8 +112,6 @@ class TestRequests:
             assert not drawn.stream and drawn.broken in MALFORMED
         else:
             assert not drawn.broken
-        if drawn.alone:
-            assert drawn.option.is_penalized and drawn.kind == "plain"
         assert drawn == draw_request(Random(seed), "r", cases(prompts, 0), longest)
 
     def test_every_option_is_drawn_and_many_requests_are_streamed(self) -> None:
@@ -124,7 +120,7 @@ class TestRequests:
         assert {each.option.name for each in drawn} == set(BY_NAME)
         assert {each.prompt for each in drawn} == set(range(8))
         assert 0.25 < sum(each.stream for each in drawn) / 3000 < 0.35
-        assert any(each.alone for each in drawn) and sum(each.tokens == 1 for each in drawn) > 300
+        assert sum(each.tokens == 1 for each in drawn) > 300
         assert len({str(each.broken) for each in drawn}) == 1 + len(MALFORMED)
 
     def test_malformed_request_leaves_its_option_as_it_was(self) -> None:

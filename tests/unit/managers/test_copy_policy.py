@@ -117,7 +117,7 @@ def test_without_queries_no_copy_is_made_and_none_renewed_until_they_are_there()
         ("none", 32, 4000, True),
         ("no-queries", 32, 4000, True),
         ("slower", 32, 4000, True),
-        ("penalty", 32, 4000, False),
+        ("min-p", 32, 4000, False),
         ("hidden-states", 32, 4000, False),
         ("none", 0, 4000, False),
     ],

@@ -133,7 +133,7 @@ class Toy(DecodeLoop):
         self.residency = residency
         self.committed = {row: [row] * (PROMPT + 1) for row in range(1, count + 1)}
 
-    def draw(self, batch, round_, tokens, slots, starts):
+    def draw(self, batch, round_, tokens, slots, starts, penalized):
         drawn = []
         for i, state in enumerate(round_.states):
             before = self.gathered.tokens[state.row, : round_.gathered[i]].tolist()
@@ -327,7 +327,7 @@ def test_a_load_that_takes_longer_than_all_that_is_planned_happens_all_the_same(
 
 def test_one_that_cannot_be_drafted_answers_in_the_steps_in_which_the_others_draft():
     toy, states, reqs = make(3, away=[2])
-    states[2].fallback = FALLBACK_REASONS.index("penalty")
+    states[2].fallback = FALLBACK_REASONS.index("custom-logit-processor")
     seen = rounds(toy, states, reqs, 14)
     assert len(toy.committed[3]) == PROMPT + 1 + 14, "token by token"
     assert {offered for row, offered, _ in seen if row == 1} == {DRAFTS}, "verified at x drafts all the same"
@@ -338,7 +338,7 @@ def test_one_that_cannot_be_drafted_answers_in_the_steps_in_which_the_others_dra
 @settings(deadline=None, max_examples=80)
 @given(st.integers(1, 5), st.data())
 def test_in_any_company_the_tokens_are_those_of_full_kv(count, data):
-    kinds = data.draw(st.lists(st.sampled_from(["", "", "penalty", "min-p", "no copy", "last"]), min_size=count, max_size=count))
+    kinds = data.draw(st.lists(st.sampled_from(["", "", "custom-logit-processor", "min-p", "no copy", "last"]), min_size=count, max_size=count))
     full = [row for row, kind in enumerate(kinds, 1) if kind == "no copy"]
     drafts = data.draw(st.integers(1, 6))
     toy, states, reqs = make(count, None, full=full, drafts=drafts, longest=drafts)
@@ -349,7 +349,7 @@ def test_in_any_company_the_tokens_are_those_of_full_kv(count, data):
     late = data.draw(st.booleans())
     for i in range(12):
         # Who must be looked at comes and goes.
-        states[0].fallback = FALLBACK_REASONS.index("penalty") if data.draw(st.booleans()) else 0
+        states[0].fallback = FALLBACK_REASONS.index("custom-logit-processor") if data.draw(st.booleans()) else 0
         for kind, state, req in zip(kinds, states, reqs):
             given = len(toy.committed[state.row]) - 1 - PROMPT
             req.sampling_params.max_new_tokens = given + data.draw(st.integers(0, 3)) if kind == "last" else 10**6
@@ -361,7 +361,7 @@ def test_in_any_company_the_tokens_are_those_of_full_kv(count, data):
 
 def test_a_copy_taken_away_while_drafts_gather_costs_no_token():
     toy, states, reqs = make(2, None)
-    states[1].fallback = FALLBACK_REASONS.index("penalty")
+    states[1].fallback = FALLBACK_REASONS.index("custom-logit-processor")
     rounds(toy, states, reqs, 2)
     assert states[0].gathered == 2
     toy.worker.views.copies.clear()

@@ -21,6 +21,7 @@ def test_lengths_of_a_prefill_are_known_before_it_runs(monkeypatch):
 
     sampled = SimpleNamespace(tokens=torch.tensor([3]))
     monkeypatch.setattr(module.Sampling, "of", lambda *args: SimpleNamespace(draw=lambda logits, positions: sampled))
+    penalties = SimpleNamespace(first=lambda batch, logits: seen.append("penalized"))
     worker = SimpleNamespace(
         queries=SimpleNamespace(recording=lambda rows: nullcontext()),
         target_worker=SimpleNamespace(forward_batch_generation=forward),
@@ -28,12 +29,12 @@ def test_lengths_of_a_prefill_are_known_before_it_runs(monkeypatch):
         quantized=None,
         requests=SimpleNamespace(admit=lambda req, matched: SimpleNamespace(fallback=0, seed=5, row=1)),
         views=SimpleNamespace(method=lambda row: SimpleNamespace(compressor=SimpleNamespace(window=0)), get=lambda row: None),
-        loop=SimpleNamespace(interrupt=lambda: None),
+        loop=SimpleNamespace(interrupt=lambda: None, penalties=penalties),
     )
     reqs, lengths = [SimpleNamespace(req_pool_idx=1, grammar=None, sampling_params=SimpleNamespace(max_new_tokens=1))], torch.tensor([7])
     batch = SimpleNamespace(reqs=reqs, prefix_lens=[0], extend_lens=[7], seq_lens=lengths, return_logprob=False)
     found = module.prefill(worker, batch, on_publish=lambda lengths: seen.append(lengths.tolist()))
-    assert seen == [[7], "forward"]
+    assert seen == [[7], "forward", "penalized"]
     assert found.next_token_ids.tolist() == [3] and found.new_seq_lens.tolist() == [7]
 
 
@@ -41,7 +42,8 @@ def test_requests_for_no_token_draw_none(monkeypatch):
     # As SGLang, which tells the log-probabilities that were asked for, and none of a token that nobody gets.
     output, seen = SimpleNamespace(next_token_logits=torch.zeros(2, 4)), []
     monkeypatch.setattr(module, "sampling_batch", lambda batch, rows, device, logprobs: [row.request for row in rows])
-    worker = SimpleNamespace(model_runner=SimpleNamespace(compute_logprobs_only=lambda *given: seen.append(given)))
+    loop = SimpleNamespace(penalties=SimpleNamespace(first=lambda batch, logits: None))
+    worker = SimpleNamespace(model_runner=SimpleNamespace(compute_logprobs_only=lambda *given: seen.append(given)), loop=loop)
     none = SimpleNamespace(max_new_tokens=0)
     reqs, states = [SimpleNamespace(grammar=None, sampling_params=none)] * 2, [SimpleNamespace(fallback=0, seed=5)] * 2
     batch = SimpleNamespace(reqs=reqs, seq_lens=torch.tensor([7, 9]), return_logprob=True)

@@ -12,6 +12,7 @@ from sglang_ext.managers.metrics import KVMetrics
 from sglang_ext.managers.spec_decode.copy_policy import NO_FREE_SLOTS, NO_QUERIES, SHORT_CONTEXT, SLOWER, copy_is_near
 from sglang_ext.managers.spec_decode.loop import DecodeLoop
 from sglang_ext.managers.spec_decode.pace import Choice, FixedLength, Pace
+from sglang_ext.managers.spec_decode.penalties import Unpenalized
 from sglang_ext.managers.spec_decode.round import PLAIN_STEPS, SHORT_ROUND, TRIAL_COPIES, OnDevice, Round, RoundPlanner
 from sglang_ext.managers.spec_decode.sampling import Sampled
 from sglang_ext.managers.spec_decode.steps import Steps, Verifier
@@ -69,7 +70,8 @@ class Views:
 
 def request(missing=40, prompt=0, **more):
     """One whose output lacks ``missing`` tokens once it has one more than ``prompt``, of which the KV of the last is not known."""
-    params = SimpleNamespace(max_new_tokens=missing)
+    without = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "min_new_tokens": 0}
+    params = SimpleNamespace(max_new_tokens=missing, **without)
     state = {"grammar": None, "return_logprob": False, "custom_logit_processor": None, "return_hidden_states": False, "last_node": None, "is_retracted": False, "spec_cap_lens_histogram": [], **more}
     return SimpleNamespace(sampling_params=params, output_ids=[], origin_input_ids=range(prompt + 1), finished=lambda: False, **state)
 
@@ -170,7 +172,7 @@ def test_the_rows_that_drafts_read_lead_to_the_slots_of_the_drafts():
 
 
 @pytest.mark.parametrize(
-    ("fallback", "steps"), [("penalty", 1), ("custom-logit-processor", 1), ("hidden-states", 1), ("grammar", 1), ("min-p", 4)]
+    ("fallback", "steps"), [("custom-logit-processor", 1), ("hidden-states", 1), ("grammar", 1), ("min-p", 4)]
 )
 def test_one_that_cannot_be_drafted_answers_while_the_others_draft(fallback, steps):
     reason = FALLBACK_REASONS.index(fallback)
@@ -214,7 +216,7 @@ def test_where_steps_over_copies_round_otherwise_no_answer_comes_of_them():
     planner, asked = RoundPlanner(Views(full=(2,)), OnDevice(), 8, 8, apart=True), batch([200, 300, 40, 300], [request(), request(), request(), request(1)])
     planned = planner.plan(asked, states(4), [200, 300, 40, 300], Choice(4))
     assert planned.rows[0] == 1 + ROWS and (planned.answering, planned.due) == ([], [0, 1, 2, 3]), "all are verified"
-    beside = planner.plan(asked, states(4, r2=FALLBACK_REASONS.index("penalty")), [200, 300, 40, 300], Choice(4))
+    beside = planner.plan(asked, states(4, r2=FALLBACK_REASONS.index("hidden-states")), [200, 300, 40, 300], Choice(4))
     assert beside.on_full_kv and beside.answering == [0, 1, 2, 3], "who cannot be verified answers where nobody reads a copy"
 
 
@@ -232,8 +234,8 @@ def test_a_lossy_round_ends_where_a_copy_is_due_whoever_else_is_served(length, s
     """Or the first tokens after that place would be of full KV beside some, and of a copy beside others."""
     assert plan(batch([length, 300]), states(2), 8, lossy=True).steps == steps
     assert plan(batch([length, 300]), states(2), 8).steps == 8, "what is verified is the same in any round"
-    penalized = states(2, r1=FALLBACK_REASONS.index("min-p"))
-    assert plan(batch([length, 300]), penalized, 8, lossy=True).steps == 4, "it never gets a copy"
+    undrafted = states(2, r1=FALLBACK_REASONS.index("min-p"))
+    assert plan(batch([length, 300]), undrafted, 8, lossy=True).steps == 4, "it never gets a copy"
 
 
 @pytest.mark.parametrize("wanted", [0, 1, 2, 8])
@@ -250,7 +252,7 @@ def test_a_lossy_round_ends_where_a_copy_is_renewed():
 
 @given(
     st.lists(st.tuples(st.integers(1, 500), st.integers(1, 30), st.booleans()), min_size=1, max_size=4),
-    st.integers(0, 8), st.sampled_from(["", "penalty", "min-p"]),
+    st.integers(0, 8), st.sampled_from(["", "hidden-states", "min-p"]),
 )  # fmt: skip
 def test_no_token_of_verified_decoding_comes_from_a_copy_alone(requests, wanted, fallback):
     found = states(len(requests))
@@ -383,7 +385,7 @@ def test_a_captured_verification_is_aimed_before_it_is_replayed():
     steps = SimpleNamespace(slots=lambda *_: torch.zeros(2, 5), verifying=lambda *_: draw, walks=lambda *_: {})
     verifier = Verifier(worker, steps, SimpleNamespace(fit=lambda count, width: graph), None)
     planned = plan(asked := batch([200, 300]), states(2), 3)
-    part = verifier.verify(asked, planned, [0, 1], torch.tensor([[1, 2, 3], [1, 2, 3]]), None)
+    part = verifier.verify(asked, planned, [0, 1], torch.tensor([[1, 2, 3], [1, 2, 3]]), None, Unpenalized())
     assert seen == [(Recorded(1, 0, 5, 200), Recorded(2, 5, 10, 300)), "replay"]
     assert part.answers.accepted.tolist() == [4, 3] and part.answers.width == 5, "the graph is wider than the drafts"
 
@@ -405,7 +407,7 @@ def test_an_answer_gets_no_more_tokens_than_it_lacks():
     draw = SimpleNamespace(draw=lambda logits, positions: sampled([1, 2, 3, 4, 5] * 2))
     steps = SimpleNamespace(slots=lambda *_: torch.zeros(2, 5), verifying=lambda *_: draw, walks=lambda *_: {})
     verifier = Verifier(worker, steps, SimpleNamespace(fit=lambda count, width: graph), None)
-    part = verifier.verify(batch([200, 300]), planned, [0, 1], torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4]]), None)
+    part = verifier.verify(batch([200, 300]), planned, [0, 1], torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4]]), None, Unpenalized())
     assert part.answers.accepted.tolist() == [2, 5]
 
 

@@ -79,13 +79,21 @@ def test_a_sampling_is_used_again_while_the_same_requests_run():
 def test_what_depends_on_the_output_is_made_anew():
     asked, cache, states = batch(PARAMS), SamplingCache(model_runner=None), [object(), object()]
     assert kept(asked, cache, states) is not kept(asked, cache, states)
-    penalized = batch((SamplingParams(temperature=0), SamplingParams(temperature=0)), **PLAIN)
-    penalized.sampling_info.acc_additive_penalties = torch.zeros(2, 8)
-    assert kept(penalized, cache, states) is not kept(penalized, cache, states)
     grammatical = batch((SamplingParams(temperature=0), SamplingParams(temperature=0)), **PLAIN)
     assert kept(grammatical, cache, states) is kept(grammatical, cache, states)
     grammatical.reqs[1].grammar = object()
     assert kept(grammatical, cache, states) is not kept(grammatical, cache, states)
+
+
+def test_what_sglang_counted_is_left_out_and_a_sampling_kept_all_the_same():
+    penalized = batch((SamplingParams(temperature=0), SamplingParams(temperature=0)), **PLAIN)
+    penalized.sampling_info.acc_additive_penalties = torch.ones(2, 8)
+    penalized.sampling_info.acc_scaling_penalties = torch.ones(2, 8)
+    cache, states = SamplingCache(model_runner=None), [object(), object()]
+    made = kept(penalized, cache, states)
+    info = made.groups[0].batch.sampling_info
+    assert info.acc_additive_penalties is None and info.acc_scaling_penalties is None
+    assert kept(penalized, cache, states) is made
 
 
 def test_so_many_samplings_are_kept_and_no_more():

@@ -1,0 +1,278 @@
+"""Penalties along drafts: what each request has counted of its output, and of tokens that are not part of it yet.
+
+SGLang counts one token of each request a step, and under its overlapped loop what was processed when a step is prepared, which a
+prefill that joins changes. Here counts lie on the device, one row a request. A row of logits is penalized by what stock SGLang has
+counted there where the request is alone: under the overlapped loop the last token of the prompt and all of the output but its newest
+token, else all of the output. So drafts are verified as any others are, and neither company nor a retraction changes an answer.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang_ext.core import RequestState
+from sglang_ext.device import to_device
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+
+    from sglang_ext.managers.spec_decode.result import Answers, GatheredDrafts
+    from sglang_ext.managers.spec_decode.round import Round
+
+# Rows of logits that are penalized at once: beside them lie their counts, and what is computed of both.
+ROWS = 64
+
+
+@dataclass(frozen=True)
+class Penalty:
+    """What a request asks for, as SGLang's ``SamplingParams`` say it.
+
+    Attributes:
+        weights: of frequency, presence and repetition; the last multiplies.
+        least: tokens of the output before any of ``stops`` may come.
+        stops: token ids that would end the output.
+    """
+
+    weights: tuple[float, float, float]
+    least: int = 0
+    stops: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, req: "Req") -> "Penalty | None":
+        """That of a request; None where it asks for none."""
+        params = req.sampling_params
+        weights = params.frequency_penalty, params.presence_penalty, params.repetition_penalty
+        if weights == (0.0, 0.0, 1.0) and not params.min_new_tokens:
+            return None
+        stops = set(params.stop_token_ids or ())
+        if req.tokenizer is not None:
+            stops |= {req.tokenizer.eos_token_id, *(req.tokenizer.additional_stop_token_ids or ())} - {None}
+        return cls(weights, params.min_new_tokens, tuple(sorted(stops)))
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The penalties of some requests.
+
+    Attributes:
+        penalties: of each.
+        weights: float32 [requests, 3], theirs.
+        stops: int64, of each.
+    """
+
+    penalties: list[Penalty]
+    weights: torch.Tensor
+    stops: list[torch.Tensor]
+
+    @classmethod
+    def of(cls, penalties: list[Penalty], device: torch.device) -> "Asked":
+        """On the device."""
+        weights = to_device([penalty.weights for penalty in penalties], device, torch.float32)
+        return cls(penalties, weights, [to_device(list(penalty.stops), device) for penalty in penalties])
+
+    def part(self, places: list[int]) -> "Asked":
+        """Those at some places."""
+        penalties, stops = ([values[place] for place in places] for values in (self.penalties, self.stops))
+        return Asked(penalties, self.weights[to_device(places, self.weights.device)], stops)
+
+    def apply(self, rows: torch.Tensor, counts: torch.Tensor, begun: list[int]) -> None:
+        """Penalize logits in place; what adds comes before what multiplies, as in SGLang's overlapped loop.
+
+        Args:
+            rows: float [requests, rows, vocabulary], one after another of each request's output.
+            counts: float32, of the same shape, how often each token was counted there.
+            begun: tokens of each request's output before its first row's.
+        """
+        frequency, presence, repetition = (any(penalty.weights[k] != (k == 2) for penalty in self.penalties) for k in range(3))
+        weights, seen = self.weights[:, :, None, None], counts > 0
+        if frequency:
+            rows -= counts * weights[:, 0]
+        if presence:
+            rows -= seen * weights[:, 1]
+        for row, penalty, stops, count in zip(rows, self.penalties, self.stops, begun):
+            if count < penalty.least:
+                row[: penalty.least - count].index_fill_(1, stops, float("-inf"))
+        if repetition:
+            scale = torch.where(seen, weights[:, 2], 1.0)
+            rows.copy_(torch.where(rows < 0, rows * scale, rows / scale))
+
+
+class Unpenalized:
+    """A round in which no request has a penalty."""
+
+    def begin_steps(self, newest: torch.Tensor, gathered: "GatheredDrafts", rows: torch.Tensor) -> None:
+        """Steps begin, behind the drafts of earlier rounds.
+
+        Args:
+            newest: int64 [batch], of each request's output.
+            gathered: the drafts.
+            rows: int64 [batch], whose they are.
+        """
+
+    def step(self, index: int, tokens: torch.Tensor, logits: torch.Tensor) -> None:
+        """Penalize the logits of a step in place.
+
+        Args:
+            index: of the step, each in turn.
+            tokens: int64 [batch], its input.
+            logits: float [batch, vocabulary].
+        """
+
+    def verification(self, requests: list[int], tokens: torch.Tensor, logits: torch.Tensor) -> None:
+        """Penalize in place the logits of a verification, those of each row by the drafts before it.
+
+        Args:
+            requests: that are verified, by their places in the batch.
+            tokens: int64 [requests, width], the newest of each, and its drafts.
+            logits: float [requests * at least width, vocabulary]; what is beyond the width nobody looks at.
+        """
+
+    def count(self, newest: torch.Tensor, answers: "Answers") -> None:
+        """Count what became part of outputs: all before each one's newest token.
+
+        Args:
+            newest: int64 [batch], of each request's output before the round.
+            answers: of the whole batch.
+        """
+
+
+class Penalized(Unpenalized):
+    """The requests of a round that have penalties.
+
+    Attributes:
+        counts: float32 [places, vocabulary], of all requests; :meth:`count` changes it.
+        places: int64 [requests], theirs in it.
+        requests: their places in the batch.
+        asked: what they ask for.
+        overlapped: whether counts lag behind outputs by a token.
+        given: of each, tokens of its output when the round begins.
+        gathered: of each, drafts of earlier rounds.
+    """
+
+    def __init__(self, counts: torch.Tensor, places: torch.Tensor, asked: dict[int, Penalty], batch: "ScheduleBatch", round_: "Round"):
+        self.counts = counts
+        self.places = places
+        self.requests = list(asked)
+        self.asked = Asked.of(list(asked.values()), counts.device)
+        self.overlapped = batch.enable_overlap
+        self.given = [round_.lengths[i] + 1 - len(batch.reqs[i].origin_input_ids) for i in asked]
+        self.gathered = [round_.gathered[i] for i in asked]
+        self._where = to_device(self.requests, counts.device)
+        self._along = counts
+
+    def begin_steps(self, newest: torch.Tensor, gathered: "GatheredDrafts", rows: torch.Tensor) -> None:
+        self._along = self.counts[self.places]
+        if any(self.gathered):
+            # The last of them is the first step's input, and counted there.
+            before = torch.cat([newest[self._where, None], gathered.of(rows[self._where], max(self.gathered))], 1)
+            valid = _first(before, to_device(self.gathered, before.device))
+            self._along.scatter_add_(1, before, valid)
+
+    def step(self, index: int, tokens: torch.Tensor, logits: torch.Tensor) -> None:
+        tokens = tokens[self._where, None]
+        once = torch.ones_like(tokens, dtype=self._along.dtype)
+        if not self.overlapped:
+            self._along.scatter_add_(1, tokens, once)
+        rows = logits[self._where, None]
+        self.asked.apply(rows, self._along[:, None], [sum(before) + index for before in zip(self.given, self.gathered)])
+        logits[self._where] = rows[:, 0]
+        if self.overlapped:
+            self._along.scatter_add_(1, tokens, once)
+
+    def verification(self, requests: list[int], tokens: torch.Tensor, logits: torch.Tensor) -> None:
+        width = tokens.shape[1]
+        by_request = logits.view(len(requests), -1, logits.shape[-1])[:, :width]
+        some = [(k, self.requests.index(i)) for k, i in enumerate(requests) if i in self.requests]
+        at_once = max(1, ROWS // width)
+        for at in range(0, len(some), at_once):
+            verified, places = map(list, zip(*some[at : at + at_once]))
+            self._verification(places, to_device(verified, tokens.device), tokens, by_request)
+
+    def _verification(self, places: list[int], where: torch.Tensor, tokens: torch.Tensor, by_request: torch.Tensor) -> None:
+        """Of the requests at ``places`` among the penalized, int64 ``where`` among those that are verified."""
+        tokens, rows = tokens[where], by_request[where]
+        width = tokens.shape[1]
+        counts = self.counts[self.places[to_device(places, tokens.device)], None].repeat(1, width, 1)
+        # A row has counted the tokens before its own input, and that, too, where nothing lags.
+        before = torch.ones(width, width, dtype=counts.dtype, device=tokens.device).tril(-1 if self.overlapped else 0)
+        counts.scatter_add_(2, tokens[:, None].expand(-1, width, -1), before.expand(len(places), -1, -1))
+        self.asked.part(places).apply(rows, counts, [self.given[place] for place in places])
+        by_request[where] = rows
+
+    def count(self, newest: torch.Tensor, answers: "Answers") -> None:
+        tokens = torch.cat([newest[:, None], answers.tokens[:, :-1]], 1)[self._where]
+        accepted = _first(tokens, answers.accepted[self._where])
+        self.counts.index_put_((self.places[:, None].expand_as(tokens), tokens), accepted, accumulate=True)
+
+
+def _first(tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """1 for the first ``counts``, int64 [requests], of each request's ``tokens``, else 0: float32, of the shape of these."""
+    return (torch.arange(tokens.shape[1], device=tokens.device) < counts[:, None]).float()
+
+
+class Penalties:
+    """Counts of the running requests that have penalties.
+
+    Attributes:
+        counts: float32 [places, vocabulary], how often each token was counted of the output before its newest token; it grows with
+            the requests that have penalties at once.
+    """
+
+    def __init__(self, device: torch.device):
+        self.counts = torch.zeros(0, 0, device=device)
+        self._places: dict[int, tuple[RequestState, int]] = {}
+
+    def forget(self, row: int) -> None:
+        """The request in ``row`` is gone; no-op where it has no penalty."""
+        self._places.pop(row, None)
+
+    def first(self, batch: "ScheduleBatch", logits: torch.Tensor) -> None:
+        """Penalize in place the logits after prompts, float [requests, vocabulary]; of who was retracted, after its output so far."""
+        for i, req in enumerate(batch.reqs):
+            penalty = Penalty.of(req)
+            if penalty is None:
+                continue
+            output = req.output_ids
+            before = self._counted(req, len(output) - batch.enable_overlap, batch.enable_overlap) if output else []
+            counts = self._add(torch.zeros_like(logits[i], dtype=torch.float32), before)
+            Asked.of([penalty], logits.device).apply(logits[i : i + 1, None], counts[None, None], [len(output)])
+
+    def of(self, batch: "ScheduleBatch", round_: "Round") -> Unpenalized:
+        """What is done to a round's logits for those of its requests that have penalties."""
+        asked = {i: penalty for i, penalty in enumerate(map(Penalty.of, batch.reqs)) if penalty is not None}
+        if not asked:
+            return Unpenalized()
+        places = [self._place(batch, i, round_) for i in asked]
+        return Penalized(self.counts, to_device(places, self.counts.device), asked, batch, round_)
+
+    def _place(self, batch: "ScheduleBatch", i: int, round_: "Round") -> int:
+        req, state = batch.reqs[i], round_.states[i]
+        kept, place = self._places.get(state.row, (None, 0))
+        if kept is state:
+            return place
+        self.forget(state.row)
+        taken = {place for _, place in self._places.values()}
+        place = next(place for place in range(len(taken) + 1) if place not in taken)
+        if place >= len(self.counts):
+            more = self.counts.new_zeros(max(1, len(self.counts)), batch.sampling_info.vocab_size)
+            self.counts = torch.cat([self.counts, more]) if len(self.counts) else more
+        # Its first round: what came before its newest token is in its output since SGLang prefilled it.
+        before = self._counted(req, round_.lengths[i] - len(req.origin_input_ids), batch.enable_overlap)
+        self._add(self.counts[place].zero_(), before)
+        self._places[state.row] = state, place
+        return place
+
+    @staticmethod
+    def _counted(req: "Req", outputs: int, overlapped: bool) -> list[int]:
+        """The first ``outputs`` tokens of an output; under the overlapped loop the prompt's last one, too."""
+        return [*req.origin_input_ids[-1:], *req.output_ids[:outputs]] if overlapped else list(req.output_ids[:outputs])
+
+    @staticmethod
+    def _add(counts: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
+        """Count ``tokens`` in ``counts``, float32 [vocabulary], in place."""
+        if not tokens:
+            return counts
+        where = to_device(list(tokens), counts.device)
+        return counts.index_add_(0, where, torch.ones_like(where, dtype=counts.dtype))
