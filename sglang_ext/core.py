@@ -14,7 +14,7 @@ SPECULATIVE_ALGORITHM = "KV_VERIFIED"
 RADIX_CACHE_BACKEND = "kv_views"
 # Tokens of a context from which on it is compressed, if that is not asked for later; below, a copy saves nothing worth drafting for.
 MIN_CONTEXT = 128
-# Why a request is served with full KV. Processes of one server tell each other places in it (managers/meta_info.py).
+# Why a request is served with full KV. Processes of one server tell each other places in it (managers/spec_decode/requests.py).
 FALLBACK_REASONS: tuple[str, ...] = (
     "none",
     "short-context",
@@ -27,6 +27,18 @@ FALLBACK_REASONS: tuple[str, ...] = (
     "no-queries",
     "wrong-scores",
 )
+SHORT_CONTEXT = FALLBACK_REASONS.index("short-context")
+NO_FREE_SLOTS = FALLBACK_REASONS.index("no-free-slots")
+# Drafting would not be faster than full KV (managers/spec_decode/draft_length.py).
+SLOWER = FALLBACK_REASONS.index("slower")
+# The method of the request scores by the newest queries, of which too few are kept: all rings were taken
+# (mem_cache/compressed/query_window.py), or what came so far left none (steps in graphs).
+NO_QUERIES = FALLBACK_REASONS.index("no-queries")
+# The scores of the request's method cannot be used (mem_cache/compressors/contracts/compressor.py).
+WRONG_SCORES = FALLBACK_REASONS.index("wrong-scores")
+# Fallbacks that end once the context is long enough, slots are free, drafting pays, a ring is left; and one that does not, but
+# whose requests can be verified too.
+CURABLE = (0, SHORT_CONTEXT, NO_FREE_SLOTS, SLOWER, NO_QUERIES, WRONG_SCORES)
 # Evidence that the first request begins with: drafts accepted and rejected, at a probability of 0.9.
 PRIOR = (1.8, 0.2)
 # Weight of what is expected of a later one, at probability 0 and 1: where drafts were of no use, a few that are accepted

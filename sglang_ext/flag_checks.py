@@ -59,7 +59,7 @@ def check_resolved(args: "KVServerArgs") -> None:
         hooking.HookError: a function that is hooked has other parameters than expected.
     """
     from sglang_ext.hooks import application as hooking
-    from sglang_ext.hooks import request_checks
+    from sglang_ext.hooks import frontend
     from sglang_ext.managers import served_methods
     from sglang_ext.mem_cache.host_tier import host_memory
 
@@ -69,7 +69,7 @@ def check_resolved(args: "KVServerArgs") -> None:
     selection_options.check_resolved(args)
     prefill_options.check_resolved(args)
     served_methods.check_files(args)
-    request_checks.check_preferred(args)
+    frontend.check_preferred(args)
     hooking.check(args.kv_mode)
     _warn_of_short_contexts(args)
     if args.kv_host_gb:

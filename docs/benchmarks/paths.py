@@ -6,7 +6,7 @@ A server runs under Python's profiler, which notes each function of this project
 SGLang asks of the worker, until it returns; a *turn* all that the scheduler's process calls from one such decode to the next, the outcome
 of the round before among it. A round is *steady* where it drafts and verifies, nobody is admitted or ended in it, and no copy is made.
 What the steady rounds in the middle half of a long answer call is counted, all together; in a request, what any process calls from when
-it is sent until its answer is there.
+it is sent until its answer is there, but for the check of the prefix tree by an idle scheduler.
 
 The *path* is what one reads to follow control: the files of which an entered function calls a function of another file of this project,
 itself or by a context or a cached property of Python's. Files of which none does are *leaves*: they answer what they are asked. Both are
@@ -37,6 +37,8 @@ import json, os, sys, threading, time
 
 seen, passed, rounds = {}, {}, []
 PACKAGE, OUT, BEGINS = os.environ["PATHS_OF"], os.environ["PATHS_TO"], os.environ["PATHS_ROUND"]
+# What a scheduler does when it is idle.
+IDLE, idle = os.environ["PATHS_IDLE"], threading.local()
 # Python's own between a caller and a function of ours: of contexts, and of what is cached.
 BETWEEN = "contextlib.py", "functools.py"
 
@@ -69,6 +71,10 @@ def called(frame):
 
 
 def note(frame, event, _):
+    if frame.f_code.co_qualname == IDLE:
+        idle.on = event == "call"
+    if getattr(idle, "on", False):
+        return
     if event == "return" and frame.f_code.co_qualname == BEGINS and rounds:
         # What was called so far is the round; what follows is the rest of its turn.
         rounds[-1] += tuple(map(dict, rounds[-1]))
@@ -95,7 +101,7 @@ threading.Thread(target=tell, daemon=True).start()
 sys.setprofile(note)
 threading.setprofile(note)
 '''
-ROUND = "KVWorker.forward_batch_generation"
+ROUND, IDLE = "KVWorker.forward_batch_generation", "check_when_idle"
 # What a steady round calls, and what it does not.
 CALLED = {"DecodeLoop.decode", "Verifier.verify"}
 NOT_CALLED = {"CompressedViews.compress", "RequestStates.admit", "RequestStates.forget"}
@@ -129,7 +135,7 @@ def found(folder: Path, since: float, until: float) -> tuple[Entered, Entered, E
         RuntimeError: a name in this script is no function's any more, or no round was steady.
     """
     told = [json.loads(path.read_text()) for path in folder.glob("*.json")]
-    seen = {(file, name): when for each in told for (file, name), when in each["seen"] if since <= when <= until + 1}
+    seen = {(file, name): when for each in told for (file, name), when in each["seen"] if since <= when <= until}
     if lacking := {ROUND, *CALLED, *NOT_CALLED} - {name for _, name in seen}:
         raise RuntimeError(f"a request does not call {', '.join(sorted(lacking))}: was it renamed? Put the names here right")
     request = Entered(sorted(seen, key=seen.__getitem__), {tuple(pair) for each in told for pair in each["passed"]})
@@ -220,7 +226,7 @@ def main() -> None:
         folder = Path(temporary)
         (folder / "sitecustomize.py").write_text(WATCH)
         search = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
-        watched = {"PATHS_OF": str(PACKAGE), "PATHS_TO": temporary, "PATHS_ROUND": ROUND, "PYTHONPATH": search}
+        watched = {"PATHS_OF": str(PACKAGE), "PATHS_TO": temporary, "PATHS_ROUND": ROUND, "PATHS_IDLE": IDLE, "PYTHONPATH": search}
         flags = ("--kv-mode", "verified", "--kv-draft-length", "8", *words(args.server_arg))
         with ServerProcess(str(args.model), flags, folder / "server.log", start_timeout=600, env=watched) as server:
             body = {"input_ids": list(range(100, 500)), "sampling_params": {"max_new_tokens": 40, "temperature": 0, "ignore_eos": True}}

@@ -8,7 +8,7 @@ from sglang.srt.managers.overlap_utils import RelayPayload
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from sglang_ext.command_line import ends_scheduler
-from sglang_ext.layers.attention.views import BetweenSteps
+from sglang_ext.layers.forward import BetweenSteps
 
 if TYPE_CHECKING:
     from sglang.srt.managers.overlap_utils import FutureMap

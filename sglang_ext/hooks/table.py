@@ -30,19 +30,19 @@ class Hook:
 HOOKS: tuple[Hook, ...] = (
     Hook(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics",
-        "sglang_ext.hooks.telling.add_kv_fields",
+        "sglang_ext.hooks.frontend.add_kv_fields",
         "meta_info shall tell drafts, verifies and accepted length of the request",
         ("self", "meta_info", "recv_obj", "i"), process="frontend",
     ),
     Hook(
         "sglang.srt.managers.scheduler_components.batch_result_processor."
         "SchedulerBatchResultProcessor.process_batch_result_decode",
-        "sglang_ext.hooks.processing.process_emitted",
+        "sglang_ext.hooks.rounds.process_emitted",
         "in an iteration most requests only draft: they have no tokens to stream or count", ("self", "batch", "result"),
     ),
     Hook(
         "sglang.srt.managers.schedule_batch.ScheduleBatch.grammar_needs_sync",
-        "sglang_ext.hooks.processing.sync_for_grammars",
+        "sglang_ext.hooks.rounds.sync_for_grammars",
         "a request with a grammar shall not make each round of its neighbours wait for the host", ("self",),
     ),
     Hook(
@@ -64,12 +64,12 @@ HOOKS: tuple[Hook, ...] = (
     ),
     Hook(
         "sglang.srt.speculative.eagle_utils.eagle_prepare_for_decode",
-        "sglang_ext.hooks.room.reserve_to_the_end",
+        "sglang_ext.hooks.rounds.reserve_to_the_end",
         "slots that are taken ahead of a request shall end where its answer does, or a prompt that fits would not", ("batch",),
     ),
     Hook(
         "sglang.srt.managers.schedule_batch.ScheduleBatch.check_decode_mem",
-        "sglang_ext.hooks.room.give_back_when_full",
+        "sglang_ext.hooks.rounds.give_back_when_full",
         "a full pool takes compressed copies back before it retracts a request", ("self", "selected_indices"),
     ),
     Hook(
@@ -96,13 +96,13 @@ HOOKS: tuple[Hook, ...] = (
     ),
     Hook(
         "sglang.srt.managers.io_struct.GenerateReqInput.normalize_batch_and_arguments",
-        "sglang_ext.hooks.request_checks.check_shape",
+        "sglang_ext.hooks.frontend.check_shape",
         "a number of answers, or lists for several prompts, that SGLang cannot take apart shall be told, not raise",
         ("self",), process="frontend",
     ),
     Hook(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request",
-        "sglang_ext.hooks.request_checks.check_request",
+        "sglang_ext.hooks.frontend.check_request",
         "a request that the scheduler cannot take, or that asks for a method that the server does not have, shall be told so",
         ("self", "obj", "input_ids"), process="frontend",
     ),

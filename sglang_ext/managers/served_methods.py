@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang_ext.config import selection_options
-from sglang_ext.config.method_options import Offer, methods, offers, place_of
+from sglang_ext.config.method_options import Offer, methods, offers
 from sglang_ext.core import OptionError
 from sglang_ext.layers.attention.of_model import an_attention, is_attention
 from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
 from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells
-from sglang_ext.mem_cache.compressed.formats.kv_format import KVFormat, PlainTokens
+from sglang_ext.mem_cache.compressed.formats.kv_format import KVFormat, PlainTokens, Unpacked
 from sglang_ext.mem_cache.compressed.formats.packing import PackedRows, Packing
 from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows, Pointers
-from sglang_ext.mem_cache.compressed.formats.unpacked import Unpacked
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.rotary import Rotary, rotary_of
 from sglang_ext.mem_cache.compressed.slot_scores import SlotScores
@@ -30,7 +29,6 @@ from sglang_ext.mem_cache.scores.model_key import model_folder, model_key
 from sglang_ext.mem_cache.scores.predictor import Predictor
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     from sglang_ext.arguments import KVServerArgs
@@ -79,11 +77,6 @@ class ServedMethods:
     def window(self) -> int:
         """Of the newest queries, how many a method scores keys by at most."""
         return max(method.compressor.window for method in self.methods)
-
-    def place(self, req: "Req") -> int:
-        """Place of the method that a request asks for."""
-        # The frontend refuses names that are none.
-        return place_of(self.offers, req.sampling_params.custom_params) or 0
 
     def form(self, adaptive: bool, buffers: KVBuffers, page_size: int, token_table: torch.Tensor) -> KVFormat:
         """The format of their copies; at most one packs tokens, or leads into full KV and is alone.

@@ -4,7 +4,7 @@ Throughput depends on how many drafts are accepted, and weights without training
 ``--kv-bench-acceptance 0.99`` each draft is accepted with that probability, as long as those before
 it were; a request may ask for another one with ``"custom_params": {"kv_acceptance": 0.95}``. Drafting, the
 verification over full KV, and the roll-back of what is rejected stay real; the output is of no use, and its ``meta_info``
-says so (meta_info.py).
+says so (hooks/frontend.py).
 """
 
 from collections.abc import Sequence

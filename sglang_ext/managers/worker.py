@@ -17,8 +17,7 @@ from sglang_ext.layers.attention import torch_native, verify_graphs
 from sglang_ext.layers.attention.copies import copy_graphs
 from sglang_ext.layers.attention.of_model import an_attention, attention_scaling
 from sglang_ext.layers.attention.quantized_prefill import QuantizedPrefill
-from sglang_ext.layers.attention.views import BetweenSteps
-from sglang_ext.layers.forward import Attention, Attentions
+from sglang_ext.layers.forward import Attention, Attentions, BetweenSteps
 from sglang_ext.managers import integrity, served_methods
 from sglang_ext.managers.captured import compile_ahead, unpin_plans, verifier_of, verify_graphs_of
 from sglang_ext.managers.disaggregation.arriving import Arriving
@@ -30,10 +29,10 @@ from sglang_ext.managers.served_methods import ServedMethods
 from sglang_ext.managers.simulation import Simulation
 from sglang_ext.managers.spec_decode.grammar import NewTokens
 from sglang_ext.managers.spec_decode.loop import DecodeLoop, decode_loop
-from sglang_ext.managers.spec_decode.steps import prefill
 from sglang_ext.managers.spec_decode.requests import RequestStates, fallback_reason
 from sglang_ext.managers.spec_decode.result import RoundResult
 from sglang_ext.managers.spec_decode.round import OnDevice
+from sglang_ext.managers.spec_decode.steps import prefill
 from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.query_window import QueryWindows, reserve_queries
@@ -59,7 +58,7 @@ class KVWorker(BaseSpecWorker):
         self.stride = server_args.speculative_num_draft_tokens
         self.layers = attention_scaling(self.model_runner.model)
         self.methods = ServedMethods.of(server_args, self.model_runner, tuple(self.layers))
-        self.requests = RequestStates(server_args, self.methods)
+        self.requests = RequestStates(server_args, self.methods.offers)
         window = self.methods.window
         self.queries = QueryWindows(window, tuple(self.layers), self.stride)
         self.ranks = Ranks.of(self.model_runner.tp_group)

@@ -206,7 +206,7 @@ def check_verify_attention_is_decode():
 def check_verify_backend():
     """The backend writes KV and attends, for even verifications and for ragged steps over rows shorter than their positions."""
     from sglang_ext.layers.attention.verify_attention import VerifyAttention
-    from sglang_ext.layers.attention.views import EvenVerify, RaggedViews
+    from sglang_ext.layers.forward import EvenVerify, RaggedViews
 
     heads, group, dim, width = 2, 3, 16, 700
     for exact, (before, counts) in ((False, ((40, 300), (5, 5))), (True, ((300, 7), (5, 5))), (True, ((290, 64, 9), (4, 1, 3)))):

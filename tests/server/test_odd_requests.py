@@ -21,7 +21,7 @@ STUCK_SECONDS = 120
 # The prefill that joins decides what stock's own penalties have counted, in its overlapped loop.
 PENALTIES = {"frequency_penalty", "presence_penalty", "repetition_penalty", "min_new_tokens"}
 OURS = ("leave it out", "own tokenizer")
-"""One of these is in each message of ``request_checks.py``: stock ends at most of what these refuse."""
+"""One of these is in each message of ``frontend.py``: stock ends at most of what these refuse."""
 
 
 class Over(BaseException):

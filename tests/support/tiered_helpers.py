@@ -12,8 +12,8 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.host_tier.host_pool import HostPool
 from sglang_ext.mem_cache.host_tier.tier import HostTier
+from sglang_ext.mem_cache.prefix_cache.nodes import below, path
 from sglang_ext.mem_cache.prefix_cache.segments import Segment
-from sglang_ext.mem_cache.prefix_cache.tiered_node import below, path
 from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
 from sglang_ext.platforms.paged_allocator import TorchPagedAllocator
 

@@ -10,8 +10,8 @@ from sglang_ext.bench.prompts import Prompt
 from sglang_ext.bench.quality.capture import CapturedModel, LayerAttention
 from sglang_ext.bench.quality.named import Named
 from sglang_ext.layers.attention.copies.packed import packed_attention
+from sglang_ext.mem_cache.compressed.formats.kv_format import Unpacked
 from sglang_ext.mem_cache.compressed.formats.packing import Packing
-from sglang_ext.mem_cache.compressed.formats.unpacked import Unpacked
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressors import Compressor, ContextKV, Part, kept_count

@@ -10,7 +10,7 @@ import torch
 from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend, fast_prefill_plan
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
-from sglang_ext.layers.attention.views import pointers
+from sglang_ext.layers.forward import pointers
 
 
 class VerifyFlashInfer(FlashInferAttnBackend):

@@ -20,7 +20,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_ext.core import SPECULATIVE_ALGORITHM
 from sglang_ext.layers import forward
-from sglang_ext.layers.attention.views import EvenVerify
+from sglang_ext.layers.forward import EvenVerify
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch

@@ -9,9 +9,9 @@ from sglang_ext.config import options
 from sglang_ext.managers.offload.admission import Admission
 from sglang_ext.managers.offload.policy import OffloadPolicy
 from sglang_ext.managers.offload.verifications import Verifications
-from sglang_ext.mem_cache.prefix_cache.reloads import Faults
 from sglang_ext.mem_cache.host_tier.host_pool import HostPool
 from sglang_ext.mem_cache.host_tier.tier import HostTier
+from sglang_ext.mem_cache.prefix_cache.reloads import Faults
 from sglang_ext.mem_cache.prefix_cache.residency import Residency
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from sglang_ext.managers.offload.admission import Admission
 from sglang_ext.managers.spec_decode.round import NeverEarly
+from sglang_ext.mem_cache.prefix_cache.nodes import TieredNode
 from sglang_ext.mem_cache.prefix_cache.residency import Residency
-from sglang_ext.mem_cache.prefix_cache.tiered_node import TieredNode
 
 # Share by which the link's bandwidth may change before loads that are planned take another time.
 DRIFT = 0.1

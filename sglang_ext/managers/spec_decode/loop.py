@@ -17,15 +17,14 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang_ext.config import options
 from sglang_ext.core import RequestState
 from sglang_ext.device import to_device
-from sglang_ext.layers.attention.views import BetweenSteps
-from sglang_ext.layers.forward import of_requests
-from sglang_ext.managers import integrity, meta_info
+from sglang_ext.layers.forward import BetweenSteps, of_requests
+from sglang_ext.managers import integrity
 from sglang_ext.managers.disaggregation.timeline import Timeline
 from sglang_ext.managers.offload.policy import OffloadPolicy
 from sglang_ext.managers.spec_decode.draft_length import DraftLength
 from sglang_ext.managers.spec_decode.pace import FixedLength, Pace
 from sglang_ext.managers.spec_decode.penalties import Penalties, Unpenalized
-from sglang_ext.managers.spec_decode.requests import end_of_answer
+from sglang_ext.managers.spec_decode.requests import end_of_answer, fill
 from sglang_ext.managers.spec_decode.result import Answers, GatheredDrafts, Part, RoundResult, together
 from sglang_ext.managers.spec_decode.round import OnDevice, Round, RoundPlanner
 from sglang_ext.managers.spec_decode.sampling import Sampled, pick_requests
@@ -207,7 +206,7 @@ class DecodeLoop:
                     metrics.count_verify(answers)
                     self.worker.requests.typical.observe(offered, answers - 1)
             state.fallback = round_.fallbacks[i]
-            meta_info.fill(req, state)
+            fill(req, state)
             if self.timeline is not None:
                 self._note(req.bootstrap_room, result, i, answers)
         self.observe_pool()

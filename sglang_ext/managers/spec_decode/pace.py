@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from sglang_ext.core import RequestState
+from sglang_ext.core import CURABLE, RequestState
 from sglang_ext.device import Mark
 from sglang_ext.managers.metrics import KVMetrics
-from sglang_ext.managers.spec_decode.copy_policy import CURABLE
 from sglang_ext.ranks import Ranks
 
 if TYPE_CHECKING:

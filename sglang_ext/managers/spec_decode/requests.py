@@ -1,18 +1,21 @@
-"""The requests that run: what is known of each from its prefill until it finishes, is aborted or retracted.
+"""The requests that run: what is known of each from its prefill until it finishes, is aborted or retracted, and what is told of it.
 
 Which of them can be drafted and verified exactly, and why others read full KV for good, says :func:`fallback_reason`.
 :data:`SAMPLING_FIELDS` names every field of SGLang's ``SamplingParams`` and what becomes of it, so that
 a field that a later SGLang adds is noticed (tests/unit/managers/test_eligibility.py).
+
+SGLang carries a few counters of speculative decoding from the scheduler to the frontend. They are filled with ours (:func:`fill`) and
+read back under their own names (:func:`describe`).
 """
 
 import hashlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from sglang_ext.config.method_options import Offer, place_of
 from sglang_ext.core import FALLBACK_REASONS, LONG_MEMORY, Acceptance, RequestState
-from sglang_ext.managers import meta_info
-from sglang_ext.managers.served_methods import ServedMethods
 from sglang_ext.managers.spec_decode.grammar import can_roll_back
+from sglang_ext.mem_cache.compressors import catalogue
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -69,13 +72,13 @@ class RequestStates:
 
     Attributes:
         args: the server's.
-        methods: that requests may ask for.
+        offers: what requests may ask for.
         typical: acceptance of all requests; a new one is expected to be like them.
     """
 
-    def __init__(self, args: "KVServerArgs", methods: ServedMethods):
+    def __init__(self, args: "KVServerArgs", offers: Sequence[Offer]):
         self.args = args
-        self.methods = methods
+        self.offers = offers
         self.typical = Acceptance(memory=LONG_MEMORY)
         self._states: dict[int, RequestState] = {}
         self._admitted = 0
@@ -98,11 +101,12 @@ class RequestStates:
             seed=noise_seed(req, self.args, self._admitted),
             matched=matched,
             prompt=req.origin_input_ids,
-            method=self.methods.place(req),
+            # The frontend refuses names that are none.
+            method=place_of(self.offers, req.sampling_params.custom_params) or 0,
             fallback=fallback_reason(req),
             acceptance=Acceptance.expecting(self.typical.probability),
         )
-        meta_info.resume(req, state)
+        resume(req, state)
         return state
 
     def asked_by(self, row: int) -> int:
@@ -137,3 +141,52 @@ def noise_seed(req: "Req", args: "KVServerArgs", admitted: int) -> int:
     name = f"{args.random_seed}/{admitted}/{req.rid}".encode()
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 1
 
+
+# Numbers before the histograms.
+HEAD = 7
+
+
+def fill(req: "Req", state: RequestState) -> None:
+    """Put a request's totals into one of SGLang's per-request lists of integers.
+
+    Layout: verifies, offered, accepted, fallback, compressor (its number in the catalogue; 0 for none), method asked for,
+    length of the accept histogram, the accept histogram, the offer histogram.
+    """
+    req.spec_cap_lens_histogram = [
+        state.verifies,
+        state.offered,
+        state.accepted,
+        state.fallback,
+        state.compressor,
+        state.method,
+        len(state.accept_histogram),
+        *state.accept_histogram,
+        *state.offer_histogram,
+    ]
+
+
+def resume(req: "Req", state: RequestState) -> None:
+    """Take up the totals of a retracted request where :func:`fill` left them."""
+    record = req.spec_cap_lens_histogram
+    if record:
+        state.verifies, state.offered, state.accepted = record[:3]
+        end = HEAD + record[HEAD - 1]
+        state.accept_histogram, state.offer_histogram = record[HEAD:end], record[end:]
+
+
+def describe(record: list[int], suffixes: Sequence[str] = ("",)) -> dict[str, Any]:
+    """The fields that users see, from what :func:`fill` wrote; empty for a request of one token.
+
+    ``suffixes`` are those of the server's methods.
+    """
+    verifies, offered, accepted, fallback, compressor, method, split = record[:HEAD] or (0,) * HEAD
+    return {
+        "kv_verifies": verifies,
+        "kv_drafts": offered,
+        "kv_accepted": accepted,
+        "kv_accept_length": (accepted + verifies) / verifies if verifies else 0.0,
+        "kv_accept_histogram": list(record[HEAD : HEAD + split]),
+        "kv_offer_histogram": list(record[HEAD + split :]),
+        "kv_fallback": FALLBACK_REASONS[fallback] if fallback else None,
+        "kv_compressor": catalogue.numbered(compressor) + suffixes[method] if compressor else None,
+    }

@@ -10,7 +10,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.utils import GenerationBatchResult
 
 from sglang_ext.device import to_device
-from sglang_ext.layers.attention.views import BetweenSteps
+from sglang_ext.layers.forward import BetweenSteps
 from sglang_ext.managers.spec_decode.pace import Timed
 from sglang_ext.managers.spec_decode.round import Round
 from sglang_ext.managers.spec_decode.sampling import Sampled
@@ -127,7 +127,7 @@ class RoundResult(GenerationBatchResult):
         timed: when its parts ended.
         requests: places in SGLang's batch of the requests that it is of; None where these are all (loop.py).
         ended: places, among those that it is of, of requests whose output ended before their last token; SGLang's results are
-            processed with these tokens left out (hooks/processing.py).
+            processed with these tokens left out (hooks/rounds.py).
     """
 
     round: Round | None = None

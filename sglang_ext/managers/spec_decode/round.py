@@ -12,11 +12,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from sglang_ext.config.options import WIDE_REQUESTS
-from sglang_ext.core import FALLBACK_REASONS, RequestState
-from sglang_ext.managers.spec_decode.copy_policy import CURABLE, NO_QUERIES, SLOWER, ensure_copy, until_due
+from sglang_ext.core import CURABLE, FALLBACK_REASONS, NO_QUERIES, SLOWER, RequestState
 from sglang_ext.managers.spec_decode.pace import Choice
 from sglang_ext.managers.spec_decode.requests import end_of_answer
-from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
+from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews, ensure_copy, until_due
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch

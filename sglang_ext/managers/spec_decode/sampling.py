@@ -21,9 +21,8 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.sampling.sampling_params import TOP_K_ALL
 
-from sglang_ext.core import RequestState
+from sglang_ext.core import CURABLE, RequestState
 from sglang_ext.device import to_device
-from sglang_ext.managers.spec_decode.copy_policy import CURABLE
 from sglang_ext.managers.spec_decode.grammar import GrammarAfter, Walk
 
 if TYPE_CHECKING:

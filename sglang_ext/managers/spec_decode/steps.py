@@ -16,14 +16,14 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang_ext.core import RequestState
 from sglang_ext.device import to_device
 from sglang_ext.layers import forward
-from sglang_ext.layers.attention.views import BetweenSteps
+from sglang_ext.layers.forward import BetweenSteps
 from sglang_ext.managers.simulation import Simulation
-from sglang_ext.managers.spec_decode.copy_policy import of_use
 from sglang_ext.managers.spec_decode.grammar import LONGEST_WALK, Walk
 from sglang_ext.managers.spec_decode.penalties import Unpenalized
 from sglang_ext.managers.spec_decode.result import Answers, GatheredDrafts, Part
 from sglang_ext.managers.spec_decode.round import Round
 from sglang_ext.managers.spec_decode.sampling import Row, Sampled, Sampling, SamplingCache, sampling_batch
+from sglang_ext.mem_cache.compressed.compressed_views import of_use
 from sglang_ext.mem_cache.compressed.formats.rounding import token_seeds
 from sglang_ext.mem_cache.compressed.query_window import Recorded
 

@@ -15,11 +15,11 @@ import torch
 
 from sglang_ext.device import Mark
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.host_tier.pieces import Piece, PieceCopies, pieces, runs
 from sglang_ext.mem_cache.host_tier.checksums import PageChecksums, as_words
-from sglang_ext.mem_cache.host_tier.transfers import Deferral, Launched, Transfer
 from sglang_ext.mem_cache.host_tier.host_pool import HostPool, check_alike
 from sglang_ext.mem_cache.host_tier.lanes import Lane, LastUse, Pipe
+from sglang_ext.mem_cache.host_tier.pieces import Piece, PieceCopies, pieces, runs
+from sglang_ext.mem_cache.host_tier.transfers import Deferral, Launched, Transfer
 
 # Bytes of both buffers of a direction: a share of the device's KV, within bounds. Copies of half of it take much longer than
 # their launch; and a stream takes some 1,000 launches before it lets the host wait: several loads of a long context stay below.

@@ -5,9 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_ext.mem_cache.prefix_cache.host_copies import HostCopies
-from sglang_ext.mem_cache.prefix_cache.nodes import Nodes
+from sglang_ext.mem_cache.prefix_cache.nodes import Nodes, TieredNode
 from sglang_ext.mem_cache.prefix_cache.segments import Segment, Segments
-from sglang_ext.mem_cache.prefix_cache.tiered_node import TieredNode
 
 
 class Eviction:

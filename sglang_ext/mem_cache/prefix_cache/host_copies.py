@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 
-from sglang_ext.mem_cache.host_tier.transfers import Arrivals, Transfer
 from sglang_ext.mem_cache.host_tier.tier import HostTier
-from sglang_ext.mem_cache.prefix_cache.nodes import Nodes
-from sglang_ext.mem_cache.prefix_cache.tiered_node import TieredNode
+from sglang_ext.mem_cache.host_tier.transfers import Arrivals, Transfer
+from sglang_ext.mem_cache.prefix_cache.nodes import Nodes, TieredNode
 from sglang_ext.ranks import Ranks
 
 

@@ -9,7 +9,7 @@ from sglang_ext.mem_cache.host_tier.host_pool import HostPool
 from sglang_ext.mem_cache.host_tier.tier import HostTier
 from sglang_ext.mem_cache.host_tier.transfers import Arrivals, Transfer, TransferError
 from sglang_ext.mem_cache.prefix_cache.host_copies import HostCopies
-from sglang_ext.mem_cache.prefix_cache.tiered_node import TieredNode, path
+from sglang_ext.mem_cache.prefix_cache.nodes import TieredNode, path
 
 
 @dataclass

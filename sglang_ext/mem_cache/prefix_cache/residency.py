@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_ext.mem_cache.prefix_cache.tiered_node import TieredNode, path
+from sglang_ext.mem_cache.prefix_cache.nodes import TieredNode, path
 
 if TYPE_CHECKING:
     from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache

@@ -30,16 +30,15 @@ from sglang.srt.mem_cache.common import evict_from_tree_cache
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
 from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
-from sglang_ext.mem_cache.prefix_cache.reloads import Faults, Reloads
 from sglang_ext.mem_cache.host_tier.tier import HostTier
 from sglang_ext.mem_cache.prefix_cache import tree_integrity
 from sglang_ext.mem_cache.prefix_cache.eviction import Eviction
 from sglang_ext.mem_cache.prefix_cache.host_copies import HostCopies
-from sglang_ext.mem_cache.prefix_cache.nodes import Nodes
+from sglang_ext.mem_cache.prefix_cache.nodes import Nodes, TieredNode, joined, path
 from sglang_ext.mem_cache.prefix_cache.recompute import Early
+from sglang_ext.mem_cache.prefix_cache.reloads import Faults, Reloads
 from sglang_ext.mem_cache.prefix_cache.residency import Residency
 from sglang_ext.mem_cache.prefix_cache.segments import Segments
-from sglang_ext.mem_cache.prefix_cache.tiered_node import TieredNode, joined, path
 from sglang_ext.ranks import Ranks
 
 

@@ -10,8 +10,8 @@ from sglang.srt.environ import envs
 
 from sglang_ext.core import IntegrityError
 from sglang_ext.mem_cache.host_tier.host_pages import HostPageError
+from sglang_ext.mem_cache.prefix_cache.nodes import TieredNode
 from sglang_ext.mem_cache.prefix_cache.segments import Segment, free_slots
-from sglang_ext.mem_cache.prefix_cache.tiered_node import TieredNode
 
 if TYPE_CHECKING:
     from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache

@@ -6,12 +6,13 @@ import pytest
 
 from sglang_ext.config import method_options
 from sglang_ext.config.method_options import Offer, check_asked, methods, offers, place_of
-from sglang_ext.core import OptionError
-from sglang_ext.hooks import telling
-from sglang_ext.managers import meta_info, served_methods
-from sglang_ext.mem_cache.compressors import catalogue
+from sglang_ext.core import OptionError, RequestState
+from sglang_ext.hooks import frontend
+from sglang_ext.managers import served_methods
+from sglang_ext.managers.spec_decode.requests import fill
+from sglang_ext.mem_cache.compressed.formats.kv_format import Unpacked
 from sglang_ext.mem_cache.compressed.formats.packing import PackedRows
-from sglang_ext.mem_cache.compressed.formats.unpacked import Unpacked
+from sglang_ext.mem_cache.compressors import catalogue
 from sglang_ext.mem_cache.compressors.hack import Hack
 
 
@@ -145,12 +146,12 @@ def test_an_acceptance_that_cannot_be_forced_is_refused(forced, words):
 def test_meta_info_names_the_method_as_it_was_asked_for():
     args = resolved(kv_more_compressors="snapkv:0.125,kivi,sink-recent:.5")
     for place, name in enumerate(("snapkv", "snapkv:0.125", "kivi", "sink-recent:.5")):
-        req, state = SimpleNamespace(spec_cap_lens_histogram=[]), meta_info.RequestState("r", 1, 0, method=place)
+        req, state = SimpleNamespace(spec_cap_lens_histogram=[]), RequestState("r", 1, 0, method=place)
         for served in ("", name):
             state.compressor, fields = catalogue.number(served.partition(":")[0]), {}
-            meta_info.fill(req, state)
+            fill(req, state)
             told = SimpleNamespace(spec_cap_lens_histogram=[req.spec_cap_lens_histogram])
-            telling.add_kv_fields(None, SimpleNamespace(server_args=args), fields, told, 0)
+            frontend.add_kv_fields(None, SimpleNamespace(server_args=args), fields, told, 0)
             assert fields["kv_compressor"] == (served or None)
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.speculative import eagle_utils
 
-from sglang_ext.hooks import room
+from sglang_ext.hooks import rounds
 
 RESERVE, WIDTH = 12, 64
 
@@ -30,7 +30,7 @@ class Pool:
 
 @pytest.fixture(autouse=True)
 def small_reserve(monkeypatch):
-    for module in (room, eagle_utils):
+    for module in (rounds, eagle_utils):
         monkeypatch.setattr(module, "get_alloc_reserve_per_decode", lambda: RESERVE)
     monkeypatch.setattr("sglang.srt.managers.schedule_batch.get_alloc_reserve_per_decode", lambda: RESERVE)
     monkeypatch.setattr(eagle_utils, "get_spec", lambda: SimpleNamespace(speculative_eagle_topk=1))
@@ -69,10 +69,10 @@ asked = st.tuples(st.integers(1, 12), st.integers(1, 24), st.integers(0, 23)).fi
 def test_slots_reach_as_far_as_before_or_to_the_end_and_rows_lead_to_padding_beyond(requests, page_size):
     reqs = [request(row, *each, page_size) for row, each in enumerate(requests)]
     batch = batch_of(reqs, 400, page_size)
-    with room.counting_to_the_end(reqs):
+    with rounds.counting_to_the_end(reqs):
         needed = ScheduleBatch._new_tokens_required_next_decode_spec_v2(batch, reqs, page_size)
     before = len(batch.token_to_kv_pool_allocator.slots)
-    room.reserve_to_the_end(eagle_utils.eagle_prepare_for_decode, batch)
+    rounds.reserve_to_the_end(eagle_utils.eagle_prepare_for_decode, batch)
     assert before - len(batch.token_to_kv_pool_allocator.slots) == needed
     for (prompt, wanted, given), req in zip(requests, reqs):
         assert req.kv_committed_len == prompt + given
@@ -85,5 +85,5 @@ def test_slots_reach_as_far_as_before_or_to_the_end_and_rows_lead_to_padding_bey
 def test_a_prompt_whose_answer_just_fits_has_room():
     req = request(0, 10, 9, 0, 1)
     batch = batch_of([req], 8, 1)
-    room.reserve_to_the_end(eagle_utils.eagle_prepare_for_decode, batch)
+    rounds.reserve_to_the_end(eagle_utils.eagle_prepare_for_decode, batch)
     assert req.kv.kv_allocated_len == 18 and batch.token_to_kv_pool_allocator.slots == []

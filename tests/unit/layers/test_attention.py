@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_ext.layers.attention.torch_native import RaggedTorchNativeBackend
-from sglang_ext.layers.attention.views import RaggedViews
+from sglang_ext.layers.forward import RaggedViews
 from sglang_ext.platforms.torch_kernels import assign_req_to_token_pool, murmur_hash32
 
 

@@ -9,15 +9,14 @@ from hypothesis import given, settings, strategies as st
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from test_round import Views, request
 
-from sglang_ext.core import FALLBACK_REASONS, Acceptance, RequestState
-from sglang_ext.layers.attention.views import BetweenSteps
+from sglang_ext.core import FALLBACK_REASONS, SLOWER, Acceptance, RequestState
+from sglang_ext.layers.forward import BetweenSteps
 from sglang_ext.managers.disaggregation import timeline
 from sglang_ext.managers.disaggregation.timeline import Timeline
 from sglang_ext.managers.metrics import KVMetrics
 from sglang_ext.managers.offload.admission import Admission
 from sglang_ext.managers.offload.policy import Offload
 from sglang_ext.managers.offload.verifications import Verifications
-from sglang_ext.managers.spec_decode.copy_policy import SLOWER
 from sglang_ext.managers.spec_decode.loop import DecodeLoop
 from sglang_ext.managers.spec_decode.pace import Choice, FixedLength, Pace
 from sglang_ext.managers.spec_decode.round import PLAIN_STEPS, OnDevice, RoundPlanner

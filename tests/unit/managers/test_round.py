@@ -7,15 +7,15 @@ import torch
 from hypothesis import given, strategies as st
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
-from sglang_ext.core import FALLBACK_REASONS, MIN_CONTEXT, Acceptance, CompressedView, RequestState
+from sglang_ext.core import FALLBACK_REASONS, MIN_CONTEXT, NO_FREE_SLOTS, NO_QUERIES, SHORT_CONTEXT, SLOWER, Acceptance, CompressedView, RequestState
 from sglang_ext.managers.metrics import KVMetrics
-from sglang_ext.managers.spec_decode.copy_policy import NO_FREE_SLOTS, NO_QUERIES, SHORT_CONTEXT, SLOWER, copy_is_near
 from sglang_ext.managers.spec_decode.loop import DecodeLoop
 from sglang_ext.managers.spec_decode.pace import Choice, FixedLength, Pace
 from sglang_ext.managers.spec_decode.penalties import Unpenalized
 from sglang_ext.managers.spec_decode.round import PLAIN_STEPS, SHORT_ROUND, TRIAL_COPIES, OnDevice, Round, RoundPlanner
 from sglang_ext.managers.spec_decode.sampling import Sampled
 from sglang_ext.managers.spec_decode.steps import Steps, Verifier
+from sglang_ext.mem_cache.compressed.compressed_views import copy_is_near
 from sglang_ext.mem_cache.compressed.query_window import Recorded
 from sglang_ext.ranks import Ranks
 

@@ -7,7 +7,7 @@ import torch
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_ext.layers.attention.views import BetweenSteps
+from sglang_ext.layers.forward import BetweenSteps
 from sglang_ext.managers.spec_decode.loop import decode_running
 from sglang_ext.managers.spec_decode.result import RoundResult
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sglang_ext.config.benchmark_options import check_request as check
-from sglang_ext.hooks import telling
+from sglang_ext.hooks import frontend
 from sglang_ext.managers.simulation import Simulation
 from sglang_ext.managers.spec_decode.steps import Verifier
 
@@ -68,7 +68,7 @@ def test_meta_info_tells_the_probability_that_was_used_and_only_where_one_was_fo
 
     def fields(i):
         found = {}
-        telling.add_kv_fields(None, manager, found, told, i)
+        frontend.add_kv_fields(None, manager, found, told, i)
         return found
 
     assert not any("kv_simulated_acceptance" in fields(i) for i in range(3))

@@ -10,8 +10,8 @@ from tiered_helpers import World, kv_of
 
 from sglang_ext.device import Mark
 from sglang_ext.mem_cache.host_tier.transfers import Arrivals, Launched, Transfer, TransferError
+from sglang_ext.mem_cache.prefix_cache.nodes import path
 from sglang_ext.mem_cache.prefix_cache.reloads import Faults
-from sglang_ext.mem_cache.prefix_cache.tiered_node import path
 from sglang_ext.ranks import Ranks
 
 A = list(range(1, 13))

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
-from sglang_ext.mem_cache.compressed.formats.unpacked import Unpacked
+from sglang_ext.mem_cache.compressed.formats.kv_format import Unpacked
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressors import LayerKV, best, kept_count
 from sglang_ext.mem_cache.compressors.catalogue import create, dropping

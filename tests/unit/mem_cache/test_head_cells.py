@@ -15,7 +15,7 @@ from sglang_ext.layers.attention.torch_native import RaggedTorchNativeBackend
 from sglang_ext.managers.integrity import IntegrityError, check_copies
 from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells, KeptCells
 from sglang_ext.mem_cache.compressors import Part
-from sglang_ext.mem_cache.prefix_cache.tiered_node import Prefix
+from sglang_ext.mem_cache.prefix_cache.nodes import Prefix
 
 
 def uneven_views(scores, page_size=1, budget=0.25):

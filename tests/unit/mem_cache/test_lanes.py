@@ -9,9 +9,9 @@ from hypothesis import given, settings, strategies as st
 
 from sglang_ext.device import Mark
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.host_tier.pieces import PieceCopies
 from sglang_ext.mem_cache.host_tier.host_pool import HostPool
 from sglang_ext.mem_cache.host_tier.lanes import LastUse, Pipe
+from sglang_ext.mem_cache.host_tier.pieces import PieceCopies
 from sglang_ext.mem_cache.host_tier.tier import HostTier
 
 

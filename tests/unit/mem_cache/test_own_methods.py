@@ -10,10 +10,10 @@ from test_views import make_views
 from sglang_ext.bench.server import file_name
 from sglang_ext.config import method_options
 from sglang_ext.core import OptionError, RequestState
-from sglang_ext.managers import meta_info
+from sglang_ext.managers.spec_decode.requests import describe, fill
 from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
-from sglang_ext.mem_cache.compressed.formats.unpacked import Unpacked
-from sglang_ext.mem_cache.compressors import catalogue, own_methods
+from sglang_ext.mem_cache.compressed.formats.kv_format import Unpacked
+from sglang_ext.mem_cache.compressors import Always, Compressor, ContextKV, LayerKV, Quantizer, catalogue, own_methods, register
 from sglang_ext.mem_cache.compressors.contracts import registry
 
 GOOD = '''
@@ -21,7 +21,6 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_ext.mem_cache.compressors import Always, Compressor, ContextKV, LayerKV, Quantizer, register
 from sglang_ext.mem_cache.compressed.formats.packed_layout import Grid
 
 
@@ -133,8 +132,8 @@ def test_requests_ask_for_it_by_what_the_flag_says_and_meta_info_tells_its_name(
     for chooser in (method.compressor, helper):
         state = RequestState("rid", 1, seed=0, method=1)
         state.compressor = catalogue.number(method.called(chooser).partition(":")[0])
-        meta_info.fill(req, state)
-        told = meta_info.describe(req.spec_cap_lens_histogram, [offer.suffix for offer in (first, half, packed)])
+        fill(req, state)
+        told = describe(req.spec_cap_lens_histogram, [offer.suffix for offer in (first, half, packed)])
         assert told["kv_compressor"] == "SecondNorm:0.5"
 
 

@@ -19,7 +19,7 @@ from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.query_window import QueryWindows, Recorded, record_queries
 from sglang_ext.mem_cache.compressors.catalogue import method
 from sglang_ext.mem_cache.compressors.snapkv import SnapKV
-from sglang_ext.mem_cache.prefix_cache.tiered_node import Prefix
+from sglang_ext.mem_cache.prefix_cache.nodes import Prefix
 
 TOKENS, HEADS, DIM = 700, 2, 64
 # First tokens of a context that are not packed, in pages of one or two.

@@ -5,9 +5,9 @@ from hypothesis import given, settings, strategies as st
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from tiered_helpers import World, kv_of
 
+from sglang_ext.mem_cache.prefix_cache.nodes import path
 from sglang_ext.mem_cache.prefix_cache.reloads import Faults
 from sglang_ext.mem_cache.prefix_cache.residency import Residency
-from sglang_ext.mem_cache.prefix_cache.tiered_node import path
 
 A = list(range(1, 9))
 B = list(range(11, 19))

@@ -12,13 +12,13 @@ from sglang_ext.managers.integrity import IntegrityError, check_copies
 from sglang_ext.mem_cache.compressed import compressed_views
 from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
 from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
+from sglang_ext.mem_cache.compressed.formats.kv_format import Unpacked
 from sglang_ext.mem_cache.compressed.formats.packing import PackedRows, Packing
-from sglang_ext.mem_cache.compressed.formats.unpacked import Unpacked
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.query_window import QueryWindows, Recorded, record_queries
 from sglang_ext.mem_cache.compressors.catalogue import create, method
 from sglang_ext.mem_cache.compressors.snapkv import SnapKV
-from sglang_ext.mem_cache.prefix_cache.tiered_node import Prefix
+from sglang_ext.mem_cache.prefix_cache.nodes import Prefix
 
 PAGE = 2
 COMMON = list(range(1, 151))

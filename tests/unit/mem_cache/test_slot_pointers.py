@@ -14,14 +14,14 @@ from test_views import DIM, HEADS, LAYERS, make_views
 from sglang_ext.core import FALLBACK_REASONS, RequestState
 from sglang_ext.layers.attention.torch_native import RaggedTorchNativeBackend
 from sglang_ext.managers.integrity import IntegrityError, check_copies
-from sglang_ext.managers.spec_decode.copy_policy import ensure_copy
+from sglang_ext.mem_cache.compressed.compressed_views import ensure_copy
 from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows, Pointers, as_pointers
 from sglang_ext.mem_cache.compressed.query_window import QueryWindows, Recorded
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressors import ContextKV, best, catalogue
 from sglang_ext.mem_cache.compressors.spade import Spade
 from sglang_ext.mem_cache.compressors.verify_guided import VerifyGuided
-from sglang_ext.mem_cache.prefix_cache.tiered_node import Prefix
+from sglang_ext.mem_cache.prefix_cache.nodes import Prefix
 from sglang_ext.mem_cache.selection.predictors import Current, Regressed
 
 

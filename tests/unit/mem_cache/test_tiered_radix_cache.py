@@ -12,7 +12,7 @@ from tiered_helpers import PAGE, World, done, kv_of
 
 from sglang_ext.managers.integrity import IntegrityError
 from sglang_ext.mem_cache.prefix_cache import tree_integrity
-from sglang_ext.mem_cache.prefix_cache.tiered_node import path
+from sglang_ext.mem_cache.prefix_cache.nodes import path
 
 A, B = list(range(1, 9)), [1, 2, 3, 4, 50, 60, 70, 80]
 

@@ -6,7 +6,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from tiered_helpers import PAGE, World, kv_of
 
-from sglang_ext.mem_cache.prefix_cache.tiered_node import below, path
+from sglang_ext.mem_cache.prefix_cache.nodes import below, path
 
 # Few tokens, so that prefixes are shared and nodes are split.
 TOKENS = st.lists(st.sampled_from([1, 2]), min_size=1, max_size=14)

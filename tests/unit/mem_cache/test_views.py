@@ -6,11 +6,11 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from sglang_ext.hooks.room import give_back_when_full
+from sglang_ext.hooks.rounds import give_back_when_full
 from sglang_ext.mem_cache.compressed import query_window
 from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
 from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
-from sglang_ext.mem_cache.compressed.formats.unpacked import Unpacked
+from sglang_ext.mem_cache.compressed.formats.kv_format import Unpacked
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.query_window import QueryWindows, Recorded, cap_prefix_match, record_queries
 from sglang_ext.mem_cache.compressors.catalogue import create
@@ -158,7 +158,7 @@ def test_held_bytes_count_keys_and_values_of_all_layers():
 
 
 def test_copies_go_before_a_request_is_retracted(monkeypatch):
-    monkeypatch.setattr("sglang_ext.hooks.room.get_alloc_reserve_per_decode", lambda: 0)
+    monkeypatch.setattr("sglang_ext.hooks.rounds.get_alloc_reserve_per_decode", lambda: 0)
     views = make_views()
     views.compress(1, 100)
     batch = SimpleNamespace(tree_cache=SimpleNamespace(copies=views, residency=None, early=None), reqs=[])
@@ -169,7 +169,7 @@ def test_copies_go_before_a_request_is_retracted(monkeypatch):
 
 @pytest.mark.parametrize("offloads", [False, True])
 def test_where_full_kv_leaves_the_device_the_scheduler_looks_for_room_in_each_iteration(offloads, monkeypatch):
-    monkeypatch.setattr("sglang_ext.hooks.room.get_alloc_reserve_per_decode", lambda: 0)
+    monkeypatch.setattr("sglang_ext.hooks.rounds.get_alloc_reserve_per_decode", lambda: 0)
     residency = SimpleNamespace(is_lost=lambda row: False) if offloads else None
     batch = SimpleNamespace(tree_cache=SimpleNamespace(copies=make_views(), residency=residency, early=None), batch_is_full=True, reqs=[])
     assert give_back_when_full(lambda b, i: True, batch)

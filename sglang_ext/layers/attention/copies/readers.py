@@ -6,8 +6,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from sglang_ext.layers.attention.copies.copy_decode import CopyDecode
-from sglang_ext.layers.attention.copies.packed import PackedDecode, packed_attention
 from sglang_ext.layers.attention.copies.kept_by_heads import PointerDecode, UnevenDecode, pointer_attention, uneven_attention
+from sglang_ext.layers.attention.copies.packed import PackedDecode, packed_attention
 from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells
 from sglang_ext.mem_cache.compressed.formats.kv_format import KVFormat
 from sglang_ext.mem_cache.compressed.formats.packing import PackedRows

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, ClassVar, Generic, Protocol, Self, TypeVar
 import torch
 
 from sglang_ext.core import CompressedView
-from sglang_ext.mem_cache.compressed.formats.unpacked import Unpacked
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 
 if TYPE_CHECKING:
@@ -59,6 +58,40 @@ class Placement(Protocol):
             targets: int64, the copy's slots.
             seeds: int32 [tokens], by which numbers are rounded where the placement is ``stochastic``; None for none.
         """
+
+
+@dataclass(frozen=True)
+class Unpacked:
+    """Copies that keep tokens as they are, a slot each: the :class:`Placement` of methods that pack none.
+
+    Attributes:
+        unit: tokens of a page.
+    """
+
+    unit: int
+    recent: ClassVar[int] = 0
+    sinks: ClassVar[int] = 0
+    share: ClassVar[float] = 1.0
+    stochastic: ClassVar[bool] = False
+
+    def packed_slots(self, tokens: int) -> int:
+        """None hold blocks."""
+        return 0
+
+    def held_slots(self, tokens: int) -> int:
+        """One for each token."""
+        return tokens
+
+    def write(
+        self,
+        buffers: KVBuffers,
+        kept: torch.Tensor,
+        sources: torch.Tensor,
+        targets: torch.Tensor,
+        seeds: torch.Tensor | None = None,
+    ) -> None:
+        """Copy what each head keeps; arguments as ``Packing.write``'s."""
+        buffers.copy_kept(kept, sources, targets)
 
 
 class KVFormat(ABC):

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang_ext.core import CompressedView, IntegrityError
-from sglang_ext.mem_cache.compressed.formats.kv_format import BegunRows
+from sglang_ext.mem_cache.compressed.formats.kv_format import BegunRows, Unpacked
 from sglang_ext.mem_cache.compressed.formats.packed_layout import Grid, Layout, Quantized
 from sglang_ext.mem_cache.compressed.formats.rounding import lane, noise
-from sglang_ext.mem_cache.compressed.formats.unpacked import Unpacked
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressors.contracts.quantizer import Quantizer, whole

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from sglang_ext.core import CompressedView, IntegrityError
-from sglang_ext.mem_cache.compressed.formats.kv_format import BegunRows
-from sglang_ext.mem_cache.compressed.formats.unpacked import Unpacked
+from sglang_ext.mem_cache.compressed.formats.kv_format import BegunRows, Unpacked
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 
 if TYPE_CHECKING:

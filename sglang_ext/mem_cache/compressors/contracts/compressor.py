@@ -9,7 +9,8 @@ Adding a method is one file: subclass :class:`Compressor`, register it (registry
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -18,7 +19,10 @@ import torch
 from sglang_ext.mem_cache.compressed.formats.head_cells import KeptCells
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.rotary import Rotary
-from sglang_ext.mem_cache.compressors.contracts.check import check_scores
+
+
+class ScoresError(Exception):
+    """Scores by which nothing can be chosen; says whose, what they are and what they must be."""
 
 
 class Always(NamedTuple):
@@ -273,3 +277,36 @@ class KeepAll(Compressor):
         keys = context.buffers.keys
         starts = torch.zeros(len(keys), keys[0].shape[1], 1, dtype=torch.int64, device=keys[0].device)
         return [starts + torch.arange(part.start, part.start + part.count, device=starts.device) for part in parts]
+
+
+def check_scores(compressor: str, scores: object, shape: tuple[int, ...], device: torch.device) -> None:
+    """Refuse what is no float32 tensor of this shape, which ends in [kv_heads, tokens], on this device.
+
+    Raises:
+        ScoresError: it is none.
+    """
+    if isinstance(scores, torch.Tensor) and scores.dtype == torch.float32 and scores.shape == shape and scores.device == device:
+        return
+    found = f"{scores.dtype} {list(scores.shape)} on {scores.device}" if isinstance(scores, torch.Tensor) else type(scores).__name__
+    dimensions = ", ".join(("layers", "kv_heads", "tokens")[-len(shape) :])
+    raise ScoresError(
+        f"compressor {compressor!r} scored a context with {found}; scores are torch.float32 {list(shape)} [{dimensions}] on {device}: "
+        "correct its `scores` or `scores_all` (docs/guides/adding-a-compressor.md)"
+    )
+
+
+@contextmanager
+def reported(compressor: str) -> Iterator[None]:
+    """Let what a user's own method raises cost its copies, not the server.
+
+    Raises:
+        ScoresError: names the method and what it raised.
+    """
+    try:
+        yield
+    except (ScoresError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise ScoresError(
+            f"compressor {compressor!r} raised {type(error).__name__}: {error}: correct its class (docs/guides/adding-a-compressor.md)"
+        ) from error

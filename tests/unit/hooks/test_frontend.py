@@ -8,7 +8,7 @@ import pytest
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_ext.core import OptionError
-from sglang_ext.hooks.request_checks import SHOWN, check_preferred, check_request, check_shape
+from sglang_ext.hooks.frontend import SHOWN, check_preferred, check_request, check_shape
 
 VOCABULARY = 1000
 

@@ -1,4 +1,6 @@
-"""What a request may ask for, checked where it enters: what would end the scheduler, or mean nothing, is a status 400.
+"""SGLang's frontend: what a request may ask for, checked where it enters, and what its answer's ``meta_info`` tells about drafting.
+
+What would end the scheduler, or mean nothing, is a status 400.
 
 A request with several prompts, or with ``n`` answers, is checked twice: as it came, by :func:`check_shape`, and by
 :func:`check_request` once for each prompt. What ``--preferred-sampling-params`` gives to requests that do not say is checked at
@@ -23,7 +25,9 @@ from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_ext.config import method_options
+from sglang_ext.config.benchmark_options import probability_of
 from sglang_ext.core import OptionError
+from sglang_ext.managers.spec_decode.requests import describe
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import EmbeddingReqInput
@@ -351,3 +355,23 @@ def _short(value: object) -> str:
     except (ValueError, RecursionError):  # integers of thousands of digits, deep lists
         return f"a {type(value).__name__} too large to show"
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
+def add_kv_fields(original: Callable, manager, meta_info: dict[str, Any], recv_obj, i: int) -> None:
+    """Hook around ``_calculate_spec_decoding_metrics``: ``kv_*`` fields of a finished request.
+
+    ``kv_verifies`` verifications that checked drafts, ``kv_drafts`` tokens drafted for them,
+    ``kv_accepted`` of these accepted, ``kv_accept_length`` tokens gained per verification (accepted
+    drafts and the verifier's own), ``kv_accept_histogram`` and ``kv_offer_histogram`` (element k:
+    verifications that accepted, or were offered, exactly k drafts), ``kv_fallback`` why the request
+    was last served with full KV, None when it drafted, ``kv_compressor`` the method that made its
+    compressed copy, None without one. Where a benchmark forces acceptance, and there alone,
+    ``kv_simulated_acceptance``: the probability with which the request's drafts were accepted.
+    """
+    histograms = recv_obj.spec_cap_lens_histogram
+    suffixes = [offer.suffix for offer in method_options.offers(manager.server_args)]
+    meta_info.update(describe(histograms[i] if histograms else [], suffixes))
+    forced = manager.server_args.kv_bench_acceptance
+    if forced is not None:
+        asked = sampling_params_of(manager, manager.rid_to_state[recv_obj.rids[i]].obj).get("custom_params")
+        meta_info["kv_simulated_acceptance"] = probability_of(forced, asked)

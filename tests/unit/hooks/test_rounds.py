@@ -10,9 +10,9 @@ from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
 from sglang_ext.core import RequestState
-from sglang_ext.hooks.processing import process_emitted, sync_for_grammars
-from sglang_ext.layers.attention.views import BetweenSteps
-from sglang_ext.managers import meta_info
+from sglang_ext.hooks.rounds import process_emitted, sync_for_grammars
+from sglang_ext.layers.forward import BetweenSteps
+from sglang_ext.managers.spec_decode.requests import describe, fill, resume
 from sglang_ext.managers.spec_decode.result import RoundResult
 from sglang_ext.mem_cache.compressors import catalogue
 
@@ -152,12 +152,12 @@ def test_meta_info_survives_the_trip_through_sglangs_counters(verifies, fallback
         state.count_verify(offered, min(offered, accepted))
     state.compressor = catalogue.number(compressor)
     req = SimpleNamespace(spec_cap_lens_histogram=[])
-    meta_info.fill(req, state)
-    fields = meta_info.describe(req.spec_cap_lens_histogram)
+    fill(req, state)
+    fields = describe(req.spec_cap_lens_histogram)
     assert fields["kv_verifies"] == len(verifies) == sum(fields["kv_accept_histogram"])
     assert fields["kv_drafts"] == sum(k * n for k, n in enumerate(fields["kv_offer_histogram"]))
     assert fields["kv_accepted"] == sum(k * n for k, n in enumerate(fields["kv_accept_histogram"]))
     assert fields["kv_compressor"] == (compressor or None)
     resumed = RequestState(rid="r", row=2, seed=0)
-    meta_info.resume(req, resumed)
+    resume(req, resumed)
     assert resumed.offer_histogram == state.offer_histogram and resumed.accepted == state.accepted

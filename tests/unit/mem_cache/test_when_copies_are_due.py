@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_ext.core import FALLBACK_REASONS, MIN_CONTEXT, CompressedView, RequestState
+from sglang_ext.mem_cache.compressed.compressed_views import RENEW_AFTER, copy_is_near, ensure_copy, renew_at
 from sglang_ext.mem_cache.compressors.sink_recent import SinkRecent
-from sglang_ext.managers.spec_decode.copy_policy import RENEW_AFTER, copy_is_near, ensure_copy, renew_at
 
 
 class FakeViews:
