@@ -17,7 +17,6 @@ from sglang_ext.core import OptionError
 from sglang_ext.managers.disaggregation.endpoints import LinkKeys
 from sglang_ext.managers.disaggregation.pacing import TokenBucket
 from sglang_ext.managers.disaggregation.settings import LinkError
-from sglang_ext.mem_cache.compressors import catalogue
 from sglang_ext.mem_cache.compressors.kvzap import KVzap
 from sglang_ext.mem_cache.compressors.kvzip import KVzip
 

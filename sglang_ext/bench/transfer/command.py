@@ -47,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output-len", type=int, default=64, help="tokens after the prefill's that are timed")
     add("--draft-arg", action="append", default=[], metavar="FLAGS", help="flags of decode servers of lynx, for example '--kv-compressor kivi'")
     add("--server-arg", action="append", default=[], metavar="FLAGS", help="flags of all servers")
+    add("--decode-arg", action="append", default=[], metavar="FLAGS", help="flags of all decode servers, for example '--base-gpu-id 1'")
     add("--dtype", default="bfloat16", choices=DTYPES)
     add("--accuracy-tokens", type=int, default=0, help="also measure vNMSE of attention outputs on so many tokens of the first prompt")
     add("--port", type=int, default=0, help="of the prefill server; the next two are taken as well (default: any)")
@@ -111,7 +112,7 @@ def flags_of(args: argparse.Namespace, chosen: Method, gbps: float | None, logs:
     paced = () if gbps is None or chosen.is_stock else ("--kv-link-gbps", f"{gbps:g}")
     return {
         "prefill": ("--disaggregation-mode", "prefill", *shared, *paced),
-        "decode": ("--disaggregation-mode", "decode", *shared, *chosen.decode),
+        "decode": ("--disaggregation-mode", "decode", *shared, *words(args.decode_arg), *chosen.decode),
     }
 
 

@@ -108,13 +108,14 @@ def test_cold_prompts_and_other_links_have_tables_of_their_own():
 
 
 def test_methods_differ_in_how_kv_travels_alone():
-    args = SimpleNamespace(dtype="float32", server_arg=["--sleep-on-idle"])
+    args = SimpleNamespace(dtype="float32", server_arg=["--sleep-on-idle"], decode_arg=["--base-gpu-id 1"])
     seen = set()
     for name in METHODS:
         flags = command.flags_of(args, method(name, ("--kv-compressor", "kivi")), 0.1, command.Path("logs"))
         prefill, decode = (" ".join(flags[role]) for role in ("prefill", "decode"))
         assert ("--kv-mode verified --kv-compressor kivi" in decode) == name.startswith("lynx") * (name in ("lynx", "lynx-exact"))
         assert "--kv-mode" not in prefill and "--sleep-on-idle" in prefill and "--sleep-on-idle" in decode
+        assert "--base-gpu-id 1" in decode and "--base-gpu-id" not in prefill
         assert ("--kv-link-gbps 0.1" in prefill) == (name != "mooncake_tcp") and "--kv-link-gbps" not in decode
         seen.add(prefill.replace(f"logs/{name}-0.1-timeline.jsonl", ""))
     assert len(seen) == len(METHODS)

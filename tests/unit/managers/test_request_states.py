@@ -5,7 +5,6 @@ from types import SimpleNamespace
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_ext.config.method_options import Offer
-from sglang_ext.managers.served_methods import ServedMethods
 from sglang_ext.managers.spec_decode.requests import STOCK_DEFAULT_SEED, RequestStates, noise_seed
 from sglang_ext.mem_cache.compressors.catalogue import method
 
@@ -14,7 +13,7 @@ OFFERS = (Offer("snapkv", "snapkv", 0.25), Offer("sink-recent:0.5", "sink-recent
 
 
 def states():
-    return RequestStates(ARGS, ServedMethods(OFFERS, tuple(method(offer.compressor) for offer in OFFERS)))
+    return RequestStates(ARGS, OFFERS)
 
 
 def request(rid="a", row=2, asked=None, **params):

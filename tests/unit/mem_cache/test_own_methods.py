@@ -13,7 +13,7 @@ from sglang_ext.core import OptionError, RequestState
 from sglang_ext.managers.spec_decode.requests import describe, fill
 from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
 from sglang_ext.mem_cache.compressed.formats.kv_format import Unpacked
-from sglang_ext.mem_cache.compressors import Always, Compressor, ContextKV, LayerKV, Quantizer, catalogue, own_methods, register
+from sglang_ext.mem_cache.compressors import catalogue, own_methods
 from sglang_ext.mem_cache.compressors.contracts import registry
 
 GOOD = '''
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang_ext.mem_cache.compressors import Always, Compressor, ContextKV, LayerKV, Quantizer, register
 from sglang_ext.mem_cache.compressed.formats.packed_layout import Grid
 
 
