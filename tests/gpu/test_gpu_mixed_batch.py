@@ -30,7 +30,7 @@ pytestmark = pytest.mark.server
 
 # More ask than run at once, so that prefills join batches that decode.
 BATCH = ("--cuda-graph-max-bs", "16", "--max-running-requests", "16", "--enable-custom-logit-processor")
-RETRACTED_EVERY = 9
+RETRACTED_EVERY = 5
 ASKED = {option.name: option for option in OPTIONS if option.name != "hidden-states"}
 # Retracted answers to these are not compared further than rounding may have changed them.
 PENALIZED = {"frequency-penalty", "presence-penalty", "repetition-penalty", "penalty-logprobs"}
