@@ -270,7 +270,7 @@ class KVServerArgs(ServerArgs):
         if self.speculative_algorithm != SPECULATIVE_ALGORITHM:
             super().check_lora_server_args()
             return
-        # managers/forward.py:prepare_lora applies adapters to drafts and verifications alike.
+        # layers/forward.py:prepare_lora applies adapters to drafts and verifications alike.
         self.override("check_lora_server_args", speculative_algorithm=None)
         super().check_lora_server_args()
         self.override("check_lora_server_args", speculative_algorithm=SPECULATIVE_ALGORITHM)

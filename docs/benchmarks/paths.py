@@ -185,7 +185,7 @@ def entered(path: str, names: set[str]) -> dict[str, set[int]]:
 
 
 def table(title: str, what: Entered, each_function: bool) -> None:
-    """Print lines of the functions and of their files: of all, of each folder, and of each file, most first; then the path, in its order."""
+    """Print lines of the functions and of their files: of all, of each folder, and of each file; then the path, in its order."""
     names = defaultdict(set)
     for path, name in what.functions:
         names[path].add(name)

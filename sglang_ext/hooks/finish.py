@@ -2,7 +2,7 @@
 
 For tokens that come together, SGLang looks for the length first, then for stop strings in the order in
 which they were given, then for stop tokens: of two ends it may take the later one. So what follows the first end is cut off before it
-looks (processing.py), and it looks at the last token alone.
+looks (rounds.py), and it looks at the last token alone.
 """
 
 from collections.abc import Callable

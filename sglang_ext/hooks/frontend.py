@@ -1,15 +1,15 @@
 """SGLang's frontend: what a request may ask for, checked where it enters, and what its answer's ``meta_info`` tells about drafting.
 
-What would end the scheduler, or mean nothing, is a status 400.
-
-A request with several prompts, or with ``n`` answers, is checked twice: as it came, by :func:`check_shape`, and by
-:func:`check_request` once for each prompt. What ``--preferred-sampling-params`` gives to requests that do not say is checked at
-start, alike.
+*Checks.* What would end the scheduler, or mean nothing, is a status 400. A request with several prompts, or with ``n`` answers, is
+checked twice: as it came, by :func:`check_shape`, and by :func:`check_request` once for each prompt. What
+``--preferred-sampling-params`` gives to requests that do not say is checked at start, alike.
 
 SGLang sends requests to its scheduler by msgpack, which decodes each field as the type it is declared with; a value of
 another type raises there, where nothing catches it. Here each is encoded and decoded beforehand. Other values pass that
 and raise in a forward pass. All of them end stock SGLang too, but for what :func:`sglang_ext.config.method_options.check_asked`
 refuses.
+
+*Told.* SGLang carries counters of each request to the frontend (managers/spec_decode/requests.py); :func:`add_kv_fields` names them.
 """
 
 import json
@@ -154,6 +154,26 @@ def check_preferred(args: "KVServerArgs") -> None:
         method_options.check_asked(args, params.get("custom_params"))
     except ValueError as error:
         raise OptionError(f"--preferred-sampling-params is {_short(given)}: {error}; or leave the flag out") from None
+
+
+def add_kv_fields(original: Callable, manager, meta_info: dict[str, Any], recv_obj, i: int) -> None:
+    """Hook around ``_calculate_spec_decoding_metrics``: ``kv_*`` fields of a finished request.
+
+    ``kv_verifies`` verifications that checked drafts, ``kv_drafts`` tokens drafted for them,
+    ``kv_accepted`` of these accepted, ``kv_accept_length`` tokens gained per verification (accepted
+    drafts and the verifier's own), ``kv_accept_histogram`` and ``kv_offer_histogram`` (element k:
+    verifications that accepted, or were offered, exactly k drafts), ``kv_fallback`` why the request
+    was last served with full KV, None when it drafted, ``kv_compressor`` the method that made its
+    compressed copy, None without one. Where a benchmark forces acceptance, and there alone,
+    ``kv_simulated_acceptance``: the probability with which the request's drafts were accepted.
+    """
+    histograms = recv_obj.spec_cap_lens_histogram
+    suffixes = [offer.suffix for offer in method_options.offers(manager.server_args)]
+    meta_info.update(describe(histograms[i] if histograms else [], suffixes))
+    forced = manager.server_args.kv_bench_acceptance
+    if forced is not None:
+        asked = sampling_params_of(manager, manager.rid_to_state[recv_obj.rids[i]].obj).get("custom_params")
+        meta_info["kv_simulated_acceptance"] = probability_of(forced, asked)
 
 
 def sampling_params_of(manager: "TokenizerManager", obj: GenerateReqInput) -> dict[str, Any]:
@@ -355,23 +375,3 @@ def _short(value: object) -> str:
     except (ValueError, RecursionError):  # integers of thousands of digits, deep lists
         return f"a {type(value).__name__} too large to show"
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
-
-
-def add_kv_fields(original: Callable, manager, meta_info: dict[str, Any], recv_obj, i: int) -> None:
-    """Hook around ``_calculate_spec_decoding_metrics``: ``kv_*`` fields of a finished request.
-
-    ``kv_verifies`` verifications that checked drafts, ``kv_drafts`` tokens drafted for them,
-    ``kv_accepted`` of these accepted, ``kv_accept_length`` tokens gained per verification (accepted
-    drafts and the verifier's own), ``kv_accept_histogram`` and ``kv_offer_histogram`` (element k:
-    verifications that accepted, or were offered, exactly k drafts), ``kv_fallback`` why the request
-    was last served with full KV, None when it drafted, ``kv_compressor`` the method that made its
-    compressed copy, None without one. Where a benchmark forces acceptance, and there alone,
-    ``kv_simulated_acceptance``: the probability with which the request's drafts were accepted.
-    """
-    histograms = recv_obj.spec_cap_lens_histogram
-    suffixes = [offer.suffix for offer in method_options.offers(manager.server_args)]
-    meta_info.update(describe(histograms[i] if histograms else [], suffixes))
-    forced = manager.server_args.kv_bench_acceptance
-    if forced is not None:
-        asked = sampling_params_of(manager, manager.rid_to_state[recv_obj.rids[i]].obj).get("custom_params")
-        meta_info["kv_simulated_acceptance"] = probability_of(forced, asked)

@@ -101,7 +101,8 @@ class ServedMethods:
 
     def __str__(self) -> str:
         pairs = zip(self.offers, (method.compressor.most for method in self.methods))
-        return ", ".join(f"compressor {offer.name} with " + (f"{most} tokens" if most else f"budget {offer.budget}") for offer, most in pairs)
+        shares = (f"{most} tokens" if most else f"budget {offer.budget}" for offer, most in pairs)
+        return ", ".join(f"compressor {offer.name} with {share}" for offer, share in zip(self.offers, shares))
 
 
 def check_files(args: "KVServerArgs") -> None:

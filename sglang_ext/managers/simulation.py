@@ -42,6 +42,9 @@ class Simulation:
         return [probability_of(self.probability, req.sampling_params.custom_params) for req in reqs]
 
     def draw(self, drafts: torch.Tensor, probabilities: torch.Tensor) -> torch.Tensor:
-        """Whether each of ``drafts``, [requests, drafts], is accepted if those before it are: bool, by ``probabilities``, float [requests]."""
+        """Whether each of ``drafts``, [requests, drafts], is accepted if those before it are: bool.
+
+        ``probabilities``: float [requests], of each request's drafts.
+        """
         noise = torch.rand(drafts.shape, generator=self.noise, device=drafts.device)
         return noise < probabilities[:, None]

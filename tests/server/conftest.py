@@ -127,13 +127,14 @@ def worded(once: Callable, launch: Callable[..., Server], prompts: list[list[int
 
 @pytest.fixture(scope="session")
 def kinds(once: Callable, launch: Callable[..., Server], prompts: list[list[int]]) -> dict[str, tuple[dict[str, Any], Any]]:
-    """A request of each of four kinds, with a prompt of its own that is long enough for a copy, and stock's answer."""
+    """A request of each of five kinds, with a prompt of its own that is long enough for a copy, and stock's answer."""
     sampled = {"max_new_tokens": KIND_TOKENS, "temperature": 0.8, "top_k": 20, "sampling_seed": 7, "ignore_eos": True}
     bodies = {
         "greedy": {"input_ids": prompts[0], **greedy(KIND_TOKENS)},
         "seeded": {"input_ids": prompts[1][:303], "sampling_params": sampled},
         "log-probabilities": {"input_ids": prompts[2][:291], "return_logprob": True, "top_logprobs_num": 2, **greedy(KIND_TOKENS)},
         "grammar": {"input_ids": prompts[3][:307], **greedy(KIND_TOKENS, regex=r"(yes|no)( and (yes|no)){3}", ignore_eos=False)},
+        "penalty": {"input_ids": prompts[1][:297], **greedy(KIND_TOKENS, frequency_penalty=0.5, presence_penalty=0.3)},
     }
     answers = once("kinds", lambda: {kind: launch(*STOCK).ask(**body) for kind, body in bodies.items()})
     return {kind: (bodies[kind], answer) for kind, answer in answers.items()}

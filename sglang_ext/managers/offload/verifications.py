@@ -1,7 +1,7 @@
 """Whose turn it is to verify, and which full KV is loaded for it: Algorithm 1 of VeriCache over the requests that run.
 
-Full KV that is on the device is verified as soon as a round's drafts are there. What is on the host is reserved time on the link and room on the
-device for (admission.py), once as many drafts as pay for its load will have gathered.
+Full KV that is on the device is verified as soon as a round's drafts are there. What is on the host is reserved time on the link and
+room on the device for (admission.py), once as many drafts as pay for its load will have gathered.
 """
 
 from contextlib import AbstractContextManager

@@ -23,7 +23,7 @@ from sglang_ext.managers.disaggregation.timeline import Timeline
 from sglang_ext.managers.offload.policy import OffloadPolicy
 from sglang_ext.managers.spec_decode.draft_length import DraftLength
 from sglang_ext.managers.spec_decode.pace import FixedLength, Pace
-from sglang_ext.managers.spec_decode.penalties import Penalties, Unpenalized
+from sglang_ext.managers.spec_decode.penalties import Penalties, RoundPenalties
 from sglang_ext.managers.spec_decode.requests import end_of_answer, fill
 from sglang_ext.managers.spec_decode.result import Answers, GatheredDrafts, Part, RoundResult, together
 from sglang_ext.managers.spec_decode.round import OnDevice, Round, RoundPlanner
@@ -174,7 +174,7 @@ class DecodeLoop:
         return batch.seq_lens + to_device(answers, batch.seq_lens.device)
 
     def _step(
-        self, batch: "ScheduleBatch", round_: Round, penalized: Unpenalized
+        self, batch: "ScheduleBatch", round_: Round, penalized: RoundPenalties
     ) -> tuple[list[tuple[LogitsProcessorOutput, Sampled]], torch.Tensor]:
         """The round's steps, and their tokens, int64 [requests, steps]; drafts that gather are kept behind those of earlier rounds."""
         own, newest, starts, before = batch.req_pool_indices, batch.spec_info.bonus_tokens, batch.seq_lens, None
@@ -232,7 +232,8 @@ def decode_running(decode: Decode, batch: "ScheduleBatch", on_publish: Publish |
 
     Under the overlapped loop SGLang builds a batch before it has the result of the last one. Where a request has a grammar that
     cannot be walked (grammar.py) it then processes that result before it launches the batch: who finishes in it is in the batch
-    still, but its row and its slots are free. A round of the others is run, and what SGLang relays from round to round is made as long as the batch again.
+    still, but its row and its slots are free. A round of the others is run, and what SGLang relays from round to round is made as long
+    as the batch again.
 
     Args:
         decode: runs a round of all requests of a batch.

@@ -58,19 +58,29 @@ class Asked:
 
     Attributes:
         penalties: of each.
-        weights: float32 [requests, 3], theirs.
-        stops: int64, of each.
+        weights: float32 [requests, 5], theirs; then what a token adds to :attr:`Penalties.counts`, and 1 where that is for its
+            frequency, else 0.
+        stops: int64, of each that has a least length, else None.
     """
 
     penalties: list[Penalty]
     weights: torch.Tensor
-    stops: list[torch.Tensor]
+    stops: list[torch.Tensor | None]
 
     @classmethod
-    def of(cls, penalties: list[Penalty], device: torch.device) -> "Asked":
-        """On the device."""
-        weights = to_device([penalty.weights for penalty in penalties], device, torch.float32)
-        return cls(penalties, weights, [to_device(list(penalty.stops), device) for penalty in penalties])
+    def of(cls, penalties: list[Penalty], device: torch.device, vocabulary: int) -> "Asked":
+        """On the device; no stop of a tokenizer's is beyond the model's ``vocabulary``."""
+        weights = [(*penalty.weights, penalty.weights[0] or 1.0, float(penalty.weights[0] != 0)) for penalty in penalties]
+        stops = [
+            to_device([token for token in penalty.stops if token < vocabulary], device) if penalty.least else None
+            for penalty in penalties
+        ]
+        return cls(penalties, to_device(weights, device, torch.float32), stops)
+
+    @property
+    def addends(self) -> torch.Tensor:
+        """What each time a token is counted adds: float32 [requests, 1]."""
+        return self.weights[:, 3:4]
 
     def part(self, places: list[int]) -> "Asked":
         """Those at some places."""
@@ -78,29 +88,38 @@ class Asked:
         return Asked(penalties, self.weights[to_device(places, self.weights.device)], stops)
 
     def apply(self, rows: torch.Tensor, counts: torch.Tensor, begun: list[int]) -> None:
-        """Penalize logits in place; what adds comes before what multiplies, as in SGLang's overlapped loop.
+        """Penalize logits in place, :data:`ROWS` at once; what adds comes before what multiplies, as in SGLang's overlapped loop.
 
         Args:
             rows: float [requests, rows, vocabulary], one after another of each request's output.
-            counts: float32, of the same shape, how often each token was counted there.
+            counts: float32, of the same shape, as :attr:`Penalties.counts`.
             begun: tokens of each request's output before its first row's.
         """
-        frequency, presence, repetition = (any(penalty.weights[k] != (k == 2) for penalty in self.penalties) for k in range(3))
-        weights, seen = self.weights[:, :, None, None], counts > 0
-        if frequency:
-            rows -= counts * weights[:, 0]
-        if presence:
-            rows -= seen * weights[:, 1]
+        at_once = max(1, ROWS // rows.shape[1])
+        for at in range(0, len(rows), at_once):
+            some = slice(at, at + at_once)
+            self._apply(rows[some], counts[some], self.weights[some, :, None, None], self.penalties[some])
         for row, penalty, stops, count in zip(rows, self.penalties, self.stops, begun):
             if count < penalty.least:
+                # Whatever it is multiplied by, it stays so.
                 row[: penalty.least - count].index_fill_(1, stops, float("-inf"))
+
+    @staticmethod
+    def _apply(rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor, penalties: list[Penalty]) -> None:
+        frequency, presence, repetition = (any(penalty.weights[k] != (k == 2) for penalty in penalties) for k in range(3))
+        seen = counts != 0
+        if frequency or presence:
+            added = counts * -weights[:, 4]
+            if presence:
+                added -= seen * weights[:, 1]
+            rows += added
         if repetition:
             scale = torch.where(seen, weights[:, 2], 1.0)
             rows.copy_(torch.where(rows < 0, rows * scale, rows / scale))
 
 
-class Unpenalized:
-    """A round in which no request has a penalty."""
+class RoundPenalties:
+    """What is done to a round's logits for its requests that have penalties: nothing, where none has."""
 
     def begin_steps(self, newest: torch.Tensor, gathered: "GatheredDrafts", rows: torch.Tensor) -> None:
         """Steps begin, behind the drafts of earlier rounds.
@@ -138,7 +157,7 @@ class Unpenalized:
         """
 
 
-class Penalized(Unpenalized):
+class Penalized(RoundPenalties):
     """The requests of a round that have penalties.
 
     Attributes:
@@ -155,7 +174,7 @@ class Penalized(Unpenalized):
         self.counts = counts
         self.places = places
         self.requests = list(asked)
-        self.asked = Asked.of(list(asked.values()), counts.device)
+        self.asked = Asked.of(list(asked.values()), counts.device, counts.shape[1])
         self.overlapped = batch.enable_overlap
         self.given = [round_.lengths[i] + 1 - len(batch.reqs[i].origin_input_ids) for i in asked]
         self.gathered = [round_.gathered[i] for i in asked]
@@ -167,19 +186,18 @@ class Penalized(Unpenalized):
         if any(self.gathered):
             # The last of them is the first step's input, and counted there.
             before = torch.cat([newest[self._where, None], gathered.of(rows[self._where], max(self.gathered))], 1)
-            valid = _first(before, to_device(self.gathered, before.device))
-            self._along.scatter_add_(1, before, valid)
+            valid = _mask_of_first(before, to_device(self.gathered, before.device))
+            self._along.scatter_add_(1, before, valid * self.asked.addends)
 
     def step(self, index: int, tokens: torch.Tensor, logits: torch.Tensor) -> None:
         tokens = tokens[self._where, None]
-        once = torch.ones_like(tokens, dtype=self._along.dtype)
         if not self.overlapped:
-            self._along.scatter_add_(1, tokens, once)
+            self._along.scatter_add_(1, tokens, self.asked.addends)
         rows = logits[self._where, None]
         self.asked.apply(rows, self._along[:, None], [sum(before) + index for before in zip(self.given, self.gathered)])
         logits[self._where] = rows[:, 0]
         if self.overlapped:
-            self._along.scatter_add_(1, tokens, once)
+            self._along.scatter_add_(1, tokens, self.asked.addends)
 
     def verification(self, requests: list[int], tokens: torch.Tensor, logits: torch.Tensor) -> None:
         width = tokens.shape[1]
@@ -197,17 +215,20 @@ class Penalized(Unpenalized):
         counts = self.counts[self.places[to_device(places, tokens.device)], None].repeat(1, width, 1)
         # A row has counted the tokens before its own input, and that, too, where nothing lags.
         before = torch.ones(width, width, dtype=counts.dtype, device=tokens.device).tril(-1 if self.overlapped else 0)
-        counts.scatter_add_(2, tokens[:, None].expand(-1, width, -1), before.expand(len(places), -1, -1))
-        self.asked.part(places).apply(rows, counts, [self.given[place] for place in places])
+        asked = self.asked.part(places)
+        counts.scatter_add_(2, tokens[:, None].expand(-1, width, -1), before * asked.addends[:, None])
+        asked.apply(rows, counts, [self.given[place] for place in places])
         by_request[where] = rows
 
     def count(self, newest: torch.Tensor, answers: "Answers") -> None:
         tokens = torch.cat([newest[:, None], answers.tokens[:, :-1]], 1)[self._where]
-        accepted = _first(tokens, answers.accepted[self._where])
-        self.counts.index_put_((self.places[:, None].expand_as(tokens), tokens), accepted, accumulate=True)
+        accepted = _mask_of_first(tokens, answers.accepted[self._where])
+        # One after the other, as stock adds them: sums of several at once round otherwise.
+        where = self.places[:, None] * self.counts.shape[1] + tokens
+        self.counts.view(-1).scatter_add_(0, where.flatten(), (accepted * self.asked.addends).flatten())
 
 
-def _first(tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+def _mask_of_first(tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """1 for the first ``counts``, int64 [requests], of each request's ``tokens``, else 0: float32, of the shape of these."""
     return (torch.arange(tokens.shape[1], device=tokens.device) < counts[:, None]).float()
 
@@ -216,17 +237,18 @@ class Penalties:
     """Counts of the running requests that have penalties.
 
     Attributes:
-        counts: float32 [places, vocabulary], how often each token was counted of the output before its newest token; it grows with
-            the requests that have penalties at once.
+        counts: float32 [places, vocabulary], of each token the frequency penalty, or where there is none 1, added as often as it was
+            counted of the output before its newest token; there for as many requests as have penalties at once.
     """
 
     def __init__(self, device: torch.device):
-        self.counts = torch.zeros(0, 0, device=device)
+        self.counts = self._none = torch.zeros(0, 0, device=device)
         self._places: dict[int, tuple[RequestState, int]] = {}
 
     def forget(self, row: int) -> None:
         """The request in ``row`` is gone; no-op where it has no penalty."""
-        self._places.pop(row, None)
+        if self._places.pop(row, None) is not None and not self._places:
+            self.counts = self._none
 
     def first(self, batch: "ScheduleBatch", logits: torch.Tensor) -> None:
         """Penalize in place the logits after prompts, float [requests, vocabulary]; of who was retracted, after its output so far."""
@@ -236,18 +258,19 @@ class Penalties:
                 continue
             output = req.output_ids
             before = self._counted(req, len(output) - batch.enable_overlap, batch.enable_overlap) if output else []
-            counts = self._add(torch.zeros_like(logits[i], dtype=torch.float32), before)
-            Asked.of([penalty], logits.device).apply(logits[i : i + 1, None], counts[None, None], [len(output)])
+            asked = Asked.of([penalty], logits.device, logits.shape[1])
+            counts = self._add(torch.zeros_like(logits[i], dtype=torch.float32), before, asked)
+            asked.apply(logits[i : i + 1, None], counts[None, None], [len(output)])
 
-    def of(self, batch: "ScheduleBatch", round_: "Round") -> Unpenalized:
+    def of(self, batch: "ScheduleBatch", round_: "Round") -> RoundPenalties:
         """What is done to a round's logits for those of its requests that have penalties."""
         asked = {i: penalty for i, penalty in enumerate(map(Penalty.of, batch.reqs)) if penalty is not None}
         if not asked:
-            return Unpenalized()
-        places = [self._place(batch, i, round_) for i in asked]
+            return RoundPenalties()
+        places = [self._place(batch, i, round_, penalty) for i, penalty in asked.items()]
         return Penalized(self.counts, to_device(places, self.counts.device), asked, batch, round_)
 
-    def _place(self, batch: "ScheduleBatch", i: int, round_: "Round") -> int:
+    def _place(self, batch: "ScheduleBatch", i: int, round_: "Round", penalty: Penalty) -> int:
         req, state = batch.reqs[i], round_.states[i]
         kept, place = self._places.get(state.row, (None, 0))
         if kept is state:
@@ -260,7 +283,7 @@ class Penalties:
             self.counts = torch.cat([self.counts, more]) if len(self.counts) else more
         # Its first round: what came before its newest token is in its output since SGLang prefilled it.
         before = self._counted(req, round_.lengths[i] - len(req.origin_input_ids), batch.enable_overlap)
-        self._add(self.counts[place].zero_(), before)
+        self._add(self.counts[place].zero_(), before, Asked.of([penalty], self.counts.device, self.counts.shape[1]))
         self._places[state.row] = state, place
         return place
 
@@ -270,9 +293,7 @@ class Penalties:
         return [*req.origin_input_ids[-1:], *req.output_ids[:outputs]] if overlapped else list(req.output_ids[:outputs])
 
     @staticmethod
-    def _add(counts: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
-        """Count ``tokens`` in ``counts``, float32 [vocabulary], in place."""
-        if not tokens:
-            return counts
+    def _add(counts: torch.Tensor, tokens: Sequence[int], asked: Asked) -> torch.Tensor:
+        """Count ``tokens`` of the one request that ``asked`` in ``counts``, float32 [vocabulary], in place."""
         where = to_device(list(tokens), counts.device)
-        return counts.index_add_(0, where, torch.ones_like(where, dtype=counts.dtype))
+        return counts.scatter_add_(0, where, asked.addends[0].expand(len(where)))

@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
     from sglang_ext.arguments import KVServerArgs
 
-
+# SGLang's seed, under --enable-deterministic-inference, for requests that bring none.
+STOCK_DEFAULT_SEED = 42
+# Of what :func:`fill` writes, numbers before the histograms.
+HEAD = 7
 VERIFIED = "verified"
 # What a field does to a request: "verified" (drafted, and exact by verification), or the reason for
 # which a request that uses it is served with full KV.
@@ -43,8 +46,8 @@ SAMPLING_FIELDS: dict[str, str] = {
 def fallback_reason(req: "Req") -> int:
     """Why a request must be served with full KV, as an index into ``FALLBACK_REASONS``; 0 if not.
 
-    Custom logit processors depend on state of their own, some grammar backends cannot take drafts back, and SGLang's seeded sampler
-    has no ``min_p``.
+    Custom logit processors depend on state of their own, some grammar backends cannot take drafts back, SGLang's seeded sampler has
+    no ``min_p``, and hidden states of drafts are of no use.
     """
     params = req.sampling_params
     if req.grammar is not None and not can_roll_back(req.grammar):
@@ -61,10 +64,6 @@ def fallback_reason(req: "Req") -> int:
 def end_of_answer(req: "Req") -> int:
     """Tokens whose KV a request has when its output is as long as it asked for: that of the last one is never computed."""
     return len(req.origin_input_ids) + req.sampling_params.max_new_tokens - 1
-
-
-# SGLang's seed, under --enable-deterministic-inference, for requests that bring none.
-STOCK_DEFAULT_SEED = 42
 
 
 class RequestStates:
@@ -140,10 +139,6 @@ def noise_seed(req: "Req", args: "KVServerArgs", admitted: int) -> int:
         return STOCK_DEFAULT_SEED if asked is None else asked
     name = f"{args.random_seed}/{admitted}/{req.rid}".encode()
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 1
-
-
-# Numbers before the histograms.
-HEAD = 7
 
 
 def fill(req: "Req", state: RequestState) -> None:

@@ -406,7 +406,7 @@ class RoundPlanner:
 
 
 def _is_looked_at(request: Candidate) -> bool:
-    """Whether SGLang keeps something of a request from answer to answer: penalties, a grammar, a processor, hidden states."""
+    """Whether SGLang keeps something of a request from answer to answer: a grammar, a processor, hidden states."""
     # A reason names the first of several: min-p says nothing of the others.
     req = request.req
     asks = req.grammar is not None or req.custom_logit_processor is not None or bool(req.return_hidden_states)

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 
-
 @dataclass(frozen=True)
 class Row:
     """One row of logits to sample from.

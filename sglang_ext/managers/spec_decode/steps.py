@@ -19,7 +19,7 @@ from sglang_ext.layers import forward
 from sglang_ext.layers.forward import BetweenSteps
 from sglang_ext.managers.simulation import Simulation
 from sglang_ext.managers.spec_decode.grammar import LONGEST_WALK, Walk
-from sglang_ext.managers.spec_decode.penalties import Unpenalized
+from sglang_ext.managers.spec_decode.penalties import RoundPenalties
 from sglang_ext.managers.spec_decode.result import Answers, GatheredDrafts, Part
 from sglang_ext.managers.spec_decode.round import Round
 from sglang_ext.managers.spec_decode.sampling import Row, Sampled, Sampling, SamplingCache, sampling_batch
@@ -122,7 +122,7 @@ class Steps:
         tokens: torch.Tensor,
         slots: torch.Tensor,
         starts: torch.Tensor,
-        penalized: Unpenalized,
+        penalized: RoundPenalties,
     ) -> list[tuple[LogitsProcessorOutput, Sampled]]:
         """The steps of a round, one after another, over its rows.
 
@@ -198,7 +198,7 @@ class Verifier:
         requests: list[int],
         newest: torch.Tensor,
         gathered: GatheredDrafts,
-        penalized: Unpenalized,
+        penalized: RoundPenalties,
     ) -> Part:
         """Of some requests the drafts that full KV would have given, and the next token.
 

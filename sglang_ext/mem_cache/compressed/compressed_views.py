@@ -1,4 +1,5 @@
-"""Compressed copies of requests' KV: when one is due, grown, shared, released, counted; copy_method.py writes them.
+"""Compressed copies of requests' KV: when one is due, and how they are grown, shared, released and
+counted; copy_method.py writes them.
 
 The token table has a second row for each request (its index plus the number of ordinary rows): the
 slots of the compressed copy, then those of the tokens after it. Stock attention backends read it like

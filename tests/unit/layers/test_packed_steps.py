@@ -14,7 +14,7 @@ from sglang_ext.layers.attention.copies.readers import READERS
 from sglang_ext.layers.forward import Attention, Attentions
 from sglang_ext.managers.memory_plan import MemoryPlan
 from sglang_ext.managers.served_methods import ServedMethods
-from sglang_ext.managers.spec_decode.penalties import Unpenalized
+from sglang_ext.managers.spec_decode.penalties import RoundPenalties
 from sglang_ext.managers.spec_decode.round import Round
 from sglang_ext.managers.spec_decode.steps import Steps
 from sglang_ext.managers.worker import KVWorker
@@ -75,7 +75,7 @@ def test_all_steps_of_a_round_in_which_one_request_reads_a_copy_read_copies(monk
     round_ = Round(states, 3, [20, 20], [0, 0], rows, [20, 5], [0, 0], answering=[] if drafts else [0, 1], left=[40, 40])
     lengths = torch.tensor([20, 20])
     batch = SimpleNamespace(seq_lens=lengths, req_pool_indices=torch.tensor([1, 2]), return_logprob=False)
-    steps.run(batch, round_, torch.zeros(2, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.int64), lengths, Unpenalized())
+    steps.run(batch, round_, torch.zeros(2, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.int64), lengths, RoundPenalties())
     assert taken == [expected] * 3
     # Of the request that reads a copy, after each step but the last: that is the next round's.
     assert chosen == [(row, 20 + step) for step in (1, 2) for row in (2,) if expected and every]

@@ -9,7 +9,7 @@ from sglang.srt.sampling.penaltylib import BatchedPenalizerOrchestrator
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_ext.core import RequestState
-from sglang_ext.managers.spec_decode.penalties import ROWS, Penalties, Penalty, Unpenalized
+from sglang_ext.managers.spec_decode.penalties import ROWS, Penalties, Penalty, RoundPenalties
 from sglang_ext.managers.spec_decode.result import Answers, GatheredDrafts
 from sglang_ext.managers.spec_decode.round import Round
 from sglang_ext.managers.spec_decode.sampling import Sampled
@@ -84,7 +84,7 @@ def test_rows_of_steps_and_of_verifications_are_penalized_as_stock_penalizes_the
             logits = torch.randn(count, VOCABULARY, generator=noise)
             expected = torch.stack([stock(*each) for each in zip(reqs, along, [overlapped] * count, logits)])
             penalized.step(index, torch.tensor([tokens[-1] for tokens in along]), logits)
-            torch.testing.assert_close(logits, expected)
+            torch.testing.assert_close(logits, expected, rtol=0, atol=0)
             along = [[*tokens, int(some(1))] for tokens in along]
         # Of some of them, as wide as a graph is.
         due = sorted(data.draw(st.sets(st.integers(0, count - 1), min_size=1)))
@@ -99,7 +99,7 @@ def test_rows_of_steps_and_of_verifications_are_penalized_as_stock_penalizes_the
             ]
         )
         penalized.verification(due, tokens, logits.view(-1, VOCABULARY))
-        torch.testing.assert_close(logits[:, :5].reshape(-1, VOCABULARY), expected)
+        torch.testing.assert_close(logits[:, :5].reshape(-1, VOCABULARY), expected, rtol=0, atol=0)
         accepted = torch.tensor([data.draw(st.integers(0, 5)) for _ in reqs])
         answers = some(count, 5)
         penalized.count(newest, Answers(answers, accepted, Sampled(answers.flatten(), None, [], [])))
@@ -122,7 +122,7 @@ def test_the_token_after_a_prompt_and_after_a_retracted_output_is_penalized_as_o
     # Of a prompt's first token nothing was counted.
     expected = [stock(req, req.output_ids, overlapped and bool(req.output_ids), row) for req, row in zip(reqs, logits)]
     Penalties(torch.device("cpu")).first(SimpleNamespace(reqs=reqs, enable_overlap=overlapped), logits)
-    torch.testing.assert_close(logits, torch.stack(expected))
+    torch.testing.assert_close(logits, torch.stack(expected), rtol=0, atol=0)
 
 
 def test_a_round_without_penalties_has_nothing_to_count():
@@ -130,7 +130,7 @@ def test_a_round_without_penalties_has_nothing_to_count():
     states = [RequestState(rid=str(i), row=i + 1, seed=0) for i in range(2)]
     penalties = Penalties(torch.device("cpu"))
     found = penalties.of(SimpleNamespace(reqs=reqs), plan(states, reqs, [[3], [4]], 2, [0, 0]))
-    assert type(found) is Unpenalized and not len(penalties.counts)
+    assert type(found) is RoundPenalties and not len(penalties.counts)
 
 
 def test_a_row_that_another_request_took_over_begins_anew_and_places_are_used_again():
@@ -149,8 +149,27 @@ def test_a_row_that_another_request_took_over_begins_anew_and_places_are_used_ag
     assert not penalties.counts[0].any()
     for _ in range(20):
         penalties.forget(1)
+        assert not len(penalties.counts), "nobody has one"
         begun("next")
     assert len(penalties.counts) <= 2
+
+
+def test_a_stop_of_the_tokenizers_beyond_the_vocabulary_is_none():
+    req = asked(SamplingParams(min_new_tokens=3))
+    req.tokenizer.eos_token_id = VOCABULARY
+    logits = torch.zeros(1, VOCABULARY)
+    Penalties(torch.device("cpu")).first(SimpleNamespace(reqs=[req], enable_overlap=True), logits)
+    assert not logits.any()
+
+
+def test_a_token_that_comes_often_is_penalized_to_the_last_bit_as_in_stock():
+    req = asked(SamplingParams(frequency_penalty=0.05, presence_penalty=0.1))
+    for count in range(1, 120):
+        req.output_ids = [6] * count
+        logits = torch.linspace(-2, 2, VOCABULARY)[None]
+        expected = stock(req, req.output_ids, False, logits[0])
+        Penalties(torch.device("cpu")).first(SimpleNamespace(reqs=[req], enable_overlap=False), logits)
+        assert torch.equal(logits[0], expected)
 
 
 def test_more_rows_than_are_penalized_at_once():

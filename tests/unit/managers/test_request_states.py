@@ -6,7 +6,6 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_ext.config.method_options import Offer
 from sglang_ext.managers.spec_decode.requests import STOCK_DEFAULT_SEED, RequestStates, noise_seed
-from sglang_ext.mem_cache.compressors.catalogue import method
 
 ARGS = SimpleNamespace(enable_deterministic_inference=False, random_seed=3)
 OFFERS = (Offer("snapkv", "snapkv", 0.25), Offer("sink-recent:0.5", "sink-recent", 0.5))

@@ -11,7 +11,7 @@ from sglang_ext.core import FALLBACK_REASONS, MIN_CONTEXT, NO_FREE_SLOTS, NO_QUE
 from sglang_ext.managers.metrics import KVMetrics
 from sglang_ext.managers.spec_decode.loop import DecodeLoop
 from sglang_ext.managers.spec_decode.pace import Choice, FixedLength, Pace
-from sglang_ext.managers.spec_decode.penalties import Unpenalized
+from sglang_ext.managers.spec_decode.penalties import RoundPenalties
 from sglang_ext.managers.spec_decode.round import PLAIN_STEPS, SHORT_ROUND, TRIAL_COPIES, OnDevice, Round, RoundPlanner
 from sglang_ext.managers.spec_decode.sampling import Sampled
 from sglang_ext.managers.spec_decode.steps import Steps, Verifier
@@ -385,7 +385,7 @@ def test_a_captured_verification_is_aimed_before_it_is_replayed():
     steps = SimpleNamespace(slots=lambda *_: torch.zeros(2, 5), verifying=lambda *_: draw, walks=lambda *_: {})
     verifier = Verifier(worker, steps, SimpleNamespace(fit=lambda count, width: graph), None)
     planned = plan(asked := batch([200, 300]), states(2), 3)
-    part = verifier.verify(asked, planned, [0, 1], torch.tensor([[1, 2, 3], [1, 2, 3]]), None, Unpenalized())
+    part = verifier.verify(asked, planned, [0, 1], torch.tensor([[1, 2, 3], [1, 2, 3]]), None, RoundPenalties())
     assert seen == [(Recorded(1, 0, 5, 200), Recorded(2, 5, 10, 300)), "replay"]
     assert part.answers.accepted.tolist() == [4, 3] and part.answers.width == 5, "the graph is wider than the drafts"
 
@@ -407,7 +407,7 @@ def test_an_answer_gets_no_more_tokens_than_it_lacks():
     draw = SimpleNamespace(draw=lambda logits, positions: sampled([1, 2, 3, 4, 5] * 2))
     steps = SimpleNamespace(slots=lambda *_: torch.zeros(2, 5), verifying=lambda *_: draw, walks=lambda *_: {})
     verifier = Verifier(worker, steps, SimpleNamespace(fit=lambda count, width: graph), None)
-    part = verifier.verify(batch([200, 300]), planned, [0, 1], torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4]]), None, Unpenalized())
+    part = verifier.verify(batch([200, 300]), planned, [0, 1], torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4]]), None, RoundPenalties())
     assert part.answers.accepted.tolist() == [2, 5]
 
 

@@ -1,4 +1,5 @@
-"""What a server's copies are besides plain tokens: the contract of forms in which they lie in slots of SGLang's pool.
+"""How copies lie in slots of SGLang's pool: the contract of a placement, one method's, and of a format, which all copies of a server
+have; both for tokens that stay as they are.
 
 A row of the token table, a draft row, begins with a copy's slots; what those hold the format knows, and a table beside the token
 table says how much of it each row begins with. Attention over rows of each format is in layers/attention/copies/.
@@ -90,7 +91,7 @@ class Unpacked:
         targets: torch.Tensor,
         seeds: torch.Tensor | None = None,
     ) -> None:
-        """Copy what each head keeps; arguments as ``Packing.write``'s."""
+        """Copy what each head keeps; arguments as :meth:`Placement.write`'s."""
         buffers.copy_kept(kept, sources, targets)
 
 

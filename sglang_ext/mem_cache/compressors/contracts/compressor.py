@@ -6,6 +6,8 @@ head's own ``j``-th kept token. Or they share one budget, and keep different num
 was applied before caching, so a kept token needs no position again (VeriCache, section 6).
 
 Adding a method is one file: subclass :class:`Compressor`, register it (registry.py).
+
+Scores that are not as the contract says, and what a user's own method raises, cost its copies: :class:`ScoresError`.
 """
 
 from abc import ABC, abstractmethod
