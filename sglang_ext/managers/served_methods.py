@@ -100,9 +100,11 @@ class ServedMethods:
         return HeadCells.of(buffers, len(token_table)) if adaptive else PlainTokens()
 
     def __str__(self) -> str:
+        def share(offer: Offer, most: int) -> str:
+            return f"{most} tokens" if most else f"budget {offer.budget}"
+
         pairs = zip(self.offers, (method.compressor.most for method in self.methods))
-        shares = (f"{most} tokens" if most else f"budget {offer.budget}" for offer, most in pairs)
-        return ", ".join(f"compressor {offer.name} with {share}" for offer, share in zip(self.offers, shares))
+        return ", ".join(f"compressor {offer.name} with {share(offer, most)}" for offer, most in pairs)
 
 
 def check_files(args: "KVServerArgs") -> None:

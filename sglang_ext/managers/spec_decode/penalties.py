@@ -6,7 +6,7 @@ counted there where the request is alone: under the overlapped loop the last tok
 token, else all of the output. So drafts are verified as any others are, and neither company nor a retraction changes an answer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -82,10 +82,10 @@ class Asked:
         """What each time a token is counted adds: float32 [requests, 1]."""
         return self.weights[:, 3:4]
 
-    def part(self, places: list[int]) -> "Asked":
-        """Those at some places."""
+    def part(self, places: list[int], where: torch.Tensor) -> "Asked":
+        """Those at some places; ``where``: the same, int64 on the device."""
         penalties, stops = ([values[place] for place in places] for values in (self.penalties, self.stops))
-        return Asked(penalties, self.weights[to_device(places, self.weights.device)], stops)
+        return Asked(penalties, self.weights[where], stops)
 
     def apply(self, rows: torch.Tensor, counts: torch.Tensor, begun: list[int]) -> None:
         """Penalize logits in place, :data:`ROWS` at once; what adds comes before what multiplies, as in SGLang's overlapped loop.
@@ -95,10 +95,8 @@ class Asked:
             counts: float32, of the same shape, as :attr:`Penalties.counts`.
             begun: tokens of each request's output before its first row's.
         """
-        at_once = max(1, ROWS // rows.shape[1])
-        for at in range(0, len(rows), at_once):
-            some = slice(at, at + at_once)
-            self._apply(rows[some], counts[some], self.weights[some, :, None, None], self.penalties[some])
+        for part in _at_once(len(rows), rows.shape[1]):
+            self._apply(rows[part], counts[part], self.weights[part, :, None, None], self.penalties[part])
         for row, penalty, stops, count in zip(rows, self.penalties, self.stops, begun):
             if count < penalty.least:
                 # Whatever it is multiplied by, it stays so.
@@ -202,20 +200,20 @@ class Penalized(RoundPenalties):
     def verification(self, requests: list[int], tokens: torch.Tensor, logits: torch.Tensor) -> None:
         width = tokens.shape[1]
         by_request = logits.view(len(requests), -1, logits.shape[-1])[:, :width]
-        some = [(k, self.requests.index(i)) for k, i in enumerate(requests) if i in self.requests]
-        at_once = max(1, ROWS // width)
-        for at in range(0, len(some), at_once):
-            verified, places = map(list, zip(*some[at : at + at_once]))
-            self._verification(places, to_device(verified, tokens.device), tokens, by_request)
+        verified = {i: k for k, i in enumerate(requests)}
+        some = [(verified[i], place) for place, i in enumerate(self.requests) if i in verified]
+        for part in _at_once(len(some), width):
+            self._verification(*map(list, zip(*some[part])), tokens, by_request)
 
-    def _verification(self, places: list[int], where: torch.Tensor, tokens: torch.Tensor, by_request: torch.Tensor) -> None:
-        """Of the requests at ``places`` among the penalized, int64 ``where`` among those that are verified."""
+    def _verification(self, verified: list[int], places: list[int], tokens: torch.Tensor, by_request: torch.Tensor) -> None:
+        """Of some requests, by their places among those that are verified, and among the penalized."""
+        where, own = (to_device(each, tokens.device) for each in (verified, places))
         tokens, rows = tokens[where], by_request[where]
         width = tokens.shape[1]
-        counts = self.counts[self.places[to_device(places, tokens.device)], None].repeat(1, width, 1)
+        counts = self.counts[self.places[own], None].repeat(1, width, 1)
         # A row has counted the tokens before its own input, and that, too, where nothing lags.
         before = torch.ones(width, width, dtype=counts.dtype, device=tokens.device).tril(-1 if self.overlapped else 0)
-        asked = self.asked.part(places)
+        asked = self.asked.part(places, own)
         counts.scatter_add_(2, tokens[:, None].expand(-1, width, -1), before * asked.addends[:, None])
         asked.apply(rows, counts, [self.given[place] for place in places])
         by_request[where] = rows
@@ -226,6 +224,12 @@ class Penalized(RoundPenalties):
         # One after the other, as stock adds them: sums of several at once round otherwise.
         where = self.places[:, None] * self.counts.shape[1] + tokens
         self.counts.view(-1).scatter_add_(0, where.flatten(), (accepted * self.asked.addends).flatten())
+
+
+def _at_once(requests: int, width: int) -> Iterator[slice]:
+    """So many requests with ``width`` rows each, in parts of :data:`ROWS` rows, or of one request."""
+    step = max(1, ROWS // width)
+    return (slice(at, at + step) for at in range(0, requests, step))
 
 
 def _mask_of_first(tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

@@ -1,20 +1,15 @@
-"""SGLang's scheduler processes of a round those that answered, and what is told of a request survives its counters."""
+"""SGLang's scheduler processes of a round those that answered."""
 
 import dataclasses
 from types import SimpleNamespace
 
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
-from sglang_ext.core import RequestState
 from sglang_ext.hooks.rounds import process_emitted, sync_for_grammars
 from sglang_ext.layers.forward import BetweenSteps
-from sglang_ext.managers.spec_decode.requests import describe, fill, resume
 from sglang_ext.managers.spec_decode.result import RoundResult
-from sglang_ext.mem_cache.compressors import catalogue
 
 
 def request(name, grammar=None):
@@ -139,25 +134,3 @@ def test_an_aborted_request_finishes_without_a_new_token():
     seen = []
     process_emitted(lambda _, b, r: seen.append([req.name for req in b.reqs]), processor, batch, result)
     assert ended == [0, ("b", 1)] and streamed == [["b"]] and seen == [["a", "c"]]
-
-
-@given(
-    st.lists(st.tuples(st.integers(1, 20), st.integers(0, 20)), max_size=10),
-    st.integers(0, 7),
-    st.sampled_from(("", *catalogue.dropping())),
-)
-def test_meta_info_survives_the_trip_through_sglangs_counters(verifies, fallback, compressor):
-    state = RequestState(rid="r", row=1, seed=0, fallback=fallback)
-    for offered, accepted in verifies:
-        state.count_verify(offered, min(offered, accepted))
-    state.compressor = catalogue.number(compressor)
-    req = SimpleNamespace(spec_cap_lens_histogram=[])
-    fill(req, state)
-    fields = describe(req.spec_cap_lens_histogram)
-    assert fields["kv_verifies"] == len(verifies) == sum(fields["kv_accept_histogram"])
-    assert fields["kv_drafts"] == sum(k * n for k, n in enumerate(fields["kv_offer_histogram"]))
-    assert fields["kv_accepted"] == sum(k * n for k, n in enumerate(fields["kv_accept_histogram"]))
-    assert fields["kv_compressor"] == (compressor or None)
-    resumed = RequestState(rid="r", row=2, seed=0)
-    resume(req, resumed)
-    assert resumed.offer_histogram == state.offer_histogram and resumed.accepted == state.accepted

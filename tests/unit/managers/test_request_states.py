@@ -1,11 +1,17 @@
-"""What the worker knows of a request while it runs, and the seed of the noise that its drafts share with their verification."""
+"""What the worker knows of a request while it runs, what is told of it, and the seed of the noise that its drafts share with their
+verification.
+"""
 
 from types import SimpleNamespace
 
+from hypothesis import given
+from hypothesis import strategies as st
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_ext.config.method_options import Offer
-from sglang_ext.managers.spec_decode.requests import STOCK_DEFAULT_SEED, RequestStates, noise_seed
+from sglang_ext.core import RequestState
+from sglang_ext.managers.spec_decode.requests import STOCK_DEFAULT_SEED, RequestStates, describe, fill, noise_seed, resume
+from sglang_ext.mem_cache.compressors import catalogue
 
 ARGS = SimpleNamespace(enable_deterministic_inference=False, random_seed=3)
 OFFERS = (Offer("snapkv", "snapkv", 0.25), Offer("sink-recent:0.5", "sink-recent", 0.5))
@@ -78,3 +84,25 @@ def test_else_noise_differs_by_request_and_agrees_between_ranks():
     assert len(set(found)) == 4 and all(0 <= seed < 1 << 63 for seed in found)
     assert found[0] == noise_seed(request("a"), ARGS, 1)
     assert found[0] != noise_seed(request("a"), SimpleNamespace(**{**vars(ARGS), "random_seed": 4}), 1)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 20), st.integers(0, 20)), max_size=10),
+    st.integers(0, 7),
+    st.sampled_from(("", *catalogue.dropping())),
+)
+def test_meta_info_survives_the_trip_through_sglangs_counters(verifies, fallback, compressor):
+    state = RequestState(rid="r", row=1, seed=0, fallback=fallback)
+    for offered, accepted in verifies:
+        state.count_verify(offered, min(offered, accepted))
+    state.compressor = catalogue.number(compressor)
+    req = SimpleNamespace(spec_cap_lens_histogram=[])
+    fill(req, state)
+    fields = describe(req.spec_cap_lens_histogram)
+    assert fields["kv_verifies"] == len(verifies) == sum(fields["kv_accept_histogram"])
+    assert fields["kv_drafts"] == sum(k * n for k, n in enumerate(fields["kv_offer_histogram"]))
+    assert fields["kv_accepted"] == sum(k * n for k, n in enumerate(fields["kv_accept_histogram"]))
+    assert fields["kv_compressor"] == (compressor or None)
+    resumed = RequestState(rid="r", row=2, seed=0)
+    resume(req, resumed)
+    assert resumed.offer_histogram == state.offer_histogram and resumed.accepted == state.accepted
