@@ -1,8 +1,9 @@
 """How soon decoding begins, and how fast it goes on, while KV travels from a prefill to a decode server.
 
-For each method and link rate a prefill and a decode server are started on the loopback interface. All methods but stock's travel over
-links of transfer backend progressive, with the same pacing; they differ in the codec of pages. Prompts go through both servers one at
-a time: first cold (the prefill server computes them in chunks, which travel meanwhile), then --repeats times from its prefix cache.
+For each method and link rate a prefill and a decode server are started on the loopback interface, a pair after the other, or --at-once
+so many together, of which one is measured at a time. All methods but stock's travel over links of transfer backend progressive, with the
+same pacing; they differ in the codec of pages. Prompts go through both servers one at a time: first cold (the prefill server computes them
+in chunks, which travel meanwhile), then --repeats times from its prefix cache.
 
 Tables show seconds from the end of prefill to the k-th token, the prefill's own not counted, when it was computed (of lynx: drafted)
 and when the client had it. JSON has all requests with their timelines.
@@ -14,6 +15,8 @@ int8-tensor, int4 (5 bits with scales), cachegen, lynx-int8 and lynx-int4 (in on
 import argparse
 import statistics
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
@@ -28,7 +31,7 @@ from sglang_ext.bench.transfer import accuracy, clocks, plots, tables
 from sglang_ext.bench.transfer.accuracy import Accuracy
 from sglang_ext.bench.transfer.clocks import Request
 from sglang_ext.bench.transfer.methods import LYNX, Method, method, obstacle
-from sglang_ext.bench.transfer.pair import Pair, timeline_file
+from sglang_ext.bench.transfer.pair import PORTS, Pair, timeline_file
 from sglang_ext.bench.transfer.summary import Figures, summarize
 
 DEFAULT = "raw,int8,int4,lynx"
@@ -50,7 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--decode-arg", action="append", default=[], metavar="FLAGS", help="flags of all decode servers, for example '--base-gpu-id 1'")
     add("--dtype", default="bfloat16", choices=DTYPES)
     add("--accuracy-tokens", type=int, default=0, help="also measure vNMSE of attention outputs on so many tokens of the first prompt")
-    add("--port", type=int, default=0, help="of the prefill server; the next two are taken as well (default: any)")
+    add("--at-once", type=int, default=1, help="pairs of servers that are started together; their memory adds up (default: %(default)s)")
+    add("--port", type=int, default=0, help="of the first prefill server; of each pair the next two are taken as well (default: any)")
     add("--start-timeout", type=float, default=600, help="seconds")
     add("--logs", type=Path, help="folder for the servers' logs and timelines")
     add("--json", type=Path, help="write all measurements here")
@@ -61,10 +65,11 @@ def run(args: argparse.Namespace) -> int:
     """Measure all methods over all links, print tables; 0 when all could be measured, else 1 after the others."""
     contexts = numbers(args.context_len, "--context-len")
     rates = [rate or None for rate in numbers(args.link_gbps, "--link-gbps", float, zero=True)]
-    check_counts({"--prompts": args.prompts, "--output-len": args.output_len})
+    check_counts({"--prompts": args.prompts, "--output-len": args.output_len, "--at-once": args.at_once})
     check_port(args.port)
-    if args.port > LAST_PORT - 2:
-        raise BenchError(f"--port {args.port}: the next two are taken as well: pass at most {LAST_PORT - 2}")
+    last = PORTS * args.at_once - 1
+    if args.port > LAST_PORT - last:
+        raise BenchError(f"--port {args.port}: the next {last} are taken as well: pass at most {LAST_PORT - last}")
     chosen = [method(name, words(args.draft_arg)) for name in args.method]
     asked, failed = runs(chosen, rates)
     check_servers(
@@ -73,12 +78,13 @@ def run(args: argparse.Namespace) -> int:
     prompts = make_prompts(args, args.prompts, contexts)
     requests: dict[tuple[str, float | None], list[Request]] = {}
     with log_folder(args) as logs:
-        for each, gbps in asked:
-            try:
-                requests[each.name, gbps] = list(run_method(args, each, gbps, prompts, logs))
-            except BenchError as error:
-                failed[label(each, gbps)] = str(error)
-                print(f"{label(each, gbps)}: failed: {error}", flush=True)
+        for begin in range(0, len(asked), args.at_once):
+            for (each, gbps), found_of in run_together(args, asked[begin : begin + args.at_once], prompts, logs):
+                if isinstance(found_of, BenchError):
+                    failed[label(each, gbps)] = str(found_of)
+                    print(f"{label(each, gbps)}: failed: {found_of}", flush=True)
+                else:
+                    requests[each.name, gbps] = found_of
     found = [figures for (name, gbps), each in requests.items() for figures in figures_of(args, name, gbps, each)]
     exact = coded(args, prompts)
     for line in (*tables.tables(found), *(tables.accuracy_table(exact) if exact else ())):
@@ -116,24 +122,41 @@ def flags_of(args: argparse.Namespace, chosen: Method, gbps: float | None, logs:
     }
 
 
-def run_method(
-    args: argparse.Namespace, chosen: Method, gbps: float | None, prompts: dict[int, list[tuple[int, ...]]], logs: Path
-) -> Iterator[Request]:
-    """Start a pair and send it all prompts."""
-    name = label(chosen, gbps)
-    print(f"{name}: starting", flush=True)
-    with Pair(args.model, flags_of(args, chosen, gbps, logs), logs, name, args.start_timeout, args.port) as pair:
-        # What a first request waits for, such as a link's connection, is none of the figures.
-        pair.ask(next(iter(prompts.values()))[0][:64], 4)
-        for context, of_length in prompts.items():
-            pair.forget_prompts()
-            for prompt in of_length:
-                cold = pair.ask(prompt, args.output_len + 1)
-                measured = [clocks.measure(cold, context, args.output_len)]
-                for _ in range(args.repeats):
-                    measured.append(clocks.measure(pair.ask(prompt, args.output_len + 1), context, args.output_len))
-                yield from measured
-            print(f"{name}: {context} tokens: {line(measured)}", flush=True)
+def run_together(
+    args: argparse.Namespace, asked: Sequence[tuple[Method, float | None]], prompts: dict[int, list[tuple[int, ...]]], logs: Path
+) -> Iterator[tuple[tuple[Method, float | None], list[Request] | BenchError]]:
+    """Start a pair for each of ``asked`` at once, and measure one after the other: its requests, or why it has none."""
+    pairs = []
+    for place, (each, gbps) in enumerate(asked):
+        name, port = label(each, gbps), args.port and args.port + PORTS * place
+        print(f"{name}: starting", flush=True)
+        pairs.append(Pair(args.model, flags_of(args, each, gbps, logs), logs, name, args.start_timeout, port))
+    with ThreadPoolExecutor(len(pairs)) as pool, ExitStack() as running:
+        starts = [pool.submit(pair.__enter__) for pair in pairs]
+        for pair, start in zip(pairs, starts, strict=True):
+            if start.exception() is None:
+                running.push(pair)
+        for pair, start, (each, gbps) in zip(pairs, starts, asked, strict=True):
+            try:
+                start.result()
+                yield (each, gbps), list(measure_pair(args, pair, label(each, gbps), prompts))
+            except BenchError as error:
+                yield (each, gbps), error
+
+
+def measure_pair(args: argparse.Namespace, pair: Pair, name: str, prompts: dict[int, list[tuple[int, ...]]]) -> Iterator[Request]:
+    """Send all prompts to a pair that runs."""
+    # What a first request waits for, such as a link's connection, is none of the figures.
+    pair.ask(next(iter(prompts.values()))[0][:64], 4)
+    for context, of_length in prompts.items():
+        pair.forget_prompts()
+        for prompt in of_length:
+            cold = pair.ask(prompt, args.output_len + 1)
+            measured = [clocks.measure(cold, context, args.output_len)]
+            for _ in range(args.repeats):
+                measured.append(clocks.measure(pair.ask(prompt, args.output_len + 1), context, args.output_len))
+            yield from measured
+        print(f"{name}: {context} tokens: {line(measured)}", flush=True)
 
 
 def line(requests: Sequence[Request]) -> str:

@@ -18,6 +18,8 @@ from sglang_ext.managers.disaggregation.timeline import Event
 
 # SGLang sends a cached prefix before the forward of what follows it, so that it would travel before the prefill's end.
 ENVIRONMENT = {"SGLANG_HOST_IP": HOST, "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX": "0"}
+# The prefill server's, the decode server's, and that of SGLang's bootstrap server.
+PORTS = 3
 # SGLang's loops of these roles do not end by themselves.
 STOP_GRACE = 2.0
 
@@ -52,7 +54,7 @@ class Pair:
     """
 
     def __init__(self, model: Path, flags: Mapping[str, tuple[str, ...]], folder: Path, name: str, start_timeout: float, port: int) -> None:
-        ports = [port + place for place in range(3)] if port else [free_port() for _ in range(3)]
+        ports = [port + place if port else free_port() for place in range(PORTS)]
         self._bootstrap, self._timeline = ports[2], timeline_file(folder, name)
         self._timeline.unlink(missing_ok=True)
         self._servers = {

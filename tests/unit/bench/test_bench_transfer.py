@@ -1,6 +1,8 @@
 """bench transfer: times to the k-th token from what servers and clients saw, the figures made of them, and what is said of others."""
 
+import argparse
 import json
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -195,3 +197,40 @@ def test_accuracy_orders_codecs_and_counts_their_bits():
     assert (split.anchor, split.all) == (found["lynx-int4"].anchor, found["lynx-int8"].anchor)
     assert found["int8"].all is None and 8.25 <= found["int8"].bits_all < 8.27 and 5 <= found["int4"].bits_all < 5.02
     assert "| lynx | " in "\n".join(tables.accuracy_table([*found.values()]))
+
+
+def test_pairs_that_start_together_are_measured_one_after_another(monkeypatch, tmp_path):
+    """Both wait for each other's start; one breaks off, one does not start, and all that started are ended."""
+    together, ended, ports = threading.Barrier(2), [], []
+
+    class Servers:
+        def __init__(self, model, flags, folder, name, start_timeout, port):
+            self.name = name
+            ports.append(port)
+
+        def __enter__(self):
+            if self.name.startswith("int4"):
+                raise BenchError("no memory")
+            together.wait(10)
+            return self
+
+        def __exit__(self, *_):
+            ended.append(self.name)
+
+        def forget_prompts(self):
+            """Nothing is cached."""
+
+        def ask(self, input_ids, new_tokens):
+            if self.name == "lynx-10":
+                raise BenchError("it broke off")
+            return plain()
+
+    monkeypatch.setattr(command, "Pair", Servers)
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    args = parser.parse_args(["--model", str(tmp_path), "--at-once", "3", "--port", "4000", "--output-len", "4"])
+    asked = [(method(name), 10.0) for name in ("lynx", "int4", "int8")]
+    found = {each.name: said for (each, _), said in command.run_together(args, asked, {PROMPT: [tuple(range(PROMPT))]}, tmp_path)}
+    assert ports == [4000, 4003, 4006] and sorted(ended) == ["int8-10", "lynx-10"]
+    assert [str(found[name]) for name in ("lynx", "int4")] == ["it broke off", "no memory"]
+    assert len(found["int8"]) == 1 + args.repeats
