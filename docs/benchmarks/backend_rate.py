@@ -1,6 +1,7 @@
 """How fast backend progressive moves a pool's KV without a limit, codec and all, beside a bare ZMQ stream of as many bytes.
 
-    python docs/benchmarks/backend_rate.py [--reference raw|int8|exact] [--transport ipc|tcp] [--mib 512] [--repeats 3]
+    python docs/benchmarks/backend_rate.py [--reference raw|int8|exact] [--transport ipc|tcp] [--mib 512] [--repeats 3] \
+        [--device cuda --dtype bfloat16 --layers 36 --heads 8 --dim 128]
 
 Two processes on this machine, without SGLang. One encodes pages of a pool and sends them; the other decodes them into its own pool.
 The bare stream has frames of the link's size, which the receiver drops (link_rate.py). Bytes are those on the link. Two rooms go one
@@ -68,23 +69,23 @@ class First(ReceivedRoom):
 
 
 def make_pool(options: argparse.Namespace) -> PoolBuffers:
-    """Random numbers in float32, as many as asked for."""
-    width = options.heads * options.dim
-    slots = (options.mib << 20) // (8 * options.layers * width)
+    """Random numbers, as many as asked for."""
+    width, dtype = options.heads * options.dim, getattr(torch, options.dtype)
+    slots = (options.mib << 20) // (2 * dtype.itemsize * options.layers * width)
     args = KVArgs()
     args.page_size = 1
-    args.tensors = [torch.randn(slots, width) for _ in range(2 * options.layers)]
+    args.tensors = [torch.randn(slots, width, device=options.device).to(dtype) for _ in range(2 * options.layers)]
     args.kv_data_ptrs = [each.data_ptr() for each in args.tensors]
     args.kv_data_lens = [each.nbytes for each in args.tensors]
     args.kv_item_lens = [each[0].nbytes for each in args.tensors]
     args.aux = torch.zeros(16, dtype=torch.uint8)
     args.aux_data_ptrs, args.aux_item_lens = [args.aux.data_ptr()], [16]
-    return PoolBuffers(args, torch.float32, options.heads, options.dim, options.dim, torch.device("cpu"))
+    return PoolBuffers(args, dtype, options.heads, options.dim, options.dim, torch.device(options.device))
 
 
 def pages_of(pool: PoolBuffers, size: int) -> list[PlacedPage]:
     """All slots, in pages that lie together, as a prompt's mostly do."""
-    slots = torch.arange(len(pool.keys[0]))
+    slots = torch.arange(len(pool.keys[0]), device=pool.device)
     return [PlacedPage(begin, slots[begin : begin + size]) for begin in range(0, len(slots), size)]
 
 
@@ -131,7 +132,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--reference", choices=("raw", "int8", "exact"), default="raw")
     parser.add_argument("--transport", choices=("ipc", "tcp"), default="ipc")
-    parser.add_argument("--mib", type=int, default=512)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where both pools lie")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    parser.add_argument("--mib", type=int, default=512, help="of a pool")
     parser.add_argument("--repeats", type=int, default=3)
     for name, value in (("layers", 30), ("heads", 3), ("dim", 64), ("frame-kib", LinkLimits().frame_bytes >> 10)):
         parser.add_argument(f"--{name}", type=int, default=value)

@@ -13,6 +13,7 @@ from triton.runtime.jit import JITFunction
 from sglang_ext.layers.kernels import pointer_decode, scatter_cells, uneven_decode, window_scores, write_pointers
 from sglang_ext.layers.kernels.lynx import kernels as codec
 from sglang_ext.layers.kernels.lynx.layout import Layout
+from sglang_ext.layers.kernels.lynx.parts import Parts
 from sglang_ext.layers.kernels.packed import pack_blocks, packed_decode
 from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells
 from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows, Pointers
@@ -101,11 +102,11 @@ def check_codec(compiled):
     """What encodes and decodes pages keeps all in registers."""
     for bits, short, dtype in ((4, False, torch.bfloat16), (4, True, torch.float16), (3, False, torch.float32), (2, True, torch.bfloat16)):
         layout = Layout(96, 128, dtype, bits, 4, short)
-        pools, slots = [torch.zeros(96, 128, dtype=dtype)], torch.zeros(96, dtype=torch.int64)
+        parts, slots = Parts.of([torch.zeros(96, 128, dtype=dtype)]), torch.zeros(96, dtype=torch.int64)
         begin = len(compiled)
-        anchors, rests = codec.anchors(pools, layout, slots)
+        anchors, rests = codec.anchors(parts, layout, slots)
         for rest in (None, list(rests)):
-            codec.decode(list(anchors), rest, layout, pools, slots)
+            codec.decode(list(anchors), rest, layout, parts, slots)
         for kernel, made in compiled[begin:]:
             assert stack_bytes(made) == 0, (kernel, bits, short, dtype)
 

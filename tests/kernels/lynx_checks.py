@@ -7,6 +7,7 @@ import torch
 
 from sglang_ext.layers.kernels.lynx import kernels, plain
 from sglang_ext.layers.kernels.lynx.layout import Layout
+from sglang_ext.layers.kernels.lynx.parts import Parts
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Tokens, channels and sinks of a page: full and cut chunks, blocks of channels cut too, a row of sinks alone. FEW: in the interpreter.
@@ -53,18 +54,19 @@ def check_page(device, layout, noise):
     pools, slots = pages(layout, noise)
     there, slots_there = [pool.to(device) for pool in pools], slots.to(device)
     exact = replace(layout, reference="exact")
-    anchors, residuals = plain.anchors(pools, layout, slots)
-    found, rest = kernels.anchors(there, layout, slots_there)
+    parts, parts_there = Parts.of(pools), Parts.of(there)
+    anchors, residuals = plain.anchors(parts, layout, slots)
+    found, rest = kernels.anchors(parts_there, layout, slots_there)
     assert torch.equal(found.cpu(), anchors) and torch.equal(rest.cpu(), residuals), layout
-    wide = plain.exact_residuals(pools, list(anchors), exact, slots)
-    found = kernels.exact_residuals(there, list(found), exact, slots_there)
+    wide = plain.exact_residuals(parts, list(anchors), exact, slots)
+    found = kernels.exact_residuals(parts_there, list(found), exact, slots_there)
     assert all(torch.equal(a.cpu(), b) for a, b in zip(found, wide, strict=True)), exact
     for read, streams in ((layout, None), (layout, list(residuals)), (exact, wide)):
         expected, outs = ([torch.full_like(pool, 7) for pool in pools] for _ in range(2))
-        plain.decode(list(anchors), streams, read, expected, slots)
+        plain.decode(list(anchors), streams, read, Parts.of(expected), slots)
         outs = [out.to(device) for out in outs]
         moved = None if streams is None else [stream.to(device) for stream in streams]
-        kernels.decode([anchor.to(device) for anchor in anchors], moved, read, outs, slots_there)
+        kernels.decode([anchor.to(device) for anchor in anchors], moved, read, Parts.of(outs), slots_there)
         for out, wanted in zip(outs, expected, strict=True):
             assert torch.equal(plain.as_bytes(out.cpu()), plain.as_bytes(wanted)), (read, streams is None)
     assert all(torch.equal(plain.as_bytes(out[slots]), plain.as_bytes(pool[slots])) for out, pool in zip(expected, pools, strict=True))
@@ -86,6 +88,6 @@ def check_lynx(device):
         pools = [torch.randn(64, 32, generator=noise).bfloat16() for _ in range(3)]
         # Not in the sinks of the first, but of the second.
         pools[0][40, 17] = pools[1][0, 17] = value
-        kinds = [part.anchors(those, layout, None)[0][:, 0].tolist() for part, those in (
+        kinds = [part.anchors(Parts.of(those), layout, None)[0][:, 0].tolist() for part, those in (
             (plain, pools), (kernels, [pool.to(device) for pool in pools]))]  # fmt: skip
         assert kinds == [[1, 0, 0]] * 2, (value, kinds)

@@ -10,6 +10,7 @@ from packed_helpers import KERNEL_KINDS, divides, packed_pool
 from sglang_ext.layers.kernels.gather_kept import gather_kept
 from sglang_ext.layers.kernels.lynx import kernels
 from sglang_ext.layers.kernels.lynx.layout import Layout
+from sglang_ext.layers.kernels.lynx.parts import Parts
 from sglang_ext.layers.kernels.packed import pack_blocks, packed_decode
 from sglang_ext.layers.kernels.page_checksum import page_checksum
 from sglang_ext.layers.kernels.pointer_decode import pointer_decode
@@ -124,14 +125,14 @@ def _copies(shape: Shape) -> None:
 
 def _lynx(shape: Shape) -> None:
     """Streams of a page of two KV heads, of both references, and what is read from them."""
-    pools, slots = [torch.zeros(80, 2 * shape.dim, dtype=shape.dtype)], torch.arange(70)
+    parts, slots = Parts.of([torch.zeros(80, 2 * shape.dim, dtype=shape.dtype)]), torch.arange(70)
     for bits, short, reference in ((4, False, "int8"), (4, False, "exact"), (3, True, "int8"), (2, True, "exact")):
         layout = Layout(len(slots), 2 * shape.dim, shape.dtype, bits, 4, short, reference)
-        anchors, residuals = kernels.anchors(pools, layout, slots)
+        anchors, residuals = kernels.anchors(parts, layout, slots)
         if reference == "exact":
-            residuals = kernels.exact_residuals(pools, list(anchors), layout, slots)
+            residuals = kernels.exact_residuals(parts, list(anchors), layout, slots)
         for streams in (None, list(residuals)):
-            kernels.decode(list(anchors), streams, layout, pools, slots)
+            kernels.decode(list(anchors), streams, layout, parts, slots)
 
 
 # What does not depend on the query heads is launched for one of them.

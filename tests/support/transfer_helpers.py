@@ -1,6 +1,7 @@
 """Both sides of the transfer backend ``progressive`` in one process: pools, and managers whose control plane is a function call."""
 
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -14,6 +15,8 @@ from sglang_ext.managers.disaggregation.progressive.control import Failed
 from sglang_ext.managers.disaggregation.progressive.handshakes import Handshakes
 from sglang_ext.managers.disaggregation.progressive.manager import ProgressiveManager
 from sglang_ext.managers.disaggregation.progressive.peer import Peers
+from sglang_ext.managers.disaggregation.progressive.page_codec import UNIT
+from sglang_ext.managers.disaggregation.progressive.polls import Polls
 from sglang_ext.managers.disaggregation.progressive.pool_buffers import AuxRecords, PoolBuffers
 from sglang_ext.managers.disaggregation.settings import LinkSettings
 from sglang_ext.managers.disaggregation.timeline import Timeline
@@ -58,11 +61,12 @@ class Manager:
 
     def __init__(self, reference: str, pool: PoolBuffers) -> None:
         self.pool, self.aux, self.layers = pool, AuxRecords(pool.args), LayerRange(0, LAYERS)
-        self.codec, self.kv_args = make_codec(reference, pool), pool.args
+        self.codec, self.kv_args = replace(make_codec(reference, pool), page_size=UNIT), pool.args
         kind = str(pool.dtype).removeprefix("torch.")
         named = self.codec.name, self.codec.version, self.codec.options, self.codec.reference
         self.settings = LinkSettings("0f" * 16, kind, LAYERS, HEADS, KEY_DIM, VALUE_DIM, self.codec.page_size, *named, 0, 1)
         self.timeline: Timeline | None = None
+        self.polls = Polls()
         self.request_status: dict[int, int] = {}
         self.failure_records: dict[int, str] = {}
         self.failure_lock = threading.Lock()

@@ -1,7 +1,9 @@
 """Parts put together from frames: one of each stream of a link at a time, since a sender begins no other before it is through."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
 import xxhash
 
 from sglang_ext.managers.disaggregation.settings import LinkError
@@ -10,22 +12,27 @@ from sglang_ext.managers.disaggregation.wire import Frame, PageHeader, Stream
 
 @dataclass(eq=False)
 class _Begun:
-    """A part that is not whole: its header, and the bytes and the checksum so far."""
+    """A part that is not whole: its header, the checksum so far, and memory for it where it comes in several frames."""
 
     header: PageHeader
     digest: xxhash.xxh3_64
+    content: memoryview | None = None
     filled: int = 0
 
 
 @dataclass(eq=False)
 class Assembly:
-    """What has come of the parts of one link. It holds one buffer a stream, as long as the longest part so far."""
+    """What has come of the parts of one link.
 
+    Attributes:
+        take: gives memory of so many bytes, for a part in several frames.
+    """
+
+    take: Callable[[int], bytearray | np.ndarray] = bytearray
     _begun: dict[Stream, _Begun] = field(default_factory=dict)
-    _buffers: dict[Stream, bytearray] = field(default_factory=dict)
 
     def add(self, frame: Frame, payload: memoryview) -> tuple[memoryview, bool] | None:
-        """Take a frame; once a part is whole, its bytes, valid until the next call, and whether the checksum is right.
+        """Take a frame; once a part is whole, its bytes, which may be kept, and whether the checksum is right.
 
         Raises:
             LinkError: the frame does not follow the one before.
@@ -45,20 +52,15 @@ class Assembly:
             raise LinkError(f"a frame of bytes {frame.offset} to {end} of a part of {header.size} does not follow the one before")
         begun.digest.update(payload)
         begun.filled = end
-        if end < header.size or frame.offset:
-            buffer = self._buffer(stream, header.size)
-            buffer[frame.offset : end] = payload
-            payload = buffer
+        if end < header.size and begun.content is None:
+            begun.content = memoryview(self.take(header.size))
+        if begun.content is not None:
+            begun.content[frame.offset : end] = payload
         if end < header.size:
             return None
         del self._begun[stream]
-        return payload[: header.size], begun.digest.intdigest() == header.checksum
+        return payload if begun.content is None else begun.content, begun.digest.intdigest() == header.checksum
 
     def drop(self, stream: Stream) -> None:
         """Forget a part that is not whole."""
         self._begun.pop(stream, None)
-
-    def _buffer(self, stream: Stream, size: int) -> memoryview:
-        if len(self._buffers.get(stream, b"")) < size:
-            self._buffers[stream] = bytearray(size)
-        return memoryview(self._buffers[stream])

@@ -10,8 +10,10 @@ import os
 import threading
 import time
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
 import zmq
 
 from sglang_ext.managers.disaggregation import wire
@@ -51,9 +53,9 @@ class _Peer:
     link: bytes
     allowance: int
     heard: float
+    assembly: Assembly
     ungranted: int = 0
     acked: list[wire.Acked] = field(default_factory=list)
-    assembly: Assembly = field(default_factory=Assembly)
 
 
 class LinkServer:
@@ -64,14 +66,22 @@ class LinkServer:
         settings: which the senders' must equal.
         limits: sizes and times.
         keys: of both ends; None without encryption, on this machine.
+        take: gives memory of so many bytes in which parts are put together, and which sinks may keep; called by the server's thread.
 
     Raises:
         LinkError: the endpoint is refused or in use.
     """
 
-    def __init__(self, endpoint: str, settings: LinkSettings, limits: LinkLimits = LinkLimits(), keys: LinkKeys | None = None) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        settings: LinkSettings,
+        limits: LinkLimits = LinkLimits(),
+        keys: LinkKeys | None = None,
+        take: Callable[[int], bytearray | np.ndarray] = bytearray,
+    ) -> None:
         check_endpoint(endpoint, keys)
-        self._settings, self._limits, self._keys = settings, limits, keys
+        self._settings, self._limits, self._keys, self._take_memory = settings, limits, keys, take
         self._context = zmq.Context()
         self._socket, self._zap = self._bind(endpoint)
         self.endpoint = self._socket.last_endpoint.rstrip(b"\0").decode()
@@ -256,7 +266,7 @@ class LinkServer:
             return
         if hello.link in self._links:
             self._forget(self._links[hello.link].address)
-        peer = _Peer(address, hello.link, self._limits.window_bytes, time.monotonic())
+        peer = _Peer(address, hello.link, self._limits.window_bytes, time.monotonic(), Assembly(self._take_memory))
         self._forget(address)
         self._peers[address] = self._links[hello.link] = peer
         self._heard[hello.link] = peer.heard
@@ -321,7 +331,7 @@ class LinkServer:
             if not state.may_repeat(header.stream, number, self._limits.repeats):
                 raise LinkError(f"{header.stream} of page {header.page} came with a wrong checksum {self._limits.repeats + 1} times")
             self._say(peer.address, wire.Again(state.number, header.stream, number))
-        elif state.write(number, header, content.toreadonly()):
+        elif state.write(number, header, content):
             peer.acked.append(wire.Acked(state.number, header.stream, number))
             self._finish(state)
 

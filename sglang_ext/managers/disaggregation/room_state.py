@@ -16,7 +16,7 @@ class Sink(Protocol):
     """
 
     def write(self, header: PageHeader, payload: memoryview) -> None:
-        """A part whose checksum is right, each one once; ``payload`` is valid during the call. What it raises fails the room."""
+        """A part whose checksum is right, each one once; ``payload`` may be kept. What it raises fails the room."""
 
     def arrived(self, stream: Stream) -> None:
         """All parts of a stream were written."""

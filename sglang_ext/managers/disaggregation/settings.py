@@ -18,7 +18,7 @@ _REMEDIES = {
     "kv_heads": "give both servers the same --tp-size",
     "key_dim": "serve the same model on both sides",
     "value_dim": "serve the same model on both sides",
-    "page_size": "give both servers the same --page-size and the same page of the codec",
+    "page_size": "install the same version of sglang-ext on both sides, which gives equal pools equal pages",
     "codec": _SAME_CODEC,
     "codec_version": "install the same version of sglang-ext on both sides",
     "codec_options": _SAME_CODEC,
@@ -65,8 +65,11 @@ class LinkSettings(Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
 
 def refusal(here: LinkSettings, peer: LinkSettings) -> str | None:
-    """Why a peer is refused: the first field that differs, both values and the remedy; None where all are equal."""
-    for field in LinkSettings.__struct_fields__:
+    """Why a peer is refused: the first field that differs, both values and the remedy; None where all are equal.
+
+    A page's length comes last: it follows from other fields.
+    """
+    for field in sorted(LinkSettings.__struct_fields__, key="page_size".__eq__):
         ours, theirs = getattr(here, field), getattr(peer, field)
         if ours != theirs:
             return f"{field} is {ours!r} at the receiver and {theirs!r} at the sender; {_REMEDIES[field]}"

@@ -11,6 +11,7 @@ import torch
 
 from sglang_ext.layers.kernels.lynx import plain
 from sglang_ext.layers.kernels.lynx.layout import RAW, Layout
+from sglang_ext.layers.kernels.lynx.parts import Parts
 
 
 class Streams(NamedTuple):
@@ -25,12 +26,11 @@ def encode(x: torch.Tensor, layout: Layout, slots: torch.Tensor | None = None) -
     return encode_parts([x], layout, slots)[0]
 
 
-def encode_parts(parts: Sequence[torch.Tensor], layout: Layout, slots: torch.Tensor | None = None) -> list[Streams]:
+def encode_parts(parts: Sequence[torch.Tensor] | Parts, layout: Layout, slots: torch.Tensor | None = None) -> list[Streams]:
     """Streams of a page of several tensors, such as the keys and values of all layers; waits for the device once.
 
     Args:
-        parts: [tokens, channels], or with ``slots`` pools [slots, channels]; channels may be [heads, dim]. Of the layout's dtype, all
-            with the same strides, channels contiguous; none needs to be finite.
+        parts: [tokens, channels], or with ``slots`` pools [slots, channels], of the layout's dtype, alike; none needs to be finite.
         slots: int64 [tokens], where the page's tokens lie.
 
     Returns:
@@ -39,23 +39,26 @@ def encode_parts(parts: Sequence[torch.Tensor], layout: Layout, slots: torch.Ten
     Raises:
         ValueError: tensors that do not fit the layout.
     """
-    parts = [_flat(part, layout, slots) for part in parts]
-    empty = torch.empty(0, dtype=torch.uint8, device=parts[0].device)
-    found = [None] * len(parts)
+    parts = Parts.of(parts)
+    parts.check(layout, slots)
+    tensors = parts.tensors
+    empty = torch.empty(0, dtype=torch.uint8, device=tensors[0].device)
+    found = [None] * len(tensors)
     if not layout.always_raw:
-        backend = _backend(parts[0])
+        backend = _backend(tensors[0])
         anchors, residuals = backend.anchors(parts, layout, slots)
         coded = [part for part, kind in enumerate(anchors[:, 0].tolist()) if kind != RAW]
         anchors = anchors.unbind()
         if layout.reference == "int8":
             residuals = residuals.unbind()
         else:
-            those = [parts[part] for part in coded]
-            residuals = dict(zip(coded, backend.exact_residuals(those, [anchors[part] for part in coded], layout, slots), strict=True))
+            those = parts if len(coded) == len(tensors) else Parts(tuple(tensors[part] for part in coded))
+            exact = backend.exact_residuals(those, [anchors[part] for part in coded], layout, slots) if coded else []
+            residuals = dict(zip(coded, exact, strict=True))
         for part in coded:
             found[part] = Streams(anchors[part], residuals[part])
     return [
-        streams or Streams(plain.raw(part if slots is None else part[slots]), empty) for streams, part in zip(found, parts, strict=True)
+        streams or Streams(plain.raw(part if slots is None else part[slots]), empty) for streams, part in zip(found, tensors, strict=True)
     ]
 
 
@@ -77,7 +80,7 @@ def decode_parts(
     anchors: Sequence[torch.Tensor],
     residuals: Sequence[torch.Tensor] | None,
     layout: Layout,
-    outs: Sequence[torch.Tensor],
+    outs: Sequence[torch.Tensor] | Parts,
     slots: torch.Tensor | None = None,
 ) -> None:
     """Write a page of several tensors; does not wait for the device.
@@ -91,12 +94,13 @@ def decode_parts(
     Raises:
         ValueError: streams whose size is not the layout's, or tensors that do not fit it.
     """
-    outs = [_flat(out, layout, slots) for out in outs]
+    outs = Parts.of(outs)
+    outs.check(layout, slots)
     raw = [layout.is_raw(len(anchor)) for anchor in anchors]
     where = slice(None) if slots is None else slots
     for part in (part for part, is_raw in enumerate(raw) if is_raw):
         page = anchors[part][-layout.tokens * layout.channels * layout.dtype.itemsize :]
-        outs[part][where] = page.clone().view(layout.dtype).view(layout.tokens, layout.channels)
+        outs.tensors[part][where] = page.clone().view(layout.dtype).view(layout.tokens, layout.channels)
     coded = [part for part, is_raw in enumerate(raw) if not is_raw]
     if residuals is not None and layout.reference == "int8":
         wrong = [len(residuals[part]) for part in coded if len(residuals[part]) != layout.int8_bytes]
@@ -104,7 +108,8 @@ def decode_parts(
             raise ValueError(f"a residual of {wrong[0]} bytes: {layout} has {layout.int8_bytes}; pass the layout it was encoded with")
     if coded:
         rest = None if residuals is None else [residuals[part] for part in coded]
-        _backend(outs[0]).decode(([anchors[part] for part in coded]), rest, layout, [outs[part] for part in coded], slots)
+        those = outs if len(coded) == len(raw) else Parts(tuple(outs.tensors[part] for part in coded))
+        _backend(outs.tensors[0]).decode([anchors[part] for part in coded], rest, layout, those, slots)
 
 
 def _backend(tensor: torch.Tensor):
@@ -114,18 +119,3 @@ def _backend(tensor: torch.Tensor):
     from sglang_ext.layers.kernels.lynx import kernels
 
     return kernels
-
-
-def _flat(tensor: torch.Tensor, layout: Layout, slots: torch.Tensor | None) -> torch.Tensor:
-    """[tokens or slots, channels], the same memory."""
-    flat = tensor.view(len(tensor), -1)
-    if flat.shape[1] != layout.channels or tensor.dtype != layout.dtype or flat.stride(1) != 1:
-        raise ValueError(f"{_described(tensor)}: {layout} is of contiguous channels; pass a pool's buffer, or its contiguous copy")
-    if len(flat if slots is None else slots) != layout.tokens:
-        given = None if slots is None else tuple(slots.shape)
-        raise ValueError(f"{_described(tensor)}, slots {given}: {layout} has {layout.tokens} tokens")
-    return flat
-
-
-def _described(tensor: torch.Tensor) -> str:
-    return f"a tensor {tuple(tensor.shape)} of {tensor.dtype} with strides {tensor.stride()}"

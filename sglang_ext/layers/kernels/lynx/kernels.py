@@ -12,43 +12,40 @@ from sglang_ext.layers.kernels.lynx.encode_tiles import edges, encode_tiles, pag
 from sglang_ext.layers.kernels.lynx.exact_tiles import count_units, read_exact, write_exact
 from sglang_ext.layers.kernels.lynx.layout import BLOCK, HEADER, UNIT, Layout
 from sglang_ext.layers.kernels.lynx.levels import BITS, bounds, fine_levels, greatest, levels, step
+from sglang_ext.layers.kernels.lynx.parts import ALIGNMENT, Parts, addresses
 
 LIKE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 # Pairs of channels of a program, which is one warp, and tokens of a chunk that it codes at once: the fewer, the less registers.
 PAIRS, FEW = 32, 8
-# Streams begin at multiples of this.
-ALIGNMENT = 16
 
 
-def anchors(parts: Sequence[torch.Tensor], layout: Layout, slots: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+def anchors(parts: Parts, layout: Layout, slots: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
     """As of plain.py."""
-    found = _rows(len(parts), layout.coded_bytes, parts[0].device)
+    count, device = len(parts.tensors), parts.tensors[0].device
+    found = _rows(count, layout.coded_bytes, device)
     found[:, :HEADER] = 0
-    rest = _rows(len(parts), layout.int8_bytes, parts[0].device) if layout.reference == "int8" else None
-    sources, targets, offsets = _table(parts), _table(found), _offsets(layout)
+    rest = _rows(count, layout.int8_bytes, device) if layout.reference == "int8" else None
+    targets, offsets = _addresses_of_rows(found), _offsets(layout)
     page = (layout.tokens, layout.channels, layout.sinks)
     if layout.short_scales:
-        page_gamma[(triton.cdiv(layout.channels, 2 * PAIRS), len(parts))](
-            sources, targets, slots, _slot_stride(parts), *page, offsets[0], LIKE=LIKE[layout.dtype], PAIRS=PAIRS, num_warps=1,
+        page_gamma[(triton.cdiv(layout.channels, 2 * PAIRS), count)](
+            parts.table, targets, slots, _slot_stride(parts), *page, offsets[0], LIKE=LIKE[layout.dtype], PAIRS=PAIRS, num_warps=1,
         )  # fmt: skip
-    encode_tiles[_grid(layout, len(parts), 2 * PAIRS)](
-        sources, targets, None if rest is None else _table(rest), slots, _table_of(edges, layout.bits, found.device),
+    encode_tiles[_grid(layout, count, 2 * PAIRS)](
+        parts.table, targets, None if rest is None else _addresses_of_rows(rest), slots, _table_of(edges, layout.bits, found.device),
         _slot_stride(parts), *page, *offsets, LIKE=LIKE[layout.dtype], BITS=layout.bits, GREATEST=greatest(layout.bits),
         SHORT=layout.short_scales, PAIRS=PAIRS, FEW=FEW, num_warps=1,
     )  # fmt: skip
     return found, rest
 
 
-def exact_residuals(
-    parts: Sequence[torch.Tensor], found: Sequence[torch.Tensor], layout: Layout, slots: torch.Tensor | None
-) -> list[torch.Tensor]:
+def exact_residuals(parts: Parts, found: Sequence[torch.Tensor], layout: Layout, slots: torch.Tensor | None) -> list[torch.Tensor]:
     """As of plain.py; waits for the device, which counts the bits."""
-    if not parts:
-        return []
-    grid, device, streams = _grid(layout, len(parts), BLOCK), parts[0].device, _table(found)
+    count, device, streams = len(parts.tensors), parts.tensors[0].device, addresses(found)
+    grid = _grid(layout, count, BLOCK)
     page, (*scales, _, codes_at) = (layout.tokens, layout.channels, layout.sinks), _offsets(layout)
     ends_of_bins, kinds = _table_of(bounds, layout.bits, device), {"LIKE": LIKE[layout.dtype], "BITS": layout.bits, "SHORT": layout.short_scales}
-    units = torch.zeros(len(parts), layout.rows * layout.blocks, dtype=torch.int32, device=device)
+    units = torch.empty(count, layout.rows * layout.blocks, dtype=torch.int32, device=device)
     count_units[grid](streams, ends_of_bins, units, *page, *scales, codes_at, **kinds)
     ends = units.cumsum(1)
     sizes = [layout.index_bytes + UNIT * units for units in ends[:, -1].tolist()]
@@ -57,10 +54,10 @@ def exact_residuals(
         starts.append(starts[-1] + triton.cdiv(size, ALIGNMENT) * ALIGNMENT)
     memory = torch.zeros(starts[-1], dtype=torch.uint8, device=device)
     residuals = [memory[start : start + size] for start, size in zip(starts[:-1], sizes, strict=True)]
-    for residual, heads in zip(residuals, (ends - units).int().unbind(), strict=True):
-        residual[: 4 * len(heads)].view(torch.int32).copy_(heads)
+    heads = torch.tensor(starts[:-1], device=device)[:, None] // 4 + torch.arange(units.shape[1], device=device)
+    memory.view(torch.int32)[heads] = (ends - units).int()
     write_exact[grid](
-        _table(parts), streams, _table(residuals), slots, ends_of_bins, parts[0].stride(0), *page, *scales, codes_at, layout.index_bytes,
+        parts.table, streams, addresses(residuals), slots, ends_of_bins, parts.tensors[0].stride(0), *page, *scales, codes_at, layout.index_bytes,
         **kinds, TOGETHER=8 // layout.dtype.itemsize,
     )  # fmt: skip
     return residuals
@@ -70,24 +67,25 @@ def decode(
     found: Sequence[torch.Tensor],
     residuals: Sequence[torch.Tensor] | None,
     layout: Layout,
-    outs: Sequence[torch.Tensor],
+    outs: Parts,
     slots: torch.Tensor | None,
 ) -> None:
     """As of plain.py."""
     found, residuals = _aligned(found), None if residuals is None else _aligned(residuals)
-    streams, targets, offsets = _table(found), _table(outs), _offsets(layout)
-    rest = None if residuals is None else _table(residuals)
-    page, device = (layout.tokens, layout.channels, layout.sinks), outs[0].device
+    streams, offsets = addresses(found), _offsets(layout)
+    rest = None if residuals is None else addresses(residuals)
+    page, device, count = (layout.tokens, layout.channels, layout.sinks), outs.tensors[0].device, len(outs.tensors)
+    stride = outs.tensors[0].stride(0)
     kinds = {"LIKE": LIKE[layout.dtype], "BITS": layout.bits, "SHORT": layout.short_scales}
     if rest is not None and layout.reference == "exact":
-        read_exact[_grid(layout, len(outs), BLOCK)](
-            streams, rest, targets, slots, _table_of(bounds, layout.bits, device), outs[0].stride(0), *page, *offsets,
+        read_exact[_grid(layout, count, BLOCK)](
+            streams, rest, outs.table, slots, _table_of(bounds, layout.bits, device), stride, *page, *offsets,
             layout.index_bytes, **kinds,
         )  # fmt: skip
         return
     meanings = _table_of(levels if rest is None else _both_levels, layout.bits, device)
-    decode_tiles[_grid(layout, len(outs), 2 * PAIRS)](
-        streams, rest, targets, slots, meanings, outs[0].stride(0), *page, *offsets, **kinds, PAIRS=PAIRS, FEW=FEW, num_warps=1,
+    decode_tiles[_grid(layout, count, 2 * PAIRS)](
+        streams, rest, outs.table, slots, meanings, stride, *page, *offsets, **kinds, PAIRS=PAIRS, FEW=FEW, num_warps=1,
     )  # fmt: skip
 
 
@@ -114,25 +112,13 @@ def _aligned(streams: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [stream.clone() if stream.data_ptr() % ALIGNMENT else stream for stream in streams]
 
 
-def _table(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Addresses, int64 [parts].
-
-    Raises:
-        ValueError: a tensor lies where kernels cannot read it.
-    """
-    addresses = torch.tensor([tensor.data_ptr() for tensor in tensors])
-    if torch.any(addresses % ALIGNMENT):
-        raise ValueError(f"addresses {addresses.tolist()}: tensors begin at multiples of {ALIGNMENT}; pass a copy")
-    return addresses.pin_memory().to(tensors[0].device, non_blocking=True) if tensors[0].is_cuda else addresses
-
-
-def _slot_stride(parts: Sequence[torch.Tensor]) -> int:
+def _slot_stride(parts: Parts) -> int:
     """Elements from one token to the next.
 
     Raises:
         ValueError: they are odd, and pairs of channels are no words.
     """
-    stride = parts[0].stride(0)
+    stride = parts.tensors[0].stride(0)
     if stride % 2:
         raise ValueError(f"tokens {stride} elements apart: kernels read pairs of channels; pass a pool's buffer, or its contiguous copy")
     return stride
@@ -144,6 +130,11 @@ def _rows(parts: int, size: int, device: torch.device) -> torch.Tensor:
     rows = torch.empty(parts, width, dtype=torch.uint8, device=device)
     rows[:, size:] = 0
     return rows[:, :size]
+
+
+def _addresses_of_rows(rows: torch.Tensor) -> torch.Tensor:
+    """Of each, int64 [parts]."""
+    return torch.arange(len(rows), device=rows.device) * rows.stride(0) + rows.data_ptr()
 
 
 def _grid(layout: Layout, parts: int, columns: int) -> tuple[int, int, int]:

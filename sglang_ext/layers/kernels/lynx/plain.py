@@ -8,6 +8,7 @@ import torch
 from sglang_ext.layers.kernels.lynx import bins, planes
 from sglang_ext.layers.kernels.lynx.layout import CHUNK, HEADER, RAW, Layout
 from sglang_ext.layers.kernels.lynx.levels import CURVE, fine_bounds, fine_levels, greatest, levels
+from sglang_ext.layers.kernels.lynx.parts import Parts
 from sglang_ext.layers.kernels.lynx.scales import Scales, as_bytes, find, read
 
 # Above this share of mu float32 tells one bound from the next, and an estimate of I is off by one at most.
@@ -161,18 +162,16 @@ def decode_coded(anchor: torch.Tensor, residual: torch.Tensor | None, layout: La
     return page
 
 
-def anchors(parts: Sequence[torch.Tensor], layout: Layout, slots: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+def anchors(parts: Parts, layout: Layout, slots: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Anchor streams, uint8 [parts, coded_bytes], and residuals of 8 bits, uint8 [parts, int8_bytes], if that is the reference."""
-    pages = [part if slots is None else part[slots] for part in parts]
-    found, rest = encode_anchors(torch.cat(pages, 1), layout, len(parts))
+    pages = [part if slots is None else part[slots] for part in parts.tensors]
+    found, rest = encode_anchors(torch.cat(pages, 1), layout, len(pages))
     return found, rest if layout.reference == "int8" else None
 
 
-def exact_residuals(
-    parts: Sequence[torch.Tensor], found: Sequence[torch.Tensor], layout: Layout, slots: torch.Tensor | None
-) -> list[torch.Tensor]:
+def exact_residuals(parts: Parts, found: Sequence[torch.Tensor], layout: Layout, slots: torch.Tensor | None) -> list[torch.Tensor]:
     """Exact residual streams, uint8 [bytes] each, of parts and their coded anchors."""
-    pages = (part if slots is None else part[slots] for part in parts)
+    pages = (part if slots is None else part[slots] for part in parts.tensors)
     return [encode_exact(page, anchor, layout) for page, anchor in zip(pages, found, strict=True)]
 
 
@@ -180,11 +179,11 @@ def decode(
     found: Sequence[torch.Tensor],
     residuals: Sequence[torch.Tensor] | None,
     layout: Layout,
-    outs: Sequence[torch.Tensor],
+    outs: Parts,
     slots: torch.Tensor | None,
 ) -> None:
     """Write pages of coded anchors into ``outs``."""
-    for part, out in enumerate(outs):
+    for part, out in enumerate(outs.tensors):
         page = decode_coded(found[part], None if residuals is None else residuals[part], layout)
         out[slice(None) if slots is None else slots] = page
 

@@ -6,7 +6,7 @@ from sglang_ext.managers.disaggregation.progressive.baselines.quantized_codec im
 from sglang_ext.managers.disaggregation.progressive.baselines.quantizers import Grouped4, Rounded, Symmetric8
 from sglang_ext.managers.disaggregation.progressive.baselines.unsplit_codec import UnsplitCodec
 from sglang_ext.managers.disaggregation.progressive.lynx_codec import LynxCodec
-from sglang_ext.managers.disaggregation.progressive.page_codec import PageCodec
+from sglang_ext.managers.disaggregation.progressive.page_codec import UNIT, PageCodec, page_tokens
 from sglang_ext.managers.disaggregation.progressive.pool_buffers import PoolBuffers
 from sglang_ext.managers.disaggregation.progressive.raw_codec import RawCodec
 
@@ -24,8 +24,10 @@ def make_codec(reference: str, pool: PoolBuffers, bench: str | None = None) -> P
     Raises:
         LinkError: it does not take such a pool.
     """
+    tokens = page_tokens(pool.bytes_per_token)
     if bench in QUANTIZERS:
-        return QuantizedCodec(pool, QUANTIZERS[bench])
+        quantizer = QUANTIZERS[bench]
+        return QuantizedCodec(pool, quantizer, UNIT if quantizer.spans_page else tokens)
     if bench is not None:
-        return UnsplitCodec(LynxCodec(pool, "int8"), whole=bench == "lynx-int8")
-    return RawCodec(pool) if reference == RAW else LynxCodec(pool, reference)
+        return UnsplitCodec(LynxCodec(pool, "int8", tokens), whole=bench == "lynx-int8")
+    return RawCodec(pool, tokens) if reference == RAW else LynxCodec(pool, reference, tokens)

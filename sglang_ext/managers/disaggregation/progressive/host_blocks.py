@@ -1,21 +1,33 @@
-"""Host memory for pages that wait for a link, cut from large blocks: the kernel gives small ones slower than a page is copied."""
+"""Host memory for pages that wait for a link, or come over one, cut from large blocks: the kernel gives small ones slower than a page is
+copied. A GPU copies to and from it by itself (pinned memory)."""
 
 import sys
 import threading
+from collections import deque
 
 import numpy as np
+import torch
 
 # numpy asks the kernel for huge pages, which come where as much lies together.
 BLOCK = 1 << 26
+# Pieces begin at multiples of this.
+ALIGNED = 64
 # Blocks that are kept when none of their pieces is used, as many as a peer encodes ahead (peer.py): memory that was written before costs
 # the kernel nothing.
 KEPT = 16
 
 
 class HostBlocks:
-    """Cuts blocks into pieces, of any thread; a block is cut anew, or gone, once none of its pieces is used."""
+    """Cuts blocks into pieces, of any thread; a block is cut anew, or gone, once none of its pieces is used.
 
-    def __init__(self) -> None:
+    Args:
+        device: whose pages they are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._pinned = device, device.type == "cuda"
+        # What copies to the device may still read, and events after which they do not.
+        self._read: deque[tuple[torch.cuda.Event, memoryview]] = deque()
         self._lock = threading.Lock()
         self._kept: list[np.ndarray] = []
         self._rest = np.empty(0, np.uint8)
@@ -26,7 +38,7 @@ class HostBlocks:
             if size > len(self._rest):
                 self._rest = self._rest[:0]
                 self._rest = self._block(size)[:]
-            taken, self._rest = self._rest[:size], self._rest[size:]
+            taken, self._rest = self._rest[:size], self._rest[-(-size // ALIGNED) * ALIGNED :]
         return taken
 
     def _block(self, size: int) -> np.ndarray:
@@ -35,7 +47,25 @@ class HostBlocks:
             # Its pieces are views, which keep it; the list and the call do, too.
             if len(self._kept[place]) >= size and sys.getrefcount(self._kept[place]) == 2:
                 return self._kept[place]
-        block = np.empty(max(size, BLOCK), np.uint8)
+        most = max(size, BLOCK)
+        block = torch.empty(most, dtype=torch.uint8, pin_memory=True).numpy() if self._pinned else np.empty(most, np.uint8)
         if len(self._kept) < KEPT and len(block) == BLOCK:
             self._kept.append(block)
         return block
+
+    def to_device(self, content: memoryview) -> torch.Tensor:
+        """Bytes of a page on the device, uint8 [bytes]; on a CPU the same memory, where it may be written to.
+
+        What comes of :meth:`take` is copied by the GPU, without waiting for it, and stays until it has been.
+        """
+        found = torch.frombuffer(bytearray(content) if content.readonly else content, dtype=torch.uint8)
+        if not self._pinned:
+            return found
+        there = found.to(self._device, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        with self._lock:
+            self._read.append((event, content))
+            while self._read and self._read[0][0].query():
+                self._read.popleft()
+        return there

@@ -5,13 +5,14 @@ begun at a multiple of 16 bytes.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
-from sglang_ext.layers.kernels.lynx.codec import Streams, decode_parts, encode_parts
+from sglang_ext.layers.kernels.lynx.codec import Parts, Streams, decode_parts, encode_parts
 from sglang_ext.layers.kernels.lynx.layout import UNIT, Layout
+from sglang_ext.managers.disaggregation.progressive.host_blocks import HostBlocks
 from sglang_ext.managers.disaggregation.progressive.page_codec import EncodedPage, PlacedPage
 from sglang_ext.managers.disaggregation.progressive.pool_buffers import PoolBuffers
 from sglang_ext.managers.disaggregation.settings import LinkError, OptionValue
@@ -20,19 +21,20 @@ from sglang_ext.managers.disaggregation.wire import LayerRange, Stream
 ALIGNED = 16
 
 
-def packed(streams: Sequence[torch.Tensor]) -> memoryview:
-    """Streams of tensors as one, in host memory."""
+def packed(streams: Sequence[torch.Tensor], blocks: HostBlocks) -> memoryview:
+    """Streams of tensors as one, in host memory of ``blocks``; from a GPU the current stream brings them, which is not waited for."""
     sizes = np.array([len(stream) for stream in streams], "<u4")
     begins = _places(sizes).tolist()
-    content = torch.zeros(begins[-1], dtype=torch.uint8)
-    content[: sizes.nbytes] = torch.from_numpy(sizes.view(np.uint8))
+    content = blocks.take(begins[-1])
+    content[: begins[0]] = 0
+    content[: sizes.nbytes] = sizes.view(np.uint8)
     together = _together(streams, begins)
     if together is None:
         together = torch.zeros(begins[-1] - begins[0], dtype=torch.uint8, device=streams[0].device)
         for stream, begin in zip(streams, begins, strict=False):
             together[begin - begins[0] :][: len(stream)] = stream
-    content[begins[0] :] = together
-    return memoryview(content.numpy())
+    torch.from_numpy(content)[begins[0] :].copy_(together, non_blocking=True)
+    return memoryview(content)
 
 
 def _together(streams: Sequence[torch.Tensor], begins: Sequence[int]) -> torch.Tensor | None:
@@ -49,8 +51,8 @@ def packed_bytes(sizes: Sequence[int]) -> int:
     return int(_places(np.array(sizes, np.int64))[-1])
 
 
-def unpacked(content: memoryview, count: int, device: torch.device) -> list[torch.Tensor]:
-    """The ``count`` streams of one, uint8 [bytes] each.
+def unpacked(content: memoryview, count: int, blocks: HostBlocks) -> list[torch.Tensor]:
+    """The ``count`` streams of one, uint8 [bytes] each, on the device of ``blocks``.
 
     Raises:
         LinkError: it is no such stream.
@@ -61,7 +63,7 @@ def unpacked(content: memoryview, count: int, device: torch.device) -> list[torc
     place = _places(sizes)
     if len(content) != place[-1]:
         raise LinkError(f"a stream of {len(content)} bytes says that it has {place[-1]}")
-    whole = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)
+    whole = blocks.to_device(content)
     return [whole[begin : begin + size] for begin, size in zip(place.tolist(), sizes.tolist(), strict=False)]
 
 
@@ -91,6 +93,8 @@ class LynxCodec:
     page_size: int = 64
     bits: int = 4
     sinks: int = 4
+    # Of ranges of layers, tensors that are encoded together.
+    _parts: dict[tuple[int, ...], Parts] = field(default_factory=dict, init=False, repr=False, compare=False)
     name = "lynx"
     version = 1
     has_residual = True
@@ -116,12 +120,16 @@ class LynxCodec:
     def encode(self, page: PlacedPage, layers: LayerRange) -> EncodedPage:
         """Both streams."""
         found = self._encode(page, layers, self._layouts(len(page.slots), page.start))
-        return EncodedPage(packed([each.anchor for each in found]), packed([each.residual for each in found]))
+        both = EncodedPage(*(packed(streams, self.pool.blocks) for streams in zip(*found, strict=True)))
+        self.pool.written()
+        return both
 
     def encode_anchor(self, page: PlacedPage, layers: LayerRange) -> memoryview:
         """The first stream; the exact residual, which takes longer, is left out."""
         layouts = tuple(replace(layout, reference="int8") for layout in self._layouts(len(page.slots), page.start))
-        return packed([each.anchor for each in self._encode(page, layers, layouts)])
+        anchor = packed([each.anchor for each in self._encode(page, layers, layouts)], self.pool.blocks)
+        self.pool.written()
+        return anchor
 
     def write_anchor(self, page: PlacedPage, layers: LayerRange, anchor: memoryview) -> None:
         """Numbers of 4 bits.
@@ -147,26 +155,25 @@ class LynxCodec:
             for dim in (self.pool.key_dim, self.pool.value_dim)
         )
 
-    def _alike(self, layers: LayerRange, layouts: tuple[Layout, Layout]) -> Iterator[tuple[slice, Layout]]:
-        """Which tensors are encoded and decoded together: all, or keys and then values."""
+    def _alike(self, layers: LayerRange, layouts: tuple[Layout, Layout]) -> Iterator[tuple[Parts, slice, Layout]]:
+        """Which tensors are encoded and decoded together, all, or keys and then values; which streams these are; and how."""
         keys, values = layouts
-        if keys == values:
-            yield slice(0, 2 * layers.count), keys
-        else:
-            yield slice(0, layers.count), keys
-            yield slice(layers.count, 2 * layers.count), values
+        both = (slice(0, layers.count), keys), (slice(layers.count, 2 * layers.count), values)
+        for those, layout in both if keys != values else ((slice(0, 2 * layers.count), keys),):
+            where = layers.first, layers.count, those.start, those.stop
+            if where not in self._parts:
+                self._parts[where] = Parts.of(self.pool.tensors(layers.first, layers.count)[those])
+            yield self._parts[where], those, layout
 
     def _encode(self, page: PlacedPage, layers: LayerRange, layouts: tuple[Layout, Layout]) -> list[Streams]:
-        tensors = self.pool.tensors(layers.first, layers.count)
-        return [one for those, layout in self._alike(layers, layouts) for one in encode_parts(tensors[those], layout, page.slots)]
+        return [one for parts, _, layout in self._alike(layers, layouts) for one in encode_parts(parts, layout, page.slots)]
 
     def _decode(self, page: PlacedPage, layers: LayerRange, anchor: memoryview, residual: memoryview | None) -> None:
-        anchors = unpacked(anchor, 2 * layers.count, self.pool.device)
-        rest = None if residual is None else unpacked(residual, 2 * layers.count, self.pool.device)
-        tensors = self.pool.tensors(layers.first, layers.count)
-        for those, layout in self._alike(layers, self._layouts(len(page.slots), page.start)):
+        anchors = unpacked(anchor, 2 * layers.count, self.pool.blocks)
+        rest = None if residual is None else unpacked(residual, 2 * layers.count, self.pool.blocks)
+        for parts, those, layout in self._alike(layers, self._layouts(len(page.slots), page.start)):
             try:
-                decode_parts(anchors[those], None if rest is None else rest[those], layout, tensors[those], page.slots)
+                decode_parts(anchors[those], None if rest is None else rest[those], layout, parts, page.slots)
             except (ValueError, IndexError, RuntimeError) as error:
                 raise LinkError(f"no streams of a page of {len(page.slots)} tokens from {page.start}: {error}") from error
 

@@ -23,6 +23,7 @@ from sglang_ext.managers.disaggregation.progressive.codecs import make_codec
 from sglang_ext.managers.disaggregation.progressive.control import Control, Failed, Metadata
 from sglang_ext.managers.disaggregation.progressive.handshakes import Handshakes
 from sglang_ext.managers.disaggregation.progressive.peer import Peers
+from sglang_ext.managers.disaggregation.progressive.polls import Polls
 from sglang_ext.managers.disaggregation.progressive.pool_buffers import AuxRecords
 from sglang_ext.managers.disaggregation.settings import LinkError
 from sglang_ext.managers.disaggregation.timeline import Kind, Timeline
@@ -40,6 +41,7 @@ class ProgressiveManager(CommonKVManager):
         codec: of pages.
         settings: of this end of links.
         layers: that travel in one part: all.
+        polls: how the scheduler asks for rooms.
         handshakes, peers: on the prefill side.
         links: on the decode side.
         timeline: of rank 0, where one is asked for.
@@ -61,6 +63,7 @@ class ProgressiveManager(CommonKVManager):
         except LinkError as error:
             raise OptionError(f"--disaggregation-transfer-backend progressive: {error}") from error
         self.aux = AuxRecords(args)
+        self.polls = Polls()
         self.layers = LayerRange(0, self.pool.layers)
         threading.Thread(target=self._listen, name="kv-control", daemon=True).start()
 
@@ -71,7 +74,7 @@ class ProgressiveManager(CommonKVManager):
             self.peers = Peers(lambda endpoint: Link(endpoint, self.settings, limits, gbps, keys))
         else:
             endpoint = agreement.receiving_endpoint(self.local_ip, self.kv_args.engine_rank, keys)
-            self.links = LinkServer(endpoint, self.settings, limits, keys)
+            self.links = LinkServer(endpoint, self.settings, limits, keys, self.pool.blocks.take)
             self._start_heartbeat_checker_thread()
 
     def refuse(self, metadata: Metadata, reason: str) -> None:

@@ -9,6 +9,21 @@ from sglang_ext.managers.disaggregation.settings import OptionValue
 from sglang_ext.managers.disaggregation.wire import LayerRange, Stream
 
 
+# Tokens of which pages are whole multiples: chunks of codecs, and blocks of copies.
+UNIT = 64
+# Of the pool, in a page, and tokens: below, calls of the host take as long as the bytes; above, a link waits for the first.
+PAGE_BYTES, MOST_TOKENS = 1 << 25, 256
+
+
+def page_tokens(bytes_per_token: int) -> int:
+    """Tokens of a page of a pool; both ends of a link have equal ones, and so equal pages.
+
+    Args:
+        bytes_per_token: of one rank, keys and values of all layers.
+    """
+    return max(UNIT, min(PAGE_BYTES // bytes_per_token, MOST_TOKENS) // UNIT * UNIT)
+
+
 @dataclass(frozen=True)
 class PlacedPage:
     """A page of a prompt, and where its tokens lie in the pool.

@@ -7,6 +7,7 @@ from functools import cached_property
 import torch
 from sglang.srt.disaggregation.base.conn import KVArgs
 
+from sglang_ext.managers.disaggregation.progressive.host_blocks import HostBlocks
 from sglang_ext.managers.disaggregation.settings import LinkError
 
 
@@ -57,6 +58,11 @@ class PoolBuffers:
         """Whose KV the pool holds."""
         return len(self.args.kv_data_ptrs) // 2
 
+    @property
+    def bytes_per_token(self) -> int:
+        """Keys and values of all layers."""
+        return sum(self.args.kv_item_lens) // self.args.page_size
+
     @cached_property
     def keys(self) -> tuple[torch.Tensor, ...]:
         """Of each layer, [slots, heads * key_dim]; the pool's own memory."""
@@ -71,8 +77,13 @@ class PoolBuffers:
         """Keys, then values, of ``count`` layers from ``first``."""
         return [*self.keys[first : first + count], *self.values[first : first + count]]
 
+    @cached_property
+    def blocks(self) -> HostBlocks:
+        """Host memory for its pages."""
+        return HostBlocks(self.device)
+
     def written(self) -> None:
-        """Wait until what this thread wrote can be read by all."""
+        """Wait until what this thread wrote, here or in host memory, can be read by all."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 

@@ -1,14 +1,13 @@
 """Pages as they are: keys and values of each layer, one after the other, in one stream."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
 import torch
 
-from sglang_ext.managers.disaggregation.progressive.host_blocks import HostBlocks
 from sglang_ext.managers.disaggregation.progressive.page_codec import EncodedPage, PlacedPage
 from sglang_ext.managers.disaggregation.progressive.pool_buffers import PoolBuffers
 from sglang_ext.managers.disaggregation.settings import LinkError, OptionValue
@@ -28,7 +27,6 @@ class RawCodec:
 
     pool: PoolBuffers
     page_size: int = 64
-    _blocks: HostBlocks = field(default_factory=HostBlocks, init=False, repr=False, compare=False)
     name = "raw"
     version = 1
     reference = "raw"
@@ -50,15 +48,18 @@ class RawCodec:
     def encode_anchor(self, page: PlacedPage, layers: LayerRange) -> memoryview:
         """Copy the pool's bytes."""
         tokens, size = len(page.slots), self._bytes(len(page.slots), layers)
+        content = self.pool.blocks.take(size)
         if self.pool.device.type == "cpu":
-            content, where = self._blocks.take(size), _place(page.slots)
+            where = _place(page.slots)
             for rows, part in zip(self._rows(layers), self._parts(content, tokens, layers), strict=True):
                 part[:] = rows[where]
             return memoryview(content)
-        content = torch.empty(size, dtype=torch.uint8, device=self.pool.device)
-        for tensor, part in zip(self.pool.tensors(layers.first, layers.count), self._parts(content, tokens, layers), strict=True):
+        together = torch.empty(size, dtype=torch.uint8, device=self.pool.device)
+        for tensor, part in zip(self.pool.tensors(layers.first, layers.count), self._parts(together, tokens, layers), strict=True):
             torch.index_select(tensor.view(torch.uint8), 0, page.slots, out=part)
-        return memoryview(content.cpu().numpy())
+        torch.from_numpy(content).copy_(together, non_blocking=True)
+        self.pool.written()
+        return memoryview(content)
 
     def write_anchor(self, page: PlacedPage, layers: LayerRange, anchor: memoryview) -> None:
         """Copy them back.
@@ -74,7 +75,7 @@ class RawCodec:
             for rows, part in zip(self._rows(layers), self._parts(np.frombuffer(anchor, np.uint8), tokens, layers), strict=True):
                 rows[where] = part
             return
-        content = torch.frombuffer(bytearray(anchor), dtype=torch.uint8).to(self.pool.device)
+        content = self.pool.blocks.to_device(anchor)
         for tensor, part in zip(self.pool.tensors(layers.first, layers.count), self._parts(content, tokens, layers), strict=True):
             tensor[page.slots] = part.view(tensor.dtype)
 

@@ -61,7 +61,7 @@ class ReceivedRoom:
         self._layers, self._pages, self._hashes, self._told = layers, pages, tuple(hashes), told
         self._traveling, self.queries = traveling, b""
         # Of pages whose residual has not come: it says little without the anchor.
-        self._anchors: dict[int, bytes] = {}
+        self._anchors: dict[int, memoryview] = {}
         self.anchor_ready = self.complete = False
         self.failure: str | None = None
         self.size = 0
@@ -90,13 +90,13 @@ class ReceivedRoom:
         self.size += len(payload)
         if header.stream is Stream.ANCHOR:
             if self._codec.has_residual:
-                payload = self._anchors[header.page] = bytes(payload)
-            self._codec.write_anchor(self._pages[header.page], self._layers, memoryview(payload))
+                self._anchors[header.page] = payload
+            self._codec.write_anchor(self._pages[header.page], self._layers, payload)
         else:
             anchor = self._anchors.pop(header.page, None)
             if anchor is None:
                 raise LinkError(f"the residual of page {header.page} came before its anchor; install the same version on both sides")
-            self._codec.write_residual(self._pages[header.page], self._layers, memoryview(anchor), payload)
+            self._codec.write_residual(self._pages[header.page], self._layers, anchor, payload)
 
     def arrived(self, stream: Stream) -> None:
         """Of the link: all parts of a stream were written; the auxiliary record goes after the anchors."""

@@ -164,6 +164,8 @@ class ProgressiveReceiver(CommonKVReceiver):
             self.conclude_state = status
         elif status == KVPoll.WaitingForInput and self._check_waiting_timeout() is not None:
             return KVPoll.Failed
+        else:
+            self.kv_mgr.polls.asked(self.room)
         return status
 
     def failure_exception(self) -> None:

@@ -149,6 +149,8 @@ class ProgressiveSender(CommonKVSender):
             self.conclude_state = status
         elif status == KVPoll.Bootstrapping and self._check_bootstrap_timeout() is not None:
             return KVPoll.Failed
+        else:
+            self.kv_mgr.polls.asked(self.room)
         return status
 
     def failure_exception(self) -> None:

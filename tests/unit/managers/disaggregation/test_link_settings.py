@@ -26,9 +26,10 @@ def test_the_field_that_differs_is_named_with_both_values_and_a_remedy(field):
     assert len(told.rsplit("; ")[-1]) > 10
 
 
-def test_of_several_fields_the_first_is_named():
-    peer = msgspec.structs.replace(SETTINGS, page_size=1, tp_size=8)
-    assert refusal(SETTINGS, peer).startswith("page_size")
+def test_of_several_fields_the_first_is_named_and_what_follows_from_others_last():
+    peer = msgspec.structs.replace(SETTINGS, page_size=1, kv_heads=77, tp_size=8)
+    assert refusal(SETTINGS, peer).startswith("kv_heads")
+    assert refusal(SETTINGS, msgspec.structs.replace(SETTINGS, page_size=1, tp_size=8)).startswith("tp_size")
 
 
 def test_another_version_is_refused_with_both():

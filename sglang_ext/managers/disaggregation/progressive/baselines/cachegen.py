@@ -24,6 +24,7 @@ class CacheGen:
     """The stream: quantized anchors, float16 steps [layers, channels], uint32 sizes of each layer's symbols, and these."""
 
     name = "cachegen"
+    spans_page = True
 
     @cached_property
     def _anchors(self) -> Symmetric8:

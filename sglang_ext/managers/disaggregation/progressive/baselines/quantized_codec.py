@@ -73,7 +73,9 @@ class QuantizedCodec:
                 streams.append(self.quantizer.encode(x, self.pool.layers))
             except ValueError as error:
                 raise LinkError(f"KV of the page at {page.start}: {error}; use --kv-reference exact") from error
-        return packed(streams)
+        stream = packed(streams, self.pool.blocks)
+        self.pool.written()
+        return stream
 
     def write_anchor(self, page: PlacedPage, layers: LayerRange, anchor: memoryview) -> None:
         """Fill the page's slots with the quantized numbers.
@@ -81,7 +83,7 @@ class QuantizedCodec:
         Raises:
             LinkError: it is no stream of such a page.
         """
-        streams = unpacked(anchor, 2, self.pool.device)
+        streams = unpacked(anchor, 2, self.pool.blocks)
         for stream, (tensors, dim) in zip(streams, self._halves(layers), strict=True):
             shape = layers.count, len(page.slots), self.pool.heads, dim
             try:

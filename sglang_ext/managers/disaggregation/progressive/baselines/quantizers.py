@@ -13,9 +13,11 @@ class Quantizer(Protocol):
     Attributes:
         name: for refusals.
         options: what changes the bytes.
+        spans_page: whether a page's tokens have something in common, so that its length says what is lost.
     """
 
     name: str
+    spans_page: bool
 
     @property
     def options(self) -> dict[str, int]:
@@ -72,6 +74,7 @@ class Rounded:
     """bfloat16: 16 bits of each number."""
 
     name = "bf16"
+    spans_page = False
 
     @property
     def options(self) -> dict[str, int]:
@@ -108,6 +111,11 @@ class Symmetric8:
         return "int8" if self.by_token else "int8-tensor"
 
     @property
+    def spans_page(self) -> bool:
+        """A step does."""
+        return not self.by_token
+
+    @property
     def options(self) -> dict[str, int]:
         """None beside the name."""
         return {}
@@ -141,6 +149,7 @@ class Grouped4:
 
     group: int = 32
     name = "int4"
+    spans_page = False
 
     @property
     def options(self) -> dict[str, int]:

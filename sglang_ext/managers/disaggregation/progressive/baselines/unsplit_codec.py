@@ -5,10 +5,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from sglang_ext.managers.disaggregation.progressive.host_blocks import HostBlocks
 from sglang_ext.managers.disaggregation.progressive.lynx_codec import LynxCodec, packed, packed_bytes, unpacked
 from sglang_ext.managers.disaggregation.progressive.page_codec import EncodedPage, PlacedPage
 from sglang_ext.managers.disaggregation.settings import LOSSY, LinkError, OptionValue
 from sglang_ext.managers.disaggregation.wire import LayerRange, Stream
+
+
+# What lies in host memory stays there.
+ON_HOST = HostBlocks(torch.device("cpu"))
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,7 @@ class UnsplitCodec:
         """All that travels."""
         if not self.whole:
             return self.split.encode_anchor(page, layers)
-        return packed([torch.from_numpy(np.asarray(stream)) for stream in self.split.encode(page, layers)])
+        return packed([torch.from_numpy(np.asarray(stream)) for stream in self.split.encode(page, layers)], self.split.pool.blocks)
 
     def write_anchor(self, page: PlacedPage, layers: LayerRange, anchor: memoryview) -> None:
         """Numbers of 8 or of 4 bits.
@@ -67,7 +72,7 @@ class UnsplitCodec:
         if not self.whole:
             self.split.write_anchor(page, layers, anchor)
             return
-        both = (memoryview(stream.numpy()) for stream in unpacked(anchor, 2, torch.device("cpu")))
+        both = (memoryview(stream.numpy()) for stream in unpacked(anchor, 2, ON_HOST))
         self.split.write_residual(page, layers, *both)
 
     def write_residual(self, page: PlacedPage, layers: LayerRange, anchor: memoryview, residual: memoryview) -> None:

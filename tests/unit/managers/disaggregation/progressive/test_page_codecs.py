@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from transfer_helpers import KEY_DIM, LAYERS, SLOTS, make_pool, rows
 
 from sglang_ext.managers.disaggregation.progressive.codecs import make_codec
+from sglang_ext.managers.disaggregation.progressive.host_blocks import HostBlocks
 from sglang_ext.managers.disaggregation.progressive.lynx_codec import ALIGNED, packed, unpacked
-from sglang_ext.managers.disaggregation.progressive.page_codec import PlacedPage
+from sglang_ext.managers.disaggregation.progressive.page_codec import UNIT, PlacedPage, page_tokens
 from sglang_ext.managers.disaggregation.settings import LinkError
 from sglang_ext.managers.disaggregation.wire import LayerRange, Stream
 
@@ -99,10 +100,19 @@ def test_streams_are_packed_alike_wherever_they_lie(sizes, before):
     streams = [memory[begin : begin + size] for begin, size in zip(begins, sizes)]
     for place, stream in enumerate(streams):
         stream += place + 1
-    there = packed(streams)
-    assert bytes(there) == bytes(packed([stream.clone() for stream in streams]))
-    assert bytes(packed(streams[::-1])) == bytes(packed([stream.clone() for stream in streams[::-1]]))
-    assert all(torch.equal(a, b) for a, b in zip(unpacked(there, len(sizes), torch.device("cpu")), streams, strict=True))
+    blocks = HostBlocks(torch.device("cpu"))
+    there = packed(streams, blocks)
+    assert bytes(there) == bytes(packed([stream.clone() for stream in streams], blocks))
+    assert bytes(packed(streams[::-1], blocks)) == bytes(packed([stream.clone() for stream in streams[::-1]], blocks))
+    assert all(torch.equal(a, b) for a, b in zip(unpacked(there, len(sizes), blocks), streams, strict=True))
+
+
+def test_pages_of_a_pool_are_whole_units_of_some_megabytes():
+    """Both ends know them from the pool alone; a model of long tokens has the shortest."""
+    assert [page_tokens(size) for size in (1 << 10, 147456, 300000, 1 << 19, 1 << 22)] == [256, 192, 64, 64, 64]
+    assert all(page_tokens(size) % UNIT == 0 for size in range(1 << 10, 1 << 20, 777))
+    assert make_codec("exact", make_pool()).page_size == make_codec("raw", make_pool()).page_size == 256
+    assert [make_codec("exact", make_pool(), bench).page_size for bench in ("int8", "int8-tensor", "cachegen")] == [256, UNIT, UNIT]
 
 
 def test_keys_and_values_of_one_dim_arrive_too():
