@@ -97,7 +97,7 @@ def receive_backend(endpoint: str, options: argparse.Namespace, parent: Connecti
     pages = pages_of(pool, codec.page_size)
     hashes = [bytes(32)] * len(pages)
     before, room = (First(codec, pool, AuxRecords(pool.args), 0, layers, pages, hashes, each) for each in (Told(), told))
-    server = LinkServer(endpoint, link_rate.SETTINGS, LinkLimits())
+    server = LinkServer(endpoint, link_rate.SETTINGS, LinkLimits(), take=pool.blocks.take)
     server.register(1, before.expected, before)
     server.register(2, room.expected, room)
     parent.send(server.endpoint)
@@ -114,7 +114,7 @@ def send_backend(endpoint: str, options: argparse.Namespace) -> Callable[[], Non
     codec, layers = make_codec(options.reference, pool), LayerRange(0, options.layers)
     pages = pages_of(pool, codec.page_size)
     link = Link(endpoint, link_rate.SETTINGS, LinkLimits())
-    peer = Peer(link)
+    peer, _ = Peer(link), pool.blocks
     for number in (1, 2):
         told = Told()
         room = SentRoom(number, codec, layers, 0, [bytes(32)] * len(pages), told)

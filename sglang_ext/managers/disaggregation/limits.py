@@ -25,7 +25,7 @@ class LinkLimits:
     """
 
     frame_bytes: int = 1 << 20
-    window_bytes: int = 1 << 23
+    window_bytes: int = 1 << 25
     residual_bytes: int = 1 << 22
     queued_bytes: int = 1 << 32
     repeats: int = 2

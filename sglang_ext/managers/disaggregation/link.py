@@ -149,13 +149,15 @@ class Link:
         Raises:
             LinkError: the room has no such part or was offered it before, or too many bytes are queued.
         """
+        # The link's own thread has enough to do.
+        header = self._queue.header(room, part)
         with self._lock:
             if self._queue.queued + len(part.payload) > self._limits.queued_bytes and room in self._queue.rooms:
                 raise LinkError(
                     f"{self._queue.queued} bytes are queued for {self.endpoint}, and {len(part.payload)} more pass queued_bytes, "
                     f"{self._limits.queued_bytes}; wait until some have arrived, or raise it"
                 )
-            live = self._queue.offer(room, part)
+            live = self._queue.offer(part, header)
             self._notify()
         return live
 
@@ -291,7 +293,7 @@ class Link:
         late = sending.part.stream is Stream.RESIDUAL and connection.outstanding >= self._limits.residual_bytes
         if len(payload) + FRAME_OVERHEAD > connection.credit or late:
             return LOOK
-        size, tracker = connection.send_frame(wire.Frame(self._queue.header(sending), begin), payload)
+        size, tracker = connection.send_frame(wire.Frame(sending.header, begin), payload)
         self._outstanding = connection.outstanding
         self._bucket.take(size, time.monotonic())
         sent.idle()

@@ -46,7 +46,7 @@ class Sending:
 
     Attributes:
         room, number: of the part in its stream.
-        header: with the checksum, once the first frame is made.
+        header: with the checksum.
         offset: of the next frame's bytes.
         repeats: how often its checksum was wrong.
     """
@@ -54,7 +54,7 @@ class Sending:
     room: int
     number: int
     part: Part
-    header: PageHeader | None = None
+    header: PageHeader
     offset: int = 0
     repeats: int = 0
 
@@ -122,12 +122,18 @@ class SendQueue:
             raise LinkError(f"room {room} is open on this link; a room is sent once, and cancelled before it is sent anew")
         self.rooms[room] = OutgoingRoom(room, shape)
 
-    def offer(self, room: int, part: Part) -> bool:
-        """A part to send; False where the room has ended.
+    def header(self, room: int, part: Part) -> PageHeader:
+        """Of a part of a room; it reads all of the part once. Needs no lock."""
+        stated = part.stream, part.page, part.layers, self._rank, self._codec, len(part.payload), part.prefix_hash
+        return PageHeader(room, *stated).sealed(part.payload)
+
+    def offer(self, part: Part, header: PageHeader) -> bool:
+        """A part to send, with its :meth:`header`; False where the room has ended.
 
         Raises:
             LinkError: the room has no such part, or has it already.
         """
+        room = header.room
         if room not in self.rooms:
             return False
         state = self.rooms[room]
@@ -137,7 +143,7 @@ class SendQueue:
         if (part.stream, number) in state.offered or number in state.there[part.stream]:
             raise LinkError(f"{part.stream} of page {part.page} and {part.layers} of room {room} was offered before; offer each part once")
         self.queued += len(part.payload)
-        state.offered[part.stream, number] = sending = Sending(room, number, part)
+        state.offered[part.stream, number] = sending = Sending(room, number, part, header)
         state.waiting[part.stream].append(sending)
         self._release(state)
         return True
@@ -172,14 +178,6 @@ class SendQueue:
             if self._queues[stream]:
                 return self._queues[stream][0]
         return None
-
-    def header(self, sending: Sending) -> PageHeader:
-        """Of a part that begins; it reads all of the part once."""
-        if sending.header is None:
-            part = sending.part
-            stated = part.stream, part.page, part.layers, self._rank, self._codec, len(part.payload), part.prefix_hash
-            sending.header = PageHeader(sending.room, *stated).sealed(part.payload)
-        return sending.header
 
     def advance(self, sending: Sending, size: int) -> None:
         """``size`` more bytes of the part that ``next`` gave were sent; 0 for an empty part. Its room may have ended meanwhile."""

@@ -1,12 +1,15 @@
 """Host memory for pages that wait for a link, or come over one, cut from large blocks: the kernel gives small ones slower than a page is
-copied. A GPU copies to and from it by itself (pinned memory)."""
+copied."""
 
+import logging
 import sys
 import threading
 from collections import deque
 
 import numpy as np
 import torch
+
+logger = logging.getLogger(__name__)
 
 # numpy asks the kernel for huge pages, which come where as much lies together.
 BLOCK = 1 << 26
@@ -20,16 +23,18 @@ KEPT = 16
 class HostBlocks:
     """Cuts blocks into pieces, of any thread; a block is cut anew, or gone, once none of its pieces is used.
 
+    Of a GPU all blocks that are kept are there from the beginning, and pinned: it copies to and from them by itself.
+
     Args:
         device: whose pages they are.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._pinned = device, device.type == "cuda"
+        self._device = device
         # What copies to the device may still read, and events after which they do not.
         self._read: deque[tuple[torch.cuda.Event, memoryview]] = deque()
         self._lock = threading.Lock()
-        self._kept: list[np.ndarray] = []
+        self._kept: list[np.ndarray] = [_pinned() for _ in range(KEPT)] if device.type == "cuda" else []
         self._rest = np.empty(0, np.uint8)
 
     def take(self, size: int) -> np.ndarray:
@@ -47,8 +52,7 @@ class HostBlocks:
             # Its pieces are views, which keep it; the list and the call do, too.
             if len(self._kept[place]) >= size and sys.getrefcount(self._kept[place]) == 2:
                 return self._kept[place]
-        most = max(size, BLOCK)
-        block = torch.empty(most, dtype=torch.uint8, pin_memory=True).numpy() if self._pinned else np.empty(most, np.uint8)
+        block = np.empty(max(size, BLOCK), np.uint8)
         if len(self._kept) < KEPT and len(block) == BLOCK:
             self._kept.append(block)
         return block
@@ -59,7 +63,7 @@ class HostBlocks:
         What comes of :meth:`take` is copied by the GPU, without waiting for it, and stays until it has been.
         """
         found = torch.frombuffer(bytearray(content) if content.readonly else content, dtype=torch.uint8)
-        if not self._pinned:
+        if self._device.type != "cuda":
             return found
         there = found.to(self._device, non_blocking=True)
         event = torch.cuda.Event()
@@ -69,3 +73,12 @@ class HostBlocks:
             while self._read and self._read[0][0].query():
                 self._read.popleft()
         return there
+
+
+def _pinned() -> np.ndarray:
+    """A block that the GPU's copy engines reach; one that they do not, where the system allows no more."""
+    block = np.zeros(BLOCK, np.uint8)
+    status = torch.cuda.cudart().cudaHostRegister(block.ctypes.data, BLOCK, 0)
+    if int(status) != 0:
+        logger.warning("pinning %d bytes of host memory for links failed: CUDA error %d; copies are slower: raise ulimit -l", BLOCK, int(status))
+    return block

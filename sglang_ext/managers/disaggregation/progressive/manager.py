@@ -68,13 +68,14 @@ class ProgressiveManager(CommonKVManager):
         threading.Thread(target=self._listen, name="kv-control", daemon=True).start()
 
     def _begin(self, keys: LinkKeys | None, gbps: float | None) -> None:
-        limits = LinkLimits()
+        # Here, and not with the first page: pinning takes long.
+        limits, blocks = LinkLimits(), self.pool.blocks
         if self.disaggregation_mode == DisaggregationMode.PREFILL:
             self.handshakes = Handshakes(self.refuse)
             self.peers = Peers(lambda endpoint: Link(endpoint, self.settings, limits, gbps, keys))
         else:
             endpoint = agreement.receiving_endpoint(self.local_ip, self.kv_args.engine_rank, keys)
-            self.links = LinkServer(endpoint, self.settings, limits, keys, self.pool.blocks.take)
+            self.links = LinkServer(endpoint, self.settings, limits, keys, blocks.take)
             self._start_heartbeat_checker_thread()
 
     def refuse(self, metadata: Metadata, reason: str) -> None:

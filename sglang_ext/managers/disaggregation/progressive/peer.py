@@ -110,7 +110,7 @@ class Peer:
             self._wait_for_space(work.room)
             if work.room.over or self._closing:
                 return
-            now = self._has_space(work.room, Stream.RESIDUAL, self._most_before_residuals)
+            now = not work.room.most_bytes(Stream.RESIDUAL) or self._has_space(work.room, Stream.RESIDUAL, self._most_before_residuals)
             page = work.room.send_page(self._link, slots, now)
             if not now:
                 self._put_off.append((work.room, page, slots))

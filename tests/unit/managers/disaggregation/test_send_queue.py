@@ -21,6 +21,10 @@ def queue_of(*rooms, pages=2, **of):
     return queue
 
 
+def offer(queue, room, part):
+    return queue.offer(part, queue.header(room, part))
+
+
 def send(queue):
     """One frame: (room, stream, page, offset), or None."""
     sending = queue.next()
@@ -40,7 +44,7 @@ def test_anchors_of_all_rooms_go_before_any_residual_and_the_record_between():
     for room in (1, 2):
         for stream in (Stream.RESIDUAL, Stream.AUX, Stream.ANCHOR):
             for page in range(1 if stream is Stream.AUX else 2):
-                assert queue.offer(room, part(stream, b"12345", page))
+                assert offer(queue, room, part(stream, b"12345", page))
     sent = [(room, stream.value) for room, stream, _, _ in send_all(queue)]
     first = [(1, "anchor")] * 2 + [(1, "aux")] + [(2, "anchor")] * 2 + [(2, "aux")]
     assert sent == first + [(1, "residual")] * 2 + [(2, "residual")] * 2
@@ -48,20 +52,20 @@ def test_anchors_of_all_rooms_go_before_any_residual_and_the_record_between():
 
 def test_an_anchor_that_comes_late_waits_for_one_frame_and_the_residual_goes_on_after_it():
     queue = queue_of(1, 2, pages=1, aux=False)
-    queue.offer(1, part(Stream.ANCHOR, b"a"))
-    queue.offer(1, part(Stream.RESIDUAL, bytes(3 * FRAME)))
+    offer(queue, 1, part(Stream.ANCHOR, b"a"))
+    offer(queue, 1, part(Stream.RESIDUAL, bytes(3 * FRAME)))
     assert [send(queue)[1:] for _ in range(2)] == [("anchor", 0, 0), ("residual", 0, 0)]
-    queue.offer(2, part(Stream.ANCHOR, b"late"))
+    offer(queue, 2, part(Stream.ANCHOR, b"late"))
     assert [(room, offset) for room, _, _, offset in send_all(queue)] == [(2, 0), (1, FRAME), (1, 2 * FRAME)]
 
 
 def test_residuals_wait_for_their_rooms_record_and_the_record_for_all_anchors():
     queue = queue_of(1)
-    queue.offer(1, part(Stream.AUX, b"x"))
-    queue.offer(1, part(Stream.RESIDUAL, b"r", 0))
-    queue.offer(1, part(Stream.ANCHOR, b"a", 1))
+    offer(queue, 1, part(Stream.AUX, b"x"))
+    offer(queue, 1, part(Stream.RESIDUAL, b"r", 0))
+    offer(queue, 1, part(Stream.ANCHOR, b"a", 1))
     assert [sent[1] for sent in send_all(queue)] == ["anchor"]
-    queue.offer(1, part(Stream.ANCHOR, b"a", 0))
+    offer(queue, 1, part(Stream.ANCHOR, b"a", 0))
     assert [sent[1] for sent in send_all(queue)] == ["anchor", "aux", "residual"]
 
 
@@ -69,8 +73,8 @@ def test_nothing_goes_before_the_receiver_said_what_it_has():
     queue = SendQueue("lynx", 0)
     queue.open(1, shape(2, aux=False))
     for page in range(2):
-        queue.offer(1, part(Stream.ANCHOR, b"a", page))
-        queue.offer(1, part(Stream.RESIDUAL, b"r", page))
+        offer(queue, 1, part(Stream.ANCHOR, b"a", page))
+        offer(queue, 1, part(Stream.RESIDUAL, b"r", page))
     assert queue.next() is None
     assert queue.confirm(Have(1, b"\x03", b"\x01", False)) == [Stream.ANCHOR]
     assert [sent[1:3] for sent in send_all(queue)] == [("residual", 1)] and queue.queued == 1
@@ -105,7 +109,7 @@ def test_after_any_breaks_all_arrives_once_in_order(data):
         action = data.draw(st.sampled_from(["offer", "send", "send", "ack", "break", "again"]))
         if action == "offer" and offers:
             room, stream, page = offers.pop()
-            queue.offer(room, part(stream, bytes(data.draw(st.sampled_from([0, 1, FRAME, 25]))), page))
+            offer(queue, room, part(stream, bytes(data.draw(st.sampled_from([0, 1, FRAME, 25]))), page))
         elif action == "send" and (sending := queue.next()):
             room, stream, page, _ = send(queue)
             order = list(Stream).index(stream)
@@ -137,7 +141,7 @@ def test_after_any_breaks_all_arrives_once_in_order(data):
 def test_a_part_comes_again_before_others_but_not_between_the_frames_of_one():
     queue = queue_of(1, pages=3, aux=False, residual=False)
     for page in range(3):
-        queue.offer(1, part(Stream.ANCHOR, bytes(2 * FRAME), page))
+        offer(queue, 1, part(Stream.ANCHOR, bytes(2 * FRAME), page))
     assert [send(queue)[2:] for _ in range(3)] == [(0, 0), (0, FRAME), (1, 0)]
     queue.again(1, Stream.ANCHOR, 0, most=1)
     assert [sent[2:] for sent in send_all(queue)] == [(1, FRAME), (0, 0), (0, FRAME), (2, 0), (2, FRAME)]
@@ -155,25 +159,25 @@ def test_a_part_that_is_not_under_way_is_not_sent_again():
 def test_a_room_that_ended_leaves_nothing_behind():
     queue = queue_of(1, 2, aux=False)
     for room in (1, 2):
-        queue.offer(room, part(Stream.ANCHOR, bytes(2 * FRAME)))
-        queue.offer(room, part(Stream.RESIDUAL, b"r"))
+        offer(queue, room, part(Stream.ANCHOR, bytes(2 * FRAME)))
+        offer(queue, room, part(Stream.RESIDUAL, b"r"))
     sending = queue.next()
     queue.end(1)
     queue.advance(sending, FRAME)
     assert [sent[0] for sent in send_all(queue)] == [2, 2] and queue.queued == 2 * FRAME + 1
-    assert queue.offer(1, part(Stream.ANCHOR, b"a", 1)) is False and queue.arrived(1, Stream.ANCHOR, 0) == [] and queue.end(1) is None
+    assert offer(queue, 1, part(Stream.ANCHOR, b"a", 1)) is False and queue.arrived(1, Stream.ANCHOR, 0) == [] and queue.end(1) is None
 
 
 def test_what_a_room_has_not_or_had_before_is_refused():
     queue = queue_of(1, aux=False)
-    queue.offer(1, part(Stream.ANCHOR, b"a"))
+    offer(queue, 1, part(Stream.ANCHOR, b"a"))
     for wrong, why in (
         (part(Stream.ANCHOR, b"a"), "offered before"),
         (part(Stream.ANCHOR, b"a", 2), "has no anchor"),
         (part(Stream.AUX, b"a"), "has no aux"),
     ):
         with pytest.raises(LinkError, match=why):
-            queue.offer(1, wrong)
+            offer(queue, 1, wrong)
     with pytest.raises(LinkError, match="is open on this link"):
         queue.open(1, shape(2))
 
@@ -193,8 +197,8 @@ def test_ranges_of_layers_are_parts_of_their_own_and_headers_say_which():
     queue.confirm(Have(9, **NOTHING))
     offered = part(Stream.ANCHOR, b"abc")
     offered.layers = ranges[1]
-    queue.offer(9, offered)
-    header = queue.header(queue.next())
+    offer(queue, 9, offered)
+    header = queue.next().header
     assert (header.room, header.layers, header.rank, header.codec, header.size) == (9, ranges[1], 3, "lynx", 3)
     digest = header.digest()
     digest.update(b"abc")

@@ -96,6 +96,15 @@ def test_kv_is_held_while_residuals_wait_for_space_and_anchors_go_on(servers, mo
     assert torch.equal(rows(both.decode.pool, there), rows(both.prefill.pool, here))
 
 
+def test_pages_without_residual_have_none_to_wait_with(servers, monkeypatch):
+    monkeypatch.setattr(peers.Peer.__init__, "__defaults__", (1 << 15, 1 << 30))
+    both = servers("raw", gbps=0.01)
+    sender, receiver, here, there = transfer(both, 7, list(range(640)))
+    until(lambda: settled(sender) and settled(receiver))
+    assert receiver.poll() == KVPoll.Success
+    assert torch.equal(rows(both.decode.pool, there), rows(both.prefill.pool, here))
+
+
 def begun_early(both, prompt):
     """A room whose request begins on its anchor, as far as SGLang takes it: both ends, slots on both sides, the rest."""
     rest = []
