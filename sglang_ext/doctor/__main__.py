@@ -31,7 +31,14 @@ from sglang_ext.doctor.installation import (
     told,
     verdict,
 )
-from sglang_ext.doctor.serving import check_attention_backends, check_device, check_hooks, check_kernels, check_model
+from sglang_ext.doctor.serving import (
+    check_attention_backends,
+    check_device,
+    check_hooks,
+    check_kernels,
+    check_model,
+    check_transfer,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +59,8 @@ def examine(model: str | None = None) -> list[Check]:
         ("plugin selection", check_not_filtered),
     ]
     if package_version("sglang") and package_version("torch"):
-        wanted += [("device", check_device), ("attention backends", check_attention_backends), ("hooks", check_hooks)]
+        wanted += [("device", check_device), ("attention backends", check_attention_backends), ("KV transfer", check_transfer)]
+        wanted.append(("hooks", check_hooks))
         if model is not None:
             wanted += [("model", lambda: check_model(model)), ("kernels", lambda: check_kernels(model))]
     checks = [line for name, check in wanted for line in _guarded(name, check)]

@@ -342,3 +342,21 @@ def test_text_in_brackets_is_shown_as_it_is(capsys: pytest.CaptureFixture) -> No
     Console(width=120).print(doctor.render([Check("model", False, "[red]odd[/name]", "[none]")]))
     report = capsys.readouterr().out
     assert "[red]odd[/name]" in report and "[none]" in report
+
+
+def test_transports_of_kv_are_named_and_what_one_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    named = {"mooncake": None}
+    monkeypatch.setattr(serving, "find_spec", lambda name: named.get(name, True))
+    monkeypatch.setattr(serving.zmq, "has", lambda feature: feature == "curve")
+    assert serving.check_transfer().found.endswith("encrypted with --kv-link-keys); mooncake_tcp not installed")
+
+    def lacks(name: str) -> None:
+        raise ImportError("librdmacm.so.1: cannot open shared object file")
+
+    named["mooncake"] = True
+    monkeypatch.setattr(serving, "import_module", lacks)
+    assert "mooncake_tcp does not load: ImportError: librdmacm.so.1" in serving.check_transfer().found
+    monkeypatch.setattr(serving, "import_module", lambda name: None)
+    monkeypatch.setattr(serving.zmq, "has", lambda feature: False)
+    found = serving.check_transfer()
+    assert found.ok and "no CURVE); mooncake_tcp" in found.found and found.found.startswith("progressive (ZMQ ")
