@@ -1,6 +1,7 @@
 """Parts put together from frames: one of each stream of a link at a time, since a sender begins no other before it is through."""
 
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -9,15 +10,25 @@ import xxhash
 from sglang_ext.managers.disaggregation.settings import LinkError
 from sglang_ext.managers.disaggregation.wire import Frame, PageHeader, Stream
 
+# Bytes of a frame from which on its checksum is another thread's, while this one copies.
+MUCH = 1 << 18
+
 
 @dataclass(eq=False)
 class _Begun:
-    """A part that is not whole: its header, the checksum so far, and memory for it where it comes in several frames."""
+    """A part that is not whole: its header, the checksum so far and what it waits for, and memory for it where it comes in several frames."""
 
     header: PageHeader
     digest: xxhash.xxh3_64
+    reading: Future | None = None
     content: memoryview | None = None
     filled: int = 0
+
+    def settle(self) -> None:
+        """Wait until the frames so far were read."""
+        if self.reading is not None:
+            self.reading.result()
+            self.reading = None
 
 
 @dataclass(eq=False)
@@ -26,9 +37,11 @@ class Assembly:
 
     Attributes:
         take: gives memory of so many bytes, for a part in several frames.
+        reader: a thread that reads frames for their checksums, in order; None for the caller's own.
     """
 
     take: Callable[[int], bytearray | np.ndarray] = bytearray
+    reader: ThreadPoolExecutor | None = None
     _begun: dict[Stream, _Begun] = field(default_factory=dict)
 
     def add(self, frame: Frame, payload: memoryview) -> tuple[memoryview, bool] | None:
@@ -50,8 +63,12 @@ class Assembly:
             or not (payload or end == header.size)
         ):
             raise LinkError(f"a frame of bytes {frame.offset} to {end} of a part of {header.size} does not follow the one before")
-        begun.digest.update(payload)
         begun.filled = end
+        if self.reader is not None and end < header.size and len(payload) >= MUCH:
+            begun.reading = self.reader.submit(begun.digest.update, payload)
+        else:
+            begun.settle()
+            begun.digest.update(payload)
         if end < header.size and begun.content is None:
             begun.content = memoryview(self.take(header.size))
         if begun.content is not None:

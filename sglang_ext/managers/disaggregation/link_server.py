@@ -11,6 +11,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -89,6 +90,7 @@ class LinkServer:
         # The lock guards what other threads change; no sink is called under it.
         self._lock = threading.Lock()
         self._rooms: dict[int, IncomingRoom] = {}
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="kv-checksums")
         self._notes: deque[tuple[bytes, wire.Ended]] = deque()
         self._closing = False
         # Of the thread alone.
@@ -180,6 +182,7 @@ class LinkServer:
         for room in rooms:
             self._fail(room, reason)
         self._context.destroy(0)
+        self._reader.shutdown()
         with self._lock:
             os.close(self._wake)
             self._wake = None
@@ -266,7 +269,7 @@ class LinkServer:
             return
         if hello.link in self._links:
             self._forget(self._links[hello.link].address)
-        peer = _Peer(address, hello.link, self._limits.window_bytes, time.monotonic(), Assembly(self._take_memory))
+        peer = _Peer(address, hello.link, self._limits.window_bytes, time.monotonic(), Assembly(self._take_memory, self._reader))
         self._forget(address)
         self._peers[address] = self._links[hello.link] = peer
         self._heard[hello.link] = peer.heard

@@ -233,7 +233,7 @@ def test_a_check_that_fails_itself_is_a_line_and_the_others_run(monkeypatch: pyt
     monkeypatch.setattr(doctor, name, broken)
     names = [check.name for check in doctor.examine()]
     failing = [check for check in doctor.examine() if not check.ok and check.name != "kv modes"]
-    assert len(names) == 10 and len(failing) == 1 and "KeyError" in failing[0].found and failing[0].remedy
+    assert len(names) == 11 and len(failing) == 1 and "KeyError" in failing[0].found and failing[0].remedy
 
 
 @pytest.mark.parametrize(("minor", "ok"), [(10, False), (11, True), (12, True), (13, False)])
