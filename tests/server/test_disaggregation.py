@@ -4,18 +4,17 @@ The prefill server keeps what compressors need of prompts, the decode server dra
 """
 
 import os
-import random
 import signal
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError
 
 import pytest
 from preloaded import Preloaded
-from servers import EXPECTED_TOKENS, OFFLINE, POOL_TOKENS, QUICK_START, STOCK, Server, assert_same_answers, greedy
+from server_pair import Pair, said
+from servers import EXPECTED_TOKENS, POOL_TOKENS, assert_same_answers, greedy
 
 from sglang_ext.bench.client import free_port
 from sglang_ext.serve_pd import ROUTER, Router
@@ -28,71 +27,14 @@ COMMON = (
 )
 DRAFTS = 4
 METHODS = ("--kv-mode", "verified", "--kv-compressor", "kivi", "--kv-more-compressors", "snapkv", "--kv-draft-length", str(DRAFTS))
-PREFILL = (*METHODS, "--disaggregation-mode", "prefill", "--chunked-prefill-size", "128", "--kv-link-gbps", "0.2")
-DECODE = (*METHODS, "--disaggregation-mode", "decode", "--enable-metrics")
-
-
-class Pair:
-    """Both servers, and the requests that a router would send to them."""
-
-    def __init__(self, model: Path, folder: Path, preloaded: Preloaded | None) -> None:
-        self.preloaded = preloaded
-        self.bootstrap = free_port()
-        named = {"prefill": (*PREFILL, "--disaggregation-bootstrap-port", str(self.bootstrap)), "decode": DECODE}
-        self.servers = {name: self._server(model, folder / f"{name}.log", flags) for name, flags in named.items()}
-        self._pool = ThreadPoolExecutor(16)
-        # Both at once, beside stock's, since a start leaves cores idle.
-        self._starts = [self._pool.submit(server.__enter__) for server in self.servers.values()]
-
-    def stop(self) -> None:
-        """End what runs, or still starts."""
-        for start in self._starts:
-            start.exception()
-        for ended in [self._pool.submit(server.stop) for server in self.servers.values()]:
-            ended.result()
-        self._pool.shutdown()
-
-    def wait(self) -> None:
-        """Until both serve."""
-        for start in self._starts:
-            start.result()
-
-    def begin(self, prefill: dict[str, Any], decode: dict[str, Any]) -> list[Future[Any]]:
-        """Ask each server for its part of one request."""
-        self.wait()
-        room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": self.bootstrap, "bootstrap_room": random.getrandbits(62)}
-        bodies = zip(self.servers.values(), (prefill, decode), strict=True)
-        return [self._pool.submit(server.ask, **body, **room) for server, body in bodies]
-
-    def both(self, prefill: dict[str, Any], decode: dict[str, Any]) -> list[Any]:
-        """What each server says to its part of one request: an answer, or the text of an error."""
-        return [said(each) for each in self.begin(prefill, decode)]
-
-    def ask(self, **body: Any) -> Any:
-        """The decode server's answer."""
-        found = self.both(body, body)[1]
-        assert not isinstance(found, str), found
-        return found
-
-    def _server(self, model: Path, log: Path, flags: tuple[str, ...]) -> Server:
-        env = {**OFFLINE, "SGLANG_HOST_IP": "127.0.0.1", **QUICK_START}
-        # Seeds need the first of stock's flags. SGLang's loops of these roles do not end by themselves.
-        own = {"request_timeout": 120, "stop_grace": 2, "env": env, "preloaded": self.preloaded}
-        return Server(str(model), (*COMMON, STOCK[0], *flags), log, **own)
-
-
-def said(asked: Future[Any]) -> Any:
-    """An answer, or the text of an error."""
-    try:
-        return asked.result()
-    except HTTPError as error:
-        return error.read().decode()
+PREFILL = (*METHODS, "--chunked-prefill-size", "128", "--kv-link-gbps", "0.2")
+DECODE = (*METHODS, "--enable-metrics")
 
 
 @pytest.fixture(scope="module")
 def pair(model: Path, tmp_path_factory: pytest.TempPathFactory, preloaded: Preloaded | None) -> Iterator[Pair]:
     """Servers that the tests of this file share."""
-    made = Pair(model, tmp_path_factory.mktemp("disaggregation"), preloaded)
+    made = Pair(model, tmp_path_factory.mktemp("disaggregation"), preloaded, (*COMMON, *PREFILL), (*COMMON, *DECODE))
     yield made
     made.stop()
 
