@@ -15,7 +15,8 @@ from servers import POOL_TOKENS, STOCK, Server, greedy
 
 pytestmark = pytest.mark.server
 
-TOKENS, AT_ONCE = 16, 4
+# More than a window of queries, which SGLang's transport does not bring: snapkv drafts once the decode server has as many itself.
+TOKENS, AT_ONCE = 44, 4
 COMMON = (
     *("--dtype", "float32", "--sleep-on-idle", "--skip-server-warmup", "--max-total-tokens", str(POOL_TOKENS), "--page-size", "16"),
     *("--kv-mode", "verified", "--kv-draft-length", "6"),
