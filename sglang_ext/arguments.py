@@ -156,7 +156,8 @@ class KVServerArgs(ServerArgs):
     kv_host_gb: A[
         float,
         "Host memory of each tensor-parallel rank, in GB of 10^9 bytes, for full KV of prefixes that the device has no room "
-        "for; it comes back, its checksums compared, when a prompt begins with it. 0: none.",
+        "for; it comes back, its checksums compared, when a prompt begins with it. With --kv-compressor lynx alone and --page-size "
+        "64, packed tokens come back by what their copies on the device lack: of bfloat16 by 7 bits a number. 0: none.",
         NS("memory"),
     ] = 0.0
     kv_full_tier: A[

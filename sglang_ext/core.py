@@ -99,6 +99,12 @@ class CompressedView:
         """Tokens of the full KV that its sinks and its segments stand for."""
         return self.segments[-1].end if self.segments else self.sinks
 
+    def hand_over(self) -> torch.Tensor:
+        """What of its own slots holds blocks, which it reads as a segment's from now on: int64, whole pages."""
+        slots, self.own = self.own[self.sinks :].clone(), self.own[: self.sinks].clone()
+        self.own_tokens = self.own_packed = 0
+        return slots
+
     @property
     def kept(self) -> int:
         """Slots that the draft row leads to of the copy."""

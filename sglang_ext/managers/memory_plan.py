@@ -183,7 +183,7 @@ class MemoryPlanner:
             copy_tables=self._copy_tables(2 * rows),
             gathered_drafts=8 * rows * (self.stride - 1),
             scores=0 if scores is None else scores.planned_bytes(slots),
-            staging=2 * staging_bytes(slots * model.slot_bytes) if args.kv_host_gb else 0,
+            staging=2 * staging_bytes(slots * model.slot_bytes, args.page_size * model.slot_bytes) if args.kv_host_gb else 0,
             workspaces=self._workspaces(requests),
             logits=4 * model.vocabulary * options.captured_tokens(args, requests) if self._captures else 0,
         )

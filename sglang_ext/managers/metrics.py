@@ -40,7 +40,8 @@ HOST_GAUGES = {
 }
 HOST_COUNTERS = {
     "host_stored_bytes": ("Bytes of full KV stored to host memory.",),
-    "host_loaded_bytes": ("Bytes of full KV loaded from host memory.",),
+    "host_loaded_bytes": ("Bytes that came from host memory for full KV.",),
+    "host_restored_bytes": ("Bytes of full KV that these gave: more where host memory holds residuals.",),
     "host_loads": ("Loads of full KV from host memory that ended.",),
     "host_load_seconds": ("Seconds that these loads took; their growth is the share of time in which the link is in use.",),
     "host_failed_pages": ("Pages of full KV that came back changed, and are computed again.",),
@@ -151,6 +152,7 @@ def _of_host(tree: "TieredRadixCache", verifications: "Verifications | None") ->
     yield "host_load_bytes_per_second", reloads.link.bandwidth or 0.0
     yield "host_stored_bytes", host.stored_bytes
     yield "host_loaded_bytes", reloads.loaded_bytes
+    yield "host_restored_bytes", reloads.restored_bytes
     yield "host_loads", reloads.link.loads
     yield "host_load_seconds", reloads.link.seconds
     yield "host_failed_pages", reloads.failed_pages

@@ -11,12 +11,13 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from sglang_ext.layers.kernels import pointer_decode, scatter_cells, uneven_decode, window_scores, write_pointers
-from sglang_ext.layers.kernels.lynx import kernels as codec
+from sglang_ext.layers.kernels.lynx import anchored, kernels as codec
 from sglang_ext.layers.kernels.lynx.layout import Layout
 from sglang_ext.layers.kernels.lynx.parts import Parts
 from sglang_ext.layers.kernels.packed import pack_blocks, packed_decode
 from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells
 from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows, Pointers
+from sglang_ext.mem_cache.host_tier.residuals import ResidualPages
 
 KINDS = (("kivi", 4), ("kivi", 2), ("int8", 8), ("turboquant", 4), ("lynx", 4), ("lynx", 2), ("hack", 4), ("hack", 2))
 # Blocks to pack: method, bits, channels of a head, numbers of a pool.
@@ -111,6 +112,21 @@ def check_codec(compiled):
             assert stack_bytes(made) == 0, (kernel, bits, short, dtype)
 
 
+def check_anchored(compiled):
+    """So does what writes pages as residuals of packed blocks, and reads them."""
+    for bits, dim, dtype in ((4, 128, torch.bfloat16), (2, 64, torch.float16), (4, 64, torch.float32), (2, 128, torch.float32)):
+        pool = packed_pool("lynx", bits, 2, 0, heads=2, dim=dim, dtype=dtype)
+        pages = ResidualPages(pool.buffers, pool.packing, 64)
+        slots, blocks = torch.zeros(128, dtype=torch.int64), torch.zeros(2, pool.packing.block_slots, dtype=torch.int64)
+        rooms, sizes = torch.zeros(2, pages.page_bytes, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64)
+        begin = len(compiled)
+        anchored.write_pages(pool.buffers, pages.layout, pool.packing, slots, blocks, rooms, sizes)
+        anchored.read_pages(pool.buffers, pages.layout, pool.packing, rooms, sizes, slots, blocks)
+        anchored.read_pages(pool.buffers, pages.layout, pool.packing, rooms, sizes, slots, None)
+        for kernel, made in compiled[begin:]:
+            assert stack_bytes(made) == 0, (kernel, bits, dim, dtype, stack_bytes(made))
+
+
 def main():
     compiled = []
     compile_only(compiled)
@@ -128,6 +144,7 @@ def main():
     pointer_decode.pointer_decode(begins, torch.zeros(1, 4, 128).bfloat16(), *layer, table, rows, rows, 0.1)
     check_packing(compiled)
     check_codec(compiled)
+    check_anchored(compiled)
     kept = torch.zeros(len(pool.buffers.keys), 1, 70, dtype=torch.int64)
     write_pointers.write_pointers(pool.buffers.key_table, layer[0], kept, rows, rows)
     window_scores.window_scores(torch.zeros(1, 32, 4, 128), pool.buffers.key_table, layer[0], rows, torch.arange(32), 0.1)

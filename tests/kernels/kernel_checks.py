@@ -10,6 +10,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
 
+from anchored_checks import check_anchored  # noqa: E402
 from check_names import OF_SGLANG, PLAIN  # noqa: E402
 from gluon_checks import check_packed_gluon  # noqa: E402
 from integer_checks import check_integer_switches  # noqa: E402
@@ -358,6 +359,7 @@ def check_uneven_decode():
 
 CHECKS = {
     "lynx": lambda: check_lynx(DEVICE),
+    "anchored": lambda: check_anchored(DEVICE),
     "pointers": lambda: check_pointers(DEVICE),
     "scatter_cells": lambda: check_scatter_cells(DEVICE),
     "uneven_backend": lambda: check_uneven_backend(DEVICE),

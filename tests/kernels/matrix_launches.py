@@ -9,6 +9,7 @@ from packed_helpers import KERNEL_KINDS, divides, packed_pool
 
 from sglang_ext.layers.kernels.gather_kept import gather_kept
 from sglang_ext.layers.kernels.lynx import kernels
+from sglang_ext.layers.kernels.lynx.anchored import read_pages, write_pages
 from sglang_ext.layers.kernels.lynx.layout import Layout
 from sglang_ext.layers.kernels.lynx.parts import Parts
 from sglang_ext.layers.kernels.packed import pack_blocks, packed_decode
@@ -23,6 +24,7 @@ from sglang_ext.layers.kernels.write_pointers import write_pointers
 from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells
 from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows, Pointers
 from sglang_ext.mem_cache.host_tier.checksums import SUMMED_WORD, as_words
+from sglang_ext.mem_cache.host_tier.residuals import ResidualPages
 
 DIMS = (64, 80, 96, 128, 192, 256)
 GROUPS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 48, 71)
@@ -133,6 +135,19 @@ def _lynx(shape: Shape) -> None:
             residuals = kernels.exact_residuals(parts, list(anchors), layout, slots)
         for streams in (None, list(residuals)):
             kernels.decode(list(anchors), streams, layout, parts, slots)
+    if shape.dim in pack_blocks.DIMS:
+        for bits in (4, 2):
+            _anchored(shape, bits)
+
+
+def _anchored(shape: Shape, bits: int) -> None:
+    """A page as the residual of packed blocks."""
+    pool = packed_pool("lynx", bits, 2, 0, heads=2, dim=shape.dim, dtype=shape.dtype)
+    pages, slots = ResidualPages(pool.buffers, pool.packing, 64), torch.zeros(64, dtype=torch.int64)
+    of_room = torch.zeros(1, pages.page_bytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64)
+    blocks, shared = slots[None, : pages.page_slots].contiguous(), (pool.buffers, pages.layout, pool.packing)
+    write_pages(*shared, slots, blocks, *of_room)
+    read_pages(*shared, *of_room, slots, blocks)
 
 
 # What does not depend on the query heads is launched for one of them.

@@ -73,7 +73,7 @@ class World:
         values = torch.zeros_like(self.kv)
         self.buffers = KVBuffers((0,), (1.0,), (self.kv,), (values,))
         self.slots = slots
-        self.allocator = TorchPagedAllocator(slots, PAGE, torch.float32, "cpu", None, need_sort=False)
+        self.page, self.allocator = PAGE, TorchPagedAllocator(slots, PAGE, torch.float32, "cpu", None, need_sort=False)
         self.table = TokenTable()
         self.cache = TieredRadixCache(CacheInitParams(False, self.table, self.allocator, PAGE))
         self.tier = HostTier(
@@ -104,7 +104,7 @@ class World:
         return torch.cat([match.device_indices, new]), last
 
     def allocate(self, tokens):
-        pages = -(-tokens // PAGE) * PAGE
+        pages = -(-tokens // self.page) * self.page
         evict_from_tree_cache(self.cache, pages)
         return self.allocator.alloc(pages)
 
@@ -127,7 +127,7 @@ class World:
 
     def extend(self, req, length):
         """Compute the KV of a request's tokens up to ``length``; False when the pool is full."""
-        covered = -(-req.length // PAGE) * PAGE
+        covered = -(-req.length // self.page) * self.page
         if length > covered:
             slots = self.allocate(length - covered)
             if slots is None:
@@ -180,7 +180,7 @@ class World:
             tokens = self.tokens_to(node)
             there = {"device": node.on_device, "loading": node.load is not None, "host": node.host_value is not None}
             held = frozenset(name for name in there if there[name])
-            for end in range(node.start + PAGE, node.end + 1, PAGE):
+            for end in range(node.start + self.page, node.end + 1, self.page):
                 found[tuple(tokens[:end])] = held
         return found
 
@@ -189,7 +189,7 @@ class World:
 
     def own_tokens(self):
         """Slots that running requests own beside the tree."""
-        return sum(-(-req.length // PAGE) * PAGE - req.cache_protected_len for req in self.running)
+        return sum(-(-req.length // self.page) * self.page - req.cache_protected_len for req in self.running)
 
     def check(self, corrupt=frozenset()):
         """Nothing leaks, and all KV that can be reached is that of its tokens; ``corrupt``: host pages that are not."""
@@ -206,9 +206,9 @@ class World:
             if node.host_value is not None:
                 node.store.synchronize()
                 good = torch.tensor([page not in corrupt for page in node.host_value.tolist()])
-                stored = self.tier.pool.kv[0, 0, node.host_value].view(-1, PAGE)
-                assert torch.equal(stored[good], expected.view(-1, PAGE)[good])
-        free = set((self.allocator.free_pages[:, None] * PAGE + torch.arange(PAGE)).flatten().tolist())
+                stored = self.tier.pool.kv[0, 0, node.host_value].view(-1, self.page)
+                assert torch.equal(stored[good], expected.view(-1, self.page)[good])
+        free = set((self.allocator.free_pages[:, None] * self.page + torch.arange(self.page)).flatten().tolist())
         for req in self.running:
             row = self.table.req_to_token[req.req_pool_idx, : req.length].long()
             live = torch.tensor([i for i in range(req.length) if i not in req.stale], dtype=torch.int64)

@@ -171,7 +171,7 @@ class OffloadPolicy:
 
         Args:
             probability: that a draft is accepted when those before it were.
-            link: bytes per second of loads.
+            link: bytes of full KV per second of loads.
             share: of full KV that copies keep.
         """
         telling = self._telling()

@@ -74,7 +74,7 @@ class Verifications(NeverEarly):
 
     def _measure_link(self) -> None:
         """Let the loads that are planned take the time that they will."""
-        bandwidth = self.residency.tree.reloads.link.bandwidth
+        bandwidth = self.residency.tree.reloads.link.restored
         before = self._bandwidth or bandwidth
         if bandwidth is not None and abs(bandwidth - before) > DRIFT * before:
             self.admission.slow_link(before / bandwidth)
@@ -109,7 +109,7 @@ class Verifications(NeverEarly):
             tokens = 0 if row in self.turns or row in self._reserved else self.residency.missing_tokens(row)
             if tokens:
                 # One that takes longer than the horizon gets all of it, and is late.
-                seconds = min(tokens * self.bytes_per_token / self.residency.tree.reloads.link.bandwidth, self.admission.longest_load)
+                seconds = min(tokens * self.bytes_per_token / self.residency.tree.reloads.link.restored, self.admission.longest_load)
                 if self.admission.admit(row, seconds, tokens, rounds[row]) is not None:
                     self._reserved.add(row)
                     self._refused.pop(row, None)

@@ -151,7 +151,7 @@ class DecodeLoop:
         if self.policy is None or self._rounds % PLACE_AFTER:
             return
         worker, residency = self.worker, self.turns.residency
-        found = self.policy.choose(worker.requests.typical.probability, residency.tree.reloads.link.bandwidth, worker.views.share)
+        found = self.policy.choose(worker.requests.typical.probability, residency.tree.reloads.link.restored, worker.views.share)
         residency.most, self.turns.drafts = worker.ranks.agree(found)
 
     def _check(self, batch: "ScheduleBatch", round_: Round) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from sglang_ext.layers.kernels.lynx import levels
 from sglang_ext.mem_cache.compressed.formats.packed_layout import Grid, Quantized
-from sglang_ext.mem_cache.compressors.contracts.quantizer import Finding, Quantizer, grouped, squeezed, stored, stored_above
+from sglang_ext.mem_cache.compressors.contracts.quantizer import Finding, Quantizer, grouped, squeezed, stored, stored_above, stored_next
 from sglang_ext.mem_cache.compressors.contracts.registry import register_quantizer
 
 
@@ -16,9 +16,10 @@ from sglang_ext.mem_cache.compressors.contracts.registry import register_quantiz
 class Lynx(Quantizer):
     """Keys and values by channel, in chunks of tokens: ``level[code] * sigma + mu``, of levels that are finer near the mean.
 
-    ``mu`` is a chunk's mean and ``sigma`` its greatest distance from it; the chunk's extreme is exact but for their rounding. What
-    the paper sends after the anchor, the residual, is no part of a copy: full KV verifies. Nor is the range of a page's
-    channel, which spares nothing where ``mu`` and ``sigma`` are float16.
+    ``mu`` is a chunk's mean and ``sigma`` its greatest distance from it; the chunk's extreme is exact but for their rounding. A copy
+    is the anchor alone. What the paper sends after it, the residual, is what host memory holds of full KV where copies are shared:
+    each number's index in the bin that its code, ``mu`` and ``sigma`` name (host_tier/residuals.py). The range of a page's channel
+    is no part of either: it spares nothing where ``mu`` and ``sigma`` are float16.
 
     Attributes:
         chunk: tokens that share ``mu`` and ``sigma``.
@@ -45,9 +46,12 @@ class Lynx(Quantizer):
         """Means as zero points, greatest distances from them as scales; codes count the bounds that a distance reaches."""
         groups = grouped(numbers, grid)
         zero = stored(groups.mean((3, 5), keepdim=True))
-        apart = groups - zero
-        scale = stored_above(apart.abs().amax((3, 5), keepdim=True))
-        codes = torch.zeros_like(apart, dtype=torch.uint8)
+        low, high = groups.amin((3, 5), keepdim=True), groups.amax((3, 5), keepdim=True)
+        scale = stored_above(torch.maximum(high - zero, zero - low))
+        # Distances are rounded: the bins of the first and the last code shall reach all numbers.
+        scale = stored_next(scale, (zero + scale < high) | (zero - scale > low))
+        codes = torch.zeros_like(groups, dtype=torch.uint8)
         for bound in self.bounds_on(numbers.device, numbers.shape[-1]):
-            codes += (apart >= bound * scale).view(torch.uint8)
+            # The product is exact (levels.py), so that this is where the code's bin begins (bins.py), on every device.
+            codes += (groups >= zero + bound * scale).view(torch.uint8)
         return Quantized(codes.view(numbers.shape), squeezed(scale), squeezed(zero))

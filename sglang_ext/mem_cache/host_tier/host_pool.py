@@ -20,26 +20,30 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class HostPool:
-    """Pages of host memory, layer after layer: a run of pages of one layer is one block of memory.
+    """Pages of host memory, layer after layer: a run of pages of one layer is one block of memory; or, where pages may lie there as
+    residuals (residuals.py), page after page: each has a room.
 
     Attributes:
-        kv: [2, layers, pages, page_size, kv_heads, head_dim]: keys, then values.
+        kv: [2, layers, pages, page_size, kv_heads, head_dim]: keys, then values; page after page [pages, 2, layers, page_size, ...].
         checksums: int64 [pages], of what was stored last; valid once its transfer is done.
         pages: which of them are free.
+        sizes: int64 [pages], bytes of what was stored last, 0 of a whole page, valid as checksums are; None layer after layer.
     """
 
     kv: torch.Tensor
     checksums: torch.Tensor
     pages: HostPages
+    sizes: torch.Tensor | None = None
 
     @classmethod
-    def create(cls, buffers: KVBuffers, page_size: int, size: int) -> "HostPool":
+    def create(cls, buffers: KVBuffers, page_size: int, size: int, rooms: bool = False) -> "HostPool":
         """A pool for as many pages as fit in ``size`` bytes.
 
         Args:
             buffers: the layers of the device's pool; all of one shape and dtype.
             page_size: tokens in a page.
             size: bytes of host memory.
+            rooms: page after page.
 
         Raises:
             OptionError: no page fits, or the host has less memory.
@@ -57,9 +61,10 @@ class HostPool:
         host_memory.check(used)
         key = buffers.keys[0]
         memory = _pinned(used) if key.is_cuda else torch.empty(used, dtype=torch.uint8)
-        shape = 2, len(buffers.keys), count, page_size, *key.shape[1:]
-        checksums = torch.zeros(count, dtype=torch.int64, pin_memory=key.is_cuda)
-        pool = cls(memory.view(key.dtype).view(shape), checksums, HostPages(count))
+        kinds = 2, len(buffers.keys)
+        shape = *((count, *kinds) if rooms else (*kinds, count)), page_size, *key.shape[1:]
+        checksums, sizes = (torch.zeros(count, dtype=torch.int64, pin_memory=key.is_cuda) for _ in range(2))
+        pool = cls(memory.view(key.dtype).view(shape), checksums, HostPages(count), sizes if rooms else None)
         if key.is_cuda:
             # The process takes its memory with it, so nothing needs to be done as it ends.
             weakref.finalize(pool, _unpin, memory).atexit = False
@@ -73,12 +78,27 @@ class HostPool:
     @cached_property
     def page_bytes(self) -> int:
         """Bytes of a page: keys and values of all layers."""
-        return self.kv[:, :, 0].numel() * self.kv.element_size()
+        return self.kv.numel() * self.kv.element_size() // self.pages.count
 
     @cached_property
     def words(self) -> torch.Tensor:
-        """:attr:`kv` as whole numbers, keys of all layers before values: [2 * layers, pages * page_size, words]."""
+        """:attr:`kv` as whole numbers, keys of all layers before values: [2 * layers, pages * page_size, words]; layer after layer."""
         return as_words(self.kv.flatten(0, 3), 8).unflatten(0, (2 * self.kv.shape[1], -1))
+
+    @cached_property
+    def rooms(self) -> torch.Tensor:
+        """:attr:`kv` page after page: uint8 [pages, page_bytes]."""
+        return self.kv.view(len(self.kv), -1).view(torch.uint8)
+
+    @torch.inference_mode()
+    def flip(self, page: int) -> None:
+        """Change a bit of what was stored to a page last, for tests; after its store."""
+        if self.sizes is None:
+            self.words[0, page * self.page_size, :1].bitwise_xor_(1)
+        else:
+            # Residuals begin with where their bits begin, which not all readers ask; between blocks are bits that mean nothing.
+            place = (int(self.sizes[page]) or self.page_bytes) * 37 // 100
+            self.rooms[page, place : place + 1].bitwise_xor_(1)
 
 
 def check_alike(buffers: KVBuffers) -> None:

@@ -1,7 +1,8 @@
 """A transfer cut into pieces that fit a buffer, and into runs of consecutive pages, which one copy can move; and the copies of a piece."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,9 @@ import torch
 
 if TYPE_CHECKING:
     from sglang_ext.mem_cache.host_tier.host_pool import HostPool
+
+# What fills a buffer of a pipe, and what empties it.
+Moves = Iterator[tuple[Callable[[torch.Tensor], None], Callable[[torch.Tensor], None]]]
 
 
 @dataclass(frozen=True)
@@ -78,10 +82,38 @@ class PieceCopies:
     Attributes:
         rows: the device's KV, of keys of all layers before values: [slots, words] each.
         pool: the host pages.
+        room: pages of one layer's keys that a buffer holds.
     """
 
     rows: list[torch.Tensor]
     pool: "HostPool"
+    room: int
+
+    @classmethod
+    def of(cls, rows: list[torch.Tensor], pool: "HostPool", staging: int) -> "PieceCopies":
+        """With two buffers of so many bytes together, or of a page each."""
+        return cls(rows, pool, max(1, staging // 2 // (pool.page_size * rows[0].shape[1] * rows[0].element_size())))
+
+    def halves(self) -> torch.Tensor:
+        """Both buffers, [2, rows, words]."""
+        return self.rows[0].new_empty(2, self.room * self.pool.page_size, self.rows[0].shape[1])
+
+    def stores(self, pages: torch.Tensor, slots: torch.Tensor, blocks: None) -> Moves:
+        """What fills a buffer from device slots, and what empties it into pages of the host, piece after piece."""
+        for piece in self._pieces(pages):
+            yield partial(self.gather, piece, slots), partial(self.to_host, piece)
+
+    def loads(self, pages: torch.Tensor, slots: torch.Tensor, blocks: None, stored: bool) -> Moves:
+        """The other way."""
+        for piece in self._pieces(pages):
+            yield partial(self.from_host, piece), partial(self.scatter, piece, slots)
+
+    def loaded_bytes(self, pages: torch.Tensor, blocks: None, stored: bool) -> int:
+        """Bytes that such loads bring."""
+        return len(pages) * self.pool.page_bytes
+
+    def _pieces(self, pages: torch.Tensor) -> Iterator[Piece]:
+        return pieces(len(self.rows), pages, self.pool.page_size, self.room)
 
     def gather(self, piece: Piece, slots: torch.Tensor, half: torch.Tensor) -> None:
         """From ``slots``, int64 [tokens of the transfer], to a buffer."""

@@ -6,7 +6,7 @@ direction has its own two buffers and two streams, so that stores, loads and for
 same happens in a thread, one transfer after another.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -18,7 +18,9 @@ from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.host_tier.checksums import PageChecksums, as_words
 from sglang_ext.mem_cache.host_tier.host_pool import HostPool, check_alike
 from sglang_ext.mem_cache.host_tier.lanes import Lane, LastUse, Pipe
-from sglang_ext.mem_cache.host_tier.pieces import Piece, PieceCopies, pieces, runs
+from sglang_ext.mem_cache.host_tier.pieces import PieceCopies, runs
+from sglang_ext.mem_cache.host_tier.residuals import PageBlocks, ResidualPages
+from sglang_ext.mem_cache.host_tier.rooms import RoomCopies
 from sglang_ext.mem_cache.host_tier.transfers import Deferral, Launched, Transfer
 
 # Bytes of both buffers of a direction: a share of the device's KV, within bounds. Copies of half of it take much longer than
@@ -26,9 +28,9 @@ from sglang_ext.mem_cache.host_tier.transfers import Deferral, Launched, Transfe
 STAGING_SHARE, LEAST_STAGING, MOST_STAGING = 1 / 64, 16 << 20, 256 << 20
 
 
-def staging_bytes(pool: int) -> int:
-    """What the buffers of one direction take on the device, where its KV pool has so many bytes."""
-    return min(max(int(STAGING_SHARE * pool), LEAST_STAGING), MOST_STAGING)
+def staging_bytes(pool: int, page: int = 0) -> int:
+    """What the buffers of one direction take on the device, where its KV pool has so many bytes, and a page of full KV."""
+    return max(min(max(int(STAGING_SHARE * pool), LEAST_STAGING), MOST_STAGING), 2 * page)
 
 
 class HostTier:
@@ -44,34 +46,38 @@ class HostTier:
         pool: the host pages.
         staging: bytes on the device for the buffers of one direction; at least two pages of one layer's keys are taken. None:
             :func:`staging_bytes`.
+        residuals: how pages lie in a pool of rooms; None for a pool that lies layer after layer.
 
     Raises:
         ValueError: the layers' buffers differ, or are not contiguous.
     """
 
-    def __init__(self, buffers: KVBuffers, pool: HostPool, staging: int | None = None) -> None:
+    def __init__(
+        self, buffers: KVBuffers, pool: HostPool, staging: int | None = None, residuals: ResidualPages | None = None
+    ) -> None:
         check_alike(buffers)
         self.pool = pool
         key = buffers.keys[0]
         self._device = key.device
-        self._copies = PieceCopies([as_words(buffer, 8) for buffer in (*buffers.keys, *buffers.values)], pool)
         self._checksums = PageChecksums(buffers, pool.page_size)
         # The tables and the kernel are made here: no lane shall find them unfinished.
         self._checksums.of(torch.zeros(pool.page_size, dtype=torch.int64, device=key.device))
-        rows = self._copies.rows[0]
-        staging = staging_bytes(len(key) * buffers.bytes_per_slot) if staging is None else staging
-        self._room = max(1, staging // 2 // (pool.page_size * rows.shape[1] * rows.element_size()))
+        staging = staging_bytes(len(key) * buffers.bytes_per_slot, pool.page_bytes) if staging is None else staging
+        self._copies: PieceCopies | RoomCopies
+        if residuals is None:
+            rows = [as_words(buffer, 8) for buffer in (*buffers.keys, *buffers.values)]
+            self._copies = PieceCopies.of(rows, pool, staging)
+        else:
+            self._copies = RoomCopies.of(pool, residuals, staging)
+            if buffers.on_gpu:
+                residuals.compile_kernels()
         copies, moves = (partial(Lane.beside, self._device, urgent=urgent) for urgent in (False, True))
-        self._stores = Pipe(self._halves(), filler=moves(), emptier=copies())
-        self._loads = Pipe(self._halves(), filler=copies(), emptier=moves())
+        self._stores = Pipe(self._copies.halves(), filler=moves(), emptier=copies())
+        self._loads = Pipe(self._copies.halves(), filler=copies(), emptier=moves())
         self._stored, self._loaded = LastUse(pool.pages.count), LastUse(pool.pages.count)
         self._forward: Mark | None = None
         self._worker = None if buffers.on_gpu else ThreadPoolExecutor(1, thread_name_prefix="host-tier")
         self._deferral = Deferral()
-
-    def _halves(self) -> torch.Tensor:
-        rows = self._copies.rows[0]
-        return rows.new_empty(2, self._room * self.pool.page_size, rows.shape[1])
 
     @property
     def workspace_bytes(self) -> int:
@@ -90,29 +96,31 @@ class HostTier:
         """
         return self._deferral.until_end() if self._worker is None else nullcontext()
 
-    def store(self, slots: torch.Tensor, pages: torch.Tensor) -> Transfer:
+    def store(self, slots: torch.Tensor, pages: torch.Tensor, blocks: PageBlocks | None = None) -> Transfer:
         """Copy device slots to host pages.
 
         Args:
             slots: int64 [pages * page_size], on the device, in the order of the pages' tokens.
             pages: int64 [pages], on the host, allocated in the pool, each once.
+            blocks: with which pages are stored as residuals; None for a pool without rooms, or to store all whole. Their slots
+                must stay as they are until the transfer is done.
 
         Raises:
             ValueError: the two do not fit together, or pages are not allocated.
         """
         self._check(slots, pages)
         self.pool.pages.fill(pages)
-        return self._begin(self._store, slots, pages)
+        return self._begin(self._store, slots, pages, blocks)
 
-    def load(self, pages: torch.Tensor, slots: torch.Tensor) -> Transfer:
-        """Copy host pages to device slots; arguments as of :meth:`store`.
+    def load(self, pages: torch.Tensor, slots: torch.Tensor, blocks: PageBlocks | None = None) -> Transfer:
+        """Copy host pages to device slots; arguments as of :meth:`store`, with the same blocks, as far as they are still there.
 
         Raises:
             ValueError: as of :meth:`store`, or pages that were not stored to since they were allocated.
         """
         self._check(slots, pages)
         self.pool.pages.check_filled(pages)
-        return self._begin(self._load, slots, pages)
+        return self._begin(self._load, slots, pages, blocks)
 
     def close(self) -> None:
         """Finish what was begun; nothing may be begun afterwards."""
@@ -121,25 +129,29 @@ class HostTier:
         else:
             torch.cuda.synchronize(self._device)
 
-    def _begin(self, launch: Callable[..., Launched], slots: torch.Tensor, pages: torch.Tensor) -> Transfer:
+    def _begin(
+        self, launch: Callable[..., Launched], slots: torch.Tensor, pages: torch.Tensor, blocks: PageBlocks | None
+    ) -> Transfer:
         """Launch a transfer from here, or on a CPU let the worker do it."""
         # The caller's may be views of tables that change before the transfer reads them.
         slots, pages = slots.clone(), pages.clone()
         after = Mark.now(self._device), self._forward
         if self._worker is not None:
-            launched = self._worker.submit(launch, slots, pages, after)
+            launched = self._worker.submit(launch, slots, pages, blocks, after)
         else:
-            launched = self._deferral.begin(partial(launch, slots, pages, after))
+            launched = self._deferral.begin(partial(launch, slots, pages, blocks, after))
         return Transfer(len(pages) * self.pool.page_bytes, pages, launched)
 
     @torch.inference_mode()
-    def _store(self, slots: torch.Tensor, pages: torch.Tensor, after: tuple[Mark | None, ...]) -> Launched:
+    def _store(
+        self, slots: torch.Tensor, pages: torch.Tensor, blocks: PageBlocks | None, after: tuple[Mark | None, ...]
+    ) -> Launched:
         pipe = self._stores
         pipe.after(*after, self._loaded.end(pages))
-        pipe.filler.uses(slots)
+        _used(pipe.filler, slots, blocks)
         start = pipe.emptier.mark()
-        for piece in self._pieces(pages):
-            pipe.move(partial(self._copies.gather, piece, slots), partial(self._copies.to_host, piece))
+        for fill, empty in self._copies.stores(pages, slots, blocks):
+            pipe.move(fill, empty)
         with pipe.filler.running():
             sums = self._checksums.of(slots)
         pipe.hand_over()
@@ -150,16 +162,19 @@ class HostTier:
                 of_host.copy_(sums[run.place : run.place + run.count], non_blocking=True)
         end = pipe.emptier.mark()
         self._stored.note(pages, end)
-        return Launched(start, end, wrong=None)
+        return Launched(start, end, None, len(pages) * self.pool.page_bytes)
 
     @torch.inference_mode()
-    def _load(self, slots: torch.Tensor, pages: torch.Tensor, after: tuple[Mark | None, ...]) -> Launched:
+    def _load(
+        self, slots: torch.Tensor, pages: torch.Tensor, blocks: PageBlocks | None, after: tuple[Mark | None, ...]
+    ) -> Launched:
         pipe = self._loads
-        pipe.after(*after, self._stored.end(pages))
-        pipe.emptier.uses(slots)
-        start = pipe.filler.mark()
-        for piece in self._pieces(pages):
-            pipe.move(partial(self._copies.from_host, piece), partial(self._copies.scatter, piece, slots))
+        storing = self._stored.end(pages)
+        pipe.after(*after, storing)
+        _used(pipe.emptier, slots, blocks)
+        start, size = pipe.filler.mark(), self._copies.loaded_bytes(pages, blocks, storing is None)
+        for fill, empty in self._copies.loads(pages, slots, blocks, storing is None):
+            pipe.move(fill, empty)
         with pipe.filler.running():
             expected = slots.new_empty(len(pages))
             for run in runs(pages):
@@ -172,10 +187,7 @@ class HostTier:
             wrong.copy_(self._checksums.of(slots) != expected, non_blocking=True)
         end = pipe.emptier.mark()
         self._loaded.note(pages, end)
-        return Launched(start, end, wrong)
-
-    def _pieces(self, pages: torch.Tensor) -> Iterator[Piece]:
-        return pieces(len(self._copies.rows), pages, self.pool.page_size, self._room)
+        return Launched(start, end, wrong, size)
 
     def _check(self, slots: torch.Tensor, pages: torch.Tensor) -> None:
         if len(pages) == 0 or len(slots) != len(pages) * self.pool.page_size:
@@ -188,3 +200,8 @@ class HostTier:
                 raise ValueError(f"{name} are {tensor.dtype} on {tensor.device}; pass torch.int64 on {device}")
         self.pool.pages.check_owned(pages)
 
+
+def _used(lane: Lane, slots: torch.Tensor, blocks: PageBlocks | None) -> None:
+    lane.uses(slots)
+    if blocks is not None:
+        lane.uses(blocks.slots)

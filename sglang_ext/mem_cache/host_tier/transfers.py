@@ -28,10 +28,12 @@ class Outcome(NamedTuple):
     Attributes:
         seconds: how long it took, without what it had to wait for.
         failed: of a load, host pages whose KV did not arrive as it was stored.
+        size: bytes that it moved between device and host.
     """
 
     seconds: float
     failed: list[int]
+    size: int = 0
 
 
 @dataclass(frozen=True)
@@ -41,11 +43,13 @@ class Launched:
     Attributes:
         start, end: around its copies.
         wrong: of a load, bool [pages] on the host, valid from ``end`` on: the checksum is not that of the store.
+        size: bytes that it moves between device and host.
     """
 
     start: Mark
     end: Mark
     wrong: torch.Tensor | None
+    size: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +59,7 @@ class Transfer:
     An error that ended it is raised by whatever is asked of it next.
 
     Attributes:
-        size: bytes.
+        size: bytes of full KV in its pages, which a load may bring in fewer (:attr:`Outcome.size`).
         pages: int64 [pages], of the host.
     """
 
@@ -91,7 +95,7 @@ class Transfer:
             raise TransferError(f"a transfer of {self.size} bytes is still under way; ask once it is done")
         launched = self._launched.result()
         failed = [] if launched.wrong is None else self.pages[launched.wrong].tolist()
-        return Outcome(launched.start.until(launched.end), failed)
+        return Outcome(launched.start.until(launched.end), failed, launched.size)
 
 
 class Pending(Future[Launched]):
@@ -162,7 +166,8 @@ class Arrivals:
         for transfer, outcomes in zip(unknown, zip(*self.ranks.gather(mine))):
             if None not in outcomes:
                 failed = {page for outcome in outcomes for page in outcome.failed}
-                self._known[transfer] = Outcome(max(outcome.seconds for outcome in outcomes), sorted(failed))
+                seconds, size = (max(each) for each in ([o.seconds for o in outcomes], [o.size for o in outcomes]))
+                self._known[transfer] = Outcome(seconds, sorted(failed), size)
 
     def done(self, transfer: Transfer) -> bool:
         """Whether :meth:`update` or :meth:`wait` found it done on all ranks; one rank alone looks now."""
@@ -176,7 +181,7 @@ class Arrivals:
         self.update([transfer])
 
     def outcome(self, transfer: Transfer) -> Outcome:
-        """What it brought: the longest time of all ranks, and the pages that came back changed on any.
+        """What it brought: the longest time of all ranks, their most bytes, and the pages that came back changed on any.
 
         Raises:
             TransferError: it is not known to be done.

@@ -24,12 +24,14 @@ class Eviction:
     def free(self, wanted: int, host: HostCopies | None) -> int:
         """Free ``wanted`` slots, or more, or all that can be, from the leaves up; how many.
 
-        Segments are as old as the node that they hang on, and go before it. Where there is a ``host`` with room, nodes stay
-        there; else they are dropped.
+        Segments are as old as the node that they hang on, and go before it; where nodes are stored with them, after all that they
+        stand for. Where there is a ``host`` with room, nodes stay there; else they are dropped.
         """
         leaves, evicted = self._nodes.leaves, 0
-        heap = [self._ranked(node, node.id) for node in leaves]
-        heap += [self._ranked(segment.node, -1 - count, segment) for count, segment in enumerate(self._segments.unused)]
+        heap = [self._ranked(node, node.end, node.id) for node in leaves]
+        anchors = host is not None and host.anchoring is not None
+        for count, segment in enumerate(self._segments.unused):
+            heap.append(self._ranked(segment.node, segment.start if anchors else segment.node.end, -1 - count, segment))
         heapq.heapify(heap)
         while evicted < wanted and heap:
             *_, node, segment = heapq.heappop(heap)
@@ -38,12 +40,12 @@ class Eviction:
             elif node in leaves:
                 evicted += self._leave(node, host)
                 if node.parent in leaves:
-                    heapq.heappush(heap, self._ranked(node.parent, node.parent.id))
+                    heapq.heappush(heap, self._ranked(node.parent, node.parent.end, node.parent.id))
         return evicted
 
-    def _ranked(self, node: TieredNode, rank: int, segment: Segment | None = None) -> tuple:
+    def _ranked(self, node: TieredNode, depth: int, rank: int, segment: Segment | None = None) -> tuple:
         """An entry of the heap of what may be evicted, least needed first, then deepest; ``rank`` differs between all."""
-        return self._priority(node), -node.end, rank, node, segment
+        return self._priority(node), -depth, rank, node, segment
 
     def _leave(self, node: TieredNode, host: HostCopies | None) -> int:
         if host is not None:

@@ -1,14 +1,17 @@
 """Full KV of the prefix tree goes to the host, and leaves the device."""
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
+from sglang_ext.mem_cache.host_tier.residuals import PageBlocks
 from sglang_ext.mem_cache.host_tier.tier import HostTier
 from sglang_ext.mem_cache.host_tier.transfers import Arrivals, Transfer
-from sglang_ext.mem_cache.prefix_cache.nodes import Nodes, TieredNode
+from sglang_ext.mem_cache.prefix_cache.anchors import Anchoring, PageSegments, each_of
+from sglang_ext.mem_cache.prefix_cache.nodes import Nodes, TieredNode, below
 from sglang_ext.ranks import Ranks
 
 
@@ -22,6 +25,7 @@ class HostCopies:
         tier: where full KV lies in host memory, in pages as long as the tree's.
         priority: of a node; those with the lowest are forgotten first.
         ranks: who must find the same transfers done.
+        anchoring: with which segments pages are stored as residuals; None for whole.
 
     Attributes:
         stored_bytes: of full KV, so far, to the host.
@@ -31,14 +35,23 @@ class HostCopies:
         ValueError: the tier's pages are not as long as the tree's.
     """
 
-    def __init__(self, nodes: Nodes, tier: HostTier, priority: Callable[[TieredNode], Any], ranks: Ranks = Ranks()) -> None:
+    def __init__(
+        self,
+        nodes: Nodes,
+        tier: HostTier,
+        priority: Callable[[TieredNode], Any],
+        ranks: Ranks = Ranks(),
+        anchoring: Anchoring | None = None,
+    ) -> None:
         if tier.pool.page_size != nodes.page_size:
             raise ValueError(
                 f"host pages of {tier.pool.page_size} tokens for a prefix tree of {nodes.page_size}: pass --page-size "
                 f"{tier.pool.page_size}, so that nodes are whole host pages"
             )
-        self.nodes, self.tier, self._priority = nodes, tier, priority
+        self.nodes, self.tier, self._priority, self.anchoring = nodes, tier, priority, anchoring
         self.arrivals, self.stored_bytes = Arrivals(ranks), 0
+        # How many segments the tree had had when anchors of a node were last looked for.
+        self._looked: WeakKeyDictionary[TieredNode, int] = WeakKeyDictionary()
 
     @property
     def bytes(self) -> int:
@@ -63,10 +76,32 @@ class HostCopies:
         pages = self.allocate(len(node.key) // self.nodes.page_size)
         if pages is None:
             return None
-        node.store = self.tier.store(node.value, pages)
-        self.nodes.set_host(node, pages, self.tier.pool.pages)
-        self.stored_bytes += node.store.size
+        self._store(node, pages, self._anchors(node))
         return node.store
+
+    def improve(self, node: TieredNode) -> None:
+        """Store a node again that lies on the host, where segments have come with which loads of it would bring less."""
+        if self.anchoring is None or not self.anchoring.missing(node) or self._looked.get(node) == self.nodes.segments.added:
+            return
+        if self.is_stored(node) and sum(map(bool, anchors := self._anchors(node))) > sum(map(bool, node.anchors)):
+            self._store(node, node.host_value, anchors)
+
+    def _store(self, node: TieredNode, pages: torch.Tensor, anchors: PageSegments) -> None:
+        self.nodes.set_host(node, pages, self.tier.pool.pages, anchors)
+        node.store = self.tier.store(node.value, pages, self.blocks([node]))
+        for segment in each_of(anchors):
+            segment.stored = node.store
+        self.stored_bytes += node.store.size
+
+    def _anchors(self, node: TieredNode) -> PageSegments:
+        if self.anchoring is None:
+            return ()
+        self._looked[node] = self.nodes.segments.added
+        return self.anchoring.find(node, below(node))
+
+    def blocks(self, nodes: Sequence[TieredNode]) -> PageBlocks | None:
+        """The blocks with which the host's pages of ``nodes`` were stored, as far as they are there."""
+        return None if self.anchoring is None else self.anchoring.blocks(nodes)
 
     def drop_device(self, node: TieredNode) -> int:
         """Free the device slots of ``node`` when its host copy is finished, even while requests lock it.

@@ -15,6 +15,7 @@ from sglang.srt.mem_cache.utils import split_node_hash_value
 
 from sglang_ext.mem_cache.host_tier.host_pages import HostPages
 from sglang_ext.mem_cache.host_tier.transfers import Transfer
+from sglang_ext.mem_cache.prefix_cache.anchors import PageSegments, anchor
 from sglang_ext.mem_cache.prefix_cache.segments import Segment, Segments, covering
 
 
@@ -30,6 +31,7 @@ class TieredNode(TreeNode):
         segments: compressed chunks that end in it.
         store: the transfer that filled ``host_value``; it may be under way.
         load: the transfer that fills ``value``, until its checksums were compared; None when ``value`` holds exact KV.
+        anchors: of each page on the host the segment with which a load brings less (anchors.py).
         dropped: whether it was taken out of the tree.
     """
 
@@ -43,6 +45,7 @@ class TieredNode(TreeNode):
         self.segments: list[Segment] = []
         self.store: Transfer | None = None
         self.load: Transfer | None = None
+        self.anchors: PageSegments = ()
         self.dropped = False
 
     @property
@@ -85,6 +88,9 @@ class TieredNode(TreeNode):
         if self.host_value is not None:
             pages = tokens // page_size
             upper.host_value, self.host_value = self.host_value[:pages].clone(), self.host_value[pages:].clone()
+            anchors = self.anchors
+            anchor(upper, anchors[:pages])
+            anchor(self, anchors[pages:])
         upper.store, upper.load, upper.host_pages = self.store, self.load, self.host_pages
         self.start += tokens
         for segment in [segment for segment in self.segments if segment.end <= self.start]:
@@ -241,9 +247,10 @@ class Nodes:
         self._look_at(node, node.parent)
         return len(slots)
 
-    def set_host(self, node: TieredNode, pages: torch.Tensor, of: HostPages) -> None:
-        """Let a node own ``pages``, int64 [its pages], of the host."""
+    def set_host(self, node: TieredNode, pages: torch.Tensor, of: HostPages, anchors: PageSegments = ()) -> None:
+        """Let a node own ``pages``, int64 [its pages], of the host, that are stored with ``anchors``."""
         node.host_value, node.host_pages = pages, of
+        anchor(node, anchors)
         self._look_at(node)
 
     def free_host(self, node: TieredNode) -> None:
@@ -344,5 +351,6 @@ def _await_transfers(node: TieredNode) -> None:
 
 def _free_pages(node: TieredNode) -> None:
     if node.host_value is not None:
+        anchor(node, ())
         node.host_pages.free(node.host_value)
         node.host_value = node.host_pages = node.store = None

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
@@ -9,6 +10,7 @@ from sglang_ext.mem_cache.host_tier.host_pool import HostPool
 from sglang_ext.mem_cache.host_tier.tier import HostTier
 from sglang_ext.mem_cache.host_tier.transfers import Arrivals, Transfer, TransferError
 from sglang_ext.mem_cache.prefix_cache.host_copies import HostCopies
+from sglang_ext.mem_cache.prefix_cache.anchors import each_of
 from sglang_ext.mem_cache.prefix_cache.nodes import TieredNode, path
 
 
@@ -29,7 +31,7 @@ class Faults:
         """A load of ``pages``, whose stores are done, is about to begin."""
         self.loads += 1
         if self.loads % self.every == 0:
-            pool.words[0, int(pages[0]) * pool.page_size, :1].bitwise_xor_(1)
+            pool.flip(int(pages[0]))
 
 
 @dataclass
@@ -45,6 +47,7 @@ class LinkRate:
     loads: int = 0
     seconds: float = 0.0
     _bytes: float = 0.0
+    _restored: float = 0.0
     _seconds: float = 0.0
 
     @property
@@ -52,9 +55,15 @@ class LinkRate:
         """Bytes per second; None until a transfer was counted."""
         return self._bytes / self._seconds if self._seconds > 0 else None
 
-    def add(self, size: int, seconds: float) -> None:
-        """Count a load of ``size`` bytes that took so long."""
+    @property
+    def restored(self) -> float | None:
+        """Bytes of full KV per second: more than travel where the host holds residuals. None until a transfer was counted."""
+        return self._restored / self._seconds if self._seconds > 0 else None
+
+    def add(self, size: int, seconds: float, restored: int | None = None) -> None:
+        """Count a load of ``size`` bytes that took so long; ``restored``: bytes of full KV that it gave, where that is not the same."""
         self._bytes = self.decay * self._bytes + size
+        self._restored = self.decay * self._restored + (size if restored is None else restored)
         self._seconds = self.decay * self._seconds + seconds
         self.loads += 1
         self.seconds += seconds
@@ -84,7 +93,7 @@ class LinkRate:
                 arrivals.wait(transfer)
         finally:
             tier.pool.pages.free(pages)
-        seconds, failed = arrivals.outcome(last)
+        seconds, failed, _ = arrivals.outcome(last)
         if failed:
             raise TransferError(
                 f"host pages {failed[:8]} came back changed; the link or the memory is broken: do not serve from it"
@@ -104,7 +113,7 @@ class Reloads:
 
     Attributes:
         link: how fast loads are.
-        loaded_bytes: of full KV, so far, from the host.
+        loaded_bytes, restored_bytes: that came from the host so far, by loads that are done, and full KV that they gave.
         failed_pages: host pages so far whose KV came back changed, and was forgotten.
     """
 
@@ -118,7 +127,7 @@ class Reloads:
         self.host, self._nodes, self._allocate = host, host.nodes, allocate
         self.faults, self._about_to_write = faults, about_to_write
         self.link = LinkRate()
-        self.loaded_bytes = self.failed_pages = 0
+        self.loaded_bytes = self.restored_bytes = self.failed_pages = 0
 
     def load_into(self, nodes: list[TieredNode], slots: torch.Tensor) -> Transfer:
         """Copy the host's KV of ``nodes`` to ``slots``, which stay the caller's.
@@ -141,8 +150,9 @@ class Reloads:
                 node.store.synchronize()
             self.faults.strike(self.host.tier.pool, pages)
         self._about_to_write(slots)
-        load = self.host.tier.load(pages, slots)
-        self.loaded_bytes += load.size
+        load = self.host.tier.load(pages, slots, self.host.blocks(nodes))
+        for segment in each_of(tuple(chain.from_iterable(node.anchors for node in nodes))):
+            segment.loaded = load
         return load
 
     def load_back(self, nodes: list[TieredNode]) -> Transfer | None:
@@ -203,7 +213,9 @@ class Reloads:
         Raises:
             TransferError: the load is not done.
         """
-        failed = self.host.arrivals.outcome(load).failed
+        _, failed, size = self.host.arrivals.outcome(load)
+        self.loaded_bytes += size
+        self.restored_bytes += load.size
         if failed:
             wrong = torch.tensor(failed)
             for node in list(self._nodes):
@@ -214,7 +226,8 @@ class Reloads:
 
     def _take_in(self, load: Transfer) -> int:
         lost = self.drop_failed(load)
-        self.link.add(load.size, self.host.arrivals.outcome(load).seconds)
+        outcome = self.host.arrivals.outcome(load)
+        self.link.add(outcome.size, outcome.seconds, load.size)
         loading = self._nodes.loading
         for node in [node for node in loading if node.load is load]:
             node.load = None

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang_ext.mem_cache.prefix_cache.nodes import TieredNode, path
+from sglang_ext.mem_cache.prefix_cache.segments import Segment
 
 if TYPE_CHECKING:
     from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
@@ -109,16 +110,37 @@ class Residency:
     def update(self, running: dict[int, tuple[TieredNode, int]]) -> None:
         """Tell which requests draft on copies now, by row: the end of the path, and the tokens that the copy covers.
 
-        Stores what is not on the host yet, as far as there is room.
+        Stores what is not on the host yet, as far as there is room, and what could be a residual there and is not.
         """
         self.holders.update(running)
+        if self.tree.host.anchoring is not None:
+            for holder in self.holders.by_row.values():
+                self._share_copy(holder)
         for holder in self.holders.by_row.values():
             for node in path(holder.node):
-                if node.on_device and node.host_value is None and node.end <= holder.covered:
-                    self.tree.host.back_up(node)
+                if node.on_device and node.end <= holder.covered:
+                    if node.host_value is None:
+                        self.tree.host.back_up(node)
+                    else:
+                        self.tree.host.improve(node)
         if self.always:
             for node in self._droppable():
                 self._drop(node)
+
+    def _share_copy(self, holder: Holder) -> None:
+        """Let the tree own what a holder's copy packs, as a segment, where it has all that the copy stands for.
+
+        Nothing is moved: the draft row leads to the same slots.
+        """
+        copies, node = self.tree.copies, holder.node
+        view = copies.get(holder.row)
+        if not view.own_packed or view.shared + view.own_tokens < view.covered or view.covered > node.end:
+            return
+        method, tokens, packed = copies.method(holder.row).name, view.own_tokens, view.own_packed
+        made = Segment(view.shared, view.covered, view.hand_over(), tokens=tokens, packed=packed, method=method)
+        view.segments.append(made)
+        self.tree.nodes.attach(node, made)
+        self.tree.segments.use(made)
 
     def settle(self) -> None:
         """Take in what has come to the device since the last call, and to the host."""

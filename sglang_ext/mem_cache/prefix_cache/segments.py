@@ -1,11 +1,13 @@
 """Compressed chunks of contexts, shared by all requests whose paths lead through them."""
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 
 import torch
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
 from sglang.srt.mem_cache.radix_cache import TreeNode
+
+from sglang_ext.mem_cache.host_tier.transfers import Transfer
 
 
 @dataclass(eq=False)
@@ -21,6 +23,8 @@ class Segment:
         tokens: tokens that it keeps.
         packed: slots, from the beginning of ``slots``, that hold packed blocks (packing.py); 0 where each holds a token.
         method: name of the method that made it, whose copies alone may read it (copy_method.py).
+        shortens: nodes whose loads bring less while it is there (anchors.py), in the order in which they were stored.
+        stored, loaded: the newest transfers that read its slots; None for none.
     """
 
     start: int
@@ -31,6 +35,9 @@ class Segment:
     tokens: int = 0
     packed: int = 0
     method: str = ""
+    shortens: dict[TreeNode, None] = field(default_factory=dict)
+    stored: Transfer | None = None
+    loaded: Transfer | None = None
 
 
 class Segments:
@@ -39,14 +46,19 @@ class Segments:
     Args:
         allocator: SGLang's slot allocator, which gets the slots back.
         page_size: tokens in a page.
+        forgotten: told of a segment whose slots are given back.
 
     Attributes:
         held_tokens: slots of segments in use.
         unused_tokens: slots of the others, which may be evicted.
+        added: segments so far.
     """
 
-    def __init__(self, allocator: BaseTokenToKVPoolAllocator, page_size: int) -> None:
-        self._allocator, self._page_size = allocator, page_size
+    def __init__(
+        self, allocator: BaseTokenToKVPoolAllocator, page_size: int, forgotten: Callable[[Segment], None] = lambda segment: None
+    ) -> None:
+        self._allocator, self._page_size, self._forgotten = allocator, page_size, forgotten
+        self.added = 0
         # In the order of attachment: ranks shall evict the same ones.
         self._all: dict[Segment, None] = {}
         self.held_tokens = self.unused_tokens = 0
@@ -78,6 +90,7 @@ class Segments:
         segment.node = owner
         owner.segments.append(segment)
         self._all[segment] = None
+        self.added += 1
         self._count(segment, len(segment.slots))
 
     def use(self, segment: Segment) -> None:
@@ -121,6 +134,10 @@ class Segments:
             return 0
         del self._all[segment]
         self._count(segment, -len(segment.slots))
+        for transfer in (segment.stored, segment.loaded):
+            if transfer is not None:
+                transfer.wait()
+        self._forgotten(segment)
         self._allocator.free(segment.slots)
         return len(segment.slots)
 

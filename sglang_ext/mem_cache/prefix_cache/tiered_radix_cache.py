@@ -32,6 +32,7 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
 from sglang_ext.mem_cache.host_tier.tier import HostTier
 from sglang_ext.mem_cache.prefix_cache import tree_integrity
+from sglang_ext.mem_cache.prefix_cache.anchors import Anchoring, forget_segment
 from sglang_ext.mem_cache.prefix_cache.eviction import Eviction
 from sglang_ext.mem_cache.prefix_cache.host_copies import HostCopies
 from sglang_ext.mem_cache.prefix_cache.nodes import Nodes, TieredNode, joined, path
@@ -60,7 +61,7 @@ class TieredRadixCache(RadixCache):
     """
 
     def __init__(self, params: CacheInitParams) -> None:
-        self.segments = Segments(params.token_to_kv_pool_allocator, params.page_size)
+        self.segments = Segments(params.token_to_kv_pool_allocator, params.page_size, forget_segment)
         self.nodes = Nodes(params.token_to_kv_pool_allocator, params.page_size, self.segments, self._record_remove_event)
         self.host: HostCopies | None = None
         self.reloads: Reloads | None = None
@@ -78,13 +79,17 @@ class TieredRadixCache(RadixCache):
         ranks: Ranks = Ranks(),
         faults: Faults | None = None,
         about_to_write: Callable[[torch.Tensor], None] = lambda slots: None,
+        anchoring: Anchoring | None = None,
     ) -> None:
-        """Keep full KV in ``tier``, too; the trees of all ``ranks`` do the same. The others as of :class:`Reloads`.
+        """Keep full KV in ``tier``, too; the trees of all ``ranks`` do the same.
+
+        Args:
+            anchoring: with which segments pages are stored as residuals; None for whole. The others as of :class:`Reloads`.
 
         Raises:
             ValueError: its pages are not as long as the tree's.
         """
-        self.host = HostCopies(self.nodes, tier, self.eviction_strategy.get_priority, ranks)
+        self.host = HostCopies(self.nodes, tier, self.eviction_strategy.get_priority, ranks, anchoring)
         self.reloads = Reloads(self.host, self._allocate, faults, about_to_write)
 
     def serve(

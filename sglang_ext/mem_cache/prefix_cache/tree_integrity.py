@@ -78,6 +78,12 @@ def _check_tiers(tree: "TieredRadixCache", node: TieredNode) -> None:
     _require(loading == (node in tree.nodes.loading), node, "it is on the list of loads, or not, wrongly")
     both = node.value is not None and node.host_value is not None
     _require(not loading or both, node, "it is loaded from nowhere, or to nowhere")
+    _require(len(node.anchors) in (0, 0 if node.host_value is None else len(node.host_value)), node, "it has anchors of other pages")
+    for page, segment in enumerate(node.anchors):
+        if segment is not None:
+            begin = node.start + page * tree.page_size
+            there = segment in tree.segments and segment.start <= begin and begin + tree.page_size <= segment.end
+            _require(there and node in segment.shortens, node, f"the anchor of its page {page} is gone")
     _require((node.store is None) == (node.host_value is None), node, "its host copy and the store of it are not both there")
 
 

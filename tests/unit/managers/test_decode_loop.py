@@ -48,7 +48,7 @@ class FakeResidency:
         self.away, self.rounds, self.stays = set(away), rounds, stays
         self.missing, self.loading, self.pinned, self.stale, self.lost = set(away), {}, set(), set(away), set()
         self.tree = SimpleNamespace(
-            reloads=SimpleNamespace(link=SimpleNamespace(bandwidth=bandwidth)),
+            reloads=SimpleNamespace(link=SimpleNamespace(restored=bandwidth)),
             host=SimpleNamespace(tier=SimpleNamespace(deferred=nullcontext)),
         )
         self.room = 10**6
@@ -423,10 +423,10 @@ def test_loads_that_are_planned_take_as_long_as_the_link_needs_now():
         return sum(admission._loads.link.free(i) < 1 for i in range(1, 16))
 
     assert reserved() == 2
-    residency.tree.reloads.link.bandwidth *= 1.05
+    residency.tree.reloads.link.restored *= 1.05
     verifications.begin({}, None)
     before = admission._loads.link.load
-    residency.tree.reloads.link.bandwidth /= 4.2
+    residency.tree.reloads.link.restored /= 4.2
     verifications.begin({}, None)
     assert admission._loads.link.load == pytest.approx(4 * before), "small changes are not followed, this one is"
 

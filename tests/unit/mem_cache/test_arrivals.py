@@ -44,19 +44,19 @@ def on_ranks(count, work):
         return list(pool.map(lambda rank: work(Ranks.of(meeting.group(rank))), range(count)))
 
 
-def transfer(seconds=None, wrong=()):
+def transfer(seconds=None, wrong=(), size=8):
     """A load of pages 10 to 13: done after ``seconds``, ``wrong`` of them changed; None for one under way."""
     launched = Future()
     if seconds is not None:
         found = torch.tensor([page in wrong for page in range(10, 14)])
-        launched.set_result(Launched(Mark(seconds=1.0), Mark(seconds=1.0 + seconds), found))
+        launched.set_result(Launched(Mark(seconds=1.0), Mark(seconds=1.0 + seconds), found, size))
     return Transfer(8, torch.arange(10, 14), launched)
 
 
 def test_done_is_what_all_ranks_said_and_the_worst_of_it_counts():
     def work(ranks):
         arrivals, first = Arrivals(ranks), ranks.first
-        both, one, none = transfer(2.0, {11}) if first else transfer(3.0, {13}), transfer(1.0 if first else None), transfer()
+        both, one, none = transfer(2.0, {11}, 7) if first else transfer(3.0, {13}, 5), transfer(1.0 if first else None), transfer()
         before = arrivals.done(both)
         arrivals.update([both, one, none, both])
         return before, [arrivals.done(each) for each in (both, one, none)], arrivals.outcome(both)
@@ -64,12 +64,12 @@ def test_done_is_what_all_ranks_said_and_the_worst_of_it_counts():
     for before, done, outcome in on_ranks(2, work):
         assert not before, "nobody asked the others yet"
         assert done == [True, False, False]
-        assert outcome == (3.0, [11, 13])
+        assert outcome == (3.0, [11, 13], 7)
 
 
 def test_one_rank_alone_looks_for_itself():
     arrivals, load = Arrivals(), transfer(1.0, {12})
-    assert arrivals.done(load) and arrivals.outcome(load) == (1.0, [12])
+    assert arrivals.done(load) and arrivals.outcome(load) == (1.0, [12], 8)
     with pytest.raises(TransferError, match="8 bytes is still under way"):
         arrivals.outcome(transfer())
 

@@ -137,8 +137,7 @@ class TracedTier(HostTier):
 
     def __init__(self, buffers, pool, trace):
         super().__init__(buffers, pool)
-        self._room = 2
-        self._copies = TracedCopies(self._copies.rows, pool, trace)
+        self._copies = TracedCopies(self._copies.rows, pool, 2, trace)
         self._stores, self._loads = traced_pipe("store", trace), traced_pipe("load", trace)
 
 

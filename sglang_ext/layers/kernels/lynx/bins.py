@@ -42,12 +42,14 @@ def bins(codes: torch.Tensor, scales: Scales, bits: int, dtype: torch.dtype) -> 
     Args:
         codes: int64 [rows, 32, channels].
     """
-    table = torch.tensor(bounds(bits), device=codes.device)
-    begin, after = (scales.mu[:, None] + scales.sigma[:, None] * table[codes + ahead] for ahead in range(2))
-    first, end = first_reaching(begin, dtype), first_reaching(after, dtype)
+    # Of each chunk's bounds, which are fewer than its numbers.
+    ends = scales.mu[:, None] + scales.sigma[:, None] * torch.tensor(bounds(bits), device=codes.device)[:, None]
+    reached = first_reaching(ends, dtype)
+    last = reached[:, 1:] - 1
     # The last bin's end is a number of the chunk; 0 is two.
-    more = torch.where(codes == 2**bits - 1, torch.where(after == 0, 2, 1), 0)
-    return first, end + more - 1 - first
+    last[:, -1] += torch.where(ends[:, -1] == 0, 2, 1)
+    first = reached.gather(1, codes)
+    return first, last.gather(1, codes) - first
 
 
 def widths(last: torch.Tensor) -> torch.Tensor:

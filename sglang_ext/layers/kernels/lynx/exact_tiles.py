@@ -59,6 +59,19 @@ def _first_reaching(bound, LIKE: tl.constexpr):
 
 
 @triton.jit
+def bins_of(mu, sigma, codes, bounds, LIKE: tl.constexpr, BITS: tl.constexpr):
+    """First ordinal of each code's bin, int32 [tokens, channels], the bin's last index, uint32, and bits of an index."""
+    first = _first_reaching(mu[None, :] + sigma[None, :] * tl.load(bounds + codes), LIKE)
+    after = mu[None, :] + sigma[None, :] * tl.load(bounds + codes + 1)
+    # The last bin's end is a number of the chunk; 0 is two.
+    more = tl.where(codes == (1 << BITS) - 1, tl.where(after == 0.0, 2, 1), 0)
+    last = (_first_reaching(after, LIKE) + more - 1 - first).to(tl.uint32, bitcast=True)
+    # Without the second highest bit rounding does not reach the next power.
+    power = (last ^ (last & (last >> 1))).to(tl.float32).to(tl.int32, bitcast=True) >> 23
+    return first, last, tl.maximum(power - 126, 0)
+
+
+@triton.jit
 def _bins(
     anchor, bounds, row, begin, token, tokens, channels, sinks, gamma_at, mu_at, sigma_at, codes_at, LIKE: tl.constexpr,
     BITS: tl.constexpr, SHORT: tl.constexpr,
@@ -67,22 +80,63 @@ def _bins(
     channel, own = begin + tl.arange(0, BLOCK), token < tokens
     mu, sigma = load_scales(anchor, row, channel, channel < channels, channels, gamma_at, mu_at, sigma_at, SHORT)
     codes = load_codes(anchor + codes_at, token, own, begin, channels, tokens, BLOCK, BITS)
-    first = _first_reaching(mu[None, :] + sigma[None, :] * tl.load(bounds + codes), LIKE)
-    after = mu[None, :] + sigma[None, :] * tl.load(bounds + codes + 1)
-    # The last bin's end is a number of the chunk; 0 is two.
-    more = tl.where(codes == (1 << BITS) - 1, tl.where(after == 0.0, 2, 1), 0)
-    last = (_first_reaching(after, LIKE) + more - 1 - first).to(tl.uint32, bitcast=True)
-    # Without the second highest bit rounding does not reach the next power.
-    power = (last ^ (last & (last >> 1))).to(tl.float32).to(tl.int32, bitcast=True) >> 23
+    first, _, width = bins_of(mu, sigma, codes, bounds, LIKE, BITS)
     coded = (own & (token >= sinks))[:, None] & (channel < channels)[None, :]
-    return first, tl.where(coded, tl.maximum(power - 126, 0), 0)
+    return first, tl.where(coded, width, 0)
 
 
 @triton.jit
-def _places(width):
+def ranks_of(numbers):
+    """Ordinals, int32."""
+    if numbers.dtype == tl.float32:
+        return _turned(numbers.to(tl.int32, bitcast=True))
+    else:
+        pattern = numbers.to(tl.int16, bitcast=True).to(tl.int32)
+        return tl.where(pattern < 0, pattern ^ 0x7FFF, pattern)
+
+
+@triton.jit
+def of_ranks(ranks, LIKE: tl.constexpr):
+    """Numbers of LIKE."""
+    if LIKE == tl.float32:
+        return _turned(ranks).to(tl.float32, bitcast=True)
+    else:
+        return tl.where(ranks < 0, ranks ^ 0x7FFF, ranks).to(tl.int16).to(LIKE, bitcast=True)
+
+
+@triton.jit
+def index_places(width):
     """First bits of the indices in their block, int32 [32, 64]."""
     of_token = tl.sum(width, 1)
     return (tl.cumsum(of_token, 0) - of_token)[:, None] + tl.cumsum(width, 1) - width
+
+
+@triton.jit
+def or_bits(target, index, width, TOGETHER: tl.constexpr):
+    """Put indices of a block, uint32 [32, 64], into zeros; TOGETHER neighbours have 64 bits at most, and become one word first."""
+    place = tl.reshape(index_places(width), (CHUNK, BLOCK // TOGETHER, TOGETHER))
+    start = tl.min(place, 2)
+    index = tl.reshape(index.to(tl.uint64), (CHUNK, BLOCK // TOGETHER, TOGETHER))
+    # A shift by 64 is that of no bits.
+    shift = tl.minimum(place - start[:, :, None], 63).to(tl.uint64)
+    word = tl.sum(index << shift, 2)
+    at = target + start // UNIT
+    shift = (start % UNIT).to(tl.uint64)
+    tl.atomic_or(at, word << shift, mask=word != 0, sem="relaxed")
+    spilled = (word >> 1) >> (63 - shift)
+    tl.atomic_or(at + 1, spilled, mask=spilled != 0, sem="relaxed")
+
+
+@triton.jit
+def read_bits(source, begin, place, width, words):
+    """Indices, int32, of ``width`` bits at ``place`` after ``begin`` 8 bytes, of a stream of so many words of 32 bits."""
+    at = begin * 2 + place // 32
+    shift = (place % 32).to(tl.uint64)
+    low = tl.load(source + at, mask=(width > 0) & (at < words), other=0).to(tl.uint64)
+    high = tl.load(source + at + 1, mask=(place % 32 + width > 32) & (at + 1 < words), other=0).to(tl.uint64)
+    one = tl.full(width.shape, 1, tl.uint64)
+    index = ((low | (high << 32)) >> shift) & ((one << width.to(tl.uint64)) - 1)
+    return index.to(tl.uint32).to(tl.int32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=("tokens", "sinks"))
@@ -106,7 +160,7 @@ def write_exact(
     sources, anchors, residuals, slots, bounds, slot_stride, tokens, channels, sinks, gamma_at, mu_at, sigma_at, codes_at, bits_at,
     LIKE: tl.constexpr, BITS: tl.constexpr, SHORT: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """Indices of a block, ORed into zeros; TOGETHER neighbours have 64 bits at most, and become one word first."""
+    """Indices of a block, ORed into zeros."""
     row, block, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     token, channel = row * CHUNK + tl.arange(0, CHUNK), block * BLOCK + tl.arange(0, BLOCK)
     first, width = _bins(
@@ -114,25 +168,11 @@ def write_exact(
         BITS, SHORT,
     )  # fmt: skip
     numbers = _load_page(buffer(sources, part, LIKE), slots, slot_stride, token, channel, tokens, channels)
-    if LIKE == tl.float32:
-        ranks = _turned(numbers.to(tl.int32, bitcast=True))
-    else:
-        pattern = numbers.to(tl.int16, bitcast=True).to(tl.int32)
-        ranks = tl.where(pattern < 0, pattern ^ 0x7FFF, pattern)
-    index = tl.where(width > 0, ranks - first, 0).to(tl.uint32, bitcast=True).to(tl.uint64)
-    place = tl.reshape(_places(width), (CHUNK, BLOCK // TOGETHER, TOGETHER))
-    start = tl.min(place, 2)
-    index = tl.reshape(index, (CHUNK, BLOCK // TOGETHER, TOGETHER))
-    # A shift by 64 is that of no bits.
-    shift = tl.minimum(place - start[:, :, None], 63).to(tl.uint64)
-    word = tl.sum(index << shift, 2)
+    ranks = ranks_of(numbers)
+    index = tl.where(width > 0, ranks - first, 0).to(tl.uint32, bitcast=True)
     residual = stream(residuals, part)
     begin = tl.load(residual.to(tl.pointer_type(tl.int32)) + row * tl.num_programs(1) + block).to(tl.int64)
-    at = (residual + bits_at).to(tl.pointer_type(tl.uint64)) + begin + start // UNIT
-    shift = (start % UNIT).to(tl.uint64)
-    tl.atomic_or(at, word << shift, mask=word != 0, sem="relaxed")
-    spilled = (word >> 1) >> (63 - shift)
-    tl.atomic_or(at + 1, spilled, mask=spilled != 0, sem="relaxed")
+    or_bits((residual + bits_at).to(tl.pointer_type(tl.uint64)) + begin, index, width, TOGETHER)
 
 
 @triton.jit(do_not_specialize=("tokens", "sinks"))
@@ -147,19 +187,9 @@ def read_exact(
     first, width = _bins(
         anchor, bounds, row, block * BLOCK, token, tokens, channels, sinks, gamma_at, mu_at, sigma_at, codes_at, LIKE, BITS, SHORT
     )
-    place = _places(width)
     begin = tl.load(residual.to(tl.pointer_type(tl.int32)) + row * tl.num_programs(1) + block).to(tl.int64)
-    at = (residual + bits_at).to(tl.pointer_type(tl.uint32)) + begin * 2 + place // 32
-    shift = (place % 32).to(tl.uint64)
-    low = tl.load(at, mask=width > 0, other=0).to(tl.uint64)
-    high = tl.load(at + 1, mask=place % 32 + width > 32, other=0).to(tl.uint64)
-    one = tl.full((CHUNK, BLOCK), 1, tl.uint64)
-    index = ((low | (high << 32)) >> shift) & ((one << width.to(tl.uint64)) - 1)
-    ranks = first + index.to(tl.uint32).to(tl.int32, bitcast=True)
-    if LIKE == tl.float32:
-        page = _turned(ranks).to(tl.float32, bitcast=True)
-    else:
-        page = tl.where(ranks < 0, ranks ^ 0x7FFF, ranks).to(tl.int16).to(LIKE, bitcast=True)
+    index = read_bits((residual + bits_at).to(tl.pointer_type(tl.uint32)), begin, index_places(width), width, 1 << 62)
+    page = of_ranks(first + index, LIKE)
     inside = (token < tokens)[:, None] & (channel < channels)[None, :]
     page = _with_sinks(page, anchor, row, token, channel, inside, channels, sinks, sinks_at)
     tl.store(buffer(outs, part, LIKE) + _targets(slots, slot_stride, token, channel, tokens), page, mask=inside)

@@ -91,11 +91,14 @@ def _by_levels(groups, bounds, LAST: tl.constexpr):
 def _centred(groups, bounds, LAST: tl.constexpr):
     """The same where codes count the ``bounds`` that distances from a group's mean reach, over the greatest of them."""
     zero = _rounded(tl.sum(tl.sum(groups, 3, keep_dims=True), 1, keep_dims=True) / (groups.shape[1] * groups.shape[3]))
-    apart = groups - zero
-    scale = _above(tl.max(tl.max(tl.abs(apart), 3, keep_dims=True), 1, keep_dims=True))
+    low = tl.min(tl.min(groups, 3, keep_dims=True), 1, keep_dims=True)
+    high = tl.max(tl.max(groups, 3, keep_dims=True), 1, keep_dims=True)
+    scale = _above(tl.maximum(high - zero, zero - low))
+    scale = _next(scale, (zero + scale < high) | (zero - scale > low))
     codes = tl.zeros_like(groups) + ROUNDING
     for code in tl.static_range(LAST):
-        codes += tl.where(apart >= tl.load(bounds + code) * scale, 1.0, 0.0)
+        # The product is exact: contracted with the sum or not, this is where the code's bin begins (lynx/bins.py).
+        codes += tl.where(groups >= tl.load(bounds + code) * scale + zero, 1.0, 0.0)
     return codes.to(tl.int32, bitcast=True) & LAST, scale, zero
 
 
@@ -122,6 +125,13 @@ def _above(sizes):
     near = sizes.to(tl.float16)
     less = (near.to(tl.float32) < sizes).to(tl.int16)
     return (near.to(tl.int16, bitcast=True) + less).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _next(sizes, where):
+    """Of :func:`_above`'s, the next float16 where asked, finite."""
+    more = (where & (sizes < LARGEST)).to(tl.int16)
+    return (sizes.to(tl.float16).to(tl.int16, bitcast=True) + more).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit

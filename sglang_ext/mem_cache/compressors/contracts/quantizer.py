@@ -154,6 +154,11 @@ def stored_above(sizes: torch.Tensor) -> torch.Tensor:
     return (near.view(torch.int16) + (near.float() < sizes)).view(PARAMETER).float()
 
 
+def stored_next(sizes: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+    """Of :func:`stored_above`'s, the next float16 where asked, finite: float32."""
+    return (sizes.to(PARAMETER).view(torch.int16) + (where & (sizes < LARGEST))).view(PARAMETER).float()
+
+
 def stored_below(numbers: torch.Tensor) -> torch.Tensor:
     """``numbers`` as they are read again where they must not become more: float32, the next float16, finite."""
     numbers = numbers.clamp(-LARGEST, LARGEST)
