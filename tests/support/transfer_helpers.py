@@ -10,13 +10,13 @@ from sglang.srt.disaggregation.common.conn import CommonKVManager, PrefillServer
 
 from sglang_ext.managers.disaggregation.link import Link
 from sglang_ext.managers.disaggregation.link_server import LinkServer
+from sglang_ext.managers.disaggregation.pacing import Polls
 from sglang_ext.managers.disaggregation.progressive.codecs import make_codec
 from sglang_ext.managers.disaggregation.progressive.control import Failed
 from sglang_ext.managers.disaggregation.progressive.handshakes import Handshakes
 from sglang_ext.managers.disaggregation.progressive.manager import ProgressiveManager
 from sglang_ext.managers.disaggregation.progressive.peer import Peers
 from sglang_ext.managers.disaggregation.progressive.page_codec import UNIT
-from sglang_ext.managers.disaggregation.progressive.polls import Polls
 from sglang_ext.managers.disaggregation.progressive.pool_buffers import AuxRecords, PoolBuffers
 from sglang_ext.managers.disaggregation.settings import LinkSettings
 from sglang_ext.managers.disaggregation.timeline import Timeline

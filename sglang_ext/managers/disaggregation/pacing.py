@@ -1,5 +1,7 @@
-"""A token bucket: how many bytes a link sends in a time."""
+"""What keeps within a time: how many bytes a link sends, and how often a scheduler asks for rooms."""
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from sglang_ext.managers.disaggregation.settings import LinkError
@@ -9,6 +11,8 @@ LEAST_GBPS = 0.01
 FRAME_SECONDS, LEAST_FRAME = 0.002, 1 << 14
 # A thread that wakes up late makes up for so much.
 BURST_SECONDS = 0.05
+# Seconds: who asks again so soon has nothing to run, and pauses so long.
+IDLE, PAUSE = 1e-3, 5e-4
 
 
 @dataclass
@@ -63,3 +67,25 @@ class TokenBucket:
         if self._last is not None:
             self._tokens = min(self.burst, self._tokens + (now - self._last) * self.rate)
         self._last = now
+
+
+class Polls:
+    """Slows a scheduler's loop that has nothing to do but to ask: it would keep Python from the threads that bring the KV.
+
+    A loop asks for all its rooms; it pauses at one of them.
+
+    Args:
+        now, pause: the clock, and what waits so many seconds.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic, pause: Callable[[float], None] = time.sleep) -> None:
+        self._now, self._pause = now, pause
+        self._room, self._asked = -1, 0.0
+
+    def asked(self, room: int) -> None:
+        """The scheduler asked for a room that is not over."""
+        since = self._now() - self._asked
+        if room == self._room and since < IDLE:
+            self._pause(PAUSE)
+        if room == self._room or since >= IDLE:
+            self._room, self._asked = room, self._now()

@@ -45,7 +45,7 @@ def exact_residuals(parts: Parts, found: Sequence[torch.Tensor], layout: Layout,
     grid = _grid(layout, count, BLOCK)
     page, (*scales, _, codes_at) = (layout.tokens, layout.channels, layout.sinks), _offsets(layout)
     ends_of_bins, kinds = _table_of(bounds, layout.bits, device), {"LIKE": LIKE[layout.dtype], "BITS": layout.bits, "SHORT": layout.short_scales}
-    units = torch.empty(count, layout.rows * layout.blocks, dtype=torch.int32, device=device)
+    units = torch.zeros(count, layout.rows * layout.blocks, dtype=torch.int32, device=device)
     count_units[grid](streams, ends_of_bins, units, *page, *scales, codes_at, **kinds)
     ends = units.cumsum(1)
     sizes = [layout.index_bytes + UNIT * units for units in ends[:, -1].tolist()]

@@ -18,12 +18,12 @@ from sglang_ext.managers.disaggregation.endpoints import LinkKeys
 from sglang_ext.managers.disaggregation.limits import LinkLimits
 from sglang_ext.managers.disaggregation.link import Link
 from sglang_ext.managers.disaggregation.link_server import LinkServer
+from sglang_ext.managers.disaggregation.pacing import Polls
 from sglang_ext.managers.disaggregation.progressive import agreement, control
 from sglang_ext.managers.disaggregation.progressive.codecs import make_codec
 from sglang_ext.managers.disaggregation.progressive.control import Control, Failed, Metadata
 from sglang_ext.managers.disaggregation.progressive.handshakes import Handshakes
 from sglang_ext.managers.disaggregation.progressive.peer import Peers
-from sglang_ext.managers.disaggregation.progressive.polls import Polls
 from sglang_ext.managers.disaggregation.progressive.pool_buffers import AuxRecords
 from sglang_ext.managers.disaggregation.settings import LinkError
 from sglang_ext.managers.disaggregation.timeline import Kind, Timeline

@@ -1,10 +1,10 @@
-"""A link's rate is exact over time, and bursts are bounded."""
+"""A link's rate is exact over time, and bursts are bounded; a scheduler that asks without end lets other threads run."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.managers.disaggregation.pacing import LEAST_FRAME, TokenBucket
+from sglang_ext.managers.disaggregation.pacing import LEAST_FRAME, PAUSE, Polls, TokenBucket
 from sglang_ext.managers.disaggregation.settings import LinkError
 
 RATES = st.floats(1e3, 1e9)
@@ -65,3 +65,25 @@ def test_slow_links_have_short_frames():
 def test_rates_out_of_bounds_are_refused(gbps):
     with pytest.raises(LinkError, match="pass 0.01 or more"):
         TokenBucket.of_gbps(gbps)
+
+
+def test_a_loop_without_work_pauses_once_however_many_rooms_it_asks_for():
+    clock, pauses = [10.0], []
+
+    def pause(seconds):
+        pauses.append(seconds)
+        clock[0] += seconds
+
+    polls = Polls(lambda: clock[0], pause)
+    for _ in range(4):
+        for room in (7, 8, 9):
+            polls.asked(room)
+            clock[0] += 2e-5
+    assert pauses == [PAUSE] * 3
+    for _ in range(4):
+        clock[0] += 5e-3
+        polls.asked(8)
+    assert len(pauses) == 3, "a step runs between them"
+    polls.asked(8)
+    polls.asked(9)
+    assert len(pauses) == 4, "the first room is over, and another is that of the loop"
