@@ -184,6 +184,11 @@ class ServerProcess(ServerClient):
         """Whether the server's process was started and has not ended."""
         return self._process is not None and self._process.poll() is None
 
+    @property
+    def group(self) -> int | None:
+        """The process group that holds all of the server's processes; None where it was not started."""
+        return None if self._process is None else self._process.pid
+
     def flush_cache(self) -> None:
         """Empty the prefix cache; an error shows the log's end too."""
         try:

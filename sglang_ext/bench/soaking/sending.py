@@ -4,13 +4,14 @@ import argparse
 import json
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from random import Random
+from typing import Any, Protocol
 
-from sglang_ext.bench.client import ServerClient, describe_error
+from sglang_ext.bench.client import describe_error
 from sglang_ext.bench.prompts import Prompt
 from sglang_ext.bench.soaking.answers import AnswerError, Sample, check, read_samples, read_stream
 from sglang_ext.bench.soaking.soak_prompts import Case
@@ -23,6 +24,16 @@ ABORTED_BEFORE_IT_BEGAN = "Aborted by AbortReq."
 
 References = dict[tuple[int, str], tuple[Sample, ...]]
 """Stock's answers by (prompt, name of the option)."""
+
+
+class Asked(Protocol):
+    """What traffic asks of a server, or of two that are one: as of a :class:`~sglang_ext.bench.client.ServerClient`."""
+
+    def post(self, path: str, body: dict[str, Any]) -> Any: ...
+
+    def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]: ...
+
+    def post_quietly(self, path: str, body: dict[str, Any]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -38,7 +49,7 @@ class Soak:
         tally: counts what happened.
     """
 
-    server: ServerClient
+    server: Asked
     prompts: Sequence[Prompt]
     cases: Sequence[Case]
     references: References
@@ -101,7 +112,7 @@ def send(soak: Soak, request: Request) -> bool:
 
 
 @contextmanager
-def taken_back(server: ServerClient, request: Request) -> Iterator[None]:
+def taken_back(server: Asked, request: Request) -> Iterator[None]:
     """Abort the request after its delay while it is under way; its id is free afterwards."""
     if request.kind != "abort":
         yield
@@ -115,7 +126,7 @@ def taken_back(server: ServerClient, request: Request) -> Iterator[None]:
         timer.join()
 
 
-def ask(server: ServerClient, request: Request, prompts: Sequence[Prompt]) -> tuple[Sample, ...]:
+def ask(server: Asked, request: Request, prompts: Sequence[Prompt]) -> tuple[Sample, ...]:
     """The answers to a request, streamed or not.
 
     Raises:

@@ -9,12 +9,15 @@ beginning of stock's. Ends with code 1 on a wrong answer, an unexpected error or
 
 What SGLang's overlapped loop itself does otherwise is counted apart: a request that is retracted may stream a chunk without new
 tokens, or, before its first token was looked at, lose that token's log-probability.
+
+With --apart the verified server is two, between which KV travels over transfer backend progressive: one prefills, the other, with the
+small pool, decodes. Each request goes to both. Both must end it, and hold no more memory at the end than when they were warm.
 """
 
 import argparse
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from sglang_ext.bench import BenchError
@@ -24,6 +27,7 @@ from sglang_ext.bench.prompts import Prompt, load_prompts, load_tokenizer
 from sglang_ext.bench.report import write_json
 from sglang_ext.bench.server import ServerProcess, check_servers
 from sglang_ext.bench.soaking.answers import read_samples
+from sglang_ext.bench.soaking.apart import Apart, flags_apart, options_apart
 from sglang_ext.bench.soaking.request_options import OPTIONS, SERVER_FLAGS, Option
 from sglang_ext.bench.soaking.sending import References, Soak, traffic
 from sglang_ext.bench.soaking.soak_prompts import cases, next_turns, shared_beginnings, short_ones
@@ -65,6 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="have the verified server retract a request every STEPS forward passes in which several "
         "decode (SGLANG_TEST_RETRACT), and fail if none was",
     )
+    add("--apart", action="store_true", help="verify on a prefill and a decode server instead of one")
+    add("--link-gbps", type=float, default=0.2, help="Gbit/s of the link between them (default: %(default)s)")
     add("--logs", type=Path, default=Path("."))
     add("--json", type=Path, help="write the totals")
 
@@ -74,31 +80,43 @@ def run(args: argparse.Namespace) -> int:
     env = server_environment(args.force_retraction)
     kv, overlapped = words([args.kv]), not args.disable_overlap
     common = ("--dtype", "float32", *SERVER_FLAGS, *(() if overlapped else (PLAIN_LOOP,)), *words(args.server_arg))
-    flags = (*common, "--kv-mode", "verified", *kv)
-    flags += ("--max-total-tokens", str(args.pool_tokens), "--schedule-conservativeness", "0.1")
-    check_servers(args.model, {"stock": common, "verified": flags})
+    verified = (*common, "--kv-mode", "verified", *kv)
+    small = ("--max-total-tokens", str(args.pool_tokens), "--schedule-conservativeness", "0.1")
+    flags = flags_apart(verified, small, args.link_gbps) if args.apart else {"verified": (*verified, *small)}
+    options = options_apart() if args.apart else OPTIONS
+    check_servers(args.model, {"stock": common, **flags})
     given = load_prompts(args.prompts, load_tokenizer(args.model))[: args.limit]
     args.logs.mkdir(parents=True, exist_ok=True)
     with ServerProcess(args.model, common, args.logs / "soak-stock.log") as stock:
         check_loop(stock, overlapped)
-        prompts, references = reference_answers(stock, given, args.output_len)
+        prompts, references = reference_answers(stock, given, args.output_len, options)
     tally = Tally()
-    log = args.logs / "soak-verified.log"
-    with ServerProcess(args.model, flags, log, request_timeout=ANSWER_SECONDS, env=env) as server:
+    with verified_server(args, flags, env, tally) as server:
         check_loop(server, overlapped)
-        asked = cases(len(given), len(prompts) - len(given))
+        asked = cases(len(given), len(prompts) - len(given), options)
         traffic(Soak(server, prompts, asked, references, overlapped, tally), args)
         finish(server, tally)
+        if isinstance(server, Apart):
+            server.check_memory()
     if args.force_retraction and not tally.retractions:
         tally.fail(
             f"--force-retraction {args.force_retraction}: no request was retracted; use fewer STEPS, or "
             "more --workers or --minutes, so that several requests decode at such a step"
         )
-    report(args, tally, flags, overlapped)
+    report(args, tally, flags, overlapped, server)
     return 1 if tally.problems else 0
 
 
-def check_loop(server: ServerClient, overlapped: bool) -> None:
+def verified_server(
+    args: argparse.Namespace, flags: Mapping[str, tuple[str, ...]], env: Mapping[str, str], tally: Tally
+) -> ServerProcess | Apart:
+    """One, or two apart, of which only the one that decodes is made to retract."""
+    if args.apart:
+        return Apart(args.model, flags, args.logs, {"prefill": STRICT_CHECKS, "decode": env}, args.workers, tally.fail)
+    return ServerProcess(args.model, flags["verified"], args.logs / "soak-verified.log", request_timeout=ANSWER_SECONDS, env=env)
+
+
+def check_loop(server: ServerClient | Apart, overlapped: bool) -> None:
     """Raise unless the server runs the loop that answers are compared under.
 
     Raises:
@@ -130,7 +148,7 @@ def server_environment(retraction_steps: int | None) -> dict[str, str]:
 
 
 def reference_answers(
-    stock: ServerClient, given: Sequence[Prompt], tokens: int
+    stock: ServerClient, given: Sequence[Prompt], tokens: int, options: Sequence[Option] = OPTIONS
 ) -> tuple[tuple[Prompt, ...], References]:
     """All prompts, the given ones and those made of them, and stock's answers of ``tokens`` tokens to them.
 
@@ -142,11 +160,11 @@ def reference_answers(
     """
     references: References = {}
     prompts = tuple(given)
-    for case in cases(len(given), 0):
+    for case in cases(len(given), 0, options):
         references[case.prompt, case.option.name] = _reference(stock, prompts[case.prompt], case.option, tokens)
-    greedy = [references[p, OPTIONS[0].name][0].ids for p in range(len(given))]
+    greedy = [references[p, options[0].name][0].ids for p in range(len(given))]
     prompts += (*next_turns(given, greedy), *shared_beginnings(given), *short_ones(given))
-    for case in cases(len(given), len(prompts) - len(given))[len(references) :]:
+    for case in cases(len(given), len(prompts) - len(given), options)[len(references) :]:
         references[case.prompt, case.option.name] = _reference(stock, prompts[case.prompt], case.option, tokens)
     return prompts, references
 
@@ -159,27 +177,33 @@ def _reference(stock: ServerClient, prompt: Prompt, option: Option, tokens: int)
         raise BenchError(f"stock, {option.name}, {prompt.name}: {describe_error(error)}") from error
 
 
-def finish(server: ServerProcess, tally: Tally) -> None:
+def finish(server: ServerProcess | Apart, tally: Tally) -> None:
     """The idle server must pass its own checks and still answer."""
     time.sleep(SETTLE_SECONDS)
     try:
         server.flush_cache()
         server.post("generate", {"text": "Hello", "sampling_params": {"max_new_tokens": 4}})
+        server.flush_cache()
     except (BenchError, OSError) as error:
         tally.fail(f"after the traffic: {error}\n{server.describe_log()}")
 
 
-def report(args: argparse.Namespace, tally: Tally, flags: tuple[str, ...], overlapped: bool) -> None:
+def report(
+    args: argparse.Namespace, tally: Tally, flags: Mapping[str, tuple[str, ...]], overlapped: bool, server: ServerProcess | Apart
+) -> None:
     """Print and write the totals."""
     totals = {
         "minutes": args.minutes,
         "workers": args.workers,
         "force_retraction": args.force_retraction,
         "overlapped": overlapped,
-        "flags": list(flags),
+        "flags": {name: list(of_server) for name, of_server in flags.items()},
+        "apart": server.as_json() if isinstance(server, Apart) else None,
         **tally.as_json(),
     }
     print(tally.table())
+    if isinstance(server, Apart):
+        print(server.table())
     print(json.dumps(totals, indent=1))
     if args.json:
         asked = [{"name": each.name, **each.sampling, **each.fields} for each in OPTIONS]

@@ -59,13 +59,13 @@ def short_ones(prompts: Sequence[Prompt]) -> tuple[Prompt, ...]:
     return tuple(Prompt(f"{prompt.name}, short", prompt.input_ids[:SHORT_TOKENS]) for prompt in prompts)
 
 
-def cases(given: int, derived: int) -> tuple[Case, ...]:
+def cases(given: int, derived: int, options: Sequence[Option] = OPTIONS) -> tuple[Case, ...]:
     """Each of ``given`` prompts with each option, then ``derived`` more of them with some, by turns."""
-    full = [Case(p, option) for p in range(given) for option in OPTIONS]
+    full = [Case(p, option) for p in range(given) for option in options]
     more = [
         Case(given + p, option)
         for p in range(derived)
-        for o, option in enumerate(OPTIONS)
+        for o, option in enumerate(options)
         if (p + o) % DERIVED_SHARE == 0
     ]
     return (*full, *more)

@@ -1,0 +1,245 @@
+"""The verified server of a soak as two, of which one prefills and the other decodes: each request goes to both.
+
+What is left out is what two servers do not do: ``n`` above 1 gives all samples one room, of which the first is served, and
+log-probabilities of a prompt are with the prefill server, whose answer only a router reads.
+"""
+
+import os
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+from urllib.error import HTTPError
+
+import psutil
+
+from sglang_ext.bench.client import HOST, describe_error, free_port
+from sglang_ext.bench.server import ServerProcess
+from sglang_ext.bench.soaking.request_options import OPTIONS, Option
+from sglang_ext.config.options import BACKEND
+
+ROLES = ("prefill", "decode")
+ANSWER_SECONDS = 240.0
+"""Without an answer for so long a request hangs: links give up after half a minute."""
+PREFILL_SECONDS = 60.0
+"""In which the prefill server has ended a request after the decode server has."""
+STOP_GRACE = 2.0
+"""SGLang's loops of these roles do not end by themselves."""
+WARM_SECONDS = 120.0
+"""After which memory is compared with what it is at the end."""
+MOST_GROWTH = 0.15
+ANSWERED = "answered"
+
+
+def options_apart() -> tuple[Option, ...]:
+    """The ways to ask that two servers serve."""
+    return tuple(option for option in OPTIONS if option.samples == 1 and not option.input_logprobs)
+
+
+def flags_apart(shared: Sequence[str], decode: Sequence[str], gbps: float) -> dict[str, tuple[str, ...]]:
+    """Flags by role.
+
+    Args:
+        shared: of both, as of one verified server.
+        decode: further ones of the decode server.
+        gbps: of the link.
+    """
+    over = ("--disaggregation-transfer-backend", BACKEND, "--kv-reference", "exact")
+    return {
+        "prefill": ("--disaggregation-mode", "prefill", *shared, *over, "--kv-link-gbps", f"{gbps:g}"),
+        "decode": ("--disaggregation-mode", "decode", *shared, *over, *decode),
+    }
+
+
+class Apart:
+    """Context manager: starts both servers, and is to a soak what one server is.
+
+    What the prefill server says of a request is looked at when the decode server has ended it.
+
+    Args:
+        model: folder or name.
+        flags, env: of each role; beside those that the roles need.
+        logs: folder.
+        workers: requests in flight.
+        fail: is told what must not happen.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        flags: Mapping[str, tuple[str, ...]],
+        logs: Path,
+        env: Mapping[str, Mapping[str, str]],
+        workers: int,
+        fail: Callable[[str], None],
+    ) -> None:
+        self._room_of = {"bootstrap_host": HOST, "bootstrap_port": free_port()}
+        port = ("--disaggregation-bootstrap-port", str(self._room_of["bootstrap_port"]))
+        self._servers = {
+            role: ServerProcess(
+                model,
+                (*flags[role], *port),
+                logs / f"soak-{role}.log",
+                request_timeout=ANSWER_SECONDS,
+                stop_grace=STOP_GRACE,
+                env={"SGLANG_HOST_IP": HOST, **env[role]},
+            )
+            for role in ROLES
+        }
+        self._prefill, self._decode = (self._servers[role] for role in ROLES)
+        self._fail = fail
+        # Of each request the prefill server's part, and an abort at both.
+        self._pool = ThreadPoolExecutor(3 * workers)
+        self._running = ExitStack()
+        self._warm_memory: dict[str, int] = {}
+        self._memory: dict[str, int] = {}
+        self._warm = threading.Timer(WARM_SECONDS, lambda: self._warm_memory.update(self._resident()))
+        self._lock = threading.Lock()
+        self._prefilled: Counter[str] = Counter()
+
+    def __enter__(self) -> "Apart":
+        with ExitStack() as starting:
+            starting.callback(self._pool.shutdown)
+            for role in ROLES:
+                starting.callback(self._servers[role].stop)
+            for started in [self._pool.submit(server.__enter__) for server in self._servers.values()]:
+                started.result()
+            starting.callback(self._warm.cancel)
+            self._warm.start()
+            self._running = starting.pop_all()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._running.close()
+
+    def request(self, path: str) -> Any:
+        """The decode server's answer to GET.
+
+        Raises:
+            OSError: as for one server.
+        """
+        return self._decode.request(path)
+
+    def describe_log(self) -> str:
+        """Both servers'."""
+        return "\n".join(f"{role} server: {server.describe_log()}" for role, server in self._servers.items())
+
+    def flush_cache(self) -> None:
+        """Empty both caches.
+
+        Raises:
+            BenchError: one of them holds something, or is gone.
+        """
+        for server in self._servers.values():
+            server.flush_cache()
+
+    def post(self, path: str, body: dict[str, Any]) -> Any:
+        """The decode server's answer to a request.
+
+        Raises:
+            OSError: that of the decode server.
+        """
+        body, prefilled = self._begin(path, body)
+        try:
+            return self._decode.post(path, body)
+        finally:
+            self._look_at(prefilled, body)
+
+    def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """The decode server's answer as it comes.
+
+        Raises:
+            OSError: that of the decode server.
+        """
+        body, prefilled = self._begin(path, body)
+        try:
+            yield from self._decode.stream(path, body)
+        finally:
+            self._look_at(prefilled, body)
+
+    def post_quietly(self, path: str, body: dict[str, Any]) -> None:
+        """POST to both at once, whatever they say."""
+        wait([self._pool.submit(server.post_quietly, path, body) for server in self._servers.values()])
+
+    def check_memory(self) -> None:
+        """Fail where a server holds more than :data:`MOST_GROWTH` above what it held when it was warm."""
+        self._memory = self._resident()
+        for role, warm in self._warm_memory.items():
+            if self._memory[role] > warm * (1 + MOST_GROWTH):
+                self._fail(f"the {role} server's memory grew from {_mb(warm)} to {_mb(self._memory[role])} MB")
+
+    def table(self) -> str:
+        """What became of requests at the prefill server, and both servers' memory."""
+        lines = [f"prefill server: {count} times {outcome}" for outcome, count in sorted(self._prefilled.items())]
+        for role, end in self._memory.items():
+            warm = self._warm_memory.get(role)
+            before = "not looked at before" if warm is None else f"{_mb(warm)} after {WARM_SECONDS:g} s, {end / warm - 1:+.1%}"
+            lines.append(f"{role} server: {_mb(end)} MB resident ({before})")
+        return "\n".join(lines)
+
+    def as_json(self) -> dict[str, Any]:
+        """The totals of two servers."""
+        memory = {"warm": self._warm_memory, "end": self._memory}
+        return {"prefill": dict(self._prefilled), "resident_mb": {when: {r: _mb(b) for r, b in of.items()} for when, of in memory.items()}}
+
+    def _begin(self, path: str, body: Mapping[str, Any]) -> tuple[dict[str, Any], Future[str]]:
+        body = {**body, **self._room_of, "bootstrap_room": random.getrandbits(62)}
+        return body, self._pool.submit(outcome, self._prefill, path, body)
+
+    def _look_at(self, prefilled: Future[str], body: Mapping[str, Any]) -> None:
+        name = f"{body.get('rid', 'a request')} at the prefill server"
+        if wait([prefilled], PREFILL_SECONDS).not_done:
+            self._fail(f"{name}: no end {PREFILL_SECONDS:g} s after the decode server's")
+            return
+        error = prefilled.exception()
+        if error is not None:
+            self._fail(f"{name}: {describe_error(error) if isinstance(error, OSError) else repr(error)}")
+            return
+        told = prefilled.result().replace(str(body["bootstrap_room"]), "ROOM").replace(str(body.get("rid")), "RID")
+        if not told:
+            self._fail(f"{name}: it ended without a word")
+        with self._lock:
+            self._prefilled[told] += 1
+
+    def _resident(self) -> dict[str, int]:
+        return {role: resident_bytes(server.group) for role, server in self._servers.items()}
+
+
+def outcome(server: ServerProcess, path: str, body: dict[str, Any]) -> str:
+    """How a request ends at the prefill server: :data:`ANSWERED`, or its words; empty where there are none.
+
+    Raises:
+        OSError: the server is gone, or says nothing in time.
+    """
+    last: dict[str, Any] = {}
+    try:
+        if body.get("stream"):
+            for last in server.stream(path, body):
+                pass
+        else:
+            last = server.post(path, body)
+    except HTTPError as error:
+        return describe_error(error)
+    if "error" in last:
+        return str(last["error"].get("message", ""))
+    finish = last.get("meta_info", {}).get("finish_reason") or {}
+    return str(finish.get("message", "")) if finish.get("type") == "abort" else ANSWERED if finish else ""
+
+
+def resident_bytes(group: int | None) -> int:
+    """Of all processes of a group."""
+    found = 0
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, ProcessLookupError):
+            if os.getpgid(process.pid) == group:
+                found += process.memory_info().rss
+    return found
+
+
+def _mb(count: int) -> int:
+    return round(count / 1e6)
