@@ -2,8 +2,12 @@
 
 import argparse
 import json
+import os
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from email.message import Message
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -14,8 +18,9 @@ from bench_helpers import PROMPT, Here
 from sglang_ext.bench import BenchError
 from sglang_ext.bench import server as bench_server
 from sglang_ext.bench.__main__ import main
-from sglang_ext.bench.soaking import sending, soak
+from sglang_ext.bench.soaking import apart, sending, soak
 from sglang_ext.bench.soaking.answers import LOST_LOGPROB, AnswerError, Sample
+from sglang_ext.bench.soaking.apart import Apart
 from sglang_ext.bench.soaking.request_options import OPTIONS
 from sglang_ext.bench.soaking.soak_prompts import cases
 from sglang_ext.bench.soaking.tally import Tally
@@ -293,3 +298,171 @@ def test_progress_and_table_show_outcomes_by_option_and_retractions() -> None:
     assert table["greedy"] == ["1", "0", "0", "0", "1", "1", "1"]
     assert table["seeded"] == ["1", "0", "0", "1", "1", "0", "0"]
     assert table["all"] == ["2", "0", "0", "1", "2", "1", "1"]
+
+
+class FakePart(FakeServer):
+    """One server of a pair: notes what it is asked; ``prefill_says`` is done by a prefill server before it answers."""
+
+    asked: list[tuple[str, str, Mapping[str, Any]]] = []
+    flushed: list[str] = []
+    memory = 100
+
+    @property
+    def role(self) -> str:
+        return self.flags[self.flags.index("--disaggregation-mode") + 1]
+
+    @property
+    def group(self) -> int:
+        return self.memory
+
+    def stop(self) -> None: ...
+
+    def flush_cache(self) -> None:
+        self.flushed.append(self.role)
+
+    def post_quietly(self, path: str, body: Mapping[str, Any]) -> None:
+        self.asked.append((self.role, path, body))
+
+    def post(self, path: str, body: dict[str, Any]) -> Any:
+        self.asked.append((self.role, path, body))
+        if self.role == "prefill":
+            self.prefill_says(body)
+        return super().post(path, body)
+
+    def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        self.asked.append((self.role, path, body))
+        yield from super().stream(path, body)
+
+    def prefill_says(self, body: Mapping[str, Any]) -> None: ...
+
+
+@pytest.fixture
+def part(server: type[FakeServer], monkeypatch: pytest.MonkeyPatch) -> type[FakePart]:
+    monkeypatch.setattr(apart, "ServerProcess", FakePart)
+    monkeypatch.setattr(apart, "resident_bytes", lambda group: group * 10**6)
+    monkeypatch.setattr(FakePart, "asked", [])
+    monkeypatch.setattr(FakePart, "flushed", [])
+    return FakePart
+
+
+def refused(code: int, told: str) -> HTTPError:
+    return HTTPError("url", code, "refused", Message(), BytesIO(json.dumps({"error": {"message": told}}).encode()))
+
+
+class TestApart:
+    def pair(self, problems: list[str]) -> Apart:
+        return Apart("m", apart.flags_apart((), (), 0.2), Path(), {"prefill": {}, "decode": {}}, 2, problems.append)
+
+    def test_all_requests_go_to_both_under_one_room_and_totals_say_so(self, part: type[FakePart], tmp_path: Path) -> None:
+        code, totals = run(tmp_path, "--apart")
+        assert (code, totals["problems"]) == (0, [])
+        rooms = {role: {b["bootstrap_room"] for r, p, b in part.asked if (r, p) == (role, "generate")} for role in apart.ROLES}
+        assert rooms["prefill"] == rooms["decode"] and len(rooms["decode"]) > 1
+        assert totals["outcomes"]["answered"] > 0 and totals["outcomes"]["refused"] > 0
+        # What was answered, aborted or refused, and the last answer of all.
+        assert sum(totals["apart"]["prefill"].values()) == sum(totals["outcomes"].values()) + 1
+        assert totals["apart"]["prefill"]["answered"] == totals["outcomes"]["answered"] + totals["outcomes"]["aborted"] + 1
+        assert part.flushed == [*apart.ROLES] * 2
+
+    def test_of_one_server_totals_say_that_too(self, server: type[FakeServer], tmp_path: Path) -> None:
+        assert run(tmp_path)[1]["apart"] is None
+
+    def test_the_link_is_the_prefill_servers_and_pool_and_retraction_the_decode_servers(
+        self, part: type[FakePart], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(part, "retractions", 1)
+        run(tmp_path, "--apart", "--link-gbps", "0.5", "--pool-tokens", "4500", "--force-retraction", "3")
+        _, prefill, decode = part.made
+        assert "4500" in decode.flags and "4500" not in prefill.flags
+        assert prefill.flags[prefill.flags.index("--kv-link-gbps") + 1] == "0.5" and "--kv-link-gbps" not in decode.flags
+        assert all(each.env["SGLANG_HOST_IP"] == "127.0.0.1" and soak.STRICT_CHECKS.items() <= each.env.items() for each in (prefill, decode))
+        assert "SGLANG_TEST_RETRACT" in decode.env and "SGLANG_TEST_RETRACT" not in prefill.env
+
+    def test_what_two_servers_do_not_serve_is_not_asked(self, part: type[FakePart], tmp_path: Path) -> None:
+        left_out = {"two-samples", "three-samples", "two-samples-logprobs", "input-logprobs"}
+        assert {option.name for option in OPTIONS} - {option.name for option in apart.options_apart()} == left_out
+        assert not run(tmp_path, "--apart")[1]["options"].keys() & left_out
+
+    def test_an_abort_goes_to_both(self, part: type[FakePart]) -> None:
+        with self.pair([]) as pair:
+            pair.post_quietly("abort_request", {"rid": "r"})
+        assert sorted(part.asked, key=str) == [(role, "abort_request", {"rid": "r"}) for role in sorted(apart.ROLES)]
+
+    def test_the_decode_servers_error_is_raised_and_the_prefill_servers_counted(self, part: type[FakePart]) -> None:
+        problems: list[str] = []
+        with self.pair(problems) as pair, pytest.raises(HTTPError) as raised:
+            pair.post("generate", {"rid": "r", "sampling_params": {"max_new_tokens": 1, **MALFORMED[0]}})
+        assert raised.value.code == 400 and not problems
+        assert list(pair.as_json()["prefill"]) == ["HTTP 400: "]
+
+    def test_what_the_prefill_server_says_is_counted_without_names(self, part: type[FakePart], monkeypatch: pytest.MonkeyPatch) -> None:
+        def says(_: FakePart, body: Mapping[str, Any]) -> None:
+            raise refused(500, f"room {body['bootstrap_room']} of {body['rid']}: the decode side ended it")
+
+        monkeypatch.setattr(part, "prefill_says", says)
+        with self.pair([]) as pair:
+            for rid in ("one", "two"):
+                assert pair.post("generate", {"rid": rid, "sampling_params": {"max_new_tokens": 1}})["output_ids"] == [1]
+        assert pair.as_json()["prefill"] == {"HTTP 500: room ROOM of RID: the decode side ended it": 2}
+        assert "2 times HTTP 500" in pair.table()
+
+    @pytest.mark.parametrize("gone", [True, False])
+    def test_a_prefill_server_that_is_gone_or_does_not_end_is_a_problem(
+        self, part: type[FakePart], monkeypatch: pytest.MonkeyPatch, gone: bool
+    ) -> None:
+        free = threading.Event()
+
+        def says(_: FakePart, body: Mapping[str, Any]) -> None:
+            if gone:
+                raise ConnectionError("no route")
+            free.wait(10)
+
+        monkeypatch.setattr(part, "prefill_says", says)
+        monkeypatch.setattr(apart, "PREFILL_SECONDS", 5.0 if gone else 0.01)
+        problems: list[str] = []
+        with self.pair(problems) as pair:
+            pair.post("generate", {"rid": "r", "sampling_params": {"max_new_tokens": 1}})
+            free.set()
+        told = "ConnectionError: no route" if gone else "no end 0.01 s after the decode server's"
+        assert problems == [f"r at the prefill server: {told}"]
+
+    @pytest.mark.parametrize(("end", "grew"), [(114, False), (116, True)])
+    def test_memory_that_grew_since_servers_were_warm_is_a_problem(
+        self, part: type[FakePart], monkeypatch: pytest.MonkeyPatch, end: int, grew: bool
+    ) -> None:
+        monkeypatch.setattr(apart, "WARM_SECONDS", 0.0)
+        problems: list[str] = []
+        with self.pair(problems) as pair:
+            while len(pair.as_json()["resident_mb"]["warm"]) < 2:
+                time.sleep(0.01)
+            monkeypatch.setattr(part, "memory", end)
+            pair.check_memory()
+        assert problems == [f"the {role} server's memory grew from 100 to 116 MB" for role in apart.ROLES if grew]
+        assert f"{end} MB resident (100 after 0 s, +{end - 100}.0%)" in pair.table()
+
+    def test_a_run_too_short_to_compare_memory_says_so(self, part: type[FakePart]) -> None:
+        with self.pair([]) as pair:
+            pair.check_memory()
+        assert "not looked at before" in pair.table()
+
+
+@pytest.mark.parametrize(
+    ("chunks", "told"),
+    [
+        ([], ""),
+        ([{"error": {"message": "no room"}}], "no room"),
+        ([{"meta_info": {"finish_reason": {"type": "abort", "message": "given up"}}}], "given up"),
+        ([{"meta_info": {"finish_reason": None}}, {"meta_info": {"finish_reason": {"type": "length"}}}], apart.ANSWERED),
+        ([{"meta_info": {"finish_reason": None}}], ""),
+    ],
+)
+def test_a_streams_end_is_how_it_ended_at_the_prefill_server(chunks: list[dict[str, Any]], told: str) -> None:
+    class Streaming:
+        def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+            yield from chunks
+
+    assert apart.outcome(Streaming(), "generate", {"stream": True}) == told  # type: ignore[arg-type]
+
+
+def test_memory_is_that_of_a_process_group() -> None:
+    assert apart.resident_bytes(os.getpgid(0)) > 10**6 and apart.resident_bytes(None) == 0
