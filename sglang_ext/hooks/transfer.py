@@ -83,6 +83,16 @@ def create_receiver(original: Callable, queue: "DecodePreallocQueue", req: "Req"
     return made
 
 
+def prepare_abort(original: Callable, req: "Req", error_message: str, status_code: int | None = None) -> None:
+    """Hook around ``prepare_abort``, by which a failed room ends its request: one that SGLang has ended before, such as one whose grammar
+    could not be compiled, ends with that reason and status."""
+    original(req, error_message, status_code=status_code)
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    if isinstance(req.to_finish, FINISH_ABORT):
+        req.finished_reason = req.to_finish
+
+
 def _traveling(queue: "PrefillBootstrapQueue | DecodePreallocQueue", end: Any) -> "TravelingQueries | None":
     """The queries of this rank's requests, where compressors use some and this backend moves them."""
     from sglang_ext.managers.disaggregation.progressive.receiver import ProgressiveReceiver

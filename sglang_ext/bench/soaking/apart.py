@@ -1,7 +1,8 @@
 """The verified server of a soak as two, of which one prefills and the other decodes: each request goes to both.
 
-What is left out is what two servers do not do: ``n`` above 1 gives all samples one room, of which the first is served, and
-log-probabilities of a prompt are with the prefill server, whose answer only a router reads.
+What is left out is what SGLang's two servers do not do, with any transfer backend: ``n`` above 1 gives all samples one room, of
+which the first is served; log-probabilities of a prompt are with the prefill server, whose answer only a router reads; and those of
+given tokens do not travel with the first token.
 """
 
 import os
@@ -11,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -34,11 +36,16 @@ WARM_SECONDS = 120.0
 """After which memory is compared with what it is at the end."""
 MOST_GROWTH = 0.15
 ANSWERED = "answered"
+FIELDS_LEFT_OUT = ("token_ids_logprob",)
 
 
 def options_apart() -> tuple[Option, ...]:
     """The ways to ask that two servers serve."""
-    return tuple(option for option in OPTIONS if option.samples == 1 and not option.input_logprobs)
+    return tuple(
+        replace(option, fields={name: value for name, value in option.fields.items() if name not in FIELDS_LEFT_OUT})
+        for option in OPTIONS
+        if option.samples == 1 and not option.input_logprobs
+    )
 
 
 def flags_apart(shared: Sequence[str], decode: Sequence[str], gbps: float) -> dict[str, tuple[str, ...]]:

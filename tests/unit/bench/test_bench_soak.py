@@ -382,6 +382,9 @@ class TestApart:
         left_out = {"two-samples", "three-samples", "two-samples-logprobs", "input-logprobs"}
         assert {option.name for option in OPTIONS} - {option.name for option in apart.options_apart()} == left_out
         assert not run(tmp_path, "--apart")[1]["options"].keys() & left_out
+        # But for this field such requests are asked.
+        assert not any("token_ids_logprob" in body for _, path, body in part.asked)
+        assert any("top_logprobs_num" in option.fields for option in apart.options_apart())
 
     def test_an_abort_goes_to_both(self, part: type[FakePart]) -> None:
         with self.pair([]) as pair:

@@ -6,7 +6,7 @@ import pytest
 from sglang.srt import server_args
 from sglang.srt.disaggregation.base.conn import KVArgs
 from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
-from sglang.srt.disaggregation.utils import KVClassType, TransferBackend
+from sglang.srt.disaggregation.utils import KVClassType, TransferBackend, prepare_abort
 from sglang.srt.disaggregation.utils import get_kv_class as stock
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
@@ -64,6 +64,13 @@ def test_a_receiver_learns_the_prompt_and_of_a_request_prefilled_again_the_outpu
     queue = queue_of()
     assert transfer.create_receiver(lambda queue, req, is_rebootstrap: found, queue, req, is_rebootstrap=again) is found
     assert found.kv_receiver._prompt == expected
+
+
+@pytest.mark.parametrize("earlier", [None, FINISH_ABORT("no such grammar", 400, "BadRequestError")])
+def test_a_request_that_was_refused_before_its_room_failed_ends_with_that_reason(earlier):
+    req = SimpleNamespace(to_finish=earlier, return_logprob=False)
+    transfer.prepare_abort(prepare_abort, req, "the room failed", status_code=500)
+    assert (req.finished_reason.message, req.finished_reason.status_code) == (("no such grammar", 400) if earlier else ("the room failed", 500))
 
 
 def test_both_ends_learn_where_the_newest_queries_of_a_request_are_kept():
