@@ -138,14 +138,11 @@ TRANSFER_HOOKS: tuple[Hook, ...] = (
         "pages of KV are compared with the tokens before them, which SGLang does not tell receivers",
         ("self", "req", "is_rebootstrap"),
     ),
-    *(
-        Hook(
-            f"sglang.srt.disaggregation.{role}.prepare_abort",
-            "sglang_ext.hooks.transfer.prepare_abort",
-            "a request that cannot be served ends as on one server, and not with status 500 and what became of its room",
-            ("req", "error_message", "status_code"),
-        )
-        for role in ("prefill", "decode")
+    Hook(
+        "sglang.srt.disaggregation.utils.prepare_abort",
+        "sglang_ext.hooks.transfer.prepare_abort",
+        "a request that cannot be served ends as on one server, and not with status 500 and what became of its room",
+        ("req", "error_message", "status_code"),
     ),
 )
 
