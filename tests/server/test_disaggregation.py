@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
 import pytest
 from preloaded import Preloaded
@@ -102,6 +103,13 @@ def test_a_request_whose_prompts_differ_ends_with_an_error_that_says_so(pair: Pa
     bodies = [{"input_ids": ids, **greedy(4)} for ids in (prompts[0][:96], prompts[1][:96])]
     _, decode = pair.both(*bodies)
     assert "prefix hash" in decode and "that of the prompt is" in decode
+
+
+def test_a_request_whose_grammar_is_none_ends_with_status_400_as_on_one_server(pair: Pair, prompts: list[list[int]]) -> None:
+    body = {"input_ids": prompts[0][:96], **greedy(4, regex="[a-z")}
+    for refused in (asked.exception(60) for asked in pair.begin(body, body)):
+        assert isinstance(refused, HTTPError) and refused.code == 400
+        assert "Failed to compile regex grammar" in refused.read().decode()
 
 
 @pytest.mark.usefixtures("kinds")  # so that it runs after all others, some of which wait for stock's answers

@@ -46,6 +46,11 @@ class HostBlocks:
             taken, self._rest = self._rest[:size], self._rest[-(-size // ALIGNED) * ALIGNED :]
         return taken
 
+    def take_alone(self, size: int) -> np.ndarray:
+        """The same for what is kept until other parts of its room come, uint8 [size]: on a CPU it shares its block with nothing, and goes
+        when it is not used."""
+        return self.take(size) if self._device.type == "cuda" else np.empty(size, np.uint8)
+
     def _block(self, size: int) -> np.ndarray:
         """A block that is not used, or a new one."""
         for place in range(len(self._kept)):

@@ -75,7 +75,7 @@ class ProgressiveManager(CommonKVManager):
             self.peers = Peers(lambda endpoint: Link(endpoint, self.settings, limits, gbps, keys))
         else:
             endpoint = agreement.receiving_endpoint(self.local_ip, self.kv_args.engine_rank, keys)
-            self.links = LinkServer(endpoint, self.settings, limits, keys, blocks.take)
+            self.links = LinkServer(endpoint, self.settings, limits, keys, blocks.take_alone)
             self._start_heartbeat_checker_thread()
 
     def refuse(self, metadata: Metadata, reason: str) -> None:
