@@ -87,12 +87,7 @@ class ResidualWorld(World):
 
     def check(self, corrupt=frozenset()):
         """Nothing leaks, and what is on the device is right."""
-        cache = self.cache
-        cache.check_integrity()
-        sizes = cache.evictable_size(), cache.protected_size(), cache.session_held_tokens(), self.own_tokens()
-        assert self.allocator.available_size() + sum(sizes) == self.slots, sizes
-        on_host = sum(len(node.host_value) for node in below(cache.root_node) if node.host_value is not None)
-        assert self.pages.free_pages + on_host == self.pages.count
-        for node in below(cache.root_node):
+        self.check_owners()
+        for node in below(self.cache.root_node):
             if node.on_device:
                 assert torch.equal(self.kv[node.value], numbers_of(self.tokens_to(node))[node.start :])

@@ -191,15 +191,19 @@ class World:
         """Slots that running requests own beside the tree."""
         return sum(-(-req.length // self.page) * self.page - req.cache_protected_len for req in self.running)
 
-    def check(self, corrupt=frozenset()):
-        """Nothing leaks, and all KV that can be reached is that of its tokens; ``corrupt``: host pages that are not."""
+    def check_owners(self):
+        """Each slot and each host page is somebody's, or free."""
         cache = self.cache
         cache.check_integrity()
         sizes = cache.evictable_size(), cache.protected_size(), cache.session_held_tokens(), self.own_tokens()
         assert self.allocator.available_size() + sum(sizes) == self.slots, sizes
         on_host = sum(len(node.host_value) for node in below(cache.root_node) if node.host_value is not None)
         assert self.pages.free_pages + on_host == self.pages.count
-        for node in below(cache.root_node):
+
+    def check(self, corrupt=frozenset()):
+        """Nothing leaks, and all KV that can be reached is that of its tokens; ``corrupt``: host pages that are not."""
+        self.check_owners()
+        for node in below(self.cache.root_node):
             expected = kv_of(self.tokens_to(node))[node.start :]
             if node.on_device:
                 assert torch.equal(self.kv[node.value, 0, 0], expected), (node.start, node.end)

@@ -110,7 +110,7 @@ class Peer:
             self._wait_for_space(work.room)
             if work.room.over or self._closing:
                 return
-            now = not work.room.most_bytes(Stream.RESIDUAL) or self._has_space(work.room, Stream.RESIDUAL, self._most_before_residuals)
+            now = self._has_space(work.room, Stream.RESIDUAL, self._most_before_residuals)
             page = work.room.send_page(self._link, slots, now)
             if not now:
                 self._put_off.append((work.room, page, slots))
@@ -136,9 +136,9 @@ class Peer:
             self._link.cancel(room.number, str(error))
 
     def _has_space(self, room: SentRoom, stream: Stream, most: int) -> bool:
-        """Whether so many bytes are not reached; a single page always has space."""
-        queued = self._link.queued_bytes
-        return not queued or queued + room.most_bytes(stream) <= most
+        """Whether so many bytes are not reached; a single page always has space, and a stream that the room does not have needs none."""
+        queued, size = self._link.queued_bytes, room.most_bytes(stream)
+        return not queued or not size or queued + size <= most
 
     def _wait_for_space(self, room: SentRoom) -> None:
         while not (room.over or self._closing or self._has_space(room, Stream.ANCHOR, self._most_encoded)):
