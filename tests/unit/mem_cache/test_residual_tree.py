@@ -21,6 +21,14 @@ def anchored(world, tokens, use=False):
     return req, world.anchor(req, use=use)
 
 
+def left(world, tokens):
+    """The same, once the request is gone and its prompt is on the host alone."""
+    req, segment = anchored(world, tokens)
+    world.drop_path(req.last_node)
+    world.finish(req)
+    return req, segment
+
+
 def comes_back(world, tokens):
     """How many of ``tokens`` a request finds, whose numbers are theirs."""
     match = world.match(tokens)
@@ -66,9 +74,7 @@ def test_a_node_that_was_stored_whole_is_stored_again_once_there_is_a_segment():
 
 def test_nodes_that_are_split_keep_their_anchors():
     world = ResidualWorld()
-    req, segment = anchored(world, A)
-    world.drop_path(req.last_node)
-    world.finish(req)
+    req, segment = left(world, A)
     other = A[: 3 * PAGE] + B[: 2 * PAGE]
     split = world.start(other)
     assert len(segment.shortens) == 2
@@ -183,9 +189,7 @@ def test_nodes_leave_before_the_segments_that_they_are_stored_with():
 
 def test_a_changed_page_is_lost_and_what_comes_before_it_is_not():
     world = ResidualWorld()
-    req, segment = anchored(world, A)
-    world.drop_path(req.last_node)
-    world.finish(req)
+    req, segment = left(world, A)
     world.tier.pool.flip(int(req.last_node.host_value[3]))
     assert comes_back(world, A) == 3 * PAGE
     assert world.cache.reloads.failed_pages == 1
