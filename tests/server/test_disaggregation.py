@@ -105,11 +105,15 @@ def test_a_request_whose_prompts_differ_ends_with_an_error_that_says_so(pair: Pa
     assert "prefix hash" in decode and "that of the prompt is" in decode
 
 
-def test_a_request_whose_grammar_is_none_ends_with_status_400_as_on_one_server(pair: Pair, prompts: list[list[int]]) -> None:
-    body = {"input_ids": prompts[0][:96], **greedy(4, regex="[a-z")}
-    for refused in (asked.exception(60) for asked in pair.begin(body, body)):
-        assert isinstance(refused, HTTPError) and refused.code == 400
-        assert "Failed to compile regex grammar" in refused.read().decode()
+@pytest.mark.parametrize("sides", [("prefill", "decode"), ("decode", "prefill")])
+def test_a_request_whose_grammar_is_none_ends_with_status_400_as_on_one_server(pair: Pair, sides: tuple[str, str]) -> None:
+    """Whichever server is through with it before the other has heard of it."""
+    pair.wait()
+    body = {"text": "A list of", **greedy(4, regex="[a-z"), **pair.new_room()}
+    for side in sides:
+        with pytest.raises(HTTPError) as refused:
+            pair.servers[side].ask(**body)
+        assert refused.value.code == 400 and "Failed to compile regex grammar" in refused.value.read().decode()
 
 
 @pytest.mark.usefixtures("kinds")  # so that it runs after all others, some of which wait for stock's answers

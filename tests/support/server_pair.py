@@ -60,9 +60,13 @@ class Pair:
     def begin(self, prefill: dict[str, Any], decode: dict[str, Any]) -> list[Future[Any]]:
         """Ask each server for its part of one request."""
         self.wait()
-        room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": self.bootstrap, "bootstrap_room": random.getrandbits(62)}
+        room = self.new_room()
         bodies = zip(self.servers.values(), (prefill, decode), strict=True)
         return [self._pool.submit(server.ask, **body, **room) for server, body in bodies]
+
+    def new_room(self) -> dict[str, Any]:
+        """Of a request to both servers: what says that its parts belong together."""
+        return {"bootstrap_host": "127.0.0.1", "bootstrap_port": self.bootstrap, "bootstrap_room": random.getrandbits(62)}
 
     def both(self, prefill: dict[str, Any], decode: dict[str, Any]) -> list[Any]:
         """What each server says to its part of one request: an answer, or the text of an error."""

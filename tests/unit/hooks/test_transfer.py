@@ -47,13 +47,14 @@ def made(kind):
     return kind.__new__(kind)
 
 
-def test_a_sender_learns_the_prompt_unless_none_was_made():
+def test_a_sender_learns_the_prompt_unless_none_was_made(monkeypatch):
+    told = []
+    monkeypatch.setattr(ProgressiveSender, "take_prompt", lambda sender, *given: told.append(given))
     req = SimpleNamespace(disagg_kv_sender=made(ProgressiveSender), origin_input_ids=[1, 2], to_finish=None)
     assert transfer.create_sender(lambda queue, req, heads: True, queue_of(), req, 2)
-    assert (req.disagg_kv_sender._prompt, req.disagg_kv_sender._refused) == ([1, 2], None)
     req.to_finish = FINISH_ABORT("no such grammar")
     assert transfer.create_sender(lambda queue, req, heads: True, queue_of(), req, 2)
-    assert req.disagg_kv_sender._refused == "no such grammar"
+    assert told == [([1, 2], None), ([1, 2], "no such grammar")]
     assert not transfer.create_sender(lambda queue, req, heads: False, None, SimpleNamespace(), 2)
 
 

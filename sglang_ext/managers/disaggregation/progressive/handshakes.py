@@ -35,7 +35,8 @@ class Handshakes:
         self._lock = threading.Lock()
         self._senders: dict[int, Waiting] = {}
         self._early: OrderedDict[int, Metadata | Abort] = OrderedDict()
-        self._left: OrderedDict[int, str] = OrderedDict()
+        # Of rooms whose sender is gone: what metadata of them is told, None where the sender had met its decode side.
+        self._left: OrderedDict[int, str | None] = OrderedDict()
 
     def join(self, sender: Waiting) -> None:
         """A request came to this server."""
@@ -54,25 +55,23 @@ class Handshakes:
             if self._senders.get(sender.room) is not sender:
                 return
             del self._senders[sender.room]
-            if reason is not None:
-                self._left[sender.room] = reason
-                while len(self._left) > MOST_WAITING:
-                    self._left.popitem(last=False)
+            self._left[sender.room] = reason
+            if len(self._left) > MOST_WAITING:
+                self._left.popitem(last=False)
 
     def take(self, message: Metadata | Abort) -> None:
         """The decode side said something of a room."""
         left = given_up = None
         with self._lock:
             sender = self._senders.get(message.room)
-            if sender is None and isinstance(message, Metadata):
-                left = self._left.pop(message.room, None)
-                if left is None:
+            if sender is None:
+                if isinstance(message, Metadata):
+                    left = self._left.pop(message.room, None)
+                # An abort of a room whose sender has left is late: a next request may have the same number.
+                if left is None and (isinstance(message, Metadata) or message.room not in self._left):
                     self._early[message.room] = message
                     if len(self._early) > MOST_WAITING:
                         _, given_up = self._early.popitem(last=False)
-            elif sender is None and message.room in self._early:
-                # Of other rooms the sender has left: a later request may have the same number.
-                self._early[message.room] = message
         if isinstance(given_up, Metadata):
             self._refuse(given_up, f"its request did not come to the prefill server before {MOST_WAITING} others")
         if sender is not None and isinstance(message, Metadata):

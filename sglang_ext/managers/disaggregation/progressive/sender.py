@@ -34,7 +34,6 @@ class ProgressiveSender(CommonKVSender):
         if self._taken:
             self.conclude_state = KVPoll.Failed
         self._prompt: Sequence[int] = ()
-        self._refused: str | None = None
         self._queries: ReadQueries | None = None
         self._metadata: Metadata | None = None
         self._peer: Peer | None = None
@@ -57,9 +56,11 @@ class ProgressiveSender(CommonKVSender):
 
         Args:
             tokens: of the prompt.
-            refused: why SGLang has ended the request already; None where it has not.
+            refused: why SGLang has ended the request already, which then waits for no decode side; None where it has not.
         """
-        self._prompt, self._refused = tokens, refused
+        self._prompt = tokens
+        if refused is not None and not self._taken:
+            self._give_up(refused)
 
     def bring_queries(self, read: ReadQueries) -> None:
         """The newest queries of the prompt go with the auxiliary record; before ``init``."""
@@ -72,7 +73,10 @@ class ProgressiveSender(CommonKVSender):
             self.kv_mgr.refuse(metadata, differs)
             self.fail(differs)
             return
-        if self.kv_mgr.request_status.get(self.room) != KVPoll.Bootstrapping:
+        status = self.kv_mgr.request_status.get(self.room)
+        if status in (None, KVPoll.Failed):
+            self.kv_mgr.refuse(metadata, self.kv_mgr.failure_records.get(self.room, "the request has ended at the prefill server"))
+        if status != KVPoll.Bootstrapping:
             return
         self._metadata = metadata
         self.kv_mgr.req_to_decode_prefix_len[self.room] = metadata.prefix
@@ -97,9 +101,6 @@ class ProgressiveSender(CommonKVSender):
         super().init(num_kv_indices, aux_index)
         codec, metadata = self.kv_mgr.codec, self._metadata
         if metadata is None:
-            return
-        if self._refused is not None:
-            self._give_up(self._refused)
             return
         if metadata.tokens != len(self._prompt):
             self._give_up(f"the prompt has {len(self._prompt)} tokens at the prefill server and {metadata.tokens} at the decode server")

@@ -67,13 +67,15 @@ def test_metadata_and_sender_meet_in_either_order(rooms, refused):
 
 
 def test_an_abort_ends_a_sender_now_or_as_soon_as_it_comes(rooms):
-    first, second = Sender(1), Sender(2)
+    first, second, third = Sender(1), Sender(2), Sender(3)
     rooms.join(first)
     rooms.take(Abort(1, "gone"))
     rooms.take(metadata(2))
     rooms.take(Abort(2, "gone"))
     rooms.join(second)
-    assert first.heard == second.heard == ["the decode side ended it: gone"]
+    rooms.take(Abort(3, "gone"))
+    rooms.join(third)
+    assert first.heard == second.heard == third.heard == ["the decode side ended it: gone"]
 
 
 def test_an_abort_of_a_room_that_is_over_does_not_touch_the_next_of_that_number(rooms):

@@ -230,19 +230,42 @@ def test_another_prompt_under_the_same_room_fails_on_both_sides(servers, other):
         receiver.failure_exception()
 
 
-@pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_a_request_that_sglang_refused_on_one_side_ends_on_both_with_its_reason(servers, side):
+@pytest.mark.parametrize("first", ["prefill", "decode"])
+@pytest.mark.parametrize("refused", ["prefill", "decode", "both"])
+def test_a_request_that_sglang_refused_ends_on_both_sides_with_its_reason_whichever_is_first(servers, refused, first):
     """SGLang leaves one token of its prompt there."""
     both = servers("raw")
-    receiver, sender = both.receiver(7, list(range(200))), both.sender(7, list(range(200)))
-    (sender if side == "prefill" else receiver).take_prompt([0], "no such grammar")
-    receiver.send_metadata(pages_of(200, 1)[0], 5, decode_prefix_len=0)
-    if side == "prefill":
-        send(sender, pages_of(1, 2)[0], 1, ())
-    until(lambda: settled(receiver) and settled(sender))
-    for end in (receiver, sender):
+
+    def prefill():
+        sender = both.sender(7, list(range(200)))
+        if refused != "decode":
+            sender.take_prompt([0], "no such grammar")
+        return sender
+
+    def decode():
+        receiver = both.receiver(7, list(range(200)))
+        if refused != "prefill":
+            receiver.take_prompt([0], "no such grammar")
+        receiver.send_metadata(pages_of(200, 1)[0], 5, decode_prefix_len=0)
+        return receiver
+
+    ends = [prefill(), decode()] if first == "prefill" else [decode(), prefill()]
+    for end in ends:
+        assert end.poll() == KVPoll.Failed
         with pytest.raises(KVTransferError, match="no such grammar"):
             end.failure_exception()
+
+
+def test_a_request_that_sglang_refused_at_the_prefill_server_tells_its_decode_side_also_when_it_is_gone(servers):
+    both = servers("raw")
+    sender = both.sender(7, list(range(200)))
+    sender.take_prompt([0], "no such grammar")
+    with pytest.raises(KVTransferError, match="no such grammar"):
+        sender.failure_exception()
+    receiver = both.receiver(7, list(range(200)))
+    receiver.send_metadata(pages_of(200, 1)[0], 5, decode_prefix_len=0)
+    with pytest.raises(KVTransferError, match="no such grammar"):
+        receiver.failure_exception()
 
 
 def test_servers_with_other_settings_refuse_each_other_by_name(servers):
