@@ -1,9 +1,7 @@
 """Ranks that hold some of the heads each make the same rounds, and together the answers of one."""
 
-import os
-
 import pytest
-from servers import STRICT, VERIFIED, greedy
+from servers import CORES, STRICT, VERIFIED, greedy
 
 pytestmark = pytest.mark.server
 
@@ -12,10 +10,6 @@ RANKS = (
     *("--tp-size", "3", "--kv-draft-length", "auto", "--kv-max-burst", "9", "--kv-full-tier", "host", "--kv-host-gb", "0.2"),
     *("--kv-offload-draft-length", "8", "--max-total-tokens", "1300", "--kv-bench-corrupt-loads", "4"),
 )
-# SGLang wants a NUMA node for each rank, or to be told its cores.
-AVAILABLE = sorted(os.sched_getaffinity(0))
-CORES = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(AVAILABLE[rank % len(AVAILABLE)]) for rank in range(3)), "OMP_NUM_THREADS": "1"}
-
 
 def test_three_ranks_decide_alike_and_recompute_alike_what_one_of_them_lost_with_stocks_answers(launch, prompts, expected):
     # In strict mode a round that differs between ranks stops the server.
