@@ -6,7 +6,6 @@ given tokens do not travel with the first token.
 """
 
 import os
-import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,18 +19,16 @@ from urllib.error import HTTPError
 
 import psutil
 
-from sglang_ext.bench.client import HOST, describe_error, free_port
+from sglang_ext.bench.client import describe_error
 from sglang_ext.bench.server import ServerProcess
+from sglang_ext.bench.servers_apart import ROLES, ServersApart
 from sglang_ext.bench.soaking.request_options import OPTIONS, Option
 from sglang_ext.config.options import BACKEND
 
-ROLES = ("prefill", "decode")
 ANSWER_SECONDS = 240.0
 """Without an answer for so long a request hangs: links give up after half a minute."""
 PREFILL_SECONDS = 60.0
 """In which the prefill server has ended a request after the decode server has."""
-STOP_GRACE = 2.0
-"""SGLang's loops of these roles do not end by themselves."""
 WARM_SECONDS = 120.0
 """After which memory is compared with what it is at the end."""
 MOST_GROWTH = 0.15
@@ -85,20 +82,10 @@ class Apart:
         workers: int,
         fail: Callable[[str], None],
     ) -> None:
-        self._room_of = {"bootstrap_host": HOST, "bootstrap_port": free_port()}
-        port = ("--disaggregation-bootstrap-port", str(self._room_of["bootstrap_port"]))
-        self._servers = {
-            role: ServerProcess(
-                model,
-                (*flags[role], *port),
-                logs / f"soak-{role}.log",
-                request_timeout=ANSWER_SECONDS,
-                stop_grace=STOP_GRACE,
-                env={"SGLANG_HOST_IP": HOST, **env[role]},
-            )
-            for role in ROLES
-        }
-        self._prefill, self._decode = (self._servers[role] for role in ROLES)
+        self._servers = ServersApart(
+            model, {role: [flags[role]] for role in ROLES}, logs, "soak", env=env, server=ServerProcess, request_timeout=ANSWER_SECONDS
+        )
+        self._prefill, self._decode = (self._servers.of[role][0] for role in ROLES)
         self._fail = fail
         # Of each request the prefill server's part, and an abort at both.
         self._pool = ThreadPoolExecutor(3 * workers)
@@ -112,10 +99,7 @@ class Apart:
     def __enter__(self) -> "Apart":
         with ExitStack() as starting:
             starting.callback(self._pool.shutdown)
-            for role in ROLES:
-                starting.callback(self._servers[role].stop)
-            for started in [self._pool.submit(server.__enter__) for server in self._servers.values()]:
-                started.result()
+            starting.enter_context(self._servers)
             starting.callback(self._warm.cancel)
             self._warm.start()
             self._running = starting.pop_all()
@@ -134,7 +118,7 @@ class Apart:
 
     def describe_log(self) -> str:
         """Both servers'."""
-        return "\n".join(f"{role} server: {server.describe_log()}" for role, server in self._servers.items())
+        return "\n".join(f"{role} server: {self._servers.of[role][0].describe_log()}" for role in ROLES)
 
     def flush_cache(self) -> None:
         """Empty both caches.
@@ -142,7 +126,7 @@ class Apart:
         Raises:
             BenchError: one of them holds something, or is gone.
         """
-        for server in self._servers.values():
+        for server in self._servers.all:
             server.flush_cache()
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
@@ -171,7 +155,7 @@ class Apart:
 
     def post_quietly(self, path: str, body: dict[str, Any]) -> None:
         """POST to both at once, whatever they say."""
-        wait([self._pool.submit(server.post_quietly, path, body) for server in self._servers.values()])
+        wait([self._pool.submit(server.post_quietly, path, body) for server in self._servers.all])
 
     def check_memory(self) -> None:
         """Fail where a server holds more than :data:`MOST_GROWTH` above what it held when it was warm."""
@@ -195,7 +179,7 @@ class Apart:
         return {"prefill": dict(self._prefilled), "resident_mb": {when: {r: _mb(b) for r, b in of.items()} for when, of in memory.items()}}
 
     def _begin(self, path: str, body: Mapping[str, Any]) -> tuple[dict[str, Any], Future[str]]:
-        body = {**body, **self._room_of, "bootstrap_room": random.getrandbits(62)}
+        body = {**body, **self._servers.room()}
         return body, self._pool.submit(outcome, self._prefill, path, body)
 
     def _look_at(self, prefilled: Future[str], body: Mapping[str, Any]) -> None:
@@ -214,7 +198,7 @@ class Apart:
             self._prefilled[told] += 1
 
     def _resident(self) -> dict[str, int]:
-        return {role: resident_bytes(server.group) for role, server in self._servers.items()}
+        return {role: resident_bytes(self._servers.of[role][0].group) for role in ROLES}
 
 
 def outcome(server: ServerProcess, path: str, body: dict[str, Any]) -> str:

@@ -24,6 +24,7 @@ from sglang_ext.bench import BenchError, report
 from sglang_ext.bench.comparing.identity_options import words
 from sglang_ext.bench.options import DTYPES, LAST_PORT, check_counts, check_port, names, numbers
 from sglang_ext.bench.server import check_servers
+from sglang_ext.bench.servers_apart import ports_taken
 from sglang_ext.bench.speed.decode_limit import read_config
 from sglang_ext.bench.speed.decode_prompts import make_prompts
 from sglang_ext.bench.speed.settings import log_folder
@@ -31,10 +32,11 @@ from sglang_ext.bench.transfer import accuracy, clocks, plots, tables
 from sglang_ext.bench.transfer.accuracy import Accuracy
 from sglang_ext.bench.transfer.clocks import Request
 from sglang_ext.bench.transfer.methods import LYNX, Method, method, obstacle
-from sglang_ext.bench.transfer.pair import PORTS, Pair, timeline_file
+from sglang_ext.bench.transfer.pair import Pair, timeline_file
 from sglang_ext.bench.transfer.summary import Figures, summarize
 
 DEFAULT = "raw,int8,int4,lynx"
+PORTS = ports_taken(1, 1)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

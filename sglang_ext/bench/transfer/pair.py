@@ -1,6 +1,5 @@
 """A prefill and a decode server on this machine, and requests that go through both."""
 
-import random
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -9,19 +8,15 @@ from pathlib import Path
 from types import TracebackType
 
 from sglang_ext.bench import BenchError
-from sglang_ext.bench.client import HOST, SamplingSettings, describe_error, free_port
-from sglang_ext.bench.server import ServerProcess
+from sglang_ext.bench.client import SamplingSettings, describe_error
+from sglang_ext.bench.servers_apart import ROLES, ServersApart
 from sglang_ext.bench.speed import decode_wave
 from sglang_ext.bench.speed.decode_wave import Stream
 from sglang_ext.managers.disaggregation import timeline
 from sglang_ext.managers.disaggregation.timeline import Event
 
 # SGLang sends a cached prefix before the forward of what follows it, so that it would travel before the prefill's end.
-ENVIRONMENT = {"SGLANG_HOST_IP": HOST, "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX": "0"}
-# The prefill server's, the decode server's, and that of SGLang's bootstrap server.
-PORTS = 3
-# SGLang's loops of these roles do not end by themselves.
-STOP_GRACE = 2.0
+ENVIRONMENT = {"SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX": "0"}
 
 
 @dataclass(frozen=True)
@@ -54,39 +49,26 @@ class Pair:
     """
 
     def __init__(self, model: Path, flags: Mapping[str, tuple[str, ...]], folder: Path, name: str, start_timeout: float, port: int) -> None:
-        ports = [port + place if port else free_port() for place in range(PORTS)]
-        self._bootstrap, self._timeline = ports[2], timeline_file(folder, name)
+        self._timeline = timeline_file(folder, name)
         self._timeline.unlink(missing_ok=True)
-        self._servers = {
-            role: ServerProcess(
-                str(model),
-                (*flags[role], "--disaggregation-bootstrap-port", str(self._bootstrap)),
-                folder / f"{name}-{role}.log",
-                port=own,
-                start_timeout=start_timeout,
-                stop_grace=STOP_GRACE,
-                env=ENVIRONMENT,
-            )
-            for role, own in zip(("prefill", "decode"), ports, strict=False)
-        }
-        self._pool = ThreadPoolExecutor(2)
+        env = {role: ENVIRONMENT for role in ROLES}
+        self._servers = ServersApart(
+            str(model), {role: [flags[role]] for role in ROLES}, folder, name, port, env, start_timeout=start_timeout
+        )
+        self._prefill, self._decode = (self._servers.of[role][0] for role in ROLES)
+        self._pool = ThreadPoolExecutor(1)
 
     def __enter__(self) -> "Pair":
-        starts = [self._pool.submit(server.__enter__) for server in self._servers.values()]
-        for start in starts:
-            if (error := start.exception()) is not None:
-                self.__exit__(None, None, None)
-                raise error
+        self._servers.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for ended in [self._pool.submit(server.stop) for server in self._servers.values()]:
-            ended.result()
+        self._servers.stop()
         self._pool.shutdown()
 
     def forget_prompts(self) -> None:
         """Empty the prefill server's prefix cache."""
-        self._servers["prefill"].flush_cache()
+        self._prefill.flush_cache()
 
     def ask(self, input_ids: tuple[int, ...], new_tokens: int) -> Passed:
         """Send one request through both, greedy.
@@ -94,22 +76,18 @@ class Pair:
         Raises:
             BenchError: one of them refused it, or it broke off.
         """
-        room = random.getrandbits(62)
-        body = {
-            "input_ids": list(input_ids),
-            "sampling_params": SamplingSettings().as_json(new_tokens),
-            **{"bootstrap_host": HOST, "bootstrap_port": self._bootstrap, "bootstrap_room": room},
-        }
+        room = self._servers.room()
+        body = {"input_ids": list(input_ids), "sampling_params": SamplingSettings().as_json(new_tokens), **room}
         sent = time.monotonic()
-        prefilled = self._pool.submit(self._servers["prefill"].post, "generate", body)
+        prefilled = self._pool.submit(self._prefill.post, "generate", body)
         stream = self._answer(body, new_tokens, prefilled)
         cached = prefilled.result()["meta_info"]["cached_tokens"]
-        events = tuple(event for event in timeline.read(self._timeline) if event.room == room)
+        events = tuple(event for event in timeline.read(self._timeline) if event.room == room["bootstrap_room"])
         return Passed(sent, stream, events, cached)
 
     def _answer(self, body: dict, new_tokens: int, prefilled: Future) -> Stream:
         try:
-            stream = decode_wave.read(self._servers["decode"], body, 0.0, time.monotonic)
+            stream = decode_wave.read(self._decode, body, 0.0, time.monotonic)
         except (OSError, KeyError) as error:
             raise BenchError(f"the decode server: {describe_error(error)}") from error
         if not stream.tokens or stream.tokens[-1] < new_tokens:
