@@ -32,6 +32,9 @@ COMMANDS = {
     "transfer": Command(
         "sglang_ext.bench.transfer.command", "measure the time to the k-th token while KV travels to a decode server, by method"
     ),
+    "jobs": Command(
+        "sglang_ext.bench.jobs.command", "measure completion times of jobs that are prefilled on some servers and decoded on others"
+    ),
     "quality": Command(
         "sglang_ext.bench.quality.command",
         "measure what compressed KV costs in quality, and that verified decoding costs nothing",
