@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prompt-file", type=Path, help="take prompts from this text, by the model's tokenizer; default: random tokens")
     add("--seed", type=int, default=0, help="of arrivals")
     add("--server-arg", action="append", default=[], metavar="FLAGS", help="flags of all servers")
-    add("--draft-arg", action="append", default=[], metavar="FLAGS", help="flags of decode servers of lynx, for example '--kv-compressor kivi'")
+    add("--draft-arg", action="append", default=[], metavar="FLAGS", help="flags of decode servers of lynx, as '--kv-compressor kivi'")
     add("--decode-arg", action="append", default=[], metavar="FLAGS", help="flags of all decode servers, for example '--base-gpu-id 1'")
     add("--dtype", default="bfloat16", choices=DTYPES)
     add("--port", type=int, default=0, help="of the first server; the next are taken as well (default: any)")
@@ -90,9 +90,8 @@ def run(args: argparse.Namespace) -> int:
     for line in tables(found):
         print(line)
     if args.json:
-        report.write_json(
-            args.json, {"arguments": vars(args), **report.origin(), "figures": [asdict(each) for each in found], "jobs": jobs, "failed": failed}
-        )
+        measured = {"figures": [asdict(each) for each in found], "jobs": jobs, "failed": failed}
+        report.write_json(args.json, {"arguments": vars(args), **report.origin(), **measured})
     return 1 if failed else 0
 
 

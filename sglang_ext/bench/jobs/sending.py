@@ -1,4 +1,4 @@
-"""Poisson arrivals, each sent to the prefill server with the shortest queue (HACK, section 7.1), and to the decode server with the fewest."""
+"""Poisson arrivals, each sent to the prefill server with the shortest queue (HACK, section 7.1) and the decode server with the fewest."""
 
 import random
 import threading

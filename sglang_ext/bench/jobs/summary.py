@@ -92,5 +92,6 @@ def row(figures: Figures) -> str:
     seconds = (figures.mean, figures.median, figures.p99, figures.first_token, *(figures.phases or ()))
     blank = () if figures.phases else ("",) * len(Phases._fields)
     used, size = figures.peak
-    cells = (figures.method, f"{figures.held:.3g}", *(f"{each:.2f}" for each in seconds), *blank, str(used), f"{used / size:.0%}" if size else "")
+    pool = (str(used), f"{used / size:.0%}" if size else "")
+    cells = (figures.method, f"{figures.held:.3g}", *(f"{each:.2f}" for each in seconds), *blank, *pool)
     return "| " + " | ".join(cells) + " |"

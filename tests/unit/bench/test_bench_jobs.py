@@ -3,7 +3,6 @@
 import json
 import statistics
 import time
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -132,7 +131,7 @@ def faked(tmp_path, monkeypatch):
 
 def test_the_first_method_says_which_rate_all_are_sent_at(faked, tmp_path, capsys):
     out = tmp_path / "out.json"
-    wanted = ["--method", "raw,int8", "--servers", "2:1", "--link-gbps", "10", "--jobs", "6", "--context-len", "64,128", "--output-len", "5"]
+    wanted = ["--method", "raw,int8", "--servers", "2:1", "--jobs", "6", "--context-len", "64,128", "--output-len", "5"]
     assert main([*faked, *wanted, "--json", str(out)]) == 0
     report = json.loads(out.read_text())
     rates = [each["rate"] for each in report["figures"]]
