@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     verified = (*common, "--kv-mode", "verified", *kv)
     small = ("--max-total-tokens", str(args.pool_tokens), "--schedule-conservativeness", "0.1")
     flags = flags_apart(verified, small, args.link_gbps) if args.apart else {"verified": (*verified, *small)}
-    options = options_apart() if args.apart else OPTIONS
+    options = asked_options(args)
     check_servers(args.model, {"stock": common, **flags})
     given = load_prompts(args.prompts, load_tokenizer(args.model))[: args.limit]
     args.logs.mkdir(parents=True, exist_ok=True)
@@ -105,6 +105,11 @@ def run(args: argparse.Namespace) -> int:
         )
     report(args, tally, flags, overlapped, server)
     return 1 if tally.problems else 0
+
+
+def asked_options(args: argparse.Namespace) -> tuple[Option, ...]:
+    """The ways to ask that the servers serve."""
+    return options_apart() if args.apart else OPTIONS
 
 
 def verified_server(
@@ -206,5 +211,5 @@ def report(
         print(server.table())
     print(json.dumps(totals, indent=1))
     if args.json:
-        asked = [{"name": each.name, **each.sampling, **each.fields} for each in OPTIONS]
+        asked = [{"name": each.name, **each.sampling, **each.fields} for each in asked_options(args)]
         write_json(args.json, {**totals, "requests": asked})

@@ -363,6 +363,7 @@ class TestApart:
         assert sum(totals["apart"]["prefill"].values()) == sum(totals["outcomes"].values()) + 1
         assert totals["apart"]["prefill"]["answered"] == totals["outcomes"]["answered"] + totals["outcomes"]["aborted"] + 1
         assert part.flushed == [*apart.ROLES] * 2
+        assert [each["name"] for each in totals["requests"]] == [option.name for option in apart.options_apart()]
 
     def test_of_one_server_totals_say_that_too(self, server: type[FakeServer], tmp_path: Path) -> None:
         assert run(tmp_path)[1]["apart"] is None
