@@ -20,6 +20,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 from sglang.srt.managers.io_struct import GenerateReqInput, SessionParams, TokenizedGenerateReqInput, dec_hook, enc_hook
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
     from sglang_ext.arguments import KVServerArgs
 
-INT32, INT64 = (1 << 31) - 1, (1 << 63) - 1
+INT32, INT64, MOST_PORT = (1 << 31) - 1, (1 << 63) - 1, (1 << 16) - 1
 LARGE = 1e30
 """Divided by the least temperature, 1e-6, it is still finite in float32; probabilities that are not end the sampler."""
 SHOWN = 60
@@ -112,6 +113,7 @@ def check_request(
     params, vocabulary = sampling_params_of(manager, obj), manager.model_config.vocab_size
     read = _check_sampling_types(params)
     _check_field_types(obj)
+    _check_room(manager.server_args.disaggregation_mode, obj)
     original(manager, obj, input_ids)
     if input_ids is not None:
         if not input_ids:
@@ -244,6 +246,22 @@ def _check_field_types(obj: GenerateReqInput) -> None:
     for name, value in session.items():
         _check_known("session_params", name, name in known, known)
         _check_type(f"session_params.{name}", value, known[name])
+
+
+def _check_room(mode: str, obj: GenerateReqInput) -> None:
+    """Refuse at a server that only prefills or decodes what has no part at the other; SGLang says where there is no number."""
+    # SGLang's warm-ups have no other part.
+    if mode == "null" or obj.bootstrap_room is None or obj.bootstrap_host == FAKE_BOOTSTRAP_HOST:
+        return
+    if not 1 <= obj.bootstrap_room <= INT64:
+        raise ValueError(f"bootstrap_room is {obj.bootstrap_room}; pass a number from 1 to {INT64}, the same to both servers")
+    # Without a port, it is that of the server's own flag.
+    port = obj.bootstrap_port
+    if mode == "decode" and not (obj.bootstrap_host and (port is None or 1 <= port <= MOST_PORT)):
+        raise ValueError(
+            f"bootstrap_host is {_short(obj.bootstrap_host)} and bootstrap_port {port}; pass the prefill server's "
+            "host and its --disaggregation-bootstrap-port, or send requests to the router"
+        )
 
 
 def _check_known(holder: str, name: str, is_known: bool, names: Iterable[str]) -> None:

@@ -5,6 +5,7 @@ from array import array
 from types import SimpleNamespace
 
 import pytest
+from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_ext.core import OptionError
@@ -21,6 +22,7 @@ def arguments(deterministic=True, **given):
             "kv_budget": 0.25,
             "kv_more_compressors": "",
             "kv_bench_acceptance": None,
+            "disaggregation_mode": "null",
             **given,
         }
     )
@@ -222,3 +224,37 @@ def test_preferred_parameters_that_no_request_could_be_answered_with_are_refused
 def test_preferred_parameters_that_are_no_json_are_refused_at_start():
     with pytest.raises(OptionError, match="^--preferred-sampling-params is '{a', which is no JSON .*or leave it out$"):
         preferred("{a")
+
+
+ROOM = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 8998, "bootstrap_room": 7}
+
+
+def room_checked(mode, **changed):
+    """Check a request to a server of this role."""
+    server = manager()
+    server.server_args.disaggregation_mode = mode
+    request = GenerateReqInput(text="a", **{**ROOM, **changed})
+    request.normalize_batch_and_arguments()
+    check_request(lambda *args: None, server, request, [1])
+
+
+@pytest.mark.parametrize("changed", [{"bootstrap_room": 0}, {"bootstrap_room": -5}, {"bootstrap_room": 1 << 63}])
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_a_room_that_no_server_finds_is_refused_by_both(mode, changed):
+    with pytest.raises(ValueError, match="bootstrap_room is -?[0-9]+; pass a number from 1 to 9223372036854775807"):
+        room_checked(mode, **changed)
+
+
+@pytest.mark.parametrize("changed", [{"bootstrap_host": None}, {"bootstrap_host": ""}, {"bootstrap_port": 0}, {"bootstrap_port": 65536}])
+def test_a_decode_server_refuses_who_does_not_say_where_the_prefill_server_is(changed):
+    with pytest.raises(ValueError, match="pass the prefill server's host and its --disaggregation-bootstrap-port"):
+        room_checked("decode", **changed)
+    room_checked("prefill", **changed)
+
+
+def test_rooms_that_are_found_and_sglangs_warm_ups_pass():
+    for mode in ("prefill", "decode"):
+        room_checked(mode)
+        room_checked(mode, bootstrap_room=(1 << 63) - 1, bootstrap_port=None)
+        room_checked(mode, bootstrap_host=FAKE_BOOTSTRAP_HOST, bootstrap_room=0)
+    room_checked("null", bootstrap_host=None, bootstrap_room=None)
