@@ -55,7 +55,7 @@ def rows(pool: PoolBuffers, slots: torch.Tensor) -> torch.Tensor:
 class Manager:
     """A rank's manager without sockets: its peer's is called instead. What it does with rooms is the real one's."""
 
-    update_status, check_status = CommonKVManager.update_status, CommonKVManager.check_status
+    update_status, check_status = ProgressiveManager.update_status, CommonKVManager.check_status
     record_failure, conclude = CommonKVManager.record_failure, ProgressiveManager.conclude
     raise_failure, note = ProgressiveManager.raise_failure, ProgressiveManager.note
 

@@ -16,8 +16,8 @@ class Waiting(Protocol):
 
     room: int
 
-    def meet(self, metadata: Metadata) -> None:
-        """The decode side is ready."""
+    def meet(self, metadata: Metadata) -> bool:
+        """The decode side is ready; False where it said so before: this is of a next request with the room's number."""
 
     def fail(self, reason: str) -> None:
         """The decode side is not, or not any more."""
@@ -64,7 +64,9 @@ class Handshakes:
         left = given_up = None
         with self._lock:
             sender = self._senders.get(message.room)
-            if sender is None:
+            if sender is not None and isinstance(message, Metadata) and not sender.meet(message):
+                self._early[message.room] = message
+            elif sender is None:
                 if isinstance(message, Metadata):
                     left = self._left.pop(message.room, None)
                 # An abort of a room whose sender has left is late: a next request may have the same number.
@@ -74,9 +76,7 @@ class Handshakes:
                         _, given_up = self._early.popitem(last=False)
         if isinstance(given_up, Metadata):
             self._refuse(given_up, f"its request did not come to the prefill server before {MOST_WAITING} others")
-        if sender is not None and isinstance(message, Metadata):
-            sender.meet(message)
-        elif sender is not None:
+        if sender is not None and isinstance(message, Abort):
             sender.fail(f"the decode side ended it: {message.reason}")
         elif left is not None:
             self._refuse(message, left)

@@ -94,6 +94,13 @@ class ProgressiveManager(CommonKVManager):
             return False
         return True
 
+    def update_status(self, bootstrap_room: int, status: KVPoll) -> None:
+        """Of a room, which only moves up; one that failed stays so, also where another request with its number comes. From any thread."""
+        with self.failure_lock:
+            # The least of all to SGLang, which takes whatever follows for more.
+            if self.request_status.get(bootstrap_room) != KVPoll.Failed:
+                CommonKVManager.update_status(self, bootstrap_room, status)
+
     def conclude(self, room: int, reason: str | None) -> None:
         """A room succeeded (None) or failed; nothing where it is over already. From any thread."""
         if self.request_status.get(room) in (None, KVPoll.Failed, KVPoll.Success):

@@ -28,7 +28,10 @@ class ProgressiveSender(CommonKVSender):
     kv_mgr: ProgressiveManager
 
     def __init__(self, mgr: ProgressiveManager, bootstrap_addr: str, bootstrap_room: int, *args, **kwargs) -> None:
-        self._taken = bootstrap_room in mgr.request_status
+        status = mgr.request_status.get(bootstrap_room)
+        # SGLang looks once a round at what is over; a request that is prefilled again may come before.
+        self._waits = status in (KVPoll.Success, KVPoll.Failed)
+        self._taken = status is not None and not self._waits
         super().__init__(mgr, bootstrap_addr, bootstrap_room, *args, **kwargs)
         self.init_time = time.time()
         if self._taken:
@@ -38,12 +41,12 @@ class ProgressiveSender(CommonKVSender):
         self._metadata: Metadata | None = None
         self._peer: Peer | None = None
         self._sent: SentRoom | None = None
-        self._sending = False
+        self._sending = self._cleared = False
         # Slots of tokens that do not fill a page yet.
         self._slots = np.empty(0, np.int64)
         # SGLang sets it where a cached prefix is sent before the forward that may still write it (maybe_send_cached_prefix_chunk).
         self._early_send_wait_event: torch.cuda.Event | None = None
-        if not self._taken:
+        if not self._taken and not self._waits:
             self.kv_mgr.handshakes.join(self)
 
     @property
@@ -59,37 +62,40 @@ class ProgressiveSender(CommonKVSender):
             refused: why SGLang has ended the request already, which then waits for no decode side; None where it has not.
         """
         self._prompt = tokens
-        if refused is not None and not self._taken:
+        if refused is not None and self._owns():
             self._give_up(refused)
 
     def bring_queries(self, read: ReadQueries) -> None:
         """The newest queries of the prompt go with the auxiliary record; before ``init``."""
         self._queries = read
 
-    def meet(self, metadata: Metadata) -> None:
-        """The decode side has slots."""
+    def meet(self, metadata: Metadata) -> bool:
+        """The decode side has slots; False where it had before: it asks for the prompt once more, and that request is still to come."""
+        if self._metadata is not None:
+            return False
         differs = agreement.metadata_refusal(metadata, self.kv_mgr.settings, self.kv_mgr.aux.sizes)
         if differs is not None:
             self.kv_mgr.refuse(metadata, differs)
             self.fail(differs)
-            return
+            return True
         status = self.kv_mgr.request_status.get(self.room)
         if status in (None, KVPoll.Failed):
             self.kv_mgr.refuse(metadata, self.kv_mgr.failure_records.get(self.room, "the request has ended at the prefill server"))
-        if status != KVPoll.Bootstrapping:
-            return
-        self._metadata = metadata
-        self.kv_mgr.req_to_decode_prefix_len[self.room] = metadata.prefix
-        self.kv_mgr.update_status(self.room, KVPoll.WaitingForInput)
+        if status == KVPoll.Bootstrapping:
+            self.kv_mgr.req_to_decode_prefix_len[self.room] = metadata.prefix
+            self._metadata = metadata
+        return True
 
     def succeed(self) -> None:
         """The link has all of it."""
         self.kv_mgr.note(self.room, "encoded")
-        self.kv_mgr.conclude(self.room, None)
+        if not self._cleared:
+            self.kv_mgr.conclude(self.room, None)
 
     def fail(self, reason: str) -> None:
-        """It will not arrive."""
-        self.kv_mgr.conclude(self.room, reason)
+        """It will not arrive. Where SGLang is through with it, the room's number may be another request's."""
+        if not self._cleared:
+            self.kv_mgr.conclude(self.room, reason)
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
         """The room is opened: the decode side is ready, and pages will come.
@@ -145,7 +151,17 @@ class ProgressiveSender(CommonKVSender):
         """How far it is (``KVPoll``)."""
         if self.conclude_state is not None:
             return self.conclude_state
+        if not self._owns():
+            if time.time() - self.init_time < self.kv_mgr.bootstrap_timeout:
+                return KVPoll.Bootstrapping
+            self._give_way()
+            return KVPoll.Failed
         status = self.kv_mgr.check_status(self.room)
+        met = status == KVPoll.Bootstrapping and self._metadata is not None
+        # On one link it is sent once its number's last use has ended there, or has failed.
+        if met and not self.kv_mgr.peers.sends(self._metadata.endpoint, self.room):
+            status = KVPoll.WaitingForInput
+            self.kv_mgr.update_status(self.room, status)
         if status in (KVPoll.Success, KVPoll.Failed):
             self.conclude_state = status
         elif status == KVPoll.Bootstrapping and self._check_bootstrap_timeout() is not None:
@@ -171,6 +187,7 @@ class ProgressiveSender(CommonKVSender):
         """SGLang is through with it; what succeeded goes on travelling."""
         if self._taken:
             return
+        self._cleared = True
         if self.conclude_state != KVPoll.Success:
             with self.kv_mgr.failure_lock:
                 reason = self.kv_mgr.failure_records.get(self.room, "it failed at another rank")
@@ -180,10 +197,22 @@ class ProgressiveSender(CommonKVSender):
 
     def abort(self) -> None:
         """The request is aborted here."""
-        if self._taken:
+        if not self._owns():
+            self._give_way()
             return
         super().abort()
         self._cancel("Aborted by AbortReq.")
+
+    def _give_way(self) -> None:
+        self._taken, self._waits, self.conclude_state = True, False, KVPoll.Failed
+
+    def _owns(self) -> bool:
+        """Whether the room is this request's, as it becomes once SGLang is through with one that was over before."""
+        if self._waits and self.room not in self.kv_mgr.request_status:
+            self._waits = False
+            self.kv_mgr.update_status(self.room, KVPoll.Bootstrapping)
+            self.kv_mgr.handshakes.join(self)
+        return not self._waits and not self._taken
 
     def _record(self) -> bytes:
         most = self._metadata.aux_sizes[-1]

@@ -1,0 +1,83 @@
+"""A room's number that comes again: beside its first use, and of a request that is prefilled once more."""
+
+import pytest
+import torch
+from link_helpers import until
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common.conn import KVTransferError
+from test_rooms_between_servers import begun_early, pages_of, send, settled, transfer
+from transfer_helpers import rows
+
+from sglang_ext.managers.disaggregation.progressive import peer as peers
+
+PROMPT = list(range(640))
+
+
+def test_a_second_request_with_a_room_does_not_hide_that_the_first_failed(servers):
+    both = servers("exact", gbps=0.01)
+    sender, receiver, _, _ = transfer(both, 7, PROMPT)
+    for manager, first, second in ((both.prefill, sender, both.sender), (both.decode, receiver, both.receiver)):
+        manager.conclude(7, "a part was wrong")
+        second(7, PROMPT)
+        assert first.poll() == KVPoll.Failed
+        with pytest.raises(KVTransferError, match="a part was wrong"):
+            first.failure_exception()
+
+
+@pytest.mark.parametrize("residuals_wait", [False, True])
+@pytest.mark.parametrize("asked", ["before SGLang saw the end", "before it was through with it", "after that"])
+def test_a_request_that_is_prefilled_again_is_served_whatever_is_left_of_the_first_time(servers, monkeypatch, residuals_wait, asked):
+    if residuals_wait:
+        # In the pool: the sender is not through when the decode side gives its slots back.
+        monkeypatch.setattr(peers.Peer.__init__, "__defaults__", (1, 1 << 30))
+    both = servers("exact", gbps=0.01)
+    first, _, _, rest = begun_early(both, PROMPT)
+    both.begin = None
+    rest.cancel()
+    (source, here), (target, there) = pages_of(len(PROMPT), 11), pages_of(len(PROMPT), 12)
+    receiver = both.receiver(7, PROMPT)
+    receiver.send_metadata(target, 6, decode_prefix_len=0)
+    until(lambda: both.prefill.check_status(7) in (KVPoll.Success, KVPoll.Failed))
+    again = both.sender(7, PROMPT) if asked == "before SGLang saw the end" else None
+    assert settled(first)
+    if asked == "before it was through with it":
+        again = both.sender(7, PROMPT)
+    assert again is None or again.poll() == KVPoll.Bootstrapping
+    if first.poll() == KVPoll.Success:
+        first.clear()
+    else:
+        with pytest.raises(KVTransferError, match="the receiver ended it"):
+            first.failure_exception()
+    again = again or both.sender(7, PROMPT)
+    until(lambda: again.poll() == KVPoll.WaitingForInput)
+    send(again, source, len(PROMPT), ())
+    until(lambda: settled(receiver) and settled(again))
+    assert (again.poll(), receiver.poll()) == (KVPoll.Success, KVPoll.Success)
+    assert torch.equal(rows(both.decode.pool, there), rows(both.prefill.pool, here))
+
+
+def test_a_first_use_that_ends_late_on_its_link_does_not_end_the_next(servers):
+    both = servers("exact", gbps=0.01)
+    first, _, _, rest = begun_early(both, PROMPT)
+    until(lambda: settled(first))
+    first.clear()
+    again = both.sender(7, PROMPT)
+    first.fail("the receiver ended it")
+    assert again.poll() == KVPoll.Bootstrapping
+    rest.cancel()
+
+
+def test_who_waits_for_a_room_that_is_never_given_up_fails(servers):
+    both = servers("exact", gbps=0.01)
+    first, _, _, _ = transfer(both, 7, PROMPT)
+    first.fail("a part was wrong")
+    later = [both.sender(7, PROMPT) for _ in range(2)]
+    assert [each.poll() for each in later] == [KVPoll.Bootstrapping] * 2
+    later[0].abort()
+    both.prefill.bootstrap_timeout = 0.0
+    for each in later:
+        assert each.poll() == KVPoll.Failed
+        with pytest.raises(KVTransferError, match="another request has this bootstrap_room"):
+            each.failure_exception()
+    with pytest.raises(KVTransferError, match="a part was wrong"):
+        first.failure_exception()
