@@ -146,9 +146,12 @@ class KVWorker(BaseSpecWorker):
     def begins_early(self, req: "Req", tree_cache) -> Arriving | None:
         """Where a request of another server's prefill is expected that begins on the anchor of its KV; None where all must be there.
 
-        Who cannot be drafted, or has no token left to draft, has no use of anchors.
+        Who cannot be drafted, or has no token left to draft, has no use of anchors. Who begins early may have to be prefilled again, and
+        what SGLang then asks the prefill server names tokens alone: no adapter, image or embedding.
         """
         if not options.begins_early(self.server_args) or fallback_reason(req) or req.sampling_params.max_new_tokens <= 1:
+            return None
+        if req.lora_id is not None or req.multimodal_inputs is not None or req.input_embeds is not None:
             return None
         if self.loop is None:
             self.bind_tree_cache(tree_cache)

@@ -6,8 +6,10 @@ import pytest
 from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from sglang_ext.config import options
 from sglang_ext.core import FALLBACK_REASONS
 from sglang_ext.managers.spec_decode.requests import SAMPLING_FIELDS, VERIFIED, fallback_reason
+from sglang_ext.managers.worker import KVWorker
 
 USED = {"min_p": 0.1}
 
@@ -70,3 +72,15 @@ def test_custom_processors_and_hidden_states_are_served_with_full_kv():
     req = request()
     req.return_hidden_states = True
     assert FALLBACK_REASONS[fallback_reason(req)] == "hidden-states"
+
+
+@pytest.mark.parametrize("given", [{}, {"lora_id": "an adapter"}, {"multimodal_inputs": object()}, {"input_embeds": [[0.5]]}])
+def test_who_is_more_than_tokens_waits_for_all_kv_of_another_server(monkeypatch, given):
+    """As SGLang asks for a second prefill by tokens alone."""
+    monkeypatch.setattr(options, "begins_early", lambda args: True)
+    worker = KVWorker.__new__(KVWorker)
+    worker.server_args, worker.loop = None, SimpleNamespace(turns="turns")
+    asked = request(max_new_tokens=8)
+    asked.lora_id = asked.multimodal_inputs = asked.input_embeds = None
+    vars(asked).update(given)
+    assert worker.begins_early(asked, None) == (None if given else "turns")
