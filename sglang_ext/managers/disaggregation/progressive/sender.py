@@ -17,6 +17,11 @@ from sglang_ext.managers.disaggregation.progressive.sent_room import SentRoom
 from sglang_ext.managers.disaggregation.queries import ReadQueries
 from sglang_ext.managers.disaggregation.settings import LinkError
 
+# Seconds for SGLang to see that a room is over: it looks after each forward.
+MOST_WAIT = 30.0
+# As SGLang's class says it.
+ABORTED = "Aborted by AbortReq."
+
 
 class ProgressiveSender(CommonKVSender):
     """One request. SGLang's scheduler calls it; ``meet``, ``succeed`` and ``fail`` come from other threads.
@@ -41,7 +46,7 @@ class ProgressiveSender(CommonKVSender):
         self._metadata: Metadata | None = None
         self._peer: Peer | None = None
         self._sent: SentRoom | None = None
-        self._sending = self._cleared = False
+        self._sending = self._cleared = self._aborted = False
         # Slots of tokens that do not fill a page yet.
         self._slots = np.empty(0, np.int64)
         # SGLang sets it where a cached prefix is sent before the forward that may still write it (maybe_send_cached_prefix_chunk).
@@ -152,7 +157,7 @@ class ProgressiveSender(CommonKVSender):
         if self.conclude_state is not None:
             return self.conclude_state
         if not self._owns():
-            if time.time() - self.init_time < self.kv_mgr.bootstrap_timeout:
+            if time.time() - self.init_time < min(MOST_WAIT, self.kv_mgr.bootstrap_timeout):
                 return KVPoll.Bootstrapping
             self._give_way()
             return KVPoll.Failed
@@ -178,6 +183,8 @@ class ProgressiveSender(CommonKVSender):
         """
         if self._taken:
             raise KVTransferError(self.room, ROOM_IS_TAKEN)
+        if self._aborted:
+            raise KVTransferError(self.room, ABORTED)
         if self.conclude_state is None:
             self.conclude_state = KVPoll.Failed
         self.clear()
@@ -185,7 +192,7 @@ class ProgressiveSender(CommonKVSender):
 
     def clear(self) -> None:
         """SGLang is through with it; what succeeded goes on travelling."""
-        if self._taken:
+        if self._taken or self._cleared:
             return
         self._cleared = True
         if self.conclude_state != KVPoll.Success:
@@ -196,12 +203,15 @@ class ProgressiveSender(CommonKVSender):
         super().clear()
 
     def abort(self) -> None:
-        """The request is aborted here."""
+        """The request is aborted here; nothing is left of the room, as SGLang does not look at all of those again."""
         if not self._owns():
             self._give_way()
             return
         super().abort()
-        self._cancel("Aborted by AbortReq.")
+        self.clear()
+        self._aborted = True
+        with self.kv_mgr.failure_lock:
+            self.kv_mgr.failure_records.pop(self.room, None)
 
     def _give_way(self) -> None:
         self._taken, self._waits, self.conclude_state = True, False, KVPoll.Failed

@@ -81,3 +81,16 @@ def test_who_waits_for_a_room_that_is_never_given_up_fails(servers):
             each.failure_exception()
     with pytest.raises(KVTransferError, match="a part was wrong"):
         first.failure_exception()
+
+
+def test_nothing_is_left_of_an_aborted_sender_that_sglang_does_not_look_at_again(servers):
+    """Such as one between two chunks of its prompt."""
+    both = servers("exact", gbps=0.01)
+    sender, receiver, _, _ = transfer(both, 7, PROMPT)
+    sender.abort()
+    assert not both.prefill.request_status and not both.prefill.failure_records and not both.prefill.handshakes._senders
+    until(lambda: settled(receiver))
+    for end in (receiver, sender):
+        with pytest.raises(KVTransferError, match="Aborted by AbortReq"):
+            end.failure_exception()
+    assert both.sender(7, PROMPT).poll() == KVPoll.Bootstrapping
