@@ -144,6 +144,11 @@ TRANSFER_HOOKS: tuple[Hook, ...] = (
         "a request that cannot be served ends as on one server, and not with status 500 and what became of its room",
         ("req", "error_message", "status_code"),
     ),
+    Hook(
+        "sglang.srt.managers.scheduler.Scheduler.abort_request",
+        "sglang_ext.hooks.transfer.abort_request",
+        "a request that is aborted while it waits to be prefilled shall not leave its decode side waiting", ("self", "recv_req"),
+    ),
 )
 
 PLAIN_CPU_HOOKS: tuple[Hook, ...] = (

@@ -9,7 +9,9 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodePreallocQueue, DecodeRequest
     from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue
     from sglang.srt.disaggregation.utils import KVClassType, TransferBackend
+    from sglang.srt.managers.io_struct import AbortReq
     from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.scheduler import Scheduler
 
     from sglang_ext.managers.disaggregation.queries import TravelingQueries
 
@@ -91,6 +93,25 @@ def prepare_abort(original: Callable, req: "Req", error_message: str, status_cod
 
     if isinstance(req.to_finish, FINISH_ABORT):
         req.finished_reason = req.to_finish
+
+
+def abort_request(original: Callable, scheduler: "Scheduler", recv_req: "AbortReq") -> None:
+    """Hook around ``Scheduler.abort_request``: a request that has met its decode side and waits to be computed ends there, too.
+
+    SGLang takes it out of its queue and looks at its sender no more.
+    """
+    waiting = [req for req in scheduler.waiting_queue if _sends(req)]
+    original(scheduler, recv_req)
+    left = {id(req) for req in scheduler.waiting_queue}
+    for req in waiting:
+        if id(req) not in left:
+            req.disagg_kv_sender.abort()
+
+
+def _sends(req: "Req") -> bool:
+    from sglang_ext.managers.disaggregation.progressive.sender import ProgressiveSender
+
+    return isinstance(getattr(req, "disagg_kv_sender", None), ProgressiveSender)
 
 
 def _traveling(queue: "PrefillBootstrapQueue | DecodePreallocQueue", end: Any) -> "TravelingQueries | None":

@@ -74,6 +74,24 @@ def test_a_request_that_was_refused_before_its_room_failed_ends_with_that_reason
     assert (req.finished_reason.message, req.finished_reason.status_code) == (("no such grammar", 400) if earlier else ("the room failed", 500))
 
 
+def test_who_is_aborted_while_it_waits_to_be_prefilled_ends_its_room_and_no_other_does():
+    aborted = []
+    waiting = []
+    for rid in ("gone", "kept"):
+        sender = made(ProgressiveSender)
+        sender.abort = lambda rid=rid: aborted.append(rid)
+        waiting.append(SimpleNamespace(rid=rid, disagg_kv_sender=sender))
+    # Of a server in another role, or of another backend.
+    waiting += [SimpleNamespace(rid="gone"), SimpleNamespace(rid="gone", disagg_kv_sender=object())]
+    scheduler = SimpleNamespace(waiting_queue=waiting)
+
+    def abort(scheduler, asked):
+        scheduler.waiting_queue = [req for req in scheduler.waiting_queue if req.rid != asked.rid]
+
+    transfer.abort_request(abort, scheduler, SimpleNamespace(rid="gone"))
+    assert aborted == ["gone"] and [req.rid for req in scheduler.waiting_queue] == ["kept"]
+
+
 def test_both_ends_learn_where_the_newest_queries_of_a_request_are_kept():
     worker, asked = KVWorker.__new__(KVWorker), []
     worker.traveling = SimpleNamespace(read=lambda *given: asked.append(given) or b"queries", write=lambda *given: asked.append(given))
