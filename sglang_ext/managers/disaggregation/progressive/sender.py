@@ -181,7 +181,9 @@ class ProgressiveSender(CommonKVSender):
         Raises:
             KVTransferError: always.
         """
-        if self._taken:
+        if not self._owns():
+            # At another rank the room was not over.
+            self._give_way()
             raise KVTransferError(self.room, ROOM_IS_TAKEN)
         if self._aborted:
             raise KVTransferError(self.room, ABORTED)
@@ -192,7 +194,7 @@ class ProgressiveSender(CommonKVSender):
 
     def clear(self) -> None:
         """SGLang is through with it; what succeeded goes on travelling."""
-        if self._taken or self._cleared:
+        if self._taken or self._waits or self._cleared:
             return
         self._cleared = True
         if self.conclude_state != KVPoll.Success:

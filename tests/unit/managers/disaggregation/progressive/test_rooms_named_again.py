@@ -94,3 +94,14 @@ def test_nothing_is_left_of_an_aborted_sender_that_sglang_does_not_look_at_again
         with pytest.raises(KVTransferError, match="Aborted by AbortReq"):
             end.failure_exception()
     assert both.sender(7, PROMPT).poll() == KVPoll.Bootstrapping
+
+
+def test_who_waits_for_a_room_and_fails_at_another_rank_leaves_the_first_alone(servers):
+    both = servers("exact", gbps=0.01)
+    first, _, _, _ = transfer(both, 7, PROMPT)
+    until(lambda: both.prefill.check_status(7) == KVPoll.Success)
+    later = both.sender(7, PROMPT)
+    with pytest.raises(KVTransferError, match="another request has this bootstrap_room"):
+        later.failure_exception()
+    later.clear()
+    assert first.poll() == KVPoll.Success
