@@ -114,9 +114,11 @@ class DecodeManager(Manager):
         self.prefill: PrefillManager | None = None
         self.connection_pool = {f"{ADDRESS}_0_0_0": [{"rank_ip": "127.0.0.1", "rank_port": 1, "is_dummy": False}]}
         self.links = LinkServer(endpoint, self.settings, limits)
+        self.said: list = []
 
     def say(self, address, message) -> bool:
-        """As over the control plane."""
+        """As over the control plane; what it said is kept."""
+        self.said.append(message)
         self.prefill.handshakes.take(message)
         return True
 

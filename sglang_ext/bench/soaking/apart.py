@@ -1,7 +1,7 @@
 """The verified server of a soak as two, of which one prefills and the other decodes: each request goes to both.
 
-What is left out is what SGLang's two servers do not do, with any transfer backend: ``n`` above 1 gives all samples one room, of
-which the first is served; log-probabilities of a prompt are with the prefill server, whose answer only a router reads; and those of
+What is left out is what SGLang's two servers do not do, with any transfer backend: ``n`` above 1 gives all samples one room, and
+is refused; log-probabilities of a prompt are with the prefill server, whose answer only a router reads; and those of
 given tokens do not travel with the first token.
 """
 

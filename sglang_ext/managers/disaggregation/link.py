@@ -129,10 +129,6 @@ class Link:
         """Why the receiver serves this link no more; None while it does."""
         return self._refusal
 
-    def sends(self, room: int) -> bool:
-        """Whether a room is open."""
-        return room in self._queue.rooms
-
     def open(self, room: int, shape: RoomShape, listener: SendListener) -> None:
         """A room whose parts will be offered; the earlier, the sooner the receiver has said what it has.
 

@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from sglang_ext.managers.disaggregation.wire import Message, Reason, Room, WireError
 
-VERSION = 2
+VERSION = 3
 MOST_MESSAGE = 1 << 16
 # SGLang gives all answers of a request with n > 1 the same number.
 ROOM_IS_TAKEN = "another request has this bootstrap_room: send each with its own, and n requests in place of n answers"
@@ -31,6 +31,8 @@ class Metadata(Message, tag="metadata"):
         aux_sizes: bytes of each row of an auxiliary record, and of the queries that may follow it (queries.py) at most.
         prefix: tokens of the prompt whose KV the decode side has.
         tokens: of the prompt.
+        link_room: the number under which links move it, which the decode side draws anew each time: what is still under way of a
+            request that is prefilled once more does not meet its next room.
     """
 
     version: Annotated[int, Meta(ge=0, le=1 << 31)]
@@ -42,6 +44,7 @@ class Metadata(Message, tag="metadata"):
     aux_sizes: Annotated[tuple[Annotated[int, Meta(ge=0, le=1 << 28)], ...], Meta(max_length=64)]
     prefix: Tokens
     tokens: Tokens
+    link_room: Room = 0
 
 
 class Abort(Message, tag="abort"):

@@ -17,7 +17,7 @@ class EarlyRoom:
     """Residuals that are written to the slots of a running request. Of the scheduler's thread.
 
     Attributes:
-        number: of the room.
+        number: of the room on its link.
         received: what came of it.
         links: from which it comes.
         pool: to which it is written.

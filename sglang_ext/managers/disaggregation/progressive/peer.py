@@ -78,10 +78,6 @@ class Peer:
         """Send no more of a room."""
         room.cancel(self._link, reason)
 
-    def sends(self, room: int) -> bool:
-        """Whether a room of that number has not ended."""
-        return self._link.sends(room)
-
     def lost_for(self, now: float) -> float:
         """Seconds since the decode rank was first seen not to answer; 0 while it does, or while bytes wait for it."""
         if self._link.connected or self._link.queued_bytes:
@@ -175,7 +171,3 @@ class Peers:
             self._peers[endpoint] = Peer(self._connect(endpoint))
         self._peers[endpoint].open(room)
         return self._peers[endpoint]
-
-    def sends(self, endpoint: str, room: int) -> bool:
-        """Whether a room of that number is under way there; of the scheduler's thread."""
-        return endpoint in self._peers and self._peers[endpoint].sends(room)

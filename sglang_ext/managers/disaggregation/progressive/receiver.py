@@ -1,5 +1,6 @@
 """SGLang's side of a room that is received: from slots at the decode server to the KV in them."""
 
+import random
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -42,6 +43,7 @@ class ProgressiveReceiver(CommonKVReceiver):
         self._prompt: Sequence[int] = ()
         self._refused: str | None = None
         self._received: ReceivedRoom | None = None
+        self._link_room = random.getrandbits(62)
         self._queries: TravelingQueries | None = None
         self._row: Callable[[], int] | None = None
         self._begin: Callable[[EarlyRoom], None] | None = None
@@ -141,7 +143,7 @@ class ProgressiveReceiver(CommonKVReceiver):
         prefix = decode_prefix_len or 0
         try:
             self._received = self._expect(kv_indices, aux_index, prefix)
-            self.kv_mgr.links.register(self.room, self._received.expected, self._received)
+            self.kv_mgr.links.register(self._link_room, self._received.expected, self._received)
         except LinkError as error:
             self._give_up(str(error))
             return
@@ -149,7 +151,7 @@ class ProgressiveReceiver(CommonKVReceiver):
         settings = wire.encode(self.kv_mgr.settings)
         sizes = (*self.kv_mgr.aux.sizes, self._queries.most_bytes if self._queries is not None else 0)
         here = self.kv_mgr.local_ip, self.kv_mgr.rank_port, self.kv_mgr.links.endpoint, settings, sizes
-        metadata = Metadata(VERSION, self.room, *here, prefix, len(self._prompt))
+        metadata = Metadata(VERSION, self.room, *here, prefix, len(self._prompt), self._link_room)
         if not all(self.kv_mgr.say(address, metadata) for address in self._prefill_ranks()):
             self._give_up(f"the prefill rank at {self.bootstrap_infos} cannot be reached")
             return
@@ -190,16 +192,20 @@ class ProgressiveReceiver(CommonKVReceiver):
         # Of several ranks some may have all of it: they agree on what is there when the request runs (arriving.py), as long as all wait.
         early = self.kv_mgr.attn_tp_size > 1 or not self.complete
         if self._begin is not None and self.conclude_state == KVPoll.Success and early:
-            self._begin(EarlyRoom(self.room, self._received, self.kv_mgr.links, self.kv_mgr.pool, self._prefill_again))
+            self._begin(EarlyRoom(self._link_room, self._received, self.kv_mgr.links, self.kv_mgr.pool, self._prefill_again))
         else:
-            self.kv_mgr.links.abort(self.room)
+            self.kv_mgr.links.abort(self._link_room)
         self._begin = None
         super().clear()
 
     def abort(self) -> None:
-        """The request is aborted here."""
-        if not self._taken:
-            super().abort()
+        """The request is aborted here, by SGLang also where it has looked for the prefill server in vain."""
+        if self._taken:
+            return
+        super().abort()
+        if self.bootstrap_infos is None and self.bootstrap_addr not in self.kv_mgr.prefill_info_table:
+            where = f"no prefill server answers at {self.bootstrap_addr}, which the request's bootstrap_host and bootstrap_port name"
+            self.kv_mgr.record_failure(self.room, f"{where}; it was aborted")
 
     def _expect(self, kv_indices: np.ndarray, aux_index: int, prefix: int) -> ReceivedRoom:
         codec, page = self.kv_mgr.codec, self.kv_mgr.kv_args.page_size

@@ -89,6 +89,7 @@ class ProgressiveSender(CommonKVSender):
         if status == KVPoll.Bootstrapping:
             self.kv_mgr.req_to_decode_prefix_len[self.room] = metadata.prefix
             self._metadata = metadata
+            self.kv_mgr.update_status(self.room, KVPoll.WaitingForInput)
         return True
 
     def succeed(self) -> None:
@@ -118,7 +119,7 @@ class ProgressiveSender(CommonKVSender):
             return
         hashes = page_hashes(self._prompt[: metadata.prefix], codec.page_size)
         hashes = page_hashes(self._prompt[metadata.prefix :], codec.page_size, hashes[-1] if hashes else b"")
-        self._sent = SentRoom(self.room, codec, self.kv_mgr.layers, metadata.prefix, hashes, self)
+        self._sent = SentRoom(metadata.link_room, codec, self.kv_mgr.layers, metadata.prefix, hashes, self)
         try:
             self._peer = self.kv_mgr.peers.open(metadata.endpoint, self._sent)
         except LinkError as error:
@@ -162,11 +163,6 @@ class ProgressiveSender(CommonKVSender):
             self._give_way()
             return KVPoll.Failed
         status = self.kv_mgr.check_status(self.room)
-        met = status == KVPoll.Bootstrapping and self._metadata is not None
-        # On one link it is sent once its number's last use has ended there, or has failed.
-        if met and not self.kv_mgr.peers.sends(self._metadata.endpoint, self.room):
-            status = KVPoll.WaitingForInput
-            self.kv_mgr.update_status(self.room, status)
         if status in (KVPoll.Success, KVPoll.Failed):
             self.conclude_state = status
         elif status == KVPoll.Bootstrapping and self._check_bootstrap_timeout() is not None:

@@ -26,7 +26,7 @@ class SentRoom:
     """Encodes pages, and offers their streams to a link. One thread encodes; others may cancel.
 
     Args:
-        number: of the room.
+        number: of the room on its link.
         codec: of the pool.
         layers: that travel in one part of a page.
         start: tokens of the prompt before the first page.

@@ -17,7 +17,7 @@ SIZES = (64, 12)
 
 
 def metadata(room=7, version=control.VERSION, endpoint="tcp://127.0.0.1:5", settings=SETTINGS, sizes=(*SIZES, 0)):
-    return Metadata(version, room, "127.0.0.1", 4, endpoint, wire.encode(settings), sizes, 16, 100)
+    return Metadata(version, room, "127.0.0.1", 4, endpoint, wire.encode(settings), sizes, 16, 100, 5)
 
 
 class Sender:

@@ -12,6 +12,7 @@ from transfer_helpers import ADDRESS, SLOTS, prefill_info, rows, settled
 
 from sglang_ext.managers.disaggregation import timeline
 from sglang_ext.managers.disaggregation.progressive import peer as peers
+from sglang_ext.managers.disaggregation.progressive.receiver import ProgressiveReceiver
 from sglang_ext.managers.disaggregation.timeline import Timeline
 from sglang_ext.managers.disaggregation.wire import Frame, PageHeader, Stream
 
@@ -207,6 +208,15 @@ def test_a_sender_that_was_aborted_before_it_met_its_decode_side_refuses_it(serv
         receiver.failure_exception()
 
 
+def test_a_request_whose_prefill_server_is_not_found_says_where_it_was_looked_for(servers):
+    both = servers("raw")
+    both.decode.prefill_info_table = {}
+    receiver = ProgressiveReceiver(both.decode, ADDRESS, 7)
+    receiver.abort()
+    with pytest.raises(KVTransferError, match=f"no prefill server answers at {ADDRESS}, which the request's bootstrap_host"):
+        receiver.failure_exception()
+
+
 def test_a_decode_side_that_aborted_before_the_sender_came_fails_it_at_once(servers):
     both = servers("raw")
     receiver = both.receiver(7, range(32))
@@ -360,10 +370,11 @@ def raw():
 
 
 def parts_of(both, room, prompt, there):
-    """A room's parts as a sender would make them: headers and bytes, by stream, and what receives them."""
+    """A room's parts as a sender would make them: headers and bytes, by stream, what receives them, and the room's number on the link."""
     codec, layers = both.prefill.codec, both.prefill.layers
     receiver = both.receiver(room, prompt)
     receiver.send_metadata(there, 5, decode_prefix_len=0)
+    room = both.decode.said[-1].link_room
     pages = receiver._received._pages
     made = {Stream.ANCHOR: [], Stream.RESIDUAL: [], Stream.AUX: [both.prefill.aux.read(3)]}
     for page in pages:
@@ -377,16 +388,16 @@ def parts_of(both, room, prompt, there):
         for page, payload in enumerate(payloads):
             named = b"" if stream is Stream.AUX else hashes[page]
             found[stream].append((PageHeader(room, stream, page, layers, 0, codec.name, len(payload), named).sealed(payload), payload))
-    return receiver, found
+    return receiver, found, room
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_pages_may_come_in_any_order_of_their_stream(servers, raw, seed):
     both = servers("exact")
     pages, there = pages_of(300, 2)
-    receiver, found = parts_of(both, 7, list(range(300)), pages)
+    receiver, found, room = parts_of(both, 7, list(range(300)), pages)
     sender = raw(both)
-    sender.open(7, receiver._received.expected.shape)
+    sender.open(room, receiver._received.expected.shape)
     for stream in Stream:
         random.Random(seed).shuffle(found[stream])
         for header, payload in found[stream]:
@@ -397,9 +408,9 @@ def test_pages_may_come_in_any_order_of_their_stream(servers, raw, seed):
 
 def test_a_residual_before_its_anchor_fails_its_room_and_says_so(servers, raw):
     both = servers("exact")
-    receiver, found = parts_of(both, 7, list(range(300)), pages_of(300, 2)[0])
+    receiver, found, room = parts_of(both, 7, list(range(300)), pages_of(300, 2)[0])
     sender = raw(both)
-    sender.open(7, receiver._received.expected.shape)
+    sender.open(room, receiver._received.expected.shape)
     header, payload = found[Stream.RESIDUAL][2]
     sender.say(Frame(header, 0), bytes(payload))
     until(lambda: settled(receiver))

@@ -105,3 +105,25 @@ def test_who_waits_for_a_room_and_fails_at_another_rank_leaves_the_first_alone(s
         later.failure_exception()
     later.clear()
     assert first.poll() == KVPoll.Success
+
+
+def test_what_an_earlier_use_of_a_number_still_says_on_its_link_does_not_end_the_next(servers):
+    both = servers("exact", gbps=0.01)
+    first, _, _, rest = begun_early(both, PROMPT)
+    both.begin = None
+    rest.cancel()
+    (source, here), (target, there) = pages_of(len(PROMPT), 11), pages_of(len(PROMPT), 12)
+    receiver = both.receiver(7, PROMPT)
+    receiver.send_metadata(target, 6, decode_prefix_len=0)
+    old, new = (said.link_room for said in both.decode.said if hasattr(said, "link_room"))
+    assert old != new
+    # As a link does that has not heard of the end yet.
+    both.prefill.made[0].cancel(old, "too late")
+    until(lambda: settled(first))
+    first.clear() if first.poll() == KVPoll.Success else pytest.raises(KVTransferError, first.failure_exception)
+    again = both.sender(7, PROMPT)
+    until(lambda: again.poll() == KVPoll.WaitingForInput)
+    send(again, source, len(PROMPT), ())
+    until(lambda: settled(receiver) and settled(again))
+    assert (again.poll(), receiver.poll()) == (KVPoll.Success, KVPoll.Success)
+    assert torch.equal(rows(both.decode.pool, there), rows(both.prefill.pool, here))
