@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from sglang_ext.arguments import KVServerArgs
 
 EXACT, QUANTIZED = PREFILLS = ("exact", "quantized")
+# Where prompts attend to codes.
+DEVICES = ("cpu", "cuda")
 
 
 def resolve(args: "KVServerArgs") -> None:
@@ -42,9 +44,9 @@ def check_resolved(args: "KVServerArgs") -> None:
     """
     if args.kv_prefill == EXACT:
         return
-    if args.device != "cpu":
+    if args.device not in DEVICES:
         raise OptionError(
-            f"--device is {args.device} with --kv-prefill {QUANTIZED}; prompts attend to codes on a CPU alone, as no kernel does it yet: "
+            f"--device is {args.device} with --kv-prefill {QUANTIZED}; prompts attend to codes on {' and '.join(DEVICES)}: "
             f"pass --kv-prefill {EXACT}, or --device cpu"
         )
     if args.disaggregation_mode != "null":

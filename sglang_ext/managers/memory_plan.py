@@ -14,9 +14,11 @@ from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode,
 from sglang.srt.model_executor.cuda_graph_config import Backend
 
 from sglang_ext.config import options
+from sglang_ext.config.prefill_options import QUANTIZED
 from sglang_ext.core import OptionError
 from sglang_ext.layers.attention import verify_attention
 from sglang_ext.layers.attention.of_model import an_attention, attention_scaling
+from sglang_ext.layers.kernels.hack.prompt_codes import PromptCodes
 from sglang_ext.managers.served_methods import ServedMethods
 from sglang_ext.mem_cache.host_tier.tier import staging_bytes
 
@@ -95,6 +97,7 @@ class MemoryPlan:
         scores: predicted scores of all slots, and the network that gives them.
         staging: buffers through which full KV goes to host memory and back.
         workspaces: what attention of verifications works in.
+        prompt_codes: codes of a layer's keys and values, of the longest prompt.
         logits: of the largest captured verification.
     """
 
@@ -106,6 +109,7 @@ class MemoryPlan:
     scores: int = field(default=0, metadata={"name": "predicted scores"})
     staging: int = field(default=0, metadata={"name": "buffers to and from host memory"})
     workspaces: int = field(default=0, metadata={"name": "workspaces of verifications"})
+    prompt_codes: int = field(default=0, metadata={"name": "codes of prompts"})
     logits: int = field(default=0, metadata={"name": "logits of verifications"})
 
     @property
@@ -185,6 +189,7 @@ class MemoryPlanner:
             scores=0 if scores is None else scores.planned_bytes(slots),
             staging=2 * staging_bytes(slots * model.slot_bytes, args.page_size * model.slot_bytes) if args.kv_host_gb else 0,
             workspaces=self._workspaces(requests),
+            prompt_codes=self._prompt_codes(width),
             logits=4 * model.vocabulary * options.captured_tokens(args, requests) if self._captures else 0,
         )
 
@@ -199,6 +204,13 @@ class MemoryPlanner:
         counts = any(method.quantizer is not None for method in methods) + any(method.compressor.points for method in methods)
         bounds = self.model.layers * self.model.kv_heads + 1 if self.args.kv_head_budgets == "adaptive" else 0
         return 4 * rows * (counts + bounds)
+
+    def _prompt_codes(self, tokens: int) -> int:
+        """As quantized_extend.py makes them, of so many tokens at most."""
+        if not self.on_gpu or self.args.kv_prefill != QUANTIZED:
+            return 0
+        partition = next(m.quantizer.partition for m in self.served.methods if m.quantizer is not None)
+        return tokens * self.model.kv_heads * PromptCodes.token_bytes(self.model.head_dim, self.model.value_dim, partition)
 
     def _workspaces(self, requests: int) -> int:
         """As verify_attention.py, verify_flashinfer.py and verify_fa3.py make them."""

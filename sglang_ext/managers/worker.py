@@ -16,6 +16,7 @@ from sglang_ext.config.prefill_options import QUANTIZED
 from sglang_ext.layers.attention import torch_native, verify_graphs
 from sglang_ext.layers.attention.copies import copy_graphs
 from sglang_ext.layers.attention.of_model import an_attention, attention_scaling
+from sglang_ext.layers.attention.quantized_extend import QuantizedExtend
 from sglang_ext.layers.attention.quantized_prefill import QuantizedPrefill
 from sglang_ext.layers.forward import Attention, Attentions, BetweenSteps
 from sglang_ext.managers import integrity, served_methods
@@ -120,7 +121,15 @@ class KVWorker(BaseSpecWorker):
         self.attentions = Attentions(None if verifier is None else Attention(verifier), copies)
         self.graphs = verify_graphs_of(self.server_args, self.model_runner, self.queries, verifier)
         if self.server_args.kv_prefill == QUANTIZED:
-            self.quantized = self.model_runner.attn_backend.prefill = QuantizedPrefill(self.form.form, self.buffers.first_head)
+            self.quantized = self._attend_to_codes(QuantizedPrefill(self.form.form, self.buffers.first_head))
+
+    def _attend_to_codes(self, prefill: QuantizedPrefill) -> QuantizedPrefill:
+        """Let attention of prompts read codes."""
+        if self.buffers.on_gpu:
+            QuantizedExtend(self.model_runner, prefill).install()
+        else:
+            self.model_runner.attn_backend.prefill = prefill
+        return prefill
 
     def _read_copies(self) -> Attention | None:
         """Let attention read copies that hold no plain tokens; what does so in place of the model's own, None where that can."""

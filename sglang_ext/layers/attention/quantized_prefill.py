@@ -1,4 +1,4 @@
-"""Prefill on quantized KV, in PyTorch: each token attends to what decoding would find at its place (HACK, arXiv 2502.03589).
+"""Prefill on quantized KV: in PyTorch, and for quantized_extend.py whose prompts they are. Each token attends to what decoding would find at its place (HACK, arXiv 2502.03589).
 
 Keys and values of the whole blocks before a token's own are codes, the same that a copy of the prompt holds, and are multiplied as
 integers by queries and weights in 8 bits (equation 4). Its own block is not full yet, and is read as it is (requantization
@@ -6,13 +6,14 @@ elimination), as are the prompt's first tokens, the sinks. So what a token atten
 is cached.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 
 from sglang_ext.layers.attention.copies.packed import by_head, by_token, over_both, partitions_of_keys, partitions_of_values
 from sglang_ext.layers.kernels.hack.product import Partitioned, in_partitions, product
+from sglang_ext.layers.kernels.hack.prompt_codes import Prompts
 from sglang_ext.mem_cache.compressed.formats.packing import Packing
 
 
@@ -28,6 +29,17 @@ class QuantizedPrefill:
         self.packing = packing
         self.first_head = first_head
         self._seeds: Mapping[int, torch.Tensor] = {}
+        self._prompts: list[Prompts] | None = None
+
+    @property
+    def rows(self) -> Mapping[int, torch.Tensor]:
+        """Of the token table, those whose prompts are computed now, in the batch's order; seeds of each."""
+        return self._seeds
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a prompt of which each kind is attended to: sinks, a block, and a token after it."""
+        return self.packing.sinks + self.packing.block_tokens + 1
 
     @contextmanager
     def of(self, seeds: Mapping[int, torch.Tensor]) -> Iterator[None]:
@@ -36,7 +48,13 @@ class QuantizedPrefill:
         try:
             yield
         finally:
-            self._seeds = {}
+            self._seeds, self._prompts = {}, None
+
+    def prompts(self, make: Callable[[], list[Prompts]]) -> list[Prompts]:
+        """What ``make`` gives, once for all layers of a forward."""
+        if self._prompts is None:
+            self._prompts = make()
+        return self._prompts
 
     def computes(self, row: int) -> bool:
         """Whether a row's prompt is computed now."""

@@ -13,14 +13,16 @@ CODES = {"kv_mode": "lossy", "kv_compressor": "hack", "kv_prefill": "quantized"}
 @pytest.mark.parametrize(
     ("given", "match"),
     [
-        ({"device": "cuda"}, "--device is cuda with --kv-prefill quantized; .*no kernel does it yet: pass --kv-prefill exact, or --device cpu"),
+        ({"device": "npu"}, "--device is npu with --kv-prefill quantized; .*on cpu and cuda: pass --kv-prefill exact, or --device cpu"),
         ({"device": "cpu", "disaggregation_mode": "decode"}, "--disaggregation-mode is decode with --kv-prefill quantized; .*: pass --kv-prefill exact"),
     ],
 )
-def test_codes_are_read_by_prompts_of_one_server_on_a_cpu(given: dict[str, object], match: str) -> None:
+def test_codes_are_read_by_prompts_of_one_server_on_a_device_that_has_it(given: dict[str, object], match: str) -> None:
     flag_checks.check_flags(args := arguments(**CODES))
     for name, value in {"device": "cpu", "disaggregation_mode": "null"}.items():
         setattr(args, name, value)
+    prefill_options.check_resolved(args)
+    args.device = "cuda"
     prefill_options.check_resolved(args)
     for name, value in given.items():
         setattr(args, name, value)

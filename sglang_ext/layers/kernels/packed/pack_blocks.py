@@ -111,7 +111,7 @@ def _spread(numbers):
 
 
 @triton.jit
-def _noise(seeds, lane, DIM: tl.constexpr):
+def token_noise(seeds, lane, DIM: tl.constexpr):
     """What numbers of tokens with these ``seeds``, int32, in a ``lane`` are rounded by: float32 [tokens, dim], as rounding.py's."""
     of_tokens = _spread(seeds.to(tl.uint32, bitcast=True) + (lane + 1).to(tl.uint32) * LANE_STEP)
     channels = tl.arange(0, DIM).to(tl.uint32) * CHANNEL_STEP
@@ -227,7 +227,7 @@ def pack_tiles(
         else:
             noise = tl.full((TOKENS, DIM), 0.5, tl.float32)
             if seeds is not None:
-                noise = _noise(tl.load(seeds + chosen), (tl.load(layers + layer) << 13) + lane + 2 * head, DIM)
+                noise = token_noise(tl.load(seeds + chosen), (tl.load(layers + layer) << 13) + lane + 2 * head, DIM)
             codes, scale, zero = drawn_codes(groups, tl.reshape(noise, groups.shape), (1 << BITS) - 1)
         cells, slots = buffer.to(tl.pointer_type(tl.uint8)), targets + block * SLOTS
         _store_codes(tl.reshape(codes, (TOKENS, DIM)), cells, slots, slot_stride * SIZE, BITS, CELL)

@@ -1,0 +1,114 @@
+"""Attention of prompts on their own codes, on a GPU: what layers/attention/quantized_prefill.py gives in PyTorch (HACK, arXiv 2502.03589).
+
+Two launches a layer, for all prompts of a forward: one quantizes the keys and values of whole blocks (prompt_codes.py), one attends
+(prefill_attention.py).
+"""
+
+from dataclasses import dataclass
+from math import e, log2
+
+import torch
+import triton
+
+from sglang_ext.core import OptionError
+from sglang_ext.layers.kernels.fitting import launch_fitting, shape_name
+from sglang_ext.layers.kernels.hack.prefill_attention import prefill_tiles
+from sglang_ext.layers.kernels.hack.prompt_codes import PromptCodes, Prompts, prompt_codes
+from sglang_ext.layers.kernels.packed.packed_decode import check_readable
+from sglang_ext.mem_cache.compressed.formats.packing import Packing
+
+# What the kernels take.
+DIMS, DTYPES = (64, 128), (torch.bfloat16, torch.float16, torch.float32)
+# Sinks of a step at most.
+SINK_STEP = 64
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Sizes of a program's work.
+
+    Attributes:
+        rows: queries.
+        warps: of a program.
+        stages: of the pipeline that loads codes.
+    """
+
+    rows: int
+    warps: int
+    stages: int
+
+
+# Those preferred first. Half of the scores of 64 tokens and all sums of 64 rows are in the registers of a warp group.
+TILES = (Tile(128, 8, 3), Tile(128, 8, 2), Tile(64, 4, 2), Tile(64, 4, 1), Tile(32, 4, 1), Tile(16, 4, 1))
+
+
+def check_prefill(packing: Packing, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Raise where the kernels do not take such heads and numbers.
+
+    Args:
+        packing: how blocks are packed.
+        keys, values: a layer's buffers, [slots, kv_heads, dim].
+
+    Raises:
+        OptionError: names what they are, what is allowed, and what to do.
+    """
+    remedy = "pass --kv-prefill exact"
+    for kind, buffer in (("keys", keys), ("values", values)):
+        if buffer.shape[-1] not in DIMS:
+            allowed = " or ".join(map(str, DIMS))
+            raise OptionError(
+                f"the model's {kind} have {buffer.shape[-1]} channels a head; prompts attend to codes with {allowed}: {remedy}"
+            )
+        if buffer.dtype not in DTYPES:
+            allowed = ", ".join(map(str, DTYPES))
+            raise OptionError(f"the KV pool holds {kind} as {buffer.dtype}; prompts attend to codes of {allowed}: {remedy}")
+    check_readable(packing, keys)
+
+
+def integer_prefill(
+    prompts: Prompts, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int, first_head: int, scaling: float
+) -> torch.Tensor:
+    """Causal attention of prompts' newest tokens; does not wait for the device.
+
+    Args:
+        prompts: whose, and how their codes are made.
+        queries: [tokens, heads, dim], of the newest tokens of each prompt, one after another.
+        keys, values: the layer's buffers, [slots, kv_heads, dim], with those tokens'.
+        layer, first_head: which of the model's, by which noise is drawn.
+        scaling: factor on query-key products, positive.
+
+    Returns:
+        [tokens, heads, dim of a value], in the dtype of the queries.
+
+    Raises:
+        OptionError: no tiles of such heads fit the GPU.
+    """
+    codes = prompt_codes(prompts, keys, values, layer, first_head)
+    return attend(prompts, codes, queries, keys, values, scaling)
+
+
+def attend(
+    prompts: Prompts, codes: PromptCodes, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float,
+    stored_sums: bool = True,
+) -> torch.Tensor:  # fmt: skip
+    """:func:`integer_prefill` after its first kernel; ``stored_sums``: as launch_integers' (integer_decode.py), for benchmarks."""
+    packing, kv_heads, queries = prompts.packing, keys.shape[1], queries.contiguous()
+    group, block, sinks = queries.shape[1] // kv_heads, packing.block_tokens, packing.sinks
+    out = queries.new_empty(*queries.shape[:2], values.shape[2])
+    blocks = max(1 + (end - 1 - sinks) // block - (start - sinks) // block for start, end in zip(prompts.known, prompts.lengths))
+
+    def with_tile(tile: Tile) -> None:
+        prefill_tiles[(blocks * triton.cdiv(block * group, tile.rows), kv_heads, len(prompts.rows))](
+            queries, out, keys, values, *codes.parts, prompts.table, prompts.table.stride(0), prompts.numbers, len(prompts.rows),
+            prompts.total, scaling * log2(e), *keys.stride()[:2], *values.stride()[:2], HEADS=kv_heads, GROUP=group, M=tile.rows,
+            DIM=packing.keys.dim, VALUE_DIM=packing.values.dim, PARTITION=packing.keys.grid.channels, BLOCK=block, SINKS=sinks,
+            SINK_STEP=min(SINK_STEP, max(16, triton.next_power_of_2(sinks))), COLUMNS=codes.key_terms.shape[2], STAGES=tile.stages,
+            STORED=stored_sums, PRECISION="tf32x3" if keys.dtype == torch.float32 else "tf32", num_warps=tile.warps,
+        )  # fmt: skip
+
+    def what() -> str:
+        return f"attention of prompts to codes of {packing.keys.bits} bits with {shape_name(packing.keys.dim, group, keys.dtype)}"
+
+    key = ("prefill", packing.keys, packing.values, group, keys.dtype, keys.device, stored_sums)
+    launch_fitting(TILES, with_tile, key, what, "pass --kv-prefill exact")
+    return out

@@ -1,0 +1,154 @@
+"""Causal attention of prompts on their own codes: the kernel that integer_prefill.py launches after prompt_codes.py's.
+
+A program has rows of one block: tokens of it, and each query head that shares a KV head. They attend to the sinks and to their block as
+they are, causally, then to the codes of the blocks before, a partition of values after another, as integers (HACK, arXiv 2502.03589,
+equation 4). Logarithms are of base 2. Of each score the part that zero points make comes of a product of float16 (prompt_codes.py).
+"""
+
+import triton
+import triton.language as tl
+
+from sglang_ext.layers.kernels.hack.integers import LAST_CODE, SMALLEST_SCALE, eight_bits
+from sglang_ext.layers.kernels.hack.prompt_codes import TERMS, high_and_low
+
+# What rounds a float32 from 0 to 255 that is added to it: the bits of the sum are those below, and the code from -128 on.
+ROUNDING, ROUNDED = tl.constexpr(1.5 * 2**23 - 128), tl.constexpr(0x4B400000)
+
+
+@triton.jit
+def _step(qk, best, total):
+    """Of a step of online softmax, in base 2: its maximum, what older sums shrink by, and weights. Each row has seen a token."""
+    new = tl.maximum(best, tl.max(qk, 1))
+    rescale, p = tl.exp2(best - new), tl.exp2(qk - new[:, None])
+    return new, rescale, p, total * rescale + tl.sum(p, 1)
+
+
+@triton.jit
+def _exact_step(
+    q, keys, values, table, token, end, place, best, total, acc, scaling, key_slot, value_slot, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Over the tokens at ``token`` that are before ``end``, and not after the rows' own ``place``."""
+    dim, value_dim = tl.arange(0, DIM), tl.arange(0, VALUE_DIM)
+    slot = tl.load(table + token, mask=token < end, other=0).to(tl.int64)
+    k = tl.load(keys + (slot * key_slot)[:, None] + dim[None, :])
+    qk = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scaling
+    # What is not seen is far below each number that is.
+    qk = tl.where((token < end)[None, :] & (token[None, :] <= place[:, None]), qk, -1e30)
+    best, rescale, p, total = _step(qk, best, total)
+    v = tl.load(values + (slot * value_slot)[:, None] + value_dim[None, :])
+    return best, total, acc * rescale[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+
+
+@triton.jit
+def _query_parts(
+    queries, row_at, mine, scaling, DIM: tl.constexpr, PARTITION: tl.constexpr, COLUMNS: tl.constexpr, STORED: tl.constexpr
+):  # fmt: skip
+    """Of queries: codes and scales of each partition, zero points, and what keys' terms are multiplied with, float16 [rows, columns]."""
+    channel, column = tl.arange(0, PARTITION), tl.arange(0, COLUMNS)
+    codes, scales, zeros = (), (), ()
+    terms = tl.zeros((row_at.shape[0], COLUMNS), tl.float16)
+    for group in tl.static_range(DIM // PARTITION):
+        at = queries + row_at[:, None] + (group * PARTITION + channel)[None, :]
+        found, scale, zero = eight_bits(tl.load(at, mask=mine[:, None], other=0.0).to(tl.float32) * scaling, 1)
+        rest = scale * tl.sum(found, 1, keep_dims=True).to(tl.float32) + zero * PARTITION
+        high, low = high_and_low(rest)
+        first = group * TERMS
+        terms = tl.where(column[None, :] == first, high, tl.where(column[None, :] == first + 1, low, terms))
+        if STORED:
+            high, low = high_and_low(zero * PARTITION)
+            terms = tl.where((column == first + 2)[None, :] | (column == first + 4)[None, :], high, terms)
+            terms = tl.where(column[None, :] == first + 3, low, terms)
+        codes, scales, zeros = codes + (found.to(tl.int8),), scales + (scale,), zeros + (zero,)
+    return codes, scales, zeros, terms
+
+
+@triton.jit
+def _codes_of(p, low, high):
+    """Of a step's weights, from ``low`` to ``high``: codes, int8; their scales, zero points, and sums of what they mean."""
+    scale = tl.maximum((high - low) * (1.0 / LAST_CODE), SMALLEST_SCALE)
+    steps = (p - low[:, None]) * (1.0 / scale)[:, None] + ROUNDING
+    codes = steps.to(tl.int32, bitcast=True) - ROUNDED
+    zero = low + 128.0 * scale
+    return codes.to(tl.int8), scale, zero, scale * tl.sum(codes, 1).to(tl.float32) + zero * p.shape[1]
+
+
+@triton.jit(do_not_specialize=("count", "blocks"))
+def prefill_tiles(
+    queries, out, keys, values, codes, key_scales, key_terms, value_codes, value_numbers, table, table_row, requests, count, blocks, scaling,
+    key_slot, key_head, value_slot, value_head, HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, PARTITION: tl.constexpr, BLOCK: tl.constexpr, SINKS: tl.constexpr, SINK_STEP: tl.constexpr,
+    COLUMNS: tl.constexpr, STAGES: tl.constexpr, STORED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """M rows of a block of one request; codes are of ``blocks`` of all requests. Blocks that read most begin first.
+
+    ``scaling`` is of products, times log2(e). STORED: sums of codes are read where they are stored, else computed in each step.
+    """
+    COUNT: tl.constexpr = DIM // PARTITION
+    # Blocks are counted from one that ends where the sinks do, or before.
+    AHEAD: tl.constexpr = (SINKS + BLOCK - 1) // BLOCK
+    TILES: tl.constexpr = (BLOCK * GROUP + M - 1) // M
+    tokens = blocks * BLOCK
+    kv_head, request = tl.program_id(1).to(tl.int64), tl.program_id(2)
+    known, length = tl.load(requests + count + request), tl.load(requests + 2 * count + request)
+    block = (length - 1 - SINKS + AHEAD * BLOCK) // BLOCK - tl.program_id(0) // TILES
+    tile = tl.program_id(0) % TILES * M
+    begin = SINKS + (block - AHEAD) * BLOCK
+    # Of its tokens none is computed, or there is none.
+    if (begin + tl.minimum(BLOCK, (tile + M - 1) // GROUP + 1) <= known) | (begin + tile // GROUP >= length) | (block < 0):
+        return
+    row = tile + tl.arange(0, M)
+    place = begin + row // GROUP
+    mine = (row < BLOCK * GROUP) & (place >= known) & (place < length)
+    head = (tl.load(requests + 3 * count + request) + place - known).to(tl.int64) * (HEADS * GROUP) + kv_head * GROUP + row % GROUP
+    # Rows that are nobody's see a token, too.
+    place = tl.maximum(place, 0)
+    table += tl.load(requests + request).to(tl.int64) * table_row
+    keys, values = keys + kv_head * key_head, values + kv_head * value_head
+    best = tl.zeros([M], tl.float32) - 1e30
+    total = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, VALUE_DIM], tl.float32)
+    q = tl.load(queries + (head * DIM)[:, None] + tl.arange(0, DIM)[None, :], mask=mine[:, None], other=0.0).to(keys.dtype.element_ty)
+    for start in tl.range(tl.maximum(begin, SINKS), tl.minimum(begin + BLOCK, length), PARTITION):
+        best, total, acc = _exact_step(
+            q, keys, values, table, start + tl.arange(0, PARTITION), tl.minimum(begin + BLOCK, length), place, best, total, acc, scaling,
+            key_slot, value_slot, DIM, VALUE_DIM, PRECISION,
+        )  # fmt: skip
+    for start in tl.range(0, tl.minimum(SINKS, length), SINK_STEP):
+        best, total, acc = _exact_step(
+            q, keys, values, table, start + tl.arange(0, SINK_STEP), tl.minimum(SINKS, length), place, best, total, acc, scaling,
+            key_slot, value_slot, DIM, VALUE_DIM, PRECISION,
+        )  # fmt: skip
+    q_codes, q_scales, q_zeros, q_terms = _query_parts(queries, head * DIM, mine, scaling, DIM, PARTITION, COLUMNS, STORED)
+    first = tl.load(requests + 4 * count + request) * BLOCK
+    token, channel, column = tl.arange(0, PARTITION), tl.arange(0, PARTITION), tl.arange(0, VALUE_DIM)
+    at_codes = codes + (kv_head * COUNT * tokens + first) * PARTITION + token[:, None] * PARTITION + channel[None, :]
+    at_terms = key_terms + (kv_head * tokens + first + token[:, None]) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    at_scales = key_scales + kv_head * COUNT * tokens + first + token
+    part = (kv_head * tokens + first) // PARTITION
+    at_values = value_codes + part * VALUE_DIM * PARTITION + column[:, None] * PARTITION + token[None, :]
+    at_numbers = value_numbers + part * 3 * VALUE_DIM + column
+    for step in tl.range(0, tl.maximum(block - AHEAD, 0) * (BLOCK // PARTITION), num_stages=STAGES):
+        qk = tl.dot(q_terms, tl.trans(tl.load(at_terms + step * PARTITION * COLUMNS)))
+        for group in tl.static_range(COUNT):
+            k = tl.load(at_codes + (group * tokens + step * PARTITION) * PARTITION)
+            scale = tl.load(at_scales + group * tokens + step * PARTITION)
+            qk += tl.dot(q_codes[group], tl.trans(k), out_dtype=tl.int32).to(tl.float32) * scale[None, :] * q_scales[group]
+            if not STORED:
+                qk += q_zeros[group] * (scale * tl.sum(k.to(tl.int32), 1).to(tl.float32))[None, :]
+        least = tl.min(qk, 1)
+        most = tl.max(qk, 1)
+        new = tl.maximum(best, most)
+        p = tl.exp2(qk - new[:, None])
+        rescale = tl.exp2(best - new)
+        total = total * rescale + tl.sum(p, 1)
+        best = new
+        p_codes, p_scale, p_zero, p_rest = _codes_of(p, tl.exp2(least - new), tl.exp2(most - new))
+        v = tl.load(at_values + step * VALUE_DIM * PARTITION)
+        numbers = at_numbers + step * 3 * VALUE_DIM
+        scale, zero = tl.load(numbers), tl.load(numbers + VALUE_DIM)
+        sums = tl.load(numbers + 2 * VALUE_DIM) if STORED else scale * tl.sum(v.to(tl.int32), 1).to(tl.float32)
+        acc = acc * rescale[:, None] + p_rest[:, None] * zero[None, :] + p_zero[:, None] * sums[None, :]
+        acc += tl.dot(p_codes, tl.trans(v), out_dtype=tl.int32).to(tl.float32) * scale[None, :] * p_scale[:, None]
+    at = out + (head * VALUE_DIM)[:, None] + column[None, :]
+    tl.store(at, (acc / total[:, None]).to(out.dtype.element_ty), mask=mine[:, None])

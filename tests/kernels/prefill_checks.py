@@ -1,0 +1,92 @@
+"""Checks of attention of prompts on their own codes, against what PyTorch gives for one prompt after another."""
+
+import torch
+
+from sglang_ext.layers.attention.quantized_prefill import QuantizedPrefill
+from sglang_ext.layers.kernels.hack import integer_prefill
+from sglang_ext.layers.kernels.hack.prompt_codes import Prompts, prompt_codes
+from sglang_ext.mem_cache.compressed.formats.packing import Packing
+from sglang_ext.mem_cache.compressed.formats.rounding import token_seeds
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressors.catalogue import quantizer
+
+LAYER, FIRST_HEAD = 3, 2
+# Bits, partition, channels of a head, KV heads, queries of each, page size, dtype, and tokens before and in all of each prompt.
+CASES = (
+    (4, 64, 128, 1, 4, 1, torch.float32, ((0, 150), (100, 201), (3, 4))),
+    (2, 32, 64, 2, 3, 16, torch.float32, ((0, 90), (70, 140))),
+    (4, 128, 128, 1, 5, 1, torch.float16, ((140, 280),)),
+    (4, 64, 64, 1, 1, 128, torch.float16, ((0, 70), (120, 260))),
+    (4, 64, 128, 2, 4, 1, torch.bfloat16, ((0, 500), (37, 333))),
+)  # fmt: skip
+
+
+class Batch:
+    """Prompts in scattered slots of one layer's pool."""
+
+    def __init__(self, bits, partition, dim, heads, group, page, dtype, spans, device):
+        noise = torch.Generator().manual_seed(bits + partition + dim)
+        spread = 1 + 3 * torch.rand(dim, generator=noise)
+        total, longest = sum(end for _, end in spans), max(end for _, end in spans)
+        pools = [(torch.randn(total + 9, heads, dim, generator=noise) * spread).to(dtype).to(device) for _ in "kv"]
+        self.keys, self.values = pools
+        self.queries = torch.randn(sum(b - a for a, b in spans), heads * group, dim, generator=noise).to(dtype).to(device)
+        self.packing = Packing.of(quantizer("hack", bits, partition), KVBuffers((LAYER,), (0.1,), (pools[0],), (pools[1],)), page)
+        self.rows, self.spans = [2 * i + 1 for i in range(len(spans))], spans
+        table, order = torch.zeros(2 * len(spans) + 1, longest, dtype=torch.int32), torch.randperm(total, generator=noise).int() + 1
+        for row, slots in zip(self.rows, order.split([end for _, end in spans])):
+            table[row, : len(slots)] = slots
+        self.table = table.to(device)
+        self.seeds = {row: token_seeds(list(range(row, end + row)), end, self.table.device) for row, (_, end) in zip(self.rows, spans)}
+        self.prompts = Prompts(self.packing, self.table, self.rows, *map(list, zip(*spans)), self.seeds)
+
+    def expected(self):
+        """What PyTorch gives, in float32 of the pool's numbers: [tokens, heads, dim]."""
+        prefill, found, start = QuantizedPrefill(self.packing, FIRST_HEAD), [], 0
+        with prefill.of(self.seeds):
+            for row, (known, end) in zip(self.rows, self.spans):
+                mine, slots = self.queries[start : start + end - known], self.table[row, :end].long()
+                found.append(prefill.attend(LAYER, row, mine.float(), self.keys.float(), self.values.float(), slots, 0.1))
+                start += end - known
+        return torch.cat(found)
+
+    def codes(self):
+        """The first kernel's, of one prompt after another, and what PyTorch makes of the same tokens: pairs of tensors."""
+        made = prompt_codes(self.prompts, self.keys, self.values, LAYER, FIRST_HEAD)
+        prefill, first = QuantizedPrefill(self.packing, FIRST_HEAD), 0
+        partition, block = self.packing.keys.grid.channels, self.packing.block_tokens
+        for row, blocks in zip(self.rows, self.prompts.blocks):
+            tokens, at = blocks * block, first * block
+            slots = self.table[row, self.packing.sinks : self.packing.sinks + tokens].long()
+            with prefill.of(self.seeds):
+                keys, values = (prefill._codes(LAYER, row, pool[slots], bool(kind)) for kind, pool in enumerate((self.keys, self.values)))
+            yield made.keys[:, :, at : at + tokens].transpose(1, 2).flatten(2), keys.codes
+            yield made.key_scales[:, :, at : at + tokens].mT, keys.scale
+            parts = slice(at // partition, (at + tokens) // partition)
+            yield made.values[:, parts].transpose(1, 2).flatten(2), values.codes
+            numbers = made.value_numbers[:, parts].mT
+            yield numbers[..., 0].mT, values.scale
+            yield numbers[..., 1].mT, values.zero
+            first += blocks
+
+
+def check_prefill(device):
+    """All bits, partitions, groups and dtypes; prompts of several lengths, whose beginnings are there; codes are PyTorch's."""
+    for bits, partition, dim, heads, group, page, dtype, spans in CASES:
+        if device == "cpu" and dtype == torch.bfloat16:
+            # The interpreter has no products of bfloat16.
+            continue
+        batch = Batch(bits, partition, dim, heads, group, page, dtype, spans, device)
+        for found, expected in batch.codes():
+            assert torch.equal(found, expected), (bits, partition, dim)
+        given = batch.queries, batch.keys, batch.values
+        found = integer_prefill.integer_prefill(batch.prompts, *given, LAYER, FIRST_HEAD, 0.1)
+        expected = batch.expected()
+        assert found.dtype == dtype
+        worst = float((found.float() - expected).abs().max() / expected.abs().max())
+        # A weight between two codes may get the other one.
+        tolerance = 5e-3 if dtype != torch.bfloat16 else 3e-2
+        assert worst < tolerance, (bits, partition, dim, group, worst)
+        codes = prompt_codes(batch.prompts, *given[1:], LAYER, FIRST_HEAD)
+        summed = integer_prefill.attend(batch.prompts, codes, *given, 0.1, stored_sums=False)
+        assert float((summed.float() - found.float()).abs().max() / expected.abs().max()) < tolerance
