@@ -45,6 +45,9 @@ COMMANDS = {
     "simulate": Command(
         "sglang_ext.bench.simulating.simulate", "simulate full KV in host memory: what a machine would gain, without a model"
     ),
+    "attention": Command(
+        "sglang_ext.bench.attention.command", "time attention of one layer by how KV is kept, without a server"
+    ),
     "soak": Command(
         "sglang_ext.bench.soaking.soak", "send mixed traffic for minutes and check every answer"
     ),

@@ -7,10 +7,12 @@ import tempfile
 import torch
 import triton
 from packed_helpers import packed_pool
+from prefill_checks import FIRST_HEAD, LAYER, Batch
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from sglang_ext.layers.kernels import pointer_decode, scatter_cells, uneven_decode, window_scores, write_pointers
+from sglang_ext.layers.kernels.hack import integer_prefill
 from sglang_ext.layers.kernels.lynx import anchored, kernels as codec
 from sglang_ext.layers.kernels.lynx.layout import Layout
 from sglang_ext.layers.kernels.lynx.parts import Parts
@@ -127,6 +129,18 @@ def check_anchored(compiled):
             assert stack_bytes(made) == 0, (kernel, bits, dim, dtype, stack_bytes(made))
 
 
+def check_prefill(compiled):
+    """Prompts' products of integers are those of tensor cores, with weights from registers; few registers spill."""
+    for bits, partition, dim, group in ((4, 64, 128, 4), (2, 64, 64, 1), (4, 128, 128, 5)):
+        batch = Batch(bits, partition, dim, 1, group, 1, torch.bfloat16, ((0, 200),), "cpu")
+        given = batch.queries, batch.keys, batch.values
+        integer_prefill.integer_prefill(batch.prompts, *given, LAYER, FIRST_HEAD, 0.1)
+        (codes, first), (tiles, second) = compiled[-2:]
+        assert (codes, tiles, stack_bytes(first)) == ("quantize_prompts", "prefill_tiles", 0)
+        assert "wgmma.mma_async.sync.aligned.m64n" in second.asm["ptx"] and ".s32.s8.s8" in second.asm["ptx"]
+        assert stack_bytes(second) <= 128, (bits, partition, dim, group, stack_bytes(second))
+
+
 def main():
     compiled = []
     compile_only(compiled)
@@ -144,6 +158,7 @@ def main():
     pointer_decode.pointer_decode(begins, torch.zeros(1, 4, 128).bfloat16(), *layer, table, rows, rows, 0.1)
     check_packing(compiled)
     check_codec(compiled)
+    check_prefill(compiled)
     check_anchored(compiled)
     kept = torch.zeros(len(pool.buffers.keys), 1, 70, dtype=torch.int64)
     write_pointers.write_pointers(pool.buffers.key_table, layer[0], kept, rows, rows)

@@ -1,7 +1,9 @@
 """Checks of attention of prompts on their own codes, against what PyTorch gives for one prompt after another."""
 
 import torch
+from packed_helpers import packed_pool
 
+from sglang_ext.bench.attention.dequantize import launch
 from sglang_ext.layers.attention.quantized_prefill import QuantizedPrefill
 from sglang_ext.layers.kernels.hack import integer_prefill
 from sglang_ext.layers.kernels.hack.prompt_codes import Prompts, prompt_codes
@@ -90,3 +92,15 @@ def check_prefill(device):
         codes = prompt_codes(batch.prompts, *given[1:], LAYER, FIRST_HEAD)
         summed = integer_prefill.attend(batch.prompts, codes, *given, 0.1, stored_sums=False)
         assert float((summed.float() - found.float()).abs().max() / expected.abs().max()) < tolerance
+
+
+def check_whole_blocks(device):
+    """What bench attention compares with makes blocks whole."""
+    for name, bits, dim in (("hack", 4, 128), ("kivi", 2, 64), ("kivi", 4, 128)):
+        pool = packed_pool(name, bits, 3, 0, dim=dim, dtype=torch.float16)
+        slots = pool.row[: pool.packed].to(device)
+        for buffer, layout in ((pool.buffers.keys[0], pool.packing.keys), (pool.buffers.values[0], pool.packing.values)):
+            expected = pool.packing.whole(pool.packing.read(buffer, layout, slots.cpu()), layout, None).transpose(0, 1)
+            out = torch.empty(expected.shape, dtype=torch.float16, device=device)
+            launch(pool.packing, buffer.to(device), layout, slots, out)
+            torch.testing.assert_close(out.cpu().float(), expected, rtol=1e-3, atol=1e-6)
