@@ -136,7 +136,7 @@ def check_prefill(compiled):
         given = batch.queries, batch.keys, batch.values
         integer_prefill.integer_prefill(batch.prompts, *given, LAYER, FIRST_HEAD, 0.1)
         (codes, first), (tiles, second) = compiled[-2:]
-        assert (codes, tiles, stack_bytes(first)) == ("quantize_prompts", "prefill_tiles", 0)
+        assert (codes, tiles) == ("quantize_prompts", "prefill_tiles") and stack_bytes(first) <= 32 * (partition == 128)
         assert "wgmma.mma_async.sync.aligned.m64n" in second.asm["ptx"] and ".s32.s8.s8" in second.asm["ptx"]
         assert stack_bytes(second) <= 128, (bits, partition, dim, group, stack_bytes(second))
 

@@ -21,8 +21,8 @@ from sglang_ext.mem_cache.compressed.formats.packing import Packing
 
 # Terms of a partition of channels: twice its zero point, twice the higher part of what the sum of its codes means, and the lower part.
 TERMS = tl.constexpr(5)
-# Warps of a program, for a block.
-WARPS = 4
+# Warps of a program, for a block of so many tokens: registers suffice.
+WARPS = {64: 4, 128: 8}
 
 
 @dataclass(frozen=True)
@@ -151,11 +151,10 @@ def quantize_prompts(
     row = tl.load(requests + request).to(tl.int64)
     slot = tl.load(table + row * table_row + place).to(tl.int64)
     first = (tl.load(requests + 4 * count + request) + block) * BLOCK
-    noise, value_noise = tl.full((BLOCK, DIM), 0.5, tl.float32), tl.full((BLOCK, VALUE_DIM), 0.5, tl.float32)
+    noise = tl.full((BLOCK, DIM), 0.5, tl.float32)
     if drawn is not None:
         seeds = tl.load(drawn + tl.load(requests + 5 * count + request) + place)
         noise = token_noise(seeds, key_lane + 2 * tl.program_id(1), DIM)
-        value_noise = token_noise(seeds, value_lane + 2 * tl.program_id(1), VALUE_DIM)
     numbers = tl.load(keys + head * key_head + (slot * key_slot)[:, None] + channel[None, :]).to(tl.float32)
     groups = tl.reshape(numbers, (BLOCK, 1, COUNT, PARTITION))
     found, scale, zero = drawn_codes(groups, tl.reshape(noise, (BLOCK, 1, COUNT, PARTITION)), (1 << BITS) - 1)
@@ -177,9 +176,13 @@ def quantize_prompts(
     at = terms + (head * tokens + first + token)[:, None] * COLUMNS + rest[None, :]
     tl.store(at, tl.zeros((BLOCK, COLUMNS), tl.float16), mask=(rest >= COUNT * TERMS)[None, :])
     column, step = tl.arange(0, VALUE_DIM), tl.arange(0, PARTS)
+    noise = tl.full((BLOCK, VALUE_DIM), 0.5, tl.float32)
+    if drawn is not None:
+        seeds = tl.load(drawn + tl.load(requests + 5 * count + request) + place)
+        noise = token_noise(seeds, value_lane + 2 * tl.program_id(1), VALUE_DIM)
     numbers = tl.load(values + head * value_head + (slot * value_slot)[:, None] + column[None, :]).to(tl.float32)
     groups = tl.reshape(numbers, (PARTS, PARTITION, VALUE_DIM, 1))
-    found, scale, zero = drawn_codes(groups, tl.reshape(value_noise, (PARTS, PARTITION, VALUE_DIM, 1)), (1 << BITS) - 1)
+    found, scale, zero = drawn_codes(groups, tl.reshape(noise, (PARTS, PARTITION, VALUE_DIM, 1)), (1 << BITS) - 1)
     sums = tl.reshape(tl.sum(found, 1), (PARTS, VALUE_DIM)).to(tl.float32)
     at = (head * (tokens // PARTITION) + (first + token) // PARTITION)[None, :] * VALUE_DIM + column[:, None]
     found = tl.trans(tl.reshape(found, (BLOCK, VALUE_DIM)).to(tl.int8))
@@ -208,6 +211,6 @@ def prompt_codes(prompts: Prompts, keys: torch.Tensor, values: torch.Tensor, lay
         keys, values, prompts.table, prompts.table.stride(0), prompts.numbers, len(prompts.rows), prompts.drawn, *lanes, *made.parts,
         prompts.total, *keys.stride()[:2], *values.stride()[:2], DIM=packing.keys.dim, VALUE_DIM=packing.values.dim,
         PARTITION=packing.keys.grid.channels, BLOCK=packing.block_tokens, SINKS=packing.sinks, BITS=packing.keys.bits,
-        COLUMNS=made.key_terms.shape[2], num_warps=WARPS, enable_fp_fusion=False,
+        COLUMNS=made.key_terms.shape[2], num_warps=WARPS[packing.block_tokens], enable_fp_fusion=False,
     )  # fmt: skip
     return made
