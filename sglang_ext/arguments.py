@@ -131,6 +131,27 @@ class KVServerArgs(ServerArgs):
         ),
         NS("memory"),
     ] = "current"
+    kv_cache_ranks: A[
+        int,
+        "With --kv-compressor spade: processes that hold the keys of long requests and choose tokens by them while the model computes. Each "
+        "takes requests of its own. 0: tokens are chosen between steps, which wait for it.",
+        NS("memory"),
+    ] = 0
+    kv_pack_layers: A[
+        int | str,
+        Arg(
+            help="With --kv-cache-ranks: layers whose queries go to a cache rank at once, from 1; auto: 4 to 12, by how long messages and "
+            "choosing take.",
+            type_parser=options.parse_draft_length,
+        ),
+        NS("memory"),
+    ] = "auto"
+    kv_cache_rank_gb: A[
+        float | None,
+        "With --kv-cache-ranks: memory of each cache rank for keys, in GB of 10^9 bytes, taken as it is used. Requests for which there is no "
+        "room are read whole. Default: as much as the keys of SGLang's pool take.",
+        NS("memory"),
+    ] = None
     kv_head_budgets: A[
         str,
         "equal: all heads keep the same number of tokens. adaptive: what matters most over all heads and layers, with "

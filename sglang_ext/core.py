@@ -26,6 +26,7 @@ FALLBACK_REASONS: tuple[str, ...] = (
     "slower",
     "no-queries",
     "wrong-scores",
+    "no-selection",
 )
 SHORT_CONTEXT = FALLBACK_REASONS.index("short-context")
 NO_FREE_SLOTS = FALLBACK_REASONS.index("no-free-slots")
@@ -36,9 +37,11 @@ SLOWER = FALLBACK_REASONS.index("slower")
 NO_QUERIES = FALLBACK_REASONS.index("no-queries")
 # The scores of the request's method cannot be used (mem_cache/compressors/contracts/compressor.py).
 WRONG_SCORES = FALLBACK_REASONS.index("wrong-scores")
-# Fallbacks that end once the context is long enough, slots are free, drafting pays, a ring is left; and one that does not, but
-# whose requests can be verified too.
-CURABLE = (0, SHORT_CONTEXT, NO_FREE_SLOTS, SLOWER, NO_QUERIES, WRONG_SCORES)
+# Cache ranks choose its tokens, and none has chosen any yet, or none can (managers/cache_rank/).
+NO_SELECTION = FALLBACK_REASONS.index("no-selection")
+# Fallbacks that end once the context is long enough, slots are free, drafting pays, a ring is left, tokens are chosen; and one that does
+# not, but whose requests can be verified too.
+CURABLE = (0, SHORT_CONTEXT, NO_FREE_SLOTS, SLOWER, NO_QUERIES, WRONG_SCORES, NO_SELECTION)
 # Evidence that the first request begins with: drafts accepted and rejected, at a probability of 0.9.
 PRIOR = (1.8, 0.2)
 # Weight of what is expected of a later one, at probability 0 and 1: where drafts were of no use, a few that are accepted

@@ -140,6 +140,8 @@ def _warn_of_idle_compressor(args: "KVServerArgs") -> None:
     if not selection_options.selects(args):
         why = f"--kv-compressor is {args.kv_compressor}, with which"
         _warn_of_idle(args, why, selection_options.FLAGS, "--kv-compressor spade")
+    elif not args.kv_cache_ranks:
+        _warn_of_idle(args, "--kv-cache-ranks is 0, with which", selection_options.RANK_FLAGS, "--kv-cache-ranks 1")
     drops = {offer.drops for offer in method_options.offers(args)}
     if KVzip.name in drops or (KVzap.name in drops and args.kv_host_gb):
         return

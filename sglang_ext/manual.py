@@ -34,7 +34,9 @@ GROUPS: dict[str, tuple[str, ...]] = {
         *("kv_compressor", "kv_budget", "kv_sparse_from", "kv_bits", "kv_partition", "kv_prefill", "kv_head_budgets"),
         *("kv_more_compressors", "kv_scores", "kv_predictor", "kv_online_compressor"),
     ),
-    "Tokens chosen for each step": ("kv_select", "kv_select_every", "kv_select_by"),
+    "Tokens chosen for each step": (
+        *("kv_select", "kv_select_every", "kv_select_by", "kv_cache_ranks", "kv_pack_layers", "kv_cache_rank_gb"),
+    ),
     "Drafts": ("kv_draft_length", "kv_max_burst"),
     "Full KV in host memory": ("kv_host_gb", "kv_full_tier", "kv_offload_draft_length"),
     "Transfer of KV between servers": ("kv_reference", "kv_link_gbps", "kv_link_keys"),

@@ -1,5 +1,6 @@
-"""The flags of ``--kv-compressor spade``, which chooses tokens for each step: how many, how often, by which query."""
+"""The flags of ``--kv-compressor spade``, which chooses tokens for each step: how many, how often, by which query, and in which process."""
 
+import os
 from typing import TYPE_CHECKING
 
 from sglang_ext.core import OptionError
@@ -10,7 +11,8 @@ from sglang_ext.mem_cache.selection.predictors import query_predictor
 if TYPE_CHECKING:
     from sglang_ext.arguments import KVServerArgs
 
-FLAGS = ("kv_select", "kv_select_every", "kv_select_by")
+RANK_FLAGS = ("kv_pack_layers", "kv_cache_rank_gb")
+FLAGS = ("kv_select", "kv_select_every", "kv_select_by", "kv_cache_ranks", *RANK_FLAGS)
 
 
 def selects(args: "KVServerArgs") -> bool:
@@ -34,6 +36,7 @@ def resolve(args: "KVServerArgs") -> None:
     if not (isinstance(every, int) and every >= 1):
         raise OptionError(f"--kv-select-every is {every}; tokens are chosen after so many steps: pass a whole number from 1, for example 4")
     query_predictor(args.kv_select_by)
+    _check_ranks(args)
     if share is None or not selects(args):
         return
     if args.kv_budget is not None:
@@ -41,6 +44,28 @@ def resolve(args: "KVServerArgs") -> None:
             f"--kv-select is {share:g} and --kv-budget {args.kv_budget}; both say how many tokens each KV head reads: leave one of them out"
         )
     args.kv_budget = min(1.0, float(share))
+
+
+def _check_ranks(args: "KVServerArgs") -> None:
+    """Refuse wrong values of the flags of cache ranks; without the method they are named as idle instead."""
+    ranks, pack, size = args.kv_cache_ranks, args.kv_pack_layers, args.kv_cache_rank_gb
+    cores = len(os.sched_getaffinity(0))
+    if not (isinstance(ranks, int) and 0 <= ranks <= cores):
+        raise OptionError(
+            f"--kv-cache-ranks is {ranks}; each is a process on a core of its own, and there are {cores} cores: pass a whole number from 0, "
+            f"for none, to {cores}, for example 1"
+        )
+    if pack != "auto" and not (isinstance(pack, int) and pack >= 1):
+        raise OptionError(f"--kv-pack-layers is {pack}; pass a whole number of layers from 1, for example 6, or auto")
+    if size is not None and not (isinstance(size, int | float) and 0 < size < float("inf")):
+        raise OptionError(
+            f"--kv-cache-rank-gb is {size}; pass GB of memory for keys, above 0, for example 8, or leave it out for as much as the pool's take"
+        )
+    if ranks and selects(args) and args.tp_size > 1:
+        raise OptionError(
+            f"--kv-cache-ranks is {ranks} with --tp-size {args.tp_size}; what comes in time could differ between ranks, which must decide "
+            "alike: pass --tp-size 1, or --kv-cache-ranks 0"
+        )
 
 
 def check_resolved(args: "KVServerArgs") -> None:
@@ -61,6 +86,25 @@ def check_resolved(args: "KVServerArgs") -> None:
         raise OptionError(
             f"--kv-select is {most}, and the longest context that is served has {context} tokens: pass a number below that, a share, for "
             "example 0.125, or a longer --context-length"
+        )
+    if args.kv_cache_ranks:
+        _check_against_model(args)
+
+
+def _check_against_model(args: "KVServerArgs") -> None:
+    """Refuse packs of more layers than there are, and memory that has no room for the shortest request."""
+    config, pack, size = args.get_model_config(), args.kv_pack_layers, args.kv_cache_rank_gb
+    if pack != "auto" and pack > config.num_hidden_layers:
+        raise OptionError(
+            f"--kv-pack-layers is {pack}, and the model has {config.num_hidden_layers} layers: pass a number up to that, or auto"
+        )
+    token = config.num_hidden_layers * config.get_num_kv_heads(args.tp_size) * config.head_dim * config.dtype.itemsize
+    # A block more than its tokens fill, as the last one grows.
+    least = (args.kv_sparse_from + 128) * token / 1e9
+    if size is not None and size < least:
+        raise OptionError(
+            f"--kv-cache-rank-gb is {size:g}, less than keys of {args.kv_sparse_from} tokens (--kv-sparse-from) take: pass at least "
+            f"{least:.3g}, better room for many requests, for example 8"
         )
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from sglang_ext.config.method_options import offers
 from sglang_ext.core import FALLBACK_REASONS
+from sglang_ext.managers.cache_rank.choices import MISSES, RankChoices
 
 if TYPE_CHECKING:
     from prometheus_client.metrics import MetricWrapperBase
@@ -51,6 +52,17 @@ HOST_COUNTERS = {
     "late_verifications": ("Rounds by which verifications were put off as their full KV was not there.",),
     "slack_rounds": ("Rounds by which full KV was there before its verification.",),
 }
+# Of tokens that cache ranks choose.
+RANK_GAUGES = {
+    "cache_ranks_ready": ("Cache ranks that can be asked.",),
+    "cache_rank_tokens": ("Tokens for whose keys blocks are taken at cache ranks.",),
+    "choosing_seconds": ("Seconds in which a cache rank chose the tokens of the last pack of layers; of the slowest rank.",),
+}
+RANK_COUNTERS = {
+    "cache_rank_starts": ("Processes of cache ranks that were started.",),
+    "missed_selections": ("Steps, and rounds on full KV, for which no tokens were chosen in time, by reason.", "reason"),
+    "selection_wait_seconds": ("Seconds that steps waited for chosen tokens.",),
+}
 
 
 @dataclass
@@ -60,10 +72,12 @@ class KVMetrics:
     Attributes:
         model_name: their label.
         host: whether there is full KV in host memory to tell of.
+        ranks: whether there are cache ranks.
     """
 
     model_name: str
     host: bool = False
+    ranks: bool = False
     _gauges: "dict[str, MetricWrapperBase]" = field(default_factory=dict)
     _counters: "dict[str, MetricWrapperBase]" = field(default_factory=dict)
     _accept_length: "MetricWrapperBase | None" = None
@@ -84,13 +98,15 @@ class KVMetrics:
         """Begin the series of all labels that are known at 0, too: what asks for a rate needs a first value."""
         from prometheus_client import Counter, Gauge, Histogram
 
-        self.host = bool(args.kv_host_gb)
-        for name, (text, *label) in (GAUGES | (HOST_GAUGES if self.host else {})).items():
+        self.host, self.ranks = bool(args.kv_host_gb), bool(args.kv_cache_ranks)
+        gauges = GAUGES | (HOST_GAUGES if self.host else {}) | (RANK_GAUGES if self.ranks else {})
+        counters = COUNTERS | (HOST_COUNTERS if self.host else {}) | (RANK_COUNTERS if self.ranks else {})
+        for name, (text, *label) in gauges.items():
             self._gauges[name] = Gauge(f"sglang_ext:{name}", text, ("model_name", *label), multiprocess_mode="mostrecent")
-        known = {"reason": FALLBACK_REASONS[1:], "compressor": [offer.name for offer in offers(args)]}
-        for name, (text, *label) in (COUNTERS | (HOST_COUNTERS if self.host else {})).items():
+        known = {"fallback_tokens": FALLBACK_REASONS[1:], "copies": [offer.name for offer in offers(args)], "missed_selections": MISSES}
+        for name, (text, *label) in counters.items():
             self._counters[name] = Counter(f"sglang_ext:{name}", text, ("model_name", *label))
-            for value in [(each,) for each in known[label[0]]] if label else [()]:
+            for value in [(each,) for each in known[name]] if label else [()]:
                 self._counters[name].labels(self.model_name, *value)
         buckets = [*range(1, args.speculative_num_draft_tokens + 1)]
         self._accept_length = Histogram("sglang_ext:accept_length", "Tokens per verification.", ("model_name",), buckets=buckets)
@@ -143,6 +159,8 @@ class KVMetrics:
             self._tell("copies", made, method)
         for name, value in _of_host(views.tree_cache, verifications) if self.host else ():
             self._tell(name, value)
+        for name, value, *label in _of_ranks(views.elsewhere) if self.ranks else ():
+            self._tell(name, value, *label)
 
 
 def _of_host(tree: "TieredRadixCache", verifications: "Verifications | None") -> Iterator[tuple[str, float]]:
@@ -167,3 +185,13 @@ def _of_host(tree: "TieredRadixCache", verifications: "Verifications | None") ->
     yield "waits", admission.refused
     yield "late_verifications", admission.slips
     yield "slack_rounds", verifications.slack
+
+
+def _of_ranks(choices: RankChoices) -> Iterator[tuple]:
+    yield "cache_ranks_ready", choices.ready
+    yield "cache_rank_tokens", choices.held_tokens
+    yield "choosing_seconds", choices.slowest
+    yield "cache_rank_starts", choices.starts
+    yield "selection_wait_seconds", choices.waited
+    for reason, count in choices.missed.items():
+        yield "missed_selections", count, reason

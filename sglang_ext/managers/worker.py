@@ -20,6 +20,7 @@ from sglang_ext.layers.attention.quantized_extend import QuantizedExtend
 from sglang_ext.layers.attention.quantized_prefill import QuantizedPrefill
 from sglang_ext.layers.forward import Attention, Attentions, BetweenSteps
 from sglang_ext.managers import integrity, served_methods
+from sglang_ext.managers.cache_rank.start import cache_ranks
 from sglang_ext.managers.captured import compile_ahead, unpin_plans, verifier_of, verify_graphs_of
 from sglang_ext.managers.disaggregation.arriving import Arriving
 from sglang_ext.managers.disaggregation.queries import TravelingQueries
@@ -167,9 +168,14 @@ class KVWorker(BaseSpecWorker):
         return self.loop.turns
 
     def _views_of(self, tree_cache) -> CompressedViews:
-        form, served, allocator = self.form, self.methods, self.token_to_kv_pool_allocator
+        args, form, served, allocator = self.server_args, self.form, self.methods, self.token_to_kv_pool_allocator
+        methods = served_methods.copy_methods(args, served.methods, allocator.page_size, form)
+        elsewhere = None
+        if args.kv_cache_ranks:
+            query_heads, requests = self.memory.model.query_heads, min(self._rows - 1, args.max_running_requests or self._rows)
+            elsewhere = cache_ranks(args, methods[0], self.buffers, query_heads, served.rotary, requests)
         return CompressedViews(
-            methods=served_methods.copy_methods(self.server_args, served.methods, allocator.page_size, form),
+            methods=methods,
             token_table=self.req_to_token_pool.req_to_token,
             rows=self._rows,
             buffers=self.buffers,
@@ -180,6 +186,7 @@ class KVWorker(BaseSpecWorker):
             asked_by=self.requests.asked_by,
             prompt_of=self.requests.prompt_of,
             form=form,
+            elsewhere=elsewhere,
         )
 
     def _warm_up(self) -> None:

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from sglang_ext.config.options import WIDE_REQUESTS
-from sglang_ext.core import CURABLE, FALLBACK_REASONS, NO_QUERIES, SLOWER, RequestState
+from sglang_ext.core import CURABLE, FALLBACK_REASONS, NO_QUERIES, NO_SELECTION, SLOWER, RequestState
 from sglang_ext.managers.spec_decode.pace import Choice
 from sglang_ext.managers.spec_decode.requests import end_of_answer
 from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews, ensure_copy, until_due
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # Steps of a round without drafts: more spare SGLang's scheduler work, and let requests end later.
 PLAIN_STEPS = 4
-# Steps of a round while a residual is on its way: one round runs and one is planned when it comes, so that a verification begins
+# Steps of a round while a residual is on its way, or tokens are chosen for the first time: one round runs and one is planned when it comes, so that a verification begins
 # at most twice as many later.
 SHORT_ROUND = 2
 # Copies made in a round that only looks whether drafting pays: the others answer on full KV, and tell nothing.
@@ -291,6 +291,9 @@ class RoundPlanner:
             # Drafts on full KV alone would gain nothing.
             for each in requests:
                 each.role = replace(each.role, drafts=each.role.early)
+            if any(each.role.reason == NO_SELECTION for each in requests):
+                # Soon there is one.
+                most = min(most, SHORT_ROUND)
         one_by_one = any(not each.role.drafts and _is_looked_at(each) for each in requests)
         ahead = [each.left - (each.state.gathered + 1) * each.role.drafts for each in requests]
         ends = [until_due(self.views, each.state, each.length) for each in requests if self.lossy]  # or company would decide when

@@ -23,6 +23,7 @@ from sglang_ext.managers.spec_decode.penalties import RoundPenalties
 from sglang_ext.managers.spec_decode.result import Answers, GatheredDrafts, Part
 from sglang_ext.managers.spec_decode.round import Round
 from sglang_ext.managers.spec_decode.sampling import Row, Sampled, Sampling, SamplingCache, sampling_batch
+from sglang_ext.mem_cache.compressed.chosen_elsewhere import watch_step
 from sglang_ext.mem_cache.compressed.compressed_views import of_use
 from sglang_ext.mem_cache.compressed.formats.rounding import token_seeds
 from sglang_ext.mem_cache.compressed.query_window import Recorded
@@ -150,12 +151,14 @@ class Steps:
                 lengths_cpu=viewed_cpu + index + 1,
                 counts=[1] * len(round_.rows),
             )
-            with self.worker.queries.recording(self._to_record(round_, index, choosing)):
+            ends = {round_.states[i].row: round_.starts[i] + index + 1 for i in choosing}
+            watch = watch_step(self.worker.views, ends, index + 1 < round_.steps)
+            with self.worker.queries.recording(self._to_record(round_, index, choosing), watch):
                 output = self.forward(batch, inputs, round_.on_full_kv)
             if index + 1 < round_.steps:
                 # By the queries of the last step the next round chooses.
-                for i in choosing:
-                    self.worker.views.choose_anew(round_.states[i].row, round_.starts[i] + index + 1)
+                for row, end in ends.items():
+                    self.worker.views.choose_anew(row, end)
             penalized.step(index, tokens, output.next_token_logits)
             sampled = sampling.draw(output.next_token_logits, inputs.positions)
             tokens = sampled.tokens

@@ -16,7 +16,10 @@ from typing import TYPE_CHECKING
 import torch
 from sglang.srt.mem_cache.common import evict_from_tree_cache
 
-from sglang_ext.core import CURABLE, NO_FREE_SLOTS, NO_QUERIES, SHORT_CONTEXT, WRONG_SCORES, CompressedView, RequestState
+from sglang_ext.core import (
+    CURABLE, NO_FREE_SLOTS, NO_QUERIES, NO_SELECTION, SHORT_CONTEXT, WRONG_SCORES, CompressedView, RequestState,
+)  # fmt: skip
+from sglang_ext.mem_cache.compressed.chosen_elsewhere import ChosenElsewhere, prepare
 from sglang_ext.mem_cache.compressed.copy_method import CopyMethod, CopyWriter
 from sglang_ext.mem_cache.compressed.formats.kv_format import KVFormat, PlainTokens
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
@@ -57,6 +60,7 @@ class CompressedViews:
         asked_by: place in :attr:`methods` of what the request in a row asked for.
         prompt_of: token ids of the prompt of the request in a row.
         form: in which copies lie in their slots.
+        elsewhere: who chooses tokens in another process; None where methods choose here.
         made: copies that were made or renewed, by what they are called.
         refused: names of the compressors whose scores cannot be used, of which no copy is made any more.
     """
@@ -72,6 +76,7 @@ class CompressedViews:
     asked_by: Callable[[int], int] = lambda row: 0
     prompt_of: Callable[[int], Sequence[int]] = lambda row: ()
     form: KVFormat = PlainTokens()
+    elsewhere: ChosenElsewhere | None = None
     made: Counter[str] = field(default_factory=Counter)
     refused: set[str] = field(default_factory=set)
     _views: dict[int, CompressedView] = field(default_factory=dict)
@@ -221,8 +226,9 @@ class CompressedViews:
                 view.shared, end, slots[:held].clone(), tokens=shared, packed=packing.packed_slots(shared), method=method.name
             )
             view.segments.append(made)
+        kept = None if self.elsewhere is None else self.elsewhere.kept(row, view.covered, own)
         try:
-            self._writer.write(method, row, self.draft_row(row), view, made, done, tokens)
+            self._writer.write(method, row, self.draft_row(row), view, made, done, tokens, kept)
         except ScoresError as error:
             self._refuse(method, error)
             if made is not None:
@@ -250,7 +256,7 @@ class CompressedViews:
             end: position after that of the newest query.
         """
         method, view = self.method(row), self._views[row]
-        if (end - view.covered) % method.compressor.every or self.is_refused(row):
+        if self.elsewhere is not None or (end - view.covered) % method.compressor.every or self.is_refused(row):
             return
         try:
             self._writer.choose_anew(method, row, self.draft_row(row), view, end)
@@ -258,6 +264,14 @@ class CompressedViews:
             self._refuse(method, error)
         else:
             self.made[view.method] += 1
+
+    def write_chosen(self, row: int, layers: slice, kept: torch.Tensor) -> None:
+        """Let a copy lead to what was chosen elsewhere for some layers, in the place of what it led to there; arguments as
+        :meth:`CopyWriter.write_chosen`'s."""
+        view = self._views[row]
+        self._writer.write_chosen(self.method(row), row, view, layers, kept)
+        # Once for all packs of layers.
+        self.made[view.method] += layers.stop == len(self.buffers.keys)
 
     def _slots_for(self, slots: torch.Tensor, count: int, headroom: int) -> torch.Tensor | None:
         """``slots``, int64, grown or cut to ``count``; None when the pool lacks them."""
@@ -293,6 +307,8 @@ class CompressedViews:
         """
         if self.form.leads_into_full_kv:
             self.release_copy(row)
+            if self.elsewhere is not None:
+                self.elsewhere.forget(row)
         elif (view := self._views.get(row)) is not None:
             view.tail_end = max(view.covered, min(view.tail_end, start))
 
@@ -305,6 +321,8 @@ class CompressedViews:
         """Free the copy and the queries of the request in ``row``."""
         self.release_copy(row)
         self.queries.forget(row)
+        if self.elsewhere is not None:
+            self.elsewhere.forget(row)
 
     def release_copy(self, row: int) -> None:
         """Free the copy of the request in ``row``; no-op without one. What is kept of its queries stays."""
@@ -328,6 +346,8 @@ class CompressedViews:
         """Drop all records; the pool itself is being cleared."""
         self._views.clear()
         self.queries.clear()
+        if self.elsewhere is not None:
+            self.elsewhere.forget_all()
 
 
 def ensure_copy(views: CompressedViews, req: "Req", state: RequestState, length: int, headroom: int) -> int:
@@ -348,10 +368,15 @@ def ensure_copy(views: CompressedViews, req: "Req", state: RequestState, length:
             return WRONG_SCORES
         if not views.has_queries(state.row):
             return NO_QUERIES
+        if views.elsewhere is not None and not prepare(views, state.row, length):
+            return NO_SELECTION
         prefix = Prefix(req.last_node, state.matched) if state.matched else None
         if not views.compress(state.row, length, headroom, prefix):
             return WRONG_SCORES if views.is_refused(state.row) else NO_FREE_SLOTS
     elif views.has_queries(state.row) and views.reach(state.row, length) >= renew_at(view, method.compressor):
+        if views.elsewhere is not None and not prepare(views, state.row, length):
+            views.release_copy(state.row)
+            return NO_SELECTION
         if not views.compress(state.row, length, headroom):
             if views.is_refused(state.row):
                 return WRONG_SCORES

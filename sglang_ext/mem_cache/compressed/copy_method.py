@@ -139,7 +139,15 @@ class CopyWriter:
             self.form.fill(None, method.packing, method.compressor, context, targets)
 
     def write(
-        self, method: CopyMethod, row: int, draft_row: int, view: CompressedView, made: Segment | None, done: int, tokens: int
+        self,
+        method: CopyMethod,
+        row: int,
+        draft_row: int,
+        view: CompressedView,
+        made: Segment | None,
+        done: int,
+        tokens: int,
+        kept: torch.Tensor | None = None,
     ) -> None:
         """Gather the chosen KV of each layer into a copy's own slots, after ``done`` tokens there, and into a segment's.
 
@@ -152,6 +160,7 @@ class CopyWriter:
             made: of these, the segment that holds nothing yet; None for none.
             done: tokens that its own slots hold already.
             tokens: of the request, whose full KV is exact.
+            kept: int64 [layers, kv_heads, count], positions that another process chose; None where the method chooses.
 
         Raises:
             ScoresError: nothing can be chosen by the method's scores; nothing was written.
@@ -165,11 +174,19 @@ class CopyWriter:
         context = self._context(row, method, source, tokens if view.packed else view.covered)
         with self._reported(method):
             chooser = method.compressor.for_context(context)
-            self.form.fill(draft_row, method.packing, chooser, context, targets)
+            if kept is None:
+                self.form.fill(draft_row, method.packing, chooser, context, targets)
+            else:
+                method.packing.write(self.buffers, kept, source, targets[rest])
         self._keep_sinks(source, view.own[: view.sinks])
         self.token_table[draft_row, : view.kept] = view.slots.to(self.token_table.dtype)
         self.form.begins(draft_row, view)
         view.method = method.called(chooser)
+
+    def write_chosen(self, method: CopyMethod, row: int, view: CompressedView, layers: slice, kept: torch.Tensor) -> None:
+        """Write over what ``view``, all its own, kept in some layers: as many tokens, int64 [layers, kv_heads, count], that others chose."""
+        source = self.token_table[row, : view.covered].long()
+        method.packing.write(self.buffers.of_layers(layers), kept, source, view.own[view.sinks :])
 
     def choose_anew(self, method: CopyMethod, row: int, draft_row: int, view: CompressedView, end: int) -> None:
         """Write what the method keeps now over what it kept: as many of the tokens that ``view``, all its own, stands for.

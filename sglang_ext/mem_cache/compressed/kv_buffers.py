@@ -35,6 +35,10 @@ class KVBuffers:
             first_head=first_head,
         )
 
+    def of_layers(self, layers: slice) -> "KVBuffers":
+        """Those of some layers, by their places."""
+        return KVBuffers(self.layer_ids[layers], self.scaling[layers], self.keys[layers], self.values[layers], self.first_head)
+
     @property
     def on_gpu(self) -> bool:
         """Whether kernels can take them."""

@@ -15,6 +15,7 @@ from functools import cached_property
 import torch
 
 from sglang_ext.device import to_device
+from sglang_ext.mem_cache.compressed.chosen_elsewhere import LayerWatch
 
 # SGLang calls the hooks below without saying for whom: whose queries are wanted while a forward runs, and how many a prefix hit leaves.
 _active: "QueryWindows | None" = None
@@ -140,6 +141,7 @@ class QueryWindows:
     _pool: torch.Tensor | None = None
     _running: tuple[Recorded, ...] = ()
     _picked: tuple[torch.Tensor, torch.Tensor] | None = None
+    _watch: LayerWatch | None = None
     _targets: torch.Tensor | None = None
     _capturing: bool = False
     _aimed: bool = False
@@ -168,18 +170,18 @@ class QueryWindows:
             self._free = [1 + ring * self.span for ring in reversed(range(rings))]
 
     @contextmanager
-    def recording(self, rows: tuple[Recorded, ...]) -> Iterator[None]:
-        """Keep the queries of ``rows`` from the forward that runs inside this context."""
+    def recording(self, rows: tuple[Recorded, ...], watch: LayerWatch | None = None) -> Iterator[None]:
+        """Keep the queries of ``rows`` from the forward that runs inside this context; ``watch`` is told of its layers."""
         rows = self._fitting(rows)
         if not rows:
             yield
             return
-        self._running = rows
+        self._running, self._watch = rows, watch
         try:
             with recording_to(self):
                 yield
         finally:
-            self._running, self._picked = (), None
+            self._running, self._picked, self._watch = (), None, None
 
     @contextmanager
     def capturing(self, tokens: int) -> Iterator[None]:
@@ -197,7 +199,8 @@ class QueryWindows:
 
     def record(self, layer_id: int, queries: torch.Tensor) -> None:
         """Take a layer's queries ([tokens, query_heads, head_dim]) of the running forward."""
-        pool = self._pool[self._index[layer_id]]
+        layer = self._index[layer_id]
+        pool = self._pool[layer]
         if self._capturing:
             pool.index_copy_(0, self._targets[: len(queries)], queries)
             return
@@ -205,8 +208,12 @@ class QueryWindows:
             # Not before: a forward that replays a graph does not come here, and leaves no queries.
             self._picked = self._reserve(self._running)
         tokens, places = self._picked
+        if self._watch is not None:
+            self._watch.reached(layer)
         if len(tokens):
             pool.index_copy_(0, places, queries.index_select(0, tokens))
+        if self._watch is not None:
+            self._watch.recorded(layer)
 
     def aim(self, rows: tuple[Recorded, ...]) -> None:
         """Let the graph that is replayed next leave the queries of ``rows``, and of no others, in their rings."""
@@ -263,17 +270,19 @@ class QueryWindows:
             places = to_device(ring.reserve(range(end - queries.shape[1], end)), self._pool.device)
             self._pool.index_copy_(1, places, queries.to(self._pool.device))
 
-    def get(self, key: int, end: int, count: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def get(
+        self, key: int, end: int, count: int, layers: slice = slice(None)
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The newest ``count`` queries, at most :attr:`window`, before position ``end``, oldest first, and their positions.
 
-        The queries are [layers, up to count, heads, head_dim], the positions int64; None when there are none.
+        Of some layers, by their places, or of all. The queries are [layers, up to count, heads, head_dim], the positions int64; None when there are none.
         """
         ring = self._rings.get(key)
         found = ([], []) if ring is None else ring.newest(count, end)
         if not found[1]:
             return None
         places, positions = to_device([*found], self._pool.device)
-        return self._pool[:, places], positions
+        return self._pool[layers, places], positions
 
     def newest(self, key: int) -> int | None:
         """The position after the newest query of a request; None when there are none."""

@@ -1,0 +1,44 @@
+"""``python -m sglang_ext.managers.cache_rank``: a cache rank, which an inference rank starts (process.py)."""
+
+import argparse
+import logging
+import os
+import signal
+import sys
+
+import torch
+import zmq
+
+from sglang_ext.managers.cache_rank.protocol import MOST_MESSAGE
+from sglang_ext.managers.cache_rank.rank import CacheRank
+
+logger = logging.getLogger("sglang_ext.cache_rank")
+
+
+def main() -> None:
+    """Serve until the inference rank ends, or SIGTERM."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--endpoint", required=True, help="socket of the inference rank")
+    parser.add_argument("--memory", type=int, required=True, help="inherited descriptor of shared memory")
+    parser.add_argument("--epoch", type=int, required=True, help="of this process, among those that the inference rank begins")
+    parser.add_argument("--threads", type=int, required=True, help="of products")
+    parser.add_argument("--parent", type=int, required=True, help="process id of the inference rank")
+    args = parser.parse_args()
+    logging.basicConfig(format=f"%(asctime)s cache rank {os.getpid()}: %(message)s")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    # Of a keyboard, for the inference rank: this one follows it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(args.threads)
+    socket = zmq.Context.instance().socket(zmq.DEALER)
+    socket.linger, socket.maxmsgsize = 0, MOST_MESSAGE
+    socket.connect(args.endpoint)
+    try:
+        with torch.inference_mode():
+            CacheRank(socket, args.memory, args.epoch).serve(lambda: os.getppid() == args.parent)
+    except Exception:
+        logger.exception("sglang-ext: the cache rank ends; the inference rank goes on without it, and starts another")
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,231 @@
+"""What an inference rank and a cache rank say to each other: msgspec structs in MessagePack, tagged, with bounds on each field.
+
+A message is one ZMQ frame. Queries, keys and chosen tokens lie in shared memory (shared_memory.py); a message about them comes after they
+are written, which makes it the barrier. All that a cache rank says names its epoch: the number of the process, and of the memory, among those
+that one inference rank has begun.
+"""
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+VERSION = 1
+MOST_MESSAGE = 1 << 20
+# Tokens of a block of keys: the unit in which they travel, are held, and are shared.
+BLOCK = 64
+MOST_LANES, MOST_LAYERS, MOST_BLOCKS, MOST_PLACES = 1 << 12, 1 << 12, 1 << 22, 1 << 12
+# Queries by which tokens are chosen, at most.
+MOST_WINDOW = 64
+# Blocks that one message names.
+MOST_NAMED = 1 << 14
+
+Epoch = Annotated[int, Meta(ge=1, le=1 << 31)]
+Lane = Annotated[int, Meta(ge=0, lt=MOST_LANES)]
+LayerIndex = Annotated[int, Meta(ge=0, lt=MOST_LAYERS)]
+LayerCount = Annotated[int, Meta(ge=1, le=MOST_LAYERS)]
+Block = Annotated[int, Meta(ge=0, lt=MOST_BLOCKS)]
+Sequence = Annotated[int, Meta(ge=1, lt=1 << 62)]
+Position = Annotated[int, Meta(ge=0, le=1 << 31)]
+Size = Annotated[int, Meta(ge=1, le=1 << 16)]
+
+
+class ProtocolError(ValueError):
+    """Bytes that are no message of this version."""
+
+
+class Message(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What all messages are."""
+
+
+class Shape(Message):
+    """Sizes of what lies in shared memory, of one rank.
+
+    Attributes:
+        layers, query_heads, kv_heads, dim: of the inference rank's attention.
+        dtype: of its queries and keys, as PyTorch names it.
+        window: newest queries by which tokens are chosen.
+        lanes: requests at once.
+        most: tokens that a KV head is led to, at most.
+        places: blocks of keys that may be under way.
+    """
+
+    layers: LayerCount
+    query_heads: Size
+    kv_heads: Size
+    dim: Size
+    dtype: Annotated[str, Meta(pattern="^(float32|float16|bfloat16)$")]
+    window: Annotated[int, Meta(ge=1, le=MOST_WINDOW)]
+    lanes: Annotated[int, Meta(ge=1, le=MOST_LANES)]
+    most: Annotated[int, Meta(ge=1, le=1 << 24)]
+    places: Annotated[int, Meta(ge=1, le=MOST_PLACES)]
+
+
+class Turning(Message):
+    """The model's rotary embedding: frequencies of the pairs, radians a token, and whether entries of a pair are neighbours."""
+
+    frequencies: Annotated[tuple[float, ...], Meta(max_length=1 << 12)]
+    interleaved: bool
+
+
+class Attach(Message, tag="attach"):
+    """The first message to a cache rank: what it serves.
+
+    Attributes:
+        version, epoch: of this protocol; of the process.
+        shape: of the shared memory.
+        blocks: of keys that it holds at most.
+        scaling: factor on query-key products, by layer.
+        predictor: that says by which query tokens are chosen (mem_cache/selection/predictors.py).
+        sinks, recent: first and newest tokens that are chosen in any case.
+        turning: the rotary embedding.
+    """
+
+    version: int
+    epoch: Epoch
+    shape: Shape
+    blocks: Annotated[int, Meta(ge=1, le=MOST_BLOCKS)]
+    scaling: Annotated[tuple[float, ...], Meta(min_length=1, max_length=MOST_LAYERS)]
+    predictor: Annotated[str, Meta(max_length=64)]
+    sinks: Annotated[int, Meta(ge=0, le=1 << 16)]
+    recent: Annotated[int, Meta(ge=0, le=1 << 16)]
+    turning: Turning
+
+    def of_epoch(self, epoch: int) -> "Attach":
+        """The same for another process."""
+        return msgspec.structs.replace(self, epoch=epoch)
+
+
+class Lease(Message, tag="lease"):
+    """The request in a lane has these blocks, in the order of its tokens, from its block ``first`` on; 0 begins a request."""
+
+    lane: Lane
+    first: Block
+    blocks: Annotated[tuple[Block, ...], Meta(max_length=MOST_NAMED)]
+
+
+class Append(Message, tag="append"):
+    """Keys of ``tokens`` tokens of a block, its token ``offset`` and those after it, lie in ``place`` of shared memory."""
+
+    block: Block
+    offset: Annotated[int, Meta(ge=0, lt=BLOCK)]
+    tokens: Annotated[int, Meta(ge=1, le=BLOCK)]
+    place: Annotated[int, Meta(ge=0, lt=MOST_PLACES)]
+
+
+class Ask(Message, tag="ask"):
+    """A step of a request left queries of layers ``first`` to ``first + count``: choose its tokens for the next.
+
+    Attributes:
+        lane: of the request.
+        first, count: the pack of layers.
+        sequence: of the lane, ascending; its parity says where queries lie and answers are expected.
+        covered: tokens, from the first on, among which are chosen ``keep`` for each KV head.
+        positions: of the queries, ascending.
+    """
+
+    lane: Lane
+    first: LayerIndex
+    count: LayerCount
+    sequence: Sequence
+    covered: Annotated[int, Meta(ge=1, le=1 << 31)]
+    keep: Annotated[int, Meta(ge=1, le=1 << 24)]
+    positions: Annotated[tuple[Position, ...], Meta(min_length=1, max_length=MOST_WINDOW)]
+
+
+class Free(Message, tag="free"):
+    """The request in a lane is gone."""
+
+    lane: Lane
+
+
+class Ping(Message, tag="ping"):
+    """Answer at once."""
+
+    number: Sequence
+
+
+class Attached(Message, tag="attached"):
+    """The rank is ready; ``layer_seconds``: choosing among :data:`~.rank.PROBED` tokens takes so long a layer."""
+
+    epoch: Epoch
+    layer_seconds: Annotated[float, Meta(ge=0)]
+
+
+class Refused(Message, tag="refused"):
+    """The rank cannot serve what it was told, and ends."""
+
+    epoch: Epoch
+    reason: Annotated[str, Meta(max_length=2048)]
+
+
+class Answer(Message, tag="answer"):
+    """What became of an :class:`Ask`: tokens lie in shared memory, or a newer one came before it was looked at.
+
+    Attributes:
+        epoch: of the process.
+        lane, first, count, sequence: as of the question.
+        chosen: whether tokens were chosen.
+        seconds: that choosing took.
+    """
+
+    epoch: Epoch
+    lane: Lane
+    first: LayerIndex
+    count: LayerCount
+    sequence: Sequence
+    chosen: bool
+    seconds: Annotated[float, Meta(ge=0)]
+
+
+class Taken(Message, tag="taken"):
+    """Keys in these places of shared memory were copied: the places are free."""
+
+    epoch: Epoch
+    places: Annotated[tuple[Annotated[int, Meta(ge=0, lt=MOST_PLACES)], ...], Meta(min_length=1, max_length=MOST_PLACES)]
+
+
+class Beat(Message, tag="beat"):
+    """A sign of life; with what number it was asked for, 0 for nobody."""
+
+    epoch: Epoch
+    number: Annotated[int, Meta(ge=0, lt=1 << 62)] = 0
+
+
+ToRank = Attach | Lease | Append | Ask | Free | Ping
+FromRank = Attached | Refused | Answer | Taken | Beat
+
+_encoder = msgspec.msgpack.Encoder()
+_to_rank, _from_rank = msgspec.msgpack.Decoder(ToRank), msgspec.msgpack.Decoder(FromRank)
+
+
+def encode(message: ToRank | FromRank) -> bytes:
+    """A message as one frame."""
+    return _encoder.encode(message)
+
+
+def decode_to_rank(frame: bytes) -> ToRank:
+    """What an inference rank said.
+
+    Raises:
+        ProtocolError: it is no message of this version.
+    """
+    return _decode(_to_rank, frame)
+
+
+def decode_from_rank(frame: bytes) -> FromRank:
+    """What a cache rank said.
+
+    Raises:
+        ProtocolError: it is no message of this version.
+    """
+    return _decode(_from_rank, frame)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder, frame: bytes) -> ToRank | FromRank:
+    if len(frame) > MOST_MESSAGE:
+        raise ProtocolError(f"a message has {len(frame)} bytes, of {MOST_MESSAGE} at most")
+    try:
+        return decoder.decode(frame)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(str(error)) from error

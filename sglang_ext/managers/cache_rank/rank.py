@@ -1,0 +1,168 @@
+"""A cache rank: takes keys, and chooses tokens for the next step of each request, by the method of the server itself (compressors/spade.py).
+
+It waits for messages, copies keys as they come, and looks at one question after another; of two of one request and pack it looks at the
+newer alone. It ends when it is told to (SIGTERM), and when the process that began it is gone.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import zmq
+
+from sglang_ext.managers.cache_rank import protocol
+from sglang_ext.managers.cache_rank.keys import KeyStore
+from sglang_ext.managers.cache_rank.protocol import BLOCK, VERSION, ProtocolError
+from sglang_ext.managers.cache_rank.shared_memory import SharedMemory, map_memory
+from sglang_ext.mem_cache.compressed.rotary import Rotary
+from sglang_ext.mem_cache.compressors.contracts.compressor import ContextKV, Part
+from sglang_ext.mem_cache.compressors.spade import Spade
+from sglang_ext.mem_cache.selection.predictors import query_predictor
+
+BEAT_SECONDS = 0.2
+# Tokens among which is chosen at start, to know how long that takes.
+PROBED = 1024
+
+
+@dataclass
+class Questions:
+    """Questions that wait, oldest first: of each request and pack the newest."""
+
+    waiting: dict[tuple[int, int], protocol.Ask] = field(default_factory=dict)
+
+    def add(self, ask: protocol.Ask) -> protocol.Ask | None:
+        """Take a question; what it replaces."""
+        # At its end: who was asked first is answered first.
+        older = self.waiting.pop((ask.lane, ask.first), None)
+        self.waiting[ask.lane, ask.first] = ask
+        return older
+
+    def drop(self, lane: int) -> list[protocol.Ask]:
+        """Those of a lane, which are of no use any more."""
+        return [self.waiting.pop(key) for key in [key for key in self.waiting if key[0] == lane]]
+
+    def next(self) -> protocol.Ask | None:
+        """Take the oldest; None where none waits."""
+        return self.waiting.pop(next(iter(self.waiting))) if self.waiting else None
+
+
+class CacheRank:
+    """Serves one inference rank over one socket.
+
+    Args:
+        socket: connected to it.
+        descriptor: of the memory that both map.
+        epoch: of this process.
+    """
+
+    def __init__(self, socket: zmq.Socket, descriptor: int, epoch: int):
+        self._socket = socket
+        self._descriptor = descriptor
+        self._epoch = epoch
+        self._questions = Questions()
+        self._memory: SharedMemory | None = None
+        self._taken: list[int] = []
+        self._beaten = 0.0
+
+    def serve(self, goes_on: Callable[[], bool]) -> None:
+        """Until ``goes_on`` says no, which is asked several times a second.
+
+        Raises:
+            ProtocolError: the inference rank says what cannot be.
+        """
+        self._say(protocol.Beat(self._epoch))
+        while goes_on():
+            self._hear(0 if self._questions.waiting else int(BEAT_SECONDS * 1000))
+            self._answer_next()
+            if time.monotonic() - self._beaten > BEAT_SECONDS:
+                self._say(protocol.Beat(self._epoch))
+
+    def _say(self, message: protocol.FromRank) -> None:
+        self._socket.send(protocol.encode(message))
+        self._beaten = time.monotonic()
+
+    def _hear(self, milliseconds: int) -> None:
+        """Take all messages that are there; waits for the first."""
+        if not self._socket.poll(milliseconds):
+            return
+        while True:
+            try:
+                frame = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            self._take(protocol.decode_to_rank(frame))
+        if self._taken:
+            self._say(protocol.Taken(self._epoch, tuple(self._taken)))
+            self._taken = []
+
+    def _take(self, message: protocol.ToRank) -> None:
+        match message:
+            case protocol.Attach():
+                self._attach(message)
+            case protocol.Ping():
+                self._say(protocol.Beat(self._epoch, message.number))
+            case _ if self._memory is None:
+                raise ProtocolError(f"the first message is {type(message).__name__}, and must be Attach")
+            case protocol.Ask():
+                self._skip(self._questions.add(message))
+            case protocol.Append():
+                self._store.append(message, self._memory.keys[message.place])
+                self._taken.append(message.place)
+            case protocol.Lease():
+                self._store.lease(message)
+            case protocol.Free():
+                for ask in self._questions.drop(message.lane):
+                    self._skip(ask)
+                self._store.free(message.lane)
+
+    def _attach(self, told: protocol.Attach) -> None:
+        if told.version != VERSION or told.epoch != self._epoch:
+            reason = f"version and epoch are {told.version}, {told.epoch} at the inference rank and {VERSION}, {self._epoch} here"
+            self._say(protocol.Refused(self._epoch, reason))
+            raise ProtocolError(reason)
+        self._store = KeyStore(told.shape, told.blocks, told.scaling)
+        self._memory = map_memory(told.shape, self._descriptor)
+        os.close(self._descriptor)
+        self._method = Spade(query_predictor(told.predictor), sinks=told.sinks, recent=told.recent)
+        self._rotary = Rotary(torch.tensor(told.turning.frequencies, dtype=torch.float32), told.turning.interleaved)
+        self._say(protocol.Attached(self._epoch, self._probe()))
+
+    def _probe(self) -> float:
+        """Seconds that choosing takes a layer; of the second time, as the first is slower."""
+        tokens, buffer = min(PROBED, self._store.blocks * BLOCK), self._store.buffers.keys[0]
+        buffer[:tokens] = 0
+        queries = self._memory.get_queries(0, 1, slice(0, 1), 1)
+        for _ in range(2):
+            begun = time.perf_counter()
+            self._choose(torch.arange(tokens), slice(0, 1), queries, (tokens,), max(1, tokens // 8))
+        return time.perf_counter() - begun
+
+    def _answer_next(self) -> None:
+        ask = self._questions.next()
+        if ask is None:
+            return
+        begun, memory, layers = time.perf_counter(), self._memory, slice(ask.first, ask.first + ask.count)
+        shape = memory.shape
+        if layers.stop > shape.layers or not ask.keep <= min(ask.covered, shape.most) or ask.lane >= shape.lanes:
+            raise ProtocolError(f"{ask} goes beyond {shape}")
+        queries = memory.get_queries(ask.lane, ask.sequence, layers, len(ask.positions))
+        kept = self._choose(self._store.slots(ask.lane, ask.covered), layers, queries, ask.positions, ask.keep)
+        memory.put_chosen(self._epoch, ask.lane, ask.sequence, ask.first, ask.covered, kept)
+        self._say(self._about(ask, True, time.perf_counter() - begun))
+
+    def _choose(
+        self, slots: torch.Tensor, layers: slice, queries: torch.Tensor, positions: tuple[int, ...], keep: int
+    ) -> torch.Tensor:
+        """Positions that the heads of a pack of layers read, int64 [layers, kv_heads, keep], ascending."""
+        buffers = self._store.buffers.of_layers(layers)
+        context = ContextKV(buffers, slots, queries, torch.tensor(positions), self._rotary)
+        return self._method.select(context, [Part(0, len(slots), keep)])[0]
+
+    def _skip(self, ask: protocol.Ask | None) -> None:
+        if ask is not None:
+            self._say(self._about(ask, False, 0.0))
+
+    def _about(self, ask: protocol.Ask, chosen: bool, seconds: float) -> protocol.Answer:
+        return protocol.Answer(self._epoch, ask.lane, ask.first, ask.count, ask.sequence, chosen, seconds)

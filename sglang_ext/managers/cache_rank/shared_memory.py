@@ -1,0 +1,128 @@
+"""Memory that an inference rank and one cache rank both map: queries and keys go one way, chosen tokens the other.
+
+The inference rank allocates it, without a name in any folder, and hands the descriptor to the process that it starts; so an ended
+process leaves nothing behind, and none of an earlier epoch can write here. Each lane and layer has two places for queries and two for
+chosen tokens, by the parity of the question's sequence number: one is read while the other is written. A place is written again only once
+the question before it in that place was answered.
+
+The twin on GPUs of this layout is an arena on the device that is mapped over CUDA IPC.
+"""
+
+import mmap
+import os
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from sglang_ext.managers.cache_rank.protocol import BLOCK, Shape
+
+# What the head of an answer says, int64 each.
+EPOCH, SEQUENCE, COVERED, KEPT = range(4)
+ALIGNED = 64
+
+
+class StaleAnswer(Exception):
+    """What lies in shared memory is no answer to the question that it is read for; says what differs."""
+
+
+@dataclass(frozen=True)
+class SharedMemory:
+    """Views of mapped memory; both sides make them of the same :class:`~.protocol.Shape`.
+
+    Attributes:
+        shape: its sizes.
+        queries: [lanes, 2, layers, window, query_heads, dim], oldest first; a question of fewer has them at the beginning.
+        keys: [places, layers, block, kv_heads, dim].
+        heads: int64 [lanes, 2, layers, 4], of answers: epoch, sequence, covered tokens, kept tokens.
+        chosen: int32 [lanes, 2, layers, kv_heads * most], of which the first ``kv_heads * kept`` are an answer, by head.
+    """
+
+    shape: Shape
+    queries: torch.Tensor
+    keys: torch.Tensor
+    heads: torch.Tensor
+    chosen: torch.Tensor
+
+    @classmethod
+    def of(cls, shape: Shape, mapped: mmap.mmap) -> "SharedMemory":
+        """Of memory of :func:`size_of` bytes."""
+        parts, begin = [], 0
+        for sizes, dtype in _parts(shape):
+            parts.append(torch.frombuffer(mapped, dtype=dtype, count=prod(sizes), offset=begin).view(sizes))
+            begin += _aligned(prod(sizes) * dtype.itemsize)
+        return cls(shape, *parts)
+
+    def put_queries(self, lane: int, sequence: int, first: int, queries: torch.Tensor) -> None:
+        """Write the queries of a question, [pack layers, up to window, query_heads, dim], from layer ``first`` on."""
+        layers, count = queries.shape[:2]
+        self.queries[lane, sequence % 2, first : first + layers, :count] = queries
+
+    def get_queries(self, lane: int, sequence: int, layers: slice, count: int) -> torch.Tensor:
+        """Read them: a view, [pack layers, count, query_heads, dim]."""
+        return self.queries[lane, sequence % 2, layers, :count]
+
+    def put_chosen(self, epoch: int, lane: int, sequence: int, first: int, covered: int, kept: torch.Tensor) -> None:
+        """Write an answer, int64 [pack layers, kv_heads, kept]; its head last."""
+        layers, count = slice(first, first + len(kept)), kept.shape[-1]
+        self.chosen[lane, sequence % 2, layers, : kept.shape[1] * count] = kept.flatten(1).int()
+        head = torch.tensor([epoch, sequence, covered, count])
+        self.heads[lane, sequence % 2, layers] = head
+
+    def get_chosen(self, epoch: int, lane: int, sequence: int, layers: slice, covered: int, kept: int) -> torch.Tensor:
+        """Read an answer, and copy it: int64 [pack layers, kv_heads, kept], positions below ``covered``, ascending.
+
+        Raises:
+            StaleAnswer: it is of another epoch or question, or leads elsewhere.
+        """
+        expected, heads = [epoch, sequence, covered, kept], self.heads[lane, sequence % 2, layers]
+        if wrong := [head for head in heads.tolist() if head != expected]:
+            raise StaleAnswer(f"epoch, sequence, covered and kept tokens are {wrong[0]}, and {expected} were asked for")
+        heads_of = self.shape.kv_heads
+        found = self.chosen[lane, sequence % 2, layers, : heads_of * kept].long().view(len(heads), heads_of, kept)
+        if not bool((found[..., 0] >= 0).all() & (found[..., -1] < covered).all() & (found.diff(dim=-1) > 0).all()):
+            raise StaleAnswer(f"positions are not ascending from 0 to below {covered}")
+        return found
+
+
+def size_of(shape: Shape) -> int:
+    """Bytes of the memory; of pages that nobody wrote to none is taken."""
+    return sum(_aligned(prod(sizes) * dtype.itemsize) for sizes, dtype in _parts(shape))
+
+
+def allocate(shape: Shape) -> int:
+    """A descriptor of new memory, which others get by inheriting it; its owner closes it.
+
+    Raises:
+        OSError: the system has none.
+    """
+    descriptor = os.memfd_create("kv-cache-rank", os.MFD_CLOEXEC)
+    os.ftruncate(descriptor, size_of(shape))
+    return descriptor
+
+
+def map_memory(shape: Shape, descriptor: int) -> SharedMemory:
+    """Views of the memory behind a descriptor, which may be closed afterwards.
+
+    Raises:
+        ValueError: it is of another size.
+    """
+    size, found = size_of(shape), os.fstat(descriptor).st_size
+    if size != found:
+        raise ValueError(f"shared memory has {found} bytes, and this shape {size}: both sides must be of one version of sglang-ext")
+    return SharedMemory.of(shape, mmap.mmap(descriptor, size))
+
+
+def _parts(shape: Shape) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    dtype = getattr(torch, shape.dtype)
+    by_lane = shape.lanes, 2, shape.layers
+    return [
+        ((*by_lane, shape.window, shape.query_heads, shape.dim), dtype),
+        ((shape.places, shape.layers, BLOCK, shape.kv_heads, shape.dim), dtype),
+        ((*by_lane, 4), torch.int64),
+        ((*by_lane, shape.kv_heads * shape.most), torch.int32),
+    ]
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNED) * ALIGNED

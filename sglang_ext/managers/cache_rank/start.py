@@ -1,0 +1,87 @@
+"""Starts the cache ranks of an inference rank, as the flags ask for them, and says what they are told."""
+
+import logging
+import math
+import os
+import time
+from typing import TYPE_CHECKING
+
+from sglang_ext.config import selection_options
+from sglang_ext.managers.cache_rank.choices import RankChoices
+from sglang_ext.managers.cache_rank.link import START_SECONDS, RankLink, RankSettings
+from sglang_ext.managers.cache_rank.protocol import BLOCK, MOST_BLOCKS, MOST_LANES, MOST_PLACES, VERSION, Attach, Shape, Turning
+from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressed.rotary import Rotary
+
+if TYPE_CHECKING:
+    from sglang_ext.arguments import KVServerArgs
+
+logger = logging.getLogger(__name__)
+
+# Memory through which keys go to a rank: so much, but for a few blocks at least.
+TRAVELING_BYTES, LEAST_PLACES = 64 << 20, 4
+
+
+def cache_ranks(
+    args: "KVServerArgs", method: CopyMethod, buffers: KVBuffers, query_heads: int, rotary: Rotary, requests: int
+) -> RankChoices:
+    """Start them, and wait until they are ready; one that is not by then is told in the log, and used once it is.
+
+    Args:
+        args: the server's.
+        method: that makes copies of what they choose.
+        buffers: the layers of SGLang's pool.
+        query_heads: of this inference rank.
+        rotary: the model's.
+        requests: that run at once.
+    """
+    settings = RankSettings(
+        _attach(args, method, buffers, query_heads, rotary, requests),
+        pack=0 if args.kv_pack_layers == "auto" else args.kv_pack_layers,
+        threads=max(1, len(os.sched_getaffinity(0)) // (1 + args.kv_cache_ranks)),
+    )
+    links = [RankLink(settings) for _ in range(args.kv_cache_ranks)]
+    choices, until = RankChoices(links, buffers), time.monotonic() + START_SECONDS
+    while choices.ready < len(links) and time.monotonic() < until and not all(link.given_up or link.ready for link in links):
+        for link in links:
+            link.tend()
+            link.wait(0.05)
+    if choices.ready < len(links):
+        logger.error("sglang-ext: %d of %d cache ranks are ready: requests are read whole until one is", choices.ready, len(links))
+    return choices
+
+
+def _attach(
+    args: "KVServerArgs", method: CopyMethod, buffers: KVBuffers, query_heads: int, rotary: Rotary, requests: int
+) -> Attach:
+    keys, context, spade = buffers.keys[0], args.get_model_config().context_len, selection_options.spade(args)
+    slots, kv_heads, dim = keys.shape
+    longest = min(context, slots)
+    most = method.kept(longest // method.unit * method.unit)
+    block_bytes = BLOCK * len(buffers.keys) * kv_heads * dim * keys.element_size()
+    blocks = slots // BLOCK + requests
+    if args.kv_cache_rank_gb is not None:
+        blocks = int(args.kv_cache_rank_gb * 1e9) // block_bytes
+    shape = Shape(
+        layers=len(buffers.keys),
+        query_heads=query_heads,
+        kv_heads=kv_heads,
+        dim=dim,
+        dtype=str(keys.dtype).removeprefix("torch."),
+        window=spade.window,
+        lanes=min(requests, MOST_LANES),
+        most=max(1, most),
+        places=min(MOST_PLACES, max(LEAST_PLACES, math.ceil(TRAVELING_BYTES / block_bytes))),
+    )
+    return Attach(
+        version=VERSION,
+        epoch=1,
+        shape=shape,
+        blocks=min(blocks, MOST_BLOCKS),
+        scaling=buffers.scaling,
+        predictor=spade.predictor.name,
+        sinks=spade.sinks,
+        recent=spade.recent,
+        turning=Turning(tuple(rotary.frequencies.tolist()), rotary.interleaved),
+    )

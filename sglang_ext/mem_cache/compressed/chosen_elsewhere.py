@@ -1,0 +1,155 @@
+"""The contract of tokens that another process chooses for copies of pointers, while this one computes (managers/cache_rank/)."""
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from sglang_ext.core import CompressedView
+
+if TYPE_CHECKING:
+    from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
+
+# Queries of a request before a position, of some layers, and their positions, as query_window.py:QueryWindows.get has them.
+ReadQueries = Callable[[int, int, slice], tuple[torch.Tensor, torch.Tensor]]
+# Let the copy of a request lead to chosen tokens in some layers: int64 [layers, kv_heads, count].
+WriteChosen = Callable[[int, slice, torch.Tensor], None]
+
+
+@dataclass(frozen=True)
+class Stepping:
+    """A request with a copy, in one step.
+
+    Attributes:
+        row: the request's row in the token table.
+        covered: tokens that its copy stands for.
+        keep: of these, tokens that each KV head is led to.
+        end: position after the step's token.
+        asks: whether tokens are chosen anew by the step's queries.
+    """
+
+    row: int
+    covered: int
+    keep: int
+    end: int
+    asks: bool
+
+
+class LayerWatch(Protocol):
+    """Is told how far a forward has come; layers are counted from 0."""
+
+    def reached(self, layer: int) -> None:
+        """The layer's attention comes next."""
+
+    def recorded(self, layer: int) -> None:
+        """The layer's queries are there."""
+
+
+class ChosenElsewhere(ABC):
+    """Who chooses tokens in the place of a compressor of this process.
+
+    Attributes:
+        missed: choices that were not there when they were needed, by reason.
+    """
+
+    missed: Counter[str]
+
+    @abstractmethod
+    def prepare(self, row: int, slots: torch.Tensor, keep: int, queries: torch.Tensor, positions: torch.Tensor) -> bool:
+        """A copy of a request is to be made, or made anew: hand over what keys are new, and ask for its tokens. Waits for nothing.
+
+        Args:
+            row: the request's row in the token table.
+            slots: int64 [covered], of full KV of the tokens among which is chosen, whose keys are exact.
+            keep: tokens of each KV head.
+            queries: [layers, window, query_heads, dim], the newest, oldest first.
+            positions: int64 [window], of these.
+
+        Returns:
+            Whether a copy can be made: something was chosen for the request, of late.
+        """
+
+    @abstractmethod
+    def kept(self, row: int, covered: int, keep: int) -> torch.Tensor:
+        """What was chosen last for a request that is prepared, and the newest tokens: int64 [layers, kv_heads, keep], ascending."""
+
+    @abstractmethod
+    def step(self, requests: Sequence[Stepping], read: ReadQueries, write: WriteChosen) -> LayerWatch:
+        """A step begins: what comes in time is written before a layer needs it, and questions are asked as queries are there."""
+
+    @abstractmethod
+    def forget(self, row: int) -> None:
+        """The request in ``row`` is gone, or its full KV lies elsewhere; no-op where it is not known."""
+
+    @abstractmethod
+    def forget_all(self) -> None:
+        """All requests are gone."""
+
+
+def prepare(views: "CompressedViews", row: int, tokens: int) -> bool:
+    """Ask for what a copy over a request's first ``tokens`` tokens keeps; whether one can be made."""
+    method = views.method(row)
+    covered, found = method.covered(views.reach(row, tokens)), views.queries.get(row, tokens, method.compressor.window)
+    if not covered or found is None:
+        return False
+    slots = views.token_table[row, :covered].long()
+    keep = method.own(CompressedView(slots[:0], covered, sinks=method.sinks), method.sinks, 0)
+    return views.elsewhere.prepare(row, slots, keep, *found)
+
+
+def watch_step(views: "CompressedViews", ends: dict[int, int], asks: bool) -> LayerWatch | None:
+    """Who is told of the layers of a step; None where nobody chooses elsewhere, or nobody's tokens are chosen.
+
+    Args:
+        views: the copies.
+        ends: position after the step's token, by row, of requests that read their copies.
+        asks: whether another step follows that reads the same copies.
+    """
+    if views.elsewhere is None or not ends:
+        return None
+    requests = []
+    for row, end in ends.items():
+        view, every = views.get(row), views.method(row).compressor.every
+        requests.append(Stepping(row, view.covered, view.own_tokens, end, asks and not (end - view.covered) % every))
+
+    def read(row: int, end: int, layers: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        return views.queries.get(row, end, views.method(row).compressor.window, layers)
+
+    return views.elsewhere.step(requests, read, views.write_chosen)
+
+
+def carried(kept: torch.Tensor, before: int, covered: int, keep: int) -> torch.Tensor:
+    """What was chosen of a shorter context, and the tokens that are new: in number as many as a choice of the longer one.
+
+    The newest tokens take the places of those that were the newest.
+
+    Args:
+        kept: int64 [layers, kv_heads, count], positions below ``before``, ascending, of which the last are the newest tokens.
+        before: tokens of the context at that time.
+        covered: tokens of the context now, no fewer.
+        keep: positions of each head that are wanted; of more than ``count`` at most as many more as there are new tokens.
+
+    Returns:
+        int64 [layers, kv_heads, keep], positions below ``covered``, ascending.
+    """
+    if covered == before and kept.shape[-1] == keep:
+        return kept
+    new = min(covered - before, keep)
+    newest = torch.arange(covered - new, covered, device=kept.device).expand(*kept.shape[:-1], new)
+    old, count = kept, kept.shape[-1]
+    # Room for the new ones: the oldest of those that stand at the end go, as they are the newest tokens of before.
+    leaving = count + new - keep
+    if leaving > 0:
+        window = trailing_run(kept)
+        begin = max(0, count - max(window, leaving))
+        old = torch.cat([kept[..., :begin], kept[..., begin + leaving :]], dim=-1)
+    return torch.cat([old, newest], dim=-1)
+
+
+def trailing_run(kept: torch.Tensor) -> int:
+    """Of the positions at the end of each head's, those that follow one another and that all heads have."""
+    ends = kept[..., -1:] - torch.arange(kept.shape[-1] - 1, -1, -1, device=kept.device)
+    return int((kept == ends).flip(-1).cumprod(-1).sum(-1).min())
