@@ -4,10 +4,13 @@ import time
 from dataclasses import dataclass, field
 
 import torch
+import zmq
 
+from sglang_ext.managers.cache_rank import protocol
 from sglang_ext.managers.cache_rank.choices import RankChoices
 from sglang_ext.managers.cache_rank.link import RankLink, RankSettings
 from sglang_ext.managers.cache_rank.protocol import VERSION, Attach, Shape, Turning
+from sglang_ext.managers.cache_rank.shared_memory import allocate, map_memory
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressors import ContextKV, Part
@@ -80,3 +83,81 @@ class Ranks:
         """A request for which the newest question was answered: what was chosen."""
         self.until(lambda: self.choices.prepare(row, slots, keep, asked, positions), seconds)
         return self.choices.kept(row, len(slots), keep)
+
+
+class ScriptedRank:
+    """In the place of a process: what it is told is kept, and it answers as a test says.
+
+    Attributes:
+        told: messages, oldest first.
+        memory: in common with the link.
+    """
+
+    made: list["ScriptedRank"] = []
+    pid = 0
+    ended = None
+
+    def __init__(self, shape, epoch, threads):
+        self.epoch, self.told, self.memory = epoch, [], map_memory(shape, allocate(shape))
+        context = zmq.Context.instance()
+        self.socket, self.peer = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+        name = f"inproc://scripted-{id(self)}"
+        self.socket.bind(name)
+        self.peer.connect(name)
+        self.say(protocol.Beat(epoch))
+        self.made.append(self)
+
+    def connected(self):
+        """As a process's."""
+
+    def end(self):
+        """As a process's; whether it was ended shows."""
+        self.ended = -9
+        self.socket.close(0)
+        self.peer.close(0)
+
+    def say(self, message):
+        """To the link."""
+        self.peer.send(protocol.encode(message))
+
+    def hear(self):
+        """Take what was said, and do what any rank does at once: attach, answer pings, take keys."""
+        while self.peer.poll(0):
+            message = protocol.decode_to_rank(self.peer.recv())
+            self.told.append(message)
+            match message:
+                case protocol.Attach():
+                    self.say(protocol.Attached(self.epoch, 1e-3))
+                case protocol.Ping():
+                    self.say(protocol.Beat(self.epoch, message.number))
+                case protocol.Append():
+                    self.say(protocol.Taken(self.epoch, (message.place,)))
+        return self.told
+
+    def asks(self):
+        """Questions that it was asked, oldest first."""
+        return [message for message in self.hear() if isinstance(message, protocol.Ask)]
+
+    def answer(self, ask, kept=None, epoch=None, chosen=True):
+        """Answer a question: with the newest tokens, where nothing else is given."""
+        epoch = epoch or self.epoch
+        if kept is None:
+            kept = newest_of(ask)
+        self.memory.put_chosen(epoch, ask.lane, ask.sequence, ask.first, ask.covered, kept)
+        self.say(protocol.Answer(epoch, ask.lane, ask.first, ask.count, ask.sequence, chosen, 0.01))
+
+
+def newest_of(ask):
+    """The newest tokens of a question, all that it wants."""
+    return torch.arange(ask.covered - ask.keep, ask.covered).expand(ask.count, HEADS, -1)
+
+
+def scripted(told=None, pack=5):
+    """Choices over one scripted rank, which is ready."""
+    link = RankLink(RankSettings(told or attach(), pack), ScriptedRank)
+    choices = RankChoices([link], pool())
+    for _ in range(20):
+        ScriptedRank.made[-1].hear()
+        link.tend()
+    assert link.ready
+    return choices, ScriptedRank.made[-1]

@@ -243,8 +243,8 @@ class RankLink:
         count = asked or measured_pack(min(self._round_trips), self._layer_seconds)
         self.packs = packs_of(shape.layers, count)
         logger.info(
-            "sglang-ext: cache rank %d (process %d) is ready: packs of %d layers, a message takes %.2f ms and back, a layer of 1024 tokens %.2f ms",
-            self.epoch, self.pid, self.packs[0].count, min(self._round_trips) * 1e3, self._layer_seconds * 1e3,
+            "sglang-ext: cache rank %d (process %d) is ready: packs of up to %d layers, a message takes %.2f ms and back, a layer of 1024 tokens %.2f ms",
+            self.epoch, self.pid, max(pack.count for pack in self.packs), min(self._round_trips) * 1e3, self._layer_seconds * 1e3,
         )  # fmt: skip
 
 

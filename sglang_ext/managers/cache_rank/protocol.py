@@ -227,5 +227,5 @@ def _decode(decoder: msgspec.msgpack.Decoder, frame: bytes) -> ToRank | FromRank
         raise ProtocolError(f"a message has {len(frame)} bytes, of {MOST_MESSAGE} at most")
     try:
         return decoder.decode(frame)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ProtocolError(str(error)) from error
