@@ -129,7 +129,7 @@ class RankChoices(ChosenElsewhere):
         try:
             if request is not None and request.void:
                 self._lose(row)
-                raise RankDown(request.leases.link.why)
+                request = None
             if request is None:
                 request = self._requests[row] = self._hand_over(len(slots))
             if request.leases.extend(request.lease, slots):
@@ -211,6 +211,7 @@ class RankChoices(ChosenElsewhere):
     def _await(self, request: HandedOver, choice: PackChoice, sequence: int, deadline: float) -> None:
         """Until a question was answered, where it was asked; not beyond the deadline."""
         begun, link = time.monotonic(), request.leases.link
+        link.wait(0)
         self._hear()
         while sequence in choice.asked and not request.void and (left := deadline - time.monotonic()) > 0:
             # Whole milliseconds are waited.

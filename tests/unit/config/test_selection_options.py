@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 from argument_helpers import arguments
 
 from sglang_ext import flag_checks
@@ -48,3 +49,35 @@ def test_flags_of_selection_are_named_where_nothing_is_selected(caplog):
     caplog.clear()
     flag_checks.check_flags(spade(kv_select=0.5, kv_select_every=2))
     assert "do nothing" not in caplog.text
+
+
+def test_flags_of_cache_ranks_are_refused_with_what_is_allowed(monkeypatch):
+    monkeypatch.setattr(selection_options.os, "sched_getaffinity", lambda process: {0, 1})
+    for given, told in (
+        ({"kv_cache_ranks": 3}, "--kv-cache-ranks is 3; .* there are 2 cores: pass a whole number from 0, for none, to 2"),
+        ({"kv_cache_ranks": 1, "kv_pack_layers": "six"}, "--kv-pack-layers is six; pass a whole number of layers from 1, .* or auto"),
+        ({"kv_cache_ranks": 1, "kv_cache_rank_gb": -1}, "--kv-cache-rank-gb is -1; pass GB of memory for keys, above 0"),
+        ({"kv_cache_ranks": 1, "tp_size": 2}, "--kv-cache-ranks is 1 with --tp-size 2; .*: pass --tp-size 1, or --kv-cache-ranks 0"),
+    ):
+        with pytest.raises(OptionError, match=told):
+            flag_checks.check_flags(spade(**given))
+    flag_checks.check_flags(spade(kv_cache_ranks=2, kv_pack_layers="auto"))
+
+
+def test_packs_of_more_layers_than_there_are_and_too_little_memory_for_a_request_are_refused():
+    args = spade(kv_cache_ranks=1, kv_pack_layers=6, kv_sparse_from=1000, device="cpu")
+    sizes = {"context_len": 4096, "num_hidden_layers": 5, "head_dim": 64, "dtype": torch.float32}
+    args.get_model_config = lambda: SimpleNamespace(get_num_kv_heads=lambda ranks: 3, **sizes)
+    with pytest.raises(OptionError, match="--kv-pack-layers is 6, and the model has 5 layers: pass a number up to that, or auto"):
+        selection_options.check_resolved(args)
+    args.kv_pack_layers, args.kv_cache_rank_gb = 5, 0.004
+    # 1,128 tokens of 5 layers, 3 heads, 64 numbers in 4 bytes.
+    with pytest.raises(OptionError, match=r"--kv-cache-rank-gb is 0.004, less than keys of 1000 tokens .*: pass at least 0.00433, better"):
+        selection_options.check_resolved(args)
+    args.kv_cache_rank_gb = 0.0044
+    selection_options.check_resolved(args)
+
+
+def test_flags_of_cache_ranks_are_named_where_there_are_none(caplog):
+    flag_checks.check_flags(spade(kv_pack_layers=4))
+    assert "--kv-cache-ranks is 0, with which --kv-pack-layers does nothing: pass --kv-cache-ranks 1" in caplog.text

@@ -1,0 +1,147 @@
+"""Real processes of cache ranks, over the keys of a made-up model: what they choose, and what becomes of requests as they fail."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from rank_helpers import TOKENS, Ranks, attach, chosen_here, queries
+
+from sglang_ext.managers.cache_rank import link as links
+from sglang_ext.managers.cache_rank.protocol import BLOCK
+
+SLOTS = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(0))
+NEWEST = torch.tensor([299])
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    """Starts ranks; all processes end with the test."""
+    monkeypatch.setattr(links, "RESTART_SECONDS", 0.05)
+    made = []
+
+    def start(**given):
+        made.append(Ranks(**given))
+        return made[-1].ready()
+
+    yield start
+    for each in made:
+        each.choices.end()
+
+
+def gone(pid):
+    """Whether no process of that id runs."""
+    return not os.path.exists(f"/proc/{pid}") or "Z" in open(f"/proc/{pid}/stat").read().rsplit(")", 1)[1][:3]
+
+
+@pytest.mark.parametrize(("predictor", "window"), [("current", 1), ("regressed", 17)])
+def test_a_rank_chooses_bit_for_bit_what_the_method_does_between_steps(ranks, predictor, window):
+    made, tokens = ranks(told=attach(predictor=predictor, window=window)), 200
+    for round_ in range(3):
+        # The context grows over the end of a block, and the number of its tokens that are chosen with it.
+        tokens, keep = tokens + 30, 40 + round_
+        asked, positions = queries(window, tokens), torch.arange(tokens - window, tokens)
+        expected = chosen_here(made.buffers, SLOTS[:tokens], keep, asked, positions, predictor)
+        made.prepared(1, SLOTS[:tokens], keep, asked, positions)
+        # What was carried from the last round may be read first.
+        found = [torch.empty(0)]
+
+        def arrived():
+            made.choices.prepare(1, SLOTS[:tokens], keep, asked, positions)
+            found[0] = made.choices.kept(1, tokens, keep)
+            return torch.equal(found[0], expected)
+
+        made.until(arrived, 20)
+
+
+def test_requests_are_shared_out_and_what_they_share_is_held_once(ranks):
+    made = ranks(count=2)
+    for row in range(4):
+        kept = made.prepared(row, SLOTS[:300], 64, queries(1, row), NEWEST)
+        assert torch.equal(kept, chosen_here(made.buffers, SLOTS[:300], 64, queries(1, row), NEWEST))
+    # Two at each: four full blocks that both read, and a last one of each.
+    assert made.choices.held_tokens == 2 * (4 + 2) * BLOCK
+    made.choices.forget_all()
+    assert made.choices.held_tokens == 0
+
+
+def test_a_rank_that_is_killed_costs_choices_until_another_has_the_keys(ranks):
+    made = ranks()
+    made.prepared(1, SLOTS[:300], 64, queries(1, 1), NEWEST)
+    killed = made.choices.links[0].pid
+    os.kill(killed, signal.SIGKILL)
+    made.until(lambda: not made.choices.ready, 10)
+    assert not made.choices.prepare(1, SLOTS[:300], 64, queries(1, 1), NEWEST) and made.choices.missed["ended"] == 1
+    kept = made.prepared(1, SLOTS[:300], 64, queries(1, 2), NEWEST, 60)
+    assert torch.equal(kept, chosen_here(made.buffers, SLOTS[:300], 64, queries(1, 2), NEWEST))
+    assert made.choices.starts == 2 and made.choices.links[0].pid != killed and gone(killed)
+
+
+def test_a_rank_that_is_stopped_delays_no_round_and_is_ended_once_it_is_silent(ranks):
+    made = ranks(silence=1.0)
+    made.prepared(1, SLOTS[:300], 64, queries(1, 1), NEWEST)
+    stopped = made.choices.links[0].pid
+    os.kill(stopped, signal.SIGSTOP)
+    begun, longest, read = time.monotonic(), 0.0, []
+    while time.monotonic() - begun < 5.0:
+        before = time.monotonic()
+        read.append(made.choices.prepare(1, SLOTS[:300], 64, queries(1, 1), NEWEST))
+        longest = max(longest, time.monotonic() - before)
+        time.sleep(0.02)
+    assert longest < 1.0, f"a round was held up for {longest:.2f} s"
+    assert read[0] and not all(read), "at first the last choice is read, then full KV"
+    assert gone(stopped) and made.choices.missed["silent"] + made.choices.missed["starting"] >= 1
+    made.prepared(1, SLOTS[:300], 64, queries(1, 1), NEWEST, 60)
+
+
+def test_a_rank_ends_with_its_parent_and_when_it_is_told_to(ranks):
+    made = ranks()
+    pid = made.choices.links[0].pid
+    os.kill(pid, signal.SIGTERM)
+    made.until(lambda: not made.choices.ready, 10)
+    assert gone(pid)
+    program = (
+        "import os, sys, rank_helpers; made = rank_helpers.Ranks().ready(); "
+        "print(made.choices.links[0].pid, flush=True); os.kill(os.getpid(), 9)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    orphan, end = int(done.stdout), time.monotonic() + 10
+    while not gone(orphan):
+        assert time.monotonic() < end, "it outlives its parent"
+        time.sleep(0.05)
+
+
+def test_after_processes_that_never_answer_no_more_are_started(caplog):
+    class Broken:
+        pid, ended = 1, 7
+
+        def __init__(self, *given):
+            import zmq
+
+            self.socket = zmq.Context.instance().socket(zmq.DEALER)
+
+        def end(self):
+            self.socket.close(0)
+
+    settings = links.RankSettings(attach())
+    link = links.RankLink(settings, Broken)
+    for _ in range(3 * links.MOST_STARTS):
+        link._due = 0.0
+        link.tend()
+    assert link.starts == links.MOST_STARTS and link.given_up and link.why == "ended"
+    assert f"{links.MOST_STARTS} processes ended before they answered; no more are started" in caplog.text
+
+
+@pytest.mark.parametrize(("layers", "count", "sizes"), [(30, 6, [6] * 5), (30, 7, [6] * 5), (5, 2, [1, 2, 2]), (4, 12, [4])])
+def test_packs_are_even_and_hold_all_layers(layers, count, sizes):
+    packs = links.packs_of(layers, count)
+    assert [pack.count for pack in packs] == sizes and sum(pack.count for pack in packs) == layers
+    assert [pack.first for pack in packs] == [sum(sizes[:i]) for i in range(len(sizes))]
+
+
+@pytest.mark.parametrize(("message", "layer", "count"), [(1e-4, 1e-3, 4), (8e-4, 1e-3, 8), (1.0, 1e-3, 12), (1e-4, 0.0, 12)])
+def test_a_pack_is_as_large_as_messages_and_choosing_ask_for(message, layer, count):
+    assert links.measured_pack(message, layer) == count
