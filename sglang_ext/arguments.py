@@ -133,8 +133,8 @@ class KVServerArgs(ServerArgs):
     ] = "current"
     kv_cache_ranks: A[
         int,
-        "With --kv-compressor spade: processes that hold the keys of long requests and choose tokens by them while the model computes. Each "
-        "takes requests of its own. 0: tokens are chosen between steps, which wait for it.",
+        "With --kv-compressor spade: processes that hold the keys of long requests and choose tokens by them while the model computes. "
+        "Each takes requests of its own. 0: tokens are chosen between steps, which wait for it.",
         NS("memory"),
     ] = 0
     kv_pack_layers: A[
@@ -148,8 +148,8 @@ class KVServerArgs(ServerArgs):
     ] = "auto"
     kv_cache_rank_gb: A[
         float | None,
-        "With --kv-cache-ranks: memory of each cache rank for keys, in GB of 10^9 bytes, taken as it is used. Requests for which there is no "
-        "room are read whole. Default: as much as the keys of SGLang's pool take.",
+        "With --kv-cache-ranks: memory of each cache rank for keys, in GB of 10^9 bytes, taken as it is used. Requests for which there is "
+        "no room are read whole. Default: as much as the keys of SGLang's pool take.",
         NS("memory"),
     ] = None
     kv_head_budgets: A[

@@ -2,8 +2,8 @@
 
     python docs/benchmarks/cache_ranks.py --model MODEL --prompts FOLDER [--context 2048] [--output 64] [--ranks 1] [--mode verified]
 
-Each server answers the same prompts, the beginnings of the folder's files, one at a time, on a CPU in float32. For each: whether its answers
-are stock's, drafts that were accepted, milliseconds a token after the first, and of cache ranks what was missed and waited for.
+Each server answers the same prompts, the beginnings of the folder's files, one at a time, on a CPU in float32. For each: whether its
+answers are stock's, drafts that were accepted, milliseconds a token after the first, and of cache ranks what was missed and waited for.
 """
 
 import argparse
@@ -38,7 +38,9 @@ def rank_metrics(server: ServerProcess) -> list[str]:
     return [line for line in told if not line.endswith(" 0.0")]
 
 
-def measure(name: str, flags: Sequence[str], prompts: list[list[int]], args: argparse.Namespace, stock: list[list[int]] | None) -> list[list[int]]:
+def measure(
+    name: str, flags: Sequence[str], prompts: list[list[int]], args: argparse.Namespace, stock: list[list[int]] | None
+) -> list[list[int]]:
     """One server's answers, told in a line for each prompt."""
     pool = 2 * (args.context + args.output)
     given = ("--device", "cpu", "--dtype", "float32", "--max-total-tokens", str(pool), "--enable-metrics", *flags)

@@ -52,14 +52,15 @@ def _check_ranks(args: "KVServerArgs") -> None:
     cores = len(os.sched_getaffinity(0))
     if not (isinstance(ranks, int) and 0 <= ranks <= cores):
         raise OptionError(
-            f"--kv-cache-ranks is {ranks}; each is a process on a core of its own, and there are {cores} cores: pass a whole number from 0, "
-            f"for none, to {cores}, for example 1"
+            f"--kv-cache-ranks is {ranks}; each is a process on a core of its own, and there are {cores} cores: pass a whole number "
+            f"from 0, for none, to {cores}, for example 1"
         )
     if pack != "auto" and not (isinstance(pack, int) and pack >= 1):
         raise OptionError(f"--kv-pack-layers is {pack}; pass a whole number of layers from 1, for example 6, or auto")
     if size is not None and not (isinstance(size, int | float) and 0 < size < float("inf")):
         raise OptionError(
-            f"--kv-cache-rank-gb is {size}; pass GB of memory for keys, above 0, for example 8, or leave it out for as much as the pool's take"
+            f"--kv-cache-rank-gb is {size}; pass GB of memory for keys, above 0, for example 8, or leave it out for as much as the "
+            "pool's take"
         )
     if ranks and selects(args) and args.tp_size > 1:
         raise OptionError(

@@ -1,9 +1,9 @@
 """What cache ranks choose for the requests of an inference rank: keys are handed over, queries published, answers committed.
 
-A request is handed over once its context is long enough; until the first answer it is read whole. From then on each pack of layers leaves its
-queries as soon as it has computed them, and reads what was chosen for it by those of the step before when the next step comes to it: choosing
-goes on while the rest of the model computes. What has not come by then is not waited for longer than :data:`WAIT_SECONDS` in a step: the pack
-goes on with the last tokens that were chosen for it and the newest ones.
+A request is handed over once its context is long enough; until the first answer it is read whole. From then on each pack of layers leaves
+its queries as soon as it has computed them, and reads what was chosen for it by those of the step before when the next step comes to it:
+choosing goes on while the rest of the model computes. What has not come by then is not waited for longer than :data:`WAIT_SECONDS` in a
+step: the pack goes on with the last tokens that were chosen for it and the newest ones.
 """
 
 import time

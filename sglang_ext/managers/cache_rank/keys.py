@@ -48,7 +48,8 @@ class KeyStore:
             ProtocolError: they do not fit there.
         """
         if told.block >= self.blocks or told.offset + told.tokens > BLOCK:
-            raise ProtocolError(f"{told.tokens} tokens from {told.offset} on do not fit into block {told.block}, of {self.blocks} of {BLOCK}")
+            place = f"block {told.block}, of {self.blocks} of {BLOCK}"
+            raise ProtocolError(f"{told.tokens} tokens from {told.offset} on do not fit into {place}")
         start = told.block * BLOCK + told.offset
         for buffer, new in zip(self.buffers.keys, keys):
             buffer[start : start + told.tokens] = new[: told.tokens]

@@ -1,4 +1,4 @@
-"""Whose keys a cache rank holds: lanes and blocks are given out here, on the inference rank, so that what is full is known before it is sent.
+"""Whose keys a cache rank holds: lanes and blocks are given out here, on the inference rank, so that what is full is known ahead.
 
 Requests whose rows begin with the same slots of SGLang's pool, as those do that share a prefix in the tree, share the blocks that are full
 of their keys: while one of them has a lease, its full KV is locked, and so is what those slots hold.
@@ -94,7 +94,7 @@ class KeyLeases:
         self.link.say(protocol.Free(lease.lane))
 
     def extend(self, lease: KeyLease, slots: torch.Tensor) -> bool:
-        """Send what the rank lacks of the keys in ``slots``, int64 [tokens], a request's from the first on; as much as there are places for.
+        """Send what the rank lacks of the keys in ``slots``, int64 [tokens], a request's from the first on; as much as has places.
 
         Returns:
             Whether it has all of them now.

@@ -154,13 +154,14 @@ class RankLink:
     def _fail(self, why: str, told: str) -> None:
         self.packs, self.answers, self._why = (), [], why
         if self._process is not None:
-            logger.warning("sglang-ext: cache rank (process %s): %s; its requests are read whole until another has their keys", self.pid, told)
+            logger.warning("sglang-ext: cache rank (process %s): %s; its requests are read whole for now", self.pid, told)
             self._process.end()
             self._process = None
         self._due = time.monotonic() + RESTART_SECONDS * 2**self._failures
         self._failures += 1
         if self.given_up:
-            logger.error("sglang-ext: cache rank: %d processes ended before they answered; no more are started. The last: %s", MOST_STARTS, told)
+            text = "sglang-ext: cache rank: %d processes ended before they answered; no more are started. The last: %s"
+            logger.error(text, MOST_STARTS, told)
 
     def end(self) -> None:
         """End the process, and start no other."""
@@ -243,7 +244,8 @@ class RankLink:
         count = asked or measured_pack(min(self._round_trips), self._layer_seconds)
         self.packs = packs_of(shape.layers, count)
         logger.info(
-            "sglang-ext: cache rank %d (process %d) is ready: packs of up to %d layers, a message takes %.2f ms and back, a layer of 1024 tokens %.2f ms",
+            "sglang-ext: cache rank %d (process %d) is ready: packs of up to %d layers, a message and back %.2f ms, a layer of "
+            "1024 tokens %.2f ms",
             self.epoch, self.pid, max(pack.count for pack in self.packs), min(self._round_trips) * 1e3, self._layer_seconds * 1e3,
         )  # fmt: skip
 

@@ -1,8 +1,8 @@
 """What an inference rank and a cache rank say to each other: msgspec structs in MessagePack, tagged, with bounds on each field.
 
 A message is one ZMQ frame. Queries, keys and chosen tokens lie in shared memory (shared_memory.py); a message about them comes after they
-are written, which makes it the barrier. All that a cache rank says names its epoch: the number of the process, and of the memory, among those
-that one inference rank has begun.
+are written, which makes it the barrier. All that a cache rank says names its epoch: the number of the process, and of the memory, among
+those that one inference rank has begun.
 """
 
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""A cache rank: takes keys, and chooses tokens for the next step of each request, by the method of the server itself (compressors/spade.py).
+"""A cache rank: takes keys, and chooses tokens for the next step of each request, by the server's own method (compressors/spade.py).
 
 It waits for messages, copies keys as they come, and looks at one question after another; of two of one request and pack it looks at the
 newer alone. It ends when it is told to (SIGTERM), and when the process that began it is gone.

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 # Steps of a round without drafts: more spare SGLang's scheduler work, and let requests end later.
 PLAIN_STEPS = 4
-# Steps of a round while a residual is on its way, or tokens are chosen for the first time: one round runs and one is planned when it comes, so that a verification begins
-# at most twice as many later.
+# Steps of a round while a residual is on its way, or tokens are chosen for the first time: one round runs and one is planned when it
+# comes, so that a verification begins at most twice as many later.
 SHORT_ROUND = 2
 # Copies made in a round that only looks whether drafting pays: the others answer on full KV, and tell nothing.
 TRIAL_COPIES = 4

@@ -184,7 +184,7 @@ class CopyWriter:
         view.method = method.called(chooser)
 
     def write_chosen(self, method: CopyMethod, row: int, view: CompressedView, layers: slice, kept: torch.Tensor) -> None:
-        """Write over what ``view``, all its own, kept in some layers: as many tokens, int64 [layers, kv_heads, count], that others chose."""
+        """Write over what ``view``, all its own, kept in some layers: as many tokens that others chose, int64 [layers, kv_heads, count]."""
         source = self.token_table[row, : view.covered].long()
         method.packing.write(self.buffers.of_layers(layers), kept, source, view.own[view.sinks :])
 

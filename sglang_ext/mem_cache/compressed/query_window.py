@@ -275,7 +275,8 @@ class QueryWindows:
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The newest ``count`` queries, at most :attr:`window`, before position ``end``, oldest first, and their positions.
 
-        Of some layers, by their places, or of all. The queries are [layers, up to count, heads, head_dim], the positions int64; None when there are none.
+        Of some layers, by their places, or of all. The queries are [layers, up to count, heads, head_dim], the positions int64; None
+        when there are none.
         """
         ring = self._rings.get(key)
         found = ([], []) if ring is None else ring.newest(count, end)

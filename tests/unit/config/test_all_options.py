@@ -82,7 +82,8 @@ WRONG: dict[str, dict[str, object]] = {
 RIGHT: dict[str, object] = {
     "kv_compressor": "sink-recent", "kv_more_compressors": "kivi", "kv_online_compressor": "sink-recent", "kv_budget": 0.5, "kv_sparse_from": 1024,
     "kv_head_budgets": "adaptive", "kv_draft_length": 8, "kv_max_burst": 4,
-    "kv_cache_ranks": 1, "kv_pack_layers": 6, "kv_cache_rank_gb": 8.0, "kv_host_gb": 1.0, "kv_full_tier": "auto", "kv_offload_draft_length": 32,
+    "kv_cache_ranks": 1, "kv_pack_layers": 6, "kv_cache_rank_gb": 8.0,
+    "kv_host_gb": 1.0, "kv_full_tier": "auto", "kv_offload_draft_length": 32,
 }  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from sglang_ext.managers.metrics import KVMetrics
 
 args = SimpleNamespace(
     served_model_name="m", model_path="p", enable_metrics=True, speculative_num_draft_tokens=3, kv_host_gb=1,
+    kv_cache_ranks=1,
     kv_compressor="snapkv", kv_budget=0.25, kv_more_compressors="kivi,snapkv:0.125",
 )
 metrics = KVMetrics.create(args)
@@ -26,4 +27,5 @@ def test_series_begin_at_zero() -> None:
     for compressor in ("snapkv", "kivi", "snapkv:0.125"):
         assert f'sglang_ext:copies_total{{compressor="{compressor}",model_name="m"}} 0.0' in found
     assert 'sglang_ext:fallback_tokens_total{model_name="m",reason="short-context"} 0.0' in found
+    assert 'sglang_ext:missed_selections_total{model_name="m",reason="late"} 0.0' in found
     assert 'sglang_ext:accept_length_count{model_name="m"} 0.0' in found

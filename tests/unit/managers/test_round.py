@@ -25,7 +25,7 @@ ROWS = 8
 class Views:
     """Copies of a quarter; none for requests in ``full``."""
 
-    recent, share, each_round = 0, 0.25, False
+    recent, share, each_round, elsewhere = 0, 0.25, False, None
 
     def method(self, row):
         anew = {"each_round": self.each_round, "follows_queries": self.each_round, "every": 0}

@@ -15,7 +15,7 @@ from sglang_ext.mem_cache.compressors.sink_recent import SinkRecent
 class FakeViews:
     """Copies of a quarter, as many as ``room`` allows."""
 
-    recent, window = 0, 32
+    recent, window, elsewhere = 0, 32, None
 
     def method(self, row):
         compressor = SimpleNamespace(follows_queries=False, window=self.window)

@@ -242,7 +242,8 @@ def test_what_is_carried_has_the_newest_tokens_and_most_of_what_was_chosen(befor
     found = carried(kept, before, covered, wanted)
     assert found.shape == (LAYERS, HEADS, wanted)
     assert (found.diff(dim=-1) > 0).all() and 0 <= found.min() and found.max() < covered
-    assert torch.equal(found[..., -min(new, wanted) :], torch.arange(covered - min(new, wanted), covered).expand(LAYERS, HEADS, -1)) or not new
+    newest = torch.arange(covered - min(new, wanted), covered).expand(LAYERS, HEADS, -1)
+    assert torch.equal(found[..., wanted - newest.shape[-1] :], newest)
     if new <= 32:
         scored = keep - trailing_run(kept)
         assert torch.equal(found[..., :scored], kept[..., :scored]), "what was chosen by scores stays"

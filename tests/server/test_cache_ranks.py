@@ -1,0 +1,70 @@
+"""Another process chooses tokens while the server computes: answers are stock's, also while that process is killed."""
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from servers import EXPECTED_TOKENS, STRICT, greedy
+
+pytestmark = pytest.mark.server
+
+RANKS = (
+    *("--kv-mode", "verified", "--kv-compressor", "spade", "--kv-select", "0.125", "--kv-draft-length", "8", "--kv-cache-ranks", "1"),
+    *("--kv-sparse-from", "400", "--page-size", "16", "--chunked-prefill-size", "256", "--enable-metrics"),
+)
+MISSED = "missed_selections_total"
+
+
+@pytest.fixture
+def server(launch):
+    """A server with one cache rank."""
+    return launch(*RANKS, env=STRICT)
+
+
+def metric(server, name, label=""):
+    """Sum of the samples of a metric that have a label."""
+    lines = server.request("metrics").splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"sglang_ext:{name}") and label in line)
+
+
+def rank_pid(server):
+    """The process of its cache rank, of which the log tells the newest."""
+    return int(re.findall(r"cache rank \d+ \(process (\d+)\) is ready", Path(server.log).read_text())[-1])
+
+
+def test_answers_are_stocks_and_drafts_are_accepted(server, prompts, expected):
+    found = server.ask_all(prompts[:4], 4, **greedy(EXPECTED_TOKENS))
+    assert [r["output_ids"] for r in found] == expected[:4]
+    short, *told = [r["meta_info"] for r in found]
+    assert (short["kv_fallback"], short["kv_drafts"]) == ("short-context", 0), "300 tokens are read whole"
+    assert {each["kv_compressor"] for each in told} == {"spade"}
+    assert sum(each["kv_accepted"] for each in told) > 0.3 * sum(each["kv_drafts"] for each in told) > 0
+    assert metric(server, "cache_ranks_ready") == 1 and metric(server, MISSED, 'reason="wrong"') == 0
+    assert metric(server, MISSED, 'reason="hand-over"') >= 3, "each is handed over first"
+    assert metric(server, "copies_total", "spade") > 3 and metric(server, "cache_rank_tokens") == 0, "all are gone"
+
+
+def test_a_rank_that_is_killed_changes_no_answer_and_another_takes_its_place(server, prompts, expected):
+    prompt, tokens = prompts[3], 80
+    whole = server.ask(input_ids=prompt, **greedy(tokens))
+    assert whole["output_ids"][:EXPECTED_TOKENS] == expected[3]
+    starts = metric(server, "cache_rank_starts_total")
+    server.flush_cache()
+    killed, last = False, None
+    for last in server.stream("generate", {"input_ids": prompt, "stream": True, **greedy(tokens)}):
+        if not killed and last["meta_info"]["completion_tokens"] > 8:
+            os.kill(rank_pid(server), signal.SIGKILL)
+            killed = True
+    assert killed and last["output_ids"] == whole["output_ids"]
+    assert metric(server, "fallback_tokens_total", 'reason="no-selection"') > 8 and metric(server, MISSED, 'reason="ended"') > 0
+    end = time.monotonic() + 90
+    while metric(server, "cache_rank_starts_total") == starts or not metric(server, "cache_ranks_ready"):
+        assert time.monotonic() < end, "no other was started"
+        # Ranks are tended in rounds.
+        server.ask(input_ids=prompts[3], **greedy(4))
+        time.sleep(0.5)
+    again = server.ask(input_ids=prompt, **greedy(tokens))
+    assert again["output_ids"] == whole["output_ids"] and again["meta_info"]["kv_drafts"] > 0
