@@ -48,7 +48,7 @@ def test_answers_are_stocks_and_drafts_are_accepted(server, prompts, expected):
 
 
 def test_a_rank_that_is_killed_changes_no_answer_and_another_takes_its_place(server, prompts, expected):
-    prompt, tokens = prompts[3], 80
+    prompt, tokens = prompts[3], 56
     whole = server.ask(input_ids=prompt, **greedy(tokens))
     assert whole["output_ids"][:EXPECTED_TOKENS] == expected[3]
     starts = metric(server, "cache_rank_starts_total")

@@ -12,6 +12,8 @@ import zmq
 from sglang_ext.managers.cache_rank.protocol import MOST_MESSAGE
 from sglang_ext.managers.cache_rank.rank import CacheRank
 
+# An inference rank that takes nothing for so long is gone, or as good as.
+SEND_MS = 10_000
 logger = logging.getLogger("sglang_ext.cache_rank")
 
 
@@ -30,7 +32,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(args.threads)
     socket = zmq.Context.instance().socket(zmq.DEALER)
-    socket.linger, socket.maxmsgsize = 0, MOST_MESSAGE
+    socket.linger, socket.maxmsgsize, socket.sndtimeo = 0, MOST_MESSAGE, SEND_MS
     socket.connect(args.endpoint)
     try:
         with torch.inference_mode():

@@ -135,10 +135,15 @@ class RankLink:
         if self._process is None:
             return
         silence = time.monotonic() - self._heard
-        if (status := self._process.ended) is not None:
-            self._fail("ended", f"it ended with status {status}")
-        elif silence > (self.settings.silence if self.ready else START_SECONDS):
+        if not self._has_ended() and silence > (self.settings.silence if self.ready else START_SECONDS):
             self._fail("silent", f"nothing was heard of it for {silence:.1f} s")
+
+    def _has_ended(self) -> bool:
+        """Whether the process has; noted then."""
+        status = self._process.ended
+        if status is not None:
+            self._fail("ended", f"it ended with status {status}")
+        return status is not None
 
     def _start(self) -> None:
         self.epoch += 1
@@ -181,7 +186,8 @@ class RankLink:
         try:
             self._process.socket.send(protocol.encode(message), zmq.NOBLOCK)
         except zmq.Again:
-            self._fail("silent", "it takes no more messages")
+            if not self._has_ended():
+                self._fail("silent", "it takes no more messages")
             raise RankDown(self._why) from None
 
     def place(self) -> int | None:

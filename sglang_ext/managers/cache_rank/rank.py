@@ -7,6 +7,7 @@ newer alone. It ends when it is told to (SIGTERM), and when the process that beg
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -77,7 +78,13 @@ class CacheRank:
             self._hear(0 if self._questions.waiting else int(BEAT_SECONDS * 1000))
             self._answer_next()
             if time.monotonic() - self._beaten > BEAT_SECONDS:
-                self._say(protocol.Beat(self._epoch))
+                self._beat()
+
+    def _beat(self) -> None:
+        """A sign of life; none where an inference rank that idles has left enough of them unread."""
+        self._beaten = time.monotonic()
+        with suppress(zmq.Again):
+            self._socket.send(protocol.encode(protocol.Beat(self._epoch)), zmq.NOBLOCK)
 
     def _say(self, message: protocol.FromRank) -> None:
         self._socket.send(protocol.encode(message))
