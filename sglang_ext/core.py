@@ -102,10 +102,20 @@ class CompressedView:
         """Tokens of the full KV that its sinks and its segments stand for."""
         return self.segments[-1].end if self.segments else self.sinks
 
-    def hand_over(self) -> torch.Tensor:
-        """What of its own slots holds blocks, which it reads as a segment's from now on: int64, whole pages."""
-        slots, self.own = self.own[self.sinks :].clone(), self.own[: self.sinks].clone()
-        self.own_tokens = self.own_packed = 0
+    @property
+    def holds_all(self) -> bool:
+        """Whether it keeps all tokens that it covers, in blocks but for the sinks: full KV could be made of it."""
+        kept = self.sinks + sum(segment.tokens for segment in self.segments) + self.own_tokens
+        return self.packed > 0 and kept == self.covered
+
+    def hand_over(self, tokens: int, packed: int) -> torch.Tensor:
+        """Its own slots that hold the blocks of its first ``tokens``, ``packed`` slots, which it reads as a segment's from now on.
+
+        They are int64, and whole pages: those of all its tokens, or of as many blocks as fill pages.
+        """
+        end = len(self.own) if tokens == self.own_tokens else self.sinks + packed
+        slots, self.own = self.own[self.sinks : end].clone(), torch.cat([self.own[: self.sinks], self.own[end:]])
+        self.own_tokens, self.own_packed = self.own_tokens - tokens, self.own_packed - packed
         return slots
 
     @property

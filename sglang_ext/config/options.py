@@ -94,6 +94,24 @@ def offloads(args: "KVServerArgs") -> bool:
     return args.kv_full_tier != "device" and offload_obstacle(args) is None
 
 
+def full_kv_stays(args: "KVServerArgs") -> str | None:
+    """Why mode lossy keeps full KV beside copies that hold all of it, in a few words; None where it gives that back."""
+    for kept, why in (
+        (args.kv_mode != "lossy", "verifications read it"),
+        (args.kv_prefill == "quantized", "prompts that attend to codes make them of it"),
+        (args.kv_host_gb, "it goes to host memory when others need its slots"),
+        (args.disable_radix_cache, "without a prefix tree nobody would find the codes"),
+        (args.disaggregation_mode != "null", "it travels"),
+        (
+            args.enable_deterministic_inference and args.device != "cpu",
+            "beside requests that need full KV nobody reads a copy in deterministic mode",
+        ),
+    ):
+        if kept:
+            return why
+    return None
+
+
 def transfers(args: "KVServerArgs") -> bool:
     """Whether KV travels over links of ours."""
     return args.disaggregation_mode != "null" and args.disaggregation_transfer_backend == BACKEND

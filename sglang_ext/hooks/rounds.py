@@ -53,7 +53,7 @@ def give_back_when_full(original: Callable, batch: "ScheduleBatch", selected_ind
         while not fits and copies is not None and (row := copies.largest()) is not None:
             copies.release_copy(row)
             fits = original(batch, selected_indices)
-    if batch.tree_cache.residency is not None:
+    if batch.tree_cache.residency is not None or batch.tree_cache.codes is not None:
         # SGLang looks for room again only when a request is done. Here it also comes as full KV leaves the device.
         batch.batch_is_full = False
     return fits
@@ -76,6 +76,31 @@ def counting_to_the_end(reqs: list["Req"]) -> Iterator[list["Req"]]:
     finally:
         for req, count in zip(near, committed):
             req.kv_committed_len = count
+
+
+def charge_copies(original: Callable, adder, req: "Req", has_chunked_req: bool, truncation_align_size: int | None):
+    """Hook around ``PrefillAdder.add_one_req``: where full KV is given back, prompts are admitted as their copies fit beside it, too.
+
+    Else a pool full of prompts would have no room to compress any. One that has the pool for itself is always admitted.
+    """
+    codes = getattr(adder.tree_cache, "codes", None)
+    if codes is None:
+        return original(adder, req, has_chunked_req, truncation_align_size)
+    running = [*([] if adder.running_batch is None else adder.running_batch.reqs), *adder.can_run_list]
+    if not hasattr(adder, "_kv_charged"):
+        adder._kv_charged = sum(map(codes.room, running))
+        _charge(adder, adder._kv_charged)
+    room = codes.room(req) if running else 0
+    _charge(adder, room)
+    found = original(adder, req, has_chunked_req, truncation_align_size)
+    if req not in adder.can_run_list:
+        _charge(adder, -room)
+    return found
+
+
+def _charge(adder, slots: int) -> None:
+    adder.rem_total_token_offset += slots
+    adder.cur_rem_token_offset += slots
 
 
 def sync_for_grammars(original: Callable, batch: "ScheduleBatch") -> bool:

@@ -73,6 +73,12 @@ HOOKS: tuple[Hook, ...] = (
         "a full pool takes compressed copies back before it retracts a request", ("self", "selected_indices"),
     ),
     Hook(
+        "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req",
+        "sglang_ext.hooks.rounds.charge_copies",
+        "in mode lossy prompts are admitted as their copies fit beside their full KV, which is given back only then",
+        ("self", "req", "has_chunked_req", "truncation_align_size"),
+    ),
+    Hook(
         "sglang.srt.managers.schedule_batch.ScheduleBatch.retract_decode",
         "sglang_ext.mem_cache.prefix_cache.recompute.retract_lost",
         "a request whose full KV came back changed from the host is computed again", ("self", "server_args"),

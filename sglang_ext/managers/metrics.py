@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 # Each with its help, and the label that it has beside the model's name.
 GAUGES = {
     "compressed_bytes": ("Bytes of KV in compressed slots.",),
+    "codes_alone_tokens": ("Tokens that are held as codes alone: their full KV was given back.",),
     "query_bytes": ("Bytes of queries kept for compressors, outside the KV pool.",),
     "score_bytes": ("Bytes of predicted scores and of the network that gives them, outside the KV pool.",),
     "round_seconds": ("Seconds on the device in the last round: one draft, the rest with the verification, or a plain step.", "part"),
@@ -153,6 +154,8 @@ class KVMetrics:
         if not self._gauges:
             return
         self._tell("compressed_bytes", views.held_bytes())
+        codes = views.tree_cache.codes
+        self._tell("codes_alone_tokens", 0 if codes is None else codes.tokens)
         self._tell("query_bytes", views.queries.taken_bytes)
         self._tell("score_bytes", max(method.compressor.held_bytes for method in views.methods))
         for method, made in views.made.items():

@@ -4,6 +4,7 @@ It is built in steps: with the model, with the pool, with SGLang's graphs, and w
 do in an iteration is up to the loop (spec_decode/loop.py). See docs/architecture.md.
 """
 
+import logging
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,15 +34,20 @@ from sglang_ext.managers.spec_decode.grammar import NewTokens
 from sglang_ext.managers.spec_decode.loop import DecodeLoop, decode_loop
 from sglang_ext.managers.spec_decode.requests import RequestStates, fallback_reason
 from sglang_ext.managers.spec_decode.result import RoundResult
-from sglang_ext.managers.spec_decode.round import OnDevice
+from sglang_ext.managers.spec_decode.round import GivingBack, OnDevice
 from sglang_ext.managers.spec_decode.steps import prefill
 from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
+from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.query_window import QueryWindows, reserve_queries
+from sglang_ext.mem_cache.prefix_cache.codes_alone import CodesAlone
 from sglang_ext.ranks import Ranks
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+
+
+logger = logging.getLogger(__name__)
 
 
 class KVWorker(BaseSpecWorker):
@@ -149,9 +155,27 @@ class KVWorker(BaseSpecWorker):
         if args.kv_host_gb:
             full_tier.use_host_memory(self, tree_cache)
         early = Arriving(self.ranks) if options.begins_early(args) else None
-        turns, policy = full_tier.offloading(self, tree_cache) if options.offloads(args) else (early or OnDevice(), None)
-        tree_cache.serve(self.views, self.forget, not self.lossy, turns.residency, early)
+        codes = self._codes_alone(tree_cache)
+        turns, policy = early or (OnDevice() if codes is None else GivingBack(codes)), None
+        if options.offloads(args):
+            turns, policy = full_tier.offloading(self, tree_cache)
+        tree_cache.serve(self.views, self.forget, not self.lossy, turns.residency, early, codes)
         self.loop = decode_loop(self, turns, policy)
+
+    def _codes_alone(self, tree_cache) -> CodesAlone | None:
+        """What gives full KV back that copies hold, in mode lossy; None where it stays, for a reason that is logged there."""
+        kept = options.full_kv_stays(self.server_args)
+        if kept is None and not any(method.packs_all for method in self.views.methods):
+            kept = "they leave tokens out"
+        if kept is None:
+            return CodesAlone(tree_cache, self.views, self.form.form, self._method_of)
+        if self.lossy:
+            logger.info("sglang-ext: full KV stays beside its copies: %s", kept)
+        return None
+
+    def _method_of(self, req: "Req") -> CopyMethod | None:
+        """What will make the copies of a request that waits; None for one that is served with full KV."""
+        return None if fallback_reason(req) else self.views.methods[self.requests.method_of(req)]
 
     def begins_early(self, req: "Req", tree_cache) -> Arriving | None:
         """Where a request of another server's prefill is expected that begins on the anchor of its KV; None where all must be there.
@@ -221,6 +245,8 @@ class KVWorker(BaseSpecWorker):
         """One iteration of SGLang's scheduler: a prefill as it is, a decode drafted and verified."""
         if self.loop is None:
             self.bind_tree_cache(batch.tree_cache)
+        if batch.tree_cache.codes is not None:
+            batch.tree_cache.codes.write()
         result = self._forward(batch, on_publish)
         self.new_tokens = NewTokens.of(batch, result)
         if batch.tree_cache.host is not None:

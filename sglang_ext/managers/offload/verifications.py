@@ -120,6 +120,10 @@ class Verifications(NeverEarly):
         """Whether a request's row must not be read: full KV is missing, or lies elsewhere."""
         return self.residency.is_stale(row)
 
+    def exact_from(self, row: int, protected: int) -> int:
+        """The first position from which on a request's row leads to full KV; the prefix tree has ``protected`` tokens of it."""
+        return protected if self.is_stale(row) else 0
+
     def is_lost(self, row: int) -> bool:
         """Whether some of a request's full KV is in no tier: it has to be computed again."""
         return self.residency.is_lost(row)

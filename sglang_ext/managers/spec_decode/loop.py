@@ -162,7 +162,7 @@ class DecodeLoop:
             # What lies beyond the answer's end is written to SGLang's padding page.
             length, end = round_.lengths[i], min(start + round_.steps + (i in due), end_of_answer(req))
             written.append(table[state.row, length if i in due else start : end].long())
-            exact[state.row] = range(req.cache_protected_len if self.turns.is_stale(state.row) else 0, length)
+            exact[state.row] = range(self.turns.exact_from(state.row, req.cache_protected_len), length)
         integrity.check(exact, torch.cat(written), self.worker.views)
 
     def _known_lengths(self, batch: "ScheduleBatch", round_: Round) -> torch.Tensor | None:

@@ -100,13 +100,17 @@ class RequestStates:
             seed=noise_seed(req, self.args, self._admitted),
             matched=matched,
             prompt=req.origin_input_ids,
-            # The frontend refuses names that are none.
-            method=place_of(self.offers, req.sampling_params.custom_params) or 0,
+            method=self.method_of(req),
             fallback=fallback_reason(req),
             acceptance=Acceptance.expecting(self.typical.probability),
         )
         resume(req, state)
         return state
+
+    def method_of(self, req: "Req") -> int:
+        """Place among the methods of what a request asks for."""
+        # The frontend refuses names that are none.
+        return place_of(self.offers, req.sampling_params.custom_params) or 0
 
     def asked_by(self, row: int) -> int:
         """Place among the methods of what the request in ``row`` asked for."""

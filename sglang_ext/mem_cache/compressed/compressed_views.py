@@ -216,6 +216,7 @@ class CompressedViews:
         slots = self._slots_for(view.own, held + view.sinks + packing.held_slots(own), headroom)
         if slots is None:
             return False
+        renewed = len(view.own) > 0
         # Copied, or Triton would compile its kernels again for a tensor that begins elsewhere than at 16 bytes.
         view.own, made = slots[held:].clone(), None
         # Where all tokens are kept, those that are packed stay: full KV does not change.
@@ -228,7 +229,7 @@ class CompressedViews:
             view.segments.append(made)
         kept = None if self.elsewhere is None else self.elsewhere.kept(row, view.covered, own)
         try:
-            self._writer.write(method, row, self.draft_row(row), view, made, done, tokens, kept)
+            self._writer.write(method, row, self.draft_row(row), view, made, done, tokens, renewed, kept)
         except ScoresError as error:
             self._refuse(method, error)
             if made is not None:
@@ -312,6 +313,12 @@ class CompressedViews:
         elif (view := self._views.get(row)) is not None:
             view.tail_end = max(view.covered, min(view.tail_end, start))
 
+    def segment_parted(self, first: Segment, rest: Segment) -> None:
+        """Note that ``first`` took over the first blocks of ``rest``: copies that read that read both, in the same slots."""
+        for view in self._views.values():
+            if rest in view.segments:
+                view.segments.insert(view.segments.index(rest), first)
+
     def tail_written(self, row: int, end: int) -> None:
         """Note that the draft row leads to all positions before ``end``."""
         view = self._views[row]
@@ -337,9 +344,10 @@ class CompressedViews:
             self.tree_cache.segments.release(segment)
 
     def largest(self) -> int | None:
-        """Row of the request with the largest copy that it can do without; others have their full KV on the host."""
-        residency = self.tree_cache.residency
+        """Row of the request with the largest copy that it can do without; others have their full KV on the host, or none."""
+        residency, codes = self.tree_cache.residency, self.tree_cache.codes
         rows = [row for row in self._views if residency is None or not residency.is_stale(row)]
+        rows = [row for row in rows if codes is None or not codes.serves(row)]
         return max(rows, key=lambda row: self._views[row].kept, default=None)
 
     def forget_all(self) -> None:

@@ -59,6 +59,11 @@ class CopyMethod:
         return self.packing.unit
 
     @property
+    def packs_all(self) -> bool:
+        """Whether copies hold all that they cover, in blocks but for the sinks."""
+        return bool(self.packs) and self.compressor.keeps_all and self.budget == 1
+
+    @property
     def share(self) -> float:
         """Of the slots of full KV, those that a copy takes, about."""
         return self.budget * self.packing.share
@@ -147,6 +152,7 @@ class CopyWriter:
         made: Segment | None,
         done: int,
         tokens: int,
+        renewed: bool,
         kept: torch.Tensor | None = None,
     ) -> None:
         """Gather the chosen KV of each layer into a copy's own slots, after ``done`` tokens there, and into a segment's.
@@ -159,7 +165,8 @@ class CopyWriter:
             view: its copy, with all slots that it reads; it gets its name.
             made: of these, the segment that holds nothing yet; None for none.
             done: tokens that its own slots hold already.
-            tokens: of the request, whose full KV is exact.
+            tokens: of the request, whose full KV is exact; of a copy that keeps all tokens that of those may be gone which it holds.
+            renewed: whether its slots hold the first tokens already.
             kept: int64 [layers, kv_heads, count], positions that another process chose; None where the method chooses.
 
         Raises:
@@ -178,7 +185,8 @@ class CopyWriter:
                 self.form.fill(draft_row, method.packing, chooser, context, targets)
             else:
                 method.packing.write(self.buffers, kept, source, targets[rest])
-        self._keep_sinks(source, view.own[: view.sinks])
+        if not renewed:
+            self._keep_sinks(source, view.own[: view.sinks])
         self.token_table[draft_row, : view.kept] = view.slots.to(self.token_table.dtype)
         self.form.begins(draft_row, view)
         view.method = method.called(chooser)

@@ -32,6 +32,7 @@ class TieredNode(TreeNode):
         store: the transfer that filled ``host_value``; it may be under way.
         load: the transfer that fills ``value``, until its checksums were compared; None when ``value`` holds exact KV.
         anchors: of each page on the host the segment with which a load brings less (anchors.py).
+        codes: of its segments, those that stand for its full KV where it has none (codes_alone.py); () where none may, or they do not.
         dropped: whether it was taken out of the tree.
     """
 
@@ -46,6 +47,7 @@ class TieredNode(TreeNode):
         self.store: Transfer | None = None
         self.load: Transfer | None = None
         self.anchors: PageSegments = ()
+        self.codes: tuple[Segment, ...] = ()
         self.dropped = False
 
     @property
@@ -65,13 +67,20 @@ class TieredNode(TreeNode):
 
     @property
     def is_void(self) -> bool:
-        """Whether its KV is lost: it is in no tier, but requests lead through it."""
-        return self.value is None and self.host_value is None
+        """Whether its KV is lost: it is in no tier and in no segment, but requests lead through it."""
+        return self.value is None and self.host_value is None and not self.codes
+
+    @property
+    def is_codes_alone(self) -> bool:
+        """Whether its KV is compressed, and nothing else."""
+        return self.value is None and self.host_value is None and bool(self.codes)
 
     @property
     def is_device_leaf(self) -> bool:
-        """Whether its device slots may be evicted next: nobody needs them, and no node below it has any."""
-        return self.value is not None and self.lock_ref == 0 and all(child.value is None for child in self.children.values())
+        """Whether its device slots may be evicted next: nobody needs them, and no node below it has any, or it stays as codes."""
+        if self.value is None or self.lock_ref:
+            return False
+        return bool(self.codes) or all(child.value is None and not child.codes for child in self.children.values())
 
     @property
     def is_host_leaf(self) -> bool:
@@ -151,6 +160,7 @@ class Nodes:
         root: on the device and on the host, and locked for ever, as SGLang has it.
         leaves: nodes whose device slots may be evicted next.
         host_leaves: nodes that the host may forget.
+        codes_alone: nodes whose KV is compressed, and nothing else.
         loading: nodes whose KV is on its way to the device, in the order in which their loads began, as on all ranks.
         evictable: device slots of nodes that nobody locks.
         protected: device slots of locked nodes.
@@ -175,6 +185,7 @@ class Nodes:
         self.root = root
         self.leaves: set[TieredNode] = set()
         self.host_leaves: set[TieredNode] = set()
+        self.codes_alone: set[TieredNode] = set()
         self.loading: dict[TieredNode, None] = {}
         self.evictable = self.protected = 0
 
@@ -191,7 +202,10 @@ class Nodes:
         self._begin()
 
     def walk(self, key: RadixKey) -> list[TieredNode]:
-        """Nodes of the longest path that begins ``key``, in whole pages; the last is split where they part."""
+        """Nodes of the longest path that begins ``key``, in whole pages; the last is split where they part.
+
+        One without full KV is split where its segments can be, which may be before (:meth:`_part`).
+        """
         now, node = time.monotonic(), self.root
         node.last_access_time = now
         nodes = []
@@ -200,12 +214,31 @@ class Nodes:
             if child is None:
                 break
             matched = child.key.match(key, page_size=self.page_size)
-            if matched < len(child.key):
-                child = self.split(child, matched)
-            child.last_access_time = now
-            nodes.append(child)
+            whole = matched == len(child.key)
+            parts = [child] if whole else self._part(child, matched)
+            for part in parts:
+                part.last_access_time = now
+            nodes += parts
+            if not whole:
+                break
             node, key = child, key[matched:]
         return nodes
+
+    def _part(self, node: TieredNode, tokens: int) -> list[TieredNode]:
+        """The new nodes above ``node`` that hold its first ``tokens``: one, or, as codes end with a block, none, or one with codes
+        and another that has full KV alone."""
+        if not node.codes:
+            return [self.split(node, tokens)]
+        parts, at = [], node.start + tokens
+        segment = next(segment for segment in node.codes if segment.start < at <= segment.end)
+        cut = self.segments.boundary(segment, at)
+        if cut > node.start:
+            if segment.start < cut < segment.end:
+                self.segments.part(segment, cut, node)
+            parts.append(self.split(node, cut - node.start))
+        if node.value is not None and node.start < at:
+            parts.append(self.split(node, at - node.start))
+        return parts
 
     def split(self, child: TieredNode, tokens: int) -> TieredNode:
         """Put a new node above ``child`` that takes over its first ``tokens``, whole pages; returns the new one."""
@@ -219,6 +252,10 @@ class Nodes:
         upper.children[child.key.child_key(self.page_size)] = child
         if child.load is not None:
             self.loading[upper] = None
+        if self.segments.blocks is not None:
+            for node in (upper, child):
+                self.segments.recode(node)
+            self.look_at(upper, child)
         return upper
 
     def add(self, parent: TieredNode, key: RadixKey, slots: torch.Tensor, priority: int) -> TieredNode:
@@ -233,7 +270,7 @@ class Nodes:
         """Let a node without device slots own ``slots``, int64 [its tokens]."""
         node.value = slots.clone()
         self._count(node, len(slots))
-        self._look_at(node, node.parent)
+        self.look_at(node, node.parent)
 
     def free_value(self, node: TieredNode) -> int:
         """Free a node's device slots, after transfers that read or write them; returns how many."""
@@ -244,20 +281,20 @@ class Nodes:
         self.loading.pop(node, None)
         self._allocator.free_segment(slots, start_pos=0)
         self._count(node, -len(slots))
-        self._look_at(node, node.parent)
+        self.look_at(node, node.parent)
         return len(slots)
 
     def set_host(self, node: TieredNode, pages: torch.Tensor, of: HostPages, anchors: PageSegments = ()) -> None:
         """Let a node own ``pages``, int64 [its pages], of the host, that are stored with ``anchors``."""
         node.host_value, node.host_pages = pages, of
         anchor(node, anchors)
-        self._look_at(node)
+        self.look_at(node)
 
     def free_host(self, node: TieredNode) -> None:
         """Give back a node's host pages, if it has any."""
         if node.host_value is not None:
             _free_pages(node)
-            self._look_at(node)
+            self.look_at(node)
 
     def drop(self, node: TieredNode) -> int:
         """Take a node that nobody locks out of the tree, and all below it, with what they own; no-op if that was done.
@@ -275,9 +312,9 @@ class Nodes:
             self._removed(gone)
             gone.dropped = True
             del gone.parent.children[gone.key.child_key(self.page_size)]
-            self.leaves.discard(gone)
-            self.host_leaves.discard(gone)
-        self._look_at(node.parent)
+            for among in (self.leaves, self.host_leaves, self.codes_alone):
+                among.discard(gone)
+        self.look_at(node.parent)
         return freed
 
     def lock(self, node: TieredNode) -> int:
@@ -289,7 +326,7 @@ class Nodes:
                 self.protected += node.device_tokens
                 delta -= node.device_tokens
             node.lock_ref += 1
-            self._look_at(node)
+            self.look_at(node)
             node = node.parent
         return delta
 
@@ -303,7 +340,7 @@ class Nodes:
                 self.protected -= node.device_tokens
                 delta += node.device_tokens
                 lost += [node] if node.is_void else []
-            self._look_at(node)
+            self.look_at(node)
             node = node.parent
         for node in lost:
             self.drop(node)
@@ -320,6 +357,7 @@ class Nodes:
         if node.dropped:
             raise ValueError(f"a path of {node.end} tokens was dropped from the tree; match it again before attaching to it")
         self.segments.add(segment, path(node))
+        self.look_at(segment.node)
 
     def segments_to(self, node: TieredNode, length: int, method: str = "", start: int = 0) -> list[Segment]:
         """Segments of ``method`` that stand for the path to ``node`` from token ``start`` on, one after another.
@@ -334,12 +372,16 @@ class Nodes:
         else:
             self.evictable += tokens
 
-    def _look_at(self, *nodes: TieredNode) -> None:
+    def look_at(self, *nodes: TieredNode) -> None:
         """Note whether they may be evicted next, after they changed."""
         self.changed = True
         for node in nodes:
-            for among, leaves in ((node.is_device_leaf, self.leaves), (node.is_host_leaf, self.host_leaves)):
-                (leaves.add if among else leaves.discard)(node)
+            self._sort(node, node.is_device_leaf, self.leaves)
+            self._sort(node, node.is_host_leaf, self.host_leaves)
+            self._sort(node, node.is_codes_alone, self.codes_alone)
+
+    def _sort(self, node: TieredNode, among: bool, nodes: set[TieredNode]) -> None:
+        (nodes.add if among else nodes.discard)(node)
 
 
 def _await_transfers(node: TieredNode) -> None:

@@ -137,7 +137,7 @@ class Residency:
         if not view.own_packed or view.shared + view.own_tokens < view.covered or view.covered > node.end:
             return
         method, tokens, packed = copies.method(holder.row).name, view.own_tokens, view.own_packed
-        made = Segment(view.shared, view.covered, view.hand_over(), tokens=tokens, packed=packed, method=method)
+        made = Segment(view.shared, view.covered, view.hand_over(tokens, packed), tokens=tokens, packed=packed, method=method)
         view.segments.append(made)
         self.tree.nodes.attach(node, made)
         self.tree.segments.use(made)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
@@ -39,6 +40,25 @@ class Segment:
     stored: Transfer | None = None
     loaded: Transfer | None = None
 
+    @property
+    def whole(self) -> bool:
+        """Whether its blocks hold all tokens for which it stands, so that full KV can be made of them."""
+        return bool(self.packed) and self.tokens == self.end - self.start
+
+
+class Blocks(NamedTuple):
+    """Packed blocks of which segments can be parted.
+
+    Attributes:
+        tokens, slots: of a block.
+        parted: told of a segment that took over the first blocks of another one, and of that, which keeps the rest: who reads the
+            second reads both.
+    """
+
+    tokens: int
+    slots: int
+    parted: Callable[[Segment, Segment], None]
+
 
 class Segments:
     """All segments of one tree: who uses them, and whose slots could be freed.
@@ -52,6 +72,7 @@ class Segments:
         held_tokens: slots of segments in use.
         unused_tokens: slots of the others, which may be evicted.
         added: segments so far.
+        blocks: of segments that stand for nodes without full KV (codes_alone.py); None where none does.
     """
 
     def __init__(
@@ -59,6 +80,7 @@ class Segments:
     ) -> None:
         self._allocator, self._page_size, self._forgotten = allocator, page_size, forgotten
         self.added = 0
+        self.blocks: Blocks | None = None
         # In the order of attachment: ranks shall evict the same ones.
         self._all: dict[Segment, None] = {}
         self.held_tokens = self.unused_tokens = 0
@@ -89,6 +111,7 @@ class Segments:
             )
         segment.node = owner
         owner.segments.append(segment)
+        self.recode(owner)
         self._all[segment] = None
         self.added += 1
         self._count(segment, len(segment.slots))
@@ -129,6 +152,7 @@ class Segments:
             return 0
         if segment.node is not None:
             segment.node.segments.remove(segment)
+            self.recode(segment.node)
             segment.node = None
         if segment.users:
             return 0
@@ -140,6 +164,42 @@ class Segments:
         self._forgotten(segment)
         self._allocator.free(segment.slots)
         return len(segment.slots)
+
+    def recode(self, node: TreeNode) -> None:
+        """Note which of its segments stand for a node's full KV, after they changed."""
+        node.codes = () if self.blocks is None else tiling(node)
+
+    def boundary(self, segment: Segment, position: int) -> int:
+        """The last position up to ``position``, in ``segment`` or at its end, where it can be parted: of blocks in whole pages.
+
+        Its start where there is none.
+        """
+        if position >= segment.end:
+            return segment.end
+        tokens, slots, _ = self.blocks
+        count = (position - segment.start) // tokens
+        while count and (count * slots % self._page_size or count * tokens % self._page_size):
+            count -= 1
+        return segment.start + count * tokens
+
+    def part(self, segment: Segment, position: int, owner: TreeNode) -> None:
+        """Let another segment, which hangs on ``owner``, take over the blocks of ``segment`` before ``position``, a boundary inside of it.
+
+        Nothing moves: who reads ``segment`` reads both, one after the other.
+        """
+        self._check_known(segment)
+        tokens, slots, parted = self.blocks
+        count = (position - segment.start) // tokens
+        first = Segment(
+            segment.start, position, segment.slots[: count * slots], segment.users, owner, count * tokens, count * slots, segment.method
+        )
+        segment.start, segment.slots = position, segment.slots[count * slots :]
+        segment.tokens, segment.packed = segment.tokens - count * tokens, segment.packed - count * slots
+        owner.segments.append(first)
+        self._all[first] = None
+        for node in {owner, segment.node} - {None}:
+            self.recode(node)
+        parted(first, segment)
 
     def clear(self) -> None:
         """Forget all; the pool itself is being cleared."""
@@ -165,6 +225,19 @@ class Segments:
                 f"{_named(segment)} with {len(segment.slots)} slots and {segment.users} users; a segment stands for whole "
                 f"pages of {self._page_size} tokens, in whole pages of slots"
             )
+
+
+def tiling(node: TreeNode) -> tuple[Segment, ...]:
+    """Segments of ``node`` that hold all its tokens as codes, one after another; the first may begin before it. () where they do not."""
+    found: list[Segment] = []
+    begin = node.end
+    while begin > node.start:
+        ends_there = [segment for segment in node.segments if segment.end == begin and segment.whole]
+        if not ends_there:
+            return ()
+        found.append(min(ends_there, key=lambda segment: segment.start))
+        begin = found[-1].start
+    return tuple(found[::-1])
 
 
 def covering(nodes: Iterable[TreeNode], length: int, method: str = "", start: int = 0) -> list[Segment]:

@@ -1,10 +1,11 @@
 """SGLang's prefix cache over a tree whose full KV may lie on the device, on the host, or both.
 
 SGLang's page size is the unit throughout, and equals that of the host tier. A prefix match is a run of nodes on the device,
-then a run of nodes that :meth:`TieredRadixCache.init_load_back` can bring there: from the host, or because they are on the
-device already, below a node that is not. It ends at the first node that is in neither tier.
+then a run of nodes that :meth:`TieredRadixCache.init_load_back` can bring there: from the host, of codes, or because they are on the
+device already, below a node that is not. It ends at the first node that is in neither tier, and not in codes.
 
-Here is what SGLang calls. The tree's parts are nodes.py, segments.py, eviction.py, host_copies.py, reloads.py and residency.py.
+Here is what SGLang calls. The tree's parts are nodes.py, segments.py, eviction.py, host_copies.py, reloads.py, residency.py and
+codes_alone.py.
 """
 
 import time
@@ -33,6 +34,7 @@ from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
 from sglang_ext.mem_cache.host_tier.tier import HostTier
 from sglang_ext.mem_cache.prefix_cache import tree_integrity
 from sglang_ext.mem_cache.prefix_cache.anchors import Anchoring, forget_segment
+from sglang_ext.mem_cache.prefix_cache.codes_alone import CodesAlone
 from sglang_ext.mem_cache.prefix_cache.eviction import Eviction
 from sglang_ext.mem_cache.prefix_cache.host_copies import HostCopies
 from sglang_ext.mem_cache.prefix_cache.nodes import Nodes, TieredNode, joined, path
@@ -58,6 +60,7 @@ class TieredRadixCache(RadixCache):
         residency: running requests whose full KV may leave the device; None where it stays.
         copies: requests' own compressed copies, which lie in the same pool; None where nobody drafts.
         early: running requests of whose full KV a part is on its way from another server; None where all of it is there.
+        codes: full KV that was given back as copies hold it; None where it stays.
     """
 
     def __init__(self, params: CacheInitParams) -> None:
@@ -68,6 +71,7 @@ class TieredRadixCache(RadixCache):
         self.residency: Residency | None = None
         self.copies: CompressedViews | None = None
         self.early: Early | None = None
+        self.codes: CodesAlone | None = None
         self._ended: Callable[[int], None] = lambda row: None
         self._keeps_answers = True
         super().__init__(params)
@@ -99,6 +103,7 @@ class TieredRadixCache(RadixCache):
         keeps_answers: bool = True,
         residency: Residency | None = None,
         early: Early | None = None,
+        codes: CodesAlone | None = None,
     ) -> None:
         """Serve requests that have ``copies``, where any has.
 
@@ -108,9 +113,10 @@ class TieredRadixCache(RadixCache):
                 there prompts do alone.
             residency: requests whose full KV may leave the device, where it may.
             early: requests that begin before all of their full KV is there, where some do.
+            codes: gives back full KV that copies hold, where that is done.
         """
         self.copies, self._ended, self._keeps_answers = copies, ended, keeps_answers
-        self.residency, self.early = residency, early
+        self.residency, self.early, self.codes = residency, early, codes
 
     def reset(self) -> None:
         """Forget the tree, all segments and all copies, and give the host pages back."""
@@ -118,6 +124,8 @@ class TieredRadixCache(RadixCache):
             self.copies.forget_all()
         if self.residency is not None:
             self.residency.clear()
+        if self.codes is not None:
+            self.codes.clear()
         self.nodes.clear()
         super().reset()
         self.root_node = root = self.nodes.root
@@ -172,6 +180,9 @@ class TieredRadixCache(RadixCache):
 
     def _bring(self, nodes: list[TieredNode], quota: int | None) -> None:
         nodes = list(takewhile(lambda node: not node.is_void, nodes))
+        coded = [node for node in nodes if node.is_codes_alone]
+        if coded and not self.codes.restore(coded, self._allocate):
+            return
         missing = [node for node in nodes if node.value is None]
         if missing and (quota is None or sum(len(node.key) for node in missing) <= quota):
             self.reloads.load_back(missing)
@@ -196,8 +207,13 @@ class TieredRadixCache(RadixCache):
     def cache_finished_req(self, req, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
         """Let the tree own the request's full KV, or free it, and unlock its path.
 
-        Only slots from ``req.cache_protected_len`` on are the request's own: before, the tree has them, or dropped them.
+        Only slots from ``req.cache_protected_len`` on are the request's own: before, the tree has them, or dropped them. Of these the
+        first may have been given back (codes_alone.py).
         """
+        given = 0
+        if self.codes is not None:
+            given = self.codes.given(req.req_pool_idx, 0)
+            self.codes.forget(req.req_pool_idx)
         if self.copies is not None:
             self.copies.release(req.req_pool_idx)
             self._ended(req.req_pool_idx)
@@ -215,7 +231,8 @@ class TieredRadixCache(RadixCache):
             _, unneeded = self._grow(key, slots, own, getattr(req, "priority", 0) or 0)
         else:
             unneeded = [(own, end)]
-        self._free_parts(row, [*unneeded, (end, len(row))])
+        parts = [*unneeded, (end, len(row))]
+        self._free_parts(row, [(max(start, given), stop) for start, stop in parts if stop > given])
         if req.last_node is not None:
             self.dec_lock_ref(req.last_node)
 
@@ -278,6 +295,11 @@ class TieredRadixCache(RadixCache):
                 # A load under way is given up: what the caller brings was not copied.
                 self.nodes.free_value(node)
                 self.nodes.set_value(node, slots[node.start : node.end])
+        rest = key[node.end :]
+        if len(rest) and (coded := node.children.get(rest.child_key(self.page_size))) is not None:
+            # Codes alone, from which the key parts within a block: what they share up to there lies in full KV, too.
+            node = self.nodes.split(coded, coded.key.match(rest, page_size=self.page_size))
+            self.nodes.set_value(node, slots[node.start : node.end])
         if node.end < len(key):
             node = self.nodes.add(node, key[node.end :], slots[node.end :], priority)
             self._inc_hit_count(node, chunked)
@@ -323,8 +345,10 @@ class TieredRadixCache(RadixCache):
         return self.residency.offered_tokens if self.residency is not None else 0
 
     def session_held_tokens(self, active_pool_idxs: set | None = None) -> int:
-        """Slots of requests' own copies and of segments in use, which neither the tree nor the requests' rows account for."""
+        """Slots of requests' own copies and of segments in use, which neither the tree nor the requests' rows account for; less those
+        for which rows account though they were given back."""
         own = 0 if self.copies is None else self.copies.held_tokens
+        own -= 0 if self.codes is None else self.codes.own_tokens
         return super().session_held_tokens(active_pool_idxs) + own + self.segments.held_tokens
 
     def total_size(self) -> int:

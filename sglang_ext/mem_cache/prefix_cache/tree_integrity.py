@@ -11,7 +11,7 @@ from sglang.srt.environ import envs
 from sglang_ext.core import IntegrityError
 from sglang_ext.mem_cache.host_tier.host_pages import HostPageError
 from sglang_ext.mem_cache.prefix_cache.nodes import TieredNode
-from sglang_ext.mem_cache.prefix_cache.segments import Segment, free_slots
+from sglang_ext.mem_cache.prefix_cache.segments import Segment, free_slots, tiling
 
 if TYPE_CHECKING:
     from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
@@ -48,6 +48,7 @@ def check(tree: "TieredRadixCache") -> None:
     for node in nodes:
         _check_links(tree, node)
         _check_tiers(tree, node)
+        _check_codes(tree, node)
         _check_leaf(tree, node)
         for segment in node.segments:
             _check_segment(tree, node, segment)
@@ -87,6 +88,13 @@ def _check_tiers(tree: "TieredRadixCache", node: TieredNode) -> None:
     _require((node.store is None) == (node.host_value is None), node, "its host copy and the store of it are not both there")
 
 
+def _check_codes(tree: "TieredRadixCache", node: TieredNode) -> None:
+    expected = tiling(node) if tree.segments.blocks is not None else ()
+    _require(node.codes == expected, node, "its segments stand for other tokens than it says")
+    alone = node in tree.nodes.codes_alone
+    _require(node.is_codes_alone == alone, node, f"it is {'' if alone else 'not '}among the nodes that are codes alone")
+
+
 def _check_leaf(tree: "TieredRadixCache", node: TieredNode) -> None:
     leaf = node.is_device_leaf
     _require(leaf == (node in tree.nodes.leaves), node, f"it is {'not ' * leaf}among the leaves that may be evicted")
@@ -103,7 +111,7 @@ def _check_segment(tree: "TieredRadixCache", node: TieredNode, segment: Segment)
 
 
 def _check_sizes(tree: "TieredRadixCache", nodes: list[TieredNode]) -> None:
-    leaves = tree.nodes.leaves | tree.nodes.host_leaves
+    leaves = tree.nodes.leaves | tree.nodes.host_leaves | tree.nodes.codes_alone
     sizes = {
         "evictable": (tree.nodes.evictable, sum(node.device_tokens for node in nodes if not node.lock_ref)),
         "protected": (tree.nodes.protected, sum(node.device_tokens for node in nodes if node.lock_ref)),

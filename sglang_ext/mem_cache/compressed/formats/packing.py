@@ -197,6 +197,38 @@ class Packing:
             numbers = self.rotary.rotated(numbers, block.positions)
         return numbers.flatten(1, 2)
 
+    def restore(self, buffers: KVBuffers, blocks: torch.Tensor, first: int, targets: torch.Tensor) -> None:
+        """Make full KV of blocks: what they mean, in the pool's dtype; does not wait for the device.
+
+        Args:
+            buffers: the pool's.
+            blocks: int64, slots of packed blocks.
+            first: of their tokens the first that is wanted.
+            targets: int64 [tokens], slots for as many tokens from there on, none of ``blocks``.
+        """
+        size = self.block_tokens
+        for begin in range(0, len(targets), WRITTEN_TOKENS):
+            slots = targets[begin : begin + WRITTEN_TOKENS]
+            start, end = first + begin, first + begin + len(slots)
+            packed = blocks[self.packed_slots(start) : self.packed_slots(-(-end // size) * size)]
+            rotations, levels = self.rotations(slots.device), self.levels(slots.device)
+            for is_value, kind in enumerate((buffers.keys, buffers.values)):
+                layout = self.values if is_value else self.keys
+                for buffer in kind:
+                    numbers = self._unrotated(self.read(buffer, layout, packed), layout, rotations[is_value], levels[is_value])
+                    buffer[slots] = numbers[:, start % size :][:, : len(slots)].transpose(0, 1).to(buffer.dtype)
+
+    def _unrotated(
+        self, block: Quantized, layout: Layout, rotation: torch.Tensor | None, levels: torch.Tensor | None
+    ) -> torch.Tensor:
+        """What was packed, about: float32 [heads, tokens, dim]; :meth:`quantized` backwards."""
+        numbers = whole(block, layout.grid, levels)
+        if rotation is not None:
+            numbers = numbers @ rotation.t()
+        if layout.positions:
+            numbers = self.rotary.rotated(numbers, block.positions)
+        return numbers.flatten(1, 2)
+
     def read(self, buffer: torch.Tensor, layout: Layout, slots: torch.Tensor) -> Quantized:
         """The blocks in ``slots``, int64 [packed], of a layer's key or value ``buffer``."""
         cells = as_bytes(buffer)[slots]

@@ -1,0 +1,230 @@
+"""Mode lossy: full KV is given back as soon as copies hold all of it as codes, and made of them again where a prompt needs it.
+
+Nothing is verified there, so that full KV which is packed serves two ends alone: prompts that begin alike attend to it, and a method
+that chooses tokens would choose again. Where a copy packs all tokens, the prefix tree gets its blocks as segments, and the nodes that
+segments tile (segments.py:tiling) give up their device slots although requests lock them: their only form is *codes alone*. What copies
+leave as it is stays as full KV: the first tokens, the newest ones, and what does not fill a block. So do a request's generated tokens,
+which are nobody else's, until its copy packs them.
+
+A prompt that begins with such nodes gets slots for them, before the next forward filled with what the codes mean: the road of full KV
+that comes from the host (``TieredRadixCache.init_load_back``). Once it has a copy, which reads the same segments, they are given back
+again. Tokens that were computed after such a beginning attended to codes, as all decoding here does.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang_ext.mem_cache.compressed.formats.packing import Packing
+from sglang_ext.mem_cache.prefix_cache.nodes import TieredNode, path
+from sglang_ext.mem_cache.prefix_cache.residency import Holder, Holders
+from sglang_ext.mem_cache.prefix_cache.segments import Blocks, Segment
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+    from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
+    from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
+    from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
+
+# Slots beside a copy's own that must stay free where it is made, for each request of the round: two rounds of four steps.
+HEADROOM = 10
+
+
+@dataclass(frozen=True)
+class Restored:
+    """Full KV that is made of codes before the next forward.
+
+    Attributes:
+        blocks: int64, slots of packed blocks, which stay as they are until then.
+        first: of their tokens the first that is wanted.
+        targets: int64 [tokens], slots that get them.
+    """
+
+    blocks: torch.Tensor
+    first: int
+    targets: torch.Tensor
+
+
+@dataclass
+class CodesAlone:
+    """What of the full KV of one scheduler process was given back.
+
+    Attributes:
+        tree: the prefix tree, without a host tier.
+        copies: of the running requests.
+        packing: how blocks lie in slots.
+        method_of: what makes the copies of a request that waits; None where it gets none.
+        holders: running requests whose copies hold all tokens that they cover.
+        restored_tokens: whose full KV was made of codes, so far.
+    """
+
+    tree: "TieredRadixCache"
+    copies: "CompressedViews"
+    packing: Packing
+    method_of: "Callable[[Req], CopyMethod | None]"
+    holders: Holders = field(default_factory=Holders)
+    restored_tokens: int = 0
+    _shared: dict[int, tuple[TieredNode, int]] = field(default_factory=dict)
+    # Of each row, positions of generated tokens whose slots went back.
+    _own: dict[int, range] = field(default_factory=dict)
+    _pending: list[Restored] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.tree.segments.blocks = Blocks(self.packing.block_tokens, self.packing.block_slots, self.copies.segment_parted)
+
+    def update(self, running: dict[int, tuple[TieredNode, int]]) -> None:
+        """A round begins: give back full KV that copies hold.
+
+        Args:
+            running: requests that have copies, by row: the end of their path, whose tokens the tree took over, and the tokens that
+                the copy covers.
+        """
+        whole = {row: where for row, where in running.items() if self.copies.get(row).holds_all}
+        for row, where in whole.items():
+            if self._shared.get(row) != where:
+                self._shared[row] = where
+                self._share(row, *where)
+        self.holders.update(whole)
+        for node, holders in self.holders.by_node.items():
+            if node.value is not None and node.codes and self._may_go(node, holders):
+                self._give_back(node, holders)
+        for holder in self.holders.by_row.values():
+            self._give_back_own(holder)
+
+    def _share(self, row: int, node: TieredNode, covered: int) -> None:
+        """Let the tree own the blocks of a request's copy that stand for its prompt, and nodes end where segments do.
+
+        Nothing is moved: the draft row leads to the same slots.
+        """
+        view, segments = self.copies.get(row), self.tree.segments
+        if view.own_packed:
+            start, own = view.shared, Segment(view.shared, covered, view.own[view.sinks :])
+            tokens = segments.boundary(own, min(covered, node.end)) - start
+            if tokens > 0:
+                packed = self.packing.packed_slots(tokens)
+                slots = view.hand_over(tokens, packed)
+                made = Segment(start, start + tokens, slots, tokens=tokens, packed=packed, method=self.copies.method(row).name)
+                view.segments.append(made)
+                self.tree.nodes.attach(node, made)
+                segments.use(made)
+        for segment in [segment for segment in view.segments if segment.node is not None]:
+            self._fit(segment, node)
+
+    def _fit(self, segment: Segment, last: TieredNode) -> None:
+        """Let nodes on the path to ``last`` end where ``segment`` does, and part it where it would reach over one that it could tile."""
+        nodes, segments = self.tree.nodes, self.tree.segments
+        for node in path(last):
+            if node.end <= segment.start or node.value is None:
+                continue
+            if segment.end <= node.start:
+                return
+            if node.start < segment.start:
+                nodes.split(node, segment.start - node.start)
+            if segment.end < node.end:
+                nodes.split(node, segment.end - node.start)
+            elif (cut := segments.boundary(segment, node.end)) < segment.end and cut > max(segment.start, node.start):
+                segments.part(segment, cut, node)
+                if cut < node.end:
+                    nodes.split(node, cut - node.start)
+
+    def _may_go(self, node: TieredNode, holders: list[Holder]) -> bool:
+        """Whether nobody reads a node's device slots: all that lock it read their copies in its place."""
+        return node.lock_ref == len(holders) and all(node.end <= holder.covered for holder in holders)
+
+    def _give_back(self, node: TieredNode, holders: list[Holder]) -> None:
+        self.tree.nodes.free_value(node)
+        for holder in holders:
+            # To SGLang's padding page.
+            self.copies.token_table[holder.row, node.start : node.end] = 0
+
+    def _give_back_own(self, holder: Holder) -> None:
+        """Free the slots of generated tokens that a copy covers: they are the request's own, behind what the tree has of it."""
+        row, begin = holder.row, self.given(holder.row, holder.node.end)
+        if holder.covered <= begin:
+            return
+        slots = self.copies.token_table[row, begin : holder.covered]
+        self.tree.token_to_kv_pool_allocator.free_segment(slots.to(torch.int64, copy=True), start_pos=begin)
+        slots.zero_()
+        self._own[row] = range(self._own[row].start if row in self._own else begin, holder.covered)
+
+    def given(self, row: int, protected: int) -> int:
+        """The position before which slots of a request's row are not its own: the tree's, ``protected`` tokens, or given back."""
+        return self._own[row].stop if row in self._own else protected
+
+    def exact_from(self, row: int, protected: int) -> int:
+        """The first position from which on a request's row leads to its own full KV."""
+        return self.given(row, protected) if self.holders.get(row) is not None else 0
+
+    def forget(self, row: int) -> None:
+        """The request in ``row`` is gone."""
+        self.holders.forget(row)
+        self._shared.pop(row, None)
+        self._own.pop(row, None)
+
+    def clear(self) -> None:
+        """All requests are gone, and the pool is being cleared."""
+        self.holders.clear()
+        for kept in (self._shared, self._own, self._pending):
+            kept.clear()
+
+    @property
+    def own_tokens(self) -> int:
+        """Generated tokens of running requests whose slots went back."""
+        return sum(map(len, self._own.values()))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are held as codes alone: of the tree, and of running requests."""
+        return sum(len(node.key) for node in self.tree.nodes.codes_alone) + self.own_tokens
+
+    def restore(self, nodes: Sequence[TieredNode], allocate: Callable[[int], torch.Tensor | None]) -> bool:
+        """Give nodes that are codes alone device slots, which are filled before the next forward (:meth:`write`).
+
+        Args:
+            nodes: of one locked path.
+            allocate: so many slots, int64, for which others are evicted; None where they are not to be had.
+
+        Returns:
+            False where slots lack; then nothing was done.
+        """
+        segments = {segment: None for node in nodes for segment in node.codes}
+        for segment in segments:
+            # Or they would be evicted for what is made of them.
+            self.tree.segments.use(segment)
+        slots = allocate(sum(len(node.key) for node in nodes))
+        for segment in segments:
+            self.tree.segments.release(segment)
+        if slots is None:
+            return False
+        for node, part in zip(nodes, slots.split([len(node.key) for node in nodes])):
+            self.tree.nodes.set_value(node, part)
+            for segment in node.codes:
+                begin, end = max(node.start, segment.start), min(node.end, segment.end)
+                wanted = part[begin - node.start : end - node.start]
+                self._pending.append(Restored(segment.slots[: segment.packed], begin - segment.start, wanted))
+        self.restored_tokens += len(slots)
+        return True
+
+    def write(self) -> None:
+        """Make what was asked for since the last forward, in its stream and before it: slots that were freed meanwhile are written later."""
+        for each in self._pending:
+            self.packing.restore(self.copies.buffers, each.blocks, each.first, each.targets)
+        self._pending.clear()
+
+    def serves(self, row: int) -> bool:
+        """Whether the request in ``row`` may lack full KV, so that it cannot do without its copy."""
+        view = self.copies.get(row)
+        return view is not None and view.holds_all
+
+    def room(self, req: "Req") -> int:
+        """Slots that a request needs for its copy while its full KV is there, too; 0 for one that gets none, or has it."""
+        if req.req_pool_idx is not None and self.copies.get(req.req_pool_idx) is not None:
+            return 0
+        method, tokens = self.method_of(req), len(req.origin_input_ids) + len(req.output_ids)
+        if method is None or tokens < method.shortest:
+            return 0
+        covered = method.covered(tokens - method.recent)
+        return method.sinks + method.packing.held_slots(method.kept(covered - method.sinks)) + HEADROOM
