@@ -165,9 +165,12 @@ class KVWorker(BaseSpecWorker):
     def _codes_alone(self, tree_cache) -> CodesAlone | None:
         """What gives full KV back that copies hold, in mode lossy; None where it stays, for a reason that is logged there."""
         kept = options.full_kv_stays(self.server_args)
-        if kept is None and not any(method.packs_all for method in self.views.methods):
+        packing = [method for method in self.views.methods if method.packs_all]
+        if kept is None and not packing:
             kept = "they leave tokens out"
         if kept is None:
+            told = ", ".join(f"{method.share:.2f} of it with {method.name}" for method in packing)
+            logger.info("sglang-ext: full KV is given back once a copy holds it, which takes of the pool's slots about %s", told)
             return CodesAlone(tree_cache, self.views, self.form.form, self._method_of)
         if self.lossy:
             logger.info("sglang-ext: full KV stays beside its copies: %s", kept)

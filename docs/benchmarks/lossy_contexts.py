@@ -1,0 +1,82 @@
+"""How many contexts run at once in one pool: stock, and lossy serving that gives full KV back (docs/benchmarks.md).
+
+    python docs/benchmarks/lossy_contexts.py --model MODEL [--tokens N] [--contexts N] [--methods int4,kivi:2] [--server-arg FLAGS]
+
+The pool has room for so many whole contexts of so many tokens, in bfloat16 on a CPU. Each server is sent more prompts than it can hold,
+all different, and told to answer at length; counted are the requests that run at once, on copies, when no more have joined for a while.
+A method is named as for --kv-compressor, with the bits of its codes after a colon.
+"""
+
+import argparse
+import random
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from sglang_ext.bench.server import BenchError, ServerProcess
+
+ANSWER, VOCABULARY = 400, 20000
+# Seconds between looks at the metrics page.
+LOOK = 1.0
+
+
+def value(server: ServerProcess, name: str) -> float:
+    """The sum of a metric's samples."""
+    lines = server.request("metrics").splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"{name}{{"))
+
+
+def at_once(server: ServerProcess, prompts: list[list[int]], patience: float) -> int:
+    """Requests of ``prompts`` that run at once, when none has joined for ``patience`` seconds."""
+
+    def ask(ids: list[int]) -> None:
+        try:
+            server.request("generate", {"input_ids": ids, "sampling_params": {"max_new_tokens": ANSWER, "temperature": 0, "ignore_eos": True}})
+        except BenchError:
+            pass  # the server ends before the answer does
+
+    for ids in prompts:
+        threading.Thread(target=ask, args=(ids,), daemon=True).start()
+    most, since = 0, time.monotonic()
+    while time.monotonic() - since < patience and most < len(prompts):
+        time.sleep(LOOK)
+        running = int(value(server, "sglang:num_running_reqs"))
+        if running > most:
+            most, since = running, time.monotonic()
+            print(f"  {most} run", flush=True)
+    full = value(server, "sglang_ext:fallback_tokens_total")
+    if full:
+        print(f"  {full:.0f} tokens were answered on full KV")
+    return most
+
+
+def main() -> None:
+    """Start one server after another, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--tokens", type=int, default=2048, help="of a context")
+    parser.add_argument("--contexts", type=int, default=12, help="that the pool holds whole")
+    parser.add_argument("--methods", default="int4,kivi,hack,kivi:2,hack:2")
+    parser.add_argument("--patience", type=float, default=60.0, help="seconds without another that joins")
+    parser.add_argument("--most", type=float, default=8.0, help="prompts that are sent, over those that fit whole")
+    parser.add_argument("--server-arg", default="", help="further flags of all servers")
+    args = parser.parse_args()
+    draw = random.Random(0)
+    prompts = [[draw.randrange(100, VOCABULARY) for _ in range(args.tokens)] for _ in range(int(args.most * args.contexts))]
+    pool = ("--dtype", "bfloat16", "--max-total-tokens", str(args.tokens * args.contexts), "--enable-metrics", *args.server_arg.split())
+    counts = {}
+    for name in ("stock", *args.methods.split(",")):
+        method, _, bits = name.partition(":")
+        flags = () if name == "stock" else ("--kv-mode", "lossy", "--kv-compressor", method, *(("--kv-bits", bits) if bits else ()))
+        print(name, flush=True)
+        log = Path(tempfile.mkdtemp()) / "server.log"
+        with ServerProcess(args.model, (*pool, *flags), log, request_timeout=3600) as server:
+            counts[name] = at_once(server, prompts, args.patience)
+    print("\n| method | at once | over stock's |\n|---|---|---|")
+    for name, count in counts.items():
+        print(f"| `{name}` | {count} | {count / counts['stock']:.2f} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Lossy serving gives full KV back: more contexts run at once than the pool holds in full, each with its own answer, and nothing leaks."""
+
+import concurrent.futures
+import time
+
+import pytest
+from servers import STRICT, greedy, sampled
+
+pytestmark = pytest.mark.server
+
+# Tokens of a prompt and of its answer, and slots of the pool: stock would hold three at once.
+PROMPT, ANSWER, POOL = 400, 40, 1600
+
+
+@pytest.fixture
+def lossy(launch):
+    """A server on int4 codes, with a pool of little more than three contexts, and strict checks."""
+    return launch("--kv-mode", "lossy", "--kv-compressor", "int4", "--max-total-tokens", str(POOL), "--enable-metrics", env=STRICT)
+
+
+@pytest.fixture
+def asked(prompts):
+    """Six prompts, of which the last three begin alike and part within a block."""
+    text = [token for prompt in prompts for token in prompt]
+    begins = text[:200]
+    return [text[i * PROMPT : (i + 1) * PROMPT] for i in range(3)] + [begins + text[1300 + i * 200 : 1500 + i * 200] for i in range(3)]
+
+
+def test_more_contexts_run_than_fit_in_full_and_each_answers_as_it_does_alone(lossy, asked):
+    alone = []
+    for ids in asked:
+        lossy.flush_cache()
+        alone.append(lossy.ask(input_ids=ids, **greedy(ANSWER)))
+    with sampled(lossy, "sglang:num_running_reqs") as running:
+        found = lossy.ask_all(asked[:3] + asked[:3], 6, **greedy(ANSWER))
+    assert all(r["meta_info"]["kv_fallback"] is None and r["meta_info"]["kv_compressor"] == "int4" for r in alone + found)
+    # The second half may attend to what the first one's codes mean.
+    assert [r["output_ids"] for r in found[:3]] == [r["output_ids"] for r in alone[:3]]
+    assert max(running) > POOL // (PROMPT + ANSWER)
+    assert lossy.metric("sglang_ext:codes_alone_tokens") >= 3 * 300
+
+
+def test_a_prompt_that_begins_as_one_whose_codes_alone_are_left_reads_them(lossy, asked):
+    lossy.flush_cache()
+    assert lossy.metric("sglang_ext:codes_alone_tokens") == 0
+    first = lossy.ask(input_ids=asked[3], **greedy(ANSWER))
+    for ids in (asked[3], asked[4]):
+        warm = lossy.ask(input_ids=ids, **greedy(ANSWER))
+        # The first four tokens in full, and whole blocks of the rest.
+        assert warm["meta_info"]["cached_tokens"] >= 196
+        assert warm["output_ids"][0] == first["output_ids"][0] or ids is not asked[3]
+        assert len(warm["output_ids"]) == ANSWER and warm["meta_info"]["kv_fallback"] is None
+
+
+def test_aborts_in_a_crowd_leave_no_slot_behind(lossy, asked):
+    lossy.flush_cache()
+    with concurrent.futures.ThreadPoolExecutor(len(asked)) as pool:
+        answers = [pool.submit(lossy.ask, input_ids=ids, rid=f"crowd-{i}", **greedy(120)) for i, ids in enumerate(asked)]
+        while lossy.metric("sglang:num_running_reqs") < 2:
+            time.sleep(0.2)
+        for i in range(0, len(asked), 2):
+            lossy.request("abort_request", {"rid": f"crowd-{i}"})
+        ended = [answer.result()["meta_info"]["finish_reason"]["type"] for answer in answers]
+    assert ended[1::2] == ["length"] * 3
+    lossy.flush_cache()
+    assert lossy.metric("sglang_ext:codes_alone_tokens") == lossy.metric("sglang_ext:compressed_bytes") == 0 and lossy.alive()
