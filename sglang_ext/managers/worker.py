@@ -28,13 +28,14 @@ from sglang_ext.managers.disaggregation.queries import TravelingQueries
 from sglang_ext.managers.memory_plan import HeldMemory, MemoryPlanner
 from sglang_ext.managers.metrics import KVMetrics
 from sglang_ext.managers.offload import full_tier
+from sglang_ext.managers.offload.giving_back import GivingBack
 from sglang_ext.managers.served_methods import ServedMethods
 from sglang_ext.managers.simulation import Simulation
 from sglang_ext.managers.spec_decode.grammar import NewTokens
 from sglang_ext.managers.spec_decode.loop import DecodeLoop, decode_loop
 from sglang_ext.managers.spec_decode.requests import RequestStates, fallback_reason
 from sglang_ext.managers.spec_decode.result import RoundResult
-from sglang_ext.managers.spec_decode.round import GivingBack, OnDevice
+from sglang_ext.managers.spec_decode.round import OnDevice
 from sglang_ext.managers.spec_decode.steps import prefill
 from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
 from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
@@ -233,6 +234,8 @@ class KVWorker(BaseSpecWorker):
     def clear_cache_pool(self) -> None:
         """Forget all requests: the scheduler cleared the pool."""
         self.requests.clear()
+        if self.loop is not None:
+            self.loop.observe_pool()
 
     def update_weights_from_disk(self, recv_req) -> tuple[bool, str]:
         """Nothing of its own to update; the target's weights are the drafter's."""

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
     from sglang_ext.managers.offload.verifications import Verifications
-    from sglang_ext.mem_cache.prefix_cache.codes_alone import CodesAlone
 
 # Steps of a round without drafts: more spare SGLang's scheduler work, and let requests end later.
 PLAIN_STEPS = 4
@@ -190,25 +189,6 @@ class OnDevice(NeverEarly):
 
     def forget(self, row: int) -> None:
         """The request in ``row`` is gone."""
-
-
-@dataclass(frozen=True)
-class GivingBack(OnDevice):
-    """Turns in mode lossy, where nothing is verified and full KV is given back as soon as copies hold it.
-
-    Attributes:
-        codes: gives it back.
-    """
-
-    codes: "CodesAlone"
-
-    def begin(self, drafting: dict[int, tuple], iteration_seconds: float | None) -> None:
-        """A round begins, before which SGLang let the prefix tree take over the prompts of those that have copies."""
-        self.codes.update(drafting)
-
-    def exact_from(self, row: int, protected: int) -> int:
-        """The first position from which on a request's row leads to full KV of its own."""
-        return self.codes.exact_from(row, protected)
 
 
 @dataclass(frozen=True)
