@@ -68,8 +68,12 @@ class Eviction:
         return freed
 
     def _ranked(self, node: TieredNode, depth: int, rank: int, segment: Segment | None = None) -> tuple:
-        """An entry of the heap of what may be evicted, least needed first, then deepest; ``rank`` differs between all."""
-        return self._priority(node), -depth, rank, node, segment
+        """An entry of the heap of what may be evicted, least needed first, then deepest; ``rank`` differs between all.
+
+        Last come codes of locked nodes: full KV was made of them for a prompt that is computed, whose copy is going to read them.
+        """
+        awaited = segment is not None and segment in node.codes and node.lock_ref > 0
+        return awaited, self._priority(node), -depth, rank, node, segment
 
     def _leave(self, node: TieredNode, host: HostCopies | None) -> int:
         if node.codes:

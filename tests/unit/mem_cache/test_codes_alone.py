@@ -333,3 +333,19 @@ def test_prompts_are_charged_what_their_copies_take_beside_them():
         charge_copies(admit, made, waiting, False, None)
         assert made.rem_total_token_offset == made.cur_rem_token_offset == expected
     assert charged == [0, 2 * room, 2 * room]
+
+
+def test_codes_that_a_prompts_copy_is_going_to_read_are_evicted_last():
+    world = Lossy()
+    for number in (1, 2):
+        first = world.decoding(distinct(number, 401))
+        world.round(first)
+        world.finish(first)
+    prefilled = world.start(distinct(1, 600))
+    mine, others = (next(node for node in path(world.node(distinct(n, 388))) if node.codes) for n in (1, 2))
+    kept, gone = mine.codes, others.codes
+    world.cache.evict(EvictParams(num_tokens=len(gone[0].slots)))
+    assert kept[0] in world.cache.segments and not others.codes
+    assert world.compress(prefilled, 399) and world.views.get(prefilled.req_pool_idx).segments[0] is kept[0]
+    world.check()
+    world.empty()
