@@ -209,7 +209,7 @@ class CodesAlone:
         return True
 
     def write(self) -> None:
-        """Make what was asked for since the last forward, in its stream and before it: slots that were freed meanwhile are written later."""
+        """Make what was asked for since the last one, before the next one, in its stream: who got slots that were freed writes later."""
         for each in self._pending:
             self.packing.restore(self.copies.buffers, each.blocks, each.first, each.targets)
         self._pending.clear()

@@ -177,7 +177,7 @@ class Segments:
         if position >= segment.end:
             return segment.end
         tokens, slots, _ = self.blocks
-        count = (position - segment.start) // tokens
+        count = max(0, position - segment.start) // tokens
         while count and (count * slots % self._page_size or count * tokens % self._page_size):
             count -= 1
         return segment.start + count * tokens

@@ -6,6 +6,7 @@ import pytest
 from argument_helpers import arguments
 
 from sglang_ext import flag_checks
+from sglang_ext.config import options
 
 
 def told(caplog: pytest.LogCaptureFixture, **given: object) -> str:
@@ -68,3 +69,21 @@ def test_contexts_too_short_for_copies_are_told(caplog: pytest.LogCaptureFixture
     flag_checks._warn_of_short_contexts(args)
     found = [record.getMessage() for record in caplog.records]
     assert len(found) == bool(words) and all(each.startswith(f"sglang-ext: {words}") for each in found)
+
+
+@pytest.mark.parametrize(
+    "given, why",
+    [
+        ({}, None),
+        ({"kv_mode": "verified"}, "verifications"),
+        ({"kv_prefill": "quantized"}, "attend to codes"),
+        ({"kv_host_gb": 1.0}, "host memory"),
+        ({"disable_radix_cache": True}, "prefix tree"),
+        ({"disaggregation_mode": "decode"}, "travels"),
+        ({"enable_deterministic_inference": True, "device": "cuda"}, "deterministic"),
+        ({"enable_deterministic_inference": True, "device": "cpu"}, None),
+    ],
+)
+def test_where_lossy_keeps_full_kv_beside_copies_it_says_why(given, why):
+    found = options.full_kv_stays(arguments(**{"kv_mode": "lossy", "kv_compressor": "int4", **given}))
+    assert found is None if why is None else why in found

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
@@ -18,7 +18,8 @@ from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.query_window import QueryWindows
 from sglang_ext.mem_cache.compressors.catalogue import method
 from sglang_ext.mem_cache.prefix_cache.codes_alone import CodesAlone
-from sglang_ext.mem_cache.prefix_cache.nodes import Prefix, below, path
+from sglang_ext.mem_cache.prefix_cache.nodes import Prefix, TieredNode, below, path
+from sglang_ext.mem_cache.prefix_cache.segments import Blocks, Segment, Segments, tiling
 
 HEADS, DIM, SINKS, WIDTH = 2, 64, 4, 1024
 
@@ -349,3 +350,27 @@ def test_codes_that_a_prompts_copy_is_going_to_read_are_evicted_last():
     assert world.compress(prefilled, 399) and world.views.get(prefilled.req_pool_idx).segments[0] is kept[0]
     world.check()
     world.empty()
+
+
+@given(st.integers(1, 40), st.integers(0, 3000), st.sampled_from([1, 16, 64]), st.sampled_from([10, 17, 18]))
+def test_segments_are_parted_where_blocks_begin_a_page(blocks, position, page, slots):
+    taken = torch.arange(-(-blocks * slots // page) * page)
+    segments, told = Segments(None, page), []
+    segments.blocks = Blocks(64, slots, lambda *parts: told.append(parts))
+    whole = Segment(64, 64 + 64 * blocks, taken, tokens=64 * blocks, packed=blocks * slots)
+    node, after = TieredNode(0), TieredNode(100)
+    node.key, after.key = range(whole.end), range(whole.end - 100)
+    segments.add(whole, [node])
+    cut = segments.boundary(whole, position)
+    assert cut <= max(position, 64) and (cut - 64) % 64 == 0
+    if 64 < cut < whole.end:
+        segments.part(whole, cut, node)
+        (first, rest), = told
+        assert rest is whole and (first.start, first.end, rest.start) == (64, cut, cut)
+        assert torch.equal(torch.cat([first.slots, rest.slots]), taken) and len(first.slots) % page == 0
+        assert first.packed == len(first.slots) == first.tokens // 64 * slots and rest.packed == rest.tokens // 64 * slots
+        assert node.codes == () and segments.unused_tokens == len(taken), "what lies before the first is in neither"
+        after.segments = [segment for segment in node.segments if segment.end > 100]
+        assert tiling(after) == (first, rest)[-len(after.segments) :]
+    else:
+        assert cut in (64, whole.end) and not told
