@@ -34,8 +34,9 @@ def test_more_contexts_run_than_fit_in_full_and_each_answers_as_it_does_alone(lo
     with sampled(lossy, "sglang:num_running_reqs") as running:
         found = lossy.ask_all(asked[:3] + asked[:3], 6, **greedy(ANSWER))
     assert all(r["meta_info"]["kv_fallback"] is None and r["meta_info"]["kv_compressor"] == "int4" for r in alone + found)
-    # The second half may attend to what the first one's codes mean.
-    assert [r["output_ids"] for r in found[:3]] == [r["output_ids"] for r in alone[:3]]
+    # Of two that are alike the one that comes later may attend to what the other's codes mean.
+    for expected, *both in zip(alone[:3], found[:3], found[3:], strict=True):
+        assert expected["output_ids"] in [r["output_ids"] for r in both]
     assert max(running) > POOL // (PROMPT + ANSWER)
     assert lossy.metric("sglang_ext:codes_alone_tokens") >= 3 * 300
 
