@@ -25,11 +25,13 @@ from matrix_arguments import add_shapes  # noqa: E402
 from matrix_launches import LAUNCHES, Shape, shapes  # noqa: E402
 from pack_checks import check_case, pool  # noqa: E402
 from packed_helpers import KERNEL_KINDS, attention, attention_over, divides, for_heads, packed_pool  # noqa: E402
+from prefill_checks import FIRST_HEAD, LAYER, Batch  # noqa: E402
 from pointer_checks import pointed  # noqa: E402
 from triton.runtime import interpreter  # noqa: E402
 from uneven_checks import uneven_copy  # noqa: E402
 
 from sglang_ext.layers.kernels.gather_kept import gather_kept  # noqa: E402
+from sglang_ext.layers.kernels.hack import integer_prefill  # noqa: E402
 from sglang_ext.layers.kernels.lynx.layout import Layout  # noqa: E402
 from sglang_ext.layers.kernels.packed import packed_decode, packed_launches  # noqa: E402
 from sglang_ext.layers.kernels.packed.pack_blocks import takes  # noqa: E402
@@ -56,6 +58,7 @@ QUICK = (
     (Shape(40, 20, torch.float32), ("window", "uneven", "verify")),
     (Shape(32, 11, torch.bfloat16), ("decode turboquant4", "decode hack2", "pointers", "verify exact")),
     (Shape(64, 1, torch.float32), ("pack turboquant2", "copies")),
+    (Shape(64, 3, torch.bfloat16), ("prompts hack4",)),
 )
 
 
@@ -249,6 +252,18 @@ def lynx(shape: Shape):
         yield 0.0
 
 
+def prompts(shape: Shape, bits: int):
+    """Prompts that attend to their codes, of which one's beginning was computed before; weights between two codes may get either."""
+    if shape.dim not in integer_prefill.DIMS:
+        return
+    batch = Batch(bits, 64, shape.dim, 1, shape.group, 1, shape.dtype, ((0, 70), (66, 133)), "cpu")
+    given = batch.queries, batch.keys, batch.values
+    found = integer_prefill.integer_prefill(batch.prompts, *given, LAYER, FIRST_HEAD, 0.1)
+    expected = batch.expected()
+    worst = float((found.float() - expected).abs().max() / expected.abs().max())
+    yield worst * TOLERANCES[shape.dtype] / max(5e-3, TOLERANCES[shape.dtype])
+
+
 def packing(shape: Shape, name: str, bits: int):
     """What the kernel packs, where it takes such heads, is what PyTorch packs; assertions of pack_checks.py."""
     if not divides(name, shape.dim):
@@ -269,6 +284,7 @@ RUNS = {
     **{f"decode {n}{b}": lambda s, n=n, b=b: decode(s, n, b) for n, b in KERNEL_KINDS},
     "uneven": uneven,
     "pointers": pointers,
+    **{f"prompts hack{bits}": lambda s, b=bits: prompts(s, b) for bits in (4, 2)},
     **ONCE,
 }
 assert RUNS.keys() >= {name for name in LAUNCHES if not re.fullmatch(r"verify \d+", name)}, "what is compiled runs here, too"

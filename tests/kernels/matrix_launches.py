@@ -8,6 +8,8 @@ import torch
 from packed_helpers import KERNEL_KINDS, divides, packed_pool
 
 from sglang_ext.layers.kernels.gather_kept import gather_kept
+from sglang_ext.layers.kernels.hack import integer_prefill
+from sglang_ext.layers.kernels.hack.prompt_codes import Prompts
 from sglang_ext.layers.kernels.lynx import kernels
 from sglang_ext.layers.kernels.lynx.anchored import read_pages, write_pages
 from sglang_ext.layers.kernels.lynx.layout import Layout
@@ -100,6 +102,18 @@ def _packing(name: str, bits: int, shape: Shape) -> None:
         pack_blocks.pack_blocks(pool.packing, pool.buffers, kept, slots, slots, seeds)
 
 
+def _prompts(bits: int, shape: Shape) -> None:
+    """A prompt of sinks, a block and a token after it, which attends to its codes."""
+    if shape.dim not in integer_prefill.DIMS:
+        return
+    pool = pool_of("hack", bits, shape.dim, shape.dtype)
+    keys, values, tokens = pool.buffers.keys[0], pool.buffers.values[0], pool.packing.sinks + pool.packing.block_tokens + 1
+    integer_prefill.check_prefill(pool.packing, keys, values)
+    queries, table = torch.zeros(tokens, shape.group, shape.dim, dtype=shape.dtype), torch.zeros(2, 80, dtype=torch.int32)
+    prompts = Prompts(pool.packing, table, [0], [0], [tokens], {0: torch.zeros(tokens, dtype=torch.int32)})
+    integer_prefill.integer_prefill(prompts, queries, keys, values, 0, 0, 0.1)
+
+
 def _uneven(shape: Shape) -> None:
     pool, (queries, table, rows) = pool_of("int8", 8, shape.dim, shape.dtype), _one_request(shape)
     uneven_decode(HeadCells.of(pool.buffers, 2), 0, queries, table, rows, rows, 0.1)
@@ -161,6 +175,7 @@ LAUNCHES: dict[str, Callable[[Shape], None]] = {
     **{f"verify {width}": lambda s, w=width: _verify(fast_blocks, s, w) for width in WIDTHS},
     "verify exact": lambda s: _verify(None, s, WIDTHS[2]),
     **{f"decode {name}{bits}": lambda s, n=name, b=bits: _packed(n, b, s) for name, bits in KERNEL_KINDS},
+    **{f"prompts hack{bits}": lambda s, b=bits: _prompts(b, s) for bits in (4, 2)},
     "uneven": _uneven,
     "pointers": _pointers,
     **ONCE,
