@@ -9,7 +9,7 @@ from servers import STRICT, greedy, sampled
 pytestmark = pytest.mark.server
 
 # Tokens of a prompt and of its answer, and slots of the pool: stock would hold three at once.
-PROMPT, ANSWER, POOL = 400, 40, 1600
+PROMPT, ANSWER, POOL = 400, 24, 1600
 
 
 @pytest.fixture
@@ -28,14 +28,14 @@ def asked(prompts):
 
 def test_more_contexts_run_than_fit_in_full_and_each_answers_as_it_does_alone(lossy, asked):
     alone = []
-    for ids in asked:
+    for ids in asked[:3]:
         lossy.flush_cache()
         alone.append(lossy.ask(input_ids=ids, **greedy(ANSWER)))
     with sampled(lossy, "sglang:num_running_reqs") as running:
         found = lossy.ask_all(asked[:3] + asked[:3], 6, **greedy(ANSWER))
     assert all(r["meta_info"]["kv_fallback"] is None and r["meta_info"]["kv_compressor"] == "int4" for r in alone + found)
     # Of two that are alike the one that comes later may attend to what the other's codes mean.
-    for expected, *both in zip(alone[:3], found[:3], found[3:], strict=True):
+    for expected, *both in zip(alone, found[:3], found[3:], strict=True):
         assert expected["output_ids"] in [r["output_ids"] for r in both]
     assert max(running) > POOL // (PROMPT + ANSWER)
     assert lossy.metric("sglang_ext:codes_alone_tokens") >= 3 * 300
@@ -56,7 +56,7 @@ def test_a_prompt_that_begins_as_one_whose_codes_alone_are_left_reads_them(lossy
 def test_aborts_in_a_crowd_leave_no_slot_behind(lossy, asked):
     lossy.flush_cache()
     with concurrent.futures.ThreadPoolExecutor(len(asked)) as pool:
-        answers = [pool.submit(lossy.ask, input_ids=ids, rid=f"crowd-{i}", **greedy(120)) for i, ids in enumerate(asked)]
+        answers = [pool.submit(lossy.ask, input_ids=ids, rid=f"crowd-{i}", **greedy(64)) for i, ids in enumerate(asked)]
         while lossy.metric("sglang:num_running_reqs") < 2:
             time.sleep(0.2)
         for i in range(0, len(asked), 2):
