@@ -107,7 +107,9 @@ def test_a_rank_ends_with_its_parent_and_when_it_is_told_to(ranks):
         "import os, sys, rank_helpers; made = rank_helpers.Ranks().ready(); "
         "print(made.choices.links[0].pid, flush=True); os.kill(os.getpid(), 9)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    # Helpers are found where pytest lets this process find them.
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, env=env)
     orphan, end = int(done.stdout), time.monotonic() + 10
     while not gone(orphan):
         assert time.monotonic() < end, "it outlives its parent"
