@@ -190,9 +190,13 @@ class Packing:
         block = self.quantizer.quantize(numbers.view(len(numbers), -1, layout.tokens, layout.dim), layout.grid, *by)
         return block._replace(positions=tokens.view(block.codes.shape[:3])) if layout.positions else block
 
-    def whole(self, block: Quantized, layout: Layout, levels: torch.Tensor | None) -> torch.Tensor:
-        """What blocks mean, keys with rotary embedding at their positions: float32 [heads, tokens, dim]."""
+    def whole(
+        self, block: Quantized, layout: Layout, levels: torch.Tensor | None, rotation: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """What blocks mean, keys with rotary embedding at their positions: float32 [heads, tokens, dim]; turned back with ``rotation``."""
         numbers = whole(block, layout.grid, levels)
+        if rotation is not None:
+            numbers = numbers @ rotation.t()
         if layout.positions:
             numbers = self.rotary.rotated(numbers, block.positions)
         return numbers.flatten(1, 2)
@@ -215,19 +219,8 @@ class Packing:
             for is_value, kind in enumerate((buffers.keys, buffers.values)):
                 layout = self.values if is_value else self.keys
                 for buffer in kind:
-                    numbers = self._unrotated(self.read(buffer, layout, packed), layout, rotations[is_value], levels[is_value])
+                    numbers = self.whole(self.read(buffer, layout, packed), layout, levels[is_value], rotations[is_value])
                     buffer[slots] = numbers[:, start % size :][:, : len(slots)].transpose(0, 1).to(buffer.dtype)
-
-    def _unrotated(
-        self, block: Quantized, layout: Layout, rotation: torch.Tensor | None, levels: torch.Tensor | None
-    ) -> torch.Tensor:
-        """What was packed, about: float32 [heads, tokens, dim]; :meth:`quantized` backwards."""
-        numbers = whole(block, layout.grid, levels)
-        if rotation is not None:
-            numbers = numbers @ rotation.t()
-        if layout.positions:
-            numbers = self.rotary.rotated(numbers, block.positions)
-        return numbers.flatten(1, 2)
 
     def read(self, buffer: torch.Tensor, layout: Layout, slots: torch.Tensor) -> Quantized:
         """The blocks in ``slots``, int64 [packed], of a layer's key or value ``buffer``."""
