@@ -13,6 +13,17 @@ from sglang_ext.managers.disaggregation.progressive import peer as peers
 PROMPT = list(range(640))
 
 
+def given_back(both):
+    """A request that began early gave its slots back and asks once more: both ends, pages to send, slots on both sides."""
+    first, _, _, rest = begun_early(both, PROMPT)
+    both.begin = None
+    rest.cancel()
+    (source, here), (target, there) = pages_of(len(PROMPT), 11), pages_of(len(PROMPT), 12)
+    receiver = both.receiver(7, PROMPT)
+    receiver.send_metadata(target, 6, decode_prefix_len=0)
+    return first, receiver, source, here, there
+
+
 def test_a_second_request_with_a_room_does_not_hide_that_the_first_failed(servers):
     both = servers("exact", gbps=0.01)
     sender, receiver, _, _ = transfer(both, 7, PROMPT)
@@ -31,12 +42,7 @@ def test_a_request_that_is_prefilled_again_is_served_whatever_is_left_of_the_fir
         # In the pool: the sender is not through when the decode side gives its slots back.
         monkeypatch.setattr(peers.Peer.__init__, "__defaults__", (1, 1 << 30))
     both = servers("exact", gbps=0.01)
-    first, _, _, rest = begun_early(both, PROMPT)
-    both.begin = None
-    rest.cancel()
-    (source, here), (target, there) = pages_of(len(PROMPT), 11), pages_of(len(PROMPT), 12)
-    receiver = both.receiver(7, PROMPT)
-    receiver.send_metadata(target, 6, decode_prefix_len=0)
+    first, receiver, source, here, there = given_back(both)
     until(lambda: both.prefill.check_status(7) in (KVPoll.Success, KVPoll.Failed))
     again = both.sender(7, PROMPT) if asked == "before SGLang saw the end" else None
     assert settled(first)
@@ -109,12 +115,7 @@ def test_who_waits_for_a_room_and_fails_at_another_rank_leaves_the_first_alone(s
 
 def test_what_an_earlier_use_of_a_number_still_says_on_its_link_does_not_end_the_next(servers):
     both = servers("exact", gbps=0.01)
-    first, _, _, rest = begun_early(both, PROMPT)
-    both.begin = None
-    rest.cancel()
-    (source, here), (target, there) = pages_of(len(PROMPT), 11), pages_of(len(PROMPT), 12)
-    receiver = both.receiver(7, PROMPT)
-    receiver.send_metadata(target, 6, decode_prefix_len=0)
+    first, receiver, source, here, there = given_back(both)
     old, new = (said.link_room for said in both.decode.said if hasattr(said, "link_room"))
     assert old != new
     # As a link does that has not heard of the end yet.
