@@ -25,14 +25,16 @@ def check_counts(counts: Mapping[str, int]) -> None:
             raise BenchError(f"{option} {value}: must be at least 1")
 
 
-def check_port(port: int) -> None:
-    """Refuse a number that is no TCP port.
+def check_port(port: int, taken: int = 1) -> None:
+    """Refuse a number that is no TCP port, or after which there are too few for ``taken`` in all.
 
     Raises:
         BenchError: names it.
     """
     if not 0 <= port <= LAST_PORT:
         raise BenchError(f"--port {port}: must be from 1 to {LAST_PORT}, or 0 for any free one")
+    if port > LAST_PORT - (taken - 1):
+        raise BenchError(f"--port {port}: the next {taken - 1} are taken as well: pass at most {LAST_PORT - (taken - 1)}")
 
 
 def check_budgets(budgets: Iterable[float]) -> None:

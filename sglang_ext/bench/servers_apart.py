@@ -1,14 +1,18 @@
 """Prefill and decode servers on this machine, and what joins the two parts of a request."""
 
 import random
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from sglang_ext.bench.client import HOST, free_port
+from sglang_ext.bench import BenchError
+from sglang_ext.bench.client import HOST, describe_error, free_port
 from sglang_ext.bench.server import ServerProcess
+from sglang_ext.bench.speed import decode_wave
+from sglang_ext.bench.speed.decode_wave import Stream
 
 ROLES = ("prefill", "decode")
 # SGLang's loops of these roles do not end by themselves.
@@ -106,6 +110,33 @@ class ServersApart:
     def room(self, prefill: int = 0) -> dict[str, Any]:
         """Fields of both parts of a request that the ``prefill``-th server computes; those of another are other ones."""
         return {"bootstrap_host": HOST, "bootstrap_port": self.bootstraps[prefill], "bootstrap_room": random.getrandbits(62)}
+
+
+def answer(
+    decode: ServerProcess, body: Mapping[str, Any], new_tokens: int, prefilled: Future, patience: float, called: str = "a request"
+) -> Stream:
+    """A decode server's answer as it comes, with times of ``time.monotonic``.
+
+    Args:
+        decode: the server.
+        body: its part of the request.
+        new_tokens: that the answer must have.
+        prefilled: the prefill server's part.
+        patience: seconds in which that has ended, where the answer breaks off.
+        called: what a message names the request.
+
+    Raises:
+        BenchError: the server refused it, or it broke off.
+    """
+    try:
+        stream = decode_wave.read(decode, body, 0.0, time.monotonic)
+    except (OSError, KeyError) as error:
+        raise BenchError(f"the decode server: {describe_error(error)}") from error
+    if not stream.tokens or stream.tokens[-1] < new_tokens:
+        what = prefilled.exception(timeout=patience) or "it has ended"
+        got = (stream.tokens or [0])[-1]
+        raise BenchError(f"{called} ended after {got} of {new_tokens} tokens (prefill server: {what})\n{decode.describe_log()}")
+    return stream
 
 
 def ports_taken(prefill: int, decode: int) -> int:

@@ -22,12 +22,12 @@ from sglang_ext.bench.comparing.identity_options import words
 from sglang_ext.bench.jobs.phases import Job, phases_of
 from sglang_ext.bench.jobs.sending import Answered, PoolUse, arrivals, send
 from sglang_ext.bench.jobs.summary import Figures, summarize, tables
-from sglang_ext.bench.options import DTYPES, LAST_PORT, check_counts, check_port, names, numbers
+from sglang_ext.bench.options import DTYPES, check_counts, check_port, names, numbers
 from sglang_ext.bench.server import check_servers
 from sglang_ext.bench.servers_apart import ROLES, ServersApart, ports_taken
 from sglang_ext.bench.speed.decode_prompts import make_prompts
 from sglang_ext.bench.speed.settings import log_folder
-from sglang_ext.bench.transfer.methods import Method, method, obstacle
+from sglang_ext.bench.transfer.methods import Method, flags_of, method, obstacle
 from sglang_ext.managers.disaggregation import timeline
 
 DEFAULT = "raw,int8,int4"
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
                         try:
                             chosen_rates = measure(args, each, count, link, chosen_rates, mixed, logs, found, jobs)
                         except BenchError as error:
-                            why = failed[name] = str(error)
+                            why = str(error)
                     if why is not None:
                         failed[name] = why
                         print(f"{name}: left out: {why}", flush=True)
@@ -102,12 +102,9 @@ def check(args: argparse.Namespace, counts: Sequence[tuple[int, int]]) -> None:
         BenchError: names the option.
     """
     check_counts({"--jobs": args.jobs, "--output-len": args.output_len})
-    check_port(args.port)
+    check_port(args.port, max(ports_taken(*count) for count in counts))
     if not 0 < args.share <= 1:
         raise BenchError(f"--share {args.share:g}: pass a share in (0, 1]")
-    last = max(ports_taken(*count) for count in counts) - 1
-    if args.port > LAST_PORT - last:
-        raise BenchError(f"--port {args.port}: the next {last} are taken as well: pass at most {LAST_PORT - last}")
 
 
 def ratio(text: str) -> tuple[int, int]:
@@ -125,17 +122,6 @@ def ratio(text: str) -> tuple[int, int]:
 def label(chosen: Method, count: tuple[int, int], gbps: float | None) -> str:
     """Of servers, for lines and files."""
     return f"{chosen.name}-{count[0]}-{count[1]}-{'unlimited' if gbps is None else f'{gbps:g}'}"
-
-
-def flags_of(args: argparse.Namespace, chosen: Method, gbps: float | None, file: Path) -> dict[str, tuple[str, ...]]:
-    """Of servers by role, whose timeline is ``file``."""
-    watched = () if chosen.is_stock else ("--kv-bench-timeline", str(file))
-    shared = ("--dtype", args.dtype, "--skip-server-warmup", *chosen.both, *watched, *words(args.server_arg))
-    paced = () if gbps is None or chosen.is_stock else ("--kv-link-gbps", f"{gbps:g}")
-    return {
-        "prefill": ("--disaggregation-mode", "prefill", *shared, *paced),
-        "decode": ("--disaggregation-mode", "decode", *shared, *words(args.decode_arg), *chosen.decode),
-    }
 
 
 def measure(

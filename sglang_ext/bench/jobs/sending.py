@@ -4,14 +4,12 @@ import random
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from sglang_ext.bench import BenchError
-from sglang_ext.bench.client import SamplingSettings, describe_error
+from sglang_ext.bench.client import SamplingSettings
 from sglang_ext.bench.server import ServerProcess
-from sglang_ext.bench.servers_apart import ServersApart
-from sglang_ext.bench.speed import decode_wave
+from sglang_ext.bench.servers_apart import ServersApart, answer
 from sglang_ext.bench.speed.decode_wave import Stream
 
 # Seconds between looks at how much of a pool is used.
@@ -125,7 +123,7 @@ def send(servers: ServersApart, prompts: Sequence[tuple[int, ...]], at: Sequence
             prefilled = pool.submit(servers.of["prefill"][prefill].post, "generate", body)
             prefilled.add_done_callback(lambda _: prefills.done(prefill, len(prompt)))
             try:
-                stream = _answer(servers.of["decode"][decode], body, new_tokens, prefilled)
+                stream = answer(servers.of["decode"][decode], body, new_tokens, prefilled, PATIENCE, "a job")
             finally:
                 decodes.done(decode, 1)
             return Answered(body["bootstrap_room"], len(prompt), arrived, stream, prefill, decode)
@@ -135,16 +133,3 @@ def send(servers: ServersApart, prompts: Sequence[tuple[int, ...]], at: Sequence
             time.sleep(max(0.0, began + seconds - time.monotonic()))
             sent.append(pool.submit(ask, prompt))
         return [each.result() for each in sent]
-
-
-def _answer(server: ServerProcess, body: dict, new_tokens: int, prefilled: Future) -> Stream:
-    try:
-        stream = decode_wave.read(server, body, 0.0, time.monotonic)
-    except (OSError, KeyError) as error:
-        raise BenchError(f"a decode server: {describe_error(error)}") from error
-    if not stream.tokens or stream.tokens[-1] < new_tokens:
-        what = prefilled.exception(timeout=PATIENCE) or "it has ended"
-        raise BenchError(
-            f"a job ended after {(stream.tokens or [0])[-1]} of {new_tokens} tokens (prefill server: {what})\n{server.describe_log()}"
-        )
-    return stream

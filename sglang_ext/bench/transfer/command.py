@@ -22,7 +22,7 @@ from pathlib import Path
 
 from sglang_ext.bench import BenchError, report
 from sglang_ext.bench.comparing.identity_options import words
-from sglang_ext.bench.options import DTYPES, LAST_PORT, check_counts, check_port, names, numbers
+from sglang_ext.bench.options import DTYPES, check_counts, check_port, names, numbers
 from sglang_ext.bench.server import check_servers
 from sglang_ext.bench.servers_apart import ports_taken
 from sglang_ext.bench.speed.decode_limit import read_config
@@ -31,7 +31,7 @@ from sglang_ext.bench.speed.settings import log_folder
 from sglang_ext.bench.transfer import accuracy, clocks, plots, tables
 from sglang_ext.bench.transfer.accuracy import Accuracy
 from sglang_ext.bench.transfer.clocks import Request
-from sglang_ext.bench.transfer.methods import LYNX, Method, method, obstacle
+from sglang_ext.bench.transfer.methods import LYNX, Method, flags_of, method, obstacle
 from sglang_ext.bench.transfer.pair import Pair, timeline_file
 from sglang_ext.bench.transfer.summary import Figures, summarize
 
@@ -68,10 +68,7 @@ def run(args: argparse.Namespace) -> int:
     contexts = numbers(args.context_len, "--context-len")
     rates = [rate or None for rate in numbers(args.link_gbps, "--link-gbps", float, zero=True)]
     check_counts({"--prompts": args.prompts, "--output-len": args.output_len, "--at-once": args.at_once})
-    check_port(args.port)
-    last = PORTS * args.at_once - 1
-    if args.port > LAST_PORT - last:
-        raise BenchError(f"--port {args.port}: the next {last} are taken as well: pass at most {LAST_PORT - last}")
+    check_port(args.port, PORTS * args.at_once)
     chosen = [method(name, words(args.draft_arg)) for name in args.method]
     asked, failed = runs(chosen, rates)
     check_servers(
@@ -113,17 +110,6 @@ def label(chosen: Method, gbps: float | None) -> str:
     return f"{chosen.name}-{'unlimited' if gbps is None else f'{gbps:g}'}"
 
 
-def flags_of(args: argparse.Namespace, chosen: Method, gbps: float | None, logs: Path) -> dict[str, tuple[str, ...]]:
-    """Flags of both servers, by role."""
-    watched = () if chosen.is_stock else ("--kv-bench-timeline", str(timeline_file(logs, label(chosen, gbps))))
-    shared = ("--dtype", args.dtype, "--skip-server-warmup", *chosen.both, *watched, *words(args.server_arg))
-    paced = () if gbps is None or chosen.is_stock else ("--kv-link-gbps", f"{gbps:g}")
-    return {
-        "prefill": ("--disaggregation-mode", "prefill", *shared, *paced),
-        "decode": ("--disaggregation-mode", "decode", *shared, *words(args.decode_arg), *chosen.decode),
-    }
-
-
 def run_together(
     args: argparse.Namespace, asked: Sequence[tuple[Method, float | None]], prompts: dict[int, list[tuple[int, ...]]], logs: Path
 ) -> Iterator[tuple[tuple[Method, float | None], list[Request] | BenchError]]:
@@ -132,7 +118,7 @@ def run_together(
     for place, (each, gbps) in enumerate(asked):
         name, port = label(each, gbps), args.port and args.port + PORTS * place
         print(f"{name}: starting", flush=True)
-        pairs.append(Pair(args.model, flags_of(args, each, gbps, logs), logs, name, args.start_timeout, port))
+        pairs.append(Pair(args.model, flags_of(args, each, gbps, timeline_file(logs, name)), logs, name, args.start_timeout, port))
     with ThreadPoolExecutor(len(pairs)) as pool, ExitStack() as running:
         starts = [pool.submit(pair.__enter__) for pair in pairs]
         for pair, start in zip(pairs, starts, strict=True):

@@ -1,9 +1,12 @@
 """Ways to move KV that are compared: each is a pair of servers whose flags differ in how KV travels, and in nothing else."""
 
+import argparse
 import importlib.util
 from dataclasses import dataclass
+from pathlib import Path
 
 from sglang_ext.bench import BenchError
+from sglang_ext.bench.comparing.identity_options import words
 from sglang_ext.config.benchmark_options import CODECS
 from sglang_ext.config.options import BACKEND
 
@@ -68,3 +71,21 @@ def obstacle(chosen: Method, gbps: float | None) -> str | None:
     if gbps is not None:
         return f"its link cannot be held to {gbps:g} Gbit/s: it is measured with a link of 0, which has no limit"
     return None
+
+
+def flags_of(args: argparse.Namespace, chosen: Method, gbps: float | None, file: Path) -> dict[str, tuple[str, ...]]:
+    """Flags of servers by role, whose timeline is ``file``.
+
+    Args:
+        args: with ``dtype``, ``server_arg`` and ``decode_arg``.
+        chosen: how KV travels.
+        gbps: of the link; None without a limit.
+        file: for what becomes of requests; stock's servers keep none.
+    """
+    watched = () if chosen.is_stock else ("--kv-bench-timeline", str(file))
+    shared = ("--dtype", args.dtype, "--skip-server-warmup", *chosen.both, *watched, *words(args.server_arg))
+    paced = () if gbps is None or chosen.is_stock else ("--kv-link-gbps", f"{gbps:g}")
+    return {
+        "prefill": ("--disaggregation-mode", "prefill", *shared, *paced),
+        "decode": ("--disaggregation-mode", "decode", *shared, *words(args.decode_arg), *chosen.decode),
+    }

@@ -2,21 +2,21 @@
 
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from sglang_ext.bench import BenchError
-from sglang_ext.bench.client import SamplingSettings, describe_error
-from sglang_ext.bench.servers_apart import ROLES, ServersApart
-from sglang_ext.bench.speed import decode_wave
+from sglang_ext.bench.client import SamplingSettings
+from sglang_ext.bench.servers_apart import ROLES, ServersApart, answer
 from sglang_ext.bench.speed.decode_wave import Stream
 from sglang_ext.managers.disaggregation import timeline
 from sglang_ext.managers.disaggregation.timeline import Event
 
 # SGLang sends a cached prefix before the forward of what follows it, so that it would travel before the prefill's end.
 ENVIRONMENT = {"SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX": "0"}
+# Seconds in which the prefill server has ended a request whose answer broke off.
+PATIENCE = 5.0
 
 
 @dataclass(frozen=True)
@@ -80,23 +80,10 @@ class Pair:
         body = {"input_ids": list(input_ids), "sampling_params": SamplingSettings().as_json(new_tokens), **room}
         sent = time.monotonic()
         prefilled = self._pool.submit(self._prefill.post, "generate", body)
-        stream = self._answer(body, new_tokens, prefilled)
+        stream = answer(self._decode, body, new_tokens, prefilled, PATIENCE)
         cached = prefilled.result()["meta_info"]["cached_tokens"]
         events = tuple(event for event in timeline.read(self._timeline) if event.room == room["bootstrap_room"])
         return Passed(sent, stream, events, cached)
-
-    def _answer(self, body: dict, new_tokens: int, prefilled: Future) -> Stream:
-        try:
-            stream = decode_wave.read(self._decode, body, 0.0, time.monotonic)
-        except (OSError, KeyError) as error:
-            raise BenchError(f"the decode server: {describe_error(error)}") from error
-        if not stream.tokens or stream.tokens[-1] < new_tokens:
-            what = prefilled.exception(timeout=5) or "it has ended"
-            raise BenchError(
-                f"a request ended after {(stream.tokens or [0])[-1]} of {new_tokens} tokens (prefill server: {what})\n"
-                f"{self._servers['decode'].describe_log()}"
-            )
-        return stream
 
 
 def timeline_file(folder: Path, name: str) -> Path:

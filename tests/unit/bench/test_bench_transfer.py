@@ -3,6 +3,7 @@
 import argparse
 import json
 import threading
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from sglang_ext.bench import BenchError
 from sglang_ext.bench.__main__ import main
+from sglang_ext.bench.servers_apart import answer
 from sglang_ext.bench.speed.decode_wave import Stream
 from sglang_ext.bench.transfer import accuracy, clocks, command, tables
 from sglang_ext.bench.transfer.methods import METHODS, method, obstacle
@@ -234,3 +236,17 @@ def test_pairs_that_start_together_are_measured_one_after_another(monkeypatch, t
     assert ports == [4000, 4003, 4006] and sorted(ended) == ["int8-10", "lynx-10"]
     assert [str(found[name]) for name in ("lynx", "int4")] == ["it broke off", "no memory"]
     assert len(found["int8"]) == 1 + args.repeats
+
+
+def test_an_answer_that_breaks_off_is_told_with_what_both_servers_say():
+    class Server:
+        def stream(self, path, body):
+            yield {"meta_info": {"completion_tokens": 2}}
+
+        def describe_log(self):
+            return "the decode server's log"
+
+    ended: Future = Future()
+    ended.set_result({})
+    with pytest.raises(BenchError, match=r"a request ended after 2 of 9 tokens \(prefill server: it has ended\)\nthe decode server's log"):
+        answer(Server(), {}, 9, ended, 1.0)
