@@ -34,24 +34,33 @@ def teach_bfloat16():
     interpreter._convert_float = converted
 
 
-def pages(layout, noise):
-    """Two pools of random numbers, with channels that are huge, tiny, alike, nearly alike, zero, and extreme; slots of a page."""
+def pages(layout, noise, even=False):
+    """Two pools of random numbers, with channels that are huge, tiny, alike, nearly alike, zero, and extreme; slots of a page.
+
+    Args:
+        even: without such channels, of which no bin is looked up, nor are those beside them.
+    """
     pools = []
     for scale in (1.0, 40.0):
         x = scale * torch.randn(layout.tokens + 9, layout.channels, generator=noise)
         x *= 1 + 9 * torch.rand(layout.channels, generator=noise)
+        if even:
+            x += 100 * scale * torch.randn(layout.channels, generator=noise)
+            pools.append(x.to(layout.dtype))
+            continue
         x[:4] *= 20
         x[:, 1], x[:, 2], x[:, 3] = 0, 1.7, 1000 + x[:, 3] / 200
         x[:, 4] *= 1e-7 if layout.dtype == torch.float16 else 1e-38
         x[:, 5] = torch.where(x[:, 5] > 0, 0.0, -0.0)
         pools.append(x.clamp(-60000, 60000).to(layout.dtype))
-    pools[1][:, 6] = 30000 * pools[1][:, 6].sign()
+    if not even:
+        pools[1][:, 6] = 30000 * pools[1][:, 6].sign()
     return pools, torch.randperm(layout.tokens + 9, generator=noise)[: layout.tokens]
 
 
-def check_page(device, layout, noise):
+def check_page(device, layout, noise, even=False):
     """Streams of both references, and what is read from them, into slots of pools that stay as they are elsewhere."""
-    pools, slots = pages(layout, noise)
+    pools, slots = pages(layout, noise, even)
     there, slots_there = [pool.to(device) for pool in pools], slots.to(device)
     exact = replace(layout, reference="exact")
     parts, parts_there = Parts.of(pools), Parts.of(there)
@@ -83,6 +92,7 @@ def check_lynx(device):
         sizes = FEW if device == "cpu" else SIZES
         for tokens, channels, sinks in sizes if kind == 0 and (dtype == DTYPES[0] or device != "cpu") else sizes[:1]:
             check_page(device, Layout(tokens, channels, dtype, bits, sinks, short), noise)
+        check_page(device, Layout(96, 24, dtype, bits, 4, short), noise, even=True)
     for value in (float("nan"), float("inf"), -1e5):
         layout = Layout(64, 32, torch.bfloat16, sinks=1)
         pools = [torch.randn(64, 32, generator=noise).bfloat16() for _ in range(3)]

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from sglang_ext.layers.kernels.lynx import levels, planes
 from sglang_ext.layers.kernels.lynx.codec import decode, decode_parts, encode, encode_parts
+from sglang_ext.layers.kernels.lynx.encode_tiles import CELLS, REACH, cells
 from sglang_ext.layers.kernels.lynx.layout import CHUNK, DTYPES, HEADER, Layout
-from sglang_ext.layers.kernels.lynx.plain import as_bytes
+from sglang_ext.layers.kernels.lynx.plain import CLEAR, as_bytes
 
 PATTERNS = {2: torch.int16, 4: torch.int32}
 KINDS = ("normal", "constant", "zeros", "signed zeros", "subnormal", "outlier", "far", "tiny", "greatest", "any")
@@ -210,3 +211,23 @@ def test_streams_and_tensors_that_do_not_fit_are_refused():
     exact = replace(layout, reference="exact")
     with pytest.raises(ValueError, match="an exact residual of .* bytes: its anchor has"):
         decode(anchor, encode(x, exact).residual[:-8], exact)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from((4, 3, 2)), st.floats(-60000, 60000, width=32), st.floats(0, 14), st.sampled_from((-2, 0, 2)))
+def test_the_bound_of_a_cell_decides_what_lies_in_it(bits, mean, wider, ulps):
+    """As kernels find a bin, where sigma is least and wherever a number is a bound, or the next to it; the quotient may be off."""
+    mu, one = torch.tensor(mean), torch.tensor(min(max(abs(mean) * CLEAR, 2.0**-24) * 2**wider, 65000.0)).half().float()
+    sigma = one if one > mu.abs() * CLEAR else one.half().view(torch.int16).add(1).view(torch.float16).float()
+    of, table, half = torch.tensor(levels.fine_bounds(bits))[1:], torch.tensor(cells(bits)), levels.step(bits) // 2
+    x = torch.cat([mu + sigma * of, mu - sigma * of, mu[None], mu + sigma * (torch.arange(-255, 256) / 255)])
+    up, down = torch.tensor(math.inf), torch.tensor(-math.inf)
+    x = torch.cat([x, x.nextafter(up), x.nextafter(down), torch.tensor([0.0, -0.0])])
+    x = x[(x <= mu + sigma) & (x >= mu - sigma)]
+    above = x >= mu
+    i = torch.where(above, (x[:, None] >= mu + of * sigma).sum(1), (x[:, None] < mu - of * sigma).sum(1))
+    grow = REACH.value / sigma * (1 + ulps * 2.0**-24)
+    found = table[((x - mu).double() * grow.double()).floor().long() + CELLS.value // 2].view(torch.int32)
+    off = x + (-mu - (found & -256).view(torch.float32) * sigma)
+    byte = found - (off.view(torch.int32) >> 31) & 255
+    assert torch.equal(255 - byte, torch.where(above, 127 + half + i, 128 - half - i))

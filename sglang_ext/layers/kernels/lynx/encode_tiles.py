@@ -1,42 +1,52 @@
 """Kernels that write anchor streams, and residuals of 8 bits; plain.py says the same in PyTorch.
 
-A program has PAIRS pairs of channels of a row of chunks, numbers as [pairs, 32 tokens] of the even channels and of the odd ones: a
-thread has both channels of its pair, and all tokens, so that means and extremes ask no other thread, and a byte of codes is one's own.
+A thread has a quad of four neighbouring channels of a row of chunks, and all its 32 tokens, in registers: means and extremes ask no
+other thread, and its codes are bytes of its own. Arrays are [quads, tokens], of the channels of a quad a tuple of four.
+
+A number's bin is looked up. Between -sigma and sigma lie cells, evenly, each with one bound between bins at most: that bound decides
+(:func:`cells`). Both sides of mu have cells of their own.
+
+What four numbers become is a word of int32, a byte each: code and rest, which are the upper and the lower bits. Until then bytes are
+inverse: bins of greater numbers have less of them, and one is added where a bound is not reached.
 """
 
-import math
+import struct
 
 import triton
 import triton.language as tl
-from numpy.polynomial import Polynomial
 
 from sglang_ext.layers.kernels.lynx import plain
-from sglang_ext.layers.kernels.lynx.levels import CURVE, fine_bounds, greatest
+from sglang_ext.layers.kernels.lynx.levels import fine_bounds, greatest, step
 from sglang_ext.layers.kernels.lynx.tiles import (
+    BIAS,
     CHUNK,
+    INTEGER,
     LARGEST,
+    LEAST,
+    MOST,
+    ROUNDING,
+    SHARE,
     STEPS,
     at_address,
     covers,
-    load_pair,
-    mean,
     of_pattern,
     rounded_to_integer,
     rounded_up,
-    store_pair_codes,
+    slots_of,
+    store_plane,
 )
 
 CLEAR = tl.constexpr(plain.CLEAR)
 # Of I and its sign as one number n from -F to F; one of n is ZERO.
 COUNT, ZERO = 256, tl.constexpr(128)
-# Added to a small float32 leaves 2 * (ZERO + n) in its lowest 9 bits, halves rounded.
-HALVES = tl.constexpr(1.5 * 2**22 + ZERO.value)
 # No number of a chunk is so many sigmas from its mean.
 BEYOND = 2.0
-# Of I / F, off by a tenth of a step at most from 0 to 1, and 0 at 0; a quarter would do.
-_SIZES = [(1 + math.cos(math.pi * (k + 0.5) / 64)) / 2 for k in range(64)]
-_SLOPES = [math.log1p(CURVE * size) / math.log1p(CURVE) / size for size in _SIZES]
-C1, C2, C3, C4 = (tl.constexpr(float(each)) for each in Polynomial.fit(_SIZES, _SLOPES, 3, w=_SIZES).convert().coef)
+# Cells, and those in a sigma: what is off by rounding is of the outermost.
+CELLS, REACH = tl.constexpr(512), tl.constexpr(255)
+# Added to a small float32, which is rounded down, leaves the number of its cell above the lowest two bits.
+DOWN = tl.constexpr(1.5 * 2**21 + CELLS.value // 2)
+# Those of ROUNDING, as many as a chunk has numbers, in the lowest 32 bits.
+PATTERNS = tl.constexpr(struct.unpack("<i", struct.pack("<f", ROUNDING.value))[0] * CHUNK.value % 2**32)
 
 
 def edges(bits: int) -> tuple[float, ...]:
@@ -45,6 +55,20 @@ def edges(bits: int) -> tuple[float, ...]:
     positive = of[1:] + (BEYOND,) * (COUNT - ZERO.value - most)
     negative = [-of[i] for i in range(most, 0, -1)]
     return (*(-BEYOND,) * (ZERO.value - most), *negative, *positive)
+
+
+def cells(bits: int) -> tuple[float, ...]:
+    """Of each cell the bound next to it, in sigmas from mu; in its lowest 8 bits, which are 0 in bounds, the byte where it is reached."""
+    most, of, half = greatest(bits), fine_bounds(bits), step(bits) // 2
+
+    def cell(place: int) -> float:
+        middle = abs(place + 0.5) / REACH.value
+        i = min(range(1, most + 1), key=lambda i: abs(of[i] - middle))
+        bound, byte = (of[i], 128 - half - i) if place >= 0 else (-of[i], 126 + half + i)
+        (pattern,) = struct.unpack("<I", struct.pack("<f", bound))
+        return struct.unpack("<f", struct.pack("<I", pattern | byte))[0]
+
+    return tuple(cell(place - CELLS.value // 2) for place in range(CELLS.value))
 
 
 @triton.jit
@@ -57,31 +81,112 @@ def _filled(row, place, tokens, sinks):
 
 
 @triton.jit
-def _load_filled(x, slots, slot_stride, row, pair, there, tokens, sinks):
-    """Their numbers, float32 [pairs, 32] twice."""
-    place = tl.arange(0, CHUNK)
-    token = row * CHUNK + place
-    if (row * CHUNK < sinks) | (row * CHUNK + CHUNK > tokens):
-        token = _filled(row, place, tokens, sinks)
-    even, odd = load_pair(x, slots, slot_stride, token, pair, there[:, None])
-    return even.to(tl.float32), odd.to(tl.float32)
+def _load_quads(x, slot, quad, mask, STRIDE: tl.constexpr, PTX: tl.constexpr):
+    """Patterns of numbers in slots, four int32 [quads, tokens], any where masked; of 16 bits two are a word, and both words come twice."""
+    SIZE: tl.constexpr = x.dtype.element_ty.primitive_bitwidth // 16
+    # A product of 32 bits to 64 and a sum with the address of a thread's own are one instruction.
+    far = slot.to(tl.int64) * (STRIDE // (4 // SIZE))
+    place = (x.to(tl.pointer_type(tl.int64)) + quad * SIZE)[:, None] + far[None, :]
+    words = tl.load(place, mask=mask)
+    more = tl.load(place + 1, mask=mask) if SIZE == 2 else words
+    a, b = _halved(words, PTX)
+    c, d = _halved(more, PTX)
+    return a, b, c, d
+
+
+@triton.jit
+def _halved(words, PTX: tl.constexpr):
+    """The lower and the upper 32 bits of 64."""
+    if PTX:
+        return tl.inline_asm_elementwise("mov.b64 {$0, $1}, $2;", "=r,=r,l", [words], (tl.int32, tl.int32), True, 1)
+    else:
+        return words.to(tl.int32), (words >> 32).to(tl.int32)
+
+
+@triton.jit
+def _channels(words, LIKE: tl.constexpr):
+    """Numbers, float32, of each channel."""
+    if LIKE == tl.float32:
+        return _float32(words[0], words[1], words[2], words[3])
+    elif LIKE == tl.bfloat16:
+        return _float32(words[0] << 16, words[0] & -65536, words[1] << 16, words[1] & -65536)
+    else:
+        a, b = words[0].to(tl.int16).to(LIKE, bitcast=True), (words[0] >> 16).to(tl.int16).to(LIKE, bitcast=True)
+        c, d = words[1].to(tl.int16).to(LIKE, bitcast=True), (words[1] >> 16).to(tl.int16).to(LIKE, bitcast=True)
+        return a.to(tl.float32), b.to(tl.float32), c.to(tl.float32), d.to(tl.float32)
+
+
+@triton.jit
+def _float32(a, b, c, d):
+    """Of patterns."""
+    return a.to(tl.float32, bitcast=True), b.to(tl.float32, bitcast=True), c.to(tl.float32, bitcast=True), d.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _least_bfloat16(a, b):
+    """Of two numbers each, NaN where one is."""
+    return tl.inline_asm_elementwise("min.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, True, 1)
+
+
+@triton.jit
+def _most_bfloat16(a, b):
+    return tl.inline_asm_elementwise("max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, True, 1)
+
+
+@triton.jit
+def _least_float16(a, b):
+    return tl.inline_asm_elementwise("min.NaN.f16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, True, 1)
+
+
+@triton.jit
+def _most_float16(a, b):
+    return tl.inline_asm_elementwise("max.NaN.f16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, True, 1)
+
+
+@triton.jit
+def _extremes(words, LIKE: tl.constexpr, PTX: tl.constexpr):
+    """Least and greatest numbers of chunks, float32 [quads], four of each; NaN where a chunk has one."""
+    if PTX and LIKE == tl.bfloat16:
+        low = tl.reduce(words[0], 1, _least_bfloat16), tl.reduce(words[1], 1, _least_bfloat16), words[2], words[3]
+        high = tl.reduce(words[0], 1, _most_bfloat16), tl.reduce(words[1], 1, _most_bfloat16), words[2], words[3]
+        return _channels(low, LIKE), _channels(high, LIKE)
+    elif PTX and LIKE == tl.float16:
+        low = tl.reduce(words[0], 1, _least_float16), tl.reduce(words[1], 1, _least_float16), words[2], words[3]
+        high = tl.reduce(words[0], 1, _most_float16), tl.reduce(words[1], 1, _most_float16), words[2], words[3]
+        return _channels(low, LIKE), _channels(high, LIKE)
+    else:
+        x0, x1, x2, x3 = _channels(words, LIKE)
+        low = _least(x0), _least(x1), _least(x2), _least(x3)
+        return low, (tl.max(x0, 1), tl.max(x1, 1), tl.max(x2, 1), tl.max(x3, 1))
+
+
+@triton.jit
+def _least(x):
+    some = tl.sum(tl.where(x == x, 0, 1), 1)
+    return tl.where(some > 0, float("nan"), tl.min(x, 1))
 
 
 @triton.jit(do_not_specialize=("tokens", "sinks"))
 def page_gamma(
-    sources, anchors, slots, slot_stride, tokens, channels, sinks, gamma_at, LIKE: tl.constexpr, PAIRS: tl.constexpr
-):
-    """Least number and step of a page's short scales, of PAIRS pairs of channels."""
-    pair = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
-    x, anchor, there = at_address(sources, tl.program_id(1), LIKE), at_address(anchors, tl.program_id(1), tl.uint8), pair < channels // 2
-    low, high = tl.full((PAIRS, CHUNK), LARGEST, tl.float32), tl.full((PAIRS, CHUNK), -LARGEST, tl.float32)
-    low_odd, high_odd = low, high
+    sources, anchors, slots, tokens, channels, sinks, gamma_at, STRIDE: tl.constexpr, LIKE: tl.constexpr, QUADS: tl.constexpr,
+    PTX: tl.constexpr,
+):  # fmt: skip
+    """Least number and step of a page's short scales, of QUADS quads of channels."""
+    quad = tl.program_id(0) * QUADS + tl.arange(0, QUADS)
+    x, anchor, there = at_address(sources, tl.program_id(1), LIKE), at_address(anchors, tl.program_id(1), tl.uint8), quad < channels // 4
+    low0 = tl.full((QUADS,), LARGEST, tl.float32)
+    low1, low2, low3, high0, high1, high2, high3 = low0, low0, low0, -low0, -low0, -low0, -low0
     for row in range(0, tl.cdiv(tokens, CHUNK)):
-        even, odd = _load_filled(x, slots, slot_stride, row, pair, there, tokens, sinks)
-        low, high, low_odd, high_odd = tl.minimum(low, even), tl.maximum(high, even), tl.minimum(low_odd, odd), tl.maximum(high_odd, odd)
-    gamma = (anchor + gamma_at).to(tl.pointer_type(tl.float16)) + 2 * pair
-    _store_gamma(gamma, tl.min(low, 1), tl.max(high, 1), channels, there)
-    _store_gamma(gamma + 1, tl.min(low_odd, 1), tl.max(high_odd, 1), channels, there)
+        slot = slots_of(slots, _filled(row, tl.arange(0, CHUNK), tokens, sinks), PTX)
+        low, high = _extremes(_load_quads(x, slot, quad, there[:, None], STRIDE, PTX), LIKE, PTX)
+        low0, low1, low2, low3 = tl.minimum(low0, low[0]), tl.minimum(low1, low[1]), tl.minimum(low2, low[2]), tl.minimum(low3, low[3])
+        high0, high1 = tl.maximum(high0, high[0]), tl.maximum(high1, high[1])
+        high2, high3 = tl.maximum(high2, high[2]), tl.maximum(high3, high[3])
+    gamma = (anchor + gamma_at).to(tl.pointer_type(tl.float16)) + 4 * quad
+    _store_gamma(gamma, low0, high0, channels, there)
+    _store_gamma(gamma + 1, low1, high1, channels, there)
+    _store_gamma(gamma + 2, low2, high2, channels, there)
+    _store_gamma(gamma + 3, low3, high3, channels, there)
 
 
 @triton.jit
@@ -95,12 +200,22 @@ def _store_gamma(gamma, least, most, channels, there):
 
 
 @triton.jit
-def _find_scales(x, row, channel, there, anchor, channels, gamma_at, mu_at, sigma_at, SHORT: tl.constexpr):
-    """Scales of a row's chunks, float32 [pairs], written into the anchor; and whether they cover the chunks."""
+def _mean(x, size):
+    """Of chunks, float32 [quads]; ``size`` is the greatest absolute value of each. As of scales.py where that is finite."""
+    exponent = tl.minimum(tl.maximum(size.to(tl.int32, bitcast=True) >> 23, LEAST), MOST)
+    grow = ((-exponent + (2 * BIAS + INTEGER - 1)) << 23).to(tl.float32, bitcast=True)
+    shrink = ((exponent - (INTEGER - 1 + SHARE)) << 23).to(tl.float32, bitcast=True)
+    # What ROUNDING is added to has the pattern of that, and the integer more.
+    total = tl.sum((x * grow[:, None] + ROUNDING).to(tl.int32, bitcast=True), 1) - PATTERNS
+    return total.to(tl.float32) * shrink
+
+
+@triton.jit
+def _find_scales(x, low, high, row, channel, there, anchor, channels, gamma_at, mu_at, sigma_at, SHORT: tl.constexpr):
+    """Scales of a row's chunks, float32 [quads], written into the anchor; and whether they cover the chunks."""
     place = row * channels + channel
-    low, high = tl.min(x, 1), tl.max(x, 1)
-    means = mean(x, tl.maximum(tl.abs(low), tl.abs(high)))
-    sound = (low >= -LARGEST) & (high <= LARGEST) & (tl.abs(means) <= 2 * LARGEST)
+    means = _mean(x, tl.maximum(tl.abs(low), tl.abs(high)))
+    sound = (low >= -LARGEST) & (high <= LARGEST)
     if SHORT:
         gamma = (anchor + gamma_at).to(tl.pointer_type(tl.float16)) + channel
         origin = tl.load(gamma, mask=there, other=0).to(tl.float32)
@@ -129,99 +244,267 @@ def _find_scales(x, row, channel, there, anchor, channels, gamma_at, mu_at, sigm
 
 
 @triton.jit
-def _reached(x, mu, sigma, bounds, place):
-    return x >= mu[:, None] + tl.load(bounds + place) * sigma[:, None]
+def _cell(x, mu, grow, PTX: tl.constexpr):
+    """Which cell a number lies in, int32 [quads, tokens]; the product is rounded down, that numbers below mu stay there."""
+    d = x - mu[:, None]
+    grow, d = tl.broadcast(grow[:, None], d)
+    if PTX:
+        down = tl.inline_asm_elementwise("fma.rm.f32 $0, $1, $2, $3;", "=f,f,f,f", [d, grow, tl.zeros_like(d) + DOWN], tl.float32, True, 1)
+        return (down.to(tl.int32, bitcast=True) >> 2) & (CELLS - 1)
+    else:
+        down = tl.floor(d.to(tl.float64) * grow.to(tl.float64))
+        return tl.minimum(tl.maximum(down.to(tl.int32) + CELLS // 2, 0), CELLS - 1)
 
 
 @triton.jit
-def _estimated(x, mu, sigma, bounds, GREATEST: tl.constexpr):
-    """n + ZERO, int32 [pairs, 32]: an estimate is this or one less."""
-    grow = 1.0 / sigma
-    y = x * grow[:, None] + (-mu * grow)[:, None]
-    size = tl.abs(y)
-    scaled = ((size * (C4 * GREATEST) + C3 * GREATEST) * size + C2 * GREATEST) * size + C1 * GREATEST
-    least = ((y * scaled + HALVES).to(tl.int32, bitcast=True) & 0x1FE) >> 1
-    return least + tl.where(_reached(x, mu, sigma, bounds, least), 1, 0)
+def _byte(x, mu, sigma, found):
+    """A number's byte, and what means nothing above it, int32 [quads, tokens], from what a cell has."""
+    pattern = found.to(tl.int32, bitcast=True)
+    bound = (pattern & -256).to(tl.float32, bitcast=True)
+    # Never -0 where a number is the bound: the sum of what cancels is 0, and of 0 and -0 too.
+    off = x + (-mu[:, None] - bound * sigma[:, None])
+    return pattern + (off.to(tl.uint32, bitcast=True) >> 31).to(tl.int32)
 
 
 @triton.jit
-def _searched(x, mu, sigma, bounds, GREATEST: tl.constexpr):
-    """The same where an estimate may be off by more."""
+def _looked_up(x, mu, sigma, grow, table, PTX: tl.constexpr):
+    """Bytes of the numbers of quads."""
+    cell = tl.join(
+        tl.join(_cell(x[0], mu[0], grow[0], PTX), _cell(x[1], mu[1], grow[1], PTX)),
+        tl.join(_cell(x[2], mu[2], grow[2], PTX), _cell(x[3], mu[3], grow[3], PTX)),
+    )
+    found = tl.reshape(tl.gather(table, tl.reshape(cell, (cell.numel,)), 0), cell.shape)
+    even, odd = tl.split(found)
+    f0, f1 = tl.split(even)
+    f2, f3 = tl.split(odd)
+    b0, b1 = _byte(x[0], mu[0], sigma[0], f0), _byte(x[1], mu[1], sigma[1], f1)
+    b2, b3 = _byte(x[2], mu[2], sigma[2], f2), _byte(x[3], mu[3], sigma[3], f3)
+    return _pairs(b0, b1, b2, b3, PTX)
+
+
+@triton.jit
+def _pairs(a, b, c, d, PTX: tl.constexpr):
+    """The lowest bytes of even channels, and of odd ones, as the lowest two of int32."""
+    if PTX:
+        even = tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x40;", "=r,r,r", [a, c], tl.int32, True, 1)
+        odd = tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x40;", "=r,r,r", [b, d], tl.int32, True, 1)
+        return even, odd
+    else:
+        return (a & 255) | ((c & 255) << 8), (b & 255) | ((d & 255) << 8)
+
+
+@triton.jit
+def _searched_byte(x, mu, sigma, bounds, BITS: tl.constexpr, GREATEST: tl.constexpr):
+    """The same of a number anywhere."""
     found = tl.zeros_like(x).to(tl.int32)
     power = ZERO
     while power > 0:
         more = found + power
-        reached = _reached(x, mu, sigma, bounds, more - 1)
+        reached = x >= mu[:, None] + tl.load(bounds + more - 1) * sigma[:, None]
         found = tl.where(reached & (more <= ZERO + GREATEST), more, found)
         power = power >> 1
-    return found
+    half: tl.constexpr = 1 << (7 - BITS)
+    return ~(found + tl.where(x >= mu[:, None], half - 1, -half))
 
 
 @triton.jit
-def _split(n, above, BITS: tl.constexpr):
-    """A code, and what takes it to n, from n + ZERO and whether numbers are not below mu; higher bits mean nothing."""
-    REST: tl.constexpr = 8 - BITS
-    # Code and rest together, of numbers below mu; above, where rests run the other way, codes go on.
-    both = n + tl.where(above, (1 << (REST - 1)) - 1, -(1 << (REST - 1)))
-    return both >> REST, both ^ tl.where(above, (1 << REST) - 1, 0)
+def _searched(x, mu, sigma, bounds, BITS: tl.constexpr, GREATEST: tl.constexpr, PTX: tl.constexpr):
+    return _pairs(
+        _searched_byte(x[0], mu[0], sigma[0], bounds, BITS, GREATEST), _searched_byte(x[1], mu[1], sigma[1], bounds, BITS, GREATEST),
+        _searched_byte(x[2], mu[2], sigma[2], bounds, BITS, GREATEST), _searched_byte(x[3], mu[3], sigma[3], bounds, BITS, GREATEST), PTX,
+    )  # fmt: skip
 
 
 @triton.jit
-def _store_few(
-    x, y, mu, sigma, mu_odd, sigma_odd, bounds, codes, rests, token, inside, begin, channels, tokens, BITS: tl.constexpr,
-    GREATEST: tl.constexpr, PAIRS: tl.constexpr, SEARCHED: tl.constexpr,
-):  # fmt: skip
-    """Codes of even and odd channels, and with ``rests`` what is left of n; SEARCHED where an estimate may be off."""
-    if SEARCHED:
-        n, n_odd = _searched(x, mu, sigma, bounds, GREATEST), _searched(y, mu_odd, sigma_odd, bounds, GREATEST)
+def _split(first, second, BITS: tl.constexpr, PTX: tl.constexpr):
+    """Codes and rests of channels of a token, and of another, a byte each: all is turned, but of rests above mu, which run otherwise."""
+    REST: tl.constexpr = ((1 << (8 - BITS)) - 1) * 0x01010101
+    if PTX:
+        word = tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", [first, second], tl.int32, True, 1)
+        below = tl.inline_asm_elementwise("prmt.b32 $0, $1, 0, 0xba98;", "=r,r", [word], tl.int32, True, 1)
     else:
-        n, n_odd = _estimated(x, mu, sigma, bounds, GREATEST), _estimated(y, mu_odd, sigma_odd, bounds, GREATEST)
-    code, rest = _split(n, x >= mu[:, None], BITS)
-    code_odd, rest_odd = _split(n_odd, y >= mu_odd[:, None], BITS)
-    store_pair_codes(code, code_odd, codes, token, inside, begin, channels, tokens, BITS, PAIRS)
-    if rests is not None:
-        store_pair_codes(rest, rest_odd, rests, token, inside, begin, channels, tokens, 8 - BITS, PAIRS)
+        word = (first & 65535) | (second << 16)
+        below = ((word >> 7) & 0x01010101) * 255
+    return word ^ (below | ~REST)
+
+
+@triton.jit
+def _halves(x):
+    """Every other token of [quads, tokens]."""
+    return tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
+
+
+@triton.jit
+def _quarters(x):
+    """Every fourth token, of the first four on."""
+    even, odd = _halves(x)
+    a, c = _halves(even)
+    b, d = _halves(odd)
+    return a, b, c, d
+
+
+@triton.jit
+def _halves(x):
+    """Every other token of [quads, tokens]."""
+    return tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
+
+
+@triton.jit
+def _quarters(x):
+    """Every fourth token, of the first four on."""
+    even, odd = _halves(x)
+    a, c = _halves(even)
+    b, d = _halves(odd)
+    return a, b, c, d
+
+
+@triton.jit
+def _again(words, MOVE: tl.constexpr, PTX: tl.constexpr):
+    """The same, which the compiler does not know: it would keep numbers that are cheaper found again. Branches MOVE them otherwise."""
+    if PTX:
+        a = tl.inline_asm_elementwise(MOVE, "=r,r", [words[0]], tl.int32, True, 1)
+        b = tl.inline_asm_elementwise(MOVE, "=r,r", [words[1]], tl.int32, True, 1)
+        c = tl.inline_asm_elementwise(MOVE, "=r,r", [words[2]], tl.int32, True, 1)
+        d = tl.inline_asm_elementwise(MOVE, "=r,r", [words[3]], tl.int32, True, 1)
+        return _quarters(a), _quarters(b), _quarters(c), _quarters(d)
+    else:
+        return _quarters(words[0]), _quarters(words[1]), _quarters(words[2]), _quarters(words[3])
+
+
+@triton.jit
+def _hidden(word, ASSEMBLY: tl.constexpr):
+    return tl.inline_asm_elementwise(ASSEMBLY, "=r,r", [word], tl.int32, True, 1)
+
+
+@triton.jit
+def _some_channels(words, k, MOVE: tl.constexpr, LIKE: tl.constexpr, PTX: tl.constexpr):
+    """Numbers of every fourth token from the ``k``th, as of _channels().
+
+    Of bfloat16 they are found in another way, which each branch MOVEs to otherwise: the compiler would keep what is found before.
+    """
+    if PTX and LIKE == tl.bfloat16:
+        a, c = _quarters(words[0]), _quarters(words[1])
+        first, second = _hidden(a[k], MOVE), _hidden(c[k], MOVE)
+        x0, x1 = _hidden(first, "prmt.b32 $0, $1, 0, 0x1044;"), _hidden(first, "prmt.b32 $0, $1, 0, 0x3244;")
+        x2, x3 = _hidden(second, "prmt.b32 $0, $1, 0, 0x1044;"), _hidden(second, "prmt.b32 $0, $1, 0, 0x3244;")
+        return _float32(x0, x1, x2, x3)
+    else:
+        a, b, c, d = _quarters(words[0]), _quarters(words[1]), _quarters(words[2]), _quarters(words[3])
+        return _channels((a[k], b[k], c[k], d[k]), LIKE)
+
+
+@triton.jit
+def _scales_of(
+    words, row, quad, there, anchor, gamma_at, mu_at, sigma_at, CHANNELS: tl.constexpr, LIKE: tl.constexpr, SHORT: tl.constexpr,
+    PTX: tl.constexpr,
+):  # fmt: skip
+    """Mu and sigma of a row's chunks, float32 [quads], four of each, and whether all are clear; where a chunk is not covered is noted."""
+    low, high = _extremes(words, LIKE, PTX)
+    x = _channels(words, LIKE)
+    mu, sigma, sound = _find_scales(x[0], low[0], high[0], row, 4 * quad, there, anchor, CHANNELS, gamma_at, mu_at, sigma_at, SHORT)
+    mu1, sigma1, sound1 = _find_scales(x[1], low[1], high[1], row, 4 * quad + 1, there, anchor, CHANNELS, gamma_at, mu_at, sigma_at, SHORT)
+    mu2, sigma2, sound2 = _find_scales(x[2], low[2], high[2], row, 4 * quad + 2, there, anchor, CHANNELS, gamma_at, mu_at, sigma_at, SHORT)
+    mu3, sigma3, sound3 = _find_scales(x[3], low[3], high[3], row, 4 * quad + 3, there, anchor, CHANNELS, gamma_at, mu_at, sigma_at, SHORT)
+    sound = sound & sound1 & sound2 & sound3
+    tl.store(anchor, tl.full((), 1, tl.uint8), mask=tl.min(tl.where(sound, 1, 0), 0) == 0)
+    clear = (sigma > tl.abs(mu) * CLEAR) & (sigma1 > tl.abs(mu1) * CLEAR)
+    clear &= (sigma2 > tl.abs(mu2) * CLEAR) & (sigma3 > tl.abs(mu3) * CLEAR)
+    return (mu, mu1, mu2, mu3), (sigma, sigma1, sigma2, sigma3), tl.min(tl.where(clear | ~there, 1, 0), 0) > 0
+
+
+@triton.jit
+def _store_looked_up(
+    words, mu, sigma, table, codes, rests, row, begin, there, tokens, CHANNELS: tl.constexpr, LIKE: tl.constexpr, BITS: tl.constexpr,
+    PTX: tl.constexpr,
+):  # fmt: skip
+    """Codes and rests of a row of chunks that has all its tokens, of clear scales."""
+    MOVE: tl.constexpr = "mov.b32 $0, $1;"
+    reach = tl.zeros_like(sigma[0]) + REACH
+    grow, cells = (reach / sigma[0], reach / sigma[1], reach / sigma[2], reach / sigma[3]), tl.load(table + tl.arange(0, CELLS))
+    for k in tl.static_range(0, 4, 2):
+        even, odd = _looked_up(_some_channels(words, k, MOVE, LIKE, PTX), mu, sigma, grow, cells, PTX)
+        even_next, odd_next = _looked_up(_some_channels(words, k + 1, MOVE, LIKE, PTX), mu, sigma, grow, cells, PTX)
+        even, odd = _split(even, even_next, BITS, PTX), _split(odd, odd_next, BITS, PTX)
+        _store(even, odd, codes, rests, row, k, begin, there, there, tokens, CHANNELS, BITS, PTX)
+
+
+@triton.jit
+def _store_searched(
+    words, mu, sigma, bounds, codes, rests, row, begin, there, tokens, CHANNELS: tl.constexpr, LIKE: tl.constexpr, BITS: tl.constexpr,
+    GREATEST: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Codes and rests of any row."""
+    MOVE: tl.constexpr = "mov.s32 $0, $1;"
+    for k in tl.static_range(0, 4, 2):
+        token = row * CHUNK + k + 4 * tl.arange(0, CHUNK // 4)
+        even, odd = _searched(_some_channels(words, k, MOVE, LIKE, PTX), mu, sigma, bounds, BITS, GREATEST, PTX)
+        even_next, odd_next = _searched(_some_channels(words, k + 1, MOVE, LIKE, PTX), mu, sigma, bounds, BITS, GREATEST, PTX)
+        even, odd = _split(even, even_next, BITS, PTX), _split(odd, odd_next, BITS, PTX)
+        inside, inside_next = (token < tokens)[None, :] & there[:, None], (token + 1 < tokens)[None, :] & there[:, None]
+        _store(even, odd, codes, rests, row, k, begin, inside, inside_next, tokens, CHANNELS, BITS, PTX)
+
+
+@triton.jit
+def _store_sinks(source, slots, row, quad, there, tokens, sinks, target, STRIDE: tl.constexpr, CHANNELS: tl.constexpr, PTX: tl.constexpr):
+    """Those of a row of chunks, as they are."""
+    SIZE: tl.constexpr = source.dtype.element_ty.primitive_bitwidth // 8
+    for place in range(0, CHUNK, 4):
+        token = row * CHUNK + place + tl.arange(0, 4)
+        exact = (token < sinks)[None, :] & there[:, None]
+        words = _load_quads(source, slots_of(slots, tl.minimum(token, tokens - 1), PTX), quad, exact, STRIDE, PTX)
+        own = target.to(tl.pointer_type(tl.int32)) + (token * (CHANNELS * SIZE // 4))[None, :] + SIZE * quad[:, None]
+        for k in tl.static_range(SIZE):
+            tl.store(own + k, words[k], mask=exact)
 
 
 @triton.jit(do_not_specialize=("tokens", "sinks"))
 def encode_tiles(
-    sources, anchors, residuals, slots, bounds, slot_stride, tokens, channels, sinks, gamma_at, mu_at, sigma_at, sinks_at, codes_at,
-    LIKE: tl.constexpr, BITS: tl.constexpr, GREATEST: tl.constexpr, SHORT: tl.constexpr, PAIRS: tl.constexpr, FEW: tl.constexpr,
+    sources, anchors, residuals, slots, bounds, table, tokens, sinks, gamma_at, mu_at, sigma_at, sinks_at, codes_at,
+    CHANNELS: tl.constexpr, STRIDE: tl.constexpr, LIKE: tl.constexpr, BITS: tl.constexpr, GREATEST: tl.constexpr, SHORT: tl.constexpr,
+    QUADS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """A row of chunks of PAIRS pairs of channels of a part: anchor, and without ``residuals=None`` the residual of 8 bits.
+    """A row of chunks of QUADS quads of channels of a part: anchor, and without ``residuals=None`` the residual of 8 bits.
 
     The first byte of an anchor stream, 0 before, becomes 1 where scales do not cover a chunk.
+
+    Args:
+        bounds: of edges(), float32.
+        table: of cells(), float32.
+        STRIDE: elements from one token to the next.
+        PTX: with instructions of NVIDIA's.
     """
-    row, part, begin = tl.program_id(0), tl.program_id(2), tl.program_id(1) * PAIRS
-    token, pair = row * CHUNK + tl.arange(0, CHUNK), begin + tl.arange(0, PAIRS)
-    source, anchor, there = at_address(sources, part, LIKE), at_address(anchors, part, tl.uint8), pair < channels // 2
-    if row * CHUNK < sinks:
-        exact = (token < sinks)[None, :] & there[:, None]
-        even, odd = load_pair(source, slots, slot_stride, tl.minimum(token, tokens - 1), pair, exact)
-        place = (anchor + sinks_at).to(tl.pointer_type(LIKE)) + (token * channels)[None, :] + 2 * pair[:, None]
-        tl.store(place, even, mask=exact)
-        tl.store(place + 1, odd, mask=exact)
-    x, y = _load_filled(source, slots, slot_stride, row, pair, there, tokens, sinks)
-    mu, sigma, sound = _find_scales(x, row, 2 * pair, there, anchor, channels, gamma_at, mu_at, sigma_at, SHORT)
-    mu_odd, sigma_odd, sound_odd = _find_scales(y, row, 2 * pair + 1, there, anchor, channels, gamma_at, mu_at, sigma_at, SHORT)
-    tl.store(anchor, tl.full((), 1, tl.uint8), mask=tl.min(tl.where(sound & sound_odd, 1, 0), 0) == 0)
-    rests = residuals if residuals is None else at_address(residuals, part, tl.uint8)
-    clear = (sigma > tl.abs(mu) * CLEAR) & (sigma_odd > tl.abs(mu_odd) * CLEAR) | ~there
-    # Read again, of the cache, a few tokens at a time: registers that a chunk does not take hold more programs.
-    if (tl.min(tl.where(clear, 1, 0), 0) > 0) & (row * CHUNK >= sinks) & (row * CHUNK + CHUNK <= tokens):
-        for place in range(0, CHUNK, FEW):
-            few = row * CHUNK + place + tl.arange(0, FEW)
-            even, odd = load_pair(source, slots, slot_stride, few, pair, there[:, None])
-            _store_few(
-                even.to(tl.float32), odd.to(tl.float32), mu, sigma, mu_odd, sigma_odd, bounds, anchor + codes_at, rests, few,
-                there[:, None], begin, channels, tokens, BITS, GREATEST, PAIRS, SEARCHED=False,
-            )  # fmt: skip
+    row, part, begin = tl.program_id(0), tl.program_id(2), tl.program_id(1) * QUADS
+    quad = begin + tl.arange(0, QUADS)
+    source, anchor, there = at_address(sources, part, LIKE), at_address(anchors, part, tl.uint8), quad < CHANNELS // 4
+    codes, rests = anchor + codes_at, residuals if residuals is None else at_address(residuals, part, tl.uint8)
+    own = None if CHANNELS % (4 * QUADS) == 0 else there[:, None]
+    whole = (row * CHUNK >= sinks) & (row * CHUNK + CHUNK <= tokens)
+    if whole:
+        a, b, c, d = _load_quads(source, slots_of(slots, row * CHUNK + tl.arange(0, CHUNK), PTX), quad, own, STRIDE, PTX)
     else:
-        for place in range(0, CHUNK, FEW):
-            few = place + tl.arange(0, FEW)
-            even, odd = load_pair(source, slots, slot_stride, _filled(row, few, tokens, sinks), pair, there[:, None])
-            _store_few(
-                even.to(tl.float32), odd.to(tl.float32), mu, sigma, mu_odd, sigma_odd, bounds, anchor + codes_at, rests,
-                row * CHUNK + few, (row * CHUNK + few < tokens)[None, :] & there[:, None], begin, channels, tokens, BITS, GREATEST,
-                PAIRS, SEARCHED=True,
-            )  # fmt: skip
+        _store_sinks(source, slots, row, quad, there, tokens, sinks, anchor + sinks_at, STRIDE, CHANNELS, PTX)
+        a, b, c, d = _load_quads(source, slots_of(slots, _filled(row, tl.arange(0, CHUNK), tokens, sinks), PTX), quad, own, STRIDE, PTX)
+    words = a, b, c, d
+    mu, sigma, clear = _scales_of(words, row, quad, there, anchor, gamma_at, mu_at, sigma_at, CHANNELS, LIKE, SHORT, PTX)
+    if whole & clear:
+        _store_looked_up(words, mu, sigma, table, codes, rests, row, begin, own, tokens, CHANNELS, LIKE, BITS, PTX)
+    else:
+        _store_searched(words, mu, sigma, bounds, codes, rests, row, begin, there, tokens, CHANNELS, LIKE, BITS, GREATEST, PTX)
+
+
+@triton.jit
+def _store(
+    even, odd, codes, rests, row, k, begin, inside, inside_next, tokens, CHANNELS: tl.constexpr, BITS: tl.constexpr, PTX: tl.constexpr
+):  # fmt: skip
+    """All planes of codes and rests (layout.py) of every fourth token of a row of chunks from its ``k``th, and of those next to them."""
+    if BITS == 4:
+        store_plane(even, odd, codes, row, k, begin, inside, inside_next, CHANNELS, 4, 4, PTX)
+    elif BITS == 3:
+        store_plane(even, odd, codes, row, k, begin, inside, inside_next, CHANNELS, 6, 2, PTX)
+        store_plane(even, odd, codes + tokens * (CHANNELS // 8) * 2, row, k, begin, inside, inside_next, CHANNELS, 5, 1, PTX)
+    else:
+        store_plane(even, odd, codes, row, k, begin, inside, inside_next, CHANNELS, 6, 2, PTX)
+    if rests is not None:
+        store_plane(even, odd, rests, row, k, begin, inside, inside_next, CHANNELS, 4 - BITS, 4, PTX)
+        if BITS < 4:
+            store_plane(even, odd, rests + tokens * (CHANNELS // 8) * 4, row, k, begin, inside, inside_next, CHANNELS, 0, 4 - BITS, PTX)

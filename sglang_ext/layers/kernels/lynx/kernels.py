@@ -8,15 +8,19 @@ import triton
 import triton.language as tl
 
 from sglang_ext.layers.kernels.lynx.decode_tiles import decode_tiles
-from sglang_ext.layers.kernels.lynx.encode_tiles import edges, encode_tiles, page_gamma
+from sglang_ext.layers.kernels.lynx.encode_tiles import cells, edges, encode_tiles, page_gamma
 from sglang_ext.layers.kernels.lynx.exact_tiles import count_units, read_exact, write_exact
 from sglang_ext.layers.kernels.lynx.layout import BLOCK, HEADER, UNIT, Layout
 from sglang_ext.layers.kernels.lynx.levels import BITS, bounds, fine_levels, greatest, levels, step
 from sglang_ext.layers.kernels.lynx.parts import ALIGNMENT, Parts, addresses
 
 LIKE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-# Pairs of channels of a program, which is one warp, and tokens of a chunk that it codes at once: the fewer, the less registers.
-PAIRS, FEW = 32, 8
+# Quads of channels of a program that encodes, a thread each, and registers that a thread has for bfloat16: more hold fewer programs.
+QUADS, REGISTERS = 64, 144
+# Pairs of channels of a program that decodes, two a thread, and tokens of a chunk at once: the fewer, the less registers.
+PAIRS, FEW = 128, 8
+# Whether kernels have instructions of NVIDIA's.
+PTX = torch.version.hip is None and not triton.knobs.runtime.interpret
 
 
 def anchors(parts: Parts, layout: Layout, slots: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -26,15 +30,17 @@ def anchors(parts: Parts, layout: Layout, slots: torch.Tensor | None) -> tuple[t
     found[:, :HEADER] = 0
     rest = _rows(count, layout.int8_bytes, device) if layout.reference == "int8" else None
     targets, offsets = _addresses_of_rows(found), _offsets(layout)
-    page = (layout.tokens, layout.channels, layout.sinks)
+    stride, like, warps = _slot_stride(parts), LIKE[layout.dtype], QUADS // 32
     if layout.short_scales:
-        page_gamma[(triton.cdiv(layout.channels, 2 * PAIRS), count)](
-            parts.table, targets, slots, _slot_stride(parts), *page, offsets[0], LIKE=LIKE[layout.dtype], PAIRS=PAIRS, num_warps=1,
+        page_gamma[(triton.cdiv(layout.channels, 4 * QUADS), count)](
+            parts.table, targets, slots, layout.tokens, layout.channels, layout.sinks, offsets[0], STRIDE=stride, LIKE=like, QUADS=QUADS,
+            PTX=PTX, num_warps=warps,
         )  # fmt: skip
-    encode_tiles[_grid(layout, count, 2 * PAIRS)](
-        parts.table, targets, None if rest is None else _addresses_of_rows(rest), slots, _table_of(edges, layout.bits, found.device),
-        _slot_stride(parts), *page, *offsets, LIKE=LIKE[layout.dtype], BITS=layout.bits, GREATEST=greatest(layout.bits),
-        SHORT=layout.short_scales, PAIRS=PAIRS, FEW=FEW, num_warps=1,
+    encode_tiles[_grid(layout, count, 4 * QUADS)](
+        parts.table, targets, None if rest is None else _addresses_of_rows(rest), slots, _table_of(edges, layout.bits, device),
+        _table_of(cells, layout.bits, device), layout.tokens, layout.sinks, *offsets, CHANNELS=layout.channels, STRIDE=stride,
+        LIKE=like, BITS=layout.bits, GREATEST=greatest(layout.bits), SHORT=layout.short_scales, QUADS=QUADS, PTX=PTX,
+        num_warps=warps, maxnreg=REGISTERS if layout.dtype == torch.bfloat16 else None,
     )  # fmt: skip
     return found, rest
 
@@ -85,7 +91,8 @@ def decode(
         return
     meanings = _table_of(levels if rest is None else _both_levels, layout.bits, device)
     decode_tiles[_grid(layout, count, 2 * PAIRS)](
-        streams, rest, outs.table, slots, meanings, stride, *page, *offsets, **kinds, PAIRS=PAIRS, FEW=FEW, num_warps=1,
+        streams, rest, outs.table, slots, meanings, layout.tokens, layout.sinks, *offsets, CHANNELS=layout.channels,
+        STRIDE=_slot_stride(outs), **kinds, PAIRS=PAIRS, FEW=FEW, PTX=PTX, num_warps=PAIRS // 64,
     )  # fmt: skip
 
 
@@ -116,11 +123,11 @@ def _slot_stride(parts: Parts) -> int:
     """Elements from one token to the next.
 
     Raises:
-        ValueError: they are odd, and pairs of channels are no words.
+        ValueError: quads of channels are no words.
     """
     stride = parts.tensors[0].stride(0)
-    if stride % 2:
-        raise ValueError(f"tokens {stride} elements apart: kernels read pairs of channels; pass a pool's buffer, or its contiguous copy")
+    if stride % 4:
+        raise ValueError(f"tokens {stride} elements apart: kernels read four channels at once; pass a contiguous copy")
     return stride
 
 

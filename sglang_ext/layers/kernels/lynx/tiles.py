@@ -34,6 +34,18 @@ def buffer(table, part, LIKE: tl.constexpr):
 
 
 @triton.jit
+def slots_of(slots, token, PTX: tl.constexpr):
+    """Where tokens of the page lie, int32."""
+    if slots is None:
+        return token
+    elif PTX:
+        # Hidden from the compiler, which would take all 64 bits for what is multiplied.
+        return tl.inline_asm_elementwise("cvt.u32.u64 $0, $1;", "=r,l", [tl.load(slots + token)], tl.int32, True, 1)
+    else:
+        return tl.load(slots + token).to(tl.int32)
+
+
+@triton.jit
 def pair_places(slots, slot_stride, token, pair, step):
     """Offsets of pairs in the pool, int64 [pairs, tokens], of tokens of the page; ``step`` from one pair to the next."""
     source = token.to(tl.int64)
@@ -43,43 +55,56 @@ def pair_places(slots, slot_stride, token, pair, step):
 
 
 @triton.jit
-def load_pair(x, slots, slot_stride, token, pair, mask):
-    """Even and odd channels of tokens of the page, [pairs, tokens] each of the pool's dtype, 0 where masked."""
-    KIND: tl.constexpr = x.dtype.element_ty
-    if KIND.primitive_bitwidth == 32:
-        place = x + pair_places(slots, slot_stride, token, pair, 2)
-        return tl.load(place, mask=mask, other=0), tl.load(place + 1, mask=mask, other=0)
+def _nibbles(low, high, PTX: tl.constexpr):
+    """Of bytes, the lower four bits of ``low`` and the upper of ``high``."""
+    if PTX:
+        return tl.inline_asm_elementwise("lop3.b32 $0, $1, $2, 0x0F0F0F0F, 0xE4;", "=r,r,r", [low, high], tl.int32, True, 1)
     else:
-        place = x.to(tl.pointer_type(tl.int32)) + pair_places(slots, slot_stride // 2, token, pair, 1)
-        words = tl.load(place, mask=mask, other=0)
-        return words.to(tl.int16).to(KIND, bitcast=True), (words >> 16).to(tl.int16).to(KIND, bitcast=True)
+        return (low & 0x0F0F0F0F) | (high & ~0x0F0F0F0F)
 
 
 @triton.jit
-def _store_pair_plane(even, odd, plane, token, inside, begin, channels, LEFT: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr):
-    """Bits ``LEFT`` to ``LEFT + WIDTH`` of codes, int32 [pairs, tokens]; those of 4 / WIDTH pairs are a byte."""
-    MORE: tl.constexpr = 4 // WIDTH
-    TOKENS: tl.constexpr = token.shape[0]
-    both = ((even >> LEFT) & ((1 << WIDTH) - 1)) | (((odd >> LEFT) & ((1 << WIDTH) - 1)) << WIDTH)
-    if MORE > 1:
-        shifts = tl.arange(0, MORE) * (2 * WIDTH)
-        both = tl.sum(tl.reshape(both, (PAIRS // MORE, MORE, TOKENS)) << shifts[None, :, None], 1)
-        inside, _ = tl.broadcast(inside, even < 0)
-        inside = tl.min(tl.reshape(inside.to(tl.int32), (PAIRS // MORE, MORE, TOKENS)), 1) > 0
-    byte = begin // MORE + tl.arange(0, PAIRS // MORE)
-    tl.store(plane + (token * (channels * WIDTH // 8))[None, :] + byte[:, None], both.to(tl.uint8), mask=inside)
+def store_plane(
+    even, odd, plane, row, k, begin, inside, inside_next, CHANNELS: tl.constexpr, LEFT: tl.constexpr, WIDTH: tl.constexpr, PTX: tl.constexpr
+):  # fmt: skip
+    """Bits ``LEFT`` to ``LEFT + WIDTH`` of bytes into a plane of codes.
+
+    Args:
+        even, odd: int32 [quads, tokens], of the first and the third channel of a quad, or of the others, bytes of two neighbouring tokens;
+            the first ones are every fourth of a row of chunks from its ``k``th.
+        begin: the first quad.
+        inside, inside_next: which are stored, of either token.
+    """
+    MASK: tl.constexpr = (1 << WIDTH) - 1
+    # The codes of a channel and the next in a byte; of 4 bits one lies where it belongs, and the other takes the place beside it.
+    if LEFT == 4:
+        both = _nibbles(even >> 4, odd, PTX)
+    elif WIDTH == 4 and LEFT == 0:
+        both = _nibbles(even, odd << 4, PTX)
+    else:
+        both = ((even >> LEFT) & (MASK * 0x01010101)) | (((odd >> LEFT) & (MASK * 0x01010101)) << WIDTH)
+        if WIDTH < 4:
+            both = both | (both >> (8 - 2 * WIDTH))
+    _store_tokens(both, plane, row, k, begin, inside, CHANNELS, WIDTH)
+    _store_tokens(both >> 16, plane, row, k + 1, begin, inside_next, CHANNELS, WIDTH)
 
 
 @triton.jit
-def store_pair_codes(even, odd, planes, token, inside, begin, channels, tokens, BITS: tl.constexpr, PAIRS: tl.constexpr):
-    """All planes of codes of so many bits (layout.py); higher bits of them mean nothing."""
-    if BITS == 2 or BITS == 4:
-        _store_pair_plane(even, odd, planes, token, inside, begin, channels, 0, BITS, PAIRS)
-    else:
-        HIGHEST: tl.constexpr = 2 if BITS == 3 else 4
-        _store_pair_plane(even, odd, planes, token, inside, begin, channels, BITS - HIGHEST, HIGHEST, PAIRS)
-        rest = planes + tokens * (channels // 8) * HIGHEST
-        _store_pair_plane(even, odd, rest, token, inside, begin, channels, 0, BITS - HIGHEST, PAIRS)
+def _store_tokens(quads, plane, row, k, begin, inside, CHANNELS: tl.constexpr, WIDTH: tl.constexpr):
+    """The lowest ``4 * WIDTH`` bits, those of a quad, of every fourth token."""
+    TOKENS: tl.constexpr = quads.shape[1]
+    KIND: tl.constexpr = tl.int16 if WIDTH == 4 else tl.uint8
+    if WIDTH == 1:
+        PAIRS: tl.constexpr = quads.shape[0] // 2
+        shifts = tl.arange(0, 2) * 4
+        quads = tl.sum(tl.reshape(quads & 15, (PAIRS, 2, TOKENS)) << shifts[None, :, None], 1)
+        if inside is not None:
+            inside, _ = tl.broadcast(inside, tl.zeros((2 * PAIRS, TOKENS), tl.int1))
+            inside = tl.min(tl.reshape(inside.to(tl.int32), (PAIRS, 2, TOKENS)), 1) > 0
+    STRIDE: tl.constexpr = CHANNELS * WIDTH // KIND.primitive_bitwidth
+    own = plane.to(tl.pointer_type(KIND)) + begin * (4 * WIDTH) // KIND.primitive_bitwidth + (row * CHUNK + k) * STRIDE
+    place = (own + tl.arange(0, quads.shape[0]))[:, None] + (tl.arange(0, TOKENS) * (4 * STRIDE))[None, :]
+    tl.store(place, quads.to(KIND), mask=inside)
 
 
 @triton.jit
@@ -155,15 +180,6 @@ def covers(mu, sigma, low, high):
 def rounded_to_integer(x):
     """Of small numbers, ties to even."""
     return (x + ROUNDING) - ROUNDING
-
-
-@triton.jit
-def mean(x, size):
-    """Of the chunks of float32 [pairs, 32]; ``size`` is the greatest absolute value of each."""
-    exponent = tl.minimum(tl.maximum(size.to(tl.int32, bitcast=True) >> 23, LEAST), MOST)
-    grow = ((-exponent + (2 * BIAS + INTEGER - 1)) << 23).to(tl.float32, bitcast=True)
-    shrink = ((exponent - (INTEGER - 1 + SHARE)) << 23).to(tl.float32, bitcast=True)
-    return tl.sum(rounded_to_integer(x * grow[:, None]), 1) * shrink
 
 
 @triton.jit
