@@ -1,6 +1,6 @@
 """How fast backend progressive moves a pool's KV without a limit, codec and all, beside a bare ZMQ stream of as many bytes.
 
-    python docs/benchmarks/backend_rate.py [--reference raw|int8|exact] [--transport ipc|tcp] [--mib 512] [--repeats 3] \
+    python docs/benchmarks/backend_rate.py [--reference raw|int8|exact] [--codec int8|...] [--transport ipc|tcp] [--mib 512] [--repeats 3] \
         [--device cuda --dtype bfloat16 --layers 36 --heads 8 --dim 128]
 
 Two processes on this machine, without SGLang. One encodes pages of a pool and sends them; the other decodes them into its own pool.
@@ -22,6 +22,7 @@ import link_rate
 import torch
 from sglang.srt.disaggregation.base.conn import KVArgs
 
+from sglang_ext.config.benchmark_options import CODECS as BENCH_CODECS
 from sglang_ext.managers.disaggregation.limits import LinkLimits
 from sglang_ext.managers.disaggregation.link import Link
 from sglang_ext.managers.disaggregation.link_server import LinkServer
@@ -93,7 +94,7 @@ def receive_backend(endpoint: str, options: argparse.Namespace, parent: Connecti
     """Tell where it listens, then bytes per second."""
     torch.set_num_threads(1)
     pool, told = make_pool(options), Told()
-    codec, layers = make_codec(options.reference, pool), LayerRange(0, options.layers)
+    codec, layers = make_codec(options.reference, pool, options.codec), LayerRange(0, options.layers)
     pages = pages_of(pool, codec.page_size)
     hashes = [bytes(32)] * len(pages)
     before, room = (First(codec, pool, AuxRecords(pool.args), 0, layers, pages, hashes, each) for each in (Told(), told))
@@ -111,7 +112,7 @@ def send_backend(endpoint: str, options: argparse.Namespace) -> Callable[[], Non
     """Send the pool; what ends the link."""
     torch.set_num_threads(1)
     pool = make_pool(options)
-    codec, layers = make_codec(options.reference, pool), LayerRange(0, options.layers)
+    codec, layers = make_codec(options.reference, pool, options.codec), LayerRange(0, options.layers)
     pages = pages_of(pool, codec.page_size)
     link = Link(endpoint, link_rate.SETTINGS, LinkLimits())
     peer, _ = Peer(link), pool.blocks
@@ -131,6 +132,7 @@ def main() -> None:
     """Print GB/s of both and their ratio, medians over alternating runs, as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--reference", choices=("raw", "int8", "exact"), default="raw")
+    parser.add_argument("--codec", choices=BENCH_CODECS, help="of what is compared with, in place of that of --reference")
     parser.add_argument("--transport", choices=("ipc", "tcp"), default="ipc")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where both pools lie")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")

@@ -25,6 +25,7 @@ from uneven_checks import check_scatter_cells, check_uneven_backend  # noqa: E40
 from sglang_ext.layers.kernels.gather_kept import gather_kept  # noqa: E402
 from sglang_ext.layers.kernels.packed.packed_decode import packed_decode  # noqa: E402
 from sglang_ext.layers.kernels.page_checksum import page_checksum  # noqa: E402
+from sglang_ext.layers.kernels.page_rows import gather_rows, in_words, scatter_rows  # noqa: E402
 from sglang_ext.layers.kernels.uneven_decode import uneven_decode  # noqa: E402
 from sglang_ext.layers.kernels.verify_attention import verify_attention  # noqa: E402
 from sglang_ext.layers.kernels.verify_sizes import (  # noqa: E402
@@ -118,6 +119,24 @@ def check_page_checksum():
             as_words(keys[0], SUMMED_WORD), slots.to(DEVICE), plain.token_weights.to(DEVICE), plain.column_weights.to(DEVICE),
         )  # fmt: skip
         assert torch.equal(found.cpu(), plain.of(slots)), (dtype, page_size)
+
+
+def check_page_rows():
+    """Tokens of all buffers, copied into one and from it into other slots, over widths around the kernel's blocks; tokens apart."""
+    for dtype, parts, width, tokens in ((torch.bfloat16, 3, 1024, 192), (torch.float32, 2, 20, 5), (torch.uint8, 1, 8, 1), (torch.float16, 4, 4100, 3)):
+        noise = torch.Generator().manual_seed(width)
+        wide = torch.randint(0, 256, (parts, tokens + 9, (width + 8) * dtype.itemsize), generator=noise, dtype=torch.uint8).to(DEVICE)
+        buffers = wide.view(dtype)[:, :, :width]
+        one, table = buffers[0], torch.tensor([buffer.data_ptr() for buffer in buffers], device=DEVICE)
+        order, out = torch.randperm(tokens + 9, generator=noise).to(DEVICE), torch.zeros(parts, tokens, width, dtype=dtype, device=DEVICE)
+        bits, before = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[dtype.itemsize], wide.clone().view(dtype)
+        gather_rows(table, one, order[:tokens], out)
+        assert torch.equal(out.view(bits), buffers[:, order[:tokens]].view(bits)), (dtype, width)
+        target = order.flip(0)[:tokens]
+        scatter_rows(table, one, target, out)
+        before[:, target, :width] = out
+        assert torch.equal(wide.view(bits), before.view(bits)), (dtype, width)
+    assert not in_words(torch.zeros(4, 3, dtype=torch.bfloat16))
 
 
 def new_tokens(prefixes, counts, rows, splits):
@@ -377,6 +396,7 @@ CHECKS = {
     "window_scores": check_window_scores,
     "gather_kept": check_gather_kept,
     "page_checksum": check_page_checksum,
+    "page_rows": check_page_rows,
     "verify_attention": check_verify_attention,
     "verify_attention_is_decode": check_verify_attention_is_decode,
 }

@@ -36,6 +36,7 @@ from sglang_ext.layers.kernels.lynx.layout import Layout  # noqa: E402
 from sglang_ext.layers.kernels.packed import packed_decode, packed_launches  # noqa: E402
 from sglang_ext.layers.kernels.packed.pack_blocks import takes  # noqa: E402
 from sglang_ext.layers.kernels.page_checksum import page_checksum  # noqa: E402
+from sglang_ext.layers.kernels.page_rows import gather_rows, scatter_rows  # noqa: E402
 from sglang_ext.layers.kernels.pointer_decode import pointer_decode  # noqa: E402
 from sglang_ext.layers.kernels.scatter_cells import scatter_cells  # noqa: E402
 from sglang_ext.layers.kernels.uneven_decode import uneven_decode  # noqa: E402
@@ -204,7 +205,7 @@ def pointers(shape: Shape):
 
 def copies(shape: Shape):
     """What does not depend on queries, number by number what PyTorch gives: tokens, cells and pointers that are copied; checksums."""
-    yield from (float(not same) for same in (*_gathered(shape), *_scattered(shape), *_pointed(shape), *_summed(shape)))
+    yield from (float(not same) for same in (*_gathered(shape), *_scattered(shape), *_pointed(shape), *_summed(shape), *_rowed(shape)))
 
 
 def _gathered(shape: Shape):
@@ -234,6 +235,16 @@ def _pointed(shape: Shape):
         write_pointers(there.key_table, there.keys[0], made.kept, made.context, made.held)
         found = [form.read(keys, made.held, count) for keys in there.keys]
         yield all(torch.equal(part[head], made.led(layer, head)) for layer, part in enumerate(found) for head in range(2))
+
+
+def _rowed(shape: Shape):
+    for count in (1, 32, 33):
+        keys, order = random(shape, 80, 2).flatten(1), torch.randperm(80)
+        table, out = torch.tensor([keys.data_ptr()]), torch.zeros(1, count, 2 * shape.dim, dtype=shape.dtype)
+        gather_rows(table, keys, order[:count], out)
+        yield torch.equal(out[0], keys[order[:count]])
+        scatter_rows(table, keys, order[40 : 40 + count], out)
+        yield torch.equal(out[0], keys[order[40 : 40 + count]])
 
 
 def _summed(shape: Shape):

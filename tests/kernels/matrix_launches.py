@@ -16,6 +16,7 @@ from sglang_ext.layers.kernels.lynx.layout import Layout
 from sglang_ext.layers.kernels.lynx.parts import Parts
 from sglang_ext.layers.kernels.packed import pack_blocks, packed_decode
 from sglang_ext.layers.kernels.page_checksum import page_checksum
+from sglang_ext.layers.kernels.page_rows import gather_rows, scatter_rows
 from sglang_ext.layers.kernels.pointer_decode import pointer_decode
 from sglang_ext.layers.kernels.scatter_cells import scatter_cells
 from sglang_ext.layers.kernels.uneven_decode import uneven_decode
@@ -137,6 +138,9 @@ def _copies(shape: Shape) -> None:
     words = as_words(keys, SUMMED_WORD)
     weights = torch.ones(1, 2, 16, dtype=torch.int64), torch.ones(words.shape[1], dtype=torch.int64)
     page_checksum(buffers.key_table, buffers.value_table, words, torch.arange(32), *weights)
+    flat, out = keys.flatten(1), torch.empty(1, 40, shape.dim, dtype=shape.dtype)
+    gather_rows(buffers.key_table, flat, slots, out)
+    scatter_rows(buffers.key_table, flat, slots, out)
 
 
 def _lynx(shape: Shape) -> None:

@@ -5,6 +5,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from sglang_ext.managers.disaggregation.progressive.pool_buffers import PoolBuffers
 from sglang_ext.managers.disaggregation.settings import OptionValue
 from sglang_ext.managers.disaggregation.wire import LayerRange, Stream
 
@@ -51,12 +52,14 @@ class PageCodec(Protocol):
     """Pages of one pool as streams, and back. It keeps nothing of a page; its methods may be called from several threads.
 
     Attributes:
+        pool: of this rank.
         name, version, options: as the two ends of a link compare them (settings.py).
         reference: what all streams of a page restore.
         page_size: tokens of a page.
         has_residual: whether there is a second stream.
     """
 
+    pool: PoolBuffers
     name: str
     version: int
     options: dict[str, OptionValue]

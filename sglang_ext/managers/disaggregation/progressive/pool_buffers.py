@@ -1,14 +1,19 @@
 """A rank's KV pool and its auxiliary records, as SGLang describes them to transfer backends: addresses and lengths."""
 
 import ctypes
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from sglang.srt.disaggregation.base.conn import KVArgs
 
+from sglang_ext.layers.kernels.lynx.parts import Parts
+from sglang_ext.layers.kernels.page_rows import gather_rows, in_words, scatter_rows
 from sglang_ext.managers.disaggregation.progressive.host_blocks import HostBlocks
 from sglang_ext.managers.disaggregation.settings import LinkError
+from sglang_ext.managers.disaggregation.wire import LayerRange
 
 
 class _DeviceMemory:
@@ -43,6 +48,8 @@ class PoolBuffers:
     key_dim: int
     value_dim: int
     device: torch.device
+    # Of ranges of layers: keys, or values, of some.
+    _alike: dict[tuple[int, int, bool], Parts] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         widths = [width // self.args.page_size for width in self.args.kv_item_lens]
@@ -76,6 +83,41 @@ class PoolBuffers:
     def tensors(self, first: int, count: int) -> list[torch.Tensor]:
         """Keys, then values, of ``count`` layers from ``first``."""
         return [*self.keys[first : first + count], *self.values[first : first + count]]
+
+    def gather(self, layers: LayerRange, slots: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Copies of keys, then of values, of tokens: [layers, tokens, heads * dim] each. It does not wait for a GPU."""
+        for parts in self._halves(layers):
+            like = parts.tensors[0]
+            out = torch.empty(len(parts.tensors), len(slots), like.shape[1], dtype=like.dtype, device=like.device)
+            if self._by_kernel(like):
+                gather_rows(parts.table, like, slots, out)
+            else:
+                for tensor, rows in zip(parts.tensors, out, strict=True):
+                    torch.index_select(tensor, 0, slots, out=rows)
+            yield out
+
+    def scatter(self, layers: LayerRange, slots: torch.Tensor, halves: Sequence[torch.Tensor]) -> None:
+        """Write tokens as :meth:`gather` gives them."""
+        for parts, rows in zip(self._halves(layers), halves, strict=True):
+            if self._by_kernel(parts.tensors[0]):
+                scatter_rows(parts.table, parts.tensors[0], slots, rows)
+            else:
+                for tensor, part in zip(parts.tensors, rows, strict=True):
+                    tensor[slots] = part
+
+    def _halves(self, layers: LayerRange) -> Iterator[Parts]:
+        for is_value, buffers in enumerate((self.keys, self.values)):
+            key = layers.first, layers.count, bool(is_value)
+            if key not in self._alike:
+                self._alike[key] = Parts.of(buffers[layers.first : layers.first + layers.count])
+            yield self._alike[key]
+
+    def _by_kernel(self, like: torch.Tensor) -> bool:
+        return self.device.type == "cuda" and in_words(like)
+
+    def current(self) -> AbstractContextManager[object]:
+        """Threads of links, whose device is the first until they say another, work with this pool within it."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     @cached_property
     def blocks(self) -> HostBlocks:

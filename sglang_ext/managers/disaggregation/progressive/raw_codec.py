@@ -3,8 +3,6 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
-
 import numpy as np
 import torch
 
@@ -12,9 +10,6 @@ from sglang_ext.managers.disaggregation.progressive.page_codec import EncodedPag
 from sglang_ext.managers.disaggregation.progressive.pool_buffers import PoolBuffers
 from sglang_ext.managers.disaggregation.settings import LinkError, OptionValue
 from sglang_ext.managers.disaggregation.wire import LayerRange, Stream
-
-Bytes = TypeVar("Bytes", np.ndarray, torch.Tensor)
-
 
 @dataclass(frozen=True)
 class RawCodec:
@@ -54,10 +49,10 @@ class RawCodec:
             for rows, part in zip(self._rows(layers), self._parts(content, tokens, layers), strict=True):
                 part[:] = rows[where]
             return memoryview(content)
-        together = torch.empty(size, dtype=torch.uint8, device=self.pool.device)
-        for tensor, part in zip(self.pool.tensors(layers.first, layers.count), self._parts(together, tokens, layers), strict=True):
-            torch.index_select(tensor.view(torch.uint8), 0, page.slots, out=part)
-        torch.from_numpy(content).copy_(together, non_blocking=True)
+        begin = 0
+        for half in self.pool.gather(layers, page.slots):
+            torch.from_numpy(content[begin : begin + half.nbytes]).copy_(half.view(torch.uint8).flatten(), non_blocking=True)
+            begin += half.nbytes
         self.pool.written()
         return memoryview(content)
 
@@ -75,9 +70,9 @@ class RawCodec:
             for rows, part in zip(self._rows(layers), self._parts(np.frombuffer(anchor, np.uint8), tokens, layers), strict=True):
                 rows[where] = part
             return
-        content = self.pool.blocks.to_device(anchor)
-        for tensor, part in zip(self.pool.tensors(layers.first, layers.count), self._parts(content, tokens, layers), strict=True):
-            tensor[page.slots] = part.view(tensor.dtype)
+        content, split = self.pool.blocks.to_device(anchor).view(self.pool.dtype), tokens * layers.count * self.pool.heads * self.pool.key_dim
+        halves = (half.view(layers.count, tokens, -1) for half in (content[:split], content[split:]))
+        self.pool.scatter(layers, page.slots, tuple(halves))
 
     def write_residual(self, page: PlacedPage, layers: LayerRange, anchor: memoryview, residual: memoryview) -> None:
         """There is none.
@@ -109,7 +104,7 @@ class RawCodec:
     def _bytes(self, tokens: int, layers: LayerRange) -> int:
         return tokens * sum(self._of_layers(self._widths, layers))
 
-    def _parts(self, content: Bytes, tokens: int, layers: LayerRange) -> Iterator[Bytes]:
+    def _parts(self, content: np.ndarray, tokens: int, layers: LayerRange) -> Iterator[np.ndarray]:
         """A page's bytes by keys and values of layers, uint8 [tokens, bytes of a token] each."""
         begin = 0
         for width in self._of_layers(self._widths, layers):

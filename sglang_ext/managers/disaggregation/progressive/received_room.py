@@ -88,15 +88,18 @@ class ReceivedRoom:
                 self._traveling.parse(self.queries)
             return
         self.size += len(payload)
+        page = self._pages[header.page]
         if header.stream is Stream.ANCHOR:
             if self._codec.has_residual:
                 self._anchors[header.page] = payload
-            self._codec.write_anchor(self._pages[header.page], self._layers, payload)
+            with self._pool.current():
+                self._codec.write_anchor(page, self._layers, payload)
         else:
             anchor = self._anchors.pop(header.page, None)
             if anchor is None:
                 raise LinkError(f"the residual of page {header.page} came before its anchor; install the same version on both sides")
-            self._codec.write_residual(self._pages[header.page], self._layers, anchor, payload)
+            with self._pool.current():
+                self._codec.write_residual(page, self._layers, anchor, payload)
 
     def arrived(self, stream: Stream) -> None:
         """Of the link: all parts of a stream were written; the auxiliary record goes after the anchors."""

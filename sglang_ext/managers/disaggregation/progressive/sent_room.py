@@ -66,11 +66,12 @@ class SentRoom:
             residual: whether to offer that, too; else ``send_residual`` must follow, and the KV stay until then.
         """
         page, self._begun = self._begun, self._begun + 1
-        if residual:
-            anchor, rest = self._codec.encode(self._placed(page, slots), self._layers)
-        else:
-            anchor, rest = self._codec.encode_anchor(self._placed(page, slots), self._layers), None
-            self._owed += 1
+        with self._codec.pool.current():
+            if residual:
+                anchor, rest = self._codec.encode(self._placed(page, slots), self._layers)
+            else:
+                anchor, rest = self._codec.encode_anchor(self._placed(page, slots), self._layers), None
+                self._owed += 1
         self._offer(link, Stream.ANCHOR, page, anchor)
         if rest is not None:
             self._offer(link, Stream.RESIDUAL, page, rest)
@@ -78,7 +79,9 @@ class SentRoom:
 
     def send_residual(self, link: Link, page: int, slots: torch.Tensor) -> None:
         """Offer the residual of a page that was sent without."""
-        self._offer(link, Stream.RESIDUAL, page, self._codec.encode(self._placed(page, slots), self._layers).residual)
+        with self._codec.pool.current():
+            residual = self._codec.encode(self._placed(page, slots), self._layers).residual
+        self._offer(link, Stream.RESIDUAL, page, residual)
         self._owed -= 1
         self._tell_if_encoded()
 

@@ -1,9 +1,6 @@
 """Pages of quantized numbers in one stream: keys of all layers, then values of all layers, as a quantizer writes them."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-
-import torch
 
 from sglang_ext.managers.disaggregation.progressive.baselines.quantizers import Quantizer
 from sglang_ext.managers.disaggregation.progressive.lynx_codec import packed, packed_bytes, unpacked
@@ -51,8 +48,7 @@ class QuantizedCodec:
         """Of a full page."""
         if stream is not Stream.ANCHOR:
             return 0
-        dims = self.pool.key_dim, self.pool.value_dim
-        return packed_bytes([self.quantizer.most_bytes(layers.count, self.page_size, self.pool.heads, dim) for dim in dims])
+        return packed_bytes([self.quantizer.most_bytes(layers.count, self.page_size, self.pool.heads, dim) for dim in self._dims])
 
     def encode(self, page: PlacedPage, layers: LayerRange) -> EncodedPage:
         """The one stream."""
@@ -65,8 +61,8 @@ class QuantizedCodec:
             LinkError: a number is not finite, or beyond what scales of float16 reach.
         """
         streams = []
-        for tensors, dim in self._halves(layers):
-            x = torch.stack([tensor[page.slots] for tensor in tensors]).view(layers.count, -1, self.pool.heads, dim).float()
+        for half, dim in zip(self.pool.gather(layers, page.slots), self._dims, strict=True):
+            x = half.view(layers.count, -1, self.pool.heads, dim).float()
             if not x.isfinite().all():
                 raise LinkError(f"KV of the page at {page.start} is not finite: codec {self.name} has no codes for it; use --kv-reference exact")
             try:
@@ -83,15 +79,15 @@ class QuantizedCodec:
         Raises:
             LinkError: it is no stream of such a page.
         """
-        streams = unpacked(anchor, 2, self.pool.blocks)
-        for stream, (tensors, dim) in zip(streams, self._halves(layers), strict=True):
+        found = []
+        for stream, dim in zip(unpacked(anchor, 2, self.pool.blocks), self._dims, strict=True):
             shape = layers.count, len(page.slots), self.pool.heads, dim
             try:
                 x = self.quantizer.decode(stream, shape, self.pool.layers)
             except ValueError as error:
                 raise LinkError(f"no stream of a page of {len(page.slots)} tokens: {error}") from error
-            for tensor, rows in zip(tensors, x.to(self.pool.dtype).flatten(2), strict=True):
-                tensor[page.slots] = rows
+            found.append(x.to(self.pool.dtype).flatten(2))
+        self.pool.scatter(layers, page.slots, found)
 
     def write_residual(self, page: PlacedPage, layers: LayerRange, anchor: memoryview, residual: memoryview) -> None:
         """There is none.
@@ -101,8 +97,7 @@ class QuantizedCodec:
         """
         raise LinkError(f"codec {self.name} has no residuals, and one of {len(residual)} bytes came")
 
-    def _halves(self, layers: LayerRange) -> Iterator[tuple[list[torch.Tensor], int]]:
-        """Keys and values of these layers, and the dim of their heads."""
-        tensors = self.pool.tensors(layers.first, layers.count)
-        yield tensors[: layers.count], self.pool.key_dim
-        yield tensors[layers.count :], self.pool.value_dim
+    @property
+    def _dims(self) -> tuple[int, int]:
+        """Of a head's keys and values."""
+        return self.pool.key_dim, self.pool.value_dim

@@ -8,6 +8,7 @@ import torch
 from sglang_ext.managers.disaggregation.progressive.host_blocks import HostBlocks
 from sglang_ext.managers.disaggregation.progressive.lynx_codec import LynxCodec, packed, packed_bytes, unpacked
 from sglang_ext.managers.disaggregation.progressive.page_codec import EncodedPage, PlacedPage
+from sglang_ext.managers.disaggregation.progressive.pool_buffers import PoolBuffers
 from sglang_ext.managers.disaggregation.settings import LOSSY, LinkError, OptionValue
 from sglang_ext.managers.disaggregation.wire import LayerRange, Stream
 
@@ -30,6 +31,11 @@ class UnsplitCodec:
     version = 1
     reference = LOSSY
     has_residual = False
+
+    @property
+    def pool(self) -> PoolBuffers:
+        """Of this rank."""
+        return self.split.pool
 
     @property
     def page_size(self) -> int:
@@ -61,7 +67,7 @@ class UnsplitCodec:
         """All that travels."""
         if not self.whole:
             return self.split.encode_anchor(page, layers)
-        return packed([torch.from_numpy(np.asarray(stream)) for stream in self.split.encode(page, layers)], self.split.pool.blocks)
+        return packed([torch.from_numpy(np.asarray(stream)) for stream in self.split.encode(page, layers)], self.pool.blocks)
 
     def write_anchor(self, page: PlacedPage, layers: LayerRange, anchor: memoryview) -> None:
         """Numbers of 8 or of 4 bits.

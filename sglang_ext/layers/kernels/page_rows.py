@@ -1,0 +1,69 @@
+"""Copy tokens of a page between many buffers and one, all buffers in one launch: what is read and written by links."""
+
+import torch
+import triton
+import triton.language as tl
+
+# Words of 8 bytes of a program, and its warps.
+BLOCK, WARPS = 1024, 4
+WORD = 8
+
+
+@triton.jit(do_not_specialize=("tokens",))
+def _copy_rows(table, slots, rows, tokens, slot_words, row_words, COLUMNS: tl.constexpr, TOKENS: tl.constexpr, GATHERS: tl.constexpr):
+    """Some tokens of a buffer: from the slots in which they lie, or into them."""
+    part, token = tl.program_id(2).to(tl.int64), tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (token < tokens)[:, None] & (column < row_words)[None, :]
+    slot = tl.load(slots + token, mask=token < tokens, other=0)
+    buffer = tl.multiple_of(tl.load(table + part).to(tl.pointer_type(tl.int64)), 16)
+    far = buffer + (slot * slot_words)[:, None] + column[None, :]
+    near = rows + ((part * tokens + token) * row_words)[:, None] + column[None, :]
+    if GATHERS:
+        tl.store(near, tl.load(far, mask=inside), mask=inside)
+    else:
+        tl.store(far, tl.load(near, mask=inside), mask=inside)
+
+
+def gather_rows(table: torch.Tensor, like: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) -> None:
+    """Copy tokens of all buffers into ``out``; does not wait for the device.
+
+    Args:
+        table: int64 [parts], addresses of buffers, 16-byte aligned.
+        like: one of them, [slots, channels], channels contiguous; all have its shape, strides and dtype.
+        slots: int64 [tokens].
+        out: contiguous, [parts, tokens, channels], 8-byte aligned.
+
+    Raises:
+        ValueError: a token is not made of whole words of 8 bytes.
+    """
+    _launch(table, like, slots, out, gathers=True)
+
+
+def scatter_rows(table: torch.Tensor, like: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
+    """Copy ``rows`` into slots of all buffers, which are written to once each; else as :func:`gather_rows`.
+
+    Raises:
+        ValueError: as of :func:`gather_rows`.
+    """
+    _launch(table, like, slots, rows, gathers=False)
+
+
+def in_words(like: torch.Tensor) -> bool:
+    """Whether these kernels take such buffers: a token's channels, and from one token to the next, are whole words."""
+    return all(count * like.itemsize % WORD == 0 for count in (like.shape[1], like.stride(0)))
+
+
+def _launch(table: torch.Tensor, like: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor, gathers: bool) -> None:
+    if not in_words(like):
+        size = like.shape[1] * like.itemsize
+        raise ValueError(f"tokens of {size} bytes, {like.stride(0) * like.itemsize} apart: kernels copy words of {WORD}; index them instead")
+    if len(slots) == 0:
+        return
+    width = like.shape[1] * like.itemsize // WORD
+    columns = min(BLOCK, triton.next_power_of_2(width))
+    tokens = BLOCK // columns
+    _copy_rows[(triton.cdiv(len(slots), tokens), triton.cdiv(width, columns), len(table))](
+        table, slots, rows.view(torch.int64), len(slots), like.stride(0) * like.itemsize // WORD, width, COLUMNS=columns, TOKENS=tokens,
+        GATHERS=gathers, num_warps=WARPS,
+    )  # fmt: skip

@@ -1,0 +1,77 @@
+"""Threads of links encode and write pages of a pool on any GPU of several, whichever is theirs."""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sglang_ext.managers.disaggregation.progressive.codecs import make_codec
+from sglang_ext.managers.disaggregation.progressive.page_codec import PlacedPage
+from sglang_ext.managers.disaggregation.progressive.pool_buffers import AuxRecords, PoolBuffers
+from sglang_ext.managers.disaggregation.progressive.received_room import ReceivedRoom
+from sglang_ext.managers.disaggregation.progressive.sent_room import SentRoom
+from sglang_ext.managers.disaggregation.wire import LayerRange, PageHeader, Stream
+
+LAYERS, HEADS, DIM, SLOTS = 3, 2, 64, 400
+
+
+class Told:
+    """Of no interest here."""
+
+    def anchor_arrived(self):
+        """Nothing."""
+
+    succeed = fail = anchor_arrived
+
+
+def pool_on(device):
+    tensors = [torch.randn(SLOTS, HEADS, DIM, device=device).bfloat16() for _ in range(2 * LAYERS)]
+    aux = torch.zeros(16, dtype=torch.uint8)
+    args = SimpleNamespace(
+        kv_data_ptrs=[each.data_ptr() for each in tensors], kv_data_lens=[each.nbytes for each in tensors], page_size=1,
+        kv_item_lens=[each[0].nbytes for each in tensors], aux_data_ptrs=[aux.data_ptr()], aux_item_lens=[16], kept=(tensors, aux),
+    )  # fmt: skip
+    return PoolBuffers(args, torch.bfloat16, HEADS, DIM, DIM, torch.device(device))
+
+
+def in_thread(work):
+    """Its result; a thread begins with the first GPU."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(work()))
+    thread.start()
+    thread.join()
+    assert found, "the thread raised"
+    return found[0]
+
+
+@pytest.mark.parametrize("device", ["cuda:0", "cuda:1"])
+@pytest.mark.parametrize("reference", ["raw", "exact", "int8"])
+def test_pages_of_any_gpu_travel(device, reference):
+    if device == "cuda:1" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two NVIDIA GPUs")
+    sent, received, layers = pool_on(device), pool_on(device), LayerRange(0, LAYERS)
+    codec = make_codec(reference, sent)
+    tokens = codec.page_size
+    slots = [torch.randperm(SLOTS, device=device)[:tokens] for _ in range(2)]
+    parts = []
+    link = SimpleNamespace(offer=lambda number, part: parts.append(part))
+    out = SentRoom(1, codec, layers, 0, [bytes(32)], Told())
+    in_thread(lambda: out.send_page(link, slots[0], True))
+    into = ReceivedRoom(
+        make_codec(reference, received), received, AuxRecords(received.args), 0, layers, [PlacedPage(0, slots[1])], [bytes(32)], Told()
+    )
+    assert [part.stream for part in parts] == [Stream.ANCHOR, Stream.RESIDUAL][: len(parts)]
+
+    def write():
+        for part in parts:
+            into.write(PageHeader(1, part.stream, 0, layers, 0, codec.name, len(part.payload), bytes(32)), part.payload)
+        into.ended(None)
+        return True
+
+    in_thread(write)
+    for one, other in zip(sent.tensors(0, LAYERS), received.tensors(0, LAYERS)):
+        if reference == "int8":
+            torch.testing.assert_close(other[slots[1]], one[slots[0]], atol=0.05, rtol=0)
+        else:
+            assert torch.equal(other[slots[1]], one[slots[0]])
