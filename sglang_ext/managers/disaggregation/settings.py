@@ -22,7 +22,7 @@ _REMEDIES = {
     "codec": _SAME_CODEC,
     "codec_version": "install the same version of sglang-ext on both sides",
     "codec_options": _SAME_CODEC,
-    "reference": "name the same reference on both sides",
+    "reference": _SAME_CODEC,
     "tp_rank": "connect each rank to the receiver of its own rank",
     "tp_size": "give both servers the same --tp-size",
 }
