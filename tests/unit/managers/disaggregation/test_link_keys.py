@@ -9,7 +9,7 @@ from link_helpers import QUICK, Listener, Sink, expected, part, shape, until
 
 from sglang_ext.managers.disaggregation.connection import Connection
 from sglang_ext.managers.disaggregation.endpoints import LinkKeys
-from sglang_ext.managers.disaggregation.wire import Stream
+from sglang_ext.managers.disaggregation.wire import MOST_FRAME, Stream
 
 ANCHORS = {"residual": False, "aux": False}
 
@@ -40,3 +40,15 @@ def test_only_who_has_the_keys_connects(ends, tmp_path, caplog, monkeypatch, pau
     link.open(1, shape(1, **ANCHORS), listener)
     link.offer(1, part(Stream.ANCHOR, b"secret"))
     until(lambda: listener.reasons == {1: None} and sink.reasons == [None])
+
+
+@pytest.mark.parametrize("size", [MOST_FRAME - 1, MOST_FRAME, 3 * MOST_FRAME + 1])
+def test_frames_of_the_largest_size_pass_encrypted(ends, size):
+    keys, listener, sink = LinkKeys.new(), Listener(), Sink()
+    server = ends.server(keys=keys)
+    server.register(1, expected(shape(1, **ANCHORS)), sink)
+    link = ends.link(server.endpoint, keys=keys)
+    link.open(1, shape(1, **ANCHORS), listener)
+    link.offer(1, part(Stream.ANCHOR, bytes(size)))
+    until(lambda: listener.reasons and sink.reasons)
+    assert listener.reasons == {1: None} and sink.reasons == [None]
