@@ -109,6 +109,16 @@ def words(option: str, text: str) -> list[str]:
     return found
 
 
+def value_of(flags: Sequence[str], flag: str) -> str | None:
+    """What the last of ``flags`` of that name says; None where there is none."""
+    found = None
+    for word, following in zip(flags, (*flags[1:], None)):
+        name, given, value = word.partition("=")
+        if name == flag:
+            found = value if given else following
+    return found
+
+
 def check_ports(first: int) -> None:
     """Refuse ports that there are not, or that are taken.
 
@@ -133,6 +143,13 @@ def check(args: argparse.Namespace) -> dict[str, tuple[str, ...]]:
         raise BenchError(f"SGLang's router ({ROUTER}) is not installed: pip install --no-deps -r requirements/pd.txt, or run make serve-pd")
     check_ports(args.port)
     flags = flags_of(args)
+    for role, given in flags.items():
+        backend = value_of(given, "--disaggregation-transfer-backend")
+        if (backend or "").startswith("mooncake") and importlib.util.find_spec("mooncake") is None:
+            raise BenchError(
+                f"the {role} server's backend is {backend}, and the package mooncake is not installed: pip install "
+                "mooncake-transfer-engine-non-cuda (or mooncake-transfer-engine), or leave the backend progressive"
+            )
     check_servers(args.model, {role: flags[role] for role in ROLES})
     return flags
 
@@ -143,13 +160,16 @@ def serve(args: argparse.Namespace, flags: dict[str, tuple[str, ...]]) -> None:
     Raises:
         BenchError: one did; its log's end says why.
     """
-    args.logs.mkdir(parents=True, exist_ok=True)
+    try:
+        args.logs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BenchError(f"--logs {args.logs} cannot be made: {error}; name a folder that can") from error
     ports = {role: args.port + place for place, role in enumerate(ROLES, start=1)}
     servers: dict[str, ServerProcess] = {
         role: ServerProcess(
             args.model,
             flags[role],
-            args.logs / f"{role}.log",
+            args.logs / f"{role}-{ports[role]}.log",
             port=ports[role],
             start_timeout=args.start_timeout,
             stop_grace=STOP_GRACE,
@@ -157,7 +177,7 @@ def serve(args: argparse.Namespace, flags: dict[str, tuple[str, ...]]) -> None:
         )
         for role in ROLES
     }
-    router = Router(args.port, tuple(ports.values()), args.port + 3, args.logs / "router.log")
+    router = Router(args.port, tuple(ports.values()), args.port + 3, args.logs / f"router-{args.port}.log")
     with ExitStack() as running:
         for role, server in servers.items():
             print(f"{role} server: starting on port {server.port}, log {server.log}", flush=True)

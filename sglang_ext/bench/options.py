@@ -59,7 +59,7 @@ def numbers(text: str, flag: str, kind: type = int, zero: bool = False) -> list:
     except ValueError:
         numbers = []
     if not numbers or min(numbers) < 0 or (0 in numbers and not zero):
-        raise BenchError(f"{flag} {text!r}: pass numbers above 0, separated by commas")
+        raise BenchError(f"{flag} {text!r}: pass numbers {'of 0 or more' if zero else 'above 0'}, separated by commas")
     return numbers
 
 

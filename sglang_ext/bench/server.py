@@ -133,7 +133,9 @@ class ServerProcess(ServerClient):
             BenchError: its port is taken.
         """
         self._refuse_taken_port()
-        with self.log.open("wb") as log:
+        # Appended to, so that nobody who empties it meanwhile leaves a hole.
+        self.log.write_bytes(b"")
+        with self.log.open("ab") as log:
             self._process = self._begin(log)
         _entered.append(self)
 

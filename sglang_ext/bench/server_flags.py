@@ -11,7 +11,12 @@ from sglang_ext import flag_checks
 from sglang_ext.arguments import KVServerArgs
 from sglang_ext.bench import BenchError
 from sglang_ext.config import refused_options
+from sglang_ext.config.options import BACKEND
 from sglang_ext.core import OptionError
+
+ROLES = ("prefill", "decode")
+# What servers of both roles must name alike, with backend progressive.
+ALIKE = ("kv_reference", "kv_bench_codec", "tp_size")
 
 CONFIG = "--config"
 """SGLang's flag: a file holds further flags, which only the server reads."""
@@ -47,12 +52,28 @@ def check(model: str, servers: Mapping[str, Sequence[str]]) -> None:
     parser = _Parser(add_help=False)
     KVServerArgs.add_cli_args(parser)
     del parser.error  # of this one object, set there: it ends the program
+    of_roles = {}
     for name, flags in servers.items():
         if CONFIG in flags:
             continue
         try:
             given = parser.parse_args(["--model-path", model, *flags])
             fields = (each.name for each in dataclasses.fields(KVServerArgs))
-            _Unresolved(**{each: getattr(given, each) for each in fields if hasattr(given, each)})
+            args = _Unresolved(**{each: getattr(given, each) for each in fields if hasattr(given, each)})
+            if args.disaggregation_transfer_backend == BACKEND:
+                of_roles.setdefault(args.disaggregation_mode, (name, args))
         except (BenchError, OptionError) as error:
             raise BenchError(f"the server {name} cannot start: {error}") from error
+    if of_roles.keys() >= set(ROLES):
+        _check_alike(*(of_roles[role] for role in ROLES))
+
+
+def _check_alike(one: tuple[str, KVServerArgs], other: tuple[str, KVServerArgs]) -> None:
+    """Refuse a prefill and a decode server whose links would not fit."""
+    for flag in ALIKE:
+        found = [getattr(args, flag) for _, args in (one, other)]
+        if found[0] != found[1]:
+            raise BenchError(
+                f"--{flag.replace('_', '-')} is {found[0]} of the server {one[0]} and {found[1]} of the server {other[0]}: "
+                "give both the same"
+            )

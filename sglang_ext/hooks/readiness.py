@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from sglang_ext.config.method_options import offers
+from sglang_ext.config.options import BACKEND
 from sglang_ext.config.selection_options import selected
 
 if TYPE_CHECKING:
@@ -16,6 +17,13 @@ MODES = {
     "verified": "drafts on compressed KV, verified on full KV: answers are stock's",
     "lossy": "all is decoded on compressed KV: answers are approximate",
 }
+IN_8_BITS = "drafts on compressed KV, verified on full KV that came in 8 bits (--kv-reference int8): answers are those of such KV"
+# Of servers apart: which part is whose, and how a request reaches both.
+ROLES = {
+    "prefill": "prefill server: it computes prompts, for decode servers that draft",
+    "decode": "decode server: prompts' KV comes from prefill servers",
+}
+ASK_ROUTER = "ask SGLang's router, which sends each request to a prefill and a decode server"
 ON_CPU = "; on a CPU drafting shows correctness, not speed: an answer takes about twice stock's time or more"
 
 
@@ -49,14 +57,18 @@ def say_when_ready(
 
 def lines(args: "KVServerArgs") -> tuple[str, str, str]:
     """Mode, method and address of a server, one line each."""
+    role = args.disaggregation_mode
+    means = MODES[args.kv_mode]
+    if args.kv_mode == "verified" and role != "null" and args.disaggregation_transfer_backend == BACKEND and args.kv_reference == "int8":
+        means = IN_8_BITS
     slow = ON_CPU if args.kv_mode == "verified" and args.device == "cpu" else ""
     most = selected(args)
     methods = ", ".join(f"{offer.name} ({f'{most} tokens' if most else f'budget {offer.budget:g}'})" for offer in offers(args))
     drafts = f", draft length {args.kv_draft_length}" if args.kv_mode == "verified" else ""
     return (
-        f"mode {args.kv_mode}: {MODES[args.kv_mode]}{slow}",
-        f"compressor {methods}{drafts}",
-        f"listening on {args.url()}; try: {_request(args)}",
+        f"mode {args.kv_mode}: {means}{slow}",
+        f"compressor {methods}{drafts}" + (f"; {ROLES[role]}" if role in ROLES else ""),
+        f"listening on {args.url()}; " + (ASK_ROUTER if role in ROLES else f"try: {_request(args)}"),
     )
 
 

@@ -66,6 +66,7 @@ class Manager:
         named = self.codec.name, self.codec.version, self.codec.options, self.codec.reference
         self.settings = LinkSettings("0f" * 16, kind, LAYERS, HEADS, KEY_DIM, VALUE_DIM, self.codec.page_size, *named, 0, 1)
         self.timeline: Timeline | None = None
+        self.has_keys = False
         self.polls = Polls()
         self.request_status: dict[int, int] = {}
         self.failure_records: dict[int, str] = {}

@@ -1,6 +1,5 @@
 """One connection of a sender: a socket from its making until it breaks, what it says and hears, and what is under way on it."""
 
-import logging
 import time
 
 import zmq
@@ -9,8 +8,6 @@ from zmq.utils.monitor import parse_monitor_message
 from sglang_ext.managers.disaggregation import wire
 from sglang_ext.managers.disaggregation.endpoints import LinkKeys
 from sglang_ext.managers.disaggregation.wire import FRAME_OVERHEAD
-
-logger = logging.getLogger(__name__)
 
 # Until libzmq has told why it gave a connection up.
 EVENT_MS = 100
@@ -132,7 +129,6 @@ class Connection:
             BrokenConnection: always; with the reason.
         """
         if parse_monitor_message(self.monitor.recv_multipart())["event"] & _FAILED_HANDSHAKES:
-            logger.error("no handshake with %s: this side has %s, and the receiver others or none", self._endpoint, self._named_keys)
             raise BrokenConnection(
                 f"no handshake: this side has {self._named_keys}, the receiver others or none; give both the same file of keys"
             )

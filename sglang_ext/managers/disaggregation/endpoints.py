@@ -115,5 +115,5 @@ def _check_folder(folder: Path) -> None:
     if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.getuid() or state.st_mode & 0o077:
         raise LinkError(
             f"{folder} has mode {stat.S_IMODE(state.st_mode):o} and owner {state.st_uid}; sockets lie in a folder of user "
-            f"{os.getuid()} with mode 700: name another, which is then made"
+            f"{os.getuid()} with mode 700: chmod 700 it, or set TMPDIR to another folder"
         )

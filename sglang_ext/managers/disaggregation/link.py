@@ -212,6 +212,8 @@ class Link:
             self._serve(connection)
             last_words = LAST_WORDS
         except BrokenConnection as broken:
+            if not connection.welcomed and str(broken) != self._problem:
+                logger.error("no link to %s: %s", self.endpoint, broken)
             self._problem = str(broken)
             if connection.welcomed:
                 logger.warning("the link to %s broke: %s; it is tried again", self.endpoint, broken)

@@ -194,3 +194,10 @@ def test_flags_are_checked_in_a_process_that_is_gone_afterwards(capfd: pytest.Ca
         check_servers("m", {"first": ("--kv-mode", "verified"), "other": ("--config", "c.yaml"), "second": ("--nonsense",)})
     assert capfd.readouterr() == ("", "")
     assert not multiprocessing.active_children()
+
+
+def test_a_prefill_and_a_decode_server_whose_links_would_not_fit_are_refused() -> None:
+    links = ("--disaggregation-transfer-backend", "progressive", "--disaggregation-mode")
+    servers = {"prefill": (*links, "prefill"), "decode": (*links, "decode", "--kv-reference", "int8")}
+    with pytest.raises(BenchError, match="--kv-reference is exact of the server prefill and int8 of the server decode: give both the same"):
+        check_servers("m", servers)

@@ -13,7 +13,8 @@ def server(**change: object) -> SimpleNamespace:
     """Resolved arguments of a server."""
     args = SimpleNamespace(
         kv_mode="verified", device="cuda", kv_compressor="snapkv", kv_budget=0.25, kv_more_compressors=None, kv_draft_length=16,
-        api_key=None, skip_tokenizer_init=False, url=lambda: "http://127.0.0.1:8000",
+        api_key=None, skip_tokenizer_init=False, disaggregation_mode="null", disaggregation_transfer_backend="mooncake",
+        kv_reference="exact", url=lambda: "http://127.0.0.1:8000",
     )  # fmt: skip
     vars(args).update(change)
     return args
@@ -32,6 +33,16 @@ def test_three_lines_tell_mode_method_and_address() -> None:
 def test_on_a_cpu_they_say_that_drafting_is_not_faster_there() -> None:
     assert "shows correctness, not speed" in readiness.lines(server(device="cpu"))[0]
     assert "speed" not in readiness.lines(server(device="cpu", kv_mode="lossy"))[0]
+
+
+def test_servers_apart_say_which_part_is_theirs_and_whom_to_ask() -> None:
+    apart = {"disaggregation_transfer_backend": "progressive", "kv_reference": "int8"}
+    for role, word in (("prefill", "it computes prompts"), ("decode", "prompts' KV comes from prefill servers")):
+        mode, method, address = readiness.lines(server(disaggregation_mode=role, **apart))
+        assert "stock" not in mode and "--kv-reference int8" in mode
+        assert word in method and "ask SGLang's router" in address and "curl" not in address
+    assert "answers are stock's" in readiness.lines(server(disaggregation_mode="decode", **apart | {"kv_reference": "exact"}))[0]
+    assert "answers are stock's" in readiness.lines(server(**apart))[0]
 
 
 def test_in_lossy_nothing_is_drafted() -> None:

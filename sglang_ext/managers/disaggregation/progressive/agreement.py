@@ -87,8 +87,8 @@ def rank_refusal(prefill: PrefillServerInfo, tp_size: int) -> str | None:
     return None
 
 
-def metadata_refusal(metadata: Metadata, settings: LinkSettings, aux_sizes: tuple[int, ...]) -> str | None:
-    """Why the prefill side sends nothing where this metadata says; None where it does."""
+def metadata_refusal(metadata: Metadata, settings: LinkSettings, aux_sizes: tuple[int, ...], has_keys: bool) -> str | None:
+    """Why the prefill side, with keys of links or without, sends nothing where this metadata says; None where it does."""
     differs = link_settings.version_refusal(metadata.version, VERSION)
     if differs is not None:
         return differs
@@ -104,6 +104,9 @@ def metadata_refusal(metadata: Metadata, settings: LinkSettings, aux_sizes: tupl
             "servers with the same SGLang and the same SGLANG_DISAGGREGATION_SAMPLING_MASK_MAX_TOKENS"
         )
     file = metadata.endpoint.removeprefix("ipc://")
+    if (file == metadata.endpoint) != has_keys:
+        without, alone = ("decode", "prefill") if has_keys else ("prefill", "decode")
+        return f"the {alone} server has --kv-link-keys and the {without} server has none: give both servers the same file"
     if file != metadata.endpoint and not Path(file).exists():
         return (
             f"the decode server at {metadata.host} listens at {metadata.endpoint}, for its own machine alone, and there is no such file "

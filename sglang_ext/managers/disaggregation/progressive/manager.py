@@ -40,6 +40,7 @@ class ProgressiveManager(CommonKVManager):
         aux: its auxiliary records.
         codec: of pages.
         settings: of this end of links.
+        has_keys: whether links are encrypted.
         layers: that travel in one part: all.
         polls: how the scheduler asks for rooms.
         handshakes, peers: on the prefill side.
@@ -58,6 +59,7 @@ class ProgressiveManager(CommonKVManager):
             self.codec = make_codec(server_args.kv_reference, self.pool, server_args.kv_bench_codec)
             self.settings = agreement.make_settings(server_args, self.pool, self.codec, self.attn_tp_rank, self.attn_tp_size)
             keys = None if server_args.kv_link_keys is None else LinkKeys.read(Path(server_args.kv_link_keys))
+            self.has_keys = keys is not None
             self.timeline = Timeline.of(server_args.kv_bench_timeline if self.attn_tp_rank == 0 else None)
             self._begin(keys, server_args.kv_link_gbps)
         except LinkError as error:

@@ -78,7 +78,7 @@ class ProgressiveSender(CommonKVSender):
         """The decode side has slots; False where it had before: it asks for the prompt once more, and that request is still to come."""
         if self._metadata is not None:
             return False
-        differs = agreement.metadata_refusal(metadata, self.kv_mgr.settings, self.kv_mgr.aux.sizes)
+        differs = agreement.metadata_refusal(metadata, self.kv_mgr.settings, self.kv_mgr.aux.sizes, self.kv_mgr.has_keys)
         if differs is not None:
             self.kv_mgr.refuse(metadata, differs)
             self.fail(differs)
@@ -100,6 +100,9 @@ class ProgressiveSender(CommonKVSender):
 
     def fail(self, reason: str) -> None:
         """It will not arrive. Where SGLang is through with it, the room's number may be another request's."""
+        if self._metadata is not None:
+            # The link may be what failed, and the decode side wait for it.
+            self.kv_mgr.refuse(self._metadata, reason)
         if not self._cleared:
             self.kv_mgr.conclude(self.room, reason)
 

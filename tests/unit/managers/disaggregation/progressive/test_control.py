@@ -108,20 +108,22 @@ def test_what_waits_is_bounded_and_the_oldest_is_refused(rooms, refused, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("message", "why"),
+    ("message", "keys", "why"),
     [
-        (metadata(version=9), f"protocol is 9 at the receiver and {control.VERSION} at the sender"),
-        (metadata(sizes=(64, 0)), r"rows of \(64,\) bytes at the receiver and \(64, 12\) at the sender.*same SGLang"),
-        (metadata(endpoint="ipc:///no/such/file"), "no such file here: give both servers the same --kv-link-keys"),
+        (metadata(version=9), True, f"protocol is 9 at the receiver and {control.VERSION} at the sender"),
+        (metadata(sizes=(64, 0)), True, r"rows of \(64,\) bytes at the receiver and \(64, 12\) at the sender.*same SGLang"),
+        (metadata(endpoint="ipc:///no/such/file"), False, "no such file here: give both servers the same --kv-link-keys"),
+        (metadata(endpoint="ipc:///no/such/file"), True, "the prefill server has --kv-link-keys and the decode server has none: give both"),
+        (metadata(), False, "the decode server has --kv-link-keys and the prefill server has none: give both servers the same file"),
     ],
-    ids=["version", "record", "machine"],
+    ids=["version", "record", "machine", "keys of prefill", "keys of decode"],
 )
-def test_a_decode_side_that_does_not_fit_is_refused_by_name(message, why):
-    found = agreement.metadata_refusal(message, SETTINGS, SIZES)
+def test_a_decode_side_that_does_not_fit_is_refused_by_name(message, keys, why):
+    found = agreement.metadata_refusal(message, SETTINGS, SIZES, keys)
     assert found is not None and re.search(why, found)
-    assert agreement.metadata_refusal(metadata(), SETTINGS, SIZES) is None
+    assert agreement.metadata_refusal(metadata(), SETTINGS, SIZES, True) is None
 
 
 def test_settings_that_are_none_are_refused():
     broken = Metadata(control.VERSION, 7, "h", 4, "tcp://127.0.0.1:5", b"\x00", (*SIZES, 0), 0, 1)
-    assert "settings are none of this version" in agreement.metadata_refusal(broken, SETTINGS, SIZES)
+    assert "settings are none of this version" in agreement.metadata_refusal(broken, SETTINGS, SIZES, False)
