@@ -1,4 +1,5 @@
-"""A prefill and a decode server of three ranks each: each rank's KV goes over a link of its own, and ranks agree on what is there."""
+"""A prefill and a decode server of three ranks each, as on two machines: each rank's KV goes over an encrypted link of its own, and ranks
+agree on what is there."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -8,6 +9,8 @@ import pytest
 from preloaded import Preloaded
 from server_pair import Pair
 from servers import CORES, POOL_TOKENS, STRICT, greedy
+
+from sglang_ext.managers.disaggregation.endpoints import LinkKeys
 
 pytestmark = pytest.mark.server
 
@@ -26,7 +29,9 @@ def test_each_ranks_kv_comes_by_itself_and_answers_are_those_of_one_server(
     model: Path, tmp_path: Path, preloaded: Preloaded | None, prompts: list[list[int]], expected: list[list[int]], launch: Callable
 ) -> None:
     # In strict mode a round that differs between ranks stops the server.
-    pair = Pair(model, tmp_path, preloaded, PREFILL, DECODE, STRICT | CORES)
+    LinkKeys.new().write(tmp_path / "keys")
+    keys = "--kv-link-keys", str(tmp_path / "keys")
+    pair = Pair(model, tmp_path, preloaded, (*PREFILL, *keys), (*DECODE, *keys), STRICT | CORES)
     try:
         with ThreadPoolExecutor(2) as pool:
             found = list(pool.map(lambda ids: pair.ask(input_ids=ids, **greedy(TOKENS)), prompts[:2]))

@@ -58,6 +58,7 @@ class Manager:
     update_status, check_status = ProgressiveManager.update_status, CommonKVManager.check_status
     record_failure, conclude = CommonKVManager.record_failure, ProgressiveManager.conclude
     raise_failure, note = ProgressiveManager.raise_failure, ProgressiveManager.note
+    end_received = ProgressiveManager.end_received
 
     def __init__(self, reference: str, pool: PoolBuffers) -> None:
         self.pool, self.aux, self.layers = pool, AuxRecords(pool.args), LayerRange(0, LAYERS)
@@ -68,6 +69,7 @@ class Manager:
         self.timeline: Timeline | None = None
         self.has_keys = False
         self.polls = Polls()
+        self.link_rooms: dict[int, int] = {}
         self.request_status: dict[int, int] = {}
         self.failure_records: dict[int, str] = {}
         self.failure_lock = threading.Lock()
@@ -99,7 +101,7 @@ class PrefillManager(Manager):
 
     def refuse(self, metadata, reason: str) -> None:
         """As over the control plane."""
-        self.decode.hear(Failed(metadata.room, reason))
+        self.decode.end_received(Failed(metadata.room, reason, metadata.link_room))
 
     def close(self) -> None:
         """End its links."""
@@ -122,10 +124,6 @@ class DecodeManager(Manager):
         self.said.append(message)
         self.prefill.handshakes.take(message)
         return True
-
-    def hear(self, message: Failed) -> None:
-        """As over the control plane."""
-        self.conclude(message.room, f"the prefill side ended it: {message.reason}")
 
     def close(self) -> None:
         """End its links."""

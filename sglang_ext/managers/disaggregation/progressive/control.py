@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from sglang_ext.managers.disaggregation.wire import Message, Reason, Room, WireError
 
-VERSION = 3
+VERSION = 4
 MOST_MESSAGE = 1 << 16
 # SGLang gives all answers of a request with n > 1 the same number.
 ROOM_IS_TAKEN = "another request has this bootstrap_room: send each with its own, and n requests in place of n answers"
@@ -55,10 +55,15 @@ class Abort(Message, tag="abort"):
 
 
 class Failed(Message, tag="failed"):
-    """The prefill side sends no more of a room, or never began."""
+    """The prefill side sends no more of a room, or never began.
+
+    Attributes:
+        link_room: of the metadata that it ends; of an older version 0, whichever it is.
+    """
 
     room: Room
     reason: Reason
+    link_room: Room = 0
 
 
 Control = Metadata | Abort | Failed

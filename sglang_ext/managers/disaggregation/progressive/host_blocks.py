@@ -15,15 +15,17 @@ logger = logging.getLogger(__name__)
 BLOCK = 1 << 26
 # Pieces begin at multiples of this.
 ALIGNED = 64
-# Blocks that are kept when none of their pieces is used, as many as a peer encodes ahead (peer.py): memory that was written before costs
-# the kernel nothing.
-KEPT = 16
+# Blocks that are kept when none of their pieces is used: memory that was written before costs the kernel nothing. As many as a peer
+# encodes ahead (peer.py); of a GPU more where rooms need them, since a receiver holds anchors until their residuals come.
+KEPT, KEPT_PINNED = 16, 128
 
 
 class HostBlocks:
     """Cuts blocks into pieces, of any thread; a block is cut anew, or gone, once none of its pieces is used.
 
-    Of a GPU all blocks that are kept are there from the beginning, and pinned: it copies to and from them by itself.
+    Of a GPU blocks are pinned: it copies to and from them by itself. Some are there from the beginning, others when they are first
+    needed, up to ``KEPT_PINNED``; what is beyond is not kept, and copied slower. Pieces of one lane lie together, so that what waits
+    long does not hold blocks of what goes soon.
 
     Args:
         device: whose pages they are.
@@ -35,15 +37,18 @@ class HostBlocks:
         self._read: deque[tuple[torch.cuda.Event, memoryview]] = deque()
         self._lock = threading.Lock()
         self._kept: list[np.ndarray] = [_pinned() for _ in range(KEPT)] if device.type == "cuda" else []
-        self._rest = np.empty(0, np.uint8)
+        self._most_kept = KEPT_PINNED if device.type == "cuda" else KEPT
+        # By lane, what is left of the block that is cut.
+        self._rest: dict[int, np.ndarray] = {}
 
-    def take(self, size: int) -> np.ndarray:
-        """Bytes that nobody else has, uint8 [size], with any content."""
+    def take(self, size: int, lane: int = 0) -> np.ndarray:
+        """Bytes that nobody else has, uint8 [size], with any content; ``lane``: of what they become free together with."""
         with self._lock:
-            if size > len(self._rest):
-                self._rest = self._rest[:0]
-                self._rest = self._block(size)[:]
-            taken, self._rest = self._rest[:size], self._rest[-(-size // ALIGNED) * ALIGNED :]
+            rest = self._rest.pop(lane, None)
+            if rest is None or size > len(rest):
+                rest = None
+                rest = self._block(size)[:]
+            taken, self._rest[lane] = rest[:size], rest[-(-size // ALIGNED) * ALIGNED :]
         return taken
 
     def take_alone(self, size: int) -> np.ndarray:
@@ -57,8 +62,9 @@ class HostBlocks:
             # Its pieces are views, which keep it; the list and the call do, too.
             if len(self._kept[place]) >= size and sys.getrefcount(self._kept[place]) == 2:
                 return self._kept[place]
-        block = np.empty(max(size, BLOCK), np.uint8)
-        if len(self._kept) < KEPT and len(block) == BLOCK:
+        keep = len(self._kept) < self._most_kept and size <= BLOCK
+        block = _pinned() if keep and self._device.type == "cuda" else np.empty(max(size, BLOCK), np.uint8)
+        if keep:
             self._kept.append(block)
         return block
 

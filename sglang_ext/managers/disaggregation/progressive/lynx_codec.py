@@ -21,11 +21,12 @@ from sglang_ext.managers.disaggregation.wire import LayerRange, Stream
 ALIGNED = 16
 
 
-def packed(streams: Sequence[torch.Tensor], blocks: HostBlocks) -> memoryview:
-    """Streams of tensors as one, in host memory of ``blocks``; from a GPU the current stream brings them, which is not waited for."""
+def packed(streams: Sequence[torch.Tensor], blocks: HostBlocks, lane: int = 0) -> memoryview:
+    """Streams of tensors as one, in host memory of a lane of ``blocks``; from a GPU the current stream brings them, which is not waited
+    for."""
     sizes = np.array([len(stream) for stream in streams], "<u4")
     begins = _places(sizes).tolist()
-    content = blocks.take(begins[-1])
+    content = blocks.take(begins[-1], lane)
     content[: begins[0]] = 0
     content[: sizes.nbytes] = sizes.view(np.uint8)
     together = _together(streams, begins)
@@ -120,9 +121,17 @@ class LynxCodec:
     def encode(self, page: PlacedPage, layers: LayerRange) -> EncodedPage:
         """Both streams."""
         found = self._encode(page, layers, self._layouts(len(page.slots), page.start))
-        both = EncodedPage(*(packed(streams, self.pool.blocks) for streams in zip(*found, strict=True)))
+        # A residual waits for all anchors of its room.
+        both = EncodedPage(*(packed(streams, self.pool.blocks, lane) for lane, streams in enumerate(zip(*found, strict=True))))
         self.pool.written()
         return both
+
+    def encode_residual(self, page: PlacedPage, layers: LayerRange) -> memoryview:
+        """The second stream."""
+        found = self._encode(page, layers, self._layouts(len(page.slots), page.start))
+        residual = packed([each.residual for each in found], self.pool.blocks, 1)
+        self.pool.written()
+        return residual
 
     def encode_anchor(self, page: PlacedPage, layers: LayerRange) -> memoryview:
         """The first stream; the exact residual, which takes longer, is left out."""

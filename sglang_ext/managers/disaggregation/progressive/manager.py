@@ -43,6 +43,7 @@ class ProgressiveManager(CommonKVManager):
         has_keys: whether links are encrypted.
         layers: that travel in one part: all.
         polls: how the scheduler asks for rooms.
+        link_rooms: on the decode side, under which number links move each room.
         handshakes, peers: on the prefill side.
         links: on the decode side.
         timeline: of rank 0, where one is asked for.
@@ -66,6 +67,7 @@ class ProgressiveManager(CommonKVManager):
             raise OptionError(f"--disaggregation-transfer-backend progressive: {error}") from error
         self.aux = AuxRecords(args)
         self.polls = Polls()
+        self.link_rooms: dict[int, int] = {}
         self.layers = LayerRange(0, self.pool.layers)
         threading.Thread(target=self._listen, name="kv-control", daemon=True).start()
 
@@ -82,7 +84,7 @@ class ProgressiveManager(CommonKVManager):
 
     def refuse(self, metadata: Metadata, reason: str) -> None:
         """Tell a decode rank that a room will not be sent."""
-        self.say(NetworkAddress(metadata.host, metadata.port), Failed(metadata.room, reason[:2048]))
+        self.say(NetworkAddress(metadata.host, metadata.port), Failed(metadata.room, reason[:2048], metadata.link_room))
 
     def say(self, address: NetworkAddress, message: Control) -> bool:
         """Send a message to another manager, without waiting for it; False where too many wait already."""
@@ -112,6 +114,11 @@ class ProgressiveManager(CommonKVManager):
         else:
             self.record_failure(room, reason)
             self.update_status(room, KVPoll.Failed)
+
+    def end_received(self, message: Failed) -> None:
+        """On the decode side: a room does not come, where that is not said of an earlier request with its number."""
+        if message.link_room in (0, self.link_rooms.get(message.room)):
+            self.conclude(message.room, f"the prefill side ended it: {message.reason}")
 
     def note(self, room: int, kind: Kind, number: int = 0) -> None:
         """Tell the timeline what becomes of a room now, where there is one."""
@@ -145,6 +152,6 @@ class ProgressiveManager(CommonKVManager):
     def _hear(self, message: Control) -> None:
         if isinstance(message, Failed):
             if self.disaggregation_mode == DisaggregationMode.DECODE:
-                self.conclude(message.room, f"the prefill side ended it: {message.reason}")
+                self.end_received(message)
         elif self.disaggregation_mode == DisaggregationMode.PREFILL:
             self.handshakes.take(message)

@@ -76,6 +76,9 @@ class PageCodec(Protocol):
     def encode_anchor(self, page: PlacedPage, layers: LayerRange) -> memoryview:
         """The first of them alone, the same bytes."""
 
+    def encode_residual(self, page: PlacedPage, layers: LayerRange) -> memoryview:
+        """The second of them alone, of a codec that has it, the same bytes."""
+
     def write_anchor(self, page: PlacedPage, layers: LayerRange, anchor: memoryview) -> None:
         """Fill the page's slots with what the anchor alone restores.
 

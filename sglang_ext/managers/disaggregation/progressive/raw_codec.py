@@ -56,6 +56,14 @@ class RawCodec:
         self.pool.written()
         return memoryview(content)
 
+    def encode_residual(self, page: PlacedPage, layers: LayerRange) -> memoryview:
+        """There is none.
+
+        Raises:
+            LinkError: always.
+        """
+        raise LinkError(f"codec {self.name} has no residuals")
+
     def write_anchor(self, page: PlacedPage, layers: LayerRange, anchor: memoryview) -> None:
         """Copy them back.
 

@@ -147,6 +147,7 @@ class ProgressiveReceiver(CommonKVReceiver):
         except LinkError as error:
             self._give_up(str(error))
             return
+        self.kv_mgr.link_rooms[self.room] = self._link_room
         self.kv_mgr.note(self.room, "expected")
         settings = wire.encode(self.kv_mgr.settings)
         sizes = (*self.kv_mgr.aux.sizes, self._queries.most_bytes if self._queries is not None else 0)
@@ -196,6 +197,7 @@ class ProgressiveReceiver(CommonKVReceiver):
         else:
             self.kv_mgr.links.abort(self._link_room)
         self._begin = None
+        self.kv_mgr.link_rooms.pop(self.room, None)
         super().clear()
 
     def abort(self) -> None:

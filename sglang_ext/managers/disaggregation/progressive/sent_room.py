@@ -80,7 +80,7 @@ class SentRoom:
     def send_residual(self, link: Link, page: int, slots: torch.Tensor) -> None:
         """Offer the residual of a page that was sent without."""
         with self._codec.pool.current():
-            residual = self._codec.encode(self._placed(page, slots), self._layers).residual
+            residual = self._codec.encode_residual(self._placed(page, slots), self._layers)
         self._offer(link, Stream.RESIDUAL, page, residual)
         self._owed -= 1
         self._tell_if_encoded()

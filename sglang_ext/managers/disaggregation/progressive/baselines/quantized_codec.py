@@ -73,6 +73,14 @@ class QuantizedCodec:
         self.pool.written()
         return stream
 
+    def encode_residual(self, page: PlacedPage, layers: LayerRange) -> memoryview:
+        """There is none.
+
+        Raises:
+            LinkError: always.
+        """
+        raise LinkError(f"codec {self.name} has no residuals")
+
     def write_anchor(self, page: PlacedPage, layers: LayerRange, anchor: memoryview) -> None:
         """Fill the page's slots with the quantized numbers.
 

@@ -69,6 +69,14 @@ class UnsplitCodec:
             return self.split.encode_anchor(page, layers)
         return packed([torch.from_numpy(np.asarray(stream)) for stream in self.split.encode(page, layers)], self.pool.blocks)
 
+    def encode_residual(self, page: PlacedPage, layers: LayerRange) -> memoryview:
+        """There is none.
+
+        Raises:
+            LinkError: always.
+        """
+        raise LinkError(f"codec {self.name} has no residuals")
+
     def write_anchor(self, page: PlacedPage, layers: LayerRange, anchor: memoryview) -> None:
         """Numbers of 8 or of 4 bits.
 

@@ -5,12 +5,14 @@ import random
 import numpy as np
 import pytest
 import torch
-from link_helpers import RawSender, until
+from link_helpers import QUICK, RawSender, until
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import KVTransferError
 from transfer_helpers import ADDRESS, SLOTS, prefill_info, rows, settled
 
 from sglang_ext.managers.disaggregation import timeline
+from sglang_ext.managers.disaggregation.endpoints import LinkKeys
+from sglang_ext.managers.disaggregation.link import Link
 from sglang_ext.managers.disaggregation.progressive import peer as peers
 from sglang_ext.managers.disaggregation.progressive.receiver import ProgressiveReceiver
 from sglang_ext.managers.disaggregation.timeline import Timeline
@@ -417,3 +419,14 @@ def test_a_residual_before_its_anchor_fails_its_room_and_says_so(servers, raw):
     with pytest.raises(KVTransferError, match="the residual of page 2 came before its anchor"):
         receiver.failure_exception()
     assert not both.decode.links.rooms
+
+
+def test_the_decode_side_hears_of_a_link_that_cannot_be_made(servers):
+    both = servers("exact")
+    made = both.prefill.made
+    # Nobody whom such keys let in listens there.
+    both.prefill.peers = peers.Peers(lambda at: made.append(Link(at, both.prefill.settings, QUICK, keys=LinkKeys.new())) or made[-1])
+    sender, receiver, *_ = transfer(both, 7, list(range(40)))
+    until(lambda: settled(sender) and settled(receiver))
+    with pytest.raises(KVTransferError, match="the prefill side ended it: the receiver at .* is not reached for"):
+        receiver.failure_exception()

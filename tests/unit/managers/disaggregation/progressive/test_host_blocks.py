@@ -1,0 +1,43 @@
+"""Host memory for pages: pieces are apart, and what waits long holds no block of what goes soon."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_ext.managers.disaggregation.progressive import host_blocks
+from sglang_ext.managers.disaggregation.progressive.host_blocks import HostBlocks
+
+
+@pytest.fixture
+def blocks(monkeypatch):
+    """Of 1,024 bytes."""
+    monkeypatch.setattr(host_blocks, "BLOCK", 1024)
+    return HostBlocks(torch.device("cpu"))
+
+
+def test_what_one_lane_holds_leaves_the_others_blocks_to_be_cut_again(blocks):
+    waiting = []
+    for _ in range(6):
+        # Half of what is taken goes at once.
+        blocks.take(512)[:] = 1
+        waiting.append(blocks.take(512, 1))
+    assert len(blocks._kept) == 1 + 3
+
+
+def test_pieces_of_one_lane_hold_all_blocks_where_some_wait(blocks):
+    waiting = [blocks.take(512)[:] for _ in range(12)][::2]
+    blocks.take(1024)
+    assert len(waiting) == 6 and len(blocks._kept) == 7
+
+
+@given(st.lists(st.tuples(st.integers(0, 1500), st.integers(0, 2), st.booleans()), max_size=40))
+def test_pieces_that_are_used_are_nobody_elses(wanted):
+    blocks, held = HostBlocks(torch.device("cpu")), []
+    for number, (size, lane, keep) in enumerate(wanted):
+        piece = blocks.take(size, lane)
+        piece[:] = number
+        if keep:
+            held.append((number, piece))
+        assert len(piece) == size and all(np.all(mine == which) for which, mine in held)
