@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING
 
 from sglang_ext.config import benchmark_options
 from sglang_ext.config.method_options import offers
-from sglang_ext.config.options import BACKEND, RAW, one_of
+from sglang_ext.config.options import BACKEND, RAW, one_of, transfers
 from sglang_ext.config.refusal import Refusal, above, switched_on
+from sglang_ext.mem_cache.compressors import catalogue
 from sglang_ext.mem_cache.compressors.kvzap import KVzap
 
 if TYPE_CHECKING:
     from sglang_ext.arguments import KVServerArgs
 
+# What the names of options of a link begin with that say how prompts are packed which travel as codes.
+CODES = "codes."
 # Flags that say something with this backend alone, in any mode.
 TRANSFER_FLAGS = ("kv_reference", "kv_link_gbps", "kv_link_keys", *benchmark_options.TRANSFER_EFFECTS)
 REFERENCES = ("exact", "int8", RAW)
@@ -80,6 +83,23 @@ PROGRESSIVE: tuple[Refusal, ...] = (
         "leave it out, or use --kv-mode verified",
     ),
 )
+
+
+def traveling_codes(args: "KVServerArgs") -> dict[str, bool | int | str]:
+    """What both ends of a link must have alike where prompts travel as codes, by names that begin with :data:`CODES`; {} where none does.
+
+    They do in mode lossy with a method that packs all tokens: nobody there reads the full KV of what copies hold.
+    """
+    exact = args.enable_deterministic_inference and args.device != "cpu"
+    if not transfers(args) or args.kv_mode != "lossy" or args.kv_bench_codec is not None or exact:
+        return {}
+    packs = next((offer.packs for offer in offers(args) if offer.packs and offer.drops is None and offer.budget == 1), None)
+    if packs is None:
+        return {}
+    bits, partition = catalogue.code_bits(packs, args.kv_bits), catalogue.partition_size(packs, args.kv_partition)
+    block = catalogue.quantizer(packs, bits, partition).block
+    said = {"method": packs, "bits": bits, "partition": partition or 0, "block": block, "prefill": args.kv_prefill}
+    return {CODES + name: value for name, value in said.items()}
 
 
 def check_transfer(args: "KVServerArgs") -> None:

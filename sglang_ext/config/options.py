@@ -96,12 +96,14 @@ def offloads(args: "KVServerArgs") -> bool:
 
 def full_kv_stays(args: "KVServerArgs") -> str | None:
     """Why mode lossy keeps full KV beside copies that hold all of it, in a few words; None where it gives that back."""
+    # What such a decode server has given back, it is sent again where it is needed; it computes no prompts.
+    sent = args.disaggregation_mode == "decode" and transfers(args)
     for kept, why in (
         (args.kv_mode != "lossy", "verifications read it"),
-        (args.kv_prefill == "quantized", "prompts that attend to codes make them of it"),
+        (args.kv_prefill == "quantized" and not sent, "prompts that attend to codes make them of it"),
         (args.kv_host_gb, "it goes to host memory when others need its slots"),
-        (args.disable_radix_cache, "without a prefix tree nobody would find the codes"),
-        (args.disaggregation_mode != "null", "it travels"),
+        (args.disaggregation_mode != "null" and not sent, "it travels"),
+        (args.disable_radix_cache and not sent, "without a prefix tree nobody would find the codes"),
         (
             args.enable_deterministic_inference and args.device != "cpu",
             "beside requests that need full KV nobody reads a copy in deterministic mode",

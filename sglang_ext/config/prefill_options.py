@@ -2,7 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from sglang_ext.config.options import one_of
+from sglang_ext.config.disaggregation_options import traveling_codes
+from sglang_ext.config.options import BACKEND, one_of
 from sglang_ext.core import OptionError
 from sglang_ext.mem_cache.compressors import catalogue
 
@@ -49,8 +50,8 @@ def check_resolved(args: "KVServerArgs") -> None:
             f"--device is {args.device} with --kv-prefill {QUANTIZED}; prompts attend to codes on {' and '.join(DEVICES)}: "
             f"pass --kv-prefill {EXACT}, or --device cpu"
         )
-    if args.disaggregation_mode != "null":
+    if args.disaggregation_mode != "null" and not traveling_codes(args):
         raise OptionError(
             f"--disaggregation-mode is {args.disaggregation_mode} with --kv-prefill {QUANTIZED}; what travels does not say how it was "
-            f"computed: pass --kv-prefill {EXACT}"
+            f"computed: pass --kv-prefill {EXACT}, or --disaggregation-transfer-backend {BACKEND}"
         )

@@ -144,6 +144,20 @@ TRANSFER_HOOKS: tuple[Hook, ...] = (
         "pages of KV are compared with the tokens before them, which SGLang does not tell receivers",
         ("self", "req", "is_rebootstrap"),
     ),
+    *(
+        Hook(
+            f"sglang.srt.disaggregation.decode.DecodePreallocQueue.{name}",
+            "sglang_ext.hooks.coded_prompts.tokens_charged",
+            "a prompt that comes as codes takes the slots of these, and requests are admitted by its tokens", ("req",),
+        )
+        for name in ("_pre_alloc_fill_len", "_rebootstrap_prefill_len")
+    ),
+    Hook(
+        "sglang.srt.disaggregation.decode.DecodePreallocQueue._pre_alloc",
+        "sglang_ext.hooks.coded_prompts.pre_alloc",
+        "a prompt that comes as codes gets no slots for the full KV of what is packed",
+        ("self", "req", "prefix_indices", "prefix_len", "total_prefix_len"),
+    ),
     Hook(
         "sglang.srt.disaggregation.utils.prepare_abort",
         "sglang_ext.hooks.transfer.prepare_abort",

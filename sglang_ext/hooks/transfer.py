@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang_ext.config.disaggregation_options import BACKEND
+from sglang_ext.hooks import coded_prompts
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodePreallocQueue, DecodeRequest
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
 
     from sglang_ext.managers.disaggregation.queries import TravelingQueries
+    from sglang_ext.mem_cache.compressed.formats.packing import Packing
+    from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 
 
 def register_backend() -> None:
@@ -62,6 +65,9 @@ def create_sender(original: Callable, queue: "PrefillBootstrapQueue", req: "Req"
     made = original(queue, req, num_kv_heads)
     if made:
         _tell_prompt(req.disagg_kv_sender, req, req.origin_input_ids)
+        packs = _packs_prompts(queue, req.disagg_kv_sender)
+        if packs is not None:
+            req.disagg_kv_sender.pack_by(*packs)
         traveling = _traveling(queue, req.disagg_kv_sender)
         if traveling is not None:
             tokens = len(req.origin_input_ids)
@@ -71,7 +77,7 @@ def create_sender(original: Callable, queue: "PrefillBootstrapQueue", req: "Req"
 
 def create_receiver(original: Callable, queue: "DecodePreallocQueue", req: "Req", is_rebootstrap: bool = False) -> "DecodeRequest":
     """Hook around ``DecodePreallocQueue._create_receiver_and_enqueue``: the receiver learns of the prompt, where its newest queries shall
-    be kept, and whether it may begin early.
+    be kept, whether it comes as codes, and whether it may begin early.
 
     KV of a request that was retracted and is prefilled again is of its output, too; it begins when all is there.
     """
@@ -80,6 +86,7 @@ def create_receiver(original: Callable, queue: "DecodePreallocQueue", req: "Req"
     traveling = _traveling(queue, made.kv_receiver)
     if traveling is not None:
         made.kv_receiver.expect_queries(traveling, lambda: req.req_pool_idx)
+    coded_prompts.expect_codes(queue, req, made.kv_receiver, is_rebootstrap)
     if not is_rebootstrap:
         _begin_early(queue, req, made.kv_receiver)
     return made
@@ -126,6 +133,17 @@ def _traveling(queue: "PrefillBootstrapQueue | DecodePreallocQueue", end: Any) -
     return worker.traveling if isinstance(worker, KVWorker) else None
 
 
+def _packs_prompts(queue: "PrefillBootstrapQueue", end: Any) -> "tuple[Packing, KVBuffers] | None":
+    """How the prompts of this rank are packed that travel as codes."""
+    from sglang_ext.managers.disaggregation.progressive.sender import ProgressiveSender
+    from sglang_ext.managers.worker import KVWorker
+
+    if not isinstance(end, ProgressiveSender):
+        return None
+    worker = queue.scheduler.draft_worker
+    return worker.packs_prompts() if isinstance(worker, KVWorker) else None
+
+
 def _begin_early(queue: "DecodePreallocQueue", req: "Req", receiver: Any) -> None:
     from sglang_ext.managers.disaggregation.progressive.receiver import ProgressiveReceiver
     from sglang_ext.managers.worker import KVWorker
@@ -135,18 +153,7 @@ def _begin_early(queue: "DecodePreallocQueue", req: "Req", receiver: Any) -> Non
         return
     turns = worker.begins_early(req, queue.tree_cache)
     if turns is not None:
-        receiver.begin_early(lambda room: turns.expect(req.req_pool_idx, room), lambda req: _prefill_again(queue, req))
-
-
-def _prefill_again(queue: "DecodePreallocQueue", req: "Req") -> None:
-    """As SGLang does with requests that it retracts to change weights: the prefill server computes the prompt once more.
-
-    The first token, which the client may have, is kept.
-    """
-    req.pd_rebootstrap_forced_output_id = req.output_ids.pop()
-    req.pd_rebootstrap_in_progress = True
-    req.time_stats.set_retract_time()
-    queue.add(req, is_rebootstrap=True)
+        receiver.begin_early(lambda room: turns.expect(req.req_pool_idx, room), coded_prompts.PrefillServer(queue).prefill_again)
 
 
 def _tell_prompt(end: Any, req: "Req", tokens: "list[int]") -> None:

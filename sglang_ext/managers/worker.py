@@ -13,6 +13,7 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
 from sglang_ext.command_line import ends_scheduler
 from sglang_ext.config import options
+from sglang_ext.config.disaggregation_options import traveling_codes
 from sglang_ext.config.prefill_options import QUANTIZED
 from sglang_ext.layers.attention import torch_native, verify_graphs
 from sglang_ext.layers.attention.copies import copy_graphs
@@ -24,6 +25,7 @@ from sglang_ext.managers import integrity, served_methods
 from sglang_ext.managers.cache_rank.start import cache_ranks
 from sglang_ext.managers.captured import compile_ahead, unpin_plans, verifier_of, verify_graphs_of
 from sglang_ext.managers.disaggregation.arriving import Arriving
+from sglang_ext.managers.disaggregation.coded.decode_side import CodedPrompts
 from sglang_ext.managers.disaggregation.queries import TravelingQueries
 from sglang_ext.managers.memory_plan import HeldMemory, MemoryPlanner
 from sglang_ext.managers.metrics import KVMetrics
@@ -39,6 +41,7 @@ from sglang_ext.managers.spec_decode.round import OnDevice
 from sglang_ext.managers.spec_decode.steps import prefill
 from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
 from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
+from sglang_ext.mem_cache.compressed.formats.packing import Packing
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.query_window import QueryWindows, reserve_queries
 from sglang_ext.mem_cache.prefix_cache.codes_alone import CodesAlone
@@ -172,7 +175,8 @@ class KVWorker(BaseSpecWorker):
         if kept is None:
             told = ", ".join(f"{method.share:.2f} of it with {method.name}" for method in packing)
             logger.info("sglang-ext: full KV is given back once a copy holds it, which takes of the pool's slots about %s", told)
-            return CodesAlone(tree_cache, self.views, self.form.form, self._method_of)
+            here = self.server_args.disaggregation_mode == "null"
+            return CodesAlone(tree_cache, self.views, self.form.form, self._method_of, recomputes=here)
         if self.lossy:
             logger.info("sglang-ext: full KV stays beside its copies: %s", kept)
         return None
@@ -194,6 +198,18 @@ class KVWorker(BaseSpecWorker):
         if self.loop is None:
             self.bind_tree_cache(tree_cache)
         return self.loop.turns
+
+    def packs_prompts(self) -> tuple[Packing, KVBuffers] | None:
+        """How this prefill server packs prompts that travel as codes; None where they travel as they are."""
+        return (self.form.form, self.buffers) if traveling_codes(self.server_args) else None
+
+    def coded_prompts(self, tree_cache) -> CodedPrompts | None:
+        """What takes another server's prompts as codes; None where their full KV comes."""
+        if not traveling_codes(self.server_args):
+            return None
+        if self.loop is None:
+            self.bind_tree_cache(tree_cache)
+        return CodedPrompts(self.views, tree_cache.codes, self.requests)
 
     def _views_of(self, tree_cache) -> CompressedViews:
         args, form, served, allocator = self.server_args, self.form, self.methods, self.token_to_kv_pool_allocator

@@ -28,10 +28,12 @@ ADDRESS = "127.0.0.1:1"
 ROW = 3
 
 
-def make_pool(dtype: torch.dtype = torch.float32, page_size: int = 16, seed: int = 0, value_dim: int = VALUE_DIM) -> PoolBuffers:
+def make_pool(
+    dtype: torch.dtype = torch.float32, page_size: int = 16, seed: int = 0, value_dim: int = VALUE_DIM, key_dim: int = KEY_DIM
+) -> PoolBuffers:
     """A pool of random numbers with auxiliary records of two rows, in tensors that it keeps alive."""
     made = torch.Generator().manual_seed(seed)
-    dims = [KEY_DIM] * LAYERS + [value_dim] * LAYERS
+    dims = [key_dim] * LAYERS + [value_dim] * LAYERS
     tensors = [torch.randn(SLOTS, HEADS, dim, generator=made).to(dtype) for dim in dims]
     aux = [torch.randint(0, 1 << 30, (AUX_ROWS, width), generator=made, dtype=torch.int32) for width in (16, 3)]
     args = SimpleNamespace(
@@ -44,7 +46,7 @@ def make_pool(dtype: torch.dtype = torch.float32, page_size: int = 16, seed: int
         tensors=tensors,
         aux=aux,
     )
-    return PoolBuffers(args, dtype, HEADS, KEY_DIM, value_dim, torch.device("cpu"))
+    return PoolBuffers(args, dtype, HEADS, key_dim, value_dim, torch.device("cpu"))
 
 
 def rows(pool: PoolBuffers, slots: torch.Tensor) -> torch.Tensor:

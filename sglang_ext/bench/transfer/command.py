@@ -9,7 +9,8 @@ Tables show seconds from the end of prefill to the k-th token, the prefill's own
 and when the client had it. JSON has all requests with their timelines.
 
 --method lynx (against 8 bits), lynx-exact (against the pool's own bits), raw (the pool's bytes), bf16, int8 (by token and head),
-int8-tensor, int4 (5 bits with scales), cachegen, lynx-int8 and lynx-int4 (in one stream), mooncake_tcp (SGLang's, without a limit).
+int8-tensor, int4 (5 bits with scales), cachegen, lynx-int8 and lynx-int4 (in one stream), hack4, hack2 and int4-lossy (prompts as the codes
+of their copies, on which mode lossy answers), mooncake_tcp (SGLang's, without a limit).
 """
 
 import argparse

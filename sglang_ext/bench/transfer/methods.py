@@ -14,7 +14,9 @@ LYNX = "lynx"
 STOCK = "mooncake_tcp"
 # Of the reference: what the residual restores.
 SPLIT = {LYNX: "int8", "lynx-exact": "exact"}
-METHODS = (LYNX, "lynx-exact", "raw", *CODECS, STOCK)
+# Prompts that travel as the codes of their copies, on which the decode server answers: method and bits.
+PACKED = {"hack4": ("hack", 4), "hack2": ("hack", 2), "int4-lossy": ("int4", 4)}
+METHODS = (LYNX, "lynx-exact", "raw", *CODECS, *PACKED, STOCK)
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,10 @@ def method(name: str, drafting: tuple[str, ...] = ()) -> Method:
     over = ("--disaggregation-transfer-backend", BACKEND)
     if name in SPLIT:
         return Method(name, (*over, "--kv-reference", SPLIT[name]), ("--kv-mode", "verified", *drafting))
+    if name in PACKED:
+        packs, bits = PACKED[name]
+        # Short prompts travel as they are.
+        return Method(name, (*over, "--kv-reference", "raw", "--kv-mode", "lossy", "--kv-compressor", packs, "--kv-bits", str(bits)))
     chosen = ("--kv-reference", "raw") if name == "raw" else ("--kv-bench-codec", name)
     return Method(name, (*over, *chosen))
 

@@ -24,9 +24,20 @@ def page_hashes(tokens: Sequence[int], page_size: int, before: bytes = b"") -> l
     """
     if len(before) not in (0, HASH_BYTES) or page_size < 1:
         raise ValueError(f"page_hashes of pages of {page_size} tokens after {len(before)} bytes; pass at least 1, and 0 or {HASH_BYTES}")
+    return hashes_at(tokens, page_ends(page_size, len(tokens)), before)
+
+
+def hashes_at(tokens: Sequence[int], ends: Sequence[int], before: bytes = b"") -> list[bytes]:
+    """The same for pages that end at ``ends``, ascending, each of them where the next begins."""
     row = np.asarray(tokens, "<u4")
-    hashes = []
-    for start in range(0, len(row), page_size):
-        before = sha256(before + row[start : start + page_size].tobytes()).digest()
+    hashes, start = [], 0
+    for end in ends:
+        before = sha256(before + row[start:end].tobytes()).digest()
         hashes.append(before)
+        start = end
     return hashes
+
+
+def page_ends(page_size: int, end: int, start: int = 0) -> list[int]:
+    """Where pages of ``page_size`` tokens end that hold tokens from ``start`` to ``end``; the last one may hold fewer."""
+    return [min(begin + page_size, end) for begin in range(start, end, page_size)]

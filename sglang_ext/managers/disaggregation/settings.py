@@ -4,12 +4,18 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from sglang_ext.config.disaggregation_options import CODES
+
 Name = Annotated[str, Meta(min_length=1, max_length=128)]
 Count = Annotated[int, Meta(ge=1, le=1 << 20)]
 OptionValue = bool | Annotated[int, Meta(ge=-(1 << 62), le=1 << 62)] | float | Annotated[str, Meta(max_length=128)]
 
 # A reference that no stream restores: of codecs that only benchmarks choose.
 LOSSY = "lossy"
+_SAME_CODES = (
+    "give both servers the same --kv-mode lossy, --kv-compressor, --kv-more-compressors, --kv-bits, --kv-partition and --kv-prefill, or "
+    "neither: prompts travel as the codes of their copies"
+)
 _SAME_CODEC = "start both servers with the same --kv-reference, and the same --kv-bench-codec where one has it"
 _REMEDIES = {
     "model_key": "serve the same weights on both sides",
@@ -72,8 +78,16 @@ def refusal(here: LinkSettings, peer: LinkSettings) -> str | None:
     for field in sorted(LinkSettings.__struct_fields__, key="page_size".__eq__):
         ours, theirs = getattr(here, field), getattr(peer, field)
         if ours != theirs:
-            return f"{field} is {ours!r} at the receiver and {theirs!r} at the sender; {_REMEDIES[field]}"
+            remedy = _of_options(ours, theirs) if field == "codec_options" else _REMEDIES[field]
+            return f"{field} is {ours!r} at the receiver and {theirs!r} at the sender; {remedy}"
     return None
+
+
+def _of_options(ours: dict[str, OptionValue], theirs: dict[str, OptionValue]) -> str:
+    """Which of the options differ, and the remedy."""
+    names = [name for name in sorted(ours | theirs) if ours.get(name) != theirs.get(name)]
+    coded = all(name.startswith(CODES) for name in names)
+    return f"{', '.join(names)}: {_SAME_CODES if coded else _REMEDIES['codec_options']}"
 
 
 def version_refusal(here: int, peer: int) -> str | None:

@@ -246,6 +246,13 @@ class CompressedViews:
             self.queries.forget(row)
         return True
 
+    def put(self, row: int, view: CompressedView) -> None:
+        """Let the request in ``row`` read a copy that another server packs, whose slots may not be filled yet."""
+        view.method = self.method(row).called(self.method(row).compressor)
+        self.token_table[self.draft_row(row), : view.kept] = view.slots.to(self.token_table.dtype)
+        self.form.begins(self.draft_row(row), view)
+        self._views[row] = view
+
     def choose_anew(self, row: int, end: int) -> None:
         """Between two steps of a round: choose anew what the copy of the request in ``row`` keeps, where its method's turn has come.
 

@@ -19,6 +19,7 @@ import torch
 
 from sglang_ext.mem_cache.compressed.formats.packing import Packing
 from sglang_ext.mem_cache.prefix_cache.nodes import TieredNode, path
+from sglang_ext.mem_cache.prefix_cache.recompute import Sent
 from sglang_ext.mem_cache.prefix_cache.residency import Holder, Holders
 from sglang_ext.mem_cache.prefix_cache.segments import Blocks, Segment
 
@@ -57,6 +58,8 @@ class CodesAlone:
         copies: of the running requests.
         packing: how blocks lie in slots.
         method_of: what makes the copies of a request that waits; None where it gets none.
+        recomputes: whether who is retracted is computed again here, as all that this process computed is; else by another server, of those
+            of which :meth:`recomputed_by` was told, and others keep their full KV.
         holders: running requests whose copies hold all tokens that they cover.
         restored_tokens: whose full KV was made of codes, so far.
     """
@@ -65,11 +68,13 @@ class CodesAlone:
     copies: "CompressedViews"
     packing: Packing
     method_of: "Callable[[Req], CopyMethod | None]"
+    recomputes: bool = True
     holders: Holders = field(default_factory=Holders)
     restored_tokens: int = 0
     _shared: dict[int, tuple[TieredNode, int]] = field(default_factory=dict)
-    # Of each row, positions of generated tokens whose slots went back.
+    # Of each row, positions of its own tokens whose slots went back, or were never there.
     _own: dict[int, range] = field(default_factory=dict)
+    _elsewhere: dict[int, Sent] = field(default_factory=dict)
     _pending: list[Restored] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -82,9 +87,9 @@ class CodesAlone:
             running: requests that have copies, by row: the end of their path, whose tokens the tree took over, and the tokens that
                 the copy covers.
         """
-        whole = {row: where for row, where in running.items() if self.copies.get(row).holds_all}
+        whole = {row: where for row, where in running.items() if self.copies.get(row).holds_all and self._recomputable(row)}
         for row, where in whole.items():
-            if self._shared.get(row) != where:
+            if not self.tree.disable and self._shared.get(row) != where:
                 self._shared[row] = where
                 self._share(row, *where)
         self.holders.update(whole)
@@ -93,6 +98,21 @@ class CodesAlone:
                 self._give_back(node, holders)
         for holder in self.holders.by_row.values():
             self._give_back_own(holder)
+
+    def begin(self, row: int, tokens: int) -> None:
+        """A request begins in ``row`` whose copy another server packs: of its first ``tokens`` tokens it gets no full KV."""
+        self._own[row] = range(0, tokens)
+
+    def recomputed_by(self, row: int, sent: Sent) -> None:
+        """The request in ``row`` may lack full KV: ``sent`` lets another server compute it once more."""
+        self._elsewhere[row] = sent
+
+    def arrival(self, row: int) -> Sent | None:
+        """What computes a request once more that lacks full KV; None where it has all of it, or that is done here."""
+        return self._elsewhere.get(row) if row in self._own else None
+
+    def _recomputable(self, row: int) -> bool:
+        return self.recomputes or row in self._elsewhere
 
     def _share(self, row: int, node: TieredNode, covered: int) -> None:
         """Let the tree own the blocks of a request's copy that stand for its prompt, and nodes end where segments do.
@@ -163,16 +183,17 @@ class CodesAlone:
         self.holders.forget(row)
         self._shared.pop(row, None)
         self._own.pop(row, None)
+        self._elsewhere.pop(row, None)
 
     def clear(self) -> None:
         """All requests are gone, and the pool is being cleared."""
         self.holders.clear()
-        for kept in (self._shared, self._own, self._pending):
+        for kept in (self._shared, self._own, self._elsewhere, self._pending):
             kept.clear()
 
     @property
     def own_tokens(self) -> int:
-        """Generated tokens of running requests whose slots went back."""
+        """Tokens of running requests' own whose slots went back, or were never there."""
         return sum(map(len, self._own.values()))
 
     @property
@@ -217,7 +238,7 @@ class CodesAlone:
     def serves(self, row: int) -> bool:
         """Whether the request in ``row`` may lack full KV, so that it cannot do without its copy."""
         view = self.copies.get(row)
-        return view is not None and view.holds_all
+        return view is not None and view.holds_all and self._recomputable(row)
 
     def room(self, req: "Req") -> int:
         """Slots that a request needs for its copy while its full KV is there, too; 0 for one that gets none, or has it."""

@@ -2,7 +2,8 @@
 
 A load from the host whose checksums differ leaves a node of the prefix tree without KV. The requests that lead through it
 give back all that they hold and wait in SGLang's queue; their prompt and what they answered so far is prefilled again. So are
-requests whose KV another server sends, where the rest of it does not come, or their slots are needed before it came: by that server.
+requests whose KV another server sends, where the rest of it does not come, or their slots are needed before it came, or codes alone
+are there of it: by that server.
 """
 
 from collections.abc import Callable
@@ -43,8 +44,8 @@ def retract_lost(original: Callable, batch, server_args) -> tuple[list, float, l
     Returns:
         As SGLang's: requests that wait again, the ratio of new tokens that it expects, and requests to abort.
     """
-    early = batch.tree_cache.early
-    sent = {} if early is None else {req.rid: early.arrival(req.req_pool_idx) for req in batch.reqs}
+    tellers = [each for each in (batch.tree_cache.early, batch.tree_cache.codes) if each is not None]
+    sent = {req.rid: each.arrival(req.req_pool_idx) for req in batch.reqs for each in tellers}
     gone, ratio, aborted = _retract(original, batch, server_args)
     again = [req for req in gone if sent.get(req.rid) is not None]
     for req in again:

@@ -218,7 +218,9 @@ class TieredRadixCache(RadixCache):
             self.copies.release(req.req_pool_idx)
             self._ended(req.req_pool_idx)
         if self.disable:
-            super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
+            own = max(given, req.cache_protected_len)
+            slots = self.req_to_token_pool.req_to_token[req.req_pool_idx, own:kv_len_to_handle]
+            self.token_to_kv_pool_allocator.free_segment(slots, start_pos=own)
             return
         row, key = self._row_and_key(req, (req.origin_input_ids + req.output_ids)[:kv_len_to_handle])
         if not self._keeps_answers:

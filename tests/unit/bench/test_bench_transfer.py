@@ -14,7 +14,7 @@ from sglang_ext.bench.__main__ import main
 from sglang_ext.bench.servers_apart import answer
 from sglang_ext.bench.speed.decode_wave import Stream
 from sglang_ext.bench.transfer import accuracy, clocks, command, tables
-from sglang_ext.bench.transfer.methods import METHODS, method, obstacle
+from sglang_ext.bench.transfer.methods import METHODS, PACKED, method, obstacle
 from sglang_ext.bench.transfer.pair import Passed
 from sglang_ext.bench.transfer.summary import summarize, survival
 from sglang_ext.managers.disaggregation.timeline import Event
@@ -118,7 +118,8 @@ def test_methods_differ_in_how_kv_travels_alone():
         flags = command.flags_of(args, method(name, ("--kv-compressor", "kivi")), 0.1, command.Path("logs"))
         prefill, decode = (" ".join(flags[role]) for role in ("prefill", "decode"))
         assert ("--kv-mode verified --kv-compressor kivi" in decode) == name.startswith("lynx") * (name in ("lynx", "lynx-exact"))
-        assert "--kv-mode" not in prefill and "--sleep-on-idle" in prefill and "--sleep-on-idle" in decode
+        assert ("--kv-mode lossy" in prefill and "--kv-mode lossy" in decode) == (name in PACKED)
+        assert ("--kv-mode" not in prefill) == (name not in PACKED) and "--sleep-on-idle" in prefill and "--sleep-on-idle" in decode
         assert "--base-gpu-id 1" in decode and "--base-gpu-id" not in prefill
         assert ("--kv-link-gbps 0.1" in prefill) == (name != "mooncake_tcp") and "--kv-link-gbps" not in decode
         seen.add(prefill.replace(f"logs/{name}-0.1-timeline.jsonl", ""))

@@ -96,6 +96,7 @@ def test_both_ends_learn_where_the_newest_queries_of_a_request_are_kept():
     worker, asked = KVWorker.__new__(KVWorker), []
     worker.traveling = SimpleNamespace(read=lambda *given: asked.append(given) or b"queries", write=lambda *given: asked.append(given))
     worker.begins_early = lambda req, tree: None
+    worker.packs_prompts, worker.coded_prompts = lambda: None, lambda tree: None
     queue = queue_of(worker)
     queue.tree_cache = None
     req = SimpleNamespace(disagg_kv_sender=made(ProgressiveSender), origin_input_ids=[1, 2], output_ids=[], to_finish=None, req_pool_idx=None)

@@ -11,6 +11,7 @@ from sglang.srt.disaggregation.common.conn import PrefillServerInfo
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.network import NetworkAddress
 
+from sglang_ext.config.disaggregation_options import traveling_codes
 from sglang_ext.managers.disaggregation import settings as link_settings
 from sglang_ext.managers.disaggregation import wire
 from sglang_ext.managers.disaggregation.endpoints import LinkKeys
@@ -57,7 +58,7 @@ def make_settings(args: ServerArgs, pool: PoolBuffers, codec: PageCodec, tp_rank
         page_size=codec.page_size,
         codec=codec.name,
         codec_version=codec.version,
-        codec_options=codec.options,
+        codec_options=codec.options | traveling_codes(args),
         reference=codec.reference,
         tp_rank=tp_rank,
         tp_size=tp_size,

@@ -33,6 +33,7 @@ class Metadata(Message, tag="metadata"):
         tokens: of the prompt.
         link_room: the number under which links move it, which the decode side draws anew each time: what is still under way of a
             request that is prefilled once more does not meet its next room.
+        coded: where in the prompt the tokens begin and end that shall travel as codes, whole blocks; equal where none do.
     """
 
     version: Annotated[int, Meta(ge=0, le=1 << 31)]
@@ -45,6 +46,7 @@ class Metadata(Message, tag="metadata"):
     prefix: Tokens
     tokens: Tokens
     link_room: Room = 0
+    coded: tuple[Tokens, Tokens] = (0, 0)
 
 
 class Abort(Message, tag="abort"):

@@ -31,7 +31,7 @@ class PlacedPage:
 
     Attributes:
         start: position in the prompt of its first token.
-        slots: int64 [tokens], on the pool's device.
+        slots: int64 [tokens], on the pool's device; of a page that is written as blocks those of the blocks (coded/room_codec.py).
     """
 
     start: int

@@ -12,7 +12,9 @@ from sglang.srt.disaggregation.common.conn import CommonKVReceiver, KVTransferEr
 from sglang.srt.utils.network import NetworkAddress
 
 from sglang_ext.managers.disaggregation import wire
-from sglang_ext.managers.disaggregation.page_hashes import page_hashes
+from sglang_ext.managers.disaggregation.coded.decode_side import CodedSlots
+from sglang_ext.managers.disaggregation.coded.room_codec import CodedRoom
+from sglang_ext.managers.disaggregation.page_hashes import hashes_at, page_hashes
 from sglang_ext.managers.disaggregation.progressive import agreement
 from sglang_ext.managers.disaggregation.progressive.control import ROOM_IS_TAKEN, VERSION, Abort, Metadata
 from sglang_ext.managers.disaggregation.progressive.early_room import EarlyRoom
@@ -46,6 +48,7 @@ class ProgressiveReceiver(CommonKVReceiver):
         self._link_room = random.getrandbits(62)
         self._queries: TravelingQueries | None = None
         self._row: Callable[[], int] | None = None
+        self._coded: Callable[[], CodedSlots] | None = None
         self._begin: Callable[[EarlyRoom], None] | None = None
         self._prefill_again: "Callable[[Req], None] | None" = None
         self.bootstrap_infos = None
@@ -82,6 +85,14 @@ class ProgressiveReceiver(CommonKVReceiver):
             row: of the request in the token table, once it has one.
         """
         self._queries, self._row = queries, row
+
+    def expect_codes(self, coded: Callable[[], CodedSlots]) -> None:
+        """The prompt shall travel as codes; before ``send_metadata``.
+
+        Args:
+            coded: where they go, once they have slots.
+        """
+        self._coded = coded
 
     def begin_early(self, begin: Callable[[EarlyRoom], None], prefill_again: "Callable[[Req], None]") -> None:
         """The request may decode on the anchor of its KV; before ``send_metadata``.
@@ -140,9 +151,12 @@ class ProgressiveReceiver(CommonKVReceiver):
             self._give_up(self._refused)
             self._send_abort_notification()
             return
-        prefix = decode_prefix_len or 0
+        prefix, coded = decode_prefix_len or 0, None if self._coded is None else self._coded()
         try:
-            self._received = self._expect(kv_indices, aux_index, prefix)
+            if coded is None:
+                self._received = self._expect(kv_indices, aux_index, prefix)
+            else:
+                self._received = self._expect_codes(coded, aux_index)
             self.kv_mgr.links.register(self._link_room, self._received.expected, self._received)
         except LinkError as error:
             self._give_up(str(error))
@@ -152,7 +166,8 @@ class ProgressiveReceiver(CommonKVReceiver):
         settings = wire.encode(self.kv_mgr.settings)
         sizes = (*self.kv_mgr.aux.sizes, self._queries.most_bytes if self._queries is not None else 0)
         here = self.kv_mgr.local_ip, self.kv_mgr.rank_port, self.kv_mgr.links.endpoint, settings, sizes
-        metadata = Metadata(VERSION, self.room, *here, prefix, len(self._prompt), self._link_room)
+        places = (0, 0) if coded is None else (coded.begin, coded.end)
+        metadata = Metadata(VERSION, self.room, *here, prefix, len(self._prompt), self._link_room, places)
         if not all(self.kv_mgr.say(address, metadata) for address in self._prefill_ranks()):
             self._give_up(f"the prefill rank at {self.bootstrap_infos} cannot be reached")
             return
@@ -223,6 +238,16 @@ class ProgressiveReceiver(CommonKVReceiver):
         ]
         buffers = self.kv_mgr.pool, self.kv_mgr.aux, aux_index
         return ReceivedRoom(codec, *buffers, self.kv_mgr.layers, pages, hashes, self, self._queries)
+
+    def _expect_codes(self, coded: CodedSlots, aux_index: int) -> ReceivedRoom:
+        """Blocks into slots of a copy, and what is not packed beside them."""
+        pool, tokens = self.kv_mgr.pool, len(self._prompt)
+        codec = CodedRoom(pool, coded.packing, coded.buffers, coded.begin, coded.end, self.kv_mgr.codec.page_size)
+        ends = codec.ends(tokens)
+        starts = [0, *ends][: len(ends)]
+        pages = [PlacedPage(start, coded.slots(start, end).to(pool.device)) for start, end in zip(starts, ends)]
+        buffers = pool, self.kv_mgr.aux, aux_index
+        return ReceivedRoom(codec, *buffers, self.kv_mgr.layers, pages, hashes_at(self._prompt, ends), self, self._queries)
 
     def _give_up(self, reason: str) -> None:
         self.fail(reason)

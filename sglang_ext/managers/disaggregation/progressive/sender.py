@@ -1,6 +1,7 @@
 """SGLang's side of a room that is sent: from a request at the prefill server to its KV in the link's buffers."""
 
 import time
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -8,7 +9,8 @@ import torch
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVSender, KVTransferError
 
-from sglang_ext.managers.disaggregation.page_hashes import page_hashes
+from sglang_ext.managers.disaggregation.coded.room_codec import CodedRoom
+from sglang_ext.managers.disaggregation.page_hashes import hashes_at, page_ends, page_hashes
 from sglang_ext.managers.disaggregation.progressive import agreement
 from sglang_ext.managers.disaggregation.progressive.control import ROOM_IS_TAKEN, Metadata
 from sglang_ext.managers.disaggregation.progressive.manager import ProgressiveManager
@@ -16,6 +18,9 @@ from sglang_ext.managers.disaggregation.progressive.peer import Peer
 from sglang_ext.managers.disaggregation.progressive.sent_room import SentRoom
 from sglang_ext.managers.disaggregation.queries import ReadQueries
 from sglang_ext.managers.disaggregation.settings import LinkError
+from sglang_ext.mem_cache.compressed.formats.packing import Packing
+from sglang_ext.mem_cache.compressed.formats.rounding import token_seeds
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 
 # Seconds for SGLang to see that a room is over: it looks after each forward.
 MOST_WAIT = 30.0
@@ -43,12 +48,14 @@ class ProgressiveSender(CommonKVSender):
             self.conclude_state = KVPoll.Failed
         self._prompt: Sequence[int] = ()
         self._queries: ReadQueries | None = None
+        self._packs: tuple[Packing, KVBuffers] | None = None
         self._metadata: Metadata | None = None
         self._peer: Peer | None = None
         self._sent: SentRoom | None = None
         self._sending = self._cleared = self._aborted = False
-        # Slots of tokens that do not fill a page yet.
+        # Slots of tokens that do not fill a page yet; lengths of the pages that were not sent.
         self._slots = np.empty(0, np.int64)
+        self._lengths: deque[int] = deque()
         # SGLang sets it where a cached prefix is sent before the forward that may still write it (maybe_send_cached_prefix_chunk).
         self._early_send_wait_event: torch.cuda.Event | None = None
         if not self._taken and not self._waits:
@@ -73,6 +80,10 @@ class ProgressiveSender(CommonKVSender):
     def bring_queries(self, read: ReadQueries) -> None:
         """The newest queries of the prompt go with the auxiliary record; before ``init``."""
         self._queries = read
+
+    def pack_by(self, packing: Packing, buffers: KVBuffers) -> None:
+        """The prompt may travel as codes that are packed so, of a pool with these buffers; before ``init``."""
+        self._packs = packing, buffers
 
     def meet(self, metadata: Metadata) -> bool:
         """The decode side has slots; False where it had before: it asks for the prompt once more, and that request is still to come."""
@@ -114,19 +125,40 @@ class ProgressiveSender(CommonKVSender):
             aux_index: row of the auxiliary record.
         """
         super().init(num_kv_indices, aux_index)
-        codec, metadata = self.kv_mgr.codec, self._metadata
+        metadata = self._metadata
         if metadata is None:
             return
         if metadata.tokens != len(self._prompt):
             self._give_up(f"the prompt has {len(self._prompt)} tokens at the prefill server and {metadata.tokens} at the decode server")
             return
-        hashes = page_hashes(self._prompt[: metadata.prefix], codec.page_size)
-        hashes = page_hashes(self._prompt[metadata.prefix :], codec.page_size, hashes[-1] if hashes else b"")
-        self._sent = SentRoom(metadata.link_room, codec, self.kv_mgr.layers, metadata.prefix, hashes, self)
         try:
+            self._sent = self._room(metadata)
             self._peer = self.kv_mgr.peers.open(metadata.endpoint, self._sent)
         except LinkError as error:
             self._give_up(str(error))
+
+    def _room(self, metadata: Metadata) -> SentRoom:
+        """Its pages, as the decode side asks for them.
+
+        Raises:
+            LinkError: the prompt cannot travel as codes, or not these tokens of it.
+        """
+        prefix, (begin, end) = metadata.prefix, metadata.coded
+        if begin == end:
+            codec = self.kv_mgr.codec
+            ends = page_ends(codec.page_size, len(self._prompt), prefix)
+            before = page_hashes(self._prompt[:prefix], codec.page_size)
+        elif self._packs is None or prefix:
+            raise LinkError(f"tokens {begin} to {end} shall travel as codes, which this server does not make: start both servers alike")
+        else:
+            packing, buffers = self._packs
+            seeds = token_seeds(self._prompt, len(self._prompt), self.kv_mgr.pool.device) if packing.stochastic else None
+            codec = CodedRoom(self.kv_mgr.pool, packing, buffers, begin, end, self.kv_mgr.codec.page_size, seeds)
+            ends, before = codec.ends(len(self._prompt)), []
+        hashes = hashes_at(self._prompt[prefix:], [each - prefix for each in ends], before[-1] if before else b"")
+        starts = [prefix, *ends][: len(ends)]
+        self._lengths.extend(stop - start for start, stop in zip(starts, ends))
+        return SentRoom(metadata.link_room, codec, self.kv_mgr.layers, starts, hashes, self)
 
     def send(self, kv_indices: np.ndarray, state_indices: list | None = None, num_kv_tokens: int | None = None) -> None:
         """Send what a forward computed.
@@ -149,12 +181,13 @@ class ProgressiveSender(CommonKVSender):
         page = self.kv_mgr.kv_args.page_size
         slots = (np.asarray(kv_indices, np.int64)[:, None] * page + np.arange(page)).ravel()[:num_kv_tokens]
         self._slots = np.concatenate([self._slots, slots])
-        size = self.kv_mgr.codec.page_size
-        whole = len(self._slots) if last else len(self._slots) // size * size
-        pages = tuple(self._on_device(self._slots[begin : min(begin + size, whole)]) for begin in range(0, whole, size))
-        self._slots = self._slots[whole:]
+        pages = []
+        while self._lengths and self._lengths[0] <= len(self._slots):
+            size = self._lengths.popleft()
+            pages.append(self._on_device(self._slots[:size]))
+            self._slots = self._slots[size:]
         if pages or last:
-            self._peer.send(self._sent, pages, self._record() if last else None, ready)
+            self._peer.send(self._sent, tuple(pages), self._record() if last else None, ready)
 
     def poll(self) -> int:
         """How far it is (``KVPoll``)."""

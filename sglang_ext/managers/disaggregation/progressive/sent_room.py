@@ -29,13 +29,15 @@ class SentRoom:
         number: of the room on its link.
         codec: of the pool.
         layers: that travel in one part of a page.
-        start: tokens of the prompt before the first page.
+        starts: where in the prompt each page begins.
         hashes: of each page (page_hashes.py).
         told: of success and failure.
     """
 
-    def __init__(self, number: int, codec: PageCodec, layers: LayerRange, start: int, hashes: Sequence[bytes], told: Told) -> None:
-        self.number, self._codec, self._layers, self._start = number, codec, layers, start
+    def __init__(
+        self, number: int, codec: PageCodec, layers: LayerRange, starts: Sequence[int], hashes: Sequence[bytes], told: Told
+    ) -> None:
+        self.number, self._codec, self._layers, self._starts = number, codec, layers, starts
         self._hashes, self._told = hashes, told
         self._lock = threading.Lock()
         self._over = False
@@ -123,7 +125,7 @@ class SentRoom:
                 self._told.succeed()
 
     def _placed(self, page: int, slots: torch.Tensor) -> PlacedPage:
-        return PlacedPage(self._start + page * self._codec.page_size, slots)
+        return PlacedPage(self._starts[page], slots)
 
     def _offer(self, link: Link, stream: Stream, page: int, payload: memoryview) -> None:
         link.offer(self.number, Part(stream, payload, page, self._layers, self._hashes[page]))

@@ -147,6 +147,11 @@ class Layout:
         return sum(dtype.itemsize * prod(shape) for dtype, shape in self.parameters)
 
     @property
+    def block_bytes(self) -> int:
+        """Bytes of a block, without what fills up its last cell."""
+        return self.tokens * self.token_bytes + self.parameter_bytes
+
+    @property
     def cells(self) -> int:
         """Cells of a block."""
         return self.code_cells - (-self.parameter_bytes // self.cell_bytes)

@@ -13,21 +13,26 @@ from sglang_ext.managers.disaggregation.progressive.sender import ProgressiveSen
 class Servers:
     """A prefill and a decode server of one rank each, of which only the transfer is there."""
 
-    def __init__(self, folder, reference="exact", prefill_reference=None, gbps=None, dtype=None):
+    def __init__(self, folder, reference="exact", prefill_reference=None, gbps=None, dtype=None, pools=None):
         kinds = {} if dtype is None else {"dtype": dtype}
-        self.prefill = PrefillManager(prefill_reference or reference, make_pool(seed=1, **kinds), QUICK, gbps)
-        self.decode = DecodeManager(reference, make_pool(seed=2, **kinds), QUICK, f"ipc://{folder}/links/rank0")
+        source, target = pools or (make_pool(seed=seed, **kinds) for seed in (1, 2))
+        self.prefill = PrefillManager(prefill_reference or reference, source, QUICK, gbps)
+        self.decode = DecodeManager(reference, target, QUICK, f"ipc://{folder}/links/rank0")
         self.prefill.decode, self.decode.prefill = self.decode, self.prefill
         # Told of rooms whose requests begin on their anchors, where they do.
         self.begin = None
         # Of the prompt's newest queries: what reads them at the prefill side, and where row ROW of the decode side keeps them.
         self.read = self.traveling = None
+        # Of prompts that travel as codes: how the prefill side packs them, and where they go at the decode side.
+        self.packs = self.coded = None
 
     def sender(self, room, prompt):
         made = ProgressiveSender(self.prefill, ADDRESS, room, [0], 0)
         made.take_prompt(prompt)
         if self.read is not None:
             made.bring_queries(self.read)
+        if self.packs is not None:
+            made.pack_by(*self.packs)
         return made
 
     def receiver(self, room, prompt):
@@ -35,6 +40,9 @@ class Servers:
         made.take_prompt(prompt)
         if self.traveling is not None:
             made.expect_queries(self.traveling, lambda: ROW)
+        if self.coded is not None:
+            coded = self.coded
+            made.expect_codes(lambda: coded)
         if self.begin is not None:
             made.begin_early(self.begin, lambda req: None)
         made.init(0)

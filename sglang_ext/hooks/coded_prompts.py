@@ -1,0 +1,84 @@
+"""Requests of a decode server whose prompts come as codes: they are admitted as their copies need, and get no slots for full KV.
+
+SGLang counts and takes slots for each token of a prompt. What is planned of one stands at its request until it has them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.decode import DecodePreallocQueue
+    from sglang.srt.managers.schedule_batch import Req
+
+    from sglang_ext.managers.disaggregation.coded.decode_side import CodedPrompts
+
+# The attribute of SGLang's request that holds its CodedPrompt, from when it is planned until it has slots.
+PLANNED = "kv_coded_prompt"
+
+
+@dataclass(frozen=True)
+class PrefillServer:
+    """Computes prompts once more for one decode server's queue."""
+
+    queue: "DecodePreallocQueue"
+
+    def prefill_again(self, req: "Req") -> None:
+        """Let it compute a request that gave its slots back, as SGLang does with requests that it retracts to change weights.
+
+        The first token, which the client may have, is kept.
+        """
+        req.pd_rebootstrap_forced_output_id = req.output_ids.pop()
+        req.pd_rebootstrap_in_progress = True
+        req.time_stats.set_retract_time()
+        self.queue.add(req, is_rebootstrap=True)
+
+
+def expect_codes(queue: "DecodePreallocQueue", req: "Req", receiver: Any, is_rebootstrap: bool) -> None:
+    """Plan how a request's prompt comes, and let its receiver know where to."""
+    from sglang_ext.managers.disaggregation.progressive.receiver import ProgressiveReceiver
+
+    prompts = _prompts(queue) if isinstance(receiver, ProgressiveReceiver) else None
+    if prompts is None:
+        return
+    planned = prompts.plan(req, len(req.origin_input_ids) + len(req.output_ids) * is_rebootstrap)
+    if planned is not None:
+        setattr(req, PLANNED, planned)
+        receiver.expect_codes(lambda: prompts.slots(req, planned))
+
+
+def tokens_charged(original: Callable, req: "Req") -> int:
+    """Hook around ``DecodePreallocQueue._pre_alloc_fill_len`` and ``_rebootstrap_prefill_len``, by which requests are admitted: the slots
+    that a prompt takes which comes as codes."""
+    planned = getattr(req, PLANNED, None)
+    return original(req) if planned is None else planned.slots
+
+
+def pre_alloc(
+    original: Callable,
+    queue: "DecodePreallocQueue",
+    req: "Req",
+    prefix_indices: torch.Tensor | None = None,
+    prefix_len: int | None = None,
+    total_prefix_len: int | None = None,
+) -> torch.Tensor:
+    """Hook around ``DecodePreallocQueue._pre_alloc``: what a copy stands for is to SGLang a prefix that is there, in its padding page."""
+    prompts, planned = _prompts(queue), getattr(req, PLANNED, None)
+    if planned is None:
+        slots = original(queue, req, prefix_indices, prefix_len, total_prefix_len)
+    else:
+        # From here on it has as many tokens as it says.
+        delattr(req, PLANNED)
+        slots = prompts.allocate(req, planned, lambda padding, covered: original(queue, req, padding, covered, covered))
+    if prompts is not None:
+        prompts.can_recompute(req, PrefillServer(queue))
+    return slots
+
+
+def _prompts(queue: "DecodePreallocQueue") -> "CodedPrompts | None":
+    from sglang_ext.managers.worker import KVWorker
+
+    worker = queue.scheduler.draft_worker
+    return worker.coded_prompts(queue.tree_cache) if isinstance(worker, KVWorker) else None

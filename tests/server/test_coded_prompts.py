@@ -1,0 +1,83 @@
+"""A prefill and a decode server whose prompts travel as codes: the answers of one lossy server, of as many bytes as its copies hold, and no
+full KV for what is packed."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from preloaded import Preloaded
+from server_pair import Pair
+from servers import STRICT, Server, greedy, sampled
+
+pytestmark = pytest.mark.server
+
+METHOD = ("--kv-mode", "lossy", "--kv-compressor", "hack", "--kv-bits", "4")
+COMMON = ("--dtype", "float32", "--sleep-on-idle", "--skip-server-warmup", "--disaggregation-transfer-backend", "progressive")
+# Slots of the decode server's pool, in which two of the longest prompts would not fit in full, and those that it keeps for an answer.
+POOL, KEPT = 720, 16
+ANSWER = 12
+
+
+@pytest.fixture(scope="module")
+def pair(model: Path, tmp_path_factory: pytest.TempPathFactory, preloaded: Preloaded | None) -> Iterator[Pair]:
+    """Servers that the tests of this file share, with strict checks."""
+    flags = (*COMMON, *METHOD, "--enable-metrics")
+    prefill = (*flags, "--max-total-tokens", "8000", "--chunked-prefill-size", "256")
+    decode = (*flags, "--max-total-tokens", str(POOL), "--num-reserved-decode-tokens", str(KEPT))
+    made = Pair(model, tmp_path_factory.mktemp("coded"), preloaded, prefill, decode, env=STRICT)
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def lossy(launch: Any) -> Server:
+    """One server with the same method."""
+    return launch(*METHOD, "--chunked-prefill-size", "256", "--max-total-tokens", "8000")
+
+
+def answers(server: Any, prompts: list[list[int]]) -> list[list[int]]:
+    return [server.ask(input_ids=ids, **greedy(ANSWER))["output_ids"] for ids in prompts]
+
+
+def test_answers_are_those_of_one_lossy_server_cold_and_warm(pair: Pair, lossy: Server, prompts: list[list[int]]) -> None:
+    expected = answers(lossy, prompts)
+    cold = [pair.ask(input_ids=ids, **greedy(ANSWER)) for ids in prompts]
+    warm = [pair.ask(input_ids=ids, **greedy(ANSWER)) for ids in prompts]
+    assert [each["output_ids"] for each in cold] == [each["output_ids"] for each in warm] == expected
+    assert {each["meta_info"]["kv_compressor"] for each in cold + warm} == {"hack"}
+
+
+def test_a_prompt_too_short_for_a_copy_travels_as_it_is(pair: Pair, lossy: Server, prompts: list[list[int]]) -> None:
+    ids = prompts[1][:100]
+    found = pair.ask(input_ids=ids, **greedy(ANSWER))
+    assert found["output_ids"] == lossy.ask(input_ids=ids, **greedy(ANSWER))["output_ids"]
+    assert found["meta_info"]["kv_compressor"] is None
+
+
+def test_more_prompts_run_than_fit_in_full_and_who_is_retracted_is_answered_to_its_end(pair: Pair, prompts: list[list[int]]) -> None:
+    text, tokens = [token for prompt in prompts for token in prompt], 36
+    asked = [text[i * 300 : i * 300 + 600] for i in range(5)]
+    with sampled(pair.servers["decode"], "sglang:num_running_reqs") as running, ThreadPoolExecutor(len(asked)) as pool:
+        found = list(pool.map(lambda ids: pair.ask(input_ids=ids, **greedy(tokens)), asked))
+    assert [len(each["output_ids"]) for each in found] == [tokens] * len(asked)
+    assert max(running) > POOL // 600
+    # Their answers do not fit beside their copies.
+    assert sum(each["meta_info"]["num_retractions"] for each in found) > 0
+    decode = pair.servers["decode"]
+    decode.flush_cache()
+    assert decode.metric("sglang_ext:codes_alone_tokens") == decode.metric("sglang_ext:compressed_bytes") == 0
+
+
+def test_aborts_leave_no_slot_behind(pair: Pair, prompts: list[list[int]]) -> None:
+    bodies = [{"input_ids": ids, "rid": f"given up {i}", **greedy(200)} for i, ids in enumerate(prompts[:2])]
+    with ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(pair.both, body, body) for body in bodies]
+        # The first one while it decodes, the other whenever.
+        while not all(each.done() for each in asked):
+            for body in bodies:
+                pair.servers["decode"].request("abort_request", {"rid": body["rid"]})
+    for server in pair.servers.values():
+        server.flush_cache()
+    assert pair.ask(input_ids=prompts[0], **greedy(2))["meta_info"]["completion_tokens"] == 2

@@ -1,0 +1,243 @@
+"""Prompts that travel as codes: blocks arrive as the prefill server's copy would hold them, bit for bit, and the rest as it is."""
+
+import random
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from link_helpers import SETTINGS, until
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common.conn import KVTransferError
+from transfer_helpers import make_pool, rows, settled
+
+from sglang_ext.config.disaggregation_options import traveling_codes
+from sglang_ext.managers.disaggregation.coded.decode_side import CodedPrompt, CodedSlots
+from sglang_ext.managers.disaggregation.progressive import control
+from sglang_ext.managers.disaggregation.progressive.page_codec import PlacedPage
+from sglang_ext.managers.disaggregation.coded.room_codec import CodedRoom
+from sglang_ext.managers.disaggregation.settings import LinkError, refusal
+from sglang_ext.managers.disaggregation.wire import LayerRange, Stream
+from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
+from sglang_ext.mem_cache.compressed.formats.packing import Packing
+from sglang_ext.mem_cache.compressed.formats.rounding import token_seeds
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressors.catalogue import method
+
+DIM, ALL = 64, LayerRange(0, 2)
+METHODS = (("hack", 4, 64), ("hack", 2, 32), ("int4", None, None), ("kivi", 2, None), ("turboquant", None, None))
+
+
+def pool_of(seed, dtype=torch.float32):
+    """A pool, and the same by KV heads."""
+    pool = make_pool(dtype, seed=seed, key_dim=DIM, value_dim=DIM)
+    keys, values = (tuple(each.view(len(each), -1, DIM) for each in kind) for kind in (pool.keys, pool.values))
+    return pool, KVBuffers((0, 1), (1.0, 1.0), keys, values)
+
+
+def packing_of(buffers, name="hack", bits=4, partition=None, page_size=1):
+    return Packing.of(method(name, bits, partition).quantizer, buffers, page_size)
+
+
+def some(count, seed, taken=()):
+    """So many slots in no order, of the upper half where the lower is taken."""
+    return torch.tensor(random.Random(seed).sample(sorted(set(range(64, 1024)) - set(taken)), count))
+
+
+def copied(packing, buffers, slots, begin, end, seeds):
+    """Slots, in the same pool, of the blocks that a copy on one server holds."""
+    targets = some(packing.packed_slots(end - begin), 99, slots.tolist())
+    kept = torch.arange(begin, end).expand(len(buffers.keys), buffers.keys[0].shape[1], -1)
+    packing.write(buffers, kept, slots, targets, seeds)
+    return targets
+
+
+@pytest.mark.parametrize("named", METHODS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blocks_are_those_of_a_copy_on_one_server_and_other_tokens_are_exact(named, dtype):
+    source, here = pool_of(1, dtype)
+    target, there = pool_of(2, dtype)
+    packing, prompt = packing_of(here, *named), list(range(400))
+    begin, end = packing.sinks, packing.sinks + 256
+    slots, seeds = some(400, 3), token_seeds(prompt, 400, torch.device("cpu")) if packing.stochastic else None
+    sent = CodedRoom(source, packing, here, begin, end, 64, seeds)
+    received = CodedRoom(target, packing, there, begin, end, 64)
+    blocks, exact = some(packing.packed_slots(end - begin), 4), some(400, 5)
+    exact = exact[~torch.isin(exact, blocks)]
+    where = CodedSlots(packing, there, begin, end, exact[:begin], blocks, exact[begin : begin + 400 - end])
+    ends, sizes = sent.ends(400), []
+    for start, stop in zip([0, *ends], ends):
+        part = sent.encode_anchor(PlacedPage(start, slots[start:stop]), ALL)
+        sizes.append(len(part))
+        assert len(part) <= sent.most_bytes(Stream.ANCHOR, ALL)
+        received.write_anchor(PlacedPage(start, where.slots(start, stop)), ALL, part)
+    assert torch.equal(rows(target, where.sinks), rows(source, slots[:begin]))
+    assert torch.equal(rows(target, where.tail), rows(source, slots[end:]))
+    # Last, as it writes to the source.
+    assert torch.equal(rows(target, blocks), rows(source, copied(packing, here, slots, begin, end, seeds)))
+    # Nothing that fills up cells travels.
+    assert sum(sizes) == (400 - 256) * source.bytes_per_token + 4 * 256 // packing.block_tokens * (
+        packing.keys.block_bytes + packing.values.block_bytes
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    tokens=st.integers(1, 700), blocks=st.integers(1, 8), begin=st.sampled_from([0, 4, 16, 64, 256]),
+    size=st.sampled_from([64, 128, 192, 256]), partition=st.sampled_from([32, 64]),
+)
+def test_pages_tile_the_prompt_and_none_reaches_over_a_bound_of_the_codes(tokens, blocks, begin, size, partition):
+    pool, buffers = pool_of(0)
+    packing = packing_of(buffers, partition=partition)
+    codec = CodedRoom(pool, packing, buffers, begin, begin + blocks * packing.block_tokens, size)
+    if tokens < codec.end:
+        with pytest.raises(LinkError, match=f"up to {codec.end} shall travel as codes, of a prompt of {tokens}"):
+            codec.ends(tokens)
+        return
+    ends = codec.ends(tokens)
+    pages = list(zip([0, *ends], ends))
+    assert ends[-1] == tokens and all(start < end for start, end in pages)
+    for start, end in pages:
+        assert end - start <= max(size, packing.block_tokens)
+        assert end <= begin or start >= codec.end or begin <= start < end <= codec.end and (end - start) % packing.block_tokens == 0
+
+
+@pytest.mark.parametrize(("begin", "end"), [(4, 4), (4, 60), (68, 4), (4, 69)])
+def test_tokens_that_are_no_whole_blocks_are_refused(begin, end):
+    pool, buffers = pool_of(0)
+    with pytest.raises(LinkError, match=f"tokens {begin} to {end} of a prompt shall travel as codes; blocks hold 64 tokens each"):
+        CodedRoom(pool, packing_of(buffers), buffers, begin, end)
+
+
+def test_a_page_of_another_length_and_a_residual_are_refused():
+    pool, buffers = pool_of(0)
+    packing = packing_of(buffers)
+    codec = CodedRoom(pool, packing, buffers, 4, 68)
+    with pytest.raises(LinkError, match="a page of 1 blocks of 64 tokens has 3 bytes; expected are "):
+        codec.write_anchor(PlacedPage(4, some(packing.block_slots, 1)), ALL, memoryview(b"abc"))
+    with pytest.raises(LinkError, match="no residuals"):
+        codec.write_residual(PlacedPage(4, some(packing.block_slots, 1)), ALL, memoryview(b""), memoryview(b"abc"))
+
+
+def test_a_prompts_slots_are_those_of_its_copy_and_of_the_tokens_after_it_in_whole_pages():
+    _, buffers = pool_of(0)
+    packing = packing_of(buffers, page_size=16)
+    made = CopyMethod(method("hack").compressor, 1.0, packing, "hack", "hack")
+    prompt = CodedPrompt(made, 500, made.covered(500))
+    assert prompt.covered == 16 + 7 * 64 and packing.packed_slots(448) == 7 * packing.block_slots
+    # Tokens after what is covered: 36, in 3 pages.
+    assert prompt.held == 16 + packing.held_slots(448) and prompt.slots == prompt.held + 48
+    assert prompt.slots % 16 == 0 and prompt.slots < 500
+
+
+class Coded:
+    """A prefill and a decode side, and a prompt of which tokens travel as codes."""
+
+    def __init__(self, servers, tokens, blocks=4):
+        (source, self.here), (target, there) = pool_of(1), pool_of(2)
+        self.packing = packing = packing_of(self.here)
+        self.prompt, begin, end = list(range(tokens)), packing.sinks, packing.sinks + blocks * packing.block_tokens
+        taken = some(tokens + packing.packed_slots(end - begin), 6)
+        where = taken.split([begin, packing.packed_slots(end - begin), len(taken) - begin - packing.packed_slots(end - begin)])
+        self.where = CodedSlots(packing, there, begin, end, *where)
+        self.both = servers("raw", pools=(source, target))
+        self.both.packs, self.both.coded = (packing, self.here), self.where
+
+    def begin(self, chunks=()):
+        """Sends the prompt, page by page of SGLang's 16 tokens; both ends, and the prompt's slots at the prefill server."""
+        tokens, pages = len(self.prompt), -(-len(self.prompt) // 16)
+        self.slots = (torch.tensor(random.Random(3).sample(range(4, 64), pages))[:, None] * 16 + torch.arange(16)).flatten()[:tokens]
+        receiver = self.both.receiver(7, self.prompt)
+        receiver.send_metadata((torch.arange(pages)).numpy(), 5)
+        sender = self.both.sender(7, self.prompt)
+        sender.poll()
+        sender.init(pages, 3)
+        before = 0
+        for after in (*chunks, pages):
+            last = after == pages
+            those = (self.slots[before * 16 : after * 16 : 16] // 16).numpy()
+            sender.send(those, num_kv_tokens=(tokens if last else after * 16) - before * 16)
+            before = after
+        return sender, receiver
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(tokens=st.integers(260, 500), chunks=st.sets(st.integers(1, 16), max_size=4))
+def test_a_prompt_arrives_as_codes_in_any_chunks(servers, tokens, chunks):
+    made = Coded(servers, tokens)
+    sender, receiver = made.begin(sorted(chunks))
+    until(lambda: settled(sender) and settled(receiver))
+    assert (sender.poll(), receiver.poll()) == (KVPoll.Success, KVPoll.Success)
+    source, target, where = made.both.prefill.pool, made.both.decode.pool, made.where
+    tail = where.tail[: tokens - where.end]
+    assert torch.equal(rows(target, where.sinks), rows(source, made.slots[: where.begin]))
+    assert torch.equal(rows(target, tail), rows(source, made.slots[where.end :]))
+    seeds = token_seeds(made.prompt, tokens, torch.device("cpu"))
+    targets = copied(made.packing, made.here, made.slots, where.begin, where.end, seeds)
+    assert torch.equal(rows(target, where.blocks), rows(source, targets))
+    # Of 2 layers with 2 heads of 64 channels in float32, some 5 numbers to one.
+    assert receiver._received.size < 0.2 * 256 * source.bytes_per_token + (tokens - 256) * source.bytes_per_token
+    made.both.close()
+
+
+def test_a_prefill_server_that_packs_nothing_says_so(servers):
+    made = Coded(servers, 300)
+    made.both.packs = None
+    sender, receiver = made.begin()
+    until(lambda: settled(sender) and settled(receiver))
+    for end in (sender, receiver):
+        with pytest.raises(KVTransferError, match="tokens 4 to 260 shall travel as codes, which this server does not make"):
+            end.failure_exception()
+
+
+def test_codes_beyond_the_prompt_are_refused_by_the_prefill_server(servers):
+    made = Coded(servers, 300)
+    wrong = control.Metadata(control.VERSION, 7, "h", 4, "ipc:///x", b"", (), 0, 300, 1, (4, 4 + 64 * 9))
+    sender = made.both.sender(7, made.prompt)
+    with pytest.raises(LinkError, match="up to 580 shall travel as codes, of a prompt of 300"):
+        sender._room(wrong)
+
+
+def flags(**changed):
+    """Of a server whose prompts travel as codes."""
+    given = {
+        "disaggregation_mode": "decode", "disaggregation_transfer_backend": "progressive", "kv_mode": "lossy", "kv_compressor": "hack",
+        "kv_more_compressors": None, "kv_budget": 1, "kv_bits": None, "kv_partition": None, "kv_prefill": "exact", "kv_bench_codec": None,
+        "enable_deterministic_inference": False, "device": "cpu",
+    }  # fmt: skip
+    return SimpleNamespace(**given | changed)
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"kv_partition": 32}, "codes.partition: "), ({"kv_bits": 2}, "codes.bits: "), ({"kv_prefill": "quantized"}, "codes.prefill: "),
+        ({"kv_compressor": "int4"}, "codes.method, codes.partition: "), ({"kv_mode": "verified"}, "codes.bits, codes.block, codes.method"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_peer_that_packs_otherwise_is_refused_by_name(changed, named):
+    ours, theirs = (msgspec.structs.replace(SETTINGS, codec_options=traveling_codes(each)) for each in (flags(), flags(**changed)))
+    told = refusal(ours, theirs)
+    assert refusal(ours, ours) is None and "codes.partition': 64" in told and named in told and "--kv-partition" in told
+
+
+def test_an_unknown_partition_is_refused_by_name():
+    ours = msgspec.structs.replace(SETTINGS, codec_options=traveling_codes(flags()))
+    theirs = msgspec.structs.replace(ours, codec_options=ours.codec_options | {"codes.partition": 48})
+    assert "'codes.partition': 48" in refusal(ours, theirs) and "; codes.partition: give both servers" in refusal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"kv_mode": "verified"}, {"kv_compressor": "snapkv", "kv_budget": 0.25}, {"kv_compressor": "snapkv+hack", "kv_budget": 0.25},
+        {"disaggregation_transfer_backend": "mooncake"}, {"disaggregation_mode": "null"}, {"kv_bench_codec": "lynx-int8"},
+        {"enable_deterministic_inference": True, "device": "cuda"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_other_servers_prompts_travel_as_they_are(changed):
+    assert traveling_codes(flags()) and not traveling_codes(flags(**changed))
