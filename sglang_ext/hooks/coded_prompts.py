@@ -1,8 +1,10 @@
-"""Requests of a decode server whose prompts come as codes: they are admitted as their copies need, and get no slots for full KV.
+"""Requests whose prompts travel as codes. A decode server admits them as their copies need, and gives no slots to their full KV; a prefill
+server packs them ahead where no decode server has room.
 
 SGLang counts and takes slots for each token of a prompt. What is planned of one stands at its request until it has them.
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,8 +14,11 @@ import torch
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodePreallocQueue
     from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.scheduler import Scheduler
 
     from sglang_ext.managers.disaggregation.coded.decode_side import CodedPrompts
+
+logger = logging.getLogger(__name__)
 
 # The attribute of SGLang's request that holds its CodedPrompt, from when it is planned until it has slots.
 PLANNED = "kv_coded_prompt"
@@ -75,6 +80,28 @@ def pre_alloc(
     if prompts is not None:
         prompts.can_recompute(req, PrefillServer(queue))
     return slots
+
+
+def pack_ahead(original: Callable, scheduler: "Scheduler", rids_to_check: list[str] | None = None) -> "list[Req]":
+    """Hook around ``process_disagg_prefill_inflight_queue``: prompts that were computed before a decode server has room for them
+    (``--optimistic-prefill-attempts``) wait packed in host memory, and their full KV may go."""
+    from sglang_ext.managers.disaggregation.progressive.sender import ProgressiveSender
+    from sglang_ext.managers.worker import KVWorker
+
+    worker = scheduler.draft_worker
+    packs = isinstance(worker, KVWorker) and not scheduler.tree_cache.disable
+    for req in scheduler.disagg_prefill_inflight_queue if packs else ():
+        # Equal on all ranks, unlike what their senders have heard.
+        sender = req.disagg_kv_sender
+        if not req.pending_bootstrap or not isinstance(sender, ProgressiveSender) or sender.waits_packed:
+            continue
+        planned = worker.packed_ahead(req)
+        if planned is not None:
+            slots = scheduler.req_to_token_pool.req_to_token[req.req_pool_idx, : planned.tokens].long()
+            if sender.wait_packed(planned.method.sinks, planned.covered, slots):
+                scheduler.tree_cache.let_go(req)
+                logger.info("sglang-ext: request %s waits for room at a decode server, its prompt packed in host memory", req.rid)
+    return original(scheduler, rids_to_check)
 
 
 def _prompts(queue: "DecodePreallocQueue") -> "CodedPrompts | None":

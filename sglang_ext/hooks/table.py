@@ -153,6 +153,11 @@ TRANSFER_HOOKS: tuple[Hook, ...] = (
         for name in ("_pre_alloc_fill_len", "_rebootstrap_prefill_len")
     ),
     Hook(
+        "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin.process_disagg_prefill_inflight_queue",
+        "sglang_ext.hooks.coded_prompts.pack_ahead",
+        "a prompt that waits for room at a decode server shall hold codes in host memory, and no full KV", ("self", "rids_to_check"),
+    ),
+    Hook(
         "sglang.srt.disaggregation.decode.DecodePreallocQueue._pre_alloc",
         "sglang_ext.hooks.coded_prompts.pre_alloc",
         "a prompt that comes as codes gets no slots for the full KV of what is packed",

@@ -25,7 +25,7 @@ from sglang_ext.managers import integrity, served_methods
 from sglang_ext.managers.cache_rank.start import cache_ranks
 from sglang_ext.managers.captured import compile_ahead, unpin_plans, verifier_of, verify_graphs_of
 from sglang_ext.managers.disaggregation.arriving import Arriving
-from sglang_ext.managers.disaggregation.coded.decode_side import CodedPrompts
+from sglang_ext.managers.disaggregation.coded.decode_side import CodedPrompt, CodedPrompts, coded_prompt
 from sglang_ext.managers.disaggregation.queries import TravelingQueries
 from sglang_ext.managers.memory_plan import HeldMemory, MemoryPlanner
 from sglang_ext.managers.metrics import KVMetrics
@@ -202,6 +202,12 @@ class KVWorker(BaseSpecWorker):
     def packs_prompts(self) -> tuple[Packing, KVBuffers] | None:
         """How this prefill server packs prompts that travel as codes; None where they travel as they are."""
         return (self.form.form, self.buffers) if traveling_codes(self.server_args) else None
+
+    def packed_ahead(self, req: "Req") -> CodedPrompt | None:
+        """How a computed prompt will travel whose decode side has no room yet; None as it is, or where that is not known."""
+        if self.views is None or not traveling_codes(self.server_args):
+            return None
+        return coded_prompt(req, len(req.origin_input_ids), self.views.methods[self.requests.method_of(req)])
 
     def coded_prompts(self, tree_cache) -> CodedPrompts | None:
         """What takes another server's prompts as codes; None where their full KV comes."""

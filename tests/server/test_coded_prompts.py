@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from preloaded import Preloaded
+from link_helpers import until
 from server_pair import Pair
 from servers import STRICT, Server, greedy, sampled
 
@@ -15,8 +16,10 @@ pytestmark = pytest.mark.server
 
 METHOD = ("--kv-mode", "lossy", "--kv-compressor", "hack", "--kv-bits", "4")
 COMMON = ("--dtype", "float32", "--sleep-on-idle", "--skip-server-warmup", "--disaggregation-transfer-backend", "progressive")
-# Slots of the decode server's pool, in which two of the longest prompts would not fit in full, and those that it keeps for an answer.
-POOL, KEPT = 720, 16
+# Slots of the decode server's pool, in which no two of the prompts would fit in full, and those that it keeps for an answer.
+POOL, KEPT = 580, 16
+# Slots of the prefill server's pool, which does not hold both of the longest prompts.
+ROOM = 900
 ANSWER = 12
 
 
@@ -24,7 +27,7 @@ ANSWER = 12
 def pair(model: Path, tmp_path_factory: pytest.TempPathFactory, preloaded: Preloaded | None) -> Iterator[Pair]:
     """Servers that the tests of this file share, with strict checks."""
     flags = (*COMMON, *METHOD, "--enable-metrics")
-    prefill = (*flags, "--max-total-tokens", "8000", "--chunked-prefill-size", "256")
+    prefill = (*flags, "--max-total-tokens", str(ROOM), "--chunked-prefill-size", "256", "--optimistic-prefill-attempts", "1")
     decode = (*flags, "--max-total-tokens", str(POOL), "--num-reserved-decode-tokens", str(KEPT))
     made = Pair(model, tmp_path_factory.mktemp("coded"), preloaded, prefill, decode, env=STRICT)
     yield made
@@ -42,9 +45,10 @@ def answers(server: Any, prompts: list[list[int]]) -> list[list[int]]:
 
 
 def test_answers_are_those_of_one_lossy_server_cold_and_warm(pair: Pair, lossy: Server, prompts: list[list[int]]) -> None:
-    expected = answers(lossy, prompts)
-    cold = [pair.ask(input_ids=ids, **greedy(ANSWER)) for ids in prompts]
-    warm = [pair.ask(input_ids=ids, **greedy(ANSWER)) for ids in prompts]
+    asked = prompts[:3]
+    expected = answers(lossy, asked)
+    cold = [pair.ask(input_ids=ids, **greedy(ANSWER)) for ids in asked]
+    warm = [pair.ask(input_ids=ids, **greedy(ANSWER)) for ids in asked]
     assert [each["output_ids"] for each in cold] == [each["output_ids"] for each in warm] == expected
     assert {each["meta_info"]["kv_compressor"] for each in cold + warm} == {"hack"}
 
@@ -57,17 +61,34 @@ def test_a_prompt_too_short_for_a_copy_travels_as_it_is(pair: Pair, lossy: Serve
 
 
 def test_more_prompts_run_than_fit_in_full_and_who_is_retracted_is_answered_to_its_end(pair: Pair, prompts: list[list[int]]) -> None:
-    text, tokens = [token for prompt in prompts for token in prompt], 36
-    asked = [text[i * 300 : i * 300 + 600] for i in range(5)]
+    tokens = 28
+    asked = [prompts[2][:300] + prompts[3][i * 100 : i * 100 + 100] for i in range(6)]
+    pair.wait()
     with sampled(pair.servers["decode"], "sglang:num_running_reqs") as running, ThreadPoolExecutor(len(asked)) as pool:
         found = list(pool.map(lambda ids: pair.ask(input_ids=ids, **greedy(tokens)), asked))
     assert [len(each["output_ids"]) for each in found] == [tokens] * len(asked)
-    assert max(running) > POOL // 600
+    assert max(running) > 2 * POOL // 400
     # Their answers do not fit beside their copies.
     assert sum(each["meta_info"]["num_retractions"] for each in found) > 0
     decode = pair.servers["decode"]
     decode.flush_cache()
     assert decode.metric("sglang_ext:codes_alone_tokens") == decode.metric("sglang_ext:compressed_bytes") == 0
+
+
+def test_a_prompt_for_which_no_decode_server_has_room_waits_packed_and_leaves_its_slots_to_others(
+    pair: Pair, lossy: Server, prompts: list[list[int]]
+) -> None:
+    first, other = prompts[1], prompts[2]
+    expected = answers(lossy, [first, other])
+    prefill, room = pair.servers["prefill"], pair.new_room()
+    with ThreadPoolExecutor(1) as pool:
+        sent = pool.submit(prefill.ask, input_ids=first, rid="waits", **greedy(ANSWER), **room)
+        until(lambda: "request waits waits for room at a decode server" in prefill.log.read_text(), 60)
+        # No room for both: the pool holds 900 tokens.
+        assert pair.ask(input_ids=other, **greedy(ANSWER))["output_ids"] == expected[1]
+        found = pair.servers["decode"].ask(input_ids=first, **greedy(ANSWER), **room)
+        assert sent.result()["meta_info"]["completion_tokens"] == 1
+    assert found["output_ids"] == expected[0]
 
 
 def test_aborts_leave_no_slot_behind(pair: Pair, prompts: list[list[int]]) -> None:

@@ -8,6 +8,7 @@ import torch
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager, PrefillServerInfo
 
+from sglang_ext.managers.disaggregation.coded.waiting_pages import WaitingPages
 from sglang_ext.managers.disaggregation.link import Link
 from sglang_ext.managers.disaggregation.link_server import LinkServer
 from sglang_ext.managers.disaggregation.pacing import Polls
@@ -98,7 +99,7 @@ class PrefillManager(Manager):
         super().__init__(reference, pool)
         self.decode: DecodeManager | None = None
         self.made: list[Link] = []
-        self.handshakes = Handshakes(self.refuse)
+        self.handshakes, self.waiting = Handshakes(self.refuse), WaitingPages()
         self.peers = Peers(lambda endpoint: self.made.append(Link(endpoint, self.settings, limits, gbps)) or self.made[-1])
 
     def refuse(self, metadata, reason: str) -> None:

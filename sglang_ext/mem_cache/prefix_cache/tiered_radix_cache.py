@@ -262,6 +262,20 @@ class TieredRadixCache(RadixCache):
         req.prefix_indices = torch.cat([indices, row[len(indices) :].to(indices.dtype)])
         req.last_node = last
 
+    def let_go(self, req) -> bool:
+        """Unlock the path of a request that computes and reads nothing any more, before it ends: others may take its full KV.
+
+        Its row may lead to their slots then. It keeps what does not fill a page, and enters the tree no more.
+
+        Returns:
+            Whether there is a path.
+        """
+        if self.disable or req.last_node is None or req.last_node is self.root_node:
+            return False
+        self.dec_lock_ref(req.last_node)
+        req.last_node, req.skip_radix_cache_insert = self.root_node, True
+        return True
+
     def _row_and_key(self, req, token_ids: array) -> tuple[torch.Tensor, RadixKey]:
         """A request's slots of ``token_ids``, and the key of those in whole pages."""
         row = self.req_to_token_pool.req_to_token[req.req_pool_idx, : len(token_ids)]

@@ -2,4 +2,5 @@
 
     room_codec.py    pages of such a prompt's room, packed and written
     decode_side.py   which prompts come so, and the copies that they are written to
+    waiting_pages.py such prompts that wait at the prefill server for room elsewhere
 """

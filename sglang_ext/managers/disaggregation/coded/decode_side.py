@@ -51,6 +51,20 @@ class CodedPrompt:
         return self.held + -(-exact // page) * page
 
 
+def coded_prompt(req: "Req", tokens: int, method: CopyMethod) -> CodedPrompt | None:
+    """How the first ``tokens`` tokens of a request travel whose copies ``method`` makes; None where their full KV does.
+
+    That is so of short ones, and of requests that read full KV. Who may be retracted must be prefilled again, and what SGLang then asks
+    the prefill server names tokens alone: no adapter, image or embedding.
+    """
+    if not is_named_by_tokens(req) or fallback_reason(req):
+        return None
+    covered = method.covered(tokens - method.recent)
+    if not method.packs_all or tokens < method.shortest or covered <= method.sinks:
+        return None
+    return CodedPrompt(method, tokens, covered)
+
+
 class CodedSlots(NamedTuple):
     """Where a prompt's codes go, and what is not packed of it.
 
@@ -94,18 +108,8 @@ class CodedPrompts:
     requests: RequestStates
 
     def plan(self, req: "Req", tokens: int) -> CodedPrompt | None:
-        """How a request's first ``tokens`` tokens come; None where their full KV does.
-
-        That is so of short ones, and of requests that read full KV. Who may be retracted must be prefilled again, and what SGLang then
-        asks the prefill server names tokens alone: no adapter, image or embedding.
-        """
-        if not is_named_by_tokens(req) or fallback_reason(req):
-            return None
-        method = self.views.methods[self.requests.method_of(req)]
-        covered = method.covered(tokens - method.recent)
-        if not method.packs_all or tokens < method.shortest or covered <= method.sinks:
-            return None
-        return CodedPrompt(method, tokens, covered)
+        """How a request's first ``tokens`` tokens come; None where their full KV does."""
+        return coded_prompt(req, tokens, self.views.methods[self.requests.method_of(req)])
 
     def allocate(self, req: "Req", prompt: CodedPrompt, exact: Callable[[torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
         """Give a request its row, its copy and slots of the full KV after that.

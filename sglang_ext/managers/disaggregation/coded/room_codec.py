@@ -127,7 +127,8 @@ class CodedRoom:
         blocks = len(page.slots) // self.packing.block_slots
         expected = blocks * sum(size for _, _, size in self._tensors(layers))
         if len(anchor) != expected:
-            raise LinkError(f"a page of {blocks} blocks of {self.packing.block_tokens} tokens has {len(anchor)} bytes; expected are {expected}")
+            size = self.packing.block_tokens
+            raise LinkError(f"a page of {blocks} blocks of {size} tokens has {len(anchor)} bytes; expected are {expected}")
         content, begin = self.pool.blocks.to_device(anchor), 0
         for buffer, _, size in self._tensors(layers):
             cells = as_bytes(buffer)

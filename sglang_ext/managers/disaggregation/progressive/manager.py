@@ -14,6 +14,7 @@ from sglang.srt.utils.network import NetworkAddress
 
 from sglang_ext.command_line import ends_scheduler
 from sglang_ext.core import OptionError
+from sglang_ext.managers.disaggregation.coded.waiting_pages import WaitingPages
 from sglang_ext.managers.disaggregation.endpoints import LinkKeys
 from sglang_ext.managers.disaggregation.limits import LinkLimits
 from sglang_ext.managers.disaggregation.link import Link
@@ -44,7 +45,7 @@ class ProgressiveManager(CommonKVManager):
         layers: that travel in one part: all.
         polls: how the scheduler asks for rooms.
         link_rooms: on the decode side, under which number links move each room.
-        handshakes, peers: on the prefill side.
+        handshakes, peers, waiting: on the prefill side.
         links: on the decode side.
         timeline: of rank 0, where one is asked for.
 
@@ -75,7 +76,7 @@ class ProgressiveManager(CommonKVManager):
         # Here, and not with the first page: pinning takes long.
         limits, blocks = LinkLimits(), self.pool.blocks
         if self.disaggregation_mode == DisaggregationMode.PREFILL:
-            self.handshakes = Handshakes(self.refuse)
+            self.handshakes, self.waiting = Handshakes(self.refuse), WaitingPages()
             self.peers = Peers(lambda endpoint: Link(endpoint, self.settings, limits, gbps, keys))
         else:
             endpoint = agreement.receiving_endpoint(self.local_ip, self.kv_args.engine_rank, keys)

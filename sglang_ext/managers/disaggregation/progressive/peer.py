@@ -28,13 +28,13 @@ class _Work:
     """Pages of a room, and after the last its auxiliary record.
 
     Attributes:
-        pages: slots of each, int64 [tokens].
+        pages: slots of each, int64 [tokens], or its bytes where it was encoded before.
         record: None where more pages follow.
         ready: a CUDA event after which their KV is there; None where it is.
     """
 
     room: SentRoom
-    pages: tuple[torch.Tensor, ...]
+    pages: tuple[torch.Tensor | memoryview, ...]
     record: bytes | None
     ready: "torch.cuda.Event | None"
 
@@ -70,7 +70,13 @@ class Peer:
         """
         self._link.open(room.number, room.shape, room)
 
-    def send(self, room: SentRoom, pages: tuple[torch.Tensor, ...], record: bytes | None, ready: "torch.cuda.Event | None" = None) -> None:
+    def send(
+        self,
+        room: SentRoom,
+        pages: tuple[torch.Tensor | memoryview, ...],
+        record: bytes | None,
+        ready: "torch.cuda.Event | None" = None,
+    ) -> None:
         """Send the next pages of an open room, and with a record its end; their KV must stay until the room succeeded or ended."""
         self._work.put(_Work(room, pages, record, ready))
 

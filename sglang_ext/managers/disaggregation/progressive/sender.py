@@ -14,6 +14,7 @@ from sglang_ext.managers.disaggregation.page_hashes import hashes_at, page_ends,
 from sglang_ext.managers.disaggregation.progressive import agreement
 from sglang_ext.managers.disaggregation.progressive.control import ROOM_IS_TAKEN, Metadata
 from sglang_ext.managers.disaggregation.progressive.manager import ProgressiveManager
+from sglang_ext.managers.disaggregation.progressive.page_codec import PlacedPage
 from sglang_ext.managers.disaggregation.progressive.peer import Peer
 from sglang_ext.managers.disaggregation.progressive.sent_room import SentRoom
 from sglang_ext.managers.disaggregation.queries import ReadQueries
@@ -85,6 +86,32 @@ class ProgressiveSender(CommonKVSender):
         """The prompt may travel as codes that are packed so, of a pool with these buffers; before ``init``."""
         self._packs = packing, buffers
 
+    @property
+    def waits_packed(self) -> bool:
+        """Whether the prompt is packed, and waits for room at the decode side."""
+        return self in self.kv_mgr.waiting
+
+    def wait_packed(self, begin: int, end: int, slots: torch.Tensor) -> bool:
+        """Pack the prompt before the decode side has room: its full KV is needed no more.
+
+        Args:
+            begin, end: its tokens that will travel as codes.
+            slots: int64 [tokens], of its full KV.
+
+        Returns:
+            False where that cannot be, or too much waits; nothing changes then.
+        """
+        waiting = self.kv_mgr.waiting
+        if self._peer is not None or self._packs is None or not self._owns() or not waiting.has_room:
+            return False
+        codec = self._codec(begin, end)
+        ends = codec.ends(len(self._prompt))
+        parts = (codec.encode_anchor(PlacedPage(start, slots[start:stop]), self.kv_mgr.layers) for start, stop in zip([0, *ends], ends))
+        # Copied, or blocks for links would be kept.
+        waiting.put(self, (begin, end), tuple(memoryview(bytes(part)) for part in parts))
+        self.kv_mgr.note(self.room, "computed")
+        return True
+
     def meet(self, metadata: Metadata) -> bool:
         """The decode side has slots; False where it had before: it asks for the prompt once more, and that request is still to come."""
         if self._metadata is not None:
@@ -143,7 +170,12 @@ class ProgressiveSender(CommonKVSender):
         Raises:
             LinkError: the prompt cannot travel as codes, or not these tokens of it.
         """
-        prefix, (begin, end) = metadata.prefix, metadata.coded
+        prefix, (begin, end), packed = metadata.prefix, metadata.coded, self.kv_mgr.waiting.coded(self)
+        if packed not in (None, metadata.coded):
+            raise LinkError(
+                f"the prompt waited with tokens {packed[0]} to {packed[1]} as codes, and the decode server asks for {begin} to {end}: give "
+                "both servers the same --page-size and --kv-sparse-from"
+            )
         if begin == end:
             codec = self.kv_mgr.codec
             ends = page_ends(codec.page_size, len(self._prompt), prefix)
@@ -151,14 +183,17 @@ class ProgressiveSender(CommonKVSender):
         elif self._packs is None or prefix:
             raise LinkError(f"tokens {begin} to {end} shall travel as codes, which this server does not make: start both servers alike")
         else:
-            packing, buffers = self._packs
-            seeds = token_seeds(self._prompt, len(self._prompt), self.kv_mgr.pool.device) if packing.stochastic else None
-            codec = CodedRoom(self.kv_mgr.pool, packing, buffers, begin, end, self.kv_mgr.codec.page_size, seeds)
+            codec = self._codec(begin, end)
             ends, before = codec.ends(len(self._prompt)), []
         hashes = hashes_at(self._prompt[prefix:], [each - prefix for each in ends], before[-1] if before else b"")
         starts = [prefix, *ends][: len(ends)]
         self._lengths.extend(stop - start for start, stop in zip(starts, ends))
         return SentRoom(metadata.link_room, codec, self.kv_mgr.layers, starts, hashes, self)
+
+    def _codec(self, begin: int, end: int) -> CodedRoom:
+        packing, buffers = self._packs
+        seeds = token_seeds(self._prompt, len(self._prompt), self.kv_mgr.pool.device) if packing.stochastic else None
+        return CodedRoom(self.kv_mgr.pool, packing, buffers, begin, end, self.kv_mgr.codec.page_size, seeds)
 
     def send(self, kv_indices: np.ndarray, state_indices: list | None = None, num_kv_tokens: int | None = None) -> None:
         """Send what a forward computed.
@@ -181,7 +216,10 @@ class ProgressiveSender(CommonKVSender):
         page = self.kv_mgr.kv_args.page_size
         slots = (np.asarray(kv_indices, np.int64)[:, None] * page + np.arange(page)).ravel()[:num_kv_tokens]
         self._slots = np.concatenate([self._slots, slots])
-        pages = []
+        # What waited packed is all of it; its slots may be others' now.
+        pages: list[torch.Tensor | memoryview] = [*self.kv_mgr.waiting.take(self)]
+        if pages:
+            self._lengths.clear()
         while self._lengths and self._lengths[0] <= len(self._slots):
             size = self._lengths.popleft()
             pages.append(self._on_device(self._slots[:size]))
@@ -229,6 +267,7 @@ class ProgressiveSender(CommonKVSender):
         if self._taken or self._waits or self._cleared:
             return
         self._cleared = True
+        self.kv_mgr.waiting.take(self)
         if self.conclude_state != KVPoll.Success:
             with self.kv_mgr.failure_lock:
                 reason = self.kv_mgr.failure_records.get(self.room, "it failed at another rank")

@@ -59,15 +59,18 @@ class SentRoom:
         """Of a page's stream; 0 where the room has no such stream."""
         return self._codec.most_bytes(stream, self._layers) if self.shape.parts(stream) else 0
 
-    def send_page(self, link: Link, slots: torch.Tensor, residual: bool) -> int:
+    def send_page(self, link: Link, slots: torch.Tensor | memoryview, residual: bool) -> int:
         """Encode the next page and offer its streams; its number.
 
         Args:
             link: on which the room is open.
-            slots: int64 [tokens], of the pool.
+            slots: int64 [tokens], of the pool; or the bytes of a page that was encoded before, and has no residual.
             residual: whether to offer that, too; else ``send_residual`` must follow, and the KV stay until then.
         """
         page, self._begun = self._begun, self._begun + 1
+        if isinstance(slots, memoryview):
+            self._offer(link, Stream.ANCHOR, page, slots)
+            return page
         with self._codec.pool.current():
             if residual:
                 anchor, rest = self._codec.encode(self._placed(page, slots), self._layers)

@@ -145,13 +145,19 @@ class Coded:
         self.both = servers("raw", pools=(source, target))
         self.both.packs, self.both.coded = (packing, self.here), self.where
 
-    def begin(self, chunks=()):
-        """Sends the prompt, page by page of SGLang's 16 tokens; both ends, and the prompt's slots at the prefill server."""
-        tokens, pages = len(self.prompt), -(-len(self.prompt) // 16)
-        self.slots = (torch.tensor(random.Random(3).sample(range(4, 64), pages))[:, None] * 16 + torch.arange(16)).flatten()[:tokens]
+        pages = random.Random(3).sample(range(4, 64), -(-tokens // 16))
+        self.slots = (torch.tensor(pages)[:, None] * 16 + torch.arange(16)).flatten()[:tokens]
+
+    def receiver(self):
+        """That of a request that has slots."""
         receiver = self.both.receiver(7, self.prompt)
-        receiver.send_metadata((torch.arange(pages)).numpy(), 5)
-        sender = self.both.sender(7, self.prompt)
+        receiver.send_metadata(torch.arange(-(-len(self.prompt) // 16)).numpy(), 5)
+        return receiver
+
+    def begin(self, chunks=(), sender=None):
+        """Sends the prompt, page by page of SGLang's 16 tokens; both ends."""
+        tokens, pages = len(self.prompt), -(-len(self.prompt) // 16)
+        receiver, sender = self.receiver(), sender or self.both.sender(7, self.prompt)
         sender.poll()
         sender.init(pages, 3)
         before = 0
@@ -190,6 +196,45 @@ def test_a_prefill_server_that_packs_nothing_says_so(servers):
     for end in (sender, receiver):
         with pytest.raises(KVTransferError, match="tokens 4 to 260 shall travel as codes, which this server does not make"):
             end.failure_exception()
+
+
+def test_a_prompt_that_was_packed_before_its_decode_side_had_room_arrives_though_its_slots_are_others_now(servers):
+    made = Coded(servers, 300)
+    source, waiting = made.both.prefill.pool, made.both.prefill.waiting
+    sender = made.both.sender(7, made.prompt)
+    assert sender.wait_packed(made.where.begin, made.where.end, made.slots) and sender.waits_packed and waiting.held > 0
+    tail, seeds = rows(source, made.slots[made.where.end :]), token_seeds(made.prompt, 300, torch.device("cpu"))
+    blocks = rows(source, copied(made.packing, made.here, made.slots, made.where.begin, made.where.end, seeds))
+    for each in source.tensors(0, 2):
+        each.zero_()
+    sender, receiver = made.begin(sender=sender)
+    until(lambda: settled(sender) and settled(receiver))
+    assert (sender.poll(), receiver.poll()) == (KVPoll.Success, KVPoll.Success)
+    target = made.both.decode.pool
+    assert torch.equal(rows(target, made.where.blocks), blocks) and torch.equal(rows(target, made.where.tail[: len(tail)]), tail)
+    assert waiting.held == 0 and not sender.waits_packed
+
+
+def test_a_prompt_that_was_packed_otherwise_than_asked_for_fails_by_name_and_waits_no_more(servers):
+    made = Coded(servers, 300)
+    sender = made.both.sender(7, made.prompt)
+    assert sender.wait_packed(made.where.begin, made.where.end - 64, made.slots)
+    sender, receiver = made.begin(sender=sender)
+    until(lambda: settled(sender) and settled(receiver))
+    with pytest.raises(KVTransferError, match="waited with tokens 4 to 196 as codes, and the decode server asks for 4 to 260: give both"):
+        sender.failure_exception()
+    assert receiver.poll() == KVPoll.Failed and made.both.prefill.waiting.held == 0
+
+
+def test_no_more_is_packed_ahead_than_may_wait_and_an_abort_gives_it_back(servers):
+    made = Coded(servers, 300)
+    sender, other = (made.both.sender(room, made.prompt) for room in (7, 8))
+    assert sender.wait_packed(made.where.begin, made.where.end, made.slots)
+    waiting = made.both.prefill.waiting
+    waiting.most = waiting.held
+    assert not other.wait_packed(made.where.begin, made.where.end, made.slots) and not other.waits_packed
+    sender.abort()
+    assert waiting.held == 0 and other.wait_packed(made.where.begin, made.where.end, made.slots)
 
 
 def test_codes_beyond_the_prompt_are_refused_by_the_prefill_server(servers):
