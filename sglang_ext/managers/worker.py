@@ -215,7 +215,7 @@ class KVWorker(BaseSpecWorker):
             return None
         if self.loop is None:
             self.bind_tree_cache(tree_cache)
-        return CodedPrompts(self.views, tree_cache.codes, self.requests)
+        return None if tree_cache.codes is None else CodedPrompts(self.views, tree_cache.codes, self.requests)
 
     def _views_of(self, tree_cache) -> CompressedViews:
         args, form, served, allocator = self.server_args, self.form, self.methods, self.token_to_kv_pool_allocator

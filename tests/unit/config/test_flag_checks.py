@@ -80,6 +80,8 @@ def test_contexts_too_short_for_copies_are_told(caplog: pytest.LogCaptureFixture
         ({"kv_host_gb": 1.0}, "host memory"),
         ({"disable_radix_cache": True}, "prefix tree"),
         ({"disaggregation_mode": "decode"}, "travels"),
+        ({"disaggregation_mode": "prefill", "disaggregation_transfer_backend": "progressive"}, "travels"),
+        ({"disaggregation_mode": "decode", "disaggregation_transfer_backend": "progressive", "disable_radix_cache": True}, None),
         ({"enable_deterministic_inference": True, "device": "cuda"}, "deterministic"),
         ({"enable_deterministic_inference": True, "device": "cpu"}, None),
     ],

@@ -30,3 +30,13 @@ def test_codes_are_read_by_prompts_of_one_server_on_a_device_that_has_it(given: 
         prefill_options.check_resolved(args)
     args.kv_prefill = "exact"
     prefill_options.check_resolved(args)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_prompts_attend_to_codes_where_the_codes_travel(role: str) -> None:
+    flag_checks.check_flags(args := arguments(**CODES, disaggregation_mode=role, disaggregation_transfer_backend="progressive"))
+    args.device = "cpu"
+    prefill_options.check_resolved(args)
+    args.disaggregation_transfer_backend = "mooncake"
+    with pytest.raises(OptionError, match="or --disaggregation-transfer-backend progressive"):
+        prefill_options.check_resolved(args)
