@@ -85,8 +85,9 @@ class Decode:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    page=st.sampled_from([1, 16, 64]), lengths=st.lists(st.integers(10, 900), min_size=1, max_size=5), name=st.sampled_from(["int4", "hack"])
-)
+    page=st.sampled_from([1, 16, 64]), lengths=st.lists(st.integers(10, 900), min_size=1, max_size=5),
+    name=st.sampled_from(["int4", "hack"]),
+)  # fmt: skip
 def test_a_prompt_takes_what_it_is_charged_and_gives_all_of_it_back(page, lengths, name):
     decode, running = Decode(page, name), []
     for tokens in lengths:
@@ -132,7 +133,11 @@ def test_who_is_retracted_is_prefilled_again_and_not_brought_back_from_the_host(
     for req in (coded, short):
         decode.admit(req)
     coded.output_ids.extend([7, 8, 9])
-    decode.queue.add = lambda req, is_rebootstrap: again.append((req.rid, is_rebootstrap, [*req.output_ids], req.pd_rebootstrap_forced_output_id))
+
+    def add(req, is_rebootstrap):
+        again.append((req.rid, is_rebootstrap, [*req.output_ids], req.pd_rebootstrap_forced_output_id))
+
+    decode.queue.add = add
     batch = SimpleNamespace(reqs=[coded, short], tree_cache=decode.cache)
 
     def retract(batch, args):
