@@ -76,6 +76,8 @@ class CompressedView:
         sinks: slots at the beginning of ``own`` that hold the context's first tokens, before those that blocks stand for.
         own_tokens: tokens that ``own`` keeps of the rest; the compressed views set it.
         own_packed: slots of ``own``, after the sinks, that hold packed blocks (packing.py); 0 where it holds tokens.
+        spare: int64, as many slots of its own, which the draft row does not lead to: what it shall keep next is written there; None
+            where it is written over what it keeps.
     """
 
     own: torch.Tensor
@@ -86,6 +88,7 @@ class CompressedView:
     sinks: int = 0
     own_tokens: int = 0
     own_packed: int = 0
+    spare: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         self.tail_end = max(self.tail_end, self.covered)
@@ -96,6 +99,15 @@ class CompressedView:
         sinks, own = self.own[: self.sinks], self.own[self.sinks :]
         shared = [segment.slots[: segment.packed or None] for segment in self.segments]
         return torch.cat([*shared, own[: self.own_packed or None], sinks])
+
+    @property
+    def held(self) -> torch.Tensor:
+        """All slots that are its own, the spare ones last: int64."""
+        return self.own if self.spare is None else torch.cat([self.own, self.spare])
+
+    def use_spare(self) -> None:
+        """What was written to the spare slots is what it keeps; the others are spare from now on."""
+        self.own, self.spare = self.spare, self.own
 
     @property
     def shared(self) -> int:

@@ -1,7 +1,7 @@
-"""Between host and device: what is sent without waiting, and marks in time."""
+"""Between host and device: what is sent without waiting, a second stream, and marks in time."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -72,3 +72,32 @@ class Mark:
             return later.seconds - self.seconds
         return self.event.elapsed_time(later.event) / 1000
 
+
+
+class SideStream:
+    """A second stream of a device, whose work runs beside that of the current one; on a CPU work is done at once.
+
+    Streams wait for each other on the device alone: the host launches and goes on.
+    """
+
+    def __init__(self, device: torch.device):
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def launch(self, work: Callable[[], None]) -> torch.cuda.Event | None:
+        """Begin ``work`` once what the current stream was given so far is done; what is reached when it is, None on a CPU.
+
+        Tensors of other streams that ``work`` reads must be kept until the current stream has waited (:meth:`wait`).
+        """
+        if self._stream is None:
+            work()
+            return None
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            work()
+            return self._stream.record_event()
+
+    @staticmethod
+    def wait(done: torch.cuda.Event | None) -> None:
+        """Let what the current stream is given from now on begin when ``done`` is reached."""
+        if done is not None:
+            torch.cuda.current_stream().wait_event(done)

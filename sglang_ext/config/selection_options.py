@@ -70,17 +70,17 @@ def _check_ranks(args: "KVServerArgs") -> None:
 
 
 def check_resolved(args: "KVServerArgs") -> None:
-    """Refuse more tokens than a context has, and a device without such choices, once SGLang has chosen it and read the model's config.
+    """Refuse more tokens than a context has, and ranks beside a GPU, once SGLang has chosen the device and read the model's config.
 
     Raises:
         OptionError: names what it is, and the remedy.
     """
     if not selects(args):
         return
-    if args.device != "cpu":
+    if args.device != "cpu" and args.kv_cache_ranks:
         raise OptionError(
-            f"--device is {args.device} with --kv-compressor {Spade.name}; between two steps tokens are chosen on a CPU alone: no second "
-            "stream and no graph does it yet. Pass --kv-compressor verify-guided, or --device cpu."
+            f"--kv-cache-ranks is {args.kv_cache_ranks} with --device {args.device}; processes beside this one choose for steps on a CPU alone, "
+            "and on a GPU a second stream does: pass --kv-cache-ranks 0, or --device cpu"
         )
     most, context = selected(args), args.get_model_config().context_len
     if most >= context:

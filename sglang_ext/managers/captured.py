@@ -1,6 +1,7 @@
 """What is captured or compiled when the server starts: graphs of verifications, what attends in those without, SGLang's kernel of slots."""
 
 import logging
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,10 +36,7 @@ def verify_graphs_of(
     """
     if args.kv_mode == "lossy" or model_runner.decode_cuda_graph_runner is None:
         return None
-    widths = options.verify_widths(args)
-    # SGLang rounds the most requests up, where ranks share a batch.
-    most = max(get_batch_sizes_to_capture(model_runner, widths[-1])[0]) * widths[-1]
-    tokens = max(most, options.captured_tokens(args, model_runner.req_to_token_pool.size))
+    widths, tokens = options.verify_widths(args), captured_tokens(args, model_runner)
     make_room_for_logits(model_runner, tokens)
     own = verifier if model_runner.decode_attention_backend_str == "triton" else None
     with queries.capturing(tokens):
@@ -46,6 +44,23 @@ def verify_graphs_of(
         for width in options.wide_widths(args):
             captured.append(capture(model_runner, width, own, options.WIDE_REQUESTS))
     return VerifyGraphSet(captured)
+
+
+def captured_tokens(args: "KVServerArgs", model_runner: "ModelRunner") -> int:
+    """Tokens of the largest forward that is captured beside SGLang's own: a verification, or a step where nothing is verified."""
+    # SGLang rounds the most requests up, where ranks share a batch.
+    width = 1 if args.kv_mode == "lossy" else options.verify_widths(args)[-1]
+    most = max(get_batch_sizes_to_capture(model_runner, width)[0]) * width
+    return most if width == 1 else max(most, options.captured_tokens(args, model_runner.req_to_token_pool.size))
+
+
+def recording_steps(
+    args: "KVServerArgs", model_runner: "ModelRunner", queries: QueryWindows, every: int
+) -> AbstractContextManager[None]:
+    """Lets graphs of steps over copies, captured inside it, leave their queries, where tokens are chosen by them each ``every`` steps."""
+    if not every or model_runner.decode_cuda_graph_runner is None:
+        return nullcontext()
+    return queries.capturing(captured_tokens(args, model_runner), steps=True)
 
 
 def verifier_of(args: "KVServerArgs", model_runner: "ModelRunner") -> VerifyAttention | None:

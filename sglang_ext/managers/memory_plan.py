@@ -20,7 +20,9 @@ from sglang_ext.layers.attention import verify_attention
 from sglang_ext.layers.attention.of_model import an_attention, attention_scaling
 from sglang_ext.layers.kernels.hack.prompt_codes import PromptCodes
 from sglang_ext.managers.served_methods import ServedMethods
+from sglang_ext.mem_cache.compressors.spade import Spade
 from sglang_ext.mem_cache.host_tier.tier import staging_bytes
+from sglang_ext.mem_cache.selection.on_gpu import SCRATCH, pair_bytes
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -97,6 +99,7 @@ class MemoryPlan:
         scores: predicted scores of all slots, and the network that gives them.
         staging: buffers through which full KV goes to host memory and back.
         workspaces: what attention of verifications works in.
+        choices: what choices of tokens by queries of steps work in.
         prompt_codes: codes of a layer's keys and values, of the longest prompt.
         logits: of the largest captured verification.
     """
@@ -109,6 +112,7 @@ class MemoryPlan:
     scores: int = field(default=0, metadata={"name": "predicted scores"})
     staging: int = field(default=0, metadata={"name": "buffers to and from host memory"})
     workspaces: int = field(default=0, metadata={"name": "workspaces of verifications"})
+    choices: int = field(default=0, metadata={"name": "choices of tokens"})
     prompt_codes: int = field(default=0, metadata={"name": "codes of prompts"})
     logits: int = field(default=0, metadata={"name": "logits of verifications"})
 
@@ -158,6 +162,11 @@ class MemoryPlanner:
         return cls(args, ModelSizes.of(model_runner), served, backend, torch.device(model_runner.device).type == "cuda")
 
     @property
+    def ring_span(self) -> int:
+        """Queries in the ring of a request, as :attr:`QueryWindows.span`."""
+        return self.served.window + max(self.stride, self.served.every)
+
+    @property
     def ahead(self) -> int:
         """Tokens by which rows of the token table are widened: what SGLang reserves ahead must not reach the next row."""
         return get_alloc_reserve_per_decode(self.args) + self.args.page_size
@@ -172,7 +181,7 @@ class MemoryPlanner:
         window = self.served.window
         if not window:
             return 0
-        share = int(RINGS_SHARE * tokens * self.model.slot_bytes / (self.model.query_bytes * (window + self.stride)))
+        share = int(RINGS_SHARE * tokens * self.model.slot_bytes / (self.model.query_bytes * self.ring_span))
         return min(requests, max(LEAST_RINGS, share))
 
     def plan(self, requests: int, tokens: int, rings: int) -> MemoryPlan:
@@ -182,13 +191,14 @@ class MemoryPlanner:
         scores, slots = self.served.scores, tokens + args.page_size
         return MemoryPlan(
             rings=rings,
-            query_rings=(1 + rings * (self.served.window + self.stride)) * model.query_bytes if rings else 0,
+            query_rings=(1 + rings * self.ring_span) * model.query_bytes if rings else 0,
             draft_rows=4 * rows * (2 * width - self._width),
             copy_tables=self._copy_tables(2 * rows),
             gathered_drafts=8 * rows * (self.stride - 1),
             scores=0 if scores is None else scores.planned_bytes(slots),
             staging=2 * staging_bytes(slots * model.slot_bytes, args.page_size * model.slot_bytes) if args.kv_host_gb else 0,
             workspaces=self._workspaces(requests),
+            choices=self._choices(width),
             prompt_codes=self._prompt_codes(width),
             logits=4 * model.vocabulary * options.captured_tokens(args, requests) if self._captures else 0,
         )
@@ -204,6 +214,14 @@ class MemoryPlanner:
         counts = any(method.quantizer is not None for method in methods) + any(method.compressor.points for method in methods)
         bounds = self.model.layers * self.model.kv_heads + 1 if self.args.kv_head_budgets == "adaptive" else 0
         return 4 * rows * (counts + bounds)
+
+    def _choices(self, tokens: int) -> int:
+        """As on_gpu.py makes them, of contexts of so many tokens at most: one beside steps, and one while a copy is made."""
+        model, choosing = self.model, [m.compressor for m in self.served.methods if isinstance(m.compressor, Spade)]
+        if not self.on_gpu or not choosing or self.args.kv_cache_ranks:
+            return 0
+        pair = pair_bytes(tokens, model.query_heads, model.kv_heads, model.head_dim, model.number_bytes, choosing[0].predictor)
+        return 2 * max(SCRATCH, pair)
 
     def _prompt_codes(self, tokens: int) -> int:
         """As quantized_extend.py makes them, of so many tokens at most."""

@@ -78,6 +78,11 @@ class ServedMethods:
         """Of the newest queries, how many a method scores keys by at most."""
         return max(method.compressor.window for method in self.methods)
 
+    @property
+    def every(self) -> int:
+        """Steps between two choices by the queries of steps, at most; 0 where no method chooses so."""
+        return max(method.compressor.every for method in self.methods)
+
     def form(self, adaptive: bool, buffers: KVBuffers, page_size: int, token_table: torch.Tensor) -> KVFormat:
         """The format of their copies; at most one packs tokens, or leads into full KV and is alone.
 

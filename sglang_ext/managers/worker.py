@@ -23,7 +23,7 @@ from sglang_ext.layers.attention.quantized_prefill import QuantizedPrefill
 from sglang_ext.layers.forward import Attention, Attentions, BetweenSteps
 from sglang_ext.managers import integrity, served_methods
 from sglang_ext.managers.cache_rank.start import cache_ranks
-from sglang_ext.managers.captured import compile_ahead, unpin_plans, verifier_of, verify_graphs_of
+from sglang_ext.managers.captured import compile_ahead, recording_steps, unpin_plans, verifier_of, verify_graphs_of
 from sglang_ext.managers.disaggregation.arriving import Arriving
 from sglang_ext.managers.disaggregation.coded.decode_side import CodedPrompt, CodedPrompts, coded_prompt
 from sglang_ext.managers.disaggregation.queries import TravelingQueries
@@ -39,6 +39,7 @@ from sglang_ext.managers.spec_decode.requests import RequestStates, fallback_rea
 from sglang_ext.managers.spec_decode.result import RoundResult
 from sglang_ext.managers.spec_decode.round import OnDevice
 from sglang_ext.managers.spec_decode.steps import prefill
+from sglang_ext.mem_cache.compressed.chosen_beside import beside
 from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
 from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
 from sglang_ext.mem_cache.compressed.formats.packing import Packing
@@ -72,7 +73,7 @@ class KVWorker(BaseSpecWorker):
         self.methods = ServedMethods.of(server_args, self.model_runner, tuple(self.layers))
         self.requests = RequestStates(server_args, self.methods.offers)
         window = self.methods.window
-        self.queries = QueryWindows(window, tuple(self.layers), self.stride)
+        self.queries = QueryWindows(window, tuple(self.layers), max(self.stride, self.methods.every))
         self.ranks = Ranks.of(self.model_runner.tp_group)
         self.metrics = KVMetrics.create(server_args, self.ranks.first)
         self.strict = integrity.is_strict()
@@ -145,7 +146,8 @@ class KVWorker(BaseSpecWorker):
     def _read_copies(self) -> Attention | None:
         """Let attention read copies that hold no plain tokens; what does so in place of the model's own, None where that can."""
         if self.buffers.on_gpu:
-            return copy_graphs.attention(self.model_runner, self.form)
+            with recording_steps(self.server_args, self.model_runner, self.queries, self.methods.every):
+                return copy_graphs.attention(self.model_runner, self.form)
         self.model_runner.attn_backend.form = self.form
         return None
 
@@ -219,14 +221,15 @@ class KVWorker(BaseSpecWorker):
 
     def _views_of(self, tree_cache) -> CompressedViews:
         args, form, served, allocator = self.server_args, self.form, self.methods, self.token_to_kv_pool_allocator
+        table = self.req_to_token_pool.req_to_token
         methods = served_methods.copy_methods(args, served.methods, allocator.page_size, form)
-        elsewhere = None
+        elsewhere, query_heads = None, self.memory.model.query_heads
         if args.kv_cache_ranks:
-            query_heads, requests = self.memory.model.query_heads, min(self._rows - 1, args.max_running_requests or self._rows)
+            requests = min(self._rows - 1, args.max_running_requests or self._rows)
             elsewhere = cache_ranks(args, methods[0], self.buffers, query_heads, served.rotary, requests)
         return CompressedViews(
             methods=methods,
-            token_table=self.req_to_token_pool.req_to_token,
+            token_table=table,
             rows=self._rows,
             buffers=self.buffers,
             allocator=allocator,
@@ -237,6 +240,7 @@ class KVWorker(BaseSpecWorker):
             prompt_of=self.requests.prompt_of,
             form=form,
             elsewhere=elsewhere,
+            beside=None if elsewhere is not None else beside(methods[0], table, self.buffers, query_heads, self.queries, served.rotary),
         )
 
     def _warm_up(self) -> None:

@@ -5,4 +5,4 @@ PLAIN = (
     *("scatter_cells", "pack_blocks", "lynx", "anchored", "integer_switches", "prefill", "whole_blocks"),
 )
 # These import SGLang, which takes longer than most of them.
-OF_SGLANG = ("verify_attention_is_decode", "verify_backend", "packed_backend", "uneven_backend", "pointers")
+OF_SGLANG = ("verify_attention_is_decode", "verify_backend", "packed_backend", "uneven_backend", "pointers", "choosing")

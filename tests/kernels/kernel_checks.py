@@ -12,6 +12,7 @@ if DEVICE == "cpu":
 
 from anchored_checks import check_anchored  # noqa: E402
 from check_names import OF_SGLANG, PLAIN  # noqa: E402
+from choose_checks import check_choosing  # noqa: E402
 from gluon_checks import check_packed_gluon  # noqa: E402
 from integer_checks import check_integer_switches  # noqa: E402
 from lynx_checks import check_lynx  # noqa: E402
@@ -381,6 +382,7 @@ CHECKS = {
     "lynx": lambda: check_lynx(DEVICE),
     "anchored": lambda: check_anchored(DEVICE),
     "pointers": lambda: check_pointers(DEVICE),
+    "choosing": lambda: check_choosing(DEVICE),
     "scatter_cells": lambda: check_scatter_cells(DEVICE),
     "uneven_backend": lambda: check_uneven_backend(DEVICE),
     "uneven_decode": check_uneven_decode,

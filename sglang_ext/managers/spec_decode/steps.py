@@ -153,17 +153,37 @@ class Steps:
             )
             ends = {round_.states[i].row: round_.starts[i] + index + 1 for i in choosing}
             watch = watch_step(self.worker.views, ends, index + 1 < round_.steps)
-            with self.worker.queries.recording(self._to_record(round_, index, choosing), watch):
-                output = self.forward(batch, inputs, round_.on_full_kv)
-            if index + 1 < round_.steps:
-                # By the queries of the last step the next round chooses.
-                for row, end in ends.items():
-                    self.worker.views.choose_anew(row, end)
+            recorded = self._to_record(round_, index, choosing)
+            on_full_kv = round_.on_full_kv and not self._needs_queries(recorded)
+            if not on_full_kv:
+                self.worker.queries.aim_step(recorded)
+            with self.worker.queries.recording(recorded, watch):
+                output = self.forward(batch, inputs, on_full_kv)
+            self._choose(ends, round_.steps - index - 1)
             penalized.step(index, tokens, output.next_token_logits)
             sampled = sampling.draw(output.next_token_logits, inputs.positions)
             tokens = sampled.tokens
             done.append((output, sampled))
         return done
+
+    def _needs_queries(self, recorded: tuple[Recorded, ...]) -> bool:
+        """Whether a step over full KV must leave queries: where nothing is verified, nothing else does before a first copy."""
+        queries = self.worker.queries
+        return queries.left_by_steps and self.worker.lossy and any(queries.open_to(row.key) for row in recorded)
+
+    def _choose(self, ends: dict[int, int], following: int) -> None:
+        """Let tokens be chosen for coming steps by the queries of one that was launched; ``following`` are left of its round.
+
+        Args:
+            ends: position after the step's token, by row, of those whose tokens are chosen.
+        """
+        views = self.worker.views
+        if views.beside is not None:
+            views.beside.stepped(views, ends, None if self.worker.lossy else following)
+        elif following:
+            # By the queries of the last step the next round chooses.
+            for row, end in ends.items():
+                views.choose_anew(row, end)
 
     def _choosing(self, round_: Round) -> list[int]:
         """Requests whose copies may be chosen anew between the round's steps."""

@@ -19,6 +19,7 @@ from sglang.srt.mem_cache.common import evict_from_tree_cache
 from sglang_ext.core import (
     CURABLE, NO_FREE_SLOTS, NO_QUERIES, NO_SELECTION, SHORT_CONTEXT, WRONG_SCORES, CompressedView, RequestState,
 )  # fmt: skip
+from sglang_ext.mem_cache.compressed.chosen_beside import ChosenBeside
 from sglang_ext.mem_cache.compressed.chosen_elsewhere import ChosenElsewhere, prepare
 from sglang_ext.mem_cache.compressed.copy_method import CopyMethod, CopyWriter
 from sglang_ext.mem_cache.compressed.formats.kv_format import KVFormat, PlainTokens
@@ -61,6 +62,7 @@ class CompressedViews:
         prompt_of: token ids of the prompt of the request in a row.
         form: in which copies lie in their slots.
         elsewhere: who chooses tokens in another process; None where methods choose here.
+        beside: who chooses them on a second stream; None where methods choose between steps.
         made: copies that were made or renewed, by what they are called.
         refused: names of the compressors whose scores cannot be used, of which no copy is made any more.
     """
@@ -77,6 +79,7 @@ class CompressedViews:
     prompt_of: Callable[[int], Sequence[int]] = lambda row: ()
     form: KVFormat = PlainTokens()
     elsewhere: ChosenElsewhere | None = None
+    beside: ChosenBeside | None = None
     made: Counter[str] = field(default_factory=Counter)
     refused: set[str] = field(default_factory=set)
     _views: dict[int, CompressedView] = field(default_factory=dict)
@@ -137,11 +140,11 @@ class CompressedViews:
     @property
     def held_tokens(self) -> int:
         """Slots that copies hold alone; those of segments are the prefix tree's."""
-        return sum(len(view.own) for view in self._views.values())
+        return sum(len(view.own) + (0 if view.spare is None else len(view.spare)) for view in self._views.values())
 
     def all_slots(self) -> torch.Tensor:
         """Slots that copies hold alone: int64 [held_tokens]."""
-        return torch.cat([self._no_slots(), *(view.own for view in self._views.values())])
+        return torch.cat([self._no_slots(), *(view.held for view in self._views.values())])
 
     def _no_slots(self) -> torch.Tensor:
         return self.token_table.new_empty(0, dtype=torch.int64)
@@ -186,7 +189,8 @@ class CompressedViews:
             return False
         old = self._views.get(row)
         if old is not None:
-            grown = CompressedView(old.own, covered, old.segments, sinks=old.sinks, own_tokens=old.own_tokens)
+            self._settle(row)
+            grown = CompressedView(old.own, covered, old.segments, sinks=old.sinks, own_tokens=old.own_tokens, spare=old.spare)
             return self._resize(row, grown, headroom, None, tokens)
         prefix = prefix if self.form.shareable else None
         segments = []
@@ -213,12 +217,15 @@ class CompressedViews:
         shared = method.kept(end - view.shared)
         own = method.own(view, end, shared)
         held = packing.held_slots(shared)
-        slots = self._slots_for(view.own, held + view.sinks + packing.held_slots(own), headroom)
+        end_of_own = held + view.sinks + packing.held_slots(own)
+        spare = packing.held_slots(own) if self.beside is not None else 0
+        slots = self._slots_for(view.held, end_of_own + spare, headroom)
         if slots is None:
             return False
         renewed = len(view.own) > 0
         # Copied, or Triton would compile its kernels again for a tensor that begins elsewhere than at 16 bytes.
-        view.own, made = slots[held:].clone(), None
+        view.own, made = slots[held:end_of_own].clone(), None
+        view.spare = slots[end_of_own:].clone() if spare else None
         # Where all tokens are kept, those that are packed stay: full KV does not change.
         done = min(view.own_tokens, own) if method.compressor.keeps_all else 0
         view.own_tokens, view.own_packed = own, packing.packed_slots(own)
@@ -343,7 +350,13 @@ class CompressedViews:
         view = self._views.pop(row, None)
         if view is None:
             return
-        self._drop(view.own, view.segments)
+        self._settle(row)
+        self._drop(view.held, view.segments)
+
+    def _settle(self, row: int) -> None:
+        """Let nothing be written any more to the slots of the request's copy by what was launched before."""
+        if self.beside is not None:
+            self.beside.settle(row)
 
     def _drop(self, own: torch.Tensor, segments: list[Segment]) -> None:
         self.allocator.free(own)
@@ -361,6 +374,8 @@ class CompressedViews:
         """Drop all records; the pool itself is being cleared."""
         self._views.clear()
         self.queries.clear()
+        if self.beside is not None:
+            self.beside.settle_all()
         if self.elsewhere is not None:
             self.elsewhere.forget_all()
 
@@ -421,7 +436,7 @@ def copy_is_near(views: CompressedViews, state: RequestState, end: int) -> bool:
 def until_due(views: CompressedViews, state: RequestState, length: int) -> int:
     """Tokens after which a request of ``length`` tokens gets a copy, or a new one; 0 where that is due, or it never gets any."""
     method, view = views.method(state.row), views.get(state.row)
-    if state.fallback not in CURABLE or (view is not None and method.compressor.follows_queries):
+    if state.fallback not in CURABLE or (view is not None and _made_anew(view, method.compressor)):
         # What follows queries is chosen anew within rounds.
         return 0
     due = method.shortest if view is None else renew_at(view, method.compressor) + method.recent
@@ -434,7 +449,12 @@ def of_use(views: CompressedViews, states: Iterable[RequestState], rows: Iterabl
 
 
 def renew_at(view: CompressedView, compressor: Compressor) -> int:
-    """Tokens at which a copy is made anew: after each round as soon as there are new ones."""
-    if compressor.follows_queries:
+    """Tokens at which a copy is made anew, over all that is there: after each round as soon as there are new ones, where it must follow
+    queries; where it does so beside steps (chosen_beside.py), when the exact tokens after it are many."""
+    if _made_anew(view, compressor):
         return view.covered + (1 if compressor.each_round else compressor.every)
     return view.covered + 1 + int(max(RENEW_AFTER, RENEW_SHARE * view.kept))
+
+
+def _made_anew(view: CompressedView, compressor: Compressor) -> bool:
+    return compressor.follows_queries and (compressor.each_round or view.spare is None)

@@ -60,6 +60,11 @@ class KVBuffers:
         return _addresses(self.values)
 
     @cached_property
+    def scaling_table(self) -> torch.Tensor:
+        """float32 [layers], :attr:`scaling`."""
+        return torch.tensor(self.scaling, dtype=torch.float32, device=self.keys[0].device)
+
+    @cached_property
     def layer_table(self) -> torch.Tensor:
         """int32 [layers], :attr:`layer_ids`."""
         return torch.tensor(self.layer_ids, dtype=torch.int32, device=self.keys[0].device)

@@ -130,7 +130,7 @@ class QueryWindows:
     Attributes:
         window: queries that compressors want at most; 0 keeps nothing and makes every call free.
         layers: indices of the model's attention layers, in the order of the pool.
-        spare: tokens that may be recorded and then rejected.
+        spare: tokens that may be recorded and then rejected, or while queries are read beside them.
     """
 
     window: int
@@ -145,6 +145,7 @@ class QueryWindows:
     _targets: torch.Tensor | None = None
     _capturing: bool = False
     _aimed: bool = False
+    _of_steps: bool = False
 
     @property
     def span(self) -> int:
@@ -184,13 +185,27 @@ class QueryWindows:
             self._running, self._picked, self._watch = (), None, None
 
     @contextmanager
-    def capturing(self, tokens: int) -> Iterator[None]:
-        """CUDA graphs captured inside this context, of so many tokens at most, leave queries where :meth:`aim` says."""
+    def capturing(self, tokens: int, steps: bool = False) -> Iterator[None]:
+        """CUDA graphs captured inside this context leave queries where :meth:`aim` says.
+
+        Args:
+            tokens: of the largest of all that are ever captured so.
+            steps: whether they are steps of one token a request.
+
+        Raises:
+            ValueError: earlier ones were said to be all smaller.
+        """
         if self._pool is None:
             yield
             return
-        self._targets = torch.zeros(tokens, dtype=torch.int64, device=self._pool.device)
-        self._capturing = True
+        if self._targets is None:
+            self._targets = torch.zeros(tokens, dtype=torch.int64, device=self._pool.device)
+        elif tokens > len(self._targets):
+            raise ValueError(
+                f"graphs of {tokens} tokens are captured after others of at most {len(self._targets)}, whose table they share: pass the most "
+                "of all at first"
+            )
+        self._capturing, self._of_steps = True, self._of_steps or steps
         try:
             with recording_to(self):
                 yield
@@ -225,6 +240,16 @@ class QueryWindows:
         self._aimed = len(tokens) > 0
         if self._aimed:
             self._targets.index_copy_(0, tokens, places)
+
+    @property
+    def left_by_steps(self) -> bool:
+        """Whether graphs of steps leave queries."""
+        return self._of_steps
+
+    def aim_step(self, rows: tuple[Recorded, ...]) -> None:
+        """As :meth:`aim`, before a step over copies; no-op where graphs of steps leave no queries."""
+        if self._of_steps:
+            self.aim(rows)
 
     def warm_up(self) -> None:
         """Do once what :meth:`aim` does, with row 0, which is no request's: a first time takes longer than those after."""
@@ -278,12 +303,22 @@ class QueryWindows:
         Of some layers, by their places, or of all. The queries are [layers, up to count, heads, head_dim], the positions int64; None
         when there are none.
         """
-        ring = self._rings.get(key)
-        found = ([], []) if ring is None else ring.newest(count, end)
+        found = self.newest_places(key, end, count)
         if not found[1]:
             return None
         places, positions = to_device([*found], self._pool.device)
         return self._pool[layers, places], positions
+
+    def newest_places(self, key: int, end: int, count: int) -> tuple[list[int], list[int]]:
+        """Of what :meth:`get` answers the places, which :meth:`at` reads as long as no more than :attr:`spare` tokens were recorded
+        since, and the positions; empty where there are none."""
+        ring = self._rings.get(key)
+        return ([], []) if ring is None else ring.newest(count, end)
+
+    def at(self, places: torch.Tensor, layers: slice) -> torch.Tensor:
+        """Queries at ``places``, int64 [requests, window], of some layers: [requests, layers, heads, window, head_dim]."""
+        found = self._pool[layers].index_select(1, places.flatten()).unflatten(1, places.shape)
+        return found.permute(1, 0, 3, 2, 4)
 
     def newest(self, key: int) -> int | None:
         """The position after the newest query of a request; None when there are none."""

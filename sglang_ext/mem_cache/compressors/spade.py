@@ -1,12 +1,15 @@
 """AsyncSpade: before each step choose what the query predicted for it attends to in full KV, by layer and KV head."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
-from sglang_ext.mem_cache.compressors.contracts.compressor import Always, Compressor, ContextKV, LayerKV
+from sglang_ext.device import to_device
+from sglang_ext.mem_cache.compressors.contracts.compressor import Always, Compressor, ContextKV, LayerKV, Part
 from sglang_ext.mem_cache.compressors.contracts.registry import register
+from sglang_ext.mem_cache.selection.on_gpu import GpuChoice
 from sglang_ext.mem_cache.selection.predictors import Current, QueryPredictor
 from sglang_ext.mem_cache.selection.scoring import group_attention
 from sglang_ext.mem_cache.selection.top_tokens import mark_always
@@ -18,7 +21,7 @@ class Spade(Compressor):
     """Score each key by the attention of the next step's query, as those of the steps before it let expect (selection/predictors.py).
 
     A choice is made from what is there before the step begins, drafted queries among it, so that no step waits for its own query. First
-    and newest tokens are always kept.
+    and newest tokens are always kept. On a GPU it is made beside the steps before (compressed/chosen_beside.py).
 
     Attributes:
         predictor: says what the next query will be.
@@ -46,6 +49,24 @@ class Spade(Compressor):
     def always(self, context: ContextKV) -> Always:
         """The first and the newest tokens."""
         return Always(self.sinks, self.recent)
+
+    def select(self, context: ContextKV, parts: Sequence[Part]) -> list[torch.Tensor]:
+        """As :meth:`Compressor.select`; of whole contexts on a GPU by kernels that read the keys once."""
+        whole = all((part.start, part.end) == (0, len(context.slots)) for part in parts)
+        if not context.buffers.on_gpu or not len(context.query_positions) or not whole:
+            return super().select(context, parts)
+        return [self._select_whole(context, part.count) for part in parts]
+
+    def _select_whole(self, context: ContextKV, count: int) -> torch.Tensor:
+        """Positions in a whole context, by at least one query: int64 [layers, kv_heads, count], ascending."""
+        from sglang_ext.layers.kernels.choose_tokens import Contexts
+
+        tokens, queries = len(context.slots), context.queries.transpose(1, 2)
+        numbers = to_device([[0, tokens, count, 0]], context.slots.device)
+        asked = Contexts(context.slots.int()[None], numbers, (tokens,), (self.sinks, self.recent))
+        choice = GpuChoice(self.predictor, context.buffers, queries.shape[1], context.rotary)
+        found = choice.choose(asked, lambda _, layers: queries[None, layers], context.query_positions[None], most=count)
+        return found[:, 0].long()
 
     def scores_all(self, context: ContextKV) -> torch.Tensor:
         """As :meth:`scores` in each layer, of which no values are read, and whose queries are predicted together."""

@@ -27,13 +27,14 @@ class QueryPredictor(ABC):
     name: ClassVar[str]
     window: int
 
-    def predict(self, queries: torch.Tensor, positions: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
-        """The query of the position after the newest: float32 [requests, layers, query_heads, dim], rotary embedding applied.
+    def predict(self, queries: torch.Tensor, positions: torch.Tensor, rotary: Rotary | None, ahead: int = 1) -> torch.Tensor:
+        """The query of a position after the newest: float32 [requests, layers, query_heads, dim], rotary embedding applied.
 
         Args:
             queries: float [requests, layers, query_heads, window, dim], oldest first, rotary embedding applied.
             positions: int64 [requests, window], absolute positions of the queries, ascending; some may be missing between.
             rotary: the embedding that was applied; None to join queries as they are, each turned as at its own position.
+            ahead: which one after the newest, from 1.
 
         Raises:
             ValueError: there is no query.
@@ -46,7 +47,11 @@ class QueryPredictor(ABC):
         if rotary is None:
             return self.join(newest)
         plain = rotary.rotated(newest, -positions[:, None, None])
-        return rotary.rotated(self.join(plain)[..., None, :], positions[:, None, None, -1:] + 1).squeeze(-2)
+        return rotary.rotated(self.join(plain)[..., None, :], positions[:, None, None, -1:] + ahead).squeeze(-2)
+
+    def head_bytes(self, dim: int) -> int:
+        """Bytes that :meth:`predict` works in for a query head with so many channels, about: float32 copies of its window."""
+        return 4 * 4 * self.window * dim
 
     @abstractmethod
     def join(self, queries: torch.Tensor) -> torch.Tensor:
@@ -89,6 +94,10 @@ class Regressed(QueryPredictor):
         """The newest and its predecessors."""
         return self.longest + 1
 
+    def head_bytes(self, dim: int) -> int:
+        """With the systems of all windows, and their factors."""
+        return super().head_bytes(dim) + 4 * 3 * self.longest**3
+
     def join(self, queries: torch.Tensor) -> torch.Tensor:
         """The newest one where it has no predecessor."""
         if queries.shape[-2] == 1:
@@ -107,7 +116,8 @@ class Regressed(QueryPredictor):
         inside = torch.ones(count, count, dtype=torch.bool, device=queries.device).tril().flip(-1)
         both = inside[:, :, None] & inside[:, None, :]
         systems = gram[..., None, :, :] * both + torch.diag_embed(ridge[..., None, None].expand(*gram.shape[:-2], count, count))
-        solved = torch.linalg.solve(systems, product[..., None, :] * inside)
+        # The ridge keeps them solvable: whether they were is not asked, for which the host would wait.
+        solved = torch.linalg.solve_ex(systems, product[..., None, :] * inside).result
         return solved.masked_fill(~inside, float("-inf")).softmax(dim=-1).mean(dim=-2)
 
 

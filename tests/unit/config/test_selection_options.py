@@ -29,15 +29,18 @@ def test_spade_takes_a_share_or_a_number_of_tokens_in_both_modes(mode, select, b
     assert made.each_round == (mode == "verified"), "where nothing is verified, steps alone count"
 
 
-def test_more_tokens_than_a_context_and_a_gpu_are_refused():
+def test_more_tokens_than_a_context_and_ranks_beside_a_gpu_are_refused():
     args = spade(kv_select=4096.0, device="cpu")
     args.get_model_config = lambda: SimpleNamespace(context_len=4097)
     selection_options.check_resolved(args)
     args.get_model_config = lambda: SimpleNamespace(context_len=4096)
     with pytest.raises(OptionError, match="--kv-select is 4096, .* has 4096 tokens: pass a number below that, a share, .*-context-length"):
         selection_options.check_resolved(args)
-    args.device = "cuda"
-    with pytest.raises(OptionError, match="--device is cuda with --kv-compressor spade; .*on a CPU alone: no second .*verify-guided"):
+    args = spade(kv_select=4095, device="cuda")
+    args.get_model_config = lambda: SimpleNamespace(context_len=4096)
+    selection_options.check_resolved(args)
+    args.kv_cache_ranks = 1
+    with pytest.raises(OptionError, match="--kv-cache-ranks is 1 with --device cuda; .* second stream does: pass --kv-cache-ranks 0"):
         selection_options.check_resolved(args)
     args.kv_compressor = "verify-guided"
     selection_options.check_resolved(args)

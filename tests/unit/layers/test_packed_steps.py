@@ -61,9 +61,10 @@ def test_all_steps_of_a_round_in_which_one_request_reads_a_copy_read_copies(monk
     without_queries = SimpleNamespace(compressor=SimpleNamespace(window=0, every=every))
     views = SimpleNamespace(
         token_table=torch.zeros(16, 40, dtype=torch.int32), tail_written=lambda row, end: None, method=lambda row: without_queries,
-        get=lambda row: None, choose_anew=lambda row, end: chosen.append((row, end)), elsewhere=None,
+        get=lambda row: None, choose_anew=lambda row, end: chosen.append((row, end)), elsewhere=None, beside=None,
     )
     worker = SimpleNamespace(
+        lossy=False,
         views=views, model_runner=model, attentions=Attentions(VERIFIER, COPIES), queries=QueryWindows(0, (0,), 0)
     )
     output = SimpleNamespace(next_token_logits=None)

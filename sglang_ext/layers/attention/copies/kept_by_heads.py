@@ -148,7 +148,7 @@ def pointer_attention(
 class PointerDecode(CopyDecode):
     """Attends to the tokens of full KV to which each head's pointers lead, and to those after them."""
 
-    copies = "copies of --kv-compressor verify-guided"
+    copies = "copies of --kv-compressor verify-guided or spade"
     remedy = "pass --kv-compressor snapkv"
 
     form: PointerRows

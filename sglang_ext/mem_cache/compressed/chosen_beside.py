@@ -1,0 +1,143 @@
+"""Tokens that are chosen on a second stream of the GPU while steps run, for copies of pointers: AsyncSpade on one device.
+
+After a step in which a request's turn has come, its queries are there; what they choose is written to spare slots of its copy while the
+next steps run. When its turn comes again, as many steps later, the copy leads to those slots, and the others are spare. So each
+choice has all the time between two of them, and which step reads it depends on nothing but the request. The streams wait for each
+other on the device alone. Tokens that came after a choice follow the copy in the draft row, and are read exactly.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from sglang_ext.device import SideStream, to_device
+from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressed.query_window import QueryWindows
+from sglang_ext.mem_cache.compressed.rotary import Rotary
+from sglang_ext.mem_cache.compressors.spade import Spade
+from sglang_ext.mem_cache.selection.on_gpu import GpuChoice
+
+if TYPE_CHECKING:
+    from sglang_ext.layers.kernels.choose_tokens import Contexts
+    from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
+
+
+@dataclass(frozen=True)
+class UnderWay:
+    """A choice that was launched.
+
+    Attributes:
+        done: reached when its pointers are written; None where they are.
+        read: what the second stream reads, kept until another waited for it.
+    """
+
+    done: torch.cuda.Event | None
+    read: tuple[object, ...]
+
+
+class Window(NamedTuple):
+    """A request's newest queries: places in the pool of :class:`QueryWindows`, and positions, ascending."""
+
+    row: int
+    places: list[int]
+    positions: list[int]
+
+
+class ChosenBeside:
+    """Choices of a worker's requests, those under way among them.
+
+    Args:
+        method: of all copies; its compressor is :class:`~sglang_ext.mem_cache.compressors.spade.Spade`.
+        token_table: int32, SGLang's with the draft rows.
+        choice: chooses.
+        queries: the newest queries of each request, of which steps spare as many as lie between two choices.
+    """
+
+    def __init__(self, method: CopyMethod, token_table: torch.Tensor, choice: GpuChoice, queries: QueryWindows):
+        self._method, self._table, self._choice, self._queries = method, token_table, choice, queries
+        self._side = SideStream(token_table.device)
+        self._under_way: dict[int, UnderWay] = {}
+
+    def stepped(self, views: "CompressedViews", ends: dict[int, int], following: int | None) -> None:
+        """A step was launched: take what was chosen for the requests whose turn has come, and let more be chosen by its queries.
+
+        Args:
+            views: the copies.
+            ends: position after the step's token, by row, of requests that read their copies.
+            following: steps after which the copies are made anew; None where that is far off.
+        """
+        every = self._method.compressor.every
+        due = {row: end for row, end in ends.items() if not (end - views.get(row).covered) % every}
+        self._take(views, [row for row in due if row in self._under_way])
+        if following is not None and following <= every:
+            return  # nobody would read it
+        alike: dict[tuple[int, int], list[Window]] = {}
+        for row, end in due.items():
+            places, positions = self._queries.newest_places(row, end, self._method.compressor.window)
+            if places:
+                # The first step that reads the choice has the token at position end + every.
+                alike.setdefault((len(places), end + every - positions[-1]), []).append(Window(row, places, positions))
+        for (_, ahead), windows in alike.items():
+            self._launch(views, windows, ahead)
+
+    def settle(self, row: int) -> None:
+        """The copy of the request in ``row`` gets other slots, or none: what the current stream is given from now on comes after
+        what is being written to its spare ones. No-op where nothing is."""
+        found = self._under_way.pop(row, None)
+        if found is not None:
+            self._side.wait(found.done)
+
+    def settle_all(self) -> None:
+        """As :meth:`settle`, of all requests."""
+        for row in list(self._under_way):
+            self.settle(row)
+
+    def _take(self, views: "CompressedViews", rows: Sequence[int]) -> None:
+        """Let copies lead to what was chosen for them, once it is."""
+        if not rows:
+            return
+        for row in rows:
+            self.settle(row)
+        heads, at = [], [[], []]
+        for row in rows:
+            view = views.get(row)
+            view.use_spare()
+            heads.append(view.own[: view.kept])
+            at[0] += [views.draft_row(row)] * view.kept
+            at[1] += range(view.kept)
+            views.made[view.method] += 1
+        where = to_device(at, self._table.device)
+        self._table[where[0], where[1]] = torch.cat(heads).to(self._table.dtype)
+
+    def _launch(self, views: "CompressedViews", windows: Sequence[Window], ahead: int) -> None:
+        """Choose for some requests, of which as many queries are there, beside what the current stream is given from now on."""
+        from sglang_ext.layers.kernels.choose_tokens import Contexts
+
+        copies, first, numbers = [views.get(window.row) for window in windows], 0, []
+        for window, view in zip(windows, copies):
+            numbers.append([window.row, view.covered, view.own_tokens, first])
+            first += len(view.spare)
+        targets = torch.cat([view.spare for view in copies])
+        always = self._method.compressor.sinks, self._method.compressor.recent
+        lengths = tuple(view.covered for view in copies)
+        contexts = Contexts(self._table, to_device(numbers, targets.device), lengths, always, targets)
+        places, positions = to_device([[each.places for each in windows], [each.positions for each in windows]], targets.device)
+        done = self._side.launch(lambda: self._choose(contexts, places, positions, ahead))
+        for window in windows:
+            self._under_way[window.row] = UnderWay(done, (contexts, places, positions))
+
+    def _choose(self, contexts: "Contexts", places: torch.Tensor, positions: torch.Tensor, ahead: int) -> None:
+        self._choice.choose(contexts, lambda requests, layers: self._queries.at(places[requests], layers), positions, ahead)
+
+
+def beside(
+    method: CopyMethod, token_table: torch.Tensor, buffers: KVBuffers, query_heads: int, queries: QueryWindows, rotary: Rotary | None
+) -> ChosenBeside | None:
+    """Who chooses for the copies of ``method`` beside steps, on a GPU; None where it does not choose by queries of steps, or on a CPU."""
+    if not buffers.on_gpu or not isinstance(method.compressor, Spade):
+        return None
+    choice = GpuChoice(method.compressor.predictor, buffers, query_heads, rotary)
+    return ChosenBeside(method, token_table, choice, queries)

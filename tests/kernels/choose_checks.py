@@ -1,0 +1,113 @@
+"""Checks of which tokens a kernel chooses for queries, on a GPU or through Triton's interpreter."""
+
+import torch
+from backend_steps import on
+
+from sglang_ext.mem_cache.compressed.formats.slot_pointers import Pointers
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.selection.scoring import group_attention
+from sglang_ext.mem_cache.selection.top_tokens import mark_always
+
+# Slots of a pool, of which the last are nobody's.
+SLOTS = 1400
+
+
+class Asked:
+    """Requests in a pool with random KV, whose contexts are of different lengths, each with what it is to choose; on the host."""
+
+    def __init__(self, layers, heads, group, dim, dtype, lengths, counts, always, seed=0):
+        noise = torch.Generator().manual_seed(seed + dim)
+        keys, values = (tuple(torch.randn(SLOTS, heads, dim, generator=noise).to(dtype) for _ in range(layers)) for _ in "kv")
+        self.buffers = KVBuffers(tuple(range(layers)), tuple(0.1 + 0.05 * layer for layer in range(layers)), keys, values)
+        self.lengths, self.counts, self.always = lengths, counts, always
+        self.pointers = Pointers.of(self.buffers, 1)
+        self.held = [self.pointers.packed_slots(count) for count in counts]
+        self.table = torch.zeros(len(lengths) + 2, max(lengths) + 3, dtype=torch.int32)
+        self.rows = 1 + torch.randperm(len(lengths), generator=noise)
+        for row, length in zip(self.rows.tolist(), lengths):
+            self.table[row, :length] = torch.randperm(SLOTS - sum(self.held), generator=noise)[:length]
+        self.targets = torch.arange(SLOTS - sum(self.held), SLOTS)
+        self.queries = torch.randn(len(lengths), layers, heads * group, dim, generator=noise)
+        firsts = torch.tensor([0, *self.held]).cumsum(0)[:-1]
+        self.numbers = torch.stack([self.rows, torch.tensor(lengths), torch.tensor(counts), firsts], dim=1)
+
+    def contexts(self, device, pointing):
+        """As the kernel takes them."""
+        from sglang_ext.layers.kernels.choose_tokens import Contexts
+
+        there = (part.to(device) for part in (self.table, self.numbers))
+        return Contexts(*there, tuple(self.lengths), self.always, self.targets.to(device) if pointing else None)
+
+    def scores(self, request, layer):
+        """Of each KV head: float32 [kv_heads, tokens]."""
+        row, length = int(self.rows[request]), self.lengths[request]
+        keys = self.buffers.keys[layer][self.table[row, :length].long()].transpose(0, 1)[None, None]
+        # As the kernel multiplies them.
+        queries = self.queries[request, layer].to(keys.dtype).float()
+        found = group_attention(queries[None, None], keys, self.buffers.scaling[layer])
+        return mark_always(found, *self.always)[0, 0]
+
+
+def check_chosen(kept, scores, count, tolerance, about):
+    """Positions of a KV head are ascending, each once, and no other's score is higher, but for rounding."""
+    assert torch.equal(kept, kept.unique()) and len(kept) == count, about
+    best = scores.topk(count).indices.sort().values
+    if tolerance == 0:
+        assert torch.equal(kept, best), about
+        return
+    left = scores.index_fill(0, kept, -1.0)
+    assert bool(left.max() <= scores[kept].min() * (1 + tolerance)), about
+    assert len(set(kept.tolist()) & set(best.tolist())) >= 0.95 * count, about
+
+
+def check_choose_tokens(device):
+    """What PyTorch chooses, over lengths around the kernel's chunks and blocks, shares of layers and of requests, as positions and as
+    pointers; nothing else of the pool changes."""
+    from sglang_ext.layers.kernels.choose_tokens import choose_tokens
+
+    half = torch.float16 if device == "cpu" else torch.bfloat16
+    for layers, heads, group, dim, dtype, lengths, counts, always, part in (
+        (2, 2, 3, 64, torch.float32, (1100, 63, 64), (133, 45, 64), (4, 32), (slice(0, 2), slice(0, 3))),
+        (3, 1, 4, 24, torch.float32, (65, 1, 1025), (40, 1, 300), (0, 0), (slice(1, 3), slice(1, 3))),
+        (1, 2, 1, 80, half, (300,), (70,), (4, 32), (slice(0, 1), slice(0, 1))),
+        (1, 1, 20, 16, torch.float32, (129, 90), (100, 30), (2, 20), (slice(0, 1), slice(0, 2))),
+    ):  # fmt: skip
+        asked = Asked(layers, heads, group, dim, dtype, lengths, counts, always)
+        there, tolerance = on(device, asked.buffers), 0 if device == "cpu" and dtype == torch.float32 else 2e-2
+        meant = asked.queries[part[1], part[0]].to(device)
+        most = max(counts)
+        shared = meant, there.key_table, there.keys[0], there.scaling_table
+        found = choose_tokens(*shared, asked.contexts(device, False), *part, most).cpu()
+        assert choose_tokens(*shared, asked.contexts(device, True), *part) is None
+        pointed = torch.tensor_split(asked.targets, torch.tensor(asked.held).cumsum(0)[:-1])
+        for layer in range(layers)[part[0]]:
+            for request in range(len(lengths))[part[1]]:
+                count, scores = counts[request], asked.scores(request, layer)
+                kept = found[layer - part[0].start, request - part[1].start, :, :count].long()
+                for head in range(heads):
+                    check_chosen(kept[head], scores[head], count, tolerance, (dim, layer, request, head))
+                slots = asked.pointers.read(there.keys[layer], pointed[request].to(device), count).cpu()
+                assert torch.equal(slots, asked.table[asked.rows[request]].long()[kept]), (dim, layer, request)
+        rest = torch.arange(SLOTS - sum(asked.held))
+        for one, other in zip((*there.keys, *there.values), (*asked.buffers.keys, *asked.buffers.values)):
+            assert torch.equal(one.cpu()[rest], other[rest])
+
+
+def check_ties(device):
+    """Of equal scores earlier tokens are chosen, whatever their number; so it is where keys are no numbers."""
+    from sglang_ext.layers.kernels.choose_tokens import choose_tokens
+
+    for broken, expected in ((False, (*range(29), *range(50, 53), *range(82, 90))), (True, (*range(32), *range(82, 90)))):
+        asked = Asked(1, 1, 2, 16, torch.float32, (90,), (40,), (4, 8))
+        slots = asked.table[asked.rows[0], :90].long()
+        asked.buffers.keys[0][slots] = 0.0
+        asked.buffers.keys[0][slots[50:53]] = float("nan") if broken else asked.queries[0, 0].sum(0) * 9
+        there, everything = on(device, asked.buffers), (slice(0, 1), slice(0, 1))
+        given = asked.queries.to(device), there.key_table, there.keys[0], there.scaling_table
+        assert choose_tokens(*given, asked.contexts(device, False), *everything, 40).flatten().tolist() == [*expected]
+
+
+def check_choosing(device):
+    """All of them."""
+    for check in (check_choose_tokens, check_ties):
+        check(device)
