@@ -5,6 +5,8 @@ from backend_steps import on
 
 from sglang_ext.mem_cache.compressed.formats.slot_pointers import Pointers
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressed.rotary import Rotary
+from sglang_ext.mem_cache.selection.predictors import Current, Regressed
 from sglang_ext.mem_cache.selection.scoring import group_attention
 from sglang_ext.mem_cache.selection.top_tokens import mark_always
 
@@ -107,7 +109,32 @@ def check_ties(device):
         assert choose_tokens(*given, asked.contexts(device, False), *everything, 40).flatten().tolist() == [*expected]
 
 
+def check_predicted(device):
+    """What the method chooses in PyTorch, by either predictor, in one launch or in many; of one request as positions, of all as pointers."""
+    from sglang_ext.mem_cache.selection.on_gpu import GpuChoice
+
+    for predictor, scratch in ((Current(), 1 << 30), (Current(), 1), (Regressed(), 300_000)):
+        asked, window = Asked(3, 2, 2, 16, torch.float32, (90, 130), (40, 60), (4, 32)), 5
+        there, rotary = on(device, asked.buffers), Rotary((1 / 10 ** torch.arange(8)).to(device))
+        queries = torch.randn(2, 3, 4, window, 16, generator=torch.Generator().manual_seed(3)) * 3
+        positions = torch.tensor([[1, 2, 3, 5, 6], [200, 201, 202, 203, 204]])
+        choice = GpuChoice(predictor, there, 4, rotary, scratch)
+        given = (lambda requests, layers: queries.to(device)[requests, layers]), positions.to(device)
+        assert choice.choose(asked.contexts(device, True), *given, ahead=3) is None
+        found = choice.choose(asked.contexts(device, False), *given, ahead=3, most=60).cpu().long()
+        on_host = Rotary(rotary.frequencies.cpu())
+        asked.queries = predictor.predict(queries, positions, on_host, ahead=3)
+        pointed = torch.tensor_split(asked.targets, [asked.held[0]])
+        for layer in range(3):
+            for request, count in enumerate(asked.counts):
+                kept, scores = found[layer, request, :, :count], asked.scores(request, layer)
+                for head in range(2):
+                    check_chosen(kept[head], scores[head], count, 0 if device == "cpu" else 2e-2, (predictor.name, layer, request, head))
+                slots = asked.pointers.read(there.keys[layer], pointed[request].to(device), count).cpu()
+                assert torch.equal(slots, asked.table[asked.rows[request]].long()[kept]), (predictor.name, layer, request)
+
+
 def check_choosing(device):
     """All of them."""
-    for check in (check_choose_tokens, check_ties):
+    for check in (check_choose_tokens, check_ties, check_predicted):
         check(device)

@@ -30,6 +30,7 @@ from pointer_checks import pointed  # noqa: E402
 from triton.runtime import interpreter  # noqa: E402
 from uneven_checks import uneven_copy  # noqa: E402
 
+from sglang_ext.layers.kernels.choose_tokens import Contexts, choose_tokens  # noqa: E402
 from sglang_ext.layers.kernels.gather_kept import gather_kept  # noqa: E402
 from sglang_ext.layers.kernels.hack import integer_prefill  # noqa: E402
 from sglang_ext.layers.kernels.lynx.layout import Layout  # noqa: E402
@@ -57,7 +58,7 @@ TAILS = (1, 32, 33)
 # Shapes and kernels of a quick run.
 QUICK = (
     (Shape(40, 20, torch.float32), ("window", "uneven", "verify")),
-    (Shape(32, 11, torch.bfloat16), ("decode turboquant4", "decode hack2", "pointers", "verify exact")),
+    (Shape(32, 11, torch.bfloat16), ("decode turboquant4", "decode hack2", "pointers", "choice", "verify exact")),
     (Shape(64, 1, torch.float32), ("pack turboquant2", "copies")),
     (Shape(64, 3, torch.bfloat16), ("prompts hack4",)),
 )
@@ -203,6 +204,21 @@ def pointers(shape: Shape):
             yield worst(found[0, mine], _attended(queries[0, mine], *(part[slots, head].double()[None] for part in before)))
 
 
+def choice(shape: Shape):
+    """Positions of two KV heads, each once: by how much a token that is left out scores more than one that is kept, of the largest score."""
+    for tokens, count in ((3, 2), (64, 40), (65, 64)):
+        keys, queries = random(shape, 70, 2), random(shape, 1, 1, 2 * shape.group, seed=1).float()
+        table, numbers = torch.randperm(70)[:tokens].int()[None], torch.tensor([[0, tokens, count, 0]])
+        asked, one = Contexts(table, numbers, (tokens,), (1, 1)), slice(0, 1)
+        found = choose_tokens(queries, torch.tensor([keys.data_ptr()]), keys, torch.tensor([0.1]), asked, one, one, count)[0, 0].long()
+        logits = torch.einsum("hgd,thd->hgt", queries.to(shape.dtype).double().view(2, shape.group, -1), keys[table[0].long()].double())
+        scores = (logits * 0.1).softmax(-1).mean(1)
+        for kept, score in zip(found, scores):
+            assert kept.tolist() == sorted({*kept.tolist()}) and {0, tokens - 1} <= {*kept.tolist()}, (tokens, kept)
+            inner = score[kept[1:-1]].min() if count > 2 else score.max()
+            yield max(0.0, float((score.index_fill(0, kept, 0.0).max() - inner) / score.max()))
+
+
 def copies(shape: Shape):
     """What does not depend on queries, number by number what PyTorch gives: tokens, cells and pointers that are copied; checksums."""
     yield from (float(not same) for same in (*_gathered(shape), *_scattered(shape), *_pointed(shape), *_summed(shape), *_rowed(shape)))
@@ -295,6 +311,7 @@ RUNS = {
     **{f"decode {n}{b}": lambda s, n=n, b=b: decode(s, n, b) for n, b in KERNEL_KINDS},
     "uneven": uneven,
     "pointers": pointers,
+    "choice": choice,
     **{f"prompts hack{bits}": lambda s, b=bits: prompts(s, b) for bits in (4, 2)},
     **ONCE,
 }

@@ -7,6 +7,7 @@ from functools import lru_cache
 import torch
 from packed_helpers import KERNEL_KINDS, divides, packed_pool
 
+from sglang_ext.layers.kernels.choose_tokens import Contexts, choose_tokens
 from sglang_ext.layers.kernels.gather_kept import gather_kept
 from sglang_ext.layers.kernels.hack import integer_prefill
 from sglang_ext.layers.kernels.hack.prompt_codes import Prompts
@@ -126,6 +127,15 @@ def _pointers(shape: Shape) -> None:
     pointer_decode(begins, queries, pool.buffers.keys[0], pool.buffers.values[0], table, rows, rows, 0.1)
 
 
+def _choice(shape: Shape) -> None:
+    """Of some tokens, as pointers and as positions."""
+    keys = torch.zeros(80, 1, shape.dim, dtype=shape.dtype)
+    table, numbers = torch.zeros(2, 80, dtype=torch.int32), torch.tensor([[1, 70, 40, 0]])
+    for targets in (torch.zeros(40, dtype=torch.int64), None):
+        asked, one = Contexts(table, numbers, (70,), (4, 32), targets), slice(0, 1)
+        choose_tokens(torch.zeros(1, 1, shape.group, shape.dim), torch.tensor([keys.data_ptr()]), keys, torch.ones(1), asked, one, one, 40)
+
+
 def _copies(shape: Shape) -> None:
     """What does not depend on the queries."""
     buffers = pool_of("int8", 8, shape.dim, shape.dtype).buffers
@@ -182,5 +192,6 @@ LAUNCHES: dict[str, Callable[[Shape], None]] = {
     **{f"prompts hack{bits}": lambda s, b=bits: _prompts(b, s) for bits in (4, 2)},
     "uneven": _uneven,
     "pointers": _pointers,
+    "choice": _choice,
     **ONCE,
 }

@@ -12,11 +12,12 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_ext.layers.kernels.fitting import halves, launch_fitting, padded, shape_name
+from sglang_ext.layers.kernels.fitting import launch_fitting, padded, shape_name
 from sglang_ext.layers.kernels.window_scores import LOG2_E
 
-# Keys that are multiplied at once, and tokens whose logits a program leaves.
-BLOCK, CHUNK = 64, 1024
+# Tokens whose logits a program leaves; of these, keys that are multiplied at once, the more the better where they fit.
+CHUNK = 1024
+BLOCKS = ({"BLOCK": 64}, {"BLOCK": 32}, {"BLOCK": 16}, {"BLOCK": 16, "num_stages": 1})
 # Logits of which a program makes scores; scores that a program counts at once.
 LOGITS, COUNTED = 4096, 2048
 # Chunks whose normalizers are joined at once.
@@ -223,18 +224,18 @@ def choose_tokens(
     where = layers.start, requests.start, count, longest
     queries = queries.contiguous()
 
-    def leave_logits(block: int) -> None:
+    def leave_logits(block: dict[str, int]) -> None:
         _leave_logits[(heads, chunks, pairs)](
             queries, key_table, like, scalings, table, contexts.numbers, logits, tops, masses, *where, chunks, table.stride(0),
-            like.stride(0), like.stride(1), HEADS=heads, GROUP=group, M=padded(group), DIM=dim, PADDED_DIM=padded(dim), BLOCK=block,
-            CHUNK=CHUNK,
+            like.stride(0), like.stride(1), HEADS=heads, GROUP=group, M=padded(group), DIM=dim, PADDED_DIM=padded(dim), CHUNK=CHUNK,
+            **block,
         )  # fmt: skip
 
     def what() -> str:
         return f"choosing tokens with {shape_name(dim, group, like.dtype)}"
 
     key = ("choose", group, dim, like.dtype, like.device)
-    launch_fitting(halves(BLOCK), leave_logits, key, what, "pass --kv-compressor verify-guided")
+    launch_fitting(BLOCKS, leave_logits, key, what, "pass --kv-compressor verify-guided")
     rows = triton.next_power_of_2(group)
     block = max(JOINED, LOGITS // rows)
     _leave_scores[(heads, triton.cdiv(longest, block), pairs)](

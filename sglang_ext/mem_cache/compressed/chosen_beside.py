@@ -61,6 +61,18 @@ class ChosenBeside:
         self._side = SideStream(token_table.device)
         self._under_way: dict[int, UnderWay] = {}
 
+    def compile_kernels(self) -> None:
+        """Choose once in row 0 of the table, which is no request's, so that no request waits for compilers."""
+        from sglang_ext.layers.kernels.choose_tokens import Contexts
+
+        always = self._method.compressor.sinks, self._method.compressor.recent
+        count, window = sum(always) + 1, self._method.compressor.window
+        tokens, device = count + window, self._table.device
+        targets = torch.zeros(self._method.packing.held_slots(count), dtype=torch.int64, device=device)
+        contexts = Contexts(self._table, to_device([[0, tokens, count, 0]], device), (tokens,), always, targets)
+        places, positions = torch.zeros(1, window, dtype=torch.int64, device=device), torch.arange(window, device=device)[None]
+        self._side.wait(self._side.launch(lambda: self._choose(contexts, places, positions, 1)))
+
     def stepped(self, views: "CompressedViews", ends: dict[int, int], following: int | None) -> None:
         """A step was launched: take what was chosen for the requests whose turn has come, and let more be chosen by its queries.
 

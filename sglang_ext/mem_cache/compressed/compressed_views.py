@@ -118,6 +118,8 @@ class CompressedViews:
                 self._writer.compile_kernels(method, query_heads)
             except ScoresError as error:
                 self._refuse(method, error)
+        if self.beside is not None:
+            self.beside.compile_kernels()
 
     def _refuse(self, method: CopyMethod, error: ScoresError) -> None:
         """Make no copies with ``method`` any more, and say why, once."""

@@ -1,0 +1,170 @@
+"""Tokens chosen on a second stream of a GPU while steps run in graphs: nothing waits, nothing is read while it is written, and answers
+that are verified are stock's."""
+
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+from choose_checks import Asked, check_chosen
+from servers import greedy
+from test_gpu_decoding import DRAFTS, EXACT, QUICK
+from test_gpu_packed import REPLAYS, TELLING, accept_length, served
+
+from sglang_ext.bench.soaking.soak import server_environment
+from sglang_ext.core import CompressedView
+from sglang_ext.mem_cache.compressed.chosen_beside import ChosenBeside
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressed.query_window import QueryWindows, Recorded
+from sglang_ext.mem_cache.compressed.rotary import Rotary
+from sglang_ext.mem_cache.compressors.spade import Spade
+from sglang_ext.mem_cache.selection.on_gpu import GpuChoice
+from sglang_ext.mem_cache.selection.predictors import Current, Regressed
+
+LAYERS, HEADS, GROUP, DIM = 3, 2, 2, 16
+SPADE = ("--attention-backend", "flashinfer", "--kv-compressor", "spade", "--enable-metrics")
+LOSSY = ("--kv-mode", "lossy", *SPADE)
+VERIFIED = ("--kv-mode", "verified", "--kv-budget", "0.25", *DRAFTS)
+CHOICES = 'sglang_ext:copies_total{compressor="spade"'
+PREDICTORS = pytest.mark.parametrize("predictor", [Current(), Regressed()], ids=lambda each: each.name)
+
+
+class OnGpu:
+    """Two requests with copies, each with its choices beside steps, and what its steps' queries choose."""
+
+    def __init__(self, predictor, every):
+        # Half of the targets are spare.
+        self.asked = Asked(LAYERS, HEADS, GROUP, DIM, torch.float32, (130, 150), (96, 128), (4, 32))
+        self.counts, self.predictor, self.every, self.windows = (48, 64), predictor, every, {}
+        there = self.asked.buffers
+        keys, values = (tuple(part.cuda() for part in kind) for kind in (there.keys, there.values))
+        self.buffers = KVBuffers(there.layer_ids, there.scaling, keys, values)
+        self.rotary = Rotary(1 / 10 ** torch.arange(DIM // 2))
+        table = torch.cat([self.asked.table, torch.zeros_like(self.asked.table)]).cuda()
+        self.rows, copies = self.asked.rows.tolist(), {}
+        for row, count, length, slots in zip(self.rows, self.counts, self.asked.lengths, self.asked.targets.split(self.asked.held)):
+            own, spare = slots.cuda().chunk(2)
+            view = CompressedView(own, length, own_tokens=count, own_packed=len(own), spare=spare, method="spade")
+            copies[row] = view
+        self.views = SimpleNamespace(get=copies.get, draft_row=lambda row: row + 4, made=Counter())
+        spade = Spade(predictor, every, each_round=False)
+        self.queries = QueryWindows(spade.window, range(LAYERS), every)
+        self.queries.allocate(2, HEADS * GROUP, DIM, keys[0][:0])
+        choice = GpuChoice(predictor, self.buffers, HEADS * GROUP, Rotary(self.rotary.frequencies.cuda()))
+        self.beside = ChosenBeside(SimpleNamespace(compressor=spade, packing=self.asked.pointers), table, choice, self.queries)
+        self.table = table
+
+    def step(self, number):
+        """Of both requests; some time later its queries are there."""
+        queries = torch.randn(LAYERS, 2, HEADS * GROUP, DIM, generator=torch.Generator().manual_seed(number)) * 3
+        torch.cuda._sleep(2_000_000)
+        rows = tuple(Recorded(row, i, i + 1, length + number) for i, (row, length) in enumerate(zip(self.rows, self.asked.lengths)))
+        with self.queries.recording(rows):
+            for layer in range(LAYERS):
+                self.queries.record(layer, queries[layer].cuda(non_blocking=True))
+        for i, row in enumerate(self.rows):
+            self.windows.setdefault(row, []).append(queries[:, i])
+        self.beside.stepped(self.views, {row: length + number + 1 for row, length in zip(self.rows, self.asked.lengths)}, None)
+
+    def check(self, taken):
+        """Copies lead to what the queries of the first ``taken`` steps choose."""
+        for i, (row, count, length) in enumerate(zip(self.rows, self.counts, self.asked.lengths)):
+            window = torch.stack(self.windows[row][:taken][-self.predictor.window :])
+            positions = torch.arange(length + taken - len(window), length + taken)[None]
+            self.asked.queries[i] = self.predictor.predict(window.permute(1, 2, 0, 3)[None], positions, self.rotary, self.every + 1)[0]
+            own = self.views.get(row).own
+            assert torch.equal(self.table[row + 4, : len(own)].long(), own)
+            for layer in range(LAYERS):
+                led = self.asked.pointers.read(self.buffers.keys[layer], own, count).cpu()
+                context, scores = self.asked.table[row, :length].long(), self.asked.scores(i, layer)
+                for head in range(HEADS):
+                    kept = (led[head][:, None] == context).int().argmax(1)
+                    assert torch.equal(context[kept], led[head])
+                    check_chosen(kept, scores[head], count, 2e-2, (row, layer, head))
+
+
+@PREDICTORS
+@pytest.mark.parametrize("every", [1, 3])
+def test_steps_and_choices_run_beside_each_other_and_each_reads_what_was_there(predictor, every):
+    there = OnGpu(predictor, every)
+    for number in range(8 * every):
+        there.step(number)
+    torch.cuda.synchronize()
+    there.check(7 * every)
+    assert there.views.made["spade"] == 2 * 7
+
+
+@PREDICTORS
+def test_the_host_waits_for_no_choice(predictor):
+    there = OnGpu(predictor, 1)
+    for number in range(20):
+        there.step(number)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(1 << 30)
+    for number in range(20, 24):
+        there.step(number)
+    assert not torch.cuda.current_stream().query(), "the host waited for the device"
+    torch.cuda.synchronize()
+    there.check(23)
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("select_by", ["current", "regressed"])
+def test_lossy_steps_in_graphs_leave_queries_that_choose(launch, prompts, select_by):
+    flags = *QUICK, *TELLING, *LOSSY, "--kv-select", "0.25", "--kv-select-by", select_by
+    server = launch(*flags, env=REPLAYS | server_environment(None))
+    answers = served(server, prompts)
+    log = server.log.read_text(errors="replace")
+    assert "capturing steps over copies of --kv-compressor verify-guided or spade" in log
+    assert "cuda graph: True" in log and "mode=DECODE" in log
+    # One when a copy is made, and one after each step but those of the first rounds, whose copies the prefix tree's prompts replace.
+    assert server.metric(CHOICES) > len(answers) * 40
+
+
+@pytest.mark.server
+def test_a_short_prompt_is_read_sparsely_once_its_answer_is_long(launch, prompts):
+    server = launch(*QUICK, *LOSSY, "--kv-select", "64", "--kv-select-every", "2", "--kv-sparse-from", "200", env=server_environment(None))
+    (answer,) = server.ask_all([prompts[0][:50]], 1, **greedy(260))
+    assert answer["meta_info"]["kv_fallback"] is None and answer["meta_info"]["kv_compressor"] == "spade"
+    # Of the last 110 tokens, one of two has a choice.
+    assert 40 < server.metric(CHOICES) < 60
+
+
+@pytest.mark.server
+def test_who_reads_all_tokens_answers_as_full_kv_does_beside_who_reads_few(launch, prompts):
+    exact = "--dtype", "float32", "--attention-backend", "triton"
+    expected = launch(*QUICK, *exact).ask_all(prompts, 1, **greedy(48))
+    every_token = launch(*QUICK, *LOSSY, *exact, "--kv-select", "1.0", env=server_environment(None))
+    for workers in (1, 4):
+        found = every_token.ask_all(prompts, workers, **greedy(48))
+        alike = [a["output_ids"] == b["output_ids"] for a, b in zip(found, expected)]
+        # Softmax is added up in another order.
+        assert sum(alike) >= len(prompts) - 1, alike
+    mixed = launch(*QUICK, *LOSSY, *exact, "--kv-select", "64", "--kv-sparse-from", "500", env=server_environment(None))
+    found = mixed.ask_all(prompts, 4, **greedy(48))
+    dense = [i for i, prompt in enumerate(prompts) if len(prompt) + 48 < 500]
+    assert [found[i]["meta_info"]["kv_fallback"] for i in dense] == ["short-context"] * len(dense)
+    assert sum(found[i]["output_ids"] == expected[i]["output_ids"] for i in dense) >= len(dense) - 1
+    assert all(found[i]["meta_info"]["kv_fallback"] is None for i in range(len(prompts)) if len(prompts[i]) > 500)
+
+
+@pytest.mark.server
+def test_verified_answers_in_deterministic_mode_are_stocks_token_by_token(launch, prompts):
+    expected = [r["output_ids"] for r in launch(*EXACT).ask_all(prompts, 1, **greedy(64))]
+    server = launch(*EXACT, *VERIFIED, "--kv-compressor", "spade", "--enable-metrics", env=server_environment(None))
+    for workers in (1, 4):
+        found = server.ask_all(prompts, workers, **greedy(64))
+        assert [r["output_ids"] for r in found] == expected
+        assert accept_length(found) > 2
+    # More than one for each round.
+    assert server.metric(CHOICES) > 4 * sum(r["meta_info"]["kv_verifies"] for r in found)
+
+
+@pytest.mark.server
+def test_requests_come_and_go_and_are_retracted_while_choices_are_under_way(launch, prompts):
+    flags = *QUICK, *LOSSY, "--kv-select", "0.25", "--kv-select-every", "2"
+    server = launch(*flags, env=server_environment(retraction_steps=5))
+    for _ in range(2):
+        found = server.ask_all(prompts * 6, 12, **greedy(40))
+        assert all(len(r["output_ids"]) == 40 for r in found)
+    assert sum(r["meta_info"]["num_retractions"] for r in found) > 0
