@@ -1,7 +1,7 @@
 """Which tokens of full KV each KV head needs for a query of each of its query heads: several requests and layers at once.
 
-The score of a token is the softmax attention that the queries pay to it, mean over the query heads of its KV head (AsyncSpade, section 4.3);
-the first and the newest tokens come before all others. Keys are read once: a first kernel leaves the logits, and what each chunk of
+The score of a token is the softmax attention that the queries pay to it, mean over the query heads of its KV head (AsyncSpade,
+section 4.3); the first and the newest tokens come before all others. Keys are read once: a first kernel leaves the logits, and what each chunk of
 the context needs for their normalizers; a second one makes scores of them; a third finds the score of the last token that is chosen, by
 histograms of its bits, and writes down those above it. Of equal scores those of earlier tokens are chosen first.
 """
@@ -135,7 +135,7 @@ def _write_best(
     bits, key_table, token_table, numbers, targets, out, first_layer, first_request, requests, longest, table_row, most, slot_stride,
     head_stride, HEADS: tl.constexpr, PER_SLOT: tl.constexpr, FIRST_BITS: tl.constexpr, LATER_BITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of a KV head the tokens of the highest scores, ascending: positions, or where PER_SLOT is not 0 pointers in the slots of its targets."""
+    """Of a KV head the tokens of the highest scores, ascending: positions, or, with PER_SLOT, pointers in the slots of its targets."""
     head, pair = tl.program_id(0), tl.program_id(1)
     layer, mine, at, length = _of_pair(numbers, pair, first_layer, first_request, requests)
     count, target = tl.load(mine + 2).to(tl.int32), tl.load(mine + 3)

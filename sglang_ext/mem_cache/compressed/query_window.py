@@ -202,8 +202,8 @@ class QueryWindows:
             self._targets = torch.zeros(tokens, dtype=torch.int64, device=self._pool.device)
         elif tokens > len(self._targets):
             raise ValueError(
-                f"graphs of {tokens} tokens are captured after others of at most {len(self._targets)}, whose table they share: pass the most "
-                "of all at first"
+                f"graphs of {tokens} tokens are captured after others of at most {len(self._targets)}, whose table they share: "
+                "pass the most of all at first"
             )
         self._capturing, self._of_steps = True, self._of_steps or steps
         try:

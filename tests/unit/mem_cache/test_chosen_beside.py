@@ -80,7 +80,8 @@ def world(method, late=False):
     def expected(end):
         """Slots that are led to by the queries before position ``end``."""
         queries, positions = views.queries.get(1, end, method.window)
-        kept = chosen_by(views, queries.transpose(1, 2)[None], positions[None], 1, views.get(1).covered, views.get(1).own_tokens, method.every + 1)
+        asked = 1, views.get(1).covered, views.get(1).own_tokens, method.every + 1
+        kept = chosen_by(views, queries.transpose(1, 2)[None], positions[None], *asked)
         return [views.token_table[1].long()[of_layer].tolist() for of_layer in kept]
 
     return views, step, expected

@@ -1,0 +1,186 @@
+"""Choosing the tokens of a step on a GPU: time, and bytes of keys over bandwidth; alone, and beside steps: docs/benchmarks.md.
+
+    python docs/benchmarks/selection_speed.py [--scratch-mb 64 256 1024] [--every 1 2 4] [--select-by current regressed]
+
+Qwen3-8B shapes, slots scattered one by one; an H200 holds the defaults, an H100 --batch 8. Quest scores pages of 16 tokens by the
+largest and smallest number of each channel, an eighth of the bytes, and chooses pages. A step reads weights of as many bytes as
+the model's, and attends through pointers; with full KV it attends by FlashInfer's kernel. Beside a step, the choice is on a second stream,
+as --kv-compressor spade makes it: of a share of the requests in each step, so that each has one every so many.
+"""
+
+import argparse
+from collections.abc import Callable
+from statistics import median
+from time import perf_counter
+
+import torch
+from flashinfer import BatchDecodeWithPagedKVCacheWrapper
+from graph_time import seconds
+
+from sglang_ext.bench.speed.decode_limit import measure_bandwidth
+from sglang_ext.device import SideStream
+from sglang_ext.layers.kernels.choose_tokens import Contexts
+from sglang_ext.layers.kernels.pointer_decode import pointer_decode
+from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows, Pointers
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressed.rotary import Rotary
+from sglang_ext.mem_cache.selection.on_gpu import GpuChoice
+from sglang_ext.mem_cache.selection.predictors import query_predictor
+
+LIKE = {"dtype": torch.bfloat16, "device": "cuda"}
+# Tokens of a page of Quest; steps of a measurement beside choices; parts of a row that are attended to at the same time.
+PAGE, STEPS, SPLITS = 16, 16, (12, 4)
+
+
+class World:
+    """Contexts in a pool, copies of them that hold pointers, and what stands for a model's weights."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, dim, batch = options, options.dim, options.batch
+        # So many pointers have room for each of two copies of a request.
+        slots = batch * (options.tokens + 2 * options.keep) + 1
+        keys, values = (
+            tuple(torch.randn(slots, options.kv_heads, dim, **LIKE) for _ in range(options.layers)) for _ in "kv"
+        )
+        self.buffers = KVBuffers(tuple(range(options.layers)), (dim**-0.5,) * options.layers, keys, values)
+        self.form = Pointers.of(self.buffers, 1)
+        self.held = self.form.packed_slots(options.keep)
+        order = 1 + torch.randperm(slots - 1, device="cuda")
+        contexts, rest = order[: batch * options.tokens].view(batch, -1), order[batch * options.tokens :]
+        copies = rest[: 2 * batch * self.held].view(2, batch, -1)
+        self.table = torch.zeros(2 * batch, options.tokens, dtype=torch.int32, device="cuda")
+        self.table[:batch], self.table[batch:, : self.held] = contexts, copies[0]
+        self.begins, self.spare = PointerRows.of_table(self.form, self.table), copies[1]
+        self.begins.counts[batch:] = options.keep
+        self.queries = torch.randn(batch, options.layers, options.kv_heads * options.group, 17, dim, **LIKE)
+        self.positions = (options.tokens - 17 + torch.arange(17, device="cuda")).expand(batch, -1)
+        # What a step reads beside KV.
+        self.width = options.weights_mb * (1 << 20) // (2 * 4096 * options.layers)
+        self.weights = [torch.randn(4096, self.width, **LIKE) for _ in range(options.layers)]
+        self.hidden, self.attended = torch.randn(batch, 4096, **LIKE), self.queries[:, 0, :, 0].contiguous()
+
+    def asked(self, requests: slice) -> Contexts:
+        """Some requests, whose pointers go to spare slots."""
+        some, options = range(self.options.batch)[requests], self.options
+        numbers = torch.tensor([[row, options.tokens, options.keep, i * self.held] for i, row in enumerate(some)], device="cuda")
+        return Contexts(self.table, numbers, (options.tokens,) * len(some), (4, 32), self.spare[requests].flatten())
+
+    def choosing(self, select_by: str, scratch: int, requests: slice = slice(None)) -> Callable[[], None]:
+        """A choice in all layers, for some requests."""
+        predictor, options = query_predictor(select_by), self.options
+        rotary = Rotary(1e6 ** -(torch.arange(options.dim // 2, device="cuda") / (options.dim // 2)))
+        choice = GpuChoice(predictor, self.buffers, options.kv_heads * options.group, rotary, scratch)
+        asked, positions, queries = self.asked(requests), self.positions[requests], self.queries[requests]
+        # As windows are read: what a predictor does not look at is not touched.
+        window = slice(17 - predictor.window, 17)
+        return lambda: choice.choose(asked, lambda some, layers: queries[some, layers, :, window], positions[:, window])
+
+    def sparse_step(self) -> None:
+        """Weights, and attention through pointers."""
+        rows = torch.arange(self.options.batch, 2 * self.options.batch, device="cuda")
+        lengths = torch.full_like(rows, self.held + 1)
+        for keys, values, weight in zip(self.buffers.keys, self.buffers.values, self.weights):
+            _ = self.hidden @ weight
+            pointer_decode(self.begins, self.attended, keys, values, self.table, rows, lengths, self.options.dim**-0.5, SPLITS)
+
+    def full_step(self) -> Callable[[], None]:
+        """Weights, and attention to all tokens by FlashInfer."""
+        options, wrapper = self.options, BatchDecodeWithPagedKVCacheWrapper(
+            torch.empty(256 << 20, dtype=torch.uint8, device="cuda"), "NHD", use_tensor_cores=True
+        )  # fmt: skip
+        ends = torch.arange(options.batch + 1, dtype=torch.int32, device="cuda") * options.tokens
+        shape = options.kv_heads * options.group, options.kv_heads, options.dim, 1
+        last = torch.ones(options.batch, dtype=torch.int32, device="cuda")
+        wrapper.plan(ends, self.table[: options.batch].flatten(), last, *shape, q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16)
+        pools = [(keys.unsqueeze(1), values.unsqueeze(1)) for keys, values in zip(self.buffers.keys, self.buffers.values)]
+
+        def step() -> None:
+            for pool, weight in zip(pools, self.weights):
+                _ = self.hidden @ weight
+                wrapper.run(self.attended, pool)
+
+        return step
+
+
+def quest(options: argparse.Namespace) -> Callable[[], None]:
+    """Scores of all pages of all requests, layer by layer, and the best of them."""
+    pages, heads = options.tokens // PAGE, options.kv_heads
+    low, high = (torch.randn(options.batch, heads, pages, options.dim, **LIKE) for _ in range(2))
+    queries = torch.randn(options.batch, heads, options.group, options.dim, **LIKE)
+
+    def choose() -> None:
+        for _ in range(options.layers):
+            scores = queries.relu() @ high.transpose(-1, -2) + (-(-queries).relu()) @ low.transpose(-1, -2)
+            scores.amax(-2).topk(options.keep // PAGE, dim=-1, sorted=False)
+
+    return choose
+
+
+def launched(run: Callable[[], None]) -> tuple[float, float]:
+    """Seconds of a call that is launched kernel by kernel, on the device, and on the host alone."""
+    run()
+    on_device, on_host = [], []
+    for _ in range(7):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        started = perf_counter()
+        begin.record()
+        run()
+        end.record()
+        on_host.append(perf_counter() - started)
+        end.synchronize()
+        on_device.append(begin.elapsed_time(end) / 1000)
+    return median(on_device), median(on_host)
+
+
+def beside(world: World, select_by: str, scratch: int, every: int) -> float:
+    """Seconds of a step while choices run beside it, of each request every so many steps."""
+    graph, side = torch.cuda.CUDAGraph(), SideStream(torch.device("cuda"))
+    world.sparse_step()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        world.sparse_step()
+    shares = [world.choosing(select_by, scratch, slice(part, None, every)) for part in range(every)]
+    under_way: list[torch.cuda.Event | None] = [None] * every
+
+    def steps() -> None:
+        for step in range(STEPS):
+            graph.replay()
+            # Waits for the choice of as many steps before.
+            side.wait(under_way[step % every])
+            under_way[step % every] = side.launch(shares[step % every])
+
+    return launched(steps)[0] / STEPS
+
+
+def main() -> None:
+    """Quest, then choices alone, then beside steps."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--scratch-mb", nargs="+", type=int, default=[64, 256, 1024])
+    parser.add_argument("--every", nargs="+", type=int, default=[1, 2, 4])
+    parser.add_argument("--select-by", nargs="+", default=["current", "regressed"])
+    sizes = {"batch": 16, "tokens": 32768, "keep": 2048, "layers": 36, "kv-heads": 8, "group": 4, "dim": 128, "weights-mb": 15000}
+    for option, default in sizes.items():
+        parser.add_argument(f"--{option}", type=int, default=default)
+    options = parser.parse_args()
+    bandwidth = measure_bandwidth()
+    limit = options.layers * options.batch * options.tokens * options.kv_heads * options.dim * 2 / bandwidth
+    print(f"bandwidth {bandwidth / 1e12:.2f} TB/s; keys {1e3 * limit:.2f} ms, Quest's {1e3 * limit * 2 / PAGE:.2f} ms", flush=True)
+    took = seconds(quest(options))
+    print(f"Quest: {1e3 * took:.2f} ms, {took / (limit * 2 / PAGE):.2f} of its bytes' limit", flush=True)
+    world = World(options)
+    for select_by in options.select_by:
+        for scratch in options.scratch_mb:
+            took, on_host = launched(world.choosing(select_by, scratch << 20))
+            told = f"{1e3 * took:.2f} ms, {took / limit:.2f} of the limit; host {1e3 * on_host:.2f} ms"
+            print(f"{select_by}, scratch {scratch} MB: {told}", flush=True)
+    full, sparse = seconds(world.full_step()), seconds(world.sparse_step)
+    print(f"a step: full KV {1e3 * full:.2f} ms, through pointers {1e3 * sparse:.2f} ms, {sparse / full:.2f} of it", flush=True)
+    for select_by in options.select_by:
+        for every in options.every:
+            took = beside(world, select_by, options.scratch_mb[-1] << 20, every)
+            print(f"{select_by}, every {every}: {1e3 * took:.2f} ms a step, {took / full:.2f} of full KV's", flush=True)
+
+
+if __name__ == "__main__":
+    main()
