@@ -67,7 +67,7 @@ def _leave_logits(
             inside = token < length
             slot = tl.load(table + token, mask=inside, other=0).to(tl.int64)
             k = tl.load(keys + slot[:, None] * slot_stride + dim[None, :], mask=inside[:, None] & (dim < DIM)[None, :], other=0.0)
-            found = tl.dot(q.to(LIKE), tl.trans(k), input_precision="ieee") * scaling
+            found = tl.dot(q, tl.trans(k), input_precision="ieee") * scaling
             tl.store(out + token[None, :], found.to(logits.dtype.element_ty), mask=mine[:, None] & inside[None, :])
             found = tl.where(inside[None, :], found, float("-inf"))
             new = tl.maximum(top, tl.max(found, 1))
@@ -222,7 +222,7 @@ def choose_tokens(
     tops, masses = torch.empty(2, pairs * heads * group, chunks, device=device)
     scores = torch.empty(pairs * heads, longest, device=device)
     where = layers.start, requests.start, count, longest
-    queries = queries.contiguous()
+    queries = queries.to(like.dtype).contiguous()
 
     def leave_logits(block: dict[str, int]) -> None:
         _leave_logits[(heads, chunks, pairs)](

@@ -15,8 +15,10 @@ from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells
 from sglang_ext.mem_cache.compressed.query_window import QueryWindows
 from sglang_ext.mem_cache.compressed.slot_scores import SlotScores
 from sglang_ext.mem_cache.compressors.catalogue import method
+from sglang_ext.mem_cache.compressors.spade import Spade
 from sglang_ext.mem_cache.host_tier.tier import staging_bytes
 from sglang_ext.mem_cache.scores.predictor import Fitted, Predictor
+from sglang_ext.mem_cache.selection.on_gpu import SCRATCH
 
 GB, MIB = 10**9, 1 << 20
 LLAMA = ModelSizes(
@@ -85,6 +87,21 @@ def test_what_depends_on_a_flag_is_there_with_it_only():
     ):
         found = plan(on_gpu=False, **flag)
         assert {name for name, size in vars(found).items() if size and not getattr(plain, name)} == expected, flag
+
+
+def test_choices_of_steps_take_as_much_as_two_at_once_on_a_gpu_alone():
+    spade = {"methods": ("spade",), "kv_cache_ranks": 0}
+    assert plan(on_gpu=False, **spade).choices == 0 and plan(**spade | {"kv_cache_ranks": 1}).choices == 0
+    assert plan(**spade).choices == 2 * SCRATCH
+    assert plan(methods=("verify-guided",)).choices == 0
+
+
+def test_rings_have_room_for_what_steps_leave_between_two_choices():
+    windows = QueryWindows(1, (0, 1), spare=40)
+    windows.allocate(3, TINY.query_heads, TINY.head_dim, torch.empty(0))
+    every = planner(TINY, methods=("spade",), on_gpu=False)
+    rare = replace(every, served=replace(every.served, methods=tuple(replace(m, compressor=Spade(every=40)) for m in every.served.methods)))
+    assert windows.held_bytes == rare.plan(8, 1000, 3).query_rings > every.plan(8, 1000, 3).query_rings
 
 
 def test_draft_rows_are_what_the_wider_token_table_of_twice_the_rows_adds():

@@ -10,6 +10,7 @@ from test_views import DIM, HEADS, LAYERS
 from sglang_ext.core import RequestState
 from sglang_ext.device import SideStream
 from sglang_ext.managers.integrity import check_copies
+from sglang_ext.managers.spec_decode.steps import Steps
 from sglang_ext.mem_cache.compressed.chosen_beside import ChosenBeside
 from sglang_ext.mem_cache.compressed.compressed_views import RENEW_AFTER, ensure_copy, until_due
 from sglang_ext.mem_cache.compressed.query_window import QueryWindows, Recorded
@@ -181,3 +182,62 @@ def test_shares_are_all_requests_of_some_layers_or_some_of_one():
         each = [(l, r) for ls, rs in found for l in range(layers)[ls] for r in range(requests)[rs]]
         assert sorted(each) == [(l, r) for l in range(layers) for r in range(requests)]
         assert all((ls.stop - ls.start) * (rs.stop - rs.start) <= pairs for ls, rs in found)
+
+
+def test_graphs_of_steps_and_of_verifications_share_a_table_and_only_steps_that_leave_queries_are_aimed():
+    windows, queries = QueryWindows(1, (0,), 2), torch.arange(4.0).view(4, 1, 1)
+    windows.allocate(2, 1, 1, queries)
+    row = (Recorded(1, 2, 3, 7),)
+    windows.aim_step(row)
+    assert windows.newest(1) is None and not windows.left_by_steps
+    with windows.capturing(4, steps=True):
+        windows.record(0, queries)
+    table = windows._targets
+    with windows.capturing(3):
+        windows.record(0, queries[:3])
+    assert windows._targets is table and windows.left_by_steps
+    with pytest.raises(ValueError, match="5 tokens are captured after others of at most 4.*pass the most of all at first"):
+        with windows.capturing(5):
+            pass
+    windows.aim_step(row)
+    assert windows.newest(1) == 8 and table[2] > 0 and table.count_nonzero() == 1
+
+
+def test_places_are_read_as_long_as_no_more_than_the_spare_tokens_came_since():
+    windows = QueryWindows(2, (0, 1), 3)
+    windows.allocate(1, 1, 1, torch.empty(0))
+
+    def keep(position):
+        with windows.recording((Recorded(1, 0, 1, position),)):
+            for layer in range(2):
+                windows.record(layer, torch.full((1, 1, 1), 10.0 * layer + position))
+
+    keep(0), keep(1)
+    places, positions = windows.newest_places(1, 2, 2)
+    assert positions == [0, 1] and windows.newest_places(2, 2, 2) == ([], [])
+    for position in (2, 3, 4):
+        keep(position)
+        assert windows.at(torch.tensor([places]), slice(0, 2)).flatten().tolist() == [0, 1, 10, 11]
+        assert windows.at(torch.tensor([places]), slice(1, 2)).shape == (1, 1, 1, 2, 1)
+    keep(5)
+    assert windows.at(torch.tensor([places]), slice(0, 1)).flatten().tolist() == [5, 1]
+
+
+@pytest.mark.parametrize(("lossy", "expected"), [(False, [2, 1, 0]), (True, [None] * 3)])
+def test_each_step_tells_who_chooses_and_how_many_follow_that_read_the_same_copies(lossy, expected):
+    told = []
+    beside = SimpleNamespace(stepped=lambda views, ends, following: told.append((ends, following)))
+    views = SimpleNamespace(token_table=None, beside=beside)
+    steps = Steps(SimpleNamespace(views=views, lossy=lossy, model_runner=None))
+    for following in (2, 1, 0):
+        steps._choose({1: 20}, following)
+    assert told == [({1: 20}, following) for following in expected]
+
+
+@pytest.mark.parametrize(("leaves", "lossy", "room", "expected"), [
+    (True, True, True, True), (False, True, True, False), (True, False, True, False), (True, True, False, False),
+])  # fmt: skip
+def test_a_step_over_full_kv_leaves_queries_where_nothing_else_does_before_a_first_copy(leaves, lossy, room, expected):
+    queries = SimpleNamespace(left_by_steps=leaves, open_to=lambda key: room)
+    steps = Steps(SimpleNamespace(views=SimpleNamespace(token_table=None), lossy=lossy, model_runner=None, queries=queries))
+    assert steps._needs_queries((Recorded(1, 0, 1, 9),)) is expected and not steps._needs_queries(())
