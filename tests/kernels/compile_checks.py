@@ -12,6 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from sglang_ext.layers.kernels import pointer_decode, scatter_cells, uneven_decode, window_scores, write_pointers
+from sglang_ext.layers.kernels.choose_tokens import Contexts, choose_tokens
 from sglang_ext.layers.kernels.hack import integer_prefill
 from sglang_ext.layers.kernels.lynx import anchored, kernels as codec
 from sglang_ext.layers.kernels.lynx.layout import Layout
@@ -141,6 +142,18 @@ def check_prefill(compiled):
         assert stack_bytes(second) <= 128, (bits, partition, dim, group, stack_bytes(second))
 
 
+def check_choice(compiled):
+    """What chooses tokens keeps all in registers, and leaves room for several programs on a processor."""
+    for dim, group, dtype in ((128, 4, torch.bfloat16), (64, 8, torch.float16), (128, 1, torch.float32)):
+        keys, table = torch.zeros(80, 2, dim, dtype=dtype), torch.zeros(2, 80, dtype=torch.int32)
+        addresses, one = torch.tensor([keys.data_ptr()]), slice(0, 1)
+        for targets in (torch.zeros(40, dtype=torch.int64), None):
+            asked = Contexts(table, torch.tensor([[1, 70, 40, 0]]), (70,), (4, 32), targets)
+            choose_tokens(torch.zeros(1, 1, 2 * group, dim), addresses, keys, torch.ones(1), asked, one, one, 40)
+            for kernel, made in compiled[-3:]:
+                assert stack_bytes(made) == 0 and made.metadata.shared <= (57 << 10), (kernel, dim, group, dtype, made.metadata.shared)
+
+
 def main():
     compiled = []
     compile_only(compiled)
@@ -160,6 +173,7 @@ def main():
     check_codec(compiled)
     check_prefill(compiled)
     check_anchored(compiled)
+    check_choice(compiled)
     kept = torch.zeros(len(pool.buffers.keys), 1, 70, dtype=torch.int64)
     write_pointers.write_pointers(pool.buffers.key_table, layer[0], kept, rows, rows)
     window_scores.window_scores(torch.zeros(1, 32, 4, 128), pool.buffers.key_table, layer[0], rows, torch.arange(32), 0.1)
