@@ -52,6 +52,9 @@ class World:
         self.table[:batch], self.table[batch:, : self.held] = contexts, copies[0]
         self.begins, self.spare = PointerRows.of_table(self.form, self.table), copies[1]
         self.begins.counts[batch:] = options.keep
+        kept = torch.rand(options.layers, options.kv_heads, options.tokens, device="cuda").topk(options.keep).indices
+        for context, held in zip(contexts, copies[0]):
+            self.form.write(self.buffers, kept, context, held)
         self.queries = torch.randn(batch, options.layers, options.kv_heads * options.group, 17, dim, **LIKE)
         self.positions = (options.tokens - 17 + torch.arange(17, device="cuda")).expand(batch, -1)
         # What a step reads beside KV.
