@@ -78,6 +78,7 @@ class CompressedView:
         own_packed: slots of ``own``, after the sinks, that hold packed blocks (packing.py); 0 where it holds tokens.
         spare: int64, as many slots of its own, which the draft row does not lead to: what it shall keep next is written there; None
             where it is written over what it keeps.
+        due: tokens before the newest that copies leave as they are at which it is made anew; 0 where that follows from its size.
     """
 
     own: torch.Tensor
@@ -89,6 +90,7 @@ class CompressedView:
     own_tokens: int = 0
     own_packed: int = 0
     spare: torch.Tensor | None = None
+    due: int = 0
 
     def __post_init__(self) -> None:
         self.tail_end = max(self.tail_end, self.covered)

@@ -17,6 +17,8 @@ from pathlib import Path
 from sglang_ext.bench.server import BenchError, ServerProcess
 
 ANSWER, VOCABULARY = 256, 20000
+# SGLang tells how many requests run when it logs; so often it logs rounds.
+LOGGED = ("--decode-log-interval", "4")
 # Seconds between looks at the metrics page.
 LOOK = 1.0
 
@@ -65,7 +67,8 @@ def main() -> None:
     args = parser.parse_args()
     draw = random.Random(0)
     prompts = [[draw.randrange(100, VOCABULARY) for _ in range(args.tokens)] for _ in range(int(args.most * args.contexts))]
-    pool = ("--dtype", "bfloat16", "--max-total-tokens", str(args.tokens * args.contexts), "--enable-metrics", *args.server_arg.split())
+    size = str(args.tokens * args.contexts)
+    pool = ("--dtype", "bfloat16", "--max-total-tokens", size, "--enable-metrics", *LOGGED, *args.server_arg.split())
     counts = {}
     for name in ("stock", *args.methods.split(",")):
         method, _, bits = name.partition(":")

@@ -30,6 +30,8 @@ WIDE_STEP = 64
 AUTO_DRAFT_LENGTH = 15
 # Tokens of a narrow verification there: where acceptance is middling, short drafts are best, and wait for less.
 NARROW_VERIFY = 5
+# Steps of a round without drafts, as all are in mode lossy: more spare SGLang's scheduler work, and let requests end later.
+PLAIN_STEPS = 4
 ATTENTION_BACKENDS = ("torch_native", "flashinfer", "triton", "fa3")
 # Of these, on which a verification's tokens are, bit for bit, those of decoding one by one.
 DETERMINISTIC_BACKENDS = ("torch_native", "triton")
@@ -68,7 +70,7 @@ def longest_asked(args: "KVServerArgs") -> int:
 def longest_draft(args: "KVServerArgs") -> int:
     """Tokens drafted before a verification at most; in mode lossy, which drafts nothing, steps of a round, whatever flags of drafts say."""
     if args.kv_mode == "lossy":
-        return AUTO_DRAFT_LENGTH
+        return PLAIN_STEPS
     longest = longest_asked(args)
     return longest if args.kv_max_burst is None else min(longest, args.kv_max_burst - 1)
 

@@ -78,31 +78,6 @@ def counting_to_the_end(reqs: list["Req"]) -> Iterator[list["Req"]]:
             req.kv_committed_len = count
 
 
-def charge_copies(original: Callable, adder, req: "Req", has_chunked_req: bool, truncation_align_size: int | None):
-    """Hook around ``PrefillAdder.add_one_req``: where full KV is given back, prompts are admitted as their copies fit beside it, too.
-
-    Else a pool full of prompts would have no room to compress any. One that has the pool for itself is always admitted.
-    """
-    codes = getattr(adder.tree_cache, "codes", None)
-    if codes is None:
-        return original(adder, req, has_chunked_req, truncation_align_size)
-    running = [*([] if adder.running_batch is None else adder.running_batch.reqs), *adder.can_run_list]
-    if not hasattr(adder, "_kv_charged"):
-        adder._kv_charged = sum(map(codes.room, running))
-        _charge(adder, adder._kv_charged)
-    room = codes.room(req) if running else 0
-    _charge(adder, room)
-    found = original(adder, req, has_chunked_req, truncation_align_size)
-    if req not in adder.can_run_list:
-        _charge(adder, -room)
-    return found
-
-
-def _charge(adder, slots: int) -> None:
-    adder.rem_total_token_offset += slots
-    adder.cur_rem_token_offset += slots
-
-
 def sync_for_grammars(original: Callable, batch: "ScheduleBatch") -> bool:
     """Hook around ``grammar_needs_sync``: rounds walk grammars along what is not processed yet, but those that cannot be taken back."""
     return original(batch) and not all(is_walked(req.grammar) for req in batch.reqs)

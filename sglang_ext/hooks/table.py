@@ -74,9 +74,14 @@ HOOKS: tuple[Hook, ...] = (
     ),
     Hook(
         "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req",
-        "sglang_ext.hooks.rounds.charge_copies",
+        "sglang_ext.hooks.lossy_admission.admit_prompt",
         "in mode lossy prompts are admitted as their copies fit beside their full KV, which is given back only then",
         ("self", "req", "has_chunked_req", "truncation_align_size"),
+    ),
+    Hook(
+        "sglang.srt.managers.schedule_policy.PrefillAdder.add_chunked_req",
+        "sglang_ext.hooks.lossy_admission.admit_chunk",
+        "in mode lossy chunks shall not shrink by what answers are going to take: full KV is given back before", ("self", "req"),
     ),
     Hook(
         "sglang.srt.managers.schedule_batch.ScheduleBatch.retract_decode",

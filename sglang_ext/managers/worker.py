@@ -241,6 +241,7 @@ class KVWorker(BaseSpecWorker):
             form=form,
             elsewhere=elsewhere,
             beside=None if elsewhere is not None else beside(methods[0], table, self.buffers, query_heads, self.queries, served.rotary),
+            gives_back=options.full_kv_stays(args) is None,
         )
 
     def _warm_up(self) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from sglang_ext.config.options import WIDE_REQUESTS
+from sglang_ext.config.options import PLAIN_STEPS, WIDE_REQUESTS
 from sglang_ext.core import CURABLE, FALLBACK_REASONS, NO_QUERIES, NO_SELECTION, SLOWER, RequestState
 from sglang_ext.managers.spec_decode.pace import Choice
 from sglang_ext.managers.spec_decode.requests import end_of_answer
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from sglang_ext.managers.offload.verifications import Verifications
 
-# Steps of a round without drafts: more spare SGLang's scheduler work, and let requests end later.
-PLAIN_STEPS = 4
 # Steps of a round while a residual is on its way, or tokens are chosen for the first time: one round runs and one is planned when it
 # comes, so that a verification begins at most twice as many later.
 SHORT_ROUND = 2

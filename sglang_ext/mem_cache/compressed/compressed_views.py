@@ -63,6 +63,7 @@ class CompressedViews:
         form: in which copies lie in their slots.
         elsewhere: who chooses tokens in another process; None where methods choose here.
         beside: who chooses them on a second stream; None where methods choose between steps.
+        gives_back: whether full KV goes where a copy holds all of it (codes_alone.py).
         made: copies that were made or renewed, by what they are called.
         refused: names of the compressors whose scores cannot be used, of which no copy is made any more.
     """
@@ -80,6 +81,7 @@ class CompressedViews:
     form: KVFormat = PlainTokens()
     elsewhere: ChosenElsewhere | None = None
     beside: ChosenBeside | None = None
+    gives_back: bool = False
     made: Counter[str] = field(default_factory=Counter)
     refused: set[str] = field(default_factory=set)
     _views: dict[int, CompressedView] = field(default_factory=dict)
@@ -185,14 +187,17 @@ class CompressedViews:
             False when the pool lacks the slots; an existing copy then stays as it is, and nothing
             was evicted for it. Also where the method's scores cannot be used (:meth:`is_refused`); there is no copy then.
         """
-        method = self.method(row)
-        covered = method.covered(self.reach(row, tokens))
+        method, reach = self.method(row), self.reach(row, tokens)
+        covered = method.covered(reach)
         if covered == 0:
             return False
+        due = reach + method.pack_after if self.gives_back and method.packs_all else 0
         old = self._views.get(row)
         if old is not None:
             self._settle(row)
-            grown = CompressedView(old.own, covered, old.segments, sinks=old.sinks, own_tokens=old.own_tokens, spare=old.spare)
+            grown = CompressedView(
+                old.own, covered, old.segments, sinks=old.sinks, own_tokens=old.own_tokens, spare=old.spare, due=due
+            )
             return self._resize(row, grown, headroom, None, tokens)
         prefix = prefix if self.form.shareable else None
         segments = []
@@ -202,7 +207,7 @@ class CompressedViews:
         for segment in segments:
             # Or they would be evicted for the rest.
             self.tree_cache.segments.use(segment)
-        view = CompressedView(self._no_slots(), covered, segments, sinks=method.sinks)
+        view = CompressedView(self._no_slots(), covered, segments, sinks=method.sinks, due=due)
         made = self._resize(row, view, headroom, prefix, tokens)
         if not made:
             for segment in segments:
@@ -455,6 +460,8 @@ def renew_at(view: CompressedView, compressor: Compressor) -> int:
     queries; where it does so beside steps (chosen_beside.py), when the exact tokens after it are many."""
     if _made_anew(view, compressor):
         return view.covered + (1 if compressor.each_round else compressor.every)
+    if view.due:
+        return view.due
     return view.covered + 1 + int(max(RENEW_AFTER, RENEW_SHARE * view.kept))
 
 

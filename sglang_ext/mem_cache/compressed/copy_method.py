@@ -20,6 +20,10 @@ from sglang_ext.mem_cache.compressors.contracts.compressor import reported
 from sglang_ext.mem_cache.compressors.contracts.registry import COMPRESSORS, OWN
 from sglang_ext.mem_cache.prefix_cache.segments import Segment
 
+# Tokens after which a copy that packs all of them takes up new ones, where full KV goes then: two blocks, in whole rounds, so that no
+# round of others is cut for it. Blocks that are there stay as they are, so that it costs little.
+PACK_AFTER = 128
+
 
 @dataclass(frozen=True)
 class CopyMethod:
@@ -62,6 +66,11 @@ class CopyMethod:
     def packs_all(self) -> bool:
         """Whether copies hold all that they cover, in blocks but for the sinks."""
         return bool(self.packs) and self.compressor.keeps_all and self.budget == 1
+
+    @property
+    def pack_after(self) -> int:
+        """Tokens after which a copy that packs all of them takes up new ones, where full KV goes then: two units at least."""
+        return max(PACK_AFTER, 2 * self.unit)
 
     @property
     def share(self) -> float:

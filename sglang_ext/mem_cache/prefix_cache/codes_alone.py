@@ -4,7 +4,7 @@ Nothing is verified there, so that full KV which is packed serves two ends alone
 that chooses tokens would choose again. Where a copy packs all tokens, the prefix tree gets its blocks as segments, and the nodes that
 segments tile (segments.py:tiling) give up their device slots although requests lock them: their only form is *codes alone*. What copies
 leave as it is stays as full KV: the first tokens, the newest ones, and what does not fill a block. So do a request's generated tokens,
-which are nobody else's, until its copy packs them.
+which are nobody else's, until its copy packs them; the prompt's last ones, which share a block with them, go then, too.
 
 A prompt that begins with such nodes gets slots for them, before the next forward filled with what the codes mean: the road of full KV
 that comes from the host (``TieredRadixCache.init_load_back``). Once it has a copy, which reads the same segments, they are given back
@@ -13,6 +13,7 @@ again. Tokens that were computed after such a beginning attended to codes, as al
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import gcd, lcm
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,8 +31,23 @@ if TYPE_CHECKING:
     from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
     from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
 
-# Slots beside a copy's own that must stay free where it is made, for each request of the round: two rounds of four steps.
-HEADROOM = 10
+# Tokens before a copy takes up new ones, from which on room is kept for that: two rounds, and one whose outcome is not known yet.
+NEAR = 12
+
+
+@dataclass(frozen=True)
+class Room:
+    """Slots that a request will need of the pool.
+
+    Attributes:
+        copy: for its copy, or what that takes up next, while its full KV is there.
+        back: of full KV, that are given back then.
+        growth: that its answer takes yet.
+    """
+
+    copy: int = 0
+    back: int = 0
+    growth: float = 0
 
 
 @dataclass(frozen=True)
@@ -94,7 +110,8 @@ class CodesAlone:
                 self._share(row, *where)
         self.holders.update(whole)
         for node, holders in self.holders.by_node.items():
-            if node.value is not None and node.codes and self._may_go(node, holders):
+            # A prompt's last tokens, that are in a block with the first generated ones, are in no segment.
+            if node.value is not None and (node.codes or not node.children) and self._may_go(node, holders):
                 self._give_back(node, holders)
         for holder in self.holders.by_row.values():
             self._give_back_own(holder)
@@ -240,12 +257,51 @@ class CodesAlone:
         view = self.copies.get(row)
         return view is not None and view.holds_all and self._recomputable(row)
 
-    def room(self, req: "Req") -> int:
-        """Slots that a request needs for its copy while its full KV is there, too; 0 for one that gets none, or has it."""
-        if req.req_pool_idx is not None and self.copies.get(req.req_pool_idx) is not None:
-            return 0
+    def whole(self, tokens: int) -> int:
+        """Of a context's first ``tokens`` tokens, those before the last place where segments may be parted; all where none is there."""
+        size, page = self.packing.block_tokens, self.tree.page_size
+        blocks = lcm(page // gcd(size, page), page // gcd(self.packing.block_slots, page))
+        begin = self.packing.sinks
+        return begin + (tokens - begin) // (blocks * size) * blocks * size if tokens > begin else tokens
+
+    def room(self, req: "Req", more: int, share: float = 1.0) -> Room:
+        """What a request that runs or waits will need of the pool beside its prompt's full KV.
+
+        Args:
+            more: tokens that its answer has yet at most.
+            share: of these, those that are expected.
+        """
         method, tokens = self.method_of(req), len(req.origin_input_ids) + len(req.output_ids)
-        if method is None or tokens < method.shortest:
-            return 0
-        covered = method.covered(tokens - method.recent)
-        return method.sinks + method.packing.held_slots(method.kept(covered - method.sinks)) + HEADROOM
+        view = None if req.req_pool_idx is None else self.copies.get(req.req_pool_idx)
+        if method is None or (view is None and tokens < method.shortest):
+            return Room(growth=share * more)
+        covered = method.covered(tokens - method.recent) if view is None else view.covered
+        growth = share * more
+        if method.packs_all:
+            growth = method.share * growth + min(more, self._exact_growth(method, tokens - covered))
+        if view is not None:
+            near = method.packs_all and view.due - (tokens - method.recent) <= NEAR
+            return Room(copy=method.packing.held_slots(method.pack_after + method.unit) if near else 0, growth=growth)
+        known = self._known(req, method, covered)
+        copy = method.sinks + method.packing.held_slots(method.kept(covered - known))
+        return Room(copy, self._returned(req, method.sinks, covered) if method.packs_all else 0, growth)
+
+    def _exact_growth(self, method: "CopyMethod", exact: int) -> int:
+        """Slots by which full KV after what a copy covers grows at most, where it takes ``exact`` now: a copy takes up the rest."""
+        return max(0, method.recent + method.unit + method.pack_after - exact)
+
+    def _known(self, req: "Req", method: "CopyMethod", covered: int) -> int:
+        """Tokens of a waiting request whose blocks the tree has; the sinks at least."""
+        matched = 0 if req.req_pool_idx is not None else len(req.prefix_indices) + req.host_hit_length
+        if not matched:
+            return method.sinks
+        segments = self.tree.nodes.segments_to(req.best_match_node, min(matched, covered), method.name, method.sinks)
+        return segments[-1].end if segments else method.sinks
+
+    def _returned(self, req: "Req", sinks: int, covered: int) -> int:
+        """Slots of full KV that go back when a request has its copy: its own, and of its path what nobody else reads."""
+        returned = max(0, covered - max(sinks, req.cache_protected_len))
+        for node in path(req.last_node):
+            if node.value is not None and node.lock_ref <= len(self.holders.by_node.get(node, ())) + 1:
+                returned += max(0, min(node.end, covered) - max(node.start, sinks))
+        return returned

@@ -247,6 +247,9 @@ class TieredRadixCache(RadixCache):
         if self.disable:
             return
         row, key = self._row_and_key(req, req.get_fill_ids())
+        if chunked and self.codes is not None:
+            # What fills no block stays the request's own until more of it comes: a node that ends within a block would keep it.
+            key = key[: max(req.cache_protected_len, self.codes.whole(len(key)))]
         slots, own = row[: len(key)].to(torch.int64, copy=True), req.cache_protected_len
         last, unneeded = self._grow(key, slots, own, getattr(req, "priority", 0) or 0, chunked)
         self._free_parts(row, unneeded)

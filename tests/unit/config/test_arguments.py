@@ -344,7 +344,7 @@ def test_where_full_kv_leaves_the_device_drafts_gather_over_whole_rounds(folder,
 @pytest.mark.parametrize("flags", [{}, {"kv_draft_length": 2}, {"kv_max_burst": 2}])
 def test_rounds_of_lossy_are_as_long_whatever_flags_of_drafts_say(folder, flags):
     args = build(folder(), kv_mode="lossy", **flags)
-    assert args.speculative_num_steps == options.longest_draft(args) == 15
+    assert args.speculative_num_steps == options.longest_draft(args) == options.PLAIN_STEPS
 
 
 def test_full_kv_that_drafts_read_stays_on_the_device(folder, caplog):

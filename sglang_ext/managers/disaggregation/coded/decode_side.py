@@ -131,8 +131,9 @@ class CodedPrompts:
         slots = exact(torch.arange(prompt.covered, device=own.device) % allocator.page_size, prompt.covered)
         packed = method.packing.packed_slots(prompt.covered - method.sinks)
         view = CompressedView(
-            own, prompt.covered, sinks=method.sinks, own_tokens=prompt.covered - method.sinks, own_packed=packed
-        )
+            own, prompt.covered, sinks=method.sinks, own_tokens=prompt.covered - method.sinks, own_packed=packed,
+            due=prompt.tokens - method.recent + method.pack_after,
+        )  # fmt: skip
         self.requests.admit(req, 0)
         self.views.put(req.req_pool_idx, view)
         self.codes.begin(req.req_pool_idx, prompt.covered)

@@ -1,0 +1,81 @@
+"""How SGLang's scheduler admits prompts where full KV is given back as soon as copies hold it (codes_alone.py).
+
+A prompt needs its full KV while it is computed and packed, and much less afterwards. So there are two bounds, of which SGLang's single
+one takes the place. *Now*: the prompts that begin have room for all of their full KV, beside it for their copies, and all requests for the
+round in which copies are made. Nothing is decoded meanwhile. *Later*: what stays has room, as answers grow. Full KV that is given back and
+growing answers never need the same slots.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
+from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
+
+from sglang_ext.config.options import PLAIN_STEPS
+from sglang_ext.managers.spec_decode.requests import end_of_answer
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.schedule_policy import PrefillAdder
+
+    from sglang_ext.mem_cache.prefix_cache.codes_alone import CodesAlone
+
+# Slots that stay free of each request where copies are made (round.py), beside those that SGLang takes ahead of it.
+HEADROOM = 2 * (PLAIN_STEPS + 1)
+
+
+def admit_prompt(original: Callable, adder: "PrefillAdder", req: "Req", has_chunked_req: bool, truncation_align_size: int | None):
+    """Hook around ``PrefillAdder.add_one_req``: prompts are admitted as they fit while they begin, and as what stays of them fits.
+
+    One that has the pool for itself is admitted as ever.
+    """
+    codes = getattr(adder.tree_cache, "codes", None)
+    if codes is None or not (adder.can_run_list or _running(adder)):
+        return original(adder, req, has_chunked_req, truncation_align_size)
+    return _with_offset(adder, _taken(adder, codes, req), original, adder, req, has_chunked_req, truncation_align_size)
+
+
+def admit_chunk(original: Callable, adder: "PrefillAdder", req: "Req"):
+    """Hook around ``PrefillAdder.add_chunked_req``: a prompt that goes on has the room by which it was admitted."""
+    if getattr(adder.tree_cache, "codes", None) is None:
+        return original(adder, req)
+    return _with_offset(adder, min(adder.rem_total_token_offset, adder.cur_rem_token_offset), original, adder, req)
+
+
+def _with_offset(adder: "PrefillAdder", offset: float, original: Callable, *args):
+    """What ``original`` finds where ``offset`` of the free and evictable slots are taken; what it takes itself is added to SGLang's."""
+    before = adder.rem_total_token_offset
+    adder.rem_total_token_offset = offset
+    found = original(*args)
+    adder.rem_total_token_offset += before - offset
+    return found
+
+
+def _taken(adder: "PrefillAdder", codes: "CodesAlone", req: "Req") -> float:
+    """Slots that others leave to ``req`` not, of those that are free or evictable; less those that SGLang adds for its answer."""
+    running, begins = _running(adder), [*adder.can_run_list, req]
+    pages = adder.page_size * (len(running) + len(begins))
+    prompts = sum(len(each.full_untruncated_fill_ids) - each.extend_range.start for each in adder.can_run_list)
+    rooms = [codes.room(each, _more(each), adder.new_token_ratio) for each in [*running, *begins]]
+    held = pages + prompts + sum(room.copy for room in rooms)
+    now = held + sum(map(_ahead, running)) + sum(min(_more(each), get_alloc_reserve_per_decode()) + HEADROOM for each in begins)
+    later = held + sum(room.growth - room.back for room in rooms)
+    return max(now, later) - _more(req)
+
+
+def _running(adder: "PrefillAdder") -> list["Req"]:
+    """The requests that decode: those that are over have given back what they had."""
+    batch = adder.running_batch
+    return [] if batch is None else [req for req in batch.reqs if not req.finished() and req.req_pool_idx is not None]
+
+
+def _more(req: "Req") -> int:
+    """Tokens that the answer may have yet, as SGLang counts them."""
+    return min(max(req.sampling_params.max_new_tokens - len(req.output_ids), 0), CLIP_MAX_NEW_TOKENS)
+
+
+def _ahead(req: "Req") -> int:
+    """Slots that the next round takes ahead of a request that decodes."""
+    reached = min(end_of_answer(req), req.kv_committed_len + get_alloc_reserve_per_decode())
+    return max(0, reached - req.kv.kv_allocated_len) + HEADROOM

@@ -1,0 +1,225 @@
+"""Prompts are admitted as they fit while they begin and as what stays of them fits: what they were promised is always there."""
+
+from array import array
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lossy_helpers import SINKS, Lossy, distinct
+from sglang.srt.managers import schedule_policy
+from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
+from tiered_helpers import PAGE, Request, kv_of
+
+from sglang_ext.hooks import lossy_admission
+from sglang_ext.hooks.lossy_admission import HEADROOM, admit_chunk, admit_prompt
+from sglang_ext.managers.spec_decode.requests import end_of_answer
+from sglang_ext.mem_cache.prefix_cache.nodes import Prefix
+
+# Slots that SGLang keeps ahead of a request, tokens of a round, and what SGLang expects of the tokens that an answer lacks.
+RESERVE, STEPS, RATIO = 10, 4, 0.7
+
+
+@pytest.fixture(autouse=True)
+def small_reserve(monkeypatch):
+    monkeypatch.setattr(lossy_admission, "get_alloc_reserve_per_decode", lambda: RESERVE)
+    for name in ("is_dsa_prefill_cp_in_seq_split", "is_prefill_context_parallel_enabled"):
+        monkeypatch.setattr(schedule_policy, name, lambda: False)
+
+
+@dataclass(eq=False)
+class Asked(Request):
+    """What SGLang's scheduler reads and writes of a request, too."""
+
+    answer: int = 16
+    host_hit_length: int = 0
+    swa_host_hit_length: int = 0
+    retracted_stain: bool = False
+    best_match_node: object = None
+    extend_range: SimpleNamespace | None = None
+    kv: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(kv_allocated_len=0))
+
+    @property
+    def sampling_params(self):
+        return SimpleNamespace(max_new_tokens=self.answer, ignore_eos=True)
+
+    @property
+    def full_untruncated_fill_ids(self):
+        return self.tokens
+
+    @property
+    def kv_committed_len(self):
+        return self.length
+
+    @property
+    def decoding(self):
+        return self.length >= len(self.origin_input_ids)
+
+    def finished(self):
+        return len(self.output_ids) >= self.answer
+
+    def needs_host_load_back(self):
+        return self.host_hit_length > 0
+
+    def set_extend_range(self, start, end):
+        self.extend_range = SimpleNamespace(start=start, end=end, length=end - start)
+
+
+class Reserving(Lossy):
+    """Requests have slots ahead of them."""
+
+    def own_tokens(self):
+        return sum(req.kv.kv_allocated_len - req.cache_protected_len for req in self.running)
+
+
+class Scheduler:
+    """SGLang's, with its own prefill adder, over a tree in mode lossy: chunks of prompts first, then rounds."""
+
+    def __init__(self, slots, chunk, name="int8"):
+        self.world, self.chunk = Reserving(slots=slots, name=name), chunk
+        self.waiting, self.running, self.chunked, self.most, self.alone = [], [], None, 0, 0
+
+    def ask(self, tokens, answer):
+        self.waiting.append(Asked(array("q", tokens), None, answer=answer))
+
+    def step(self):
+        """Prefill, or a round where nothing is admitted."""
+        world = self.world
+        adder = PrefillAdder(PAGE, world.cache, world.allocator, SimpleNamespace(reqs=self.running), RATIO, 1 << 20, self.chunk)
+        if self.chunked is not None:
+            self._insert(self.chunked, chunked=True)
+            self.chunked = admit_chunk(PrefillAdder.add_chunked_req, adder, self.chunked)
+            going_on = adder.can_run_list[0]
+            rest = len(going_on.tokens) - going_on.extend_range.start
+            assert going_on.extend_range.length == min(self.chunk, rest), "chunks do not shrink"
+        for req in list(self.waiting):
+            self._match(req)
+            found = admit_prompt(PrefillAdder.add_one_req, adder, req, self.chunked is not None, None)
+            if req in adder.can_run_list:
+                self.waiting.remove(req)
+            if found is not AddReqResult.CONTINUE:
+                break
+        self.chunked = adder.new_chunked_req or self.chunked
+        if adder.can_run_list:
+            self.alone = not self.running and len(adder.can_run_list) == 1
+            for req in adder.can_run_list:
+                self._prefill(req)
+        elif self.running:
+            self._round()
+        self.most = max(self.most, len(self.running))
+        world.check_owners()
+
+    def _match(self, req):
+        match = self.world.match(req.tokens[: len(req.tokens) - 1])
+        req.prefix_indices, req.last_node = match.device_indices, match.last_device_node
+        req.host_hit_length, req.best_match_node = match.host_hit_length, match.best_match_node
+        req.cache_protected_len = len(req.prefix_indices)
+
+    def _prefill(self, req):
+        world = self.world
+        if req.req_pool_idx is None:
+            req.req_pool_idx, req.length = world.table.free.pop(), len(req.prefix_indices)
+            world.table.req_to_token[req.req_pool_idx, : req.length] = req.prefix_indices.int()
+            req.matched = req.length
+            world.running.append(req)
+        assert world.extend(req, req.extend_range.end), "a prompt that was admitted has room for its chunk"
+        req.kv.kv_allocated_len = -(-req.length // PAGE) * PAGE
+        if req.decoding:
+            self._insert(req)
+            self.running.append(req)
+
+    def _insert(self, req, chunked=False):
+        self.world.cache.cache_unfinished_req(req, chunked)
+        assert len(req.prefix_indices) == req.length
+
+    def _round(self):
+        world = self.world
+        for req in self.running:
+            self._reserve(req)
+        world.round(*[req for req in self.running if self._view(req) is not None])
+        for req in self.running:
+            view, headroom = self._view(req), 2 * (STEPS + 1) * len(self.running)
+            if view is None and req.length >= world.views.methods[0].shortest:
+                prefix = Prefix(req.last_node, req.matched) if req.matched else None
+                made = world.views.compress(req.req_pool_idx, req.length, headroom, prefix)
+                assert made or self.alone, "a copy fits beside full KV"
+            elif view is not None and req.length >= view.due:
+                assert world.views.compress(req.req_pool_idx, req.length, headroom), "a copy takes up new blocks"
+        for req in list(self.running):
+            steps = min(STEPS, req.answer - len(req.output_ids))
+            req.output_ids.extend(distinct(77, steps))
+            # The last token's KV is never computed.
+            begin, req.length = req.length, min(req.length + steps, end_of_answer(req))
+            new = world.table.req_to_token[req.req_pool_idx, begin : req.length].long()
+            world.write(new, kv_of(req.tokens[: req.length])[begin:])
+            if req.finished():
+                self.running.remove(req)
+                req.length = req.kv.kv_allocated_len
+                world.finish(req, is_insert=False)
+
+    def _reserve(self, req):
+        """Slots ahead of a request, as its round begins."""
+        begin, end = req.kv.kv_allocated_len, min(end_of_answer(req), req.length + RESERVE)
+        if end > begin:
+            slots = self.world.allocate(end - begin)
+            assert slots is not None, "a round has its slots"
+            req.kv.kv_allocated_len = begin + len(slots)
+            self.world.table.req_to_token[req.req_pool_idx, begin : begin + len(slots)] = slots.int()
+
+    def _view(self, req):
+        return self.world.views.get(req.req_pool_idx)
+
+
+# Of each prompt: which beginning and how much of it, which end and how much of it; and the tokens of its answer.
+ASKED = st.tuples(st.integers(1, 3), st.integers(80, 400), st.integers(1, 3), st.integers(0, 200), st.integers(4, 300))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    prompts=st.lists(ASKED, min_size=1, max_size=6), pages=st.integers(550, 1300), chunk=st.sampled_from([64, 150, 1000]),
+    name=st.sampled_from(["int8", "int4", "kivi"]),
+)
+def test_who_is_admitted_has_its_slots_and_all_are_served(prompts, pages, chunk, name):
+    scheduler = Scheduler(pages * PAGE, chunk, name)
+    for stem, tokens, other, more, answer in prompts:
+        scheduler.ask(distinct(stem, tokens) + distinct(10 + other, more), answer)
+    for _ in range(1000):
+        if not (scheduler.waiting or scheduler.running or scheduler.chunked):
+            break
+        scheduler.step()
+    assert not scheduler.waiting and not scheduler.running
+    scheduler.world.empty()
+
+
+@pytest.mark.parametrize("chunk", [64, 150, 1000])
+def test_a_prompt_that_is_computed_in_chunks_keeps_no_more_full_kv_than_one_in_one(chunk):
+    scheduler = Scheduler(2000, chunk)
+    scheduler.ask(distinct(1, 500), 200)
+    while not scheduler.world.codes.tokens:
+        scheduler.step()
+    (req,) = scheduler.running
+    view = scheduler._view(req)
+    kept = scheduler.world.cache.total_size()
+    assert kept == 500 - view.covered + SINKS and scheduler.world.codes.tokens == view.covered - SINKS
+    while len(req.output_ids) < 140:
+        scheduler.step()
+    view = scheduler._view(req)
+    assert view.covered > 500 and scheduler.world.cache.total_size() == SINKS, "the prompt's last tokens are in a block with the answer's"
+    again = scheduler.world.match(distinct(1, 500))
+    assert again.best_match_node.end == (500 - SINKS) // 64 * 64 + SINKS
+
+
+def test_as_many_run_as_fit_packed_beside_one_that_begins():
+    contexts, tokens, answer = 6, 800, 40
+    slots = contexts * (tokens + answer)
+    scheduler = Scheduler(slots, 300, "int4")
+    for number in range(60):
+        scheduler.ask(distinct(number, tokens), answer)
+    while scheduler.waiting:
+        scheduler.step()
+    packing = scheduler.world.packing
+    # Sinks twice, what fills no block, the answer, and what is kept ahead of each in the round in which copies are made.
+    each = packing.held_slots(tokens // 64 * 64) + 2 * SINKS + tokens % 64 + answer + RESERVE + HEADROOM + PAGE
+    beside = (slots - tokens - packing.held_slots(tokens)) // each
+    assert 2.5 * contexts <= beside - 2 <= scheduler.most
