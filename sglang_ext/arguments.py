@@ -22,6 +22,7 @@ from sglang_ext.mem_cache.compressors import catalogue
 from sglang_ext.mem_cache.selection.predictors import PREDICTORS
 
 logger = logging.getLogger(__name__)
+OR_STEPPING = " or ".join(catalogue.stepping())
 
 
 @dataclasses.dataclass
@@ -113,13 +114,14 @@ class KVServerArgs(ServerArgs):
     ] = options.MIN_CONTEXT
     kv_select: A[
         float | None,
-        "With --kv-compressor spade: tokens of the context that each KV head reads in a step, as their share, above 0 and at most 1, or as "
-        "their number, from 2; contexts that have no more are read whole. Default: the share that --kv-budget says.",
+        f"With --kv-compressor {OR_STEPPING}: tokens of the context that each KV head reads in a step, as their share, above 0 and "
+        "at most 1, or as their number, from 2; contexts that have no more are read whole. Default: the share that --kv-budget says.",
         NS("memory"),
     ] = None
     kv_select_every: A[
         int,
-        "With --kv-compressor spade: steps after which tokens are chosen anew, from 1; with --kv-mode verified after each verification, too.",
+        f"With --kv-compressor {OR_STEPPING}: steps after which tokens are chosen anew, from 1; with --kv-mode verified after each "
+        "verification, too.",
         NS("memory"),
     ] = 1
     kv_select_by: A[
@@ -244,8 +246,9 @@ class KVServerArgs(ServerArgs):
     ] = None
     kv_bench_timeline: A[
         str | None,
-        "For benchmarks, with --disaggregation-transfer-backend progressive: file to which rank 0 appends, as JSON lines, when the "
-        "KV of each bootstrap_room was computed, sent and received, and when its tokens were drafted and verified.",
+        "For benchmarks. With --disaggregation-transfer-backend progressive: file to which rank 0 appends, as JSON lines, when the "
+        "KV of each bootstrap_room was computed, sent and received, and when its tokens were drafted and verified. With --kv-cache-ranks: "
+        "when each step reached each pack of layers, and when its tokens were asked for, chosen and written.",
         NS("memory"),
     ] = None
 

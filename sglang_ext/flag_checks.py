@@ -85,7 +85,9 @@ def _check_transfer(args: "KVServerArgs") -> None:
         backend = disaggregation_options.BACKEND
         why = f"KV does not travel by --disaggregation-transfer-backend {backend}, without which"
         remedy = f"that and --disaggregation-mode, now {args.disaggregation_mode}"
-        _warn_of_idle(args, why, disaggregation_options.TRANSFER_FLAGS, remedy)
+        of_ranks = args.kv_mode != "full" and selection_options.ranks(args)
+        names = (name for name in disaggregation_options.TRANSFER_FLAGS if name != "kv_bench_timeline" or not of_ranks)
+        _warn_of_idle(args, why, names, remedy)
         return
     disaggregation_options.check_transfer(args)
     benchmark_options.warn(args, benchmark_options.TRANSFER_EFFECTS)
@@ -139,7 +141,10 @@ def _warn_of_idle_compressor(args: "KVServerArgs") -> None:
     """Name ``--kv-online-compressor`` where no method leaves a context to it, and flags of selection where none is made."""
     if not selection_options.selects(args):
         why = f"--kv-compressor is {args.kv_compressor}, with which"
-        _warn_of_idle(args, why, selection_options.FLAGS, "--kv-compressor spade")
+        _warn_of_idle(args, why, (*selection_options.FLAGS, *selection_options.SPADE_FLAGS), "--kv-compressor spade")
+    elif not selection_options.predicts(args):
+        why = f"--kv-compressor is {args.kv_compressor}, with which"
+        _warn_of_idle(args, why, selection_options.SPADE_FLAGS, "--kv-compressor spade")
     elif not args.kv_cache_ranks:
         _warn_of_idle(args, "--kv-cache-ranks is 0, with which", selection_options.RANK_FLAGS, "--kv-cache-ranks 1")
     drops = {offer.drops for offer in method_options.offers(args)}

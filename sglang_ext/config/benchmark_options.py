@@ -68,6 +68,15 @@ def check_transfer(args: "KVServerArgs") -> None:
     """
     if args.kv_bench_codec is not None:
         one_of("--kv-bench-codec", args.kv_bench_codec, CODECS)
+    check_timeline(args)
+
+
+def check_timeline(args: "KVServerArgs") -> None:
+    """Refuse a file that cannot be written.
+
+    Raises:
+        OptionError: names the flag, its value and the remedy.
+    """
     folder = None if args.kv_bench_timeline is None else Path(args.kv_bench_timeline).parent
     if folder is not None and not folder.is_dir():
         raise OptionError(f"--kv-bench-timeline is {args.kv_bench_timeline!r}, and there is no folder {str(folder)!r}: make it, or name another")

@@ -1,10 +1,12 @@
-"""The flags of ``--kv-compressor spade``, which chooses tokens for each step: how many, how often, by which query, and in which process."""
+"""The flags of methods that choose tokens for each step: how many, how often; of ``spade`` also by which query, and in which process."""
 
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from sglang_ext.config import benchmark_options
 from sglang_ext.core import OptionError
-from sglang_ext.mem_cache.compressors import catalogue
+from sglang_ext.mem_cache.compressors import Compressor, catalogue
 from sglang_ext.mem_cache.compressors.spade import Spade
 from sglang_ext.mem_cache.selection.predictors import query_predictor
 
@@ -12,12 +14,23 @@ if TYPE_CHECKING:
     from sglang_ext.arguments import KVServerArgs
 
 RANK_FLAGS = ("kv_pack_layers", "kv_cache_rank_gb")
-FLAGS = ("kv_select", "kv_select_every", "kv_select_by", "kv_cache_ranks", *RANK_FLAGS)
+FLAGS = ("kv_select", "kv_select_every")
+SPADE_FLAGS = ("kv_select_by", "kv_cache_ranks", *RANK_FLAGS)
 
 
 def selects(args: "KVServerArgs") -> bool:
-    """Whether the server's method chooses by these flags."""
+    """Whether the server's method chooses tokens for each step."""
+    return catalogue.parse(args.kv_compressor)[0] in catalogue.stepping()
+
+
+def predicts(args: "KVServerArgs") -> bool:
+    """Whether it does by predicted queries."""
     return catalogue.parse(args.kv_compressor)[0] == Spade.name
+
+
+def ranks(args: "KVServerArgs") -> int:
+    """Cache ranks that are started; 0 for none."""
+    return args.kv_cache_ranks if predicts(args) else 0
 
 
 def resolve(args: "KVServerArgs") -> None:
@@ -62,7 +75,8 @@ def _check_ranks(args: "KVServerArgs") -> None:
             f"--kv-cache-rank-gb is {size}; pass GB of memory for keys, above 0, for example 8, or leave it out for as much as the "
             "pool's take"
         )
-    if ranks and selects(args) and args.tp_size > 1:
+    benchmark_options.check_timeline(args)
+    if ranks and predicts(args) and args.tp_size > 1:
         raise OptionError(
             f"--kv-cache-ranks is {ranks} with --tp-size {args.tp_size}; what comes in time could differ between ranks, which must decide "
             "alike: pass --tp-size 1, or --kv-cache-ranks 0"
@@ -77,6 +91,11 @@ def check_resolved(args: "KVServerArgs") -> None:
     """
     if not selects(args):
         return
+    if args.device != "cpu" and not predicts(args):
+        raise OptionError(
+            f"--device is {args.device} with --kv-compressor {args.kv_compressor}; by a step's own query tokens are chosen on a CPU alone: "
+            "pass --kv-compressor spade or verify-guided, or --device cpu"
+        )
     if args.device != "cpu" and args.kv_cache_ranks:
         raise OptionError(
             f"--kv-cache-ranks is {args.kv_cache_ranks} with --device {args.device}; processes beside this one choose for steps on a CPU alone, "
@@ -88,7 +107,7 @@ def check_resolved(args: "KVServerArgs") -> None:
             f"--kv-select is {most}, and the longest context that is served has {context} tokens: pass a number below that, a share, for "
             "example 0.125, or a longer --context-length"
         )
-    if args.kv_cache_ranks:
+    if ranks(args):
         _check_against_model(args)
 
 
@@ -117,3 +136,8 @@ def selected(args: "KVServerArgs") -> int:
 def spade(args: "KVServerArgs") -> Spade:
     """The method as the flags ask for it, for arguments that :func:`resolve` saw."""
     return Spade(query_predictor(args.kv_select_by), args.kv_select_every, args.kv_mode == "verified", most=selected(args))
+
+
+def stepping(args: "KVServerArgs", name: str) -> Compressor:
+    """Another method that chooses for each step, as the flags ask for it."""
+    return replace(catalogue.create(name), every=args.kv_select_every, each_round=args.kv_mode == "verified", most=selected(args))

@@ -162,7 +162,7 @@ class KVMetrics:
             self._tell("copies", made, method)
         for name, value in _of_host(views.tree_cache, verifications) if self.host else ():
             self._tell(name, value)
-        for name, value, *label in _of_ranks(views.elsewhere) if self.ranks else ():
+        for name, value, *label in _of_ranks(views.elsewhere) if self.ranks and views.elsewhere is not None else ():
             self._tell(name, value, *label)
 
 

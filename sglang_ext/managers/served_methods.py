@@ -188,6 +188,8 @@ def methods_of(args: "KVServerArgs", layers: int, kv_heads: int, rank: int, scor
                 compressors[name] = KVzap(scores, create(args.kv_online_compressor) if args.kv_host_gb else None)
             elif name == Spade.name:
                 compressors[name] = selection_options.spade(args)
+            elif each.compressor.every:
+                compressors[name] = selection_options.stepping(args, name)
             elif name == KVzip.name:
                 compressors[name] = _kvzip(args, layers, kv_heads, rank)
         found.append(replace(each, compressor=compressors[name]))

@@ -12,7 +12,7 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
 from sglang_ext.command_line import ends_scheduler
-from sglang_ext.config import options
+from sglang_ext.config import options, selection_options
 from sglang_ext.config.disaggregation_options import traveling_codes
 from sglang_ext.config.prefill_options import QUANTIZED
 from sglang_ext.layers.attention import torch_native, verify_graphs
@@ -224,7 +224,7 @@ class KVWorker(BaseSpecWorker):
         table = self.req_to_token_pool.req_to_token
         methods = served_methods.copy_methods(args, served.methods, allocator.page_size, form)
         elsewhere, query_heads = None, self.memory.model.query_heads
-        if args.kv_cache_ranks:
+        if selection_options.ranks(args):
             requests = min(self._rows - 1, args.max_running_requests or self._rows)
             elsewhere = cache_ranks(args, methods[0], self.buffers, query_heads, served.rotary, requests)
         return CompressedViews(

@@ -25,3 +25,16 @@ def test_verified_answers_are_stocks_with_pages_chunks_and_retractions(launch, p
     assert sum(each["kv_accepted"] for each in told) > 0.3 * sum(each["kv_drafts"] for each in told) > 0
     # Before each round, and after each of its steps but the last.
     assert server.metric(CHOICES) > 4 * sum(each["kv_verifies"] for each in told)
+
+
+@pytest.mark.parametrize(("method", "least"), [("true-query", 0.7), ("quest", 0.2)])
+def test_verified_answers_are_stocks_where_each_layer_chooses_by_the_steps_own_query(launch, prompts, expected, method, least):
+    server = launch("--kv-mode", "verified", "--kv-compressor", method, "--kv-select", "0.25", "--kv-draft-length", "8", "--enable-metrics")
+    found = server.ask_all(prompts[:4], 4, **greedy(EXPECTED_TOKENS))
+    assert [r["output_ids"] for r in found] == expected[:4]
+    told = [r["meta_info"] for r in found]
+    assert {each["kv_compressor"] for each in told} == {method}
+    drafts = sum(each["kv_drafts"] for each in told)
+    assert sum(each["kv_accepted"] for each in told) > least * drafts > 0
+    # In each of a round's steps, and as its copies are made.
+    assert server.metric(f'sglang_ext:copies_total{{compressor="{method}"') > drafts

@@ -152,10 +152,10 @@ def newest_of(ask):
     return torch.arange(ask.covered - ask.keep, ask.covered).expand(ask.count, HEADS, -1)
 
 
-def scripted(told=None, pack=5):
+def scripted(told=None, pack=5, timeline=None):
     """Choices over one scripted rank, which is ready."""
     link = RankLink(RankSettings(told or attach(), pack), ScriptedRank)
-    choices = RankChoices([link], pool())
+    choices = RankChoices([link], pool(), timeline)
     for _ in range(20):
         ScriptedRank.made[-1].hear()
         link.tend()

@@ -17,6 +17,7 @@ from sglang_ext.managers.cache_rank import protocol
 from sglang_ext.managers.cache_rank.leases import KeyLease, KeyLeases, MemoryFull
 from sglang_ext.managers.cache_rank.link import Pack, RankDown, RankLink
 from sglang_ext.managers.cache_rank.shared_memory import StaleAnswer
+from sglang_ext.managers.cache_rank.timeline import PackTimeline
 from sglang_ext.mem_cache.compressed.chosen_elsewhere import ChosenElsewhere, LayerWatch, ReadQueries, Stepping, WriteChosen, carried
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 
@@ -24,6 +25,8 @@ from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 MISSES = ("starting", "ended", "silent", "wrong", "memory-full", "no-lane", "hand-over", "late")
 # That a step waits at most, over all its packs and requests.
 WAIT_SECONDS = 0.02
+# Of a position in shared memory.
+POSITION_BYTES = 4
 
 
 @dataclass
@@ -82,22 +85,29 @@ class RankChoices(ChosenElsewhere):
     Args:
         links: to the ranks.
         buffers: the layers of SGLang's pool.
+        timeline: is told of each pack of each step; None for nobody.
 
     Attributes:
         missed: choices that were not there, by reason: one for each request and step, or round where it is read whole.
         waited: seconds that steps have waited.
     """
 
-    def __init__(self, links: Sequence[RankLink], buffers: KVBuffers):
+    def __init__(self, links: Sequence[RankLink], buffers: KVBuffers, timeline: PackTimeline | None = None):
         self.links = tuple(links)
         self.buffers = buffers
         self.missed: Counter[str] = Counter()
         self.waited = 0.0
+        self._timeline = timeline
         self._leases: dict[RankLink, KeyLeases] = {}
         self._requests: dict[int, HandedOver] = {}
         self._lanes: dict[tuple[RankLink, int], HandedOver] = {}
         for link in self.links:
             link.tend()
+
+    @property
+    def _token_bytes(self) -> int:
+        """Of K and V of one token and head."""
+        return 2 * self.buffers.keys[0].shape[-1] * self.buffers.keys[0].element_size()
 
     @property
     def ready(self) -> int:
@@ -176,6 +186,8 @@ class RankChoices(ChosenElsewhere):
             return
         choice.asked[sequence] = covered, keep
         link.memory.put_queries(lane, sequence, choice.pack.first, queries)
+        if self._timeline is not None:
+            self._timeline.note("asked", choice.pack, lane, sequence, size=queries.nbytes)
         link.say(protocol.Ask(lane, *choice.pack, sequence, covered, keep, tuple(positions.tolist())))
 
     def kept(self, row: int, covered: int, keep: int) -> torch.Tensor:
@@ -206,6 +218,8 @@ class RankChoices(ChosenElsewhere):
         if choice.sequence > choice.written:
             choice.written = choice.sequence
             write(part.told.row, choice.pack.layers, carried(choice.kept, choice.covered, covered, keep))
+            if self._timeline is not None:
+                self._timeline.note("written", choice.pack, request.lease.lane, choice.sequence, size=choice.kept.numel() * self._token_bytes)
         return choice.sequence >= part.expected
 
     def _await(self, request: HandedOver, choice: PackChoice, sequence: int, deadline: float) -> None:
@@ -231,8 +245,17 @@ class RankChoices(ChosenElsewhere):
         except RankDown:
             return  # told when its answer is missed
 
-    def miss(self, part: "StepOf") -> None:
-        """A step goes on with what was chosen before."""
+    def reach(self, layer: int, packs: Sequence[PackChoice]) -> None:
+        """A step's attention comes to a layer, of which ``packs`` are a request's."""
+        if self._timeline is not None:
+            for choice in packs:
+                if choice.pack.first == layer:
+                    self._timeline.note("reached", choice.pack)
+
+    def miss(self, part: "StepOf", pack: Pack) -> None:
+        """A step goes on with what was chosen before, first in ``pack``."""
+        if self._timeline is not None:
+            self._timeline.note("missed", pack, part.request.lease.lane, part.expected)
         self.missed[part.request.leases.link.why if part.request.void else "late"] += 1
 
     def _hear(self) -> None:
@@ -258,6 +281,9 @@ class RankChoices(ChosenElsewhere):
             self.missed["wrong"] += 1
             return
         choice.sequence, choice.covered, choice.kept = answer.sequence, covered, kept
+        if self._timeline is not None:
+            size = kept.numel() * POSITION_BYTES
+            self._timeline.note("chosen", choice.pack, lane, answer.sequence, answer.at, answer.seconds, size)
 
     def forget(self, row: int) -> None:
         """As :meth:`ChosenElsewhere.forget`."""
@@ -319,6 +345,8 @@ class StepWatch(LayerWatch):
 
     def reached(self, layer: int) -> None:
         """As :meth:`LayerWatch.reached`."""
+        if self._parts:
+            self._choices.reach(layer, self._parts[0].request.packs)
         for part in self._parts:
             for place, choice in enumerate(part.request.packs):
                 if choice.pack.first == layer:
@@ -328,7 +356,7 @@ class StepWatch(LayerWatch):
         begun = time.monotonic()
         if not self._choices.commit(part, pack, begun + self._left, self._write) and not part.late:
             part.late, self._left = True, 0.0
-            self._choices.miss(part)
+            self._choices.miss(part, part.request.packs[pack].pack)
         self._left = max(0.0, self._left - (time.monotonic() - begun))
 
     def recorded(self, layer: int) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-VERSION = 1
+VERSION = 2
 MOST_MESSAGE = 1 << 20
 # Tokens of a block of keys: the unit in which they travel, are held, and are shared.
 BLOCK = 64
@@ -167,6 +167,7 @@ class Answer(Message, tag="answer"):
         lane, first, count, sequence: as of the question.
         chosen: whether tokens were chosen.
         seconds: that choosing took.
+        at: when it was done, seconds of ``time.monotonic``, which both processes share.
     """
 
     epoch: Epoch
@@ -176,6 +177,7 @@ class Answer(Message, tag="answer"):
     sequence: Sequence
     chosen: bool
     seconds: Annotated[float, Meta(ge=0)]
+    at: Annotated[float, Meta(ge=0)] = 0.0
 
 
 class Taken(Message, tag="taken"):

@@ -172,4 +172,4 @@ class CacheRank:
             self._say(self._about(ask, False, 0.0))
 
     def _about(self, ask: protocol.Ask, chosen: bool, seconds: float) -> protocol.Answer:
-        return protocol.Answer(self._epoch, ask.lane, ask.first, ask.count, ask.sequence, chosen, seconds)
+        return protocol.Answer(self._epoch, ask.lane, ask.first, ask.count, ask.sequence, chosen, seconds, time.monotonic())

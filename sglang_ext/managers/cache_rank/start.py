@@ -6,10 +6,11 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from sglang_ext.config import selection_options
+from sglang_ext.config import options, selection_options
 from sglang_ext.managers.cache_rank.choices import RankChoices
 from sglang_ext.managers.cache_rank.link import START_SECONDS, RankLink, RankSettings
 from sglang_ext.managers.cache_rank.protocol import BLOCK, MOST_BLOCKS, MOST_LANES, MOST_PLACES, VERSION, Attach, Shape, Turning
+from sglang_ext.managers.cache_rank.timeline import PackTimeline
 from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.rotary import Rotary
@@ -42,7 +43,10 @@ def cache_ranks(
         threads=max(1, len(os.sched_getaffinity(0)) // (1 + args.kv_cache_ranks)),
     )
     links = [RankLink(settings) for _ in range(args.kv_cache_ranks)]
-    choices, until = RankChoices(links, buffers), time.monotonic() + START_SECONDS
+    # A file has events of one kind.
+    told = None if options.transfers(args) else args.kv_bench_timeline
+    timeline = None if told is None else PackTimeline(told)
+    choices, until = RankChoices(links, buffers, timeline), time.monotonic() + START_SECONDS
     while choices.ready < len(links) and time.monotonic() < until and not all(link.given_up or link.ready for link in links):
         for link in links:
             link.tend()

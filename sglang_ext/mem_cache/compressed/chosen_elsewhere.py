@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from sglang_ext.core import CompressedView
+from sglang_ext.mem_cache.compressed.own_query import own_queries
 
 if TYPE_CHECKING:
     from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
@@ -101,14 +102,16 @@ def prepare(views: "CompressedViews", row: int, tokens: int) -> bool:
 
 
 def watch_step(views: "CompressedViews", ends: dict[int, int], asks: bool) -> LayerWatch | None:
-    """Who is told of the layers of a step; None where nobody chooses elsewhere, or nobody's tokens are chosen.
+    """Who is told of the layers of a step; None where nobody chooses elsewhere or by a step's own queries, or nobody's tokens are chosen.
 
     Args:
         views: the copies.
         ends: position after the step's token, by row, of requests that read their copies.
         asks: whether another step follows that reads the same copies.
     """
-    if views.elsewhere is None or not ends:
+    if views.elsewhere is None:
+        return own_queries(views, ends)
+    if not ends:
         return None
     requests = []
     for row, end in ends.items():

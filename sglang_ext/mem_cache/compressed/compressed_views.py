@@ -24,6 +24,7 @@ from sglang_ext.mem_cache.compressed.chosen_elsewhere import ChosenElsewhere, pr
 from sglang_ext.mem_cache.compressed.copy_method import CopyMethod, CopyWriter
 from sglang_ext.mem_cache.compressed.formats.kv_format import KVFormat, PlainTokens
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressed.own_query import until_own
 from sglang_ext.mem_cache.compressed.query_window import QueryWindows, Recorded
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressors import Compressor, catalogue
@@ -241,7 +242,10 @@ class CompressedViews:
                 view.shared, end, slots[:held].clone(), tokens=shared, packed=packing.packed_slots(shared), method=method.name
             )
             view.segments.append(made)
-        kept = None if self.elsewhere is None else self.elsewhere.kept(row, view.covered, own)
+        if self.elsewhere is None:
+            kept = until_own(method.compressor, self.buffers, view.covered, own)
+        else:
+            kept = self.elsewhere.kept(row, view.covered, own)
         try:
             self._writer.write(method, row, self.draft_row(row), view, made, done, tokens, renewed, kept)
         except ScoresError as error:
@@ -278,7 +282,9 @@ class CompressedViews:
             end: position after that of the newest query.
         """
         method, view = self.method(row), self._views[row]
-        if self.elsewhere is not None or (end - view.covered) % method.compressor.every or self.is_refused(row):
+        if self.elsewhere is not None or method.compressor.synchronous:
+            return
+        if (end - view.covered) % method.compressor.every or self.is_refused(row):
             return
         try:
             self._writer.choose_anew(method, row, self.draft_row(row), view, end)

@@ -1,6 +1,6 @@
 """The one catalogue of methods: what ``--kv-compressor`` may name. What is to be known of a method its class says.
 
-A method is one file of this folder, which is found there, or a user's own (own_methods.py).
+A method is one file of this folder, or of ``each_step/``, which is found there, or a user's own (own_methods.py).
 """
 
 import re
@@ -13,7 +13,7 @@ from pkgutil import iter_modules
 
 from sglang_ext.core import OptionError
 from sglang_ext.mem_cache import compressors
-from sglang_ext.mem_cache.compressors import own_methods
+from sglang_ext.mem_cache.compressors import each_step, own_methods
 from sglang_ext.mem_cache.compressors.contracts.compressor import Compressor, KeepAll
 from sglang_ext.mem_cache.compressors.contracts.quantizer import Quantizer
 from sglang_ext.mem_cache.compressors.contracts.registry import COMPRESSORS, OWN, QUANTIZERS
@@ -43,8 +43,9 @@ class Method:
 
 @cache
 def _load() -> None:
-    for module in iter_modules(compressors.__path__, f"{compressors.__name__}."):
-        import_module(module.name)
+    for folder in (compressors, each_step):
+        for module in iter_modules(folder.__path__, f"{folder.__name__}."):
+            import_module(module.name)
 
 
 def dropping() -> tuple[str, ...]:
@@ -161,6 +162,11 @@ def needs_verifications(value: str) -> bool:
     """Whether verifications choose what copies of the method keep that ``value`` names; False where it names none."""
     dropping = _dropping_of(value)
     return dropping is not None and dropping.each_round and not dropping.every
+
+
+def stepping() -> tuple[str, ...]:
+    """Names of methods that choose tokens for each step, which the flags of selection are for."""
+    return tuple(name for name in dropping() if COMPRESSORS[name].every)
 
 
 def _dropping_of(value: str) -> type[Compressor] | None:

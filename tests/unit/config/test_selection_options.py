@@ -84,3 +84,18 @@ def test_packs_of_more_layers_than_there_are_and_too_little_memory_for_a_request
 def test_flags_of_cache_ranks_are_named_where_there_are_none(caplog):
     flag_checks.check_flags(spade(kv_pack_layers=4))
     assert "--kv-cache-ranks is 0, with which --kv-pack-layers does nothing: pass --kv-cache-ranks 1" in caplog.text
+
+
+def test_methods_that_choose_for_each_step_take_their_number_and_pace_and_no_predictor_or_ranks(caplog):
+    for name in ("quest", "tova", "true-query"):
+        args = arguments(kv_compressor=name, kv_mode="lossy", kv_select=2048.0, kv_select_every=2, device="cpu")
+        flag_checks.check_flags(args)
+        check_combinations(args)
+        made = selection_options.stepping(args, name)
+        assert (made.name, made.every, made.each_round, made.most) == (name, 2, False, 2048)
+        assert selection_options.ranks(args) == 0 and "nothing" not in caplog.text
+    flag_checks.check_flags(arguments(kv_compressor="quest", kv_select_by="regressed", kv_cache_ranks=1))
+    assert "--kv-compressor is quest, with which --kv-select-by, --kv-cache-ranks do nothing: pass --kv-compressor spade" in caplog.text
+    args.device = "cuda"
+    with pytest.raises(OptionError, match="--device is cuda with --kv-compressor true-query; .*verify-guided"):
+        selection_options.check_resolved(args)

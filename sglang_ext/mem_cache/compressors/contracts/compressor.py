@@ -156,6 +156,7 @@ class Compressor(ABC):
         keeps_all: whether it drops nothing.
         each_round: whether it chooses anew after each verification, by the queries of that.
         every: steps after which it chooses anew, between two steps of a round as well, by the queries of steps; 0: never so soon.
+        synchronous: whether it chooses in each layer by the step's own query, for which attention waits; :attr:`every` counts the steps.
         most: tokens that each head keeps, whatever the budget's share; shorter contexts have no copy. 0: the share says how many.
         points: whether copies lead to what it keeps in full KV, instead of holding it (slot_pointers.py).
         reads: the folder without which it knows nothing; None for methods that look at KV and queries as they are made.
@@ -169,6 +170,7 @@ class Compressor(ABC):
     comparable: ClassVar[bool] = False
     each_round: bool = False
     every: int = 0
+    synchronous: ClassVar[bool] = False
     most: int = 0
     points: ClassVar[bool] = False
     reads: ClassVar[Folder | None] = None

@@ -6,11 +6,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from rank_helpers import GROUP, HEADS, LAYERS, ScriptedRank, attach, newest_of, queries, scripted
+from rank_helpers import DIM, GROUP, HEADS, LAYERS, ScriptedRank, attach, newest_of, queries, scripted
 
 from sglang_ext.managers.cache_rank import choices as choosing
 from sglang_ext.managers.cache_rank import protocol
 from sglang_ext.managers.cache_rank.protocol import BLOCK
+from sglang_ext.managers.cache_rank.timeline import PackTimeline, read
 from sglang_ext.mem_cache.compressed.chosen_elsewhere import Stepping, carried, trailing_run
 
 SLOTS, KEEP = torch.arange(100, 400), 64
@@ -281,3 +282,22 @@ def test_a_rank_that_ended_is_started_again_and_has_the_keys_anew(count, monkeyp
         another.answer(ask)
     assert prepare(choices)
     assert sum(isinstance(message, protocol.Append) for message in another.hear()) == 5
+
+
+def test_a_timeline_tells_of_each_pack_when_it_was_reached_asked_chosen_and_written(tmp_path):
+    choices, rank = scripted(timeline=PackTimeline(tmp_path / "times"))
+    assert not prepare(choices)
+    rank.answer(*rank.asks())
+    assert prepare(choices)
+    choices.kept(1, 300, KEEP)
+    steps = Steps(choices)
+    steps.run()
+    rank.answer(rank.asks()[-1])
+    steps.run()
+    events = list(read(tmp_path / "times"))
+    kinds = [event.kind for event in events]
+    assert kinds[:2] == ["asked", "chosen"] and kinds.count("reached") == 2 and "written" in kinds
+    assert {(event.first, event.count) for event in events} == {(0, LAYERS)}
+    asked, chosen, written = (next(event for event in events if event.kind == kind) for kind in ("asked", "chosen", "written"))
+    assert asked.bytes == LAYERS * HEADS * GROUP * DIM * 4 and chosen.bytes == LAYERS * HEADS * KEEP * 4 and chosen.seconds == 0.01
+    assert written.bytes == LAYERS * HEADS * KEEP * 2 * DIM * 4, "K and V that positions lead to"

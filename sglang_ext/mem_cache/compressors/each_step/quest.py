@@ -1,0 +1,25 @@
+"""Quest: pages of tokens by the most that a key within their bounds could give the step's own query.
+
+Tang et al. 2024, arXiv 2406.10774.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from sglang_ext.mem_cache.compressors.contracts.registry import register
+from sglang_ext.mem_cache.compressors.each_step.step_choice import StepChoice
+from sglang_ext.mem_cache.selection import baselines
+
+
+@register("quest")
+@dataclass(frozen=True)
+class Quest(StepChoice):
+    """Least and largest keys of each page of 16 tokens, by channel, bound its products with the query: the mean bound over the query
+    heads of a KV head is that of all tokens of the page.
+
+    In each layer the step's own query chooses, so that attention waits for it. In the paper the first two layers read all; here they choose,
+    too.
+    """
+
+    scoring: ClassVar[baselines.Quest] = baselines.Quest()
+    synchronous: ClassVar[bool] = True
