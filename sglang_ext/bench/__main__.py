@@ -35,6 +35,9 @@ COMMANDS = {
     "jobs": Command(
         "sglang_ext.bench.jobs.command", "measure completion times of jobs that are prefilled on some servers and decoded on others"
     ),
+    "longcot": Command(
+        "sglang_ext.bench.longcot.command", "measure long answers from sparse attention, and where a step's time goes"
+    ),
     "quality": Command(
         "sglang_ext.bench.quality.command",
         "measure what compressed KV costs in quality, and that verified decoding costs nothing",

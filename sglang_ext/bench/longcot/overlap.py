@@ -1,20 +1,21 @@
-"""How much of what a step's own query selects a choice made before it has, by how it is made, without a server: docs/benchmarks.md.
-
-    python docs/benchmarks/selection_overlap.py --model MODEL --prompts FOLDER [SHARE...]
+"""How much of what a step's own query selects a choice made before it has, by how it is made (AsyncSpade, Figures 4 and 5); no server.
 
 Steps are the last tokens of each prompt, over the tokens before them; sets are the best by scores alone, without sinks and newest tokens.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import ClassVar
 
 import torch
-from on_prompts import load, parser_of, prompts_in
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from sglang_ext.bench import BenchError
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.selection.baselines import Quest, Recent, TOVA, TrueQuery
 from sglang_ext.mem_cache.selection.predictors import Current, Regressed
@@ -23,6 +24,38 @@ from sglang_ext.mem_cache.selection.top_tokens import overlap, top_tokens
 
 STEPS, WINDOW, DISTANCES, NAME = 64, 64, (1, 2, 4, 8, 16, 32, 64), "selection_overlap"
 PREDICTED = (ByPrediction(Current()), ByPrediction(Regressed()))
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Of one way to choose.
+
+    Attributes:
+        name: of the way; ``distance D`` is the query D steps before.
+        share: of the context's tokens, that were selected.
+        mean: share of the step's own set that was in it.
+    """
+
+    name: str
+    share: float
+    mean: float
+
+
+@dataclass(frozen=True)
+class Unshifted(Scoring):
+    """By the regression of the step's own query on those before it: what a prediction cannot have (Figure 5, without shifting)."""
+
+    name: ClassVar[str] = "regressed, without the shift"
+    synchronous: ClassVar[bool] = True
+
+    def scores(self, seen: Seen) -> torch.Tensor:
+        """As :class:`~sglang_ext.mem_cache.selection.scoring.ByPrediction`'s, by the same weights over the queries that they are of."""
+        method = Regressed()
+        positions = seen.positions[:, -method.window :]
+        plain = seen.rotary.rotated(seen.queries[..., -method.window :, :].float(), -positions[:, None, None])
+        joined = method.weights(plain)[..., None, :] @ plain[..., :-1, :]
+        query = seen.rotary.rotated(joined, positions[:, None, None, -1:]).squeeze(-2)
+        return group_attention(query, seen.keys, seen.scaling, seen.beyond)
 
 
 class Noting:
@@ -73,7 +106,7 @@ def overlaps(seen: Seen, share: float) -> Iterator[tuple[str, float]]:
     tokens = seen.keys.shape[-2]
     count = int(share * tokens)
     true = top_tokens(TrueQuery().scores(seen), count, 0, 0, seen.lengths)
-    told = {each.name: (each, seen) for each in (*PREDICTED, Quest(), TOVA(), Recent())}
+    told = {each.name: (each, seen) for each in (*PREDICTED, Unshifted(), Quest(), TOVA(), Recent())}
     told |= {f"{each.name}, turned as it was": (each, replace(seen, rotary=None)) for each in PREDICTED}
     for name, (scoring, what) in told.items():
         yield name, float(overlap(true, chosen(scoring, what, count), tokens).mean())
@@ -85,23 +118,25 @@ def overlaps(seen: Seen, share: float) -> Iterator[tuple[str, float]]:
 
 
 @torch.inference_mode()
-def main() -> None:
-    """Print overlaps by share of tokens that are chosen, mean over steps, layers, heads and prompts, after the last prompt."""
-    parser = parser_of(__doc__, "shares", default=[0.125], type=float)
-    args = parser.parse_args()
+def measure(folder: Path, prompts: Sequence[Sequence[int]], share: float) -> list[Overlap]:
+    """Means over steps, layers, heads and prompts, of a model in float32.
+
+    Args:
+        folder: the model's, with weights.
+        prompts: token ids, each longer than the steps and the window before them.
+        share: of the context's tokens, that are selected.
+
+    Raises:
+        BenchError: a prompt is too short.
+    """
+    if short := [len(prompt) for prompt in prompts if len(prompt) < 2 * (STEPS + WINDOW)]:
+        raise BenchError(f"a prompt for overlaps has {short[0]} tokens: pass some of at least {2 * (STEPS + WINDOW)}")
     noting, totals = Noting(), defaultdict(list)
     AttentionInterface.register(NAME, noting)
     AttentionMaskInterface.register(NAME, sdpa_mask)
-    model, tokenizer = load(args.model, attn_implementation=NAME)
-    for file in prompts_in(args.prompts):
-        for seen in contexts(model, noting, tokenizer.encode(file.read_text())):
-            for share in args.shares:
-                for name, found in overlaps(seen, share):
-                    totals[share, name].append(found)
-        print(file.name, flush=True)
-    for (share, name), values in totals.items():
-        print(f"{share:g} {name}: {sum(values) / len(values):.3f}")
-
-
-if __name__ == "__main__":
-    main()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=NAME).eval()
+    for prompt in prompts:
+        for seen in contexts(model, noting, list(prompt)):
+            for name, found in overlaps(seen, share):
+                totals[name].append(found)
+    return [Overlap(name, share, fmean(values)) for name, values in totals.items()]

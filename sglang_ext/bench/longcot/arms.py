@@ -1,0 +1,126 @@
+"""The servers that bench longcot compares: stock, and each way to choose the tokens that a step reads."""
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from sglang_ext.bench import BenchError
+from sglang_ext.bench.options import numbers
+
+STOCK = "stock"
+# By name: the equation of its operations, and whether cache ranks choose.
+ARMS: dict[str, tuple[str, bool]] = {
+    STOCK: ("full", False),
+    "spade": ("spade-between-steps", False),
+    "spade-ranks": ("spade", True),
+    "quest": ("quest", False),
+    "tova": ("tova", False),
+    "true-query": ("true-query", False),
+    "verify-guided": ("spade", False),
+}
+MODES = ("lossy", "verified")
+
+
+@dataclass(frozen=True)
+class Load:
+    """What servers are asked for.
+
+    Attributes:
+        batch: requests at once.
+        context: tokens of each prompt.
+        select: tokens that each KV head reads.
+    """
+
+    batch: int
+    context: int
+    select: int
+
+    def __str__(self) -> str:
+        return f"batch {self.batch}, {self.context} tokens, {self.select} selected"
+
+
+@dataclass(frozen=True)
+class LongArm:
+    """One server.
+
+    Attributes:
+        name: in tables, and of its files.
+        method: of :data:`ARMS`.
+        mode: lossy, verified; full for stock.
+        select: tokens of each KV head; 0 for stock, whose figures all loads share.
+        pack: layers of a pack, where ranks choose; 0 for auto.
+        flags: of the server, beside those of all.
+    """
+
+    name: str
+    method: str
+    mode: str
+    select: int
+    pack: int
+    flags: tuple[str, ...]
+
+    @property
+    def has_ranks(self) -> bool:
+        """Whether cache ranks choose."""
+        return ARMS[self.method][1]
+
+    def serves(self, load: Load) -> bool:
+        """Whether its figures are of this load."""
+        return self.select in (0, load.select)
+
+
+def loads(text: str) -> list[Load]:
+    """Of ``--load``: BATCH:CONTEXT:SELECT, separated by commas.
+
+    Raises:
+        BenchError: one is none.
+    """
+    found = []
+    for part in text.split(","):
+        sizes = part.split(":")
+        if len(sizes) != 3 or not all(size.strip().isdecimal() and int(size) for size in sizes):
+            raise BenchError(f"--load {part!r}: pass BATCH:CONTEXT:SELECT, whole numbers above 0, for example 8:32768:2048")
+        load = Load(*map(int, sizes))
+        if not 2 <= load.select < load.context:
+            raise BenchError(f"--load {part!r}: of {load.context} tokens {load.select} are selected: pass a number from 2 to below them")
+        found.append(load)
+    return found
+
+
+def arms(args: argparse.Namespace) -> list[LongArm]:
+    """Of the options, stock first.
+
+    Raises:
+        BenchError: there is no such method or mode.
+    """
+    for option, given, allowed in (("--method", args.method, ARMS), ("--mode", args.mode, MODES)):
+        if wrong := [each for each in given if each not in allowed]:
+            raise BenchError(f"{option} {wrong[0]!r}: pass some of {', '.join(allowed)}")
+    selects = dict.fromkeys(load.select for load in loads(args.load))
+    found = [LongArm(STOCK, STOCK, "full", 0, 0, ())] if STOCK in args.method else []
+    for method in args.method:
+        for mode in args.mode:
+            if method != STOCK and not (method == "verify-guided" and mode == "lossy"):
+                found += (arm for select in selects for arm in _arms(args, method, mode, select))
+    return found
+
+
+def _arms(args: argparse.Namespace, method: str, mode: str, select: int) -> Iterator[LongArm]:
+    """Of one method, mode and number of tokens: one for each number of steps between choices, and of ranks for each pack."""
+    drafts = ("--kv-draft-length", str(args.draft_length)) if mode == "verified" else ()
+    compressor = "spade" if method.startswith("spade") else method
+    flags = ("--kv-mode", mode, "--kv-compressor", compressor, *drafts)
+    name = f"{method} {mode} {select}"
+    if method == "verify-guided":
+        # It takes a share of the context, that of the first load with so many tokens.
+        share = next(load.select / load.context for load in loads(args.load) if load.select == select)
+        yield LongArm(name, method, mode, select, 0, (*flags, "--kv-budget", f"{share:g}"))
+        return
+    packs = [0 if pack == "auto" else int(pack) for pack in args.pack_layers] if ARMS[method][1] else [0]
+    for every in numbers(args.select_every, "--select-every"):
+        for pack in packs:
+            more = ["--kv-select", str(select), "--kv-select-every", str(every)]
+            more += ["--kv-select-by", args.select_by] if compressor == "spade" else []
+            more += ["--kv-cache-ranks", str(args.ranks), "--kv-pack-layers", str(pack or "auto")] if ARMS[method][1] else []
+            told = f"{name}{f' every {every}' if every > 1 else ''}{f' packs of {pack}' if pack else ''}"
+            yield LongArm(told, method, mode, select, pack, (*flags, *more))

@@ -1,0 +1,164 @@
+"""Time per token of long answers from sparse attention, beside stock, and where it goes (AsyncSpade, Figures 2, 4, 5, 10, Table 2).
+
+For each method, mode, number of selected tokens and, with cache ranks, pack size, a server is started, and each --load of as many selected
+tokens sent: its batch at once, prompts in the prefix cache before, answers of the longest --output-len whatever they are. Times are of
+tokens from one of --output-len to the next. Acceptance is of --mode verified; in lossy a choice stands unverified.
+
+With cache ranks the inference rank writes a timeline (--kv-bench-timeline): per pack of layers the model's time, the rank's choosing for
+the whole batch, and the rest of a cycle, with the bytes a second that would have to travel for a cycle to be hidden behind a pack's inference:
+positions, as it is served, or K and V, as in the paper. Operations are the paper's equations (6) to (11).
+
+--pages times the parts of a layer's step with choices by pages of 16 on this device, of the model's shapes; --overlap-prompts runs the
+model itself over a folder's .txt files. --method "" leaves servers out. Quality at equal numbers of tokens is bench quality's.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from sglang_ext.bench import BenchError, report
+from sglang_ext.bench.longcot import overlap, packs, pages, plots, serving, tables
+from sglang_ext.bench.longcot.arms import ARMS, LongArm, Load, arms, loads
+from sglang_ext.bench.longcot.flops import ModelShape, token_flops
+from sglang_ext.bench.longcot.serving import LongFigures
+from sglang_ext.bench.options import DTYPES, check_counts, names, numbers
+from sglang_ext.bench.prompts import load_prompts, load_tokenizer
+from sglang_ext.bench.server import check_servers, file_name
+from sglang_ext.bench.speed import settings
+from sglang_ext.bench.speed.decode_limit import read_config
+from sglang_ext.bench.speed.decode_prompts import make_prompts
+from sglang_ext.bench.speed.settings import Setting
+from sglang_ext.managers.cache_rank import timeline
+from sglang_ext.mem_cache.selection.predictors import PREDICTORS
+
+# On a GPU those of Table 2.
+LOADS = {"cuda": "8:32768:2048,16:16384:1024", "cpu": "1:2048:256,2:1024:128"}
+LENGTHS = {"cuda": "256,1024", "cpu": "32,64"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command line."""
+    add = parser.add_argument
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    add("--model", type=Path, required=True, help="Hugging Face folder; with --load-format dummy its config.json does")
+    add("--method", type=names, default=tuple(ARMS), help=f"some of {', '.join(ARMS)}, separated by commas (default: all)")
+    add("--mode", type=names, default=("lossy", "verified"), help="lossy, verified, separated by commas (default: both)")
+    add("--load", default=LOADS[device], help="BATCH:CONTEXT:SELECT, separated by commas (default here: %(default)s)")
+    add("--output-len", default=LENGTHS[device], help="tokens of answers, separated by commas (default here: %(default)s)")
+    add("--repeats", type=int, default=1, help="waves of each load (default: %(default)s)")
+    add("--draft-length", type=int, default=16, help="of verified decoding (default: %(default)s)")
+    add("--select-every", default="1", help="steps after which tokens are chosen anew, separated by commas (default: %(default)s)")
+    add("--select-by", default="current", choices=list(PREDICTORS), help="of spade (default: %(default)s)")
+    add("--ranks", type=int, default=1, help="cache ranks of spade-ranks (default: %(default)s)")
+    add("--pack-layers", type=names, default=("6", "12"), help="layers of a pack, or auto, separated by commas (default: 6,12)")
+    add("--prompt-file", type=Path, help="take prompts from this text, by the model's tokenizer; default: random tokens")
+    add("--pages", action="store_true", help="also time the parts of a layer's step with choices by pages")
+    add("--overlap-prompts", type=Path, metavar="FOLDER", help="also measure overlaps on these prompts")
+    add("--overlap-share", type=float, default=0.125, help="of the context, that is selected for overlaps (default: %(default)s)")
+    add("--server-arg", action="append", default=[], metavar="FLAGS", help="flags of all servers")
+    add("--dtype", default="bfloat16", choices=DTYPES)
+    add("--start-timeout", type=float, default=600, help="seconds")
+    add("--logs", type=Path, help="folder for the servers' logs and timelines")
+    add("--json", type=Path, help="write all measurements here")
+    add("--plot", type=Path, help="write a PNG here")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure what was asked for, print tables; 0 when all could be measured, else 1 after the others."""
+    wanted, lengths = loads(args.load), sorted(set(numbers(args.output_len, "--output-len")))
+    check(args, lengths)
+    chosen = arms(args)
+    shape = ModelShape.of(read_config(args.model))
+    check_servers(str(args.model), {arm.name: settings.flags_of(args, setting_of(arm)) for arm in chosen})
+    prompts = make_prompts(args, max(load.batch for load in wanted), sorted({load.context for load in wanted}))
+    found: list[LongFigures] = []
+    packed: list[packs.PackFigures] = []
+    steps: list[packs.Step] = []
+    arm_of = {arm.name: arm for arm in chosen}
+
+    def measure(setting: Setting, logs: Path) -> None:
+        arm = arm_of[setting.name]
+        file = logs / f"{file_name(arm.name)}-timeline.jsonl"
+        file.unlink(missing_ok=True)
+        with settings.server(args, setting_of(arm, file), logs) as server:
+            for load in filter(arm.serves, wanted):
+                before = len(packs.steps_of(timeline.read(file)))
+                waves = serving.answer(server, prompts[load.context][: load.batch], lengths[-1], args.repeats)
+                found.append(figures_of(arm, load, lengths, waves, shape))
+                print(f"{arm.name}: {load}: {found[-1].token_ms[-1]:.2f} ms a token", flush=True)
+                taken = packs.steps_of(timeline.read(file))[before:]
+                if (told := packs.figures(arm.name, str(load), taken)) is not None:
+                    packed.append(told)
+                    steps[:] = taken
+
+    failed = settings.each(args, [setting_of(arm) for arm in chosen], measure)
+    paged = [part for load in wanted for part in pages.parts(shape, load, device())] if args.pages else []
+    overlaps = overlaps_of(args)
+    for lines in (tables.served(found), tables.packed(packed), tables.paged(paged), tables.overlapped(overlaps)):
+        for line in lines:
+            print(line)
+    if args.json:
+        kinds = {"results": found, "packs": packed, "pages": paged, "overlaps": overlaps}
+        measured = {kind: [asdict(each) for each in measured] for kind, measured in kinds.items()}
+        report.write_json(args.json, {"arguments": vars(args), **report.origin(), **measured, "failed": failed})
+    if args.plot:
+        told = f"{args.model.resolve().name}, {args.dtype}, {json.dumps(args.load)}"
+        plots.write(args.plot, found, steps, overlaps, told)
+    return 1 if failed else 0
+
+
+def check(args: argparse.Namespace, lengths: Sequence[int]) -> None:
+    """Refuse numbers that cannot be.
+
+    Raises:
+        BenchError: names the option.
+    """
+    check_counts({"--repeats": args.repeats, "--draft-length": args.draft_length, "--ranks": args.ranks})
+    if lengths[0] < 2:
+        raise BenchError("--output-len 1: times are of tokens after the first: pass numbers from 2")
+    if wrong := [each for each in args.pack_layers if each != "auto" and not (each.isdecimal() and int(each))]:
+        raise BenchError(f"--pack-layers {wrong[0]!r}: pass numbers of layers from 1, or auto, separated by commas")
+    if not 0 < args.overlap_share < 1:
+        raise BenchError(f"--overlap-share {args.overlap_share:g}: pass a share of the context between 0 and 1")
+
+
+def device() -> torch.device:
+    """Where parts of a step are timed."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def setting_of(arm: LongArm, file: Path | None = None) -> Setting:
+    """An arm as speed benchmarks start servers; ``file`` takes the timeline of its cache ranks."""
+    watched = ("--kv-bench-timeline", str(file)) if file is not None and arm.has_ranks else ()
+    return Setting(arm.name, (*arm.flags, *watched))
+
+
+def figures_of(
+    arm: LongArm, load: Load, lengths: Sequence[int], waves: Sequence[Sequence[serving.Stream]], shape: ModelShape
+) -> LongFigures:
+    """What the waves of a load showed."""
+    metas = [stream.meta for wave in waves for stream in wave]
+    return LongFigures(
+        name=arm.name,
+        method=arm.method,
+        mode=arm.mode,
+        load=load,
+        lengths=tuple(lengths),
+        token_ms=serving.spans(waves, lengths),
+        drafts=sum(meta.get("kv_drafts", 0) for meta in metas),
+        accepted=sum(meta.get("kv_accepted", 0) for meta in metas),
+        fallbacks=sum(bool(meta.get("kv_fallback")) for meta in metas),
+        flops=token_flops(shape, ARMS[arm.method][0], load.context, load.select),
+    )
+
+
+def overlaps_of(args: argparse.Namespace) -> list[overlap.Overlap]:
+    """Of the prompts of --overlap-prompts; none without."""
+    if args.overlap_prompts is None:
+        return []
+    found = load_prompts(args.overlap_prompts, load_tokenizer(str(args.model)))
+    return overlap.measure(args.model, [prompt.input_ids for prompt in found], args.overlap_share)

@@ -1,0 +1,179 @@
+"""bench longcot: the paper's operations, what a timeline says of packs, which servers are compared, and a whole run against none."""
+
+import json
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_ext.bench.__main__ import main
+from sglang_ext.bench.longcot import command, overlap, packs, pages, serving
+from sglang_ext.bench.longcot.arms import arms, loads
+from sglang_ext.bench.longcot.flops import ModelShape, token_flops
+from sglang_ext.bench.speed.decode_wave import Stream
+from sglang_ext.managers.cache_rank.timeline import Event, PackTimeline
+from sglang_ext.mem_cache.compressed.rotary import Rotary
+from sglang_ext.mem_cache.selection.scoring import Seen
+
+CONFIG = {
+    "num_hidden_layers": 36, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    "intermediate_size": 12288, "vocab_size": 5000,
+}  # fmt: skip
+QWEN3_8B = ModelShape.of(CONFIG)
+
+
+@pytest.mark.parametrize(("method", "attention"), [
+    ("full", 19_327_352_832), ("tova", 1_207_959_552 + 9_663_676_416), ("true-query", 1_207_959_552 + 9_663_676_416),
+    ("quest", 1_207_959_552 + 603_979_776), ("spade", 1_207_959_552), ("spade-between-steps", 1_207_959_552 + 9_663_676_416)])  # fmt: skip
+def test_operations_of_a_token_are_those_of_equations_6_to_11(method, attention):
+    assert token_flops(QWEN3_8B, method, 32768, 2048) == 13_891_534_848 + attention
+
+
+@given(st.integers(32, 1 << 17), st.floats(0.01, 1.0))
+def test_choosing_elsewhere_takes_least_and_scoring_pages_less_than_scoring_tokens(tokens, share):
+    selected = max(1, int(share * tokens))
+    spade, quest, tova = (token_flops(QWEN3_8B, method, tokens, selected) for method in ("spade", "quest", "tova"))
+    assert spade < quest < tova and spade <= token_flops(QWEN3_8B, "full", tokens, selected)
+
+
+def events():
+    """Two steps of two packs, of two requests; the last question has no answer."""
+    for step in (0, 1):
+        at = 10.0 + step
+        for first in (0, 6):
+            begun = at + first / 60
+            yield Event("reached", begun, first, 6)
+            for lane in (0, 1):
+                yield Event("written", begun + 0.01, first, 6, lane, step + 1, bytes=1000)
+            for lane in (0, 1):
+                yield Event("asked", begun + 0.05, first, 6, lane, step + 2, bytes=30)
+        for first in (0, 6):
+            for lane in (0, 1):
+                if (step, first, lane) != (1, 6, 1):
+                    yield Event("chosen", at + first / 60 + 0.08 + lane / 100, first, 6, lane, step + 2, seconds=0.01, bytes=20)
+
+
+def test_packs_have_the_models_time_the_ranks_and_the_rest_of_the_cycle():
+    steps = packs.steps_of(events())
+    assert [sorted(step) for step in steps] == [[(0, 6), (6, 6)]] * 2
+    found = packs.figures("spade-ranks", "two", steps)
+    assert (found.layers, found.steps) == (6, 2)
+    assert found.inference == pytest.approx(0.1 - 0.01), "from a pack to the next, without what it waited for"
+    assert found.selection == pytest.approx(0.02) and found.transfer == pytest.approx(0.04 - 0.02)
+    assert (found.up, found.down, found.gathered, found.missed) == (60, 40, 2000, 0)
+    assert found.hidden and found.bandwidth == pytest.approx(100 / 0.09) and found.gathered_bandwidth == pytest.approx(2060 / 0.09)
+
+
+def test_a_choice_that_was_late_counts_and_without_answers_there_are_no_figures():
+    told = [Event("missed", 10.02, 0, 6, 0, 2) if event.kind == "written" and event.lane == 0 else event for event in events()]
+    assert packs.figures("late", "two", packs.steps_of(told)).missed == 4 / 8
+    assert packs.figures("none", "two", packs.steps_of(event for event in events() if event.kind != "chosen")) is None
+    assert packs.figures("none", "two", []) is None
+
+
+def test_seconds_a_token_are_of_tokens_from_one_length_to_the_next_however_they_come():
+    stream = Stream([0.0, 1.0, 3.0, 7.0], [1, 9, 16, 33])
+    assert serving.token_seconds(stream, 1, 9) == pytest.approx(1 / 8)
+    assert serving.token_seconds(stream, 9, 12) == pytest.approx(2 / 7), "the burst with the twelfth"
+    assert serving.token_seconds(stream, 12, 14) == 0.0, "all of one burst"
+    assert serving.spans([[stream], [stream]], (9, 33)) == pytest.approx((125.0, 6000 / 24))
+
+
+def options(**given):
+    base = {"method": ("stock", "spade", "spade-ranks", "quest", "verify-guided"), "mode": ("lossy", "verified"), "load": "8:32768:2048,16:16384:1024"}
+    base |= {"select_every": "1", "select_by": "current", "ranks": 1, "pack_layers": ("6", "12"), "draft_length": 16}
+    return SimpleNamespace(**base | given)
+
+
+def test_each_method_mode_number_and_pack_has_a_server_and_verified_choices_no_lossy_one():
+    found = arms(options())
+    assert [arm.name for arm in found if arm.method == "spade-ranks"] == [
+        f"spade-ranks {mode} {select} packs of {pack}" for mode in ("lossy", "verified") for select in (2048, 1024) for pack in (6, 12)
+    ]
+    assert {arm.mode for arm in found if arm.method == "verify-guided"} == {"verified"}
+    of_ranks = next(arm for arm in found if arm.has_ranks)
+    assert of_ranks.flags == (
+        "--kv-mode", "lossy", "--kv-compressor", "spade", "--kv-select", "2048", "--kv-select-every", "1", "--kv-select-by", "current",
+        "--kv-cache-ranks", "1", "--kv-pack-layers", "6",
+    )  # fmt: skip
+    big, small = loads(options().load)
+    assert of_ranks.serves(big) and not of_ranks.serves(small) and found[0].serves(big) and found[0].serves(small)
+    assert len({arm.name for arm in found}) == len(found)
+
+
+@pytest.mark.parametrize(("option", "value", "told"), [
+    ("--load", "8:100", "--load '8:100': pass BATCH:CONTEXT:SELECT"), ("--load", "8:100:100", "from 2 to below"),
+    ("--method", "spade,snapkv", "--method 'snapkv': pass some of stock, spade"), ("--mode", "full", "--mode 'full': pass some of lossy"),
+    ("--pack-layers", "six", "--pack-layers 'six'"), ("--output-len", "1", "--output-len 1: times are of tokens after"),
+    ("--overlap-share", "1", "--overlap-share 1: pass a share")])  # fmt: skip
+def test_wrong_options_are_named(tmp_path, capsys, option, value, told):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    assert main(["longcot", "--model", str(tmp_path), option, value]) == 2
+    assert told in capsys.readouterr().err
+
+
+class NoServer:
+    """Answers 4 tokens at a time; with a timeline, as an inference rank would write one."""
+
+    def __init__(self, flags):
+        self.file = flags[flags.index("--kv-bench-timeline") + 1] if "--kv-bench-timeline" in flags else None
+        self.drafts = "verified" in flags
+
+    def stream(self, path, body):
+        if self.file is not None:
+            told = PackTimeline(self.file)
+            for event in events():
+                told.note(event.kind, (event.first, event.count), event.lane, event.sequence, event.at, event.seconds, event.bytes)
+        meta = {"kv_drafts": 20, "kv_accepted": 15} if self.drafts else {}
+        most = body["sampling_params"]["max_new_tokens"]
+        for tokens in (*range(1, most, 4), most):
+            yield {"meta_info": {"completion_tokens": tokens, **meta}}
+
+
+def test_a_whole_run_prints_tables_and_writes_its_measurements(tmp_path, capsys, monkeypatch):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+
+    @contextmanager
+    def server(args, setting, logs):
+        yield NoServer(setting.arguments)
+
+    monkeypatch.setattr(command.settings, "server", server)
+    monkeypatch.setattr(command, "check_servers", lambda model, servers: None)
+    parts = [pages.PagePart("load", part, 0.5) for part in ("scoring pages", "attention")]
+    monkeypatch.setattr(command.pages, "parts", lambda shape, load, device: parts)
+    found = main([
+        "longcot", "--model", str(tmp_path), "--method", "stock,spade-ranks", "--mode", "verified", "--load", "2:64:16", "--output-len", "8,16",
+        "--pack-layers", "6", "--pages", "--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png"),
+    ])  # fmt: skip
+    out = capsys.readouterr().out
+    assert found == 0 and "batch 2, 64 tokens, 16 selected" in out
+    assert "| spade-ranks verified 16 packs of 6 |" in out and "30 of 40, 0.75" in out and "| scoring pages | 500.000 | 50% |" in out
+    measured = json.loads((tmp_path / "out.json").read_text())
+    assert [each["method"] for each in measured["results"]] == ["stock", "spade-ranks"] and len(measured["packs"]) == 1
+    assert measured["results"][1]["flops"] < measured["results"][0]["flops"] and (tmp_path / "out.png").stat().st_size > 5000
+
+
+def test_parts_of_a_page_level_step_are_all_timed():
+    shape = ModelShape(layers=2, hidden=32, heads=4, kv_heads=2, dim=8, inner=64)
+    found = list(pages.parts(shape, loads("2:256:64")[0], torch.device("cpu")))
+    assert [each.part for each in found] == ["scoring pages", "choosing pages", "gathering KV", "attention", "linear layers"]
+    assert all(each.seconds > 0 for each in found)
+
+
+def test_the_regression_without_its_shift_reads_the_steps_own_query_and_mixes_those_before_it():
+    steps, dim, window = 3, 8, 18
+    noise = torch.Generator().manual_seed(0)
+    # All queries but the step's own are one vector, in plain coordinates: whatever the weights are, so is their mixture.
+    plain = torch.randn(1, 1, 1, 1, dim, generator=noise).expand(steps, 1, 1, window, dim).clone()
+    plain[..., -1, :] = torch.randn(steps, 1, 1, dim, generator=noise)
+    positions = torch.arange(50, 50 + window).expand(steps, -1)
+    rotary = Rotary(1 / 10 ** torch.arange(dim // 2))
+    queries = rotary.rotated(plain, positions[:, None, None])
+    keys = torch.randn(steps, 1, 1, 40, dim, generator=noise)
+    seen = Seen(queries, positions, keys, 0.3, rotary)
+    mixed = rotary.rotated(plain[..., :1, :], positions[:, None, None, -1:]).squeeze(-2)
+    expected = overlap.group_attention(mixed, keys, 0.3)
+    assert torch.allclose(overlap.Unshifted().scores(seen), expected, atol=1e-5)
