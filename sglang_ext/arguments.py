@@ -19,6 +19,8 @@ from sglang_ext.config import benchmark_options, disaggregation_options, options
 from sglang_ext.config.prefill_options import EXACT, PREFILLS
 from sglang_ext.core import RADIX_CACHE_BACKEND, SPECULATIVE_ALGORITHM, HookError, OptionError
 from sglang_ext.mem_cache.compressors import catalogue
+from sglang_ext.mem_cache.selection.held_keys import EXACT as EXACT_KEYS
+from sglang_ext.mem_cache.selection.held_keys import SCORE_BITS
 from sglang_ext.mem_cache.selection.predictors import PREDICTORS
 
 logger = logging.getLogger(__name__)
@@ -154,6 +156,15 @@ class KVServerArgs(ServerArgs):
         "no room are read whole. Default: as much as the keys of SGLang's pool take.",
         NS("memory"),
     ] = None
+    kv_score_bits: A[
+        int,
+        Arg(
+            help="With --kv-cache-ranks: bits in which a rank holds the keys that it scores by. 16: as they are in the pool. 8, 4: integers "
+            "of each token, head and 32 channels, of 9 and 5 bits with their scales; --kv-cache-rank-gb holds as many more tokens.",
+            choices=list(SCORE_BITS),
+        ),
+        NS("memory"),
+    ] = EXACT_KEYS
     kv_head_budgets: A[
         str,
         "equal: all heads keep the same number of tokens. adaptive: what matters most over all heads and layers, with "

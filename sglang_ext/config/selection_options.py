@@ -8,12 +8,13 @@ from sglang_ext.config import benchmark_options
 from sglang_ext.core import OptionError
 from sglang_ext.mem_cache.compressors import Compressor, catalogue
 from sglang_ext.mem_cache.compressors.spade import Spade
+from sglang_ext.mem_cache.selection.held_keys import SCORE_BITS, KeySizes
 from sglang_ext.mem_cache.selection.predictors import query_predictor
 
 if TYPE_CHECKING:
     from sglang_ext.arguments import KVServerArgs
 
-RANK_FLAGS = ("kv_pack_layers", "kv_cache_rank_gb")
+RANK_FLAGS = ("kv_pack_layers", "kv_cache_rank_gb", "kv_score_bits")
 FLAGS = ("kv_select", "kv_select_every")
 SPADE_FLAGS = ("kv_select_by", "kv_cache_ranks", *RANK_FLAGS)
 
@@ -75,6 +76,11 @@ def _check_ranks(args: "KVServerArgs") -> None:
             f"--kv-cache-rank-gb is {size}; pass GB of memory for keys, above 0, for example 8, or leave it out for as much as the "
             "pool's take"
         )
+    if args.kv_score_bits not in SCORE_BITS:
+        raise OptionError(
+            f"--kv-score-bits is {args.kv_score_bits!r}; cache ranks hold keys as they are (16), or in 8 or 4 bits: pass one of "
+            f"{', '.join(map(str, SCORE_BITS))}"
+        )
     benchmark_options.check_timeline(args)
     if ranks and predicts(args) and args.tp_size > 1:
         raise OptionError(
@@ -118,7 +124,8 @@ def _check_against_model(args: "KVServerArgs") -> None:
         raise OptionError(
             f"--kv-pack-layers is {pack}, and the model has {config.num_hidden_layers} layers: pass a number up to that, or auto"
         )
-    token = config.num_hidden_layers * config.get_num_kv_heads(args.tp_size) * config.head_dim * config.dtype.itemsize
+    heads = config.get_num_kv_heads(args.tp_size)
+    token = KeySizes(config.num_hidden_layers, heads, config.head_dim, config.dtype, args.kv_score_bits).token_bytes
     # A block more than its tokens fill, as the last one grows.
     least = (args.kv_sparse_from + 128) * token / 1e9
     if size is not None and size < least:

@@ -5,8 +5,8 @@ tokens sent: its batch at once, prompts in the prefix cache before, answers of t
 tokens from one of --output-len to the next. Acceptance is of --mode verified; in lossy a choice stands unverified.
 
 With cache ranks the inference rank writes a timeline (--kv-bench-timeline): per pack of layers the model's time, the rank's choosing for
-the whole batch, and the rest of a cycle, with the bytes a second that would have to travel for a cycle to be hidden behind a pack's inference:
-positions, as it is served, or K and V, as in the paper. Operations are the paper's equations (6) to (11).
+the whole batch, and the rest of a cycle, with the bytes a second that would have to travel for a cycle to be hidden behind a pack's
+inference: positions, as it is served, or K and V, as in the paper. Operations are the paper's equations (6) to (11).
 
 --pages times the parts of a layer's step with choices by pages of 16 on this device, of the model's shapes; --overlap-prompts runs the
 model itself over a folder's .txt files. --method "" leaves servers out. Quality at equal numbers of tokens is bench quality's.

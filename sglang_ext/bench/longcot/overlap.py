@@ -18,6 +18,7 @@ from transformers.masking_utils import sdpa_mask
 from sglang_ext.bench import BenchError
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.selection.baselines import Quest, Recent, TOVA, TrueQuery
+from sglang_ext.mem_cache.selection.held_keys import SCORE_BITS, KeySizes, held_keys
 from sglang_ext.mem_cache.selection.predictors import Current, Regressed
 from sglang_ext.mem_cache.selection.scoring import ByPrediction, Scoring, Seen, group_attention
 from sglang_ext.mem_cache.selection.top_tokens import overlap, top_tokens
@@ -101,6 +102,14 @@ def chosen(scoring: Scoring, seen: Seen, count: int) -> torch.Tensor:
     return torch.cat(steps)
 
 
+def in_bits(keys: torch.Tensor, bits: int) -> torch.Tensor:
+    """What a cache rank scores by that holds keys, [steps, layer, kv_heads, tokens, dim], alike in all steps, in so many bits."""
+    steps, _, heads, tokens, dim = keys.shape
+    held = held_keys(KeySizes(1, heads, dim, keys.dtype, bits), tokens)
+    held.write(0, keys[0].transpose(1, 2))
+    return held.read(0, torch.arange(tokens)).transpose(0, 1).expand(steps, 1, -1, -1, -1)
+
+
 def overlaps(seen: Seen, share: float) -> Iterator[tuple[str, float]]:
     """Of one layer, by name: overlap of each way to choose, and of queries at each distance, turned on to the step and not."""
     tokens = seen.keys.shape[-2]
@@ -108,6 +117,8 @@ def overlaps(seen: Seen, share: float) -> Iterator[tuple[str, float]]:
     true = top_tokens(TrueQuery().scores(seen), count, 0, 0, seen.lengths)
     told = {each.name: (each, seen) for each in (*PREDICTED, Unshifted(), Quest(), TOVA(), Recent())}
     told |= {f"{each.name}, turned as it was": (each, replace(seen, rotary=None)) for each in PREDICTED}
+    for bits in SCORE_BITS[1:]:
+        told[f"current, keys of {bits} bits"] = PREDICTED[0], replace(seen, keys=in_bits(seen.keys, bits))
     for name, (scoring, what) in told.items():
         yield name, float(overlap(true, chosen(scoring, what, count), tokens).mean())
     for distance in DISTANCES:

@@ -219,7 +219,8 @@ class RankChoices(ChosenElsewhere):
             choice.written = choice.sequence
             write(part.told.row, choice.pack.layers, carried(choice.kept, choice.covered, covered, keep))
             if self._timeline is not None:
-                self._timeline.note("written", choice.pack, request.lease.lane, choice.sequence, size=choice.kept.numel() * self._token_bytes)
+                size = choice.kept.numel() * self._token_bytes
+                self._timeline.note("written", choice.pack, request.lease.lane, choice.sequence, size=size)
         return choice.sequence >= part.expected
 
     def _await(self, request: HandedOver, choice: PackChoice, sequence: int, deadline: float) -> None:

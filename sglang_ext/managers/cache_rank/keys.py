@@ -4,24 +4,26 @@ import torch
 
 from sglang_ext.managers.cache_rank.protocol import BLOCK, Append, Lease, ProtocolError, Shape
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.selection.held_keys import EXACT, KeySizes, held_keys
 
 
 class KeyStore:
-    """Blocks of keys, in buffers like those of SGLang's pool; memory is taken as they are written.
+    """Blocks of keys, as they are or in few bits; memory is taken as they are written.
 
     Who has which block is the inference rank's to know, so that what is full it notices before it sends.
 
     Attributes:
-        buffers: of each layer, keys [tokens, kv_heads, dim], and nothing but keys.
+        held: the keys, each block's tokens in a row.
+        blocks: how many there are.
     """
 
-    def __init__(self, shape: Shape, blocks: int, scaling: tuple[float, ...]):
+    def __init__(self, shape: Shape, blocks: int, scaling: tuple[float, ...], bits: int = EXACT):
         if len(scaling) != shape.layers:
             raise ProtocolError(f"{len(scaling)} factors were told of {shape.layers} layers: both sides must be of one version")
-        sizes, dtype = (blocks * BLOCK, shape.kv_heads, shape.dim), getattr(torch, shape.dtype)
-        keys = tuple(torch.empty(sizes, dtype=dtype) for _ in scaling)
-        self.buffers = KVBuffers(tuple(range(shape.layers)), scaling, keys, keys)
+        sizes = KeySizes(shape.layers, shape.kv_heads, shape.dim, getattr(torch, shape.dtype), bits)
+        self.held = held_keys(sizes, blocks * BLOCK)
         self.blocks = blocks
+        self._scaling = scaling
         self._leased: dict[int, list[int]] = {}
 
     def lease(self, told: Lease) -> None:
@@ -51,8 +53,13 @@ class KeyStore:
             place = f"block {told.block}, of {self.blocks} of {BLOCK}"
             raise ProtocolError(f"{told.tokens} tokens from {told.offset} on do not fit into {place}")
         start = told.block * BLOCK + told.offset
-        for buffer, new in zip(self.buffers.keys, keys):
-            buffer[start : start + told.tokens] = new[: told.tokens]
+        self.held.write(start, keys[:, : told.tokens])
+
+    def gathered(self, layers: slice, slots: torch.Tensor) -> KVBuffers:
+        """The keys of some layers in ``slots``, int64 [tokens], one after another: buffers like those of SGLang's pool, without values."""
+        places = tuple(range(len(self._scaling)))[layers]
+        keys = tuple(self.held.read(layer, slots) for layer in places)
+        return KVBuffers(places, self._scaling[layers], keys, keys)
 
     def slots(self, lane: int, tokens: int) -> torch.Tensor:
         """Where the first tokens of a lane's request lie: int64 [tokens].

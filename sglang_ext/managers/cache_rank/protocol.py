@@ -5,7 +5,7 @@ are written, which makes it the barrier. All that a cache rank says names its ep
 those that one inference rank has begun.
 """
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -79,6 +79,7 @@ class Attach(Message, tag="attach"):
         predictor: that says by which query tokens are chosen (mem_cache/selection/predictors.py).
         sinks, recent: first and newest tokens that are chosen in any case.
         turning: the rotary embedding.
+        bits: in which it holds keys; 16: as they are.
     """
 
     version: int
@@ -90,6 +91,7 @@ class Attach(Message, tag="attach"):
     sinks: Annotated[int, Meta(ge=0, le=1 << 16)]
     recent: Annotated[int, Meta(ge=0, le=1 << 16)]
     turning: Turning
+    bits: Literal[16, 8, 4] = 16
 
     def of_epoch(self, epoch: int) -> "Attach":
         """The same for another process."""

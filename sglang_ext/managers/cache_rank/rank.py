@@ -129,7 +129,7 @@ class CacheRank:
             reason = f"version and epoch are {told.version}, {told.epoch} at the inference rank and {VERSION}, {self._epoch} here"
             self._say(protocol.Refused(self._epoch, reason))
             raise ProtocolError(reason)
-        self._store = KeyStore(told.shape, told.blocks, told.scaling)
+        self._store = KeyStore(told.shape, told.blocks, told.scaling, told.bits)
         self._memory = map_memory(told.shape, self._descriptor)
         os.close(self._descriptor)
         self._method = Spade(query_predictor(told.predictor), sinks=told.sinks, recent=told.recent)
@@ -138,8 +138,8 @@ class CacheRank:
 
     def _probe(self) -> float:
         """Seconds that choosing takes a layer; of the second time, as the first is slower."""
-        tokens, buffer = min(PROBED, self._store.blocks * BLOCK), self._store.buffers.keys[0]
-        buffer[:tokens] = 0
+        tokens, shape = min(PROBED, self._store.blocks * BLOCK), self._memory.shape
+        self._store.held.write(0, torch.zeros(shape.layers, tokens, shape.kv_heads, shape.dim))
         queries = self._memory.get_queries(0, 1, slice(0, 1), 1)
         for _ in range(2):
             begun = time.perf_counter()
@@ -163,8 +163,9 @@ class CacheRank:
         self, slots: torch.Tensor, layers: slice, queries: torch.Tensor, positions: tuple[int, ...], keep: int
     ) -> torch.Tensor:
         """Positions that the heads of a pack of layers read, int64 [layers, kv_heads, keep], ascending."""
-        buffers = self._store.buffers.of_layers(layers)
-        context = ContextKV(buffers, slots, queries, torch.tensor(positions), self._rotary)
+        # Gathered once, whatever scores by them.
+        buffers, places = self._store.gathered(layers, slots), torch.arange(len(slots))
+        context = ContextKV(buffers, places, queries, torch.tensor(positions), self._rotary)
         return self._method.select(context, [Part(0, len(slots), keep)])[0]
 
     def _skip(self, ask: protocol.Ask | None) -> None:

@@ -4,6 +4,7 @@ import logging
 import math
 import os
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from sglang_ext.config import options, selection_options
@@ -14,6 +15,7 @@ from sglang_ext.managers.cache_rank.timeline import PackTimeline
 from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.rotary import Rotary
+from sglang_ext.mem_cache.selection.held_keys import EXACT, KeySizes
 
 if TYPE_CHECKING:
     from sglang_ext.arguments import KVServerArgs
@@ -63,10 +65,11 @@ def _attach(
     slots, kv_heads, dim = keys.shape
     longest = min(context, slots)
     most = method.kept(longest // method.unit * method.unit)
-    block_bytes = BLOCK * len(buffers.keys) * kv_heads * dim * keys.element_size()
+    held = KeySizes(len(buffers.keys), kv_heads, dim, keys.dtype, args.kv_score_bits)
+    block_bytes = BLOCK * replace(held, bits=EXACT).token_bytes
     blocks = slots // BLOCK + requests
     if args.kv_cache_rank_gb is not None:
-        blocks = int(args.kv_cache_rank_gb * 1e9) // block_bytes
+        blocks = int(args.kv_cache_rank_gb * 1e9) // (BLOCK * held.token_bytes)
     shape = Shape(
         layers=len(buffers.keys),
         query_heads=query_heads,
@@ -88,4 +91,5 @@ def _attach(
         sinks=spade.sinks,
         recent=spade.recent,
         turning=Turning(tuple(rotary.frequencies.tolist()), rotary.interleaved),
+        bits=args.kv_score_bits,
     )

@@ -83,7 +83,8 @@ def test_seconds_a_token_are_of_tokens_from_one_length_to_the_next_however_they_
 
 
 def options(**given):
-    base = {"method": ("stock", "spade", "spade-ranks", "quest", "verify-guided"), "mode": ("lossy", "verified"), "load": "8:32768:2048,16:16384:1024"}
+    base = {"method": ("stock", "spade", "spade-ranks", "quest", "verify-guided"), "mode": ("lossy", "verified")}
+    base |= {"load": "8:32768:2048,16:16384:1024"}
     base |= {"select_every": "1", "select_by": "current", "ranks": 1, "pack_layers": ("6", "12"), "draft_length": 16}
     return SimpleNamespace(**base | given)
 
@@ -145,8 +146,8 @@ def test_a_whole_run_prints_tables_and_writes_its_measurements(tmp_path, capsys,
     parts = [pages.PagePart("load", part, 0.5) for part in ("scoring pages", "attention")]
     monkeypatch.setattr(command.pages, "parts", lambda shape, load, device: parts)
     found = main([
-        "longcot", "--model", str(tmp_path), "--method", "stock,spade-ranks", "--mode", "verified", "--load", "2:64:16", "--output-len", "8,16",
-        "--pack-layers", "6", "--pages", "--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png"),
+        "longcot", "--model", str(tmp_path), "--method", "stock,spade-ranks", "--mode", "verified", "--load", "2:64:16",
+        "--output-len", "8,16", "--pack-layers", "6", "--pages", "--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png"),
     ])  # fmt: skip
     out = capsys.readouterr().out
     assert found == 0 and "batch 2, 64 tokens, 16 selected" in out

@@ -60,6 +60,7 @@ def test_flags_of_cache_ranks_are_refused_with_what_is_allowed(monkeypatch):
         ({"kv_cache_ranks": 3}, "--kv-cache-ranks is 3; .* there are 2 cores: pass a whole number from 0, for none, to 2"),
         ({"kv_cache_ranks": 1, "kv_pack_layers": "six"}, "--kv-pack-layers is six; pass a whole number of layers from 1, .* or auto"),
         ({"kv_cache_ranks": 1, "kv_cache_rank_gb": -1}, "--kv-cache-rank-gb is -1; pass GB of memory for keys, above 0"),
+        ({"kv_cache_ranks": 1, "kv_score_bits": 2}, "--kv-score-bits is 2; .* or in 8 or 4 bits: pass one of 16, 8, 4"),
         ({"kv_cache_ranks": 1, "tp_size": 2}, "--kv-cache-ranks is 1 with --tp-size 2; .*: pass --tp-size 1, or --kv-cache-ranks 0"),
     ):
         with pytest.raises(OptionError, match=told):
@@ -78,6 +79,9 @@ def test_packs_of_more_layers_than_there_are_and_too_little_memory_for_a_request
     with pytest.raises(OptionError, match=r"--kv-cache-rank-gb is 0.004, less than keys of 1000 tokens .*: pass at least 0.00433, better"):
         selection_options.check_resolved(args)
     args.kv_cache_rank_gb = 0.0044
+    selection_options.check_resolved(args)
+    # 9 of 32 bits.
+    args.kv_cache_rank_gb, args.kv_score_bits = 0.00123, 8
     selection_options.check_resolved(args)
 
 

@@ -5,13 +5,16 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import torch
-from rank_helpers import TOKENS, Ranks, attach, chosen_here, queries
+from rank_helpers import DIM, HEADS, LAYERS, TOKENS, Ranks, attach, chosen_here, queries
 
 from sglang_ext.managers.cache_rank import link as links
 from sglang_ext.managers.cache_rank.protocol import BLOCK
+from sglang_ext.mem_cache.selection.held_keys import KeySizes, held_keys
+from sglang_ext.mem_cache.selection.top_tokens import overlap
 
 SLOTS = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(0))
 NEWEST = torch.tensor([299])
@@ -55,6 +58,19 @@ def test_a_rank_chooses_bit_for_bit_what_the_method_does_between_steps(ranks, pr
             return torch.equal(found[0], expected)
 
         made.until(arrived, 20)
+
+
+@pytest.mark.parametrize(("bits", "least"), [(8, 0.95), (4, 0.6)])
+def test_a_rank_that_holds_codes_chooses_by_what_they_mean(ranks, bits, least):
+    made, asked = ranks(told=attach(bits=bits)), queries(1, 5)
+    held = held_keys(KeySizes(LAYERS, HEADS, DIM, torch.float32, bits), 300)
+    held.write(0, torch.stack(made.buffers.keys)[:, SLOTS[:300]])
+    meant = tuple(held.read(layer, torch.arange(300)) for layer in range(LAYERS))
+    found = made.prepared(1, SLOTS[:300], 70, asked, NEWEST)
+    assert torch.equal(found, chosen_here(replace(made.buffers, keys=meant), torch.arange(300), 70, asked, NEWEST))
+    exact = chosen_here(made.buffers, SLOTS[:300], 70, asked, NEWEST)
+    assert float(overlap(exact, found, 300).mean()) > least
+    assert bits == 8 or not torch.equal(exact, found), "it would be no codes that chose"
 
 
 def test_requests_are_shared_out_and_what_they_share_is_held_once(ranks):
