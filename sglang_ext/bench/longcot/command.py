@@ -89,26 +89,37 @@ def run(args: argparse.Namespace) -> int:
                 before = len(packs.steps_of(timeline.read(file)))
                 waves = serving.answer(server, prompts[load.context][: load.batch], lengths[-1], args.repeats)
                 found.append(figures_of(arm, load, lengths, waves, shape))
-                print(f"{arm.name}: {load}: {found[-1].token_ms[-1]:.2f} ms a token", flush=True)
+                print(f"{arm.name}: {load}: {told_of(found[-1])}", flush=True)
                 taken = packs.steps_of(timeline.read(file))[before:]
                 if (told := packs.figures(arm.name, str(load), taken)) is not None:
                     packed.append(told)
                     steps[:] = taken
+                # A run that is cut off keeps what it has.
+                keep({})
 
-    failed = settings.each(args, [setting_of(arm) for arm in chosen], measure)
+    def keep(failed: dict[str, str]) -> None:
+        if args.json:
+            kinds = {"results": found, "packs": packed, "pages": paged, "overlaps": overlaps}
+            measured = {kind: [asdict(each) for each in measured] for kind, measured in kinds.items()}
+            report.write_json(args.json, {"arguments": vars(args), **report.origin(), **measured, "failed": failed})
+
     paged = [part for load in wanted for part in pages.parts(shape, load, device())] if args.pages else []
     overlaps = overlaps_of(args)
+    failed = settings.each(args, [setting_of(arm) for arm in chosen], measure)
     for lines in (tables.served(found), tables.packed(packed), tables.paged(paged), tables.overlapped(overlaps)):
         for line in lines:
             print(line)
-    if args.json:
-        kinds = {"results": found, "packs": packed, "pages": paged, "overlaps": overlaps}
-        measured = {kind: [asdict(each) for each in measured] for kind, measured in kinds.items()}
-        report.write_json(args.json, {"arguments": vars(args), **report.origin(), **measured, "failed": failed})
+    keep(failed)
     if args.plot:
         told = f"{args.model.resolve().name}, {args.dtype}, {json.dumps(args.load)}"
         plots.write(args.plot, found, steps, overlaps, told)
     return 1 if failed else 0
+
+
+def told_of(figures: LongFigures) -> str:
+    """A line while the rest is measured."""
+    drafts = f", {figures.accepted} of {figures.drafts} drafts" if figures.drafts else ""
+    return f"{figures.token_ms[-1]:.2f} ms a token{drafts}"
 
 
 def check(args: argparse.Namespace, lengths: Sequence[int]) -> None:
