@@ -178,3 +178,19 @@ def test_the_regression_without_its_shift_reads_the_steps_own_query_and_mixes_th
     mixed = rotary.rotated(plain[..., :1, :], positions[:, None, None, -1:]).squeeze(-2)
     expected = overlap.group_attention(mixed, keys, 0.3)
     assert torch.allclose(overlap.Unshifted().scores(seen), expected, atol=1e-5)
+
+
+def test_overlaps_are_of_each_way_and_distance_and_the_query_before_is_that_of_distance_one():
+    steps, tokens, dim = 4, 160, 8
+    noise = torch.Generator().manual_seed(0)
+    queries = torch.randn(steps, 1, 4, overlap.WINDOW + 1, dim, generator=noise)
+    keys = torch.randn(1, 1, 2, tokens, dim, generator=noise).expand(steps, -1, -1, -1, -1)
+    lengths = torch.arange(tokens - steps, tokens)
+    positions = lengths[:, None] + torch.arange(-overlap.WINDOW, 1)
+    found = dict(overlap.overlaps(Seen(queries, positions, keys, 0.3, Rotary(1 / 10 ** torch.arange(dim // 2)), lengths), 0.25))
+    assert found["current"] == pytest.approx(found["distance 1"])
+    assert found["current, turned as it was"] == found["distance, turned as it was 1"]
+    # Of queries that have nothing to do with each other, chance is a share of a quarter and a little; codes hardly differ.
+    assert 0.15 < found["distance 64"] < 0.4 and abs(found["current, keys of 8 bits"] - found["current"]) < 0.03
+    assert {"regressed", "regressed, without the shift", "quest", "tova", "recent", "current, keys of 4 bits"} < set(found)
+    assert all(0 <= each <= 1 for each in found.values())
