@@ -159,8 +159,8 @@ class KVServerArgs(ServerArgs):
     kv_score_bits: A[
         int,
         Arg(
-            help="With --kv-cache-ranks: bits in which a rank holds the keys that it scores by. 16: as they are in the pool. 8, 4: integers "
-            "of each token, head and 32 channels, of 9 and 5 bits with their scales; --kv-cache-rank-gb holds as many more tokens.",
+            help="With --kv-cache-ranks: bits in which a rank holds the keys that it scores by. 16: as they are in the pool. 8, 4: "
+            "integers of each token, head and 32 channels, of 9 and 5 bits with their scales; --kv-cache-rank-gb holds as many more tokens.",
             choices=list(SCORE_BITS),
         ),
         NS("memory"),

@@ -17,8 +17,8 @@ class Quest(StepChoice):
     """Least and largest keys of each page of 16 tokens, by channel, bound its products with the query: the mean bound over the query
     heads of a KV head is that of all tokens of the page.
 
-    In each layer the step's own query chooses, so that attention waits for it. In the paper the first two layers read all; here they choose,
-    too.
+    In each layer the step's own query chooses, so that attention waits for it. In the paper the first two layers read all; here they
+    choose, too.
     """
 
     scoring: ClassVar[baselines.Quest] = baselines.Quest()
