@@ -15,7 +15,8 @@ from sglang_ext.config.options import PLAIN_STEPS, WIDE_REQUESTS
 from sglang_ext.core import CURABLE, FALLBACK_REASONS, NO_QUERIES, NO_SELECTION, SLOWER, RequestState
 from sglang_ext.managers.spec_decode.pace import Choice
 from sglang_ext.managers.spec_decode.requests import end_of_answer
-from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews, ensure_copy, until_due
+from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
+from sglang_ext.mem_cache.compressed.due_copies import ensure_copy, until_due
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch

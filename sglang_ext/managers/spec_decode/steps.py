@@ -24,7 +24,7 @@ from sglang_ext.managers.spec_decode.result import Answers, GatheredDrafts, Part
 from sglang_ext.managers.spec_decode.round import Round
 from sglang_ext.managers.spec_decode.sampling import Row, Sampled, Sampling, SamplingCache, sampling_batch
 from sglang_ext.mem_cache.compressed.chosen_elsewhere import watch_step
-from sglang_ext.mem_cache.compressed.compressed_views import of_use
+from sglang_ext.mem_cache.compressed.due_copies import of_use
 from sglang_ext.mem_cache.compressed.formats.rounding import token_seeds
 from sglang_ext.mem_cache.compressed.query_window import Recorded
 

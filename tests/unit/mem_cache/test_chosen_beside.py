@@ -12,7 +12,7 @@ from sglang_ext.device import SideStream
 from sglang_ext.managers.integrity import check_copies
 from sglang_ext.managers.spec_decode.steps import Steps
 from sglang_ext.mem_cache.compressed.chosen_beside import ChosenBeside
-from sglang_ext.mem_cache.compressed.compressed_views import RENEW_AFTER, ensure_copy, until_due
+from sglang_ext.mem_cache.compressed.due_copies import RENEW_AFTER, ensure_copy, until_due
 from sglang_ext.mem_cache.compressed.query_window import QueryWindows, Recorded
 from sglang_ext.mem_cache.compressors import best
 from sglang_ext.mem_cache.compressors.spade import Spade, attention

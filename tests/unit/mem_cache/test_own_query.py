@@ -10,7 +10,7 @@ from test_views import DIM, HEADS, LAYERS
 from sglang_ext.core import RequestState
 from sglang_ext.managers.integrity import check_copies
 from sglang_ext.mem_cache.compressed.chosen_elsewhere import watch_step
-from sglang_ext.mem_cache.compressed.compressed_views import ensure_copy
+from sglang_ext.mem_cache.compressed.due_copies import ensure_copy
 from sglang_ext.mem_cache.compressed.query_window import Recorded
 from sglang_ext.mem_cache.compressors import ContextKV, best
 from sglang_ext.mem_cache.compressors.each_step.quest import Quest

@@ -9,7 +9,7 @@ from tiered_helpers import PAGE, ROWS, World, done, kv_of
 
 from sglang_ext.core import FALLBACK_REASONS, RequestState
 from sglang_ext.managers.integrity import IntegrityError, check_tails
-from sglang_ext.mem_cache.compressed import compressed_views, copy_method
+from sglang_ext.mem_cache.compressed import compressed_views, copy_method, due_copies
 from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
 from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
 from sglang_ext.mem_cache.compressed.formats.kv_format import Unpacked
@@ -80,7 +80,7 @@ def test_scores_that_cannot_be_used_are_named_once_and_requests_served_with_full
         matched = len(world.match(tokens[:-1]).device_indices)
         req = world.start(tokens)
         state = RequestState("r", req.req_pool_idx, 0, matched=matched)
-        reason = compressed_views.ensure_copy(views, req, state, len(tokens), 0)
+        reason = due_copies.ensure_copy(views, req, state, len(tokens), 0)
         assert FALLBACK_REASONS[reason] == "wrong-scores" and views.get(req.req_pool_idx) is None
         world.finish(req)
     (line,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]

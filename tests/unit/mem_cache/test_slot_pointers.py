@@ -14,7 +14,7 @@ from test_views import DIM, HEADS, LAYERS, make_views
 from sglang_ext.core import FALLBACK_REASONS, RequestState
 from sglang_ext.layers.attention.torch_native import RaggedTorchNativeBackend
 from sglang_ext.managers.integrity import IntegrityError, check_copies
-from sglang_ext.mem_cache.compressed.compressed_views import ensure_copy
+from sglang_ext.mem_cache.compressed.due_copies import ensure_copy
 from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows, Pointers, as_pointers
 from sglang_ext.mem_cache.compressed.query_window import QueryWindows, Recorded
 from sglang_ext.mem_cache.compressed.rotary import Rotary

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_ext.core import FALLBACK_REASONS, MIN_CONTEXT, CompressedView, RequestState
-from sglang_ext.mem_cache.compressed.compressed_views import RENEW_AFTER, copy_is_near, ensure_copy, renew_at
+from sglang_ext.mem_cache.compressed.due_copies import RENEW_AFTER, copy_is_near, ensure_copy, renew_at
 from sglang_ext.mem_cache.compressors.sink_recent import SinkRecent
 
 

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from sglang_ext.layers.kernels.lynx import layout as streams
 from sglang_ext.layers.kernels.lynx.exact_tiles import bins_of, index_places, of_ranks, or_bits, ranks_of, read_bits
-from sglang_ext.layers.kernels.lynx.kernels import LIKE, _table_of
+from sglang_ext.layers.kernels.lynx.kernels import LIKE, table_of
 from sglang_ext.layers.kernels.lynx.levels import bounds
 from sglang_ext.layers.kernels.lynx.tiles import CHUNK
 
@@ -216,7 +216,7 @@ def write_pages(
     shape, grid, device = _shape(buffers, layout, packing, slots, sizes)
     page_bytes = rooms.shape[1]
     units = heads = torch.zeros(len(sizes), layout.rows * layout.blocks, dtype=torch.int32, device=device)
-    bounds_of = _table_of(bounds, layout.bits, device)
+    bounds_of = table_of(bounds, layout.bits, device)
     tables = buffers.key_table, buffers.value_table, slots
     if blocks is None:
         sizes.zero_()
@@ -254,7 +254,7 @@ def read_pages(
     """As ``ResidualPages.read``."""
     shape, grid, device = _shape(buffers, layout, packing, slots, sizes)
     read_rooms[grid](
-        buffers.key_table, buffers.value_table, slots, blocks, _table_of(bounds, layout.bits, device), sizes, rooms, rooms.shape[1],
+        buffers.key_table, buffers.value_table, slots, blocks, table_of(bounds, layout.bits, device), sizes, rooms, rooms.shape[1],
         layout.index_bytes, **shape,
     )  # fmt: skip
 

@@ -16,25 +16,10 @@ import triton
 import triton.language as tl
 
 from sglang_ext.layers.kernels.lynx import plain
+from sglang_ext.layers.kernels.lynx.chunk_scales import find_scales
 from sglang_ext.layers.kernels.lynx.levels import fine_bounds, greatest, step
-from sglang_ext.layers.kernels.lynx.tiles import (
-    BIAS,
-    CHUNK,
-    INTEGER,
-    LARGEST,
-    LEAST,
-    MOST,
-    ROUNDING,
-    SHARE,
-    STEPS,
-    at_address,
-    covers,
-    of_pattern,
-    rounded_to_integer,
-    rounded_up,
-    slots_of,
-    store_plane,
-)
+from sglang_ext.layers.kernels.lynx.quads import extremes, filled, float32_of, load_quads, numbers_of, quarters
+from sglang_ext.layers.kernels.lynx.tiles import CHUNK, at_address, slots_of, store_plane
 
 CLEAR = tl.constexpr(plain.CLEAR)
 # Of I and its sign as one number n from -F to F; one of n is ZERO.
@@ -45,8 +30,6 @@ BEYOND = 2.0
 CELLS, REACH = tl.constexpr(512), tl.constexpr(255)
 # Added to a small float32, which is rounded down, leaves the number of its cell above the lowest two bits.
 DOWN = tl.constexpr(1.5 * 2**21 + CELLS.value // 2)
-# Those of ROUNDING, as many as a chunk has numbers, in the lowest 32 bits.
-PATTERNS = tl.constexpr(struct.unpack("<i", struct.pack("<f", ROUNDING.value))[0] * CHUNK.value % 2**32)
 
 
 def edges(bits: int) -> tuple[float, ...]:
@@ -69,178 +52,6 @@ def cells(bits: int) -> tuple[float, ...]:
         return struct.unpack("<f", struct.pack("<I", pattern | byte))[0]
 
     return tuple(cell(place - CELLS.value // 2) for place in range(CELLS.value))
-
-
-@triton.jit
-def _filled(row, place, tokens, sinks):
-    """Tokens of a row of chunks: in the places of sinks, and of what is beyond the page, others (plain.py)."""
-    token = row * CHUNK + place
-    first, last = tl.maximum(row * CHUNK, sinks), tl.minimum(row * CHUNK + CHUNK, tokens)
-    token = tl.where((token >= first) & (token < last), token, first + place % tl.maximum(last - first, 1))
-    return tl.minimum(token, tokens - 1)
-
-
-@triton.jit
-def _load_quads(x, slot, quad, mask, STRIDE: tl.constexpr, PTX: tl.constexpr):
-    """Patterns of numbers in slots, four int32 [quads, tokens], any where masked; of 16 bits two are a word, and both words come twice."""
-    SIZE: tl.constexpr = x.dtype.element_ty.primitive_bitwidth // 16
-    # A product of 32 bits to 64 and a sum with the address of a thread's own are one instruction.
-    far = slot.to(tl.int64) * (STRIDE // (4 // SIZE))
-    place = (x.to(tl.pointer_type(tl.int64)) + quad * SIZE)[:, None] + far[None, :]
-    words = tl.load(place, mask=mask)
-    more = tl.load(place + 1, mask=mask) if SIZE == 2 else words
-    a, b = _halved(words, PTX)
-    c, d = _halved(more, PTX)
-    return a, b, c, d
-
-
-@triton.jit
-def _halved(words, PTX: tl.constexpr):
-    """The lower and the upper 32 bits of 64."""
-    if PTX:
-        return tl.inline_asm_elementwise("mov.b64 {$0, $1}, $2;", "=r,=r,l", [words], (tl.int32, tl.int32), True, 1)
-    else:
-        return words.to(tl.int32), (words >> 32).to(tl.int32)
-
-
-@triton.jit
-def _channels(words, LIKE: tl.constexpr):
-    """Numbers, float32, of each channel."""
-    if LIKE == tl.float32:
-        return _float32(words[0], words[1], words[2], words[3])
-    elif LIKE == tl.bfloat16:
-        return _float32(words[0] << 16, words[0] & -65536, words[1] << 16, words[1] & -65536)
-    else:
-        a, b = words[0].to(tl.int16).to(LIKE, bitcast=True), (words[0] >> 16).to(tl.int16).to(LIKE, bitcast=True)
-        c, d = words[1].to(tl.int16).to(LIKE, bitcast=True), (words[1] >> 16).to(tl.int16).to(LIKE, bitcast=True)
-        return a.to(tl.float32), b.to(tl.float32), c.to(tl.float32), d.to(tl.float32)
-
-
-@triton.jit
-def _float32(a, b, c, d):
-    """Of patterns."""
-    return a.to(tl.float32, bitcast=True), b.to(tl.float32, bitcast=True), c.to(tl.float32, bitcast=True), d.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _least_bfloat16(a, b):
-    """Of two numbers each, NaN where one is."""
-    return tl.inline_asm_elementwise("min.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, True, 1)
-
-
-@triton.jit
-def _most_bfloat16(a, b):
-    return tl.inline_asm_elementwise("max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, True, 1)
-
-
-@triton.jit
-def _least_float16(a, b):
-    return tl.inline_asm_elementwise("min.NaN.f16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, True, 1)
-
-
-@triton.jit
-def _most_float16(a, b):
-    return tl.inline_asm_elementwise("max.NaN.f16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, True, 1)
-
-
-@triton.jit
-def _extremes(words, LIKE: tl.constexpr, PTX: tl.constexpr):
-    """Least and greatest numbers of chunks, float32 [quads], four of each; NaN where a chunk has one."""
-    if PTX and LIKE == tl.bfloat16:
-        low = tl.reduce(words[0], 1, _least_bfloat16), tl.reduce(words[1], 1, _least_bfloat16), words[2], words[3]
-        high = tl.reduce(words[0], 1, _most_bfloat16), tl.reduce(words[1], 1, _most_bfloat16), words[2], words[3]
-        return _channels(low, LIKE), _channels(high, LIKE)
-    elif PTX and LIKE == tl.float16:
-        low = tl.reduce(words[0], 1, _least_float16), tl.reduce(words[1], 1, _least_float16), words[2], words[3]
-        high = tl.reduce(words[0], 1, _most_float16), tl.reduce(words[1], 1, _most_float16), words[2], words[3]
-        return _channels(low, LIKE), _channels(high, LIKE)
-    else:
-        x0, x1, x2, x3 = _channels(words, LIKE)
-        low = _least(x0), _least(x1), _least(x2), _least(x3)
-        return low, (tl.max(x0, 1), tl.max(x1, 1), tl.max(x2, 1), tl.max(x3, 1))
-
-
-@triton.jit
-def _least(x):
-    some = tl.sum(tl.where(x == x, 0, 1), 1)
-    return tl.where(some > 0, float("nan"), tl.min(x, 1))
-
-
-@triton.jit(do_not_specialize=("tokens", "sinks"))
-def page_gamma(
-    sources, anchors, slots, tokens, channels, sinks, gamma_at, STRIDE: tl.constexpr, LIKE: tl.constexpr, QUADS: tl.constexpr,
-    PTX: tl.constexpr,
-):  # fmt: skip
-    """Least number and step of a page's short scales, of QUADS quads of channels."""
-    quad = tl.program_id(0) * QUADS + tl.arange(0, QUADS)
-    x, anchor, there = at_address(sources, tl.program_id(1), LIKE), at_address(anchors, tl.program_id(1), tl.uint8), quad < channels // 4
-    low0 = tl.full((QUADS,), LARGEST, tl.float32)
-    low1, low2, low3, high0, high1, high2, high3 = low0, low0, low0, -low0, -low0, -low0, -low0
-    for row in range(0, tl.cdiv(tokens, CHUNK)):
-        slot = slots_of(slots, _filled(row, tl.arange(0, CHUNK), tokens, sinks), PTX)
-        low, high = _extremes(_load_quads(x, slot, quad, there[:, None], STRIDE, PTX), LIKE, PTX)
-        low0, low1, low2, low3 = tl.minimum(low0, low[0]), tl.minimum(low1, low[1]), tl.minimum(low2, low[2]), tl.minimum(low3, low[3])
-        high0, high1 = tl.maximum(high0, high[0]), tl.maximum(high1, high[1])
-        high2, high3 = tl.maximum(high2, high[2]), tl.maximum(high3, high[3])
-    gamma = (anchor + gamma_at).to(tl.pointer_type(tl.float16)) + 4 * quad
-    _store_gamma(gamma, low0, high0, channels, there)
-    _store_gamma(gamma + 1, low1, high1, channels, there)
-    _store_gamma(gamma + 2, low2, high2, channels, there)
-    _store_gamma(gamma + 3, low3, high3, channels, there)
-
-
-@triton.jit
-def _store_gamma(gamma, least, most, channels, there):
-    origin = tl.where(least == 0.0, 0.0, least).to(tl.float16)
-    start = origin.to(tl.float32)
-    spread = tl.maximum(most - start, start - least)
-    step = rounded_up(tl.div_rn(spread, tl.zeros_like(spread) + STEPS))
-    tl.store(gamma, origin, mask=there)
-    tl.store(gamma + channels, step.to(tl.int16).to(tl.float16, bitcast=True), mask=there)
-
-
-@triton.jit
-def _mean(x, size):
-    """Of chunks, float32 [quads]; ``size`` is the greatest absolute value of each. As of scales.py where that is finite."""
-    exponent = tl.minimum(tl.maximum(size.to(tl.int32, bitcast=True) >> 23, LEAST), MOST)
-    grow = ((-exponent + (2 * BIAS + INTEGER - 1)) << 23).to(tl.float32, bitcast=True)
-    shrink = ((exponent - (INTEGER - 1 + SHARE)) << 23).to(tl.float32, bitcast=True)
-    # What ROUNDING is added to has the pattern of that, and the integer more.
-    total = tl.sum((x * grow[:, None] + ROUNDING).to(tl.int32, bitcast=True), 1) - PATTERNS
-    return total.to(tl.float32) * shrink
-
-
-@triton.jit
-def _find_scales(x, low, high, row, channel, there, anchor, channels, gamma_at, mu_at, sigma_at, SHORT: tl.constexpr):
-    """Scales of a row's chunks, float32 [quads], written into the anchor; and whether they cover the chunks."""
-    place = row * channels + channel
-    means = _mean(x, tl.maximum(tl.abs(low), tl.abs(high)))
-    sound = (low >= -LARGEST) & (high <= LARGEST)
-    if SHORT:
-        gamma = (anchor + gamma_at).to(tl.pointer_type(tl.float16)) + channel
-        origin = tl.load(gamma, mask=there, other=0).to(tl.float32)
-        step = tl.load(gamma + channels, mask=there, other=0).to(tl.float32)
-        steps = tl.where(step > 0, step, 1.0)
-        # To the nearest, ties to even; the quotient of a page that is covered has few bits before the point.
-        quotient = tl.minimum(tl.maximum(tl.div_rn(means - origin, steps), 0.0), 255.0)
-        away = tl.where(step > 0, rounded_to_integer(quotient), 0.0)
-        mu = origin + step * away
-        reach = tl.div_rn(tl.maximum(high - mu, mu - low), steps)
-        far = tl.where(step > 0, tl.ceil(tl.minimum(tl.maximum(reach, 0.0), 255.0)), 0.0)
-        enough = covers(mu, (step * far).to(tl.float16).to(tl.float32), low, high)
-        far = tl.minimum(far + tl.where(enough, 0.0, 1.0), 255.0)
-        sigma = (step * far).to(tl.float16).to(tl.float32)
-        tl.store(anchor + mu_at + place, away.to(tl.int32).to(tl.uint8), mask=there)
-        tl.store(anchor + sigma_at + place, far.to(tl.int32).to(tl.uint8), mask=there)
-    else:
-        half = means.to(tl.float16)
-        mu = half.to(tl.float32)
-        pattern = rounded_up(tl.maximum(high - mu, mu - low))
-        pattern += tl.where(covers(mu, of_pattern(pattern), low, high), 0, 1)
-        sigma = of_pattern(pattern)
-        tl.store((anchor + mu_at).to(tl.pointer_type(tl.float16)) + place, half, mask=there)
-        tl.store((anchor + sigma_at).to(tl.pointer_type(tl.int16)) + place, pattern.to(tl.int16), mask=there)
-    return mu, sigma, (sound & (sigma <= LARGEST) & covers(mu, sigma, low, high)) | ~there
 
 
 @triton.jit
@@ -329,36 +140,6 @@ def _split(first, second, BITS: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
-def _halves(x):
-    """Every other token of [quads, tokens]."""
-    return tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
-
-
-@triton.jit
-def _quarters(x):
-    """Every fourth token, of the first four on."""
-    even, odd = _halves(x)
-    a, c = _halves(even)
-    b, d = _halves(odd)
-    return a, b, c, d
-
-
-@triton.jit
-def _halves(x):
-    """Every other token of [quads, tokens]."""
-    return tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
-
-
-@triton.jit
-def _quarters(x):
-    """Every fourth token, of the first four on."""
-    even, odd = _halves(x)
-    a, c = _halves(even)
-    b, d = _halves(odd)
-    return a, b, c, d
-
-
-@triton.jit
 def _again(words, MOVE: tl.constexpr, PTX: tl.constexpr):
     """The same, which the compiler does not know: it would keep numbers that are cheaper found again. Branches MOVE them otherwise."""
     if PTX:
@@ -366,9 +147,9 @@ def _again(words, MOVE: tl.constexpr, PTX: tl.constexpr):
         b = tl.inline_asm_elementwise(MOVE, "=r,r", [words[1]], tl.int32, True, 1)
         c = tl.inline_asm_elementwise(MOVE, "=r,r", [words[2]], tl.int32, True, 1)
         d = tl.inline_asm_elementwise(MOVE, "=r,r", [words[3]], tl.int32, True, 1)
-        return _quarters(a), _quarters(b), _quarters(c), _quarters(d)
+        return quarters(a), quarters(b), quarters(c), quarters(d)
     else:
-        return _quarters(words[0]), _quarters(words[1]), _quarters(words[2]), _quarters(words[3])
+        return quarters(words[0]), quarters(words[1]), quarters(words[2]), quarters(words[3])
 
 
 @triton.jit
@@ -378,19 +159,19 @@ def _hidden(word, ASSEMBLY: tl.constexpr):
 
 @triton.jit
 def _some_channels(words, k, MOVE: tl.constexpr, LIKE: tl.constexpr, PTX: tl.constexpr):
-    """Numbers of every fourth token from the ``k``th, as of _channels().
+    """Numbers of every fourth token from the ``k``th, as of numbers_of().
 
     Of bfloat16 they are found in another way, which each branch MOVEs to otherwise: the compiler would keep what is found before.
     """
     if PTX and LIKE == tl.bfloat16:
-        a, c = _quarters(words[0]), _quarters(words[1])
+        a, c = quarters(words[0]), quarters(words[1])
         first, second = _hidden(a[k], MOVE), _hidden(c[k], MOVE)
         x0, x1 = _hidden(first, "prmt.b32 $0, $1, 0, 0x1044;"), _hidden(first, "prmt.b32 $0, $1, 0, 0x3244;")
         x2, x3 = _hidden(second, "prmt.b32 $0, $1, 0, 0x1044;"), _hidden(second, "prmt.b32 $0, $1, 0, 0x3244;")
-        return _float32(x0, x1, x2, x3)
+        return float32_of(x0, x1, x2, x3)
     else:
-        a, b, c, d = _quarters(words[0]), _quarters(words[1]), _quarters(words[2]), _quarters(words[3])
-        return _channels((a[k], b[k], c[k], d[k]), LIKE)
+        a, b, c, d = quarters(words[0]), quarters(words[1]), quarters(words[2]), quarters(words[3])
+        return numbers_of((a[k], b[k], c[k], d[k]), LIKE)
 
 
 @triton.jit
@@ -399,12 +180,12 @@ def _scales_of(
     PTX: tl.constexpr,
 ):  # fmt: skip
     """Mu and sigma of a row's chunks, float32 [quads], four of each, and whether all are clear; where a chunk is not covered is noted."""
-    low, high = _extremes(words, LIKE, PTX)
-    x = _channels(words, LIKE)
-    mu, sigma, sound = _find_scales(x[0], low[0], high[0], row, 4 * quad, there, anchor, CHANNELS, gamma_at, mu_at, sigma_at, SHORT)
-    mu1, sigma1, sound1 = _find_scales(x[1], low[1], high[1], row, 4 * quad + 1, there, anchor, CHANNELS, gamma_at, mu_at, sigma_at, SHORT)
-    mu2, sigma2, sound2 = _find_scales(x[2], low[2], high[2], row, 4 * quad + 2, there, anchor, CHANNELS, gamma_at, mu_at, sigma_at, SHORT)
-    mu3, sigma3, sound3 = _find_scales(x[3], low[3], high[3], row, 4 * quad + 3, there, anchor, CHANNELS, gamma_at, mu_at, sigma_at, SHORT)
+    low, high = extremes(words, LIKE, PTX)
+    x = numbers_of(words, LIKE)
+    mu, sigma, sound = find_scales(x[0], low[0], high[0], row, 4 * quad, there, anchor, CHANNELS, gamma_at, mu_at, sigma_at, SHORT)
+    mu1, sigma1, sound1 = find_scales(x[1], low[1], high[1], row, 4 * quad + 1, there, anchor, CHANNELS, gamma_at, mu_at, sigma_at, SHORT)
+    mu2, sigma2, sound2 = find_scales(x[2], low[2], high[2], row, 4 * quad + 2, there, anchor, CHANNELS, gamma_at, mu_at, sigma_at, SHORT)
+    mu3, sigma3, sound3 = find_scales(x[3], low[3], high[3], row, 4 * quad + 3, there, anchor, CHANNELS, gamma_at, mu_at, sigma_at, SHORT)
     sound = sound & sound1 & sound2 & sound3
     tl.store(anchor, tl.full((), 1, tl.uint8), mask=tl.min(tl.where(sound, 1, 0), 0) == 0)
     clear = (sigma > tl.abs(mu) * CLEAR) & (sigma1 > tl.abs(mu1) * CLEAR)
@@ -451,7 +232,7 @@ def _store_sinks(source, slots, row, quad, there, tokens, sinks, target, STRIDE:
     for place in range(0, CHUNK, 4):
         token = row * CHUNK + place + tl.arange(0, 4)
         exact = (token < sinks)[None, :] & there[:, None]
-        words = _load_quads(source, slots_of(slots, tl.minimum(token, tokens - 1), PTX), quad, exact, STRIDE, PTX)
+        words = load_quads(source, slots_of(slots, tl.minimum(token, tokens - 1), PTX), quad, exact, STRIDE, PTX)
         own = target.to(tl.pointer_type(tl.int32)) + (token * (CHANNELS * SIZE // 4))[None, :] + SIZE * quad[:, None]
         for k in tl.static_range(SIZE):
             tl.store(own + k, words[k], mask=exact)
@@ -480,10 +261,10 @@ def encode_tiles(
     own = None if CHANNELS % (4 * QUADS) == 0 else there[:, None]
     whole = (row * CHUNK >= sinks) & (row * CHUNK + CHUNK <= tokens)
     if whole:
-        a, b, c, d = _load_quads(source, slots_of(slots, row * CHUNK + tl.arange(0, CHUNK), PTX), quad, own, STRIDE, PTX)
+        a, b, c, d = load_quads(source, slots_of(slots, row * CHUNK + tl.arange(0, CHUNK), PTX), quad, own, STRIDE, PTX)
     else:
         _store_sinks(source, slots, row, quad, there, tokens, sinks, anchor + sinks_at, STRIDE, CHANNELS, PTX)
-        a, b, c, d = _load_quads(source, slots_of(slots, _filled(row, tl.arange(0, CHUNK), tokens, sinks), PTX), quad, own, STRIDE, PTX)
+        a, b, c, d = load_quads(source, slots_of(slots, filled(row, tl.arange(0, CHUNK), tokens, sinks), PTX), quad, own, STRIDE, PTX)
     words = a, b, c, d
     mu, sigma, clear = _scales_of(words, row, quad, there, anchor, gamma_at, mu_at, sigma_at, CHANNELS, LIKE, SHORT, PTX)
     if whole & clear:

@@ -7,8 +7,9 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_ext.layers.kernels.lynx.chunk_scales import page_gamma
 from sglang_ext.layers.kernels.lynx.decode_tiles import decode_tiles
-from sglang_ext.layers.kernels.lynx.encode_tiles import cells, edges, encode_tiles, page_gamma
+from sglang_ext.layers.kernels.lynx.encode_tiles import cells, edges, encode_tiles
 from sglang_ext.layers.kernels.lynx.exact_tiles import count_units, read_exact, write_exact
 from sglang_ext.layers.kernels.lynx.layout import BLOCK, HEADER, UNIT, Layout
 from sglang_ext.layers.kernels.lynx.levels import BITS, bounds, fine_levels, greatest, levels, step
@@ -37,8 +38,8 @@ def anchors(parts: Parts, layout: Layout, slots: torch.Tensor | None) -> tuple[t
             PTX=PTX, num_warps=warps,
         )  # fmt: skip
     encode_tiles[_grid(layout, count, 4 * QUADS)](
-        parts.table, targets, None if rest is None else _addresses_of_rows(rest), slots, _table_of(edges, layout.bits, device),
-        _table_of(cells, layout.bits, device), layout.tokens, layout.sinks, *offsets, CHANNELS=layout.channels, STRIDE=stride,
+        parts.table, targets, None if rest is None else _addresses_of_rows(rest), slots, table_of(edges, layout.bits, device),
+        table_of(cells, layout.bits, device), layout.tokens, layout.sinks, *offsets, CHANNELS=layout.channels, STRIDE=stride,
         LIKE=like, BITS=layout.bits, GREATEST=greatest(layout.bits), SHORT=layout.short_scales, QUADS=QUADS, PTX=PTX,
         num_warps=warps, maxnreg=REGISTERS if layout.dtype == torch.bfloat16 else None,
     )  # fmt: skip
@@ -50,7 +51,7 @@ def exact_residuals(parts: Parts, found: Sequence[torch.Tensor], layout: Layout,
     count, device, streams = len(parts.tensors), parts.tensors[0].device, addresses(found)
     grid = _grid(layout, count, BLOCK)
     page, (*scales, _, codes_at) = (layout.tokens, layout.channels, layout.sinks), _offsets(layout)
-    ends_of_bins, kinds = _table_of(bounds, layout.bits, device), {"LIKE": LIKE[layout.dtype], "BITS": layout.bits, "SHORT": layout.short_scales}
+    ends_of_bins, kinds = table_of(bounds, layout.bits, device), {"LIKE": LIKE[layout.dtype], "BITS": layout.bits, "SHORT": layout.short_scales}
     units = torch.zeros(count, layout.rows * layout.blocks, dtype=torch.int32, device=device)
     count_units[grid](streams, ends_of_bins, units, *page, *scales, codes_at, **kinds)
     ends = units.cumsum(1)
@@ -85,11 +86,11 @@ def decode(
     kinds = {"LIKE": LIKE[layout.dtype], "BITS": layout.bits, "SHORT": layout.short_scales}
     if rest is not None and layout.reference == "exact":
         read_exact[_grid(layout, count, BLOCK)](
-            streams, rest, outs.table, slots, _table_of(bounds, layout.bits, device), stride, *page, *offsets,
+            streams, rest, outs.table, slots, table_of(bounds, layout.bits, device), stride, *page, *offsets,
             layout.index_bytes, **kinds,
         )  # fmt: skip
         return
-    meanings = _table_of(levels if rest is None else _both_levels, layout.bits, device)
+    meanings = table_of(levels if rest is None else _both_levels, layout.bits, device)
     decode_tiles[_grid(layout, count, 2 * PAIRS)](
         streams, rest, outs.table, slots, meanings, layout.tokens, layout.sinks, *offsets, CHANNELS=layout.channels,
         STRIDE=_slot_stride(outs), **kinds, PAIRS=PAIRS, FEW=FEW, PTX=PTX, num_warps=PAIRS // 64,
@@ -109,7 +110,7 @@ def _both_levels(bits: int) -> tuple[float, ...]:
 
 
 @lru_cache(maxsize=None)
-def _table_of(numbers: Callable[[int], tuple[float, ...]], bits: int, device: torch.device) -> torch.Tensor:
+def table_of(numbers: Callable[[int], tuple[float, ...]], bits: int, device: torch.device) -> torch.Tensor:
     """Levels or bounds on a device, float32."""
     return torch.tensor(numbers(bits), device=device)
 
