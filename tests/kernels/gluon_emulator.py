@@ -14,8 +14,9 @@ import torch
 from ptx_emulator import Assembly
 
 KERNELS = Path(__file__).parents[2] / "sglang_ext/layers/kernels/gluon"
-# In the order in which they import each other.
-MODULES = ("tiles", "exact", "products", "packed")
+# Of each kernel, in the order in which they import each other.
+MODULES = {"packed_splits_gluon": ("tiles", "exact", "products", "packed")}
+MODULES["integer_splits_gluon"] = (*MODULES["packed_splits_gluon"], "integer_products", "integer_blocks")
 
 
 class Pointer:
@@ -44,8 +45,8 @@ class Shared:
     def index(self, at):
         return Shared(self.data[at])
 
-    def slice(self, first, count):
-        return Shared(self.data[first : first + count])
+    def slice(self, first, count, dim=0):
+        return Shared(self.data.narrow(dim, first, count))
 
     def load(self, layout):
         assert list(self.data.shape) == list(layout.shape)
@@ -84,29 +85,30 @@ def store(pointer, value, mask):
     pointer.data[at[mask]] = value[mask]
 
 
-def _language(program, assembly):
+def _language(grid, program, assembly):
     """What stands for ``triton.experimental.gluon.language``."""
 
     def tensors(name):
         return lambda left, right: getattr(torch, name)(torch.as_tensor(left), torch.as_tensor(right))
 
     return SimpleNamespace(
-        constexpr=lambda value: value, static_range=range, program_id=lambda axis: program[axis], load=load, store=store,
+        constexpr=lambda value: value, static_range=range, program_id=lambda axis: program[axis], num_programs=lambda axis: grid[axis],
+        load=load, store=store,
         SliceLayout=lambda axis, parent: None, SwizzledSharedLayout=lambda *_: None, inline_asm_elementwise=assembly,
         arange=lambda first, end, layout: torch.arange(first, end), cdiv=lambda left, right: -(-left // right),
         thread_barrier=lambda: None,
         full=lambda shape, value, dtype, layout: torch.full(tuple(shape), value, dtype=dtype),
         allocate_shared_memory=lambda dtype, shape, layout: Shared(torch.full(tuple(shape), torch.nan, dtype=dtype)),
         convert_layout=lambda numbers, layout, assert_trivial: numbers, expand_dims=torch.unsqueeze, where=torch.where,
-        broadcast=torch.broadcast_tensors, join=lambda left, right: torch.stack([left, right], -1),
-        split=lambda both: both.unbind(-1), max=torch.amax, sum=torch.sum, exp2=torch.exp2, log2=torch.log2,
-        fma=lambda left, right, more: left * right + more, minimum=tensors("minimum"), maximum=tensors("maximum"),
-        int32=torch.int32, int64=torch.int64, float16=torch.float16, bfloat16=torch.bfloat16, float32=torch.float32,
+        broadcast=lambda left, right: torch.broadcast_tensors(*map(torch.as_tensor, (left, right))), join=lambda left, right: torch.stack([left, right], -1),
+        split=lambda both: both.unbind(-1), max=torch.amax, min=torch.amin, sum=torch.sum, exp2=torch.exp2, log2=torch.log2,
+        fma=lambda left, right, more: (left.double() * right.double() + more.double()).float(), minimum=tensors("minimum"), maximum=tensors("maximum"),
+        int8=torch.int8, int32=torch.int32, int64=torch.int64, float16=torch.float16, bfloat16=torch.bfloat16, float32=torch.float32,
     )  # fmt: skip
 
 
 def _mma(left, right, acc):
-    return (left.double() @ right.double() + acc).float()
+    return (left.double() @ right.double() + acc).to(acc.dtype)
 
 
 class Emulated:
@@ -117,16 +119,17 @@ class Emulated:
 
     def __getitem__(self, grid):
         def launch(*args, F, num_warps, **constants):
-            from sglang_ext.layers.kernels.gluon import assembly, fragments
+            from sglang_ext.layers.kernels.gluon import assembly, fragments, integer_fragments
 
-            layouts = {F.key_assembly[0]: F.key_layout, F.value_assembly[0]: F.paired_layout}
+            of_values = F.quartet_layout if self.name == "integer_splits_gluon" else F.paired_layout
+            layouts = {F.key_assembly[0]: F.key_layout, F.value_assembly[0]: of_values}
             layouts[assembly.paired_tokens()[0]] = F.exact_paired
             program = [0, 0, 0]
             names = {
-                "gl": _language(program, Assembly(layouts)), "gluon": SimpleNamespace(jit=lambda made: made), "mma_v2": _mma,
-                "assembly": assembly, "fragments": fragments, "async_copy": Copies(),
+                "gl": _language(grid, program, Assembly(layouts)), "gluon": SimpleNamespace(jit=lambda made: made), "mma_v2": _mma,
+                "assembly": assembly, "fragments": fragments, "integer_fragments": integer_fragments, "async_copy": Copies(),
             }  # fmt: skip
-            for module in MODULES:
+            for module in MODULES[self.name]:
                 tree = ast.parse((KERNELS / f"{module}.py").read_text())
                 tree.body = [part for part in tree.body if not isinstance(part, ast.ImportFrom)]
                 exec(compile(tree, module, "exec"), names)

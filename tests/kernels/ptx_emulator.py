@@ -51,14 +51,49 @@ def _movmatrix(name, source):
     return halves[:, 0] | halves[:, 1] << np.uint32(16)
 
 
+def _as(dtype, source):
+    return torch.from_numpy(np.ascontiguousarray(source)).view(dtype)
+
+
+def _bits(numbers):
+    return numbers.contiguous().view(torch.int32).numpy().view(np.uint32)
+
+
 def _mul(name, left, right):
-    left, right = (torch.from_numpy(np.ascontiguousarray(part)).view(torch.float16) for part in (left, right))
-    return (left * right).view(torch.int32).numpy().view(np.uint32)
+    return _bits(_as(torch.float16, left) * _as(torch.float16, right))
+
+
+def _add(name, left, right):
+    """Of two float16, or of a float32 and a constant."""
+    if name == "add.rn.f16x2":
+        return _bits(_as(torch.float16, left) + _as(torch.float16, np.broadcast_to(right, left.shape)))
+    constant = np.frombuffer(bytes.fromhex(right.removeprefix("0f")), ">f4").astype(np.float32)
+    return _bits(_as(torch.float32, left) + torch.from_numpy(constant))
+
+
+def _number(source):
+    """A register, or what a constant says."""
+    return np.uint32(int(source, 0)) if isinstance(source, str) else source
+
+
+def _lop3(name, first, second, third, table):
+    """Each bit of the result is the table's at the place that the bits of the sources tell."""
+    sources, found = [_number(part) for part in (first, second, third)], np.uint32(0)
+    for place in range(8):
+        if int(table, 16) >> place & 1:
+            parts = [part if place >> 2 - at & 1 else ~part for at, part in enumerate(sources)]
+            found = found | parts[0] & parts[1] & parts[2]
+    return found
 
 
 INSTRUCTIONS = {
     "prmt": _prmt,
-    "and": lambda name, left, mask: left & np.uint32(int(mask, 16)),
+    "and": lambda name, left, right: left & _number(right),
+    "or": lambda name, left, right: left | _number(right),
+    "shr": lambda name, left, count: left >> np.uint32(int(count)),
+    "mov": lambda name, source: np.array([_number(source)]),
+    "add": _add,
+    "lop3": _lop3,
     "cvt": _cvt,
     "movmatrix": _movmatrix,
     "mul": _mul,
@@ -79,29 +114,32 @@ class Assembly:
     def __init__(self, layouts):
         self.layouts = layouts
 
-    def places(self, assembly, shape):
+    def places(self, assembly, shape, pack):
         if "movmatrix" in assembly:
             return registers(_sum_layout(*shape))
         if assembly in self.layouts:
             assert list(self.layouts[assembly].shape) == list(shape)
             return registers(self.layouts[assembly])
-        return np.arange(int(np.prod(shape))).reshape(32, -1)
+        return np.arange(int(np.prod(shape))).reshape(-1, pack)
 
     def __call__(self, assembly, constraints, inputs, dtypes, pure, pack):
-        shape, places = inputs[0].shape, self.places(assembly, inputs[0].shape)
+        if assembly.startswith("mul.wide.s32"):
+            # The only one of registers of 64 bits.
+            return inputs[0].long() * inputs[1].long()
+        shape, places = inputs[0].shape, self.places(assembly, inputs[0].shape, pack)
         names = constraints.split(",")
         given = itertools.count(sum(name.startswith("=") for name in names))
         held = {}
         for part in inputs:
             mine = part.contiguous().flatten()[torch.from_numpy(places)].contiguous()
-            mine = mine.view(torch.int32).numpy().view(np.uint32).reshape(32, places.shape[1] // pack, -1)
+            mine = mine.view(torch.int32).numpy().view(np.uint32).reshape(len(places), places.shape[1] // pack, -1)
             held |= {next(given): mine[..., register] for register in range(mine.shape[-1])}
         assert next(given) == len(names)
         left, found = run(assembly, held), []
-        each = pack // 2
         for number, dtype in enumerate(dtypes if isinstance(dtypes, tuple) else (dtypes,)):
+            each = pack * dtype.itemsize // 4
             mine = np.stack([left[f"${number * each + register}"] for register in range(each)], -1)
-            halves = torch.from_numpy(mine.reshape(32, -1).view(np.int32)).view(dtype)
+            halves = torch.from_numpy(mine.reshape(len(places), -1).view(np.int32)).view(dtype)
             out = torch.empty(int(np.prod(shape)), dtype=dtype)
             out[torch.from_numpy(places)] = halves
             found.append(out.view(shape))

@@ -55,3 +55,84 @@ def weights(dtype: str) -> tuple[str, str]:
         "movmatrix.sync.aligned.m8n8.trans.b16 $0, t;",
     )
     return "\n".join(["{ .reg .f32 a, b; .reg .b32 t;", *lines, "}"]), "=r,f,f"
+
+
+# What an integer below 2 ** 22 is added to in int32, so that the bits are those of a float32 that is larger by BIAS.
+BIASED, BIAS = 0x4B400000, 1.5 * 2.0**23
+
+
+def is_signed(bits: int, lowest: int) -> bool:
+    """Whether a code from its byte's bit ``lowest`` on has the highest: as int8 it is its bits, less 128."""
+    return lowest + bits == 8
+
+
+def _codes(target: str, source: str, bits: int, lowest: int) -> str:
+    """Of each byte the code from a bit on, where it lies; 128 less where that is signed."""
+    mask = f"{(((1 << bits) - 1) << lowest) * 0x01010101:#x}"
+    if is_signed(bits, lowest):
+        return f"lop3.b32 {target}, {source}, {mask}, 0x80808080, 0x6a;"
+    return f"and.b32 {target}, {source}, {mask};"
+
+
+def key_codes(bits: int, together: int) -> tuple[str, str]:
+    """Of four bytes of a token an output of four int8 for each part; ``together``: neighbouring parts that lie at the first one's bit."""
+    parts, lines = 8 // bits, []
+    for shift in range(together):
+        source = f"${parts}"
+        if shift:
+            lines.append(f"shr.b32 t, ${parts}, {bits * shift};")
+            source = "t"
+        lines += [_codes(f"${part + shift}", source, bits, bits * part) for part in range(0, parts, together)]
+    return "\n".join(["{ .reg .b32 t;", *lines, "}"]), ",".join(["=&r"] * parts + ["r"] * 4)
+
+
+def value_codes(bits: int) -> tuple[str, str]:
+    """Of four bytes of each of four tokens: four outputs for each part, of the same byte of all, int8 where it lies."""
+    parts = 8 // bits
+    first, second, third, fourth = (f"${4 * parts + 4 * token}" for token in range(4))
+    lines = ["{ .reg .b32 a, b, c, d, t;"]
+    for target, sources, select in zip("abcd", 2 * [f"{first}, {second}", f"{third}, {fourth}"], ["0x5140"] * 2 + ["0x7362"] * 2):
+        lines.append(f"prmt.b32 {target}, {sources}, {select};")
+    for byte, (sources, select) in enumerate((("a, b", "0x5410"), ("a, b", "0x7632"), ("c, d", "0x5410"), ("c, d", "0x7632"))):
+        lines.append(f"prmt.b32 t, {sources}, {select};")
+        lines += [_codes(f"${4 * part + byte}", "t", bits, bits * part) for part in range(parts)]
+    return "\n".join([*lines, "}"]), ",".join(["=&r"] * (4 * parts) + ["r"] * 16)
+
+
+def weight_codes(streams: int) -> tuple[str, str]:
+    """Of float32 of a sum whose lowest bytes are int8: B, as tiles of 8 x 8 of numbers of two rows are transposed.
+
+    With two streams also of a mask: B where it is set, and B elsewhere.
+    """
+    first, second, third, fourth = (f"${streams + place}" for place in range(4))
+    lines = [
+        "{ .reg .b32 t, u;",
+        f"prmt.b32 t, {first}, {third}, 0x40;",
+        f"prmt.b32 u, {second}, {fourth}, 0x40;",
+        "prmt.b32 t, t, u, 0x5410;",
+    ]
+    if streams == 1:
+        return "\n".join([*lines, "movmatrix.sync.aligned.m8n8.trans.b16 $0, t;", "}"]), "=r,r,r,r,r"
+    lines += ["movmatrix.sync.aligned.m8n8.trans.b16 t, t;", "and.b32 $0, t, $6;", "lop3.b32 $1, t, $6, 0, 0x30;", "}"]
+    return "\n".join(lines), ",".join(["=&r"] * 2 + ["r"] * 8)
+
+
+def as_float() -> tuple[str, str]:
+    """Of the bits of a float32: that number."""
+    return "mov.b32 $0, $1;", "=f,r"
+
+
+def rounded_down() -> tuple[str, str]:
+    """Of a float32: without its two lowest bits, so that BIAS times it is a float32 too."""
+    return "and.b32 $0, $1, 0xfffffffc;", "=f,f"
+
+
+def wide_product() -> tuple[str, str]:
+    """Of two int32: int64."""
+    return "mul.wide.s32 $0, $1, $2;", "=l,r,r"
+
+
+def small_integers() -> tuple[str, str]:
+    """Of two int16 from 0 to 1023: float16, as these are the lowest bits of numbers from 1024 on."""
+    lines = ("{ .reg .b32 t, u;", "or.b32 t, $1, 0x64006400;", "mov.b32 u, 0xe400e400;", "add.rn.f16x2 $0, t, u;", "}")
+    return "\n".join(lines), "=r,r"

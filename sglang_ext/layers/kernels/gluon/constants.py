@@ -7,7 +7,7 @@ from pathlib import Path
 from triton.experimental.gluon import language as gl
 
 from sglang_ext.layers.kernels.gluon import assembly
-from sglang_ext.layers.kernels.gluon.fragments import TOKENS, ExactFragments, copies, layout, spans
+from sglang_ext.layers.kernels.gluon.fragments import TOKENS, BlockFragments, copies, layout, spans
 
 # Triton keeps compiled kernels by their constants as text: what the constants' layouts and assembly come from is part of that.
 _FILES = ("constants.py", "fragments.py", "assembly.py")
@@ -15,27 +15,18 @@ SOURCES = sha256(b"".join((Path(__file__).parent / name).read_bytes() for name i
 
 
 @dataclass(frozen=True)
-class Fragments(ExactFragments):
+class Fragments(BlockFragments):
     """How blocks lie in cells, and the layouts of their parts.
 
     Attributes:
-        bits: of a code.
-        cells: with a block's codes.
         unit: channels of a value that share a scale.
         by_channel: whether 32 tokens of keys share a scale for each channel; else all channels of a token do.
         sources: of which code the layouts are.
     """
 
-    bits: int
-    cells: int
     unit: int
     by_channel: bool
     sources: str = SOURCES
-
-    @property
-    def parts(self) -> int:
-        """Codes of a byte."""
-        return 8 // self.bits
 
     @property
     def key_assembly(self) -> tuple[str, str]:
@@ -51,16 +42,6 @@ class Fragments(ExactFragments):
     def powers(self) -> tuple[float, ...]:
         """What each part's numbers are too large by, as its codes lie at higher bits."""
         return tuple(2.0 ** (self.bits * part) for part in range(self.parts))
-
-    @property
-    def bytes(self) -> int:
-        """Of a token's codes: channels of a part."""
-        return self.dim // self.parts
-
-    @property
-    def cell_tokens(self) -> int:
-        """Tokens whose codes lie in a cell."""
-        return TOKENS // self.cells
 
     @property
     def ahead(self) -> bool:
@@ -92,14 +73,6 @@ class Fragments(ExactFragments):
         """Of the values' scales, as of their zero points: by token, then group, in rows that fit cells."""
         rows = max(1, TOKENS * self.groups // self.dim)
         return rows, TOKENS * self.groups // rows
-
-    @property
-    def key_layout(self) -> gl.DistributedLinearLayout:
-        """Of a block's keys as they lie, [cells, tokens of a cell, bytes of a token]."""
-        count = self.bytes
-        tokens = [count * token for token in (1, 2, 32)]
-        lanes = [count // 4, count // 2, *(count * token for token in (4, 8, 16))]
-        return layout([self.cells, self.cell_tokens, count // 4, 4], spans(1, count // 4) + tokens, lanes)
 
     def _values(self, neighbours: int) -> gl.DistributedLinearLayout:
         count = self.value_unit

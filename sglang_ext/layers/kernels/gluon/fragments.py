@@ -34,11 +34,16 @@ def layout(shape: list[int], registers: list[int], lanes: list[int]) -> gl.Distr
     return gl.DistributedLinearLayout([place(s) for s in registers], [place(s) for s in lanes], [], [], shape)
 
 
-def copies(rows: int, columns: int) -> gl.DistributedLinearLayout:
-    """Of scales, then zero points, [rows, columns] each: up to 16 bytes a lane."""
-    every = spans(1, 2 * rows * columns)
+def rows_of(rows: int, columns: int) -> gl.DistributedLinearLayout:
+    """Of numbers of 16 bits, [rows, columns], as they are copied: up to 16 bytes a lane."""
+    every = spans(1, rows * columns)
     inside = min(3, len(every) - 5)
-    return layout([2 * rows, columns], every[:inside] + every[inside + 5 :], every[inside : inside + 5])
+    return layout([rows, columns], every[:inside] + every[inside + 5 :], every[inside : inside + 5])
+
+
+def copies(rows: int, columns: int) -> gl.DistributedLinearLayout:
+    """Of scales, then zero points, [rows, columns] each."""
+    return rows_of(2 * rows, columns)
 
 
 @dataclass(frozen=True)
@@ -79,3 +84,39 @@ class ExactFragments:
     def exact_paired(self) -> gl.DistributedLinearLayout:
         """The same, but two channels of a token are followed by those of the token beside it in a fragment."""
         return self._exact_values(1)
+
+
+@dataclass(frozen=True)
+class BlockFragments(ExactFragments):
+    """Constants of a kernel over packed blocks too.
+
+    Attributes:
+        bits: of a code.
+        cells: with a block's codes.
+    """
+
+    bits: int
+    cells: int
+
+    @property
+    def parts(self) -> int:
+        """Codes of a byte."""
+        return 8 // self.bits
+
+    @property
+    def bytes(self) -> int:
+        """Of a token's codes: channels of a part."""
+        return self.dim // self.parts
+
+    @property
+    def cell_tokens(self) -> int:
+        """Tokens whose codes lie in a cell."""
+        return TOKENS // self.cells
+
+    @property
+    def key_layout(self) -> gl.DistributedLinearLayout:
+        """Of a block's keys as they lie, [cells, tokens of a cell, bytes of a token]."""
+        count = self.bytes
+        tokens = [count * token for token in (1, 2, 32)]
+        lanes = [count // 4, count // 2, *(count * token for token in (4, 8, 16))]
+        return layout([self.cells, self.cell_tokens, count // 4, 4], spans(1, count // 4) + tokens, lanes)

@@ -10,9 +10,11 @@ import torch
 import triton
 
 from sglang_ext.layers.kernels.flash_tiles import Tile, tiles
+from sglang_ext.layers.kernels.gluon.integer_blocks import integer_splits_gluon
+from sglang_ext.layers.kernels.gluon.integer_fragments import IntegerFragments
 from sglang_ext.layers.kernels.hack.integer_attention import integer_splits
 from sglang_ext.layers.kernels.hack.integers import query_codes
-from sglang_ext.layers.kernels.packed.packed_launches import EXACT, PACKED_ROWS, Call
+from sglang_ext.layers.kernels.packed.packed_launches import EXACT, GLUON_OPTIONS, PACKED_ROWS, Call
 from sglang_ext.mem_cache.compressed.formats.packing import as_bytes
 
 # Bytes that a product of int8 takes along its inner dimension at least, and channels along another one.
@@ -50,3 +52,14 @@ def launch_integers(call: Call, stored_sums: bool = True, exact_tail: bool = Tru
     # A step is a partition of values.
     choices = [tile for tile in tiles(call.group, PACKED_ROWS, partition, STAGES, fewest_rows=8) if tile.tokens == partition]
     call.launch("integers", choices, with_tile)
+
+
+def launch_gluon_integers(call: Call, constants: IntegerFragments) -> None:
+    """Let the parts of rows be read by gluon/integer_blocks.py's kernel, whose sizes are the same for all GPUs."""
+    keys, values = call.keys, call.values
+    words, numbers = ([part.view(dtype) for part in (keys, values)] for dtype in (torch.int32, torch.float16))
+    codes, parameters = query_codes(call.queries, call.packing.keys.grid.channels, call.scaling)
+    integer_splits_gluon[call.grid(call.group)](
+        call.queries, codes, parameters, keys, values, words[0], numbers[0], words[1], numbers[1], *call.rows, *call.outcome,
+        *call.parts.splits, HEADS=keys.shape[1], BLOCK_SLOTS=call.packing.block_slots, F=constants, **GLUON_OPTIONS,
+    )  # fmt: skip

@@ -2,8 +2,8 @@
 
 Programs of a request's first splits read its packed blocks, those of the others its exact tokens; a second kernel joins what
 they found by log-sum-exp. What comes of packed and of exact tokens is summed apart where the former has to be rotated
-back. The splits' kernel is hack/integer_attention.py's where blocks hold sums, gluon/packed.py's where that takes them
-(:func:`fragments`), else packed_attention.py's. Blocks that hold more than codes, scales, zero points and sums have none
+back. The splits' kernel is gluon/packed.py's where that takes blocks (:func:`fragments`), else packed_attention.py's; of blocks that
+hold sums gluon/integer_blocks.py's (:func:`integer_fragments`), else hack/integer_attention.py's. Blocks that hold more than codes, scales, zero points and sums have none
 (:func:`check_readable`), nor have others whose scales are shared by tokens and channels.
 """
 
@@ -15,12 +15,15 @@ from sglang_ext.layers.kernels.flash_parts import Parts
 from sglang_ext.layers.kernels.gluon import waves
 from sglang_ext.layers.kernels.gluon.constants import Fragments
 from sglang_ext.layers.kernels.gluon.fragments import TOKENS
-from sglang_ext.layers.kernels.hack.integer_decode import launch_integers
+from sglang_ext.layers.kernels.gluon.integer_fragments import PARTITION, IntegerFragments
+from sglang_ext.layers.kernels.hack.integer_decode import launch_gluon_integers, launch_integers
 from sglang_ext.layers.kernels.packed.packed_launches import BY_CHANNEL, Call, launch_gluon, launch_triton
 from sglang_ext.mem_cache.compressed.formats.packing import Packing
 
 # Tokens that share a channel's scale, sizes of a head, and most queries that share a KV head, in the Gluon kernel.
 SHARED_TOKENS, DIMS, MOST_QUERIES = 32, (64, 128), 16
+# Channels of a head and bits of its codes, and most queries, in the kernel of integers.
+INTEGERS, MOST_INTEGER_QUERIES = ((128, 4), (128, 2), (64, 4)), 8
 # Compute capability of an A100.
 AMPERE = (8, 0)
 
@@ -71,9 +74,25 @@ def fragments(packing: Packing, keys: torch.Tensor, values: torch.Tensor, group:
     return made if whole_units and made.value_unit >= 32 and made.groups <= 4 else None
 
 
+def integer_fragments(packing: Packing, keys: torch.Tensor, values: torch.Tensor, group: int) -> IntegerFragments | None:
+    """The constants of the Gluon kernel that multiplies integers; None where it does not take such blocks, or there is no GPU for it.
+
+    It takes partitions of 64 in pools of 16 bits, with heads of 128 channels in 4 or 2 bits, or 64 in 4, of which up to 8 queries share one.
+    Arguments are those of :func:`fragments`.
+    """
+    key, value = packing.keys, packing.values
+    if not (key.sums and value.sums and key.plain and value.plain and has_tensor_cores(keys)) or keys.element_size() != 2:
+        return None
+    if (key.dim, key.bits) not in INTEGERS or (value.dim, value.bits, value.tokens) != (key.dim, key.bits, key.tokens):
+        return None
+    if key.tokens != TOKENS or key.grid != (1, PARTITION) or value.grid != (PARTITION, 1) or group > MOST_INTEGER_QUERIES:
+        return None
+    return IntegerFragments(key.dim, group, key.bits, key.code_cells)
+
+
 def warps_at_once(packing: Packing, keys: torch.Tensor, values: torch.Tensor, group: int) -> int | None:
-    """Programs of the Gluon kernel that run side by side; None where it does not take the blocks (:func:`fragments`)."""
-    if fragments(packing, keys, values, group) is None:
+    """Programs of a Gluon kernel that run side by side; None where none takes the blocks (:func:`fragments`, :func:`integer_fragments`)."""
+    if fragments(packing, keys, values, group) is None and integer_fragments(packing, keys, values, group) is None:
         return None
     return torch.cuda.get_device_properties(keys.device).multi_processor_count * waves.RESIDENT
 
@@ -150,7 +169,10 @@ def packed_decode(
     parts = Parts(queries, values.shape[2], splits)
     call = Call(packing, queries, rotated, keys, values, table, scaling, parts)
     constants = fragments(packing, keys, values, call.group)
-    if packing.keys.sums:
+    integers = integer_fragments(packing, keys, values, call.group)
+    if integers is not None:
+        launch_gluon_integers(call, integers)
+    elif packing.keys.sums:
         launch_integers(call)
     elif constants is not None:
         launch_gluon(call, constants)

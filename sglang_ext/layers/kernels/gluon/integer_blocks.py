@@ -1,0 +1,224 @@
+"""Decode attention over rows that begin with blocks of whole partitions, as products of integers on NVIDIA's tensor cores (HACK, arXiv
+2502.03589): a kernel in Gluon, for hack/integer_decode.py.
+
+A program is one warp, as packed.py's, and codes go from memory to registers likewise: those of the next step's keys as soon as this
+step's are multiplied, and then those of its values. A column of a product is a query in one of a step's blocks (integer_fragments.py).
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+
+from sglang_ext.layers.kernels.gluon import assembly
+from sglang_ext.layers.kernels.gluon.exact import exact_part
+from sglang_ext.layers.kernels.gluon.integer_products import B8, add_coded_values, coded_weights, ones, rounded_down, scores_of_codes
+from sglang_ext.layers.kernels.gluon.packed import PARAMETERS
+from sglang_ext.layers.kernels.gluon.tiles import LOG2E, QUERY, SUM, as_wide, finish, store_rows
+
+WIDE = gl.constexpr(assembly.wide_product())
+
+
+@gluon.jit
+def _query_codes(codes, F: gl.constexpr):
+    """Of each part's streams int8 [bytes, columns] as B, in the order of keys' bytes; 0 in columns of other streams."""
+    COUNT: gl.constexpr = F.value.bytes
+    index, column = gl.arange(0, COUNT, gl.SliceLayout(1, B8)), gl.arange(0, F.value.columns, gl.SliceLayout(0, B8))[None, :]
+    byte = (index // 4 % 4 * (COUNT // 4) + index // 16 * 4 + index % 4)[:, None]
+    query, found = column % F.value.span, ()
+    for at in gl.static_range(gl.constexpr(F.value.parts * F.value.streams)):
+        mine = (query < F.value.group) & (column // F.value.span == at % F.value.streams)
+        found = found + (gl.load(codes + query * F.value.dim + (at // F.value.streams * COUNT + byte), mask=mine, other=0),)
+    return found
+
+
+@gluon.jit
+def _code_sums(queries, F: gl.constexpr):
+    """Of each partition, of queries' codes: int32 [16, columns] of equal rows."""
+    EACH: gl.constexpr = F.value.together * F.value.streams
+    found = ()
+    for partition in gl.static_range(gl.constexpr(F.value.partitions)):
+        sums = gl.full([16, F.value.columns], 0, gl.int32, SUM)
+        for at in gl.static_range(EACH):
+            sums = mma_v2(ones(gl.constexpr(F.value.bytes)), queries[partition * EACH + at], sums)
+        found = found + (sums,)
+    return found
+
+
+@gluon.jit
+def _query_numbers(parameters, heads, F: gl.constexpr):
+    """Of each partition scales, over powers of two of its codes, zero points and rests of queries, in base 2: float32 [columns]."""
+    query = gl.arange(0, F.value.columns, QUERY) % F.value.span
+    COUNT: gl.constexpr = F.value.partitions
+    found = ()
+    for partition in gl.static_range(COUNT):
+        at, mine = parameters + query * COUNT + partition, query < F.value.group
+        scale = rounded_down(gl.load(at, mask=mine, other=0.0) * (LOG2E / F.value.key_powers[partition]))
+        zero = gl.load(at + heads * COUNT, mask=mine, other=0.0) * LOG2E
+        found = found + ((scale, zero, gl.load(at + 2 * heads * COUNT, mask=mine, other=0.0) * LOG2E),)
+    return found
+
+
+@gluon.jit
+def _slots_of_rows(table, block, last, FIRST: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constexpr, BLOCK_SLOTS: gl.constexpr, F: gl.constexpr):
+    """Slots of COUNT cells of parameters, from the FIRST on, each of all streams."""
+    row = gl.arange(0, COUNT * F.value.streams, gl.SliceLayout(1, LAYOUT))
+    at = gl.minimum(block + row % F.value.streams, last - 1) * BLOCK_SLOTS + (F.value.cells + FIRST)
+    return gl.load(table + at + row // F.value.streams)
+
+
+@gluon.jit
+def _slots_of(table, block, last, BLOCK_SLOTS: gl.constexpr, F: gl.constexpr):
+    """Slots of a step's blocks: of each stream's keys' and values' codes; of all streams' parameters. Missing blocks are the last."""
+    KEYS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, F.value.key_layout)))
+    VALUES: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, F.value.value_layout)))
+    of_keys, of_values = (), ()
+    for stream in gl.static_range(gl.constexpr(F.value.streams)):
+        at = table + gl.minimum(block + stream, last - 1) * BLOCK_SLOTS
+        of_keys = of_keys + (gl.load(at + gl.arange(0, F.value.cells, KEYS)),)
+        of_values = of_values + (gl.load(at + gl.arange(0, F.value.cells, VALUES)),)
+    scales = _slots_of_rows(table, block, last, 0, 2, gl.constexpr(F.value.scale_copy), BLOCK_SLOTS, F)
+    return of_keys, of_values, scales, _slots_of_rows(table, block, last, 2, 1, gl.constexpr(F.value.sum_copy), BLOCK_SLOTS, F)
+
+
+@gluon.jit
+def _begins(slots, cell_units, UNIT: gl.constexpr):
+    """Where cells of slots begin, in numbers: int64. Of ``cell_units`` UNIT numbers is one slot to the next."""
+    cell_units = as_wide(cell_units, slots)
+    return gl.inline_asm_elementwise(WIDE[0], WIDE[1], [slots, cell_units], gl.int64, True, 1) * UNIT
+
+
+@gluon.jit
+def _codes_of(words, slots, slot_units, LAYOUT: gl.constexpr, F: gl.constexpr):
+    """Of each stream a block's codes, int32 [cells, tokens, words]; ``slot_units``: of 16 bytes from one slot to the next."""
+    token = gl.arange(0, F.value.cell_tokens, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))))[None, :, None]
+    word = gl.arange(0, F.value.bytes // 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT))))[None, None, :]
+    inside, found = token * (F.value.bytes // 4) + word, ()
+    for stream in gl.static_range(gl.constexpr(F.value.streams)):
+        found = found + (gl.load(words + _begins(slots[stream], slot_units, 4)[:, None, None] + inside),)
+    return found
+
+
+@gluon.jit
+def _copy_rows(of_keys, of_values, key_numbers, value_numbers, slots, key_units, value_units, LAYOUT: gl.constexpr, F: gl.constexpr):
+    """Begin to copy a cell of each of ``slots`` to shared memory."""
+    column = gl.arange(0, F.value.dim, gl.SliceLayout(0, LAYOUT))[None, :]
+    async_copy.async_copy_global_to_shared(of_keys, key_numbers + _begins(slots, key_units, 8)[:, None] + column)
+    async_copy.async_copy_global_to_shared(of_values, value_numbers + _begins(slots, value_units, 8)[:, None] + column)
+
+
+@gluon.jit
+def _copy_numbers(of_keys, of_values, key_numbers, value_numbers, slots, key_units, value_units, F: gl.constexpr):
+    """Begin to copy a step's scales, zero points and sums, each a cell, as one group; units are of 16 bytes."""
+    STREAMS: gl.constexpr = F.value.streams
+    SCALES: gl.constexpr = F.value.scale_copy
+    SUMS: gl.constexpr = F.value.sum_copy
+    mine = of_keys.slice(0, 2 * STREAMS), of_values.slice(0, 2 * STREAMS)
+    _copy_rows(mine[0], mine[1], key_numbers, value_numbers, slots[2], key_units, value_units, SCALES, F)
+    rest = of_keys.slice(2 * STREAMS, STREAMS), of_values.slice(2 * STREAMS, STREAMS)
+    _copy_rows(rest[0], rest[1], key_numbers, value_numbers, slots[3], key_units, value_units, SUMS, F)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _joined(tile, HIGHEST: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr, F: gl.constexpr):
+    """Sums, or what is HIGHEST, of streams of a query: float32 [ROWS, columns]."""
+    if F.value.streams == 1:
+        return tile
+    else:
+        apart = gl.convert_layout(tile.reshape(ROWS, F.value.streams, F.value.span), LAYOUT, assert_trivial=True)
+        found = gl.expand_dims(gl.max(apart, 1) if HIGHEST else gl.sum(apart, 1), 1)
+        return gl.convert_layout(as_wide(found, apart).reshape(ROWS, F.value.columns), SUM, assert_trivial=True)
+
+
+@gluon.jit
+def _store(partial, lse, place, splits, best, outputs, total, F: gl.constexpr):
+    """What a part gave: of each stream the maximum, outputs, and sums of weights by row, [16, columns]."""
+    ROWS: gl.constexpr = F.value.wide_rows
+    BYTES: gl.constexpr = F.value.bytes
+    CHANNELS: gl.constexpr = F.value.wide_channels
+    whole = gl.max(_joined(as_wide(best[None, :], total), True, 16, ROWS, F), 0)
+    # A part without blocks has no maximum.
+    weight = gl.exp2(best - gl.where(whole == float("-inf"), 0.0, whole))[None, :]
+    total = gl.sum(_joined(total * weight, False, 16, ROWS, F), 0)
+    finish(lse, place, splits, whole, total, F)
+    for part in gl.static_range(gl.constexpr(F.value.parts)):
+        found = _joined(outputs[part] * weight, False, BYTES, CHANNELS, F)
+        store_rows(partial, place, splits, found, total, part * BYTES, BYTES, F)
+
+
+@gluon.jit
+def _integer_part(
+    codes, parameters, heads, key_words, key_numbers, value_words, value_numbers, table, first, last, partial, lse, place, splits,
+    key_slot, value_slot, BLOCK_SLOTS: gl.constexpr, F: gl.constexpr,
+):  # fmt: skip
+    """Softmax over the blocks [first, last) of a request's row; buffers begin at the head's cells."""
+    N: gl.constexpr = F.value.columns
+    STREAMS: gl.constexpr = F.value.streams
+    KEYS: gl.constexpr = F.value.key_layout
+    VALUES: gl.constexpr = F.value.value_layout
+    of_keys = gl.allocate_shared_memory(gl.float16, [2, 4 * STREAMS, F.value.dim], PARAMETERS)
+    of_values = gl.allocate_shared_memory(gl.float16, [2, 4 * STREAMS, F.value.dim], PARAMETERS)
+    # Cells are whole units of 16 bytes.
+    key_units, value_units = key_slot >> 3, value_slot >> 3
+    q = _query_codes(codes, F)
+    code_sums, of_queries = _code_sums(q, F), _query_numbers(parameters, heads, F)
+    mask = gl.where((gl.arange(0, 64, gl.SliceLayout(1, SUM)) & 4) == 0, -1, 0).to(gl.int32)[:, None]
+    mask = as_wide(mask, gl.full([64, N], 0, gl.int32, SUM))
+    stream = gl.arange(0, N, QUERY) // F.value.span
+    outputs = ()
+    for _ in gl.static_range(gl.constexpr(F.value.parts)):
+        outputs = outputs + (gl.full([F.value.bytes, N], 0.0, gl.float32, SUM),)
+    total = gl.full([16, N], 0.0, gl.float32, SUM)
+    best = gl.full([N], float("-inf"), gl.float32, QUERY)
+    if first < last:
+        slots = _slots_of(table, first, last, BLOCK_SLOTS, F)
+        _copy_numbers(of_keys.index(0), of_values.index(0), key_numbers, value_numbers, slots, key_units, value_units, F)
+        keys = _codes_of(key_words, slots[0], key_units, KEYS, F)
+        values = _codes_of(value_words, slots[1], value_units, VALUES, F)
+        slots = _slots_of(table, first + STREAMS, last, BLOCK_SLOTS, F)
+        for block in range(first, last, STREAMS):
+            now = (block - first) // STREAMS % 2
+            _copy_numbers(of_keys.index(1 - now), of_values.index(1 - now), key_numbers, value_numbers, slots, key_units, value_units, F)
+            async_copy.wait_group(1)
+            scores = scores_of_codes(keys, q, code_sums, of_queries, of_keys.index(now), F)
+            keys = _codes_of(key_words, slots[0], key_units, KEYS, F)
+            # Keeps the compiler from putting the loads off, here and below.
+            gl.thread_barrier()
+            best, rescale, added, sides, scale, zero, rest, sums = coded_weights(scores, best, block + stream < last, mask, F)
+            total = total * rescale[None, :] + added
+            outputs = add_coded_values(outputs, values, sides, rescale, scale, zero, rest, sums, of_values.index(now), F)
+            values = _codes_of(value_words, slots[1], value_units, VALUES, F)
+            slots = _slots_of(table, block + 2 * STREAMS, last, BLOCK_SLOTS, F)
+            gl.thread_barrier()
+        async_copy.wait_group(0)
+    _store(partial, lse, place, splits, best, outputs, total, F)
+
+
+@gluon.jit
+def integer_splits_gluon(
+    queries, codes, parameters, keys, values, key_words, key_numbers, value_words, value_numbers, token_table, table_row, rows, lengths,
+    packed_slots, partial, lse, scaling, key_slot, key_head, value_slot, value_head, packed_parts, exact_parts,
+    HEADS: gl.constexpr, BLOCK_SLOTS: gl.constexpr, F: gl.constexpr,
+):  # fmt: skip
+    """As ../hack/integer_attention.py's ``integer_splits``; ``key_words``, ``key_numbers``: the buffer as int32 and float16."""
+    split, kv_head, request = gl.program_id(0), gl.program_id(1), gl.program_id(2)
+    table_at = gl.load(rows + request)
+    table = token_table + table_at * table_row
+    packed, length = gl.load(packed_slots + table_at).to(gl.int32), gl.load(lengths + request).to(gl.int32)
+    splits = packed_parts + exact_parts
+    head0 = (request * HEADS + kv_head) * F.value.group
+    place = head0 * splits + split
+    key_at, value_at = kv_head * key_head, kv_head * value_head
+    if split < packed_parts:
+        blocks = packed // BLOCK_SLOTS
+        each = gl.cdiv(blocks, packed_parts)
+        _integer_part(
+            codes + head0 * F.value.dim, parameters + head0 * F.value.partitions, gl.num_programs(2) * HEADS * F.value.group,
+            key_words + key_at // 2, key_numbers + key_at, value_words + value_at // 2, value_numbers + value_at, table, each * split,
+            gl.minimum(each * (split + 1), blocks), partial, lse, place, splits, key_slot, value_slot, BLOCK_SLOTS, F,
+        )  # fmt: skip
+    else:
+        exact_part(
+            queries + head0 * F.value.dim, keys + key_at, values + value_at, table, packed, length, split - packed_parts, scaling,
+            partial, lse, place, splits, key_slot, value_slot, exact_parts, F,
+        )  # fmt: skip

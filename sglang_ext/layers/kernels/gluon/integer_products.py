@@ -1,0 +1,228 @@
+"""Products of integers with packed blocks, in Gluon: what lies in a warp's registers goes in, scores, weights or outputs come out.
+
+Scales, zero points and sums of a product's two sides are those of HACK's equation (4), arXiv 2502.03589. Sums begin at a number whose
+bits, as float32, are those of a large one (assembly.py's BIASED), so that no instruction converts them: a scale times that one is exact
+where the scale's lowest bits are 0, and is taken off by the fused addition of the scale's own product.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+
+from sglang_ext.layers.kernels.gluon import assembly, integer_fragments
+from sglang_ext.layers.kernels.gluon.tiles import SUM, as_wide
+
+A8, B8 = (gl.constexpr(part) for part in (integer_fragments.A8, integer_fragments.B8))
+BIASED = gl.constexpr(assembly.BIASED)
+BIAS = gl.constexpr(assembly.BIAS)
+AS_FLOAT = gl.constexpr(assembly.as_float())
+ROUNDED = gl.constexpr(assembly.rounded_down())
+SMALL_INTEGERS = gl.constexpr(assembly.small_integers())
+# What a code is counted from, and what rounds a number from 0 to 255 that is added to it: the lowest byte is the code.
+FIRST_CODE, LAST_CODE = gl.constexpr(-128), gl.constexpr(255)
+ROUNDING = gl.constexpr(1.5 * 2**23 - 128)
+SMALLEST_SCALE = gl.constexpr(1e-30)
+SHARING = gl.constexpr(integer_fragments.PARTITION)
+
+
+@gluon.jit
+def ones(COUNT: gl.constexpr):
+    """A, whose product with B gives the sums of B's columns in each row."""
+    return gl.full([16, COUNT], 1, gl.int8, A8)
+
+
+@gluon.jit
+def doubled(tile, TIMES: gl.constexpr):
+    """A sum of 16 equal rows, as one of 16 times two to the power of TIMES."""
+    for _ in gl.static_range(TIMES):
+        tile = gl.join(tile, tile).permute(2, 0, 1).reshape(2 * tile.shape[0], tile.shape[1])
+        tile = gl.convert_layout(tile, SUM, assert_trivial=True)
+    return tile
+
+
+@gluon.jit
+def rounded_down(scale):
+    """Scales that :func:`_scaled` takes."""
+    return gl.inline_asm_elementwise(ROUNDED[0], ROUNDED[1], [scale], gl.float32, True, 1)
+
+
+@gluon.jit
+def _scaled(sums, scale):
+    """Integers, which began at BIASED, times scales, float32 [columns]: rounded once."""
+    numbers = gl.inline_asm_elementwise(AS_FLOAT[0], AS_FLOAT[1], [sums], gl.float32, True, 1)
+    return gl.fma(numbers, as_wide(scale[None, :], numbers), as_wide((scale * -BIAS)[None, :], numbers))
+
+
+@gluon.jit
+def _small(numbers):
+    """Sums of codes, int16 where numbers are float16, as float16."""
+    return gl.inline_asm_elementwise(SMALL_INTEGERS[0], SMALL_INTEGERS[1], [numbers], gl.float16, True, 2)
+
+
+@gluon.jit
+def _wide(numbers, ROWS: gl.constexpr, LAYOUT: gl.constexpr, F: gl.constexpr):
+    """Numbers of rows in streams, [ROWS, streams], as float32 of a sum, [ROWS, columns]."""
+    numbers = gl.convert_layout(numbers, gl.SliceLayout(2, LAYOUT), assert_trivial=True).to(gl.float32)
+    like = gl.full([ROWS, F.value.streams, F.value.span], 0.0, gl.float32, LAYOUT)
+    wide = as_wide(gl.expand_dims(numbers, 2), like).reshape(ROWS, F.value.columns)
+    return gl.convert_layout(wide, SUM, assert_trivial=True)
+
+
+@gluon.jit
+def _of_tokens(numbers, F: gl.constexpr):
+    """Of each partition float32 [tokens, columns] in the order of the scores' rows; ``numbers``: [streams, tokens and partitions]."""
+    LAYOUT: gl.constexpr = F.value.wide_tokens
+    if F.value.partitions == 1:
+        rows = numbers.reshape(F.value.streams, 2, 8, 4).permute(1, 3, 2, 0).reshape(64, F.value.streams)
+        return (_wide(rows, 64, LAYOUT, F),)
+    else:
+        rows = numbers.reshape(F.value.streams, 2, 8, 4, 2).permute(1, 3, 2, 0, 4).reshape(64, F.value.streams, 2)
+        first, second = gl.split(rows)
+        return _wide(first, 64, LAYOUT, F), _wide(second, 64, LAYOUT, F)
+
+
+@gluon.jit
+def _key_codes(words, F: gl.constexpr):
+    """Of each part int8 [cells, tokens, words, 4]."""
+    LAYOUT: gl.constexpr = F.value.key_layout
+    ASSEMBLY: gl.constexpr = F.value.key_assembly
+    words = gl.expand_dims(words, 3)
+    words = as_wide(words, gl.full([words.shape[0], words.shape[1], words.shape[2], 4], 0, gl.int32, LAYOUT))
+    if F.value.parts == 2:
+        return gl.inline_asm_elementwise(ASSEMBLY[0], ASSEMBLY[1], [words], (gl.int8, gl.int8), True, 4)
+    else:
+        return gl.inline_asm_elementwise(ASSEMBLY[0], ASSEMBLY[1], [words], (gl.int8, gl.int8, gl.int8, gl.int8), True, 4)
+
+
+@gluon.jit
+def scores_of_codes(words, queries, code_sums, of_queries, numbers, F: gl.constexpr):
+    """Products of queries with keys: float32 [tokens, columns].
+
+    Args:
+        words: of each stream int32 [cells, tokens, words], the keys' codes.
+        queries: of each part's streams int8 [bytes, columns], 0 in the columns of others.
+        code_sums: of each partition, of a query's codes, int32 [16, columns] of equal rows.
+        of_queries: of each partition scales (:func:`rounded_down`), zero points and what zero points are multiplied with, float32
+            [columns].
+        numbers: in shared memory, scales, zero points and sums of all streams.
+    """
+    STREAMS: gl.constexpr = F.value.streams
+    TOGETHER: gl.constexpr = F.value.together
+    LAYOUT: gl.constexpr = F.value.key_numbers
+    codes = ()
+    for stream in gl.static_range(STREAMS):
+        codes = codes + (_key_codes(words[stream], F),)
+    scales = _of_tokens(numbers.slice(0, STREAMS).load(LAYOUT), F)
+    zeros = _of_tokens(numbers.slice(STREAMS, STREAMS).load(LAYOUT), F)
+    sums = _of_tokens(_small(numbers.slice(2 * STREAMS, STREAMS).load(LAYOUT)), F)
+    found = gl.full([64, F.value.columns], 0.0, gl.float32, SUM)
+    for partition in gl.static_range(gl.constexpr(F.value.partitions)):
+        product = gl.full([64, F.value.columns], BIASED, gl.int32, SUM)
+        if F.value.key_signed[partition]:
+            product = doubled(code_sums[partition] * 128 + BIASED, 2)
+        for at in gl.static_range(gl.constexpr(F.value.together * F.value.streams)):
+            tile = codes[at % STREAMS][partition * TOGETHER + at // STREAMS]
+            tile = tile.reshape(2, 8, 4, 4, F.value.bytes // 16, 4).permute(0, 2, 1, 4, 3, 5).reshape(64, F.value.bytes)
+            product = mma_v2(gl.convert_layout(tile, A8, assert_trivial=True), queries[partition * TOGETHER * STREAMS + at], product)
+        scale, zero, rest = of_queries[partition]
+        inner = _scaled(product, scale) + sums[partition] * zero[None, :]
+        found = found + zeros[partition] * rest[None, :]
+        found = found + scales[partition] * inner
+    return found
+
+
+@gluon.jit
+def coded_weights(scores, best, there, mask, F: gl.constexpr):
+    """Weights in 8 bits, as integers.py's ``eight_bits`` makes them of two to the power of ``scores``.
+
+    Args:
+        scores: float32 [tokens, columns].
+        best: so far, float32 [columns].
+        there: whether a column's block is, [columns].
+        mask: int32 [tokens, columns], where codes are the first stream's.
+
+    Returns:
+        The new maximum; what older sums shrink by; the weights' sums, [16, columns], over rows; of each stream B; and scales, zero points,
+        both [columns], what zero points are multiplied with, float32, and sums of codes, int32, both [16, columns] of equal rows.
+    """
+    N: gl.constexpr = F.value.columns
+    ASSEMBLY: gl.constexpr = F.value.weight_assembly
+    least = gl.min(scores, 0)
+    new_best = gl.maximum(best, gl.max(scores, 0))
+    low = gl.exp2(least - new_best)
+    scale = rounded_down(gl.maximum((gl.exp2(gl.max(scores, 0) - new_best) - low) * (1.0 / LAST_CODE), SMALLEST_SCALE))
+    weights = gl.exp2(scores - new_best[None, :])
+    steps = (weights - low[None, :]) * (1.0 / scale)[None, :] + ROUNDING
+    zero = low - scale * FIRST_CODE
+    scale, zero = gl.where(there, scale, 0.0), gl.where(there, zero, 0.0)
+    if F.value.streams == 1:
+        codes = (gl.inline_asm_elementwise(ASSEMBLY[0], ASSEMBLY[1], [steps], gl.int8, True, 4),)
+    else:
+        codes = gl.inline_asm_elementwise(ASSEMBLY[0], ASSEMBLY[1], [steps, mask], (gl.int8, gl.int8), True, 4)
+    sides, sums = (), gl.full([16, N], 0, gl.int32, SUM)
+    for stream in gl.static_range(gl.constexpr(F.value.streams)):
+        side = codes[stream].reshape(4, 2, 8, N // 8, 4, 2).permute(0, 4, 1, 5, 3, 2).reshape(64, N)
+        sides = sides + (gl.convert_layout(side, B8, assert_trivial=True),)
+        sums = mma_v2(ones(64), sides[stream], sums)
+    rest = sums.to(gl.float32) * scale[None, :] + (zero * SHARING)[None, :]
+    total = gl.convert_layout(gl.sum(weights.reshape(4, 16, N), 0), SUM, assert_trivial=True)
+    return new_best, gl.exp2(best - new_best), gl.where(there[None, :], total, 0.0), sides, scale, zero, rest, sums
+
+
+@gluon.jit
+def _value_codes(words, F: gl.constexpr):
+    """Of each part A [channels, tokens], channels in the order of value_byte."""
+    LAYOUT: gl.constexpr = F.value.quartet_layout
+    ASSEMBLY: gl.constexpr = F.value.value_assembly
+    words = gl.expand_dims(gl.convert_layout(words, gl.SliceLayout(3, LAYOUT), assert_trivial=True), 3)
+    words = as_wide(words, gl.full([words.shape[0], words.shape[1], words.shape[2], 4], 0, gl.int32, LAYOUT))
+    if F.value.parts == 2:
+        codes = gl.inline_asm_elementwise(ASSEMBLY[0], ASSEMBLY[1], [words], (gl.int8, gl.int8), True, 16)
+    else:
+        codes = gl.inline_asm_elementwise(ASSEMBLY[0], ASSEMBLY[1], [words], (gl.int8, gl.int8, gl.int8, gl.int8), True, 16)
+    found = ()
+    for part in gl.static_range(gl.constexpr(F.value.parts)):
+        # The assembly leaves four tokens where it found neighbouring bytes, and these where it found the tokens.
+        tile = codes[part].reshape(2, 4, 2, 2, 2, 8, F.value.bytes // 32, 4).permute(6, 2, 4, 5, 0, 3, 1, 7)
+        found = found + (gl.convert_layout(tile.reshape(F.value.bytes, 64), A8, assert_trivial=True),)
+    return found
+
+
+@gluon.jit
+def _of_channels(numbers, F: gl.constexpr):
+    """float32 [channels, columns] in the order of value_byte; ``numbers``: of a part, [streams, channels]."""
+    LAYOUT: gl.constexpr = F.value.wide_channels
+    rows = numbers.reshape(F.value.streams, 8, F.value.bytes // 8).permute(2, 1, 0).reshape(F.value.bytes, F.value.streams)
+    return _wide(rows, gl.constexpr(F.value.bytes), LAYOUT, F)
+
+
+@gluon.jit
+def add_coded_values(outputs, words, sides, rescale, scale, zero, rest, sums, numbers, F: gl.constexpr):
+    """Outputs by part, float32 [channels, columns], times ``rescale``, and the weighted sums of values.
+
+    Args:
+        outputs: of each part.
+        words: of each stream int32 [cells, tokens, words], the values' codes.
+        sides, scale, zero, rest, sums: of weights, as :func:`coded_weights` gives them.
+        numbers: in shared memory, the values' scales, zero points and sums of all streams.
+    """
+    STREAMS: gl.constexpr = F.value.streams
+    BYTES: gl.constexpr = F.value.bytes
+    LAYOUT: gl.constexpr = F.value.value_numbers
+    codes = ()
+    for stream in gl.static_range(STREAMS):
+        codes = codes + (_value_codes(words[stream], F),)
+    rest, found = doubled(rest, gl.constexpr(F.value.doublings)), ()
+    for part in gl.static_range(gl.constexpr(F.value.parts)):
+        product = gl.full([BYTES, F.value.columns], BIASED, gl.int32, SUM)
+        if F.value.value_signed[part]:
+            product = doubled(sums * 128 + BIASED, gl.constexpr(F.value.doublings))
+        for stream in gl.static_range(STREAMS):
+            product = mma_v2(codes[stream][part], sides[stream], product)
+        value_scale = _of_channels(numbers.slice(0, STREAMS).slice(part * BYTES, BYTES, 1).load(LAYOUT), F)
+        value_zero = _of_channels(numbers.slice(STREAMS, STREAMS).slice(part * BYTES, BYTES, 1).load(LAYOUT), F)
+        value_sums = _small(numbers.slice(2 * STREAMS, STREAMS).slice(part * BYTES, BYTES, 1).load(LAYOUT))
+        inner = _scaled(product, scale * (1.0 / F.value.value_powers[part])) + _of_channels(value_sums, F) * zero[None, :]
+        mine = outputs[part] * rescale[None, :] + value_zero * rest
+        found = found + (mine + value_scale * inner,)
+    return found
