@@ -102,13 +102,13 @@ class Setting:
 
 def measure(setting: Setting, name: str, expected: torch.Tensor, bandwidth: float, options: argparse.Namespace) -> None:
     """Print a line for each kernel and number of parts."""
-    group, choose = options.group, kernels.fragments
+    group, choices = options.group, (kernels.fragments, kernels.integer_fragments)
     limit = setting.bytes() / bandwidth * 1e6
     for kernel in options.kernels:
-        if kernel == "gluon" and choose(setting.packing, setting.keys, setting.values, group) is None:
+        if kernel == "gluon" and not any(choose(setting.packing, setting.keys, setting.values, group) for choose in choices):
             print(f"{name} {kernel}: not for these blocks", flush=True)
             continue
-        kernels.fragments = choose if kernel == "gluon" else lambda *_: None
+        kernels.fragments, kernels.integer_fragments = choices if kernel == "gluon" else (lambda *_: None,) * 2
         for parts in options.parts:
             label = f"{name} {kernel} parts {parts[0]}+{parts[1]}"
             try:
@@ -118,7 +118,7 @@ def measure(setting: Setting, name: str, expected: torch.Tensor, bandwidth: floa
                 print(f", {time:.0f} us, limit {limit:.0f}, {time / limit:.2f} of it", flush=True)
             except (CompilationError, OutOfResources, PTXASError, RuntimeError) as failure:
                 print(f"{label}: failed: {str(failure)[-400:]}", flush=True)
-    kernels.fragments = choose
+    kernels.fragments, kernels.integer_fragments = choices
 
 
 def main() -> None:

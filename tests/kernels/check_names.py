@@ -1,7 +1,8 @@
 """What kernel_checks.py checks, for those that run it: the names of its checks, none of which is left out on a GPU or a CPU."""
 
 PLAIN = (
-    *("window_scores", "gather_kept", "page_checksum", "page_rows", "verify_attention", "packed_decode", "integer_decode", "packed_gluon", "uneven_decode"),
+    *("window_scores", "gather_kept", "page_checksum", "page_rows", "verify_attention", "packed_decode", "integer_decode"),
+    *("packed_gluon", "integer_gluon", "uneven_decode"),
     *("scatter_cells", "pack_blocks", "lynx", "anchored", "integer_switches", "prefill", "whole_blocks"),
 )
 # These import SGLang, which takes longer than most of them.

@@ -31,6 +31,8 @@ PACKED = (
 )  # fmt: skip
 # Blocks for the Gluon kernel: method, bits, channels of a head, queries that share a KV head.
 TILES = (("kivi", 4, 128, 4), ("kivi", 2, 128, 8), ("int8", 8, 64, 1), ("int4", 4, 128, 16))
+# Blocks whose integers it multiplies: bits, channels of a head, queries that share a KV head.
+INTEGERS = ((4, 128, 4), (2, 128, 4), (2, 128, 8), (4, 64, 1))
 
 
 class Hopper:
@@ -78,6 +80,16 @@ def check_tiles(compiled):
         # With two columns of tiles some registers are too few. What a program needs at its end only may wait in memory.
         if group <= 8:
             assert not any(counts.values()) and stack_bytes(made) <= 16, (name, bits, dim, group, counts, stack_bytes(made))
+
+
+def check_integers(compiled):
+    """So does the one that multiplies integers: whatever layouts change to and from is in the registers already."""
+    for bits, dim, group in INTEGERS:
+        decode("hack", bits, dim, group)
+        kernel, made = compiled[-2]
+        counts = {part: len(re.findall(rf"\b{part}\b", made.asm["sass"])) for part in ("IMMA", "STS", "LDSM")}
+        assert kernel == "integer_splits_gluon" and counts.pop("IMMA") > 0
+        assert not any(counts.values()) and stack_bytes(made) <= 16, (bits, dim, group, counts, stack_bytes(made))
 
 
 def stack_bytes(made):
@@ -163,6 +175,7 @@ def main():
         pool, table, rows = decode(name, bits, 128, 4)
     packed_decode.has_tensor_cores = lambda tensor: True
     check_tiles(compiled)
+    check_integers(compiled)
     cells = HeadCells.of(pool.buffers, 2)
     uneven_decode.uneven_decode(cells, 0, torch.zeros(1, 4, 128).bfloat16(), table, rows, rows, 0.1)
     tables, layer = (pool.buffers.key_table, pool.buffers.value_table), (pool.buffers.keys[0], pool.buffers.values[0])

@@ -1,9 +1,10 @@
-"""A check of the Gluon kernel for packed blocks, on a GPU, or in PyTorch with Triton's interpreter for the rest."""
+"""Checks of the Gluon kernels for packed blocks, on a GPU, or in PyTorch with Triton's interpreter for the rest."""
 
 import torch
 from gluon_emulator import Emulated
-from packed_helpers import attention, packed_pool
+from packed_helpers import attention, attention_over, packed_pool
 
+from sglang_ext.layers.kernels.hack import integer_decode
 from sglang_ext.layers.kernels.packed import packed_decode, packed_launches
 
 # Method, bits, channels of a head, queries that share a KV head, dtype, parts of blocks and of exact tokens.
@@ -12,6 +13,13 @@ CASES = (
     ("int4", 4, 128, 5, torch.float16, (1, 2)), ("int8", 8, 128, 8, torch.bfloat16, (2, 1)),
     ("rotatekv", 4, 64, 3, torch.bfloat16, (2, 1)), ("rotatekv", 2, 128, 11, torch.float16, (3, 1)),
     ("kivi", 4, 64, 16, torch.float16, (5, 1)), ("int8", 8, 64, 2, torch.float16, (1, 1)),
+)  # fmt: skip
+
+# Of products of integers: bits, channels of a head, queries that share a KV head, blocks, dtype of the pool, parts of blocks and of exact
+# tokens. Where two blocks are a step, parts have one step and a half, or a half.
+INTEGERS = (
+    (4, 128, 4, 3, torch.float16, (1, 1)), (2, 128, 3, 3, torch.bfloat16, (2, 1)), (4, 64, 1, 5, torch.float16, (2, 1)),
+    (4, 128, 8, 2, torch.bfloat16, (1, 2)), (2, 128, 5, 1, torch.float16, (3, 1)), (4, 64, 8, 2, torch.bfloat16, (1, 1)),
 )  # fmt: skip
 
 
@@ -38,3 +46,37 @@ def check_packed_gluon(device):
             expected = attention(queries[request][None], pool.keys[:, seen], pool.values[:, seen], 0.1)[0]
             worst = float((found[request].double() - expected).abs().max() / expected.abs().max())
             assert worst < (4e-3 if dtype == torch.float16 else 2e-2), (name, bits, dim, request, worst)
+
+
+def check_integer_gluon(device):
+    """Products of integers by the Gluon kernel: those of the Triton kernel, as of the same codes, and attention over what all means."""
+    plain = packed_decode.has_tensor_cores
+    if device == "cpu":
+        integer_decode.integer_splits_gluon, plain = Emulated("integer_splits_gluon"), lambda keys: True
+    for number, (bits, dim, group, blocks, dtype, splits) in enumerate(INTEGERS):
+        heads, exact = 2 if number < 2 else 1, 37
+        pool = packed_pool("hack", bits, blocks, exact, heads=heads, dim=dim, dtype=dtype, seed=number)
+        keys, values = (part[0].to(device) for part in (pool.buffers.keys, pool.buffers.values))
+        table = torch.zeros(3, len(pool.row), dtype=torch.int32)
+        table[1], table[2], table[0, :exact] = pool.row, pool.row, pool.row[pool.packed :]
+        # The first request ends with its blocks, the last one has none.
+        rows, slots = torch.tensor([2, 1, 0]), torch.tensor([0, pool.packed, pool.packed], dtype=torch.int32)
+        lengths, found = torch.tensor([pool.packed, len(pool.row), 5]), []
+        queries = torch.randn(3, heads * group, dim, generator=torch.Generator().manual_seed(number))
+        # The interpreter has no products of bfloat16: the Triton kernel reads no exact tokens.
+        for cores, count in ((plain, 3), (lambda keys: False, 1)):
+            packed_decode.has_tensor_cores = cores
+            assert (packed_decode.integer_fragments(pool.packing, keys, values, group) is None) == (count == 1)
+            given = (part.to(device) for part in (table, rows[:count], lengths[:count], slots))
+            found.append(packed_decode.packed_decode(pool.packing, queries[:count].to(device), keys, values, *given, 0.1, splits).cpu())
+        packed_decode.has_tensor_cores = plain
+        # A weight between two codes may get either where a compiler contracts other operations.
+        apart = float((found[0][:1] - found[1]).abs().max() / found[1].abs().max())
+        assert apart < (1e-5 if device == "cpu" else 2e-3), (bits, dim, group, apart)
+        tokens = pool.keys.shape[1] - exact
+        for request, (first, last) in enumerate(((0, tokens), (0, tokens + exact), (tokens, tokens + 5))):
+            far = 0 if first else tokens
+            seen = pool.keys[:, first:last], pool.values[:, first:last]
+            expected = attention_over(pool.packing, far, queries[request][None], *seen, 0.1)[0]
+            worst = float((found[0][request].double() - expected).abs().max() / expected.abs().max())
+            assert worst < (4e-3 if dtype == torch.float16 else 2e-2), (bits, dim, group, request, worst)

@@ -92,17 +92,19 @@ def _language(grid, program, assembly):
         return lambda left, right: getattr(torch, name)(torch.as_tensor(left), torch.as_tensor(right))
 
     return SimpleNamespace(
-        constexpr=lambda value: value, static_range=range, program_id=lambda axis: program[axis], num_programs=lambda axis: grid[axis],
-        load=load, store=store,
+        constexpr=lambda value: value, static_range=range, load=load, store=store,
+        program_id=lambda axis: program[axis], num_programs=lambda axis: grid[axis],
         SliceLayout=lambda axis, parent: None, SwizzledSharedLayout=lambda *_: None, inline_asm_elementwise=assembly,
         arange=lambda first, end, layout: torch.arange(first, end), cdiv=lambda left, right: -(-left // right),
         thread_barrier=lambda: None,
         full=lambda shape, value, dtype, layout: torch.full(tuple(shape), value, dtype=dtype),
         allocate_shared_memory=lambda dtype, shape, layout: Shared(torch.full(tuple(shape), torch.nan, dtype=dtype)),
         convert_layout=lambda numbers, layout, assert_trivial: numbers, expand_dims=torch.unsqueeze, where=torch.where,
-        broadcast=lambda left, right: torch.broadcast_tensors(*map(torch.as_tensor, (left, right))), join=lambda left, right: torch.stack([left, right], -1),
+        broadcast=lambda left, right: torch.broadcast_tensors(*map(torch.as_tensor, (left, right))),
+        join=lambda left, right: torch.stack([left, right], -1),
         split=lambda both: both.unbind(-1), max=torch.amax, min=torch.amin, sum=torch.sum, exp2=torch.exp2, log2=torch.log2,
-        fma=lambda left, right, more: (left.double() * right.double() + more.double()).float(), minimum=tensors("minimum"), maximum=tensors("maximum"),
+        fma=lambda left, right, more: (left.double() * right.double() + more.double()).float(),
+        minimum=tensors("minimum"), maximum=tensors("maximum"),
         int8=torch.int8, int32=torch.int32, int64=torch.int64, float16=torch.float16, bfloat16=torch.bfloat16, float32=torch.float32,
     )  # fmt: skip
 
@@ -120,6 +122,7 @@ class Emulated:
     def __getitem__(self, grid):
         def launch(*args, F, num_warps, **constants):
             from sglang_ext.layers.kernels.gluon import assembly, fragments, integer_fragments
+            from sglang_ext.layers.kernels.hack import product
 
             of_values = F.quartet_layout if self.name == "integer_splits_gluon" else F.paired_layout
             layouts = {F.key_assembly[0]: F.key_layout, F.value_assembly[0]: of_values}
@@ -127,7 +130,8 @@ class Emulated:
             program = [0, 0, 0]
             names = {
                 "gl": _language(grid, program, Assembly(layouts)), "gluon": SimpleNamespace(jit=lambda made: made), "mma_v2": _mma,
-                "assembly": assembly, "fragments": fragments, "integer_fragments": integer_fragments, "async_copy": Copies(),
+                "assembly": assembly, "fragments": fragments, "integer_fragments": integer_fragments, "product": product,
+                "async_copy": Copies(),
             }  # fmt: skip
             for module in MODULES[self.name]:
                 tree = ast.parse((KERNELS / f"{module}.py").read_text())

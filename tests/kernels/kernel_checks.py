@@ -13,7 +13,7 @@ if DEVICE == "cpu":
 from anchored_checks import check_anchored  # noqa: E402
 from check_names import OF_SGLANG, PLAIN  # noqa: E402
 from choose_checks import check_choosing  # noqa: E402
-from gluon_checks import check_packed_gluon  # noqa: E402
+from gluon_checks import check_integer_gluon, check_packed_gluon  # noqa: E402
 from integer_checks import check_integer_switches  # noqa: E402
 from lynx_checks import check_lynx  # noqa: E402
 from pack_checks import check_pack_blocks  # noqa: E402
@@ -392,6 +392,7 @@ CHECKS = {
     "prefill": lambda: check_prefill(DEVICE),
     "whole_blocks": lambda: check_whole_blocks(DEVICE),
     "packed_gluon": lambda: check_packed_gluon(DEVICE),
+    "integer_gluon": lambda: check_integer_gluon(DEVICE),
     "pack_blocks": lambda: check_pack_blocks(DEVICE),
     "packed_backend": lambda: check_packed_backend(DEVICE),
     "verify_backend": check_verify_backend,

@@ -40,6 +40,8 @@ QUICK = (
     (256, 8, torch.bfloat16, ("window", "verify 17", "verify exact"), (89,)),
     (128, 7, torch.float16, ("decode turboquant4", "decode hack4"), (89,)),
     (128, 7, torch.float16, ("decode turboquant4",), (120,)),
+    (128, 16, torch.float16, ("decode hack4",), (89,)),
+    (128, 4, torch.bfloat16, ("decode hack4", "decode hack2"), (80, 100)),
     (128, 7, torch.float32, ("pack rotatekv4", "verify 5"), (89,)),
     (64, 71, torch.bfloat16, ("window", "uneven", "choice"), (89,)),
     (128, 1, torch.bfloat16, ("lynx", "copies"), (80,)),

@@ -32,7 +32,7 @@ from uneven_checks import uneven_copy  # noqa: E402
 
 from sglang_ext.layers.kernels.choose_tokens import Contexts, choose_tokens  # noqa: E402
 from sglang_ext.layers.kernels.gather_kept import gather_kept  # noqa: E402
-from sglang_ext.layers.kernels.hack import integer_prefill  # noqa: E402
+from sglang_ext.layers.kernels.hack import integer_decode, integer_prefill  # noqa: E402
 from sglang_ext.layers.kernels.lynx.layout import Layout  # noqa: E402
 from sglang_ext.layers.kernels.packed import packed_decode, packed_launches  # noqa: E402
 from sglang_ext.layers.kernels.packed.pack_blocks import takes  # noqa: E402
@@ -323,12 +323,13 @@ def main() -> int:
     add_shapes(parser, tuple(RUNS))
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--refuse", type=int, default=0)
-    parser.add_argument("--tensor-cores", action="store_true", help="the Gluon kernel for the blocks that it takes, emulated")
+    parser.add_argument("--tensor-cores", action="store_true", help="the Gluon kernels for the blocks that they take, emulated")
     asked, counts, started = parser.parse_args(), Counter(), time.monotonic()
     teach_bfloat16()
     lynx_checks.teach_bfloat16()
     if asked.tensor_cores:
         packed_launches.packed_splits_gluon = Emulated("packed_splits_gluon")
+        integer_decode.integer_splits_gluon = Emulated("integer_splits_gluon")
         packed_decode.has_tensor_cores = lambda keys: True
     jobs = [
         (shape, [name for name in asked.launches if name not in ONCE or shape.group == asked.groups[0]])

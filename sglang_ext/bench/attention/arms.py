@@ -63,6 +63,7 @@ def steps(full: Full, bits: int, partition: int) -> Iterator[Arm]:
     copies = Copies.of(full, HACK, bits, partition)
     yield Arm(HACK, _fused(copies), copies.read_bytes, partial(_first, full, copies.first))
     if on_gpu:
+        yield Arm("hack, Triton", _switched(copies), copies.read_bytes, partial(_first, full, copies.first))
         yield Arm("hack, SE off", _switched(copies, stored_sums=False), copies.read_bytes, partial(_first, full, copies.first))
         yield Arm("hack, RQE off", _switched(copies, exact_tail=False), copies.read_bytes, partial(_first, full, copies.first))
 
@@ -110,8 +111,11 @@ def _rows(copies: Copies) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tor
 def _splits(copies: Copies) -> tuple[int, int]:
     shape, batch = copies.full.shape, len(copies.table)
     room = warps_at_once(copies.packing, copies.keys, copies.values, shape.heads // shape.kv_heads)
-    if room is not None:
-        return waves.cut(batch * shape.kv_heads, room)
+    return _triton_splits(copies) if room is None else waves.cut(batch * shape.kv_heads, room)
+
+
+def _triton_splits(copies: Copies) -> tuple[int, int]:
+    shape, batch = copies.full.shape, len(copies.table)
     wanted = max(FEWEST_PARTS, min(MOST_PARTS, BUSY // (batch * shape.kv_heads)))
     return (1 << (wanted.bit_length() - 1)) - EXACT_PARTS, EXACT_PARTS
 
@@ -133,9 +137,9 @@ def _fused(copies: Copies) -> Callable[[], torch.Tensor]:
 
 
 def _switched(copies: Copies, **switches: bool) -> Callable[[], torch.Tensor]:
-    """HACK's kernel with a part of it off."""
+    """HACK's Triton kernel, with a part of it off."""
     table, *rows = _rows(copies)
-    shape, queries, splits = copies.full.shape, copies.full.queries, _splits(copies)
+    shape, queries, splits = copies.full.shape, copies.full.queries, _triton_splits(copies)
 
     def run() -> torch.Tensor:
         parts = Parts(queries, shape.dim, splits)

@@ -2,12 +2,13 @@
 
 On a GPU *full* is FlashInfer's attention in bfloat16, and *fp8* its attention over KV as stock SGLang has it with
 --kv-cache-dtype fp8_e4m3. *Fused* reads KIVI's blocks; *dequantized, then full* makes them whole first, as CacheGen and KVQuant do;
-*hack* multiplies codes as integers: with SE off it adds up codes in each step, with RQE off it quantizes the newest tokens' values
-in each step. On a CPU *full* is PyTorch's attention in float32, and arms that exist as kernels alone are left out. A step is of one token
-of each request, a prefill of a prompt of which nothing is known. Bytes are those that must be read and written of KV, and *bandwidth*
-their share of what a copy moves on the same device. *Error* is that of the computation, against float64 with the numbers that codes mean;
-*loss* is the error against full KV in float64. Both are shares of the greatest output, of the first request, or of the prompt's newest
-tokens. Times are medians of calls that find nothing in the device's cache.
+*hack* multiplies codes as integers, on an NVIDIA GPU by a kernel in Gluon where that takes the blocks; *Triton* is the one for all
+others: with SE off it adds up codes in each step, with RQE off it quantizes the newest tokens' values in each step. On a CPU *full* is
+PyTorch's attention in float32, and arms that exist as kernels alone are left out. A step is of one token of each request, a prefill
+of a prompt of which nothing is known. Bytes are those that must be read and written of KV, and *bandwidth* their share of what a copy
+moves on the same device. *Error* is that of the computation, against float64 with the numbers that codes mean; *loss* is the error
+against full KV in float64. Both are shares of the greatest output, of the first request, or of the prompt's newest tokens. Times are
+medians of calls that find nothing in the device's cache.
 """
 
 import argparse

@@ -25,6 +25,7 @@ def test_kernels_compile_for_a_gpu():
     expected = {
         *("packed_splits", "packed_splits_gluon", "join_parts", "_splits", "scatter_kept", "pointer_splits", "write_kept"),
         *("pack_tiles", "_normalizers", "_means", "integer_splits", "_query_codes", "encode_tiles", "decode_tiles", "page_gamma"),
+        "integer_splits_gluon",
         *("count_bits", "write_rooms", "write_anchors", "read_rooms", "quantize_prompts", "prefill_tiles"),
         *("_leave_logits", "_leave_scores", "_write_best"),
     }

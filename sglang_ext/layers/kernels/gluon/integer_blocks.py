@@ -59,7 +59,9 @@ def _query_numbers(parameters, heads, F: gl.constexpr):
 
 
 @gluon.jit
-def _slots_of_rows(table, block, last, FIRST: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constexpr, BLOCK_SLOTS: gl.constexpr, F: gl.constexpr):
+def _slots_of_rows(
+    table, block, last, FIRST: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constexpr, BLOCK_SLOTS: gl.constexpr, F: gl.constexpr
+):  # fmt: skip
     """Slots of COUNT cells of parameters, from the FIRST on, each of all streams."""
     row = gl.arange(0, COUNT * F.value.streams, gl.SliceLayout(1, LAYOUT))
     at = gl.minimum(block + row % F.value.streams, last - 1) * BLOCK_SLOTS + (F.value.cells + FIRST)
@@ -211,7 +213,8 @@ def integer_splits_gluon(
     key_at, value_at = kv_head * key_head, kv_head * value_head
     if split < packed_parts:
         blocks = packed // BLOCK_SLOTS
-        each = gl.cdiv(blocks, packed_parts)
+        # Whole steps.
+        each = gl.cdiv(gl.cdiv(blocks, packed_parts), F.value.streams) * F.value.streams
         _integer_part(
             codes + head0 * F.value.dim, parameters + head0 * F.value.partitions, gl.num_programs(2) * HEADS * F.value.group,
             key_words + key_at // 2, key_numbers + key_at, value_words + value_at // 2, value_numbers + value_at, table, each * split,

@@ -11,6 +11,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from sglang_ext.layers.kernels.gluon import assembly, integer_fragments
 from sglang_ext.layers.kernels.gluon.tiles import SUM, as_wide
+from sglang_ext.layers.kernels.hack import product
 
 A8, B8 = (gl.constexpr(part) for part in (integer_fragments.A8, integer_fragments.B8))
 BIASED = gl.constexpr(assembly.BIASED)
@@ -18,10 +19,10 @@ BIAS = gl.constexpr(assembly.BIAS)
 AS_FLOAT = gl.constexpr(assembly.as_float())
 ROUNDED = gl.constexpr(assembly.rounded_down())
 SMALL_INTEGERS = gl.constexpr(assembly.small_integers())
-# What a code is counted from, and what rounds a number from 0 to 255 that is added to it: the lowest byte is the code.
-FIRST_CODE, LAST_CODE = gl.constexpr(-128), gl.constexpr(255)
-ROUNDING = gl.constexpr(1.5 * 2**23 - 128)
-SMALLEST_SCALE = gl.constexpr(1e-30)
+FIRST_CODE, LAST_CODE = gl.constexpr(product.FIRST_CODE), gl.constexpr(product.LAST_CODE)
+SMALLEST_SCALE = gl.constexpr(product.SMALLEST_SCALE)
+# What rounds a number from 0 to LAST_CODE that is added to it: the lowest byte of the sum is the code, from FIRST_CODE on.
+ROUNDING = gl.constexpr(assembly.BIAS + product.FIRST_CODE)
 SHARING = gl.constexpr(integer_fragments.PARTITION)
 
 
@@ -117,15 +118,15 @@ def scores_of_codes(words, queries, code_sums, of_queries, numbers, F: gl.conste
     sums = _of_tokens(_small(numbers.slice(2 * STREAMS, STREAMS).load(LAYOUT)), F)
     found = gl.full([64, F.value.columns], 0.0, gl.float32, SUM)
     for partition in gl.static_range(gl.constexpr(F.value.partitions)):
-        product = gl.full([64, F.value.columns], BIASED, gl.int32, SUM)
+        summed = gl.full([64, F.value.columns], BIASED, gl.int32, SUM)
         if F.value.key_signed[partition]:
-            product = doubled(code_sums[partition] * 128 + BIASED, 2)
+            summed = doubled(code_sums[partition] * 128 + BIASED, 2)
         for at in gl.static_range(gl.constexpr(F.value.together * F.value.streams)):
             tile = codes[at % STREAMS][partition * TOGETHER + at // STREAMS]
             tile = tile.reshape(2, 8, 4, 4, F.value.bytes // 16, 4).permute(0, 2, 1, 4, 3, 5).reshape(64, F.value.bytes)
-            product = mma_v2(gl.convert_layout(tile, A8, assert_trivial=True), queries[partition * TOGETHER * STREAMS + at], product)
+            summed = mma_v2(gl.convert_layout(tile, A8, assert_trivial=True), queries[partition * TOGETHER * STREAMS + at], summed)
         scale, zero, rest = of_queries[partition]
-        inner = _scaled(product, scale) + sums[partition] * zero[None, :]
+        inner = _scaled(summed, scale) + sums[partition] * zero[None, :]
         found = found + zeros[partition] * rest[None, :]
         found = found + scales[partition] * inner
     return found
@@ -214,15 +215,15 @@ def add_coded_values(outputs, words, sides, rescale, scale, zero, rest, sums, nu
         codes = codes + (_value_codes(words[stream], F),)
     rest, found = doubled(rest, gl.constexpr(F.value.doublings)), ()
     for part in gl.static_range(gl.constexpr(F.value.parts)):
-        product = gl.full([BYTES, F.value.columns], BIASED, gl.int32, SUM)
+        summed = gl.full([BYTES, F.value.columns], BIASED, gl.int32, SUM)
         if F.value.value_signed[part]:
-            product = doubled(sums * 128 + BIASED, gl.constexpr(F.value.doublings))
+            summed = doubled(sums * 128 + BIASED, gl.constexpr(F.value.doublings))
         for stream in gl.static_range(STREAMS):
-            product = mma_v2(codes[stream][part], sides[stream], product)
+            summed = mma_v2(codes[stream][part], sides[stream], summed)
         value_scale = _of_channels(numbers.slice(0, STREAMS).slice(part * BYTES, BYTES, 1).load(LAYOUT), F)
         value_zero = _of_channels(numbers.slice(STREAMS, STREAMS).slice(part * BYTES, BYTES, 1).load(LAYOUT), F)
         value_sums = _small(numbers.slice(2 * STREAMS, STREAMS).slice(part * BYTES, BYTES, 1).load(LAYOUT))
-        inner = _scaled(product, scale * (1.0 / F.value.value_powers[part])) + _of_channels(value_sums, F) * zero[None, :]
+        inner = _scaled(summed, scale * (1.0 / F.value.value_powers[part])) + _of_channels(value_sums, F) * zero[None, :]
         mine = outputs[part] * rescale[None, :] + value_zero * rest
         found = found + (mine + value_scale * inner,)
     return found

@@ -3,8 +3,8 @@
 Programs of a request's first splits read its packed blocks, those of the others its exact tokens; a second kernel joins what
 they found by log-sum-exp. What comes of packed and of exact tokens is summed apart where the former has to be rotated
 back. The splits' kernel is gluon/packed.py's where that takes blocks (:func:`fragments`), else packed_attention.py's; of blocks that
-hold sums gluon/integer_blocks.py's (:func:`integer_fragments`), else hack/integer_attention.py's. Blocks that hold more than codes, scales, zero points and sums have none
-(:func:`check_readable`), nor have others whose scales are shared by tokens and channels.
+hold sums gluon/integer_blocks.py's (:func:`integer_fragments`), else hack/integer_attention.py's. Blocks that hold more than codes,
+scales, zero points and sums have none (:func:`check_readable`), nor have others whose scales are shared by tokens and channels.
 """
 
 import torch
@@ -77,7 +77,7 @@ def fragments(packing: Packing, keys: torch.Tensor, values: torch.Tensor, group:
 def integer_fragments(packing: Packing, keys: torch.Tensor, values: torch.Tensor, group: int) -> IntegerFragments | None:
     """The constants of the Gluon kernel that multiplies integers; None where it does not take such blocks, or there is no GPU for it.
 
-    It takes partitions of 64 in pools of 16 bits, with heads of 128 channels in 4 or 2 bits, or 64 in 4, of which up to 8 queries share one.
+    It takes partitions of 64 in pools of 16 bits: heads of 128 channels in 4 or 2 bits, or of 64 in 4, which up to 8 queries share.
     Arguments are those of :func:`fragments`.
     """
     key, value = packing.keys, packing.values
@@ -91,7 +91,7 @@ def integer_fragments(packing: Packing, keys: torch.Tensor, values: torch.Tensor
 
 
 def warps_at_once(packing: Packing, keys: torch.Tensor, values: torch.Tensor, group: int) -> int | None:
-    """Programs of a Gluon kernel that run side by side; None where none takes the blocks (:func:`fragments`, :func:`integer_fragments`)."""
+    """Programs of a Gluon kernel that run side by side; None where neither takes the blocks."""
     if fragments(packing, keys, values, group) is None and integer_fragments(packing, keys, values, group) is None:
         return None
     return torch.cuda.get_device_properties(keys.device).multi_processor_count * waves.RESIDENT
