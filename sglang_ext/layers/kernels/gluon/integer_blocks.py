@@ -11,7 +11,17 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from sglang_ext.layers.kernels.gluon import assembly
 from sglang_ext.layers.kernels.gluon.exact import exact_part
-from sglang_ext.layers.kernels.gluon.integer_products import B8, add_coded_values, coded_weights, ones, rounded_down, scores_of_codes
+from sglang_ext.layers.kernels.gluon.integer_products import (
+    B8,
+    add_products,
+    coded_weights,
+    numbers_of_keys,
+    ones,
+    products_with_keys,
+    products_with_values,
+    rounded_down,
+    scores_of_products,
+)
 from sglang_ext.layers.kernels.gluon.packed import PARAMETERS
 from sglang_ext.layers.kernels.gluon.tiles import LOG2E, QUERY, SUM, as_wide, finish, store_rows
 
@@ -182,14 +192,27 @@ def _integer_part(
             now = (block - first) // STREAMS % 2
             _copy_numbers(of_keys.index(1 - now), of_values.index(1 - now), key_numbers, value_numbers, slots, key_units, value_units, F)
             async_copy.wait_group(1)
-            scores = scores_of_codes(keys, q, code_sums, of_queries, of_keys.index(now), F)
-            keys = _codes_of(key_words, slots[0], key_units, KEYS, F)
-            # Keeps the compiler from putting the loads off, here and below.
-            gl.thread_barrier()
+            if not F.value.early:
+                numbers = numbers_of_keys(of_keys.index(now), F)
+            products = products_with_keys(keys, q, code_sums, F)
+            # Barriers keep the compiler from putting loads off, the more so where what is read of shared memory behind them is needed soon.
+            if F.value.early:
+                keys = _codes_of(key_words, slots[0], key_units, KEYS, F)
+                gl.thread_barrier()
+                numbers = numbers_of_keys(of_keys.index(now), F)
+            scores = scores_of_products(products, of_queries, numbers, F)
+            if not F.value.early:
+                keys = _codes_of(key_words, slots[0], key_units, KEYS, F)
+                gl.thread_barrier()
             best, rescale, added, sides, scale, zero, rest, sums = coded_weights(scores, best, block + stream < last, mask, F)
             total = total * rescale[None, :] + added
-            outputs = add_coded_values(outputs, values, sides, rescale, scale, zero, rest, sums, of_values.index(now), F)
-            values = _codes_of(value_words, slots[1], value_units, VALUES, F)
+            products = products_with_values(values, sides, sums, F)
+            if F.value.early:
+                values = _codes_of(value_words, slots[1], value_units, VALUES, F)
+                gl.thread_barrier()
+            outputs = add_products(outputs, products, rescale, scale, zero, rest, of_values.index(now), F)
+            if not F.value.early:
+                values = _codes_of(value_words, slots[1], value_units, VALUES, F)
             slots = _slots_of(table, block + 2 * STREAMS, last, BLOCK_SLOTS, F)
             gl.thread_barrier()
         async_copy.wait_group(0)

@@ -55,6 +55,11 @@ class IntegerFragments(BlockFragments):
         return self.columns // self.streams
 
     @property
+    def early(self) -> bool:
+        """Whether the next step's codes are loaded as soon as this step's are multiplied, before products are scaled: if registers suffice."""
+        return self.streams * self.bytes <= 64
+
+    @property
     def key_powers(self) -> tuple[float, ...]:
         """What each partition's products are too large by, as its codes lie at higher bits."""
         return tuple(2.0 ** (self.bits * self.together * partition) for partition in range(self.partitions))

@@ -96,27 +96,19 @@ def _key_codes(words, F: gl.constexpr):
 
 
 @gluon.jit
-def scores_of_codes(words, queries, code_sums, of_queries, numbers, F: gl.constexpr):
-    """Products of queries with keys: float32 [tokens, columns].
+def products_with_keys(words, queries, code_sums, F: gl.constexpr):
+    """Products of codes of queries and keys: of each partition int32 [tokens, columns], from BIASED on.
 
     Args:
         words: of each stream int32 [cells, tokens, words], the keys' codes.
         queries: of each part's streams int8 [bytes, columns], 0 in the columns of others.
         code_sums: of each partition, of a query's codes, int32 [16, columns] of equal rows.
-        of_queries: of each partition scales (:func:`rounded_down`), zero points and what zero points are multiplied with, float32
-            [columns].
-        numbers: in shared memory, scales, zero points and sums of all streams.
     """
     STREAMS: gl.constexpr = F.value.streams
     TOGETHER: gl.constexpr = F.value.together
-    LAYOUT: gl.constexpr = F.value.key_numbers
-    codes = ()
+    codes, found = (), ()
     for stream in gl.static_range(STREAMS):
         codes = codes + (_key_codes(words[stream], F),)
-    scales = _of_tokens(numbers.slice(0, STREAMS).load(LAYOUT), F)
-    zeros = _of_tokens(numbers.slice(STREAMS, STREAMS).load(LAYOUT), F)
-    sums = _of_tokens(_small(numbers.slice(2 * STREAMS, STREAMS).load(LAYOUT)), F)
-    found = gl.full([64, F.value.columns], 0.0, gl.float32, SUM)
     for partition in gl.static_range(gl.constexpr(F.value.partitions)):
         summed = gl.full([64, F.value.columns], BIASED, gl.int32, SUM)
         if F.value.key_signed[partition]:
@@ -125,8 +117,36 @@ def scores_of_codes(words, queries, code_sums, of_queries, numbers, F: gl.conste
             tile = codes[at % STREAMS][partition * TOGETHER + at // STREAMS]
             tile = tile.reshape(2, 8, 4, 4, F.value.bytes // 16, 4).permute(0, 2, 1, 4, 3, 5).reshape(64, F.value.bytes)
             summed = mma_v2(gl.convert_layout(tile, A8, assert_trivial=True), queries[partition * TOGETHER * STREAMS + at], summed)
+        found = found + (summed,)
+    return found
+
+
+@gluon.jit
+def numbers_of_keys(numbers, F: gl.constexpr):
+    """Scales, zero points and sums of keys, each of each partition float32 [tokens, columns]; ``numbers``: those of all streams, in
+    shared memory."""
+    STREAMS: gl.constexpr = F.value.streams
+    LAYOUT: gl.constexpr = F.value.key_numbers
+    scales = _of_tokens(numbers.slice(0, STREAMS).load(LAYOUT), F)
+    zeros = _of_tokens(numbers.slice(STREAMS, STREAMS).load(LAYOUT), F)
+    return scales, zeros, _of_tokens(_small(numbers.slice(2 * STREAMS, STREAMS).load(LAYOUT)), F)
+
+
+@gluon.jit
+def scores_of_products(products, of_queries, of_keys, F: gl.constexpr):
+    """Products of queries with keys: float32 [tokens, columns].
+
+    Args:
+        products: as :func:`products_with_keys` gives them.
+        of_queries: of each partition scales (:func:`rounded_down`), zero points and what zero points are multiplied with, float32
+            [columns].
+        of_keys: as :func:`numbers_of_keys` gives them.
+    """
+    scales, zeros, sums = of_keys
+    found = gl.full([64, F.value.columns], 0.0, gl.float32, SUM)
+    for partition in gl.static_range(gl.constexpr(F.value.partitions)):
         scale, zero, rest = of_queries[partition]
-        inner = _scaled(summed, scale) + sums[partition] * zero[None, :]
+        inner = _scaled(products[partition], scale) + sums[partition] * zero[None, :]
         found = found + zeros[partition] * rest[None, :]
         found = found + scales[partition] * inner
     return found
@@ -198,32 +218,45 @@ def _of_channels(numbers, F: gl.constexpr):
 
 
 @gluon.jit
-def add_coded_values(outputs, words, sides, rescale, scale, zero, rest, sums, numbers, F: gl.constexpr):
+def products_with_values(words, sides, sums, F: gl.constexpr):
+    """Products of codes of values and weights: of each part int32 [channels, columns], from BIASED on.
+
+    Args:
+        words: of each stream int32 [cells, tokens, words], the values' codes.
+        sides, sums: of weights, as :func:`coded_weights` gives them.
+    """
+    codes, found = (), ()
+    for stream in gl.static_range(gl.constexpr(F.value.streams)):
+        codes = codes + (_value_codes(words[stream], F),)
+    for part in gl.static_range(gl.constexpr(F.value.parts)):
+        summed = gl.full([F.value.bytes, F.value.columns], BIASED, gl.int32, SUM)
+        if F.value.value_signed[part]:
+            summed = doubled(sums * 128 + BIASED, gl.constexpr(F.value.doublings))
+        for stream in gl.static_range(gl.constexpr(F.value.streams)):
+            summed = mma_v2(codes[stream][part], sides[stream], summed)
+        found = found + (summed,)
+    return found
+
+
+@gluon.jit
+def add_products(outputs, products, rescale, scale, zero, rest, numbers, F: gl.constexpr):
     """Outputs by part, float32 [channels, columns], times ``rescale``, and the weighted sums of values.
 
     Args:
         outputs: of each part.
-        words: of each stream int32 [cells, tokens, words], the values' codes.
-        sides, scale, zero, rest, sums: of weights, as :func:`coded_weights` gives them.
+        products: as :func:`products_with_values` gives them.
+        rescale, scale, zero, rest: of weights, as :func:`coded_weights` gives them.
         numbers: in shared memory, the values' scales, zero points and sums of all streams.
     """
     STREAMS: gl.constexpr = F.value.streams
     BYTES: gl.constexpr = F.value.bytes
     LAYOUT: gl.constexpr = F.value.value_numbers
-    codes = ()
-    for stream in gl.static_range(STREAMS):
-        codes = codes + (_value_codes(words[stream], F),)
     rest, found = doubled(rest, gl.constexpr(F.value.doublings)), ()
     for part in gl.static_range(gl.constexpr(F.value.parts)):
-        summed = gl.full([BYTES, F.value.columns], BIASED, gl.int32, SUM)
-        if F.value.value_signed[part]:
-            summed = doubled(sums * 128 + BIASED, gl.constexpr(F.value.doublings))
-        for stream in gl.static_range(STREAMS):
-            summed = mma_v2(codes[stream][part], sides[stream], summed)
         value_scale = _of_channels(numbers.slice(0, STREAMS).slice(part * BYTES, BYTES, 1).load(LAYOUT), F)
         value_zero = _of_channels(numbers.slice(STREAMS, STREAMS).slice(part * BYTES, BYTES, 1).load(LAYOUT), F)
         value_sums = _small(numbers.slice(2 * STREAMS, STREAMS).slice(part * BYTES, BYTES, 1).load(LAYOUT))
-        inner = _scaled(summed, scale * (1.0 / F.value.value_powers[part])) + _of_channels(value_sums, F) * zero[None, :]
+        inner = _scaled(products[part], scale * (1.0 / F.value.value_powers[part])) + _of_channels(value_sums, F) * zero[None, :]
         mine = outputs[part] * rescale[None, :] + value_zero * rest
         found = found + (mine + value_scale * inner,)
     return found
