@@ -140,7 +140,7 @@ matrix: $(TEST_STAMP)  ## compile and run all kernels for all shapes of attentio
 		.venv/bin/python tests/kernels/matrix_interpret.py --refuse $$refused --groups 1,7,16,71
 	done
 	.venv/bin/python tests/kernels/matrix_interpret.py --tensor-cores --dims 64,128 --dtypes bfloat16,float16 \
-		--launches 'decode int88,decode int44,decode kivi4,decode kivi2,decode rotatekv4,decode rotatekv2'
+		--launches 'decode int88,decode int44,decode kivi4,decode kivi2,decode rotatekv4,decode rotatekv2,decode hack4,decode hack2'
 
 clean:  ## remove .venv and .cache
 	rm -rf .venv .cache

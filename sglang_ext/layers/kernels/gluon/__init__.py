@@ -1,1 +1,1 @@
-"""Kernels in Gluon, for NVIDIA's tensor cores: decode attention over packed blocks (packed.py)."""
+"""Kernels in Gluon, for NVIDIA's tensor cores: decode attention over packed blocks (packed.py), and as integers (integer_blocks.py)."""

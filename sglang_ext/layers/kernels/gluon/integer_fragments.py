@@ -56,7 +56,7 @@ class IntegerFragments(BlockFragments):
 
     @property
     def early(self) -> bool:
-        """Whether the next step's codes are loaded as soon as this step's are multiplied, before products are scaled: if registers suffice."""
+        """Whether the next step's codes are loaded before this step's products are scaled, not after: where registers suffice."""
         return self.streams * self.bytes <= 64
 
     @property
