@@ -58,7 +58,7 @@ def test_a_forward_replays_what_was_captured_with_its_attention():
 @pytest.mark.parametrize("drafts", [3, 0], ids=["drafts", "plain steps"])
 def test_all_steps_of_a_round_in_which_one_request_reads_a_copy_read_copies(monkeypatch, rows, expected, drafts, every):
     taken, chosen, model = [], [], runner()
-    without_queries = SimpleNamespace(compressor=SimpleNamespace(window=0, every=every))
+    without_queries = SimpleNamespace(compressor=SimpleNamespace(window=0, every=every, synchronous=False))
     views = SimpleNamespace(
         token_table=torch.zeros(16, 40, dtype=torch.int32), tail_written=lambda row, end: None, method=lambda row: without_queries,
         get=lambda row: None, choose_anew=lambda row, end: chosen.append((row, end)), elsewhere=None, beside=None,
