@@ -90,6 +90,8 @@ def _check_transfer(args: "KVServerArgs") -> None:
         _warn_of_idle(args, why, names, remedy)
         return
     disaggregation_options.check_transfer(args)
+    if args.disaggregation_mode == "decode":
+        _warn_of_idle(args, "--disaggregation-mode is decode, which receives, and so", ("kv_link_gbps",), "it to the prefill server")
     benchmark_options.warn(args, benchmark_options.TRANSFER_EFFECTS)
     hooking.check_transfer()
     try:

@@ -80,6 +80,8 @@ def check_timeline(args: "KVServerArgs") -> None:
     folder = None if args.kv_bench_timeline is None else Path(args.kv_bench_timeline).parent
     if folder is not None and not folder.is_dir():
         raise OptionError(f"--kv-bench-timeline is {args.kv_bench_timeline!r}, and there is no folder {str(folder)!r}: make it, or name another")
+    if folder is not None and Path(args.kv_bench_timeline).is_dir():
+        raise OptionError(f"--kv-bench-timeline is {args.kv_bench_timeline!r}, a folder: name a file in it")
 
 
 def warn(args: "KVServerArgs", effects: Mapping[str, str] = EFFECTS) -> None:

@@ -387,6 +387,16 @@ def test_flags_that_benchmarks_of_transfers_need_are_told_in_any_mode_and_nobody
     caplog.clear()
     build(folder(), kv_mode=mode, kv_bench_codec="int4")
     assert "without which --kv-bench-codec does nothing" in caplog.text
+    with pytest.raises(OptionError, match="--kv-bench-timeline is .*, a folder: name a file in it"):
+        build(folder(), kv_bench_timeline=str(tmp_path), **over)
+
+
+def test_a_rate_at_the_end_of_a_link_that_receives_is_said_to_do_nothing(folder, caplog):
+    over = {"disaggregation_transfer_backend": "progressive", "kv_mode": "verified", "kv_link_gbps": 1.0}
+    build(folder(), disaggregation_mode="prefill", **over)
+    assert "--kv-link-gbps" not in caplog.text
+    build(folder(), disaggregation_mode="decode", **over)
+    assert "--kv-link-gbps does nothing: pass it to the prefill server, or leave it out" in caplog.text
 
 
 def test_a_variable_that_a_shell_has_left_changes_nothing(folder, monkeypatch, caplog):

