@@ -21,9 +21,9 @@ from sglang_ext.bench import BenchError
 from sglang_ext.bench.client import HEALTH_SECONDS, HOST
 from sglang_ext.bench.options import LAST_PORT
 from sglang_ext.bench.server import ServerProcess, check_servers, stop_all
+from sglang_ext.bench.servers_apart import ROLES
 
 ROUTER = "sglang_router"
-ROLES = ("prefill", "decode")
 # Those that this program gives itself.
 GIVEN = ("--model-path", "--model", "--host", "--port", "--disaggregation-mode", "--disaggregation-bootstrap-port")
 # All of it stays on the loopback interface.

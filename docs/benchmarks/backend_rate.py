@@ -118,7 +118,7 @@ def send_backend(endpoint: str, options: argparse.Namespace) -> Callable[[], Non
     peer, _ = Peer(link), pool.blocks
     for number in (1, 2):
         told = Told()
-        room = SentRoom(number, codec, layers, 0, [bytes(32)] * len(pages), told)
+        room = SentRoom(number, codec, layers, [page.start for page in pages], [bytes(32)] * len(pages), told)
         peer.open(room)
         peer.send(room, tuple(page.slots for page in pages), bytes(16))
         # It succeeds once it is encoded; all of it has arrived when nothing waits for the link.

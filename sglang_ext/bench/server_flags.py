@@ -10,11 +10,11 @@ from sglang.srt.plugins import load_plugins
 from sglang_ext import flag_checks
 from sglang_ext.arguments import KVServerArgs
 from sglang_ext.bench import BenchError
+from sglang_ext.bench.servers_apart import ROLES
 from sglang_ext.config import refused_options
 from sglang_ext.config.options import BACKEND
 from sglang_ext.core import OptionError
 
-ROLES = ("prefill", "decode")
 # What servers of both roles must name alike, with backend progressive.
 ALIKE = ("kv_reference", "kv_bench_codec", "tp_size")
 

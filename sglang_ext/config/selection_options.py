@@ -102,7 +102,7 @@ def check_resolved(args: "KVServerArgs") -> None:
             f"--device is {args.device} with --kv-compressor {args.kv_compressor}; by a step's own query tokens are chosen on a CPU alone: "
             "pass --kv-compressor spade or verify-guided, or --device cpu"
         )
-    if args.device != "cpu" and args.kv_cache_ranks:
+    if args.device != "cpu" and ranks(args):
         raise OptionError(
             f"--kv-cache-ranks is {args.kv_cache_ranks} with --device {args.device}; processes beside this one choose for steps on a CPU alone, "
             "and on a GPU a second stream does: pass --kv-cache-ranks 0, or --device cpu"

@@ -56,7 +56,7 @@ def test_pages_of_any_gpu_travel(device, reference):
     slots = [torch.randperm(SLOTS, device=device)[:tokens] for _ in range(2)]
     parts = []
     link = SimpleNamespace(offer=lambda number, part: parts.append(part))
-    out = SentRoom(1, codec, layers, 0, [bytes(32)], Told())
+    out = SentRoom(1, codec, layers, [0], [bytes(32)], Told())
     in_thread(lambda: out.send_page(link, slots[0], True))
     into = ReceivedRoom(
         make_codec(reference, received), received, AuxRecords(received.args), 0, layers, [PlacedPage(0, slots[1])], [bytes(32)], Told()

@@ -15,7 +15,7 @@ from functools import cached_property
 import torch
 
 from sglang_ext.managers.disaggregation.page_hashes import page_ends
-from sglang_ext.managers.disaggregation.progressive.page_codec import EncodedPage, PlacedPage
+from sglang_ext.managers.disaggregation.progressive.page_codec import OneStream, PlacedPage
 from sglang_ext.managers.disaggregation.progressive.pool_buffers import PoolBuffers
 from sglang_ext.managers.disaggregation.progressive.raw_codec import RawCodec
 from sglang_ext.managers.disaggregation.settings import LinkError, OptionValue
@@ -26,7 +26,7 @@ from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 
 
 @dataclass(frozen=True)
-class CodedRoom:
+class CodedRoom(OneStream):
     """The codec of one room whose tokens from ``begin`` to ``end`` travel as codes.
 
     On the prefill side a page of them is placed in the slots of their full KV; on the decode side in those of its blocks.
@@ -53,7 +53,6 @@ class CodedRoom:
     name = "codes"
     version = 1
     reference = "lossy"
-    has_residual = False
 
     def __post_init__(self) -> None:
         block = self.packing.block_tokens
@@ -91,10 +90,6 @@ class CodedRoom:
             return 0
         blocks = self.page_size // self.packing.block_tokens
         return max(self._exact.most_bytes(stream, layers), blocks * sum(size for _, _, size in self._tensors(layers)))
-
-    def encode(self, page: PlacedPage, layers: LayerRange) -> EncodedPage:
-        """The page's codes, or its numbers."""
-        return EncodedPage(self.encode_anchor(page, layers), None)
 
     def encode_anchor(self, page: PlacedPage, layers: LayerRange) -> memoryview:
         """The page's codes, or its numbers."""
@@ -137,14 +132,6 @@ class CodedRoom:
             filled = torch.nn.functional.pad(part, (0, self.packing.block_slots * width - part.shape[-1]))
             cells[page.slots] = filled.view(heads, -1, width).transpose(0, 1)
             begin += blocks * size
-
-    def write_residual(self, page: PlacedPage, layers: LayerRange, anchor: memoryview, residual: memoryview) -> None:
-        """There is none.
-
-        Raises:
-            LinkError: always.
-        """
-        raise LinkError(f"codes have no residuals, and one of {len(residual)} bytes came")
 
     def _is_packed(self, page: PlacedPage) -> bool:
         return self.begin <= page.start < self.end

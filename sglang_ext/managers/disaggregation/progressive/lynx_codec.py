@@ -5,7 +5,7 @@ begun at a multiple of 16 bytes.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -94,8 +94,6 @@ class LynxCodec:
     page_size: int = 64
     bits: int = 4
     sinks: int = 4
-    # Of ranges of layers, tensors that are encoded together.
-    _parts: dict[tuple[int, ...], Parts] = field(default_factory=dict, init=False, repr=False, compare=False)
     name = "lynx"
     version = 1
     has_residual = True
@@ -169,10 +167,7 @@ class LynxCodec:
         keys, values = layouts
         both = (slice(0, layers.count), keys), (slice(layers.count, 2 * layers.count), values)
         for those, layout in both if keys != values else ((slice(0, 2 * layers.count), keys),):
-            where = layers.first, layers.count, those.start, those.stop
-            if where not in self._parts:
-                self._parts[where] = Parts.of(self.pool.tensors(layers.first, layers.count)[those])
-            yield self._parts[where], those, layout
+            yield self.pool.parts(layers, those), those, layout
 
     def _encode(self, page: PlacedPage, layers: LayerRange, layouts: tuple[Layout, Layout]) -> list[Streams]:
         return [one for parts, _, layout in self._alike(layers, layouts) for one in encode_parts(parts, layout, page.slots)]

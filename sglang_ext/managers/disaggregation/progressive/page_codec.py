@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from sglang_ext.managers.disaggregation.progressive.pool_buffers import PoolBuffers
-from sglang_ext.managers.disaggregation.settings import OptionValue
+from sglang_ext.managers.disaggregation.settings import LinkError, OptionValue
 from sglang_ext.managers.disaggregation.wire import LayerRange, Stream
 
 
@@ -46,6 +46,32 @@ class EncodedPage(NamedTuple):
 
     anchor: memoryview
     residual: memoryview | None
+
+
+class OneStream:
+    """What codecs have in common that write all of a page into its anchor stream."""
+
+    has_residual = False
+
+    def encode(self, page: PlacedPage, layers: LayerRange) -> EncodedPage:
+        """The one stream."""
+        return EncodedPage(self.encode_anchor(page, layers), None)
+
+    def encode_residual(self, page: PlacedPage, layers: LayerRange) -> memoryview:
+        """There is none.
+
+        Raises:
+            LinkError: always.
+        """
+        raise LinkError(f"codec {self.name} has no residuals")
+
+    def write_residual(self, page: PlacedPage, layers: LayerRange, anchor: memoryview, residual: memoryview) -> None:
+        """There is none.
+
+        Raises:
+            LinkError: always.
+        """
+        raise LinkError(f"codec {self.name} has no residuals, and one of {len(residual)} bytes came")
 
 
 class PageCodec(Protocol):

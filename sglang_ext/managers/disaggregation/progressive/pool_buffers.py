@@ -48,8 +48,7 @@ class PoolBuffers:
     key_dim: int
     value_dim: int
     device: torch.device
-    # Of ranges of layers: keys, or values, of some.
-    _alike: dict[tuple[int, int, bool], Parts] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _parts: dict[tuple[int, ...], Parts] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         widths = [width // self.args.page_size for width in self.args.kv_item_lens]
@@ -84,6 +83,13 @@ class PoolBuffers:
         """Keys, then values, of ``count`` layers from ``first``."""
         return [*self.keys[first : first + count], *self.values[first : first + count]]
 
+    def parts(self, layers: LayerRange, those: slice) -> Parts:
+        """Some of :meth:`tensors`, alike, which are looked at once."""
+        key = layers.first, layers.count, those.start, those.stop
+        if key not in self._parts:
+            self._parts[key] = Parts.of(self.tensors(layers.first, layers.count)[those])
+        return self._parts[key]
+
     def gather(self, layers: LayerRange, slots: torch.Tensor) -> Iterator[torch.Tensor]:
         """Copies of keys, then of values, of tokens: [layers, tokens, heads * dim] each. It does not wait for a GPU."""
         for parts in self._halves(layers):
@@ -106,11 +112,8 @@ class PoolBuffers:
                     tensor[slots] = part
 
     def _halves(self, layers: LayerRange) -> Iterator[Parts]:
-        for is_value, buffers in enumerate((self.keys, self.values)):
-            key = layers.first, layers.count, bool(is_value)
-            if key not in self._alike:
-                self._alike[key] = Parts.of(buffers[layers.first : layers.first + layers.count])
-            yield self._alike[key]
+        yield self.parts(layers, slice(0, layers.count))
+        yield self.parts(layers, slice(layers.count, 2 * layers.count))
 
     def _by_kernel(self, like: torch.Tensor) -> bool:
         return self.device.type == "cuda" and in_words(like)

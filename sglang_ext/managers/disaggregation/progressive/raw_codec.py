@@ -6,13 +6,13 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from sglang_ext.managers.disaggregation.progressive.page_codec import EncodedPage, PlacedPage
+from sglang_ext.managers.disaggregation.progressive.page_codec import OneStream, PlacedPage
 from sglang_ext.managers.disaggregation.progressive.pool_buffers import PoolBuffers
 from sglang_ext.managers.disaggregation.settings import LinkError, OptionValue
 from sglang_ext.managers.disaggregation.wire import LayerRange, Stream
 
 @dataclass(frozen=True)
-class RawCodec:
+class RawCodec(OneStream):
     """The pool's bytes, all of them in the anchor stream.
 
     Attributes:
@@ -25,7 +25,6 @@ class RawCodec:
     name = "raw"
     version = 1
     reference = "raw"
-    has_residual = False
 
     @property
     def options(self) -> dict[str, OptionValue]:
@@ -35,10 +34,6 @@ class RawCodec:
     def most_bytes(self, stream: Stream, layers: LayerRange) -> int:
         """Of a full page."""
         return self._bytes(self.page_size, layers) if stream is Stream.ANCHOR else 0
-
-    def encode(self, page: PlacedPage, layers: LayerRange) -> EncodedPage:
-        """Copy the pool's bytes."""
-        return EncodedPage(self.encode_anchor(page, layers), None)
 
     def encode_anchor(self, page: PlacedPage, layers: LayerRange) -> memoryview:
         """Copy the pool's bytes."""
@@ -55,14 +50,6 @@ class RawCodec:
             begin += half.nbytes
         self.pool.written()
         return memoryview(content)
-
-    def encode_residual(self, page: PlacedPage, layers: LayerRange) -> memoryview:
-        """There is none.
-
-        Raises:
-            LinkError: always.
-        """
-        raise LinkError(f"codec {self.name} has no residuals")
 
     def write_anchor(self, page: PlacedPage, layers: LayerRange, anchor: memoryview) -> None:
         """Copy them back.
@@ -81,14 +68,6 @@ class RawCodec:
         content, split = self.pool.blocks.to_device(anchor).view(self.pool.dtype), tokens * layers.count * self.pool.heads * self.pool.key_dim
         halves = (half.view(layers.count, tokens, -1) for half in (content[:split], content[split:]))
         self.pool.scatter(layers, page.slots, tuple(halves))
-
-    def write_residual(self, page: PlacedPage, layers: LayerRange, anchor: memoryview, residual: memoryview) -> None:
-        """There is none.
-
-        Raises:
-            LinkError: always.
-        """
-        raise LinkError(f"codec raw has no residuals, and one of {len(residual)} bytes came")
 
     @cached_property
     def _widths(self) -> tuple[int, ...]:

@@ -4,14 +4,14 @@ from dataclasses import dataclass
 
 from sglang_ext.managers.disaggregation.progressive.baselines.quantizers import Quantizer
 from sglang_ext.managers.disaggregation.progressive.lynx_codec import packed, packed_bytes, unpacked
-from sglang_ext.managers.disaggregation.progressive.page_codec import EncodedPage, PlacedPage
+from sglang_ext.managers.disaggregation.progressive.page_codec import OneStream, PlacedPage
 from sglang_ext.managers.disaggregation.progressive.pool_buffers import PoolBuffers
 from sglang_ext.managers.disaggregation.settings import LOSSY, LinkError, OptionValue
 from sglang_ext.managers.disaggregation.wire import LayerRange, Stream
 
 
 @dataclass(frozen=True)
-class QuantizedCodec:
+class QuantizedCodec(OneStream):
     """What a quantizer writes, all of it in the anchor stream.
 
     Attributes:
@@ -28,7 +28,6 @@ class QuantizedCodec:
     page_size: int = 64
     version = 1
     reference = LOSSY
-    has_residual = False
 
     def __post_init__(self) -> None:
         if self.pool.dtype.itemsize < 2:
@@ -50,10 +49,6 @@ class QuantizedCodec:
             return 0
         return packed_bytes([self.quantizer.most_bytes(layers.count, self.page_size, self.pool.heads, dim) for dim in self._dims])
 
-    def encode(self, page: PlacedPage, layers: LayerRange) -> EncodedPage:
-        """The one stream."""
-        return EncodedPage(self.encode_anchor(page, layers), None)
-
     def encode_anchor(self, page: PlacedPage, layers: LayerRange) -> memoryview:
         """Quantize what the pool holds.
 
@@ -73,14 +68,6 @@ class QuantizedCodec:
         self.pool.written()
         return stream
 
-    def encode_residual(self, page: PlacedPage, layers: LayerRange) -> memoryview:
-        """There is none.
-
-        Raises:
-            LinkError: always.
-        """
-        raise LinkError(f"codec {self.name} has no residuals")
-
     def write_anchor(self, page: PlacedPage, layers: LayerRange, anchor: memoryview) -> None:
         """Fill the page's slots with the quantized numbers.
 
@@ -96,14 +83,6 @@ class QuantizedCodec:
                 raise LinkError(f"no stream of a page of {len(page.slots)} tokens: {error}") from error
             found.append(x.to(self.pool.dtype).flatten(2))
         self.pool.scatter(layers, page.slots, found)
-
-    def write_residual(self, page: PlacedPage, layers: LayerRange, anchor: memoryview, residual: memoryview) -> None:
-        """There is none.
-
-        Raises:
-            LinkError: always.
-        """
-        raise LinkError(f"codec {self.name} has no residuals, and one of {len(residual)} bytes came")
 
     @property
     def _dims(self) -> tuple[int, int]:

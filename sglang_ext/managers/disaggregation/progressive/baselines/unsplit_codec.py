@@ -7,9 +7,9 @@ import torch
 
 from sglang_ext.managers.disaggregation.progressive.host_blocks import HostBlocks
 from sglang_ext.managers.disaggregation.progressive.lynx_codec import LynxCodec, packed, packed_bytes, unpacked
-from sglang_ext.managers.disaggregation.progressive.page_codec import EncodedPage, PlacedPage
+from sglang_ext.managers.disaggregation.progressive.page_codec import OneStream, PlacedPage
 from sglang_ext.managers.disaggregation.progressive.pool_buffers import PoolBuffers
-from sglang_ext.managers.disaggregation.settings import LOSSY, LinkError, OptionValue
+from sglang_ext.managers.disaggregation.settings import LOSSY, OptionValue
 from sglang_ext.managers.disaggregation.wire import LayerRange, Stream
 
 
@@ -18,7 +18,7 @@ ON_HOST = HostBlocks(torch.device("cpu"))
 
 
 @dataclass(frozen=True)
-class UnsplitCodec:
+class UnsplitCodec(OneStream):
     """Anchor and residual of 8 bits in one stream, or the anchor alone.
 
     Attributes:
@@ -30,7 +30,6 @@ class UnsplitCodec:
     whole: bool
     version = 1
     reference = LOSSY
-    has_residual = False
 
     @property
     def pool(self) -> PoolBuffers:
@@ -59,23 +58,11 @@ class UnsplitCodec:
         anchor = self.split.most_bytes(Stream.ANCHOR, layers)
         return packed_bytes([anchor, self.split.most_bytes(Stream.RESIDUAL, layers)]) if self.whole else anchor
 
-    def encode(self, page: PlacedPage, layers: LayerRange) -> EncodedPage:
-        """The one stream."""
-        return EncodedPage(self.encode_anchor(page, layers), None)
-
     def encode_anchor(self, page: PlacedPage, layers: LayerRange) -> memoryview:
         """All that travels."""
         if not self.whole:
             return self.split.encode_anchor(page, layers)
         return packed([torch.from_numpy(np.asarray(stream)) for stream in self.split.encode(page, layers)], self.pool.blocks)
-
-    def encode_residual(self, page: PlacedPage, layers: LayerRange) -> memoryview:
-        """There is none.
-
-        Raises:
-            LinkError: always.
-        """
-        raise LinkError(f"codec {self.name} has no residuals")
 
     def write_anchor(self, page: PlacedPage, layers: LayerRange, anchor: memoryview) -> None:
         """Numbers of 8 or of 4 bits.
@@ -88,11 +75,3 @@ class UnsplitCodec:
             return
         both = (memoryview(stream.numpy()) for stream in unpacked(anchor, 2, ON_HOST))
         self.split.write_residual(page, layers, *both)
-
-    def write_residual(self, page: PlacedPage, layers: LayerRange, anchor: memoryview, residual: memoryview) -> None:
-        """There is none.
-
-        Raises:
-            LinkError: always.
-        """
-        raise LinkError(f"codec {self.name} has no residuals, and one of {len(residual)} bytes came")
