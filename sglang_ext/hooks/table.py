@@ -118,6 +118,12 @@ HOOKS: tuple[Hook, ...] = (
         ("self", "obj", "input_ids"), process="frontend",
     ),
     Hook(
+        "sglang.srt.layers.sampler.multinomial_with_seed",
+        "sglang_ext.managers.spec_decode.sampling.own_noise",
+        "SGLang's seeded noise is infinite once in 2**32 numbers, and draws a token of any probability",
+        ("logprobs", "seed", "positions"),
+    ),
+    Hook(
         "sglang.srt.entrypoints.http_server._wait_and_warmup",
         "sglang_ext.hooks.readiness.say_when_ready",
         "when the server is ready it shall tell mode, method and address",

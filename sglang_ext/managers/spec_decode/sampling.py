@@ -17,8 +17,10 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import torch
+from sglang.srt.layers import sampler
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.runtime_context import get_exec
 from sglang.srt.sampling.sampling_params import TOP_K_ALL
 
 from sglang_ext.core import CURABLE, RequestState
@@ -234,6 +236,34 @@ class Sampling:
         group.batch.positions = positions if everything else positions[group.places]
         output = LogitsProcessorOutput(next_token_logits=logits if everything else logits[group.places])
         return self.model_runner.sample(output, group.batch).long(), output
+
+
+def own_noise(original: Callable, logprobs: torch.Tensor, seed: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Draw with Gumbel noise of a hash, as SGLang's ``multinomial_with_seed`` does, but never with infinite noise.
+
+    SGLang divides the hash by its largest value, which becomes 1: once in ``2**32 / vocabulary`` tokens infinite noise draws a
+    token whatever its probability, also 0. Seeds that a request gave (deterministic mode) draw what SGLang's draw; the others,
+    which are ours in a mode of sglang-ext alone, have SGLang's distribution without seeds, and so none of these tokens.
+
+    Args:
+        logprobs: float [rows, vocabulary], logarithms of probabilities.
+        seed: int64 [rows].
+        positions: int [rows].
+
+    Returns:
+        int64 [rows, 1]
+    """
+    if get_exec().deterministic.enable_deterministic_inference:
+        return original(logprobs, seed, positions)
+    return _draw_with_finite_noise(logprobs, seed, positions)
+
+
+@torch.compile(dynamic=True)
+def _draw_with_finite_noise(logprobs: torch.Tensor, seed: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    columns = torch.arange(logprobs.shape[1], device=logprobs.device)
+    hashed = sampler.murmur_hash32(seed.to(torch.uint64), positions, columns)
+    noise = ((hashed.to(torch.float64) + 0.5) * 2.0**-32).log_().neg_().log_().neg_()
+    return noise.add_(logprobs).argmax(1, keepdim=True)
 
 
 def _collect(out: Sampled, group: Group, tokens: torch.Tensor, output: LogitsProcessorOutput) -> None:

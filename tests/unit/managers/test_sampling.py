@@ -3,11 +3,15 @@
 from types import SimpleNamespace
 
 import torch
+import torch._dynamo
+from sglang.srt.layers import sampler
 from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_ext.managers.spec_decode.sampling import Row, Sampling, SamplingCache, select_rows
+from sglang_ext.managers.spec_decode import sampling
+from sglang_ext.managers.spec_decode.sampling import Row, Sampling, SamplingCache, own_noise, select_rows
+from sglang_ext.platforms.torch_kernels import murmur_hash32
 
 DISALLOWED = {"token_ids": [3]}
 
@@ -118,3 +122,38 @@ def test_rows_of_one_route_with_and_without_shared_noise_are_drawn_apart():
     asked.seq_lens = torch.tensor([5, 6])
     made = Sampling.of(None, asked, [Row(0, None), Row(1, 11), Row(0, None)], False)
     assert [group.rows for group in made.groups] == [[0, 2], [1]]
+
+
+def seed_of_infinite_noise(position: int, token: int) -> int:
+    """A 64-bit seed with which SGLang's hash of this position and token is its largest value."""
+    mask = 0xFFFFFFFF
+    rotate = lambda x, r: ((x << r) | (x >> (32 - r))) & mask  # noqa: E731
+    inverse = lambda factor: pow(factor, -1, 1 << 32)  # noqa: E731
+    scrambled = lambda k: rotate(k * 0xCC9E2D51 & mask, 15) * 0x1B873593 & mask  # noqa: E731
+    unmixed = lambda h: rotate((h - 0xE6546B64) * inverse(5) & mask, 19)  # noqa: E731
+    h = mask
+    h ^= h >> 16
+    h = h * inverse(0xC2B2AE35) & mask
+    h ^= h >> 13 ^ h >> 26
+    h = h * inverse(0x85EBCA6B) & mask
+    h ^= h >> 16 ^ 16
+    h = unmixed(unmixed(h) ^ scrambled(token)) ^ scrambled(position)
+    low = scrambled(7)
+    before = (rotate(low, 13) * 5 + 0xE6546B64) & mask
+    high = rotate((unmixed(h) ^ before) * inverse(0x1B873593) & mask, 17) * inverse(0xCC9E2D51) & mask
+    return high << 32 | 7
+
+
+def test_no_noise_of_ours_draws_a_token_that_has_no_probability(monkeypatch):
+    seed, position = torch.tensor([seed_of_infinite_noise(100, 39)]).to(torch.uint64), torch.tensor([100])
+    monkeypatch.setattr(sampler, "murmur_hash32", murmur_hash32)
+    assert murmur_hash32(seed, position, torch.tensor([39])).item() == 0xFFFFFFFF, "the case is none"
+    logprobs = torch.full((1, 64), float("-inf"))
+    logprobs[0, [3, 5]] = -0.7
+    stocks = lambda *args: "stock's"  # noqa: E731
+    deterministic = SimpleNamespace(enable_deterministic_inference=False)
+    monkeypatch.setattr(sampling, "get_exec", lambda: SimpleNamespace(deterministic=deterministic))
+    with torch._dynamo.config.patch(disable=True):
+        assert own_noise(stocks, logprobs, seed, position).item() in (3, 5)
+    deterministic.enable_deterministic_inference = True
+    assert own_noise(stocks, logprobs, seed, position) == "stock's", "seeds of requests draw what stock's draw"
