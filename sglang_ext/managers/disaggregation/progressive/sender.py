@@ -99,10 +99,11 @@ class ProgressiveSender(CommonKVSender):
             slots: int64 [tokens], of its full KV.
 
         Returns:
-            False where that cannot be, or too much waits; nothing changes then.
+            False where that cannot be, or too much waits, or the request was given up here, of which nobody would take the pages; nothing
+            changes then.
         """
         waiting = self.kv_mgr.waiting
-        if self._peer is not None or self._packs is None or not self._owns() or not waiting.has_room:
+        if self._peer is not None or self._packs is None or self._cleared or not self._owns() or not waiting.has_room:
             return False
         codec = self._codec(begin, end)
         ends = codec.ends(len(self._prompt))

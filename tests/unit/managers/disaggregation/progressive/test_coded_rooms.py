@@ -234,6 +234,8 @@ def test_no_more_is_packed_ahead_than_may_wait_and_an_abort_gives_it_back(server
     waiting.most = waiting.held
     assert not other.wait_packed(made.where.begin, made.where.end, made.slots) and not other.waits_packed
     sender.abort()
+    # SGLang looks at aborted requests once more.
+    assert not sender.wait_packed(made.where.begin, made.where.end, made.slots)
     assert waiting.held == 0 and other.wait_packed(made.where.begin, made.where.end, made.slots)
 
 
