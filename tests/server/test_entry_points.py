@@ -67,7 +67,8 @@ def test_sglang_serve_takes_the_flags_and_chooses_draft_lengths_without_a_prefix
     launch: Callable[..., Server], prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
     flags = ("--kv-mode", "verified", "--kv-budget", "0.3", "--kv-draft-length", "auto", "--disable-radix-cache")
-    server = launch(*flags, env=STRICT, console=True)
+    # Prompts of several chunks: without a prefix cache nothing but the request knows of the first ones.
+    server = launch(*flags, "--chunked-prefill-size", "256", env=STRICT, console=True)
     assert server.command[1] == "serve"
     info = server.request("server_info")
     assert (info["kv_mode"], info["kv_budget"], info["kv_compressor"]) == ("verified", 0.3, "snapkv")

@@ -242,9 +242,13 @@ class TieredRadixCache(RadixCache):
         """Let the tree own the full KV that a running request has so far, and lock its path.
 
         The request's row leads to the tree's slots afterwards. Parts that the tree dropped from the device meanwhile keep the
-        stale slots of before: who dropped them knows, and has to load them before a forward reads them.
+        stale slots of before: who dropped them knows, and has to load them before a forward reads them. Without a tree its next chunk
+        begins behind what is there.
         """
         if self.disable:
+            if chunked:
+                row = self.req_to_token_pool.req_to_token[req.req_pool_idx, : len(req.get_fill_ids())]
+                req.prefix_indices = row.to(torch.int64, copy=True)
             return
         row, key = self._row_and_key(req, req.get_fill_ids())
         if chunked and self.codes is not None:

@@ -45,6 +45,20 @@ def test_without_a_host_tier_it_is_a_plain_radix_cache():
     world.empty()
 
 
+def test_without_prefixes_the_next_chunk_of_a_prompt_begins_behind_what_is_there():
+    world = World(host=False)
+    world.cache.disable = True
+    req = world.start(A[:4])
+    req.origin_input_ids.extend(A[4:])
+    world.cache.cache_unfinished_req(req, chunked=True)
+    assert torch.equal(kv_at(world, req.prefix_indices), kv_of(A[:4]))
+    assert world.extend(req, 7)
+    world.cache.cache_unfinished_req(req, chunked=True)
+    assert torch.equal(kv_at(world, req.prefix_indices), kv_of(A[:7]))
+    world.finish(req)
+    assert not world.match(A).host_hit_length and world.allocator.available_size() == world.slots
+
+
 def test_a_match_names_what_is_on_the_device_and_what_has_to_be_loaded():
     world = World()
     done(world, A)
