@@ -149,6 +149,9 @@ def _warn_of_idle_compressor(args: "KVServerArgs") -> None:
         _warn_of_idle(args, why, selection_options.SPADE_FLAGS, "--kv-compressor spade")
     elif not args.kv_cache_ranks:
         _warn_of_idle(args, "--kv-cache-ranks is 0, with which", selection_options.RANK_FLAGS, "--kv-cache-ranks 1")
+    elif args.disaggregation_mode == "prefill":
+        why, names = "--disaggregation-mode is prefill, which takes no steps, and so", ("kv_cache_ranks", *selection_options.RANK_FLAGS)
+        _warn_of_idle(args, why, names, "that to the decode server")
     drops = {offer.drops for offer in method_options.offers(args)}
     if KVzip.name in drops or (KVzap.name in drops and args.kv_host_gb):
         return
@@ -163,7 +166,8 @@ def _warn_of_short_contexts(args: "KVServerArgs") -> None:
     """Say where no context that the server takes is long enough for a copy."""
     made = method_options.methods(args)
     recent = min(each.quantizer.recent if each.quantizer else 0 for each in made)
-    least = max(args.kv_sparse_from, options.MIN_CONTEXT + recent)
+    # Contexts with no more tokens than --kv-select says are read whole.
+    least = max(args.kv_sparse_from, options.MIN_CONTEXT + recent, selection_options.selected(args) + 1)
     for name in ("context_length", "max_total_tokens"):
         tokens = getattr(args, name)
         if tokens is not None and tokens <= least:

@@ -111,10 +111,10 @@ def resolve(args: "KVServerArgs") -> None:
         catalogue.code_bits(packs, args.kv_bits)
         catalogue.partition_size(packs, args.kv_partition)
     elif args.kv_bits is not None:
-        raise OptionError(
-            f"--kv-bits is {args.kv_bits}, but --kv-compressor {found[0].compressor} keeps tokens as they are: leave it out, or name "
-            f"what packs them too: --kv-compressor {found[0].compressor}+kivi"
-        )
+        named = found[0].compressor
+        # What leads into full KV has none to pack.
+        remedy = "pass --kv-compressor kivi" if catalogue.points(named) else f"name what packs them too: --kv-compressor {named}+kivi"
+        raise OptionError(f"--kv-bits is {args.kv_bits}, but --kv-compressor {named} keeps tokens as they are: leave it out, or {remedy}")
     elif args.kv_partition is not None:
         raise OptionError(
             f"--kv-partition is {args.kv_partition}, but --kv-compressor {found[0].compressor} keeps tokens as they are: leave it out, or "

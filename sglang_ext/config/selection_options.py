@@ -30,8 +30,8 @@ def predicts(args: "KVServerArgs") -> bool:
 
 
 def ranks(args: "KVServerArgs") -> int:
-    """Cache ranks that are started; 0 for none."""
-    return args.kv_cache_ranks if predicts(args) else 0
+    """Cache ranks that are started; 0 for none. A server that only prefills takes no steps for which tokens would be chosen."""
+    return args.kv_cache_ranks if predicts(args) and args.disaggregation_mode != "prefill" else 0
 
 
 def resolve(args: "KVServerArgs") -> None:
@@ -41,7 +41,7 @@ def resolve(args: "KVServerArgs") -> None:
         OptionError: names the flag, its value and the remedy.
     """
     share = args.kv_select
-    if share is not None and not (isinstance(share, int | float) and (0 < share <= 1 or (share > 1 and share == int(share)))):
+    if share is not None and not (isinstance(share, int | float) and (0 < share <= 1 or (share > 1 and float(share).is_integer()))):
         raise OptionError(
             f"--kv-select is {share}; it is the share of the context's tokens that each KV head reads, above 0 and at most 1, or their "
             "number: pass for example 0.125, or a whole number from 2, for example 2048"

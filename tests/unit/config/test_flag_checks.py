@@ -59,6 +59,8 @@ def test_flags_that_do_something_are_not(caplog: pytest.LogCaptureFixture, given
     ({"context_length": 128}, "--context-length is 128, and a context is compressed from 128 tokens on"),
     ({"max_total_tokens": 100}, "--max-total-tokens is 100, and a context is compressed from 128 tokens on"),
     ({"context_length": 129}, ""),
+    ({"context_length": 301, "kv_compressor": "spade", "kv_select": 300}, "--context-length is 301, and a context is compressed from 301"),
+    ({"context_length": 302, "kv_compressor": "spade", "kv_select": 300}, ""),
     ({"context_length": 129, "kv_compressor": "kivi"}, "--context-length is 129, and a context is compressed from "),
     ({"context_length": 129, "kv_compressor": "kivi", "kv_more_compressors": "snapkv"}, ""),
 ])  # fmt: skip

@@ -88,6 +88,12 @@ def test_packs_of_more_layers_than_there_are_and_too_little_memory_for_a_request
 def test_flags_of_cache_ranks_are_named_where_there_are_none(caplog):
     flag_checks.check_flags(spade(kv_pack_layers=4))
     assert "--kv-cache-ranks is 0, with which --kv-pack-layers does nothing: pass --kv-cache-ranks 1" in caplog.text
+    args = spade(kv_cache_ranks=1, disaggregation_mode="prefill")
+    flag_checks.check_flags(args)
+    assert "which takes no steps, and so --kv-cache-ranks does nothing: pass that to the decode server" in caplog.text
+    assert selection_options.ranks(args) == 0
+    args.disaggregation_mode = "decode"
+    assert selection_options.ranks(args) == 1
 
 
 def test_methods_that_choose_for_each_step_take_their_number_and_pace_and_no_predictor_or_ranks(caplog):
