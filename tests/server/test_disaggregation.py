@@ -4,6 +4,7 @@ The prefill server keeps what compressors need of prompts, the decode server dra
 """
 
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -18,18 +19,19 @@ from server_pair import Pair, said
 from servers import EXPECTED_TOKENS, POOL_TOKENS, assert_same_answers, greedy
 
 from sglang_ext.bench.client import free_port
+from sglang_ext.bench.speed.metrics_page import readings
 from sglang_ext.serve_pd import ROUTER, Router
 
 pytestmark = pytest.mark.server
 
 COMMON = (
     *("--dtype", "float32", "--sleep-on-idle", "--skip-server-warmup", "--max-total-tokens", str(POOL_TOKENS), "--page-size", "16"),
-    *("--disaggregation-transfer-backend", "progressive", "--kv-reference", "exact"),
+    *("--disaggregation-transfer-backend", "progressive", "--kv-reference", "exact", "--enable-metrics"),
 )
 DRAFTS = 4
 METHODS = ("--kv-mode", "verified", "--kv-compressor", "kivi", "--kv-more-compressors", "snapkv", "--kv-draft-length", str(DRAFTS))
 PREFILL = (*METHODS, "--chunked-prefill-size", "128", "--kv-link-gbps", "0.2")
-DECODE = (*METHODS, "--enable-metrics")
+DECODE = METHODS
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +62,23 @@ def test_answers_of_all_kinds_at_once_and_from_a_warm_prefix_are_stocks(pair: Pa
     assert any(sum(answer["meta_info"]["kv_offer_histogram"][DRAFTS + 1 :]) for answer in cold.values())
     # All but the prompt's newest tokens, whose queries are needed, in whole pages.
     assert warm["greedy"]["meta_info"]["cached_tokens"] >= 256
+
+
+def told(pair: Pair, role: str, name: str) -> dict[str, float]:
+    """A counter of one server, by its second label."""
+    series = readings(pair.servers[role].request("metrics"), f"sglang_ext:{name}")
+    return {re.search(r'(?:stream|reason)="(\w+)"', labels)[1]: value for labels, value in series}
+
+
+def test_both_servers_tell_what_went_over_the_link(pair: Pair, prompts: list[list[int]]) -> None:
+    pair.ask(input_ids=prompts[0], **greedy(2))
+    sent, received = told(pair, "prefill", "kv_link_sent_bytes_total"), told(pair, "decode", "kv_link_received_bytes_total")
+    assert sent == received and 0 < sent["aux"] < sent["anchor"] < sent["residual"] and sent["whole"] == 0
+    for server in pair.servers.values():
+        assert server.metric("sglang_ext:kv_links{") == 1 and server.metric("sglang_ext:kv_link_rooms{") == 0
+        assert server.metric("sglang_ext:kv_link_reconnects_total", "sglang_ext:kv_link_refused_frames_total") == 0
+    # The link has 0.2 Gbit/s.
+    assert told(pair, "prefill", "kv_link_wait_seconds_total")["rate"] > 0
 
 
 def test_a_method_that_chooses_by_queries_of_the_prompt_drafts_at_once(pair: Pair, prompts: list[list[int]], expected: list[list[int]]) -> None:

@@ -12,6 +12,7 @@
     room_state.py     one room of the receiver: what has arrived, checked and written
     assembly.py       parts of pages put together from frames
     link_server.py    the receiver's end: a thread for all links
+    link_metrics.py   what either end tells on /metrics
     queries.py        a prompt's newest queries, which compressors choose by
     arriving.py       requests that decode before all of their KV is here
     timeline.py       what became of requests, and when, for benchmarks

@@ -21,6 +21,7 @@ from sglang_ext.managers.disaggregation import wire
 from sglang_ext.managers.disaggregation.connection import BrokenConnection, Connection
 from sglang_ext.managers.disaggregation.endpoints import LinkKeys, check_endpoint
 from sglang_ext.managers.disaggregation.limits import LinkLimits
+from sglang_ext.managers.disaggregation.link_metrics import LinkMetrics, Waits, carried
 from sglang_ext.managers.disaggregation.pacing import TokenBucket
 from sglang_ext.managers.disaggregation.send_queue import Part, SendQueue
 from sglang_ext.managers.disaggregation.settings import LinkError, LinkSettings
@@ -50,8 +51,9 @@ class SendListener(Protocol):
 
 @dataclass(eq=False)
 class _Sent:
-    """Who hears of a room, since when it is open, and frames that libzmq may still read."""
+    """A room's parts, who hears of it, since when it is open, and frames that libzmq may still read."""
 
+    shape: RoomShape
     listener: SendListener
     opened: float
     trackers: deque[zmq.MessageTracker] = field(default_factory=deque)
@@ -71,6 +73,7 @@ class Link:
         limits: sizes and times.
         gbps: Gbit/s (10^9 bits) that the link sends at most, 0.01 or more; None for no limit.
         keys: of both ends; None without encryption, on this machine.
+        metrics: told of what happens.
 
     Raises:
         LinkError: the endpoint or the rate is refused.
@@ -83,8 +86,10 @@ class Link:
         limits: LinkLimits = LinkLimits(),
         gbps: float | None = None,
         keys: LinkKeys | None = None,
+        metrics: LinkMetrics = LinkMetrics(),
     ) -> None:
         check_endpoint(endpoint, keys)
+        self._metrics, self._waits = metrics, Waits(metrics)
         self.endpoint, self._settings, self._limits, self._keys = endpoint, settings, limits, keys
         self._bucket = TokenBucket.of_gbps(gbps)
         self._frame_bytes = self._bucket.frame_bytes(limits.frame_bytes)
@@ -105,7 +110,7 @@ class Link:
         self._reconnects = 0
         self._problem = "it does not answer"
         self._gone_since = self._progress = time.monotonic()
-        self._connected = False
+        self._connected = self._was_connected = False
         self._thread = threading.Thread(target=self._run, name=f"kv-link {endpoint}", daemon=True)
         self._thread.start()
 
@@ -139,8 +144,9 @@ class Link:
             if self._refusal or self._closing:
                 raise LinkError(f"the link to {self.endpoint} takes no rooms: {self._refusal or 'it is closed'}")
             self._queue.open(room, shape)
-            self._sent[room] = _Sent(listener, time.monotonic())
+            self._sent[room] = _Sent(shape, listener, time.monotonic())
             self._unopened.append(room)
+            self._metrics.add_rooms(1)
             self._notify()
 
     def offer(self, room: int, part: Part) -> bool:
@@ -185,6 +191,7 @@ class Link:
         """Under the lock: a room takes no more; the thread tells its listener when its bytes are not read any more."""
         if self._queue.end(room) is not None:
             self._ending.append((room, reason, self._sent.pop(room)))
+            self._metrics.add_rooms(-1)
 
     def _run(self) -> None:
         try:
@@ -231,8 +238,10 @@ class Link:
                         self._say(connection, wire.Cancel(room, "its side closed the link"))
             connection.close(last_words)
             self._outstanding = 0
+            self._waits.wait_for(None)
             if self._connected:
                 self._connected, self._gone_since = False, time.monotonic()
+                self._metrics.add_links(-1)
         if not self._closing and not self._refusal:
             self._look(None, time.monotonic())
             self._tell_ended()
@@ -282,22 +291,27 @@ class Link:
         return 0.0
 
     def _send_frame(self, connection: Connection) -> float:
-        wait = self._bucket.wait(time.monotonic())
-        if wait:
-            return wait
         with self._lock:
             sending = self._queue.next()
             sent = self._sent.get(sending.room) if sending is not None else None
         if sent is None:
+            self._waits.wait_for(None)
             return LOOK
+        wait = self._bucket.wait(time.monotonic())
+        if wait:
+            self._waits.wait_for("rate")
+            return wait
         begin = sending.offset
         payload = sending.part.payload[begin : begin + self._frame_bytes]
         late = sending.part.stream is Stream.RESIDUAL and connection.outstanding >= self._limits.residual_bytes
         if len(payload) + FRAME_OVERHEAD > connection.credit or late:
+            self._waits.wait_for("credit")
             return LOOK
+        self._waits.wait_for(None)
         size, tracker = connection.send_frame(wire.Frame(sending.header, begin), payload)
         self._outstanding = connection.outstanding
         self._bucket.take(size, time.monotonic())
+        self._metrics.count_sent(len(payload), carried(sending.part.stream, sent.shape))
         sent.idle()
         sent.trackers.append(tracker)
         with self._lock:
@@ -340,7 +354,12 @@ class Link:
     def _welcome(self, connection: Connection, window: int) -> None:
         most = min(connection.welcome(window), self._limits.frame_bytes)
         self._frame_bytes = self._bucket.frame_bytes(most)
-        self._connected, self._progress = True, time.monotonic()
+        if not self._connected:
+            self._metrics.add_links(1)
+            if self._was_connected:
+                self._metrics.count_reconnect()
+        self._connected = self._was_connected = True
+        self._progress = time.monotonic()
         with self._lock:
             self._unopened = list(self._queue.rooms)
 

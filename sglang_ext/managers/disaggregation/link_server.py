@@ -21,6 +21,7 @@ from sglang_ext.managers.disaggregation import wire
 from sglang_ext.managers.disaggregation.assembly import Assembly
 from sglang_ext.managers.disaggregation.endpoints import ZAP_ENDPOINT, LinkKeys, check_endpoint
 from sglang_ext.managers.disaggregation.limits import LinkLimits
+from sglang_ext.managers.disaggregation.link_metrics import LinkMetrics, carried
 from sglang_ext.managers.disaggregation.room_state import Expected, IncomingRoom, Sink
 from sglang_ext.managers.disaggregation.settings import LinkError, LinkSettings, refusal, version_refusal
 from sglang_ext.managers.disaggregation.wire import FRAME_OVERHEAD, MOST_ACKS, RoomShape, Stream
@@ -68,6 +69,7 @@ class LinkServer:
         limits: sizes and times.
         keys: of both ends; None without encryption, on this machine.
         take: gives memory of so many bytes in which parts are put together, and which sinks may keep; called by the server's thread.
+        metrics: told of what happens.
 
     Raises:
         LinkError: the endpoint is refused or in use.
@@ -80,8 +82,10 @@ class LinkServer:
         limits: LinkLimits = LinkLimits(),
         keys: LinkKeys | None = None,
         take: Callable[[int], bytearray | np.ndarray] = bytearray,
+        metrics: LinkMetrics = LinkMetrics(),
     ) -> None:
         check_endpoint(endpoint, keys)
+        self._metrics = metrics
         self._settings, self._limits, self._keys, self._take_memory = settings, limits, keys, take
         self._context = zmq.Context()
         self._socket, self._zap = self._bind(endpoint)
@@ -114,6 +118,7 @@ class LinkServer:
             if room in self._rooms:
                 raise LinkError(f"room {room} is registered; abort it before it is received anew")
             self._rooms[room] = IncomingRoom(room, expected, sink)
+            self._metrics.add_rooms(1)
 
     def abort(self, room: int) -> None:
         """Take no more of a room. Once this returns, its sink is not called: what it writes to may be given to others.
@@ -121,9 +126,10 @@ class LinkServer:
         It waits for a call of the sink that is under way; so hold no lock that the sink takes. Nothing where the room has ended.
         """
         with self._lock:
-            state = self._rooms.pop(room, None)
-        if state is None:
-            return
+            state = self._rooms.get(room)
+            if state is None:
+                return
+            self._drop(state)
         state.abort()
         if state.link is not None:
             with self._lock:
@@ -181,6 +187,8 @@ class LinkServer:
             rooms = list(self._rooms.values())
         for room in rooms:
             self._fail(room, reason)
+        for address in list(self._peers):
+            self._forget(address)
         self._context.destroy(0)
         self._reader.shutdown()
         with self._lock:
@@ -252,6 +260,7 @@ class LinkServer:
                 case wire.Frame():
                     self._frame(peer, message, frames[1].buffer)
         except (_Unfollowed, wire.WireError) as error:
+            self._metrics.count_refused("protocol")
             # Who never said Hello may be anybody; it is told only if it speaks the language.
             if peer is not None:
                 logger.warning("%s cannot follow a sender: %s; it has to connect anew", self.endpoint, error)
@@ -267,12 +276,15 @@ class LinkServer:
             logger.error("%s refuses a sender: %s", self.endpoint, differs)
             self._say(address, wire.Refused(differs))
             return
+        if hello.link in self._heard:
+            self._metrics.count_reconnect()
         if hello.link in self._links:
             self._forget(self._links[hello.link].address)
         peer = _Peer(address, hello.link, self._limits.window_bytes, time.monotonic(), Assembly(self._take_memory, self._reader))
         self._forget(address)
         self._peers[address] = self._links[hello.link] = peer
         self._heard[hello.link] = peer.heard
+        self._metrics.add_links(1)
         self._say(address, wire.Welcome(self._limits.window_bytes))
 
     def _open(self, peer: _Peer, room: int, shape: RoomShape) -> None:
@@ -310,6 +322,7 @@ class LinkServer:
             # It was aborted or has failed: the sender was told.
             peer.assembly.drop(frame.header.stream)
             return
+        self._metrics.count_received(len(payload), carried(frame.header.stream, state.expected.shape))
         try:
             self._part(peer, state, frame, payload)
         except LinkError as error:
@@ -320,9 +333,13 @@ class LinkServer:
     def _part(self, peer: _Peer, state: IncomingRoom, frame: wire.Frame, payload: memoryview) -> None:
         header = frame.header
         agreed = self._settings.codec, self._settings.tp_rank
-        if (header.codec, header.rank) != agreed:
-            raise LinkError(f"a part of codec {header.codec!r} and rank {header.rank} came; agreed on is {agreed}")
-        number = state.part(header)
+        try:
+            if (header.codec, header.rank) != agreed:
+                raise LinkError(f"a part of codec {header.codec!r} and rank {header.rank} came; agreed on is {agreed}")
+            number = state.part(header)
+        except LinkError:
+            self._metrics.count_refused("bounds")
+            raise
         try:
             whole = peer.assembly.add(frame, payload)
         except LinkError as error:
@@ -331,6 +348,7 @@ class LinkServer:
             return
         content, right = whole
         if not right:
+            self._metrics.count_refused("checksum")
             if not state.may_repeat(header.stream, number, self._limits.repeats):
                 raise LinkError(f"{header.stream} of page {header.page} came with a wrong checksum {self._limits.repeats + 1} times")
             self._say(peer.address, wire.Again(state.number, header.stream, number))
@@ -365,6 +383,7 @@ class LinkServer:
         """Under the lock; another room of that number may have been registered since."""
         if self._rooms.get(state.number) is state:
             del self._rooms[state.number]
+            self._metrics.add_rooms(-1)
 
     def _grant(self, peer: _Peer) -> None:
         granted, acked = peer.ungranted, tuple(peer.acked)
@@ -405,6 +424,7 @@ class LinkServer:
         self._owing.discard(address)
         if peer is not None and self._links.get(peer.link) is peer:
             del self._links[peer.link]
+            self._metrics.add_links(-1)
 
     def _say(self, address: bytes, message: wire.FromReceiver) -> None:
         try:

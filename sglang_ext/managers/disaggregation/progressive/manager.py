@@ -18,6 +18,7 @@ from sglang_ext.managers.disaggregation.coded.waiting_pages import WaitingPages
 from sglang_ext.managers.disaggregation.endpoints import LinkKeys
 from sglang_ext.managers.disaggregation.limits import LinkLimits
 from sglang_ext.managers.disaggregation.link import Link
+from sglang_ext.managers.disaggregation.link_metrics import LinkMetrics
 from sglang_ext.managers.disaggregation.link_server import LinkServer
 from sglang_ext.managers.disaggregation.pacing import Polls
 from sglang_ext.managers.disaggregation.progressive import agreement, control
@@ -63,7 +64,7 @@ class ProgressiveManager(CommonKVManager):
             keys = None if server_args.kv_link_keys is None else LinkKeys.read(Path(server_args.kv_link_keys))
             self.has_keys = keys is not None
             self.timeline = Timeline.of(server_args.kv_bench_timeline if self.attn_tp_rank == 0 else None)
-            self._begin(keys, server_args.kv_link_gbps)
+            self._begin(keys, server_args.kv_link_gbps, LinkMetrics.create(server_args, disaggregation_mode.value))
         except LinkError as error:
             raise OptionError(f"--disaggregation-transfer-backend progressive: {error}") from error
         self.aux = AuxRecords(args)
@@ -72,15 +73,15 @@ class ProgressiveManager(CommonKVManager):
         self.layers = LayerRange(0, self.pool.layers)
         threading.Thread(target=self._listen, name="kv-control", daemon=True).start()
 
-    def _begin(self, keys: LinkKeys | None, gbps: float | None) -> None:
+    def _begin(self, keys: LinkKeys | None, gbps: float | None, metrics: LinkMetrics) -> None:
         # Here, and not with the first page: pinning takes long.
         limits, blocks = LinkLimits(), self.pool.blocks
         if self.disaggregation_mode == DisaggregationMode.PREFILL:
             self.handshakes, self.waiting = Handshakes(self.refuse), WaitingPages()
-            self.peers = Peers(lambda endpoint: Link(endpoint, self.settings, limits, gbps, keys))
+            self.peers = Peers(lambda endpoint: Link(endpoint, self.settings, limits, gbps, keys, metrics))
         else:
             endpoint = agreement.receiving_endpoint(self.local_ip, self.kv_args.engine_rank, keys)
-            self.links = LinkServer(endpoint, self.settings, limits, keys, blocks.take_alone)
+            self.links = LinkServer(endpoint, self.settings, limits, keys, blocks.take_alone, metrics)
             self._start_heartbeat_checker_thread()
 
     def refuse(self, metadata: Metadata, reason: str) -> None:

@@ -13,12 +13,12 @@ class Ends:
     def __init__(self, folder):
         self.folder, self.made = folder, []
 
-    def server(self, endpoint="tcp://127.0.0.1:0", limits=QUICK, keys=None, settings=SETTINGS):
-        self.made.append(made := LinkServer(endpoint, settings, limits, keys))
+    def server(self, endpoint="tcp://127.0.0.1:0", limits=QUICK, keys=None, settings=SETTINGS, **others):
+        self.made.append(made := LinkServer(endpoint, settings, limits, keys, **others))
         return made
 
-    def link(self, endpoint, limits=QUICK, gbps=None, keys=None, settings=SETTINGS):
-        self.made.append(made := Link(endpoint, settings, limits, gbps, keys))
+    def link(self, endpoint, limits=QUICK, gbps=None, keys=None, settings=SETTINGS, **others):
+        self.made.append(made := Link(endpoint, settings, limits, gbps, keys, **others))
         return made
 
     def raw(self, endpoint, *arguments):
