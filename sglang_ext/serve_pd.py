@@ -109,16 +109,6 @@ def words(option: str, text: str) -> list[str]:
     return found
 
 
-def value_of(flags: Sequence[str], flag: str) -> str | None:
-    """What the last of ``flags`` of that name says; None where there is none."""
-    found = None
-    for word, following in zip(flags, (*flags[1:], None)):
-        name, given, value = word.partition("=")
-        if name == flag:
-            found = value if given else following
-    return found
-
-
 def check_ports(first: int) -> None:
     """Refuse ports that there are not, or that are taken.
 
@@ -143,13 +133,6 @@ def check(args: argparse.Namespace) -> dict[str, tuple[str, ...]]:
         raise BenchError(f"SGLang's router ({ROUTER}) is not installed: pip install --no-deps -r requirements/pd.txt, or run make serve-pd")
     check_ports(args.port)
     flags = flags_of(args)
-    for role, given in flags.items():
-        backend = value_of(given, "--disaggregation-transfer-backend")
-        if (backend or "").startswith("mooncake") and importlib.util.find_spec("mooncake") is None:
-            raise BenchError(
-                f"the {role} server's backend is {backend}, and the package mooncake is not installed: pip install "
-                "mooncake-transfer-engine-non-cuda (or mooncake-transfer-engine), or leave the backend progressive"
-            )
     check_servers(args.model, {role: flags[role] for role in ROLES})
     return flags
 

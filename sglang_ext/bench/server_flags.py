@@ -11,12 +11,13 @@ from sglang_ext import flag_checks
 from sglang_ext.arguments import KVServerArgs
 from sglang_ext.bench import BenchError
 from sglang_ext.bench.servers_apart import ROLES
-from sglang_ext.config import refused_options
+from sglang_ext.config import refused_options, transports
 from sglang_ext.config.options import BACKEND
 from sglang_ext.core import OptionError
 
-# What servers of both roles must name alike, with backend progressive.
-ALIKE = ("kv_reference", "kv_bench_codec", "tp_size")
+# What servers of both roles must name alike, and with backend progressive.
+ALIKE = ("disaggregation_transfer_backend",)
+ALIKE_LINKS = ("kv_reference", "kv_bench_codec", "tp_size")
 
 CONFIG = "--config"
 """SGLang's flag: a file holds further flags, which only the server reads."""
@@ -60,17 +61,26 @@ def check(model: str, servers: Mapping[str, Sequence[str]]) -> None:
             given = parser.parse_args(["--model-path", model, *flags])
             fields = (each.name for each in dataclasses.fields(KVServerArgs))
             args = _Unresolved(**{each: getattr(given, each) for each in fields if hasattr(given, each)})
-            if args.disaggregation_transfer_backend == BACKEND:
-                of_roles.setdefault(args.disaggregation_mode, (name, args))
+            _check_transport(args)
+            of_roles.setdefault(args.disaggregation_mode, (name, args))
         except (BenchError, OptionError) as error:
             raise BenchError(f"the server {name} cannot start: {error}") from error
     if of_roles.keys() >= set(ROLES):
         _check_alike(*(of_roles[role] for role in ROLES))
 
 
+def _check_transport(args: KVServerArgs) -> None:
+    """Refuse a transport of KV that does not work on this machine."""
+    backend = args.disaggregation_transfer_backend
+    why = None if args.disaggregation_mode == "null" else transports.obstacle(backend)
+    if why is not None:
+        raise BenchError(f"--disaggregation-transfer-backend is {backend}: {why}")
+
+
 def _check_alike(one: tuple[str, KVServerArgs], other: tuple[str, KVServerArgs]) -> None:
     """Refuse a prefill and a decode server whose links would not fit."""
-    for flag in ALIKE:
+    links = one[1].disaggregation_transfer_backend == BACKEND
+    for flag in (*ALIKE, *(ALIKE_LINKS if links else ())):
         found = [getattr(args, flag) for _, args in (one, other)]
         if found[0] != found[1]:
             raise BenchError(

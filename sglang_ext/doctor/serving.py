@@ -4,14 +4,13 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 import zmq
 
-from sglang_ext.config import model_options, options
+from sglang_ext.config import model_options, options, transports
 from sglang_ext.config.disaggregation_options import BACKEND
 from sglang_ext.doctor import model_folder
 from sglang_ext.doctor.installation import SGLANG_VERSION, Check, told, verdict
@@ -65,18 +64,11 @@ def has_fa3() -> bool:
 def check_transfer() -> Check:
     """Over what KV can go from a prefill to a decode server (``--disaggregation-transfer-backend``), and whether links can be encrypted."""
     keys = "encrypted with --kv-link-keys" if zmq.has("curve") else "not encrypted: this libzmq has no CURVE"
-    return Check("KV transfer", True, f"{BACKEND} (ZMQ {zmq.zmq_version()}, {keys}); {_mooncake()}")
-
-
-def _mooncake() -> str:
-    """SGLang's own transport without RDMA, or why it cannot be had; it needs libraries of the system, too."""
-    if find_spec("mooncake") is None:
-        return "mooncake_tcp not installed"
-    try:
-        import_module("mooncake.engine")
-    except ImportError as error:
-        return f"mooncake_tcp does not load: {told(error)}"
-    return "mooncake_tcp"
+    obstacles = {name: transports.obstacle(name) for name in transports.TRANSPORTS}
+    found = [f"{BACKEND} (ZMQ {zmq.zmq_version()}, {keys})", *(name for name, why in obstacles.items() if why is None)]
+    # The one of SGLang's own that any machine could have.
+    lacking = obstacles[transports.MOONCAKE_TCP]
+    return Check("KV transfer", True, ", ".join(found) + (f"; not {transports.MOONCAKE_TCP}: {lacking}" if lacking else ""))
 
 
 def check_hooks() -> Iterator[Check]:

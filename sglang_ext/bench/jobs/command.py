@@ -65,7 +65,8 @@ def run(args: argparse.Namespace) -> int:
     rates = None if args.rate == AUTO else [rate or None for rate in numbers(args.rate, "--rate", float, zero=True)]
     check(args, counts)
     chosen = [method(name, words(args.draft_arg)) for name in args.method]
-    flags = {f"{each.name} {role}": flags_of(args, each, link, Path())[role] for each in chosen for link in links for role in ROLES}
+    asked = [(each, link) for each in chosen for link in links if obstacle(each, link) is None]
+    flags = {f"{each.name} {role}": flags_of(args, each, link, Path())[role] for each, link in asked for role in ROLES}
     check_servers(str(args.model), flags)
     prompts = make_prompts(args, args.jobs, contexts)
     mixed = [prompts[contexts[place % len(contexts)]][place] for place in range(args.jobs)]

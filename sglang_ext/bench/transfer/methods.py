@@ -1,17 +1,17 @@
 """Ways to move KV that are compared: each is a pair of servers whose flags differ in how KV travels, and in nothing else."""
 
 import argparse
-import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
 from sglang_ext.bench import BenchError
 from sglang_ext.bench.comparing.identity_options import words
+from sglang_ext.config import transports
 from sglang_ext.config.benchmark_options import CODECS
 from sglang_ext.config.options import BACKEND
 
 LYNX = "lynx"
-STOCK = "mooncake_tcp"
+STOCK = transports.MOONCAKE_TCP
 # Of the reference: what the residual restores.
 SPLIT = {LYNX: "int8", "lynx-exact": "exact"}
 # Prompts that travel as the codes of their copies, on which the decode server answers: method and bits.
@@ -72,11 +72,9 @@ def obstacle(chosen: Method, gbps: float | None) -> str | None:
     """Why a method cannot be measured here over such a link, in a line; None where it can."""
     if not chosen.is_stock:
         return None
-    if importlib.util.find_spec("mooncake") is None:
-        return "the package mooncake is not installed: pip install mooncake-transfer-engine-non-cuda, or leave it out"
     if gbps is not None:
         return f"its link cannot be held to {gbps:g} Gbit/s: it is measured with a link of 0, which has no limit"
-    return None
+    return transports.obstacle(STOCK)
 
 
 def flags_of(args: argparse.Namespace, chosen: Method, gbps: float | None, file: Path) -> dict[str, tuple[str, ...]]:

@@ -15,6 +15,7 @@ from sglang_ext.bench.servers_apart import answer
 from sglang_ext.bench.speed.decode_wave import Stream
 from sglang_ext.bench.transfer import accuracy, clocks, command, tables
 from sglang_ext.bench.transfer.methods import METHODS, PACKED, method, obstacle
+from sglang_ext.config import transports
 from sglang_ext.bench.transfer.pair import Passed
 from sglang_ext.bench.transfer.summary import summarize, survival
 from sglang_ext.managers.disaggregation.timeline import Event
@@ -129,11 +130,12 @@ def test_methods_differ_in_how_kv_travels_alone():
 
 
 def test_stocks_transfer_is_left_out_with_a_line_where_it_cannot_be_measured(monkeypatch, capsys):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    asked, failed = command.runs([method("mooncake_tcp"), method("int8")], [0.1])
+    monkeypatch.setattr(transports, "find_spec", lambda name: None)
+    asked, failed = command.runs([method("mooncake_tcp"), method("int8")], [None])
     assert [each.name for each, _ in asked] == ["int8"] and not failed
-    assert "mooncake_tcp-0.1: left out: the package mooncake is not installed: pip install" in capsys.readouterr().out
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    assert "mooncake_tcp-unlimited: left out: the package mooncake is not installed: pip install" in capsys.readouterr().out
+    monkeypatch.setattr(transports, "find_spec", lambda name: object())
+    monkeypatch.setattr(transports, "import_module", lambda name: object())
     assert "cannot be held to 0.1 Gbit/s" in obstacle(method("mooncake_tcp"), 0.1) and obstacle(method("mooncake_tcp"), None) is None
 
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from sglang_ext.config import transports
 from sglang_ext.doctor import __main__ as doctor, installation, model_folder, serving
 from sglang_ext.doctor.installation import Check
 from sglang_ext.hooks import application as hooking, table as hooks, uses
@@ -345,18 +346,20 @@ def test_text_in_brackets_is_shown_as_it_is(capsys: pytest.CaptureFixture) -> No
 
 
 def test_transports_of_kv_are_named_and_what_one_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    named = {"mooncake": None}
-    monkeypatch.setattr(serving, "find_spec", lambda name: named.get(name, True))
+    named = {"nixl": True}
+    monkeypatch.setattr(transports, "find_spec", named.get)
+    monkeypatch.setattr(transports, "import_module", lambda name: None)
     monkeypatch.setattr(serving.zmq, "has", lambda feature: feature == "curve")
-    assert serving.check_transfer().found.endswith("encrypted with --kv-link-keys); mooncake_tcp not installed")
+    found = serving.check_transfer().found
+    assert "encrypted with --kv-link-keys), nixl; not mooncake_tcp: the package mooncake is not installed: pip install" in found
 
     def lacks(name: str) -> None:
         raise ImportError("librdmacm.so.1: cannot open shared object file")
 
     named["mooncake"] = True
-    monkeypatch.setattr(serving, "import_module", lacks)
-    assert "mooncake_tcp does not load: ImportError: librdmacm.so.1" in serving.check_transfer().found
-    monkeypatch.setattr(serving, "import_module", lambda name: None)
+    monkeypatch.setattr(transports, "import_module", lacks)
+    assert "; not mooncake_tcp: mooncake.engine does not load (ImportError: librdmacm.so.1" in serving.check_transfer().found
+    monkeypatch.setattr(transports, "import_module", lambda name: None)
     monkeypatch.setattr(serving.zmq, "has", lambda feature: False)
     found = serving.check_transfer()
-    assert found.ok and "no CURVE); mooncake_tcp" in found.found and found.found.startswith("progressive (ZMQ ")
+    assert found.ok and "no CURVE), mooncake, mooncake_tcp, nixl" in found.found and found.found.startswith("progressive (ZMQ ")

@@ -82,13 +82,6 @@ def test_what_cannot_start_is_refused_before_anything_does(port, checked, argume
     assert not (tmp_path / "logs").exists()
 
 
-def test_mooncake_without_its_package_is_refused_with_what_installs_it(port, checked, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "mooncake" else object())
-    with pytest.raises(BenchError, match="the prefill server's backend is mooncake_tcp.* pip install mooncake-transfer-engine-non-cuda"):
-        serve_pd.check(parsed(port, "--arg=--disaggregation-transfer-backend mooncake_tcp"))
-    monkeypatch.undo()
-
-
 def test_a_folder_for_logs_that_cannot_be_made_is_named(port, checked):
     with pytest.raises(BenchError, match="--logs /proc/none cannot be made: .*name a folder that can"):
         serve_pd.serve(parsed(port, "--logs", "/proc/none"), {})

@@ -1,0 +1,81 @@
+"""What keeps a transport of KV from working here is said before a server starts: its name, its package, its libraries."""
+
+from importlib.util import find_spec
+
+import pytest
+from sglang.srt.server_args import DISAGG_TRANSFER_BACKEND_CHOICES
+
+from sglang_ext.bench import BenchError, server_flags
+from sglang_ext.config import transports
+from sglang_ext.hooks.transfer import register_backend
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Packages that are there, and what becomes of an import of theirs."""
+    packages, imports = set(), {}
+
+    def load(name):
+        if name in imports:
+            raise imports[name]
+
+    monkeypatch.setattr(transports, "find_spec", lambda name: True if name in packages else None)
+    monkeypatch.setattr(transports, "import_module", load)
+    return packages, imports
+
+
+@pytest.fixture
+def check(monkeypatch):
+    """Flags as SGLang's parser reads them, in this process."""
+    monkeypatch.setattr(server_flags, "load_plugins", register_backend)
+    return lambda **flags: server_flags.check("m", {role: ("--disaggregation-mode", role, *each) for role, each in flags.items()})
+
+
+def over(backend):
+    return (f"--disaggregation-transfer-backend={backend}",)
+
+
+@pytest.mark.parametrize("backend", transports.TRANSPORTS)
+def test_a_transport_works_where_its_package_is_there_and_loads(installed, backend):
+    packages, imports = installed
+    module = transports.TRANSPORTS[backend].module
+    assert f"the package {module.split('.')[0]} is not installed: " in transports.obstacle(backend)
+    packages.add(module.split(".")[0])
+    assert transports.obstacle(backend) is None
+    for error in (ImportError("librdmacm.so.1: cannot open\nshared object file"), OSError("libnuma.so.1: no such file")):
+        imports[module] = error
+        said = transports.obstacle(backend)
+        assert said.startswith(f"{module} does not load ({type(error).__name__}: lib") and "\n" not in said and "use progressive" in said
+
+
+def test_each_of_sglangs_transports_is_known():
+    assert set(transports.TRANSPORTS) | {transports.FAKE} == set(DISAGG_TRANSFER_BACKEND_CHOICES) - {"progressive"}
+    assert transports.obstacle("progressive") is None
+
+
+@pytest.mark.parametrize("backend", ["nixl", "mooncake_tcp", "mori"])
+def test_a_server_over_a_transport_that_is_not_installed_is_refused(check, installed, backend):
+    with pytest.raises(BenchError, match=f"the server decode cannot start: --disaggregation-transfer-backend is {backend}: the package"):
+        check(prefill=over("progressive"), decode=over(backend))
+    server_flags.check("m", {"alone": over(backend)})
+
+
+def test_a_transport_that_is_none_is_refused(check, installed):
+    with pytest.raises(BenchError, match="the server prefill cannot start: --disaggregation-transfer-backend is fake: it moves no KV"):
+        check(prefill=over("fake"))
+    with pytest.raises(BenchError, match="the server prefill cannot start: .*invalid choice: 'carrier' .*progressive"):
+        check(prefill=over("carrier"))
+
+
+def test_the_last_of_two_flags_counts_and_both_servers_name_the_same(check, installed):
+    installed[0].add("nixl")
+    check(prefill=(*over("mooncake"), *over("nixl")), decode=over("nixl"))
+    differ = "--disaggregation-transfer-backend is nixl of the server prefill and progressive of the server decode"
+    with pytest.raises(BenchError, match=differ):
+        check(prefill=over("nixl"), decode=over("progressive"))
+
+
+def test_what_this_machine_has_is_found():
+    """Nothing stands in for the import here."""
+    lacks = find_spec("nixl") is None
+    assert ("not installed" in (transports.obstacle("nixl") or "")) == lacks
