@@ -1,18 +1,24 @@
-"""Where links may listen, and the keys of links between machines."""
+"""Where links may listen, what is left of servers that were killed there, and the keys of links between machines."""
 
 import ipaddress
 import os
+import socket
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import zmq
+from filelock import FileLock, Timeout
 from zmq.utils import z85
 
 from sglang_ext.managers.disaggregation.settings import LinkError
 
 # Of libzmq's authentication protocol (ZeroMQ RFC 27).
 ZAP_ENDPOINT, ZAP_VERSION, ZAP_DOMAIN = "inproc://zeromq.zap.01", b"1.0", b"kv-link"
+# What files of our sockets begin with, the lock of their folder, and seconds that nobody should hold it.
+SOCKETS, LOCK, LOCKED_SECONDS = "kv-link-", "binding.lock", 30.0
 
 
 @dataclass(frozen=True)
@@ -106,6 +112,30 @@ def check_endpoint(endpoint: str, keys: LinkKeys | None) -> None:
         raise LinkError(f"{endpoint!r} leaves this machine without keys; give both servers the same file of keys, or stay on loopback")
 
 
+@contextmanager
+def alone_in_folder(endpoint: str) -> Iterator[None]:
+    """While a server binds its socket no other does in that folder. First the files there go at which nobody listens any more.
+
+    A killed server leaves its file. Between its bind and its listen a living one looks the same: so all take turns.
+
+    Raises:
+        LinkError: another holds the folder's lock for too long.
+    """
+    transport, _, place = endpoint.partition("://")
+    if transport != "ipc":
+        yield
+        return
+    lock = FileLock(Path(place).parent / LOCK, timeout=LOCKED_SECONDS)
+    try:
+        with lock:
+            for file in _left_sockets(Path(place).parent):
+                file.unlink(missing_ok=True)
+            yield
+    except Timeout as error:
+        why = f"{lock.lock_file} is locked for {LOCKED_SECONDS:g} s by a server that starts"
+        raise LinkError(f"{why}: end that one, and start again") from error
+
+
 def _check_folder(folder: Path) -> None:
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -117,3 +147,22 @@ def _check_folder(folder: Path) -> None:
             f"{folder} has mode {stat.S_IMODE(state.st_mode):o} and owner {state.st_uid}; sockets lie in a folder of user "
             f"{os.getuid()} with mode 700: chmod 700 it, or set TMPDIR to another folder"
         )
+
+
+def _left_sockets(folder: Path) -> list[Path]:
+    """Sockets of links at which nobody listens."""
+    return [file for file in folder.glob(f"{SOCKETS}*") if file.is_socket() and _refuses(file)]
+
+
+def _refuses(file: Path) -> bool:
+    # Not by the process id in its name: in another container that shares the folder it is another process's.
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(file))
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            # Its listener is busy, or it has gone meanwhile.
+            return False
+    return False

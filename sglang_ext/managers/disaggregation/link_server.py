@@ -19,7 +19,7 @@ import zmq
 
 from sglang_ext.managers.disaggregation import wire
 from sglang_ext.managers.disaggregation.assembly import Assembly
-from sglang_ext.managers.disaggregation.endpoints import ZAP_ENDPOINT, LinkKeys, check_endpoint
+from sglang_ext.managers.disaggregation.endpoints import ZAP_ENDPOINT, LinkKeys, alone_in_folder, check_endpoint
 from sglang_ext.managers.disaggregation.limits import LinkLimits
 from sglang_ext.managers.disaggregation.link_metrics import LinkMetrics, carried
 from sglang_ext.managers.disaggregation.room_state import Expected, IncomingRoom, Sink
@@ -169,7 +169,8 @@ class LinkServer:
                 zap.bind(ZAP_ENDPOINT)
                 self._keys.serve(socket)
             # Of the host nothing is left open: port 0 alone is libzmq's *.
-            socket.bind(f"{endpoint[:-2]}:*" if endpoint.startswith("tcp") and endpoint.endswith(":0") else endpoint)
+            with alone_in_folder(endpoint):
+                socket.bind(f"{endpoint[:-2]}:*" if endpoint.startswith("tcp") and endpoint.endswith(":0") else endpoint)
         except zmq.ZMQError as error:
             self._context.destroy(0)
             raise LinkError(f"no link can listen on {endpoint}: {error}; name another port or file") from error

@@ -14,7 +14,7 @@ from sglang.srt.utils.network import NetworkAddress
 from sglang_ext.config.disaggregation_options import traveling_codes
 from sglang_ext.managers.disaggregation import settings as link_settings
 from sglang_ext.managers.disaggregation import wire
-from sglang_ext.managers.disaggregation.endpoints import LinkKeys
+from sglang_ext.managers.disaggregation.endpoints import SOCKETS, LinkKeys
 from sglang_ext.managers.disaggregation.progressive.control import VERSION, Metadata
 from sglang_ext.managers.disaggregation.progressive.page_codec import PageCodec
 from sglang_ext.managers.disaggregation.progressive.pool_buffers import PoolBuffers
@@ -70,7 +70,7 @@ def receiving_endpoint(host: str, rank: int, keys: LinkKeys | None) -> str:
     if keys is not None:
         return NetworkAddress(host, 0).to_tcp()
     folder = Path(tempfile.gettempdir()) / f"sglang-ext-{os.getuid()}"
-    return f"ipc://{folder}/kv-link-{os.getpid()}-{rank}"
+    return f"ipc://{folder}/{SOCKETS}{os.getpid()}-{rank}"
 
 
 def rank_refusal(prefill: PrefillServerInfo, tp_size: int) -> str | None:
