@@ -96,13 +96,16 @@ def test_noise_is_even_and_of_its_token_lane_and_channel():
     assert len(lanes) == 80 * 128 * 2
 
 
-def test_seeds_follow_from_the_prompt_up_to_a_tokens_page():
+def test_seeds_follow_from_the_prompt_before_a_tokens_page():
     prompt = list(range(5 * PAGE))
     whole_prompt = token_seeds(prompt, 5 * PAGE, CPU)
     assert torch.equal(token_seeds(array("q", prompt), 5 * PAGE, CPU), whole_prompt)
-    assert torch.equal(token_seeds(prompt[: 3 * PAGE] + [7] * 100, 3 * PAGE, CPU), whole_prompt[: 3 * PAGE]), "a shared prefix"
+    for parting in (3 * PAGE, 3 * PAGE + 5, 4 * PAGE - 1):
+        for after in ([], [7] * 100):
+            shared = token_seeds(prompt[:parting] + after, parting, CPU)
+            assert torch.equal(shared, whole_prompt[:parting]), "a shared prefix, wherever it ends and however it goes on"
     changed = token_seeds([9, *prompt[1:]], 5 * PAGE, CPU)
-    assert not (changed == whole_prompt).any(), "each page depends on all before it"
+    assert not (changed == whole_prompt)[PAGE:].any(), "each page depends on all before it"
     grown, short = token_seeds(prompt[:100], 1000, CPU), token_seeds(prompt[:100], 90, CPU)
     assert torch.equal(grown[:90], short) and len(grown.unique()) == 1000 and grown.dtype == torch.int32
     assert len(token_seeds([], 10, CPU)) == 10

@@ -1,9 +1,10 @@
 """What numbers are rounded by where codes are drawn: the same wherever a prompt is packed.
 
 A number between two codes gets the upper one as often as it lies above the lower one, so that a sum of many is right (HACK, arXiv
-2502.03589, stochastic rounding). What decides is no generator's state, but a hash of the prompt up to the token's page, the token's
+2502.03589, stochastic rounding). What decides is no generator's state, but a hash of the prompt before the token's page, the token's
 place, its layer, KV head and channel, and whether it is a key's: ranks that hold different heads, and servers that pack the same
-prefix, draw the same codes. A kernel draws as :func:`noise` does (layers/kernels/packed/pack_blocks.py).
+prefix, draw the same codes. Nothing after a token is in it, so that prompts which share a block share its codes, however they go on. A
+kernel draws as :func:`noise` does (layers/kernels/packed/pack_blocks.py).
 """
 
 from collections.abc import Sequence
@@ -28,8 +29,8 @@ MASK = 0xFFFFFFFF
 def token_seeds(prompt: Sequence[int], tokens: int, device: torch.device) -> torch.Tensor:
     """What the noise of a context's tokens depends on, but for layer, head and channel: int32 [tokens].
 
-    Of a page that the prompt fills it is a hash of the prompt up to its end; of those after it, of the prompt's whole pages and the
-    page's number.
+    Of a page before which the prompt fills all others it is a hash of those; of the pages after it, of the prompt's whole pages and
+    the page's number.
 
     Args:
         prompt: token ids.
@@ -37,8 +38,8 @@ def token_seeds(prompt: Sequence[int], tokens: int, device: torch.device) -> tor
         device: where the seeds lie; nothing waits for it.
     """
     ids, pages, digest = numpy.asarray(prompt, numpy.int64), [], b""
-    for end in range(PAGE, tokens + PAGE, PAGE):
-        page = ids[end - PAGE : end] if end <= len(ids) else ids[:0]
+    for end in range(0, tokens, PAGE):
+        page = ids[max(0, end - PAGE) : end] if end <= len(ids) else ids[:0]
         digest = blake2b(digest + page.tobytes(), digest_size=16).digest()
         pages.append(int.from_bytes(digest[:4], "little", signed=True))
     of_pages = to_device(pages, device, torch.int32)
