@@ -4,7 +4,8 @@
 
 The pool has room for so many whole contexts of so many tokens, in bfloat16 on a CPU. Each server is sent more prompts than it can hold,
 all different, and told to answer at length; counted are the requests that run at once, on copies, when no more have joined for a while.
-A method is named as for --kv-compressor, with the bits of its codes after a colon.
+A method is named as for --kv-compressor, with the bits of its codes after a colon, and after another what prompts attend to
+(--kv-prefill): hack:2:quantized.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import random
 import tempfile
 import threading
 import time
+from itertools import chain
 from pathlib import Path
 
 from sglang_ext.bench.server import BenchError, ServerProcess
@@ -71,8 +73,8 @@ def main() -> None:
     pool = ("--dtype", "bfloat16", "--max-total-tokens", size, "--enable-metrics", *LOGGED, *args.server_arg.split())
     counts = {}
     for name in ("stock", *args.methods.split(",")):
-        method, _, bits = name.partition(":")
-        flags = () if name == "stock" else ("--kv-mode", "lossy", "--kv-compressor", method, *(("--kv-bits", bits) if bits else ()))
+        given = zip(("--kv-compressor", "--kv-bits", "--kv-prefill"), name.split(":"))
+        flags = () if name == "stock" else ("--kv-mode", "lossy", *chain.from_iterable(pair for pair in given if pair[1]))
         print(name, flush=True)
         log = Path(tempfile.mkdtemp()) / "server.log"
         with ServerProcess(args.model, (*pool, *flags), log, request_timeout=3600) as server:

@@ -102,7 +102,6 @@ def full_kv_stays(args: "KVServerArgs") -> str | None:
     sent = args.disaggregation_mode == "decode" and transfers(args)
     for kept, why in (
         (args.kv_mode != "lossy", "verifications read it"),
-        (args.kv_prefill == "quantized" and not sent, "prompts that attend to codes make them of it"),
         (args.kv_host_gb, "it goes to host memory when others need its slots"),
         (args.disaggregation_mode != "null" and not sent, "it travels"),
         (args.disable_radix_cache and not sent, "without a prefix tree nobody would find the codes"),

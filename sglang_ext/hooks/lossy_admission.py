@@ -3,7 +3,8 @@
 A prompt needs its full KV while it is computed and packed, and much less afterwards. So there are two bounds, of which SGLang's single
 one takes the place. *Now*: the prompts that begin have room for all of their full KV, beside it for their copies, and all requests for the
 round in which copies are made. Nothing is decoded meanwhile. *Later*: what stays has room, as answers grow. Full KV that is given back and
-growing answers never need the same slots.
+growing answers never need the same slots. Prompts that attend to codes keep full KV of two chunks at once, and need none for a beginning
+that is codes alone (prompts_on_codes.py).
 """
 
 from collections.abc import Callable
@@ -32,8 +33,12 @@ def admit_prompt(original: Callable, adder: "PrefillAdder", req: "Req", has_chun
     """
     codes = getattr(adder.tree_cache, "codes", None)
     if codes is None or not (adder.can_run_list or _running(adder)):
-        return original(adder, req, has_chunked_req, truncation_align_size)
-    return _with_offset(adder, _taken(adder, codes, req), original, adder, req, has_chunked_req, truncation_align_size)
+        found = original(adder, req, has_chunked_req, truncation_align_size)
+    else:
+        found = _with_offset(adder, _taken(adder, codes, req), original, adder, req, has_chunked_req, truncation_align_size)
+    if codes is not None and codes.prompts is not None and adder.can_run_list and adder.can_run_list[-1] is req:
+        codes.prompts.hold(req)
+    return found
 
 
 def admit_chunk(original: Callable, adder: "PrefillAdder", req: "Req"):
@@ -56,12 +61,20 @@ def _taken(adder: "PrefillAdder", codes: "CodesAlone", req: "Req") -> float:
     """Slots that others leave to ``req`` not, of those that are free or evictable; less those that SGLang adds for its answer."""
     running, begins = _running(adder), [*adder.can_run_list, req]
     pages = adder.page_size * (len(running) + len(begins))
-    prompts = sum(len(each.full_untruncated_fill_ids) - each.extend_range.start for each in adder.can_run_list)
+    rests = [len(each.full_untruncated_fill_ids) - each.extend_range.start for each in adder.can_run_list]
     rooms = [codes.room(each, _more(each), adder.new_token_ratio) for each in [*running, *begins]]
-    held = pages + prompts + sum(room.copy for room in rooms)
-    now = held + sum(map(_ahead, running)) + sum(min(_more(each), get_alloc_reserve_per_decode()) + HEADROOM for each in begins)
-    later = held + sum(room.growth - room.back for room in rooms)
+    held = pages + sum(room.copy for room in rooms)
+    now = held + sum(map(codes.at_once, adder.can_run_list, rests)) - _spared(codes, req)
+    now += sum(map(_ahead, running)) + sum(min(_more(each), get_alloc_reserve_per_decode()) + HEADROOM for each in begins)
+    later = held + sum(rests) + sum(room.growth - room.back for room in rooms)
     return max(now, later) - _more(req)
+
+
+def _spared(codes: "CodesAlone", req: "Req") -> int:
+    """Of the slots that SGLang adds for a waiting prompt's full KV, those that it does not take at once."""
+    rest = len(req.full_untruncated_fill_ids) - len(req.prefix_indices)
+    as_codes = req.host_hit_length if req.host_hit_length and codes.reads(req, req.best_match_node) else 0
+    return rest - codes.at_once(req, rest - as_codes)
 
 
 def _running(adder: "PrefillAdder") -> list["Req"]:

@@ -46,6 +46,7 @@ from sglang_ext.mem_cache.compressed.formats.packing import Packing
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.query_window import QueryWindows, reserve_queries
 from sglang_ext.mem_cache.prefix_cache.codes_alone import CodesAlone
+from sglang_ext.mem_cache.prefix_cache.prompts_on_codes import PromptsOnCodes
 from sglang_ext.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -178,10 +179,19 @@ class KVWorker(BaseSpecWorker):
             told = ", ".join(f"{method.share:.2f} of it with {method.name}" for method in packing)
             logger.info("sglang-ext: full KV is given back once a copy holds it, which takes of the pool's slots about %s", told)
             here = self.server_args.disaggregation_mode == "null"
-            return CodesAlone(tree_cache, self.views, self.form.form, self._method_of, recomputes=here)
+            return CodesAlone(
+                tree_cache, self.views, self.form.form, self._method_of, recomputes=here, prompts=self._on_codes(tree_cache) if here else None
+            )
         if self.lossy:
             logger.info("sglang-ext: full KV stays beside its copies: %s", kept)
         return None
+
+    def _on_codes(self, tree_cache) -> PromptsOnCodes | None:
+        """Prompts that attend to codes; None where they attend to full KV."""
+        if self.quantized is None:
+            return None
+        chunk = self.server_args.chunked_prefill_size
+        return PromptsOnCodes(tree_cache, self.views, self._method_of, chunk if chunk and chunk > 0 else None)
 
     def _method_of(self, req: "Req") -> CopyMethod | None:
         """What will make the copies of a request that waits; None for one that is served with full KV."""

@@ -1,5 +1,7 @@
 """Checks of attention of prompts on their own codes, against what PyTorch gives for one prompt after another."""
 
+import dataclasses
+
 import torch
 from packed_helpers import packed_pool
 
@@ -30,7 +32,8 @@ class Batch:
         noise = torch.Generator().manual_seed(bits + partition + dim)
         spread = 1 + 3 * torch.rand(dim, generator=noise)
         total, longest = sum(end for _, end in spans), max(end for _, end in spans)
-        pools = [(torch.randn(total + 9, heads, dim, generator=noise) * spread).to(dtype).to(device) for _ in "kv"]
+        # Of as many blocks as there are, stored ones lie after all tokens.
+        pools = [(torch.randn(2 * total + 9, heads, dim, generator=noise) * spread).to(dtype).to(device) for _ in "kv"]
         self.keys, self.values = pools
         self.queries = torch.randn(sum(b - a for a, b in spans), heads * group, dim, generator=noise).to(dtype).to(device)
         self.packing = Packing.of(quantizer("hack", bits, partition), KVBuffers((LAYER,), (0.1,), (pools[0],), (pools[1],)), page)
@@ -41,6 +44,23 @@ class Batch:
         self.table = table.to(device)
         self.seeds = {row: token_seeds(list(range(row, end + row)), end, self.table.device) for row, (_, end) in zip(self.rows, spans)}
         self.prompts = Prompts(self.packing, self.table, self.rows, *map(list, zip(*spans)), self.seeds)
+
+    def store(self):
+        """Pack of each prompt the whole blocks before its newest tokens, and let nothing else be left of them."""
+        first, stored, packing = int(self.table.max()) + 1, {}, self.packing
+        buffers = KVBuffers((LAYER,), (0.1,), (self.keys,), (self.values,), first_head=FIRST_HEAD)
+        for row, (known, end) in zip(self.rows, self.spans):
+            covered = packing.sinks + max(0, known - packing.sinks) // packing.block_tokens * packing.block_tokens
+            stored[row] = torch.arange(first, first + packing.packed_slots(covered - packing.sinks), device=self.table.device)
+            first += len(stored[row])
+            kept, slots = torch.arange(packing.sinks, covered, device=self.table.device), self.table[row, :covered].long()
+            if len(kept):
+                packing.write(buffers, kept.expand(1, self.keys.shape[1], -1), slots, stored[row], self.seeds[row][:covered])
+            for pool in (self.keys, self.values):
+                pool[slots[packing.sinks :]] = torch.nan
+            self.table[row, packing.sinks : covered] = 0
+        self.prompts = dataclasses.replace(self.prompts, stored=stored)
+        return sum(map(len, stored.values()))
 
     def expected(self):
         """What PyTorch gives, in float32 of the pool's numbers: [tokens, heads, dim]."""
@@ -61,7 +81,7 @@ class Batch:
             tokens, at = blocks * block, first * block
             slots = self.table[row, self.packing.sinks : self.packing.sinks + tokens].long()
             with prefill.of(self.seeds):
-                keys, values = (prefill._codes(LAYER, row, pool[slots], bool(kind)) for kind, pool in enumerate((self.keys, self.values)))
+                keys, values = (prefill._codes(LAYER, row, pool, slots, bool(kind)) for kind, pool in enumerate((self.keys, self.values)))
             yield made.keys[:, :, at : at + tokens].transpose(1, 2).flatten(2), keys.codes
             yield made.key_scales[:, :, at : at + tokens].mT, keys.scale
             parts = slice(at // partition, (at + tokens) // partition)
@@ -92,6 +112,9 @@ def check_prefill(device):
         codes = prompt_codes(batch.prompts, *given[1:], LAYER, FIRST_HEAD)
         summed = integer_prefill.attend(batch.prompts, codes, *given, 0.1, stored_sums=False)
         assert float((summed.float() - found.float()).abs().max() / expected.abs().max()) < tolerance
+        if batch.store():
+            read = prompt_codes(batch.prompts, *given[1:], LAYER, FIRST_HEAD)
+            assert all(torch.equal(part, same) for part, same in zip(read.parts, codes.parts)), "codes in the pool are those of full KV"
 
 
 def check_whole_blocks(device):

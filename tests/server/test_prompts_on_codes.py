@@ -1,22 +1,36 @@
-"""Prompts that attend to codes: the same outcome cold, warm, beside others and however they are cut, near that of exact prompts."""
+"""Prompts that attend to codes: the same outcome cold, warm, beside others and however they are cut, near that of exact prompts.
+
+Their full KV goes as they are computed, so that more run at once than the pool holds in full.
+"""
+
+import concurrent.futures
+import time
 
 import pytest
-from servers import STRICT, greedy
+from servers import STRICT, greedy, sampled
 
 pytestmark = pytest.mark.server
 
+# Slots of the pool, tokens of a chunk, and of a page.
+POOL, CHUNK, PAGE = 2048, 256, 16
 
-def test_what_a_prompt_gives_depends_on_no_company_chunk_or_cached_prefix(launch, prompts, kinds):
-    server = launch(
-        "--kv-mode", "lossy", "--kv-compressor", "hack", "--kv-prefill", "quantized", "--page-size", "16", "--chunked-prefill-size", "256",
-        env=STRICT,
+
+@pytest.fixture
+def server(launch):
+    """Pages of 16, prompts in chunks, a pool of some three of them, and strict checks."""
+    return launch(
+        "--kv-mode", "lossy", "--kv-compressor", "hack", "--kv-prefill", "quantized", "--page-size", str(PAGE),
+        "--chunked-prefill-size", str(CHUNK), "--max-total-tokens", str(POOL), "--enable-metrics", env=STRICT,
     )  # fmt: skip
+
+
+def test_what_a_prompt_gives_depends_on_no_company_chunk_or_cached_prefix(server, prompts, kinds):
     assert server.request("server_info")["kv_prefill"] == "quantized"
     # Steps over copies of a batch are rounded otherwise than those of a request, so the token after the prompt is looked at.
     asked = {"return_logprob": True, **greedy(1)}
     alone, beside = (server.ask_all(prompts, together, **asked) for together in (1, 4))
-    warm = server.ask_all(prompts, 2, cold=False, **asked)
-    assert [r["meta_info"]["cached_tokens"] for r in warm] == [(len(ids) - 1) // 16 * 16 for ids in prompts]
+    warm = [asked_again(server, ids, **asked) for ids in prompts]
+    assert [r["meta_info"]["cached_tokens"] for r in warm] == [(len(ids) - 1) // PAGE * PAGE for ids in prompts]
     for others in (beside, warm):
         assert after_prompts(others) == pytest.approx(after_prompts(alone), abs=1e-4)
     # Of the same tokens as stock, a little more or less likely.
@@ -25,6 +39,60 @@ def test_what_a_prompt_gives_depends_on_no_company_chunk_or_cached_prefix(launch
     assert 1e-4 < abs(found - exact) < 0.3
 
 
+def test_a_prompt_that_parts_from_one_whose_codes_alone_are_left_reads_them_and_answers_as_it_does_cold(server, prompts):
+    longest = max(prompts, key=len)
+    parting = longest[:280] + min(prompts, key=len)[:60]
+    asked = {"return_logprob": True, **greedy(8)}
+    server.flush_cache()
+    cold = server.ask(input_ids=parting, **asked)
+    server.flush_cache()
+    server.ask(input_ids=longest, **greedy(8))
+    assert server.metric("sglang_ext:codes_alone_tokens") >= (len(longest) - PAGE) // 64 * 64
+    warm = server.ask(input_ids=parting, **asked)
+    # The sinks, a page, and whole blocks of the rest.
+    assert warm["meta_info"]["cached_tokens"] == PAGE + 256 and warm["meta_info"]["kv_fallback"] is None
+    assert warm["output_ids"] == cold["output_ids"]
+    assert logprobs(warm) == pytest.approx(logprobs(cold), abs=1e-4)
+
+
+def test_more_run_at_once_than_fit_in_full_and_each_answers_as_alone(server, prompts):
+    asked = [ids[-400:] if len(ids) >= 400 else ids for ids in prompts]
+    asked += [ids[5:] for ids in asked]
+    alone = after_prompts(server.ask_all(asked, 1, return_logprob=True, **greedy(1)))
+    server.flush_cache()
+    with sampled(server, "sglang:num_running_reqs") as running:
+        found = server.ask_all(asked, len(asked), return_logprob=True, **greedy(48))
+    assert after_prompts(found) == pytest.approx(alone, abs=1e-4)
+    assert all(r["meta_info"]["kv_fallback"] is None for r in found)
+    assert max(running) > POOL // (max(map(len, asked)) + 48), running
+
+
+def test_prompts_that_are_aborted_while_they_are_computed_or_answered_leave_no_slot_behind(server, prompts):
+    server.flush_cache()
+    with concurrent.futures.ThreadPoolExecutor(len(prompts)) as pool:
+        answers = [pool.submit(server.ask, input_ids=ids, rid=f"prompt-{i}", **greedy(64)) for i, ids in enumerate(prompts)]
+        while not server.metric("sglang_ext:codes_alone_tokens"):
+            time.sleep(0.05)
+        for i in range(0, len(prompts), 2):
+            server.request("abort_request", {"rid": f"prompt-{i}"})
+        ended = [answer.result()["meta_info"]["finish_reason"]["type"] for answer in answers]
+    assert set(ended[1::2]) == {"length"}
+    server.flush_cache()
+    assert server.metric("sglang_ext:codes_alone_tokens") == server.metric("sglang_ext:compressed_bytes") == 0 and server.alive()
+
+
+def asked_again(server, ids, **body):
+    """The answer to a prompt that was asked before, from an empty cache."""
+    server.flush_cache()
+    server.ask(input_ids=ids, **body)
+    return server.ask(input_ids=ids, **body)
+
+
 def after_prompts(answers):
     """Log-probabilities of the first token of each."""
-    return [answer["meta_info"]["output_token_logprobs"][0][0] for answer in answers]
+    return [logprobs(answer)[0] for answer in answers]
+
+
+def logprobs(answer):
+    """Of each token of an answer."""
+    return [each[0] for each in answer["meta_info"]["output_token_logprobs"]]

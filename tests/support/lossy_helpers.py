@@ -1,4 +1,4 @@
-"""A prefix tree in mode lossy: requests' copies are packed, and full KV that they hold is given back."""
+"""A prefix tree in mode lossy: requests' copies are packed, and full KV that they hold is given back; ``on_codes``: prompts attend to codes."""
 
 import torch
 from tiered_helpers import PAGE, ROWS, World, kv_of
@@ -11,6 +11,7 @@ from sglang_ext.mem_cache.compressed.query_window import QueryWindows
 from sglang_ext.mem_cache.compressors.catalogue import method
 from sglang_ext.mem_cache.prefix_cache.codes_alone import CodesAlone
 from sglang_ext.mem_cache.prefix_cache.nodes import Prefix, below
+from sglang_ext.mem_cache.prefix_cache.prompts_on_codes import PromptsOnCodes
 
 HEADS, DIM, SINKS, WIDTH = 2, 64, 4, 1024
 
@@ -18,7 +19,7 @@ HEADS, DIM, SINKS, WIDTH = 2, 64, 4, 1024
 class Lossy(World):
     """A world whose KV is packed; each token's numbers follow from it and from its place, smooth enough for few bits."""
 
-    def __init__(self, slots=3000, name="int8"):
+    def __init__(self, slots=3000, name="int8", on_codes=False, chunk=None):
         super().__init__(slots=slots, host=False)
         self.table.req_to_token = torch.zeros(2 * ROWS, WIDTH, dtype=torch.int32)
         kv = tuple((torch.zeros(slots + PAGE, HEADS, DIM),) for _ in "kv")
@@ -31,7 +32,8 @@ class Lossy(World):
             tree_cache=self.cache, queries=QueryWindows(0, (0,), 0), form=PackedRows.of_table(self.packing, self.table.req_to_token),
             gives_back=True,
         )
-        self.codes = CodesAlone(self.cache, self.views, self.packing, lambda req: of_copies)
+        prompts = PromptsOnCodes(self.cache, self.views, lambda req: of_copies, chunk) if on_codes else None
+        self.codes = CodesAlone(self.cache, self.views, self.packing, lambda req: of_copies, prompts=prompts)
         self.cache.serve(self.views, keeps_answers=False, codes=self.codes)
 
     def write(self, slots, kv):

@@ -57,6 +57,10 @@ class Request:
     segments: list = field(default_factory=list)
 
     @property
+    def rid(self):
+        return id(self)
+
+    @property
     def tokens(self):
         return self.origin_input_ids + self.output_ids
 

@@ -92,6 +92,7 @@ class QuantizedExtend:
         for index, length in enumerate([*lengths, most + 1]):
             if taken + length > most and index > first:
                 group = slice(first, index)
-                yield Prompts(self.prefill.packing, table, rows[group], known[group], lengths[group], self.prefill.rows)
+                rest = known[group], lengths[group], self.prefill.rows, self.prefill.stored
+                yield Prompts(self.prefill.packing, table, rows[group], *rest)
                 first, taken = index, 0
             taken += length

@@ -3,7 +3,7 @@
 Keys and values of the whole blocks before a token's own are codes, the same that a copy of the prompt holds, and are multiplied as
 integers by queries and weights in 8 bits (equation 4). Its own block is not full yet, and is read as it is (requantization
 elimination), as are the prompt's first tokens, the sinks. So what a token attends to depends on the tokens before it alone: neither on chunks, nor on how much of the prompt
-is cached.
+is cached. Codes that lie in the pool already are read there; the others are made of full KV, for one forward.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -14,6 +14,7 @@ import torch
 from sglang_ext.layers.attention.copies.packed import by_head, by_token, over_both, partitions_of_keys, partitions_of_values
 from sglang_ext.layers.kernels.hack.product import Partitioned, in_partitions, product
 from sglang_ext.layers.kernels.hack.prompt_codes import Prompts
+from sglang_ext.mem_cache.compressed.formats.packed_layout import Quantized
 from sglang_ext.mem_cache.compressed.formats.packing import Packing
 
 
@@ -29,6 +30,7 @@ class QuantizedPrefill:
         self.packing = packing
         self.first_head = first_head
         self._seeds: Mapping[int, torch.Tensor] = {}
+        self._stored: Mapping[int, torch.Tensor] = {}
         self._prompts: list[Prompts] | None = None
 
     @property
@@ -41,14 +43,24 @@ class QuantizedPrefill:
         """Tokens of a prompt of which each kind is attended to: sinks, a block, and a token after it."""
         return self.packing.sinks + self.packing.block_tokens + 1
 
+    @property
+    def stored(self) -> Mapping[int, torch.Tensor]:
+        """By row, int64 slots of blocks from the sinks on that lie in the pool; of none where nothing is said."""
+        return self._stored
+
     @contextmanager
-    def of(self, seeds: Mapping[int, torch.Tensor]) -> Iterator[None]:
-        """Meanwhile prompts in these rows of the token table are computed; int32 [tokens] of each, of its tokens (formats/rounding.py)."""
-        self._seeds = seeds
+    def of(self, seeds: Mapping[int, torch.Tensor], stored: Mapping[int, torch.Tensor] | None = None) -> Iterator[None]:
+        """Meanwhile prompts are computed.
+
+        Args:
+            seeds: int32 [tokens] of each, of its tokens (formats/rounding.py), by its row of the token table.
+            stored: as :attr:`stored`: there rows need not lead to full KV. They end before the first token that is computed.
+        """
+        self._seeds, self._stored = seeds, stored or {}
         try:
             yield
         finally:
-            self._seeds, self._prompts = {}, None
+            self._seeds, self._stored, self._prompts = {}, {}, None
 
     def prompts(self, make: Callable[[], list[Prompts]]) -> list[Prompts]:
         """What ``make`` gives, once for all layers of a forward."""
@@ -81,9 +93,7 @@ class QuantizedPrefill:
         # Where the blocks of the first and of the last token begin; the first block is read with the sinks.
         first, last = (max(0, place - sinks) // block * block for place in (known, tokens - 1))
         before = slots[sinks : sinks + last]
-        of_keys, of_values = (
-            self._codes(layer, row, buffer[before], bool(is_value)) for is_value, buffer in enumerate((keys, values))
-        )
+        of_keys, of_values = (self._codes(layer, row, buffer, before, bool(is_value)) for is_value, buffer in enumerate((keys, values)))
         found = []
         for begin in range(first, last + 1, block):
             start, end = sinks + begin if begin else 0, sinks + begin + block
@@ -110,10 +120,20 @@ class QuantizedPrefill:
 
         return by_token(over_both(rows, far, far_sums, keys, values, len(queries)), len(queries))
 
-    def _codes(self, layer: int, row: int, numbers: torch.Tensor, is_value: bool) -> Partitioned:
-        """Of whole blocks after the sinks, [tokens, kv_heads, dim]: keys as rows of tokens, values as rows of channels."""
-        tokens, heads, sinks = *numbers.shape[:2], self.packing.sinks
-        positions = torch.arange(sinks, sinks + tokens, device=numbers.device).expand(heads, -1)
-        seeds = self._seeds[row][sinks : sinks + tokens].expand(heads, -1)
-        block = self.packing.codes(numbers.float().transpose(0, 1), positions, is_value, layer, self.first_head, seeds)
+    def _codes(self, layer: int, row: int, buffer: torch.Tensor, slots: torch.Tensor, is_value: bool) -> Partitioned:
+        """Of whole blocks after the sinks, in ``slots``, int64 [tokens], of a layer's buffer but for what is stored: keys as rows of
+        tokens, values as rows of channels."""
+        packing, heads, stored = self.packing, buffer.shape[1], self._stored.get(row, slots[:0])
+        layout, first = packing.values if is_value else packing.keys, len(stored) // packing.block_slots * packing.block_tokens
+        positions = torch.arange(packing.sinks + first, packing.sinks + len(slots), device=slots.device)
+        numbers, seeds = buffer[slots[first:]].float().transpose(0, 1), self._seeds[row][positions].expand(heads, -1)
+        made = packing.codes(numbers, positions.expand(heads, -1), is_value, layer, self.first_head, seeds)
+        block = joined(packing.read(buffer, layout, stored), made) if len(stored) else made
         return partitions_of_values(block) if is_value else partitions_of_keys(block)
+
+
+def joined(first: Quantized, rest: Quantized) -> Quantized:
+    """Blocks one after another, without outliers and positions."""
+    parts = (torch.cat([getattr(part, name) for part in (first, rest)], 1) for name in ("codes", "scale", "zero", "sums"))
+    codes, scale, zero, sums = parts
+    return Quantized(codes, scale, zero, sums=sums)

@@ -318,6 +318,8 @@ def prefill(worker: "KVWorker", batch: "ScheduleBatch", on_publish=None) -> Gene
     if on_publish is not None:
         # The lengths are known before the forward: the scheduler shall prepare the next round while it runs.
         on_publish(batch.seq_lens)
+    if worker.quantized is not None and batch.tree_cache.codes is not None:
+        batch.tree_cache.codes.begin_prompts((req, state.matched, known) for req, state, known in zip(batch.reqs, states, batch.prefix_lens))
     with worker.queries.recording(of_use(worker.views, states, _to_record(batch))), _on_quantized_kv(worker, batch, states):
         result = worker.target_worker.forward_batch_generation(batch, is_verify=True)
     result.next_token_ids = _first_tokens(worker, batch, states, result)
@@ -333,7 +335,10 @@ def _on_quantized_kv(worker: "KVWorker", batch: "ScheduleBatch", states: list[Re
         return nullcontext()
     lengths = [prefix + length for prefix, length in zip(batch.prefix_lens, batch.extend_lens)]
     device = batch.seq_lens.device
-    return worker.quantized.of({state.row: token_seeds(state.prompt, length, device) for state, length in zip(states, lengths)})
+    seeds = {state.row: token_seeds(state.prompt, length, device) for state, length in zip(states, lengths)}
+    codes = batch.tree_cache.codes
+    found = {} if codes is None else {row: codes.stored(row) for row in seeds}
+    return worker.quantized.of(seeds, {row: slots for row, slots in found.items() if slots is not None and len(slots)})
 
 
 def _to_record(batch: "ScheduleBatch") -> Iterator[Recorded]:

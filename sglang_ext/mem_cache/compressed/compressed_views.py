@@ -159,7 +159,7 @@ class CompressedViews:
             return self.methods[0].share
         return sum(self.method(row).share * view.covered for row, view in self._views.items()) / covered
 
-    def compress(self, row: int, tokens: int, headroom: int = 0, prefix: Prefix | None = None) -> bool:
+    def compress(self, row: int, tokens: int, headroom: int = 0, prefix: Prefix | None = None, goes_on: bool = False) -> bool:
         """Make or renew the copy of the request in ``row`` over its first ``tokens`` tokens.
 
         Covers the sinks and whole units after them, up to where queries were kept (:meth:`reach`). A new copy reads the
@@ -172,6 +172,7 @@ class CompressedViews:
             tokens: tokens whose full KV is exact.
             headroom: slots that must stay free or evictable for decoding.
             prefix: what a new copy may share; None for nothing.
+            goes_on: whether its prompt does: its first round renews the copy then.
 
         Returns:
             False when the pool lacks the slots; an existing copy then stays as it is, and nothing
@@ -182,6 +183,7 @@ class CompressedViews:
         if covered == 0:
             return False
         due = reach + method.pack_after if self.gives_back and method.packs_all else 0
+        due = covered if goes_on else due
         old = self._views.get(row)
         if old is not None:
             self._settle(row)

@@ -8,10 +8,11 @@ which are nobody else's, until its copy packs them; the prompt's last ones, whic
 
 A prompt that begins with such nodes gets slots for them, before the next forward filled with what the codes mean: the road of full KV
 that comes from the host (``TieredRadixCache.init_load_back``). Once it has a copy, which reads the same segments, they are given back
-again. Tokens that were computed after such a beginning attended to codes, as all decoding here does.
+again. Tokens that were computed after such a beginning attended to codes, as all decoding here does. Where prompts attend to codes
+anyway, they read them as they are, and full KV goes as they are computed (prompts_on_codes.py).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import gcd, lcm
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ import torch
 
 from sglang_ext.mem_cache.compressed.formats.packing import Packing
 from sglang_ext.mem_cache.prefix_cache.nodes import TieredNode, path
+from sglang_ext.mem_cache.prefix_cache.prompts_on_codes import PromptsOnCodes
 from sglang_ext.mem_cache.prefix_cache.recompute import Sent
 from sglang_ext.mem_cache.prefix_cache.residency import Holder, Holders
 from sglang_ext.mem_cache.prefix_cache.segments import Blocks, Segment
@@ -76,6 +78,7 @@ class CodesAlone:
         method_of: what makes the copies of a request that waits; None where it gets none.
         recomputes: whether who is retracted is computed again here, as all that this process computed is; else by another server, of those
             of which :meth:`recomputed_by` was told, and others keep their full KV.
+        prompts: that attend to codes; None where they attend to full KV.
         holders: running requests whose copies hold all tokens that they cover.
         restored_tokens: whose full KV was made of codes, so far.
     """
@@ -85,8 +88,11 @@ class CodesAlone:
     packing: Packing
     method_of: "Callable[[Req], CopyMethod | None]"
     recomputes: bool = True
+    prompts: PromptsOnCodes | None = None
     holders: Holders = field(default_factory=Holders)
     restored_tokens: int = 0
+    # What decodes, as its last round began.
+    _decoding: dict[int, tuple[TieredNode, int]] = field(default_factory=dict)
     _shared: dict[int, tuple[TieredNode, int]] = field(default_factory=dict)
     # Of each row, positions of its own tokens whose slots went back, or were never there.
     _own: dict[int, range] = field(default_factory=dict)
@@ -94,7 +100,12 @@ class CodesAlone:
     _pending: list[Restored] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.tree.segments.blocks = Blocks(self.packing.block_tokens, self.packing.block_slots, self.copies.segment_parted)
+        self.tree.segments.blocks = Blocks(self.packing.block_tokens, self.packing.block_slots, self._parted)
+
+    def _parted(self, first: Segment, rest: Segment) -> None:
+        self.copies.segment_parted(first, rest)
+        if self.prompts is not None:
+            self.prompts.parted(first, rest)
 
     def update(self, running: dict[int, tuple[TieredNode, int]]) -> None:
         """A round begins: give back full KV that copies hold.
@@ -103,7 +114,37 @@ class CodesAlone:
             running: requests that have copies, by row: the end of their path, whose tokens the tree took over, and the tokens that
                 the copy covers.
         """
-        whole = {row: where for row, where in running.items() if self.copies.get(row).holds_all and self._recomputable(row)}
+        self._decoding = dict(running)
+        if self.prompts is not None:
+            self.prompts.decode(running)
+        self._update()
+        for row in running:
+            if (holder := self.holders.get(row)) is not None:
+                self._give_back_own(holder)
+
+    def begin_prompts(self, prompts: "Iterable[tuple[Req, int, int]]") -> None:
+        """Tokens of prompts are about to be computed: give back full KV of those before, where prompts attend to codes.
+
+        Args:
+            prompts: as of :meth:`PromptsOnCodes.begin`.
+        """
+        if self.prompts is not None:
+            for req, matched, known in prompts:
+                self.prompts.begin(req, matched, known)
+            self._update()
+
+    def stored(self, row: int) -> torch.Tensor | None:
+        """Slots of blocks that a prompt attends to as they lie in the pool: as of :meth:`PromptsOnCodes.codes`; None for none."""
+        return None if self.prompts is None else self.prompts.codes(row)
+
+    def is_lost(self, row: int) -> bool:
+        """Whether a request lacks full KV and got no copy, so that it must be computed again."""
+        return self.prompts is not None and self.prompts.is_lost(row)
+
+    def _update(self) -> None:
+        """Give back what the tree has of requests that have copies."""
+        running = self._decoding if self.prompts is None else {**self._decoding, **self.prompts.computed}
+        whole = {row: where for row, where in running.items() if self.serves(row)}
         for row, where in whole.items():
             if not self.tree.disable and self._shared.get(row) != where:
                 self._shared[row] = where
@@ -113,8 +154,6 @@ class CodesAlone:
             # A prompt's last tokens, that are in a block with the first generated ones, are in no segment.
             if node.value is not None and (node.codes or not node.children) and self._may_go(node, holders):
                 self._give_back(node, holders)
-        for holder in self.holders.by_row.values():
-            self._give_back_own(holder)
 
     def begin(self, row: int, tokens: int) -> None:
         """A request begins in ``row`` whose copy another server packs: of its first ``tokens`` tokens it gets no full KV."""
@@ -198,6 +237,9 @@ class CodesAlone:
     def forget(self, row: int) -> None:
         """The request in ``row`` is gone."""
         self.holders.forget(row)
+        if self.prompts is not None:
+            self.prompts.forget(row)
+        self._decoding.pop(row, None)
         self._shared.pop(row, None)
         self._own.pop(row, None)
         self._elsewhere.pop(row, None)
@@ -205,7 +247,9 @@ class CodesAlone:
     def clear(self) -> None:
         """All requests are gone, and the pool is being cleared."""
         self.holders.clear()
-        for kept in (self._shared, self._own, self._elsewhere, self._pending):
+        if self.prompts is not None:
+            self.prompts.clear()
+        for kept in (self._decoding, self._shared, self._own, self._elsewhere, self._pending):
             kept.clear()
 
     @property
@@ -261,6 +305,9 @@ class CodesAlone:
         """Of a context's first ``tokens`` tokens, those before the last place where segments may be parted; all where none is there."""
         size, page = self.packing.block_tokens, self.tree.page_size
         blocks = lcm(page // gcd(size, page), page // gcd(self.packing.block_slots, page))
+        if self.prompts is not None:
+            # What chunks fill becomes segments before the next one is computed, which end in a page of their own.
+            blocks = self.packing.unit // size
         begin = self.packing.sinks
         return begin + (tokens - begin) // (blocks * size) * blocks * size if tokens > begin else tokens
 
@@ -275,16 +322,26 @@ class CodesAlone:
         view = None if req.req_pool_idx is None else self.copies.get(req.req_pool_idx)
         if method is None or (view is None and tokens < method.shortest):
             return Room(growth=share * more)
-        covered = method.covered(tokens - method.recent) if view is None else view.covered
+        # One whose prompt is computed has a copy of its beginning at most.
+        begins = view is None or (self.prompts is not None and req.req_pool_idx in self.prompts.computed)
+        covered = method.covered(tokens - method.recent) if begins else view.covered
         growth = share * more
         if method.packs_all:
             growth = method.share * growth + min(more, self._exact_growth(method, tokens - covered))
-        if view is not None:
+        if not begins:
             near = method.packs_all and view.due - (tokens - method.recent) <= NEAR
             return Room(copy=method.packing.held_slots(method.pack_after + method.unit) if near else 0, growth=growth)
-        known = self._known(req, method, covered)
-        copy = method.sinks + method.packing.held_slots(method.kept(covered - known))
+        known = self._known(req, method, covered) if view is None else view.covered
+        copy = method.sinks * (view is None) + method.packing.held_slots(method.kept(covered - known))
         return Room(copy, self._returned(req, method.sinks, covered) if method.packs_all else 0, growth)
+
+    def at_once(self, req: "Req", rest: int) -> int:
+        """Slots that full KV of the last ``rest`` tokens of a prompt takes at most beside what it has, while they are computed."""
+        return rest if self.prompts is None else self.prompts.at_once(req, rest)
+
+    def reads(self, req: "Req | None", best: TieredNode) -> bool:
+        """Whether a prompt reads all that is codes alone on the path to ``best`` as it is, so that it needs no slots for it."""
+        return self.prompts is not None and self.prompts.reads(req, best)
 
     def _exact_growth(self, method: "CopyMethod", exact: int) -> int:
         """Slots by which full KV after what a copy covers grows at most, where it takes ``exact`` now: a copy takes up the rest."""

@@ -33,8 +33,9 @@ class Early(Protocol):
 
 
 def lost_requests(batch) -> list[int]:
-    """Places in a running batch of the requests whose full KV is in no tier, or does not come."""
-    tellers = [each for each in (batch.tree_cache.residency, batch.tree_cache.early) if each is not None]
+    """Places in a running batch of the requests whose full KV is in no tier, or does not come, or that need a copy and have none."""
+    tree = batch.tree_cache
+    tellers = [each for each in (tree.residency, tree.early, tree.codes) if each is not None]
     return [i for i, req in enumerate(batch.reqs) if any(each.is_lost(req.req_pool_idx) for each in tellers)]
 
 

@@ -161,7 +161,8 @@ class TieredRadixCache(RadixCache):
 
         Returns:
             Slots of the tokens after the match's ``device_indices``, int64, and the node that they end in: all of them, or,
-            when slots lack or host pages changed, those before the first that is missing.
+            when slots lack or host pages changed, those before the first that is missing. A prompt that reads codes as they are
+            gets places in SGLang's padding page for them.
         """
         best, begin = params.best_match_node, params.best_match_node.end - params.host_hit_length
         nodes = [node for node in path(best) if node.start >= begin]
@@ -170,13 +171,20 @@ class TieredRadixCache(RadixCache):
             nodes = []
         if nodes:
             self.inc_lock_ref(best)
-            self._bring(nodes, params.mem_quota)
+            as_codes = self.codes is not None and self.codes.reads(params.req, best)
+            if not as_codes:
+                self._bring(nodes, params.mem_quota)
             # Pages that changed split nodes.
             nodes = [node for node in path(best) if node.start >= begin]
-            nodes = list(takewhile(lambda node: node.on_device, nodes))
+            nodes = list(takewhile(lambda node: node.on_device or (as_codes and node.is_codes_alone), nodes))
             self.dec_lock_ref(best)
-        indices = joined([node.value for node in nodes], self._empty_match_result.device_indices)
+        slots = [node.value if node.on_device else self._padding(node) for node in nodes]
+        indices = joined(slots, self._empty_match_result.device_indices)
         return indices, nodes[-1] if nodes else anchor
+
+    def _padding(self, node: TieredNode) -> torch.Tensor:
+        """Where rows lead for what is codes alone: int64 [its tokens], places in SGLang's padding page as they lie in pages."""
+        return torch.arange(node.start, node.end, device=self._empty_match_result.device_indices.device) % self.page_size
 
     def _bring(self, nodes: list[TieredNode], quota: int | None) -> None:
         nodes = list(takewhile(lambda node: not node.is_void, nodes))

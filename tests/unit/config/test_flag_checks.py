@@ -78,7 +78,7 @@ def test_contexts_too_short_for_copies_are_told(caplog: pytest.LogCaptureFixture
     [
         ({}, None),
         ({"kv_mode": "verified"}, "verifications"),
-        ({"kv_prefill": "quantized"}, "attend to codes"),
+        ({"kv_prefill": "quantized", "kv_compressor": "hack"}, None),
         ({"kv_host_gb": 1.0}, "host memory"),
         ({"disable_radix_cache": True}, "prefix tree"),
         ({"disaggregation_mode": "decode"}, "travels"),

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lossy_helpers import SINKS, Lossy, distinct
+from lossy_helpers import SINKS, Lossy, distinct, numbers
 from sglang.srt.managers import schedule_policy
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 from tiered_helpers import PAGE, Request, kv_of
@@ -76,8 +76,8 @@ class Reserving(Lossy):
 class Scheduler:
     """SGLang's, with its own prefill adder, over a tree in mode lossy: chunks of prompts first, then rounds."""
 
-    def __init__(self, slots, chunk, name="int8"):
-        self.world, self.chunk = Reserving(slots=slots, name=name), chunk
+    def __init__(self, slots, chunk, name="int8", on_codes=False):
+        self.world, self.chunk, self.on_codes = Reserving(slots=slots, name=name, on_codes=on_codes, chunk=chunk), chunk, on_codes
         self.waiting, self.running, self.chunked, self.most, self.alone = [], [], None, 0, 0
 
     def ask(self, tokens, answer):
@@ -123,11 +123,29 @@ class Scheduler:
             world.table.req_to_token[req.req_pool_idx, : req.length] = req.prefix_indices.int()
             req.matched = req.length
             world.running.append(req)
+        known = req.length
         assert world.extend(req, req.extend_range.end), "a prompt that was admitted has room for its chunk"
+        world.codes.begin_prompts([(req, req.matched, known)])
+        self._check_reads(req, known)
         req.kv.kv_allocated_len = -(-req.length // PAGE) * PAGE
         if req.decoding:
             self._insert(req)
             self.running.append(req)
+
+    def _check_reads(self, req, known):
+        """What a prompt attends to is there: codes of its own tokens, and full KV of those after them."""
+        world = self.world
+        if not self.on_codes:
+            return
+        blocks, row = world.codes.stored(req.req_pool_idx), world.table.req_to_token[req.req_pool_idx, : req.length].long()
+        expected = numbers(kv_of(req.tokens[: req.length]))
+        end = SINKS + len(blocks) // world.packing.block_slots * world.packing.block_tokens
+        assert end <= max(known, SINKS)
+        found = world.lossy.keys[0][row].clone()
+        if len(blocks):
+            made = world.packing.whole(world.packing.read(world.lossy.keys[0], world.packing.keys, blocks), world.packing.keys, None)
+            found[SINKS:end] = made.transpose(0, 1)
+        assert (found - expected).abs().max() < 0.15, "a number of 4 bits is off by a fifteenth at most, twice where it was packed twice"
 
     def _insert(self, req, chunked=False):
         self.world.cache.cache_unfinished_req(req, chunked)
@@ -178,10 +196,11 @@ ASKED = st.tuples(st.integers(1, 3), st.integers(80, 400), st.integers(1, 3), st
 @settings(max_examples=40, deadline=None)
 @given(
     prompts=st.lists(ASKED, min_size=1, max_size=6), pages=st.integers(550, 1300), chunk=st.sampled_from([64, 150, 1000]),
-    name=st.sampled_from(["int8", "int4", "kivi"]),
+    name=st.sampled_from(["int8", "int4", "kivi"]), on_codes=st.booleans(),
 )
-def test_who_is_admitted_has_its_slots_and_all_are_served(prompts, pages, chunk, name):
-    scheduler = Scheduler(pages * PAGE, chunk, name)
+def test_who_is_admitted_has_its_slots_and_all_are_served(prompts, pages, chunk, name, on_codes):
+    # Prompts attend to codes of all whole blocks; kivi leaves the newest as they are.
+    scheduler = Scheduler(pages * PAGE, chunk, name, on_codes and name != "kivi")
     for stem, tokens, other, more, answer in prompts:
         scheduler.ask(distinct(stem, tokens) + distinct(10 + other, more), answer)
     for _ in range(1000):
@@ -223,3 +242,38 @@ def test_as_many_run_as_fit_packed_beside_one_that_begins():
     each = packing.held_slots(tokens // 64 * 64) + 2 * SINKS + tokens % 64 + answer + RESERVE + HEADROOM + PAGE
     beside = (slots - tokens - packing.held_slots(tokens)) // each
     assert 2.5 * contexts <= beside - 2 <= scheduler.most
+
+
+@pytest.mark.parametrize("chunk", [64, 200])
+def test_prompts_on_codes_keep_full_kv_of_two_chunks_at_once(chunk):
+    scheduler = Scheduler(3000, chunk, "int4", on_codes=True)
+    scheduler.ask(distinct(1, 900), 8)
+    world = scheduler.world
+    while scheduler.waiting or scheduler.chunked:
+        scheduler.step()
+        (req,) = world.running
+        view, full = world.views.get(req.req_pool_idx), world.cache.total_size() + world.own_tokens()
+        assert full <= 2 * chunk + world.views.methods[0].unit + SINKS + PAGE
+        assert world.codes.tokens == (0 if view is None else view.covered - SINKS)
+    assert view.covered > 900 - 2 * chunk
+    # What it began with is read as it lies there, and gets no slots.
+    scheduler.ask(distinct(1, 700) + distinct(2, 60), 8)
+    while scheduler.running or scheduler.waiting:
+        scheduler.step()
+    assert world.codes.restored_tokens == 0
+    world.check_owners()
+    world.empty()
+
+
+def test_prompts_on_codes_begin_where_those_that_need_all_their_full_kv_wait():
+    """Three run, and of a fourth two chunks fit, not the whole prompt."""
+    most = []
+    for on_codes in (False, True):
+        scheduler = Scheduler(2000, 100, "int4", on_codes)
+        for number in range(12):
+            scheduler.ask(distinct(number, 1000), 4 * STEPS)
+        while scheduler.waiting or scheduler.running or scheduler.chunked:
+            scheduler.step()
+        most.append(scheduler.most)
+        scheduler.world.empty()
+    assert most[1] >= most[0] + 2, most

@@ -77,6 +77,10 @@ def test_prompts_attend_to_codes_in_groups_that_have_room_and_the_rest_to_kv_as_
         assert torch.allclose(found[start : start + len(mine)], expected.flatten(1), atol=1e-6)
         start += len(mine)
     assert not found[start:].any(), "nobody's"
+    stored = {1: torch.arange(20)}
+    with world.prefill.of(world.seeds, stored):
+        world.attend(world.queries)
+    assert all(prompts.stored is stored for prompts in world.asked[-2:]), "the kernel reads what lies in the pool"
     assert world.attend(world.queries) == "exact"
 
 

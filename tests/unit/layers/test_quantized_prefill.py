@@ -60,6 +60,23 @@ def test_a_token_of_the_prompt_attends_to_what_decoding_finds_at_its_place(bits:
         assert torch.allclose(whole[place : place + 1], prompt.decode(place), **NEAR), place
 
 
+@pytest.mark.parametrize("bits", [4, 2])
+@pytest.mark.parametrize("blocks", [1, 2, 3])
+def test_codes_that_lie_in_the_pool_are_read_there(bits: int, blocks: int) -> None:
+    prompt = Prompt(bits)
+    sinks, end = prompt.packing.sinks, prompt.packing.sinks + blocks * prompt.packing.block_tokens
+    expected = prompt.attend(end)
+    stored = torch.arange(TOKENS + 1, TOKENS + 1 + prompt.packing.packed_slots(end - sinks))
+    kept = torch.arange(sinks, end).expand(1, HEADS, -1)
+    prompt.packing.write(prompt.buffers, kept, prompt.slots[:end], stored, prompt.seeds[:end])
+    # Full KV of these is gone, and their row leads to nobody's.
+    prompt.keys[0] = prompt.values[0] = torch.nan
+    prompt.slots[sinks:end] = 0
+    with prompt.prefill.of({ROW: prompt.seeds}, {ROW: stored}):
+        found = prompt.prefill.attend(LAYER, ROW, prompt.queries[end:], prompt.keys, prompt.values, prompt.slots, SCALING)
+    assert torch.equal(found, expected)
+
+
 @given(ends=st.lists(st.integers(1, TOKENS), unique=True, max_size=5).map(sorted))
 @settings(max_examples=30, deadline=None)
 def test_chunks_change_nothing(ends: list[int]) -> None:

@@ -7,7 +7,7 @@ zero point is one, and what is not is the sum of two.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -17,6 +17,7 @@ import triton.language as tl
 from sglang_ext.device import to_device
 from sglang_ext.layers.kernels.packed.pack_blocks import drawn_codes, token_noise
 from sglang_ext.mem_cache.compressed.formats import rounding
+from sglang_ext.mem_cache.compressed.formats.packed_layout import Quantized
 from sglang_ext.mem_cache.compressed.formats.packing import Packing
 
 # Terms of a partition of channels: twice its zero point, twice the higher part of what the sum of its codes means, and the lower part.
@@ -36,6 +37,7 @@ class Prompts:
         known: tokens of each request before those that are computed.
         lengths: tokens of each request, with those.
         seeds: int32 [tokens] by row, of a request's tokens (formats/rounding.py); None rounds to the nearest code.
+        stored: by row, int64 slots of a request's first blocks that lie in the pool, which are not made of full KV.
     """
 
     packing: Packing
@@ -44,6 +46,7 @@ class Prompts:
     known: Sequence[int]
     lengths: Sequence[int]
     seeds: Mapping[int, torch.Tensor] | None
+    stored: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
     @property
     def computed(self) -> int:
@@ -62,12 +65,14 @@ class Prompts:
 
     @cached_property
     def numbers(self) -> torch.Tensor:
-        """int32 [6, requests]: rows; tokens before; tokens in all; the first query, the first block and the first seed of each."""
+        """int32 [7, requests]: rows; tokens before; tokens in all; the first query, the first block and the first seed of each; blocks
+        that are stored."""
         firsts = []
         for counts in ([end - start for start, end in zip(self.known, self.lengths)], self.blocks, self.lengths):
             firsts.extend([0, *torch.tensor(counts).cumsum(0).tolist()[:-1]])
-        flat = [*self.rows, *self.known, *self.lengths, *firsts]
-        return to_device(flat, self.table.device, torch.int32).view(6, len(self.rows))
+        stored = [len(self.stored.get(row, ())) // self.packing.block_slots for row in self.rows]
+        flat = [*self.rows, *self.known, *self.lengths, *firsts, *stored]
+        return to_device(flat, self.table.device, torch.int32).view(7, len(self.rows))
 
     @cached_property
     def drawn(self) -> torch.Tensor | None:
@@ -108,6 +113,22 @@ class PromptCodes:
             torch.empty(kv_heads, parts, 3, packing.values.dim, device=device),
         )
 
+    def read(self, packing: Packing, first: int, keys: Quantized, values: Quantized) -> None:
+        """Lay out a request's first blocks, which lie in the pool, from block ``first`` of all on."""
+        heads, partition, begin = len(keys.codes), packing.keys.grid.channels, first * packing.block_tokens
+        tokens = slice(begin, begin + keys.codes.shape[1] * packing.block_tokens)
+        parts = slice(tokens.start // partition, tokens.stop // partition)
+        self.keys[:, :, tokens] = keys.codes.reshape(heads, -1, self.keys.shape[1], partition).transpose(1, 2).to(torch.int8)
+        scale, zero, sums = (each.flatten(1, 2).float() for each in (keys.scale, keys.zero, keys.sums))
+        self.key_scales[:, :, tokens] = scale.mT
+        mean = scale * sums * (1.0 / partition)
+        high = mean.half()
+        terms = torch.stack([zero.half(), zero.half(), high, high, (mean - high.float()).half()], -1).flatten(2)
+        self.key_terms[:, tokens] = torch.nn.functional.pad(terms, (0, self.key_terms.shape[2] - terms.shape[2]))
+        self.values[:, parts] = values.codes.reshape(heads, -1, partition, self.values.shape[2]).mT.to(torch.int8)
+        scale, zero, sums = (each.flatten(1, 2).float() for each in (values.scale, values.zero, values.sums))
+        self.value_numbers[:, parts] = torch.stack([scale, zero, scale * sums], 2)
+
     @staticmethod
     def token_bytes(dim: int, value_dim: int, partition: int) -> int:
         """Bytes of a token's key and value of one KV head."""
@@ -145,6 +166,8 @@ def quantize_prompts(
     PARTS: tl.constexpr = BLOCK // PARTITION
     length = tl.load(requests + 2 * count + request)
     if block >= tl.maximum(length - 1 - SINKS, 0) // BLOCK:
+        return
+    if block < tl.load(requests + 6 * count + request):
         return
     token, channel, part = tl.arange(0, BLOCK), tl.arange(0, DIM), tl.arange(0, COUNT)
     place = SINKS + block * BLOCK + token
@@ -213,4 +236,9 @@ def prompt_codes(prompts: Prompts, keys: torch.Tensor, values: torch.Tensor, lay
         PARTITION=packing.keys.grid.channels, BLOCK=packing.block_tokens, SINKS=packing.sinks, BITS=packing.keys.bits,
         COLUMNS=made.key_terms.shape[2], num_warps=WARPS[packing.block_tokens], enable_fp_fusion=False,
     )  # fmt: skip
+    first = 0
+    for row, blocks in zip(prompts.rows, prompts.blocks):
+        if len(slots := prompts.stored.get(row, ())):
+            made.read(packing, first, packing.read(keys, packing.keys, slots), packing.read(values, packing.values, slots))
+        first += blocks
     return made
