@@ -179,9 +179,8 @@ class KVWorker(BaseSpecWorker):
             told = ", ".join(f"{method.share:.2f} of it with {method.name}" for method in packing)
             logger.info("sglang-ext: full KV is given back once a copy holds it, which takes of the pool's slots about %s", told)
             here = self.server_args.disaggregation_mode == "null"
-            return CodesAlone(
-                tree_cache, self.views, self.form.form, self._method_of, recomputes=here, prompts=self._on_codes(tree_cache) if here else None
-            )
+            on_codes = self._on_codes(tree_cache) if here else None
+            return CodesAlone(tree_cache, self.views, self.form.form, self._method_of, recomputes=here, prompts=on_codes)
         if self.lossy:
             logger.info("sglang-ext: full KV stays beside its copies: %s", kept)
         return None

@@ -1,4 +1,4 @@
-"""A prefix tree in mode lossy: requests' copies are packed, and full KV that they hold is given back; ``on_codes``: prompts attend to codes."""
+"""A prefix tree in mode lossy: requests' copies are packed, and full KV that they hold is given back. Prompts may attend to codes."""
 
 import torch
 from tiered_helpers import PAGE, ROWS, World, kv_of

@@ -1,9 +1,11 @@
-"""Prefill on quantized KV: in PyTorch, and for quantized_extend.py whose prompts they are. Each token attends to what decoding would find at its place (HACK, arXiv 2502.03589).
+"""Prefill on quantized KV: in PyTorch, and for quantized_extend.py whose prompts they are. Each token attends to what decoding would find at
+its place (HACK, arXiv 2502.03589).
 
 Keys and values of the whole blocks before a token's own are codes, the same that a copy of the prompt holds, and are multiplied as
 integers by queries and weights in 8 bits (equation 4). Its own block is not full yet, and is read as it is (requantization
-elimination), as are the prompt's first tokens, the sinks. So what a token attends to depends on the tokens before it alone: neither on chunks, nor on how much of the prompt
-is cached. Codes that lie in the pool already are read there; the others are made of full KV, for one forward.
+elimination), as are the prompt's first tokens, the sinks. So what a token attends to depends on the tokens before it alone: neither on
+chunks, nor on how much of the prompt is cached. Codes that lie in the pool already are read there; the others are made of full KV, for
+one forward.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -93,7 +95,7 @@ class QuantizedPrefill:
         # Where the blocks of the first and of the last token begin; the first block is read with the sinks.
         first, last = (max(0, place - sinks) // block * block for place in (known, tokens - 1))
         before = slots[sinks : sinks + last]
-        of_keys, of_values = (self._codes(layer, row, buffer, before, bool(is_value)) for is_value, buffer in enumerate((keys, values)))
+        of_keys, of_values = (self._codes(layer, row, kind, before, bool(is_value)) for is_value, kind in enumerate((keys, values)))
         found = []
         for begin in range(first, last + 1, block):
             start, end = sinks + begin if begin else 0, sinks + begin + block

@@ -319,7 +319,8 @@ def prefill(worker: "KVWorker", batch: "ScheduleBatch", on_publish=None) -> Gene
         # The lengths are known before the forward: the scheduler shall prepare the next round while it runs.
         on_publish(batch.seq_lens)
     if worker.quantized is not None and batch.tree_cache.codes is not None:
-        batch.tree_cache.codes.begin_prompts((req, state.matched, known) for req, state, known in zip(batch.reqs, states, batch.prefix_lens))
+        begun = zip(batch.reqs, [state.matched for state in states], batch.prefix_lens)
+        batch.tree_cache.codes.begin_prompts(begun)
     with worker.queries.recording(of_use(worker.views, states, _to_record(batch))), _on_quantized_kv(worker, batch, states):
         result = worker.target_worker.forward_batch_generation(batch, is_verify=True)
     result.next_token_ids = _first_tokens(worker, batch, states, result)
