@@ -9,7 +9,7 @@ which are nobody else's, until its copy packs them; the prompt's last ones, whic
 A prompt that begins with such nodes gets slots for them, before the next forward filled with what the codes mean: the road of full KV
 that comes from the host (``TieredRadixCache.init_load_back``). Once it has a copy, which reads the same segments, they are given back
 again. Tokens that were computed after such a beginning attended to codes, as all decoding here does. Where prompts attend to codes
-anyway, they read them as they are, and full KV goes as they are computed (prompts_on_codes.py).
+anyway, they read them as they are, and full KV goes as they are computed (prompts_on_codes.py): then it is made of codes for nobody.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -270,8 +270,10 @@ class CodesAlone:
             allocate: so many slots, int64, for which others are evicted; None where they are not to be had.
 
         Returns:
-            False where slots lack; then nothing was done.
+            False where slots lack, or prompts attend to codes: who cannot read them computes anew. Then nothing was done.
         """
+        if self.prompts is not None:
+            return False
         segments = {segment: None for node in nodes for segment in node.codes}
         for segment in segments:
             # Or they would be evicted for what is made of them.

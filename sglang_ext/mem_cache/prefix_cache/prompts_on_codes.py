@@ -3,9 +3,8 @@
 A token of such a prompt attends to the codes of all whole blocks before its own (layers/attention/quantized_prefill.py). So nobody reads
 the full KV of a chunk that was computed: as the next one begins, the request gets a copy of it, which grows with each chunk, and
 codes_alone.py gives it back. A prefix that is codes alone is read as it lies in the pool; the request's row leads to SGLang's padding page
-there, and full KV is made of it for those requests alone that decode on full KV. Such copies pack the newest tokens, too, but for those
-that fill no block. From a request's admission until it has a copy, segments
-of its prefix are held for it: eviction would take them.
+there. A request that decodes on full KV computes such a prefix anew. Copies pack the newest tokens, too, but for those that fill no
+block. From a request's admission until it has a copy, segments of its prefix are held for it: eviction would take them.
 """
 
 from collections.abc import Callable, Iterable
@@ -49,7 +48,7 @@ class PromptsOnCodes:
     _padded: set[int] = field(default_factory=set)
 
     def reads(self, req: "Req | None", best: TieredNode) -> bool:
-        """Whether a request reads all that is codes alone on the path to ``best`` as it is; else full KV is made of it."""
+        """Whether a request reads all that is codes alone on the path to ``best`` as it is; else it computes that anew."""
         method = None if req is None else self._packing_method(req)
         if method is None:
             return False

@@ -1,0 +1,147 @@
+"""Prompts that attend to codes: full KV goes chunk by chunk, and a beginning that is codes alone is kept for whoever reads it."""
+
+from array import array
+
+import torch
+from lossy_helpers import SINKS, Lossy, distinct
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InitLoadBackParams
+from tiered_helpers import PAGE, Request
+
+from sglang_ext.mem_cache.prefix_cache.nodes import path
+
+BLOCK = 64
+
+
+def admitted(world, tokens):
+    """A request that SGLang admits, with its row and what is cached of it; ``begun`` tokens of those were in the tree."""
+    match = world.match(tokens[:-1])
+    req = Request(array("q", tokens), None)
+    world.cache.inc_lock_ref(match.last_device_node)
+    new, last = match.device_indices[:0], match.last_device_node
+    if match.host_hit_length:
+        new, last = world.cache.init_load_back(InitLoadBackParams(match.best_match_node, match.host_hit_length, req=req))
+    world.cache.dec_lock_ref(match.last_device_node)
+    req.prefix_indices, req.last_node = torch.cat([match.device_indices, new]), last
+    req.cache_protected_len = req.length = req.begun = len(req.prefix_indices)
+    world.cache.inc_lock_ref(last)
+    world.codes.prompts.hold(req)
+    req.req_pool_idx = world.table.free.pop()
+    world.table.req_to_token[req.req_pool_idx, : req.length] = req.prefix_indices.int()
+    world.running.append(req)
+    return req
+
+
+def compute(world, req, end):
+    """The prompt's tokens up to ``end``; the tree takes them over."""
+    known = req.length
+    assert world.extend(req, end)
+    world.codes.begin_prompts([(req, req.begun, known)])
+    world.cache.cache_unfinished_req(req, chunked=end < len(req.tokens))
+
+
+def computed(world, tokens, chunk=200):
+    req = admitted(world, tokens)
+    while req.length < len(tokens):
+        compute(world, req, min(len(tokens), req.length + chunk))
+    return req
+
+
+def decode(world, req):
+    """Its first round."""
+    assert world.compress(req, req.begun)
+    world.round(req)
+
+
+def test_a_chunks_full_kv_goes_as_the_next_one_begins():
+    world = Lossy(on_codes=True)
+    req = admitted(world, distinct(1, 900))
+    for end in (200, 400, 600, 900):
+        before = (req.length - SINKS) // BLOCK * BLOCK
+        compute(world, req, end)
+        assert world.codes.tokens == max(0, before)
+        assert len(world.codes.stored(req.req_pool_idx)) == world.packing.packed_slots(max(0, before))
+        world.check()
+    copy = world.views.get(req.req_pool_idx)
+    decode(world, req)
+    assert world.views.get(req.req_pool_idx).covered == SINKS + (900 - SINKS) // BLOCK * BLOCK > copy.covered
+    assert world.views.get(req.req_pool_idx).due > 900, "as a copy that is made of a whole prompt"
+    assert not world.codes.prompts.computed
+    world.check()
+    world.empty()
+
+
+def test_a_prompt_that_begins_so_reads_the_codes_where_they_lie():
+    world = Lossy(on_codes=True)
+    first = computed(world, distinct(1, 600))
+    decode(world, first)
+    world.finish(first, is_insert=False)
+    free, slots = world.allocator.available_size(), [segment.slots for segment in world.cache.segments]
+    second = admitted(world, distinct(1, 500) + distinct(2, 100))
+    assert second.begun == SINKS + (500 - SINKS) // BLOCK * BLOCK
+    compute(world, second, 600)
+    read = world.codes.stored(second.req_pool_idx)
+    assert torch.equal(read, torch.cat(slots)[: len(read)]) and len(read) == world.packing.packed_slots(second.begun - SINKS)
+    # Its own tokens, and its sinks once more.
+    assert free - world.allocator.available_size() == 600 - second.begun + SINKS
+    assert world.codes.restored_tokens == 0
+    world.check_owners()
+    decode(world, second)
+    world.check()
+    world.empty()
+
+
+def test_codes_of_an_admitted_prompts_beginning_are_not_evicted_also_where_others_part_them():
+    world = Lossy(on_codes=True)
+    first = computed(world, distinct(1, 600))
+    decode(world, first)
+    world.finish(first, is_insert=False)
+    reading = admitted(world, distinct(1, 560) + distinct(2, 60))
+    expected = torch.cat([segment.slots for segment in world.codes.prompts._admitted[reading.rid]])
+    world.match(distinct(1, 300) + distinct(3, 60))
+    world.cache.evict(EvictParams(num_tokens=world.slots))
+    world.check_owners()
+    compute(world, reading, 600)
+    world.codes.prompts.computed.clear()
+    found = world.codes.stored(reading.req_pool_idx)
+    assert torch.equal(found, expected[: len(found)]) and len(found) == world.packing.packed_slots(reading.begun - SINKS)
+    world.finish(reading, is_insert=False)
+    world.check_owners()
+    world.empty()
+
+
+def test_who_lacks_full_kv_and_gets_no_copy_reads_the_codes_and_is_computed_again():
+    world = Lossy(slots=1200, on_codes=True)
+    first = computed(world, distinct(1, 600))
+    decode(world, first)
+    world.finish(first, is_insert=False)
+    reading = admitted(world, distinct(1, 600) + distinct(2, 30))
+    world.cache.evict(EvictParams(num_tokens=world.slots))
+    others = world.allocate(world.allocator.available_size() - 60)
+    assert world.extend(reading, len(reading.tokens))
+    more = world.allocate(world.allocator.available_size())
+    world.codes.begin_prompts([(reading, reading.begun, reading.begun)])
+    row = reading.req_pool_idx
+    assert world.views.get(row) is None and world.codes.is_lost(row)
+    assert len(world.codes.stored(row)) == world.packing.packed_slots(reading.begun - SINKS)
+    world.allocator.free(torch.cat([others, *([more] if more is not None else [])]))
+    world.finish(reading, is_insert=False)
+    assert not world.codes.is_lost(row)
+    world.empty()
+
+
+def test_who_decodes_on_full_kv_computes_anew_what_is_codes_alone():
+    world = Lossy(on_codes=True)
+    first = computed(world, distinct(1, 600))
+    decode(world, first)
+    world.finish(first, is_insert=False)
+    short = admitted(world, distinct(1, 110))
+    assert short.begun == SINKS and world.match(distinct(1, 110)).best_match_node.end > SINKS
+    compute(world, short, 110)
+    row = world.table.req_to_token[short.req_pool_idx, :110].long()
+    assert len(row.unique()) == 110 and not len(world.codes.stored(short.req_pool_idx))
+    assert [node.value is not None for node in path(short.last_node)] == [True] * len(path(short.last_node))
+    world.check()
+    world.finish(short)
+    assert world.codes.restored_tokens == 0 and PAGE == 2
+    world.check()
+    world.empty()
