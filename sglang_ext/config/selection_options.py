@@ -34,6 +34,11 @@ def ranks(args: "KVServerArgs") -> int:
     return args.kv_cache_ranks if predicts(args) and args.disaggregation_mode != "prefill" else 0
 
 
+def most_ranks() -> int:
+    """Cache ranks that may be started here: as many as this process has cores."""
+    return len(os.sched_getaffinity(0))
+
+
 def resolve(args: "KVServerArgs") -> None:
     """Refuse wrong values; a share of tokens is a budget from here on, before that is looked at.
 
@@ -62,8 +67,7 @@ def resolve(args: "KVServerArgs") -> None:
 
 def _check_ranks(args: "KVServerArgs") -> None:
     """Refuse wrong values of the flags of cache ranks; without the method they are named as idle instead."""
-    ranks, pack, size = args.kv_cache_ranks, args.kv_pack_layers, args.kv_cache_rank_gb
-    cores = len(os.sched_getaffinity(0))
+    ranks, pack, size, cores = args.kv_cache_ranks, args.kv_pack_layers, args.kv_cache_rank_gb, most_ranks()
     if not (isinstance(ranks, int) and 0 <= ranks <= cores):
         raise OptionError(
             f"--kv-cache-ranks is {ranks}; each is a process on a core of its own, and there are {cores} cores: pass a whole number "

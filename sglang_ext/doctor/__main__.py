@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from sglang_ext.config import options
+from sglang_ext.doctor.cache_ranks import NAME as CACHE_RANKS, check_cache_ranks
 from sglang_ext.doctor.installation import (
     INSTALL,
     PLATFORM,
@@ -45,7 +46,8 @@ logger = logging.getLogger(__name__)
 
 def check_modes(others: Iterable[Check]) -> Check:
     """Which ``--kv-mode`` values can be asked for, given what the other checks found."""
-    failed = [check.name for check in others if not check.ok]
+    # Without cache ranks each mode serves.
+    failed = [check.name for check in others if not check.ok and check.name != CACHE_RANKS]
     found = ", ".join(options.MODES) if not failed else "full, if SGLang itself starts"
     return verdict("kv modes", not failed, found, f"see {', '.join(failed)}")
 
@@ -60,7 +62,7 @@ def examine(model: str | None = None) -> list[Check]:
     ]
     if package_version("sglang") and package_version("torch"):
         wanted += [("device", check_device), ("attention backends", check_attention_backends), ("KV transfer", check_transfer)]
-        wanted.append(("hooks", check_hooks))
+        wanted += [("hooks", check_hooks), (CACHE_RANKS, check_cache_ranks)]
         if model is not None:
             wanted += [("model", lambda: check_model(model)), ("kernels", lambda: check_kernels(model))]
     checks = [line for name, check in wanted for line in _guarded(name, check)]

@@ -40,10 +40,18 @@ class RankProcess:
             self.socket.set_hwm(QUEUED)
             self.socket.linger, self.socket.maxmsgsize = 0, MOST_MESSAGE
             endpoint = f"ipc://{Path(self._folder.name, 'socket')}"
-            self.socket.bind(endpoint)
+            self._bind(endpoint)
             self._process = self._start(endpoint, descriptor, epoch, threads)
         finally:
             os.close(descriptor)
+
+    def _bind(self, endpoint: str) -> None:
+        """As any lack of the system's, what ZMQ cannot bind to is an :class:`OSError`: a TMPDIR of more than about 70 characters."""
+        try:
+            self.socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            self.socket.close(0)
+            raise OSError(error.errno, f"{error.strerror}; let TMPDIR name a folder of a shorter name", endpoint) from error
 
     def _start(self, endpoint: str, descriptor: int, epoch: int, threads: int) -> subprocess.Popen:
         given = {"endpoint": endpoint, "memory": descriptor, "epoch": epoch, "threads": threads, "parent": os.getpid()}

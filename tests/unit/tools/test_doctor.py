@@ -58,6 +58,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine whose device is fine, whatever runs the tests."""
     monkeypatch.setattr(doctor, "check_device", lambda: Check("device", True, "plain CPU"))
     monkeypatch.setattr(doctor, "check_attention_backends", lambda: Check("attention", True, "all"))
+    # No process is started for each of these tests; test_doctor_ranks.py starts some.
+    monkeypatch.setattr(doctor, "check_cache_ranks", lambda: Check("cache ranks", True, "up to 2"))
 
 
 def config_folder(folder: Path, config: dict[str, object]) -> str:
@@ -234,7 +236,7 @@ def test_a_check_that_fails_itself_is_a_line_and_the_others_run(monkeypatch: pyt
     monkeypatch.setattr(doctor, name, broken)
     names = [check.name for check in doctor.examine()]
     failing = [check for check in doctor.examine() if not check.ok and check.name != "kv modes"]
-    assert len(names) == 11 and len(failing) == 1 and "KeyError" in failing[0].found and failing[0].remedy
+    assert len(names) == 12 and len(failing) == 1 and "KeyError" in failing[0].found and failing[0].remedy
 
 
 @pytest.mark.parametrize(("minor", "ok"), [(10, False), (11, True), (12, True), (13, False)])

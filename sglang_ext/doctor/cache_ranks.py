@@ -1,0 +1,77 @@
+"""Whether processes beside a server can choose tokens here (``--kv-cache-ranks``): one is started, as a server would start it."""
+
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import torch
+
+from sglang_ext.config.selection_options import most_ranks
+from sglang_ext.doctor.installation import Check, told, verdict
+from sglang_ext.managers.cache_rank.link import START_SECONDS, RankLink, RankSettings
+from sglang_ext.managers.cache_rank.protocol import VERSION, Attach, Shape, Turning
+
+NAME = "cache ranks"
+SHARED_FOLDER = Path("/dev/shm")
+REMEDY = (
+    "let this user start processes, memory without a name (memfd_create) and sockets in TMPDIR be had; or serve without "
+    "--kv-cache-ranks: tokens are chosen between steps then"
+)
+
+
+def check_cache_ranks(seconds: float = START_SECONDS) -> Check:
+    """Starts a process of a made-up model, waits until it can be asked, and ends it; tells how many, which memory and which devices.
+
+    Args:
+        seconds: within which it has to be ready.
+    """
+    begun, link = time.monotonic(), RankLink(RankSettings(_small(), pack=1))
+    try:
+        link.tend()
+        while not link.ready and link.why == "starting" and time.monotonic() < begun + seconds:
+            link.wait(0.05)
+            link.tend()
+        ready, after = link.ready, f"after {time.monotonic() - begun:.1f} s"
+        started = f"a process was ready {after}" if ready else f"a process was not ready {after}: {link.why}"
+    except OSError as error:
+        ready, started = False, f"no process was started: {told(error)}"
+    finally:
+        link.end()
+    return verdict(NAME, ready, f"{started}; up to {most_ranks()}, one a core; {_memory()}; {_devices()}", REMEDY)
+
+
+def _small() -> Attach:
+    shape = Shape(layers=1, query_heads=1, kv_heads=1, dim=2, dtype="float32", window=1, lanes=1, most=8, places=1)
+    turning = Turning(frequencies=(1.0,), interleaved=False)
+    return Attach(VERSION, 1, shape, blocks=1, scaling=(1.0,), predictor="current", sinks=0, recent=0, turning=turning)
+
+
+def _memory() -> str:
+    """What ranks and servers can share. It has no name in any folder: the size of /dev/shm, by which other programs share, is no bound."""
+    free = f"{psutil.virtual_memory().available / 1e9:.1f} GB of memory free"
+    if not SHARED_FOLDER.is_dir():
+        return f"{free}, no {SHARED_FOLDER}, which ranks do not need"
+    found = shutil.disk_usage(SHARED_FOLDER)
+    return f"{free}, {SHARED_FOLDER} with {found.free / 1e9:.1f} of {found.total / 1e9:.1f} GB free, which ranks do not take"
+
+
+def _devices() -> str:
+    """GPUs, and which can read each other's memory."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        return "no GPU: ranks choose on cores"
+    if count == 1:
+        return "one GPU, on which a second stream chooses instead of ranks"
+    without = list(_apart(count))
+    peers = f"no peer access between {', '.join(without)}" if without else "peer access between all"
+    return f"{count} GPUs, {peers}"
+
+
+def _apart(count: int) -> Iterator[str]:
+    """Pairs of GPUs of which one cannot read the other's memory."""
+    for first in range(count):
+        for second in range(first + 1, count):
+            if not all(torch.cuda.can_device_access_peer(*pair) for pair in ((first, second), (second, first))):
+                yield f"{first} and {second}"
