@@ -1,5 +1,6 @@
 """Answers of a soak: read out of JSON, and checked against stock's."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,6 +15,9 @@ LOST_LOGPROB = "the first log-probability is lost"
 """What stock SGLang's overlapped loop does to a request that is retracted before its first token was looked at."""
 EMPTY_CHUNK = "a chunk without new tokens"
 """What it streams for a request that was just retracted."""
+
+ASKED_ROWS = {"top_logprobs_num": "output_top_logprobs", "token_ids_logprob": "output_token_ids_logprobs"}
+"""What asks for further log-probabilities, and SGLang's names for them."""
 
 Row = tuple[float | None, ...]
 """Log-probabilities at one position; None where SGLang sends none."""
@@ -180,17 +184,50 @@ def check(request: Request, samples: Sequence[Sample], expected: Sequence[Sample
     Raises:
         AnswerError: naming what is wrong; :class:`DiffersFromStock` where nothing is but what was answered.
     """
-    if len(samples) != len(expected):
-        raise AnswerError(f"{len(samples)} samples instead of {len(expected)}")
+    _check_lengths(request, samples, len(expected))
+    for sample, reference in zip(samples, expected, strict=True):
+        _check_tokens(request, sample, reference)
+        if not sample.aborted:
+            _check_logprobs(sample, reference)
+
+
+def check_form(request: Request, samples: Sequence[Sample]) -> None:
+    """Look at answers of an approximate server, whose tokens need not be stock's.
+
+    As many, and as long, as asked for; where they were asked for, with log-probabilities of each token, which are some.
+
+    Raises:
+        AnswerError: naming what is wrong.
+    """
+    _check_lengths(request, samples, request.option.samples)
+    for sample in samples:
+        if len(sample.ids) > request.tokens or not (sample.ids or sample.aborted):
+            raise AnswerError(f"{len(sample.ids)} tokens of {request.tokens}")
+        if not sample.aborted and request.option.fields.get("return_logprob"):
+            _check_probabilities(request, sample)
+
+
+def _check_lengths(request: Request, samples: Sequence[Sample], expected: int) -> None:
+    if len(samples) != expected:
+        raise AnswerError(f"{len(samples)} samples instead of {expected}")
     for sample in samples:
         if sample.aborted and request.kind != "abort":
             raise AnswerError("aborted by the server")
         if not sample.aborted and not request.option.can_end and len(sample.ids) != request.tokens:
             raise AnswerError(f"{len(sample.ids)} tokens instead of {request.tokens}")
-    for sample, reference in zip(samples, expected, strict=True):
-        _check_tokens(request, sample, reference)
-        if not sample.aborted:
-            _check_logprobs(sample, reference)
+
+
+def _check_probabilities(request: Request, sample: Sample) -> None:
+    """One for each token, of logarithms of numbers between 0 and 1."""
+    lost = LOST_LOGPROB in sample.oddities
+    asked = [told for field, told in ASKED_ROWS.items() if field in request.option.fields]
+    rows = {"log-probabilities": tuple((value,) for value in sample.logprobs or ()), **{name: sample.rows.get(name, ()) for name in asked}}
+    for name, found in rows.items():
+        if len(found) != len(sample.ids):
+            raise AnswerError(f"{name} at {len(found)} positions for {len(sample.ids)} tokens")
+        wrong = [value for row in found[lost:] for value in row if value is None or not -math.inf < value <= LOGPROB_TOLERANCE]
+        if wrong:
+            raise AnswerError(f"{name} of {wrong[0]}, which is no logarithm of a probability")
 
 
 def _check_tokens(request: Request, sample: Sample, reference: Sample) -> None:

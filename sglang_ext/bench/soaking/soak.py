@@ -1,4 +1,4 @@
-"""Mixed traffic against one verified server for minutes: nothing wrong, nothing leaked, nothing dead.
+"""Mixed traffic against one verified or lossy server for minutes: nothing wrong, nothing leaked, nothing dead.
 
 Stock SGLang answers a set of prompts and sampling options first, one by one. Then a verified server, which runs the
 same loop of SGLang (overlapped, or with --disable-overlap the plain one), with a pool
@@ -12,6 +12,9 @@ tokens, or, before its first token was looked at, lose that token's log-probabil
 
 With --apart the verified server is two, between which KV travels over transfer backend progressive: one prefills, the other, with the
 small pool, decodes. Each request goes to both. Both must end it, and hold no more memory at the end than when they were warm.
+
+With --mode lossy the server answers approximately, and stock is not asked: answers must be as many and as long as asked for, with
+log-probabilities of each token where these were asked for.
 """
 
 import argparse
@@ -40,6 +43,7 @@ STRICT_CHECKS = {
 ANSWER_SECONDS = 600.0
 """A request without an answer for so long is a failure."""
 SETTLE_SECONDS = 3.0
+MODES = ("verified", "lossy")
 PLAIN_LOOP = "--disable-overlap-schedule"
 """SGLang's flag."""
 
@@ -54,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output-len", type=int, default=96, help="longest answer, in tokens")
     add("--pool-tokens", type=int, default=9000, help="--max-total-tokens of the server")
     add("--limit", type=int, default=4, help="use the first prompts only; stock answers each of them in every way")
+    add("--mode", choices=MODES, default=MODES[0], help="of the server (default: %(default)s)")
     add(
         "--kv",
         default="--kv-compressor snapkv --kv-budget 0.25 --kv-draft-length 15",
@@ -80,16 +85,21 @@ def run(args: argparse.Namespace) -> int:
     env = server_environment(args.force_retraction)
     kv, overlapped = words([args.kv]), not args.disable_overlap
     common = ("--dtype", "float32", *SERVER_FLAGS, *(() if overlapped else (PLAIN_LOOP,)), *words(args.server_arg))
-    verified = (*common, "--kv-mode", "verified", *kv)
+    verified = (*common, "--kv-mode", args.mode, *kv)
+    check_mode(args)
     small = ("--max-total-tokens", str(args.pool_tokens), "--schedule-conservativeness", "0.1")
     flags = flags_apart(verified, small, args.link_gbps) if args.apart else {"verified": (*verified, *small)}
     options = asked_options(args)
-    check_servers(args.model, {"stock": common, **flags})
+    approximate = args.mode == "lossy"
+    check_servers(args.model, flags if approximate else {"stock": common, **flags})
     given = load_prompts(args.prompts, load_tokenizer(args.model))[: args.limit]
     args.logs.mkdir(parents=True, exist_ok=True)
-    with ServerProcess(args.model, common, args.logs / "soak-stock.log") as stock:
-        check_loop(stock, overlapped)
-        prompts, references = reference_answers(stock, given, args.output_len, options)
+    if approximate:
+        prompts, references = all_prompts(given, [prompt.input_ids[: args.output_len] for prompt in given]), {}
+    else:
+        with ServerProcess(args.model, common, args.logs / "soak-stock.log") as stock:
+            check_loop(stock, overlapped)
+            prompts, references = reference_answers(stock, given, args.output_len, options)
     tally = Tally()
     with verified_server(args, flags, env, tally) as server:
         check_loop(server, overlapped)
@@ -107,6 +117,16 @@ def run(args: argparse.Namespace) -> int:
     return 1 if tally.problems else 0
 
 
+def check_mode(args: argparse.Namespace) -> None:
+    """Refuse two lossy servers, whose flags :func:`flags_apart` does not know.
+
+    Raises:
+        BenchError: --apart with --mode lossy.
+    """
+    if args.apart and args.mode != "verified":
+        raise BenchError(f"--apart with --mode {args.mode}: two servers are verified; leave out one of these")
+
+
 def asked_options(args: argparse.Namespace) -> tuple[Option, ...]:
     """The ways to ask that the servers serve."""
     return options_apart() if args.apart else OPTIONS
@@ -118,7 +138,7 @@ def verified_server(
     """One, or two apart, of which only the one that decodes is made to retract."""
     if args.apart:
         return Apart(args.model, flags, args.logs, {"prefill": STRICT_CHECKS, "decode": env}, args.workers, tally.fail)
-    return ServerProcess(args.model, flags["verified"], args.logs / "soak-verified.log", request_timeout=ANSWER_SECONDS, env=env)
+    return ServerProcess(args.model, flags["verified"], args.logs / f"soak-{args.mode}.log", request_timeout=ANSWER_SECONDS, env=env)
 
 
 def check_loop(server: ServerClient | Apart, overlapped: bool) -> None:
@@ -167,11 +187,15 @@ def reference_answers(
     prompts = tuple(given)
     for case in cases(len(given), 0, options):
         references[case.prompt, case.option.name] = _reference(stock, prompts[case.prompt], case.option, tokens)
-    greedy = [references[p, options[0].name][0].ids for p in range(len(given))]
-    prompts += (*next_turns(given, greedy), *shared_beginnings(given), *short_ones(given))
+    prompts = all_prompts(given, [references[p, options[0].name][0].ids for p in range(len(given))])
     for case in cases(len(given), len(prompts) - len(given), options)[len(references) :]:
         references[case.prompt, case.option.name] = _reference(stock, prompts[case.prompt], case.option, tokens)
     return prompts, references
+
+
+def all_prompts(given: Sequence[Prompt], answers: Sequence[Sequence[int]]) -> tuple[Prompt, ...]:
+    """The given prompts, and those made of them and of an answer to each."""
+    return (*given, *next_turns(given, answers), *shared_beginnings(given), *short_ones(given))
 
 
 def _reference(stock: ServerClient, prompt: Prompt, option: Option, tokens: int) -> tuple:
@@ -198,6 +222,7 @@ def report(
 ) -> None:
     """Print and write the totals."""
     totals = {
+        "mode": args.mode,
         "minutes": args.minutes,
         "workers": args.workers,
         "force_retraction": args.force_retraction,

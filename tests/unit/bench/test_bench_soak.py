@@ -19,7 +19,7 @@ from sglang_ext.bench import BenchError
 from sglang_ext.bench import server as bench_server
 from sglang_ext.bench.__main__ import main
 from sglang_ext.bench.soaking import apart, sending, soak
-from sglang_ext.bench.soaking.answers import LOST_LOGPROB, AnswerError, Sample
+from sglang_ext.bench.soaking.answers import ASKED_ROWS, LOST_LOGPROB, AnswerError, Sample
 from sglang_ext.bench.soaking.apart import Apart
 from sglang_ext.bench.soaking.request_options import OPTIONS
 from sglang_ext.bench.soaking.soak_prompts import cases
@@ -83,6 +83,9 @@ class FakeServer:
             self.break_answer(ids)
         if body.get("return_logprob"):
             meta["output_token_logprobs"] = [[-0.5, token, None] for token in ids]
+            for asked, told in ASKED_ROWS.items():
+                if body.get(asked):
+                    meta[told] = [[[-0.5, token, None]] for token in ids]
         return {"output_ids": ids, "meta_info": meta}
 
     def break_answer(self, ids: list[int]) -> None: ...
@@ -130,6 +133,26 @@ class TestRun:
         code, totals = run(tmp_path, "--minutes", "5")
         assert code == 1
         assert any("differs from stock at token" in problem for problem in totals["problems"])
+
+    def test_a_lossy_server_is_asked_alone_and_its_tokens_may_be_any(
+        self, server: type[FakeServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(FakeServer, "break_answer", lambda self, ids: ids.__setitem__(0, 0))
+        code, totals = run(tmp_path, "--mode", "lossy", "--kv", "--kv-compressor hack --kv-bits 2")
+        (lossy,) = server.made
+        assert (code, totals["mode"]) == (0, "lossy") and totals["outcomes"]["answered"] > 0
+        assert lossy.env == soak.STRICT_CHECKS and lossy.flags[lossy.flags.index("--kv-mode") + 1] == "lossy"
+
+    def test_a_lossy_answer_that_is_too_short_ends_the_run(
+        self, server: type[FakeServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(FakeServer, "break_answer", lambda self, ids: ids.pop())
+        code, totals = run(tmp_path, "--minutes", "5", "--mode", "lossy", "--kv", "--kv-compressor hack")
+        assert code == 1 and any("tokens" in problem for problem in totals["problems"])
+
+    def test_two_lossy_servers_are_refused(self, server: type[FakeServer], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["soak", "--model", "m", "--prompts", "p", "--mode", "lossy", "--apart"]) != 0
+        assert "--apart with --mode lossy" in capsys.readouterr().err and not server.made
 
     def test_each_reference_finds_an_idle_server(self, server: type[FakeServer]) -> None:
         class Busy(FakeServer):

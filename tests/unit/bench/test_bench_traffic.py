@@ -1,5 +1,6 @@
 """Requests and answers of a soak: what is asked and drawn, and which answers are refused."""
 
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -16,6 +17,7 @@ from sglang_ext.bench.soaking.answers import (
     DiffersFromStock,
     Sample,
     check,
+    check_form,
     last_chunk,
     read_samples,
     read_stream,
@@ -309,3 +311,40 @@ class TestCheck:
         check(request(2), [lost(-0.25)], stock)
         with pytest.raises(DiffersFromStock, match="-0.9 instead of -0.25 at token 1"):
             check(request(2), [lost(-0.9)], stock)
+
+
+class TestCheckForm:
+    def test_an_answer_of_another_length_or_none_is_wrong(self) -> None:
+        check_form(request(2), [sample(1, 7)])
+        aborted = sample(1, finish="abort")
+        for found, message in (([sample(1)], "1 tokens instead of 2"), ([], "0 samples instead of 1"), ([aborted], "aborted")):
+            with pytest.raises(AnswerError, match=message):
+                check_form(request(2), found)
+        check_form(request(2, "abort"), [sample(finish="abort")])
+
+    def test_what_may_end_early_has_some_tokens_and_no_more_than_asked_for(self) -> None:
+        stops = BY_NAME["stop"]
+        check_form(request(9, option=stops), [sample(5)])
+        for found in ([sample()], [sample(*range(10))]):
+            with pytest.raises(AnswerError, match="tokens of 9"):
+                check_form(request(9, option=stops), found)
+
+    @pytest.mark.parametrize(
+        ("logprobs", "message"),
+        [
+            (None, "at 0 positions for 2"),
+            ((-0.5,), "at 1 positions for 2"),
+            ((-0.5, None), "None"),
+            ((0.5, -0.1), "0.5"),
+            ((float("nan"), -0.1), "nan"),
+        ],
+    )
+    def test_what_are_no_log_probabilities_is_wrong(self, logprobs: tuple[float, ...] | None, message: str) -> None:
+        asked = request(2, option=BY_NAME["seeded-logprobs"])
+        rows = {"output_top_logprobs": ((-3.5, -4.0), (0.0, -9.0)), "output_token_ids_logprobs": ((-5.0, -6.0),) * 2}
+        right = Sample((4, 5), "length", (-3.5, 0.0), rows=rows)
+        check_form(asked, [right])
+        with pytest.raises(AnswerError, match=message):
+            check_form(asked, [replace(right, logprobs=logprobs)])
+        with pytest.raises(AnswerError, match="output_top_logprobs at 0 positions"):
+            check_form(asked, [replace(right, rows={})])
