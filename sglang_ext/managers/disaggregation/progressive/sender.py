@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Sequence
+from enum import Enum, auto
 
 import numpy as np
 import torch
@@ -29,6 +30,27 @@ MOST_WAIT = 30.0
 ABORTED = "Aborted by AbortReq."
 
 
+class Stage(Enum):
+    """How far SGLang is with a request; of the scheduler's thread."""
+
+    WAITS = auto()
+    """An earlier request of the room is over, and SGLang has not looked at it since."""
+    TAKEN = auto()
+    """The room is another request's: this one fails."""
+    OPEN = auto()
+    """The room is this request's."""
+    SENDING = auto()
+    """The first of its KV went to be encoded."""
+    CLEARED = auto()
+    """SGLang is through with it; what succeeded goes on travelling."""
+    ABORTED = auto()
+    """As that, since it was aborted here."""
+
+
+# Of who has no room of its own, and of whom SGLang asks no more.
+ROOMLESS, OVER = (Stage.WAITS, Stage.TAKEN), (Stage.CLEARED, Stage.ABORTED)
+
+
 class ProgressiveSender(CommonKVSender):
     """One request. SGLang's scheduler calls it; ``meet``, ``succeed`` and ``fail`` come from other threads.
 
@@ -41,11 +63,11 @@ class ProgressiveSender(CommonKVSender):
     def __init__(self, mgr: ProgressiveManager, bootstrap_addr: str, bootstrap_room: int, *args, **kwargs) -> None:
         status = mgr.request_status.get(bootstrap_room)
         # SGLang looks once a round at what is over; a request that is prefilled again may come before.
-        self._waits = status in (KVPoll.Success, KVPoll.Failed)
-        self._taken = status is not None and not self._waits
+        over = status in (KVPoll.Success, KVPoll.Failed)
+        self._stage = Stage.OPEN if status is None else Stage.WAITS if over else Stage.TAKEN
         super().__init__(mgr, bootstrap_addr, bootstrap_room, *args, **kwargs)
         self.init_time = time.time()
-        if self._taken:
+        if self._stage is Stage.TAKEN:
             self.conclude_state = KVPoll.Failed
         self._prompt: Sequence[int] = ()
         self._queries: ReadQueries | None = None
@@ -53,13 +75,12 @@ class ProgressiveSender(CommonKVSender):
         self._metadata: Metadata | None = None
         self._peer: Peer | None = None
         self._sent: SentRoom | None = None
-        self._sending = self._cleared = self._aborted = False
         # Slots of tokens that do not fill a page yet; lengths of the pages that were not sent.
         self._slots = np.empty(0, np.int64)
         self._lengths: deque[int] = deque()
         # SGLang sets it where a cached prefix is sent before the forward that may still write it (maybe_send_cached_prefix_chunk).
         self._early_send_wait_event: torch.cuda.Event | None = None
-        if not self._taken and not self._waits:
+        if self._stage is Stage.OPEN:
             self.kv_mgr.handshakes.join(self)
 
     @property
@@ -134,7 +155,7 @@ class ProgressiveSender(CommonKVSender):
     def succeed(self) -> None:
         """The link has all of it."""
         self.kv_mgr.note(self.room, "encoded")
-        if not self._cleared:
+        if self._stage not in OVER:
             self.kv_mgr.conclude(self.room, None)
 
     def fail(self, reason: str) -> None:
@@ -142,7 +163,7 @@ class ProgressiveSender(CommonKVSender):
         if self._metadata is not None:
             # The link may be what failed, and the decode side wait for it.
             self.kv_mgr.refuse(self._metadata, reason)
-        if not self._cleared:
+        if self._stage not in OVER:
             self.kv_mgr.conclude(self.room, reason)
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
@@ -211,8 +232,8 @@ class ProgressiveSender(CommonKVSender):
             return
         if last:
             self.kv_mgr.note(self.room, "computed")
-        if not self._sending:
-            self._sending = True
+        if self._stage is Stage.OPEN:
+            self._stage = Stage.SENDING
             self.kv_mgr.note(self.room, "sending")
         page = self.kv_mgr.kv_args.page_size
         slots = (np.asarray(kv_indices, np.int64)[:, None] * page + np.arange(page)).ravel()[:num_kv_tokens]
@@ -256,7 +277,7 @@ class ProgressiveSender(CommonKVSender):
             # At another rank the room was not over.
             self._give_way()
             raise KVTransferError(self.room, ROOM_IS_TAKEN)
-        if self._aborted:
+        if self._stage is Stage.ABORTED:
             raise KVTransferError(self.room, ABORTED)
         if self.conclude_state is None:
             self.conclude_state = KVPoll.Failed
@@ -265,9 +286,9 @@ class ProgressiveSender(CommonKVSender):
 
     def clear(self) -> None:
         """SGLang is through with it; what succeeded goes on travelling."""
-        if self._taken or self._waits or self._cleared:
+        if self._stage in (*ROOMLESS, *OVER):
             return
-        self._cleared = True
+        self._stage = Stage.CLEARED
         self.kv_mgr.waiting.take(self)
         if self.conclude_state != KVPoll.Success:
             with self.kv_mgr.failure_lock:
@@ -283,20 +304,20 @@ class ProgressiveSender(CommonKVSender):
             return
         super().abort()
         self.clear()
-        self._aborted = True
+        self._stage = Stage.ABORTED
         with self.kv_mgr.failure_lock:
             self.kv_mgr.failure_records.pop(self.room, None)
 
     def _give_way(self) -> None:
-        self._taken, self._waits, self.conclude_state = True, False, KVPoll.Failed
+        self._stage, self.conclude_state = Stage.TAKEN, KVPoll.Failed
 
     def _owns(self) -> bool:
         """Whether the room is this request's, as it becomes once SGLang is through with one that was over before."""
-        if self._waits and self.room not in self.kv_mgr.request_status:
-            self._waits = False
+        if self._stage is Stage.WAITS and self.room not in self.kv_mgr.request_status:
+            self._stage = Stage.OPEN
             self.kv_mgr.update_status(self.room, KVPoll.Bootstrapping)
             self.kv_mgr.handshakes.join(self)
-        return not self._waits and not self._taken
+        return self._stage not in ROOMLESS
 
     def _record(self) -> bytes:
         most = self._metadata.aux_sizes[-1]
