@@ -4,10 +4,10 @@
     wire.py           the messages, their bounds and their bytes
     page_hashes.py    names of pages by the tokens up to their end
     limits.py         sizes and times of a link
-    endpoints.py      where links may listen, and the keys of links between machines
+    endpoints.py      where links listen, what killed servers left there, and the keys of links between machines
     pacing.py         a token bucket
     send_queue.py     the sender's rooms: what goes next
-    connection.py     one socket of a sender, until it breaks
+    connection.py     one connection until it breaks, as each end knows it
     link.py           the sender's end: a thread that goes from connection to connection
     room_state.py     one room of the receiver: what has arrived, checked and written
     assembly.py       parts of pages put together from frames

@@ -1,12 +1,15 @@
-"""One connection of a sender: a socket from its making until it breaks, what it says and hears, and what is under way on it."""
+"""One connection, as each end knows it: the sender's socket from its making until it breaks, and what the receiver has granted and taken."""
 
 import time
+from dataclasses import dataclass, field
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from sglang_ext.managers.disaggregation import wire
+from sglang_ext.managers.disaggregation.assembly import Assembly
 from sglang_ext.managers.disaggregation.endpoints import LinkKeys
+from sglang_ext.managers.disaggregation.settings import LinkError
 from sglang_ext.managers.disaggregation.wire import FRAME_OVERHEAD
 
 # Until libzmq has told why it gave a connection up.
@@ -16,6 +19,10 @@ _FAILED_HANDSHAKES = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILE
 
 class BrokenConnection(Exception):
     """This connection is of no more use; the next may be."""
+
+
+class Unfollowed(Exception):
+    """A sender said what cannot be followed: it has to connect anew."""
 
 
 class Connection:
@@ -139,3 +146,57 @@ class Connection:
         self.socket.disable_monitor()
         self.monitor.close(0)
         self.socket.close(int(1000 * linger))
+
+
+@dataclass(eq=False)
+class Peer:
+    """A connection of a sender, at its receiver. One thread uses it.
+
+    Attributes:
+        address: by which the receiver's socket knows it.
+        link: which stays the same when the sender connects again.
+        allowance: bytes that it may still send.
+        heard: when it last said something.
+        assembly: what has come of its parts.
+        ungranted: bytes that were taken and not granted again.
+        acked: parts that were written, and that it was not told of.
+    """
+
+    address: bytes
+    link: bytes
+    allowance: int
+    heard: float
+    assembly: Assembly
+    ungranted: int = 0
+    acked: list[wire.Acked] = field(default_factory=list)
+
+    def take(self, size: int) -> None:
+        """A frame with ``size`` bytes of a part came.
+
+        Raises:
+            Unfollowed: that is more than was granted.
+        """
+        cost = size + FRAME_OVERHEAD
+        if cost > self.allowance:
+            raise Unfollowed(f"{cost} bytes came where {self.allowance} were granted")
+        self.allowance -= cost
+        self.ungranted += cost
+
+    def assemble(self, frame: wire.Frame, payload: memoryview) -> tuple[memoryview, bool] | None:
+        """A frame is put to its part; once that is whole, its bytes, and whether the checksum is right.
+
+        Raises:
+            Unfollowed: the frame does not follow the one before.
+        """
+        try:
+            return self.assembly.add(frame, payload)
+        except LinkError as error:
+            raise Unfollowed(str(error)) from error
+
+    def grant(self) -> wire.Received:
+        """What was taken is granted again, and what was written told."""
+        granted, acked = self.ungranted, tuple(self.acked)
+        self.allowance += granted
+        self.ungranted = 0
+        self.acked.clear()
+        return wire.Received(granted, acked)

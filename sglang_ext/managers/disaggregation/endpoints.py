@@ -2,23 +2,27 @@
 
 import ipaddress
 import os
-import socket
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from socket import AF_UNIX
+from socket import socket as Socket
 
 import zmq
 from filelock import FileLock, Timeout
 from zmq.utils import z85
 
+from sglang_ext.managers.disaggregation import wire
 from sglang_ext.managers.disaggregation.settings import LinkError
 
 # Of libzmq's authentication protocol (ZeroMQ RFC 27).
 ZAP_ENDPOINT, ZAP_VERSION, ZAP_DOMAIN = "inproc://zeromq.zap.01", b"1.0", b"kv-link"
 # What files of our sockets begin with, the lock of their folder, and seconds that nobody should hold it.
 SOCKETS, LOCK, LOCKED_SECONDS = "kv-link-", "binding.lock", 30.0
+# Messages that wait in libzmq for one peer, or from one.
+MOST_WAITING = 4096
 
 
 @dataclass(frozen=True)
@@ -112,6 +116,39 @@ def check_endpoint(endpoint: str, keys: LinkKeys | None) -> None:
         raise LinkError(f"{endpoint!r} leaves this machine without keys; give both servers the same file of keys, or stay on loopback")
 
 
+def listen(context: zmq.Context, endpoint: str, keys: LinkKeys | None) -> tuple[zmq.Socket, zmq.Socket | None]:
+    """A socket that is bound, for messages from and to senders, and with keys the one at which libzmq asks who may connect.
+
+    Args:
+        context: of both; it is destroyed where they cannot listen.
+        endpoint: as :func:`check_endpoint` lets pass; port 0 takes a free one.
+        keys: of both ends, or None.
+
+    Raises:
+        LinkError: the endpoint is in use.
+    """
+    zap = None
+    socket = context.socket(zmq.ROUTER)
+    # No message is begun that cannot be ended; peers that do not read are dropped.
+    socket.router_mandatory = True
+    socket.set_hwm(MOST_WAITING)
+    socket.linger, socket.maxmsgsize = 0, wire.MOST_MESSAGE
+    socket.ipv6 = "[" in endpoint
+    try:
+        if keys is not None:
+            zap = context.socket(zmq.REP)
+            zap.linger = 0
+            zap.bind(ZAP_ENDPOINT)
+            keys.serve(socket)
+        with alone_in_folder(endpoint):
+            # Of the host nothing is left open: port 0 alone is libzmq's *.
+            socket.bind(f"{endpoint[:-2]}:*" if endpoint.startswith("tcp") and endpoint.endswith(":0") else endpoint)
+    except zmq.ZMQError as error:
+        context.destroy(0)
+        raise LinkError(f"no link can listen on {endpoint}: {error}; name another port or file") from error
+    return socket, zap
+
+
 @contextmanager
 def alone_in_folder(endpoint: str) -> Iterator[None]:
     """While a server binds its socket no other does in that folder. First the files there go at which nobody listens any more.
@@ -156,7 +193,7 @@ def _left_sockets(folder: Path) -> list[Path]:
 
 def _refuses(file: Path) -> bool:
     # Not by the process id in its name: in another container that shares the folder it is another process's.
-    with socket.socket(socket.AF_UNIX) as probe:
+    with Socket(AF_UNIX) as probe:
         probe.setblocking(False)
         try:
             probe.connect(str(file))

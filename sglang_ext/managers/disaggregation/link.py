@@ -12,8 +12,6 @@ import threading
 import time
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Protocol
 
 import zmq
 
@@ -23,7 +21,7 @@ from sglang_ext.managers.disaggregation.endpoints import LinkKeys, check_endpoin
 from sglang_ext.managers.disaggregation.limits import LinkLimits
 from sglang_ext.managers.disaggregation.link_metrics import LinkMetrics, Waits, carried
 from sglang_ext.managers.disaggregation.pacing import TokenBucket
-from sglang_ext.managers.disaggregation.send_queue import Part, SendQueue
+from sglang_ext.managers.disaggregation.send_queue import OutgoingRoom, Part, SendListener, SendQueue
 from sglang_ext.managers.disaggregation.settings import LinkError, LinkSettings
 from sglang_ext.managers.disaggregation.wire import FRAME_OVERHEAD, RoomShape, Stream
 
@@ -37,31 +35,6 @@ MOST_CANCELS = 4096
 LOOK, PAUSE, LAST_WORDS = 0.05, 0.1, 0.2
 # Between looks at whether libzmq still reads the bytes of a room that ended.
 SOON = 0.002
-
-
-class SendListener(Protocol):
-    """Who is told of a room that is sent. The link's thread calls it, so it must be quick; a call of another room may follow."""
-
-    def arrived(self, room: int, stream: Stream) -> None:
-        """All parts of a stream were checked and written by the receiver."""
-
-    def ended(self, room: int, reason: str | None) -> None:
-        """All is there (None), or why not; the last call, once the link reads none of the room's bytes any more."""
-
-
-@dataclass(eq=False)
-class _Sent:
-    """A room's parts, who hears of it, since when it is open, and frames that libzmq may still read."""
-
-    shape: RoomShape
-    listener: SendListener
-    opened: float
-    trackers: deque[zmq.MessageTracker] = field(default_factory=deque)
-
-    def idle(self) -> bool:
-        while self.trackers and self.trackers[0].done:
-            self.trackers.popleft()
-        return not self.trackers
 
 
 class Link:
@@ -99,10 +72,9 @@ class Link:
         # The lock guards the queue, the rooms and the requests of other threads; no listener is called under it.
         self._lock = threading.Lock()
         self._queue = SendQueue(settings.codec, settings.tp_rank)
-        self._sent: dict[int, _Sent] = {}
         self._unopened: list[int] = []
         self._cancels: deque[tuple[int, str]] = deque(maxlen=MOST_CANCELS)
-        self._ending: list[tuple[int, str | None, _Sent]] = []
+        self._ending: list[tuple[OutgoingRoom, str | None]] = []
         self._refusal: str | None = None
         self._closing = False
         # Of the thread alone.
@@ -143,8 +115,7 @@ class Link:
         with self._lock:
             if self._refusal or self._closing:
                 raise LinkError(f"the link to {self.endpoint} takes no rooms: {self._refusal or 'it is closed'}")
-            self._queue.open(room, shape)
-            self._sent[room] = _Sent(shape, listener, time.monotonic())
+            self._queue.open(room, shape, listener)
             self._unopened.append(room)
             self._metrics.add_rooms(1)
             self._notify()
@@ -189,8 +160,9 @@ class Link:
 
     def _end(self, room: int, reason: str | None) -> None:
         """Under the lock: a room takes no more; the thread tells its listener when its bytes are not read any more."""
-        if self._queue.end(room) is not None:
-            self._ending.append((room, reason, self._sent.pop(room)))
+        ended = self._queue.end(room)
+        if ended is not None:
+            self._ending.append((ended, reason))
             self._metrics.add_rooms(-1)
 
     def _run(self) -> None:
@@ -202,7 +174,7 @@ class Link:
             self._refusal = "an internal error ended the link; the log has it"
         with self._lock:
             self._closing = True
-            for room in list(self._sent):
+            for room in list(self._queue.rooms):
                 self._end(room, self._refusal or "this side closed the link")
         # Sockets are closed: what libzmq still reads it reads for a moment.
         self._context.destroy(0)
@@ -230,7 +202,7 @@ class Link:
                 self._fail_all(f"connections to {self.endpoint} broke, and nothing was acknowledged between them; the last: {broken}")
         finally:
             with self._lock:
-                rooms = list(self._sent)
+                rooms = list(self._queue.rooms)
                 self._queue.pause()
             if last_words and connection.welcomed and not self._refusal:
                 with suppress(BrokenConnection):
@@ -293,8 +265,8 @@ class Link:
     def _send_frame(self, connection: Connection) -> float:
         with self._lock:
             sending = self._queue.next()
-            sent = self._sent.get(sending.room) if sending is not None else None
-        if sent is None:
+            room = self._queue.rooms.get(sending.room) if sending is not None else None
+        if room is None:
             self._waits.wait_for(None)
             return LOOK
         wait = self._bucket.wait(time.monotonic())
@@ -311,9 +283,9 @@ class Link:
         size, tracker = connection.send_frame(wire.Frame(sending.header, begin), payload)
         self._outstanding = connection.outstanding
         self._bucket.take(size, time.monotonic())
-        self._metrics.count_sent(len(payload), carried(sending.part.stream, sent.shape))
-        sent.idle()
-        sent.trackers.append(tracker)
+        self._metrics.count_sent(len(payload), carried(sending.part.stream, room.shape))
+        room.idle()
+        room.reading.append(tracker)
         with self._lock:
             self._queue.advance(sending, len(payload))
         return 0.0
@@ -365,7 +337,7 @@ class Link:
 
     def _confirm(self, have: wire.Have) -> None:
         with self._lock:
-            state, sent = self._queue.rooms.get(have.room), self._sent.get(have.room)
+            state = self._queue.rooms.get(have.room)
             if state is None or state.confirmed:
                 return
             try:
@@ -375,7 +347,7 @@ class Link:
                 self._cancels.append((have.room, str(error)))
                 return
         self._progress = time.monotonic()
-        self._tell_arrived(have.room, sent.listener, complete)
+        self._tell_arrived(state, complete)
 
     def _acknowledge(self, connection: Connection, granted: int, acked: tuple[wire.Acked, ...]) -> None:
         connection.grant(granted)
@@ -384,31 +356,31 @@ class Link:
         self._reconnects = 0 if acked else self._reconnects
         for part in acked:
             with self._lock:
-                complete, sent = self._queue.arrived(part.room, part.stream, part.part), self._sent.get(part.room)
-            if sent is not None and complete:
-                self._tell_arrived(part.room, sent.listener, complete)
+                complete, room = self._queue.arrived(part.room, part.stream, part.part), self._queue.rooms.get(part.room)
+            if complete:
+                self._tell_arrived(room, complete)
 
-    def _tell_arrived(self, room: int, listener: SendListener, streams: list[Stream]) -> None:
+    def _tell_arrived(self, room: OutgoingRoom, streams: list[Stream]) -> None:
         for stream in streams:
-            self._call(listener.arrived, room, stream)
+            self._call(room.listener.arrived, room.number, stream)
         with self._lock:
-            state = self._queue.rooms.get(room)
-            if state is not None and state.complete:
-                self._end(room, None)
+            # It may have ended meanwhile, and another of its number been opened.
+            if self._queue.rooms.get(room.number) is room and room.complete:
+                self._end(room.number, None)
 
     def _tell_ended(self, wait: bool = False) -> None:
         """Tell of rooms that ended and whose bytes nobody reads any more."""
         with self._lock:
             ending, self._ending = self._ending, []
         until = time.monotonic() + LAST_WORDS
-        for room, reason, sent in ending:
-            while wait and not sent.idle() and time.monotonic() < until:
+        for room, reason in ending:
+            while wait and not room.idle() and time.monotonic() < until:
                 time.sleep(SOON)
-            if sent.idle() or wait:
-                self._call(sent.listener.ended, room, reason)
+            if room.idle() or wait:
+                self._call(room.listener.ended, room.number, reason)
             else:
                 with self._lock:
-                    self._ending.append((room, reason, sent))
+                    self._ending.append((room, reason))
 
     def _call(self, function, *arguments) -> None:
         try:
@@ -418,7 +390,7 @@ class Link:
 
     def _fail_all(self, reason: str, opened_before: float = float("inf")) -> None:
         with self._lock:
-            failing = [room for room, sent in self._sent.items() if sent.opened < opened_before]
+            failing = [number for number, room in self._queue.rooms.items() if room.opened < opened_before]
             for room in failing:
                 self._end(room, reason)
                 self._cancels.append((room, reason))

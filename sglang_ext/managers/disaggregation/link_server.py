@@ -12,19 +12,19 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 
 import numpy as np
 import zmq
 
 from sglang_ext.managers.disaggregation import wire
 from sglang_ext.managers.disaggregation.assembly import Assembly
-from sglang_ext.managers.disaggregation.endpoints import ZAP_ENDPOINT, LinkKeys, alone_in_folder, check_endpoint
+from sglang_ext.managers.disaggregation.connection import Peer, Unfollowed
+from sglang_ext.managers.disaggregation.endpoints import LinkKeys, check_endpoint, listen
 from sglang_ext.managers.disaggregation.limits import LinkLimits
 from sglang_ext.managers.disaggregation.link_metrics import LinkMetrics, carried
 from sglang_ext.managers.disaggregation.room_state import Expected, IncomingRoom, Sink
 from sglang_ext.managers.disaggregation.settings import LinkError, LinkSettings, refusal, version_refusal
-from sglang_ext.managers.disaggregation.wire import FRAME_OVERHEAD, MOST_ACKS, RoomShape, Stream
+from sglang_ext.managers.disaggregation.wire import MOST_ACKS, RoomShape, Stream
 
 logger = logging.getLogger(__name__)
 
@@ -32,32 +32,6 @@ logger = logging.getLogger(__name__)
 TURN, LOOK, SOON = 64, 0.1, 0.001
 # In how many messages a window is granted again, while there is much to read.
 GRANTS = 8
-# Messages that wait in libzmq for one peer, or from one.
-MOST_WAITING = 4096
-
-
-class _Unfollowed(Exception):
-    """A peer said what cannot be followed: it has to connect anew."""
-
-
-@dataclass(eq=False)
-class _Peer:
-    """A connection of a sender. ``LinkServer._owing`` has its address while anything is not granted.
-
-    Attributes:
-        address: by which the socket knows it.
-        link: which stays the same when it connects again.
-        allowance: bytes that it may still send.
-        ungranted: bytes that were taken and not granted again.
-    """
-
-    address: bytes
-    link: bytes
-    allowance: int
-    heard: float
-    assembly: Assembly
-    ungranted: int = 0
-    acked: list[wire.Acked] = field(default_factory=list)
 
 
 class LinkServer:
@@ -88,7 +62,7 @@ class LinkServer:
         self._metrics = metrics
         self._settings, self._limits, self._keys, self._take_memory = settings, limits, keys, take
         self._context = zmq.Context()
-        self._socket, self._zap = self._bind(endpoint)
+        self._socket, self._zap = listen(self._context, endpoint, keys)
         self.endpoint = self._socket.last_endpoint.rstrip(b"\0").decode()
         self._wake: int | None = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         # The lock guards what other threads change; no sink is called under it.
@@ -98,8 +72,8 @@ class LinkServer:
         self._notes: deque[tuple[bytes, wire.Ended]] = deque()
         self._closing = False
         # Of the thread alone.
-        self._peers: dict[bytes, _Peer] = {}
-        self._links: dict[bytes, _Peer] = {}
+        self._peers: dict[bytes, Peer] = {}
+        self._links: dict[bytes, Peer] = {}
         self._heard: dict[bytes, float] = {}
         self._owing: set[bytes] = set()
         self._finished: OrderedDict[tuple[bytes, int], None] = OrderedDict()
@@ -153,28 +127,6 @@ class LinkServer:
         """Under the lock: wake the thread, if it has not ended."""
         if self._wake is not None:
             os.eventfd_write(self._wake, 1)
-
-    def _bind(self, endpoint: str) -> tuple[zmq.Socket, zmq.Socket | None]:
-        zap = None
-        socket = self._context.socket(zmq.ROUTER)
-        # No message is begun that cannot be ended; peers that do not read are dropped.
-        socket.router_mandatory = True
-        socket.set_hwm(MOST_WAITING)
-        socket.linger, socket.maxmsgsize = 0, wire.MOST_MESSAGE
-        socket.ipv6 = "[" in endpoint
-        try:
-            if self._keys is not None:
-                zap = self._context.socket(zmq.REP)
-                zap.linger = 0
-                zap.bind(ZAP_ENDPOINT)
-                self._keys.serve(socket)
-            # Of the host nothing is left open: port 0 alone is libzmq's *.
-            with alone_in_folder(endpoint):
-                socket.bind(f"{endpoint[:-2]}:*" if endpoint.startswith("tcp") and endpoint.endswith(":0") else endpoint)
-        except zmq.ZMQError as error:
-            self._context.destroy(0)
-            raise LinkError(f"no link can listen on {endpoint}: {error}; name another port or file") from error
-        return socket, zap
 
     def _run(self) -> None:
         reason = "the receiver closed its links"
@@ -247,10 +199,10 @@ class LinkServer:
                 self._hello(address, message)
                 return
             if peer is None:
-                raise _Unfollowed("no Hello came on this connection")
+                raise Unfollowed("no Hello came on this connection")
             peer.heard = self._heard[peer.link] = time.monotonic()
             if isinstance(message, wire.Frame) != (len(frames) == 2):
-                raise _Unfollowed(f"a {type(message).__name__} of {len(frames)} frames")
+                raise Unfollowed(f"a {type(message).__name__} of {len(frames)} frames")
             match message:
                 case wire.Ping():
                     self._say(peer.address, wire.Pong())
@@ -260,13 +212,13 @@ class LinkServer:
                     self._cancel(peer, room, reason)
                 case wire.Frame():
                     self._frame(peer, message, frames[1].buffer)
-        except (_Unfollowed, wire.WireError) as error:
+        except (Unfollowed, wire.WireError) as error:
             self._metrics.count_refused("protocol")
             # Who never said Hello may be anybody; it is told only if it speaks the language.
             if peer is not None:
                 logger.warning("%s cannot follow a sender: %s; it has to connect anew", self.endpoint, error)
                 self._forget(address)
-            if peer is not None or isinstance(error, _Unfollowed):
+            if peer is not None or isinstance(error, Unfollowed):
                 self._say(address, wire.HelloFirst(str(error)[:1024]))
 
     def _hello(self, address: bytes, hello: wire.Hello) -> None:
@@ -281,14 +233,14 @@ class LinkServer:
             self._metrics.count_reconnect()
         if hello.link in self._links:
             self._forget(self._links[hello.link].address)
-        peer = _Peer(address, hello.link, self._limits.window_bytes, time.monotonic(), Assembly(self._take_memory, self._reader))
+        peer = Peer(address, hello.link, self._limits.window_bytes, time.monotonic(), Assembly(self._take_memory, self._reader))
         self._forget(address)
         self._peers[address] = self._links[hello.link] = peer
         self._heard[hello.link] = peer.heard
         self._metrics.add_links(1)
         self._say(address, wire.Welcome(self._limits.window_bytes))
 
-    def _open(self, peer: _Peer, room: int, shape: RoomShape) -> None:
+    def _open(self, peer: Peer, room: int, shape: RoomShape) -> None:
         with self._lock:
             state = self._rooms.get(room)
             if state is not None and state.link is None:
@@ -306,17 +258,13 @@ class LinkServer:
             self._say(peer.address, state.have())
             self._finish(state)
 
-    def _cancel(self, peer: _Peer, room: int, reason: str) -> None:
+    def _cancel(self, peer: Peer, room: int, reason: str) -> None:
         state = self._rooms.get(room)
         if state is not None and state.link in (None, peer.link):
             self._fail(state, f"the sender ended it: {reason}", tell=False)
 
-    def _frame(self, peer: _Peer, frame: wire.Frame, payload: memoryview) -> None:
-        cost = len(payload) + FRAME_OVERHEAD
-        if cost > peer.allowance:
-            raise _Unfollowed(f"{cost} bytes came where {peer.allowance} were granted")
-        peer.allowance -= cost
-        peer.ungranted += cost
+    def _frame(self, peer: Peer, frame: wire.Frame, payload: memoryview) -> None:
+        peer.take(len(payload))
         self._owing.add(peer.address)
         state = self._rooms.get(frame.header.room)
         if state is None or state.link != peer.link:
@@ -331,7 +279,7 @@ class LinkServer:
         if GRANTS * peer.ungranted > self._limits.window_bytes or len(peer.acked) == MOST_ACKS:
             self._grant(peer)
 
-    def _part(self, peer: _Peer, state: IncomingRoom, frame: wire.Frame, payload: memoryview) -> None:
+    def _part(self, peer: Peer, state: IncomingRoom, frame: wire.Frame, payload: memoryview) -> None:
         header = frame.header
         agreed = self._settings.codec, self._settings.tp_rank
         try:
@@ -341,10 +289,7 @@ class LinkServer:
         except LinkError:
             self._metrics.count_refused("bounds")
             raise
-        try:
-            whole = peer.assembly.add(frame, payload)
-        except LinkError as error:
-            raise _Unfollowed(str(error)) from error
+        whole = peer.assemble(frame, payload)
         if whole is None:
             return
         content, right = whole
@@ -386,13 +331,9 @@ class LinkServer:
             del self._rooms[state.number]
             self._metrics.add_rooms(-1)
 
-    def _grant(self, peer: _Peer) -> None:
-        granted, acked = peer.ungranted, tuple(peer.acked)
-        peer.allowance += granted
-        peer.ungranted = 0
-        peer.acked.clear()
+    def _grant(self, peer: Peer) -> None:
         self._owing.discard(peer.address)
-        self._say(peer.address, wire.Received(granted, acked))
+        self._say(peer.address, peer.grant())
 
     def _grant_all(self) -> None:
         """Nothing came for a moment: tell each sender what it waits for."""

@@ -5,9 +5,13 @@ A room's auxiliary record waits until the last of its anchors has gone, its resi
 short by one that comes first, and goes on afterwards: of each stream at most one is begun.
 """
 
+import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
+
+import zmq
 
 from sglang_ext.managers.disaggregation.settings import LinkError
 from sglang_ext.managers.disaggregation.wire import MOST_PART, Have, LayerRange, PageHeader, RoomShape, Stream
@@ -59,11 +63,24 @@ class Sending:
     repeats: int = 0
 
 
+class SendListener(Protocol):
+    """Who is told of a room that is sent. The link's thread calls it, so it must be quick; a call of another room may follow."""
+
+    def arrived(self, room: int, stream: Stream) -> None:
+        """All parts of a stream were checked and written by the receiver."""
+
+    def ended(self, room: int, reason: str | None) -> None:
+        """All is there (None), or why not; the last call, once the link reads none of the room's bytes any more."""
+
+
 @dataclass(eq=False)
 class OutgoingRoom:
-    """What is known of a room; ``SendQueue`` alone changes it.
+    """What is known of a room; ``SendQueue`` changes it, and the link's thread what libzmq reads.
 
     Attributes:
+        listener: who hears of it.
+        opened: when, in seconds of ``time.monotonic``.
+        reading: frames that libzmq may still read.
         confirmed: whether the receiver said what it has, on this connection.
         offered: parts that have not arrived, by stream and number.
         waiting: those of them that something of the room comes before.
@@ -74,12 +91,21 @@ class OutgoingRoom:
 
     number: int
     shape: RoomShape
+    listener: SendListener
+    opened: float = field(default_factory=time.monotonic)
+    reading: deque[zmq.MessageTracker] = field(default_factory=deque)
     confirmed: bool = False
     offered: dict[tuple[Stream, int], Sending] = field(default_factory=dict)
     waiting: dict[Stream, list[Sending]] = field(default_factory=lambda: {stream: [] for stream in Stream})
     gone: dict[Stream, set[int]] = field(default_factory=lambda: {stream: set() for stream in Stream})
     there: dict[Stream, set[int]] = field(default_factory=lambda: {stream: set() for stream in Stream})
     told: set[Stream] = field(default_factory=set)
+
+    def idle(self) -> bool:
+        """Whether libzmq reads none of its bytes any more."""
+        while self.reading and self.reading[0].done:
+            self.reading.popleft()
+        return not self.reading
 
     @property
     def complete(self) -> bool:
@@ -112,7 +138,7 @@ class SendQueue:
         self._codec, self._rank = codec, rank
         self._queues: dict[Stream, deque[Sending]] = {stream: deque() for stream in _ORDER}
 
-    def open(self, room: int, shape: RoomShape) -> None:
+    def open(self, room: int, shape: RoomShape, listener: SendListener) -> None:
         """A room whose parts will be offered.
 
         Raises:
@@ -120,7 +146,7 @@ class SendQueue:
         """
         if room in self.rooms:
             raise LinkError(f"room {room} is open on this link; a room is sent once, and cancelled before it is sent anew")
-        self.rooms[room] = OutgoingRoom(room, shape)
+        self.rooms[room] = OutgoingRoom(room, shape, listener)
 
     def header(self, room: int, part: Part) -> PageHeader:
         """Of a part of a room; it reads all of the part once. Needs no lock."""

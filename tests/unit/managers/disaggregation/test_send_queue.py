@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from link_helpers import LAYERS, part, shape
+from link_helpers import LAYERS, Listener, part, shape
 
 from sglang_ext.managers.disaggregation.send_queue import SendQueue
 from sglang_ext.managers.disaggregation.settings import LinkError
@@ -16,7 +16,7 @@ NOTHING = {"anchors": b"", "residuals": b"", "aux": False}
 def queue_of(*rooms, pages=2, **of):
     queue = SendQueue("lynx", 0)
     for room in rooms:
-        queue.open(room, shape(pages, **of))
+        queue.open(room, shape(pages, **of), Listener())
         queue.confirm(Have(room, **NOTHING))
     return queue
 
@@ -71,7 +71,7 @@ def test_residuals_wait_for_their_rooms_record_and_the_record_for_all_anchors():
 
 def test_nothing_goes_before_the_receiver_said_what_it_has():
     queue = SendQueue("lynx", 0)
-    queue.open(1, shape(2, aux=False))
+    queue.open(1, shape(2, aux=False), Listener())
     for page in range(2):
         offer(queue, 1, part(Stream.ANCHOR, b"a", page))
         offer(queue, 1, part(Stream.RESIDUAL, b"r", page))
@@ -88,7 +88,7 @@ def test_after_any_breaks_all_arrives_once_in_order(data):
     queue = SendQueue("lynx", 0)
     offers = []
     for room, of in rooms.items():
-        queue.open(room, of)
+        queue.open(room, of, Listener())
         offers += [(room, stream, page) for stream in Stream for page in range(of.parts(stream))]
     offers = data.draw(st.permutations(offers))
     have = {room: {stream: set() for stream in Stream} for room in rooms}
@@ -179,12 +179,12 @@ def test_what_a_room_has_not_or_had_before_is_refused():
         with pytest.raises(LinkError, match=why):
             offer(queue, 1, wrong)
     with pytest.raises(LinkError, match="is open on this link"):
-        queue.open(1, shape(2))
+        queue.open(1, shape(2), Listener())
 
 
 def test_a_receiver_that_has_more_than_there_is_is_not_believed():
     queue = SendQueue("lynx", 0)
-    queue.open(1, shape(2, residual=False, aux=False))
+    queue.open(1, shape(2, residual=False, aux=False), Listener())
     for wrong in (Have(1, b"\x04", b"", False), Have(1, b"", b"\x01", False), Have(1, b"", b"", True)):
         with pytest.raises(LinkError, match="says it has part"):
             queue.confirm(wrong)
@@ -193,7 +193,7 @@ def test_a_receiver_that_has_more_than_there_is_is_not_believed():
 def test_ranges_of_layers_are_parts_of_their_own_and_headers_say_which():
     queue = SendQueue("lynx", 3)
     ranges = LayerRange(0, 10), LayerRange(10, 20)
-    queue.open(9, shape(1, aux=False).__class__(1, ranges, residual=False, aux=False))
+    queue.open(9, shape(1, aux=False).__class__(1, ranges, residual=False, aux=False), Listener())
     queue.confirm(Have(9, **NOTHING))
     offered = part(Stream.ANCHOR, b"abc")
     offered.layers = ranges[1]
