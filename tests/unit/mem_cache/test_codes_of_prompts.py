@@ -5,7 +5,7 @@ from array import array
 import torch
 from lossy_helpers import SINKS, Lossy, distinct
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InitLoadBackParams
-from tiered_helpers import PAGE, Request
+from tiered_helpers import Request
 
 from sglang_ext.mem_cache.prefix_cache.nodes import path
 
@@ -39,7 +39,7 @@ def compute(world, req, end):
     world.cache.cache_unfinished_req(req, chunked=end < len(req.tokens))
 
 
-def computed(world, tokens, chunk=200):
+def computed(world, tokens, chunk=260):
     req = admitted(world, tokens)
     while req.length < len(tokens):
         compute(world, req, min(len(tokens), req.length + chunk))
@@ -76,8 +76,8 @@ def test_a_prompt_that_begins_so_reads_the_codes_where_they_lie():
     decode(world, first)
     world.finish(first, is_insert=False)
     free, slots = world.allocator.available_size(), [segment.slots for segment in world.cache.segments]
-    second = admitted(world, distinct(1, 500) + distinct(2, 100))
-    assert second.begun == SINKS + (500 - SINKS) // BLOCK * BLOCK
+    second = admitted(world, distinct(1, 394) + distinct(2, 206))
+    assert second.begun == SINKS + (394 - SINKS) // BLOCK * BLOCK
     compute(world, second, 600)
     read = world.codes.stored(second.req_pool_idx)
     assert torch.equal(read, torch.cat(slots)[: len(read)]) and len(read) == world.packing.packed_slots(second.begun - SINKS)
@@ -96,8 +96,8 @@ def test_codes_of_an_admitted_prompts_beginning_are_not_evicted_also_where_other
     decode(world, first)
     world.finish(first, is_insert=False)
     reading = admitted(world, distinct(1, 560) + distinct(2, 60))
-    expected = torch.cat([segment.slots for segment in world.codes.prompts._admitted[reading.rid]])
-    world.match(distinct(1, 300) + distinct(3, 60))
+    expected = torch.cat([segment.slots[: segment.packed] for segment in world.codes.prompts._admitted[reading.rid]])
+    assert world.match(distinct(1, 140) + distinct(3, 60)).best_match_node.end == SINKS + 2 * BLOCK
     world.cache.evict(EvictParams(num_tokens=world.slots))
     world.check_owners()
     compute(world, reading, 600)
@@ -134,14 +134,15 @@ def test_who_decodes_on_full_kv_computes_anew_what_is_codes_alone():
     first = computed(world, distinct(1, 600))
     decode(world, first)
     world.finish(first, is_insert=False)
-    short = admitted(world, distinct(1, 110))
-    assert short.begun == SINKS and world.match(distinct(1, 110)).best_match_node.end > SINKS
-    compute(world, short, 110)
-    row = world.table.req_to_token[short.req_pool_idx, :110].long()
-    assert len(row.unique()) == 110 and not len(world.codes.stored(short.req_pool_idx))
-    assert [node.value is not None for node in path(short.last_node)] == [True] * len(path(short.last_node))
+    world.codes.prompts.method_of = lambda req: None
+    full = admitted(world, distinct(1, 300))
+    assert full.begun == SINKS and world.match(distinct(1, 300)).best_match_node.end == 260
+    compute(world, full, 300)
+    row = world.table.req_to_token[full.req_pool_idx, :300].long()
+    assert len(row.unique()) == 300 and not len(world.codes.stored(full.req_pool_idx))
+    assert all(node.value is not None for node in path(full.last_node))
     world.check()
-    world.finish(short)
-    assert world.codes.restored_tokens == 0 and PAGE == 2
+    world.finish(full)
+    assert world.codes.restored_tokens == 0
     world.check()
     world.empty()
