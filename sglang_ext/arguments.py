@@ -138,7 +138,8 @@ class KVServerArgs(ServerArgs):
     kv_cache_ranks: A[
         int,
         "With --kv-compressor spade: processes that hold the keys of long requests and choose tokens by them while the model computes. "
-        "Each takes requests of its own. 0: tokens are chosen between steps, which wait for it.",
+        "Each takes requests of its own. In mode lossy they hold values, too, and send what is chosen: full KV is given back. 0: tokens "
+        "are chosen between steps, which wait for it.",
         NS("memory"),
     ] = 0
     kv_pack_layers: A[
@@ -152,15 +153,17 @@ class KVServerArgs(ServerArgs):
     ] = "auto"
     kv_cache_rank_gb: A[
         float | None,
-        "With --kv-cache-ranks: memory of each cache rank for keys, in GB of 10^9 bytes, taken as it is used. Requests for which there is "
-        "no room are read whole. Default: as much as the keys of SGLang's pool take.",
+        "With --kv-cache-ranks: memory of each cache rank for keys, in mode lossy for values, too, in GB of 10^9 bytes, taken as it is "
+        "used. Requests for which there is no room are read whole. Default: as much as the keys of SGLang's pool take; in mode lossy "
+        "what contexts take of which the pool holds the copies, but of the memory that is free at start no more than half.",
         NS("memory"),
     ] = None
     kv_score_bits: A[
         int,
         Arg(
             help="With --kv-cache-ranks: bits in which a rank holds the keys that it scores by. 16: as they are in the pool. 8, 4: "
-            "integers of each token, head and 32 channels, of 9 and 5 bits with their scales; --kv-cache-rank-gb holds as many more tokens.",
+            "integers of each token, head and 32 channels, of 9 and 5 bits with their scales; --kv-cache-rank-gb holds as many more tokens, "
+            "but in mode lossy, where exact keys are held beside these, to be sent.",
             choices=list(SCORE_BITS),
         ),
         NS("memory"),

@@ -39,6 +39,11 @@ def most_ranks() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def sends_rows(args: "KVServerArgs") -> bool:
+    """Whether cache ranks have values, too, and send K and V of what they choose: nothing is verified, which would read full KV here."""
+    return ranks(args) > 0 and args.kv_mode == "lossy"
+
+
 def resolve(args: "KVServerArgs") -> None:
     """Refuse wrong values; a share of tokens is a budget from here on, before that is looked at.
 
@@ -77,8 +82,8 @@ def _check_ranks(args: "KVServerArgs") -> None:
         raise OptionError(f"--kv-pack-layers is {pack}; pass a whole number of layers from 1, for example 6, or auto")
     if size is not None and not (isinstance(size, int | float) and 0 < size < float("inf")):
         raise OptionError(
-            f"--kv-cache-rank-gb is {size}; pass GB of memory for keys, above 0, for example 8, or leave it out for as much as the "
-            "pool's take"
+            f"--kv-cache-rank-gb is {size}; pass GB of memory for keys, above 0, in mode lossy for values, too, for example 8, or leave it "
+            "out for what the pool asks for"
         )
     if args.kv_score_bits not in SCORE_BITS:
         raise OptionError(
@@ -129,12 +134,13 @@ def _check_against_model(args: "KVServerArgs") -> None:
             f"--kv-pack-layers is {pack}, and the model has {config.num_hidden_layers} layers: pass a number up to that, or auto"
         )
     heads = config.get_num_kv_heads(args.tp_size)
-    token = KeySizes(config.num_hidden_layers, heads, config.head_dim, config.dtype, args.kv_score_bits).token_bytes
+    sizes = KeySizes(config.num_hidden_layers, heads, config.head_dim, config.dtype, args.kv_score_bits, sends_rows(args))
+    token, what = sizes.token_bytes, "keys and values" if sizes.rows else "keys"
     # A block more than its tokens fill, as the last one grows.
     least = (args.kv_sparse_from + 128) * token / 1e9
     if size is not None and size < least:
         raise OptionError(
-            f"--kv-cache-rank-gb is {size:g}, less than keys of {args.kv_sparse_from} tokens (--kv-sparse-from) take: pass at least "
+            f"--kv-cache-rank-gb is {size:g}, less than {what} of {args.kv_sparse_from} tokens (--kv-sparse-from) take: pass at least "
             f"{least:.3g}, better room for many requests, for example 8"
         )
 

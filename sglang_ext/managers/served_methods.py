@@ -13,7 +13,7 @@ from sglang_ext.core import OptionError
 from sglang_ext.layers.attention.of_model import an_attention, is_attention
 from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
 from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells
-from sglang_ext.mem_cache.compressed.formats.kv_format import KVFormat, PlainTokens, Unpacked
+from sglang_ext.mem_cache.compressed.formats.kv_format import KVFormat, PlainTokens, RowsOfHeads, Unpacked
 from sglang_ext.mem_cache.compressed.formats.packing import PackedRows, Packing
 from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows, Pointers
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
@@ -83,7 +83,7 @@ class ServedMethods:
         """Steps between two choices by the queries of steps, at most; 0 where no method chooses so."""
         return max(method.compressor.every for method in self.methods)
 
-    def form(self, adaptive: bool, buffers: KVBuffers, page_size: int, token_table: torch.Tensor) -> KVFormat:
+    def form(self, adaptive: bool, buffers: KVBuffers, page_size: int, token_table: torch.Tensor, rows: bool = False) -> KVFormat:
         """The format of their copies; at most one packs tokens, or leads into full KV and is alone.
 
         Captured graphs read what rows begin with, so that this comes before any is captured.
@@ -93,6 +93,7 @@ class ServedMethods:
             buffers: the pool's.
             page_size: slots that the pool hands out together.
             token_table: int32 [rows, width], with the draft rows.
+            rows: whether cache ranks send the rows of chosen tokens, in the place of pointers.
 
         Raises:
             ValueError: heads of this size cannot be packed so.
@@ -100,6 +101,8 @@ class ServedMethods:
         quantizer = next((method.quantizer for method in self.methods if method.quantizer is not None), None)
         if quantizer is not None:
             return PackedRows.of_table(Packing.of(quantizer, buffers, page_size, self.rotary), token_table)
+        if rows:
+            return RowsOfHeads()
         if any(method.compressor.points for method in self.methods):
             return PointerRows.of_table(Pointers.of(buffers, page_size), token_table)
         return HeadCells.of(buffers, len(token_table)) if adaptive else PlainTokens()

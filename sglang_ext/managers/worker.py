@@ -121,7 +121,8 @@ class KVWorker(BaseSpecWorker):
         self.traveling = TravelingQueries(self.queries, (len(self.layers), heads, dim), like.dtype)
         self.buffers = KVBuffers.of(self.model_runner.token_to_kv_pool, self.layers, self.methods.first_head)
         served, page_size = self.methods, self.token_to_kv_pool_allocator.page_size
-        self.form = served.form(args.kv_head_budgets == "adaptive", self.buffers, page_size, table)
+        adaptive, rows = args.kv_head_budgets == "adaptive", selection_options.sends_rows(args)
+        self.form = served.form(adaptive, self.buffers, page_size, table, rows)
         if served.scores is not None:
             # Before any graph is captured: graphs write scores, too.
             served.scores.allocate(len(self.buffers.keys[0]), self.model_runner.device, self.model_runner.dtype)

@@ -11,6 +11,7 @@ from sglang_ext.managers.cache_rank.choices import RankChoices
 from sglang_ext.managers.cache_rank.link import RankLink, RankSettings
 from sglang_ext.managers.cache_rank.protocol import VERSION, Attach, Shape, Turning
 from sglang_ext.managers.cache_rank.shared_memory import allocate, map_memory
+from sglang_ext.mem_cache.compressed.held_rows import absent
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressors import ContextKV, Part
@@ -21,18 +22,18 @@ LAYERS, HEADS, GROUP, DIM, TOKENS = 5, 2, 3, 8, 1024
 ROTARY = Rotary(1 / 10 ** torch.arange(DIM // 2))
 
 
-def attach(blocks=32, lanes=4, places=8, predictor="current", window=1, most=256, bits=16):
+def attach(blocks=32, lanes=4, places=8, predictor="current", window=1, most=256, bits=16, rows=False):
     """What ranks of this model are told."""
-    shape = Shape(LAYERS, HEADS * GROUP, HEADS, DIM, "float32", window, lanes, most, places)
+    shape = Shape(LAYERS, HEADS * GROUP, HEADS, DIM, "float32", window, lanes, most, places, rows)
     turning = Turning(tuple(ROTARY.frequencies.tolist()), ROTARY.interleaved)
     return Attach(VERSION, 1, shape, blocks, (0.3,) * LAYERS, predictor, 4, 32, turning, bits)
 
 
 def pool(seed=0):
-    """Buffers of random keys; values are of no use to ranks."""
+    """Buffers of random keys and values."""
     noise = torch.Generator().manual_seed(seed)
-    keys = tuple(torch.randn(TOKENS, HEADS, DIM, generator=noise) for _ in range(LAYERS))
-    return KVBuffers(tuple(range(LAYERS)), (0.3,) * LAYERS, keys, keys)
+    keys, values = (tuple(torch.randn(TOKENS, HEADS, DIM, generator=noise) for _ in range(LAYERS)) for _ in "kv")
+    return KVBuffers(tuple(range(LAYERS)), (0.3,) * LAYERS, keys, values)
 
 
 def queries(count, seed):
@@ -138,13 +139,32 @@ class ScriptedRank:
         """Questions that it was asked, oldest first."""
         return [message for message in self.hear() if isinstance(message, protocol.Ask)]
 
+    def put_rows(self, ask, kept):
+        """Rows of what was chosen beyond what the copy holds: of each token those that :func:`row_of` says."""
+        memory, layers = self.memory, slice(ask.first, ask.first + ask.count)
+        fresh = absent(kept, memory.get_held(ask.lane, ask.sequence, layers, kept.shape[-1]))
+        for part, seed in zip(memory.rows(ask.lane, ask.sequence), (0, 1)):
+            # Whatever was there before is of no use any more.
+            part[layers] = float("nan")
+            at = fresh.nonzero(as_tuple=True)
+            first = row_of(seed, ask.first, 0, 0)[0] + (at[0] * HEADS + at[1]) * 4096
+            part[ask.first + at[0], at[1], at[2]] = (first + kept[at])[:, None]
+        memory.put_fresh(ask.lane, ask.sequence, ask.first, fresh)
+
     def answer(self, ask, kept=None, epoch=None, chosen=True):
         """Answer a question: with the newest tokens, where nothing else is given."""
         epoch = epoch or self.epoch
         if kept is None:
             kept = newest_of(ask)
+        if self.memory.shape.rows:
+            self.put_rows(ask, kept)
         self.memory.put_chosen(epoch, ask.lane, ask.sequence, ask.first, ask.covered, kept)
         self.say(protocol.Answer(epoch, ask.lane, ask.first, ask.count, ask.sequence, chosen, 0.01))
+
+
+def row_of(is_value, layer, head, position):
+    """K or V of a token, made up: no two are alike."""
+    return torch.full((DIM,), float(((is_value * LAYERS + layer) * HEADS + head) * 4096 + position))
 
 
 def newest_of(ask):

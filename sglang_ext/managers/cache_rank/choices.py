@@ -4,21 +4,27 @@ A request is handed over once its context is long enough; until the first answer
 its queries as soon as it has computed them, and reads what was chosen for it by those of the step before when the next step comes to it:
 choosing goes on while the rest of the model computes. What has not come by then is not waited for longer than :data:`WAIT_SECONDS` in a
 step: the pack goes on with the last tokens that were chosen for it and the newest ones.
+
+Where ranks have values, too, K and V of what was chosen come with it, and a copy is rows, not pointers: it takes those that it lacks
+(held_rows.py), and the request's full KV may be given back (prefix_cache/held_elsewhere.py). It cannot be read whole then: where its rank
+has no room, the copy stands for what it stood for; where the process is gone, the request is lost, and is to be computed again.
 """
 
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 
 from sglang_ext.managers.cache_rank import protocol
-from sglang_ext.managers.cache_rank.leases import KeyLease, KeyLeases, MemoryFull
+from sglang_ext.managers.cache_rank.handed_over import HandedOver, PackChoice
+from sglang_ext.managers.cache_rank.leases import KeyLeases, MemoryFull
 from sglang_ext.managers.cache_rank.link import Pack, RankDown, RankLink
 from sglang_ext.managers.cache_rank.shared_memory import StaleAnswer
+from sglang_ext.managers.cache_rank.step_watch import StepOf, StepWatch
 from sglang_ext.managers.cache_rank.timeline import PackTimeline
 from sglang_ext.mem_cache.compressed.chosen_elsewhere import ChosenElsewhere, LayerWatch, ReadQueries, Stepping, WriteChosen, carried
+from sglang_ext.mem_cache.compressed.held_rows import EMPTY, Exchange, joined
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 
 # Why a choice was not there: its rank does not run (yet, any more, in time, as it should), has no room, has just got the keys, or is late.
@@ -27,56 +33,6 @@ MISSES = ("starting", "ended", "silent", "wrong", "memory-full", "no-lane", "han
 WAIT_SECONDS = 0.02
 # Of a position in shared memory.
 POSITION_BYTES = 4
-
-
-@dataclass
-class PackChoice:
-    """What is known of one pack of a request's layers.
-
-    Attributes:
-        pack: which.
-        asked: questions without an answer: covered tokens and tokens to keep, by sequence.
-        sequence: of the newest question that was answered; 0 before.
-        covered: tokens among which :attr:`kept` was chosen.
-        kept: int64 [pack layers, kv_heads, count], positions; None before the first answer.
-        written: sequence of what the copy leads to.
-    """
-
-    pack: Pack
-    asked: dict[int, tuple[int, int]] = field(default_factory=dict)
-    sequence: int = 0
-    covered: int = 0
-    kept: torch.Tensor | None = None
-    written: int = 0
-
-    def may_ask(self, sequence: int) -> bool:
-        """Whether both places of that parity are free: what was asked there was answered."""
-        return all((sequence - each) % 2 for each in self.asked)
-
-
-@dataclass
-class HandedOver:
-    """A request whose keys a cache rank has, or is given.
-
-    Attributes:
-        leases: of the process that has them.
-        lease: its own.
-        packs: of its layers.
-    """
-
-    leases: KeyLeases
-    lease: KeyLease
-    packs: list[PackChoice]
-
-    @property
-    def complete(self) -> bool:
-        """Whether something was ever chosen for all its layers."""
-        return all(each.kept is not None for each in self.packs)
-
-    @property
-    def void(self) -> bool:
-        """Whether the process that had its keys is gone."""
-        return not self.leases.link.ready or self.leases.epoch != self.leases.link.epoch
 
 
 class RankChoices(ChosenElsewhere):
@@ -90,6 +46,8 @@ class RankChoices(ChosenElsewhere):
     Attributes:
         missed: choices that were not there, by reason: one for each request and step, or round where it is read whole.
         waited: seconds that steps have waited.
+        sends_rows: whether K and V of what is chosen come with it.
+        rows: of one layer and KV head each, that came so and were taken.
     """
 
     def __init__(self, links: Sequence[RankLink], buffers: KVBuffers, timeline: PackTimeline | None = None):
@@ -97,6 +55,8 @@ class RankChoices(ChosenElsewhere):
         self.buffers = buffers
         self.missed: Counter[str] = Counter()
         self.waited = 0.0
+        self.sends_rows = self.links[0].settings.attach.shape.rows
+        self.rows = 0
         self._timeline = timeline
         self._leases: dict[RankLink, KeyLeases] = {}
         self._requests: dict[int, HandedOver] = {}
@@ -119,6 +79,18 @@ class RankChoices(ChosenElsewhere):
         """Processes that were started."""
         return sum(link.starts for link in self.links)
 
+    def has_room(self, tokens: int, row: int | None = None) -> bool:
+        """As :meth:`ChosenElsewhere.has_room`."""
+        request = self._requests.get(row)
+        if request is not None and not request.void:
+            return True
+        needed = -(-tokens // protocol.BLOCK)
+        return any(needed <= self._free_blocks(link) for link in self.links if link.ready)
+
+    def _free_blocks(self, link: RankLink) -> int:
+        leases = self._leases.get(link)
+        return link.settings.attach.blocks if leases is None or leases.epoch != link.epoch else leases.free_blocks
+
     @property
     def held_tokens(self) -> int:
         """Tokens for which blocks are taken, at all ranks."""
@@ -136,21 +108,27 @@ class RankChoices(ChosenElsewhere):
         for link in self.links:
             link.tend()
         self._hear()
+        if request is not None and request.void:
+            if request.lease.alone:
+                # Lost: of what another rank would need there are no slots.
+                self.missed[request.leases.link.why] += 1
+                return False
+            self._lose(row)
+            request = None
         try:
-            if request is not None and request.void:
-                self._lose(row)
-                request = None
             if request is None:
                 request = self._requests[row] = self._hand_over(len(slots))
-            if request.leases.extend(request.lease, slots):
+            whole = request.leases.extend(request.lease, slots)
+            if whole:
                 self._ask_all(request, len(slots), keep, queries, positions)
         except (RankDown, MemoryFull) as error:
             self.missed[str(error)] += 1
-            self.forget(row)
+            if request is None or not request.holds_rows:
+                self.forget(row)
             return False
         if not request.complete:
             self.missed["hand-over"] += 1
-        return request.complete
+        return request.complete and (whole or not self.sends_rows)
 
     def _hand_over(self, tokens: int) -> HandedOver:
         """Begin a request at the rank with the most room.
@@ -182,10 +160,16 @@ class RankChoices(ChosenElsewhere):
     ) -> None:
         """Publish the queries of a pack, [pack layers, window, query_heads, dim]; nothing where two questions are open."""
         sequence, lane, link = request.lease.sequence, request.lease.lane, request.leases.link
-        if not choice.may_ask(sequence):
+        if not choice.may_ask(sequence, self.sends_rows):
             return
         choice.asked[sequence] = covered, keep
         link.memory.put_queries(lane, sequence, choice.pack.first, queries)
+        if self.sends_rows:
+            # An answer that was not taken yet may lie where this one's is expected.
+            choice.written = choice.sequence
+            held = choice.base(covered, keep)
+            shape = choice.pack.count, link.memory.shape.kv_heads, keep
+            link.memory.put_held(lane, sequence, choice.pack.first, torch.full(shape, EMPTY) if held is None else held)
         if self._timeline is not None:
             self._timeline.note("asked", choice.pack, lane, sequence, size=queries.nbytes)
         link.say(protocol.Ask(lane, *choice.pack, sequence, covered, keep, tuple(positions.tolist())))
@@ -197,13 +181,38 @@ class RankChoices(ChosenElsewhere):
             each.written = each.sequence
         return torch.cat([carried(each.kept, each.covered, covered, keep) for each in request.packs])
 
+    def moved(self, row: int, covered: int, keep: int, renewed: bool) -> Exchange:
+        """As :meth:`ChosenElsewhere.moved`."""
+        found = []
+        for each in self._requests[row].packs:
+            found.append(each.moved(covered, keep, renewed))
+            each.held, each.stands_for, each.written = found[-1].held, covered, each.sequence
+        return joined(found)
+
+    def holds(self, row: int) -> int:
+        """As :meth:`ChosenElsewhere.holds`."""
+        request = self._requests.get(row)
+        return 0 if request is None or request.void or not request.holds_rows else request.lease.held
+
+    def leave_slots(self, row: int, alone: bool) -> None:
+        """As :meth:`ChosenElsewhere.leave_slots`."""
+        request = self._requests.get(row)
+        if request is not None:
+            request.lease.alone |= alone
+            request.leases.leave_slots(request.lease)
+
+    def is_lost(self, row: int) -> bool:
+        """As :meth:`ChosenElsewhere.is_lost`."""
+        request = self._requests.get(row)
+        return request is not None and request.lease.alone and request.void
+
     def step(self, requests: Sequence[Stepping], read: ReadQueries, write: WriteChosen) -> LayerWatch:
         """As :meth:`ChosenElsewhere.step`."""
         known = ((each, self._requests.get(each.row)) for each in requests)
         parts = [StepOf(each, request, request.lease.sequence) for each, request in known if request is not None]
-        return StepWatch(self, parts, read, write)
+        return StepWatch(self, parts, read, write, WAIT_SECONDS)
 
-    def commit(self, part: "StepOf", pack: int, deadline: float, write: WriteChosen) -> bool:
+    def commit(self, part: StepOf, pack: int, deadline: float, write: WriteChosen) -> bool:
         """Let a copy lead to what was chosen for the next layers of a step, where it is there in time; whether it is.
 
         Args:
@@ -212,35 +221,55 @@ class RankChoices(ChosenElsewhere):
             deadline: until when is waited.
             write: writes the copy.
         """
-        request, (covered, keep) = part.request, (part.told.covered, part.told.keep)
-        choice = request.packs[pack]
-        self._await(request, choice, part.expected, deadline)
-        if choice.sequence > choice.written:
-            choice.written = choice.sequence
-            write(part.told.row, choice.pack.layers, carried(choice.kept, choice.covered, covered, keep))
-            if self._timeline is not None:
-                size = choice.kept.numel() * self._token_bytes
-                self._timeline.note("written", choice.pack, request.lease.lane, choice.sequence, size=size)
+        choice = part.request.packs[pack]
+        self._await(part.request, choice, part.expected, deadline)
+        self._write(part, choice, write)
         return choice.sequence >= part.expected
 
+    def _write(self, part: StepOf, choice: PackChoice, write: WriteChosen) -> None:
+        """Let a copy have the newest answer, where it has not."""
+        if choice.sequence <= choice.written:
+            return
+        request, (covered, keep) = part.request, (part.told.covered, part.told.keep)
+        choice.written, size = choice.sequence, choice.kept.numel() * self._token_bytes
+        if self.sends_rows:
+            found = choice.arrived(request.leases.link.memory, request.lease.lane, covered, keep)
+            write(part.told.row, choice.pack.layers, found)
+            choice.held, choice.stands_for = found.exchange.held, covered
+            self.rows += len(found.keys)
+            size = found.keys.nbytes + found.values.nbytes
+        else:
+            write(part.told.row, choice.pack.layers, carried(choice.kept, choice.covered, covered, keep))
+        if self._timeline is not None:
+            self._timeline.note("written", choice.pack, request.lease.lane, choice.sequence, size=size)
+
     def _await(self, request: HandedOver, choice: PackChoice, sequence: int, deadline: float) -> None:
-        """Until a question was answered, where it was asked; not beyond the deadline."""
+        """Until a question was answered, where it was asked; not beyond the deadline. Where rows come back, one of before, too."""
         begun, link = time.monotonic(), request.leases.link
         link.wait(0)
         self._hear()
-        while sequence in choice.asked and not request.void and (left := deadline - time.monotonic()) > 0:
+        while (choice.asked if self.sends_rows else sequence in choice.asked) and not request.void:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
             # Whole milliseconds are waited.
             link.wait(max(left, 1e-3))
             self._hear()
         self.waited += time.monotonic() - begun
 
-    def ask(self, part: "StepOf", pack: int, read: ReadQueries) -> None:
+    def ask(self, part: StepOf, pack: int, read: ReadQueries, write: WriteChosen) -> None:
         """Publish the queries that a step's layers have just left, for the next step."""
-        request, told = part.request, part.told
+        request, told, choice = part.request, part.told, part.request.packs[pack]
         if request.void:
             return
+        if self.sends_rows:
+            # What has come since the layers attended: the next answer shall be of what it leaves.
+            request.leases.link.wait(0)
+            self._hear()
+            if request.void:
+                return
+            self._write(part, choice, write)
         request.lease.sequence = part.expected + 1
-        choice = request.packs[pack]
         try:
             self._ask(request, choice, told.covered, told.keep, *read(told.row, told.end, choice.pack.layers))
         except RankDown:
@@ -253,7 +282,7 @@ class RankChoices(ChosenElsewhere):
                 if choice.pack.first == layer:
                     self._timeline.note("reached", choice.pack)
 
-    def miss(self, part: "StepOf", pack: Pack) -> None:
+    def miss(self, part: StepOf, pack: Pack) -> None:
         """A step goes on with what was chosen before, first in ``pack``."""
         if self._timeline is not None:
             self._timeline.note("missed", pack, part.request.lease.lane, part.expected)
@@ -299,8 +328,10 @@ class RankChoices(ChosenElsewhere):
 
     def _lose(self, row: int) -> HandedOver | None:
         request = self._requests.pop(row, None)
-        if request is not None:
-            self._lanes.pop((request.leases.link, request.lease.lane), None)
+        lane = None if request is None else (request.leases.link, request.lease.lane)
+        if request is not None and self._lanes.get(lane) is request:
+            # Else it is another's, at a process that was started since.
+            del self._lanes[lane]
         return request
 
     def forget_all(self) -> None:
@@ -312,57 +343,3 @@ class RankChoices(ChosenElsewhere):
         """End all ranks."""
         for link in self.links:
             link.end()
-
-
-@dataclass
-class StepOf:
-    """A request in one step.
-
-    Attributes:
-        told: what of it the step reads.
-        request: what its rank has.
-        expected: sequence of the question whose answer is due.
-        late: whether one was not there.
-    """
-
-    told: Stepping
-    request: HandedOver
-    expected: int
-    late: bool = False
-
-
-class StepWatch(LayerWatch):
-    """One step: what is chosen for each pack is written as the forward reaches it, and asked for anew as it has passed.
-
-    After the first that is missed nothing is waited for in the step any more.
-    """
-
-    def __init__(self, choices: RankChoices, parts: list[StepOf], read: ReadQueries, write: WriteChosen):
-        self._choices = choices
-        self._parts = parts
-        self._read = read
-        self._write = write
-        self._left = WAIT_SECONDS
-
-    def reached(self, layer: int) -> None:
-        """As :meth:`LayerWatch.reached`."""
-        if self._parts:
-            self._choices.reach(layer, self._parts[0].request.packs)
-        for part in self._parts:
-            for place, choice in enumerate(part.request.packs):
-                if choice.pack.first == layer:
-                    self._commit(part, place)
-
-    def _commit(self, part: StepOf, pack: int) -> None:
-        begun = time.monotonic()
-        if not self._choices.commit(part, pack, begun + self._left, self._write) and not part.late:
-            part.late, self._left = True, 0.0
-            self._choices.miss(part, part.request.packs[pack].pack)
-        self._left = max(0.0, self._left - (time.monotonic() - begun))
-
-    def recorded(self, layer: int) -> None:
-        """As :meth:`LayerWatch.recorded`."""
-        for part in self._parts:
-            for place, choice in enumerate(part.request.packs):
-                if part.told.asks and choice.pack.layers.stop == layer + 1:
-                    self._choices.ask(part, place, self._read)

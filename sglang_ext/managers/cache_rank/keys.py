@@ -1,19 +1,20 @@
-"""The keys that a cache rank holds, as the inference rank says where: blocks that requests share, and which request has which."""
+"""What a cache rank holds, as the inference rank says where: blocks of keys, and of values, that requests share, and who has which."""
 
 import torch
 
 from sglang_ext.managers.cache_rank.protocol import BLOCK, Append, Lease, ProtocolError, Shape
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.selection.held_keys import EXACT, KeySizes, held_keys
+from sglang_ext.mem_cache.selection.held_keys import EXACT, HeldRows, KeySizes, held_keys
 
 
 class KeyStore:
-    """Blocks of keys, as they are or in few bits; memory is taken as they are written.
+    """Blocks of keys, as they are or in few bits, and with :attr:`Shape.rows` exact keys and values; memory is taken as they are written.
 
     Who has which block is the inference rank's to know, so that what is full it notices before it sends.
 
     Attributes:
-        held: the keys, each block's tokens in a row.
+        held: the keys that are scored, each block's tokens in a row.
+        rows: K and V that are sent back; None where positions alone are.
         blocks: how many there are.
     """
 
@@ -22,6 +23,7 @@ class KeyStore:
             raise ProtocolError(f"{len(scaling)} factors were told of {shape.layers} layers: both sides must be of one version")
         sizes = KeySizes(shape.layers, shape.kv_heads, shape.dim, getattr(torch, shape.dtype), bits)
         self.held = held_keys(sizes, blocks * BLOCK)
+        self.rows = HeldRows(sizes, blocks * BLOCK, self.held) if shape.rows else None
         self.blocks = blocks
         self._scaling = scaling
         self._leased: dict[int, list[int]] = {}
@@ -43,8 +45,8 @@ class KeyStore:
         """The request of a lane is gone."""
         self._leased.pop(lane, None)
 
-    def append(self, told: Append, keys: torch.Tensor) -> None:
-        """Copy keys, [layers, block, kv_heads, dim], of which the first ``told.tokens`` count, into a block.
+    def append(self, told: Append, keys: torch.Tensor, values: torch.Tensor | None = None) -> None:
+        """Copy keys, [layers, block, kv_heads, dim], of which the first ``told.tokens`` count, and values like them, into a block.
 
         Raises:
             ProtocolError: they do not fit there.
@@ -54,6 +56,8 @@ class KeyStore:
             raise ProtocolError(f"{told.tokens} tokens from {told.offset} on do not fit into {place}")
         start = told.block * BLOCK + told.offset
         self.held.write(start, keys[:, : told.tokens])
+        if self.rows is not None:
+            self.rows.write(start, keys[:, : told.tokens], values[:, : told.tokens])
 
     def gathered(self, layers: slice, slots: torch.Tensor) -> KVBuffers:
         """The keys of some layers in ``slots``, int64 [tokens], one after another: buffers like those of SGLang's pool, without values."""

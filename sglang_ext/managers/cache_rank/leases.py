@@ -1,7 +1,8 @@
 """Whose keys a cache rank holds: lanes and blocks are given out here, on the inference rank, so that what is full is known ahead.
 
 Requests whose rows begin with the same slots of SGLang's pool, as those do that share a prefix in the tree, share the blocks that are full
-of their keys: while one of them has a lease, its full KV is locked, and so is what those slots hold.
+of their keys: while one of them has a lease, its full KV is locked, and so is what those slots hold. Where full KV is given back, or moves,
+slots tell no block from others any more (:meth:`KeyLeases.leave_slots`).
 """
 
 from dataclasses import dataclass, field
@@ -27,12 +28,14 @@ class KeyLease:
         blocks: of its tokens, in order.
         held: tokens whose keys were sent.
         sequence: of the newest question; a lane's go on from request to request, so that no answer is taken for another's.
+        alone: whether its request's full KV was given back: of its first tokens it has no slots.
     """
 
     lane: int
     blocks: list[int] = field(default_factory=list)
     held: int = 0
     sequence: int = 0
+    alone: bool = False
 
 
 class KeyLeases:
@@ -88,13 +91,23 @@ class KeyLeases:
         for block in lease.blocks:
             self._readers[block] -= 1
             if not self._readers[block]:
-                self._by_slots.pop(self._slots_of.pop(block, b""), None)
+                self._leave_slots(block)
                 self._free.append(block)
         lease.blocks = []
         self.link.say(protocol.Free(lease.lane))
 
+    def leave_slots(self, lease: KeyLease) -> None:
+        """The slots from which a lease's blocks came may get other tokens: nobody finds the blocks by them any more."""
+        for block in lease.blocks:
+            self._leave_slots(block)
+
+    def _leave_slots(self, block: int) -> None:
+        self._by_slots.pop(self._slots_of.pop(block, b""), None)
+
     def extend(self, lease: KeyLease, slots: torch.Tensor) -> bool:
         """Send what the rank lacks of the keys in ``slots``, int64 [tokens], a request's from the first on; as much as has places.
+
+        Of tokens that the rank has, the slots of a lease that is ``alone`` are not looked at.
 
         Returns:
             Whether it has all of them now.
@@ -115,7 +128,7 @@ class KeyLeases:
         """Give a request the blocks for all its tokens: first those that others have filled with the same keys."""
         first, needed = len(lease.blocks), -(-len(slots) // BLOCK)
         taken: list[int] = []
-        if lease.held == first * BLOCK:
+        if lease.held == first * BLOCK and not lease.alone:
             for index in range(first, len(slots) // BLOCK):
                 block = self._by_slots.get(_key(slots, index))
                 if block is None:
@@ -138,14 +151,19 @@ class KeyLeases:
         index, offset = divmod(lease.held, BLOCK)
         tokens = min(BLOCK - offset, len(slots) - lease.held)
         these = slots[lease.held : lease.held + tokens]
-        for into, keys in zip(self.link.memory.keys[place], self.buffers.keys):
-            torch.index_select(keys, 0, these, out=into[:tokens])
+        memory = self.link.memory
+        parts = [(memory.keys, self.buffers.keys), (memory.values, self.buffers.values)][: 1 + memory.shape.rows]
+        for travels, buffers in parts:
+            for into, of_layer in zip(travels[place], buffers):
+                torch.index_select(of_layer, 0, these, out=into[:tokens])
         block = lease.blocks[index]
         self.link.say(protocol.Append(block, offset, tokens, place))
         lease.held += tokens
         self.sent += tokens
+        if offset + tokens < BLOCK or lease.alone:
+            return
         key = _key(slots, index)
-        if offset + tokens == BLOCK and key not in self._by_slots:
+        if key not in self._by_slots:
             self._by_slots[key], self._slots_of[block] = block, key
 
 

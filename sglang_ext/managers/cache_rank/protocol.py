@@ -1,8 +1,8 @@
 """What an inference rank and a cache rank say to each other: msgspec structs in MessagePack, tagged, with bounds on each field.
 
-A message is one ZMQ frame. Queries, keys and chosen tokens lie in shared memory (shared_memory.py); a message about them comes after they
-are written, which makes it the barrier. All that a cache rank says names its epoch: the number of the process, and of the memory, among
-those that one inference rank has begun.
+A message is one ZMQ frame. Queries, keys, values and chosen tokens lie in shared memory (shared_memory.py); a message about them comes
+after they are written, which makes it the barrier. All that a cache rank says names its epoch: the number of the process, and of the
+memory, among those that one inference rank has begun.
 """
 
 from typing import Annotated, Literal
@@ -10,9 +10,9 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-VERSION = 2
+VERSION = 3
 MOST_MESSAGE = 1 << 20
-# Tokens of a block of keys: the unit in which they travel, are held, and are shared.
+# Tokens of a block of keys, and of values: the unit in which they travel, are held, and are shared.
 BLOCK = 64
 MOST_LANES, MOST_LAYERS, MOST_BLOCKS, MOST_PLACES = 1 << 12, 1 << 12, 1 << 22, 1 << 12
 # Queries by which tokens are chosen, at most.
@@ -48,6 +48,7 @@ class Shape(Message):
         lanes: requests at once.
         most: tokens that a KV head is led to, at most.
         places: blocks of keys that may be under way.
+        rows: whether values travel, too, and K and V of chosen tokens travel back.
     """
 
     layers: LayerCount
@@ -59,6 +60,7 @@ class Shape(Message):
     lanes: Annotated[int, Meta(ge=1, le=MOST_LANES)]
     most: Annotated[int, Meta(ge=1, le=1 << 24)]
     places: Annotated[int, Meta(ge=1, le=MOST_PLACES)]
+    rows: bool = False
 
 
 class Turning(Message):
@@ -79,7 +81,7 @@ class Attach(Message, tag="attach"):
         predictor: that says by which query tokens are chosen (mem_cache/selection/predictors.py).
         sinks, recent: first and newest tokens that are chosen in any case.
         turning: the rotary embedding.
-        bits: in which it holds keys; 16: as they are.
+        bits: in which it holds the keys that it scores; 16: as they are.
     """
 
     version: int
@@ -107,7 +109,8 @@ class Lease(Message, tag="lease"):
 
 
 class Append(Message, tag="append"):
-    """Keys of ``tokens`` tokens of a block, its token ``offset`` and those after it, lie in ``place`` of shared memory."""
+    """Keys of ``tokens`` tokens of a block, its token ``offset`` and those after it, lie in ``place`` of shared memory; with
+    :attr:`Shape.rows` their values, too."""
 
     block: Block
     offset: Annotated[int, Meta(ge=0, lt=BLOCK)]
@@ -117,6 +120,10 @@ class Append(Message, tag="append"):
 
 class Ask(Message, tag="ask"):
     """A step of a request left queries of layers ``first`` to ``first + count``: choose its tokens for the next.
+
+    With :attr:`Shape.rows` the positions whose rows the copy holds lie beside the queries: the rank answers with the rows of what it chose
+    beyond these. So it need not know which of its answers were taken: one that came late, or never was looked at, is in no later base.
+    Such a rank has one question of a pack at a time, and writes to a place when that is asked for alone.
 
     Attributes:
         lane: of the request.

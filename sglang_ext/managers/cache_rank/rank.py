@@ -1,4 +1,5 @@
 """A cache rank: takes keys, and chooses tokens for the next step of each request, by the server's own method (compressors/spade.py).
+Where it has values, too, it sends K and V of those that the request's copy lacks.
 
 It waits for messages, copies keys as they come, and looks at one question after another; of two of one request and pack it looks at the
 newer alone. It ends when it is told to (SIGTERM), and when the process that began it is gone.
@@ -17,6 +18,7 @@ from sglang_ext.managers.cache_rank import protocol
 from sglang_ext.managers.cache_rank.keys import KeyStore
 from sglang_ext.managers.cache_rank.protocol import BLOCK, VERSION, ProtocolError
 from sglang_ext.managers.cache_rank.shared_memory import SharedMemory, map_memory
+from sglang_ext.mem_cache.compressed.held_rows import absent
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressors.contracts.compressor import ContextKV, Part
 from sglang_ext.mem_cache.compressors.spade import Spade
@@ -115,7 +117,8 @@ class CacheRank:
             case protocol.Ask():
                 self._skip(self._questions.add(message))
             case protocol.Append():
-                self._store.append(message, self._memory.keys[message.place])
+                place, memory = message.place, self._memory
+                self._store.append(message, memory.keys[place], memory.values[place] if memory.shape.rows else None)
                 self._taken.append(message.place)
             case protocol.Lease():
                 self._store.lease(message)
@@ -155,9 +158,23 @@ class CacheRank:
         if layers.stop > shape.layers or not ask.keep <= min(ask.covered, shape.most) or ask.lane >= shape.lanes:
             raise ProtocolError(f"{ask} goes beyond {shape}")
         queries = memory.get_queries(ask.lane, ask.sequence, layers, len(ask.positions))
-        kept = self._choose(self._store.slots(ask.lane, ask.covered), layers, queries, ask.positions, ask.keep)
+        slots = self._store.slots(ask.lane, ask.covered)
+        kept = self._choose(slots, layers, queries, ask.positions, ask.keep)
+        if self._store.rows is not None:
+            self._put_rows(ask, slots, kept)
         memory.put_chosen(self._epoch, ask.lane, ask.sequence, ask.first, ask.covered, kept)
         self._say(self._about(ask, True, time.perf_counter() - begun))
+
+    def _put_rows(self, ask: protocol.Ask, slots: torch.Tensor, kept: torch.Tensor) -> None:
+        """Write K and V of what was chosen, int64 [pack layers, kv_heads, keep], and the copy does not hold."""
+        memory, layers = self._memory, slice(ask.first, ask.first + ask.count)
+        fresh = absent(kept, memory.get_held(ask.lane, ask.sequence, layers, ask.keep))
+        row_keys, row_values = memory.rows(ask.lane, ask.sequence)
+        for layer, (these, positions) in enumerate(zip(fresh, kept), ask.first):
+            heads, index = these.nonzero(as_tuple=True)
+            keys, values = self._store.rows.read(layer, slots[positions[heads, index]], heads)
+            row_keys[layer, heads, index], row_values[layer, heads, index] = keys, values
+        memory.put_fresh(ask.lane, ask.sequence, ask.first, fresh)
 
     def _choose(
         self, slots: torch.Tensor, layers: slice, queries: torch.Tensor, positions: tuple[int, ...], keep: int

@@ -1,4 +1,4 @@
-"""Memory that an inference rank and one cache rank both map: queries and keys go one way, chosen tokens the other.
+"""Memory that an inference rank and one cache rank both map: queries, keys and values go one way, chosen tokens and their rows the other.
 
 The inference rank allocates it, without a name in any folder, and hands the descriptor to the process that it starts; so an ended
 process leaves nothing behind, and none of an earlier epoch can write here. Each lane and layer has two places for queries and two for
@@ -36,6 +36,10 @@ class SharedMemory:
         keys: [places, layers, block, kv_heads, dim].
         heads: int64 [lanes, 2, layers, 4], of answers: epoch, sequence, covered tokens, kept tokens.
         chosen: int32 [lanes, 2, layers, kv_heads * most], of which the first ``kv_heads * kept`` are an answer, by head.
+        values: as ``keys``. This and the following are empty without :attr:`~.protocol.Shape.rows`.
+        held: int32, like ``chosen``: of a question, positions whose rows the copy holds.
+        fresh: bool, like ``chosen``: of an answer, which positions the copy does not hold.
+        row_keys, row_values: [lanes, 2, layers, kv_heads, most, dim], K and V of these, each at the place of its position.
     """
 
     shape: Shape
@@ -43,13 +47,20 @@ class SharedMemory:
     keys: torch.Tensor
     heads: torch.Tensor
     chosen: torch.Tensor
+    values: torch.Tensor
+    held: torch.Tensor
+    fresh: torch.Tensor
+    row_keys: torch.Tensor
+    row_values: torch.Tensor
 
     @classmethod
     def of(cls, shape: Shape, mapped: mmap.mmap) -> "SharedMemory":
         """Of memory of :func:`size_of` bytes."""
         parts, begin = [], 0
         for sizes, dtype in _parts(shape):
-            parts.append(torch.frombuffer(mapped, dtype=dtype, count=prod(sizes), offset=begin).view(sizes))
+            count = prod(sizes)
+            part = torch.frombuffer(mapped, dtype=dtype, count=count, offset=begin) if count else torch.empty(0, dtype=dtype)
+            parts.append(part.view(sizes))
             begin += _aligned(prod(sizes) * dtype.itemsize)
         return cls(shape, *parts)
 
@@ -84,6 +95,30 @@ class SharedMemory:
             raise StaleAnswer(f"positions are not ascending from 0 to below {covered}")
         return found
 
+    def put_held(self, lane: int, sequence: int, first: int, held: torch.Tensor) -> None:
+        """Write what a copy holds as a question is asked, int64 [pack layers, kv_heads, keep], from layer ``first`` on."""
+        layers = slice(first, first + len(held))
+        self.held[lane, sequence % 2, layers, : held.shape[1] * held.shape[2]] = held.flatten(1).int()
+
+    def get_held(self, lane: int, sequence: int, layers: slice, keep: int) -> torch.Tensor:
+        """Read it: int64 [pack layers, kv_heads, keep]."""
+        heads = self.shape.kv_heads
+        return self.held[lane, sequence % 2, layers, : heads * keep].long().unflatten(-1, (heads, keep))
+
+    def put_fresh(self, lane: int, sequence: int, first: int, fresh: torch.Tensor) -> None:
+        """Write which positions of an answer have rows: bool [pack layers, kv_heads, kept]."""
+        layers = slice(first, first + len(fresh))
+        self.fresh[lane, sequence % 2, layers, : fresh.shape[1] * fresh.shape[2]] = fresh.flatten(1)
+
+    def get_fresh(self, lane: int, sequence: int, layers: slice, kept: int) -> torch.Tensor:
+        """Read them: a view, bool [pack layers, kv_heads, kept]."""
+        heads = self.shape.kv_heads
+        return self.fresh[lane, sequence % 2, layers, : heads * kept].unflatten(-1, (heads, kept))
+
+    def rows(self, lane: int, sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of an answer, to be written or read: views, [layers, kv_heads, most, dim] each."""
+        return self.row_keys[lane, sequence % 2], self.row_values[lane, sequence % 2]
+
 
 def size_of(shape: Shape) -> int:
     """Bytes of the memory; of pages that nobody wrote to none is taken."""
@@ -115,12 +150,15 @@ def map_memory(shape: Shape, descriptor: int) -> SharedMemory:
 
 def _parts(shape: Shape) -> list[tuple[tuple[int, ...], torch.dtype]]:
     dtype = getattr(torch, shape.dtype)
-    by_lane = shape.lanes, 2, shape.layers
+    by_lane, places = (shape.lanes, 2, shape.layers), (shape.places, shape.layers, BLOCK, shape.kv_heads, shape.dim)
+    chosen, rows = (*by_lane, shape.kv_heads * shape.most), (*by_lane, shape.kv_heads, shape.most, shape.dim)
+    of_rows = [(places, dtype), (chosen, torch.int32), (chosen, torch.bool), (rows, dtype), (rows, dtype)]
     return [
         ((*by_lane, shape.window, shape.query_heads, shape.dim), dtype),
-        ((shape.places, shape.layers, BLOCK, shape.kv_heads, shape.dim), dtype),
+        (places, dtype),
         ((*by_lane, 4), torch.int64),
-        ((*by_lane, shape.kv_heads * shape.most), torch.int32),
+        (chosen, torch.int32),
+        *(((sizes if shape.rows else (0, *sizes[1:])), of_part) for sizes, of_part in of_rows),
     ]
 
 

@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Memory through which keys go to a rank: so much, but for a few blocks at least.
+# Memory through which keys and values go to a rank: so much, but for a few blocks at least.
 TRAVELING_BYTES, LEAST_PLACES = 64 << 20, 4
+# Of the memory that is free at start, what all ranks hold at most where no flag says.
+FREE_SHARE = 0.5
 
 
 def cache_ranks(
@@ -65,11 +67,16 @@ def _attach(
     slots, kv_heads, dim = keys.shape
     longest = min(context, slots)
     most = method.kept(longest // method.unit * method.unit)
-    held = KeySizes(len(buffers.keys), kv_heads, dim, keys.dtype, args.kv_score_bits)
+    held = KeySizes(len(buffers.keys), kv_heads, dim, keys.dtype, args.kv_score_bits, selection_options.sends_rows(args))
     block_bytes = BLOCK * replace(held, bits=EXACT).token_bytes
     blocks = slots // BLOCK + requests
     if args.kv_cache_rank_gb is not None:
         blocks = int(args.kv_cache_rank_gb * 1e9) // (BLOCK * held.token_bytes)
+    elif held.rows:
+        # Of as many contexts as the pool holds copies.
+        most_blocks = slots // max(1, most) * -(-longest // BLOCK) // args.kv_cache_ranks + requests
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * FREE_SHARE / args.kv_cache_ranks
+        blocks = max(blocks, min(most_blocks, int(free) // (BLOCK * held.token_bytes)))
     shape = Shape(
         layers=len(buffers.keys),
         query_heads=query_heads,
@@ -80,6 +87,7 @@ def _attach(
         lanes=min(requests, MOST_LANES),
         most=max(1, most),
         places=min(MOST_PLACES, max(LEAST_PLACES, math.ceil(TRAVELING_BYTES / block_bytes))),
+        rows=held.rows,
     )
     return Attach(
         version=VERSION,

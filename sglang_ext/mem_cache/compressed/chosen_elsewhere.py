@@ -1,4 +1,6 @@
-"""The contract of tokens that another process chooses for copies of pointers, while this one computes (managers/cache_rank/)."""
+"""The contract of tokens that another process chooses, while this one computes (managers/cache_rank/): for copies of pointers, or of rows,
+where that process has the full KV and sends the rows that a copy lacks.
+"""
 
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -9,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from sglang_ext.core import CompressedView
+from sglang_ext.mem_cache.compressed.held_rows import ArrivedRows, Exchange
 from sglang_ext.mem_cache.compressed.own_query import own_queries
 
 if TYPE_CHECKING:
@@ -16,8 +19,8 @@ if TYPE_CHECKING:
 
 # Queries of a request before a position, of some layers, and their positions, as query_window.py:QueryWindows.get has them.
 ReadQueries = Callable[[int, int, slice], tuple[torch.Tensor, torch.Tensor]]
-# Let the copy of a request lead to chosen tokens in some layers: int64 [layers, kv_heads, count].
-WriteChosen = Callable[[int, slice, torch.Tensor], None]
+# Let the copy of a request lead to chosen tokens in some layers, int64 [layers, kv_heads, count]; or take rows.
+WriteChosen = Callable[[int, slice, torch.Tensor | ArrivedRows], None]
 
 
 @dataclass(frozen=True)
@@ -54,9 +57,11 @@ class ChosenElsewhere(ABC):
 
     Attributes:
         missed: choices that were not there when they were needed, by reason.
+        sends_rows: whether it has the full KV of its requests, and K and V of what is chosen come with it.
     """
 
     missed: Counter[str]
+    sends_rows: bool = False
 
     @abstractmethod
     def prepare(self, row: int, slots: torch.Tensor, keep: int, queries: torch.Tensor, positions: torch.Tensor) -> bool:
@@ -70,12 +75,39 @@ class ChosenElsewhere(ABC):
             positions: int64 [window], of these.
 
         Returns:
-            Whether a copy can be made: something was chosen for the request, of late.
+            Whether a copy can be made: something was chosen for the request, of late; where rows are sent, all that it would stand for
+            was handed over, too.
         """
 
     @abstractmethod
     def kept(self, row: int, covered: int, keep: int) -> torch.Tensor:
         """What was chosen last for a request that is prepared, and the newest tokens: int64 [layers, kv_heads, keep], ascending."""
+
+    def moved(self, row: int, covered: int, keep: int, renewed: bool) -> Exchange:
+        """As :meth:`kept`, where rows are sent: which of them a copy takes from the request's own full KV, over all layers.
+
+        Args:
+            row: of a request that is prepared.
+            covered: tokens that the copy is to stand for.
+            keep: of these, tokens of each KV head.
+            renewed: whether it holds rows already.
+        """
+        raise NotImplementedError(f"{type(self).__name__} sends no rows")
+
+    def holds(self, row: int) -> int:
+        """First tokens of a request whose K and V it has, and sends rows of; 0 where it cannot, or the copy holds no rows yet."""
+        return 0
+
+    def leave_slots(self, row: int, alone: bool) -> None:
+        """Slots of a request's full KV are about to be free; ``alone``: it has no others, and cannot be handed over again."""
+
+    def is_lost(self, row: int) -> bool:
+        """Whether the only full KV of a request is gone with the process that had it."""
+        return False
+
+    def has_room(self, tokens: int, row: int | None = None) -> bool:
+        """Whether so many tokens of a request could be handed over now, or, where it has a ``row``, are about to be."""
+        return False
 
     @abstractmethod
     def step(self, requests: Sequence[Stepping], read: ReadQueries, write: WriteChosen) -> LayerWatch:

@@ -20,6 +20,7 @@ from sglang_ext.mem_cache.compressed.chosen_beside import ChosenBeside
 from sglang_ext.mem_cache.compressed.chosen_elsewhere import ChosenElsewhere
 from sglang_ext.mem_cache.compressed.copy_method import CopyMethod, CopyWriter
 from sglang_ext.mem_cache.compressed.formats.kv_format import KVFormat, PlainTokens
+from sglang_ext.mem_cache.compressed.held_rows import ArrivedRows
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.own_query import until_own
 from sglang_ext.mem_cache.compressed.query_window import QueryWindows
@@ -126,6 +127,16 @@ class CompressedViews:
     def get(self, row: int) -> CompressedView | None:
         """The compressed copy of the request in ``row``."""
         return self._views.get(row)
+
+    def is_alone(self, row: int) -> bool:
+        """Whether the request in ``row`` may lack full KV here, so that it cannot do without its copy."""
+        codes = self.tree_cache.codes
+        return codes is not None and codes.serves(row)
+
+    def stands(self, row: int) -> bool:
+        """Whether the copy of the request in ``row`` is of use where it cannot be renewed: it holds rows that others exchange, or they
+        are all that there is."""
+        return self.elsewhere is not None and self.elsewhere.sends_rows and (self.elsewhere.holds(row) > 0 or self.is_alone(row))
 
     def copies(self) -> ItemsView[int, CompressedView]:
         """All copies, by their requests' rows."""
@@ -235,6 +246,8 @@ class CompressedViews:
             view.segments.append(made)
         if self.elsewhere is None:
             kept = until_own(method.compressor, self.buffers, view.covered, own)
+        elif self.elsewhere.sends_rows:
+            kept = self.elsewhere.moved(row, view.covered, own, renewed)
         else:
             kept = self.elsewhere.kept(row, view.covered, own)
         try:
@@ -284,7 +297,7 @@ class CompressedViews:
         else:
             self.made[view.method] += 1
 
-    def write_chosen(self, row: int, layers: slice, kept: torch.Tensor) -> None:
+    def write_chosen(self, row: int, layers: slice, kept: torch.Tensor | ArrivedRows) -> None:
         """Let a copy lead to what was chosen elsewhere for some layers, in the place of what it led to there; arguments as
         :meth:`CopyWriter.write_chosen`'s."""
         view = self._views[row]
@@ -328,7 +341,10 @@ class CompressedViews:
             self.release_copy(row)
             if self.elsewhere is not None:
                 self.elsewhere.forget(row)
-        elif (view := self._views.get(row)) is not None:
+            return
+        if self.elsewhere is not None:
+            self.elsewhere.leave_slots(row, alone=False)
+        if (view := self._views.get(row)) is not None:
             view.tail_end = max(view.covered, min(view.tail_end, start))
 
     def segment_parted(self, first: Segment, rest: Segment) -> None:
@@ -369,9 +385,9 @@ class CompressedViews:
 
     def largest(self) -> int | None:
         """Row of the request with the largest copy that it can do without; others have their full KV on the host, or none."""
-        residency, codes = self.tree_cache.residency, self.tree_cache.codes
+        residency = self.tree_cache.residency
         rows = [row for row in self._views if residency is None or not residency.is_stale(row)]
-        rows = [row for row in rows if codes is None or not codes.serves(row)]
+        rows = [row for row in rows if not self.is_alone(row)]
         return max(rows, key=lambda row: self._views[row].kept, default=None)
 
     def forget_all(self) -> None:

@@ -12,6 +12,7 @@ import torch
 from sglang_ext.core import MIN_CONTEXT, CompressedView
 from sglang_ext.mem_cache.compressed.formats.kv_format import KVFormat, Placement
 from sglang_ext.mem_cache.compressed.formats.rounding import token_seeds
+from sglang_ext.mem_cache.compressed.held_rows import ArrivedRows, Exchange
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.query_window import QueryWindows
 from sglang_ext.mem_cache.compressed.rotary import Rotary
@@ -162,7 +163,7 @@ class CopyWriter:
         done: int,
         tokens: int,
         renewed: bool,
-        kept: torch.Tensor | None = None,
+        kept: torch.Tensor | Exchange | None = None,
     ) -> None:
         """Gather the chosen KV of each layer into a copy's own slots, after ``done`` tokens there, and into a segment's.
 
@@ -176,7 +177,8 @@ class CopyWriter:
             done: tokens that its own slots hold already.
             tokens: of the request, whose full KV is exact; of a copy that keeps all tokens that of those may be gone which it holds.
             renewed: whether its slots hold the first tokens already.
-            kept: int64 [layers, kv_heads, count], positions that another process chose; None where the method chooses.
+            kept: int64 [layers, kv_heads, count], positions that another process chose; or what its own slots take in, which hold the
+                rest already; None where the method chooses.
 
         Raises:
             ScoresError: nothing can be chosen by the method's scores; nothing was written.
@@ -192,6 +194,8 @@ class CopyWriter:
             chooser = method.compressor.for_context(context)
             if kept is None:
                 self.form.fill(draft_row, method.packing, chooser, context, targets)
+            elif isinstance(kept, Exchange):
+                self.buffers.move_rows(kept, source, targets[rest])
             else:
                 method.packing.write(self.buffers, kept, source, targets[rest])
         if not renewed:
@@ -200,8 +204,12 @@ class CopyWriter:
         self.form.begins(draft_row, view)
         view.method = method.called(chooser)
 
-    def write_chosen(self, method: CopyMethod, row: int, view: CompressedView, layers: slice, kept: torch.Tensor) -> None:
-        """Write over what ``view``, all its own, kept in some layers: as many tokens that others chose, int64 [layers, kv_heads, count]."""
+    def write_chosen(self, method: CopyMethod, row: int, view: CompressedView, layers: slice, kept: torch.Tensor | ArrivedRows) -> None:
+        """Write over what ``view``, all its own, kept in some layers: as many tokens that others chose, int64 [layers, kv_heads, count]; or
+        rows that they sent in the place of others."""
+        if isinstance(kept, ArrivedRows):
+            self.buffers.of_layers(layers).put_rows(kept, view.own)
+            return
         source = self.token_table[row, : view.covered].long()
         method.packing.write(self.buffers.of_layers(layers), kept, source, view.own[view.sinks :])
 

@@ -46,17 +46,28 @@ def ensure_copy(views: CompressedViews, req: "Req", state: RequestState, length:
         if not views.compress(state.row, length, headroom, prefix):
             return WRONG_SCORES if views.is_refused(state.row) else NO_FREE_SLOTS
     elif views.has_queries(state.row) and views.reach(state.row, length) >= renew_at(view, method.compressor):
-        if views.elsewhere is not None and not prepare(views, state.row, length):
-            views.release_copy(state.row)
-            return NO_SELECTION
-        if not views.compress(state.row, length, headroom):
-            if views.is_refused(state.row):
-                return WRONG_SCORES
-            if method.compressor.follows_queries:
-                # It may lead to slots of a prompt that the prefix tree had already, and has exchanged since.
-                views.release_copy(state.row)
-                return NO_FREE_SLOTS
+        if reason := _renew(views, state.row, length, headroom):
+            return reason
     state.compressor = catalogue.number(views.get(state.row).method.partition(":")[0])
+    return 0
+
+
+def _renew(views: CompressedViews, row: int, length: int, headroom: int) -> int:
+    """Make the copy of the request in ``row`` anew; the fallback reason, 0 where it has one afterwards, be it that of before."""
+    stands = views.elsewhere is not None and views.stands(row)
+    if views.elsewhere is not None and not prepare(views, row, length):
+        if views.stands(row):
+            return 0
+        views.release_copy(row)
+        return NO_SELECTION
+    # Without full KV it frees more slots than it takes.
+    if not views.compress(row, length, 0 if stands and views.is_alone(row) else headroom):
+        if views.is_refused(row):
+            return WRONG_SCORES
+        if views.method(row).compressor.follows_queries and not stands:
+            # It may lead to slots of a prompt that the prefix tree had already, and has exchanged since.
+            views.release_copy(row)
+            return NO_FREE_SLOTS
     return 0
 
 

@@ -5,6 +5,8 @@ from functools import cached_property
 
 import torch
 
+from sglang_ext.mem_cache.compressed.held_rows import ArrivedRows, Exchange
+
 
 @dataclass(frozen=True)
 class KVBuffers:
@@ -87,6 +89,23 @@ class KVBuffers:
             read = sources[of_layer].t()
             for buffer in (self.keys[layer], self.values[layer]):
                 buffer[targets] = buffer[read, heads]
+
+    def put_rows(self, arrived: ArrivedRows, targets: torch.Tensor) -> None:
+        """Put rows that another process sent into their places of a copy in slots ``targets``, int64 [places]."""
+        found = arrived.exchange
+        for layer in range(len(self.keys)):
+            rows = found.of_layer(layer)
+            slots, heads = targets[found.places[rows]], found.heads[rows]
+            self.keys[layer][slots, heads], self.values[layer][slots, heads] = arrived.keys[rows], arrived.values[rows]
+
+    def move_rows(self, exchange: Exchange, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copy rows of a context in slots ``sources``, int64 [tokens], of which those that move are exact, into their places of a copy in
+        slots ``targets``, int64 [places]."""
+        for layer in range(len(self.keys)):
+            rows = exchange.of_layer(layer)
+            heads, read = exchange.heads[rows], sources[exchange.positions[rows]]
+            for buffer in (self.keys[layer], self.values[layer]):
+                buffer[targets[exchange.places[rows]], heads] = buffer[read, heads]
 
 
 def _addresses(buffers: tuple[torch.Tensor, ...]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Keys that are held for scoring alone: as they are, or in 8 or 4 bits, of which scoring makes numbers again."""
+"""Keys that are held for scoring: as they are, or in 8 or 4 bits, of which scoring makes numbers again; and K and V that are sent back."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -25,6 +25,7 @@ class KeySizes:
         layers, kv_heads, dim: of the model's attention.
         dtype: of exact keys.
         bits: of :data:`SCORE_BITS`.
+        rows: whether exact keys and values are held, too.
     """
 
     layers: int
@@ -32,6 +33,7 @@ class KeySizes:
     dim: int
     dtype: torch.dtype
     bits: int = EXACT
+    rows: bool = False
 
     @property
     def group(self) -> int:
@@ -41,9 +43,11 @@ class KeySizes:
     @property
     def token_bytes(self) -> int:
         """Of a token over all layers, scales and zero points among them."""
+        heads, exact = self.layers * self.kv_heads, self.dim * self.dtype.itemsize
         if self.bits == EXACT:
-            return self.layers * self.kv_heads * self.dim * self.dtype.itemsize
-        return self.layers * self.kv_heads * (self.dim * self.bits // 8 + 2 * PARAMETER.itemsize * self.dim // self.group)
+            return heads * (2 if self.rows else 1) * exact
+        scored = self.dim * self.bits // 8 + 2 * PARAMETER.itemsize * self.dim // self.group
+        return heads * (scored + (2 * exact if self.rows else 0))
 
 
 class HeldKeys(ABC):
@@ -76,6 +80,10 @@ class ExactKeys(HeldKeys):
     def read(self, layer: int, places: torch.Tensor) -> torch.Tensor:
         """As :meth:`HeldKeys.read`."""
         return self._keys[layer].index_select(0, places)
+
+    def rows(self, layer: int, places: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
+        """What is held of a layer in places and heads, int64 [rows] each: [rows, dim]."""
+        return self._keys[layer, places, heads]
 
     @property
     def nbytes(self) -> int:
@@ -119,3 +127,28 @@ class CodedKeys(HeldKeys):
 def held_keys(sizes: KeySizes, tokens: int) -> HeldKeys:
     """Room for so many tokens."""
     return (ExactKeys if sizes.bits == EXACT else CodedKeys)(sizes, tokens)
+
+
+class HeldRows:
+    """Exact keys and values of so many tokens in all layers; memory is taken as they are written.
+
+    Args:
+        sizes: of keys; of values the same.
+        tokens: how many.
+        keys: those that are scored, where they are exact; else there are others beside them.
+    """
+
+    def __init__(self, sizes: KeySizes, tokens: int, keys: HeldKeys):
+        self._keys = keys if isinstance(keys, ExactKeys) else ExactKeys(sizes, tokens)
+        self._values = ExactKeys(sizes, tokens)
+        self._scored = keys
+
+    def write(self, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Hold those of tokens from place ``start`` on, [layers, tokens, kv_heads, dim] each; scored keys were written."""
+        if self._keys is not self._scored:
+            self._keys.write(start, keys)
+        self._values.write(start, values)
+
+    def read(self, layer: int, places: torch.Tensor, heads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of a layer in places and heads, int64 [rows] each: [rows, dim] each."""
+        return self._keys.rows(layer, places, heads), self._values.rows(layer, places, heads)

@@ -83,6 +83,11 @@ def test_packs_of_more_layers_than_there_are_and_too_little_memory_for_a_request
     # 9 of 32 bits.
     args.kv_cache_rank_gb, args.kv_score_bits = 0.00123, 8
     selection_options.check_resolved(args)
+    # Exact keys and values beside these.
+    args.kv_mode = "lossy"
+    assert selection_options.sends_rows(args)
+    with pytest.raises(OptionError, match="less than keys and values of 1000 tokens .*: pass at least 0.00988, better"):
+        selection_options.check_resolved(args)
 
 
 def test_flags_of_cache_ranks_are_named_where_there_are_none(caplog):

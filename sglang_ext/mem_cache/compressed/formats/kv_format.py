@@ -163,6 +163,12 @@ class PlainTokens(KVFormat):
         return [0] * len(rows)
 
 
+class RowsOfHeads(PlainTokens):
+    """Copies hold in each slot, by layer and KV head, a token's K and V that another process exchanges for others (held_rows.py)."""
+
+    shareable = False
+
+
 Form = TypeVar("Form")
 
 

@@ -1,0 +1,72 @@
+"""Rows of heads in places of a copy: what is wanted comes, what is there stays where it is, and the record says what lies where."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_ext.mem_cache.compressed.held_rows import EMPTY, ArrivedRows, absent, exchange, grown, joined
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+
+LAYERS, HEADS, DIM, TOKENS = 2, 3, 4, 40
+
+
+def some(seed, count, tokens=TOKENS):
+    """``count`` positions of each head, in no order."""
+    noise = torch.Generator().manual_seed(seed)
+    return torch.rand(LAYERS, HEADS, tokens, generator=noise).argsort(-1)[..., :count]
+
+
+@given(st.integers(0, 99), st.integers(0, 99), st.integers(1, TOKENS), st.integers(0, 8))
+def test_a_copy_holds_what_is_wanted_and_nothing_that_stays_is_moved(before, after, count, empty):
+    held, wanted = some(before, count), some(after, count).sort(-1).values
+    held[..., :empty] = EMPTY
+    found = exchange(held, wanted)
+    assert torch.equal(found.held.sort(-1).values, wanted)
+    stays = ~absent(held, wanted)
+    assert torch.equal(found.held[stays], held[stays]) and len(found.positions) == (~stays).sum()
+    rows = zip(*(part.tolist() for part in (found.layers, found.heads, found.places, found.positions, found.wanted)))
+    for layer, head, place, position, index in rows:
+        assert found.held[layer, head, place] == position == wanted[layer, head, index]
+        assert position not in held[layer, head]
+
+
+@given(st.integers(0, 99), st.integers(1, TOKENS), st.data())
+def test_what_is_not_available_leaves_its_place_to_what_is_there(seed, count, data):
+    held, wanted = some(seed, count), some(seed + 1, count)
+    available = torch.tensor(data.draw(st.lists(st.booleans(), min_size=wanted.numel(), max_size=wanted.numel()))).view_as(wanted)
+    found = exchange(held, wanted, available.clone())
+    for layer in range(LAYERS):
+        for head in range(HEADS):
+            was, now = set(held[layer, head].tolist()), found.held[layer, head].tolist()
+            asked = {int(each) for each, there in zip(wanted[layer, head], available[layer, head]) if there}
+            assert len(set(now)) == count and set(now) <= was | asked
+            assert asked | (was & set(wanted[layer, head].tolist())) <= set(now)
+
+
+def test_copies_grow_and_packs_are_joined():
+    held = some(3, 5)
+    more = grown(held, 7)
+    assert torch.equal(more[..., :5], held) and (more[..., 5:] == EMPTY).all()
+    found = joined([exchange(more[:1], some(4, 7)[:1]), exchange(more[1:], some(4, 7)[1:])])
+    whole = exchange(more, some(4, 7))
+    for name in ("held", "layers", "heads", "places", "positions", "wanted"):
+        assert torch.equal(getattr(found, name), getattr(whole, name))
+    assert [found.of_layer(layer).start for layer in range(LAYERS)] == [0, int((found.layers == 0).sum())]
+
+
+def test_rows_go_where_the_exchange_says_from_the_pool_or_from_elsewhere():
+    keys, values = (tuple(torch.randn(100, HEADS, DIM) for _ in range(LAYERS)) for _ in "kv")
+    buffers = KVBuffers((0, 1), (1.0, 1.0), keys, values)
+    sources, targets = torch.arange(50, 50 + TOKENS), torch.arange(10, 22)
+    wanted = some(1, 12)
+    first = exchange(torch.full_like(wanted, EMPTY), wanted)
+    buffers.move_rows(first, sources, targets)
+    second = exchange(first.held, some(2, 12))
+    rows = [torch.stack([part[layer][sources[position], head] for layer, head, position in
+                         zip(second.layers.tolist(), second.heads.tolist(), second.positions.tolist())]) for part in (keys, values)]  # fmt: skip
+    buffers.put_rows(ArrivedRows(second, *rows), targets)
+    heads = torch.arange(HEADS)[:, None]
+    for part in (keys, values):
+        for layer in range(LAYERS):
+            held = part[layer][sources[second.held[layer]], heads]
+            assert torch.equal(part[layer][targets].transpose(0, 1), held)
