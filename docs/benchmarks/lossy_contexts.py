@@ -5,7 +5,7 @@
 The pool has room for so many whole contexts of so many tokens, in bfloat16 on a CPU. Each server is sent more prompts than it can hold,
 all different, and told to answer at length; counted are the requests that run at once, on copies, when no more have joined for a while.
 A method is named as for --kv-compressor, with the bits of its codes after a colon, and after another what prompts attend to
-(--kv-prefill): hack:2:quantized.
+(--kv-prefill): hack:2:quantized. With spade a cache rank has full KV, and --kv-select stands after the colon.
 """
 
 import argparse
@@ -56,6 +56,17 @@ def at_once(server: ServerProcess, prompts: list[list[int]], patience: float) ->
     return most
 
 
+def flags_of(name: str) -> tuple[str, ...]:
+    """The flags of a server with the method of this name; none for stock."""
+    if name == "stock":
+        return ()
+    method, *rest = name.split(":")
+    lossy = ("--kv-mode", "lossy", "--kv-compressor", method)
+    if method == "spade":
+        return (*lossy, "--kv-cache-ranks", "1", "--kv-select", *(rest or ["0.125"]))
+    return (*lossy, *chain.from_iterable(zip(("--kv-bits", "--kv-prefill"), rest)))
+
+
 def main() -> None:
     """Start one server after another, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -73,11 +84,9 @@ def main() -> None:
     pool = ("--dtype", "bfloat16", "--max-total-tokens", size, "--enable-metrics", *LOGGED, *args.server_arg.split())
     counts = {}
     for name in ("stock", *args.methods.split(",")):
-        given = zip(("--kv-compressor", "--kv-bits", "--kv-prefill"), name.split(":"))
-        flags = () if name == "stock" else ("--kv-mode", "lossy", *chain.from_iterable(pair for pair in given if pair[1]))
         print(name, flush=True)
         log = Path(tempfile.mkdtemp()) / "server.log"
-        with ServerProcess(args.model, (*pool, *flags), log, request_timeout=3600) as server:
+        with ServerProcess(args.model, (*pool, *flags_of(name)), log, request_timeout=3600) as server:
             counts[name] = at_once(server, prompts, args.patience)
     print("\n| method | at once | over stock's |\n|---|---|---|")
     for name, count in counts.items():

@@ -1,4 +1,4 @@
-"""How SGLang's scheduler admits prompts where full KV is given back as soon as copies hold it (codes_alone.py).
+"""How SGLang's scheduler admits prompts where full KV is given back as soon as copies hold it, or cache ranks (given_back.py).
 
 A prompt needs its full KV while it is computed and packed, and much less afterwards. So there are two bounds, of which SGLang's single
 one takes the place. *Now*: the prompts that begin have room for all of their full KV, beside it for their copies, and all requests for the
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.schedule_policy import PrefillAdder
 
-    from sglang_ext.mem_cache.prefix_cache.codes_alone import CodesAlone
+    from sglang_ext.mem_cache.prefix_cache.given_back import GivenBack
 
 # Slots that stay free of each request where copies are made (round.py), beside those that SGLang takes ahead of it.
 HEADROOM = 2 * (PLAIN_STEPS + 1)
@@ -36,8 +36,8 @@ def admit_prompt(original: Callable, adder: "PrefillAdder", req: "Req", has_chun
         found = original(adder, req, has_chunked_req, truncation_align_size)
     else:
         found = _with_offset(adder, _taken(adder, codes, req), original, adder, req, has_chunked_req, truncation_align_size)
-    if codes is not None and codes.prompts is not None and adder.can_run_list and adder.can_run_list[-1] is req:
-        codes.prompts.hold(req)
+    if codes is not None and adder.can_run_list and adder.can_run_list[-1] is req:
+        codes.admitted(req)
     return found
 
 
@@ -57,7 +57,7 @@ def _with_offset(adder: "PrefillAdder", offset: float, original: Callable, *args
     return found
 
 
-def _taken(adder: "PrefillAdder", codes: "CodesAlone", req: "Req") -> float:
+def _taken(adder: "PrefillAdder", codes: "GivenBack", req: "Req") -> float:
     """Slots that others leave to ``req`` not, of those that are free or evictable; less those that SGLang adds for its answer."""
     running, begins = _running(adder), [*adder.can_run_list, req]
     pages = adder.page_size * (len(running) + len(begins))
@@ -70,7 +70,7 @@ def _taken(adder: "PrefillAdder", codes: "CodesAlone", req: "Req") -> float:
     return max(now, later) - _more(req)
 
 
-def _spared(codes: "CodesAlone", req: "Req") -> int:
+def _spared(codes: "GivenBack", req: "Req") -> int:
     """Of the slots that SGLang adds for a waiting prompt's full KV, those that it does not take at once."""
     rest = len(req.full_untruncated_fill_ids) - len(req.prefix_indices)
     as_codes = req.host_hit_length if req.host_hit_length and codes.reads(req, req.best_match_node) else 0

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING
 from sglang_ext.config.method_options import offers
 from sglang_ext.core import FALLBACK_REASONS
 from sglang_ext.managers.cache_rank.choices import MISSES, RankChoices
+from sglang_ext.mem_cache.prefix_cache.codes_alone import CodesAlone
+from sglang_ext.mem_cache.prefix_cache.given_back import GivenBack
+from sglang_ext.mem_cache.prefix_cache.held_elsewhere import HeldElsewhere
 
 if TYPE_CHECKING:
     from prometheus_client.metrics import MetricWrapperBase
@@ -40,6 +43,7 @@ HOST_GAUGES = {
     "link_reserved": ("Share of a round's time in which the link to host memory is reserved for loads.",),
     "reload_room_reserved": ("Share of the room for loads on the device that is reserved in this round.",),
 }
+RECOMPUTED = ("Running requests whose full KV was lost, and that were computed again.",)
 HOST_COUNTERS = {
     "host_stored_bytes": ("Bytes of full KV stored to host memory.",),
     "host_loaded_bytes": ("Bytes that came from host memory for full KV.",),
@@ -47,7 +51,7 @@ HOST_COUNTERS = {
     "host_loads": ("Loads of full KV from host memory that ended.",),
     "host_load_seconds": ("Seconds that these loads took; their growth is the share of time in which the link is in use.",),
     "host_failed_pages": ("Pages of full KV that came back changed, and are computed again.",),
-    "recomputed_requests": ("Running requests whose full KV came back changed, and that were computed again.",),
+    "recomputed_requests": RECOMPUTED,
     "reservations": ("Verifications for which link time and room were reserved.",),
     "waits": ("Rounds in which a request found no time or no room for its next verification.",),
     "late_verifications": ("Rounds by which verifications were put off as their full KV was not there.",),
@@ -57,12 +61,15 @@ HOST_COUNTERS = {
 RANK_GAUGES = {
     "cache_ranks_ready": ("Cache ranks that can be asked.",),
     "cache_rank_tokens": ("Tokens for whose keys blocks are taken at cache ranks.",),
+    "rank_alone_tokens": ("Tokens of running requests whose full KV lies at cache ranks alone.",),
     "choosing_seconds": ("Seconds in which a cache rank chose the tokens of the last pack of layers; of the slowest rank.",),
 }
 RANK_COUNTERS = {
     "cache_rank_starts": ("Processes of cache ranks that were started.",),
     "missed_selections": ("Steps, and rounds on full KV, for which no tokens were chosen in time, by reason.", "reason"),
     "selection_wait_seconds": ("Seconds that steps waited for chosen tokens.",),
+    "selection_rows": ("Rows of K and V, of a token, layer and KV head each, that came from cache ranks and were taken.",),
+    "recomputed_requests": RECOMPUTED,
 }
 
 
@@ -155,14 +162,14 @@ class KVMetrics:
             return
         self._tell("compressed_bytes", views.held_bytes())
         codes = views.tree_cache.codes
-        self._tell("codes_alone_tokens", 0 if codes is None else codes.tokens)
+        self._tell("codes_alone_tokens", codes.tokens if isinstance(codes, CodesAlone) else 0)
         self._tell("query_bytes", views.queries.taken_bytes)
         self._tell("score_bytes", max(method.compressor.held_bytes for method in views.methods))
         for method, made in views.made.items():
             self._tell("copies", made, method)
         for name, value in _of_host(views.tree_cache, verifications) if self.host else ():
             self._tell(name, value)
-        for name, value, *label in _of_ranks(views.elsewhere) if self.ranks and views.elsewhere is not None else ():
+        for name, value, *label in _of_ranks(views.elsewhere, codes) if self.ranks and views.elsewhere is not None else ():
             self._tell(name, value, *label)
 
 
@@ -190,11 +197,15 @@ def _of_host(tree: "TieredRadixCache", verifications: "Verifications | None") ->
     yield "slack_rounds", verifications.slack
 
 
-def _of_ranks(choices: RankChoices) -> Iterator[tuple]:
+def _of_ranks(choices: RankChoices, held: GivenBack | None) -> Iterator[tuple]:
     yield "cache_ranks_ready", choices.ready
     yield "cache_rank_tokens", choices.held_tokens
     yield "choosing_seconds", choices.slowest
     yield "cache_rank_starts", choices.starts
     yield "selection_wait_seconds", choices.waited
+    yield "selection_rows", choices.rows
+    if isinstance(held, HeldElsewhere):
+        yield "rank_alone_tokens", held.tokens
+        yield "recomputed_requests", held.recomputed
     for reason, count in choices.missed.items():
         yield "missed_selections", count, reason

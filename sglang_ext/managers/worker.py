@@ -14,6 +14,7 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang_ext.command_line import ends_scheduler
 from sglang_ext.config import options, selection_options
 from sglang_ext.config.disaggregation_options import traveling_codes
+from sglang_ext.config.options import PLAIN_STEPS
 from sglang_ext.config.prefill_options import QUANTIZED
 from sglang_ext.layers.attention import torch_native, verify_graphs
 from sglang_ext.layers.attention.copies import copy_graphs
@@ -30,7 +31,7 @@ from sglang_ext.managers.disaggregation.queries import TravelingQueries
 from sglang_ext.managers.memory_plan import HeldMemory, MemoryPlanner
 from sglang_ext.managers.metrics import KVMetrics
 from sglang_ext.managers.offload import full_tier
-from sglang_ext.managers.offload.giving_back import GivingBack
+from sglang_ext.managers.offload.giving_back import GivingBack, HandingOver
 from sglang_ext.managers.served_methods import ServedMethods
 from sglang_ext.managers.simulation import Simulation
 from sglang_ext.managers.spec_decode.grammar import NewTokens
@@ -46,6 +47,8 @@ from sglang_ext.mem_cache.compressed.formats.packing import Packing
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.query_window import QueryWindows, reserve_queries
 from sglang_ext.mem_cache.prefix_cache.codes_alone import CodesAlone
+from sglang_ext.mem_cache.prefix_cache.given_back import GivenBack
+from sglang_ext.mem_cache.prefix_cache.held_elsewhere import HeldElsewhere
 from sglang_ext.mem_cache.prefix_cache.prompts_on_codes import PromptsOnCodes
 from sglang_ext.ranks import Ranks
 
@@ -163,23 +166,35 @@ class KVWorker(BaseSpecWorker):
         if args.kv_host_gb:
             full_tier.use_host_memory(self, tree_cache)
         early = Arriving(self.ranks) if options.begins_early(args) else None
-        codes = self._codes_alone(tree_cache)
-        turns, policy = early or (OnDevice() if codes is None else GivingBack(codes)), None
+        codes = self._given_back(tree_cache)
+        turns, policy = early or self._turns(codes), None
         if options.offloads(args):
             turns, policy = full_tier.offloading(self, tree_cache)
         tree_cache.serve(self.views, self.forget, not self.lossy, turns.residency, early, codes)
         self.loop = decode_loop(self, turns, policy)
 
-    def _codes_alone(self, tree_cache) -> CodesAlone | None:
-        """What gives full KV back that copies hold, in mode lossy; None where it stays, for a reason that is logged there."""
-        kept = options.full_kv_stays(self.server_args)
+    def _turns(self, codes: GivenBack | None) -> OnDevice:
+        """Whose full KV is there, where none is in host memory or on its way."""
+        if isinstance(codes, HeldElsewhere):
+            return HandingOver(codes)
+        return OnDevice() if codes is None else GivingBack(codes)
+
+    def _given_back(self, tree_cache) -> GivenBack | None:
+        """What gives full KV back that copies hold, or cache ranks, in mode lossy; None where it stays, for a reason that is logged."""
+        kept, elsewhere = options.full_kv_stays(self.server_args), self.views.elsewhere
+        here = self.server_args.disaggregation_mode == "null"
+        if kept is None and here and elsewhere is not None and elsewhere.sends_rows:
+            share = self.views.methods[0].share
+            logger.info("sglang-ext: full KV is given back once a cache rank has it; a copy takes about %.2f of its slots", share)
+            # Of two rounds, and what fills no page.
+            tail = 2 * PLAIN_STEPS + self.token_to_kv_pool_allocator.page_size
+            return HeldElsewhere(tree_cache, self.views, elsewhere, self._method_of, tail)
         packing = [method for method in self.views.methods if method.packs_all]
         if kept is None and not packing:
             kept = "they leave tokens out"
         if kept is None:
             told = ", ".join(f"{method.share:.2f} of it with {method.name}" for method in packing)
             logger.info("sglang-ext: full KV is given back once a copy holds it, which takes of the pool's slots about %s", told)
-            here = self.server_args.disaggregation_mode == "null"
             on_codes = self._on_codes(tree_cache) if here else None
             return CodesAlone(tree_cache, self.views, self.form.form, self._method_of, recomputes=here, prompts=on_codes)
         if self.lossy:

@@ -1,5 +1,8 @@
-"""Another process chooses tokens while the server computes: answers are stock's, also while that process is killed."""
+"""Another process chooses tokens while the server computes: answers are stock's, also while that process is killed. In mode lossy it has
+the full KV alone: more requests run in one pool, and who loses it is computed again.
+"""
 
+import concurrent.futures
 import os
 import re
 import signal
@@ -7,13 +10,19 @@ import time
 from pathlib import Path
 
 import pytest
-from servers import EXPECTED_TOKENS, STRICT, greedy
+from servers import EXPECTED_TOKENS, STRICT, greedy, sampled
 
 pytestmark = pytest.mark.server
 
 RANKS = (
     *("--kv-mode", "verified", "--kv-compressor", "spade", "--kv-select", "0.125", "--kv-draft-length", "8", "--kv-cache-ranks", "1"),
     *("--kv-sparse-from", "400", "--page-size", "16", "--chunked-prefill-size", "256", "--enable-metrics"),
+)
+# A pool of little more than three of the contexts that are asked for.
+PROMPT, ANSWER, POOL = 400, 40, 1600
+LOSSY = (
+    *("--kv-mode", "lossy", "--kv-compressor", "spade", "--kv-select", "0.125", "--kv-cache-ranks", "1"),
+    *("--max-total-tokens", str(POOL), "--enable-metrics"),
 )
 MISSED = "missed_selections_total"
 
@@ -69,3 +78,47 @@ def test_a_rank_that_is_killed_changes_no_answer_and_another_takes_its_place(ser
         time.sleep(0.5)
     again = server.ask(input_ids=prompt, **greedy(tokens))
     assert again["output_ids"] == whole["output_ids"] and again["meta_info"]["kv_drafts"] > 0
+
+
+@pytest.fixture
+def lossy(launch):
+    """A server in mode lossy with one cache rank, a small pool, and strict checks."""
+    return launch(*LOSSY, env=STRICT)
+
+
+@pytest.fixture
+def contexts(prompts):
+    """Eight, of which the last two begin alike."""
+    text = [token for prompt in prompts for token in prompt] * 2
+    apart = [[i + 5, *text[i * 200 : i * 200 + PROMPT - 1]] for i in range(6)]
+    return [*apart, *([*apart[0][:200], *text[start : start + 200]] for start in (900, 1100))]
+
+
+def test_in_lossy_more_contexts_run_than_the_pool_holds_in_full(lossy, contexts):
+    lossy.flush_cache()
+    with sampled(lossy, "sglang:num_running_reqs") as running, sampled(lossy, "sglang_ext:rank_alone_tokens") as alone:
+        found = lossy.ask_all(contexts, len(contexts), **greedy(ANSWER))
+    assert all(len(r["output_ids"]) == ANSWER and r["meta_info"]["kv_fallback"] is None for r in found)
+    assert {r["meta_info"]["kv_compressor"] for r in found} == {"spade"}
+    assert max(running) > POOL // (PROMPT + ANSWER) and max(alone) > POOL
+    assert metric(lossy, "selection_rows_total") > 0 and metric(lossy, MISSED, 'reason="wrong"') == 0
+    lossy.flush_cache()
+    assert metric(lossy, "rank_alone_tokens") == metric(lossy, "compressed_bytes") == metric(lossy, "cache_rank_tokens") == 0
+
+
+def test_in_lossy_requests_of_a_rank_that_is_killed_are_computed_again(lossy, contexts):
+    lossy.flush_cache()
+    before = metric(lossy, "recomputed_requests_total")
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(lossy.ask, input_ids=ids, rid=f"of-rank-{i}", **greedy(120)) for i, ids in enumerate(contexts[:4])]
+        end = time.monotonic() + 120
+        while metric(lossy, "rank_alone_tokens") < 2 * PROMPT:
+            assert time.monotonic() < end, "no full KV was given back"
+            time.sleep(0.1)
+        lossy.request("abort_request", {"rid": "of-rank-3"})
+        os.kill(rank_pid(lossy), signal.SIGKILL)
+        found = [each.result() for each in asked]
+    assert [len(r["output_ids"]) for r in found[:3]] == [120] * 3
+    assert metric(lossy, "recomputed_requests_total") > before and metric(lossy, MISSED, 'reason="ended"') > 0
+    lossy.flush_cache()
+    assert metric(lossy, "rank_alone_tokens") == 0 and lossy.alive()

@@ -5,7 +5,7 @@ the one where full KV has to arrive first, and y = 1 a batch in which a request'
 be drafted answers in the steps in which others draft.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -135,6 +135,9 @@ class NeverEarly:
 
     def settle(self, row: int) -> None:
         """Nothing that an early request drafted is left unverified at the end of this round."""
+
+    def give_back(self, requests: "Sequence[Req]") -> None:
+        """A round of these begins: give back full KV that nobody needs any more (mem_cache/prefix_cache/held_elsewhere.py)."""
 
 
 class OnDevice(NeverEarly):
@@ -274,6 +277,7 @@ class RoundPlanner:
         """
         count = len(states)
         self.turns.begin(self._drafting_on_copies(batch.reqs, states), iteration_seconds)
+        self.turns.give_back(batch.reqs)
         requests = [
             Candidate(req, state, length, max(0, end_of_answer(req) - length))
             for req, state, length in zip(batch.reqs, states, lengths)

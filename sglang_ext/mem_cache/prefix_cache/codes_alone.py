@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang_ext.mem_cache.compressed.formats.packing import Packing
+from sglang_ext.mem_cache.prefix_cache.given_back import GivenBack, Room
 from sglang_ext.mem_cache.prefix_cache.nodes import TieredNode, path
 from sglang_ext.mem_cache.prefix_cache.prompts_on_codes import PromptsOnCodes
 from sglang_ext.mem_cache.prefix_cache.recompute import Sent
@@ -38,21 +39,6 @@ NEAR = 12
 
 
 @dataclass(frozen=True)
-class Room:
-    """Slots that a request will need of the pool.
-
-    Attributes:
-        copy: for its copy, or what that takes up next, while its full KV is there.
-        back: of full KV, that are given back then.
-        growth: that its answer takes yet.
-    """
-
-    copy: int = 0
-    back: int = 0
-    growth: float = 0
-
-
-@dataclass(frozen=True)
 class Restored:
     """Full KV that is made of codes before the next forward.
 
@@ -68,7 +54,7 @@ class Restored:
 
 
 @dataclass
-class CodesAlone:
+class CodesAlone(GivenBack):
     """What of the full KV of one scheduler process was given back.
 
     Attributes:
@@ -121,6 +107,11 @@ class CodesAlone:
         for row in running:
             if (holder := self.holders.get(row)) is not None:
                 self._give_back_own(holder)
+
+    def admitted(self, req: "Req") -> None:
+        """As :meth:`GivenBack.admitted`."""
+        if self.prompts is not None:
+            self.prompts.hold(req)
 
     def begin_prompts(self, prompts: "Iterable[tuple[Req, int, int]]") -> None:
         """Tokens of prompts are about to be computed: give back full KV of those before, where prompts attend to codes.

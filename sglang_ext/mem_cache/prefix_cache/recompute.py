@@ -3,7 +3,7 @@
 A load from the host whose checksums differ leaves a node of the prefix tree without KV. The requests that lead through it
 give back all that they hold and wait in SGLang's queue; their prompt and what they answered so far is prefilled again. So are
 requests whose KV another server sends, where the rest of it does not come, or their slots are needed before it came, or codes alone
-are there of it: by that server.
+are there of it: by that server. And so are requests of whose full KV a cache rank had all there was, whose process is gone.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,8 @@ class Early(Protocol):
 
 
 def lost_requests(batch) -> list[int]:
-    """Places in a running batch of the requests whose full KV is in no tier, or does not come, or that need a copy and have none."""
+    """Places in a running batch of the requests whose full KV is in no tier, does not come, or went with a cache rank, or that need a copy and
+    have none."""
     tree = batch.tree_cache
     tellers = [each for each in (tree.residency, tree.early, tree.codes) if each is not None]
     return [i for i, req in enumerate(batch.reqs) if any(each.is_lost(req.req_pool_idx) for each in tellers)]
@@ -66,6 +67,8 @@ def _retract(original: Callable, batch, server_args) -> tuple[list, float, list]
         batch.release_req(i, len(rest), server_args)
     if batch.tree_cache.residency is not None:
         batch.tree_cache.residency.recomputed += len(lost)
+    if batch.tree_cache.codes is not None:
+        batch.tree_cache.codes.retracted(len(lost))
     batch.filter_batch(keep_indices=rest)
     if not batch.reqs or batch.check_decode_mem():
         return gone, NewTokenRatioTracker.estimate_new_token_ratio_after_retract(batch.reqs), []

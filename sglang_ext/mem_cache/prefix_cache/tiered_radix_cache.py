@@ -4,8 +4,8 @@ SGLang's page size is the unit throughout, and equals that of the host tier. A p
 then a run of nodes that :meth:`TieredRadixCache.init_load_back` can bring there: from the host, of codes, or because they are on the
 device already, below a node that is not. It ends at the first node that is in neither tier, and not in codes.
 
-Here is what SGLang calls. The tree's parts are nodes.py, segments.py, eviction.py, host_copies.py, reloads.py, residency.py and
-codes_alone.py.
+Here is what SGLang calls. The tree's parts are nodes.py, segments.py, eviction.py, host_copies.py, reloads.py, residency.py, and
+codes_alone.py or held_elsewhere.py.
 """
 
 import time
@@ -34,8 +34,8 @@ from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
 from sglang_ext.mem_cache.host_tier.tier import HostTier
 from sglang_ext.mem_cache.prefix_cache import tree_integrity
 from sglang_ext.mem_cache.prefix_cache.anchors import Anchoring, forget_segment
-from sglang_ext.mem_cache.prefix_cache.codes_alone import CodesAlone
 from sglang_ext.mem_cache.prefix_cache.eviction import Eviction
+from sglang_ext.mem_cache.prefix_cache.given_back import GivenBack
 from sglang_ext.mem_cache.prefix_cache.host_copies import HostCopies
 from sglang_ext.mem_cache.prefix_cache.nodes import Nodes, TieredNode, joined, path
 from sglang_ext.mem_cache.prefix_cache.recompute import Early
@@ -60,7 +60,7 @@ class TieredRadixCache(RadixCache):
         residency: running requests whose full KV may leave the device; None where it stays.
         copies: requests' own compressed copies, which lie in the same pool; None where nobody drafts.
         early: running requests of whose full KV a part is on its way from another server; None where all of it is there.
-        codes: full KV that was given back as copies hold it; None where it stays.
+        codes: full KV that was given back as copies hold it in codes, or cache ranks have it; None where it stays.
     """
 
     def __init__(self, params: CacheInitParams) -> None:
@@ -71,7 +71,7 @@ class TieredRadixCache(RadixCache):
         self.residency: Residency | None = None
         self.copies: CompressedViews | None = None
         self.early: Early | None = None
-        self.codes: CodesAlone | None = None
+        self.codes: GivenBack | None = None
         self._ended: Callable[[int], None] = lambda row: None
         self._keeps_answers = True
         super().__init__(params)
@@ -103,7 +103,7 @@ class TieredRadixCache(RadixCache):
         keeps_answers: bool = True,
         residency: Residency | None = None,
         early: Early | None = None,
-        codes: CodesAlone | None = None,
+        codes: GivenBack | None = None,
     ) -> None:
         """Serve requests that have ``copies``, where any has.
 
@@ -113,7 +113,7 @@ class TieredRadixCache(RadixCache):
                 there prompts do alone.
             residency: requests whose full KV may leave the device, where it may.
             early: requests that begin before all of their full KV is there, where some do.
-            codes: gives back full KV that copies hold, where that is done.
+            codes: gives back full KV that copies hold, or cache ranks, where that is done.
         """
         self.copies, self._ended, self._keeps_answers = copies, ended, keeps_answers
         self.residency, self.early, self.codes = residency, early, codes
@@ -216,10 +216,11 @@ class TieredRadixCache(RadixCache):
         """Let the tree own the request's full KV, or free it, and unlock its path.
 
         Only slots from ``req.cache_protected_len`` on are the request's own: before, the tree has them, or dropped them. Of these the
-        first may have been given back (codes_alone.py).
+        first may have been given back (codes_alone.py, held_elsewhere.py).
         """
         given = 0
         if self.codes is not None:
+            is_insert &= self.codes.enters(req.req_pool_idx)
             given = self.codes.given(req.req_pool_idx, 0)
             self.codes.forget(req.req_pool_idx)
         if self.copies is not None:

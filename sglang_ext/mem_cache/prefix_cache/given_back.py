@@ -1,0 +1,113 @@
+"""The contract of full KV that mode lossy gives back while its request runs, as something else stands for it: what SGLang's seams ask."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+    from sglang_ext.mem_cache.prefix_cache.nodes import TieredNode
+    from sglang_ext.mem_cache.prefix_cache.recompute import Sent
+
+
+@dataclass(frozen=True)
+class Room:
+    """Slots that a request will need of the pool.
+
+    Attributes:
+        copy: for its copy, or what that takes up next, while its full KV is there.
+        back: of full KV, that are given back then.
+        growth: that its answer takes yet.
+    """
+
+    copy: int = 0
+    back: int = 0
+    growth: float = 0
+
+
+class GivenBack(ABC):
+    """What of the full KV of one scheduler process was given back. Rows lead to SGLang's padding page there."""
+
+    @property
+    @abstractmethod
+    def own_tokens(self) -> int:
+        """Tokens of running requests' own whose slots went back, or were never there."""
+
+    @property
+    @abstractmethod
+    def tokens(self) -> int:
+        """Tokens of which something else stands for full KV that is not there."""
+
+    @abstractmethod
+    def given(self, row: int, protected: int) -> int:
+        """The position before which slots of a request's row are not its own: the tree's, ``protected`` tokens, or given back."""
+
+    @abstractmethod
+    def exact_from(self, row: int, protected: int) -> int:
+        """The first position from which on a request's row leads to its own full KV."""
+
+    @abstractmethod
+    def serves(self, row: int) -> bool:
+        """Whether the request in ``row`` may lack full KV, so that it cannot do without its copy."""
+
+    @abstractmethod
+    def room(self, req: "Req", more: int, share: float = 1.0) -> Room:
+        """What a request that runs or waits will need of the pool beside its prompt's full KV.
+
+        Args:
+            more: tokens that its answer has yet at most.
+            share: of these, those that are expected.
+        """
+
+    @abstractmethod
+    def forget(self, row: int) -> None:
+        """The request in ``row`` is gone."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """All requests are gone, and the pool is being cleared."""
+
+    def admitted(self, req: "Req") -> None:
+        """A request that waited begins in the next forward: keep what it attends to."""
+
+    def at_once(self, req: "Req", rest: int) -> int:
+        """Slots that full KV of the last ``rest`` tokens of a prompt takes at most beside what it has, while they are computed."""
+        return rest
+
+    def reads(self, req: "Req | None", best: "TieredNode") -> bool:
+        """Whether a prompt reads what stands for full KV on the path to ``best`` as it is, so that it needs no slots for it."""
+        return False
+
+    def begin_prompts(self, prompts: "Iterable[tuple[Req, int, int]]") -> None:
+        """Tokens of prompts are about to be computed (prompts_on_codes.py); of each the request, and tokens that the tree had when it came,
+        and that are before them."""
+
+    def stored(self, row: int) -> torch.Tensor | None:
+        """Slots of blocks that a prompt attends to as they lie in the pool; None for none."""
+        return None
+
+    def enters(self, row: int) -> bool:
+        """Whether the prompt of a request that is done may enter the tree: its row leads to all of it that the tree lacks."""
+        return True
+
+    def is_lost(self, row: int) -> bool:
+        """Whether what stood for a request's full KV is gone, so that it must be computed again."""
+        return False
+
+    def arrival(self, row: int) -> "Sent | None":
+        """What computes a request once more that lacks full KV; None where it has all of it, or that is done here."""
+        return None
+
+    def retracted(self, requests: int) -> None:
+        """So many that were lost are computed again."""
+
+    def whole(self, tokens: int) -> int:
+        """Of a context's first ``tokens`` tokens, those that a node of the tree may end after while its prompt is computed in chunks."""
+        return tokens
+
+    def write(self) -> None:
+        """Before a forward: make what it reads of what stands for it."""

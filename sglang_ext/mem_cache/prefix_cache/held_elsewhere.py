@@ -1,0 +1,141 @@
+"""Mode lossy beside cache ranks: full KV is given back as soon as a rank has it and a copy holds the rows that its heads read.
+
+Nothing is verified there, and what else is chosen comes from the rank, so that a request's full KV is needed by nobody in this process. At
+the beginning of a round its path in the prefix tree is unlocked: nodes stay as an ordinary prefix for prompts that begin alike, until their
+slots are needed. What of it is the request's own is freed: the end of its prompt, and generated tokens once its copy stands for them, which
+is in the round after.
+
+Where the rank's process is gone, the request is lost: steps under way keep the rows that their copies hold and the newest tokens, and
+before the next round it is retracted, and computed again from its tokens (recompute.py).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang_ext.mem_cache.prefix_cache.given_back import GivenBack, Room
+from sglang_ext.mem_cache.prefix_cache.nodes import path
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+    from sglang_ext.mem_cache.compressed.chosen_elsewhere import ChosenElsewhere
+    from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
+    from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
+    from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
+
+
+@dataclass
+class HeldElsewhere(GivenBack):
+    """What of the full KV of one scheduler process lies at its cache ranks alone.
+
+    Attributes:
+        tree: the prefix tree.
+        copies: of the running requests, whose rows the ranks exchange.
+        ranks: who has the full KV.
+        method_of: what makes the copies of a request that waits; None where it gets none.
+        tail: tokens that follow a copy at most, as their slots go back a round after they were computed.
+        recomputed: requests so far that were lost.
+    """
+
+    tree: "TieredRadixCache"
+    copies: "CompressedViews"
+    ranks: "ChosenElsewhere"
+    method_of: "Callable[[Req], CopyMethod | None]"
+    tail: int
+    recomputed: int = 0
+    # Of each row, positions of its own tokens whose slots went back.
+    _own: dict[int, range] = field(default_factory=dict)
+
+    def update(self, requests: "Sequence[Req]") -> None:
+        """A round of these begins, before which SGLang let the prefix tree take over the prompts of those that have copies."""
+        for req in requests:
+            view = self.copies.get(req.req_pool_idx)
+            if view is None or not req.cache_protected_len <= view.covered <= self.ranks.holds(req.req_pool_idx):
+                continue
+            if req.req_pool_idx not in self._own:
+                self._let_go(req)
+            self._give_back_own(req.req_pool_idx, view.covered)
+
+    def _let_go(self, req: "Req") -> None:
+        """Give up a request's hold of its path: others may take its slots, so that no row may lead there."""
+        row, protected = req.req_pool_idx, req.cache_protected_len
+        self.ranks.leave_slots(row, alone=True)
+        if not self.tree.disable and req.last_node is not None:
+            self.tree.dec_lock_ref(req.last_node)
+            req.last_node = self.tree.root_node
+        self.copies.token_table[row, :protected] = 0
+        self._own[row] = range(protected, protected)
+
+    def _give_back_own(self, row: int, covered: int) -> None:
+        """Free the slots of a request's own tokens that its copy stands for."""
+        own = self._own[row]
+        if covered <= own.stop:
+            return
+        slots = self.copies.token_table[row, own.stop : covered]
+        self.tree.token_to_kv_pool_allocator.free_segment(slots.to(torch.int64, copy=True), start_pos=own.stop)
+        slots.zero_()
+        self._own[row] = range(own.start, covered)
+
+    def given(self, row: int, protected: int) -> int:
+        """As :meth:`GivenBack.given`."""
+        return self._own[row].stop if row in self._own else protected
+
+    def exact_from(self, row: int, protected: int) -> int:
+        """As :meth:`GivenBack.exact_from`."""
+        return self.given(row, 0)
+
+    def serves(self, row: int) -> bool:
+        """As :meth:`GivenBack.serves`."""
+        return row in self._own
+
+    def enters(self, row: int) -> bool:
+        """As :meth:`GivenBack.enters`."""
+        return row not in self._own
+
+    def is_lost(self, row: int) -> bool:
+        """As :meth:`GivenBack.is_lost`."""
+        return row in self._own and self.ranks.is_lost(row)
+
+    def retracted(self, requests: int) -> None:
+        """As :meth:`GivenBack.retracted`."""
+        self.recomputed += requests
+
+    def forget(self, row: int) -> None:
+        """As :meth:`GivenBack.forget`."""
+        self._own.pop(row, None)
+
+    def clear(self) -> None:
+        """As :meth:`GivenBack.clear`."""
+        self._own.clear()
+
+    @property
+    def own_tokens(self) -> int:
+        """As :attr:`GivenBack.own_tokens`."""
+        return sum(map(len, self._own.values()))
+
+    @property
+    def tokens(self) -> int:
+        """As :attr:`GivenBack.tokens`; of prompts that lie in the prefix tree, too."""
+        return sum(own.stop for own in self._own.values())
+
+    def room(self, req: "Req", more: int, share: float = 1.0) -> Room:
+        """As :meth:`GivenBack.room`."""
+        method, row, tokens = self.method_of(req), req.req_pool_idx, len(req.origin_input_ids) + len(req.output_ids)
+        view = None if row is None else self.copies.get(row)
+        if method is None or (view is None and (tokens < method.shortest or not self.ranks.has_room(tokens, row))):
+            return Room(growth=share * more)
+        expected = int(share * more)
+        covered = method.covered(tokens) if view is None else view.covered
+        kept = method.kept(covered)
+        growth = method.kept(method.covered(tokens + expected)) - kept + min(more, self.tail)
+        if view is not None:
+            return Room(back=0 if self.serves(row) else self._returned(req, covered), growth=growth)
+        return Room(method.packing.held_slots(kept), self._returned(req, covered), growth)
+
+    def _returned(self, req: "Req", covered: int) -> int:
+        """Slots that go back, or may be evicted, once a request has its copy: its own, and of its path what nobody else locks."""
+        nodes = [] if req.last_node is None else path(req.last_node)
+        return max(0, covered - req.cache_protected_len) + sum(node.device_tokens for node in nodes if node.lock_ref <= 1)

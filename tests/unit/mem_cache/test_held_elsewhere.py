@@ -1,0 +1,246 @@
+"""Full KV that lies at cache ranks alone: slots go back, prompts stay for others until they are needed, and nothing leaks."""
+
+from collections import Counter
+from types import SimpleNamespace
+
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from tiered_helpers import PAGE, ROWS, WIDTH, World, kv_of
+
+from sglang_ext.mem_cache.compressed.chosen_elsewhere import ChosenElsewhere, carried
+from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
+from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
+from sglang_ext.mem_cache.compressed.formats.kv_format import RowsOfHeads, Unpacked
+from sglang_ext.mem_cache.compressed.held_rows import EMPTY, exchange, grown
+from sglang_ext.mem_cache.compressed.query_window import QueryWindows
+from sglang_ext.mem_cache.compressors.spade import Spade
+from sglang_ext.mem_cache.prefix_cache.held_elsewhere import HeldElsewhere
+from sglang_ext.mem_cache.prefix_cache.recompute import lost_requests
+
+TAIL = 10
+
+
+class Holder(ChosenElsewhere):
+    """A rank that has what it was given, and chose the newest tokens.
+
+    Attributes:
+        held: positions by place, and tokens that the copy stood for, by row.
+        alone: rows whose full KV it has alone.
+        gone: whether its process is.
+    """
+
+    sends_rows = True
+
+    def __init__(self):
+        self.missed, self.held, self.alone, self.gone, self.full = Counter(), {}, set(), False, False
+
+    def prepare(self, row, slots, keep, queries, positions):
+        return True
+
+    def kept(self, row, covered, keep):
+        raise AssertionError("positions are no copy's here")
+
+    def moved(self, row, covered, keep, renewed):
+        before, stood = self.held.get(row, (torch.full((1, 1, keep), EMPTY), 0))
+        newest = torch.arange(covered - keep, covered).view(1, 1, -1)
+        found = exchange(grown(before, keep), carried(before.sort(-1).values, stood, covered, keep) if renewed else newest)
+        self.held[row] = found.held, covered
+        return found
+
+    def holds(self, row):
+        return 0 if self.gone or row not in self.held else self.held[row][1]
+
+    def leave_slots(self, row, alone):
+        if alone:
+            self.alone.add(row)
+
+    def is_lost(self, row):
+        return self.gone and row in self.alone
+
+    def has_room(self, tokens, row=None):
+        return not self.full
+
+    def step(self, requests, read, write):
+        raise AssertionError("no step is run here")
+
+    def forget(self, row):
+        self.held.pop(row, None)
+        self.alone.discard(row)
+
+    def forget_all(self):
+        self.held.clear()
+
+
+class Handed(World):
+    """A world in mode lossy with a cache rank."""
+
+    def __init__(self, slots=120):
+        super().__init__(slots=slots, host=False)
+        self.table.req_to_token = torch.zeros(2 * ROWS, WIDTH, dtype=torch.int32)
+        method, self.holder = CopyMethod(Spade(), 0.25, Unpacked(PAGE), "spade", sparse_from=8), Holder()
+        self.views = CompressedViews(
+            methods=(method,), token_table=self.table.req_to_token, rows=ROWS, buffers=self.buffers, allocator=self.allocator,
+            tree_cache=self.cache, queries=QueryWindows(0, (0,), 0), form=RowsOfHeads(), elsewhere=self.holder,
+        )  # fmt: skip
+        self.held = HeldElsewhere(self.cache, self.views, self.holder, lambda req: method, TAIL)
+        self.cache.serve(self.views, keeps_answers=False, codes=self.held)
+
+    def renew(self, req):
+        return self.views.compress(req.req_pool_idx, req.length)
+
+    def check(self):
+        self.check_owners()
+        for row, view in self.views.copies():
+            req = next(each for each in self.running if each.req_pool_idx == row)
+            expected = kv_of(req.tokens[: req.length])[self.holder.held[row][0].flatten()]
+            assert torch.equal(self.kv[view.own, 0, 0], expected)
+            self.views.write_tail(row, req.length)
+            tail = self.table.req_to_token[ROWS + row, view.kept : view.kept + req.length - view.covered].long()
+            assert torch.equal(self.kv[tail, 0, 0], kv_of(req.tokens[: req.length])[view.covered :])
+
+
+def test_a_prompts_slots_can_be_others_while_its_request_runs():
+    world = Handed()
+    req = world.start(range(100, 161))
+    assert world.renew(req)
+    free = world.allocator.available_size()
+    assert world.cache.evictable_size() == 0
+    world.held.update([req])
+    world.check()
+    assert world.cache.evictable_size() == 60 and world.allocator.available_size() == free
+    assert not world.table.req_to_token[req.req_pool_idx, :60].any() and world.held.tokens == 60 and world.held.own_tokens == 0
+    assert world.held.exact_from(req.req_pool_idx, 60) == 60 and world.holder.alone == {req.req_pool_idx}
+    assert world.match(list(range(100, 161))).device_indices.numel() == 60, "an ordinary prefix of the tree"
+    others = [world.start(range(begin, begin + 41)) for begin in (300, 400)]
+    world.check()
+    assert all(others) and world.match(list(range(100, 161))).device_indices.numel() == 0
+    world.finish(req)
+    assert world.match(list(range(100, 161))).device_indices.numel() == 0, "a row that leads nowhere enters no tree"
+    world.check()
+    world.empty()
+
+
+def test_generated_tokens_go_in_the_round_after_a_copy_stands_for_them():
+    world = Handed()
+    req = world.start(range(100, 141))
+    world.renew(req)
+    world.held.update([req])
+    free, row = world.allocator.available_size(), req.req_pool_idx
+    req.output_ids.extend(range(20))
+    world.extend(req, 61)
+    kept = world.views.get(row).kept
+    assert world.renew(req) and world.views.get(row).covered == 60 and world.held.own_tokens == 0
+    world.held.update([req])
+    assert world.held.own_tokens == 20 and not world.table.req_to_token[row, :60].any()
+    assert world.allocator.available_size() == free - (world.views.get(row).kept - kept)
+    world.check()
+    world.finish(req, is_insert=False)
+    world.check_nothing_missing()
+
+
+def test_what_the_rank_lacks_stays():
+    world = Handed()
+    req = world.start(range(100, 141))
+    world.renew(req)
+    world.holder.held[req.req_pool_idx] = world.holder.held[req.req_pool_idx][0], 38
+    world.held.update([req])
+    assert world.held.tokens == 0 and not world.held.serves(req.req_pool_idx) and world.cache.evictable_size() == 0
+    world.holder.gone = True
+    world.held.update([req])
+    assert world.held.tokens == 0 and lost_requests(SimpleNamespace(tree_cache=world.cache, reqs=[req])) == []
+    world.finish(req)
+    assert world.match(list(range(100, 141))).device_indices.numel() == 40
+    world.empty()
+
+
+def test_who_has_no_full_kv_anywhere_is_lost_and_keeps_its_copy_until_then():
+    world = Handed()
+    first, second = world.start(range(100, 141)), world.start(range(100, 130))
+    for req in (first, second):
+        world.renew(req)
+    world.held.update([first])
+    assert world.views.largest() == second.req_pool_idx, "the other cannot do without its copy"
+    world.holder.gone = True
+    assert lost_requests(SimpleNamespace(tree_cache=world.cache, reqs=[first, second])) == [0]
+    world.check()
+    world.finish(first, is_insert=False)
+    world.check()
+    world.empty()
+
+
+def test_a_request_is_admitted_by_its_copy_and_its_tail_where_a_rank_has_room():
+    world = Handed()
+    waiting = SimpleNamespace(
+        origin_input_ids=range(200), output_ids=[], req_pool_idx=None, cache_protected_len=0, last_node=world.cache.root_node
+    )
+    room = world.held.room(waiting, 16)
+    assert (room.copy, room.back, room.growth) == (50, 200, 4 + TAIL)
+    world.holder.full = True
+    room = world.held.room(waiting, 16)
+    assert (room.copy, room.back, room.growth) == (0, 0, 16)
+    req = world.start(range(100, 141))
+    world.renew(req)
+    assert world.held.room(req, 4).back == 40, "of its path nobody else reads it"
+    world.held.update([req])
+    assert world.held.room(req, 4).back == 0 and world.held.room(req, 4).growth == 4 + 2
+
+
+class Rounds(RuleBasedStateMachine):
+    """Requests with few beginnings come, decode, give back and end, in a small pool."""
+
+    def __init__(self):
+        super().__init__()
+        self.world = Handed(90)
+
+    def one(self, seed):
+        return self.world.running[seed % len(self.world.running)]
+
+    @precondition(lambda self: len(self.world.running) < 5)
+    @rule(begin=st.integers(0, 2), shared=st.integers(0, 20), length=st.integers(10, 40))
+    def comes(self, begin, shared, length):
+        shared = min(shared, length)
+        tokens = [*range(100 * begin, 100 * begin + shared), *range(1000 + 7 * begin, 1000 + 7 * begin + length - shared)]
+        req = self.world.start(tokens)
+        if req is not None:
+            self.world.renew(req)
+
+    @precondition(lambda self: self.world.running)
+    @rule(seed=st.integers(0, 9), more=st.integers(1, 9))
+    def decodes(self, seed, more):
+        req = self.one(seed)
+        if req.length + more < WIDTH - 40:
+            req.output_ids.extend(range(more))
+            if not self.world.extend(req, req.length + more):
+                del req.output_ids[-more:]
+
+    @precondition(lambda self: self.world.running)
+    @rule(seed=st.integers(0, 9))
+    def renews(self, seed):
+        self.world.renew(self.one(seed))
+
+    @rule()
+    def begins_a_round(self):
+        self.world.held.update(self.world.running)
+
+    @precondition(lambda self: self.world.running)
+    @rule(seed=st.integers(0, 9), is_insert=st.booleans())
+    def ends(self, seed, is_insert):
+        self.world.finish(self.one(seed), is_insert)
+
+    @rule(tokens=st.integers(1, 20))
+    def evicts(self, tokens):
+        self.world.cache.evict(EvictParams(num_tokens=tokens))
+
+    @invariant()
+    def nothing_leaks(self):
+        self.world.check()
+
+    def teardown(self):
+        self.world.empty()
+
+
+TestRounds = Rounds.TestCase
+TestRounds.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
