@@ -26,7 +26,7 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
         sequence: of the question; 0 for none.
         seconds: ``chosen``: that choosing took.
         bytes: ``asked``: of queries that were published. ``chosen``: of positions that came back. ``written``: of K and V that these
-            lead to, as a rank without this process's full KV would have to send them.
+            lead to, as a rank without this process's full KV would have to send them; in mode lossy of those that one has sent.
     """
 
     kind: Kind

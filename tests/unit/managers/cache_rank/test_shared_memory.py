@@ -40,6 +40,26 @@ def test_memory_has_no_name_and_takes_what_is_written():
     os.close(descriptor)
 
 
+def test_where_rows_travel_what_a_copy_holds_goes_one_way_and_what_it_lacks_the_other():
+    descriptor = allocate(rows := attach(window=3, most=16, rows=True).shape)
+    here, there = map_memory(rows, descriptor), map_memory(rows, descriptor)
+    os.close(descriptor)
+    assert size_of(rows) > size_of(SHAPE) and both()[0].values.numel() == 0
+    held, layers = chosen(100, 12, 1), slice(1, 3)
+    here.put_held(2, 5, 1, held[layers])
+    here.put_held(2, 6, 1, chosen(100, 12, 2)[layers])
+    assert torch.equal(there.get_held(2, 5, layers, 12), held[layers])
+    fresh = chosen(100, 12, 3) > 50
+    for part, value in zip(there.rows(2, 5), (1.0, 2.0)):
+        part[layers][:, :, :12][fresh[layers]] = value
+    there.put_fresh(2, 5, 1, fresh[layers])
+    assert torch.equal(here.get_fresh(2, 5, layers, 12), fresh[layers]) and not here.get_fresh(2, 6, layers, 12).any()
+    for part, value in zip(here.rows(2, 5), (1.0, 2.0)):
+        assert part[layers][:, :, :12][fresh[layers]].eq(value).all() and part[0].eq(0).all()
+    here.values[3, 1, 0, 1] = 7.0
+    assert there.values[3, 1, 0, 1].eq(7).all() and there.keys[3, 1, 0, 1].eq(0).all()
+
+
 def test_keys_and_queries_of_each_place_are_their_own():
     here, there = both()
     for place in range(SHAPE.places):
