@@ -7,19 +7,22 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 
 import pytest
+import sglang as sgl
 from preloaded import Preloaded
 from server_pair import Pair, said
-from servers import EXPECTED_TOKENS, POOL_TOKENS, assert_same_answers, greedy
+from servers import EXPECTED_TOKENS, POOL_TOKENS, STOCK, Server, assert_same_answers, greedy
+from sglang.lang.interpreter import ProgramState
 
 from sglang_ext.bench.client import free_port
 from sglang_ext.bench.speed.metrics_page import readings
+from sglang_ext.router_endpoint import RouterEndpoint
 from sglang_ext.serve_pd import ROUTER, Router
 
 pytestmark = pytest.mark.server
@@ -95,12 +98,43 @@ def test_a_method_that_chooses_by_queries_of_the_prompt_drafts_at_once(pair: Pai
     assert EXPECTED_TOKENS < 32 and pair.servers["decode"].metric(copies) == 1
 
 
-def test_sglangs_router_sends_requests_through_both(pair: Pair, kinds: dict[str, tuple[dict[str, Any], Any]], tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def router(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Router]:
+    """SGLang's router before both."""
     pytest.importorskip(ROUTER, reason="make test installs it, from requirements/pd.txt")
     pair.wait()
+    log = tmp_path_factory.mktemp("router") / "router.log"
+    with Router(free_port(), [server.port for server in pair.servers.values()], pair.bootstrap, log) as started:
+        yield started
+
+
+def test_sglangs_router_sends_requests_through_both(router: Router, kinds: dict[str, tuple[dict[str, Any], Any]]) -> None:
     body, expected = kinds["greedy"]
-    with Router(free_port(), [server.port for server in pair.servers.values()], pair.bootstrap, tmp_path / "router.log") as router:
-        assert_stocks(expected, router.request("generate", body))
+    assert_stocks(expected, router.request("generate", body))
+
+
+@sgl.function
+def choose(s: ProgramState) -> None:
+    """A choice by the log-probabilities of prompts, then two branches that depend on it."""
+    s += "Paris is the capital of France. Rome is the capital of" + sgl.select("country", choices=[" Spain", " Italy", " the moon"])
+    first, second = s.fork(2)
+    first += ". Its largest city is" + sgl.gen("text", max_tokens=4, temperature=0)
+    second += ". Its people speak" + sgl.gen("text", max_tokens=4, temperature=0)
+    s += first["text"] + second["text"]
+
+
+def chosen(backend: sgl.RuntimeEndpoint) -> list[Any]:
+    """The text of a run, and the scores of its choice."""
+    state = choose.run(backend=backend)
+    assert state.error() is None, state.error()
+    return [state.text(), state.get_meta_info("country")["normalized_prompt_logprobs"]]
+
+
+def test_a_frontend_program_behind_the_router_gives_stocks_state(router: Router, once: Callable, launch: Callable[..., Server]) -> None:
+    text, scores = once("chosen", lambda: chosen(sgl.RuntimeEndpoint(launch(*STOCK).url)))
+    found = chosen(RouterEndpoint(router.url))
+    assert found[0] == text and " Italy" in text
+    assert found[1] == pytest.approx(scores, abs=1e-3)
 
 
 def test_an_aborted_request_ends_on_both_sides_and_the_next_is_answered(pair: Pair, prompts: list[list[int]]) -> None:
