@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from sglang_ext.bench import BenchError
-from sglang_ext.bench.client import HEALTH_SECONDS, HOST
+from sglang_ext.bench.client import HEALTH_SECONDS, HOST, free_port
 from sglang_ext.bench.options import LAST_PORT
 from sglang_ext.bench.server import ServerProcess, check_servers, stop_all
 from sglang_ext.bench.servers_apart import ROLES
@@ -48,7 +48,10 @@ class Router(ServerProcess):
         super().__init__("", (), log, port=port, start_timeout=60.0, stop_grace=STOP_GRACE)
         prefill, decode = (f"http://{HOST}:{each}" for each in servers)
         self.command = (
-            *(sys.executable, "-m", f"{ROUTER}.launch_router", "--pd-disaggregation", "--host", HOST, "--port", str(port)),
+            *(sys.executable, "-m", f"{ROUTER}.launch_router", "--pd-disaggregation"),
+            # Left out, its own metrics are on port 29000 of all interfaces, where a second router cannot start.
+            *("--prometheus-host", HOST, "--prometheus-port", str(free_port())),
+            *("--host", HOST, "--port", str(port)),
             *("--prefill", prefill, str(bootstrap), "--decode", decode),
         )
 

@@ -62,6 +62,8 @@ def test_both_servers_get_their_role_and_what_is_said_of_both_and_of_each(port, 
 def test_the_router_leads_to_both(tmp_path):
     command = serve_pd.Router(8000, (8001, 8002), 8003, tmp_path / "log").command
     assert command[2] == "sglang_router.launch_router"
+    # Its own metrics stay on this machine, and out of the way of another router's.
+    assert "--prometheus-host 127.0.0.1 --prometheus-port " in " ".join(command) and "29000" not in command
     assert " ".join(command).endswith("--port 8000 --prefill http://127.0.0.1:8001 8003 --decode http://127.0.0.1:8002")
 
 
