@@ -1,4 +1,4 @@
-"""One connection, as each end knows it: the sender's socket from its making until it breaks, and what the receiver has granted and taken."""
+"""One connection, as each end knows it: the sender's socket until it breaks, and what the receiver has granted and taken."""
 
 import time
 from dataclasses import dataclass, field
