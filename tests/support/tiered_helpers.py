@@ -55,10 +55,7 @@ class Request:
     length: int = 0
     stale: set = field(default_factory=set)
     segments: list = field(default_factory=list)
-
-    @property
-    def rid(self):
-        return id(self)
+    rid: object = field(default_factory=object)
 
     @property
     def tokens(self):
