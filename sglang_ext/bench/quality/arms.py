@@ -65,12 +65,13 @@ FULL = QualityArm("full")
 def arms_of(config: QualityConfig) -> list[QualityArm]:
     """The servers that the wanted parts need; stock comes last, for it scores what the others answered."""
     found = []
+    lengths = config.draft_lengths if config.asks("acceptance") else config.draft_lengths[:1]
     for compressor in config.compressors:
-        for budget in Named.of(compressor).budgets(config.budgets):
-            if config.asks(*COMPARED) and Named.of(compressor).serves_lossy:
+        named = Named.of(compressor)
+        for budget in named.budgets(config.budgets):
+            if config.asks(*COMPARED) and named.serves_lossy and "lossy" in config.modes:
                 found.append(QualityArm("lossy", compressor, budget, None, config.kv_args))
-            lengths = config.draft_lengths if config.asks("acceptance") else config.draft_lengths[:1]
-            if config.asks("acceptance", *COMPARED):
+            if config.asks("acceptance", *COMPARED) and named.serves_verified and "verified" in config.modes:
                 found += [QualityArm("verified", compressor, budget, length, config.kv_args) for length in lengths]
     return [*found, FULL] if config.asks(*COMPARED) else found
 

@@ -96,7 +96,7 @@ class Bench:
             if name not in chosen:
                 self._console.print(f"attention: {name} chooses by what only a server has and is left out", markup=False)
         model = CapturedModel(config.model, config.dtype)
-        return tuple(measure(model, self._prompts, chosen, config.budgets, config.output_len))
+        return tuple(measure(model, self._prompts, chosen, config.budgets, config.output_len, config.tails))
 
 
 def load_tasks(config: QualityConfig, tokenizer: Tokenizer) -> tuple[Task, ...]:

@@ -6,11 +6,14 @@ from pathlib import Path
 from sglang_ext.bench import BenchError
 from sglang_ext.bench.client import SamplingSettings
 from sglang_ext.bench.options import check_budgets, check_counts, check_port
+from sglang_ext.bench.quality.attention import TAILS, Tail
 from sglang_ext.bench.quality.named import Named
 
 PARTS = ("acceptance", "kl", "divergence", "functional", "speed", "attention")
 COMPARED = ("kl", "divergence", "functional", "speed")
 """Parts that ask stock, lossy and verified servers alike."""
+MODES = ("lossy", "verified")
+"""Servers that are compared with stock's."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,8 @@ class QualityConfig:
         tasks: functional tasks of each kind; 0 for the benchmark alone.
         task_tokens: tokens of real text in each of them.
         benchmark: a user's tasks, beside these.
+        modes: of the servers that are compared with stock's; of :data:`MODES`.
+        tails: how values that fill no partition lie, in part attention.
         keep_cache: whether a temperature finds the prefix caches as the one before left them.
     """
 
@@ -56,6 +61,8 @@ class QualityConfig:
     task_tokens: int = 1024
     benchmark: BenchmarkFile | None = None
     concurrency: int = 4
+    modes: tuple[str, ...] = MODES
+    tails: tuple[Tail, ...] = ("exact",)
     keep_cache: bool = False
     dtype: str = "float32"
     server_args: tuple[str, ...] = ()
@@ -71,14 +78,18 @@ class QualityConfig:
         Raises:
             BenchError: naming the option, its value and what is allowed.
         """
-        for part in self.parts:
-            if part not in PARTS:
-                raise BenchError(f"--parts {part!r}: pass some of {', '.join(PARTS)}, separated by commas")
-        for option, given in (("--parts", self.parts), ("--compressor", self.compressors)):
+        for option, given, allowed in (("--parts", self.parts, PARTS), ("--modes", self.modes, MODES), ("--tail", self.tails, TAILS)):
+            for each in given:
+                if each not in allowed:
+                    raise BenchError(f"{option} {each!r}: pass some of {', '.join(allowed)}, separated by commas")
+        given_names = {"--parts": self.parts, "--compressor": self.compressors, "--modes": self.modes, "--tail": self.tails}
+        for option, given in given_names.items():
             if not given:
                 raise BenchError(f"{option} names nothing; pass some, separated by commas")
         for compressor in self.compressors:
             Named.of(compressor)
+        if "verified" not in self.modes and "acceptance" in self.parts:
+            raise BenchError(f"--modes {','.join(self.modes)}: --parts acceptance is of verified servers; add verified, or leave it out")
         self._check_ranges()
         if self.prompts is None and self.parts != ("functional",):
             raise BenchError(f"--parts {','.join(self.parts)} needs --prompts; only functional goes without")

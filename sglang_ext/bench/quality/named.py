@@ -1,9 +1,14 @@
-"""Methods as ``--compressor`` names them: ``kivi:2`` is ``--kv-compressor kivi --kv-bits 2``."""
+"""Methods as ``--compressor`` names them.
+
+``kivi:2`` is ``--kv-compressor kivi --kv-bits 2``; flags may follow, as in ``hack:2 --kv-partition 32``.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from sglang_ext.bench import BenchError
+from sglang_ext.config.prefill_options import QUANTIZED
 from sglang_ext.core import OptionError
 from sglang_ext.mem_cache.compressors import catalogue
 
@@ -15,26 +20,32 @@ class Named:
     Attributes:
         compressor: as ``--kv-compressor``.
         bits: as ``--kv-bits``; None for its default.
+        more: further flags of its servers, and their values.
     """
 
     compressor: str
     bits: int | None = None
+    more: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, text: str) -> "Named":
         """What ``text`` names.
 
         Raises:
-            BenchError: there is no such method, or it has no codes of so many bits.
+            BenchError: there is no such method, or it has no codes of so many bits, or no such partitions.
         """
-        compressor, bits = catalogue.split(text)
+        # Flags begin with the first word that begins as one; a file's path may have blanks.
+        name, dashes, flags = text.partition(" --")
+        more = tuple((dashes + flags).split())
+        compressor, bits = catalogue.split(name.strip())
         if bits and not bits.isdigit():
             raise BenchError(f"--compressor {text!r}: after the colon stand bits, as in kivi:2")
-        found = cls(compressor, int(bits) if bits else None)
+        found = cls(compressor, int(bits) if bits else None, more)
         try:
             packs = catalogue.parse(compressor)[1]
             if packs is not None:
                 catalogue.code_bits(packs, found.bits)
+                catalogue.partition_size(packs, found.partition)
         except OptionError as error:
             raise BenchError(f"--compressor {text!r}: {error}") from error
         if packs is None and bits:
@@ -45,7 +56,19 @@ class Named:
     def flags(self) -> tuple[str, ...]:
         """Of a server."""
         bits = () if self.bits is None else ("--kv-bits", str(self.bits))
-        return ("--kv-compressor", self.compressor, *bits)
+        return ("--kv-compressor", self.compressor, *bits, *self.more)
+
+    @property
+    def partition(self) -> int | None:
+        """As ``--kv-partition`` among :attr:`more`; None where it does not say.
+
+        Raises:
+            BenchError: it is no number.
+        """
+        values = [value for flag, value in pairwise(self.more) if flag == "--kv-partition"]
+        if not all(value.isdigit() for value in values):
+            raise BenchError(f"--compressor '{self.compressor} {' '.join(self.more)}': --kv-partition takes a number, such as 64")
+        return int(values[-1]) if values else None
 
     @property
     def drops(self) -> str | None:
@@ -61,6 +84,11 @@ class Named:
     def serves_lossy(self) -> bool:
         """Whether it can serve by itself; what verifications choose cannot."""
         return not catalogue.needs_verifications(self.compressor)
+
+    @property
+    def serves_verified(self) -> bool:
+        """Whether it can draft for full KV; prompts on codes leave none that is exact."""
+        return QUANTIZED not in self.more
 
     def budgets(self, asked: Sequence[float]) -> Sequence[float]:
         """Shares of the tokens that it can keep, of those asked for."""

@@ -6,7 +6,8 @@ from pathlib import Path
 from sglang_ext.bench import BenchError
 from sglang_ext.bench.comparing.identity_options import words
 from sglang_ext.bench.options import DTYPES, names, numbers
-from sglang_ext.bench.quality.config import PARTS, BenchmarkFile, QualityConfig
+from sglang_ext.bench.quality.attention import TAILS
+from sglang_ext.bench.quality.config import MODES, PARTS, BenchmarkFile, QualityConfig
 from sglang_ext.bench.quality.scorers import BY_NAME
 
 
@@ -16,7 +17,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", required=True, help="model folder or name")
     add("--prompts", type=Path, help="folder of .txt files, or JSON lines (text / messages)")
     add("--parts", default=",".join(PARTS), help="what to measure, separated by commas (default: %(default)s)")
-    add("--compressor", default="snapkv", help="names, separated by commas; kivi:2 is kivi with 2 bits")
+    add(
+        "--compressor",
+        default="snapkv",
+        help="names, separated by commas; kivi:2 is kivi with 2 bits; flags may follow: 'hack:2 --kv-partition 32'",
+    )
+    add("--modes", default=",".join(MODES), help="of servers beside stock's, separated by commas (default: %(default)s)")
+    add(
+        "--tail",
+        default=TAILS[0],
+        help="values that fill no partition, in part attention, separated by commas: exact, as served between two packs; filled, codes "
+        "where they fill one; requantized, all in codes, each step anew (default: %(default)s)",
+    )
     add("--budget", default="0.5,0.25,0.125", help="shares of the KV cache kept, separated by commas")
     add(
         "--draft-length",
@@ -85,6 +97,8 @@ def config_from(args: argparse.Namespace) -> QualityConfig:
         task_tokens=args.task_tokens,
         benchmark=_benchmark(args),
         concurrency=args.concurrency,
+        modes=names(args.modes),
+        tails=names(args.tail),  # type: ignore[arg-type]  # checked there
         keep_cache=args.keep_cache,
         dtype=args.dtype,
         server_args=words(args.server_arg),

@@ -378,3 +378,39 @@ def test_methods_that_pack_keep_all_tokens_and_have_bits():
 def test_a_method_that_there_is_not_is_refused_before_a_server_starts(name):
     with pytest.raises(BenchError, match=f"--compressor '{name}'"):
         config("--compressor", name)
+
+
+def test_flags_after_a_name_go_to_its_own_servers_alone():
+    names = "hack:2 --kv-partition 32,hack --kv-prefill quantized,kivi"
+    found = arms_of(config("--compressor", names, "--parts", "kl", "--draft-length", "8"))
+    assert [(arm.mode, arm.compressor) for arm in found[:-1]] == [
+        ("lossy", "hack:2 --kv-partition 32"),
+        ("verified", "hack:2 --kv-partition 32"),
+        ("lossy", "hack --kv-prefill quantized"),
+        ("lossy", "kivi"),
+        ("verified", "kivi"),
+    ]
+    assert found[0].arguments[:8] == ("--kv-mode", "lossy", "--kv-compressor", "hack", "--kv-bits", "2", "--kv-partition", "32")
+    assert not {"--kv-partition", "--kv-prefill"} & {*found[3].arguments, *found[4].arguments}
+
+
+def test_modes_that_are_not_asked_for_have_no_server():
+    given = ("--parts", "kl", "--budget", "0.5", "--draft-length", "8")
+    assert [arm.mode for arm in arms_of(config(*given, "--modes", "lossy"))] == ["lossy", "full"]
+    assert [arm.mode for arm in arms_of(config(*given, "--modes", "verified"))] == ["verified", "full"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--compressor", "hack --kv-partition 48"), "--kv-partition is 48"),
+        (("--compressor", "kivi --kv-partition 32"), "kivi has none to choose"),
+        (("--compressor", "hack --kv-partition many"), "takes a number"),
+        (("--parts", "kl", "--modes", "full"), "--modes 'full'"),
+        (("--parts", "acceptance", "--modes", "lossy"), "of verified servers"),
+        (("--parts", "attention", "--tail", "none"), "--tail 'none'"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_by_name(words, message):
+    with pytest.raises(BenchError, match=message):
+        config(*words)

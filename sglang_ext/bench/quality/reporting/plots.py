@@ -118,10 +118,9 @@ def _difference_lines(lossy: Sequence[ArmQuality], across: Across) -> tuple[Line
 
 
 def _attention_lines(results: Results) -> tuple[Line, ...]:
-    names = dict.fromkeys(each.compressor for each in results.attention)
-    points = [
-        (each.compressor, (results.bytes_share(each.compressor, each.budget), each.mean)) for each in results.attention
-    ]
+    served = [each for each in results.attention if each.tail == "exact"]
+    names = dict.fromkeys(each.compressor for each in served)
+    points = [(each.compressor, (results.bytes_share(each.compressor, each.budget), each.mean)) for each in served]
     return tuple(Line(name, tuple(sorted(point for of, point in points if of == name))) for name in names)
 
 

@@ -102,13 +102,14 @@ def _print_attention(console: Console, errors: Sequence[AttentionError]) -> None
     rows = [
         (
             f"{each.compressor}-{each.budget:g}",
+            each.tail,
             f"{each.mean:.3g}",
             f"{each.worst:.3g}",
             f"{max(each.mean_by_layer):.3g} (layer {each.mean_by_layer.index(max(each.mean_by_layer))})",
         )
         for each in errors
     ]
-    columns = ("compressor", "mean", "worst token", "worst layer's mean")
+    columns = ("compressor", "newest values", "mean", "worst token", "worst layer's mean")
     _table(console, "Relative error of attention outputs", columns, rows)
 
 
