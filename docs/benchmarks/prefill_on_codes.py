@@ -1,4 +1,4 @@
-"""What `--kv-prefill quantized` costs the text that a model expects: docs/benchmarks.md.
+"""What `--kv-prefill quantized` costs the text that a model expects: docs/results/hack.md.
 
     python docs/benchmarks/prefill_on_codes.py --model MODEL [--tokens 700]
 

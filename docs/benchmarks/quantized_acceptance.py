@@ -1,14 +1,17 @@
 """How many greedy drafts on packed copies full KV accepts, without a server: docs/benchmarks.md.
 
-    python docs/benchmarks/quantized_acceptance.py --model MODEL --prompts FOLDER [--limit PROMPTS] [--exact TOKENS...] [METHODS...]
+    python docs/benchmarks/quantized_acceptance.py --model MODEL --prompts FOLDER [--limit PROMPTS] [--exact TOKENS...] [--kl] [METHODS...]
 
-Rounds are those of kvzap_acceptance.py, on the plugin's packing and attention. Methods have the names of bench quality: kivi:2.
+Rounds are those of kvzap_acceptance.py, on the plugin's packing and attention. Methods have the names of bench quality: kivi:2, or
+"hack:2 --kv-partition 32". With --kl the answer is not drafted: each of its tokens is given, and what comes next compared with full KV's.
 """
+
+from collections.abc import Iterable, Sequence
 
 import torch
 from kvzap_acceptance import Context
 from on_prompts import load, parser_of, prompts_in
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -41,7 +44,7 @@ class Drafting:
         )
         buffers = KVBuffers(tuple(range(len(keys))), (1.0,) * len(keys), keys, values)
         rotary = Rotary(context.model.model.rotary_emb.inv_freq.float())
-        packs = Packing.of(method(named.compressor, named.bits).quantizer, buffers, 1, rotary)
+        packs = Packing.of(method(named.compressor, named.bits, named.partition).quantizer, buffers, 1, rotary)
         first = packs.sinks if first is None else first
         count = (tokens - packs.recent - first) // packs.unit * packs.unit
         self.packed, self.held = range(first, first + count), packs.packed_slots(count)
@@ -72,6 +75,37 @@ def accepted(context: Context, drafting: Drafting, name: str, first: int | None)
     return found
 
 
+def along_the_answer(context: Context) -> torch.Tensor:
+    """Log-probabilities of what follows each token of the answer but the last: float32 [tokens, vocabulary]."""
+    given = context.answer[:-1]
+    where = torch.arange(len(context.prompt), len(context.prompt) + len(given))[None]
+    return context.model(torch.tensor([given]), past_key_values=context.whole(0), position_ids=where).logits[0].float().log_softmax(-1)
+
+
+def compared(context: Context, drafting: Drafting, name: str, first: int | None, full: torch.Tensor) -> torch.Tensor:
+    """Of the answer's tokens KL(full, packed) in nats, and whether the best next token is the same: [2, tokens]."""
+    drafting.pack(context, name, first)
+    context.model.set_attn_implementation(NAME)
+    packed = along_the_answer(context)
+    context.model.set_attn_implementation("sdpa")
+    divergence = (full.exp() * (full - packed)).sum(-1)
+    return torch.stack([divergence, (full.argmax(-1) == packed.argmax(-1)).float()])
+
+
+def compare_all(
+    model: PreTrainedModel, prompts: Iterable[tuple[str, list[int]]], names: Sequence[tuple[str, int | None]], drafting: Drafting
+) -> None:
+    """Print the mean divergence, and the share of equal best tokens, by method, over all prompts so far."""
+    found: dict[tuple[str, int | None], list[torch.Tensor]] = {each: [] for each in names}
+    for file, ids in prompts:
+        context = Context(model, ids)
+        full = along_the_answer(context)
+        for each in names:
+            found[each].append(compared(context, drafting, *each, full))
+        means = {described(*each): torch.cat(parts, 1).mean(1).tolist() for each, parts in found.items()}
+        print(file, {name: f"{kl:.4f} nats, {same:.3f} same" for name, (kl, same) in means.items()}, flush=True)
+
+
 def described(name: str, first: int | None) -> str:
     """A method, and how many tokens are exact where that is not its own choice."""
     return name if first is None else f"{name}, {first} exact"
@@ -83,12 +117,17 @@ def main() -> None:
     parser = parser_of(__doc__, "methods", default=["kivi", "kvquant", "kivi:2", "kvquant:2"])
     parser.add_argument("--limit", type=int, help="prompts, of the first")
     parser.add_argument("--exact", type=int, nargs="+", default=[None], help="first tokens that are not packed: the method's")
+    parser.add_argument("--kl", action="store_true", help="compare what full KV and copies say next, along full KV's answer")
     args = parser.parse_args()
     drafting = Drafting()
     AttentionInterface.register(NAME, drafting)
     AttentionMaskInterface.register(NAME, sdpa_mask)
     model, tokenizer = load(args.model)
     counts = {(name, first): (0, 0) for name in args.methods for first in args.exact}
+    if args.kl:
+        prompts = ((file.name, tokenizer.encode(file.read_text())) for file in prompts_in(args.prompts)[: args.limit])
+        compare_all(model, prompts, list(counts), drafting)
+        return
     for file in prompts_in(args.prompts)[: args.limit]:
         context = Context(model, tokenizer.encode(file.read_text()))
         for name, first in counts:
