@@ -11,7 +11,8 @@ What SGLang's overlapped loop itself does otherwise is counted apart: a request 
 tokens, or, before its first token was looked at, lose that token's log-probability.
 
 With --apart the verified server is two, between which KV travels over transfer backend progressive: one prefills, the other, with the
-small pool, decodes. Each request goes to both. Both must end it, and hold no more memory at the end than when they were warm.
+small pool, decodes. Each request goes to both. Both must end it, and hold no more memory at the end than when they were warm. Of one
+server each process is watched, cache ranks among them: its memory, and its open descriptors.
 
 With --mode lossy the server answers approximately, and stock is not asked: answers must be as many and as long as asked for, with
 log-probabilities of each token where these were asked for.
@@ -31,6 +32,7 @@ from sglang_ext.bench.report import write_json
 from sglang_ext.bench.server import ServerProcess, check_servers
 from sglang_ext.bench.soaking.answers import read_samples
 from sglang_ext.bench.soaking.apart import Apart, flags_apart, options_apart
+from sglang_ext.bench.soaking.processes import ProcessWatch
 from sglang_ext.bench.soaking.request_options import OPTIONS, SERVER_FLAGS, Option
 from sglang_ext.bench.soaking.sending import References, Soak, traffic
 from sglang_ext.bench.soaking.soak_prompts import cases, next_turns, shared_beginnings, short_ones
@@ -104,7 +106,11 @@ def run(args: argparse.Namespace) -> int:
     with verified_server(args, flags, env, tally) as server:
         check_loop(server, overlapped)
         asked = cases(len(given), len(prompts) - len(given), options)
-        traffic(Soak(server, prompts, asked, references, overlapped, tally), args)
+        with ProcessWatch(None if isinstance(server, Apart) else server.group) as processes:
+            traffic(Soak(server, prompts, asked, references, overlapped, tally), args)
+        for problem in processes.problems():
+            tally.fail(problem)
+        print(processes.table())
         finish(server, tally)
         if isinstance(server, Apart):
             server.check_memory()

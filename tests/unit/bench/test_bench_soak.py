@@ -38,6 +38,7 @@ class FakeServer:
 
     made: list["FakeServer"] = []
     retractions = 0
+    group: int | None = None
 
     def __init__(self, model: str, flags: tuple[str, ...], log: Path, **options: Any) -> None:
         self.flags, self.env = flags, options.get("env")
