@@ -1,10 +1,18 @@
-"""How many greedy drafts full KV accepts when tokens are chosen for each step, by how they are, without a server: docs/benchmarks.md.
+"""How many greedy drafts full KV accepts when tokens are chosen for each step, by how they are, without a server: docs/results/longcot.md.
 
-    python docs/benchmarks/selection_acceptance.py --model MODEL --prompts FOLDER [--share S] [--every N] [WAYS...]
+    python docs/benchmarks/selection_acceptance.py --model MODEL --prompts FOLDER [--tokens T] [--share S] [--every N] [WAYS...]
 
-Rounds are those of --kv-compressor spade: a choice before each, by queries of full KV, and one after every N steps, by those of drafts; true
-and quest wait for each layer's own query instead.
+Rounds are those of --kv-compressor spade: a choice before each, by queries of full KV, and one after every N steps, by those of drafts;
+true and quest wait for each layer's own query instead, and verify-guided chooses before each round alone. No answer comes late. All ways go
+through the model together, each with rounds of its own. Of predictions also the overlap with what the step's own query of full KV selects
+is told, of sets by scores alone, mean over some steps of the answer, layers and heads.
 """
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean, pstdev
+from typing import ClassVar
 
 import torch
 from on_prompts import load, parser_of, prompts_in
@@ -14,116 +22,239 @@ from transformers.masking_utils import sdpa_mask
 
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressors.spade import Spade
-from sglang_ext.mem_cache.selection.baselines import BASELINES
-from sglang_ext.mem_cache.selection.predictors import Current, Regressed
+from sglang_ext.mem_cache.selection.baselines import BASELINES, TrueQuery
+from sglang_ext.mem_cache.selection.predictors import PREDICTORS
 from sglang_ext.mem_cache.selection.scoring import ByPrediction, Scoring, Seen
-from sglang_ext.mem_cache.selection.top_tokens import top_tokens
+from sglang_ext.mem_cache.selection.top_tokens import overlap, top_tokens
 
-DRAFTS, ANSWER, WINDOW, NAME = 16, 96, 17, "selection_acceptance"
-WAYS: dict[str, Scoring] = {each.name: each for each in (ByPrediction(Current()), ByPrediction(Regressed()), *BASELINES)}
+DRAFTS, WINDOW, NAME = 16, 32, "selection_acceptance"
+# Of an answer's steps overlaps are of each such.
+OVERLAP_EVERY = 6
+
+
+@dataclass(frozen=True)
+class VerifyGuided(Scoring):
+    """By the mean attention of the newest verified queries (compressors/verify_guided.py)."""
+
+    name: ClassVar[str] = "verify-guided"
+
+    def scores(self, seen: Seen) -> torch.Tensor:
+        """The mean over queries, and over the query heads of a KV head."""
+        queries = seen.queries.unflatten(2, (seen.keys.shape[2], -1)).flatten(3, 4)
+        return (queries @ seen.keys.transpose(-1, -2) * seen.scaling).softmax(dim=-1).mean(dim=-2)
+
+
+@dataclass(frozen=True)
+class Followed(ByPrediction):
+    """Each token also has half of its predecessor's score: heads that copy attend next to what follows what they attend to now."""
+
+    @property
+    def name(self) -> str:
+        """That of the predictor, and this."""
+        return f"{super().name}, followed"
+
+    def scores(self, seen: Seen) -> torch.Tensor:
+        """As of the predictor, and half as much of the token before."""
+        found = super().scores(seen)
+        return found + 0.5 * torch.nn.functional.pad(found, (1, 0))[..., :-1]
+
+
+PREDICTED = tuple(way(each()) for way in (ByPrediction, Followed) for each in PREDICTORS.values())
+WAYS: dict[str, Scoring] = {each.name: each for each in (*PREDICTED, VerifyGuided(), *BASELINES)}
+
+
+@dataclass
+class Answered:
+    """A prompt's greedy answer, its full KV, and the queries of its tokens.
+
+    Attributes:
+        prompt, answer: token ids.
+        keys, values: by layer, [kv_heads, tokens, head_dim], rotary embedding applied.
+        queries: by layer, [heads, at least the answer's tokens and a window before them, head_dim], the newest last.
+        rotary: the model's.
+    """
+
+    prompt: list[int]
+    answer: list[int]
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+    queries: dict[int, torch.Tensor]
+    rotary: Rotary
+
+    def overlap(self, way: Scoring, share: float) -> float:
+        """Of the set that each step's own query selects, the share that a prediction from the queries before it has."""
+        last, found = len(self.answer) - 1, []
+        steps = torch.arange(last - 1, 0, -OVERLAP_EVERY)
+        lengths = len(self.prompt) + steps
+        positions = lengths[:, None] + torch.arange(-WINDOW, 1)
+        for layer, keys in enumerate(self.keys):
+            windows = self.queries[layer][:, -WINDOW - last :].unfold(1, WINDOW + 1, 1)
+            queries = windows.permute(1, 0, 3, 2)[steps, None]
+            own = Seen(queries, positions, keys.expand(len(steps), 1, *keys.shape), keys.shape[-1] ** -0.5, self.rotary, lengths)
+            before = replace(own, queries=queries[..., :-1, :], positions=positions[:, :-1])
+            count = int(share * len(self.prompt))
+            true, chosen = (top_tokens(each, count, 0, 0, lengths) for each in (TrueQuery().scores(own), way.scores(before)))
+            found.append(float(overlap(true, chosen, keys.shape[1]).mean()))
+        return fmean(found)
+
+
+@dataclass
+class Rounds:
+    """The rounds of one way to choose over one answer: where it is in them.
+
+    Attributes:
+        way, share, every: how tokens are chosen, how many of the context, and after how many steps anew.
+        of: the answer.
+        done: tokens of the answer before this round.
+        step: drafts of this round that full KV accepts so far; -1 between rounds.
+        accepted, offered: drafts of the rounds that are over.
+        queries, chosen: by layer; the newest [heads, up to a window, head_dim], and int64 [kv_heads, count].
+        tail: by layer, K and V of this round's tokens, [kv_heads, head_dim] each.
+    """
+
+    way: Scoring
+    share: float
+    every: int
+    of: Answered
+    done: int = 0
+    step: int = -1
+    accepted: int = 0
+    offered: int = 0
+    queries: dict[int, torch.Tensor] = field(default_factory=dict)
+    chosen: dict[int, torch.Tensor] = field(default_factory=dict)
+    tail: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = field(default_factory=dict)
+
+    @property
+    def over(self) -> bool:
+        """Whether the answer is."""
+        return self.done >= len(self.of.answer) - 1
+
+    @property
+    def covered(self) -> int:
+        """Tokens among which is chosen."""
+        return len(self.of.prompt) + self.done
+
+    def next_token(self) -> tuple[int, int]:
+        """The token of this step, and its position; begins a round where none is under way."""
+        if self.step < 0:
+            self.step, self.tail, self.chosen = 0, defaultdict(list), {}
+            ahead = len(self.of.answer) - 1 - self.done
+            self.queries = {layer: queries[:, :-ahead][:, -WINDOW:] for layer, queries in self.of.queries.items()}
+        return self.of.answer[self.done + self.step], self.covered + self.step
+
+    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Attention of this step's token to what is chosen and to this round's tokens: [heads, head_dim]."""
+        with_own = torch.cat([self.queries[layer], query[:, None]], dim=1)[:, -WINDOW:]
+        if self.way.synchronous:
+            self._choose(layer, with_own, self.covered + self.step)
+        elif self.step == 0 or (self.way.name != VerifyGuided.name and self.step % self.every == 0):
+            self._choose(layer, self.queries[layer], self.covered + self.step - 1)
+        self.queries[layer] = with_own
+        self.tail[layer].append((key, value))
+        tails = (torch.stack(part, dim=1) for part in zip(*self.tail[layer]))
+        places = self.chosen[layer][..., None].expand(-1, -1, key.shape[-1])
+        keys, values = (torch.cat([full[layer].gather(1, places), new], dim=1) for full, new in zip((self.of.keys, self.of.values), tails))
+        return torch.nn.functional.scaled_dot_product_attention(query[None, :, None], keys[None], values[None], enable_gqa=True)[0, :, 0]
+
+    def _choose(self, layer: int, queries: torch.Tensor, newest: int) -> None:
+        """Choose by queries of which the last is at position ``newest``."""
+        keys = self.of.keys[layer][:, : self.covered]
+        positions = torch.arange(newest + 1 - queries.shape[1], newest + 1)
+        seen = Seen(queries[None, None], positions[None], keys[None, None], keys.shape[-1] ** -0.5, self.of.rotary)
+        count = int(self.share * self.covered)
+        self.chosen[layer] = top_tokens(self.way.scores(seen), count, Spade.sinks, Spade.recent)[0, 0]
+
+    def judge(self, token: int) -> None:
+        """A step has drafted this: what follows the first wrong one needs no look."""
+        most = min(DRAFTS, len(self.of.answer) - 1 - self.done)
+        right = token == self.of.answer[self.done + self.step + 1]
+        self.step += right
+        if not right or self.step == most:
+            self.accepted, self.offered, self.done = self.accepted + self.step, self.offered + most, self.done + self.step + 1
+            self.step = -1
 
 
 class Selecting:
-    """An attention function of transformers, over what is chosen of a context where something is.
+    """An attention function of transformers: over all that was cached, and notes queries; or of one token of each of some rounds.
 
     Attributes:
-        rotary: the model's.
-        noted: queries of each layer, [heads, tokens, head_dim], the newest last.
-        end: position after the newest that was noted, where the forward that runs began.
-        chosen: bool [kv_heads, covered] by layer; None to see all.
-        way, count, covered: how tokens are chosen, how many, and of how many.
+        noted: newest queries of each layer, [heads, tokens, head_dim].
+        rounds: by place in the batch; none for the first kind.
+        most: queries that are noted.
     """
 
-    def __init__(self, rotary: Rotary) -> None:
-        self.rotary, self.noted, self.end = rotary, {}, 0
-        self.chosen: dict[int, torch.Tensor] | None = None
+    def __init__(self) -> None:
+        self.noted: dict[int, torch.Tensor] = {}
+        self.rounds: Sequence[Rounds] = ()
+        self.most = 0
 
     def __call__(self, module, query, key, value, attention_mask, **kwargs) -> tuple[torch.Tensor, None]:
-        """Attention of [1, heads, tokens, head_dim]."""
-        layer, count = module.layer_idx, query.shape[2]
+        """Attention of [batch, heads, tokens, head_dim]."""
+        layer = module.layer_idx
+        if self.rounds:
+            rows = [each.attend(layer, *(part[i, :, 0] for part in (query, key, value))) for i, each in enumerate(self.rounds)]
+            return torch.stack(rows)[:, None], None
         known = [self.noted[layer]] if layer in self.noted else []
-        self.noted[layer] = torch.cat([*known, query[0]], dim=1)[:, -WINDOW - ANSWER :]
-        if self.chosen is not None:
-            if self.way.synchronous:
-                self.choose(layer, key[0], self.end + count)
-            kept = self.chosen[layer]
-            tail = kept.new_ones(len(kept), key.shape[2] - kept.shape[1])
-            whole = torch.cat([kept, tail], dim=-1).repeat_interleave(query.shape[1] // len(kept), dim=0)
-            attention_mask = whole[None, :, None]
+        self.noted[layer] = torch.cat([*known, query[0]], dim=1)[:, -self.most :]
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
 
-    def choose(self, layer: int, keys: torch.Tensor, end: int) -> None:
-        """Choose of ``keys``, [kv_heads, at least covered, head_dim], by the queries noted, of tokens before position ``end``."""
-        queries = self.noted[layer][:, -WINDOW:]
-        positions = torch.arange(end - queries.shape[1], end)
-        keys = keys[:, : self.covered]
-        seen = Seen(queries[None, None], positions[None], keys[None, None], keys.shape[-1] ** -0.5, self.rotary)
-        best = top_tokens(self.way.scores(seen), self.count, Spade.sinks, Spade.recent)[0, 0]
-        self.chosen[layer] = torch.zeros(keys.shape[:2], dtype=torch.bool).scatter_(-1, best, True)
+
+def answered(model: PreTrainedModel, selecting: Selecting, prompt: list[int], tokens: int) -> Answered:
+    """The greedy answer of full KV."""
+    cache, answer, following = DynamicCache(), [], prompt
+    selecting.noted, selecting.rounds, selecting.most = {}, (), WINDOW + tokens
+    while len(answer) < tokens:
+        logits = model(torch.tensor([following]), past_key_values=cache, logits_to_keep=1).logits
+        following = [int(logits[0, -1].argmax())]
+        answer += following
+    keys, values = ([getattr(layer, part)[0] for layer in cache.layers] for part in ("keys", "values"))
+    return Answered(prompt, answer, keys, values, selecting.noted, Rotary(model.model.rotary_emb.inv_freq.float()))
 
 
-class Answered:
-    """A prompt's greedy answer, its full KV, and the queries of its tokens."""
+def finish(model: PreTrainedModel, selecting: Selecting, rounds: Sequence[Rounds]) -> None:
+    """All rounds of all ways, together in each step."""
+    while running := [each for each in rounds if not each.over]:
+        tokens, positions = zip(*(each.next_token() for each in running))
+        selecting.rounds = running
+        logits = model(torch.tensor(tokens)[:, None], position_ids=torch.tensor(positions)[:, None], use_cache=False).logits
+        for each, token in zip(running, logits[:, -1].argmax(dim=-1).tolist()):
+            each.judge(token)
 
-    def __init__(self, model: PreTrainedModel, selecting: Selecting, prompt: list[int]) -> None:
-        self.model, self.selecting, self.prompt, self.cache = model, selecting, prompt, DynamicCache()
-        selecting.noted, self.answer, following = {}, [], prompt
-        while len(self.answer) < ANSWER:
-            logits = model(torch.tensor([following]), past_key_values=self.cache, logits_to_keep=1).logits
-            following = [int(logits[0, -1].argmax())]
-            self.answer += following
-        self.queries = selecting.noted
 
-    def rounds(self, way: Scoring, share: float, every: int) -> tuple[int, int]:
-        """Drafts that are accepted, and offered, over the whole answer."""
-        accepted = offered = done = 0
-        while done < ANSWER - 1:
-            most = min(DRAFTS, ANSWER - 1 - done)
-            agreed = self._round(way, share, every, done, most)
-            accepted, offered, done = accepted + agreed, offered + most, done + agreed + 1
-        return accepted, offered
-
-    def _round(self, way: Scoring, share: float, every: int, done: int, most: int) -> int:
-        """Of ``most`` drafts after ``done`` tokens of the answer those up to the first wrong one; what follows it needs no look."""
-        selecting, tokens, cache = self.selecting, len(self.prompt) + done, DynamicCache()
-        for index, layer in enumerate(self.cache.layers):
-            cache.update(layer.keys[:, :, :tokens], layer.values[:, :, :tokens], index)
-        before = next(iter(self.queries.values())).shape[1] - (ANSWER - 1 - done)
-        selecting.noted = {layer: queries[:, :before] for layer, queries in self.queries.items()}
-        selecting.way, selecting.count, selecting.covered, selecting.chosen = way, int(share * tokens), tokens, {}
-        for step in range(most):
-            selecting.end = tokens + step
-            if not way.synchronous and step % every == 0:
-                for index, layer in enumerate(cache.layers):
-                    selecting.choose(index, layer.keys[0], selecting.end)
-            where = torch.tensor([[selecting.end]])
-            logits = self.model(torch.tensor([[self.answer[done + step]]]), past_key_values=cache, position_ids=where).logits
-            if int(logits[0, -1].argmax()) != self.answer[done + step + 1]:
-                break
-        else:
-            step = most
-        selecting.chosen = None
-        return step
+def spread(values: Sequence[float]) -> str:
+    """Mean, standard deviation, least and most."""
+    return f"mean {fmean(values):.3f}, deviation {pstdev(values):.3f}, {min(values):.3f} to {max(values):.3f}"
 
 
 @torch.inference_mode()
 def main() -> None:
-    """Print accepted and offered drafts by way to choose, after each prompt."""
+    """Print accepted and offered drafts by way to choose, after each prompt, and their spread."""
     parser = parser_of(__doc__, "ways", default=["current", "regressed", "true", "quest"], help=f"of {', '.join(WAYS)}")
+    parser.add_argument("--tokens", type=int, help="of each prompt's beginning (default: all)")
+    parser.add_argument("--answer", type=int, default=96, help="tokens of each answer")
     parser.add_argument("--share", type=float, default=0.125, help="of the context, that each KV head reads")
     parser.add_argument("--every", type=int, default=1, help="steps after which tokens are chosen anew")
     args = parser.parse_args()
-    AttentionMaskInterface.register(NAME, sdpa_mask)
-    AttentionInterface.register(NAME, sdpa_attention_forward)
-    model, tokenizer = load(args.model, attn_implementation=NAME)
-    selecting = Selecting(Rotary(model.model.rotary_emb.inv_freq.float()))
+    selecting = Selecting()
     AttentionInterface.register(NAME, selecting)
-    counts = {way: [0, 0] for way in args.ways}
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+    model, tokenizer = load(args.model, attn_implementation=NAME)
+    counts, overlaps = defaultdict(list), defaultdict(list)
     for file in prompts_in(args.prompts):
-        answered = Answered(model, selecting, tokenizer.encode(file.read_text()))
-        for way, total in counts.items():
-            total[:] = (before + more for before, more in zip(total, answered.rounds(WAYS[way], args.share, args.every)))
-        print(file.name, {way: f"{a}/{o} {a / o:.3f}" for way, (a, o) in counts.items()}, flush=True)
+        of = answered(model, selecting, tokenizer.encode(file.read_text())[: args.tokens], args.answer)
+        rounds = {way: Rounds(WAYS[way], args.share, args.every, of) for way in args.ways}
+        finish(model, selecting, list(rounds.values()))
+        for way, each in rounds.items():
+            counts[way].append((each.accepted, each.offered))
+            if isinstance(each.way, ByPrediction):
+                overlaps[way].append(of.overlap(each.way, args.share))
+        told = {way: f"{each.accepted}/{each.offered} {each.accepted / each.offered:.3f}" for way, each in rounds.items()}
+        print(file.name, told, {way: f"overlap {found[-1]:.3f}" for way, found in overlaps.items()}, flush=True)
+    for way, found in counts.items():
+        accepted, offered = map(sum, zip(*found))
+        print(f"{way}: {accepted}/{offered} {accepted / offered:.3f}; by prompt {spread([a / o for a, o in found])}")
+    for way, found in overlaps.items():
+        print(f"{way}: overlap by prompt {spread(found)}")
 
 
 if __name__ == "__main__":
