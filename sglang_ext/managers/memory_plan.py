@@ -13,7 +13,7 @@ import torch
 from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode, get_req_to_token_extra_context_len
 from sglang.srt.model_executor.cuda_graph_config import Backend
 
-from sglang_ext.config import options
+from sglang_ext.config import options, selection_options
 from sglang_ext.config.prefill_options import QUANTIZED
 from sglang_ext.core import OptionError
 from sglang_ext.layers.attention import verify_attention
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 # Of the memory for KV, what rings of queries take at most, and rings that there are in any case, where as many requests run.
 RINGS_SHARE, LEAST_RINGS = 1 / 64, 16
+# As many times as much where cache ranks have full KV: more requests run at once, and each leaves queries in every step.
+RINGS_OF_ROWS = 4
 # Of each of FlashInfer's wrappers on the device, for its plan; and wrappers of a backend beside those of its graphs.
 PLAN_BYTES, OTHER_WRAPPERS = 8 << 20, 4
 # Page tables that SGLang's fa3 backend has for graphs of verifications.
@@ -181,7 +183,8 @@ class MemoryPlanner:
         window = self.served.window
         if not window:
             return 0
-        share = int(RINGS_SHARE * tokens * self.model.slot_bytes / (self.model.query_bytes * self.ring_span))
+        of_pool = RINGS_SHARE * (RINGS_OF_ROWS if selection_options.sends_rows(self.args) else 1)
+        share = int(of_pool * tokens * self.model.slot_bytes / (self.model.query_bytes * self.ring_span))
         return min(requests, max(LEAST_RINGS, share))
 
     def plan(self, requests: int, tokens: int, rings: int) -> MemoryPlan:

@@ -7,6 +7,8 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import psutil
+
 from sglang_ext.config import options, selection_options
 from sglang_ext.managers.cache_rank.choices import RankChoices
 from sglang_ext.managers.cache_rank.link import START_SECONDS, RankLink, RankSettings
@@ -75,7 +77,7 @@ def _attach(
     elif held.rows:
         # Of as many contexts as the pool holds copies.
         most_blocks = slots // max(1, most) * -(-longest // BLOCK) // args.kv_cache_ranks + requests
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * FREE_SHARE / args.kv_cache_ranks
+        free = psutil.virtual_memory().available * FREE_SHARE / args.kv_cache_ranks
         blocks = max(blocks, min(most_blocks, int(free) // (BLOCK * held.token_bytes)))
     shape = Shape(
         layers=len(buffers.keys),

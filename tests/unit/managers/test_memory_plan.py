@@ -59,6 +59,9 @@ def test_rings_of_queries_are_a_share_of_the_pool_and_never_more_than_requests()
     assert plan(tokens=20_000).rings == 16, "a few, in a small pool"
     assert plan(requests=3, tokens=20_000).rings == 3
     assert plan(**ROLLING).rings == 22, "larger ones"
+    lossy = {"methods": ("spade",), "tokens": 20_000, "on_gpu": False, "speculative_num_draft_tokens": 5, "kv_mode": "lossy"}
+    few, many = (plan(kv_cache_ranks=ranks, **lossy).rings for ranks in (0, 1))
+    assert many == pytest.approx(4 * few, abs=4) and many > 16, "more run at once where ranks have full KV"
 
 
 def test_without_a_method_that_scores_by_queries_there_are_none():
