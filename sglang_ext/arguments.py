@@ -162,8 +162,8 @@ class KVServerArgs(ServerArgs):
         int,
         Arg(
             help="With --kv-cache-ranks: bits in which a rank holds the keys that it scores by. 16: as they are in the pool. 8, 4: "
-            "integers of each token, head and 32 channels, of 9 and 5 bits with their scales; --kv-cache-rank-gb holds as many more tokens, "
-            "but in mode lossy, where exact keys are held beside these, to be sent.",
+            "integers of each token, head and 32 channels, of 9 and 5 bits with their scales; --kv-cache-rank-gb holds as many more "
+            "tokens, but in mode lossy, where exact keys are held beside these, to be sent.",
             choices=list(SCORE_BITS),
         ),
         NS("memory"),

@@ -62,8 +62,8 @@ def test_rows_go_where_the_exchange_says_from_the_pool_or_from_elsewhere():
     first = exchange(torch.full_like(wanted, EMPTY), wanted)
     buffers.move_rows(first, sources, targets)
     second = exchange(first.held, some(2, 12))
-    rows = [torch.stack([part[layer][sources[position], head] for layer, head, position in
-                         zip(second.layers.tolist(), second.heads.tolist(), second.positions.tolist())]) for part in (keys, values)]  # fmt: skip
+    at = list(zip(second.layers.tolist(), second.heads.tolist(), second.positions.tolist()))
+    rows = [torch.stack([part[layer][sources[position], head] for layer, head, position in at]) for part in (keys, values)]
     buffers.put_rows(ArrivedRows(second, *rows), targets)
     heads = torch.arange(HEADS)[:, None]
     for part in (keys, values):
