@@ -124,7 +124,7 @@ class ProgressiveSender(CommonKVSender):
             changes then.
         """
         waiting = self.kv_mgr.waiting
-        if self._peer is not None or self._packs is None or self._cleared or not self._owns() or not waiting.has_room:
+        if self._peer is not None or self._packs is None or self._stage in OVER or not self._owns() or not waiting.has_room:
             return False
         codec = self._codec(begin, end)
         ends = codec.ends(len(self._prompt))
