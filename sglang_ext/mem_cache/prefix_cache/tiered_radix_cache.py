@@ -235,9 +235,9 @@ class TieredRadixCache(RadixCache):
         if not self._keeps_answers:
             key = key[: len(req.origin_input_ids)].page_aligned(self.page_size)
         own = req.cache_protected_len
-        # One that was prefilled again has more in the tree than its prompt.
+        # One that was prefilled again has more in the tree than its prompt, which may end within a node there that is codes alone.
         end = max(own, len(key))
-        if is_insert and not self.disable_finished_insert:
+        if is_insert and own < len(key) and not self.disable_finished_insert:
             slots = row[: len(key)].to(torch.int64, copy=True)
             _, unneeded = self._grow(key, slots, own, getattr(req, "priority", 0) or 0)
         else:

@@ -75,6 +75,20 @@ def test_where_two_prompts_part_within_a_block_what_they_share_of_it_lies_in_ful
     world.empty()
 
 
+def test_a_request_that_was_prefilled_with_its_answer_leaves_the_tree_as_it_is_when_its_prompt_ends_within_codes_alone():
+    world = Lossy()
+    tokens = distinct(1, 501)
+    req = world.decoding(tokens)
+    world.round(req)
+    req.origin_input_ids, req.output_ids = req.origin_input_ids[:300], req.origin_input_ids[300:]
+    node = next(each for each in path(req.last_node) if each.start < 300 < each.end)
+    assert node.is_codes_alone
+    world.finish(req)
+    assert node.is_codes_alone and node.end > 300
+    world.check()
+    world.empty()
+
+
 def test_generated_tokens_are_given_back_when_a_copy_packs_them_and_freed_once():
     world = Lossy()
     before = world.allocator.available_size()
