@@ -78,9 +78,10 @@ def measure(
     ]
     by_setting: dict[tuple[str, float, Tail], list[torch.Tensor]] = {setting: [] for setting in settings}
     for prompt in prompts:
-        layers, ids = model.attention(model.continued(prompt.input_ids, tokens)), prompt.input_ids
+        layers, length = model.attention(model.continued(prompt.input_ids, tokens)), len(prompt.input_ids)
+        seeds = token_seeds(prompt.input_ids, length, DEVICE)
         for name, budget, tail in settings:
-            found = relative_errors(layers, len(ids), methods[name], budget, model.rotary, tail, token_seeds(ids, len(ids), DEVICE))
+            found = relative_errors(layers, length, methods[name], budget, model.rotary, tail, seeds)
             by_setting[name, budget, tail].append(found)
     for (name, budget, tail), found in by_setting.items():
         errors = torch.cat(found, dim=1)

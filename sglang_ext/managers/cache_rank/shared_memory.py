@@ -76,7 +76,7 @@ class SharedMemory:
     def put_chosen(self, epoch: int, lane: int, sequence: int, first: int, covered: int, kept: torch.Tensor) -> None:
         """Write an answer, int64 [pack layers, kv_heads, kept]; its head last."""
         layers, count = slice(first, first + len(kept)), kept.shape[-1]
-        self.chosen[lane, sequence % 2, layers, : kept.shape[1] * count] = kept.flatten(1).int()
+        self._by_head(self.chosen, lane, sequence, layers, count).copy_(kept)
         head = torch.tensor([epoch, sequence, covered, count])
         self.heads[lane, sequence % 2, layers] = head
 
@@ -89,31 +89,31 @@ class SharedMemory:
         expected, heads = [epoch, sequence, covered, kept], self.heads[lane, sequence % 2, layers]
         if wrong := [head for head in heads.tolist() if head != expected]:
             raise StaleAnswer(f"epoch, sequence, covered and kept tokens are {wrong[0]}, and {expected} were asked for")
-        heads_of = self.shape.kv_heads
-        found = self.chosen[lane, sequence % 2, layers, : heads_of * kept].long().view(len(heads), heads_of, kept)
+        found = self._by_head(self.chosen, lane, sequence, layers, kept).long()
         if not bool((found[..., 0] >= 0).all() & (found[..., -1] < covered).all() & (found.diff(dim=-1) > 0).all()):
             raise StaleAnswer(f"positions are not ascending from 0 to below {covered}")
         return found
 
     def put_held(self, lane: int, sequence: int, first: int, held: torch.Tensor) -> None:
         """Write what a copy holds as a question is asked, int64 [pack layers, kv_heads, keep], from layer ``first`` on."""
-        layers = slice(first, first + len(held))
-        self.held[lane, sequence % 2, layers, : held.shape[1] * held.shape[2]] = held.flatten(1).int()
+        self._by_head(self.held, lane, sequence, slice(first, first + len(held)), held.shape[-1]).copy_(held)
 
     def get_held(self, lane: int, sequence: int, layers: slice, keep: int) -> torch.Tensor:
         """Read it: int64 [pack layers, kv_heads, keep]."""
-        heads = self.shape.kv_heads
-        return self.held[lane, sequence % 2, layers, : heads * keep].long().unflatten(-1, (heads, keep))
+        return self._by_head(self.held, lane, sequence, layers, keep).long()
 
     def put_fresh(self, lane: int, sequence: int, first: int, fresh: torch.Tensor) -> None:
         """Write which positions of an answer have rows: bool [pack layers, kv_heads, kept]."""
-        layers = slice(first, first + len(fresh))
-        self.fresh[lane, sequence % 2, layers, : fresh.shape[1] * fresh.shape[2]] = fresh.flatten(1)
+        self._by_head(self.fresh, lane, sequence, slice(first, first + len(fresh)), fresh.shape[-1]).copy_(fresh)
 
     def get_fresh(self, lane: int, sequence: int, layers: slice, kept: int) -> torch.Tensor:
         """Read them: a view, bool [pack layers, kv_heads, kept]."""
+        return self._by_head(self.fresh, lane, sequence, layers, kept)
+
+    def _by_head(self, part: torch.Tensor, lane: int, sequence: int, layers: slice, count: int) -> torch.Tensor:
+        """A place for ``count`` numbers of each KV head, of a part like ``chosen``: a view, [pack layers, kv_heads, count]."""
         heads = self.shape.kv_heads
-        return self.fresh[lane, sequence % 2, layers, : heads * kept].unflatten(-1, (heads, kept))
+        return part[lane, sequence % 2, layers, : heads * count].unflatten(-1, (heads, count))
 
     def rows(self, lane: int, sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of an answer, to be written or read: views, [layers, kv_heads, most, dim] each."""

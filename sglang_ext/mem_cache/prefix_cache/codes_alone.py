@@ -30,9 +30,7 @@ from sglang_ext.mem_cache.prefix_cache.segments import Blocks, Segment
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
-    from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
     from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
-    from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
 
 # Tokens before a copy takes up new ones, from which on room is kept for that: two rounds, and one whose outcome is not known yet.
 NEAR = 12
@@ -55,11 +53,9 @@ class Restored:
 
 @dataclass
 class CodesAlone(GivenBack):
-    """What of the full KV of one scheduler process was given back.
+    """What of the full KV of one scheduler process, whose prefix tree has no host tier, was given back.
 
     Attributes:
-        tree: the prefix tree, without a host tier.
-        copies: of the running requests.
         packing: how blocks lie in slots.
         method_of: what makes the copies of a request that waits; None where it gets none.
         recomputes: whether who is retracted is computed again here, as all that this process computed is; else by another server, of those
@@ -69,8 +65,6 @@ class CodesAlone(GivenBack):
         restored_tokens: whose full KV was made of codes, so far.
     """
 
-    tree: "TieredRadixCache"
-    copies: "CompressedViews"
     packing: Packing
     method_of: "Callable[[Req], CopyMethod | None]"
     recomputes: bool = True
@@ -80,8 +74,6 @@ class CodesAlone(GivenBack):
     # What decodes, as its last round began.
     _decoding: dict[int, tuple[TieredNode, int]] = field(default_factory=dict)
     _shared: dict[int, tuple[TieredNode, int]] = field(default_factory=dict)
-    # Of each row, positions of its own tokens whose slots went back, or were never there.
-    _own: dict[int, range] = field(default_factory=dict)
     _elsewhere: dict[int, Sent] = field(default_factory=dict)
     _pending: list[Restored] = field(default_factory=list)
 
@@ -106,7 +98,8 @@ class CodesAlone(GivenBack):
         self._update()
         for row in running:
             if (holder := self.holders.get(row)) is not None:
-                self._give_back_own(holder)
+                # Generated tokens are behind what the tree has of a request.
+                self._give_back_own(row, holder.node.end, holder.covered)
 
     def admitted(self, req: "Req") -> None:
         """As :meth:`GivenBack.admitted`."""
@@ -207,46 +200,28 @@ class CodesAlone(GivenBack):
             # To SGLang's padding page.
             self.copies.token_table[holder.row, node.start : node.end] = 0
 
-    def _give_back_own(self, holder: Holder) -> None:
-        """Free the slots of generated tokens that a copy covers: they are the request's own, behind what the tree has of it."""
-        row, begin = holder.row, self.given(holder.row, holder.node.end)
-        if holder.covered <= begin:
-            return
-        slots = self.copies.token_table[row, begin : holder.covered]
-        self.tree.token_to_kv_pool_allocator.free_segment(slots.to(torch.int64, copy=True), start_pos=begin)
-        slots.zero_()
-        self._own[row] = range(self._own[row].start if row in self._own else begin, holder.covered)
-
-    def given(self, row: int, protected: int) -> int:
-        """The position before which slots of a request's row are not its own: the tree's, ``protected`` tokens, or given back."""
-        return self._own[row].stop if row in self._own else protected
-
     def exact_from(self, row: int, protected: int) -> int:
         """The first position from which on a request's row leads to its own full KV."""
         return self.given(row, protected) if self.holders.get(row) is not None else 0
 
     def forget(self, row: int) -> None:
-        """The request in ``row`` is gone."""
+        """As :meth:`GivenBack.forget`."""
+        super().forget(row)
         self.holders.forget(row)
         if self.prompts is not None:
             self.prompts.forget(row)
         self._decoding.pop(row, None)
         self._shared.pop(row, None)
-        self._own.pop(row, None)
         self._elsewhere.pop(row, None)
 
     def clear(self) -> None:
-        """All requests are gone, and the pool is being cleared."""
+        """As :meth:`GivenBack.clear`."""
+        super().clear()
         self.holders.clear()
         if self.prompts is not None:
             self.prompts.clear()
-        for kept in (self._decoding, self._shared, self._own, self._elsewhere, self._pending):
+        for kept in (self._decoding, self._shared, self._elsewhere, self._pending):
             kept.clear()
-
-    @property
-    def own_tokens(self) -> int:
-        """Tokens of running requests' own whose slots went back, or were never there."""
-        return sum(map(len, self._own.values()))
 
     @property
     def tokens(self) -> int:

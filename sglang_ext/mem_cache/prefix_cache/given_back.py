@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,8 +10,10 @@ import torch
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
+    from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
     from sglang_ext.mem_cache.prefix_cache.nodes import TieredNode
     from sglang_ext.mem_cache.prefix_cache.recompute import Sent
+    from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
 
 
 @dataclass(frozen=True)
@@ -29,22 +31,43 @@ class Room:
     growth: float = 0
 
 
+@dataclass
 class GivenBack(ABC):
-    """What of the full KV of one scheduler process was given back. Rows lead to SGLang's padding page there."""
+    """What of the full KV of one scheduler process was given back. Rows lead to SGLang's padding page there.
+
+    Attributes:
+        tree: the prefix tree.
+        copies: of the running requests.
+    """
+
+    tree: "TieredRadixCache"
+    copies: "CompressedViews"
+    # Of each row, positions of its own tokens whose slots went back, or were never there.
+    _own: dict[int, range] = field(default_factory=dict, init=False)
 
     @property
-    @abstractmethod
     def own_tokens(self) -> int:
         """Tokens of running requests' own whose slots went back, or were never there."""
+        return sum(map(len, self._own.values()))
 
     @property
     @abstractmethod
     def tokens(self) -> int:
         """Tokens of which something else stands for full KV that is not there."""
 
-    @abstractmethod
     def given(self, row: int, protected: int) -> int:
         """The position before which slots of a request's row are not its own: the tree's, ``protected`` tokens, or given back."""
+        return self._own[row].stop if row in self._own else protected
+
+    def _give_back_own(self, row: int, protected: int, covered: int) -> None:
+        """Free the slots of a request's own tokens, behind the tree's ``protected`` ones, that its copy stands for."""
+        begin = self.given(row, protected)
+        if covered <= begin:
+            return
+        slots = self.copies.token_table[row, begin:covered]
+        self.tree.token_to_kv_pool_allocator.free_segment(slots.to(torch.int64, copy=True), start_pos=begin)
+        slots.zero_()
+        self._own[row] = range(self._own[row].start if row in self._own else begin, covered)
 
     @abstractmethod
     def exact_from(self, row: int, protected: int) -> int:
@@ -63,13 +86,13 @@ class GivenBack(ABC):
             share: of these, those that are expected.
         """
 
-    @abstractmethod
     def forget(self, row: int) -> None:
         """The request in ``row`` is gone."""
+        self._own.pop(row, None)
 
-    @abstractmethod
     def clear(self) -> None:
         """All requests are gone, and the pool is being cleared."""
+        self._own.clear()
 
     def admitted(self, req: "Req") -> None:
         """A request that waited begins in the next forward: keep what it attends to."""

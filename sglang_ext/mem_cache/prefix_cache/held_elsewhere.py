@@ -10,10 +10,8 @@ before the next round it is retracted, and computed again from its tokens (recom
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
-
-import torch
 
 from sglang_ext.mem_cache.prefix_cache.given_back import GivenBack, Room
 from sglang_ext.mem_cache.prefix_cache.nodes import path
@@ -22,9 +20,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
     from sglang_ext.mem_cache.compressed.chosen_elsewhere import ChosenElsewhere
-    from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
     from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
-    from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
 
 
 @dataclass
@@ -32,22 +28,16 @@ class HeldElsewhere(GivenBack):
     """What of the full KV of one scheduler process lies at its cache ranks alone.
 
     Attributes:
-        tree: the prefix tree.
-        copies: of the running requests, whose rows the ranks exchange.
-        ranks: who has the full KV.
+        ranks: who has the full KV, and exchanges rows of the copies.
         method_of: what makes the copies of a request that waits; None where it gets none.
         tail: tokens that follow a copy at most, as their slots go back a round after they were computed.
         recomputed: requests so far that were lost.
     """
 
-    tree: "TieredRadixCache"
-    copies: "CompressedViews"
     ranks: "ChosenElsewhere"
     method_of: "Callable[[Req], CopyMethod | None]"
     tail: int
     recomputed: int = 0
-    # Of each row, positions of its own tokens whose slots went back.
-    _own: dict[int, range] = field(default_factory=dict)
 
     def update(self, requests: "Sequence[Req]") -> None:
         """A round of these begins, before which SGLang let the prefix tree take over the prompts of those that have copies."""
@@ -57,7 +47,7 @@ class HeldElsewhere(GivenBack):
                 continue
             if req.req_pool_idx not in self._own:
                 self._let_go(req)
-            self._give_back_own(req.req_pool_idx, view.covered)
+            self._give_back_own(req.req_pool_idx, req.cache_protected_len, view.covered)
 
     def _let_go(self, req: "Req") -> None:
         """Give up a request's hold of its path: others may take its slots, so that no row may lead there."""
@@ -68,20 +58,6 @@ class HeldElsewhere(GivenBack):
             req.last_node = self.tree.root_node
         self.copies.token_table[row, :protected] = 0
         self._own[row] = range(protected, protected)
-
-    def _give_back_own(self, row: int, covered: int) -> None:
-        """Free the slots of a request's own tokens that its copy stands for."""
-        own = self._own[row]
-        if covered <= own.stop:
-            return
-        slots = self.copies.token_table[row, own.stop : covered]
-        self.tree.token_to_kv_pool_allocator.free_segment(slots.to(torch.int64, copy=True), start_pos=own.stop)
-        slots.zero_()
-        self._own[row] = range(own.start, covered)
-
-    def given(self, row: int, protected: int) -> int:
-        """As :meth:`GivenBack.given`."""
-        return self._own[row].stop if row in self._own else protected
 
     def exact_from(self, row: int, protected: int) -> int:
         """As :meth:`GivenBack.exact_from`."""
@@ -102,19 +78,6 @@ class HeldElsewhere(GivenBack):
     def retracted(self, requests: int) -> None:
         """As :meth:`GivenBack.retracted`."""
         self.recomputed += requests
-
-    def forget(self, row: int) -> None:
-        """As :meth:`GivenBack.forget`."""
-        self._own.pop(row, None)
-
-    def clear(self) -> None:
-        """As :meth:`GivenBack.clear`."""
-        self._own.clear()
-
-    @property
-    def own_tokens(self) -> int:
-        """As :attr:`GivenBack.own_tokens`."""
-        return sum(map(len, self._own.values()))
 
     @property
     def tokens(self) -> int:

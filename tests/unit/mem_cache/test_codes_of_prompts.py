@@ -52,6 +52,13 @@ def decode(world, req):
     world.round(req)
 
 
+def leave_codes(world, tokens):
+    """A prompt was computed and answered: its beginning is codes alone in the tree."""
+    req = computed(world, tokens)
+    decode(world, req)
+    world.finish(req, is_insert=False)
+
+
 def test_a_chunks_full_kv_goes_as_the_next_one_begins():
     world = Lossy(on_codes=True)
     req = admitted(world, distinct(1, 900))
@@ -72,9 +79,7 @@ def test_a_chunks_full_kv_goes_as_the_next_one_begins():
 
 def test_a_prompt_that_begins_so_reads_the_codes_where_they_lie():
     world = Lossy(on_codes=True)
-    first = computed(world, distinct(1, 600))
-    decode(world, first)
-    world.finish(first, is_insert=False)
+    leave_codes(world, distinct(1, 600))
     free, slots = world.allocator.available_size(), [segment.slots for segment in world.cache.segments]
     second = admitted(world, distinct(1, 394) + distinct(2, 206))
     assert second.begun == SINKS + (394 - SINKS) // BLOCK * BLOCK
@@ -92,9 +97,7 @@ def test_a_prompt_that_begins_so_reads_the_codes_where_they_lie():
 
 def test_codes_of_an_admitted_prompts_beginning_are_not_evicted_also_where_others_part_them():
     world = Lossy(on_codes=True)
-    first = computed(world, distinct(1, 600))
-    decode(world, first)
-    world.finish(first, is_insert=False)
+    leave_codes(world, distinct(1, 600))
     reading = admitted(world, distinct(1, 560) + distinct(2, 60))
     expected = torch.cat([segment.slots[: segment.packed] for segment in world.codes.prompts._admitted[reading.rid]])
     assert world.match(distinct(1, 140) + distinct(3, 60)).best_match_node.end == SINKS + 2 * BLOCK
@@ -111,9 +114,7 @@ def test_codes_of_an_admitted_prompts_beginning_are_not_evicted_also_where_other
 
 def test_who_lacks_full_kv_and_gets_no_copy_reads_the_codes_and_is_computed_again():
     world = Lossy(slots=1200, on_codes=True)
-    first = computed(world, distinct(1, 600))
-    decode(world, first)
-    world.finish(first, is_insert=False)
+    leave_codes(world, distinct(1, 600))
     reading = admitted(world, distinct(1, 600) + distinct(2, 30))
     world.cache.evict(EvictParams(num_tokens=world.slots))
     others = world.allocate(world.allocator.available_size() - 60)
@@ -131,9 +132,7 @@ def test_who_lacks_full_kv_and_gets_no_copy_reads_the_codes_and_is_computed_agai
 
 def test_who_decodes_on_full_kv_computes_anew_what_is_codes_alone():
     world = Lossy(on_codes=True)
-    first = computed(world, distinct(1, 600))
-    decode(world, first)
-    world.finish(first, is_insert=False)
+    leave_codes(world, distinct(1, 600))
     world.codes.prompts.method_of = lambda req: None
     full = admitted(world, distinct(1, 300))
     assert full.begun == SINKS and world.match(distinct(1, 300)).best_match_node.end == 260
