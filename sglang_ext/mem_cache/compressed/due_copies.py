@@ -54,7 +54,7 @@ def ensure_copy(views: CompressedViews, req: "Req", state: RequestState, length:
 
 def _renew(views: CompressedViews, row: int, length: int, headroom: int) -> int:
     """Make the copy of the request in ``row`` anew; the fallback reason, 0 where it has one afterwards, be it that of before."""
-    stands = views.stands(row)
+    stands = views.elsewhere is not None and views.stands(row)
     if views.elsewhere is not None and not prepare(views, row, length):
         if views.stands(row):
             return 0
