@@ -63,7 +63,8 @@ def _taken(adder: "PrefillAdder", codes: "GivenBack", req: "Req") -> float:
     pages = adder.page_size * (len(running) + len(begins))
     rests = [len(each.full_untruncated_fill_ids) - each.extend_range.start for each in adder.can_run_list]
     rooms = [codes.room(each, _more(each), adder.new_token_ratio) for each in [*running, *begins]]
-    held = pages + sum(room.copy for room in rooms)
+    reads = {segment for room in rooms for segment in room.reads}
+    held = pages + sum(room.copy for room in rooms) + sum(len(segment.slots) for segment in reads)
     now = held + sum(map(codes.at_once, adder.can_run_list, rests)) - _spared(codes, req)
     now += sum(map(_ahead, running)) + sum(min(_more(each), get_alloc_reserve_per_decode()) + HEADROOM for each in begins)
     later = held + sum(rests) + sum(room.growth - room.back for room in rooms)

@@ -299,9 +299,11 @@ class CodesAlone(GivenBack):
         if not begins:
             near = method.packs_all and view.due - (tokens - method.recent) <= NEAR
             return Room(copy=method.packing.held_slots(method.pack_after + method.unit) if near else 0, growth=growth)
-        known = self._known(req, method, covered) if view is None else view.covered
+        segments = self._known(req, method, covered) if view is None else []
+        known = segments[-1].end if segments else method.sinks if view is None else view.covered
         copy = method.sinks * (view is None) + method.packing.held_slots(method.kept(covered - known))
-        return Room(copy, self._returned(req, method.sinks, covered) if method.packs_all else 0, growth)
+        back = self._returned(req, method.sinks, covered) if method.packs_all else 0
+        return Room(copy, back, growth, tuple(segment for segment in segments if not segment.users))
 
     def at_once(self, req: "Req", rest: int) -> int:
         """Slots that full KV of the last ``rest`` tokens of a prompt takes at most beside what it has, while they are computed."""
@@ -315,13 +317,12 @@ class CodesAlone(GivenBack):
         """Slots by which full KV after what a copy covers grows at most, where it takes ``exact`` now: a copy takes up the rest."""
         return max(0, method.recent + method.unit + method.pack_after - exact)
 
-    def _known(self, req: "Req", method: "CopyMethod", covered: int) -> int:
-        """Tokens of a waiting request whose blocks the tree has; the sinks at least."""
+    def _known(self, req: "Req", method: "CopyMethod", covered: int) -> list[Segment]:
+        """Segments of the tree with which the copy of a waiting request is to begin."""
         matched = 0 if req.req_pool_idx is not None else len(req.prefix_indices) + req.host_hit_length
         if not matched:
-            return method.sinks
-        segments = self.tree.nodes.segments_to(req.best_match_node, min(matched, covered), method.name, method.sinks)
-        return segments[-1].end if segments else method.sinks
+            return []
+        return self.tree.nodes.segments_to(req.best_match_node, min(matched, covered), method.name, method.sinks)
 
     def _returned(self, req: "Req", sinks: int, covered: int) -> int:
         """Slots of full KV that go back when a request has its copy: its own, and of its path what nobody else reads."""

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
     from sglang_ext.mem_cache.prefix_cache.nodes import TieredNode
     from sglang_ext.mem_cache.prefix_cache.recompute import Sent
+    from sglang_ext.mem_cache.prefix_cache.segments import Segment
     from sglang_ext.mem_cache.prefix_cache.tiered_radix_cache import TieredRadixCache
 
 
@@ -24,11 +25,13 @@ class Room:
         copy: for its copy, or what that takes up next, while its full KV is there.
         back: of full KV, that are given back then.
         growth: that its answer takes yet.
+        reads: segments of the tree that are to be part of its copy and that nobody reads yet, so that they count as evictable.
     """
 
     copy: int = 0
     back: int = 0
     growth: float = 0
+    reads: "tuple[Segment, ...]" = ()
 
 
 @dataclass

@@ -76,8 +76,9 @@ class Reserving(Lossy):
 class Scheduler:
     """SGLang's, with its own prefill adder, over a tree in mode lossy: chunks of prompts first, then rounds."""
 
-    def __init__(self, slots, chunk, name="int8", on_codes=False):
+    def __init__(self, slots, chunk, name="int8", on_codes=False, ratio=RATIO):
         self.world, self.chunk, self.on_codes = Reserving(slots=slots, name=name, on_codes=on_codes, chunk=chunk), chunk, on_codes
+        self.ratio = ratio
         self.waiting, self.running, self.chunked, self.most, self.alone = [], [], None, 0, 0
 
     def ask(self, tokens, answer):
@@ -86,7 +87,7 @@ class Scheduler:
     def step(self):
         """Prefill, or a round where nothing is admitted."""
         world = self.world
-        adder = PrefillAdder(PAGE, world.cache, world.allocator, SimpleNamespace(reqs=self.running), RATIO, 1 << 20, self.chunk)
+        adder = PrefillAdder(PAGE, world.cache, world.allocator, SimpleNamespace(reqs=self.running), self.ratio, 1 << 20, self.chunk)
         if self.chunked is not None:
             self._insert(self.chunked, chunked=True)
             self.chunked = admit_chunk(PrefillAdder.add_chunked_req, adder, self.chunked)
@@ -199,8 +200,9 @@ ASKED = st.tuples(st.integers(1, 3), st.integers(80, 400), st.integers(1, 3), st
     name=st.sampled_from(["int8", "int4", "kivi"]), on_codes=st.booleans(),
 )
 def test_who_is_admitted_has_its_slots_and_all_are_served(prompts, pages, chunk, name, on_codes):
-    # Prompts attend to codes of all whole blocks; kivi leaves the newest as they are.
-    scheduler = Scheduler(pages * PAGE, chunk, name, on_codes and name != "kivi")
+    # Prompts attend to codes of all whole blocks; kivi leaves the newest as they are. All answers go to their end, and all of their tokens
+    # are expected: where more come than were expected, SGLang retracts.
+    scheduler = Scheduler(pages * PAGE, chunk, name, on_codes and name != "kivi", ratio=1.0)
     for stem, tokens, other, more, answer in prompts:
         scheduler.ask(distinct(stem, tokens) + distinct(10 + other, more), answer)
     for _ in range(1000):
@@ -208,6 +210,19 @@ def test_who_is_admitted_has_its_slots_and_all_are_served(prompts, pages, chunk,
             break
         scheduler.step()
     assert not scheduler.waiting and not scheduler.running
+    scheduler.world.empty()
+
+
+def test_blocks_that_a_prompt_finds_in_the_tree_are_not_room_for_others():
+    """Nobody reads them yet, so that SGLang counts them as evictable."""
+    scheduler = Scheduler(554 * PAGE, 1000, "kivi", ratio=1.0)
+    for stem, tokens, other, more, answer in [
+        (3, 296, 3, 171, 142), (2, 380, 2, 129, 300), (1, 325, 1, 190, 270), (3, 168, 2, 140, 195), (2, 340, 1, 199, 300),
+        (2, 269, 2, 187, 270),
+    ]:
+        scheduler.ask(distinct(stem, tokens) + distinct(10 + other, more), answer)
+    while scheduler.waiting or scheduler.running:
+        scheduler.step()
     scheduler.world.empty()
 
 
