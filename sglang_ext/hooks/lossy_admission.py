@@ -7,6 +7,7 @@ growing answers never need the same slots. Prompts that attend to codes keep ful
 that is codes alone (prompts_on_codes.py).
 """
 
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -15,12 +16,13 @@ from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
 
 from sglang_ext.config.options import PLAIN_STEPS
 from sglang_ext.managers.spec_decode.requests import end_of_answer
+from sglang_ext.mem_cache.prefix_cache.nodes import path
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.schedule_policy import PrefillAdder
 
-    from sglang_ext.mem_cache.prefix_cache.given_back import GivenBack
+    from sglang_ext.mem_cache.prefix_cache.given_back import GivenBack, Room
 
 # Slots that stay free of each request where copies are made (round.py), beside those that SGLang takes ahead of it.
 HEADROOM = 2 * (PLAIN_STEPS + 1)
@@ -60,15 +62,23 @@ def _with_offset(adder: "PrefillAdder", offset: float, original: Callable, *args
 def _taken(adder: "PrefillAdder", codes: "GivenBack", req: "Req") -> float:
     """Slots that others leave to ``req`` not, of those that are free or evictable; less those that SGLang adds for its answer."""
     running, begins = _running(adder), [*adder.can_run_list, req]
-    pages = adder.page_size * (len(running) + len(begins))
+    kept_free = (adder.page_size + HEADROOM) * (len(running) + len(begins))
     rests = [len(each.full_untruncated_fill_ids) - each.extend_range.start for each in adder.can_run_list]
     rooms = [codes.room(each, _more(each), adder.new_token_ratio) for each in [*running, *begins]]
     reads = {segment for room in rooms for segment in room.reads}
-    held = pages + sum(room.copy for room in rooms) + sum(len(segment.slots) for segment in reads)
+    held = kept_free + sum(room.copy for room in rooms) + sum(len(segment.slots) for segment in reads)
     now = held + sum(map(codes.at_once, adder.can_run_list, rests)) - _spared(codes, req)
-    now += sum(map(_ahead, running)) + sum(min(_more(each), get_alloc_reserve_per_decode()) + HEADROOM for each in begins)
-    later = held + sum(rests) + sum(room.growth - room.back for room in rooms)
+    now += sum(map(_ahead, running)) + sum(min(_more(each), get_alloc_reserve_per_decode()) for each in begins)
+    later = held + sum(rests) + sum(room.growth - room.back for room in rooms) - _left(rooms, req)
     return max(now, later) - _more(req)
+
+
+def _left(rooms: list["Room"], req: "Req") -> int:
+    """Slots of the prefix tree that go back as all who lock them leave them, of whom ``req`` does not yet."""
+    leaving = Counter(node for room in rooms for node in room.leaves)
+    begins = set() if req.last_node is None else set(path(req.last_node))
+    gone = [node for node, count in leaving.items() if count >= node.lock_ref + (node in begins)]
+    return sum(min(room.leaves[node] for room in rooms if node in room.leaves) for node in gone)
 
 
 def _spared(codes: "GivenBack", req: "Req") -> int:
@@ -92,4 +102,4 @@ def _more(req: "Req") -> int:
 def _ahead(req: "Req") -> int:
     """Slots that the next round takes ahead of a request that decodes."""
     reached = min(end_of_answer(req), req.kv_committed_len + get_alloc_reserve_per_decode())
-    return max(0, reached - req.kv.kv_allocated_len) + HEADROOM
+    return max(0, reached - req.kv.kv_allocated_len)

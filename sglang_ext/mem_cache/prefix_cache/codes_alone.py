@@ -293,17 +293,25 @@ class CodesAlone(GivenBack):
         # One whose prompt is computed has a copy of its beginning at most.
         begins = view is None or (self.prompts is not None and req.req_pool_idx in self.prompts.computed)
         covered = method.covered(tokens - method.recent) if begins else view.covered
-        growth = share * more
+        growth, near, taken = share * more, False, 0
         if method.packs_all:
-            growth = method.share * growth + min(more, self._exact_growth(method, tokens - covered))
+            left = method.pack_after if begins else view.due - (tokens - method.recent)
+            near = left <= NEAR
+            # Beside the full KV that goes back then; of an answer that ends before, nothing is packed.
+            taken = method.packing.held_slots(method.pack_after + method.unit) if left <= max(more, NEAR) else 0
+            growth = max(method.share * growth, taken) + min(more, self._exact_growth(method, tokens - covered))
         if not begins:
-            near = method.packs_all and view.due - (tokens - method.recent) <= NEAR
-            return Room(copy=method.packing.held_slots(method.pack_after + method.unit) if near else 0, growth=growth)
+            leaves = self._leaves(req, method.sinks, covered) if method.packs_all and self.serves(req.req_pool_idx) else {}
+            copy = taken if near else 0
+            return Room(copy, leaves=leaves, growth=growth - copy)
         segments = self._known(req, method, covered) if view is None else []
         known = segments[-1].end if segments else method.sinks if view is None else view.covered
         copy = method.sinks * (view is None) + method.packing.held_slots(method.kept(covered - known))
-        back = self._returned(req, method.sinks, covered) if method.packs_all else 0
-        return Room(copy, back, growth, tuple(segment for segment in segments if not segment.users))
+        reads = tuple(segment for segment in segments if not segment.users)
+        if not method.packs_all:
+            return Room(copy, growth=growth, reads=reads)
+        back = max(0, covered - max(method.sinks, req.cache_protected_len))
+        return Room(copy, back, self._leaves(req, method.sinks, covered), growth, reads)
 
     def at_once(self, req: "Req", rest: int) -> int:
         """Slots that full KV of the last ``rest`` tokens of a prompt takes at most beside what it has, while they are computed."""
@@ -324,10 +332,14 @@ class CodesAlone(GivenBack):
             return []
         return self.tree.nodes.segments_to(req.best_match_node, min(matched, covered), method.name, method.sinks)
 
-    def _returned(self, req: "Req", sinks: int, covered: int) -> int:
-        """Slots of full KV that go back when a request has its copy: its own, and of its path what nobody else reads."""
-        returned = max(0, covered - max(sinks, req.cache_protected_len))
+    def _leaves(self, req: "Req", sinks: int, covered: int) -> dict[TieredNode, int]:
+        """Of a request's path the nodes with full KV that its copy over ``covered`` tokens stands for, and how many slots of them go."""
+        found: dict[TieredNode, int] = {}
         for node in path(req.last_node):
-            if node.value is not None and node.lock_ref <= len(self.holders.by_node.get(node, ())) + 1:
-                returned += max(0, min(node.end, covered) - max(node.start, sinks))
-        return returned
+            if node.value is None:
+                continue
+            # Where paths part no segment reaches over.
+            parts = len(node.children) > (node is not req.last_node)
+            end = min(self.whole(node.end) if parts else node.end, covered)
+            found[node] = max(0, end - max(node.start, sinks))
+        return found

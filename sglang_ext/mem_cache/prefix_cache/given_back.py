@@ -1,7 +1,7 @@
 """The contract of full KV that mode lossy gives back while its request runs, as something else stands for it: what SGLang's seams ask."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -23,13 +23,15 @@ class Room:
 
     Attributes:
         copy: for its copy, or what that takes up next, while its full KV is there.
-        back: of full KV, that are given back then.
+        back: of its own full KV, that are given back then.
+        leaves: of nodes on its path, whose full KV it needs no longer then: it goes back once all who lock them need it no longer.
         growth: that its answer takes yet.
         reads: segments of the tree that are to be part of its copy and that nobody reads yet, so that they count as evictable.
     """
 
     copy: int = 0
     back: int = 0
+    leaves: "Mapping[TieredNode, int]" = field(default_factory=dict)
     growth: float = 0
     reads: "tuple[Segment, ...]" = ()
 

@@ -94,11 +94,9 @@ class HeldElsewhere(GivenBack):
         covered = method.covered(tokens) if view is None else view.covered
         kept = method.kept(covered)
         growth = method.kept(method.covered(tokens + expected)) - kept + min(more, self.tail)
-        if view is not None:
-            return Room(back=0 if self.serves(row) else self._returned(req, covered), growth=growth)
-        return Room(method.packing.held_slots(kept), self._returned(req, covered), growth)
-
-    def _returned(self, req: "Req", covered: int) -> int:
-        """Slots that go back, or may be evicted, once a request has its copy: its own, and of its path what nobody else locks."""
+        if self.serves(row):
+            return Room(growth=growth)
         nodes = [] if req.last_node is None else path(req.last_node)
-        return max(0, covered - req.cache_protected_len) + sum(node.device_tokens for node in nodes if node.lock_ref <= 1)
+        # Of its path it keeps none: those that nobody else locks may be evicted.
+        leaves, back = {node: node.device_tokens for node in nodes}, max(0, covered - req.cache_protected_len)
+        return Room(method.packing.held_slots(kept) if view is None else 0, back, leaves, growth)

@@ -213,13 +213,19 @@ def test_who_is_admitted_has_its_slots_and_all_are_served(prompts, pages, chunk,
     scheduler.world.empty()
 
 
-def test_blocks_that_a_prompt_finds_in_the_tree_are_not_room_for_others():
-    """Nobody reads them yet, so that SGLang counts them as evictable."""
-    scheduler = Scheduler(554 * PAGE, 1000, "kivi", ratio=1.0)
-    for stem, tokens, other, more, answer in [
-        (3, 296, 3, 171, 142), (2, 380, 2, 129, 300), (1, 325, 1, 190, 270), (3, 168, 2, 140, 195), (2, 340, 1, 199, 300),
-        (2, 269, 2, 187, 270),
-    ]:
+# Blocks that prompts find in the tree, which nobody reads yet, so that SGLang counts them as evictable; beginnings that several share,
+# whose full KV goes once, and not within a block where they part; copies of all at once that take up new blocks.
+TIGHT = [
+    (554, 1000, "kivi", False, "3 296 3 171 142, 2 380 2 129 300, 1 325 1 190 270, 3 168 2 140 195, 2 340 1 199 300, 2 269 2 187 270"),
+    (627, 150, "int4", True, "1 81 1 123 129, 1 149 1 191 300, 3 159 1 85 129, 3 106 2 12 129, 2 118 1 141 142, 2 285 1 11 270"),
+]
+
+
+@pytest.mark.parametrize("pages, chunk, name, on_codes, prompts", TIGHT)
+def test_what_others_share_and_read_is_room_for_nobody_else(pages, chunk, name, on_codes, prompts):
+    scheduler = Scheduler(pages * PAGE, chunk, name, on_codes, ratio=1.0)
+    for prompt in prompts.split(", "):
+        stem, tokens, other, more, answer = map(int, prompt.split())
         scheduler.ask(distinct(stem, tokens) + distinct(10 + other, more), answer)
     while scheduler.waiting or scheduler.running:
         scheduler.step()

@@ -183,9 +183,10 @@ def test_a_request_is_admitted_by_its_copy_and_its_tail_where_a_rank_has_room():
     assert (room.copy, room.back, room.growth) == (0, 0, 16)
     req = world.start(range(100, 141))
     world.renew(req)
-    assert world.held.room(req, 4).back == 40, "of its path nobody else reads it"
+    assert sum(world.held.room(req, 4).leaves.values()) == 40, "all of its path, which lies in the prefix tree"
     world.held.update([req])
-    assert world.held.room(req, 4).back == 0 and world.held.room(req, 4).growth == 4 + 2
+    room = world.held.room(req, 4)
+    assert not room.leaves and (room.copy, room.back, room.growth) == (0, 0, 4 + 2)
 
 
 class Rounds(RuleBasedStateMachine):
