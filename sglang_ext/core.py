@@ -14,6 +14,8 @@ SPECULATIVE_ALGORITHM = "KV_VERIFIED"
 RADIX_CACHE_BACKEND = "kv_views"
 # Tokens of a context from which on it is compressed, if that is not asked for later; below, a copy saves nothing worth drafting for.
 MIN_CONTEXT = 128
+# Steps of a round without drafts, as all are in mode lossy: more spare SGLang's scheduler work, and let requests end later.
+PLAIN_STEPS = 4
 # Why a request is served with full KV. Processes of one server tell each other places in it (managers/spec_decode/requests.py).
 FALLBACK_REASONS: tuple[str, ...] = (
     "none",

@@ -5,7 +5,7 @@ Stands here once, so that ``--help``, the checks at start, the doctor and the te
 
 from typing import TYPE_CHECKING
 
-from sglang_ext.core import MIN_CONTEXT, OptionError
+from sglang_ext.core import MIN_CONTEXT, PLAIN_STEPS, OptionError
 from sglang_ext.mem_cache.compressors import catalogue
 
 if TYPE_CHECKING:
@@ -30,8 +30,6 @@ WIDE_STEP = 64
 AUTO_DRAFT_LENGTH = 15
 # Tokens of a narrow verification there: where acceptance is middling, short drafts are best, and wait for less.
 NARROW_VERIFY = 5
-# Steps of a round without drafts, as all are in mode lossy: more spare SGLang's scheduler work, and let requests end later.
-PLAIN_STEPS = 4
 ATTENTION_BACKENDS = ("torch_native", "flashinfer", "triton", "fa3")
 # Of these, on which a verification's tokens are, bit for bit, those of decoding one by one.
 DETERMINISTIC_BACKENDS = ("torch_native", "triton")

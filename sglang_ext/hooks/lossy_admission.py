@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
 
-from sglang_ext.config.options import PLAIN_STEPS
+from sglang_ext.core import PLAIN_STEPS
 from sglang_ext.managers.spec_decode.requests import end_of_answer
 from sglang_ext.mem_cache.prefix_cache.nodes import path
 

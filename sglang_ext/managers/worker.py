@@ -14,8 +14,8 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang_ext.command_line import ends_scheduler
 from sglang_ext.config import options, selection_options
 from sglang_ext.config.disaggregation_options import traveling_codes
-from sglang_ext.config.options import PLAIN_STEPS
 from sglang_ext.config.prefill_options import QUANTIZED
+from sglang_ext.core import PLAIN_STEPS
 from sglang_ext.layers.attention import torch_native, verify_graphs
 from sglang_ext.layers.attention.copies import copy_graphs
 from sglang_ext.layers.attention.of_model import an_attention, attention_scaling

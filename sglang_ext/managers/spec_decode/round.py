@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from sglang_ext.config.options import PLAIN_STEPS, WIDE_REQUESTS
-from sglang_ext.core import CURABLE, FALLBACK_REASONS, NO_QUERIES, NO_SELECTION, SLOWER, RequestState
+from sglang_ext.config.options import WIDE_REQUESTS
+from sglang_ext.core import CURABLE, FALLBACK_REASONS, NO_QUERIES, NO_SELECTION, PLAIN_STEPS, SLOWER, RequestState
 from sglang_ext.managers.spec_decode.pace import Choice
 from sglang_ext.managers.spec_decode.requests import end_of_answer
 from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews

@@ -193,7 +193,7 @@ class CompressedViews:
         covered = method.covered(reach)
         if covered == 0:
             return False
-        due = reach + method.pack_after if self.gives_back and method.packs_all else 0
+        due = method.due(reach) if self.gives_back and method.packs_all else 0
         due = covered if goes_on else due
         old = self._views.get(row)
         if old is not None:

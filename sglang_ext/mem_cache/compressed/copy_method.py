@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_ext.core import MIN_CONTEXT, CompressedView
+from sglang_ext.core import MIN_CONTEXT, PLAIN_STEPS, CompressedView
 from sglang_ext.mem_cache.compressed.formats.kv_format import KVFormat, Placement
 from sglang_ext.mem_cache.compressed.formats.rounding import token_seeds
 from sglang_ext.mem_cache.compressed.held_rows import ArrivedRows, Exchange
@@ -21,8 +21,8 @@ from sglang_ext.mem_cache.compressors.contracts.compressor import reported
 from sglang_ext.mem_cache.compressors.contracts.registry import COMPRESSORS, OWN
 from sglang_ext.mem_cache.prefix_cache.segments import Segment
 
-# Tokens after which a copy that packs all of them takes up new ones, where full KV goes then: two blocks, in whole rounds, so that no
-# round of others is cut for it. Blocks that are there stay as they are, so that it costs little.
+# Tokens that a copy that packs all of them takes up at once, where full KV goes then: two blocks at least. Those that are there stay as
+# they are, so that it costs little.
 PACK_AFTER = 128
 
 
@@ -70,8 +70,19 @@ class CopyMethod:
 
     @property
     def pack_after(self) -> int:
-        """Tokens after which a copy that packs all of them takes up new ones, where full KV goes then: two units at least."""
+        """Tokens that a copy that packs all of them takes up at once, where full KV goes then: two units at least."""
         return max(PACK_AFTER, 2 * self.unit)
+
+    @property
+    def most_exact(self) -> int:
+        """Tokens after such a copy at most, before it takes up new ones."""
+        return self.recent + self.pack_after + PLAIN_STEPS - 1
+
+    def due(self, reach: int) -> int:
+        """Where such a copy, made over ``reach`` tokens, takes up new ones: as soon as :attr:`pack_after` of them are there, counted in
+        whole rounds of the request, so that no round of others is cut for it."""
+        missing = self.covered(reach) + self.pack_after - reach
+        return reach + -(-missing // PLAIN_STEPS) * PLAIN_STEPS
 
     @property
     def share(self) -> float:

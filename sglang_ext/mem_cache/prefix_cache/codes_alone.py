@@ -323,7 +323,7 @@ class CodesAlone(GivenBack):
 
     def _exact_growth(self, method: "CopyMethod", exact: int) -> int:
         """Slots by which full KV after what a copy covers grows at most, where it takes ``exact`` now: a copy takes up the rest."""
-        return max(0, method.recent + method.unit + method.pack_after - exact)
+        return max(0, method.most_exact - exact)
 
     def _known(self, req: "Req", method: "CopyMethod", covered: int) -> list[Segment]:
         """Segments of the tree with which the copy of a waiting request is to begin."""

@@ -132,7 +132,7 @@ class CodedPrompts:
         packed = method.packing.packed_slots(prompt.covered - method.sinks)
         view = CompressedView(
             own, prompt.covered, sinks=method.sinks, own_tokens=prompt.covered - method.sinks, own_packed=packed,
-            due=prompt.tokens - method.recent + method.pack_after,
+            due=method.due(prompt.tokens - method.recent),
         )  # fmt: skip
         self.requests.admit(req, 0)
         self.views.put(req.req_pool_idx, view)
