@@ -292,26 +292,43 @@ class CodesAlone(GivenBack):
             return Room(growth=share * more)
         # One whose prompt is computed has a copy of its beginning at most.
         begins = view is None or (self.prompts is not None and req.req_pool_idx in self.prompts.computed)
-        covered = method.covered(tokens - method.recent) if begins else view.covered
-        growth, near, taken = share * more, False, 0
-        if method.packs_all:
-            left = method.pack_after if begins else view.due - (tokens - method.recent)
-            near = left <= NEAR
-            # Beside the full KV that goes back then; of an answer that ends before, nothing is packed.
-            taken = method.packing.held_slots(method.pack_after + method.unit) if left <= max(more, NEAR) else 0
-            growth = max(method.share * growth, taken) + min(more, self._exact_growth(method, tokens - covered))
-        if not begins:
-            leaves = self._leaves(req, method.sinks, covered) if method.packs_all and self.serves(req.req_pool_idx) else {}
-            copy = taken if near else 0
-            return Room(copy, leaves=leaves, growth=growth - copy)
+        if begins:
+            return self._room_of_prompt(req, method, more, share * more)
+        left = view.due - (tokens - method.recent)
+        taken, growth = self._grows(method, tokens - view.covered, left, more, share * more)
+        copy = taken if left <= NEAR else 0
+        leaves = self._leaves(req, method.sinks, view.covered) if self.serves(req.req_pool_idx) else {}
+        return Room(copy, leaves=leaves, growth=growth - copy)
+
+    def _room_of_prompt(self, req: "Req", method: "CopyMethod", more: int, expected: float) -> Room:
+        """As :meth:`room`, of a request that gets a copy of its prompt, or of the rest of it, when that is computed."""
+        tokens, sinks = len(req.origin_input_ids) + len(req.output_ids), method.sinks
+        view = None if req.req_pool_idx is None else self.copies.get(req.req_pool_idx)
+        reach = tokens - method.recent
+        covered = method.covered(reach)
         segments = self._known(req, method, covered) if view is None else []
-        known = segments[-1].end if segments else method.sinks if view is None else view.covered
-        copy = method.sinks * (view is None) + method.packing.held_slots(method.kept(covered - known))
+        known = segments[-1].end if segments else sinks if view is None else view.covered
+        copy = sinks * (view is None) + method.packing.held_slots(method.kept(covered - known))
         reads = tuple(segment for segment in segments if not segment.users)
+        _, growth = self._grows(method, tokens - covered, method.due(reach) - reach, more, expected)
         if not method.packs_all:
             return Room(copy, growth=growth, reads=reads)
-        back = max(0, covered - max(method.sinks, req.cache_protected_len))
-        return Room(copy, back, self._leaves(req, method.sinks, covered), growth, reads)
+        back = max(0, covered - max(sinks, req.cache_protected_len))
+        return Room(copy, back, self._leaves(req, sinks, covered), growth, reads)
+
+    def _grows(self, method: "CopyMethod", exact: int, left: int, more: int, expected: float) -> tuple[int, float]:
+        """Slots for what a copy takes up next, beside full KV that goes back then; and all that the answer takes, those among them.
+
+        Args:
+            exact: tokens that it does not cover yet.
+            left: tokens before it takes up new ones.
+            more, expected: tokens that the answer has yet, at most and likely.
+        """
+        if not method.packs_all:
+            return 0, expected
+        # Of an answer that ends before, nothing is packed.
+        taken = method.packing.held_slots(method.pack_after) if left <= max(more, NEAR) else 0
+        return taken, max(method.share * expected, taken) + min(more, max(0, method.most_exact - exact))
 
     def at_once(self, req: "Req", rest: int) -> int:
         """Slots that full KV of the last ``rest`` tokens of a prompt takes at most beside what it has, while they are computed."""
@@ -320,10 +337,6 @@ class CodesAlone(GivenBack):
     def reads(self, req: "Req | None", best: TieredNode) -> bool:
         """Whether a prompt reads all that is codes alone on the path to ``best`` as it is, so that it needs no slots for it."""
         return self.prompts is not None and self.prompts.reads(req, best)
-
-    def _exact_growth(self, method: "CopyMethod", exact: int) -> int:
-        """Slots by which full KV after what a copy covers grows at most, where it takes ``exact`` now: a copy takes up the rest."""
-        return max(0, method.most_exact - exact)
 
     def _known(self, req: "Req", method: "CopyMethod", covered: int) -> list[Segment]:
         """Segments of the tree with which the copy of a waiting request is to begin."""
