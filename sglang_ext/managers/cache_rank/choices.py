@@ -94,8 +94,7 @@ class RankChoices(ChosenElsewhere):
     @property
     def held_tokens(self) -> int:
         """Tokens for which blocks are taken, at all ranks."""
-        leases = [self._leases[link] for link in self.links if link.ready and link in self._leases]
-        return protocol.BLOCK * sum(each.link.settings.attach.blocks - each.free_blocks for each in leases)
+        return protocol.BLOCK * sum(link.settings.attach.blocks - self._free_blocks(link) for link in self.links if link.ready)
 
     @property
     def slowest(self) -> float:

@@ -276,6 +276,7 @@ def test_a_rank_that_ended_is_started_again_and_has_the_keys_anew(count, monkeyp
             ScriptedRank.made[-1].hear()
     another = ScriptedRank.made[-1]
     assert another.epoch == rank.epoch + 1 and choices.starts == 2
+    assert choices.ready and choices.held_tokens == 0, "what the process before had is nowhere"
     for _ in range(count):
         assert not prepare(choices)
     for ask in another.asks():
