@@ -21,8 +21,8 @@ RANKS = (
 # A pool of little more than three of the contexts that are asked for.
 PROMPT, ANSWER, POOL = 400, 40, 1600
 LOSSY = (
-    *("--kv-mode", "lossy", "--kv-compressor", "spade", "--kv-select", "0.125", "--kv-cache-ranks", "1"),
-    *("--max-total-tokens", str(POOL), "--enable-metrics"),
+    *("--kv-mode", "lossy", "--kv-compressor", "spade", "--kv-select", "0.125", "--kv-cache-ranks", "1", "--kv-score-bits", "8"),
+    *("--page-size", "16", "--chunked-prefill-size", "256", "--max-total-tokens", str(POOL), "--enable-metrics"),
 )
 MISSED = "missed_selections_total"
 
