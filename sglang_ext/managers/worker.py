@@ -303,6 +303,7 @@ class KVWorker(BaseSpecWorker):
         """One iteration of SGLang's scheduler: a prefill as it is, a decode drafted and verified."""
         if self.loop is None:
             self.bind_tree_cache(batch.tree_cache)
+        self.views.tend()
         if batch.tree_cache.codes is not None:
             batch.tree_cache.codes.write()
         result = self._forward(batch, on_publish)

@@ -101,12 +101,16 @@ class RankChoices(ChosenElsewhere):
         """Seconds that the last pack took to choose, at the rank where it took longest."""
         return max((link.seconds for link in self.links), default=0.0)
 
-    def prepare(self, row: int, slots: torch.Tensor, keep: int, queries: torch.Tensor, positions: torch.Tensor) -> bool:
-        """As :meth:`ChosenElsewhere.prepare`."""
-        request = self._requests.get(row)
+    def tend(self) -> None:
+        """As :meth:`ChosenElsewhere.tend`."""
         for link in self.links:
             link.tend()
         self._hear()
+
+    def prepare(self, row: int, slots: torch.Tensor, keep: int, queries: torch.Tensor, positions: torch.Tensor) -> bool:
+        """As :meth:`ChosenElsewhere.prepare`."""
+        request = self._requests.get(row)
+        self.tend()
         if request is not None and request.void:
             if request.lease.alone:
                 # Lost: of what another rank would need there are no slots.

@@ -98,6 +98,9 @@ class ChosenElsewhere(ABC):
         """First tokens of a request whose K and V it has, and sends rows of; 0 where it cannot, or the copy holds no rows yet."""
         return 0
 
+    def tend(self) -> None:
+        """Look whether the other processes run, take what they said, and start those that ended anew. Waits for nothing."""
+
     def leave_slots(self, row: int, alone: bool) -> None:
         """Slots of a request's full KV are about to be free; ``alone``: it has no others, and cannot be handed over again."""
 

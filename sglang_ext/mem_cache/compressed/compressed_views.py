@@ -138,6 +138,11 @@ class CompressedViews:
         are all that there is."""
         return self.elsewhere is not None and self.elsewhere.sends_rows and (self.elsewhere.holds(row) > 0 or self.is_alone(row))
 
+    def tend(self) -> None:
+        """Look after the processes that choose, where others do: between forwards, and while nothing runs."""
+        if self.elsewhere is not None:
+            self.elsewhere.tend()
+
     def copies(self) -> ItemsView[int, CompressedView]:
         """All copies, by their requests' rows."""
         return self._views.items()

@@ -20,13 +20,16 @@ logger = logging.getLogger(__name__)
 
 
 def check_when_idle(original: Callable, checker) -> None:
-    """Hook around SGLang's check of an idle scheduler's tree: what changed since the last one is looked at, once.
+    """Hook around SGLang's check of an idle scheduler's tree: what changed since the last one is looked at, once. Cache ranks are
+    looked after meanwhile.
 
     Raises:
         IntegrityError: something is wrong, where SGLang's own idle checks are strict; else it is logged.
     """
     original(checker)
     tree = checker.tree_cache
+    if tree.copies is not None:
+        tree.copies.tend()
     if not tree.nodes.changed:
         return
     tree.nodes.changed = False

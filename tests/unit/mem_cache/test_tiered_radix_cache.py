@@ -433,6 +433,11 @@ def test_an_idle_scheduler_looks_at_what_changed_once(monkeypatch, caplog):
     world.node(A).value = world.node(A).value.flip(0).clone()[:4]
     check()
     assert len(calls) == 2, "nothing was told to have changed"
+    tended = []
+    world.cache.copies = SimpleNamespace(tend=lambda: tended.append(True))
+    check()
+    assert tended, "processes that choose are looked after, though no request comes"
+    world.cache.copies = None
     world.cache.inc_lock_ref(world.node(A))
     monkeypatch.setenv("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE", "1")
     with pytest.raises(IntegrityError, match="4 device slots"):
