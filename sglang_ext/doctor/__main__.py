@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from sglang_ext.config import options
 from sglang_ext.doctor.cache_ranks import NAME as CACHE_RANKS, check_cache_ranks
@@ -84,7 +84,9 @@ def _guarded(name: str, check: Callable[[], Check | Iterable[Check]]) -> list[Ch
 
 def render(checks: list[Check]) -> Table:
     """The report as a table."""
-    table = Table("", "check", "found", "remedy", title="sglang-ext doctor")
+    # Folded, not cut: a narrow terminal would show no end of a command that is a remedy.
+    columns = ("", *(Column(name, overflow="fold") for name in ("check", "found", "remedy")))
+    table = Table(*columns, title="sglang-ext doctor")
     for check in checks:
         mark = "[green]ok[/]" if check.ok else "[red]no[/]"
         table.add_row(mark, *map(escape, (check.name, check.found, check.remedy)))

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command line."""
     add = parser.add_argument
     add("--model", type=Path, required=True, help="Hugging Face folder")
-    add("--method", type=names, default=names(DEFAULT), help="names of bench transfer, separated by commas (default: %(default)s)")
+    add("--method", type=names, default=DEFAULT, help="names of bench transfer, separated by commas (default: %(default)s)")
     add("--link-gbps", default="10", help="Gbit/s of each prefill server's link, separated by commas; 0: no limit (default: %(default)s)")
     add("--servers", type=names, default=("1:1",), help="prefill servers:decode servers, separated by commas (default: 1:1)")
     add("--rate", default=AUTO, help="jobs per second, separated by commas; 0: all at once (default: %(default)s)")

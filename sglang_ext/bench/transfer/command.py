@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command line."""
     add = parser.add_argument
     add("--model", type=Path, required=True, help="Hugging Face folder")
-    add("--method", type=names, default=names(DEFAULT), help="names, separated by commas (default: %(default)s)")
+    add("--method", type=names, default=DEFAULT, help="names, separated by commas (default: %(default)s)")
     add("--link-gbps", default="0.1", help="Gbit/s of the link, separated by commas; 0: no limit (default: %(default)s)")
     add("--context-len", default="2048", help="prompt tokens, separated by commas")
     add("--prompt-file", type=Path, help="take prompts from this text, by the model's tokenizer; default: random tokens")

@@ -294,7 +294,8 @@ def decode_loop(worker: "KVWorker", turns: "OnDevice | Verifications", policy: O
     auto = args.kv_draft_length == "auto"
     lengths = DraftLength(longest, options.verify_widths(args)) if auto else FixedLength(longest)
     pace = Pace(lengths, torch.device(worker.model_runner.device), worker.metrics, worker.ranks)
-    logger.info("sglang-ext: --kv-mode %s, %s, draft length %s", args.kv_mode, worker.methods, args.kv_draft_length)
+    drafts = "" if worker.lossy else f", draft length {args.kv_draft_length}"
+    logger.info("sglang-ext: --kv-mode %s, %s%s", args.kv_mode, worker.methods, drafts)
     verifier = Verifier(worker, steps, worker.graphs, worker.simulation)
     asked = args.kv_bench_timeline if options.transfers(args) and worker.ranks.first else None
     return DecodeLoop(worker, pace, steps, verifier, planner, policy, Timeline.of(asked, torch.device(worker.model_runner.device)))

@@ -127,3 +127,10 @@ class TestCommands:
         assert main(["prompts", "--out", str(tmp_path), "--tokenizer", "m", "--count", "0"]) == 2
         errors = capsys.readouterr().err
         assert "one of identity" in errors and "--count 0" in errors
+
+
+@pytest.mark.parametrize("command", ["transfer", "jobs"])
+def test_a_default_of_several_names_is_told_as_it_is_given(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    assert "default: raw,int8,int4" in (told := " ".join(capsys.readouterr().out.split())) and "default: (" not in told

@@ -347,6 +347,15 @@ def test_text_in_brackets_is_shown_as_it_is(capsys: pytest.CaptureFixture) -> No
     assert "[red]odd[/name]" in report and "[none]" in report
 
 
+def test_a_long_word_is_whole_on_a_narrow_terminal(capsys: pytest.CaptureFixture) -> None:
+    from rich.console import Console
+
+    word = "mooncake-transfer-engine-non-cuda-of-some-other-name"
+    Console(width=60).print(doctor.render([Check("KV transfer", False, word, f"pip install {word}")]))
+    _, found, remedy = zip(*(line.split("│")[2:5] for line in capsys.readouterr().out.splitlines() if line.startswith("│")))
+    assert [text.replace(" ", "") for text in ("".join(found), "".join(remedy))] == [word, f"pipinstall{word}"]
+
+
 def test_transports_of_kv_are_named_and_what_one_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     named = {"nixl": True}
     monkeypatch.setattr(transports, "find_spec", named.get)
