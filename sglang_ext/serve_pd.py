@@ -20,7 +20,7 @@ from pathlib import Path
 from sglang_ext.bench import BenchError
 from sglang_ext.bench.client import HEALTH_SECONDS, HOST, free_port
 from sglang_ext.bench.options import LAST_PORT
-from sglang_ext.bench.server import ServerProcess, check_servers, stop_all
+from sglang_ext.bench.server import ServerProcess, check_servers, leave_on_signals, stop_all
 from sglang_ext.bench.servers_apart import ROLES
 
 ROUTER = "sglang_router"
@@ -203,6 +203,5 @@ def _leave(number: int, frame: object) -> None:
 
 
 if __name__ == "__main__":
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _leave)
+    leave_on_signals(_leave)
     sys.exit(main())

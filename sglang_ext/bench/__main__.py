@@ -2,13 +2,12 @@
 
 import argparse
 import importlib
-import signal
 import sys
 from dataclasses import dataclass
 
 from sglang_ext import outputs
 from sglang_ext.bench import BenchError
-from sglang_ext.bench.server import stop_all
+from sglang_ext.bench.server import leave_on_signals, stop_all
 from sglang_ext.core import OptionError
 
 
@@ -99,6 +98,5 @@ def _leave(number: int, frame: object) -> None:
 
 
 if __name__ == "__main__":
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _leave)
+    leave_on_signals(_leave)
     sys.exit(main())

@@ -10,11 +10,11 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import IO
 
 from sglang_ext.bench import BenchError
@@ -43,6 +43,16 @@ def stop_all() -> None:
     for server in list(_entered):
         server.stop_grace = min(server.stop_grace, INTERRUPTED_GRACE)
         server.stop()
+
+
+def leave_on_signals(leave: Callable[[int, FrameType | None], None]) -> None:
+    """Let ``leave`` be called where Ctrl-C or SIGTERM ends this process, or its terminal closes; under nohup that is ignored, as before.
+
+    Servers have sessions of their own, so that none of these reaches them.
+    """
+    hangs_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+    for number in (signal.SIGINT, signal.SIGTERM, *((signal.SIGHUP,) if hangs_up else ())):
+        signal.signal(number, leave)
 
 
 def check_servers(model: str, servers: Mapping[str, Sequence[str]]) -> None:
@@ -178,7 +188,11 @@ class ServerProcess(ServerClient):
             os.killpg(process.pid, signal.SIGKILL)
         except ProcessLookupError:
             return  # it ended between the look and the signal
-        process.wait()
+        try:
+            # Not for ever: where a signal's handler stops servers, what it interrupted may hold the lock under which the end is noted.
+            process.wait(ORPHAN_GRACE)
+        except subprocess.TimeoutExpired:
+            pass
         _wait_group_gone(process.pid, ORPHAN_GRACE)
 
     @property

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from sglang_ext.bench import BenchError
+from sglang_ext.bench import server as server_module
 from sglang_ext.bench.client import SamplingSettings, ServerClient, free_port
-from sglang_ext.bench.server import ServerProcess, check_servers
+from sglang_ext.bench.server import ServerProcess, check_servers, leave_on_signals
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -158,7 +159,24 @@ class TestServerProcess:
             server.__enter__()
         assert not is_running(int(server.log.read_text()))
 
-    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+    def test_stop_waits_not_for_ever_for_what_a_signal_interrupted(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A handler that stops servers may have come between a look at one and the release of that look's lock."""
+        monkeypatch.setattr(server_module, "ORPHAN_GRACE", 0.1)
+        server = ServerProcess("m", (), tmp_path / "log", stop_grace=0.1)
+        server.command = (sys.executable, "-c", "import time; time.sleep(60)")
+        server.start()
+        process = server._process
+        assert process is not None
+        with process._waitpid_lock:
+            stopping = threading.Thread(target=server.stop, daemon=True)
+            stopping.start()
+            stopping.join(20)
+            ended = not stopping.is_alive()
+        assert ended and process.wait(20) < 0
+
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
     def test_a_benchmark_that_is_ended_leaves_no_server(self, tmp_path: Path, number: int) -> None:
         """Though it waits for a request in another thread, and the server takes its time to end."""
         stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
@@ -187,6 +205,18 @@ runpy.run_module("sglang_ext.bench", run_name="__main__")
             bench.send_signal(number)
             assert bench.wait(10) == 128 + number
         assert not is_running(server)
+
+
+def test_where_nohup_lets_a_closed_terminal_be_ignored_it_stays_ignored() -> None:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        leave_on_signals(leave := lambda number, frame: None)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        assert signal.getsignal(signal.SIGINT) is signal.getsignal(signal.SIGTERM) is leave
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def test_flags_are_checked_in_a_process_that_is_gone_afterwards(capfd: pytest.CaptureFixture[str]) -> None:

@@ -122,8 +122,7 @@ STAND_INS = """
                 self.command = [sys.executable, "-c", {dying!r}, *self.command[1:]]
 
     serve_pd.ServerProcess, serve_pd.Router, serve_pd.check = Quick, QuickRouter, serve_pd.flags_of
-    for number in (2, 15):
-        serve_pd.signal.signal(number, serve_pd._leave)
+    serve_pd.leave_on_signals(serve_pd._leave)
     sys.exit(serve_pd.main(["--model", "m", "--port", {port!r}, "--logs", {logs!r}]))
 """
 DYING = """
@@ -149,7 +148,7 @@ def all_closed(port: int) -> bool:
     return all(is_closed(each) for each in range(port, port + 4))
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_signal_ends_all_three(port, tmp_path, number, code):
     with serving(port, tmp_path, dies=False) as process:
         lines = [process.stdout.readline() for _ in range(3)]
