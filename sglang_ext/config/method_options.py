@@ -46,14 +46,23 @@ class Offer:
         return catalogue.parse(self.compressor)[1]
 
     def is_called(self, asked: object) -> bool:
-        """Whether a request that asks for so named a method means this one; ``snapkv:.5`` is ``snapkv:0.50``."""
-        if not isinstance(asked, str) or asked == self.name:
-            return asked == self.name
+        """Whether a request that asks for so named a method means this one, as the flag names it or as it is told; ``snapkv:.5`` is
+        ``snapkv:0.50``."""
+        if not isinstance(asked, str):
+            return False
+        if asked == self.name or asked == self.told:
+            return True
         compressor, text = catalogue.split(asked)
         try:
-            return text is not None and compressor == self.compressor and float(text) == self.budget
+            known = (self.compressor, self.told.removesuffix(self.suffix))
+            return text is not None and compressor in known and float(text) == self.budget
         except ValueError:
             return False
+
+    @property
+    def told(self) -> str:
+        """What ``meta_info`` and metrics call it: as ``name``, but that a class of a user's own goes by its name, without its file."""
+        return "+".join(part for part in (self.drops, self.packs) if part) + self.suffix
 
     @property
     def suffix(self) -> str:
@@ -372,6 +381,6 @@ def check_asked(args: "KVServerArgs", custom_params: object) -> None:
     if place_of(found, custom_params) is None:
         raise ValueError(
             f"{ASKED} in custom_params is {custom_params[ASKED]!r}; this server compresses with "
-            f"{', '.join(offer.name for offer in found)}: ask for one of these, or leave it out for the first"
+            f"{', '.join(offer.told for offer in found)}: ask for one of these, or leave it out for the first"
         )
     benchmark_options.check_request(args.kv_bench_acceptance, custom_params)

@@ -111,7 +111,7 @@ class KVMetrics:
         counters = COUNTERS | (HOST_COUNTERS if self.host else {}) | (RANK_COUNTERS if self.ranks else {})
         for name, (text, *label) in gauges.items():
             self._gauges[name] = Gauge(f"sglang_ext:{name}", text, ("model_name", *label), multiprocess_mode="mostrecent")
-        known = {"fallback_tokens": FALLBACK_REASONS[1:], "copies": [offer.name for offer in offers(args)], "missed_selections": MISSES}
+        known = {"fallback_tokens": FALLBACK_REASONS[1:], "copies": [offer.told for offer in offers(args)], "missed_selections": MISSES}
         for name, (text, *label) in counters.items():
             self._counters[name] = Counter(f"sglang_ext:{name}", text, ("model_name", *label))
             for value in [(each,) for each in known[name]] if label else [()]:

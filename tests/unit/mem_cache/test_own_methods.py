@@ -120,6 +120,20 @@ def test_a_class_that_drops_tokens_serves_alone_and_packed(tmp_path):
     assert {"FirstNorm", "named-first"} < set(catalogue.dropping()) - set(catalogue.online()) and "FirstHalves" in catalogue.packing()
 
 
+def test_requests_may_ask_for_it_as_it_is_told(tmp_path):
+    path = written(tmp_path, "Ninth")
+    args = arguments(kv_compressor=f"{path}:NinthNorm+kivi", kv_more_compressors=f"{path}:NinthNorm:0.5,snapkv")
+    method_options.resolve(args)
+    names = [offer.told for offer in method_options.offers(args)]
+    assert names == ["NinthNorm+kivi", "NinthNorm:0.5", "snapkv"]
+    for place, asked in enumerate((f"{path}:NinthNorm+kivi", "NinthNorm:.50", "snapkv")):
+        assert [offer.is_called(asked) for offer in method_options.offers(args)] == [each == place for each in range(3)]
+    for name in names:
+        method_options.check_asked(args, {"kv_compressor": name})
+    with pytest.raises(ValueError, match=r"'NinthNorm'; this server compresses with NinthNorm\+kivi, NinthNorm:0.5, snapkv: ask"):
+        method_options.check_asked(args, {"kv_compressor": "NinthNorm"})
+
+
 def test_requests_ask_for_it_by_what_the_flag_says_and_meta_info_tells_its_name(tmp_path):
     path = written(tmp_path, "Second")
     args = arguments(kv_compressor=f"{path}:SecondNorm", kv_more_compressors=f"{path}:SecondNorm:0.5, snapkv+kivi:0.125")
