@@ -12,8 +12,10 @@ from sglang_ext.arguments import KVServerArgs
 from sglang_ext.bench import BenchError
 from sglang_ext.bench.servers_apart import ROLES
 from sglang_ext.config import refused_options, transports
+from sglang_ext.config.disaggregation_options import traveling_codes
 from sglang_ext.config.options import BACKEND
 from sglang_ext.core import OptionError
+from sglang_ext.managers.disaggregation.settings import options_refusal
 
 # What servers of both roles must name alike, and with backend progressive.
 ALIKE = ("disaggregation_transfer_backend",)
@@ -87,3 +89,7 @@ def _check_alike(one: tuple[str, KVServerArgs], other: tuple[str, KVServerArgs])
                 f"--{flag.replace('_', '-')} is {found[0]} of the server {one[0]} and {found[1]} of the server {other[0]}: "
                 "give both the same"
             )
+    # Empty but where prompts travel as codes, over links.
+    codes = [traveling_codes(args) for _, args in (one, other)]
+    if codes[0] != codes[1]:
+        raise BenchError(f"the servers {one[0]} and {other[0]} differ in {options_refusal(*codes)}")

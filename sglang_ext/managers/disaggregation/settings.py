@@ -78,12 +78,12 @@ def refusal(here: LinkSettings, peer: LinkSettings) -> str | None:
     for field in sorted(LinkSettings.__struct_fields__, key="page_size".__eq__):
         ours, theirs = getattr(here, field), getattr(peer, field)
         if ours != theirs:
-            remedy = _of_options(ours, theirs) if field == "codec_options" else _REMEDIES[field]
+            remedy = options_refusal(ours, theirs) if field == "codec_options" else _REMEDIES[field]
             return f"{field} is {ours!r} at the receiver and {theirs!r} at the sender; {remedy}"
     return None
 
 
-def _of_options(ours: dict[str, OptionValue], theirs: dict[str, OptionValue]) -> str:
+def options_refusal(ours: dict[str, OptionValue], theirs: dict[str, OptionValue]) -> str:
     """Which of the options differ, and the remedy."""
     names = [name for name in sorted(ours | theirs) if ours.get(name) != theirs.get(name)]
     coded = all(name.startswith(CODES) for name in names)

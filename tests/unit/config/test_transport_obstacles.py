@@ -79,3 +79,12 @@ def test_what_this_machine_has_is_found():
     """Nothing stands in for the import here."""
     lacks = find_spec("nixl") is None
     assert ("not installed" in (transports.obstacle("nixl") or "")) == lacks
+
+
+def test_a_prefill_and_a_decode_server_whose_codes_would_not_fit_are_refused(check):
+    flags = (*over("progressive"), "--kv-mode", "lossy", "--kv-compressor", "hack")
+    check(prefill=flags, decode=(*flags, "--kv-bits", "4"))
+    with pytest.raises(BenchError, match="the servers prefill and decode differ in codes.bits: give both servers the same .*--kv-bits"):
+        check(prefill=flags, decode=(*flags, "--kv-bits", "2"))
+    with pytest.raises(BenchError, match="differ in codes.prefill"):
+        check(prefill=(*flags, "--kv-prefill", "quantized"), decode=flags)
