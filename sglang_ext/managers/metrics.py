@@ -33,6 +33,7 @@ COUNTERS = {
     "accepted_drafts": ("Drafts accepted.",),
     "fallback_tokens": ("Tokens served with full KV, by reason.", "reason"),
     "copies": ("Compressed copies made or renewed, by compressor.", "compressor"),
+    "recomputed_requests": ("Running requests whose full KV was lost, or given back without a copy, and that were computed again.",),
 }
 # Of full KV in host memory.
 HOST_GAUGES = {
@@ -43,7 +44,6 @@ HOST_GAUGES = {
     "link_reserved": ("Share of a round's time in which the link to host memory is reserved for loads.",),
     "reload_room_reserved": ("Share of the room for loads on the device that is reserved in this round.",),
 }
-RECOMPUTED = ("Running requests whose full KV was lost, and that were computed again.",)
 HOST_COUNTERS = {
     "host_stored_bytes": ("Bytes of full KV stored to host memory.",),
     "host_loaded_bytes": ("Bytes that came from host memory for full KV.",),
@@ -51,7 +51,6 @@ HOST_COUNTERS = {
     "host_loads": ("Loads of full KV from host memory that ended.",),
     "host_load_seconds": ("Seconds that these loads took; their growth is the share of time in which the link is in use.",),
     "host_failed_pages": ("Pages of full KV that came back changed, and are computed again.",),
-    "recomputed_requests": RECOMPUTED,
     "reservations": ("Verifications for which link time and room were reserved.",),
     "waits": ("Rounds in which a request found no time or no room for its next verification.",),
     "late_verifications": ("Rounds by which verifications were put off as their full KV was not there.",),
@@ -69,7 +68,6 @@ RANK_COUNTERS = {
     "missed_selections": ("Steps, and rounds on full KV, for which no tokens were chosen in time, by reason.", "reason"),
     "selection_wait_seconds": ("Seconds that steps waited for chosen tokens.",),
     "selection_rows": ("Rows of K and V, of a token, layer and KV head each, that came from cache ranks and were taken.",),
-    "recomputed_requests": RECOMPUTED,
 }
 
 
@@ -163,6 +161,7 @@ class KVMetrics:
         self._tell("compressed_bytes", views.held_bytes())
         codes = views.tree_cache.codes
         self._tell("codes_alone_tokens", codes.tokens if isinstance(codes, CodesAlone) else 0)
+        self._tell("recomputed_requests", views.tree_cache.recomputed)
         self._tell("query_bytes", views.queries.taken_bytes)
         self._tell("score_bytes", max(method.compressor.held_bytes for method in views.methods))
         for method, made in views.made.items():
@@ -190,7 +189,6 @@ def _of_host(tree: "TieredRadixCache", verifications: "Verifications | None") ->
     yield "offloaded_bytes", verifications.bytes_per_token * residency.offloaded_tokens
     yield "link_reserved", admission.occupancy.link
     yield "reload_room_reserved", admission.occupancy.memory
-    yield "recomputed_requests", residency.recomputed
     yield "reservations", admission.admitted
     yield "waits", admission.refused
     yield "late_verifications", admission.slips
@@ -206,6 +204,5 @@ def _of_ranks(choices: RankChoices, held: GivenBack | None) -> Iterator[tuple]:
     yield "selection_rows", choices.rows
     if isinstance(held, HeldElsewhere):
         yield "rank_alone_tokens", held.tokens
-        yield "recomputed_requests", held.recomputed
     for reason, count in choices.missed.items():
         yield "missed_selections", count, reason

@@ -130,9 +130,6 @@ class GivenBack(ABC):
         """What computes a request once more that lacks full KV; None where it has all of it, or that is done here."""
         return None
 
-    def retracted(self, requests: int) -> None:
-        """So many that were lost are computed again."""
-
     def whole(self, tokens: int) -> int:
         """Of a context's first ``tokens`` tokens, those that a node of the tree may end after while its prompt is computed in chunks."""
         return tokens

@@ -31,13 +31,11 @@ class HeldElsewhere(GivenBack):
         ranks: who has the full KV, and exchanges rows of the copies.
         method_of: what makes the copies of a request that waits; None where it gets none.
         tail: tokens that follow a copy at most, as their slots go back a round after they were computed.
-        recomputed: requests so far that were lost.
     """
 
     ranks: "ChosenElsewhere"
     method_of: "Callable[[Req], CopyMethod | None]"
     tail: int
-    recomputed: int = 0
 
     def update(self, requests: "Sequence[Req]") -> None:
         """A round of these begins, before which SGLang let the prefix tree take over the prompts of those that have copies."""
@@ -74,10 +72,6 @@ class HeldElsewhere(GivenBack):
     def is_lost(self, row: int) -> bool:
         """As :meth:`GivenBack.is_lost`."""
         return row in self._own and self.ranks.is_lost(row)
-
-    def retracted(self, requests: int) -> None:
-        """As :meth:`GivenBack.retracted`."""
-        self.recomputed += requests
 
     @property
     def tokens(self) -> int:

@@ -65,10 +65,7 @@ def _retract(original: Callable, batch, server_args) -> tuple[list, float, list]
     gone = [batch.reqs[i] for i in lost]
     for i in lost:
         batch.release_req(i, len(rest), server_args)
-    if batch.tree_cache.residency is not None:
-        batch.tree_cache.residency.recomputed += len(lost)
-    if batch.tree_cache.codes is not None:
-        batch.tree_cache.codes.retracted(len(lost))
+    batch.tree_cache.recomputed += len(lost)
     batch.filter_batch(keep_indices=rest)
     if not batch.reqs or batch.check_decode_mem():
         return gone, NewTokenRatioTracker.estimate_new_token_ratio_after_retract(batch.reqs), []

@@ -97,7 +97,6 @@ class Residency:
         always: full KV leaves the device as soon as it is on the host; else when its slots are needed.
         most: requests whose full KV may be off the device, when more wait to run; None for any number.
         holders: whose full KV may leave.
-        recomputed: requests so far whose full KV was lost.
     """
 
     tree: "TieredRadixCache"
@@ -105,7 +104,6 @@ class Residency:
     always: bool
     most: int | None = None
     holders: Holders = field(default_factory=Holders)
-    recomputed: int = 0
 
     def update(self, running: dict[int, tuple[TieredNode, int]]) -> None:
         """Tell which requests draft on copies now, by row: the end of the path, and the tokens that the copy covers.

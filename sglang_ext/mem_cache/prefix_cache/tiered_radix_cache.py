@@ -61,6 +61,7 @@ class TieredRadixCache(RadixCache):
         copies: requests' own compressed copies, which lie in the same pool; None where nobody drafts.
         early: running requests of whose full KV a part is on its way from another server; None where all of it is there.
         codes: full KV that was given back as copies hold it in codes, or cache ranks have it; None where it stays.
+        recomputed: requests so far that ran, lost their full KV, and are computed again (recompute.py).
     """
 
     def __init__(self, params: CacheInitParams) -> None:
@@ -72,6 +73,7 @@ class TieredRadixCache(RadixCache):
         self.copies: CompressedViews | None = None
         self.early: Early | None = None
         self.codes: GivenBack | None = None
+        self.recomputed = 0
         self._ended: Callable[[int], None] = lambda row: None
         self._keeps_answers = True
         super().__init__(params)
