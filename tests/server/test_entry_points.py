@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from preloaded import Preloaded
 from servers import EXPECTED_TOKENS, STRICT, Server, greedy
 
 from sglang_ext.hooks import table as hooks
@@ -25,6 +26,14 @@ def run(*command: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=EXAMPLES.parent)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-2000:]
     return done.stdout
+
+
+def run_forked(preloaded: Preloaded, printed: Path, *command: str) -> str:
+    """As :func:`run`, of a script that loads SGLang in each of its processes; errors are among what it prints."""
+    with printed.open("wb") as log:
+        code = preloaded.start(command, log, {}).wait(300)
+    assert code == 0, printed.read_text()[-3000:]
+    return printed.read_text()
 
 
 def test_the_curl_example_prints_stocks_text_and_its_drafts(stock: Server, verified: Server) -> None:
@@ -55,8 +64,11 @@ def test_the_frontend_example_prints_every_part_of_its_program(
     assert sum(line.startswith("batch: ") for line in lines) == 2
 
 
-def test_the_engine_of_the_example_gives_stocks_texts(continued: list[str], model: Path) -> None:
-    printed = run(sys.executable, str(EXAMPLES / "offline_engine.py"), str(model))
+def test_the_engine_of_the_example_gives_stocks_texts(
+    continued: list[str], model: Path, preloaded: Preloaded | None, tmp_path: Path
+) -> None:
+    command = (sys.executable, str(EXAMPLES / "offline_engine.py"), str(model))
+    printed = run(*command) if preloaded is None else run_forked(preloaded, tmp_path / "printed", *command)
     for text in continued:
         assert f"{text}\n{{'kv_" in printed
     counts = [ast.literal_eval(line) for line in printed.splitlines() if line.startswith("{'kv_")]

@@ -12,6 +12,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from preloaded import Preloaded
+from servers import OFFLINE, ON_GPU, QUICK_START
 
 from sglang_ext import patched
 from sglang_ext.arguments import KVServerArgs
@@ -149,11 +151,20 @@ def test_full_mode_in_the_fork_runs_nothing_of_sglang_ext_and_a_wrong_flag_ends_
     assert set(loaded) <= {"sglang_ext", "sglang_ext.platforms", "sglang_ext.platforms.torchvision_cpu"}
 
 
+@pytest.fixture
+def loaded(fork: Path) -> Iterator[Preloaded | None]:
+    """A process that has loaded the fork, as ``preloaded`` has loaded the installed package."""
+    made = None if ON_GPU else Preloaded({**OFFLINE, **QUICK_START, **environment(fork)})
+    yield made
+    if made is not None:
+        made.stop()
+
+
 @pytest.mark.server
 def test_the_fork_drafts_and_verifies_without_plugins(
-    fork: Path, launch: Callable, prompts: list[list[int]]
+    fork: Path, launch: Callable, loaded: Preloaded | None, prompts: list[list[int]]
 ) -> None:
-    server = launch(*FLAGS, env=environment(fork))
+    server = launch(*FLAGS, env=environment(fork), preloaded=loaded)
     try:
         info = server.request("/server_info")
         sampling = {"max_new_tokens": 32, "temperature": 0, "ignore_eos": True}

@@ -1,8 +1,9 @@
 """Servers as forks of a process that has loaded SGLang: each of a server's three processes otherwise takes 11 s of a core to load it.
 
 What they run is what ``python -m sglang.launch_server`` runs: that module, as ``__main__``, and in the processes that it starts
-what ``multiprocessing`` sends to those that it spawns. Each begins as the first process was when SGLang was loaded, before
-plugins are. What modules read of the environment while they load is that of the first process (``LOADED``).
+what ``multiprocessing`` sends to those that it spawns; or a script. Each begins as the first process was when SGLang was loaded,
+before plugins are. What modules read of the environment while they load is that of the first process (``LOADED``), but for what the
+scheduler's reads to retract on purpose (``RETRACTING``).
 """
 
 import fcntl
@@ -26,8 +27,12 @@ from typing import IO, Any
 
 # Variables that Python, SGLang or PyTorch reads while it is loaded begin so.
 LOADED = ("PYTHON", "SGLANG_PL", "SGLANG_TEST_", "OMP_", "TORCH")
-# What a server's processes load before plugins.
-MODULES = ("sglang.srt.server_args", "sglang.srt.utils", "sglang.srt.managers.scheduler", "sglang.srt.managers.detokenizer_manager")
+# Of these, what each server may have as it likes, and the names of the scheduler's module that hold it.
+RETRACTING = {f"SGLANG_{name}": name for name in ("TEST_RETRACT", "TEST_RETRACT_INTERVAL", "TEST_RETRACT_NO_PREFILL_BS")}
+SCHEDULER = "sglang.srt.managers.scheduler"
+# What a server's processes load before plugins, and what after, of which it does not matter when.
+MODULES = ("sglang.srt.server_args", "sglang.srt.utils", SCHEDULER, "sglang.srt.managers.detokenizer_manager")
+AFTER_PLUGINS = ("sglang.srt.models.registry", "sglang.srt.entrypoints.http_server")
 # Processes that a server may start: three ranks, and what turns tokens into text.
 SPARES = 4
 # A file descriptor that no module has opened.
@@ -47,13 +52,12 @@ class Preloaded:
 
     def serves(self, env: Mapping[str, str]) -> bool:
         """Whether a process with these variables of its own would load the same modules."""
-        return all(self.env.get(name) == value for name, value in env.items() if name.startswith(LOADED))
+        fixed = [name for name in env if name.startswith(LOADED) and name not in RETRACTING]
+        return all(self.env.get(name) == env[name] for name in fixed)
 
     def start(self, command: Sequence[str], log: IO[bytes], env: Mapping[str, str]) -> "Forked":
-        """Begin ``python -m MODULE ...`` as ``subprocess.Popen(start_new_session=True)`` would."""
-        _, flag, module, *arguments = command
-        assert flag == "-m", command
-        return Forked(self, self.ask("start", module, arguments, log.name, {**self.env, **env}))
+        """Begin ``python -m MODULE ...`` or ``python SCRIPT ...`` as ``subprocess.Popen(start_new_session=True)`` would."""
+        return Forked(self, self.ask("start", list(command[1:]), log.name, {**self.env, **env}))
 
     def ask(self, *request: Any) -> Any:
         """The process's answer; it gives one after the other."""
@@ -100,7 +104,7 @@ class Forked:
             os.kill(self.pid, signal.SIGTERM)
 
 
-def serve(connection: Connection) -> tuple[str, list[str], str, dict[str, str]] | None:
+def serve(connection: Connection) -> tuple[list[str], str, dict[str, str]] | None:
     """Answer requests; in a fork return what it is to run, and None where nobody asks any more."""
     while True:
         try:
@@ -118,8 +122,8 @@ def serve(connection: Connection) -> tuple[str, list[str], str, dict[str, str]] 
         connection.send(pid)
 
 
-def run(module: str, arguments: list[str], log: str, env: dict[str, str]) -> None:
-    """Be the server, whose processes are forks of this one as it is now."""
+def run(command: list[str], log: str, env: dict[str, str]) -> None:
+    """Be the server or the script, whose processes are forks of this one as it is now."""
     os.setsid()
     file = os.open(log, os.O_WRONLY | os.O_APPEND)
     for number in (1, 2):
@@ -127,6 +131,8 @@ def run(module: str, arguments: list[str], log: str, env: dict[str, str]) -> Non
     os.close(file)
     os.environ.clear()
     os.environ.update(env)
+    for variable, name in RETRACTING.items():
+        setattr(sys.modules[SCHEDULER], name, getattr(sys.modules["sglang.srt.environ"].envs, variable).get())
     spares: list[socket.socket] = []
     for _ in range(SPARES):
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -137,9 +143,12 @@ def run(module: str, arguments: list[str], log: str, env: dict[str, str]) -> Non
         theirs.close()
         spares.append(ours)
     popen_spawn_posix.Popen._launch = lambda popen, process: launch(popen, process, spares)
-    # As with ``-m``.
-    sys.path[0] = os.getcwd()
-    sys.argv = ["-m", *arguments]
+    if command[0] != "-m":
+        sys.path[0], sys.argv = str(Path(command[0]).parent), command
+        runpy.run_path(command[0], run_name="__main__")
+        return
+    _, module, *arguments = command
+    sys.path[0], sys.argv = os.getcwd(), ["-m", *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
@@ -193,7 +202,7 @@ def be_spawned(told: socket.socket) -> None:
 def main() -> None:
     """Load, and serve; a fork goes on as a server, and ends as a process of its own does."""
     connection = Connection(int(sys.argv[1]))
-    for name in MODULES:
+    for name in (*MODULES, *AFTER_PLUGINS):
         importlib.import_module(name)
     gc.freeze()
     asked = serve(connection)

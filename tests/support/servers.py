@@ -106,9 +106,8 @@ class Server(ServerProcess):
 class Servers:
     """Starts servers on demand: stock stays, another one ends when the next is asked for.
 
-    They are forks of ``preloaded``, but for those that retract on purpose or whose modules are not the installed ones, which start
-    as a user's do. They sleep when idle: SGLang's scheduler polls otherwise, and takes a core from the other server. What ends
-    mostly waits, so that the next one starts meanwhile.
+    They are forks of ``preloaded``, but for those of ``sglang serve``, which start as a user's do. They sleep when idle: SGLang's
+    scheduler polls otherwise, and takes a core from the other server. What ends mostly waits, so that the next one starts meanwhile.
     """
 
     def __init__(self, model: Path, folder: Path, preloaded: Preloaded | None) -> None:
@@ -120,15 +119,17 @@ class Servers:
         self.ending: list[Future[None]] = []
         self.started = 0
 
-    def launch(self, *flags: str, env: dict[str, str] | None = None, console: bool = False) -> Server:
-        """The server with these flags and environment variables; ``console``: from ``sglang serve``."""
+    def launch(
+        self, *flags: str, env: dict[str, str] | None = None, console: bool = False, preloaded: Preloaded | None = None
+    ) -> Server:
+        """The server with these flags and environment variables; ``console``: from ``sglang serve``; a fork of ``preloaded`` where given."""
         key = (*flags, *sorted((env or {}).items()), *(["console"] if console else []))
         for other, server in list(self.running.items()):
             replaced = STOCK not in (key, other) and other != key
             if replaced or not server.running:
                 self._end(other)
         if key not in self.running:
-            self.running[key] = self._start(flags, env, console)
+            self.running[key] = self._start(flags, env, console, preloaded or self.preloaded)
         return self.running[key]
 
     def stop(self) -> None:
@@ -141,7 +142,7 @@ class Servers:
     def _end(self, key: tuple) -> None:
         self.ending.append(self.background.submit(self.running.pop(key).stop))
 
-    def _start(self, flags: tuple[str, ...], env: dict[str, str] | None, console: bool) -> Server:
+    def _start(self, flags: tuple[str, ...], env: dict[str, str] | None, console: bool, preloaded: Preloaded | None) -> Server:
         self.started += 1
         pool = () if "--max-total-tokens" in flags else ("--max-total-tokens", str(POOL_TOKENS))
         server = Server(
@@ -150,7 +151,7 @@ class Servers:
             self.folder / f"server-{self.started}.log",
             request_timeout=300,
             env={**OFFLINE, **({} if console else QUICK_START), **(env or {})},
-            preloaded=None if console else self.preloaded,
+            preloaded=None if console else preloaded,
         )
         if console:
             command = Path(sys.executable).with_name("sglang")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_ext.bench import BenchError
+from sglang_ext.bench import BenchError, server_flags
 from sglang_ext.bench import server as server_module
 from sglang_ext.bench.client import SamplingSettings, ServerClient, free_port
 from sglang_ext.bench.server import ServerProcess, check_servers, leave_on_signals
@@ -230,4 +230,5 @@ def test_a_prefill_and_a_decode_server_whose_links_would_not_fit_are_refused() -
     links = ("--disaggregation-transfer-backend", "progressive", "--disaggregation-mode")
     servers = {"prefill": (*links, "prefill"), "decode": (*links, "decode", "--kv-reference", "int8")}
     with pytest.raises(BenchError, match="--kv-reference is exact of the server prefill and int8 of the server decode: give both the same"):
-        check_servers("m", servers)
+        # What the process that check_servers starts is asked to do.
+        server_flags.check("m", servers)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from preloaded import Preloaded
 from sglang.srt.entrypoints import engine
 from sglang.srt.server_args import ServerArgs
 
@@ -86,12 +87,20 @@ def test_sglangs_class_is_still_reached_once_ours_stands_in_its_place(monkeypatc
     [(sys.executable, "-m", "sglang.launch_server"), (str(Path(sys.executable).with_name("sglang")), "serve")],
     ids=["module", "console"],
 )
-def test_a_command_that_is_refused_leaves_no_traceback(model: Path, command: tuple[str, ...]) -> None:
+def test_a_command_that_is_refused_leaves_no_traceback(
+    model: Path, command: tuple[str, ...], preloaded: Preloaded | None, tmp_path: Path
+) -> None:
     line = [*command, "--model-path", str(model), "--kv-mode", "verified", "--enable-lmcache"]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 2, done.stderr[-2000:]
-    assert "Traceback" not in done.stderr
-    told = [text for text in done.stderr.splitlines() if text.startswith("sglang-ext: error: ")]
+    with (tmp_path / "log").open("wb") as log:
+        if preloaded is not None and "-m" in command:
+            started = preloaded.start(line, log, {})
+        else:
+            started = subprocess.Popen(line, stdout=log, stderr=subprocess.STDOUT)
+        code = started.wait(240)
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert code == 2, lines
+    assert "Traceback" not in "".join(lines)
+    told = [text for text in lines if text.startswith("sglang-ext: error: ")]
     assert len(told) == 1 and "--enable-lmcache: its tree would stand idle" in told[0] and "use --kv-host-gb" in told[0]
 
 
@@ -147,7 +156,8 @@ def refuse_like_a_scheduler(error: Exception) -> None:
 
 @pytest.mark.parametrize(("error", "code"), [(OptionError("--kv-host-gb is\n9"), 2), (ValueError("of SGLang"), 1)], ids=["ours", "sglangs"])
 def test_what_only_the_scheduler_refuses_ends_the_server_with_its_code(capfd: pytest.CaptureFixture[str], error: Exception, code: int) -> None:
-    scheduler = multiprocessing.get_context("spawn").Process(target=refuse_like_a_scheduler, args=(error,))
+    # A fork has SGLang loaded already.
+    scheduler = multiprocessing.get_context("fork").Process(target=refuse_like_a_scheduler, args=(error,))
     scheduler.start()
     scheduler.join(120)
     if code == command_line.EXIT_CODE:
