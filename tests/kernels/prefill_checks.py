@@ -6,7 +6,6 @@ import torch
 from packed_helpers import packed_pool
 
 from sglang_ext.bench.attention.dequantize import launch
-from sglang_ext.layers.attention.quantized_prefill import QuantizedPrefill
 from sglang_ext.layers.kernels.hack import integer_prefill
 from sglang_ext.layers.kernels.hack.prompt_codes import Prompts, prompt_codes
 from sglang_ext.mem_cache.compressed.formats.packing import Packing
@@ -62,9 +61,15 @@ class Batch:
         self.prompts = dataclasses.replace(self.prompts, stored=stored)
         return sum(map(len, stored.values()))
 
+    def on_pytorch(self):
+        """The same attention without kernels; it loads SGLang, which takes longer than most checks do."""
+        from sglang_ext.layers.attention.quantized_prefill import QuantizedPrefill
+
+        return QuantizedPrefill(self.packing, FIRST_HEAD)
+
     def expected(self):
         """What PyTorch gives, in float32 of the pool's numbers: [tokens, heads, dim]."""
-        prefill, found, start = QuantizedPrefill(self.packing, FIRST_HEAD), [], 0
+        prefill, found, start = self.on_pytorch(), [], 0
         with prefill.of(self.seeds):
             for row, (known, end) in zip(self.rows, self.spans):
                 mine, slots = self.queries[start : start + end - known], self.table[row, :end].long()
@@ -75,7 +80,7 @@ class Batch:
     def codes(self):
         """The first kernel's, of one prompt after another, and what PyTorch makes of the same tokens: pairs of tensors."""
         made = prompt_codes(self.prompts, self.keys, self.values, LAYER, FIRST_HEAD)
-        prefill, first = QuantizedPrefill(self.packing, FIRST_HEAD), 0
+        prefill, first = self.on_pytorch(), 0
         partition, block = self.packing.keys.grid.channels, self.packing.block_tokens
         for row, blocks in zip(self.rows, self.prompts.blocks):
             tokens, at = blocks * block, first * block
