@@ -22,8 +22,8 @@ LOGPROB_TOLERANCE = 1e-3
 @sgl.function
 def complete(s: ProgramState, source: str) -> None:
     """Plain generation, twice, so that the second starts from a cached prefix."""
-    s += source + sgl.gen("first", max_tokens=24, temperature=0)
-    s += "\n\n# In other words, " + sgl.gen("second", max_tokens=16, temperature=0, stop="\n\n")
+    s += source + sgl.gen("first", max_tokens=16, temperature=0)
+    s += "\n\n# In other words, " + sgl.gen("second", max_tokens=12, temperature=0, stop="\n\n")
 
 
 @sgl.function
@@ -39,8 +39,8 @@ def branch(s: ProgramState, source: str) -> None:
     """Two branches that run at once on one shared prefix, then joined."""
     s += source
     strength, weakness = s.fork(2)
-    strength += "\n\n# Its greatest strength is" + sgl.gen("text", max_tokens=20, temperature=0)
-    weakness += "\n\n# Its greatest weakness is" + sgl.gen("text", max_tokens=20, temperature=0)
+    strength += "\n\n# Its greatest strength is" + sgl.gen("text", max_tokens=12, temperature=0)
+    weakness += "\n\n# Its greatest weakness is" + sgl.gen("text", max_tokens=12, temperature=0)
     s["strength"], s["weakness"] = strength["text"], weakness["text"]
     s += strength["text"] + weakness["text"] + sgl.gen("joined", max_tokens=16, temperature=0)
 

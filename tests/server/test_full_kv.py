@@ -13,8 +13,8 @@ HIDDEN_TOLERANCE = 1e-3
 
 
 def test_min_p_gives_stocks_answer_with_full_kv_beside_one_that_drafts(stock, verified, prompts, expected):
-    body = {"input_ids": prompts[1], **greedy(32, min_p=0.2)}
-    found, neighbour = verified.ask_beside({"input_ids": prompts[0], **greedy(80)}, **body)
+    body = {"input_ids": prompts[1], **greedy(20, min_p=0.2)}
+    found, neighbour = verified.ask_beside({"input_ids": prompts[0], **greedy(60)}, **body)
     assert_same_answers(stock.ask(**body), found, "min-p")
     assert neighbour["output_ids"][:EXPECTED_TOKENS] == expected[0]
     # It drafts again when the other is done.
@@ -37,7 +37,7 @@ def test_a_logit_processor_acts_on_its_request_and_not_on_one_that_drafts(stock,
         **greedy(24, custom_params={"token_ids": disallowed}),
     }
     with ThreadPoolExecutor(2) as pool:
-        drafting = pool.submit(verified.ask, input_ids=prompts[0], **greedy(60))
+        drafting = pool.submit(verified.ask, input_ids=prompts[0], **greedy(40))
         found = verified.ask(**body)
     assert_same_answers(stock.ask(**body), found, "custom-logit-processor")
     assert not set(found["output_ids"]) & set(disallowed)
@@ -51,7 +51,7 @@ def test_hidden_states_are_stocks_beside_a_request_that_drafts(stock, verified, 
     for server in (stock, verified):
         server.flush_cache()
     with ThreadPoolExecutor(2) as pool:
-        drafting = pool.submit(verified.ask, input_ids=prompts[0], **greedy(60))
+        drafting = pool.submit(verified.ask, input_ids=prompts[0], **greedy(40))
         found = verified.ask(**body)
     answer = stock.ask(**body)
     assert_same_answers(answer, found, "hidden-states")

@@ -45,7 +45,7 @@ def test_what_was_accepted_after_an_end_is_neither_kept_nor_counted(stock, retra
 
 def test_a_retracted_request_keeps_what_it_was_penalized_for(retracting, prompts, penalized):
     for body, theirs in penalized:
-        ours, _ = retracting.ask_beside({"input_ids": prompts[2], **greedy(120)}, **body)
+        ours, _ = retracting.ask_beside({"input_ids": prompts[2], **greedy(88)}, **body)
         assert (ours["output_ids"], ours["text"]) == (theirs["output_ids"], theirs["text"])
         assert ours["meta_info"]["finish_reason"] == theirs["meta_info"]["finish_reason"]
         assert ours["meta_info"]["num_retractions"] > 0
@@ -53,7 +53,7 @@ def test_a_retracted_request_keeps_what_it_was_penalized_for(retracting, prompts
 
 def test_a_retracted_request_goes_on_in_its_grammar_where_it_was(retracting, prompts, worded):
     body, theirs = worded
-    ours, _ = retracting.ask_beside({"input_ids": prompts[2], **greedy(120)}, **body)
+    ours, _ = retracting.ask_beside({"input_ids": prompts[2], **greedy(88)}, **body)
     assert_same_answers(theirs, ours, None)
     assert ours["meta_info"]["num_retractions"] > 0
 

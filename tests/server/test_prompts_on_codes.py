@@ -11,8 +11,8 @@ from servers import STRICT, greedy, sampled
 
 pytestmark = pytest.mark.server
 
-# Slots of the pool, tokens of a chunk, and of a page.
-POOL, CHUNK, PAGE = 2048, 256, 16
+# Slots of the pool, tokens of a chunk, of a page, and of an answer in a crowd.
+POOL, CHUNK, PAGE, ANSWER = 2048, 256, 16, 32
 
 
 @pytest.fixture
@@ -61,16 +61,16 @@ def test_more_run_at_once_than_fit_in_full_and_each_answers_as_alone(server, pro
     alone = after_prompts(server.ask_all(asked, 1, return_logprob=True, **greedy(1)))
     server.flush_cache()
     with sampled(server, "sglang:num_running_reqs") as running:
-        found = server.ask_all(asked, len(asked), return_logprob=True, **greedy(48))
+        found = server.ask_all(asked, len(asked), return_logprob=True, **greedy(ANSWER))
     assert after_prompts(found) == pytest.approx(alone, abs=1e-4)
     assert all(r["meta_info"]["kv_fallback"] is None for r in found)
-    assert max(running) > POOL // (max(map(len, asked)) + 48), running
+    assert max(running) > POOL // (max(map(len, asked)) + ANSWER), running
 
 
 def test_prompts_that_are_aborted_while_they_are_computed_or_answered_leave_no_slot_behind(server, prompts):
     server.flush_cache()
     with concurrent.futures.ThreadPoolExecutor(len(prompts)) as pool:
-        answers = [pool.submit(server.ask, input_ids=ids, rid=f"prompt-{i}", **greedy(64)) for i, ids in enumerate(prompts)]
+        answers = [pool.submit(server.ask, input_ids=ids, rid=f"prompt-{i}", **greedy(40)) for i, ids in enumerate(prompts)]
         while not server.metric("sglang_ext:codes_alone_tokens"):
             time.sleep(0.05)
         for i in range(0, len(prompts), 2):
