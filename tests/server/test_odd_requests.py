@@ -15,7 +15,7 @@ from servers import STOCK
 
 pytestmark = pytest.mark.server
 
-FUZZ_SECONDS = float(os.environ.get("FUZZ_SECONDS", "30"))
+FUZZ_SECONDS = float(os.environ.get("FUZZ_SECONDS", "20"))
 FUZZ_SEED = int(os.environ.get("FUZZ_SEED", "1"))
 STUCK_SECONDS = 120
 # The prefill that joins decides what stock's own penalties have counted, in its overlapped loop.

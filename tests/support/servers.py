@@ -122,7 +122,12 @@ class Servers:
     def launch(
         self, *flags: str, env: dict[str, str] | None = None, console: bool = False, preloaded: Preloaded | None = None
     ) -> Server:
-        """The server with these flags and environment variables; ``console``: from ``sglang serve``; a fork of ``preloaded`` where given."""
+        """The server with these flags and environment variables.
+
+        Args:
+            console: start ``sglang serve``, as a user does.
+            preloaded: what forks it, where that is not the installed SGLang.
+        """
         key = (*flags, *sorted((env or {}).items()), *(["console"] if console else []))
         for other, server in list(self.running.items()):
             replaced = STOCK not in (key, other) and other != key
