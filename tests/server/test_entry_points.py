@@ -99,7 +99,7 @@ def test_a_server_tells_mode_method_and_address_when_it_is_ready_and_its_hooks_i
     ready = log.partition("ready to roll!")[2]
     told = [line.partition("sglang-ext: ")[2] for line in ready.splitlines() if "sglang-ext: " in line][:3]
     assert told[0].startswith("mode verified: drafts on compressed KV")
-    assert told[1] == "compressor snapkv (budget 0.25), draft length 8"
+    assert told[1] == "compressor snapkv (budget 0.25), draft length 4"
     command = told[2].removeprefix(f"listening on {verified.url}; try: ")
     assert json.loads(run("bash", "-c", f"{command} --silent"))["meta_info"]["completion_tokens"] > 0
     assert log.count("functions of SGLang are hooked") == 1
