@@ -181,9 +181,11 @@ class TestServerProcess:
         """Though it waits for a request in another thread, and the server takes its time to end."""
         stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
         script = f"""
-import runpy, sys, threading, time
+import runpy, signal, sys, threading, time
 from pathlib import Path
 from sglang_ext.bench import server
+# As on a terminal, though the tests may run under nohup.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 server.INTERRUPTED_GRACE = 0.2
 process = server.ServerProcess("m", (), Path({str(tmp_path / "log")!r}))
 process.command = (sys.executable, "-c", {stubborn!r})

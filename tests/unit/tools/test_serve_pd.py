@@ -105,9 +105,12 @@ def test_a_router_that_is_not_installed_is_told_with_the_remedy(monkeypatch, cap
 
 # Servers that only answer, or end by themselves.
 STAND_INS = """
-    import runpy, sys
+    import runpy, signal, sys
     from sglang_ext import serve_pd
     from sglang_ext.bench.server import ServerProcess
+
+    # As on a terminal, though the tests may run under nohup.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
     class Quick(ServerProcess):
         def __init__(self, model, flags, log, port, **named):
