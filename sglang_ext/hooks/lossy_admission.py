@@ -7,7 +7,6 @@ growing answers never need the same slots. Prompts that attend to codes keep ful
 that is codes alone (prompts_on_codes.py).
 """
 
-from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,7 @@ from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
 
 from sglang_ext.core import PLAIN_STEPS
 from sglang_ext.managers.spec_decode.requests import end_of_answer
-from sglang_ext.mem_cache.prefix_cache.nodes import path
+from sglang_ext.mem_cache.prefix_cache.nodes import TieredNode, path
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -75,10 +74,12 @@ def _taken(adder: "PrefillAdder", codes: "GivenBack", req: "Req") -> float:
 
 def _left(rooms: list["Room"], req: "Req") -> int:
     """Slots of the prefix tree that go back as all who lock them leave them, of whom ``req`` does not yet."""
-    leaving = Counter(node for room in rooms for node in room.leaves)
     begins = set() if req.last_node is None else set(path(req.last_node))
-    gone = [node for node, count in leaving.items() if count >= node.lock_ref + (node in begins)]
-    return sum(min(room.leaves[node] for room in rooms if node in room.leaves) for node in gone)
+    leaving: dict[TieredNode, list[int]] = {}
+    for room in rooms:
+        for node, slots in room.leaves.items():
+            leaving.setdefault(node, []).append(slots)
+    return sum(min(slots) for node, slots in leaving.items() if len(slots) >= node.lock_ref + (node in begins))
 
 
 def _spared(codes: "GivenBack", req: "Req") -> int:
