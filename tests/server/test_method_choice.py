@@ -56,5 +56,5 @@ def test_a_method_that_the_server_does_not_have_is_refused_by_name_and_the_serve
     with pytest.raises(urllib.error.HTTPError) as raised:
         several.request(path, body)
     told = raised.value.read().decode()
-    assert raised.value.code == 400 and "'snapkv:0.5'" in told and ", ".join(METHODS) in told
+    assert raised.value.code == 400 and "'snapkv:0.5'" in told and ", ".join(CALLED.values()) in told
     assert several.ask(input_ids=prompts[0], **asking(4, "snapkv"))["output_ids"] == expected[0][:4]
