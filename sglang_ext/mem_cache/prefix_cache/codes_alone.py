@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglang_ext.core import CompressedView
 from sglang_ext.mem_cache.compressed.formats.packing import Packing
 from sglang_ext.mem_cache.prefix_cache.given_back import GivenBack, Room
 from sglang_ext.mem_cache.prefix_cache.nodes import TieredNode, path
@@ -291,20 +292,19 @@ class CodesAlone(GivenBack):
         if method is None or (view is None and tokens < method.shortest):
             return Room(growth=share * more)
         # One whose prompt is computed has a copy of its beginning at most.
-        begins = view is None or (self.prompts is not None and req.req_pool_idx in self.prompts.computed)
-        if begins:
-            return self._room_of_prompt(req, method, more, share * more)
+        if view is None or (self.prompts is not None and req.req_pool_idx in self.prompts.computed):
+            return self._room_of_prompt(req, method, view, tokens, more, share * more)
         left = view.due - (tokens - method.recent)
         taken, growth = self._grows(method, tokens - view.covered, left, more, share * more)
         copy = taken if left <= NEAR else 0
         leaves = self._leaves(req, method.sinks, view.covered) if self.serves(req.req_pool_idx) else {}
         return Room(copy, leaves=leaves, growth=growth - copy)
 
-    def _room_of_prompt(self, req: "Req", method: "CopyMethod", more: int, expected: float) -> Room:
-        """As :meth:`room`, of a request that gets a copy of its prompt, or of the rest of it, when that is computed."""
-        tokens, sinks = len(req.origin_input_ids) + len(req.output_ids), method.sinks
-        view = None if req.req_pool_idx is None else self.copies.get(req.req_pool_idx)
-        reach = tokens - method.recent
+    def _room_of_prompt(
+        self, req: "Req", method: "CopyMethod", view: CompressedView | None, tokens: int, more: int, expected: float
+    ) -> Room:
+        """As :meth:`room`, of a request that gets a copy of all its ``tokens``, or of those after its ``view``, when they are computed."""
+        sinks, reach = method.sinks, tokens - method.recent
         covered = method.covered(reach)
         segments = self._known(req, method, covered) if view is None else []
         known = segments[-1].end if segments else sinks if view is None else view.covered
