@@ -28,6 +28,7 @@ from sglang_ext.bench.servers_apart import ROLES, ServersApart, ports_taken
 from sglang_ext.bench.speed.decode_prompts import make_prompts
 from sglang_ext.bench.speed.settings import log_folder
 from sglang_ext.bench.transfer.methods import Method, flags_of, method, obstacle
+from sglang_ext.bench.transfer.pair import timeline_file
 from sglang_ext.managers.disaggregation import timeline
 
 DEFAULT = "raw,int8,int4"
@@ -66,7 +67,9 @@ def run(args: argparse.Namespace) -> int:
     check(args, counts)
     chosen = [method(name, words(args.draft_arg)) for name in args.method]
     asked = [(each, link) for each in chosen for link in links if obstacle(each, link) is None]
-    flags = {f"{each.name} {role}": flags_of(args, each, link, Path())[role] for each, link in asked for role in ROLES}
+    # Which folder timelines go to does not matter here.
+    timed = timeline_file(args.logs or Path(), "any")
+    flags = {f"{each.name} {role}": flags_of(args, each, link, timed)[role] for each, link in asked for role in ROLES}
     check_servers(str(args.model), flags)
     prompts = make_prompts(args, args.jobs, contexts)
     mixed = [prompts[contexts[place % len(contexts)]][place] for place in range(args.jobs)]

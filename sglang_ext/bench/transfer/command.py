@@ -72,8 +72,10 @@ def run(args: argparse.Namespace) -> int:
     check_port(args.port, PORTS * args.at_once)
     chosen = [method(name, words(args.draft_arg)) for name in args.method]
     asked, failed = runs(chosen, rates)
+    # Which folder timelines go to does not matter here.
+    timed = timeline_file(args.logs or Path(), "any")
     check_servers(
-        str(args.model), {f"{each.name} {role}": flags for each, gbps in asked for role, flags in flags_of(args, each, gbps, Path()).items()}
+        str(args.model), {f"{each.name} {role}": flags for each, gbps in asked for role, flags in flags_of(args, each, gbps, timed).items()}
     )
     prompts = make_prompts(args, args.prompts, contexts)
     requests: dict[tuple[str, float | None], list[Request]] = {}

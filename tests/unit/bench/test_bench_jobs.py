@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sglang_ext.bench import server_flags
 from sglang_ext.bench.__main__ import main
 from sglang_ext.bench.jobs import command, sending
 from sglang_ext.bench.jobs.phases import Job, Phases, phases_of
@@ -123,7 +124,7 @@ def faked(tmp_path, monkeypatch):
     shapes = {"vocab_size": 500, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16}
     (tmp_path / "config.json").write_text(json.dumps(shapes))
     monkeypatch.setattr(command, "ServersApart", FakeServers)
-    monkeypatch.setattr(command, "check_servers", lambda model, servers: None)
+    monkeypatch.setattr(command, "check_servers", server_flags.check)  # in this process
     monkeypatch.setattr(sending, "LOOK", 0.001)
     monkeypatch.setattr(FakeServers, "made", [])
     return ["jobs", "--model", str(tmp_path)]

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_ext.bench import BenchError
+from sglang_ext.bench import BenchError, server_flags
 from sglang_ext.bench.__main__ import main
 from sglang_ext.bench.servers_apart import answer
 from sglang_ext.bench.speed.decode_wave import Stream
@@ -175,7 +175,7 @@ def test_a_run_writes_all_requests_with_their_timelines_and_a_picture(tmp_path, 
     shapes = {"vocab_size": 500, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16}
     (tmp_path / "config.json").write_text(json.dumps(shapes))
     monkeypatch.setattr(command, "Pair", Fakes)
-    monkeypatch.setattr(command, "check_servers", lambda model, servers: None)
+    monkeypatch.setattr(command, "check_servers", server_flags.check)  # in this process
     wanted = ["--method", "int8,lynx", "--context-len", str(PROMPT), "--prompts", "2", "--repeats", "1", "--output-len", "5"]
     files = ["--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png")]
     assert main(["transfer", "--model", str(tmp_path), *wanted, *files]) == 0
