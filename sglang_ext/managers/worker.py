@@ -38,8 +38,8 @@ from sglang_ext.managers.spec_decode.grammar import NewTokens
 from sglang_ext.managers.spec_decode.loop import DecodeLoop, decode_loop
 from sglang_ext.managers.spec_decode.requests import RequestStates, fallback_reason
 from sglang_ext.managers.spec_decode.result import RoundResult
-from sglang_ext.managers.spec_decode.round import OnDevice
 from sglang_ext.managers.spec_decode.steps import prefill
+from sglang_ext.managers.spec_decode.turns import OnDevice
 from sglang_ext.mem_cache.compressed.chosen_beside import beside
 from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
 from sglang_ext.mem_cache.compressed.copy_method import CopyMethod

@@ -7,7 +7,7 @@ answer before that, and no prefix tree is told of its KV.
 
 from typing import TYPE_CHECKING, Protocol
 
-from sglang_ext.managers.spec_decode.round import OnDevice
+from sglang_ext.managers.spec_decode.turns import OnDevice
 from sglang_ext.ranks import Ranks
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sglang_ext.managers.spec_decode.round import OnDevice
+from sglang_ext.managers.spec_decode.turns import OnDevice
 from sglang_ext.mem_cache.prefix_cache.codes_alone import CodesAlone
 from sglang_ext.mem_cache.prefix_cache.held_elsewhere import HeldElsewhere
 from sglang_ext.mem_cache.prefix_cache.nodes import TieredNode

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from sglang_ext.managers.offload.admission import Admission
-from sglang_ext.managers.spec_decode.round import NeverEarly
+from sglang_ext.managers.spec_decode.turns import NeverEarly
 from sglang_ext.mem_cache.prefix_cache.nodes import TieredNode
 from sglang_ext.mem_cache.prefix_cache.residency import Residency
 

@@ -26,9 +26,10 @@ from sglang_ext.managers.spec_decode.pace import FixedLength, Pace
 from sglang_ext.managers.spec_decode.penalties import Penalties, RoundPenalties
 from sglang_ext.managers.spec_decode.requests import end_of_answer, fill
 from sglang_ext.managers.spec_decode.result import Answers, GatheredDrafts, Part, RoundResult, together
-from sglang_ext.managers.spec_decode.round import OnDevice, Round, RoundPlanner
+from sglang_ext.managers.spec_decode.round import Round, RoundPlanner
 from sglang_ext.managers.spec_decode.sampling import Sampled, pick_requests
 from sglang_ext.managers.spec_decode.steps import Steps, Verifier
+from sglang_ext.managers.spec_decode.turns import OnDevice
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch

@@ -5,8 +5,7 @@ the one where full KV has to arrive first, and y = 1 a batch in which a request'
 be drafted answers in the steps in which others draft.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -15,6 +14,7 @@ from sglang_ext.config.options import WIDE_REQUESTS
 from sglang_ext.core import CURABLE, FALLBACK_REASONS, NO_QUERIES, NO_SELECTION, PLAIN_STEPS, SLOWER, RequestState
 from sglang_ext.managers.spec_decode.pace import Choice
 from sglang_ext.managers.spec_decode.requests import end_of_answer
+from sglang_ext.managers.spec_decode.turns import OnDevice
 from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
 from sglang_ext.mem_cache.compressed.due_copies import ensure_copy, until_due
 
@@ -120,77 +120,6 @@ class Round:
     def on_full_kv(self) -> bool:
         """Whether no request reads a compressed copy before the verification."""
         return not any(map(self.on_copy, range(len(self.states))))
-
-
-class NeverEarly:
-    """Turns of requests that begin when all of their full KV is there."""
-
-    def is_early(self, row: int) -> bool:
-        """Whether a request drafts on the anchor of its full KV (managers/disaggregation/arriving.py)."""
-        return False
-
-    def is_here(self, row: int) -> bool:
-        """Whether the rest of an early request's full KV has come."""
-        return True
-
-    def settle(self, row: int) -> None:
-        """Nothing that an early request drafted is left unverified at the end of this round."""
-
-    def give_back(self, requests: "Sequence[Req]") -> None:
-        """A round of these begins: give back full KV that nobody needs any more (mem_cache/prefix_cache/held_elsewhere.py)."""
-
-
-class OnDevice(NeverEarly):
-    """Whose full KV is there for a verification, where none ever leaves the device: a request is verified as soon as it has enough drafts.
-
-    ``managers/offload/verifications.py`` has the same methods for full KV that comes from host memory.
-
-    Attributes:
-        drafts: that a request gathers while its full KV is loaded; none is.
-        residency: of requests whose full KV may leave; None.
-    """
-
-    drafts = 0
-    residency = None
-
-    def launching(self) -> AbstractContextManager[None]:
-        """While a round is planned and launched, in which loads may be put off to its end."""
-        return nullcontext()
-
-    def begin(self, drafting: dict[int, tuple], iteration_seconds: float | None) -> None:
-        """A round begins, of which these requests draft on copies, by row of the token table."""
-
-    def is_stale(self, row: int) -> bool:
-        """Whether a request's row must not be read: full KV is missing, or lies elsewhere."""
-        return False
-
-    def exact_from(self, row: int, protected: int) -> int:
-        """The first position from which on a request's row leads to full KV; the prefix tree has ``protected`` tokens of it."""
-        return 0
-
-    def is_lost(self, row: int) -> bool:
-        """Whether some of a request's full KV is in no tier."""
-        return False
-
-    def reading(self, row: int) -> AbstractContextManager[None]:
-        """Keep what is on the device of a request's full KV."""
-        return nullcontext()
-
-    def keep(self, row: int) -> None:
-        """The request in ``row`` reads its full KV in this round."""
-
-    def take(self, rounds: dict[int, int], ripe: set[int]) -> set[int]:
-        """Rows that are verified in this round: those that have enough drafts."""
-        return ripe
-
-    def restore(self, row: int) -> None:
-        """Let a request's row lead to its full KV."""
-
-    def end(self) -> None:
-        """The round was launched."""
-
-    def forget(self, row: int) -> None:
-        """The request in ``row`` is gone."""
 
 
 @dataclass(frozen=True)

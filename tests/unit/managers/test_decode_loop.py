@@ -19,9 +19,10 @@ from sglang_ext.managers.offload.policy import Offload
 from sglang_ext.managers.offload.verifications import Verifications
 from sglang_ext.managers.spec_decode.loop import DecodeLoop
 from sglang_ext.managers.spec_decode.pace import Choice, FixedLength, Pace
-from sglang_ext.managers.spec_decode.round import PLAIN_STEPS, OnDevice, RoundPlanner
+from sglang_ext.managers.spec_decode.round import PLAIN_STEPS, RoundPlanner
 from sglang_ext.managers.spec_decode.sampling import Sampled
 from sglang_ext.managers.spec_decode.steps import Verifier
+from sglang_ext.managers.spec_decode.turns import OnDevice
 from sglang_ext.platforms.plain_cpu import without_pinning
 from sglang_ext.ranks import Ranks
 

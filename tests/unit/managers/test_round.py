@@ -12,9 +12,10 @@ from sglang_ext.managers.metrics import KVMetrics
 from sglang_ext.managers.spec_decode.loop import DecodeLoop
 from sglang_ext.managers.spec_decode.pace import Choice, FixedLength, Pace
 from sglang_ext.managers.spec_decode.penalties import RoundPenalties
-from sglang_ext.managers.spec_decode.round import PLAIN_STEPS, SHORT_ROUND, TRIAL_COPIES, OnDevice, Round, RoundPlanner
+from sglang_ext.managers.spec_decode.round import PLAIN_STEPS, SHORT_ROUND, TRIAL_COPIES, Round, RoundPlanner
 from sglang_ext.managers.spec_decode.sampling import Sampled
 from sglang_ext.managers.spec_decode.steps import Steps, Verifier
+from sglang_ext.managers.spec_decode.turns import OnDevice
 from sglang_ext.mem_cache.compressed.due_copies import copy_is_near
 from sglang_ext.mem_cache.compressed.query_window import Recorded
 from sglang_ext.ranks import Ranks
