@@ -1,5 +1,8 @@
-"""One connection, as each end knows it: the sender's socket until it breaks, and what the receiver has granted and taken."""
+"""Connections, as each end knows them: the sender's socket until it breaks, whether its receiver is reached by one after another, and what
+the receiver has granted and taken.
+"""
 
+import logging
 import time
 from dataclasses import dataclass, field
 
@@ -9,8 +12,12 @@ from zmq.utils.monitor import parse_monitor_message
 from sglang_ext.managers.disaggregation import wire
 from sglang_ext.managers.disaggregation.assembly import Assembly
 from sglang_ext.managers.disaggregation.endpoints import LinkKeys
+from sglang_ext.managers.disaggregation.limits import LinkLimits
+from sglang_ext.managers.disaggregation.link_metrics import LinkMetrics
 from sglang_ext.managers.disaggregation.settings import LinkError
 from sglang_ext.managers.disaggregation.wire import FRAME_OVERHEAD
+
+logger = logging.getLogger(__name__)
 
 # Until libzmq has told why it gave a connection up.
 EVENT_MS = 100
@@ -146,6 +153,76 @@ class Connection:
         self.socket.disable_monitor()
         self.monitor.close(0)
         self.socket.close(int(1000 * linger))
+
+
+@dataclass(eq=False)
+class Reachability:
+    """Whether the receiver of a link answers, over all connections to it, and what took too long. One thread uses it.
+
+    Attributes:
+        endpoint: the receiver's.
+        limits: times, and connections that may break.
+        metrics: told when it is reached and when no more.
+        connected: whether it answers.
+    """
+
+    endpoint: str
+    limits: LinkLimits
+    metrics: LinkMetrics
+    connected: bool = False
+    _was_connected: bool = False
+    _problem: str = "it does not answer"
+    # Connections that broke since something was acknowledged.
+    _broken: int = 0
+    _gone_since: float = field(default_factory=time.monotonic)
+    _progressed: float = field(default_factory=time.monotonic)
+
+    def welcome(self) -> None:
+        """It answered Hello."""
+        if not self.connected:
+            self.metrics.add_links(1)
+            if self._was_connected:
+                self.metrics.count_reconnect()
+        self.connected = self._was_connected = True
+        self.progress()
+
+    def progress(self, acknowledged: bool = False) -> None:
+        """It did what it was waited for; where ``acknowledged``, it took parts."""
+        self._progressed = time.monotonic()
+        self._broken = 0 if acknowledged else self._broken
+
+    def broke(self, welcomed: bool, problem: str) -> str | None:
+        """A connection broke, which was ``welcomed`` or not: why its rooms fail now, or None where another is tried."""
+        if not welcomed and problem != self._problem:
+            logger.error("no link to %s: %s", self.endpoint, problem)
+        self._problem = problem
+        if welcomed:
+            logger.warning("the link to %s broke: %s; it is tried again", self.endpoint, problem)
+            self._broken += 1
+        if self._broken <= self.limits.reconnects:
+            return None
+        self._broken = 0
+        return f"connections to {self.endpoint} broke, and nothing was acknowledged between them; the last: {problem}"
+
+    def leave(self) -> None:
+        """The connection is closed, whatever ended it."""
+        if self.connected:
+            self.connected, self._gone_since = False, time.monotonic()
+            self.metrics.add_links(-1)
+
+    def unreached(self, now: float) -> str | None:
+        """Why rooms fail that have waited for a connection as long as they may; None while one is there, or was lately."""
+        if self.connected or now - self._gone_since <= self.limits.resume_seconds:
+            return None
+        return f"the receiver at {self.endpoint} is not reached for {self.limits.resume_seconds:g} s: {self._problem}"
+
+    def stalled(self, now: float, busy: bool) -> str | None:
+        """Why rooms fail whose receiver answers and takes nothing; None while it does, or nothing is to be taken (not ``busy``)."""
+        if not busy:
+            self._progressed = now
+        elif now - self._progressed > self.limits.stall_seconds:
+            return f"the receiver at {self.endpoint} acknowledged nothing for {self.limits.stall_seconds:g} s"
+        return None
 
 
 @dataclass(eq=False)

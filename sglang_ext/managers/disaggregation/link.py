@@ -16,7 +16,7 @@ from contextlib import suppress
 import zmq
 
 from sglang_ext.managers.disaggregation import wire
-from sglang_ext.managers.disaggregation.connection import BrokenConnection, Connection
+from sglang_ext.managers.disaggregation.connection import BrokenConnection, Connection, Reachability
 from sglang_ext.managers.disaggregation.endpoints import LinkKeys, check_endpoint
 from sglang_ext.managers.disaggregation.limits import LinkLimits
 from sglang_ext.managers.disaggregation.link_metrics import LinkMetrics, Waits, carried
@@ -79,10 +79,7 @@ class Link:
         self._closing = False
         # Of the thread alone.
         self._outstanding = 0
-        self._reconnects = 0
-        self._problem = "it does not answer"
-        self._gone_since = self._progress = time.monotonic()
-        self._connected = self._was_connected = False
+        self._receiver = Reachability(endpoint, limits, metrics)
         self._thread = threading.Thread(target=self._run, name=f"kv-link {endpoint}", daemon=True)
         self._thread.start()
 
@@ -99,7 +96,7 @@ class Link:
     @property
     def connected(self) -> bool:
         """Whether the receiver answers."""
-        return self._connected
+        return self._receiver.connected
 
     @property
     def refusal(self) -> str | None:
@@ -191,15 +188,9 @@ class Link:
             self._serve(connection)
             last_words = LAST_WORDS
         except BrokenConnection as broken:
-            if not connection.welcomed and str(broken) != self._problem:
-                logger.error("no link to %s: %s", self.endpoint, broken)
-            self._problem = str(broken)
-            if connection.welcomed:
-                logger.warning("the link to %s broke: %s; it is tried again", self.endpoint, broken)
-                self._reconnects += 1
-            if self._reconnects > self._limits.reconnects:
-                self._reconnects = 0
-                self._fail_all(f"connections to {self.endpoint} broke, and nothing was acknowledged between them; the last: {broken}")
+            reason = self._receiver.broke(connection.welcomed, str(broken))
+            if reason is not None:
+                self._fail_all(reason)
         finally:
             with self._lock:
                 rooms = list(self._queue.rooms)
@@ -211,9 +202,7 @@ class Link:
             connection.close(last_words)
             self._outstanding = 0
             self._waits.wait_for(None)
-            if self._connected:
-                self._connected, self._gone_since = False, time.monotonic()
-                self._metrics.add_links(-1)
+            self._receiver.leave()
         if not self._closing and not self._refusal:
             self._look(None, time.monotonic())
             self._tell_ended()
@@ -326,12 +315,7 @@ class Link:
     def _welcome(self, connection: Connection, window: int) -> None:
         most = min(connection.welcome(window), self._limits.frame_bytes)
         self._frame_bytes = self._bucket.frame_bytes(most)
-        if not self._connected:
-            self._metrics.add_links(1)
-            if self._was_connected:
-                self._metrics.count_reconnect()
-        self._connected = self._was_connected = True
-        self._progress = time.monotonic()
+        self._receiver.welcome()
         with self._lock:
             self._unopened = list(self._queue.rooms)
 
@@ -346,14 +330,13 @@ class Link:
                 self._end(have.room, str(error))
                 self._cancels.append((have.room, str(error)))
                 return
-        self._progress = time.monotonic()
+        self._receiver.progress()
         self._tell_arrived(state, complete)
 
     def _acknowledge(self, connection: Connection, granted: int, acked: tuple[wire.Acked, ...]) -> None:
         connection.grant(granted)
         self._outstanding = connection.outstanding
-        self._progress = time.monotonic()
-        self._reconnects = 0 if acked else self._reconnects
+        self._receiver.progress(acknowledged=bool(acked))
         for part in acked:
             with self._lock:
                 complete, room = self._queue.arrived(part.room, part.stream, part.part), self._queue.rooms.get(part.room)
@@ -402,10 +385,9 @@ class Link:
             BrokenConnection: the receiver is silent.
         """
         limits = self._limits
-        if not self._connected:
-            if now - self._gone_since > limits.resume_seconds:
-                reason = f"the receiver at {self.endpoint} is not reached for {limits.resume_seconds:g} s: {self._problem}"
-                self._fail_all(reason, opened_before=now - limits.resume_seconds)
+        reason = self._receiver.unreached(now)
+        if reason is not None:
+            self._fail_all(reason, opened_before=now - limits.resume_seconds)
         if connection is None:
             return
         if now - connection.heard > limits.silence_seconds:
@@ -417,7 +399,6 @@ class Link:
             self._say(connection, wire.Ping())
         with self._lock:
             busy = connection.outstanding or self._queue.next() or not all(room.confirmed for room in self._queue.rooms.values())
-        if not busy:
-            self._progress = now
-        elif now - self._progress > limits.stall_seconds:
-            self._fail_all(f"the receiver at {self.endpoint} acknowledged nothing for {limits.stall_seconds:g} s")
+        reason = self._receiver.stalled(now, bool(busy))
+        if reason is not None:
+            self._fail_all(reason)
