@@ -63,7 +63,7 @@ def _taken(adder: "PrefillAdder", codes: "GivenBack", req: "Req") -> float:
     running, begins = _running(adder), [*adder.can_run_list, req]
     kept_free = (adder.page_size + HEADROOM) * (len(running) + len(begins))
     rests = [len(each.full_untruncated_fill_ids) - each.extend_range.start for each in adder.can_run_list]
-    rooms = [codes.room(each, _more(each), adder.new_token_ratio) for each in [*running, *begins]]
+    rooms = codes.rooms([(each, _more(each)) for each in [*running, *begins]], adder.new_token_ratio)
     reads = {segment for room in rooms for segment in room.reads}
     held = kept_free + sum(room.copy for room in rooms) + sum(len(segment.slots) for segment in reads)
     now = held + sum(map(codes.at_once, adder.can_run_list, rests)) - _spared(codes, req)

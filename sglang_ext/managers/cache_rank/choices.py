@@ -23,7 +23,15 @@ from sglang_ext.managers.cache_rank.link import Pack, RankDown, RankLink
 from sglang_ext.managers.cache_rank.shared_memory import StaleAnswer
 from sglang_ext.managers.cache_rank.step_watch import StepOf, StepWatch
 from sglang_ext.managers.cache_rank.timeline import PackTimeline
-from sglang_ext.mem_cache.compressed.chosen_elsewhere import ChosenElsewhere, LayerWatch, ReadQueries, Stepping, WriteChosen, carried
+from sglang_ext.mem_cache.compressed.chosen_elsewhere import (
+    ChosenElsewhere,
+    FreeBlocks,
+    LayerWatch,
+    ReadQueries,
+    Stepping,
+    WriteChosen,
+    carried,
+)
 from sglang_ext.mem_cache.compressed.held_rows import EMPTY, Exchange, joined
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 
@@ -79,13 +87,14 @@ class RankChoices(ChosenElsewhere):
         """Processes that were started."""
         return sum(link.starts for link in self.links)
 
-    def has_room(self, tokens: int, row: int | None = None) -> bool:
-        """As :meth:`ChosenElsewhere.has_room`."""
+    def free_blocks(self) -> FreeBlocks:
+        """As :meth:`ChosenElsewhere.free_blocks`."""
+        return FreeBlocks([self._free_blocks(link) for link in self.links if link.ready], protocol.BLOCK)
+
+    def has_request(self, row: int) -> bool:
+        """As :meth:`ChosenElsewhere.has_request`."""
         request = self._requests.get(row)
-        if request is not None and not request.void:
-            return True
-        needed = -(-tokens // protocol.BLOCK)
-        return any(needed <= self._free_blocks(link) for link in self.links if link.ready)
+        return request is not None and not request.void
 
     def _free_blocks(self, link: RankLink) -> int:
         leases = self._leases.get(link)

@@ -42,6 +42,27 @@ class Stepping:
     asks: bool
 
 
+@dataclass
+class FreeBlocks:
+    """Room for requests that are to be handed over, where any of several takes them.
+
+    Attributes:
+        blocks: that each of these has free.
+        size: tokens of a block.
+    """
+
+    blocks: list[int]
+    size: int = 1
+
+    def take(self, tokens: int) -> bool:
+        """Whether a request of so many tokens has room beside those that took theirs before: it goes where there is most."""
+        needed, most = -(-tokens // self.size), max(self.blocks, default=0)
+        if not self.blocks or needed > most:
+            return False
+        self.blocks[self.blocks.index(most)] -= needed
+        return True
+
+
 class LayerWatch(Protocol):
     """Is told how far a forward has come; layers are counted from 0."""
 
@@ -108,8 +129,12 @@ class ChosenElsewhere(ABC):
         """Whether the only full KV of a request is gone with the process that had it."""
         return False
 
-    def has_room(self, tokens: int, row: int | None = None) -> bool:
-        """Whether so many tokens of a request could be handed over now, or, where it has a ``row``, are about to be."""
+    def free_blocks(self) -> FreeBlocks:
+        """Room now for requests that were not handed over yet."""
+        return FreeBlocks([])
+
+    def has_request(self, row: int) -> bool:
+        """Whether a request was handed over, or is about to be: it needs no room any more."""
         return False
 
     @abstractmethod

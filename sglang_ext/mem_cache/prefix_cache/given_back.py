@@ -91,6 +91,11 @@ class GivenBack(ABC):
             share: of these, those that are expected.
         """
 
+    def rooms(self, requests: "Iterable[tuple[Req, int]]", share: float = 1.0) -> list[Room]:
+        """:meth:`room` of each of these, with the tokens that its answer has yet, in the order in which they come: what one takes up
+        elsewhere, there is for those after it no more."""
+        return [self.room(req, more, share) for req, more in requests]
+
     def forget(self, row: int) -> None:
         """The request in ``row`` is gone."""
         self._own.pop(row, None)

@@ -9,7 +9,7 @@ Where the rank's process is gone, the request is lost: steps under way keep the 
 before the next round it is retracted, and computed again from its tokens (recompute.py).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ from sglang_ext.mem_cache.prefix_cache.nodes import path
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
-    from sglang_ext.mem_cache.compressed.chosen_elsewhere import ChosenElsewhere
+    from sglang_ext.mem_cache.compressed.chosen_elsewhere import ChosenElsewhere, FreeBlocks
     from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
 
 
@@ -79,10 +79,18 @@ class HeldElsewhere(GivenBack):
         return sum(own.stop for own in self._own.values())
 
     def room(self, req: "Req", more: int, share: float = 1.0) -> Room:
-        """As :meth:`GivenBack.room`."""
+        """As :meth:`GivenBack.room`, of a request to which all that is free at the ranks is left."""
+        return self._room(req, more, share, self.ranks.free_blocks())
+
+    def rooms(self, requests: "Iterable[tuple[Req, int]]", share: float = 1.0) -> list[Room]:
+        """As :meth:`GivenBack.rooms`: in this order they are handed over, and whoever finds no room there keeps its full KV here."""
+        free = self.ranks.free_blocks()
+        return [self._room(req, more, share, free) for req, more in requests]
+
+    def _room(self, req: "Req", more: int, share: float, free: "FreeBlocks") -> Room:
         method, row, tokens = self.method_of(req), req.req_pool_idx, len(req.origin_input_ids) + len(req.output_ids)
         view = None if row is None else self.copies.get(row)
-        if method is None or (view is None and (tokens < method.shortest or not self.ranks.has_room(tokens, row))):
+        if method is None or (view is None and (tokens < method.shortest or not self._goes(row, tokens, free))):
             return Room(growth=share * more)
         expected = int(share * more)
         covered = method.covered(tokens) if view is None else view.covered
@@ -94,3 +102,7 @@ class HeldElsewhere(GivenBack):
         # Of its path it keeps none: those that nobody else locks may be evicted.
         leaves, back = {node: node.device_tokens for node in nodes}, max(0, covered - req.cache_protected_len)
         return Room(method.packing.held_slots(kept) if view is None else 0, back, leaves, growth)
+
+    def _goes(self, row: int | None, tokens: int, free: "FreeBlocks") -> bool:
+        """Whether a request without a copy was handed over, or will be: it takes what it needs of ``free`` then."""
+        return (row is not None and self.ranks.has_request(row)) or free.take(tokens)

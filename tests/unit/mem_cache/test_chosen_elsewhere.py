@@ -9,7 +9,7 @@ from test_views import DIM, HEADS, LAYERS
 
 from sglang_ext.core import FALLBACK_REASONS, NO_SELECTION, RequestState
 from sglang_ext.managers.integrity import check_copies
-from sglang_ext.mem_cache.compressed.chosen_elsewhere import ChosenElsewhere, watch_step
+from sglang_ext.mem_cache.compressed.chosen_elsewhere import ChosenElsewhere, FreeBlocks, watch_step
 from sglang_ext.mem_cache.compressed.due_copies import ensure_copy
 from sglang_ext.mem_cache.compressed.query_window import Recorded
 from sglang_ext.mem_cache.compressors import ContextKV, Part
@@ -130,3 +130,9 @@ def test_without_others_and_without_copies_nobody_watches_a_step():
     assert watch_step(views, {}, True) is None
     views.elsewhere = None
     assert watch_step(views, {1: 151}, True) is None
+
+
+def test_requests_go_where_most_is_free_and_what_one_takes_is_not_the_nexts():
+    free = FreeBlocks([3, 2], 64)
+    assert [free.take(tokens) for tokens in (128, 129, 128, 65, 64, 1)] == [True, False, True, False, True, False]
+    assert free.blocks == [0, 0] and not FreeBlocks([]).take(0)

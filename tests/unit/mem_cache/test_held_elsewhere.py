@@ -1,6 +1,7 @@
 """Full KV that lies at cache ranks alone: slots go back, prompts stay for others until they are needed, and nothing leaks."""
 
 from collections import Counter
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import torch
@@ -10,7 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from tiered_helpers import PAGE, ROWS, WIDTH, World, kv_of
 
-from sglang_ext.mem_cache.compressed.chosen_elsewhere import ChosenElsewhere, carried
+from sglang_ext.hooks import lossy_admission
+from sglang_ext.hooks.lossy_admission import admit_prompt
+from sglang_ext.mem_cache.compressed.chosen_elsewhere import ChosenElsewhere, FreeBlocks, carried
 from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
 from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
 from sglang_ext.mem_cache.compressed.formats.kv_format import RowsOfHeads, Unpacked
@@ -29,13 +32,14 @@ class Holder(ChosenElsewhere):
     Attributes:
         held: positions by place, and tokens that the copy stood for, by row.
         alone: rows whose full KV it has alone.
+        free: tokens for which it has room.
         gone: whether its process is.
     """
 
     sends_rows = True
 
     def __init__(self):
-        self.missed, self.held, self.alone, self.gone, self.full = Counter(), {}, set(), False, False
+        self.missed, self.held, self.alone, self.gone, self.free = Counter(), {}, set(), False, 1000
 
     def prepare(self, row, slots, keep, queries, positions):
         return True
@@ -60,8 +64,8 @@ class Holder(ChosenElsewhere):
     def is_lost(self, row):
         return self.gone and row in self.alone
 
-    def has_room(self, tokens, row=None):
-        return not self.full
+    def free_blocks(self):
+        return FreeBlocks([self.free])
 
     def step(self, requests, read, write):
         raise AssertionError("no step is run here")
@@ -178,7 +182,7 @@ def test_a_request_is_admitted_by_its_copy_and_its_tail_where_a_rank_has_room():
     )
     room = world.held.room(waiting, 16)
     assert (room.copy, room.back, room.growth) == (50, 200, 4 + TAIL)
-    world.holder.full = True
+    world.holder.free = 199
     room = world.held.room(waiting, 16)
     assert (room.copy, room.back, room.growth) == (0, 0, 16)
     req = world.start(range(100, 141))
@@ -187,6 +191,49 @@ def test_a_request_is_admitted_by_its_copy_and_its_tail_where_a_rank_has_room():
     world.held.update([req])
     room = world.held.room(req, 4)
     assert not room.leaves and (room.copy, room.back, room.growth) == (0, 0, 4 + 2)
+
+
+@dataclass
+class Waiting:
+    """What SGLang's scheduler knows of a prompt of 200 tokens that waits, whose answer has up to ``more``."""
+
+    last_node: object
+    more: int
+    origin_input_ids: range = range(200)
+    output_ids: tuple = ()
+    req_pool_idx: None = None
+    cache_protected_len: int = 0
+    host_hit_length: int = 0
+    prefix_indices: tuple = ()
+
+    @property
+    def full_untruncated_fill_ids(self):
+        return self.origin_input_ids
+
+    @property
+    def extend_range(self):
+        return SimpleNamespace(start=0)
+
+    @property
+    def sampling_params(self):
+        return SimpleNamespace(max_new_tokens=self.more)
+
+
+def test_prompts_that_fit_at_a_rank_one_by_one_are_not_counted_there_together(monkeypatch):
+    monkeypatch.setattr(lossy_admission, "get_alloc_reserve_per_decode", lambda: 0)
+    world, more = Handed(), 1000
+    first, second = (Waiting(world.cache.root_node, more) for _ in range(2))
+    adder = SimpleNamespace(
+        tree_cache=world.cache, can_run_list=[first], running_batch=None, page_size=PAGE, new_token_ratio=1.0, rem_total_token_offset=0
+    )
+    taken = []
+    for free in (400, 399, 199):
+        world.holder.free = free
+        found = admit_prompt(lambda adder, *_: adder.rem_total_token_offset, adder, second, False, None)
+        taken.append(found)
+    # One that goes there has a copy of a quarter, which grows, and a tail; it gives back its full KV. One that stays keeps that.
+    goes, stays = 50 + 250 + TAIL - 200, more
+    assert taken[1] - taken[0] == taken[2] - taken[1] == stays - goes
 
 
 class Rounds(RuleBasedStateMachine):

@@ -199,7 +199,8 @@ def test_a_full_rank_leaves_the_copy_what_it_is():
     other, _ = scripted(attach(blocks=4, rows=True, places=64, most=160), 2)
     full = Copied(other)
     other.prepare(1, SLOTS[:200], keep_of(200), queries(1, 1), torch.tensor([199]))
-    assert not other.has_room(65) and other.has_room(500, row=1) and not other.has_room(500, row=2)
+    assert other.has_request(1) and not other.has_request(2)
+    assert not other.free_blocks().take(1) and copied.choices.free_blocks().take(1)
     full.end = 300
     assert not full.prepare() and other.missed["memory-full"] == 1
 
