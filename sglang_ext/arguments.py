@@ -15,7 +15,7 @@ from sglang.srt.arg_groups.arg_utils import NS, A, Arg
 from sglang.srt.server_args import ServerArgs
 
 from sglang_ext import command_line, flag_checks
-from sglang_ext.config import benchmark_options, disaggregation_options, options, refused_options
+from sglang_ext.config import benchmark_options, disaggregation_options, model_folder, options, refused_options
 from sglang_ext.config.prefill_options import EXACT, PREFILLS
 from sglang_ext.core import RADIX_CACHE_BACKEND, SPECULATIVE_ALGORITHM, HookError, OptionError
 from sglang_ext.mem_cache.compressors import catalogue
@@ -296,7 +296,13 @@ class KVServerArgs(ServerArgs):
             super().__post_init__()
             return
         self._prepare_speculation()
-        super().__post_init__()
+        try:
+            super().__post_init__()
+        except OSError as error:
+            # The operating system's have a number; those of Hugging Face's library, of a model that it does not find, have none.
+            if error.errno is not None:
+                raise
+            raise model_folder.unread(self.model_path, error) from error
         if self.model_path.lower() in ("none", "dummy"):
             return
         flag_checks.check_resolved(self)

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sglang_ext.config import (
-    benchmark_options, disaggregation_options, method_options, model_options, options, prefill_options, refusal, selection_options,
+    benchmark_options, disaggregation_options, method_options, model_folder, model_options, options, prefill_options, refusal,
+    selection_options,
 )  # fmt: skip
 from sglang_ext.config.options import FULL_TIERS, MAX_DRAFT_LENGTH, MAX_OFFLOAD_DRAFT_LENGTH, MODES, offload_obstacle, one_of
 from sglang_ext.core import OptionError
@@ -39,6 +40,7 @@ def check_flags(args: "KVServerArgs") -> None:
         names = [name for name in KVServerArgs.__annotations__ if name not in disaggregation_options.TRANSFER_FLAGS]
         _warn_of_idle(args, "--kv-mode is full, stock SGLang, in which", names, "--kv-mode verified")
         return
+    model_folder.check(args.model_path)
     _check_ranges(args)
     benchmark_options.check_flags(args)
     selection_options.resolve(args)
@@ -70,6 +72,7 @@ def check_resolved(args: "KVServerArgs") -> None:
     served_methods.check_files(args)
     frontend.check_preferred(args)
     hooking.check(args.kv_mode)
+    _check_sparse_from(args)
     _warn_of_short_contexts(args)
     if args.kv_host_gb:
         # Before weights are loaded: minutes later it would be found lacking all the same.
@@ -160,6 +163,20 @@ def _warn_of_idle_compressor(args: "KVServerArgs") -> None:
     else:
         why, remedy = f"--kv-compressor is {args.kv_compressor}, with which", f"--kv-compressor {KVzip.name}"
     _warn_of_idle(args, why, ("kv_online_compressor",), remedy)
+
+
+def _check_sparse_from(args: "KVServerArgs") -> None:
+    """Refuse a length that no context reaches.
+
+    Raises:
+        OptionError: names it, and the longest context.
+    """
+    begin, context = args.kv_sparse_from, args.get_model_config().context_len
+    if options.MIN_CONTEXT < begin >= context:
+        raise OptionError(
+            f"--kv-sparse-from is {begin}, and the longest context that is served has {context} tokens, so that none would have a copy: pass "
+            f"a number below that, for example {max(options.MIN_CONTEXT, context // 4)}, a longer --context-length, or --kv-mode full"
+        )
 
 
 def _warn_of_short_contexts(args: "KVServerArgs") -> None:

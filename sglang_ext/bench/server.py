@@ -19,7 +19,7 @@ from typing import IO
 
 from sglang_ext.bench import BenchError
 from sglang_ext.bench.client import HOST, ServerClient, free_port
-from sglang_ext.doctor import model_folder
+from sglang_ext.config import model_folder
 
 TAIL_LINES = 25
 ERROR = re.compile(r"\b(ERROR|Errno|\w+Error)\b")

@@ -10,9 +10,8 @@ from pathlib import Path
 import torch
 import zmq
 
-from sglang_ext.config import model_options, options, transports
+from sglang_ext.config import model_folder, model_options, options, transports
 from sglang_ext.config.disaggregation_options import BACKEND
-from sglang_ext.doctor import model_folder
 from sglang_ext.doctor.installation import SGLANG_VERSION, Check, told, verdict
 from sglang_ext.hooks import application as hooking
 from sglang_ext.mem_cache.compressed.formats.packing import Packing

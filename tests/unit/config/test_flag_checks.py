@@ -1,12 +1,14 @@
 """Flags that do nothing beside the others are named in the log; none is looked at where the mode is full."""
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 from argument_helpers import arguments
 
 from sglang_ext import flag_checks
 from sglang_ext.config import options
+from sglang_ext.core import OptionError
 
 
 def told(caplog: pytest.LogCaptureFixture, **given: object) -> str:
@@ -71,6 +73,22 @@ def test_contexts_too_short_for_copies_are_told(caplog: pytest.LogCaptureFixture
     flag_checks._warn_of_short_contexts(args)
     found = [record.getMessage() for record in caplog.records]
     assert len(found) == bool(words) and all(each.startswith(f"sglang-ext: {words}") for each in found)
+
+
+@pytest.mark.parametrize(("begin", "context"), [(8192, 8192), (1_000_000, 8192), (129, 100)])
+def test_copies_that_begin_where_no_context_reaches_are_refused(begin: int, context: int) -> None:
+    args = arguments(kv_sparse_from=begin)
+    args.get_model_config = lambda: SimpleNamespace(context_len=context)
+    with pytest.raises(OptionError, match=f"--kv-sparse-from is {begin}, .* has {context} tokens, .*: pass a number below that, for example"):
+        flag_checks._check_sparse_from(args)
+    args.get_model_config = lambda: SimpleNamespace(context_len=begin + 1)
+    flag_checks._check_sparse_from(args)
+
+
+def test_a_short_context_is_not_blamed_on_a_flag_that_was_left_as_it_is() -> None:
+    args = arguments()
+    args.get_model_config = lambda: SimpleNamespace(context_len=100)
+    flag_checks._check_sparse_from(args)
 
 
 @pytest.mark.parametrize(

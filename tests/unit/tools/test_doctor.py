@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from sglang_ext.config import transports
-from sglang_ext.doctor import __main__ as doctor, installation, model_folder, serving
+from sglang_ext.doctor import __main__ as doctor, installation, serving
 from sglang_ext.doctor.installation import Check
 from sglang_ext.hooks import application as hooking, table as hooks, uses
 
@@ -163,16 +163,6 @@ def test_a_path_that_is_not_there_is_no_name_on_the_hub(tmp_path: Path, path: st
     path = path.format(tmp_path=tmp_path)
     check = serving.check_model(path)
     assert (check.ok, check.found) == (False, f"{path}: no such folder") and check.remedy
-
-
-def test_a_path_is_told_from_a_name_by_its_beginning_or_its_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "models").mkdir()
-    monkeypatch.chdir(tmp_path)
-    assert model_folder.problem("models/nope") == "models/nope: no such folder"
-    assert model_folder.problem("models") == "models: this folder has no config.json"
-    assert model_folder.problem("Qwen/Qwen3-8B") is None and model_folder.problem("gpt2") is None
-    (tmp_path / "models" / "config.json").write_text("{}")
-    assert model_folder.problem("models") is None
 
 
 @pytest.mark.usefixtures("device")
