@@ -103,7 +103,7 @@ def test_a_method_that_chooses_by_queries_of_the_prompt_drafts_at_once(pair: Pai
 @pytest.fixture(scope="module")
 def router(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Router]:
     """SGLang's router before both."""
-    pytest.importorskip(ROUTER, reason="make test installs it, from requirements/pd.txt")
+    pytest.importorskip(ROUTER, reason="make test installs it, from requirements/pd.txt, where the package index has it for this machine")
     pair.wait()
     log = tmp_path_factory.mktemp("router") / "router.log"
     with Router(free_port(), [server.port for server in pair.servers.values()], pair.bootstrap, log) as started:
