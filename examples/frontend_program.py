@@ -1,9 +1,10 @@
 """SGLang frontend programs: gen, select, fork, a regular expression, and a batch.
 
-make serve                                            # in another terminal
-.venv/bin/python examples/frontend_program.py [URL]   # default http://127.0.0.1:30000
+make serve                                                     # in another terminal
+.venv/bin/python examples/frontend_program.py [URL [router]]   # default http://127.0.0.1:30000
 
-The programs are stock SGLang: a verified server answers them as a stock one does.
+The programs are stock SGLang: a verified server answers them as a stock one does. With `router` they run behind SGLang's
+router of a prefill and a decode server (`make serve-pd`), which refuses the lists of prompts that `select` sends.
 """
 
 import inspect
@@ -12,6 +13,8 @@ import textwrap
 from urllib.error import URLError
 
 import sglang as sgl
+
+from sglang_ext.router_endpoint import RouterEndpoint
 
 SOURCE = inspect.getsource(textwrap)[:2000]
 
@@ -30,13 +33,15 @@ def review(s: sgl.lang.interpreter.ProgramState, source: str) -> None:
     s["strength"], s["weakness"] = strength["text"], weakness["text"]
 
 
-def main(url: str = "http://127.0.0.1:30000") -> None:
-    """Run the program once, then as a batch."""
+def main(url: str = "http://127.0.0.1:30000", before: str = "server") -> None:
+    """Run the program once, then as a batch; ``before`` is what answers there, ``server`` or ``router``."""
     try:
-        sgl.set_default_backend(sgl.RuntimeEndpoint(url))
+        sgl.set_default_backend(RouterEndpoint(url) if before == "router" else sgl.RuntimeEndpoint(url))
     except URLError as error:
         sys.exit(f"no server answers at {url} ({error.reason}): start one with `make serve`, or pass the URL of another one")
     state = review.run(source=SOURCE)
+    if state.error() is not None:
+        sys.exit(f"the program ended with: {state.error()}\nbefore SGLang's router add: {url} router")
     for name in ("summary", "subject", "year", "strength", "weakness"):
         print(f"{name}: {state[name]}")
     halves = [{"source": SOURCE[:1000]}, {"source": SOURCE[1000:]}]
@@ -45,4 +50,4 @@ def main(url: str = "http://127.0.0.1:30000") -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2])
+    main(*sys.argv[1:3])

@@ -2,7 +2,9 @@
 
 import inspect
 import json
+import runpy
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from threading import Thread
 
 import pytest
@@ -12,7 +14,8 @@ from sglang.lang.backend.runtime_endpoint import RuntimeEndpoint
 from sglang_ext.router_endpoint import RouterEndpoint
 
 # Log-probabilities of a choice by its words.
-SCORES = {"good": -1.0, "bad": -3.0, "worse": -5.0}
+SCORES = {"good": -1.0, "bad": -3.0, "worse": -5.0, "text": -4.0, "numbers": -1.0, "pictures": -2.0}
+EXAMPLE = Path(__file__).parents[3] / "examples/frontend_program.py"
 
 
 class Router(BaseHTTPRequestHandler):
@@ -68,6 +71,15 @@ def test_a_choice_is_made_of_one_request_a_prompt(url):
 def test_stocks_endpoint_sends_them_in_one_which_the_router_refuses(url):
     """Where this fails, SGLang asks otherwise: the class may go."""
     assert "invalid type: sequence" in str(choose.run(backend=RuntimeEndpoint(url)).error())
+
+
+@pytest.mark.filterwarnings("ignore:Error in stream_executor")
+def test_the_example_says_how_it_runs_behind_the_router_and_does(url, capsys):
+    main = runpy.run_path(str(EXAMPLE))["main"]
+    with pytest.raises(SystemExit, match=f"(?s)invalid type: sequence.*\nbefore SGLang's router add: {url} router$"):
+        main(url)
+    main(url, "router")
+    assert "subject:  numbers" in capsys.readouterr().out
 
 
 def test_lists_of_token_ids_go_one_by_one_and_a_single_prompt_as_it_is(url):
