@@ -88,6 +88,11 @@ class Link:
         """Of parts that have not arrived."""
         return self._queue.queued
 
+    def unsent(self, stream: Stream) -> int:
+        """Parts of a stream that did not go whole."""
+        with self._lock:
+            return self._queue.unsent(stream)
+
     @property
     def outstanding_bytes(self) -> int:
         """That were sent and that the receiver has not granted again; at most its window."""

@@ -205,6 +205,10 @@ class SendQueue:
                 return self._queues[stream][0]
         return None
 
+    def unsent(self, stream: Stream) -> int:
+        """Parts of a stream that were offered and did not go whole."""
+        return len(self._queues[stream]) + sum(len(room.waiting[stream]) for room in self.rooms.values())
+
     def advance(self, sending: Sending, size: int) -> None:
         """``size`` more bytes of the part that ``next`` gave were sent; 0 for an empty part. Its room may have ended meanwhile."""
         sending.offset += size

@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 # Bytes that are encoded and not yet there: above the first no residual is encoded, above the second nothing. So anchors do not
 # wait for residuals, and pages of either wait in the pool.
 MOST_BEFORE_RESIDUALS, MOST_ENCODED = 1 << 29, 1 << 30
+# Anchors that the link has yet to send: with fewer, the next is encoded without its residual, whose turn comes after all anchors.
+AHEAD = 4
 # Seconds between looks at whether there is space.
 SOON = 0.005
 
@@ -116,7 +118,7 @@ class Peer:
             self._wait_for_space(work.room)
             if work.room.over or self._closing:
                 return
-            now = self._has_space(work.room, Stream.RESIDUAL, self._most_before_residuals)
+            now = self._has_time(work.room) and self._has_space(work.room, Stream.RESIDUAL, self._most_before_residuals)
             page = work.room.send_page(self._link, slots, now)
             if not now:
                 self._put_off.append((work.room, page, slots))
@@ -140,6 +142,10 @@ class Peer:
             logger.exception("room %d cannot be sent", room.number)
             room.fail(f"it cannot be sent: {error}")
             self._link.cancel(room.number, str(error))
+
+    def _has_time(self, room: SentRoom) -> bool:
+        """Whether a residual may be encoded with its anchor: the link does not wait for the next anchor, or the room has no residuals."""
+        return not room.shape.parts(Stream.RESIDUAL) or self._link.unsent(Stream.ANCHOR) >= AHEAD
 
     def _has_space(self, room: SentRoom, stream: Stream, most: int) -> bool:
         """Whether so many bytes are not reached; a single page always has space, and a stream that the room does not have needs none."""

@@ -50,6 +50,20 @@ def test_anchors_of_all_rooms_go_before_any_residual_and_the_record_between():
     assert sent == first + [(1, "residual")] * 2 + [(2, "residual")] * 2
 
 
+def test_what_did_not_go_whole_is_unsent_whether_or_not_its_room_was_confirmed():
+    queue = queue_of(1, pages=2, aux=False)
+    queue.open(2, shape(1), Listener())
+    for room, page in ((1, 0), (1, 1), (2, 0)):
+        offer(queue, room, part(Stream.ANCHOR, bytes(2 * FRAME), page))
+    assert queue.unsent(Stream.ANCHOR) == 3 and queue.unsent(Stream.RESIDUAL) == 0
+    send(queue)
+    assert queue.unsent(Stream.ANCHOR) == 3
+    send(queue)
+    assert queue.unsent(Stream.ANCHOR) == 2
+    queue.end(2)
+    assert queue.unsent(Stream.ANCHOR) == 1
+
+
 def test_an_anchor_that_comes_late_waits_for_one_frame_and_the_residual_goes_on_after_it():
     queue = queue_of(1, 2, pages=1, aux=False)
     offer(queue, 1, part(Stream.ANCHOR, b"a"))
