@@ -1,7 +1,7 @@
 """Between host and device: what is sent without waiting, a second stream, and marks in time."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -83,14 +83,19 @@ class SideStream:
     def __init__(self, device: torch.device):
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def launch(self, work: Callable[[], None]) -> torch.cuda.Event | None:
+    def launch(self, work: Callable[[], None], read: Sequence[torch.Tensor]) -> torch.cuda.Event | None:
         """Begin ``work`` once what the current stream was given so far is done; what is reached when it is, None on a CPU.
 
-        Tensors of other streams that ``work`` reads must be kept until the current stream has waited (:meth:`wait`).
+        Args:
+            work: launches on the current stream.
+            read: tensors of other streams that it reads or writes and that may be dropped before it is done: until then nothing
+                else gets their memory, whether somebody waits (:meth:`wait`) or not.
         """
         if self._stream is None:
             work()
             return None
+        for tensor in read:
+            tensor.record_stream(self._stream)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             work()

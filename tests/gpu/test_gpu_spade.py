@@ -13,6 +13,7 @@ from test_gpu_packed import REPLAYS, TELLING, accept_length, served
 
 from sglang_ext.bench.soaking.soak import server_environment
 from sglang_ext.core import CompressedView
+from sglang_ext.device import SideStream
 from sglang_ext.mem_cache.compressed.chosen_beside import ChosenBeside
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.query_window import QueryWindows, Recorded
@@ -106,6 +107,22 @@ def test_the_host_waits_for_no_choice(predictor):
     assert not torch.cuda.current_stream().query(), "the host waited for the device"
     torch.cuda.synchronize()
     there.check(23)
+
+
+def test_what_a_second_stream_reads_is_nobody_elses_until_it_is_done():
+    side, read = SideStream(torch.device("cuda")), torch.full((1 << 20,), 7, device="cuda")
+    seen = torch.zeros_like(read)
+
+    def work(given=read):
+        torch.cuda._sleep(1 << 28)
+        seen.copy_(given)
+
+    done = side.launch(work, (read, seen))
+    del read, work
+    # As large as what was dropped, of which nobody waited for the end.
+    others = [torch.full((1 << 20,), 9, device="cuda") for _ in range(8)]
+    side.wait(done)
+    assert seen.unique().tolist() == [7] and all(bool((other == 9).all()) for other in others)
 
 
 @pytest.mark.server

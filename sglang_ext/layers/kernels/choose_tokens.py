@@ -1,9 +1,11 @@
 """Which tokens of full KV each KV head needs for a query of each of its query heads: several requests and layers at once.
 
 The score of a token is the softmax attention that the queries pay to it, mean over the query heads of its KV head (AsyncSpade,
-section 4.3); the first and the newest tokens come before all others. Keys are read once: a first kernel leaves the logits, and what each chunk of
-the context needs for their normalizers; a second one makes scores of them; a third finds the score of the last token that is chosen, by
-histograms of its bits, and writes down those above it. Of equal scores those of earlier tokens are chosen first.
+section 4.3); the first and the newest tokens come before all others. Keys are read once: a first kernel leaves the logits, and what each
+chunk of the context needs for their normalizers. Of a second one each program has a context of a KV head: it makes scores of the logits,
+which stay in its registers, finds the score of the last token that is chosen by halving the range of bits in which it is, and writes down
+those above it; scores of a context too long for registers wait in memory, and are walked for each eighth of the range. Of equal
+scores those of earlier tokens are chosen first.
 """
 
 from dataclasses import dataclass
@@ -18,18 +20,24 @@ from sglang_ext.layers.kernels.window_scores import LOG2_E
 # Tokens whose logits a program leaves; of these, keys that are multiplied at once, the more the better where they fit.
 CHUNK = 1024
 BLOCKS = ({"BLOCK": 64}, {"BLOCK": 32}, {"BLOCK": 16}, {"BLOCK": 16, "num_stages": 1})
-# Logits of which a program makes scores; scores that a program counts at once.
-LOGITS, COUNTED = 4096, 2048
+# Logits of a query head begin at multiples of so many, and end at one: the longest block.
+PITCH = tl.constexpr(128)
+# Scores that a program keeps in registers at most, and of these those of a thread.
+RESIDENT, OF_THREAD, AT_ONCE = 32768, 32, 4096
+# Scores in memory that are counted at once, and parts of a range that one walk tells apart.
+COUNTED, PARTS = tl.constexpr(2048), tl.constexpr(8)
 # Chunks whose normalizers are joined at once.
-JOINED = 16
-# Bits of a score that one histogram looks at: of 32 the first is the sign, and no score is below 0.
-FIRST_BITS, LATER_BITS = 11, 10
+JOINED = tl.constexpr(32)
 # Numbers of a request (Contexts.numbers).
 NUMBERS = tl.constexpr(4)
 # Exponentials are powers of two on a GPU.
 TO_POWERS = tl.constexpr(LOG2_E)
+# Below all logits, and a number: of infinities no difference can be taken.
+LEAST = tl.constexpr(-1e38)
+# Of infinity, the bits of a score and one.
+BEYOND = tl.constexpr(0x7F800001)
 # What differs from launch to launch: a kernel that was compiled for one serves all.
-VARYING = ("first_layer", "first_request", "requests", "longest", "chunks", "table_row", "most")
+VARYING = ("first_layer", "first_request", "requests", "pitches", "chunks", "table_row", "most")
 
 
 @triton.jit
@@ -41,7 +49,7 @@ def _of_pair(numbers, pair, first_layer, first_request, requests):
 
 @triton.jit(do_not_specialize=VARYING)
 def _leave_logits(
-    queries, key_table, like, scalings, token_table, numbers, logits, tops, masses, first_layer, first_request, requests, longest, chunks,
+    queries, key_table, like, scalings, token_table, numbers, logits, tops, masses, first_layer, first_request, requests, pitches, chunks,
     table_row, slot_stride, key_head, HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -59,108 +67,160 @@ def _leave_logits(
         q = tl.load(queries + (place * GROUP + row)[:, None] * DIM + dim[None, :], mask=mine[:, None] & (dim < DIM)[None, :], other=0.0)
         keys = tl.multiple_of(tl.load(key_table + layer).to(tl.pointer_type(LIKE)), 16) + head * key_head
         table, scaling = token_table + at * table_row, tl.load(scalings + layer) * TO_POWERS
-        out = logits + ((pair * HEADS + head).to(tl.int64) * GROUP + row)[:, None] * longest
-        top = tl.full((M,), float("-inf"), tl.float32)
-        mass = tl.zeros((M,), tl.float32)
+        out = logits + ((pair * HEADS + head).to(tl.int64) * GROUP + row)[:, None] * (pitches.to(tl.int64) * PITCH)
+        # Of each column its own, which are joined at the end: meanwhile no thread waits for another.
+        top = tl.full((M, BLOCK), LEAST, tl.float32)
+        mass = tl.zeros((M, BLOCK), tl.float32)
         for first in tl.range(begin, tl.minimum(begin + CHUNK, length), BLOCK):
             token = first + column
             inside = token < length
             slot = tl.load(table + token, mask=inside, other=0).to(tl.int64)
             k = tl.load(keys + slot[:, None] * slot_stride + dim[None, :], mask=inside[:, None] & (dim < DIM)[None, :], other=0.0)
             found = tl.dot(q, tl.trans(k), input_precision="ieee") * scaling
-            tl.store(out + token[None, :], found.to(logits.dtype.element_ty), mask=mine[:, None] & inside[None, :])
             found = tl.where(inside[None, :], found, float("-inf"))
-            new = tl.maximum(top, tl.max(found, 1))
-            mass = mass * tl.exp2(top - new) + tl.sum(tl.exp2(found - new[:, None]), 1)
+            # Whole blocks, which are stored by vectors.
+            tl.store(out + tl.multiple_of(first, BLOCK) + column[None, :], found.to(logits.dtype.element_ty), mask=mine[:, None])
+            new = tl.maximum(top, found)
+            mass = mass * tl.exp2(top - new) + tl.exp2(found - new)
             top = new
+        best = tl.max(top, 1)
         place = ((pair * HEADS + head) * GROUP + row) * chunks + chunk
-        tl.store(tops + place, top, mask=mine)
-        tl.store(masses + place, mass, mask=mine)
-
-
-@triton.jit(do_not_specialize=VARYING)
-def _leave_scores(
-    logits, tops, masses, scores, numbers, first_layer, first_request, requests, longest, chunks, SINKS: tl.constexpr, NEWEST: tl.constexpr,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, G: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, JOINED: tl.constexpr,
-):  # fmt: skip
-    """Mean attention to a block of a context's tokens; infinite for the first and the newest."""
-    head, pair = tl.program_id(0), tl.program_id(2)
-    _, _, _, length = _of_pair(numbers, pair, first_layer, first_request, requests)
-    if tl.program_id(1) * BLOCK < length:
-        row, of_head = tl.arange(0, G), (pair * HEADS + head).to(tl.int64)
-        mine = row < GROUP
-        top = tl.full((G,), float("-inf"), tl.float32)
-        mass = tl.zeros((G,), tl.float32)
-        for first in tl.range(0, tl.cdiv(length, CHUNK), JOINED):
-            chunk = first + tl.arange(0, JOINED)
-            there = mine[:, None] & (chunk < tl.cdiv(length, CHUNK))[None, :]
-            place = (of_head * GROUP + row)[:, None] * chunks + chunk[None, :]
-            tops_here = tl.load(tops + place, mask=there, other=float("-inf"))
-            masses_here = tl.load(masses + place, mask=there, other=0.0)
-            new = tl.where(mine, tl.maximum(top, tl.max(tops_here, 1)), 0.0)
-            mass = mass * tl.exp2(top - new) + tl.sum(masses_here * tl.exp2(tops_here - new[:, None]), 1)
-            top = new
-        normalizer = tl.where(mine, top, 0.0) + tl.log2(tl.where(mine, mass, 1.0))
-        token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        inside = token < length
-        place = (of_head * GROUP + row)[:, None] * longest + token[None, :]
-        found = tl.load(logits + place, mask=mine[:, None] & inside[None, :], other=float("-inf")).to(tl.float32)
-        score = tl.sum(tl.exp2(found - normalizer[:, None]), 0) / GROUP
-        # What is no number, as of keys that are none, comes last.
-        score = tl.where(score >= 0, score, 0.0)
-        score = tl.where((token < SINKS) | (token >= length - NEWEST), float("inf"), score)
-        tl.store(scores + of_head * longest + token, score, mask=inside)
+        tl.store(tops + place, best, mask=mine)
+        tl.store(masses + place, tl.sum(mass * tl.exp2(top - best[:, None]), 1), mask=mine)
 
 
 @triton.jit
-def _digit(bits, length, known, need, SHIFT: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr):
-    """The next BITS bits of the score of the last token that is chosen, of which those above are ``known``; and how many tokens are
-    to be chosen of those that have these bits."""
-    value = tl.arange(0, 1 << BITS)
-    counted = tl.zeros((1 << BITS,), tl.int32)
-    for first in tl.range(0, length, BLOCK):
-        token = first + tl.arange(0, BLOCK)
-        inside = token < length
-        score = tl.load(bits + token, mask=inside, other=0)
-        # Scores of other bits count as the smallest, of which any number may be there.
-        alike = inside & ((score >> (SHIFT + BITS)) == known)
-        counted += tl.histogram(tl.where(alike, (score >> SHIFT) & ((1 << BITS) - 1), 0), 1 << BITS)
-    at_least = tl.sum(counted) - tl.cumsum(counted, 0) + counted
-    digit = tl.max(tl.where(at_least >= need, value, 0))
-    return (known << BITS) | digit, need - tl.sum(tl.where(value > digit, counted, 0))
+def _normalizers(tops, masses, of_head, chunks, there, GROUP: tl.constexpr, G: tl.constexpr):
+    """Binary logarithms of the sums of the powers of two of a KV head's logits, of the first ``there`` of its chunks, by query head."""
+    row = tl.arange(0, G)
+    top = tl.full((G,), LEAST, tl.float32)
+    mass = tl.zeros((G,), tl.float32)
+    for first in tl.range(0, there, JOINED):
+        chunk = first + tl.arange(0, JOINED)
+        inside = (row < GROUP)[:, None] & (chunk < there)[None, :]
+        place = (of_head * GROUP + row)[:, None] * chunks + chunk[None, :]
+        tops_here = tl.load(tops + place, mask=inside, other=LEAST)
+        masses_here = tl.load(masses + place, mask=inside, other=0.0)
+        new = tl.maximum(top, tl.max(tops_here, 1))
+        mass = mass * tl.exp2(top - new) + tl.sum(masses_here * tl.exp2(tops_here - new[:, None]), 1)
+        top = new
+    return top + tl.log2(tl.where(row < GROUP, mass, 1.0))
+
+
+@triton.jit
+def _bits_of_scores(
+    logits, normalizers, of_head, pitch, first, length, whole, SINKS: tl.constexpr, NEWEST: tl.constexpr, GROUP: tl.constexpr, G: tl.constexpr,
+    TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Bits of the mean attention to TOKENS tokens of a context from ``first`` on, which are in the order of the scores; infinity's
+    for the first and the newest, -1 beyond the end."""
+    token = first + tl.arange(0, TOKENS)
+    score = tl.zeros((TOKENS,), tl.float32)
+    for row in tl.static_range(GROUP):
+        normalizer = tl.sum(tl.where(tl.arange(0, G) == row, normalizers, 0.0))
+        found = tl.load(logits + (of_head * GROUP + row) * pitch + token, mask=token < whole, other=float("-inf"))
+        score += tl.exp2(found.to(tl.float32) - normalizer)
+    # What is no number, as of keys that are none, comes last.
+    score = tl.where(score >= 0, score / GROUP, 0.0)
+    score = tl.where((token < SINKS) | (token >= length - NEWEST), float("inf"), score)
+    return tl.where(token < length, score.to(tl.int32, bitcast=True), -1)
+
+
+@triton.jit
+def _last_of_registers(bits, count, length):
+    """Bits between those of the scores that are chosen and of those that are not, and how many are chosen of those that have them."""
+    low, high, found, above = 0, BEYOND, length, 0
+    while (found != count) & (high - low > 1):
+        middle = low + (high - low) // 2
+        many = tl.sum((bits >= middle).to(tl.int32))
+        enough = many >= count
+        low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
+        found, above = tl.where(enough, many, found), tl.where(enough, above, many)
+    return tl.where(found == count, low - 1, low), tl.where(found == count, 0, count - above)
+
+
+@triton.jit
+def _last_of_memory(bits, count, length, whole):
+    """As :func:`_last_of_registers`, of scores in memory."""
+    low, high, found, above = 0, BEYOND, length, 0
+    while (found != count) & (high - low > 1):
+        middle = low + tl.cdiv(high - low, PARTS) * tl.arange(0, PARTS)
+        counted = tl.zeros((PARTS, COUNTED), tl.int32)
+        for first in tl.range(0, length, COUNTED):
+            token = first + tl.arange(0, COUNTED)
+            here = tl.load(bits + token, mask=token < whole, other=-1)
+            counted += (here[None, :] >= middle[:, None]).to(tl.int32)
+        many = tl.sum(counted, 1)
+        enough, within = many >= count, middle < high
+        above = tl.maximum(above, tl.max(tl.where(enough | (middle >= high), 0, many)))
+        found = tl.minimum(found, tl.min(tl.where(enough & within, many, found)))
+        high = tl.minimum(high, tl.min(tl.where(enough, high, middle)))
+        low = tl.max(tl.where(enough & within, middle, low))
+    return tl.where(found == count, low - 1, low), tl.where(found == count, 0, count - above)
+
+
+@triton.jit
+def _write_best(
+    bits, last, need, written, equals, first, of_head, head, layer, table, target, key_table, targets, out, most, slot_stride, head_stride,
+    PER_SLOT: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Of TOKENS tokens from ``first`` on those that are chosen, after ``written`` others; answers how many of the score of the last
+    there are, with those ``equals`` before."""
+    token = first + tl.arange(0, TOKENS)
+    above, equal = bits > last, bits == last
+    # Both counts in one, of 16 bits each.
+    both = tl.cumsum(above.to(tl.int32) + (equal.to(tl.int32) << 16), 0)
+    rank = equals + ((both >> 16) & 0xFFFF)
+    chosen = above | (equal & (rank <= need))
+    place = written + (both & 0xFFFF) + tl.minimum(rank, need) - tl.minimum(equals, need) - 1
+    if PER_SLOT:
+        slot = tl.load(table + token, mask=chosen, other=0).to(tl.int32)
+        held = tl.load(targets + target + place // PER_SLOT, mask=chosen, other=0)
+        cells = tl.load(key_table + layer).to(tl.pointer_type(tl.int32))
+        tl.store(cells + held * slot_stride + head * head_stride + place % PER_SLOT, slot, mask=chosen)
+    else:
+        tl.store(out + of_head * most + place, token, mask=chosen)
 
 
 @triton.jit(do_not_specialize=VARYING)
-def _write_best(
-    bits, key_table, token_table, numbers, targets, out, first_layer, first_request, requests, longest, table_row, most, slot_stride,
-    head_stride, HEADS: tl.constexpr, PER_SLOT: tl.constexpr, FIRST_BITS: tl.constexpr, LATER_BITS: tl.constexpr, BLOCK: tl.constexpr,
+def _choose(
+    logits, tops, masses, scores, key_table, token_table, numbers, targets, out, first_layer, first_request, requests, pitches, chunks,
+    table_row, most, slot_stride, head_stride, SINKS: tl.constexpr, NEWEST: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
+    G: tl.constexpr, PER_SLOT: tl.constexpr, AT_ONCE: tl.constexpr, RESIDENT: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Of a KV head the tokens of the highest scores, ascending: positions, or, with PER_SLOT, pointers in the slots of its targets."""
     head, pair = tl.program_id(0), tl.program_id(1)
     layer, mine, at, length = _of_pair(numbers, pair, first_layer, first_request, requests)
-    count, target = tl.load(mine + 2).to(tl.int32), tl.load(mine + 3)
-    bits += (pair * HEADS + head).to(tl.int64) * longest
-    known, need = _digit(bits, length, 0, count, 2 * LATER_BITS, FIRST_BITS, BLOCK)
-    known, need = _digit(bits, length, known, need, LATER_BITS, LATER_BITS, BLOCK)
-    last, need = _digit(bits, length, known, need, 0, LATER_BITS, BLOCK)
-    table, written, equals = token_table + at * table_row, 0, 0
-    for first in tl.range(0, length, BLOCK):
-        token = first + tl.arange(0, BLOCK)
-        inside = token < length
-        score = tl.load(bits + token, mask=inside, other=-1)
-        equal = inside & (score == last)
-        rank = equals + tl.cumsum(equal.to(tl.int32), 0)
-        chosen = (inside & (score > last)) | (equal & (rank <= need))
-        place = written + tl.cumsum(chosen.to(tl.int32), 0) - 1
-        if PER_SLOT:
-            slot = tl.load(table + token, mask=chosen, other=0).to(tl.int32)
-            held = tl.load(targets + target + place // PER_SLOT, mask=chosen, other=0)
-            cells = tl.load(key_table + layer).to(tl.pointer_type(tl.int32))
-            tl.store(cells + held * slot_stride + head * head_stride + place % PER_SLOT, slot, mask=chosen)
-        else:
-            tl.store(out + (pair * HEADS + head).to(tl.int64) * most + place, token, mask=chosen)
-        written += tl.sum(chosen.to(tl.int32))
-        equals += tl.sum(equal.to(tl.int32))
+    count, target, table = tl.load(mine + 2).to(tl.int32), tl.load(mine + 3), token_table + at * table_row
+    of_head = (pair * HEADS + head).to(tl.int64)
+    # Rows of whole vectors.
+    pitch = pitches.to(tl.int64) * PITCH
+    scores += of_head * pitch
+    whole = tl.cdiv(length, PITCH) * PITCH
+    normalizers = _normalizers(tops, masses, of_head, chunks, tl.cdiv(length, CHUNK), GROUP, G)
+    for first in tl.range(0, length, AT_ONCE):
+        token = first + tl.arange(0, AT_ONCE)
+        tl.store(
+            scores + token, _bits_of_scores(logits, normalizers, of_head, pitch, first, length, whole, SINKS, NEWEST, GROUP, G, AT_ONCE),
+            mask=token < whole,
+        )  # fmt: skip
+    tl.debug_barrier()
+    if RESIDENT > 0:
+        every = tl.arange(0, RESIDENT)
+        last, need = _last_of_registers(tl.load(scores + every, mask=every < whole, other=-1), count, length)
+    else:
+        last, need = _last_of_memory(scores, count, length, whole)
+    written, equals = 0, 0
+    for first in tl.range(0, length, AT_ONCE):
+        token = first + tl.arange(0, AT_ONCE)
+        bits = tl.load(scores + token, mask=token < whole, other=-1)
+        _write_best(
+            bits, last, need, written, equals, first, of_head, head, layer, table, target, key_table, targets, out, most, slot_stride,
+            head_stride, PER_SLOT, AT_ONCE,
+        )  # fmt: skip
+        alike = tl.sum((bits == last).to(tl.int32))
+        written += tl.sum((bits > last).to(tl.int32)) + tl.minimum(need, equals + alike) - tl.minimum(need, equals)
+        equals += alike
 
 
 @dataclass(frozen=True)
@@ -185,7 +245,8 @@ class Contexts:
 
 def scratch_bytes(longest: int, kv_heads: int, group: int, number_bytes: int) -> int:
     """Bytes that a choice of one request in one layer works in, of a context of so many tokens; a number of a key has ``number_bytes``."""
-    return kv_heads * (longest * (group * min(4, number_bytes) + 4) + 8 * group * triton.cdiv(longest, CHUNK))
+    pitch = triton.cdiv(longest, PITCH.value) * PITCH.value
+    return kv_heads * (pitch * (group * min(4, number_bytes) + 4) + 8 * group * triton.cdiv(longest, CHUNK))
 
 
 def choose_tokens(
@@ -218,17 +279,17 @@ def choose_tokens(
     heads, dim, device = like.shape[1], like.shape[2], like.device
     count, group, longest = requests.stop - requests.start, queries.shape[2] // heads, max(contexts.lengths[requests])
     pairs, chunks, table = (layers.stop - layers.start) * count, triton.cdiv(longest, CHUNK), contexts.token_table
-    logits = torch.empty(pairs * heads * group, longest, dtype=_logits_of(like.dtype), device=device)
+    pitches = triton.cdiv(longest, PITCH.value)
+    logits = torch.empty(pairs * heads * group, pitches * PITCH.value, dtype=_logits_of(like.dtype), device=device)
     tops, masses = torch.empty(2, pairs * heads * group, chunks, device=device)
-    scores = torch.empty(pairs * heads, longest, device=device)
-    where = layers.start, requests.start, count, longest
+    scores = torch.empty(pairs * heads, pitches * PITCH.value, dtype=torch.int32, device=device)
+    where = layers.start, requests.start, count
     queries = queries.to(like.dtype).contiguous()
 
     def leave_logits(block: dict[str, int]) -> None:
         _leave_logits[(heads, chunks, pairs)](
-            queries, key_table, like, scalings, table, contexts.numbers, logits, tops, masses, *where, chunks, table.stride(0),
-            like.stride(0), like.stride(1), HEADS=heads, GROUP=group, M=padded(group), DIM=dim, PADDED_DIM=padded(dim), CHUNK=CHUNK,
-            **block,
+            queries, key_table, like, scalings, table, contexts.numbers, logits, tops, masses, *where, pitches, chunks,
+            table.stride(0), like.stride(0), like.stride(1), HEADS=heads, GROUP=group, M=padded(group), DIM=dim, PADDED_DIM=padded(dim), CHUNK=CHUNK, **block,
         )  # fmt: skip
 
     def what() -> str:
@@ -236,18 +297,16 @@ def choose_tokens(
 
     key = ("choose", group, dim, like.dtype, like.device)
     launch_fitting(BLOCKS, leave_logits, key, what, "pass --kv-compressor verify-guided")
-    rows = triton.next_power_of_2(group)
-    block = max(JOINED, LOGITS // rows)
-    _leave_scores[(heads, triton.cdiv(longest, block), pairs)](
-        logits, tops, masses, scores, contexts.numbers, *where, chunks, SINKS=contexts.always[0], NEWEST=contexts.always[1], HEADS=heads,
-        GROUP=group, G=rows, BLOCK=block, CHUNK=CHUNK, JOINED=JOINED,
-    )  # fmt: skip
     pointing, cells = contexts.targets is not None, like.view(torch.int32)
     out = None if pointing else torch.empty(layers.stop - layers.start, count, heads, most, dtype=torch.int32, device=device)
-    _write_best[(heads, pairs)](
-        scores.view(torch.int32), key_table, table, contexts.numbers, contexts.targets, out, *where, table.stride(0), most,
-        cells.stride(0), cells.stride(1), HEADS=heads, PER_SLOT=cells.shape[2] if pointing else 0, FIRST_BITS=FIRST_BITS,
-        LATER_BITS=LATER_BITS, BLOCK=COUNTED,
+    tokens = min(max(1024, triton.next_power_of_2(longest)), RESIDENT)
+    _choose[(heads, pairs)](
+        logits, tops, masses, scores, key_table, table, contexts.numbers, contexts.targets, out, *where, pitches, chunks,
+        table.stride(0), most, cells.stride(0),
+        cells.stride(1), SINKS=contexts.always[0], NEWEST=contexts.always[1], HEADS=heads, GROUP=group,
+        G=triton.next_power_of_2(group),
+        PER_SLOT=cells.shape[2] if pointing else 0, AT_ONCE=min(tokens, AT_ONCE), RESIDENT=tokens if longest <= RESIDENT else 0, CHUNK=CHUNK,
+        num_warps=max(4, tokens // OF_THREAD // 32),
     )  # fmt: skip
     return out
 

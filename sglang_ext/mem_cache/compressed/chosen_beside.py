@@ -7,7 +7,6 @@ other on the device alone. Tokens that came after a choice follow the copy in th
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -23,19 +22,6 @@ from sglang_ext.mem_cache.selection.on_gpu import GpuChoice
 if TYPE_CHECKING:
     from sglang_ext.layers.kernels.choose_tokens import Contexts
     from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
-
-
-@dataclass(frozen=True)
-class UnderWay:
-    """A choice that was launched.
-
-    Attributes:
-        done: reached when its pointers are written; None where they are.
-        read: what the second stream reads, kept until another waited for it.
-    """
-
-    done: torch.cuda.Event | None
-    read: tuple[object, ...]
 
 
 class Window(NamedTuple):
@@ -59,7 +45,8 @@ class ChosenBeside:
     def __init__(self, method: CopyMethod, token_table: torch.Tensor, choice: GpuChoice, queries: QueryWindows):
         self._method, self._table, self._choice, self._queries = method, token_table, choice, queries
         self._side = SideStream(token_table.device)
-        self._under_way: dict[int, UnderWay] = {}
+        # Of choices that were launched, what is reached when their pointers are written; None where they are.
+        self._under_way: dict[int, torch.cuda.Event | None] = {}
 
     def compile_kernels(self) -> None:
         """Choose once in row 0 of the table, which is no request's, so that no request waits for compilers."""
@@ -71,7 +58,7 @@ class ChosenBeside:
         targets = torch.zeros(self._method.packing.held_slots(count), dtype=torch.int64, device=device)
         contexts = Contexts(self._table, to_device([[0, tokens, count, 0]], device), (tokens,), always, targets)
         places, positions = torch.zeros(1, window, dtype=torch.int64, device=device), torch.arange(window, device=device)[None]
-        self._side.wait(self._side.launch(lambda: self._choose(contexts, places, positions, 1)))
+        self._side.wait(self._launched(contexts, places, positions, 1))
 
     def stepped(self, views: "CompressedViews", ends: dict[int, int], following: int | None) -> None:
         """A step was launched: take what was chosen for the requests whose turn has come, and let more be chosen by its queries.
@@ -98,9 +85,7 @@ class ChosenBeside:
     def settle(self, row: int) -> None:
         """The copy of the request in ``row`` gets other slots, or none: what the current stream is given from now on comes after
         what is being written to its spare ones. No-op where nothing is."""
-        found = self._under_way.pop(row, None)
-        if found is not None:
-            self._side.wait(found.done)
+        self._side.wait(self._under_way.pop(row, None))
 
     def settle_all(self) -> None:
         """As :meth:`settle`, of all requests."""
@@ -137,12 +122,17 @@ class ChosenBeside:
         lengths = tuple(view.covered for view in copies)
         contexts = Contexts(self._table, to_device(numbers, targets.device), lengths, always, targets)
         places, positions = to_device([[each.places for each in windows], [each.positions for each in windows]], targets.device)
-        done = self._side.launch(lambda: self._choose(contexts, places, positions, ahead))
+        done = self._launched(contexts, places, positions, ahead)
         for window in windows:
-            self._under_way[window.row] = UnderWay(done, (contexts, places, positions))
+            self._under_way[window.row] = done
 
-    def _choose(self, contexts: "Contexts", places: torch.Tensor, positions: torch.Tensor, ahead: int) -> None:
-        self._choice.choose(contexts, lambda requests, layers: self._queries.at(places[requests], layers), positions, ahead)
+    def _launched(self, contexts: "Contexts", places: torch.Tensor, positions: torch.Tensor, ahead: int) -> torch.cuda.Event | None:
+        """Choose on the second stream; what is reached when the pointers are written."""
+
+        def choose() -> None:
+            self._choice.choose(contexts, lambda requests, layers: self._queries.at(places[requests], layers), positions, ahead)
+
+        return self._side.launch(choose, (contexts.numbers, contexts.targets, places, positions))
 
 
 def beside(
