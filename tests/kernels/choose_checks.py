@@ -1,5 +1,7 @@
 """Checks of which tokens a kernel chooses for queries, on a GPU or through Triton's interpreter."""
 
+from unittest.mock import patch
+
 import torch
 from backend_steps import on
 
@@ -109,6 +111,24 @@ def check_ties(device):
         assert choose_tokens(*given, asked.contexts(device, False), *everything, 40).flatten().tolist() == [*expected]
 
 
+def check_many_ties(device):
+    """So it is where they are many, and on both sides of what is written at once."""
+    from sglang_ext.layers.kernels.choose_tokens import choose_tokens
+
+    asked = Asked(1, 1, 1, 16, torch.float32, (1300,), (700,), (0, 2))
+    slots = asked.table[asked.rows[0], :1300].long()
+    # Of the first two halves of 600 tokens the odd ones are alike, and above those that are even; of the rest all are below.
+    query = asked.queries[0, 0, 0]
+    for begin, end, factor in ((0, 1200, 1.0), (1200, 1300, -1.0)):
+        asked.buffers.keys[0][slots[begin:end]] = factor * query
+    asked.buffers.keys[0][slots[1:1200:2]] = 1.5 * query
+    there, everything = on(device, asked.buffers), (slice(0, 1), slice(0, 1))
+    given = asked.queries.to(device), there.key_table, there.keys[0], there.scaling_table
+    # 600 odd ones, the newest two, and of the even ones the first 98.
+    expected = sorted([*range(1, 1200, 2), *range(0, 196, 2), 1298, 1299])
+    assert choose_tokens(*given, asked.contexts(device, False), *everything, 700).flatten().tolist() == expected
+
+
 def check_predicted(device):
     """What the method chooses in PyTorch, by either predictor, in one launch or in many; of one request as positions, of all as pointers."""
     from sglang_ext.mem_cache.selection.on_gpu import GpuChoice
@@ -135,6 +155,13 @@ def check_predicted(device):
 
 
 def check_choosing(device):
-    """All of them."""
-    for check in (check_choose_tokens, check_ties, check_predicted):
+    """All of them; then as of contexts that are too long for registers, a few tokens at once."""
+    from sglang_ext.layers.kernels import choose_tokens
+
+    for check in (check_choose_tokens, check_ties, check_many_ties, check_predicted):
         check(device)
+    with patch.object(choose_tokens, "RESIDENT", 256), patch.object(choose_tokens, "AT_ONCE", 128):
+        for check in (check_choose_tokens, check_ties, check_many_ties):
+            check(device)
+    with patch.object(choose_tokens, "AT_ONCE", 256):
+        check_many_ties(device)

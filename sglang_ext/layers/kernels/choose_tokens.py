@@ -109,8 +109,8 @@ def _normalizers(tops, masses, of_head, chunks, there, GROUP: tl.constexpr, G: t
 
 @triton.jit
 def _bits_of_scores(
-    logits, normalizers, of_head, pitch, first, length, whole, SINKS: tl.constexpr, NEWEST: tl.constexpr, GROUP: tl.constexpr, G: tl.constexpr,
-    TOKENS: tl.constexpr,
+    logits, normalizers, of_head, pitch, first, length, whole, SINKS: tl.constexpr, NEWEST: tl.constexpr, GROUP: tl.constexpr,
+    G: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Bits of the mean attention to TOKENS tokens of a context from ``first`` on, which are in the order of the scores; infinity's
     for the first and the newest, -1 beyond the end."""
@@ -141,12 +141,12 @@ def _last_of_registers(bits, count, length):
 
 @triton.jit
 def _last_of_memory(bits, count, length, whole):
-    """As :func:`_last_of_registers`, of scores in memory."""
+    """As :func:`_last_of_registers`, of ``whole`` scores in memory, of which those beyond ``length`` are below all."""
     low, high, found, above = 0, BEYOND, length, 0
     while (found != count) & (high - low > 1):
         middle = low + tl.cdiv(high - low, PARTS) * tl.arange(0, PARTS)
         counted = tl.zeros((PARTS, COUNTED), tl.int32)
-        for first in tl.range(0, length, COUNTED):
+        for first in tl.range(0, whole, COUNTED):
             token = first + tl.arange(0, COUNTED)
             here = tl.load(bits + token, mask=token < whole, other=-1)
             counted += (here[None, :] >= middle[:, None]).to(tl.int32)
@@ -198,7 +198,7 @@ def _choose(
     scores += of_head * pitch
     whole = tl.cdiv(length, PITCH) * PITCH
     normalizers = _normalizers(tops, masses, of_head, chunks, tl.cdiv(length, CHUNK), GROUP, G)
-    for first in tl.range(0, length, AT_ONCE):
+    for first in tl.range(0, whole, AT_ONCE):
         token = first + tl.arange(0, AT_ONCE)
         tl.store(
             scores + token, _bits_of_scores(logits, normalizers, of_head, pitch, first, length, whole, SINKS, NEWEST, GROUP, G, AT_ONCE),
@@ -211,7 +211,7 @@ def _choose(
     else:
         last, need = _last_of_memory(scores, count, length, whole)
     written, equals = 0, 0
-    for first in tl.range(0, length, AT_ONCE):
+    for first in tl.range(0, whole, AT_ONCE):
         token = first + tl.arange(0, AT_ONCE)
         bits = tl.load(scores + token, mask=token < whole, other=-1)
         _write_best(
@@ -289,7 +289,8 @@ def choose_tokens(
     def leave_logits(block: dict[str, int]) -> None:
         _leave_logits[(heads, chunks, pairs)](
             queries, key_table, like, scalings, table, contexts.numbers, logits, tops, masses, *where, pitches, chunks,
-            table.stride(0), like.stride(0), like.stride(1), HEADS=heads, GROUP=group, M=padded(group), DIM=dim, PADDED_DIM=padded(dim), CHUNK=CHUNK, **block,
+            table.stride(0), like.stride(0), like.stride(1), HEADS=heads, GROUP=group, M=padded(group), DIM=dim, PADDED_DIM=padded(dim),
+            CHUNK=CHUNK, **block,
         )  # fmt: skip
 
     def what() -> str:
@@ -299,14 +300,13 @@ def choose_tokens(
     launch_fitting(BLOCKS, leave_logits, key, what, "pass --kv-compressor verify-guided")
     pointing, cells = contexts.targets is not None, like.view(torch.int32)
     out = None if pointing else torch.empty(layers.stop - layers.start, count, heads, most, dtype=torch.int32, device=device)
+    # A program has as many threads where scores lie in memory.
     tokens = min(max(1024, triton.next_power_of_2(longest)), RESIDENT)
     _choose[(heads, pairs)](
         logits, tops, masses, scores, key_table, table, contexts.numbers, contexts.targets, out, *where, pitches, chunks,
-        table.stride(0), most, cells.stride(0),
-        cells.stride(1), SINKS=contexts.always[0], NEWEST=contexts.always[1], HEADS=heads, GROUP=group,
-        G=triton.next_power_of_2(group),
-        PER_SLOT=cells.shape[2] if pointing else 0, AT_ONCE=min(tokens, AT_ONCE), RESIDENT=tokens if longest <= RESIDENT else 0, CHUNK=CHUNK,
-        num_warps=max(4, tokens // OF_THREAD // 32),
+        table.stride(0), most, cells.stride(0), cells.stride(1), SINKS=contexts.always[0], NEWEST=contexts.always[1], HEADS=heads,
+        GROUP=group, G=triton.next_power_of_2(group), PER_SLOT=cells.shape[2] if pointing else 0, AT_ONCE=min(tokens, AT_ONCE),
+        RESIDENT=tokens if longest <= RESIDENT else 0, CHUNK=CHUNK, num_warps=max(4, tokens // OF_THREAD // 32),
     )  # fmt: skip
     return out
 
