@@ -103,7 +103,7 @@ def point_at_best_pages(
     shape = {"HEADS": heads, "GROUP": queries.shape[1] // heads, "DIM": dim, "PAGES": PAGES}
     _bounds[(heads, triton.cdiv(count, PAGES), requests)](queries, extremes, pages, bounds, count, **shape)
     _point_at_best[(heads, requests)](
-        bounds, pages, held, cells, listed, count, chosen, held.stride(0), cells.stride(0), cells.stride(1), HEADS=heads, PER_SLOT=cells.shape[2],
-        PAGE=page, PADDED=triton.next_power_of_2(count), POINTERS=POINTERS, num_warps=8,
+        bounds, pages, held, cells, listed, count, chosen, held.stride(0), cells.stride(0), cells.stride(1), HEADS=heads,
+        PER_SLOT=cells.shape[2], PAGE=page, PADDED=triton.next_power_of_2(count), POINTERS=POINTERS, num_warps=8,
     )  # fmt: skip
     return bounds

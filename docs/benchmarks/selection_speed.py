@@ -2,26 +2,28 @@
 
     python docs/benchmarks/selection_speed.py [--scratch-mb 64 256 1024] [--every 1 2 4] [--select-by current regressed]
 
-Qwen3-8B shapes, slots scattered one by one; an H200 holds the defaults, an H100 --batch 8. Quest scores pages of 16 tokens by the
-largest and smallest number of each channel, an eighth of the bytes, and chooses pages. A step reads weights of as many bytes as
+Qwen3-8B shapes, slots scattered one by one; an H200 holds the defaults, an H100 --batch 8. A step reads weights of as many bytes as
 the model's, and attends through pointers; with full KV it attends by FlashInfer's kernel. Beside a step, the choice is on a second stream,
-as --kv-compressor spade makes it: of a share of the requests in each step, so that each has one every so many.
+as --kv-compressor spade makes it: of a share of the requests in each step, so that each has one every so many. Quest scores pages of 16
+tokens, scattered, by the largest and smallest number of each channel, an eighth of the bytes (quest_kernels.py); in its step each
+layer chooses before it attends, as its query has to be there.
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 from time import perf_counter
 
 import torch
 from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 from graph_time import seconds
+from quest_kernels import page_extremes, point_at_best_pages
 
 from sglang_ext.bench.speed.decode_limit import measure_bandwidth
 from sglang_ext.device import SideStream
 from sglang_ext.layers.kernels.choose_tokens import Contexts
 from sglang_ext.layers.kernels.pointer_decode import pointer_decode
-from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows, Pointers
+from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows, Pointers, as_pointers
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.selection.on_gpu import GpuChoice
@@ -29,7 +31,7 @@ from sglang_ext.mem_cache.selection.predictors import query_predictor
 
 LIKE = {"dtype": torch.bfloat16, "device": "cuda"}
 # Tokens of a page of Quest; steps of a measurement beside choices; parts of a row that are attended to at the same time.
-PAGE, STEPS, SPLITS = 16, 16, (12, 4)
+PAGE, STEPS, SPLITS = 16, 32, (12, 4)
 
 
 class World:
@@ -68,23 +70,42 @@ class World:
         numbers = torch.tensor([[row, options.tokens, options.keep, i * self.held] for i, row in enumerate(some)], device="cuda")
         return Contexts(self.table, numbers, (options.tokens,) * len(some), (4, 32), self.spare[requests].flatten())
 
-    def choosing(self, select_by: str, scratch: int, requests: slice = slice(None)) -> Callable[[], None]:
-        """A choice in all layers, for some requests."""
+    def choosing(self, select_by: str, scratch: int, requests: slice = slice(None)) -> tuple[Callable[[], None], Sequence[torch.Tensor]]:
+        """A choice in all layers, for some requests, and what it reads that is its own."""
         predictor, options = query_predictor(select_by), self.options
         rotary = Rotary(1e6 ** -(torch.arange(options.dim // 2, device="cuda") / (options.dim // 2)))
         choice = GpuChoice(predictor, self.buffers, options.kv_heads * options.group, rotary, scratch)
         asked, positions, queries = self.asked(requests), self.positions[requests], self.queries[requests]
         # As windows are read: what a predictor does not look at is not touched.
         window = slice(17 - predictor.window, 17)
-        return lambda: choice.choose(asked, lambda some, layers: queries[some, layers, :, window], positions[:, window])
+        own = asked.numbers, asked.targets, rotary.frequencies
+        return lambda: choice.choose(asked, lambda some, layers: queries[some, layers, :, window], positions[:, window]), own
 
-    def sparse_step(self) -> None:
-        """Weights, and attention through pointers."""
+    def sparse_step(self, choose: Callable[[int], object] | None = None) -> None:
+        """Weights, and attention through pointers; before that of each layer what is to be done first."""
         rows = torch.arange(self.options.batch, 2 * self.options.batch, device="cuda")
         lengths = torch.full_like(rows, self.held + 1)
-        for keys, values, weight in zip(self.buffers.keys, self.buffers.values, self.weights):
+        for layer, (keys, values, weight) in enumerate(zip(self.buffers.keys, self.buffers.values, self.weights)):
             _ = self.hidden @ weight
+            if choose is not None:
+                choose(layer)
             pointer_decode(self.begins, self.attended, keys, values, self.table, rows, lengths, self.options.dim**-0.5, SPLITS)
+
+    def quest(self) -> Callable[[int], object]:
+        """Quest's choice in a layer, for all requests; from then on copies hold its pointers.
+
+        Its contexts are whole pages of the pool, any but those with slots of copies.
+        """
+        options, keys = self.options, self.buffers.keys
+        held = self.table[options.batch :, : self.held]
+        unused = torch.ones(len(keys[0]) // PAGE, dtype=torch.bool, device="cuda")
+        unused[torch.cat([held.flatten().long(), self.spare.flatten()]).clamp(max=len(unused) * PAGE - 1) // PAGE] = False
+        pages = unused.nonzero().flatten().int()
+        pages = pages[torch.randperm(len(pages), device="cuda")[: options.batch * options.tokens // PAGE]].view(options.batch, -1)
+        extremes = [page_extremes(each, PAGE) for each in keys]
+        return lambda layer: point_at_best_pages(
+            self.attended, extremes[layer], pages, held, as_pointers(keys[layer]), options.keep // PAGE, PAGE
+        )
 
     def full_step(self) -> Callable[[], None]:
         """Weights, and attention to all tokens by FlashInfer."""
@@ -103,20 +124,6 @@ class World:
                 wrapper.run(self.attended, pool)
 
         return step
-
-
-def quest(options: argparse.Namespace) -> Callable[[], None]:
-    """Scores of all pages of all requests, layer by layer, and the best of them."""
-    pages, heads = options.tokens // PAGE, options.kv_heads
-    low, high = (torch.randn(options.batch, heads, pages, options.dim, **LIKE) for _ in range(2))
-    queries = torch.randn(options.batch, heads, options.group, options.dim, **LIKE)
-
-    def choose() -> None:
-        for _ in range(options.layers):
-            scores = queries.relu() @ high.transpose(-1, -2) + (-(-queries).relu()) @ low.transpose(-1, -2)
-            scores.amax(-2).topk(options.keep // PAGE, dim=-1, sorted=False)
-
-    return choose
 
 
 def launched(run: Callable[[], None]) -> tuple[float, float]:
@@ -144,20 +151,23 @@ def beside(world: World, select_by: str, scratch: int, every: int) -> float:
     with torch.cuda.graph(graph):
         world.sparse_step()
     shares = [world.choosing(select_by, scratch, slice(part, None, every)) for part in range(every)]
-    under_way: list[torch.cuda.Event | None] = [None] * every
 
     def steps() -> None:
+        under_way: list[torch.cuda.Event | None] = [None] * every
         for step in range(STEPS):
             graph.replay()
             # Waits for the choice of as many steps before.
             side.wait(under_way[step % every])
-            under_way[step % every] = side.launch(shares[step % every])
+            under_way[step % every] = side.launch(*shares[step % every])
+        # All that was launched counts, and none reads what the next measurement writes.
+        for done in under_way:
+            side.wait(done)
 
     return launched(steps)[0] / STEPS
 
 
 def main() -> None:
-    """Quest, then choices alone, then beside steps."""
+    """Choices alone, then beside steps, then Quest."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--scratch-mb", nargs="+", type=int, default=[64, 256, 1024])
     parser.add_argument("--every", nargs="+", type=int, default=[1, 2, 4])
@@ -169,12 +179,10 @@ def main() -> None:
     bandwidth = measure_bandwidth()
     limit = options.layers * options.batch * options.tokens * options.kv_heads * options.dim * 2 / bandwidth
     print(f"bandwidth {bandwidth / 1e12:.2f} TB/s; keys {1e3 * limit:.2f} ms, Quest's {1e3 * limit * 2 / PAGE:.2f} ms", flush=True)
-    took = seconds(quest(options))
-    print(f"Quest: {1e3 * took:.2f} ms, {took / (limit * 2 / PAGE):.2f} of its bytes' limit", flush=True)
     world = World(options)
     for select_by in options.select_by:
         for scratch in options.scratch_mb:
-            took, on_host = launched(world.choosing(select_by, scratch << 20))
+            took, on_host = launched(world.choosing(select_by, scratch << 20)[0])
             told = f"{1e3 * took:.2f} ms, {took / limit:.2f} of the limit; host {1e3 * on_host:.2f} ms"
             print(f"{select_by}, scratch {scratch} MB: {told}", flush=True)
     full, sparse = seconds(world.full_step()), seconds(world.sparse_step)
@@ -183,6 +191,11 @@ def main() -> None:
         for every in options.every:
             took = beside(world, select_by, options.scratch_mb[-1] << 20, every)
             print(f"{select_by}, every {every}: {1e3 * took:.2f} ms a step, {took / full:.2f} of full KV's", flush=True)
+    quest = world.quest()
+    took = seconds(lambda: [quest(layer) for layer in range(options.layers)])
+    print(f"Quest's choice: {1e3 * took:.2f} ms, {took / (limit * 2 / PAGE):.2f} of its bytes' limit", flush=True)
+    took = seconds(lambda: world.sparse_step(quest))
+    print(f"Quest: {1e3 * took:.2f} ms a step, {took / full:.2f} of full KV's", flush=True)
 
 
 if __name__ == "__main__":
