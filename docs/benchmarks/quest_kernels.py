@@ -9,13 +9,50 @@ import torch
 import triton
 import triton.language as tl
 
-# Pages that a program multiplies at once, and pointers that one writes.
+# Pages that a program multiplies at once, and pointers that it writes at once.
 PAGES, POINTERS = 32, 2048
+# Below all bounds, as integers; between two of which one is twice the other.
+LEAST, OCTAVE = tl.constexpr(-0x7FFFFFFF), tl.constexpr(1 << 23)
 
 
 @triton.jit
-def _bounds(queries, extremes, pages, out, count, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAGES: tl.constexpr):
-    """Bounds of some pages of a request for a KV head."""
+def _ordered(bounds):
+    """Bounds as integers of the same order."""
+    bits = bounds.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _best(bits, inside, chosen, count, guess):
+    """Which of ``count`` are the largest, of equal ones the first, and places of these."""
+    low, high, found, above = LEAST, -LEAST, count, 0
+    # From the guess on in doubled steps, until both ends are known; then the range is halved.
+    middle, step = guess, OCTAVE // 8
+    while (found != chosen) & (low + 1 < high):
+        many = tl.sum(((bits >= middle) & inside).to(tl.int32))
+        enough = many >= chosen
+        low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
+        found, above = tl.where(enough, many, found), tl.where(enough, above, many)
+        half = (low >> 1) + (high >> 1) + (low & high & 1)
+        near = tl.where(low == LEAST, tl.maximum(high, step + LEAST) - step, tl.minimum(low, -LEAST - step) + step)
+        known = (low != LEAST) & (high != -LEAST)
+        middle = tl.where(known | (near <= low) | (near >= high), half, near)
+        step = tl.minimum(2 * step, 1 << 29)
+    better = (bits >= high) & inside
+    equal = (bits >= low) & (bits < high) & inside
+    # Both counts in one, of 16 bits each: where all that are equal are chosen, there are no more of them than are needed.
+    both = tl.cumsum(better.to(tl.int32) + (equal.to(tl.int32) << 16), 0)
+    rank, need = (both >> 16) & 0xFFFF, chosen - above
+    return better | (equal & (rank <= need)), (both & 0xFFFF) + tl.minimum(rank, need) - 1
+
+
+@triton.jit
+def _point_at_best(
+    queries, extremes, pages, held, cells, bounds, listed, arrived, count, chosen, row_slots, slot_stride, head_stride,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PER_SLOT: tl.constexpr, PAGE: tl.constexpr, PADDED: tl.constexpr,
+    PAGES: tl.constexpr, POINTERS: tl.constexpr,
+):  # fmt: skip
+    """Bounds of some pages of a request for a KV head; whose program comes last, that points at the best."""
     head, request = tl.program_id(0), tl.program_id(2)
     dim, place = tl.arange(0, DIM), tl.program_id(1) * PAGES + tl.arange(0, PAGES)
     page = tl.load(pages + request * count + place, mask=place < count, other=0).to(tl.int64)
@@ -29,44 +66,23 @@ def _bounds(queries, extremes, pages, out, count, HEADS: tl.constexpr, GROUP: tl
         below += tl.minimum(query, 0.0)
         above += tl.maximum(query, 0.0)
     found = tl.sum(least * below[None, :] + largest * above[None, :], 1) / GROUP
-    tl.store(out + (request * HEADS + head) * count + place, found, mask=place < count)
-
-
-@triton.jit
-def _point_at_best(
-    bounds, pages, held, cells, listed, count, chosen, row_slots, slot_stride, head_stride, HEADS: tl.constexpr, PER_SLOT: tl.constexpr,
-    PAGE: tl.constexpr, PADDED: tl.constexpr, POINTERS: tl.constexpr,
-):  # fmt: skip
-    """Pointers of a KV head to the tokens of its best pages, ascending; of equal bounds those of earlier pages."""
-    head, request = tl.program_id(0), tl.program_id(1)
-    place = tl.arange(0, PADDED)
-    bits = tl.load(bounds + (request * HEADS + head) * count + place, mask=place < count, other=float("-inf"))
-    bits = bits.to(tl.int32, bitcast=True)
-    # As integers in the order of the bounds.
-    bits ^= (bits >> 31) & 0x7FFFFFFF
-    low, high, found, above = -0x7FFFFFFF, 0x7FFFFFFF, count, 0
-    while (found != chosen) & (low + 1 < high):
-        middle = (low >> 1) + (high >> 1) + (low & high & 1)
-        many = tl.sum((bits >= middle).to(tl.int32))
-        enough = many >= chosen
-        low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
-        found, above = tl.where(enough, many, found), tl.where(enough, above, many)
-    better = (bits >= high) & (place < count)
-    equal = (bits >= low) & (bits < high) & (place < count)
-    # Both counts in one, of 16 bits each: where all that are equal are chosen, there are no more of them than are needed.
-    both = tl.cumsum(better.to(tl.int32) + (equal.to(tl.int32) << 16), 0)
-    rank, need = (both >> 16) & 0xFFFF, chosen - above
-    best = better | (equal & (rank <= need))
-    listed += (request * HEADS + head) * chosen
-    page = tl.load(pages + request * count + place, mask=best, other=0)
-    tl.store(listed + (both & 0xFFFF) + tl.minimum(rank, need) - 1, page, mask=best)
+    of_head = request * HEADS + head
+    tl.store(bounds + of_head * count + place, found, mask=place < count)
     tl.debug_barrier()
-    for first in tl.range(0, chosen * PAGE, POINTERS):
-        pointer = first + tl.arange(0, POINTERS)
-        inside = pointer < chosen * PAGE
-        slot = tl.load(held + request * row_slots + pointer // PER_SLOT, mask=inside, other=0).to(tl.int64)
-        token = tl.load(listed + pointer // PAGE, mask=inside, other=0) * PAGE + pointer % PAGE
-        tl.store(cells + slot * slot_stride + head * head_stride + pointer % PER_SLOT, token, mask=inside)
+    if tl.atomic_add(arrived + of_head, 1) == tl.num_programs(1) - 1:
+        # For the next launch.
+        tl.store(arrived + of_head, 0)
+        every = tl.arange(0, PADDED)
+        there = tl.load(bounds + of_head * count + every, mask=every < count, other=0.0, volatile=True)
+        best, rank = _best(_ordered(there), every < count, chosen, count, _ordered(tl.sum(there) / count))
+        tl.store(listed + of_head * chosen + rank, tl.load(pages + request * count + every, mask=best, other=0), mask=best)
+        tl.debug_barrier()
+        for first in tl.range(0, chosen * PAGE, POINTERS):
+            pointer = first + tl.arange(0, POINTERS)
+            inside = pointer < chosen * PAGE
+            slot = tl.load(held + request * row_slots + pointer // PER_SLOT, mask=inside, other=0).to(tl.int64)
+            token = tl.load(listed + of_head * chosen + pointer // PAGE, mask=inside, other=0) * PAGE + pointer % PAGE
+            tl.store(cells + slot * slot_stride + head * head_stride + pointer % PER_SLOT, token, mask=inside)
 
 
 def page_extremes(keys: torch.Tensor, page: int) -> torch.Tensor:
@@ -81,7 +97,14 @@ def page_extremes(keys: torch.Tensor, page: int) -> torch.Tensor:
 
 
 def point_at_best_pages(
-    queries: torch.Tensor, extremes: torch.Tensor, pages: torch.Tensor, held: torch.Tensor, cells: torch.Tensor, chosen: int, page: int
+    queries: torch.Tensor,
+    extremes: torch.Tensor,
+    pages: torch.Tensor,
+    held: torch.Tensor,
+    cells: torch.Tensor,
+    arrived: torch.Tensor,
+    chosen: int,
+    page: int,
 ) -> torch.Tensor:
     """Let each KV head's pointers lead to the tokens of its best pages, ascending; nothing waits for the device.
 
@@ -91,6 +114,7 @@ def point_at_best_pages(
         pages: int32 [requests, count], pages of each context, in its order; at most 65,535.
         held: int32 [requests, slots], slots that hold the pointers, those of a row next to each other.
         cells: a layer's keys as pointers, int32 [slots, kv_heads, pointers].
+        arrived: int32 [requests, kv_heads], zeros, which they are again afterwards.
         chosen: pages of each head.
         page: tokens of one.
 
@@ -100,10 +124,9 @@ def point_at_best_pages(
     requests, count, heads, dim = *pages.shape, cells.shape[1], queries.shape[-1]
     bounds = torch.empty(requests, heads, count, device=queries.device)
     listed = torch.empty(requests, heads, chosen, dtype=torch.int32, device=queries.device)
-    shape = {"HEADS": heads, "GROUP": queries.shape[1] // heads, "DIM": dim, "PAGES": PAGES}
-    _bounds[(heads, triton.cdiv(count, PAGES), requests)](queries, extremes, pages, bounds, count, **shape)
-    _point_at_best[(heads, requests)](
-        bounds, pages, held, cells, listed, count, chosen, held.stride(0), cells.stride(0), cells.stride(1), HEADS=heads,
-        PER_SLOT=cells.shape[2], PAGE=page, PADDED=triton.next_power_of_2(count), POINTERS=POINTERS, num_warps=8,
+    _point_at_best[(heads, triton.cdiv(count, PAGES), requests)](
+        queries, extremes, pages, held, cells, bounds, listed, arrived, count, chosen, held.stride(0), cells.stride(0), cells.stride(1),
+        HEADS=heads, GROUP=queries.shape[1] // heads, DIM=dim, PER_SLOT=cells.shape[2], PAGE=page, PADDED=triton.next_power_of_2(count),
+        PAGES=PAGES, POINTERS=POINTERS,
     )  # fmt: skip
     return bounds

@@ -103,8 +103,9 @@ class World:
         pages = unused.nonzero().flatten().int()
         pages = pages[torch.randperm(len(pages), device="cuda")[: options.batch * options.tokens // PAGE]].view(options.batch, -1)
         extremes = [page_extremes(each, PAGE) for each in keys]
+        arrived = torch.zeros(options.batch, options.kv_heads, dtype=torch.int32, device="cuda")
         return lambda layer: point_at_best_pages(
-            self.attended, extremes[layer], pages, held, as_pointers(keys[layer]), options.keep // PAGE, PAGE
+            self.attended, extremes[layer], pages, held, as_pointers(keys[layer]), arrived, options.keep // PAGE, PAGE
         )
 
     def full_step(self) -> Callable[[], None]:
