@@ -167,8 +167,8 @@ def check_quest(device):
     keys, order = torch.randn(200 * 16 + 5, heads, dim, generator=noise).bfloat16(), torch.randperm(190, generator=noise)
     table = order[: pages * count].view(pages, count)
     held = torch.arange(190 * 16, 190 * 16 + 27).view(pages, 9).int()
-    whole, there, arrived = keys.unflatten(0, (-1, 1))[: 200 * 16], keys.to(device), torch.zeros(pages, heads, dtype=torch.int32, device=device)
-    extremes, paged = page_extremes(there, 16), whole.view(200, 16, heads, dim)[table].flatten(1, 2).transpose(1, 2)
+    there, arrived = keys.to(device), torch.zeros(pages, heads, dtype=torch.int32, device=device)
+    extremes, paged = page_extremes(there, 16), keys[: 200 * 16].view(200, 16, heads, dim)[table].flatten(1, 2).transpose(1, 2)
     for scale in (1.0, 0.0, 30.0):
         queries = torch.randn(pages, heads * group, dim, generator=noise).bfloat16() * scale
         seen = Seen(queries[:, None, :, None].float(), torch.arange(1)[None], paged[:, None], 1.0)
@@ -188,7 +188,7 @@ def check_choosing(device):
 
     for check in (check_choose_tokens, check_ties, check_many_ties, check_predicted):
         check(device)
-    with patch.object(choose_tokens, "RESIDENT", 256), patch.object(choose_tokens, "AT_ONCE", 128), patch.object(choose_tokens, "WRITTEN", 64):
+    with patch.multiple(choose_tokens, RESIDENT=256, AT_ONCE=128, WRITTEN=64):
         for check in (check_choose_tokens, check_ties, check_many_ties):
             check(device)
     check_quest(device)

@@ -95,8 +95,8 @@ class Regressed(QueryPredictor):
         return self.longest + 1
 
     def head_bytes(self, dim: int) -> int:
-        """With the systems of all windows, and their factors."""
-        return super().head_bytes(dim) + 4 * 3 * self.longest**3
+        """With the system, its factor, and the solutions of all windows."""
+        return super().head_bytes(dim) + 4 * 6 * self.longest**2
 
     def join(self, queries: torch.Tensor) -> torch.Tensor:
         """The newest one where it has no predecessor."""
@@ -107,18 +107,21 @@ class Regressed(QueryPredictor):
     def weights(self, queries: torch.Tensor) -> torch.Tensor:
         """Of each but the oldest of ``queries``, float32 [..., count, dim], its weight in the next: [..., count - 1], sum 1.
 
-        All windows are solved at once: what is not in a window is cut out of its system, and stands alone.
+        Newest first, the system of a window is the first rows and columns of that of the next longer one, and so are their Cholesky
+        factors L and what L^-1 makes of the right side: what a window's solution has more than that of the window before is one row
+        of L^-1 times one number.
         """
-        before, newest = queries[..., :-1, :], queries[..., -1:, :]
+        before, newest = queries[..., :-1, :].flip(-2), queries[..., -1:, :]
         count = before.shape[-2]
-        gram, product = before @ before.transpose(-1, -2), (before @ newest.transpose(-1, -2)).squeeze(-1)
+        gram, product = before @ before.transpose(-1, -2), before @ newest.transpose(-1, -2)
         ridge = self.ridge * gram.diagonal(dim1=-2, dim2=-1).mean(dim=-1).clamp(min=LEAST)
-        inside = torch.ones(count, count, dtype=torch.bool, device=queries.device).tril().flip(-1)
-        both = inside[:, :, None] & inside[:, None, :]
-        systems = gram[..., None, :, :] * both + torch.diag_embed(ridge[..., None, None].expand(*gram.shape[:-2], count, count))
-        # The ridge keeps them solvable: whether they were is not asked, for which the host would wait.
-        solved = torch.linalg.solve_ex(systems, product[..., None, :] * inside).result
-        return solved.masked_fill(~inside, float("-inf")).softmax(dim=-1).mean(dim=-2)
+        gram.diagonal(dim1=-2, dim2=-1).add_(ridge[..., None])
+        # The ridge keeps it solvable: whether it was is not asked, for which the host would wait.
+        factor = torch.linalg.cholesky_ex(gram).L
+        inverse = torch.linalg.solve_triangular(factor, torch.eye(count, device=queries.device).expand_as(gram), upper=False)
+        solved = (inverse * (inverse @ product)).cumsum(dim=-2)
+        beyond = torch.ones(count, count, dtype=torch.bool, device=queries.device).triu(1)
+        return solved.masked_fill(beyond, float("-inf")).softmax(dim=-1).mean(dim=-2).flip(-1)
 
 
 PREDICTORS: dict[str, type[QueryPredictor]] = {each.name: each for each in (Current, Regressed)}
