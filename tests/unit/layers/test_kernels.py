@@ -27,6 +27,6 @@ def test_kernels_compile_for_a_gpu():
         *("pack_tiles", "_normalizers", "_means", "integer_splits", "_query_codes", "encode_tiles", "decode_tiles", "page_gamma"),
         "integer_splits_gluon",
         *("count_bits", "write_rooms", "write_anchors", "read_rooms", "quantize_prompts", "prefill_tiles"),
-        *("_leave_logits", "_leave_scores", "_write_best"),
+        *("_leave_logits", "_mark_best", "_write_marked"),
     }
     assert expected <= set(done.stdout.split())
