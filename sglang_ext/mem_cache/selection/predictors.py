@@ -65,6 +65,13 @@ class Current(QueryPredictor):
     name: ClassVar[str] = "current"
     window: int = 1
 
+    def predict(self, queries: torch.Tensor, positions: torch.Tensor, rotary: Rotary | None, ahead: int = 1) -> torch.Tensor:
+        """Turned on from where it is: once, not back and forth."""
+        if rotary is None or queries.shape[-2] == 0:
+            return super().predict(queries, positions, rotary, ahead)
+        steps = torch.full_like(positions[:, None, None, -1:], ahead)
+        return rotary.rotated(queries[..., -1:, :].float(), steps).squeeze(-2)
+
     def join(self, queries: torch.Tensor) -> torch.Tensor:
         """The last."""
         return queries[..., -1, :]
