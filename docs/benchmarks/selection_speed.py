@@ -2,11 +2,11 @@
 
     python docs/benchmarks/selection_speed.py [--scratch-mb 64 256 1024] [--every 1 2 4] [--select-by current regressed]
 
-Qwen3-8B shapes, slots scattered one by one; an H200 holds the defaults, an H100 --batch 8. A step reads weights of as many bytes as
-the model's, and attends through pointers; with full KV it attends by FlashInfer's kernel. Beside a step, the choice is on a second stream,
-as --kv-compressor spade makes it: of a share of the requests in each step, so that each has one every so many. Quest scores pages of 16
-tokens, scattered, by the largest and smallest number of each channel, an eighth of the bytes (quest_kernels.py); in its step each
-layer chooses before it attends, as its query has to be there.
+Qwen3-8B shapes, slots scattered one by one; an H200 holds the defaults, an H100 --batch 8. A step multiplies by matrices of the model's
+shapes, whose time is told beside that of their bytes, and attends through pointers; with full KV it attends by FlashInfer's kernel.
+Beside a step, the choice is on a second stream, as --kv-compressor spade makes it: of a share of the requests in each step, so that each
+has one every so many. Quest scores pages of 16 tokens, scattered, by the largest and smallest number of each channel, an eighth of the
+bytes (quest_kernels.py); in its step each layer chooses before it attends, as its query has to be there.
 """
 
 import argparse
@@ -30,6 +30,8 @@ from sglang_ext.mem_cache.selection.on_gpu import GpuChoice
 from sglang_ext.mem_cache.selection.predictors import query_predictor
 
 LIKE = {"dtype": torch.bfloat16, "device": "cuda"}
+# Of a layer of Qwen3-8B: queries, keys and values; what joins heads; both that widen, and the one that narrows.
+MATRICES = ((4096, 6144), (4096, 4096), (4096, 24576), (12288, 4096))
 # Tokens of a page of Quest; steps of a measurement beside choices; parts of a row that are attended to at the same time.
 PAGE, STEPS, SPLITS = 16, 32, (12, 4)
 
@@ -60,9 +62,19 @@ class World:
         self.queries = torch.randn(batch, options.layers, options.kv_heads * options.group, 17, dim, **LIKE)
         self.positions = (options.tokens - 17 + torch.arange(17, device="cuda")).expand(batch, -1)
         # What a step reads beside KV.
-        self.width = options.weights_mb * (1 << 20) // (2 * 4096 * options.layers)
-        self.weights = [torch.randn(4096, self.width, **LIKE) for _ in range(options.layers)]
-        self.hidden, self.attended = torch.randn(batch, 4096, **LIKE), self.queries[:, 0, :, 0].contiguous()
+        self.weights = [[torch.randn(shape, **LIKE) for shape in MATRICES] for _ in range(options.layers)]
+        self.inputs = {width: torch.randn(batch, width, **LIKE) for width, _ in MATRICES}
+        self.attended = self.queries[:, 0, :, 0].contiguous()
+
+    def multiply(self, layer: int) -> None:
+        """Read the weights of a layer."""
+        for matrix in self.weights[layer]:
+            _ = self.inputs[len(matrix)] @ matrix
+
+    def all_weights(self) -> None:
+        """Read those of all layers."""
+        for layer in range(self.options.layers):
+            self.multiply(layer)
 
     def asked(self, requests: slice) -> Contexts:
         """Some requests, whose pointers go to spare slots."""
@@ -85,8 +97,8 @@ class World:
         """Weights, and attention through pointers; before that of each layer what is to be done first."""
         rows = torch.arange(self.options.batch, 2 * self.options.batch, device="cuda")
         lengths = torch.full_like(rows, self.held + 1)
-        for layer, (keys, values, weight) in enumerate(zip(self.buffers.keys, self.buffers.values, self.weights)):
-            _ = self.hidden @ weight
+        for layer, (keys, values) in enumerate(zip(self.buffers.keys, self.buffers.values)):
+            self.multiply(layer)
             if choose is not None:
                 choose(layer)
             pointer_decode(self.begins, self.attended, keys, values, self.table, rows, lengths, self.options.dim**-0.5, SPLITS)
@@ -120,8 +132,8 @@ class World:
         pools = [(keys.unsqueeze(1), values.unsqueeze(1)) for keys, values in zip(self.buffers.keys, self.buffers.values)]
 
         def step() -> None:
-            for pool, weight in zip(pools, self.weights):
-                _ = self.hidden @ weight
+            for layer, pool in enumerate(pools):
+                self.multiply(layer)
                 wrapper.run(self.attended, pool)
 
         return step
@@ -173,7 +185,7 @@ def main() -> None:
     parser.add_argument("--scratch-mb", nargs="+", type=int, default=[64, 256, 1024])
     parser.add_argument("--every", nargs="+", type=int, default=[1, 2, 4])
     parser.add_argument("--select-by", nargs="+", default=["current", "regressed"])
-    sizes = {"batch": 16, "tokens": 32768, "keep": 2048, "layers": 36, "kv-heads": 8, "group": 4, "dim": 128, "weights-mb": 15000}
+    sizes = {"batch": 16, "tokens": 32768, "keep": 2048, "layers": 36, "kv-heads": 8, "group": 4, "dim": 128}
     for option, default in sizes.items():
         parser.add_argument(f"--{option}", type=int, default=default)
     options = parser.parse_args()
@@ -186,6 +198,8 @@ def main() -> None:
             took, on_host = launched(world.choosing(select_by, scratch << 20)[0])
             told = f"{1e3 * took:.2f} ms, {took / limit:.2f} of the limit; host {1e3 * on_host:.2f} ms"
             print(f"{select_by}, scratch {scratch} MB: {told}", flush=True)
+    took, size = seconds(world.all_weights), options.layers * 2 * sum(rows * columns for rows, columns in MATRICES)
+    print(f"weights: {1e3 * took:.2f} ms, {took * bandwidth / size:.2f} of their bytes' limit", flush=True)
     full, sparse = seconds(world.full_step()), seconds(world.sparse_step)
     print(f"a step: full KV {1e3 * full:.2f} ms, through pointers {1e3 * sparse:.2f} ms, {sparse / full:.2f} of it", flush=True)
     for select_by in options.select_by:
