@@ -88,12 +88,14 @@ class Batch:
             with prefill.of(self.seeds):
                 keys, values = (prefill._codes(LAYER, row, pool, slots, bool(kind)) for kind, pool in enumerate((self.keys, self.values)))
             yield made.keys[:, :, at : at + tokens].transpose(1, 2).flatten(2), keys.codes
-            yield made.key_scales[:, :, at : at + tokens].mT, keys.scale
+            yield made.key_scales[:, at : at + tokens], keys.scale
             parts = slice(at // partition, (at + tokens) // partition)
-            yield made.values[:, parts].transpose(1, 2).flatten(2), values.codes
-            numbers = made.value_numbers[:, parts].mT
-            yield numbers[..., 0].mT, values.scale
-            yield numbers[..., 1].mT, values.zero
+            # In the tensor cores' order of weights, pairs of tokens of each eight.
+            ordered = made.values[:, parts].unflatten(-1, (-1, 4, 2, 2)).transpose(-2, -3).flatten(-4)
+            yield ordered.transpose(1, 2).flatten(2), values.codes
+            yield made.value_numbers[:, parts, :, 0].mT, values.scale
+            yield made.value_zeros[:, parts, 0].float().mT, values.zero
+            assert torch.equal(made.value_zeros[:, parts, 0], made.value_zeros[:, parts, 1]) and not made.value_zeros[:, parts, 2:].any()
             first += blocks
 
 

@@ -118,7 +118,7 @@ class QuantizedPrefill:
             if not begin:
                 return weights.new_zeros(())
             summed = Partitioned(of_values.codes[..., :begin], *(part[..., : begin // tokens] for part in of_values[1:]))
-            return product(in_partitions(weights, tokens), summed, tokens)
+            return product(in_partitions(weights, tokens, from_zero=True), summed, tokens)
 
         return by_token(over_both(rows, far, far_sums, keys, values, len(queries)), len(queries))
 

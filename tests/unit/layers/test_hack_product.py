@@ -79,6 +79,19 @@ def test_eight_bits_are_within_half_a_step(partition, length, size, offset, seed
         assert torch.equal(part.float().sum(-1), found.sums[:, index])
 
 
+@given(partition=st.sampled_from(PARTITIONS), length=st.integers(1, 300), seed=st.integers(0, 99))
+@settings(max_examples=50, deadline=None)
+def test_codes_of_weights_may_begin_at_zero(partition, length, seed):
+    rows = matrix(4, length, 3.0, 0.0, seed).softmax(-1)
+    found = in_partitions(rows, partition, from_zero=True)
+    assert torch.allclose(found.zero, 128 * found.scale)
+    scale = found.scale.repeat_interleave(partition, -1)[:, :length]
+    assert ((found.whole(partition) - rows).abs() <= scale * 0.5 * (1 + 1e-4)).all()
+    # The greatest weight of each partition has the last code.
+    for codes, weights in zip(found.codes.split(partition, -1), rows.split(partition, -1)):
+        assert (codes.gather(-1, weights.argmax(-1, keepdim=True)) == 127).all()
+
+
 def test_a_constant_partition_is_exact():
     left = in_partitions(torch.full((2, 64), 3.25), 64)
     right = in_bits(torch.full((2, 64), -0.5), 64, 2)

@@ -103,8 +103,9 @@ def attend(
             queries, out, keys, values, *codes.parts, prompts.table, prompts.table.stride(0), prompts.numbers, len(prompts.rows),
             prompts.total, scaling * log2(e), *keys.stride()[:2], *values.stride()[:2], HEADS=kv_heads, GROUP=group, M=tile.rows,
             DIM=packing.keys.dim, VALUE_DIM=packing.values.dim, PARTITION=packing.keys.grid.channels, BLOCK=block, SINKS=sinks,
-            SINK_STEP=min(SINK_STEP, max(16, triton.next_power_of_2(sinks))), COLUMNS=codes.key_terms.shape[2], STAGES=tile.stages,
-            STORED=stored_sums, PRECISION="tf32x3" if keys.dtype == torch.float32 else "tf32", num_warps=tile.warps,
+            SINK_STEP=min(SINK_STEP, max(16, triton.next_power_of_2(sinks))), COLUMNS=codes.key_terms.shape[2],
+            ZEROS=codes.value_zeros.shape[2], STAGES=tile.stages, WARPS=tile.warps, STORED=stored_sums,
+            PRECISION="tf32x3" if keys.dtype == torch.float32 else "tf32", num_warps=tile.warps,
         )  # fmt: skip
 
     def what() -> str:

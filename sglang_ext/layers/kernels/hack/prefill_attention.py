@@ -2,17 +2,27 @@
 
 A program has rows of one block: tokens of it, and each query head that shares a KV head. They attend to the sinks and to their block as
 they are, causally, then to the codes of the blocks before, a partition of values after another, as integers (HACK, arXiv 2502.03589,
-equation 4). Logarithms are of base 2. Of each score the part that zero points make comes of a product of float16 (prompt_codes.py).
+equation 4). Logarithms are of base 2. What zero points add to scores and to sums comes of products of float16 (prompt_codes.py).
+
+A step is bound by its instructions, not by its products, so that sums are kept in units that spare some: the first code of a weight is 0
+and the last is the partition's greatest weight, which is the unit until the next step; what was summed up before shrinks or grows into it
+in the instruction that adds.
 """
+
+from math import log2
 
 import triton
 import triton.language as tl
 
-from sglang_ext.layers.kernels.hack.integers import LAST_CODE, SMALLEST_SCALE, eight_bits
-from sglang_ext.layers.kernels.hack.prompt_codes import TERMS, high_and_low
+from sglang_ext.layers.kernels.hack.integers import LAST_CODE, eight_bits
+from sglang_ext.layers.kernels.hack.prompt_codes import SHIFT, TERMS, high_and_low
 
-# What rounds a float32 from 0 to 255 that is added to it: the bits of the sum are those below, and the code from -128 on.
-ROUNDING, ROUNDED = tl.constexpr(1.5 * 2**23 - 128), tl.constexpr(0x4B400000)
+# What rounds a float32 from 0 to 255 that is added to it: the bits of the sum are ROUNDED and the rounded number, the lowest byte is its
+# code, an int8 that is SHIFT less.
+ROUNDING, ROUNDED = tl.constexpr(1.5 * 2**23 - SHIFT.value), tl.constexpr(0x4B400000 - SHIFT.value)
+LOG_LAST = tl.constexpr(log2(LAST_CODE.value))
+# Units are not this much smaller than the greatest weight so far: what lies below is beyond the digits of float32.
+FAR = tl.constexpr(24.0)
 
 
 @triton.jit
@@ -64,27 +74,51 @@ def _query_parts(
 
 
 @triton.jit
-def _codes_of(p, low, high):
-    """Of a step's weights, from ``low`` to ``high``: codes, int8; their scales, zero points, and sums of what they mean."""
-    scale = tl.maximum((high - low) * (1.0 / LAST_CODE), SMALLEST_SCALE)
-    steps = (p - low[:, None]) * (1.0 / scale)[:, None] + ROUNDING
-    codes = steps.to(tl.int32, bitcast=True) - ROUNDED
-    zero = low + 128.0 * scale
-    return codes.to(tl.int8), scale, zero, scale * tl.sum(codes, 1).to(tl.float32) + zero * p.shape[1]
+def _in_pairs(codes):
+    """Codes of weights, int8 [rows, tokens], in the order of tokens that values have: so a thread has them where a product takes them."""
+    rows: tl.constexpr = codes.shape[0]
+    tokens: tl.constexpr = codes.shape[1]
+    return tl.reshape(tl.permute(tl.reshape(codes, (rows, tokens // 16, 2, 4, 2)), (0, 1, 3, 2, 4)), (rows, tokens))
+
+
+@triton.jit
+def _columns_of(numbers):
+    """Each column of [rows, 1, 2 or 4], which is loaded faster as a whole."""
+    rows: tl.constexpr = numbers.shape[0]
+    count: tl.constexpr = numbers.shape[1]
+    if count == 1:
+        return (tl.reshape(numbers, (rows,)),)
+    elif count == 2:
+        return tl.split(numbers)
+    else:
+        # Columns 0 and 2, and 1 and 3.
+        even, odd = tl.split(tl.reshape(numbers, (rows, 2, 2)))
+        first, third = tl.split(even)
+        second, fourth = tl.split(odd)
+        return first, second, third, fourth
+
+
+@triton.jit
+def _sum_terms(sums, ZEROS: tl.constexpr):
+    """Integers to 2 ** 15 as sums of two float16, which repeat: [rows, ZEROS]; values' zero points are in two rows, others hold 0."""
+    high, low = high_and_low(sums.to(tl.float32)[:, None])
+    return tl.where((tl.arange(0, ZEROS) % 2 == 0)[None, :], high, low)
 
 
 @triton.jit(do_not_specialize=("count", "blocks"))
 def prefill_tiles(
-    queries, out, keys, values, codes, key_scales, key_terms, value_codes, value_numbers, table, table_row, requests, count, blocks, scaling,
-    key_slot, key_head, value_slot, value_head, HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, PARTITION: tl.constexpr, BLOCK: tl.constexpr, SINKS: tl.constexpr, SINK_STEP: tl.constexpr,
-    COLUMNS: tl.constexpr, STAGES: tl.constexpr, STORED: tl.constexpr, PRECISION: tl.constexpr,
+    queries, out, keys, values, codes, key_scales, key_terms, value_codes, value_numbers, value_zeros, table, table_row, requests, count,
+    blocks, scaling, key_slot, key_head, value_slot, value_head, HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr,
+    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PARTITION: tl.constexpr, BLOCK: tl.constexpr, SINKS: tl.constexpr, SINK_STEP: tl.constexpr,
+    COLUMNS: tl.constexpr, ZEROS: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, STORED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """M rows of a block of one request; codes are of ``blocks`` of all requests. Blocks that read most begin first.
 
     ``scaling`` is of products, times log2(e). STORED: sums of codes are read where they are stored, else computed in each step.
     """
     COUNT: tl.constexpr = DIM // PARTITION
+    # Scales are loaded as one number a thread, or each thread would load those of its own scores.
+    WIDE: tl.constexpr = min(4, max(COUNT, WARPS * 32 // PARTITION))
     # Blocks are counted from one that ends where the sinks do, or before.
     AHEAD: tl.constexpr = (SINKS + BLOCK - 1) // BLOCK
     TILES: tl.constexpr = (BLOCK * GROUP + M - 1) // M
@@ -121,34 +155,46 @@ def prefill_tiles(
         )  # fmt: skip
     q_codes, q_scales, q_zeros, q_terms = _query_parts(queries, head * DIM, mine, scaling, DIM, PARTITION, COLUMNS, STORED)
     first = tl.load(requests + 4 * count + request) * BLOCK
-    token, channel, column = tl.arange(0, PARTITION), tl.arange(0, PARTITION), tl.arange(0, VALUE_DIM)
-    at_codes = codes + (kv_head * COUNT * tokens + first) * PARTITION + token[:, None] * PARTITION + channel[None, :]
-    at_terms = key_terms + (kv_head * tokens + first + token[:, None]) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    at_scales = key_scales + kv_head * COUNT * tokens + first + token
+    token, column = tl.arange(0, PARTITION), tl.arange(0, VALUE_DIM)
+    at_codes = codes + (kv_head * COUNT * tokens + first) * PARTITION
+    at_terms = key_terms + (kv_head * tokens + first) * COLUMNS
+    at_scales = key_scales + (kv_head * tokens + first) * COUNT
     part = (kv_head * tokens + first) // PARTITION
-    at_values = value_codes + part * VALUE_DIM * PARTITION + column[:, None] * PARTITION + token[None, :]
-    at_numbers = value_numbers + part * 3 * VALUE_DIM + column
+    at_values = value_codes + part * VALUE_DIM * PARTITION
+    at_numbers = value_numbers + part * 2 * VALUE_DIM
+    at_zeros = value_zeros + part * ZEROS * VALUE_DIM
+    of_codes = token[:, None] * PARTITION + token[None, :]
+    of_terms = token[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    of_scales = token[:, None] * COUNT + (tl.arange(0, WIDE) % COUNT)[None, :]
+    of_values = column[:, None] * PARTITION + token[None, :]
+    of_numbers = column[:, None] * 2 + tl.arange(0, 2)[None, :]
+    of_zeros = tl.arange(0, ZEROS)[:, None] * VALUE_DIM + column[None, :]
+    # Sums are multiples of a LAST_CODE-th of 2 ** unit.
+    unit, total, acc = best, total * LAST_CODE, acc * LAST_CODE
     for step in tl.range(0, tl.maximum(block - AHEAD, 0) * (BLOCK // PARTITION), num_stages=STAGES):
-        qk = tl.dot(q_terms, tl.trans(tl.load(at_terms + step * PARTITION * COLUMNS)))
+        qk = tl.dot(q_terms, tl.trans(tl.load(at_terms + step * PARTITION * COLUMNS + of_terms)))
+        scales = _columns_of(tl.load(at_scales + step * PARTITION * COUNT + of_scales))
         for group in tl.static_range(COUNT):
-            k = tl.load(at_codes + (group * tokens + step * PARTITION) * PARTITION)
-            scale = tl.load(at_scales + group * tokens + step * PARTITION)
-            qk += tl.dot(q_codes[group], tl.trans(k), out_dtype=tl.int32).to(tl.float32) * scale[None, :] * q_scales[group]
+            k = tl.load(at_codes + (group * tokens + step * PARTITION) * PARTITION + of_codes)
+            qk += tl.dot(q_codes[group], tl.trans(k), out_dtype=tl.int32).to(tl.float32) * scales[group][None, :] * q_scales[group]
             if not STORED:
-                qk += q_zeros[group] * (scale * tl.sum(k.to(tl.int32), 1).to(tl.float32))[None, :]
-        least = tl.min(qk, 1)
+                qk += q_zeros[group] * (scales[group] * tl.sum(k.to(tl.int32), 1).to(tl.float32))[None, :]
         most = tl.max(qk, 1)
-        new = tl.maximum(best, most)
-        p = tl.exp2(qk - new[:, None])
-        rescale = tl.exp2(best - new)
+        best = tl.maximum(best, most)
+        new = tl.maximum(most, best - FAR)
+        rescale = tl.exp2(unit - new)
+        unit = new
+        p = tl.exp2(qk - (new - LOG_LAST)[:, None])
         total = total * rescale + tl.sum(p, 1)
-        best = new
-        p_codes, p_scale, p_zero, p_rest = _codes_of(p, tl.exp2(least - new), tl.exp2(most - new))
-        v = tl.load(at_values + step * VALUE_DIM * PARTITION)
-        numbers = at_numbers + step * 3 * VALUE_DIM
-        scale, zero = tl.load(numbers), tl.load(numbers + VALUE_DIM)
-        sums = tl.load(numbers + 2 * VALUE_DIM) if STORED else scale * tl.sum(v.to(tl.int32), 1).to(tl.float32)
-        acc = acc * rescale[:, None] + p_rest[:, None] * zero[None, :] + p_zero[:, None] * sums[None, :]
-        acc += tl.dot(p_codes, tl.trans(v), out_dtype=tl.int32).to(tl.float32) * scale[None, :] * p_scale[:, None]
+        bits = (p + ROUNDING).to(tl.int32, bitcast=True)
+        p_sums = tl.sum(bits - ROUNDED, 1)
+        v = tl.load(at_values + step * VALUE_DIM * PARTITION + of_values)
+        products = tl.dot(_in_pairs(bits.to(tl.int8)), tl.trans(v), out_dtype=tl.int32)
+        # Loaded after the product: before it, registers would not suffice.
+        scale, shifts = tl.split(tl.load(at_numbers + step * 2 * VALUE_DIM + of_numbers))
+        if not STORED:
+            shifts = SHIFT * scale * tl.sum(v.to(tl.int32), 1).to(tl.float32)
+        acc = acc * rescale[:, None] + (products.to(tl.float32) * scale[None, :] + shifts[None, :])
+        acc = tl.dot(_sum_terms(p_sums, ZEROS), tl.load(at_zeros + step * ZEROS * VALUE_DIM + of_zeros), acc)
     at = out + (head * VALUE_DIM)[:, None] + column[None, :]
     tl.store(at, (acc / total[:, None]).to(out.dtype.element_ty), mask=mine[:, None])

@@ -40,17 +40,21 @@ class Partitioned(NamedTuple):
         return self.codes.float() * scale + zero
 
 
-def in_partitions(rows: torch.Tensor, partition: int) -> Partitioned:
+def in_partitions(rows: torch.Tensor, partition: int, from_zero: bool = False) -> Partitioned:
     """Rows in 8 bits, rounded to the nearest code: queries, or softmax weights.
 
     Args:
         rows: float32 [..., rows, length], finite.
         partition: numbers that share a scale; the last ones may be fewer.
+        from_zero: the first code means 0, not a partition's least number, and none is negative: weights of prompts, whose kernel
+            looks for no minimum.
     """
     length = rows.shape[-1]
     # What fills up the last partition is as its last number is, which changes no range.
     filled = torch.cat([rows, rows[..., -1:].expand(*rows.shape[:-1], -length % partition)], -1).unflatten(-1, (-1, partition))
     least, most = filled.amin(-1, keepdim=True), filled.amax(-1, keepdim=True)
+    if from_zero:
+        least = torch.zeros_like(least)
     scale = ((most - least) * (1 / LAST_CODE)).clamp(min=SMALLEST_SCALE)
     codes = ((filled - least) * (1 / scale)).round().clamp(0, LAST_CODE) + FIRST_CODE
     codes = codes.flatten(-2)[..., :length]

@@ -1,9 +1,10 @@
 """Codes of prompts' keys and values, as attention of prompts reads them (integer_prefill.py): the first of its two kernels.
 
 They are those that copies hold (packed/pack_blocks.py), byte for byte, but lie for one layer and one forward only, and as tensor cores take
-them: a code a byte, keys partition by partition, values with the tokens of a partition next to each other. What equation (4) of HACK
-(arXiv 2502.03589) adds to the product of codes is of rank two a partition. Of keys it is computed by a product of float16, too: a key's
-zero point is one, and what is not is the sum of two.
+them: a code a byte, keys partition by partition, values with the tokens of a partition next to each other, in the order in which a
+thread has their weights. What equation (4) of HACK (arXiv 2502.03589) adds to the product of codes is of rank two a partition. It is
+computed by products of float16, too: a zero point is one, and what is not is the sum of two. Weights have the zero point 0, so that of
+values one term is left.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,10 @@ from sglang_ext.mem_cache.compressed.formats.packing import Packing
 
 # Terms of a partition of channels: twice its zero point, twice the higher part of what the sum of its codes means, and the lower part.
 TERMS = tl.constexpr(5)
+# Rows that a product of float16 takes, of which zero points of values are two.
+ZEROS = tl.constexpr(16)
+# By which codes of weights, that begin with 0, are above the int8 which products take.
+SHIFT = tl.constexpr(128)
 # Warps of a program, for a block of so many tokens: registers suffice.
 WARPS = {64: 4, 128: 8}
 
@@ -88,10 +93,11 @@ class PromptCodes:
 
     Attributes:
         keys: int8 [kv_heads, partitions of channels, tokens, partition].
-        key_scales: float32 [kv_heads, partitions of channels, tokens].
+        key_scales: float32 [kv_heads, tokens, partitions of channels].
         key_terms: float16 [kv_heads, tokens, padded terms]: TERMS of each partition, then zeros.
-        values: int8 [kv_heads, partitions of tokens, dim, partition].
-        value_numbers: float32 [kv_heads, partitions of tokens, 3, dim]: scales, zero points, and sums of codes times scales.
+        values: int8 [kv_heads, partitions of tokens, dim, partition]. Of each 16 tokens the pairs come in the order 0, 4, 1, 5, 2, 6, 3, 7.
+        value_numbers: float32 [kv_heads, partitions of tokens, dim, 2]: scales, and sums of codes times scales and SHIFT.
+        value_zeros: float16 [kv_heads, partitions of tokens, ZEROS, dim]: twice the zero points, then zeros.
     """
 
     keys: torch.Tensor
@@ -99,6 +105,7 @@ class PromptCodes:
     key_terms: torch.Tensor
     values: torch.Tensor
     value_numbers: torch.Tensor
+    value_zeros: torch.Tensor
 
     @classmethod
     def empty(cls, packing: Packing, kv_heads: int, blocks: int, device: torch.device) -> "PromptCodes":
@@ -107,10 +114,11 @@ class PromptCodes:
         parts = tokens // partition
         return cls(
             torch.empty(kv_heads, count, tokens, partition, dtype=torch.int8, device=device),
-            torch.empty(kv_heads, count, tokens, device=device),
+            torch.empty(kv_heads, tokens, count, device=device),
             torch.empty(kv_heads, tokens, padded_terms(count), dtype=torch.float16, device=device),
             torch.empty(kv_heads, parts, packing.values.dim, partition, dtype=torch.int8, device=device),
-            torch.empty(kv_heads, parts, 3, packing.values.dim, device=device),
+            torch.empty(kv_heads, parts, packing.values.dim, 2, device=device),
+            torch.empty(kv_heads, parts, ZEROS.value, packing.values.dim, dtype=torch.float16, device=device),
         )
 
     def read(self, packing: Packing, first: int, keys: Quantized, values: Quantized) -> None:
@@ -120,25 +128,27 @@ class PromptCodes:
         parts = slice(tokens.start // partition, tokens.stop // partition)
         self.keys[:, :, tokens] = keys.codes.reshape(heads, -1, self.keys.shape[1], partition).transpose(1, 2).to(torch.int8)
         scale, zero, sums = (each.flatten(1, 2).float() for each in (keys.scale, keys.zero, keys.sums))
-        self.key_scales[:, :, tokens] = scale.mT
+        self.key_scales[:, tokens] = scale
         mean = scale * sums * (1.0 / partition)
         high = mean.half()
         terms = torch.stack([zero.half(), zero.half(), high, high, (mean - high.float()).half()], -1).flatten(2)
         self.key_terms[:, tokens] = torch.nn.functional.pad(terms, (0, self.key_terms.shape[2] - terms.shape[2]))
-        self.values[:, parts] = values.codes.reshape(heads, -1, partition, self.values.shape[2]).mT.to(torch.int8)
+        ordered = values.codes.reshape(heads, -1, partition // 16, 2, 4, 2, self.values.shape[2]).transpose(3, 4)
+        self.values[:, parts] = ordered.reshape(heads, -1, partition, self.values.shape[2]).mT.to(torch.int8)
         scale, zero, sums = (each.flatten(1, 2).float() for each in (values.scale, values.zero, values.sums))
-        self.value_numbers[:, parts] = torch.stack([scale, zero, scale * sums], 2)
+        self.value_numbers[:, parts] = torch.stack([scale, SHIFT.value * scale * sums], -1)
+        self.value_zeros[:, parts, :2], self.value_zeros[:, parts, 2:] = zero[:, :, None].half(), 0
 
     @staticmethod
     def token_bytes(dim: int, value_dim: int, partition: int) -> int:
         """Bytes of a token's key and value of one KV head."""
         count = dim // partition
-        return dim + 4 * count + 2 * padded_terms(count) + value_dim + 12 * value_dim // partition
+        return dim + 4 * count + 2 * padded_terms(count) + value_dim + (8 + 2 * ZEROS.value) * value_dim // partition
 
     @property
     def parts(self) -> tuple[torch.Tensor, ...]:
         """As kernels take them."""
-        return self.keys, self.key_scales, self.key_terms, self.values, self.value_numbers
+        return self.keys, self.key_scales, self.key_terms, self.values, self.value_numbers, self.value_zeros
 
 
 def padded_terms(count: int) -> int:
@@ -155,8 +165,8 @@ def high_and_low(numbers):
 
 @triton.jit(do_not_specialize=("count", "key_lane", "value_lane", "blocks"), do_not_specialize_on_alignment=("drawn",))
 def quantize_prompts(
-    keys, values, table, table_row, requests, count, drawn, key_lane, value_lane, codes, scales, terms, value_codes, value_numbers, blocks,
-    key_slot, key_head, value_slot, value_head, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PARTITION: tl.constexpr,
+    keys, values, table, table_row, requests, count, drawn, key_lane, value_lane, codes, scales, terms, value_codes, value_numbers,
+    value_zeros, blocks, key_slot, key_head, value_slot, value_head, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PARTITION: tl.constexpr,
     BLOCK: tl.constexpr, SINKS: tl.constexpr, BITS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """A block of one KV head of a request; ``blocks`` are those of all, ``requests`` what Prompts.numbers are."""
@@ -185,7 +195,7 @@ def quantize_prompts(
     tl.store(codes + at * PARTITION + (channel % PARTITION)[None, :], tl.reshape(found, (BLOCK, DIM)).to(tl.int8))
     scale, zero = tl.reshape(scale, (BLOCK, COUNT)), tl.reshape(zero, (BLOCK, COUNT))
     sums = tl.reshape(tl.sum(found, 3), (BLOCK, COUNT))
-    tl.store(scales + (head * COUNT + part)[None, :] * tokens + (first + token)[:, None], scale)
+    tl.store(scales + (head * tokens + first + token)[:, None] * COUNT + part[None, :], scale)
     # Divided by their number, they are as small as keys are.
     high, low = high_and_low(scale * sums.to(tl.float32) * (1.0 / PARTITION))
     at = terms + (head * tokens + first + token)[:, None] * COLUMNS + part[None, :] * TERMS
@@ -209,12 +219,17 @@ def quantize_prompts(
     sums = tl.reshape(tl.sum(found, 1), (PARTS, VALUE_DIM)).to(tl.float32)
     at = (head * (tokens // PARTITION) + (first + token) // PARTITION)[None, :] * VALUE_DIM + column[:, None]
     found = tl.trans(tl.reshape(found, (BLOCK, VALUE_DIM)).to(tl.int8))
-    tl.store(value_codes + at * PARTITION + (token % PARTITION)[None, :], found)
+    inside = token % PARTITION
+    inside = inside // 16 * 16 + inside % 8 // 2 * 4 + inside % 16 // 8 * 2 + inside % 2
+    tl.store(value_codes + at * PARTITION + inside[None, :], found)
     scale, zero = tl.reshape(scale, (PARTS, VALUE_DIM)), tl.reshape(zero, (PARTS, VALUE_DIM))
-    at = value_numbers + (head * (tokens // PARTITION) + first // PARTITION + step)[:, None] * 3 * VALUE_DIM + column[None, :]
+    part = head * (tokens // PARTITION) + first // PARTITION + step
+    at = value_numbers + (part[:, None] * VALUE_DIM + column[None, :]) * 2
     tl.store(at, scale)
-    tl.store(at + VALUE_DIM, zero)
-    tl.store(at + 2 * VALUE_DIM, scale * sums)
+    tl.store(at + 1, SHIFT * scale * sums)
+    at = value_zeros + part[:, None] * ZEROS * VALUE_DIM + column[None, :]
+    for row in tl.static_range(ZEROS):
+        tl.store(at + row * VALUE_DIM, (zero * (row < 2)).to(tl.float16))
 
 
 def prompt_codes(prompts: Prompts, keys: torch.Tensor, values: torch.Tensor, layer: int, first_head: int) -> PromptCodes:
