@@ -143,7 +143,7 @@ def check_anchored(compiled):
 
 
 def check_prefill(compiled):
-    """Prompts' products of integers are those of tensor cores, with weights from registers; few registers spill."""
+    """Prompts' products of integers are those of tensor cores, with weights from registers; few spill, and in partitions of 128 alone."""
     for bits, partition, dim, group in ((4, 64, 128, 4), (2, 64, 64, 1), (4, 128, 128, 5)):
         batch = Batch(bits, partition, dim, 1, group, 1, torch.bfloat16, ((0, 200),), "cpu")
         given = batch.queries, batch.keys, batch.values
@@ -151,7 +151,7 @@ def check_prefill(compiled):
         (codes, first), (tiles, second) = compiled[-2:]
         assert (codes, tiles) == ("quantize_prompts", "prefill_tiles") and stack_bytes(first) <= 32 * (partition == 128)
         assert "wgmma.mma_async.sync.aligned.m64n" in second.asm["ptx"] and ".s32.s8.s8" in second.asm["ptx"]
-        assert stack_bytes(second) <= 128, (bits, partition, dim, group, stack_bytes(second))
+        assert stack_bytes(second) <= 64 * (partition == 128), (bits, partition, dim, group, stack_bytes(second))
 
 
 def check_choice(compiled):
