@@ -97,11 +97,11 @@ def test_flags_are_checked_for_all_ranks_of_this_host(monkeypatch, ranks, hosts,
     monkeypatch.setattr(hooking, "check", lambda mode: None)
     monkeypatch.setattr(flag_checks, "_warn_of_short_contexts", lambda args: None)
     model = SimpleNamespace(
-        get_num_kv_heads=lambda ranks: 2, head_dim=64, v_head_dim=64, num_hidden_layers=4, dtype=torch.float32
+        get_num_kv_heads=lambda ranks: 2, head_dim=64, v_head_dim=64, num_hidden_layers=4, dtype=torch.float32, context_len=2048
     )
     args = SimpleNamespace(
         kv_mode="verified", kv_compressor="snapkv", kv_prefill="exact", kv_host_gb=100 / here + 1, tp_size=ranks, nnodes=hosts, page_size=1,
-        preferred_sampling_params=None, get_model_config=lambda: model
+        preferred_sampling_params=None, kv_sparse_from=0, get_model_config=lambda: model,
     )
     assert ranks_of_host(args) == here
     with pytest.raises(OptionError, match="--kv-host-gb asks for"):
