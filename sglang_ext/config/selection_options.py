@@ -4,11 +4,13 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from sglang_ext.config import benchmark_options
+import torch
+
+from sglang_ext.config import benchmark_options, refusal
 from sglang_ext.core import OptionError
 from sglang_ext.mem_cache.compressors import Compressor, catalogue
 from sglang_ext.mem_cache.compressors.spade import Spade
-from sglang_ext.mem_cache.selection.held_keys import SCORE_BITS, KeySizes
+from sglang_ext.mem_cache.selection.held_keys import EXACT, SCORE_BITS, KeySizes
 from sglang_ext.mem_cache.selection.predictors import query_predictor
 
 if TYPE_CHECKING:
@@ -16,6 +18,10 @@ if TYPE_CHECKING:
 
 RANK_FLAGS = ("kv_pack_layers", "kv_cache_rank_gb", "kv_score_bits")
 FLAGS = ("kv_select", "kv_select_every")
+# Set to 1 for tests: cache ranks choose on the model's own GPU, so that one is enough.
+ON_ONE_GPU = "SGLANG_EXT_CACHE_RANKS_ON_ONE_GPU"
+# Memory of the model's GPU through which each of its cache ranks gets keys and queries, at most.
+ARENA_BYTES = 256 << 20
 SPADE_FLAGS = ("kv_select_by", "kv_cache_ranks", *RANK_FLAGS)
 
 
@@ -41,7 +47,19 @@ def most_ranks() -> int:
 
 def sends_rows(args: "KVServerArgs") -> bool:
     """Whether cache ranks have values, too, and send K and V of what they choose: nothing is verified, which would read full KV here."""
-    return ranks(args) > 0 and args.kv_mode == "lossy"
+    return ranks(args) > 0 and args.kv_mode == "lossy" and not beside_gpu(args)
+
+
+def beside_gpu(args: "KVServerArgs") -> bool:
+    """Whether cache ranks choose on GPUs of their own, beside one that has full KV; known once SGLang has chosen the device."""
+    return ranks(args) > 0 and args.device == "cuda"
+
+
+def rank_gpus(args: "KVServerArgs") -> list[int]:
+    """The GPUs of cache ranks: those after the model's."""
+    if os.environ.get(ON_ONE_GPU) == "1":
+        return [args.base_gpu_id] * args.kv_cache_ranks
+    return [args.base_gpu_id + 1 + each for each in range(args.kv_cache_ranks)]
 
 
 def resolve(args: "KVServerArgs") -> None:
@@ -99,7 +117,8 @@ def _check_ranks(args: "KVServerArgs") -> None:
 
 
 def check_resolved(args: "KVServerArgs") -> None:
-    """Refuse more tokens than a context has, and ranks beside a GPU, once SGLang has chosen the device and read the model's config.
+    """Refuse more tokens than a context has, and ranks for which GPUs are missing, once SGLang has chosen the device and read the model's
+    config.
 
     Raises:
         OptionError: names what it is, and the remedy.
@@ -111,10 +130,12 @@ def check_resolved(args: "KVServerArgs") -> None:
             f"--device is {args.device} with --kv-compressor {args.kv_compressor}; by a step's own query tokens are chosen on a CPU alone: "
             "pass --kv-compressor spade or verify-guided, or --device cpu"
         )
-    if args.device != "cpu" and ranks(args):
+    if beside_gpu(args):
+        _check_gpus(args)
+    elif args.device != "cpu" and ranks(args):
         raise OptionError(
-            f"--kv-cache-ranks is {args.kv_cache_ranks} with --device {args.device}; processes beside this one choose for steps on a CPU alone, "
-            "and on a GPU a second stream does: pass --kv-cache-ranks 0, or --device cpu"
+            f"--kv-cache-ranks is {args.kv_cache_ranks} with --device {args.device}; processes beside this one choose for steps on a CPU or "
+            "on NVIDIA GPUs: pass --kv-cache-ranks 0, or --device cpu"
         )
     most, context = selected(args), args.get_model_config().context_len
     if most >= context:
@@ -124,6 +145,26 @@ def check_resolved(args: "KVServerArgs") -> None:
         )
     if ranks(args):
         _check_against_model(args)
+
+
+def _check_gpus(args: "KVServerArgs") -> None:
+    """Refuse what ranks on GPUs do not do, and more of them than there are GPUs."""
+    asked = f"--kv-cache-ranks is {args.kv_cache_ranks} on GPUs"
+    if args.kv_pack_layers != "auto":
+        raise OptionError(f"{asked} with --kv-pack-layers {args.kv_pack_layers}; all layers of a step are asked for at once: pass auto")
+    if args.kv_score_bits != EXACT:
+        raise OptionError(f"{asked} with --kv-score-bits {args.kv_score_bits}; there keys are held as they are: pass {EXACT}")
+    if args.kv_bench_timeline is not None:
+        raise OptionError(f"{asked} with --kv-bench-timeline {args.kv_bench_timeline}; of a device no such times are known: leave it out")
+    for name in ("dp_size", "pp_size"):
+        if getattr(args, name) > 1:
+            raise OptionError(f"{asked} with {refusal.flag(name)} {getattr(args, name)}; they follow the GPU of one model: pass 1")
+    last, found = max(rank_gpus(args)), torch.cuda.device_count()
+    if last >= found:
+        raise OptionError(
+            f"{asked}, on those after GPU {args.base_gpu_id} (--base-gpu-id), up to GPU {last}; there are {found}: pass fewer ranks, a "
+            "lower --base-gpu-id, or --kv-cache-ranks 0, with which a second stream of the model's GPU chooses"
+        )
 
 
 def _check_against_model(args: "KVServerArgs") -> None:
@@ -152,7 +193,9 @@ def selected(args: "KVServerArgs") -> int:
 
 def spade(args: "KVServerArgs") -> Spade:
     """The method as the flags ask for it, for arguments that :func:`resolve` saw."""
-    return Spade(query_predictor(args.kv_select_by), args.kv_select_every, args.kv_mode == "verified", most=selected(args))
+    # Ranks on GPUs choose for steps alone: a copy is not made anew by the model's GPU after each verification.
+    each_round = args.kv_mode == "verified" and not beside_gpu(args)
+    return Spade(query_predictor(args.kv_select_by), args.kv_select_every, each_round, most=selected(args))
 
 
 def stepping(args: "KVServerArgs", name: str) -> Compressor:

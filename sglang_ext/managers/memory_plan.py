@@ -102,6 +102,7 @@ class MemoryPlan:
         staging: buffers through which full KV goes to host memory and back.
         workspaces: what attention of verifications works in.
         choices: what choices of tokens by queries of steps work in.
+        arenas: through which cache ranks on other GPUs get keys and queries, at most.
         prompt_codes: codes of a layer's keys and values, of the longest prompt.
         logits: of the largest captured verification.
     """
@@ -115,6 +116,7 @@ class MemoryPlan:
     staging: int = field(default=0, metadata={"name": "buffers to and from host memory"})
     workspaces: int = field(default=0, metadata={"name": "workspaces of verifications"})
     choices: int = field(default=0, metadata={"name": "choices of tokens"})
+    arenas: int = field(default=0, metadata={"name": "arenas of cache ranks"})
     prompt_codes: int = field(default=0, metadata={"name": "codes of prompts"})
     logits: int = field(default=0, metadata={"name": "logits of verifications"})
 
@@ -202,6 +204,7 @@ class MemoryPlanner:
             staging=2 * staging_bytes(slots * model.slot_bytes, args.page_size * model.slot_bytes) if args.kv_host_gb else 0,
             workspaces=self._workspaces(requests),
             choices=self._choices(width),
+            arenas=selection_options.ARENA_BYTES * selection_options.ranks(args) if self.on_gpu else 0,
             prompt_codes=self._prompt_codes(width),
             logits=4 * model.vocabulary * options.captured_tokens(args, requests) if self._captures else 0,
         )
@@ -219,12 +222,13 @@ class MemoryPlanner:
         return 4 * rows * (counts + bounds)
 
     def _choices(self, tokens: int) -> int:
-        """As on_gpu.py makes them, of contexts of so many tokens at most: one beside steps, and one while a copy is made."""
+        """As on_gpu.py makes them, of contexts of so many tokens at most: one beside steps, but where cache ranks make that, and one while
+        a copy is made."""
         model, choosing = self.model, [m.compressor for m in self.served.methods if isinstance(m.compressor, Spade)]
-        if not self.on_gpu or not choosing or self.args.kv_cache_ranks:
+        if not self.on_gpu or not choosing:
             return 0
         pair = pair_bytes(tokens, model.query_heads, model.kv_heads, model.head_dim, model.number_bytes, choosing[0].predictor)
-        return 2 * max(SCRATCH, pair)
+        return (1 if self.args.kv_cache_ranks else 2) * max(SCRATCH, pair)
 
     def _prompt_codes(self, tokens: int) -> int:
         """As quantized_extend.py makes them, of so many tokens at most."""

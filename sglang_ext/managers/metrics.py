@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from sglang_ext.config.method_options import offers
 from sglang_ext.core import FALLBACK_REASONS
 from sglang_ext.managers.cache_rank.choices import MISSES, RankChoices
+from sglang_ext.managers.cache_rank.on_gpu.rank_steps import RankSteps
 from sglang_ext.mem_cache.prefix_cache.codes_alone import CodesAlone
 from sglang_ext.mem_cache.prefix_cache.given_back import GivenBack
 from sglang_ext.mem_cache.prefix_cache.held_elsewhere import HeldElsewhere
@@ -168,7 +169,8 @@ class KVMetrics:
             self._tell("copies", made, method)
         for name, value in _of_host(views.tree_cache, verifications) if self.host else ():
             self._tell(name, value)
-        for name, value, *label in _of_ranks(views.elsewhere, codes) if self.ranks and views.elsewhere is not None else ():
+        ranks = views.elsewhere or views.beside
+        for name, value, *label in _of_ranks(ranks, codes) if self.ranks and isinstance(ranks, RankChoices | RankSteps) else ():
             self._tell(name, value, *label)
 
 
@@ -195,7 +197,7 @@ def _of_host(tree: "TieredRadixCache", verifications: "Verifications | None") ->
     yield "slack_rounds", verifications.slack
 
 
-def _of_ranks(choices: RankChoices, held: GivenBack | None) -> Iterator[tuple]:
+def _of_ranks(choices: RankChoices | RankSteps, held: GivenBack | None) -> Iterator[tuple]:
     yield "cache_ranks_ready", choices.ready
     yield "cache_rank_tokens", choices.held_tokens
     yield "choosing_seconds", choices.slowest

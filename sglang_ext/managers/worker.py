@@ -23,6 +23,7 @@ from sglang_ext.layers.attention.quantized_extend import QuantizedExtend
 from sglang_ext.layers.attention.quantized_prefill import QuantizedPrefill
 from sglang_ext.layers.forward import Attention, Attentions, BetweenSteps
 from sglang_ext.managers import integrity, served_methods
+from sglang_ext.managers.cache_rank.on_gpu.device_start import rank_steps
 from sglang_ext.managers.cache_rank.start import cache_ranks
 from sglang_ext.managers.captured import compile_ahead, recording_steps, unpin_plans, verifier_of, verify_graphs_of
 from sglang_ext.managers.disaggregation.arriving import Arriving
@@ -249,9 +250,13 @@ class KVWorker(BaseSpecWorker):
         table = self.req_to_token_pool.req_to_token
         methods = served_methods.copy_methods(args, served.methods, allocator.page_size, form)
         elsewhere, query_heads = None, self.memory.model.query_heads
-        if selection_options.ranks(args):
-            requests = min(self._rows - 1, args.max_running_requests or self._rows)
-            elsewhere = cache_ranks(args, methods[0], self.buffers, query_heads, served.rotary, requests)
+        requests = min(self._rows - 1, args.max_running_requests or self._rows)
+        if selection_options.beside_gpu(args):
+            chosen_beside = rank_steps(args, methods[0], table, self.buffers, self.queries, query_heads, served.rotary, requests)
+        elif selection_options.ranks(args):
+            elsewhere, chosen_beside = cache_ranks(args, methods[0], self.buffers, query_heads, served.rotary, requests), None
+        else:
+            chosen_beside = beside(methods[0], table, self.buffers, query_heads, self.queries, served.rotary)
         return CompressedViews(
             methods=methods,
             token_table=table,
@@ -265,7 +270,7 @@ class KVWorker(BaseSpecWorker):
             prompt_of=self.requests.prompt_of,
             form=form,
             elsewhere=elsewhere,
-            beside=None if elsewhere is not None else beside(methods[0], table, self.buffers, query_heads, self.queries, served.rotary),
+            beside=chosen_beside,
             gives_back=options.full_kv_stays(args) is None,
         )
 

@@ -21,10 +21,11 @@ def main() -> None:
     """Serve until the inference rank ends, or SIGTERM."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--endpoint", required=True, help="socket of the inference rank")
-    parser.add_argument("--memory", type=int, required=True, help="inherited descriptor of shared memory")
+    parser.add_argument("--memory", type=int, help="inherited descriptor of shared memory; none on a GPU")
     parser.add_argument("--epoch", type=int, required=True, help="of this process, among those that the inference rank begins")
     parser.add_argument("--threads", type=int, required=True, help="of products")
     parser.add_argument("--parent", type=int, required=True, help="process id of the inference rank")
+    parser.add_argument("--device", help="on which tokens are chosen, where an arena is mapped in the place of shared memory")
     args = parser.parse_args()
     logging.basicConfig(format=f"%(asctime)s cache rank {os.getpid()}: %(message)s")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -36,10 +37,18 @@ def main() -> None:
     socket.connect(args.endpoint)
     try:
         with torch.inference_mode():
-            CacheRank(socket, args.memory, args.epoch).serve(lambda: os.getppid() == args.parent)
+            _rank(socket, args).serve(lambda: os.getppid() == args.parent)
     except Exception:
         logger.exception("sglang-ext: the cache rank ends; the inference rank goes on without it, and starts another")
         sys.exit(1)
+
+
+def _rank(socket: zmq.Socket, args: argparse.Namespace) -> CacheRank:
+    if args.device is None:
+        return CacheRank(socket, args.memory, args.epoch)
+    from sglang_ext.managers.cache_rank.on_gpu.device_rank import DeviceRank
+
+    return DeviceRank(socket, args.memory, args.epoch, torch.device(args.device))
 
 
 if __name__ == "__main__":

@@ -18,11 +18,13 @@ class KeyStore:
         blocks: how many there are.
     """
 
-    def __init__(self, shape: Shape, blocks: int, scaling: tuple[float, ...], bits: int = EXACT):
+    def __init__(
+        self, shape: Shape, blocks: int, scaling: tuple[float, ...], bits: int = EXACT, device: torch.device = torch.device("cpu")
+    ):
         if len(scaling) != shape.layers:
             raise ProtocolError(f"{len(scaling)} factors were told of {shape.layers} layers: both sides must be of one version")
         sizes = KeySizes(shape.layers, shape.kv_heads, shape.dim, getattr(torch, shape.dtype), bits)
-        self.held = held_keys(sizes, blocks * BLOCK)
+        self.held = held_keys(sizes, blocks * BLOCK, device)
         self.rows = HeldRows(sizes, blocks * BLOCK, self.held) if shape.rows else None
         self.blocks = blocks
         self._scaling = scaling
@@ -51,13 +53,21 @@ class KeyStore:
         Raises:
             ProtocolError: they do not fit there.
         """
-        if told.block >= self.blocks or told.offset + told.tokens > BLOCK:
-            place = f"block {told.block}, of {self.blocks} of {BLOCK}"
-            raise ProtocolError(f"{told.tokens} tokens from {told.offset} on do not fit into {place}")
-        start = told.block * BLOCK + told.offset
+        start = self.start(told)
         self.held.write(start, keys[:, : told.tokens])
         if self.rows is not None:
             self.rows.write(start, keys[:, : told.tokens], values[:, : told.tokens])
+
+    def start(self, told: Append) -> int:
+        """Where the first of some tokens lies.
+
+        Raises:
+            ProtocolError: they do not fit there.
+        """
+        if told.block >= self.blocks or told.offset + told.tokens > BLOCK:
+            place = f"block {told.block}, of {self.blocks} of {BLOCK}"
+            raise ProtocolError(f"{told.tokens} tokens from {told.offset} on do not fit into {place}")
+        return told.block * BLOCK + told.offset
 
     def gathered(self, layers: slice, slots: torch.Tensor) -> KVBuffers:
         """The keys of some layers in ``slots``, int64 [tokens], one after another: buffers like those of SGLang's pool, without values."""

@@ -151,13 +151,9 @@ class KeyLeases:
         index, offset = divmod(lease.held, BLOCK)
         tokens = min(BLOCK - offset, len(slots) - lease.held)
         these = slots[lease.held : lease.held + tokens]
-        memory = self.link.memory
-        parts = [(memory.keys, self.buffers.keys), (memory.values, self.buffers.values)][: 1 + memory.shape.rows]
-        for travels, buffers in parts:
-            for into, of_layer in zip(travels[place], buffers):
-                torch.index_select(of_layer, 0, these, out=into[:tokens])
+        number = self.link.memory.put_keys(place, self.buffers, these)
         block = lease.blocks[index]
-        self.link.say(protocol.Append(block, offset, tokens, place))
+        self.link.say(protocol.Append(block, offset, tokens, place, number))
         lease.held += tokens
         self.sent += tokens
         if offset + tokens < BLOCK or lease.alone:

@@ -4,13 +4,16 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import zmq
 
 from sglang_ext.managers.cache_rank import protocol
 from sglang_ext.managers.cache_rank.process import RankProcess
 from sglang_ext.managers.cache_rank.shared_memory import SharedMemory
+
+if TYPE_CHECKING:
+    from sglang_ext.managers.cache_rank.on_gpu.arena import Arena
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +124,7 @@ class RankLink:
         return None if self._process is None else self._process.pid
 
     @property
-    def memory(self) -> SharedMemory:
+    def memory(self) -> "SharedMemory | Arena":
         """In common with the process that runs."""
         return self._process.memory
 

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-VERSION = 3
+VERSION = 4
 MOST_MESSAGE = 1 << 20
 # Tokens of a block of keys, and of values: the unit in which they travel, are held, and are shared.
 BLOCK = 64
@@ -19,6 +19,8 @@ MOST_LANES, MOST_LAYERS, MOST_BLOCKS, MOST_PLACES = 1 << 12, 1 << 12, 1 << 22, 1
 MOST_WINDOW = 64
 # Blocks that one message names.
 MOST_NAMED = 1 << 14
+# Characters of the reason of a refusal.
+MOST_REASON = 2048
 
 Epoch = Annotated[int, Meta(ge=1, le=1 << 31)]
 Lane = Annotated[int, Meta(ge=0, lt=MOST_LANES)]
@@ -28,6 +30,7 @@ Block = Annotated[int, Meta(ge=0, lt=MOST_BLOCKS)]
 Sequence = Annotated[int, Meta(ge=1, lt=1 << 62)]
 Position = Annotated[int, Meta(ge=0, le=1 << 31)]
 Size = Annotated[int, Meta(ge=1, le=1 << 16)]
+Written = Annotated[int, Meta(ge=0, lt=1 << 32)]
 
 
 class ProtocolError(ValueError):
@@ -82,6 +85,7 @@ class Attach(Message, tag="attach"):
         sinks, recent: first and newest tokens that are chosen in any case.
         turning: the rotary embedding.
         bits: in which it holds the keys that it scores; 16: as they are.
+        arena: CUDA IPC handle of the memory of the inference rank's GPU that both map (on_gpu/arena.py); empty where there is none.
     """
 
     version: int
@@ -94,6 +98,7 @@ class Attach(Message, tag="attach"):
     recent: Annotated[int, Meta(ge=0, le=1 << 16)]
     turning: Turning
     bits: Literal[16, 8, 4] = 16
+    arena: Annotated[bytes, Meta(max_length=64)] = b""
 
     def of_epoch(self, epoch: int) -> "Attach":
         """The same for another process."""
@@ -110,12 +115,13 @@ class Lease(Message, tag="lease"):
 
 class Append(Message, tag="append"):
     """Keys of ``tokens`` tokens of a block, its token ``offset`` and those after it, lie in ``place`` of shared memory; with
-    :attr:`Shape.rows` their values, too."""
+    :attr:`Shape.rows` their values, too. In an arena once so much is written there as ``number`` says (on_gpu/arena.py)."""
 
     block: Block
     offset: Annotated[int, Meta(ge=0, lt=BLOCK)]
     tokens: Annotated[int, Meta(ge=1, le=BLOCK)]
     place: Annotated[int, Meta(ge=0, lt=MOST_PLACES)]
+    number: Written = 0
 
 
 class Ask(Message, tag="ask"):
@@ -131,6 +137,8 @@ class Ask(Message, tag="ask"):
         sequence: of the lane, ascending; its parity says where queries lie and answers are expected.
         covered: tokens, from the first on, among which are chosen ``keep`` for each KV head.
         positions: of the queries, ascending.
+        ahead: for which token after the newest of these is chosen.
+        number: how much is written in an arena once its queries are there.
     """
 
     lane: Lane
@@ -140,6 +148,8 @@ class Ask(Message, tag="ask"):
     covered: Annotated[int, Meta(ge=1, le=1 << 31)]
     keep: Annotated[int, Meta(ge=1, le=1 << 24)]
     positions: Annotated[tuple[Position, ...], Meta(min_length=1, max_length=MOST_WINDOW)]
+    ahead: Annotated[int, Meta(ge=1, le=1 << 16)] = 1
+    number: Written = 0
 
 
 class Free(Message, tag="free"):
@@ -165,7 +175,7 @@ class Refused(Message, tag="refused"):
     """The rank cannot serve what it was told, and ends."""
 
     epoch: Epoch
-    reason: Annotated[str, Meta(max_length=2048)]
+    reason: Annotated[str, Meta(max_length=MOST_REASON)]
 
 
 class Answer(Message, tag="answer"):

@@ -10,13 +10,14 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import torch
 import zmq
 
 from sglang_ext.managers.cache_rank import protocol
 from sglang_ext.managers.cache_rank.keys import KeyStore
-from sglang_ext.managers.cache_rank.protocol import BLOCK, VERSION, ProtocolError
+from sglang_ext.managers.cache_rank.protocol import BLOCK, MOST_REASON, VERSION, ProtocolError
 from sglang_ext.managers.cache_rank.shared_memory import SharedMemory, map_memory
 from sglang_ext.mem_cache.compressed.held_rows import absent
 from sglang_ext.mem_cache.compressed.rotary import Rotary
@@ -46,6 +47,11 @@ class Questions:
         """Those of a lane, which are of no use any more."""
         return [self.waiting.pop(key) for key in [key for key in self.waiting if key[0] == lane]]
 
+    def all(self) -> list[protocol.Ask]:
+        """Take all that wait, oldest first."""
+        taken, self.waiting = [*self.waiting.values()], {}
+        return taken
+
     def next(self) -> protocol.Ask | None:
         """Take the oldest; None where none waits."""
         return self.waiting.pop(next(iter(self.waiting))) if self.waiting else None
@@ -58,10 +64,12 @@ class CacheRank:
         socket: connected to it.
         descriptor: of the memory that both map.
         epoch: of this process.
+        device: on which is chosen.
     """
 
-    def __init__(self, socket: zmq.Socket, descriptor: int, epoch: int):
+    def __init__(self, socket: zmq.Socket, descriptor: int | None, epoch: int, device: torch.device = torch.device("cpu")):
         self._socket = socket
+        self._device = device
         self._descriptor = descriptor
         self._epoch = epoch
         self._questions = Questions()
@@ -77,10 +85,15 @@ class CacheRank:
         """
         self._say(protocol.Beat(self._epoch))
         while goes_on():
-            self._hear(0 if self._questions.waiting else int(BEAT_SECONDS * 1000))
+            self._hear(0 if self._busy else int(BEAT_SECONDS * 1000))
             self._answer_next()
             if time.monotonic() - self._beaten > BEAT_SECONDS:
                 self._beat()
+
+    @property
+    def _busy(self) -> bool:
+        """Whether there is something to do before the next message."""
+        return bool(self._questions.waiting)
 
     def _beat(self) -> None:
         """A sign of life; none where an inference rank that idles has left enough of them unread."""
@@ -115,29 +128,48 @@ class CacheRank:
             case _ if self._memory is None:
                 raise ProtocolError(f"the first message is {type(message).__name__}, and must be Attach")
             case protocol.Ask():
-                self._skip(self._questions.add(message))
+                self._asked(message)
             case protocol.Append():
-                place, memory = message.place, self._memory
-                self._store.append(message, memory.keys[place], memory.values[place] if memory.shape.rows else None)
-                self._taken.append(message.place)
+                self._append(message)
             case protocol.Lease():
-                self._store.lease(message)
+                self._lease(message)
             case protocol.Free():
-                for ask in self._questions.drop(message.lane):
+                for ask in self._drop(message.lane):
                     self._skip(ask)
                 self._store.free(message.lane)
 
+    def _asked(self, ask: protocol.Ask) -> None:
+        self._skip(self._questions.add(ask))
+
+    def _append(self, told: protocol.Append) -> None:
+        place, memory = told.place, self._memory
+        self._store.append(told, memory.keys[place], memory.values[place] if memory.shape.rows else None)
+        self._taken.append(told.place)
+
+    def _lease(self, told: protocol.Lease) -> None:
+        self._store.lease(told)
+
+    def _drop(self, lane: int) -> list[protocol.Ask]:
+        """Questions of a lane that are of no use any more."""
+        return self._questions.drop(lane)
+
     def _attach(self, told: protocol.Attach) -> None:
         if told.version != VERSION or told.epoch != self._epoch:
-            reason = f"version and epoch are {told.version}, {told.epoch} at the inference rank and {VERSION}, {self._epoch} here"
-            self._say(protocol.Refused(self._epoch, reason))
-            raise ProtocolError(reason)
+            self._refuse(f"version and epoch are {told.version}, {told.epoch} at the inference rank and {VERSION}, {self._epoch} here")
+        self._open(told)
+        self._method = Spade(query_predictor(told.predictor), sinks=told.sinks, recent=told.recent)
+        self._rotary = Rotary(torch.tensor(told.turning.frequencies, dtype=torch.float32, device=self._device), told.turning.interleaved)
+        self._say(protocol.Attached(self._epoch, self._probe()))
+
+    def _refuse(self, reason: str) -> NoReturn:
+        self._say(protocol.Refused(self._epoch, reason[:MOST_REASON]))
+        raise ProtocolError(reason)
+
+    def _open(self, told: protocol.Attach) -> None:
+        """Make room for keys, and map the memory in common."""
         self._store = KeyStore(told.shape, told.blocks, told.scaling, told.bits)
         self._memory = map_memory(told.shape, self._descriptor)
         os.close(self._descriptor)
-        self._method = Spade(query_predictor(told.predictor), sinks=told.sinks, recent=told.recent)
-        self._rotary = Rotary(torch.tensor(told.turning.frequencies, dtype=torch.float32), told.turning.interleaved)
-        self._say(protocol.Attached(self._epoch, self._probe()))
 
     def _probe(self) -> float:
         """Seconds that choosing takes a layer; of the second time, as the first is slower."""

@@ -5,7 +5,7 @@ process leaves nothing behind, and none of an earlier epoch can write here. Each
 chosen tokens, by the parity of the question's sequence number: one is read while the other is written. A place is written again only once
 the question before it in that place was answered.
 
-The twin on GPUs of this layout is an arena on the device that is mapped over CUDA IPC.
+The twin on GPUs of this layout is an arena on the device that is mapped over CUDA IPC (on_gpu/arena.py).
 """
 
 import mmap
@@ -16,6 +16,7 @@ from math import prod
 import torch
 
 from sglang_ext.managers.cache_rank.protocol import BLOCK, Shape
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 
 # What the head of an answer says, int64 each.
 EPOCH, SEQUENCE, COVERED, KEPT = range(4)
@@ -72,6 +73,14 @@ class SharedMemory:
     def get_queries(self, lane: int, sequence: int, layers: slice, count: int) -> torch.Tensor:
         """Read them: a view, [pack layers, count, query_heads, dim]."""
         return self.queries[lane, sequence % 2, layers, :count]
+
+    def put_keys(self, place: int, buffers: KVBuffers, slots: torch.Tensor) -> int:
+        """Write the keys of tokens in ``slots``, int64 [up to block], and their values where these travel, to a place; 0, as a message that
+        comes after is the barrier."""
+        for travels, of_layers in [(self.keys, buffers.keys), (self.values, buffers.values)][: 1 + self.shape.rows]:
+            for into, of_layer in zip(travels[place], of_layers):
+                torch.index_select(of_layer, 0, slots, out=into[: len(slots)])
+        return 0
 
     def put_chosen(self, epoch: int, lane: int, sequence: int, first: int, covered: int, kept: torch.Tensor) -> None:
         """Write an answer, int64 [pack layers, kv_heads, kept]; its head last."""

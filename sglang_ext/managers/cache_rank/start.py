@@ -4,6 +4,7 @@ import logging
 import math
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -44,7 +45,7 @@ def cache_ranks(
         requests: that run at once.
     """
     settings = RankSettings(
-        _attach(args, method, buffers, query_heads, rotary, requests),
+        attach_of(args, method, buffers, query_heads, rotary, requests),
         pack=0 if args.kv_pack_layers == "auto" else args.kv_pack_layers,
         threads=max(1, len(os.sched_getaffinity(0)) // (1 + args.kv_cache_ranks)),
     )
@@ -52,19 +53,27 @@ def cache_ranks(
     # A file has events of one kind.
     told = None if options.transfers(args) else args.kv_bench_timeline
     timeline = None if told is None else PackTimeline(told)
-    choices, until = RankChoices(links, buffers, timeline), time.monotonic() + START_SECONDS
-    while choices.ready < len(links) and time.monotonic() < until and not all(link.given_up or link.ready for link in links):
-        for link in links:
-            link.tend()
-            link.wait(0.05)
-    if choices.ready < len(links):
-        logger.error("sglang-ext: %d of %d cache ranks are ready: requests are read whole until one is", choices.ready, len(links))
+    choices = RankChoices(links, buffers, timeline)
+    wait_until_ready(links, "requests are read whole until one is")
     return choices
 
 
-def _attach(
+def wait_until_ready(links: Sequence[RankLink], otherwise: str) -> None:
+    """Start the processes; where not all can be asked after a while, say so in the log, and what becomes of requests ``otherwise``."""
+    until = time.monotonic() + START_SECONDS
+    while time.monotonic() < until and not all(link.given_up or link.ready for link in links):
+        for link in links:
+            link.tend()
+            link.wait(0.05)
+    ready = sum(link.ready for link in links)
+    if ready < len(links):
+        logger.error("sglang-ext: %d of %d cache ranks are ready: %s", ready, len(links), otherwise)
+
+
+def attach_of(
     args: "KVServerArgs", method: CopyMethod, buffers: KVBuffers, query_heads: int, rotary: Rotary, requests: int
 ) -> Attach:
+    """What ranks are told; arguments as :func:`cache_ranks`'s."""
     keys, context, spade = buffers.keys[0], args.get_model_config().context_len, selection_options.spade(args)
     slots, kv_heads, dim = keys.shape
     longest = min(context, slots)

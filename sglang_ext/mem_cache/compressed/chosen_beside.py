@@ -6,8 +6,9 @@ choice has all the time between two of them, and which step reads it depends on 
 other on the device alone. Tokens that came after a choice follow the copy in the draft row, and are read exactly.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 
@@ -32,7 +33,51 @@ class Window(NamedTuple):
     positions: list[int]
 
 
-class ChosenBeside:
+class BesideSteps(ABC):
+    """The contract of tokens that are chosen on a GPU beside steps, for copies of pointers: on a second stream of the same GPU, or by
+    cache ranks on others (managers/cache_rank/on_gpu/).
+
+    Attributes:
+        in_place: whether what is chosen is written over what a copy led to, between two steps; else to spare slots of it.
+    """
+
+    in_place: ClassVar[bool] = False
+
+    @abstractmethod
+    def compile_kernels(self) -> None:
+        """Choose once for nobody, so that no request waits for compilers."""
+
+    @abstractmethod
+    def stepped(self, views: "CompressedViews", ends: dict[int, int], following: int | None) -> None:
+        """A step was launched: take what was chosen for the requests whose turn has come, and let more be chosen by its queries.
+
+        Args:
+            views: the copies.
+            ends: position after the step's token, by row, of requests that read their copies.
+            following: steps that follow before full KV verifies them; None where nothing is verified.
+        """
+
+    @abstractmethod
+    def settle(self, row: int) -> None:
+        """The copy of the request in ``row`` gets other slots, or none: what the current stream is given from now on comes after
+        all that was launched for it. No-op where nothing is."""
+
+    @abstractmethod
+    def settle_all(self) -> None:
+        """As :meth:`settle`, of all requests."""
+
+    def tend(self) -> None:
+        """Look after those that choose in other processes. Waits for nothing."""
+
+    def forget(self, row: int) -> None:
+        """The request in ``row`` is gone; its copy was settled."""
+
+    def forget_all(self) -> None:
+        """All requests are gone."""
+        self.settle_all()
+
+
+class ChosenBeside(BesideSteps):
     """Choices of a worker's requests, those under way among them.
 
     Args:
@@ -49,7 +94,7 @@ class ChosenBeside:
         self._under_way: dict[int, torch.cuda.Event | None] = {}
 
     def compile_kernels(self) -> None:
-        """Choose once in row 0 of the table, which is no request's, so that no request waits for compilers."""
+        """As :meth:`BesideSteps.compile_kernels`: in row 0 of the table, which is no request's."""
         from sglang_ext.layers.kernels.choose_tokens import Contexts
 
         always = self._method.compressor.sinks, self._method.compressor.recent
@@ -61,13 +106,7 @@ class ChosenBeside:
         self._side.wait(self._launched(contexts, places, positions, 1))
 
     def stepped(self, views: "CompressedViews", ends: dict[int, int], following: int | None) -> None:
-        """A step was launched: take what was chosen for the requests whose turn has come, and let more be chosen by its queries.
-
-        Args:
-            views: the copies.
-            ends: position after the step's token, by row, of requests that read their copies.
-            following: steps after which the copies are made anew; None where that is far off.
-        """
+        """As :meth:`BesideSteps.stepped`; where steps are verified, copies are made anew afterwards."""
         every = self._method.compressor.every
         due = {row: end for row, end in ends.items() if not (end - views.get(row).covered) % every}
         self._take(views, [row for row in due if row in self._under_way])
@@ -83,12 +122,11 @@ class ChosenBeside:
             self._launch(views, windows, ahead)
 
     def settle(self, row: int) -> None:
-        """The copy of the request in ``row`` gets other slots, or none: what the current stream is given from now on comes after
-        what is being written to its spare ones. No-op where nothing is."""
+        """As :meth:`BesideSteps.settle`: spare slots are written to."""
         self._side.wait(self._under_way.pop(row, None))
 
     def settle_all(self) -> None:
-        """As :meth:`settle`, of all requests."""
+        """As :meth:`BesideSteps.settle_all`."""
         for row in list(self._under_way):
             self.settle(row)
 

@@ -16,7 +16,7 @@ import torch
 from sglang.srt.mem_cache.common import evict_from_tree_cache
 
 from sglang_ext.core import CompressedView
-from sglang_ext.mem_cache.compressed.chosen_beside import ChosenBeside
+from sglang_ext.mem_cache.compressed.chosen_beside import BesideSteps
 from sglang_ext.mem_cache.compressed.chosen_elsewhere import ChosenElsewhere
 from sglang_ext.mem_cache.compressed.copy_method import CopyMethod, CopyWriter
 from sglang_ext.mem_cache.compressed.formats.kv_format import KVFormat, PlainTokens
@@ -53,7 +53,7 @@ class CompressedViews:
         prompt_of: token ids of the prompt of the request in a row.
         form: in which copies lie in their slots.
         elsewhere: who chooses tokens in another process; None where methods choose here.
-        beside: who chooses them on a second stream; None where methods choose between steps.
+        beside: who chooses them on a GPU beside steps; None where methods choose between steps.
         gives_back: whether full KV goes where a copy holds all of it (codes_alone.py).
         made: copies that were made or renewed, by what they are called.
         refused: names of the compressors whose scores cannot be used, of which no copy is made any more.
@@ -71,7 +71,7 @@ class CompressedViews:
     prompt_of: Callable[[int], Sequence[int]] = lambda row: ()
     form: KVFormat = PlainTokens()
     elsewhere: ChosenElsewhere | None = None
-    beside: ChosenBeside | None = None
+    beside: BesideSteps | None = None
     gives_back: bool = False
     made: Counter[str] = field(default_factory=Counter)
     refused: set[str] = field(default_factory=set)
@@ -140,8 +140,9 @@ class CompressedViews:
 
     def tend(self) -> None:
         """Look after the processes that choose, where others do: between forwards, and while nothing runs."""
-        if self.elsewhere is not None:
-            self.elsewhere.tend()
+        for each in (self.elsewhere, self.beside):
+            if each is not None:
+                each.tend()
 
     def copies(self) -> ItemsView[int, CompressedView]:
         """All copies, by their requests' rows."""
@@ -233,14 +234,14 @@ class CompressedViews:
         own = method.own(view, end, shared)
         held = packing.held_slots(shared)
         end_of_own = held + view.sinks + packing.held_slots(own)
-        spare = packing.held_slots(own) if self.beside is not None else 0
+        spare = packing.held_slots(own) if self.beside is not None and not self.beside.in_place else 0
         slots = self._slots_for(view.held, end_of_own + spare, headroom)
         if slots is None:
             return False
         renewed = len(view.own) > 0
         # Copied, or Triton would compile its kernels again for a tensor that begins elsewhere than at 16 bytes.
         view.own, made = slots[held:end_of_own].clone(), None
-        view.spare = slots[end_of_own:].clone() if spare else None
+        view.spare = None if self.beside is None else slots[end_of_own:].clone()
         # Where all tokens are kept, those that are packed stay: full KV does not change.
         done = min(view.own_tokens, own) if method.compressor.keeps_all else 0
         view.own_tokens, view.own_packed = own, packing.packed_slots(own)
@@ -367,8 +368,9 @@ class CompressedViews:
         """Free the copy and the queries of the request in ``row``."""
         self.release_copy(row)
         self.queries.forget(row)
-        if self.elsewhere is not None:
-            self.elsewhere.forget(row)
+        for each in (self.elsewhere, self.beside):
+            if each is not None:
+                each.forget(row)
 
     def release_copy(self, row: int) -> None:
         """Free the copy of the request in ``row``; no-op without one. What is kept of its queries stays."""
@@ -399,7 +401,6 @@ class CompressedViews:
         """Drop all records; the pool itself is being cleared."""
         self._views.clear()
         self.queries.clear()
-        if self.beside is not None:
-            self.beside.settle_all()
-        if self.elsewhere is not None:
-            self.elsewhere.forget_all()
+        for each in (self.elsewhere, self.beside):
+            if each is not None:
+                each.forget_all()

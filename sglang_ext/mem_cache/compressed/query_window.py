@@ -170,6 +170,11 @@ class QueryWindows:
             self._pool = like.new_zeros(len(self.layers), 1 + rings * self.span, heads, head_dim)
             self._free = [1 + ring * self.span for ring in reversed(range(rings))]
 
+    @property
+    def pool(self) -> torch.Tensor:
+        """Where :meth:`newest_places` leads: [layers, places, heads, head_dim]; there is none where nothing is kept."""
+        return self._pool
+
     @contextmanager
     def recording(self, rows: tuple[Recorded, ...], watch: LayerWatch | None = None) -> Iterator[None]:
         """Keep the queries of ``rows`` from the forward that runs inside this context; ``watch`` is told of its layers."""

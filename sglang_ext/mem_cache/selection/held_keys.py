@@ -68,10 +68,24 @@ class HeldKeys(ABC):
 
 
 class ExactKeys(HeldKeys):
-    """As they are."""
+    """As they are.
 
-    def __init__(self, sizes: KeySizes, tokens: int):
-        self._keys = torch.empty(sizes.layers, tokens, sizes.kv_heads, sizes.dim, dtype=sizes.dtype)
+    Args:
+        sizes: of keys.
+        tokens: how many.
+        device: where they lie; on a GPU all memory is taken at once.
+    """
+
+    def __init__(self, sizes: KeySizes, tokens: int, device: torch.device = torch.device("cpu")):
+        self._keys = torch.empty(sizes.layers, tokens, sizes.kv_heads, sizes.dim, dtype=sizes.dtype, device=device)
+
+    def of_layers(self) -> tuple[torch.Tensor, ...]:
+        """All that is held, of each layer: [tokens, kv_heads, dim]."""
+        return self._keys.unbind()
+
+    def between(self, start: int, end: int) -> torch.Tensor:
+        """What is held in places from ``start`` to before ``end``: a view, [layers, tokens, kv_heads, dim]."""
+        return self._keys[:, start:end]
 
     def write(self, start: int, keys: torch.Tensor) -> None:
         """As :meth:`HeldKeys.write`."""
@@ -124,9 +138,9 @@ class CodedKeys(HeldKeys):
         return self._codes.nbytes + self._scale.nbytes + self._zero.nbytes
 
 
-def held_keys(sizes: KeySizes, tokens: int) -> HeldKeys:
-    """Room for so many tokens."""
-    return (ExactKeys if sizes.bits == EXACT else CodedKeys)(sizes, tokens)
+def held_keys(sizes: KeySizes, tokens: int, device: torch.device = torch.device("cpu")) -> HeldKeys:
+    """Room for so many tokens; in few bits on a CPU alone."""
+    return ExactKeys(sizes, tokens, device) if sizes.bits == EXACT else CodedKeys(sizes, tokens)
 
 
 class HeldRows:

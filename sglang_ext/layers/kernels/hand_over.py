@@ -1,0 +1,246 @@
+"""The hand-over between an inference rank and a cache rank on another GPU, over an arena in memory of the inference rank's GPU.
+
+The inference rank writes questions and keys there, and a word that says so; the cache rank reads them over peer access, writes which
+tokens it chose, and a word that says so. A kernel of one thread waits for that, not for long, and another one lets a copy lead to what was
+chosen where it came: so that the inference rank's GPU reads no memory but its own, and what happens to the other one costs it a choice.
+
+A *word* is the epoch of the cache rank's process times 2 ** 32, plus a number that ascends: of a lane's questions, or of all that the
+inference rank wrote. Questions and answers of a lane have two places each, by the parity of the word.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_ext.layers.kernels.system_words import load_acquire, nanoseconds, store_release
+
+# Words of a lane: of the question in either place, of the newest question that is done with, of the answer in either place.
+LANE_WORDS = 8
+QUESTION, DONE, CHOSEN = tl.constexpr(0), tl.constexpr(2), tl.constexpr(4)
+WORDS = tl.constexpr(LANE_WORDS)
+# Numbers of a copy that is committed: lane, word, row of the token table, tokens covered, tokens that each head keeps, first target.
+COMMIT_NUMBERS = 6
+NUMBERS = tl.constexpr(COMMIT_NUMBERS)
+# Counters of the device: answers that were taken, that were late, questions that were not written as their place was taken, and
+# nanoseconds of waiting.
+COUNTERS = ("taken", "late", "unasked", "waited")
+# Tokens of a block of keys, numbers and pointers that a program copies at once.
+COPIED, POINTERS = 1024, 128
+
+
+@triton.jit(do_not_specialize=("requests",))
+def _open_places(heads, numbers, opened, requests):
+    """Whether the place of each question is free: that before it in the same place is done with."""
+    for i in range(requests):
+        lane, word = tl.load(numbers + 2 * i), tl.load(numbers + 2 * i + 1)
+        done = load_acquire(heads + lane * WORDS + DONE)
+        tl.store(opened + i, (done >= word - 2).to(tl.int32))
+
+
+@triton.jit(do_not_specialize=("count", "window"))
+def _put_queries(
+    pool, places, numbers, opened, queries, count, pool_layer, window, LAYERS: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Queries of a token and layer of a request, to their place."""
+    layer, at, request = tl.program_id(0) // count, tl.program_id(0) % count, tl.program_id(1)
+    if tl.load(opened + request) != 0:
+        lane, parity = tl.load(numbers + 2 * request), tl.load(numbers + 2 * request + 1) & 1
+        source = pool + layer.to(tl.int64) * pool_layer + tl.load(places + request * count + at) * ROW
+        target = queries + (((lane * 2 + parity) * LAYERS + layer) * window + at) * ROW
+        for first in tl.range(0, ROW, BLOCK):
+            column = first + tl.arange(0, BLOCK)
+            tl.store(target + column, tl.load(source + column, mask=column < ROW), mask=column < ROW)
+
+
+@triton.jit(do_not_specialize=("slots", "target"))
+def _put_keys(
+    key_table, like, slots, target, slot_stride, head_stride, target_layer, DIM: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Keys of a token and layer, to their place in a block."""
+    token, layer = tl.program_id(0), tl.program_id(1)
+    keys = tl.load(key_table + layer).to(tl.pointer_type(like.dtype.element_ty))
+    source = keys + tl.load(slots + token) * slot_stride
+    target += layer.to(tl.int64) * target_layer + token * ROW
+    for first in tl.range(0, ROW, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        found = tl.load(source + column // DIM * head_stride + column % DIM, mask=column < ROW)
+        tl.store(target + column, found, mask=column < ROW)
+
+
+@triton.jit(do_not_specialize=("requests", "word"))
+def _signal(heads, written, numbers, opened, requests, word):
+    """Say of each question whose place was free that it is there, then how much was written in all."""
+    for i in range(requests):
+        if tl.load(opened + i) != 0:
+            mine = tl.load(numbers + 2 * i + 1)
+            store_release(heads + tl.load(numbers + 2 * i) * WORDS + QUESTION + (mine & 1), mine)
+    store_release(written, word)
+
+
+@triton.jit(do_not_specialize=("requests", "patience"))
+def _await(heads, numbers, hits, counters, requests, patience, STRIDE: tl.constexpr):
+    """Wait until questions are done with, over all of them no longer than ``patience`` nanoseconds; which were answered."""
+    begun = nanoseconds()
+    now = begun
+    for i in range(requests):
+        lane, word = tl.load(numbers + STRIDE * i), tl.load(numbers + STRIDE * i + 1)
+        head = heads + lane * WORDS
+        asked = load_acquire(head + QUESTION + (word & 1)) == word
+        done = load_acquire(head + DONE)
+        while asked & (done < word) & (now - begun < patience):
+            done = load_acquire(head + DONE)
+            now = nanoseconds()
+        hit = asked & (load_acquire(head + CHOSEN + (word & 1)) == word)
+        tl.store(hits + i, hit.to(tl.int32))
+        kind = tl.where(hit, 0, tl.where(asked, 1, 2))
+        tl.store(counters + kind, tl.load(counters + kind) + 1)
+    tl.store(counters + 3, tl.load(counters + 3) + nanoseconds() - begun)
+
+
+@triton.jit
+def _commit(
+    chosen, hits, numbers, key_table, token_table, targets, table_row, lane_stride, slot_stride, head_stride, HEADS: tl.constexpr,
+    PER_SLOT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Pointers of a layer and head to what was chosen, where an answer came; positions that are none of the context's are left out."""
+    pair, request = tl.program_id(0), tl.program_id(2)
+    if tl.load(hits + request) != 0:
+        mine = numbers + request * NUMBERS
+        lane, parity, row = tl.load(mine), tl.load(mine + 1) & 1, tl.load(mine + 2)
+        covered, keep, first = tl.load(mine + 3), tl.load(mine + 4), tl.load(mine + 5)
+        place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside = place < keep
+        token = tl.load(chosen + (lane * 2 + parity) * lane_stride + pair * keep + place, mask=inside, other=-1).to(tl.int64)
+        inside &= (token >= 0) & (token < covered)
+        slot = tl.load(token_table + row * table_row + token, mask=inside, other=0).to(tl.int32)
+        held = tl.load(targets + first + place // PER_SLOT, mask=inside, other=0)
+        cells = tl.load(key_table + pair // HEADS).to(tl.pointer_type(tl.int32))
+        tl.store(cells + held * slot_stride + pair % HEADS * head_stride + place % PER_SLOT, slot, mask=inside)
+
+
+@triton.jit(do_not_specialize=("source", "target", "length", "source_row", "target_row"))
+def _copy_rows(source, target, length, source_row, target_row, BLOCK: tl.constexpr):
+    """Part of a row of words of 32 bits, from one address to another; strides in words."""
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    found = tl.load(source.to(tl.pointer_type(tl.int32)) + row * source_row + column, mask=column < length)
+    tl.store(target.to(tl.pointer_type(tl.int32)) + row * target_row + column, found, mask=column < length)
+
+
+@triton.jit(do_not_specialize=("heads", "written"))
+def _read_words(heads, written, out, count, BLOCK: tl.constexpr):
+    """How much was written, then the words of all lanes."""
+    tl.store(out, load_acquire(written.to(tl.pointer_type(tl.int64))))
+    for first in tl.range(0, count, BLOCK):
+        place = first + tl.arange(0, BLOCK)
+        found = tl.load(heads.to(tl.pointer_type(tl.int64)) + place, mask=place < count, volatile=True)
+        tl.store(out + 1 + place, found, mask=place < count)
+
+
+@triton.jit(do_not_specialize=("heads", "requests"))
+def _answer(heads, numbers, requests):
+    """Say of questions that they are done with, first of those with an answer that it is there: lane, word, and whether, each."""
+    for i in range(requests):
+        word = tl.load(numbers + 3 * i + 1)
+        head = heads.to(tl.pointer_type(tl.int64)) + tl.load(numbers + 3 * i) * WORDS
+        if tl.load(numbers + 3 * i + 2) != 0:
+            store_release(head + CHOSEN + (word & 1), word)
+        store_release(head + DONE, word)
+
+
+def put_queries(
+    heads: torch.Tensor, queries: torch.Tensor, pool: torch.Tensor, places: torch.Tensor, numbers: torch.Tensor
+) -> torch.Tensor:
+    """Write the queries of some questions of other lanes each, as far as their places are free.
+
+    Args:
+        heads: int64 [lanes, :data:`LANE_WORDS`], of the arena.
+        queries: [lanes, 2, layers, window, query_heads, dim], of the arena.
+        pool: [layers, places, query_heads, dim].
+        places: int64 [requests, up to window], in the pool, oldest first.
+        numbers: int64 [requests, 2], lane and word.
+
+    Returns:
+        Which were written: int32 [requests].
+    """
+    requests, count = places.shape
+    layers, row = pool.shape[0], pool.shape[2] * pool.shape[3]
+    opened = torch.empty(requests, dtype=torch.int32, device=heads.device)
+    _open_places[(1,)](heads, numbers, opened, requests, num_warps=1)
+    _put_queries[(layers * count, requests)](
+        pool, places, numbers, opened, queries, count, pool.stride(0), queries.shape[3], LAYERS=layers, ROW=row, BLOCK=COPIED
+    )
+    return opened
+
+
+def put_keys(target: torch.Tensor, key_table: torch.Tensor, like: torch.Tensor, slots: torch.Tensor) -> None:
+    """Write the keys of some tokens.
+
+    Args:
+        target: [layers, block, kv_heads, dim], a place of the arena.
+        key_table: int64 [layers], addresses of the layers' key buffers.
+        like: a key buffer, [slots, kv_heads, dim]; all have its shape, strides and dtype.
+        slots: int64 [up to block], where the tokens lie.
+    """
+    heads, dim = like.shape[1:]
+    _put_keys[(len(slots), len(key_table))](
+        key_table, like, slots, target, like.stride(0), like.stride(1), target.stride(0), DIM=dim, ROW=heads * dim, BLOCK=COPIED
+    )
+
+
+def signal(heads: torch.Tensor, written: torch.Tensor, numbers: torch.Tensor, opened: torch.Tensor, word: int) -> None:
+    """Let the cache rank know what was written by kernels before; ``word``: how much in all; others as of :func:`put_queries`."""
+    _signal[(1,)](heads, written, numbers, opened, len(numbers), word, num_warps=1)
+
+
+def wait_for_answers(heads: torch.Tensor, numbers: torch.Tensor, counters: torch.Tensor, seconds: float) -> torch.Tensor:
+    """Let the stream wait for the answers to some questions.
+
+    Args:
+        heads: as :func:`put_queries`.
+        numbers: int64 [requests, 2 or more], lane and word first.
+        counters: int64 [4], of :data:`COUNTERS`, which go up.
+        seconds: over all of them.
+
+    Returns:
+        Which were answered: int32 [requests].
+    """
+    hits = torch.empty(len(numbers), dtype=torch.int32, device=heads.device)
+    _await[(1,)](heads, numbers, hits, counters, len(numbers), int(seconds * 1e9), STRIDE=numbers.shape[1], num_warps=1)
+    return hits
+
+
+def commit(
+    chosen: torch.Tensor, hits: torch.Tensor, numbers: torch.Tensor, most: int, key_table: torch.Tensor, like: torch.Tensor,
+    token_table: torch.Tensor, targets: torch.Tensor,
+) -> None:  # fmt: skip
+    """Let copies lead to what was chosen for them, where an answer came; others stay as they are.
+
+    Args:
+        chosen: int32 [lanes, 2, numbers], of the arena; an answer is [layers, kv_heads, keep] at the beginning of its place.
+        hits: as :func:`wait_for_answers` gives them.
+        numbers: int64 [requests, :data:`COMMIT_NUMBERS`].
+        most: tokens that a head of one of the copies keeps at most.
+        key_table, like: as :func:`put_keys`.
+        token_table: int32 [rows, width].
+        targets: int64, slots of the copies, one after the other.
+    """
+    heads, cells = like.shape[1], like.view(torch.int32)
+    _commit[(len(key_table) * heads, triton.cdiv(most, POINTERS), len(numbers))](
+        chosen, hits, numbers, key_table, token_table, targets, token_table.stride(0), chosen.stride(1), cells.stride(0), cells.stride(1),
+        HEADS=heads, PER_SLOT=cells.shape[2], BLOCK=POINTERS,
+    )  # fmt: skip
+
+
+def copy_rows(source: int, target: int, rows: int, length: int, source_row: int, target_row: int) -> None:
+    """Copy rows between two addresses, of this GPU or of one whose memory is mapped; lengths and strides in words of 32 bits."""
+    _copy_rows[(rows, triton.cdiv(length, COPIED))](source, target, length, source_row, target_row, BLOCK=COPIED)
+
+
+def read_words(heads: int, written: int, out: torch.Tensor) -> None:
+    """Read, by their addresses, how much was written, and the words of all lanes: int64 [1 + lanes * LANE_WORDS], ``out``."""
+    _read_words[(1,)](heads, written, out, len(out) - 1, BLOCK=COPIED, num_warps=4)
+
+
+def answer(heads: int, numbers: torch.Tensor) -> None:
+    """Say by the address of the lanes' words of some questions, int64 [requests, 3], that they are done with (:func:`_answer`)."""
+    _answer[(1,)](heads, numbers, len(numbers), num_warps=1)

@@ -1,0 +1,421 @@
+"""Memory of an inference rank's GPU that a cache rank on another GPU maps: questions and keys go one way, chosen tokens the other.
+
+It is allocated apart from PyTorch's, and its CUDA IPC handle is sent to the cache rank. Both sides count words in it
+(layers/kernels/hand_over.py), which name the epoch, so that it outlives the processes of the rank: what one of them wrote too late is
+nobody's answer.
+On a CPU, for tests, it is shared memory, and what kernels do is done in PyTorch.
+"""
+
+import ctypes
+import math
+import mmap
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+
+from sglang_ext.core import OptionError
+from sglang_ext.device import to_device
+from sglang_ext.managers.cache_rank.protocol import BLOCK, Shape
+from sglang_ext.mem_cache.compressed.formats.slot_pointers import as_pointers
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+
+# As layers/kernels/hand_over.py has them, which a CPU does not import.
+LANE_WORDS, DONE, CHOSEN = 8, 2, 4
+COUNTERS = ("taken", "late", "unasked", "waited")
+EPOCH_BITS = 32
+# CUDA hands out memory in such parts: an IPC handle is one of nothing else.
+GRAIN = 2 << 20
+# Bytes of a CUDA IPC handle.
+HANDLE_BYTES = 64
+
+
+class ArenaError(OptionError):
+    """The GPUs cannot share the arena: says which, and the remedy."""
+
+
+def word_of(epoch: int, number: int) -> int:
+    """How a number of a process's epoch is written."""
+    return (epoch << EPOCH_BITS) + number
+
+
+class Part(NamedTuple):
+    """Of an arena: where it begins, and what it is."""
+
+    begin: int
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class ArenaLayout:
+    """Where what lies in an arena, which both sides know by the shape.
+
+    Attributes:
+        heads: int64 [lanes, LANE_WORDS], words of each lane.
+        written: int64 [8], of which the first says how much the inference rank wrote.
+        queries: [lanes, 2, layers, window, query_heads, dim].
+        keys: [places, layers, block, kv_heads, dim].
+        chosen: int32 [lanes, 2, numbers]; an answer is [layers, kv_heads, keep] at the beginning.
+        size: bytes in all.
+    """
+
+    heads: Part
+    written: Part
+    queries: Part
+    keys: Part
+    chosen: Part
+    size: int
+
+    @classmethod
+    def of(cls, shape: Shape) -> "ArenaLayout":
+        """For ranks of this shape."""
+        dtype, by_lane, begin, parts = getattr(torch, shape.dtype), (shape.lanes, 2), 0, []
+        for sizes, kind in (
+            ((shape.lanes, LANE_WORDS), torch.int64),
+            ((8,), torch.int64),
+            ((*by_lane, shape.layers, shape.window, shape.query_heads, shape.dim), dtype),
+            ((shape.places, shape.layers, BLOCK, shape.kv_heads, shape.dim), dtype),
+            ((*by_lane, shape.layers * shape.kv_heads * shape.most), torch.int32),
+        ):
+            parts.append(Part(begin, sizes, kind))
+            begin += -(-math.prod(sizes) * kind.itemsize // 256) * 256
+        return cls(*parts, -(-begin // GRAIN) * GRAIN)
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """All, in their order."""
+        return self.heads, self.written, self.queries, self.keys, self.chosen
+
+    def views(self, memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Of memory, uint8 [size], each part."""
+        found = []
+        for part in self.parts:
+            size = math.prod(part.sizes) * part.dtype.itemsize
+            found.append(memory[part.begin : part.begin + size].view(part.dtype).view(part.sizes))
+        return tuple(found)
+
+
+class DeviceMemory:
+    """Memory of the current GPU, apart from PyTorch's, which no process frees while another maps it.
+
+    Attributes:
+        memory: uint8 [size], zeros.
+        handle: its CUDA IPC handle.
+    """
+
+    def __init__(self, size: int, device: torch.device):
+        from sglang.srt.distributed.device_communicators.cuda_wrapper import CudaRTLibrary
+
+        with torch.cuda.device(device):
+            torch.cuda.current_stream().synchronize()  # there is a context
+            library = CudaRTLibrary()
+            address = library.cudaMalloc(size)
+            library.cudaMemset(address, 0, size)
+            self.handle = bytes(library.cudaIpcGetMemHandle(address))[:HANDLE_BYTES]
+        shown = {"shape": (size,), "typestr": "|u1", "data": (address.value, False), "version": 3}
+        self.memory = torch.as_tensor(type("Allocated", (), {"__cuda_array_interface__": shown})(), device=device)
+        self.descriptor = None
+
+
+class HostMemory:
+    """Shared memory without a name, in the place of a GPU's; ``descriptor``: of it, to be inherited."""
+
+    handle = b""
+
+    def __init__(self, size: int):
+        self.descriptor = os.memfd_create("kv-arena", os.MFD_CLOEXEC)
+        os.ftruncate(self.descriptor, size)
+        self.memory = torch.frombuffer(mmap.mmap(self.descriptor, size), dtype=torch.uint8)
+
+
+class Asked(NamedTuple):
+    """A question: where its queries lie in their pool, oldest first; its lane and word."""
+
+    places: list[int]
+    lane: int
+    word: int
+
+
+class Copy(NamedTuple):
+    """A copy that shall lead to what a question chose: lane, word and row, tokens covered and kept of each head, its slots."""
+
+    lane: int
+    word: int
+    row: int
+    covered: int
+    keep: int
+    slots: torch.Tensor
+
+
+class Arena:
+    """An arena as the inference rank sees it, in whose memory it lies; all that it does follows the current stream.
+
+    Args:
+        shape: of the rank.
+        device: of the inference rank.
+        rank_device: of the cache rank, as PyTorch names it.
+
+    Attributes:
+        handle: CUDA IPC handle; empty on a CPU.
+        number: how much was put in this epoch, or will be once the question is put that has the number.
+        counters: int64 [4], of :data:`COUNTERS`, on the device.
+
+    Raises:
+        ArenaError: the cache rank's GPU cannot read this one's memory.
+    """
+
+    def __init__(self, shape: Shape, device: torch.device, rank_device: str):
+        self.shape, self.rank_device, self.device = shape, rank_device, device
+        self._layout, self._epoch, self.number, self._said = ArenaLayout.of(shape), 0, 0, 0
+        if device.type == "cuda":
+            check_peers(device, torch.device(rank_device))
+        self._held = DeviceMemory(self._layout.size, device) if device.type == "cuda" else HostMemory(self._layout.size)
+        self.handle = self._held.handle
+        self.heads, self.written, self.queries, self.keys, self.chosen = self._layout.views(self._held.memory)
+        self.counters = torch.zeros(len(COUNTERS), dtype=torch.int64, device=device)
+
+    def begin(self, epoch: int) -> int | None:
+        """A process of this epoch is about to start: nothing was asked of it yet. A descriptor that it inherits, its starter's to close."""
+        self._epoch, self.number, self._said = epoch, 0, 0
+        self.heads.fill_(word_of(epoch, 0))
+        self.written.fill_(word_of(epoch, 0))
+        return None if self._held.descriptor is None else os.dup(self._held.descriptor)
+
+    def word(self, number: int) -> int:
+        """As it is written of the process that runs."""
+        return word_of(self._epoch, number)
+
+    def put_keys(self, place: int, buffers: KVBuffers, slots: torch.Tensor) -> int:
+        """Put the keys of tokens in ``slots``, int64 [up to block], to a place; their number."""
+        self.number += 1
+        if buffers.on_gpu:
+            from sglang_ext.layers.kernels.hand_over import put_keys
+
+            put_keys(self.keys[place], buffers.key_table, buffers.keys[0], slots)
+        else:
+            for into, keys in zip(self.keys[place], buffers.keys):
+                torch.index_select(keys, 0, slots, out=into[: len(slots)])
+        return self.number
+
+    def next_number(self) -> int:
+        """Of a question that :meth:`publish` will put."""
+        self.number += 1
+        return self.number
+
+    @property
+    def unsaid(self) -> bool:
+        """Whether something was put, or shall be, that the rank was not told of."""
+        return self.number != self._said
+
+    def publish(self, pool: torch.Tensor, questions: Sequence[Asked]) -> None:
+        """Put queries of questions, as far as their places are free, and say so, and of all that was put before.
+
+        Args:
+            pool: [layers, places, query_heads, dim], of queries.
+            questions: of other lanes each.
+        """
+        groups = [list(group) for _, group in groupby(sorted(questions, key=_count), key=_count)]
+        for group in groups or [[]]:
+            # Not before the last is there.
+            self._said = self.number if not groups or group is groups[-1] else self._said
+            self._publish(pool, group, self.word(self._said))
+
+    def _publish(self, pool: torch.Tensor, questions: Sequence[Asked], written: int) -> None:
+        """Those with as many queries each."""
+        device = self.heads.device
+        if self.heads.is_cuda:
+            from sglang_ext.layers.kernels.hand_over import put_queries, signal
+
+            numbers = to_device([[each.lane, each.word] for each in questions], device)
+            if questions:
+                opened = put_queries(self.heads, self.queries, pool, to_device([each.places for each in questions], device), numbers)
+            else:
+                opened = torch.empty(0, dtype=torch.int32, device=device)
+            signal(self.heads, self.written, numbers, opened, written)
+            return
+        for places, lane, word in questions:
+            if int(self.heads[lane, DONE]) >= word - 2:
+                self.queries[lane, word % 2, :, : len(places)] = pool[:, places]
+                self.heads[lane, word % 2] = word
+        self.written[0] = written
+
+    def take(self, copies: Sequence[Copy], token_table: torch.Tensor, buffers: KVBuffers, seconds: float) -> None:
+        """Let copies lead to what was chosen for them, where that is there in time: ``seconds`` over all of them."""
+        device, first, numbers = self.heads.device, 0, []
+        for copy in copies:
+            numbers.append([*copy[:5], first])
+            first += len(copy.slots)
+        if self.heads.is_cuda:
+            from sglang_ext.layers.kernels.hand_over import commit, wait_for_answers
+
+            there = to_device(numbers, device)
+            hits, most = wait_for_answers(self.heads, there, self.counters, seconds), max(copy.keep for copy in copies)
+            targets = torch.cat([copy.slots for copy in copies])
+            commit(self.chosen, hits, there, most, buffers.key_table, buffers.keys[0], token_table, targets)
+            return
+        begun = time.monotonic_ns()
+        for copy in copies:
+            if self._await(copy, begun + int(seconds * 1e9)):
+                self._commit(copy, token_table, buffers)
+        self.counters[COUNTERS.index("waited")] += time.monotonic_ns() - begun
+
+    def _await(self, copy: Copy, until: int) -> bool:
+        head, parity = self.heads[copy.lane], copy.word % 2
+        asked = int(head[parity]) == copy.word
+        while asked and int(head[DONE]) < copy.word and time.monotonic_ns() < until:
+            time.sleep(1e-4)
+        hit = asked and int(head[CHOSEN + parity]) == copy.word
+        self.counters[COUNTERS.index("taken" if hit else "late" if asked else "unasked")] += 1
+        return hit
+
+    def _commit(self, copy: Copy, token_table: torch.Tensor, buffers: KVBuffers) -> None:
+        layers, heads = len(buffers.keys), buffers.keys[0].shape[1]
+        kept = self.chosen[copy.lane, copy.word % 2, : layers * heads * copy.keep].view(layers, heads, copy.keep).long()
+        place = torch.arange(copy.keep)
+        for keys, of_layer in zip(buffers.keys, token_table[copy.row].long()[kept]):
+            cells = as_pointers(keys)
+            per_slot = cells.shape[2]
+            cells[copy.slots[place // per_slot][:, None], torch.arange(heads), (place % per_slot)[:, None]] = of_layer.t().int()
+
+
+class MappedArena:
+    """An arena as the cache rank sees it: by addresses on a GPU, which memory of another is read and written by.
+
+    Args:
+        shape: of the rank.
+        device: of the cache rank.
+        handle: CUDA IPC handle; of no use on a CPU.
+        descriptor: of shared memory, on a CPU; None on a GPU.
+
+    Raises:
+        ArenaError: the memory cannot be mapped.
+    """
+
+    def __init__(self, shape: Shape, device: torch.device, handle: bytes, descriptor: int | None):
+        self.shape, self._device, self._layout = shape, device, ArenaLayout.of(shape)
+        if descriptor is None:
+            self._base = opened(handle, device)
+        else:
+            memory = torch.frombuffer(mmap.mmap(descriptor, self._layout.size), dtype=torch.uint8)
+            self._heads, self._written, self._queries, self._keys, self._chosen = self._layout.views(memory)
+
+    def _address(self, part: Part, *index: int) -> int:
+        """Of what ``index`` leads to in a part."""
+        at = 0
+        for number, size in zip(index, part.sizes):
+            at = at * size + number
+        return self._base + part.begin + at * math.prod(part.sizes[len(index) :]) * part.dtype.itemsize
+
+    @property
+    def _item(self) -> int:
+        return getattr(torch, self.shape.dtype).itemsize
+
+    def read_words(self) -> tuple[int, list[list[int]]]:
+        """How much was written, and the words of each lane; waits for the device."""
+        if self._device.type == "cpu":
+            return int(self._written[0]), self._heads.tolist()
+        from sglang_ext.layers.kernels.hand_over import read_words
+
+        lanes = self.shape.lanes
+        out = torch.empty(1 + lanes * LANE_WORDS, dtype=torch.int64, device=self._device)
+        read_words(self._address(self._layout.heads), self._address(self._layout.written), out)
+        written, *words = out.tolist()
+        return written, [words[at : at + LANE_WORDS] for at in range(0, len(words), LANE_WORDS)]
+
+    def pull_queries(self, lane: int, word: int, count: int) -> torch.Tensor:
+        """Queries of a question, [layers, count, query_heads, dim]."""
+        shape = self.shape
+        if self._device.type == "cpu":
+            return self._queries[lane, word % 2, :, :count].clone()
+        from sglang_ext.layers.kernels.hand_over import copy_rows
+
+        row = shape.query_heads * shape.dim
+        found = torch.empty(shape.layers, count, shape.query_heads, shape.dim, dtype=getattr(torch, shape.dtype), device=self._device)
+        source = self._address(self._layout.queries, lane, word % 2)
+        copy_rows(source, found.data_ptr(), shape.layers, *(words_of(n * row * self._item) for n in (count, shape.window, count)))
+        return found
+
+    def pull_keys(self, place: int, tokens: int, into: torch.Tensor) -> None:
+        """The first keys of a place, to ``into``, [layers, tokens, kv_heads, dim], each layer of one piece."""
+        if self._device.type == "cpu":
+            into.copy_(self._keys[place, :, :tokens])
+            return
+        from sglang_ext.layers.kernels.hand_over import copy_rows
+
+        row = self.shape.kv_heads * self.shape.dim * self._item
+        lengths = words_of(tokens * row), words_of(BLOCK * row), words_of(into.stride(0) * self._item)
+        copy_rows(self._address(self._layout.keys, place), into.data_ptr(), self.shape.layers, *lengths)
+
+    def push_chosen(self, lane: int, word: int, kept: torch.Tensor) -> None:
+        """Positions, int32 [layers, kv_heads, keep], heads of one layer one after the other."""
+        if self._device.type == "cpu":
+            self._chosen[lane, word % 2, : kept.numel()] = kept.flatten()
+            return
+        from sglang_ext.layers.kernels.hand_over import copy_rows
+
+        kept = kept.contiguous()
+        copy_rows(kept.data_ptr(), self._address(self._layout.chosen, lane, word % 2), 1, kept.numel(), 0, 0)
+
+    def answer(self, questions: Sequence[tuple[int, int, bool]]) -> None:
+        """Say of questions that they are done with: lane, word, and whether there is an answer. What was pushed before can be seen then."""
+        if self._device.type == "cuda":
+            from sglang_ext.layers.kernels.hand_over import answer
+
+            answer(self._address(self._layout.heads), to_device([*map(list, questions)], self._device))
+            return
+        for lane, word, chosen in questions:
+            if chosen:
+                self._heads[lane, CHOSEN + word % 2] = word
+            self._heads[lane, DONE] = word
+
+
+def _count(asked: Asked) -> int:
+    return len(asked.places)
+
+
+def words_of(size: int) -> int:
+    """Words of 32 bits of so many bytes.
+
+    Raises:
+        ArenaError: they are no whole number.
+    """
+    if size % 4:
+        raise ArenaError(f"a row of {size} bytes is no whole number of words of 32 bits, in which it travels: pass --kv-cache-ranks 0")
+    return size // 4
+
+
+def check_peers(device: torch.device, other: torch.device) -> None:
+    """Refuse GPUs of which one cannot read the other's memory.
+
+    Raises:
+        ArenaError: names them.
+    """
+    if device != other and not torch.cuda.can_device_access_peer(other.index, device.index):
+        raise ArenaError(
+            f"GPU {other.index} cannot read the memory of GPU {device.index}, as --kv-cache-ranks needs it: let --base-gpu-id lead to GPUs "
+            "with peer access (see `nvidia-smi topo -p2p r`), or pass --kv-cache-ranks 0"
+        )
+
+
+def opened(handle: bytes, device: torch.device) -> int:
+    """The address of another process's memory on the GPU ``device``, by its CUDA IPC handle.
+
+    Raises:
+        ArenaError: it cannot be mapped.
+    """
+    from sglang.srt.distributed.device_communicators.cuda_wrapper import CudaRTLibrary, cudaIpcMemHandle_t
+
+    size = ctypes.sizeof(cudaIpcMemHandle_t)
+    with torch.cuda.device(device):
+        try:
+            return CudaRTLibrary().cudaIpcOpenMemHandle(cudaIpcMemHandle_t.from_buffer_copy(handle.ljust(size, b"\0"))).value
+        except RuntimeError as error:
+            raise ArenaError(
+                f"memory of the inference rank cannot be mapped on {device}: {error}; both processes need one user and one host, "
+                "and their containers one IPC namespace; or pass --kv-cache-ranks 0"
+            ) from error

@@ -1,0 +1,191 @@
+"""A cache rank on a GPU: takes keys and questions out of the arena of another one (arena.py), and writes there what it chose.
+
+Messages come as soon as the inference rank's host has launched what writes to the arena: what they tell of is taken when the arena says
+that it is there. Questions of several requests are answered together, of each request the newest. On a CPU, for tests, PyTorch chooses.
+"""
+
+import os
+import time
+from collections import deque
+from collections.abc import Sequence
+from itertools import groupby
+
+import torch
+import zmq
+
+from sglang_ext.device import to_device
+from sglang_ext.managers.cache_rank import protocol
+from sglang_ext.managers.cache_rank.keys import KeyStore
+from sglang_ext.managers.cache_rank.on_gpu.arena import ArenaError, MappedArena, word_of
+from sglang_ext.managers.cache_rank.protocol import BLOCK, ProtocolError
+from sglang_ext.managers.cache_rank.rank import PROBED, CacheRank
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressors.spade import attention
+from sglang_ext.mem_cache.selection.on_gpu import GpuChoice
+from sglang_ext.mem_cache.selection.top_tokens import top_tokens
+
+
+class DeviceRank(CacheRank):
+    """Serves one inference rank over one socket and an arena.
+
+    Args:
+        socket: connected to it.
+        descriptor: of the arena on a CPU; None on a GPU, where its handle comes with the first message.
+        epoch: of this process.
+        device: on which is chosen.
+    """
+
+    def __init__(self, socket: zmq.Socket, descriptor: int | None, epoch: int, device: torch.device):
+        super().__init__(socket, descriptor, epoch, device)
+        self._coming: deque[protocol.Append | protocol.Ask] = deque()
+        # Of each lane, how many tokens and where they lie, int32.
+        self._places: dict[int, torch.Tensor] = {}
+        # Of each lane the newest question that was not written, as its place was taken.
+        self._unasked: dict[int, int] = {}
+
+    @property
+    def _busy(self) -> bool:
+        return bool(self._coming) or super()._busy
+
+    def _open(self, told: protocol.Attach) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        try:
+            self._store = KeyStore(told.shape, told.blocks, told.scaling, device=self._device)
+            self._memory = MappedArena(told.shape, self._device, told.arena, self._descriptor)
+        except (ArenaError, torch.OutOfMemoryError) as error:
+            self._refuse(str(error))
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+        keys = self._store.held.of_layers()
+        self._buffers = KVBuffers(tuple(range(told.shape.layers)), told.scaling, keys, keys)
+
+    def _probe(self) -> float:
+        """Seconds that choosing takes a layer, once all kernels are there."""
+        shape, tokens = self._memory.shape, min(PROBED, self._store.blocks * BLOCK)
+        self._store.held.between(0, tokens).zero_()
+        keep, positions = max(1, min(shape.most, tokens // 8)), tuple(range(shape.window))
+        ask, places = protocol.Ask(0, 0, shape.layers, 1, tokens, keep, positions), torch.arange(tokens, device=self._device).int()
+        for _ in range(2):
+            begun = time.perf_counter()
+            self._memory.read_words()
+            self._memory.pull_keys(0, 1, self._store.held.between(0, 1))
+            self._memory.push_chosen(0, self._word(ask), self._chosen([ask], [places])[0])
+            self._memory.answer([(0, word_of(self._epoch, 0), False)])
+            self._wait()
+        return (time.perf_counter() - begun) / shape.layers
+
+    def _wait(self) -> None:
+        """Until the device has done what it was given."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+
+    def _word(self, ask: protocol.Ask) -> int:
+        return word_of(self._epoch, ask.sequence)
+
+    def _asked(self, ask: protocol.Ask) -> None:
+        shape = self._memory.shape
+        if ask.count != shape.layers or ask.lane >= shape.lanes or not ask.keep <= min(ask.covered, shape.most):
+            raise ProtocolError(f"{ask} goes beyond {shape}")
+        self._coming.append(ask)
+
+    def _append(self, told: protocol.Append) -> None:
+        if told.place >= self._memory.shape.places:
+            raise ProtocolError(f"place {told.place} was named, of {self._memory.shape.places}")
+        self._coming.append(told)
+
+    def _lease(self, told: protocol.Lease) -> None:
+        super()._lease(told)
+        self._places.pop(told.lane, None)
+
+    def _drop(self, lane: int) -> list[protocol.Ask]:
+        asks = [each for each in self._coming if isinstance(each, protocol.Ask) and each.lane == lane]
+        self._coming = deque(each for each in self._coming if each not in asks)
+        self._places.pop(lane, None)
+        self._unasked.pop(lane, None)
+        return super()._drop(lane) + asks
+
+    def _skip(self, ask: protocol.Ask | None) -> None:
+        if ask is not None:
+            self._memory.answer([(ask.lane, self._word(ask), False)])
+        super()._skip(ask)
+
+    def _answer_next(self) -> None:
+        self._pull()
+        asks = sorted(self._questions.all(), key=_alike)
+        for _, group in groupby(asks, key=_alike):
+            self._answer(list(group))
+        answered = {ask.lane: self._word(ask) for ask in asks}
+        passed = [(lane, word, False) for lane, word in self._unasked.items() if word > answered.get(lane, 0)]
+        if passed:
+            # What came before them in their lanes is done with: places are free again.
+            self._memory.answer(passed)
+        self._unasked.clear()
+
+    def _pull(self) -> None:
+        """Take what is in the arena of what messages told."""
+        if not self._coming:
+            return
+        (written, heads), taken = self._memory.read_words(), []
+        while self._coming and word_of(self._epoch, self._coming[0].number) <= written:
+            message = self._coming.popleft()
+            if isinstance(message, protocol.Append):
+                start = self._store.start(message)
+                self._memory.pull_keys(message.place, message.tokens, self._store.held.between(start, start + message.tokens))
+                taken.append(message.place)
+            elif heads[message.lane][self._word(message) % 2] == self._word(message):
+                self._skip(self._questions.add(message))
+            else:
+                self._unasked[message.lane] = self._word(message)
+                self._say(self._about(message, False, 0.0))
+        if taken:
+            self._wait()
+            self._say(protocol.Taken(self._epoch, tuple(taken)))
+
+    def _answer(self, asks: Sequence[protocol.Ask]) -> None:
+        """Choose for questions with as many queries, for a token as far ahead."""
+        begun = time.perf_counter()
+        for ask, kept in zip(asks, self._chosen(asks, [self._held(ask) for ask in asks])):
+            self._memory.push_chosen(ask.lane, self._word(ask), kept)
+        self._memory.answer([(ask.lane, self._word(ask), True) for ask in asks])
+        self._wait()
+        seconds = time.perf_counter() - begun
+        for ask in asks:
+            self._say(self._about(ask, True, seconds))
+
+    def _held(self, ask: protocol.Ask) -> torch.Tensor:
+        """Where the tokens of a question lie: int32 [covered]."""
+        known = self._places.get(ask.lane)
+        if known is None or len(known) < ask.covered:
+            known = self._store.slots(ask.lane, ask.covered).int().to(self._device)
+            self._places[ask.lane] = known
+        return known[: ask.covered]
+
+    def _chosen(self, asks: Sequence[protocol.Ask], places: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Of each question positions, int32 [layers, kv_heads, keep], ascending."""
+        pulled = [self._memory.pull_queries(ask.lane, self._word(ask), len(ask.positions)) for ask in asks]
+        queries = torch.stack(pulled).transpose(2, 3)
+        positions = to_device([list(ask.positions) for ask in asks], self._device)
+        if self._device.type == "cpu":
+            return [self._chosen_here(*each) for each in zip(asks, places, queries[:, None], positions[:, None])]
+        from sglang_ext.layers.kernels.choose_tokens import Contexts
+
+        lengths = tuple(ask.covered for ask in asks)
+        table = torch.nn.utils.rnn.pad_sequence(list(places), batch_first=True)
+        numbers = to_device([[i, ask.covered, ask.keep, 0] for i, ask in enumerate(asks)], self._device)
+        contexts = Contexts(table, numbers, lengths, (self._method.sinks, self._method.recent))
+        choice = GpuChoice(self._method.predictor, self._buffers, queries.shape[2], self._rotary)
+        most = max(ask.keep for ask in asks)
+        found = choice.choose(contexts, lambda requests, layers: queries[requests, layers], positions, asks[0].ahead, most)
+        return [found[:, i, :, : ask.keep] for i, ask in enumerate(asks)]
+
+    def _chosen_here(self, ask: protocol.Ask, places: torch.Tensor, queries: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        predicted, slots = self._method.predictor.predict(queries, positions, self._rotary, ask.ahead), places.long()
+        layers = zip(predicted.unbind(1), self._buffers.keys, self._buffers.scaling)
+        scores = torch.stack([attention(query, keys[slots], scaling) for query, keys, scaling in layers])
+        return top_tokens(scores[None], ask.keep, self._method.sinks, self._method.recent)[0].int()
+
+
+def _alike(ask: protocol.Ask) -> tuple[int, int]:
+    """Those with equal ones are answered together."""
+    return len(ask.positions), ask.ahead

@@ -1,0 +1,240 @@
+"""A cache rank with an arena in another process, on a CPU in the place of GPUs: what steps are led to, and what becomes of them without it."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from device_rank_helpers import RankWorld
+
+from sglang_ext.managers.cache_rank.on_gpu.arena import CHOSEN, DONE, Arena, ArenaLayout, Asked, words_of
+from sglang_ext.managers.cache_rank.on_gpu.device_start import fitting
+from sglang_ext.mem_cache.selection.predictors import Current, Regressed
+
+
+@pytest.fixture(scope="module")
+def shared():
+    """A world whose rank several tests ask, one after another."""
+    world = RankWorld(places=16).ready()
+    yield world
+    world.steps.end()
+
+
+@pytest.fixture
+def world(shared):
+    """The same without requests."""
+    forget_all(shared)
+    shared.steps.missed.clear()
+    return shared
+
+
+def forget_all(world):
+    """End all requests."""
+    for row in list(world.copies):
+        world.steps.settle(row)
+        world.steps.forget(row)
+        world.queries.forget(row)
+    world.copies.clear()
+    world.ends.clear()
+    world._free = 800
+
+
+def end(world):
+    """End its ranks."""
+    world.steps.end()
+
+
+def test_each_step_reads_what_the_queries_of_the_one_before_the_last_choose(world):
+    world.begin(1, 300, 64), world.begin(2, 150, 48)
+    first = world.led(1)
+    world.step()
+    assert torch.equal(world.led(1), first), "nothing was asked before"
+    for _ in range(6):
+        world.step()
+        for row, length in ((1, 300), (2, 150)):
+            assert torch.equal(world.led(row), world.chosen(row, world.ends[row] - 1, length))
+    world.steps.tend()
+    assert world.views.made["spade"] >= 12 and not +world.steps.missed
+    assert world.steps.held_tokens == 5 * 64 + 3 * 64
+
+
+def test_a_copy_that_stands_for_more_tokens_has_their_keys_sent_and_drops_what_was_asked(world):
+    world.begin(1, 200, 48)
+    world.step(), world.step()
+    sent, before = world.steps._leases[world.links[0]].sent, world.led(1)
+    world.steps.settle(1)
+    view = world.copies[1]
+    world.table[1, 200:280] = torch.arange(700, 780)
+    view.covered, world.ends[1] = 280, 280
+    world.step()
+    assert torch.equal(world.led(1), before), "the answer is of another context"
+    assert world.steps._leases[world.links[0]].sent == sent + 80
+    world.step()
+    assert torch.equal(world.led(1), world.chosen(1, 281, 280))
+
+
+def test_before_verification_nothing_is_asked_that_no_step_takes(world):
+    world.begin(1, 200, 48)
+    world.step(following=2)
+    first = world.steps._requests[1].lease.sequence
+    for following in (1, 0):
+        world.step(following=following)
+    assert world.steps._requests[1].lease.sequence == first + 1 and world.steps._launched is None
+    assert torch.equal(world.led(1), world.chosen(1, 202, 200)), "the last of the round took what the one before asked"
+
+
+def test_requests_that_end_leave_lanes_and_blocks_and_more_than_fit_are_told(world):
+    for row in range(1, 6):
+        world.begin(row, 150, 40)
+    world.step()
+    assert +world.steps.missed == {"no-lane": 1} and world.steps.held_tokens == 4 * 192
+    world.begin(6, 500, 40)
+    for row in (1, 2):
+        world.steps.settle(row), world.steps.forget(row), world.copies.pop(row), world.ends.pop(row), world.queries.forget(row)
+    world.step()
+    assert world.steps.held_tokens == 3 * 192 + 512 and 5 in world.steps._requests
+    world.steps.settle(5), world.steps.forget(5), world.copies.pop(5)
+    world.begin(7, 490, 40), world.begin(8 - 8, 490, 40)
+    world.step([7]), world.step([0])
+    assert world.steps.missed["no-lane"] == 2
+    forget_all(world)
+    world.until(lambda: world.steps.held_tokens == 0)
+
+
+def test_what_an_older_process_answers_or_what_leads_elsewhere_is_not_taken(world):
+    world.begin(1, 200, 48)
+    world.step()
+    (arena,), request = world.arenas, world.steps._requests[1]
+    lane, number = request.lease.lane, request.lease.sequence + 1
+    old = arena.word(number) - (1 << 32)
+    arena.heads[lane, CHOSEN + number % 2] = old
+    world.step()
+    assert torch.equal(world.led(1), world.chosen(1, 201, 200))
+
+
+def test_a_question_whose_place_is_taken_is_not_put_and_costs_no_wait():
+    arena = Arena(RankWorldShape(), torch.device("cpu"), "cpu")
+    arena.begin(1)
+    queries = torch.randn(5, 8, 6, 8)
+    for number, opened in ((1, True), (2, True), (3, False)):
+        arena.publish(queries, [Asked([number], 0, arena.word(number))])
+        assert (int(arena.heads[0, number % 2]) == arena.word(number)) is opened
+    assert torch.equal(arena.queries[0, 1, :, 0], queries[:, 1])
+    arena.heads[0, DONE] = arena.word(1)
+    arena.publish(queries, [Asked([3], 0, arena.word(3))])
+    assert torch.equal(arena.queries[0, 1, :, 0], queries[:, 3])
+
+
+def RankWorldShape():
+    """Of a rank without a process."""
+    from rank_helpers import attach
+
+    return attach().shape
+
+
+@pytest.mark.parametrize(("predictor", "every"), [(Regressed(), 1), (Current(), 3)], ids=["regressed", "every third"])
+def test_other_methods(predictor, every):
+    world = RankWorld(predictor=predictor, every=every, places=16).ready()
+    world.begin(1, 200, 48)
+    for number in range(1, 7 * every + 1):
+        world.step()
+        if number >= 2 * every:
+            turn = number // every * every - every
+            assert world.overlap(1, 200 + turn, 200) == 1.0, number
+    world.steps.tend()
+    assert not +world.steps.missed
+    end(world)
+
+
+def test_keys_go_in_as_many_steps_as_there_are_places_for_them():
+    world = RankWorld(places=2).ready()
+    world.begin(1, 300, 64)
+    world.step()
+    assert +world.steps.missed == {"hand-over": 1}
+    for _ in range(20):
+        world.step()
+        time.sleep(0.05)
+    world.steps.tend()
+    assert 1 <= world.steps.missed["hand-over"] < 6 and world.views.made["spade"] > 5
+    assert torch.equal(world.led(1), world.chosen(1, world.ends[1] - 1, 300))
+    end(world)
+
+
+def test_a_rank_that_is_killed_costs_choices_and_another_takes_its_place():
+    world = RankWorld(patience=0.3, places=16).ready()
+    world.begin(1, 200, 48)
+    world.step(), world.step()
+    os.kill(world.links[0].pid, signal.SIGKILL)
+    time.sleep(0.2)
+    world.step()
+    begun, kept = time.monotonic(), world.led(1)
+    for _ in range(5):
+        world.step()
+    assert time.monotonic() - begun < 2 and torch.equal(world.led(1), kept)
+    world.steps.tend()
+    world.step()
+    assert world.steps.missed["ended"] >= 1 and world.steps.missed.total() >= 4 and world.steps.ready == 0
+    world.until(lambda: world.steps.ready == 1)
+    assert world.steps.starts == 2 and world.links[0].epoch == 2
+    world.steps._patience = 20.0
+    world.step(), world.step()
+    assert torch.equal(world.led(1), world.chosen(1, world.ends[1] - 1, 200))
+    end(world)
+
+
+def test_a_rank_that_is_stopped_is_waited_for_twice_and_ended_after_its_silence():
+    world = RankWorld(patience=0.3, silence=2.0, places=16).ready()
+    world.begin(1, 200, 48)
+    world.step(), world.step()
+    os.kill(world.links[0].pid, signal.SIGSTOP)
+    kept, begun = world.led(1), time.monotonic()
+    for _ in range(8):
+        world.step()
+    assert 0.3 < time.monotonic() - begun < 1.5, "one wait for each place, and none for what found no place"
+    world.steps.tend()
+    assert world.steps.missed["late"] >= 6 and world.steps.waited > 0.25
+    assert torch.equal(world.led(1), kept) or world.views.made["spade"]
+    world.until(lambda: world.steps.ready == 0, 10)
+    world.step()
+    assert world.steps.missed["silent"] == 1
+    end(world)
+
+
+def test_a_late_rank_catches_up_after_questions_that_found_no_place():
+    world = RankWorld(patience=0.0, places=16).ready()
+    world.begin(1, 200, 48)
+    world.step(), world.step()
+    os.kill(world.links[0].pid, signal.SIGSTOP)
+    for _ in range(6):
+        world.step()
+    os.kill(world.links[0].pid, signal.SIGCONT)
+    time.sleep(1.0)
+    world.steps._patience = 20.0
+    world.step(), world.step()
+    assert torch.equal(world.led(1), world.chosen(1, world.ends[1] - 1, 200))
+    end(world)
+
+
+def test_two_ranks_share_requests():
+    world = RankWorld(count=2, places=16).ready()
+    for row in (1, 2, 3, 4):
+        world.begin(row, 150 + row, 40)
+    for _ in range(3):
+        world.step()
+    assert {id(request.leases) for request in world.steps._requests.values()} == {id(each) for each in world.steps._leases.values()}
+    assert len(world.steps._leases) == 2
+    for row in (1, 2, 3, 4):
+        assert torch.equal(world.led(row), world.chosen(row, world.ends[row] - 1, 150 + row))
+    end(world)
+
+
+def test_an_arena_has_as_many_lanes_as_its_bytes_hold():
+    shape = RankWorldShape()
+    small = ArenaLayout.of(shape).size
+    assert fitting(shape, small) == shape
+    many = fitting(type(shape)(*[getattr(shape, name) if name != "lanes" else 4096 for name in shape.__struct_fields__]), 64 << 20)
+    assert 1 < many.lanes < 4096 and ArenaLayout.of(many).size <= 64 << 20
+    assert fitting(shape, 1).lanes == 1
+    with pytest.raises(ValueError, match="a row of 6 bytes"):
+        words_of(6)
