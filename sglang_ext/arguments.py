@@ -138,10 +138,17 @@ class KVServerArgs(ServerArgs):
     kv_cache_ranks: A[
         int,
         "With --kv-compressor spade: processes that hold the keys of long requests and choose tokens by them while the model computes. "
-        "Each takes requests of its own. In mode lossy they hold values, too, and send what is chosen: full KV is given back. 0: tokens "
-        "are chosen between steps, which wait for it.",
+        "Each takes requests of its own. Beside a GPU each has a GPU of its own, and full KV stays with the model. On a CPU, in mode lossy, "
+        "they hold values, too, and send what is chosen: full KV is given back. 0: tokens are chosen between steps, which wait for it, or "
+        "on a second stream of the GPU.",
         NS("memory"),
     ] = 0
+    kv_cache_rank_gpu: A[
+        int | None,
+        "With --kv-cache-ranks beside a GPU: the GPU of the first cache rank, from 0; the others follow. Default: the one after the "
+        "model's.",
+        NS("memory"),
+    ] = None
     kv_pack_layers: A[
         int | str,
         Arg(

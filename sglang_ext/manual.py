@@ -35,7 +35,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         *("kv_more_compressors", "kv_scores", "kv_predictor", "kv_online_compressor"),
     ),
     "Tokens chosen for each step": (
-        *("kv_select", "kv_select_every", "kv_select_by", "kv_cache_ranks", "kv_pack_layers", "kv_cache_rank_gb", "kv_score_bits"),
+        *("kv_select", "kv_select_every", "kv_select_by", "kv_cache_ranks", "kv_cache_rank_gpu", "kv_pack_layers", "kv_cache_rank_gb"),
+        "kv_score_bits",
     ),
     "Drafts": ("kv_draft_length", "kv_max_burst"),
     "Full KV in host memory": ("kv_host_gb", "kv_full_tier", "kv_offload_draft_length"),

@@ -1,5 +1,6 @@
 """The flags of methods that choose tokens for each step: how many, how often; of ``spade`` also by which query, and in which process."""
 
+import logging
 import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -16,10 +17,10 @@ from sglang_ext.mem_cache.selection.predictors import query_predictor
 if TYPE_CHECKING:
     from sglang_ext.arguments import KVServerArgs
 
-RANK_FLAGS = ("kv_pack_layers", "kv_cache_rank_gb", "kv_score_bits")
+logger = logging.getLogger(__name__)
+
+RANK_FLAGS = ("kv_pack_layers", "kv_cache_rank_gb", "kv_cache_rank_gpu", "kv_score_bits")
 FLAGS = ("kv_select", "kv_select_every")
-# Set to 1 for tests: cache ranks choose on the model's own GPU, so that one is enough.
-ON_ONE_GPU = "SGLANG_EXT_CACHE_RANKS_ON_ONE_GPU"
 # Memory of the model's GPU through which each of its cache ranks gets keys and queries, at most.
 ARENA_BYTES = 256 << 20
 SPADE_FLAGS = ("kv_select_by", "kv_cache_ranks", *RANK_FLAGS)
@@ -56,10 +57,9 @@ def beside_gpu(args: "KVServerArgs") -> bool:
 
 
 def rank_gpus(args: "KVServerArgs") -> list[int]:
-    """The GPUs of cache ranks: those after the model's."""
-    if os.environ.get(ON_ONE_GPU) == "1":
-        return [args.base_gpu_id] * args.kv_cache_ranks
-    return [args.base_gpu_id + 1 + each for each in range(args.kv_cache_ranks)]
+    """The GPUs of cache ranks, one after another: from that which the flag says, or the one after the model's."""
+    first = args.base_gpu_id + 1 if args.kv_cache_rank_gpu is None else args.kv_cache_rank_gpu
+    return [first + each for each in range(args.kv_cache_ranks)]
 
 
 def resolve(args: "KVServerArgs") -> None:
@@ -103,6 +103,12 @@ def _check_ranks(args: "KVServerArgs") -> None:
             f"--kv-cache-rank-gb is {size}; pass GB of memory for keys, above 0, in mode lossy for values, too, for example 8, or leave it "
             "out for what the pool asks for"
         )
+    first = args.kv_cache_rank_gpu
+    if first is not None and (isinstance(first, bool) or not isinstance(first, int) or first < 0):
+        raise OptionError(
+            f"--kv-cache-rank-gpu is {first!r}; pass the number of the GPU of the first cache rank, from 0, for example 1, or leave it out "
+            "for the one after the model's"
+        )
     if args.kv_score_bits not in SCORE_BITS:
         raise OptionError(
             f"--kv-score-bits is {args.kv_score_bits!r}; cache ranks hold keys as they are (16), or in 8 or 4 bits: pass one of "
@@ -132,10 +138,15 @@ def check_resolved(args: "KVServerArgs") -> None:
         )
     if beside_gpu(args):
         _check_gpus(args)
+    elif ranks(args) and args.kv_cache_rank_gpu is not None:
+        raise OptionError(
+            f"--kv-cache-rank-gpu is {args.kv_cache_rank_gpu} with --device {args.device}; cache ranks are on GPUs beside a model on one: "
+            "leave it out"
+        )
     elif args.device != "cpu" and ranks(args):
         raise OptionError(
-            f"--kv-cache-ranks is {args.kv_cache_ranks} with --device {args.device}; processes beside this one choose for steps on a CPU or "
-            "on NVIDIA GPUs: pass --kv-cache-ranks 0, or --device cpu"
+            f"--kv-cache-ranks is {args.kv_cache_ranks} with --device {args.device}; processes beside this one choose for steps on a CPU "
+            "or on NVIDIA GPUs: pass --kv-cache-ranks 0, or --device cpu"
         )
     most, context = selected(args), args.get_model_config().context_len
     if most >= context:
@@ -159,12 +170,18 @@ def _check_gpus(args: "KVServerArgs") -> None:
     for name in ("dp_size", "pp_size"):
         if getattr(args, name) > 1:
             raise OptionError(f"{asked} with {refusal.flag(name)} {getattr(args, name)}; they follow the GPU of one model: pass 1")
-    last, found = max(rank_gpus(args)), torch.cuda.device_count()
-    if last >= found:
+    gpus, found = rank_gpus(args), torch.cuda.device_count()
+    if gpus[-1] >= found:
         raise OptionError(
-            f"{asked}, on those after GPU {args.base_gpu_id} (--base-gpu-id), up to GPU {last}; there are {found}: pass fewer ranks, a "
-            "lower --base-gpu-id, or --kv-cache-ranks 0, with which a second stream of the model's GPU chooses"
+            f"{asked}, from GPU {gpus[0]} to GPU {gpus[-1]}, the model being on GPU {args.base_gpu_id}; there are {found} GPUs: pass fewer "
+            "ranks, a lower --kv-cache-rank-gpu, or --kv-cache-ranks 0, with which a second stream of the model's GPU chooses"
         )
+    if args.base_gpu_id in gpus:
+        logger.warning(
+            "sglang-ext: a cache rank shares GPU %d with the model, which then wait for each other: pass --kv-cache-rank-gpu %d, or "
+            "--kv-cache-ranks 0, with which a second stream chooses",
+            args.base_gpu_id, args.base_gpu_id + 1,
+        )  # fmt: skip
 
 
 def _check_against_model(args: "KVServerArgs") -> None:

@@ -6,4 +6,7 @@ PLAIN = (
     *("scatter_cells", "pack_blocks", "lynx", "anchored", "integer_switches", "whole_blocks"),
 )
 # These import SGLang, which takes longer than most of them.
-OF_SGLANG = ("verify_attention_is_decode", "verify_backend", "packed_backend", "uneven_backend", "pointers", "choosing", "prefill")
+OF_SGLANG = (
+    *("verify_attention_is_decode", "verify_backend", "packed_backend", "uneven_backend", "pointers", "choosing", "hand_over"),
+    "prefill",
+)

@@ -11,7 +11,7 @@ from prefill_checks import FIRST_HEAD, LAYER, Batch
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from sglang_ext.layers.kernels import pointer_decode, scatter_cells, uneven_decode, window_scores, write_pointers
+from sglang_ext.layers.kernels import hand_over, pointer_decode, scatter_cells, uneven_decode, window_scores, write_pointers
 from sglang_ext.layers.kernels.choose_tokens import Contexts, choose_tokens
 from sglang_ext.layers.kernels.hack import integer_prefill
 from sglang_ext.layers.kernels.lynx import anchored, kernels as codec
@@ -169,6 +169,28 @@ def check_choice(compiled):
                 assert stack_bytes(made) <= 96 * (length == 32768) and made.metadata.shared <= (57 << 10), about
 
 
+def check_words(compiled):
+    """Words that two GPUs share are read and written in an order that both see, and waiting ends by the device's clock."""
+    heads, keys = torch.zeros(4, hand_over.LANE_WORDS, dtype=torch.int64), torch.zeros(80, 2, 128, dtype=torch.bfloat16)
+    addresses, numbers, slots = torch.zeros(3, dtype=torch.int64), torch.zeros(2, 2, dtype=torch.int64), torch.zeros(5, dtype=torch.int64)
+    pool, places = torch.zeros(3, 9, 8, 128, dtype=torch.bfloat16), torch.zeros(2, 1, dtype=torch.int64)
+    begin, word = len(compiled), 1 << 33
+    opened = hand_over.put_queries(heads, torch.zeros(4, 2, 3, 2, 8, 128, dtype=torch.bfloat16), pool, places, numbers)
+    hand_over.put_keys(torch.zeros(3, 64, 2, 128, dtype=torch.bfloat16), addresses, keys, slots)
+    hand_over.signal(heads, slots, numbers, opened, word)
+    hits = hand_over.wait_for_answers(heads, numbers, slots, 0.02)
+    commits = torch.zeros(2, hand_over.COMMIT_NUMBERS, dtype=torch.int64)
+    table = torch.zeros(2, 80, dtype=torch.int32)
+    hand_over.commit(torch.zeros(4, 2, 600, dtype=torch.int32), hits, commits, 100, addresses, keys, table, slots)
+    hand_over.copy_rows(word, word, 3, 500, 1000, 2000)
+    hand_over.read_words(word, word, torch.zeros(33, dtype=torch.int64))
+    hand_over.answer(word, torch.zeros(2, 3, dtype=torch.int64))
+    ptx = {kernel: made.asm["ptx"] for kernel, made in compiled[begin:]}
+    assert all("st.release.sys.global.b64" in ptx[kernel] for kernel in ("_signal", "_answer"))
+    assert all("ld.acquire.sys.global.b64" in ptx[kernel] for kernel in ("_open_places", "_await", "_read_words"))
+    assert "%globaltimer" in ptx["_await"] and "st.release" not in ptx["_await"]
+
+
 def main():
     compiled = []
     compile_only(compiled)
@@ -193,6 +215,7 @@ def main():
     kept = torch.zeros(len(pool.buffers.keys), 1, 70, dtype=torch.int64)
     write_pointers.write_pointers(pool.buffers.key_table, layer[0], kept, rows, rows)
     window_scores.window_scores(torch.zeros(1, 32, 4, 128), pool.buffers.key_table, layer[0], rows, torch.arange(32), 0.1)
+    check_words(compiled)
     print(" ".join(name for name, _ in compiled))
 
 

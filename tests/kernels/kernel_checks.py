@@ -14,6 +14,7 @@ from anchored_checks import check_anchored  # noqa: E402
 from check_names import OF_SGLANG, PLAIN  # noqa: E402
 from choose_checks import check_choosing  # noqa: E402
 from gluon_checks import check_integer_gluon, check_packed_gluon  # noqa: E402
+from hand_over_checks import check_hand_over  # noqa: E402
 from integer_checks import check_integer_switches  # noqa: E402
 from lynx_checks import check_lynx  # noqa: E402
 from pack_checks import check_pack_blocks  # noqa: E402
@@ -383,6 +384,7 @@ CHECKS = {
     "anchored": lambda: check_anchored(DEVICE),
     "pointers": lambda: check_pointers(DEVICE),
     "choosing": lambda: check_choosing(DEVICE),
+    "hand_over": lambda: check_hand_over(DEVICE),
     "scatter_cells": lambda: check_scatter_cells(DEVICE),
     "uneven_backend": lambda: check_uneven_backend(DEVICE),
     "uneven_decode": check_uneven_decode,

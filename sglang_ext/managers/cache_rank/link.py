@@ -162,7 +162,7 @@ class RankLink:
     def _fail(self, why: str, told: str) -> None:
         self.packs, self.answers, self._why = (), [], why
         if self._process is not None:
-            logger.warning("sglang-ext: cache rank (process %s): %s; its requests are read whole for now", self.pid, told)
+            logger.warning("sglang-ext: cache rank (process %s): %s; its requests go without it for now", self.pid, told)
             self._process.end()
             self._process = None
         self._due = time.monotonic() + RESTART_SECONDS * 2**self._failures

@@ -39,11 +39,44 @@ def test_more_tokens_than_a_context_and_ranks_beside_a_gpu_are_refused():
     args = spade(kv_select=4095, device="cuda")
     args.get_model_config = lambda: SimpleNamespace(context_len=4096)
     selection_options.check_resolved(args)
-    args.kv_cache_ranks = 1
-    with pytest.raises(OptionError, match="--kv-cache-ranks is 1 with --device cuda; .* second stream does: pass --kv-cache-ranks 0"):
+    args.kv_cache_ranks, args.device = 1, "xpu"
+    with pytest.raises(OptionError, match="--kv-cache-ranks is 1 with --device xpu; .* on NVIDIA GPUs: pass --kv-cache-ranks 0"):
         selection_options.check_resolved(args)
+    args.device = "cuda"
     args.kv_compressor = "verify-guided"
     selection_options.check_resolved(args)
+
+
+def test_ranks_beside_a_gpu_are_on_those_after_it_and_refused_where_these_are_missing(monkeypatch, caplog):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    args = spade(kv_cache_ranks=2, device="cuda", base_gpu_id=1)
+    sizes = {"context_len": 4096, "num_hidden_layers": 5, "head_dim": 64, "dtype": torch.float32}
+    args.get_model_config = lambda: SimpleNamespace(get_num_kv_heads=lambda ranks: 3, **sizes)
+    selection_options.check_resolved(args)
+    assert selection_options.rank_gpus(args) == [2, 3] and not caplog.text
+    # Full KV stays with the model, whose copies are made anew when many tokens follow them.
+    args.kv_mode = "lossy"
+    assert not selection_options.sends_rows(args)
+    args.kv_mode = "verified"
+    assert not selection_options.spade(args).each_round
+    for given, told in (
+        ({"base_gpu_id": 2}, "from GPU 3 to GPU 4, the model being on GPU 2; there are 4 GPUs: pass fewer ranks, a lower --kv-cache-rank"),
+        ({"kv_pack_layers": 2}, "--kv-cache-ranks is 2 on GPUs with --kv-pack-layers 2; all layers of a step .*: pass auto"),
+        ({"kv_score_bits": 8}, "with --kv-score-bits 8; there keys are held as they are: pass 16"),
+        ({"kv_bench_timeline": "times"}, "with --kv-bench-timeline times; .*: leave it out"),
+        ({"dp_size": 2}, "with --dp-size 2; they follow the GPU of one model: pass 1"),
+        ({"device": "cpu", "kv_cache_rank_gpu": 1}, "--kv-cache-rank-gpu is 1 with --device cpu; .* beside a model on one: leave it out"),
+    ):
+        before = {name: getattr(args, name) for name in given}
+        for name, value in given.items():
+            setattr(args, name, value)
+        with pytest.raises(OptionError, match=told):
+            selection_options.check_resolved(args)
+        for name, value in before.items():
+            setattr(args, name, value)
+    args.kv_cache_rank_gpu = 0
+    selection_options.check_resolved(args)
+    assert selection_options.rank_gpus(args) == [0, 1] and "a cache rank shares GPU 1 with the model" in caplog.text
 
 
 def test_flags_of_selection_are_named_where_nothing_is_selected(caplog):
@@ -60,6 +93,7 @@ def test_flags_of_cache_ranks_are_refused_with_what_is_allowed(monkeypatch):
         ({"kv_cache_ranks": 3}, "--kv-cache-ranks is 3; .* there are 2 cores: pass a whole number from 0, for none, to 2"),
         ({"kv_cache_ranks": 1, "kv_pack_layers": "six"}, "--kv-pack-layers is six; pass a whole number of layers from 1, .* or auto"),
         ({"kv_cache_ranks": 1, "kv_cache_rank_gb": -1}, "--kv-cache-rank-gb is -1; pass GB of memory for keys, above 0"),
+        ({"kv_cache_ranks": 1, "kv_cache_rank_gpu": -1}, "--kv-cache-rank-gpu is -1; pass the number of the GPU .*, from 0, for example 1"),
         ({"kv_cache_ranks": 1, "kv_score_bits": 2}, "--kv-score-bits is 2; .* or in 8 or 4 bits: pass one of 16, 8, 4"),
         ({"kv_cache_ranks": 1, "tp_size": 2}, "--kv-cache-ranks is 1 with --tp-size 2; .*: pass --tp-size 1, or --kv-cache-ranks 0"),
     ):

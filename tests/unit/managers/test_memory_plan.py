@@ -8,6 +8,7 @@ import pytest
 import torch
 from sglang.srt.model_executor.cuda_graph_config import Backend
 
+from sglang_ext.config.selection_options import ARENA_BYTES
 from sglang_ext.core import OptionError
 from sglang_ext.managers.memory_plan import GRAIN, HeldMemory, MemoryPlan, MemoryPlanner, ModelSizes
 from sglang_ext.managers.served_methods import ServedMethods
@@ -60,6 +61,7 @@ def test_rings_of_queries_are_a_share_of_the_pool_and_never_more_than_requests()
     assert plan(requests=3, tokens=20_000).rings == 3
     assert plan(**ROLLING).rings == 22, "larger ones"
     lossy = {"methods": ("spade",), "tokens": 20_000, "on_gpu": False, "speculative_num_draft_tokens": 5, "kv_mode": "lossy"}
+    lossy["device"] = "cpu"
     few, many = (plan(kv_cache_ranks=ranks, **lossy).rings for ranks in (0, 1))
     assert many == pytest.approx(4 * few, abs=4) and many > 16, "more run at once where ranks have full KV"
 
@@ -94,8 +96,10 @@ def test_what_depends_on_a_flag_is_there_with_it_only():
 
 def test_choices_of_steps_take_as_much_as_two_at_once_on_a_gpu_alone():
     spade = {"methods": ("spade",), "kv_cache_ranks": 0}
-    assert plan(on_gpu=False, **spade).choices == 0 and plan(**spade | {"kv_cache_ranks": 1}).choices == 0
-    assert plan(**spade).choices == 2 * SCRATCH
+    assert plan(on_gpu=False, **spade).choices == 0
+    assert plan(**spade).choices == 2 * SCRATCH and plan(**spade).arenas == 0
+    beside = plan(**spade | {"kv_cache_ranks": 2})
+    assert beside.choices == SCRATCH and beside.arenas == 2 * ARENA_BYTES, "ranks on other GPUs choose for steps"
     assert plan(methods=("verify-guided",)).choices == 0
 
 

@@ -116,6 +116,7 @@ class DeviceMemory:
             library = CudaRTLibrary()
             address = library.cudaMalloc(size)
             library.cudaMemset(address, 0, size)
+            library.cudaDeviceSynchronize()  # or other streams would not come after it
             self.handle = bytes(library.cudaIpcGetMemHandle(address))[:HANDLE_BYTES]
         shown = {"shape": (size,), "typestr": "|u1", "data": (address.value, False), "version": 3}
         self.memory = torch.as_tensor(type("Allocated", (), {"__cuda_array_interface__": shown})(), device=device)
@@ -178,6 +179,7 @@ class Arena:
         self.handle = self._held.handle
         self.heads, self.written, self.queries, self.keys, self.chosen = self._layout.views(self._held.memory)
         self.counters = torch.zeros(len(COUNTERS), dtype=torch.int64, device=device)
+        self._by_kernels = device.type == "cuda"
 
     def begin(self, epoch: int) -> int | None:
         """A process of this epoch is about to start: nothing was asked of it yet. A descriptor that it inherits, its starter's to close."""
@@ -193,7 +195,7 @@ class Arena:
     def put_keys(self, place: int, buffers: KVBuffers, slots: torch.Tensor) -> int:
         """Put the keys of tokens in ``slots``, int64 [up to block], to a place; their number."""
         self.number += 1
-        if buffers.on_gpu:
+        if self._by_kernels:
             from sglang_ext.layers.kernels.hand_over import put_keys
 
             put_keys(self.keys[place], buffers.key_table, buffers.keys[0], slots)
@@ -228,7 +230,7 @@ class Arena:
     def _publish(self, pool: torch.Tensor, questions: Sequence[Asked], written: int) -> None:
         """Those with as many queries each."""
         device = self.heads.device
-        if self.heads.is_cuda:
+        if self._by_kernels:
             from sglang_ext.layers.kernels.hand_over import put_queries, signal
 
             numbers = to_device([[each.lane, each.word] for each in questions], device)
@@ -250,7 +252,7 @@ class Arena:
         for copy in copies:
             numbers.append([*copy[:5], first])
             first += len(copy.slots)
-        if self.heads.is_cuda:
+        if self._by_kernels:
             from sglang_ext.layers.kernels.hand_over import commit, wait_for_answers
 
             there = to_device(numbers, device)
@@ -298,9 +300,8 @@ class MappedArena:
 
     def __init__(self, shape: Shape, device: torch.device, handle: bytes, descriptor: int | None):
         self.shape, self._device, self._layout = shape, device, ArenaLayout.of(shape)
-        if descriptor is None:
-            self._base = opened(handle, device)
-        else:
+        self._base = opened(handle, device) if descriptor is None else None
+        if descriptor is not None:
             memory = torch.frombuffer(mmap.mmap(descriptor, self._layout.size), dtype=torch.uint8)
             self._heads, self._written, self._queries, self._keys, self._chosen = self._layout.views(memory)
 
@@ -317,7 +318,7 @@ class MappedArena:
 
     def read_words(self) -> tuple[int, list[list[int]]]:
         """How much was written, and the words of each lane; waits for the device."""
-        if self._device.type == "cpu":
+        if self._base is None:
             return int(self._written[0]), self._heads.tolist()
         from sglang_ext.layers.kernels.hand_over import read_words
 
@@ -330,7 +331,7 @@ class MappedArena:
     def pull_queries(self, lane: int, word: int, count: int) -> torch.Tensor:
         """Queries of a question, [layers, count, query_heads, dim]."""
         shape = self.shape
-        if self._device.type == "cpu":
+        if self._base is None:
             return self._queries[lane, word % 2, :, :count].clone()
         from sglang_ext.layers.kernels.hand_over import copy_rows
 
@@ -342,7 +343,7 @@ class MappedArena:
 
     def pull_keys(self, place: int, tokens: int, into: torch.Tensor) -> None:
         """The first keys of a place, to ``into``, [layers, tokens, kv_heads, dim], each layer of one piece."""
-        if self._device.type == "cpu":
+        if self._base is None:
             into.copy_(self._keys[place, :, :tokens])
             return
         from sglang_ext.layers.kernels.hand_over import copy_rows
@@ -353,7 +354,7 @@ class MappedArena:
 
     def push_chosen(self, lane: int, word: int, kept: torch.Tensor) -> None:
         """Positions, int32 [layers, kv_heads, keep], heads of one layer one after the other."""
-        if self._device.type == "cpu":
+        if self._base is None:
             self._chosen[lane, word % 2, : kept.numel()] = kept.flatten()
             return
         from sglang_ext.layers.kernels.hand_over import copy_rows
@@ -363,7 +364,7 @@ class MappedArena:
 
     def answer(self, questions: Sequence[tuple[int, int, bool]]) -> None:
         """Say of questions that they are done with: lane, word, and whether there is an answer. What was pushed before can be seen then."""
-        if self._device.type == "cuda":
+        if self._base is not None:
             from sglang_ext.layers.kernels.hand_over import answer
 
             answer(self._address(self._layout.heads), to_device([*map(list, questions)], self._device))

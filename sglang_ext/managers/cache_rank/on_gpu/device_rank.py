@@ -37,6 +37,7 @@ class DeviceRank(CacheRank):
 
     def __init__(self, socket: zmq.Socket, descriptor: int | None, epoch: int, device: torch.device):
         super().__init__(socket, descriptor, epoch, device)
+        self._by_kernels = descriptor is None
         self._coming: deque[protocol.Append | protocol.Ask] = deque()
         # Of each lane, how many tokens and where they lie, int32.
         self._places: dict[int, torch.Tensor] = {}
@@ -166,7 +167,7 @@ class DeviceRank(CacheRank):
         pulled = [self._memory.pull_queries(ask.lane, self._word(ask), len(ask.positions)) for ask in asks]
         queries = torch.stack(pulled).transpose(2, 3)
         positions = to_device([list(ask.positions) for ask in asks], self._device)
-        if self._device.type == "cpu":
+        if not self._by_kernels:
             return [self._chosen_here(*each) for each in zip(asks, places, queries[:, None], positions[:, None])]
         from sglang_ext.layers.kernels.choose_tokens import Contexts
 
