@@ -11,7 +11,7 @@ from sglang_ext.core import RequestState
 from sglang_ext.device import SideStream
 from sglang_ext.managers.integrity import check_copies
 from sglang_ext.managers.spec_decode.steps import Steps
-from sglang_ext.mem_cache.compressed.chosen_beside import ChosenBeside
+from sglang_ext.mem_cache.compressed.chosen_beside import BesideSteps, ChosenBeside
 from sglang_ext.mem_cache.compressed.due_copies import RENEW_AFTER, ensure_copy, until_due
 from sglang_ext.mem_cache.compressed.query_window import QueryWindows, Recorded
 from sglang_ext.mem_cache.compressors import best
@@ -175,6 +175,52 @@ def test_requests_whose_windows_differ_are_chosen_for_apart():
     views.beside.stepped(views, {1: 151, 2: 100}, None)
     assert led_to(views) == wanted and set(views.beside._under_way) == {1, 2}
     assert windows == [(1, 17), (1, 3)]
+
+
+class InPlace(BesideSteps):
+    """Notes what it is told."""
+
+    in_place = True
+
+    def __init__(self):
+        self.told = []
+
+    def compile_kernels(self):
+        self.told.append("compile_kernels")
+
+    def stepped(self, views, ends, following):
+        self.told.append("stepped")
+
+    def settle(self, row):
+        self.told.append(("settle", row))
+
+    def settle_all(self):
+        self.told.append("settle_all")
+
+    def tend(self):
+        self.told.append("tend")
+
+    def forget(self, row):
+        self.told.append(("forget", row))
+
+
+def test_what_is_written_in_place_needs_no_spare_slots_and_is_not_made_anew_after_each_round():
+    views, _, _ = world(Spade(each_round=False))
+    views.release(1)
+    views.beside, before = InPlace(), views.allocator.available_size()
+    views.queries.put(1, 150, torch.randn(LAYERS, 1, HEADS, DIM))
+    assert copy(views, 150) == 0
+    view = views.get(1)
+    assert len(view.spare) == 0 and views.allocator.available_size() == before - len(view.own) == before - len(views.all_slots())
+    assert copy(views, 200) == 0 and views.get(1) is view and view.covered == 150
+    view.covered -= RENEW_AFTER + 1
+    assert copy(views, 151) == 0 and views.get(1).covered == 150 and len(views.get(1).spare) == 0
+    check_copies(views)
+    views.tend()
+    views.release(1)
+    assert views.beside.told == [("settle", 1), "tend", ("settle", 1), ("forget", 1)]
+    views.forget_all()
+    assert views.beside.told[-1] == "settle_all" and views.allocator.available_size() == before
 
 
 def test_shares_are_all_requests_of_some_layers_or_some_of_one():

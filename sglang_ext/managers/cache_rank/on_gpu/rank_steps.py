@@ -232,6 +232,9 @@ class RankSteps(BesideSteps):
 
     def _take(self, views: CompressedViews, questions: Sequence[tuple[int, AtRank, Question]]) -> None:
         """Let copies lead to what was chosen for them, where it is there in time."""
+        if questions:
+            # What was not put yet would not be waited for.
+            self._settle()
         by_arena: dict[Arena, list[Copy]] = {}
         for row, request, asked in questions:
             arena, view = self._arenas[request.leases.link], views.get(row)

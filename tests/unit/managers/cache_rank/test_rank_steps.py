@@ -10,6 +10,7 @@ from device_rank_helpers import RankWorld
 
 from sglang_ext.managers.cache_rank.on_gpu.arena import CHOSEN, DONE, Arena, ArenaLayout, Asked, words_of
 from sglang_ext.managers.cache_rank.on_gpu.device_start import fitting
+from sglang_ext.managers.metrics import _of_ranks
 from sglang_ext.mem_cache.selection.predictors import Current, Regressed
 
 
@@ -56,6 +57,9 @@ def test_each_step_reads_what_the_queries_of_the_one_before_the_last_choose(worl
             assert torch.equal(world.led(row), world.chosen(row, world.ends[row] - 1, length))
     world.steps.tend()
     assert world.views.made["spade"] >= 12 and not +world.steps.missed
+    told = {name: value for name, value, *_ in _of_ranks(world.steps, None)}
+    assert told["cache_ranks_ready"] == told["cache_rank_starts"] == 1 and told["cache_rank_tokens"] == 8 * 64
+    assert told["choosing_seconds"] > 0 and told["selection_wait_seconds"] > 0 and told["selection_rows"] == 0
     assert world.steps.held_tokens == 5 * 64 + 3 * 64
 
 
