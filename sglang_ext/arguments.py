@@ -138,9 +138,9 @@ class KVServerArgs(ServerArgs):
     kv_cache_ranks: A[
         int,
         "With --kv-compressor spade: processes that hold the keys of long requests and choose tokens by them while the model computes. "
-        "Each takes requests of its own. Beside a GPU each has a GPU of its own, and full KV stays with the model. On a CPU, in mode lossy, "
-        "they hold values, too, and send what is chosen: full KV is given back. 0: tokens are chosen between steps, which wait for it, or "
-        "on a second stream of the GPU.",
+        "Each takes requests of its own. Beside a GPU each has a GPU of its own, and full KV stays with the model. On a CPU, in mode "
+        "lossy, they hold values, too, and send what is chosen: full KV is given back. 0: tokens are chosen between steps, which wait for "
+        "it, or on a second stream of the GPU.",
         NS("memory"),
     ] = 0
     kv_cache_rank_gpu: A[

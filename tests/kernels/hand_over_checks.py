@@ -9,9 +9,10 @@ import triton.language as tl
 from backend_steps import on
 
 from sglang_ext.managers.cache_rank import protocol
-from sglang_ext.managers.cache_rank.on_gpu import arena as arenas
-from sglang_ext.managers.cache_rank.on_gpu.arena import Arena, Asked, Copy, MappedArena
+from sglang_ext.managers.cache_rank.on_gpu import mapped_arena
+from sglang_ext.managers.cache_rank.on_gpu.arena import Arena, Asked, Copy
 from sglang_ext.managers.cache_rank.on_gpu.device_rank import DeviceRank
+from sglang_ext.managers.cache_rank.on_gpu.mapped_arena import MappedArena
 from sglang_ext.managers.cache_rank.protocol import BLOCK, Attach, Shape, Turning
 from sglang_ext.mem_cache.compressed.formats.slot_pointers import Pointers
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
@@ -51,9 +52,9 @@ class Pair:
             if (descriptor := each.begin(3)) is not None:
                 os.close(descriptor)
         # A process does not map what is its own.
-        before, arenas.opened = arenas.opened, lambda handle, device: self.arena._held.memory.data_ptr()
+        before, mapped_arena.opened = mapped_arena.opened, lambda handle, device: self.arena._held.memory.data_ptr()
         self.rank = MappedArena(self.shape, there, b"", None)
-        arenas.opened = before
+        mapped_arena.opened = before
         self.plain_rank = MappedArena(self.shape, torch.device("cpu"), b"", self.plain._held.descriptor)
         noise = torch.Generator().manual_seed(dim)
         keys, values = (tuple(torch.randn(SLOTS, heads, dim, generator=noise).to(dtype) for _ in range(layers)) for _ in "kv")
@@ -171,9 +172,9 @@ def rank_of(pair, plain, predictor):
     told, socket = attach(pair.shape, predictor), Told()
     descriptor = os.dup(pair.plain._held.descriptor) if plain else None
     rank = DeviceRank(socket, descriptor, 3, torch.device("cpu") if plain else pair.device)
-    before, arenas.opened = arenas.opened, lambda handle, device: pair.arena._held.memory.data_ptr()
+    before, mapped_arena.opened = mapped_arena.opened, lambda handle, device: pair.arena._held.memory.data_ptr()
     rank._take(told)
-    arenas.opened = before
+    mapped_arena.opened = before
     return rank, socket
 
 

@@ -86,7 +86,8 @@ class RankWorld:
         recorded = tuple(Recorded(row, i, i + 1, self.ends[row]) for i, row in enumerate(rows))
         with self.queries.recording(recorded):
             for layer in range(LAYERS):
-                self.queries.record(layer, torch.stack([self.query(row, self.ends[row])[layer] for row in rows]).to(self.device))
+                of_layer = torch.stack([self.query(row, self.ends[row])[layer] for row in rows])
+                self.queries.record(layer, of_layer.to(self.device, non_blocking=True))
         for row in rows:
             self.ends[row] += 1
         self.steps.stepped(self.views, {row: self.ends[row] for row in rows}, following)

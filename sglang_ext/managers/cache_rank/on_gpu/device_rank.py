@@ -16,7 +16,8 @@ import zmq
 from sglang_ext.device import to_device
 from sglang_ext.managers.cache_rank import protocol
 from sglang_ext.managers.cache_rank.keys import KeyStore
-from sglang_ext.managers.cache_rank.on_gpu.arena import ArenaError, MappedArena, word_of
+from sglang_ext.managers.cache_rank.on_gpu.arena import ArenaError, word_of
+from sglang_ext.managers.cache_rank.on_gpu.mapped_arena import MappedArena
 from sglang_ext.managers.cache_rank.protocol import BLOCK, ProtocolError
 from sglang_ext.managers.cache_rank.rank import PROBED, CacheRank
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers

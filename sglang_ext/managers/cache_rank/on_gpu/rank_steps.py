@@ -64,7 +64,8 @@ class RankSteps(BesideSteps):
     """The requests of one inference rank, each at one of its cache ranks.
 
     Args:
-        links: to the ranks; the memory of each is an arena.
+        links: to the ranks.
+        arenas: of each, in the same order.
         method: of all copies; its compressor is :class:`~sglang_ext.mem_cache.compressors.spade.Spade`.
         token_table: int32, SGLang's with the draft rows.
         buffers: the layers of SGLang's pool.

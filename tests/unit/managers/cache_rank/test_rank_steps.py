@@ -8,8 +8,9 @@ import pytest
 import torch
 from device_rank_helpers import RankWorld
 
-from sglang_ext.managers.cache_rank.on_gpu.arena import CHOSEN, DONE, Arena, ArenaLayout, Asked, words_of
+from sglang_ext.managers.cache_rank.on_gpu.arena import CHOSEN, DONE, Arena, ArenaLayout, Asked
 from sglang_ext.managers.cache_rank.on_gpu.device_start import fitting
+from sglang_ext.managers.cache_rank.on_gpu.mapped_arena import words_of
 from sglang_ext.managers.metrics import _of_ranks
 from sglang_ext.mem_cache.selection.predictors import Current, Regressed
 

@@ -1,0 +1,134 @@
+"""An inference rank's arena (arena.py) as the cache rank has it: on a GPU by addresses alone, as PyTorch has no tensors of another one's memory
+without a context there.
+"""
+
+import ctypes
+import math
+import mmap
+from collections.abc import Sequence
+
+import torch
+
+from sglang_ext.device import to_device
+from sglang_ext.managers.cache_rank.on_gpu.arena import CHOSEN, DONE, LANE_WORDS, ArenaError, ArenaLayout, Part
+from sglang_ext.managers.cache_rank.protocol import BLOCK, Shape
+
+
+class MappedArena:
+    """An arena as the cache rank sees it: by addresses on a GPU, which memory of another is read and written by.
+
+    Args:
+        shape: of the rank.
+        device: of the cache rank.
+        handle: CUDA IPC handle; of no use on a CPU.
+        descriptor: of shared memory, on a CPU; None on a GPU.
+
+    Raises:
+        ArenaError: the memory cannot be mapped.
+    """
+
+    def __init__(self, shape: Shape, device: torch.device, handle: bytes, descriptor: int | None):
+        self.shape, self._device, self._layout = shape, device, ArenaLayout.of(shape)
+        self._base = opened(handle, device) if descriptor is None else None
+        if descriptor is not None:
+            memory = torch.frombuffer(mmap.mmap(descriptor, self._layout.size), dtype=torch.uint8)
+            self._heads, self._written, self._queries, self._keys, self._chosen = self._layout.views(memory)
+
+    def _address(self, part: Part, *index: int) -> int:
+        """Of what ``index`` leads to in a part."""
+        at = 0
+        for number, size in zip(index, part.sizes):
+            at = at * size + number
+        return self._base + part.begin + at * math.prod(part.sizes[len(index) :]) * part.dtype.itemsize
+
+    @property
+    def _item(self) -> int:
+        return getattr(torch, self.shape.dtype).itemsize
+
+    def read_words(self) -> tuple[int, list[list[int]]]:
+        """How much was written, and the words of each lane; waits for the device."""
+        if self._base is None:
+            return int(self._written[0]), self._heads.tolist()
+        from sglang_ext.layers.kernels.hand_over import read_words
+
+        lanes = self.shape.lanes
+        out = torch.empty(1 + lanes * LANE_WORDS, dtype=torch.int64, device=self._device)
+        read_words(self._address(self._layout.heads), self._address(self._layout.written), out)
+        written, *words = out.tolist()
+        return written, [words[at : at + LANE_WORDS] for at in range(0, len(words), LANE_WORDS)]
+
+    def pull_queries(self, lane: int, word: int, count: int) -> torch.Tensor:
+        """Queries of a question, [layers, count, query_heads, dim]."""
+        shape = self.shape
+        if self._base is None:
+            return self._queries[lane, word % 2, :, :count].clone()
+        from sglang_ext.layers.kernels.hand_over import copy_rows
+
+        row = shape.query_heads * shape.dim
+        found = torch.empty(shape.layers, count, shape.query_heads, shape.dim, dtype=getattr(torch, shape.dtype), device=self._device)
+        source = self._address(self._layout.queries, lane, word % 2)
+        copy_rows(source, found.data_ptr(), shape.layers, *(words_of(n * row * self._item) for n in (count, shape.window, count)))
+        return found
+
+    def pull_keys(self, place: int, tokens: int, into: torch.Tensor) -> None:
+        """The first keys of a place, to ``into``, [layers, tokens, kv_heads, dim], each layer of one piece."""
+        if self._base is None:
+            into.copy_(self._keys[place, :, :tokens])
+            return
+        from sglang_ext.layers.kernels.hand_over import copy_rows
+
+        row = self.shape.kv_heads * self.shape.dim * self._item
+        lengths = words_of(tokens * row), words_of(BLOCK * row), words_of(into.stride(0) * self._item)
+        copy_rows(self._address(self._layout.keys, place), into.data_ptr(), self.shape.layers, *lengths)
+
+    def push_chosen(self, lane: int, word: int, kept: torch.Tensor) -> None:
+        """Positions, int32 [layers, kv_heads, keep], heads of one layer one after the other."""
+        if self._base is None:
+            self._chosen[lane, word % 2, : kept.numel()] = kept.flatten()
+            return
+        from sglang_ext.layers.kernels.hand_over import copy_rows
+
+        kept = kept.contiguous()
+        copy_rows(kept.data_ptr(), self._address(self._layout.chosen, lane, word % 2), 1, kept.numel(), 0, 0)
+
+    def answer(self, questions: Sequence[tuple[int, int, bool]]) -> None:
+        """Say of questions that they are done with: lane, word, and whether there is an answer. What was pushed before can be seen then."""
+        if self._base is not None:
+            from sglang_ext.layers.kernels.hand_over import answer
+
+            answer(self._address(self._layout.heads), to_device([*map(list, questions)], self._device))
+            return
+        for lane, word, chosen in questions:
+            if chosen:
+                self._heads[lane, CHOSEN + word % 2] = word
+            self._heads[lane, DONE] = word
+
+
+def words_of(size: int) -> int:
+    """Words of 32 bits of so many bytes.
+
+    Raises:
+        ArenaError: they are no whole number.
+    """
+    if size % 4:
+        raise ArenaError(f"a row of {size} bytes is no whole number of words of 32 bits, in which it travels: pass --kv-cache-ranks 0")
+    return size // 4
+
+
+def opened(handle: bytes, device: torch.device) -> int:
+    """The address of another process's memory on the GPU ``device``, by its CUDA IPC handle.
+
+    Raises:
+        ArenaError: it cannot be mapped.
+    """
+    from sglang.srt.distributed.device_communicators.cuda_wrapper import CudaRTLibrary, cudaIpcMemHandle_t
+
+    size = ctypes.sizeof(cudaIpcMemHandle_t)
+    with torch.cuda.device(device):
+        try:
+            return CudaRTLibrary().cudaIpcOpenMemHandle(cudaIpcMemHandle_t.from_buffer_copy(handle.ljust(size, b"\0"))).value
+        except RuntimeError as error:
+            raise ArenaError(
+                f"memory of the inference rank cannot be mapped on {device}: {error}; both processes need one user and one host, "
+                "and their containers one IPC namespace; or pass --kv-cache-ranks 0"
+            ) from error
