@@ -119,6 +119,7 @@ class DeviceMemory:
             self.handle = bytes(library.cudaIpcGetMemHandle(address))[:HANDLE_BYTES]
         shown = {"shape": (size,), "typestr": "|u1", "data": (address.value, False), "version": 3}
         self.memory = torch.as_tensor(type("Allocated", (), {"__cuda_array_interface__": shown})(), device=device)
+        assert self.memory.data_ptr() == address.value, "a view, no copy"
         self.descriptor = None
 
 

@@ -139,7 +139,7 @@ class RankSteps(BesideSteps):
             grown = counts.look()
             self.missed["late"] += grown["late"] + grown["unasked"]
             self.waited += grown["waited"] / 1e9
-            if self._made is not None:
+            if self._made is not None and grown["taken"]:
                 self._made[self._name] += grown["taken"]
 
     def stepped(self, views: CompressedViews, ends: dict[int, int], following: int | None) -> None:

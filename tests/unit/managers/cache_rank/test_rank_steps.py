@@ -7,8 +7,12 @@ import time
 import pytest
 import torch
 from device_rank_helpers import RankWorld
+from rank_helpers import attach
 
-from sglang_ext.managers.cache_rank.on_gpu.arena import CHOSEN, DONE, Arena, ArenaLayout, Asked
+from sglang_ext.managers.cache_rank import protocol
+from sglang_ext.managers.cache_rank.on_gpu import device_rank
+from sglang_ext.managers.cache_rank.on_gpu.arena import CHOSEN, DONE, Arena, ArenaError, ArenaLayout, Asked, check_peers
+from sglang_ext.managers.cache_rank.on_gpu.device_rank import DeviceRank
 from sglang_ext.managers.cache_rank.on_gpu.device_start import fitting
 from sglang_ext.managers.cache_rank.on_gpu.mapped_arena import words_of
 from sglang_ext.managers.metrics import _of_ranks
@@ -118,7 +122,7 @@ def test_what_an_older_process_answers_or_what_leads_elsewhere_is_not_taken(worl
 
 
 def test_a_question_whose_place_is_taken_is_not_put_and_costs_no_wait():
-    arena = Arena(RankWorldShape(), torch.device("cpu"), "cpu")
+    arena = Arena(attach().shape, torch.device("cpu"), "cpu")
     arena.begin(1)
     queries = torch.randn(5, 8, 6, 8)
     for number, opened in ((1, True), (2, True), (3, False)):
@@ -128,13 +132,6 @@ def test_a_question_whose_place_is_taken_is_not_put_and_costs_no_wait():
     arena.heads[0, DONE] = arena.word(1)
     arena.publish(queries, [Asked([3], 0, arena.word(3))])
     assert torch.equal(arena.queries[0, 1, :, 0], queries[:, 3])
-
-
-def RankWorldShape():
-    """Of a rank without a process."""
-    from rank_helpers import attach
-
-    return attach().shape
 
 
 @pytest.mark.parametrize(("predictor", "every"), [(Regressed(), 1), (Current(), 3)], ids=["regressed", "every third"])
@@ -236,8 +233,57 @@ def test_two_ranks_share_requests():
     end(world)
 
 
+class Told:
+    """In the place of a socket: keeps what a rank says."""
+
+    def __init__(self):
+        self.messages = []
+
+    def send(self, frame, flags=0):
+        self.messages.append(protocol.decode_from_rank(frame))
+
+
+def rank_here(arena):
+    """A rank in this process that was told what it serves, and what it says."""
+    socket = Told()
+    rank = DeviceRank(socket, arena.begin(1), 1, torch.device("cpu"))
+    rank._take(attach())
+    return rank, socket
+
+
+def test_a_rank_ends_where_it_is_asked_for_what_cannot_be():
+    shape = attach().shape
+    rank, _ = rank_here(Arena(shape, torch.device("cpu"), "cpu"))
+    for wrong in (
+        protocol.Ask(0, 0, 3, 1, 64, 8, (63,)), protocol.Ask(4, 0, 5, 1, 64, 8, (63,)), protocol.Ask(0, 0, 5, 1, 4, 8, (63,)),
+        protocol.Append(0, 0, 64, 8),
+    ):  # fmt: skip
+        with pytest.raises(protocol.ProtocolError, match="goes beyond|place 8 was named, of 8"):
+            rank._take(wrong)
+
+
+@pytest.mark.parametrize("error", [ArenaError("no peer access"), torch.OutOfMemoryError("out of memory")], ids=lambda e: type(e).__name__)
+def test_a_rank_that_cannot_map_the_arena_or_hold_the_keys_says_why(monkeypatch, error):
+    def refuse(*given, **named):
+        raise error
+
+    monkeypatch.setattr(device_rank, "MappedArena", refuse)
+    socket = Told()
+    with pytest.raises(protocol.ProtocolError):
+        DeviceRank(socket, None, 1, torch.device("cpu"))._take(attach())
+    assert isinstance(socket.messages[-1], protocol.Refused) and socket.messages[-1].reason == str(error)
+
+
+def test_gpus_without_peer_access_are_refused_with_a_remedy(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: (one, other) == (1, 0))
+    check_peers(torch.device("cuda:0"), torch.device("cuda:0"))
+    check_peers(torch.device("cuda:0"), torch.device("cuda:1"))
+    with pytest.raises(ArenaError, match="GPU 2 cannot read the memory of GPU 0, .*, or pass --kv-cache-ranks 0"):
+        check_peers(torch.device("cuda:0"), torch.device("cuda:2"))
+
+
 def test_an_arena_has_as_many_lanes_as_its_bytes_hold():
-    shape = RankWorldShape()
+    shape = attach().shape
     small = ArenaLayout.of(shape).size
     assert fitting(shape, small) == shape
     many = fitting(type(shape)(*[getattr(shape, name) if name != "lanes" else 4096 for name in shape.__struct_fields__]), 64 << 20)
