@@ -161,7 +161,7 @@ class KVServerArgs(ServerArgs):
     kv_cache_rank_gb: A[
         float | None,
         "With --kv-cache-ranks: memory of each cache rank for keys, in mode lossy for values, too, in GB of 10^9 bytes, taken as it is "
-        "used. Requests for which there is no room are read whole. Default: as much as the keys of SGLang's pool take; in mode lossy "
+        "used, on a GPU at once. Requests for which there is no room are read whole. Default: as much as the keys of SGLang's pool take; in mode lossy "
         "what contexts take of which the pool holds the copies, but of the memory that is free at start no more than half.",
         NS("memory"),
     ] = None
