@@ -1,6 +1,7 @@
 """A cache rank with an arena in another process, on a CPU in the place of GPUs: what steps are led to, and what becomes of them without."""
 
 import os
+import random
 import signal
 import time
 
@@ -291,3 +292,31 @@ def test_an_arena_has_as_many_lanes_as_its_bytes_hold():
     assert fitting(shape, 1).lanes == 1
     with pytest.raises(ValueError, match="a row of 6 bytes"):
         words_of(6)
+
+
+def test_requests_come_grow_and_go_at_random_and_each_is_led_by_its_own_questions(world):
+    """For 6 s: what a copy leads to is what it led to before, or what the queries of the last turn choose."""
+    chance, until, taken, begun = random.Random(5), time.monotonic() + 6, 0, {}
+    free, world.steps._patience = [1, 2, 3, 4, 5], 1.0
+    while time.monotonic() < until:
+        if free and chance.random() < 0.4:
+            row = free.pop()
+            begun[row] = length = chance.randrange(60, 450)
+            world._free = 800 + 12 * row
+            world.begin(row, length, chance.randrange(40, 60))
+        for row in [row for row in world.copies if chance.random() < 0.1 or world.ends[row] > 490]:
+            world.steps.settle(row), world.steps.forget(row), world.queries.forget(row)
+            world.copies.pop(row), world.ends.pop(row), free.append(row)
+        rows = [row for row in world.copies if chance.random() < 0.9]
+        before = {row: world.led(row) for row in rows}
+        if rows:
+            world.step(rows)
+        for row in rows:
+            led = world.led(row)
+            if not torch.equal(led, before[row]):
+                taken += 1
+                assert torch.equal(led, world.chosen(row, world.ends[row] - 1, begun[row]))
+    world.steps._patience = 20.0
+    forget_all(world)
+    world.until(lambda: world.steps.held_tokens == 0)
+    assert taken > 5 and world.steps.starts == 1 and not world.steps.missed["wrong"]
