@@ -152,7 +152,8 @@ class RankSteps(BesideSteps):
         if due and (following is None or following >= every):
             for link in self.links:
                 link.wait(0)
-            self._launched = self._side.launch(lambda: self._ask(views, due, every))
+            # What that makes is made on the second stream; tables, buffers and pools stay.
+            self._launched = self._side.launch(lambda: self._ask(views, due, every), ())
         if following == 0:
             self._settle()
 
