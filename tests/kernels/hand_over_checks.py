@@ -103,44 +103,54 @@ class Pair:
 
 
 def check_keys_and_questions(device):
-    """Keys of part of a block and of all of it; queries of one token and of two; what has no place is not put, nor said to be there."""
+    """Of several shapes."""
     for dtype, heads, dim in ((torch.float32, 2, 24), (torch.bfloat16, 1, 64), (torch.float16, 3, 40)):
-        pair = Pair(device, dtype, heads=heads, dim=dim)
-        for place, tokens in ((0, 5), (1, BLOCK)):
-            slots = torch.randperm(CONTEXT)[:tokens]
-            assert pair.arena.put_keys(place, pair.there, slots.to(pair.device)) == pair.plain.put_keys(place, pair.buffers, slots)
-            into = [torch.zeros(3, 2 * BLOCK, heads, dim, dtype=dtype, device=where) for where in (pair.device, "cpu")]
-            for rank, target in zip((pair.rank, pair.plain_rank), into):
-                rank.pull_keys(place, tokens, target[:, 3 : 3 + tokens])
-            assert torch.equal(into[0].cpu(), into[1]), (dtype, place)
-        pair.publish(([4], 0, 1), ([7, 2], 2, 1))
-        pair.alike("questions")
-        pair.publish(([3], 0, 2), ([1], 2, 3))
-        pair.alike("no place")
-        assert pair.rank.read_words() == pair.plain_rank.read_words()
-        assert pair.rank.read_words()[1][2][1] == pair.arena.word(1) and pair.rank.read_words()[0] == pair.arena.word(6)
-        for lane, number, count in ((0, 1, 1), (2, 1, 2), (0, 2, 1)):
-            one, other = (rank.pull_queries(lane, pair.arena.word(number), count) for rank in (pair.rank, pair.plain_rank))
-            assert torch.equal(one.cpu(), other), (dtype, lane)
-        pair.publish()
-        pair.alike("nothing")
+        keys_and_questions(device, dtype, heads, dim)
+
+
+def keys_and_questions(device, dtype, heads, dim, group=3):
+    """Keys of part of a block and of all of it; queries of one token and of two; what has no place is not put, nor said to be there."""
+    pair = Pair(device, dtype, heads=heads, group=group, dim=dim)
+    for place, tokens in ((0, 5), (1, BLOCK)):
+        slots = torch.randperm(CONTEXT)[:tokens]
+        assert pair.arena.put_keys(place, pair.there, slots.to(pair.device)) == pair.plain.put_keys(place, pair.buffers, slots)
+        into = [torch.zeros(3, 2 * BLOCK, heads, dim, dtype=dtype, device=where) for where in (pair.device, "cpu")]
+        for rank, target in zip((pair.rank, pair.plain_rank), into):
+            rank.pull_keys(place, tokens, target[:, 3 : 3 + tokens])
+        assert torch.equal(into[0].cpu(), into[1]), (dtype, place)
+    pair.publish(([4], 0, 1), ([7, 2], 2, 1))
+    pair.alike("questions")
+    pair.publish(([3], 0, 2), ([1], 2, 3))
+    pair.alike("no place")
+    assert pair.rank.read_words() == pair.plain_rank.read_words()
+    assert pair.rank.read_words()[1][2][1] == pair.arena.word(1) and pair.rank.read_words()[0] == pair.arena.word(6)
+    for lane, number, count in ((0, 1, 1), (2, 1, 2), (0, 2, 1)):
+        one, other = (rank.pull_queries(lane, pair.arena.word(number), count) for rank in (pair.rank, pair.plain_rank))
+        assert torch.equal(one.cpu(), other), (dtype, lane)
+    pair.publish()
+    pair.alike("nothing")
 
 
 def check_answers(device):
-    """A copy leads to what was chosen for it; where nothing was, or it was passed over, it stays; of many pointers, and of few."""
+    """Of several shapes, of many pointers and of few."""
     for keep, dtype, dim in ((40, torch.float32, 16), (37, torch.bfloat16, 64), (1, torch.float32, 24)):
-        pair = Pair(device, dtype, dim=dim, most=max(40, keep))
-        pair.publish(([4], 0, 1), ([7], 1, 1), ([2], 2, 1))
-        kept, passed = pair.answer(0, 1, keep, seed=1), pair.answer(1, 1, keep, seed=2, chosen=False)
-        first, second, third = pair.take((0, 1, 2, keep), (1, 1, 0, keep), (2, 1, 1, keep))
-        assert torch.equal(first, pair.table[2].long()[kept[0].long()])
-        assert not torch.equal(second, pair.table[0].long()[passed[0].long()]), "it was passed over"
-        assert pair.plain.counters[:3].tolist() == [1, 2, 0]
-        pair.alike("answers")
-        # Nothing was asked by that number; an older process answers.
-        pair.answer(2, 1, keep, seed=3, word=pair.arena.word(1) - (1 << 32))
-        pair.take((0, 2, 2, keep), (2, 1, 1, keep))
-        assert pair.plain.counters[:3].tolist() == [1, 3, 1]
+        answers(device, keep, dtype, dim)
+
+
+def answers(device, keep, dtype, dim):
+    """A copy leads to what was chosen for it; where nothing was, or it was passed over, it stays."""
+    pair = Pair(device, dtype, dim=dim, most=max(40, keep))
+    pair.publish(([4], 0, 1), ([7], 1, 1), ([2], 2, 1))
+    kept, passed = pair.answer(0, 1, keep, seed=1), pair.answer(1, 1, keep, seed=2, chosen=False)
+    first, second, third = pair.take((0, 1, 2, keep), (1, 1, 0, keep), (2, 1, 1, keep))
+    assert torch.equal(first, pair.table[2].long()[kept[0].long()])
+    assert not torch.equal(second, pair.table[0].long()[passed[0].long()]), "it was passed over"
+    assert pair.plain.counters[:3].tolist() == [1, 2, 0]
+    pair.alike("answers")
+    # Nothing was asked by that number; an older process answers.
+    pair.answer(2, 1, keep, seed=3, word=pair.arena.word(1) - (1 << 32))
+    pair.take((0, 2, 2, keep), (2, 1, 1, keep))
+    assert pair.plain.counters[:3].tolist() == [1, 3, 1]
 
 
 def check_waiting(device):

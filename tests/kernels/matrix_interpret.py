@@ -16,6 +16,7 @@ from collections.abc import Iterable
 os.environ["TRITON_INTERPRET"] = "1"
 
 from smaller_tiles import pass_over  # noqa: E402, I001: before kernels
+import hand_over_checks  # noqa: E402
 import lynx_checks  # noqa: E402
 import torch  # noqa: E402
 import triton.language as tl  # noqa: E402
@@ -59,7 +60,7 @@ TAILS = (1, 32, 33)
 QUICK = (
     (Shape(40, 20, torch.float32), ("window", "uneven", "verify")),
     (Shape(32, 11, torch.bfloat16), ("decode turboquant4", "decode hack2", "pointers", "choice", "verify exact")),
-    (Shape(64, 1, torch.float32), ("pack turboquant2", "copies")),
+    (Shape(64, 1, torch.float32), ("pack turboquant2", "copies", "hand over")),
     (Shape(64, 3, torch.bfloat16), ("prompts hack4",)),
 )
 
@@ -279,6 +280,14 @@ def lynx(shape: Shape):
         yield 0.0
 
 
+def handed_over(shape: Shape):
+    """Keys, queries and choices on their way between two GPUs; assertions of hand_over_checks.py."""
+    hand_over_checks.without_assembly()
+    hand_over_checks.keys_and_questions("cpu", shape.dtype, 2, shape.dim, shape.group)
+    hand_over_checks.answers("cpu", 37, shape.dtype, shape.dim)
+    yield 0.0
+
+
 def prompts(shape: Shape, bits: int):
     """Prompts that attend to their codes, of which one's beginning was computed before; weights between two codes may get either."""
     if shape.dim not in integer_prefill.DIMS:
@@ -303,7 +312,12 @@ def packing(shape: Shape, name: str, bits: int):
         yield 0.0
 
 
-ONCE = {"copies": copies, "lynx": lynx, **{f"pack {n}{b}": lambda s, n=n, b=b: packing(s, n, b) for n, b in KERNEL_KINDS}}
+ONCE = {
+    "copies": copies,
+    "lynx": lynx,
+    "hand over": handed_over,
+    **{f"pack {n}{b}": lambda s, n=n, b=b: packing(s, n, b) for n, b in KERNEL_KINDS},
+}
 RUNS = {
     "window": window,
     "verify": lambda shape: verify(shape, exact=False),

@@ -7,6 +7,7 @@ from functools import lru_cache
 import torch
 from packed_helpers import KERNEL_KINDS, divides, packed_pool
 
+from sglang_ext.layers.kernels import hand_over
 from sglang_ext.layers.kernels.choose_tokens import Contexts, choose_tokens
 from sglang_ext.layers.kernels.gather_kept import gather_kept
 from sglang_ext.layers.kernels.hack import integer_prefill
@@ -178,10 +179,27 @@ def _anchored(shape: Shape, bits: int) -> None:
     read_pages(*shared, *of_room, slots, blocks)
 
 
+def _hand_over(shape: Shape) -> None:
+    """Both ways through an arena, of one layer, request and head."""
+    heads, one = torch.zeros(1, hand_over.LANE_WORDS, dtype=torch.int64), torch.zeros(1, 2, dtype=torch.int64)
+    queries, keys = torch.zeros(1, 4, 1, shape.dim, dtype=shape.dtype), torch.zeros(80, 1, shape.dim, dtype=shape.dtype)
+    table, slots, word = torch.tensor([keys.data_ptr()]), torch.arange(40), 1 << 33
+    opened = hand_over.put_queries(heads, torch.zeros(1, 2, 1, 1, 1, shape.dim, dtype=shape.dtype), queries, one[:, :1], one)
+    hand_over.put_keys(torch.zeros(1, 64, 1, shape.dim, dtype=shape.dtype), table, keys, slots)
+    hand_over.signal(heads, torch.zeros(1, dtype=torch.int64), one, opened, word)
+    hits = hand_over.wait_for_answers(heads, one, torch.zeros(4, dtype=torch.int64), 0.02)
+    commits, tokens = torch.zeros(1, hand_over.COMMIT_NUMBERS, dtype=torch.int64), torch.zeros(1, 80, dtype=torch.int32)
+    hand_over.commit(torch.zeros(1, 2, 40, dtype=torch.int32), hits, commits, 40, table, keys, tokens, slots)
+    hand_over.copy_rows(word, word, 3, 500, 1000, 2000)
+    hand_over.read_words(word, word, torch.zeros(33, dtype=torch.int64))
+    hand_over.answer(word, torch.zeros(1, 3, dtype=torch.int64))
+
+
 # What does not depend on the query heads is launched for one of them.
 ONCE = {
     "copies": _copies,
     "lynx": _lynx,
+    "hand over": _hand_over,
     **{f"pack {name}{bits}": lambda s, n=name, b=bits: _packing(n, b, s) for name, bits in KERNEL_KINDS},
 }
 LAUNCHES: dict[str, Callable[[Shape], None]] = {
