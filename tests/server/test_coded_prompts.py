@@ -63,7 +63,7 @@ def test_a_prompt_too_short_for_a_copy_travels_as_it_is(pair: Pair, lossy: Serve
 
 
 def test_more_prompts_run_than_fit_in_full_and_who_is_retracted_is_answered_to_its_end(pair: Pair, prompts: list[list[int]]) -> None:
-    tokens = 28
+    tokens = 48
     asked = [prompts[2][:300] + prompts[3][i * 100 : i * 100 + 100] for i in range(6)]
     pair.wait()
     with sampled(pair.servers["decode"], "sglang_ext:codes_alone_tokens") as packed, ThreadPoolExecutor(len(asked)) as pool:
