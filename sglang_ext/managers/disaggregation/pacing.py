@@ -12,7 +12,7 @@ FRAME_SECONDS, LEAST_FRAME = 0.002, 1 << 14
 # A thread that wakes up late makes up for so much.
 BURST_SECONDS = 0.05
 # Seconds: who asks again so soon has nothing to run, and pauses so long.
-IDLE, PAUSE = 1e-3, 5e-4
+IDLE, PAUSE = 1e-3, 2e-3
 
 
 @dataclass
