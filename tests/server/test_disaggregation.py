@@ -61,8 +61,9 @@ def test_answers_of_all_kinds_at_once_and_from_a_warm_prefix_are_stocks(pair: Pa
     for kind, answer in (*cold.items(), *warm.items()):
         assert_stocks(kinds[kind][1], answer)
         assert answer["meta_info"]["kv_drafts"] > 0
-    # Prompts are computed on exact KV; once all of that is there, drafts are made on codes.
-    assert {answer["meta_info"]["kv_compressor"] for answer in cold.values()} == {"hack"}
+    # Prompts are computed on exact KV; once all of that is there, drafts are made on codes. A short answer may end before.
+    methods = {answer["meta_info"]["kv_compressor"] for answer in cold.values()}
+    assert "hack" in methods and methods <= {"hack", None}
     # More drafts than a round has: they were made on anchors, while the link was busy.
     assert any(sum(answer["meta_info"]["kv_offer_histogram"][DRAFTS + 1 :]) for answer in cold.values())
     # All but the prompt's newest tokens, whose queries are needed, in whole pages.
