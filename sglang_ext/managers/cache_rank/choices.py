@@ -11,15 +11,15 @@ has no room, the copy stands for what it stood for; where the process is gone, t
 """
 
 import time
-from collections import Counter
 from collections.abc import Sequence
 
 import torch
 
 from sglang_ext.managers.cache_rank import protocol
 from sglang_ext.managers.cache_rank.handed_over import HandedOver, PackChoice
-from sglang_ext.managers.cache_rank.leases import KeyLeases, MemoryFull
+from sglang_ext.managers.cache_rank.leases import MemoryFull
 from sglang_ext.managers.cache_rank.link import Pack, RankDown, RankLink
+from sglang_ext.managers.cache_rank.linked_ranks import LinkedRanks
 from sglang_ext.managers.cache_rank.shared_memory import StaleAnswer
 from sglang_ext.managers.cache_rank.step_watch import StepOf, StepWatch
 from sglang_ext.managers.cache_rank.timeline import PackTimeline
@@ -43,7 +43,7 @@ WAIT_SECONDS = 0.02
 POSITION_BYTES = 4
 
 
-class RankChoices(ChosenElsewhere):
+class RankChoices(LinkedRanks, ChosenElsewhere):
     """The requests of one inference rank, each at one of its cache ranks.
 
     Args:
@@ -59,14 +59,9 @@ class RankChoices(ChosenElsewhere):
     """
 
     def __init__(self, links: Sequence[RankLink], buffers: KVBuffers, timeline: PackTimeline | None = None):
-        self.links = tuple(links)
-        self.buffers = buffers
-        self.missed: Counter[str] = Counter()
-        self.waited = 0.0
+        super().__init__(links, buffers)
         self.sends_rows = self.links[0].settings.attach.shape.rows
-        self.rows = 0
         self._timeline = timeline
-        self._leases: dict[RankLink, KeyLeases] = {}
         self._requests: dict[int, HandedOver] = {}
         self._lanes: dict[tuple[RankLink, int], HandedOver] = {}
         for link in self.links:
@@ -77,16 +72,6 @@ class RankChoices(ChosenElsewhere):
         """Of K and V of one token and head."""
         return 2 * self.buffers.keys[0].shape[-1] * self.buffers.keys[0].element_size()
 
-    @property
-    def ready(self) -> int:
-        """Ranks that can be asked."""
-        return sum(link.ready for link in self.links)
-
-    @property
-    def starts(self) -> int:
-        """Processes that were started."""
-        return sum(link.starts for link in self.links)
-
     def free_blocks(self) -> FreeBlocks:
         """As :meth:`ChosenElsewhere.free_blocks`."""
         return FreeBlocks([self._free_blocks(link) for link in self.links if link.ready], protocol.BLOCK)
@@ -95,20 +80,6 @@ class RankChoices(ChosenElsewhere):
         """As :meth:`ChosenElsewhere.has_request`."""
         request = self._requests.get(row)
         return request is not None and not request.void
-
-    def _free_blocks(self, link: RankLink) -> int:
-        leases = self._leases.get(link)
-        return link.settings.attach.blocks if leases is None or leases.epoch != link.epoch else leases.free_blocks
-
-    @property
-    def held_tokens(self) -> int:
-        """Tokens for which blocks are taken, at all ranks."""
-        return protocol.BLOCK * sum(link.settings.attach.blocks - self._free_blocks(link) for link in self.links if link.ready)
-
-    @property
-    def slowest(self) -> float:
-        """Seconds that the last pack took to choose, at the rank where it took longest."""
-        return max((link.seconds for link in self.links), default=0.0)
 
     def tend(self) -> None:
         """As :meth:`ChosenElsewhere.tend`."""
@@ -149,13 +120,7 @@ class RankChoices(ChosenElsewhere):
             RankDown: none is ready.
             MemoryFull: that one has no lane.
         """
-        ready = [link for link in self.links if link.ready]
-        if not ready:
-            raise RankDown(self.links[0].why)
-        for link in ready:
-            if link not in self._leases or self._leases[link].epoch != link.epoch:
-                self._leases[link] = KeyLeases(link, self.buffers)
-        leases = max((self._leases[link] for link in ready), key=lambda each: each.free_blocks)
+        leases = self._roomiest()
         lease = leases.open()
         request = HandedOver(leases, lease, [PackChoice(pack) for pack in leases.link.packs])
         self._lanes[leases.link, lease.lane] = request
@@ -350,8 +315,3 @@ class RankChoices(ChosenElsewhere):
         """As :meth:`ChosenElsewhere.forget_all`."""
         for row in list(self._requests):
             self.forget(row)
-
-    def end(self) -> None:
-        """End all ranks."""
-        for link in self.links:
-            link.end()

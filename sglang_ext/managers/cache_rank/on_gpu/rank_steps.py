@@ -19,8 +19,8 @@ from sglang_ext.device import SideStream
 from sglang_ext.managers.cache_rank import protocol
 from sglang_ext.managers.cache_rank.leases import KeyLease, KeyLeases, MemoryFull
 from sglang_ext.managers.cache_rank.link import RankDown, RankLink
+from sglang_ext.managers.cache_rank.linked_ranks import LinkedRanks
 from sglang_ext.managers.cache_rank.on_gpu.arena import COUNTERS, Arena, Asked, Copy
-from sglang_ext.managers.cache_rank.protocol import BLOCK
 from sglang_ext.mem_cache.compressed.chosen_beside import BesideSteps
 from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
 from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
@@ -60,7 +60,7 @@ class AtRank:
         return not self.leases.link.ready or self.leases.epoch != self.leases.link.epoch
 
 
-class RankSteps(BesideSteps):
+class RankSteps(LinkedRanks, BesideSteps):
     """The requests of one inference rank, each at one of its cache ranks.
 
     Args:
@@ -84,40 +84,14 @@ class RankSteps(BesideSteps):
         self, links: Sequence[RankLink], arenas: Sequence[Arena], method: CopyMethod, token_table: torch.Tensor, buffers: KVBuffers,
         queries: QueryWindows, patience: float = WAIT_SECONDS,
     ):  # fmt: skip
-        self.links, self._arenas = tuple(links), dict(zip(links, arenas))
-        self._method, self._table, self._buffers, self._queries, self._patience = method, token_table, buffers, queries, patience
-        self.missed: Counter[str] = Counter()
-        self.waited, self.rows = 0.0, 0
+        super().__init__(links, buffers)
+        self._arenas = dict(zip(links, arenas))
+        self._method, self._table, self._queries, self._patience = method, token_table, queries, patience
         self._side, self._launched = SideStream(token_table.device), None
-        self._leases: dict[RankLink, KeyLeases] = {}
         self._requests: dict[int, AtRank] = {}
         self._told = {arena: DeviceCounts(arena.counters) for arena in arenas}
         self._name = ""
         self._made: Counter[str] | None = None
-
-    @property
-    def ready(self) -> int:
-        """Ranks that can be asked."""
-        return sum(link.ready for link in self.links)
-
-    @property
-    def starts(self) -> int:
-        """Processes that were started."""
-        return sum(link.starts for link in self.links)
-
-    @property
-    def slowest(self) -> float:
-        """Seconds that the last choice took, at the rank where it took longest."""
-        return max((link.seconds for link in self.links), default=0.0)
-
-    @property
-    def held_tokens(self) -> int:
-        """Tokens for which blocks are taken, at all ranks."""
-        return BLOCK * sum(link.settings.attach.blocks - self._free_blocks(link) for link in self.links if link.ready)
-
-    def _free_blocks(self, link: RankLink) -> int:
-        leases = self._leases.get(link)
-        return link.settings.attach.blocks if leases is None or leases.epoch != link.epoch else leases.free_blocks
 
     def compile_kernels(self) -> None:
         """As :meth:`BesideSteps.compile_kernels`: by questions that no lane has room for, before any request."""
@@ -125,9 +99,9 @@ class RankSteps(BesideSteps):
         window = self._method.compressor.window
         for arena in self._arenas.values():
             word = arena.word(1 << 31)
-            arena.put_keys(0, self._buffers, slots)
+            arena.put_keys(0, self.buffers, slots)
             arena.publish(self._queries.pool, [Asked([0] * window, 0, word)])
-            arena.take([Copy(0, word, 0, 1, 1, slots)], self._table, self._buffers, 0.0)
+            arena.take([Copy(0, word, 0, 1, 1, slots)], self._table, self.buffers, 0.0)
             arena.counters.zero_()
 
     def tend(self) -> None:
@@ -205,13 +179,7 @@ class RankSteps(BesideSteps):
         return request
 
     def _opened(self) -> AtRank:
-        ready = [link for link in self.links if link.ready]
-        if not ready:
-            raise RankDown(self.links[0].why)
-        for link in ready:
-            if link not in self._leases or self._leases[link].epoch != link.epoch:
-                self._leases[link] = KeyLeases(link, self._buffers)
-        leases = max((self._leases[link] for link in ready), key=lambda each: each.free_blocks)
+        leases = self._roomiest()
         lease = leases.open()
         # Which slots its blocks came from is not known on the host: they are nobody else's.
         lease.alone = True
@@ -243,7 +211,7 @@ class RankSteps(BesideSteps):
             copy = Copy(request.lease.lane, arena.word(asked.sequence), row, asked.covered, asked.keep, view.own[view.sinks :])
             by_arena.setdefault(arena, []).append(copy)
         for arena, copies in by_arena.items():
-            arena.take(copies, self._table, self._buffers, self._patience / len(by_arena))
+            arena.take(copies, self._table, self.buffers, self._patience / len(by_arena))
 
     def _settle(self) -> None:
         self._side.wait(self._launched)
@@ -278,11 +246,6 @@ class RankSteps(BesideSteps):
         self.settle_all()
         for row in list(self._requests):
             self.forget(row)
-
-    def end(self) -> None:
-        """End all ranks."""
-        for link in self.links:
-            link.end()
 
 
 class DeviceCounts:
