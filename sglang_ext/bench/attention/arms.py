@@ -111,7 +111,7 @@ def _rows(copies: Copies) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tor
 def _splits(copies: Copies) -> tuple[int, int]:
     shape, batch = copies.full.shape, len(copies.table)
     room = warps_at_once(copies.packing, copies.keys, copies.values, shape.heads // shape.kv_heads)
-    return _triton_splits(copies) if room is None else waves.cut(batch * shape.kv_heads, room)
+    return _triton_splits(copies) if room is None else waves.cut(batch * shape.kv_heads, room, copies.packing.keys.bits)
 
 
 def _triton_splits(copies: Copies) -> tuple[int, int]:

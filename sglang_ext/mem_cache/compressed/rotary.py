@@ -119,9 +119,10 @@ def _frequencies(table: torch.Tensor) -> torch.Tensor:
 
 def _explains(rotary: Rotary, table: torch.Tensor) -> bool:
     """Whether rows of a table, far apart, follow from the frequencies up to one factor."""
-    rows = torch.tensor([1, len(table) // 3, len(table) // 2, len(table) - 1], device=table.device)
-    angles = rows[:, None].double() * rotary.frequencies.double()
-    found = table[rows].double()
+    # On the host: SGLang's deterministic mode has operators of its own on a GPU, which take no float64.
+    rows = torch.tensor([1, len(table) // 3, len(table) // 2, len(table) - 1])
+    angles = rows[:, None].double() * rotary.frequencies.cpu().double()
+    found = table[rows.to(table.device)].cpu().double()
     scale = found[0].square().mean().mul(2).sqrt()
     return bool((torch.cat([angles.cos(), angles.sin()], dim=-1) * scale - found).abs().max() <= TABLE_ERROR * scale)
 

@@ -1,5 +1,6 @@
 """Rows are cut so that programs of a warp fill a GPU once, or several times without a remainder."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,14 +10,19 @@ from sglang_ext.layers.kernels.gluon.waves import MOST_PARTS, cut
 ROOM = 132 * 8
 
 
-def test_a_batch_of_eight_fills_the_gpu_once_and_one_request_has_the_most_parts():
-    assert cut(64, ROOM) == (15, 1)
-    assert sum(cut(8, ROOM)) == MOST_PARTS - 1
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_a_batch_of_eight_fills_the_gpu_once_and_one_request_has_the_most_parts(bits):
+    assert cut(64, ROOM, bits) == (15, 1)
+    assert sum(cut(8, ROOM, bits)) == MOST_PARTS - 1
 
 
-@given(st.integers(1, 5000), st.integers(1, 2000))
-def test_no_other_number_of_parts_leaves_fewer_rounds_of_shorter_parts(rows, room):
-    packed, exact = cut(rows, room)
+def test_sixteen_requests_have_a_second_turn_of_programs_where_computing_decides():
+    assert 128 * sum(cut(128, ROOM, 2)) > ROOM >= 128 * sum(cut(128, ROOM, 4))
+
+
+@given(st.integers(1, 5000), st.integers(1, 2000), st.sampled_from([2, 4, 8]))
+def test_no_other_number_of_parts_leaves_fewer_rounds_of_shorter_parts(rows, room, bits):
+    packed, exact = cut(rows, room, bits)
     assert packed >= 1 <= exact and packed + exact <= MOST_PARTS
     rounds = -(-rows * (packed + exact) // room)
     for parts in range(2, MOST_PARTS + 1):

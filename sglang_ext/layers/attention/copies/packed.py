@@ -180,7 +180,9 @@ class PackedDecode(CopyDecode):
 
     def splits(self, requests: int) -> tuple[int, int]:
         """Parts of each request's blocks and exact tokens."""
-        return super().splits(requests) if self._room is None else waves.cut(requests * self.kv_heads, self._room)
+        if self._room is None:
+            return super().splits(requests)
+        return waves.cut(requests * self.kv_heads, self._room, self.form.form.keys.bits)
 
     def attend(
         self, layer_id: int, queries: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, scaling: float, splits: tuple[int, int]

@@ -7,12 +7,13 @@ RESIDENT = 8
 MOST_PARTS = 128
 # Of this many parts of a row one reads exact tokens: those of a context's end are few beside its blocks.
 PARTS_TO_AN_EXACT_ONE = 16
-# What a part takes besides reading, over what a whole row takes: found on an H100, 8 and 16 requests of 32,768 tokens.
-OVERHEAD = 0.005
+# By bits of a code, what a part takes besides reading, over what a whole row takes: found on an H100, 8 and 16 requests of 32,768 tokens.
+# Of 2 bits most is computing, which wants all multiprocessors busy; of more it is reading, which a second turn of programs only delays.
+OVERHEAD = {2: 0.005, 4: 0.03, 8: 0.03}
 
 
 @cache
-def cut(rows: int, room: int) -> tuple[int, int]:
+def cut(rows: int, room: int, bits: int) -> tuple[int, int]:
     """Parts of each row's blocks, and of its exact tokens, with which all are read soonest.
 
     Parts take equally long, so what counts is how many follow each other, and how long one is.
@@ -20,10 +21,11 @@ def cut(rows: int, room: int) -> tuple[int, int]:
     Args:
         rows: of the batch, KV heads counted.
         room: programs that run at once.
+        bits: of a code.
     """
 
     def time(parts: int) -> float:
-        return -(-rows * parts // room) * (1 / (parts - _exact(parts)) + OVERHEAD)
+        return -(-rows * parts // room) * (1 / (parts - _exact(parts)) + OVERHEAD[bits])
 
     best = min(range(2, MOST_PARTS + 1), key=time)
     return best - _exact(best), _exact(best)
