@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 # Pages that a program multiplies at once, and pointers that it writes at once.
-PAGES, POINTERS = 32, 2048
+PAGES, POINTERS = 64, 2048
 # Below all bounds, as integers; between two of which one is twice the other.
 LEAST, OCTAVE = tl.constexpr(-0x7FFFFFFF), tl.constexpr(1 << 23)
 
