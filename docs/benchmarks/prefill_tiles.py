@@ -1,0 +1,79 @@
+"""Prefill on codes of one layer, by tile, beside FlashInfer's over 16 bits, on a GPU: docs/results/hack.md.
+
+    python docs/benchmarks/prefill_tiles.py [--tokens 16384] [--forms 4:64 4:128 2:64] [--tiles 64,4,3 64,4,2 128,8,3 128,8,2]
+
+One request, 32 heads of 128 channels, 8 KV heads. The error is that of the last 16 tokens against float64, by what their codes mean.
+"""
+
+import argparse
+from dataclasses import astuple
+
+import torch
+
+from sglang_ext.bench.attention import prefill
+from sglang_ext.bench.attention.setting import Full, Shape
+from sglang_ext.bench.attention.timing import seconds
+from sglang_ext.core import OptionError
+from sglang_ext.layers.kernels import fitting
+from sglang_ext.layers.kernels.hack import integer_prefill
+from sglang_ext.layers.kernels.hack.integer_prefill import Tile, attend
+from sglang_ext.layers.kernels.hack.prompt_codes import Prompts, prompt_codes
+from sglang_ext.mem_cache.compressed.formats.packing import Packing
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressors.catalogue import quantizer
+
+# Tokens whose attention is compared with float64.
+COMPARED = 16
+
+
+def measure(shape: Shape, tokens: int, forms: list[tuple[int, int]], tiles: list[Tile]) -> None:
+    """Print milliseconds of each tile, and what they are of FlashInfer's."""
+    full, queries = Full.of(shape, 1, tokens), shape.queries(tokens)
+    pools, device = (full.keys, full.values), shape.device
+    stock = seconds(prefill._whole(full, queries), device) if device.type == "cuda" else float("nan")
+    print(f"FlashInfer {stock * 1e3:.3f} ms", flush=True)
+    buffers = KVBuffers((0,), (shape.scaling,), *((pool[:1],) for pool in pools))
+    seeds = {0: torch.arange(tokens, dtype=torch.int32, device=device)}
+    for bits, partition in forms:
+        packing = Packing.of(quantizer("hack", bits, partition), buffers, 1)
+        prompts = Prompts(packing, full.slots.int(), [0], [0], [tokens], seeds)
+        codes = prompt_codes(prompts, *pools, 0, 0)
+        quantizing = seconds(lambda prompts=prompts: prompt_codes(prompts, *pools, 0, 0), device)
+        print(f"{bits} bits, P {partition}: quantizing {quantizing * 1e3:.3f} ms", flush=True)
+        last = prefill.prefix(packing, tokens)
+        asked = queries[-min(COMPARED, tokens - packing.sinks - last) :]
+        exact = prefill.exactly(asked, *prefill._meaning(full, packing, seeds[0], last), shape.scaling).double().view(-1)
+        for tile in tiles:
+            integer_prefill.TILES = (tile,)
+            fitting._TAKEN.clear()
+
+            def run(prompts: Prompts = prompts, codes=codes) -> torch.Tensor:
+                return attend(prompts, codes, queries, *pools, shape.scaling)
+
+            try:
+                error = float((run()[-len(asked) :].double().view(-1) - exact).norm() / exact.norm())
+            except OptionError as refused:
+                print(f"  {astuple(tile)}: {refused}", flush=True)
+                continue
+            took = seconds(run, device) + quantizing
+            print(f"  {astuple(tile)}: {took * 1e3:.3f} ms with quantizing, {took / stock:.2f} of FlashInfer's; error {error:.1e}", flush=True)
+
+
+def main() -> None:
+    """Measure by the command line's options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--forms", nargs="+", default=["4:64", "4:128", "2:64"])
+    parser.add_argument("--tiles", nargs="+", default=["64,4,3", "64,4,2", "128,8,3", "128,8,2"])
+    options = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    shape = Shape(32, 8, 128, device) if device.type == "cuda" else Shape(4, 1, 128, device)
+    forms = [tuple(map(int, form.split(":"))) for form in options.forms]
+    tiles = [Tile(*map(int, tile.split(","))) for tile in options.tiles]
+    print(torch.cuda.get_device_name() if device.type == "cuda" else "cpu", options.tokens, "tokens", flush=True)
+    with torch.inference_mode():
+        measure(shape, options.tokens, forms, tiles)
+
+
+if __name__ == "__main__":
+    main()
