@@ -168,9 +168,10 @@ class KVServerArgs(ServerArgs):
     kv_score_bits: A[
         int,
         Arg(
-            help="With --kv-cache-ranks: bits in which a rank holds the keys that it scores by. 16: as they are in the pool. 8, 4: "
-            "integers of each token, head and 32 channels, of 9 and 5 bits with their scales; --kv-cache-rank-gb holds as many more "
-            "tokens, but in mode lossy, where exact keys are held beside these, to be sent.",
+            help="Bits of the keys by which --kv-compressor spade chooses tokens. 16: those of the pool. 8, 4: integers of each token, "
+            "head and 32 channels, of 9 and 5 bits with their scales. They lie beside the pool, which is as much smaller, and choices read "
+            "as much less; with --kv-cache-ranks on a CPU at the ranks, and --kv-cache-rank-gb holds as many more tokens, but in mode "
+            "lossy, where exact keys are held beside these, to be sent.",
             choices=list(SCORE_BITS),
         ),
         NS("memory"),

@@ -152,9 +152,9 @@ def _warn_of_idle_compressor(args: "KVServerArgs") -> None:
         _warn_of_idle(args, why, selection_options.SPADE_FLAGS, "--kv-compressor spade")
     elif not args.kv_cache_ranks:
         _warn_of_idle(args, "--kv-cache-ranks is 0, with which", selection_options.RANK_FLAGS, "--kv-cache-ranks 1")
-    elif args.disaggregation_mode == "prefill":
-        why, names = "--disaggregation-mode is prefill, which takes no steps, and so", ("kv_cache_ranks", *selection_options.RANK_FLAGS)
-        _warn_of_idle(args, why, names, "that to the decode server")
+    if selection_options.predicts(args) and args.disaggregation_mode == "prefill":
+        why, names = "--disaggregation-mode is prefill, which takes no steps, and so", ("kv_cache_ranks", "kv_score_bits")
+        _warn_of_idle(args, why, (*names, *(selection_options.RANK_FLAGS if args.kv_cache_ranks else ())), "that to the decode server")
     drops = {offer.drops for offer in method_options.offers(args)}
     if KVzip.name in drops or (KVzap.name in drops and args.kv_host_gb):
         return

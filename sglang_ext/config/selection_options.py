@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-RANK_FLAGS = ("kv_pack_layers", "kv_cache_rank_gb", "kv_cache_rank_gpu", "kv_score_bits")
+RANK_FLAGS = ("kv_pack_layers", "kv_cache_rank_gb", "kv_cache_rank_gpu")
 FLAGS = ("kv_select", "kv_select_every")
 # Memory of the model's GPU through which each of its cache ranks gets keys and queries, at most.
 ARENA_BYTES = 256 << 20
-SPADE_FLAGS = ("kv_select_by", "kv_cache_ranks", *RANK_FLAGS)
+SPADE_FLAGS = ("kv_select_by", "kv_cache_ranks", *RANK_FLAGS, "kv_score_bits")
 
 
 def selects(args: "KVServerArgs") -> bool:
@@ -39,6 +39,13 @@ def predicts(args: "KVServerArgs") -> bool:
 def ranks(args: "KVServerArgs") -> int:
     """Cache ranks that are started; 0 for none. A server that only prefills takes no steps for which tokens would be chosen."""
     return args.kv_cache_ranks if predicts(args) and args.disaggregation_mode != "prefill" else 0
+
+
+def coded_slots(args: "KVServerArgs") -> int:
+    """Bits of the codes that lie beside the pool for each of its keys, by which tokens are chosen; 0 where keys are, or cache ranks choose.
+    A server that only prefills chooses none."""
+    coded = predicts(args) and args.kv_score_bits != EXACT and not args.kv_cache_ranks and args.disaggregation_mode != "prefill"
+    return args.kv_score_bits if coded else 0
 
 
 def most_ranks() -> int:
@@ -79,6 +86,7 @@ def resolve(args: "KVServerArgs") -> None:
         raise OptionError(f"--kv-select-every is {every}; tokens are chosen after so many steps: pass a whole number from 1, for example 4")
     query_predictor(args.kv_select_by)
     _check_ranks(args)
+    _check_coded_slots(args)
     if share is None or not selects(args):
         return
     if args.kv_budget is not None:
@@ -111,7 +119,7 @@ def _check_ranks(args: "KVServerArgs") -> None:
         )
     if args.kv_score_bits not in SCORE_BITS:
         raise OptionError(
-            f"--kv-score-bits is {args.kv_score_bits!r}; cache ranks hold keys as they are (16), or in 8 or 4 bits: pass one of "
+            f"--kv-score-bits is {args.kv_score_bits!r}; tokens are chosen by keys as they are (16), or in 8 or 4 bits: pass one of "
             f"{', '.join(map(str, SCORE_BITS))}"
         )
     benchmark_options.check_timeline(args)
@@ -119,6 +127,19 @@ def _check_ranks(args: "KVServerArgs") -> None:
         raise OptionError(
             f"--kv-cache-ranks is {ranks} with --tp-size {args.tp_size}; what comes in time could differ between ranks, which must decide "
             "alike: pass --tp-size 1, or --kv-cache-ranks 0"
+        )
+
+
+def _check_coded_slots(args: "KVServerArgs") -> None:
+    """Refuse keys that would come to the pool otherwise than by forwards, which code them."""
+    bits, whence = coded_slots(args), None
+    if bits and args.kv_host_gb:
+        whence, remedy = f"--kv-host-gb {args.kv_host_gb:g}; keys that come back from host memory", "--kv-host-gb 0"
+    elif bits and args.disaggregation_mode == "decode":
+        whence, remedy = "--disaggregation-mode decode; keys that come from another server", "--kv-cache-ranks 1"
+    if whence is not None:
+        raise OptionError(
+            f"--kv-score-bits is {bits} with {whence} would have no codes, which forwards make: pass {remedy}, or --kv-score-bits {EXACT}"
         )
 
 

@@ -22,6 +22,7 @@ from sglang_ext.layers.kernels.hack.prompt_codes import PromptCodes
 from sglang_ext.managers.served_methods import ServedMethods
 from sglang_ext.mem_cache.compressors.spade import Spade
 from sglang_ext.mem_cache.host_tier.tier import staging_bytes
+from sglang_ext.mem_cache.selection.held_keys import KeySizes
 from sglang_ext.mem_cache.selection.on_gpu import SCRATCH, pair_bytes
 
 if TYPE_CHECKING:
@@ -99,6 +100,7 @@ class MemoryPlan:
         copy_tables: what draft rows begin with, where that is not tokens.
         gathered_drafts: drafts that wait for full KV.
         scores: predicted scores of all slots, and the network that gives them.
+        key_codes: keys of all slots in few bits, by which tokens are chosen.
         staging: buffers through which full KV goes to host memory and back.
         workspaces: what attention of verifications works in.
         choices: what choices of tokens by queries of steps work in.
@@ -113,6 +115,7 @@ class MemoryPlan:
     copy_tables: int = field(default=0, metadata={"name": "tables of copies"})
     gathered_drafts: int = field(default=0, metadata={"name": "gathered drafts"})
     scores: int = field(default=0, metadata={"name": "predicted scores"})
+    key_codes: int = field(default=0, metadata={"name": "keys in few bits"})
     staging: int = field(default=0, metadata={"name": "buffers to and from host memory"})
     workspaces: int = field(default=0, metadata={"name": "workspaces of verifications"})
     choices: int = field(default=0, metadata={"name": "choices of tokens"})
@@ -171,6 +174,13 @@ class MemoryPlanner:
         return self.served.window + max(self.stride, self.served.every)
 
     @property
+    def code_bytes(self) -> int:
+        """Bytes of a token's keys in few bits; 0 where there are none."""
+        bits, model = selection_options.coded_slots(self.args), self.model
+        # Numbers are of no account where codes are alone.
+        return KeySizes(model.layers, model.kv_heads, model.head_dim, torch.float16, bits).token_bytes if bits else 0
+
+    @property
     def ahead(self) -> int:
         """Tokens by which rows of the token table are widened: what SGLang reserves ahead must not reach the next row."""
         return get_alloc_reserve_per_decode(self.args) + self.args.page_size
@@ -201,6 +211,7 @@ class MemoryPlanner:
             copy_tables=self._copy_tables(2 * rows),
             gathered_drafts=8 * rows * (self.stride - 1),
             scores=0 if scores is None else scores.planned_bytes(slots),
+            key_codes=slots * self.code_bytes,
             staging=2 * staging_bytes(slots * model.slot_bytes, args.page_size * model.slot_bytes) if args.kv_host_gb else 0,
             workspaces=self._workspaces(requests),
             choices=self._choices(width),
@@ -296,9 +307,10 @@ class HeldMemory:
         configurator = model_runner.kv_cache_configurator
         available = configurator._profile_available_bytes(model_runner.pre_model_load_memory)
         asked, slot = planner.args.max_total_tokens, planner.model.slot_bytes
-        tokens = min(available // slot, asked or available)
+        # Codes of keys are a large part of what a token takes.
+        tokens = min(available // (slot + planner.code_bytes), asked or available)
         requests = configurator.resolve_max_num_reqs(tokens)
-        # For a pool as large as it would be alone: what depends on that is a little less in the end.
+        # For a pool as large as it would be beside these alone: what else depends on that is a little less in the end.
         plan = planner.plan(requests, tokens, planner.rings(requests, tokens))
         if plan.total >= available:
             raise OptionError(

@@ -26,6 +26,7 @@ GAUGES = {
     "codes_alone_tokens": ("Tokens that are held as codes alone: their full KV was given back.",),
     "query_bytes": ("Bytes of queries kept for compressors, outside the KV pool.",),
     "score_bytes": ("Bytes of predicted scores and of the network that gives them, outside the KV pool.",),
+    "key_code_bytes": ("Bytes of keys in few bits by which tokens are chosen, outside the KV pool.",),
     "round_seconds": ("Seconds on the device in the last round: one draft, the rest with the verification, or a plain step.", "part"),
 }
 COUNTERS = {
@@ -165,6 +166,7 @@ class KVMetrics:
         self._tell("recomputed_requests", views.tree_cache.recomputed)
         self._tell("query_bytes", views.queries.taken_bytes)
         self._tell("score_bytes", max(method.compressor.held_bytes for method in views.methods))
+        self._tell("key_code_bytes", 0 if views.buffers.codes is None else views.buffers.codes.held.nbytes)
         for method, made in views.made.items():
             self._tell("copies", made, method)
         for name, value in _of_host(views.tree_cache, verifications) if self.host else ():

@@ -5,6 +5,7 @@ do in an iteration is up to the loop (spec_decode/loop.py). See docs/architectur
 """
 
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -46,7 +47,8 @@ from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
 from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
 from sglang_ext.mem_cache.compressed.formats.packing import Packing
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.compressed.query_window import QueryWindows, reserve_queries
+from sglang_ext.mem_cache.compressed.query_window import QueryWindows, reserve_queries, tell_written
+from sglang_ext.mem_cache.compressed.slot_codes import SlotCodes
 from sglang_ext.mem_cache.prefix_cache.codes_alone import CodesAlone
 from sglang_ext.mem_cache.prefix_cache.given_back import GivenBack
 from sglang_ext.mem_cache.prefix_cache.held_elsewhere import HeldElsewhere
@@ -124,6 +126,12 @@ class KVWorker(BaseSpecWorker):
         self.queries.allocate(plan.rings, heads, dim, like)
         self.traveling = TravelingQueries(self.queries, (len(self.layers), heads, dim), like.dtype)
         self.buffers = KVBuffers.of(self.model_runner.token_to_kv_pool, self.layers, self.methods.first_head)
+        bits = selection_options.coded_slots(args)
+        if bits:
+            # Before any graph is captured: graphs code what they write, too.
+            codes = SlotCodes(self.buffers.keys, self.buffers.layer_ids, bits)
+            self.buffers = replace(self.buffers, codes=codes)
+            tell_written(codes.written)
         served, page_size = self.methods, self.token_to_kv_pool_allocator.page_size
         adaptive, rows = args.kv_head_budgets == "adaptive", selection_options.sends_rows(args)
         self.form = served.form(adaptive, self.buffers, page_size, table, rows)

@@ -13,6 +13,8 @@ from triton.runtime.jit import JITFunction
 
 from sglang_ext.layers.kernels import hand_over, pointer_decode, scatter_cells, uneven_decode, window_scores, write_pointers
 from sglang_ext.layers.kernels.choose_tokens import Contexts, choose_tokens
+from sglang_ext.layers.kernels.coded_keys.code_keys import code_keys
+from sglang_ext.layers.kernels.coded_keys.coded_logits import KeyCodes
 from sglang_ext.layers.kernels.hack import integer_prefill
 from sglang_ext.layers.kernels.lynx import anchored, kernels as codec
 from sglang_ext.layers.kernels.lynx.layout import Layout
@@ -21,6 +23,7 @@ from sglang_ext.layers.kernels.packed import pack_blocks, packed_decode
 from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells
 from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows, Pointers
 from sglang_ext.mem_cache.host_tier.residuals import ResidualPages
+from sglang_ext.mem_cache.selection.held_keys import CodedKeys, KeySizes
 
 KINDS = (("kivi", 4), ("kivi", 2), ("int8", 8), ("turboquant", 4), ("lynx", 4), ("lynx", 2), ("hack", 4), ("hack", 2))
 # Blocks to pack: method, bits, channels of a head, numbers of a pool.
@@ -169,6 +172,25 @@ def check_choice(compiled):
                 assert stack_bytes(made) <= 96 * (length == 32768) and made.metadata.shared <= (57 << 10), about
 
 
+def check_coded_choice(compiled):
+    """So does what chooses by codes: integers are multiplied as they lie in memory, and the words of scales are there ahead, too."""
+    for dim, group, dtype in ((128, 4, torch.bfloat16), (64, 8, torch.float16), (128, 20, torch.float32)):
+        keys, table, one = torch.zeros(80, 2, dim, dtype=dtype), torch.zeros(2, 80, dtype=torch.int32), slice(0, 1)
+        addresses = torch.tensor([keys.data_ptr()])
+        for bits in (8, 4):
+            held = CodedKeys(KeySizes(1, 2, dim, dtype, bits), 80)
+            code_keys(addresses, keys, torch.arange(70), held.codes, held.words, held.sizes.group)
+            assert stack_bytes(compiled[-1][1]) == 0
+            asked = Contexts(table, torch.tensor([[1, 70, 40, 0]]), (70,), (4, 32))
+            coded = KeyCodes(held.codes, held.words, held.sizes.group)
+            choose_tokens(torch.zeros(1, 1, 2 * group, dim), addresses, keys, torch.ones(1), asked, one, one, 40, coded)
+            kernel, made = compiled[-3]
+            loads, products = made.asm["ptx"].split("mma.sync")[0], made.asm["ptx"].count("m16n8k32.row.col.satfinite.s32.s8.s8.s32")
+            assert kernel == "_leave_coded_logits" and products and "cp.async.cg" in loads, (dim, group, bits)
+            about = dim, group, dtype, bits, made.metadata.shared, stack_bytes(made)
+            assert stack_bytes(made) == 0 and made.metadata.shared <= (48 << 10), about
+
+
 def check_words(compiled):
     """Words that two GPUs share are read and written in an order that both see, and waiting ends by the device's clock."""
     heads, keys = torch.zeros(4, hand_over.LANE_WORDS, dtype=torch.int64), torch.zeros(80, 2, 128, dtype=torch.bfloat16)
@@ -212,6 +234,7 @@ def main():
     check_prefill(compiled)
     check_anchored(compiled)
     check_choice(compiled)
+    check_coded_choice(compiled)
     kept = torch.zeros(len(pool.buffers.keys), 1, 70, dtype=torch.int64)
     write_pointers.write_pointers(pool.buffers.key_table, layer[0], kept, rows, rows)
     window_scores.window_scores(torch.zeros(1, 32, 4, 128), pool.buffers.key_table, layer[0], rows, torch.arange(32), 0.1)

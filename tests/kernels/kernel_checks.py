@@ -13,6 +13,7 @@ if DEVICE == "cpu":
 from anchored_checks import check_anchored  # noqa: E402
 from check_names import OF_SGLANG, PLAIN  # noqa: E402
 from choose_checks import check_choosing  # noqa: E402
+from coded_checks import check_coded_keys  # noqa: E402
 from gluon_checks import check_integer_gluon, check_packed_gluon  # noqa: E402
 from hand_over_checks import check_hand_over  # noqa: E402
 from integer_checks import check_integer_switches  # noqa: E402
@@ -384,6 +385,7 @@ CHECKS = {
     "anchored": lambda: check_anchored(DEVICE),
     "pointers": lambda: check_pointers(DEVICE),
     "choosing": lambda: check_choosing(DEVICE),
+    "coded_keys": lambda: check_coded_keys(DEVICE),
     "hand_over": lambda: check_hand_over(DEVICE),
     "scatter_cells": lambda: check_scatter_cells(DEVICE),
     "uneven_backend": lambda: check_uneven_backend(DEVICE),

@@ -36,14 +36,14 @@ SHARED = {75: 65_536, 80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 
 # Channels, query heads a KV head, dtype, launches and chips of a quick run: heads of Qwen3-235B and Llama-3.1-405B, MQA, others; and
 # small heads.
 QUICK = (
-    (128, 16, torch.bfloat16, ("window", "verify 17", "decode kivi4", "pointers", "choice", "uneven"), (80, 90)),
+    (128, 16, torch.bfloat16, ("window", "verify 17", "decode kivi4", "pointers", "choice", "choice 8", "uneven"), (80, 90)),
     (256, 8, torch.bfloat16, ("window", "verify 17", "verify exact"), (89,)),
     (128, 7, torch.float16, ("decode turboquant4", "decode hack4"), (89,)),
     (128, 7, torch.float16, ("decode turboquant4",), (120,)),
     (128, 16, torch.float16, ("decode hack4",), (89,)),
     (128, 4, torch.bfloat16, ("decode hack4", "decode hack2"), (80, 100)),
     (128, 7, torch.float32, ("pack rotatekv4", "verify 5"), (89,)),
-    (64, 71, torch.bfloat16, ("window", "uneven", "choice"), (89,)),
+    (64, 71, torch.bfloat16, ("window", "uneven", "choice", "choice 4"), (89,)),
     (128, 1, torch.bfloat16, ("lynx", "copies", "hand over"), (80,)),
     (128, 4, torch.bfloat16, ("prompts hack4",), (80, 90)),
     (8, 4, torch.bfloat16, ("window", "verify 5"), (89,)),

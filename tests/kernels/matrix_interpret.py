@@ -32,6 +32,8 @@ from triton.runtime import interpreter  # noqa: E402
 from uneven_checks import uneven_copy  # noqa: E402
 
 from sglang_ext.layers.kernels.choose_tokens import Contexts, choose_tokens  # noqa: E402
+from sglang_ext.layers.kernels.coded_keys.code_keys import code_keys  # noqa: E402
+from sglang_ext.layers.kernels.coded_keys.coded_logits import KeyCodes  # noqa: E402
 from sglang_ext.layers.kernels.gather_kept import gather_kept  # noqa: E402
 from sglang_ext.layers.kernels.hack import integer_decode, integer_prefill  # noqa: E402
 from sglang_ext.layers.kernels.lynx.layout import Layout  # noqa: E402
@@ -51,6 +53,7 @@ from sglang_ext.mem_cache.compressed.formats.packing import Packing  # noqa: E40
 from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows, Pointers  # noqa: E402
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers  # noqa: E402
 from sglang_ext.mem_cache.host_tier.checksums import SUMMED_WORD, PageChecksums, as_words  # noqa: E402
+from sglang_ext.mem_cache.selection.held_keys import CodedKeys, KeySizes  # noqa: E402
 
 # Of the largest number: what rounding of inputs and weights may add up to.
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
@@ -59,7 +62,7 @@ TAILS = (1, 32, 33)
 # Shapes and kernels of a quick run.
 QUICK = (
     (Shape(40, 20, torch.float32), ("window", "uneven", "verify")),
-    (Shape(32, 11, torch.bfloat16), ("decode turboquant4", "decode hack2", "pointers", "choice", "verify exact")),
+    (Shape(32, 11, torch.bfloat16), ("decode turboquant4", "decode hack2", "pointers", "choice", "choice 4", "verify exact")),
     (Shape(64, 1, torch.float32), ("pack turboquant2", "copies", "hand over")),
     (Shape(64, 3, torch.bfloat16), ("prompts hack4",)),
 )
@@ -212,12 +215,28 @@ def choice(shape: Shape):
         table, numbers = torch.randperm(70)[:tokens].int()[None], torch.tensor([[0, tokens, count, 0]])
         asked, one = Contexts(table, numbers, (tokens,), (1, 1)), slice(0, 1)
         found = choose_tokens(queries, torch.tensor([keys.data_ptr()]), keys, torch.tensor([0.1]), asked, one, one, count)[0, 0].long()
-        logits = torch.einsum("hgd,thd->hgt", queries.to(shape.dtype).double().view(2, shape.group, -1), keys[table[0].long()].double())
-        scores = (logits * 0.1).softmax(-1).mean(1)
-        for kept, score in zip(found, scores):
-            assert kept.tolist() == sorted({*kept.tolist()}) and {0, tokens - 1} <= {*kept.tolist()}, (tokens, kept)
-            inner = score[kept[1:-1]].min() if count > 2 else score.max()
-            yield max(0.0, float((score.index_fill(0, kept, 0.0).max() - inner) / score.max()))
+        yield from _left_out(found, queries.to(shape.dtype).view(2, shape.group, -1), keys[table[0].long()], tokens, count)
+
+
+def _left_out(found: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor, tokens: int, count: int):
+    scores = (torch.einsum("hgd,thd->hgt", queries.double(), keys.double()) * 0.1).softmax(-1).mean(1)
+    for kept, score in zip(found, scores):
+        assert kept.tolist() == sorted({*kept.tolist()}) and {0, tokens - 1} <= {*kept.tolist()}, (tokens, kept)
+        inner = score[kept[1:-1]].min() if count > 2 else score.max()
+        yield max(0.0, float((score.index_fill(0, kept, 0.0).max() - inner) / score.max()))
+
+
+def coded_choice(shape: Shape, bits: int):
+    """The same by codes, of what these mean, as the kernel codes keys."""
+    for tokens, count in ((3, 2), (64, 40), (65, 64)):
+        keys, queries = random(shape, 70, 2), random(shape, 1, 1, 2 * shape.group, seed=1).float()
+        held, addresses = CodedKeys(KeySizes(1, 2, shape.dim, shape.dtype, bits), 70), torch.tensor([keys.data_ptr()])
+        code_keys(addresses, keys, torch.arange(70), held.codes, held.words, held.sizes.group)
+        table, numbers = torch.randperm(70)[:tokens].int()[None], torch.tensor([[0, tokens, count, 0]])
+        asked, one = Contexts(table, numbers, (tokens,), (1, 1)), slice(0, 1)
+        coded = KeyCodes(held.codes, held.words, held.sizes.group)
+        found = choose_tokens(queries, addresses, keys, torch.tensor([0.1]), asked, one, one, count, coded)[0, 0].long()
+        yield from _left_out(found, queries.view(2, shape.group, -1), held.read(0, table[0].long()), tokens, count)
 
 
 def copies(shape: Shape):
@@ -326,6 +345,7 @@ RUNS = {
     "uneven": uneven,
     "pointers": pointers,
     "choice": choice,
+    **{f"choice {bits}": lambda s, b=bits: coded_choice(s, b) for bits in (8, 4)},
     **{f"prompts hack{bits}": lambda s, b=bits: prompts(s, b) for bits in (4, 2)},
     **ONCE,
 }

@@ -9,6 +9,8 @@ from packed_helpers import KERNEL_KINDS, divides, packed_pool
 
 from sglang_ext.layers.kernels import hand_over
 from sglang_ext.layers.kernels.choose_tokens import Contexts, choose_tokens
+from sglang_ext.layers.kernels.coded_keys.code_keys import code_keys
+from sglang_ext.layers.kernels.coded_keys.coded_logits import KeyCodes
 from sglang_ext.layers.kernels.gather_kept import gather_kept
 from sglang_ext.layers.kernels.hack import integer_prefill
 from sglang_ext.layers.kernels.hack.prompt_codes import Prompts
@@ -30,6 +32,7 @@ from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells
 from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows, Pointers
 from sglang_ext.mem_cache.host_tier.checksums import SUMMED_WORD, as_words
 from sglang_ext.mem_cache.host_tier.residuals import ResidualPages
+from sglang_ext.mem_cache.selection.held_keys import CodedKeys, KeySizes
 
 DIMS = (64, 80, 96, 128, 192, 256)
 GROUPS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 48, 71)
@@ -137,6 +140,15 @@ def _choice(shape: Shape) -> None:
         choose_tokens(torch.zeros(1, 1, shape.group, shape.dim), torch.tensor([keys.data_ptr()]), keys, torch.ones(1), asked, one, one, 40)
 
 
+def _coded_choice(bits: int, shape: Shape) -> None:
+    """Of keys that are coded first."""
+    keys, one, table = torch.zeros(80, 1, shape.dim, dtype=shape.dtype), slice(0, 1), torch.zeros(2, 80, dtype=torch.int32)
+    held, addresses = CodedKeys(KeySizes(1, 1, shape.dim, shape.dtype, bits), 80), torch.tensor([keys.data_ptr()])
+    code_keys(addresses, keys, torch.arange(70), held.codes, held.words, held.sizes.group)
+    asked, coded = Contexts(table, torch.tensor([[1, 70, 40, 0]]), (70,), (4, 32)), KeyCodes(held.codes, held.words, held.sizes.group)
+    choose_tokens(torch.zeros(1, 1, shape.group, shape.dim), addresses, keys, torch.ones(1), asked, one, one, 40, coded)
+
+
 def _copies(shape: Shape) -> None:
     """What does not depend on the queries."""
     buffers = pool_of("int8", 8, shape.dim, shape.dtype).buffers
@@ -211,5 +223,6 @@ LAUNCHES: dict[str, Callable[[Shape], None]] = {
     "uneven": _uneven,
     "pointers": _pointers,
     "choice": _choice,
+    **{f"choice {bits}": lambda s, b=bits: _coded_choice(b, s) for bits in (8, 4)},
     **ONCE,
 }

@@ -9,6 +9,7 @@ writes down what is marked. Of equal scores those of earlier tokens are chosen f
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -16,6 +17,9 @@ import triton.language as tl
 
 from sglang_ext.layers.kernels.fitting import launch_fitting, padded, shape_name
 from sglang_ext.layers.kernels.window_scores import LOG2_E
+
+if TYPE_CHECKING:
+    from sglang_ext.layers.kernels.coded_keys.coded_logits import KeyCodes
 
 # Tokens whose logits a program leaves; of these, keys that are multiplied at once, the more the better where they fit.
 CHUNK = 1024
@@ -45,7 +49,7 @@ VARYING = ("first_layer", "first_request", "requests", "pitches", "chunks", "tab
 
 
 @triton.jit
-def _of_pair(numbers, pair, first_layer, first_request, requests):
+def of_pair(numbers, pair, first_layer, first_request, requests):
     """Of a pair of a layer and a request in a launch: the layer, the numbers of the request, and its row and length."""
     mine = numbers + (first_request + pair % requests) * NUMBERS
     return first_layer + pair // requests, mine, tl.load(mine), tl.load(mine + 1).to(tl.int32)
@@ -59,7 +63,7 @@ def _leave_logits(
 ):  # fmt: skip
     """Logits of a KV head's queries in a chunk of a context, times log2(e); the largest of each, and the sum of powers of two below it."""
     head, chunk, pair = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    layer, _, at, length = _of_pair(numbers, pair, first_layer, first_request, requests)
+    layer, _, at, length = of_pair(numbers, pair, first_layer, first_request, requests)
     begin = chunk * CHUNK
     if begin < length:
         LIKE: tl.constexpr = like.dtype.element_ty
@@ -184,7 +188,7 @@ def _mark_best(
 ):  # fmt: skip
     """Mark the tokens of a KV head's highest scores, 32 to a word."""
     head, pair = tl.program_id(0), tl.program_id(1)
-    _, mine, _, length = _of_pair(numbers, pair, first_layer, first_request, requests)
+    _, mine, _, length = of_pair(numbers, pair, first_layer, first_request, requests)
     count, of_head = tl.load(mine + 2).to(tl.int32), (pair * HEADS + head).to(tl.int64)
     # Rows of whole vectors.
     pitch, whole = pitches.to(tl.int64) * PITCH, tl.cdiv(length, PITCH) * PITCH
@@ -237,7 +241,7 @@ def _write_marked(
     """Of some tokens of a context those that are marked for a KV head, after those before: positions, or, with PER_SLOT, pointers in
     the slots of its targets."""
     head, pair, begin = tl.program_id(0), tl.program_id(2), tl.program_id(1) * TOKENS
-    layer, mine, at, length = _of_pair(numbers, pair, first_layer, first_request, requests)
+    layer, mine, at, length = of_pair(numbers, pair, first_layer, first_request, requests)
     if begin < length:
         of_head = (pair * HEADS + head).to(tl.int64)
         marks += of_head * (pitches.to(tl.int64) * (PITCH // WORD))
@@ -277,6 +281,24 @@ class Contexts:
     targets: torch.Tensor | None = None
 
 
+class Asked(NamedTuple):
+    """What logits are asked for, of some layers and requests: for who multiplies queries with keys that are no numbers.
+
+    Attributes:
+        tensors: factors of the layers, token table, numbers of the requests, logits, and of each chunk maxima and masses.
+        where: the first layer and request, how many requests, and units of PITCH in a row of logits.
+        chunks: of the longest context.
+        pairs: of a layer and a request.
+        table_row: numbers in a row of the token table.
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+    where: tuple[int, int, int, int]
+    chunks: int
+    pairs: int
+    table_row: int
+
+
 def scratch_bytes(longest: int, kv_heads: int, group: int, number_bytes: int) -> int:
     """Bytes that a choice of one request in one layer works in, of a context of so many tokens; a number of a key has ``number_bytes``."""
     pitch = triton.cdiv(longest, PITCH.value) * PITCH.value
@@ -293,6 +315,7 @@ def choose_tokens(
     layers: slice,
     requests: slice,
     most: int = 0,
+    coded: "KeyCodes | None" = None,
 ) -> torch.Tensor | None:
     """Choose for some requests, in some layers, without waiting for the device.
 
@@ -304,6 +327,7 @@ def choose_tokens(
         contexts: all requests.
         layers, requests: which of them are meant.
         most: tokens that are chosen at most, where positions are wanted.
+        coded: the same keys in few bits, which are read in their place; None to read the buffers.
 
     Returns:
         Positions, int32 [layers, requests, kv_heads, most], ascending, of each request as many as it has; None where pointers were written.
@@ -311,7 +335,7 @@ def choose_tokens(
     Raises:
         OptionError: no tiles of such heads fit the GPU.
     """
-    heads, dim, device = like.shape[1], like.shape[2], like.device
+    heads, device = like.shape[1], like.device
     count, group, longest = requests.stop - requests.start, queries.shape[2] // heads, max(contexts.lengths[requests])
     pairs, chunks, table = (layers.stop - layers.start) * count, triton.cdiv(longest, CHUNK), contexts.token_table
     pitches, resident = triton.cdiv(longest, PITCH.value), longest <= RESIDENT
@@ -320,21 +344,11 @@ def choose_tokens(
     scores = None if resident else torch.empty(pairs * heads, pitches * PITCH.value, dtype=torch.int32, device=device)
     marks = torch.empty(pairs * heads, pitches * PITCH.value // WORD.value, dtype=torch.int32, device=device)
     where = layers.start, requests.start, count, pitches
-    queries = queries.to(like.dtype).contiguous()
-
-    def leave_logits(block: dict[str, int]) -> None:
-        _leave_logits[(heads, chunks, pairs)](
-            queries, key_table, like, scalings, table, contexts.numbers, logits, tops, masses, *where, chunks,
-            table.stride(0), like.stride(0), like.stride(1), HEADS=heads, GROUP=group, M=padded(group), DIM=dim, PADDED_DIM=padded(dim),
-            CHUNK=CHUNK, **block,
-        )  # fmt: skip
-
-    def what() -> str:
-        return f"choosing tokens with {shape_name(dim, group, like.dtype)}"
-
-    key = ("choose", group, dim, like.dtype, like.device)
-    # Several programs shall fit on a processor.
-    launch_fitting(BLOCKS if like.itemsize <= 2 else BLOCKS[1:], leave_logits, key, what, "pass --kv-compressor verify-guided")
+    left = scalings, table, contexts.numbers, logits, tops, masses
+    if coded is None:
+        _leave_exact(queries.to(like.dtype).contiguous(), key_table, like, Asked(left, where, chunks, pairs, table.stride(0)))
+    else:
+        coded.leave_logits(queries, Asked(left, where, chunks, pairs, table.stride(0)))
     pointing, cells = contexts.targets is not None, like.view(torch.int32)
     out = None if pointing else torch.empty(layers.stop - layers.start, count, heads, most, dtype=torch.int32, device=device)
     # A program has as many threads where scores lie in memory.
@@ -349,6 +363,25 @@ def choose_tokens(
         HEADS=heads, PER_SLOT=cells.shape[2] if pointing else 0, TOKENS=WRITTEN, WORDS=WRITTEN // 2,
     )  # fmt: skip
     return out
+
+
+def _leave_exact(queries: torch.Tensor, key_table: torch.Tensor, like: torch.Tensor, asked: Asked) -> None:
+    """Logits with keys as they are, and what normalizes them; arguments as :func:`choose_tokens`'s."""
+    heads, dim = like.shape[1:]
+    group = queries.shape[2] // heads
+
+    def launch(block: dict[str, int]) -> None:
+        _leave_logits[(heads, asked.chunks, asked.pairs)](
+            queries, key_table, like, *asked.tensors, *asked.where, asked.chunks, asked.table_row, like.stride(0), like.stride(1),
+            HEADS=heads, GROUP=group, M=padded(group), DIM=dim, PADDED_DIM=padded(dim), CHUNK=CHUNK, **block,
+        )  # fmt: skip
+
+    def what() -> str:
+        return f"choosing tokens with {shape_name(dim, group, like.dtype)}"
+
+    key = ("choose", group, dim, like.dtype, like.device)
+    # Several programs shall fit on a processor.
+    launch_fitting(BLOCKS if like.itemsize <= 2 else BLOCKS[1:], launch, key, what, "pass --kv-compressor verify-guided")
 
 
 def _logits_of(dtype: torch.dtype) -> torch.dtype:

@@ -2,10 +2,14 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 
 from sglang_ext.mem_cache.compressed.held_rows import ArrivedRows, Exchange
+
+if TYPE_CHECKING:
+    from sglang_ext.mem_cache.compressed.slot_codes import SlotCodes
 
 
 @dataclass(frozen=True)
@@ -17,6 +21,7 @@ class KVBuffers:
         scaling: factor on query-key products of each layer.
         keys, values: of each layer, [slots, kv_heads, head_dim].
         first_head: of the model's KV heads, the first that they hold.
+        codes: the same keys in few bits, by which tokens are chosen, of all layers; None where keys are.
     """
 
     layer_ids: tuple[int, ...]
@@ -24,6 +29,7 @@ class KVBuffers:
     keys: tuple[torch.Tensor, ...]
     values: tuple[torch.Tensor, ...]
     first_head: int = 0
+    codes: "SlotCodes | None" = None
 
     @classmethod
     def of(cls, pool, scaling: dict[int, float], first_head: int = 0) -> "KVBuffers":
@@ -38,7 +44,7 @@ class KVBuffers:
         )
 
     def of_layers(self, layers: slice) -> "KVBuffers":
-        """Those of some layers, by their places."""
+        """Those of some layers, by their places; without codes."""
         return KVBuffers(self.layer_ids[layers], self.scaling[layers], self.keys[layers], self.values[layers], self.first_head)
 
     @property
@@ -70,6 +76,10 @@ class KVBuffers:
     def layer_table(self) -> torch.Tensor:
         """int32 [layers], :attr:`layer_ids`."""
         return torch.tensor(self.layer_ids, dtype=torch.int32, device=self.keys[0].device)
+
+    def scored(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
+        """Keys by which tokens are chosen, of a layer in ``slots``, int64 [tokens]: [tokens, kv_heads, head_dim]; float32 of codes."""
+        return self.keys[layer].index_select(0, slots) if self.codes is None else self.codes.held.read(layer, slots)
 
     def copy_kept(self, kept: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Slot ``targets[j]`` gets, for each layer and head, that head's ``j``-th kept token.

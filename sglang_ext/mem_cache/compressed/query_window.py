@@ -17,8 +17,10 @@ import torch
 from sglang_ext.device import to_device
 from sglang_ext.mem_cache.compressed.chosen_elsewhere import LayerWatch
 
-# SGLang calls the hooks below without saying for whom: whose queries are wanted while a forward runs, and how many a prefix hit leaves.
+# SGLang calls the hooks below without saying for whom: whose queries are wanted while a forward runs, who is told which keys it wrote, and
+# how many queries a prefix hit leaves.
 _active: "QueryWindows | None" = None
+_told: "Callable[[int, torch.Tensor], None] | None" = None
 prefix_reserve = 0
 
 
@@ -33,14 +35,24 @@ def recording_to(recorder: "QueryWindows") -> Iterator[None]:
         _active = None
 
 
-def record_queries(original: Callable, backend, q, k, v, layer, *args, **kwargs) -> torch.Tensor:
-    """Hook around ``AttentionBackend.forward``: hand the queries to whoever records them.
+def tell_written(told: "Callable[[int, torch.Tensor], None] | None") -> None:
+    """Let ``told`` know of each layer of all forwards, graphs that are captured among them, and of the slots, int64 [tokens], to which its
+    keys were written; None for nobody."""
+    global _told
+    _told = told
+
+
+def record_queries(original: Callable, backend, q, k, v, layer, forward_batch, *args, **kwargs) -> torch.Tensor:
+    """Hook around ``AttentionBackend.forward``: hand the queries to whoever records them, and tell what was written.
 
     SGLang's graphs of prefills leave out the attention backend, so that this is called between their pieces.
     """
     if _active is not None:
         _active.record(layer.layer_id, q.view(-1, layer.tp_q_head_num, layer.qk_head_dim))
-    return original(backend, q, k, v, layer, *args, **kwargs)
+    found = original(backend, q, k, v, layer, forward_batch, *args, **kwargs)
+    if _told is not None and not forward_batch.forward_mode.is_idle():
+        _told(layer.layer_id, forward_batch.out_cache_loc)
+    return found
 
 
 def reserve_queries(count: int) -> None:

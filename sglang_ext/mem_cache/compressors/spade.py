@@ -74,8 +74,8 @@ class Spade(Compressor):
             return super().scores_all(context)
         queries = context.queries.transpose(1, 2)[None]
         predicted = self.predictor.predict(queries, context.query_positions[None], context.rotary)
-        layers = zip(predicted.unbind(1), context.buffers.keys, context.buffers.scaling)
-        found = [attention(query, keys.index_select(0, context.slots), scaling) for query, keys, scaling in layers]
+        layers = enumerate(zip(predicted.unbind(1), context.buffers.scaling))
+        found = [attention(query, context.buffers.scored(at, context.slots), scaling) for at, (query, scaling) in layers]
         return mark_always(torch.stack(found), self.sinks, self.recent)
 
     def scores(self, layer: LayerKV) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 
@@ -106,36 +105,65 @@ class ExactKeys(HeldKeys):
 
 
 class CodedKeys(HeldKeys):
-    """As asymmetric integers by token, head and group of channels (compressors/plain_int.py)."""
+    """As asymmetric integers by token, head and group of channels (compressors/plain_int.py), as layers/kernels/coded_keys/ has them.
 
-    def __init__(self, sizes: KeySizes, tokens: int):
-        self._sizes = sizes
+    A token's codes of a head lie group after group: of 8 bits a byte each, of 4 bits a byte for the channel at its place in the first half
+    of the group, in the lowest bits, and that in the second half.
+
+    Args:
+        sizes: of keys.
+        tokens: how many.
+        device: where they lie; on a GPU all memory is taken at once.
+
+    Attributes:
+        sizes: of keys.
+        codes: int8 [layers, tokens, kv_heads, bytes]; of 8 bits they count from -128.
+        words: int32 [layers, tokens, kv_heads, groups], in their lower half a group's scale, in the other its zero point, both float16.
+    """
+
+    def __init__(self, sizes: KeySizes, tokens: int, device: torch.device = torch.device("cpu")):
+        self.sizes = sizes
         of_all = sizes.layers, tokens, sizes.kv_heads
-        self._codes = torch.empty(*of_all, sizes.dim * sizes.bits // 8, dtype=torch.uint8)
-        self._scale, self._zero = (torch.empty(*of_all, sizes.dim // sizes.group, dtype=PARAMETER) for _ in "sz")
-
-    @cached_property
-    def _grid(self) -> Grid:
-        return Grid(1, self._sizes.group)
+        self.codes = torch.empty(*of_all, sizes.dim * sizes.bits // 8, dtype=torch.int8, device=device)
+        self.words = torch.empty(*of_all, sizes.dim // sizes.group, dtype=torch.int32, device=device)
 
     def write(self, start: int, keys: torch.Tensor) -> None:
         """As :meth:`HeldKeys.write`."""
         places = slice(start, start + keys.shape[1])
-        # Of a quantizer heads, blocks and tokens; all are alike here.
-        found = PlainInt(bits=self._sizes.bits).quantize(keys.float(), self._grid)
-        self._codes[:, places] = pack_codes(found.codes, self._sizes.bits)
-        self._scale[:, places], self._zero[:, places] = found.scale, found.zero
+        self.codes[:, places], self.words[:, places] = self._coded(keys)
+
+    def put(self, layer: int, places: torch.Tensor, keys: torch.Tensor) -> None:
+        """Hold keys of a layer, [tokens, kv_heads, dim], in places, int64 [tokens]."""
+        codes, words = self._coded(keys[None])
+        self.codes[layer].index_copy_(0, places, codes[0])
+        self.words[layer].index_copy_(0, places, words[0])
 
     def read(self, layer: int, places: torch.Tensor) -> torch.Tensor:
         """As :meth:`HeldKeys.read`; float32."""
-        codes, scale, zero = (part[layer].index_select(0, places) for part in (self._codes, self._scale, self._zero))
-        block = Quantized(unpack_codes(codes, self._sizes.bits)[None], scale[None].float(), zero[None].float())
-        return whole(block, self._grid, None)[0]
+        bits, group = self.sizes.bits, self.sizes.group
+        bytes_, words = (part[layer].index_select(0, places) for part in (self.codes, self.words))
+        packed = (bytes_.view(torch.uint8) ^ _first(bits)).unflatten(-1, (-1, group * bits // 8))
+        scale, zero = words.view(PARAMETER).float().unflatten(-1, (-1, 2)).unbind(-1)
+        return whole(Quantized(unpack_codes(packed, bits).flatten(-2)[None], scale[None], zero[None]), Grid(1, group), None)[0]
+
+    def _coded(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of keys, [layers, tokens, kv_heads, dim], what :attr:`codes` and :attr:`words` hold."""
+        bits, group = self.sizes.bits, self.sizes.group
+        # Of a quantizer heads, blocks and tokens; all are alike here.
+        found = PlainInt(bits=bits).quantize(keys.float(), Grid(1, group))
+        packed = pack_codes(found.codes.unflatten(-1, (-1, group)), bits).flatten(-2) ^ _first(bits)
+        words = torch.stack([found.scale, found.zero], -1).to(PARAMETER).view(torch.int32)
+        return packed.view(torch.int8), words.squeeze(-1)
 
     @property
     def nbytes(self) -> int:
         """As :attr:`HeldKeys.nbytes`."""
-        return self._codes.nbytes + self._scale.nbytes + self._zero.nbytes
+        return self.codes.nbytes + self.words.nbytes
+
+
+def _first(bits: int) -> int:
+    """Bits in which a byte of codes differs from the one that is held."""
+    return 128 if bits == 8 else 0
 
 
 def held_keys(sizes: KeySizes, tokens: int, device: torch.device = torch.device("cpu")) -> HeldKeys:

@@ -56,14 +56,15 @@ class GpuChoice:
         """
         from sglang_ext.layers.kernels.choose_tokens import choose_tokens
 
-        keys, found = self.buffers.keys, []
+        keys, found, codes = self.buffers.keys, [], self.buffers.codes
+        coded = None if codes is None else codes.of_kernels
         _, kv_heads, dim = keys[0].shape
         each = pair_bytes(max(contexts.lengths), self.query_heads, kv_heads, dim, keys[0].itemsize, self.predictor)
         pairs = max(1, self.scratch // each)
         for layers, requests in shares(len(keys), len(contexts.lengths), pairs):
             queries = self.predictor.predict(read(requests, layers), positions[requests], self.rotary, ahead)
             tables = self.buffers.key_table, keys[0], self.buffers.scaling_table
-            found.append((layers, requests, choose_tokens(queries, *tables, contexts, layers, requests, most)))
+            found.append((layers, requests, choose_tokens(queries, *tables, contexts, layers, requests, most, coded)))
         if contexts.targets is not None:
             return None
         chosen = found[0][2].new_empty(len(keys), len(contexts.lengths), keys[0].shape[1], most)

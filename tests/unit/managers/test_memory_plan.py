@@ -39,7 +39,7 @@ def planner(model=LLAMA, methods=("snapkv",), backend="flashinfer", on_gpu=True,
             "kv_head_budgets": "equal", "kv_prefill": "exact", "disable_radix_cache": False, "page_size": 1, "max_total_tokens": None,
             "enable_deterministic_inference": False, "mem_fraction_static": 0.9, "speculative_algorithm": "KV_VERIFIED",
             "speculative_num_draft_tokens": draft, "max_speculative_num_draft_tokens": draft,
-            "speculative_num_steps": draft - 1, "speculative_eagle_topk": 1,
+            "kv_cache_ranks": 0, "kv_score_bits": 16, "speculative_num_steps": draft - 1, "speculative_eagle_topk": 1,
             "cuda_graph_config": SimpleNamespace(decode=SimpleNamespace(bs=SIZES, backend=Backend.FULL)),
         } | flags,
     )  # fmt: skip

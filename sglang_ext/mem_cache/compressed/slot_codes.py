@@ -1,0 +1,66 @@
+"""Keys of all slots of the KV pool in 8 or 4 bits, for scoring alone (``--kv-score-bits``).
+
+A slot's codes are those of the key that is in it. Each forward codes the keys that it wrote, in all layers at once, when its last layer
+has attended: in the same CUDA graph, on the stream of the model, to the same slots, whatever request computes them. So a prefix hit finds
+them, slots that are used again are coded again, a draft's exact key replaces the codes of the draft's, and nobody has to remember how far
+a request's keys are coded. A choice on a second stream waits for the forward before it, and reads slots of tokens that no forward
+writes. One launch a step, and a share of the keys' bytes where a prompt is computed. Keys that come to slots otherwise, from host memory or
+from another server, would have no codes: those options are refused (config/selection_options.py).
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang_ext.mem_cache.selection.held_keys import CodedKeys, KeySizes
+
+if TYPE_CHECKING:
+    from sglang_ext.layers.kernels.coded_keys.coded_logits import KeyCodes
+
+
+class SlotCodes:
+    """Codes of all slots.
+
+    Args:
+        keys: of all attention layers of the pool, [slots, kv_heads, head_dim] each.
+        layer_ids: index of each layer in the model.
+        bits: 8 or 4.
+
+    Attributes:
+        held: what the codes mean, and where they lie; a place is a slot.
+    """
+
+    def __init__(self, keys: Sequence[torch.Tensor], layer_ids: Sequence[int], bits: int):
+        slots, heads, dim = keys[0].shape
+        self.held = CodedKeys(KeySizes(len(keys), heads, dim, keys[0].dtype, bits), slots, keys[0].device)
+        self._keys = tuple(keys)
+        # Layers attend in the order of their indices.
+        self._last = max(layer_ids)
+        self._table = torch.tensor([each.data_ptr() for each in keys], device=keys[0].device)
+        # Compiled before a request waits for it; slot 0 is nobody's.
+        self.write(torch.zeros(1, dtype=torch.int64, device=keys[0].device))
+
+    @property
+    def of_kernels(self) -> "KeyCodes":
+        """As kernels that choose take them."""
+        from sglang_ext.layers.kernels.coded_keys.coded_logits import KeyCodes
+
+        return KeyCodes(self.held.codes, self.held.words, self.held.sizes.group)
+
+    def written(self, layer_id: int, slots: torch.Tensor) -> None:
+        """A layer's keys were written to ``slots``, int64 [tokens], as those of the layers before it in the same forward were."""
+        if layer_id == self._last:
+            self.write(slots)
+
+    def write(self, slots: torch.Tensor) -> None:
+        """Code the keys in ``slots``, int64 [tokens], of all layers."""
+        if not len(slots):
+            return
+        if slots.is_cuda:
+            from sglang_ext.layers.kernels.coded_keys.code_keys import code_keys
+
+            code_keys(self._table, self._keys[0], slots, self.held.codes, self.held.words, self.held.sizes.group)
+            return
+        for layer, keys in enumerate(self._keys):
+            self.held.put(layer, slots, keys.index_select(0, slots))
