@@ -27,6 +27,22 @@ def test_verified_answers_are_stocks_with_pages_chunks_and_retractions(launch, p
     assert server.metric(CHOICES) > 4 * sum(each["kv_verifies"] for each in told)
 
 
+@pytest.mark.parametrize("bits", ["8", "4"])
+def test_verified_answers_are_stocks_where_tokens_are_chosen_by_keys_of_few_bits(launch, prompts, expected, bits):
+    server = launch(
+        "--kv-mode", "verified", *SPADE, "--kv-budget", "0.25", "--kv-draft-length", "8", "--kv-score-bits", bits,
+        "--max-total-tokens", "6000", "--chunked-prefill-size", "256",
+    )  # fmt: skip
+    found = server.ask_all(prompts[1:4], 3, **greedy(EXPECTED_TOKENS))
+    assert [r["output_ids"] for r in found] == expected[1:4]
+    told = [r["meta_info"] for r in found]
+    assert sum(each["kv_accepted"] for each in told) > 0.3 * sum(each["kv_drafts"] for each in told) > 0
+    # Of 30 layers and 3 heads 64 numbers, with 4 bytes of scales for 32 of them; the pool has a page more, which is nobody's.
+    token = 30 * 3 * (64 * int(bits) // 8 + 8)
+    assert server.metric("sglang_ext:key_code_bytes") == 6001 * token
+    assert f"keys in few bits {6001 * token / 1e9:.2f} GB" in server.log.read_text(errors="replace")
+
+
 @pytest.mark.parametrize(("method", "least"), [("true-query", 0.7), ("quest", 0.2)])
 def test_verified_answers_are_stocks_where_each_layer_chooses_by_the_steps_own_query(launch, prompts, expected, method, least):
     server = launch("--kv-mode", "verified", "--kv-compressor", method, "--kv-select", "0.25", "--kv-draft-length", "8", "--enable-metrics")

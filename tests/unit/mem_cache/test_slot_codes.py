@@ -1,0 +1,107 @@
+"""Codes beside the pool: they are those of the keys that are in their slots, and what is chosen by them is what they say."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_slot_pointers import guided_views, led_to
+from test_views import HEADS, LAYERS
+
+from sglang_ext.core import RequestState
+from sglang_ext.mem_cache.compressed.due_copies import ensure_copy
+from sglang_ext.mem_cache.compressed.query_window import record_queries, tell_written
+from sglang_ext.mem_cache.compressed.slot_codes import SlotCodes
+from sglang_ext.mem_cache.compressors import best
+from sglang_ext.mem_cache.compressors.spade import Spade, attention
+from sglang_ext.mem_cache.selection.held_keys import KeySizes, held_keys
+from sglang_ext.mem_cache.selection.top_tokens import mark_always
+
+BITS = pytest.mark.parametrize("bits", [8, 4])
+
+
+def pool(layers=3, slots=40, heads=2, dim=64, seed=0):
+    """Keys of layers."""
+    noise = torch.Generator().manual_seed(seed)
+    return [torch.randn(slots, heads, dim, generator=noise) for _ in range(layers)]
+
+
+def as_held(keys, bits):
+    """What cache ranks would hold of the keys of all slots."""
+    held = held_keys(KeySizes(len(keys), *keys[0].shape[1:], keys[0].dtype, bits), len(keys[0]))
+    held.write(0, torch.stack(tuple(keys)))
+    return held
+
+
+def forward(slots, layer_ids, idle=False):
+    """What a forward that writes to these slots calls of each layer's attention; the layers whose original was called."""
+    mode, called = SimpleNamespace(is_idle=lambda: idle), []
+    batch = SimpleNamespace(forward_mode=mode, out_cache_loc=None if idle else torch.tensor(slots, dtype=torch.int64))
+    for layer_id in layer_ids:
+        layer = SimpleNamespace(layer_id=layer_id, tp_q_head_num=1, qk_head_dim=1)
+        record_queries(lambda *args, **kwargs: called.append(layer_id), None, torch.zeros(1, 1), None, None, layer, batch, True)
+    return called
+
+
+@BITS
+def test_a_forward_codes_what_it_wrote_in_all_layers_once_the_last_has_attended(bits):
+    keys = pool()
+    codes, every = SlotCodes(keys, (4, 5, 7), bits), torch.arange(40)
+    before = [part.clone() for part in (codes.held.codes, codes.held.words)]
+    tell_written(codes.written)
+    try:
+        assert forward([3, 9, 21], (4, 5)) == [4, 5]
+        assert all(map(torch.equal, before, (codes.held.codes, codes.held.words))), "the last layer writes yet"
+        forward([3, 9, 21], (7,))
+        forward([], (4, 5, 7), idle=True)
+        forward([], (4, 5, 7))
+        wrote = torch.tensor([3, 9, 21])
+        for layer in range(3):
+            assert torch.equal(codes.held.read(layer, wrote), as_held(keys, bits).read(layer, wrote))
+        others = torch.ones(40, dtype=torch.bool).index_fill(0, wrote, False)
+        assert torch.equal(codes.held.codes[:, others], before[0][:, others])
+        # Another request's token takes a slot, a draft's exact key that of the draft.
+        for layer, changed in enumerate(pool(seed=1)):
+            keys[layer][9:12] = changed[9:12]
+        forward([11, 9, 10], (4, 5, 7))
+        assert torch.equal(codes.held.read(1, every[[3, 9, 10, 11]]), as_held(keys, bits).read(1, every[[3, 9, 10, 11]]))
+    finally:
+        tell_written(None)
+    keys[0][21] = 7.0
+    forward([21], (4, 5, 7))
+    assert not torch.equal(codes.held.read(0, wrote), as_held(keys, bits).read(0, wrote)), "nobody is told any more"
+
+
+@BITS
+def test_copies_lead_to_what_is_chosen_by_the_codes_of_a_rank_when_made_and_between_steps(bits):
+    views, keep = guided_views(Spade())
+    views.buffers = replace(views.buffers, codes=SlotCodes(views.buffers.keys, range(LAYERS), bits))
+    views.buffers.codes.write(torch.arange(len(views.buffers.keys[0])))
+    held, method = as_held(views.buffers.keys, bits), views.methods[0]
+    for keys in views.buffers.keys:
+        # Not read any more.
+        keys.copy_(keys.flip(0))
+
+    def expected(end, by):
+        view = views.get(1)
+        slots, (queries, positions) = views.token_table[1, : view.covered].long(), views.queries.get(1, end, 1)
+        predicted = method.compressor.predictor.predict(queries.transpose(1, 2)[None], positions[None], views.rotary)
+        scores = [attention(predicted[:, i], by(i, slots), views.buffers.scaling[i]) for i in range(LAYERS)]
+        return [slots[each].tolist() for each in best(mark_always(torch.stack(scores), *method.compressor.always(None)), view.own_tokens)]
+
+    keep(range(149, 150), 1)
+    assert ensure_copy(views, SimpleNamespace(last_node=None), RequestState(rid="r", row=1, seed=0), 150, 0) == 0
+    assert led_to(views) == expected(150, held.read)
+    keep(range(150, 151), 2)
+    views.choose_anew(1, 151)
+    assert led_to(views) == expected(151, held.read)
+    assert led_to(views) != expected(151, lambda layer, slots: views.buffers.keys[layer][slots])
+    assert len(led_to(views)[0]) == HEADS
+
+
+def test_layers_are_read_as_they_are_without_codes():
+    views, _ = guided_views(Spade())
+    slots = torch.tensor([5, 2])
+    assert torch.equal(views.buffers.scored(1, slots), views.buffers.keys[1][slots])
+    views.buffers = replace(views.buffers, codes=SlotCodes(views.buffers.keys, range(LAYERS), 8))
+    assert views.buffers.of_layers(slice(0, 1)).codes is None
