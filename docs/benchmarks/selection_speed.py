@@ -2,15 +2,17 @@
 
     python docs/benchmarks/selection_speed.py [--scratch-mb 64 256 1024] [--every 1 2 4] [--select-by current regressed]
 
-Qwen3-8B shapes, slots scattered one by one; an H200 holds the defaults, an H100 --batch 8. A step multiplies by matrices of the model's
-shapes, whose time is told beside that of their bytes, and attends through pointers; with full KV it attends by FlashInfer's kernel.
+Qwen3-8B shapes, slots scattered one by one; an H200 holds the defaults, an H100 --batch 8. Choices alone are told by keys as they are,
+and of 8 and 4 bits (--kv-score-bits), each against its own bytes, with what it takes to code the keys of a step, and of a chunk of a
+prompt. A step multiplies by matrices of the model's shapes, whose time is told beside that of their bytes, and attends through pointers; with full KV it attends by FlashInfer's kernel.
 Beside a step, the choice is on a second stream, as --kv-compressor spade makes it: of a share of the requests in each step, so that each
 has one every so many. Quest scores pages of 16 tokens, scattered, by the largest and smallest number of each channel, an eighth of the
 bytes (quest_kernels.py); in its step each layer chooses before it attends, as its query has to be there.
 """
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from statistics import median
 from time import perf_counter
 
@@ -26,12 +28,16 @@ from sglang_ext.layers.kernels.pointer_decode import pointer_decode
 from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows, Pointers, as_pointers
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.rotary import Rotary
+from sglang_ext.mem_cache.compressed.slot_codes import SlotCodes
+from sglang_ext.mem_cache.selection.held_keys import EXACT, SCORE_BITS, KeySizes
 from sglang_ext.mem_cache.selection.on_gpu import GpuChoice
 from sglang_ext.mem_cache.selection.predictors import query_predictor
 
 LIKE = {"dtype": torch.bfloat16, "device": "cuda"}
 # Of a layer of Qwen3-8B: queries, keys and values; what joins heads; both that widen, and the one that narrows.
 MATRICES = ((4096, 6144), (4096, 4096), (4096, 24576), (12288, 4096))
+# Tokens of a chunk of a prompt.
+PROMPT = 8192
 # Tokens of a page of Quest; steps of a measurement beside choices; parts of a row that are attended to at the same time.
 PAGE, STEPS, SPLITS = 16, 32, (12, 4)
 
@@ -82,11 +88,21 @@ class World:
         numbers = torch.tensor([[row, options.tokens, options.keep, i * self.held] for i, row in enumerate(some)], device="cuda")
         return Contexts(self.table, numbers, (options.tokens,) * len(some), (4, 32), self.spare[requests].flatten())
 
-    def choosing(self, select_by: str, scratch: int, requests: slice = slice(None)) -> tuple[Callable[[], None], Sequence[torch.Tensor]]:
-        """A choice in all layers, for some requests, and what it reads that is its own."""
+    def in_bits(self, bits: int) -> KVBuffers:
+        """The pool, with codes of so many bits beside it."""
+        if bits == EXACT:
+            return self.buffers
+        codes = SlotCodes(self.buffers.keys, self.buffers.layer_ids, bits)
+        codes.write(torch.arange(len(self.buffers.keys[0]), device="cuda"))
+        return replace(self.buffers, codes=codes)
+
+    def choosing(
+        self, select_by: str, scratch: int, requests: slice = slice(None), buffers: KVBuffers | None = None
+    ) -> tuple[Callable[[], None], Sequence[torch.Tensor]]:
+        """A choice in all layers, for some requests, by the pool or what lies beside it, and what it reads that is its own."""
         predictor, options = query_predictor(select_by), self.options
         rotary = Rotary(1e6 ** -(torch.arange(options.dim // 2, device="cuda") / (options.dim // 2)))
-        choice = GpuChoice(predictor, self.buffers, options.kv_heads * options.group, rotary, scratch)
+        choice = GpuChoice(predictor, buffers or self.buffers, options.kv_heads * options.group, rotary, scratch)
         asked, positions, queries = self.asked(requests), self.positions[requests], self.queries[requests]
         # As windows are read: what a predictor does not look at is not touched.
         window = slice(17 - predictor.window, 17)
@@ -179,6 +195,27 @@ def beside(world: World, select_by: str, scratch: int, every: int) -> float:
     return launched(steps)[0] / STEPS
 
 
+def coding(world: World, buffers: KVBuffers) -> str:
+    """How long keys take that are coded."""
+    slots = torch.randperm(len(buffers.keys[0]), device="cuda")
+    step, prompt = (1e3 * seconds(lambda: buffers.codes.write(some)) for some in (slots[: world.options.batch], slots[:PROMPT]))
+    return f"coding in {buffers.codes.held.sizes.bits} bits: {step:.3f} ms a step, {prompt:.2f} ms for {PROMPT} tokens of prompts"
+
+
+def alone(world: World, bandwidth: float, bits: int) -> Iterator[str]:
+    """By keys of so many bits, what choices take that nothing runs beside, for each predictor and scratch, and coding."""
+    options, buffers = world.options, world.in_bits(bits)
+    sizes = KeySizes(options.layers, options.kv_heads, options.dim, torch.bfloat16, bits)
+    limit = sizes.token_bytes * options.batch * options.tokens / bandwidth
+    if buffers.codes is not None:
+        yield coding(world, buffers)
+    for select_by in options.select_by:
+        for scratch in options.scratch_mb:
+            took, on_host = launched(world.choosing(select_by, scratch << 20, buffers=buffers)[0])
+            told = f"{1e3 * took:.2f} ms, {took / limit:.2f} of the limit, {1e3 * limit:.2f} ms; host {1e3 * on_host:.2f} ms"
+            yield f"{bits} bits, {select_by}, scratch {scratch} MB: {told}"
+
+
 def main() -> None:
     """Choices alone, then beside steps, then Quest."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -193,11 +230,9 @@ def main() -> None:
     limit = options.layers * options.batch * options.tokens * options.kv_heads * options.dim * 2 / bandwidth
     print(f"bandwidth {bandwidth / 1e12:.2f} TB/s; keys {1e3 * limit:.2f} ms, Quest's {1e3 * limit * 2 / PAGE:.2f} ms", flush=True)
     world = World(options)
-    for select_by in options.select_by:
-        for scratch in options.scratch_mb:
-            took, on_host = launched(world.choosing(select_by, scratch << 20)[0])
-            told = f"{1e3 * took:.2f} ms, {took / limit:.2f} of the limit; host {1e3 * on_host:.2f} ms"
-            print(f"{select_by}, scratch {scratch} MB: {told}", flush=True)
+    for bits in SCORE_BITS:
+        for line in alone(world, bandwidth, bits):
+            print(line, flush=True)
     took, size = seconds(world.all_weights), options.layers * 2 * sum(rows * columns for rows, columns in MATRICES)
     print(f"weights: {1e3 * took:.2f} ms, {took * bandwidth / size:.2f} of their bytes' limit", flush=True)
     full, sparse = seconds(world.full_step()), seconds(world.sparse_step)

@@ -95,11 +95,33 @@ def test_flags_of_cache_ranks_are_refused_with_what_is_allowed(monkeypatch):
         ({"kv_cache_ranks": 1, "kv_cache_rank_gb": -1}, "--kv-cache-rank-gb is -1; pass GB of memory for keys, above 0"),
         ({"kv_cache_ranks": 1, "kv_cache_rank_gpu": -1}, "--kv-cache-rank-gpu is -1; pass the number of the GPU .*, from 0, for example 1"),
         ({"kv_cache_ranks": 1, "kv_score_bits": 2}, "--kv-score-bits is 2; .* or in 8 or 4 bits: pass one of 16, 8, 4"),
+        ({"kv_score_bits": 8, "kv_host_gb": 4}, "--kv-score-bits is 8 with --kv-host-gb 4; .* no codes, .*: pass --kv-host-gb 0, or .* 16"),
+        ({"kv_score_bits": 4, "disaggregation_mode": "decode"}, "is 4 with --disaggregation-mode decode; .*: pass --kv-cache-ranks 1, or"),
         ({"kv_cache_ranks": 1, "tp_size": 2}, "--kv-cache-ranks is 1 with --tp-size 2; .*: pass --tp-size 1, or --kv-cache-ranks 0"),
     ):
         with pytest.raises(OptionError, match=told):
             flag_checks.check_flags(spade(**given))
     flag_checks.check_flags(spade(kv_cache_ranks=2, kv_pack_layers="auto"))
+
+
+@pytest.mark.parametrize("mode", ["lossy", "verified"])
+def test_codes_lie_beside_the_pool_where_tokens_are_chosen_by_few_bits_and_not_by_ranks(mode, caplog):
+    for given, bits in (
+        ({}, 0), ({"kv_score_bits": 8}, 8), ({"kv_score_bits": 4}, 4), ({"kv_score_bits": 8, "kv_cache_ranks": 1}, 0),
+        ({"kv_score_bits": 8, "kv_cache_ranks": 1, "kv_host_gb": 4}, 0),
+    ):  # fmt: skip
+        args = spade(kv_mode=mode, **given)
+        flag_checks.check_flags(args)
+        check_combinations(args)
+        assert selection_options.coded_slots(args) == bits and "--kv-score-bits" not in caplog.text, given
+    args = spade(kv_mode=mode, kv_score_bits=8, disaggregation_mode="prefill")
+    flag_checks.check_flags(args)
+    assert selection_options.coded_slots(args) == 0
+    assert "which takes no steps, and so --kv-score-bits does nothing: pass that to the decode server" in caplog.text
+    args = arguments(kv_compressor="verify-guided", kv_score_bits=8)
+    flag_checks.check_flags(args)
+    assert selection_options.coded_slots(args) == 0
+    assert "--kv-compressor is verify-guided, with which --kv-score-bits does nothing: pass --kv-compressor spade" in caplog.text
 
 
 def test_packs_of_more_layers_than_there_are_and_too_little_memory_for_a_request_are_refused():

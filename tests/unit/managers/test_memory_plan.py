@@ -14,6 +14,7 @@ from sglang_ext.managers.memory_plan import GRAIN, HeldMemory, MemoryPlan, Memor
 from sglang_ext.managers.served_methods import ServedMethods
 from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells
 from sglang_ext.mem_cache.compressed.query_window import QueryWindows
+from sglang_ext.mem_cache.compressed.slot_codes import SlotCodes
 from sglang_ext.mem_cache.compressed.slot_scores import SlotScores
 from sglang_ext.mem_cache.compressors.catalogue import method
 from sglang_ext.mem_cache.compressors.spade import Spade
@@ -182,8 +183,21 @@ def runner(available):
     )
 
 
-def held(available, limit=None):
-    return HeldMemory(planner(TINY, on_gpu=False, max_total_tokens=limit), runner(available))
+def held(available, limit=None, **more):
+    return HeldMemory(planner(TINY, on_gpu=False, max_total_tokens=limit, **more), runner(available))
+
+
+@pytest.mark.parametrize(("bits", "share"), [(8, 9 / 32), (4, 5 / 32)])
+def test_keys_in_few_bits_are_counted_and_the_pool_is_as_much_smaller_but_no_more(bits, share):
+    spade = {"methods": ("spade",), "kv_score_bits": bits}
+    assert plan(**spade).key_codes == pytest.approx(800_001 * LLAMA.slot_bytes * share) and "keys in few bits" in str(plan(**spade))
+    assert plan(**spade | {"kv_cache_ranks": 1}).key_codes == plan(methods=("snapkv",), kv_score_bits=bits).key_codes == 0
+    keys = [torch.zeros(1001, TINY.kv_heads, TINY.head_dim)] * TINY.layers
+    assert SlotCodes(keys, (0, 1), bits).held.nbytes == plan(8, 1000, model=TINY, on_gpu=False, **spade).key_codes
+    room = 64 * MIB
+    memory = held(room, **spade)
+    tokens = (room - memory.held_bytes) // TINY.slot_bytes
+    assert memory.release(8, tokens).key_codes + tokens * TINY.slot_bytes > 0.95 * room, "not the codes of a pool without any beside it"
 
 
 def test_while_the_pool_is_sized_as_many_bytes_are_held_as_will_be_taken(caplog):
