@@ -4,7 +4,8 @@
 
 Qwen3-8B shapes, slots scattered one by one; an H200 holds the defaults, an H100 --batch 8. Choices alone are told by keys as they are,
 and of 8 and 4 bits (--kv-score-bits), each against its own bytes, with what it takes to code the keys of a step, and of a chunk of a
-prompt. A step multiplies by matrices of the model's shapes, whose time is told beside that of their bytes, and attends through pointers; with full KV it attends by FlashInfer's kernel.
+prompt. A step multiplies by matrices of the model's shapes, whose time is told beside that of their bytes, and attends through pointers;
+with full KV it attends by FlashInfer's kernel.
 Beside a step, the choice is on a second stream, as --kv-compressor spade makes it: of a share of the requests in each step, so that each
 has one every so many. Quest scores pages of 16 tokens, scattered, by the largest and smallest number of each channel, an eighth of the
 bytes (quest_kernels.py); in its step each layer chooses before it attends, as its query has to be there.

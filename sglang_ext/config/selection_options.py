@@ -131,15 +131,12 @@ def _check_ranks(args: "KVServerArgs") -> None:
 
 
 def _check_coded_slots(args: "KVServerArgs") -> None:
-    """Refuse keys that would come to the pool otherwise than by forwards, which code them."""
-    bits, whence = coded_slots(args), None
-    if bits and args.kv_host_gb:
-        whence, remedy = f"--kv-host-gb {args.kv_host_gb:g}; keys that come back from host memory", "--kv-host-gb 0"
-    elif bits and args.disaggregation_mode == "decode":
-        whence, remedy = "--disaggregation-mode decode; keys that come from another server", "--kv-cache-ranks 1"
-    if whence is not None:
+    """Refuse keys that would come from elsewhere than forwards or host memory, and not be coded."""
+    bits = coded_slots(args)
+    if bits and args.disaggregation_mode == "decode":
         raise OptionError(
-            f"--kv-score-bits is {bits} with {whence} would have no codes, which forwards make: pass {remedy}, or --kv-score-bits {EXACT}"
+            f"--kv-score-bits is {bits} with --disaggregation-mode decode; keys that come from another server would have no codes, which "
+            f"forwards make: pass --kv-score-bits {EXACT}, or --kv-cache-ranks 1, which codes them"
         )
 
 

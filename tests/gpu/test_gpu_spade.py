@@ -184,6 +184,25 @@ def test_who_reads_all_tokens_answers_as_full_kv_does_beside_who_reads_few(launc
 
 
 @pytest.mark.server
+@pytest.mark.parametrize("bits", ["8", "4"])
+def test_steps_choose_by_codes_that_forwards_make(launch, prompts, bits):
+    texts, asked = [prompt[: len(prompt) - cut] for prompt in prompts for cut in (0, 9, 18, 27)], {"return_logprob": True, **greedy(24)}
+    stock = launch(*QUICK, "--attention-backend", "flashinfer")
+    expected, again = (stock.ask_all(texts, workers, **asked) for workers in (1, 4))
+    noise = apart(again, expected) + 0.01
+    flags = *QUICK, *TELLING, *LOSSY, "--kv-select", "64"
+    exact = launch(*flags, env=REPLAYS | server_environment(None)).ask_all(texts, 4, **asked)
+    server = launch(*flags, "--kv-score-bits", bits, env=REPLAYS | server_environment(None))
+    assert "keys in few bits" in server.log.read_text(errors="replace") and server.metric("sglang_ext:key_code_bytes") > 0
+    # From an empty prefix cache, then by its hits, whose codes others made, beside slots that are used again.
+    for cold in (True, False):
+        found = server.ask_all(texts, 4, cold=cold, **asked)
+        assert {(r["meta_info"]["kv_fallback"], r["meta_info"]["kv_compressor"]) for r in found} == {(None, "spade")}
+        # Nearer to what is chosen by the keys themselves than that is to all tokens: codes of others would choose anything.
+        assert apart(found, exact) < max(0.75 * apart(exact, expected), 2 * noise)
+
+
+@pytest.mark.server
 def test_verified_answers_in_deterministic_mode_are_stocks_token_by_token(launch, prompts):
     expected = [r["output_ids"] for r in launch(*EXACT).ask_all(prompts, 1, **greedy(64))]
     server = launch(*EXACT, *VERIFIED, "--kv-compressor", "spade", "--enable-metrics", env=server_environment(None))

@@ -4,8 +4,8 @@ A slot's codes are those of the key that is in it. Each forward codes the keys t
 has attended: in the same CUDA graph, on the stream of the model, to the same slots, whatever request computes them. So a prefix hit finds
 them, slots that are used again are coded again, a draft's exact key replaces the codes of the draft's, and nobody has to remember how far
 a request's keys are coded. A choice on a second stream waits for the forward before it, and reads slots of tokens that no forward
-writes. One launch a step, and a share of the keys' bytes where a prompt is computed. Keys that come to slots otherwise, from host memory or
-from another server, would have no codes: those options are refused (config/selection_options.py).
+writes. One launch a step, and a share of the keys' bytes where a prompt is computed. Keys that come back from host memory are coded as the
+prefix tree takes them in; those that come from another server would have no codes, and are refused (config/selection_options.py).
 """
 
 from collections.abc import Sequence

@@ -109,7 +109,7 @@ class Reloads:
         host: the copies.
         allocate: so many device slots, int64, for which the tree evicts what it has to; None when they are not to be had.
         faults: that a test asked for; None outside tests.
-        about_to_write: told of the slots, int64 [tokens], that a load is about to write.
+        about_to_write, arrived: told of the slots, int64 [tokens], that a load is about to write, and that the tree has from one.
 
     Attributes:
         link: how fast loads are.
@@ -123,9 +123,10 @@ class Reloads:
         allocate: Callable[[int], torch.Tensor | None],
         faults: Faults | None = None,
         about_to_write: Callable[[torch.Tensor], None] = lambda slots: None,
+        arrived: Callable[[torch.Tensor], None] = lambda slots: None,
     ) -> None:
         self.host, self._nodes, self._allocate = host, host.nodes, allocate
-        self.faults, self._about_to_write = faults, about_to_write
+        self.faults, self._about_to_write, self._arrived = faults, about_to_write, arrived
         self.link = LinkRate()
         self.loaded_bytes = self.restored_bytes = self.failed_pages = 0
 
@@ -229,9 +230,12 @@ class Reloads:
         outcome = self.host.arrivals.outcome(load)
         self.link.add(outcome.size, outcome.seconds, load.size)
         loading = self._nodes.loading
-        for node in [node for node in loading if node.load is load]:
+        there = [node for node in loading if node.load is load]
+        for node in there:
             node.load = None
             del loading[node]
+        if there:
+            self._arrived(torch.cat([node.value for node in there]))
         return lost
 
     def _lose(self, node: TieredNode, page: int) -> None:

@@ -85,6 +85,7 @@ class TieredRadixCache(RadixCache):
         ranks: Ranks = Ranks(),
         faults: Faults | None = None,
         about_to_write: Callable[[torch.Tensor], None] = lambda slots: None,
+        arrived: Callable[[torch.Tensor], None] = lambda slots: None,
         anchoring: Anchoring | None = None,
     ) -> None:
         """Keep full KV in ``tier``, too; the trees of all ``ranks`` do the same.
@@ -96,7 +97,7 @@ class TieredRadixCache(RadixCache):
             ValueError: its pages are not as long as the tree's.
         """
         self.host = HostCopies(self.nodes, tier, self.eviction_strategy.get_priority, ranks, anchoring)
-        self.reloads = Reloads(self.host, self._allocate, faults, about_to_write)
+        self.reloads = Reloads(self.host, self._allocate, faults, about_to_write, arrived)
 
     def serve(
         self,

@@ -95,8 +95,7 @@ def test_flags_of_cache_ranks_are_refused_with_what_is_allowed(monkeypatch):
         ({"kv_cache_ranks": 1, "kv_cache_rank_gb": -1}, "--kv-cache-rank-gb is -1; pass GB of memory for keys, above 0"),
         ({"kv_cache_ranks": 1, "kv_cache_rank_gpu": -1}, "--kv-cache-rank-gpu is -1; pass the number of the GPU .*, from 0, for example 1"),
         ({"kv_cache_ranks": 1, "kv_score_bits": 2}, "--kv-score-bits is 2; .* or in 8 or 4 bits: pass one of 16, 8, 4"),
-        ({"kv_score_bits": 8, "kv_host_gb": 4}, "--kv-score-bits is 8 with --kv-host-gb 4; .* no codes, .*: pass --kv-host-gb 0, or .* 16"),
-        ({"kv_score_bits": 4, "disaggregation_mode": "decode"}, "is 4 with --disaggregation-mode decode; .*: pass --kv-cache-ranks 1, or"),
+        ({"kv_score_bits": 4, "disaggregation_mode": "decode"}, "is 4 with --disaggregation-mode decode; .*: pass --kv-score-bits 16, or"),
         ({"kv_cache_ranks": 1, "tp_size": 2}, "--kv-cache-ranks is 1 with --tp-size 2; .*: pass --tp-size 1, or --kv-cache-ranks 0"),
     ):
         with pytest.raises(OptionError, match=told):
@@ -108,7 +107,7 @@ def test_flags_of_cache_ranks_are_refused_with_what_is_allowed(monkeypatch):
 def test_codes_lie_beside_the_pool_where_tokens_are_chosen_by_few_bits_and_not_by_ranks(mode, caplog):
     for given, bits in (
         ({}, 0), ({"kv_score_bits": 8}, 8), ({"kv_score_bits": 4}, 4), ({"kv_score_bits": 8, "kv_cache_ranks": 1}, 0),
-        ({"kv_score_bits": 8, "kv_cache_ranks": 1, "kv_host_gb": 4}, 0),
+        ({"kv_score_bits": 8, "kv_host_gb": 4}, 8),
     ):  # fmt: skip
         args = spade(kv_mode=mode, **given)
         flag_checks.check_flags(args)

@@ -483,14 +483,18 @@ def test_a_prompt_whose_answer_is_one_token_is_kept_where_answers_are_not():
     world.empty()
 
 
-def test_who_writes_beside_loads_is_told_of_their_slots_before():
+def test_who_writes_beside_loads_is_told_of_their_slots_before_and_once_they_are_there():
     world, told = World(), []
-    world.cache.use_host(world.tier, about_to_write=lambda slots: told.append((slots.tolist(), world.kv[slots, 0, 0].tolist())))
+    tells = lambda slots: told.append((slots.tolist(), world.kv[slots, 0, 0].tolist()))  # noqa: E731
+    world.cache.use_host(world.tier, about_to_write=tells, arrived=tells)
     done(world, A)
     node = world.node(A)
     assert world.offload(node) == len(A)
     world.kv.fill_(-1)
-    world.cache.reloads.finish(world.cache.reloads.load_back([node]))
-    assert told == [(node.value.tolist(), [-1] * len(A))]
+    load = world.cache.reloads.load_back([node])
+    load.synchronize()
+    assert len(told) == 1, "rows may not lead there yet"
+    world.cache.reloads.finish(load)
+    assert told == [(node.value.tolist(), [-1] * len(A)), (node.value.tolist(), kv_of(A).tolist())]
     world.check()
     world.empty()
