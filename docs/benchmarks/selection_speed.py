@@ -89,13 +89,11 @@ class World:
         numbers = torch.tensor([[row, options.tokens, options.keep, i * self.held] for i, row in enumerate(some)], device="cuda")
         return Contexts(self.table, numbers, (options.tokens,) * len(some), (4, 32), self.spare[requests].flatten())
 
-    def in_bits(self, bits: int) -> KVBuffers:
-        """The pool, with codes of so many bits beside it."""
-        if bits == EXACT:
-            return self.buffers
-        codes = SlotCodes(self.buffers.keys, self.buffers.layer_ids, bits)
-        codes.write(torch.arange(len(self.buffers.keys[0]), device="cuda"))
-        return replace(self.buffers, codes=codes)
+    def codes(self, bits: int) -> SlotCodes:
+        """Of all keys, in so many bits."""
+        made = SlotCodes(self.buffers.keys, self.buffers.layer_ids, bits)
+        made.write(torch.arange(len(self.buffers.keys[0]), device="cuda"))
+        return made
 
     def choosing(
         self, select_by: str, scratch: int, requests: slice = slice(None), buffers: KVBuffers | None = None
@@ -196,20 +194,22 @@ def beside(world: World, select_by: str, scratch: int, every: int) -> float:
     return launched(steps)[0] / STEPS
 
 
-def coding(world: World, buffers: KVBuffers) -> str:
+def coding(world: World, codes: SlotCodes) -> str:
     """How long keys take that are coded."""
-    slots = torch.randperm(len(buffers.keys[0]), device="cuda")
-    step, prompt = (1e3 * seconds(lambda: buffers.codes.write(some)) for some in (slots[: world.options.batch], slots[:PROMPT]))
-    return f"coding in {buffers.codes.held.sizes.bits} bits: {step:.3f} ms a step, {prompt:.2f} ms for {PROMPT} tokens of prompts"
+    slots = torch.randperm(len(world.buffers.keys[0]), device="cuda")
+    step, prompt = (1e3 * seconds(lambda: codes.write(some)) for some in (slots[: world.options.batch], slots[:PROMPT]))
+    return f"coding in {codes.held.sizes.bits} bits: {step:.3f} ms a step, {prompt:.2f} ms for {PROMPT} tokens of prompts"
 
 
 def alone(world: World, bandwidth: float, bits: int) -> Iterator[str]:
     """By keys of so many bits, what choices take that nothing runs beside, for each predictor and scratch, and coding."""
-    options, buffers = world.options, world.in_bits(bits)
+    options, buffers = world.options, world.buffers
     sizes = KeySizes(options.layers, options.kv_heads, options.dim, torch.bfloat16, bits)
     limit = sizes.token_bytes * options.batch * options.tokens / bandwidth
-    if buffers.codes is not None:
-        yield coding(world, buffers)
+    if bits != EXACT:
+        codes = world.codes(bits)
+        yield coding(world, codes)
+        buffers = replace(buffers, codes=codes.held)
     for select_by in options.select_by:
         for scratch in options.scratch_mb:
             took, on_host = launched(world.choosing(select_by, scratch << 20, buffers=buffers)[0])

@@ -166,7 +166,7 @@ class KVMetrics:
         self._tell("recomputed_requests", views.tree_cache.recomputed)
         self._tell("query_bytes", views.queries.taken_bytes)
         self._tell("score_bytes", max(method.compressor.held_bytes for method in views.methods))
-        self._tell("key_code_bytes", 0 if views.buffers.codes is None else views.buffers.codes.held.nbytes)
+        self._tell("key_code_bytes", 0 if views.buffers.codes is None else views.buffers.codes.nbytes)
         for method, made in views.made.items():
             self._tell("copies", made, method)
         for name, value in _of_host(views.tree_cache, verifications) if self.host else ():

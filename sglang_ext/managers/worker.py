@@ -91,6 +91,7 @@ class KVWorker(BaseSpecWorker):
         self.loop: DecodeLoop | None = None
         self.new_tokens = NewTokens()
         self.traveling: TravelingQueries | None = None
+        self.slot_codes: SlotCodes | None = None
         # Attention of prompts, where that is not exact.
         self.quantized: QuantizedPrefill | None = None
         verify_graphs.plain(self.model_runner)
@@ -129,9 +130,9 @@ class KVWorker(BaseSpecWorker):
         bits = selection_options.coded_slots(args)
         if bits:
             # Before any graph is captured: graphs code what they write, too.
-            codes = SlotCodes(self.buffers.keys, self.buffers.layer_ids, bits)
-            self.buffers = replace(self.buffers, codes=codes)
-            tell_written(codes.written)
+            self.slot_codes = SlotCodes(self.buffers.keys, self.buffers.layer_ids, bits)
+            self.buffers = replace(self.buffers, codes=self.slot_codes.held)
+            tell_written(self.slot_codes.written)
         served, page_size = self.methods, self.token_to_kv_pool_allocator.page_size
         adaptive, rows = args.kv_head_budgets == "adaptive", selection_options.sends_rows(args)
         self.form = served.form(adaptive, self.buffers, page_size, table, rows)

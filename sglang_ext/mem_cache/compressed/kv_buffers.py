@@ -9,7 +9,7 @@ import torch
 from sglang_ext.mem_cache.compressed.held_rows import ArrivedRows, Exchange
 
 if TYPE_CHECKING:
-    from sglang_ext.mem_cache.compressed.slot_codes import SlotCodes
+    from sglang_ext.mem_cache.selection.held_keys import CodedKeys
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class KVBuffers:
         scaling: factor on query-key products of each layer.
         keys, values: of each layer, [slots, kv_heads, head_dim].
         first_head: of the model's KV heads, the first that they hold.
-        codes: the same keys in few bits, by which tokens are chosen, of all layers; None where keys are.
+        codes: the same keys in few bits, by which tokens are chosen, of all layers and slots; None where they are by keys.
     """
 
     layer_ids: tuple[int, ...]
@@ -29,7 +29,7 @@ class KVBuffers:
     keys: tuple[torch.Tensor, ...]
     values: tuple[torch.Tensor, ...]
     first_head: int = 0
-    codes: "SlotCodes | None" = None
+    codes: "CodedKeys | None" = None
 
     @classmethod
     def of(cls, pool, scaling: dict[int, float], first_head: int = 0) -> "KVBuffers":
@@ -79,7 +79,7 @@ class KVBuffers:
 
     def scored(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
         """Keys by which tokens are chosen, of a layer in ``slots``, int64 [tokens]: [tokens, kv_heads, head_dim]; float32 of codes."""
-        return self.keys[layer].index_select(0, slots) if self.codes is None else self.codes.held.read(layer, slots)
+        return self.keys[layer].index_select(0, slots) if self.codes is None else self.codes.read(layer, slots)
 
     def copy_kept(self, kept: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Slot ``targets[j]`` gets, for each layer and head, that head's ``j``-th kept token.

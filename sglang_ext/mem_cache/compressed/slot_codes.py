@@ -9,14 +9,10 @@ prefix tree takes them in; those that come from another server would have no cod
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_ext.mem_cache.selection.held_keys import CodedKeys, KeySizes
-
-if TYPE_CHECKING:
-    from sglang_ext.layers.kernels.coded_keys.coded_logits import KeyCodes
+from sglang_ext.mem_cache.selection.held_keys import CodedKeys, KeyCoder, KeySizes
 
 
 class SlotCodes:
@@ -28,25 +24,17 @@ class SlotCodes:
         bits: 8 or 4.
 
     Attributes:
-        held: what the codes mean, and where they lie; a place is a slot.
+        held: the codes; a place is a slot.
     """
 
     def __init__(self, keys: Sequence[torch.Tensor], layer_ids: Sequence[int], bits: int):
-        slots, heads, dim = keys[0].shape
-        self.held = CodedKeys(KeySizes(len(keys), heads, dim, keys[0].dtype, bits), slots, keys[0].device)
-        self._keys = tuple(keys)
+        (slots, heads, dim), device = keys[0].shape, keys[0].device
+        self.held = CodedKeys(KeySizes(len(keys), heads, dim, keys[0].dtype, bits), slots, device)
+        self._coder = KeyCoder(keys, self.held)
         # Layers attend in the order of their indices.
         self._last = max(layer_ids)
-        self._table = torch.tensor([each.data_ptr() for each in keys], device=keys[0].device)
         # Compiled before a request waits for it; slot 0 is nobody's.
-        self.write(torch.zeros(1, dtype=torch.int64, device=keys[0].device))
-
-    @property
-    def of_kernels(self) -> "KeyCodes":
-        """As kernels that choose take them."""
-        from sglang_ext.layers.kernels.coded_keys.coded_logits import KeyCodes
-
-        return KeyCodes(self.held.codes, self.held.words, self.held.sizes.group)
+        self.write(torch.zeros(1, dtype=torch.int64, device=device))
 
     def written(self, layer_id: int, slots: torch.Tensor) -> None:
         """A layer's keys were written to ``slots``, int64 [tokens], as those of the layers before it in the same forward were."""
@@ -55,12 +43,4 @@ class SlotCodes:
 
     def write(self, slots: torch.Tensor) -> None:
         """Code the keys in ``slots``, int64 [tokens], of all layers."""
-        if not len(slots):
-            return
-        if slots.is_cuda:
-            from sglang_ext.layers.kernels.coded_keys.code_keys import code_keys
-
-            code_keys(self._table, self._keys[0], slots, self.held.codes, self.held.words, self.held.sizes.group)
-            return
-        for layer, keys in enumerate(self._keys):
-            self.held.put(layer, slots, keys.index_select(0, slots))
+        self._coder.code(slots)

@@ -1,13 +1,18 @@
 """Keys that are held for scoring: as they are, or in 8 or 4 bits, of which scoring makes numbers again; and K and V that are sent back."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from sglang_ext.mem_cache.compressed.formats.packed_layout import PARAMETER, Grid, Quantized, pack_codes, unpack_codes
 from sglang_ext.mem_cache.compressors.contracts.quantizer import whole
 from sglang_ext.mem_cache.compressors.plain_int import PlainInt
+
+if TYPE_CHECKING:
+    from sglang_ext.layers.kernels.coded_keys.coded_logits import KeyCodes
 
 EXACT = 16
 SCORE_BITS = (EXACT, 8, 4)
@@ -138,6 +143,13 @@ class CodedKeys(HeldKeys):
         self.codes[layer].index_copy_(0, places, codes[0])
         self.words[layer].index_copy_(0, places, words[0])
 
+    @property
+    def of_kernels(self) -> "KeyCodes":
+        """As kernels that choose take them."""
+        from sglang_ext.layers.kernels.coded_keys.coded_logits import KeyCodes
+
+        return KeyCodes(self.codes, self.words, self.sizes.group)
+
     def read(self, layer: int, places: torch.Tensor) -> torch.Tensor:
         """As :meth:`HeldKeys.read`; float32."""
         bits, group = self.sizes.bits, self.sizes.group
@@ -164,6 +176,31 @@ class CodedKeys(HeldKeys):
 def _first(bits: int) -> int:
     """Bits in which a byte of codes differs from the one that is held."""
     return 128 if bits == 8 else 0
+
+
+class KeyCoder:
+    """Codes keys that lie in buffers of layers.
+
+    Args:
+        keys: of each layer, [slots, kv_heads, dim]; all alike, and where they are as long as this is used.
+        held: where the codes go.
+    """
+
+    def __init__(self, keys: Sequence[torch.Tensor], held: CodedKeys):
+        self._keys, self._held = tuple(keys), held
+        self._table = torch.tensor([each.data_ptr() for each in keys], device=keys[0].device)
+
+    def code(self, slots: torch.Tensor, ahead: int = 0) -> None:
+        """Hold codes of the keys in ``slots``, int64 [tokens], of all layers, so many places ahead; without waiting for the device."""
+        if not len(slots):
+            return
+        if slots.is_cuda:
+            from sglang_ext.layers.kernels.coded_keys.code_keys import code_keys
+
+            code_keys(self._table, self._keys[0], slots, self._held.codes, self._held.words, self._held.sizes.group, ahead)
+            return
+        for layer, keys in enumerate(self._keys):
+            self._held.put(layer, slots + ahead, keys.index_select(0, slots))
 
 
 def held_keys(sizes: KeySizes, tokens: int, device: torch.device = torch.device("cpu")) -> HeldKeys:

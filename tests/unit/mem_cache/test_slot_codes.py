@@ -75,8 +75,9 @@ def test_a_forward_codes_what_it_wrote_in_all_layers_once_the_last_has_attended(
 @BITS
 def test_copies_lead_to_what_is_chosen_by_the_codes_of_a_rank_when_made_and_between_steps(bits):
     views, keep = guided_views(Spade())
-    views.buffers = replace(views.buffers, codes=SlotCodes(views.buffers.keys, range(LAYERS), bits))
-    views.buffers.codes.write(torch.arange(len(views.buffers.keys[0])))
+    codes = SlotCodes(views.buffers.keys, range(LAYERS), bits)
+    codes.write(torch.arange(len(views.buffers.keys[0])))
+    views.buffers = replace(views.buffers, codes=codes.held)
     held, method = as_held(views.buffers.keys, bits), views.methods[0]
     for keys in views.buffers.keys:
         # Not read any more.
@@ -103,5 +104,5 @@ def test_layers_are_read_as_they_are_without_codes():
     views, _ = guided_views(Spade())
     slots = torch.tensor([5, 2])
     assert torch.equal(views.buffers.scored(1, slots), views.buffers.keys[1][slots])
-    views.buffers = replace(views.buffers, codes=SlotCodes(views.buffers.keys, range(LAYERS), 8))
+    views.buffers = replace(views.buffers, codes=SlotCodes(views.buffers.keys, range(LAYERS), 8).held)
     assert views.buffers.of_layers(slice(0, 1)).codes is None

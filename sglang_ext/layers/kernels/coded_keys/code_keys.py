@@ -31,9 +31,9 @@ def _codes(numbers, scale, zero, LAST: tl.constexpr):
     return (tl.minimum(tl.maximum(steps, 0.0), LAST * 1.0) + ROUNDING).to(tl.int32, bitcast=True) & LAST
 
 
-@triton.jit(do_not_specialize=["count", "held"], do_not_specialize_on_alignment=["slots"])
+@triton.jit(do_not_specialize=["count", "held", "ahead"], do_not_specialize_on_alignment=["slots"])
 def _code_keys(
-    key_table, like, slots, codes, words, count, held, slot_stride, head_stride, HEADS: tl.constexpr, GROUP: tl.constexpr,
+    key_table, like, slots, codes, words, count, held, ahead, slot_stride, head_stride, HEADS: tl.constexpr, GROUP: tl.constexpr,
     GROUPS: tl.constexpr, BITS: tl.constexpr, PADDED_GROUPS: tl.constexpr, PADDED_PART: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Code ROWS keys of a layer, each of a token and head; those of a token's heads follow one another."""
@@ -64,7 +64,7 @@ def _code_keys(
     else:
         packed -= MIDDLE
     # Of all heads of all slots of the layers before, and of this one's.
-    place = (layer.to(tl.int64) * held + slot) * HEADS + head
+    place = (layer.to(tl.int64) * held + slot + ahead) * HEADS + head
     target = (codes + place[:, None] * (GROUPS * PART) + group[None, :] * PART)[:, :, None] + column[None, None, :]
     tl.store(target, packed.to(tl.int8), mask=inside)
     low = short_scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
@@ -73,9 +73,9 @@ def _code_keys(
 
 
 def code_keys(
-    key_table: torch.Tensor, like: torch.Tensor, slots: torch.Tensor, codes: torch.Tensor, words: torch.Tensor, group: int
+    key_table: torch.Tensor, like: torch.Tensor, slots: torch.Tensor, codes: torch.Tensor, words: torch.Tensor, group: int, ahead: int = 0
 ) -> None:
-    """Code keys in ``slots`` of all layers, without waiting for the device.
+    """Code keys in ``slots`` of all layers, without waiting for the device; they are held so many places ``ahead``.
 
     Args:
         key_table: int64 [layers], addresses of the layers' key buffers.
@@ -88,6 +88,6 @@ def code_keys(
     bits, groups = 8 * size // like.shape[2], words.shape[3]
     grid = triton.cdiv(len(slots) * heads, ROWS), layers
     _code_keys[grid](
-        key_table, like, slots, codes, words, len(slots), held, like.stride(0), like.stride(1), HEADS=heads, GROUP=group, GROUPS=groups,
-        BITS=bits, PADDED_GROUPS=triton.next_power_of_2(groups), PADDED_PART=triton.next_power_of_2(group * bits // 8), ROWS=ROWS,
+        key_table, like, slots, codes, words, len(slots), held, ahead, like.stride(0), like.stride(1), HEADS=heads, GROUP=group,
+        GROUPS=groups, BITS=bits, PADDED_GROUPS=triton.next_power_of_2(groups), PADDED_PART=triton.next_power_of_2(group * bits // 8), ROWS=ROWS,
     )  # fmt: skip
