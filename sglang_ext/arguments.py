@@ -170,7 +170,7 @@ class KVServerArgs(ServerArgs):
         Arg(
             help="Bits of the keys by which --kv-compressor spade chooses tokens. 16: those of the pool. 8, 4: integers of each token, "
             "head and 32 channels, of 9 and 5 bits with their scales. They lie beside the pool, which is as much smaller, and choices read "
-            "as much less; with --kv-cache-ranks on a CPU at the ranks, and --kv-cache-rank-gb holds as many more tokens, but in mode "
+            "as much less; with --kv-cache-ranks at the ranks, and --kv-cache-rank-gb holds as many more tokens, but on a CPU in mode "
             "lossy, where exact keys are held beside these, to be sent.",
             choices=list(SCORE_BITS),
         ),

@@ -181,8 +181,6 @@ def _check_gpus(args: "KVServerArgs") -> None:
     asked = f"--kv-cache-ranks is {args.kv_cache_ranks} on GPUs"
     if args.kv_pack_layers != "auto":
         raise OptionError(f"{asked} with --kv-pack-layers {args.kv_pack_layers}; all layers of a step are asked for at once: pass auto")
-    if args.kv_score_bits != EXACT:
-        raise OptionError(f"{asked} with --kv-score-bits {args.kv_score_bits}; there keys are held as they are: pass {EXACT}")
     if args.kv_bench_timeline is not None:
         raise OptionError(f"{asked} with --kv-bench-timeline {args.kv_bench_timeline}; of a device no such times are known: leave it out")
     for name in ("dp_size", "pp_size"):

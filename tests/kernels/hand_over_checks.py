@@ -177,9 +177,9 @@ class Told:
         self.messages.append(protocol.decode_from_rank(frame))
 
 
-def rank_of(pair, plain, predictor):
+def rank_of(pair, plain, predictor, bits):
     """A cache rank in this process, of one arena or the other, that was told what it serves; and its socket."""
-    told, socket = attach(pair.shape, predictor), Told()
+    told, socket = attach(pair.shape, predictor, bits), Told()
     descriptor = os.dup(pair.plain._held.descriptor) if plain else None
     rank = DeviceRank(socket, descriptor, 3, torch.device("cpu") if plain else pair.device)
     before, mapped_arena.opened = mapped_arena.opened, lambda handle, device: pair.arena._held.memory.data_ptr()
@@ -188,18 +188,18 @@ def rank_of(pair, plain, predictor):
     return rank, socket
 
 
-def attach(shape, predictor):
+def attach(shape, predictor, bits):
     """What ranks of this shape are told."""
     turning = Turning(tuple((1 / 10 ** torch.arange(shape.dim // 2)).tolist()), False)
-    return Attach(protocol.VERSION, 3, shape, 8, (0.1,) * shape.layers, predictor, 4, 8, turning)
+    return Attach(protocol.VERSION, 3, shape, 8, (0.1,) * shape.layers, predictor, 4, 8, turning, bits)
 
 
 def check_rank(device):
     """A rank that is asked by kernels chooses what one chooses that PyTorch asks: several requests at once, the newest of each alone, with
-    windows of one and of two, and more than a block of keys."""
-    for predictor, dim in (("current", 24), ("regressed", 16)):
+    windows of one and of two, and more than a block of keys, as they are and in few bits."""
+    for predictor, dim, bits in (("current", 24, 16), ("regressed", 16, 16), ("current", 64, 8), ("current", 24, 4)):
         pair = Pair(device, torch.float32, dim=dim)
-        ranks = [rank_of(pair, plain, predictor) for plain in (False, True)]
+        ranks = [rank_of(pair, plain, predictor, bits) for plain in (False, True)]
         lengths, keeps = {0: 100, 1: 40}, {0: 30, 1: 20}
         for lane, length in lengths.items():
             for first in range(0, length, BLOCK):
@@ -229,7 +229,8 @@ def check_rank(device):
         for lane, keep in keeps.items():
             one, other = (part[lane, 0, : 6 * keep].view(6, keep) for part in (found, wanted))
             shared = (one[:, :, None] == other[:, None, :]).any(-1).float().mean()
-            assert shared == 1 if device == "cpu" else shared > 0.97, (predictor, lane, shared)
+            # Queries are rounded where integers are multiplied.
+            assert shared == 1 if device == "cpu" and bits == 16 else shared > 0.97, (predictor, bits, lane, shared)
 
 
 def check_hand_over(device):

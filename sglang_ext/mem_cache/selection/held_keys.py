@@ -91,6 +91,10 @@ class ExactKeys(HeldKeys):
         """What is held in places from ``start`` to before ``end``: a view, [layers, tokens, kv_heads, dim]."""
         return self._keys[:, start:end]
 
+    def clear(self, tokens: int) -> None:
+        """Let the first places hold zeros."""
+        self._keys[:, :tokens].zero_()
+
     def write(self, start: int, keys: torch.Tensor) -> None:
         """As :meth:`HeldKeys.write`."""
         self._keys[:, start : start + keys.shape[1]] = keys
@@ -136,6 +140,11 @@ class CodedKeys(HeldKeys):
         """As :meth:`HeldKeys.write`."""
         places = slice(start, start + keys.shape[1])
         self.codes[:, places], self.words[:, places] = self._coded(keys)
+
+    def clear(self, tokens: int) -> None:
+        """Let the first places hold zeros."""
+        self.codes[:, :tokens].zero_()
+        self.words[:, :tokens].zero_()
 
     def put(self, layer: int, places: torch.Tensor, keys: torch.Tensor) -> None:
         """Hold keys of a layer, [tokens, kv_heads, dim], in places, int64 [tokens]."""
@@ -204,8 +213,8 @@ class KeyCoder:
 
 
 def held_keys(sizes: KeySizes, tokens: int, device: torch.device = torch.device("cpu")) -> HeldKeys:
-    """Room for so many tokens; in few bits on a CPU alone."""
-    return ExactKeys(sizes, tokens, device) if sizes.bits == EXACT else CodedKeys(sizes, tokens)
+    """Room for so many tokens."""
+    return ExactKeys(sizes, tokens, device) if sizes.bits == EXACT else CodedKeys(sizes, tokens, device)
 
 
 class HeldRows:

@@ -54,6 +54,10 @@ def test_ranks_beside_a_gpu_are_on_those_after_it_and_refused_where_these_are_mi
     args.get_model_config = lambda: SimpleNamespace(get_num_kv_heads=lambda ranks: 3, **sizes)
     selection_options.check_resolved(args)
     assert selection_options.rank_gpus(args) == [2, 3] and not caplog.text
+    args.kv_score_bits = 8
+    selection_options.check_resolved(args)
+    assert selection_options.coded_slots(args) == 0, "ranks hold the codes"
+    args.kv_score_bits = 16
     # Full KV stays with the model, whose copies are made anew when many tokens follow them.
     args.kv_mode = "lossy"
     assert not selection_options.sends_rows(args)
@@ -62,7 +66,6 @@ def test_ranks_beside_a_gpu_are_on_those_after_it_and_refused_where_these_are_mi
     for given, told in (
         ({"base_gpu_id": 2}, "from GPU 3 to GPU 4, the model being on GPU 2; there are 4 GPUs: pass fewer ranks, a lower --kv-cache-rank"),
         ({"kv_pack_layers": 2}, "--kv-cache-ranks is 2 on GPUs with --kv-pack-layers 2; all layers of a step .*: pass auto"),
-        ({"kv_score_bits": 8}, "with --kv-score-bits 8; there keys are held as they are: pass 16"),
         ({"kv_bench_timeline": "times"}, "with --kv-bench-timeline times; .*: leave it out"),
         ({"dp_size": 2}, "with --dp-size 2; they follow the GPU of one model: pass 1"),
         ({"device": "cpu", "kv_cache_rank_gpu": 1}, "--kv-cache-rank-gpu is 1 with --device cpu; .* beside a model on one: leave it out"),

@@ -17,10 +17,10 @@ from sglang_ext.device import to_device
 from sglang_ext.managers.cache_rank import protocol
 from sglang_ext.managers.cache_rank.keys import KeyStore
 from sglang_ext.managers.cache_rank.on_gpu.arena import ArenaError, word_of
+from sglang_ext.managers.cache_rank.on_gpu.device_keys import DeviceKeys
 from sglang_ext.managers.cache_rank.on_gpu.mapped_arena import MappedArena
 from sglang_ext.managers.cache_rank.protocol import BLOCK, ProtocolError
 from sglang_ext.managers.cache_rank.rank import PROBED, CacheRank
-from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressors.spade import attention
 from sglang_ext.mem_cache.selection.on_gpu import GpuChoice
 from sglang_ext.mem_cache.selection.top_tokens import top_tokens
@@ -53,25 +53,25 @@ class DeviceRank(CacheRank):
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         try:
-            self._store = KeyStore(told.shape, told.blocks, told.scaling, device=self._device)
+            self._store = KeyStore(told.shape, told.blocks, told.scaling, told.bits, self._device)
             self._memory = MappedArena(told.shape, self._device, told.arena, self._descriptor)
         except (ArenaError, torch.OutOfMemoryError) as error:
             self._refuse(str(error))
         if self._descriptor is not None:
             os.close(self._descriptor)
-        keys = self._store.held.of_layers()
-        self._buffers = KVBuffers(tuple(range(told.shape.layers)), told.scaling, keys, keys)
+        self._keys = DeviceKeys(self._store.held, told.scaling, self._device)
+        self._buffers = self._keys.buffers
 
     def _probe(self) -> float:
         """Seconds that choosing takes a layer, once all kernels are there."""
         shape, tokens = self._memory.shape, min(PROBED, self._store.blocks * BLOCK)
-        self._store.held.between(0, tokens).zero_()
+        self._keys.clear(tokens)
         keep, positions = max(1, min(shape.most, tokens // 8)), tuple(range(shape.window))
         ask, places = protocol.Ask(0, 0, shape.layers, 1, tokens, keep, positions), torch.arange(tokens, device=self._device).int()
         for _ in range(2):
             begun = time.perf_counter()
             self._memory.read_words()
-            self._memory.pull_keys(0, 1, self._store.held.between(0, 1))
+            self._keys.pull(self._memory, 0, 1, 0)
             self._memory.push_chosen(0, self._word(ask), self._chosen([ask], [places])[0])
             self._memory.answer([(0, word_of(self._epoch, 0), False)])
             self._wait()
@@ -132,8 +132,7 @@ class DeviceRank(CacheRank):
         while self._coming and word_of(self._epoch, self._coming[0].number) <= written:
             message = self._coming.popleft()
             if isinstance(message, protocol.Append):
-                start = self._store.start(message)
-                self._memory.pull_keys(message.place, message.tokens, self._store.held.between(start, start + message.tokens))
+                self._keys.pull(self._memory, message.place, message.tokens, self._store.start(message))
                 taken.append(message.place)
             elif heads[message.lane][self._word(message) % 2] == self._word(message):
                 self._skip(self._questions.add(message))
@@ -183,8 +182,8 @@ class DeviceRank(CacheRank):
 
     def _chosen_here(self, ask: protocol.Ask, places: torch.Tensor, queries: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         predicted, slots = self._method.predictor.predict(queries, positions, self._rotary, ask.ahead), places.long()
-        layers = zip(predicted.unbind(1), self._buffers.keys, self._buffers.scaling)
-        scores = torch.stack([attention(query, keys[slots], scaling) for query, keys, scaling in layers])
+        layers = enumerate(zip(predicted.unbind(1), self._buffers.scaling))
+        scores = torch.stack([attention(query, self._buffers.scored(at, slots), scaling) for at, (query, scaling) in layers])
         return top_tokens(scores[None], ask.keep, self._method.sinks, self._method.recent)[0].int()
 
 
