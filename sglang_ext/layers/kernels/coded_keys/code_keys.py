@@ -89,5 +89,6 @@ def code_keys(
     grid = triton.cdiv(len(slots) * heads, ROWS), layers
     _code_keys[grid](
         key_table, like, slots, codes, words, len(slots), held, ahead, like.stride(0), like.stride(1), HEADS=heads, GROUP=group,
-        GROUPS=groups, BITS=bits, PADDED_GROUPS=triton.next_power_of_2(groups), PADDED_PART=triton.next_power_of_2(group * bits // 8), ROWS=ROWS,
+        GROUPS=groups, BITS=bits, PADDED_GROUPS=triton.next_power_of_2(groups), PADDED_PART=triton.next_power_of_2(group * bits // 8),
+        ROWS=ROWS,
     )  # fmt: skip
