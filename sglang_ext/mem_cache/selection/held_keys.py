@@ -19,6 +19,8 @@ SCORE_BITS = (EXACT, 8, 4)
 """Of ``--kv-score-bits``: as they are, or so many."""
 # Channels of a token and head that share a scale and a zero point, where they divide the head.
 GROUP = 32
+# Numbers of keys that are coded together, on a CPU.
+CODED_AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -146,11 +148,11 @@ class CodedKeys(HeldKeys):
         self.codes[:, :tokens].zero_()
         self.words[:, :tokens].zero_()
 
-    def put(self, layer: int, places: torch.Tensor, keys: torch.Tensor) -> None:
-        """Hold keys of a layer, [tokens, kv_heads, dim], in places, int64 [tokens]."""
-        codes, words = self._coded(keys[None])
-        self.codes[layer].index_copy_(0, places, codes[0])
-        self.words[layer].index_copy_(0, places, words[0])
+    def put(self, places: torch.Tensor, keys: torch.Tensor) -> None:
+        """Hold keys, [layers, tokens, kv_heads, dim], in places, int64 [tokens]."""
+        codes, words = self._coded(keys)
+        self.codes.index_copy_(1, places, codes)
+        self.words.index_copy_(1, places, words)
 
     @property
     def of_kernels(self) -> "KeyCodes":
@@ -208,8 +210,9 @@ class KeyCoder:
 
             code_keys(self._table, self._keys[0], slots, self._held.codes, self._held.words, self._held.sizes.group, ahead)
             return
-        for layer, keys in enumerate(self._keys):
-            self._held.put(layer, slots + ahead, keys.index_select(0, slots))
+        # Of all layers together: threads meet after each operation.
+        for some in slots.split(max(1, CODED_AT_ONCE // (len(self._keys) * self._keys[0][0].numel()))):
+            self._held.put(some + ahead, torch.stack([each.index_select(0, some) for each in self._keys]))
 
 
 def held_keys(sizes: KeySizes, tokens: int, device: torch.device = torch.device("cpu")) -> HeldKeys:

@@ -14,6 +14,7 @@ from sglang_ext.mem_cache.compressed.query_window import record_queries, tell_wr
 from sglang_ext.mem_cache.compressed.slot_codes import SlotCodes
 from sglang_ext.mem_cache.compressors import best
 from sglang_ext.mem_cache.compressors.spade import Spade, attention
+from sglang_ext.mem_cache.selection import held_keys as held_keys_module
 from sglang_ext.mem_cache.selection.held_keys import KeySizes, held_keys
 from sglang_ext.mem_cache.selection.top_tokens import mark_always
 
@@ -70,6 +71,18 @@ def test_a_forward_codes_what_it_wrote_in_all_layers_once_the_last_has_attended(
     keys[0][21] = 7.0
     forward([21], (4, 5, 7))
     assert not torch.equal(codes.held.read(0, wrote), as_held(keys, bits).read(0, wrote)), "nobody is told any more"
+
+
+def test_keys_are_coded_in_pieces_as_they_are_at_once(monkeypatch):
+    keys, slots = pool(), torch.randperm(40)[:23]
+    whole, pieces = SlotCodes(keys, range(3), 4), SlotCodes(keys, range(3), 4)
+    whole.write(slots)
+    # Of five tokens of three layers, two heads and 64 channels.
+    monkeypatch.setattr(held_keys_module, "CODED_AT_ONCE", 5 * 3 * 2 * 64)
+    pieces.write(slots)
+    for one, other in zip((whole.held.codes, whole.held.words), (pieces.held.codes, pieces.held.words)):
+        assert torch.equal(one[:, slots], other[:, slots])
+    assert torch.equal(whole.held.read(2, slots), as_held(keys, 4).read(2, slots))
 
 
 @BITS
