@@ -85,7 +85,7 @@ USES: tuple[Use, ...] = (
     ),
     Use(
         "sglang.srt.model_executor.forward_batch_info.ForwardBatch",
-        "predicted scores are kept at the slots to which a forward writes its KV", ("out_cache_loc",),
+        "predicted scores, and codes of keys, are kept at the slots to which a forward writes its KV", ("out_cache_loc",),
     ),
     Use(
         "sglang.srt.lora.lora_manager.LoRAManager.fetch_new_loras",

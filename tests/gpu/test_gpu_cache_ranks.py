@@ -52,6 +52,18 @@ def test_each_step_reads_what_the_queries_of_the_one_before_the_last_choose(pred
     world.steps.end()
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_rank_that_holds_few_bits_chooses_by_what_they_mean(bits):
+    world = rank_world(bits=bits)
+    world.score_in_bits(bits)
+    world.begin(1, 300, 64)
+    for number in range(6):
+        world.step()
+        assert number < 2 or led_as_chosen(world, 1, 300)
+    assert not +world.steps.missed
+    world.steps.end()
+
+
 def test_the_host_waits_for_no_choice():
     world = rank_world()
     world.begin(1, 300, 64)

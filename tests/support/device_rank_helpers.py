@@ -2,6 +2,7 @@
 
 import time
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -16,6 +17,7 @@ from sglang_ext.mem_cache.compressed.formats.slot_pointers import Pointers
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.query_window import QueryWindows, Recorded
 from sglang_ext.mem_cache.compressors.spade import Spade, attention
+from sglang_ext.mem_cache.selection.held_keys import KeySizes, held_keys
 from sglang_ext.mem_cache.selection.predictors import Current
 from sglang_ext.mem_cache.selection.top_tokens import mark_always
 
@@ -112,6 +114,13 @@ class RankWorld:
         layers = zip(predicted, self.on_host.keys, self.on_host.scaling)
         found = [attention(query[None], keys[slots], scaling) for query, keys, scaling in layers]
         return mark_always(torch.stack(found), self.method.compressor.sinks, self.method.compressor.recent)
+
+    def score_in_bits(self, bits):
+        """Let :meth:`scores` be by what codes of so many bits mean, as a rank holds them."""
+        keys = self.on_host.keys
+        held, places = held_keys(KeySizes(LAYERS, HEADS, DIM, keys[0].dtype, bits), len(keys[0])), torch.arange(len(keys[0]))
+        held.write(0, torch.stack(keys))
+        self.on_host = replace(self.on_host, keys=tuple(held.read(layer, places) for layer in range(LAYERS)))
 
     def chosen(self, row, end, begun):
         """Slots to which the copy is to lead by these: int64 [layers, kv_heads, keep]."""

@@ -4,12 +4,11 @@ import os
 import random
 import signal
 import time
-from dataclasses import replace
 
 import pytest
 import torch
 from device_rank_helpers import RankWorld
-from rank_helpers import DIM, HEADS, LAYERS, TOKENS, attach
+from rank_helpers import attach
 
 from sglang_ext.managers.cache_rank import protocol
 from sglang_ext.managers.cache_rank.on_gpu import device_rank
@@ -18,7 +17,6 @@ from sglang_ext.managers.cache_rank.on_gpu.device_rank import DeviceRank
 from sglang_ext.managers.cache_rank.on_gpu.device_start import fitting
 from sglang_ext.managers.cache_rank.on_gpu.mapped_arena import words_of
 from sglang_ext.managers.metrics import _of_ranks
-from sglang_ext.mem_cache.selection.held_keys import KeySizes, held_keys
 from sglang_ext.mem_cache.selection.predictors import Current, Regressed
 
 
@@ -154,15 +152,14 @@ def test_other_methods(predictor, every):
 @pytest.mark.parametrize("bits", [8, 4])
 def test_a_rank_that_holds_few_bits_chooses_by_what_they_mean(bits):
     world = RankWorld(places=16, bits=bits).ready()
-    exact, held = world.on_host.keys, held_keys(KeySizes(LAYERS, HEADS, DIM, torch.float32, bits), TOKENS)
-    held.write(0, torch.stack(exact))
-    world.on_host = replace(world.on_host, keys=tuple(held.read(layer, torch.arange(TOKENS)) for layer in range(LAYERS)))
+    exact = world.on_host
+    world.score_in_bits(bits)
     world.begin(1, 300, 64)
     for number in range(1, 6):
         world.step()
         if number >= 3:
             assert world.overlap(1, 300 + number - 1, 300) == 1.0, number
-    world.on_host = replace(world.on_host, keys=exact)
+    world.on_host = exact
     assert bits == 8 or world.overlap(1, 304, 300) < 1.0, "few bits choose otherwise"
     end(world)
 
