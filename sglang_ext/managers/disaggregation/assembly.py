@@ -15,20 +15,35 @@ MUCH = 1 << 18
 
 
 @dataclass(eq=False)
+class Whole:
+    """A part of which all frames came.
+
+    Attributes:
+        header: what it is.
+        content: its bytes, which may be kept.
+    """
+
+    header: PageHeader
+    content: memoryview
+    _digest: xxhash.xxh3_64
+    _reading: Future | None = None
+
+    def right(self) -> bool:
+        """Whether the checksum is right; it waits until all bytes were read for it."""
+        if self._reading is not None:
+            self._reading.result()
+        return self._digest.intdigest() == self.header.checksum
+
+
+@dataclass(eq=False)
 class _Begun:
     """A part that is not whole: its header, the checksum so far and what it waits for, and memory for it where it comes in several frames."""
 
     header: PageHeader
     digest: xxhash.xxh3_64
     reading: Future | None = None
-    content: memoryview | None = None
+    content: np.ndarray | None = None
     filled: int = 0
-
-    def settle(self) -> None:
-        """Wait until the frames so far were read."""
-        if self.reading is not None:
-            self.reading.result()
-            self.reading = None
 
 
 @dataclass(eq=False)
@@ -44,8 +59,8 @@ class Assembly:
     reader: ThreadPoolExecutor | None = None
     _begun: dict[Stream, _Begun] = field(default_factory=dict)
 
-    def add(self, frame: Frame, payload: memoryview) -> tuple[memoryview, bool] | None:
-        """Take a frame; once a part is whole, its bytes, which may be kept, and whether the checksum is right.
+    def add(self, frame: Frame, payload: memoryview) -> Whole | None:
+        """Take a frame; its part, once that is whole.
 
         Raises:
             LinkError: the frame does not follow the one before.
@@ -64,19 +79,20 @@ class Assembly:
         ):
             raise LinkError(f"a frame of bytes {frame.offset} to {end} of a part of {header.size} does not follow the one before")
         begun.filled = end
-        if self.reader is not None and end < header.size and len(payload) >= MUCH:
+        # What follows much is that thread's, too: bytes are read in order.
+        if self.reader is not None and (begun.reading is not None or len(payload) >= MUCH):
             begun.reading = self.reader.submit(begun.digest.update, payload)
         else:
-            begun.settle()
             begun.digest.update(payload)
         if end < header.size and begun.content is None:
-            begun.content = memoryview(self.take(header.size))
+            begun.content = np.frombuffer(self.take(header.size), np.uint8)
         if begun.content is not None:
-            begun.content[frame.offset : end] = payload
+            # Unlike an assignment to a memoryview it leaves Python to other threads.
+            np.copyto(begun.content[frame.offset : end], np.frombuffer(payload, np.uint8))
         if end < header.size:
             return None
         del self._begun[stream]
-        return payload if begun.content is None else begun.content, begun.digest.intdigest() == header.checksum
+        return Whole(header, payload if begun.content is None else memoryview(begun.content), begun.digest, begun.reading)
 
     def drop(self, stream: Stream) -> None:
         """Forget a part that is not whole."""

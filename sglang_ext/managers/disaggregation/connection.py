@@ -10,12 +10,12 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from sglang_ext.managers.disaggregation import wire
-from sglang_ext.managers.disaggregation.assembly import Assembly
+from sglang_ext.managers.disaggregation.assembly import Assembly, Whole
 from sglang_ext.managers.disaggregation.endpoints import LinkKeys
 from sglang_ext.managers.disaggregation.limits import LinkLimits
 from sglang_ext.managers.disaggregation.link_metrics import LinkMetrics
 from sglang_ext.managers.disaggregation.settings import LinkError
-from sglang_ext.managers.disaggregation.wire import FRAME_OVERHEAD
+from sglang_ext.managers.disaggregation.wire import FRAME_OVERHEAD, MOST_ACKS
 
 logger = logging.getLogger(__name__)
 
@@ -236,6 +236,7 @@ class Peer:
         heard: when it last said something.
         assembly: what has come of its parts.
         ungranted: bytes that were taken and not granted again.
+        waiting: bytes of whole parts that are not written.
         acked: parts that were written, and that it was not told of.
     """
 
@@ -245,6 +246,7 @@ class Peer:
     heard: float
     assembly: Assembly
     ungranted: int = 0
+    waiting: int = 0
     acked: list[wire.Acked] = field(default_factory=list)
 
     def take(self, size: int) -> None:
@@ -259,8 +261,8 @@ class Peer:
         self.allowance -= cost
         self.ungranted += cost
 
-    def assemble(self, frame: wire.Frame, payload: memoryview) -> tuple[memoryview, bool] | None:
-        """A frame is put to its part; once that is whole, its bytes, and whether the checksum is right.
+    def assemble(self, frame: wire.Frame, payload: memoryview) -> Whole | None:
+        """A frame is put to its part; that part, once it is whole.
 
         Raises:
             Unfollowed: the frame does not follow the one before.
@@ -270,10 +272,13 @@ class Peer:
         except LinkError as error:
             raise Unfollowed(str(error)) from error
 
-    def grant(self) -> wire.Received:
-        """What was taken is granted again, and what was written told."""
-        granted, acked = self.ungranted, tuple(self.acked)
+    def grant(self, window: int) -> wire.Received | None:
+        """What was taken is granted again, and what was written told; None where there is nothing to tell.
+
+        While more than half a window waits to be written, nothing is granted: a part that is written asks again.
+        """
+        granted, acked = 0 if 2 * self.waiting > window else self.ungranted, tuple(self.acked[:MOST_ACKS])
         self.allowance += granted
-        self.ungranted = 0
-        self.acked.clear()
-        return wire.Received(granted, acked)
+        self.ungranted -= granted
+        del self.acked[: len(acked)]
+        return wire.Received(granted, acked) if granted or acked else None

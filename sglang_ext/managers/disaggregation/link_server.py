@@ -1,7 +1,7 @@
-"""The receiver's end of links: one thread and one socket for all senders.
+"""The receiver's end of links: one socket for all senders, a thread that reads it, and one that gives whole parts to their rooms' sinks.
 
-It grants each sender a window of bytes and grants them again when they were put together, checked and given to their room's
-sink, so that a slow sink holds its senders back. What a peer sends that is no message, or that does not follow, ends its
+It grants each sender a window of bytes and grants them again as they come, but not while much of it is whole and waits for its
+room's sink: a slow sink holds its senders back. What a peer sends that is no message, or that does not follow, ends its
 connection, never the thread: a sender then connects anew and goes on with what is missing.
 """
 
@@ -17,14 +17,14 @@ import numpy as np
 import zmq
 
 from sglang_ext.managers.disaggregation import wire
-from sglang_ext.managers.disaggregation.assembly import Assembly
+from sglang_ext.managers.disaggregation.assembly import Assembly, Whole
 from sglang_ext.managers.disaggregation.connection import Peer, Unfollowed
 from sglang_ext.managers.disaggregation.endpoints import LinkKeys, check_endpoint, listen
 from sglang_ext.managers.disaggregation.limits import LinkLimits
 from sglang_ext.managers.disaggregation.link_metrics import LinkMetrics, carried
 from sglang_ext.managers.disaggregation.room_state import Expected, IncomingRoom, Sink
 from sglang_ext.managers.disaggregation.settings import LinkError, LinkSettings, refusal, version_refusal
-from sglang_ext.managers.disaggregation.wire import MOST_ACKS, RoomShape, Stream
+from sglang_ext.managers.disaggregation.wire import MOST_ACKS, PageHeader, RoomShape
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,11 @@ class LinkServer:
         # The lock guards what other threads change; no sink is called under it.
         self._lock = threading.Lock()
         self._rooms: dict[int, IncomingRoom] = {}
+        self._finished: OrderedDict[tuple[bytes, int], None] = OrderedDict()
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="kv-checksums")
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="kv-writes")
+        # Of parts that the writer is through with: whose, and what the sender is told; nothing where their room has ended.
+        self._through: deque[tuple[Peer, PageHeader, wire.Acked | wire.Again | None]] = deque()
         self._notes: deque[tuple[bytes, wire.Ended]] = deque()
         self._closing = False
         # Of the thread alone.
@@ -76,7 +80,6 @@ class LinkServer:
         self._links: dict[bytes, Peer] = {}
         self._heard: dict[bytes, float] = {}
         self._owing: set[bytes] = set()
-        self._finished: OrderedDict[tuple[bytes, int], None] = OrderedDict()
         self._thread = threading.Thread(target=self._run, name=f"kv-links of {self.endpoint}", daemon=True)
         self._thread.start()
 
@@ -144,6 +147,8 @@ class LinkServer:
             self._forget(address)
         self._context.destroy(0)
         self._reader.shutdown()
+        # Its rooms have ended: what waits for it is dropped, and a sink that closes the server does not wait for itself.
+        self._writer.shutdown(wait=False)
         with self._lock:
             os.close(self._wake)
             self._wake = None
@@ -164,9 +169,10 @@ class LinkServer:
                 if refused is not None:
                     logger.error("%s refused a connection from %s: it has other keys", self.endpoint, refused)
             drained = self._read_turn()
+            self._settle()
             self._send_notes()
             now = time.monotonic()
-            # A sink may have taken long: only who is silent once all was read is gone.
+            # To read may have taken long: only who is silent once all was read is gone.
             if drained and now - looked > LOOK:
                 looked = now
                 self._look(now)
@@ -245,9 +251,9 @@ class LinkServer:
             state = self._rooms.get(room)
             if state is not None and state.link is None:
                 state.link = peer.link
-        if state is None and (peer.link, room) in self._finished:
-            full = {stream: _ones(shape.parts(stream)) for stream in Stream}
-            self._say(peer.address, wire.Have(room, full[Stream.ANCHOR], full[Stream.RESIDUAL], shape.aux))
+            finished = (peer.link, room) in self._finished
+        if state is None and finished:
+            self._say(peer.address, wire.Have.all_of(room, shape))
         elif state is None:
             self._say(peer.address, wire.Ended(room, "unknown room: it was not registered here, or the receiver was restarted"))
         elif state.link != peer.link:
@@ -276,8 +282,7 @@ class LinkServer:
             self._part(peer, state, frame, payload)
         except LinkError as error:
             self._fail(state, str(error))
-        if GRANTS * peer.ungranted > self._limits.window_bytes or len(peer.acked) == MOST_ACKS:
-            self._grant(peer)
+        self._grant_if_much(peer)
 
     def _part(self, peer: Peer, state: IncomingRoom, frame: wire.Frame, payload: memoryview) -> None:
         header = frame.header
@@ -290,17 +295,51 @@ class LinkServer:
             self._metrics.count_refused("bounds")
             raise
         whole = peer.assemble(frame, payload)
-        if whole is None:
+        if whole is not None:
+            peer.waiting += header.size
+            self._writer.submit(self._write, peer, state, number, whole)
+
+    def _write(self, peer: Peer, state: IncomingRoom, number: int, whole: Whole) -> None:
+        """Of the thread that writes: a part goes to its room's sink, if its checksum is right."""
+        header, told = whole.header, None
+        try:
+            if not whole.right():
+                told = wire.Again(state.number, header.stream, number)
+            elif state.write(number, header, whole.content):
+                told = wire.Acked(state.number, header.stream, number)
+                self._finish(state)
+        except LinkError as error:
+            self._fail(state, str(error))
+        except Exception:
+            logger.exception("a part of room %d cannot be written", state.number)
+            self._fail(state, "an internal error ended it; the receiver's log has it")
+        with self._lock:
+            self._through.append((peer, header, told))
+            self._notify()
+
+    def _settle(self) -> None:
+        """What became of parts that the writer is through with is told to their senders, and grants that waited are made."""
+        while self._through:
+            peer, header, told = self._through.popleft()
+            peer.waiting -= header.size
+            if self._peers.get(peer.address) is not peer:
+                continue
+            self._owing.add(peer.address)
+            if isinstance(told, wire.Again):
+                self._ask_again(peer, header, told)
+            elif told is not None:
+                peer.acked.append(told)
+            self._grant_if_much(peer)
+
+    def _ask_again(self, peer: Peer, header: PageHeader, again: wire.Again) -> None:
+        self._metrics.count_refused("checksum")
+        state = self._rooms.get(again.room)
+        if state is None or state.link != peer.link:
             return
-        content, right = whole
-        if not right:
-            self._metrics.count_refused("checksum")
-            if not state.may_repeat(header.stream, number, self._limits.repeats):
-                raise LinkError(f"{header.stream} of page {header.page} came with a wrong checksum {self._limits.repeats + 1} times")
-            self._say(peer.address, wire.Again(state.number, header.stream, number))
-        elif state.write(number, header, content):
-            peer.acked.append(wire.Acked(state.number, header.stream, number))
-            self._finish(state)
+        if state.may_repeat(again.stream, again.part, self._limits.repeats):
+            self._say(peer.address, again)
+        else:
+            self._fail(state, f"{header.stream} of page {header.page} came with a wrong checksum {self._limits.repeats + 1} times")
 
     def _finish(self, state: IncomingRoom) -> None:
         try:
@@ -311,15 +350,16 @@ class LinkServer:
         if finished:
             with self._lock:
                 self._drop(state)
-            self._finished[state.link, state.number] = None
-            while len(self._finished) > self._limits.finished_rooms:
-                self._finished.popitem(last=False)
+                self._finished[state.link, state.number] = None
+                while len(self._finished) > self._limits.finished_rooms:
+                    self._finished.popitem(last=False)
 
     def _fail(self, state: IncomingRoom, reason: str, tell: bool = True) -> None:
         with self._lock:
             self._drop(state)
             if tell and state.link is not None:
                 self._notes.append((state.link, wire.Ended(state.number, reason[:2048])))
+                self._notify()
         try:
             state.fail(reason)
         except LinkError:
@@ -331,12 +371,18 @@ class LinkServer:
             del self._rooms[state.number]
             self._metrics.add_rooms(-1)
 
+    def _grant_if_much(self, peer: Peer) -> None:
+        if GRANTS * peer.ungranted > self._limits.window_bytes or len(peer.acked) >= MOST_ACKS:
+            self._grant(peer)
+
     def _grant(self, peer: Peer) -> None:
         self._owing.discard(peer.address)
-        self._say(peer.address, peer.grant())
+        received = peer.grant(self._limits.window_bytes)
+        if received is not None:
+            self._say(peer.address, received)
 
     def _grant_all(self) -> None:
-        """Nothing came for a moment: tell each sender what it waits for."""
+        """Nothing came for a moment."""
         for address in list(self._owing):
             self._grant(self._peers[address])
 
@@ -376,8 +422,3 @@ class LinkServer:
                 raise
             # It is gone, or does not read: when it is back it says Hello.
             self._forget(address)
-
-
-def _ones(count: int) -> bytes:
-    """A bitmap of ``count`` ones."""
-    return ((1 << count) - 1).to_bytes(-(-count // 8), "little")

@@ -10,7 +10,7 @@ from sglang_ext.managers.disaggregation.wire import MOST_PART, Have, PageHeader,
 
 
 class Sink(Protocol):
-    """Where a room's parts go. The link's thread calls it: it must be quick, since all links of a server wait for it.
+    """Where a room's parts go. A thread of the server's calls it: it must be quick, since all rooms of a server wait for it.
 
     Calls of one room come one at a time. None begins, and none is under way, once ``LinkServer.abort(room)`` returned.
     """

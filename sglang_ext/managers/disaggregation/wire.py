@@ -191,6 +191,12 @@ class Have(Message, tag="have"):
     residuals: Bitmap
     aux: bool
 
+    @classmethod
+    def all_of(cls, room: int, shape: RoomShape) -> "Have":
+        """Of a room of which all is there."""
+        anchors, residuals = (((1 << count) - 1).to_bytes(-(-count // 8), "little") for count in map(shape.parts, (Stream.ANCHOR, Stream.RESIDUAL)))
+        return cls(room, anchors, residuals, shape.aux)
+
 
 class Acked(Message, tag="acked"):
     """A part that was checked and written."""

@@ -2,11 +2,13 @@
 
 import multiprocessing
 import os
+import threading
 import time
 
 import pytest
 from link_helpers import QUICK, SETTINGS, Listener, Sink, expected, part, shape, until
 
+from sglang_ext.managers.disaggregation.assembly import Whole
 from sglang_ext.managers.disaggregation.limits import LinkLimits
 from sglang_ext.managers.disaggregation.link_server import LinkServer
 from sglang_ext.managers.disaggregation.settings import LinkError
@@ -128,6 +130,57 @@ def test_a_slow_sink_holds_its_sender_back(ends):
         time.sleep(0.001)
     assert max(seen) > (1 << 18) - 2 * (1 << 16) and max(seen) <= 1 << 18
     assert sink.content() == content and listener.reasons == {1: None}
+
+
+def test_what_waits_for_a_sink_is_bounded_and_comes_in_order(ends):
+    """While a sink does not return, frames of later parts are read, but no more than a window and a half in all."""
+    limits = LinkLimits(frame_bytes=1 << 16, window_bytes=1 << 20, ping_seconds=0.1)
+    held, count = threading.Event(), 60
+
+    class Held(Sink):
+        def write(self, header, payload):
+            assert held.wait(10)
+            super().write(header, payload)
+
+    taken = []
+    server = ends.server(limits=limits, take=lambda size: taken.append(size) or bytearray(size))
+    link, sink, listener = ends.link(server.endpoint, limits), Held(), Listener()
+    of = shape(count, residual=False, aux=False)
+    server.register(1, expected(of), sink)
+    link.open(1, of, listener)
+    content = fill(link, 1, count, 100_000, (Stream.ANCHOR,))
+    until(lambda: sum(taken) > (1 << 20) // 2)
+    before = -1
+    while before != len(taken):
+        before = len(taken)
+        time.sleep(0.2)
+    assert (1 << 20) // 2 < sum(taken) <= 3 * (1 << 20) // 2 + 100_001 and not sink.parts
+    # Other rooms' messages are read meanwhile.
+    link.open(2, of, listener)
+    until(lambda: 2 in listener.reasons)
+    held.set()
+    until(lambda: 1 in listener.reasons)
+    assert sink.content() == content and [page for _, page, *_ in sink.parts] == list(range(count)) and listener.reasons[1] is None
+    until(lambda: link.outstanding_bytes == 0)
+
+
+def test_a_thread_that_writes_fails_a_room_and_goes_on(ends, caplog, monkeypatch):
+    server, listener, sinks = ends.server(), Listener(), [Sink(), Sink()]
+    link, of, usual = ends.link(server.endpoint), shape(1, residual=False, aux=False), Whole.right
+
+    def broken(whole):
+        if whole.header.room == 0:
+            raise OSError("no such thing")
+        return usual(whole)
+
+    monkeypatch.setattr(Whole, "right", broken)
+    for room, sink in enumerate(sinks):
+        server.register(room, expected(of), sink)
+        link.open(room, of, listener)
+        fill(link, room, 1, 1000, (Stream.ANCHOR,))
+    until(lambda: len(listener.reasons) == 2)
+    assert "an internal error" in listener.reasons[0] and listener.reasons[1] is None and sinks[1].reasons == [None]
+    assert "no such thing" in caplog.text and server.rooms == 0
 
 
 def test_residuals_under_way_are_few(ends):

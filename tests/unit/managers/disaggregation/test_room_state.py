@@ -127,8 +127,8 @@ def test_parts_of_streams_interleave_and_come_out_whole(parts, frame_bytes, rand
         stream = random.choice([stream for stream in Stream if frames[stream]])
         frame, payload = frames[stream].pop(0)
         if (whole := assembly.add(frame, memoryview(payload))) is not None:
-            assert whole[1] and frame.header.page not in out
-            out[frame.header.page] = stream, bytes(whole[0])
+            assert whole.right() and frame.header.page not in out
+            out[frame.header.page] = stream, bytes(whole.content)
     assert out == dict(enumerate(parts))
 
 
@@ -139,8 +139,8 @@ def test_a_changed_byte_is_found(payload, data):
     changed = payload[:place] + bytes([payload[place] ^ data.draw(st.integers(1, 255))]) + payload[place + 1 :]
     assembly = Assembly()
     assert assembly.add(Frame(of, 0), memoryview(changed[:1])) is None
-    whole, right = assembly.add(Frame(of, 1), memoryview(changed[1:]))
-    assert not right and bytes(whole) == changed
+    whole = assembly.add(Frame(of, 1), memoryview(changed[1:]))
+    assert not whole.right() and bytes(whole.content) == changed
 
 
 def test_frames_that_do_not_follow_are_refused():
