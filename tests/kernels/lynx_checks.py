@@ -7,7 +7,7 @@ import torch
 
 from sglang_ext.layers.kernels.lynx import kernels, plain
 from sglang_ext.layers.kernels.lynx.layout import Layout
-from sglang_ext.layers.kernels.lynx.parts import Parts
+from sglang_ext.layers.kernels.lynx.parts import ALIGNMENT, Parts, Placed
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Tokens, channels and sinks of a page: full and cut chunks, blocks of channels cut too, a row of sinks alone. FEW: in the interpreter.
@@ -67,6 +67,7 @@ def check_page(device, layout, noise, even=False):
     anchors, residuals = plain.anchors(parts, layout, slots)
     found, rest = kernels.anchors(parts_there, layout, slots_there)
     assert torch.equal(found.cpu(), anchors) and torch.equal(rest.cpu(), residuals), layout
+    check_placed(device, layout, parts_there, slots_there, anchors, residuals)
     wide = plain.exact_residuals(parts, list(anchors), exact, slots)
     found = kernels.exact_residuals(parts_there, list(found), exact, slots_there)
     assert all(torch.equal(a.cpu(), b) for a, b in zip(found, wide, strict=True)), exact
@@ -79,6 +80,33 @@ def check_page(device, layout, noise, even=False):
         for out, wanted in zip(outs, expected, strict=True):
             assert torch.equal(plain.as_bytes(out.cpu()), plain.as_bytes(wanted)), (read, streams is None)
     assert all(torch.equal(plain.as_bytes(out[slots]), plain.as_bytes(pool[slots])) for out, pool in zip(expected, pools, strict=True))
+
+
+def placed(size, count, first, device):
+    """Room for streams, of zeros, that begin some bytes after its own beginning."""
+    width = -(-size // ALIGNMENT) * ALIGNMENT
+    begins = first + width * torch.arange(count, device=device)
+    return Placed(torch.zeros(first + width * count, dtype=torch.uint8, device=device), begins, first, width, size)
+
+
+def check_placed(device, layout, parts, slots, anchors, residuals):
+    """Streams are written where they belong, the same bytes with zeros between them, and read from there."""
+    both = [placed(each.shape[1], len(each), 3 * ALIGNMENT, device) for each in (anchors, residuals)]
+    alone = placed(anchors.shape[1], len(anchors), 0, device)
+    kernels.write_streams(parts, layout, slots, *both)
+    kernels.write_streams(parts, layout, slots, alone, None)
+    for place, wanted in zip((*both, alone), (anchors, residuals, anchors), strict=True):
+        assert torch.equal(place.rows.cpu(), wanted), layout
+        left = place.memory.clone()
+        place.rows.zero_()
+        assert not place.memory.any(), layout
+        place.memory.copy_(left)
+    for rest in (None, both[1]):
+        outs, expected = ([torch.full_like(tensor, 7) for tensor in parts.tensors] for _ in range(2))
+        kernels.read_streams(both[0], rest, layout, Parts.of(outs), slots)
+        kernels.decode(list(both[0].rows.clone()), None if rest is None else list(rest.rows.clone()), layout, Parts.of(expected), slots)
+        for out, wanted in zip(outs, expected, strict=True):
+            assert torch.equal(plain.as_bytes(out.cpu()), plain.as_bytes(wanted.cpu())), (layout, rest is None)
 
 
 def check_lynx(device):

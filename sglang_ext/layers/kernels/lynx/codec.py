@@ -11,7 +11,7 @@ import torch
 
 from sglang_ext.layers.kernels.lynx import plain
 from sglang_ext.layers.kernels.lynx.layout import RAW, Layout
-from sglang_ext.layers.kernels.lynx.parts import Parts
+from sglang_ext.layers.kernels.lynx.parts import Parts, Placed
 
 
 class Streams(NamedTuple):
@@ -60,6 +60,38 @@ def encode_parts(parts: Sequence[torch.Tensor] | Parts, layout: Layout, slots: t
     return [
         streams or Streams(plain.raw(part if slots is None else part[slots]), empty) for streams, part in zip(found, tensors, strict=True)
     ]
+
+
+def encode_placed(parts: Parts, layout: Layout, slots: torch.Tensor, anchors: Placed, residuals: Placed | None = None) -> None:
+    """Write streams of several tensors where they belong, as if no page were raw; does not wait for the device.
+
+    A stream that begins with ``RAW`` afterwards, and its residual, mean nothing: that page is for :func:`encode_parts`.
+
+    Args:
+        parts, slots: as of :func:`encode_parts`.
+        layout: not ``always_raw``.
+        anchors: zeros, ``coded_bytes`` each.
+        residuals: ``int8_bytes`` each; None where they are not wanted.
+
+    Raises:
+        ValueError: tensors that do not fit the layout.
+    """
+    parts.check(layout, slots)
+    _backend(parts.tensors[0]).write_streams(parts, layout, slots, anchors, residuals)
+
+
+def decode_placed(anchors: Placed, residuals: Placed | None, layout: Layout, outs: Parts, slots: torch.Tensor) -> None:
+    """Write a page of several tensors of which none is raw; does not wait for the device.
+
+    Args:
+        anchors, residuals: ``coded_bytes`` and ``int8_bytes`` each; None: numbers of the anchors alone.
+        outs, slots: as of :func:`decode_parts`.
+
+    Raises:
+        ValueError: tensors that do not fit the layout.
+    """
+    outs.check(layout, slots)
+    _backend(outs.tensors[0]).read_streams(anchors, residuals, layout, outs, slots)
 
 
 def decode(

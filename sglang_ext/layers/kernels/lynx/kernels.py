@@ -13,7 +13,7 @@ from sglang_ext.layers.kernels.lynx.encode_tiles import cells, edges, encode_til
 from sglang_ext.layers.kernels.lynx.exact_tiles import count_units, read_exact, write_exact
 from sglang_ext.layers.kernels.lynx.layout import BLOCK, HEADER, UNIT, Layout
 from sglang_ext.layers.kernels.lynx.levels import BITS, bounds, fine_levels, greatest, levels, step
-from sglang_ext.layers.kernels.lynx.parts import ALIGNMENT, Parts, addresses
+from sglang_ext.layers.kernels.lynx.parts import ALIGNMENT, Parts, Placed, addresses
 
 LIKE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 # Quads of channels of a program that encodes, a thread each, and registers that a thread has for bfloat16: more hold fewer programs.
@@ -30,7 +30,18 @@ def anchors(parts: Parts, layout: Layout, slots: torch.Tensor | None) -> tuple[t
     found = _rows(count, layout.coded_bytes, device)
     found[:, :HEADER] = 0
     rest = _rows(count, layout.int8_bytes, device) if layout.reference == "int8" else None
-    targets, offsets = _addresses_of_rows(found), _offsets(layout)
+    _encode(parts, layout, slots, _addresses_of_rows(found), None if rest is None else _addresses_of_rows(rest))
+    return found, rest
+
+
+def write_streams(parts: Parts, layout: Layout, slots: torch.Tensor | None, anchors_at: Placed, rest_at: Placed | None) -> None:
+    """As of plain.py, of anchors into zeros."""
+    _encode(parts, layout, slots, anchors_at.addresses, None if rest_at is None else rest_at.addresses)
+
+
+def _encode(parts: Parts, layout: Layout, slots: torch.Tensor | None, targets: torch.Tensor, rest: torch.Tensor | None) -> None:
+    """Anchors, of which the first byte is 0, and residuals of 8 bits to addresses, int64 [parts] each."""
+    count, device, offsets = len(parts.tensors), parts.tensors[0].device, _offsets(layout)
     stride, like, warps = _slot_stride(parts), LIKE[layout.dtype], QUADS // 32
     if layout.short_scales:
         page_gamma[(triton.cdiv(layout.channels, 4 * QUADS), count)](
@@ -38,12 +49,10 @@ def anchors(parts: Parts, layout: Layout, slots: torch.Tensor | None) -> tuple[t
             PTX=PTX, num_warps=warps,
         )  # fmt: skip
     encode_tiles[_grid(layout, count, 4 * QUADS)](
-        parts.table, targets, None if rest is None else _addresses_of_rows(rest), slots, table_of(edges, layout.bits, device),
-        table_of(cells, layout.bits, device), layout.tokens, layout.sinks, *offsets, CHANNELS=layout.channels, STRIDE=stride,
+        parts.table, targets, rest, slots, table_of(edges, layout.bits, device), table_of(cells, layout.bits, device), layout.tokens, layout.sinks, *offsets, CHANNELS=layout.channels, STRIDE=stride,
         LIKE=like, BITS=layout.bits, GREATEST=greatest(layout.bits), SHORT=layout.short_scales, QUADS=QUADS, PTX=PTX,
         num_warps=warps, maxnreg=REGISTERS if layout.dtype == torch.bfloat16 else None,
     )  # fmt: skip
-    return found, rest
 
 
 def exact_residuals(parts: Parts, found: Sequence[torch.Tensor], layout: Layout, slots: torch.Tensor | None) -> list[torch.Tensor]:
@@ -79,8 +88,17 @@ def decode(
 ) -> None:
     """As of plain.py."""
     found, residuals = _aligned(found), None if residuals is None else _aligned(residuals)
-    streams, offsets = addresses(found), _offsets(layout)
-    rest = None if residuals is None else addresses(residuals)
+    _decode(addresses(found), None if residuals is None else addresses(residuals), layout, outs, slots)
+
+
+def read_streams(anchors_at: Placed, rest_at: Placed | None, layout: Layout, outs: Parts, slots: torch.Tensor | None) -> None:
+    """As of plain.py."""
+    _decode(anchors_at.addresses, None if rest_at is None else rest_at.addresses, layout, outs, slots)
+
+
+def _decode(streams: torch.Tensor, rest: torch.Tensor | None, layout: Layout, outs: Parts, slots: torch.Tensor | None) -> None:
+    """Of streams at addresses, int64 [parts] each."""
+    offsets = _offsets(layout)
     page, device, count = (layout.tokens, layout.channels, layout.sinks), outs.tensors[0].device, len(outs.tensors)
     stride = outs.tensors[0].stride(0)
     kinds = {"LIKE": LIKE[layout.dtype], "BITS": layout.bits, "SHORT": layout.short_scales}

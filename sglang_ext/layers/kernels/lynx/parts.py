@@ -60,6 +60,34 @@ class Parts:
             raise ValueError(f"{_described(one)}, slots {given}: {layout} has {layout.tokens} tokens")
 
 
+@dataclass(frozen=True)
+class Placed:
+    """Streams of a page's parts, all of one size, evenly apart in one memory.
+
+    Attributes:
+        memory: uint8 [bytes], from an address that is a multiple of ``ALIGNMENT`` on a GPU.
+        begins: where each begins in it, int64 [parts], on its device; multiples of ``ALIGNMENT``.
+        first, width: where the first begins, and bytes from one to the next.
+        size: bytes of each.
+    """
+
+    memory: torch.Tensor
+    begins: torch.Tensor
+    first: int
+    width: int
+    size: int
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """The streams, uint8 [parts, size]."""
+        return self.memory.as_strided((len(self.begins), self.size), (self.width, 1), self.memory.storage_offset() + self.first)
+
+    @property
+    def addresses(self) -> torch.Tensor:
+        """Of each, int64 [parts], on the device."""
+        return self.begins + self.memory.data_ptr()
+
+
 def addresses(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Of tensors, int64 [tensors], on their device.
 

@@ -8,7 +8,7 @@ import torch
 from sglang_ext.layers.kernels.lynx import bins, planes
 from sglang_ext.layers.kernels.lynx.layout import CHUNK, HEADER, RAW, Layout
 from sglang_ext.layers.kernels.lynx.levels import CURVE, fine_bounds, fine_levels, greatest, levels
-from sglang_ext.layers.kernels.lynx.parts import Parts
+from sglang_ext.layers.kernels.lynx.parts import Parts, Placed
 from sglang_ext.layers.kernels.lynx.scales import Scales, as_bytes, find, read
 
 # Above this share of mu float32 tells one bound from the next, and an estimate of I is off by one at most.
@@ -167,6 +167,20 @@ def anchors(parts: Parts, layout: Layout, slots: torch.Tensor | None) -> tuple[t
     pages = [part if slots is None else part[slots] for part in parts.tensors]
     found, rest = encode_anchors(torch.cat(pages, 1), layout, len(pages))
     return found, rest if layout.reference == "int8" else None
+
+
+def write_streams(parts: Parts, layout: Layout, slots: torch.Tensor | None, anchors_at: Placed, rest_at: Placed | None) -> None:
+    """What :func:`anchors` gives, into its place; ``rest_at``: residuals of 8 bits, or None where they are not wanted."""
+    pages = [part if slots is None else part[slots] for part in parts.tensors]
+    found, rest = encode_anchors(torch.cat(pages, 1), layout, len(pages))
+    anchors_at.rows.copy_(found)
+    if rest_at is not None:
+        rest_at.rows.copy_(rest)
+
+
+def read_streams(anchors_at: Placed, rest_at: Placed | None, layout: Layout, outs: Parts, slots: torch.Tensor | None) -> None:
+    """As :func:`decode`."""
+    decode(anchors_at.rows, None if rest_at is None else rest_at.rows, layout, outs, slots)
 
 
 def exact_residuals(parts: Parts, found: Sequence[torch.Tensor], layout: Layout, slots: torch.Tensor | None) -> list[torch.Tensor]:

@@ -4,14 +4,15 @@ A stream of a page holds those of its tensors, keys of all layers before values 
 begun at a multiple of 16 bytes.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
-from sglang_ext.layers.kernels.lynx.codec import Parts, Streams, decode_parts, encode_parts
-from sglang_ext.layers.kernels.lynx.layout import UNIT, Layout
+from sglang_ext.layers.kernels.lynx.codec import decode_parts, decode_placed, encode_parts, encode_placed
+from sglang_ext.layers.kernels.lynx.layout import RAW, UNIT, Layout
+from sglang_ext.layers.kernels.lynx.parts import Placed
 from sglang_ext.managers.disaggregation.progressive.host_blocks import HostBlocks
 from sglang_ext.managers.disaggregation.progressive.page_codec import EncodedPage, PlacedPage
 from sglang_ext.managers.disaggregation.progressive.pool_buffers import PoolBuffers
@@ -29,22 +30,11 @@ def packed(streams: Sequence[torch.Tensor], blocks: HostBlocks, lane: int = 0) -
     content = blocks.take(begins[-1], lane)
     content[: begins[0]] = 0
     content[: sizes.nbytes] = sizes.view(np.uint8)
-    together = _together(streams, begins)
-    if together is None:
-        together = torch.zeros(begins[-1] - begins[0], dtype=torch.uint8, device=streams[0].device)
-        for stream, begin in zip(streams, begins, strict=False):
-            together[begin - begins[0] :][: len(stream)] = stream
+    together = torch.zeros(begins[-1] - begins[0], dtype=torch.uint8, device=streams[0].device)
+    for stream, begin in zip(streams, begins, strict=False):
+        together[begin - begins[0] :][: len(stream)] = stream
     torch.from_numpy(content)[begins[0] :].copy_(together, non_blocking=True)
     return memoryview(content)
-
-
-def _together(streams: Sequence[torch.Tensor], begins: Sequence[int]) -> torch.Tensor | None:
-    """The memory from the first to the last, if they lie in it as they do in the packed stream; what is between them is 0 then."""
-    first, memory = streams[0], streams[0].untyped_storage()
-    beyond = first.data_ptr() - memory.data_ptr() + begins[-1] - begins[0]
-    if beyond > memory.nbytes() or any(stream.data_ptr() - first.data_ptr() != begin - begins[0] for stream, begin in zip(streams, begins)):
-        return None
-    return first.as_strided((begins[-1] - begins[0],), (1,))
 
 
 def packed_bytes(sizes: Sequence[int]) -> int:
@@ -74,6 +64,81 @@ def _places(sizes: np.ndarray) -> np.ndarray:
     return filled.cumsum()
 
 
+class _Fixed:
+    """Streams of sizes that are known beforehand, as :func:`packed` has them.
+
+    Args:
+        groups: how many streams of one size follow each other, and their size.
+        device: of memory that they are written to, or read from.
+    """
+
+    def __init__(self, groups: Sequence[tuple[int, int]], device: torch.device) -> None:
+        sizes = np.array([size for count, size in groups for _ in range(count)], "<u4")
+        place = _places(sizes)
+        self.bytes, self._begin, self._device = int(place[-1]), int(place[0]), device
+        self._head = np.zeros(self._begin, np.uint8)
+        self._head[: sizes.nbytes] = sizes.view(np.uint8)
+        self._sizes = sizes.tobytes()
+        self._begins, self._groups, end = torch.from_numpy(place[:-1]).to(device), [], 0
+        for count, size in groups:
+            begin, end = end, end + count
+            self._groups.append((self._begins[begin:end], int(place[begin]), -(-size // ALIGNED) * ALIGNED, size))
+
+    def holds(self, content: memoryview) -> bool:
+        """Whether a stream has these sizes."""
+        return len(content) == self.bytes and content[: len(self._sizes)] == self._sizes
+
+    def placed(self, memory: torch.Tensor, group: int) -> Placed:
+        """Streams of a group in memory of all, uint8 [bytes]."""
+        return Placed(memory, *self._groups[group])
+
+    def room(self, content: np.ndarray | None) -> torch.Tensor:
+        """Zeros on the device, uint8 [bytes]: on a CPU those of ``content``, if it is given."""
+        if content is None or self._device.type == "cuda":
+            return torch.zeros(self.bytes, dtype=torch.uint8, device=self._device)
+        return torch.from_numpy(content).zero_()
+
+    def bring(self, room: torch.Tensor, content: np.ndarray) -> None:
+        """Streams into host memory, uint8 [bytes]; from a GPU the current stream brings them, which is not waited for."""
+        if self._device.type == "cuda":
+            torch.from_numpy(content)[self._begin :].copy_(room[self._begin :], non_blocking=True)
+        content[: self._begin] = self._head
+
+    def bring_kinds(self, room: torch.Tensor, blocks: HostBlocks) -> np.ndarray:
+        """The first byte of each stream likewise, uint8 [streams]."""
+        kinds = blocks.take(len(self._begins))
+        torch.from_numpy(kinds).copy_(room.index_select(0, self._begins), non_blocking=True)
+        return kinds
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What does not change from one page to the next of as many layers, tokens and sinks.
+
+    Attributes:
+        alike: which tensors are encoded and decoded together, all, or keys and then values, and how.
+        anchors, residuals: streams of a page of which no tensor is raw, if there is any such; residuals of 8 bits alone.
+    """
+
+    alike: tuple[tuple[slice, Layout], ...]
+    anchors: _Fixed | None
+    residuals: _Fixed | None
+
+    @classmethod
+    def of(cls, layouts: tuple[Layout, Layout], layers: int, device: torch.device) -> "_Plan":
+        """Of layouts of keys and of values."""
+        keys, values = layouts
+        both = (slice(0, layers), keys), (slice(layers, 2 * layers), values)
+        alike = both if keys != values else ((slice(0, 2 * layers), keys),)
+        if keys.always_raw or values.always_raw:
+            return cls(alike, None, None)
+        counted = [(those.stop - those.start, layout) for those, layout in alike]
+        anchors = _Fixed([(count, layout.coded_bytes) for count, layout in counted], device)
+        if keys.reference != "int8":
+            return cls(alike, anchors, None)
+        return cls(alike, anchors, _Fixed([(count, layout.int8_bytes) for count, layout in counted], device))
+
+
 @dataclass(frozen=True)
 class LynxCodec:
     """Anchors of 4 bits, and residuals.
@@ -94,6 +159,7 @@ class LynxCodec:
     page_size: int = 64
     bits: int = 4
     sinks: int = 4
+    _plans: dict[tuple[int, int, int], _Plan] = field(default_factory=dict, init=False, repr=False, compare=False)
     name = "lynx"
     version = 1
     has_residual = True
@@ -118,25 +184,48 @@ class LynxCodec:
 
     def encode(self, page: PlacedPage, layers: LayerRange) -> EncodedPage:
         """Both streams."""
-        found = self._encode(page, layers, self._layouts(len(page.slots), page.start))
-        # A residual waits for all anchors of its room.
-        both = EncodedPage(*(packed(streams, self.pool.blocks, lane) for lane, streams in enumerate(zip(*found, strict=True))))
-        self.pool.written()
-        return both
-
-    def encode_residual(self, page: PlacedPage, layers: LayerRange) -> memoryview:
-        """The second stream."""
-        found = self._encode(page, layers, self._layouts(len(page.slots), page.start))
-        residual = packed([each.residual for each in found], self.pool.blocks, 1)
-        self.pool.written()
-        return residual
+        return self.start(page, layers)()
 
     def encode_anchor(self, page: PlacedPage, layers: LayerRange) -> memoryview:
         """The first stream; the exact residual, which takes longer, is left out."""
-        layouts = tuple(replace(layout, reference="int8") for layout in self._layouts(len(page.slots), page.start))
-        anchor = packed([each.anchor for each in self._encode(page, layers, layouts)], self.pool.blocks)
-        self.pool.written()
-        return anchor
+        return self.start(page, layers, residual=False)().anchor
+
+    def encode_residual(self, page: PlacedPage, layers: LayerRange) -> memoryview:
+        """The second stream."""
+        return self.start(page, layers, anchor=False)().residual
+
+    def start(self, page: PlacedPage, layers: LayerRange, anchor: bool = True, residual: bool = True) -> Callable[[], EncodedPage]:
+        """Begin to encode a page; what waits for it, and encodes it again where a tensor of it turns out to be raw.
+
+        Exact residuals have sizes that only the device knows: those are waited for here.
+        """
+        plan = self._plan(page, layers)
+        if plan.anchors is None or residual and plan.residuals is None:
+            found = self._encoded_apart(page, layers, anchor, residual)
+            return lambda: found
+        # A residual waits for all anchors of its room.
+        first, rest = (
+            self.pool.blocks.take(streams.bytes, lane) if wanted else None
+            for lane, (streams, wanted) in enumerate(((plan.anchors, anchor), (plan.residuals, residual)))
+        )
+        anchors, residuals = plan.anchors.room(first), plan.residuals.room(rest) if residual else None
+        for group, (those, layout) in enumerate(plan.alike):
+            beside = plan.residuals.placed(residuals, group) if residual else None
+            encode_placed(self.pool.parts(layers, those), layout, page.slots, plan.anchors.placed(anchors, group), beside)
+        kinds = plan.anchors.bring_kinds(anchors, self.pool.blocks)
+        if anchor:
+            plan.anchors.bring(anchors, first)
+        if residual:
+            plan.residuals.bring(residuals, rest)
+        reached = self.pool.reached()
+
+        def finish() -> EncodedPage:
+            reached()
+            if (kinds == RAW).any():
+                return self._encoded_apart(page, layers, anchor, residual)
+            return EncodedPage(*(None if content is None else memoryview(content) for content in (first, rest)))
+
+        return finish
 
     def write_anchor(self, page: PlacedPage, layers: LayerRange, anchor: memoryview) -> None:
         """Numbers of 4 bits.
@@ -162,24 +251,41 @@ class LynxCodec:
             for dim in (self.pool.key_dim, self.pool.value_dim)
         )
 
-    def _alike(self, layers: LayerRange, layouts: tuple[Layout, Layout]) -> Iterator[tuple[Parts, slice, Layout]]:
-        """Which tensors are encoded and decoded together, all, or keys and then values; which streams these are; and how."""
-        keys, values = layouts
-        both = (slice(0, layers.count), keys), (slice(layers.count, 2 * layers.count), values)
-        for those, layout in both if keys != values else ((slice(0, 2 * layers.count), keys),):
-            yield self.pool.parts(layers, those), those, layout
+    def _plan(self, page: PlacedPage, layers: LayerRange) -> _Plan:
+        tokens = len(page.slots)
+        key = tokens, min(tokens, max(0, self.sinks - page.start)), layers.count
+        if key not in self._plans:
+            self._plans[key] = _Plan.of(self._layouts(tokens, page.start), layers.count, self.pool.device)
+        return self._plans[key]
 
-    def _encode(self, page: PlacedPage, layers: LayerRange, layouts: tuple[Layout, Layout]) -> list[Streams]:
-        return [one for parts, _, layout in self._alike(layers, layouts) for one in encode_parts(parts, layout, page.slots)]
+    def _encoded_apart(self, page: PlacedPage, layers: LayerRange, anchor: bool, residual: bool) -> EncodedPage:
+        """Streams of any size, tensor by tensor; it waits for them."""
+        found = []
+        for those, layout in self._plan(page, layers).alike:
+            # Exact residuals, which take longer, are left out where none are wanted.
+            layout = layout if residual else replace(layout, reference="int8")
+            found += encode_parts(self.pool.parts(layers, those), layout, page.slots)
+        streams = [streams if wanted else None for streams, wanted in zip(zip(*found, strict=True), (anchor, residual))]
+        page = EncodedPage(*(None if each is None else packed(each, self.pool.blocks, lane) for lane, each in enumerate(streams)))
+        self.pool.written()
+        return page
 
     def _decode(self, page: PlacedPage, layers: LayerRange, anchor: memoryview, residual: memoryview | None) -> None:
-        anchors = unpacked(anchor, 2 * layers.count, self.pool.blocks)
-        rest = None if residual is None else unpacked(residual, 2 * layers.count, self.pool.blocks)
-        for parts, those, layout in self._alike(layers, self._layouts(len(page.slots), page.start)):
-            try:
-                decode_parts(anchors[those], None if rest is None else rest[those], layout, parts, page.slots)
-            except (ValueError, IndexError, RuntimeError) as error:
-                raise LinkError(f"no streams of a page of {len(page.slots)} tokens from {page.start}: {error}") from error
+        plan, streams = self._plan(page, layers), (anchor,) if residual is None else (anchor, residual)
+        fixed = (plan.anchors, plan.residuals)[: len(streams)]
+        try:
+            if all(each is not None and each.holds(content) for each, content in zip(fixed, streams)):
+                memory = [self.pool.blocks.to_device(content) for content in streams]
+                for group, (those, layout) in enumerate(plan.alike):
+                    places = [each.placed(room, group) for each, room in zip(fixed, memory, strict=True)]
+                    decode_placed(places[0], places[1] if residual is not None else None, layout, self.pool.parts(layers, those), page.slots)
+                return
+            found = [unpacked(content, 2 * layers.count, self.pool.blocks) for content in streams]
+            for those, layout in plan.alike:
+                rest = None if residual is None else found[1][those]
+                decode_parts(found[0][those], rest, layout, self.pool.parts(layers, those), page.slots)
+        except (ValueError, IndexError, RuntimeError) as error:
+            raise LinkError(f"no streams of a page of {len(page.slots)} tokens from {page.start}: {error}") from error
 
 
 def _most_anchor(layout: Layout) -> int:

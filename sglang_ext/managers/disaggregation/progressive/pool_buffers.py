@@ -1,7 +1,7 @@
 """A rank's KV pool and its auxiliary records, as SGLang describes them to transfer backends: addresses and lengths."""
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -131,6 +131,14 @@ class PoolBuffers:
         """Wait until what this thread wrote, here or in host memory, can be read by all."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
+
+    def reached(self) -> Callable[[], None]:
+        """What waits, in any thread, until what this one wrote so far can be read by all."""
+        if self.device.type != "cuda":
+            return lambda: None
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        return event.synchronize
 
     def wait_for_links(self) -> None:
         """Wait until what threads of links wrote so far is there: they have no stream of their own."""

@@ -1,11 +1,14 @@
 """Pages arrive as they were, at other slots and at those alone."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transfer_helpers import KEY_DIM, LAYERS, SLOTS, make_pool, rows
 
+from sglang_ext.layers.kernels.lynx.codec import encode_parts
+from sglang_ext.layers.kernels.lynx.layout import Layout
 from sglang_ext.managers.disaggregation.progressive.codecs import make_codec
 from sglang_ext.managers.disaggregation.progressive.host_blocks import HostBlocks
 from sglang_ext.managers.disaggregation.progressive.lynx_codec import ALIGNED, packed, unpacked
@@ -67,6 +70,50 @@ def test_the_8_bit_reference_is_closer_than_the_anchor_alone():
     make_codec("int8", target).write_anchor(PlacedPage(0, there), ALL, encoded.anchor)
     coarse = (target.keys[0][there] - page).abs().max()
     assert 0 < close < coarse / 4 and torch.equal(target.keys[0][there][:4], page[:4])  # the sinks
+
+
+def streams_apart(pool, page, layers, reference):
+    """Both streams of a page, put together tensor by tensor."""
+    found, sinks = [], min(len(page.slots), max(0, 4 - page.start))
+    for tensor in pool.tensors(layers.first, layers.count):
+        layout = Layout(len(page.slots), tensor.shape[1], pool.dtype, sinks=sinks, reference=reference)
+        found += encode_parts([tensor], layout, page.slots)
+    return [bytes(packed(streams, pool.blocks)) for streams in zip(*found, strict=True)]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from(["int8", "exact"]), st.sampled_from(DTYPES), st.integers(1, 70), st.integers(0, 6), st.booleans(), st.booleans())
+def test_streams_are_those_of_each_tensor_raw_or_not(reference, dtype, tokens, start, wide, raw):
+    """One that is raw has another size, and so have the streams of its page: at the other end, too."""
+    pool, target = (make_pool(dtype, seed=seed, **({"value_dim": KEY_DIM} if wide else {})) for seed in (2, 3))
+    codec, page = make_codec(reference, pool), PlacedPage(start, slots(tokens, 1))
+    if raw:
+        pool.values[1][page.slots[-1], 2] = float("inf")
+    for layers in (ALL, LayerRange(1, 1)):
+        anchor, residual = streams_apart(pool, page, layers, reference)
+        encoded = codec.encode(page, layers)
+        assert (bytes(encoded.anchor), bytes(encoded.residual)) == (anchor, residual)
+        assert bytes(codec.encode_anchor(page, layers)) == anchor and bytes(codec.encode_residual(page, layers)) == residual
+        receiver = make_codec(reference, target)
+        receiver.write_residual(page, layers, encoded.anchor, encoded.residual)
+        if raw or reference == "exact":
+            mine, theirs = (each.values[1][page.slots].view(torch.uint8) for each in (pool, target))
+            assert torch.equal(mine, theirs)
+
+
+def test_streams_whose_sizes_say_something_else_are_refused():
+    pool = make_pool()
+    codec, page = make_codec("int8", pool), PlacedPage(0, slots(64, 0))
+    encoded = codec.encode(page, ALL)
+    changed = bytearray(encoded.anchor)
+    # Two streams exchange 16 bytes: all together they are as long as before.
+    sizes = np.frombuffer(changed, "<u4", 2 * LAYERS)
+    sizes[0] += 16
+    sizes[1] -= 16
+    with pytest.raises(LinkError, match="no streams of a page of 64 tokens"):
+        codec.write_anchor(page, ALL, memoryview(changed))
+    with pytest.raises(LinkError, match="no streams of a page of 64 tokens"):
+        codec.write_residual(page, ALL, memoryview(changed), encoded.residual)
 
 
 def test_layers_can_travel_one_by_one():
