@@ -57,7 +57,7 @@ def test_pages_of_any_gpu_travel(device, reference):
     parts = []
     link = SimpleNamespace(offer=lambda number, part: parts.append(part))
     out = SentRoom(1, codec, layers, [0], [bytes(32)], Told())
-    in_thread(lambda: out.send_page(link, slots[0], True))
+    in_thread(lambda: out.offer(link, out.start_page(slots[0], True)))
     into = ReceivedRoom(
         make_codec(reference, received), received, AuxRecords(received.args), 0, layers, [PlacedPage(0, slots[1])], [bytes(32)], Told()
     )

@@ -11,7 +11,7 @@
     link.py           the sender's end: a thread that goes from connection to connection
     room_state.py     one room of the receiver: what has arrived, checked and written
     assembly.py       parts of pages put together from frames
-    link_server.py    the receiver's end: a thread for all links
+    link_server.py    the receiver's end: a thread that reads all links, and one that writes
     link_metrics.py   what either end tells on /metrics
     queries.py        a prompt's newest queries, which compressors choose by
     arriving.py       requests that decode before all of their KV is here

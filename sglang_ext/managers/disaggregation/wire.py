@@ -194,7 +194,8 @@ class Have(Message, tag="have"):
     @classmethod
     def all_of(cls, room: int, shape: RoomShape) -> "Have":
         """Of a room of which all is there."""
-        anchors, residuals = (((1 << count) - 1).to_bytes(-(-count // 8), "little") for count in map(shape.parts, (Stream.ANCHOR, Stream.RESIDUAL)))
+        counts = shape.parts(Stream.ANCHOR), shape.parts(Stream.RESIDUAL)
+        anchors, residuals = (((1 << count) - 1).to_bytes(-(-count // 8), "little") for count in counts)
         return cls(room, anchors, residuals, shape.aux)
 
 

@@ -9,7 +9,7 @@
     control.py        messages of SGLang's control plane: where a room goes, and that it ended
     agreement.py      what two servers must have alike, and endpoints of links
     handshakes.py     prefill: rooms whose sender and whose metadata wait for each other
-    peer.py           prefill: the link to a decode rank, and the thread that encodes what goes over it
+    peer.py           prefill: the link to a decode rank, and the threads that encode what goes over it and offer it
     sent_room.py      prefill: one room on its way out
     received_room.py  decode: one room on its way in
     early_room.py     decode: the rest of a room whose request decodes already (arriving.py of the room above)

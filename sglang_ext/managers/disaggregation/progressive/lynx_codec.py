@@ -277,8 +277,8 @@ class LynxCodec:
             if all(each is not None and each.holds(content) for each, content in zip(fixed, streams)):
                 memory = [self.pool.blocks.to_device(content) for content in streams]
                 for group, (those, layout) in enumerate(plan.alike):
-                    places = [each.placed(room, group) for each, room in zip(fixed, memory, strict=True)]
-                    decode_placed(places[0], places[1] if residual is not None else None, layout, self.pool.parts(layers, those), page.slots)
+                    first, *rest = (each.placed(room, group) for each, room in zip(fixed, memory, strict=True))
+                    decode_placed(first, rest[0] if rest else None, layout, self.pool.parts(layers, those), page.slots)
                 return
             found = [unpacked(content, 2 * layers.count, self.pool.blocks) for content in streams]
             for those, layout in plan.alike:

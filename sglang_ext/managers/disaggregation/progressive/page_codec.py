@@ -1,5 +1,6 @@
 """What a codec does with pages of a rank's pool."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -41,10 +42,10 @@ class PlacedPage:
 class EncodedPage(NamedTuple):
     """Streams of one page and range of layers, in host memory that nobody writes to any more.
 
-    ``residual`` is None where the codec has none.
+    Either is None where it was not asked for, ``residual`` also where the codec has none.
     """
 
-    anchor: memoryview
+    anchor: memoryview | None
     residual: memoryview | None
 
 
@@ -56,6 +57,15 @@ class OneStream:
     def encode(self, page: PlacedPage, layers: LayerRange) -> EncodedPage:
         """The one stream."""
         return EncodedPage(self.encode_anchor(page, layers), None)
+
+    def start(self, page: PlacedPage, layers: LayerRange, anchor: bool = True, residual: bool = True) -> Callable[[], EncodedPage]:
+        """The one stream, all of it at once.
+
+        Raises:
+            LinkError: a residual alone is asked for.
+        """
+        found = self.encode(page, layers) if anchor else EncodedPage(None, self.encode_residual(page, layers))
+        return lambda: found
 
     def encode_residual(self, page: PlacedPage, layers: LayerRange) -> memoryview:
         """There is none.
@@ -98,6 +108,12 @@ class PageCodec(Protocol):
 
     def encode(self, page: PlacedPage, layers: LayerRange) -> EncodedPage:
         """Streams of what the pool holds now."""
+
+    def start(self, page: PlacedPage, layers: LayerRange, anchor: bool = True, residual: bool = True) -> Callable[[], EncodedPage]:
+        """Begin with those streams of what the pool holds now that are asked for, if the codec has them; what waits for them.
+
+        It may be called from another thread; the pool must hold the page, and what it gave is kept, until it has returned.
+        """
 
     def encode_anchor(self, page: PlacedPage, layers: LayerRange) -> memoryview:
         """The first of them alone, the same bytes."""

@@ -1,4 +1,6 @@
-"""A decode rank, as the prefill side sends to it: a link, and a thread that encodes one page while others travel."""
+"""A decode rank, as the prefill side sends to it: a link, a thread that begins to encode one page after the other, and one that waits for
+each, computes its checksum and offers it.
+"""
 
 import logging
 import queue
@@ -7,11 +9,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
 from sglang_ext.managers.disaggregation.link import Link
-from sglang_ext.managers.disaggregation.progressive.sent_room import SentRoom
+from sglang_ext.managers.disaggregation.progressive.sent_room import SentRoom, Started
 from sglang_ext.managers.disaggregation.wire import Stream
 
 logger = logging.getLogger(__name__)
@@ -21,6 +24,8 @@ logger = logging.getLogger(__name__)
 MOST_BEFORE_RESIDUALS, MOST_ENCODED = 1 << 29, 1 << 30
 # Anchors that the link has yet to send: with fewer, the next is encoded without its residual, whose turn comes after all anchors.
 AHEAD = 4
+# Pages that are being encoded: a GPU has work while one is looked at and the next is launched.
+DEPTH = 3
 # Seconds between looks at whether there is space.
 SOON = 0.005
 
@@ -41,6 +46,15 @@ class _Work:
     ready: "torch.cuda.Event | None"
 
 
+@dataclass(frozen=True)
+class _Record:
+    """A room's auxiliary record, which takes its turn after pages."""
+
+    room: SentRoom
+    record: bytes
+    sizes = MappingProxyType({})
+
+
 class Peer:
     """Rooms of this rank on their way to one decode rank. All methods may be called from any thread, and none waits.
 
@@ -54,10 +68,13 @@ class Peer:
         self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         # Of the thread: pages that were sent without their residual.
         self._put_off: deque[tuple[SentRoom, int, torch.Tensor]] = deque()
-        self._closing = False
+        # Pages that are being encoded, and records, in the order in which they are offered; changes are told.
+        self._started: deque[Started | _Record] = deque()
+        self._changed = threading.Condition()
+        self._closing = self._ended = False
         self._gone_since: float | None = None
-        self._thread = threading.Thread(target=self._run, name=f"kv-encoder of {link.endpoint}", daemon=True)
-        self._thread.start()
+        for run, name in ((self._run, "kv-encoder"), (self._offer_all, "kv-offers")):
+            threading.Thread(target=run, name=f"{name} of {link.endpoint}", daemon=True).start()
 
     @property
     def refused(self) -> bool:
@@ -95,7 +112,7 @@ class Peer:
         return now - self._gone_since
 
     def close(self) -> None:
-        """Cancel all rooms and end both threads."""
+        """Cancel all rooms and end all threads."""
         self._closing = True
         self._work.put(None)
         self._link.close(0)
@@ -106,12 +123,15 @@ class Peer:
             try:
                 work = self._work.get(timeout=SOON if self._put_off else None)
             except queue.Empty:
-                self._send_put_off()
+                self._start_put_off()
                 continue
             if work is not None:
-                self._guard(work.room, lambda work=work: self._send(work))
+                self._guard(work.room, lambda work=work: self._start_all(work))
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
 
-    def _send(self, work: _Work) -> None:
+    def _start_all(self, work: _Work) -> None:
         if work.ready is not None:
             work.ready.synchronize()
         for slots in work.pages:
@@ -119,13 +139,13 @@ class Peer:
             if work.room.over or self._closing:
                 return
             now = self._has_time(work.room) and self._has_space(work.room, Stream.RESIDUAL, self._most_before_residuals)
-            page = work.room.send_page(self._link, slots, now)
+            self._begin(started := work.room.start_page(slots, now))
             if not now:
-                self._put_off.append((work.room, page, slots))
+                self._put_off.append((work.room, started.page, slots))
         if work.record is not None and not work.room.over:
-            work.room.send_record(self._link, work.record)
+            self._begin(_Record(work.room, work.record))
 
-    def _send_put_off(self) -> None:
+    def _start_put_off(self) -> None:
         """Residuals, oldest first, as long as there is space and no anchor to encode."""
         while self._put_off and self._work.empty() and not self._closing:
             room, page, slots = self._put_off[0]
@@ -133,7 +153,34 @@ class Peer:
                 return
             self._put_off.popleft()
             if not room.over:
-                self._guard(room, lambda room=room, page=page, slots=slots: room.send_residual(self._link, page, slots))
+                self._guard(room, lambda room=room, page=page, slots=slots: self._begin(room.start_residual(page, slots)))
+
+    def _begin(self, started: "Started | _Record") -> None:
+        """What was begun is offered in its turn; wait while much was."""
+        with self._changed:
+            self._started.append(started)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: len(self._started) < DEPTH)
+
+    @torch.no_grad()
+    def _offer_all(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._started or self._ended)
+                if not self._started:
+                    return
+                first = self._started[0]
+            # Of a room that is over, too: a GPU may still write to its memory.
+            self._guard(first.room, lambda first=first: self._offer(first))
+            with self._changed:
+                self._started.popleft()
+                self._changed.notify_all()
+
+    def _offer(self, first: "Started | _Record") -> None:
+        if isinstance(first, Started):
+            first.room.offer(self._link, first)
+        elif not first.room.over:
+            first.room.send_record(self._link, first.record)
 
     def _guard(self, room: SentRoom, send: Callable[[], None]) -> None:
         try:
@@ -145,11 +192,17 @@ class Peer:
 
     def _has_time(self, room: SentRoom) -> bool:
         """Whether a residual may be encoded with its anchor: the link does not wait for the next anchor, or the room has no residuals."""
-        return not room.shape.parts(Stream.RESIDUAL) or self._link.unsent(Stream.ANCHOR) >= AHEAD
+        if not room.shape.parts(Stream.RESIDUAL):
+            return True
+        with self._changed:
+            begun = sum(Stream.ANCHOR in started.sizes for started in self._started)
+        return begun + self._link.unsent(Stream.ANCHOR) >= AHEAD
 
     def _has_space(self, room: SentRoom, stream: Stream, most: int) -> bool:
         """Whether so many bytes are not reached; a single page always has space, and a stream that the room does not have needs none."""
-        queued, size = self._link.queued_bytes, room.most_bytes(stream)
+        with self._changed:
+            begun = sum(sum(started.sizes.values()) for started in self._started)
+        queued, size = begun + self._link.queued_bytes, room.most_bytes(stream)
         return not queued or not size or queued + size <= most
 
     def _wait_for_space(self, room: SentRoom) -> None:

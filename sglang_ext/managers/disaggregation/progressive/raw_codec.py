@@ -1,12 +1,12 @@
 """Pages as they are: keys and values of each layer, one after the other, in one stream."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 import numpy as np
 import torch
 
-from sglang_ext.managers.disaggregation.progressive.page_codec import OneStream, PlacedPage
+from sglang_ext.managers.disaggregation.progressive.page_codec import EncodedPage, OneStream, PlacedPage
 from sglang_ext.managers.disaggregation.progressive.pool_buffers import PoolBuffers
 from sglang_ext.managers.disaggregation.settings import LinkError, OptionValue
 from sglang_ext.managers.disaggregation.wire import LayerRange, Stream
@@ -37,19 +37,34 @@ class RawCodec(OneStream):
 
     def encode_anchor(self, page: PlacedPage, layers: LayerRange) -> memoryview:
         """Copy the pool's bytes."""
+        return self.start(page, layers)().anchor
+
+    def start(self, page: PlacedPage, layers: LayerRange, anchor: bool = True, residual: bool = True) -> Callable[[], EncodedPage]:
+        """Begin to copy; there is no residual.
+
+        Raises:
+            LinkError: a residual alone is asked for.
+        """
+        if not anchor:
+            self.encode_residual(page, layers)
         tokens, size = len(page.slots), self._bytes(len(page.slots), layers)
         content = self.pool.blocks.take(size)
         if self.pool.device.type == "cpu":
             where = _place(page.slots)
             for rows, part in zip(self._rows(layers), self._parts(content, tokens, layers), strict=True):
                 part[:] = rows[where]
-            return memoryview(content)
+            return lambda: EncodedPage(memoryview(content), None)
         begin = 0
         for half in self.pool.gather(layers, page.slots):
             torch.from_numpy(content[begin : begin + half.nbytes]).copy_(half.view(torch.uint8).flatten(), non_blocking=True)
             begin += half.nbytes
-        self.pool.written()
-        return memoryview(content)
+        reached = self.pool.reached()
+
+        def finish() -> EncodedPage:
+            reached()
+            return EncodedPage(memoryview(content), None)
+
+        return finish
 
     def write_anchor(self, page: PlacedPage, layers: LayerRange, anchor: memoryview) -> None:
         """Copy them back.

@@ -1,13 +1,14 @@
 """One room on its way out: which pages it has, which of them are encoded, and when SGLang may have their KV back."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from sglang_ext.managers.disaggregation.link import Link
-from sglang_ext.managers.disaggregation.progressive.page_codec import PageCodec, PlacedPage
+from sglang_ext.managers.disaggregation.progressive.page_codec import EncodedPage, PageCodec, PlacedPage
 from sglang_ext.managers.disaggregation.send_queue import Part
 from sglang_ext.managers.disaggregation.wire import LayerRange, RoomShape, Stream
 
@@ -23,7 +24,7 @@ class Told(Protocol):
 
 
 class SentRoom:
-    """Encodes pages, and offers their streams to a link. One thread encodes; others may cancel.
+    """Encodes pages, and offers their streams to a link. One thread begins with pages, one waits for them; others may cancel.
 
     Args:
         number: of the room on its link.
@@ -41,7 +42,7 @@ class SentRoom:
         self._hashes, self._told = hashes, told
         self._lock = threading.Lock()
         self._over = False
-        # Of the thread that encodes: pages whose anchor was offered, residuals that were put off, whether the record was offered.
+        # Pages that were begun, residuals that were put off and not offered, and whether the record was offered.
         self._begun = self._owed = 0
         self._recorded = False
 
@@ -59,36 +60,40 @@ class SentRoom:
         """Of a page's stream; 0 where the room has no such stream."""
         return self._codec.most_bytes(stream, self._layers) if self.shape.parts(stream) else 0
 
-    def send_page(self, link: Link, slots: torch.Tensor | memoryview, residual: bool) -> int:
-        """Encode the next page and offer its streams; its number.
+    def start_page(self, slots: torch.Tensor | memoryview, residual: bool) -> "Started":
+        """Begin to encode the next page.
 
         Args:
-            link: on which the room is open.
             slots: int64 [tokens], of the pool; or the bytes of a page that was encoded before, and has no residual.
-            residual: whether to offer that, too; else ``send_residual`` must follow, and the KV stay until then.
+            residual: whether with its residual; else ``start_residual`` must follow, and the KV stay until then.
         """
         page, self._begun = self._begun, self._begun + 1
         if isinstance(slots, memoryview):
-            self._offer(link, Stream.ANCHOR, page, slots)
-            return page
-        with self._codec.pool.current():
-            if residual:
-                anchor, rest = self._codec.encode(self._placed(page, slots), self._layers)
-            else:
-                anchor, rest = self._codec.encode_anchor(self._placed(page, slots), self._layers), None
+            return Started(self, page, {Stream.ANCHOR: len(slots)}, lambda: EncodedPage(slots, None))
+        if not residual:
+            with self._lock:
                 self._owed += 1
-        self._offer(link, Stream.ANCHOR, page, anchor)
-        if rest is not None:
-            self._offer(link, Stream.RESIDUAL, page, rest)
-        return page
-
-    def send_residual(self, link: Link, page: int, slots: torch.Tensor) -> None:
-        """Offer the residual of a page that was sent without."""
         with self._codec.pool.current():
-            residual = self._codec.encode_residual(self._placed(page, slots), self._layers)
-        self._offer(link, Stream.RESIDUAL, page, residual)
-        self._owed -= 1
-        self._tell_if_encoded()
+            encoded = self._codec.start(self._placed(page, slots), self._layers, residual=residual)
+        return Started(self, page, self._sizes((Stream.ANCHOR, Stream.RESIDUAL) if residual else (Stream.ANCHOR,)), encoded)
+
+    def start_residual(self, page: int, slots: torch.Tensor) -> "Started":
+        """Begin with the residual of a page that was begun without."""
+        with self._codec.pool.current():
+            encoded = self._codec.start(self._placed(page, slots), self._layers, anchor=False)
+        return Started(self, page, self._sizes((Stream.RESIDUAL,)), encoded, owed=True)
+
+    def offer(self, link: Link, started: "Started") -> None:
+        """Wait for streams that were begun, and offer them to the link on which the room is open."""
+        with self._codec.pool.current():
+            encoded = started.encoded()
+        for stream, payload in zip((Stream.ANCHOR, Stream.RESIDUAL), encoded, strict=True):
+            if payload is not None:
+                link.offer(self.number, Part(stream, payload, started.page, self._layers, self._hashes[started.page]))
+        if started.owed:
+            with self._lock:
+                self._owed -= 1
+            self._tell_if_encoded()
 
     def send_record(self, link: Link, record: bytes) -> None:
         """Offer the auxiliary record, after the last page."""
@@ -130,5 +135,22 @@ class SentRoom:
     def _placed(self, page: int, slots: torch.Tensor) -> PlacedPage:
         return PlacedPage(self._starts[page], slots)
 
-    def _offer(self, link: Link, stream: Stream, page: int, payload: memoryview) -> None:
-        link.offer(self.number, Part(stream, payload, page, self._layers, self._hashes[page]))
+    def _sizes(self, streams: Sequence[Stream]) -> dict[Stream, int]:
+        return {stream: self.most_bytes(stream) for stream in streams}
+
+
+@dataclass(frozen=True)
+class Started:
+    """Streams of a page that are being encoded.
+
+    Attributes:
+        sizes: which, and bytes of each at most.
+        encoded: waits for them.
+        owed: whether it is a residual that was put off.
+    """
+
+    room: SentRoom
+    page: int
+    sizes: dict[Stream, int]
+    encoded: Callable[[], EncodedPage]
+    owed: bool = False

@@ -314,14 +314,14 @@ def test_who_waits_too_long_fails_and_says_for_what(servers):
 
 def test_a_page_that_cannot_be_encoded_fails_its_room_and_no_other(servers, monkeypatch):
     both = servers("raw")
-    encode = both.prefill.codec.encode
+    start = both.prefill.codec.start
 
-    def broken(page, layers):
+    def broken(page, layers, **streams):
         if len(page.slots) == 5:
             raise RuntimeError("no memory")
-        return encode(page, layers)
+        return start(page, layers, **streams)
 
-    monkeypatch.setattr(type(both.prefill.codec), "encode", lambda codec, page, layers: broken(page, layers))
+    monkeypatch.setattr(type(both.prefill.codec), "start", lambda codec, page, layers, **streams: broken(page, layers, **streams))
     failing = transfer(both, 7, list(range(69)))[:2]
     other = transfer(both, 8, list(range(80)))[:2]
     until(lambda: all(settled(end) for end in (*failing, *other)))
