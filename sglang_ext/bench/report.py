@@ -41,6 +41,8 @@ def origin() -> dict[str, Any]:
 
 
 def write_json(path: Path, report: Mapping[str, Any]) -> None:
-    """Write a report, with its folder."""
+    """Write a report, with its folder; whoever ends the process meanwhile has the report before it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=1, default=str) + "\n")
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(json.dumps(report, indent=1, default=str) + "\n")
+    part.replace(path)

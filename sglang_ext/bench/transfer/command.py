@@ -6,7 +6,7 @@ same pacing; they differ in the codec of pages. Prompts go through both servers 
 in chunks, which travel meanwhile), then --repeats times from its prefix cache.
 
 Tables show seconds from the end of prefill to the k-th token, the prefill's own not counted, when it was computed (of lynx: drafted)
-and when the client had it. JSON has all requests with their timelines.
+and when the client had it. JSON has all requests with their timelines; it is written after each pair, with what is left to measure.
 
 --method lynx (against 8 bits), lynx-exact (against the pool's own bits), raw (the pool's bytes), bf16, int8 (by token and head),
 int8-tensor, int4 (5 bits with scales), cachegen, lynx-int8 and lynx-int4 (in one stream), hack4, hack2 and int4-lossy (prompts as the codes
@@ -79,6 +79,7 @@ def run(args: argparse.Namespace) -> int:
     )
     prompts = make_prompts(args, args.prompts, contexts)
     requests: dict[tuple[str, float | None], list[Request]] = {}
+    done = 0
     with log_folder(args) as logs:
         for begin in range(0, len(asked), args.at_once):
             for (each, gbps), found_of in run_together(args, asked[begin : begin + args.at_once], prompts, logs):
@@ -87,7 +88,10 @@ def run(args: argparse.Namespace) -> int:
                     print(f"{label(each, gbps)}: failed: {found_of}", flush=True)
                 else:
                     requests[each.name, gbps] = found_of
-    found = [figures for (name, gbps), each in requests.items() for figures in figures_of(args, name, gbps, each)]
+                done += 1
+                # Whoever ends the run keeps what was measured.
+                write_measured(args, requests, (), failed, [label(*pair) for pair in asked[done:]])
+    found = all_figures(args, requests)
     exact = coded(args, prompts)
     for line in (*tables.tables(found), *(tables.accuracy_table(exact) if exact else ())):
         print(line)
@@ -166,6 +170,11 @@ def figures_of(args: argparse.Namespace, name: str, gbps: float | None, requests
         yield summarize(name, gbps, of_group, numbers_per_token(args.model))
 
 
+def all_figures(args: argparse.Namespace, requests: dict[tuple[str, float | None], list[Request]]) -> list[Figures]:
+    """Of all that was measured."""
+    return [figures for (name, gbps), each in requests.items() for figures in figures_of(args, name, gbps, each)]
+
+
 def numbers_per_token(model: Path) -> int:
     """Of keys and values, over all layers."""
     config = read_config(model)
@@ -182,6 +191,21 @@ def coded(args: argparse.Namespace, prompts: dict[int, list[tuple[int, ...]]]) -
     return list(accuracy.measure(args.model, args.dtype, longest[: args.accuracy_tokens], args.method))
 
 
+def write_measured(
+    args: argparse.Namespace,
+    requests: dict[tuple[str, float | None], list[Request]],
+    exact: Sequence[Accuracy],
+    failed: dict[str, str],
+    left: Sequence[str],
+) -> None:
+    """--json, where ``left`` are pairs that have yet to be measured."""
+    if args.json:
+        figures = [asdict(each) for each in all_figures(args, requests)]
+        all_of = [{"method": name, "gbps": gbps, **asdict(each)} for (name, gbps), mine in requests.items() for each in mine]
+        measured = {"figures": figures, "accuracy": [asdict(each) for each in exact], "requests": all_of, "left": list(left)}
+        report.write_json(args.json, {"arguments": vars(args), **report.origin(), **measured, "failed": failed})
+
+
 def write(
     args: argparse.Namespace,
     requests: dict[tuple[str, float | None], list[Request]],
@@ -190,10 +214,7 @@ def write(
     failed: dict[str, str],
 ) -> None:
     """--json and --plot."""
-    if args.json:
-        all_of = [{"method": name, "gbps": gbps, **asdict(each)} for (name, gbps), mine in requests.items() for each in mine]
-        measured = {"figures": [asdict(each) for each in found], "accuracy": [asdict(each) for each in exact], "requests": all_of}
-        report.write_json(args.json, {"arguments": vars(args), **report.origin(), **measured, "failed": failed})
+    write_measured(args, requests, exact, failed, ())
     if args.plot and found:
         split = [each for (name, _), mine in requests.items() if name == LYNX for each in mine if each.drafted and not each.cold]
         typical = sorted(split, key=lambda each: each.accepted)[len(split) // 2] if split else None

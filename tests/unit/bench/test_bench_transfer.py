@@ -183,7 +183,26 @@ def test_a_run_writes_all_requests_with_their_timelines_and_a_picture(tmp_path, 
     report = json.loads((tmp_path / "out.json").read_text())
     assert len(report["requests"]) == 8 and report["requests"][-1]["events"][0] == ["expected", -1.0, 0, 0]
     assert {(each["method"], each["cold"]) for each in report["figures"]} == {("int8", True), ("int8", False), ("lynx", False)}
-    assert (tmp_path / "out.png").stat().st_size > 10000
+    assert (tmp_path / "out.png").stat().st_size > 10000 and report["left"] == []
+
+
+def test_a_run_that_is_ended_leaves_what_it_measured(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 500, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16}))
+
+    class Ended(Fakes):
+        def ask(self, prompt, tokens):
+            if self.draws:
+                raise KeyboardInterrupt
+            return super().ask(prompt, tokens)
+
+    monkeypatch.setattr(command, "Pair", Ended)
+    monkeypatch.setattr(command, "check_servers", server_flags.check)  # in this process
+    wanted = ["--method", "int8,lynx,int4", "--context-len", str(PROMPT), "--prompts", "2", "--repeats", "1", "--output-len", "5"]
+    with pytest.raises(KeyboardInterrupt):
+        main(["transfer", "--model", str(tmp_path), *wanted, "--json", str(tmp_path / "out.json")])
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert {each["method"] for each in report["requests"]} == {each["method"] for each in report["figures"]} == {"int8"}
+    assert report["left"] == ["lynx-0.1", "int4-0.1"] and not (tmp_path / "out.json.part").exists()
 
 
 def test_accuracy_orders_codecs_and_counts_their_bits():
