@@ -24,7 +24,7 @@ class LinkLimits:
         finished_rooms: that a receiver remembers, for senders that missed the last acknowledgement.
     """
 
-    frame_bytes: int = 1 << 20
+    frame_bytes: int = 1 << 22
     window_bytes: int = 1 << 25
     residual_bytes: int = 1 << 22
     queued_bytes: int = 1 << 32

@@ -16,7 +16,7 @@ from sglang_ext.managers.disaggregation.settings import LinkSettings, Name
 
 VERSION = 1
 # Bytes: of a frame's payload, and of a part.
-MOST_FRAME, MOST_PART = 1 << 20, 1 << 28
+MOST_FRAME, MOST_PART = 1 << 22, 1 << 28
 # Of a message as libzmq counts it: with what CURVE adds, 33 bytes. It drops the connection of a longer one.
 MOST_MESSAGE = MOST_FRAME + 1024
 # What a frame costs of the receiver's window beside its payload.
