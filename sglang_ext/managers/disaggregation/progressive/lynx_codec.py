@@ -30,11 +30,22 @@ def packed(streams: Sequence[torch.Tensor], blocks: HostBlocks, lane: int = 0) -
     content = blocks.take(begins[-1], lane)
     content[: begins[0]] = 0
     content[: sizes.nbytes] = sizes.view(np.uint8)
-    together = torch.zeros(begins[-1] - begins[0], dtype=torch.uint8, device=streams[0].device)
-    for stream, begin in zip(streams, begins, strict=False):
-        together[begin - begins[0] :][: len(stream)] = stream
+    together = _together(streams, begins)
+    if together is None:
+        together = torch.zeros(begins[-1] - begins[0], dtype=torch.uint8, device=streams[0].device)
+        for stream, begin in zip(streams, begins, strict=False):
+            together[begin - begins[0] :][: len(stream)] = stream
     torch.from_numpy(content)[begins[0] :].copy_(together, non_blocking=True)
     return memoryview(content)
+
+
+def _together(streams: Sequence[torch.Tensor], begins: Sequence[int]) -> torch.Tensor | None:
+    """The memory from the first to the last, if they lie in it as they do in the packed stream; what is between them is 0 then."""
+    first, memory = streams[0], streams[0].untyped_storage()
+    beyond = first.data_ptr() - memory.data_ptr() + begins[-1] - begins[0]
+    if beyond > memory.nbytes() or any(stream.data_ptr() - first.data_ptr() != begin - begins[0] for stream, begin in zip(streams, begins)):
+        return None
+    return first.as_strided((begins[-1] - begins[0],), (1,))
 
 
 def packed_bytes(sizes: Sequence[int]) -> int:
