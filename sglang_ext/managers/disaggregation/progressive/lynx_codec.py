@@ -171,6 +171,7 @@ class LynxCodec:
     bits: int = 4
     sinks: int = 4
     _plans: dict[tuple[int, int, int], _Plan] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _most: dict[tuple[Stream, int], int] = field(default_factory=dict, init=False, repr=False, compare=False)
     name = "lynx"
     version = 1
     has_residual = True
@@ -188,10 +189,11 @@ class LynxCodec:
 
     def most_bytes(self, stream: Stream, layers: LayerRange) -> int:
         """Of a full page of which no tensor is shorter than the pool's own bytes."""
-        most = {Stream.ANCHOR: _most_anchor, Stream.RESIDUAL: _most_residual}[stream]
-        keys, values = self._layouts(self.page_size, 0)
-        sizes = [most(layout) for layout in (keys, values) for _ in range(layers.count)]
-        return packed_bytes(sizes)
+        key = stream, layers.count
+        if key not in self._most:
+            most = {Stream.ANCHOR: _most_anchor, Stream.RESIDUAL: _most_residual}[stream]
+            self._most[key] = packed_bytes([most(layout) for layout in self._layouts(self.page_size, 0) for _ in range(layers.count)])
+        return self._most[key]
 
     def encode(self, page: PlacedPage, layers: LayerRange) -> EncodedPage:
         """Both streams."""

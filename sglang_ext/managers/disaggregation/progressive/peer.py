@@ -170,8 +170,9 @@ class Peer:
                 if not self._started:
                     return
                 first = self._started[0]
-            # Of a room that is over, too: a GPU may still write to its memory.
+            # Of a room that is over, too: a GPU may still write to the page's memory, which is given to others once nobody has it.
             self._guard(first.room, lambda first=first: self._offer(first))
+            del first
             with self._changed:
                 self._started.popleft()
                 self._changed.notify_all()
