@@ -24,6 +24,7 @@ from quest_kernels import page_extremes, point_at_best_pages
 
 from sglang_ext.bench.speed.decode_limit import measure_bandwidth
 from sglang_ext.device import SideStream
+from sglang_ext.layers.attention.copies.kept_by_heads import cut_pointers
 from sglang_ext.layers.kernels.choose_tokens import Contexts
 from sglang_ext.layers.kernels.pointer_decode import pointer_decode
 from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows, Pointers, as_pointers
@@ -40,7 +41,7 @@ MATRICES = ((4096, 6144), (4096, 4096), (4096, 24576), (12288, 4096))
 # Tokens of a chunk of a prompt.
 PROMPT = 8192
 # Tokens of a page of Quest; steps of a measurement beside choices; parts of a row that are attended to at the same time.
-PAGE, STEPS, SPLITS = 16, 32, (12, 4)
+PAGE, STEPS = 16, 32
 
 
 class World:
@@ -111,12 +112,12 @@ class World:
     def sparse_step(self, choose: Callable[[int], object] | None = None) -> None:
         """Weights, and attention through pointers; before that of each layer what is to be done first."""
         rows = torch.arange(self.options.batch, 2 * self.options.batch, device="cuda")
-        lengths = torch.full_like(rows, self.held + 1)
+        lengths, splits = torch.full_like(rows, self.held + 1), cut_pointers(self.options.batch * self.options.kv_heads)
         for layer, (keys, values) in enumerate(zip(self.buffers.keys, self.buffers.values)):
             self.multiply(layer)
             if choose is not None:
                 choose(layer)
-            pointer_decode(self.begins, self.attended, keys, values, self.table, rows, lengths, self.options.dim**-0.5, SPLITS)
+            pointer_decode(self.begins, self.attended, keys, values, self.table, rows, lengths, self.options.dim**-0.5, splits)
 
     def quest(self) -> Callable[[int], object]:
         """Quest's choice in a layer, for all requests; from then on copies hold its pointers.

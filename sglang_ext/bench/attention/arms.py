@@ -9,7 +9,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from sglang_ext.bench.attention.dequantize import dequantize
 from sglang_ext.bench.attention.setting import Copies, Full, Shape, exactly
-from sglang_ext.layers.attention.copies.packed import packed_attention
+from sglang_ext.layers.attention.copies.copy_decode import cut
+from sglang_ext.layers.attention.copies.packed import PackedDecode, packed_attention
 from sglang_ext.layers.kernels.flash_parts import Parts
 from sglang_ext.layers.kernels.gluon import waves
 from sglang_ext.layers.kernels.hack.integer_decode import launch_integers
@@ -20,8 +21,6 @@ from sglang_ext.layers.kernels.packed.packed_launches import Call
 WORKSPACE_BYTES = 256 << 20
 # Queries that share a KV head from which FlashInfer's tensor cores decode faster, as SGLang has it.
 TENSOR_CORE_GROUP = 4
-# Parts of rows as steps have them (attention/copies/): of all together, of a row at least and at most, and of its exact tokens.
-BUSY, FEWEST_PARTS, MOST_PARTS, EXACT_PARTS = 4096, 8, 64, 4
 FULL, HACK = "full", "hack"
 
 
@@ -115,9 +114,7 @@ def _splits(copies: Copies) -> tuple[int, int]:
 
 
 def _triton_splits(copies: Copies) -> tuple[int, int]:
-    shape, batch = copies.full.shape, len(copies.table)
-    wanted = max(FEWEST_PARTS, min(MOST_PARTS, BUSY // (batch * shape.kv_heads)))
-    return (1 << (wanted.bit_length() - 1)) - EXACT_PARTS, EXACT_PARTS
+    return cut(len(copies.table) * copies.full.shape.kv_heads, PackedDecode.busy)
 
 
 def _fused(copies: Copies) -> Callable[[], torch.Tensor]:

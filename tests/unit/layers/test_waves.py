@@ -1,9 +1,11 @@
-"""Rows are cut so that programs of a warp fill a GPU once, or several times without a remainder."""
+"""Rows of blocks are cut so that programs of a warp fill a GPU once, or several times without a remainder."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sglang_ext.layers.attention.copies.copy_decode import FEWEST_PARTS, MOST_PARTS as MOST_OF_A_ROW
+from sglang_ext.layers.attention.copies.kept_by_heads import cut_pointers
 from sglang_ext.layers.kernels.gluon.waves import MOST_PARTS, cut
 
 # Of an H200, with 132 multiprocessors.
@@ -29,3 +31,11 @@ def test_no_other_number_of_parts_leaves_fewer_rounds_of_shorter_parts(rows, roo
         others = parts - max(1, parts // 16)
         if -(-rows * parts // room) <= rounds:
             assert others <= packed, "more parts in as many rounds would be shorter"
+
+
+@given(st.integers(1, 5000))
+def test_parts_of_pointers_and_of_what_follows_them_are_a_power_of_two_and_few_rows_have_more_of_the_first(rows):
+    pointed, exact = cut_pointers(rows)
+    parts = pointed + exact
+    assert parts & (parts - 1) == 0 and FEWEST_PARTS <= parts <= MOST_OF_A_ROW and pointed >= exact >= 1
+    assert cut_pointers(64) == (7, 1) and cut_pointers(128) == (4, 4)

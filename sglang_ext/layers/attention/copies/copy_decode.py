@@ -87,9 +87,8 @@ class CopyDecode(AttentionBackend):
         return 1
 
     def splits(self, requests: int) -> tuple[int, int]:
-        """Parts of each request's copy and exact tokens in a batch; together a power of 2: each sum has its kernel."""
-        wanted = max(FEWEST_PARTS, min(MOST_PARTS, self.busy // (requests * self.kv_heads)))
-        return (1 << (wanted.bit_length() - 1)) - EXACT_PARTS, EXACT_PARTS
+        """Parts of each request's copy and exact tokens in a batch."""
+        return cut(requests * self.kv_heads, self.busy)
 
     def forward_decode(
         self,
@@ -113,6 +112,17 @@ class CopyDecode(AttentionBackend):
         queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         read = forward_batch.req_pool_indices, forward_batch.seq_lens
         return self.attend(layer.layer_id, queries, *read, layer.scaling, self.splits(len(q))).view(len(q), -1)
+
+
+def cut(rows: int, busy: int) -> tuple[int, int]:
+    """Parts of each row's copy and exact tokens; together a power of 2: each sum has its kernel.
+
+    Args:
+        rows: of a batch, KV heads counted.
+        busy: parts of all rows together that keep a GPU busy.
+    """
+    wanted = max(FEWEST_PARTS, min(MOST_PARTS, busy // rows))
+    return (1 << (wanted.bit_length() - 1)) - EXACT_PARTS, EXACT_PARTS
 
 
 def check_heads(keys: torch.Tensor, values: torch.Tensor, copies: str, remedy: str) -> None:

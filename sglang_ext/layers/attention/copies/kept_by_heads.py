@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from sglang_ext.layers.attention.copies.copy_decode import CopyDecode
+from sglang_ext.layers.attention.copies.copy_decode import CopyDecode, cut
 from sglang_ext.layers.kernels.pointer_decode import pointer_decode
 from sglang_ext.layers.kernels.uneven_decode import uneven_decode
 from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells
@@ -145,6 +145,18 @@ def pointer_attention(
     return copy_and_tail(queries, tuple(far), torch.ones_like(kept, dtype=torch.bool), tuple(near), scaling)
 
 
+def cut_pointers(rows: int, busy: int = CopyDecode.busy) -> tuple[int, int]:
+    """As :func:`~sglang_ext.layers.attention.copies.copy_decode.cut`; of few rows more parts read what pointers lead to.
+
+    Found on an H100, 2,048 pointers of each head, 36 tokens after them: of 64 rows 7 and 1 take .89 of the time of 4 and 4, of 128 rows 1.10.
+    """
+    copy, exact = cut(rows, busy)
+    if rows * (copy + exact) <= busy:
+        parts, exact = copy + exact, min(exact, (copy + exact) // 8)
+        copy = parts - exact
+    return copy, exact
+
+
 class PointerDecode(CopyDecode):
     """Attends to the tokens of full KV to which each head's pointers lead, and to those after them."""
 
@@ -152,6 +164,10 @@ class PointerDecode(CopyDecode):
     remedy = "pass --kv-compressor snapkv"
 
     form: PointerRows
+
+    def splits(self, requests: int) -> tuple[int, int]:
+        """As :meth:`CopyDecode.splits`."""
+        return cut_pointers(requests * self.kv_heads, self.busy)
 
     def attend(
         self, layer_id: int, queries: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, scaling: float, splits: tuple[int, int]
