@@ -5,7 +5,7 @@ from functools import cached_property
 
 import torch
 
-from sglang_ext.mem_cache.compressed.held_rows import ArrivedRows, Exchange
+from sglang_ext.mem_cache.compressed.held_rows import ArrivedRows, Exchange, NewestRows
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,19 @@ class KVBuffers:
             heads, read = exchange.heads[rows], sources[exchange.positions[rows]]
             for buffer in (self.keys[layer], self.values[layer]):
                 buffer[targets[exchange.places[rows]], heads] = buffer[read, heads]
+
+    def move_newest(self, coming: NewestRows, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copy rows of the newest tokens of a context into their places of a copy; arguments as :meth:`move_rows`'s."""
+        newest = sources[coming.first : coming.first + coming.places.shape[-1]]
+        if self.on_gpu:
+            from sglang_ext.layers.kernels.rows_on_way import move_newest
+
+            move_newest((self.key_table, self.value_table), self.keys[0], self.values[0], coming.places, newest, targets)
+            return
+        heads = torch.arange(coming.places.shape[1])[:, None]
+        for layer, places in enumerate(coming.places):
+            for buffer in (self.keys[layer], self.values[layer]):
+                buffer[targets[places], heads] = buffer[newest[None], heads]
 
 
 def _addresses(buffers: tuple[torch.Tensor, ...]) -> torch.Tensor:
