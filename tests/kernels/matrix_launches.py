@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 from packed_helpers import KERNEL_KINDS, divides, packed_pool
 
-from sglang_ext.layers.kernels import hand_over
+from sglang_ext.layers.kernels import hand_over, rows_on_way
 from sglang_ext.layers.kernels.choose_tokens import Contexts, choose_tokens
 from sglang_ext.layers.kernels.gather_kept import gather_kept
 from sglang_ext.layers.kernels.hack import integer_prefill
@@ -133,8 +133,9 @@ def _choice(shape: Shape) -> None:
     keys = torch.zeros(80, 1, shape.dim, dtype=shape.dtype)
     table, numbers = torch.zeros(2, 80, dtype=torch.int32), torch.tensor([[1, 70, 40, 0]])
     for targets in (torch.zeros(40, dtype=torch.int64), None):
-        asked, one = Contexts(table, numbers, (70,), (4, 32), targets), slice(0, 1)
-        choose_tokens(torch.zeros(1, 1, shape.group, shape.dim), torch.tensor([keys.data_ptr()]), keys, torch.ones(1), asked, one, one, 40)
+        asked, one, scored = Contexts(table, numbers, (70,), (4, 32), targets), slice(0, 1), targets is None
+        queries, address = torch.zeros(1, 1, shape.group, shape.dim), torch.tensor([keys.data_ptr()])
+        choose_tokens(queries, address, keys, torch.ones(1), asked, one, one, 40, scored)
 
 
 def _copies(shape: Shape) -> None:
@@ -193,6 +194,12 @@ def _hand_over(shape: Shape) -> None:
     hand_over.copy_rows(word, word, 3, 500, 1000, 2000)
     hand_over.read_words(word, word, torch.zeros(33, dtype=torch.int64))
     hand_over.answer(word, torch.zeros(1, 3, dtype=torch.int64))
+    chosen, tables = torch.zeros(2, 1, 1, 1, 40, dtype=torch.int32), (table, table)
+    counts, moves = rows_on_way.exchange(*chosen, tokens, one, 9)
+    rows_on_way.push_rows(tables, keys, tokens, counts, moves, one, (word,) * 4)
+    arrived = counts, moves, torch.zeros(1, 1, 9, shape.dim, dtype=shape.dtype), torch.zeros(1, 1, 9, shape.dim, dtype=shape.dtype)
+    rows_on_way.commit_rows(arrived, hits, commits, one[0], torch.zeros(5, dtype=torch.int64), tables, keys, slots)
+    rows_on_way.move_newest(tables, keys, keys, torch.zeros(1, 1, 20, dtype=torch.int64), slots, slots)
 
 
 # What does not depend on the query heads is launched for one of them.
