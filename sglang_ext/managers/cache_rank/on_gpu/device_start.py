@@ -91,7 +91,7 @@ def fitting(shape: Shape, size: int) -> Shape:
 
     if shape.rows:
         of_values = 2 * shape.layers * BLOCK * shape.kv_heads * shape.dim * getattr(torch, shape.dtype).itemsize
-        places = min(MOST_PLACES, max(shape.places, min(TRAVELING_BYTES, size // 4) // of_values))
+        places = min(MOST_PLACES, max(1, min(TRAVELING_BYTES, size // 4) // of_values))
         shape = msgspec.structs.replace(shape, places=places)
         shape = most_of("fresh", -(-shape.most // LEAST_FRESH), shape.most)
     return most_of("lanes", 1, shape.lanes)
