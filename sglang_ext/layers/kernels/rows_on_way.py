@@ -187,7 +187,7 @@ def exchange(
     moves = torch.empty(*of_all, fresh, 2, dtype=torch.int32, device=device)
     _exchange[(layers * heads, requests)](
         chosen, bits, held, present, going, counts, moves, numbers, requests, most, fresh, held.stride(0), most.bit_length() + 1,
-        HEADS=heads, BLOCK=min(LOOKED_AT, triton.next_power_of_2(most)),
+        HEADS=heads, BLOCK=LOOKED_AT,
     )  # fmt: skip
     return counts, moves
 

@@ -10,7 +10,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, ItemsView, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 from sglang.srt.mem_cache.common import evict_from_tree_cache
@@ -20,9 +20,9 @@ from sglang_ext.mem_cache.compressed.chosen_beside import BesideSteps
 from sglang_ext.mem_cache.compressed.chosen_elsewhere import ChosenElsewhere, SendsRows
 from sglang_ext.mem_cache.compressed.copy_method import CopyMethod, CopyWriter
 from sglang_ext.mem_cache.compressed.formats.kv_format import KVFormat, PlainTokens
-from sglang_ext.mem_cache.compressed.held_rows import ArrivedRows, Exchange, NewestRows
+from sglang_ext.mem_cache.compressed.held_rows import ArrivedRows
+from sglang_ext.mem_cache.compressed.kept_tokens import kept_tokens
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.compressed.own_query import until_own
 from sglang_ext.mem_cache.compressed.query_window import QueryWindows
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressors.contracts.compressor import ScoresError
@@ -255,7 +255,7 @@ class CompressedViews:
             )
             view.segments.append(made)
         try:
-            kept = self._kept(row, view, renewed)
+            kept = kept_tokens(self, row, view, renewed, lambda: self._writer.chosen(method, row, view))
             self._writer.write(method, row, self.draft_row(row), view, made, done, tokens, renewed, kept)
         except ScoresError as error:
             self._refuse(method, error)
@@ -272,20 +272,6 @@ class CompressedViews:
             # Until the copy is to be renewed its queries are of no use; another request's may be.
             self.queries.forget(row)
         return True
-
-    def _kept(self, row: int, view: CompressedView, renewed: bool) -> torch.Tensor | Exchange | NewestRows | None:
-        """What a copy keeps, which has its slots, or takes in; None where its method chooses as it is written."""
-        method, own = self.method(row), view.own_tokens
-        if self.elsewhere is not None:
-            choose = partial(self.elsewhere.moved, renewed=renewed) if self.elsewhere.sends_rows else self.elsewhere.kept
-            return choose(row, view.covered, own)
-        if self.beside is None or not self.beside.sends_rows:
-            return until_own(method.compressor, self.buffers, view.covered, own)
-        if self.is_alone(row):
-            return self.beside.renewed(row, view.covered, own)
-        kept = self._writer.chosen(method, row, view)
-        self.beside.made(row, view.covered, kept)
-        return kept
 
     def put(self, row: int, view: CompressedView) -> None:
         """Let the request in ``row`` read a copy that another server packs, whose slots may not be filled yet."""

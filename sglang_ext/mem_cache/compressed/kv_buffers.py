@@ -109,7 +109,8 @@ class KVBuffers:
 
     def move_newest(self, coming: NewestRows, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Copy rows of the newest tokens of a context into their places of a copy; arguments as :meth:`move_rows`'s."""
-        newest = sources[coming.first : coming.first + coming.places.shape[-1]]
+        # Copied, or Triton would compile its kernel again where these begin elsewhere than at 16 bytes.
+        newest = sources[coming.first : coming.first + coming.places.shape[-1]].clone()
         if self.on_gpu:
             from sglang_ext.layers.kernels.rows_on_way import move_newest
 

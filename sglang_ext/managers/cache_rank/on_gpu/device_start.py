@@ -61,6 +61,8 @@ def rank_steps(
     if rows:
         check_values(buffers)
     told = attach_of(args, method, buffers, query_heads, rotary, requests, min(room_on(gpu, device.index) for gpu in gpus) if rows else None)
+    if rows:
+        check_room(args, told.blocks * BLOCK, gpus)
     told = msgspec.structs.replace(told, shape=fitting(told.shape, selection_options.arena_bytes(args)))
     arenas = [Arena(told.shape, device, f"cuda:{gpu}") for gpu in gpus]
     links = [linked(told, arena) for arena in arenas]
@@ -101,6 +103,21 @@ def room_on(gpu: int, of_model: int) -> int:
     """Bytes of full KV that a rank on a GPU holds at most, where no flag says."""
     free = torch.cuda.get_device_properties(gpu).total_memory - torch.cuda.device_memory_used(gpu)
     return int(free * (SHARED_SHARE if gpu == of_model else OWN_SHARE)) - BESIDE_BYTES
+
+
+def check_room(args: "KVServerArgs", tokens: int, gpus: list[int]) -> None:
+    """Refuse ranks that have no room for full KV of the shortest request that goes there.
+
+    Raises:
+        OptionError: says for how many tokens they have.
+    """
+    least = args.kv_sparse_from + BLOCK
+    if tokens < least:
+        raise OptionError(
+            f"cache ranks on GPU {', '.join(map(str, gpus))} have room for full KV of {tokens} tokens, and the shortest request that goes there "
+            f"has {least} (--kv-sparse-from, and a block): let GPUs have more free memory, name others by --kv-cache-rank-gpu, pass "
+            "--kv-cache-rank-gb, or --kv-cache-ranks 0"
+        )
 
 
 def check_values(buffers: KVBuffers) -> None:
