@@ -48,8 +48,8 @@ def most_ranks() -> int:
 
 
 def sends_rows(args: "KVServerArgs") -> bool:
-    """Whether cache ranks have values, too, and send K and V of what they choose: nothing is verified, which would read full KV here. On GPUs
-    only where full KV is given back: else what is chosen is read where it lies. Known once SGLang has chosen the device."""
+    """Whether cache ranks have values, too, and send K and V of what they choose: nothing is verified, which would read full KV here. On
+    GPUs only where full KV is given back: else what is chosen is read where it lies. Known once SGLang has chosen the device."""
     if not ranks(args) or args.kv_mode != "lossy":
         return False
     return not beside_gpu(args) or (args.disaggregation_mode == "null" and options.full_kv_stays(args) is None)

@@ -195,7 +195,8 @@ def check_words(compiled):
 def check_rows(keys, numbers, hits, commits, table, slots):
     """Rows of K and V on their way: what comes and goes, to the arena, out of it, and of renewed copies."""
     tables, rows = (torch.zeros(3, dtype=torch.int64),) * 2, torch.zeros(4, 6, 100, 128, dtype=torch.bfloat16)
-    counts, moves = rows_on_way.exchange(*torch.zeros(2, 3, 2, 2, 2048, dtype=torch.int32), torch.zeros(2, 12288, dtype=torch.int32), numbers, 100)
+    chosen, held = torch.zeros(2, 3, 2, 2, 2048, dtype=torch.int32), torch.zeros(2, 12288, dtype=torch.int32)
+    counts, moves = rows_on_way.exchange(*chosen, held, numbers, 100)
     rows_on_way.push_rows(tables, keys, table, counts, moves, numbers, (1 << 33,) * 4)
     arrived = torch.zeros(4, 6, dtype=torch.int32), torch.zeros(4, 6, 100, 2, dtype=torch.int32), rows, rows
     rows_on_way.commit_rows(arrived, hits, commits, numbers[0], slots, tables, keys, slots)

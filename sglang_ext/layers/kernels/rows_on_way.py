@@ -2,8 +2,8 @@
 more (mem_cache/compressed/held_rows.py has the same in PyTorch).
 
 The cache rank finds what comes and what goes (:func:`exchange`), and writes K, V and where they go to an arena of the inference rank's GPU
-(:func:`push_rows`); that copies them to the slots of the copy, and to its record, where the answer was taken (:func:`commit_rows`). A *move*
-is a place of a copy and the position of the token whose row comes there. A *pair* is a layer and a KV head, counted layer by layer.
+(:func:`push_rows`); that copies them to the slots of the copy, and to its record, where the answer was taken (:func:`commit_rows`). A
+*move* is a place of a copy and the position of the token whose row comes there. A *pair* is a layer and a KV head, counted layer by layer.
 """
 
 import torch
@@ -94,8 +94,8 @@ def _exchange(
 
 @triton.jit(do_not_specialize=("fresh", "table_row", "to_counts", "to_moves", "to_keys", "to_values"))
 def _push_rows(
-    key_table, value_table, like, token_table, counts, moves, numbers, to_counts, to_moves, to_keys, to_values, fresh, table_row, slot_stride,
-    head_stride, HEADS: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, ROWS: tl.constexpr,
+    key_table, value_table, like, token_table, counts, moves, numbers, to_counts, to_moves, to_keys, to_values, fresh, table_row,
+    slot_stride, head_stride, HEADS: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Some moves of a pair of a request, and their rows, to its lane."""
     pair, request, pairs = tl.program_id(0), tl.program_id(2), tl.num_programs(0)
@@ -182,7 +182,8 @@ def exchange(
     """
     layers, requests, heads, most = chosen.shape
     of_all, device = (requests, layers * heads), chosen.device
-    present, going = torch.zeros(*of_all, most, dtype=torch.int8, device=device), torch.empty(*of_all, most, dtype=torch.int32, device=device)
+    present = torch.zeros(*of_all, most, dtype=torch.int8, device=device)
+    going = torch.empty(*of_all, most, dtype=torch.int32, device=device)
     counts = torch.empty(of_all, dtype=torch.int32, device=device)
     moves = torch.empty(*of_all, fresh, 2, dtype=torch.int32, device=device)
     _exchange[(layers * heads, requests)](
@@ -215,8 +216,8 @@ def push_rows(
 
 
 def commit_rows(
-    arrived: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], hits: torch.Tensor, numbers: torch.Tensor, records: torch.Tensor,
-    counters: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor], like: torch.Tensor, targets: torch.Tensor,
+    arrived: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], hits: torch.Tensor, numbers: torch.Tensor,
+    records: torch.Tensor, counters: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor], like: torch.Tensor, targets: torch.Tensor,
 ) -> None:  # fmt: skip
     """Let copies hold the rows that came for them, where an answer came; others stay as they are.
 
@@ -242,7 +243,7 @@ def move_newest(
     tables: tuple[torch.Tensor, torch.Tensor], keys: torch.Tensor, values: torch.Tensor, places: torch.Tensor, sources: torch.Tensor,
     targets: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Copy rows of tokens in slots ``sources``, int64 [count], to places of a copy in slots ``targets``, int64, that each head has for them.
+    """Copy rows of tokens in slots ``sources``, int64 [count], to places of a copy in slots ``targets``, int64, as each head has them.
 
     Args:
         tables: int64 [layers] each, addresses of the layers' key and value buffers.

@@ -100,8 +100,8 @@ def highest(these: torch.Tensor, scores: torch.Tensor, most: int | torch.Tensor)
 
 
 def renewed(held: torch.Tensor, before: int, covered: int, keep: int, recent: int) -> tuple[torch.Tensor, NewestRows]:
-    """Let a copy that stood for ``before`` tokens stand for ``covered``, without a look at what it holds: as many of the newest as a choice has
-    in any case take the places of those that were the newest, and those that are added to it.
+    """Let a copy that stood for ``before`` tokens stand for ``covered``, without a look at what it holds: as many of the newest as a choice
+    has in any case take the places of those that were the newest, and those that are added to it.
 
     Args:
         held: int32 [layers, kv_heads, count], positions below ``before``, each once.

@@ -10,8 +10,8 @@ when the question is put. A record changes as an answer is taken, and as its req
 questions are taken no more, as the host expects that of the newest alone, and puts the next question after it on the device. So the rank
 need not know which of its answers were taken, late and missed ones cost nothing but their rows, and a process that is started anew begins
 with what copies hold. For the same reason a lane has one place for a record and one for rows, not two: they are written for one question,
-and those that are looked at are that question's. A rank that is late reads a record in which parts are newer, for an answer that nobody takes.
-Of more rows than have room those of the highest scores travel: a copy holds what its record says at any time, and is only older.
+and those that are looked at are that question's. A rank that is late reads a record in which parts are newer, for an answer that nobody
+takes. Of more rows than have room those of the highest scores travel: a copy holds what its record says at any time, and is only older.
 
 On a CPU, for tests, it is shared memory, and what kernels do is done in PyTorch.
 """
@@ -290,7 +290,7 @@ class Arena:
         self.written[0] = written
 
     def take(self, copies: Sequence[Copy], token_table: torch.Tensor, buffers: KVBuffers, seconds: float) -> None:
-        """Let copies lead to what was chosen for them, or hold the rows that came, where that is there in time: ``seconds`` over all of them."""
+        """Let copies lead to what was chosen for them, or hold what came, where that is there in time: ``seconds`` over all of them."""
         device, first, numbers = self.heads.device, 0, []
         for copy in copies:
             numbers.append([*copy[:5], first])

@@ -177,8 +177,8 @@ class DeviceRank(CacheRank):
             self._memory.push_chosen(ask.lane, self._word(ask), chosen[:, i, :, : ask.keep])
 
     def _chosen(self, asks: Sequence[protocol.Ask], places: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Positions, int32 [layers, requests, kv_heads, most], ascending, of each question as many as it wants; where rows are sent the bits
-        of their scores behind them, [2, ...]."""
+        """Positions, int32 [layers, requests, kv_heads, most], ascending, of each question as many as it wants; where rows are sent the
+        bits of their scores behind them, [2, ...]."""
         pulled = [self._memory.pull_queries(ask.lane, self._word(ask), len(ask.positions)) for ask in asks]
         queries = torch.stack(pulled).transpose(2, 3)
         positions = to_device([list(ask.positions) for ask in asks], self._device)

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Of the memory that is free on a rank's GPU at start, what it holds at most where no flag says: of its own, and of the model's. Beside that it
-# has a context, kernels, and what it chooses in.
+# Of the memory that is free on a rank's GPU at start, what it holds at most where no flag says: of its own, and of the model's. Beside that
+# it has a context, kernels, and what it chooses in.
 OWN_SHARE, SHARED_SHARE, BESIDE_BYTES = 0.9, 0.5, 2 << 30
 # Where rows travel: memory of an arena through which full KV goes to its rank, and the least share of what heads keep for whose rows an
 # answer has room, so that a selection of which no token is left is there after so many answers.
@@ -57,21 +57,25 @@ def rank_steps(
         OptionError: rows of this model cannot be sent.
     """
     device, gpus = token_table.device, selection_options.rank_gpus(args)
-    rows = selection_options.sends_rows(args)
+    rows, room = selection_options.sends_rows(args), None
     if rows:
         check_values(buffers)
-    told = attach_of(args, method, buffers, query_heads, rotary, requests, min(room_on(gpu, device.index) for gpu in gpus) if rows else None)
+        room = min(room_on(gpu, device.index) for gpu in gpus)
+    told = attach_of(args, method, buffers, query_heads, rotary, requests, room)
     if rows:
         check_room(args, told.blocks * BLOCK, gpus)
     told = msgspec.structs.replace(told, shape=fitting(told.shape, selection_options.arena_bytes(args)))
     arenas = [Arena(told.shape, device, f"cuda:{gpu}") for gpu in gpus]
     links = [linked(told, arena) for arena in arenas]
     logger.info(
-        "sglang-ext: cache ranks on GPU %s, beside the model on GPU %d; arenas of %.0f MB each, for %d requests at once%s",
+        "sglang-ext: cache ranks on GPU %s, beside the model on GPU %d; arenas of %.0f MB each, for %d requests at once",
         ", ".join(map(str, gpus)), device.index, ArenaLayout.of(told.shape).size / 1e6, told.shape.lanes,
-        f"; full KV of {told.blocks * BLOCK} tokens at each, of {told.shape.most} that a head keeps {told.shape.fresh} new ones a step" if rows
-        else "",
     )  # fmt: skip
+    if rows:
+        logger.info(
+            "sglang-ext: each has room for full KV of %d tokens, and sends %d new ones of %d that a head keeps in a step at most",
+            told.blocks * BLOCK, told.shape.fresh, told.shape.most,
+        )  # fmt: skip
     wait_until_ready(links, "requests read what was chosen when their copies were made until one is")
     return RankSteps(links, arenas, method, token_table, buffers, queries)
 
@@ -83,7 +87,7 @@ def linked(told: Attach, arena: Arena, silence: float = SILENCE_SECONDS) -> Rank
 
 
 def fitting(shape: Shape, size: int) -> Shape:
-    """With as many lanes as an arena of so many bytes has, one at least; where rows travel with as many of them as all lanes leave room for."""
+    """With as many lanes as an arena of so many bytes has, one at least; where rows travel with as many as these leave room for."""
     def most_of(name: str, least: int, most: int) -> Shape:
         def bytes_of(number: int) -> int:
             return ArenaLayout.of(msgspec.structs.replace(shape, **{name: number})).size
@@ -114,8 +118,8 @@ def check_room(args: "KVServerArgs", tokens: int, gpus: list[int]) -> None:
     least = args.kv_sparse_from + BLOCK
     if tokens < least:
         raise OptionError(
-            f"cache ranks on GPU {', '.join(map(str, gpus))} have room for full KV of {tokens} tokens, and the shortest request that goes there "
-            f"has {least} (--kv-sparse-from, and a block): let GPUs have more free memory, name others by --kv-cache-rank-gpu, pass "
+            f"cache ranks on GPU {', '.join(map(str, gpus))} have room for full KV of {tokens} tokens, and the shortest request that goes "
+            f"there has {least} (--kv-sparse-from, and a block): let GPUs have more free memory, name others by --kv-cache-rank-gpu, pass "
             "--kv-cache-rank-gb, or --kv-cache-ranks 0"
         )
 

@@ -9,8 +9,8 @@ Copies themselves are made here, by the keys of this GPU, and anew when many exa
 and whenever it has none, the request reads what was chosen then.
 
 Where ranks have values, too, copies are rows, and K and V of what was chosen come with it, as far as a copy lacks them: of which tokens it
-holds rows its *record* on the device says (arena.py). Full KV may be given back then (prefix_cache/held_elsewhere.py). Without it the copy is
-renewed once its rank was sent what it is to stand for: the newest tokens take the places of those that were the newest. Where the rank has
+holds rows its *record* on the device says (arena.py). Full KV may be given back then (prefix_cache/held_elsewhere.py). Without it the copy
+is renewed once its rank was sent what it is to stand for: the newest tokens take the places of those that were the newest. Where the rank has
 no room for them it stands for what it stood for; where the process is gone, the request is lost, and is to be computed again.
 """
 

@@ -1,5 +1,5 @@
-"""Cache ranks with an arena that have full KV, on a CPU in the place of GPUs: copies hold the rows that their records say, whatever comes late,
-is given back, or is lost."""
+"""Cache ranks with an arena that have full KV, on a CPU in the place of GPUs: copies hold the rows that their records say, whatever comes
+late, is given back, or is lost."""
 
 import os
 import random
@@ -76,8 +76,8 @@ def test_of_more_rows_than_an_answer_has_room_for_those_of_the_highest_scores_co
         now = world.positions(1)
         assert torch.equal(absent(now, before).sum(-1), coming.sum(-1))
         for layer, head in ((0, 0), (4, 1), (2, 1)):
-            expected = {*before[layer, head].tolist(), *wanted[layer, head][coming[layer, head]].tolist()}
-            assert {*now[layer, head].tolist()} <= expected and {*wanted[layer, head][coming[layer, head]].tolist()} <= {*now[layer, head].tolist()}
+            came, held = {*wanted[layer, head][coming[layer, head]].tolist()}, {*now[layer, head].tolist()}
+            assert came <= held <= came | {*before[layer, head].tolist()}
     world.steps.tend()
     assert world.steps.rows <= 6 * 5 * 10
     world.steps.end()
