@@ -1,5 +1,6 @@
 """Cache ranks beside a GPU, on another one where there are two: what steps are led to, or which rows copies hold, that a rank that is gone
-or late costs choices and nothing else, that verified answers are stock's, and that in lossy more contexts run than full KV of them would fit.
+or late costs choices and nothing else, that verified answers are stock's, and that in lossy more contexts run than full KV of them would
+fit.
 
 With one GPU both processes share it, in turns that the driver hands out, so that choices take longer there than between two.
 """

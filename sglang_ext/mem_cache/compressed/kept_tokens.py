@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 def kept_tokens(
     views: "CompressedViews", row: int, view: CompressedView, renewed: bool, choose: Callable[[], torch.Tensor]
 ) -> torch.Tensor | Exchange | NewestRows | None:
-    """What the copy of a request keeps, int64 [layers, kv_heads, count], or takes in, where it holds the rest; None where its method chooses
-    as it is written.
+    """What the copy of a request keeps, int64 [layers, kv_heads, count], or takes in, where it holds the rest; None where its method
+    chooses as it is written.
 
     Args:
         views: the copies.

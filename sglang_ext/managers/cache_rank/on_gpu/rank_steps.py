@@ -10,8 +10,8 @@ and whenever it has none, the request reads what was chosen then.
 
 Where ranks have values, too, copies are rows, and K and V of what was chosen come with it, as far as a copy lacks them: of which tokens it
 holds rows its *record* on the device says (arena.py). Full KV may be given back then (prefix_cache/held_elsewhere.py). Without it the copy
-is renewed once its rank was sent what it is to stand for: the newest tokens take the places of those that were the newest. Where the rank has
-no room for them it stands for what it stood for; where the process is gone, the request is lost, and is to be computed again.
+is renewed once its rank was sent what it is to stand for: the newest tokens take the places of those that were the newest. Where the rank
+has no room for them it stands for what it stood for; where the process is gone, the request is lost, and is to be computed again.
 """
 
 from collections import Counter
