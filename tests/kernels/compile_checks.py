@@ -11,13 +11,14 @@ from prefill_checks import FIRST_HEAD, LAYER, Batch
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from sglang_ext.layers.kernels import hand_over, pointer_decode, rows_on_way, scatter_cells, uneven_decode, window_scores, write_pointers
+from sglang_ext.layers.kernels import hand_over, pointer_decode, scatter_cells, uneven_decode, window_scores, write_pointers
 from sglang_ext.layers.kernels.choose_tokens import Contexts, choose_tokens
 from sglang_ext.layers.kernels.hack import integer_prefill
 from sglang_ext.layers.kernels.lynx import anchored, kernels as codec
 from sglang_ext.layers.kernels.lynx.layout import Layout
 from sglang_ext.layers.kernels.lynx.parts import Parts
 from sglang_ext.layers.kernels.packed import pack_blocks, packed_decode
+from sglang_ext.layers.kernels.rows import sent_rows, taken_rows
 from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells
 from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows, Pointers
 from sglang_ext.mem_cache.host_tier.residuals import ResidualPages
@@ -196,11 +197,11 @@ def check_rows(keys, numbers, hits, commits, table, slots):
     """Rows of K and V on their way: what comes and goes, to the arena, out of it, and of renewed copies."""
     tables, rows = (torch.zeros(3, dtype=torch.int64),) * 2, torch.zeros(4, 6, 100, 128, dtype=torch.bfloat16)
     chosen, held = torch.zeros(2, 3, 2, 2, 2048, dtype=torch.int32), torch.zeros(2, 12288, dtype=torch.int32)
-    counts, moves = rows_on_way.exchange(*chosen, held, numbers, 100)
-    rows_on_way.push_rows(tables, keys, table, counts, moves, numbers, (1 << 33,) * 4)
+    counts, moves = sent_rows.exchange(*chosen, held, numbers, 100)
+    sent_rows.push_rows(tables, keys, table, counts, moves, numbers, (1 << 33,) * 4)
     arrived = torch.zeros(4, 6, dtype=torch.int32), torch.zeros(4, 6, 100, 2, dtype=torch.int32), rows, rows
-    rows_on_way.commit_rows(arrived, hits, commits, numbers[0], slots, tables, keys, slots)
-    rows_on_way.move_newest(tables, keys, keys, torch.zeros(3, 2, 32, dtype=torch.int64), slots, slots)
+    taken_rows.commit_rows(arrived, hits, commits, numbers[0], slots, tables, keys, slots)
+    taken_rows.move_newest(tables, keys, keys, torch.zeros(3, 2, 32, dtype=torch.int64), slots, slots)
 
 
 def main():

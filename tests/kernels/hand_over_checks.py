@@ -8,7 +8,7 @@ import torch
 import triton.language as tl
 from backend_steps import on
 
-from sglang_ext.layers.kernels.rows_on_way import move_newest
+from sglang_ext.layers.kernels.rows.taken_rows import move_newest
 from sglang_ext.managers.cache_rank import protocol
 from sglang_ext.managers.cache_rank.on_gpu import mapped_arena
 from sglang_ext.managers.cache_rank.on_gpu.arena import Arena, Asked, Copy

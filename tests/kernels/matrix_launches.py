@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 from packed_helpers import KERNEL_KINDS, divides, packed_pool
 
-from sglang_ext.layers.kernels import hand_over, rows_on_way
+from sglang_ext.layers.kernels import hand_over
 from sglang_ext.layers.kernels.choose_tokens import Contexts, choose_tokens
 from sglang_ext.layers.kernels.gather_kept import gather_kept
 from sglang_ext.layers.kernels.hack import integer_prefill
@@ -20,6 +20,7 @@ from sglang_ext.layers.kernels.packed import pack_blocks, packed_decode
 from sglang_ext.layers.kernels.page_checksum import page_checksum
 from sglang_ext.layers.kernels.page_rows import gather_rows, scatter_rows
 from sglang_ext.layers.kernels.pointer_decode import pointer_decode
+from sglang_ext.layers.kernels.rows import sent_rows, taken_rows
 from sglang_ext.layers.kernels.scatter_cells import scatter_cells
 from sglang_ext.layers.kernels.uneven_decode import uneven_decode
 from sglang_ext.layers.kernels.verify_attention import verify_attention
@@ -195,11 +196,11 @@ def _hand_over(shape: Shape) -> None:
     hand_over.read_words(word, word, torch.zeros(33, dtype=torch.int64))
     hand_over.answer(word, torch.zeros(1, 3, dtype=torch.int64))
     chosen, tables = torch.zeros(2, 1, 1, 1, 40, dtype=torch.int32), (table, table)
-    counts, moves = rows_on_way.exchange(*chosen, tokens, one, 9)
-    rows_on_way.push_rows(tables, keys, tokens, counts, moves, one, (word,) * 4)
+    counts, moves = sent_rows.exchange(*chosen, tokens, one, 9)
+    sent_rows.push_rows(tables, keys, tokens, counts, moves, one, (word,) * 4)
     arrived = counts, moves, torch.zeros(1, 1, 9, shape.dim, dtype=shape.dtype), torch.zeros(1, 1, 9, shape.dim, dtype=shape.dtype)
-    rows_on_way.commit_rows(arrived, hits, commits, one[0], torch.zeros(5, dtype=torch.int64), tables, keys, slots)
-    rows_on_way.move_newest(tables, keys, keys, torch.zeros(1, 1, 20, dtype=torch.int64), slots, slots)
+    taken_rows.commit_rows(arrived, hits, commits, one[0], torch.zeros(5, dtype=torch.int64), tables, keys, slots)
+    taken_rows.move_newest(tables, keys, keys, torch.zeros(1, 1, 20, dtype=torch.int64), slots, slots)
 
 
 # What does not depend on the query heads is launched for one of them.

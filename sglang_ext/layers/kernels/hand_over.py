@@ -22,7 +22,7 @@ WORDS = tl.constexpr(LANE_WORDS)
 COMMIT_NUMBERS = 6
 NUMBERS = tl.constexpr(COMMIT_NUMBERS)
 # Counters of the device: answers that were taken, that were late, questions that were not written as their place was taken, and
-# nanoseconds of waiting; rows of K and V that were taken (rows_on_way.py).
+# nanoseconds of waiting; rows of K and V that were taken (rows/taken_rows.py).
 COUNTERS = ("taken", "late", "unasked", "waited", "rows")
 # Tokens of a block of keys, numbers and pointers that a program copies at once.
 COPIED, POINTERS = 1024, 128

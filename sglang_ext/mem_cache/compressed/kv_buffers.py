@@ -112,7 +112,7 @@ class KVBuffers:
         # Copied, or Triton would compile its kernel again where these begin elsewhere than at 16 bytes.
         newest = sources[coming.first : coming.first + coming.places.shape[-1]].clone()
         if self.on_gpu:
-            from sglang_ext.layers.kernels.rows_on_way import move_newest
+            from sglang_ext.layers.kernels.rows.taken_rows import move_newest
 
             move_newest((self.key_table, self.value_table), self.keys[0], self.values[0], coming.places, newest, targets)
             return

@@ -4,7 +4,7 @@ It is allocated apart from PyTorch's, and its CUDA IPC handle is sent to the cac
 (layers/kernels/hand_over.py), which name the epoch, so that it outlives the processes of the rank: what one of them wrote too late is
 nobody's answer.
 
-Where ranks have full KV, values travel, too, and rows of K and V travel back (layers/kernels/rows_on_way.py): of what was chosen those that
+Where ranks have full KV, values travel, too, and rows of K and V travel back (layers/kernels/rows/): of what was chosen those that
 the copy lacks. *Which these are* a question says itself: the record of the copy, the positions that it holds, lies in the arena as it is
 when the question is put. A record changes as an answer is taken, and as its request's copy is made anew; after each, answers to older
 questions are taken no more, as the host expects that of the newest alone, and puts the next question after it on the device. So the rank
@@ -337,7 +337,7 @@ class Arena:
     def _commit_rows_by_kernel(
         self, copies: Sequence[Copy], hits: torch.Tensor, numbers: torch.Tensor, buffers: KVBuffers, targets: torch.Tensor
     ) -> None:
-        from sglang_ext.layers.kernels.rows_on_way import commit_rows
+        from sglang_ext.layers.kernels.rows.taken_rows import commit_rows
 
         records = to_device([copy.record.data_ptr() for copy in copies], self.heads.device)
         tables = buffers.key_table, buffers.value_table

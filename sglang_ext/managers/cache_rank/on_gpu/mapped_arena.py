@@ -111,17 +111,17 @@ class MappedArena:
                 self._push_rows_of(lane, *chosen[:, :, i, :, :keep], places[i].long(), held)
             return
         from sglang_ext.layers.kernels.hand_over import copy_rows
-        from sglang_ext.layers.kernels import rows_on_way
+        from sglang_ext.layers.kernels.rows import sent_rows
 
         pairs, most, layout = self.shape.layers * self.shape.kv_heads, chosen.shape[-1], self._layout
         records = torch.empty(len(lanes), pairs * most, dtype=torch.int32, device=self._device)
         for record, lane, keep in zip(records, lanes, keeps):
             copy_rows(self._address(layout.records, lane), record.data_ptr(), 1, pairs * keep, 0, 0)
         numbers = to_device([*map(list, zip(lanes, keeps))], self._device)
-        counts, moves = rows_on_way.exchange(*chosen, records, numbers, self.shape.fresh)
+        counts, moves = sent_rows.exchange(*chosen, records, numbers, self.shape.fresh)
         table = torch.nn.utils.rnn.pad_sequence(list(places), batch_first=True)
         targets = tuple(self._address(part) for part in (layout.counts, layout.moves, layout.row_keys, layout.row_values))
-        rows_on_way.push_rows((held.key_table, held.value_table), held.keys[0], table, counts, moves, numbers, targets)
+        sent_rows.push_rows((held.key_table, held.value_table), held.keys[0], table, counts, moves, numbers, targets)
 
     def _push_rows_of(
         self, lane: int, chosen: torch.Tensor, bits: torch.Tensor, places: torch.Tensor, held: KVBuffers

@@ -5,16 +5,19 @@ import os
 import random
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from device_rank_helpers import RankWorld
 from rank_helpers import attach
 
+from sglang_ext.core import OptionError
 from sglang_ext.managers.cache_rank.on_gpu.arena import ArenaLayout
-from sglang_ext.managers.cache_rank.on_gpu.device_start import LEAST_FRESH, fitting
+from sglang_ext.managers.cache_rank.on_gpu.device_start import LEAST_FRESH, check_room, check_values, fitting, room_on
 from sglang_ext.managers.metrics import _of_ranks
 from sglang_ext.mem_cache.compressed.held_rows import absent, highest
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 
 MOST = 256
 
@@ -206,6 +209,20 @@ def test_requests_come_grow_and_go_at_random_and_hold_what_their_records_say(wor
         end_request(world, row)
     world.until(lambda: world.steps.held_tokens == 0)
     assert taken > 5 and world.steps.starts == 1 and not world.steps.missed["wrong"] and not world.steps._records
+
+
+def test_what_ranks_on_gpus_have_no_room_for_or_cannot_send_is_refused_with_a_remedy(monkeypatch):
+    properties = SimpleNamespace(total_memory=80 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu: properties)
+    monkeypatch.setattr(torch.cuda, "device_memory_used", lambda gpu: (1 + 39 * gpu) << 30)
+    assert room_on(0, 1) == int(0.9 * (79 << 30)) - (2 << 30) and room_on(1, 1) == (20 << 30) - (2 << 30)
+    check_room(SimpleNamespace(kv_sparse_from=256), 320, [1])
+    with pytest.raises(OptionError, match="on GPU 1, 2 have room for full KV of 319 tokens, .* has 320 .*, pass --kv-cache-rank-gb, or"):
+        check_room(SimpleNamespace(kv_sparse_from=256), 319, [1, 2])
+    keys, values = (torch.zeros(4, 2, dim) for dim in (8, 4))
+    check_values(KVBuffers((0,), (1.0,), (keys,), (keys,)))
+    with pytest.raises(OptionError, match=r"keys are \(2, 8\) of torch.float32 and its values \(2, 4\) .*: pass --kv-cache-ranks 0, or --kv-mode v"):
+        check_values(KVBuffers((0,), (1.0,), (keys,), (values,)))
 
 
 def test_an_arena_has_lanes_for_all_and_of_rows_as_many_as_they_leave_room_for():

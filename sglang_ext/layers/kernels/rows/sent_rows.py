@@ -1,25 +1,13 @@
-"""Rows of K and V that a cache rank on another GPU sends: of what it chose those that a copy lacks, in the place of what the copy needs no
-more (mem_cache/compressed/held_rows.py has the same in PyTorch).
-
-The cache rank finds what comes and what goes (:func:`exchange`), and writes K, V and where they go to an arena of the inference rank's GPU
-(:func:`push_rows`); that copies them to the slots of the copy, and to its record, where the answer was taken (:func:`commit_rows`). A
-*move* is a place of a copy and the position of the token whose row comes there. A *pair* is a layer and a KV head, counted layer by layer.
-"""
+"""Which rows a copy lacks of what was chosen for it, and the way of these into the memory of its GPU."""
 
 import torch
 import triton
 import triton.language as tl
 
-from sglang_ext.layers.kernels.gather_kept import _copy_tokens
-from sglang_ext.layers.kernels.hand_over import COMMIT_NUMBERS
-
 # Of infinity, the bits of a score and one: above those of all scores.
 BEYOND = tl.constexpr(0x7F800001)
 # Beyond all positions.
 NOWHERE = tl.constexpr(0x7FFFFFFF)
-NUMBERS = tl.constexpr(COMMIT_NUMBERS)
-# Place among counters (hand_over.py:COUNTERS) of rows that were taken.
-ROWS_COUNTER = tl.constexpr(4)
 # Places that a program looks at, and rows that one copies, at once.
 LOOKED_AT, COPIED = 1024, 16
 
@@ -119,52 +107,6 @@ def _push_rows(
     tl.store(to_values.to(tl.pointer_type(KIND)) + write, tl.load(values + read, mask=seen), mask=seen)
 
 
-@triton.jit(do_not_specialize=("fresh",))
-def _commit_rows(
-    counts, moves, row_keys, row_values, hits, numbers, records, counters, key_table, value_table, targets, fresh, slot_stride,
-    head_stride, HEADS: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Some moves of a pair of a copy, where an answer came; what leads out of the copy or its context is left out."""
-    pair, request, pairs = tl.program_id(0), tl.program_id(2), tl.num_programs(0)
-    if tl.load(hits + request) != 0:
-        KIND: tl.constexpr = row_keys.dtype.element_ty
-        mine = numbers + request * NUMBERS
-        lane, covered, keep, first = tl.load(mine), tl.load(mine + 3), tl.load(mine + 4), tl.load(mine + 5)
-        of_pair = lane * pairs + pair
-        index, dim = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, PADDED_DIM)
-        inside = index < tl.minimum(tl.load(counts + of_pair), fresh)
-        move = moves + (of_pair * fresh + index) * 2
-        place, token = tl.load(move, mask=inside, other=-1), tl.load(move + 1, mask=inside, other=-1)
-        inside &= (place >= 0) & (place < keep) & (token >= 0) & (token < covered)
-        slot = tl.load(targets + first + place, mask=inside, other=0)
-        read, seen = ((of_pair * fresh + index) * DIM)[:, None] + dim[None, :], inside[:, None] & (dim < DIM)[None, :]
-        write = (slot * slot_stride + pair % HEADS * head_stride)[:, None] + dim[None, :]
-        keys = tl.load(key_table + pair // HEADS).to(tl.pointer_type(KIND))
-        tl.store(keys + write, tl.load(row_keys + read, mask=seen), mask=seen)
-        values = tl.load(value_table + pair // HEADS).to(tl.pointer_type(KIND))
-        tl.store(values + write, tl.load(row_values + read, mask=seen), mask=seen)
-        record = tl.load(records + request).to(tl.pointer_type(tl.int32))
-        tl.store(record + pair * keep + place, token, mask=inside)
-        tl.atomic_add(counters + ROWS_COUNTER, tl.sum(inside.to(tl.int64)))
-
-
-@triton.jit(do_not_specialize=("count",))
-def _move_newest(
-    key_table, value_table, keys, values, places, sources, targets, count, slot_stride, head_stride, HEADS: tl.constexpr,
-    DIM: tl.constexpr, PADDED_DIM: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Rows of some tokens to a head's places of a copy."""
-    layer, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
-    index = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    inside = index < count
-    source = tl.load(sources + index, mask=inside, other=0)
-    place = tl.load(places + tl.program_id(0).to(tl.int64) * count + index, mask=inside, other=0)
-    target = tl.load(targets + place, mask=inside, other=0)
-    read, written = source * slot_stride + head * head_stride, target * slot_stride + head * head_stride
-    _copy_tokens(key_table, keys, layer, read, written, inside, DIM, PADDED_DIM)
-    _copy_tokens(value_table, values, layer, read, written, inside, DIM, PADDED_DIM)
-
-
 def exchange(
     chosen: torch.Tensor, bits: torch.Tensor, held: torch.Tensor, numbers: torch.Tensor, fresh: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -211,48 +153,5 @@ def push_rows(
     (requests, pairs), fresh = counts.shape, moves.shape[2]
     _push_rows[(pairs, triton.cdiv(fresh, COPIED), requests)](
         *tables, like, token_table, counts, moves, numbers, *targets, fresh, token_table.stride(0), like.stride(0), like.stride(1),
-        HEADS=heads, DIM=dim, PADDED_DIM=triton.next_power_of_2(dim), ROWS=COPIED,
-    )  # fmt: skip
-
-
-def commit_rows(
-    arrived: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], hits: torch.Tensor, numbers: torch.Tensor,
-    records: torch.Tensor, counters: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor], like: torch.Tensor, targets: torch.Tensor,
-) -> None:  # fmt: skip
-    """Let copies hold the rows that came for them, where an answer came; others stay as they are.
-
-    Args:
-        arrived: of the arena, by lane: counts, moves, keys and values (arena.py:ArenaLayout).
-        hits: as hand_over.py:wait_for_answers gives them.
-        numbers: int64 [requests, :data:`COMMIT_NUMBERS`].
-        records: int64 [requests], addresses of int32 [layers, kv_heads, keep], the positions that each copy holds, which change, too.
-        counters: int64, of which one tells rows that were taken.
-        tables: int64 [layers] each, addresses of the layers' key and value buffers.
-        like: a key buffer, [slots, kv_heads, dim]; all have its shape, strides and dtype.
-        targets: int64, slots of the copies, one after the other.
-    """
-    heads, dim = like.shape[1:]
-    fresh = arrived[1].shape[2]
-    _commit_rows[(len(tables[0]) * heads, triton.cdiv(fresh, COPIED), len(numbers))](
-        *arrived, hits, numbers, records, counters, *tables, targets, fresh, like.stride(0), like.stride(1),
-        HEADS=heads, DIM=dim, PADDED_DIM=triton.next_power_of_2(dim), ROWS=COPIED,
-    )  # fmt: skip
-
-
-def move_newest(
-    tables: tuple[torch.Tensor, torch.Tensor], keys: torch.Tensor, values: torch.Tensor, places: torch.Tensor, sources: torch.Tensor,
-    targets: torch.Tensor,
-) -> None:  # fmt: skip
-    """Copy rows of tokens in slots ``sources``, int64 [count], to places of a copy in slots ``targets``, int64, as each head has them.
-
-    Args:
-        tables: int64 [layers] each, addresses of the layers' key and value buffers.
-        keys, values: a layer's buffers, [slots, kv_heads, dim]; all have their shape, strides and dtype.
-        places: int64 [layers, kv_heads, count].
-    """
-    layers, heads, count = places.shape
-    dim = keys.shape[2]
-    _move_newest[(layers * heads, triton.cdiv(count, COPIED))](
-        *tables, keys, values, places.contiguous(), sources, targets, count, keys.stride(0), keys.stride(1),
         HEADS=heads, DIM=dim, PADDED_DIM=triton.next_power_of_2(dim), ROWS=COPIED,
     )  # fmt: skip
