@@ -137,7 +137,8 @@ class Handed(World):
         self.holder = Beside() if beside else Holder()
         self.views = CompressedViews(
             methods=(method,), token_table=self.table.req_to_token, rows=ROWS, buffers=self.buffers, allocator=self.allocator,
-            tree_cache=self.cache, queries=QueryWindows(0, (0,), 0), form=RowsOfHeads(), **{"beside" if beside else "elsewhere": self.holder},
+            tree_cache=self.cache, queries=QueryWindows(0, (0,), 0), form=RowsOfHeads(),
+            **{"beside" if beside else "elsewhere": self.holder},
         )  # fmt: skip
         self.held = HeldElsewhere(self.cache, self.views, self.holder, lambda req: method, TAIL)
         self.cache.serve(self.views, keeps_answers=False, codes=self.held)

@@ -9,15 +9,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from argument_helpers import arguments
 from device_rank_helpers import RankWorld
-from rank_helpers import attach
+from rank_helpers import ROTARY, attach, pool
 
 from sglang_ext.core import OptionError
 from sglang_ext.managers.cache_rank.on_gpu.arena import ArenaLayout
 from sglang_ext.managers.cache_rank.on_gpu.device_start import LEAST_FRESH, check_room, check_values, fitting, room_on
+from sglang_ext.managers.cache_rank.start import attach_of
 from sglang_ext.managers.metrics import _of_ranks
+from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
+from sglang_ext.mem_cache.compressed.formats.kv_format import Unpacked
 from sglang_ext.mem_cache.compressed.held_rows import absent, highest
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressors.spade import Spade
 
 MOST = 256
 
@@ -221,8 +226,20 @@ def test_what_ranks_on_gpus_have_no_room_for_or_cannot_send_is_refused_with_a_re
         check_room(SimpleNamespace(kv_sparse_from=256), 319, [1, 2])
     keys, values = (torch.zeros(4, 2, dim) for dim in (8, 4))
     check_values(KVBuffers((0,), (1.0,), (keys,), (keys,)))
-    with pytest.raises(OptionError, match=r"keys are \(2, 8\) of torch.float32 and its values \(2, 4\) .*: pass --kv-cache-ranks 0, or --kv-mode v"):
+    with pytest.raises(OptionError, match=r"keys are \(2, 8\) of torch.float32 and its values \(2, 4\) .*: pass --kv-cache-ranks 0, or"):
         check_values(KVBuffers((0,), (1.0,), (keys,), (values,)))
+
+
+def test_ranks_on_gpus_hold_what_the_pool_has_copies_of_but_no_more_than_they_have_room_for():
+    args = arguments(kv_compressor="spade", kv_mode="lossy", kv_cache_ranks=2, device="cuda")
+    args.get_model_config = lambda: SimpleNamespace(context_len=600)
+    method, given = CopyMethod(Spade(), 0.25, Unpacked(1)), (pool(), 6, ROTARY, 10)
+    found = attach_of(args, method, *given, room=1 << 30)
+    # 1,024 slots are 6 copies of 150 tokens, and of 600 tokens in 10 blocks; half of it at each of two ranks.
+    assert found.shape.rows and found.shape.most == 150 and found.blocks == 6 * 10 // 2 + 10
+    token = 5 * 2 * 8 * 4 * 2
+    assert attach_of(args, method, *given, room=12 * 64 * token + 5).blocks == 12
+    assert attach_of(args, method, *given, room=-1).blocks == 1, "which is refused then"
 
 
 def test_an_arena_has_lanes_for_all_and_of_rows_as_many_as_they_leave_room_for():
