@@ -138,8 +138,8 @@ class KVServerArgs(ServerArgs):
     kv_cache_ranks: A[
         int,
         "With --kv-compressor spade: processes that hold the keys of long requests and choose tokens by them while the model computes. "
-        "Each takes requests of its own. Beside a GPU each has a GPU of its own, and full KV stays with the model. On a CPU, in mode "
-        "lossy, they hold values, too, and send what is chosen: full KV is given back. 0: tokens are chosen between steps, which wait for "
+        "Each takes requests of its own. Beside a GPU each has a GPU of its own. In mode lossy they hold values, too, and send what is "
+        "chosen: full KV is given back. 0: tokens are chosen between steps, which wait for "
         "it, or on a second stream of the GPU.",
         NS("memory"),
     ] = 0
@@ -162,7 +162,8 @@ class KVServerArgs(ServerArgs):
         float | None,
         "With --kv-cache-ranks: memory of each cache rank for keys, in mode lossy for values, too, in GB of 10^9 bytes, taken as it is "
         "used, on a GPU at once. Requests for which there is no room are read whole. Default: as much as the keys of SGLang's pool take; in mode lossy "
-        "what contexts take of which the pool holds the copies, but of the memory that is free at start no more than half.",
+        "what contexts take of which the pool holds the copies, but of the memory that is free at start no more than half, of a GPU's of "
+        "its own nine tenths.",
         NS("memory"),
     ] = None
     kv_score_bits: A[

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_ext.config import benchmark_options, refusal
+from sglang_ext.config import benchmark_options, options, refusal
 from sglang_ext.core import OptionError
 from sglang_ext.mem_cache.compressors import Compressor, catalogue
 from sglang_ext.mem_cache.compressors.spade import Spade
@@ -21,8 +21,9 @@ logger = logging.getLogger(__name__)
 
 RANK_FLAGS = ("kv_pack_layers", "kv_cache_rank_gb", "kv_cache_rank_gpu")
 FLAGS = ("kv_select", "kv_select_every")
-# Memory of the model's GPU through which each of its cache ranks gets keys and queries, at most.
-ARENA_BYTES = 256 << 20
+# Memory of the model's GPU through which each of its cache ranks gets keys and queries, at most; and where it gets values, too, and sends
+# rows.
+ARENA_BYTES, ROWS_ARENA_BYTES = 256 << 20, 1 << 30
 SPADE_FLAGS = ("kv_select_by", "kv_cache_ranks", *RANK_FLAGS, "kv_score_bits")
 
 
@@ -54,13 +55,21 @@ def most_ranks() -> int:
 
 
 def sends_rows(args: "KVServerArgs") -> bool:
-    """Whether cache ranks have values, too, and send K and V of what they choose: nothing is verified, which would read full KV here."""
-    return ranks(args) > 0 and args.kv_mode == "lossy" and not beside_gpu(args)
+    """Whether cache ranks have values, too, and send K and V of what they choose: nothing is verified, which would read full KV here. On
+    GPUs only where full KV is given back: else what is chosen is read where it lies. Known once SGLang has chosen the device."""
+    if not ranks(args) or args.kv_mode != "lossy":
+        return False
+    return not beside_gpu(args) or (args.disaggregation_mode == "null" and options.full_kv_stays(args) is None)
 
 
 def beside_gpu(args: "KVServerArgs") -> bool:
-    """Whether cache ranks choose on GPUs of their own, beside one that has full KV; known once SGLang has chosen the device."""
+    """Whether cache ranks choose on GPUs of their own, beside the model's; known once SGLang has chosen the device."""
     return ranks(args) > 0 and args.device == "cuda"
+
+
+def arena_bytes(args: "KVServerArgs") -> int:
+    """Memory of the model's GPU that it shares with each of its cache ranks, at most."""
+    return ROWS_ARENA_BYTES if sends_rows(args) else ARENA_BYTES
 
 
 def rank_gpus(args: "KVServerArgs") -> list[int]:

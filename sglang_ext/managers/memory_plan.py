@@ -104,7 +104,7 @@ class MemoryPlan:
         staging: buffers through which full KV goes to host memory and back.
         workspaces: what attention of verifications works in.
         choices: what choices of tokens by queries of steps work in.
-        arenas: through which cache ranks on other GPUs get keys and queries, at most.
+        arenas: through which cache ranks on other GPUs get keys and queries, at most; where these send rows, records of copies, too.
         prompt_codes: codes of a layer's keys and values, of the longest prompt.
         logits: of the largest captured verification.
     """
@@ -215,7 +215,7 @@ class MemoryPlanner:
             staging=2 * staging_bytes(slots * model.slot_bytes, args.page_size * model.slot_bytes) if args.kv_host_gb else 0,
             workspaces=self._workspaces(requests),
             choices=self._choices(width),
-            arenas=selection_options.ARENA_BYTES * selection_options.ranks(args) if self.on_gpu else 0,
+            arenas=self._arenas(tokens) if self.on_gpu else 0,
             prompt_codes=self._prompt_codes(width),
             logits=4 * model.vocabulary * options.captured_tokens(args, requests) if self._captures else 0,
         )
@@ -240,6 +240,11 @@ class MemoryPlanner:
             return 0
         pair = pair_bytes(tokens, model.query_heads, model.kv_heads, model.head_dim, model.number_bytes, choosing[0].predictor)
         return (1 if self.args.kv_cache_ranks else 2) * max(SCRATCH, pair)
+
+    def _arenas(self, tokens: int) -> int:
+        """Where rows are sent with records of as many tokens as the pool holds, a number for each layer and KV head."""
+        records = 4 * tokens * self.model.layers * self.model.kv_heads if selection_options.sends_rows(self.args) else 0
+        return selection_options.arena_bytes(self.args) * selection_options.ranks(self.args) + records
 
     def _prompt_codes(self, tokens: int) -> int:
         """As quantized_extend.py makes them, of so many tokens at most."""

@@ -45,6 +45,7 @@ from sglang_ext.managers.spec_decode.turns import OnDevice
 from sglang_ext.mem_cache.compressed.chosen_beside import beside
 from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
 from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
+from sglang_ext.mem_cache.compressed.due_copies import most_exact
 from sglang_ext.mem_cache.compressed.formats.packing import Packing
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.query_window import QueryWindows, reserve_queries, tell_written
@@ -191,14 +192,16 @@ class KVWorker(BaseSpecWorker):
 
     def _given_back(self, tree_cache) -> GivenBack | None:
         """What gives full KV back that copies hold, or cache ranks, in mode lossy; None where it stays, for a reason that is logged."""
-        kept, elsewhere = options.full_kv_stays(self.server_args), self.views.elsewhere
+        kept, senders = options.full_kv_stays(self.server_args), self.views.senders
         here = self.server_args.disaggregation_mode == "null"
-        if kept is None and here and elsewhere is not None and elsewhere.sends_rows:
-            share = self.views.methods[0].share
-            logger.info("sglang-ext: full KV is given back once a cache rank has it; a copy takes about %.2f of its slots", share)
-            # Of two rounds, and what fills no page.
+        if kept is None and here and senders is not None:
+            method = self.views.methods[0]
+            logger.info("sglang-ext: full KV is given back once a cache rank has it; a copy takes about %.2f of its slots", method.share)
+            # Of two rounds, and what fills no page; beside that, of a copy that is renewed now and then.
             tail = 2 * PLAIN_STEPS + self.token_to_kv_pool_allocator.page_size
-            return HeldElsewhere(tree_cache, self.views, elsewhere, self._method_of, tail)
+            if self.views.beside is not None:
+                tail += most_exact(method.kept(self.memory.model.context))
+            return HeldElsewhere(tree_cache, self.views, senders, self._method_of, tail)
         packing = [method for method in self.views.methods if method.packs_all]
         if kept is None and not packing:
             kept = "they leave tokens out"

@@ -86,12 +86,17 @@ def check_choose_tokens(device):
         most = max(counts)
         shared = meant, there.key_table, there.keys[0], there.scaling_table
         found = choose_tokens(*shared, asked.contexts(device, False), *part, most).cpu()
+        positions, bits = choose_tokens(*shared, asked.contexts(device, False), *part, most, True).cpu()
         assert choose_tokens(*shared, asked.contexts(device, True), *part) is None
         pointed = torch.tensor_split(asked.targets, torch.tensor(asked.held).cumsum(0)[:-1])
         for layer in range(layers)[part[0]]:
             for request in range(len(lengths))[part[1]]:
                 count, scores = counts[request], asked.scores(request, layer)
-                kept = found[layer - part[0].start, request - part[1].start, :, :count].long()
+                where = layer - part[0].start, request - part[1].start, slice(None), slice(count)
+                kept = found[where].long()
+                assert torch.equal(positions[where].long(), kept)
+                expected, told = scores.gather(-1, kept), bits[where].contiguous().view(torch.float32)
+                assert torch.allclose(told, expected.float(), rtol=max(tolerance, 1e-5), atol=max(tolerance, 1e-5) / lengths[request])
                 for head in range(heads):
                     check_chosen(kept[head], scores[head], count, tolerance, (dim, layer, request, head))
                 slots = asked.pointers.read(there.keys[layer], pointed[request].to(device), count).cpu()

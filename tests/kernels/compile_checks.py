@@ -20,6 +20,7 @@ from sglang_ext.layers.kernels.lynx import anchored, kernels as codec
 from sglang_ext.layers.kernels.lynx.layout import Layout
 from sglang_ext.layers.kernels.lynx.parts import Parts
 from sglang_ext.layers.kernels.packed import pack_blocks, packed_decode
+from sglang_ext.layers.kernels.rows import sent_rows, taken_rows
 from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells
 from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows, Pointers
 from sglang_ext.mem_cache.host_tier.residuals import ResidualPages
@@ -165,8 +166,8 @@ def check_choice(compiled):
         # Scores in registers of few threads and of as many as there are, and in memory.
         for targets, length in ((torch.zeros(40, dtype=torch.int64), 70), (None, 70), (None, 32768), (None, 40000)):
             asked = Contexts(table, torch.tensor([[1, 70, 40, 0]]), (length,), (4, 32), targets)
-            choose_tokens(torch.zeros(1, 1, 2 * group, dim), addresses, keys, torch.ones(1), asked, one, one, 40)
-            for kernel, made in compiled[-3:]:
+            choose_tokens(torch.zeros(1, 1, 2 * group, dim), addresses, keys, torch.ones(1), asked, one, one, 40, targets is None)
+            for kernel, made in compiled[-3 - (targets is None) :]:
                 about = kernel, dim, group, dtype, length, made.metadata.shared, stack_bytes(made)
                 # A program with 64 scores a thread has few registers beside them.
                 assert stack_bytes(made) <= 96 * (length == 32768) and made.metadata.shared <= (57 << 10), about
@@ -207,10 +208,22 @@ def check_words(compiled):
     hand_over.copy_rows(word, word, 3, 500, 1000, 2000)
     hand_over.read_words(word, word, torch.zeros(33, dtype=torch.int64))
     hand_over.answer(word, torch.zeros(2, 3, dtype=torch.int64))
+    check_rows(keys, numbers, hits, commits, table, slots)
     ptx = {kernel: made.asm["ptx"] for kernel, made in compiled[begin:]}
     assert all("st.release.sys.global.b64" in ptx[kernel] for kernel in ("_signal", "_answer"))
     assert all("ld.acquire.sys.global.b64" in ptx[kernel] for kernel in ("_open_places", "_await", "_read_words"))
     assert "%globaltimer" in ptx["_await"] and "st.release" not in ptx["_await"]
+
+
+def check_rows(keys, numbers, hits, commits, table, slots):
+    """Rows of K and V on their way: what comes and goes, to the arena, out of it, and of renewed copies."""
+    tables, rows = (torch.zeros(3, dtype=torch.int64),) * 2, torch.zeros(4, 6, 100, 128, dtype=torch.bfloat16)
+    chosen, held = torch.zeros(2, 3, 2, 2, 2048, dtype=torch.int32), torch.zeros(2, 12288, dtype=torch.int32)
+    counts, moves = sent_rows.exchange(*chosen, held, numbers, 100)
+    sent_rows.push_rows(tables, keys, table, counts, moves, numbers, (1 << 33,) * 4)
+    arrived = torch.zeros(4, 6, dtype=torch.int32), torch.zeros(4, 6, 100, 2, dtype=torch.int32), rows, rows
+    taken_rows.commit_rows(arrived, hits, commits, numbers[0], slots, tables, keys, slots)
+    taken_rows.move_newest(tables, keys, keys, torch.zeros(3, 2, 32, dtype=torch.int64), slots, slots)
 
 
 def main():

@@ -8,6 +8,7 @@ import torch
 import triton.language as tl
 from backend_steps import on
 
+from sglang_ext.layers.kernels.rows.taken_rows import move_newest
 from sglang_ext.managers.cache_rank import protocol
 from sglang_ext.managers.cache_rank.on_gpu import mapped_arena
 from sglang_ext.managers.cache_rank.on_gpu.arena import Arena, Asked, Copy
@@ -15,6 +16,7 @@ from sglang_ext.managers.cache_rank.on_gpu.device_rank import DeviceRank
 from sglang_ext.managers.cache_rank.on_gpu.mapped_arena import MappedArena
 from sglang_ext.managers.cache_rank.protocol import BLOCK, Attach, Shape, Turning
 from sglang_ext.mem_cache.compressed.formats.slot_pointers import Pointers
+from sglang_ext.mem_cache.compressed.held_rows import NewestRows, absent, renewed
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 
 # Slots of a pool, of contexts and of pointers after them.
@@ -41,10 +43,12 @@ def without_assembly():
 
 
 class Pair:
-    """An arena of which kernels are asked, and one of which PyTorch is, with pools alike; the first as the cache rank sees it, too."""
+    """An arena of which kernels are asked, and one of which PyTorch is, with pools alike; the first as the cache rank sees it, too; with
+    ``fresh``, of rows that an answer brings at most, through both rows travel."""
 
-    def __init__(self, device, dtype, layers=3, heads=2, group=3, dim=24, window=2, most=40):
-        self.shape = Shape(layers, heads * group, heads, dim, str(dtype).removeprefix("torch."), window, 3, most, 2)
+    def __init__(self, device, dtype, layers=3, heads=2, group=3, dim=24, window=2, most=40, fresh=0):
+        kind = str(dtype).removeprefix("torch.")
+        self.shape = Shape(layers, heads * group, heads, dim, kind, window, 3, most, 2, fresh > 0, fresh)
         there = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
         self.device, self.arena, self.plain = there, Arena(self.shape, there, str(there)), Arena(self.shape, torch.device("cpu"), "cpu")
         self.arena._by_kernels = True
@@ -233,9 +237,167 @@ def check_rank(device):
             assert shared == 1 if device == "cpu" and bits == 16 else shared > 0.97, (predictor, bits, lane, shared)
 
 
+class RowPair(Pair):
+    """Arenas of a rank with full KV, whose pools hold copies after contexts: of each a record, here and there.
+
+    Args:
+        keeps: tokens that the heads of each copy keep.
+    """
+
+    def __init__(self, device, dtype, keeps=(40, 21), **given):
+        super().__init__(device, dtype, **given)
+        self.keeps, self.copies, self.noise = keeps, [], torch.Generator().manual_seed(7)
+        first = CONTEXT
+        for keep in keeps:
+            held = torch.rand(self.shape.layers, self.shape.kv_heads, 100, generator=self.noise).topk(keep).indices.int()
+            slots = torch.arange(first, first + keep)
+            self.buffers.copy_kept(held.long(), self.table[len(self.copies)].long(), slots)
+            self.copies.append((slots, held.clone(), held.to(self.device, copy=True)))
+            first += keep
+        for there, here in zip((*self.there.keys, *self.there.values), (*self.buffers.keys, *self.buffers.values)):
+            there.copy_(here)
+
+    def push(self, seed, equal=False):
+        """What a rank might choose for both, of scores that are ``equal`` or not, from its own pool."""
+        noise, shape = torch.Generator().manual_seed(seed), (self.shape.layers, len(self.keeps), self.shape.kv_heads)
+        chosen = torch.zeros(2, *shape, max(self.keeps), dtype=torch.int32)
+        for i, keep in enumerate(self.keeps):
+            scores = torch.rand(*shape[::2], 100, generator=noise)
+            kept = scores.topk(keep).indices.sort(-1).values
+            chosen[0, :, i, :, :keep] = kept.int()
+            bits = torch.where(kept < 4, torch.inf, scores.gather(-1, kept)).view(torch.int32)
+            chosen[1, :, i, :, :keep] = 0 if equal else bits
+        places, lanes = [self.table[i, :100] for i in range(len(self.keeps))], [*range(len(self.keeps))]
+        self.plain_rank.push_rows(lanes, self.keeps, chosen, places, self.buffers)
+        self.rank.push_rows(lanes, self.keeps, chosen.to(self.device), [each.to(self.device) for each in places], self.there)
+        return chosen
+
+    def arrived(self, what):
+        """Both arenas hold the same rows, as far as they count."""
+        (counts, moves, *rows), there = self.plain.arrived, [part.cpu() for part in self.arena.arrived]
+        assert torch.equal(there[0], counts), what
+        inside = torch.arange(self.shape.fresh) < counts[..., None]
+        for one, other in zip(there[1:], (moves, *rows)):
+            assert torch.equal(one[inside], other[inside]), what
+        return counts
+
+    def take_rows(self, number, passed=()):
+        """Answers to questions of this number of both copies, but for lanes that are ``passed``, are taken here and there."""
+        word = self.arena.word(number)
+        for rank in (self.rank, self.plain_rank):
+            rank.answer([(lane, word, lane not in passed) for lane in range(len(self.keeps))])
+        for arena, buffers, device in ((self.plain, self.buffers, "cpu"), (self.arena, self.there, self.device)):
+            mine = []
+            for lane, (slots, plain, there) in enumerate(self.copies):
+                record = plain if arena is self.plain else there
+                mine.append(Copy(lane, word, lane, 100, self.keeps[lane], slots.to(device), record))
+            arena.take(mine, self.table.to(device), buffers, 0.0)
+
+    def true_records(self):
+        """Each slot of a copy holds the row that its record says."""
+        for lane, (slots, _, record) in enumerate(self.copies):
+            at, head = self.table[lane].long()[record.cpu().long()], torch.arange(self.shape.kv_heads)[:, None]
+            for part in (*zip(range(3), self.there.keys), *zip(range(3), self.there.values)):
+                layer, found = part[0], part[1].cpu()
+                assert torch.equal(found[slots].transpose(0, 1), found[at[layer], head]), (lane, layer)
+
+    def same(self):
+        """Pools, records and counts are alike."""
+        for one, other in zip((*self.there.keys, *self.there.values), (*self.buffers.keys, *self.buffers.values)):
+            assert torch.equal(one.cpu(), other)
+        assert all(torch.equal(there.cpu(), plain) for _, plain, there in self.copies)
+        kinds = [0, 1, 2, 4]
+        assert torch.equal(self.arena.counters[kinds].cpu(), self.plain.counters[kinds])
+
+
+def check_rows(device):
+    """Of several shapes; an answer has room for all that comes, for some, and for one row of a head."""
+    for fresh, dtype, dim in ((40, torch.float32, 24), (3, torch.bfloat16, 64), (1, torch.float16, 40)):
+        rows(device, fresh, dtype, dim)
+
+
+def rows(device, fresh, dtype, dim, heads=2):
+    """What copies lack is sent, and taken where it is answered; values travel as keys do; a copy that is renewed takes in the newest."""
+    pair = RowPair(device, dtype, dim=dim, heads=heads, fresh=fresh)
+    slots = torch.randperm(CONTEXT)[:BLOCK]
+    pair.arena.put_keys(1, pair.there, slots.to(pair.device)), pair.plain.put_keys(1, pair.buffers, slots)
+    for values in (False, True):
+        into = [torch.zeros(3, BLOCK, heads, dim, dtype=dtype, device=where) for where in (pair.device, "cpu")]
+        for rank, target in zip((pair.rank, pair.plain_rank), into):
+            rank.pull_keys(1, BLOCK, target, values)
+        part = pair.buffers.values if values else pair.buffers.keys
+        assert torch.equal(into[0].cpu(), into[1]) and torch.equal(into[1], torch.stack([each[slots] for each in part]))
+    for number, (equal, passed) in enumerate(((False, ()), (False, (1,)), (True, ()), (False, ())), 1):
+        asked = [Asked([number], lane, pair.arena.word(number)) for lane in range(2)]
+        for arena, queries, kind in ((pair.arena, pair.queries.to(pair.device), 2), (pair.plain, pair.queries, 1)):
+            arena.publish(queries, [each._replace(record=pair.copies[each.lane][kind]) for each in asked])
+        chosen, before = pair.push(number, equal), [plain.clone() for _, plain, _ in pair.copies]
+        counts = pair.arrived((fresh, number))
+        pair.take_rows(number, passed)
+        pair.same()
+        for lane, (slots, held, _) in enumerate(pair.copies):
+            keep, wanted = pair.keeps[lane], chosen[0, :, lane, :, : pair.keeps[lane]]
+            coming = absent(wanted.long(), before[lane].long()).sum(-1).clamp(max=fresh)
+            assert torch.equal(counts[lane].view(3, heads).long(), coming)
+            if lane in passed:
+                assert torch.equal(held, before[lane])
+            elif fresh >= keep:
+                assert torch.equal(held.sort(-1).values, wanted)
+        pair.true_records()
+    assert int(pair.plain.counters[4]) > 0
+    slots, held, _ = pair.copies[0]
+    _, coming = renewed(held, 100, 130, 40, 8)
+    there = NewestRows(coming.places.to(pair.device), coming.first)
+    pair.buffers.move_newest(coming, pair.table[0].long(), slots)
+    if device == "cuda":
+        pair.there.move_newest(there, pair.table[0].long().to(device), slots.to(device))
+    else:
+        tables = pair.there.key_table, pair.there.value_table
+        move_newest(tables, pair.there.keys[0], pair.there.values[0], there.places, pair.table[0, 122:130].long(), slots)
+    for one, other in zip((*pair.there.keys, *pair.there.values), (*pair.buffers.keys, *pair.buffers.values)):
+        assert torch.equal(one.cpu(), other)
+
+
+def check_row_rank(device):
+    """A rank with full KV that kernels ask sends the rows that one sends that PyTorch asks."""
+    pair = RowPair(device, torch.float32, keeps=(30, 20), fresh=6)
+    ranks = [rank_of(pair, plain, "current") for plain in (False, True)]
+    for lane, length in ((0, 100), (1, 40)):
+        for first in range(0, length, BLOCK):
+            tokens, place = min(BLOCK, length - first), first // BLOCK
+            slots = pair.table[lane, first : first + tokens].long()
+            number = pair.arena.put_keys(place, pair.there, slots.to(pair.device))
+            pair.plain.put_keys(place, pair.buffers, slots)
+            for rank, _ in ranks:
+                rank._take(protocol.Lease(lane, place, (2 * lane + place,)))
+                rank._take(protocol.Append(2 * lane + place, 0, tokens, place, number))
+        pair.publish()
+        for rank, socket in ranks:
+            rank._answer_next()
+    for number in (1, 2, 3):
+        asked = [Asked([number + lane], lane, pair.arena.word(number)) for lane in range(2)]
+        for arena, queries, kind in ((pair.arena, pair.queries.to(pair.device), 2), (pair.plain, pair.queries, 1)):
+            for _ in asked:
+                arena.next_number()
+            arena.publish(queries, [each._replace(record=pair.copies[each.lane][kind]) for each in asked])
+        for rank, socket in ranks:
+            for lane, covered in ((0, 100), (1, 40)):
+                rank._take(protocol.Ask(lane, 0, 3, number, covered, pair.keeps[lane], (99,), number=pair.arena.number))
+            rank._answer_next()
+            assert all(each.chosen for each in socket.messages[-2:]), socket.messages
+        pair.take_rows(number)
+        pair.true_records()
+        if device == "cpu":
+            pair.same()
+        # Else scores that are all but equal may be in another order.
+        shared = [(plain[..., :, None] == there.cpu()[..., None, :]).any(-1).float().mean() for _, plain, there in pair.copies]
+        assert min(shared) > 0.9, (number, shared)
+    assert int(pair.plain.counters[4]) > 20
+
+
 def check_hand_over(device):
     """All of them."""
     if device == "cpu":
         without_assembly()
-    for check in (check_keys_and_questions, check_answers, check_waiting, check_rank):
+    for check in (check_keys_and_questions, check_answers, check_waiting, check_rank, check_rows, check_row_rank):
         check(device)

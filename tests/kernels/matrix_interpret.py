@@ -304,6 +304,7 @@ def handed_over(shape: Shape):
     hand_over_checks.without_assembly()
     hand_over_checks.keys_and_questions("cpu", shape.dtype, 2, shape.dim, shape.group)
     hand_over_checks.answers("cpu", 37, shape.dtype, shape.dim)
+    hand_over_checks.rows("cpu", 5, shape.dtype, shape.dim)
     yield 0.0
 
 

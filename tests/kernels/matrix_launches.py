@@ -22,6 +22,7 @@ from sglang_ext.layers.kernels.packed import pack_blocks, packed_decode
 from sglang_ext.layers.kernels.page_checksum import page_checksum
 from sglang_ext.layers.kernels.page_rows import gather_rows, scatter_rows
 from sglang_ext.layers.kernels.pointer_decode import pointer_decode
+from sglang_ext.layers.kernels.rows import sent_rows, taken_rows
 from sglang_ext.layers.kernels.scatter_cells import scatter_cells
 from sglang_ext.layers.kernels.uneven_decode import uneven_decode
 from sglang_ext.layers.kernels.verify_attention import verify_attention
@@ -136,8 +137,9 @@ def _choice(shape: Shape) -> None:
     keys = torch.zeros(80, 1, shape.dim, dtype=shape.dtype)
     table, numbers = torch.zeros(2, 80, dtype=torch.int32), torch.tensor([[1, 70, 40, 0]])
     for targets in (torch.zeros(40, dtype=torch.int64), None):
-        asked, one = Contexts(table, numbers, (70,), (4, 32), targets), slice(0, 1)
-        choose_tokens(torch.zeros(1, 1, shape.group, shape.dim), torch.tensor([keys.data_ptr()]), keys, torch.ones(1), asked, one, one, 40)
+        asked, one, scored = Contexts(table, numbers, (70,), (4, 32), targets), slice(0, 1), targets is None
+        queries, address = torch.zeros(1, 1, shape.group, shape.dim), torch.tensor([keys.data_ptr()])
+        choose_tokens(queries, address, keys, torch.ones(1), asked, one, one, 40, scored)
 
 
 def _coded_choice(bits: int, shape: Shape) -> None:
@@ -205,6 +207,12 @@ def _hand_over(shape: Shape) -> None:
     hand_over.copy_rows(word, word, 3, 500, 1000, 2000)
     hand_over.read_words(word, word, torch.zeros(33, dtype=torch.int64))
     hand_over.answer(word, torch.zeros(1, 3, dtype=torch.int64))
+    chosen, tables = torch.zeros(2, 1, 1, 1, 40, dtype=torch.int32), (table, table)
+    counts, moves = sent_rows.exchange(*chosen, tokens, one, 9)
+    sent_rows.push_rows(tables, keys, tokens, counts, moves, one, (word,) * 4)
+    arrived = counts, moves, torch.zeros(1, 1, 9, shape.dim, dtype=shape.dtype), torch.zeros(1, 1, 9, shape.dim, dtype=shape.dtype)
+    taken_rows.commit_rows(arrived, hits, commits, one[0], torch.zeros(5, dtype=torch.int64), tables, keys, slots)
+    taken_rows.move_newest(tables, keys, keys, torch.zeros(1, 1, 20, dtype=torch.int64), slots, slots)
 
 
 # What does not depend on the query heads is launched for one of them.

@@ -6,6 +6,7 @@ import torch
 from backend_steps import check_steps, on
 from packed_helpers import attention
 
+from sglang_ext.mem_cache.compressed.formats.kv_format import RowsOfHeads
 from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows, Pointers
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 
@@ -107,7 +108,22 @@ def check_pointer_backend(device):
     check_steps(lambda runner: PointerDecode(runner, begins), *steps)
 
 
+def check_rows_backend(device):
+    """Rows that begin with a copy's K and V, of other tokens for each head, are read as any tokens; so it is in a graph."""
+    from sglang_ext.layers.attention.copies.kept_by_heads import RowsDecode
+
+    index = 1
+    made = pointed(2, 2, 32, 60, torch.float32)
+    there, slots = on(device, made.buffers), made.others[-60:]
+
+    def write():
+        there.copy_kept(*(part.to(device) for part in (made.kept, made.context, slots)))
+
+    steps = made.buffers, there, slots, made.others[:-60], 2, index, write, lambda head: made.led(index, head)
+    check_steps(lambda runner: RowsDecode(runner, RowsOfHeads()), *steps)
+
+
 def check_pointers(device):
     """All of them, in one process: to import what they check takes longer than they do."""
-    for check in (check_write_pointers, check_pointer_decode, check_pointer_backend):
+    for check in (check_write_pointers, check_pointer_decode, check_pointer_backend, check_rows_backend):
         check(device)

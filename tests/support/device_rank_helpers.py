@@ -1,4 +1,5 @@
-"""A cache rank with an arena in a process of its own, on a CPU or a GPU, and requests of a made-up model whose steps ask it."""
+"""A cache rank with an arena in a process of its own, on a CPU or a GPU, and requests of a made-up model whose steps ask it: with copies of
+pointers, or of rows that it sends."""
 
 import time
 from collections import Counter
@@ -13,6 +14,7 @@ from sglang_ext.managers.cache_rank.on_gpu.arena import Arena
 from sglang_ext.managers.cache_rank.on_gpu.device_start import linked
 from sglang_ext.managers.cache_rank.on_gpu.rank_steps import RankSteps
 from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
+from sglang_ext.mem_cache.compressed.formats.kv_format import Unpacked
 from sglang_ext.mem_cache.compressed.formats.slot_pointers import Pointers
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.query_window import QueryWindows, Recorded
@@ -21,32 +23,35 @@ from sglang_ext.mem_cache.selection.held_keys import KeySizes, held_keys
 from sglang_ext.mem_cache.selection.predictors import Current
 from sglang_ext.mem_cache.selection.top_tokens import mark_always
 
-# Slots of the made-up pool, of contexts; those after them hold pointers.
-CONTEXT_SLOTS = 800
+# Slots of the made-up pool, of contexts; those after them hold pointers, or rows.
+CONTEXT_SLOTS, ROW_SLOTS = 800, 1200
 
 
 class RankWorld:
-    """Requests with copies of pointers, and the rank that chooses for their steps.
+    """Requests with copies of pointers, or of rows, and the rank that chooses for their steps.
 
     Args:
         device, rank_device: of the pool, and of the rank.
         patience: seconds that a step waits at most.
         predictor, every: of the method.
         silence: seconds after which a rank that says nothing is ended.
-        flags: of what ranks are told, as ``rank_helpers.attach`` takes them.
+        flags: of what ranks are told, as ``rank_helpers.attach`` takes them; with ``fresh``, of rows of a head that an answer brings at
+            most, copies are rows.
     """
 
     def __init__(
         self, device="cpu", rank_device="cpu", patience=20.0, predictor=Current(), every=1, silence=10.0, count=1, **flags
     ):
         self.device, self.predictor, self.every = torch.device(device), predictor, every
-        told = attach(predictor=predictor.name, window=predictor.window, **flags)
-        there = pool()
+        self.rows = flags.get("fresh", 0) > 0
+        told = attach(predictor=predictor.name, window=predictor.window, rows=self.rows, **flags)
+        there = pool(0, CONTEXT_SLOTS + ROW_SLOTS)
         self.on_host = there
         keys, values = (tuple(part.to(self.device, copy=True) for part in kind) for kind in (there.keys, there.values))
         self.buffers = KVBuffers(there.layer_ids, there.scaling, keys, values)
         self.pointers = Pointers.of(self.buffers, 1)
-        self.method = CopyMethod(Spade(predictor, every, each_round=False), 0.25, self.pointers)
+        packing = Unpacked(1) if self.rows else self.pointers
+        self.method = CopyMethod(Spade(predictor, every, each_round=False), 0.25, packing)
         self.table = torch.zeros(8, 500, dtype=torch.int32, device=self.device)
         self.queries = QueryWindows(predictor.window, range(LAYERS), max(4, every))
         self.queries.allocate(6, HEADS * GROUP, DIM, torch.empty(0, device=self.device))
@@ -55,6 +60,8 @@ class RankWorld:
         self.arenas = arenas
         self.steps = RankSteps(self.links, arenas, self.method, self.table, self.buffers, self.queries, patience)
         self.copies, self.ends, self._free = {}, {}, CONTEXT_SLOTS
+        # Of rows whose full KV was given back, where it was.
+        self._given = {}
         self.views = SimpleNamespace(get=self.copies.get, made=Counter())
 
     def until(self, holds, seconds=90.0):
@@ -72,15 +79,42 @@ class RankWorld:
         return self
 
     def begin(self, row, length, keep):
-        """A request with a copy that leads to its newest tokens."""
-        self.table[row, :length] = torch.randperm(CONTEXT_SLOTS, generator=torch.Generator().manual_seed(row))[:length].int()
-        count = self.pointers.packed_slots(keep)
+        """A request with a copy that leads to its newest tokens, or holds them."""
+        width = self.table.shape[1]
+        self.table[row] = torch.randperm(CONTEXT_SLOTS, generator=torch.Generator().manual_seed(row))[:width].int()
+        self._given.pop(row, None)
+        count = self.method.packing.held_slots(keep)
         own = torch.arange(self._free, self._free + count, device=self.device)
         self._free += count
-        self.copies[row] = CompressedView(own, length, own_tokens=keep, own_packed=count, spare=own[:0], method="spade")
+        packed = self.method.packing.packed_slots(keep)
+        self.copies[row] = CompressedView(own, length, own_tokens=keep, own_packed=packed, spare=own[:0], method="spade")
         newest = torch.arange(length - keep, length, device=self.device).expand(LAYERS, HEADS, -1)
-        self.pointers.write(self.buffers, newest, self.table[row, :length].long(), own)
+        self.method.packing.write(self.buffers, newest, self.table[row, :length].long(), own)
+        if self.rows:
+            self.steps.made(row, length, newest)
         self.ends[row] = length
+
+    def renew(self, row, keep):
+        """A copy of rows stands for all tokens of its request, and holds ``keep`` of each head; whether its rank was sent them."""
+        view, end = self.copies[row], self.ends[row]
+        slots = self.table[row, :end].long()
+        if not self.steps.extend(row, slots):
+            return False
+        self.steps.settle(row)
+        more = torch.arange(self._free, self._free + keep - len(view.own), device=self.device)
+        self._free += len(more)
+        view.own, view.covered, view.own_tokens = torch.cat([view.own, more]), end, keep
+        self.buffers.move_newest(self.steps.renewed(row, end, keep), slots, view.own)
+        return True
+
+    def give_back(self, row):
+        """Full KV of what a copy stands for is overwritten, as others' would be."""
+        self.steps.leave_slots(row, alone=True)
+        self._given[row] = self.context(row)[: self.copies[row].covered]
+        slots = self.table[row, : self.copies[row].covered].long()
+        for part in (*self.buffers.keys, *self.buffers.values):
+            part[slots] = float("nan")
+        self.table[row, : self.copies[row].covered] = 0
 
     def step(self, rows=None, following=None):
         """One token of each request: its queries, then what steps do."""
@@ -102,7 +136,26 @@ class RankWorld:
     def led(self, row):
         """Slots to which a copy leads: int64 [layers, kv_heads, keep]."""
         view = self.copies[row]
+        if self.rows:
+            return self.context(row)[self.positions(row)]
         return torch.stack([self.pointers.read(keys, view.own, view.own_tokens) for keys in self.buffers.keys]).cpu()
+
+    def context(self, row):
+        """Where full KV of a request lies, or lay: int64."""
+        found, given = self.table[row].long().cpu(), self._given.get(row, ())
+        found[: len(given)] = torch.as_tensor(given, dtype=torch.int64)
+        return found
+
+    def positions(self, row):
+        """Of what a copy of rows holds, ascending: int64 [layers, kv_heads, keep]; each slot holds the row that its record says."""
+        view, record = self.copies[row], self.steps._records[row].positions.cpu().long()
+        assert all(len(each.unique()) == len(each) for each in record.flatten(0, 1)) and record.min() >= 0
+        slots, heads = self.context(row)[record], torch.arange(HEADS)[:, None]
+        for there, here in ((self.buffers.keys, self.on_host.keys), (self.buffers.values, self.on_host.values)):
+            for layer in range(LAYERS):
+                found = there[layer][view.own].cpu().transpose(0, 1)
+                assert torch.equal(found, here[layer][slots[layer], heads])
+        return record.sort(-1).values
 
     def scores(self, row, end, begun):
         """Of the tokens of a copy, by the queries from position ``begun`` to before ``end``: float32 [layers, kv_heads, covered]."""
@@ -110,7 +163,7 @@ class RankWorld:
         since = max(begun, end - self.predictor.window)
         window = torch.stack([self.query(row, position) for position in range(since, end)], 2)
         (predicted,) = self.predictor.predict(window[None], torch.arange(since, end)[None], ROTARY, self.every + 1)
-        slots = self.table[row, : view.covered].long().cpu()
+        slots = self.context(row)[: view.covered]
         layers = zip(predicted, self.on_host.keys, self.on_host.scaling)
         found = [attention(query[None], keys[slots], scaling) for query, keys, scaling in layers]
         return mark_always(torch.stack(found), self.method.compressor.sinks, self.method.compressor.recent)
@@ -126,7 +179,7 @@ class RankWorld:
         """Slots to which the copy is to lead by these: int64 [layers, kv_heads, keep]."""
         view, scores = self.copies[row], self.scores(row, end, begun)
         kept = scores.topk(view.own_tokens, dim=-1).indices.sort(dim=-1).values
-        return self.table[row].long().cpu()[kept]
+        return self.context(row)[kept]
 
     def overlap(self, row, end, begun):
         """Share of what the copy leads to that is chosen by the queries before ``end``."""

@@ -30,6 +30,8 @@ PITCH = tl.constexpr(128)
 RESIDENT, OF_THREAD = 32768, 64
 # Tokens whose scores go to memory at once, and those that a program writes down.
 AT_ONCE, WRITTEN = 4096, 2048
+# Tokens that were chosen whose scores a program leaves.
+SCORED = 1024
 # Scores in memory that are counted at once, and parts of a range that one walk tells apart.
 COUNTED, PARTS = tl.constexpr(2048), tl.constexpr(8)
 # Tokens that a word marks.
@@ -117,12 +119,11 @@ def _normalizers(tops, masses, of_head, chunks, there, GROUP: tl.constexpr, G: t
 
 @triton.jit
 def _bits_of_scores(
-    logits, normalizers, of_head, pitch, first, length, whole, SINKS: tl.constexpr, NEWEST: tl.constexpr, GROUP: tl.constexpr,
+    logits, normalizers, of_head, pitch, token, length, whole, SINKS: tl.constexpr, NEWEST: tl.constexpr, GROUP: tl.constexpr,
     G: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Bits of the mean attention to TOKENS tokens of a context from ``first`` on, which are in the order of the scores; infinity's
-    for the first and the newest, -1 beyond the end."""
-    token = first + tl.arange(0, TOKENS)
+    """Bits of the mean attention to TOKENS tokens of a context, which are in the order of the scores; infinity's for the first and the
+    newest, -1 beyond the end."""
     score = tl.zeros((TOKENS,), tl.float32)
     for row in tl.static_range(GROUP):
         normalizer = tl.sum(tl.where(tl.arange(0, G) == row, normalizers, 0.0))
@@ -196,7 +197,7 @@ def _mark_best(
     normalizers = _normalizers(tops, masses, of_head, chunks, tl.cdiv(length, CHUNK), GROUP, G)
     if RESIDENT > 0:
         every = tl.arange(0, RESIDENT)
-        kept = _bits_of_scores(logits, normalizers, of_head, pitch, 0, length, whole, SINKS, NEWEST, GROUP, G, RESIDENT)
+        kept = _bits_of_scores(logits, normalizers, of_head, pitch, every, length, whole, SINKS, NEWEST, GROUP, G, RESIDENT)
         last, need = _last_of_registers(kept, count, length)
         before, until = -1, tl.where(need > 0, length - 1, -1)
         while until - before > 1:
@@ -208,7 +209,7 @@ def _mark_best(
         scores += of_head * pitch
         for first in tl.range(0, whole, AT_ONCE):
             token = first + tl.arange(0, AT_ONCE)
-            bits = _bits_of_scores(logits, normalizers, of_head, pitch, first, length, whole, SINKS, NEWEST, GROUP, G, AT_ONCE)
+            bits = _bits_of_scores(logits, normalizers, of_head, pitch, token, length, whole, SINKS, NEWEST, GROUP, G, AT_ONCE)
             tl.store(scores + token, bits, mask=token < whole)
         tl.debug_barrier()
         last, need = _last_of_memory(scores, count, length, whole)
@@ -259,6 +260,23 @@ def _write_marked(
             tl.store(cells + held * slot_stride + head * head_stride + place % PER_SLOT, slot, mask=chosen)
         else:
             tl.store(out + of_head * most + place, token, mask=chosen)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def _score_chosen(
+    logits, tops, masses, chosen, bits, numbers, first_layer, first_request, requests, pitches, chunks, most, SINKS: tl.constexpr,
+    NEWEST: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, G: tl.constexpr, TOKENS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Bits of the scores of some tokens that were chosen for a KV head."""
+    head, pair, place = tl.program_id(0), tl.program_id(2), tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    _, mine, _, length = _of_pair(numbers, pair, first_layer, first_request, requests)
+    inside, of_head = place < tl.load(mine + 2), (pair * HEADS + head).to(tl.int64)
+    normalizers = _normalizers(tops, masses, of_head, chunks, tl.cdiv(length, CHUNK), GROUP, G)
+    token = tl.load(chosen + of_head * most + place, mask=inside, other=0)
+    found = _bits_of_scores(
+        logits, normalizers, of_head, pitches.to(tl.int64) * PITCH, token, length, length, SINKS, NEWEST, GROUP, G, TOKENS
+    )  # fmt: skip
+    tl.store(bits + of_head * most + place, found, mask=inside)
 
 
 @dataclass(frozen=True)
@@ -316,6 +334,7 @@ def choose_tokens(
     requests: slice,
     most: int = 0,
     coded: "KeyCodes | None" = None,
+    scored: bool = False,
 ) -> torch.Tensor | None:
     """Choose for some requests, in some layers, without waiting for the device.
 
@@ -328,9 +347,11 @@ def choose_tokens(
         layers, requests: which of them are meant.
         most: tokens that are chosen at most, where positions are wanted.
         coded: the same keys in few bits, which are read in their place; None to read the buffers.
+        scored: whether their scores are wanted, too.
 
     Returns:
-        Positions, int32 [layers, requests, kv_heads, most], ascending, of each request as many as it has; None where pointers were written.
+        Positions, int32 [layers, requests, kv_heads, most], ascending, of each request as many as it has; with the bits of their scores in
+        float32 behind them, [2, ...], where these are wanted; None where pointers were written.
 
     Raises:
         OptionError: no tiles of such heads fit the GPU.
@@ -350,7 +371,8 @@ def choose_tokens(
     else:
         coded.leave_logits(queries, Asked(left, where, chunks, pairs, table.stride(0)))
     pointing, cells = contexts.targets is not None, like.view(torch.int32)
-    out = None if pointing else torch.empty(layers.stop - layers.start, count, heads, most, dtype=torch.int32, device=device)
+    shape = 1 + scored, layers.stop - layers.start, count, heads, most
+    out = None if pointing else torch.empty(shape, dtype=torch.int32, device=device)
     # A program has as many threads where scores lie in memory.
     tokens = min(max(1024, triton.next_power_of_2(longest)), RESIDENT)
     _mark_best[(heads, pairs)](
@@ -362,7 +384,12 @@ def choose_tokens(
         marks, key_table, table, contexts.numbers, contexts.targets, out, *where, table.stride(0), most, cells.stride(0), cells.stride(1),
         HEADS=heads, PER_SLOT=cells.shape[2] if pointing else 0, TOKENS=WRITTEN, WORDS=WRITTEN // 2,
     )  # fmt: skip
-    return out
+    if scored:
+        _score_chosen[(heads, triton.cdiv(most, SCORED), pairs)](
+            logits, tops, masses, out[0], out[1], contexts.numbers, *where, chunks, most, SINKS=contexts.always[0],
+            NEWEST=contexts.always[1], HEADS=heads, GROUP=group, G=triton.next_power_of_2(group), TOKENS=SCORED, CHUNK=CHUNK,
+        )  # fmt: skip
+    return out if pointing or scored else out[0]
 
 
 def _leave_exact(queries: torch.Tensor, key_table: torch.Tensor, like: torch.Tensor, asked: Asked) -> None:

@@ -22,8 +22,8 @@ WORDS = tl.constexpr(LANE_WORDS)
 COMMIT_NUMBERS = 6
 NUMBERS = tl.constexpr(COMMIT_NUMBERS)
 # Counters of the device: answers that were taken, that were late, questions that were not written as their place was taken, and
-# nanoseconds of waiting.
-COUNTERS = ("taken", "late", "unasked", "waited")
+# nanoseconds of waiting; rows of K and V that were taken (rows/taken_rows.py).
+COUNTERS = ("taken", "late", "unasked", "waited", "rows")
 # Tokens of a block of keys, numbers and pointers that a program copies at once.
 COPIED, POINTERS = 1024, 128
 
@@ -198,7 +198,7 @@ def wait_for_answers(heads: torch.Tensor, numbers: torch.Tensor, counters: torch
     Args:
         heads: as :func:`put_queries`.
         numbers: int64 [requests, 2 or more], lane and word first.
-        counters: int64 [4], of :data:`COUNTERS`, which go up.
+        counters: int64 [5], of :data:`COUNTERS`, which go up.
         seconds: over all of them.
 
     Returns:

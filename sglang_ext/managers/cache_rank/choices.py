@@ -25,7 +25,6 @@ from sglang_ext.managers.cache_rank.step_watch import StepOf, StepWatch
 from sglang_ext.managers.cache_rank.timeline import PackTimeline
 from sglang_ext.mem_cache.compressed.chosen_elsewhere import (
     ChosenElsewhere,
-    FreeBlocks,
     LayerWatch,
     ReadQueries,
     Stepping,
@@ -72,14 +71,9 @@ class RankChoices(LinkedRanks, ChosenElsewhere):
         """Of K and V of one token and head."""
         return 2 * self.buffers.keys[0].shape[-1] * self.buffers.keys[0].element_size()
 
-    def free_blocks(self) -> FreeBlocks:
-        """As :meth:`ChosenElsewhere.free_blocks`."""
-        return FreeBlocks([self._free_blocks(link) for link in self.links if link.ready], protocol.BLOCK)
-
-    def has_request(self, row: int) -> bool:
-        """As :meth:`ChosenElsewhere.has_request`."""
-        request = self._requests.get(row)
-        return request is not None and not request.void
+    @property
+    def _known(self) -> dict[int, HandedOver]:
+        return self._requests
 
     def tend(self) -> None:
         """As :meth:`ChosenElsewhere.tend`."""
@@ -167,19 +161,19 @@ class RankChoices(LinkedRanks, ChosenElsewhere):
         return joined(found)
 
     def holds(self, row: int) -> int:
-        """As :meth:`ChosenElsewhere.holds`."""
+        """As :meth:`SendsRows.holds`."""
         request = self._requests.get(row)
         return 0 if request is None or request.void or not request.holds_rows else request.lease.held
 
     def leave_slots(self, row: int, alone: bool) -> None:
-        """As :meth:`ChosenElsewhere.leave_slots`."""
+        """As :meth:`SendsRows.leave_slots`."""
         request = self._requests.get(row)
         if request is not None:
             request.lease.alone |= alone
             request.leases.leave_slots(request.lease)
 
     def is_lost(self, row: int) -> bool:
-        """As :meth:`ChosenElsewhere.is_lost`."""
+        """As :meth:`SendsRows.is_lost`."""
         request = self._requests.get(row)
         return request is not None and request.lease.alone and request.void
 

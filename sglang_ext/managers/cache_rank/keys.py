@@ -25,7 +25,7 @@ class KeyStore:
             raise ProtocolError(f"{len(scaling)} factors were told of {shape.layers} layers: both sides must be of one version")
         sizes = KeySizes(shape.layers, shape.kv_heads, shape.dim, getattr(torch, shape.dtype), bits)
         self.held = held_keys(sizes, blocks * BLOCK, device)
-        self.rows = HeldRows(sizes, blocks * BLOCK, self.held) if shape.rows else None
+        self.rows = HeldRows(sizes, blocks * BLOCK, self.held, device) if shape.rows else None
         self.blocks = blocks
         self._scaling = scaling
         self._leased: dict[int, list[int]] = {}

@@ -66,6 +66,11 @@ class KeyLeases:
         """Blocks that nobody has."""
         return len(self._free)
 
+    @property
+    def free_lanes(self) -> int:
+        """Requests that it takes yet."""
+        return len(self._lanes)
+
     def open(self) -> KeyLease:
         """For a request that has none.
 

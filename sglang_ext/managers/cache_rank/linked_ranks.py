@@ -1,12 +1,25 @@
 """The cache ranks of an inference rank: their processes, and which of them a request begins at."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
-from sglang_ext.managers.cache_rank.leases import KeyLeases
+from sglang_ext.managers.cache_rank.leases import KeyLease, KeyLeases
 from sglang_ext.managers.cache_rank.link import RankDown, RankLink
 from sglang_ext.managers.cache_rank.protocol import BLOCK
+from sglang_ext.mem_cache.compressed.chosen_elsewhere import FreeBlocks
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+
+
+class Handed(Protocol):
+    """A request at a rank: who gave out its lease, that, and whether the process that had its keys is gone."""
+
+    leases: KeyLeases
+    lease: KeyLease
+
+    @property
+    def void(self) -> bool:
+        """Whether the process that had its keys is gone."""
 
 
 class LinkedRanks:
@@ -48,12 +61,36 @@ class LinkedRanks:
         """Tokens for which blocks are taken, at all ranks."""
         return BLOCK * sum(link.settings.attach.blocks - self._free_blocks(link) for link in self.links if link.ready)
 
-    def _free_blocks(self, link: RankLink) -> int:
+    @property
+    def _known(self) -> "Mapping[int, Handed]":
+        """Requests that were handed over, by row."""
+        raise NotImplementedError
+
+    def _current(self, link: RankLink) -> KeyLeases | None:
+        """The leases at the process that runs; None where nobody has any."""
         leases = self._leases.get(link)
-        return link.settings.attach.blocks if leases is None or leases.epoch != link.epoch else leases.free_blocks
+        return None if leases is None or leases.epoch != link.epoch else leases
+
+    def _free_blocks(self, link: RankLink) -> int:
+        leases = self._current(link)
+        return link.settings.attach.blocks if leases is None else leases.free_blocks
+
+    def _free_lanes(self, link: RankLink) -> int:
+        leases = self._current(link)
+        return link.settings.attach.shape.lanes if leases is None else leases.free_lanes
+
+    def free_blocks(self) -> FreeBlocks:
+        """As :meth:`SendsRows.free_blocks`."""
+        ready = [link for link in self.links if link.ready]
+        return FreeBlocks([*map(self._free_blocks, ready)], BLOCK, [*map(self._free_lanes, ready)])
+
+    def has_request(self, row: int) -> bool:
+        """As :meth:`SendsRows.has_request`."""
+        request = self._known.get(row)
+        return request is not None and not request.void
 
     def _roomiest(self) -> KeyLeases:
-        """Of the rank with the most room.
+        """Of the rank with the most room, of those that take another request.
 
         Raises:
             RankDown: none is ready.
@@ -64,7 +101,7 @@ class LinkedRanks:
         for link in ready:
             if link not in self._leases or self._leases[link].epoch != link.epoch:
                 self._leases[link] = KeyLeases(link, self.buffers)
-        return max((self._leases[link] for link in ready), key=lambda each: each.free_blocks)
+        return max((self._leases[link] for link in ready), key=lambda each: (each.free_lanes > 0, each.free_blocks))
 
     def end(self) -> None:
         """End all ranks."""

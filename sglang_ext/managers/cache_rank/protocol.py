@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-VERSION = 4
+VERSION = 5
 MOST_MESSAGE = 1 << 20
 # Tokens of a block of keys, and of values: the unit in which they travel, are held, and are shared.
 BLOCK = 64
@@ -52,6 +52,7 @@ class Shape(Message):
         most: tokens that a KV head is led to, at most.
         places: blocks of keys that may be under way.
         rows: whether values travel, too, and K and V of chosen tokens travel back.
+        fresh: of these, tokens of a layer and KV head that an answer brings at most, in an arena; 0 where there is none, or no rows travel.
     """
 
     layers: LayerCount
@@ -64,6 +65,7 @@ class Shape(Message):
     most: Annotated[int, Meta(ge=1, le=1 << 24)]
     places: Annotated[int, Meta(ge=1, le=MOST_PLACES)]
     rows: bool = False
+    fresh: Annotated[int, Meta(ge=0, le=1 << 24)] = 0
 
 
 class Turning(Message):
@@ -129,7 +131,8 @@ class Ask(Message, tag="ask"):
 
     With :attr:`Shape.rows` the positions whose rows the copy holds lie beside the queries: the rank answers with the rows of what it chose
     beyond these. So it need not know which of its answers were taken: one that came late, or never was looked at, is in no later base.
-    Such a rank has one question of a pack at a time, and writes to a place when that is asked for alone.
+    Such a rank has one question of a pack at a time, and writes to a place when that is asked for alone. In an arena (on_gpu/arena.py) a
+    question that was not answered in time is followed by the next, and no answer but the newest question's is taken.
 
     Attributes:
         lane: of the request.

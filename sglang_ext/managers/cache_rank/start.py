@@ -71,9 +71,9 @@ def wait_until_ready(links: Sequence[RankLink], otherwise: str) -> None:
 
 
 def attach_of(
-    args: "KVServerArgs", method: CopyMethod, buffers: KVBuffers, query_heads: int, rotary: Rotary, requests: int
+    args: "KVServerArgs", method: CopyMethod, buffers: KVBuffers, query_heads: int, rotary: Rotary, requests: int, room: int | None = None
 ) -> Attach:
-    """What ranks are told; arguments as :func:`cache_ranks`'s."""
+    """What ranks are told; arguments as :func:`cache_ranks`'s, and how many bytes each has ``room`` for, on a GPU."""
     keys, context, spade = buffers.keys[0], args.get_model_config().context_len, selection_options.spade(args)
     slots, kv_heads, dim = keys.shape
     longest = min(context, slots)
@@ -86,8 +86,10 @@ def attach_of(
     elif held.rows:
         # Of as many contexts as the pool holds copies.
         most_blocks = slots // max(1, most) * -(-longest // BLOCK) // args.kv_cache_ranks + requests
-        free = psutil.virtual_memory().available * FREE_SHARE / args.kv_cache_ranks
-        blocks = max(blocks, min(most_blocks, int(free) // (BLOCK * held.token_bytes)))
+        free = psutil.virtual_memory().available * FREE_SHARE / args.kv_cache_ranks if room is None else room
+        fits = min(most_blocks, int(free) // (BLOCK * held.token_bytes))
+        # Of a GPU's memory all is taken at once.
+        blocks = max(blocks, fits) if room is None else max(1, fits)
     shape = Shape(
         layers=len(buffers.keys),
         query_heads=query_heads,

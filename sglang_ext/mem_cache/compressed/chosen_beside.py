@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import torch
 
 from sglang_ext.device import SideStream, to_device
+from sglang_ext.mem_cache.compressed.chosen_elsewhere import SendsRows
 from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
+from sglang_ext.mem_cache.compressed.held_rows import NewestRows
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.query_window import QueryWindows
 from sglang_ext.mem_cache.compressed.rotary import Rotary
@@ -33,9 +35,9 @@ class Window(NamedTuple):
     positions: list[int]
 
 
-class BesideSteps(ABC):
+class BesideSteps(SendsRows, ABC):
     """The contract of tokens that are chosen on a GPU beside steps, for copies of pointers: on a second stream of the same GPU, or by
-    cache ranks on others (managers/cache_rank/on_gpu/).
+    cache ranks on others (managers/cache_rank/on_gpu/); for copies of rows, where these have full KV.
 
     Attributes:
         in_place: whether what is chosen is written over what a copy led to, between two steps; else to spare slots of it.
@@ -68,6 +70,20 @@ class BesideSteps(ABC):
 
     def tend(self) -> None:
         """Look after those that choose in other processes. Waits for nothing."""
+
+    def extend(self, row: int, slots: torch.Tensor) -> bool:
+        """Before a copy of rows is renewed whose request has no full KV here: hand over what is new in ``slots``, int64 [tokens], of all
+        that it would stand for; whether all of it was. Waits for nothing."""
+        raise NotImplementedError(f"{type(self).__name__} sends no rows")
+
+    def made(self, row: int, covered: int, kept: torch.Tensor) -> None:
+        """A copy of rows is being made of full KV here: of which tokens among the first ``covered``, int64 [layers, kv_heads, keep]."""
+        raise NotImplementedError(f"{type(self).__name__} sends no rows")
+
+    def renewed(self, row: int, covered: int, keep: int) -> NewestRows:
+        """Such a copy, of which :meth:`extend` said that it can be renewed, is to stand for ``covered`` tokens, and to hold ``keep`` for
+        each head: what it takes in."""
+        raise NotImplementedError(f"{type(self).__name__} sends no rows")
 
     def forget(self, row: int) -> None:
         """The request in ``row`` is gone; its copy was settled."""

@@ -49,17 +49,22 @@ class FreeBlocks:
     Attributes:
         blocks: that each of these has free.
         size: tokens of a block.
+        requests: that each of these takes yet; None for any number.
     """
 
     blocks: list[int]
     size: int = 1
+    requests: list[int] | None = None
 
     def take(self, tokens: int) -> bool:
         """Whether a request of so many tokens has room beside those that took theirs before: it goes where there is most."""
-        needed, most = -(-tokens // self.size), max(self.blocks, default=0)
-        if not self.blocks or needed > most:
+        needed, takes = -(-tokens // self.size), self.requests or [1] * len(self.blocks)
+        most = max((i for i, more in enumerate(takes) if more), key=self.blocks.__getitem__, default=None)
+        if most is None or needed > self.blocks[most]:
             return False
-        self.blocks[self.blocks.index(most)] -= needed
+        self.blocks[most] -= needed
+        if self.requests is not None:
+            self.requests[most] -= 1
         return True
 
 
@@ -73,16 +78,43 @@ class LayerWatch(Protocol):
         """The layer's queries are there."""
 
 
-class ChosenElsewhere(ABC):
+class SendsRows:
+    """Who may have the full KV of requests, so that this process can do without: the contract of giving it back (held_elsewhere.py).
+
+    Attributes:
+        sends_rows: whether it has the full KV of its requests, and K and V of what is chosen come with it.
+    """
+
+    sends_rows: bool = False
+
+    def holds(self, row: int) -> int:
+        """First tokens of a request whose K and V it has, and sends rows of; 0 where it cannot, or the copy holds no rows yet."""
+        return 0
+
+    def leave_slots(self, row: int, alone: bool) -> None:
+        """Slots of a request's full KV are about to be free; ``alone``: it has no others, and cannot be handed over again."""
+
+    def is_lost(self, row: int) -> bool:
+        """Whether the only full KV of a request is gone with the process that had it."""
+        return False
+
+    def free_blocks(self) -> FreeBlocks:
+        """Room now for requests that were not handed over yet."""
+        return FreeBlocks([])
+
+    def has_request(self, row: int) -> bool:
+        """Whether a request was handed over, or is about to be: it needs no room any more."""
+        return False
+
+
+class ChosenElsewhere(SendsRows, ABC):
     """Who chooses tokens in the place of a compressor of this process.
 
     Attributes:
         missed: choices that were not there when they were needed, by reason.
-        sends_rows: whether it has the full KV of its requests, and K and V of what is chosen come with it.
     """
 
     missed: Counter[str]
-    sends_rows: bool = False
 
     @abstractmethod
     def prepare(self, row: int, slots: torch.Tensor, keep: int, queries: torch.Tensor, positions: torch.Tensor) -> bool:
@@ -115,27 +147,8 @@ class ChosenElsewhere(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} sends no rows")
 
-    def holds(self, row: int) -> int:
-        """First tokens of a request whose K and V it has, and sends rows of; 0 where it cannot, or the copy holds no rows yet."""
-        return 0
-
     def tend(self) -> None:
         """Look whether the other processes run, take what they said, and start those that ended anew. Waits for nothing."""
-
-    def leave_slots(self, row: int, alone: bool) -> None:
-        """Slots of a request's full KV are about to be free; ``alone``: it has no others, and cannot be handed over again."""
-
-    def is_lost(self, row: int) -> bool:
-        """Whether the only full KV of a request is gone with the process that had it."""
-        return False
-
-    def free_blocks(self) -> FreeBlocks:
-        """Room now for requests that were not handed over yet."""
-        return FreeBlocks([])
-
-    def has_request(self, row: int) -> bool:
-        """Whether a request was handed over, or is about to be: it needs no room any more."""
-        return False
 
     @abstractmethod
     def step(self, requests: Sequence[Stepping], read: ReadQueries, write: WriteChosen) -> LayerWatch:

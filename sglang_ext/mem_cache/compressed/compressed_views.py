@@ -17,12 +17,12 @@ from sglang.srt.mem_cache.common import evict_from_tree_cache
 
 from sglang_ext.core import CompressedView
 from sglang_ext.mem_cache.compressed.chosen_beside import BesideSteps
-from sglang_ext.mem_cache.compressed.chosen_elsewhere import ChosenElsewhere
+from sglang_ext.mem_cache.compressed.chosen_elsewhere import ChosenElsewhere, SendsRows
 from sglang_ext.mem_cache.compressed.copy_method import CopyMethod, CopyWriter
 from sglang_ext.mem_cache.compressed.formats.kv_format import KVFormat, PlainTokens
 from sglang_ext.mem_cache.compressed.held_rows import ArrivedRows
+from sglang_ext.mem_cache.compressed.kept_tokens import kept_tokens
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.compressed.own_query import until_own
 from sglang_ext.mem_cache.compressed.query_window import QueryWindows
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressors.contracts.compressor import ScoresError
@@ -33,7 +33,6 @@ logger = logging.getLogger(__name__)
 
 # Tokens of a prefix from which on a copy of it that others may read is worth its keeping.
 MIN_SHARED = 256
-
 
 
 @dataclass(kw_only=True)
@@ -136,7 +135,12 @@ class CompressedViews:
     def stands(self, row: int) -> bool:
         """Whether the copy of the request in ``row`` is of use where it cannot be renewed: it holds rows that others exchange, or they
         are all that there is."""
-        return self.elsewhere is not None and self.elsewhere.sends_rows and (self.elsewhere.holds(row) > 0 or self.is_alone(row))
+        return self.senders is not None and (self.senders.holds(row) > 0 or self.is_alone(row))
+
+    @property
+    def senders(self) -> SendsRows | None:
+        """Who may have the full KV of requests in the place of this process, and sends rows of it to their copies; None for nobody."""
+        return next((each for each in (self.elsewhere, self.beside) if each is not None and each.sends_rows), None)
 
     def tend(self) -> None:
         """Look after the processes that choose, where others do: between forwards, and while nothing runs."""
@@ -250,13 +254,8 @@ class CompressedViews:
                 view.shared, end, slots[:held].clone(), tokens=shared, packed=packing.packed_slots(shared), method=method.name
             )
             view.segments.append(made)
-        if self.elsewhere is None:
-            kept = until_own(method.compressor, self.buffers, view.covered, own)
-        elif self.elsewhere.sends_rows:
-            kept = self.elsewhere.moved(row, view.covered, own, renewed)
-        else:
-            kept = self.elsewhere.kept(row, view.covered, own)
         try:
+            kept = kept_tokens(self, row, view, renewed, lambda: self._writer.chosen(method, row, view))
             self._writer.write(method, row, self.draft_row(row), view, made, done, tokens, renewed, kept)
         except ScoresError as error:
             self._refuse(method, error)
@@ -348,8 +347,8 @@ class CompressedViews:
             if self.elsewhere is not None:
                 self.elsewhere.forget(row)
             return
-        if self.elsewhere is not None:
-            self.elsewhere.leave_slots(row, alone=False)
+        if self.senders is not None:
+            self.senders.leave_slots(row, alone=False)
         if (view := self._views.get(row)) is not None:
             view.tail_end = max(view.covered, min(view.tail_end, start))
 

@@ -12,7 +12,7 @@ import torch
 from sglang_ext.core import MIN_CONTEXT, PLAIN_STEPS, CompressedView
 from sglang_ext.mem_cache.compressed.formats.kv_format import KVFormat, Placement
 from sglang_ext.mem_cache.compressed.formats.rounding import token_seeds
-from sglang_ext.mem_cache.compressed.held_rows import ArrivedRows, Exchange
+from sglang_ext.mem_cache.compressed.held_rows import ArrivedRows, Exchange, NewestRows
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.query_window import QueryWindows
 from sglang_ext.mem_cache.compressed.rotary import Rotary
@@ -174,7 +174,7 @@ class CopyWriter:
         done: int,
         tokens: int,
         renewed: bool,
-        kept: torch.Tensor | Exchange | None = None,
+        kept: torch.Tensor | Exchange | NewestRows | None = None,
     ) -> None:
         """Gather the chosen KV of each layer into a copy's own slots, after ``done`` tokens there, and into a segment's.
 
@@ -188,7 +188,7 @@ class CopyWriter:
             done: tokens that its own slots hold already.
             tokens: of the request, whose full KV is exact; of a copy that keeps all tokens that of those may be gone which it holds.
             renewed: whether its slots hold the first tokens already.
-            kept: int64 [layers, kv_heads, count], positions that another process chose; or what its own slots take in, which hold the
+            kept: int64 [layers, kv_heads, count], positions that were chosen before; or what its own slots take in, which hold the
                 rest already; None where the method chooses.
 
         Raises:
@@ -207,6 +207,8 @@ class CopyWriter:
                 self.form.fill(draft_row, method.packing, chooser, context, targets)
             elif isinstance(kept, Exchange):
                 self.buffers.move_rows(kept, source, targets[rest])
+            elif isinstance(kept, NewestRows):
+                self.buffers.move_newest(kept, source, targets[rest])
             else:
                 method.packing.write(self.buffers, kept, source, targets[rest])
         if not renewed:
@@ -214,6 +216,11 @@ class CopyWriter:
         self.token_table[draft_row, : view.kept] = view.slots.to(self.token_table.dtype)
         self.form.begins(draft_row, view)
         view.method = method.called(chooser)
+
+    def chosen(self, method: CopyMethod, row: int, view: CompressedView) -> torch.Tensor:
+        """What the method chooses for a copy, all its own, of the request in ``row``: int64 [layers, kv_heads, own tokens]."""
+        context = self._context(row, method, self.token_table[row, : view.covered].long(), view.covered)
+        return method.compressor.select(context, [Part(view.shared, view.covered, view.own_tokens)])[0]
 
     def write_chosen(self, method: CopyMethod, row: int, view: CompressedView, layers: slice, kept: torch.Tensor | ArrivedRows) -> None:
         """Write over what ``view``, all its own, kept in some layers: as many tokens that others chose, int64 [layers, kv_heads, count]; or

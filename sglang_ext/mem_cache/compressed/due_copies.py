@@ -54,8 +54,8 @@ def ensure_copy(views: CompressedViews, req: "Req", state: RequestState, length:
 
 def _renew(views: CompressedViews, row: int, length: int, headroom: int) -> int:
     """Make the copy of the request in ``row`` anew; the fallback reason, 0 where it has one afterwards, be it that of before."""
-    stands = views.elsewhere is not None and views.stands(row)
-    if views.elsewhere is not None and not prepare(views, row, length):
+    stands = views.stands(row)
+    if not _prepared(views, row, length):
         if views.stands(row):
             return 0
         views.release_copy(row)
@@ -69,6 +69,20 @@ def _renew(views: CompressedViews, row: int, length: int, headroom: int) -> int:
             views.release_copy(row)
             return NO_FREE_SLOTS
     return 0
+
+
+def _prepared(views: CompressedViews, row: int, length: int) -> bool:
+    """Whether what a new copy asks of other processes is there."""
+    if views.elsewhere is not None:
+        return prepare(views, row, length)
+    if views.senders is None or not views.is_alone(row):
+        return True
+    return views.beside.extend(row, views.token_table[row, : views.method(row).covered(views.reach(row, length))].long())
+
+
+def most_exact(kept: int) -> int:
+    """Tokens that follow a copy at most before it is renewed, where that is not made anew in each round; it keeps so many."""
+    return 1 + int(max(RENEW_AFTER, RENEW_SHARE * kept))
 
 
 def copy_is_near(views: CompressedViews, state: RequestState, end: int) -> bool:
@@ -108,7 +122,7 @@ def renew_at(view: CompressedView, compressor: Compressor) -> int:
         return view.covered + (1 if compressor.each_round else compressor.every)
     if view.due:
         return view.due
-    return view.covered + 1 + int(max(RENEW_AFTER, RENEW_SHARE * view.kept))
+    return view.covered + most_exact(view.kept)
 
 
 def _made_anew(view: CompressedView, compressor: Compressor) -> bool:

@@ -44,6 +44,19 @@ class ArrivedRows:
     values: torch.Tensor
 
 
+@dataclass(frozen=True)
+class NewestRows:
+    """The newest tokens of a context, as many for each head, that come in the place of others.
+
+    Attributes:
+        places: int64 [layers, kv_heads, count], where they go.
+        first: position of the first of them, which the others follow.
+    """
+
+    places: torch.Tensor
+    first: int
+
+
 def exchange(held: torch.Tensor, wanted: torch.Tensor, available: torch.Tensor | None = None) -> Exchange:
     """Let places hold what is wanted: what is held already stays where it is.
 
@@ -79,8 +92,36 @@ def absent(these: torch.Tensor, those: torch.Tensor) -> torch.Tensor:
     return ~there.gather(-1, these - EMPTY)
 
 
+def highest(these: torch.Tensor, scores: torch.Tensor, most: int | torch.Tensor) -> torch.Tensor:
+    """Of a head's tokens, bool [..., count], as many as ``most`` of the highest ``scores``, which are like them and above -1; of equal ones
+    those that come first. ``most`` for all heads, or int64 [..., 1]."""
+    rank = torch.where(these, scores, -1).argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
+    return these & (rank < most)
+
+
+def renewed(held: torch.Tensor, before: int, covered: int, keep: int, recent: int) -> tuple[torch.Tensor, NewestRows]:
+    """Let a copy that stood for ``before`` tokens stand for ``covered``, without a look at what it holds: as many of the newest as a choice
+    has in any case take the places of those that were the newest, and those that are added to it.
+
+    Args:
+        held: int32 [layers, kv_heads, count], positions below ``before``, each once.
+        keep: places of the copy from now on, no fewer.
+        recent: tokens that a choice has in any case.
+
+    Returns:
+        As ``held`` afterwards, [layers, kv_heads, keep], and what comes.
+    """
+    count = held.shape[-1]
+    new = max(keep - count, min(covered - before, recent, keep))
+    leaving = held.argsort(dim=-1)[..., keep - new :]
+    added = torch.arange(count, keep, device=held.device).expand(*held.shape[:-1], -1)
+    places = torch.cat([leaving, added], dim=-1)
+    newest = torch.arange(covered - new, covered, device=held.device, dtype=held.dtype).expand(places.shape)
+    return grown(held, keep).scatter(-1, places, newest), NewestRows(places, covered - new)
+
+
 def grown(held: torch.Tensor, places: int) -> torch.Tensor:
-    """So many places, of which those after what is held, int64 [layers, kv_heads, fewer or as many], are empty."""
+    """So many places, of which those after what is held, [layers, kv_heads, fewer or as many], are empty."""
     return torch.nn.functional.pad(held, (0, places - held.shape[-1]), value=EMPTY)
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_ext.mem_cache.compressed.held_rows import ArrivedRows, Exchange
+from sglang_ext.mem_cache.compressed.held_rows import ArrivedRows, Exchange, NewestRows
 
 if TYPE_CHECKING:
     from sglang_ext.mem_cache.selection.held_keys import CodedKeys
@@ -116,6 +116,20 @@ class KVBuffers:
             heads, read = exchange.heads[rows], sources[exchange.positions[rows]]
             for buffer in (self.keys[layer], self.values[layer]):
                 buffer[targets[exchange.places[rows]], heads] = buffer[read, heads]
+
+    def move_newest(self, coming: NewestRows, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copy rows of the newest tokens of a context into their places of a copy; arguments as :meth:`move_rows`'s."""
+        # Copied, or Triton would compile its kernel again where these begin elsewhere than at 16 bytes.
+        newest = sources[coming.first : coming.first + coming.places.shape[-1]].clone()
+        if self.on_gpu:
+            from sglang_ext.layers.kernels.rows.taken_rows import move_newest
+
+            move_newest((self.key_table, self.value_table), self.keys[0], self.values[0], coming.places, newest, targets)
+            return
+        heads = torch.arange(coming.places.shape[1])[:, None]
+        for layer, places in enumerate(coming.places):
+            for buffer in (self.keys[layer], self.values[layer]):
+                buffer[targets[places], heads] = buffer[newest[None], heads]
 
 
 def _addresses(buffers: tuple[torch.Tensor, ...]) -> torch.Tensor:

@@ -19,7 +19,7 @@ from sglang_ext.mem_cache.prefix_cache.nodes import path
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
-    from sglang_ext.mem_cache.compressed.chosen_elsewhere import ChosenElsewhere, FreeBlocks
+    from sglang_ext.mem_cache.compressed.chosen_elsewhere import FreeBlocks, SendsRows
     from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
 
 
@@ -33,7 +33,7 @@ class HeldElsewhere(GivenBack):
         tail: tokens that follow a copy at most, as their slots go back a round after they were computed.
     """
 
-    ranks: "ChosenElsewhere"
+    ranks: "SendsRows"
     method_of: "Callable[[Req], CopyMethod | None]"
     tail: int
 
@@ -43,6 +43,9 @@ class HeldElsewhere(GivenBack):
             view = self.copies.get(req.req_pool_idx)
             if view is None or not req.cache_protected_len <= view.covered <= self.ranks.holds(req.req_pool_idx):
                 continue
+            if self.given(req.req_pool_idx, 0) >= view.covered:
+                continue
+            self.ranks.leave_slots(req.req_pool_idx, alone=True)
             if req.req_pool_idx not in self._own:
                 self._let_go(req)
             self._give_back_own(req.req_pool_idx, req.cache_protected_len, view.covered)
@@ -50,7 +53,6 @@ class HeldElsewhere(GivenBack):
     def _let_go(self, req: "Req") -> None:
         """Give up a request's hold of its path: others may take its slots, so that no row may lead there."""
         row, protected = req.req_pool_idx, req.cache_protected_len
-        self.ranks.leave_slots(row, alone=True)
         if not self.tree.disable and req.last_node is not None:
             self.tree.dec_lock_ref(req.last_node)
             req.last_node = self.tree.root_node

@@ -227,19 +227,23 @@ class HeldRows:
         sizes: of keys; of values the same.
         tokens: how many.
         keys: those that are scored, where they are exact; else there are others beside them.
+        device: where they lie.
+
+    Attributes:
+        keys, values: of all.
     """
 
-    def __init__(self, sizes: KeySizes, tokens: int, keys: HeldKeys):
-        self._keys = keys if isinstance(keys, ExactKeys) else ExactKeys(sizes, tokens)
-        self._values = ExactKeys(sizes, tokens)
+    def __init__(self, sizes: KeySizes, tokens: int, keys: HeldKeys, device: torch.device = torch.device("cpu")):
+        self.keys = keys if isinstance(keys, ExactKeys) else ExactKeys(sizes, tokens, device)
+        self.values = ExactKeys(sizes, tokens, device)
         self._scored = keys
 
     def write(self, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Hold those of tokens from place ``start`` on, [layers, tokens, kv_heads, dim] each; scored keys were written."""
-        if self._keys is not self._scored:
-            self._keys.write(start, keys)
-        self._values.write(start, values)
+        if self.keys is not self._scored:
+            self.keys.write(start, keys)
+        self.values.write(start, values)
 
     def read(self, layer: int, places: torch.Tensor, heads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of a layer in places and heads, int64 [rows] each: [rows, dim] each."""
-        return self._keys.rows(layer, places, heads), self._values.rows(layer, places, heads)
+        return self.keys.rows(layer, places, heads), self.values.rows(layer, places, heads)

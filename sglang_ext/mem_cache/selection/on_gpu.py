@@ -39,7 +39,7 @@ class GpuChoice:
     scratch: int = SCRATCH
 
     def choose(
-        self, contexts: "Contexts", read: ReadQueries, positions: torch.Tensor, ahead: int = 1, most: int = 0
+        self, contexts: "Contexts", read: ReadQueries, positions: torch.Tensor, ahead: int = 1, most: int = 0, scored: bool = False
     ) -> torch.Tensor | None:
         """Choose in all layers for all requests.
 
@@ -49,10 +49,11 @@ class GpuChoice:
             positions: int64 [requests, window], of the queries, ascending.
             ahead: for which token after the newest of them is chosen, from 1.
             most: tokens that are chosen at most, where positions are wanted.
+            scored: whether their scores are wanted, too.
 
         Returns:
-            Positions, int32 [layers, requests, kv_heads, most], ascending, of each request as many as it has; None where pointers were
-            written.
+            Positions, int32 [layers, requests, kv_heads, most], ascending, of each request as many as it has; with the bits of their scores
+            in float32 behind them, [2, ...], where these are wanted; None where pointers were written.
         """
         from sglang_ext.layers.kernels.choose_tokens import choose_tokens
 
@@ -64,12 +65,12 @@ class GpuChoice:
         for layers, requests in shares(len(keys), len(contexts.lengths), pairs):
             queries = self.predictor.predict(read(requests, layers), positions[requests], self.rotary, ahead)
             tables = self.buffers.key_table, keys[0], self.buffers.scaling_table
-            found.append((layers, requests, choose_tokens(queries, *tables, contexts, layers, requests, most, coded)))
+            found.append((layers, requests, choose_tokens(queries, *tables, contexts, layers, requests, most, coded, scored)))
         if contexts.targets is not None:
             return None
-        chosen = found[0][2].new_empty(len(keys), len(contexts.lengths), keys[0].shape[1], most)
+        chosen = found[0][2].new_empty(*([2] if scored else []), len(keys), len(contexts.lengths), keys[0].shape[1], most)
         for layers, requests, positions in found:
-            chosen[layers, requests] = positions
+            chosen[..., layers, requests, :, :] = positions
         return chosen
 
 

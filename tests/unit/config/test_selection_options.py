@@ -58,10 +58,17 @@ def test_ranks_beside_a_gpu_are_on_those_after_it_and_refused_where_these_are_mi
     selection_options.check_resolved(args)
     assert selection_options.coded_slots(args) == 0, "ranks hold the codes"
     args.kv_score_bits = 16
-    # Full KV stays with the model, whose copies are made anew when many tokens follow them.
+    # Full KV goes to ranks where nothing is verified, and nothing else reads it.
     args.kv_mode = "lossy"
-    assert not selection_options.sends_rows(args)
+    assert selection_options.sends_rows(args) and selection_options.arena_bytes(args) == selection_options.ROWS_ARENA_BYTES
+    for name, value in (("enable_deterministic_inference", True), ("disaggregation_mode", "decode"), ("disable_radix_cache", True)):
+        before = getattr(args, name)
+        setattr(args, name, value)
+        assert not selection_options.sends_rows(args) and selection_options.arena_bytes(args) == selection_options.ARENA_BYTES
+        setattr(args, name, before)
     args.kv_mode = "verified"
+    assert not selection_options.sends_rows(args)
+    # Copies are made anew when many tokens follow them.
     assert not selection_options.spade(args).each_round
     for given, told in (
         ({"base_gpu_id": 2}, "from GPU 3 to GPU 4, the model being on GPU 2; there are 4 GPUs: pass fewer ranks, a lower --kv-cache-rank"),

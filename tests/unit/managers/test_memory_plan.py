@@ -8,7 +8,7 @@ import pytest
 import torch
 from sglang.srt.model_executor.cuda_graph_config import Backend
 
-from sglang_ext.config.selection_options import ARENA_BYTES
+from sglang_ext.config.selection_options import ARENA_BYTES, ROWS_ARENA_BYTES
 from sglang_ext.core import OptionError
 from sglang_ext.managers.memory_plan import GRAIN, HeldMemory, MemoryPlan, MemoryPlanner, ModelSizes
 from sglang_ext.managers.served_methods import ServedMethods
@@ -102,6 +102,8 @@ def test_choices_of_steps_take_as_much_as_two_at_once_on_a_gpu_alone():
     beside = plan(**spade | {"kv_cache_ranks": 2})
     assert beside.choices == SCRATCH and beside.arenas == 2 * ARENA_BYTES, "ranks on other GPUs choose for steps"
     assert plan(methods=("verify-guided",)).choices == 0
+    lossy = plan(**spade | {"kv_cache_ranks": 2, "kv_mode": "lossy", "device": "cuda"})
+    assert lossy.arenas == 2 * ROWS_ARENA_BYTES + 4 * 800_000 * 32 * 8, "records of copies, too"
 
 
 def test_rings_have_room_for_what_steps_leave_between_two_choices():

@@ -13,11 +13,12 @@ from tiered_helpers import PAGE, ROWS, WIDTH, World, kv_of
 
 from sglang_ext.hooks import lossy_admission
 from sglang_ext.hooks.lossy_admission import admit_prompt
+from sglang_ext.mem_cache.compressed.chosen_beside import BesideSteps
 from sglang_ext.mem_cache.compressed.chosen_elsewhere import ChosenElsewhere, FreeBlocks, carried
 from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
 from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
 from sglang_ext.mem_cache.compressed.formats.kv_format import RowsOfHeads, Unpacked
-from sglang_ext.mem_cache.compressed.held_rows import EMPTY, exchange, grown
+from sglang_ext.mem_cache.compressed.held_rows import EMPTY, exchange, grown, renewed
 from sglang_ext.mem_cache.compressed.query_window import QueryWindows
 from sglang_ext.mem_cache.compressors.spade import Spade
 from sglang_ext.mem_cache.prefix_cache.held_elsewhere import HeldElsewhere
@@ -78,21 +79,74 @@ class Holder(ChosenElsewhere):
         self.held.clear()
 
 
-class Handed(World):
-    """A world in mode lossy with a cache rank."""
+class Beside(BesideSteps):
+    """The same of a rank beside a GPU, whose copies are made of full KV here, and renewed without it.
 
-    def __init__(self, slots=120):
+    Attributes:
+        held: positions by place, and tokens that the copy stood for, by row.
+        full: whether it takes nothing more.
+    """
+
+    sends_rows, in_place = True, True
+    leave_slots, is_lost, free_blocks = Holder.leave_slots, Holder.is_lost, Holder.free_blocks
+
+    def __init__(self):
+        self.held, self.alone, self.gone, self.free, self.full, self.settled = {}, set(), False, 1000, False, []
+
+    def compile_kernels(self):
+        raise AssertionError("there are none")
+
+    def stepped(self, views, ends, following):
+        raise AssertionError("no step is run here")
+
+    def made(self, row, covered, kept):
+        assert row not in self.alone
+        self.held[row] = kept.int(), covered
+
+    def extend(self, row, slots):
+        assert row in self.alone
+        return not self.gone and not self.full
+
+    def renewed(self, row, covered, keep):
+        held, before = self.held[row]
+        held, coming = renewed(held, before, covered, keep, 4)
+        self.held[row] = held, covered
+        return coming
+
+    def holds(self, row):
+        return 0 if self.gone or row not in self.held else self.held[row][1]
+
+    def settle(self, row):
+        self.settled.append(row)
+
+    def settle_all(self):
+        pass
+
+    def forget(self, row):
+        self.held.pop(row, None)
+        self.alone.discard(row)
+
+
+class Handed(World):
+    """A world in mode lossy with a cache rank, on a CPU or ``beside`` a GPU."""
+
+    def __init__(self, slots=120, beside=False):
         super().__init__(slots=slots, host=False)
         self.table.req_to_token = torch.zeros(2 * ROWS, WIDTH, dtype=torch.int32)
-        method, self.holder = CopyMethod(Spade(), 0.25, Unpacked(PAGE), "spade", sparse_from=8), Holder()
+        method = CopyMethod(Spade(each_round=not beside), 0.25, Unpacked(PAGE), "spade", sparse_from=8)
+        self.holder = Beside() if beside else Holder()
         self.views = CompressedViews(
             methods=(method,), token_table=self.table.req_to_token, rows=ROWS, buffers=self.buffers, allocator=self.allocator,
-            tree_cache=self.cache, queries=QueryWindows(0, (0,), 0), form=RowsOfHeads(), elsewhere=self.holder,
+            tree_cache=self.cache, queries=QueryWindows(0, (0,), 0), form=RowsOfHeads(),
+            **{"beside" if beside else "elsewhere": self.holder},
         )  # fmt: skip
         self.held = HeldElsewhere(self.cache, self.views, self.holder, lambda req: method, TAIL)
         self.cache.serve(self.views, keeps_answers=False, codes=self.held)
 
     def renew(self, req):
+        """As rounds do: a copy is made, or made anew where that can be."""
+        if isinstance(self.holder, Beside) and self.views.is_alone(req.req_pool_idx) and not self.holder.extend(req.req_pool_idx, None):
+            return False
         return self.views.compress(req.req_pool_idx, req.length)
 
     def check(self):
@@ -236,12 +290,43 @@ def test_prompts_that_fit_at_a_rank_one_by_one_are_not_counted_there_together(mo
     assert taken[1] - taken[0] == taken[2] - taken[1] == stays - goes
 
 
+def test_beside_a_gpu_a_copy_is_made_of_full_kv_and_renewed_without_it_once_its_rank_has_what_is_new():
+    world = Handed(beside=True)
+    req = world.start(range(100, 141))
+    row = req.req_pool_idx
+    assert world.renew(req) and world.renew(req), "of full KV, which is here"
+    world.check()
+    world.held.update([req])
+    assert world.views.is_alone(row) and world.views.stands(row) and world.holder.alone == {row}
+    assert not world.table.req_to_token[row, :40].any()
+    req.output_ids.extend(range(20))
+    world.extend(req, 61)
+    world.holder.full = True
+    assert not world.renew(req) and world.views.get(row).covered == 40
+    world.held.update([req])
+    world.check()
+    world.holder.full = False
+    held = world.holder.held[row][0].clone()
+    assert world.renew(req) and world.views.get(row).covered == 60 and row in world.holder.settled
+    now = world.holder.held[row][0]
+    assert now.shape[-1] > held.shape[-1] and {*range(56, 60)} <= {*now.flatten().tolist()}
+    world.check()
+    world.held.update([req])
+    assert world.held.own_tokens == 20 and not world.table.req_to_token[row, :60].any()
+    world.check()
+    world.finish(req, is_insert=False)
+    assert not world.holder.held and not world.holder.alone
+    world.check_nothing_missing()
+
+
 class Rounds(RuleBasedStateMachine):
     """Requests with few beginnings come, decode, give back and end, in a small pool."""
 
+    beside = False
+
     def __init__(self):
         super().__init__()
-        self.world = Handed(90)
+        self.world = Handed(90, self.beside)
 
     def one(self, seed):
         return self.world.running[seed % len(self.world.running)]
@@ -290,5 +375,11 @@ class Rounds(RuleBasedStateMachine):
         self.world.empty()
 
 
-TestRounds = Rounds.TestCase
-TestRounds.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+class RoundsBeside(Rounds):
+    """The same beside a GPU."""
+
+    beside = True
+
+
+TestRounds, TestRoundsBeside = Rounds.TestCase, RoundsBeside.TestCase
+TestRounds.settings = TestRoundsBeside.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.mem_cache.compressed.held_rows import EMPTY, ArrivedRows, absent, exchange, grown, joined
+from sglang_ext.mem_cache.compressed.held_rows import EMPTY, ArrivedRows, absent, exchange, grown, highest, joined, renewed
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 
 LAYERS, HEADS, DIM, TOKENS = 2, 3, 4, 40
@@ -52,6 +52,34 @@ def test_copies_grow_and_packs_are_joined():
     for name in ("held", "layers", "heads", "places", "positions", "wanted"):
         assert torch.equal(getattr(found, name), getattr(whole, name))
     assert [found.of_layer(layer).start for layer in range(LAYERS)] == [0, int((found.layers == 0).sum())]
+
+
+@given(st.integers(0, 99), st.integers(1, 30), st.integers(0, 12), st.integers(0, 9), st.integers(0, 12))
+def test_a_copy_that_is_renewed_without_a_look_takes_in_the_newest(seed, count, new, more, recent):
+    held, keep = some(seed, count).int(), count + min(more, new)
+    after, coming = renewed(held, TOKENS, TOKENS + new, keep, recent)
+    assert after.shape[-1] == keep and after.dtype == torch.int32 and after.min() >= 0
+    many = coming.places.shape[-1]
+    assert many == max(keep - count, min(new, recent, keep)) and coming.first == TOKENS + new - many
+    for layer in range(LAYERS):
+        for head in range(HEADS):
+            was, now = held[layer, head].tolist(), after[layer, head].tolist()
+            assert len({*now}) == keep and {*now} - {*was} == {*range(coming.first, TOKENS + new)}
+            gone = {*was} - {*now}
+            assert not gone or min(gone) > max({*was} - gone, default=-1), "the newest of before go"
+            assert [now[place] for place in coming.places[layer, head]] == [*range(coming.first, TOKENS + new)]
+
+
+@given(st.integers(0, 99), st.integers(0, 45))
+def test_of_tokens_that_come_those_of_the_highest_scores_are_first_and_of_equal_ones_those_before(seed, most):
+    noise = torch.Generator().manual_seed(seed)
+    these, scores = torch.rand(2, 3, TOKENS, generator=noise) < 0.7, torch.randint(0, 5, (2, 3, TOKENS), generator=noise)
+    found = highest(these, scores, most)
+    for layer in range(2):
+        for head in range(3):
+            order = sorted((-int(scores[layer, head, i]), i) for i in range(TOKENS) if these[layer, head, i])
+            assert {i for i in range(TOKENS) if found[layer, head, i]} == {i for _, i in order[:most]}
+    assert torch.equal(highest(these, scores, torch.full((2, 3, 1), most)), found)
 
 
 def test_rows_go_where_the_exchange_says_from_the_pool_or_from_elsewhere():

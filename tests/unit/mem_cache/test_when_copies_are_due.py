@@ -15,7 +15,7 @@ from sglang_ext.mem_cache.compressors.sink_recent import SinkRecent
 class FakeViews:
     """Copies of a quarter, as many as ``room`` allows."""
 
-    recent, window, elsewhere = 0, 32, None
+    recent, window, elsewhere, senders = 0, 32, None, None
 
     def method(self, row):
         compressor = SimpleNamespace(follows_queries=False, window=self.window)
@@ -29,6 +29,9 @@ class FakeViews:
 
     def has_queries(self, row):
         return row not in self.lacking
+
+    def stands(self, row):
+        return False
 
     def get(self, row):
         return self.copies.get(row)

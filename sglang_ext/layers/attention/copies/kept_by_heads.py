@@ -1,5 +1,6 @@
 """Attention over rows that begin with a copy whose heads keep tokens of their own: in cells, different numbers of them (head_cells.py), or
-where pointers lead in full KV (slot_pointers.py). In PyTorch, and on a GPU the backends of steps (copy_decode.py).
+where pointers lead in full KV (slot_pointers.py), or as many in rows of their own. In PyTorch, and on a GPU the backends of steps
+(copy_decode.py).
 """
 
 from typing import TYPE_CHECKING
@@ -11,7 +12,8 @@ from sglang_ext.layers.attention.copies.copy_decode import CopyDecode, cut
 from sglang_ext.layers.kernels.pointer_decode import pointer_decode
 from sglang_ext.layers.kernels.uneven_decode import uneven_decode
 from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells
-from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows
+from sglang_ext.mem_cache.compressed.formats.kv_format import RowsOfHeads
+from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows, Pointers, as_pointers
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -176,3 +178,20 @@ class PointerDecode(CopyDecode):
         keys, values = self.token_to_kv_pool.get_key_buffer(layer_id), self.token_to_kv_pool.get_value_buffer(layer_id)
         table = self.req_to_token_pool.req_to_token
         return pointer_decode(self.form, queries, keys, values, table, rows, lengths, scaling, splits)
+
+
+class RowsDecode(PointerDecode):
+    """Attends to rows that begin with a copy's K and V, as to any tokens: its graphs leave queries, as those over pointers do. To the
+    kernel they are rows that begin with no pointers."""
+
+    copies = "copies of --kv-compressor spade whose rows cache ranks send"
+    remedy = "pass --kv-cache-ranks 0"
+
+    def __init__(self, model_runner: "ModelRunner", form: RowsOfHeads):
+        super().__init__(model_runner, form)
+        pool, table = model_runner.token_to_kv_pool, model_runner.req_to_token_pool.req_to_token
+        self.form = PointerRows.of_table(Pointers(as_pointers(pool.get_key_buffer(0)).shape[-1], 1), table)
+
+    def splits(self, requests: int) -> tuple[int, int]:
+        """As :meth:`CopyDecode.splits`, but for one all are parts of tokens as they are."""
+        return 1, sum(super().splits(requests)) - 1

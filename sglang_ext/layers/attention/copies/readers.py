@@ -6,10 +6,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from sglang_ext.layers.attention.copies.copy_decode import CopyDecode
-from sglang_ext.layers.attention.copies.kept_by_heads import PointerDecode, UnevenDecode, pointer_attention, uneven_attention
+from sglang_ext.layers.attention.copies.kept_by_heads import PointerDecode, RowsDecode, UnevenDecode, pointer_attention, uneven_attention
 from sglang_ext.layers.attention.copies.packed import PackedDecode, packed_attention
 from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells
-from sglang_ext.mem_cache.compressed.formats.kv_format import KVFormat
+from sglang_ext.mem_cache.compressed.formats.kv_format import KVFormat, RowsOfHeads
 from sglang_ext.mem_cache.compressed.formats.packing import PackedRows
 from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows
 
@@ -20,11 +20,11 @@ class Reader(NamedTuple):
     Attributes:
         attend: causal attention of a request's newest tokens over its row, in PyTorch: [count, heads, dim of a value]. Takes the format,
             the row, how much of it the row begins with, queries [count, heads, dim], a layer's key and value buffers
-            [slots, kv_heads, dim], the row's slots int64, and the factor on query-key products.
+            [slots, kv_heads, dim], the row's slots int64, and the factor on query-key products. None where rows are read as any tokens.
         decode: the backend of one token a request.
     """
 
-    attend: Callable[[KVFormat, int, int, Tensor, Tensor, Tensor, Tensor, float | None], Tensor]
+    attend: Callable[[KVFormat, int, int, Tensor, Tensor, Tensor, Tensor, float | None], Tensor] | None
     decode: type[CopyDecode]
 
 
@@ -38,5 +38,6 @@ READERS: dict[type[KVFormat], Reader] = {
     PackedRows: Reader(_packed, PackedDecode),
     HeadCells: Reader(uneven_attention, UnevenDecode),
     PointerRows: Reader(pointer_attention, PointerDecode),
+    RowsOfHeads: Reader(None, RowsDecode),
 }
 """Of all formats but plain tokens, which any attention reads."""

@@ -3,6 +3,16 @@
 It is allocated apart from PyTorch's, and its CUDA IPC handle is sent to the cache rank. Both sides count words in it
 (layers/kernels/hand_over.py), which name the epoch, so that it outlives the processes of the rank: what one of them wrote too late is
 nobody's answer.
+
+Where ranks have full KV, values travel, too, and rows of K and V travel back (layers/kernels/rows/): of what was chosen those that
+the copy lacks. *Which these are* a question says itself: the record of the copy, the positions that it holds, lies in the arena as it is
+when the question is put. A record changes as an answer is taken, and as its request's copy is made anew; after each, answers to older
+questions are taken no more, as the host expects that of the newest alone, and puts the next question after it on the device. So the rank
+need not know which of its answers were taken, late and missed ones cost nothing but their rows, and a process that is started anew begins
+with what copies hold. For the same reason a lane has one place for a record and one for rows, not two: they are written for one question,
+and those that are looked at are that question's. A rank that is late reads a record in which parts are newer, for an answer that nobody
+takes. Of more rows than have room those of the highest scores travel: a copy holds what its record says at any time, and is only older.
+
 On a CPU, for tests, it is shared memory, and what kernels do is done in PyTorch.
 """
 
@@ -25,7 +35,7 @@ from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 
 # As layers/kernels/hand_over.py has them, which a CPU does not import.
 LANE_WORDS, DONE, CHOSEN = 8, 2, 4
-COUNTERS = ("taken", "late", "unasked", "waited")
+COUNTERS = ("taken", "late", "unasked", "waited", "rows")
 EPOCH_BITS = 32
 # CUDA hands out memory in such parts: an IPC handle is one of nothing else.
 GRAIN = 2 << 20
@@ -59,7 +69,12 @@ class ArenaLayout:
         written: int64 [8], of which the first says how much the inference rank wrote.
         queries: [lanes, 2, layers, window, query_heads, dim].
         keys: [places, layers, block, kv_heads, dim].
-        chosen: int32 [lanes, 2, numbers]; an answer is [layers, kv_heads, keep] at the beginning.
+        chosen: int32 [lanes, 2, numbers]; an answer is [layers, kv_heads, keep] at the beginning. Empty where rows travel.
+        values: as ``keys``. This and the following are empty where none travel.
+        records: int32 [lanes, numbers]; positions that a copy holds, [layers, kv_heads, keep], are at the beginning.
+        counts: int32 [lanes, pairs], rows of an answer for each layer and KV head.
+        moves: int32 [lanes, pairs, fresh, 2], of each row the place of the copy that it takes, and its token's position.
+        row_keys, row_values: [lanes, pairs, fresh, dim].
         size: bytes in all.
     """
 
@@ -68,18 +83,33 @@ class ArenaLayout:
     queries: Part
     keys: Part
     chosen: Part
+    values: Part
+    records: Part
+    counts: Part
+    moves: Part
+    row_keys: Part
+    row_values: Part
     size: int
 
     @classmethod
     def of(cls, shape: Shape) -> "ArenaLayout":
         """For ranks of this shape."""
         dtype, by_lane, begin, parts = getattr(torch, shape.dtype), (shape.lanes, 2), 0, []
+        pairs, (chosen, places, lanes) = shape.layers * shape.kv_heads, (0, shape.places, shape.lanes)
+        if not shape.rows:
+            chosen, places, lanes = pairs * shape.most, 0, 0
         for sizes, kind in (
             ((shape.lanes, LANE_WORDS), torch.int64),
             ((8,), torch.int64),
             ((*by_lane, shape.layers, shape.window, shape.query_heads, shape.dim), dtype),
             ((shape.places, shape.layers, BLOCK, shape.kv_heads, shape.dim), dtype),
-            ((*by_lane, shape.layers * shape.kv_heads * shape.most), torch.int32),
+            ((*by_lane, chosen), torch.int32),
+            ((places, shape.layers, BLOCK, shape.kv_heads, shape.dim), dtype),
+            ((lanes, pairs * shape.most), torch.int32),
+            ((lanes, pairs), torch.int32),
+            ((lanes, pairs, shape.fresh, 2), torch.int32),
+            ((lanes, pairs, shape.fresh, shape.dim), dtype),
+            ((lanes, pairs, shape.fresh, shape.dim), dtype),
         ):
             parts.append(Part(begin, sizes, kind))
             begin += -(-math.prod(sizes) * kind.itemsize // 256) * 256
@@ -88,7 +118,8 @@ class ArenaLayout:
     @property
     def parts(self) -> tuple[Part, ...]:
         """All, in their order."""
-        return self.heads, self.written, self.queries, self.keys, self.chosen
+        rows = self.values, self.records, self.counts, self.moves, self.row_keys, self.row_values
+        return self.heads, self.written, self.queries, self.keys, self.chosen, *rows
 
     def views(self, memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Of memory, uint8 [size], each part."""
@@ -135,15 +166,17 @@ class HostMemory:
 
 
 class Asked(NamedTuple):
-    """A question: where its queries lie in their pool, oldest first; its lane and word."""
+    """A question: where its queries lie in their pool, oldest first; its lane and word; where rows travel, the record of the copy."""
 
     places: list[int]
     lane: int
     word: int
+    record: torch.Tensor | None = None
 
 
 class Copy(NamedTuple):
-    """A copy that shall lead to what a question chose: lane, word and row, tokens covered and kept of each head, its slots."""
+    """A copy that shall lead to what a question chose: lane, word and row, tokens covered and kept of each head, its slots; where rows
+    travel, its record, int32 [layers, kv_heads, keep]."""
 
     lane: int
     word: int
@@ -151,6 +184,7 @@ class Copy(NamedTuple):
     covered: int
     keep: int
     slots: torch.Tensor
+    record: torch.Tensor | None = None
 
 
 class Arena:
@@ -164,7 +198,7 @@ class Arena:
     Attributes:
         handle: CUDA IPC handle; empty on a CPU.
         number: how much was put in this epoch, or will be once the question is put that has the number.
-        counters: int64 [4], of :data:`COUNTERS`, on the device.
+        counters: int64 [5], of :data:`COUNTERS`, on the device.
 
     Raises:
         ArenaError: the cache rank's GPU cannot read this one's memory.
@@ -177,7 +211,8 @@ class Arena:
             check_peers(device, torch.device(rank_device))
         self._held = DeviceMemory(self._layout.size, device) if device.type == "cuda" else HostMemory(self._layout.size)
         self.handle = self._held.handle
-        self.heads, self.written, self.queries, self.keys, self.chosen = self._layout.views(self._held.memory)
+        self.heads, self.written, self.queries, self.keys, self.chosen, *rows = self._layout.views(self._held.memory)
+        self.values, self.records, *self.arrived = rows
         self.counters = torch.zeros(len(COUNTERS), dtype=torch.int64, device=device)
         self._by_kernels = device.type == "cuda"
 
@@ -196,15 +231,17 @@ class Arena:
         return word_of(self._epoch, number)
 
     def put_keys(self, place: int, buffers: KVBuffers, slots: torch.Tensor) -> int:
-        """Put the keys of tokens in ``slots``, int64 [up to block], to a place; their number."""
+        """Put the keys of tokens in ``slots``, int64 [up to block], to a place, and their values where these travel; their number."""
         self.number += 1
-        if self._by_kernels:
-            from sglang_ext.layers.kernels.hand_over import put_keys
+        both = (self.keys, buffers.keys, "key_table"), (self.values, buffers.values, "value_table")
+        for travels, of_layers, table in both[: 1 + self.shape.rows]:
+            if self._by_kernels:
+                from sglang_ext.layers.kernels.hand_over import put_keys
 
-            put_keys(self.keys[place], buffers.key_table, buffers.keys[0], slots)
-        else:
-            for into, keys in zip(self.keys[place], buffers.keys):
-                torch.index_select(keys, 0, slots, out=into[: len(slots)])
+                put_keys(travels[place], getattr(buffers, table), of_layers[0], slots)
+            else:
+                for into, part in zip(travels[place], of_layers):
+                    torch.index_select(part, 0, slots, out=into[: len(slots)])
         return self.number
 
     def next_number(self) -> int:
@@ -224,6 +261,9 @@ class Arena:
             pool: [layers, places, query_heads, dim], of queries.
             questions: of other lanes each.
         """
+        for each in questions:
+            if each.record is not None:
+                self.records[each.lane, : each.record.numel()].copy_(each.record.flatten())
         groups = [list(group) for _, group in groupby(sorted(questions, key=_count), key=_count)]
         for group in groups or [[]]:
             # Not before the last is there.
@@ -243,14 +283,14 @@ class Arena:
                 opened = torch.empty(0, dtype=torch.int32, device=device)
             signal(self.heads, self.written, numbers, opened, written)
             return
-        for places, lane, word in questions:
+        for places, lane, word, _ in questions:
             if int(self.heads[lane, DONE]) >= word - 2:
                 self.queries[lane, word % 2, :, : len(places)] = pool[:, places]
                 self.heads[lane, word % 2] = word
         self.written[0] = written
 
     def take(self, copies: Sequence[Copy], token_table: torch.Tensor, buffers: KVBuffers, seconds: float) -> None:
-        """Let copies lead to what was chosen for them, where that is there in time: ``seconds`` over all of them."""
+        """Let copies lead to what was chosen for them, or hold what came, where that is there in time: ``seconds`` over all of them."""
         device, first, numbers = self.heads.device, 0, []
         for copy in copies:
             numbers.append([*copy[:5], first])
@@ -261,11 +301,18 @@ class Arena:
             there = to_device(numbers, device)
             hits, most = wait_for_answers(self.heads, there, self.counters, seconds), max(copy.keep for copy in copies)
             targets = torch.cat([copy.slots for copy in copies])
+            if self.shape.rows:
+                self._commit_rows_by_kernel(copies, hits, there, buffers, targets)
+                return
             commit(self.chosen, hits, there, most, buffers.key_table, buffers.keys[0], token_table, targets)
             return
         begun = time.monotonic_ns()
         for copy in copies:
-            if self._await(copy, begun + int(seconds * 1e9)):
+            if not self._await(copy, begun + int(seconds * 1e9)):
+                continue
+            if self.shape.rows:
+                self._commit_rows(copy, buffers)
+            else:
                 self._commit(copy, token_table, buffers)
         self.counters[COUNTERS.index("waited")] += time.monotonic_ns() - begun
 
@@ -286,6 +333,30 @@ class Arena:
             cells = as_pointers(keys)
             per_slot = cells.shape[2]
             cells[copy.slots[place // per_slot][:, None], torch.arange(heads), (place % per_slot)[:, None]] = of_layer.t().int()
+
+    def _commit_rows_by_kernel(
+        self, copies: Sequence[Copy], hits: torch.Tensor, numbers: torch.Tensor, buffers: KVBuffers, targets: torch.Tensor
+    ) -> None:
+        from sglang_ext.layers.kernels.rows.taken_rows import commit_rows
+
+        records = to_device([copy.record.data_ptr() for copy in copies], self.heads.device)
+        tables = buffers.key_table, buffers.value_table
+        commit_rows(tuple(self.arrived), hits, numbers, records, self.counters, tables, buffers.keys[0], targets)
+
+    def _commit_rows(self, copy: Copy, buffers: KVBuffers) -> None:
+        counts, moves, *rows = (part[copy.lane] for part in self.arrived)
+        place, token = moves.long().unbind(-1)
+        inside = torch.arange(self.shape.fresh) < counts[:, None]
+        inside &= (place >= 0) & (place < copy.keep) & (token >= 0) & (token < copy.covered)
+        pair, index = inside.nonzero(as_tuple=True)
+        place, heads = place[pair, index], self.shape.kv_heads
+        copy.record.view(-1, copy.keep)[pair, place] = token[pair, index].int()
+        for layer in range(len(buffers.keys)):
+            here = pair // heads == layer
+            slots, head = copy.slots[place[here]], pair[here] % heads
+            for part, arrived in zip((buffers.keys[layer], buffers.values[layer]), rows):
+                part[slots, head] = arrived[pair[here], index[here]]
+        self.counters[COUNTERS.index("rows")] += len(pair)
 
 
 def _count(asked: Asked) -> int:

@@ -1,4 +1,5 @@
-"""A cache rank on a GPU: takes keys and questions out of the arena of another one (arena.py), and writes there what it chose.
+"""A cache rank on a GPU: takes keys and questions out of the arena of another one (arena.py), and writes there what it chose; where it has
+values, too, K and V of those tokens that the copy of a request lacks.
 
 Messages come as soon as the inference rank's host has launched what writes to the arena: what they tell of is taken when the arena says
 that it is there. Questions of several requests are answered together, of each request the newest. On a CPU, for tests, PyTorch chooses.
@@ -23,7 +24,7 @@ from sglang_ext.managers.cache_rank.protocol import BLOCK, ProtocolError
 from sglang_ext.managers.cache_rank.rank import PROBED, CacheRank
 from sglang_ext.mem_cache.compressors.spade import attention
 from sglang_ext.mem_cache.selection.on_gpu import GpuChoice
-from sglang_ext.mem_cache.selection.top_tokens import top_tokens
+from sglang_ext.mem_cache.selection.top_tokens import mark_always, top_tokens
 
 
 class DeviceRank(CacheRank):
@@ -59,7 +60,7 @@ class DeviceRank(CacheRank):
             self._refuse(str(error))
         if self._descriptor is not None:
             os.close(self._descriptor)
-        self._keys = DeviceKeys(self._store.held, told.scaling, self._device)
+        self._keys = DeviceKeys(self._store, told.scaling, self._device)
         self._buffers = self._keys.buffers
 
     def _probe(self) -> float:
@@ -72,7 +73,7 @@ class DeviceRank(CacheRank):
             begun = time.perf_counter()
             self._memory.read_words()
             self._keys.pull(self._memory, 0, 1, 0)
-            self._memory.push_chosen(0, self._word(ask), self._chosen([ask], [places])[0])
+            self._push([ask], [places])
             self._memory.answer([(0, word_of(self._epoch, 0), False)])
             self._wait()
         return (time.perf_counter() - begun) / shape.layers
@@ -146,8 +147,7 @@ class DeviceRank(CacheRank):
     def _answer(self, asks: Sequence[protocol.Ask]) -> None:
         """Choose for questions with as many queries, for a token as far ahead."""
         begun = time.perf_counter()
-        for ask, kept in zip(asks, self._chosen(asks, [self._held(ask) for ask in asks])):
-            self._memory.push_chosen(ask.lane, self._word(ask), kept)
+        self._push(asks, [self._held(ask) for ask in asks])
         self._memory.answer([(ask.lane, self._word(ask), True) for ask in asks])
         self._wait()
         seconds = time.perf_counter() - begun
@@ -162,13 +162,26 @@ class DeviceRank(CacheRank):
             self._places[ask.lane] = known
         return known[: ask.covered]
 
-    def _chosen(self, asks: Sequence[protocol.Ask], places: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Of each question positions, int32 [layers, kv_heads, keep], ascending."""
+    def _push(self, asks: Sequence[protocol.Ask], places: Sequence[torch.Tensor]) -> None:
+        """Choose, and write it to the arena: rows, or positions alone."""
+        chosen, lanes, keeps = self._chosen(asks, places), [ask.lane for ask in asks], [ask.keep for ask in asks]
+        if self._store.rows is not None:
+            self._memory.push_rows(lanes, keeps, chosen, places, self._keys.sent)
+            return
+        for i, ask in enumerate(asks):
+            self._memory.push_chosen(ask.lane, self._word(ask), chosen[:, i, :, : ask.keep])
+
+    def _chosen(self, asks: Sequence[protocol.Ask], places: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Positions, int32 [layers, requests, kv_heads, most], ascending, of each question as many as it wants; where rows are sent the
+        bits of their scores behind them, [2, ...]."""
         pulled = [self._memory.pull_queries(ask.lane, self._word(ask), len(ask.positions)) for ask in asks]
         queries = torch.stack(pulled).transpose(2, 3)
         positions = to_device([list(ask.positions) for ask in asks], self._device)
+        most, scored = max(ask.keep for ask in asks), self._store.rows is not None
         if not self._by_kernels:
-            return [self._chosen_here(*each) for each in zip(asks, places, queries[:, None], positions[:, None])]
+            found = [self._chosen_here(*each) for each in zip(asks, places, queries[:, None], positions[:, None])]
+            padded = [torch.nn.functional.pad(each, (0, most - each.shape[-1])) for each in found]
+            return torch.stack(padded, -3) if scored else torch.stack(padded, -3)[0]
         from sglang_ext.layers.kernels.choose_tokens import Contexts
 
         lengths = tuple(ask.covered for ask in asks)
@@ -176,15 +189,16 @@ class DeviceRank(CacheRank):
         numbers = to_device([[i, ask.covered, ask.keep, 0] for i, ask in enumerate(asks)], self._device)
         contexts = Contexts(table, numbers, lengths, (self._method.sinks, self._method.recent))
         choice = GpuChoice(self._method.predictor, self._buffers, queries.shape[2], self._rotary)
-        most = max(ask.keep for ask in asks)
-        found = choice.choose(contexts, lambda requests, layers: queries[requests, layers], positions, asks[0].ahead, most)
-        return [found[:, i, :, : ask.keep] for i, ask in enumerate(asks)]
+        return choice.choose(contexts, lambda requests, layers: queries[requests, layers], positions, asks[0].ahead, most, scored)
 
     def _chosen_here(self, ask: protocol.Ask, places: torch.Tensor, queries: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Of one question, positions and bits of scores: int32 [2, layers, kv_heads, keep]."""
         predicted, slots = self._method.predictor.predict(queries, positions, self._rotary, ask.ahead), places.long()
         layers = enumerate(zip(predicted.unbind(1), self._buffers.scaling))
         scores = torch.stack([attention(query, self._buffers.scored(at, slots), scaling) for at, (query, scaling) in layers])
-        return top_tokens(scores[None], ask.keep, self._method.sinks, self._method.recent)[0].int()
+        kept = top_tokens(scores[None], ask.keep, self._method.sinks, self._method.recent)[0]
+        marked = mark_always(scores, self._method.sinks, self._method.recent)
+        return torch.stack([kept.int(), marked.gather(-1, kept).view(torch.int32)])
 
 
 def _alike(ask: protocol.Ask) -> tuple[int, int]:

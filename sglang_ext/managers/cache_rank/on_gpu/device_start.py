@@ -9,11 +9,12 @@ import msgspec
 import torch
 
 from sglang_ext.config import selection_options
+from sglang_ext.core import OptionError
 from sglang_ext.managers.cache_rank.link import RankLink, RankSettings
 from sglang_ext.managers.cache_rank.on_gpu.arena import Arena, ArenaLayout
 from sglang_ext.managers.cache_rank.on_gpu.rank_steps import RankSteps
 from sglang_ext.managers.cache_rank.process import RankProcess
-from sglang_ext.managers.cache_rank.protocol import Attach, Shape
+from sglang_ext.managers.cache_rank.protocol import BLOCK, MOST_PLACES, Attach, Shape
 from sglang_ext.managers.cache_rank.start import attach_of, wait_until_ready
 from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
@@ -25,6 +26,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Of the memory that is free on a rank's GPU at start, what it holds at most where no flag says: of its own, and of the model's. Beside that
+# it has a context, kernels, and what it chooses in.
+OWN_SHARE, SHARED_SHARE, BESIDE_BYTES = 0.9, 0.5, 2 << 30
+# Where rows travel: memory of an arena through which full KV goes to its rank, and the least share of what heads keep for whose rows an
+# answer has room, so that a selection of which no token is left is there after so many answers.
+TRAVELING_BYTES, LEAST_FRESH = 128 << 20, 16
 # A rank on a GPU says nothing while a kernel is compiled for sizes that it has not seen.
 SILENCE_SECONDS = 10.0
 
@@ -47,16 +54,28 @@ def rank_steps(
 
     Raises:
         ArenaError: a GPU cannot read this one's memory.
+        OptionError: rows of this model cannot be sent.
     """
-    told = attach_of(args, method, buffers, query_heads, rotary, requests)
-    told = msgspec.structs.replace(told, shape=fitting(told.shape, selection_options.ARENA_BYTES))
     device, gpus = token_table.device, selection_options.rank_gpus(args)
+    rows, room = selection_options.sends_rows(args), None
+    if rows:
+        check_values(buffers)
+        room = min(room_on(gpu, device.index) for gpu in gpus)
+    told = attach_of(args, method, buffers, query_heads, rotary, requests, room)
+    if rows:
+        check_room(args, told.blocks * BLOCK, gpus)
+    told = msgspec.structs.replace(told, shape=fitting(told.shape, selection_options.arena_bytes(args)))
     arenas = [Arena(told.shape, device, f"cuda:{gpu}") for gpu in gpus]
     links = [linked(told, arena) for arena in arenas]
     logger.info(
         "sglang-ext: cache ranks on GPU %s, beside the model on GPU %d; arenas of %.0f MB each, for %d requests at once",
         ", ".join(map(str, gpus)), device.index, ArenaLayout.of(told.shape).size / 1e6, told.shape.lanes,
     )  # fmt: skip
+    if rows:
+        logger.info(
+            "sglang-ext: each has room for full KV of %d tokens, and sends %d new ones of %d that a head keeps in a step at most",
+            told.blocks * BLOCK, told.shape.fresh, told.shape.most,
+        )  # fmt: skip
     wait_until_ready(links, "requests read what was chosen when their copies were made until one is")
     return RankSteps(links, arenas, method, token_table, buffers, queries)
 
@@ -68,9 +87,52 @@ def linked(told: Attach, arena: Arena, silence: float = SILENCE_SECONDS) -> Rank
 
 
 def fitting(shape: Shape, size: int) -> Shape:
-    """With as many lanes as an arena of so many bytes has, one at least."""
-    def bytes_of(lanes: int) -> int:
-        return ArenaLayout.of(msgspec.structs.replace(shape, lanes=lanes)).size
+    """With as many lanes as an arena of so many bytes has, one at least; where rows travel with as many as these leave room for."""
+    def most_of(name: str, least: int, most: int) -> Shape:
+        def bytes_of(number: int) -> int:
+            return ArenaLayout.of(msgspec.structs.replace(shape, **{name: number})).size
 
-    fit = bisect_right(range(1, shape.lanes + 1), size, key=bytes_of)
-    return msgspec.structs.replace(shape, lanes=max(1, fit))
+        fit = bisect_right(range(least, most + 1), size, key=bytes_of)
+        return msgspec.structs.replace(shape, **{name: least + max(0, fit - 1)})
+
+    if shape.rows:
+        of_values = 2 * shape.layers * BLOCK * shape.kv_heads * shape.dim * getattr(torch, shape.dtype).itemsize
+        places = min(MOST_PLACES, max(1, min(TRAVELING_BYTES, size // 4) // of_values))
+        shape = msgspec.structs.replace(shape, places=places)
+        shape = most_of("fresh", -(-shape.most // LEAST_FRESH), shape.most)
+    return most_of("lanes", 1, shape.lanes)
+
+
+def room_on(gpu: int, of_model: int) -> int:
+    """Bytes of full KV that a rank on a GPU holds at most, where no flag says."""
+    free = torch.cuda.get_device_properties(gpu).total_memory - torch.cuda.device_memory_used(gpu)
+    return int(free * (SHARED_SHARE if gpu == of_model else OWN_SHARE)) - BESIDE_BYTES
+
+
+def check_room(args: "KVServerArgs", tokens: int, gpus: list[int]) -> None:
+    """Refuse ranks that have no room for full KV of the shortest request that goes there.
+
+    Raises:
+        OptionError: says for how many tokens they have.
+    """
+    least = args.kv_sparse_from + BLOCK
+    if tokens < least:
+        raise OptionError(
+            f"cache ranks on GPU {', '.join(map(str, gpus))} have room for full KV of {tokens} tokens, and the shortest request that goes "
+            f"there has {least} (--kv-sparse-from, and a block): let GPUs have more free memory, name others by --kv-cache-rank-gpu, pass "
+            "--kv-cache-rank-gb, or --kv-cache-ranks 0"
+        )
+
+
+def check_values(buffers: KVBuffers) -> None:
+    """Refuse a model whose values are of other sizes than its keys, which travel as these do.
+
+    Raises:
+        OptionError: names both.
+    """
+    keys, values = buffers.keys[0], buffers.values[0]
+    if keys.shape != values.shape or keys.dtype != values.dtype:
+        raise OptionError(
+            f"a token's keys are {tuple(keys.shape[1:])} of {keys.dtype} and its values {tuple(values.shape[1:])} of {values.dtype}; "
+            "--kv-cache-ranks beside a GPU sends both alike in --kv-mode lossy: pass --kv-cache-ranks 0, or --kv-mode verified"
+        )

@@ -12,6 +12,8 @@ import torch
 from sglang_ext.device import to_device
 from sglang_ext.managers.cache_rank.on_gpu.arena import CHOSEN, DONE, LANE_WORDS, ArenaError, ArenaLayout, Part
 from sglang_ext.managers.cache_rank.protocol import BLOCK, Shape
+from sglang_ext.mem_cache.compressed.held_rows import absent, exchange, highest
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 
 
 class MappedArena:
@@ -32,7 +34,8 @@ class MappedArena:
         self._base = opened(handle, device) if descriptor is None else None
         if descriptor is not None:
             memory = torch.frombuffer(mmap.mmap(descriptor, self._layout.size), dtype=torch.uint8)
-            self._heads, self._written, self._queries, self._keys, self._chosen = self._layout.views(memory)
+            self._heads, self._written, self._queries, self._keys, self._chosen, *rows = self._layout.views(memory)
+            self._values, self._records, *self._arrived = rows
 
     def _address(self, part: Part, *index: int) -> int:
         """Of what ``index`` leads to in a part."""
@@ -70,16 +73,16 @@ class MappedArena:
         copy_rows(source, found.data_ptr(), shape.layers, *(words_of(n * row * self._item) for n in (count, shape.window, count)))
         return found
 
-    def pull_keys(self, place: int, tokens: int, into: torch.Tensor) -> None:
-        """The first keys of a place, to ``into``, [layers, tokens, kv_heads, dim], each layer of one piece."""
+    def pull_keys(self, place: int, tokens: int, into: torch.Tensor, values: bool = False) -> None:
+        """The first keys of a place, or ``values``, to ``into``, [layers, tokens, kv_heads, dim], each layer of one piece."""
         if self._base is None:
-            into.copy_(self._keys[place, :, :tokens])
+            into.copy_((self._values if values else self._keys)[place, :, :tokens])
             return
         from sglang_ext.layers.kernels.hand_over import copy_rows
 
-        row = self.shape.kv_heads * self.shape.dim * self._item
+        row, part = self.shape.kv_heads * self.shape.dim * self._item, self._layout.values if values else self._layout.keys
         lengths = words_of(tokens * row), words_of(BLOCK * row), words_of(into.stride(0) * self._item)
-        copy_rows(self._address(self._layout.keys, place), into.data_ptr(), self.shape.layers, *lengths)
+        copy_rows(self._address(part, place), into.data_ptr(), self.shape.layers, *lengths)
 
     def push_chosen(self, lane: int, word: int, kept: torch.Tensor) -> None:
         """Positions, int32 [layers, kv_heads, keep], heads of one layer one after the other."""
@@ -90,6 +93,55 @@ class MappedArena:
 
         kept = kept.contiguous()
         copy_rows(kept.data_ptr(), self._address(self._layout.chosen, lane, word % 2), 1, kept.numel(), 0, 0)
+
+    def push_rows(
+        self, lanes: Sequence[int], keeps: Sequence[int], chosen: torch.Tensor, places: Sequence[torch.Tensor], held: KVBuffers
+    ) -> None:
+        """K and V of what was chosen for some requests and their copies do not hold; of more than have room those of the highest scores.
+
+        Args:
+            lanes: of the requests.
+            keeps: tokens that their heads keep.
+            chosen: int32 [2, layers, requests, kv_heads, most], positions, and bits of their scores.
+            places: where their tokens lie, int32 each.
+            held: what is held here.
+        """
+        if self._base is None:
+            for i, (lane, keep) in enumerate(zip(lanes, keeps)):
+                self._push_rows_of(lane, *chosen[:, :, i, :, :keep], places[i].long(), held)
+            return
+        from sglang_ext.layers.kernels.hand_over import copy_rows
+        from sglang_ext.layers.kernels.rows import sent_rows
+
+        pairs, most, layout = self.shape.layers * self.shape.kv_heads, chosen.shape[-1], self._layout
+        records = torch.empty(len(lanes), pairs * most, dtype=torch.int32, device=self._device)
+        for record, lane, keep in zip(records, lanes, keeps):
+            copy_rows(self._address(layout.records, lane), record.data_ptr(), 1, pairs * keep, 0, 0)
+        numbers = to_device([*map(list, zip(lanes, keeps))], self._device)
+        counts, moves = sent_rows.exchange(*chosen, records, numbers, self.shape.fresh)
+        table = torch.nn.utils.rnn.pad_sequence(list(places), batch_first=True)
+        targets = tuple(self._address(part) for part in (layout.counts, layout.moves, layout.row_keys, layout.row_values))
+        sent_rows.push_rows((held.key_table, held.value_table), held.keys[0], table, counts, moves, numbers, targets)
+
+    def _push_rows_of(
+        self, lane: int, chosen: torch.Tensor, bits: torch.Tensor, places: torch.Tensor, held: KVBuffers
+    ) -> None:
+        """As :meth:`push_rows`, of one request: int32 [layers, kv_heads, keep] each."""
+        record, chosen = self._records[lane, : chosen.numel()].view(chosen.shape).long(), chosen.long()
+        # As many places go as tokens come, but in a record that is written meanwhile, of which the answer is not taken.
+        going = absent(record, chosen).sum(-1, keepdim=True)
+        coming = highest(absent(chosen, record), bits, going.clamp(max=self.shape.fresh))
+        found = exchange(record, chosen, coming)
+        counts, moves, *rows = (part[lane] for part in self._arrived)
+        counts.copy_(coming.sum(-1).flatten())
+        pair = found.layers * self.shape.kv_heads + found.heads
+        index = coming.cumsum(-1)[found.layers, found.heads, found.wanted] - 1
+        moves[pair, index] = torch.stack([found.places, found.positions], -1).int()
+        for layer in range(self.shape.layers):
+            these = found.of_layer(layer)
+            slots, heads = places[found.positions[these]], found.heads[these]
+            for into, part in zip(rows, (held.keys[layer], held.values[layer])):
+                into[pair[these], index[these]] = part[slots, heads]
 
     def answer(self, questions: Sequence[tuple[int, int, bool]]) -> None:
         """Say of questions that they are done with: lane, word, and whether there is an answer. What was pushed before can be seen then."""

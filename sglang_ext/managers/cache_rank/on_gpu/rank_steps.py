@@ -1,4 +1,4 @@
-"""What cache ranks on other GPUs choose for the steps of an inference rank: AsyncSpade across GPUs, where full KV stays with the model.
+"""What cache ranks on other GPUs choose for the steps of an inference rank: AsyncSpade across GPUs.
 
 After a step in which a request's turn has come, its queries, and the keys that its rank lacks, are written to that rank's arena on a second
 stream, while the next steps run. When its turn comes again, as many steps later, a kernel waits for the answer, no longer than
@@ -7,6 +7,11 @@ came the device alone knows: the host launches and goes on, and counts misses wh
 
 Copies themselves are made here, by the keys of this GPU, and anew when many exact tokens follow them: until a rank has a request's keys,
 and whenever it has none, the request reads what was chosen then.
+
+Where ranks have values, too, copies are rows, and K and V of what was chosen come with it, as far as a copy lacks them: of which tokens it
+holds rows its *record* on the device says (arena.py). Full KV may be given back then (prefix_cache/held_elsewhere.py). Without it the copy
+is renewed once its rank was sent what it is to stand for: the newest tokens take the places of those that were the newest. Where the rank
+has no room for them it stands for what it stood for; where the process is gone, the request is lost, and is to be computed again.
 """
 
 from collections import Counter
@@ -20,10 +25,12 @@ from sglang_ext.managers.cache_rank import protocol
 from sglang_ext.managers.cache_rank.leases import KeyLease, KeyLeases, MemoryFull
 from sglang_ext.managers.cache_rank.link import RankDown, RankLink
 from sglang_ext.managers.cache_rank.linked_ranks import LinkedRanks
-from sglang_ext.managers.cache_rank.on_gpu.arena import COUNTERS, Arena, Asked, Copy
+from sglang_ext.managers.cache_rank.on_gpu.arena import Arena, Asked, Copy
+from sglang_ext.managers.cache_rank.on_gpu.device_counts import DeviceCounts
 from sglang_ext.mem_cache.compressed.chosen_beside import BesideSteps
 from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
 from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
+from sglang_ext.mem_cache.compressed.held_rows import NewestRows, renewed
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.query_window import QueryWindows
 
@@ -40,6 +47,19 @@ class Question:
     keep: int
 
 
+@dataclass(frozen=True)
+class Record:
+    """Of which tokens a copy holds rows, and for how many it stands.
+
+    Attributes:
+        positions: int32 [layers, kv_heads, keep], by place; kernels change it.
+        covered: tokens.
+    """
+
+    positions: torch.Tensor
+    covered: int
+
+
 @dataclass
 class AtRank:
     """A request at a rank.
@@ -48,11 +68,13 @@ class AtRank:
         leases: of the process that has its keys.
         lease: its own.
         asked: the question whose answer its copy shall lead to; None where none is open.
+        alone: whether its full KV was given back: the rank has the only one.
     """
 
     leases: KeyLeases
     lease: KeyLease
     asked: Question | None = None
+    alone: bool = False
 
     @property
     def void(self) -> bool:
@@ -75,7 +97,8 @@ class RankSteps(LinkedRanks, BesideSteps):
     Attributes:
         missed: choices that were not there, by reason: one for each request and turn.
         waited: seconds that steps have waited on the device.
-        rows: 0: no K and V come.
+        rows: of one layer and KV head each, whose K and V came and were taken.
+        sends_rows: as :class:`SendsRows` has it.
     """
 
     in_place = True
@@ -88,20 +111,30 @@ class RankSteps(LinkedRanks, BesideSteps):
         self._arenas = dict(zip(links, arenas))
         self._method, self._table, self._queries, self._patience = method, token_table, queries, patience
         self._side, self._launched = SideStream(token_table.device), None
+        self.sends_rows = arenas[0].shape.rows
         self._requests: dict[int, AtRank] = {}
+        self._records: dict[int, Record] = {}
         self._told = {arena: DeviceCounts(arena.counters) for arena in arenas}
         self._name = ""
         self._made: Counter[str] | None = None
 
+    @property
+    def _known(self) -> dict[int, AtRank]:
+        return self._requests
+
     def compile_kernels(self) -> None:
         """As :meth:`BesideSteps.compile_kernels`: by questions that no lane has room for, before any request."""
         slots = torch.zeros(1, dtype=torch.int64, device=self._table.device)
-        window = self._method.compressor.window
+        window, record = self._method.compressor.window, None
+        if self.sends_rows:
+            record = slots.int().expand(len(self.buffers.keys), self.buffers.keys[0].shape[1], -1).contiguous()
+            coming = renewed(record, 1, 2, 1, 1)[1]
+            self.buffers.move_newest(coming, slots.expand(2), slots)
         for arena in self._arenas.values():
             word = arena.word(1 << 31)
             arena.put_keys(0, self.buffers, slots)
-            arena.publish(self._queries.pool, [Asked([0] * window, 0, word)])
-            arena.take([Copy(0, word, 0, 1, 1, slots)], self._table, self.buffers, 0.0)
+            arena.publish(self._queries.pool, [Asked([0] * window, 0, word, record)])
+            arena.take([Copy(0, word, 0, 1, 1, slots, record)], self._table, self.buffers, 0.0)
             arena.counters.zero_()
 
     def tend(self) -> None:
@@ -113,6 +146,7 @@ class RankSteps(LinkedRanks, BesideSteps):
             grown = counts.look()
             self.missed["late"] += grown["late"] + grown["unasked"]
             self.waited += grown["waited"] / 1e9
+            self.rows += grown["rows"]
             if self._made is not None and grown["taken"]:
                 self._made[self._name] += grown["taken"]
 
@@ -154,8 +188,9 @@ class RankSteps(LinkedRanks, BesideSteps):
             except RankDown as error:
                 self.missed[str(error)] += 1
             except MemoryFull as error:
+                # Of a request that has its full KV here: of another the rank has what its copy stands for.
                 self.missed[str(error)] += 1
-                self.forget(row)
+                self._leave(row)
         for arena, questions in asked.items():
             if arena.unsaid:
                 arena.publish(self._queries.pool, questions)
@@ -164,11 +199,13 @@ class RankSteps(LinkedRanks, BesideSteps):
         """The request in ``row``, once its rank has, or is sent, the keys that its copy stands for; None before.
 
         Raises:
-            RankDown: no rank is ready, or it takes no messages.
+            RankDown: no rank is ready, or it takes no messages; or the request is lost.
             MemoryFull: none has room.
         """
         request, covered = self._requests.get(row), views.get(row).covered
         if request is not None and request.void:
+            if request.alone:
+                raise RankDown(request.leases.link.why)
             del self._requests[row]
             request = None
         if request is None:
@@ -189,7 +226,8 @@ class RankSteps(LinkedRanks, BesideSteps):
         """Tell a rank of the queries before ``end``, which are to be put; None where there are none."""
         view, lease, arena = views.get(row), request.lease, self._arenas[request.leases.link]
         places, positions = self._queries.newest_places(row, end, self._method.compressor.window)
-        if not places:
+        record = self._records.get(row)
+        if not places or (self.sends_rows and record is None):
             return None
         lease.sequence += 1
         ask = protocol.Ask(
@@ -198,7 +236,7 @@ class RankSteps(LinkedRanks, BesideSteps):
         )  # fmt: skip
         request.leases.link.say(ask)
         request.asked, self._name = Question(lease.sequence, view.covered, view.own_tokens), view.method
-        return Asked(places, lease.lane, arena.word(lease.sequence))
+        return Asked(places, lease.lane, arena.word(lease.sequence), None if record is None else record.positions)
 
     def _take(self, views: CompressedViews, questions: Sequence[tuple[int, AtRank, Question]]) -> None:
         """Let copies lead to what was chosen for them, where it is there in time."""
@@ -207,8 +245,11 @@ class RankSteps(LinkedRanks, BesideSteps):
             self._settle()
         by_arena: dict[Arena, list[Copy]] = {}
         for row, request, asked in questions:
-            arena, view = self._arenas[request.leases.link], views.get(row)
-            copy = Copy(request.lease.lane, arena.word(asked.sequence), row, asked.covered, asked.keep, view.own[view.sinks :])
+            arena, view, record = self._arenas[request.leases.link], views.get(row), self._records.get(row)
+            copy = Copy(
+                request.lease.lane, arena.word(asked.sequence), row, asked.covered, asked.keep, view.own[view.sinks :],
+                None if record is None else record.positions,
+            )  # fmt: skip
             by_arena.setdefault(arena, []).append(copy)
         for arena, copies in by_arena.items():
             arena.take(copies, self._table, self.buffers, self._patience / len(by_arena))
@@ -229,8 +270,56 @@ class RankSteps(LinkedRanks, BesideSteps):
         for request in self._requests.values():
             request.asked = None
 
+    def made(self, row: int, covered: int, kept: torch.Tensor) -> None:
+        """As :meth:`BesideSteps.made`."""
+        self._records[row] = Record(kept.int().contiguous(), covered)
+
+    def extend(self, row: int, slots: torch.Tensor) -> bool:
+        """As :meth:`BesideSteps.extend`: on the second stream."""
+        request = self._requests.get(row)
+        if request is None or request.void:
+            return False
+        if request.lease.held < len(slots):
+            request.leases.link.wait(0)
+            self._launched = self._side.launch(lambda: self._send(request, slots), (slots,))
+        return request.lease.held >= len(slots)
+
+    def _send(self, request: AtRank, slots: torch.Tensor) -> None:
+        """Send what the rank lacks of a request's tokens in ``slots``, as far as it has room, and places are free."""
+        try:
+            request.leases.extend(request.lease, slots)
+        except (RankDown, MemoryFull) as error:
+            self.missed[str(error)] += 1
+
+    def renewed(self, row: int, covered: int, keep: int) -> NewestRows:
+        """As :meth:`BesideSteps.renewed`."""
+        before = self._records[row]
+        positions, coming = renewed(before.positions, before.covered, covered, keep, self._method.compressor.recent)
+        self._records[row] = Record(positions, covered)
+        return coming
+
+    def holds(self, row: int) -> int:
+        """As :meth:`SendsRows.holds`."""
+        request = self._requests.get(row)
+        return 0 if request is None or request.void or row not in self._records else request.lease.held
+
+    def leave_slots(self, row: int, alone: bool) -> None:
+        """As :meth:`SendsRows.leave_slots`: the second stream reads them."""
+        self._settle()
+        if alone and row in self._requests:
+            self._requests[row].alone = True
+
+    def is_lost(self, row: int) -> bool:
+        """As :meth:`SendsRows.is_lost`."""
+        request = self._requests.get(row)
+        return request is not None and request.alone and request.void
+
     def forget(self, row: int) -> None:
         """As :meth:`BesideSteps.forget`: its rank has room for others."""
+        self._records.pop(row, None)
+        self._leave(row)
+
+    def _leave(self, row: int) -> None:
         request = self._requests.pop(row, None)
         if request is None:
             return
@@ -244,32 +333,6 @@ class RankSteps(LinkedRanks, BesideSteps):
     def forget_all(self) -> None:
         """As :meth:`BesideSteps.forget_all`."""
         self.settle_all()
+        self._records.clear()
         for row in list(self._requests):
-            self.forget(row)
-
-
-class DeviceCounts:
-    """By how much counters on a device have grown, as far as that is known without waiting for it.
-
-    Args:
-        counters: int64 [counters], on the device, in the order of :data:`COUNTERS`.
-    """
-
-    def __init__(self, counters: torch.Tensor):
-        self._counters, self._seen, self._coming = counters, dict.fromkeys(COUNTERS, 0), None
-        self._read = torch.zeros(len(counters), dtype=torch.int64, pin_memory=counters.is_cuda)
-
-    def look(self) -> dict[str, int]:
-        """Since the last time, by name; what the device has not told yet comes later."""
-        if self._counters.is_cuda:
-            if self._coming is not None and not self._coming.query():
-                return dict.fromkeys(COUNTERS, 0)
-            found = None if self._coming is None else self._read.tolist()
-            self._read.copy_(self._counters, non_blocking=True)
-            self._coming = torch.cuda.current_stream().record_event()
-            if found is None:
-                return dict.fromkeys(COUNTERS, 0)
-        else:
-            found = self._counters.tolist()
-        before, self._seen = self._seen, dict(zip(COUNTERS, found))
-        return {name: self._seen[name] - before[name] for name in COUNTERS}
+            self._leave(row)

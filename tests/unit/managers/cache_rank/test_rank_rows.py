@@ -200,7 +200,8 @@ def test_a_full_rank_leaves_the_copy_what_it_is():
     full = Copied(other)
     other.prepare(1, SLOTS[:200], keep_of(200), queries(1, 1), torch.tensor([199]))
     assert other.has_request(1) and not other.has_request(2)
-    assert not other.free_blocks().take(1) and copied.choices.free_blocks().take(1)
+    assert not other.free_blocks().take(1), "no block is free"
+    assert not copied.choices.free_blocks().take(1), "its one lane is taken"
     full.end = 300
     assert not full.prepare() and other.missed["memory-full"] == 1
 

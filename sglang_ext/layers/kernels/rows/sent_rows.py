@@ -1,0 +1,157 @@
+"""Which rows a copy lacks of what was chosen for it, and the way of these into the memory of its GPU."""
+
+import torch
+import triton
+import triton.language as tl
+
+# Of infinity, the bits of a score and one: above those of all scores.
+BEYOND = tl.constexpr(0x7F800001)
+# Beyond all positions.
+NOWHERE = tl.constexpr(0x7FFFFFFF)
+# Places that a program looks at, and rows that one copies, at once.
+LOOKED_AT, COPIED = 1024, 16
+
+
+@triton.jit
+def _fresh(present, first, keep, BLOCK: tl.constexpr):
+    """Which of a head's chosen tokens from ``first`` on the copy lacks."""
+    index = first + tl.arange(0, BLOCK)
+    return (index < keep) & (tl.load(present + index, mask=index < keep, other=1) == 0)
+
+
+@triton.jit(do_not_specialize=("requests", "most", "fresh", "held_row", "steps"))
+def _exchange(
+    chosen, bits, held, present, going, counts, moves, numbers, requests, most, fresh, held_row, steps, HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of a pair of a request what comes, and the places that it takes."""
+    pair, request, pairs = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
+    keep = tl.load(numbers + 2 * request + 1).to(tl.int32)
+    of_chosen = ((pair // HEADS * requests + request) * HEADS + pair % HEADS).to(tl.int64) * most
+    of_pair = (request * pairs + pair).to(tl.int64)
+    chosen, bits, present, going = chosen + of_chosen, bits + of_chosen, present + of_pair * most, going + of_pair * most
+    held += request * held_row.to(tl.int64) + pair * keep
+    gone, coming = 0, 0
+    for first in tl.range(0, keep, BLOCK):
+        place = first + tl.arange(0, BLOCK)
+        inside = place < keep
+        token = tl.load(held + place, mask=inside, other=-1)
+        low = tl.zeros((BLOCK,), tl.int32)
+        high = low + keep
+        for _ in tl.range(0, steps):
+            middle = (low + high) // 2
+            below = tl.load(chosen + middle, mask=inside & (middle < keep), other=NOWHERE) < token
+            low, high = tl.where(below, middle + 1, low), tl.where(below, high, middle)
+        stays = inside & (token >= 0) & (tl.load(chosen + low, mask=inside & (low < keep), other=NOWHERE) == token)
+        tl.store(present + low, tl.full((BLOCK,), 1, tl.int8), mask=stays)
+        goes = (inside & (stays == 0)).to(tl.int32)
+        tl.store(going + gone + tl.cumsum(goes, 0) - 1, place, mask=goes > 0)
+        gone += tl.sum(goes)
+    tl.debug_barrier()
+    for first in tl.range(0, keep, BLOCK):
+        coming += tl.sum(_fresh(present, first, keep, BLOCK).to(tl.int32))
+    # Places are as many as tokens, but for a record that is written meanwhile, of which the answer is not taken.
+    limit = tl.minimum(fresh, gone)
+    last, need = -1, 0
+    if coming > limit:
+        low, high, above = 0, BEYOND, 0
+        while high - low > 1:
+            middle, many = low + (high - low) // 2, 0
+            for first in tl.range(0, keep, BLOCK):
+                index = first + tl.arange(0, BLOCK)
+                score = tl.load(bits + index, mask=index < keep, other=-1)
+                many += tl.sum((_fresh(present, first, keep, BLOCK) & (score >= middle)).to(tl.int32))
+            enough = many >= limit
+            low, high, above = tl.where(enough, middle, low), tl.where(enough, high, middle), tl.where(enough, above, many)
+        last, need = low, limit - above
+    written, equals = 0, 0
+    for first in tl.range(0, keep, BLOCK):
+        index = first + tl.arange(0, BLOCK)
+        comes = _fresh(present, first, keep, BLOCK)
+        score = tl.load(bits + index, mask=index < keep, other=-1)
+        equal = (comes & (score == last)).to(tl.int32)
+        # Of equal scores those of earlier tokens.
+        comes &= (score > last) | ((equal > 0) & (equals + tl.cumsum(equal, 0) <= need))
+        rank = written + tl.cumsum(comes.to(tl.int32), 0) - 1
+        move = moves + (of_pair * fresh + rank) * 2
+        tl.store(move, tl.load(going + rank, mask=comes, other=0), mask=comes)
+        tl.store(move + 1, tl.load(chosen + index, mask=comes, other=0), mask=comes)
+        written, equals = written + tl.sum(comes.to(tl.int32)), equals + tl.sum(equal)
+    tl.store(counts + of_pair, written)
+
+
+@triton.jit(do_not_specialize=("fresh", "table_row", "to_counts", "to_moves", "to_keys", "to_values"))
+def _push_rows(
+    key_table, value_table, like, token_table, counts, moves, numbers, to_counts, to_moves, to_keys, to_values, fresh, table_row,
+    slot_stride, head_stride, HEADS: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Some moves of a pair of a request, and their rows, to its lane."""
+    pair, request, pairs = tl.program_id(0), tl.program_id(2), tl.num_programs(0)
+    KIND: tl.constexpr = like.dtype.element_ty
+    lane, of_pair = tl.load(numbers + 2 * request), (request * pairs + pair).to(tl.int64)
+    count, to_pair = tl.load(counts + of_pair), lane * pairs + pair
+    if tl.program_id(1) == 0:
+        tl.store(to_counts.to(tl.pointer_type(tl.int32)) + to_pair, count)
+    index, dim = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, PADDED_DIM)
+    inside = index < count
+    move, to_move = moves + (of_pair * fresh + index) * 2, to_moves.to(tl.pointer_type(tl.int32)) + (to_pair * fresh + index) * 2
+    place, token = tl.load(move, mask=inside, other=0), tl.load(move + 1, mask=inside, other=0)
+    tl.store(to_move, place, mask=inside)
+    tl.store(to_move + 1, token, mask=inside)
+    slot = tl.load(token_table + request.to(tl.int64) * table_row + token, mask=inside, other=0).to(tl.int64)
+    read = (slot * slot_stride + pair % HEADS * head_stride)[:, None] + dim[None, :]
+    write, seen = ((to_pair * fresh + index) * DIM)[:, None] + dim[None, :], inside[:, None] & (dim < DIM)[None, :]
+    keys = tl.load(key_table + pair // HEADS).to(tl.pointer_type(KIND))
+    tl.store(to_keys.to(tl.pointer_type(KIND)) + write, tl.load(keys + read, mask=seen), mask=seen)
+    values = tl.load(value_table + pair // HEADS).to(tl.pointer_type(KIND))
+    tl.store(to_values.to(tl.pointer_type(KIND)) + write, tl.load(values + read, mask=seen), mask=seen)
+
+
+def exchange(
+    chosen: torch.Tensor, bits: torch.Tensor, held: torch.Tensor, numbers: torch.Tensor, fresh: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What comes of what was chosen for some requests, and which places of their copies it takes: as held_rows.py:exchange says.
+
+    Args:
+        chosen: int32 [layers, requests, kv_heads, most], positions, ascending, of each request as many as it keeps.
+        bits: int32, like ``chosen``: of float32 scores, none of which is below 0. Of more tokens than ``fresh`` those of the highest come.
+        held: int32 [requests, numbers], of which a request's first [layers, kv_heads, keep] are the positions that its copy holds.
+        numbers: int64 [requests, 2], lane and tokens that each head keeps.
+        fresh: tokens that come for a pair at most.
+
+    Returns:
+        int32 [requests, pairs], how many come, and int32 [requests, pairs, fresh, 2], these moves, ascending by position.
+    """
+    layers, requests, heads, most = chosen.shape
+    of_all, device = (requests, layers * heads), chosen.device
+    present = torch.zeros(*of_all, most, dtype=torch.int8, device=device)
+    going = torch.empty(*of_all, most, dtype=torch.int32, device=device)
+    counts = torch.empty(of_all, dtype=torch.int32, device=device)
+    moves = torch.empty(*of_all, fresh, 2, dtype=torch.int32, device=device)
+    _exchange[(layers * heads, requests)](
+        chosen, bits, held, present, going, counts, moves, numbers, requests, most, fresh, held.stride(0), most.bit_length() + 1,
+        HEADS=heads, BLOCK=LOOKED_AT,
+    )  # fmt: skip
+    return counts, moves
+
+
+def push_rows(
+    tables: tuple[torch.Tensor, torch.Tensor], like: torch.Tensor, token_table: torch.Tensor, counts: torch.Tensor, moves: torch.Tensor,
+    numbers: torch.Tensor, targets: tuple[int, int, int, int],
+) -> None:  # fmt: skip
+    """Write moves of some requests, and K and V of their tokens, to an arena.
+
+    Args:
+        tables: int64 [layers] each, addresses of the layers' key and value buffers.
+        like: a key buffer, [slots, kv_heads, dim]; all have its shape, strides and dtype.
+        token_table: int32 [requests, width]; a row leads to the slots of a context.
+        counts, moves: as :func:`exchange` gives them.
+        numbers: as :func:`exchange`'s.
+        targets: addresses of the arena's counts, moves, keys and values, of its first lane.
+    """
+    heads, dim = like.shape[1:]
+    (requests, pairs), fresh = counts.shape, moves.shape[2]
+    _push_rows[(pairs, triton.cdiv(fresh, COPIED), requests)](
+        *tables, like, token_table, counts, moves, numbers, *targets, fresh, token_table.stride(0), like.stride(0), like.stride(1),
+        HEADS=heads, DIM=dim, PADDED_DIM=triton.next_power_of_2(dim), ROWS=COPIED,
+    )  # fmt: skip
