@@ -269,7 +269,7 @@ def _score_chosen(
 ):  # fmt: skip
     """Bits of the scores of some tokens that were chosen for a KV head."""
     head, pair, place = tl.program_id(0), tl.program_id(2), tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-    _, mine, _, length = _of_pair(numbers, pair, first_layer, first_request, requests)
+    _, mine, _, length = of_pair(numbers, pair, first_layer, first_request, requests)
     inside, of_head = place < tl.load(mine + 2), (pair * HEADS + head).to(tl.int64)
     normalizers = _normalizers(tops, masses, of_head, chunks, tl.cdiv(length, CHUNK), GROUP, G)
     token = tl.load(chosen + of_head * most + place, mask=inside, other=0)
