@@ -86,7 +86,7 @@ def check_choose_tokens(device):
         most = max(counts)
         shared = meant, there.key_table, there.keys[0], there.scaling_table
         found = choose_tokens(*shared, asked.contexts(device, False), *part, most).cpu()
-        positions, bits = choose_tokens(*shared, asked.contexts(device, False), *part, most, True).cpu()
+        positions, bits = choose_tokens(*shared, asked.contexts(device, False), *part, most, scored=True).cpu()
         assert choose_tokens(*shared, asked.contexts(device, True), *part) is None
         pointed = torch.tensor_split(asked.targets, torch.tensor(asked.held).cumsum(0)[:-1])
         for layer in range(layers)[part[0]]:

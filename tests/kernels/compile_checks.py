@@ -166,7 +166,7 @@ def check_choice(compiled):
         # Scores in registers of few threads and of as many as there are, and in memory.
         for targets, length in ((torch.zeros(40, dtype=torch.int64), 70), (None, 70), (None, 32768), (None, 40000)):
             asked = Contexts(table, torch.tensor([[1, 70, 40, 0]]), (length,), (4, 32), targets)
-            choose_tokens(torch.zeros(1, 1, 2 * group, dim), addresses, keys, torch.ones(1), asked, one, one, 40, targets is None)
+            choose_tokens(torch.zeros(1, 1, 2 * group, dim), addresses, keys, torch.ones(1), asked, one, one, 40, scored=targets is None)
             for kernel, made in compiled[-3 - (targets is None) :]:
                 about = kernel, dim, group, dtype, length, made.metadata.shared, stack_bytes(made)
                 # A program with 64 scores a thread has few registers beside them.
@@ -184,7 +184,7 @@ def check_coded_choice(compiled):
             assert stack_bytes(compiled[-1][1]) == 0
             asked = Contexts(table, torch.tensor([[1, 70, 40, 0]]), (70,), (4, 32))
             coded = KeyCodes(held.codes, held.words, held.sizes.group)
-            choose_tokens(torch.zeros(1, 1, 2 * group, dim), addresses, keys, torch.ones(1), asked, one, one, 40, coded)
+            choose_tokens(torch.zeros(1, 1, 2 * group, dim), addresses, keys, torch.ones(1), asked, one, one, 40, coded=coded)
             kernel, made = compiled[-3]
             about = dim, group, dtype, bits, made.metadata.shared, stack_bytes(made)
             assert kernel == "_leave_coded_logits" and "m16n8k32.row.col.satfinite.s32.s8.s8.s32" in made.asm["ptx"], about

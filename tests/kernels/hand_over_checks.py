@@ -358,10 +358,10 @@ def rows(device, fresh, dtype, dim, heads=2):
         assert torch.equal(one.cpu(), other)
 
 
-def check_row_rank(device):
-    """A rank with full KV that kernels ask sends the rows that one sends that PyTorch asks."""
+def check_row_rank(device, bits):
+    """A rank with full KV that kernels ask sends the rows that one sends that PyTorch asks, whole ones where it scores by few bits."""
     pair = RowPair(device, torch.float32, keeps=(30, 20), fresh=6)
-    ranks = [rank_of(pair, plain, "current") for plain in (False, True)]
+    ranks = [rank_of(pair, plain, "current", bits) for plain in (False, True)]
     for lane, length in ((0, 100), (1, 40)):
         for first in range(0, length, BLOCK):
             tokens, place = min(BLOCK, length - first), first // BLOCK
@@ -387,7 +387,7 @@ def check_row_rank(device):
             assert all(each.chosen for each in socket.messages[-2:]), socket.messages
         pair.take_rows(number)
         pair.true_records()
-        if device == "cpu":
+        if device == "cpu" and bits == 16:
             pair.same()
         # Else scores that are all but equal may be in another order.
         shared = [(plain[..., :, None] == there.cpu()[..., None, :]).any(-1).float().mean() for _, plain, there in pair.copies]
@@ -399,5 +399,7 @@ def check_hand_over(device):
     """All of them."""
     if device == "cpu":
         without_assembly()
-    for check in (check_keys_and_questions, check_answers, check_waiting, check_rank, check_rows, check_row_rank):
+    for check in (check_keys_and_questions, check_answers, check_waiting, check_rank, check_rows):
         check(device)
+    for bits in (16, 4):
+        check_row_rank(device, bits)

@@ -235,7 +235,7 @@ def coded_choice(shape: Shape, bits: int):
         table, numbers = torch.randperm(70)[:tokens].int()[None], torch.tensor([[0, tokens, count, 0]])
         asked, one = Contexts(table, numbers, (tokens,), (1, 1)), slice(0, 1)
         coded = KeyCodes(held.codes, held.words, held.sizes.group)
-        found = choose_tokens(queries, addresses, keys, torch.tensor([0.1]), asked, one, one, count, coded)[0, 0].long()
+        found = choose_tokens(queries, addresses, keys, torch.tensor([0.1]), asked, one, one, count, coded=coded)[0, 0].long()
         yield from _left_out(found, queries.view(2, shape.group, -1), held.read(0, table[0].long()), tokens, count)
 
 

@@ -139,7 +139,7 @@ def _choice(shape: Shape) -> None:
     for targets in (torch.zeros(40, dtype=torch.int64), None):
         asked, one, scored = Contexts(table, numbers, (70,), (4, 32), targets), slice(0, 1), targets is None
         queries, address = torch.zeros(1, 1, shape.group, shape.dim), torch.tensor([keys.data_ptr()])
-        choose_tokens(queries, address, keys, torch.ones(1), asked, one, one, 40, scored)
+        choose_tokens(queries, address, keys, torch.ones(1), asked, one, one, 40, scored=scored)
 
 
 def _coded_choice(bits: int, shape: Shape) -> None:
@@ -148,7 +148,7 @@ def _coded_choice(bits: int, shape: Shape) -> None:
     held, addresses = CodedKeys(KeySizes(1, 1, shape.dim, shape.dtype, bits), 80), torch.tensor([keys.data_ptr()])
     code_keys(addresses, keys, torch.arange(70), held.codes, held.words, held.sizes.group)
     asked, coded = Contexts(table, torch.tensor([[1, 70, 40, 0]]), (70,), (4, 32)), KeyCodes(held.codes, held.words, held.sizes.group)
-    choose_tokens(torch.zeros(1, 1, shape.group, shape.dim), addresses, keys, torch.ones(1), asked, one, one, 40, coded)
+    choose_tokens(torch.zeros(1, 1, shape.group, shape.dim), addresses, keys, torch.ones(1), asked, one, one, 40, coded=coded)
 
 
 def _copies(shape: Shape) -> None:

@@ -333,6 +333,7 @@ def choose_tokens(
     layers: slice,
     requests: slice,
     most: int = 0,
+    *,
     coded: "KeyCodes | None" = None,
     scored: bool = False,
 ) -> torch.Tensor | None:

@@ -65,7 +65,7 @@ class GpuChoice:
         for layers, requests in shares(len(keys), len(contexts.lengths), pairs):
             queries = self.predictor.predict(read(requests, layers), positions[requests], self.rotary, ahead)
             tables = self.buffers.key_table, keys[0], self.buffers.scaling_table
-            found.append((layers, requests, choose_tokens(queries, *tables, contexts, layers, requests, most, coded, scored)))
+            found.append((layers, requests, choose_tokens(queries, *tables, contexts, layers, requests, most, coded=coded, scored=scored)))
         if contexts.targets is not None:
             return None
         chosen = found[0][2].new_empty(*([2] if scored else []), len(keys), len(contexts.lengths), keys[0].shape[1], most)
