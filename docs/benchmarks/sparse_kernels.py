@@ -1,4 +1,4 @@
-"""A layer's attention through pointers, by parts of a row, and Quest's choice of pages, over their bytes, on a GPU: docs/results/longcot.md.
+"""A layer's attention through pointers, by parts of a row, and Quest's choice of pages, over their bytes: docs/results/longcot.md.
 
     python docs/benchmarks/sparse_kernels.py [--batch 8 16] [--tokens 32768] [--keep 2048] [--after 36]
 

@@ -14,7 +14,7 @@ from msgspec import Meta, Struct
 from sglang_ext.managers.disaggregation.page_hashes import HASH_BYTES
 from sglang_ext.managers.disaggregation.settings import LinkSettings, Name
 
-VERSION = 1
+VERSION = 2
 # Bytes: of a frame's payload, and of a part.
 MOST_FRAME, MOST_PART = 1 << 22, 1 << 28
 # Of a message as libzmq counts it: with what CURVE adds, 33 bytes. It drops the connection of a longer one.
