@@ -26,7 +26,7 @@ ROWS = 8
 class Views:
     """Copies of a quarter; none for requests in ``full``."""
 
-    recent, share, each_round, elsewhere = 0, 0.25, False, None
+    recent, share, each_round, elsewhere, senders = 0, 0.25, False, None, None
 
     def method(self, row):
         anew = {"each_round": self.each_round, "follows_queries": self.each_round, "every": 0}
@@ -34,6 +34,9 @@ class Views:
         return SimpleNamespace(recent=self.recent, shortest=MIN_CONTEXT + self.recent, unit=1, compressor=compressor)
 
     def is_refused(self, row):
+        return False
+
+    def stands(self, row):
         return False
 
     def has_queries(self, row):
