@@ -401,5 +401,5 @@ def check_hand_over(device):
         without_assembly()
     for check in (check_keys_and_questions, check_answers, check_waiting, check_rank, check_rows):
         check(device)
-    for bits in (16, 4):
+    for bits in (16,) if device == "cpu" else (16, 4):
         check_row_rank(device, bits)

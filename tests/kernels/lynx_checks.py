@@ -58,7 +58,7 @@ def pages(layout, noise, even=False):
     return pools, torch.randperm(layout.tokens + 9, generator=noise)[: layout.tokens]
 
 
-def check_page(device, layout, noise, even=False):
+def check_page(device, layout, noise, even=False, where_they_belong=True):
     """Streams of both references, and what is read from them, into slots of pools that stay as they are elsewhere."""
     pools, slots = pages(layout, noise, even)
     there, slots_there = [pool.to(device) for pool in pools], slots.to(device)
@@ -67,7 +67,8 @@ def check_page(device, layout, noise, even=False):
     anchors, residuals = plain.anchors(parts, layout, slots)
     found, rest = kernels.anchors(parts_there, layout, slots_there)
     assert torch.equal(found.cpu(), anchors) and torch.equal(rest.cpu(), residuals), layout
-    check_placed(device, layout, parts_there, slots_there, anchors, residuals)
+    if where_they_belong:
+        check_placed(device, layout, parts_there, slots_there, anchors, residuals)
     wide = plain.exact_residuals(parts, list(anchors), exact, slots)
     found = kernels.exact_residuals(parts_there, list(found), exact, slots_there)
     assert all(torch.equal(a.cpu(), b) for a, b in zip(found, wide, strict=True)), exact
@@ -119,8 +120,9 @@ def check_lynx(device):
             continue
         sizes = FEW if device == "cpu" else SIZES
         for tokens, channels, sinks in sizes if kind == 0 and (dtype == DTYPES[0] or device != "cpu") else sizes[:1]:
-            check_page(device, Layout(tokens, channels, dtype, bits, sinks, short), noise)
-        check_page(device, Layout(96, 24, dtype, bits, 4, short), noise, even=True)
+            # The interpreter is slow: there with one kind of codes and scales.
+            check_page(device, Layout(tokens, channels, dtype, bits, sinks, short), noise, False, device != "cpu" or kind == 0)
+        check_page(device, Layout(96, 24, dtype, bits, 4, short), noise, True, device != "cpu")
     for value in (float("nan"), float("inf"), -1e5):
         layout = Layout(64, 32, torch.bfloat16, sinks=1)
         pools = [torch.randn(64, 32, generator=noise).bfloat16() for _ in range(3)]
