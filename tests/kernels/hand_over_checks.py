@@ -198,6 +198,23 @@ def attach(shape, predictor, bits):
     return Attach(protocol.VERSION, 3, shape, 8, (0.1,) * shape.layers, predictor, 4, 8, turning, bits)
 
 
+def hand_over_contexts(pair, ranks, lengths):
+    """Both ranks take the keys of as many tokens of each lane, with values where these travel."""
+    for lane, length in lengths.items():
+        for first in range(0, length, BLOCK):
+            tokens, place = min(BLOCK, length - first), first // BLOCK
+            slots = pair.table[lane, first : first + tokens].long()
+            number = pair.arena.put_keys(place, pair.there, slots.to(pair.device))
+            pair.plain.put_keys(place, pair.buffers, slots)
+            for rank, _ in ranks:
+                rank._take(protocol.Lease(lane, place, (2 * lane + place,)))
+                rank._take(protocol.Append(2 * lane + place, 0, tokens, place, number))
+        pair.publish()
+        for rank, socket in ranks:
+            rank._answer_next()
+            assert isinstance(socket.messages[-1], protocol.Taken), socket.messages
+
+
 def check_rank(device):
     """A rank that is asked by kernels chooses what one chooses that PyTorch asks: several requests at once, the newest of each alone, with
     windows of one and of two, and more than a block of keys, as they are and in few bits."""
@@ -205,19 +222,7 @@ def check_rank(device):
         pair = Pair(device, torch.float32, dim=dim)
         ranks = [rank_of(pair, plain, predictor, bits) for plain in (False, True)]
         lengths, keeps = {0: 100, 1: 40}, {0: 30, 1: 20}
-        for lane, length in lengths.items():
-            for first in range(0, length, BLOCK):
-                tokens, place = min(BLOCK, length - first), first // BLOCK
-                slots = pair.table[lane, first : first + tokens].long()
-                number = pair.arena.put_keys(place, pair.there, slots.to(pair.device))
-                pair.plain.put_keys(place, pair.buffers, slots)
-                for rank, _ in ranks:
-                    rank._take(protocol.Lease(lane, place, (2 * lane + place,)))
-                    rank._take(protocol.Append(2 * lane + place, 0, tokens, place, number))
-            pair.publish()
-            for rank, socket in ranks:
-                rank._answer_next()
-                assert isinstance(socket.messages[-1], protocol.Taken), socket.messages
+        hand_over_contexts(pair, ranks, lengths)
         for number in (1, 2):
             pair.publish(([3 + number], 0, number), ([5, 1 + number], 1, number))
             for rank, socket in ranks:
@@ -362,18 +367,7 @@ def check_row_rank(device, bits):
     """A rank with full KV that kernels ask sends the rows that one sends that PyTorch asks, whole ones where it scores by few bits."""
     pair = RowPair(device, torch.float32, keeps=(30, 20), fresh=6)
     ranks = [rank_of(pair, plain, "current", bits) for plain in (False, True)]
-    for lane, length in ((0, 100), (1, 40)):
-        for first in range(0, length, BLOCK):
-            tokens, place = min(BLOCK, length - first), first // BLOCK
-            slots = pair.table[lane, first : first + tokens].long()
-            number = pair.arena.put_keys(place, pair.there, slots.to(pair.device))
-            pair.plain.put_keys(place, pair.buffers, slots)
-            for rank, _ in ranks:
-                rank._take(protocol.Lease(lane, place, (2 * lane + place,)))
-                rank._take(protocol.Append(2 * lane + place, 0, tokens, place, number))
-        pair.publish()
-        for rank, socket in ranks:
-            rank._answer_next()
+    hand_over_contexts(pair, ranks, {0: 100, 1: 40})
     for number in (1, 2, 3):
         asked = [Asked([number + lane], lane, pair.arena.word(number)) for lane in range(2)]
         for arena, queries, kind in ((pair.arena, pair.queries.to(pair.device), 2), (pair.plain, pair.queries, 1)):

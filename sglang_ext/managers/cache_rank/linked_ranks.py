@@ -99,7 +99,7 @@ class LinkedRanks:
         if not ready:
             raise RankDown(self.links[0].why)
         for link in ready:
-            if link not in self._leases or self._leases[link].epoch != link.epoch:
+            if self._current(link) is None:
                 self._leases[link] = KeyLeases(link, self.buffers)
         return max((self._leases[link] for link in ready), key=lambda each: (each.free_lanes > 0, each.free_blocks))
 

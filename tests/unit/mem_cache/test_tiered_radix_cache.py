@@ -491,8 +491,7 @@ def test_who_writes_beside_loads_is_told_of_their_slots_before_and_once_they_are
     node = world.node(A)
     assert world.offload(node) == len(A)
     world.kv.fill_(-1)
-    load = world.cache.reloads.load_back([node])
-    load.synchronize()
+    (load := world.cache.reloads.load_back([node])).synchronize()
     assert len(told) == 1, "rows may not lead there yet"
     world.cache.reloads.finish(load)
     assert told == [(node.value.tolist(), [-1] * len(A)), (node.value.tolist(), kv_of(A).tolist())]
