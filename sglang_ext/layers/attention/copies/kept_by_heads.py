@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from sglang_ext.layers.attention.copies.copy_decode import CopyDecode, cut
+from sglang_ext.layers.attention.copies.copy_decode import EXACT_PARTS, CopyDecode, cut
 from sglang_ext.layers.kernels.pointer_decode import pointer_decode
 from sglang_ext.layers.kernels.uneven_decode import uneven_decode
 from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells
@@ -152,11 +152,9 @@ def cut_pointers(rows: int, busy: int = CopyDecode.busy) -> tuple[int, int]:
 
     Found on an H100, 2,048 pointers of each head, 36 tokens after them: of 64 rows 7 and 1 take .89 of the time of 4 and 4, of 128 rows 1.10.
     """
-    copy, exact = cut(rows, busy)
-    if rows * (copy + exact) <= busy:
-        parts, exact = copy + exact, min(exact, (copy + exact) // 8)
-        copy = parts - exact
-    return copy, exact
+    parts = sum(cut(rows, busy))
+    exact = min(EXACT_PARTS, parts // 8) if rows * parts <= busy else EXACT_PARTS
+    return parts - exact, exact
 
 
 class PointerDecode(CopyDecode):
