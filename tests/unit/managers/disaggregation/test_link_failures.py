@@ -282,7 +282,8 @@ def test_a_peer_with_other_settings_or_version_is_refused_by_name(ends, tmp_path
     assert "page_size is 256 at the receiver and 128 at the sender; install the same" in listener.reasons[1]
     with pytest.raises(LinkError, match="page_size is 256 at the receiver"):
         link.open(2, shape(1), listener)
-    assert "protocol is 1 at the receiver and 2 at the sender" in ends.raw(server.endpoint).hello(protocol=2).reason
+    ours, theirs = wire.VERSION, wire.VERSION + 1
+    assert f"protocol is {ours} at the receiver and {theirs} at the sender" in ends.raw(server.endpoint).hello(protocol=theirs).reason
     assert "page_size is 256" in caplog.text
 
 
