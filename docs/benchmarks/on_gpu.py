@@ -1,0 +1,180 @@
+"""The checks and figures that want a GPU, by name, each with a time limit and a log: docs/benchmarks.md.
+
+    python docs/benchmarks/on_gpu.py STEP [STEP ...] [--out FOLDER] [--model FOLDER]
+    python docs/benchmarks/on_gpu.py --list
+
+Steps run one after the other; those joined by + at once, which suits checks and nothing that is timed. What a step prints goes to
+FOLDER/STEP.log, and its end to the screen; FOLDER/STEP.json holds its figures where it writes some. One that fails or takes too long does
+not stop the next; the exit code is 1 then. Servers have the shapes of Qwen3-8B and random weights, unless --model names others.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+# Lines of a log that are shown.
+SHOWN = 30
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 262144,
+    "rms_norm_eps": 1e-6, "rope_theta": 1000000, "hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "bos_token_id": 151643, "eos_token_id": 151645,
+}  # fmt: skip
+DUMMY = "--load-format dummy --skip-tokenizer-init --attention-backend flashinfer"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command.
+
+    Attributes:
+        command: words of a shell; ``{model}`` is the folder of shapes, ``{out}`` where figures go, without an ending.
+        limit: seconds.
+        gpus: that it needs.
+    """
+
+    command: str
+    limit: int
+    gpus: int = 1
+
+
+def _longcot(batch: int, more: str = "") -> str:
+    server = (
+        f"{DUMMY} --cuda-graph-bs {batch} --max-running-requests {batch} --mem-fraction-static 0.9 --chunked-prefill-size 8192 "
+        f"--max-total-tokens {34100 * batch} --context-length 40000 --disable-prefill-cuda-graph{more}"
+    )
+    return (
+        f"python -m sglang_ext.bench longcot --model {{model}} --mode lossy --load {batch}:32768:2048,{batch}:2048:2048 --output-len 64,256 "
+        f"--json {{out}}.json --server-arg='{server}'"
+    )
+
+
+def _transfer(rate: int, tokens: str) -> str:
+    server = f"{DUMMY} --chunked-prefill-size 8192 --sleep-on-idle --context-length 140000"
+    return (
+        f"python -m sglang_ext.bench transfer --model {{model}} --method lynx,int8 --link-gbps {rate} --context-len {tokens} --prompts 1 "
+        "--repeats 2 --output-len 64 --at-once 2 --draft-arg='--kv-bench-acceptance 0.99' --decode-arg='--base-gpu-id 1' "
+        f"--json {{out}}.json --server-arg='{server}'"
+    )
+
+
+def _tests(names: str) -> str:
+    return f"python -m pytest -x -q -p no:cacheprovider {names}"
+
+
+def _checks(names: str) -> str:
+    return f"python tests/kernels/kernel_checks.py {names}"
+
+
+def _jobs(rate: int) -> str:
+    server = f"{DUMMY} --chunked-prefill-size 8192 --sleep-on-idle --context-length 20000"
+    return (
+        f"python -m sglang_ext.bench jobs --model {{model}} --method raw,hack4 --link-gbps {rate} --context-len 16384 --output-len 160 --jobs 16 "
+        f"--decode-arg='--base-gpu-id 1' --json {{out}}.json --server-arg='{server}'"
+    )
+
+
+STEPS = {
+    "choosing": Step(_checks("choosing"), 150),
+    "lynx": Step(_checks("lynx"), 200),
+    "rows": Step(_checks("hand_over coded_keys pointers"), 150),
+    "prefill-checks": Step(_checks("prefill"), 120),
+    "integers": Step(_checks("integer_gluon integer_decode integer_switches packed_backend"), 150),
+    "spade": Step(_tests("tests/gpu/test_gpu_spade.py"), 600),
+    "ranks": Step(_tests("tests/gpu/test_gpu_cache_ranks.py"), 600),
+    "links": Step(_tests("tests/gpu/test_gpu_links.py"), 120),
+    "link-rate": Step(
+        "for codec in raw int8 exact; do python docs/benchmarks/backend_rate.py --reference $codec --device cuda --dtype bfloat16 --layers 36 "
+        "--heads 8 --dim 128 --mib 2048; done", 150,
+    ),
+    "prefill": Step("python docs/benchmarks/prefill_tiles.py --forms 4:64 4:128 --tiles 64,4,3 128,8,2", 240),
+    "attention": Step("python -m sglang_ext.bench attention --contexts 32768 --batch 8,16 --prefill 0 --bits 2 --json {out}.json", 240),
+    "attention-short": Step(
+        "python -m sglang_ext.bench attention --contexts 2048,8192 --batch 8 --prefill 2048 --bits 4 --partition 32,64,128 --json {out}.json", 240,
+    ),
+    "choices": Step("python docs/benchmarks/selection_speed.py --batch 16 --every 1 2 4", 200),
+    "choices-8": Step("python docs/benchmarks/selection_speed.py --batch 8 --every 1 2 4", 150),
+    "sparse": Step("python docs/benchmarks/sparse_kernels.py", 100),
+    "longcot": Step(_longcot(16) + " --method stock,spade --select-every 2,4,1", 600),
+    "longcot-codes": Step(_longcot(16, " --kv-score-bits 8") + " --method spade --select-every 1,2", 400),
+    "longcot-8": Step(_longcot(8) + " --method stock,spade --select-every 2,4,1", 600),
+    "longcot-8-codes": Step(_longcot(8, " --kv-score-bits 8") + " --method spade --select-every 1,2", 400),
+    "longcot-ranks": Step(_longcot(16) + " --method stock,spade-ranks --pack-layers 6", 500, 2),
+    "transfer-25": Step(_transfer(25, "32768,65536"), 400, 2),
+    "transfer-10": Step(_transfer(10, "131072"), 400, 2),
+    "transfer-50": Step(_transfer(50, "32768,131072"), 400, 2),
+    "jobs-10": Step(_jobs(10), 400, 2),
+    "jobs-40": Step(_jobs(40), 400, 2),
+}  # fmt: skip
+
+
+def run(name: str, options: argparse.Namespace) -> bool:
+    """Run one step; whether it ended well."""
+    step, log, begun = STEPS[name], options.out / f"{name}.log", time.monotonic()
+    command = step.command.format(model=shlex.quote(str(options.model)), out=shlex.quote(str(options.out / name)))
+    path = [str(ROOT), *(str(ROOT / "tests" / each) for each in ("kernels", "support")), os.environ.get("PYTHONPATH", "")]
+    with log.open("w") as file:
+        file.write(f"$ {command}\n")
+        file.flush()
+        process = subprocess.Popen(
+            ["bash", "-c", command], stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))},
+        )  # fmt: skip
+        try:
+            ended = f"exit code {process.wait(step.limit)}"
+        except subprocess.TimeoutExpired:
+            ended = f"stopped after its limit of {step.limit} s"
+            os.killpg(process.pid, signal.SIGTERM)
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+    last = "\n".join(log.read_text(errors="replace").splitlines()[-SHOWN:])
+    print(f"== {name}: {ended}, {time.monotonic() - begun:.0f} s\n{last}", flush=True)
+    return ended == "exit code 0"
+
+
+def shapes(folder: Path) -> Path:
+    """A folder with what a server with random weights reads of a model."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+def main() -> None:
+    """Run the steps that the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("steps", nargs="*", metavar="STEP", help="+ joins those that run at once")
+    parser.add_argument("--list", action="store_true", help="print names, limits and commands, and run nothing")
+    parser.add_argument("--out", type=Path, default=Path("on-gpu"), help="of logs and figures (default: %(default)s)")
+    parser.add_argument("--model", type=Path, help="config.json of the shapes of servers (default: Qwen3-8B's)")
+    options = parser.parse_args()
+    if options.list:
+        for name, step in STEPS.items():
+            print(f"{name:16} {step.gpus} GPU{'s' * (step.gpus > 1)}, {step.limit} s: {step.command}")
+        return
+    groups = [group.split("+") for group in options.steps]
+    unknown = sorted({name for group in groups for name in group} - set(STEPS))
+    if unknown or not groups:
+        parser.error(f"unknown steps {', '.join(unknown)}" if unknown else "no step is named; --list tells which there are")
+    options.out.mkdir(parents=True, exist_ok=True)
+    options.out = options.out.resolve()
+    options.model = options.model.resolve() if options.model else shapes(options.out / "shapes")
+    well = []
+    for group in groups:
+        with ThreadPoolExecutor(len(group)) as together:
+            well += together.map(lambda name: run(name, options), group)
+    sys.exit(not all(well))
+
+
+if __name__ == "__main__":
+    main()
