@@ -7,7 +7,6 @@ from sglang_ext.managers.disaggregation.progressive.page_codec import PageCodec,
 from sglang_ext.managers.disaggregation.progressive.pool_buffers import AuxRecords, PoolBuffers
 from sglang_ext.managers.disaggregation.queries import TravelingQueries
 from sglang_ext.managers.disaggregation.room_state import Expected
-from sglang_ext.managers.disaggregation.settings import LinkError
 from sglang_ext.managers.disaggregation.wire import LayerRange, PageHeader, RoomShape, Stream
 
 
@@ -60,8 +59,11 @@ class ReceivedRoom:
         self._codec, self._pool, self._aux, self._aux_index = codec, pool, aux, aux_index
         self._layers, self._pages, self._hashes, self._told = layers, pages, tuple(hashes), told
         self._traveling, self.queries = traveling, b""
-        # Of pages whose residual has not come: it says little without the anchor.
+        # Of pages whose residual has not come: it says little without the anchor. Residuals of pages whose anchor comes once more, as its
+        # bytes were changed on the way: a sender has sent them by then.
         self._anchors: dict[int, memoryview] = {}
+        self._residuals: dict[int, memoryview] = {}
+        self._here: set[Stream] = set() if pages else {Stream.ANCHOR}
         self.anchor_ready = self.complete = False
         self.failure: str | None = None
         self.size = 0
@@ -88,22 +90,21 @@ class ReceivedRoom:
                 self._traveling.parse(self.queries)
             return
         self.size += len(payload)
+        of_page, others = (self._anchors, self._residuals) if header.stream is Stream.ANCHOR else (self._residuals, self._anchors)
+        if self._codec.has_residual:
+            of_page[header.page] = payload
         page = self._pages[header.page]
-        if header.stream is Stream.ANCHOR:
-            if self._codec.has_residual:
-                self._anchors[header.page] = payload
+        if header.page in others:
+            with self._pool.current():
+                self._codec.write_residual(page, self._layers, self._anchors.pop(header.page), self._residuals.pop(header.page))
+        elif header.stream is Stream.ANCHOR:
             with self._pool.current():
                 self._codec.write_anchor(page, self._layers, payload)
-        else:
-            anchor = self._anchors.pop(header.page, None)
-            if anchor is None:
-                raise LinkError(f"the residual of page {header.page} came before its anchor; install the same version on both sides")
-            with self._pool.current():
-                self._codec.write_residual(page, self._layers, anchor, payload)
 
     def arrived(self, stream: Stream) -> None:
-        """Of the link: all parts of a stream were written; the auxiliary record goes after the anchors."""
-        if stream is Stream.AUX:
+        """Of the link: all parts of a stream were written; an anchor that comes once more may do so after the auxiliary record."""
+        self._here.add(stream)
+        if not self.anchor_ready and {Stream.ANCHOR, Stream.AUX} <= self._here:
             self._pool.written()
             self.anchor_ready = True
             self._told.anchor_arrived()
