@@ -9,7 +9,7 @@
     send_queue.py     the sender's rooms: what goes next
     connection.py     one connection until it breaks, as each end knows it
     link.py           the sender's end: a thread that goes from connection to connection
-    room_state.py     one room of the receiver: what has arrived, checked and written
+    room_state.py     the receiver's rooms: what of each has arrived, checked and written, until its end
     assembly.py       parts of pages put together from frames
     link_server.py    the receiver's end: a thread that reads all links, and one that writes
     link_metrics.py   what either end tells on /metrics

@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -22,7 +22,7 @@ from sglang_ext.managers.disaggregation.connection import Peer, Unfollowed
 from sglang_ext.managers.disaggregation.endpoints import LinkKeys, check_endpoint, listen
 from sglang_ext.managers.disaggregation.limits import LinkLimits
 from sglang_ext.managers.disaggregation.link_metrics import LinkMetrics, carried
-from sglang_ext.managers.disaggregation.room_state import Expected, IncomingRoom, Sink
+from sglang_ext.managers.disaggregation.room_state import Expected, IncomingRoom, IncomingRooms, Sink
 from sglang_ext.managers.disaggregation.settings import LinkError, LinkSettings, refusal, version_refusal
 from sglang_ext.managers.disaggregation.wire import MOST_ACKS, PageHeader, RoomShape
 
@@ -65,10 +65,9 @@ class LinkServer:
         self._socket, self._zap = listen(self._context, endpoint, keys)
         self.endpoint = self._socket.last_endpoint.rstrip(b"\0").decode()
         self._wake: int | None = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        # The lock guards what other threads change; no sink is called under it.
+        # Guards what wakes the thread.
         self._lock = threading.Lock()
-        self._rooms: dict[int, IncomingRoom] = {}
-        self._finished: OrderedDict[tuple[bytes, int], None] = OrderedDict()
+        self._rooms = IncomingRooms(self.endpoint, limits.finished_rooms, self._note, metrics)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="kv-checksums")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="kv-writes")
         # Of parts that the writer is through with: whose, and what the sender is told; nothing where their room has ended.
@@ -89,29 +88,14 @@ class LinkServer:
         Raises:
             LinkError: it is registered, or the server is closed.
         """
-        with self._lock:
-            if self._closing:
-                raise LinkError(f"{self.endpoint} takes no rooms: it is closed")
-            if room in self._rooms:
-                raise LinkError(f"room {room} is registered; abort it before it is received anew")
-            self._rooms[room] = IncomingRoom(room, expected, sink)
-            self._metrics.add_rooms(1)
+        self._rooms.register(room, expected, sink)
 
     def abort(self, room: int) -> None:
         """Take no more of a room. Once this returns, its sink is not called: what it writes to may be given to others.
 
         It waits for a call of the sink that is under way; so hold no lock that the sink takes. Nothing where the room has ended.
         """
-        with self._lock:
-            state = self._rooms.get(room)
-            if state is None:
-                return
-            self._drop(state)
-        state.abort()
-        if state.link is not None:
-            with self._lock:
-                self._notes.append((state.link, wire.Ended(room, "the receiver aborted it")))
-                self._notify()
+        self._rooms.abort(room)
 
     @property
     def rooms(self) -> int:
@@ -120,11 +104,18 @@ class LinkServer:
 
     def close(self, timeout: float = 5.0) -> None:
         """End all rooms and the thread, waiting for it at most ``timeout`` seconds."""
+        self._rooms.close()
         with self._lock:
             self._closing = True
             self._notify()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout)
+
+    def _note(self, link: bytes, note: wire.Ended) -> None:
+        """From any thread: say that to a sender."""
+        with self._lock:
+            self._notes.append((link, note))
+            self._notify()
 
     def _notify(self) -> None:
         """Under the lock: wake the thread, if it has not ended."""
@@ -138,11 +129,9 @@ class LinkServer:
         except Exception:
             logger.exception("the links of %s ended; rooms on them fail", self.endpoint)
             reason = "an internal error ended the receiver's links; the log has it"
-        with self._lock:
-            self._closing = True
-            rooms = list(self._rooms.values())
-        for room in rooms:
-            self._fail(room, reason)
+        self._closing = True
+        for room in self._rooms.close():
+            self._rooms.fail(room, reason)
         for address in list(self._peers):
             self._forget(address)
         self._context.destroy(0)
@@ -247,11 +236,7 @@ class LinkServer:
         self._say(address, wire.Welcome(self._limits.window_bytes))
 
     def _open(self, peer: Peer, room: int, shape: RoomShape) -> None:
-        with self._lock:
-            state = self._rooms.get(room)
-            if state is not None and state.link is None:
-                state.link = peer.link
-            finished = (peer.link, room) in self._finished
+        state, finished = self._rooms.open(room, peer.link)
         if state is None and finished:
             self._say(peer.address, wire.Have.all_of(room, shape))
         elif state is None:
@@ -259,15 +244,15 @@ class LinkServer:
         elif state.link != peer.link:
             self._say(peer.address, wire.Ended(room, "another sender opened it before"))
         elif shape != state.expected.shape:
-            self._fail(state, f"the sender announces {shape}; expected is {state.expected.shape}")
+            self._rooms.fail(state, f"the sender announces {shape}; expected is {state.expected.shape}")
         else:
             self._say(peer.address, state.have())
-            self._finish(state)
+            self._rooms.finish(state)
 
     def _cancel(self, peer: Peer, room: int, reason: str) -> None:
         state = self._rooms.get(room)
         if state is not None and state.link in (None, peer.link):
-            self._fail(state, f"the sender ended it: {reason}", tell=False)
+            self._rooms.fail(state, f"the sender ended it: {reason}", tell=False)
 
     def _frame(self, peer: Peer, frame: wire.Frame, payload: memoryview) -> None:
         peer.take(len(payload))
@@ -281,7 +266,7 @@ class LinkServer:
         try:
             self._part(peer, state, frame, payload)
         except LinkError as error:
-            self._fail(state, str(error))
+            self._rooms.fail(state, str(error))
         self._grant_if_much(peer)
 
     def _part(self, peer: Peer, state: IncomingRoom, frame: wire.Frame, payload: memoryview) -> None:
@@ -307,12 +292,12 @@ class LinkServer:
                 told = wire.Again(state.number, header.stream, number)
             elif state.write(number, header, whole.content):
                 told = wire.Acked(state.number, header.stream, number)
-                self._finish(state)
+                self._rooms.finish(state)
         except LinkError as error:
-            self._fail(state, str(error))
+            self._rooms.fail(state, str(error))
         except Exception:
             logger.exception("a part of room %d cannot be written", state.number)
-            self._fail(state, "an internal error ended it; the receiver's log has it")
+            self._rooms.fail(state, "an internal error ended it; the receiver's log has it")
         with self._lock:
             self._through.append((peer, header, told))
             self._notify()
@@ -339,37 +324,7 @@ class LinkServer:
         if state.may_repeat(again.stream, again.part, self._limits.repeats):
             self._say(peer.address, again)
         else:
-            self._fail(state, f"{header.stream} of page {header.page} came with a wrong checksum {self._limits.repeats + 1} times")
-
-    def _finish(self, state: IncomingRoom) -> None:
-        try:
-            finished = state.finish()
-        except LinkError:
-            logger.exception("room %d is complete, and its sink could not be told", state.number)
-            finished = True
-        if finished:
-            with self._lock:
-                self._drop(state)
-                self._finished[state.link, state.number] = None
-                while len(self._finished) > self._limits.finished_rooms:
-                    self._finished.popitem(last=False)
-
-    def _fail(self, state: IncomingRoom, reason: str, tell: bool = True) -> None:
-        with self._lock:
-            self._drop(state)
-            if tell and state.link is not None:
-                self._notes.append((state.link, wire.Ended(state.number, reason[:2048])))
-                self._notify()
-        try:
-            state.fail(reason)
-        except LinkError:
-            logger.exception("room %d failed (%s), and its sink could not be told", state.number, reason)
-
-    def _drop(self, state: IncomingRoom) -> None:
-        """Under the lock; another room of that number may have been registered since."""
-        if self._rooms.get(state.number) is state:
-            del self._rooms[state.number]
-            self._metrics.add_rooms(-1)
+            self._rooms.fail(state, f"{header.stream} of page {header.page} came with a wrong checksum {self._limits.repeats + 1} times")
 
     def _grant_if_much(self, peer: Peer) -> None:
         if GRANTS * peer.ungranted > self._limits.window_bytes or len(peer.acked) >= MOST_ACKS:
@@ -398,10 +353,8 @@ class LinkServer:
         gone = {link for link, heard in self._heard.items() if now - heard > self._limits.resume_seconds}
         if not gone:
             return
-        with self._lock:
-            left = [state for state in self._rooms.values() if state.link in gone]
-        for state in left:
-            self._fail(state, f"its sender is silent for {self._limits.resume_seconds:g} s", tell=False)
+        for state in self._rooms.of(gone):
+            self._rooms.fail(state, f"its sender is silent for {self._limits.resume_seconds:g} s", tell=False)
         for link in gone:
             del self._heard[link]
             if link in self._links:

@@ -1,12 +1,19 @@
-"""One room of the receiver: what is expected, what has come, and that nothing is written once it was aborted."""
+"""The receiver's rooms: of one what is expected, what has come, and that nothing is written once it was aborted; and all of them, from
+registration to end.
+"""
 
+import logging
 import threading
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from sglang_ext.managers.disaggregation.link_metrics import LinkMetrics
 from sglang_ext.managers.disaggregation.settings import LinkError
-from sglang_ext.managers.disaggregation.wire import MOST_PART, Have, PageHeader, RoomShape, Stream
+from sglang_ext.managers.disaggregation.wire import MOST_PART, Ended, Have, PageHeader, RoomShape, Stream
+
+logger = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
@@ -54,7 +61,7 @@ class IncomingRoom:
 
     Attributes:
         number: of the room.
-        link: of the sender that opened it; None until then. The server sets it.
+        link: of the sender that opened it; None until then. ``IncomingRooms`` sets it.
         ended: whether it takes no more.
     """
 
@@ -147,3 +154,105 @@ class IncomingRoom:
             function(*arguments)
         except Exception as error:  # A sink is the caller's: its error ends the room, not the thread of all links.
             raise LinkError(f"the sink's {function.__name__} raised {error!r}") from error
+
+
+class IncomingRooms:
+    """All rooms of one receiver. Any thread; no sink is called under the lock.
+
+    Args:
+        endpoint: the receiver's, which errors name.
+        finished: rooms that are remembered, for senders that missed the last acknowledgement.
+        tell: says to the sender of a link that a room has ended; from any thread, so it must not wait.
+        metrics: told how many there are.
+    """
+
+    def __init__(self, endpoint: str, finished: int, tell: Callable[[bytes, Ended], None], metrics: LinkMetrics) -> None:
+        self._endpoint, self._most_finished, self._tell, self._metrics = endpoint, finished, tell, metrics
+        self._lock = threading.Lock()
+        self._rooms: dict[int, IncomingRoom] = {}
+        self._finished: OrderedDict[tuple[bytes, int], None] = OrderedDict()
+        self._closed = False
+
+    def __len__(self) -> int:
+        """Those that have not ended."""
+        return len(self._rooms)
+
+    def get(self, number: int) -> IncomingRoom | None:
+        """One that has not ended."""
+        return self._rooms.get(number)
+
+    def register(self, number: int, expected: Expected, sink: Sink) -> None:
+        """Take a room from whichever sender opens it first.
+
+        Raises:
+            LinkError: it is registered, or the receiver is closed.
+        """
+        with self._lock:
+            if self._closed:
+                raise LinkError(f"{self._endpoint} takes no rooms: it is closed")
+            if number in self._rooms:
+                raise LinkError(f"room {number} is registered; abort it before it is received anew")
+            self._rooms[number] = IncomingRoom(number, expected, sink)
+            self._metrics.add_rooms(1)
+
+    def open(self, number: int, link: bytes) -> tuple[IncomingRoom | None, bool]:
+        """The sender of a link asks for a room, and has it where it is the first: the room, if it has not ended, and whether all of it
+        was there when it ended for this sender."""
+        with self._lock:
+            room = self._rooms.get(number)
+            if room is not None and room.link is None:
+                room.link = link
+            return room, (link, number) in self._finished
+
+    def abort(self, number: int) -> None:
+        """Take no more of a room; once this returns its sink is not called. It waits for a call that is under way."""
+        with self._lock:
+            room = self._rooms.get(number)
+            if room is None:
+                return
+            self._drop(room)
+        room.abort()
+        if room.link is not None:
+            self._tell(room.link, Ended(number, "the receiver aborted it"))
+
+    def finish(self, room: IncomingRoom) -> None:
+        """End a room if all of it is there."""
+        try:
+            finished = room.finish()
+        except LinkError:
+            logger.exception("room %d is complete, and its sink could not be told", room.number)
+            finished = True
+        if finished:
+            with self._lock:
+                self._drop(room)
+                self._finished[room.link, room.number] = None
+                while len(self._finished) > self._most_finished:
+                    self._finished.popitem(last=False)
+
+    def fail(self, room: IncomingRoom, reason: str, tell: bool = True) -> None:
+        """End a room, and with ``tell`` say so to its sender."""
+        with self._lock:
+            self._drop(room)
+        if tell and room.link is not None:
+            self._tell(room.link, Ended(room.number, reason[:2048]))
+        try:
+            room.fail(reason)
+        except LinkError:
+            logger.exception("room %d failed (%s), and its sink could not be told", room.number, reason)
+
+    def of(self, links: Collection[bytes]) -> list[IncomingRoom]:
+        """Those that senders of these links opened."""
+        with self._lock:
+            return [room for room in self._rooms.values() if room.link in links]
+
+    def close(self) -> list[IncomingRoom]:
+        """Take no more; those that are left."""
+        with self._lock:
+            self._closed = True
+            return list(self._rooms.values())
+
+    def _drop(self, room: IncomingRoom) -> None:
+        """Under the lock; another room of that number may have been registered since."""
+        if self._rooms.get(room.number) is room:
+            del self._rooms[room.number]
+            self._metrics.add_rooms(-1)
