@@ -6,7 +6,7 @@
     limits.py         sizes and times of a link
     endpoints.py      where links listen, what killed servers left there, and the keys of links between machines
     pacing.py         a token bucket
-    send_queue.py     the sender's rooms: what goes next
+    send_queue.py     the sender's rooms: what goes next, and who is told
     connection.py     one connection until it breaks, as each end knows it
     link.py           the sender's end: a thread that goes from connection to connection
     room_state.py     the receiver's rooms: what of each has arrived, checked and written, until its end

@@ -21,7 +21,7 @@ from sglang_ext.managers.disaggregation.endpoints import LinkKeys, check_endpoin
 from sglang_ext.managers.disaggregation.limits import LinkLimits
 from sglang_ext.managers.disaggregation.link_metrics import LinkMetrics, Waits, carried
 from sglang_ext.managers.disaggregation.pacing import TokenBucket
-from sglang_ext.managers.disaggregation.send_queue import OutgoingRoom, Part, SendListener, SendQueue
+from sglang_ext.managers.disaggregation.send_queue import SOON, Listeners, OutgoingRoom, Part, SendListener, SendQueue
 from sglang_ext.managers.disaggregation.settings import LinkError, LinkSettings
 from sglang_ext.managers.disaggregation.wire import FRAME_OVERHEAD, RoomShape, Stream
 
@@ -33,8 +33,6 @@ TURN = 32
 MOST_CANCELS = 4096
 # Seconds: between looks at the clock, before a connection is tried again, and for the last words of a link that closes.
 LOOK, PAUSE, LAST_WORDS = 0.05, 0.1, 0.2
-# Between looks at whether libzmq still reads the bytes of a room that ended.
-SOON = 0.002
 
 
 class Link:
@@ -74,7 +72,7 @@ class Link:
         self._queue = SendQueue(settings.codec, settings.tp_rank)
         self._unopened: list[int] = []
         self._cancels: deque[tuple[int, str]] = deque(maxlen=MOST_CANCELS)
-        self._ending: list[tuple[OutgoingRoom, str | None]] = []
+        self._listeners = Listeners(endpoint)
         self._refusal: str | None = None
         self._closing = False
         # Of the thread alone.
@@ -164,7 +162,7 @@ class Link:
         """Under the lock: a room takes no more; the thread tells its listener when its bytes are not read any more."""
         ended = self._queue.end(room)
         if ended is not None:
-            self._ending.append((ended, reason))
+            self._listeners.end(ended, reason)
             self._metrics.add_rooms(-1)
 
     def _run(self) -> None:
@@ -180,7 +178,7 @@ class Link:
                 self._end(room, self._refusal or "this side closed the link")
         # Sockets are closed: what libzmq still reads it reads for a moment.
         self._context.destroy(0)
-        self._tell_ended(wait=True)
+        self._listeners.tell_ended(LAST_WORDS)
         with self._lock:
             os.close(self._wake)
             self._wake = None
@@ -210,7 +208,7 @@ class Link:
             self._receiver.leave()
         if not self._closing and not self._refusal:
             self._look(None, time.monotonic())
-            self._tell_ended()
+            self._listeners.tell_ended()
             time.sleep(PAUSE)
 
     def _serve(self, connection: Connection) -> None:
@@ -229,14 +227,14 @@ class Link:
                 self._look(connection, now)
                 looked = now
             wait = self._send_turn(connection)
-            ready = dict(poller.poll(math.ceil(1000 * min(wait, SOON if self._ending else LOOK))))
+            ready = dict(poller.poll(math.ceil(1000 * min(wait, SOON if self._listeners.waiting else LOOK))))
             if self._wake in ready:
                 os.eventfd_read(self._wake)
             if connection.socket in ready:
                 self._read_turn(connection)
             if connection.monitor in ready:
                 connection.read_event()
-            self._tell_ended()
+            self._listeners.tell_ended()
 
     def _send_turn(self, connection: Connection) -> float:
         """Send what may be sent; seconds until more may."""
@@ -349,32 +347,11 @@ class Link:
                 self._tell_arrived(room, complete)
 
     def _tell_arrived(self, room: OutgoingRoom, streams: list[Stream]) -> None:
-        for stream in streams:
-            self._call(room.listener.arrived, room.number, stream)
+        self._listeners.tell_arrived(room, streams)
         with self._lock:
             # It may have ended meanwhile, and another of its number been opened.
             if self._queue.rooms.get(room.number) is room and room.complete:
                 self._end(room.number, None)
-
-    def _tell_ended(self, wait: bool = False) -> None:
-        """Tell of rooms that ended and whose bytes nobody reads any more."""
-        with self._lock:
-            ending, self._ending = self._ending, []
-        until = time.monotonic() + LAST_WORDS
-        for room, reason in ending:
-            while wait and not room.idle() and time.monotonic() < until:
-                time.sleep(SOON)
-            if room.idle() or wait:
-                self._call(room.listener.ended, room.number, reason)
-            else:
-                with self._lock:
-                    self._ending.append((room, reason))
-
-    def _call(self, function, *arguments) -> None:
-        try:
-            function(*arguments)
-        except Exception:  # A listener is the caller's: its error must not end the other rooms.
-            logger.exception("a listener of the link to %s raised", self.endpoint)
 
     def _fail_all(self, reason: str, opened_before: float = float("inf")) -> None:
         with self._lock:

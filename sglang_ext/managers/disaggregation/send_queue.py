@@ -1,13 +1,14 @@
-"""The sender's rooms: which frame goes next, what is there already, what must go again.
+"""The sender's rooms: which frame goes next, what is there already, what must go again, who is told.
 
 Strict order over all rooms: auxiliary records whose anchors have gone, anchors, residuals; within each, the order of offers.
 A room's auxiliary record waits until the last of its anchors has gone, its residuals until the record has. A part is cut
 short by one that comes first, and goes on afterwards: of each stream at most one is begun.
 """
 
+import logging
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -16,6 +17,10 @@ import zmq
 from sglang_ext.managers.disaggregation.settings import LinkError
 from sglang_ext.managers.disaggregation.wire import MOST_PART, Have, LayerRange, PageHeader, RoomShape, Stream
 
+logger = logging.getLogger(__name__)
+
+# Seconds between looks at whether libzmq still reads the bytes of a room that ended.
+SOON = 0.002
 # What comes first, first.
 _ORDER = (Stream.AUX, Stream.ANCHOR, Stream.RESIDUAL)
 
@@ -122,6 +127,50 @@ class OutgoingRoom:
         """Whether parts of a stream have nothing of their room left before them."""
         before = {Stream.ANCHOR: (), Stream.AUX: (Stream.ANCHOR,), Stream.RESIDUAL: (Stream.ANCHOR, Stream.AUX)}[stream]
         return self.confirmed and all(len(self.gone[one]) == self.shape.parts(one) for one in before)
+
+
+class Listeners:
+    """What the listeners of a link's rooms are told; of the link's thread, but for :meth:`end`.
+
+    Args:
+        endpoint: the receiver's, which the log names.
+    """
+
+    def __init__(self, endpoint: str) -> None:
+        self._endpoint = endpoint
+        self._ended: deque[tuple[OutgoingRoom, str | None]] = deque()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a room has ended whose listener does not know."""
+        return bool(self._ended)
+
+    def end(self, room: OutgoingRoom, reason: str | None) -> None:
+        """A room has ended; its listener is told later, by the link's thread. Any thread."""
+        self._ended.append((room, reason))
+
+    def tell_arrived(self, room: OutgoingRoom, streams: Sequence[Stream]) -> None:
+        """All parts of some streams are there."""
+        for stream in streams:
+            self._call(room.listener.arrived, room.number, stream)
+
+    def tell_ended(self, seconds: float = 0.0) -> None:
+        """Tell of rooms that ended and whose bytes libzmq reads no more; with ``seconds`` of all, for whose bytes it waits so long at most."""
+        until = time.monotonic() + seconds
+        for _ in range(len(self._ended)):
+            room, reason = self._ended.popleft()
+            while not room.idle() and time.monotonic() < until:
+                time.sleep(SOON)
+            if room.idle() or seconds:
+                self._call(room.listener.ended, room.number, reason)
+            else:
+                self._ended.append((room, reason))
+
+    def _call(self, function: Callable[..., None], *arguments: object) -> None:
+        try:
+            function(*arguments)
+        except Exception:  # A listener is the caller's: its error must not end the other rooms.
+            logger.exception("a listener of the link to %s raised", self._endpoint)
 
 
 class SendQueue:
