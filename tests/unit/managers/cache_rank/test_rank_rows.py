@@ -194,6 +194,39 @@ def test_a_request_whose_only_kv_went_with_its_rank_is_lost_and_not_handed_over_
     assert not copied.choices.is_lost(1)
 
 
+def test_an_answer_that_was_heard_goes_with_its_process_before_it_is_taken():
+    copied, rank = begun()
+    copied.choices.leave_slots(1, alone=True)
+    for ask in rank.asks()[3:]:
+        rank.answer(ask, of_seed(1, ask))
+    copied.choices.tend()
+    rank.ended, held = -9, copied.held
+    copied.choices.links[0].tend()
+    copied.step()
+    copied.check()
+    assert torch.equal(copied.held, held)
+
+
+def test_an_answer_about_more_tokens_than_the_copy_came_to_stand_for_is_left():
+    copied, rank = begun()
+    for ask in rank.asks()[3:]:
+        rank.answer(ask, of_seed(1, ask))
+    copied.step(asks=False)
+    copied.end, seen = copied.end + 13, len(rank.asks())
+    assert copied.prepare(), "asked for, but the pool has no slots for the copy, which stays what it is"
+    for ask in rank.asks()[seen:]:
+        rank.answer(ask, of_seed(2, ask))
+    held = copied.held
+    copied.step()
+    copied.check()
+    assert torch.equal(copied.held, held)
+    for ask in rank.asks()[seen + 3 :]:
+        rank.answer(ask, of_seed(3, ask))
+    copied.step()
+    copied.check()
+    assert not torch.equal(copied.held, held), "what was asked for the copy as it is was taken"
+
+
 def test_a_full_rank_leaves_the_copy_what_it_is():
     copied, rank = begun(lanes=1)
     other, _ = scripted(attach(blocks=4, rows=True, places=64, most=160), 2)
