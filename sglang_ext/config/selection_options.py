@@ -181,6 +181,12 @@ def check_resolved(args: "KVServerArgs") -> None:
             f"--kv-select is {most}, and the longest context that is served has {context} tokens: pass a number below that, a share, for "
             "example 0.125, or a longer --context-length"
         )
+    if args.kv_select_every >= context:
+        # Rings keep as many queries of each request.
+        raise OptionError(
+            f"--kv-select-every is {args.kv_select_every}, and the longest context that is served has {context} tokens: pass a number below "
+            "that, for example 4"
+        )
     if ranks(args):
         _check_against_model(args)
 

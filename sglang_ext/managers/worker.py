@@ -16,7 +16,6 @@ from sglang_ext.command_line import ends_scheduler
 from sglang_ext.config import options, selection_options
 from sglang_ext.config.disaggregation_options import traveling_codes
 from sglang_ext.config.prefill_options import QUANTIZED
-from sglang_ext.core import PLAIN_STEPS
 from sglang_ext.layers.attention import torch_native, verify_graphs
 from sglang_ext.layers.attention.copies import copy_graphs
 from sglang_ext.layers.attention.of_model import an_attention, attention_scaling
@@ -45,7 +44,7 @@ from sglang_ext.managers.spec_decode.turns import OnDevice
 from sglang_ext.mem_cache.compressed.chosen_beside import beside
 from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
 from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
-from sglang_ext.mem_cache.compressed.due_copies import most_exact
+from sglang_ext.mem_cache.compressed.due_copies import longest_tail
 from sglang_ext.mem_cache.compressed.formats.packing import Packing
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.query_window import QueryWindows, reserve_queries, tell_written
@@ -197,10 +196,7 @@ class KVWorker(BaseSpecWorker):
         if kept is None and here and senders is not None:
             method = self.views.methods[0]
             logger.info("sglang-ext: full KV is given back once a cache rank has it; a copy takes about %.2f of its slots", method.share)
-            # Of two rounds, and what fills no page; beside that, of a copy that is renewed now and then.
-            tail = 2 * PLAIN_STEPS + self.token_to_kv_pool_allocator.page_size
-            if self.views.beside is not None:
-                tail += most_exact(method.kept(self.memory.model.context))
+            tail = longest_tail(method, self.token_to_kv_pool_allocator.page_size, self.memory.model.context, self.views.beside is not None)
             return HeldElsewhere(tree_cache, self.views, senders, self._method_of, tail)
         packing = [method for method in self.views.methods if method.packs_all]
         if kept is None and not packing:

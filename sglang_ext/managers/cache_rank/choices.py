@@ -203,6 +203,9 @@ class RankChoices(LinkedRanks, ChosenElsewhere):
             return
         request, (covered, keep) = part.request, (part.told.covered, part.told.keep)
         choice.written, size = choice.sequence, choice.kept.numel() * self._token_bytes
+        if choice.covered > covered or (self.sends_rows and request.void):
+            # Asked for as a round began, whose copy then found no slots to stand for so many; or its rows went with the process.
+            return
         if self.sends_rows:
             found = choice.arrived(request.leases.link.memory, request.lease.lane, covered, keep)
             write(part.told.row, choice.pack.layers, found)

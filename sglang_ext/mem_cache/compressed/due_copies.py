@@ -4,10 +4,11 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from sglang_ext.core import (
-    CURABLE, NO_FREE_SLOTS, NO_QUERIES, NO_SELECTION, SHORT_CONTEXT, WRONG_SCORES, CompressedView, RequestState,
+    CURABLE, NO_FREE_SLOTS, NO_QUERIES, NO_SELECTION, PLAIN_STEPS, SHORT_CONTEXT, WRONG_SCORES, CompressedView, RequestState,
 )  # fmt: skip
 from sglang_ext.mem_cache.compressed.chosen_elsewhere import prepare
 from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
+from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
 from sglang_ext.mem_cache.compressed.query_window import Recorded
 from sglang_ext.mem_cache.compressors import Compressor, catalogue
 from sglang_ext.mem_cache.prefix_cache.nodes import Prefix
@@ -83,6 +84,20 @@ def _prepared(views: CompressedViews, row: int, length: int) -> bool:
 def most_exact(kept: int) -> int:
     """Tokens that follow a copy at most before it is renewed, where that is not made anew in each round; it keeps so many."""
     return 1 + int(max(RENEW_AFTER, RENEW_SHARE * kept))
+
+
+def longest_tail(method: CopyMethod, page_size: int, context: int, beside: bool) -> int:
+    """Tokens that follow a copy at most where full KV is given back: those of two rounds, as their slots go back in the round after, what
+    fills no page, and those that come before it is renewed.
+
+    Args:
+        method: makes the copy.
+        page_size: slots that the pool hands out together.
+        context: tokens of the longest context.
+        beside: whether tokens are chosen beside steps, and copies are renewed by their exact tokens alone.
+    """
+    before = most_exact(method.kept(context)) if beside else method.compressor.every - 1
+    return 2 * PLAIN_STEPS + page_size + before
 
 
 def copy_is_near(views: CompressedViews, state: RequestState, end: int) -> bool:

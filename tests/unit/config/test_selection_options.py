@@ -42,7 +42,13 @@ def test_more_tokens_than_a_context_and_ranks_beside_a_gpu_are_refused():
     args.kv_cache_ranks, args.device = 1, "xpu"
     with pytest.raises(OptionError, match="--kv-cache-ranks is 1 with --device xpu; .* on NVIDIA GPUs: pass --kv-cache-ranks 0"):
         selection_options.check_resolved(args)
-    args.device = "cuda"
+    args.device, args.kv_cache_ranks = "cuda", 0
+    for every in (4095, 4096):
+        args.kv_select_every = every
+        if every < 4096:
+            selection_options.check_resolved(args)
+    with pytest.raises(OptionError, match="--kv-select-every is 4096, .* has 4096 tokens: pass a number below that, for example 4"):
+        selection_options.check_resolved(args)
     args.kv_compressor = "verify-guided"
     selection_options.check_resolved(args)
 

@@ -7,9 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.core import FALLBACK_REASONS, MIN_CONTEXT, CompressedView, RequestState
-from sglang_ext.mem_cache.compressed.due_copies import RENEW_AFTER, copy_is_near, ensure_copy, renew_at
+from sglang_ext.core import FALLBACK_REASONS, MIN_CONTEXT, PLAIN_STEPS, CompressedView, RequestState
+from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
+from sglang_ext.mem_cache.compressed.due_copies import RENEW_AFTER, copy_is_near, ensure_copy, longest_tail, renew_at
+from sglang_ext.mem_cache.compressed.formats.kv_format import Unpacked
 from sglang_ext.mem_cache.compressors.sink_recent import SinkRecent
+from sglang_ext.mem_cache.compressors.spade import Spade
 
 
 class FakeViews:
@@ -66,6 +69,24 @@ def test_a_short_context_is_served_with_full_kv_until_it_grows():
     views, one = FakeViews(), state()
     assert ensure(views, one, MIN_CONTEXT - 1) == "short-context" and not views.made
     assert ensure(views, one, MIN_CONTEXT) == "none" and views.made == [(1, MIN_CONTEXT)]
+
+
+@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize(("every", "beside"), [(1, False), (4, False), (64, False), (1, True)])
+def test_no_more_tokens_follow_a_copy_than_is_said_where_full_kv_is_given_back(every, beside, page):
+    method, context = CopyMethod(Spade(every=every, each_round=False), 0.25, Unpacked(page)), 4096
+    none, most, given, view = torch.zeros(0, dtype=torch.int64), 0, None, None
+    for length in range(512, context, PLAIN_STEPS):
+        if view is not None:
+            given = view.covered
+        if view is None or length >= renew_at(view, method.compressor):
+            covered = method.covered(length)
+            view = CompressedView(torch.zeros(method.kept(covered), dtype=torch.int64), covered, spare=none if beside else None)
+        if given is not None:
+            # With those that the round writes.
+            most = max(most, length + PLAIN_STEPS - given)
+    said = longest_tail(method, page, context, beside)
+    assert said - page - PLAIN_STEPS <= most <= said, "and not much fewer"
 
 
 def test_no_free_slots_is_served_with_full_kv():

@@ -12,6 +12,7 @@ from sglang_ext.managers.cache_rank.protocol import BLOCK
 from sglang_ext.mem_cache.compressed.chosen_elsewhere import Stepping
 
 SLOTS, RECENT = torch.arange(100, 700), 32
+ROUNDS = ("goes on", "renews", "finds no slots")
 COPY = torch.arange(800, 900)
 
 
@@ -124,13 +125,13 @@ def test_what_a_copy_holds_is_not_sent_again():
     assert not rank.memory.get_fresh(ask.lane, ask.sequence, layers, ask.keep).any(), "the same choice again"
 
 
-@given(st.lists(st.tuples(st.sampled_from(["now", "late", "never", "between"]), st.booleans(), st.integers(0, 9)), max_size=24))
+@given(st.lists(st.tuples(st.sampled_from(["now", "late", "never", "between"]), st.sampled_from(ROUNDS), st.integers(0, 9)), max_size=24))
 @settings(max_examples=30, deadline=None)
 def test_after_any_pattern_of_answers_slots_hold_the_rows_of_the_record(pattern):
     copied, rank = begun()
     open_ = [ask for ask in rank.asks()[3:]]
     seen = len(rank.asks())
-    for when, renews, seed in pattern:
+    for when, round_, seed in pattern:
         if when == "now":
             for ask in open_:
                 rank.answer(ask, of_seed(seed, ask))
@@ -151,8 +152,9 @@ def test_after_any_pattern_of_answers_slots_hold_the_rows_of_the_record(pattern)
             for ask in open_[: 1 + seed % 3]:
                 rank.answer(ask, of_seed(seed, ask))
             open_ = open_[1 + seed % 3 :]
-        if renews:
-            copied.renew()
+        if round_ != "goes on":
+            # A copy for which the pool has no slots was prepared, too.
+            copied.renew() if round_ == "renews" else copied.prepare()
             copied.check()
             new = rank.asks()[seen:]
             seen += len(new)
@@ -192,6 +194,39 @@ def test_a_request_whose_only_kv_went_with_its_rank_is_lost_and_not_handed_over_
     copied.check()
     copied.choices.forget(1)
     assert not copied.choices.is_lost(1)
+
+
+def test_an_answer_that_was_heard_goes_with_its_process_before_it_is_taken():
+    copied, rank = begun()
+    copied.choices.leave_slots(1, alone=True)
+    for ask in rank.asks()[3:]:
+        rank.answer(ask, of_seed(1, ask))
+    copied.choices.tend()
+    rank.ended, held = -9, copied.held
+    copied.choices.links[0].tend()
+    copied.step()
+    copied.check()
+    assert torch.equal(copied.held, held)
+
+
+def test_an_answer_about_more_tokens_than_the_copy_came_to_stand_for_is_left():
+    copied, rank = begun()
+    for ask in rank.asks()[3:]:
+        rank.answer(ask, of_seed(1, ask))
+    copied.step(asks=False)
+    copied.end, seen = copied.end + 13, len(rank.asks())
+    assert copied.prepare(), "asked for, but the pool has no slots for the copy, which stays what it is"
+    for ask in rank.asks()[seen:]:
+        rank.answer(ask, of_seed(2, ask))
+    held = copied.held
+    copied.step()
+    copied.check()
+    assert torch.equal(copied.held, held)
+    for ask in rank.asks()[seen + 3 :]:
+        rank.answer(ask, of_seed(3, ask))
+    copied.step()
+    copied.check()
+    assert not torch.equal(copied.held, held), "what was asked for the copy as it is was taken"
 
 
 def test_a_full_rank_leaves_the_copy_what_it_is():
