@@ -110,11 +110,12 @@ def check_ties(device):
     """Of equal scores earlier tokens are chosen, whatever their number; so it is where keys are no numbers."""
     from sglang_ext.layers.kernels.choose_tokens import choose_tokens
 
-    for broken, expected in ((False, (*range(29), *range(50, 53), *range(82, 90))), (True, (*range(32), *range(82, 90)))):
+    early = (*range(32), *range(82, 90))
+    for broken, expected in ((0.0, (*range(29), *range(50, 53), *range(82, 90))), (float("nan"), early), (float("inf"), early)):
         asked = Asked(1, 1, 2, 16, torch.float32, (90,), (40,), (4, 8))
         slots = asked.table[asked.rows[0], :90].long()
         asked.buffers.keys[0][slots] = 0.0
-        asked.buffers.keys[0][slots[50:53]] = float("nan") if broken else asked.queries[0, 0].sum(0) * 9
+        asked.buffers.keys[0][slots[50:53]] = broken or asked.queries[0, 0].sum(0) * 9
         there, everything = on(device, asked.buffers), (slice(0, 1), slice(0, 1))
         given = asked.queries.to(device), there.key_table, there.keys[0], there.scaling_table
         found = choose_tokens(*given, asked.contexts(device, False), *everything, 40).flatten().tolist()

@@ -129,10 +129,12 @@ def _bits_of_scores(
         normalizer = tl.sum(tl.where(tl.arange(0, G) == row, normalizers, 0.0))
         found = tl.load(logits + (of_head * GROUP + row) * pitch + token, mask=token < whole, other=float("-inf"))
         score += tl.exp2(found.to(tl.float32) - normalizer)
-    # What is no number, as of keys that are none, comes last.
-    score = tl.where(score >= 0, score / GROUP, 0.0)
-    score = tl.where((token < SINKS) | (token >= length - NEWEST), float("inf"), score)
-    return tl.where(token < length, score.to(tl.int32, bitcast=True), -1)
+    # What is no number, as of keys that are none, comes last. Its bits tell: of a sum of powers of two ptxas (12.8) takes for granted
+    # that it is 0 or more, NaN or not, and leaves out a comparison with 0.
+    bits = (score / GROUP).to(tl.int32, bitcast=True)
+    bits = tl.where(bits.to(tl.uint32, bitcast=True) < BEYOND, bits, 0)
+    bits = tl.where((token < SINKS) | (token >= length - NEWEST), BEYOND - 1, bits)
+    return tl.where(token < length, bits, -1)
 
 
 @triton.jit
