@@ -42,6 +42,9 @@ JOINED = tl.constexpr(32)
 NUMBERS = tl.constexpr(4)
 # Exponentials are powers of two on a GPU.
 TO_POWERS = tl.constexpr(LOG2_E)
+# Threads sum products alike only where none is fused with a sum: of two that exchange theirs, each would round the other's alone. Else
+# equal logits have scores that differ in the last bit.
+UNFUSED = {"enable_fp_fusion": False}
 # Below all logits, and a number: of infinities no difference can be taken.
 LEAST = tl.constexpr(-1e38)
 # Of infinity, the bits of a score and one; between two of which one is twice the other.
@@ -381,7 +384,7 @@ def choose_tokens(
     _mark_best[(heads, pairs)](
         logits, tops, masses, scores, marks, contexts.numbers, *where, chunks, SINKS=contexts.always[0], NEWEST=contexts.always[1],
         HEADS=heads, GROUP=group, G=triton.next_power_of_2(group), AT_ONCE=min(tokens, AT_ONCE), RESIDENT=tokens if resident else 0,
-        CHUNK=CHUNK, num_warps=max(4, tokens // OF_THREAD // 32),
+        CHUNK=CHUNK, num_warps=max(4, tokens // OF_THREAD // 32), **UNFUSED,
     )  # fmt: skip
     _write_marked[(heads, triton.cdiv(longest, WRITTEN), pairs)](
         marks, key_table, table, contexts.numbers, contexts.targets, out, *where, table.stride(0), most, cells.stride(0), cells.stride(1),
@@ -391,6 +394,7 @@ def choose_tokens(
         _score_chosen[(heads, triton.cdiv(most, SCORED), pairs)](
             logits, tops, masses, out[0], out[1], contexts.numbers, *where, chunks, most, SINKS=contexts.always[0],
             NEWEST=contexts.always[1], HEADS=heads, GROUP=group, G=triton.next_power_of_2(group), TOKENS=SCORED, CHUNK=CHUNK,
+            **UNFUSED,
         )  # fmt: skip
     return out if pointing or scored else out[0]
 
