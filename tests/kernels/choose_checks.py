@@ -110,11 +110,12 @@ def check_ties(device):
     """Of equal scores earlier tokens are chosen, whatever their number; so it is where keys are no numbers."""
     from sglang_ext.layers.kernels.choose_tokens import choose_tokens
 
-    for broken, expected in ((False, (*range(29), *range(50, 53), *range(82, 90))), (True, (*range(32), *range(82, 90)))):
+    early = (*range(32), *range(82, 90))
+    for broken, expected in ((0.0, (*range(29), *range(50, 53), *range(82, 90))), (float("nan"), early), (float("inf"), early)):
         asked = Asked(1, 1, 2, 16, torch.float32, (90,), (40,), (4, 8))
         slots = asked.table[asked.rows[0], :90].long()
         asked.buffers.keys[0][slots] = 0.0
-        asked.buffers.keys[0][slots[50:53]] = float("nan") if broken else asked.queries[0, 0].sum(0) * 9
+        asked.buffers.keys[0][slots[50:53]] = broken or asked.queries[0, 0].sum(0) * 9
         there, everything = on(device, asked.buffers), (slice(0, 1), slice(0, 1))
         given = asked.queries.to(device), there.key_table, there.keys[0], there.scaling_table
         found = choose_tokens(*given, asked.contexts(device, False), *everything, 40).flatten().tolist()
@@ -138,6 +139,33 @@ def check_many_ties(device):
     expected = sorted([*range(1, 1200, 2), *range(0, 196, 2), 1298, 1299])
     found = choose_tokens(*given, asked.contexts(device, False), *everything, 700).flatten().tolist()
     assert found == expected, (sorted({*found} - {*expected}), sorted({*expected} - {*found}))
+
+
+def check_far_ties(device):
+    """So it is in contexts of many chunks, with scores in the registers of many threads and in memory: all threads sum chunks alike."""
+    from sglang_ext.layers.kernels.choose_tokens import Contexts, choose_tokens
+
+    # Sums of threads, where they differ, mostly do in the last bit of one head of a hundred.
+    heads, requests = (1, 1) if device == "cpu" else (8, 32)
+    for length, count in ((17_500, 8_000), (33_000, 9_000))[: 1 if device == "cpu" else 2]:
+        noise = torch.Generator().manual_seed(length)
+        keys = torch.randn(64, heads, 16, generator=noise).to(device)
+        table = torch.randint(64, (requests, length), generator=noise, dtype=torch.int32)
+        numbers = torch.tensor([[row, length, count, 0] for row in range(requests)])
+        contexts = Contexts(table.to(device), numbers.to(device), (length,) * requests, (0, 0))
+        queries = torch.randn(requests, 1, heads, 16, generator=noise).to(device)
+        addresses, scaling = torch.tensor([keys.data_ptr()], device=device), torch.tensor([0.3], device=device)
+        found = choose_tokens(queries, addresses, keys, scaling, contexts, slice(0, 1), slice(0, requests), count)[0].cpu().long()
+        for request, row in enumerate(table):
+            for head, kept in enumerate(found[request]):
+                chosen, parted = torch.zeros(length, dtype=torch.bool).index_fill(0, kept, True), 0
+                assert chosen.sum() == count, (length, request, head)
+                # Tokens of a slot have the same score.
+                for slot in range(64):
+                    mine = chosen[row == slot].int()
+                    assert (mine.diff() <= 0).all(), (length, request, head, slot)
+                    parted += 0 < mine.sum() < len(mine)
+                assert parted <= 1, (length, request, head, parted)
 
 
 def check_predicted(device):
@@ -193,7 +221,7 @@ def check_choosing(device):
     """All of them; then as of contexts that are too long for registers, a few tokens at once."""
     from sglang_ext.layers.kernels import choose_tokens
 
-    for check in (check_choose_tokens, check_ties, check_many_ties, check_predicted):
+    for check in (check_choose_tokens, check_ties, check_many_ties, check_far_ties, check_predicted):
         check(device)
     with patch.multiple(choose_tokens, RESIDENT=256, AT_ONCE=128, WRITTEN=64):
         for check in (check_choose_tokens, check_ties, check_many_ties):

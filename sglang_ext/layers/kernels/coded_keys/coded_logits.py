@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from sglang_ext.core import OptionError
-from sglang_ext.layers.kernels.choose_tokens import CHUNK, LEAST, PITCH, TO_POWERS, VARYING, Asked, of_pair
+from sglang_ext.layers.kernels.choosing.exact_logits import CHUNK, LEAST, PITCH, TO_POWERS, VARYING, Asked, of_pair
 from sglang_ext.layers.kernels.coded_keys.code_keys import MIDDLE, ROUNDING
 from sglang_ext.layers.kernels.fitting import gpu_name, launch_fitting, shape_name
 from sglang_ext.layers.kernels.packed import packed_decode
