@@ -64,6 +64,12 @@ class Prompts:
         return [max(0, length - 1 - self.packing.sinks) // self.packing.block_tokens for length in self.lengths]
 
     @cached_property
+    def most_blocks(self) -> int:
+        """Blocks with tokens of a request that are computed, counted from one that ends where the sinks do, at most."""
+        block, sinks = self.packing.block_tokens, self.packing.sinks
+        return max(1 + (end - 1 - sinks) // block - (start - sinks) // block for start, end in zip(self.known, self.lengths))
+
+    @cached_property
     def total(self) -> int:
         """Blocks of all requests."""
         return sum(self.blocks)
