@@ -190,8 +190,8 @@ def _jit(made=None, **options):
 class Emulated:
     """The kernel ``name`` of a module of that name, launched as Triton's are; ``order``: which partitions go first."""
 
-    def __init__(self, name, order=(0, 1, 2), constants=()):
-        self.name, self.order, self.constants, self.seen = name, order, dict(constants), []
+    def __init__(self, name, order=(0, 1, 2)):
+        self.name, self.order, self.launches = name, order, 0
 
     def __getitem__(self, grid):
         def launch(*args, F, num_warps):
@@ -204,11 +204,13 @@ class Emulated:
             with mock.patch.object(torch.Tensor, "to", _cast):
                 for program[:] in itertools.product(*map(range, grid)):
                     names[self.name](*given, F=Constant(F))
-            self.seen.append(grid)
+            self.launches += 1
 
         return launch
 
     def _names(self, grid, program, turns):
+        from sglang_ext.layers.kernels.hack import prefill_attention
+
         gl = language(grid, program, None)
         plain = gl.allocate_shared_memory
 
@@ -225,7 +227,8 @@ class Emulated:
         )  # fmt: skip
         names = {
             "gl": gl, "gluon": SimpleNamespace(jit=_jit), "mbarrier": mbarrier, "tma": SimpleNamespace(async_copy_global_to_shared=_copy),
-            "warpgroup_mma": _mma, "warpgroup_mma_wait": _mma_wait, **self.constants,
+            "fence_async_shared": lambda: None, "warpgroup_mma": _mma, "warpgroup_mma_wait": _mma_wait,
+            **{name: getattr(prefill_attention, name).value for name in ("FAR", "LOG_LAST", "ROUNDED", "ROUNDING")},
         }  # fmt: skip
         tree = ast.parse((KERNELS / f"{self.name}.py").read_text())
         tree.body = [part for part in tree.body if not isinstance(part, ast.ImportFrom)]

@@ -9,7 +9,7 @@ registers, so that no thread writes to shared memory what tensor cores read.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from sglang_ext.layers.kernels.hack.prefill_attention import FAR, LOG_LAST, ROUNDED, ROUNDING
 
@@ -236,6 +236,8 @@ def prefill_codes(keys, scales, terms, values, numbers, zeros, left, out, reques
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=2)
+    # The copy engine sees the barriers, too.
+    fence_async_shared()
     stages = (
         _room(keys, STAGES * COUNT),
         _room(scales, STAGES),
