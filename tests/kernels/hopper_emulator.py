@@ -72,7 +72,7 @@ class Turns:
 
     def __init__(self, order):
         self.order, self.ready, self.turn, self.failed = order, {}, None, None
-        self.changed = threading.Condition()
+        self.changed, self.inference = threading.Condition(), torch.is_inference_mode_enabled()
 
     def run(self, partitions):
         self.ready = {number: lambda: True for number in range(len(partitions))}
@@ -102,15 +102,16 @@ class Turns:
 
     def _body(self, number, function, args):
         threading.current_thread().number = number
-        try:
+        with torch.inference_mode(self.inference):
+            try:
+                with self.changed:
+                    self._until(number)
+                function(*args)
+            except BaseException as error:  # noqa: BLE001
+                self.failed = self.failed or error
             with self.changed:
-                self._until(number)
-            function(*args)
-        except BaseException as error:  # noqa: BLE001
-            self.failed = self.failed or error
-        with self.changed:
-            del self.ready[number]
-            self._next()
+                del self.ready[number]
+                self._next()
 
     def _until(self, me):
         self.changed.wait_for(lambda: self.turn == me or self.failed is not None)
@@ -118,9 +119,12 @@ class Turns:
             raise Stuck("another partition failed") from self.failed
 
     def _next(self):
-        able = [number for number in self.order if number in self.ready and self.ready[number]()]
-        if not able and self.ready:
-            self.failed = self.failed or Stuck("all partitions wait at barriers")
+        try:
+            able = [number for number in self.order if number in self.ready and self.ready[number]()]
+            if not able and self.ready:
+                raise Stuck("all partitions wait at barriers")
+        except RuntimeError as error:
+            self.failed, able = self.failed or error, []
         self.turn = able[0] if able else None
         self.changed.notify_all()
 
