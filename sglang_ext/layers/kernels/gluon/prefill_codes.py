@@ -62,13 +62,6 @@ def _in_pairs(codes):
 
 
 @gluon.jit
-def _high_and_low(numbers):
-    """float32 as the sum of two float16."""
-    high = numbers.to(gl.float16)
-    return high, (numbers - high.to(gl.float32)).to(gl.float16)
-
-
-@gluon.jit
 def _scores(codes, scales, terms, of_keys, of_scales, of_terms, stage, F: gl.constexpr):
     """Products of queries with a step's keys, float32 [rows, tokens], of what both groups have of queries and the stage of keys."""
     P: gl.constexpr = F.value.partition
@@ -99,17 +92,27 @@ def _scores(codes, scales, terms, of_keys, of_scales, of_terms, stage, F: gl.con
 
 
 @gluon.jit
-def _add_values(acc, rescale, weights, p_sums, of_values, of_numbers, of_zeros, stage, F: gl.constexpr):
+def _own_sums(codes, F: gl.constexpr):
+    """Sums of weights' codes, int32 [rows, zeros], that a thread has: of every 16 tokens the same. Float16 holds them exactly."""
+    ZEROS: gl.constexpr = F.value.zeros
+    summed = gl.sum(codes.reshape(F.value.rows, F.value.partition // ZEROS, ZEROS), 1)
+    return gl.convert_layout(summed, gl.constexpr(F.value.weight_sums), assert_trivial=True)
+
+
+@gluon.jit
+def _in_quads(weights, F: gl.constexpr):
+    """Sums of weights that each of the four threads with a row has, [rows, 4]."""
+    summed = gl.sum(gl.sum(weights.reshape(F.value.rows, F.value.partition // 8, 4, 2), 3), 1)
+    return gl.convert_layout(summed, gl.constexpr(F.value.quads), assert_trivial=True)
+
+
+@gluon.jit
+def _add_values(acc, rescale, weights, sums, of_values, of_numbers, of_zeros, stage, F: gl.constexpr):
     """Outputs so far, float32 [rows, channels], times ``rescale``, and a step's values times weights."""
-    ROWS: gl.constexpr = F.value.rows
     OUTPUTS: gl.constexpr = F.value.outputs
-    SUMS: gl.constexpr = F.value.weight_sums
-    nothing = gl.full([ROWS, F.value.value_dim], 0, gl.int32, gl.constexpr(F.value.products))
+    nothing = gl.full([F.value.rows, F.value.value_dim], 0, gl.int32, gl.constexpr(F.value.products))
     weights = gl.convert_layout(_in_pairs(weights), gl.constexpr(F.value.weight_codes), assert_trivial=True)
     products = warpgroup_mma(weights, of_values.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
-    high, low = _high_and_low(gl.convert_layout(p_sums, gl.SliceLayout(1, SUMS), assert_trivial=True).to(gl.float32))
-    even = gl.arange(0, F.value.zeros, gl.SliceLayout(0, SUMS)) % 2 == 0
-    p_sums = gl.where(even[None, :], high[:, None], low[:, None])
     products = gl.convert_layout(warpgroup_mma_wait(0, (products,)), OUTPUTS, assert_trivial=True)
     # Loaded after the product: before it, registers would not suffice.
     scale, shifts = _columns_of(of_numbers.index(stage), 2, gl.constexpr(F.value.value_numbers))
@@ -117,7 +120,7 @@ def _add_values(acc, rescale, weights, p_sums, of_values, of_numbers, of_zeros, 
     shifts = gl.convert_layout(shifts, gl.SliceLayout(0, OUTPUTS), assert_trivial=True)
     rescale = gl.convert_layout(rescale, gl.SliceLayout(1, OUTPUTS), assert_trivial=True)
     acc = acc * rescale[:, None] + (products.to(gl.float32) * scale[None, :] + shifts[None, :])
-    return warpgroup_mma(p_sums, of_zeros.index(stage), acc)
+    return warpgroup_mma(sums.to(gl.float16), of_zeros.index(stage), acc)
 
 
 @gluon.jit
@@ -160,10 +163,11 @@ def _attend(where, stages, full, empty, left, out, steps, F: gl.constexpr):
     VALUE_DIM: gl.constexpr = F.value.value_dim
     OUTPUTS: gl.constexpr = F.value.outputs
     ROW: gl.constexpr = gl.SliceLayout(1, F.value.scores)
+    QUADS: gl.constexpr = F.value.quads
     OUT_ROW: gl.constexpr = gl.SliceLayout(1, OUTPUTS)
     codes, scales, terms = _load_queries(codes, scales, terms, where, ROW, F)
     acc = gl.full([ROWS, VALUE_DIM], 0.0, gl.float32, OUTPUTS)
-    best, total = gl.full([ROWS], -1e30, gl.float32, ROW), gl.full([ROWS], 0.0, gl.float32, ROW)
+    best, total = gl.full([ROWS], -1e30, gl.float32, ROW), gl.full([ROWS, 4], 0.0, gl.float32, QUADS)
     unit = best
     for step in range(steps):
         stage = step % STAGES
@@ -175,17 +179,17 @@ def _attend(where, stages, full, empty, left, out, steps, F: gl.constexpr):
         rescale = gl.exp2(unit - new)
         unit = new
         p = gl.exp2(qk - (new - LOG_LAST)[:, None])
-        total = total * rescale + gl.sum(p, 1)
+        total = total * gl.convert_layout(rescale, gl.SliceLayout(1, QUADS), assert_trivial=True)[:, None] + _in_quads(p, F)
         bits = (p + ROUNDING).to(gl.int32, bitcast=True)
-        p_sums = gl.sum(bits - ROUNDED, 1)
-        acc = _add_values(acc, rescale, bits.to(gl.int8), p_sums, of_values, of_numbers, of_zeros, stage, F)
+        sums = _own_sums(bits - ROUNDED, F)
+        acc = _add_values(acc, rescale, bits.to(gl.int8), sums, of_values, of_numbers, of_zeros, stage, F)
         mbarrier.arrive(empty.index(stage), count=1)
     query, mine = _rows(*where, ROW, F)
     exact = gl.load(exact + query, mask=mine, other=0.0)
     unit -= LOG_LAST
     best = gl.maximum(exact, unit)
     ours, theirs = gl.exp2(unit - best), gl.exp2(exact - best)
-    total = total * ours + theirs
+    total = gl.convert_layout(gl.sum(total, 1), ROW, assert_trivial=True) * ours + theirs
     ours = gl.convert_layout(ours / total, OUT_ROW, assert_trivial=True)
     theirs = gl.convert_layout(theirs / total, OUT_ROW, assert_trivial=True)
     query, mine = _rows(*where, OUT_ROW, F)

@@ -117,6 +117,12 @@ class PrefillSteps:
         return gl.DotOperandLayout(0, self.outputs, 2)
 
     @property
+    def quads(self) -> gl.DistributedLinearLayout:
+        """Of a number for each thread of a quad, which has a row of a sum: [rows, 4]."""
+        lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
+        return gl.DistributedLinearLayout([[8, 0]], lanes, [[16, 0], [32, 0]], [], [ROWS, 4])
+
+    @property
     def key_scales(self) -> gl.DistributedLinearLayout:
         """Of a step's, [1, tokens and partitions]: those of a lane's scores."""
         return _columns(self.partition, self.count)

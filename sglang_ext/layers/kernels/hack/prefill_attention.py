@@ -112,9 +112,10 @@ def _columns_of(numbers):
 
 @triton.jit
 def _sum_terms(sums, ZEROS: tl.constexpr):
-    """Integers to 2 ** 15 as sums of two float16, which repeat: [rows, ZEROS]; values' zero points are in two rows, others hold 0."""
+    """Integers to 2 ** 15 as sums of two float16, and zeros: [rows, ZEROS]; values' zero points are in all rows."""
     high, low = high_and_low(sums.to(tl.float32)[:, None])
-    return tl.where((tl.arange(0, ZEROS) % 2 == 0)[None, :], high, low)
+    column = tl.arange(0, ZEROS)[None, :]
+    return tl.where(column == 0, high, tl.where(column == 1, low, 0.0))
 
 
 @triton.jit(do_not_specialize=("count", "blocks"))
