@@ -16,6 +16,7 @@ from sglang_ext.layers.kernels.choose_tokens import Contexts, choose_tokens
 from sglang_ext.layers.kernels.coded_keys.code_keys import code_keys
 from sglang_ext.layers.kernels.coded_keys.coded_logits import KeyCodes
 from sglang_ext.layers.kernels.hack import integer_prefill
+from sglang_ext.layers.kernels.hack.prompt_codes import PromptCodes
 from sglang_ext.layers.kernels.lynx import anchored, kernels as codec
 from sglang_ext.layers.kernels.lynx.layout import Layout
 from sglang_ext.layers.kernels.lynx.parts import Parts
@@ -158,6 +159,25 @@ def check_prefill(compiled):
         assert stack_bytes(second) <= 64 * (partition == 128), (bits, partition, dim, group, stack_bytes(second))
 
 
+def check_specialized_prefill(compiled):
+    """On Hopper warps with different work have registers by it; those that attend keep all in them, but for little with long partitions."""
+    for bits, partition, dim, group, dtype in ((4, 64, 128, 4, torch.bfloat16), (4, 128, 128, 5, torch.float16)):
+        batch = Batch(bits, partition, dim, 1, group, 1, dtype, ((0, 200),), "cpu")
+        given = batch.queries, batch.keys, batch.values
+        codes = PromptCodes.empty(batch.packing, 1, batch.prompts.total, given[0].device)
+        integer_prefill.attend(batch.prompts, codes, *given, 0.1, kernel="specialized")
+        (tiles, first), (kernel, second) = compiled[-2:]
+        ptx, sass = second.asm["ptx"], second.asm["sass"]
+        about = partition, dim, stack_bytes(first), stack_bytes(second), second.metadata.shared
+        assert (tiles, kernel) == ("prefill_tiles", "prefill_codes") and "s8.s8" not in first.asm["ptx"], about
+        assert max(about[2:4]) <= 64 * (partition == 128) and second.metadata.shared <= (227 << 10), about
+        assert "setmaxnreg.dec.sync.aligned.u32 \t24;" in ptx and ptx.count("sync.aligned.u32 \t240;") == 2, about
+        assert "cp.async.bulk.tensor.2d" in ptx and "cp.async.cg" not in ptx and "fence.proxy" not in ptx.split("setmaxnreg", 2)[2], about
+        # Of both groups: with codes a product for each 32 channels, and 32 tokens; with float16 two.
+        counts = len(re.findall("IGMMA", sass)), len(re.findall("HGMMA", sass))
+        assert counts == (2 * (dim + partition) // 32, 4), counts
+
+
 def check_choice(compiled):
     """What chooses tokens keeps all in registers, but for little, and leaves room for several programs on a processor."""
     for dim, group, dtype in ((128, 4, torch.bfloat16), (64, 8, torch.float16), (128, 1, torch.float32)):
@@ -250,6 +270,7 @@ def main():
     check_packing(compiled)
     check_codec(compiled)
     check_prefill(compiled)
+    check_specialized_prefill(compiled)
     check_anchored(compiled)
     check_choice(compiled)
     check_coded_choice(compiled)

@@ -85,7 +85,7 @@ def store(pointer, value, mask):
     pointer.data[at[mask]] = value[mask]
 
 
-def _language(grid, program, assembly):
+def language(grid, program, assembly):
     """What stands for ``triton.experimental.gluon.language``."""
 
     def tensors(name):
@@ -129,7 +129,7 @@ class Emulated:
             layouts[assembly.paired_tokens()[0]] = F.exact_paired
             program = [0, 0, 0]
             names = {
-                "gl": _language(grid, program, Assembly(layouts)), "gluon": SimpleNamespace(jit=lambda made: made), "mma_v2": _mma,
+                "gl": language(grid, program, Assembly(layouts)), "gluon": SimpleNamespace(jit=lambda made: made), "mma_v2": _mma,
                 "assembly": assembly, "fragments": fragments, "integer_fragments": integer_fragments, "product": product,
                 "async_copy": Copies(),
             }  # fmt: skip

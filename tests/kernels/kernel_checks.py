@@ -22,7 +22,7 @@ from pack_checks import check_pack_blocks  # noqa: E402
 from packed_backend import Pool, check_packed_backend  # noqa: E402
 from packed_helpers import KERNEL_KINDS, Gridded, attention, attention_over, divides, packed_pool, pool_by  # noqa: E402
 from pointer_checks import check_pointers  # noqa: E402
-from prefill_checks import check_prefill, check_whole_blocks  # noqa: E402
+from prefill_checks import check_prefill, check_specialized_prefill, check_whole_blocks  # noqa: E402
 from uneven_checks import check_scatter_cells, check_uneven_backend  # noqa: E402
 
 from sglang_ext.layers.kernels.gather_kept import gather_kept  # noqa: E402
@@ -394,6 +394,7 @@ CHECKS = {
     "integer_decode": check_integer_decode,
     "integer_switches": lambda: check_integer_switches(DEVICE),
     "prefill": lambda: check_prefill(DEVICE),
+    "specialized_prefill": lambda: check_specialized_prefill(DEVICE),
     "whole_blocks": lambda: check_whole_blocks(DEVICE),
     "packed_gluon": lambda: check_packed_gluon(DEVICE),
     "integer_gluon": lambda: check_integer_gluon(DEVICE),

@@ -12,6 +12,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable
+from unittest import mock
 
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -22,6 +23,7 @@ import torch  # noqa: E402
 import triton.language as tl  # noqa: E402
 from backend_steps import on  # noqa: E402
 from gluon_emulator import Emulated  # noqa: E402
+from hopper_emulator import Emulated as HopperEmulated  # noqa: E402
 from matrix_arguments import add_shapes  # noqa: E402
 from matrix_launches import LAUNCHES, Shape, shapes  # noqa: E402
 from pack_checks import check_case, pool  # noqa: E402
@@ -35,7 +37,8 @@ from sglang_ext.layers.kernels.choose_tokens import Contexts, choose_tokens  # n
 from sglang_ext.layers.kernels.coded_keys.code_keys import code_keys  # noqa: E402
 from sglang_ext.layers.kernels.coded_keys.coded_logits import KeyCodes  # noqa: E402
 from sglang_ext.layers.kernels.gather_kept import gather_kept  # noqa: E402
-from sglang_ext.layers.kernels.hack import integer_decode, integer_prefill  # noqa: E402
+from sglang_ext.layers.kernels.hack import integer_decode, integer_prefill, specialized_prefill  # noqa: E402
+from sglang_ext.layers.kernels.hack.prompt_codes import prompt_codes  # noqa: E402
 from sglang_ext.layers.kernels.lynx.layout import Layout  # noqa: E402
 from sglang_ext.layers.kernels.packed import packed_decode, packed_launches  # noqa: E402
 from sglang_ext.layers.kernels.packed.pack_blocks import takes  # noqa: E402
@@ -64,7 +67,7 @@ QUICK = (
     (Shape(40, 20, torch.float32), ("window", "uneven", "verify")),
     (Shape(32, 11, torch.bfloat16), ("decode turboquant4", "decode hack2", "pointers", "choice", "choice 4", "verify exact")),
     (Shape(64, 1, torch.float32), ("pack turboquant2", "copies", "hand over")),
-    (Shape(64, 3, torch.bfloat16), ("prompts hack4",)),
+    (Shape(64, 2, torch.bfloat16), ("prompts hack4", "prompts specialized")),
 )
 
 
@@ -308,16 +311,24 @@ def handed_over(shape: Shape):
     yield 0.0
 
 
-def prompts(shape: Shape, bits: int):
+def prompts(shape: Shape, bits: int, kernel: integer_prefill.Kernel = "tiles"):
     """Prompts that attend to their codes, of which one's beginning was computed before; weights between two codes may get either."""
     if shape.dim not in integer_prefill.DIMS:
         return
     batch = Batch(bits, 64, shape.dim, 1, shape.group, 1, shape.dtype, ((0, 70), (66, 133)), "cpu")
     given = batch.queries, batch.keys, batch.values
-    found = integer_prefill.integer_prefill(batch.prompts, *given, LAYER, FIRST_HEAD, 0.1)
+    codes = prompt_codes(batch.prompts, *given[1:], LAYER, FIRST_HEAD)
+    found = integer_prefill.attend(batch.prompts, codes, *given, 0.1, kernel=kernel)
     expected = batch.expected()
     worst = float((found.float() - expected).abs().max() / expected.abs().max())
     yield worst * TOLERANCES[shape.dtype] / max(5e-3, TOLERANCES[shape.dtype])
+
+
+def specialized_prompts(shape: Shape):
+    """The same by the kernel with specialized warps, emulated, where it takes them."""
+    with mock.patch.object(specialized_prefill, "prefill_codes", HopperEmulated("prefill_codes")):
+        with mock.patch.object(packed_decode, "capability", lambda keys: (9, 0)):
+            yield from prompts(shape, 4, "specialized")
 
 
 def packing(shape: Shape, name: str, bits: int):
@@ -343,6 +354,7 @@ RUNS = {
     "verify": lambda shape: verify(shape, exact=False),
     "verify exact": lambda shape: verify(shape, exact=True),
     **{f"decode {n}{b}": lambda s, n=n, b=b: decode(s, n, b) for n, b in KERNEL_KINDS},
+    "prompts specialized": specialized_prompts,
     "uneven": uneven,
     "pointers": pointers,
     "choice": choice,

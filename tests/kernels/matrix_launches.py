@@ -13,7 +13,7 @@ from sglang_ext.layers.kernels.coded_keys.code_keys import code_keys
 from sglang_ext.layers.kernels.coded_keys.coded_logits import KeyCodes
 from sglang_ext.layers.kernels.gather_kept import gather_kept
 from sglang_ext.layers.kernels.hack import integer_prefill
-from sglang_ext.layers.kernels.hack.prompt_codes import Prompts
+from sglang_ext.layers.kernels.hack.prompt_codes import Prompts, prompt_codes
 from sglang_ext.layers.kernels.lynx import kernels
 from sglang_ext.layers.kernels.lynx.anchored import read_pages, write_pages
 from sglang_ext.layers.kernels.lynx.layout import Layout
@@ -109,7 +109,7 @@ def _packing(name: str, bits: int, shape: Shape) -> None:
         pack_blocks.pack_blocks(pool.packing, pool.buffers, kept, slots, slots, seeds)
 
 
-def _prompts(bits: int, shape: Shape) -> None:
+def _prompts(bits: int, shape: Shape, kernel: integer_prefill.Kernel = "tiles") -> None:
     """A prompt of sinks, a block and a token after it, which attends to its codes."""
     if shape.dim not in integer_prefill.DIMS:
         return
@@ -118,7 +118,7 @@ def _prompts(bits: int, shape: Shape) -> None:
     integer_prefill.check_prefill(pool.packing, keys, values)
     queries, table = torch.zeros(tokens, shape.group, shape.dim, dtype=shape.dtype), torch.zeros(2, 80, dtype=torch.int32)
     prompts = Prompts(pool.packing, table, [0], [0], [tokens], {0: torch.zeros(tokens, dtype=torch.int32)})
-    integer_prefill.integer_prefill(prompts, queries, keys, values, 0, 0, 0.1)
+    integer_prefill.attend(prompts, prompt_codes(prompts, keys, values, 0, 0), queries, keys, values, 0.1, kernel=kernel)
 
 
 def _uneven(shape: Shape) -> None:
@@ -228,6 +228,7 @@ LAUNCHES: dict[str, Callable[[Shape], None]] = {
     "verify exact": lambda s: _verify(None, s, WIDTHS[2]),
     **{f"decode {name}{bits}": lambda s, n=name, b=bits: _packed(n, b, s) for name, bits in KERNEL_KINDS},
     **{f"prompts hack{bits}": lambda s, b=bits: _prompts(b, s) for bits in (4, 2)},
+    "prompts specialized": lambda s: _prompts(4, s, "specialized"),
     "uneven": _uneven,
     "pointers": _pointers,
     "choice": _choice,

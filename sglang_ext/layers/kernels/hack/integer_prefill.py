@@ -1,17 +1,19 @@
 """Attention of prompts on their own codes, on a GPU: what layers/attention/quantized_prefill.py gives in PyTorch (HACK, arXiv 2502.03589).
 
 Two launches a layer, for all prompts of a forward: one quantizes the keys and values of whole blocks (prompt_codes.py), one attends
-(prefill_attention.py).
+(prefill_attention.py). Or the second attends to exact tokens, and a third to codes (specialized_prefill.py).
 """
 
 from dataclasses import dataclass
 from math import e, log2
+from typing import Literal
 
 import torch
 import triton
 
 from sglang_ext.core import OptionError
 from sglang_ext.layers.kernels.fitting import launch_fitting, shape_name
+from sglang_ext.layers.kernels.hack import specialized_prefill
 from sglang_ext.layers.kernels.hack.prefill_attention import prefill_tiles
 from sglang_ext.layers.kernels.hack.prompt_codes import PromptCodes, Prompts, prompt_codes
 from sglang_ext.layers.kernels.packed.packed_decode import check_readable
@@ -19,6 +21,9 @@ from sglang_ext.mem_cache.compressed.formats.packing import Packing
 
 # What the kernels take.
 DIMS, DTYPES = (64, 128), (torch.bfloat16, torch.float16, torch.float32)
+# What attends: one kernel in Triton, or that one and one in Gluon for Hopper, which no GPU has timed.
+Kernel = Literal["tiles", "specialized"]
+PREFERRED: Kernel = "tiles"
 # Sinks of a step at most.
 SINK_STEP = 64
 
@@ -92,20 +97,40 @@ def integer_prefill(
 
 def attend(
     prompts: Prompts, codes: PromptCodes, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float,
-    stored_sums: bool = True,
+    stored_sums: bool = True, kernel: Kernel | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """:func:`integer_prefill` after its first kernel; ``stored_sums``: as launch_integers' (integer_decode.py), for benchmarks."""
-    packing, kv_heads, queries = prompts.packing, keys.shape[1], queries.contiguous()
-    group, block, sinks = queries.shape[1] // kv_heads, packing.block_tokens, packing.sinks
+    """:func:`integer_prefill` after its first kernel; for benchmarks also as asked.
+
+    Args:
+        stored_sums: as launch_integers' (integer_decode.py).
+        kernel: PREFERRED where None. What the specialized one does not take, the other one does.
+    """
+    queries = queries.contiguous()
     out = queries.new_empty(*queries.shape[:2], values.shape[2])
-    blocks = max(1 + (end - 1 - sinks) // block - (start - sinks) // block for start, end in zip(prompts.known, prompts.lengths))
+    given = prompts, codes, queries, out, keys, values, scaling, stored_sums
+    if (kernel or PREFERRED) == "specialized" and stored_sums and specialized_prefill.takes(prompts, queries, keys):
+        left = specialized_prefill.Left.empty(queries, codes)
+        _launch_tiles(*given, left)
+        specialized_prefill.attend_to_codes(prompts, codes, left, out)
+    else:
+        _launch_tiles(*given, None)
+    return out
+
+
+def _launch_tiles(
+    prompts: Prompts, codes: PromptCodes, queries: torch.Tensor, out: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
+    scaling: float, stored_sums: bool, left: specialized_prefill.Left | None,
+) -> None:  # fmt: skip
+    """Attend to all tokens, or to exact ones, and leave the rest to another kernel."""
+    packing, kv_heads = prompts.packing, keys.shape[1]
+    group, block, sinks = queries.shape[1] // kv_heads, packing.block_tokens, packing.sinks
 
     def with_tile(tile: Tile) -> None:
-        prefill_tiles[(blocks * triton.cdiv(block * group, tile.rows), kv_heads, len(prompts.rows))](
+        prefill_tiles[(prompts.most_blocks * triton.cdiv(block * group, tile.rows), kv_heads, len(prompts.rows))](
             queries, out, keys, values, *codes.parts, prompts.table, prompts.table.stride(0), prompts.numbers, len(prompts.rows),
-            prompts.total, scaling * log2(e), *keys.stride()[:2], *values.stride()[:2], HEADS=kv_heads, GROUP=group, M=tile.rows,
-            DIM=packing.keys.dim, VALUE_DIM=packing.values.dim, PARTITION=packing.keys.grid.channels, BLOCK=block, SINKS=sinks,
-            SINK_STEP=min(SINK_STEP, max(16, triton.next_power_of_2(sinks))), COLUMNS=codes.key_terms.shape[2],
+            prompts.total, scaling * log2(e), *keys.stride()[:2], *values.stride()[:2], left and left.parts, HEADS=kv_heads, GROUP=group,
+            M=tile.rows, DIM=packing.keys.dim, VALUE_DIM=packing.values.dim, PARTITION=packing.keys.grid.channels, BLOCK=block,
+            SINKS=sinks, SINK_STEP=min(SINK_STEP, max(16, triton.next_power_of_2(sinks))), COLUMNS=codes.key_terms.shape[2],
             ZEROS=codes.value_zeros.shape[2], STAGES=tile.stages, WARPS=tile.warps, STORED=stored_sums,
             PRECISION="tf32x3" if keys.dtype == torch.float32 else "tf32", num_warps=tile.warps,
         )  # fmt: skip
@@ -113,7 +138,6 @@ def attend(
     def what() -> str:
         return f"attention of prompts to codes of {packing.keys.bits} bits with {shape_name(packing.keys.dim, group, keys.dtype)}"
 
-    key = ("prefill", packing.keys, packing.values, group, keys.dtype, keys.device, stored_sums)
-    tiles = LONG_TILES if packing.keys.grid.channels == 128 else TILES
+    key = ("prefill", packing.keys, packing.values, group, keys.dtype, keys.device, stored_sums, left is None)
+    tiles = LONG_TILES if packing.keys.grid.channels == 128 and left is None else TILES
     launch_fitting(tiles, with_tile, key, what, "pass --kv-prefill exact")
-    return out

@@ -74,6 +74,18 @@ def _query_parts(
 
 
 @triton.jit
+def _leave(left, query, mine, codes, scales, terms, sums, DIM: tl.constexpr, PARTITION: tl.constexpr, COLUMNS: tl.constexpr):
+    """Store of rows, whose queries' numbers of all are ``query``, what :func:`_query_parts` gives, and logarithms of weights' sums."""
+    all_codes, all_scales, all_terms, all_sums = left
+    for group in tl.static_range(DIM // PARTITION):
+        at = all_codes + (query * DIM + group * PARTITION)[:, None] + tl.arange(0, PARTITION)[None, :]
+        tl.store(at, codes[group], mask=mine[:, None])
+        tl.store(all_scales + (query * (DIM // PARTITION) + group)[:, None], scales[group], mask=mine[:, None])
+    tl.store(all_terms + (query * COLUMNS)[:, None] + tl.arange(0, COLUMNS)[None, :], terms, mask=mine[:, None])
+    tl.store(all_sums + query, sums, mask=mine)
+
+
+@triton.jit
 def _in_pairs(codes):
     """Codes of weights, int8 [rows, tokens], in the order of tokens that values have: so a thread has them where a product takes them."""
     rows: tl.constexpr = codes.shape[0]
@@ -100,21 +112,24 @@ def _columns_of(numbers):
 
 @triton.jit
 def _sum_terms(sums, ZEROS: tl.constexpr):
-    """Integers to 2 ** 15 as sums of two float16, which repeat: [rows, ZEROS]; values' zero points are in two rows, others hold 0."""
+    """Integers to 2 ** 15 as sums of two float16, and zeros: [rows, ZEROS]; values' zero points are in all rows."""
     high, low = high_and_low(sums.to(tl.float32)[:, None])
-    return tl.where((tl.arange(0, ZEROS) % 2 == 0)[None, :], high, low)
+    column = tl.arange(0, ZEROS)[None, :]
+    return tl.where(column == 0, high, tl.where(column == 1, low, 0.0))
 
 
 @triton.jit(do_not_specialize=("count", "blocks"))
 def prefill_tiles(
     queries, out, keys, values, codes, key_scales, key_terms, value_codes, value_numbers, value_zeros, table, table_row, requests, count,
-    blocks, scaling, key_slot, key_head, value_slot, value_head, HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr,
+    blocks, scaling, key_slot, key_head, value_slot, value_head, left, HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr,
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PARTITION: tl.constexpr, BLOCK: tl.constexpr, SINKS: tl.constexpr, SINK_STEP: tl.constexpr,
     COLUMNS: tl.constexpr, ZEROS: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, STORED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """M rows of a block of one request; codes are of ``blocks`` of all requests. Blocks that read most begin first.
 
-    ``scaling`` is of products, times log2(e). STORED: sums of codes are read where they are stored, else computed in each step.
+    ``scaling`` is of products, times log2(e). STORED: sums of codes are read where they are stored, else computed in each step. What is
+    ``left`` where another kernel attends to codes (specialized_prefill.py): int8 codes of queries, their scales, their terms, and the
+    logarithms of exact tokens' weights, of whose values ``out`` is the mean.
     """
     COUNT: tl.constexpr = DIM // PARTITION
     # Scales are loaded as one number a thread, or each thread would load those of its own scores.
@@ -154,47 +169,51 @@ def prefill_tiles(
             key_slot, value_slot, DIM, VALUE_DIM, PRECISION,
         )  # fmt: skip
     q_codes, q_scales, q_zeros, q_terms = _query_parts(queries, head * DIM, mine, scaling, DIM, PARTITION, COLUMNS, STORED)
-    first = tl.load(requests + 4 * count + request) * BLOCK
-    token, column = tl.arange(0, PARTITION), tl.arange(0, VALUE_DIM)
-    at_codes = codes + (kv_head * COUNT * tokens + first) * PARTITION
-    at_terms = key_terms + (kv_head * tokens + first) * COLUMNS
-    at_scales = key_scales + (kv_head * tokens + first) * COUNT
-    part = (kv_head * tokens + first) // PARTITION
-    at_values = value_codes + part * VALUE_DIM * PARTITION
-    at_numbers = value_numbers + part * 2 * VALUE_DIM
-    at_zeros = value_zeros + part * ZEROS * VALUE_DIM
-    of_codes = token[:, None] * PARTITION + token[None, :]
-    of_terms = token[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    of_scales = token[:, None] * COUNT + (tl.arange(0, WIDE) % COUNT)[None, :]
-    of_values = column[:, None] * PARTITION + token[None, :]
-    of_numbers = column[:, None] * 2 + tl.arange(0, 2)[None, :]
-    of_zeros = tl.arange(0, ZEROS)[:, None] * VALUE_DIM + column[None, :]
-    # Sums are multiples of a LAST_CODE-th of 2 ** unit.
-    unit, total, acc = best, total * LAST_CODE, acc * LAST_CODE
-    for step in tl.range(0, tl.maximum(block - AHEAD, 0) * (BLOCK // PARTITION), num_stages=STAGES):
-        qk = tl.dot(q_terms, tl.trans(tl.load(at_terms + step * PARTITION * COLUMNS + of_terms)))
-        scales = _columns_of(tl.load(at_scales + step * PARTITION * COUNT + of_scales))
-        for group in tl.static_range(COUNT):
-            k = tl.load(at_codes + (group * tokens + step * PARTITION) * PARTITION + of_codes)
-            qk += tl.dot(q_codes[group], tl.trans(k), out_dtype=tl.int32).to(tl.float32) * scales[group][None, :] * q_scales[group]
+    column = tl.arange(0, VALUE_DIM)
+    if left is not None:
+        _leave(left, head, mine, q_codes, q_scales, q_terms, best + tl.log2(total), DIM, PARTITION, COLUMNS)
+    else:
+        first = tl.load(requests + 4 * count + request) * BLOCK
+        token = tl.arange(0, PARTITION)
+        at_codes = codes + (kv_head * COUNT * tokens + first) * PARTITION
+        at_terms = key_terms + (kv_head * tokens + first) * COLUMNS
+        at_scales = key_scales + (kv_head * tokens + first) * COUNT
+        part = (kv_head * tokens + first) // PARTITION
+        at_values = value_codes + part * VALUE_DIM * PARTITION
+        at_numbers = value_numbers + part * 2 * VALUE_DIM
+        at_zeros = value_zeros + part * ZEROS * VALUE_DIM
+        of_codes = token[:, None] * PARTITION + token[None, :]
+        of_terms = token[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        of_scales = token[:, None] * COUNT + (tl.arange(0, WIDE) % COUNT)[None, :]
+        of_values = column[:, None] * PARTITION + token[None, :]
+        of_numbers = column[:, None] * 2 + tl.arange(0, 2)[None, :]
+        of_zeros = tl.arange(0, ZEROS)[:, None] * VALUE_DIM + column[None, :]
+        # Sums are multiples of a LAST_CODE-th of 2 ** unit.
+        unit, total, acc = best, total * LAST_CODE, acc * LAST_CODE
+        for step in tl.range(0, tl.maximum(block - AHEAD, 0) * (BLOCK // PARTITION), num_stages=STAGES):
+            qk = tl.dot(q_terms, tl.trans(tl.load(at_terms + step * PARTITION * COLUMNS + of_terms)))
+            scales = _columns_of(tl.load(at_scales + step * PARTITION * COUNT + of_scales))
+            for group in tl.static_range(COUNT):
+                k = tl.load(at_codes + (group * tokens + step * PARTITION) * PARTITION + of_codes)
+                qk += tl.dot(q_codes[group], tl.trans(k), out_dtype=tl.int32).to(tl.float32) * scales[group][None, :] * q_scales[group]
+                if not STORED:
+                    qk += q_zeros[group] * (scales[group] * tl.sum(k.to(tl.int32), 1).to(tl.float32))[None, :]
+            most = tl.max(qk, 1)
+            best = tl.maximum(best, most)
+            new = tl.maximum(most, best - FAR)
+            rescale = tl.exp2(unit - new)
+            unit = new
+            p = tl.exp2(qk - (new - LOG_LAST)[:, None])
+            total = total * rescale + tl.sum(p, 1)
+            bits = (p + ROUNDING).to(tl.int32, bitcast=True)
+            p_sums = tl.sum(bits - ROUNDED, 1)
+            v = tl.load(at_values + step * VALUE_DIM * PARTITION + of_values)
+            products = tl.dot(_in_pairs(bits.to(tl.int8)), tl.trans(v), out_dtype=tl.int32)
+            # Loaded after the product: before it, registers would not suffice.
+            scale, shifts = tl.split(tl.load(at_numbers + step * 2 * VALUE_DIM + of_numbers))
             if not STORED:
-                qk += q_zeros[group] * (scales[group] * tl.sum(k.to(tl.int32), 1).to(tl.float32))[None, :]
-        most = tl.max(qk, 1)
-        best = tl.maximum(best, most)
-        new = tl.maximum(most, best - FAR)
-        rescale = tl.exp2(unit - new)
-        unit = new
-        p = tl.exp2(qk - (new - LOG_LAST)[:, None])
-        total = total * rescale + tl.sum(p, 1)
-        bits = (p + ROUNDING).to(tl.int32, bitcast=True)
-        p_sums = tl.sum(bits - ROUNDED, 1)
-        v = tl.load(at_values + step * VALUE_DIM * PARTITION + of_values)
-        products = tl.dot(_in_pairs(bits.to(tl.int8)), tl.trans(v), out_dtype=tl.int32)
-        # Loaded after the product: before it, registers would not suffice.
-        scale, shifts = tl.split(tl.load(at_numbers + step * 2 * VALUE_DIM + of_numbers))
-        if not STORED:
-            shifts = SHIFT * scale * tl.sum(v.to(tl.int32), 1).to(tl.float32)
-        acc = acc * rescale[:, None] + (products.to(tl.float32) * scale[None, :] + shifts[None, :])
-        acc = tl.dot(_sum_terms(p_sums, ZEROS), tl.load(at_zeros + step * ZEROS * VALUE_DIM + of_zeros), acc)
+                shifts = SHIFT * scale * tl.sum(v.to(tl.int32), 1).to(tl.float32)
+            acc = acc * rescale[:, None] + (products.to(tl.float32) * scale[None, :] + shifts[None, :])
+            acc = tl.dot(_sum_terms(p_sums, ZEROS), tl.load(at_zeros + step * ZEROS * VALUE_DIM + of_zeros), acc)
     at = out + (head * VALUE_DIM)[:, None] + column[None, :]
     tl.store(at, (acc / total[:, None]).to(out.dtype.element_ty), mask=mine[:, None])

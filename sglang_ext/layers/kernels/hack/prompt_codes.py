@@ -23,7 +23,7 @@ from sglang_ext.mem_cache.compressed.formats.packing import Packing
 
 # Terms of a partition of channels: twice its zero point, twice the higher part of what the sum of its codes means, and the lower part.
 TERMS = tl.constexpr(5)
-# Rows that a product of float16 takes, of which zero points of values are two.
+# Rows that a product of float16 takes: so often it has zero points of values.
 ZEROS = tl.constexpr(16)
 # By which codes of weights, that begin with 0, are above the int8 which products take.
 SHIFT = tl.constexpr(128)
@@ -64,6 +64,12 @@ class Prompts:
         return [max(0, length - 1 - self.packing.sinks) // self.packing.block_tokens for length in self.lengths]
 
     @cached_property
+    def most_blocks(self) -> int:
+        """Blocks with tokens of a request that are computed, counted from one that ends where the sinks do, at most."""
+        block, sinks = self.packing.block_tokens, self.packing.sinks
+        return max(1 + (end - 1 - sinks) // block - (start - sinks) // block for start, end in zip(self.known, self.lengths))
+
+    @cached_property
     def total(self) -> int:
         """Blocks of all requests."""
         return sum(self.blocks)
@@ -97,7 +103,7 @@ class PromptCodes:
         key_terms: float16 [kv_heads, tokens, padded terms]: TERMS of each partition, then zeros.
         values: int8 [kv_heads, partitions of tokens, dim, partition]. Of each 16 tokens the pairs come in the order 0, 4, 1, 5, 2, 6, 3, 7.
         value_numbers: float32 [kv_heads, partitions of tokens, dim, 2]: scales, and sums of codes times scales and SHIFT.
-        value_zeros: float16 [kv_heads, partitions of tokens, ZEROS, dim]: twice the zero points, then zeros.
+        value_zeros: float16 [kv_heads, partitions of tokens, ZEROS, dim]: the zero points in each row.
     """
 
     keys: torch.Tensor
@@ -137,7 +143,7 @@ class PromptCodes:
         self.values[:, parts] = ordered.reshape(heads, -1, partition, self.values.shape[2]).mT.to(torch.int8)
         scale, zero, sums = (each.flatten(1, 2).float() for each in (values.scale, values.zero, values.sums))
         self.value_numbers[:, parts] = torch.stack([scale, SHIFT.value * scale * sums], -1)
-        self.value_zeros[:, parts, :2], self.value_zeros[:, parts, 2:] = zero[:, :, None].half(), 0
+        self.value_zeros[:, parts] = zero[:, :, None].half()
 
     @staticmethod
     def token_bytes(dim: int, value_dim: int, partition: int) -> int:
@@ -229,7 +235,7 @@ def quantize_prompts(
     tl.store(at + 1, SHIFT * scale * sums)
     at = value_zeros + part[:, None] * ZEROS * VALUE_DIM + column[None, :]
     for row in tl.static_range(ZEROS):
-        tl.store(at + row * VALUE_DIM, (zero * (row < 2)).to(tl.float16))
+        tl.store(at + row * VALUE_DIM, zero.to(tl.float16))
 
 
 def prompt_codes(prompts: Prompts, keys: torch.Tensor, values: torch.Tensor, layer: int, first_head: int) -> PromptCodes:
