@@ -155,7 +155,7 @@ class Listeners:
             self._call(room.listener.arrived, room.number, stream)
 
     def tell_ended(self, seconds: float = 0.0) -> None:
-        """Tell of rooms that ended and whose bytes libzmq reads no more; with ``seconds`` of all, for whose bytes it waits so long at most."""
+        """Tell of rooms that ended and whose bytes libzmq reads no more; with ``seconds`` of all, after so long at most."""
         until = time.monotonic() + seconds
         for _ in range(len(self._ended)):
             room, reason = self._ended.popleft()
