@@ -340,9 +340,10 @@ class CompressedViews:
         """Note that the row of a request leads to other slots from position ``start`` on: those of before are free.
 
         Under the overlapped loop a first round is launched before the prefix tree takes the prompt over, and with it exchanges
-        slots of which it has others. A draft row would go on to lead to what is free; so would pointers, which are dropped.
+        slots of which it has others. A draft row would go on to lead to what is free; so would pointers, which are dropped, or chosen again
+        where the next copy would come later than that of a prompt that the tree had not.
         """
-        if self.form.leads_into_full_kv:
+        if self.form.leads_into_full_kv and not self._choose_again(row):
             self.release_copy(row)
             if self.elsewhere is not None:
                 self.elsewhere.forget(row)
@@ -351,6 +352,11 @@ class CompressedViews:
             self.senders.leave_slots(row, alone=False)
         if (view := self._views.get(row)) is not None:
             view.tail_end = max(view.covered, min(view.tail_end, start))
+
+    def _choose_again(self, row: int) -> bool:
+        """Let pointers lead to other slots of the same tokens; whether they do. Others who choose do so by what they were told."""
+        view, here = self._views.get(row), self.elsewhere is None and self.beside is None
+        return view is not None and here and self._writer.choose_again(self.method(row), row, self.draft_row(row), view)
 
     def segment_parted(self, first: Segment, rest: Segment) -> None:
         """Note that ``first`` took over the first blocks of ``rest``: copies that read that read both, in the same slots."""

@@ -17,7 +17,7 @@ from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.query_window import QueryWindows
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressors import Compressor, ContextKV, Part, kept_count
-from sglang_ext.mem_cache.compressors.contracts.compressor import reported
+from sglang_ext.mem_cache.compressors.contracts.compressor import ScoresError, reported
 from sglang_ext.mem_cache.compressors.contracts.registry import COMPRESSORS, OWN
 from sglang_ext.mem_cache.prefix_cache.segments import Segment
 
@@ -230,6 +230,21 @@ class CopyWriter:
             return
         source = self.token_table[row, : view.covered].long()
         method.packing.write(self.buffers.of_layers(layers), kept, source, view.own[view.sinks :])
+
+    def choose_again(self, method: CopyMethod, row: int, draft_row: int, view: CompressedView) -> bool:
+        """Write what ``view`` kept as it was made, by the same queries, once the row leads elsewhere; arguments as :meth:`write`'s.
+
+        Returns:
+            False where a round chooses anew in any case, the queries are gone, or the method's scores cannot be used any more.
+        """
+        found = self.queries.newest_places(row, view.covered, method.compressor.window)[0]
+        if method.compressor.each_round or len(found) < method.compressor.window:
+            return False
+        try:
+            self.write(method, row, draft_row, view, None, 0, view.covered, True)
+        except ScoresError:
+            return False
+        return True
 
     def choose_anew(self, method: CopyMethod, row: int, draft_row: int, view: CompressedView, end: int) -> None:
         """Write what the method keeps now over what it kept: as many of the tokens that ``view``, all its own, stands for.

@@ -161,6 +161,27 @@ def led_to(views):
     return [views.methods[0].packing.read(keys, view.own, view.own_tokens).tolist() for keys in views.buffers.keys]
 
 
+@pytest.mark.parametrize("each_round", [False, True])
+def test_pointers_follow_a_prompt_to_the_slots_that_the_prefix_tree_had_of_it(each_round):
+    state, (views, keep) = RequestState(rid="r", row=1, seed=0), guided_views(Spade(every=64, each_round=each_round))
+    keep(range(149, 150), 1)
+    assert ensure_copy(views, SimpleNamespace(last_node=None), state, 150, 0) == 0
+    first, row = led_to(views), views.token_table[1, :150].long()
+    keep(range(150, 152), 2)
+    views.write_tail(1, 152)
+    other = views.allocator.alloc(40)
+    for part in (*views.buffers.keys, *views.buffers.values):
+        part[other] = part[row[110:150]]
+    views.token_table[1, 110:150] = other.int()
+    views.row_moved(1, 110)
+    if each_round:
+        assert views.get(1) is None, "the next round makes another one"
+        return
+    moved = dict(zip(row[110:150].tolist(), other.tolist()))
+    assert led_to(views) == [[[moved.get(slot, slot) for slot in head] for head in layer] for layer in first] != first
+    assert ensure_copy(views, SimpleNamespace(last_node=None), state, 152, 0) == 0 and views.get(1).covered == 150
+
+
 def test_each_verification_chooses_anew_and_rejected_drafts_have_no_say():
     found = []
     # They are dropped before a round; the length leaves them out, too.
