@@ -18,7 +18,9 @@ from sglang_ext.config.prefill_options import QUANTIZED
 from sglang_ext.core import OptionError
 from sglang_ext.layers.attention import verify_attention
 from sglang_ext.layers.attention.of_model import an_attention, attention_scaling
+from sglang_ext.layers.kernels.hack import integer_prefill
 from sglang_ext.layers.kernels.hack.prompt_codes import PromptCodes
+from sglang_ext.layers.kernels.hack.specialized_prefill import Left
 from sglang_ext.managers.served_methods import ServedMethods
 from sglang_ext.mem_cache.compressors.spade import Spade
 from sglang_ext.mem_cache.host_tier.tier import staging_bytes
@@ -105,7 +107,7 @@ class MemoryPlan:
         workspaces: what attention of verifications works in.
         choices: what choices of tokens by queries of steps work in.
         arenas: through which cache ranks on other GPUs get keys and queries, at most; where these send rows, records of copies, too.
-        prompt_codes: codes of a layer's keys and values, of the longest prompt.
+        prompt_codes: codes of a layer's keys and values, of the longest prompt, and what one kernel leaves another of its queries.
         logits: of the largest captured verification.
     """
 
@@ -251,7 +253,10 @@ class MemoryPlanner:
         if not self.on_gpu or self.args.kv_prefill != QUANTIZED:
             return 0
         partition = next(m.quantizer.partition for m in self.served.methods if m.quantizer is not None)
-        return tokens * self.model.kv_heads * PromptCodes.token_bytes(self.model.head_dim, self.model.value_dim, partition)
+        # As integer_prefill.py chooses.
+        left = Left.query_bytes(self.model.head_dim, partition) if integer_prefill.PREFERRED == "specialized" else 0
+        token = PromptCodes.token_bytes(self.model.head_dim, self.model.value_dim, partition)
+        return tokens * (self.model.kv_heads * token + self.model.query_heads * left)
 
     def _workspaces(self, requests: int) -> int:
         """As verify_attention.py, verify_flashinfer.py and verify_fa3.py make them."""

@@ -1,13 +1,23 @@
 """Triton kernels on the GPU, against plain PyTorch and SGLang's own."""
 
 import importlib
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from check_names import OF_SGLANG, PLAIN
 
+CHECKS = Path(__file__).parents[1] / "kernels/kernel_checks.py"
+# Of kernels whose warps wait for each other: one that waits for ever is ended with its process.
+APART = ("specialized_prefill",)
+
 
 @pytest.mark.parametrize("check", [*PLAIN, *OF_SGLANG])
 def test_kernel_gives_what_pytorch_gives(check):
+    if check in APART:
+        subprocess.run([sys.executable, str(CHECKS), check], timeout=300, check=True)
+        return
     # Imported here: where there is no GPU it asks Triton for its interpreter.
     importlib.import_module("kernel_checks").CHECKS[check]()
 

@@ -10,6 +10,7 @@ from sglang.srt.model_executor.cuda_graph_config import Backend
 
 from sglang_ext.config.selection_options import ARENA_BYTES, ROWS_ARENA_BYTES
 from sglang_ext.core import OptionError
+from sglang_ext.layers.kernels.hack import integer_prefill
 from sglang_ext.managers.memory_plan import GRAIN, HeldMemory, MemoryPlan, MemoryPlanner, ModelSizes
 from sglang_ext.managers.served_methods import ServedMethods
 from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells
@@ -240,8 +241,11 @@ def test_what_does_not_fit_at_all_names_its_parts_and_the_remedy():
         held(20_000)
 
 
-def test_codes_of_the_longest_prompt_are_counted_where_prompts_attend_to_them():
+def test_codes_of_the_longest_prompt_are_counted_where_prompts_attend_to_them(monkeypatch):
     found = plan(methods=("hack",), kv_mode="lossy", kv_prefill="quantized")
     assert 8 * 8192 * 350 < found.prompt_codes < 8 * 2 * 8192 * 380 and "codes of prompts" in str(found)
+    monkeypatch.setattr(integer_prefill, "PREFERRED", "specialized")
+    specialized = plan(methods=("hack",), kv_mode="lossy", kv_prefill="quantized")
+    assert specialized.prompt_codes > found.prompt_codes, "of queries, too"
     assert plan(methods=("hack",), kv_mode="lossy").prompt_codes == 0
     assert plan(methods=("hack",), kv_mode="lossy", kv_prefill="quantized", on_gpu=False).prompt_codes == 0

@@ -210,7 +210,7 @@ def prefill_codes(keys, scales, terms, values, numbers, zeros, left, out, reques
 
     Args:
         keys, scales, terms, values, numbers, zeros: descriptors of codes (hack/prompt_codes.py), a step of which is a box.
-        left: of queries int8 codes [tokens, heads, dim], float32 scales, float16 terms, and of exact tokens the logarithms of weights' sums.
+        left: specialized_prefill.py's ``Left``.
         out: [tokens, heads, channels of a value], of exact tokens; then of all.
         requests: what Prompts.numbers are, of ``count`` requests.
         blocks: of all requests.
@@ -223,13 +223,15 @@ def prefill_codes(keys, scales, terms, values, numbers, zeros, left, out, reques
     # As prefill_tiles counts them: from a block that ends where the sinks do, or before.
     AHEAD: gl.constexpr = (SINKS + BLOCK - 1) // BLOCK
     TILES: gl.constexpr = F.value.tiles
+    GROUP: gl.constexpr = F.value.group
+    ROWS: gl.constexpr = 2 * F.value.rows
     kv_head, request = gl.program_id(1), gl.program_id(2)
     known, length = gl.load(requests + count + request), gl.load(requests + 2 * count + request)
     block = (length - 1 - SINKS + AHEAD * BLOCK) // BLOCK - gl.program_id(0) // TILES
-    tile = gl.program_id(0) % TILES * (2 * F.value.rows)
+    tile = gl.program_id(0) % TILES * ROWS
     begin = SINKS + (block - AHEAD) * BLOCK
-    # Nobody waits for what rows read that are not computed.
-    some = (begin + gl.minimum(BLOCK, (tile + 2 * F.value.rows - 1) // F.value.group + 1) > known) & (begin + tile // F.value.group < length)
+    # What rows read that are not computed is not loaded.
+    some = (begin + gl.minimum(BLOCK, (tile + ROWS - 1) // GROUP + 1) > known) & (begin + tile // GROUP < length)
     steps = gl.where(some, gl.maximum(block - AHEAD, 0) * (BLOCK // P), 0)
     tokens = blocks * BLOCK
     token = kv_head * tokens + gl.load(requests + 4 * count + request) * BLOCK

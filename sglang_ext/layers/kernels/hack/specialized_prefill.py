@@ -12,7 +12,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sglang_ext.layers.kernels.gluon.prefill_codes import prefill_codes
 from sglang_ext.layers.kernels.gluon.prefill_steps import PARTITIONS, PROGRAM_ROWS, PrefillSteps
-from sglang_ext.layers.kernels.hack.prompt_codes import PromptCodes, Prompts
+from sglang_ext.layers.kernels.hack.prompt_codes import PromptCodes, Prompts, padded_terms
 from sglang_ext.layers.kernels.packed import packed_decode
 
 # Steps that shared memory holds; of partitions of 128 these are 170 KB.
@@ -48,6 +48,12 @@ class Left:
             queries.new_empty(*heads, codes.key_terms.shape[2], dtype=torch.float16),
             queries.new_empty(heads, dtype=torch.float32),
         )
+
+    @staticmethod
+    def query_bytes(dim: int, partition: int) -> int:
+        """Bytes of a query of one head."""
+        count = dim // partition
+        return dim + 4 * count + 2 * padded_terms(count) + 4
 
     @property
     def parts(self) -> tuple[torch.Tensor, ...]:
