@@ -200,7 +200,9 @@ def test_requests_come_grow_and_go_at_random_and_hold_what_their_records_say(wor
             free.append(row)
         for row in [row for row in world.copies if chance.random() < 0.1 and world.steps.has_request(row)]:
             world._free = 800 + 200 * row + len(world.copies[row].own)
-            world.renew(row, len(world.copies[row].own) + chance.randrange(2))
+            # A copy grows with its request: of no newer token there is no row to add.
+            grown = min(chance.randrange(2), world.ends[row] - world.copies[row].covered)
+            world.renew(row, len(world.copies[row].own) + grown)
         rows = [row for row in world.copies if chance.random() < 0.9]
         before = {row: world.positions(row) for row in rows}
         if rows:
