@@ -31,6 +31,21 @@ def of_pair(numbers, pair, first_layer, first_request, requests):
     return first_layer + pair // requests, mine, tl.load(mine), tl.load(mine + 1).to(tl.int32)
 
 
+@triton.jit
+def add_block(found, top, mass):
+    """Of each row and column of a block: the largest logit with those ``found``, and the sum of powers of two below it."""
+    new = tl.maximum(top, found)
+    return new, mass * tl.exp2(top - new) + tl.exp2(found - new)
+
+
+@triton.jit
+def leave_chunk(tops, masses, place, mine, top, mass):
+    """Store what normalizes a chunk, at ``place`` for each row that is ``mine``: of what the columns have, their largest and their sum."""
+    best = tl.max(top, 1)
+    tl.store(tops + place, best, mask=mine)
+    tl.store(masses + place, tl.sum(mass * tl.exp2(top - best[:, None]), 1), mask=mine)
+
+
 @triton.jit(do_not_specialize=VARYING)
 def _leave_logits(
     queries, key_table, like, scalings, token_table, numbers, logits, tops, masses, first_layer, first_request, requests, pitches, chunks,
@@ -64,13 +79,8 @@ def _leave_logits(
             found = tl.where(inside[None, :], found, float("-inf"))
             # Whole blocks, which are stored by vectors.
             tl.store(out + tl.multiple_of(first, BLOCK) + column[None, :], found.to(logits.dtype.element_ty), mask=mine[:, None])
-            new = tl.maximum(top, found)
-            mass = mass * tl.exp2(top - new) + tl.exp2(found - new)
-            top = new
-        best = tl.max(top, 1)
-        place = ((pair * HEADS + head) * GROUP + row) * chunks + chunk
-        tl.store(tops + place, best, mask=mine)
-        tl.store(masses + place, tl.sum(mass * tl.exp2(top - best[:, None]), 1), mask=mine)
+            top, mass = add_block(found, top, mass)
+        leave_chunk(tops, masses, ((pair * HEADS + head) * GROUP + row) * chunks + chunk, mine, top, mass)
 
 
 class Asked(NamedTuple):

@@ -13,7 +13,9 @@ import triton
 import triton.language as tl
 
 from sglang_ext.core import OptionError
-from sglang_ext.layers.kernels.choosing.exact_logits import CHUNK, LEAST, PITCH, TO_POWERS, VARYING, Asked, of_pair
+from sglang_ext.layers.kernels.choosing.exact_logits import (
+    CHUNK, LEAST, PITCH, TO_POWERS, VARYING, Asked, add_block, leave_chunk, of_pair,
+)  # fmt: skip
 from sglang_ext.layers.kernels.coded_keys.code_keys import MIDDLE, ROUNDING
 from sglang_ext.layers.kernels.fitting import gpu_name, launch_fitting, shape_name
 from sglang_ext.layers.kernels.packed import packed_decode
@@ -122,13 +124,8 @@ def _leave_coded_logits(
             found = tl.where(valid[None, :], found, float("-inf"))
             # Whole blocks, which are stored by vectors.
             tl.store(out + tl.multiple_of(first, BLOCK) + column[None, :], found.to(logits.dtype.element_ty), mask=kept[:, None])
-            new = tl.maximum(top, found)
-            mass = mass * tl.exp2(top - new) + tl.exp2(found - new)
-            top = new
-        best = tl.max(top, 1)
-        place = (of_head * SHARED + out_row) * chunks + chunk
-        tl.store(tops + place, best, mask=kept)
-        tl.store(masses + place, tl.sum(mass * tl.exp2(top - best[:, None]), 1), mask=kept)
+            top, mass = add_block(found, top, mass)
+        leave_chunk(tops, masses, (of_head * SHARED + out_row) * chunks + chunk, kept, top, mass)
 
 
 @dataclass(frozen=True)
