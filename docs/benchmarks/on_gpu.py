@@ -88,6 +88,7 @@ STEPS = {
     "lynx": Step(_checks("lynx"), 200),
     "rows": Step(_checks("hand_over coded_keys pointers"), 150),
     "prefill-checks": Step(_checks("prefill"), 120),
+    "specialized-checks": Step(_checks("specialized_prefill"), 300),
     "integers": Step(_checks("integer_gluon integer_decode integer_switches packed_backend"), 150),
     "spade": Step(_tests("tests/gpu/test_gpu_spade.py"), 600),
     "ranks": Step(_tests("tests/gpu/test_gpu_cache_ranks.py"), 600),
@@ -96,7 +97,7 @@ STEPS = {
         "for codec in raw int8 exact; do python docs/benchmarks/backend_rate.py --reference $codec --device cuda --dtype bfloat16 --layers 36 "
         "--heads 8 --dim 128 --mib 2048; done", 150,
     ),
-    "prefill": Step("python docs/benchmarks/prefill_tiles.py --forms 4:64 4:128 --tiles 64,4,3 128,8,2", 240),
+    "prefill": Step("python docs/benchmarks/prefill_tiles.py --forms 4:64 4:128 --tiles specialized 64,4,3 128,8,2", 240),
     "attention": Step("python -m sglang_ext.bench attention --contexts 32768 --batch 8,16 --prefill 0 --bits 2 --json {out}.json", 240),
     "attention-short": Step(
         "python -m sglang_ext.bench attention --contexts 2048,8192 --batch 8 --prefill 2048 --bits 4 --partition 32,64,128 --json {out}.json", 240,
