@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglang_ext.device import to_device
 from sglang_ext.mem_cache.compressed.held_rows import ArrivedRows, Exchange, NewestRows
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class KVBuffers:
     @cached_property
     def layer_table(self) -> torch.Tensor:
         """int32 [layers], :attr:`layer_ids`."""
-        return torch.tensor(self.layer_ids, dtype=torch.int32, device=self.keys[0].device)
+        return to_device(self.layer_ids, self.keys[0].device, torch.int32)
 
     def scored(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
         """Keys by which tokens are chosen, of a layer in ``slots``, int64 [tokens]: [tokens, kv_heads, head_dim]; float32 of codes."""
@@ -133,4 +134,4 @@ class KVBuffers:
 
 
 def _addresses(buffers: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    return torch.tensor([buffer.data_ptr() for buffer in buffers], device=buffers[0].device)
+    return to_device([buffer.data_ptr() for buffer in buffers], buffers[0].device)

@@ -8,14 +8,14 @@ A page of blocks has keys, then values, of each layer: of each KV head the bytes
 their cells.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
 from sglang_ext.managers.disaggregation.page_hashes import page_ends
-from sglang_ext.managers.disaggregation.progressive.page_codec import OneStream, PlacedPage
+from sglang_ext.managers.disaggregation.progressive.page_codec import EncodedPage, OneStream, PlacedPage
 from sglang_ext.managers.disaggregation.progressive.pool_buffers import PoolBuffers
 from sglang_ext.managers.disaggregation.progressive.raw_codec import RawCodec
 from sglang_ext.managers.disaggregation.settings import LinkError, OptionValue
@@ -89,26 +89,41 @@ class CodedRoom(OneStream):
         if stream is not Stream.ANCHOR:
             return 0
         blocks = self.page_size // self.packing.block_tokens
-        return max(self._exact.most_bytes(stream, layers), blocks * sum(size for _, _, size in self._tensors(layers)))
+        return max(self._exact.most_bytes(stream, layers), blocks * layers.count * self.pool.heads * sum(each.block_bytes for each in self._layouts))
 
     def encode_anchor(self, page: PlacedPage, layers: LayerRange) -> memoryview:
         """The page's codes, or its numbers."""
-        if not self._is_packed(page):
-            return self._exact.encode_anchor(page, layers)
-        heads, count = self.buffers.keys[0].shape[1], len(page.slots)
-        at = torch.arange(page.start, page.start + count, device=page.slots.device).expand(heads, -1)
-        seeds = None if self.seeds is None else self.seeds[page.start : page.start + count].expand(heads, -1)
+        return self.start(page, layers)().anchor
+
+    def start(self, page: PlacedPage, layers: LayerRange, anchor: bool = True, residual: bool = True) -> Callable[[], EncodedPage]:
+        """Begin with them; there is no residual. All layers are packed together, beside the pool.
+
+        Raises:
+            LinkError: a residual alone is asked for.
+        """
+        if not anchor or not self._is_packed(page):
+            return self._exact.start(page, layers, anchor, residual)
+        own, count = self._apart(page.slots, layers), len(page.slots)
+        # What is kept is counted by position; of the prompt only this page is there.
+        kept = torch.arange(page.start, page.start + count, device=page.slots.device).expand(layers.count, self.pool.heads, -1)
+        sources = torch.arange(-page.start, count, device=page.slots.device)
+        targets = torch.arange(count, len(own.keys[0]), device=page.slots.device)
+        self.packing.write(own, kept, sources, targets, self.seeds)
         parts = []
-        for place, (buffer, layout, size) in enumerate(self._tensors(layers)):
-            layer = self.buffers.layer_ids[layers.first + place % layers.count]
-            numbers = buffer[page.slots].transpose(0, 1).float()
-            block = self.packing.codes(numbers, at, place >= layers.count, layer, self.buffers.first_head, seeds)
-            parts.append(layout.pack(block, layout.cells).flatten(2)[..., : size // heads].flatten())
+        for kind, layout in zip((own.keys, own.values), self._layouts, strict=True):
+            cells = torch.stack([as_bytes(buffer)[count:] for buffer in kind]).transpose(1, 2)
+            blocks = cells.reshape(layers.count, self.pool.heads, count // self.packing.block_tokens, -1)
+            parts.append(blocks[..., : layout.block_bytes].flatten())
         together = torch.cat(parts)
         content = self.pool.blocks.take(len(together))
         torch.from_numpy(content).copy_(together, non_blocking=True)
-        self.pool.written()
-        return memoryview(content)
+        reached = self.pool.reached()
+
+        def finish() -> EncodedPage:
+            reached()
+            return EncodedPage(memoryview(content), None)
+
+        return finish
 
     def write_anchor(self, page: PlacedPage, layers: LayerRange, anchor: memoryview) -> None:
         """Write the page's blocks, or its numbers.
@@ -119,19 +134,18 @@ class CodedRoom(OneStream):
         if not self._is_packed(page):
             self._exact.write_anchor(page, layers, anchor)
             return
-        blocks = len(page.slots) // self.packing.block_slots
-        expected = blocks * sum(size for _, _, size in self._tensors(layers))
-        if len(anchor) != expected:
+        blocks, heads = len(page.slots) // self.packing.block_slots, self.buffers.keys[0].shape[1]
+        sizes = [layers.count * heads * blocks * layout.block_bytes for layout in self._layouts]
+        if len(anchor) != sum(sizes):
             size = self.packing.block_tokens
-            raise LinkError(f"a page of {blocks} blocks of {size} tokens has {len(anchor)} bytes; expected are {expected}")
-        content, begin = self.pool.blocks.to_device(anchor), 0
-        for buffer, _, size in self._tensors(layers):
-            cells = as_bytes(buffer)
-            heads, width = cells.shape[1:]
-            part = content[begin : begin + blocks * size].view(heads, blocks, -1)
-            filled = torch.nn.functional.pad(part, (0, self.packing.block_slots * width - part.shape[-1]))
-            cells[page.slots] = filled.view(heads, -1, width).transpose(0, 1)
-            begin += blocks * size
+            raise LinkError(f"a page of {blocks} blocks of {size} tokens has {len(anchor)} bytes; expected are {sum(sizes)}")
+        halves = []
+        for part, layout in zip(self.pool.blocks.to_device(anchor).split(sizes), self._layouts, strict=True):
+            filled = self.packing.block_slots * layout.cell_bytes - layout.block_bytes
+            cells = torch.nn.functional.pad(part.view(layers.count, heads, blocks, -1), (0, filled))
+            rows = cells.view(layers.count, heads, len(page.slots), -1).transpose(1, 2)
+            halves.append(rows.flatten(2).view(self.pool.dtype))
+        self.pool.scatter(layers, page.slots, halves)
 
     def _is_packed(self, page: PlacedPage) -> bool:
         return self.begin <= page.start < self.end
@@ -140,9 +154,15 @@ class CodedRoom(OneStream):
     def _exact(self) -> RawCodec:
         return RawCodec(self.pool, self.tokens)
 
-    def _tensors(self, layers: LayerRange) -> Iterator[tuple[torch.Tensor, Layout, int]]:
-        """Keys, then values, of some layers: each with its layout, and the bytes of a block of all heads."""
-        those = slice(layers.first, layers.first + layers.count)
-        for kind, layout in ((self.buffers.keys, self.packing.keys), (self.buffers.values, self.packing.values)):
-            for buffer in kind[those]:
-                yield buffer, layout, buffer.shape[1] * layout.block_bytes
+    def _apart(self, slots: torch.Tensor, layers: LayerRange) -> KVBuffers:
+        """A pool of some layers that has these tokens alone, in its first slots, and room for their blocks after them."""
+        place, kinds = slice(layers.first, layers.first + layers.count), []
+        room = self.packing.packed_slots(len(slots))
+        for half in self.pool.gather(layers, slots):
+            numbers = half.view(layers.count, len(slots), self.pool.heads, -1)
+            kinds.append(torch.cat([numbers, numbers.new_empty(layers.count, room, *numbers.shape[2:])], 1).unbind())
+        return KVBuffers(self.buffers.layer_ids[place], self.buffers.scaling[place], *kinds, self.buffers.first_head)
+
+    @property
+    def _layouts(self) -> tuple[Layout, Layout]:
+        return self.packing.keys, self.packing.values
