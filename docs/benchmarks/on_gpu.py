@@ -47,13 +47,13 @@ class Step:
     gpus: int = 1
 
 
-def _longcot(batch: int, more: str = "") -> str:
+def _longcot(batch: int, more: str = "", load: str = "32768:2048") -> str:
     server = (
         f"{DUMMY} --cuda-graph-bs {batch} --max-running-requests {batch} --mem-fraction-static 0.9 --chunked-prefill-size 8192 "
         f"--max-total-tokens {34100 * batch} --context-length 40000 --disable-prefill-cuda-graph{more}"
     )
     return (
-        f"python -m sglang_ext.bench longcot --model {{model}} --mode lossy --load {batch}:32768:2048,{batch}:2048:1024 --output-len 64,256 "
+        f"python -m sglang_ext.bench longcot --model {{model}} --mode lossy --load {batch}:{load} --output-len 64,256 "
         f"--json {{out}}.json --server-arg='{server}'"
     )
 
@@ -62,7 +62,7 @@ def _transfer(rate: int, tokens: str) -> str:
     server = f"{DUMMY} --chunked-prefill-size 8192 --sleep-on-idle --context-length 140000 --cuda-graph-max-bs 8"
     return (
         f"python -m sglang_ext.bench transfer --model {{model}} --method lynx,int8 --link-gbps {rate} --context-len {tokens} --prompts 1 "
-        "--repeats 2 --output-len 64 --at-once 2 --draft-arg='--kv-bench-acceptance 0.99' --decode-arg='--base-gpu-id 1' "
+        "--repeats 2 --output-len 64 --draft-arg='--kv-bench-acceptance 0.99' --decode-arg='--base-gpu-id 1' "
         f"--json {{out}}.json --server-arg='{server}'"
     )
 
@@ -105,13 +105,14 @@ STEPS = {
     "choices": Step("python docs/benchmarks/selection_speed.py --batch 16 --every 1 2 4", 200),
     "choices-8": Step("python docs/benchmarks/selection_speed.py --batch 8 --every 1 2 4", 150),
     "sparse": Step("python docs/benchmarks/sparse_kernels.py", 100),
-    "longcot": Step(_longcot(16) + " --method stock,spade --select-every 2,4,1", 600),
+    "longcot": Step(_longcot(16) + " --method stock,spade --select-every 2,4", 450),
+    "longcot-2k": Step(_longcot(16, load="2048:1024") + " --method stock,spade --select-every 2", 300),
     "longcot-codes": Step(_longcot(16, " --kv-score-bits 8") + " --method spade --select-every 1,2", 400),
     "longcot-8": Step(_longcot(8) + " --method stock,spade --select-every 2,4,1", 600),
     "longcot-8-codes": Step(_longcot(8, " --kv-score-bits 8") + " --method spade --select-every 1,2", 400),
     "longcot-ranks": Step(_longcot(16) + " --method stock,spade-ranks --pack-layers 6", 500, 2),
     "longcot-ranks-8": Step(_longcot(8) + " --method stock,spade-ranks --pack-layers 6", 400, 2),
-    "transfer-25": Step(_transfer(25, "32768"), 400, 2),
+    "transfer-25": Step(_transfer(25, "32768,131072"), 400, 2),
     "transfer-10": Step(_transfer(10, "131072"), 400, 2),
     "transfer-50": Step(_transfer(50, "32768"), 400, 2),
     "jobs-10": Step(_jobs(10), 400, 2),

@@ -25,6 +25,16 @@ class VerifyFlashInfer(FlashInferAttnBackend):
         contexts = 1 + -(-max_num_tokens // max_bs // self.max_context_len)
         super().init_cuda_graph_state(max_bs, contexts * max_bs, kv_indices_buf)
 
+    def has_room(self, requests: int, width: int) -> bool:
+        """Whether FlashInfer's workspace holds what a graph of ``requests`` of ``width`` tokens keeps of its parts; of many it is more
+        than SGLang's default, and the plan would fail."""
+        of = self.indices_updater_prefill
+        needed = self._full_cg_prefill_workspace_bytes(
+            requests, requests * width, num_qo_heads=of.num_qo_heads, num_kv_heads=of.num_kv_heads, head_dim=of.head_dim,
+            device=self.workspace_buffer.device,
+        )  # fmt: skip
+        return needed <= self.workspace_buffer.numel()
+
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
         """Plan; SGLang's buffers of a batch are wrappers that are planned anew before each replay."""
         batch = forward_batch.batch_size

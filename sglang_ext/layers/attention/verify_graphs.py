@@ -111,9 +111,11 @@ def capture(model_runner: "ModelRunner", width: int, verifier: AttentionBackend 
     name = "triton" if verifier else model_runner.decode_attention_backend_str
     attention = verifier or _of_backend(model_runner, name, width)
     logger.info("sglang-ext: capturing verifications of %s tokens a request with %s", width, name)
-    with speculative(model_runner), _batch_sizes(model_runner, most):
-        make_room_for_logits(model_runner, max(get_batch_sizes_to_capture(model_runner, width)[0]) * width)
-        return VerifyGraphs(model_runner, attn_backend=attention, speculative_num_draft_tokens=width)
+    with speculative(model_runner):
+        sizes = get_batch_sizes_to_capture(model_runner, width)[0] if most is None else list(range(1, most + 1))
+        with _batch_sizes(model_runner, fitting(attention, sizes, width)):
+            make_room_for_logits(model_runner, max(get_batch_sizes_to_capture(model_runner, width)[0]) * width)
+            return VerifyGraphs(model_runner, attn_backend=attention, speculative_num_draft_tokens=width)
 
 
 def make_room_for_logits(model_runner: "ModelRunner", tokens: int) -> None:
@@ -126,12 +128,32 @@ def make_room_for_logits(model_runner: "ModelRunner", tokens: int) -> None:
         model_runner.graph_shared_output = GraphSharedOutput(device=model_runner.device, max_rows=tokens)
 
 
+def fitting(attention: AttentionBackend, sizes: list[int], width: int) -> list[int]:
+    """The batch sizes of which graphs can be captured, ``sizes`` but for those that are too large for what attends.
+
+    Batches of more requests are verified without a graph.
+
+    Args:
+        attention: of the graphs.
+        sizes: requests, ascending.
+        width: tokens of each request.
+    """
+    has_room = getattr(attention, "has_room", None)
+    found = sizes if has_room is None else [size for size in sizes if has_room(size, width)] or sizes[:1]
+    if found != sizes:
+        logger.info(
+            "sglang-ext: verifications of %s tokens of more than %s requests run without graphs, whose workspace would be larger than "
+            "SGLANG_FLASHINFER_WORKSPACE_SIZE",
+            width, found[-1],
+        )  # fmt: skip
+    return found
+
+
 @contextmanager
-def _batch_sizes(model_runner: "ModelRunner", most: int | None) -> Iterator[None]:
-    """Let SGLang capture batches of 1 to ``most`` requests; those of its options for None."""
+def _batch_sizes(model_runner: "ModelRunner", sizes: list[int]) -> Iterator[None]:
+    """Let SGLang capture these batch sizes instead of those of its options."""
     config = model_runner.server_args.cuda_graph_config.decode
-    asked = config.bs
-    config.bs = asked if most is None else list(range(1, most + 1))
+    asked, config.bs = config.bs, sizes
     try:
         yield
     finally:

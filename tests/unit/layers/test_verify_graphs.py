@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from sglang_ext.layers.attention import verify_graphs
+from sglang_ext.layers.attention.verify_flashinfer import VerifyFlashInfer
 from sglang_ext.layers.attention.verify_graphs import VerifyGraphSet
 from sglang_ext.managers import captured
 from sglang_ext.mem_cache.compressed.query_window import QueryWindows
@@ -18,6 +19,23 @@ def test_the_narrowest_that_holds_the_batch_is_taken(requests, width, expected):
     graphs = [SimpleNamespace(width=w, fits=lambda requests: requests <= 8) for w in (17, 5)]
     found = VerifyGraphSet(graphs).fit(requests, width)
     assert (found and found.width) == expected
+
+
+@pytest.mark.parametrize(
+    ("heads", "width", "mib", "expected"),
+    [((32, 8, 128), 17, 512, [1, 64, 128]), ((32, 8, 128), 17, 1024, [1, 64, 128, 193]), ((32, 8, 128), 65, 512, [1, 64]), ((71, 1, 64), 17, 384, [1])],
+)
+def test_batches_whose_parts_are_more_than_flashinfers_workspace_have_no_graph(monkeypatch, caplog, heads, width, mib, expected):
+    """A decode server of an 8B model on an H100 began with 193 requests: 590 MiB, and FlashInfer refused the plan."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    attention = object.__new__(VerifyFlashInfer)
+    attention.workspace_buffer = torch.empty(mib << 20, dtype=torch.uint8, device="meta")
+    attention.indices_updater_prefill = SimpleNamespace(num_qo_heads=heads[0], num_kv_heads=heads[1], head_dim=heads[2])
+    sizes = [1, 64, 128, 193]
+    with caplog.at_level("INFO"):
+        assert verify_graphs.fitting(attention, sizes, width) == expected
+    assert ("without graphs" in caplog.text) == (expected != sizes)
+    assert verify_graphs.fitting(SimpleNamespace(), sizes, width) == sizes
 
 
 def windows_with_rings():
