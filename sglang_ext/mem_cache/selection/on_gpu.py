@@ -59,19 +59,33 @@ class GpuChoice:
 
         keys, found, codes = self.buffers.keys, [], self.buffers.codes
         coded = None if codes is None else codes.of_kernels
-        _, kv_heads, dim = keys[0].shape
-        each = pair_bytes(max(contexts.lengths), self.query_heads, kv_heads, dim, keys[0].itemsize, self.predictor)
-        pairs = max(1, self.scratch // each)
-        for layers, requests in shares(len(keys), len(contexts.lengths), pairs):
+        tables = self.buffers.key_table, keys[0], self.buffers.scaling_table
+        # Many small launches predict queries, and few large ones choose by them, which take more memory: these alone are cut finer.
+        for layers, requests in shares(len(keys), len(contexts.lengths), self._predicted_at_once(keys[0].shape[-1])):
             queries = self.predictor.predict(read(requests, layers), positions[requests], self.rotary, ahead)
-            tables = self.buffers.key_table, keys[0], self.buffers.scaling_table
-            found.append((layers, requests, choose_tokens(queries, *tables, contexts, layers, requests, most, coded=coded, scored=scored)))
+            pairs = self._chosen_at_once(max(contexts.lengths), queries)
+            for of_layers, of_requests in shares(queries.shape[1], queries.shape[0], pairs):
+                where = _within(layers, of_layers), _within(requests, of_requests)
+                some = queries[of_requests, of_layers]
+                found.append((*where, choose_tokens(some, *tables, contexts, *where, most, coded=coded, scored=scored)))
         if contexts.targets is not None:
             return None
         chosen = found[0][2].new_empty(*([2] if scored else []), len(keys), len(contexts.lengths), keys[0].shape[1], most)
         for layers, requests, positions in found:
             chosen[..., layers, requests, :, :] = positions
         return chosen
+
+    def _predicted_at_once(self, dim: int) -> int:
+        """Pairs of a layer and a request whose queries are predicted in one go."""
+        return max(1, self.scratch // (self.query_heads * self.predictor.head_bytes(dim)))
+
+    def _chosen_at_once(self, longest: int, queries: torch.Tensor) -> int:
+        """Pairs of a layer and a request that one go chooses for, while the predicted ``queries`` are there."""
+        from sglang_ext.layers.kernels.choose_tokens import scratch_bytes
+
+        like = self.buffers.keys[0]
+        heads = like.shape[1]
+        return max(1, (self.scratch - queries.nbytes) // scratch_bytes(longest, heads, self.query_heads // heads, like.itemsize))
 
 
 def pair_bytes(longest: int, query_heads: int, kv_heads: int, dim: int, number_bytes: int, predictor: QueryPredictor) -> int:
@@ -87,3 +101,8 @@ def shares(layers: int, requests: int, pairs: int) -> Iterator[tuple[slice, slic
     for layer in range(0, layers, together):
         for request in range(0, requests, each):
             yield slice(layer, min(layer + together, layers)), slice(request, min(request + each, requests))
+
+
+def _within(outer: slice, inner: slice) -> slice:
+    """Of what ``outer`` has, the part that ``inner`` counts from its first on."""
+    return slice(outer.start + inner.start, outer.start + inner.stop)
