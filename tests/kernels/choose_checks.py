@@ -172,7 +172,8 @@ def check_predicted(device):
     """What the method chooses in PyTorch, by either predictor, in one launch or in many; of one request as positions, of all as pointers."""
     from sglang_ext.mem_cache.selection.on_gpu import GpuChoice
 
-    for predictor, scratch in ((Current(), 1 << 30), (Current(), 1), (Regressed(), 300_000)):
+    # All at once; one by one; queries at once, choices one by one; queries of a layer at once.
+    for predictor, scratch in ((Current(), 1 << 30), (Current(), 1), (Current(), 9_000), (Regressed(), 200_000)):
         asked, window = Asked(3, 2, 2, 16, torch.float32, (90, 130), (40, 60), (4, 32)), 5
         there, rotary = on(device, asked.buffers), Rotary((1 / 10 ** torch.arange(8)).to(device))
         queries = torch.randn(2, 3, 4, window, 16, generator=torch.Generator().manual_seed(3)) * 3
