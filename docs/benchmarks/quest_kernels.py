@@ -11,8 +11,11 @@ import torch
 import triton
 import triton.language as tl
 
-# Pages that a program multiplies at once, and pointers that it writes at once.
-PAGES, POINTERS = 64, 2048
+# Pages that a program multiplies at once, how often it does, and of these how many it reads ahead: the first was found on an H100, whose
+# memory is slower; which is best on an H200, selection_speed.py says.
+CUTS = ((64, 1, 1), (32, 1, 1), (32, 4, 3), (32, 8, 4), (64, 4, 3))
+# Pointers that a program writes at once.
+POINTERS = 2048
 # Below all bounds, as integers.
 LEAST = tl.constexpr(-0x7FFFFFFF)
 # From a guess of the last bound that is chosen to the next one at first, of the bounds' standard deviation.
@@ -62,24 +65,27 @@ def _best(bits, inside, chosen, count, guess, first_step):
 def _point_at_best(
     queries, extremes, pages, held, cells, bounds, listed, arrived, count, chosen, beyond, row_slots, slot_stride, head_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PER_SLOT: tl.constexpr, PAGE: tl.constexpr, PADDED: tl.constexpr,
-    PAGES: tl.constexpr, POINTERS: tl.constexpr,
+    PAGES: tl.constexpr, BLOCKS: tl.constexpr, STAGES: tl.constexpr, POINTERS: tl.constexpr,
 ):  # fmt: skip
     """Bounds of some pages of a request for a KV head; whose program comes last, that points at the best."""
     head, request = tl.program_id(0), tl.program_id(2)
-    dim, place = tl.arange(0, DIM), tl.program_id(1) * PAGES + tl.arange(0, PAGES)
-    page = tl.load(pages + request * count + place, mask=place < count, other=0).to(tl.int64)
-    mine = extremes + (page * HEADS + head)[:, None] * (2 * DIM) + dim[None, :]
-    least = tl.load(mine, mask=(place < count)[:, None], other=0.0).to(tl.float32)
-    largest = tl.load(mine + DIM, mask=(place < count)[:, None], other=0.0).to(tl.float32)
+    dim, column = tl.arange(0, DIM), tl.arange(0, PAGES)
     below = tl.zeros((DIM,), tl.float32)
     above = tl.zeros((DIM,), tl.float32)
     for row in tl.static_range(GROUP):
         query = tl.load(queries + ((request * HEADS + head) * GROUP + row) * DIM + dim).to(tl.float32)
         below += tl.minimum(query, 0.0)
         above += tl.maximum(query, 0.0)
-    found = tl.sum(least * below[None, :] + largest * above[None, :], 1) / GROUP
+    begin = tl.program_id(1) * PAGES * BLOCKS
+    for first in tl.range(begin, tl.minimum(begin + PAGES * BLOCKS, count), PAGES, num_stages=STAGES):
+        place = first + column
+        page = tl.load(pages + request * count + place, mask=place < count, other=0).to(tl.int64)
+        mine = extremes + (page * HEADS + head)[:, None] * (2 * DIM) + dim[None, :]
+        least = tl.load(mine, mask=(place < count)[:, None], other=0.0).to(tl.float32)
+        largest = tl.load(mine + DIM, mask=(place < count)[:, None], other=0.0).to(tl.float32)
+        found = tl.sum(least * below[None, :] + largest * above[None, :], 1) / GROUP
+        tl.store(bounds + (request * HEADS + head) * count + place, found, mask=place < count)
     of_head = request * HEADS + head
-    tl.store(bounds + of_head * count + place, found, mask=place < count)
     tl.debug_barrier()
     if tl.atomic_add(arrived + of_head, 1) == tl.num_programs(1) - 1:
         # For the next launch.
@@ -123,6 +129,7 @@ def point_at_best_pages(
     arrived: torch.Tensor,
     chosen: int,
     page: int,
+    cut: tuple[int, int, int] = CUTS[0],
 ) -> torch.Tensor:
     """Let each KV head's pointers lead to the tokens of its best pages, ascending; nothing waits for the device.
 
@@ -135,6 +142,7 @@ def point_at_best_pages(
         arrived: int32 [requests, kv_heads], zeros, which they are again afterwards.
         chosen: pages of each head.
         page: tokens of one.
+        cut: one of CUTS.
 
     Returns:
         The bounds: float32 [requests, kv_heads, count].
@@ -144,9 +152,10 @@ def point_at_best_pages(
     # Were bounds normal, so many standard deviations above their mean the last one would be that is chosen: where to look first.
     beyond = NormalDist().inv_cdf(1 - (chosen - 0.5) / count)
     listed = torch.empty(requests, heads, chosen, dtype=torch.int32, device=queries.device)
-    _point_at_best[(heads, triton.cdiv(count, PAGES), requests)](
+    pages_at_once, blocks, stages = cut
+    _point_at_best[(heads, triton.cdiv(count, pages_at_once * blocks), requests)](
         queries, extremes, pages, held, cells, bounds, listed, arrived, count, chosen, beyond, held.stride(0), cells.stride(0),
         cells.stride(1), HEADS=heads, GROUP=queries.shape[1] // heads, DIM=dim, PER_SLOT=cells.shape[2], PAGE=page,
-        PADDED=triton.next_power_of_2(count), PAGES=PAGES, POINTERS=POINTERS,
+        PADDED=triton.next_power_of_2(count), PAGES=pages_at_once, BLOCKS=blocks, STAGES=stages, POINTERS=POINTERS,
     )  # fmt: skip
     return bounds

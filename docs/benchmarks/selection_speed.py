@@ -20,7 +20,7 @@ from time import perf_counter
 import torch
 from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 from graph_time import seconds
-from quest_kernels import page_extremes, point_at_best_pages
+from quest_kernels import CUTS, page_extremes, point_at_best_pages
 
 from sglang_ext.bench.speed.decode_limit import measure_bandwidth
 from sglang_ext.device import SideStream
@@ -119,8 +119,8 @@ class World:
                 choose(layer)
             pointer_decode(self.begins, self.attended, keys, values, self.table, rows, lengths, self.options.dim**-0.5, splits)
 
-    def quest(self) -> Callable[[int], object]:
-        """Quest's choice in a layer, for all requests; from then on copies hold its pointers.
+    def quest(self) -> Callable[[int, tuple[int, int, int]], object]:
+        """Quest's choice in a layer, for all requests, cut as said; from then on copies hold its pointers.
 
         Its contexts are whole pages of the pool, any but those with slots of copies.
         """
@@ -132,8 +132,8 @@ class World:
         pages = pages[torch.randperm(len(pages), device="cuda")[: options.batch * options.tokens // PAGE]].view(options.batch, -1)
         extremes = [page_extremes(each, PAGE) for each in keys]
         arrived = torch.zeros(options.batch, options.kv_heads, dtype=torch.int32, device="cuda")
-        return lambda layer: point_at_best_pages(
-            self.attended, extremes[layer], pages, held, as_pointers(keys[layer]), arrived, options.keep // PAGE, PAGE
+        return lambda layer, cut: point_at_best_pages(
+            self.attended, extremes[layer], pages, held, as_pointers(keys[layer]), arrived, options.keep // PAGE, PAGE, cut
         )
 
     def full_step(self) -> Callable[[], None]:
@@ -248,11 +248,13 @@ def main() -> None:
                 took = beside(world, select_by, options.scratch_mb[-1] << 20, every, priority)
                 told = f"{1e3 * took:.2f} ms a step, {took / full:.2f} of full KV's"
                 print(f"{select_by}, every {every}, steps of priority {priority}: {told}", flush=True)
-    quest = world.quest()
-    took = seconds(lambda: [quest(layer) for layer in range(options.layers)])
-    print(f"Quest's choice: {1e3 * took:.2f} ms, {took / (limit * 2 / PAGE):.2f} of its bytes' limit", flush=True)
-    took = seconds(lambda: world.sparse_step(quest))
-    print(f"Quest: {1e3 * took:.2f} ms a step, {took / full:.2f} of full KV's", flush=True)
+    quest, times = world.quest(), {}
+    for cut in CUTS:
+        times[cut] = took = seconds(lambda: [quest(layer, cut) for layer in range(options.layers)])
+        print(f"Quest's choice, cut {cut}: {1e3 * took:.2f} ms, {took / (limit * 2 / PAGE):.2f} of its bytes' limit", flush=True)
+    best = min(times, key=times.get)
+    took = seconds(lambda: world.sparse_step(lambda layer: quest(layer, best)))
+    print(f"Quest, cut {best}: {1e3 * took:.2f} ms a step, {took / full:.2f} of full KV's", flush=True)
 
 
 if __name__ == "__main__":
