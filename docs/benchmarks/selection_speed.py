@@ -1,6 +1,6 @@
 """Choosing the tokens of a step on a GPU: time, and bytes of keys over bandwidth; alone, and beside steps: docs/benchmarks.md.
 
-    python docs/benchmarks/selection_speed.py [--scratch-mb 64 256 1024] [--every 1 2 4] [--select-by current regressed]
+    python docs/benchmarks/selection_speed.py [--scratch-mb 64 256 1024] [--every 1 2 4] [--select-by current regressed] [--priority 0 -1]
 
 Qwen3-8B shapes, slots scattered one by one; an H200 holds the defaults, an H100 --batch 8. Choices alone are told by keys as they are,
 and of 8 and 4 bits (--kv-score-bits), each against its own bytes, with what it takes to code the keys of a step, and of a chunk of a
@@ -20,7 +20,7 @@ from time import perf_counter
 import torch
 from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 from graph_time import seconds
-from quest_kernels import page_extremes, point_at_best_pages
+from quest_kernels import CUTS, page_extremes, point_at_best_pages
 
 from sglang_ext.bench.speed.decode_limit import measure_bandwidth
 from sglang_ext.device import SideStream
@@ -119,8 +119,8 @@ class World:
                 choose(layer)
             pointer_decode(self.begins, self.attended, keys, values, self.table, rows, lengths, self.options.dim**-0.5, splits)
 
-    def quest(self) -> Callable[[int], object]:
-        """Quest's choice in a layer, for all requests; from then on copies hold its pointers.
+    def quest(self) -> Callable[[int, tuple[int, int, int]], object]:
+        """Quest's choice in a layer, for all requests, cut as said; from then on copies hold its pointers.
 
         Its contexts are whole pages of the pool, any but those with slots of copies.
         """
@@ -132,8 +132,8 @@ class World:
         pages = pages[torch.randperm(len(pages), device="cuda")[: options.batch * options.tokens // PAGE]].view(options.batch, -1)
         extremes = [page_extremes(each, PAGE) for each in keys]
         arrived = torch.zeros(options.batch, options.kv_heads, dtype=torch.int32, device="cuda")
-        return lambda layer: point_at_best_pages(
-            self.attended, extremes[layer], pages, held, as_pointers(keys[layer]), arrived, options.keep // PAGE, PAGE
+        return lambda layer, cut: point_at_best_pages(
+            self.attended, extremes[layer], pages, held, as_pointers(keys[layer]), arrived, options.keep // PAGE, PAGE, cut
         )
 
     def full_step(self) -> Callable[[], None]:
@@ -172,12 +172,14 @@ def launched(run: Callable[[], None]) -> tuple[float, float]:
     return median(on_device), median(on_host)
 
 
-def beside(world: World, select_by: str, scratch: int, every: int) -> float:
-    """Seconds of a step while choices run beside it, of each request every so many steps."""
+def beside(world: World, select_by: str, scratch: int, every: int, priority: int) -> float:
+    """Seconds of a step while choices run beside it, of each request every so many steps; ``priority``: of its kernels, below 0 before
+    those of choices."""
     graph, side = torch.cuda.CUDAGraph(), SideStream(torch.device("cuda"))
     world.sparse_step()
     torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
+    # Kernels of a graph have the priority of the stream on which it was captured.
+    with torch.cuda.graph(graph, stream=torch.cuda.Stream(priority=priority)):
         world.sparse_step()
     shares = [world.choosing(select_by, scratch, slice(part, None, every)) for part in range(every)]
 
@@ -223,6 +225,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--scratch-mb", nargs="+", type=int, default=[64, 256, 1024])
     parser.add_argument("--every", nargs="+", type=int, default=[1, 2, 4])
+    parser.add_argument("--priority", nargs="+", type=int, default=[0], help="of steps' kernels beside choices: 0 as these, -1 before them")
     parser.add_argument("--select-by", nargs="+", default=["current", "regressed"])
     sizes = {"batch": 16, "tokens": 32768, "keep": 2048, "layers": 36, "kv-heads": 8, "group": 4, "dim": 128}
     for option, default in sizes.items():
@@ -241,13 +244,17 @@ def main() -> None:
     print(f"a step: full KV {1e3 * full:.2f} ms, through pointers {1e3 * sparse:.2f} ms, {sparse / full:.2f} of it", flush=True)
     for select_by in options.select_by:
         for every in options.every:
-            took = beside(world, select_by, options.scratch_mb[-1] << 20, every)
-            print(f"{select_by}, every {every}: {1e3 * took:.2f} ms a step, {took / full:.2f} of full KV's", flush=True)
-    quest = world.quest()
-    took = seconds(lambda: [quest(layer) for layer in range(options.layers)])
-    print(f"Quest's choice: {1e3 * took:.2f} ms, {took / (limit * 2 / PAGE):.2f} of its bytes' limit", flush=True)
-    took = seconds(lambda: world.sparse_step(quest))
-    print(f"Quest: {1e3 * took:.2f} ms a step, {took / full:.2f} of full KV's", flush=True)
+            for priority in options.priority:
+                took = beside(world, select_by, options.scratch_mb[-1] << 20, every, priority)
+                told = f"{1e3 * took:.2f} ms a step, {took / full:.2f} of full KV's"
+                print(f"{select_by}, every {every}, steps of priority {priority}: {told}", flush=True)
+    quest, times = world.quest(), {}
+    for cut in CUTS:
+        times[cut] = took = seconds(lambda: [quest(layer, cut) for layer in range(options.layers)])
+        print(f"Quest's choice, cut {cut}: {1e3 * took:.2f} ms, {took / (limit * 2 / PAGE):.2f} of its bytes' limit", flush=True)
+    best = min(times, key=times.get)
+    took = seconds(lambda: world.sparse_step(lambda layer: quest(layer, best)))
+    print(f"Quest, cut {best}: {1e3 * took:.2f} ms a step, {took / full:.2f} of full KV's", flush=True)
 
 
 if __name__ == "__main__":

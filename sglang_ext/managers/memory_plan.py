@@ -25,7 +25,7 @@ from sglang_ext.managers.served_methods import ServedMethods
 from sglang_ext.mem_cache.compressors.spade import Spade
 from sglang_ext.mem_cache.host_tier.tier import staging_bytes
 from sglang_ext.mem_cache.selection.held_keys import KeySizes
-from sglang_ext.mem_cache.selection.on_gpu import SCRATCH, pair_bytes
+from sglang_ext.mem_cache.selection.on_gpu import planned_bytes as choice_bytes
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -216,7 +216,7 @@ class MemoryPlanner:
             key_codes=slots * self.code_bytes,
             staging=2 * staging_bytes(slots * model.slot_bytes, args.page_size * model.slot_bytes) if args.kv_host_gb else 0,
             workspaces=self._workspaces(requests),
-            choices=self._choices(width),
+            choices=self._choices(rings, width),
             arenas=self._arenas(tokens) if self.on_gpu else 0,
             prompt_codes=self._prompt_codes(width),
             logits=4 * model.vocabulary * options.captured_tokens(args, requests) if self._captures else 0,
@@ -234,14 +234,15 @@ class MemoryPlanner:
         bounds = self.model.layers * self.model.kv_heads + 1 if self.args.kv_head_budgets == "adaptive" else 0
         return 4 * rows * (counts + bounds)
 
-    def _choices(self, tokens: int) -> int:
-        """As on_gpu.py makes them, of contexts of so many tokens at most: one beside steps, but where cache ranks make that, and one while
-        a copy is made."""
+    def _choices(self, rings: int, tokens: int) -> int:
+        """As on_gpu.py makes them, of contexts of so many tokens at most: one beside steps, of all that have rings, but where cache
+        ranks make that, and one while a copy is made."""
         model, choosing = self.model, [m.compressor for m in self.served.methods if isinstance(m.compressor, Spade)]
         if not self.on_gpu or not choosing:
             return 0
-        pair = pair_bytes(tokens, model.query_heads, model.kv_heads, model.head_dim, model.number_bytes, choosing[0].predictor)
-        return (1 if self.args.kv_cache_ranks else 2) * max(SCRATCH, pair)
+        sizes = tokens, model.query_heads, model.kv_heads, model.head_dim, model.number_bytes, choosing[0].predictor
+        at_once = [1] if self.args.kv_cache_ranks else [1, rings]
+        return sum(choice_bytes(model.layers * count, *sizes) for count in at_once)
 
     def _arenas(self, tokens: int) -> int:
         """Where rows are sent with records of as many tokens as the pool holds, a number for each layer and KV head."""

@@ -172,7 +172,8 @@ def check_predicted(device):
     """What the method chooses in PyTorch, by either predictor, in one launch or in many; of one request as positions, of all as pointers."""
     from sglang_ext.mem_cache.selection.on_gpu import GpuChoice
 
-    for predictor, scratch in ((Current(), 1 << 30), (Current(), 1), (Regressed(), 300_000)):
+    # All at once; one by one; queries at once, choices one by one; queries of a layer at once.
+    for predictor, scratch in ((Current(), 1 << 30), (Current(), 1), (Current(), 9_000), (Regressed(), 200_000)):
         asked, window = Asked(3, 2, 2, 16, torch.float32, (90, 130), (40, 60), (4, 32)), 5
         there, rotary = on(device, asked.buffers), Rotary((1 / 10 ** torch.arange(8)).to(device))
         queries = torch.randn(2, 3, 4, window, 16, generator=torch.Generator().manual_seed(3)) * 3
@@ -195,7 +196,7 @@ def check_predicted(device):
 
 def check_quest(device):
     """The kernel that prediction is compared with bounds pages as the method does, and points at the tokens of the best, time and again."""
-    from quest_kernels import page_extremes, point_at_best_pages
+    from quest_kernels import CUTS, page_extremes, point_at_best_pages
 
     pages, count, chosen, heads, group, dim = 3, 37, 9, 2, 3, 32
     noise = torch.Generator().manual_seed(1)
@@ -204,10 +205,10 @@ def check_quest(device):
     held = torch.arange(190 * 16, 190 * 16 + 27).view(pages, 9).int()
     there, arrived = keys.to(device), torch.zeros(pages, heads, dtype=torch.int32, device=device)
     extremes, paged = page_extremes(there, 16), keys[: 200 * 16].view(200, 16, heads, dim)[table].flatten(1, 2).transpose(1, 2)
-    for scale in (1.0, 0.0, 30.0):
+    for scale, cut in ((1.0, CUTS[0]), (0.0, CUTS[1]), (30.0, CUTS[2]), (1.0, (8, 2, 3))):
         queries = torch.randn(pages, heads * group, dim, generator=noise).bfloat16() * scale
         seen = Seen(queries[:, None, :, None].float(), torch.arange(1)[None], paged[:, None], 1.0)
-        given = queries.to(device), extremes, table.int().to(device), held.to(device), as_pointers(there), arrived, chosen, 16
+        given = queries.to(device), extremes, table.int().to(device), held.to(device), as_pointers(there), arrived, chosen, 16, cut
         bounds = point_at_best_pages(*given).cpu()
         torch.testing.assert_close(bounds, Quest().scores(seen)[:, 0, :, ::16], rtol=1e-3, atol=1e-3)
         best = bounds.sort(descending=True, stable=True).indices[..., :chosen].sort().values

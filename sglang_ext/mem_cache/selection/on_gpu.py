@@ -13,8 +13,9 @@ from sglang_ext.mem_cache.selection.predictors import QueryPredictor
 if TYPE_CHECKING:
     from sglang_ext.layers.kernels.choose_tokens import Contexts
 
-# Bytes that a choice works in at once, beside those of a request in one layer: more of them need fewer launches.
-SCRATCH = 256 << 20
+# Bytes in which tokens are chosen, where a pair of a layer and a request takes no more, and share of them that predicting queries takes
+# beside them: more of them need fewer launches.
+SCRATCH, PREDICTING = 256 << 20, 1 / 2
 
 # Queries of some requests in some layers: [requests, layers, query_heads, window, dim], oldest first, rotary embedding applied.
 ReadQueries = Callable[[slice, slice], torch.Tensor]
@@ -29,7 +30,7 @@ class GpuChoice:
         buffers: the layers of SGLang's KV pool.
         query_heads: of a layer, on this rank.
         rotary: the embedding that was applied to queries and keys; None where queries are joined as they are.
-        scratch: bytes that it works in at once, where a request in a layer takes no more.
+        scratch: as :data:`SCRATCH`.
     """
 
     predictor: QueryPredictor
@@ -59,13 +60,16 @@ class GpuChoice:
 
         keys, found, codes = self.buffers.keys, [], self.buffers.codes
         coded = None if codes is None else codes.of_kernels
-        _, kv_heads, dim = keys[0].shape
-        each = pair_bytes(max(contexts.lengths), self.query_heads, kv_heads, dim, keys[0].itemsize, self.predictor)
-        pairs = max(1, self.scratch // each)
-        for layers, requests in shares(len(keys), len(contexts.lengths), pairs):
+        tables = self.buffers.key_table, keys[0], self.buffers.scaling_table
+        # Many small launches predict queries, few large ones choose by them and take more memory for each pair: these alone are cut finer.
+        predicted = _predicted_at_once(self.scratch, predicting_bytes(self.query_heads, keys[0].shape[-1], self.predictor))
+        for layers, requests in shares(len(keys), len(contexts.lengths), predicted):
             queries = self.predictor.predict(read(requests, layers), positions[requests], self.rotary, ahead)
-            tables = self.buffers.key_table, keys[0], self.buffers.scaling_table
-            found.append((layers, requests, choose_tokens(queries, *tables, contexts, layers, requests, most, coded=coded, scored=scored)))
+            pairs = self._chosen_at_once(max(contexts.lengths))
+            for of_layers, of_requests in shares(queries.shape[1], queries.shape[0], pairs):
+                where = _within(layers, of_layers), _within(requests, of_requests)
+                some = queries[of_requests, of_layers]
+                found.append((*where, choose_tokens(some, *tables, contexts, *where, most, coded=coded, scored=scored)))
         if contexts.targets is not None:
             return None
         chosen = found[0][2].new_empty(*([2] if scored else []), len(keys), len(contexts.lengths), keys[0].shape[1], most)
@@ -73,12 +77,32 @@ class GpuChoice:
             chosen[..., layers, requests, :, :] = positions
         return chosen
 
+    def _chosen_at_once(self, longest: int) -> int:
+        """Pairs of a layer and a request that one go chooses for."""
+        from sglang_ext.layers.kernels.choose_tokens import scratch_bytes
 
-def pair_bytes(longest: int, query_heads: int, kv_heads: int, dim: int, number_bytes: int, predictor: QueryPredictor) -> int:
-    """Bytes that a choice of one request in one layer works in, of a context of so many tokens."""
+        like = self.buffers.keys[0]
+        heads = like.shape[1]
+        return max(1, self.scratch // scratch_bytes(longest, heads, self.query_heads // heads, like.itemsize))
+
+
+def predicting_bytes(query_heads: int, dim: int, predictor: QueryPredictor) -> int:
+    """Bytes in which the queries of one request in one layer are predicted, themselves among them."""
+    return query_heads * predictor.head_bytes(dim)
+
+
+def planned_bytes(
+    pairs: int, longest: int, query_heads: int, kv_heads: int, dim: int, number_bytes: int, predictor: QueryPredictor
+) -> int:
+    """Bytes that choices for so many pairs of a layer and a request work in at most, of contexts of so many tokens.
+
+    PyTorch keeps what predictions took, in parts that are too small for what chooses: each has its own.
+    """
     from sglang_ext.layers.kernels.choose_tokens import scratch_bytes
 
-    return scratch_bytes(longest, kv_heads, query_heads // kv_heads, number_bytes) + query_heads * predictor.head_bytes(dim)
+    each = predicting_bytes(query_heads, dim, predictor)
+    predicted = each * min(pairs, _predicted_at_once(SCRATCH, each))
+    return predicted + max(SCRATCH, scratch_bytes(longest, kv_heads, query_heads // kv_heads, number_bytes))
 
 
 def shares(layers: int, requests: int, pairs: int) -> Iterator[tuple[slice, slice]]:
@@ -87,3 +111,13 @@ def shares(layers: int, requests: int, pairs: int) -> Iterator[tuple[slice, slic
     for layer in range(0, layers, together):
         for request in range(0, requests, each):
             yield slice(layer, min(layer + together, layers)), slice(request, min(request + each, requests))
+
+
+def _within(outer: slice, inner: slice) -> slice:
+    """Of what ``outer`` has, the part that ``inner`` counts from its first on."""
+    return slice(outer.start + inner.start, outer.start + inner.stop)
+
+
+def _predicted_at_once(scratch: int, each: int) -> int:
+    """Pairs of a layer and a request whose queries are predicted in one go, where that of a pair takes ``each`` bytes."""
+    return max(1, int(PREDICTING * scratch) // each)

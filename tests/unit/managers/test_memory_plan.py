@@ -99,9 +99,12 @@ def test_what_depends_on_a_flag_is_there_with_it_only():
 def test_choices_of_steps_take_as_much_as_two_at_once_on_a_gpu_alone():
     spade = {"methods": ("spade",), "kv_cache_ranks": 0}
     assert plan(on_gpu=False, **spade).choices == 0
-    assert plan(**spade).choices == 2 * SCRATCH and plan(**spade).arenas == 0
+    # Of a query head 128 numbers, four times, in 32 layers of one request.
+    copied = SCRATCH + 32 * 32 * 4 * 4 * 128
+    assert plan(requests=3, **spade).choices == copied + SCRATCH + 3 * (copied - SCRATCH) and plan(**spade).arenas == 0
+    assert plan(**spade).choices == copied + SCRATCH + SCRATCH // 2, "of many requests queries are predicted one after the other"
     beside = plan(**spade | {"kv_cache_ranks": 2})
-    assert beside.choices == SCRATCH and beside.arenas == 2 * ARENA_BYTES, "ranks on other GPUs choose for steps"
+    assert beside.choices == copied and beside.arenas == 2 * ARENA_BYTES, "ranks on other GPUs choose for steps"
     assert plan(methods=("verify-guided",)).choices == 0
     lossy = plan(**spade | {"kv_cache_ranks": 2, "kv_mode": "lossy", "device": "cuda"})
     assert lossy.arenas == 2 * ROWS_ARENA_BYTES + 4 * 800_000 * 32 * 8, "records of copies, too"

@@ -1,7 +1,7 @@
 """Which tokens of a context have the highest scores, of logits and what normalizes them (exact_logits.py): marked, and written down.
 
 A program has a context of a KV head: it makes scores of the logits, which stay in its registers, finds the score of the last token that
-is chosen by halving the range of bits in which it is, and marks those above it; scores of a context too long for registers wait in
+is chosen by narrowing the range of bits in which it is, and marks those above it; scores of a context too long for registers wait in
 memory, and are walked for each eighth of the range. Another kernel writes down what is marked.
 """
 
@@ -18,6 +18,8 @@ WORD = tl.constexpr(32)
 JOINED = tl.constexpr(32)
 # Of infinity, the bits of a score and one; between two of which one is twice the other.
 BEYOND, OCTAVE = tl.constexpr(0x7F800001), tl.constexpr(1 << 23)
+# The longest step from one guess to the next.
+MOST_STEP = tl.constexpr(1 << 29)
 
 
 @triton.jit
@@ -62,7 +64,8 @@ def _bits_of_scores(
 def _last_of_registers(bits, count, length):
     """Bits between those of the scores that are chosen and of those that are not, and how many are chosen of those that have them."""
     low, high, found, above = 0, BEYOND, length, 0
-    # From the mean on in doubled steps, until both ends are known.
+    # From the mean on in doubled steps, until both ends are known. Then where a line between logarithms of the counts at both ends leads,
+    # and, that any scores come to an end, each fourth time to the middle: each count waits for all threads, so that few shall be made.
     middle, step = (1.0 / length).to(tl.int32, bitcast=True), OCTAVE
     while (found != count) & (high - low > 1):
         many = tl.sum((bits >= middle).to(tl.int32))
@@ -70,8 +73,13 @@ def _last_of_registers(bits, count, length):
         low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
         found, above = tl.where(enough, many, found), tl.where(enough, above, many)
         half = (high - low) // 2
-        middle = tl.where(low == 0, high - tl.minimum(step, half), low + tl.where(high == BEYOND, tl.minimum(step, half), half))
-        step = tl.minimum(2 * step, 1 << 29)
+        both = (low > 0) & (high < BEYOND)
+        part = tl.log2(found.to(tl.float32) / count) / tl.log2(found.to(tl.float32) / tl.maximum(above, 1))
+        line = (part * (high - low).to(tl.float32)).to(tl.int32)
+        onward = tl.where((step == MOST_STEP) | (line < 1) | (line >= high - low), half, line)
+        middle = tl.where(low == 0, high - tl.minimum(step, half), low + tl.where(both, onward, tl.minimum(step, half)))
+        # Where both ends are known it tells the turns: one register more is one too many here.
+        step = tl.where(both & (step == MOST_STEP), MOST_STEP // 8, tl.minimum(2 * step, MOST_STEP))
     return tl.where(found == count, low - 1, low), tl.where(found == count, 0, count - above)
 
 
