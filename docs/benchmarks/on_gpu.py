@@ -102,11 +102,13 @@ STEPS = {
     "attention-short": Step(
         "python -m sglang_ext.bench attention --contexts 2048,8192 --batch 8 --prefill 2048 --bits 4 --partition 32,64,128 --json {out}.json", 240,
     ),
-    "choices": Step("python docs/benchmarks/selection_speed.py --batch 16 --every 1 2 4", 200),
+    "choices": Step("python docs/benchmarks/selection_speed.py --batch 16 --every 1 2 4 --priority 0 -1", 250),
     "choices-8": Step("python docs/benchmarks/selection_speed.py --batch 8 --every 1 2 4", 150),
     "sparse": Step("python docs/benchmarks/sparse_kernels.py", 100),
     "longcot": Step(_longcot(16) + " --method stock,spade --select-every 2,4", 450),
     "longcot-2k": Step(_longcot(16, load="2048:1024") + " --method stock,spade --select-every 2", 300),
+    # What a step costs beside its choices.
+    "longcot-rare": Step(_longcot(16) + " --method spade --select-every 1000", 250),
     "longcot-codes": Step(_longcot(16, " --kv-score-bits 8") + " --method spade --select-every 1,2", 400),
     "longcot-8": Step(_longcot(8) + " --method stock,spade --select-every 2,4,1", 600),
     "longcot-8-codes": Step(_longcot(8, " --kv-score-bits 8") + " --method spade --select-every 1,2", 400),
