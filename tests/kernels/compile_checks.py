@@ -16,7 +16,7 @@ from sglang_ext.layers.kernels.choose_tokens import Contexts, choose_tokens
 from sglang_ext.layers.kernels.coded_keys.code_keys import code_keys
 from sglang_ext.layers.kernels.coded_keys.coded_logits import KeyCodes
 from sglang_ext.layers.kernels.hack import integer_prefill
-from sglang_ext.layers.kernels.hack.prompt_codes import PromptCodes
+from sglang_ext.layers.kernels.hack.prompt_codes import PromptCodes, prompt_codes
 from sglang_ext.layers.kernels.lynx import anchored, kernels as codec
 from sglang_ext.layers.kernels.lynx.layout import Layout
 from sglang_ext.layers.kernels.lynx.parts import Parts
@@ -152,7 +152,8 @@ def check_prefill(compiled):
     for bits, partition, dim, group in ((4, 64, 128, 4), (2, 64, 64, 1), (4, 128, 128, 5)):
         batch = Batch(bits, partition, dim, 1, group, 1, torch.bfloat16, ((0, 200),), "cpu")
         given = batch.queries, batch.keys, batch.values
-        integer_prefill.integer_prefill(batch.prompts, *given, LAYER, FIRST_HEAD, 0.1)
+        made = prompt_codes(batch.prompts, *given[1:], LAYER, FIRST_HEAD)
+        integer_prefill.attend(batch.prompts, made, *given, 0.1, kernel="tiles")
         (codes, first), (tiles, second) = compiled[-2:]
         assert (codes, tiles) == ("quantize_prompts", "prefill_tiles") and stack_bytes(first) <= 32 * (partition == 128)
         assert "wgmma.mma_async.sync.aligned.m64n" in second.asm["ptx"] and ".s32.s8.s8" in second.asm["ptx"]
@@ -165,7 +166,7 @@ def check_specialized_prefill(compiled):
         batch = Batch(bits, partition, dim, 1, group, 1, dtype, ((0, 200),), "cpu")
         given = batch.queries, batch.keys, batch.values
         codes = PromptCodes.empty(batch.packing, 1, batch.prompts.total, given[0].device)
-        integer_prefill.attend(batch.prompts, codes, *given, 0.1, kernel="specialized")
+        integer_prefill.attend(batch.prompts, codes, *given, 0.1)
         (tiles, first), (kernel, second) = compiled[-2:]
         ptx, sass = second.asm["ptx"], second.asm["sass"]
         about = partition, dim, stack_bytes(first), stack_bytes(second), second.metadata.shared

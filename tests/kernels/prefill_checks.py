@@ -113,14 +113,14 @@ def check_prefill(device):
         for found, expected in batch.codes():
             assert torch.equal(found, expected), (bits, partition, dim)
         given = batch.queries, batch.keys, batch.values
-        found = integer_prefill.integer_prefill(batch.prompts, *given, LAYER, FIRST_HEAD, 0.1)
+        codes = prompt_codes(batch.prompts, *given[1:], LAYER, FIRST_HEAD)
+        found = integer_prefill.attend(batch.prompts, codes, *given, 0.1, kernel="tiles")
         expected = batch.expected()
         assert found.dtype == dtype
         worst = float((found.float() - expected).abs().max() / expected.abs().max())
         # A weight between two codes may get the other one.
         tolerance = 5e-3 if dtype != torch.bfloat16 else 3e-2
         assert worst < tolerance, (bits, partition, dim, group, worst)
-        codes = prompt_codes(batch.prompts, *given[1:], LAYER, FIRST_HEAD)
         summed = integer_prefill.attend(batch.prompts, codes, *given, 0.1, stored_sums=False)
         assert float((summed.float() - found.float()).abs().max() / expected.abs().max()) < tolerance
         if batch.store():
@@ -150,8 +150,7 @@ def check_specialized_prefill(device):
         batch = Batch(bits, partition, dim, heads, group, page, dtype, spans, device)
         given = batch.queries, batch.keys, batch.values
         assert specialized_prefill.takes(batch.prompts, *given[:2])
-        codes = prompt_codes(batch.prompts, *given[1:], LAYER, FIRST_HEAD)
-        found = integer_prefill.attend(batch.prompts, codes, *given, 0.1, kernel="specialized")
+        found = integer_prefill.integer_prefill(batch.prompts, *given, LAYER, FIRST_HEAD, 0.1)
         expected = batch.expected()
         worst = float((found.float() - expected).abs().max() / expected.abs().max())
         assert worst < (5e-3 if dtype != torch.bfloat16 else 3e-2), (bits, partition, dim, group, worst)
