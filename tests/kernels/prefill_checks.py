@@ -92,14 +92,18 @@ class Batch:
             with prefill.of(self.seeds):
                 keys, values = (prefill._codes(LAYER, row, pool, slots, bool(kind)) for kind, pool in enumerate((self.keys, self.values)))
             yield made.keys[:, :, at : at + tokens].transpose(1, 2).flatten(2), keys.codes
-            yield made.key_scales[:, at : at + tokens], keys.scale
+            yield made.key_scales[:, :, at : at + tokens].mT, keys.scale
             parts = slice(at // partition, (at + tokens) // partition)
             # In the tensor cores' order of weights, pairs of tokens of each eight.
             ordered = made.values[:, parts].unflatten(-1, (-1, 4, 2, 2)).transpose(-2, -3).flatten(-4)
             yield ordered.transpose(1, 2).flatten(2), values.codes
-            yield made.value_numbers[:, parts, :, 0].mT, values.scale
+            yield made.value_scales[:, parts].mT, values.scale
             yield made.value_zeros[:, parts, 0].float().mT, values.zero
-            assert torch.equal(made.value_zeros[:, parts], made.value_zeros[:, parts, :1].expand(-1, -1, 16, -1))
+            zeros, means = made.value_zeros[:, parts].float().split((8, 8), 2)
+            assert torch.equal(zeros, zeros[:, :, :1].expand(-1, -1, 8, -1))
+            assert torch.equal(means[:, :, 2:], torch.nn.functional.pad(16 * zeros[:, :, :1], (0, 0, 0, 5)))
+            of_sums = values.scale * values.sums.float() * 16 / partition
+            torch.testing.assert_close(means[:, :, :2].sum(2).mT, of_sums, rtol=1e-6, atol=1e-7)
             first += blocks
 
 
