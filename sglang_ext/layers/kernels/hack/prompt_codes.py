@@ -232,10 +232,9 @@ def quantize_prompts(
     found, scale, zero = drawn_codes(groups, tl.reshape(noise, (PARTS, PARTITION, VALUE_DIM, 1)), (1 << BITS) - 1)
     sums = tl.reshape(tl.sum(found, 1), (PARTS, VALUE_DIM)).to(tl.float32)
     at = (head * (tokens // PARTITION) + (first + token) // PARTITION)[None, :] * VALUE_DIM + column[:, None]
-    found = tl.trans(tl.reshape(found, (BLOCK, VALUE_DIM)).to(tl.int8))
-    inside = token % PARTITION
-    inside = inside // 16 * 16 + inside % 8 // 2 * 4 + inside % 16 // 8 * 2 + inside % 2
-    tl.store(value_codes + at * PARTITION + inside[None, :], found)
+    # In registers they come in the order in which they are stored, or a thread would store them byte by byte.
+    paired = tl.permute(tl.reshape(found.to(tl.int8), (BLOCK // 16, 2, 4, 2, VALUE_DIM)), (4, 0, 2, 1, 3))
+    tl.store(value_codes + at * PARTITION + (token % PARTITION)[None, :], tl.reshape(paired, (VALUE_DIM, BLOCK)))
     scale, zero = tl.reshape(scale, (PARTS, VALUE_DIM)), tl.reshape(zero, (PARTS, VALUE_DIM))
     part = head * (tokens // PARTITION) + first // PARTITION + step
     tl.store(value_scales + part[:, None] * VALUE_DIM + column[None, :], scale)
