@@ -87,8 +87,10 @@ class Turns:
         if self.failed is not None:
             raise self.failed
 
-    def wait(self, barrier, phase):
+    def wait(self, barrier, phase, pred=True):
         """Give the turn away until a barrier's phase has ended."""
+        if not pred:
+            return
         me = threading.current_thread().number
 
         def ready():
@@ -139,6 +141,9 @@ class Room(Shared):
     def load(self, layout):
         return self.data.clone()
 
+    def store(self, numbers):
+        self.data.copy_(numbers)
+
 
 class Source:
     """What a descriptor is in a kernel."""
@@ -164,9 +169,12 @@ class Product:
         self.left, self.right, self.acc = left, right, acc
 
     def compute(self):
-        assert self.left.dtype == self.right.data.dtype
-        left, right = self.left.double(), self.right.data.double()
-        return (left @ right + (0 if self.acc is None else self.acc)).to(torch.int32 if self.left.dtype == torch.int8 else torch.float32)
+        acc = self.acc.compute() if isinstance(self.acc, Product) else self.acc
+        # Of registers, or of shared memory.
+        left, right = self.left.data, self.right.data
+        assert left.dtype == right.dtype
+        found = left.double() @ right.double() + (0 if acc is None else acc)
+        return found.to(torch.int32 if left.dtype == torch.int8 else torch.float32)
 
 
 def _mma(left, right, acc, use_acc=True, is_async=False):
@@ -223,7 +231,7 @@ class Emulated:
                 return Barriers(shape[0])
             return Room(torch.full_like(plain(torch.float32, shape, layout).data, 0).to(dtype).fill_(POISON[dtype]))
 
-        gl.allocate_shared_memory = allocate
+        gl.allocate_shared_memory, gl.full_like = allocate, torch.full_like
         gl.warp_specialize = lambda partitions, warps, registers: turns.run(partitions)
         mbarrier = SimpleNamespace(
             MBarrierLayout=lambda: "barriers", init=lambda barrier, count: barrier.begin(count), wait=turns.wait,
@@ -232,7 +240,7 @@ class Emulated:
         names = {
             "gl": gl, "gluon": SimpleNamespace(jit=_jit), "mbarrier": mbarrier, "tma": SimpleNamespace(async_copy_global_to_shared=_copy),
             "fence_async_shared": lambda: None, "warpgroup_mma": _mma, "warpgroup_mma_wait": _mma_wait,
-            **{name: getattr(prefill_attention, name).value for name in ("FAR", "LOG_LAST", "ROUNDED", "ROUNDING")},
+            **{name: getattr(prefill_attention, name).value for name in ("FAR", "LOG_LAST", "ROUNDED", "ROUNDING", "SHIFT")},
         }  # fmt: skip
         tree = ast.parse((KERNELS / f"{self.name}.py").read_text())
         tree.body = [part for part in tree.body if not isinstance(part, ast.ImportFrom)]

@@ -8,6 +8,7 @@ from prefill_checks import Batch
 from sglang_ext.layers.kernels.gluon.prefill_steps import PrefillSteps
 from sglang_ext.layers.kernels.hack import integer_prefill, specialized_prefill
 from sglang_ext.layers.kernels.hack.prompt_codes import PromptCodes
+from sglang_ext.layers.kernels.hack.specialized_prefill import STAGES
 from sglang_ext.layers.kernels.packed import packed_decode
 
 
@@ -37,15 +38,16 @@ def launches(monkeypatch, batch, **asked):
 def test_prompts_on_hopper_whose_blocks_fill_programs_are_taken(monkeypatch, partition, group, capability, taken):
     batch = batch_of(monkeypatch, partition, group, capability)
     assert specialized_prefill.takes(batch.prompts, batch.queries, batch.keys) == taken
-    assert launches(monkeypatch, batch, kernel="specialized") == (["exact tokens", "codes"] if taken else ["tiles"])
+    assert launches(monkeypatch, batch) == (["exact tokens", "codes"] if taken else ["tiles"])
 
 
-def test_tiles_are_launched_unless_other_kernels_are_asked_for(monkeypatch):
+def test_tiles_are_launched_where_they_are_asked_for_and_for_sums_that_are_computed(monkeypatch):
     batch = batch_of(monkeypatch)
+    assert launches(monkeypatch, batch, kernel="tiles") == ["tiles"]
+    assert launches(monkeypatch, batch, stored_sums=False) == ["tiles"], "sums that are computed"
+    assert launches(monkeypatch, batch, kernel="specialized") == ["exact tokens", "codes"]
+    monkeypatch.setattr(integer_prefill, "PREFERRED", "tiles")
     assert launches(monkeypatch, batch) == ["tiles"]
-    assert launches(monkeypatch, batch, kernel="specialized", stored_sums=False) == ["tiles"], "sums that are computed"
-    monkeypatch.setattr(integer_prefill, "PREFERRED", "specialized")
-    assert launches(monkeypatch, batch) == ["exact tokens", "codes"]
 
 
 def test_what_is_left_of_queries_has_the_bytes_that_are_planned(monkeypatch):
@@ -58,7 +60,7 @@ def test_what_is_left_of_queries_has_the_bytes_that_are_planned(monkeypatch):
 def test_a_step_has_the_bytes_of_its_parts():
     batch = Batch(4, 64, 128, 1, 4, 1, torch.float16, ((0, 150),), "cpu")
     codes = PromptCodes.empty(batch.packing, 1, 1, batch.keys.device)
-    steps = PrefillSteps(64, 128, 128, 1, 4, 64, 4, codes.key_terms.shape[2], codes.value_zeros.shape[2], 4)
+    steps = PrefillSteps(64, 128, 128, 1, 4, 64, 4, codes.key_terms.shape[2], codes.value_zeros.shape[2], STAGES[64])
     assert steps.bytes == sum(part.nbytes for part in codes.parts) and steps.stages * steps.bytes < 227 << 10
 
 

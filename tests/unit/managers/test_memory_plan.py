@@ -245,10 +245,10 @@ def test_what_does_not_fit_at_all_names_its_parts_and_the_remedy():
 
 
 def test_codes_of_the_longest_prompt_are_counted_where_prompts_attend_to_them(monkeypatch):
+    specialized = plan(methods=("hack",), kv_mode="lossy", kv_prefill="quantized")
+    monkeypatch.setattr(integer_prefill, "PREFERRED", "tiles")
     found = plan(methods=("hack",), kv_mode="lossy", kv_prefill="quantized")
     assert 8 * 8192 * 350 < found.prompt_codes < 8 * 2 * 8192 * 380 and "codes of prompts" in str(found)
-    monkeypatch.setattr(integer_prefill, "PREFERRED", "specialized")
-    specialized = plan(methods=("hack",), kv_mode="lossy", kv_prefill="quantized")
     assert specialized.prompt_codes > found.prompt_codes, "of queries, too"
     assert plan(methods=("hack",), kv_mode="lossy").prompt_codes == 0
     assert plan(methods=("hack",), kv_mode="lossy", kv_prefill="quantized", on_gpu=False).prompt_codes == 0

@@ -3,8 +3,8 @@ hack/specialized_prefill.py launches. It computes what the loop over steps in ha
 
 A program has three roles, and each has warps of its own. Two warp groups attend, with 64 rows each, so that one's products on tensor cores
 run beside the other's softmax; one warp lets the copy engine load a step after another, a few ahead. They meet at barriers in shared
-memory: a stage is full when its bytes are there, and empty when both groups are done with it. What a group multiplies with it lies in its
-registers, so that no thread writes to shared memory what tensor cores read.
+memory: a stage is full when its bytes are there, and empty when both groups are done with it. In a group, too, products run beside other
+work: those of a step with keys begin before what is left to do of the step before. Queries lie in shared memory, weights in registers.
 """
 
 from triton.experimental import gluon
@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from sglang_ext.layers.kernels.hack.prefill_attention import FAR, LOG_LAST, ROUNDED, ROUNDING
+from sglang_ext.layers.kernels.hack.prompt_codes import SHIFT
 
 # Registers of a thread that attends, and of one that loads: three times 128 threads have 65,536.
 ATTENDING, LOADING = gl.constexpr(240), gl.constexpr(24)
@@ -20,10 +21,12 @@ ATTENDING, LOADING = gl.constexpr(240), gl.constexpr(24)
 @gluon.jit
 def _load_codes(sources, stages, full, empty, key_row, token, heads_tokens, steps, F: gl.constexpr):
     """Let a step after another be copied to the stage that both groups are done with."""
-    keys, scales, terms, values, numbers, zeros = sources
-    of_keys, of_scales, of_terms, of_values, of_numbers, of_zeros = stages
+    keys, scales, terms, values, value_scales, zeros = sources
+    of_keys, of_scales, of_terms, of_values, of_value_scales, of_zeros = stages
     P: gl.constexpr = F.value.partition
     COUNT: gl.constexpr = F.value.count
+    SPANS: gl.constexpr = F.value.spans
+    TILE: gl.constexpr = F.value.tile
     STAGES: gl.constexpr = F.value.stages
     VALUE_DIM: gl.constexpr = F.value.value_dim
     ZEROS: gl.constexpr = F.value.zeros
@@ -33,24 +36,26 @@ def _load_codes(sources, stages, full, empty, key_row, token, heads_tokens, step
         there = full.index(stage)
         mbarrier.expect(there, gl.constexpr(F.value.bytes))
         part = token // P + step
-        for group in gl.static_range(COUNT):
-            at = key_row + group * heads_tokens + step * P
-            tma.async_copy_global_to_shared(keys, [at, 0], there, of_keys.index(stage * COUNT + group))
-        tma.async_copy_global_to_shared(terms, [token + step * P, 0], there, of_terms.index(stage))
-        tma.async_copy_global_to_shared(scales, [part, 0], there, of_scales.index(stage))
-        tma.async_copy_global_to_shared(values, [part * VALUE_DIM, 0], there, of_values.index(stage))
-        tma.async_copy_global_to_shared(numbers, [part, 0], there, of_numbers.index(stage))
+        for span in gl.static_range(SPANS):
+            at = token + step * P + span * TILE
+            room = stage * SPANS + span
+            tma.async_copy_global_to_shared(terms, [at, 0], there, of_terms.index(room))
+            for group in gl.static_range(COUNT):
+                row = key_row + group * heads_tokens + step * P + span * TILE
+                tma.async_copy_global_to_shared(keys, [row, 0], there, of_keys.index(room * COUNT + group))
+                tma.async_copy_global_to_shared(scales, [row // TILE, 0], there, of_scales.index(room * COUNT + group))
+        for span in gl.static_range(SPANS):
+            room = of_values.index(stage * SPANS + span)
+            tma.async_copy_global_to_shared(values, [part * VALUE_DIM, span * TILE], there, room)
+        tma.async_copy_global_to_shared(value_scales, [part, 0], there, of_value_scales.index(stage))
         tma.async_copy_global_to_shared(zeros, [part * ZEROS, 0], there, of_zeros.index(stage))
 
 
 @gluon.jit
-def _columns_of(numbers, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
-    """COUNT numbers for each column, one after another in shared memory: of each column one, in all rows' threads."""
+def _columns_of(numbers, LAYOUT: gl.constexpr, SUMS: gl.constexpr):
+    """A number for each column of a product, from shared memory, in all rows' threads."""
     found = numbers.load(LAYOUT)
-    if COUNT == 1:
-        return (found.reshape(found.shape[1]),)
-    else:
-        return gl.split(found.reshape(found.shape[1] // COUNT, COUNT))
+    return gl.convert_layout(found.reshape(found.shape[1]), gl.SliceLayout(0, SUMS), assert_trivial=True)
 
 
 @gluon.jit
@@ -62,65 +67,59 @@ def _in_pairs(codes):
 
 
 @gluon.jit
-def _scores(codes, scales, terms, of_keys, of_scales, of_terms, stage, F: gl.constexpr):
-    """Products of queries with a step's keys, float32 [rows, tokens], of what both groups have of queries and the stage of keys."""
-    P: gl.constexpr = F.value.partition
-    COUNT: gl.constexpr = F.value.count
-    ROWS: gl.constexpr = F.value.rows
-    SCORES: gl.constexpr = F.value.scores
-    found = gl.full([ROWS, P], 0.0, gl.float32, SCORES)
-    found = warpgroup_mma(terms, of_terms.index(stage).permute((1, 0)), found, use_acc=False, is_async=True)
-    products = ()
-    for group in gl.static_range(COUNT):
-        nothing = gl.full([ROWS, P], 0, gl.int32, gl.constexpr(F.value.integers))
-        keys = of_keys.index(stage * COUNT + group).permute((1, 0))
-        products = products + (warpgroup_mma(codes[group], keys, nothing, use_acc=False, is_async=True),)
-    if COUNT == 1:
-        found, first = warpgroup_mma_wait(0, (found, products[0]))
-        products = (first,)
-        # Beside as many products as a step of 128 tokens has, registers would not suffice.
-        of_columns = _columns_of(of_scales.index(stage), COUNT, gl.constexpr(F.value.key_scales))
-    else:
-        of_columns = _columns_of(of_scales.index(stage), COUNT, gl.constexpr(F.value.key_scales))
-        found, first, second = warpgroup_mma_wait(0, (found, products[0], products[1]))
-        products = first, second
-    for group in gl.static_range(COUNT):
-        mine = gl.convert_layout(products[group].to(gl.float32), SCORES, assert_trivial=True)
-        column = gl.convert_layout(of_columns[group], gl.SliceLayout(0, SCORES), assert_trivial=True)
-        found += mine * column[None, :] * scales[group][:, None]
-    return found
+def _begin_product(codes, of_keys, room, group: gl.constexpr, F: gl.constexpr):
+    """Products of a partition of queries with keys of 64 tokens that begin."""
+    nothing = gl.full([F.value.rows, F.value.tile], 0, gl.int32, gl.constexpr(F.value.integers))
+    keys = of_keys.index(room * F.value.count + group).permute((1, 0))
+    return warpgroup_mma(codes.index(group), keys, nothing, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _own_sums(codes, F: gl.constexpr):
-    """Sums of weights' codes, int32 [rows, zeros], that a thread has: of every 16 tokens the same. Float16 holds them exactly."""
-    ZEROS: gl.constexpr = F.value.zeros
-    summed = gl.sum(codes.reshape(F.value.rows, F.value.partition // ZEROS, ZEROS), 1)
-    return gl.convert_layout(summed, gl.constexpr(F.value.weight_sums), assert_trivial=True)
+def _begin_scores(codes, terms, of_keys, of_terms, room, F: gl.constexpr):
+    """Products of terms, and of the first partition, with keys of 64 tokens that begin."""
+    found = gl.full([F.value.rows, F.value.tile], 0.0, gl.float32, gl.constexpr(F.value.sums))
+    found = warpgroup_mma(terms, of_terms.index(room).permute((1, 0)), found, use_acc=False, is_async=True)
+    return found, _begin_product(codes, of_keys, room, 0, F)
+
+
+@gluon.jit
+def _add_product(found, product, column, scale, F: gl.constexpr):
+    """Scores, float32 [rows, 64 tokens], with what a partition's product adds."""
+    mine = gl.convert_layout(product.to(gl.float32), F.value.sums, assert_trivial=True)
+    return found + mine * (column[None, :] * scale[:, None])
+
+
+@gluon.jit
+def _own_sums(bits, F: gl.constexpr):
+    """Sums of weights' int8 codes, int32 [rows, 8], that a thread has: of every eight tokens the same."""
+    return gl.sum((bits - (ROUNDED + SHIFT)).reshape(F.value.rows, F.value.tile // 8, 8), 1)
+
+
+@gluon.jit
+def _sum_terms(sums, F: gl.constexpr):
+    """What rows of values' zero points and means are multiplied with, [rows, zeros]. Sums of 16 codes are float16 without an error."""
+    summed = sums.to(gl.float16)
+    both = gl.join(summed, gl.full_like(summed, F.value.lacking))
+    return gl.convert_layout(both.permute(0, 2, 1).reshape(F.value.rows, 16), gl.constexpr(F.value.terms), assert_trivial=True)
 
 
 @gluon.jit
 def _in_quads(weights, F: gl.constexpr):
     """Sums of weights that each of the four threads with a row has, [rows, 4]."""
-    summed = gl.sum(gl.sum(weights.reshape(F.value.rows, F.value.partition // 8, 4, 2), 3), 1)
+    summed = gl.sum(gl.sum(weights.reshape(F.value.rows, F.value.tile // 8, 4, 2), 3), 1)
     return gl.convert_layout(summed, gl.constexpr(F.value.quads), assert_trivial=True)
 
 
 @gluon.jit
-def _add_values(acc, rescale, weights, sums, of_values, of_numbers, of_zeros, stage, F: gl.constexpr):
-    """Outputs so far, float32 [rows, channels], times ``rescale``, and a step's values times weights."""
-    OUTPUTS: gl.constexpr = F.value.outputs
-    nothing = gl.full([F.value.rows, F.value.value_dim], 0, gl.int32, gl.constexpr(F.value.products))
-    weights = gl.convert_layout(_in_pairs(weights), gl.constexpr(F.value.weight_codes), assert_trivial=True)
-    products = warpgroup_mma(weights, of_values.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
-    products = gl.convert_layout(warpgroup_mma_wait(0, (products,)), OUTPUTS, assert_trivial=True)
-    # Loaded after the product: before it, registers would not suffice.
-    scale, shifts = _columns_of(of_numbers.index(stage), 2, gl.constexpr(F.value.value_numbers))
-    scale = gl.convert_layout(scale, gl.SliceLayout(0, OUTPUTS), assert_trivial=True)
-    shifts = gl.convert_layout(shifts, gl.SliceLayout(0, OUTPUTS), assert_trivial=True)
-    rescale = gl.convert_layout(rescale, gl.SliceLayout(1, OUTPUTS), assert_trivial=True)
-    acc = acc * rescale[:, None] + (products.to(gl.float32) * scale[None, :] + shifts[None, :])
-    return warpgroup_mma(sums.to(gl.float16), of_zeros.index(stage), acc)
+def _begin_values(outputs, codes, sums, of_values, of_zeros, stage, F: gl.constexpr):
+    """Products of weights with values that begin: outputs with what zero points add, and of codes."""
+    SPANS: gl.constexpr = F.value.spans
+    outputs = warpgroup_mma(sums, of_zeros.index(stage), outputs, is_async=True)
+    products = gl.full([F.value.rows, F.value.value_dim], 0, gl.int32, gl.constexpr(F.value.products))
+    for span in gl.static_range(SPANS):
+        values = of_values.index(stage * SPANS + span).permute((1, 0))
+        products = warpgroup_mma(codes[span], values, products, use_acc=span > 0, is_async=True)
+    return outputs, products
 
 
 @gluon.jit
@@ -134,57 +133,99 @@ def _rows(tile, begin, known, length, first, kv_head, LAYOUT: gl.constexpr, F: g
 
 
 @gluon.jit
-def _load_queries(codes, scales, terms, where, ROW: gl.constexpr, F: gl.constexpr):
-    """Codes and scales of each partition, and what keys' terms are multiplied with, as the products take them."""
+def _load_queries(of_queries, codes, scales, terms, where, ROW, F: gl.constexpr):
+    """Scales of each partition, and what keys' terms are multiplied with; codes are laid where tensor cores read them."""
     P: gl.constexpr = F.value.partition
     COUNT: gl.constexpr = F.value.count
-    CODES: gl.constexpr = F.value.query_codes
-    TERMS: gl.constexpr = F.value.query_terms
-    found, factors = (), ()
+    CODES: gl.constexpr = F.value.query_copy
+    TERMS: gl.constexpr = F.value.terms
+    factors = ()
     for group in gl.static_range(COUNT):
         query, mine = _rows(*where, gl.SliceLayout(1, CODES), F)
         at = (query * F.value.dim + group * P)[:, None] + gl.arange(0, P, gl.SliceLayout(0, CODES))[None, :]
-        found = found + (gl.load(codes + at, mask=mine[:, None], other=0),)
+        of_queries.index(group).store(gl.load(codes + at, mask=mine[:, None], other=0))
         query, mine = _rows(*where, ROW, F)
         factors = factors + (gl.load(scales + query * COUNT + group, mask=mine, other=0.0),)
+    fence_async_shared()
     query, mine = _rows(*where, gl.SliceLayout(1, TERMS), F)
     at = (query * F.value.columns)[:, None] + gl.arange(0, F.value.columns, gl.SliceLayout(0, TERMS))[None, :]
-    return found, factors, gl.load(terms + at, mask=mine[:, None], other=0.0)
+    return factors, gl.load(terms + at, mask=mine[:, None], other=0.0)
 
 
 @gluon.jit
-def _attend(where, stages, full, empty, left, out, steps, F: gl.constexpr):
+def _attend(where, of_queries, stages, full, empty, left, out, steps, F: gl.constexpr):
     """Attention of 64 rows to codes, together with what is ``left`` of exact tokens; ``where``: as :func:`_rows` takes it."""
-    of_keys, of_scales, of_terms, of_values, of_numbers, of_zeros = stages
+    of_keys, of_scales, of_terms, of_values, of_value_scales, of_zeros = stages
     codes, scales, terms, exact = left
-    P: gl.constexpr = F.value.partition
+    COUNT: gl.constexpr = F.value.count
+    SPANS: gl.constexpr = F.value.spans
+    TILE: gl.constexpr = F.value.tile
     ROWS: gl.constexpr = F.value.rows
     STAGES: gl.constexpr = F.value.stages
     VALUE_DIM: gl.constexpr = F.value.value_dim
+    SUMS: gl.constexpr = F.value.sums
     OUTPUTS: gl.constexpr = F.value.outputs
-    ROW: gl.constexpr = gl.SliceLayout(1, F.value.scores)
-    QUADS: gl.constexpr = F.value.quads
     OUT_ROW: gl.constexpr = gl.SliceLayout(1, OUTPUTS)
-    codes, scales, terms = _load_queries(codes, scales, terms, where, ROW, F)
-    acc = gl.full([ROWS, VALUE_DIM], 0.0, gl.float32, OUTPUTS)
+    COLUMNS: gl.constexpr = F.value.token_columns
+    CHANNELS: gl.constexpr = F.value.channel_columns
+    ROW: gl.constexpr = gl.SliceLayout(1, SUMS)
+    QUADS: gl.constexpr = F.value.quads
+    scales, terms = _load_queries(of_queries, codes, scales, terms, where, ROW, F)
+    outputs = gl.full([ROWS, VALUE_DIM], 0.0, gl.float32, OUTPUTS)
     best, total = gl.full([ROWS], -1e30, gl.float32, ROW), gl.full([ROWS, 4], 0.0, gl.float32, QUADS)
     unit = best
+    # Products of a step begin in the one before, beside what is computed of its values. Those of the step after the last one read what
+    # happens to be there, and nobody reads them. Numbers that a product is added to may not be computed while another product runs: ptxas
+    # would wait for each. So outputs shrink before a step's products, and there are few, as each wants uniform registers.
+    mbarrier.wait(full.index(0), 0, pred=steps > 0)
+    begun = _begin_scores(of_queries, terms, of_keys, of_terms, 0, F)
     for step in range(steps):
         stage = step % STAGES
-        mbarrier.wait(full.index(stage), step // STAGES % 2)
-        qk = _scores(codes, scales, terms, of_keys, of_scales, of_terms, stage, F)
-        most = gl.max(qk, 1)
+        found, product = warpgroup_mma_wait(0, begun)
+        column = _columns_of(of_scales.index(stage * SPANS * COUNT), COLUMNS, SUMS)
+        # What does not begin in the step before, where registers would not suffice: that of a second partition, or of 64 tokens more.
+        if COUNT == 2:
+            more = (_begin_product(of_queries, of_keys, stage, 1, F),)
+        elif SPANS == 2:
+            more = _begin_scores(of_queries, terms, of_keys, of_terms, stage * SPANS + 1, F)
+        found = _add_product(found, product, column, scales[0], F)
+        if COUNT == 2:
+            column = _columns_of(of_scales.index(stage * COUNT + 1), COLUMNS, SUMS)
+            found = _add_product(found, warpgroup_mma_wait(0, more), column, scales[1], F)
+        qk, most = (found,), found
+        if SPANS == 2:
+            found, product = warpgroup_mma_wait(0, more)
+            column = _columns_of(of_scales.index(stage * SPANS + 1), COLUMNS, SUMS)
+            qk = qk + (_add_product(found, product, column, scales[0], F),)
+            most = gl.maximum(most, qk[1])
+        most = gl.max(most, 1)
         best = gl.maximum(best, most)
         new = gl.maximum(most, best - FAR)
         rescale = gl.exp2(unit - new)
         unit = new
-        p = gl.exp2(qk - (new - LOG_LAST)[:, None])
-        total = total * gl.convert_layout(rescale, gl.SliceLayout(1, QUADS), assert_trivial=True)[:, None] + _in_quads(p, F)
-        bits = (p + ROUNDING).to(gl.int32, bitcast=True)
-        sums = _own_sums(bits - ROUNDED, F)
-        acc = _add_values(acc, rescale, bits.to(gl.int8), sums, of_values, of_numbers, of_zeros, stage, F)
+        bits, pairs = (), ()
+        total = total * gl.convert_layout(rescale, gl.SliceLayout(1, QUADS), assert_trivial=True)[:, None]
+        for span in gl.static_range(SPANS):
+            weights = gl.exp2(qk[span] - (new - LOG_LAST)[:, None])
+            total += _in_quads(weights, F)
+            bits = bits + ((weights + ROUNDING).to(gl.int32, bitcast=True),)
+            paired = _in_pairs(bits[span].to(gl.int8))
+            pairs = pairs + (gl.convert_layout(paired, gl.constexpr(F.value.codes), assert_trivial=True),)
+        sums = _own_sums(bits[0], F)
+        if SPANS == 2:
+            sums += _own_sums(bits[1], F)
+        scaled = outputs * gl.convert_layout(rescale, OUT_ROW, assert_trivial=True)[:, None]
+        scaled, products = _begin_values(scaled, pairs, _sum_terms(sums, F), of_values, of_zeros, stage, F)
+        scaled, products = warpgroup_mma_wait(0, (scaled, products))
+        channel = _columns_of(of_value_scales.index(stage), CHANNELS, OUTPUTS)
+        following = (step + 1) % STAGES
+        mbarrier.wait(full.index(following), (step + 1) // STAGES % 2, pred=step + 1 < steps)
+        begun = _begin_scores(of_queries, terms, of_keys, of_terms, following * SPANS, F)
+        outputs = scaled + gl.convert_layout(products.to(gl.float32), OUTPUTS, assert_trivial=True) * channel[None, :]
         mbarrier.arrive(empty.index(stage), count=1)
-    query, mine = _rows(*where, ROW, F)
+    warpgroup_mma_wait(0, begun)
+    # Computed again after the loop, over which registers would not suffice: what is added is 0, which no compiler knows.
+    query, mine = _rows(where[0] + gl.minimum(steps, 0), *where[1:], ROW, F)
     exact = gl.load(exact + query, mask=mine, other=0.0)
     unit -= LOG_LAST
     best = gl.maximum(exact, unit)
@@ -192,10 +233,10 @@ def _attend(where, stages, full, empty, left, out, steps, F: gl.constexpr):
     total = gl.convert_layout(gl.sum(total, 1), ROW, assert_trivial=True) * ours + theirs
     ours = gl.convert_layout(ours / total, OUT_ROW, assert_trivial=True)
     theirs = gl.convert_layout(theirs / total, OUT_ROW, assert_trivial=True)
-    query, mine = _rows(*where, OUT_ROW, F)
+    query, mine = _rows(where[0] + gl.minimum(steps, 0), *where[1:], OUT_ROW, F)
     at = out + (query * VALUE_DIM)[:, None] + gl.arange(0, VALUE_DIM, gl.SliceLayout(0, OUTPUTS))[None, :]
     near = gl.load(at, mask=mine[:, None], other=0.0).to(gl.float32)
-    gl.store(at, (acc * ours[:, None] + near * theirs[:, None]).to(out.dtype.element_ty), mask=mine[:, None])
+    gl.store(at, (outputs * ours[:, None] + near * theirs[:, None]).to(out.dtype.element_ty), mask=mine[:, None])
 
 
 @gluon.jit
@@ -205,11 +246,11 @@ def _room(source, STAGES: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=("count", "blocks"))
-def prefill_codes(keys, scales, terms, values, numbers, zeros, left, out, requests, count, blocks, F: gl.constexpr):
+def prefill_codes(keys, scales, terms, values, value_scales, zeros, left, out, requests, count, blocks, F: gl.constexpr):
     """128 rows of a block of one request, which attend to the codes of the blocks before theirs; blocks that read most begin first.
 
     Args:
-        keys, scales, terms, values, numbers, zeros: descriptors of codes (hack/prompt_codes.py), a step of which is a box.
+        keys, scales, terms, values, value_scales, zeros: descriptors of codes (hack/prompt_codes.py), a step of which is a box.
         left: specialized_prefill.py's ``Left``.
         out: [tokens, heads, channels of a value], of exact tokens; then of all.
         requests: what Prompts.numbers are, of ``count`` requests.
@@ -220,6 +261,7 @@ def prefill_codes(keys, scales, terms, values, numbers, zeros, left, out, reques
     SINKS: gl.constexpr = F.value.sinks
     STAGES: gl.constexpr = F.value.stages
     COUNT: gl.constexpr = F.value.count
+    SPANS: gl.constexpr = F.value.spans
     # As prefill_tiles counts them: from a block that ends where the sinks do, or before.
     AHEAD: gl.constexpr = (SINKS + BLOCK - 1) // BLOCK
     TILES: gl.constexpr = F.value.tiles
@@ -245,19 +287,21 @@ def prefill_codes(keys, scales, terms, values, numbers, zeros, left, out, reques
     # The copy engine sees the barriers, too.
     fence_async_shared()
     stages = (
-        _room(keys, STAGES * COUNT),
-        _room(scales, STAGES),
-        _room(terms, STAGES),
-        _room(values, STAGES),
-        _room(numbers, STAGES),
+        _room(keys, STAGES * SPANS * COUNT),
+        _room(scales, STAGES * SPANS * COUNT),
+        _room(terms, STAGES * SPANS),
+        _room(values, STAGES * SPANS),
+        _room(value_scales, STAGES),
         _room(zeros, STAGES),
     )
-    sources = keys, scales, terms, values, numbers, zeros
+    of_upper = gl.allocate_shared_memory(gl.int8, [COUNT, F.value.rows, P], gl.constexpr(F.value.query_room))
+    of_lower = gl.allocate_shared_memory(gl.int8, [COUNT, F.value.rows, P], gl.constexpr(F.value.query_room))
+    sources = keys, scales, terms, values, value_scales, zeros
     upper, lower = (tile, begin, known, length, first, kv_head), (tile + F.value.rows, begin, known, length, first, kv_head)
     gl.warp_specialize(
         [
-            (_attend, (upper, stages, full, empty, left, out, steps, F)),
-            (_attend, (lower, stages, full, empty, left, out, steps, F)),
+            (_attend, (upper, of_upper, stages, full, empty, left, out, steps, F)),
+            (_attend, (lower, of_lower, stages, full, empty, left, out, steps, F)),
             (_load_codes, (sources, stages, full, empty, key_row, token, tokens, steps, F)),
         ],
         [4, 1],

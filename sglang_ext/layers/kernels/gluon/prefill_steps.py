@@ -9,21 +9,23 @@ from pathlib import Path
 
 from triton.experimental.gluon import language as gl
 
+from sglang_ext.layers.kernels.hack.prompt_codes import MEANS, SHIFT
+
 # As constants.py's.
 SOURCES = sha256(Path(__file__).read_bytes()).hexdigest()[:16]
 # Rows of a warp group, and those of a program; partitions that are taken.
 ROWS, PROGRAM_ROWS, PARTITIONS = 64, 128, (64, 128)
+# Tokens of a product.
+TILE = 64
 
 
 def _sums(columns: int, inner: int) -> gl.NVMMADistributedLayout:
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, inner])
 
 
-def _columns(columns: int, count: int) -> gl.DistributedLinearLayout:
-    inside = [count >> bit for bit in range(count.bit_length() - 1, 0, -1)]
-    registers = [*inside, count, *(count << bit for bit in range(3, columns.bit_length() - 1))]
-    lanes = [2 * count, 4 * count, 0, 0, 0]
-    return gl.DistributedLinearLayout(*([[0, step] for step in bases] for bases in (registers, lanes, [0, 0], [])), [1, columns * count])
+def _columns(columns: int) -> gl.DistributedLinearLayout:
+    registers, lanes = [1, *(1 << bit for bit in range(3, columns.bit_length() - 1))], [2, 4, 0, 0, 0]
+    return gl.DistributedLinearLayout(*([[0, step] for step in bases] for bases in (registers, lanes, [0, 0], [])), [1, columns])
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,16 @@ class PrefillSteps:
         return self.dim // self.partition
 
     @property
+    def tile(self) -> int:
+        """Tokens of a product."""
+        return TILE
+
+    @property
+    def spans(self) -> int:
+        """Tiles of a step's tokens."""
+        return self.partition // TILE
+
+    @property
     def tiles(self) -> int:
         """Programs with rows of a block: two warp groups each."""
         return -(-self.block * self.group // PROGRAM_ROWS)
@@ -74,17 +86,17 @@ class PrefillSteps:
     def bytes(self) -> int:
         """Of a step."""
         keys = self.partition * (self.dim + 2 * self.columns + 4 * self.count)
-        return keys + self.value_dim * (self.partition + 8 + 2 * self.zeros)
+        return keys + self.value_dim * (self.partition + 4 + 2 * self.zeros)
 
     @property
-    def scores(self) -> gl.NVMMADistributedLayout:
-        """Of products of terms and keys' terms, float16, and of scores: [rows, tokens]."""
-        return _sums(self.partition, 16)
+    def sums(self) -> gl.NVMMADistributedLayout:
+        """Of products of terms and keys' terms, float16, and of scores: [rows, 64 tokens]."""
+        return _sums(TILE, 16)
 
     @property
     def integers(self) -> gl.NVMMADistributedLayout:
-        """Of products of queries' codes and keys'."""
-        return _sums(self.partition, 32)
+        """Of products of queries' codes and keys', as ``sums``."""
+        return _sums(TILE, 32)
 
     @property
     def outputs(self) -> gl.NVMMADistributedLayout:
@@ -93,28 +105,29 @@ class PrefillSteps:
 
     @property
     def products(self) -> gl.NVMMADistributedLayout:
-        """Of products of weights' codes and values'."""
+        """Of products of weights' codes and values', as ``outputs``."""
         return _sums(self.value_dim, 32)
 
     @property
-    def query_codes(self) -> gl.DotOperandLayout:
-        """Of a partition of queries: [rows, channels]."""
+    def codes(self) -> gl.DotOperandLayout:
+        """Of weights, [rows, 64 tokens]."""
         return gl.DotOperandLayout(0, self.integers, 4)
 
     @property
-    def query_terms(self) -> gl.DotOperandLayout:
-        """[rows, columns]."""
-        return gl.DotOperandLayout(0, self.scores, 2)
+    def query_copy(self) -> gl.BlockedLayout:
+        """Of a partition of queries, [rows, channels], on its way to shared memory: 16 bytes a thread."""
+        threads = self.partition // 16
+        return gl.BlockedLayout([1, 16], [32 // threads, threads], [4, 1], [1, 0])
 
     @property
-    def weight_codes(self) -> gl.DotOperandLayout:
-        """[rows, tokens]."""
-        return gl.DotOperandLayout(0, self.products, 4)
+    def query_room(self) -> gl.NVMMASharedLayout:
+        """Of the same in shared memory."""
+        return gl.NVMMASharedLayout.get_default_for([ROWS, self.partition], gl.int8)
 
     @property
-    def weight_sums(self) -> gl.DotOperandLayout:
-        """[rows, zeros]."""
-        return gl.DotOperandLayout(0, self.outputs, 2)
+    def terms(self) -> gl.DotOperandLayout:
+        """Of what float16 is multiplied with: of queries, [rows, columns], and of weights, [rows, zeros]."""
+        return gl.DotOperandLayout(0, self.sums, 2)
 
     @property
     def quads(self) -> gl.DistributedLinearLayout:
@@ -123,11 +136,16 @@ class PrefillSteps:
         return gl.DistributedLinearLayout([[8, 0]], lanes, [[16, 0], [32, 0]], [], [ROWS, 4])
 
     @property
-    def key_scales(self) -> gl.DistributedLinearLayout:
-        """Of a step's, [1, tokens and partitions]: those of a lane's scores."""
-        return _columns(self.partition, self.count)
+    def token_columns(self) -> gl.DistributedLinearLayout:
+        """Of a number for each of 64 tokens, [1, tokens]: those of a lane's scores."""
+        return _columns(TILE)
 
     @property
-    def value_numbers(self) -> gl.DistributedLinearLayout:
-        """Of a step's, [1, channels and pairs]: those of a lane's outputs."""
-        return _columns(self.value_dim, 2)
+    def channel_columns(self) -> gl.DistributedLinearLayout:
+        """Of a number for each channel, [1, channels]: those of a lane's outputs."""
+        return _columns(self.value_dim)
+
+    @property
+    def lacking(self) -> float:
+        """What the rows of ``zeros`` after values' zero points are multiplied with: see hack/prompt_codes.py."""
+        return float(SHIFT.value * self.partition // MEANS.value)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from sglang_ext.layers.kernels.hack.integers import LAST_CODE, eight_bits
-from sglang_ext.layers.kernels.hack.prompt_codes import SHIFT, TERMS, high_and_low
+from sglang_ext.layers.kernels.hack.prompt_codes import MEANS, SHIFT, SUM_ROW, TERMS, high_and_low
 
 # What rounds a float32 from 0 to 255 that is added to it: the bits of the sum are ROUNDED and the rounded number, the lowest byte is its
 # code, an int8 that is SHIFT less.
@@ -111,16 +111,17 @@ def _columns_of(numbers):
 
 
 @triton.jit
-def _sum_terms(sums, ZEROS: tl.constexpr):
-    """Integers to 2 ** 15 as sums of two float16, and zeros: [rows, ZEROS]; values' zero points are in all rows."""
+def _sum_terms(sums, ZEROS: tl.constexpr, LACKING: tl.constexpr):
+    """What rows of zero points (prompt_codes.py) are multiplied with, [rows, ZEROS]: integers to 2 ** 15, and ``LACKING`` for means."""
     high, low = high_and_low(sums.to(tl.float32)[:, None])
     column = tl.arange(0, ZEROS)[None, :]
-    return tl.where(column == 0, high, tl.where(column == 1, low, 0.0))
+    rest = tl.where((column == SUM_ROW) | (column == SUM_ROW + 1), LACKING, 0.0).to(tl.float16)
+    return tl.where(column == 0, high, tl.where(column == 1, low, rest))
 
 
 @triton.jit(do_not_specialize=("count", "blocks"))
 def prefill_tiles(
-    queries, out, keys, values, codes, key_scales, key_terms, value_codes, value_numbers, value_zeros, table, table_row, requests, count,
+    queries, out, keys, values, codes, key_scales, key_terms, value_codes, value_scales, value_zeros, table, table_row, requests, count,
     blocks, scaling, key_slot, key_head, value_slot, value_head, left, HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr,
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PARTITION: tl.constexpr, BLOCK: tl.constexpr, SINKS: tl.constexpr, SINK_STEP: tl.constexpr,
     COLUMNS: tl.constexpr, ZEROS: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, STORED: tl.constexpr, PRECISION: tl.constexpr,
@@ -177,22 +178,21 @@ def prefill_tiles(
         token = tl.arange(0, PARTITION)
         at_codes = codes + (kv_head * COUNT * tokens + first) * PARTITION
         at_terms = key_terms + (kv_head * tokens + first) * COLUMNS
-        at_scales = key_scales + (kv_head * tokens + first) * COUNT
+        at_scales = key_scales + kv_head * COUNT * tokens + first
         part = (kv_head * tokens + first) // PARTITION
         at_values = value_codes + part * VALUE_DIM * PARTITION
-        at_numbers = value_numbers + part * 2 * VALUE_DIM
+        at_value_scales = value_scales + part * VALUE_DIM
         at_zeros = value_zeros + part * ZEROS * VALUE_DIM
         of_codes = token[:, None] * PARTITION + token[None, :]
         of_terms = token[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-        of_scales = token[:, None] * COUNT + (tl.arange(0, WIDE) % COUNT)[None, :]
+        of_scales = token[:, None] + (tl.arange(0, WIDE) % COUNT)[None, :] * tokens
         of_values = column[:, None] * PARTITION + token[None, :]
-        of_numbers = column[:, None] * 2 + tl.arange(0, 2)[None, :]
         of_zeros = tl.arange(0, ZEROS)[:, None] * VALUE_DIM + column[None, :]
         # Sums are multiples of a LAST_CODE-th of 2 ** unit.
         unit, total, acc = best, total * LAST_CODE, acc * LAST_CODE
         for step in tl.range(0, tl.maximum(block - AHEAD, 0) * (BLOCK // PARTITION), num_stages=STAGES):
             qk = tl.dot(q_terms, tl.trans(tl.load(at_terms + step * PARTITION * COLUMNS + of_terms)))
-            scales = _columns_of(tl.load(at_scales + step * PARTITION * COUNT + of_scales))
+            scales = _columns_of(tl.load(at_scales + step * PARTITION + of_scales))
             for group in tl.static_range(COUNT):
                 k = tl.load(at_codes + (group * tokens + step * PARTITION) * PARTITION + of_codes)
                 qk += tl.dot(q_codes[group], tl.trans(k), out_dtype=tl.int32).to(tl.float32) * scales[group][None, :] * q_scales[group]
@@ -210,10 +210,13 @@ def prefill_tiles(
             v = tl.load(at_values + step * VALUE_DIM * PARTITION + of_values)
             products = tl.dot(_in_pairs(bits.to(tl.int8)), tl.trans(v), out_dtype=tl.int32)
             # Loaded after the product: before it, registers would not suffice.
-            scale, shifts = tl.split(tl.load(at_numbers + step * 2 * VALUE_DIM + of_numbers))
+            scale = tl.load(at_value_scales + step * VALUE_DIM + column)
+            added = products.to(tl.float32) * scale[None, :]
             if not STORED:
-                shifts = SHIFT * scale * tl.sum(v.to(tl.int32), 1).to(tl.float32)
-            acc = acc * rescale[:, None] + (products.to(tl.float32) * scale[None, :] + shifts[None, :])
-            acc = tl.dot(_sum_terms(p_sums, ZEROS), tl.load(at_zeros + step * ZEROS * VALUE_DIM + of_zeros), acc)
+                shifts = tl.sum(v.to(tl.int32), 1).to(tl.float32) * scale * SHIFT
+                added += shifts[None, :]
+            acc = acc * rescale[:, None] + added
+            LACKING: tl.constexpr = SHIFT * PARTITION // MEANS if STORED else 0
+            acc = tl.dot(_sum_terms(p_sums, ZEROS, LACKING), tl.load(at_zeros + step * ZEROS * VALUE_DIM + of_zeros), acc)
     at = out + (head * VALUE_DIM)[:, None] + column[None, :]
     tl.store(at, (acc / total[:, None]).to(out.dtype.element_ty), mask=mine[:, None])

@@ -23,10 +23,13 @@ from sglang_ext.mem_cache.compressed.formats.packing import Packing
 
 # Terms of a partition of channels: twice its zero point, twice the higher part of what the sum of its codes means, and the lower part.
 TERMS = tl.constexpr(5)
-# Rows that a product of float16 takes: so often it has zero points of values.
-ZEROS = tl.constexpr(16)
+# Rows that a product of float16 takes. The first half has the zero points of values; what sums of their codes mean, SHIFT_PART of which is
+# in a higher and a lower part, and the zero points again, follow, with what int8 codes of weights lack.
+ZEROS, SUM_ROW = tl.constexpr(16), tl.constexpr(8)
 # By which codes of weights, that begin with 0, are above the int8 which products take.
 SHIFT = tl.constexpr(128)
+# Factor of a value's mean in float16, which has few digits below it and overflows above.
+MEANS = tl.constexpr(16)
 # Warps of a program, for a block of so many tokens: registers suffice.
 WARPS = {64: 4, 128: 8}
 
@@ -99,18 +102,19 @@ class PromptCodes:
 
     Attributes:
         keys: int8 [kv_heads, partitions of channels, tokens, partition].
-        key_scales: float32 [kv_heads, tokens, partitions of channels].
+        key_scales: float32 [kv_heads, partitions of channels, tokens].
         key_terms: float16 [kv_heads, tokens, padded terms]: TERMS of each partition, then zeros.
         values: int8 [kv_heads, partitions of tokens, dim, partition]. Of each 16 tokens the pairs come in the order 0, 4, 1, 5, 2, 6, 3, 7.
-        value_numbers: float32 [kv_heads, partitions of tokens, dim, 2]: scales, and sums of codes times scales and SHIFT.
-        value_zeros: float16 [kv_heads, partitions of tokens, ZEROS, dim]: the zero points in each row.
+        value_scales: float32 [kv_heads, partitions of tokens, dim].
+        value_zeros: float16 [kv_heads, partitions of tokens, ZEROS, dim]: the zero points in each row before SUM_ROW. From there on, times
+            MEANS, the higher and the lower part of a mean of codes times scales, and the zero points; then zeros.
     """
 
     keys: torch.Tensor
     key_scales: torch.Tensor
     key_terms: torch.Tensor
     values: torch.Tensor
-    value_numbers: torch.Tensor
+    value_scales: torch.Tensor
     value_zeros: torch.Tensor
 
     @classmethod
@@ -120,10 +124,10 @@ class PromptCodes:
         parts = tokens // partition
         return cls(
             torch.empty(kv_heads, count, tokens, partition, dtype=torch.int8, device=device),
-            torch.empty(kv_heads, tokens, count, device=device),
+            torch.empty(kv_heads, count, tokens, device=device),
             torch.empty(kv_heads, tokens, padded_terms(count), dtype=torch.float16, device=device),
             torch.empty(kv_heads, parts, packing.values.dim, partition, dtype=torch.int8, device=device),
-            torch.empty(kv_heads, parts, packing.values.dim, 2, device=device),
+            torch.empty(kv_heads, parts, packing.values.dim, device=device),
             torch.empty(kv_heads, parts, ZEROS.value, packing.values.dim, dtype=torch.float16, device=device),
         )
 
@@ -134,7 +138,7 @@ class PromptCodes:
         parts = slice(tokens.start // partition, tokens.stop // partition)
         self.keys[:, :, tokens] = keys.codes.reshape(heads, -1, self.keys.shape[1], partition).transpose(1, 2).to(torch.int8)
         scale, zero, sums = (each.flatten(1, 2).float() for each in (keys.scale, keys.zero, keys.sums))
-        self.key_scales[:, tokens] = scale
+        self.key_scales[:, :, tokens] = scale.mT
         mean = scale * sums * (1.0 / partition)
         high = mean.half()
         terms = torch.stack([zero.half(), zero.half(), high, high, (mean - high.float()).half()], -1).flatten(2)
@@ -142,19 +146,23 @@ class PromptCodes:
         ordered = values.codes.reshape(heads, -1, partition // 16, 2, 4, 2, self.values.shape[2]).transpose(3, 4)
         self.values[:, parts] = ordered.reshape(heads, -1, partition, self.values.shape[2]).mT.to(torch.int8)
         scale, zero, sums = (each.flatten(1, 2).float() for each in (values.scale, values.zero, values.sums))
-        self.value_numbers[:, parts] = torch.stack([scale, SHIFT.value * scale * sums], -1)
-        self.value_zeros[:, parts] = zero[:, :, None].half()
+        self.value_scales[:, parts] = scale
+        mean = scale * sums * (MEANS.value / partition)
+        high, zero = mean.half(), zero.half()
+        rows = [*[zero] * SUM_ROW.value, high, (mean - high.float()).half(), zero * MEANS.value]
+        rows += [torch.zeros_like(zero)] * (ZEROS.value - len(rows))
+        self.value_zeros[:, parts] = torch.stack(rows, 2)
 
     @staticmethod
     def token_bytes(dim: int, value_dim: int, partition: int) -> int:
         """Bytes of a token's key and value of one KV head."""
         count = dim // partition
-        return dim + 4 * count + 2 * padded_terms(count) + value_dim + (8 + 2 * ZEROS.value) * value_dim // partition
+        return dim + 4 * count + 2 * padded_terms(count) + value_dim + (4 + 2 * ZEROS.value) * value_dim // partition
 
     @property
     def parts(self) -> tuple[torch.Tensor, ...]:
         """As kernels take them."""
-        return self.keys, self.key_scales, self.key_terms, self.values, self.value_numbers, self.value_zeros
+        return self.keys, self.key_scales, self.key_terms, self.values, self.value_scales, self.value_zeros
 
 
 def padded_terms(count: int) -> int:
@@ -171,7 +179,7 @@ def high_and_low(numbers):
 
 @triton.jit(do_not_specialize=("count", "key_lane", "value_lane", "blocks"), do_not_specialize_on_alignment=("drawn",))
 def quantize_prompts(
-    keys, values, table, table_row, requests, count, drawn, key_lane, value_lane, codes, scales, terms, value_codes, value_numbers,
+    keys, values, table, table_row, requests, count, drawn, key_lane, value_lane, codes, scales, terms, value_codes, value_scales,
     value_zeros, blocks, key_slot, key_head, value_slot, value_head, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PARTITION: tl.constexpr,
     BLOCK: tl.constexpr, SINKS: tl.constexpr, BITS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -201,7 +209,7 @@ def quantize_prompts(
     tl.store(codes + at * PARTITION + (channel % PARTITION)[None, :], tl.reshape(found, (BLOCK, DIM)).to(tl.int8))
     scale, zero = tl.reshape(scale, (BLOCK, COUNT)), tl.reshape(zero, (BLOCK, COUNT))
     sums = tl.reshape(tl.sum(found, 3), (BLOCK, COUNT))
-    tl.store(scales + (head * tokens + first + token)[:, None] * COUNT + part[None, :], scale)
+    tl.store(scales + (head * COUNT + part)[None, :] * tokens + (first + token)[:, None], scale)
     # Divided by their number, they are as small as keys are.
     high, low = high_and_low(scale * sums.to(tl.float32) * (1.0 / PARTITION))
     at = terms + (head * tokens + first + token)[:, None] * COLUMNS + part[None, :] * TERMS
@@ -224,18 +232,22 @@ def quantize_prompts(
     found, scale, zero = drawn_codes(groups, tl.reshape(noise, (PARTS, PARTITION, VALUE_DIM, 1)), (1 << BITS) - 1)
     sums = tl.reshape(tl.sum(found, 1), (PARTS, VALUE_DIM)).to(tl.float32)
     at = (head * (tokens // PARTITION) + (first + token) // PARTITION)[None, :] * VALUE_DIM + column[:, None]
-    found = tl.trans(tl.reshape(found, (BLOCK, VALUE_DIM)).to(tl.int8))
-    inside = token % PARTITION
-    inside = inside // 16 * 16 + inside % 8 // 2 * 4 + inside % 16 // 8 * 2 + inside % 2
-    tl.store(value_codes + at * PARTITION + inside[None, :], found)
+    # In registers they come in the order in which they are stored, or a thread would store them byte by byte.
+    paired = tl.permute(tl.reshape(found.to(tl.int8), (BLOCK // 16, 2, 4, 2, VALUE_DIM)), (4, 0, 2, 1, 3))
+    tl.store(value_codes + at * PARTITION + (token % PARTITION)[None, :], tl.reshape(paired, (VALUE_DIM, BLOCK)))
     scale, zero = tl.reshape(scale, (PARTS, VALUE_DIM)), tl.reshape(zero, (PARTS, VALUE_DIM))
     part = head * (tokens // PARTITION) + first // PARTITION + step
-    at = value_numbers + (part[:, None] * VALUE_DIM + column[None, :]) * 2
-    tl.store(at, scale)
-    tl.store(at + 1, SHIFT * scale * sums)
+    tl.store(value_scales + part[:, None] * VALUE_DIM + column[None, :], scale)
+    zero = zero.to(tl.float16)
+    high, low = high_and_low(scale * sums * (MEANS / PARTITION))
     at = value_zeros + part[:, None] * ZEROS * VALUE_DIM + column[None, :]
-    for row in tl.static_range(ZEROS):
-        tl.store(at + row * VALUE_DIM, zero.to(tl.float16))
+    for row in tl.static_range(SUM_ROW):
+        tl.store(at + row * VALUE_DIM, zero)
+    tl.store(at + SUM_ROW * VALUE_DIM, high)
+    tl.store(at + (SUM_ROW + 1) * VALUE_DIM, low)
+    tl.store(at + (SUM_ROW + 2) * VALUE_DIM, zero * MEANS)
+    for row in tl.static_range(SUM_ROW + 3, ZEROS):
+        tl.store(at + row * VALUE_DIM, tl.zeros_like(zero))
 
 
 def prompt_codes(prompts: Prompts, keys: torch.Tensor, values: torch.Tensor, layer: int, first_head: int) -> PromptCodes:

@@ -15,8 +15,8 @@ from sglang_ext.layers.kernels.gluon.prefill_steps import PARTITIONS, PROGRAM_RO
 from sglang_ext.layers.kernels.hack.prompt_codes import PromptCodes, Prompts, padded_terms
 from sglang_ext.layers.kernels.packed import packed_decode
 
-# Steps that shared memory holds; of partitions of 128 these are 170 KB.
-STAGES = 4
+# Steps that shared memory holds, by partition: 185 and 164 KiB.
+STAGES = {64: 8, 128: 4}
 # Compute capability, the first number.
 HOPPER = 9
 NUMBERS = {torch.int8: gl.int8, torch.float16: gl.float16, torch.float32: gl.float32}
@@ -44,7 +44,7 @@ class Left:
         heads = queries.shape[:2]
         return cls(
             torch.empty_like(queries, dtype=torch.int8),
-            queries.new_empty(*heads, codes.key_scales.shape[2], dtype=torch.float32),
+            queries.new_empty(*heads, codes.key_scales.shape[1], dtype=torch.float32),
             queries.new_empty(*heads, codes.key_terms.shape[2], dtype=torch.float16),
             queries.new_empty(heads, dtype=torch.float32),
         )
@@ -86,24 +86,24 @@ def attend_to_codes(prompts: Prompts, codes: PromptCodes, left: Left, out: torch
     """
     if not prompts.total:
         return
-    packing, (kv_heads, count, _, partition) = prompts.packing, codes.keys.shape
+    packing, (kv_heads, _, _, partition) = prompts.packing, codes.keys.shape
     steps = PrefillSteps(
         partition, packing.keys.dim, packing.values.dim, kv_heads, out.shape[1] // kv_heads, packing.block_tokens, packing.sinks,
-        codes.key_terms.shape[2], codes.value_zeros.shape[2], STAGES,
+        codes.key_terms.shape[2], codes.value_zeros.shape[2], STAGES[partition],
     )  # fmt: skip
+    tile = steps.tile
     boxes = (
-        _box(codes.keys, partition, partition), _box(codes.key_scales, 1, partition * count),
-        _box(codes.key_terms, partition, steps.columns), _box(codes.values, steps.value_dim, partition),
-        _box(codes.value_numbers, 1, 2 * steps.value_dim), _box(codes.value_zeros, steps.zeros, steps.value_dim),
+        _box(codes.keys, partition, (tile, partition)), _box(codes.key_scales, tile, (1, tile)),
+        _box(codes.key_terms, steps.columns, (tile, steps.columns)), _box(codes.values, partition, (steps.value_dim, tile)),
+        _box(codes.value_scales, steps.value_dim, (1, steps.value_dim)),
+        _box(codes.value_zeros, steps.value_dim, (steps.zeros, steps.value_dim)),
     )  # fmt: skip
     prefill_codes[(prompts.most_blocks * steps.tiles, kv_heads, len(prompts.rows))](
         *boxes, left.parts, out, prompts.numbers, len(prompts.rows), prompts.total, F=steps, num_warps=4
     )
 
 
-def _box(numbers: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """Of numbers as rows of so many, from which so many rows are copied at once."""
-    shape = [rows, columns]
-    return TensorDescriptor.from_tensor(
-        numbers.view(-1, columns), shape, gl.NVMMASharedLayout.get_default_for(shape, NUMBERS[numbers.dtype])
-    )
+def _box(numbers: torch.Tensor, columns: int, shape: tuple[int, int]) -> TensorDescriptor:
+    """Of numbers as rows of so many, of which a box of that shape is copied at once."""
+    layout = gl.NVMMASharedLayout.get_default_for(list(shape), NUMBERS[numbers.dtype])
+    return TensorDescriptor.from_tensor(numbers.view(-1, columns), list(shape), layout)
