@@ -167,7 +167,7 @@ def check_specialized_prefill(compiled):
         batch = Batch(bits, partition, dim, 1, group, 1, dtype, ((0, 200),), "cpu")
         given = batch.queries, batch.keys, batch.values
         codes = PromptCodes.empty(batch.packing, 1, batch.prompts.total, given[0].device)
-        integer_prefill.attend(batch.prompts, codes, *given, 0.1)
+        integer_prefill.attend(batch.prompts, codes, *given, 0.1, kernel="specialized")
         (tiles, first), (kernel, second) = compiled[-2:]
         ptx, sass = second.asm["ptx"], second.asm["sass"]
         about = partition, dim, stack_bytes(first), stack_bytes(second), second.metadata.shared

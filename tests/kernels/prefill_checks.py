@@ -157,7 +157,8 @@ def check_specialized_prefill(device):
         batch = Batch(bits, partition, dim, heads, group, page, dtype, spans, device)
         given = batch.queries, batch.keys, batch.values
         assert specialized_prefill.takes(batch.prompts, *given[:2])
-        found = integer_prefill.integer_prefill(batch.prompts, *given, LAYER, FIRST_HEAD, 0.1)
+        codes = prompt_codes(batch.prompts, *given[1:], LAYER, FIRST_HEAD)
+        found = integer_prefill.attend(batch.prompts, codes, *given, 0.1, kernel="specialized")
         expected = batch.expected()
         worst = float((found.float() - expected).abs().max() / expected.abs().max())
         assert worst < (5e-3 if dtype != torch.bfloat16 else 3e-2), (bits, partition, dim, group, worst)

@@ -245,6 +245,7 @@ def test_what_does_not_fit_at_all_names_its_parts_and_the_remedy():
 
 
 def test_codes_of_the_longest_prompt_are_counted_where_prompts_attend_to_them(monkeypatch):
+    monkeypatch.setattr(integer_prefill, "PREFERRED", "specialized")
     specialized = plan(methods=("hack",), kv_mode="lossy", kv_prefill="quantized")
     monkeypatch.setattr(integer_prefill, "PREFERRED", "tiles")
     found = plan(methods=("hack",), kv_mode="lossy", kv_prefill="quantized")

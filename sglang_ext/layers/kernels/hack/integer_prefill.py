@@ -21,9 +21,10 @@ from sglang_ext.mem_cache.compressed.formats.packing import Packing
 
 # What the kernels take.
 DIMS, DTYPES = (64, 128), (torch.bfloat16, torch.float16, torch.float32)
-# What attends: one kernel in Triton, or that one and one in Gluon for Hopper, where they take 5.2 to 6.8 ms instead of 6.5 to 7.6.
+# What attends: one kernel in Triton, or that one and one in Gluon for Hopper, where they took 5.2 to 6.8 ms instead of 6.5 to 7.6 before
+# products overlapped. No GPU has run these since: kernel_checks.py specialized_prefill decides.
 Kernel = Literal["tiles", "specialized"]
-PREFERRED: Kernel = "specialized"
+PREFERRED: Kernel = "tiles"
 # Sinks of a step at most.
 SINK_STEP = 64
 
