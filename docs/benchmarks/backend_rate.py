@@ -1,18 +1,23 @@
 """How fast backend progressive moves a pool's KV without a limit, codec and all, beside a bare ZMQ stream of as many bytes.
 
     python docs/benchmarks/backend_rate.py [--reference raw|int8|exact] [--codec int8|...] [--transport ipc|tcp] [--mib 512] [--repeats 3] \
-        [--device cuda --dtype bfloat16 --layers 36 --heads 8 --dim 128]
+        [--device cuda --dtype bfloat16 --layers 36 --heads 8 --dim 128] [--busy] [--stacks]
 
 Two processes on this machine, without SGLang. One encodes pages of a pool and sends them; the other decodes them into its own pool.
 The bare stream has frames of the link's size, which the receiver drops (link_rate.py). Bytes are those on the link. Two rooms go one
-after the other, of which the second counts: the first takes memory of the kernel, which later ones use again.
+after the other, of which the second counts: the first takes memory of the kernel, which later ones use again. What anchors alone
+came at is told where residuals follow them. --busy has a thread of each process work in Python, as a scheduler does. --stacks tells where
+threads of both are found meanwhile, each 5 ms: it slows them a little.
 """
 
 import argparse
 import json
 import statistics
+import sys
 import tempfile
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -32,19 +37,60 @@ from sglang_ext.managers.disaggregation.progressive.peer import Peer
 from sglang_ext.managers.disaggregation.progressive.pool_buffers import AuxRecords, PoolBuffers
 from sglang_ext.managers.disaggregation.progressive.received_room import ReceivedRoom
 from sglang_ext.managers.disaggregation.progressive.sent_room import SentRoom
-from sglang_ext.managers.disaggregation.wire import LayerRange
+from sglang_ext.managers.disaggregation.wire import LayerRange, Stream
 
 PATIENCE = 300
+# Seconds between looks at threads, and places that are told of each.
+LOOKS, TOLD_PLACES = 0.005, 6
+
+
+class Threads:
+    """What threads of this process do: keeps one busy, or notes where all are found.
+
+    Args:
+        options: of the command line.
+        name: of the process.
+    """
+
+    def __init__(self, options: argparse.Namespace, name: str) -> None:
+        self._name, self._found, self._over = name, Counter(), Event()
+        for asked, work in ((options.busy, self._keep_busy), (options.stacks, self._look)):
+            if asked:
+                threading.Thread(target=work, name=work.__name__, daemon=True).start()
+
+    def _keep_busy(self) -> None:
+        while not self._over.is_set():
+            sum(range(1000))
+
+    def _look(self) -> None:
+        while not self._over.wait(LOOKS):
+            names = {each.ident: each.name.split(" of ")[0] for each in threading.enumerate()}
+            for ident, frame in sys._current_frames().items():
+                code = frame.f_code
+                self._found[names.get(ident, "?"), f"{Path(code.co_filename).name}:{frame.f_lineno} {code.co_name}"] += 1
+
+    def begin(self) -> None:
+        """Forget what was found before."""
+        self._found.clear()
+
+    def end(self) -> None:
+        """Tell what was found."""
+        self._over.set()
+        for thread in sorted({name for name, _ in self._found}):
+            places = Counter({place: count for (name, place), count in self._found.items() if name == thread})
+            told = ", ".join(f"{place} {count}" for place, count in places.most_common(TOLD_PLACES))
+            print(f"{self._name}, {thread}: {told}", file=sys.stderr, flush=True)
 
 
 class Told:
     """Waits for a room's end."""
 
     def __init__(self) -> None:
-        self.done, self.reason, self.at = Event(), None, 0.0
+        self.done, self.reason, self.at, self.anchors_at = Event(), None, 0.0, 0.0
 
     def anchor_arrived(self) -> None:
         """More follows."""
+        self.anchors_at = time.perf_counter()
 
     def succeed(self) -> None:
         """All of it."""
@@ -58,13 +104,14 @@ class Told:
 
 
 class First(ReceivedRoom):
-    """Notes when the first part had come, and its size."""
+    """Notes when the first part had come, and its size, and bytes of anchors."""
 
-    first, skipped = 0.0, 0
+    first, skipped, anchors = 0.0, 0, 0
 
     def write(self, header, payload) -> None:
         """One part."""
         super().write(header, payload)
+        self.anchors += len(payload) if header.stream is Stream.ANCHOR else 0
         if not self.first:
             self.first, self.skipped = time.perf_counter(), len(payload)
 
@@ -93,16 +140,22 @@ def pages_of(pool: PoolBuffers, size: int) -> list[PlacedPage]:
 def receive_backend(endpoint: str, options: argparse.Namespace, parent: Connection) -> None:
     """Tell where it listens, then bytes per second."""
     torch.set_num_threads(1)
-    pool, told = make_pool(options), Told()
+    pool, told, threads = make_pool(options), Told(), Threads(options, "receiver")
     codec, layers = make_codec(options.reference, pool, options.codec), LayerRange(0, options.layers)
     pages = pages_of(pool, codec.page_size)
     hashes = [bytes(32)] * len(pages)
-    before, room = (First(codec, pool, AuxRecords(pool.args), 0, layers, pages, hashes, each) for each in (Told(), told))
+    first = Told()
+    before, room = (First(codec, pool, AuxRecords(pool.args), 0, layers, pages, hashes, each) for each in (first, told))
     server = LinkServer(endpoint, link_rate.SETTINGS, LinkLimits(), take=pool.blocks.take)
     server.register(1, before.expected, before)
     server.register(2, room.expected, room)
     parent.send(server.endpoint)
+    assert first.done.wait(PATIENCE) and first.reason is None, first.reason
+    threads.begin()
     assert told.done.wait(PATIENCE) and told.reason is None, told.reason
+    threads.end()
+    if codec.has_residual:
+        print(f"anchors: {(room.anchors - room.skipped) / (told.anchors_at - room.first) / 1e9:.3f} GB/s", file=sys.stderr, flush=True)
     parent.send((room.size - room.skipped) / (told.at - room.first))
     parent.recv()
     server.close()
@@ -115,7 +168,7 @@ def send_backend(endpoint: str, options: argparse.Namespace) -> Callable[[], Non
     codec, layers = make_codec(options.reference, pool, options.codec), LayerRange(0, options.layers)
     pages = pages_of(pool, codec.page_size)
     link = Link(endpoint, link_rate.SETTINGS, LinkLimits())
-    peer, _ = Peer(link), pool.blocks
+    peer, threads, _ = Peer(link), Threads(options, "sender"), pool.blocks
     for number in (1, 2):
         told = Told()
         room = SentRoom(number, codec, layers, [page.start for page in pages], [bytes(32)] * len(pages), told)
@@ -125,6 +178,11 @@ def send_backend(endpoint: str, options: argparse.Namespace) -> Callable[[], Non
         assert told.done.wait(PATIENCE) and told.reason is None, told.reason
         while number == 1 and link.queued_bytes:
             time.sleep(0.01)
+        if number == 1:
+            threads.begin()
+    while options.stacks and link.queued_bytes:
+        time.sleep(0.01)
+    threads.end()
     return peer.close
 
 
@@ -140,6 +198,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     for name, value in (("layers", 30), ("heads", 3), ("dim", 64), ("frame-kib", LinkLimits().frame_bytes >> 10)):
         parser.add_argument(f"--{name}", type=int, default=value)
+    for name in ("busy", "stacks"):
+        parser.add_argument(f"--{name}", action="store_true")
     options = parser.parse_args()
     rates: dict[str, list[float]] = {"bare": [], "backend": []}
     with tempfile.TemporaryDirectory() as folder:

@@ -94,8 +94,9 @@ STEPS = {
     "ranks": Step(_tests("tests/gpu/test_gpu_cache_ranks.py"), 600),
     "links": Step(_tests("tests/gpu/test_gpu_links.py"), 120),
     "link-rate": Step(
-        "for codec in raw int8 exact; do python docs/benchmarks/backend_rate.py --reference $codec --device cuda --dtype bfloat16 --layers 36 "
-        "--heads 8 --dim 128 --mib 2048; done", 150,
+        "R='python docs/benchmarks/backend_rate.py --device cuda --dtype bfloat16 --layers 36 --heads 8 --dim 128 --mib 4608'; "
+        "for codec in raw int8 exact; do $R --reference $codec --repeats 2; done; $R --reference int8 --busy --stacks --repeats 1; "
+        "$R --codec int8 --busy --stacks --repeats 1", 250,
     ),
     "prefill": Step("python docs/benchmarks/prefill_tiles.py --forms 4:64 4:128 --tiles specialized 64,4,3 128,8,2", 240),
     "attention": Step("python -m sglang_ext.bench attention --contexts 32768 --batch 8,16 --prefill 0 --bits 2 --json {out}.json", 240),
