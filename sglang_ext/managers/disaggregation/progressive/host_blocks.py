@@ -18,13 +18,15 @@ ALIGNED = 64
 # Blocks that are kept when none of their pieces is used: memory that was written before costs the kernel nothing. As many as a peer
 # encodes ahead (peer.py); of a GPU more where rooms need them, since a receiver holds anchors until their residuals come.
 KEPT, KEPT_PINNED = 16, 128
+# Of a GPU, unused blocks below which a thread pins others: whoever takes a piece must not wait for the kernel.
+AHEAD = 4
 
 
 class HostBlocks:
     """Cuts blocks into pieces, of any thread; a block is cut anew, or gone, once none of its pieces is used.
 
-    Of a GPU blocks are pinned: it copies to and from them by itself. Some are there from the beginning, others when they are first
-    needed, up to ``KEPT_PINNED``; what is beyond is not kept, and copied slower. Pieces of one lane lie together, so that what waits
+    Of a GPU blocks are pinned: it copies to and from them by itself. Some are there from the beginning, others are made, a little before
+    they are needed, up to ``KEPT_PINNED``; what is beyond is not kept, and copied slower. Pieces of one lane lie together, so that what waits
     long does not hold blocks of what goes soon.
 
     Args:
@@ -36,7 +38,8 @@ class HostBlocks:
         # What copies to the device may still read, and events after which they do not.
         self._read: deque[tuple[torch.cuda.Event, memoryview]] = deque()
         self._lock = threading.Lock()
-        self._kept: list[np.ndarray] = [_pinned() for _ in range(KEPT)] if device.type == "cuda" else []
+        self._kept: list[np.ndarray] = [_pinned(device) for _ in range(KEPT)] if device.type == "cuda" else []
+        self._pinning = False
         self._most_kept = KEPT_PINNED if device.type == "cuda" else KEPT
         # By lane, what is left of the block that is cut.
         self._rest: dict[int, np.ndarray] = {}
@@ -48,6 +51,7 @@ class HostBlocks:
             if rest is None or size > len(rest):
                 rest = None
                 rest = self._block(size)[:]
+                self._pin_ahead()
             taken, self._rest[lane] = rest[:size], rest[-(-size // ALIGNED) * ALIGNED :]
         return taken
 
@@ -59,14 +63,34 @@ class HostBlocks:
     def _block(self, size: int) -> np.ndarray:
         """A block that is not used, or a new one."""
         for place in range(len(self._kept)):
-            # Its pieces are views, which keep it; the list and the call do, too.
-            if len(self._kept[place]) >= size and sys.getrefcount(self._kept[place]) == 2:
+            if len(self._kept[place]) >= size and self._is_unused(place):
                 return self._kept[place]
-        keep = len(self._kept) < self._most_kept and size <= BLOCK
-        block = _pinned() if keep and self._device.type == "cuda" else np.empty(max(size, BLOCK), np.uint8)
+        # The one that is being pinned counts.
+        keep = len(self._kept) + self._pinning < self._most_kept and size <= BLOCK
+        block = _pinned(self._device) if keep and self._device.type == "cuda" else np.empty(max(size, BLOCK), np.uint8)
         if keep:
             self._kept.append(block)
         return block
+
+    def _is_unused(self, place: int) -> bool:
+        # Pieces are views, which keep a block; the list and the call do, too.
+        return sys.getrefcount(self._kept[place]) == 2
+
+    def _pin_ahead(self) -> None:
+        if self._device.type == "cuda" and not self._pinning and self._lacks_pinned():
+            self._pinning = True
+            threading.Thread(target=self._pin, name="kv-blocks", daemon=True).start()
+
+    def _lacks_pinned(self) -> bool:
+        return len(self._kept) < self._most_kept and sum(map(self._is_unused, range(len(self._kept)))) < AHEAD
+
+    def _pin(self) -> None:
+        while self._pinning:
+            block = _pinned(self._device)
+            with self._lock:
+                self._kept.append(block)
+                del block
+                self._pinning = self._lacks_pinned()
 
     def to_device(self, content: memoryview) -> torch.Tensor:
         """Bytes of a page on the device, uint8 [bytes]; on a CPU the same memory, where it may be written to.
@@ -86,10 +110,12 @@ class HostBlocks:
         return there
 
 
-def _pinned() -> np.ndarray:
+def _pinned(device: torch.device) -> np.ndarray:
     """A block that the GPU's copy engines reach; one that they do not, where the system allows no more."""
     block = np.zeros(BLOCK, np.uint8)
-    status = torch.cuda.cudart().cudaHostRegister(block.ctypes.data, BLOCK, 0)
+    # Threads begin with the first GPU, which need not be this rank's.
+    with torch.cuda.device(device):
+        status = torch.cuda.cudart().cudaHostRegister(block.ctypes.data, BLOCK, 0)
     if int(status) != 0:
         logger.warning("pinning %d bytes of host memory for links failed: CUDA error %d; copies are slower: raise ulimit -l", BLOCK, int(status))
     return block

@@ -1,10 +1,13 @@
 """Host memory for pages: pieces are apart, and what waits long holds no block of what goes soon."""
 
+import threading
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from link_helpers import until
 
 from sglang_ext.managers.disaggregation.progressive import host_blocks
 from sglang_ext.managers.disaggregation.progressive.host_blocks import HostBlocks
@@ -30,6 +33,33 @@ def test_pieces_of_one_lane_hold_all_blocks_where_some_wait(blocks):
     waiting = [blocks.take(512)[:] for _ in range(12)][::2]
     blocks.take(1024)
     assert len(waiting) == 6 and len(blocks._kept) == 7
+
+
+def test_of_a_gpu_blocks_are_pinned_by_another_thread_before_they_are_needed(monkeypatch):
+    monkeypatch.setattr(host_blocks, "BLOCK", 1024)
+    made = []
+
+    def pinned(device):
+        made.append(threading.current_thread().name)
+        return np.zeros(1024, np.uint8)
+
+    monkeypatch.setattr(host_blocks, "_pinned", pinned)
+    blocks = HostBlocks(torch.device("cuda", 1))
+    assert len(made) == host_blocks.KEPT
+    waiting = [blocks.take(1024) for _ in range(host_blocks.KEPT - host_blocks.AHEAD)]
+    assert len(made) == host_blocks.KEPT, "enough are unused"
+    for _ in range(6):
+        waiting.append(blocks.take(1024))
+        until(lambda: not blocks._pinning)
+    assert set(made[host_blocks.KEPT :]) == {"kv-blocks"} and len(made) == len(waiting) + host_blocks.AHEAD
+    del waiting
+    for _ in range(20):
+        blocks.take(1024)
+    assert not blocks._pinning and len(made) == host_blocks.KEPT + 6, "those that are unused are cut again"
+    # Where all are used and none may be added, memory that is not kept.
+    waiting = [blocks.take(1024) for _ in range(host_blocks.KEPT_PINNED + 5)]
+    until(lambda: not blocks._pinning)
+    assert len(waiting) == host_blocks.KEPT_PINNED + 5 and len(blocks._kept) == host_blocks.KEPT_PINNED
 
 
 @given(st.lists(st.tuples(st.integers(0, 1500), st.integers(0, 2), st.booleans()), max_size=40))
