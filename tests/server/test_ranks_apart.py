@@ -21,7 +21,7 @@ COMMON = (
     *("--kv-mode", "verified", "--kv-compressor", "kivi", "--kv-draft-length", str(DRAFTS)),
 )
 # An answer's first tokens are drafted on anchors.
-PREFILL = (*COMMON, "--kv-link-gbps", "0.05")
+PREFILL = (*COMMON, "--kv-link-gbps", "0.02")
 DECODE = (*COMMON, "--enable-metrics")
 
 
