@@ -9,7 +9,7 @@ their cells.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -89,7 +89,7 @@ class CodedRoom(OneStream):
         if stream is not Stream.ANCHOR:
             return 0
         blocks = self.page_size // self.packing.block_tokens
-        return max(self._exact.most_bytes(stream, layers), blocks * layers.count * self.pool.heads * sum(each.block_bytes for each in self._layouts))
+        return max(self._exact.most_bytes(stream, layers), sum(self._sizes(blocks, layers)))
 
     def encode_anchor(self, page: PlacedPage, layers: LayerRange) -> memoryview:
         """The page's codes, or its numbers."""
@@ -114,16 +114,8 @@ class CodedRoom(OneStream):
             cells = torch.stack([as_bytes(buffer)[count:] for buffer in kind]).transpose(1, 2)
             blocks = cells.reshape(layers.count, self.pool.heads, count // self.packing.block_tokens, -1)
             parts.append(blocks[..., : layout.block_bytes].flatten())
-        together = torch.cat(parts)
-        content = self.pool.blocks.take(len(together))
-        torch.from_numpy(content).copy_(together, non_blocking=True)
-        reached = self.pool.reached()
-
-        def finish() -> EncodedPage:
-            reached()
-            return EncodedPage(memoryview(content), None)
-
-        return finish
+        brought = self.pool.bring(parts, sum(self._sizes(count // self.packing.block_tokens, layers)))
+        return lambda: EncodedPage(brought(), None)
 
     def write_anchor(self, page: PlacedPage, layers: LayerRange, anchor: memoryview) -> None:
         """Write the page's blocks, or its numbers.
@@ -134,8 +126,8 @@ class CodedRoom(OneStream):
         if not self._is_packed(page):
             self._exact.write_anchor(page, layers, anchor)
             return
-        blocks, heads = len(page.slots) // self.packing.block_slots, self.buffers.keys[0].shape[1]
-        sizes = [layers.count * heads * blocks * layout.block_bytes for layout in self._layouts]
+        blocks, heads = len(page.slots) // self.packing.block_slots, self.pool.heads
+        sizes = self._sizes(blocks, layers)
         if len(anchor) != sum(sizes):
             size = self.packing.block_tokens
             raise LinkError(f"a page of {blocks} blocks of {size} tokens has {len(anchor)} bytes; expected are {sum(sizes)}")
@@ -156,12 +148,16 @@ class CodedRoom(OneStream):
 
     def _apart(self, slots: torch.Tensor, layers: LayerRange) -> KVBuffers:
         """A pool of some layers that has these tokens alone, in its first slots, and room for their blocks after them."""
-        place, kinds = slice(layers.first, layers.first + layers.count), []
-        room = self.packing.packed_slots(len(slots))
+        kinds, room = [], self.packing.packed_slots(len(slots))
         for half in self.pool.gather(layers, slots):
             numbers = half.view(layers.count, len(slots), self.pool.heads, -1)
             kinds.append(torch.cat([numbers, numbers.new_empty(layers.count, room, *numbers.shape[2:])], 1).unbind())
-        return KVBuffers(self.buffers.layer_ids[place], self.buffers.scaling[place], *kinds, self.buffers.first_head)
+        those = self.buffers.of_layers(slice(layers.first, layers.first + layers.count))
+        return replace(those, keys=kinds[0], values=kinds[1])
+
+    def _sizes(self, blocks: int, layers: LayerRange) -> list[int]:
+        """Bytes of blocks of keys, and of values, in all heads of some layers."""
+        return [layers.count * self.pool.heads * blocks * layout.block_bytes for layout in self._layouts]
 
     @property
     def _layouts(self) -> tuple[Layout, Layout]:

@@ -1,7 +1,7 @@
 """A rank's KV pool and its auxiliary records, as SGLang describes them to transfer backends: addresses and lengths."""
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -139,6 +139,25 @@ class PoolBuffers:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))
         return event.synchronize
+
+    def bring(self, parts: Iterable[torch.Tensor], size: int) -> Callable[[], memoryview]:
+        """Begin to copy parts to host memory, one after another; what waits for them, in any thread.
+
+        Args:
+            parts: contiguous, of any dtype, on this device.
+            size: bytes of all.
+        """
+        content, begin = self.blocks.take(size), 0
+        for part in parts:
+            torch.from_numpy(content[begin : begin + part.nbytes]).copy_(part.view(torch.uint8).flatten(), non_blocking=True)
+            begin += part.nbytes
+        reached = self.reached()
+
+        def brought() -> memoryview:
+            reached()
+            return memoryview(content)
+
+        return brought
 
     def wait_for_links(self) -> None:
         """Wait until what threads of links wrote so far is there: they have no stream of their own."""

@@ -48,23 +48,13 @@ class RawCodec(OneStream):
         if not anchor:
             self.encode_residual(page, layers)
         tokens, size = len(page.slots), self._bytes(len(page.slots), layers)
-        content = self.pool.blocks.take(size)
         if self.pool.device.type == "cpu":
-            where = _place(page.slots)
+            content, where = self.pool.blocks.take(size), _place(page.slots)
             for rows, part in zip(self._rows(layers), self._parts(content, tokens, layers), strict=True):
                 part[:] = rows[where]
             return lambda: EncodedPage(memoryview(content), None)
-        begin = 0
-        for half in self.pool.gather(layers, page.slots):
-            torch.from_numpy(content[begin : begin + half.nbytes]).copy_(half.view(torch.uint8).flatten(), non_blocking=True)
-            begin += half.nbytes
-        reached = self.pool.reached()
-
-        def finish() -> EncodedPage:
-            reached()
-            return EncodedPage(memoryview(content), None)
-
-        return finish
+        brought = self.pool.bring(self.pool.gather(layers, page.slots), size)
+        return lambda: EncodedPage(brought(), None)
 
     def write_anchor(self, page: PlacedPage, layers: LayerRange, anchor: memoryview) -> None:
         """Copy them back.
