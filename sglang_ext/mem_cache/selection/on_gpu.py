@@ -56,34 +56,28 @@ class GpuChoice:
             Positions, int32 [layers, requests, kv_heads, most], ascending, of each request as many as it has; with the bits of their scores
             in float32 behind them, [2, ...], where these are wanted; None where pointers were written.
         """
-        from sglang_ext.layers.kernels.choose_tokens import choose_tokens
+        from sglang_ext.layers.kernels.choose_tokens import choose_tokens, scratch_bytes
 
         keys, found, codes = self.buffers.keys, [], self.buffers.codes
         coded = None if codes is None else codes.of_kernels
         tables = self.buffers.key_table, keys[0], self.buffers.scaling_table
         # Many small launches predict queries, few large ones choose by them and take more memory for each pair: these alone are cut finer.
-        predicted = _predicted_at_once(self.scratch, predicting_bytes(self.query_heads, keys[0].shape[-1], self.predictor))
+        _, kv_heads, dim = keys[0].shape
+        predicted = _predicted_at_once(self.scratch, predicting_bytes(self.query_heads, dim, self.predictor))
+        each = scratch_bytes(max(contexts.lengths), kv_heads, self.query_heads // kv_heads, keys[0].itemsize)
+        pairs = max(1, self.scratch // each)
         for layers, requests in shares(len(keys), len(contexts.lengths), predicted):
             queries = self.predictor.predict(read(requests, layers), positions[requests], self.rotary, ahead)
-            pairs = self._chosen_at_once(max(contexts.lengths))
             for of_layers, of_requests in shares(queries.shape[1], queries.shape[0], pairs):
                 where = _within(layers, of_layers), _within(requests, of_requests)
                 some = queries[of_requests, of_layers]
                 found.append((*where, choose_tokens(some, *tables, contexts, *where, most, coded=coded, scored=scored)))
         if contexts.targets is not None:
             return None
-        chosen = found[0][2].new_empty(*([2] if scored else []), len(keys), len(contexts.lengths), keys[0].shape[1], most)
+        chosen = found[0][2].new_empty(*([2] if scored else []), len(keys), len(contexts.lengths), kv_heads, most)
         for layers, requests, positions in found:
             chosen[..., layers, requests, :, :] = positions
         return chosen
-
-    def _chosen_at_once(self, longest: int) -> int:
-        """Pairs of a layer and a request that one go chooses for."""
-        from sglang_ext.layers.kernels.choose_tokens import scratch_bytes
-
-        like = self.buffers.keys[0]
-        heads = like.shape[1]
-        return max(1, self.scratch // scratch_bytes(longest, heads, self.query_heads // heads, like.itemsize))
 
 
 def predicting_bytes(query_heads: int, dim: int, predictor: QueryPredictor) -> int:
