@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -53,7 +53,7 @@ class Threads:
     """
 
     def __init__(self, options: argparse.Namespace, name: str) -> None:
-        self._name, self._found, self._over = name, Counter(), Event()
+        self._name, self._found, self._over = name, defaultdict(Counter), Event()
         for asked, work in ((options.busy, self._keep_busy), (options.stacks, self._look)):
             if asked:
                 threading.Thread(target=work, name=work.__name__, daemon=True).start()
@@ -67,7 +67,7 @@ class Threads:
             names = {each.ident: each.name.split(" of ")[0] for each in threading.enumerate()}
             for ident, frame in sys._current_frames().items():
                 code = frame.f_code
-                self._found[names.get(ident, "?"), f"{Path(code.co_filename).name}:{frame.f_lineno} {code.co_name}"] += 1
+                self._found[names.get(ident, "?")][f"{Path(code.co_filename).name}:{frame.f_lineno} {code.co_name}"] += 1
 
     def begin(self) -> None:
         """Forget what was found before."""
@@ -76,8 +76,7 @@ class Threads:
     def end(self) -> None:
         """Tell what was found."""
         self._over.set()
-        for thread in sorted({name for name, _ in self._found}):
-            places = Counter({place: count for (name, place), count in self._found.items() if name == thread})
+        for thread, places in sorted(self._found.items()):
             told = ", ".join(f"{place} {count}" for place, count in places.most_common(TOLD_PLACES))
             print(f"{self._name}, {thread}: {told}", file=sys.stderr, flush=True)
 
@@ -176,9 +175,9 @@ def send_backend(endpoint: str, options: argparse.Namespace) -> Callable[[], Non
         peer.send(room, tuple(page.slots for page in pages), bytes(16))
         # It succeeds once it is encoded; all of it has arrived when nothing waits for the link.
         assert told.done.wait(PATIENCE) and told.reason is None, told.reason
-        while number == 1 and link.queued_bytes:
-            time.sleep(0.01)
         if number == 1:
+            while link.queued_bytes:
+                time.sleep(0.01)
             threads.begin()
     while options.stacks and link.queued_bytes:
         time.sleep(0.01)
