@@ -16,6 +16,7 @@ from unittest import mock
 
 os.environ["TRITON_INTERPRET"] = "1"
 
+import quick_interpreter  # noqa: E402
 from smaller_tiles import pass_over  # noqa: E402, I001: before kernels
 import hand_over_checks  # noqa: E402
 import lynx_checks  # noqa: E402
@@ -372,6 +373,7 @@ def main() -> int:
     parser.add_argument("--refuse", type=int, default=0)
     parser.add_argument("--tensor-cores", action="store_true", help="the Gluon kernels for the blocks that they take, emulated")
     asked, counts, started = parser.parse_args(), Counter(), time.monotonic()
+    quick_interpreter.leave_out()
     teach_bfloat16()
     lynx_checks.teach_bfloat16()
     if asked.tensor_cores:
