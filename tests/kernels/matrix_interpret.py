@@ -2,7 +2,8 @@
 
 Rows are empty, of one token, of as many as a kernel takes at a time, and of one more. ``--refuse N``: each kernel's first N
 tile sizes do not fit, but for the last one, as on a GPU with little shared memory. Prints a line for each result that is off, and a
-count; exits with 1 where there was one. ``--quick``: a few shapes, with the tile sizes that are preferred, and where kernels have others with the smallest.
+count; exits with 1 where there was one. ``--quick``: a few shapes, with the tile sizes that are preferred, and where a kernel has others
+once more with the smallest.
 """
 
 import argparse

@@ -50,8 +50,8 @@ def _tensor(self, handle, type):
 
 
 def leave_out() -> None:
-    """From now on: searches for what is replaced already, what types and shapes are found to be again, and sums of which asserts that
-    nothing overflows would be made, which are left out but in kernels for debugging.
+    """From now on nothing is searched for that is replaced already, types and shapes are found once, and no sums are made for asserts
+    that nothing overflows: kernels have these for debugging alone, and else the interpreter makes the sums and forgets them.
 
     Raises:
         RuntimeError: kernels are for debugging.
