@@ -168,19 +168,18 @@ def _copies(shape: Shape) -> None:
     scatter_rows(buffers.key_table, flat, slots, out)
 
 
-def _lynx(shape: Shape) -> None:
+def _lynx(shape: Shape, bits: int) -> None:
     """Streams of a page of two KV heads, of both references, and what is read from them."""
     parts, slots = Parts.of([torch.zeros(80, 2 * shape.dim, dtype=shape.dtype)]), torch.arange(70)
-    for bits, short, reference in ((4, False, "int8"), (4, False, "exact"), (3, True, "int8"), (2, True, "exact")):
+    for short, reference in {4: ((False, "int8"), (False, "exact")), 3: ((True, "int8"),), 2: ((True, "exact"),)}[bits]:
         layout = Layout(len(slots), 2 * shape.dim, shape.dtype, bits, 4, short, reference)
         anchors, residuals = kernels.anchors(parts, layout, slots)
         if reference == "exact":
             residuals = kernels.exact_residuals(parts, list(anchors), layout, slots)
         for streams in (None, list(residuals)):
             kernels.decode(list(anchors), streams, layout, parts, slots)
-    if shape.dim in pack_blocks.DIMS:
-        for bits in (4, 2):
-            _anchored(shape, bits)
+    if bits != 3 and shape.dim in pack_blocks.DIMS:
+        _anchored(shape, bits)
 
 
 def _anchored(shape: Shape, bits: int) -> None:
@@ -218,7 +217,7 @@ def _hand_over(shape: Shape) -> None:
 # What does not depend on the query heads is launched for one of them.
 ONCE = {
     "copies": _copies,
-    "lynx": _lynx,
+    **{f"lynx {bits}": lambda s, b=bits: _lynx(s, b) for bits in (4, 3, 2)},
     "hand over": _hand_over,
     **{f"pack {name}{bits}": lambda s, n=name, b=bits: _packing(n, b, s) for name, bits in KERNEL_KINDS},
 }

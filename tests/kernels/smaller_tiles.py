@@ -6,16 +6,24 @@ from sglang_ext.layers.kernels import fitting
 
 _usual = fitting.launch_fitting
 _passed_over = 0
+_chosen = False
 
 
 def pass_over(count: int) -> None:
     """From now on each kernel's first ``count`` tile sizes do not fit, but for the last one."""
-    global _passed_over
-    _passed_over = count
+    global _passed_over, _chosen
+    _passed_over, _chosen = count, False
+
+
+def had_choice() -> bool:
+    """Whether a kernel has had several tile sizes since then."""
+    return _chosen
 
 
 def launch_fitting(choices: Sequence[object], *given: object) -> None:
     """As fitting.py's, of the others."""
+    global _chosen
+    _chosen |= len(choices) > 1
     _usual(choices[min(_passed_over, len(choices) - 1) :], *given)
 
 

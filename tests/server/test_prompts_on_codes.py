@@ -31,8 +31,8 @@ def test_what_a_prompt_gives_depends_on_no_company_chunk_or_cached_prefix(server
     assert server.request("server_info")["kv_prefill"] == "quantized"
     # Steps over copies of a batch are rounded otherwise than those of a request, so the token after the prompt is looked at.
     asked = {"return_logprob": True, **greedy(1)}
-    alone, beside = (server.ask_all(prompts, together, **asked) for together in (1, 4))
-    warm = [asked_again(server, ids, **asked) for ids in prompts]
+    beside = server.ask_all(prompts, 4, **asked)
+    alone, warm = zip(*(asked_twice(server, ids, **asked) for ids in prompts))
     assert [r["meta_info"]["cached_tokens"] for r in warm] == [(len(ids) - 1) // PAGE * PAGE for ids in prompts]
     for others in (beside, warm):
         assert after_prompts(others) == pytest.approx(after_prompts(alone), abs=1e-4)
@@ -84,11 +84,10 @@ def test_prompts_that_are_aborted_while_they_are_computed_or_answered_leave_no_s
     assert server.metric("sglang_ext:codes_alone_tokens") == server.metric("sglang_ext:compressed_bytes") == 0 and server.alive()
 
 
-def asked_again(server, ids, **body):
-    """The answer to a prompt that was asked before, from an empty cache."""
+def asked_twice(server, ids, **body):
+    """The answer to a prompt from an empty cache, and that to it asked again."""
     server.flush_cache()
-    server.ask(input_ids=ids, **body)
-    return server.ask(input_ids=ids, **body)
+    return server.ask(input_ids=ids, **body), server.ask(input_ids=ids, **body)
 
 
 def after_prompts(answers):
