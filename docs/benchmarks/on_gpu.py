@@ -4,8 +4,9 @@
     python docs/benchmarks/on_gpu.py --list
 
 Steps run one after the other; those joined by + at once, which suits checks and nothing that is timed. What a step prints goes to
-FOLDER/STEP.log, and its end to the screen; FOLDER/STEP.json holds its figures where it writes some. One that fails or takes too long does
-not stop the next; the exit code is 1 then. Servers have the shapes of Qwen3-8B and random weights, unless --model names others.
+FOLDER/STEP.log, and its end to the screen; FOLDER/STEP.json holds its figures where it writes some, and FOLDER/STEP/ the logs of its
+servers. One that fails or takes too long does not stop the next; the exit code is 1 then. Servers have the shapes of Qwen3-8B and random
+weights, unless --model names others.
 """
 
 import argparse
@@ -54,7 +55,7 @@ def _longcot(batch: int, more: str = "", load: str = "32768:2048") -> str:
     )
     return (
         f"python -m sglang_ext.bench longcot --model {{model}} --mode lossy --load {batch}:{load} --output-len 64,256 "
-        f"--json {{out}}.json --server-arg='{server}'"
+        f"--logs {{out}} --json {{out}}.json --server-arg='{server}'"
     )
 
 
@@ -63,7 +64,7 @@ def _transfer(rate: int, tokens: str) -> str:
     return (
         f"python -m sglang_ext.bench transfer --model {{model}} --method lynx,int8 --link-gbps {rate} --context-len {tokens} --prompts 1 "
         "--repeats 2 --output-len 64 --draft-arg='--kv-bench-acceptance 0.99' --decode-arg='--base-gpu-id 1' "
-        f"--json {{out}}.json --server-arg='{server}'"
+        f"--logs {{out}} --json {{out}}.json --server-arg='{server}'"
     )
 
 
@@ -79,7 +80,7 @@ def _jobs(rate: int) -> str:
     server = f"{DUMMY} --chunked-prefill-size 8192 --sleep-on-idle --context-length 20000"
     return (
         f"python -m sglang_ext.bench jobs --model {{model}} --method raw,hack4 --link-gbps {rate} --context-len 16384 --output-len 160 --jobs 16 "
-        f"--decode-arg='--base-gpu-id 1' --json {{out}}.json --server-arg='{server}'"
+        f"--decode-arg='--base-gpu-id 1' --logs {{out}} --json {{out}}.json --server-arg='{server}'"
     )
 
 
