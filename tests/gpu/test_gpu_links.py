@@ -85,6 +85,27 @@ def test_pages_of_any_gpu_travel(device, reference):
             assert torch.equal(other[slots[1]], one[slots[0]])
 
 
+@pytest.mark.parametrize("reference", ["raw", "int8"])
+def test_pages_leave_while_a_model_computes(reference):
+    pool, layers = pool_on("cuda:0"), LayerRange(0, LAYERS)
+    codec, parts = make_codec(reference, pool), []
+    room = SentRoom(1, codec, layers, [0, 0], [bytes(32)] * 2, Told())
+    link = SimpleNamespace(offer=lambda number, part: parts.append(part))
+    slots = torch.arange(codec.page_size, device="cuda:0") % SLOTS
+    # The first compiles kernels.
+    in_thread(lambda: room.offer(link, room.start_page(slots, True)) or True)
+    x, model = torch.randn(8192, 8192, device="cuda:0", dtype=torch.bfloat16), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(model):
+        for _ in range(400):
+            x @ x
+        computed = model.record_event()
+    in_thread(lambda: room.offer(link, room.start_page(slots, True)) or True)
+    assert not computed.query(), "the page waited for all that was launched before it"
+    computed.synchronize()
+    assert len(parts) % 2 == 0 and bytes(parts[0].payload) == bytes(parts[len(parts) // 2].payload)
+
+
 @pytest.mark.parametrize("named", [("hack", 4, 64), ("hack", 2, 32), ("kivi", 2, None), ("turboquant", None, None)], ids=str)
 def test_prompts_leave_as_the_codes_that_a_cpu_finds_and_soon(named):
     layers, begin, found = LayerRange(0, 36), 64, []

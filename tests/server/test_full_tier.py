@@ -28,13 +28,16 @@ def test_more_run_at_once_than_fit_and_what_the_host_lost_is_computed_again(stoc
     # Equally long, so that it does not matter which come together.
     asked = [each[:420] for prompt in prompts[1:] for each in (prompt, prompt[::-1])] + [prompts[3][-420:]]
     expected = stock.ask_all(asked, 2, **greedy(20))
-    host.flush_cache()
-    with sampled(host, "sglang_ext:offloaded_bytes") as offloaded:
-        found = host.ask_all(asked, 7, cold=False, **greedy(20))
-    assert [r["output_ids"] for r in found] == [r["output_ids"] for r in expected]
-    assert sum(r["meta_info"]["kv_verifies"] > 0 for r in found) >= 5
-    # Each token has 46,080 bytes.
-    assert max(offloaded) > 400 * 46080, "of running requests, beside what is on the device"
+    away = []
+    # Now and then none of the looks falls on a moment at which two requests' KV is away; each token has 46,080 bytes.
+    while len(away) < 4 and max(away, default=0) <= 400 * 46080:
+        host.flush_cache()
+        with sampled(host, "sglang_ext:offloaded_bytes", 0.1) as offloaded:
+            found = host.ask_all(asked, 7, cold=False, **greedy(20))
+        away.append(max(offloaded))
+        assert [r["output_ids"] for r in found] == [r["output_ids"] for r in expected]
+        assert sum(r["meta_info"]["kv_verifies"] > 0 for r in found) >= 5
+    assert max(away) > 400 * 46080, "of running requests, beside what is on the device"
     assert host.metric("sglang_ext:host_failed_pages_total") > 0 < host.metric("sglang_ext:recomputed_requests_total")
     for name in ("host_stored_bytes_total", "host_loaded_bytes_total", "host_load_seconds_total", "reservations_total"):
         assert host.metric(f"sglang_ext:{name}") > 0, name

@@ -165,12 +165,12 @@ class Servers:
 
 
 @contextmanager
-def sampled(server: Server, name: str) -> Iterator[list[float]]:
-    """Values of a metric, twice a second, while the block runs; the list is filled as it goes."""
+def sampled(server: Server, name: str, seconds: float = 0.5) -> Iterator[list[float]]:
+    """Values of a metric, one each so many seconds, while the block runs; the list is filled as it goes."""
     values, ended = [], Event()
 
     def watch() -> None:
-        while not ended.wait(0.5):
+        while not ended.wait(seconds):
             values.append(server.metric(name))
 
     with ThreadPoolExecutor(1) as background:

@@ -25,7 +25,7 @@ AHEAD = 4
 class HostBlocks:
     """Cuts blocks into pieces, of any thread; a block is cut anew, or gone, once none of its pieces is used.
 
-    Of a GPU blocks are pinned: it copies to and from them by itself. Some are there from the beginning, others are made, a little before
+    Of a GPU blocks are pinned: it copies to and from them by itself. Some are there from the beginning, others are made by a thread, before
     they are needed, up to ``KEPT_PINNED``; what is beyond is not kept, and copied slower. Pieces of one lane lie together, so that what waits
     long does not hold blocks of what goes soon.
 
@@ -39,10 +39,17 @@ class HostBlocks:
         self._read: deque[tuple[torch.cuda.Event, memoryview]] = deque()
         self._lock = threading.Lock()
         self._kept: list[np.ndarray] = [_pinned(device) for _ in range(KEPT)] if device.type == "cuda" else []
-        self._pinning = False
+        self._pinning, self._expected = False, 0
         self._most_kept = KEPT_PINNED if device.type == "cuda" else KEPT
         # By lane, what is left of the block that is cut.
         self._rest: dict[int, np.ndarray] = {}
+
+    def expect(self, size: int) -> None:
+        """Have a thread pin as many bytes, up to ``KEPT_PINNED`` blocks, from now on: a link is faster than the kernel pins."""
+        if self._device.type == "cuda":
+            with self._lock:
+                self._expected = min(size // BLOCK, self._most_kept)
+                self._pin_ahead()
 
     def take(self, size: int, lane: int = 0) -> np.ndarray:
         """Bytes that nobody else has, uint8 [size], with any content; ``lane``: of what they become free together with."""
@@ -82,7 +89,8 @@ class HostBlocks:
             threading.Thread(target=self._pin, name="kv-blocks", daemon=True).start()
 
     def _lacks_pinned(self) -> bool:
-        return len(self._kept) < self._most_kept and sum(map(self._is_unused, range(len(self._kept)))) < AHEAD
+        kept = len(self._kept)
+        return kept < self._expected or kept < self._most_kept and sum(map(self._is_unused, range(kept))) < AHEAD
 
     def _pin(self) -> None:
         while self._pinning:
@@ -112,10 +120,10 @@ class HostBlocks:
 
 def _pinned(device: torch.device) -> np.ndarray:
     """A block that the GPU's copy engines reach; one that they do not, where the system allows no more."""
-    block = np.zeros(BLOCK, np.uint8)
-    # Threads begin with the first GPU, which need not be this rank's.
-    with torch.cuda.device(device):
-        status = torch.cuda.cudart().cudaHostRegister(block.ctypes.data, BLOCK, 0)
-    if int(status) != 0:
-        logger.warning("pinning %d bytes of host memory for links failed: CUDA error %d; copies are slower: raise ulimit -l", BLOCK, int(status))
-    return block
+    try:
+        # Threads begin with the first GPU, which need not be this rank's.
+        with torch.cuda.device(device):
+            return torch.empty(BLOCK, dtype=torch.uint8, pin_memory=True).numpy()
+    except RuntimeError as error:
+        logger.warning("pinning %d bytes of host memory for links failed: %s; copies are slower: raise ulimit -l", BLOCK, error)
+        return np.empty(BLOCK, np.uint8)

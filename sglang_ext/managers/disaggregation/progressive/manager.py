@@ -5,6 +5,7 @@ import threading
 from pathlib import Path
 from typing import NoReturn
 
+import psutil
 import zmq
 from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVReceiver, KVTransferError
@@ -32,6 +33,9 @@ from sglang_ext.managers.disaggregation.timeline import Kind, Timeline
 from sglang_ext.managers.disaggregation.wire import LayerRange, WireError
 
 logger = logging.getLogger(__name__)
+
+# Of free host memory, pinned from the beginning for anchors of all ranks of a decode server, each up to host_blocks.py's limit.
+PINNED_SHARE = 0.25
 
 
 class ProgressiveManager(CommonKVManager):
@@ -82,6 +86,9 @@ class ProgressiveManager(CommonKVManager):
         else:
             endpoint = agreement.receiving_endpoint(self.local_ip, self.kv_args.engine_rank, keys)
             self.links = LinkServer(endpoint, self.settings, limits, keys, blocks.take_alone, metrics)
+            if self.codec.has_residual:
+                # Anchors stay in host memory until their residuals come.
+                blocks.expect(int(psutil.virtual_memory().available * PINNED_SHARE) // self.attn_tp_size)
             self._start_heartbeat_checker_thread()
 
     def refuse(self, metadata: Metadata, reason: str) -> None:

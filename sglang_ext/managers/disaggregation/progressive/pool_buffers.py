@@ -16,6 +16,10 @@ from sglang_ext.managers.disaggregation.settings import LinkError
 from sglang_ext.managers.disaggregation.wire import LayerRange
 
 
+# Of streams whose kernels' blocks a GPU takes before others'.
+FIRST = -1
+
+
 class _DeviceMemory:
     """Bytes at an address of a CUDA device, as torch takes them without a copy."""
 
@@ -49,8 +53,12 @@ class PoolBuffers:
     value_dim: int
     device: torch.device
     _parts: dict[tuple[int, ...], Parts] = field(default_factory=dict, init=False, repr=False, compare=False)
+    # Of threads of links: what they launch is small, and would wait behind each large kernel of a model.
+    _stream: "torch.cuda.Stream | None" = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        if self.device.type == "cuda":
+            object.__setattr__(self, "_stream", torch.cuda.Stream(self.device, priority=FIRST))
         widths = [width // self.args.page_size for width in self.args.kv_item_lens]
         expected = [self.heads * dim * self.dtype.itemsize for dim in (self.key_dim, self.value_dim) for _ in range(self.layers)]
         if not widths or widths != expected:
@@ -119,8 +127,8 @@ class PoolBuffers:
         return self.device.type == "cuda" and in_words(like)
 
     def current(self) -> AbstractContextManager[object]:
-        """Threads of links, whose device is the first until they say another, work with this pool within it."""
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+        """Threads of links work with this pool within it: on its device, and on one stream, whose work comes before a model's."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     @cached_property
     def blocks(self) -> HostBlocks:
@@ -128,17 +136,15 @@ class PoolBuffers:
         return HostBlocks(self.device)
 
     def written(self) -> None:
-        """Wait until what this thread wrote, here or in host memory, can be read by all."""
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+        """Wait until what threads of links wrote so far, here or in host memory, can be read by all."""
+        if self._stream is not None:
+            self._stream.synchronize()
 
     def reached(self) -> Callable[[], None]:
-        """What waits, in any thread, until what this one wrote so far can be read by all."""
-        if self.device.type != "cuda":
+        """What waits, in any thread, until what threads of links wrote so far can be read by all."""
+        if self._stream is None:
             return lambda: None
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.device))
-        return event.synchronize
+        return self._stream.record_event().synchronize
 
     def bring(self, parts: Iterable[torch.Tensor], size: int) -> Callable[[], memoryview]:
         """Begin to copy parts to host memory, one after another; what waits for them, in any thread.
@@ -158,11 +164,6 @@ class PoolBuffers:
             return memoryview(content)
 
         return brought
-
-    def wait_for_links(self) -> None:
-        """Wait until what threads of links wrote so far is there: they have no stream of their own."""
-        if self.device.type == "cuda":
-            torch.cuda.default_stream(self.device).synchronize()
 
     def _buffer(self, index: int, dim: int) -> torch.Tensor:
         found = memory(self.args.kv_data_ptrs[index], self.args.kv_data_lens[index], self.device)

@@ -35,7 +35,9 @@ def test_pieces_of_one_lane_hold_all_blocks_where_some_wait(blocks):
     assert len(waiting) == 6 and len(blocks._kept) == 7
 
 
-def test_of_a_gpu_blocks_are_pinned_by_another_thread_before_they_are_needed(monkeypatch):
+@pytest.fixture
+def made(monkeypatch):
+    """Names of the threads that pin blocks of 1,024 bytes."""
     monkeypatch.setattr(host_blocks, "BLOCK", 1024)
     made = []
 
@@ -44,6 +46,25 @@ def test_of_a_gpu_blocks_are_pinned_by_another_thread_before_they_are_needed(mon
         return np.zeros(1024, np.uint8)
 
     monkeypatch.setattr(host_blocks, "_pinned", pinned)
+    return made
+
+
+def test_what_is_expected_is_pinned_from_the_beginning_by_another_thread(made):
+    blocks = HostBlocks(torch.device("cuda", 1))
+    blocks.expect(1024 * (host_blocks.KEPT + 7) + 1000)
+    until(lambda: not blocks._pinning)
+    assert made[host_blocks.KEPT :] == ["kv-blocks"] * 7
+    waiting = [blocks.take(1024) for _ in range(host_blocks.KEPT + 7 - host_blocks.AHEAD)]
+    assert len(made) == len(waiting) + host_blocks.AHEAD
+    blocks.expect(1 << 60)
+    until(lambda: not blocks._pinning)
+    assert len(made) == host_blocks.KEPT_PINNED
+    on_cpu = HostBlocks(torch.device("cpu"))
+    on_cpu.expect(1 << 60)
+    assert len(made) == host_blocks.KEPT_PINNED and not on_cpu._kept
+
+
+def test_of_a_gpu_blocks_are_pinned_by_another_thread_before_they_are_needed(made):
     blocks = HostBlocks(torch.device("cuda", 1))
     assert len(made) == host_blocks.KEPT
     waiting = [blocks.take(1024) for _ in range(host_blocks.KEPT - host_blocks.AHEAD)]
