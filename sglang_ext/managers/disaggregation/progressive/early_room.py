@@ -45,4 +45,4 @@ class EarlyRoom:
         complete = self.complete
         self.links.abort(self.number)
         if not complete:
-            self.pool.written()
+            self.pool.wait_for_links()

@@ -136,15 +136,15 @@ class PoolBuffers:
         return HostBlocks(self.device)
 
     def written(self) -> None:
-        """Wait until what threads of links wrote so far, here or in host memory, can be read by all."""
-        if self._stream is not None:
-            self._stream.synchronize()
+        """Wait until what this thread wrote, here or in host memory, can be read by all."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
     def reached(self) -> Callable[[], None]:
-        """What waits, in any thread, until what threads of links wrote so far can be read by all."""
-        if self._stream is None:
+        """What waits, in any thread, until what this one wrote so far can be read by all."""
+        if self.device.type != "cuda":
             return lambda: None
-        return self._stream.record_event().synchronize
+        return torch.cuda.current_stream(self.device).record_event().synchronize
 
     def bring(self, parts: Iterable[torch.Tensor], size: int) -> Callable[[], memoryview]:
         """Begin to copy parts to host memory, one after another; what waits for them, in any thread.
@@ -164,6 +164,11 @@ class PoolBuffers:
             return memoryview(content)
 
         return brought
+
+    def wait_for_links(self) -> None:
+        """Wait until what threads of links wrote so far is there."""
+        if self._stream is not None:
+            self._stream.synchronize()
 
     def _buffer(self, index: int, dim: int) -> torch.Tensor:
         found = memory(self.args.kv_data_ptrs[index], self.args.kv_data_lens[index], self.device)

@@ -105,7 +105,7 @@ class ReceivedRoom:
         """Of the link: all parts of a stream were written; an anchor that comes once more may do so after the auxiliary record."""
         self._here.add(stream)
         if not self.anchor_ready and {Stream.ANCHOR, Stream.AUX} <= self._here:
-            self._pool.written()
+            self._pool.wait_for_links()
             self.anchor_ready = True
             self._told.anchor_arrived()
 
@@ -115,6 +115,6 @@ class ReceivedRoom:
             self.failure = reason
             self._told.fail(reason)
             return
-        self._pool.written()
+        self._pool.wait_for_links()
         self.complete = True
         self._told.succeed()
