@@ -1,9 +1,11 @@
 """Sizes and times of a link."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sglang_ext.managers.disaggregation.settings import LinkError
 from sglang_ext.managers.disaggregation.wire import FRAME_OVERHEAD, MOST_FRAME
+
+MOST_WINDOW = 1 << 32
 
 
 @dataclass(frozen=True)
@@ -36,10 +38,15 @@ class LinkLimits:
     stall_seconds: float = 30.0
     finished_rooms: int = 4096
 
+    def for_parts(self, size: int) -> "LinkLimits":
+        """These, with a window in which four parts of ``size`` bytes are under way: one that is whole and waits to be written shall not
+        stop those that follow."""
+        return replace(self, window_bytes=min(max(self.window_bytes, 4 * size), MOST_WINDOW))
+
     def __post_init__(self) -> None:
         self._check("frame_bytes", 1 <= self.frame_bytes <= MOST_FRAME, f"1 to {MOST_FRAME}")
         least = 2 * (self.frame_bytes + FRAME_OVERHEAD)
-        self._check("window_bytes", least <= self.window_bytes <= 1 << 32, f"{least} (two frames) to {1 << 32}")
+        self._check("window_bytes", least <= self.window_bytes <= MOST_WINDOW, f"{least} (two frames) to {MOST_WINDOW}")
         self._check("residual_bytes", self.residual_bytes >= 1, "at least 1")
         self._check("queued_bytes", self.queued_bytes >= 1, "at least 1")
         for name in ("repeats", "reconnects", "finished_rooms"):

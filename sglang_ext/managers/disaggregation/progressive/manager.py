@@ -30,7 +30,7 @@ from sglang_ext.managers.disaggregation.progressive.peer import Peers
 from sglang_ext.managers.disaggregation.progressive.pool_buffers import AuxRecords
 from sglang_ext.managers.disaggregation.settings import LinkError
 from sglang_ext.managers.disaggregation.timeline import Kind, Timeline
-from sglang_ext.managers.disaggregation.wire import LayerRange, WireError
+from sglang_ext.managers.disaggregation.wire import LayerRange, Stream, WireError
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,8 @@ class ProgressiveManager(CommonKVManager):
 
     def _begin(self, keys: LinkKeys | None, gbps: float | None, metrics: LinkMetrics) -> None:
         # Here, and not with the first page: pinning takes long.
-        limits, blocks = LinkLimits(), self.pool.blocks
+        blocks = self.pool.blocks
+        limits = LinkLimits().for_parts(self.codec.most_bytes(Stream.ANCHOR, LayerRange(0, self.pool.layers)))
         if self.disaggregation_mode == DisaggregationMode.PREFILL:
             self.handshakes, self.waiting = Handshakes(self.refuse), WaitingPages()
             self.peers = Peers(lambda endpoint: Link(endpoint, self.settings, limits, gbps, keys, metrics))
