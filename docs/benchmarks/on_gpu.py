@@ -80,7 +80,8 @@ def _jobs(link: int, rate: float) -> str:
     server = f"{DUMMY} --chunked-prefill-size 8192 --sleep-on-idle --context-length 20000"
     return (
         f"python -m sglang_ext.bench jobs --model {{model}} --method raw,hack4 --rate {rate} --link-gbps {link} "
-        f"--context-len 16384 --output-len 160 --jobs 16 --decode-arg='--base-gpu-id 1' --logs {{out}} --json {{out}}.json --server-arg='{server}'"
+        f"--context-len 16384 --output-len 160 --jobs 16 --decode-arg='--base-gpu-id 1' --logs {{out}} --json {{out}}.json "
+        f"--server-arg='{server}'"
     )
 
 
