@@ -29,7 +29,7 @@ from sglang_ext.mem_cache.compressors.catalogue import quantizer
 COMPARED = 16
 SPECIALIZED = "specialized"
 # Tiles that are taken where none is asked for.
-PREFERRED = integer_prefill.TILES, integer_prefill.LONG_TILES
+OF_THEIR_OWN = integer_prefill.TILES, integer_prefill.LONG_TILES
 
 
 def measure(shape: Shape, tokens: int, forms: list[tuple[int, int]], tiles: list[Tile | str]) -> None:
@@ -54,7 +54,7 @@ def measure(shape: Shape, tokens: int, forms: list[tuple[int, int]], tiles: list
             if kernel == SPECIALIZED and not specialized_prefill.takes(prompts, queries, pools[0]):
                 print(f"  {name}: it does not take these", flush=True)
                 continue
-            integer_prefill.TILES, integer_prefill.LONG_TILES = ((tile,),) * 2 if kernel != SPECIALIZED else PREFERRED
+            integer_prefill.TILES, integer_prefill.LONG_TILES = ((tile,),) * 2 if kernel != SPECIALIZED else OF_THEIR_OWN
             fitting._TAKEN.clear()
 
             def run(prompts: Prompts = prompts, codes=codes, kernel=kernel) -> torch.Tensor:

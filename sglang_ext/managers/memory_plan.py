@@ -18,9 +18,9 @@ from sglang_ext.config.prefill_options import QUANTIZED
 from sglang_ext.core import OptionError
 from sglang_ext.layers.attention import verify_attention
 from sglang_ext.layers.attention.of_model import an_attention, attention_scaling
-from sglang_ext.layers.kernels.hack import integer_prefill
+from sglang_ext.layers.kernels.hack import specialized_prefill
 from sglang_ext.layers.kernels.hack.prompt_codes import PromptCodes
-from sglang_ext.layers.kernels.hack.specialized_prefill import Left
+from sglang_ext.layers.kernels.packed import packed_decode
 from sglang_ext.managers.served_methods import ServedMethods
 from sglang_ext.mem_cache.compressors.spade import Spade
 from sglang_ext.mem_cache.host_tier.tier import staging_bytes
@@ -151,6 +151,7 @@ class MemoryPlanner:
         served: the methods that requests may ask for.
         backend: attention backend of decoding; verifications follow it.
         on_gpu: whether there are kernels and graphs.
+        capability: compute capability of the NVIDIA GPU, where it is one.
     """
 
     args: "KVServerArgs"
@@ -158,6 +159,7 @@ class MemoryPlanner:
     served: ServedMethods
     backend: str
     on_gpu: bool
+    capability: tuple[int, int] | None
 
     @property
     def stride(self) -> int:
@@ -168,7 +170,8 @@ class MemoryPlanner:
     def of(cls, args: "KVServerArgs", model_runner: "ModelRunner", served: ServedMethods) -> "MemoryPlanner":
         """For a loaded model."""
         _, backend = args.get_attention_backends()
-        return cls(args, ModelSizes.of(model_runner), served, backend, torch.device(model_runner.device).type == "cuda")
+        there = torch.empty(0, device=model_runner.device)
+        return cls(args, ModelSizes.of(model_runner), served, backend, there.is_cuda, packed_decode.capability(there))
 
     @property
     def ring_span(self) -> int:
@@ -253,11 +256,12 @@ class MemoryPlanner:
         """As quantized_extend.py makes them, of so many tokens at most."""
         if not self.on_gpu or self.args.kv_prefill != QUANTIZED:
             return 0
-        partition = next(m.quantizer.partition for m in self.served.methods if m.quantizer is not None)
-        # As integer_prefill.py chooses.
-        left = Left.query_bytes(self.model.head_dim, partition) if integer_prefill.PREFERRED == "specialized" else 0
-        token = PromptCodes.token_bytes(self.model.head_dim, self.model.value_dim, partition)
-        return tokens * (self.model.kv_heads * token + self.model.query_heads * left)
+        model, quantizer = self.model, next(m.quantizer for m in self.served.methods if m.quantizer is not None)
+        partition = quantizer.partition
+        token = model.kv_heads * PromptCodes.token_bytes(model.head_dim, model.value_dim, partition)
+        if specialized_prefill.fits(self.capability, partition, quantizer.block, model.query_heads // model.kv_heads):
+            token += model.query_heads * specialized_prefill.Left.query_bytes(model.head_dim, partition)
+        return tokens * token
 
     def _workspaces(self, requests: int) -> int:
         """As verify_attention.py, verify_flashinfer.py and verify_fa3.py make them."""

@@ -311,7 +311,7 @@ def handed_over(shape: Shape):
     yield 0.0
 
 
-def prompts(shape: Shape, bits: int, kernel: integer_prefill.Kernel = "tiles"):
+def prompts(shape: Shape, bits: int, kernel: integer_prefill.Kernel | None = "tiles"):
     """Prompts that attend to their codes, of which one's beginning was computed before; weights between two codes may get either."""
     if shape.dim not in integer_prefill.DIMS:
         return
@@ -328,7 +328,7 @@ def specialized_prompts(shape: Shape):
     """The same by the kernel with specialized warps, emulated, where it takes them."""
     with mock.patch.object(specialized_prefill, "prefill_codes", HopperEmulated("prefill_codes")):
         with mock.patch.object(packed_decode, "capability", lambda keys: (9, 0)):
-            yield from prompts(shape, 4, "specialized")
+            yield from prompts(shape, 4, None)
 
 
 def packing(shape: Shape, name: str, bits: int):

@@ -109,7 +109,7 @@ def _packing(name: str, bits: int, shape: Shape) -> None:
         pack_blocks.pack_blocks(pool.packing, pool.buffers, kept, slots, slots, seeds)
 
 
-def _prompts(bits: int, shape: Shape, kernel: integer_prefill.Kernel = "tiles") -> None:
+def _prompts(bits: int, shape: Shape, kernel: integer_prefill.Kernel | None = "tiles") -> None:
     """A prompt of sinks, a block and a token after it, which attends to its codes."""
     if shape.dim not in integer_prefill.DIMS:
         return
@@ -227,7 +227,7 @@ LAUNCHES: dict[str, Callable[[Shape], None]] = {
     "verify exact": lambda s: _verify(None, s, WIDTHS[2]),
     **{f"decode {name}{bits}": lambda s, n=name, b=bits: _packed(n, b, s) for name, bits in KERNEL_KINDS},
     **{f"prompts hack{bits}": lambda s, b=bits: _prompts(b, s) for bits in (4, 2)},
-    "prompts specialized": lambda s: _prompts(4, s, "specialized"),
+    "prompts specialized": lambda s: _prompts(4, s, None),
     "uneven": _uneven,
     "pointers": _pointers,
     "choice": _choice,

@@ -38,16 +38,18 @@ def launches(monkeypatch, batch, **asked):
 def test_prompts_on_hopper_whose_blocks_fill_programs_are_taken(monkeypatch, partition, group, capability, taken):
     batch = batch_of(monkeypatch, partition, group, capability)
     assert specialized_prefill.takes(batch.prompts, batch.queries, batch.keys) == taken
-    assert launches(monkeypatch, batch, kernel="specialized") == (["exact tokens", "codes"] if taken else ["tiles"])
+    assert launches(monkeypatch, batch) == (["exact tokens", "codes"] if taken else ["tiles"])
 
 
-def test_tiles_are_launched_where_they_are_asked_for_and_for_sums_that_are_computed(monkeypatch):
+def test_a_benchmark_gets_the_kernels_that_it_asks_for_or_an_error(monkeypatch):
     batch = batch_of(monkeypatch)
     assert launches(monkeypatch, batch, kernel="tiles") == ["tiles"]
-    assert launches(monkeypatch, batch, kernel="specialized", stored_sums=False) == ["tiles"], "sums that are computed"
-    for preferred, names in (("tiles", ["tiles"]), ("specialized", ["exact tokens", "codes"])):
-        monkeypatch.setattr(integer_prefill, "PREFERRED", preferred)
-        assert launches(monkeypatch, batch) == names
+    assert launches(monkeypatch, batch, kernel="specialized") == ["exact tokens", "codes"]
+    assert launches(monkeypatch, batch, stored_sums=False) == ["tiles"], "sums that are computed"
+    with pytest.raises(ValueError, match="stored_sums False, with 4 query heads a KV head on cpu, which .* does not take: pass 'tiles'"):
+        launches(monkeypatch, batch, kernel="specialized", stored_sums=False)
+    with pytest.raises(ValueError, match="stored_sums True, with 3 query heads"):
+        launches(monkeypatch, batch_of(monkeypatch, group=3), kernel="specialized")
 
 
 def test_what_is_left_of_queries_has_the_bytes_that_are_planned(monkeypatch):

@@ -6,11 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from prefill_checks import Batch
 from sglang.srt.model_executor.cuda_graph_config import Backend
 
 from sglang_ext.config.selection_options import ARENA_BYTES, ROWS_ARENA_BYTES
 from sglang_ext.core import OptionError
-from sglang_ext.layers.kernels.hack import integer_prefill
+from sglang_ext.layers.kernels.hack import integer_prefill, specialized_prefill
+from sglang_ext.layers.kernels.hack.prompt_codes import PromptCodes
+from sglang_ext.layers.kernels.packed import packed_decode
+from sglang_ext.managers import memory_plan
 from sglang_ext.managers.memory_plan import GRAIN, HeldMemory, MemoryPlan, MemoryPlanner, ModelSizes
 from sglang_ext.managers.served_methods import ServedMethods
 from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells
@@ -32,7 +36,7 @@ SIZES = [1, 2, 4, *range(8, 257, 8)]
 ROLLING = {"kv_full_tier": "host", "kv_host_gb": 64, "kv_offload_draft_length": 240, "speculative_num_draft_tokens": 241}
 
 
-def planner(model=LLAMA, methods=("snapkv",), backend="flashinfer", on_gpu=True, scores=None, **flags):
+def planner(model=LLAMA, methods=("snapkv",), backend="flashinfer", on_gpu=True, scores=None, capability=(8, 0), **flags):
     draft = flags.get("speculative_num_draft_tokens", 17)
     args = SimpleNamespace(
         **{
@@ -46,7 +50,7 @@ def planner(model=LLAMA, methods=("snapkv",), backend="flashinfer", on_gpu=True,
         } | flags,
     )  # fmt: skip
     served = ServedMethods((), tuple(method(name) for name in methods), scores)
-    return MemoryPlanner(args, model, served, backend, on_gpu)
+    return MemoryPlanner(args, model, served, backend, on_gpu, capability)
 
 
 def plan(requests=2048, tokens=800_000, **more):
@@ -244,12 +248,47 @@ def test_what_does_not_fit_at_all_names_its_parts_and_the_remedy():
         held(20_000)
 
 
-def test_codes_of_the_longest_prompt_are_counted_where_prompts_attend_to_them(monkeypatch):
-    monkeypatch.setattr(integer_prefill, "PREFERRED", "specialized")
-    specialized = plan(methods=("hack",), kv_mode="lossy", kv_prefill="quantized")
-    monkeypatch.setattr(integer_prefill, "PREFERRED", "tiles")
-    found = plan(methods=("hack",), kv_mode="lossy", kv_prefill="quantized")
+ON_CODES = {"methods": ("hack",), "kv_mode": "lossy", "kv_prefill": "quantized"}
+
+
+def test_codes_of_the_longest_prompt_are_counted_where_prompts_attend_to_them():
+    found = plan(**ON_CODES)
     assert 8 * 8192 * 350 < found.prompt_codes < 8 * 2 * 8192 * 380 and "codes of prompts" in str(found)
-    assert specialized.prompt_codes > found.prompt_codes, "of queries, too"
     assert plan(methods=("hack",), kv_mode="lossy").prompt_codes == 0
-    assert plan(methods=("hack",), kv_mode="lossy", kv_prefill="quantized", on_gpu=False).prompt_codes == 0
+    assert plan(**ON_CODES, on_gpu=False).prompt_codes == 0
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (8, 0), (10, 0), None])
+@pytest.mark.parametrize(("partition", "group"), [(64, 4), (64, 3), (128, 3), (32, 4)])
+def test_what_one_kernel_leaves_another_of_queries_is_counted_where_that_one_is_launched(monkeypatch, capability, partition, group):
+    monkeypatch.setattr(packed_decode, "capability", lambda keys: capability)
+    batch, launched = Batch(4, partition, 128, 1, group, 1, torch.float16, ((0, 150),), "cpu"), []
+    monkeypatch.setattr(integer_prefill, "_launch_tiles", lambda *given: launched.append(given[-1]))
+    monkeypatch.setattr(specialized_prefill, "attend_to_codes", lambda *given: None)
+    codes = PromptCodes.empty(batch.packing, 1, batch.prompts.total, batch.keys.device)
+    integer_prefill.attend(batch.prompts, codes, batch.queries, batch.keys, batch.values, 0.1)
+    (left,) = launched
+    assert (left is not None) == (capability == (9, 0) and (partition, group) in {(64, 4), (128, 3)})
+    made = planner(replace(LLAMA, kv_heads=2, query_heads=2 * group), **ON_CODES, capability=capability)
+    packed = tuple(replace(each, quantizer=replace(each.quantizer, partition=partition)) for each in made.served.methods)
+    made = replace(made, served=replace(made.served, methods=packed))
+    of_keys = 2 * PromptCodes.token_bytes(128, 128, partition)
+    of_queries = 0 if left is None else 2 * sum(part.nbytes for part in left.parts) // len(batch.queries)
+    assert made.plan(8, 1000, 0).prompt_codes == (8192 + 21 + made.ahead) * (of_keys + of_queries)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "specialized"), [(3, 1, False), (12, 2, True)])
+def test_heads_of_a_rank_and_its_gpu_are_those_that_count(monkeypatch, heads, kv_heads, specialized):
+    ranks = {"tp_q_head_num": heads, "tp_k_head_num": kv_heads, "qk_head_dim": 128, "v_head_dim": 128}
+    monkeypatch.setattr(memory_plan, "an_attention", lambda model: SimpleNamespace(**ranks))
+    monkeypatch.setattr(memory_plan, "attention_scaling", lambda model: {0: 0.1})
+    monkeypatch.setattr(packed_decode, "capability", lambda keys: (9, 0))
+    config = SimpleNamespace(num_attention_heads=12, vocab_size=50, context_len=8192)
+    runner = SimpleNamespace(model=None, model_config=config, dtype=torch.float16, device="cpu")
+    asked = planner(**ON_CODES)
+    asked.args.get_attention_backends = lambda: ("flashinfer", "flashinfer")
+    made = MemoryPlanner.of(asked.args, runner, asked.served)
+    assert made.capability == (9, 0) and not made.on_gpu
+    of_keys = kv_heads * PromptCodes.token_bytes(128, 128, 64)
+    left = heads * specialized_prefill.Left.query_bytes(128, 64) if specialized else 0
+    assert replace(made, on_gpu=True).plan(8, 1000, 0).prompt_codes == (8192 + 21 + made.ahead) * (of_keys + left)

@@ -1,7 +1,7 @@
 """Attention of prompts on their own codes, on a GPU: what layers/attention/quantized_prefill.py gives in PyTorch (HACK, arXiv 2502.03589).
 
-Two launches a layer, for all prompts of a forward: one quantizes the keys and values of whole blocks (prompt_codes.py), one attends
-(prefill_attention.py). Or the second attends to exact tokens, and a third to codes (specialized_prefill.py).
+Three launches a layer, for all prompts of a forward: one quantizes the keys and values of whole blocks (prompt_codes.py), one attends to
+exact tokens (prefill_attention.py), one to codes (specialized_prefill.py). Where that one does not take them, the second attends to all.
 """
 
 from dataclasses import dataclass
@@ -21,10 +21,8 @@ from sglang_ext.mem_cache.compressed.formats.packing import Packing
 
 # What the kernels take.
 DIMS, DTYPES = (64, 128), (torch.bfloat16, torch.float16, torch.float32)
-# What attends: one kernel in Triton, or that one and one in Gluon for Hopper, where they took 5.2 to 6.8 ms instead of 6.5 to 7.6 before
-# products overlapped. No GPU has run these since: kernel_checks.py specialized_prefill decides.
+# What attends: one kernel in Triton, or that one and one in Gluon for Hopper (specialized_prefill.py).
 Kernel = Literal["tiles", "specialized"]
-PREFERRED: Kernel = "tiles"
 # Sinks of a step at most.
 SINK_STEP = 64
 
@@ -45,9 +43,9 @@ class Tile:
 
 
 # Those preferred first. All scores of a step are in the registers of a warp group. Two programs of 64 rows fit on a processor, and wait
-# for their products at different times; one of 128 reads half as much. On an H200 16k tokens take 6.7 and 7.6 ms in partitions of 64.
+# for their products at different times; one of 128 reads half as much. On an H100 16k tokens take 7.0 and 8.8 ms in partitions of 64.
 TILES = (Tile(64, 4, 3), Tile(64, 4, 2), Tile(64, 4, 1), Tile(32, 4, 1), Tile(16, 4, 1))
-# Of partitions of 128, whose steps are as long: 6.2 ms instead of 8.6.
+# Of partitions of 128, whose steps are as long: 6.1 ms instead of 7.3.
 LONG_TILES = (Tile(128, 8, 2), *TILES)
 
 
@@ -104,12 +102,22 @@ def attend(
 
     Args:
         stored_sums: as launch_integers' (integer_decode.py).
-        kernel: PREFERRED where None. What the specialized one does not take, the other one does.
+        kernel: where None, the specialized one where it takes such prompts.
+
+    Raises:
+        OptionError: no tiles of such heads fit the GPU.
+        ValueError: the specialized kernel is asked for, and does not take these.
     """
     queries = queries.contiguous()
     out = queries.new_empty(*queries.shape[:2], values.shape[2])
     given = prompts, codes, queries, out, keys, values, scaling, stored_sums
-    if (kernel or PREFERRED) == "specialized" and stored_sums and specialized_prefill.takes(prompts, queries, keys):
+    taken = stored_sums and specialized_prefill.takes(prompts, queries, keys)
+    if kernel == "specialized" and not taken:
+        raise ValueError(
+            f"kernel is 'specialized', stored_sums {stored_sums}, with {queries.shape[1] // keys.shape[1]} query heads a KV head on "
+            f"{keys.device}, which specialized_prefill.py does not take: pass 'tiles'"
+        )
+    if taken and kernel != "tiles":
         left = specialized_prefill.Left.empty(queries, codes)
         _launch_tiles(*given, left)
         specialized_prefill.attend_to_codes(prompts, codes, left, out)

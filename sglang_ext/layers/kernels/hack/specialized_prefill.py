@@ -61,18 +61,28 @@ class Left:
         return self.codes, self.scales, self.terms, self.sums
 
 
+def fits(capability: tuple[int, int] | None, partition: int, block: int, group: int) -> bool:
+    """Whether the kernels take prompts: on Hopper, in partitions of 64 or 128, if a block's rows fill programs.
+
+    Args:
+        capability: compute capability of an NVIDIA GPU; None where there is none.
+        partition: channels of a key that share a scale.
+        block: tokens that are packed together.
+        group: query heads that share a KV head.
+    """
+    return capability is not None and capability[0] == HOPPER and partition in PARTITIONS and block * group % PROGRAM_ROWS == 0
+
+
 def takes(prompts: Prompts, queries: torch.Tensor, keys: torch.Tensor) -> bool:
-    """Whether the kernels take such prompts where they lie: on Hopper, in partitions of 64 or 128, if a block's rows fill programs.
+    """Whether they :func:`fit <fits>` such prompts where they lie.
 
     Args:
         prompts: whose.
         queries: [tokens, heads, dim].
         keys: the layer's buffer, [slots, kv_heads, dim].
     """
-    found, packing = packed_decode.capability(keys), prompts.packing
-    if found is None or found[0] != HOPPER or packing.keys.grid.channels not in PARTITIONS:
-        return False
-    return packing.block_tokens * (queries.shape[1] // keys.shape[1]) % PROGRAM_ROWS == 0
+    packing, group = prompts.packing, queries.shape[1] // keys.shape[1]
+    return fits(packed_decode.capability(keys), packing.keys.grid.channels, packing.block_tokens, group)
 
 
 def attend_to_codes(prompts: Prompts, codes: PromptCodes, left: Left, out: torch.Tensor) -> None:
