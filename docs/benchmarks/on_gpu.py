@@ -30,6 +30,8 @@ CONFIG = {
     "rms_norm_eps": 1e-6, "rope_theta": 1000000, "hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False,
     "torch_dtype": "bfloat16", "bos_token_id": 151643, "eos_token_id": 151645,
 }  # fmt: skip
+# Graphs of prefills take half a minute and more of a server's start.
+SHORT = "--disable-prefill-cuda-graph"
 DUMMY = "--load-format dummy --skip-tokenizer-init --attention-backend flashinfer"
 
 
@@ -51,7 +53,7 @@ class Step:
 def _longcot(batch: int, more: str = "", load: str = "32768:2048") -> str:
     server = (
         f"{DUMMY} --cuda-graph-bs {batch} --max-running-requests {batch} --mem-fraction-static 0.9 --chunked-prefill-size 8192 "
-        f"--max-total-tokens {34100 * batch} --context-length 40000 --disable-prefill-cuda-graph{more}"
+        f"--max-total-tokens {34100 * batch} --context-length 40000 {SHORT}{more}"
     )
     return (
         f"python -m sglang_ext.bench longcot --model {{model}} --mode lossy --load {batch}:{load} --output-len 64,256 "
@@ -60,7 +62,7 @@ def _longcot(batch: int, more: str = "", load: str = "32768:2048") -> str:
 
 
 def _transfer(rate: int, tokens: str) -> str:
-    server = f"{DUMMY} --chunked-prefill-size 8192 --sleep-on-idle --context-length 140000 --cuda-graph-max-bs 8"
+    server = f"{DUMMY} --chunked-prefill-size 8192 --sleep-on-idle --context-length 140000 --cuda-graph-max-bs 8 {SHORT}"
     return (
         f"python -m sglang_ext.bench transfer --model {{model}} --method lynx,int8 --link-gbps {rate} --context-len {tokens} --prompts 1 "
         "--repeats 2 --output-len 64 --draft-arg='--kv-bench-acceptance 0.99' --decode-arg='--base-gpu-id 1' "
@@ -77,7 +79,7 @@ def _checks(names: str) -> str:
 
 
 def _jobs(link: int, rate: float) -> str:
-    server = f"{DUMMY} --chunked-prefill-size 8192 --sleep-on-idle --context-length 20000"
+    server = f"{DUMMY} --chunked-prefill-size 8192 --sleep-on-idle --context-length 20000 {SHORT}"
     return (
         f"python -m sglang_ext.bench jobs --model {{model}} --method raw,hack4 --rate {rate} --link-gbps {link} "
         f"--context-len 16384 --output-len 160 --jobs 16 --decode-arg='--base-gpu-id 1' --logs {{out}} --json {{out}}.json "
@@ -104,6 +106,9 @@ STEPS = {
     "attention": Step("python -m sglang_ext.bench attention --contexts 32768 --batch 8,16 --prefill 0 --bits 2 --json {out}.json", 240),
     "attention-short": Step(
         "python -m sglang_ext.bench attention --contexts 2048,8192 --batch 8 --prefill 2048 --bits 4 --partition 32,64,128 --json {out}.json", 240,
+    ),
+    "packed-2": Step(
+        "python docs/benchmarks/packed_kernel.py --methods hack:2 kivi:2 --batch 8 --kernels gluon --parts 11,1 13,1 15,1 16,1 17,1 20,1 31,2", 150,
     ),
     "choices": Step("python docs/benchmarks/selection_speed.py --batch 16 --every 1 2 4 --priority 0 -1", 250),
     "choices-8": Step("python docs/benchmarks/selection_speed.py --batch 8 --every 1 2 4", 150),
@@ -136,7 +141,8 @@ def run(name: str, options: argparse.Namespace) -> bool:
         file.flush()
         process = subprocess.Popen(
             ["bash", "-c", command], stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))},
+            # Threads of PyTorch on a CPU, or all cores spin beside what is timed.
+            env={"OMP_NUM_THREADS": "8", **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))},
         )  # fmt: skip
         try:
             ended = f"exit code {process.wait(step.limit)}"
