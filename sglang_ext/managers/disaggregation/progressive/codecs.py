@@ -1,14 +1,17 @@
 """Which codec moves the pages of a pool."""
 
+import torch
+
 from sglang_ext.config.disaggregation_options import RAW
 from sglang_ext.managers.disaggregation.progressive.baselines.cachegen import CacheGen
 from sglang_ext.managers.disaggregation.progressive.baselines.quantized_codec import QuantizedCodec
 from sglang_ext.managers.disaggregation.progressive.baselines.quantizers import Grouped4, Rounded, Symmetric8
 from sglang_ext.managers.disaggregation.progressive.baselines.unsplit_codec import UnsplitCodec
 from sglang_ext.managers.disaggregation.progressive.lynx_codec import LynxCodec
-from sglang_ext.managers.disaggregation.progressive.page_codec import UNIT, PageCodec, page_tokens
+from sglang_ext.managers.disaggregation.progressive.page_codec import UNIT, PageCodec, PlacedPage, page_tokens
 from sglang_ext.managers.disaggregation.progressive.pool_buffers import PoolBuffers
 from sglang_ext.managers.disaggregation.progressive.raw_codec import RawCodec
+from sglang_ext.managers.disaggregation.wire import LayerRange
 
 QUANTIZERS = {each.name: each for each in (Rounded(), Symmetric8(), Symmetric8(by_token=False), Grouped4(), CacheGen())}
 
@@ -31,3 +34,29 @@ def make_codec(reference: str, pool: PoolBuffers, bench: str | None = None) -> P
     if bench is not None:
         return UnsplitCodec(LynxCodec(pool, "int8", tokens), whole=bench == "lynx-int8")
     return RawCodec(pool, tokens) if reference == RAW else LynxCodec(pool, reference, tokens)
+
+
+def compile_kernels(codec: PageCodec, layers: LayerRange, writes: bool) -> None:
+    """Do once, with slot 0, which is no request's, what the first pages would wait for on a GPU: seconds for each kernel that is compiled.
+
+    Args:
+        codec: of the pool.
+        layers: that travel in one part.
+        writes: whether pages are written here, too.
+    """
+    with codec.pool.current():
+        for tensor in codec.pool.tensors(layers.first, layers.count):
+            # Codecs refuse what is not finite.
+            tensor[0] = 0
+        slots = torch.zeros(codec.page_size, dtype=torch.int64, device=codec.pool.device)
+        # With sinks, and without.
+        for page in (PlacedPage(0, slots), PlacedPage(codec.page_size, slots)):
+            encoded = codec.start(page, layers)()
+            if codec.has_residual:
+                for kinds in ({"residual": False}, {"anchor": False}):
+                    codec.start(page, layers, **kinds)()
+            if writes:
+                codec.write_anchor(page, layers, encoded.anchor)
+                if codec.has_residual:
+                    codec.write_residual(page, layers, encoded.anchor, encoded.residual)
+        codec.pool.written()

@@ -23,7 +23,7 @@ from sglang_ext.managers.disaggregation.link_metrics import LinkMetrics
 from sglang_ext.managers.disaggregation.link_server import LinkServer
 from sglang_ext.managers.disaggregation.pacing import Polls
 from sglang_ext.managers.disaggregation.progressive import agreement, control
-from sglang_ext.managers.disaggregation.progressive.codecs import make_codec
+from sglang_ext.managers.disaggregation.progressive.codecs import compile_kernels, make_codec
 from sglang_ext.managers.disaggregation.progressive.control import Control, Failed, Metadata
 from sglang_ext.managers.disaggregation.progressive.handshakes import Handshakes
 from sglang_ext.managers.disaggregation.progressive.peer import Peers
@@ -63,6 +63,7 @@ class ProgressiveManager(CommonKVManager):
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         try:
             self.pool = agreement.describe_pool(args, server_args.get_model_config(), self.attn_tp_size)
+            self.layers = LayerRange(0, self.pool.layers)
             self.codec = make_codec(server_args.kv_reference, self.pool, server_args.kv_bench_codec)
             self.settings = agreement.make_settings(server_args, self.pool, self.codec, self.attn_tp_rank, self.attn_tp_size)
             keys = None if server_args.kv_link_keys is None else LinkKeys.read(Path(server_args.kv_link_keys))
@@ -74,13 +75,14 @@ class ProgressiveManager(CommonKVManager):
         self.aux = AuxRecords(args)
         self.polls = Polls()
         self.link_rooms: dict[int, int] = {}
-        self.layers = LayerRange(0, self.pool.layers)
         threading.Thread(target=self._listen, name="kv-control", daemon=True).start()
 
     def _begin(self, keys: LinkKeys | None, gbps: float | None, metrics: LinkMetrics) -> None:
-        # Here, and not with the first page: pinning takes long.
+        # Here, and not with the first page: pinning and compiling take long.
         blocks = self.pool.blocks
-        limits = LinkLimits().for_parts(self.codec.most_bytes(Stream.ANCHOR, LayerRange(0, self.pool.layers)))
+        limits = LinkLimits().for_parts(self.codec.most_bytes(Stream.ANCHOR, self.layers))
+        if self.pool.device.type == "cuda":
+            compile_kernels(self.codec, self.layers, self.disaggregation_mode == DisaggregationMode.DECODE)
         if self.disaggregation_mode == DisaggregationMode.PREFILL:
             self.handshakes, self.waiting = Handshakes(self.refuse), WaitingPages()
             self.peers = Peers(lambda endpoint: Link(endpoint, self.settings, limits, gbps, keys, metrics))

@@ -7,9 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transfer_helpers import KEY_DIM, LAYERS, SLOTS, make_pool, rows
 
+from sglang_ext.config.benchmark_options import CODECS
 from sglang_ext.layers.kernels.lynx.codec import encode_parts
 from sglang_ext.layers.kernels.lynx.layout import Layout
-from sglang_ext.managers.disaggregation.progressive.codecs import make_codec
+from sglang_ext.managers.disaggregation.progressive.codecs import compile_kernels, make_codec
 from sglang_ext.managers.disaggregation.progressive.host_blocks import HostBlocks
 from sglang_ext.managers.disaggregation.progressive.lynx_codec import ALIGNED, packed, unpacked
 from sglang_ext.managers.disaggregation.progressive.page_codec import UNIT, PlacedPage, page_tokens
@@ -49,6 +50,24 @@ def test_exact_and_raw_restore_the_pools_bits_and_touch_no_other_slot(reference,
     others = torch.ones(SLOTS, dtype=torch.bool)
     others[there] = False
     assert torch.equal(rows(target, others), rows(make_pool(dtype, seed=seed + 1), others))
+
+
+@pytest.mark.parametrize("bench", [None, *CODECS])
+@pytest.mark.parametrize("reference", ["raw", "int8", "exact"])
+def test_kernels_are_compiled_with_slot_0_alone(reference, bench, monkeypatch):
+    pool = make_pool(torch.bfloat16)
+    for tensor in pool.tensors(0, LAYERS):
+        tensor[0] = float("nan")
+    codec, written = make_codec(reference, pool, bench), []
+    before = rows(pool, torch.arange(1, SLOTS))
+    for name in ("write_anchor", "write_residual"):
+        method = getattr(type(codec), name)
+        monkeypatch.setattr(type(codec), name, lambda *given, method=method, name=name: (written.append(name), method(*given)))
+    compile_kernels(codec, ALL, False)
+    assert not written
+    compile_kernels(codec, ALL, True)
+    assert written.count("write_anchor") == 2 and written.count("write_residual") == 2 * codec.has_residual
+    assert torch.equal(rows(pool, torch.arange(1, SLOTS)), before)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
