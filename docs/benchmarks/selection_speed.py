@@ -47,10 +47,13 @@ PAGE, STEPS = 16, 32
 class World:
     """Contexts in a pool, copies of them that hold pointers, and what stands for a model's weights."""
 
+    @staticmethod
+    def slots(options: argparse.Namespace) -> int:
+        """Of the pool: so many pointers have room for each of two copies of a request."""
+        return options.batch * (options.tokens + 2 * options.keep) + 1
+
     def __init__(self, options: argparse.Namespace) -> None:
-        self.options, dim, batch = options, options.dim, options.batch
-        # So many pointers have room for each of two copies of a request.
-        slots = batch * (options.tokens + 2 * options.keep) + 1
+        self.options, dim, batch, slots = options, options.dim, options.batch, self.slots(options)
         keys, values = (
             tuple(torch.randn(slots, options.kv_heads, dim, **LIKE) for _ in range(options.layers)) for _ in "kv"
         )
@@ -231,6 +234,14 @@ def main() -> None:
     for option, default in sizes.items():
         parser.add_argument(f"--{option}", type=int, default=default)
     options = parser.parse_args()
+    layer = 4 * World.slots(options) * options.kv_heads * options.dim + 2 * sum(rows * columns for rows, columns in MATRICES)
+    # A tenth is left for choices and what else is made.
+    fitting = int(0.9 * torch.cuda.mem_get_info()[0] / layer)
+    if options.layers > fitting:
+        parser.error(
+            f"--batch {options.batch} of --tokens {options.tokens} takes {options.layers * layer / 1e9:.0f} GB in --layers "
+            f"{options.layers}; free are {torch.cuda.mem_get_info()[0] / 1e9:.0f}: pass --layers {fitting}, of which all times are then, or a lower --batch"
+        )
     bandwidth = measure_bandwidth()
     limit = options.layers * options.batch * options.tokens * options.kv_heads * options.dim * 2 / bandwidth
     print(f"bandwidth {bandwidth / 1e12:.2f} TB/s; keys {1e3 * limit:.2f} ms, Quest's {1e3 * limit * 2 / PAGE:.2f} ms", flush=True)

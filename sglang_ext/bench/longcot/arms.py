@@ -4,10 +4,15 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
+
 from sglang_ext.bench import BenchError
+from sglang_ext.bench.comparing.identity_options import words
 from sglang_ext.bench.options import numbers
 
 STOCK = "stock"
+# Of --pack-layers.
+AUTO = "auto"
 # By name: the equation of its operations, and whether cache ranks choose.
 ARMS: dict[str, tuple[str, bool]] = {
     STOCK: ("full", False),
@@ -69,6 +74,14 @@ class LongArm:
         return self.select in (0, load.select)
 
 
+def on_gpu(args: argparse.Namespace) -> bool:
+    """Whether servers run on a GPU: as --device of --server-arg says, the last where there are several, else if there is one."""
+    given = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    given.add_argument("--device")
+    device = given.parse_known_args(words(args.server_arg))[0].device
+    return torch.cuda.is_available() if device is None else device.startswith("cuda")
+
+
 def loads(text: str) -> list[Load]:
     """Of ``--load``: BATCH:CONTEXT:SELECT, separated by commas.
 
@@ -116,11 +129,11 @@ def _arms(args: argparse.Namespace, method: str, mode: str, select: int) -> Iter
         share = next(load.select / load.context for load in loads(args.load) if load.select == select)
         yield LongArm(name, method, mode, select, 0, (*flags, "--kv-budget", f"{share:g}"))
         return
-    packs = [0 if pack == "auto" else int(pack) for pack in args.pack_layers] if ARMS[method][1] else [0]
+    packs = [0 if pack == AUTO else int(pack) for pack in args.pack_layers] if ARMS[method][1] else [0]
     for every in numbers(args.select_every, "--select-every"):
         for pack in packs:
             more = ["--kv-select", str(select), "--kv-select-every", str(every)]
             more += ["--kv-select-by", args.select_by] if compressor == "spade" else []
-            more += ["--kv-cache-ranks", str(args.ranks), "--kv-pack-layers", str(pack or "auto")] if ARMS[method][1] else []
+            more += ["--kv-cache-ranks", str(args.ranks), "--kv-pack-layers", str(pack or AUTO)] if ARMS[method][1] else []
             told = f"{name}{f' every {every}' if every > 1 else ''}{f' packs of {pack}' if pack else ''}"
             yield LongArm(told, method, mode, select, pack, (*flags, *more))

@@ -157,6 +157,28 @@ def test_a_whole_run_prints_tables_and_writes_its_measurements(tmp_path, capsys,
     assert measured["results"][1]["flops"] < measured["results"][0]["flops"] and (tmp_path / "out.png").stat().st_size > 5000
 
 
+def test_on_gpus_ranks_have_one_pack_and_no_timeline(tmp_path, capsys, monkeypatch):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    asked = []
+
+    @contextmanager
+    def server(args, setting, logs):
+        asked.append(setting.arguments)
+        yield NoServer(setting.arguments)
+
+    monkeypatch.setattr(command.settings, "server", server)
+    monkeypatch.setattr(command, "check_servers", lambda model, servers: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    asked_for = ["longcot", "--model", str(tmp_path), "--mode", "lossy", "--load", "2:64:16", "--output-len", "8,16"]
+    assert main(asked_for) == 0
+    assert len(asked) == 3 and not any("--kv-bench-timeline" in flags for flags in asked), "stock, spade and with ranks"
+    assert asked[2][-2:] == ("--kv-pack-layers", "auto") and "packs of" not in capsys.readouterr().out
+    assert main([*asked_for, "--pack-layers", "6"]) == 2 and len(asked) == 3
+    assert "--pack-layers 6 with cache ranks on GPUs" in capsys.readouterr().err
+    assert main([*asked_for, "--method", "spade-ranks", "--pack-layers", "6", "--server-arg=--device cpu"]) == 0
+    assert "--kv-bench-timeline" in asked[3], "servers on a CPU beside a GPU"
+
+
 def test_parts_of_a_page_level_step_are_all_timed():
     shape = ModelShape(layers=2, hidden=32, heads=4, kv_heads=2, dim=8, inner=64)
     found = list(pages.parts(shape, loads("2:256:64")[0], torch.device("cpu")))

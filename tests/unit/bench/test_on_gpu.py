@@ -7,7 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from check_names import OF_SGLANG, PLAIN
+
+from sglang_ext.bench import BenchError, server_flags
+from sglang_ext.bench.__main__ import main
+from sglang_ext.bench.longcot import command
+from sglang_ext.bench.speed import settings
+from sglang_ext.config import selection_options
 
 ROOT = Path(__file__).parents[3]
 
@@ -32,6 +39,26 @@ def test_commands_name_files_checks_and_benchmarks_that_exist(on_gpu):
             assert list((ROOT / "sglang_ext/bench").glob(f"**/{name}*")), name
         if "kernel_checks.py" in step.command:
             assert set(words[2:]) <= {*PLAIN, *OF_SGLANG}
+
+
+def test_servers_of_long_answers_take_their_flags_on_gpus(on_gpu, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    model, checked = on_gpu.shapes(tmp_path / "shapes"), []
+
+    def server(args, setting, logs):
+        args = server_flags.parsed(str(model), [*settings.flags_of(args, setting), "--device", "cuda"], server_flags.parser())
+        selection_options.check_resolved(args)
+        checked.append(args)
+        raise BenchError("no GPU is here")
+
+    monkeypatch.setattr(command.settings, "server", server)
+    monkeypatch.setattr(command, "check_servers", lambda model, servers: None)
+    steps = [step.command for name, step in on_gpu.STEPS.items() if name.startswith("longcot")]
+    for step in steps:
+        words = shlex.split(step.format(model=model, out=tmp_path / "out"))
+        assert main(words[3:]) == 1
+    assert len(checked) >= 2 * len(steps) - 5 and sum(args.kv_cache_ranks for args in checked) == 2
 
 
 def test_a_step_that_fails_or_hangs_is_told_and_the_next_runs(on_gpu, tmp_path, monkeypatch, capsys):
