@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 
 # Messages read before others are served; seconds between looks at the clock, and of quiet before small grants are made.
 TURN, LOOK, SOON = 64, 0.1, 0.001
-# In how many messages a window is granted again, while there is much to read.
-GRANTS = 8
+# In how many messages a window, and what residuals may have of it, are granted again while there is much to read.
+GRANTS, GRANTS_OF_RESIDUALS = 8, 2
 
 
 class LinkServer:
@@ -61,6 +61,8 @@ class LinkServer:
         check_endpoint(endpoint, keys)
         self._metrics = metrics
         self._settings, self._limits, self._keys, self._take_memory = settings, limits, keys, take
+        # A sender of residuals goes on with these alone.
+        self._most_ungranted = min(limits.window_bytes // GRANTS, limits.residual_bytes // GRANTS_OF_RESIDUALS)
         self._context = zmq.Context()
         self._socket, self._zap = listen(self._context, endpoint, keys)
         self.endpoint = self._socket.last_endpoint.rstrip(b"\0").decode()
@@ -327,7 +329,7 @@ class LinkServer:
             self._rooms.fail(state, f"{header.stream} of page {header.page} came with a wrong checksum {self._limits.repeats + 1} times")
 
     def _grant_if_much(self, peer: Peer) -> None:
-        if GRANTS * peer.ungranted > self._limits.window_bytes or len(peer.acked) >= MOST_ACKS:
+        if peer.ungranted > self._most_ungranted or len(peer.acked) >= MOST_ACKS:
             self._grant(peer)
 
     def _grant(self, peer: Peer) -> None:

@@ -170,6 +170,8 @@ class IncomingRooms:
         self._endpoint, self._most_finished, self._tell, self._metrics = endpoint, finished, tell, metrics
         self._lock = threading.Lock()
         self._rooms: dict[int, IncomingRoom] = {}
+        # Those that fail, until their sink was told: a write may be under way.
+        self._failing: dict[int, IncomingRoom] = {}
         self._finished: OrderedDict[tuple[bytes, int], None] = OrderedDict()
         self._closed = False
 
@@ -207,12 +209,12 @@ class IncomingRooms:
     def abort(self, number: int) -> None:
         """Take no more of a room; once this returns its sink is not called. It waits for a call that is under way."""
         with self._lock:
-            room = self._rooms.get(number)
-            if room is None:
-                return
-            self._drop(room)
-        room.abort()
-        if room.link is not None:
+            room, failing = self._rooms.get(number), self._failing.get(number)
+            if room is not None:
+                self._drop(room)
+        for each in filter(None, (failing, room)):
+            each.abort()
+        if room is not None and room.link is not None:
             self._tell(room.link, Ended(number, "the receiver aborted it"))
 
     def finish(self, room: IncomingRoom) -> None:
@@ -233,12 +235,17 @@ class IncomingRooms:
         """End a room, and with ``tell`` say so to its sender."""
         with self._lock:
             self._drop(room)
+            self._failing[room.number] = room
         if tell and room.link is not None:
             self._tell(room.link, Ended(room.number, reason[:2048]))
         try:
             room.fail(reason)
         except LinkError:
             logger.exception("room %d failed (%s), and its sink could not be told", room.number, reason)
+        finally:
+            with self._lock:
+                if self._failing.get(room.number) is room:
+                    del self._failing[room.number]
 
     def of(self, links: Collection[bytes]) -> list[IncomingRoom]:
         """Those that senders of these links opened."""

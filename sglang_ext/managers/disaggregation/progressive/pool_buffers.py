@@ -95,7 +95,11 @@ class PoolBuffers:
         """Some of :meth:`tensors`, alike, which are looked at once."""
         key = layers.first, layers.count, those.start, those.stop
         if key not in self._parts:
-            self._parts[key] = Parts.of(self.tensors(layers.first, layers.count)[those])
+            parts = Parts.of(self.tensors(layers.first, layers.count)[those])
+            if self._by_kernel(parts.tensors[0]) and parts.table is not None:
+                # Threads of links and the scheduler's read it on streams of their own, and one of them makes it.
+                self.written()
+            self._parts[key] = parts
         return self._parts[key]
 
     def gather(self, layers: LayerRange, slots: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -211,6 +211,9 @@ class ProgressiveReceiver(CommonKVReceiver):
             self._begin(EarlyRoom(self._link_room, self._received, self.kv_mgr.links, self.kv_mgr.pool, self._prefill_again))
         else:
             self.kv_mgr.links.abort(self._link_room)
+            if self._received is not None and not self.complete:
+                # What was written before may wait on the device.
+                self.kv_mgr.pool.wait_for_links()
         self._begin = None
         self.kv_mgr.link_rooms.pop(self.room, None)
         super().clear()
@@ -246,6 +249,8 @@ class ProgressiveReceiver(CommonKVReceiver):
         ends = codec.ends(tokens)
         starts = [0, *ends][: len(ends)]
         pages = [PlacedPage(start, coded.slots(start, end).to(pool.device)) for start, end in zip(starts, ends)]
+        # Threads of links read these slots on another stream than they are found on.
+        pool.written()
         buffers = pool, self.kv_mgr.aux, aux_index
         return ReceivedRoom(codec, *buffers, self.kv_mgr.layers, pages, hashes_at(self._prompt, ends), self, self._queries)
 

@@ -75,13 +75,13 @@ class SentRoom:
                 self._owed += 1
         with self._codec.pool.current():
             encoded = self._codec.start(self._placed(page, slots), self._layers, residual=residual)
-        return Started(self, page, self._sizes((Stream.ANCHOR, Stream.RESIDUAL) if residual else (Stream.ANCHOR,)), encoded)
+        return Started(self, page, self._sizes((Stream.ANCHOR, Stream.RESIDUAL) if residual else (Stream.ANCHOR,)), encoded, slots)
 
     def start_residual(self, page: int, slots: torch.Tensor) -> "Started":
         """Begin with the residual of a page that was begun without."""
         with self._codec.pool.current():
             encoded = self._codec.start(self._placed(page, slots), self._layers, anchor=False)
-        return Started(self, page, self._sizes((Stream.RESIDUAL,)), encoded, owed=True)
+        return Started(self, page, self._sizes((Stream.RESIDUAL,)), encoded, slots, owed=True)
 
     def offer(self, link: Link, started: "Started") -> None:
         """Wait for streams that were begun, and offer them to the link on which the room is open."""
@@ -146,6 +146,7 @@ class Started:
     Attributes:
         sizes: which, and bytes of each at most.
         encoded: waits for them.
+        slots: kept until then: a GPU may still read them, on another stream than the one that would give their memory to others.
         owed: whether it is a residual that was put off.
     """
 
@@ -153,4 +154,5 @@ class Started:
     page: int
     sizes: dict[Stream, int]
     encoded: Callable[[], EncodedPage]
+    slots: torch.Tensor | None = None
     owed: bool = False

@@ -8,6 +8,7 @@ import time
 import pytest
 from link_helpers import QUICK, SETTINGS, Listener, Sink, expected, part, shape, until
 
+from sglang_ext.managers.disaggregation import link_server
 from sglang_ext.managers.disaggregation.assembly import Whole
 from sglang_ext.managers.disaggregation.limits import LinkLimits
 from sglang_ext.managers.disaggregation.link_server import LinkServer
@@ -197,6 +198,17 @@ def test_residuals_under_way_are_few(ends):
         seen.append(link.outstanding_bytes)
         time.sleep(0.001)
     assert 0 < max(seen) <= (1 << 17) + (1 << 16) + FRAME_OVERHEAD and listener.reasons == {1: None}
+
+
+def test_residuals_do_not_wait_for_a_quiet_moment_where_the_window_is_large(ends, monkeypatch):
+    monkeypatch.setattr(link_server, "SOON", 3.0)
+    limits = LinkLimits(frame_bytes=1 << 12, window_bytes=1 << 20, residual_bytes=1 << 13, ping_seconds=20, silence_seconds=30)
+    server = ends.server(limits=limits)
+    link, sink, listener, of = ends.link(server.endpoint, limits), Sink(), Listener(), shape(20, aux=False)
+    server.register(1, expected(of), sink)
+    link.open(1, of, listener)
+    fill(link, 1, 20, 10_000, (Stream.ANCHOR, Stream.RESIDUAL))
+    until(sink.over.is_set, 2.5)
 
 
 def test_too_many_queued_bytes_are_refused(ends):

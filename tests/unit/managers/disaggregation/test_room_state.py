@@ -7,10 +7,11 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from link_helpers import MOST, Sink, expected, header, shape
+from link_helpers import MOST, Sink, expected, header, shape, until
 
 from sglang_ext.managers.disaggregation.assembly import Assembly
-from sglang_ext.managers.disaggregation.room_state import Expected, IncomingRoom
+from sglang_ext.managers.disaggregation.link_metrics import LinkMetrics
+from sglang_ext.managers.disaggregation.room_state import Expected, IncomingRoom, IncomingRooms
 from sglang_ext.managers.disaggregation.settings import LinkError
 from sglang_ext.managers.disaggregation.wire import Frame, LayerRange, Stream
 
@@ -98,6 +99,30 @@ def test_an_abort_waits_for_the_call_under_way_and_nothing_follows():
         seen = len(sink.parts)
         writer.join()
         assert len(sink.parts) == seen < 64 and sink.reasons == [] and sink.streams == []
+
+
+def test_an_abort_waits_for_the_call_under_way_of_a_room_that_fails_meanwhile():
+    class Slow(Sink):
+        def write(self, of, payload):
+            writing.set()
+            assert go_on.wait(10)
+            super().write(of, payload)
+
+    rooms, sink, (writing, go_on) = IncomingRooms("here", 4, lambda *_: None, LinkMetrics()), Slow(), (threading.Event(), threading.Event())
+    rooms.register(7, expected(shape(1)), sink)
+    state, _ = rooms.open(7, b"link")
+    aborted = threading.Event()
+    threads = [threading.Thread(target=run) for run in (
+        lambda: write(state, Stream.ANCHOR), lambda: rooms.fail(state, "cancelled"), lambda: (rooms.abort(7), aborted.set())
+    )]  # fmt: skip
+    for thread, begun in zip(threads, (writing.is_set, lambda: rooms.get(7) is None, lambda: True)):
+        thread.start()
+        until(begun)
+    assert not aborted.wait(0.2), "its slots may be given to others, and are written to"
+    go_on.set()
+    for thread in threads:
+        thread.join(10)
+    assert aborted.is_set() and len(sink.parts) == 1 and not rooms._failing
 
 
 def test_a_sink_may_abort_its_own_room():

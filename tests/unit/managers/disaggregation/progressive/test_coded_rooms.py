@@ -17,6 +17,7 @@ from sglang_ext.config.disaggregation_options import traveling_codes
 from sglang_ext.managers.disaggregation.coded.decode_side import CodedPrompt, CodedSlots
 from sglang_ext.managers.disaggregation.progressive import control
 from sglang_ext.managers.disaggregation.progressive.page_codec import PlacedPage
+from sglang_ext.managers.disaggregation.progressive.pool_buffers import PoolBuffers
 from sglang_ext.managers.disaggregation.coded.room_codec import CodedRoom
 from sglang_ext.managers.disaggregation.settings import LinkError, refusal
 from sglang_ext.managers.disaggregation.wire import LayerRange, Stream
@@ -186,6 +187,13 @@ def test_a_prompt_arrives_as_codes_in_any_chunks(servers, tokens, chunks):
     # Of 2 layers with 2 heads of 64 channels in float32, some 5 numbers to one.
     assert receiver._received.size < 0.2 * 256 * source.bytes_per_token + (tokens - 256) * source.bytes_per_token
     made.both.close()
+
+
+def test_slots_for_codes_are_there_before_the_prefill_server_is_asked(servers, monkeypatch):
+    made, waits = Coded(servers, 300), []
+    monkeypatch.setattr(PoolBuffers, "written", lambda self: waits.append((self, len(made.both.decode.said))))
+    made.receiver()
+    assert waits == [(made.both.decode.pool, 0)] and made.both.decode.said, "threads of links read them on another stream"
 
 
 def test_a_prefill_server_that_packs_nothing_says_so(servers):

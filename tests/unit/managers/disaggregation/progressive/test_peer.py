@@ -1,6 +1,7 @@
 """In which order a peer encodes: no residual while the link waits for anchors, each with its anchor where it has enough to do."""
 
 import time
+import weakref
 from contextlib import nullcontext
 from threading import Event
 from types import SimpleNamespace
@@ -85,6 +86,32 @@ def test_a_link_that_waits_gets_all_anchors_before_any_residual_is_encoded():
     asked, offered = sent(quick=True)
     assert asked == [("anchor", page) for page in range(PAGES)] + [("residual", page) for page in range(PAGES)]
     assert offered == [(Stream.ANCHOR, page) for page in range(PAGES)] + [(Stream.AUX, 0)] + [(Stream.RESIDUAL, page) for page in range(PAGES)]
+
+
+def test_slots_are_kept_until_their_page_is_encoded_and_no_longer():
+    held, slots, alive = Event(), [], []
+
+    class Reading(Codec):
+        has_residual = False
+
+        def start(self, page, layers, anchor=True, residual=True):
+            slots.append(weakref.ref(page.slots))
+            self.asked.append(page.start)
+            return lambda: held.wait(10) and alive.append(slots[0]() is not None) or EncodedPage(memoryview(bytes(SIZE)), None)
+
+    codec, told = Reading(), SimpleNamespace(succeed=pytest.fail, fail=pytest.fail)
+    rooms = [SentRoom(number, codec, LayerRange(0, 1), [0], [bytes(32)], told) for number in range(2)]
+    peer = Peer(FakeLink(quick=True))
+    peer.send(rooms[0], (torch.tensor([0]),), None)
+    until(lambda: codec.asked)
+    # The thread that begins goes on with another room.
+    peer.send(rooms[1], (torch.tensor([0]),), None)
+    until(lambda: len(codec.asked) == 2)
+    held.set()
+    until(lambda: alive)
+    assert alive[0], "a GPU reads slots whose memory is somebody else's"
+    until(lambda: slots[0]() is None)
+    peer.close()
 
 
 def test_a_link_with_enough_to_do_has_residuals_encoded_with_their_anchors():

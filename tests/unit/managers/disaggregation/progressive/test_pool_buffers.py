@@ -6,8 +6,9 @@ import pytest
 import torch
 from transfer_helpers import make_pool
 
-from sglang_ext.managers.disaggregation.progressive.pool_buffers import AuxRecords
+from sglang_ext.managers.disaggregation.progressive.pool_buffers import AuxRecords, PoolBuffers
 from sglang_ext.managers.disaggregation.settings import LinkError
+from sglang_ext.managers.disaggregation.wire import LayerRange
 
 
 def test_tensors_are_the_pools_own_memory():
@@ -15,6 +16,15 @@ def test_tensors_are_the_pools_own_memory():
     pool.values[1][7] = 3.0
     assert (pool.args.tensors[3][7] == 3).all()
     assert [tensor.data_ptr() for tensor in pool.tensors(1, 1)] == [pool.args.kv_data_ptrs[1], pool.args.kv_data_ptrs[3]]
+
+
+def test_addresses_of_tensors_are_there_before_another_stream_may_read_them(monkeypatch):
+    pool, seen, layers = make_pool(torch.bfloat16), [], LayerRange(0, 2)
+    monkeypatch.setattr(PoolBuffers, "_by_kernel", lambda self, like: True)
+    monkeypatch.setattr(PoolBuffers, "written", lambda self: seen.append(dict(self._parts)))
+    parts = pool.parts(layers, slice(0, 2))
+    assert seen == [{}] and "table" in vars(parts)
+    assert pool.parts(layers, slice(0, 2)) is parts and len(seen) == 1
 
 
 @pytest.mark.parametrize("change", [{"heads": 3}, {"key_dim": 8}, {"dtype": torch.float16}], ids=["heads", "dim", "dtype"])

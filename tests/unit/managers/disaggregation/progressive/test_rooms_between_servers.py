@@ -14,6 +14,7 @@ from sglang_ext.managers.disaggregation import timeline
 from sglang_ext.managers.disaggregation.endpoints import LinkKeys
 from sglang_ext.managers.disaggregation.link import Link
 from sglang_ext.managers.disaggregation.progressive import peer as peers
+from sglang_ext.managers.disaggregation.progressive.pool_buffers import PoolBuffers
 from sglang_ext.managers.disaggregation.progressive.receiver import ProgressiveReceiver
 from sglang_ext.managers.disaggregation.timeline import Timeline
 from sglang_ext.managers.disaggregation.wire import Again, Frame, PageHeader, Stream
@@ -198,6 +199,23 @@ def test_nothing_is_written_once_an_aborted_receiver_is_cleared(servers):
     kept = rows(both.decode.pool, there)
     until(lambda: not both.prefill.made[0].queued_bytes)
     assert torch.equal(rows(both.decode.pool, there), kept) and settled(sender)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_links_wrote_of_a_room_that_ends_early_is_there_before_its_slots_are_others(servers, monkeypatch, whole):
+    both, waits = servers("exact", gbps=None if whole else 0.02), []
+    sender, receiver, _, _ = transfer(both, 7, list(range(640)))
+    until(lambda: receiver.complete if whole else receiver.anchor_ready)
+    monkeypatch.setattr(PoolBuffers, "wait_for_links", lambda self: waits.append((self, both.decode.links.rooms)))
+    if whole:
+        until(lambda: settled(receiver))
+        receiver.clear()
+    else:
+        receiver.abort()
+        with pytest.raises(KVTransferError, match="Aborted by AbortReq"):
+            receiver.failure_exception()
+    # After the room ended, or what waits in the sink would follow.
+    assert waits == [(both.decode.pool, 0)] * (not whole)
 
 
 def test_a_sender_that_was_aborted_before_it_met_its_decode_side_refuses_it(servers):
