@@ -11,7 +11,7 @@ from sglang_ext import flag_checks
 from sglang_ext.arguments import KVServerArgs
 from sglang_ext.bench import BenchError
 from sglang_ext.bench.servers_apart import ROLES
-from sglang_ext.config import refused_options, transports
+from sglang_ext.config import options, refused_options, selection_options, transports
 from sglang_ext.config.disaggregation_options import traveling_codes
 from sglang_ext.config.options import BACKEND
 from sglang_ext.core import OptionError
@@ -33,12 +33,14 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Unresolved(KVServerArgs):
-    """Arguments that are checked alone: SGLang chooses nothing for them."""
+    """Arguments that are checked alone: SGLang chooses nothing for them, but for the device."""
 
     def __post_init__(self) -> None:
         flag_checks.check_flags(self)
         if self.kv_mode != "full":
             refused_options.check_combinations(self)
+            self.device = options.expected_device(self.device)
+            selection_options.check_device(self)
 
 
 def check(model: str, servers: Mapping[str, Sequence[str]]) -> None:
