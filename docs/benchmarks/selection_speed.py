@@ -2,10 +2,11 @@
 
     python docs/benchmarks/selection_speed.py [--scratch-mb 64 256 1024] [--every 1 2 4] [--select-by current regressed] [--priority 0 -1]
 
-Qwen3-8B shapes, slots scattered one by one; an H200 holds the defaults, an H100 --batch 8. Choices alone are told by keys as they are,
-and of 8 and 4 bits (--kv-score-bits), each against its own bytes, with what it takes to code the keys of a step, and of a chunk of a
-prompt. A step multiplies by matrices of the model's shapes, whose time is told beside that of their bytes, and attends through pointers;
-with full KV it attends by FlashInfer's kernel.
+Qwen3-8B shapes, slots scattered one by one. An H200 holds all 36 layers, an H100 those of --batch 8; else as many are taken as fit, of
+which all times are then, as the first line says. Choices alone are told by keys as they are, and of 8 and 4 bits (--kv-score-bits), each
+against its own bytes, with what it takes to code the keys of a step, and of a chunk of a prompt. A step multiplies by matrices of the
+model's shapes, whose time is told beside that of their bytes, and attends through pointers; with full KV it attends by FlashInfer's
+kernel.
 Beside a step, the choice is on a second stream, as --kv-compressor spade makes it: of a share of the requests in each step, so that each
 has one every so many. Quest scores pages of 16 tokens, scattered, by the largest and smallest number of each channel, an eighth of the
 bytes (quest_kernels.py); in its step each layer chooses before it attends, as its query has to be there.
@@ -42,18 +43,29 @@ MATRICES = ((4096, 6144), (4096, 4096), (4096, 24576), (12288, 4096))
 PROMPT = 8192
 # Tokens of a page of Quest; steps of a measurement beside choices; parts of a row that are attended to at the same time.
 PAGE, STEPS = 16, 32
+# Bytes for what is made by the way, beside what choices work in.
+SPARE = 3 << 30
+
+
+def slots_of(options: argparse.Namespace) -> int:
+    """Slots of the pool: so many pointers as are kept have room for each of two copies of a request."""
+    return options.batch * (options.tokens + 2 * options.keep) + 1
+
+
+def fitting_layers(options: argparse.Namespace, free: int) -> int:
+    """Layers, at most those asked for, whose keys and values, codes of the former, and weights so many free bytes hold."""
+    most = max(bits for bits in SCORE_BITS if bits != EXACT)
+    kv, codes = (KeySizes(1, options.kv_heads, options.dim, torch.bfloat16, *more).token_bytes for more in ((EXACT, True), (most,)))
+    layer = slots_of(options) * (kv + codes) + 2 * sum(rows * columns for rows, columns in MATRICES)
+    return min(options.layers, max(0, free - (max(options.scratch_mb) << 20) - SPARE) // layer)
 
 
 class World:
     """Contexts in a pool, copies of them that hold pointers, and what stands for a model's weights."""
 
-    @staticmethod
-    def slots(options: argparse.Namespace) -> int:
-        """Of the pool: so many pointers have room for each of two copies of a request."""
-        return options.batch * (options.tokens + 2 * options.keep) + 1
-
     def __init__(self, options: argparse.Namespace) -> None:
-        self.options, dim, batch, slots = options, options.dim, options.batch, self.slots(options)
+        self.options, dim, batch = options, options.dim, options.batch
+        slots = slots_of(options)
         keys, values = (
             tuple(torch.randn(slots, options.kv_heads, dim, **LIKE) for _ in range(options.layers)) for _ in "kv"
         )
@@ -234,14 +246,11 @@ def main() -> None:
     for option, default in sizes.items():
         parser.add_argument(f"--{option}", type=int, default=default)
     options = parser.parse_args()
-    layer = 4 * World.slots(options) * options.kv_heads * options.dim + 2 * sum(rows * columns for rows, columns in MATRICES)
-    # A tenth is left for choices and what else is made.
-    fitting = int(0.9 * torch.cuda.mem_get_info()[0] / layer)
-    if options.layers > fitting:
-        parser.error(
-            f"--batch {options.batch} of --tokens {options.tokens} takes {options.layers * layer / 1e9:.0f} GB in --layers "
-            f"{options.layers}; free are {torch.cuda.mem_get_info()[0] / 1e9:.0f}: pass --layers {fitting}, of which all times are then, or a lower --batch"
-        )
+    asked, options.layers = options.layers, fitting_layers(options, torch.cuda.mem_get_info()[0])
+    if not options.layers:
+        parser.error(f"{torch.cuda.get_device_name()} has no room for a layer: pass a smaller --batch or --tokens")
+    if options.layers < asked:
+        print(f"{options.layers} of {asked} layers, which this GPU has room for; all times are of these", flush=True)
     bandwidth = measure_bandwidth()
     limit = options.layers * options.batch * options.tokens * options.kv_heads * options.dim * 2 / bandwidth
     print(f"bandwidth {bandwidth / 1e12:.2f} TB/s; keys {1e3 * limit:.2f} ms, Quest's {1e3 * limit * 2 / PAGE:.2f} ms", flush=True)

@@ -11,7 +11,7 @@ from sglang_ext import flag_checks
 from sglang_ext.arguments import KVServerArgs
 from sglang_ext.bench import BenchError
 from sglang_ext.bench.servers_apart import ROLES
-from sglang_ext.config import refused_options, transports
+from sglang_ext.config import options, refused_options, selection_options, transports
 from sglang_ext.config.disaggregation_options import traveling_codes
 from sglang_ext.config.options import BACKEND
 from sglang_ext.core import OptionError
@@ -32,33 +32,15 @@ class _Parser(argparse.ArgumentParser):
         raise BenchError(" ".join(message.split()))
 
 
-class Unresolved(KVServerArgs):
-    """Arguments that are checked alone: SGLang chooses nothing for them."""
+class _Unresolved(KVServerArgs):
+    """Arguments that are checked alone: SGLang chooses nothing for them, but for the device."""
 
     def __post_init__(self) -> None:
         flag_checks.check_flags(self)
         if self.kv_mode != "full":
             refused_options.check_combinations(self)
-
-
-def parser() -> argparse.ArgumentParser:
-    """Of a server's command line; what it refuses is raised as :class:`BenchError`."""
-    load_plugins()  # as a server does: SGLang makes the parser of the class that is put in place of its own
-    made = _Parser(add_help=False)
-    KVServerArgs.add_cli_args(made)
-    del made.error  # of this one object, set there: it ends the program
-    return made
-
-
-def parsed(model: str, flags: Sequence[str], of: argparse.ArgumentParser) -> Unresolved:
-    """A server's arguments.
-
-    Raises:
-        BenchError, OptionError: one is refused.
-    """
-    given = of.parse_args(["--model-path", model, *flags])
-    fields = (each.name for each in dataclasses.fields(KVServerArgs))
-    return Unresolved(**{each: getattr(given, each) for each in fields if hasattr(given, each)})
+            self.device = options.expected_device(self.device)
+            selection_options.check_device(self)
 
 
 def check(model: str, servers: Mapping[str, Sequence[str]]) -> None:
@@ -71,13 +53,18 @@ def check(model: str, servers: Mapping[str, Sequence[str]]) -> None:
     Raises:
         BenchError: names the server, the flag, what is allowed and the remedy.
     """
-    of_servers = parser()
+    load_plugins()  # as a server does: SGLang makes the parser of the class that is put in place of its own
+    parser = _Parser(add_help=False)
+    KVServerArgs.add_cli_args(parser)
+    del parser.error  # of this one object, set there: it ends the program
     of_roles = {}
     for name, flags in servers.items():
         if CONFIG in flags:
             continue
         try:
-            args = parsed(model, flags, of_servers)
+            given = parser.parse_args(["--model-path", model, *flags])
+            fields = (each.name for each in dataclasses.fields(KVServerArgs))
+            args = _Unresolved(**{each: getattr(given, each) for each in fields if hasattr(given, each)})
             _check_transport(args)
             of_roles.setdefault(args.disaggregation_mode, (name, args))
         except (BenchError, OptionError) as error:

@@ -6,10 +6,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from sglang_ext.config import benchmark_options, model_options
-from sglang_ext.config.options import DEFAULT_BUDGET, attention_backends, one_of
+from sglang_ext.config.options import DEFAULT_BUDGET, attention_backends, expected_device, one_of
 from sglang_ext.core import OptionError
 from sglang_ext.mem_cache.compressors import catalogue
 from sglang_ext.mem_cache.compressors.contracts.registry import COMPRESSORS
@@ -308,7 +306,7 @@ def _are_read(args: "KVServerArgs") -> bool:
 
     In deterministic mode on a GPU nobody reads such a copy beside a request that cannot be drafted (round.py).
     """
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = expected_device(args.device)
     read = device in model_options.COPY_BACKENDS and attention_backends(args) <= set(model_options.COPY_BACKENDS[device])
     return read and (device == "cpu" or not args.enable_deterministic_inference)
 

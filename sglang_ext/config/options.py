@@ -5,6 +5,8 @@ Stands here once, so that ``--help``, the checks at start, the doctor and the te
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from sglang_ext.core import MIN_CONTEXT, PLAIN_STEPS, OptionError
 from sglang_ext.mem_cache.compressors import catalogue
 
@@ -43,6 +45,11 @@ def one_of(flag: str, value: object, allowed: tuple[str, ...]) -> None:
     """
     if value not in allowed:
         raise OptionError(f"{flag} is {value!r}; allowed: {', '.join(allowed)}. Pass one of these.")
+
+
+def expected_device(device: str | None) -> str:
+    """What a server with this ``--device`` will run on, before SGLang has chosen: where none is named, what torch finds."""
+    return (device or ("cuda" if torch.cuda.is_available() else "cpu")).split(":")[0]
 
 
 def attention_backends(args: "KVServerArgs") -> set[str]:

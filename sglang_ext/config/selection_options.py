@@ -150,8 +150,33 @@ def _check_coded_slots(args: "KVServerArgs") -> None:
 
 
 def check_resolved(args: "KVServerArgs") -> None:
-    """Refuse more tokens than a context has, and ranks for which GPUs are missing, once SGLang has chosen the device and read the model's
+    """Refuse what the device does not do, and more tokens than a context has, once SGLang has chosen the device and read the model's
     config.
+
+    Raises:
+        OptionError: names what it is, and the remedy.
+    """
+    if not selects(args):
+        return
+    check_device(args)
+    most, context = selected(args), args.get_model_config().context_len
+    if most >= context:
+        raise OptionError(
+            f"--kv-select is {most}, and the longest context that is served has {context} tokens: pass a number below that, a share, for "
+            "example 0.125, or a longer --context-length"
+        )
+    if args.kv_select_every >= context:
+        # Rings keep as many queries of each request.
+        raise OptionError(
+            f"--kv-select-every is {args.kv_select_every}, and the longest context that is served has {context} tokens: pass a number below "
+            "that, for example 4"
+        )
+    if ranks(args):
+        _check_against_model(args)
+
+
+def check_device(args: "KVServerArgs") -> None:
+    """Refuse methods and ranks that the device does not have, and ranks for which GPUs are missing, once the device is known.
 
     Raises:
         OptionError: names what it is, and the remedy.
@@ -175,20 +200,6 @@ def check_resolved(args: "KVServerArgs") -> None:
             f"--kv-cache-ranks is {args.kv_cache_ranks} with --device {args.device}; processes beside this one choose for steps on a CPU "
             "or on NVIDIA GPUs: pass --kv-cache-ranks 0, or --device cpu"
         )
-    most, context = selected(args), args.get_model_config().context_len
-    if most >= context:
-        raise OptionError(
-            f"--kv-select is {most}, and the longest context that is served has {context} tokens: pass a number below that, a share, for "
-            "example 0.125, or a longer --context-length"
-        )
-    if args.kv_select_every >= context:
-        # Rings keep as many queries of each request.
-        raise OptionError(
-            f"--kv-select-every is {args.kv_select_every}, and the longest context that is served has {context} tokens: pass a number below "
-            "that, for example 4"
-        )
-    if ranks(args):
-        _check_against_model(args)
 
 
 def _check_gpus(args: "KVServerArgs") -> None:

@@ -9,21 +9,24 @@ import torch
 from sglang_ext.bench import BenchError
 from sglang_ext.bench.comparing.identity_options import words
 from sglang_ext.bench.options import numbers
+from sglang_ext.config.options import expected_device
 
-STOCK = "stock"
-# Of --pack-layers.
-AUTO = "auto"
+STOCK, RANKS, AUTO = "stock", "spade-ranks", "auto"
 # By name: the equation of its operations, and whether cache ranks choose.
 ARMS: dict[str, tuple[str, bool]] = {
     STOCK: ("full", False),
     "spade": ("spade-between-steps", False),
-    "spade-ranks": ("spade", True),
+    RANKS: ("spade", True),
     "quest": ("quest", False),
     "tova": ("tova", False),
     "true-query": ("true-query", False),
     "verify-guided": ("spade", False),
 }
 MODES = ("lossy", "verified")
+# By a step's own query tokens are chosen on a CPU alone.
+ON_CPUS = ("quest", "tova", "true-query")
+# Layers of a pack there, unless told.
+PACKS = ("6", "12")
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ class LongArm:
         mode: lossy, verified; full for stock.
         select: tokens of each KV head; 0 for stock, whose figures all loads share.
         pack: layers of a pack, where ranks choose; 0 for auto.
+        timed: whether its cache ranks write a timeline.
         flags: of the server, beside those of all.
     """
 
@@ -62,24 +66,12 @@ class LongArm:
     mode: str
     select: int
     pack: int
+    timed: bool
     flags: tuple[str, ...]
-
-    @property
-    def has_ranks(self) -> bool:
-        """Whether cache ranks choose."""
-        return ARMS[self.method][1]
 
     def serves(self, load: Load) -> bool:
         """Whether its figures are of this load."""
         return self.select in (0, load.select)
-
-
-def on_gpu(args: argparse.Namespace) -> bool:
-    """Whether servers run on a GPU: as --device of --server-arg says, the last where there are several, else if there is one."""
-    given = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    given.add_argument("--device")
-    device = given.parse_known_args(words(args.server_arg))[0].device
-    return torch.cuda.is_available() if device is None else device.startswith("cuda")
 
 
 def loads(text: str) -> list[Load]:
@@ -100,6 +92,32 @@ def loads(text: str) -> list[Load]:
     return found
 
 
+def on_gpus(args: argparse.Namespace) -> bool:
+    """Whether servers run on NVIDIA GPUs, as they decide themselves: by --device, else by what torch finds."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--device")
+    return expected_device(parser.parse_known_args(words(args.server_arg))[0].device) == "cuda"
+
+
+def settle(args: argparse.Namespace) -> None:
+    """Set methods and layers of packs where the command line left them open, by where servers run.
+
+    Raises:
+        BenchError: packs are named by number, and cache ranks are on GPUs.
+    """
+    gpus = on_gpus(args)
+    if args.method is None:
+        missing = (*ON_CPUS, *((RANKS,) if torch.cuda.device_count() <= args.ranks else ())) if gpus else ()
+        args.method = tuple(method for method in ARMS if method not in missing)
+    if args.pack_layers is None:
+        args.pack_layers = (AUTO,) if gpus else PACKS
+    named = [each for each in args.pack_layers if each != AUTO]
+    if gpus and named and RANKS in args.method:
+        raise BenchError(
+            f"--pack-layers {named[0]!r}: cache ranks on GPUs are asked for all layers of a step at once: pass auto, or leave it out"
+        )
+
+
 def arms(args: argparse.Namespace) -> list[LongArm]:
     """Of the options, stock first.
 
@@ -110,7 +128,7 @@ def arms(args: argparse.Namespace) -> list[LongArm]:
         if wrong := [each for each in given if each not in allowed]:
             raise BenchError(f"{option} {wrong[0]!r}: pass some of {', '.join(allowed)}")
     selects = dict.fromkeys(load.select for load in loads(args.load))
-    found = [LongArm(STOCK, STOCK, "full", 0, 0, ())] if STOCK in args.method else []
+    found = [LongArm(STOCK, STOCK, "full", 0, 0, False, ())] if STOCK in args.method else []
     for method in args.method:
         for mode in args.mode:
             if method != STOCK and not (method == "verify-guided" and mode == "lossy"):
@@ -127,13 +145,14 @@ def _arms(args: argparse.Namespace, method: str, mode: str, select: int) -> Iter
     if method == "verify-guided":
         # It takes a share of the context, that of the first load with so many tokens.
         share = next(load.select / load.context for load in loads(args.load) if load.select == select)
-        yield LongArm(name, method, mode, select, 0, (*flags, "--kv-budget", f"{share:g}"))
+        yield LongArm(name, method, mode, select, 0, False, (*flags, "--kv-budget", f"{share:g}"))
         return
-    packs = [0 if pack == AUTO else int(pack) for pack in args.pack_layers] if ARMS[method][1] else [0]
+    ranks = ARMS[method][1]
+    packs = [0 if pack == AUTO else int(pack) for pack in args.pack_layers] if ranks else [0]
     for every in numbers(args.select_every, "--select-every"):
         for pack in packs:
             more = ["--kv-select", str(select), "--kv-select-every", str(every)]
             more += ["--kv-select-by", args.select_by] if compressor == "spade" else []
-            more += ["--kv-cache-ranks", str(args.ranks), "--kv-pack-layers", str(pack or AUTO)] if ARMS[method][1] else []
+            more += ["--kv-cache-ranks", str(args.ranks), "--kv-pack-layers", str(pack or AUTO)] if ranks else []
             told = f"{name}{f' every {every}' if every > 1 else ''}{f' packs of {pack}' if pack else ''}"
-            yield LongArm(told, method, mode, select, pack, (*flags, *more))
+            yield LongArm(told, method, mode, select, pack, ranks and not on_gpus(args), (*flags, *more))

@@ -6,8 +6,8 @@ tokens from one of --output-len to the next. Acceptance is of --mode verified; i
 
 With cache ranks on a CPU the inference rank writes a timeline (--kv-bench-timeline): per pack of layers the model's time, the rank's
 choosing for the whole batch, and the rest of a cycle, with the bytes a second that would have to travel for a cycle to be hidden behind a
-pack's inference: positions, as it is served, or K and V, as in the paper. On GPUs all layers of a step are one pack, and there is no such
-timeline. Operations are the paper's equations (6) to (11).
+pack's inference: positions, as it is served, or K and V, as in the paper. On GPUs, where all layers of a step are one pack, there is
+none. Operations are the paper's equations (6) to (11).
 
 --pages times the parts of a layer's step with choices by pages of 16 on this device, of the model's shapes; --overlap-prompts runs the
 model itself over a folder's .txt files. --method "" leaves servers out. Quality at equal numbers of tokens is bench quality's.
@@ -23,7 +23,7 @@ import torch
 
 from sglang_ext.bench import BenchError, report
 from sglang_ext.bench.longcot import overlap, packs, pages, plots, serving, tables
-from sglang_ext.bench.longcot.arms import ARMS, AUTO, STOCK, LongArm, Load, arms, loads, on_gpu
+from sglang_ext.bench.longcot.arms import ARMS, AUTO, ON_CPUS, PACKS, LongArm, Load, arms, loads, settle
 from sglang_ext.bench.longcot.flops import ModelShape, token_flops
 from sglang_ext.bench.longcot.serving import LongFigures
 from sglang_ext.bench.options import DTYPES, check_counts, names, numbers
@@ -36,9 +36,7 @@ from sglang_ext.bench.speed.settings import Setting
 from sglang_ext.managers.cache_rank import timeline
 from sglang_ext.mem_cache.selection.predictors import PREDICTORS
 
-# On a GPU those of Table 2, and methods that servers take there.
-METHODS = {"cuda": (STOCK, "spade", "spade-ranks", "verify-guided"), "cpu": tuple(ARMS)}
-PACKS = {"cuda": (AUTO,), "cpu": ("6", "12")}
+# On a GPU those of Table 2.
 LOADS = {"cuda": "8:32768:2048,16:16384:1024", "cpu": "1:2048:256,2:1024:128"}
 LENGTHS = {"cuda": "256,1024", "cpu": "32,64"}
 
@@ -48,9 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     device = "cuda" if torch.cuda.is_available() else "cpu"
     add("--model", type=Path, required=True, help="Hugging Face folder; with --load-format dummy its config.json does")
-    methods, packs = METHODS[device], PACKS[device]
-    told = f"some of {', '.join(ARMS)}, separated by commas (default here: {','.join(methods)})"
-    add("--method", type=names, default=methods, help=told)
+    all_here = f"all; on GPUs without {', '.join(ON_CPUS)}, and without ranks where these have no GPU"
+    add("--method", type=names, help=f"some of {', '.join(ARMS)}, separated by commas (default: {all_here})")
     add("--mode", type=names, default=("lossy", "verified"), help="lossy, verified, separated by commas (default: both)")
     add("--load", default=LOADS[device], help="BATCH:CONTEXT:SELECT, separated by commas (default here: %(default)s)")
     add("--output-len", default=LENGTHS[device], help="tokens of answers, separated by commas (default here: %(default)s)")
@@ -59,7 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--select-every", default="1", help="steps after which tokens are chosen anew, separated by commas (default: %(default)s)")
     add("--select-by", default="current", choices=list(PREDICTORS), help="of spade (default: %(default)s)")
     add("--ranks", type=int, default=1, help="cache ranks of spade-ranks (default: %(default)s)")
-    add("--pack-layers", type=names, default=packs, help=f"of a pack, or auto, separated by commas (default here: {','.join(packs)})")
+    packs_here = f"default: {','.join(PACKS)}; on GPUs auto, which alone is served there"
+    add("--pack-layers", type=names, help=f"layers of a pack, or auto, separated by commas ({packs_here})")
     add("--prompt-file", type=Path, help="take prompts from this text, by the model's tokenizer; default: random tokens")
     add("--pages", action="store_true", help="also time the parts of a layer's step with choices by pages")
     add("--overlap-prompts", type=Path, metavar="FOLDER", help="also measure overlaps on these prompts")
@@ -75,10 +73,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure what was asked for, print tables; 0 when all could be measured, else 1 after the others."""
     wanted, lengths = loads(args.load), sorted(set(numbers(args.output_len, "--output-len")))
+    settle(args)
     check(args, lengths)
     chosen = arms(args)
     shape = ModelShape.of(read_config(args.model))
-    check_servers(str(args.model), {arm.name: settings.flags_of(args, setting_of(arm)) for arm in chosen})
+    # Which folder timelines go to does not matter here.
+    check_servers(str(args.model), {arm.name: settings.flags_of(args, setting_of(arm, Path("timeline"))) for arm in chosen})
     prompts = make_prompts(args, max(load.batch for load in wanted), sorted({load.context for load in wanted}))
     found: list[LongFigures] = []
     packed: list[packs.PackFigures] = []
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         arm = arm_of[setting.name]
         file = logs / f"{file_name(arm.name)}-timeline.jsonl"
         file.unlink(missing_ok=True)
-        with settings.server(args, setting_of(arm, None if on_gpu(args) else file), logs) as server:
+        with settings.server(args, setting_of(arm, file), logs) as server:
             for load in filter(arm.serves, wanted):
                 before = len(packs.steps_of(timeline.read(file)))
                 waves = serving.answer(server, prompts[load.context][: load.batch], lengths[-1], args.repeats)
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
 
     paged = [part for load in wanted for part in pages.parts(shape, load, device())] if args.pages else []
     overlaps = overlaps_of(args)
-    failed = settings.each(args, [setting_of(arm) for arm in chosen], measure)
+    failed = settings.each(args, [Setting(arm.name) for arm in chosen], measure)
     for lines in (tables.served(found), tables.packed(packed), tables.paged(paged), tables.overlapped(overlaps)):
         for line in lines:
             print(line)
@@ -136,11 +136,8 @@ def check(args: argparse.Namespace, lengths: Sequence[int]) -> None:
     check_counts({"--repeats": args.repeats, "--draft-length": args.draft_length, "--ranks": args.ranks})
     if lengths[0] < 2:
         raise BenchError("--output-len 1: times are of tokens after the first: pass numbers from 2")
-    named = [each for each in args.pack_layers if each != AUTO]
-    if wrong := [each for each in named if not (each.isdecimal() and int(each))]:
+    if wrong := [each for each in args.pack_layers if each != AUTO and not (each.isdecimal() and int(each))]:
         raise BenchError(f"--pack-layers {wrong[0]!r}: pass numbers of layers from 1, or auto, separated by commas")
-    if named and on_gpu(args) and any(ARMS[method][1] for method in args.method if method in ARMS):
-        raise BenchError(f"--pack-layers {named[0]} with cache ranks on GPUs; all layers of a step are asked for at once: pass auto")
     if not 0 < args.overlap_share < 1:
         raise BenchError(f"--overlap-share {args.overlap_share:g}: pass a share of the context between 0 and 1")
 
@@ -150,9 +147,9 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def setting_of(arm: LongArm, file: Path | None = None) -> Setting:
-    """An arm as speed benchmarks start servers; ``file`` takes the timeline of its cache ranks, where there is one."""
-    watched = ("--kv-bench-timeline", str(file)) if file is not None and arm.has_ranks else ()
+def setting_of(arm: LongArm, file: Path) -> Setting:
+    """An arm as speed benchmarks start servers; ``file`` takes the timeline of its cache ranks, where they write one."""
+    watched = ("--kv-bench-timeline", str(file)) if arm.timed else ()
     return Setting(arm.name, (*arm.flags, *watched))
 
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from sglang_ext.bench.__main__ import main
 from sglang_ext.bench.longcot import command, overlap, packs, pages, serving
-from sglang_ext.bench.longcot.arms import arms, loads
+from sglang_ext.bench import BenchError
+from sglang_ext.bench.longcot.arms import arms, loads, settle
 from sglang_ext.bench.longcot.flops import ModelShape, token_flops
 from sglang_ext.bench.speed.decode_wave import Stream
 from sglang_ext.managers.cache_rank.timeline import Event, PackTimeline
@@ -85,7 +86,7 @@ def test_seconds_a_token_are_of_tokens_from_one_length_to_the_next_however_they_
 def options(**given):
     base = {"method": ("stock", "spade", "spade-ranks", "quest", "verify-guided"), "mode": ("lossy", "verified")}
     base |= {"load": "8:32768:2048,16:16384:1024"}
-    base |= {"select_every": "1", "select_by": "current", "ranks": 1, "pack_layers": ("6", "12"), "draft_length": 16}
+    base |= {"select_every": "1", "select_by": "current", "ranks": 1, "pack_layers": ("6", "12"), "draft_length": 16, "server_arg": []}
     return SimpleNamespace(**base | given)
 
 
@@ -95,7 +96,8 @@ def test_each_method_mode_number_and_pack_has_a_server_and_verified_choices_no_l
         f"spade-ranks {mode} {select} packs of {pack}" for mode in ("lossy", "verified") for select in (2048, 1024) for pack in (6, 12)
     ]
     assert {arm.mode for arm in found if arm.method == "verify-guided"} == {"verified"}
-    of_ranks = next(arm for arm in found if arm.has_ranks)
+    of_ranks = next(arm for arm in found if arm.timed)
+    assert of_ranks.method == "spade-ranks"
     assert of_ranks.flags == (
         "--kv-mode", "lossy", "--kv-compressor", "spade", "--kv-select", "2048", "--kv-select-every", "1", "--kv-select-by", "current",
         "--kv-cache-ranks", "1", "--kv-pack-layers", "6",
@@ -103,6 +105,30 @@ def test_each_method_mode_number_and_pack_has_a_server_and_verified_choices_no_l
     big, small = loads(options().load)
     assert of_ranks.serves(big) and not of_ranks.serves(small) and found[0].serves(big) and found[0].serves(small)
     assert len({arm.name for arm in found}) == len(found)
+
+
+def test_what_the_command_line_leaves_open_is_set_by_where_servers_run(monkeypatch):
+    on_cpu, named = "--dtype float32 --device cpu", ("stock", "spade-ranks")
+    for gpus, flags, given, methods, packs, timed in (
+        (0, "", {"method": None}, ("stock", "spade", "spade-ranks", "quest", "tova", "true-query", "verify-guided"), ("6", "12"), True),
+        (0, "--device cuda", {"method": named}, named, ("auto",), False),
+        (2, "", {"method": None}, ("stock", "spade", "spade-ranks", "verify-guided"), ("auto",), False),
+        (1, "", {"method": None}, ("stock", "spade", "verify-guided"), ("auto",), False),
+        (2, "", {"method": named, "pack_layers": ("auto",)}, named, ("auto",), False),
+        (2, on_cpu, {"method": named}, named, ("6", "12"), True),
+        (2, on_cpu, {"method": named, "pack_layers": ("3",)}, named, ("3",), True),
+        (2, "", {"method": ("spade",), "pack_layers": ("3",)}, ("spade",), ("3",), False),
+    ):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        args = options(**{"pack_layers": None, "server_arg": [flags], **given})
+        settle(args)
+        assert (args.method, args.pack_layers) == (methods, packs)
+        assert any(arm.timed for arm in arms(args)) == timed
+        for arm in arms(args):
+            assert command.setting_of(arm, "file").arguments == (*arm.flags, *(("--kv-bench-timeline", "file") if arm.timed else ()))
+    with pytest.raises(BenchError, match="--pack-layers '6': cache ranks on GPUs .* at once: pass auto, or leave it out"):
+        settle(options(server_arg=["--device=cuda"]))
 
 
 @pytest.mark.parametrize(("option", "value", "told"), [
@@ -157,26 +183,24 @@ def test_a_whole_run_prints_tables_and_writes_its_measurements(tmp_path, capsys,
     assert measured["results"][1]["flops"] < measured["results"][0]["flops"] and (tmp_path / "out.png").stat().st_size > 5000
 
 
-def test_on_gpus_ranks_have_one_pack_and_no_timeline(tmp_path, capsys, monkeypatch):
+def test_a_run_on_gpus_has_no_timelines_and_no_table_of_packs(tmp_path, capsys, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    asked = []
+    checked, started = {}, []
 
     @contextmanager
     def server(args, setting, logs):
-        asked.append(setting.arguments)
+        started.append((setting.name, command.settings.flags_of(args, setting)))
         yield NoServer(setting.arguments)
 
     monkeypatch.setattr(command.settings, "server", server)
-    monkeypatch.setattr(command, "check_servers", lambda model, servers: None)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    asked_for = ["longcot", "--model", str(tmp_path), "--mode", "lossy", "--load", "2:64:16", "--output-len", "8,16"]
-    assert main(asked_for) == 0
-    assert len(asked) == 3 and not any("--kv-bench-timeline" in flags for flags in asked), "stock, spade and with ranks"
-    assert asked[2][-2:] == ("--kv-pack-layers", "auto") and "packs of" not in capsys.readouterr().out
-    assert main([*asked_for, "--pack-layers", "6"]) == 2 and len(asked) == 3
-    assert "--pack-layers 6 with cache ranks on GPUs" in capsys.readouterr().err
-    assert main([*asked_for, "--method", "spade-ranks", "--pack-layers", "6", "--server-arg=--device cpu"]) == 0
-    assert "--kv-bench-timeline" in asked[3], "servers on a CPU beside a GPU"
+    monkeypatch.setattr(command, "check_servers", lambda model, servers: checked.update(servers))
+    asked = ["longcot", "--model", str(tmp_path), "--method", "stock,spade-ranks", "--load", "2:64:16", "--output-len", "8"]
+    assert main([*asked, "--server-arg=--device cuda"]) == 0
+    out = capsys.readouterr().out
+    assert "| spade-ranks lossy |" in out and "Per pack of layers" not in out
+    assert list(checked.items()) == started and len(started) == 3, "what is checked is what starts"
+    assert main([*asked, "--server-arg=--device cpu"]) == 0
+    assert "Per pack of layers" in capsys.readouterr().out
 
 
 def test_parts_of_a_page_level_step_are_all_timed():

@@ -1,20 +1,16 @@
 """The script that runs what wants a GPU: its commands name what there is, and one that fails or hangs does not stop the next."""
 
 import importlib.util
+import multiprocessing
 import re
 import shlex
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+import gpu_machine
 import pytest
-import torch
 from check_names import OF_SGLANG, PLAIN
-
-from sglang_ext.bench import BenchError, server_flags
-from sglang_ext.bench.__main__ import main
-from sglang_ext.bench.longcot import command
-from sglang_ext.bench.speed import settings
-from sglang_ext.config import selection_options
 
 ROOT = Path(__file__).parents[3]
 
@@ -41,24 +37,28 @@ def test_commands_name_files_checks_and_benchmarks_that_exist(on_gpu):
             assert set(words[2:]) <= {*PLAIN, *OF_SGLANG}
 
 
-def test_servers_of_long_answers_take_their_flags_on_gpus(on_gpu, tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    model, checked = on_gpu.shapes(tmp_path / "shapes"), []
-
-    def server(args, setting, logs):
-        args = server_flags.parsed(str(model), [*settings.flags_of(args, setting), "--device", "cuda"], server_flags.parser())
-        selection_options.check_resolved(args)
-        checked.append(args)
-        raise BenchError("no GPU is here")
-
-    monkeypatch.setattr(command.settings, "server", server)
-    monkeypatch.setattr(command, "check_servers", lambda model, servers: None)
-    steps = [step.command for name, step in on_gpu.STEPS.items() if name.startswith("longcot")]
-    for step in steps:
-        words = shlex.split(step.format(model=model, out=tmp_path / "out"))
-        assert main(words[3:]) == 1
-    assert len(checked) >= 2 * len(steps) - 5 and sum(args.kv_cache_ranks for args in checked) == 2
+def test_servers_of_all_steps_and_of_defaults_would_start_on_gpus_and_what_would_not_is_told_before(on_gpu, tmp_path):
+    model, bench = on_gpu.shapes(tmp_path / "shapes"), "python -m sglang_ext.bench"
+    benches = tuple(f"{bench} {each} " for each in ("jobs", "longcot", "transfer"))
+    steps = {name: step.command for name, step in on_gpu.STEPS.items() if step.command.startswith(benches)}
+    longcot = "python -m sglang_ext.bench longcot --model {model} --load 1:64:16 --server-arg='--attention-backend flashinfer'"
+    others = {
+        "defaults": longcot, "packs": f"{longcot} --method stock,spade-ranks --pack-layers auto,6", "quest": f"{longcot} --method quest",
+        "GPUs": f"{longcot} --ranks 2 --method spade-ranks", "unnamed GPUs": f"{longcot} --ranks 2",
+    }  # fmt: skip
+    commands = {name: text.format(model=model, out=tmp_path / name) for name, text in (steps | others).items()}
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as apart:
+        found = apart.submit(gpu_machine.ask, commands).result()
+    for name in steps:
+        assert found[name].servers and not found[name].refused, (name, found[name])
+    # Stock, spade and ranks in both modes, verify-guided in one; the model has a GPU, a rank the other one.
+    assert (found["defaults"], found["unnamed GPUs"]) == (gpu_machine.Asked(6), gpu_machine.Asked(4))
+    for name, told in (
+        ("packs", "--pack-layers '6': cache ranks on GPUs are asked for all layers .*: pass auto, or leave it out"),
+        ("quest", "the server quest lossy 16 cannot start: --device is cuda .* on a CPU alone: pass --kv-compressor spade"),
+        ("GPUs", "the server spade-ranks lossy 16 cannot start: .* there are 2 GPUs: pass fewer ranks"),
+    ):
+        assert not found[name].servers and re.search(told, found[name].refused["the benchmark"]), found[name]
 
 
 def test_a_step_that_fails_or_hangs_is_told_and_the_next_runs(on_gpu, tmp_path, monkeypatch, capsys):

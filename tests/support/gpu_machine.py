@@ -1,0 +1,89 @@
+"""A machine with two GPUs, as far as flags are looked at; for a process of its own, as SGLang and PyTorch keep what they once found."""
+
+import argparse
+import io
+import shlex
+from collections.abc import Callable, Mapping
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass, field
+
+import torch
+
+GPUS = 2
+
+
+@dataclass
+class Asked:
+    """What became of a benchmark's command.
+
+    Attributes:
+        servers: that it would have started.
+        refused: the last line of what it ended with itself, and of what each of these would have, by flags.
+    """
+
+    servers: int
+    refused: dict[str, str] = field(default_factory=dict)
+
+
+def pretend() -> None:
+    """Let PyTorch find GPUs; to be called before SGLang is loaded."""
+    torch.cuda.is_available = lambda: True
+    torch.cuda.device_count = lambda: GPUS
+    torch.cuda.get_device_capability = lambda device=None: (9, 0)
+
+
+def ask(commands: Mapping[str, str]) -> dict[str, Asked]:
+    """Run benchmarks whose servers do not start: in the place of each SGLang resolves its flags, and the plugin looks at what comes of it.
+
+    Args:
+        commands: of a shell, by name: ``python -m sglang_ext.bench``, and ``jobs``, ``longcot`` or ``transfer`` with their options.
+    """
+    pretend()
+    from sglang.srt.plugins import load_plugins
+
+    from sglang_ext.arguments import KVServerArgs
+    from sglang_ext.bench import BenchError, server_flags
+    from sglang_ext.bench.__main__ import main
+    from sglang_ext.bench.jobs import command as jobs
+    from sglang_ext.bench.longcot import command as longcot
+    from sglang_ext.bench.server import ServerProcess
+    from sglang_ext.bench.transfer import command as transfer
+
+    started: list[tuple[str, ...]] = []
+
+    def enter(server: ServerProcess) -> None:
+        started.append(server.command[3:])  # after python -m sglang.launch_server
+        raise BenchError("servers do not start here")
+
+    ServerProcess.__enter__ = enter
+    for each in (jobs, longcot, transfer):
+        each.check_servers = server_flags.check  # in this process
+        each.make_prompts = lambda args, count, contexts: {tokens: [(0,) * tokens] * count for tokens in contexts}
+    load_plugins()  # as a server does
+    parser = argparse.ArgumentParser()
+    KVServerArgs.add_cli_args(parser)
+
+    def resolve(flags: tuple[str, ...]) -> int:
+        try:
+            KVServerArgs.from_cli_args(parser.parse_args(flags))
+        except SystemExit as ended:
+            return ended.code
+        return 0
+
+    found = {}
+    for name, command in commands.items():
+        started.clear()
+        code, told = _heard(lambda: main(shlex.split(command)[3:]))
+        found[name] = Asked(len(started), {"the benchmark": told} if code == 2 else {})
+        for flags in started:
+            code, told = _heard(lambda: resolve(flags))
+            if code:
+                found[name].refused[shlex.join(flags)] = told
+    return found
+
+
+def _heard(run: Callable[[], int]) -> tuple[int, str]:
+    """The exit code, and the last line that was printed."""
+    with redirect_stdout(io.StringIO()) as told, redirect_stderr(told):
+        code = run()
+    return code, (told.getvalue().strip().splitlines() or [""])[-1]
