@@ -5,7 +5,6 @@ import threading
 from pathlib import Path
 from typing import NoReturn
 
-import psutil
 import zmq
 from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVReceiver, KVTransferError
@@ -31,11 +30,17 @@ from sglang_ext.managers.disaggregation.progressive.pool_buffers import AuxRecor
 from sglang_ext.managers.disaggregation.settings import LinkError
 from sglang_ext.managers.disaggregation.timeline import Kind, Timeline
 from sglang_ext.managers.disaggregation.wire import LayerRange, Stream, WireError
+from sglang_ext.mem_cache.host_tier.host_memory import HostMemory
 
 logger = logging.getLogger(__name__)
 
 # Of free host memory, pinned from the beginning for anchors of all ranks of a decode server, each up to host_blocks.py's limit.
 PINNED_SHARE = 0.25
+
+
+def pinned_bytes(ranks: int) -> int:
+    """Of host memory that this process may still take, what each of a server's ranks pins from the beginning."""
+    return int(HostMemory.find().available * PINNED_SHARE) // ranks
 
 
 class ProgressiveManager(CommonKVManager):
@@ -91,7 +96,7 @@ class ProgressiveManager(CommonKVManager):
             self.links = LinkServer(endpoint, self.settings, limits, keys, blocks.take_alone, metrics)
             if self.codec.has_residual:
                 # Anchors stay in host memory until their residuals come.
-                blocks.expect(int(psutil.virtual_memory().available * PINNED_SHARE) // self.attn_tp_size)
+                blocks.expect(pinned_bytes(self.attn_tp_size))
             self._start_heartbeat_checker_thread()
 
     def refuse(self, metadata: Metadata, reason: str) -> None:
