@@ -8,13 +8,14 @@ each other. KV travels by transfer backend progressive, and the decode server dr
 
 import argparse
 import importlib.util
+import os
 import shlex
 import signal
 import socket
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from sglang_ext.bench import BenchError
@@ -169,8 +170,11 @@ def serve(args: argparse.Namespace, flags: dict[str, tuple[str, ...]]) -> None:
             print(f"{role} server: starting on port {server.port}, log {server.log}", flush=True)
             running.callback(server.stop)
             server.start()
-        for server in servers.values():
-            server.wait_healthy()
+        for role, server in servers.items():
+            try:
+                server.wait_healthy()
+            except BenchError as error:
+                raise BenchError(f"the {role} server: {error}") from error
         running.enter_context(router)
         print(f"listening on {router.url}; try: {_request(router.url)}", flush=True)
         everything = {**{f"{role} server": server for role, server in servers.items()}, "router": router}
@@ -198,6 +202,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def _leave(number: int, frame: object) -> None:
     """Leave no server behind."""
+    with suppress(OSError):  # a terminal that is gone
+        # By no stream, in which this signal may have interrupted a print.
+        os.write(2, b"serve_pd: ending all three, which takes some seconds\n")
     stop_all()
     sys.exit(0 if number == signal.SIGINT else 128 + number)
 

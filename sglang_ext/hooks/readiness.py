@@ -20,7 +20,7 @@ MODES = {
 IN_8_BITS = "drafts on compressed KV, verified on full KV that came in 8 bits (--kv-reference int8): answers are those of such KV"
 # Of servers apart: which part is whose, and how a request reaches both.
 ROLES = {
-    "prefill": "prefill server: it computes prompts, for decode servers that draft",
+    "prefill": "prefill server: it computes prompts, and decode servers the answers",
     "decode": "decode server: prompts' KV comes from prefill servers",
 }
 ASK_ROUTER = "ask SGLang's router, which sends each request to a prefill and a decode server"

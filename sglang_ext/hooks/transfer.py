@@ -1,6 +1,7 @@
 """SGLang's transfer backend ``progressive``: its name in SGLang's registries, its classes, and the prompts of its rooms."""
 
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from sglang_ext.config.disaggregation_options import BACKEND
@@ -77,16 +78,17 @@ def create_sender(original: Callable, queue: "PrefillBootstrapQueue", req: "Req"
 
 def create_receiver(original: Callable, queue: "DecodePreallocQueue", req: "Req", is_rebootstrap: bool = False) -> "DecodeRequest":
     """Hook around ``DecodePreallocQueue._create_receiver_and_enqueue``: the receiver learns of the prompt, where its newest queries shall
-    be kept, whether it comes as codes, and whether it may begin early.
+    be kept, whether it comes as codes, and whether it may begin early. One for which the whole pool has no room is refused.
 
     KV of a request that was retracted and is prefilled again is of its output, too; it begins when all is there.
     """
     made = original(queue, req, is_rebootstrap=is_rebootstrap)
+    coded_prompts.expect_codes(queue, req, made.kv_receiver, is_rebootstrap)
+    _refuse_beyond_pool(queue, req, made.kv_receiver)
     _tell_prompt(made.kv_receiver, req, [*req.origin_input_ids, *req.output_ids] if is_rebootstrap else req.origin_input_ids)
     traveling = _traveling(queue, made.kv_receiver)
     if traveling is not None:
         made.kv_receiver.expect_queries(traveling, lambda: req.req_pool_idx)
-    coded_prompts.expect_codes(queue, req, made.kv_receiver, is_rebootstrap)
     if not is_rebootstrap:
         _begin_early(queue, req, made.kv_receiver)
     return made
@@ -142,6 +144,23 @@ def _packs_prompts(queue: "PrefillBootstrapQueue", end: Any) -> "tuple[Packing, 
         return None
     worker = queue.scheduler.draft_worker
     return worker.packs_prompts() if isinstance(worker, KVWorker) else None
+
+
+def _refuse_beyond_pool(queue: "DecodePreallocQueue", req: "Req", receiver: Any) -> None:
+    """End a request that would be admitted by no empty pool: SGLang lets it wait for ever, and all behind it."""
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    from sglang_ext.managers.disaggregation.progressive.receiver import ProgressiveReceiver
+
+    if not isinstance(receiver, ProgressiveReceiver) or req.to_finish is not None:
+        return
+    slots, kept, pool = queue._pre_alloc_fill_len(req), queue.num_reserved_decode_tokens, queue.max_total_num_tokens
+    if slots + kept > pool:
+        why = (
+            f"the request's KV takes {slots} tokens of the decode server's pool, which has {pool} and keeps {kept} of them free for answers "
+            "(--num-reserved-decode-tokens): send a shorter prompt, or start the decode server with more --max-total-tokens"
+        )
+        req.to_finish = FINISH_ABORT(why, HTTPStatus.BAD_REQUEST, "BadRequestError")
 
 
 def _begin_early(queue: "DecodePreallocQueue", req: "Req", receiver: Any) -> None:

@@ -33,6 +33,8 @@ from sglang_ext.managers.disaggregation import timeline
 
 DEFAULT = "raw,int8,int4"
 AUTO = "auto"
+# SGLang tells how much of a pool is used in one round of 15, between which a short job comes and goes.
+WATCHED = ("--load-snapshot-publish-interval", "1")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -147,7 +149,10 @@ def measure(
     name = label(chosen, count, gbps)
     file = logs / f"{name}-timeline.jsonl"
     file.unlink(missing_ok=True)
-    flags = {role: [own] * number for (role, own), number in zip(flags_of(args, chosen, gbps, file).items(), count, strict=True)}
+    flags = {
+        role: [(*(WATCHED if role == "decode" else ()), *own)] * number
+        for (role, own), number in zip(flags_of(args, chosen, gbps, file).items(), count, strict=True)
+    }
     print(f"{name}: starting", flush=True)
     with ServersApart(str(args.model), flags, logs, name, args.port, start_timeout=args.start_timeout) as servers:
         # What a first job waits for, such as connections, is none of the figures.

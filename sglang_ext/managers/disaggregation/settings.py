@@ -78,14 +78,22 @@ def refusal(here: LinkSettings, peer: LinkSettings) -> str | None:
     for field in sorted(LinkSettings.__struct_fields__, key="page_size".__eq__):
         ours, theirs = getattr(here, field), getattr(peer, field)
         if ours != theirs:
-            remedy = options_refusal(ours, theirs) if field == "codec_options" else _REMEDIES[field]
+            remedy = _REMEDIES[field]
+            if field == "codec_options":
+                remedy = options_refusal(ours, theirs)
+                ours, theirs = ({name: each.get(name) for name in differing(ours, theirs)} for each in (ours, theirs))
             return f"{field} is {ours!r} at the receiver and {theirs!r} at the sender; {remedy}"
     return None
 
 
+def differing(ours: dict[str, OptionValue], theirs: dict[str, OptionValue]) -> list[str]:
+    """Names of the options that differ, or that one end has alone."""
+    return [name for name in sorted(ours | theirs) if ours.get(name) != theirs.get(name)]
+
+
 def options_refusal(ours: dict[str, OptionValue], theirs: dict[str, OptionValue]) -> str:
     """Which of the options differ, and the remedy."""
-    names = [name for name in sorted(ours | theirs) if ours.get(name) != theirs.get(name)]
+    names = differing(ours, theirs)
     coded = all(name.startswith(CODES) for name in names)
     return f"{', '.join(names)}: {_SAME_CODES if coded else _REMEDIES['codec_options']}"
 

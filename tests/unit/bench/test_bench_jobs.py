@@ -145,6 +145,9 @@ def test_the_first_method_says_which_rate_all_are_sent_at(faked, tmp_path, capsy
     assert "2 prefill and 1 decode servers, 10 Gbit/s, 6 jobs" in shown and "- int8: jobs take" in shown
     flags = dict(FakeServers.made)["int8-2-1-10"]
     assert len(flags["prefill"]) == 2 and "--kv-link-gbps" in flags["prefill"][0] and "--kv-link-gbps" not in flags["decode"][0]
+    # How much of its pool is used is looked at, and so told in each round.
+    interval = "--load-snapshot-publish-interval"
+    assert flags["decode"][0][flags["decode"][0].index(interval) + 1] == "1" and interval not in flags["prefill"][0]
 
 
 def test_a_job_that_breaks_off_fails_its_method_and_others_go_on(faked, monkeypatch, capsys, tmp_path):

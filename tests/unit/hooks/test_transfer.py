@@ -37,9 +37,10 @@ def test_classes_are_found_and_those_of_other_backends_are_sglangs(backend):
     assert asked == (TransferBackend.FAKE, KVClassType.SENDER)
 
 
-def queue_of(worker=None):
-    """SGLang's queue, of a scheduler with this worker."""
-    return SimpleNamespace(scheduler=SimpleNamespace(draft_worker=worker))
+def queue_of(worker=None, pool=100):
+    """SGLang's queue, of a scheduler with this worker, whose pool has so many slots, 10 of them for answers."""
+    sizes = {"max_total_num_tokens": pool, "num_reserved_decode_tokens": 10, "_pre_alloc_fill_len": lambda req: len(req.origin_input_ids)}
+    return SimpleNamespace(scheduler=SimpleNamespace(draft_worker=worker), **sizes)
 
 
 def made(kind):
@@ -65,6 +66,26 @@ def test_a_receiver_learns_the_prompt_and_of_a_request_prefilled_again_the_outpu
     queue = queue_of()
     assert transfer.create_receiver(lambda queue, req, is_rebootstrap: found, queue, req, is_rebootstrap=again) is found
     assert found.kv_receiver._prompt == expected
+
+
+@pytest.mark.parametrize(("tokens", "refused"), [(90, False), (91, True)])
+def test_a_prompt_that_no_empty_pool_would_admit_is_refused_with_what_it_takes_and_the_remedy(tokens, refused):
+    req = SimpleNamespace(origin_input_ids=list(range(tokens)), output_ids=[], to_finish=None)
+    found = SimpleNamespace(kv_receiver=made(ProgressiveReceiver))
+    transfer.create_receiver(lambda queue, req, is_rebootstrap: found, queue_of(), req)
+    assert (req.to_finish is not None) == (found.kv_receiver._refused is not None) == refused
+    if refused:
+        assert req.to_finish.status_code == 400 and found.kv_receiver._refused == req.to_finish.message
+        for word in ("takes 91 tokens", "has 100", "keeps 10", "--num-reserved-decode-tokens", "--max-total-tokens"):
+            assert word in req.to_finish.message
+
+
+def test_a_request_that_was_refused_before_keeps_that_reason_where_the_pool_is_too_small_as_well():
+    earlier = FINISH_ABORT("no such grammar")
+    req = SimpleNamespace(origin_input_ids=[1] * 200, output_ids=[], to_finish=earlier)
+    found = SimpleNamespace(kv_receiver=made(ProgressiveReceiver))
+    transfer.create_receiver(lambda queue, req, is_rebootstrap: found, queue_of(), req)
+    assert req.to_finish is earlier and found.kv_receiver._refused == "no such grammar"
 
 
 @pytest.mark.parametrize("earlier", [None, FINISH_ABORT("no such grammar", 400, "BadRequestError")])

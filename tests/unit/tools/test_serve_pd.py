@@ -158,6 +158,7 @@ def test_a_signal_ends_all_three(port, tmp_path, number, code):
         assert [line.split(":")[0] for line in lines] == ["prefill server", "decode server", "listening on http"]
         process.send_signal(number)
         assert process.wait(20) == code
+        assert "ending all three" in process.stderr.read()
     assert all_closed(port)
 
 
@@ -166,3 +167,15 @@ def test_where_one_ends_all_do_and_its_last_words_are_shown(port, tmp_path):
         assert process.wait(30) == 2
         assert "the router ended, so all do" in (told := process.stderr.read()) and "last words" in told
     assert all_closed(port)
+
+
+def test_a_server_that_ends_while_it_starts_is_named_by_its_role(port, tmp_path, monkeypatch):
+    class Ends(serve_pd.ServerProcess):
+        def __init__(self, model, flags, log, port, **named):
+            super().__init__(model, flags, log, port=port, **named)
+            self.command = [sys.executable, "-c", "print('does not fit the model'); exit(2)"]
+
+    monkeypatch.setattr(serve_pd, "ServerProcess", Ends)
+    args = parsed(port, "--logs", str(tmp_path))
+    with pytest.raises(BenchError, match="(?s)the prefill server: the server ended with code 2.*does not fit the model"):
+        serve_pd.serve(args, serve_pd.flags_of(args))

@@ -73,7 +73,7 @@ class ProgressiveReceiver(CommonKVReceiver):
 
         Args:
             tokens: of the prompt.
-            refused: why SGLang has ended the request already; None where it has not.
+            refused: why the request has ended already; None where it has not.
         """
         self._prompt, self._refused = tokens, refused
 
@@ -128,6 +128,9 @@ class ProgressiveReceiver(CommonKVReceiver):
             super().init(prefill_dp_rank)
         else:
             self._give_up(differs)
+        if self.bootstrap_infos is not None and self.conclude_state is None:
+            # Not only when it has slots: it may be refused for want of these.
+            self._ends_refused()
 
     def send_metadata(
         self,
@@ -147,9 +150,7 @@ class ProgressiveReceiver(CommonKVReceiver):
         if self.bootstrap_infos is None:
             self._give_up(f"no prefill rank is known at {self.bootstrap_addr}")
             return
-        if self._refused is not None:
-            self._give_up(self._refused)
-            self._send_abort_notification()
+        if self._ends_refused():
             return
         prefix, coded = decode_prefix_len or 0, None if self._coded is None else self._coded()
         try:
@@ -253,6 +254,14 @@ class ProgressiveReceiver(CommonKVReceiver):
         pool.written()
         buffers = pool, self.kv_mgr.aux, aux_index
         return ReceivedRoom(codec, *buffers, self.kv_mgr.layers, pages, hashes_at(self._prompt, ends), self, self._queries)
+
+    def _ends_refused(self) -> bool:
+        """Whether the request has ended before its KV is expected: then both sides' rooms end."""
+        if self._refused is None:
+            return False
+        self._give_up(self._refused)
+        self._send_abort_notification()
+        return True
 
     def _give_up(self, reason: str) -> None:
         self.fail(reason)

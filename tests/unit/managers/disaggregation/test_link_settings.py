@@ -9,7 +9,7 @@ from sglang_ext.managers.disaggregation.settings import LinkError, LinkSettings,
 
 OTHER = {
     "model_key": "other", "pool_dtype": "float16", "layers": 31, "kv_heads": 1, "key_dim": 128, "value_dim": 32, "page_size": 128,
-    "codec": "plain", "codec_version": 2, "codec_options": {"sinks": 0}, "reference": "exact", "tp_rank": 1, "tp_size": 2,
+    "codec": "plain", "codec_version": 2, "codec_options": {"sinks": 0, "wide": False}, "reference": "exact", "tp_rank": 1, "tp_size": 2,
 }  # fmt: skip
 
 
@@ -30,6 +30,12 @@ def test_of_several_fields_the_first_is_named_and_what_follows_from_others_last(
     peer = msgspec.structs.replace(SETTINGS, page_size=1, kv_heads=77, tp_size=8)
     assert refusal(SETTINGS, peer).startswith("kv_heads")
     assert refusal(SETTINGS, msgspec.structs.replace(SETTINGS, page_size=1, tp_size=8)).startswith("tp_size")
+
+
+def test_of_options_those_alone_are_shown_that_differ():
+    ours, theirs = (msgspec.structs.replace(SETTINGS, codec_options={"bits": 4, **more}) for more in ({"sinks": 4}, {"codes.bits": 2}))
+    told = refusal(ours, theirs)
+    assert told.startswith("codec_options is {'codes.bits': None, 'sinks': 4} at the receiver and {'codes.bits': 2, 'sinks': None} at the sender")
 
 
 def test_another_version_is_refused_with_both():

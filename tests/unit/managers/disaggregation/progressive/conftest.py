@@ -35,9 +35,9 @@ class Servers:
             made.pack_by(*self.packs)
         return made
 
-    def receiver(self, room, prompt):
+    def receiver(self, room, prompt, refused=None):
         made = ProgressiveReceiver(self.decode, ADDRESS, room)
-        made.take_prompt(prompt)
+        made.take_prompt(prompt, refused)
         if self.traveling is not None:
             made.expect_queries(self.traveling, lambda: ROW)
         if self.coded is not None:

@@ -286,6 +286,16 @@ def test_a_request_that_sglang_refused_ends_on_both_sides_with_its_reason_whiche
             end.failure_exception()
 
 
+def test_a_request_that_was_refused_before_it_has_slots_ends_on_both_sides_without_any(servers):
+    both = servers("raw")
+    sender = both.sender(7, list(range(200)))
+    receiver = both.receiver(7, list(range(200)), refused="no room for it")
+    for end in (receiver, sender):
+        until(lambda: end.poll() == KVPoll.Failed)
+        with pytest.raises(KVTransferError, match="no room for it"):
+            end.failure_exception()
+
+
 def test_a_request_that_sglang_refused_at_the_prefill_server_tells_its_decode_side_also_when_it_is_gone(servers):
     both = servers("raw")
     sender = both.sender(7, list(range(200)))
