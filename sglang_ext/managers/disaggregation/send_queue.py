@@ -1,8 +1,9 @@
 """The sender's rooms: which frame goes next, what is there already, what must go again, who is told.
 
 Strict order over all rooms: auxiliary records whose anchors have gone, anchors, residuals; within each, the order of offers.
-A room's auxiliary record waits until the last of its anchors has gone, its residuals until the record has. A part is cut
-short by one that comes first, and goes on afterwards: of each stream at most one is begun.
+A room's auxiliary record waits until the last of its anchors has gone, its residuals until the record has, unless the link has nothing
+else to send: while a long prompt is computed it would wait from one chunk to the next. A part is cut short by one that comes first, and goes
+on afterwards: of each stream at most one is begun.
 """
 
 import logging
@@ -101,7 +102,7 @@ class OutgoingRoom:
     reading: deque[zmq.MessageTracker] = field(default_factory=deque)
     confirmed: bool = False
     offered: dict[tuple[Stream, int], Sending] = field(default_factory=dict)
-    waiting: dict[Stream, list[Sending]] = field(default_factory=lambda: {stream: [] for stream in Stream})
+    waiting: dict[Stream, deque[Sending]] = field(default_factory=lambda: {stream: deque() for stream in Stream})
     gone: dict[Stream, set[int]] = field(default_factory=lambda: {stream: set() for stream in Stream})
     there: dict[Stream, set[int]] = field(default_factory=lambda: {stream: set() for stream in Stream})
     told: set[Stream] = field(default_factory=set)
@@ -254,6 +255,15 @@ class SendQueue:
                 return self._queues[stream][0]
         return None
 
+    def hurry_residual(self) -> Sending | None:
+        """Where nothing may go: the first residual whose anchor has gone may, before the other anchors of its room."""
+        for room in self.rooms.values():
+            waiting = room.waiting[Stream.RESIDUAL]
+            if room.confirmed and waiting and waiting[0].number in room.gone[Stream.ANCHOR]:
+                self._queues[Stream.RESIDUAL].append(sending := waiting.popleft())
+                return sending
+        return None
+
     def unsent(self, stream: Stream) -> int:
         """Parts of a stream that were offered and did not go whole."""
         return len(self._queues[stream]) + sum(len(room.waiting[stream]) for room in self.rooms.values())
@@ -313,7 +323,7 @@ class SendQueue:
         for room in self.rooms.values():
             room.confirmed = False
             room.gone = {stream: set(numbers) for stream, numbers in room.there.items()}
-            room.waiting = {stream: [] for stream in Stream}
+            room.waiting = {stream: deque() for stream in Stream}
             for (stream, _), sending in room.offered.items():
                 sending.offset = 0
                 room.waiting[stream].append(sending)
@@ -330,7 +340,7 @@ class SendQueue:
             if waiting and room.may_go(stream):
                 # What the receiver turned out to have is not offered any more.
                 self._queues[stream].extend(sending for sending in waiting if (stream, sending.number) in room.offered)
-                room.waiting[stream] = []
+                waiting.clear()
 
 
 def _bits(bitmap: bytes) -> Iterator[int]:

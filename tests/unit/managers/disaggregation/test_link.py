@@ -94,6 +94,19 @@ def test_anchors_that_come_late_overtake_residuals_of_other_rooms(ends):
     assert sum(when > anchor for when in residuals) >= 3 and residual > max(residuals)
 
 
+def test_residuals_go_while_other_anchors_of_their_room_are_computed(ends):
+    server, listener, sink = ends.server(), Listener(), Sink()
+    link = ends.link(server.endpoint)
+    server.register(1, expected(shape(2)), sink)
+    link.open(1, shape(2), listener)
+    for stream in (Stream.RESIDUAL, Stream.ANCHOR):
+        link.offer(1, part(stream, b"12345"))
+    until(lambda: (Stream.RESIDUAL, 0) in sink.content())
+    for stream, page in ((Stream.RESIDUAL, 1), (Stream.AUX, 0), (Stream.ANCHOR, 1)):
+        link.offer(1, part(stream, b"12345", page))
+    until(lambda: listener.reasons == {1: None})
+
+
 @pytest.mark.parametrize("gbps, size", [(0.05, 9_000_000), (1.0, 200_000_000)])
 def test_the_rate_is_kept_within_5_percent(ends, gbps, size):
     pages, measured = 100, 0.0
