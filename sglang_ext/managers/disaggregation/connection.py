@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 # Until libzmq has told why it gave a connection up.
 EVENT_MS = 100
+# Seconds over which is measured how fast a receiver takes bytes.
+MEASURED = 0.02
 _FAILED_HANDSHAKES = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 
@@ -45,6 +47,7 @@ class Connection:
         heard, pinged: when the receiver last said something, and when it was last asked to.
         window: bytes that may be under way; 0 until the receiver answered Hello.
         credit: bytes that may be sent now.
+        rate: bytes per second that the receiver took lately.
     """
 
     def __init__(self, context: zmq.Context, endpoint: str, keys: LinkKeys | None, handshake_seconds: float) -> None:
@@ -62,6 +65,7 @@ class Connection:
         self.socket.connect(endpoint)
         self.heard = self.pinged = time.monotonic()
         self.window = self.credit = 0
+        self.rate, self._taken, self._taken_since = 0.0, 0, self.heard
 
     @property
     def welcomed(self) -> bool:
@@ -87,6 +91,10 @@ class Connection:
     def grant(self, size: int) -> None:
         """The receiver has taken ``size`` bytes."""
         self.credit = min(self.window, self.credit + size)
+        self._taken += size
+        seconds = self.heard - self._taken_since
+        if seconds >= MEASURED:
+            self.rate, self._taken, self._taken_since = self._taken / seconds, 0, self.heard
 
     def say(self, message: wire.FromSender) -> int:
         """Send a message; its bytes.

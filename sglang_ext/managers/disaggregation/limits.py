@@ -15,7 +15,8 @@ class LinkLimits:
     Attributes:
         frame_bytes: of a part that travel at once; paced links take fewer (pacing.py). What becomes urgent waits for one.
         window_bytes: that a sender may have under way before the receiver grants more.
-        residual_bytes: under way at which no residual is sent, so that anchors wait for little where the network is slow.
+        residual_bytes, residual_seconds: under way at which no residual is sent, so that anchors wait for little where the network is slow:
+            the bytes, or what a receiver takes in that time, if it is more.
         queued_bytes: that a sender holds for all its rooms; more are refused.
         repeats: of a part whose checksum was wrong, before its room fails.
         reconnects: without anything acknowledged in between, before all rooms fail.
@@ -29,6 +30,7 @@ class LinkLimits:
     frame_bytes: int = 1 << 22
     window_bytes: int = 1 << 25
     residual_bytes: int = 1 << 22
+    residual_seconds: float = 0.005
     queued_bytes: int = 1 << 32
     repeats: int = 2
     reconnects: int = 3
@@ -43,11 +45,16 @@ class LinkLimits:
         stop those that follow."""
         return replace(self, window_bytes=min(max(self.window_bytes, 4 * size), MOST_WINDOW))
 
+    def residuals_at(self, rate: float) -> float:
+        """Bytes under way at which no residual is sent to a receiver that takes ``rate`` bytes per second."""
+        return max(self.residual_bytes, rate * self.residual_seconds)
+
     def __post_init__(self) -> None:
         self._check("frame_bytes", 1 <= self.frame_bytes <= MOST_FRAME, f"1 to {MOST_FRAME}")
         least = 2 * (self.frame_bytes + FRAME_OVERHEAD)
         self._check("window_bytes", least <= self.window_bytes <= MOST_WINDOW, f"{least} (two frames) to {MOST_WINDOW}")
         self._check("residual_bytes", self.residual_bytes >= 1, "at least 1")
+        self._check("residual_seconds", 0 <= self.residual_seconds <= 1, "0 to 1")
         self._check("queued_bytes", self.queued_bytes >= 1, "at least 1")
         for name in ("repeats", "reconnects", "finished_rooms"):
             self._check(name, getattr(self, name) >= 0, "0 or above")

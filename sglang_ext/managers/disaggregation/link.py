@@ -270,7 +270,7 @@ class Link:
             return wait
         begin = sending.offset
         payload = sending.part.payload[begin : begin + self._frame_bytes]
-        late = sending.part.stream is Stream.RESIDUAL and connection.outstanding >= self._limits.residual_bytes
+        late = sending.part.stream is Stream.RESIDUAL and connection.outstanding >= self._limits.residuals_at(connection.rate)
         if len(payload) + FRAME_OVERHEAD > connection.credit or late:
             self._waits.wait_for("credit")
             return LOOK

@@ -213,6 +213,21 @@ def test_residuals_under_way_are_few(ends):
     assert 0 < max(seen) <= (1 << 17) + (1 << 16) + FRAME_OVERHEAD and listener.reasons == {1: None}
 
 
+def test_more_residuals_are_under_way_to_a_receiver_that_takes_more(ends):
+    limits = LinkLimits(frame_bytes=1 << 14, window_bytes=1 << 23, residual_bytes=1 << 14, residual_seconds=0.02)
+    server = ends.server(limits=limits)
+    link, sink, listener, seen = ends.link(server.endpoint, limits), Sink(), Listener(), []
+    of = shape(20, aux=False)
+    server.register(1, expected(of), sink)
+    link.open(1, of, listener)
+    fill(link, 1, 20, 1_000_000, (Stream.ANCHOR, Stream.RESIDUAL))
+    until(lambda: listener.streams.get(1) == [Stream.ANCHOR])
+    while not listener.reasons:
+        seen.append(link.outstanding_bytes)
+        time.sleep(0.0005)
+    assert max(seen) > 4 << 14 and listener.reasons == {1: None}
+
+
 def test_residuals_do_not_wait_for_a_quiet_moment_where_the_window_is_large(ends, monkeypatch):
     monkeypatch.setattr(link_server, "SOON", 3.0)
     limits = LinkLimits(frame_bytes=1 << 12, window_bytes=1 << 20, residual_bytes=1 << 13, ping_seconds=20, silence_seconds=30)
