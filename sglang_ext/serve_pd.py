@@ -25,6 +25,7 @@ from sglang_ext.bench.server import ServerProcess, check_servers, leave_on_signa
 from sglang_ext.bench.servers_apart import ROLES
 
 ROUTER = "sglang_router"
+INSTALL_ROUTER = "pip install --no-deps -r requirements/pd.txt, or run make serve-pd"
 # Those that this program gives itself.
 GIVEN = ("--model-path", "--model", "--host", "--port", "--disaggregation-mode", "--disaggregation-bootstrap-port")
 # All of it stays on the loopback interface.
@@ -134,7 +135,7 @@ def check(args: argparse.Namespace) -> dict[str, tuple[str, ...]]:
         BenchError: says what cannot, and the remedy.
     """
     if importlib.util.find_spec(ROUTER) is None:
-        raise BenchError(f"SGLang's router ({ROUTER}) is not installed: pip install --no-deps -r requirements/pd.txt, or run make serve-pd")
+        raise BenchError(f"SGLang's router ({ROUTER}) is not installed: {INSTALL_ROUTER}")
     check_ports(args.port)
     flags = flags_of(args)
     check_servers(args.model, {role: flags[role] for role in ROLES})
