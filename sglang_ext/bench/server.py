@@ -94,15 +94,21 @@ def check_servers(model: str, servers: Mapping[str, Sequence[str]]) -> None:
         raise BenchError(f"--model {missing}: pass a Hugging Face folder")
     # SGLang is loaded apart, so that the process that measures takes none of the memory that servers find free; its warnings, of
     # what this machine lacks, and what flags of benchmarks do are for the servers' logs.
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), warnings.simplefilter, ("ignore",)) as apart:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _leave_to_logs) as apart:
         apart.submit(_check_flags, model, dict(servers)).result()
+
+
+def _leave_to_logs() -> None:
+    """Of a process that only checks."""
+    warnings.simplefilter("ignore")
+    from sglang_ext.config import benchmark_options
+
+    benchmark_options.logger.setLevel(logging.ERROR)
 
 
 def _check_flags(model: str, servers: Mapping[str, Sequence[str]]) -> None:
     from sglang_ext.bench import server_flags
-    from sglang_ext.config import benchmark_options
 
-    benchmark_options.logger.setLevel(logging.ERROR)
     server_flags.check(model, servers)
 
 
