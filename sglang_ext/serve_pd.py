@@ -21,10 +21,11 @@ from pathlib import Path
 from sglang_ext.bench import BenchError
 from sglang_ext.bench.client import HEALTH_SECONDS, HOST, free_port
 from sglang_ext.bench.options import LAST_PORT
-from sglang_ext.bench.server import ServerProcess, check_servers, leave_on_signals, stop_all
+from sglang_ext.bench.server import ServerProcess, check_servers, leave_on_signals, stop_all, stop_together
 from sglang_ext.bench.servers_apart import ROLES
 
 ROUTER = "sglang_router"
+INSTALL_ROUTER = "pip install --no-deps -r requirements/pd.txt, or run make serve-pd"
 # Those that this program gives itself.
 GIVEN = ("--model-path", "--model", "--host", "--port", "--disaggregation-mode", "--disaggregation-bootstrap-port")
 # All of it stays on the loopback interface.
@@ -134,7 +135,7 @@ def check(args: argparse.Namespace) -> dict[str, tuple[str, ...]]:
         BenchError: says what cannot, and the remedy.
     """
     if importlib.util.find_spec(ROUTER) is None:
-        raise BenchError(f"SGLang's router ({ROUTER}) is not installed: pip install --no-deps -r requirements/pd.txt, or run make serve-pd")
+        raise BenchError(f"SGLang's router ({ROUTER}) is not installed: {INSTALL_ROUTER}")
     check_ports(args.port)
     flags = flags_of(args)
     check_servers(args.model, {role: flags[role] for role in ROLES})
@@ -165,19 +166,20 @@ def serve(args: argparse.Namespace, flags: dict[str, tuple[str, ...]]) -> None:
         for role in ROLES
     }
     router = Router(args.port, tuple(ports.values()), args.port + 3, args.logs / f"router-{args.port}.log")
+    everything = {**{f"{role} server": server for role, server in servers.items()}, "router": router}
     with ExitStack() as running:
+        running.callback(stop_together, everything.values())
         for role, server in servers.items():
             print(f"{role} server: starting on port {server.port}, log {server.log}", flush=True)
-            running.callback(server.stop)
             server.start()
         for role, server in servers.items():
             try:
                 server.wait_healthy()
             except BenchError as error:
                 raise BenchError(f"the {role} server: {error}") from error
-        running.enter_context(router)
+        router.start()
+        router.wait_healthy()
         print(f"listening on {router.url}; try: {_request(router.url)}", flush=True)
-        everything = {**{f"{role} server": server for role, server in servers.items()}, "router": router}
         while all(each.running for each in everything.values()):
             time.sleep(LOOK)
         ended = next(name for name, each in everything.items() if not each.running)

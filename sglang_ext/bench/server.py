@@ -1,5 +1,6 @@
 """A real SGLang server as a subprocess."""
 
+import logging
 import multiprocessing
 import os
 import re
@@ -10,9 +11,9 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import IO
@@ -39,10 +40,33 @@ def file_name(arm: str) -> str:
 
 
 def stop_all() -> None:
-    """End all servers of this process that run: requests under way fail then, instead of being waited for."""
-    for server in list(_entered):
+    """End all servers of this process that run, together: requests under way fail then, instead of being waited for."""
+    servers = list(_entered)
+    for server in servers:
         server.stop_grace = min(server.stop_grace, INTERRUPTED_GRACE)
-        server.stop()
+    stop_together(servers)
+
+
+def stop_together(servers: Iterable["ServerProcess"]) -> None:
+    """End servers as one is ended: SIGTERM to all, and SIGKILL to what is left of each group after its grace.
+
+    Without threads: a signal's handler, which may have interrupted one that was being started, calls this.
+    """
+    ending = [(process, server.stop_grace) for server in servers if (process := server.give_up()) is not None]
+    begun = time.monotonic()
+    for process, _ in ending:
+        process.terminate()
+    for process, grace in ending:
+        _wait(process, begun + grace)
+    left = _groups_after([process.pid for process, _ in ending], ORPHAN_GRACE)
+    for group in left:
+        with suppress(ProcessLookupError):  # it ended between the look and the signal
+            os.killpg(group, signal.SIGKILL)
+    killed = time.monotonic()
+    for process, _ in ending:
+        # Not for ever: where a signal's handler stops servers, what it interrupted may hold the lock under which the end is noted.
+        _wait(process, killed + ORPHAN_GRACE)
+    _groups_after(left, ORPHAN_GRACE)
 
 
 def leave_on_signals(leave: Callable[[int, FrameType | None], None]) -> None:
@@ -69,9 +93,17 @@ def check_servers(model: str, servers: Mapping[str, Sequence[str]]) -> None:
     if missing is not None:
         raise BenchError(f"--model {missing}: pass a Hugging Face folder")
     # SGLang is loaded apart, so that the process that measures takes none of the memory that servers find free; its warnings, of
-    # what this machine lacks, are for the servers' logs.
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), warnings.simplefilter, ("ignore",)) as apart:
+    # what this machine lacks, and what flags of benchmarks do are for the servers' logs.
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _leave_to_logs) as apart:
         apart.submit(_check_flags, model, dict(servers)).result()
+
+
+def _leave_to_logs() -> None:
+    """Of a process that only checks."""
+    warnings.simplefilter("ignore")
+    from sglang_ext.config import benchmark_options
+
+    benchmark_options.logger.setLevel(logging.ERROR)
 
 
 def _check_flags(model: str, servers: Mapping[str, Sequence[str]]) -> None:
@@ -173,27 +205,14 @@ class ServerProcess(ServerClient):
 
     def stop(self) -> None:
         """End the server: SIGTERM and wait; SIGKILL to what is left of its group after the grace."""
+        stop_together([self])
+
+    def give_up(self) -> subprocess.Popen[bytes] | None:
+        """The process, for who ends it, and which is no longer this server's; None where it was not started, or is given up."""
         process, self._process = self._process, None
-        if process is None:
-            return
-        _entered.remove(self)
-        process.terminate()
-        try:
-            process.wait(self.stop_grace)
-        except subprocess.TimeoutExpired:
-            pass  # the group is killed below
-        if _wait_group_gone(process.pid, ORPHAN_GRACE):
-            return
-        try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            return  # it ended between the look and the signal
-        try:
-            # Not for ever: where a signal's handler stops servers, what it interrupted may hold the lock under which the end is noted.
-            process.wait(ORPHAN_GRACE)
-        except subprocess.TimeoutExpired:
-            pass
-        _wait_group_gone(process.pid, ORPHAN_GRACE)
+        if process is not None:
+            _entered.remove(self)
+        return process
 
     @property
     def running(self) -> bool:
@@ -235,13 +254,23 @@ class ServerProcess(ServerClient):
                 )
 
 
-def _wait_group_gone(group: int, seconds: float) -> bool:
-    """Wait until no process of the group is left, at most ``seconds``; whether that is so."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        try:
-            os.killpg(group, 0)
-        except ProcessLookupError:
-            return True
+def _wait(process: subprocess.Popen[bytes], deadline: float) -> None:
+    """Wait until a process has ended, at most until ``deadline``, of ``time.monotonic``."""
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(max(0.0, deadline - time.monotonic()))
+
+
+def _groups_after(groups: Iterable[int], seconds: float) -> list[int]:
+    """Process groups of which some process is left after ``seconds``; it waits no longer than until there is none."""
+    left, deadline = list(groups), time.monotonic() + seconds
+    while (left := [group for group in left if _is_there(group)]) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return False
+    return left
+
+
+def _is_there(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True

@@ -32,6 +32,11 @@ def _prefills(args: "KVServerArgs") -> bool:
     return args.disaggregation_mode == "prefill"
 
 
+def _packs_all(args: "KVServerArgs") -> str | None:
+    """The first method of the server that packs all tokens; None where none does."""
+    return next((offer.packs for offer in offers(args) if offer.packs and offer.drops is None and offer.budget == 1), None)
+
+
 ROLES: tuple[Refusal, ...] = (
     Refusal(
         "--disaggregation-mode decode --kv-host-gb",
@@ -50,6 +55,12 @@ ROLES: tuple[Refusal, ...] = (
         lambda args: _prefills(args) and args.kv_full_tier != "device",
         "a server that only prefills has no running requests whose full KV could leave the device",
         "leave out --kv-full-tier there",
+    ),
+    Refusal(
+        "--kv-bench-codec",
+        lambda args: transfers(args) and args.kv_bench_codec is not None and args.kv_mode == "lossy" and _packs_all(args) is not None,
+        "in mode lossy prompts travel as the codes of their copies, with a method that packs all tokens, and it would replace these",
+        "leave out --kv-bench-codec on both servers, or use --kv-mode verified there",
     ),
     Refusal(
         "--disaggregation-decode-enable-radix-cache",
@@ -93,7 +104,7 @@ def traveling_codes(args: "KVServerArgs") -> dict[str, bool | int | str]:
     exact = args.enable_deterministic_inference and args.device != "cpu"
     if not transfers(args) or args.kv_mode != "lossy" or args.kv_bench_codec is not None or exact:
         return {}
-    packs = next((offer.packs for offer in offers(args) if offer.packs and offer.drops is None and offer.budget == 1), None)
+    packs = _packs_all(args)
     if packs is None:
         return {}
     bits, partition = catalogue.code_bits(packs, args.kv_bits), catalogue.partition_size(packs, args.kv_partition)

@@ -38,6 +38,7 @@ from sglang_ext.doctor.serving import (
     check_hooks,
     check_kernels,
     check_model,
+    check_router,
     check_transfer,
 )
 
@@ -62,6 +63,7 @@ def examine(model: str | None = None) -> list[Check]:
     ]
     if package_version("sglang") and package_version("torch"):
         wanted += [("device", check_device), ("attention backends", check_attention_backends), ("KV transfer", check_transfer)]
+        wanted += [("router", check_router)]
         wanted += [("hooks", check_hooks), (CACHE_RANKS, check_cache_ranks)]
         if model is not None:
             wanted += [("model", lambda: check_model(model)), ("kernels", lambda: check_kernels(model))]

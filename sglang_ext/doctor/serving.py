@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import zmq
 
+from sglang_ext import serve_pd
 from sglang_ext.config import model_folder, model_options, options, transports
 from sglang_ext.config.disaggregation_options import BACKEND
 from sglang_ext.doctor.installation import SGLANG_VERSION, Check, told, verdict
@@ -70,6 +71,13 @@ def check_transfer() -> Check:
     return Check("KV transfer", True, ", ".join(found) + (f"; not {transports.MOONCAKE_TCP}: {lacking}" if lacking else ""))
 
 
+def check_router() -> Check:
+    """Whether SGLang's router is there, which serve_pd starts before a prefill and a decode server; who serves from one needs none."""
+    # As serve_pd looks for it: its package has another name than what it installs.
+    there = find_spec(serve_pd.ROUTER) is not None
+    return Check("router", True, serve_pd.ROUTER if there else f"none, which serve_pd needs: {serve_pd.INSTALL_ROUTER}")
+
+
 def check_hooks() -> Iterator[Check]:
     """One line for each hook or use that does not fit, or one that says that all do."""
     table = hooking.entries()
@@ -92,7 +100,8 @@ class Model:
         unsupported: why it cannot be compressed; None where it can.
         head_dim: channels of a head.
         query_heads, kv_heads: of a layer.
-        dtype: of its weights.
+        dtype: in which SGLang computes unless ``--dtype`` says another.
+        stored: dtype of its weights in the folder.
     """
 
     architecture: str
@@ -101,6 +110,7 @@ class Model:
     query_heads: int
     kv_heads: int
     dtype: torch.dtype
+    stored: torch.dtype
 
 
 @cache
@@ -124,6 +134,7 @@ def read_model(path: str) -> Model | Check:
             query_heads=config.get_num_attention_heads(1),
             kv_heads=config.get_num_kv_heads(1),
             dtype=config.dtype,
+            stored=getattr(config.hf_config, "dtype", None) or config.dtype,
         )
     except Exception as error:  # what transformers and SGLang raise depends on what is wrong in the file
         logger.debug("sglang-ext: %s cannot be read", path, exc_info=True)
@@ -151,7 +162,10 @@ def check_kernels(path: str) -> list[Check]:
         # The check of the model says why.
         return []
     group = model.query_heads // model.kv_heads
-    shape = f"{model.head_dim} channels a head, {group} query heads a KV head, {str(model.dtype).removeprefix('torch.')}"
+    dtype, stored = (str(each).removeprefix("torch.") for each in (model.dtype, model.stored))
+    # SGLang's --dtype auto takes float16 for float32.
+    computed = dtype if dtype == stored else f"{dtype} unless --dtype says another (stored: {stored})"
+    shape = f"{model.head_dim} channels a head, {group} query heads a KV head, {computed}"
     if not torch.cuda.is_available():
         return [Check("kernels", True, f"no GPU; {shape}: PyTorch")]
     gpu = torch.cuda.get_device_properties(0)

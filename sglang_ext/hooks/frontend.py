@@ -87,8 +87,8 @@ def check_shape(original: Callable, obj: GenerateReqInput) -> None:
         raise ValueError(f"sampling_params.n is {obj.parallel_sample_num}; pass a whole number from 1, or leave it out")
     if obj.parallel_sample_num > 1 and any(obj.bootstrap_room or ()):
         raise ValueError(
-            f"sampling_params.n is {obj.parallel_sample_num} with a bootstrap_room, and a prefill and a decode server give one answer to "
-            "each room; send the request as many times, or leave n out"
+            f"sampling_params.n is {obj.parallel_sample_num}, and servers that prefill and decode apart give one answer to each request; send "
+            "the request as many times, or leave n out"
         )
     for name in given:
         if len(getattr(obj, name)) < obj.batch_size:

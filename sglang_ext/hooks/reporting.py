@@ -1,4 +1,6 @@
-"""When an answer that is not streamed is told to the frontend, which takes the times of ``meta_info`` and ``/metrics`` from that.
+"""What SGLang's scheduler tells of rounds: when an answer is told to the frontend, and what counts as accepted in its log and metrics.
+
+The frontend takes the times of ``meta_info`` and ``/metrics`` from when an answer that is not streamed is told.
 
 SGLang sends such an answer's tokens where their number is a multiple of ``SGLANG_FORCE_STREAM_INTERVAL``. Tokens that come
 several at once step over these numbers: the first that the frontend sees is then the end, which stands for the first token.
@@ -9,6 +11,22 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.scheduler_components.metrics_reporter import SchedulerMetricsReporter
+
+    from sglang_ext.managers.spec_decode.result import RoundResult
+
+
+def count_plain_steps(reporter: "SchedulerMetricsReporter", result: "RoundResult") -> None:
+    """Count each token that a step gave, of a request that did not draft, as a forward of its own; before SGLang counts the round's.
+
+    SGLang takes all tokens of a round but the first for accepted drafts: a server of mode lossy would log an accept length of 4.
+
+    Args:
+        reporter: divides tokens by forwards.
+        result: of all requests of the round.
+    """
+    counts = result.accept_lens.tolist()
+    reporter.spec_num_forward_ct += sum(max(0, counts[i] - 1) for i in result.round.answering)
 
 
 def send_what_is_due(original: Callable, accumulator, *, req: "Req") -> None:

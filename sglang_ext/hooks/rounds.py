@@ -19,6 +19,7 @@ from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
 
 from sglang_ext.device import to_device
 from sglang_ext.hooks.finish import tokens_to_end
+from sglang_ext.hooks.reporting import count_plain_steps
 from sglang_ext.managers.spec_decode.grammar import is_walked
 from sglang_ext.managers.spec_decode.requests import end_of_answer
 from sglang_ext.managers.spec_decode.result import RoundResult
@@ -100,6 +101,8 @@ def process_emitted(original: Callable, processor, batch: "ScheduleBatch", resul
     emitting = [i for i, count in enumerate(result.accept_lens.tolist()) if count > 0]
     if not emitting:
         return None
+    if isinstance(result, RoundResult) and result.round is not None:
+        count_plain_steps(processor.metrics_reporter, result)
     if len(emitting) < len(batch.reqs):
         batch, result = _subset(batch, emitting), _result_subset(result, emitting)
     return _advance_grammars_last(original, processor, batch, result)

@@ -5,7 +5,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from sglang_ext.config.disaggregation_options import BACKEND
-from sglang_ext.hooks import coded_prompts
+from sglang_ext.hooks import coded_prompts, failed_rooms
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodePreallocQueue, DecodeRequest
@@ -95,9 +95,10 @@ def create_receiver(original: Callable, queue: "DecodePreallocQueue", req: "Req"
 
 
 def prepare_abort(original: Callable, req: "Req", error_message: str, status_code: int | None = None) -> None:
-    """Hook around ``prepare_abort``, by which a failed room ends its request: one that SGLang has ended before, such as one whose grammar
-    could not be compiled, ends with that reason and status."""
-    original(req, error_message, status_code=status_code)
+    """Hook around ``prepare_abort``, by which a failed room ends its request, in words for its client (failed_rooms.py): one that SGLang has
+    ended before, such as one whose grammar could not be compiled, ends with that reason and status."""
+    message, status = failed_rooms.told(error_message, getattr(req, "bootstrap_room", None), status_code)
+    original(req, message, status_code=status)
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
     if isinstance(req.to_finish, FINISH_ABORT):

@@ -41,6 +41,10 @@ TRANSFER_USES: tuple[Use, ...] = (
         f"{CONNECTIONS}.CommonKVSender._record_transfer_indices",
         "SGLang's metrics count pages that were sent", ("self", "kv_indices", "state_indices"),
     ),
+    Use(
+        f"{CONNECTIONS}.KVTransferError",
+        "a client is told why its room failed, without what is for the log", mentions=("KVTransferError(bootstrap_room={self.bootstrap_room}): ",),
+    ),
     Use(f"{CONNECTIONS}.CommonKVReceiver._check_waiting_timeout", "a prefill side that never sends is not waited for", ("self",)),
     Use(f"{CONNECTIONS}.CommonKVReceiver._send_abort_notification", "the prefill side is told in messages of ours", ("self",)),
     Use(
@@ -77,6 +81,10 @@ USES: tuple[Use, ...] = (
         "SchedulerBatchResultProcessor._handle_finish_state_updated_req",
         "an aborted request whose drafts gather finishes without a new token",
         ("self", "req", "batch", "result", "i", "logits_output"),
+    ),
+    Use(
+        "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter.update_spec_metrics",
+        "tokens of plain steps count as one forward each, not as drafts that were accepted", mentions=("self.spec_num_forward_ct += bs",),
     ),
     Use(
         "sglang.srt.managers.utils.GenerationBatchResult",

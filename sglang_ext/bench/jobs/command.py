@@ -10,6 +10,8 @@ for all methods: the highest rate that the first can hold. Name the slowest firs
 A job's completion time is divided into waiting (for slots of the decode server), prefill (its queue among it), encoding (what is left of
 it once the prompt is computed), transfer (until decoding can begin) and decode, in which a method that reads codes also corrects or
 dequantizes. *Tokens used* counts slots of a decode server's pool that were taken at a time, those of copies among them.
+
+JSON has all jobs; it is written after each method, with what is left to measure.
 """
 
 import argparse
@@ -78,12 +80,13 @@ def run(args: argparse.Namespace) -> int:
     found: list[Figures] = []
     jobs: list[dict] = []
     failed: dict[str, str] = {}
+    left = [label(each, count, link) for count in counts for link in links for each in chosen]
     with log_folder(args) as logs:
         for count in counts:
             for link in links:
                 chosen_rates = rates
                 for each in chosen:
-                    name = label(each, count, link)
+                    name = left.pop(0)
                     why = obstacle(each, link)
                     if why is None:
                         try:
@@ -93,12 +96,20 @@ def run(args: argparse.Namespace) -> int:
                     if why is not None:
                         failed[name] = why
                         print(f"{name}: left out: {why}", flush=True)
+                    # Whoever ends the run keeps what was measured.
+                    write_measured(args, found, jobs, failed, left)
     for line in tables(found):
         print(line)
-    if args.json:
-        measured = {"figures": [asdict(each) for each in found], "jobs": jobs, "failed": failed}
-        report.write_json(args.json, {"arguments": vars(args), **report.origin(), **measured})
     return 1 if failed else 0
+
+
+def write_measured(
+    args: argparse.Namespace, found: Sequence[Figures], jobs: Sequence[dict], failed: dict[str, str], left: Sequence[str]
+) -> None:
+    """--json, where ``left`` are servers that have yet to be measured."""
+    if args.json:
+        measured = {"figures": [asdict(each) for each in found], "jobs": jobs, "left": left, "failed": failed}
+        report.write_json(args.json, {"arguments": vars(args), **report.origin(), **measured})
 
 
 def check(args: argparse.Namespace, counts: Sequence[tuple[int, int]]) -> None:

@@ -165,6 +165,22 @@ def test_a_job_that_breaks_off_fails_its_method_and_others_go_on(faked, monkeypa
     assert "a job ended after 1 of 5 tokens" in capsys.readouterr().out
     report = json.loads((tmp_path / "out.json").read_text())
     assert [each["method"] for each in report["figures"]] == ["raw", "int4"] and [*report["failed"]] == ["int8-1-1-10"]
+    assert report["left"] == []
+
+
+def test_a_run_that_is_ended_leaves_what_it_measured(faked, monkeypatch, tmp_path):
+    def enter(servers):
+        if servers.made[-1][0].startswith("int4"):
+            raise KeyboardInterrupt
+        return servers
+
+    monkeypatch.setattr(FakeServers, "__enter__", enter)
+    wanted = ["--method", "raw,int8,int4,bf16", "--rate", "0", "--jobs", "2", "--context-len", "64", "--output-len", "5"]
+    with pytest.raises(KeyboardInterrupt):
+        main([*faked, *wanted, "--json", str(tmp_path / "out.json")])
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert [each["method"] for each in report["figures"]] == ["raw", "int8"] and len(report["jobs"]) == 4
+    assert report["left"] == ["int4-1-1-10", "bf16-1-1-10"]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 from sglang_ext.bench import BenchError, server_flags
 from sglang_ext.bench import server as server_module
 from sglang_ext.bench.client import SamplingSettings, ServerClient, free_port
-from sglang_ext.bench.server import ServerProcess, check_servers, leave_on_signals
+from sglang_ext.bench.server import ServerProcess, check_servers, leave_on_signals, stop_all
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -176,6 +177,24 @@ class TestServerProcess:
             ended = not stopping.is_alive()
         assert ended and process.wait(20) < 0
 
+    def test_servers_that_take_their_time_are_ended_at_once(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(server_module, "INTERRUPTED_GRACE", 1.0)
+        stubborn = "import os, signal, time; signal.signal(15, 1); print(os.getpid(), flush=True); time.sleep(60)"
+        servers = [ServerProcess("m", (), tmp_path / f"log{place}") for place in range(4)]
+        for server in servers:
+            server.command = (sys.executable, "-c", stubborn)
+            server.start()
+        deadline = time.monotonic() + 20
+        while not all(server.log.read_text() for server in servers) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        begun = time.monotonic()
+        stop_all()
+        # One after another each would take a grace for itself, and one for what is left of its group.
+        assert time.monotonic() - begun < 2 * (1.0 + server_module.ORPHAN_GRACE)
+        assert not any(server.running or is_running(int(server.log.read_text())) for server in servers)
+        for server in servers:
+            server.stop()
+
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
     def test_a_benchmark_that_is_ended_leaves_no_server(self, tmp_path: Path, number: int) -> None:
         """Though it waits for a request in another thread, and the server takes its time to end."""
@@ -226,6 +245,14 @@ def test_flags_are_checked_in_a_process_that_is_gone_afterwards(capfd: pytest.Ca
         check_servers("m", {"first": ("--kv-mode", "verified"), "other": ("--config", "c.yaml"), "second": ("--nonsense",)})
     assert capfd.readouterr() == ("", "")
     assert not multiprocessing.active_children()
+
+
+def test_what_flags_of_a_benchmark_do_is_not_said_before_its_servers_start(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Of a file that nobody writes yet it would say that it is written."""
+    links = ("--disaggregation-transfer-backend", "progressive", "--disaggregation-mode", "prefill")
+    (tmp_path / "config.json").write_text("{}")
+    check_servers(str(tmp_path), {"raw prefill": (*links, "--kv-bench-timeline", str(tmp_path / "any-timeline.jsonl"), "--kv-bench-codec", "int4")})
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_prefill_and_a_decode_server_whose_links_would_not_fit_are_refused() -> None:

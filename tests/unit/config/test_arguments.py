@@ -378,6 +378,16 @@ def test_flags_for_benchmarks_parse_and_the_log_says_what_they_do(folder, caplog
     assert build(folder(), kv_mode="verified", kv_bench_acceptance=0).kv_bench_acceptance == 0, "it is a probability, too"
 
 
+@pytest.mark.parametrize("method", ["kivi", "snapkv"])
+def test_a_benchmarks_codec_is_refused_where_prompts_would_travel_as_codes(folder, method):
+    over = {"disaggregation_mode": "prefill", "disaggregation_transfer_backend": "progressive", "kv_mode": "lossy", "kv_bench_codec": "int4"}
+    if method == "snapkv":
+        assert build(folder(), kv_compressor=method, **over).kv_bench_codec == "int4"
+        return
+    with pytest.raises(OptionError, match="--kv-bench-codec: in mode lossy prompts travel as the codes of their copies, .* leave out --kv-bench-codec on both servers"):
+        build(folder(), kv_compressor=method, **over)
+
+
 @pytest.mark.parametrize("mode", ["full", "verified"])
 def test_flags_that_benchmarks_of_transfers_need_are_told_in_any_mode_and_nobody_begins_on_a_lossy_codec(folder, caplog, tmp_path, mode):
     over = {"disaggregation_mode": "decode", "disaggregation_transfer_backend": "progressive", "kv_mode": mode}

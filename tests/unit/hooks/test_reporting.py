@@ -1,9 +1,13 @@
 """Of answers that are not streamed the frontend hears at their first token, and each time that they pass SGLang's interval."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
+from sglang.srt.managers.scheduler_components.metrics_reporter import SchedulerMetricsReporter
 from test_finish import make_request
 
-from sglang_ext.hooks.reporting import send_what_is_due
+from sglang_ext.hooks.reporting import count_plain_steps, send_what_is_due
 
 INTERVAL = 50
 
@@ -58,3 +62,21 @@ def test_what_may_begin_a_stop_string_waits_until_it_does_not():
 def test_answers_that_a_pattern_may_end_are_left_to_sglang():
     steps = [[0]] + [[0] * 7] * 10
     assert lengths(steps, ours, stop_regex=["b+"], max_new_tokens=99) == lengths(steps, stocks, max_new_tokens=99) == [50]
+
+
+@pytest.mark.parametrize(
+    ("answering", "tokens", "length"),
+    [([0, 1], [4, 2], 1.0), ([], [4, 2], 3.0), ([1], [5, 4], 9 / 5), ([0, 1], [0, 3], 1.0)],
+    ids=["nobody drafts", "all draft", "one drafts", "one is over"],
+)
+def test_of_who_does_not_draft_each_token_is_a_forward_in_sglangs_accept_length(answering, tokens, length):
+    reporter = SimpleNamespace(
+        spec_num_accept_tokens=0, spec_num_forward_ct=0, spec_num_block_accept_tokens=0, spec_num_cap_tokens=0, num_generated_tokens=0
+    )
+    result = SimpleNamespace(accept_lens=torch.tensor(tokens), round=SimpleNamespace(answering=answering))
+    count_plain_steps(reporter, result)
+    emitting = [each for each in tokens if each]
+    SchedulerMetricsReporter.update_spec_metrics(reporter, len(emitting), sum(emitting) - len(emitting))
+    assert reporter.spec_num_accept_tokens / reporter.spec_num_forward_ct == pytest.approx(length)
+    # Beside those that SGLang adds of each request: tokens a second stay as they are.
+    assert reporter.num_generated_tokens == sum(emitting) - len(emitting)

@@ -1,16 +1,18 @@
 """SGLang knows the transfer backend by name and finds its classes; others stay as they are; rooms learn their prompts."""
 
+import inspect
 from types import SimpleNamespace
 
 import pytest
 from sglang.srt import server_args
 from sglang.srt.disaggregation.base.conn import KVArgs
-from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
+from sglang.srt.disaggregation.common import conn
+from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer, KVTransferError
 from sglang.srt.disaggregation.utils import KVClassType, TransferBackend, prepare_abort
 from sglang.srt.disaggregation.utils import get_kv_class as stock
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
-from sglang_ext.hooks import transfer
+from sglang_ext.hooks import failed_rooms, transfer
 from sglang_ext.managers.disaggregation.progressive.receiver import ProgressiveReceiver
 from sglang_ext.managers.disaggregation.progressive.sender import ProgressiveSender
 from sglang_ext.managers.worker import KVWorker
@@ -93,6 +95,40 @@ def test_a_request_that_was_refused_before_its_room_failed_ends_with_that_reason
     req = SimpleNamespace(to_finish=earlier, return_logprob=False)
     transfer.prepare_abort(prepare_abort, req, "the room failed", status_code=500)
     assert (req.finished_reason.message, req.finished_reason.status_code) == (("no such grammar", 400) if earlier else ("the room failed", 500))
+
+
+WORDS = "rank=0 decode_req.req.rid='abc' decode_req.req.bootstrap_room=7 with exception"
+
+
+@pytest.mark.parametrize(
+    ("began", "reason", "told", "status"),
+    [
+        (
+            "Decode transfer failed for request", "its sender is silent for 15 s",
+            "the decode server could not get the prompt's KV from the prefill server: its sender is silent for 15 s; send the request again", 503,
+        ),
+        (
+            "Prefill transfer failed for request", "the receiver at tcp://1.2.3.4:5 is not reached for 15 s",
+            "the prefill server could not send the prompt's KV to the decode server: the receiver at tcp://1.2.3.4:5 is not reached for 15 s; "
+            "send the request again", 503,
+        ),
+        (
+            "Decode transfer failed for request", "anchor of page 3 came with a wrong checksum 3 times",
+            "the decode server could not get the prompt's KV from the prefill server: anchor of page 3 came with a wrong checksum 3 times", 500,
+        ),
+    ],
+    ids=["sender-gone", "receiver-gone", "bytes"],
+)  # fmt: skip
+def test_a_client_is_told_why_its_room_failed_and_whether_to_ask_again(began, reason, told, status):
+    req = SimpleNamespace(to_finish=None, return_logprob=False, bootstrap_room=7)
+    transfer.prepare_abort(prepare_abort, req, f"{began} {WORDS} {KVTransferError(7, reason)}", status_code=500)
+    assert (req.finished_reason.message, req.finished_reason.status_code) == (told, status)
+
+
+def test_reasons_of_sglangs_that_are_known_are_those_it_gives():
+    reasons, source = ["Lost connection with", "but now it is down", "Could not fetch bootstrap info", "PD retract rebootstrap"], inspect.getsource(conn)
+    assert all(each in source and failed_rooms.GONE.search(each) for each in reasons)
+    assert failed_rooms.GONE.search("Request 7 timed out after 300.1s in KVPoll.Bootstrapping") and "in KVPoll.Bootstrapping" in source
 
 
 def test_who_is_aborted_while_it_waits_to_be_prefilled_ends_its_room_and_no_other_does():

@@ -226,7 +226,7 @@ def test_a_check_that_fails_itself_is_a_line_and_the_others_run(monkeypatch: pyt
     monkeypatch.setattr(doctor, name, broken)
     names = [check.name for check in doctor.examine()]
     failing = [check for check in doctor.examine() if not check.ok and check.name != "kv modes"]
-    assert len(names) == 12 and len(failing) == 1 and "KeyError" in failing[0].found and failing[0].remedy
+    assert len(names) == 13 and len(failing) == 1 and "KeyError" in failing[0].found and failing[0].remedy
 
 
 @pytest.mark.parametrize(("minor", "ok"), [(10, False), (11, True), (12, True), (13, False)])
@@ -364,3 +364,12 @@ def test_transports_of_kv_are_named_and_what_one_lacks(monkeypatch: pytest.Monke
     monkeypatch.setattr(serving.zmq, "has", lambda feature: False)
     found = serving.check_transfer()
     assert found.ok and "no CURVE), mooncake, mooncake_tcp, nixl" in found.found and found.found.startswith("progressive (ZMQ ")
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_the_router_that_serve_pd_starts_is_looked_for_and_may_be_missing(monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
+    monkeypatch.setattr(serving, "find_spec", lambda name: object() if there and name == "sglang_router" else None)
+    found = serving.check_router()
+    assert found.ok and (found.found == "sglang_router") == there
+    assert there or found.found == "none, which serve_pd needs: pip install --no-deps -r requirements/pd.txt, or run make serve-pd"
+    assert "router" in [check.name for check in doctor.examine()]

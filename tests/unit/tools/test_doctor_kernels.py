@@ -1,6 +1,7 @@
 """The doctor names GPU, shape and kernels."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -55,6 +56,15 @@ def test_the_line_names_gpu_and_shape(folder, monkeypatch):
         "NVIDIA L40S (sm_89, 99 KiB of shared memory); 128 channels a head, 4 query heads a KV head, bfloat16: "
         "Triton for scores and copies; in few bits: kivi, int8 read by Triton, packed by PyTorch"
     )
+
+
+def test_a_model_that_sglang_computes_in_another_dtype_than_it_is_stored_in_is_told_with_both(folder):
+    """The demo model, which is stored in float32, and which make serve gives another --dtype."""
+    config = Path(folder) / "config.json"
+    config.write_text(config.read_text().replace("bfloat16", "float32"))
+    serving.read_model.cache_clear()
+    (check,) = serving.check_kernels(folder)
+    assert check.found.endswith("KV head, float16 unless --dtype says another (stored: float32): PyTorch")
 
 
 def test_without_a_gpu_and_without_a_model(folder, tmp_path):

@@ -13,7 +13,7 @@ from sglang_ext.managers.disaggregation.wire import Message, Reason, Room, WireE
 VERSION = 4
 MOST_MESSAGE = 1 << 16
 # SGLang gives all answers of a request with n > 1 the same number.
-ROOM_IS_TAKEN = "another request has this bootstrap_room: send each with its own, and n requests in place of n answers"
+ROOM_IS_TAKEN = "another request has this bootstrap_room: send each request with its own; for n answers send n requests"
 
 Host = Annotated[str, Meta(min_length=1, max_length=256)]
 Tokens = Annotated[int, Meta(ge=0, le=1 << 31)]
