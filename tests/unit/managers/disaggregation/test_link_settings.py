@@ -44,8 +44,8 @@ def test_another_version_is_refused_with_both():
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"frame_bytes": 0}, {"frame_bytes": 1 << 23}, {"window_bytes": 1000}, {"residual_bytes": 0}, {"residual_seconds": -1.0}, {"queued_bytes": 0}, {"repeats": -1},
-     {"ping_seconds": 0}, {"silence_seconds": 0.5}, {"resume_seconds": 1e9}],
+    [{"frame_bytes": 0}, {"frame_bytes": 1 << 23}, {"window_bytes": 1000}, {"residual_bytes": 0}, {"residual_seconds": -1.0},
+     {"queued_bytes": 0}, {"repeats": -1}, {"ping_seconds": 0}, {"silence_seconds": 0.5}, {"resume_seconds": 1e9}],
     ids=str,
 )  # fmt: skip
 def test_limits_that_cannot_work_are_refused_by_name(wrong):
