@@ -169,6 +169,17 @@ TRANSFER_HOOKS: tuple[Hook, ...] = (
         "a prompt that waits for room at a decode server shall hold codes in host memory, and no full KV", ("self", "rids_to_check"),
     ),
     Hook(
+        "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin.send_kv_chunk",
+        "sglang_ext.hooks.chunks.send_kv_chunk",
+        "a chunk would be sent once the forward after it is over, and none be encoded while one runs",
+        ("self", "req", "last_chunk", "end_idx"),
+    ),
+    Hook(
+        "sglang.srt.managers.scheduler.Scheduler._apply_war_barrier",
+        "sglang_ext.hooks.chunks.note_launch",
+        "where a chunk lies is read beside the forward that was launched, and SGLang says nowhere what came before that", ("self",),
+    ),
+    Hook(
         "sglang.srt.disaggregation.decode.DecodePreallocQueue._pre_alloc",
         "sglang_ext.hooks.coded_prompts.pre_alloc",
         "a prompt that comes as codes gets no slots for the full KV of what is packed",

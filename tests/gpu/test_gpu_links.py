@@ -7,11 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from sglang_ext.hooks import chunks
 from sglang_ext.managers.disaggregation.coded.room_codec import CodedRoom
 from sglang_ext.managers.disaggregation.progressive.codecs import compile_kernels, make_codec
 from sglang_ext.managers.disaggregation.progressive.page_codec import PlacedPage
 from sglang_ext.managers.disaggregation.progressive.pool_buffers import AuxRecords, PoolBuffers
 from sglang_ext.managers.disaggregation.progressive.received_room import ReceivedRoom
+from sglang_ext.managers.disaggregation.progressive.sender import ProgressiveSender
 from sglang_ext.managers.disaggregation.progressive.sent_room import SentRoom
 from sglang_ext.managers.disaggregation.wire import LayerRange, PageHeader, Stream
 from sglang_ext.mem_cache.compressed.formats.packing import Packing
@@ -142,3 +144,39 @@ def test_prompts_leave_as_the_codes_that_a_cpu_finds_and_soon(named):
     assert (found[0] != found[1]).float().mean() <= (0 if packing.stochastic else 0.01)
     for one, other in zip(here.tensors(0, layers.count), there.tensors(0, layers.count)):
         assert torch.equal(one.cpu().view(torch.int16), other.view(torch.int16))
+
+
+def test_slots_of_a_chunk_are_read_while_the_next_forward_runs_and_as_they_were_placed_before_it():
+    """The scheduler's stream waits for the forward, as SGLang has it wait after each launch."""
+    pool, table = pool_on("cuda:0"), torch.zeros(8192, dtype=torch.int32, device="cuda:0")
+    schedule, forward = torch.cuda.Stream(), torch.cuda.Stream()
+    factor = torch.randn(8192, 8192, device="cuda:0", dtype=torch.bfloat16)
+    sender = ProgressiveSender.__new__(ProgressiveSender)
+    sender.kv_mgr, sender._early_send_wait_event = SimpleNamespace(pool=pool), None
+    scheduler, req, took = SimpleNamespace(), SimpleNamespace(disagg_kv_sender=sender), {}
+
+    def barrier(scheduler):
+        schedule.wait_stream(forward)
+
+    def read(scheduler, req, last_chunk, end_idx):
+        begun = time.perf_counter()
+        found = (table[:end_idx] // 1).cpu()
+        took[last_chunk] = time.perf_counter() - begun
+        assert found.eq(7).all()
+
+    torch.cuda.synchronize()
+    with torch.cuda.stream(schedule):
+        # Work before the launch is still under way when the chunk is read.
+        for _ in range(20):
+            factor @ factor
+        table.fill_(7)
+        forward.wait_stream(schedule)
+        with torch.cuda.stream(forward):
+            for _ in range(200):
+                factor @ factor
+        chunks.note_launch(barrier, scheduler)
+        chunks.send_kv_chunk(read, scheduler, req, False, 8192)
+        runs = not forward.query()
+        chunks.send_kv_chunk(read, scheduler, req, True, 8192)
+    assert runs and forward.query(), took
+    torch.cuda.synchronize()

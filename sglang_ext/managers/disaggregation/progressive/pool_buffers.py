@@ -2,7 +2,7 @@
 
 import ctypes
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -53,12 +53,15 @@ class PoolBuffers:
     value_dim: int
     device: torch.device
     _parts: dict[tuple[int, ...], Parts] = field(default_factory=dict, init=False, repr=False, compare=False)
-    # Of threads of links: what they launch is small, and would wait behind each large kernel of a model.
+    # Of threads of links, and of the scheduler's where it must not wait for a forward: what they launch is small, and would wait behind each
+    # large kernel of a model.
     _stream: "torch.cuda.Stream | None" = field(default=None, init=False, repr=False, compare=False)
+    _beside: "torch.cuda.Stream | None" = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.device.type == "cuda":
-            object.__setattr__(self, "_stream", torch.cuda.Stream(self.device, priority=FIRST))
+            for name in ("_stream", "_beside"):
+                object.__setattr__(self, name, torch.cuda.Stream(self.device, priority=FIRST))
         widths = [width // self.args.page_size for width in self.args.kv_item_lens]
         expected = [self.heads * dim * self.dtype.itemsize for dim in (self.key_dim, self.value_dim) for _ in range(self.layers)]
         if not widths or widths != expected:
@@ -133,6 +136,13 @@ class PoolBuffers:
     def current(self) -> AbstractContextManager[object]:
         """Threads of links work with this pool within it: on its device, and on one stream, whose work comes before a model's."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    @contextmanager
+    def beside_forwards(self, after: "torch.cuda.Event") -> Iterator[None]:
+        """The scheduler works on a stream of a GPU that waits for ``after`` and for no forward."""
+        self._beside.wait_event(after)
+        with torch.cuda.stream(self._beside):
+            yield
 
     @cached_property
     def blocks(self) -> HostBlocks:

@@ -108,6 +108,11 @@ class ProgressiveSender(CommonKVSender):
         self._packs = packing, buffers
 
     @property
+    def sends_prefix(self) -> bool:
+        """Whether what SGLang sends next was in its cache, and is sent before the forward of the rest."""
+        return self._early_send_wait_event is not None
+
+    @property
     def waits_packed(self) -> bool:
         """Whether the prompt is packed, and waits for room at the decode side."""
         return self in self.kv_mgr.waiting

@@ -1,0 +1,74 @@
+"""Chunks that others follow are read beside the forward that was launched; what was placed since the launch is read behind it."""
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_ext.hooks import chunks
+from sglang_ext.managers.disaggregation.progressive.sender import ProgressiveSender
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """What happened, in order, as on a GPU."""
+    told = []
+
+    def record_event():
+        told.append("recorded")
+        return SimpleNamespace(synchronize=lambda: told.append("waited"))
+
+    monkeypatch.setattr(chunks.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(chunks.torch.cuda, "current_stream", lambda: SimpleNamespace(record_event=record_event))
+    return told
+
+
+def launched(told):
+    """A scheduler that has launched a forward."""
+    scheduler = SimpleNamespace()
+    chunks.note_launch(lambda scheduler: told.append("barrier"), scheduler)
+    assert told == ["recorded", "barrier"]
+    told.clear()
+    return scheduler
+
+
+def request(told, event=None):
+    sender = ProgressiveSender.__new__(ProgressiveSender)
+
+    @contextmanager
+    def beside_forwards(after):
+        told.append(after)
+        yield
+        told.append("left")
+
+    sender.kv_mgr = SimpleNamespace(pool=SimpleNamespace(beside_forwards=beside_forwards))
+    sender._early_send_wait_event = event
+    return SimpleNamespace(disagg_kv_sender=sender)
+
+
+def send(told, scheduler, req, *given):
+    chunks.send_kv_chunk(lambda *arguments: told.append(arguments[2:]), scheduler, req, *given)
+    return told
+
+
+def test_a_chunk_that_others_follow_is_read_beside_the_forward(told):
+    scheduler = launched(told)
+    assert send(told, scheduler, request(told), False, 5) == [scheduler.kv_before_launch, (False, 5), "left"]
+
+
+@pytest.mark.parametrize("last, event", [(True, None), (False, "of the forward before")])
+def test_what_was_placed_since_the_launch_is_waited_for_before_it_is_read(told, last, event):
+    assert send(told, launched(told), request(told, event), last, None) == ["recorded", "waited", (last, None)]
+
+
+def test_other_backends_and_the_loop_without_overlap_are_left_alone(told):
+    assert send(told, launched(told), SimpleNamespace(disagg_kv_sender=object()), False, 5) == [(False, 5)]
+    told.clear()
+    assert send(told, SimpleNamespace(), request(told), False, 5) == [(False, 5)]
+
+
+def test_nothing_is_recorded_without_a_gpu(told, monkeypatch):
+    monkeypatch.setattr(chunks.torch.cuda, "is_available", lambda: False)
+    scheduler = SimpleNamespace()
+    chunks.note_launch(lambda scheduler: told.append("barrier"), scheduler)
+    assert told == ["barrier"] and not vars(scheduler)
