@@ -158,6 +158,7 @@ def figures_of(
 ) -> LongFigures:
     """What the waves of a load showed."""
     metas = [stream.meta for wave in waves for stream in wave]
+    running, together_ms = serving.together(waves)
     return LongFigures(
         name=arm.name,
         method=arm.method,
@@ -165,6 +166,8 @@ def figures_of(
         load=load,
         lengths=tuple(lengths),
         token_ms=serving.spans(waves, lengths),
+        running=running,
+        together_ms=together_ms,
         drafts=sum(meta.get("kv_drafts", 0) for meta in metas),
         accepted=sum(meta.get("kv_accepted", 0) for meta in metas),
         fallbacks=sum(bool(meta.get("kv_fallback")) for meta in metas),

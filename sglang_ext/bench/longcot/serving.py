@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
+from sglang_ext.bench import BenchError
 from sglang_ext.bench.client import SamplingSettings, ServerClient
 from sglang_ext.bench.longcot.arms import Load
 from sglang_ext.bench.speed import decode_wave
@@ -21,6 +22,8 @@ class LongFigures:
         lengths: of answers, ascending.
         token_ms: milliseconds of each request per output token from the length before (the first token) to each of :attr:`lengths`; the
             median over waves of the mean over requests.
+        running, together_ms: requests that decoded side by side, and milliseconds of each per output token meanwhile
+            (speed/decode_wave.py), of the wave with the median; None where they hardly did, as where one is prefilled after the other.
         drafts, accepted: of all requests; 0 where nothing is drafted.
         fallbacks: requests that were last served with full KV.
         flops: operations of a token on the path that answers.
@@ -32,6 +35,8 @@ class LongFigures:
     load: Load
     lengths: tuple[int, ...]
     token_ms: tuple[float, ...]
+    running: int | None
+    together_ms: float | None
     drafts: int
     accepted: int
     fallbacks: int
@@ -63,6 +68,16 @@ def spans(waves: Sequence[Sequence[Stream]], lengths: Sequence[int]) -> tuple[fl
         means = [fmean(1000 * token_seconds(stream, before, until) for stream in wave) for wave in waves]
         found.append(median(means))
     return tuple(found)
+
+
+def together(waves: Sequence[Sequence[Stream]]) -> tuple[int, float] | tuple[None, None]:
+    """:attr:`LongFigures.running` and :attr:`LongFigures.together_ms` of some waves."""
+    try:
+        found = sorted((decode_wave.measure(wave) for wave in waves), key=lambda wave: wave.token_ms)
+    except BenchError:
+        return None, None
+    middle = found[len(found) // 2]
+    return middle.running, middle.token_ms
 
 
 def token_seconds(stream: Stream, before: int, until: int) -> float:

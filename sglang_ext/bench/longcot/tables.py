@@ -16,13 +16,13 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def served(found: Sequence[LongFigures]) -> Iterator[str]:
-    """Of each load: milliseconds a token by the answer's length, over stock's, acceptance and operations."""
+    """Of each load: milliseconds a token by the answer's length, over stock's, of requests side by side, acceptance and operations."""
     for load in dict.fromkeys(figures.load for figures in found):
         mine = [figures for figures in found if figures.load == load]
         stock = next((figures for figures in mine if figures.method == STOCK), None)
         ends = [f"to token {length}" for length in mine[0].lengths]
         yield f"\n{load}; milliseconds of each request per output token:\n"
-        head = ("server", *ends, "of stock's, last", "accepted", "GFLOP a token", "on full KV")
+        head = ("server", *ends, "of stock's, last", "side by side", "accepted", "GFLOP a token", "on full KV")
         yield from _table(head, [_row(each, stock) for each in mine])
 
 
@@ -30,8 +30,9 @@ def _row(figures: LongFigures, stock: LongFigures | None) -> list[str]:
     ratio = "" if stock is None or not stock.token_ms[-1] else f"{figures.token_ms[-1] / stock.token_ms[-1]:.2f}"
     accepted = "" if figures.acceptance is None else f"{figures.accepted} of {figures.drafts}, {figures.acceptance:.2f}"
     times = [f"{each:.2f}" for each in figures.token_ms]
+    together = "" if figures.running is None else f"{figures.together_ms:.2f}, {figures.running} at once"
     name = figures.name.removesuffix(f" {figures.load.select}")
-    return [name, *times, ratio, accepted, f"{figures.flops / 1e9:.3f}", str(figures.fallbacks or "")]
+    return [name, *times, ratio, together, accepted, f"{figures.flops / 1e9:.3f}", str(figures.fallbacks or "")]
 
 
 def packed(found: Sequence[PackFigures]) -> Iterator[str]:

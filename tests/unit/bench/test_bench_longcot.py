@@ -83,6 +83,14 @@ def test_seconds_a_token_are_of_tokens_from_one_length_to_the_next_however_they_
     assert serving.spans([[stream], [stream]], (9, 33)) == pytest.approx((125.0, 6000 / 24))
 
 
+def test_side_by_side_count_the_requests_and_the_time_in_which_all_that_have_room_decode():
+    early = Stream([1.0, 2.0, 4.0, 5.0], [1, 2, 4, 5])
+    assert serving.together([[early, Stream([3.0, 5.0, 7.0], [1, 2, 3])]]) == (2, pytest.approx(1000))
+    # The second waits for room until the first has ended; or hardly a token comes of both.
+    assert serving.together([[early, Stream([6.0, 7.0], [1, 2])]]) == (1, pytest.approx(1000))
+    assert serving.together([[early, Stream([4.9, 7.0], [1, 2])]]) == (None, None)
+
+
 def options(**given):
     base = {"method": ("stock", "spade", "spade-ranks", "quest", "verify-guided"), "mode": ("lossy", "verified")}
     base |= {"load": "8:32768:2048,16:16384:1024"}
