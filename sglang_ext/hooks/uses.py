@@ -52,6 +52,11 @@ TRANSFER_USES: tuple[Use, ...] = (
         "a sender waits for the event after which a cached prefix is written", mentions=("disagg_kv_sender._early_send_wait_event",),
     ),
     Use(
+        "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin.event_loop_overlap_disagg_prefill",
+        "while results are looked at, the queue of results tells whether a forward was launched after theirs",
+        mentions=("self._apply_war_barrier()", "self.result_queue.append(", "tmp_batch, tmp_result = self.result_queue.popleft()"),
+    ),
+    Use(
         "sglang.srt.managers.scheduler.Scheduler.pause_generation",
         "a request whose residual does not come is prefilled again as SGLang does it",
         mentions=("req.pd_rebootstrap_forced_output_id = req.output_ids.pop()", "req.pd_rebootstrap_in_progress = True"),

@@ -153,7 +153,7 @@ def test_slots_of_a_chunk_are_read_while_the_next_forward_runs_and_as_they_were_
     factor = torch.randn(8192, 8192, device="cuda:0", dtype=torch.bfloat16)
     sender = ProgressiveSender.__new__(ProgressiveSender)
     sender.kv_mgr, sender._early_send_wait_event = SimpleNamespace(pool=pool), None
-    scheduler, req, took = SimpleNamespace(), SimpleNamespace(disagg_kv_sender=sender), {}
+    scheduler, req, took = SimpleNamespace(result_queue=[forward]), SimpleNamespace(disagg_kv_sender=sender), {}
 
     def barrier(scheduler):
         schedule.wait_stream(forward)

@@ -24,8 +24,8 @@ def told(monkeypatch):
 
 
 def launched(told):
-    """A scheduler that has launched a forward."""
-    scheduler = SimpleNamespace()
+    """A scheduler that has launched a forward, and looks at the results of the one before."""
+    scheduler = SimpleNamespace(result_queue=["of the one that was launched"])
     chunks.note_launch(lambda scheduler: told.append("barrier"), scheduler)
     assert told == ["recorded", "barrier"]
     told.clear()
@@ -59,6 +59,13 @@ def test_a_chunk_that_others_follow_is_read_beside_the_forward(told):
 @pytest.mark.parametrize("last, event", [(True, None), (False, "of the forward before")])
 def test_what_was_placed_since_the_launch_is_waited_for_before_it_is_read(told, last, event):
     assert send(told, launched(told), request(told, event), last, None) == ["recorded", "waited", (last, None)]
+
+
+def test_nothing_is_waited_for_where_no_forward_was_launched_after_the_one_whose_results_are_looked_at(told):
+    scheduler = launched(told)
+    scheduler.result_queue.clear()
+    assert send(told, scheduler, request(told), False, 5) == [(False, 5)]
+    assert send(told, scheduler, request(told), True, None) == [(False, 5), (True, None)]
 
 
 def test_other_backends_and_the_loop_without_overlap_are_left_alone(told):
