@@ -29,14 +29,17 @@ def send_kv_chunk(original: Callable, scheduler: "Scheduler", req: "Req", last_c
     """Hook around ``send_kv_chunk``: slots of a chunk that others follow are read beside the forward that was launched.
 
     Those of the last one are not, nor those of a prefix that was found in the cache: the scheduler has placed them since, behind that
-    forward. They are waited for before the copy. Where no forward was launched after the one whose results are looked at, there is nothing
-    to wait for.
+    forward. They are waited for before the copy. To SGLang a chunk whose forward may still run is such a prefix of the next one, which
+    would be launched only once that is over: it goes with its result, which follows the launch. Where no forward was launched after the one
+    whose results are looked at, there is nothing to wait for.
     """
     from sglang_ext.managers.disaggregation.progressive.sender import ProgressiveSender
 
     before, sender = getattr(scheduler, BEFORE, None), req.disagg_kv_sender
     if before is None or not scheduler.result_queue or not isinstance(sender, ProgressiveSender):
         original(scheduler, req, last_chunk, end_idx)
+    elif sender.sends_prefix and end_idx == req.tmp_end_idx:
+        sender.leave_prefix()
     elif last_chunk or sender.sends_prefix:
         torch.cuda.current_stream().record_event().synchronize()
         original(scheduler, req, last_chunk, end_idx)

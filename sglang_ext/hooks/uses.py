@@ -57,6 +57,14 @@ TRANSFER_USES: tuple[Use, ...] = (
         mentions=("self._apply_war_barrier()", "self.result_queue.append(", "tmp_batch, tmp_result = self.result_queue.popleft()"),
     ),
     Use(
+        "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin.process_batch_result_disagg_prefill",
+        "a chunk goes with its result where the next one is launched before", mentions=("last_chunk=False, end_idx=req.tmp_end_idx",),
+    ),
+    Use(
+        "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin.process_prefill_chunk",
+        "where the chunk ends whose result is still to come", mentions=("req.tmp_end_idx = min(",),
+    ),
+    Use(
         "sglang.srt.managers.scheduler.Scheduler.pause_generation",
         "a request whose residual does not come is prefilled again as SGLang does it",
         mentions=("req.pd_rebootstrap_forced_output_id = req.output_ids.pop()", "req.pd_rebootstrap_in_progress = True"),

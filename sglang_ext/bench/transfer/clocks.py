@@ -28,7 +28,7 @@ class Request:
         sending: when the first of its KV went to be encoded; below 0 where that was before the prefill's end.
         encoded: when all of it was.
         anchor, complete: when decoding could begin, and when all was written.
-        bytes_anchor, bytes_all: of KV that had come by then.
+        bytes_anchor, bytes_all: of anchors, and of all KV.
         drafted, accepted: on the anchor, at the verification; None where none were.
         step: seconds of a decode step.
         events: as the timeline has them, (kind, seconds, number, of).

@@ -112,6 +112,9 @@ class Connection:
         Raises:
             BrokenConnection: as of :meth:`say`.
         """
+        if not self.outstanding:
+            # Time without bytes under way says nothing of how fast they are taken.
+            self._taken, self._taken_since = 0, time.monotonic()
         head = wire.encode(frame)
         self._send(head, zmq.SNDMORE)
         tracker = self.socket.send(payload, copy=False, track=True)

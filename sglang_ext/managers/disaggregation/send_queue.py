@@ -259,6 +259,9 @@ class SendQueue:
         """Where nothing may go: the first residual whose anchor has gone may, before the other anchors of its room."""
         for room in self.rooms.values():
             waiting = room.waiting[Stream.RESIDUAL]
+            # What the receiver turned out to have is not offered any more.
+            while waiting and (Stream.RESIDUAL, waiting[0].number) not in room.offered:
+                waiting.popleft()
             if room.confirmed and waiting and waiting[0].number in room.gone[Stream.ANCHOR]:
                 self._queues[Stream.RESIDUAL].append(sending := waiting.popleft())
                 return sending

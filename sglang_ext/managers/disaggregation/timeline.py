@@ -26,8 +26,8 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
             can begin on is written), ``complete`` (all is); ``drafted`` (a round's steps made drafts), ``verified`` (and so answered
             one token more than were accepted), ``answered`` (a round's steps gave answers).
         at: seconds.
-        number: ``anchor``, ``complete``: bytes of KV that came so far. ``drafted``: drafts that wait for their verification by now.
-            ``verified``: drafts that were accepted. ``answered``: tokens.
+        number: ``anchor``: bytes of anchors, without residuals that came before; ``complete``: of all KV. ``drafted``: drafts that wait
+            for their verification by now. ``verified``: drafts that were accepted. ``answered``: tokens.
         of: ``drafted``: those of this round. ``verified``: drafts that were offered.
         early: ``drafted``, ``verified``: whether the drafts were made on an anchor.
     """

@@ -43,7 +43,7 @@ def request(told, event=None):
 
     sender.kv_mgr = SimpleNamespace(pool=SimpleNamespace(beside_forwards=beside_forwards))
     sender._early_send_wait_event = event
-    return SimpleNamespace(disagg_kv_sender=sender)
+    return SimpleNamespace(disagg_kv_sender=sender, tmp_end_idx=5)
 
 
 def send(told, scheduler, req, *given):
@@ -66,6 +66,18 @@ def test_nothing_is_waited_for_where_no_forward_was_launched_after_the_one_whose
     scheduler.result_queue.clear()
     assert send(told, scheduler, request(told), False, 5) == [(False, 5)]
     assert send(told, scheduler, request(told), True, None) == [(False, 5), (True, None)]
+
+
+def test_a_chunk_that_is_still_computed_as_the_next_is_launched_goes_with_its_result(told):
+    """SGLang finds it in its cache, and would wait for it before it launches the next."""
+    scheduler, req = launched(told), request(told, "of the forward before")
+    assert send(told, scheduler, req, False, 5) == [] and not req.disagg_kv_sender.sends_prefix
+    assert send(told, scheduler, req, False, 5) == [scheduler.kv_before_launch, (False, 5), "left"]
+
+
+def test_a_prefix_that_was_in_the_cache_goes_before_the_first_forward(told):
+    req = request(told, "of the forward before")
+    assert send(told, launched(told), req, False, 3) == ["recorded", "waited", (False, 3)]
 
 
 def test_other_backends_and_the_loop_without_overlap_are_left_alone(told):

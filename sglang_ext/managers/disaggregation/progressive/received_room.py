@@ -41,7 +41,7 @@ class ReceivedRoom:
         anchor_ready: whether anchors and auxiliary record are written.
         complete: whether all is.
         failure: why the rest will not come; None while it may.
-        size: bytes of KV that came so far.
+        size, anchor_size: bytes of KV that came so far, and of its anchors.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class ReceivedRoom:
         self._here: set[Stream] = set() if pages else {Stream.ANCHOR}
         self.anchor_ready = self.complete = False
         self.failure: str | None = None
-        self.size = 0
+        self.size = self.anchor_size = 0
 
     @property
     def expected(self) -> Expected:
@@ -90,6 +90,7 @@ class ReceivedRoom:
                 self._traveling.parse(self.queries)
             return
         self.size += len(payload)
+        self.anchor_size += len(payload) * (header.stream is Stream.ANCHOR)
         of_page, others = (self._anchors, self._residuals) if header.stream is Stream.ANCHOR else (self._residuals, self._anchors)
         if self._codec.has_residual:
             of_page[header.page] = payload

@@ -105,7 +105,7 @@ class ProgressiveReceiver(CommonKVReceiver):
 
     def anchor_arrived(self) -> None:
         """Anchors and auxiliary record are written."""
-        self.kv_mgr.note(self.room, "anchor", self._received.size)
+        self.kv_mgr.note(self.room, "anchor", self._received.anchor_size)
         if self._begin is not None:
             self.kv_mgr.conclude(self.room, None)
 

@@ -112,6 +112,10 @@ class ProgressiveSender(CommonKVSender):
         """Whether what SGLang sends next was in its cache, and is sent before the forward of the rest."""
         return self._early_send_wait_event is not None
 
+    def leave_prefix(self) -> None:
+        """It is not sent now, but with what follows."""
+        self._early_send_wait_event = None
+
     @property
     def waits_packed(self) -> bool:
         """Whether the prompt is packed, and waits for room at the decode side."""

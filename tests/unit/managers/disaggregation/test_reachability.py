@@ -1,9 +1,12 @@
-"""When rooms fail because their receiver does not answer, breaks connections, or takes nothing."""
+"""When rooms fail because their receiver does not answer, breaks connections, or takes nothing; and how fast it takes bytes."""
 
 import pytest
+import zmq
+from link_helpers import header
 
-from sglang_ext.managers.disaggregation.connection import Reachability
+from sglang_ext.managers.disaggregation.connection import Connection, Reachability
 from sglang_ext.managers.disaggregation.limits import LinkLimits
+from sglang_ext.managers.disaggregation.wire import FRAME_OVERHEAD, Frame, Stream
 
 LIMITS = LinkLimits(reconnects=2, resume_seconds=10.0, stall_seconds=5.0)
 
@@ -64,3 +67,26 @@ def test_who_waits_for_a_receiver_that_takes_nothing_fails_and_who_waits_for_not
     clock[0] = 114.0
     made.progress()
     assert made.stalled(114.5, True) is None
+
+
+def test_time_without_bytes_under_way_makes_no_receiver_slow(clock, tmp_path):
+    context = zmq.Context()
+    connection = Connection(context, f"ipc://{tmp_path}/end", None, 1.0)
+    connection.welcome(1 << 20)
+    payload = bytes(1000)
+    size, frame, found = len(payload) + FRAME_OVERHEAD, Frame(header(1, Stream.ANCHOR, payload), 0), []
+    for begun in (105.0, 200.0):
+        clock[0] = begun
+        connection.send_frame(frame, memoryview(payload))
+        for _ in range(9):
+            clock[0] += 0.004
+            connection.send_frame(frame, memoryview(payload))
+            connection.heard = clock[0]
+            connection.grant(size)
+            found.append(connection.rate)
+        connection.grant(size)
+        assert not connection.outstanding
+    # From when it was measured first.
+    assert found[:4] == [0.0] * 4 and found[4:] == [pytest.approx(size / 0.004)] * 14
+    connection.close()
+    context.destroy(0)

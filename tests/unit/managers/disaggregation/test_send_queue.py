@@ -99,6 +99,20 @@ def test_residuals_whose_anchors_went_may_be_hurried_where_other_anchors_are_sti
     assert [sent[1:3] for sent in send_all(queue)] == [("residual", 2)] and queue.hurry_residual() is None
 
 
+def test_a_residual_that_the_receiver_has_is_not_hurried_after_a_break():
+    """Its acknowledgement was lost with the connection."""
+    queue = queue_of(1)
+    for page in range(2):
+        offer(queue, 1, part(Stream.RESIDUAL, b"r", page))
+    offer(queue, 1, part(Stream.ANCHOR, b"a", 0))
+    assert [send(queue)[1:3], queue.hurry_residual().number, send(queue)[1:3]] == [("anchor", 0), 0, ("residual", 0)]
+    queue.pause()
+    queue.confirm(Have(1, b"\x01", b"\x01", False))
+    assert queue.hurry_residual() is None and queue.next() is None
+    offer(queue, 1, part(Stream.ANCHOR, b"a", 1))
+    assert send(queue)[1:3] == ("anchor", 1) and queue.hurry_residual().number == 1
+
+
 def test_nothing_goes_before_the_receiver_said_what_it_has():
     queue = SendQueue("lynx", 0)
     queue.open(1, shape(2, aux=False), Listener())

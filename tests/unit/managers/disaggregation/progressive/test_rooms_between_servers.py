@@ -14,6 +14,7 @@ from sglang_ext.managers.disaggregation import timeline
 from sglang_ext.managers.disaggregation.endpoints import LinkKeys
 from sglang_ext.managers.disaggregation.link import Link
 from sglang_ext.managers.disaggregation.progressive import peer as peers
+from sglang_ext.managers.disaggregation.progressive.page_codec import UNIT, PlacedPage
 from sglang_ext.managers.disaggregation.progressive.pool_buffers import PoolBuffers
 from sglang_ext.managers.disaggregation.progressive.receiver import ProgressiveReceiver
 from sglang_ext.managers.disaggregation.timeline import Timeline
@@ -382,6 +383,24 @@ def test_the_timeline_says_when_kv_was_computed_sent_and_received(servers, refer
     assert events["computed"].at < events["encoded"].at
     sizes = events["anchor"].number, events["complete"].number
     assert sizes[0] == sizes[1] == rows(both.prefill.pool, torch.arange(200)).numel() if reference == "raw" else sizes[0] < sizes[1]
+
+
+def test_residuals_that_come_between_chunks_are_none_of_the_anchors_bytes(servers, tmp_path):
+    both = servers("exact")
+    both.decode.timeline = Timeline(tmp_path / "times")
+    (source, here), (target, there) = pages_of(200, 7), pages_of(200, 8)
+    receiver, sender = both.receiver(7, list(range(200))), both.sender(7, list(range(200)))
+    receiver.send_metadata(target, 5, decode_prefix_len=0)
+    sender.init(len(source), 3)
+    sender.send(source[:5], num_kv_tokens=5 * PAGE)
+    until(lambda: receiver._received.size and not receiver._received._anchors)
+    sender.send(source[5:], num_kv_tokens=200 - 5 * PAGE)
+    until(lambda: settled(sender) and settled(receiver))
+    assert torch.equal(rows(both.decode.pool, there), rows(both.prefill.pool, here))
+    codec = both.prefill.codec
+    anchors = [codec.encode_anchor(PlacedPage(begin, here[begin:][:UNIT]), both.prefill.layers) for begin in range(0, 200, UNIT)]
+    events = {event.kind: event for event in timeline.read(tmp_path / "times")}
+    assert events["anchor"].number == sum(map(len, anchors)) < events["complete"].number
 
 
 @pytest.fixture
