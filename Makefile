@@ -87,7 +87,9 @@ $(TEST_STAMP): $(STAMP)
 
 # A port in ARGS wins.
 ASKED_PORT := $(patsubst --port=%,%,$(lastword $(filter --port=%,$(subst --port ,--port=,$(strip $(ARGS))))))
-SERVED_PORT := $(or $(ASKED_PORT),$(PORT))
+SERVED_PORT = $(or $(ASKED_PORT),$(PORT))
+# Not of three servers, which get theirs from PORT.
+serve-pd: ASKED_PORT :=
 
 port-is-free:
 	@case '$(SERVED_PORT)' in *[!0-9]* | ??????*) number=0 ;; *) number=$$((10#0$(SERVED_PORT))) ;; esac

@@ -20,14 +20,20 @@ from pathlib import Path
 
 from sglang_ext.bench import BenchError
 from sglang_ext.bench.client import HEALTH_SECONDS, HOST, free_port
-from sglang_ext.bench.options import LAST_PORT
+from sglang_ext.bench.options import LAST_PORT, seconds
 from sglang_ext.bench.server import ServerProcess, check_servers, leave_on_signals, stop_all, stop_together
 from sglang_ext.bench.servers_apart import ROLES
 
 ROUTER = "sglang_router"
 INSTALL_ROUTER = "pip install --no-deps -r requirements/pd.txt, or run make serve-pd"
-# Those that this program gives itself.
-GIVEN = ("--model-path", "--model", "--host", "--port", "--disaggregation-mode", "--disaggregation-bootstrap-port")
+ASK_OF_US = "which this command gives to both servers from its own {0}: pass {0} ({1} of make serve-pd), and leave it out there"
+FIXED = "which this command sets itself: leave it out there, or start the servers by hand (docs/guides/prefill-and-decode-apart.md)"
+# Flags that this program gives itself, and what to do instead.
+GIVEN = {
+    **dict.fromkeys(("--model-path", "--model"), ASK_OF_US.format("--model", "MODEL")),
+    **dict.fromkeys(("--port", "--disaggregation-bootstrap-port"), ASK_OF_US.format("--port", "PORT")),
+    **dict.fromkeys(("--host", "--disaggregation-mode"), FIXED),
+}
 # All of it stays on the loopback interface.
 ENVIRONMENT = {"SGLANG_HOST_IP": HOST}
 # SGLang's loops of these roles do not end by themselves.
@@ -77,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
     for role in ROLES:
         add(f"--{role}-arg", default="", metavar="FLAGS", help=f"flags of the {role} server; they win over --arg")
     add("--logs", type=Path, default=Path(".cache/serve-pd"), help="folder for the logs (default: %(default)s)")
-    add("--start-timeout", type=float, default=600.0, help="seconds until both servers must be ready (default: %(default)g)")
+    add("--start-timeout", type=seconds, default=600.0, help="seconds until both servers must be ready (default: %(default)g)")
     return made
 
 
@@ -109,8 +115,9 @@ def words(option: str, text: str) -> list[str]:
     except ValueError as error:
         raise BenchError(f"{option} {text!r}: {error}; close it as for a shell") from error
     for word in found:
-        if word.split("=")[0] in GIVEN:
-            raise BenchError(f"{option} has {word}, which both servers get from --model and --port: pass those, and leave it out there")
+        instead = GIVEN.get(word.split("=")[0])
+        if instead is not None:
+            raise BenchError(f"{option} has {word}, {instead}")
     return found
 
 

@@ -182,7 +182,7 @@ def main() -> None:
     groups = [group.split("+") for group in options.steps]
     unknown = sorted({name for group in groups for name in group} - set(STEPS))
     if unknown or not groups:
-        parser.error(f"unknown steps {', '.join(unknown)}" if unknown else "no step is named; --list tells which there are")
+        parser.error((f"unknown steps {', '.join(unknown)}" if unknown else "no step is named") + "; --list tells which there are")
     options.out.mkdir(parents=True, exist_ok=True)
     options.out = options.out.resolve()
     options.model = options.model.resolve() if options.model else shapes(options.out / "shapes")

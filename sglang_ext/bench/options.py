@@ -1,5 +1,7 @@
 """Options of several values on the command line."""
 
+import math
+from argparse import ArgumentTypeError
 from collections.abc import Iterable, Mapping
 
 from sglang_ext.bench import BenchError
@@ -12,6 +14,21 @@ LAST_PORT = 65535
 def names(text: str) -> tuple[str, ...]:
     """Names separated by commas, without blanks and empty ones."""
     return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def seconds(text: str) -> float:
+    """A time above 0.
+
+    Raises:
+        ArgumentTypeError: it is none.
+    """
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not found > 0:
+        raise ArgumentTypeError(f"{text!r}: pass seconds above 0")
+    return found
 
 
 def check_counts(counts: Mapping[str, int]) -> None:

@@ -21,6 +21,9 @@ from sglang_ext.managers.disaggregation.settings import options_refusal
 ALIKE = ("disaggregation_transfer_backend",)
 ALIKE_LINKS = ("kv_reference", "kv_bench_codec", "tp_size")
 
+# Of --dtype and --kv-cache-dtype: what names mean the same.
+AUTO, SAME_DTYPE = "auto", {"half": "float16", "float": "float32", "bf16": "bfloat16"}
+
 CONFIG = "--config"
 """SGLang's flag: a file holds further flags, which only the server reads."""
 
@@ -91,7 +94,28 @@ def _check_alike(one: tuple[str, KVServerArgs], other: tuple[str, KVServerArgs])
                 f"--{flag.replace('_', '-')} is {found[0]} of the server {one[0]} and {found[1]} of the server {other[0]}: "
                 "give both the same"
             )
+    if links:
+        _check_pools(one, other)
     # Empty but where prompts travel as codes, over links.
     codes = [traveling_codes(args) for _, args in (one, other)]
     if codes[0] != codes[1]:
         raise BenchError(f"the servers {one[0]} and {other[0]} differ in {options_refusal(*codes)}")
+
+
+def _check_pools(one: tuple[str, KVServerArgs], other: tuple[str, KVServerArgs]) -> None:
+    """Refuse pools of different numbers, where flags say which, and keys of links at one end alone."""
+    pools = [_pool_dtype(args) for _, args in (one, other)]
+    if None not in pools and pools[0] != pools[1]:
+        raise BenchError(
+            f"the KV pool is {pools[0]} of the server {one[0]} and {pools[1]} of the server {other[0]}: give both the same --dtype and the "
+            "same --kv-cache-dtype"
+        )
+    if (one[1].kv_link_keys is None) != (other[1].kv_link_keys is None):
+        has, lacks = (one[0], other[0]) if one[1].kv_link_keys is not None else (other[0], one[0])
+        raise BenchError(f"the server {has} has --kv-link-keys and the server {lacks} has none: give both the same file, or neither")
+
+
+def _pool_dtype(args: KVServerArgs) -> str | None:
+    """Of a server's KV pool, as its flags say it; None where the model does."""
+    name = args.dtype if args.kv_cache_dtype == AUTO else args.kv_cache_dtype
+    return None if name == AUTO else SAME_DTYPE.get(name, name)

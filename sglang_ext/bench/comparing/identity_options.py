@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from sglang_ext.bench import BenchError
 from sglang_ext.bench.comparing.identity_config import AUTO, IdentityConfig
-from sglang_ext.bench.options import DTYPES, names
+from sglang_ext.bench.options import DTYPES, names, seconds
 
 
 def _floats(text: str) -> tuple[float, ...]:
@@ -19,8 +20,19 @@ def _ints(text: str) -> tuple[int, ...]:
 
 
 def words(texts: Sequence[str]) -> tuple[str, ...]:
-    """Flags that were given in several texts, each split as a shell does."""
-    return tuple(word for text in texts for word in shlex.split(text))
+    """Flags that were given in several texts, each split as a shell does.
+
+    Raises:
+        BenchError: a quote is left open.
+    """
+    return tuple(word for text in texts for word in _split(text))
+
+
+def _split(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise BenchError(f"flags {text!r}: {error}; close it as for a shell") from error
 
 
 def _tolerance(text: str) -> float | Literal["auto"]:
@@ -100,7 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--limit", type=int, help="use the first prompts only")
     add("--port", type=int, default=0, help="default: any free one")
-    add("--start-timeout", type=float, default=300.0, metavar="SECONDS")
+    add("--start-timeout", type=seconds, default=300.0, metavar="SECONDS")
     add("--request-timeout", type=float, default=1800.0, metavar="SECONDS")
     add("--logs", type=Path, help="folder that keeps the servers' logs")
     add("--json", type=Path, help="write the report")
@@ -111,7 +123,7 @@ def config_from(args: argparse.Namespace) -> IdentityConfig:
     """Check parsed options.
 
     Raises:
-        BenchError: an option's value is out of range.
+        BenchError: an option's value is out of range, or a quote is left open.
     """
     given = dict(vars(args))
     for name in ("logs", "json", "plot"):
@@ -121,7 +133,7 @@ def config_from(args: argparse.Namespace) -> IdentityConfig:
     given["server_args"] = words(given.pop("server_arg"))
     given["kv_args"] = words(given.pop("kv_arg"))
     together = words(given.pop("control_arg"))
-    apart = tuple(tuple(shlex.split(text)) for text in given.pop("control_arm"))
+    apart = tuple(tuple(_split(text)) for text in given.pop("control_arm"))
     given["control_arms"] = ((together,) if together else ()) + apart
     if given["deterministic"] is None:
         given["deterministic"] = given["seed"] is not None

@@ -24,7 +24,7 @@ from sglang_ext.bench.comparing.identity_options import words
 from sglang_ext.bench.jobs.phases import Job, phases_of
 from sglang_ext.bench.jobs.sending import Answered, PoolUse, arrivals, send
 from sglang_ext.bench.jobs.summary import Figures, summarize, tables
-from sglang_ext.bench.options import DTYPES, check_counts, check_port, names, numbers
+from sglang_ext.bench.options import DTYPES, check_counts, check_port, names, numbers, seconds
 from sglang_ext.bench.server import check_servers
 from sglang_ext.bench.servers_apart import ROLES, ServersApart, ports_taken
 from sglang_ext.bench.speed.decode_prompts import make_prompts
@@ -49,16 +49,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rate", default=AUTO, help="jobs per second, separated by commas; 0: all at once (default: %(default)s)")
     add("--share", type=float, default=0.9, help="of what the first method holds, with --rate auto (default: %(default)s)")
     add("--jobs", type=int, default=32, help="of each run; no two have the same prompt (default: %(default)s)")
-    add("--context-len", default="2048", help="prompt tokens, separated by commas; jobs take one after the other")
+    add("--context-len", default="2048", help="prompt tokens, separated by commas; jobs take one after the other (default: %(default)s)")
     add("--output-len", type=int, default=160, help="tokens of each answer (default: %(default)s)")
     add("--prompt-file", type=Path, help="take prompts from this text, by the model's tokenizer; default: random tokens")
     add("--seed", type=int, default=0, help="of arrivals")
     add("--server-arg", action="append", default=[], metavar="FLAGS", help="flags of all servers")
     add("--draft-arg", action="append", default=[], metavar="FLAGS", help="flags of decode servers of lynx, as '--kv-compressor kivi'")
     add("--decode-arg", action="append", default=[], metavar="FLAGS", help="flags of all decode servers, for example '--base-gpu-id 1'")
-    add("--dtype", default="bfloat16", choices=DTYPES)
+    add("--dtype", default="bfloat16", choices=DTYPES, help="(default: %(default)s)")
     add("--port", type=int, default=0, help="of the first server; the next are taken as well (default: any)")
-    add("--start-timeout", type=float, default=600, help="seconds")
+    add("--start-timeout", type=seconds, default=600, help="seconds until servers must be ready (default: %(default)s)")
     add("--logs", type=Path, help="folder for the servers' logs and timelines")
     add("--json", type=Path, help="write all measurements here")
 

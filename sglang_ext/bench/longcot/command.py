@@ -26,7 +26,7 @@ from sglang_ext.bench.longcot import overlap, packs, pages, plots, serving, tabl
 from sglang_ext.bench.longcot.arms import ARMS, AUTO, ON_CPUS, PACKS, LongArm, Load, arms, loads, settle
 from sglang_ext.bench.longcot.flops import ModelShape, token_flops
 from sglang_ext.bench.longcot.serving import LongFigures
-from sglang_ext.bench.options import DTYPES, check_counts, names, numbers
+from sglang_ext.bench.options import DTYPES, check_counts, names, numbers, seconds
 from sglang_ext.bench.prompts import load_prompts, load_tokenizer
 from sglang_ext.bench.server import check_servers, file_name
 from sglang_ext.bench.speed import settings
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--overlap-share", type=float, default=0.125, help="of the context, that is selected for overlaps (default: %(default)s)")
     add("--server-arg", action="append", default=[], metavar="FLAGS", help="flags of all servers")
     add("--dtype", default="bfloat16", choices=DTYPES)
-    add("--start-timeout", type=float, default=600, help="seconds")
+    add("--start-timeout", type=seconds, default=600, help="seconds until servers must be ready (default: %(default)s)")
     add("--logs", type=Path, help="folder for the servers' logs and timelines")
     add("--json", type=Path, help="write all measurements here")
     add("--plot", type=Path, help="write a PNG here")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from sglang_ext.bench import BenchError
 from sglang_ext.bench.comparing.identity_options import words
-from sglang_ext.bench.options import DTYPES, names, numbers
+from sglang_ext.bench.options import DTYPES, names, numbers, seconds
 from sglang_ext.bench.quality.attention import TAILS
 from sglang_ext.bench.quality.config import MODES, PARTS, BenchmarkFile, QualityConfig
 from sglang_ext.bench.quality.scorers import BY_NAME
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--limit", type=int, help="use the first prompts, and the benchmark's first lines, only")
     add("--port", type=int, default=0, help="default: any free one")
-    add("--start-timeout", type=float, default=300.0, metavar="SECONDS")
+    add("--start-timeout", type=seconds, default=300.0, metavar="SECONDS")
     add("--request-timeout", type=float, default=1800.0, metavar="SECONDS")
     add("--logs", type=Path, help="folder that keeps the servers' logs")
     add("--json", type=Path, help="write the report")

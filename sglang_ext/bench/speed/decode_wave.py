@@ -87,10 +87,13 @@ def read(server: ServerClient, body: dict[str, Any], began: float, clock: Callab
     """The stream that a request for ``/generate`` gets, timed from ``began`` on.
 
     Raises:
-        OSError: as :meth:`ServerClient.stream`.
+        OSError: as :meth:`ServerClient.stream`, or the server answered with an error.
     """
     stream = Stream()
     for event in server.stream("generate", {**body, "stream": True}):
+        if "meta_info" not in event:
+            # SGLang has begun a stream, with status 200, before it looks at a request.
+            raise OSError(event.get("error", {}).get("message", event))
         stream.add(clock() - began, event["meta_info"])
     return stream
 

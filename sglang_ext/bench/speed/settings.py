@@ -11,7 +11,7 @@ from typing import Any
 
 from sglang_ext.bench import BenchError, report
 from sglang_ext.bench.comparing.identity_options import words
-from sglang_ext.bench.options import DTYPES, check_budgets, numbers, probabilities
+from sglang_ext.bench.options import DTYPES, check_budgets, numbers, probabilities, seconds
 from sglang_ext.bench.server import ServerProcess, check_servers, file_name
 from sglang_ext.bench.speed.tiers import Tier, tiers
 from sglang_ext.config.options import DEFAULT_BUDGET
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--baseline", action="append", default=[], metavar="FLAGS", help=stock)
     add("--server-arg", action="append", default=[], metavar="FLAGS", help="flags of all servers")
     add("--dtype", default="bfloat16", choices=DTYPES)
-    add("--start-timeout", type=float, default=600, help="seconds")
+    add("--start-timeout", type=seconds, default=600, help="seconds until servers must be ready (default: %(default)s)")
     add("--logs", type=Path, help="folder for the servers' logs")
     add("--json", type=Path, help="write all measurements here")
     add("--plot", type=Path, help="write a PNG here")

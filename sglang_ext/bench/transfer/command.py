@@ -23,7 +23,7 @@ from pathlib import Path
 
 from sglang_ext.bench import BenchError, report
 from sglang_ext.bench.comparing.identity_options import words
-from sglang_ext.bench.options import DTYPES, check_counts, check_port, names, numbers
+from sglang_ext.bench.options import DTYPES, check_counts, check_port, names, numbers, seconds
 from sglang_ext.bench.server import check_servers
 from sglang_ext.bench.servers_apart import ports_taken
 from sglang_ext.bench.speed.decode_limit import read_config
@@ -46,20 +46,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", type=Path, required=True, help="Hugging Face folder")
     add("--method", type=names, default=DEFAULT, help="names, separated by commas (default: %(default)s)")
     add("--link-gbps", default="0.1", help="Gbit/s of the link, separated by commas; 0: no limit (default: %(default)s)")
-    add("--context-len", default="2048", help="prompt tokens, separated by commas")
+    add("--context-len", default="2048", help="prompt tokens, separated by commas (default: %(default)s)")
     add("--prompt-file", type=Path, help="take prompts from this text, by the model's tokenizer; default: random tokens")
-    add("--prompts", type=int, default=3, help="of each context")
-    add("--repeats", type=int, default=2, help="of each prompt from the prefix cache; 0: cold alone")
-    add("--output-len", type=int, default=64, help="tokens after the prefill's that are timed")
+    add("--prompts", type=int, default=3, help="of each context (default: %(default)s)")
+    add("--repeats", type=int, default=2, help="of each prompt from the prefix cache; 0: cold alone (default: %(default)s)")
+    add("--output-len", type=int, default=64, help="tokens after the prefill's that are timed (default: %(default)s)")
     add("--draft-arg", action="append", default=[], metavar="FLAGS", help="flags of decode servers of lynx, for example '--kv-compressor kivi'")
     add("--server-arg", action="append", default=[], metavar="FLAGS", help="flags of all servers")
     add("--decode-arg", action="append", default=[], metavar="FLAGS", help="flags of all decode servers, for example '--base-gpu-id 1'")
-    add("--dtype", default="bfloat16", choices=DTYPES)
+    add("--dtype", default="bfloat16", choices=DTYPES, help="(default: %(default)s)")
     add("--accuracy-tokens", type=int, default=0, help="also measure vNMSE of attention outputs on so many tokens of the first prompt")
     add("--at-once", type=int, default=1, help="pairs of servers that are started together; their memory adds up (default: %(default)s)")
     add("--port", type=int, default=0, help="of the first prefill server; of each pair the next two are taken as well (default: any)")
-    add("--start-timeout", type=float, default=600, help="seconds")
-    add("--logs", type=Path, help="folder for the servers' logs and timelines")
+    add("--start-timeout", type=seconds, default=600, help="seconds until servers must be ready (default: %(default)s)")
+    add("--logs", type=Path, help="folder for the servers' logs and timelines; default: none are kept")
     add("--json", type=Path, help="write all measurements here")
     add("--plot", type=Path, help="write a PNG here")
 
@@ -69,6 +69,9 @@ def run(args: argparse.Namespace) -> int:
     contexts = numbers(args.context_len, "--context-len")
     rates = [rate or None for rate in numbers(args.link_gbps, "--link-gbps", float, zero=True)]
     check_counts({"--prompts": args.prompts, "--output-len": args.output_len, "--at-once": args.at_once})
+    for option, value in {"--repeats": args.repeats, "--accuracy-tokens": args.accuracy_tokens}.items():
+        if value < 0:
+            raise BenchError(f"{option} {value}: must be at least 0")
     check_port(args.port, PORTS * args.at_once)
     chosen = [method(name, words(args.draft_arg)) for name in args.method]
     asked, failed = runs(chosen, rates)

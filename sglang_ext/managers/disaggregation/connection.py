@@ -65,7 +65,8 @@ class Connection:
         self.socket.connect(endpoint)
         self.heard = self.pinged = time.monotonic()
         self.window = self.credit = 0
-        self.rate, self._taken, self._taken_since = 0.0, 0, self.heard
+        # Bytes that were taken since then, and since when none are under way: that time says nothing of how fast they are.
+        self.rate, self._taken, self._taken_since, self._idle_since = 0.0, 0, self.heard, self.heard
 
     @property
     def welcomed(self) -> bool:
@@ -95,6 +96,8 @@ class Connection:
         seconds = self.heard - self._taken_since
         if seconds >= MEASURED:
             self.rate, self._taken, self._taken_since = self._taken / seconds, 0, self.heard
+        if not self.outstanding:
+            self._idle_since = self.heard
 
     def say(self, message: wire.FromSender) -> int:
         """Send a message; its bytes.
@@ -113,8 +116,7 @@ class Connection:
             BrokenConnection: as of :meth:`say`.
         """
         if not self.outstanding:
-            # Time without bytes under way says nothing of how fast they are taken.
-            self._taken, self._taken_since = 0, time.monotonic()
+            self._taken_since += time.monotonic() - self._idle_since
         head = wire.encode(frame)
         self._send(head, zmq.SNDMORE)
         tracker = self.socket.send(payload, copy=False, track=True)

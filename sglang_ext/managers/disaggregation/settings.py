@@ -19,7 +19,7 @@ _SAME_CODES = (
 _SAME_CODEC = "start both servers with the same --kv-reference, and the same --kv-bench-codec where one has it"
 _REMEDIES = {
     "model_key": "serve the same weights on both sides",
-    "pool_dtype": "give both servers the same --kv-cache-dtype",
+    "pool_dtype": "give both servers the same --dtype and the same --kv-cache-dtype",
     "layers": "serve the same model on both sides, with the same pipeline ranks",
     "kv_heads": "give both servers the same --tp-size",
     "key_dim": "serve the same model on both sides",

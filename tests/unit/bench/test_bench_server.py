@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from sglang_ext.bench import BenchError, server_flags
 from sglang_ext.bench import server as server_module
 from sglang_ext.bench.client import SamplingSettings, ServerClient, free_port
 from sglang_ext.bench.server import ServerProcess, check_servers, leave_on_signals, stop_all
+from sglang_ext.managers.disaggregation.endpoints import LinkKeys
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -260,4 +262,31 @@ def test_a_prefill_and_a_decode_server_whose_links_would_not_fit_are_refused() -
     servers = {"prefill": (*links, "prefill"), "decode": (*links, "decode", "--kv-reference", "int8")}
     with pytest.raises(BenchError, match="--kv-reference is exact of the server prefill and int8 of the server decode: give both the same"):
         # What the process that check_servers starts is asked to do.
+        server_flags.check("m", servers)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "why"),
+    [
+        (("--dtype", "float32"), ("--dtype", "bfloat16"), "the KV pool is float32 of the server prefill and bfloat16 of the server decode"),
+        (("--kv-cache-dtype", "fp8_e5m2"), ("--dtype", "half"), "the KV pool is fp8_e5m2 .* and float16 .*the same --dtype and the same"),
+        (("--dtype", "bfloat16"), ("--dtype", "half", "--kv-cache-dtype", "bf16"), None),
+        (("--dtype", "float32"), (), None),
+    ],
+)
+def test_a_prefill_and_a_decode_server_whose_pools_differ_are_refused_where_flags_say_so(
+    prefill: tuple[str, ...], decode: tuple[str, ...], why: str | None
+) -> None:
+    links = ("--disaggregation-transfer-backend", "progressive", "--disaggregation-mode")
+    servers = {"prefill": (*links, "prefill", *prefill), "decode": (*links, "decode", *decode)}
+    with nullcontext() if why is None else pytest.raises(BenchError, match=why):
+        server_flags.check("m", servers)
+
+
+def test_keys_of_links_at_one_server_alone_are_refused(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    LinkKeys.new().write(keys)
+    links = ("--disaggregation-transfer-backend", "progressive", "--disaggregation-mode")
+    servers = {"prefill": (*links, "prefill"), "decode": (*links, "decode", "--kv-link-keys", str(keys))}
+    with pytest.raises(BenchError, match="the server decode has --kv-link-keys and the server prefill has none: give both the same file"):
         server_flags.check("m", servers)

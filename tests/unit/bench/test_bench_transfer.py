@@ -272,3 +272,28 @@ def test_an_answer_that_breaks_off_is_told_with_what_both_servers_say():
     ended.set_result({})
     with pytest.raises(BenchError, match=r"a request ended after 2 of 9 tokens \(prefill server: it has ended\)\nthe decode server's log"):
         answer(Server(), {}, 9, ended, 1.0)
+
+
+def test_a_request_that_a_server_refuses_in_its_stream_is_told_in_its_words():
+    """As one that is longer than the model's context."""
+
+    class Server:
+        def stream(self, path, body):
+            yield {"error": {"message": "The input (9000 tokens) is longer than the model's context length (8192 tokens)."}}
+
+    with pytest.raises(BenchError, match="the decode server: .*longer than the model's context length"):
+        answer(Server(), {}, 9, Future(), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "why"),
+    [
+        ("--repeats", "-1", "--repeats -1: must be at least 0"),
+        ("--accuracy-tokens", "-1", "--accuracy-tokens -1: must be at least 0"),
+        ("--server-arg", "'a", "flags \"'a\": No closing quotation; close it as for a shell"),
+        ("--draft-arg", "'a", "flags \"'a\": No closing quotation; close it as for a shell"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_in_a_sentence(option, value, why, tmp_path, capsys):
+    assert main(["transfer", "--model", str(tmp_path), option, value]) == 2
+    assert f"transfer: {why}" in capsys.readouterr().err

@@ -77,4 +77,4 @@ def test_a_step_that_fails_or_hangs_is_told_and_the_next_runs(on_gpu, tmp_path, 
     monkeypatch.setattr(sys, "argv", ["on_gpu.py", "well", "nonsense", "--out", str(tmp_path)])
     with pytest.raises(SystemExit):
         on_gpu.main()
-    assert "unknown steps nonsense" in capsys.readouterr().err
+    assert "unknown steps nonsense; --list tells which there are" in capsys.readouterr().err

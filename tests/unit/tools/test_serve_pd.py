@@ -70,18 +70,27 @@ def test_the_router_leads_to_both(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (["--arg=--port=8000"], "--arg has --port=8000, .*leave it out there"),
-        (["--prefill-arg=--disaggregation-mode decode"], "--prefill-arg has --disaggregation-mode"),
+        (["--arg=--port=8000"], "--arg has --port=8000, .*: pass --port .*and leave it out there"),
+        (["--arg=--model-path a"], "--arg has --model-path, .*: pass --model .*and leave it out there"),
+        (["--prefill-arg=--disaggregation-mode decode"], "--prefill-arg has --disaggregation-mode, which this command sets itself: leave it out"),
+        (["--arg=--host 0.0.0.0"], "--arg has --host, .*start the servers by hand"),
         (["--decode-arg=--served-model-name 'a"], "--decode-arg .*No closing quotation; close it"),
         (["--port", "65533"], "--port 65533: the next three are taken as well: pass 1 to 65532"),
         (["--decode-arg=--kv-compressor nosuch"], "m: no method nosuch"),
     ],
-    ids=["port", "role", "quote", "last-port", "flag"],
+    ids=["port", "model", "role", "host", "quote", "last-port", "flag"],
 )
 def test_what_cannot_start_is_refused_before_anything_does(port, checked, arguments, why, tmp_path):
     with pytest.raises(BenchError, match=why):
         serve_pd.check(parsed(port, "--logs", str(tmp_path / "logs"), *arguments))
     assert not (tmp_path / "logs").exists()
+
+
+@pytest.mark.parametrize("seconds", ["-1", "0", "nan", "soon"])
+def test_a_time_to_start_in_that_is_none_is_refused(port, seconds, capsys):
+    with pytest.raises(SystemExit):
+        parsed(port, "--start-timeout", seconds)
+    assert f"argument --start-timeout: '{seconds}': pass seconds above 0" in capsys.readouterr().err
 
 
 def test_a_folder_for_logs_that_cannot_be_made_is_named(port, checked):

@@ -198,7 +198,7 @@ def test_a_thread_that_writes_fails_a_room_and_goes_on(ends, caplog, monkeypatch
 
 
 def test_residuals_under_way_are_few(ends):
-    limits = LinkLimits(frame_bytes=1 << 16, window_bytes=1 << 22, residual_bytes=1 << 17, ping_seconds=0.1)
+    limits = LinkLimits(frame_bytes=1 << 16, window_bytes=1 << 22, residual_bytes=1 << 17, residual_seconds=0.0, ping_seconds=0.1)
     server = ends.server(limits=limits)
     link, sink, listener, seen = ends.link(server.endpoint, limits), Sink(delay=0.005), Listener(), []
     of = shape(20, aux=False)
@@ -214,13 +214,14 @@ def test_residuals_under_way_are_few(ends):
 
 
 def test_more_residuals_are_under_way_to_a_receiver_that_takes_more(ends):
-    limits = LinkLimits(frame_bytes=1 << 14, window_bytes=1 << 23, residual_bytes=1 << 14, residual_seconds=0.02)
+    limits = LinkLimits(frame_bytes=1 << 14, window_bytes=1 << 21, residual_bytes=1 << 14, residual_seconds=1.0)
     server = ends.server(limits=limits)
-    link, sink, listener, seen = ends.link(server.endpoint, limits), Sink(), Listener(), []
-    of = shape(20, aux=False)
+    # Parts wait to be written, and so are not granted again.
+    link, sink, listener, seen = ends.link(server.endpoint, limits), Sink(delay=0.01), Listener(), []
+    of = shape(40, aux=False)
     server.register(1, expected(of), sink)
     link.open(1, of, listener)
-    fill(link, 1, 20, 1_000_000, (Stream.ANCHOR, Stream.RESIDUAL))
+    fill(link, 1, 40, 500_000, (Stream.ANCHOR, Stream.RESIDUAL))
     until(lambda: listener.streams.get(1) == [Stream.ANCHOR])
     while not listener.reasons:
         seen.append(link.outstanding_bytes)
