@@ -90,7 +90,11 @@ def shown(**requests):
     return "\n".join(tables.tables(found))
 
 
-def test_tables_say_whether_requirements_hold():
+def test_tables_say_whether_requirements_hold_where_the_residual_takes_as_many_steps(monkeypatch):
+    said = shown(int8=plain(14.0), lynx=lynx())
+    assert "token 1, lynx over int8: generated 0.543, kept 0.543, visible 1.130\n" in said and "hold" not in said.lower()
+    assert "Required is something of cached prompts whose residual takes 30 steps or more." in said
+    monkeypatch.setattr(tables, "STEPS", 4)
     said = shown(int4=plain(12.5), int8=plain(14.0), lynx=lynx())
     assert "200 tokens, 1 Gbit/s, prompts cached on the prefill server" in said
     assert "| lynx | 2.40 + 1.60 | 2.50 |" in said and "| int8 | 4.00 | 4.60 |" in said
