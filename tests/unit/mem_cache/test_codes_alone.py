@@ -198,7 +198,10 @@ class GivingBack(RuleBasedStateMachine):
         for req in self.decoding:
             nodes = path(req.last_node)
             covered = self.world.views.get(req.req_pool_idx).covered
-            assert all(node.codes or node.value is not None or node.end <= covered and not node.children for node in nodes)
+            # Of the prompt's last tokens, in a block with generated ones, the copy is all there is; a match within them parts their node.
+            bare = [node for node in nodes if not node.codes and node.value is None]
+            assert bare == nodes[len(nodes) - len(bare) :] and all(node.end <= covered for node in bare)
+            assert {child for node in bare for child in node.children.values()} == set(bare[1:])
 
     @precondition(lambda self: self.decoding)
     @rule(pick=st.integers(0, 9), tokens=st.integers(1, 300))
@@ -230,6 +233,28 @@ class GivingBack(RuleBasedStateMachine):
     @invariant()
     def holds(self):
         self.world.check()
+
+
+def test_a_match_within_the_last_tokens_of_a_prompt_that_a_block_has_with_generated_ones_parts_them_and_finds_none():
+    world = Lossy(slots=2200)
+    req = world.decoding(distinct(2, 180))
+    req.output_ids.extend(distinct(90, 16))
+    assert world.extend(req, req.length + 16) and world.compress(req)
+    world.round(req)
+    bare = [node for node in path(req.last_node) if node.value is None and not node.codes]
+    assert [node.end for node in bare] == [180] and bare[0].start < 170
+    match = world.match(distinct(2, 170))
+    assert len(match.device_indices) + match.host_hit_length <= bare[0].start
+    world.round(req)
+    world.check()
+    # Who computes them gives them to the tree.
+    second = world.start(distinct(2, 180))
+    assert all(node.value is not None for node in path(second.last_node) if not node.codes)
+    world.check()
+    for each in (req, second):
+        world.finish(each)
+        world.check()
+    world.empty()
 
 
 TestGivingBack = GivingBack.TestCase
