@@ -257,14 +257,15 @@ class Link:
         return 0.0
 
     def _send_frame(self, connection: Connection) -> float:
-        quiet = time.monotonic() >= self._quiet_from
+        now = time.monotonic()
+        quiet = now >= self._quiet_from
         with self._lock:
             sending = self._queue.next() or (self._queue.hurry_residual() if quiet else None)
             room = self._queue.rooms.get(sending.room) if sending is not None else None
         if room is None:
             self._waits.wait_for(None)
             return LOOK if quiet else QUIET
-        wait = self._bucket.wait(time.monotonic())
+        wait = self._bucket.wait(now)
         if wait:
             self._waits.wait_for("rate")
             return wait

@@ -245,6 +245,7 @@ class SendQueue:
         for stream, numbers in found.items():
             for number in numbers:
                 self._arrived(room, stream, number)
+            room.waiting[stream] = deque(sending for sending in room.waiting[stream] if sending.number not in numbers)
         self._release(room)
         return room.newly_complete()
 
@@ -259,9 +260,6 @@ class SendQueue:
         """Where nothing may go: the first residual whose anchor has gone may, before the other anchors of its room."""
         for room in self.rooms.values():
             waiting = room.waiting[Stream.RESIDUAL]
-            # What the receiver turned out to have is not offered any more.
-            while waiting and (Stream.RESIDUAL, waiting[0].number) not in room.offered:
-                waiting.popleft()
             if room.confirmed and waiting and waiting[0].number in room.gone[Stream.ANCHOR]:
                 self._queues[Stream.RESIDUAL].append(sending := waiting.popleft())
                 return sending
@@ -341,8 +339,7 @@ class SendQueue:
     def _release(self, room: OutgoingRoom) -> None:
         for stream, waiting in room.waiting.items():
             if waiting and room.may_go(stream):
-                # What the receiver turned out to have is not offered any more.
-                self._queues[stream].extend(sending for sending in waiting if (stream, sending.number) in room.offered)
+                self._queues[stream].extend(waiting)
                 waiting.clear()
 
 
