@@ -9,7 +9,6 @@ each other. KV travels by transfer backend progressive, and the decode server dr
 import argparse
 import importlib.util
 import os
-import shlex
 import signal
 import socket
 import sys
@@ -20,7 +19,7 @@ from pathlib import Path
 
 from sglang_ext.bench import BenchError
 from sglang_ext.bench.client import HEALTH_SECONDS, HOST, free_port
-from sglang_ext.bench.options import LAST_PORT, seconds
+from sglang_ext.bench.options import LAST_PORT, seconds, split
 from sglang_ext.bench.server import ServerProcess, check_servers, leave_on_signals, stop_all, stop_together
 from sglang_ext.bench.servers_apart import ROLES
 
@@ -110,10 +109,7 @@ def words(option: str, text: str) -> list[str]:
     Raises:
         BenchError: one of them is this program's, or a quote is left open.
     """
-    try:
-        found = shlex.split(text)
-    except ValueError as error:
-        raise BenchError(f"{option} {text!r}: {error}; close it as for a shell") from error
+    found = split(text, option)
     for word in found:
         instead = GIVEN.get(word.split("=")[0])
         if instead is not None:

@@ -1,6 +1,7 @@
 """Options of several values on the command line."""
 
 import math
+import shlex
 from argparse import ArgumentTypeError
 from collections.abc import Iterable, Mapping
 
@@ -14,6 +15,18 @@ LAST_PORT = 65535
 def names(text: str) -> tuple[str, ...]:
     """Names separated by commas, without blanks and empty ones."""
     return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def split(text: str, option: str) -> list[str]:
+    """Words of flags that an option has, as a shell splits them.
+
+    Raises:
+        BenchError: a quote is left open.
+    """
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise BenchError(f"{option} {text!r}: {error}; close it as for a shell") from error
 
 
 def seconds(text: str) -> float:
@@ -31,15 +44,15 @@ def seconds(text: str) -> float:
     return found
 
 
-def check_counts(counts: Mapping[str, int]) -> None:
-    """Refuse options below 1.
+def check_counts(counts: Mapping[str, int], least: int = 1) -> None:
+    """Refuse options below ``least``.
 
     Raises:
         BenchError: names the option.
     """
     for option, value in counts.items():
-        if value < 1:
-            raise BenchError(f"{option} {value}: must be at least 1")
+        if value < least:
+            raise BenchError(f"{option} {value}: must be at least {least}")
 
 
 def check_port(port: int, taken: int = 1) -> None:

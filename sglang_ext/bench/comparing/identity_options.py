@@ -1,14 +1,12 @@
 """The command line of ``python -m sglang_ext.bench identity``."""
 
 import argparse
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from sglang_ext.bench import BenchError
 from sglang_ext.bench.comparing.identity_config import AUTO, IdentityConfig
-from sglang_ext.bench.options import DTYPES, names, seconds
+from sglang_ext.bench.options import DTYPES, names, seconds, split
 
 
 def _floats(text: str) -> tuple[float, ...]:
@@ -25,14 +23,7 @@ def words(texts: Sequence[str]) -> tuple[str, ...]:
     Raises:
         BenchError: a quote is left open.
     """
-    return tuple(word for text in texts for word in _split(text))
-
-
-def _split(text: str) -> list[str]:
-    try:
-        return shlex.split(text)
-    except ValueError as error:
-        raise BenchError(f"flags {text!r}: {error}; close it as for a shell") from error
+    return tuple(word for text in texts for word in split(text, "flags"))
 
 
 def _tolerance(text: str) -> float | Literal["auto"]:
@@ -133,7 +124,7 @@ def config_from(args: argparse.Namespace) -> IdentityConfig:
     given["server_args"] = words(given.pop("server_arg"))
     given["kv_args"] = words(given.pop("kv_arg"))
     together = words(given.pop("control_arg"))
-    apart = tuple(tuple(_split(text)) for text in given.pop("control_arm"))
+    apart = tuple(tuple(split(text, "flags")) for text in given.pop("control_arm"))
     given["control_arms"] = ((together,) if together else ()) + apart
     if given["deterministic"] is None:
         given["deterministic"] = given["seed"] is not None

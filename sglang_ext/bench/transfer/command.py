@@ -69,9 +69,7 @@ def run(args: argparse.Namespace) -> int:
     contexts = numbers(args.context_len, "--context-len")
     rates = [rate or None for rate in numbers(args.link_gbps, "--link-gbps", float, zero=True)]
     check_counts({"--prompts": args.prompts, "--output-len": args.output_len, "--at-once": args.at_once})
-    for option, value in {"--repeats": args.repeats, "--accuracy-tokens": args.accuracy_tokens}.items():
-        if value < 0:
-            raise BenchError(f"{option} {value}: must be at least 0")
+    check_counts({"--repeats": args.repeats, "--accuracy-tokens": args.accuracy_tokens}, least=0)
     check_port(args.port, PORTS * args.at_once)
     chosen = [method(name, words(args.draft_arg)) for name in args.method]
     asked, failed = runs(chosen, rates)
