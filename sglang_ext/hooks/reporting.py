@@ -6,27 +6,27 @@ SGLang sends such an answer's tokens where their number is a multiple of ``SGLAN
 several at once step over these numbers: the first that the frontend sees is then the end, which stands for the first token.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler_components.metrics_reporter import SchedulerMetricsReporter
 
-    from sglang_ext.managers.spec_decode.result import RoundResult
+    from sglang_ext.managers.spec_decode.round import Round
 
 
-def count_plain_steps(reporter: "SchedulerMetricsReporter", result: "RoundResult") -> None:
+def count_plain_steps(reporter: "SchedulerMetricsReporter", done: "Round", counts: Sequence[int]) -> None:
     """Count each token that a step gave, of a request that did not draft, as a forward of its own; before SGLang counts the round's.
 
     SGLang takes all tokens of a round but the first for accepted drafts: a server of mode lossy would log an accept length of 4.
 
     Args:
         reporter: divides tokens by forwards.
-        result: of all requests of the round.
+        done: the round.
+        counts: tokens of each request of it.
     """
-    counts = result.accept_lens.tolist()
-    reporter.spec_num_forward_ct += sum(max(0, counts[i] - 1) for i in result.round.answering)
+    reporter.spec_num_forward_ct += sum(max(0, counts[i] - 1) for i in done.answering)
 
 
 def send_what_is_due(original: Callable, accumulator, *, req: "Req") -> None:

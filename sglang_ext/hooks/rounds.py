@@ -98,11 +98,12 @@ def process_emitted(original: Callable, processor, batch: "ScheduleBatch", resul
     _end_at_ends(batch, result)
     processor.model_worker.account(batch, result)
     _end_aborted(processor, batch, result)
-    emitting = [i for i, count in enumerate(result.accept_lens.tolist()) if count > 0]
+    counts = result.accept_lens.tolist()
+    emitting = [i for i, count in enumerate(counts) if count > 0]
     if not emitting:
         return None
     if isinstance(result, RoundResult) and result.round is not None:
-        count_plain_steps(processor.metrics_reporter, result)
+        count_plain_steps(processor.metrics_reporter, result.round, counts)
     if len(emitting) < len(batch.reqs):
         batch, result = _subset(batch, emitting), _result_subset(result, emitting)
     return _advance_grammars_last(original, processor, batch, result)

@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 
 import pytest
-import torch
 from sglang.srt.managers.scheduler_components.metrics_reporter import SchedulerMetricsReporter
 from test_finish import make_request
 
@@ -73,8 +72,7 @@ def test_of_who_does_not_draft_each_token_is_a_forward_in_sglangs_accept_length(
     reporter = SimpleNamespace(
         spec_num_accept_tokens=0, spec_num_forward_ct=0, spec_num_block_accept_tokens=0, spec_num_cap_tokens=0, num_generated_tokens=0
     )
-    result = SimpleNamespace(accept_lens=torch.tensor(tokens), round=SimpleNamespace(answering=answering))
-    count_plain_steps(reporter, result)
+    count_plain_steps(reporter, SimpleNamespace(answering=answering), tokens)
     emitting = [each for each in tokens if each]
     SchedulerMetricsReporter.update_spec_metrics(reporter, len(emitting), sum(emitting) - len(emitting))
     assert reporter.spec_num_accept_tokens / reporter.spec_num_forward_ct == pytest.approx(length)
