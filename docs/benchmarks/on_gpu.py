@@ -50,13 +50,13 @@ class Step:
     gpus: int = 1
 
 
-def _longcot(batch: int, more: str = "", load: str = "32768:2048") -> str:
+def _longcot(batch: int, more: str = "", load: str = "32768:2048", length: str = "64,256") -> str:
     server = (
         f"{DUMMY} --cuda-graph-bs {batch} --max-running-requests {batch} --mem-fraction-static 0.9 --chunked-prefill-size 8192 "
         f"--max-total-tokens {34100 * batch} --context-length 40000 {SHORT}{more}"
     )
     return (
-        f"python -m sglang_ext.bench longcot --model {{model}} --mode lossy --load {batch}:{load} --output-len 64,256 "
+        f"python -m sglang_ext.bench longcot --model {{model}} --mode lossy --load {batch}:{load} --output-len {length} "
         f"--logs {{out}} --json {{out}}.json --server-arg='{server}'"
     )
 
@@ -120,10 +120,12 @@ STEPS = {
     "longcot-codes": Step(_longcot(16, " --kv-score-bits 8") + " --method spade --select-every 1,2", 400),
     "longcot-8": Step(_longcot(8) + " --method stock,spade --select-every 2,4,1", 600),
     "longcot-8-codes": Step(_longcot(8, " --kv-score-bits 8") + " --method spade --select-every 1,2", 400),
-    "longcot-ranks": Step(_longcot(16) + " --method stock,spade-ranks --pack-layers auto", 500, 2),
+    "longcot-ranks": Step(_longcot(16, length="64,768") + " --method stock,spade-ranks --pack-layers auto --select-every 1,2", 600, 2),
     "longcot-ranks-8": Step(_longcot(8) + " --method stock,spade-ranks --pack-layers auto", 400, 2),
     "longcot-ranks-2k": Step(_longcot(16, load="2048:1024") + " --method stock,spade-ranks --pack-layers auto", 400, 2),
     "transfer-25": Step(_transfer(25, "32768,131072"), 400, 2),
+    # With SGLang's default, by which a cached prefix leaves before the rest is computed.
+    "transfer-25-early": Step(f"SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX=1 {_transfer(25, '32768,131072')}", 400, 2),
     "transfer-10": Step(_transfer(10, "131072"), 400, 2),
     "transfer-50": Step(_transfer(50, "32768"), 400, 2),
     # Nine tenths of what bf16 holds, as --rate auto found it.

@@ -118,6 +118,12 @@ HOOKS: tuple[Hook, ...] = (
         ("self", "obj", "input_ids"), process="frontend",
     ),
     Hook(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.create_abort_task",
+        "sglang_ext.hooks.ended_streams.abort_unfinished",
+        "a prefill server shall not abort what a decode server asks for anew under the id of a request that has just been answered",
+        ("self", "obj"), process="frontend",
+    ),
+    Hook(
         "sglang.srt.layers.sampler.multinomial_with_seed",
         "sglang_ext.managers.spec_decode.sampling.own_noise",
         "SGLang's seeded noise is infinite once in 2**32 numbers, and draws a token of any probability",

@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
         with settings.server(args, setting_of(arm, file), logs) as server:
             for load in filter(arm.serves, wanted):
                 before = len(packs.steps_of(timeline.read(file)))
-                waves = serving.answer(server, prompts[load.context][: load.batch], lengths[-1], args.repeats)
+                waves = serving.answer(server, prompts[load.context][: load.batch], lengths[-1], args.repeats, ARMS[arm.method][1])
                 found.append(figures_of(arm, load, lengths, waves, shape))
                 print(f"{arm.name}: {load}: {told_of(found[-1])}", flush=True)
                 taken = packs.steps_of(timeline.read(file))[before:]
@@ -124,7 +124,8 @@ def run(args: argparse.Namespace) -> int:
 def told_of(figures: LongFigures) -> str:
     """A line while the rest is measured."""
     drafts = f", {figures.accepted} of {figures.drafts} drafts" if figures.drafts else ""
-    return f"{figures.token_ms[-1]:.2f} ms a token{drafts}"
+    choices = f", choices side by side: {figures.choices}" if figures.choices is not None else ""
+    return f"{figures.token_ms[-1]:.2f} ms a token{drafts}{choices}"
 
 
 def check(args: argparse.Namespace, lengths: Sequence[int]) -> None:
@@ -154,11 +155,11 @@ def setting_of(arm: LongArm, file: Path) -> Setting:
 
 
 def figures_of(
-    arm: LongArm, load: Load, lengths: Sequence[int], waves: Sequence[Sequence[serving.Stream]], shape: ModelShape
+    arm: LongArm, load: Load, lengths: Sequence[int], waves: Sequence[serving.Answers], shape: ModelShape
 ) -> LongFigures:
     """What the waves of a load showed."""
-    metas = [stream.meta for wave in waves for stream in wave]
-    running, together_ms = serving.together(waves)
+    metas = [stream.meta for wave in waves for stream in wave.streams]
+    together = serving.together(waves)
     return LongFigures(
         name=arm.name,
         method=arm.method,
@@ -166,8 +167,9 @@ def figures_of(
         load=load,
         lengths=tuple(lengths),
         token_ms=serving.spans(waves, lengths),
-        running=running,
-        together_ms=together_ms,
+        running=together and together.wave.running,
+        together_ms=together and together.wave.token_ms,
+        choices=together and together.choices,
         drafts=sum(meta.get("kv_drafts", 0) for meta in metas),
         accepted=sum(meta.get("kv_accepted", 0) for meta in metas),
         fallbacks=sum(bool(meta.get("kv_fallback")) for meta in metas),

@@ -22,7 +22,7 @@ def served(found: Sequence[LongFigures]) -> Iterator[str]:
         stock = next((figures for figures in mine if figures.method == STOCK), None)
         ends = [f"to token {length}" for length in mine[0].lengths]
         yield f"\n{load}; milliseconds of each request per output token:\n"
-        head = ("server", *ends, "of stock's, last", "side by side", "accepted", "GFLOP a token", "on full KV")
+        head = ("server", *ends, "of stock's, last", "side by side", "choices in time meanwhile", "accepted", "GFLOP a token", "on full KV")
         yield from _table(head, [_row(each, stock) for each in mine])
 
 
@@ -32,7 +32,8 @@ def _row(figures: LongFigures, stock: LongFigures | None) -> list[str]:
     times = [f"{each:.2f}" for each in figures.token_ms]
     together = "" if figures.running is None else f"{figures.together_ms:.2f}, {figures.running} at once"
     name = figures.name.removesuffix(f" {figures.load.select}")
-    return [name, *times, ratio, together, accepted, f"{figures.flops / 1e9:.3f}", str(figures.fallbacks or "")]
+    choices = "" if figures.choices is None else str(figures.choices)
+    return [name, *times, ratio, together, choices, accepted, f"{figures.flops / 1e9:.3f}", str(figures.fallbacks or "")]
 
 
 def packed(found: Sequence[PackFigures]) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """A prefill and a decode server on this machine, and requests that go through both."""
 
+import os
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -13,8 +14,9 @@ from sglang_ext.bench.speed.decode_wave import Stream
 from sglang_ext.managers.disaggregation import timeline
 from sglang_ext.managers.disaggregation.timeline import Event
 
-# SGLang sends a cached prefix before the forward of what follows it, so that it would travel before the prefill's end.
-ENVIRONMENT = {"SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX": "0"}
+# SGLang sends a cached prefix before the forward of what follows it, so that it would travel before the prefill's end; a benchmark's own
+# environment may leave that on.
+EARLY_SENDS = "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX"
 # Seconds in which the prefill server has ended a request whose answer broke off.
 PATIENCE = 5.0
 
@@ -51,7 +53,7 @@ class Pair:
     def __init__(self, model: Path, flags: Mapping[str, tuple[str, ...]], folder: Path, name: str, start_timeout: float, port: int) -> None:
         self._timeline = timeline_file(folder, name)
         self._timeline.unlink(missing_ok=True)
-        env = {role: ENVIRONMENT for role in ROLES}
+        env = {role: {EARLY_SENDS: os.environ.get(EARLY_SENDS, "0")} for role in ROLES}
         self._servers = ServersApart(
             str(model), {role: [flags[role]] for role in ROLES}, folder, name, port, env, start_timeout=start_timeout
         )

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_ext.bench.__main__ import main
-from sglang_ext.bench.longcot import command, overlap, packs, pages, serving
+from sglang_ext.bench.longcot import choices, command, overlap, packs, pages, serving
 from sglang_ext.bench import BenchError
 from sglang_ext.bench.longcot.arms import arms, loads, settle
 from sglang_ext.bench.longcot.flops import ModelShape, token_flops
@@ -80,15 +80,19 @@ def test_seconds_a_token_are_of_tokens_from_one_length_to_the_next_however_they_
     assert serving.token_seconds(stream, 1, 9) == pytest.approx(1 / 8)
     assert serving.token_seconds(stream, 9, 12) == pytest.approx(2 / 7), "the burst with the twelfth"
     assert serving.token_seconds(stream, 12, 14) == 0.0, "all of one burst"
-    assert serving.spans([[stream], [stream]], (9, 33)) == pytest.approx((125.0, 6000 / 24))
+    assert serving.spans([serving.Answers.of([stream])] * 2, (9, 33)) == pytest.approx((125.0, 6000 / 24))
 
 
 def test_side_by_side_count_the_requests_and_the_time_in_which_all_that_have_room_decode():
     early = Stream([1.0, 2.0, 4.0, 5.0], [1, 2, 4, 5])
-    assert serving.together([[early, Stream([3.0, 5.0, 7.0], [1, 2, 3])]]) == (2, pytest.approx(1000))
+    looks = [choices.Look(10 + at, 10 * at, {}, 0.0, 0.0) for at in range(8)]
+    found = serving.Answers.of([early, Stream([3.0, 5.0, 7.0], [1, 2, 3])], looks, 10.0)
+    assert (found.wave.running, found.wave.token_ms) == (2, pytest.approx(1000)) and found.choices.taken == 20
     # The second waits for room until the first has ended; or hardly a token comes of both.
-    assert serving.together([[early, Stream([6.0, 7.0], [1, 2])]]) == (1, pytest.approx(1000))
-    assert serving.together([[early, Stream([4.9, 7.0], [1, 2])]]) == (None, None)
+    alone = serving.Answers.of([early, Stream([6.0, 7.0], [1, 2])])
+    assert (alone.wave.running, alone.wave.token_ms, alone.choices) == (1, pytest.approx(1000), None)
+    assert serving.Answers.of([early, Stream([4.9, 7.0], [1, 2])]).wave is None
+    assert serving.together([serving.Answers.of([early, Stream([4.9, 7.0], [1, 2])]), found]) is found and serving.together([]) is None
 
 
 def options(**given):
@@ -150,12 +154,52 @@ def test_wrong_options_are_named(tmp_path, capsys, option, value, told):
     assert told in capsys.readouterr().err
 
 
+def page(taken, late, waited, gone=0):
+    """Metrics of a server whose ranks had so many choices in time."""
+    reasons = ("late", late), ("no-lane", gone)
+    missed = "".join(f'sglang_ext:missed_selections_total{{model_name="m",reason="{name}"}} {count}\n' for name, count in reasons)
+    return (
+        f'sglang_ext:copies_total{{compressor="spade",model_name="m"}} {taken}.0\n{missed}'
+        f'sglang_ext:selection_wait_seconds_total{{model_name="m"}} {waited}\nsglang_ext:rank_alone_tokens{{model_name="m"}} 300.0\n'
+    )
+
+
+def test_choices_of_a_span_are_what_metrics_grew_by_within_it():
+    counts = enumerate([(5, 0), (10, 1), (40, 4), (90, 4)])
+    looks = [choices.Look.at_page(page(taken, late, taken / 10, 7), at) for at, (taken, late) in counts]
+    found = choices.between(looks, 0.5, 2.5)
+    assert (found.taken, found.missed, found.alone, found.seconds) == (30, {"late": 3}, 300, 1) and found.waited == pytest.approx(3)
+    assert str(found) == "30 of 33 (late), waited 300%"
+    assert choices.between(looks, 1.5, 2.5) is None and choices.between([], 0, 9) is None
+    assert str(choices.between(looks, 2, 3)) == "50 of 50, waited 500%"
+
+
+def test_looks_go_on_while_a_server_answers_and_over_what_it_refuses():
+    pages = iter([OSError("not yet"), page(1, 0, 0), page(2, 0, 0)])
+
+    class Server:
+        def request(self, path):
+            told = next(pages, page(3, 0, 0))
+            if isinstance(told, OSError):
+                raise told
+            return told
+
+    with choices.looking(Server(), 0.001) as looks:
+        while len(looks) < 3:
+            pass
+    assert [look.taken for look in looks[:3]] == [1, 2, 3] and looks[0].at < looks[1].at
+
+
 class NoServer:
     """Answers 4 tokens at a time; with a timeline, as an inference rank would write one."""
 
     def __init__(self, flags):
         self.file = flags[flags.index("--kv-bench-timeline") + 1] if "--kv-bench-timeline" in flags else None
         self.drafts = "verified" in flags
+
+    def request(self, path):
+        assert path == "metrics"
+        return page(2, 1, 0.5)
 
     def stream(self, path, body):
         if self.file is not None:

@@ -1,0 +1,39 @@
+"""What becomes of a request whose stream has ended, as the client was answered or has gone.
+
+SGLang aborts it two seconds later, by its id, in case the client has gone. On a prefill server the id may be another request's by then: a
+decode server that retracted the request has the prefill server compute it again, under the same id, and would get an abort for it.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from fastapi import BackgroundTasks
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import GenerateReqInput
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+# As SGLang waits.
+SECONDS = 2.0
+
+
+def abort_unfinished(original: Callable, manager: "TokenizerManager", obj: "GenerateReqInput") -> BackgroundTasks:
+    """Hook around ``TokenizerManager.create_abort_task``: what was not finished when the stream ended is aborted, and nothing else.
+
+    Args:
+        original: SGLang's own, which is not called.
+        manager: of the server.
+        obj: the request that is streamed.
+    """
+    tasks = BackgroundTasks()
+    tasks.add_task(_abort, manager, [obj.rid] if obj.is_single else obj.rid)
+    return tasks
+
+
+async def _abort(manager: "TokenizerManager", rids: list[str]) -> None:
+    unfinished = {rid: state for rid in rids if (state := manager.rid_to_state.get(rid)) is not None}
+    await asyncio.sleep(SECONDS)
+    for rid, state in unfinished.items():
+        if manager.rid_to_state.get(rid) is state:
+            manager.abort_request(rid)

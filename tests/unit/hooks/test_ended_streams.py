@@ -1,0 +1,38 @@
+"""After a stream's end SGLang's frontend aborts what was not finished then, and no later request of the same id."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+from sglang_ext.hooks import ended_streams
+
+
+def ended(monkeypatch, at_end, later, rids="r"):
+    """Ids that are aborted: ``at_end`` are there when the stream ends, ``later`` two seconds after that."""
+    aborted = []
+    manager = SimpleNamespace(rid_to_state=dict(at_end), abort_request=aborted.append)
+
+    async def pass_time(seconds):
+        assert seconds == 2
+        manager.rid_to_state = dict(later)
+
+    monkeypatch.setattr(ended_streams.asyncio, "sleep", pass_time)
+    obj = SimpleNamespace(rid=rids, is_single=isinstance(rids, str))
+    asyncio.run(ended_streams.abort_unfinished(TokenizerManager.create_abort_task, manager, obj)())
+    return aborted
+
+
+FIRST, SECOND = object(), object()
+
+
+@pytest.mark.parametrize(("at_end", "later", "aborted"), [
+    ({"r": FIRST}, {"r": FIRST}, ["r"]), ({"r": FIRST}, {}, []), ({}, {"r": SECOND}, []), ({"r": FIRST}, {"r": SECOND}, []),
+    ({"other": FIRST}, {"other": FIRST}, [])], ids=["gone client", "ended since", "asked anew", "ended and asked anew", "another's"])  # fmt: skip
+def test_what_was_unfinished_is_aborted_and_nothing_that_came_under_its_id_later(monkeypatch, at_end, later, aborted):
+    assert ended(monkeypatch, at_end, later) == aborted
+
+
+def test_of_several_prompts_each_is_looked_at(monkeypatch):
+    assert ended(monkeypatch, {"a": FIRST, "b": FIRST}, {"a": FIRST, "b": SECOND, "c": SECOND}, ["a", "b", "c"]) == ["a"]
