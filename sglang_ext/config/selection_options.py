@@ -23,7 +23,7 @@ RANK_FLAGS = ("kv_pack_layers", "kv_cache_rank_gb", "kv_cache_rank_gpu")
 FLAGS = ("kv_select", "kv_select_every")
 # Memory of the model's GPU through which each of its cache ranks gets keys and queries, at most; and where it gets values, too, and sends
 # rows.
-ARENA_BYTES, ROWS_ARENA_BYTES = 256 << 20, 1 << 30
+ARENA_BYTES, ROWS_ARENA_BYTES = 256 << 20, 3 << 29
 SPADE_FLAGS = ("kv_select_by", "kv_cache_ranks", *RANK_FLAGS, "kv_score_bits")
 
 

@@ -27,11 +27,13 @@ def abort_unfinished(original: Callable, manager: "TokenizerManager", obj: "Gene
         obj: the request that is streamed.
     """
     tasks = BackgroundTasks()
-    tasks.add_task(_abort, manager, [obj.rid] if obj.is_single else obj.rid)
+    tasks.add_task(_abort, manager, obj)
     return tasks
 
 
-async def _abort(manager: "TokenizerManager", rids: list[str]) -> None:
+async def _abort(manager: "TokenizerManager", obj: "GenerateReqInput") -> None:
+    # A request has its ids once SGLang has begun to look at it; one that it refused may have none.
+    rids = [obj.rid] if isinstance(obj.rid, str) else obj.rid or []
     unfinished = {rid: state for rid in rids if (state := manager.rid_to_state.get(rid)) is not None}
     await asyncio.sleep(SECONDS)
     for rid, state in unfinished.items():

@@ -4,6 +4,7 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
+from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 from sglang_ext.hooks import ended_streams
@@ -19,8 +20,11 @@ def ended(monkeypatch, at_end, later, rids="r"):
         manager.rid_to_state = dict(later)
 
     monkeypatch.setattr(ended_streams.asyncio, "sleep", pass_time)
-    obj = SimpleNamespace(rid=rids, is_single=isinstance(rids, str))
-    asyncio.run(ended_streams.abort_unfinished(TokenizerManager.create_abort_task, manager, obj)())
+    # As it comes, SGLang has given it no ids, and has not looked whether it is one prompt.
+    obj = GenerateReqInput(text=["a"] * len(rids) if isinstance(rids, list) else "a")
+    tasks = ended_streams.abort_unfinished(TokenizerManager.create_abort_task, manager, obj)
+    obj.rid = rids
+    asyncio.run(tasks())
     return aborted
 
 
@@ -36,3 +40,7 @@ def test_what_was_unfinished_is_aborted_and_nothing_that_came_under_its_id_later
 
 def test_of_several_prompts_each_is_looked_at(monkeypatch):
     assert ended(monkeypatch, {"a": FIRST, "b": FIRST}, {"a": FIRST, "b": SECOND, "c": SECOND}, ["a", "b", "c"]) == ["a"]
+
+
+def test_a_request_that_was_refused_has_no_id_to_abort(monkeypatch):
+    assert ended(monkeypatch, {"r": FIRST}, {"r": FIRST}, None) == []

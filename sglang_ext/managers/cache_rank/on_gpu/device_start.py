@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 OWN_SHARE, SHARED_SHARE, BESIDE_BYTES = 0.9, 0.5, 2 << 30
 # Where rows travel: memory of an arena through which full KV goes to its rank, and the least share of what heads keep for whose rows an
 # answer has room, so that a selection of which no token is left is there after so many answers.
-TRAVELING_BYTES, LEAST_FRESH = 128 << 20, 16
+TRAVELING_BYTES, LEAST_FRESH = 384 << 20, 16
 # A rank on a GPU says nothing while a kernel is compiled for sizes that it has not seen.
 SILENCE_SECONDS = 10.0
 
