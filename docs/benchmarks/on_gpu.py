@@ -123,6 +123,7 @@ STEPS = {
     "longcot-ranks": Step(_longcot(16) + " --method stock,spade-ranks --pack-layers auto", 500, 2),
     "longcot-ranks-8": Step(_longcot(8) + " --method stock,spade-ranks --pack-layers auto", 400, 2),
     "longcot-ranks-2k": Step(_longcot(16, load="2048:1024") + " --method stock,spade-ranks --pack-layers auto", 400, 2),
+    "packs": Step("python docs/benchmarks/pack_cycles.py --json {out}.json", 300, 2),
     "transfer-25": Step(_transfer(25, "32768,131072"), 400, 2),
     "transfer-10": Step(_transfer(10, "131072"), 400, 2),
     "transfer-50": Step(_transfer(50, "32768"), 400, 2),
