@@ -123,6 +123,7 @@ STEPS = {
     "longcot-ranks": Step(_longcot(16, length="64,768") + " --method stock,spade-ranks --pack-layers auto --select-every 1,2", 600, 2),
     "longcot-ranks-8": Step(_longcot(8) + " --method stock,spade-ranks --pack-layers auto", 400, 2),
     "longcot-ranks-2k": Step(_longcot(16, load="2048:1024") + " --method stock,spade-ranks --pack-layers auto", 400, 2),
+    "packs": Step("python docs/benchmarks/pack_cycles.py --json {out}.json", 300, 2),
     "transfer-25": Step(_transfer(25, "32768,131072"), 400, 2),
     # With SGLang's default, by which a cached prefix leaves before the rest is computed.
     "transfer-25-early": Step(f"SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX=1 {_transfer(25, '32768,131072')}", 400, 2),
