@@ -123,7 +123,7 @@ class KVServerArgs(ServerArgs):
     kv_select_every: A[
         int,
         f"With --kv-compressor {OR_STEPPING}: steps after which tokens are chosen anew, from 1; with --kv-mode verified after each "
-        "verification, too.",
+        "verification, too. Cache ranks on GPUs that need longer for all requests choose after as many steps as they need.",
         NS("memory"),
     ] = 1
     kv_select_by: A[

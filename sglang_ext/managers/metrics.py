@@ -63,6 +63,7 @@ RANK_GAUGES = {
     "cache_ranks_ready": ("Cache ranks that can be asked.",),
     "cache_rank_tokens": ("Tokens for whose keys blocks are taken at cache ranks.",),
     "rank_alone_tokens": ("Tokens of running requests whose full KV lies at cache ranks alone.",),
+    "selection_steps": ("Steps between two choices of a request: more than asked for where cache ranks on GPUs do not keep up.",),
     "choosing_seconds": ("Seconds in which a cache rank chose the tokens of the last pack of layers; of the slowest rank.",),
 }
 RANK_COUNTERS = {
@@ -203,6 +204,8 @@ def _of_ranks(choices: RankChoices | RankSteps, held: GivenBack | None) -> Itera
     yield "cache_ranks_ready", choices.ready
     yield "cache_rank_tokens", choices.held_tokens
     yield "choosing_seconds", choices.slowest
+    if isinstance(choices, RankSteps):
+        yield "selection_steps", choices.pace.every
     yield "cache_rank_starts", choices.starts
     yield "selection_wait_seconds", choices.waited
     yield "selection_rows", choices.rows

@@ -12,6 +12,7 @@ from rank_helpers import DIM, GROUP, HEADS, LAYERS, ROTARY, attach, pool
 from sglang_ext.core import CompressedView
 from sglang_ext.managers.cache_rank.on_gpu.arena import Arena
 from sglang_ext.managers.cache_rank.on_gpu.device_start import linked
+from sglang_ext.managers.cache_rank.on_gpu.pace import Pace
 from sglang_ext.managers.cache_rank.on_gpu.rank_steps import RankSteps
 from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
 from sglang_ext.mem_cache.compressed.formats.kv_format import Unpacked
@@ -34,13 +35,14 @@ class RankWorld:
         device, rank_device: of the pool, and of the rank.
         patience: seconds that a step waits at most.
         predictor, every: of the method.
+        most: steps between two choices at most, where ranks do not keep up; None for ``every``.
         silence: seconds after which a rank that says nothing is ended.
         flags: of what ranks are told, as ``rank_helpers.attach`` takes them; with ``fresh``, of rows of a head that an answer brings at
             most, copies are rows.
     """
 
     def __init__(
-        self, device="cpu", rank_device="cpu", patience=20.0, predictor=Current(), every=1, silence=10.0, count=1, **flags
+        self, device="cpu", rank_device="cpu", patience=20.0, predictor=Current(), every=1, silence=10.0, count=1, most=None, **flags
     ):
         self.device, self.predictor, self.every = torch.device(device), predictor, every
         self.rows = flags.get("fresh", 0) > 0
@@ -59,6 +61,8 @@ class RankWorld:
         self.links = [linked(told, arena, silence) for arena in arenas]
         self.arenas = arenas
         self.steps = RankSteps(self.links, arenas, self.method, self.table, self.buffers, self.queries, patience)
+        # Steps of tests take no time.
+        self.steps.pace = Pace(every, every if most is None else most)
         self.copies, self.ends, self._free = {}, {}, CONTEXT_SLOTS
         # Of rows whose full KV was given back, where it was.
         self._given = {}

@@ -24,6 +24,7 @@ class Look:
         missed: choices that were not there when a step's turn came, by reason.
         waited: seconds that steps waited.
         alone: tokens whose full KV lies at ranks alone.
+        every: steps between two choices of a request, beside GPUs; 0 elsewhere.
     """
 
     at: float
@@ -31,6 +32,7 @@ class Look:
     missed: dict[str, float]
     waited: float
     alone: float
+    every: float = 0.0
 
     @classmethod
     def at_page(cls, page: str, at: float) -> "Look":
@@ -41,7 +43,8 @@ class Look:
 
         by_reason = readings(page, "sglang_ext:missed_selections_total")
         missed = {re.search(r'reason="([^"]*)"', labels)[1]: value for labels, value in by_reason}
-        return cls(at, total("copies_total"), missed, total("selection_wait_seconds_total"), total("rank_alone_tokens"))
+        waited, alone, every = (total(name) for name in ("selection_wait_seconds_total", "rank_alone_tokens", "selection_steps"))
+        return cls(at, total("copies_total"), missed, waited, alone, every)
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class ChoicesTaken:
     """Of a span.
 
     Attributes:
-        taken, waited, alone: as :class:`Look` has them; the last at its end.
+        taken, waited, alone, every: as :class:`Look` has them; the last two at its end.
         missed: by reason, those that there were.
         seconds: of the span.
     """
@@ -58,12 +61,14 @@ class ChoicesTaken:
     missed: dict[str, float]
     waited: float
     alone: float
+    every: float
     seconds: float
 
     def __str__(self) -> str:
         missed = sum(self.missed.values())
         reasons = f" ({', '.join(self.missed)})" if missed else ""
-        return f"{self.taken:.0f} of {self.taken + missed:.0f}{reasons}, waited {self.waited / self.seconds:.0%}"
+        pace = f", every {self.every:.0f} steps" if self.every > 1 else ""
+        return f"{self.taken:.0f} of {self.taken + missed:.0f}{reasons}{pace}, waited {self.waited / self.seconds:.0%}"
 
 
 def between(looks: Sequence[Look], begin: float, end: float) -> ChoicesTaken | None:
@@ -74,7 +79,7 @@ def between(looks: Sequence[Look], begin: float, end: float) -> ChoicesTaken | N
     first, last = inside[0], inside[-1]
     grown = {reason: count - first.missed.get(reason, 0) for reason, count in last.missed.items()}
     missed = {reason: count for reason, count in grown.items() if count}
-    return ChoicesTaken(last.taken - first.taken, missed, last.waited - first.waited, last.alone, last.at - first.at)
+    return ChoicesTaken(last.taken - first.taken, missed, last.waited - first.waited, last.alone, last.every, last.at - first.at)
 
 
 @contextmanager

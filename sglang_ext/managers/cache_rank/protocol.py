@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-VERSION = 5
+VERSION = 6
 MOST_MESSAGE = 1 << 20
 # Tokens of a block of keys, and of values: the unit in which they travel, are held, and are shared.
 BLOCK = 64
@@ -190,6 +190,7 @@ class Answer(Message, tag="answer"):
         chosen: whether tokens were chosen.
         seconds: that choosing took.
         at: when it was done, seconds of ``time.monotonic``, which both processes share.
+        together: questions that were answered in these seconds, this one among them.
     """
 
     epoch: Epoch
@@ -200,6 +201,7 @@ class Answer(Message, tag="answer"):
     chosen: bool
     seconds: Annotated[float, Meta(ge=0)]
     at: Annotated[float, Meta(ge=0)] = 0.0
+    together: Annotated[int, Meta(ge=1, le=MOST_LANES)] = 1
 
 
 class Taken(Message, tag="taken"):

@@ -221,5 +221,5 @@ class CacheRank:
         if ask is not None:
             self._say(self._about(ask, False, 0.0))
 
-    def _about(self, ask: protocol.Ask, chosen: bool, seconds: float) -> protocol.Answer:
-        return protocol.Answer(self._epoch, ask.lane, ask.first, ask.count, ask.sequence, chosen, seconds, time.monotonic())
+    def _about(self, ask: protocol.Ask, chosen: bool, seconds: float, together: int = 1) -> protocol.Answer:
+        return protocol.Answer(self._epoch, ask.lane, ask.first, ask.count, ask.sequence, chosen, seconds, time.monotonic(), together)

@@ -161,6 +161,7 @@ def page(taken, late, waited, gone=0):
     return (
         f'sglang_ext:copies_total{{compressor="spade",model_name="m"}} {taken}.0\n{missed}'
         f'sglang_ext:selection_wait_seconds_total{{model_name="m"}} {waited}\nsglang_ext:rank_alone_tokens{{model_name="m"}} 300.0\n'
+        'sglang_ext:selection_steps{model_name="m"} 2.0\n'
     )
 
 
@@ -169,9 +170,10 @@ def test_choices_of_a_span_are_what_metrics_grew_by_within_it():
     looks = [choices.Look.at_page(page(taken, late, taken / 10, 7), at) for at, (taken, late) in counts]
     found = choices.between(looks, 0.5, 2.5)
     assert (found.taken, found.missed, found.alone, found.seconds) == (30, {"late": 3}, 300, 1) and found.waited == pytest.approx(3)
-    assert str(found) == "30 of 33 (late), waited 300%"
+    assert str(found) == "30 of 33 (late), every 2 steps, waited 300%"
     assert choices.between(looks, 1.5, 2.5) is None and choices.between([], 0, 9) is None
-    assert str(choices.between(looks, 2, 3)) == "50 of 50, waited 500%"
+    assert str(choices.between(looks, 2, 3)) == "50 of 50, every 2 steps, waited 500%"
+    assert str(choices.between([choices.Look(at, at, {}, 0.0, 0.0, 1.0) for at in (2, 3)], 2, 3)) == "1 of 1, waited 0%"
 
 
 def test_looks_go_on_while_a_server_answers_and_over_what_it_refuses():

@@ -152,7 +152,7 @@ class DeviceRank(CacheRank):
         self._wait()
         seconds = time.perf_counter() - begun
         for ask in asks:
-            self._say(self._about(ask, True, seconds))
+            self._say(self._about(ask, True, seconds, len(asks)))
 
     def _held(self, ask: protocol.Ask) -> torch.Tensor:
         """Where the tokens of a question lie: int32 [covered]."""

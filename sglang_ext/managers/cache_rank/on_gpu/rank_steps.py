@@ -1,8 +1,8 @@
 """What cache ranks on other GPUs choose for the steps of an inference rank: AsyncSpade across GPUs.
 
 After a step in which a request's turn has come, its queries, and the keys that its rank lacks, are written to that rank's arena on a second
-stream, while the next steps run. When its turn comes again, as many steps later, a kernel waits for the answer, no longer than
-:data:`WAIT_SECONDS` in a step, and the copy leads to what was chosen; where nothing came it goes on to lead to what it led to. Whether it
+stream, while the next steps run. When its turn comes again, as many steps later as ranks need (pace.py), a kernel waits for the answer, no
+longer than :data:`WAIT_SECONDS` in a step, and the copy leads to what was chosen; where nothing came it goes on to lead to what it led to. Whether it
 came the device alone knows: the host launches and goes on, and counts misses when the device has told them.
 
 Copies themselves are made here, by the keys of this GPU, and anew when many exact tokens follow them: until a rank has a request's keys,
@@ -14,6 +14,8 @@ is renewed once its rank was sent what it is to stand for: the newest tokens tak
 has no room for them it stands for what it stood for; where the process is gone, the request is lost, and is to be computed again.
 """
 
+import logging
+import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -27,12 +29,15 @@ from sglang_ext.managers.cache_rank.link import RankDown, RankLink
 from sglang_ext.managers.cache_rank.linked_ranks import LinkedRanks
 from sglang_ext.managers.cache_rank.on_gpu.arena import Arena, Asked, Copy
 from sglang_ext.managers.cache_rank.on_gpu.device_counts import DeviceCounts
+from sglang_ext.managers.cache_rank.on_gpu.pace import Pace
 from sglang_ext.mem_cache.compressed.chosen_beside import BesideSteps
 from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
 from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
 from sglang_ext.mem_cache.compressed.held_rows import NewestRows, renewed
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.query_window import QueryWindows
+
+logger = logging.getLogger(__name__)
 
 # That the device waits at most in a step, over all ranks and requests.
 WAIT_SECONDS = 0.02
@@ -99,6 +104,7 @@ class RankSteps(LinkedRanks, BesideSteps):
         waited: seconds that steps have waited on the device.
         rows: of one layer and KV head each, whose K and V came and were taken.
         sends_rows: as :class:`SendsRows` has it.
+        pace: steps between two choices of a request.
     """
 
     in_place = True
@@ -112,6 +118,7 @@ class RankSteps(LinkedRanks, BesideSteps):
         self._method, self._table, self._queries, self._patience = method, token_table, queries, patience
         self._side, self._launched = SideStream(token_table.device), None
         self.sends_rows = arenas[0].shape.rows
+        self.pace = Pace(method.compressor.every)
         self._requests: dict[int, AtRank] = {}
         self._records: dict[int, Record] = {}
         self._told = {arena: DeviceCounts(arena.counters) for arena in arenas}
@@ -141,6 +148,9 @@ class RankSteps(LinkedRanks, BesideSteps):
         """As :meth:`BesideSteps.tend`; takes what the device has counted, too."""
         for link in self.links:
             link.tend()
+            for answer in link.answers:
+                if answer.chosen:
+                    self.pace.answered(answer.seconds, answer.together)
             link.answers.clear()
         for counts in self._told.values():
             grown = counts.look()
@@ -152,7 +162,7 @@ class RankSteps(LinkedRanks, BesideSteps):
 
     def stepped(self, views: CompressedViews, ends: dict[int, int], following: int | None) -> None:
         """As :meth:`BesideSteps.stepped`."""
-        every, self._made = self._method.compressor.every, views.made
+        every, self._made = self._steps_between(ends), views.made
         due = {row: end for row, end in ends.items() if not (end - views.get(row).covered) % every}
         # First, or the rank would look at the newer question alone.
         self._take(views, self._open_questions(views, due))
@@ -164,6 +174,17 @@ class RankSteps(LinkedRanks, BesideSteps):
             self._launched = self._side.launch(lambda: self._ask(views, due, every), ())
         if following == 0:
             self._settle()
+
+    def _steps_between(self, ends: Iterable[int]) -> int:
+        """Steps between two choices of a request; ``ends``: rows of all that step."""
+        at_ranks = Counter(request.leases.link for row in ends if (request := self._requests.get(row)) is not None)
+        before, every = self.pace.every, self.pace.stepped(time.monotonic(), self.waited, max(at_ranks.values(), default=0))
+        if every != before:
+            logger.info(
+                "sglang-ext: cache ranks choose every %d steps for each of %d requests at once, as often as they keep up with "
+                "(--kv-select-every %d)", every, sum(at_ranks.values()), self.pace.least,
+            )  # fmt: skip
+        return every
 
     def _open_questions(self, views: CompressedViews, rows: Iterable[int]) -> list[tuple[int, AtRank, Question]]:
         """Of some requests what was asked for them, of the copies that they still have; none is open afterwards."""

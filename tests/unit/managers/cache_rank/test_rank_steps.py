@@ -28,6 +28,25 @@ def shared():
     world.steps.end()
 
 
+def test_a_rank_that_steps_outrun_is_asked_as_often_as_it_keeps_up_and_what_it_chose_is_read(shared):
+    world = RankWorld(places=16, most=8).ready()
+    world.begin(1, 300, 64), world.begin(2, 150, 48)
+    for _ in range(60):
+        world.step()
+        world.steps.tend()
+    every, made, missed = world.steps.pace.every, world.views.made["spade"], +world.steps.missed
+    assert 1 < every <= 8 and made < 2 * 60 and not missed, (every, made, missed)
+    assert dict(told[:2] for told in _of_ranks(world.steps, None) if told[0] == "selection_steps") == {"selection_steps": every}
+    # Of the last turn of the row: it is led to what the queries of the turn before chose.
+    while (world.ends[1] - 300) % every:
+        world.step()
+    world.every = world.steps.pace.most = world.steps.pace.least = every
+    for _ in range(2 * every):
+        world.step()
+    assert torch.equal(world.led(1), world.chosen(1, world.ends[1] - every, 300))
+    world.steps.end()
+
+
 @pytest.fixture
 def world(shared):
     """The same without requests."""

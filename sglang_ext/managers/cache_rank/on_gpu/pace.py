@@ -1,0 +1,70 @@
+"""How many steps lie between two choices of a request: as many as its rank needs to choose for all of its requests, none fewer than asked for.
+
+A rank that needs longer for all of them than a step takes would be waited for in each step, up to the limit, and steps would take as long
+as choices. So it is asked as often as it keeps up with, and steps read what was chosen before meanwhile, and the newest tokens.
+"""
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import median
+
+# Steps and answers that are looked at, and the fewest that say something.
+WINDOW, LEAST = 32, 8
+# Beside choosing: messages, queries and rows on their way, and the rank's next look.
+BESIDE_SECONDS = 1e-3
+# Fewer steps are tried where a choice would take at most so much of them, so that the number does not go to and fro.
+ROOM = 0.85
+MOST_STEPS = 16
+# Seconds of a step, at least.
+SHORTEST = 1e-4
+
+
+@dataclass
+class Pace:
+    """Of one inference rank, whose steps all its cache ranks serve.
+
+    Args:
+        least: steps between two choices that are asked for.
+        most: more are never between them.
+
+    Attributes:
+        every: steps between two choices.
+    """
+
+    least: int
+    most: int = MOST_STEPS
+    every: int = field(init=False)
+    _begun: deque[tuple[float, float]] = field(init=False, default_factory=lambda: deque(maxlen=WINDOW + 1))
+    _costs: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=WINDOW))
+
+    def __post_init__(self) -> None:
+        self.every = self.least
+
+    def answered(self, seconds: float, together: int) -> None:
+        """A rank has chosen for so many questions at once, in so many seconds."""
+        self._costs.append(seconds / together)
+
+    def stepped(self, now: float, waited: float, requests: int) -> int:
+        """A step was launched; :attr:`every` from here on.
+
+        Args:
+            now: seconds of a clock that does not go back.
+            waited: seconds that all steps so far have waited for choices.
+            requests: most that one rank chooses for.
+        """
+        self._begun.append((now, waited))
+        if len(self._begun) > LEAST and len(self._costs) >= LEAST and requests:
+            self._settle(requests * median(self._costs) + BESIDE_SECONDS)
+        return self.every
+
+    @property
+    def step_seconds(self) -> float:
+        """That a step takes without its waits: the median, as some come after a prefill, and waits are told a step late."""
+        steps = zip(self._begun, list(self._begun)[1:])
+        return max(SHORTEST, median(after[0] - before[0] - (after[1] - before[1]) for before, after in steps))
+
+    def _settle(self, cycle: float) -> None:
+        steps = cycle / self.step_seconds
+        if steps > self.every or steps < ROOM * (self.every - 1):
+            self.every = max(self.least, min(self.most, math.ceil(steps)))

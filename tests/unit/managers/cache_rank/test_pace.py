@@ -1,0 +1,75 @@
+"""Ranks are asked as often as they keep up with steps, and no more often than asked for."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_ext.managers.cache_rank.on_gpu.pace import BESIDE_SECONDS, MOST_STEPS, Pace
+
+
+def run(pace, steps, step, cost, requests, waits=True, begun=0.0):
+    """Steps of so many seconds beside a rank that needs ``cost`` seconds a request; each waits for its choice. When the last began."""
+    now, waited = begun, 0.0
+    for _ in range(steps):
+        every = pace.stepped(now, waited, requests)
+        late = max(0.0, requests * cost - every * step) / every if waits else 0.0
+        for _ in range(requests):
+            pace.answered(requests * cost, requests)
+        now, waited = now + step + late, waited + late
+    return now
+
+
+@pytest.mark.parametrize(("requests", "every"), [(1, 1), (7, 1), (8, 2), (16, 2), (17, 3), (32, 4)])
+def test_a_choice_for_all_requests_has_as_many_steps_as_it_takes(requests, every):
+    pace = Pace(1)
+    run(pace, 60, 8e-3, 0.93e-3, requests)
+    assert pace.every == every
+
+
+def test_what_is_asked_for_is_the_least_and_a_number_of_steps_the_most():
+    slow, rare, fixed = Pace(1), Pace(5), Pace(1, 1)
+    for pace in (slow, rare, fixed):
+        run(pace, 60, 1e-3, 1e-3, 100)
+    assert (slow.every, fixed.every) == (MOST_STEPS, 1)
+    run(rare, 60, 1.0, 1e-3, 1)
+    assert rare.every == 5
+
+
+def test_it_is_asked_more_often_again_when_requests_have_gone_and_does_not_go_to_and_fro():
+    pace = Pace(1)
+    now = run(pace, 60, 8e-3, 0.93e-3, 32)
+    now = run(pace, 60, 8e-3, 0.93e-3, 4, begun=now)
+    assert pace.every == 1
+    # Close to one step: whichever it is, it stays.
+    seen = set()
+    for number in range(200):
+        now = run(pace, 1, 8e-3, (8e-3 * (1 + 0.05 * (-1) ** number) - BESIDE_SECONDS) / 8, 8, begun=now)
+        seen.add(pace.every)
+    assert len(seen) <= 2 and pace.every == 2
+
+
+def test_a_prefill_between_two_steps_and_a_kernel_that_is_compiled_say_nothing():
+    pace, now = Pace(1), 0.0
+    for number in range(100):
+        now += 0.6 if number % 10 == 0 else 8e-3
+        pace.answered(20.0 if number == 0 else 14e-3, 16)
+        every = pace.stepped(now, 0.0, 16)
+    assert every == 2
+
+
+@given(st.floats(1e-4, 1.0), st.floats(1e-6, 0.1), st.integers(1, 64), st.integers(1, 8))
+def test_a_choice_that_fits_is_never_waited_for(step, cost, requests, least):
+    pace = Pace(least)
+    run(pace, 80, step, cost, requests)
+    assert least <= pace.every <= max(least, MOST_STEPS)
+    assert pace.every == max(least, MOST_STEPS) or pace.every * step >= requests * cost * 0.99
+
+
+def test_without_requests_or_answers_nothing_changes():
+    pace = Pace(3)
+    for number in range(50):
+        assert pace.stepped(number * 1e-4, 0.0, 5) == 3
+    pace.answered(1.0, 1)
+    for number in range(50):
+        pace.answered(1.0, 1)
+        assert pace.stepped(number, 0.0, 0) == 3
