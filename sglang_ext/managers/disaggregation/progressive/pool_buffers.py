@@ -62,6 +62,9 @@ class PoolBuffers:
         if self.device.type == "cuda":
             for name in ("_stream", "_beside"):
                 object.__setattr__(self, name, torch.cuda.Stream(self.device, priority=FIRST))
+            with torch.cuda.stream(self._beside):
+                # Or the first chunk would wait for the forward, as its memory is allocated.
+                torch.empty(1, device=self.device)
         widths = [width // self.args.page_size for width in self.args.kv_item_lens]
         expected = [self.heads * dim * self.dtype.itemsize for dim in (self.key_dim, self.value_dim) for _ in range(self.layers)]
         if not widths or widths != expected:
