@@ -164,6 +164,9 @@ def test_slots_of_a_chunk_are_read_while_the_next_forward_runs_and_as_they_were_
         took[last_chunk] = time.perf_counter() - begun
         assert found.eq(7).all()
 
+    # What is not loaded yet, and memory that a stream has not got yet, wait for the device.
+    with pool.beside_forwards(torch.cuda.current_stream().record_event()):
+        (table // 1).cpu()
     torch.cuda.synchronize()
     with torch.cuda.stream(schedule):
         # Work before the launch is still under way when the chunk is read.
