@@ -61,13 +61,13 @@ class Paged:
         for row, view in enumerate(self.views, 1):
             self.begins.begins(row + self.rows, view)
 
-    def choose(self, layer, queries, rows, lengths):
+    def choose(self, layer, queries, rows, lengths, cut=None):
         """As a step's attention does; the bounds."""
-        from sglang_ext.layers.kernels.quest_pages import point_at_best_pages
+        from sglang_ext.layers.kernels.quest_pages import CUTS, point_at_best_pages
 
         given = (torch.tensor(part, device=self.device) for part in (rows, lengths))
         cells = as_pointers(self.there.keys[layer])
-        return point_at_best_pages(self.begins, layer, queries.to(self.device), cells, self.there_table, *given).cpu()
+        return point_at_best_pages(self.begins, layer, queries.to(self.device), cells, self.there_table, *given, cut or CUTS[0]).cpu()
 
     def queries(self, requests, seed, scale=1.0):
         """Of a step."""
@@ -126,7 +126,7 @@ def check_extremes(device):
                 assert torch.equal(held[rest], old[rest]), (dim, count)
 
 
-def check_choice(device):
+def check_choice(device, cut=None):
     """Batches of several lengths, padded, with rows that read full KV: pointers lead to what PyTorch's Quest chooses, time and again, and
     nothing else changes; in a graph, too."""
     half = torch.float16 if device == "cpu" else torch.bfloat16
@@ -145,7 +145,7 @@ def check_choice(device):
         for turn, scale in enumerate((1.0, 0.0, 30.0, 1.0)):
             for layer in range(layers):
                 queries = there.queries(len(batch), 10 * turn + layer, scale)
-                bounds = there.choose(layer, queries, batch, lengths)
+                bounds = there.choose(layer, queries, batch, lengths, cut)
                 for request in range(requests):
                     found, meant = bounds[request, :, : pages[request]], there.bounds(request, layer, queries[request])
                     torch.testing.assert_close(found, meant, rtol=1e-3, atol=1e-3 * max(scale, 1.0))
@@ -157,7 +157,7 @@ def check_choice(device):
             assert torch.equal(keys.cpu()[rest], old.cpu()[rest])
 
 
-def check_wrong_numbers(device):
+def check_wrong_numbers(device, cut=None):
     """Bounds that are no numbers, or infinite, end, and lead to pages of the context, each once."""
     for broken in (float("nan"), float("inf"), float("-inf")):
         there = Paged(device, 1, 1, 2, 16, torch.float32, (50,), (12,))
@@ -166,7 +166,7 @@ def check_wrong_numbers(device):
         there.begins.extremes.held[0, page] = broken
         if broken == float("inf"):
             there.begins.extremes.held[0] = broken
-        there.choose(0, there.queries(1, 1), [3], [there.views[0].held + 1])
+        there.choose(0, there.queries(1, 1), [3], [there.views[0].held + 1], cut)
         found = there.led(0, 0)[0]
         assert len(found.unique()) == 12 * PAGE and set(found.tolist()) <= set(there.table[1, : 50 * PAGE].tolist()), broken
 
@@ -232,6 +232,6 @@ def check_quest(device):
 
     for check in (check_extremes, check_choice, check_wrong_numbers, check_turns, check_in_graph):
         check(device)
-    with patch.multiple(quest_pages, RESIDENT=16, CHUNK=32, PAGES=8, POINTERS=64, BUSY=24):
+    with patch.multiple(quest_pages, CHUNK=32, POINTERS=64, BUSY=24):
         for check in (check_choice, check_wrong_numbers):
-            check(device)
+            check(device, (8, 16))

@@ -11,10 +11,11 @@ import triton.language as tl
 
 from sglang_ext.mem_cache.compressed.formats.chosen_pages import ChosenPages
 
-# Pages that a program multiplies at once, found on an H100; programs of all requests and heads beyond which each takes several times as many.
-PAGES, BUSY = 64, 8192
-# Bounds that a program has in registers; of more pages it reads them again, so many at once.
-RESIDENT, CHUNK = 2048, 1024
+# Pages that a program multiplies at once, and bounds that it can have in registers: of more pages it reads them again, so many at once.
+# The first are those of servers; which is best docs/benchmarks/selection_speed.py says.
+CUTS, CHUNK = ((64, 2048), (64, 4096), (32, 2048)), 1024
+# Programs of all requests and heads, beyond which each multiplies several times as many.
+BUSY = 8192
 # Pointers that a program writes at once.
 POINTERS = 2048
 # Numbers of a page's tokens that a program bounds at once.
@@ -241,6 +242,7 @@ def point_at_best_pages(
     token_table: torch.Tensor,
     rows: torch.Tensor,
     lengths: torch.Tensor,
+    cut: tuple[int, int] = CUTS[0],
 ) -> torch.Tensor:
     """Let each KV head's pointers lead to the tokens of its best pages, in the context's order.
 
@@ -256,20 +258,22 @@ def point_at_best_pages(
             slots that hold their pointers.
         rows: int64 [requests], of the table, each at most once but those without pointers.
         lengths: int64 [requests], slots of each row.
+        cut: one of CUTS.
 
     Returns:
         The bounds: float32 [requests, kv_heads, pages], where there were any to choose from.
     """
     requests, heads, dim, page = len(rows), cells.shape[1], queries.shape[-1], begins.page
     most = triton.cdiv(token_table.shape[1], page)
-    parts = min(triton.cdiv(most, PAGES), max(1, BUSY // (heads * requests)))
+    at_once, resident = cut
+    parts = min(triton.cdiv(most, at_once), max(1, BUSY // (heads * requests)))
     bounds = torch.empty(requests, heads, most, dtype=torch.float32, device=queries.device)
     listed = torch.empty(requests, heads, most, dtype=torch.int32, device=queries.device)
     _choose_pages[(heads, parts, requests)](
         queries.contiguous(), begins.extremes.held[layer], token_table, rows, lengths, begins.counts, begins.pages,
         begins.chosen_at[layer], begins.arrived, cells, bounds, listed, most, len(token_table) // 2, token_table.stride(0), cells.stride(0), cells.stride(1), HEADS=heads,
         GROUP=queries.shape[1] // heads, DIM=dim, PADDED_DIM=triton.next_power_of_2(dim), PER_SLOT=begins.form.per_slot,
-        EVERY=begins.every, FIRST=begins.first, NEWEST=begins.newest, PAGE=page, PAGES=PAGES,
-        RESIDENT=min(RESIDENT, triton.next_power_of_2(most)), LONG=most > RESIDENT, CHUNK=CHUNK, POINTERS=POINTERS,
+        EVERY=begins.every, FIRST=begins.first, NEWEST=begins.newest, PAGE=page, PAGES=at_once,
+        RESIDENT=min(resident, triton.next_power_of_2(most)), LONG=most > resident, CHUNK=CHUNK, POINTERS=POINTERS,
     )  # fmt: skip
     return bounds
