@@ -55,7 +55,7 @@ def own_queries(views: "CompressedViews", ends: Mapping[int, int]) -> OwnQueries
         chooser = views.method(row).compressor
         if chooser.synchronous and not (end - 1 - views.get(row).covered) % chooser.every:
             due[row] = end
-    if views.form.chooses:
+    if due and views.form.chooses:
         views.made.update(views.get(row).method for row in due)
         return None
     return OwnQueries(views, due) if due else None

@@ -9,8 +9,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from sglang_ext.layers.attention.copies.copy_decode import EXACT_PARTS, CopyDecode, cut
+from sglang_ext.layers.kernels.choosing.quest_pages import point_at_best_pages
 from sglang_ext.layers.kernels.pointer_decode import pointer_decode
-from sglang_ext.layers.kernels.quest_pages import point_at_best_pages
 from sglang_ext.layers.kernels.uneven_decode import uneven_decode
 from sglang_ext.mem_cache.compressed.formats.chosen_pages import ChosenPages
 from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells
