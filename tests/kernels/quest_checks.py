@@ -4,13 +4,15 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
-from backend_steps import on
-from packed_backend import captured
+from backend_steps import Layers, on
+from packed_backend import batch_of_nobody, captured, layer_of, runner_of
+from packed_helpers import attention
 
 from sglang_ext.mem_cache.compressed.formats.chosen_pages import ChosenPages
 from sglang_ext.mem_cache.compressed.formats.slot_pointers import Pointers, as_pointers
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.page_extremes import PageExtremes, extremes_of
+from sglang_ext.mem_cache.compressed.query_window import record_queries, tell_written
 from sglang_ext.mem_cache.compressors.each_step.quest import Quest
 from sglang_ext.mem_cache.selection.scoring import Seen
 
@@ -226,11 +228,72 @@ def check_in_graph(device):
         run()
 
 
+def check_pages_backend(device):
+    """Each layer of a step attends to the pages that its own query chooses and to the tokens after them, beside a row of full KV; a graph
+    of it follows its tables, and leaves extremes of what it wrote when its last layer has attended."""
+    from sglang_ext.layers.attention.copies.kept_by_heads import PagesDecode
+
+    layers, group, tail = 2, 2, 3
+    there = Paged(device, layers, 2, group, 32, torch.float32, (40, 21), (8, 6))
+    heads, extremes = there.heads * group, there.begins.extremes
+    backend = PagesDecode(runner_of(Layers(there.there), there.there_table, heads), there.begins)
+    backend.splits = lambda requests: (2, 1)
+    batch = batch_of_nobody(device)
+    batch.forward_mode = SimpleNamespace(is_idle=lambda: False, is_decode=lambda: True)
+    noise = torch.Generator().manual_seed(4)
+    q, k, v = (torch.randn(layers, 2, width * 32, generator=noise).to(device) for width in (heads, 2, 2))
+
+    def step():
+        def attend(self, *given, **more):
+            return self.forward_decode(*given[:5])
+
+        found = []
+        for layer in range(layers):
+            given = q[layer], k[layer], v[layer], layer_of(layer, heads, 32), batch
+            found.append(record_queries(attend, backend, *given))
+        return torch.stack(found)
+
+    tell_written(extremes.written)
+    try:
+        run = captured(step, device)
+        there.begin()
+        # The second request's copy, and the first's full KV, each with a token in its row's last slot.
+        view, row = there.views[1], there.rows + 2
+        newest = torch.tensor([there.table[1, 39 * PAGE + 15], there.table[1, 5 * PAGE]]).long()
+        there.there_table[row, view.held : view.held + tail] = there.table[1, 5 * PAGE - tail + 1 : 5 * PAGE + 1].to(device)
+        batch.req_pool_indices.copy_(torch.tensor([1, row]))
+        batch.seq_lens.copy_(torch.tensor([40 * PAGE, view.held + tail]))
+        batch.out_cache_loc.copy_(newest)
+        after = there.table[1, 5 * PAGE - tail + 1 : 5 * PAGE + 1].long()
+        for _ in range(2):
+            found = run().view(layers, 2, heads, 32).cpu().double()
+            for layer in range(layers):
+                for kind, new in ((there.before.keys, k), (there.before.values, v)):
+                    kind[layer][newest] = new[layer].view(2, 2, 32).cpu()
+                led = there.led(1, layer)
+                assert torch.equal(led, there.expected(1, there.bounds(1, layer, q[layer, 1].view(heads, 32).cpu())))
+                for head, mine in enumerate(range(0, heads, group)):
+                    for request, slots in enumerate((there.table[1, : 40 * PAGE].long(), torch.cat([led[head], after]))):
+                        queries = q[layer, request].view(1, heads, 32)[:, mine : mine + group].cpu()
+                        seen = (kind[layer][slots, head][None].double() for kind in (there.before.keys, there.before.values))
+                        expected = attention(queries, *seen, 0.1)[0]
+                        worst = float((found[layer, request, mine : mine + group] - expected).abs().max() / expected.abs().max())
+                        assert worst < (5e-3 if device == "cuda" else 1e-5), (layer, head, request, worst)
+            for layer in range(layers):
+                pages = newest // PAGE
+                assert torch.equal(extremes.held[layer].cpu()[pages], extremes_of(there.before.keys[layer], PAGE)[pages])
+            # Of the next step queries and keys are others.
+            for part in (q, k, v):
+                part.copy_(torch.randn(part.shape, generator=noise))
+    finally:
+        tell_written(None)
+
+
 def check_quest(device):
     """All of them; then with bounds in memory, more than a program multiplies at once, and pointers in several turns."""
     from sglang_ext.layers.kernels.choosing import quest_pages
 
-    for check in (check_extremes, check_choice, check_wrong_numbers, check_turns, check_in_graph):
+    for check in (check_extremes, check_choice, check_wrong_numbers, check_turns, check_in_graph, check_pages_backend):
         check(device)
     with patch.multiple(quest_pages, CHUNK=32, POINTERS=64, BUSY=24):
         for check in (check_choice, check_wrong_numbers):
