@@ -11,12 +11,12 @@ from test_slot_codes import forward, pool
 from test_slot_pointers import choose_by, led_to
 from test_views import DIM, HEADS, LAYERS, make_views
 
-from sglang_ext.core import RequestState
+from sglang_ext.core import IntegrityError, RequestState
 from sglang_ext.managers.integrity import check_copies
 from sglang_ext.mem_cache.compressed.chosen_elsewhere import watch_step
 from sglang_ext.mem_cache.compressed.due_copies import ensure_copy, most_exact, of_use, renew_at
 from sglang_ext.mem_cache.compressed.formats.chosen_pages import ChosenPages
-from sglang_ext.mem_cache.compressed.formats.slot_pointers import Pointers
+from sglang_ext.mem_cache.compressed.formats.slot_pointers import Pointers, as_pointers
 from sglang_ext.mem_cache.compressed.page_extremes import PageExtremes, extremes_of
 from sglang_ext.mem_cache.compressed.query_window import QueryWindows, Recorded, tell_written
 from sglang_ext.mem_cache.compressors.each_step.quest import Quest
@@ -53,8 +53,11 @@ def test_after_each_forward_pages_that_it_wrote_have_the_extremes_of_the_keys_th
 def paged_views(every=1, each_round=False, most=0):
     """Views of a request in row 1, whose copies attention chooses."""
     views, method = make_views(PAGE, 0.25), Quest(every=every, each_round=each_round, most=most, in_attention=True)
+    pages = torch.randperm(12, generator=torch.Generator().manual_seed(1))
+    views.token_table[1, : 12 * PAGE] = (pages[:, None] * PAGE + torch.arange(PAGE)).flatten()
     pointers = Pointers.of(views.buffers, PAGE)
     views.form = ChosenPages.of_pool(pointers, views.token_table, PageExtremes(views.buffers.keys, range(LAYERS), PAGE), method)
+    views.form.extremes.write(torch.arange(len(views.buffers.keys[0]) // PAGE * PAGE))
     choose_by(views, method, pointers)
     views.queries = QueryWindows(method.window, range(LAYERS), 4)
     views.queries.allocate(2, HEADS, DIM, torch.empty(0))
@@ -103,8 +106,8 @@ def test_where_nothing_is_verified_a_copy_grows_when_many_tokens_follow_it_and_a
         ensure(views, 160)
         view, chooser = views.get(1), views.methods[0].compressor
         assert renew_at(view, chooser) == 160 + (1 if each_round else most_exact(view.kept))
-        ensure(views, 199)
-        assert views.get(1).covered == (192 if each_round else 160)
+        ensure(views, 190)
+        assert views.get(1).covered == (176 if each_round else 160)
         assert views.form.pages[5] == views.get(1).covered // PAGE and views.get(1).own_tokens == views.form.counts[5]
 
 
@@ -113,14 +116,41 @@ def test_pointers_leave_slots_that_the_prefix_tree_has_exchanged_and_are_chosen_
     ensure(views, 160)
     views.write_tail(1, 163)
     views.form.chosen_at[:, 5] = 2
-    other = views.allocator.alloc(48)
+    other = views.allocator.alloc(64)
+    other = other[int(-other[0] % PAGE) :][:48]
     views.token_table[1, 112:160] = other.int()
+    with pytest.raises(IntegrityError, match="belong to no token of its request"):
+        check_copies(views)
     views.row_moved(1, 112)
     kept = views.get(1).own_tokens
     newest = views.token_table[1, 160 - kept : 160].tolist()
     assert views.get(1).covered == 160 and led_to(views) == [[newest] * HEADS] * LAYERS
     assert views.form.chosen_at[:, 5].unique().tolist() == [-3]
     check_copies(views)
+
+
+def test_what_is_no_whole_page_or_has_the_extremes_of_other_keys_is_named():
+    views = paged_views()
+    ensure(views, 176)
+    check_copies(views)
+    row = views.token_table[1]
+    views.buffers.keys[1][int(row[40])] += 9.0
+    with pytest.raises(IntegrityError, match=rf"extremes of pages \[{int(row[40]) // PAGE}\] .* draft row 5 in layer 1 are not those of the keys"):
+        check_copies(views)
+    views.form.extremes.write(row[40:41].long())
+    check_copies(views)
+    cells, own = as_pointers(views.buffers.keys[0]), views.get(1).own
+    cells[own[0], 1, :2] = cells[own[0], 1, :2].flip(0)
+    with pytest.raises(IntegrityError, match="pointers of the draft row 5 in layer 0 lead to slots that are no whole pages of 16"):
+        check_copies(views)
+    cells[own[0], 1, :2] = cells[own[0], 1, :2].flip(0)
+    views.form.pages[5] = 9
+    with pytest.raises(IntegrityError, match="among 9 pages for the draft row 5, which stands for 176 tokens"):
+        check_copies(views)
+    views.form.pages[5] = 11
+    row[16:18] = row[16:18].flip(0)
+    with pytest.raises(IntegrityError, match="the draft row 5 stands for slots that are no whole pages"):
+        check_copies(views)
 
 
 def test_so_many_tokens_are_kept_as_fill_pages():

@@ -196,6 +196,8 @@ class PagesDecode(PointerDecode):
     ) -> torch.Tensor:
         """As :meth:`CopyDecode.attend`."""
         layer, cells = self.layers[layer_id], as_pointers(self.token_to_kv_pool.get_key_buffer(layer_id))
+        # Once for both.
+        queries = queries.contiguous()
         point_at_best_pages(self.form, layer, queries, cells, self.req_to_token_pool.req_to_token, rows, lengths)
         return super().attend(layer_id, queries, rows, lengths, scaling, splits)
 

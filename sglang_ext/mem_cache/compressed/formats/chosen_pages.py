@@ -10,9 +10,10 @@ from typing import Self
 
 import torch
 
-from sglang_ext.core import CompressedView
+from sglang_ext.core import CompressedView, IntegrityError
 from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows, Pointers
-from sglang_ext.mem_cache.compressed.page_extremes import PageExtremes
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressed.page_extremes import PageExtremes, extremes_of
 from sglang_ext.mem_cache.compressors.each_step.quest import Quest
 
 
@@ -64,6 +65,30 @@ class ChosenPages(PointerRows):
         self.pages[row] = view.covered // self.page
         if self.every > 1:
             self.chosen_at[:, row] = -self.every
+
+    def check(self, row: int, view: CompressedView, covered: torch.Tensor, buffers: KVBuffers) -> None:
+        """Check that what a copy stands for, and what its pointers lead to, are whole pages, with the extremes of the keys in them."""
+        super().check(row, view, covered, buffers)
+        if int(self.pages[row]) * self.page != len(covered):
+            raise IntegrityError(f"attention chooses among {int(self.pages[row])} pages for the draft row {row}, which stands for {len(covered)} tokens")
+        pages = self._whole(covered, f"the draft row {row} stands for") // self.page
+        for layer, keys, held in zip(buffers.layer_ids, buffers.keys, self.extremes.held):
+            led = self.form.read(keys, view.own, view.own_tokens)
+            self._whole(led.flatten(), f"pointers of the draft row {row} in layer {layer} lead to")
+            late = (held[pages] != extremes_of(keys, self.page, pages)).flatten(1).any(1)
+            if bool(late.any()):
+                raise IntegrityError(
+                    f"extremes of pages {pages[late].tolist()[:8]} of the request of the draft row {row} in layer {layer} are not those of "
+                    "the keys that are in them"
+                )
+
+    def _whole(self, slots: torch.Tensor, what: str) -> torch.Tensor:
+        """First slots of the pages that ``slots``, int64, are."""
+        firsts = slots[:: self.page]
+        whole = (firsts[:, None] + torch.arange(self.page, device=slots.device)).flatten()
+        if len(slots) % self.page or not torch.equal(whole, slots) or bool((firsts % self.page).any()):
+            raise IntegrityError(f"{what} slots that are no whole pages of {self.page}: {slots.tolist()[:8]}")
+        return firsts
 
     @staticmethod
     def table_numbers(layers: int, kv_heads: int, every: int) -> int:
