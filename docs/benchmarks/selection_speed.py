@@ -138,7 +138,7 @@ class World:
                 choose(layer)
             pointer_decode(self.begins, self.attended, keys, values, self.table, rows, lengths, self.options.dim**-0.5, splits)
 
-    def quest(self, extremes: PageExtremes) -> Callable[[int, tuple[int, int]], object]:
+    def quest(self, extremes: PageExtremes) -> Callable[[int, tuple[int, int, int | None]], object]:
         """Quest's choice in a layer, for all requests, cut as said; from then on copies hold its pointers.
 
         Its contexts are whole pages of the pool, any but those with slots of copies.

@@ -89,9 +89,8 @@ class Paged:
         found[:, :FIRST] = float("inf")
         # Of so few pages that not all that are always chosen are, the newest come first.
         newest = torch.arange(count - 1, max(-1, count - 1 - NEWEST), -1)
-        rest = [page for page in found.sort(dim=-1, descending=True, stable=True).indices.tolist()]
         chosen = []
-        for pages in rest:
+        for pages in found.sort(dim=-1, descending=True, stable=True).indices.tolist():
             ordered = [*newest.tolist(), *(page for page in pages if page not in newest)]
             chosen.append(sorted(ordered[: self.chosen[request]]))
         firsts = self.table[request + 1, : count * PAGE : PAGE].long()[torch.tensor(chosen)]
@@ -106,7 +105,9 @@ class Paged:
 def check_extremes(device):
     """After random writes, of slots that are used again among them, extremes are those of the keys that are in the pages, and of no
     other page: in all layers, over channels that are no power of 2, and slots in any order."""
-    for layers, heads, dim, dtype in ((2, 2, 64, torch.float32), (3, 1, 24, torch.float16), (1, 8, 128, torch.bfloat16), (2, 5, 80, torch.float32)):
+    for layers, heads, dim, dtype in (
+        (2, 2, 64, torch.float32), (3, 1, 24, torch.float16), (1, 8, 128, torch.bfloat16), (2, 5, 80, torch.float32),
+    ):  # fmt: skip
         noise = torch.Generator().manual_seed(dim)
         there = Paged(device, layers, heads, 1, dim, dtype, (6, 3), (3, 2))
         extremes, total = there.begins.extremes, len(there.before.keys[0]) // PAGE
@@ -133,7 +134,8 @@ def check_choice(device, cut=None):
     nothing else changes; in a graph, too."""
     half = torch.float16 if device == "cpu" else torch.bfloat16
     for layers, heads, group, dim, dtype, pages, chosen in (
-        (2, 2, 3, 32, half, (37, 5, 130), (9, 5, 40)), (1, 1, 4, 80, torch.float32, (70, 3), (7, 1)), (1, 3, 1, 24, torch.float32, (4, 64, 65), (2, 3, 64)),
+        (2, 2, 3, 32, half, (37, 5, 130), (9, 5, 40)), (1, 1, 4, 80, torch.float32, (70, 3), (7, 1)),
+        (1, 3, 1, 24, torch.float32, (4, 64, 65), (2, 3, 64)),
     ):  # fmt: skip
         there = Paged(device, layers, heads, group, dim, dtype, pages, chosen)
         requests, rows = len(pages), there.rows
@@ -297,4 +299,4 @@ def check_quest(device):
         check(device)
     with patch.multiple(quest_pages, CHUNK=32, POINTERS=64, BUSY=24):
         for check in (check_choice, check_wrong_numbers):
-            check(device, (8, 16))
+            check(device, (8, 16, None))

@@ -135,7 +135,8 @@ def test_what_is_no_whole_page_or_has_the_extremes_of_other_keys_is_named():
     check_copies(views)
     row = views.token_table[1]
     views.buffers.keys[1][int(row[40])] += 9.0
-    with pytest.raises(IntegrityError, match=rf"extremes of pages \[{int(row[40]) // PAGE}\] .* draft row 5 in layer 1 are not those of the keys"):
+    page = int(row[40]) // PAGE
+    with pytest.raises(IntegrityError, match=rf"extremes of pages \[{page}\] .* draft row 5 in layer 1 are not those of the keys"):
         check_copies(views)
     views.form.extremes.write(row[40:41].long())
     check_copies(views)

@@ -11,9 +11,10 @@ import triton.language as tl
 
 from sglang_ext.mem_cache.compressed.formats.chosen_pages import ChosenPages
 
-# Pages that a program multiplies at once, and bounds that it can have in registers: of more pages it reads them again, so many at once.
-# The first are those of servers; which is best docs/benchmarks/selection_speed.py says.
-CUTS, CHUNK = ((64, 2048), (64, 4096), (32, 2048)), 1024
+# Pages that a program multiplies at once; bounds that it can have in registers, of more pages it reads them again, so many at once; and
+# registers of a thread, None for as many as the compiler likes. The first are those of servers, so that four programs have room on a
+# processor; which is best docs/benchmarks/selection_speed.py says.
+CUTS, CHUNK = ((64, 2048, 128), (64, 2048, None), (32, 2048, None), (64, 4096, None)), 1024
 # Programs of all requests and heads, beyond which each multiplies several times as many.
 BUSY = 8192
 # Pointers that a program writes at once.
@@ -38,8 +39,9 @@ def _bound_pages(
     if last | (tl.load(slots + token + tl.where(last, 0, 1)).to(tl.int64) // PAGE != page):
         column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
         head, channel, inside = column // DIM, column % DIM, column < HEADS * DIM
-        keys = tl.load(key_table + layer).to(tl.pointer_type(like.dtype.element_ty)) + page * PAGE * slot_stride
-        mine = keys + tl.arange(0, PAGE)[:, None] * slot_stride + (head * head_stride + channel)[None, :]
+        # Else the compiler takes its numbers for scattered ones: buffers begin at multiples of 16 bytes.
+        keys = tl.multiple_of(tl.load(key_table + layer).to(tl.pointer_type(like.dtype.element_ty)), 16)
+        mine = keys + page * PAGE * slot_stride + tl.arange(0, PAGE)[:, None] * slot_stride + (head * head_stride + channel)[None, :]
         numbers = tl.load(mine, mask=inside[None, :], other=0.0).to(tl.float32)
         target = extremes + (layer.to(tl.int64) * pages + page) * (HEADS * 2 * DIM) + head * (2 * DIM) + channel
         tl.store(target, tl.min(numbers, 0).to(extremes.dtype.element_ty), mask=inside)
@@ -114,12 +116,19 @@ def _list_best(order, low, high, need, better_before, equal_before, listed, tabl
 
 
 @triton.jit
+def _there(bounds, place, count):
+    """Bounds at places, 0 where there is none: several are read at once, whatever the count."""
+    found = tl.load(bounds + place, mask=place // 16 < tl.cdiv(count, 16), other=0.0, volatile=True)
+    return tl.where(place < count, found, 0.0)
+
+
+@triton.jit
 def _choose_resident(
     bounds, listed, table, count, chosen, FIRST: tl.constexpr, NEWEST: tl.constexpr, PAGE: tl.constexpr, RESIDENT: tl.constexpr
 ):
     """List the best pages of a head, whose bounds are in registers. Each count waits for all threads: few are made."""
     place = tl.arange(0, RESIDENT)
-    found = tl.load(bounds + place, mask=place < count, other=0.0, volatile=True)
+    found = _there(bounds, place, count)
     middle, step = _guess(tl.sum(found), tl.sum(found * found), count, chosen)
     order = _orders(found, place, count, FIRST, NEWEST)
     low, high, there, above, turn = LEAST, -LEAST, count, 0, 0
@@ -138,7 +147,7 @@ def _choose_in_memory(
     total = tl.zeros((CHUNK,), tl.float32)
     squares = tl.zeros((CHUNK,), tl.float32)
     for first in tl.range(0, count, CHUNK):
-        found = tl.load(bounds + first + column, mask=first + column < count, other=0.0, volatile=True)
+        found = _there(bounds, first + column, count)
         total += found
         squares += found * found
     middle, step = _guess(tl.sum(total), tl.sum(squares), count, chosen)
@@ -146,34 +155,51 @@ def _choose_in_memory(
     while (there != chosen) & (low + 1 < high):
         several = tl.zeros((CHUNK,), tl.int32)
         for first in tl.range(0, count, CHUNK):
-            found = tl.load(bounds + first + column, mask=first + column < count, other=0.0, volatile=True)
+            found = _there(bounds, first + column, count)
             several += (_orders(found, first + column, count, FIRST, NEWEST) >= middle).to(tl.int32)
         many = tl.sum(several)
         low, high, there, above, middle, step, turn = _narrowed(low, high, there, above, middle, step, turn, many, chosen)
     better, equal = 0, 0
     for first in tl.range(0, count, CHUNK):
         place = first + column
-        found = tl.load(bounds + place, mask=place < count, other=0.0, volatile=True)
+        found = _there(bounds, place, count)
         order = _orders(found, place, count, FIRST, NEWEST)
         better, equal = _list_best(order, low, high, chosen - above, better, equal, listed, table, place, PAGE)
 
 
-@triton.jit(do_not_specialize=["most"])
+@triton.jit
+def _bound(
+    bounds, extremes, context, first, count, head, below, above, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr, PAGE: tl.constexpr, PAGES: tl.constexpr,
+):  # fmt: skip
+    """Bounds of some pages for a head, by its queries' parts below and above 0."""
+    dim, place = tl.arange(0, PADDED_DIM), first + tl.arange(0, PAGES)
+    page = tl.load(context + place.to(tl.int64) * PAGE, mask=place < count, other=0).to(tl.uint32) // PAGE
+    mine = extremes + (page.to(tl.int64) * HEADS + head)[:, None] * (2 * DIM) + dim[None, :]
+    some = (place < count)[:, None]
+    if DIM < PADDED_DIM:
+        some = some & (dim < DIM)[None, :]
+    least = tl.load(mine, mask=some, other=0.0).to(tl.float32)
+    largest = tl.load(mine + DIM, mask=some, other=0.0).to(tl.float32)
+    found = tl.sum(least * below[None, :] + largest * above[None, :], 1) / GROUP
+    tl.store(bounds + place, found, mask=place < count)
+
+
+@triton.jit
 def _choose_pages(
-    queries, extremes, token_table, rows, lengths, counts, pages, chosen_at, arrived, cells, bounds, listed, most, full_rows, table_row,
+    queries, extremes, token_table, rows, lengths, counts, pages, chosen_at, arrived, cells, bounds, listed, width, full_rows, table_row,
     slot_stride, head_stride, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     PER_SLOT: tl.constexpr, EVERY: tl.constexpr, FIRST: tl.constexpr, NEWEST: tl.constexpr, PAGE: tl.constexpr, PAGES: tl.constexpr,
-    RESIDENT: tl.constexpr, LONG: tl.constexpr, CHUNK: tl.constexpr, POINTERS: tl.constexpr,
+    ONCE: tl.constexpr, RESIDENT: tl.constexpr, LONG: tl.constexpr, CHUNK: tl.constexpr, POINTERS: tl.constexpr,
 ):  # fmt: skip
     """Bounds of some pages of a request for a KV head; whose program comes last, that points at the best."""
     head, request = tl.program_id(0), tl.program_id(2)
     row = tl.load(rows + request).to(tl.int64)
-    dim, column = tl.arange(0, PADDED_DIM), tl.arange(0, PAGES)
-    channels = dim < DIM
+    dim = tl.arange(0, PADDED_DIM)
     below = tl.zeros((PADDED_DIM,), tl.float32)
     above = tl.zeros((PADDED_DIM,), tl.float32)
     for each in tl.static_range(GROUP):
-        query = tl.load(queries + ((request * HEADS + head) * GROUP + each) * DIM + dim, mask=channels, other=0.0).to(tl.float32)
+        query = tl.load(queries + ((request * HEADS + head) * GROUP + each) * DIM + dim, mask=dim < DIM, other=0.0).to(tl.float32)
         below += tl.minimum(query, 0.0)
         above += tl.maximum(query, 0.0)
     of_row, of_head = row * HEADS + head, (request * HEADS + head).to(tl.int64)
@@ -184,22 +210,17 @@ def _choose_pages(
     begin = tl.program_id(1) * PAGES
     if begin < count:
         context = token_table + (row - full_rows) * table_row
-        for first in tl.range(begin, count, tl.num_programs(1) * PAGES):
-            place = first + column
-            page = tl.load(context + place.to(tl.int64) * PAGE, mask=place < count, other=0).to(tl.int64) // PAGE
-            mine = extremes + (page * HEADS + head)[:, None] * (2 * DIM) + dim[None, :]
-            some = (place < count)[:, None] & channels[None, :]
-            least = tl.load(mine, mask=some, other=0.0).to(tl.float32)
-            largest = tl.load(mine + DIM, mask=some, other=0.0).to(tl.float32)
-            found = tl.sum(least * below[None, :] + largest * above[None, :], 1) / GROUP
-            tl.store(bounds + of_head * most + place, found, mask=place < count)
+        mine, list_of_mine = bounds + of_head * width, listed + of_head * width
+        _bound(mine, extremes, context, begin, count, head, below, above, HEADS, GROUP, DIM, PADDED_DIM, PAGE, PAGES)
+        if not ONCE:
+            for first in tl.range(begin + tl.num_programs(1) * PAGES, count, tl.num_programs(1) * PAGES):
+                _bound(mine, extremes, context, first, count, head, below, above, HEADS, GROUP, DIM, PADDED_DIM, PAGE, PAGES)
         tl.debug_barrier()
         if tl.atomic_add(arrived + of_row, 1) == tl.minimum(tl.num_programs(1), tl.cdiv(count, PAGES)) - 1:
             # For the next launch.
             tl.store(arrived + of_row, 0)
             if EVERY > 1:
                 tl.store(chosen_at + of_row, after)
-            mine, list_of_mine = bounds + of_head * most, listed + of_head * most
             if LONG:
                 if count > RESIDENT:
                     _choose_in_memory(mine, list_of_mine, context, count, kept // PAGE, FIRST, NEWEST, PAGE, CHUNK)
@@ -242,7 +263,7 @@ def point_at_best_pages(
     token_table: torch.Tensor,
     rows: torch.Tensor,
     lengths: torch.Tensor,
-    cut: tuple[int, int] = CUTS[0],
+    cut: tuple[int, int, int | None] = CUTS[0],
 ) -> torch.Tensor:
     """Let each KV head's pointers lead to the tokens of its best pages, in the context's order.
 
@@ -261,19 +282,22 @@ def point_at_best_pages(
         cut: one of CUTS.
 
     Returns:
-        The bounds: float32 [requests, kv_heads, pages], where there were any to choose from.
+        The bounds: float32 [requests, kv_heads, at least pages], where there were any to choose from.
     """
     requests, heads, dim, page = len(rows), cells.shape[1], queries.shape[-1], begins.page
     most = triton.cdiv(token_table.shape[1], page)
-    at_once, resident = cut
+    at_once, resident, registers = cut
     parts = min(triton.cdiv(most, at_once), max(1, BUSY // (heads * requests)))
-    bounds = torch.empty(requests, heads, most, dtype=torch.float32, device=queries.device)
-    listed = torch.empty(requests, heads, most, dtype=torch.int32, device=queries.device)
+    # Of each head so many that several are read at once.
+    width = -(-most // 16) * 16
+    bounds = torch.empty(requests, heads, width, dtype=torch.float32, device=queries.device)
+    listed = torch.empty(requests, heads, width, dtype=torch.int32, device=queries.device)
     _choose_pages[(heads, parts, requests)](
         queries.contiguous(), begins.extremes.held[layer], token_table, rows, lengths, begins.counts, begins.pages,
-        begins.chosen_at[layer], begins.arrived, cells, bounds, listed, most, len(token_table) // 2, token_table.stride(0), cells.stride(0), cells.stride(1), HEADS=heads,
-        GROUP=queries.shape[1] // heads, DIM=dim, PADDED_DIM=triton.next_power_of_2(dim), PER_SLOT=begins.form.per_slot,
-        EVERY=begins.every, FIRST=begins.first, NEWEST=begins.newest, PAGE=page, PAGES=at_once,
-        RESIDENT=min(resident, triton.next_power_of_2(most)), LONG=most > resident, CHUNK=CHUNK, POINTERS=POINTERS,
+        begins.chosen_at[layer], begins.arrived, cells, bounds, listed, width, len(token_table) // 2, token_table.stride(0),
+        cells.stride(0), cells.stride(1), HEADS=heads, GROUP=queries.shape[1] // heads, DIM=dim, PADDED_DIM=triton.next_power_of_2(dim),
+        PER_SLOT=begins.form.per_slot, EVERY=begins.every, FIRST=begins.first, NEWEST=begins.newest, PAGE=page, PAGES=at_once,
+        ONCE=parts * at_once >= most, RESIDENT=min(resident, triton.next_power_of_2(most)), LONG=most > resident, CHUNK=CHUNK,
+        POINTERS=POINTERS, maxnreg=registers,
     )  # fmt: skip
     return bounds

@@ -69,8 +69,9 @@ class ChosenPages(PointerRows):
     def check(self, row: int, view: CompressedView, covered: torch.Tensor, buffers: KVBuffers) -> None:
         """Check that what a copy stands for, and what its pointers lead to, are whole pages, with the extremes of the keys in them."""
         super().check(row, view, covered, buffers)
-        if int(self.pages[row]) * self.page != len(covered):
-            raise IntegrityError(f"attention chooses among {int(self.pages[row])} pages for the draft row {row}, which stands for {len(covered)} tokens")
+        among = int(self.pages[row])
+        if among * self.page != len(covered):
+            raise IntegrityError(f"attention chooses among {among} pages for the draft row {row}, which stands for {len(covered)} tokens")
         pages = self._whole(covered, f"the draft row {row} stands for") // self.page
         for layer, keys, held in zip(buffers.layer_ids, buffers.keys, self.extremes.held):
             led = self.form.read(keys, view.own, view.own_tokens)
