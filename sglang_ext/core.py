@@ -79,7 +79,7 @@ class CompressedView:
         own_tokens: tokens that ``own`` keeps of the rest; the compressed views set it.
         own_packed: slots of ``own``, after the sinks, that hold packed blocks (packing.py); 0 where it holds tokens.
         spare: int64, as many slots of its own, which the draft row does not lead to: what it shall keep next is written there; empty where
-            that is written over what it keeps, beside steps, and None where it is chosen between them.
+            that is written over what it keeps, beside steps or in them, and None where it is chosen between them.
         due: tokens before the newest that copies leave as they are at which it is made anew; 0 where that follows from its size.
     """
 

@@ -88,13 +88,14 @@ def _jobs(link: int, rate: float) -> str:
 
 
 STEPS = {
-    "choosing": Step(_checks("choosing"), 150),
+    "choosing": Step(_checks("choosing quest"), 150),
     "lynx": Step(_checks("lynx"), 200),
     "rows": Step(_checks("hand_over coded_keys pointers"), 150),
     "prefill-checks": Step(_checks("prefill"), 120),
     "specialized-checks": Step(_checks("specialized_prefill"), 300),
     "integers": Step(_checks("integer_gluon integer_decode integer_switches packed_backend"), 150),
     "spade": Step(_tests("tests/gpu/test_gpu_spade.py"), 600),
+    "quest": Step(_tests("tests/gpu/test_gpu_quest.py"), 400),
     "ranks": Step(_tests("tests/gpu/test_gpu_cache_ranks.py"), 600),
     "links": Step(_tests("tests/gpu/test_gpu_links.py"), 120),
     "link-rate": Step(
@@ -119,6 +120,8 @@ STEPS = {
     "longcot-rare": Step(_longcot(16) + " --method spade --select-every 1000", 250),
     "longcot-codes": Step(_longcot(16, " --kv-score-bits 8") + " --method spade --select-every 1,2", 400),
     "longcot-8": Step(_longcot(8) + " --method stock,spade --select-every 2,4,1", 600),
+    "longcot-8-quest": Step(_longcot(8) + " --method stock,quest", 400),
+    "longcot-quest": Step(_longcot(16) + " --method stock,quest", 450),
     "longcot-8-codes": Step(_longcot(8, " --kv-score-bits 8") + " --method spade --select-every 1,2", 400),
     "longcot-ranks": Step(_longcot(16, length="64,768") + " --method stock,spade-ranks --pack-layers auto --select-every 1,2", 600, 2),
     "longcot-ranks-8": Step(_longcot(8) + " --method stock,spade-ranks --pack-layers auto", 400, 2),

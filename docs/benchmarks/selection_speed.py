@@ -9,7 +9,8 @@ model's shapes, whose time is told beside that of their bytes, and attends throu
 kernel.
 Beside a step, the choice is on a second stream, as --kv-compressor spade makes it: of a share of the requests in each step, so that each
 has one every so many. Quest scores pages of 16 tokens, scattered, by the largest and smallest number of each channel, an eighth of the
-bytes (quest_kernels.py); in its step each layer chooses before it attends, as its query has to be there.
+bytes, as --kv-compressor quest does, with a row of the token table for 8,192 tokens more than are there; in its step each layer chooses
+before it attends, as its query has to be there. What brings extremes up to date after a step, and after a chunk of a prompt, is told, too.
 """
 
 import argparse
@@ -21,17 +22,20 @@ from time import perf_counter
 import torch
 from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 from graph_time import seconds
-from quest_kernels import CUTS, page_extremes, point_at_best_pages
 
 from sglang_ext.bench.speed.decode_limit import measure_bandwidth
 from sglang_ext.device import SideStream
 from sglang_ext.layers.attention.copies.kept_by_heads import cut_pointers
 from sglang_ext.layers.kernels.choose_tokens import Contexts
+from sglang_ext.layers.kernels.choosing.quest_pages import CUTS, point_at_best_pages
 from sglang_ext.layers.kernels.pointer_decode import pointer_decode
+from sglang_ext.mem_cache.compressed.formats.chosen_pages import ChosenPages
 from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows, Pointers, as_pointers
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressed.page_extremes import PageExtremes
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressed.slot_codes import SlotCodes
+from sglang_ext.mem_cache.compressors.each_step.quest import Quest
 from sglang_ext.mem_cache.selection.held_keys import EXACT, SCORE_BITS, KeySizes
 from sglang_ext.mem_cache.selection.on_gpu import GpuChoice
 from sglang_ext.mem_cache.selection.predictors import query_predictor
@@ -41,8 +45,8 @@ LIKE = {"dtype": torch.bfloat16, "device": "cuda"}
 MATRICES = ((4096, 6144), (4096, 4096), (4096, 24576), (12288, 4096))
 # Tokens of a chunk of a prompt.
 PROMPT = 8192
-# Tokens of a page of Quest; steps of a measurement beside choices; parts of a row that are attended to at the same time.
-PAGE, STEPS = 16, 32
+# Tokens of a page of Quest, and for which there is room in a row beside those of its context; steps of a measurement beside choices.
+PAGE, ROOM, STEPS = Quest.scoring.page, 8192, 32
 # Bytes for what is made by the way, beside what choices work in.
 SPARE = 3 << 30
 
@@ -134,21 +138,26 @@ class World:
                 choose(layer)
             pointer_decode(self.begins, self.attended, keys, values, self.table, rows, lengths, self.options.dim**-0.5, splits)
 
-    def quest(self) -> Callable[[int, tuple[int, int, int]], object]:
+    def quest(self, extremes: PageExtremes) -> Callable[[int, tuple[int, int, int | None]], object]:
         """Quest's choice in a layer, for all requests, cut as said; from then on copies hold its pointers.
 
         Its contexts are whole pages of the pool, any but those with slots of copies.
         """
-        options, keys = self.options, self.buffers.keys
+        options, keys, rows = self.options, self.buffers.keys, torch.arange(self.options.batch, 2 * self.options.batch, device="cuda")
         held = self.table[options.batch :, : self.held]
         unused = torch.ones(len(keys[0]) // PAGE, dtype=torch.bool, device="cuda")
         unused[torch.cat([held.flatten().long(), self.spare.flatten()]).clamp(max=len(unused) * PAGE - 1) // PAGE] = False
         pages = unused.nonzero().flatten().int()
         pages = pages[torch.randperm(len(pages), device="cuda")[: options.batch * options.tokens // PAGE]].view(options.batch, -1)
-        extremes = [page_extremes(each, PAGE) for each in keys]
-        arrived = torch.zeros(options.batch, options.kv_heads, dtype=torch.int32, device="cuda")
+        table = torch.zeros(2 * options.batch, options.tokens + ROOM, dtype=torch.int32, device="cuda")
+        table[: options.batch, : options.tokens] = (pages[..., None] * PAGE + torch.arange(PAGE, device="cuda")).flatten(1)
+        table[options.batch :, : self.held] = held
+        begins = ChosenPages.of_pool(self.form, table, extremes, Quest(in_attention=True))
+        begins.counts[options.batch :], begins.pages[options.batch :] = options.keep, options.tokens // PAGE
+        extremes.write(torch.arange(0, len(unused) * PAGE, PAGE, device="cuda"))
+        lengths = torch.full_like(rows, self.held + 1)
         return lambda layer, cut: point_at_best_pages(
-            self.attended, extremes[layer], pages, held, as_pointers(keys[layer]), arrived, options.keep // PAGE, PAGE, cut
+            begins, layer, self.attended, as_pointers(keys[layer]), table, rows, lengths, cut
         )
 
     def full_step(self) -> Callable[[], None]:
@@ -219,6 +228,13 @@ def coding(world: World, codes: SlotCodes) -> str:
     return f"coding in {codes.held.sizes.bits} bits: {step:.3f} ms a step, {prompt:.2f} ms for {PROMPT} tokens of prompts"
 
 
+def bounding(world: World, extremes: PageExtremes) -> str:
+    """How long it takes to bring the extremes of pages up to date."""
+    slots = torch.randperm(len(world.buffers.keys[0]) // PAGE * PAGE, device="cuda")[: world.options.batch]
+    step, prompt = (1e3 * seconds(lambda: extremes.write(some)) for some in (slots, torch.arange(PROMPT, device="cuda")))
+    return f"extremes of pages: {step:.3f} ms a step, {prompt:.2f} ms for {PROMPT} tokens of prompts"
+
+
 def alone(world: World, bandwidth: float, bits: int) -> Iterator[str]:
     """By keys of so many bits, what choices take that nothing runs beside, for each predictor and scratch, and coding."""
     options, buffers = world.options, world.buffers
@@ -268,7 +284,9 @@ def main() -> None:
                 took = beside(world, select_by, options.scratch_mb[-1] << 20, every, priority)
                 told = f"{1e3 * took:.2f} ms a step, {took / full:.2f} of full KV's"
                 print(f"{select_by}, every {every}, steps of priority {priority}: {told}", flush=True)
-    quest, times = world.quest(), {}
+    extremes = PageExtremes(world.buffers.keys, world.buffers.layer_ids, PAGE)
+    print(bounding(world, extremes), flush=True)
+    quest, times = world.quest(extremes), {}
     for cut in CUTS:
         times[cut] = took = seconds(lambda: [quest(layer, cut) for layer in range(options.layers)])
         print(f"Quest's choice, cut {cut}: {1e3 * took:.2f} ms, {took / (limit * 2 / PAGE):.2f} of its bytes' limit", flush=True)

@@ -9,15 +9,18 @@ finds in a cache what the one before has read. Bytes are divided by what a sum o
 import argparse
 from collections.abc import Callable
 
-import quest_kernels
 import torch
 
 from sglang_ext.layers.attention.copies.kept_by_heads import cut_pointers
+from sglang_ext.layers.kernels.choosing.quest_pages import point_at_best_pages
 from sglang_ext.layers.kernels.pointer_decode import pointer_decode
+from sglang_ext.mem_cache.compressed.formats.chosen_pages import ChosenPages
 from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows, Pointers, as_pointers
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressed.page_extremes import PageExtremes
+from sglang_ext.mem_cache.compressors.each_step.quest import Quest
 
-HEADS, GROUP, DIM, PAGE = 8, 4, 128, 16
+HEADS, GROUP, DIM, PAGE = 8, 4, 128, Quest.scoring.page
 LAYERS, REPEATS = 6, 5
 PARTS = ((4, 4), (7, 1), (12, 4), (15, 1), (28, 4))
 
@@ -80,17 +83,24 @@ def pointers(options: argparse.Namespace, batch: int, rate: float) -> None:
 
 def quest(options: argparse.Namespace, batch: int, rate: float) -> None:
     """Print times of Quest's choice."""
-    chosen, copies = options.keep // PAGE, batch * options.keep // DIM * 2
-    buffers = _buffers(batch * options.tokens + copies, LAYERS)
-    extremes = [quest_kernels.page_extremes(keys, PAGE) for keys in buffers.keys]
-    pages = torch.randperm(batch * options.tokens // PAGE, device="cuda").view(batch, -1).int()
-    held = (batch * options.tokens + torch.randperm(copies, device="cuda")).view(batch, -1).int()
+    held = Pointers.of(_buffers(1, 1), PAGE).packed_slots(options.keep)
+    buffers = _buffers(batch * (options.tokens + held), LAYERS)
+    extremes = PageExtremes(buffers.keys, buffers.layer_ids, PAGE)
+    extremes.write(torch.arange(0, batch * options.tokens, PAGE, device="cuda"))
+    # Room for longer contexts, as rows of servers have it.
+    table = torch.zeros(2 * batch, options.tokens + 8192, dtype=torch.int32, device="cuda")
+    pages = torch.randperm(batch * options.tokens // PAGE, device="cuda").view(batch, -1, 1)
+    table[:batch, : options.tokens] = (pages * PAGE + torch.arange(PAGE, device="cuda")).flatten(1)
+    table[batch:, :held] = (batch * options.tokens + torch.randperm(batch * held, device="cuda")).view(batch, -1)
+    begins = ChosenPages.of_pool(Pointers.of(buffers, PAGE), table, extremes, Quest(in_attention=True))
+    begins.counts[batch:], begins.pages[batch:] = options.keep, options.tokens // PAGE
     queries = torch.randn(batch, HEADS * GROUP, DIM, dtype=torch.bfloat16, device="cuda")
-    arrived = torch.zeros(batch, HEADS, dtype=torch.int32, device="cuda")
+    rows = torch.arange(batch, 2 * batch, device="cuda")
+    lengths = torch.full_like(rows, held + options.after)
 
     def layers() -> None:
-        for extreme, keys in zip(extremes, buffers.keys):
-            quest_kernels.point_at_best_pages(queries, extreme, pages, held, as_pointers(keys), arrived, chosen, PAGE)
+        for layer, keys in enumerate(buffers.keys):
+            point_at_best_pages(begins, layer, queries, as_pointers(keys), table, rows, lengths)
 
     took, ideal = in_graph(layers) / LAYERS, batch * options.tokens // PAGE * HEADS * 2 * DIM * 2 / rate
     print(f"batch {batch}, Quest: {took * 1e6:.1f} us, {took / ideal:.2f} of its bytes", flush=True)

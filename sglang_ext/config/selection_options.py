@@ -10,6 +10,7 @@ import torch
 from sglang_ext.config import benchmark_options, options, refusal
 from sglang_ext.core import OptionError
 from sglang_ext.mem_cache.compressors import Compressor, catalogue
+from sglang_ext.mem_cache.compressors.each_step.quest import Quest
 from sglang_ext.mem_cache.compressors.spade import Spade
 from sglang_ext.mem_cache.selection.held_keys import EXACT, SCORE_BITS, KeySizes
 from sglang_ext.mem_cache.selection.predictors import query_predictor
@@ -35,6 +36,11 @@ def selects(args: "KVServerArgs") -> bool:
 def predicts(args: "KVServerArgs") -> bool:
     """Whether it does by predicted queries."""
     return catalogue.parse(args.kv_compressor)[0] == Spade.name
+
+
+def chooses_in_attention(args: "KVServerArgs") -> bool:
+    """Whether attention of steps chooses by extremes of pages beside the pool; known once SGLang has chosen the device."""
+    return args.device == "cuda" and catalogue.parse(args.kv_compressor)[0] == Quest.name
 
 
 def ranks(args: "KVServerArgs") -> int:
@@ -183,10 +189,12 @@ def check_device(args: "KVServerArgs") -> None:
     """
     if not selects(args):
         return
-    if args.device != "cpu" and not predicts(args):
+    if chooses_in_attention(args):
+        _check_pages(args)
+    elif args.device != "cpu" and not predicts(args):
         raise OptionError(
-            f"--device is {args.device} with --kv-compressor {args.kv_compressor}; by a step's own query tokens are chosen on a CPU alone: "
-            "pass --kv-compressor spade or verify-guided, or --device cpu"
+            f"--device is {args.device} with --kv-compressor {args.kv_compressor}; so tokens are chosen on a CPU alone: "
+            "pass --kv-compressor spade, verify-guided or, on an NVIDIA GPU, quest, or --device cpu"
         )
     if beside_gpu(args):
         _check_gpus(args)
@@ -199,6 +207,21 @@ def check_device(args: "KVServerArgs") -> None:
         raise OptionError(
             f"--kv-cache-ranks is {args.kv_cache_ranks} with --device {args.device}; processes beside this one choose for steps on a CPU "
             "or on NVIDIA GPUs: pass --kv-cache-ranks 0, or --device cpu"
+        )
+
+
+def _check_pages(args: "KVServerArgs") -> None:
+    """Refuse pages of the pool that are not pages of Quest, and keys that no forward writes."""
+    page, given = Quest.scoring.page, args.page_size or 1
+    if given % page:
+        raise OptionError(
+            f"--page-size is {given} with --kv-compressor {args.kv_compressor} on a GPU; pages of {page} tokens are chosen, which "
+            f"must be pages of the pool: pass --page-size {page}"
+        )
+    if args.disaggregation_mode != "null":
+        raise OptionError(
+            f"--disaggregation-mode is {args.disaggregation_mode} with --kv-compressor {args.kv_compressor} on a GPU; of keys that come from "
+            "another server nobody would know least and largest, which forwards tell: pass --kv-compressor spade"
         )
 
 
@@ -259,4 +282,5 @@ def spade(args: "KVServerArgs") -> Spade:
 
 def stepping(args: "KVServerArgs", name: str) -> Compressor:
     """Another method that chooses for each step, as the flags ask for it."""
-    return replace(catalogue.create(name), every=args.kv_select_every, each_round=args.kv_mode == "verified", most=selected(args))
+    found = replace(catalogue.create(name), every=args.kv_select_every, each_round=args.kv_mode == "verified", most=selected(args))
+    return replace(found, in_attention=True) if isinstance(found, Quest) and chooses_in_attention(args) else found

@@ -22,6 +22,8 @@ from sglang_ext.layers.kernels.hack import specialized_prefill
 from sglang_ext.layers.kernels.hack.prompt_codes import PromptCodes
 from sglang_ext.layers.kernels.packed import packed_decode
 from sglang_ext.managers.served_methods import ServedMethods
+from sglang_ext.mem_cache.compressed.formats.chosen_pages import ChosenPages
+from sglang_ext.mem_cache.compressors.each_step.quest import Quest
 from sglang_ext.mem_cache.compressors.spade import Spade
 from sglang_ext.mem_cache.host_tier.tier import staging_bytes
 from sglang_ext.mem_cache.selection.held_keys import KeySizes
@@ -103,6 +105,7 @@ class MemoryPlan:
         gathered_drafts: drafts that wait for full KV.
         scores: predicted scores of all slots, and the network that gives them.
         key_codes: keys of all slots in few bits, by which tokens are chosen.
+        extremes: least and largest numbers of all pages, by which pages are chosen.
         staging: buffers through which full KV goes to host memory and back.
         workspaces: what attention of verifications works in.
         choices: what choices of tokens by queries of steps work in.
@@ -118,6 +121,7 @@ class MemoryPlan:
     gathered_drafts: int = field(default=0, metadata={"name": "gathered drafts"})
     scores: int = field(default=0, metadata={"name": "predicted scores"})
     key_codes: int = field(default=0, metadata={"name": "keys in few bits"})
+    extremes: int = field(default=0, metadata={"name": "extremes of pages"})
     staging: int = field(default=0, metadata={"name": "buffers to and from host memory"})
     workspaces: int = field(default=0, metadata={"name": "workspaces of verifications"})
     choices: int = field(default=0, metadata={"name": "choices of tokens"})
@@ -186,6 +190,24 @@ class MemoryPlanner:
         return KeySizes(model.layers, model.kv_heads, model.head_dim, torch.float16, bits).token_bytes if bits else 0
 
     @property
+    def _paging(self) -> Quest | None:
+        """The method whose choices are made in attention; None for none."""
+        compressors = (method.compressor for method in self.served.methods)
+        return next((each for each in compressors if isinstance(each, Quest) and each.in_attention), None)
+
+    def _extremes(self, slots: int) -> int:
+        """Bytes of the extremes of pages of so many slots, as page_extremes.py has them; 0 where there are none."""
+        model, paging = self.model, self._paging
+        page = 0 if paging is None else slots // paging.scoring.page
+        return page * model.layers * model.kv_heads * 2 * model.head_dim * model.number_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token in the pool, and beside it of all that follows its keys."""
+        page = Quest.scoring.page
+        return self.model.slot_bytes + self.code_bytes + -(-self._extremes(page) // page)
+
+    @property
     def ahead(self) -> int:
         """Tokens by which rows of the token table are widened: what SGLang reserves ahead must not reach the next row."""
         return get_alloc_reserve_per_decode(self.args) + self.args.page_size
@@ -217,6 +239,7 @@ class MemoryPlanner:
             gathered_drafts=8 * rows * (self.stride - 1),
             scores=0 if scores is None else scores.planned_bytes(slots),
             key_codes=slots * self.code_bytes,
+            extremes=self._extremes(slots),
             staging=2 * staging_bytes(slots * model.slot_bytes, args.page_size * model.slot_bytes) if args.kv_host_gb else 0,
             workspaces=self._workspaces(requests),
             choices=self._choices(rings, width),
@@ -235,7 +258,9 @@ class MemoryPlanner:
         methods = self.served.methods
         counts = any(method.quantizer is not None for method in methods) + any(method.compressor.points for method in methods)
         bounds = self.model.layers * self.model.kv_heads + 1 if self.args.kv_head_budgets == "adaptive" else 0
-        return 4 * rows * (counts + bounds)
+        paging = self._paging
+        pages = 0 if paging is None else ChosenPages.table_numbers(self.model.layers, self.model.kv_heads, paging.every)
+        return 4 * rows * (counts + bounds + pages)
 
     def _choices(self, rings: int, tokens: int) -> int:
         """As on_gpu.py makes them, of contexts of so many tokens at most: one beside steps, of all that have rings, but where cache
@@ -323,7 +348,7 @@ class HeldMemory:
         available = configurator._profile_available_bytes(model_runner.pre_model_load_memory)
         asked, slot = planner.args.max_total_tokens, planner.model.slot_bytes
         # Codes of keys are a large part of what a token takes.
-        tokens = min(available // (slot + planner.code_bytes), asked or available)
+        tokens = min(available // planner.token_bytes, asked or available)
         requests = configurator.resolve_max_num_reqs(tokens)
         # For a pool as large as it would be beside these alone: what else depends on that is a little less in the end.
         plan = planner.plan(requests, tokens, planner.rings(requests, tokens))

@@ -8,6 +8,7 @@ from sglang_ext.config.method_options import offers
 from sglang_ext.core import FALLBACK_REASONS
 from sglang_ext.managers.cache_rank.choices import MISSES, RankChoices
 from sglang_ext.managers.cache_rank.on_gpu.rank_steps import RankSteps
+from sglang_ext.mem_cache.compressed.formats.chosen_pages import ChosenPages
 from sglang_ext.mem_cache.prefix_cache.codes_alone import CodesAlone
 from sglang_ext.mem_cache.prefix_cache.given_back import GivenBack
 from sglang_ext.mem_cache.prefix_cache.held_elsewhere import HeldElsewhere
@@ -27,6 +28,7 @@ GAUGES = {
     "query_bytes": ("Bytes of queries kept for compressors, outside the KV pool.",),
     "score_bytes": ("Bytes of predicted scores and of the network that gives them, outside the KV pool.",),
     "key_code_bytes": ("Bytes of keys in few bits by which tokens are chosen, outside the KV pool.",),
+    "page_extreme_bytes": ("Bytes of least and largest numbers of pages of keys by which pages are chosen, outside the KV pool.",),
     "round_seconds": ("Seconds on the device in the last round: one draft, the rest with the verification, or a plain step.", "part"),
 }
 COUNTERS = {
@@ -168,6 +170,7 @@ class KVMetrics:
         self._tell("query_bytes", views.queries.taken_bytes)
         self._tell("score_bytes", max(method.compressor.held_bytes for method in views.methods))
         self._tell("key_code_bytes", 0 if views.buffers.codes is None else views.buffers.codes.nbytes)
+        self._tell("page_extreme_bytes", views.form.extremes.nbytes if isinstance(views.form, ChosenPages) else 0)
         for method, made in views.made.items():
             self._tell("copies", made, method)
         for name, value in _of_host(views.tree_cache, verifications) if self.host else ():

@@ -12,15 +12,18 @@ from sglang_ext.config.method_options import Offer, methods, offers
 from sglang_ext.core import OptionError
 from sglang_ext.layers.attention.of_model import an_attention, is_attention
 from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
+from sglang_ext.mem_cache.compressed.formats.chosen_pages import ChosenPages
 from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells
 from sglang_ext.mem_cache.compressed.formats.kv_format import KVFormat, PlainTokens, RowsOfHeads, Unpacked
 from sglang_ext.mem_cache.compressed.formats.packing import PackedRows, Packing
 from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows, Pointers
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressed.page_extremes import PageExtremes
 from sglang_ext.mem_cache.compressed.rotary import Rotary, rotary_of
 from sglang_ext.mem_cache.compressed.slot_scores import SlotScores
 from sglang_ext.mem_cache.compressors import Compressor
 from sglang_ext.mem_cache.compressors.catalogue import Method, create
+from sglang_ext.mem_cache.compressors.each_step.quest import Quest
 from sglang_ext.mem_cache.compressors.kvzap import KVzap
 from sglang_ext.mem_cache.compressors.kvzip import KVzip
 from sglang_ext.mem_cache.compressors.spade import Spade
@@ -103,8 +106,13 @@ class ServedMethods:
             return PackedRows.of_table(Packing.of(quantizer, buffers, page_size, self.rotary), token_table)
         if rows:
             return RowsOfHeads()
-        if any(method.compressor.points for method in self.methods):
-            return PointerRows.of_table(Pointers.of(buffers, page_size), token_table)
+        pointing = next((method.compressor for method in self.methods if method.compressor.points), None)
+        if pointing is not None:
+            pointers = Pointers.of(buffers, page_size)
+            if not isinstance(pointing, Quest) or not pointing.in_attention:
+                return PointerRows.of_table(pointers, token_table)
+            extremes = PageExtremes(buffers.keys, buffers.layer_ids, pointing.scoring.page)
+            return ChosenPages.of_pool(pointers, token_table, extremes, pointing)
         return HeadCells.of(buffers, len(token_table)) if adaptive else PlainTokens()
 
     def __str__(self) -> str:

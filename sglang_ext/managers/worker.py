@@ -45,8 +45,10 @@ from sglang_ext.mem_cache.compressed.chosen_beside import beside
 from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
 from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
 from sglang_ext.mem_cache.compressed.due_copies import longest_tail
+from sglang_ext.mem_cache.compressed.formats.chosen_pages import ChosenPages
 from sglang_ext.mem_cache.compressed.formats.packing import Packing
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressed.page_extremes import PageExtremes
 from sglang_ext.mem_cache.compressed.query_window import QueryWindows, reserve_queries, tell_written
 from sglang_ext.mem_cache.compressed.slot_codes import SlotCodes
 from sglang_ext.mem_cache.prefix_cache.codes_alone import CodesAlone
@@ -91,7 +93,8 @@ class KVWorker(BaseSpecWorker):
         self.loop: DecodeLoop | None = None
         self.new_tokens = NewTokens()
         self.traveling: TravelingQueries | None = None
-        self.slot_codes: SlotCodes | None = None
+        # What lies beside the pool and follows its keys.
+        self.beside_keys: SlotCodes | PageExtremes | None = None
         # Attention of prompts, where that is not exact.
         self.quantized: QuantizedPrefill | None = None
         verify_graphs.plain(self.model_runner)
@@ -129,13 +132,16 @@ class KVWorker(BaseSpecWorker):
         self.buffers = KVBuffers.of(self.model_runner.token_to_kv_pool, self.layers, self.methods.first_head)
         bits = selection_options.coded_slots(args)
         if bits:
-            # Before any graph is captured: graphs code what they write, too.
-            self.slot_codes = SlotCodes(self.buffers.keys, self.buffers.layer_ids, bits)
-            self.buffers = replace(self.buffers, codes=self.slot_codes.held)
-            tell_written(self.slot_codes.written)
+            self.beside_keys = codes = SlotCodes(self.buffers.keys, self.buffers.layer_ids, bits)
+            self.buffers = replace(self.buffers, codes=codes.held)
         served, page_size = self.methods, self.token_to_kv_pool_allocator.page_size
         adaptive, rows = args.kv_head_budgets == "adaptive", selection_options.sends_rows(args)
         self.form = served.form(adaptive, self.buffers, page_size, table, rows)
+        if isinstance(self.form, ChosenPages):
+            self.beside_keys = self.form.extremes
+        if self.beside_keys is not None:
+            # Before any graph is captured: graphs tell what they write, too.
+            tell_written(self.beside_keys.written)
         if served.scores is not None:
             # Before any graph is captured: graphs write scores, too.
             served.scores.allocate(len(self.buffers.keys[0]), self.model_runner.device, self.model_runner.dtype)

@@ -8,5 +8,5 @@ PLAIN = (
 # These import SGLang, which takes longer than most of them.
 OF_SGLANG = (
     *("verify_attention_is_decode", "verify_backend", "packed_backend", "uneven_backend", "pointers", "choosing", "hand_over"),
-    *("prefill", "specialized_prefill", "coded_keys"),
+    *("quest", "prefill", "specialized_prefill", "coded_keys"),
 )

@@ -1,7 +1,5 @@
 """Checks of which tokens a kernel chooses for queries, on a GPU or through Triton's interpreter."""
 
-import sys
-from pathlib import Path
 from unittest.mock import patch
 
 import torch
@@ -10,12 +8,10 @@ from backend_steps import on
 from sglang_ext.mem_cache.compressed.formats.slot_pointers import Pointers, as_pointers
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.rotary import Rotary
-from sglang_ext.mem_cache.selection.baselines import Quest
 from sglang_ext.mem_cache.selection.predictors import Current, Regressed
-from sglang_ext.mem_cache.selection.scoring import Seen, group_attention
+from sglang_ext.mem_cache.selection.scoring import group_attention
 from sglang_ext.mem_cache.selection.top_tokens import mark_always
 
-sys.path.append(str(Path(__file__).parents[2] / "docs" / "benchmarks"))
 # Slots of a pool, of which the last are nobody's.
 SLOTS = 1400
 
@@ -194,30 +190,6 @@ def check_predicted(device):
                 assert torch.equal(slots, asked.table[asked.rows[request]].long()[kept]), (predictor.name, layer, request)
 
 
-def check_quest(device):
-    """The kernel that prediction is compared with bounds pages as the method does, and points at the tokens of the best, time and again."""
-    from quest_kernels import CUTS, page_extremes, point_at_best_pages
-
-    pages, count, chosen, heads, group, dim = 3, 37, 9, 2, 3, 32
-    noise = torch.Generator().manual_seed(1)
-    keys, order = torch.randn(200 * 16 + 5, heads, dim, generator=noise).bfloat16(), torch.randperm(190, generator=noise)
-    table = order[: pages * count].view(pages, count)
-    held = torch.arange(190 * 16, 190 * 16 + 27).view(pages, 9).int()
-    there, arrived = keys.to(device), torch.zeros(pages, heads, dtype=torch.int32, device=device)
-    extremes, paged = page_extremes(there, 16), keys[: 200 * 16].view(200, 16, heads, dim)[table].flatten(1, 2).transpose(1, 2)
-    for scale, cut in ((1.0, CUTS[0]), (0.0, CUTS[1]), (30.0, CUTS[2]), (1.0, (8, 2, 3))):
-        queries = torch.randn(pages, heads * group, dim, generator=noise).bfloat16() * scale
-        seen = Seen(queries[:, None, :, None].float(), torch.arange(1)[None], paged[:, None], 1.0)
-        given = queries.to(device), extremes, table.int().to(device), held.to(device), as_pointers(there), arrived, chosen, 16, cut
-        bounds = point_at_best_pages(*given).cpu()
-        torch.testing.assert_close(bounds, Quest().scores(seen)[:, 0, :, ::16], rtol=1e-3, atol=1e-3)
-        best = bounds.sort(descending=True, stable=True).indices[..., :chosen].sort().values
-        expected = table[:, None].expand(-1, heads, -1).gather(2, best)[..., None] * 16 + torch.arange(16)
-        found = as_pointers(there).cpu()[held.long()].transpose(1, 2).flatten(2)
-        assert torch.equal(found.long(), expected.flatten(2)), scale
-        assert not arrived.any()
-
-
 def check_choosing(device):
     """All of them; then as of contexts that are too long for registers, a few tokens at once."""
     from sglang_ext.layers.kernels import choose_tokens
@@ -227,4 +199,3 @@ def check_choosing(device):
     with patch.multiple(choose_tokens, RESIDENT=256, AT_ONCE=128, WRITTEN=64):
         for check in (check_choose_tokens, check_ties, check_many_ties):
             check(device)
-    check_quest(device)

@@ -13,6 +13,7 @@ from triton.runtime.jit import JITFunction
 
 from sglang_ext.layers.kernels import hand_over, pointer_decode, scatter_cells, uneven_decode, window_scores, write_pointers
 from sglang_ext.layers.kernels.choose_tokens import Contexts, choose_tokens
+from sglang_ext.layers.kernels.choosing import quest_pages
 from sglang_ext.layers.kernels.coded_keys.code_keys import code_keys
 from sglang_ext.layers.kernels.coded_keys.coded_logits import KeyCodes
 from sglang_ext.layers.kernels.hack import integer_prefill
@@ -22,8 +23,11 @@ from sglang_ext.layers.kernels.lynx.layout import Layout
 from sglang_ext.layers.kernels.lynx.parts import Parts
 from sglang_ext.layers.kernels.packed import pack_blocks, packed_decode
 from sglang_ext.layers.kernels.rows import sent_rows, taken_rows
+from sglang_ext.mem_cache.compressed.formats.chosen_pages import ChosenPages
 from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells
-from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows, Pointers
+from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows, Pointers, as_pointers
+from sglang_ext.mem_cache.compressed.page_extremes import PageExtremes
+from sglang_ext.mem_cache.compressors.each_step.quest import Quest
 from sglang_ext.mem_cache.host_tier.residuals import ResidualPages
 from sglang_ext.mem_cache.selection.held_keys import CodedKeys, KeySizes
 
@@ -98,13 +102,23 @@ def check_integers(compiled):
 
 
 def stack_bytes(made):
-    """Bytes of memory that a thread has for what registers cannot hold; long kernels are cut off in what Triton disassembles."""
+    """Bytes of memory that a thread has for what registers cannot hold."""
+    return _used(made, "STACK")
+
+
+def registers(made):
+    """Of a thread."""
+    return _used(made, "REG")
+
+
+def _used(made, what):
+    """What a kernel takes; long ones are cut off in what Triton disassembles."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
         file.flush()
         tool = triton.knobs.nvidia.cuobjdump.path
         usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    return int(re.search(r"STACK:(\d+)", usage)[1])
+    return int(re.search(rf"{what}:(\d+)", usage)[1])
 
 
 def check_packing(compiled):
@@ -207,6 +221,26 @@ def check_choice(compiled):
                     assert "fma.rn.f32" not in made.asm["ptx"], about
 
 
+def check_pages(compiled):
+    """What chooses pages keeps all in registers, of float32 nearly all, few enough that several programs have room on a processor; so does
+    what bounds them."""
+    for dim, group, dtype in ((128, 4, torch.bfloat16), (64, 3, torch.float16), (80, 1, torch.float32)):
+        keys, table = torch.zeros(80, 2, dim, dtype=dtype), torch.zeros(4, 40000, dtype=torch.int32)
+        pointers, numbers = Pointers(as_pointers(keys).shape[-1], 16), torch.zeros(2, dtype=torch.int64)
+        extremes = PageExtremes((keys,), (0,), 16)
+        quest_pages.bound_pages(numbers, keys, numbers, extremes.held, 16)
+        # Contexts whose bounds registers hold, and longer ones.
+        for every, width in ((1, 32768), (1, 40000), (2, 40000)):
+            begins = ChosenPages.of_pool(pointers, table, extremes, Quest(every=every, in_attention=True))
+            queries = torch.zeros(2, 2 * group, dim, dtype=dtype)
+            quest_pages.point_at_best_pages(begins, 0, queries, as_pointers(keys), table[:, :width], numbers, numbers)
+        assert compiled[-4][0] == "_bound_pages"
+        for kernel, made in compiled[-4:]:
+            about = kernel, dim, group, dtype, registers(made), stack_bytes(made)
+            # Four programs of four warps.
+            assert registers(made) <= 128 and stack_bytes(made) <= 64 * (dtype == torch.float32) and made.metadata.shared <= 8192, about
+
+
 def check_coded_choice(compiled):
     """So does what chooses by codes: integers are multiplied as they lie in memory, and the words of scales are there ahead, too."""
     for dim, group, dtype in ((128, 4, torch.bfloat16), (64, 8, torch.float16), (128, 20, torch.float32)):
@@ -282,6 +316,7 @@ def main():
     check_specialized_prefill(compiled)
     check_anchored(compiled)
     check_choice(compiled)
+    check_pages(compiled)
     check_coded_choice(compiled)
     kept = torch.zeros(len(pool.buffers.keys), 1, 70, dtype=torch.int64)
     write_pointers.write_pointers(pool.buffers.key_table, layer[0], kept, rows, rows)

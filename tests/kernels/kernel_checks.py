@@ -26,6 +26,7 @@ from packed_backend import Pool, check_packed_backend  # noqa: E402
 from packed_helpers import KERNEL_KINDS, Gridded, attention, attention_over, divides, packed_pool, pool_by  # noqa: E402
 from pointer_checks import check_pointers  # noqa: E402
 from prefill_checks import check_prefill, check_specialized_prefill, check_whole_blocks  # noqa: E402
+from quest_checks import check_quest  # noqa: E402
 from uneven_checks import check_scatter_cells, check_uneven_backend  # noqa: E402
 
 from sglang_ext.layers.kernels.gather_kept import gather_kept  # noqa: E402
@@ -388,6 +389,7 @@ CHECKS = {
     "anchored": lambda: check_anchored(DEVICE),
     "pointers": lambda: check_pointers(DEVICE),
     "choosing": lambda: check_choosing(DEVICE),
+    "quest": lambda: check_quest(DEVICE),
     "coded_keys": lambda: check_coded_keys(DEVICE),
     "hand_over": lambda: check_hand_over(DEVICE),
     "scatter_cells": lambda: check_scatter_cells(DEVICE),

@@ -31,6 +31,7 @@ from pack_checks import check_case, pool  # noqa: E402
 from packed_helpers import KERNEL_KINDS, attention, attention_over, divides, for_heads, packed_pool  # noqa: E402
 from prefill_checks import FIRST_HEAD, LAYER, Batch  # noqa: E402
 from pointer_checks import pointed  # noqa: E402
+from quest_checks import Paged  # noqa: E402
 from triton.runtime import interpreter  # noqa: E402
 from uneven_checks import uneven_copy  # noqa: E402
 
@@ -57,6 +58,7 @@ from sglang_ext.mem_cache.compressed.formats.packing import Packing  # noqa: E40
 from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows, Pointers  # noqa: E402
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers  # noqa: E402
 from sglang_ext.mem_cache.host_tier.checksums import SUMMED_WORD, PageChecksums, as_words  # noqa: E402
+from sglang_ext.mem_cache.compressed.page_extremes import extremes_of  # noqa: E402
 from sglang_ext.mem_cache.selection.held_keys import CodedKeys, KeySizes  # noqa: E402
 
 # Of the largest number: what rounding of inputs and weights may add up to.
@@ -66,7 +68,7 @@ TAILS = (1, 32, 33)
 # Shapes and kernels of a quick run.
 QUICK = (
     (Shape(40, 20, torch.float32), ("window", "uneven", "verify")),
-    (Shape(32, 11, torch.bfloat16), ("decode turboquant4", "decode hack2", "pointers", "choice", "choice 4", "verify exact")),
+    (Shape(32, 11, torch.bfloat16), ("decode turboquant4", "decode hack2", "pointers", "choice", "choice 4", "pages", "verify exact")),
     (Shape(64, 1, torch.float32), ("pack turboquant2", "copies")),
     (Shape(64, 2, torch.bfloat16), ("prompts hack4", "prompts specialized")),
 )
@@ -222,6 +224,19 @@ def choice(shape: Shape):
         yield from _left_out(found, queries.to(shape.dtype).view(2, shape.group, -1), keys[table[0].long()], tokens, count)
 
 
+def pages(shape: Shape):
+    """Bounds of pages, of requests with few and with more than a program multiplies at once; pointers lead to the best of them."""
+    there = Paged("cpu", 1, 2, shape.group, shape.dim, shape.dtype, (3, 70), (2, 9))
+    yield float(not torch.equal(there.begins.extremes.held[0], extremes_of(there.there.keys[0], 16)))
+    there.begin()
+    queries = there.queries(2, 1)
+    found = there.choose(0, queries, [4, 5], [view.held + 1 for view in there.views])
+    for request, most in enumerate(there.pages):
+        mine = found[request, :, :most]
+        yield worst(mine, there.bounds(request, 0, queries[request]).double())
+        yield float(not torch.equal(there.led(request, 0), there.expected(request, mine)))
+
+
 def _left_out(found: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor, tokens: int, count: int):
     scores = (torch.einsum("hgd,thd->hgt", queries.double(), keys.double()) * 0.1).softmax(-1).mean(1)
     for kept, score in zip(found, scores):
@@ -359,6 +374,7 @@ RUNS = {
     "uneven": uneven,
     "pointers": pointers,
     "choice": choice,
+    "pages": pages,
     **{f"choice {bits}": lambda s, b=bits: coded_choice(s, b) for bits in (8, 4)},
     **{f"prompts hack{bits}": lambda s, b=bits: prompts(s, b) for bits in (4, 2)},
     **ONCE,

@@ -9,6 +9,7 @@ from packed_helpers import KERNEL_KINDS, divides, packed_pool
 
 from sglang_ext.layers.kernels import hand_over
 from sglang_ext.layers.kernels.choose_tokens import Contexts, choose_tokens
+from sglang_ext.layers.kernels.choosing.quest_pages import bound_pages, point_at_best_pages
 from sglang_ext.layers.kernels.coded_keys.code_keys import code_keys
 from sglang_ext.layers.kernels.coded_keys.coded_logits import KeyCodes
 from sglang_ext.layers.kernels.gather_kept import gather_kept
@@ -29,8 +30,11 @@ from sglang_ext.layers.kernels.verify_attention import verify_attention
 from sglang_ext.layers.kernels.verify_sizes import EXACT, Splits, Tokens, fast_blocks
 from sglang_ext.layers.kernels.window_scores import window_scores
 from sglang_ext.layers.kernels.write_pointers import write_pointers
+from sglang_ext.mem_cache.compressed.formats.chosen_pages import ChosenPages
 from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells
-from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows, Pointers
+from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows, Pointers, as_pointers
+from sglang_ext.mem_cache.compressed.page_extremes import PageExtremes
+from sglang_ext.mem_cache.compressors.each_step.quest import Quest
 from sglang_ext.mem_cache.host_tier.checksums import SUMMED_WORD, as_words
 from sglang_ext.mem_cache.host_tier.residuals import ResidualPages
 from sglang_ext.mem_cache.selection.held_keys import CodedKeys, KeySizes
@@ -142,6 +146,17 @@ def _choice(shape: Shape) -> None:
         choose_tokens(queries, address, keys, torch.ones(1), asked, one, one, 40, scored=scored)
 
 
+def _pages(shape: Shape) -> None:
+    """Of a step, in each step and in every other one, by bounds in registers and in memory; and what bounds pages."""
+    keys, numbers, table = torch.zeros(80, 1, shape.dim, dtype=shape.dtype), torch.zeros(4, dtype=torch.int64), torch.zeros(4, 80000, dtype=torch.int32)
+    extremes = PageExtremes((keys,), (0,), 16)
+    bound_pages(numbers, keys, numbers, extremes.held, 16)
+    for every, width in ((1, 40), (1, 80000), (2, 80000)):
+        begins = ChosenPages.of_pool(Pointers(as_pointers(keys).shape[-1], 16), table, extremes, Quest(every=every, in_attention=True))
+        queries = torch.zeros(4, shape.group, shape.dim, dtype=shape.dtype)
+        point_at_best_pages(begins, 0, queries, as_pointers(keys), table[:, :width], numbers, numbers)
+
+
 def _coded_choice(bits: int, shape: Shape) -> None:
     """Of keys that are coded first."""
     keys, one, table = torch.zeros(80, 1, shape.dim, dtype=shape.dtype), slice(0, 1), torch.zeros(2, 80, dtype=torch.int32)
@@ -231,6 +246,7 @@ LAUNCHES: dict[str, Callable[[Shape], None]] = {
     "uneven": _uneven,
     "pointers": _pointers,
     "choice": _choice,
+    "pages": _pages,
     **{f"choice {bits}": lambda s, b=bits: _coded_choice(b, s) for bits in (8, 4)},
     **ONCE,
 }

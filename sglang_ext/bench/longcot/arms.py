@@ -10,6 +10,7 @@ from sglang_ext.bench import BenchError
 from sglang_ext.bench.comparing.identity_options import words
 from sglang_ext.bench.options import numbers
 from sglang_ext.config.options import expected_device
+from sglang_ext.mem_cache.compressors.each_step.quest import Quest
 
 STOCK, RANKS, AUTO = "stock", "spade-ranks", "auto"
 # By name: the equation of its operations, and whether cache ranks choose.
@@ -23,8 +24,8 @@ ARMS: dict[str, tuple[str, bool]] = {
     "verify-guided": ("spade", False),
 }
 MODES = ("lossy", "verified")
-# By a step's own query tokens are chosen on a CPU alone.
-ON_CPUS = ("quest", "tova", "true-query")
+# Chosen so on a CPU alone.
+ON_CPUS = ("tova", "true-query")
 # Layers of a pack there, unless told.
 PACKS = ("6", "12")
 
@@ -153,6 +154,8 @@ def _arms(args: argparse.Namespace, method: str, mode: str, select: int) -> Iter
         for pack in packs:
             more = ["--kv-select", str(select), "--kv-select-every", str(every)]
             more += ["--kv-select-by", args.select_by] if compressor == "spade" else []
+            # There its pages are those of the pool.
+            more += ["--page-size", str(Quest.scoring.page)] if compressor == Quest.name and on_gpus(args) else []
             more += ["--kv-cache-ranks", str(args.ranks), "--kv-pack-layers", str(pack or AUTO)] if ranks else []
             told = f"{name}{f' every {every}' if every > 1 else ''}{f' packs of {pack}' if pack else ''}"
             yield LongArm(told, method, mode, select, pack, ranks and not on_gpus(args), (*flags, *more))

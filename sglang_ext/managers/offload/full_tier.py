@@ -43,9 +43,9 @@ def use_host_memory(worker: "KVWorker", tree: "TieredRadixCache") -> None:
     faults = None if corrupt is None else Faults(corrupt, loads=worker.ranks.rank)
     scores = worker.methods.scores
     told = {} if scores is None else {"about_to_write": scores.forget}
-    if worker.slot_codes is not None:
+    if worker.beside_keys is not None:
         # Before rows may lead there; the next forward waits for it.
-        told["arrived"] = worker.slot_codes.write
+        told["arrived"] = worker.beside_keys.write
     tree.use_host(HostTier(buffers, pool, residuals=residuals), worker.ranks, faults, anchoring=anchoring, **told)
     if options.offloads(args):
         # The page that no request owns, again and again.

@@ -245,7 +245,8 @@ class CompressedViews:
         renewed = len(view.own) > 0
         # Copied, or Triton would compile its kernels again for a tensor that begins elsewhere than at 16 bytes.
         view.own, made = slots[held:end_of_own].clone(), None
-        view.spare = None if self.beside is None else slots[end_of_own:].clone()
+        in_steps = self.beside is not None or self.form.chooses
+        view.spare = slots[end_of_own:].clone() if in_steps else None
         # Where all tokens are kept, those that are packed stay: full KV does not change.
         done = min(view.own_tokens, own) if method.compressor.keeps_all else 0
         view.own_tokens, view.own_packed = own, packing.packed_slots(own)

@@ -14,6 +14,7 @@ from sglang_ext.mem_cache.compressed.formats.kv_format import KVFormat, Placemen
 from sglang_ext.mem_cache.compressed.formats.rounding import token_seeds
 from sglang_ext.mem_cache.compressed.held_rows import ArrivedRows, Exchange, NewestRows
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressed.own_query import until_own
 from sglang_ext.mem_cache.compressed.query_window import QueryWindows
 from sglang_ext.mem_cache.compressed.rotary import Rotary
 from sglang_ext.mem_cache.compressors import Compressor, ContextKV, Part, kept_count
@@ -232,7 +233,8 @@ class CopyWriter:
         method.packing.write(self.buffers.of_layers(layers), kept, source, view.own[view.sinks :])
 
     def choose_again(self, method: CopyMethod, row: int, draft_row: int, view: CompressedView) -> bool:
-        """Write what ``view`` kept as it was made, by the same queries, once the row leads elsewhere; arguments as :meth:`write`'s.
+        """Write what ``view`` kept as it was made, by the same queries, once the row leads elsewhere; arguments as :meth:`write`'s. What
+        its layers choose themselves they choose again.
 
         Returns:
             False where a round chooses anew in any case, the queries are gone, or the method's scores cannot be used any more.
@@ -240,8 +242,9 @@ class CopyWriter:
         found = self.queries.newest_places(row, view.covered, method.compressor.window)[0]
         if method.compressor.each_round or len(found) < method.compressor.window:
             return False
+        kept = until_own(method.compressor, self.buffers, view.covered, view.own_tokens)
         try:
-            self.write(method, row, draft_row, view, None, 0, view.covered, True)
+            self.write(method, row, draft_row, view, None, 0, view.covered, True, kept)
         except ScoresError:
             return False
         return True

@@ -43,7 +43,8 @@ class OwnQueries:
 
 
 def own_queries(views: "CompressedViews", ends: Mapping[int, int]) -> OwnQueries | None:
-    """Who chooses in a step for those whose method waits for its query, and whose turn it is; None for nobody.
+    """Who chooses in a step for those whose method waits for its query, and whose turn it is; None for nobody, or where attention itself
+    chooses, whose choices are counted here.
 
     Args:
         views: the copies.
@@ -54,11 +55,14 @@ def own_queries(views: "CompressedViews", ends: Mapping[int, int]) -> OwnQueries
         chooser = views.method(row).compressor
         if chooser.synchronous and not (end - 1 - views.get(row).covered) % chooser.every:
             due[row] = end
+    if due and views.form.chooses:
+        views.made.update(views.get(row).method for row in due)
+        return None
     return OwnQueries(views, due) if due else None
 
 
 def until_own(chooser: Compressor, buffers: KVBuffers, covered: int, keep: int) -> torch.Tensor | None:
-    """What a copy leads to until its layers choose: the newest tokens; None where something is to be chosen before.
+    """What a copy leads to until its layers choose: the newest tokens; None where something is to be chosen before, by a query that was kept.
 
     Args:
         chooser: the copy's compressor.
@@ -66,7 +70,7 @@ def until_own(chooser: Compressor, buffers: KVBuffers, covered: int, keep: int) 
         covered: tokens that the copy stands for.
         keep: of these, tokens of each head.
     """
-    if not chooser.synchronous or chooser.every > 1:
+    if not chooser.synchronous or (chooser.every > 1 and chooser.window):
         return None
     keys = buffers.keys[0]
     return torch.arange(covered - keep, covered, device=keys.device).expand(len(buffers.keys), keys.shape[1], keep)

@@ -119,13 +119,20 @@ def test_each_method_mode_number_and_pack_has_a_server_and_verified_choices_no_l
     assert len({arm.name for arm in found}) == len(found)
 
 
+def test_on_gpus_quest_takes_pages_of_the_pool(monkeypatch):
+    for on_gpu in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+        (arm,) = arms(options(method=("quest",), mode=("lossy",), load="8:32768:2048", pack_layers=("auto",)))
+        assert arm.flags[-2:] == (("--page-size", "16") if on_gpu else ("--kv-select-every", "1"))
+
+
 def test_what_the_command_line_leaves_open_is_set_by_where_servers_run(monkeypatch):
     on_cpu, named = "--dtype float32 --device cpu", ("stock", "spade-ranks")
     for gpus, flags, given, methods, packs, timed in (
         (0, "", {"method": None}, ("stock", "spade", "spade-ranks", "quest", "tova", "true-query", "verify-guided"), ("6", "12"), True),
         (0, "--device cuda", {"method": named}, named, ("auto",), False),
-        (2, "", {"method": None}, ("stock", "spade", "spade-ranks", "verify-guided"), ("auto",), False),
-        (1, "", {"method": None}, ("stock", "spade", "verify-guided"), ("auto",), False),
+        (2, "", {"method": None}, ("stock", "spade", "spade-ranks", "quest", "verify-guided"), ("auto",), False),
+        (1, "", {"method": None}, ("stock", "spade", "quest", "verify-guided"), ("auto",), False),
         (2, "", {"method": named, "pack_layers": ("auto",)}, named, ("auto",), False),
         (2, on_cpu, {"method": named}, named, ("6", "12"), True),
         (2, on_cpu, {"method": named, "pack_layers": ("3",)}, named, ("3",), True),

@@ -43,7 +43,7 @@ def test_servers_of_all_steps_and_of_defaults_would_start_on_gpus_and_what_would
     steps = {name: step.command for name, step in on_gpu.STEPS.items() if step.command.startswith(benches)}
     longcot = "python -m sglang_ext.bench longcot --model {model} --load 1:64:16 --server-arg='--attention-backend flashinfer'"
     others = {
-        "defaults": longcot, "packs": f"{longcot} --method stock,spade-ranks --pack-layers auto,6", "quest": f"{longcot} --method quest",
+        "defaults": longcot, "packs": f"{longcot} --method stock,spade-ranks --pack-layers auto,6", "queries": f"{longcot} --method true-query",
         "GPUs": f"{longcot} --ranks 2 --method spade-ranks", "unnamed GPUs": f"{longcot} --ranks 2",
     }  # fmt: skip
     commands = {name: text.format(model=model, out=tmp_path / name) for name, text in (steps | others).items()}
@@ -51,11 +51,11 @@ def test_servers_of_all_steps_and_of_defaults_would_start_on_gpus_and_what_would
         found = apart.submit(gpu_machine.ask, commands).result()
     for name in steps:
         assert found[name].servers and not found[name].refused, (name, found[name])
-    # Stock, spade and ranks in both modes, verify-guided in one; the model has a GPU, a rank the other one.
-    assert (found["defaults"], found["unnamed GPUs"]) == (gpu_machine.Asked(6), gpu_machine.Asked(4))
+    # Stock, spade, quest and ranks in both modes, verify-guided in one; the model has a GPU, a rank the other one.
+    assert (found["defaults"], found["unnamed GPUs"]) == (gpu_machine.Asked(8), gpu_machine.Asked(6))
     for name, told in (
         ("packs", "--pack-layers '6': cache ranks on GPUs are asked for all layers .*: pass auto, or leave it out"),
-        ("quest", "the server quest lossy 16 cannot start: --device is cuda .* on a CPU alone: pass --kv-compressor spade"),
+        ("queries", "the server true-query lossy 16 cannot start: --device is cuda .* on a CPU alone: pass --kv-compressor spade"),
         ("GPUs", "the server spade-ranks lossy 16 cannot start: .* there are 2 GPUs: pass fewer ranks"),
     ):
         assert not found[name].servers and re.search(told, found[name].refused["the benchmark"]), found[name]

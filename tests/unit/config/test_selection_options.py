@@ -10,6 +10,7 @@ from sglang_ext import flag_checks
 from sglang_ext.config import selection_options
 from sglang_ext.config.refused_options import check_combinations
 from sglang_ext.core import OptionError
+from sglang_ext.mem_cache.compressors.each_step.quest import Quest
 
 
 def spade(**given):
@@ -183,5 +184,29 @@ def test_methods_that_choose_for_each_step_take_their_number_and_pace_and_no_pre
     flag_checks.check_flags(arguments(kv_compressor="quest", kv_select_by="regressed", kv_cache_ranks=1))
     assert "--kv-compressor is quest, with which --kv-select-by, --kv-cache-ranks do nothing: pass --kv-compressor spade" in caplog.text
     args.device = "cuda"
-    with pytest.raises(OptionError, match="--device is cuda with --kv-compressor true-query; .*verify-guided"):
+    with pytest.raises(OptionError, match="--device is cuda with --kv-compressor true-query; .*verify-guided or, on an NVIDIA GPU, quest"):
+        selection_options.check_resolved(args)
+
+
+def test_on_a_gpu_quest_chooses_in_attention_pages_of_the_pool():
+    args = arguments(kv_compressor="quest", kv_mode="lossy", kv_select=2048.0, device="cuda", page_size=1)
+    args.get_model_config = lambda: SimpleNamespace(context_len=4096)
+    flag_checks.check_flags(args)
+    for size in (None, 1, 8, 24):
+        args.page_size = size
+        with pytest.raises(OptionError, match=f"--page-size is {size or 1} with --kv-compressor quest on a GPU; .*: pass --page-size 16"):
+            selection_options.check_resolved(args)
+    for size in (16, 64):
+        args.page_size = size
+        selection_options.check_resolved(args)
+        assert selection_options.stepping(args, "quest") == Quest(1, False, most=2048, in_attention=True)
+    for mode in ("prefill", "decode"):
+        args.disaggregation_mode = mode
+        with pytest.raises(OptionError, match=f"--disaggregation-mode is {mode} with --kv-compressor quest on a GPU; .*: pass .* spade"):
+            selection_options.check_resolved(args)
+    args.device, args.page_size = "cpu", 1
+    selection_options.check_resolved(args)
+    assert not selection_options.stepping(args, "quest").in_attention
+    args.device = "xpu"
+    with pytest.raises(OptionError, match="--device is xpu with --kv-compressor quest; .* on a CPU alone"):
         selection_options.check_resolved(args)

@@ -1,5 +1,6 @@
 """Which attention a forward takes where copies hold no plain tokens, and what of it exists before graphs are captured."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ from sglang_ext.core import OptionError
 from sglang_ext.layers import forward
 from sglang_ext.layers.attention.copies import copy_graphs
 from sglang_ext.layers.attention.copies.copy_decode import check_heads
+from sglang_ext.layers.attention.copies.kept_by_heads import PagesDecode
 from sglang_ext.layers.attention.copies.readers import READERS
 from sglang_ext.layers.forward import Attention, Attentions
 from sglang_ext.managers.memory_plan import MemoryPlan
@@ -18,11 +20,13 @@ from sglang_ext.managers.spec_decode.penalties import RoundPenalties
 from sglang_ext.managers.spec_decode.round import Round
 from sglang_ext.managers.spec_decode.steps import Steps
 from sglang_ext.managers.worker import KVWorker
+from sglang_ext.mem_cache.compressed import query_window
+from sglang_ext.mem_cache.compressed.formats.chosen_pages import ChosenPages
 from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells
 from sglang_ext.mem_cache.compressed.formats.kv_format import PlainTokens
 from sglang_ext.mem_cache.compressed.formats.packing import PackedRows
 from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows
-from sglang_ext.mem_cache.compressed.query_window import QueryWindows
+from sglang_ext.mem_cache.compressed.query_window import QueryWindows, tell_written
 from sglang_ext.mem_cache.compressors.catalogue import method
 
 VERIFIER, COPIES = Attention("verifier"), Attention("copies", graphs="over copies")
@@ -92,7 +96,7 @@ class Worker(KVWorker):
         self.model_runner = SimpleNamespace(token_to_kv_pool=kv, attn_backend=SimpleNamespace(), dtype=torch.float32)
         model = SimpleNamespace(query_heads=2, head_dim=64)
         self.memory = SimpleNamespace(ahead=5, model=model, release=lambda requests, tokens: MemoryPlan(rings=requests))
-        self.queries = QueryWindows(2, (0, 2), 1)
+        self.queries, self.beside_keys = QueryWindows(2, (0, 2), 1), None
         self.layers, self.methods = {0: 0.1, 2: 0.1}, ServedMethods((), (method("snapkv"), method(name)))
 
     def allocate(self):
@@ -117,6 +121,26 @@ def test_what_rows_begin_with_has_its_place_before_graphs_are_captured():
     assert isinstance(uneven, HeadCells) and uneven.bounds.tolist() == [[0] * 5] * 8 and uneven.bounds.dtype == torch.int32
 
 
+@pytest.mark.parametrize("name", ["quest", "verify-guided"])
+def test_extremes_of_pages_lie_beside_the_pool_where_attention_chooses_and_forwards_bring_them_up_to_date(name):
+    worker = Worker(name)
+    made = method(name)
+    chooser = replace(made.compressor, in_attention=True) if name == "quest" else made.compressor
+    worker.methods = ServedMethods((), (replace(made, compressor=chooser),))
+    try:
+        worker.allocate()
+        assert type(worker.form) is (ChosenPages if name == "quest" else PointerRows)
+        assert (worker.beside_keys is not None) == (query_window._told is not None) == (name == "quest")
+        if name == "quest":
+            keys = worker.model_runner.token_to_kv_pool.get_key_buffer(0)
+            keys[20] = 7.0
+            for layer_id in (0, 2):
+                query_window._told(layer_id, torch.tensor([20]))
+            assert worker.form.extremes.held[0, 1, :, 1].unique().tolist() == [7.0] and READERS[ChosenPages].decode is PagesDecode
+    finally:
+        tell_written(None)
+
+
 def test_on_a_gpu_steps_over_copies_have_an_attention_of_their_own(monkeypatch):
     monkeypatch.setattr(copy_graphs, "attention", lambda *given: Attention(given))
     worker = Worker("kivi")
@@ -126,7 +150,7 @@ def test_on_a_gpu_steps_over_copies_have_an_attention_of_their_own(monkeypatch):
 
 
 @pytest.mark.parametrize("captures", [True, False])
-@pytest.mark.parametrize("kind", [PackedRows, HeadCells, PointerRows])
+@pytest.mark.parametrize("kind", [PackedRows, HeadCells, PointerRows, ChosenPages])
 def test_steps_over_copies_have_graphs_where_sglang_has_some(monkeypatch, captures, kind):
     ran = []
     backend = SimpleNamespace(compile_kernels=lambda: ran.append("compiled"), copies="copies")

@@ -17,11 +17,15 @@ from sglang_ext.layers.kernels.packed import packed_decode
 from sglang_ext.managers import memory_plan
 from sglang_ext.managers.memory_plan import GRAIN, HeldMemory, MemoryPlan, MemoryPlanner, ModelSizes
 from sglang_ext.managers.served_methods import ServedMethods
+from sglang_ext.mem_cache.compressed.formats.chosen_pages import ChosenPages
 from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells
+from sglang_ext.mem_cache.compressed.formats.slot_pointers import Pointers
+from sglang_ext.mem_cache.compressed.page_extremes import PageExtremes
 from sglang_ext.mem_cache.compressed.query_window import QueryWindows
 from sglang_ext.mem_cache.compressed.slot_codes import SlotCodes
 from sglang_ext.mem_cache.compressed.slot_scores import SlotScores
 from sglang_ext.mem_cache.compressors.catalogue import method
+from sglang_ext.mem_cache.compressors.each_step.quest import Quest
 from sglang_ext.mem_cache.compressors.spade import Spade
 from sglang_ext.mem_cache.host_tier.tier import staging_bytes
 from sglang_ext.mem_cache.scores.predictor import Fitted, Predictor
@@ -208,6 +212,26 @@ def test_keys_in_few_bits_are_counted_and_the_pool_is_as_much_smaller_but_no_mor
     memory = held(room, **spade)
     tokens = (room - memory.held_bytes) // TINY.slot_bytes
     assert memory.release(8, tokens).key_codes + tokens * TINY.slot_bytes > 0.95 * room, "not the codes of a pool without any beside it"
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_extremes_of_pages_are_counted_where_attention_chooses_by_them_and_the_pool_is_as_much_smaller(every):
+    def paged(found):
+        chosen = replace(method("quest"), compressor=Quest(every=every, in_attention=True))
+        return replace(found, served=ServedMethods((), (chosen,)))
+
+    flags = {"methods": ("quest",), "page_size": 16, "on_gpu": False}
+    plain, found = (made.plan(8, 1000, 0) for made in (planner(TINY, **flags), paged(planner(TINY, **flags))))
+    assert plain.extremes == 0 < found.extremes and "extremes of pages" in str(found)
+    keys, table = [torch.zeros(1016, TINY.kv_heads, TINY.head_dim)] * TINY.layers, torch.zeros(18, 50, dtype=torch.int32)
+    extremes = PageExtremes(keys, (0, 1), 16)
+    assert extremes.nbytes == found.extremes
+    rows = ChosenPages.of_pool(Pointers(8, 16), table, extremes, Quest(every=every, in_attention=True))
+    assert sum(part.nbytes for part in (rows.counts, rows.pages, rows.chosen_at, rows.arrived)) == found.copy_tables
+    room = 64 * MIB
+    memory = HeldMemory(paged(planner(TINY, **flags)), runner(room))
+    tokens = (room - memory.held_bytes) // TINY.slot_bytes
+    assert memory.release(8, tokens).extremes + tokens * TINY.slot_bytes > 0.95 * room, "not those of a pool without any beside it"
 
 
 def test_while_the_pool_is_sized_as_many_bytes_are_held_as_will_be_taken(caplog):

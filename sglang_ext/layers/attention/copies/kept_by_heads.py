@@ -1,6 +1,6 @@
 """Attention over rows that begin with a copy whose heads keep tokens of their own: in cells, different numbers of them (head_cells.py), or
-where pointers lead in full KV (slot_pointers.py), or as many in rows of their own. In PyTorch, and on a GPU the backends of steps
-(copy_decode.py).
+where pointers lead in full KV (slot_pointers.py), be it where attention chooses (chosen_pages.py), or as many in rows of their own. In
+PyTorch, and on a GPU the backends of steps (copy_decode.py).
 """
 
 from typing import TYPE_CHECKING
@@ -9,8 +9,10 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from sglang_ext.layers.attention.copies.copy_decode import EXACT_PARTS, CopyDecode, cut
+from sglang_ext.layers.kernels.choosing.quest_pages import point_at_best_pages
 from sglang_ext.layers.kernels.pointer_decode import pointer_decode
 from sglang_ext.layers.kernels.uneven_decode import uneven_decode
+from sglang_ext.mem_cache.compressed.formats.chosen_pages import ChosenPages
 from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells
 from sglang_ext.mem_cache.compressed.formats.kv_format import RowsOfHeads
 from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows, Pointers, as_pointers
@@ -176,6 +178,28 @@ class PointerDecode(CopyDecode):
         keys, values = self.token_to_kv_pool.get_key_buffer(layer_id), self.token_to_kv_pool.get_value_buffer(layer_id)
         table = self.req_to_token_pool.req_to_token
         return pointer_decode(self.form, queries, keys, values, table, rows, lengths, scaling, splits)
+
+
+class PagesDecode(PointerDecode):
+    """Lets each head's pointers lead to the pages that bound its query's products best, then attends as over any pointers."""
+
+    copies = "copies of --kv-compressor quest"
+
+    form: ChosenPages
+
+    def __init__(self, model_runner: "ModelRunner", form: ChosenPages):
+        super().__init__(model_runner, form)
+        self.layers = {layer_id: index for index, layer_id in enumerate(form.extremes.layer_ids)}
+
+    def attend(
+        self, layer_id: int, queries: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, scaling: float, splits: tuple[int, int]
+    ) -> torch.Tensor:
+        """As :meth:`CopyDecode.attend`."""
+        layer, cells = self.layers[layer_id], as_pointers(self.token_to_kv_pool.get_key_buffer(layer_id))
+        # Once for both.
+        queries = queries.contiguous()
+        point_at_best_pages(self.form, layer, queries, cells, self.req_to_token_pool.req_to_token, rows, lengths)
+        return super().attend(layer_id, queries, rows, lengths, scaling, splits)
 
 
 class RowsDecode(PointerDecode):

@@ -6,8 +6,11 @@ from typing import NamedTuple
 from torch import Tensor
 
 from sglang_ext.layers.attention.copies.copy_decode import CopyDecode
-from sglang_ext.layers.attention.copies.kept_by_heads import PointerDecode, RowsDecode, UnevenDecode, pointer_attention, uneven_attention
+from sglang_ext.layers.attention.copies.kept_by_heads import (
+    PagesDecode, PointerDecode, RowsDecode, UnevenDecode, pointer_attention, uneven_attention,
+)  # fmt: skip
 from sglang_ext.layers.attention.copies.packed import PackedDecode, packed_attention
+from sglang_ext.mem_cache.compressed.formats.chosen_pages import ChosenPages
 from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells
 from sglang_ext.mem_cache.compressed.formats.kv_format import KVFormat, RowsOfHeads
 from sglang_ext.mem_cache.compressed.formats.packing import PackedRows
@@ -38,6 +41,7 @@ READERS: dict[type[KVFormat], Reader] = {
     PackedRows: Reader(_packed, PackedDecode),
     HeadCells: Reader(uneven_attention, UnevenDecode),
     PointerRows: Reader(pointer_attention, PointerDecode),
+    ChosenPages: Reader(pointer_attention, PagesDecode),
     RowsOfHeads: Reader(None, RowsDecode),
 }
 """Of all formats but plain tokens, which any attention reads."""

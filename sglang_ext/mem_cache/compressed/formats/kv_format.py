@@ -101,10 +101,12 @@ class KVFormat(ABC):
     Attributes:
         shareable: whether requests may read one copy of what they begin with.
         leads_into_full_kv: whether a copy is of no use once its request's full KV lies in other slots.
+        chooses: whether attention of steps chooses where a copy leads, without a look from the host.
     """
 
     shareable: ClassVar[bool] = True
     leads_into_full_kv: ClassVar[bool] = False
+    chooses: ClassVar[bool] = False
 
     def placement(self, method: "Method", plain: Unpacked) -> Placement:
         """How copies of ``method`` lie; ``plain`` where it keeps tokens as they are."""

@@ -18,8 +18,18 @@ class Quest(StepChoice):
     heads of a KV head is that of all tokens of the page.
 
     In each layer the step's own query chooses, so that attention waits for it. In the paper the first two layers read all; here they
-    choose, too.
+    choose, too. On a GPU first and newest tokens are kept by whole pages, one and two.
+
+    Attributes:
+        in_attention: whether attention itself chooses, by extremes that lie beside the pool, as on a GPU
+            (compressed/formats/chosen_pages.py): no queries are kept then.
     """
 
     scoring: ClassVar[baselines.Quest] = baselines.Quest()
     synchronous: ClassVar[bool] = True
+    in_attention: bool = False
+
+    @property
+    def window(self) -> int:
+        """Queries that are kept."""
+        return 0 if self.in_attention else 1

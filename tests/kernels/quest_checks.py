@@ -1,0 +1,302 @@
+"""Checks of Quest's extremes and choice of pages, on a GPU or through Triton's interpreter."""
+
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import torch
+from backend_steps import Layers, on
+from packed_backend import batch_of_nobody, captured, layer_of, runner_of
+from packed_helpers import attention
+
+from sglang_ext.mem_cache.compressed.formats.chosen_pages import ChosenPages
+from sglang_ext.mem_cache.compressed.formats.slot_pointers import Pointers, as_pointers
+from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+from sglang_ext.mem_cache.compressed.page_extremes import PageExtremes, extremes_of
+from sglang_ext.mem_cache.compressed.query_window import record_queries, tell_written
+from sglang_ext.mem_cache.compressors.each_step.quest import Quest
+from sglang_ext.mem_cache.selection.scoring import Seen
+
+PAGE = 16
+# The newest pages first, then the first one.
+FIRST, NEWEST = 1, 2
+
+
+class Paged:
+    """Requests in a pool of scattered pages, of which so many are a request's, and so many are chosen; copies in the draft rows."""
+
+    def __init__(self, device, layers, heads, group, dim, dtype, pages, chosen, every=1, seed=0):
+        noise = torch.Generator().manual_seed(seed + dim)
+        self.pages, self.chosen, self.heads, self.group, self.dim, self.dtype = pages, chosen, heads, group, dim, dtype
+        self.device, per_slot = device, dim * dtype.itemsize // 4
+        held = [-(-most * PAGE // per_slot) for most in chosen]
+        total = sum(pages) + sum(-(-slots // PAGE) for slots in held) + 2
+        keys, values = (tuple(torch.randn(total * PAGE + 5, heads, dim, generator=noise).to(dtype) for _ in range(layers)) for _ in "kv")
+        self.before = KVBuffers(tuple(range(layers)), (dim**-0.5,) * layers, keys, values)
+        self.there = on(device, self.before)
+        order = 1 + torch.randperm(total - 1, generator=noise)
+        rows = len(pages) + 1
+        self.table = torch.zeros(2 * rows, max(*pages, 2) * PAGE + 40, dtype=torch.int32)
+        self.views, begin = [], 0
+        for row, (most, slots) in enumerate(zip(pages, held), 1):
+            mine = order[begin : begin + most]
+            self.table[row, : most * PAGE] = (mine[:, None] * PAGE + torch.arange(PAGE)).flatten()
+            begin += most
+            own = (order[begin : begin + -(-slots // PAGE), None] * PAGE + torch.arange(PAGE)).flatten()
+            begin += -(-slots // PAGE)
+            self.table[row + rows, :slots] = own[:slots]
+            self.views.append(SimpleNamespace(covered=most * PAGE, own_tokens=chosen[row - 1] * PAGE, own=own, held=slots))
+        self.rows, self.there_table = rows, self.table.to(device)
+        extremes = PageExtremes(self.there.keys, range(layers), PAGE)
+        method = Quest(every=every, in_attention=True)
+        self.begins = ChosenPages.of_pool(Pointers.of(self.there, PAGE), self.there_table, extremes, method)
+        self.write_extremes(torch.arange(len(keys[0]) // PAGE * PAGE))
+
+    def write_extremes(self, slots):
+        """As forwards that wrote to ``slots``."""
+        from sglang_ext.layers.kernels.choosing.quest_pages import bound_pages
+
+        extremes = self.begins.extremes
+        bound_pages(self.there.key_table, self.there.keys[0], slots.to(self.device), extremes.held, PAGE)
+
+    def begin(self):
+        """All copies are made."""
+        for row, view in enumerate(self.views, 1):
+            self.begins.begins(row + self.rows, view)
+
+    def choose(self, layer, queries, rows, lengths, cut=None):
+        """As a step's attention does; the bounds."""
+        from sglang_ext.layers.kernels.choosing.quest_pages import CUTS, point_at_best_pages
+
+        given = (torch.tensor(part, device=self.device) for part in (rows, lengths))
+        cells = as_pointers(self.there.keys[layer])
+        return point_at_best_pages(self.begins, layer, queries.to(self.device), cells, self.there_table, *given, cut or CUTS[0]).cpu()
+
+    def queries(self, requests, seed, scale=1.0):
+        """Of a step."""
+        noise = torch.Generator().manual_seed(seed)
+        return (torch.randn(requests, self.heads * self.group, self.dim, generator=noise) * scale).to(self.dtype)
+
+    def bounds(self, request, layer, queries):
+        """As PyTorch's Quest scores whole pages of a request: float32 [kv_heads, pages]."""
+        slots = self.table[request + 1, : self.pages[request] * PAGE].long()
+        keys = self.before.keys[layer][slots].transpose(0, 1)[None, None]
+        seen = Seen(queries[None, None, :, None].float(), torch.arange(1)[None], keys, 1.0)
+        return Quest.scoring.scores(seen)[0, 0, :, ::PAGE]
+
+    def expected(self, request, bounds):
+        """Slots that each head's pointers lead to, by these bounds: int64 [kv_heads, tokens]."""
+        count, found = self.pages[request], bounds.clone()
+        found[:, :FIRST] = float("inf")
+        # Of so few pages that not all that are always chosen are, the newest come first.
+        newest = torch.arange(count - 1, max(-1, count - 1 - NEWEST), -1)
+        chosen = []
+        for pages in found.sort(dim=-1, descending=True, stable=True).indices.tolist():
+            ordered = [*newest.tolist(), *(page for page in pages if page not in newest)]
+            chosen.append(sorted(ordered[: self.chosen[request]]))
+        firsts = self.table[request + 1, : count * PAGE : PAGE].long()[torch.tensor(chosen)]
+        return (firsts[..., None] + torch.arange(PAGE)).flatten(1)
+
+    def led(self, request, layer):
+        """Where the pointers lead."""
+        view = self.views[request]
+        return self.begins.form.read(self.there.keys[layer].cpu(), view.own, view.own_tokens)
+
+
+def check_extremes(device):
+    """After random writes, of slots that are used again among them, extremes are those of the keys that are in the pages, and of no
+    other page: in all layers, over channels that are no power of 2, and slots in any order."""
+    for layers, heads, dim, dtype in (
+        (2, 2, 64, torch.float32), (3, 1, 24, torch.float16), (1, 8, 128, torch.bfloat16), (2, 5, 80, torch.float32),
+    ):  # fmt: skip
+        noise = torch.Generator().manual_seed(dim)
+        there = Paged(device, layers, heads, 1, dim, dtype, (6, 3), (3, 2))
+        extremes, total = there.begins.extremes, len(there.before.keys[0]) // PAGE
+        for keys, held in zip(there.there.keys, extremes.held):
+            assert torch.equal(held, extremes_of(keys, PAGE)), dim
+        for count in (1, 7, 40):
+            before = extremes.held.clone()
+            # Of tokens of some requests, next to each other and in an order, of others, and of padding.
+            start = int(torch.randint(total * PAGE - 20, (1,), generator=noise))
+            some = torch.randint(total * PAGE, (count,), generator=noise)
+            slots = torch.cat([torch.arange(start, start + 19), some, torch.zeros(3, dtype=torch.int64), some[:2]])
+            for keys in there.there.keys:
+                keys[slots.to(device)] = torch.randn(len(slots), heads, dim, generator=noise).to(dtype).to(device) * 3
+            there.write_extremes(slots)
+            for keys, held, old in zip(there.there.keys, extremes.held, before):
+                expected, touched = extremes_of(keys, PAGE), (slots // PAGE).unique().to(device)
+                assert torch.equal(held, expected), (dim, count)
+                rest = torch.ones(total, dtype=torch.bool, device=device).index_fill(0, touched, False)
+                assert torch.equal(held[rest], old[rest]), (dim, count)
+
+
+def check_choice(device, cut=None):
+    """Batches of several lengths, padded, with rows that read full KV: pointers lead to what PyTorch's Quest chooses, time and again, and
+    nothing else changes; in a graph, too."""
+    half = torch.float16 if device == "cpu" else torch.bfloat16
+    for layers, heads, group, dim, dtype, pages, chosen in (
+        (2, 2, 3, 32, half, (37, 5, 130), (9, 5, 40)), (1, 1, 4, 80, torch.float32, (70, 3), (7, 1)),
+        (1, 3, 1, 24, torch.float32, (4, 64, 65), (2, 3, 64)),
+    ):  # fmt: skip
+        there = Paged(device, layers, heads, group, dim, dtype, pages, chosen)
+        requests, rows = len(pages), there.rows
+        # A row of full KV, and two that pad.
+        batch = [*range(rows + 1, rows + 1 + requests), 1, 0, 0]
+        lengths = [view.held + 3 for view in there.views] + [pages[0] * PAGE, 1, 1]
+        before = [keys.clone() for keys in there.there.keys]
+        there.choose(0, there.queries(len(batch), 9), batch, lengths)
+        assert all(map(torch.equal, before, there.there.keys)), "nobody has a copy yet"
+        there.begin()
+        for turn, scale in enumerate((1.0, 0.0, 30.0, 1.0)):
+            for layer in range(layers):
+                queries = there.queries(len(batch), 10 * turn + layer, scale)
+                bounds = there.choose(layer, queries, batch, lengths, cut)
+                for request in range(requests):
+                    found, meant = bounds[request, :, : pages[request]], there.bounds(request, layer, queries[request])
+                    torch.testing.assert_close(found, meant, rtol=1e-3, atol=1e-3 * max(scale, 1.0))
+                    assert torch.equal(there.led(request, layer), there.expected(request, found)), (dim, turn, layer, request)
+                assert not there.begins.arrived.any()
+        copies = torch.cat([view.own[: view.held] for view in there.views])
+        rest = torch.ones(len(before[0]), dtype=torch.bool).index_fill(0, copies, False)
+        for keys, old in zip(there.there.keys, before):
+            assert torch.equal(keys.cpu()[rest], old.cpu()[rest])
+
+
+def check_wrong_numbers(device, cut=None):
+    """Bounds that are no numbers, or infinite, end, and lead to pages of the context, each once."""
+    for broken in (float("nan"), float("inf"), float("-inf")):
+        there = Paged(device, 1, 1, 2, 16, torch.float32, (50,), (12,))
+        there.begin()
+        page = there.table[1, 10 * PAGE] // PAGE
+        there.begins.extremes.held[0, page] = broken
+        if broken == float("inf"):
+            there.begins.extremes.held[0] = broken
+        there.choose(0, there.queries(1, 1), [3], [there.views[0].held + 1], cut)
+        found = there.led(0, 0)[0]
+        assert len(found.unique()) == 12 * PAGE and set(found.tolist()) <= set(there.table[1, : 50 * PAGE].tolist()), broken
+
+
+def check_turns(device):
+    """With a choice every three steps copies lead elsewhere in the first step after they were made, and in each third one."""
+    there = Paged(device, 2, 2, 2, 16, torch.float32, (20, 30), (6, 7), every=3)
+    there.begin()
+    changed = [[], []]
+    # The second copy is made anew before its fifth step, over the same pages.
+    for step in range(8):
+        if step == 4:
+            there.begins.begins(there.rows + 2, there.views[1])
+        before = [[there.led(request, layer) for layer in range(2)] for request in range(2)]
+        since = step, step if step < 4 else step - 4
+        lengths = [view.held + 5 + more for view, more in zip(there.views, since)]
+        for layer in range(2):
+            there.choose(layer, there.queries(2, 2 * step + layer), [there.rows + 1, there.rows + 2], lengths)
+        for request in range(2):
+            different = {not torch.equal(there.led(request, layer), before[request][layer]) for layer in range(2)}
+            assert len(different) == 1
+            changed[request] += different
+    turn, rest = True, False
+    assert changed == [[turn, rest, rest, turn, rest, rest, turn, rest], [turn, rest, rest, turn, turn, rest, rest, turn]]
+
+
+def check_in_graph(device):
+    """A captured choice follows what rows begin with, who reads which row, and its pages as they are then."""
+    from sglang_ext.layers.kernels.choosing.quest_pages import point_at_best_pages
+
+    there = Paged(device, 1, 2, 2, 32, torch.float32, (40, 21), (8, 6))
+    rows, lengths = (torch.tensor(part, device=device) for part in ([0, 0, 0], [1, 1, 1]))
+    queries, slots = there.queries(3, 1).to(device), torch.zeros(2, dtype=torch.int64, device=device)
+
+    def step():
+        from sglang_ext.layers.kernels.choosing.quest_pages import bound_pages
+
+        found = point_at_best_pages(there.begins, 0, queries, as_pointers(there.there.keys[0]), there.there_table, rows, lengths)
+        bound_pages(there.there.key_table, there.there.keys[0], slots, there.begins.extremes.held, PAGE)
+        return found
+
+    run = captured(step, device)
+    there.begin()
+    rows.copy_(torch.tensor([there.rows + 2, 0, there.rows + 1]))
+    lengths.copy_(torch.tensor([there.views[1].held + 1, 1, there.views[0].held + 1]))
+    for seed in (2, 3):
+        queries.copy_(there.queries(3, seed))
+        # Of a page of each request one key is another from this step's end on.
+        slots.copy_(torch.stack([there.table[request + 1, 4 * PAGE + seed] for request in range(2)]).long())
+        bounds = run().cpu()
+        for place, request in ((0, 1), (2, 0)):
+            found, meant = bounds[place, :, : there.pages[request]], there.bounds(request, 0, queries[place].cpu())
+            torch.testing.assert_close(found, meant, rtol=1e-3, atol=1e-3)
+            assert torch.equal(there.led(request, 0), there.expected(request, found)), (seed, request)
+        for slot in slots.tolist():
+            there.before.keys[0][slot] = there.there.keys[0][slot] = 9.0
+        run()
+
+
+def check_pages_backend(device):
+    """Each layer of a step attends to the pages that its own query chooses and to the tokens after them, beside a row of full KV; a graph
+    of it follows its tables, and leaves extremes of what it wrote when its last layer has attended."""
+    from sglang_ext.layers.attention.copies.kept_by_heads import PagesDecode
+
+    layers, group, tail = 2, 2, 3
+    there = Paged(device, layers, 2, group, 32, torch.float32, (40, 21), (8, 6))
+    heads, extremes = there.heads * group, there.begins.extremes
+    backend = PagesDecode(runner_of(Layers(there.there), there.there_table, heads), there.begins)
+    backend.splits = lambda requests: (2, 1)
+    batch = batch_of_nobody(device)
+    batch.forward_mode = SimpleNamespace(is_idle=lambda: False, is_decode=lambda: True)
+    noise = torch.Generator().manual_seed(4)
+    q, k, v = (torch.randn(layers, 2, width * 32, generator=noise).to(device) for width in (heads, 2, 2))
+
+    def step():
+        def attend(self, *given, **more):
+            return self.forward_decode(*given[:5])
+
+        found = []
+        for layer in range(layers):
+            given = q[layer], k[layer], v[layer], layer_of(layer, heads, 32), batch
+            found.append(record_queries(attend, backend, *given))
+        return torch.stack(found)
+
+    tell_written(extremes.written)
+    try:
+        run = captured(step, device)
+        there.begin()
+        # The second request's copy, and the first's full KV, each with a token in its row's last slot.
+        view, row = there.views[1], there.rows + 2
+        newest = torch.tensor([there.table[1, 39 * PAGE + 15], there.table[1, 5 * PAGE]]).long()
+        there.there_table[row, view.held : view.held + tail] = there.table[1, 5 * PAGE - tail + 1 : 5 * PAGE + 1].to(device)
+        batch.req_pool_indices.copy_(torch.tensor([1, row]))
+        batch.seq_lens.copy_(torch.tensor([40 * PAGE, view.held + tail]))
+        batch.out_cache_loc.copy_(newest)
+        after = there.table[1, 5 * PAGE - tail + 1 : 5 * PAGE + 1].long()
+        for _ in range(2):
+            found = run().view(layers, 2, heads, 32).cpu().double()
+            for layer in range(layers):
+                for kind, new in ((there.before.keys, k), (there.before.values, v)):
+                    kind[layer][newest] = new[layer].view(2, 2, 32).cpu()
+                led = there.led(1, layer)
+                assert torch.equal(led, there.expected(1, there.bounds(1, layer, q[layer, 1].view(heads, 32).cpu())))
+                for head, mine in enumerate(range(0, heads, group)):
+                    for request, slots in enumerate((there.table[1, : 40 * PAGE].long(), torch.cat([led[head], after]))):
+                        queries = q[layer, request].view(1, heads, 32)[:, mine : mine + group].cpu()
+                        seen = (kind[layer][slots, head][None].double() for kind in (there.before.keys, there.before.values))
+                        expected = attention(queries, *seen, 0.1)[0]
+                        worst = float((found[layer, request, mine : mine + group] - expected).abs().max() / expected.abs().max())
+                        assert worst < (5e-3 if device == "cuda" else 1e-5), (layer, head, request, worst)
+            for layer in range(layers):
+                pages = newest // PAGE
+                assert torch.equal(extremes.held[layer].cpu()[pages], extremes_of(there.before.keys[layer], PAGE)[pages])
+            # Of the next step queries and keys are others.
+            for part in (q, k, v):
+                part.copy_(torch.randn(part.shape, generator=noise))
+    finally:
+        tell_written(None)
+
+
+def check_quest(device):
+    """All of them; then with bounds in memory, more than a program multiplies at once, and pointers in several turns."""
+    from sglang_ext.layers.kernels.choosing import quest_pages
+
+    for check in (check_extremes, check_choice, check_wrong_numbers, check_turns, check_in_graph, check_pages_backend):
+        check(device)
+    with patch.multiple(quest_pages, CHUNK=32, POINTERS=64, BUSY=24):
+        for check in (check_choice, check_wrong_numbers):
+            check(device, (8, 16, None))

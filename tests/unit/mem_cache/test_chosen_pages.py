@@ -1,0 +1,161 @@
+"""Pages that attention chooses on a GPU: what bounds them follows the keys, and what the host leaves to it."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_slot_codes import forward, pool
+from test_slot_pointers import choose_by, led_to
+from test_views import DIM, HEADS, LAYERS, make_views
+
+from sglang_ext.core import IntegrityError, RequestState
+from sglang_ext.managers.integrity import check_copies
+from sglang_ext.mem_cache.compressed.chosen_elsewhere import watch_step
+from sglang_ext.mem_cache.compressed.due_copies import ensure_copy, most_exact, of_use, renew_at
+from sglang_ext.mem_cache.compressed.formats.chosen_pages import ChosenPages
+from sglang_ext.mem_cache.compressed.formats.slot_pointers import Pointers, as_pointers
+from sglang_ext.mem_cache.compressed.page_extremes import PageExtremes, extremes_of
+from sglang_ext.mem_cache.compressed.query_window import QueryWindows, Recorded, tell_written
+from sglang_ext.mem_cache.compressors.each_step.quest import Quest
+
+PAGE = 16
+
+
+def test_extremes_are_of_each_channel_of_each_page():
+    keys = torch.arange(2 * PAGE * 3.0).view(2 * PAGE, 1, 3)
+    keys[5, 0, 1], keys[20, 0, 2] = -7.0, 500.0
+    assert extremes_of(keys, PAGE)[:, 0].tolist() == [[[0, -7, 2], [45, 46, 47]], [[48, 49, 50], [93, 94, 500]]]
+
+
+@given(st.lists(st.lists(st.integers(0, 79), max_size=9), max_size=6), st.integers(0, 99))
+@settings(max_examples=40, deadline=None)
+def test_after_each_forward_pages_that_it_wrote_have_the_extremes_of_the_keys_that_are_in_them(writes, seed):
+    keys = pool(3, 80, 2, 8, seed)
+    extremes = PageExtremes(keys, (4, 5, 7), PAGE)
+    assert extremes.nbytes == sum(each.nbytes for each in keys) // 8
+    extremes.write(torch.arange(80))
+    tell_written(extremes.written)
+    try:
+        for turn, slots in enumerate(writes):
+            for layer_id, buffer, new in zip((4, 5, 7), keys, pool(3, 80, 2, 8, seed + turn + 1)):
+                buffer[slots] = 3 * new[slots]
+                before = extremes.held.clone()
+                forward(slots, (layer_id,))
+                assert layer_id == 7 or torch.equal(extremes.held, before), "the last layer writes yet"
+            assert all(torch.equal(held, extremes_of(buffer, PAGE)) for held, buffer in zip(extremes.held, keys))
+    finally:
+        tell_written(None)
+
+
+def paged_views(every=1, each_round=False, most=0):
+    """Views of a request in row 1, whose copies attention chooses."""
+    views, method = make_views(PAGE, 0.25), Quest(every=every, each_round=each_round, most=most, in_attention=True)
+    pages = torch.randperm(12, generator=torch.Generator().manual_seed(1))
+    views.token_table[1, : 12 * PAGE] = (pages[:, None] * PAGE + torch.arange(PAGE)).flatten()
+    pointers = Pointers.of(views.buffers, PAGE)
+    views.form = ChosenPages.of_pool(pointers, views.token_table, PageExtremes(views.buffers.keys, range(LAYERS), PAGE), method)
+    views.form.extremes.write(torch.arange(len(views.buffers.keys[0]) // PAGE * PAGE))
+    choose_by(views, method, pointers)
+    views.queries = QueryWindows(method.window, range(LAYERS), 4)
+    views.queries.allocate(2, HEADS, DIM, torch.empty(0))
+    return views
+
+
+def state():
+    return RequestState(rid="r", row=1, seed=0)
+
+
+def ensure(views, length):
+    assert ensure_copy(views, SimpleNamespace(last_node=None), state(), length, 0) == 0
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_copy_leads_to_the_newest_tokens_until_attention_chooses_among_its_whole_pages(every):
+    views = paged_views(every)
+    ensure(views, 190)
+    view = views.get(1)
+    # Of 11 pages a quarter, rounded up, in whole pages of slots.
+    assert (view.covered, view.own_tokens, len(view.own) % PAGE) == (176, 48, 0)
+    newest = views.token_table[1, 128:176].tolist()
+    assert led_to(views) == [[newest] * HEADS] * LAYERS
+    assert views.form.counts.tolist() == [0] * 5 + [48, 0, 0] and views.form.pages.tolist() == [0] * 5 + [11, 0, 0]
+    assert views.form.chosen_at.shape == (LAYERS, 8 if every > 1 else 0, HEADS)
+    assert every == 1 or views.form.chosen_at[:, 5].unique().tolist() == [-every], "the next step chooses"
+    check_copies(views)
+    views.release(1)
+    assert views.allocator.available_size() == 200
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_the_host_watches_no_layer_and_counts_choices(every):
+    views = paged_views(every)
+    ensure(views, 190)
+    for end in range(191, 199):
+        assert watch_step(views, {1: end}, True) is None
+        views.choose_anew(1, end)
+    assert views.made == {"quest": 1 + 8 // every}
+    assert views.queries.held_bytes == 0 and of_use(views, [state()], [Recorded(1, 0, 1, 190)]) == (), "no queries are kept"
+
+
+def test_where_nothing_is_verified_a_copy_grows_when_many_tokens_follow_it_and_after_each_verification_else():
+    for each_round in (False, True):
+        views = paged_views(each_round=each_round)
+        ensure(views, 160)
+        view, chooser = views.get(1), views.methods[0].compressor
+        assert renew_at(view, chooser) == 160 + (1 if each_round else most_exact(view.kept))
+        ensure(views, 190)
+        assert views.get(1).covered == (176 if each_round else 160)
+        assert views.form.pages[5] == views.get(1).covered // PAGE and views.get(1).own_tokens == views.form.counts[5]
+
+
+def test_pointers_leave_slots_that_the_prefix_tree_has_exchanged_and_are_chosen_again():
+    views = paged_views(every=3)
+    ensure(views, 160)
+    views.write_tail(1, 163)
+    views.form.chosen_at[:, 5] = 2
+    other = views.allocator.alloc(64)
+    other = other[int(-other[0] % PAGE) :][:48]
+    views.token_table[1, 112:160] = other.int()
+    with pytest.raises(IntegrityError, match="belong to no token of its request"):
+        check_copies(views)
+    views.row_moved(1, 112)
+    kept = views.get(1).own_tokens
+    newest = views.token_table[1, 160 - kept : 160].tolist()
+    assert views.get(1).covered == 160 and led_to(views) == [[newest] * HEADS] * LAYERS
+    assert views.form.chosen_at[:, 5].unique().tolist() == [-3]
+    check_copies(views)
+
+
+def test_what_is_no_whole_page_or_has_the_extremes_of_other_keys_is_named():
+    views = paged_views()
+    ensure(views, 176)
+    check_copies(views)
+    row = views.token_table[1]
+    views.buffers.keys[1][int(row[40])] += 9.0
+    page = int(row[40]) // PAGE
+    with pytest.raises(IntegrityError, match=rf"extremes of pages \[{page}\] .* draft row 5 in layer 1 are not those of the keys"):
+        check_copies(views)
+    views.form.extremes.write(row[40:41].long())
+    check_copies(views)
+    cells, own = as_pointers(views.buffers.keys[0]), views.get(1).own
+    cells[own[0], 1, :2] = cells[own[0], 1, :2].flip(0)
+    with pytest.raises(IntegrityError, match="pointers of the draft row 5 in layer 0 lead to slots that are no whole pages of 16"):
+        check_copies(views)
+    cells[own[0], 1, :2] = cells[own[0], 1, :2].flip(0)
+    views.form.pages[5] = 9
+    with pytest.raises(IntegrityError, match="among 9 pages for the draft row 5, which stands for 176 tokens"):
+        check_copies(views)
+    views.form.pages[5] = 11
+    row[16:18] = row[16:18].flip(0)
+    with pytest.raises(IntegrityError, match="the draft row 5 stands for slots that are no whole pages"):
+        check_copies(views)
+
+
+def test_so_many_tokens_are_kept_as_fill_pages():
+    views = paged_views(most=40)
+    ensure(views, 190)
+    assert views.get(1).own_tokens == 48 == views.form.counts[5]
+    assert replace(Quest(), in_attention=True).window == 0 and Quest().window == 1
