@@ -128,9 +128,10 @@ def keys_and_questions(device, dtype, heads, dim, group=3):
     pair.alike("no place")
     assert pair.rank.read_words() == pair.plain_rank.read_words()
     assert pair.rank.read_words()[1][2][1] == pair.arena.word(1) and pair.rank.read_words()[0] == pair.arena.word(6)
-    for lane, number, count in ((0, 1, 1), (2, 1, 2), (0, 2, 1)):
-        one, other = (rank.pull_queries(lane, pair.arena.word(number), count) for rank in (pair.rank, pair.plain_rank))
-        assert torch.equal(one.cpu(), other), (dtype, lane)
+    for asked, count in (([(0, 1)], 1), ([(2, 1)], 2), ([(0, 2), (2, 1)], 1), ([(2, 1), (0, 1), (0, 2)], 1)):
+        words = [(lane, pair.arena.word(number)) for lane, number in asked]
+        one, other = (rank.pull_queries(words, count) for rank in (pair.rank, pair.plain_rank))
+        assert one.shape == other.shape and torch.equal(one.cpu(), other), (dtype, asked)
     pair.publish()
     pair.alike("nothing")
 
@@ -273,8 +274,9 @@ class RowPair(Pair):
             bits = torch.where(kept < 4, torch.inf, scores.gather(-1, kept)).view(torch.int32)
             chosen[1, :, i, :, :keep] = 0 if equal else bits
         places, lanes = [self.table[i, :100] for i in range(len(self.keeps))], [*range(len(self.keeps))]
-        self.plain_rank.push_rows(lanes, self.keeps, chosen, places, self.buffers)
-        self.rank.push_rows(lanes, self.keeps, chosen.to(self.device), [each.to(self.device) for each in places], self.there)
+        table = torch.nn.utils.rnn.pad_sequence(list(places), batch_first=True)
+        self.plain_rank.push_rows(lanes, self.keeps, chosen, table, self.buffers)
+        self.rank.push_rows(lanes, self.keeps, chosen.to(self.device), table.to(self.device), self.there)
         return chosen
 
     def arrived(self, what):

@@ -126,6 +126,16 @@ def _copy_rows(source, target, length, source_row, target_row, BLOCK: tl.constex
     tl.store(target.to(tl.pointer_type(tl.int32)) + row * target_row + column, found, mask=column < length)
 
 
+@triton.jit(do_not_specialize=("source", "length", "source_row", "target_row"))
+def _gather_rows(source, begins, target, length, source_row, target_row, target_step, BLOCK: tl.constexpr):
+    """The same, of several groups of rows: where each begins, in words from the source; the target is of 32 bits."""
+    row, group = tl.program_id(0).to(tl.int64), tl.program_id(2)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    begin = source.to(tl.pointer_type(tl.int32)) + tl.load(begins + group)
+    found = tl.load(begin + row * source_row + column, mask=column < length)
+    tl.store(target + group * target_step + row * target_row + column, found, mask=column < length)
+
+
 @triton.jit(do_not_specialize=("heads", "written"))
 def _read_words(heads, written, out, count, BLOCK: tl.constexpr):
     """How much was written, then the words of all lanes."""
@@ -234,6 +244,22 @@ def commit(
 def copy_rows(source: int, target: int, rows: int, length: int, source_row: int, target_row: int) -> None:
     """Copy rows between two addresses, of this GPU or of one whose memory is mapped; lengths and strides in words of 32 bits."""
     _copy_rows[(rows, triton.cdiv(length, COPIED))](source, target, length, source_row, target_row, BLOCK=COPIED)
+
+
+def gather_rows(source: int, begins: torch.Tensor, target: torch.Tensor, length: int, source_row: int) -> None:
+    """Copy groups of rows from an address, as :func:`copy_rows` does, in one launch.
+
+    Args:
+        source: address that ``begins`` count from.
+        begins: int64 [groups], words of 32 bits.
+        target: int32 [groups, rows, up to length], contiguous.
+        length: words of a row.
+        source_row: words from a row to the next.
+    """
+    groups, rows, width = target.shape
+    _gather_rows[(rows, triton.cdiv(length, COPIED), groups)](
+        source, begins, target, length, source_row, width, rows * width, BLOCK=COPIED
+    )
 
 
 def read_words(heads: int, written: int, out: torch.Tensor) -> None:

@@ -43,6 +43,8 @@ class DeviceRank(CacheRank):
         self._coming: deque[protocol.Append | protocol.Ask] = deque()
         # Of each lane, how many tokens and where they lie, int32.
         self._places: dict[int, torch.Tensor] = {}
+        # Of the lanes and lengths that were asked for last, all of these: int32 [questions, most].
+        self._table: tuple[list[tuple[int, int]], torch.Tensor] | None = None
         # Of each lane the newest question that was not written, as its place was taken.
         self._unasked: dict[int, int] = {}
 
@@ -76,6 +78,7 @@ class DeviceRank(CacheRank):
             self._push([ask], [places])
             self._memory.answer([(0, word_of(self._epoch, 0), False)])
             self._wait()
+        self._table = None
         return (time.perf_counter() - begun) / shape.layers
 
     def _wait(self) -> None:
@@ -99,12 +102,12 @@ class DeviceRank(CacheRank):
 
     def _lease(self, told: protocol.Lease) -> None:
         super()._lease(told)
-        self._places.pop(told.lane, None)
+        self._forget_places(told.lane)
 
     def _drop(self, lane: int) -> list[protocol.Ask]:
         asks = [each for each in self._coming if isinstance(each, protocol.Ask) and each.lane == lane]
         self._coming = deque(each for each in self._coming if each not in asks)
-        self._places.pop(lane, None)
+        self._forget_places(lane)
         self._unasked.pop(lane, None)
         return super()._drop(lane) + asks
 
@@ -162,11 +165,22 @@ class DeviceRank(CacheRank):
             self._places[ask.lane] = known
         return known[: ask.covered]
 
+    def _forget_places(self, lane: int) -> None:
+        self._places.pop(lane, None)
+        self._table = None
+
+    def _placed(self, asks: Sequence[protocol.Ask], places: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Where the tokens of questions lie, int32 [questions, most]: made anew where other tokens are asked for than before."""
+        asked = [(ask.lane, ask.covered) for ask in asks]
+        if self._table is None or self._table[0] != asked:
+            self._table = asked, torch.nn.utils.rnn.pad_sequence(list(places), batch_first=True)
+        return self._table[1]
+
     def _push(self, asks: Sequence[protocol.Ask], places: Sequence[torch.Tensor]) -> None:
         """Choose, and write it to the arena: rows, or positions alone."""
         chosen, lanes, keeps = self._chosen(asks, places), [ask.lane for ask in asks], [ask.keep for ask in asks]
         if self._store.rows is not None:
-            self._memory.push_rows(lanes, keeps, chosen, places, self._keys.sent)
+            self._memory.push_rows(lanes, keeps, chosen, self._placed(asks, places), self._keys.sent)
             return
         for i, ask in enumerate(asks):
             self._memory.push_chosen(ask.lane, self._word(ask), chosen[:, i, :, : ask.keep])
@@ -174,8 +188,8 @@ class DeviceRank(CacheRank):
     def _chosen(self, asks: Sequence[protocol.Ask], places: Sequence[torch.Tensor]) -> torch.Tensor:
         """Positions, int32 [layers, requests, kv_heads, most], ascending, of each question as many as it wants; where rows are sent the
         bits of their scores behind them, [2, ...]."""
-        pulled = [self._memory.pull_queries(ask.lane, self._word(ask), len(ask.positions)) for ask in asks]
-        queries = torch.stack(pulled).transpose(2, 3)
+        pulled = self._memory.pull_queries([(ask.lane, self._word(ask)) for ask in asks], len(asks[0].positions))
+        queries = pulled.transpose(2, 3)
         positions = to_device([list(ask.positions) for ask in asks], self._device)
         most, scored = max(ask.keep for ask in asks), self._store.rows is not None
         if not self._by_kernels:
@@ -185,9 +199,8 @@ class DeviceRank(CacheRank):
         from sglang_ext.layers.kernels.choose_tokens import Contexts
 
         lengths = tuple(ask.covered for ask in asks)
-        table = torch.nn.utils.rnn.pad_sequence(list(places), batch_first=True)
         numbers = to_device([[i, ask.covered, ask.keep, 0] for i, ask in enumerate(asks)], self._device)
-        contexts = Contexts(table, numbers, lengths, (self._method.sinks, self._method.recent))
+        contexts = Contexts(self._placed(asks, places), numbers, lengths, (self._method.sinks, self._method.recent))
         choice = GpuChoice(self._method.predictor, self._buffers, queries.shape[2], self._rotary)
         return choice.choose(contexts, lambda requests, layers: queries[requests, layers], positions, asks[0].ahead, most, scored)
 

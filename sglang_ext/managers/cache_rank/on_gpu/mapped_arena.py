@@ -60,17 +60,23 @@ class MappedArena:
         written, *words = out.tolist()
         return written, [words[at : at + LANE_WORDS] for at in range(0, len(words), LANE_WORDS)]
 
-    def pull_queries(self, lane: int, word: int, count: int) -> torch.Tensor:
-        """Queries of a question, [layers, count, query_heads, dim]."""
+    def pull_queries(self, questions: Sequence[tuple[int, int]], count: int) -> torch.Tensor:
+        """Queries of questions with so many each, by lane and word: [questions, layers, count, query_heads, dim]."""
         shape = self.shape
         if self._base is None:
-            return self._queries[lane, word % 2, :, :count].clone()
-        from sglang_ext.layers.kernels.hand_over import copy_rows
+            return torch.stack([self._queries[lane, word % 2, :, :count] for lane, word in questions])
+        of_query = words_of(shape.query_heads * shape.dim * self._item)
+        of_place = shape.layers * shape.window * of_query
+        begins = [(2 * lane + word % 2) * of_place for lane, word in questions]
+        found = self._gathered(self._layout.queries, begins, shape.layers, count * of_query, shape.window * of_query)
+        return found.view(getattr(torch, shape.dtype)).view(len(begins), shape.layers, count, shape.query_heads, shape.dim)
 
-        row = shape.query_heads * shape.dim
-        found = torch.empty(shape.layers, count, shape.query_heads, shape.dim, dtype=getattr(torch, shape.dtype), device=self._device)
-        source = self._address(self._layout.queries, lane, word % 2)
-        copy_rows(source, found.data_ptr(), shape.layers, *(words_of(n * row * self._item) for n in (count, shape.window, count)))
+    def _gathered(self, part: Part, begins: Sequence[int], rows: int, length: int, apart: int) -> torch.Tensor:
+        """Of several places in a part so many rows of words each, int32 [places, rows, length]; ``apart``: words from a row to the next."""
+        from sglang_ext.layers.kernels.hand_over import gather_rows
+
+        found = torch.empty(len(begins), rows, length, dtype=torch.int32, device=self._device)
+        gather_rows(self._address(part), to_device(list(begins), self._device), found, length, apart)
         return found
 
     def pull_keys(self, place: int, tokens: int, into: torch.Tensor, values: bool = False) -> None:
@@ -95,7 +101,7 @@ class MappedArena:
         copy_rows(kept.data_ptr(), self._address(self._layout.chosen, lane, word % 2), 1, kept.numel(), 0, 0)
 
     def push_rows(
-        self, lanes: Sequence[int], keeps: Sequence[int], chosen: torch.Tensor, places: Sequence[torch.Tensor], held: KVBuffers
+        self, lanes: Sequence[int], keeps: Sequence[int], chosen: torch.Tensor, table: torch.Tensor, held: KVBuffers
     ) -> None:
         """K and V of what was chosen for some requests and their copies do not hold; of more than have room those of the highest scores.
 
@@ -103,23 +109,20 @@ class MappedArena:
             lanes: of the requests.
             keeps: tokens that their heads keep.
             chosen: int32 [2, layers, requests, kv_heads, most], positions, and bits of their scores.
-            places: where their tokens lie, int32 each.
+            table: where their tokens lie, int32 [requests, most].
             held: what is held here.
         """
         if self._base is None:
             for i, (lane, keep) in enumerate(zip(lanes, keeps)):
-                self._push_rows_of(lane, *chosen[:, :, i, :, :keep], places[i].long(), held)
+                self._push_rows_of(lane, *chosen[:, :, i, :, :keep], table[i].long(), held)
             return
-        from sglang_ext.layers.kernels.hand_over import copy_rows
         from sglang_ext.layers.kernels.rows import sent_rows
 
         pairs, most, layout = self.shape.layers * self.shape.kv_heads, chosen.shape[-1], self._layout
-        records = torch.empty(len(lanes), pairs * most, dtype=torch.int32, device=self._device)
-        for record, lane, keep in zip(records, lanes, keeps):
-            copy_rows(self._address(layout.records, lane), record.data_ptr(), 1, pairs * keep, 0, 0)
+        # What is behind a shorter one is nothing.
+        records = self._gathered(layout.records, [lane * layout.records.sizes[1] for lane in lanes], 1, pairs * most, 0).squeeze(1)
         numbers = to_device([*map(list, zip(lanes, keeps))], self._device)
         counts, moves = sent_rows.exchange(*chosen, records, numbers, self.shape.fresh)
-        table = torch.nn.utils.rnn.pad_sequence(list(places), batch_first=True)
         targets = tuple(self._address(part) for part in (layout.counts, layout.moves, layout.row_keys, layout.row_values))
         sent_rows.push_rows((held.key_table, held.value_table), held.keys[0], table, counts, moves, numbers, targets)
 

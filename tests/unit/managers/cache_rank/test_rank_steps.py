@@ -11,7 +11,7 @@ from device_rank_helpers import RankWorld
 from rank_helpers import attach
 
 from sglang_ext.managers.cache_rank import protocol
-from sglang_ext.managers.cache_rank.on_gpu import device_rank
+from sglang_ext.managers.cache_rank.on_gpu import device_rank, pace
 from sglang_ext.managers.cache_rank.on_gpu.arena import CHOSEN, DONE, Arena, ArenaError, ArenaLayout, Asked, check_peers
 from sglang_ext.managers.cache_rank.on_gpu.device_rank import DeviceRank
 from sglang_ext.managers.cache_rank.on_gpu.device_start import fitting
@@ -28,22 +28,24 @@ def shared():
     world.steps.end()
 
 
-def test_a_rank_that_steps_outrun_is_asked_as_often_as_it_keeps_up_and_what_it_chose_is_read(shared):
+def test_a_rank_that_steps_outrun_is_asked_as_often_as_it_keeps_up_and_what_it_chose_is_read(monkeypatch):
+    # It says that it takes a second for each request.
+    told = pace.Pace.answered
+    monkeypatch.setattr(pace.Pace, "answered", lambda self, seconds, together: told(self, 1.0, 1))
     world = RankWorld(places=16, most=8).ready()
     world.begin(1, 300, 64), world.begin(2, 150, 48)
     for _ in range(60):
         world.step()
         world.steps.tend()
-    every, made, missed = world.steps.pace.every, world.views.made["spade"], +world.steps.missed
-    assert 1 < every <= 8 and made < 2 * 60 and not missed, (every, made, missed)
-    assert dict(told[:2] for told in _of_ranks(world.steps, None) if told[0] == "selection_steps") == {"selection_steps": every}
-    # Of the last turn of the row: it is led to what the queries of the turn before chose.
-    while (world.ends[1] - 300) % every:
+    made = world.views.made["spade"]
+    assert (world.steps.pace.every, +world.steps.missed) == (8, {}) and 8 <= made < 60, made
+    assert [value for name, value, *_ in _of_ranks(world.steps, None) if name == "selection_steps"] == [8]
+    while (world.ends[1] - 300) % 8:
         world.step()
-    world.every = world.steps.pace.most = world.steps.pace.least = every
-    for _ in range(2 * every):
+    for _ in range(16):
         world.step()
-    assert torch.equal(world.led(1), world.chosen(1, world.ends[1] - every, 300))
+    world.every = 8
+    assert torch.equal(world.led(1), world.chosen(1, world.ends[1] - 8, 300)), "by the queries of the turn before"
     world.steps.end()
 
 
