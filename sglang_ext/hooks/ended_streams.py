@@ -1,7 +1,7 @@
 """What becomes of a request whose stream has ended, as the client was answered or has gone.
 
-SGLang aborts it two seconds later, by its id, in case the client has gone. On a prefill server the id may be another request's by then: a
-decode server that retracted the request has the prefill server compute it again, under the same id, and would get an abort for it.
+SGLang aborts it two seconds later, by its id, in case the client has gone. The id may be another request's by then, as of a client that
+sends again what failed, and would get an abort for it.
 """
 
 import asyncio

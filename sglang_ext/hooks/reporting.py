@@ -30,7 +30,13 @@ def count_plain_steps(reporter: "SchedulerMetricsReporter", done: "Round", count
 
 
 def send_what_is_due(original: Callable, accumulator, *, req: "Req") -> None:
-    """Hook around ``accept``: send the first token at once, then whenever a multiple of SGLang's interval was reached or passed."""
+    """Hook around ``accept``: send the first token at once, then whenever a multiple of SGLang's interval was reached or passed.
+
+    A request that waits to be prefilled again by another server lacks its newest token meanwhile (coded_prompts.py:PrefillServer), and the
+    round that was launched before comes to its end. What was sent would be counted without that token, which would be sent twice.
+    """
+    if getattr(req, "pd_rebootstrap_in_progress", False) and not req.finished():
+        return
     interval = accumulator.default_force_stream_interval
     # Nothing tells whether what there is begins a match of a pattern: these are left to SGLang.
     if req.output_ids and not (req.stream or req.finished() or req.sampling_params.stop_regex_strs):

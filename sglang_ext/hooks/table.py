@@ -120,7 +120,7 @@ HOOKS: tuple[Hook, ...] = (
     Hook(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager.create_abort_task",
         "sglang_ext.hooks.ended_streams.abort_unfinished",
-        "a prefill server shall not abort what a decode server asks for anew under the id of a request that has just been answered",
+        "a request shall not be aborted that comes under the id of one that has just been answered",
         ("self", "obj"), process="frontend",
     ),
     Hook(

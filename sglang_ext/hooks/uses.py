@@ -74,6 +74,10 @@ TRANSFER_USES: tuple[Use, ...] = (
         "such a request waits for slots again", ("self", "req", "is_retracted", "is_rebootstrap"),
     ),
     Use(
+        "sglang.srt.disaggregation.common.conn.CommonKVManager.submit_prefill_recompute",
+        "the prefill server is asked for such a request under an id of its own", ("self", "kv_receiver", "payload"),
+    ),
+    Use(
         "sglang.srt.managers.schedule_batch.Req.load_kv_cache",
         "what a request that is prefilled again had of KV is not restored", mentions=("del self.kv_cache_cpu",),
     ),

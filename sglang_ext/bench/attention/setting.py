@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from sglang_ext.mem_cache.compressed.formats.packing import Packing
+from sglang_ext.mem_cache.compressed.formats.rounding import token_seeds
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressors.catalogue import quantizer
 
@@ -103,7 +104,7 @@ class Copies:
 
     @classmethod
     def of(cls, full: Full, method: str, bits: int, partition: int | None) -> "Copies":
-        """Of a method of the catalogue."""
+        """Of a method of the catalogue; codes that are drawn, as a server's are."""
         shape, (batch, context) = full.shape, full.slots.shape
         probe = KVBuffers((0,), (shape.scaling,), (full.keys[:1],), (full.values[:1],))
         packing = Packing.of(quantizer(method, bits, partition), probe, 1)
@@ -113,6 +114,7 @@ class Copies:
         table = torch.randperm(batch * (packed + sinks + tail), generator=drawn, device=shape.device).view(batch, -1)
         pools = tuple(torch.zeros(table.numel(), *full.keys.shape[1:], dtype=shape.dtype, device=shape.device) for _ in "kv")
         kept = torch.arange(sinks, sinks + tokens, device=shape.device).expand(1, shape.kv_heads, -1)
+        seeds = token_seeds(range(context), context, shape.device) if packing.stochastic else None
         for slots, row in zip(full.slots, table):
             exact = torch.cat([slots[:sinks], slots[sinks + tokens :]])
             # A pool for sources and targets, as kernels read and write one.
@@ -120,7 +122,7 @@ class Copies:
                              for pool, own in zip((full.keys, full.values), pools)))  # fmt: skip
             places = torch.arange(context, context + packed, device=shape.device)
             if tokens:
-                packing.write(both, kept, torch.arange(context, device=shape.device), places)
+                packing.write(both, kept, torch.arange(context, device=shape.device), places, seeds)
             for pool, (written,), own in zip((full.keys, full.values), (both.keys, both.values), pools):
                 own[row[:packed]] = written[context:]
                 own[row[packed:]] = pool[exact]

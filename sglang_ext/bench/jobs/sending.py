@@ -100,7 +100,7 @@ class PoolUse:
                     loads = server.request("v1/loads?include=core", timeout=5)["loads"]
                 except (OSError, KeyError, TypeError):
                     continue
-                self.peak = max(self.peak, *((load["num_used_tokens"], load["max_total_num_tokens"]) for load in loads))
+                self.peak = max([self.peak, *((load["num_used_tokens"], load["max_total_num_tokens"]) for load in loads)])
 
 
 def send(servers: ServersApart, prompts: Sequence[tuple[int, ...]], at: Sequence[float], new_tokens: int) -> list[Answered]:

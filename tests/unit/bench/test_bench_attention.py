@@ -9,6 +9,7 @@ import torch
 from sglang_ext.bench import BenchError, __main__ as bench
 from sglang_ext.bench.attention import command
 from sglang_ext.bench.attention.setting import Copies, Full, Shape, exactly, off_by
+from sglang_ext.mem_cache.compressed.formats.rounding import token_seeds
 
 SMALL = ("--device", "cpu", "--contexts", "300", "--batch", "2", "--prefill", "256", "--heads", "4", "--kv-heads", "2", "--head-dim", "64")
 
@@ -62,6 +63,17 @@ def test_copies_are_of_the_same_tokens() -> None:
         assert 0 < off_by(meant[:, :256], exact[:, 4:260]) < 0.2
     queries = torch.ones(3, 2, 64)
     assert torch.equal(exactly(queries, *full.first(), 0.1)[-1:], exactly(queries[-1:], *full.first(), 0.1))
+
+
+def test_copies_have_codes_that_are_drawn_as_a_server_draws_them() -> None:
+    full = Full.of(Shape(2, 2, 64, torch.device("cpu")), 1, 300)
+    copies = Copies.of(full, "hack", 2, 64)
+    packing, places = copies.packing, torch.arange(4, 260).expand(2, -1)
+    seeds = token_seeds(range(300), 300, torch.device("cpu"))[places]
+    for is_value, (exact, meant, layout) in enumerate(zip(full.first(), copies.first(), (packing.keys, packing.values))):
+        numbers = exact[:, 4:260].float()
+        drawn, nearest = (packing.whole(packing.codes(numbers, places, bool(is_value), 0, 0, by), layout, None) for by in (seeds, None))
+        assert torch.equal(meant[:, :256], drawn.double()) and off_by(drawn, numbers) > 1.2 * off_by(nearest, numbers)
 
 
 @pytest.mark.parametrize(

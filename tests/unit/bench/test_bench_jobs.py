@@ -150,6 +150,17 @@ def test_the_first_method_says_which_rate_all_are_sent_at(faked, tmp_path, capsy
     assert flags["decode"][0][flags["decode"][0].index(interval) + 1] == "1" and interval not in flags["prefill"][0]
 
 
+def test_a_server_that_tells_nothing_of_its_pool_yet_uses_none(monkeypatch, tmp_path):
+    monkeypatch.setattr(sending, "LOOK", 0.001)
+    server, looks = FakeServer("decode", tmp_path), []
+    monkeypatch.setattr(server, "request", lambda path, timeout: looks.append(path) or {"loads": []})
+    with sending.PoolUse([server]) as used:
+        ends = time.monotonic() + 5
+        while len(looks) < 3 and time.monotonic() < ends:
+            time.sleep(0.001)
+    assert len(looks) >= 3 and used.peak == (0, 0)
+
+
 def test_a_job_that_breaks_off_fails_its_method_and_others_go_on(faked, monkeypatch, capsys, tmp_path):
     whole = FakeServer.stream
 

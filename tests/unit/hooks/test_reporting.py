@@ -1,9 +1,12 @@
 """Of answers that are not streamed the frontend hears at their first token, and each time that they pass SGLang's interval."""
 
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
+from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 from sglang.srt.managers.scheduler_components.metrics_reporter import SchedulerMetricsReporter
+from sglang.srt.managers.scheduler_components.output_streamer import _GenerationStreamAccumulator
 from test_finish import make_request
 
 from sglang_ext.hooks.reporting import count_plain_steps, send_what_is_due
@@ -61,6 +64,33 @@ def test_what_may_begin_a_stop_string_waits_until_it_does_not():
 def test_answers_that_a_pattern_may_end_are_left_to_sglang():
     steps = [[0]] + [[0] * 7] * 10
     assert lengths(steps, ours, stop_regex=["b+"], max_new_tokens=99) == lengths(steps, stocks, max_new_tokens=99) == [50]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("tokens", [1, 2, 51])
+def test_of_a_request_that_waits_to_be_prefilled_again_nothing_is_sent_twice(stream, tokens):
+    # SGLang's own rules; of what is sent the first fields tell enough.
+    req, lists = make_request(max_new_tokens=60), {name: [] for name in ("rids", "finished_reasons", "output_ids", "prompt_tokens")}
+    accumulator = SimpleNamespace(default_force_stream_interval=INTERVAL, default_stream_interval=1, rust_server_mode=True, **lists)
+    req.rid, req.origin_input_ids, req.stream, req.finished_output = "mine", [5], stream, False
+    req.send_token_offset = req.send_output_token_logprobs_offset = 0
+
+    def accept():
+        with suppress(AttributeError):
+            # Of what else is sent.
+            send_what_is_due(_GenerationStreamAccumulator.accept, accumulator, req=req)
+
+    req.output_ids.extend(range(tokens))
+    accept()
+    # As coded_prompts.py, between the launch of a round and its end.
+    newest = req.output_ids.pop()
+    req.pd_rebootstrap_in_progress = True
+    accept()
+    req.pd_rebootstrap_in_progress = False
+    req.output_ids.extend([newest, 97, 98])
+    req.finished_reason = FINISH_LENGTH(length=tokens + 2)
+    accept()
+    assert [token for part in accumulator.output_ids for token in part] == [*range(tokens), 97, 98]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import logging
 import threading
 from pathlib import Path
 from typing import NoReturn
+from uuid import uuid4
 
 import zmq
 from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
@@ -136,6 +137,14 @@ class ProgressiveManager(CommonKVManager):
         """On the decode side: a room does not come, where that is not said of an earlier request with its number."""
         if message.link_room in (0, self.link_rooms.get(message.room)):
             self.conclude(message.room, f"the prefill side ended it: {message.reason}")
+
+    def submit_prefill_recompute(self, kv_receiver: CommonKVReceiver, payload: dict) -> None:
+        """On the decode side: let the prefill server compute a request once more, under an id of its own.
+
+        By that of the request it may be answering the first time still, and refuses a second. SGLang takes one that begins like an id that
+        is aborted for the same request.
+        """
+        super().submit_prefill_recompute(kv_receiver, payload | {"rid": f"again-{uuid4().hex}-{payload['rid']}"})
 
     def note(self, room: int, kind: Kind, number: int = 0) -> None:
         """Tell the timeline what becomes of a room now, where there is one."""

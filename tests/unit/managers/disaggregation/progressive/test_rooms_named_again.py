@@ -4,11 +4,12 @@ import pytest
 import torch
 from link_helpers import until
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.common.conn import KVTransferError
+from sglang.srt.disaggregation.common.conn import CommonKVManager, KVTransferError
 from test_rooms_between_servers import begun_early, pages_of, send, settled, transfer
 from transfer_helpers import rows
 
 from sglang_ext.managers.disaggregation.progressive import peer as peers
+from sglang_ext.managers.disaggregation.progressive.manager import ProgressiveManager
 
 PROMPT = list(range(640))
 
@@ -128,3 +129,15 @@ def test_what_an_earlier_use_of_a_number_still_says_on_its_link_does_not_end_the
     until(lambda: settled(receiver) and settled(again))
     assert (again.poll(), receiver.poll()) == (KVPoll.Success, KVPoll.Success)
     assert torch.equal(rows(both.decode.pool, there), rows(both.prefill.pool, here))
+
+
+def test_the_prefill_server_is_asked_once_more_under_an_id_of_its_own(monkeypatch):
+    asked = []
+    monkeypatch.setattr(CommonKVManager, "submit_prefill_recompute", lambda manager, receiver, payload: asked.append(payload))
+    manager, payload = ProgressiveManager.__new__(ProgressiveManager), {"rid": "mine", "bootstrap_room": 7}
+    for _ in "ab":
+        manager.submit_prefill_recompute(None, payload)
+    first, second = (each["rid"] for each in asked)
+    assert len({"mine", first, second}) == 3 and first.endswith("-mine") and payload["rid"] == "mine"
+    # SGLang aborts all whose ids begin so.
+    assert not first.startswith("mine") and {each["bootstrap_room"] for each in asked} == {7}
