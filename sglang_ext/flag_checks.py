@@ -18,6 +18,7 @@ from sglang_ext.core import OptionError
 from sglang_ext.managers.disaggregation.endpoints import LinkKeys
 from sglang_ext.managers.disaggregation.pacing import TokenBucket
 from sglang_ext.managers.disaggregation.settings import LinkError
+from sglang_ext.mem_cache.compressors.contracts.quantizer import Quantizer
 from sglang_ext.mem_cache.compressors.kvzap import KVzap
 from sglang_ext.mem_cache.compressors.kvzip import KVzip
 
@@ -38,7 +39,8 @@ def check_flags(args: "KVServerArgs") -> None:
         from sglang_ext.arguments import KVServerArgs
 
         names = [name for name in KVServerArgs.__annotations__ if name not in disaggregation_options.TRANSFER_FLAGS]
-        _warn_of_idle(args, "--kv-mode is full, stock SGLang, in which", names, "--kv-mode verified")
+        serving = "verified" if args.kv_prefill == prefill_options.EXACT else "lossy"
+        _warn_of_idle(args, "--kv-mode is full, stock SGLang, in which", names, f"--kv-mode {serving}")
         return
     model_folder.check(args.model_path)
     _check_ranges(args)
@@ -181,18 +183,24 @@ def _check_sparse_from(args: "KVServerArgs") -> None:
 
 def _warn_of_short_contexts(args: "KVServerArgs") -> None:
     """Say where no context that the server takes is long enough for a copy."""
-    made = method_options.methods(args)
-    recent = min(each.quantizer.recent if each.quantizer else 0 for each in made)
+    shortest = min(_shortest(args, each.quantizer) for each in method_options.methods(args))
     # Contexts with no more tokens than --kv-select says are read whole.
-    least = max(args.kv_sparse_from, options.MIN_CONTEXT + recent, selection_options.selected(args) + 1)
+    least = max(args.kv_sparse_from, shortest, selection_options.selected(args) + 1)
     for name in ("context_length", "max_total_tokens"):
         tokens = getattr(args, name)
         if tokens is not None and tokens <= least:
             logger.warning(
-                "sglang-ext: %s is %d, and a context is compressed from %d tokens on: no request is, and nothing is drafted; pass "
-                "more, or leave it out",
-                refusal.flag(name), tokens, least,
+                "sglang-ext: %s is %d, and a context is compressed from %d tokens on: no request is%s; pass more, or leave it out",
+                refusal.flag(name), tokens, least, ", and nothing is drafted" if args.kv_mode == "verified" else "",
             )  # fmt: skip
+
+
+def _shortest(args: "KVServerArgs", quantizer: Quantizer | None) -> int:
+    """Tokens of the shortest context that has a copy: copies hold whole pages, packed ones whole blocks of them besides."""
+    page = args.page_size or 1
+    if quantizer is None:
+        return max(options.MIN_CONTEXT, page)
+    return max(options.MIN_CONTEXT, quantizer.sinks + math.lcm(quantizer.block, page)) + quantizer.recent
 
 
 def _check_least_host_memory(args: "KVServerArgs") -> None:

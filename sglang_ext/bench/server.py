@@ -72,11 +72,24 @@ def stop_together(servers: Iterable["ServerProcess"]) -> None:
 def leave_on_signals(leave: Callable[[int, FrameType | None], None]) -> None:
     """Let ``leave`` be called where Ctrl-C or SIGTERM ends this process, or its terminal closes; under nohup that is ignored, as before.
 
-    Servers have sessions of their own, so that none of these reaches them.
+    Servers have sessions of their own, so that none of these reaches them. While ``leave`` runs, which ends them, another signal is
+    ignored: Ctrl-C is pressed twice, and ``timeout`` sends two.
     """
     hangs_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
-    for number in (signal.SIGINT, signal.SIGTERM, *((signal.SIGHUP,) if hangs_up else ())):
-        signal.signal(number, leave)
+    numbers = signal.SIGINT, signal.SIGTERM, *((signal.SIGHUP,) if hangs_up else ())
+
+    def handle(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:
+        for number in numbers:
+            signal.signal(number, handler)
+
+    def once(number: int, frame: FrameType | None) -> None:
+        handle(signal.SIG_IGN)
+        try:
+            leave(number, frame)
+        finally:
+            handle(once)
+
+    handle(once)
 
 
 def check_servers(model: str, servers: Mapping[str, Sequence[str]]) -> None:

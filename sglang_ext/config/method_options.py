@@ -176,9 +176,10 @@ def _check_differs(offer: Offer, before: tuple[Offer, ...]) -> None:
     """Refuse a method that is there already, and a second one that packs tokens otherwise."""
     for other in before:
         if (other.drops, other.packs, other.budget) == (offer.drops, offer.packs, offer.budget):
+            # What only packs has no other budget.
+            remedy = "" if offer.drops is None else f", or give it another one, as in {offer.compressor}:0.125"
             raise OptionError(
-                f"{MORE} has {offer.name!r}, which is {other.name!r} again, with a budget of {offer.budget}: leave it out, or "
-                f"give it another one, as in {offer.compressor}:0.125"
+                f"{MORE} has {offer.name!r}, which is {other.name!r} again, with a budget of {offer.budget:g}: leave it out{remedy}"
             )
     packs = quantizer_of(before)
     if packs is not None and offer.packs not in (None, packs):

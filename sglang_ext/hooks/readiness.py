@@ -4,9 +4,11 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from sglang_ext.config.method_options import offers
+from sglang_ext.config.method_options import Offer, offers
 from sglang_ext.config.options import BACKEND
+from sglang_ext.config.prefill_options import QUANTIZED
 from sglang_ext.config.selection_options import selected
+from sglang_ext.mem_cache.compressors import catalogue
 
 if TYPE_CHECKING:
     from sglang_ext.arguments import KVServerArgs
@@ -62,14 +64,25 @@ def lines(args: "KVServerArgs") -> tuple[str, str, str]:
     if args.kv_mode == "verified" and role != "null" and args.disaggregation_transfer_backend == BACKEND and args.kv_reference == "int8":
         means = IN_8_BITS
     slow = ON_CPU if args.kv_mode == "verified" and args.device == "cpu" else ""
-    most = selected(args)
-    methods = ", ".join(f"{offer.name} ({f'{most} tokens' if most else f'budget {offer.budget:g}'})" for offer in offers(args))
+    methods = ", ".join(f"{offer.name} ({_kept(args, offer)})" for offer in offers(args))
     drafts = f", draft length {args.kv_draft_length}" if args.kv_mode == "verified" else ""
+    prompts = ", prompts on codes" if args.kv_prefill == QUANTIZED else ""
     return (
         f"mode {args.kv_mode}: {means}{slow}",
-        f"compressor {methods}{drafts}" + (f"; {ROLES[role]}" if role in ROLES else ""),
+        f"compressor {methods}{drafts}{prompts}" + (f"; {ROLES[role]}" if role in ROLES else ""),
         f"listening on {args.url()}; " + (ASK_ROUTER if role in ROLES else f"try: {_request(args)}"),
     )
+
+
+def _kept(args: "KVServerArgs", offer: Offer) -> str:
+    """How much of a context a method's copies keep, and in how many bits."""
+    most = selected(args)
+    found = [f"{most} tokens" if most else f"budget {offer.budget:g}"]
+    if offer.packs:
+        found.append(f"{catalogue.code_bits(offer.packs, args.kv_bits)} bits")
+        partition = catalogue.partition_size(offer.packs, args.kv_partition)
+        found += [] if partition is None else [f"partitions of {partition}"]
+    return ", ".join(found)
 
 
 def _request(args: "KVServerArgs") -> str:

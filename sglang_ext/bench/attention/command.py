@@ -82,6 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure and print a table of each setting; 0 when all could run."""
     shape = shape_of(args)
+    counts_of(args)
     bandwidth = timing.bandwidth(shape.device)
     console, rows = report.make_console(), []
     name = torch.cuda.get_device_name() if shape.device.type == "cuda" else "CPU"
@@ -124,8 +125,8 @@ def partitions_of(args: argparse.Namespace) -> list[int]:
     return found
 
 
-def measured(args: argparse.Namespace, shape: Shape, bandwidth: float) -> Iterator[list[Row]]:
-    """Each setting's rows.
+def counts_of(args: argparse.Namespace) -> tuple[list[int], list[int], list[int], list[int]]:
+    """Contexts, batches, prompts and partitions.
 
     Raises:
         BenchError: an option is out of range.
@@ -135,7 +136,17 @@ def measured(args: argparse.Namespace, shape: Shape, bandwidth: float) -> Iterat
     for flag, counts in (("--contexts", contexts), ("--prefill", prompts)):
         if counts and min(counts) < FEWEST_TOKENS:
             raise BenchError(f"{flag} {min(counts)}: pass at least {FEWEST_TOKENS}, of which copies hold some in blocks")
-    for partition in partitions_of(args):
+    return contexts, batches, prompts, partitions_of(args)
+
+
+def measured(args: argparse.Namespace, shape: Shape, bandwidth: float) -> Iterator[list[Row]]:
+    """Each setting's rows.
+
+    Raises:
+        BenchError: an option is out of range.
+    """
+    contexts, batches, prompts, partitions = counts_of(args)
+    for partition in partitions:
         for context in contexts:
             for batch in batches:
                 setting = "step", batch, context, args.bits, partition

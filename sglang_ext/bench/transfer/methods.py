@@ -85,7 +85,15 @@ def flags_of(args: argparse.Namespace, chosen: Method, gbps: float | None, file:
         chosen: how KV travels.
         gbps: of the link; None without a limit.
         file: for what becomes of requests; stock's servers keep none.
+
+    Raises:
+        BenchError: a flag of the method is given again, after which figures would have the name of another one.
     """
+    own = {word for word in chosen.both if word.startswith("--")}
+    for option, given in (("--server-arg", args.server_arg), ("--decode-arg", args.decode_arg)):
+        if again := own & {word.partition("=")[0] for word in words(given)}:
+            others = ", ".join(METHODS)
+            raise BenchError(f"{option} has {min(again)}, which --method {chosen.name} sets: leave it out, or name another of {others}")
     watched = () if chosen.is_stock else ("--kv-bench-timeline", str(file))
     shared = ("--dtype", args.dtype, "--skip-server-warmup", *chosen.both, *watched, *words(args.server_arg))
     paced = () if gbps is None or chosen.is_stock else ("--kv-link-gbps", f"{gbps:g}")

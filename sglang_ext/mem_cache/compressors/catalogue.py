@@ -21,6 +21,8 @@ from sglang_ext.mem_cache.compressors.contracts.registry import COMPRESSORS, OWN
 DEFAULT = "snapkv"
 # NAME, or NAME:MORE, where NAME may have colons of its own, of users' files.
 WITH_MORE = re.compile(r"(?P<name>(?:[^:]*?\.py:\w+)*[^:]*)(?::(?P<more>.*))?", re.DOTALL)
+# As benchmarks name methods with bits: hack:2, hack4.
+WITH_BITS = re.compile(r"(?P<name>.+?):?(?P<bits>\d+)")
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ def parse(value: str, flag: str = "--kv-compressor") -> tuple[str | None, str | 
         raise OptionError(
             f"{flag} is {value!r}; allowed: one that drops tokens ({', '.join(listed(dropping()))}), one that packs them in "
             f"few bits ({', '.join(listed(packing()))}), one of each, as in {DEFAULT}+kivi, or one of your own, as in ./my_method.py:KeyNorm. "
-            "Pass one of these."
+            f"Pass {_apart_from_bits(value, flag) or 'one of these'}."
         )
     if packs is not None and drops is not None and COMPRESSORS[drops].points:
         raise OptionError(
@@ -137,6 +139,14 @@ def parse(value: str, flag: str = "--kv-compressor") -> tuple[str | None, str | 
             f"or one of {', '.join(listed(packable()))} before +{packs}"
         )
     return drops, packs
+
+
+def _apart_from_bits(value: str, flag: str) -> str | None:
+    """Flags for what a name with bits in it seems to mean; None where it means nothing."""
+    found = WITH_BITS.fullmatch(value)
+    if found is None or found["name"].split("+")[-1] not in packing():
+        return None
+    return f"{flag} {found['name']} --kv-bits {found['bits']}"
 
 
 def parts(value: str) -> tuple[str, str | None]:

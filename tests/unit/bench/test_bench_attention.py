@@ -86,9 +86,13 @@ def test_copies_have_codes_that_are_drawn_as_a_server_draws_them() -> None:
         (["--batch", "0"], "--batch '0': pass numbers above 0"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(given: list[str], match: str) -> None:
+def test_what_cannot_be_measured_is_refused_before_anything_is(
+    given: list[str], match: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command.timing, "bandwidth", lambda device: pytest.fail("it was measured"))
     with pytest.raises(BenchError, match=match):
-        rows(*given)
+        command.run(options(*given))
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

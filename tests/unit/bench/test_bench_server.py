@@ -197,22 +197,26 @@ class TestServerProcess:
         for server in servers:
             server.stop()
 
+    @pytest.mark.parametrize("times", [1, 2])
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-    def test_a_benchmark_that_is_ended_leaves_no_server(self, tmp_path: Path, number: int) -> None:
-        """Though it waits for a request in another thread, and the server takes its time to end."""
-        stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+    def test_a_benchmark_that_is_ended_leaves_no_server(self, tmp_path: Path, number: int, times: int) -> None:
+        """Though it waits for a request in another thread, and the server takes its time to end; nor where it is ended again meanwhile, as
+        timeout does, and who presses Ctrl-C twice."""
+        stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(60)"
         script = f"""
 import runpy, signal, sys, threading, time
 from pathlib import Path
 from sglang_ext.bench import server
 # As on a terminal, though the tests may run under nohup.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
-server.INTERRUPTED_GRACE = 0.2
+server.INTERRUPTED_GRACE = 0.5
 process = server.ServerProcess("m", (), Path({str(tmp_path / "log")!r}))
 process.command = (sys.executable, "-c", {stubborn!r})
 process.alive = lambda timeout: True
 def run(args):
     with process:
+        while not process.log.read_text():
+            time.sleep(0.02)
         print(process._process.pid, flush=True)
         waiting = threading.Thread(target=process._process.wait)
         waiting.start()
@@ -225,18 +229,21 @@ runpy.run_module("sglang_ext.bench", run_name="__main__")
         with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as bench:
             server = int(bench.stdout.readline())
             assert is_running(server)
-            bench.send_signal(number)
+            for _ in range(times):
+                bench.send_signal(number)
+                time.sleep(0.2)
             assert bench.wait(10) == 128 + number
         assert not is_running(server)
 
 
 def test_where_nohup_lets_a_closed_terminal_be_ignored_it_stays_ignored() -> None:
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    before, left = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}, []
     try:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        leave_on_signals(leave := lambda number, frame: None)
-        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-        assert signal.getsignal(signal.SIGINT) is signal.getsignal(signal.SIGTERM) is leave
+        leave_on_signals(lambda number, frame: left.append(number))
+        for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGINT):
+            signal.raise_signal(number)
+        assert left == [signal.SIGINT, signal.SIGTERM, signal.SIGINT]
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

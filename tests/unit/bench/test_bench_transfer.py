@@ -116,6 +116,15 @@ def test_cold_prompts_and_other_links_have_tables_of_their_own():
     assert len(titles) == 3 and "not cached" in titles[0] and "no limit" in titles[2]
 
 
+@pytest.mark.parametrize("option", ["server_arg", "decode_arg"])
+@pytest.mark.parametrize("given", ["--kv-bits 2", "--kv-bits=2", "--sleep-on-idle --kv-bits 2"])
+def test_what_makes_a_method_is_not_given_again(option, given):
+    args = SimpleNamespace(**{"dtype": "float32", "server_arg": [], "decode_arg": [], option: [given]})
+    with pytest.raises(BenchError, match=f"--{option.replace('_', '-')} has --kv-bits, which --method hack4 sets: leave it out, or name"):
+        command.flags_of(args, method("hack4"), 0.1, command.Path("logs"))
+    command.flags_of(args, method("raw"), 0.1, command.Path("logs"))
+
+
 def test_methods_differ_in_how_kv_travels_alone():
     args = SimpleNamespace(dtype="float32", server_arg=["--sleep-on-idle"], decode_arg=["--base-gpu-id 1"])
     seen = set()

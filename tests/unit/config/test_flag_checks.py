@@ -26,6 +26,11 @@ def test_a_flag_that_does_nothing_in_full_is_named_and_not_checked(caplog: pytes
     )
 
 
+def test_what_lossy_alone_serves_is_named_with_that_mode(caplog: pytest.LogCaptureFixture) -> None:
+    found = told(caplog, kv_mode="full", kv_compressor="hack", kv_prefill="quantized")
+    assert found.endswith("--kv-compressor, --kv-prefill do nothing: pass --kv-mode lossy, or leave them out")
+
+
 @pytest.mark.parametrize(("given", "words"), [
     ({"kv_mode": "lossy", "kv_draft_length": 8, "kv_max_burst": 4, "kv_offload_draft_length": 8},
      "--kv-mode is lossy, without drafts, in which --kv-draft-length, --kv-max-burst, --kv-offload-draft-length do nothing: pass "
@@ -65,6 +70,10 @@ def test_flags_that_do_something_are_not(caplog: pytest.LogCaptureFixture, given
     ({"context_length": 302, "kv_compressor": "spade", "kv_select": 300}, ""),
     ({"context_length": 129, "kv_compressor": "kivi"}, "--context-length is 129, and a context is compressed from "),
     ({"context_length": 129, "kv_compressor": "kivi", "kv_more_compressors": "snapkv"}, ""),
+    ({"context_length": 132, "kv_compressor": "hack", "kv_partition": 128}, "--context-length is 132, and a context is compressed from 132"),
+    ({"context_length": 129, "kv_compressor": "hack"}, ""),
+    ({"context_length": 400, "kv_compressor": "hack", "page_size": 7}, "--context-length is 400, and a context is compressed from 452"),
+    ({"context_length": 256, "page_size": 256}, "--context-length is 256, and a context is compressed from 256"),
 ])  # fmt: skip
 def test_contexts_too_short_for_copies_are_told(caplog: pytest.LogCaptureFixture, given: dict[str, object], words: str) -> None:
     args = arguments(**given)

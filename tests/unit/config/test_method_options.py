@@ -43,6 +43,9 @@ def test_further_methods_are_named_with_their_budgets_or_have_their_defaults():
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
+        ({"kv_compressor": "hack4"}, ["'hack4'", "Pass --kv-compressor hack --kv-bits 4."]),
+        ({"kv_compressor": "snapkv+kivi:2"}, ["'snapkv+kivi:2'", "Pass --kv-compressor snapkv+kivi --kv-bits 2."]),
+        ({"kv_compressor": "snap4"}, ["'snap4'", "Pass one of these."]),
         ({"kv_more_compressors": ""}, ["--kv-more-compressors is ''", "names no method", "snapkv:0.125,kivi, or leave it out"]),
         ({"kv_more_compressors": " ,"}, ["--kv-more-compressors is ' ,'", "names no method"]),
         ({"kv_more_compressors": "zip"}, ["--kv-more-compressors is 'zip'", "snapkv, expected-attention", "snapkv+kivi"]),
@@ -52,7 +55,7 @@ def test_further_methods_are_named_with_their_budgets_or_have_their_defaults():
         ({"kv_more_compressors": "snapkv:nan"}, ["'snapkv:nan'", "above 0 and at most 1"]),
         ({"kv_more_compressors": "kivi:0.5"}, ["'kivi:0.5'", "keeps all tokens", "--kv-more-compressors snapkv+kivi"]),
         ({"kv_more_compressors": "snapkv"}, ["'snapkv'", "again", "budget of 0.25", "snapkv:0.125"]),
-        ({"kv_more_compressors": "kivi,kivi:1"}, ["'kivi:1'", "'kivi' again"]),
+        ({"kv_more_compressors": "kivi,kivi:1"}, ["'kivi:1'", "'kivi' again", "a budget of 1: leave it out"]),
         ({"kv_more_compressors": "kivi,snapkv+int4"}, ["'snapkv+int4' beside kivi", "one method that", "a server for each"]),
         ({"kv_compressor": "int8", "kv_more_compressors": "snapkv,kivi"}, ["'kivi' beside int8", "Leave kivi or int8 out"]),
         ({"kv_more_compressors": "snapkv:0.125", "kv_bits": 4}, ["--kv-bits is 4", "snapkv keeps tokens as they are"]),

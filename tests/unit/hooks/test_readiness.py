@@ -14,7 +14,7 @@ def server(**change: object) -> SimpleNamespace:
     args = SimpleNamespace(
         kv_mode="verified", device="cuda", kv_compressor="snapkv", kv_budget=0.25, kv_more_compressors=None, kv_draft_length=16,
         api_key=None, skip_tokenizer_init=False, disaggregation_mode="null", disaggregation_transfer_backend="mooncake",
-        kv_reference="exact", url=lambda: "http://127.0.0.1:8000",
+        kv_reference="exact", kv_bits=None, kv_partition=None, kv_prefill="exact", url=lambda: "http://127.0.0.1:8000",
     )  # fmt: skip
     vars(args).update(change)
     return args
@@ -23,7 +23,7 @@ def server(**change: object) -> SimpleNamespace:
 def test_three_lines_tell_mode_method_and_address() -> None:
     mode, method, address = readiness.lines(server(kv_more_compressors="kivi"))
     assert mode == "mode verified: drafts on compressed KV, verified on full KV: answers are stock's"
-    assert method == "compressor snapkv (budget 0.25), kivi (budget 1), draft length 16"
+    assert method == "compressor snapkv (budget 0.25), kivi (budget 1, 4 bits), draft length 16"
     assert address.startswith("listening on http://127.0.0.1:8000; try: curl http://127.0.0.1:8000/generate -H ")
     spade = {"kv_compressor": "spade", "kv_budget": 1.0}
     assert readiness.lines(server(kv_select=2048.0, **spade))[1] == "compressor spade (2048 tokens), draft length 16"
@@ -48,6 +48,13 @@ def test_servers_apart_say_which_part_is_theirs_and_whom_to_ask() -> None:
 def test_in_lossy_nothing_is_drafted() -> None:
     mode, method, _ = readiness.lines(server(kv_mode="lossy"))
     assert "approximate" in mode and "draft" not in method
+
+
+def test_they_tell_bits_partitions_and_what_prompts_attend_to() -> None:
+    codes = {"kv_mode": "lossy", "kv_compressor": "hack", "kv_budget": 1.0}
+    assert readiness.lines(server(**codes))[1] == "compressor hack (budget 1, 4 bits, partitions of 64)"
+    more = {"kv_bits": 2, "kv_partition": 32, "kv_prefill": "quantized"}
+    assert readiness.lines(server(**codes, **more))[1] == "compressor hack (budget 1, 2 bits, partitions of 32), prompts on codes"
 
 
 @pytest.mark.parametrize(
