@@ -78,10 +78,10 @@ def _checks(names: str) -> str:
     return f"python tests/kernels/kernel_checks.py {names}"
 
 
-def _jobs(link: int, rate: float) -> str:
+def _jobs(link: int, rate: float, methods: str = "raw,hack4") -> str:
     server = f"{DUMMY} --chunked-prefill-size 8192 --sleep-on-idle --context-length 20000 {SHORT}"
     return (
-        f"python -m sglang_ext.bench jobs --model {{model}} --method raw,hack4 --rate {rate} --link-gbps {link} "
+        f"python -m sglang_ext.bench jobs --model {{model}} --method {methods} --rate {rate} --link-gbps {link} "
         f"--context-len 16384 --output-len 160 --jobs 16 --decode-arg='--base-gpu-id 1' --logs {{out}} --json {{out}}.json "
         f"--server-arg='{server}'"
     )
@@ -134,6 +134,7 @@ STEPS = {
     "transfer-50": Step(_transfer(50, "32768"), 400, 2),
     # Nine tenths of what bf16 holds, as --rate auto found it.
     "jobs-10": Step(_jobs(10, 0.3), 300, 2),
+    "jobs-forms": Step(_jobs(10, 0.3, "hack4:128,hack4:quantized,hack2"), 400, 2),
     "jobs-40": Step(_jobs(40, 0.66), 300, 2),
 }  # fmt: skip
 

@@ -10,7 +10,8 @@ and when the client had it. JSON has all requests with their timelines; it is wr
 
 --method lynx (against 8 bits), lynx-exact (against the pool's own bits), raw (the pool's bytes), bf16, int8 (by token and head),
 int8-tensor, int4 (5 bits with scales), cachegen, lynx-int8 and lynx-int4 (in one stream), hack4, hack2 and int4-lossy (prompts as the codes
-of their copies, on which mode lossy answers), mooncake_tcp (SGLang's, without a limit).
+of their copies, on which mode lossy answers; hack4:32 and hack4:quantized say the partition, and that prompts are computed on codes),
+mooncake_tcp (SGLang's, without a limit).
 """
 
 import argparse

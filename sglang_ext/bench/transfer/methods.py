@@ -9,6 +9,7 @@ from sglang_ext.bench.comparing.identity_options import words
 from sglang_ext.config import transports
 from sglang_ext.config.benchmark_options import CODECS
 from sglang_ext.config.options import BACKEND
+from sglang_ext.config.prefill_options import QUANTIZED
 
 LYNX = "lynx"
 STOCK = transports.MOONCAKE_TCP
@@ -17,6 +18,8 @@ SPLIT = {LYNX: "int8", "lynx-exact": "exact"}
 # Prompts that travel as the codes of their copies, on which the decode server answers: method and bits.
 PACKED = {"hack4": ("hack", 4), "hack2": ("hack", 2), "int4-lossy": ("int4", 4)}
 METHODS = (LYNX, "lynx-exact", "raw", *CODECS, *PACKED, STOCK)
+# Of hack, after its name: sizes of a partition, and prompts that are computed on codes.
+PARTITIONED, PARTITIONS = ("hack4", "hack2"), ("32", "64", "128")
 
 
 @dataclass(frozen=True)
@@ -47,23 +50,30 @@ def method(name: str, drafting: tuple[str, ...] = ()) -> Method:
     """That of a name.
 
     Args:
-        name: one of ``METHODS``.
+        name: one of ``METHODS``; of :data:`PARTITIONED` followed by ``:`` and one of :data:`PARTITIONS`, or ``quantized``, or both.
         drafting: further flags of a decode server that drafts.
 
     Raises:
         BenchError: there is none of that name.
     """
-    if name not in METHODS:
-        raise BenchError(f"--method {name!r}: one of {', '.join(METHODS)}")
+    plain, *more = name.split(":")
+    partitions, prompts = ([each for each in more if each in PARTITIONS], [each for each in more if each == QUANTIZED])
+    if plain not in METHODS or len(partitions) > 1 or len(prompts) > 1 or len(partitions + prompts) < len(more):
+        raise BenchError(f"--method {name!r}: one of {', '.join(METHODS)}; of hack also hack4:32 for a partition, hack4:{QUANTIZED}, or both")
+    if more and plain not in PARTITIONED:
+        raise BenchError(f"--method {name!r}: {plain} has no partitions, and computes no prompts on codes: pass {plain}")
     if name == STOCK:
         return Method(name, ("--disaggregation-transfer-backend", STOCK))
     over = ("--disaggregation-transfer-backend", BACKEND)
     if name in SPLIT:
         return Method(name, (*over, "--kv-reference", SPLIT[name]), ("--kv-mode", "verified", *drafting))
-    if name in PACKED:
-        packs, bits = PACKED[name]
+    if plain in PACKED:
+        packs, bits = PACKED[plain]
+        asked = (*(("--kv-partition", *partitions) if partitions else ()), *(("--kv-prefill", *prompts) if prompts else ()))
         # Short prompts travel as they are.
-        return Method(name, (*over, "--kv-reference", "raw", "--kv-mode", "lossy", "--kv-compressor", packs, "--kv-bits", str(bits)))
+        return Method(
+            name, (*over, "--kv-reference", "raw", "--kv-mode", "lossy", "--kv-compressor", packs, "--kv-bits", str(bits), *asked)
+        )
     chosen = ("--kv-reference", "raw") if name == "raw" else ("--kv-bench-codec", name)
     return Method(name, (*over, *chosen))
 
@@ -90,9 +100,11 @@ def flags_of(args: argparse.Namespace, chosen: Method, gbps: float | None, file:
         BenchError: a flag of the method is given again, after which figures would have the name of another one.
     """
     own = {word for word in chosen.both if word.startswith("--")}
+    if chosen.name.split(":")[0] in PARTITIONED:
+        own |= {"--kv-partition", "--kv-prefill"}
     for option, given in (("--server-arg", args.server_arg), ("--decode-arg", args.decode_arg)):
         if again := own & {word.partition("=")[0] for word in words(given)}:
-            others = ", ".join(METHODS)
+            others = f"{', '.join(METHODS)}; or hack4:32, hack4:{QUANTIZED}"
             raise BenchError(f"{option} has {min(again)}, which --method {chosen.name} sets: leave it out, or name another of {others}")
     watched = () if chosen.is_stock else ("--kv-bench-timeline", str(file))
     shared = ("--dtype", args.dtype, "--skip-server-warmup", *chosen.both, *watched, *words(args.server_arg))

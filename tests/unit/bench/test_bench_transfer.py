@@ -117,12 +117,27 @@ def test_cold_prompts_and_other_links_have_tables_of_their_own():
 
 
 @pytest.mark.parametrize("option", ["server_arg", "decode_arg"])
-@pytest.mark.parametrize("given", ["--kv-bits 2", "--kv-bits=2", "--sleep-on-idle --kv-bits 2"])
+@pytest.mark.parametrize("given", ["--kv-bits 2", "--kv-bits=2", "--sleep-on-idle --kv-partition 32", "--kv-prefill quantized"])
 def test_what_makes_a_method_is_not_given_again(option, given):
     args = SimpleNamespace(**{"dtype": "float32", "server_arg": [], "decode_arg": [], option: [given]})
-    with pytest.raises(BenchError, match=f"--{option.replace('_', '-')} has --kv-bits, which --method hack4 sets: leave it out, or name"):
+    with pytest.raises(BenchError, match=f"--{option.replace('_', '-')} has --kv-(bits|partition|prefill), which --method hack4 sets: leave it out, or name"):
         command.flags_of(args, method("hack4"), 0.1, command.Path("logs"))
     command.flags_of(args, method("raw"), 0.1, command.Path("logs"))
+
+
+@pytest.mark.parametrize(("name", "flags"), [
+    ("hack4:32", ("--kv-bits", "4", "--kv-partition", "32")), ("hack2:quantized", ("--kv-bits", "2", "--kv-prefill", "quantized")),
+    ("hack4:quantized:128", ("--kv-bits", "4", "--kv-partition", "128", "--kv-prefill", "quantized"))])  # fmt: skip
+def test_hack_is_named_with_its_partition_and_with_prompts_on_codes(name, flags):
+    assert method(name).both == (*method("hack4").both[:-2], *flags) and method(name).name == name
+
+
+@pytest.mark.parametrize(("name", "told"), [
+    ("hack4:33", "one of lynx"), ("hack4:", "one of lynx"), ("hack4:32:64", "hack4:32 for a partition"), ("hack8", "one of lynx"),
+    ("raw:32", "raw has no partitions"), ("int4-lossy:quantized", "pass int4-lossy")])  # fmt: skip
+def test_other_names_are_refused(name, told):
+    with pytest.raises(BenchError, match=f"--method '{name}': .*{told}"):
+        method(name)
 
 
 def test_methods_differ_in_how_kv_travels_alone():
