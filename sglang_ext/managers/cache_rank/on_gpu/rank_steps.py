@@ -160,6 +160,10 @@ class RankSteps(LinkedRanks, BesideSteps):
             if self._made is not None and grown["taken"]:
                 self._made[self._name] += grown["taken"]
 
+    def begun(self, forwards: int) -> None:
+        """As :meth:`BesideSteps.begun`."""
+        self.pace.begun(time.monotonic(), self.waited, forwards)
+
     def stepped(self, views: CompressedViews, ends: dict[int, int], following: int | None) -> None:
         """As :meth:`BesideSteps.stepped`."""
         every, self._made = self._steps_between(ends), views.made
@@ -178,7 +182,7 @@ class RankSteps(LinkedRanks, BesideSteps):
     def _steps_between(self, ends: Iterable[int]) -> int:
         """Steps between two choices of a request; ``ends``: rows of all that step."""
         at_ranks = Counter(request.leases.link for row in ends if (request := self._requests.get(row)) is not None)
-        before, every = self.pace.every, self.pace.stepped(time.monotonic(), self.waited, max(at_ranks.values(), default=0))
+        before, every = self.pace.every, self.pace.stepped(max(at_ranks.values(), default=0))
         if every != before:
             logger.info(
                 "sglang-ext: cache ranks choose every %d steps for each of %d requests at once, as often as they keep up with "
