@@ -116,7 +116,7 @@ class RankSteps(LinkedRanks, BesideSteps):
         super().__init__(links, buffers)
         self._arenas = dict(zip(links, arenas))
         self._method, self._table, self._queries, self._patience = method, token_table, queries, patience
-        self._side, self._launched = SideStream(token_table.device), None
+        self._side, self._launched, self._since = SideStream(token_table.device), None, 0
         self.sends_rows = arenas[0].shape.rows
         self.pace = Pace(method.compressor.every)
         self._requests: dict[int, AtRank] = {}
@@ -167,6 +167,11 @@ class RankSteps(LinkedRanks, BesideSteps):
     def stepped(self, views: CompressedViews, ends: dict[int, int], following: int | None) -> None:
         """As :meth:`BesideSteps.stepped`."""
         every, self._made = self._steps_between(ends), views.made
+        if self._launched is not None:
+            self._since += 1
+            if self._since >= self._queries.spare:
+                # The next step writes where queries lie that the second stream may not have read yet.
+                self._settle()
         due = {row: end for row, end in ends.items() if not (end - views.get(row).covered) % every}
         # First, or the rank would look at the newer question alone.
         self._take(views, self._open_questions(views, due))
@@ -281,7 +286,7 @@ class RankSteps(LinkedRanks, BesideSteps):
 
     def _settle(self) -> None:
         self._side.wait(self._launched)
-        self._launched = None
+        self._launched, self._since = None, 0
 
     def settle(self, row: int) -> None:
         """As :meth:`BesideSteps.settle`: full KV and queries are read on the second stream."""
