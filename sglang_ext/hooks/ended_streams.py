@@ -5,7 +5,7 @@ sends again what failed, and would get an abort for it.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from fastapi import BackgroundTasks
@@ -34,8 +34,15 @@ def abort_unfinished(original: Callable, manager: "TokenizerManager", obj: "Gene
 async def _abort(manager: "TokenizerManager", obj: "GenerateReqInput") -> None:
     # A request has its ids once SGLang has begun to look at it; one that it refused may have none.
     rids = [obj.rid] if isinstance(obj.rid, str) else obj.rid or []
-    unfinished = {rid: state for rid in rids if (state := manager.rid_to_state.get(rid)) is not None}
+    unfinished = {rid: manager.rid_to_state[rid] for asked in rids for rid in _there(manager, asked)}
     await asyncio.sleep(SECONDS)
     for rid, state in unfinished.items():
         if manager.rid_to_state.get(rid) is state:
             manager.abort_request(rid)
+
+
+def _there(manager: "TokenizerManager", rid: str) -> Iterator[str]:
+    """Under which ids a request is there: its own, and once it was expanded to several answers (n > 1) those of these, in its place."""
+    for each in (rid, *manager.logical_rid_to_child_rids.get(rid, ())):
+        if each in manager.rid_to_state:
+            yield each

@@ -85,6 +85,11 @@ TRANSFER_USES: tuple[Use, ...] = (
 
 USES: tuple[Use, ...] = (
     Use(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager",
+        "what a stream's request has unfinished is found by its ids, and those of its answers",
+        mentions=("self.rid_to_state: Dict[str, ReqState]", "self.logical_rid_to_child_rids: Dict[str, set[str]]"),
+    ),
+    Use(
         "sglang.srt.managers.scheduler_components.batch_result_processor."
         "SchedulerBatchResultProcessor._accept_grammar_tokens",
         "grammars advance after the search for the end of an output, as without speculation", ("self", "req", "tokens"),

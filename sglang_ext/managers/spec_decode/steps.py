@@ -135,6 +135,8 @@ class Steps:
             starts: int64 [requests], positions of ``tokens``.
             penalized: requests with penalties.
         """
+        if self.worker.views.beside is not None:
+            self.worker.views.beside.begun(round_.steps + len(round_.parts))
         rows, viewed = self.extend_rows(batch, round_, slots)
         # Made for all steps at once: between the graphs of two steps each operation costs the device time.
         ahead = torch.arange(round_.steps, device=slots.device)[:, None]

@@ -49,6 +49,9 @@ class BesideSteps(SendsRows, ABC):
     def compile_kernels(self) -> None:
         """Choose once for nobody, so that no request waits for compilers."""
 
+    def begun(self, forwards: int) -> None:
+        """A round begins, of so many forwards: its steps, and verifications."""
+
     @abstractmethod
     def stepped(self, views: "CompressedViews", ends: dict[int, int], following: int | None) -> None:
         """A step was launched: take what was chosen for the requests whose turn has come, and let more be chosen by its queries.

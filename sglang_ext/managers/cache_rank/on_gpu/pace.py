@@ -2,6 +2,9 @@
 
 A rank that needs longer for all of them than a step takes would be waited for in each step, up to the limit, and steps would take as long
 as choices. So it is asked as often as it keeps up with, and steps read what was chosen before meanwhile, and the newest tokens.
+
+How long a step takes the host sees of whole rounds alone: it launches all steps of one at once, far ahead of the device, and waits for those
+of the round before in between.
 """
 
 import math
@@ -9,7 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
 
-# Steps and answers that are looked at, and the fewest that say something.
+# Rounds and answers that are looked at, and the fewest that say something.
 WINDOW, LEAST = 32, 8
 # Beside choosing: messages, queries and rows on their way, and the rank's next look.
 BESIDE_SECONDS = 1e-3
@@ -35,7 +38,7 @@ class Pace:
     least: int
     most: int = MOST_STEPS
     every: int = field(init=False)
-    _begun: deque[tuple[float, float]] = field(init=False, default_factory=lambda: deque(maxlen=WINDOW + 1))
+    _rounds: deque[tuple[float, float, int]] = field(init=False, default_factory=lambda: deque(maxlen=WINDOW + 1))
     _costs: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=WINDOW))
 
     def __post_init__(self) -> None:
@@ -45,24 +48,27 @@ class Pace:
         """A rank has chosen for so many questions at once, in so many seconds."""
         self._costs.append(seconds / together)
 
-    def stepped(self, now: float, waited: float, requests: int) -> int:
-        """A step was launched; :attr:`every` from here on.
+    def begun(self, now: float, waited: float, forwards: int) -> None:
+        """A round begins.
 
         Args:
             now: seconds of a clock that does not go back.
             waited: seconds that all steps so far have waited for choices.
-            requests: most that one rank chooses for.
+            forwards: of the round, each of which counts as a step.
         """
-        self._begun.append((now, waited))
-        if len(self._begun) > LEAST and len(self._costs) >= LEAST and requests:
+        self._rounds.append((now, waited, forwards))
+
+    def stepped(self, requests: int) -> int:
+        """A step was launched; :attr:`every` from here on. ``requests``: most that one rank chooses for."""
+        if len(self._rounds) > LEAST and len(self._costs) >= LEAST and requests:
             self._settle(requests * median(self._costs) + BESIDE_SECONDS)
         return self.every
 
     @property
     def step_seconds(self) -> float:
-        """That a step takes without its waits: the median, as some come after a prefill, and waits are told a step late."""
-        steps = zip(self._begun, list(self._begun)[1:])
-        return max(SHORTEST, median(after[0] - before[0] - (after[1] - before[1]) for before, after in steps))
+        """That a step takes without its waits: the median of rounds, as some come after a prefill, and waits are told a step late."""
+        rounds = zip(self._rounds, list(self._rounds)[1:])
+        return max(SHORTEST, median((after[0] - before[0] - (after[1] - before[1])) / before[2] for before, after in rounds))
 
     def _settle(self, cycle: float) -> None:
         steps = cycle / self.step_seconds

@@ -116,7 +116,7 @@ class RankSteps(LinkedRanks, BesideSteps):
         super().__init__(links, buffers)
         self._arenas = dict(zip(links, arenas))
         self._method, self._table, self._queries, self._patience = method, token_table, queries, patience
-        self._side, self._launched = SideStream(token_table.device), None
+        self._side, self._launched, self._since = SideStream(token_table.device), None, 0
         self.sends_rows = arenas[0].shape.rows
         self.pace = Pace(method.compressor.every)
         self._requests: dict[int, AtRank] = {}
@@ -160,9 +160,18 @@ class RankSteps(LinkedRanks, BesideSteps):
             if self._made is not None and grown["taken"]:
                 self._made[self._name] += grown["taken"]
 
+    def begun(self, forwards: int) -> None:
+        """As :meth:`BesideSteps.begun`."""
+        self.pace.begun(time.monotonic(), self.waited, forwards)
+
     def stepped(self, views: CompressedViews, ends: dict[int, int], following: int | None) -> None:
         """As :meth:`BesideSteps.stepped`."""
         every, self._made = self._steps_between(ends), views.made
+        if self._launched is not None:
+            self._since += 1
+            if self._since >= self._queries.spare:
+                # The next step writes where queries lie that the second stream may not have read yet.
+                self._settle()
         due = {row: end for row, end in ends.items() if not (end - views.get(row).covered) % every}
         # First, or the rank would look at the newer question alone.
         self._take(views, self._open_questions(views, due))
@@ -178,7 +187,7 @@ class RankSteps(LinkedRanks, BesideSteps):
     def _steps_between(self, ends: Iterable[int]) -> int:
         """Steps between two choices of a request; ``ends``: rows of all that step."""
         at_ranks = Counter(request.leases.link for row in ends if (request := self._requests.get(row)) is not None)
-        before, every = self.pace.every, self.pace.stepped(time.monotonic(), self.waited, max(at_ranks.values(), default=0))
+        before, every = self.pace.every, self.pace.stepped(max(at_ranks.values(), default=0))
         if every != before:
             logger.info(
                 "sglang-ext: cache ranks choose every %d steps for each of %d requests at once, as often as they keep up with "
@@ -277,7 +286,7 @@ class RankSteps(LinkedRanks, BesideSteps):
 
     def _settle(self) -> None:
         self._side.wait(self._launched)
-        self._launched = None
+        self._launched, self._since = None, 0
 
     def settle(self, row: int) -> None:
         """As :meth:`BesideSteps.settle`: full KV and queries are read on the second stream."""

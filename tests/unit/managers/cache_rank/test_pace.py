@@ -11,7 +11,8 @@ def run(pace, steps, step, cost, requests, waits=True, begun=0.0):
     """Steps of so many seconds beside a rank that needs ``cost`` seconds a request; each waits for its choice. When the last began."""
     now, waited = begun, 0.0
     for _ in range(steps):
-        every = pace.stepped(now, waited, requests)
+        pace.begun(now, waited, 1)
+        every = pace.stepped(requests)
         late = max(0.0, requests * cost - every * step) / every if waits else 0.0
         for _ in range(requests):
             pace.answered(requests * cost, requests)
@@ -53,8 +54,21 @@ def test_a_prefill_between_two_steps_and_a_kernel_that_is_compiled_say_nothing()
     for number in range(100):
         now += 0.6 if number % 10 == 0 else 8e-3
         pace.answered(20.0 if number == 0 else 14e-3, 16)
-        every = pace.stepped(now, 0.0, 16)
+        pace.begun(now, 0.0, 1)
+        every = pace.stepped(16)
     assert every == 2
+
+
+@pytest.mark.parametrize(("steps", "verifications"), [(4, 0), (16, 1), (1, 1)])
+def test_steps_that_the_host_launches_at_once_take_as_long_as_the_device_takes_for_them(steps, verifications):
+    pace, now = Pace(1), 0.0
+    for _ in range(40):
+        pace.begun(now, 0.0, steps + verifications)
+        for _ in range(steps):
+            pace.answered(14e-3, 16)
+            every = pace.stepped(16)
+        now += 8e-3 * (steps + verifications)
+    assert pace.step_seconds == pytest.approx(8e-3) and every == 2
 
 
 @given(st.floats(1e-4, 1.0), st.floats(1e-6, 0.1), st.integers(1, 64), st.integers(1, 8))
@@ -68,8 +82,10 @@ def test_a_choice_that_fits_is_never_waited_for(step, cost, requests, least):
 def test_without_requests_or_answers_nothing_changes():
     pace = Pace(3)
     for number in range(50):
-        assert pace.stepped(number * 1e-4, 0.0, 5) == 3
+        pace.begun(number * 1e-4, 0.0, 1)
+        assert pace.stepped(5) == 3
     pace.answered(1.0, 1)
     for number in range(50):
         pace.answered(1.0, 1)
-        assert pace.stepped(number, 0.0, 0) == 3
+        pace.begun(number, 0.0, 1)
+        assert pace.stepped(0) == 3

@@ -49,6 +49,34 @@ def test_a_rank_that_steps_outrun_is_asked_as_often_as_it_keeps_up_and_what_it_c
     world.steps.end()
 
 
+class Behind:
+    """In the place of a second stream: what was put for it is read no earlier than somebody waits for it."""
+
+    def __init__(self, arena):
+        self._publish, self._left = arena.publish, []
+        arena.publish = lambda *given: self._left.append(given)
+
+    def launch(self, work, read):
+        work()
+        return self
+
+    def wait(self, done):
+        if done is not None:
+            while self._left:
+                self._publish(*self._left.pop(0))
+
+
+def test_a_second_stream_that_is_behind_reads_queries_before_they_are_written_over():
+    world = RankWorld(places=16, most=8).ready()
+    world.begin(1, 300, 64)
+    world.steps.pace.every = world.every = 8
+    world.steps._side = Behind(world.arenas[0])
+    for _ in range(16):
+        world.step()
+    assert world.queries.spare < 8 and torch.equal(world.led(1), world.chosen(1, 308, 300))
+    world.steps.end()
+
+
 @pytest.fixture
 def world(shared):
     """The same without requests."""
