@@ -38,7 +38,7 @@ class OnFullKV(Steps):
 @pytest.mark.parametrize("lossy", [False, True], ids=["verified", "lossy"])
 def test_who_chooses_beside_steps_hears_of_each_round_before_them_with_its_verifications(lossy):
     beside = Beside()
-    views = SimpleNamespace(token_table=torch.zeros(4, 40, dtype=torch.int32), beside=beside, elsewhere=None)
+    views = SimpleNamespace(token_table=torch.zeros(4, 40, dtype=torch.int32), beside=beside, elsewhere=None, method=None)
     queries = SimpleNamespace(recording=lambda rows, watch: nullcontext(), left_by_steps=False)
     worker = SimpleNamespace(views=views, queries=queries, lossy=lossy)
     round_ = SimpleNamespace(
