@@ -346,7 +346,7 @@ class HeldMemory:
         model_runner.init_kv_cache_configurator()
         configurator = model_runner.kv_cache_configurator
         available = configurator._profile_available_bytes(model_runner.pre_model_load_memory)
-        asked, slot = planner.args.max_total_tokens, planner.model.slot_bytes
+        asked = planner.args.max_total_tokens
         # Codes of keys are a large part of what a token takes.
         tokens = min(available // planner.token_bytes, asked or available)
         requests = configurator.resolve_max_num_reqs(tokens)
@@ -359,7 +359,7 @@ class HeldMemory:
             )
         self._rings = plan.rings
         # Host memory counts as taken once it is written.
-        size = self._beside(plan.total, available, (asked or 0) * slot)
+        size = self._beside(plan.total, available, (asked or 0) * planner.model.slot_bytes)
         self._held: torch.Tensor | None = torch.empty(size, dtype=torch.uint8, device=model_runner.device).zero_()
 
     def _beside(self, planned: int, available: int, pool: int) -> int:

@@ -41,6 +41,7 @@ from sglang_ext.managers.spec_decode.requests import RequestStates, fallback_rea
 from sglang_ext.managers.spec_decode.result import RoundResult
 from sglang_ext.managers.spec_decode.steps import prefill
 from sglang_ext.managers.spec_decode.turns import OnDevice
+from sglang_ext.mem_cache.compressed.beside_keys import BesideKeys
 from sglang_ext.mem_cache.compressed.chosen_beside import beside
 from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
 from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
@@ -48,7 +49,6 @@ from sglang_ext.mem_cache.compressed.due_copies import longest_tail
 from sglang_ext.mem_cache.compressed.formats.chosen_pages import ChosenPages
 from sglang_ext.mem_cache.compressed.formats.packing import Packing
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-from sglang_ext.mem_cache.compressed.page_extremes import PageExtremes
 from sglang_ext.mem_cache.compressed.query_window import QueryWindows, reserve_queries, tell_written
 from sglang_ext.mem_cache.compressed.slot_codes import SlotCodes
 from sglang_ext.mem_cache.prefix_cache.codes_alone import CodesAlone
@@ -94,7 +94,7 @@ class KVWorker(BaseSpecWorker):
         self.new_tokens = NewTokens()
         self.traveling: TravelingQueries | None = None
         # What lies beside the pool and follows its keys.
-        self.beside_keys: SlotCodes | PageExtremes | None = None
+        self.beside_keys: BesideKeys | None = None
         # Attention of prompts, where that is not exact.
         self.quantized: QuantizedPrefill | None = None
         verify_graphs.plain(self.model_runner)

@@ -6,8 +6,10 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 from sglang_ext.bench.client import SamplingSettings
+from sglang_ext.bench.looking import again_and_again
 from sglang_ext.bench.server import ServerProcess
 from sglang_ext.bench.servers_apart import ServersApart, answer
 from sglang_ext.bench.speed.decode_wave import Stream
@@ -81,26 +83,23 @@ class PoolUse:
 
     def __init__(self, servers: Sequence[ServerProcess]) -> None:
         self._servers = servers
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._looks = again_and_again(self._look, LOOK)
         self.peak = (0, 0)
 
     def __enter__(self) -> "PoolUse":
-        self._thread.start()
+        self._looks.__enter__()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
+    def __exit__(self, *error: Any) -> None:
+        self._looks.__exit__(*error)
 
     def _look(self) -> None:
-        while not self._over.wait(LOOK):
-            for server in self._servers:
-                try:
-                    loads = server.request("v1/loads?include=core", timeout=5)["loads"]
-                except (OSError, KeyError, TypeError):
-                    continue
-                self.peak = max([self.peak, *((load["num_used_tokens"], load["max_total_num_tokens"]) for load in loads)])
+        for server in self._servers:
+            try:
+                loads = server.request("v1/loads?include=core", timeout=5)["loads"]
+            except (OSError, KeyError, TypeError):
+                continue
+            self.peak = max([self.peak, *((load["num_used_tokens"], load["max_total_num_tokens"]) for load in loads)])
 
 
 def send(servers: ServersApart, prompts: Sequence[tuple[int, ...]], at: Sequence[float], new_tokens: int) -> list[Answered]:

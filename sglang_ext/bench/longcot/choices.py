@@ -1,13 +1,13 @@
 """What became of the choices of cache ranks while requests decoded side by side: a step whose choices are late is no step with choices."""
 
 import re
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from sglang_ext.bench.client import ServerClient
+from sglang_ext.bench.looking import again_and_again
 from sglang_ext.bench.speed.metrics_page import readings
 
 # Seconds between looks.
@@ -86,17 +86,10 @@ def between(looks: Sequence[Look], begin: float, end: float) -> ChoicesTaken | N
 def looking(server: ServerClient, seconds: float = LOOKS) -> Iterator[list[Look]]:
     """Looks at a server with ``--enable-metrics``, while this is entered."""
     looks: list[Look] = []
-    over = threading.Event()
 
     def look() -> None:
-        while not over.wait(seconds):
-            with suppress(OSError):
-                looks.append(Look.at_page(server.request("metrics"), time.perf_counter()))
+        with suppress(OSError):
+            looks.append(Look.at_page(server.request("metrics"), time.perf_counter()))
 
-    thread = threading.Thread(target=look, daemon=True)
-    thread.start()
-    try:
+    with again_and_again(look, seconds):
         yield looks
-    finally:
-        over.set()
-        thread.join()

@@ -91,9 +91,8 @@ def answer(server: ServerClient, prompts: Sequence[tuple[int, ...]], longest: in
     Raises:
         BenchError: a request was refused or broke off.
     """
-    sampling = SamplingSettings()
     for prompt in prompts:
-        decode_wave.run(server, [prompt], sampling, 1)
+        decode_wave.run(server, [prompt], SamplingSettings(), 1)
     return [_wave(server, prompts, longest, ranks) for _ in range(repeats)]
 
 

@@ -1,15 +1,16 @@
 """Memory and descriptors of each process of a server while it has traffic: what grows is a leak."""
 
 import os
-import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from statistics import median_low
 from types import TracebackType
 from typing import NamedTuple
 
 import psutil
+
+from sglang_ext.bench.looking import again_and_again
 
 SAMPLE_SECONDS = 10.0
 # Samples of a process from which on it is judged.
@@ -66,18 +67,16 @@ class ProcessWatch:
     """
 
     def __init__(self, group: int | None, seconds: float = SAMPLE_SECONDS):
-        self._group, self._seconds = group, seconds
+        self._group = group
         self._found: dict[int, Watched] = {}
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._looks = nullcontext() if group is None else again_and_again(self._watch, seconds)
 
     def __enter__(self) -> "ProcessWatch":
-        self._thread.start()
+        self._looks.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._over.set()
-        self._thread.join()
+        self._looks.__exit__(kind, error, trace)
 
     def problems(self) -> list[str]:
         """What grew, of the processes that were there for long enough."""
@@ -96,11 +95,10 @@ class ProcessWatch:
         return "\n".join(lines)
 
     def _watch(self) -> None:
-        while self._group is not None and not self._over.wait(self._seconds):
-            for process in psutil.process_iter():
-                with suppress(psutil.Error, ProcessLookupError):
-                    if os.getpgid(process.pid) == self._group:
-                        self._look_at(process)
+        for process in psutil.process_iter():
+            with suppress(psutil.Error, ProcessLookupError):
+                if os.getpgid(process.pid) == self._group:
+                    self._look_at(process)
 
     def _look_at(self, process: psutil.Process) -> None:
         sample = Sample(process.memory_full_info().uss, process.num_fds())

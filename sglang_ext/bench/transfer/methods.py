@@ -18,8 +18,9 @@ SPLIT = {LYNX: "int8", "lynx-exact": "exact"}
 # Prompts that travel as the codes of their copies, on which the decode server answers: method and bits.
 PACKED = {"hack4": ("hack", 4), "hack2": ("hack", 2), "int4-lossy": ("int4", 4)}
 METHODS = (LYNX, "lynx-exact", "raw", *CODECS, *PACKED, STOCK)
-# Of hack, after its name: sizes of a partition, and prompts that are computed on codes.
-PARTITIONED, PARTITIONS = ("hack4", "hack2"), ("32", "64", "128")
+# Of these, after the name: sizes of a partition, and prompts that are computed on codes; the flag of each.
+PARTITIONED = ("hack4", "hack2")
+FORMS = {**dict.fromkeys(("32", "64", "128"), "--kv-partition"), QUANTIZED: "--kv-prefill"}
 
 
 @dataclass(frozen=True)
@@ -50,15 +51,14 @@ def method(name: str, drafting: tuple[str, ...] = ()) -> Method:
     """That of a name.
 
     Args:
-        name: one of ``METHODS``; of :data:`PARTITIONED` followed by ``:`` and one of :data:`PARTITIONS`, or ``quantized``, or both.
+        name: one of ``METHODS``; of :data:`PARTITIONED` followed by ``:`` and one of :data:`FORMS`, of each flag at most.
         drafting: further flags of a decode server that drafts.
 
     Raises:
         BenchError: there is none of that name.
     """
     plain, *more = name.split(":")
-    partitions, prompts = ([each for each in more if each in PARTITIONS], [each for each in more if each == QUANTIZED])
-    if plain not in METHODS or len(partitions) > 1 or len(prompts) > 1 or len(partitions + prompts) < len(more):
+    if plain not in METHODS or not set(more) <= set(FORMS) or len({FORMS[each] for each in more}) < len(more):
         raise BenchError(f"--method {name!r}: one of {', '.join(METHODS)}; of hack also hack4:32 for a partition, hack4:{QUANTIZED}, or both")
     if more and plain not in PARTITIONED:
         raise BenchError(f"--method {name!r}: {plain} has no partitions, and computes no prompts on codes: pass {plain}")
@@ -69,7 +69,7 @@ def method(name: str, drafting: tuple[str, ...] = ()) -> Method:
         return Method(name, (*over, "--kv-reference", SPLIT[name]), ("--kv-mode", "verified", *drafting))
     if plain in PACKED:
         packs, bits = PACKED[plain]
-        asked = (*(("--kv-partition", *partitions) if partitions else ()), *(("--kv-prefill", *prompts) if prompts else ()))
+        asked = (word for each in sorted(more) for word in (FORMS[each], each))
         # Short prompts travel as they are.
         return Method(
             name, (*over, "--kv-reference", "raw", "--kv-mode", "lossy", "--kv-compressor", packs, "--kv-bits", str(bits), *asked)
@@ -101,7 +101,7 @@ def flags_of(args: argparse.Namespace, chosen: Method, gbps: float | None, file:
     """
     own = {word for word in chosen.both if word.startswith("--")}
     if chosen.name.split(":")[0] in PARTITIONED:
-        own |= {"--kv-partition", "--kv-prefill"}
+        own |= set(FORMS.values())
     for option, given in (("--server-arg", args.server_arg), ("--decode-arg", args.decode_arg)):
         if again := own & {word.partition("=")[0] for word in words(given)}:
             others = f"{', '.join(METHODS)}; or hack4:32, hack4:{QUANTIZED}"

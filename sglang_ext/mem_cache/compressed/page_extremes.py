@@ -11,9 +11,10 @@ from collections.abc import Sequence
 import torch
 
 from sglang_ext.device import to_device
+from sglang_ext.mem_cache.compressed.beside_keys import BesideKeys
 
 
-class PageExtremes:
+class PageExtremes(BesideKeys):
     """Extremes of all pages.
 
     Args:
@@ -28,23 +29,16 @@ class PageExtremes:
     """
 
     def __init__(self, keys: Sequence[torch.Tensor], layer_ids: Sequence[int], page: int):
+        super().__init__(layer_ids)
         (slots, heads, dim), device = keys[0].shape, keys[0].device
         self.layer_ids, self.page = tuple(layer_ids), page
         self.held = keys[0].new_zeros(len(keys), slots // page, heads, 2, dim)
         self._keys = tuple(keys)
         self._table = to_device([each.data_ptr() for each in keys], device)
-        # Layers attend in the order of their indices.
-        self._last = max(self.layer_ids)
-        # Compiled before a request waits for it; slot 0 is nobody's.
-        self.write(torch.zeros(1, dtype=torch.int64, device=device))
-
-    def written(self, layer_id: int, slots: torch.Tensor) -> None:
-        """A layer's keys were written to ``slots``, int64 [tokens], as those of the layers before it in the same forward were."""
-        if layer_id == self._last:
-            self.write(slots)
+        self.compile_kernels(device)
 
     def write(self, slots: torch.Tensor) -> None:
-        """Bring the pages of ``slots``, int64 [tokens], up to date in all layers; without waiting for the device."""
+        """As :meth:`BesideKeys.write`: bound the pages of the slots."""
         if not len(slots):
             return
         if slots.is_cuda:

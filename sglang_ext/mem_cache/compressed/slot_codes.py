@@ -12,10 +12,11 @@ from collections.abc import Sequence
 
 import torch
 
+from sglang_ext.mem_cache.compressed.beside_keys import BesideKeys
 from sglang_ext.mem_cache.selection.held_keys import CodedKeys, KeyCoder, KeySizes
 
 
-class SlotCodes:
+class SlotCodes(BesideKeys):
     """Codes of all slots.
 
     Args:
@@ -28,19 +29,12 @@ class SlotCodes:
     """
 
     def __init__(self, keys: Sequence[torch.Tensor], layer_ids: Sequence[int], bits: int):
+        super().__init__(layer_ids)
         (slots, heads, dim), device = keys[0].shape, keys[0].device
         self.held = CodedKeys(KeySizes(len(keys), heads, dim, keys[0].dtype, bits), slots, device)
         self._coder = KeyCoder(keys, self.held)
-        # Layers attend in the order of their indices.
-        self._last = max(layer_ids)
-        # Compiled before a request waits for it; slot 0 is nobody's.
-        self.write(torch.zeros(1, dtype=torch.int64, device=device))
-
-    def written(self, layer_id: int, slots: torch.Tensor) -> None:
-        """A layer's keys were written to ``slots``, int64 [tokens], as those of the layers before it in the same forward were."""
-        if layer_id == self._last:
-            self.write(slots)
+        self.compile_kernels(device)
 
     def write(self, slots: torch.Tensor) -> None:
-        """Code the keys in ``slots``, int64 [tokens], of all layers."""
+        """As :meth:`BesideKeys.write`: code the keys."""
         self._coder.code(slots)
