@@ -99,7 +99,7 @@ def language(grid, program, assembly):
         thread_barrier=lambda: None,
         full=lambda shape, value, dtype, layout: torch.full(tuple(shape), value, dtype=dtype),
         allocate_shared_memory=lambda dtype, shape, layout: Shared(torch.full(tuple(shape), torch.nan, dtype=dtype)),
-        convert_layout=lambda numbers, layout, assert_trivial: numbers, expand_dims=torch.unsqueeze, where=torch.where,
+        convert_layout=lambda numbers, layout, assert_trivial=False: numbers, expand_dims=torch.unsqueeze, where=torch.where,
         broadcast=lambda left, right: torch.broadcast_tensors(*map(torch.as_tensor, (left, right))),
         join=lambda left, right: torch.stack([left, right], -1),
         split=lambda both: both.unbind(-1), max=torch.amax, min=torch.amin, sum=torch.sum, exp2=torch.exp2, log2=torch.log2,

@@ -3,6 +3,7 @@
 
 A program is one warp, as packed.py's, and codes go from memory to registers likewise: those of the next step's keys as soon as this
 step's are multiplied, and then those of its values. A column of a product is a query in one of a step's blocks (integer_fragments.py).
+Queries get their codes here, while the first keys are on their way: a kernel before this one would be waited for.
 """
 
 from triton.experimental import gluon
@@ -13,6 +14,12 @@ from sglang_ext.layers.kernels.gluon import assembly
 from sglang_ext.layers.kernels.gluon.exact import exact_part
 from sglang_ext.layers.kernels.gluon.integer_products import (
     B8,
+    BIAS,
+    FIRST_CODE,
+    LAST_CODE,
+    ROUNDING,
+    SHARING,
+    SMALLEST_SCALE,
     add_products,
     coded_weights,
     numbers_of_keys,
@@ -29,15 +36,37 @@ WIDE = gl.constexpr(assembly.wide_product())
 
 
 @gluon.jit
-def _query_codes(codes, F: gl.constexpr):
+def _ranges(queries, scaling, F: gl.constexpr):
+    """Of each partition the scale and the least of queries, float32 [columns]: what integers.py's ``eight_bits`` has."""
+    query = gl.arange(0, F.value.columns, QUERY) % F.value.span
+    channel, found = gl.arange(0, SHARING, gl.SliceLayout(1, SUM))[:, None], ()
+    for partition in gl.static_range(gl.constexpr(F.value.partitions)):
+        at = queries + ((query * F.value.dim)[None, :] + (partition * SHARING + channel))
+        numbers = gl.load(at, mask=(query < F.value.group)[None, :], other=0).to(gl.float32) * scaling
+        least = gl.min(numbers, 0)
+        scale = gl.maximum((gl.max(numbers, 0) - least) * (1.0 / LAST_CODE), SMALLEST_SCALE)
+        found = found + ((scale, least),)
+    return found
+
+
+@gluon.jit
+def _query_codes(queries, ranges, scaling, F: gl.constexpr):
     """Of each part's streams int8 [bytes, columns] as B, in the order of keys' bytes; 0 in columns of other streams."""
     COUNT: gl.constexpr = F.value.bytes
-    index, column = gl.arange(0, COUNT, gl.SliceLayout(1, B8)), gl.arange(0, F.value.columns, gl.SliceLayout(0, B8))[None, :]
+    STREAMS: gl.constexpr = F.value.streams
+    COLUMN: gl.constexpr = gl.SliceLayout(0, B8)
+    index, column = gl.arange(0, COUNT, gl.SliceLayout(1, B8)), gl.arange(0, F.value.columns, COLUMN)[None, :]
     byte = (index // 4 % 4 * (COUNT // 4) + index // 16 * 4 + index % 4)[:, None]
     query, found = column % F.value.span, ()
-    for at in gl.static_range(gl.constexpr(F.value.parts * F.value.streams)):
-        mine = (query < F.value.group) & (column // F.value.span == at % F.value.streams)
-        found = found + (gl.load(codes + query * F.value.dim + (at // F.value.streams * COUNT + byte), mask=mine, other=0),)
+    for part in gl.static_range(gl.constexpr(F.value.parts)):
+        scale, least = ranges[part // F.value.together]
+        scale, least = gl.convert_layout(scale, COLUMN), gl.convert_layout(least, COLUMN)
+        there = query < F.value.group
+        numbers = gl.load(queries + (query * F.value.dim + (part * COUNT + byte)), mask=there, other=0).to(gl.float32) * scaling
+        steps = (numbers - least[None, :]) * (1.0 / scale)[None, :] + ROUNDING
+        for stream in gl.static_range(STREAMS):
+            mine = there & (column // F.value.span == stream)
+            found = found + (gl.where(mine, steps - BIAS, 0.0).to(gl.int8),)
     return found
 
 
@@ -55,16 +84,14 @@ def _code_sums(queries, F: gl.constexpr):
 
 
 @gluon.jit
-def _query_numbers(parameters, heads, F: gl.constexpr):
+def _query_numbers(ranges, code_sums, F: gl.constexpr):
     """Of each partition scales, over powers of two of its codes, zero points and rests of queries, in base 2: float32 [columns]."""
-    query = gl.arange(0, F.value.columns, QUERY) % F.value.span
-    COUNT: gl.constexpr = F.value.partitions
     found = ()
-    for partition in gl.static_range(COUNT):
-        at, mine = parameters + query * COUNT + partition, query < F.value.group
-        scale = rounded_down(gl.load(at, mask=mine, other=0.0) * (LOG2E / F.value.key_powers[partition]))
-        zero = gl.load(at + heads * COUNT, mask=mine, other=0.0) * LOG2E
-        found = found + ((scale, zero, gl.load(at + 2 * heads * COUNT, mask=mine, other=0.0) * LOG2E),)
+    for partition in gl.static_range(gl.constexpr(F.value.partitions)):
+        scale, least = ranges[partition]
+        zero = least - scale * FIRST_CODE
+        rest = scale * gl.max(code_sums[partition], 0).to(gl.float32) + zero * SHARING
+        found = found + ((rounded_down(scale * (LOG2E / F.value.key_powers[partition])), zero * LOG2E, rest * LOG2E),)
     return found
 
 
@@ -160,8 +187,8 @@ def _store(partial, lse, place, splits, best, outputs, total, F: gl.constexpr):
 
 @gluon.jit
 def _integer_part(
-    codes, parameters, heads, key_words, key_numbers, value_words, value_numbers, table, first, last, partial, lse, place, splits,
-    key_slot, value_slot, BLOCK_SLOTS: gl.constexpr, F: gl.constexpr,
+    queries, key_words, key_numbers, value_words, value_numbers, table, first, last, scaling, partial, lse, place, splits, key_slot,
+    value_slot, BLOCK_SLOTS: gl.constexpr, F: gl.constexpr,
 ):  # fmt: skip
     """Softmax over the blocks [first, last) of a request's row; buffers begin at the head's cells."""
     N: gl.constexpr = F.value.columns
@@ -172,8 +199,6 @@ def _integer_part(
     of_values = gl.allocate_shared_memory(gl.float16, [2, 4 * STREAMS, F.value.dim], PARAMETERS)
     # Cells are whole units of 16 bytes.
     key_units, value_units = key_slot >> 3, value_slot >> 3
-    q = _query_codes(codes, F)
-    code_sums, of_queries = _code_sums(q, F), _query_numbers(parameters, heads, F)
     mask = gl.where((gl.arange(0, 64, gl.SliceLayout(1, SUM)) & 4) == 0, -1, 0).to(gl.int32)[:, None]
     mask = as_wide(mask, gl.full([64, N], 0, gl.int32, SUM))
     stream = gl.arange(0, N, QUERY) // F.value.span
@@ -188,6 +213,11 @@ def _integer_part(
         keys = _codes_of(key_words, slots[0], key_units, KEYS, F)
         values = _codes_of(value_words, slots[1], value_units, VALUES, F)
         slots = _slots_of(table, first + STREAMS, last, BLOCK_SLOTS, F)
+        # While the first codes are on their way.
+        ranges = _ranges(queries, scaling, F)
+        q = _query_codes(queries, ranges, scaling, F)
+        code_sums = _code_sums(q, F)
+        of_queries = _query_numbers(ranges, code_sums, F)
         for block in range(first, last, STREAMS):
             now = (block - first) // STREAMS % 2
             _copy_numbers(of_keys.index(1 - now), of_values.index(1 - now), key_numbers, value_numbers, slots, key_units, value_units, F)
@@ -221,7 +251,7 @@ def _integer_part(
 
 @gluon.jit
 def integer_splits_gluon(
-    queries, codes, parameters, keys, values, key_words, key_numbers, value_words, value_numbers, token_table, table_row, rows, lengths,
+    queries, keys, values, key_words, key_numbers, value_words, value_numbers, token_table, table_row, rows, lengths,
     packed_slots, partial, lse, scaling, key_slot, key_head, value_slot, value_head, packed_parts, exact_parts,
     HEADS: gl.constexpr, BLOCK_SLOTS: gl.constexpr, F: gl.constexpr,
 ):  # fmt: skip
@@ -239,9 +269,9 @@ def integer_splits_gluon(
         # Whole steps.
         each = gl.cdiv(gl.cdiv(blocks, packed_parts), F.value.streams) * F.value.streams
         _integer_part(
-            codes + head0 * F.value.dim, parameters + head0 * F.value.partitions, gl.num_programs(2) * HEADS * F.value.group,
-            key_words + key_at // 2, key_numbers + key_at, value_words + value_at // 2, value_numbers + value_at, table, each * split,
-            gl.minimum(each * (split + 1), blocks), partial, lse, place, splits, key_slot, value_slot, BLOCK_SLOTS, F,
+            queries + head0 * F.value.dim, key_words + key_at // 2, key_numbers + key_at, value_words + value_at // 2,
+            value_numbers + value_at, table, each * split, gl.minimum(each * (split + 1), blocks), scaling, partial, lse, place,
+            splits, key_slot, value_slot, BLOCK_SLOTS, F,
         )  # fmt: skip
     else:
         exact_part(

@@ -58,8 +58,7 @@ def launch_gluon_integers(call: Call, constants: IntegerFragments) -> None:
     """Let the parts of rows be read by gluon/integer_blocks.py's kernel, whose sizes are the same for all GPUs."""
     keys, values = call.keys, call.values
     words, numbers = ([part.view(dtype) for part in (keys, values)] for dtype in (torch.int32, torch.float16))
-    codes, parameters = query_codes(call.queries, call.packing.keys.grid.channels, call.scaling)
     integer_splits_gluon[call.grid(call.group)](
-        call.queries, codes, parameters, keys, values, words[0], numbers[0], words[1], numbers[1], *call.rows, *call.outcome,
+        call.queries, keys, values, words[0], numbers[0], words[1], numbers[1], *call.rows, *call.outcome,
         *call.parts.splits, HEADS=keys.shape[1], BLOCK_SLOTS=call.packing.block_slots, F=constants, **GLUON_OPTIONS,
     )  # fmt: skip
