@@ -275,6 +275,7 @@ def check_words(compiled):
     hand_over.commit(torch.zeros(4, 2, 600, dtype=torch.int32), hits, commits, 100, addresses, keys, table, slots)
     hand_over.copy_rows(word, word, 3, 500, 1000, 2000)
     hand_over.gather_rows(word, slots, torch.zeros(len(slots), 3, 500, dtype=torch.int32), 500, 1000)
+    hand_over.push_chosen(torch.zeros(3, 2, 2, 100, dtype=torch.int32), torch.zeros(2, 3, dtype=torch.int64), word, 600)
     hand_over.read_words(word, word, torch.zeros(33, dtype=torch.int64))
     hand_over.answer(word, torch.zeros(2, 3, dtype=torch.int64))
     check_rows(keys, numbers, hits, commits, table, slots)

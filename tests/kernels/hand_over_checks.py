@@ -86,7 +86,7 @@ class Pair:
         noise = torch.rand(self.shape.layers, self.shape.kv_heads, 100, generator=torch.Generator().manual_seed(seed))
         kept = noise.topk(keep, dim=-1).indices.sort(dim=-1).values.int()
         for rank, given in ((self.rank, kept.to(self.device)), (self.plain_rank, kept)):
-            rank.push_chosen(lane, word, given)
+            rank.push_chosen([(lane, word, keep)], given[:, None])
             rank.answer([(lane, word, chosen)])
         return kept
 

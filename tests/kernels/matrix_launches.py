@@ -220,6 +220,7 @@ def _hand_over(shape: Shape) -> None:
     hand_over.commit(torch.zeros(1, 2, 40, dtype=torch.int32), hits, commits, 40, table, keys, tokens, slots)
     hand_over.copy_rows(word, word, 3, 500, 1000, 2000)
     hand_over.gather_rows(word, slots, torch.zeros(40, 3, 500, dtype=torch.int32), 500, 1000)
+    hand_over.push_chosen(torch.zeros(1, 1, 1, 40, dtype=torch.int32), torch.zeros(1, 3, dtype=torch.int64), word, 40)
     hand_over.read_words(word, word, torch.zeros(33, dtype=torch.int64))
     hand_over.answer(word, torch.zeros(1, 3, dtype=torch.int64))
     chosen, tables = torch.zeros(2, 1, 1, 1, 40, dtype=torch.int32), (table, table)

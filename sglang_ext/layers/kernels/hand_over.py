@@ -136,6 +136,17 @@ def _gather_rows(source, begins, target, length, source_row, target_row, target_
     tl.store(target + group * target_step + row * target_row + column, found, mask=column < length)
 
 
+@triton.jit(do_not_specialize=("requests", "most", "target", "lane_step"))
+def _push_chosen(chosen, numbers, target, requests, most, lane_step, HEADS: tl.constexpr, BLOCK: tl.constexpr):
+    """Positions of a layer and head of a request, to the place of its answer."""
+    pair, request = tl.program_id(0), tl.program_id(2)
+    lane, parity, keep = tl.load(numbers + 3 * request), tl.load(numbers + 3 * request + 1) & 1, tl.load(numbers + 3 * request + 2)
+    index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    source = chosen + ((pair // HEADS * requests + request) * HEADS + pair % HEADS).to(tl.int64) * most
+    found = tl.load(source + index, mask=index < keep)
+    tl.store(target.to(tl.pointer_type(tl.int32)) + (lane * 2 + parity) * lane_step + pair * keep + index, found, mask=index < keep)
+
+
 @triton.jit(do_not_specialize=("heads", "written"))
 def _read_words(heads, written, out, count, BLOCK: tl.constexpr):
     """How much was written, then the words of all lanes."""
@@ -259,6 +270,21 @@ def gather_rows(source: int, begins: torch.Tensor, target: torch.Tensor, length:
     groups, rows, width = target.shape
     _gather_rows[(rows, triton.cdiv(length, COPIED), groups)](
         source, begins, target, length, source_row, width, rows * width, BLOCK=COPIED
+    )
+
+
+def push_chosen(chosen: torch.Tensor, numbers: torch.Tensor, target: int, lane_step: int) -> None:
+    """Write which positions were chosen for some requests to an arena.
+
+    Args:
+        chosen: int32 [layers, requests, kv_heads, most], contiguous, of each request as many as it keeps.
+        numbers: int64 [requests, 3], lane, word, and tokens that each head keeps.
+        target: address of the arena's answers.
+        lane_step: numbers from one place of an answer to the next.
+    """
+    layers, requests, heads, most = chosen.shape
+    _push_chosen[(layers * heads, triton.cdiv(most, COPIED), requests)](
+        chosen, numbers, target, requests, most, lane_step, HEADS=heads, BLOCK=COPIED
     )
 
 

@@ -74,6 +74,8 @@ class GpuChoice:
                 found.append((*where, choose_tokens(some, *tables, contexts, *where, most, coded=coded, scored=scored)))
         if contexts.targets is not None:
             return None
+        if len(found) == 1:
+            return found[0][2]
         chosen = found[0][2].new_empty(*([2] if scored else []), len(keys), len(contexts.lengths), kv_heads, most)
         for layers, requests, positions in found:
             chosen[..., layers, requests, :, :] = positions

@@ -32,6 +32,6 @@ def test_kernels_compile_for_a_gpu():
         *("_leave_logits", "_leave_coded_logits", "_code_keys", "_bound_pages", "_choose_pages", "mark_best", "write_marked", "score_chosen"),
         *("_exchange", "_push_rows", "_commit_rows", "_move_newest"),
         *("_open_places", "_put_queries", "_put_keys", "_signal", "_await", "_commit"),
-        *("_copy_rows", "_gather_rows", "_read_words", "_answer"),
+        *("_copy_rows", "_gather_rows", "_push_chosen", "_read_words", "_answer"),
     }
     assert expected <= set(done.stdout.split())

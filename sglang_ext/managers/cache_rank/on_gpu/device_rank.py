@@ -182,8 +182,7 @@ class DeviceRank(CacheRank):
         if self._store.rows is not None:
             self._memory.push_rows(lanes, keeps, chosen, self._placed(asks, places), self._keys.sent)
             return
-        for i, ask in enumerate(asks):
-            self._memory.push_chosen(ask.lane, self._word(ask), chosen[:, i, :, : ask.keep])
+        self._memory.push_chosen([(ask.lane, self._word(ask), ask.keep) for ask in asks], chosen)
 
     def _chosen(self, asks: Sequence[protocol.Ask], places: Sequence[torch.Tensor]) -> torch.Tensor:
         """Positions, int32 [layers, requests, kv_heads, most], ascending, of each question as many as it wants; where rows are sent the

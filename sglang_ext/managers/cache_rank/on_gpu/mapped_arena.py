@@ -90,15 +90,17 @@ class MappedArena:
         lengths = words_of(tokens * row), words_of(BLOCK * row), words_of(into.stride(0) * self._item)
         copy_rows(self._address(part, place), into.data_ptr(), self.shape.layers, *lengths)
 
-    def push_chosen(self, lane: int, word: int, kept: torch.Tensor) -> None:
-        """Positions, int32 [layers, kv_heads, keep], heads of one layer one after the other."""
+    def push_chosen(self, questions: Sequence[tuple[int, int, int]], chosen: torch.Tensor) -> None:
+        """Answers to questions by lane, word, and tokens that each head keeps: positions, int32 [layers, questions, kv_heads, most]."""
         if self._base is None:
-            self._chosen[lane, word % 2, : kept.numel()] = kept.flatten()
+            for i, (lane, word, keep) in enumerate(questions):
+                kept = chosen[:, i, :, :keep]
+                self._chosen[lane, word % 2, : kept.numel()] = kept.flatten()
             return
-        from sglang_ext.layers.kernels.hand_over import copy_rows
+        from sglang_ext.layers.kernels.hand_over import push_chosen
 
-        kept = kept.contiguous()
-        copy_rows(kept.data_ptr(), self._address(self._layout.chosen, lane, word % 2), 1, kept.numel(), 0, 0)
+        part, numbers = self._layout.chosen, to_device([*map(list, questions)], self._device)
+        push_chosen(chosen.contiguous(), numbers, self._address(part), math.prod(part.sizes[2:]))
 
     def push_rows(
         self, lanes: Sequence[int], keeps: Sequence[int], chosen: torch.Tensor, table: torch.Tensor, held: KVBuffers
