@@ -16,6 +16,8 @@ STRIDES = (1, 32, 1024, 32768)
 TABLE_ERROR = 0.05
 # Angles are counted in turns of so many steps: integers that overflow lose whole turns only, and nothing far from the beginning.
 TURN = 1 << 32
+# Numbers of positions whose turn is kept.
+MOST_TURNS = 256
 
 
 @dataclass(frozen=True)
@@ -55,11 +57,40 @@ class Rotary:
         angles = self._angles(positions)
         return self._turned(vectors, angles.cos(), angles.sin())
 
+    def advanced(self, vectors: torch.Tensor, count: int) -> torch.Tensor:
+        """Vectors as they would be ``count`` positions later, wherever they are, in few operations: float32, as ``vectors``, [..., dim]."""
+        cos, sin, other = self._turn(count, vectors.shape[-1])
+        vectors = vectors.float()
+        return torch.addcmul(vectors * cos, vectors[..., other], sin)
+
     def mean_rotation(self, begin: int, count: int, dim: int) -> torch.Tensor:
         """The mean of the rotations at positions ``[begin, begin + count)``: float32 [dim, dim], for column vectors."""
         angles = torch.arange(begin, begin + count, device=self.frequencies.device)[:, None] * self.frequencies
         units = torch.eye(dim, device=self.frequencies.device)
         return self._turned(units, angles.cos().mean(dim=0), angles.sin().mean(dim=0)).t()
+
+    def _turn(self, count: int, dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of each of ``dim`` entries cosine and sine of so many positions, with its sign, and the other entry of its pair: [dim] each.
+
+        Kept, and on the device before this returns: streams may take what another one had made.
+        """
+        if (found := self._turns.get((count, dim))) is None:
+            pairs = len(self.frequencies)
+            first = torch.arange(pairs) * (2 if self.interleaved else 1)
+            second = first + (1 if self.interleaved else pairs)
+            angles = (count * self.steps.cpu() & (TURN - 1)).float() * (math.tau / TURN)
+            cos, sin, other = torch.ones(dim), torch.zeros(dim), torch.arange(dim)
+            cos[first] = cos[second] = angles.cos()
+            sin[first], sin[second] = -angles.sin(), angles.sin()
+            other[first], other[second] = second, first
+            if len(self._turns) == MOST_TURNS:
+                self._turns.clear()
+            found = self._turns[count, dim] = tuple(each.to(self.frequencies.device) for each in (cos, sin, other))
+        return found
+
+    @cached_property
+    def _turns(self) -> dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        return {}
 
     def _angles(self, positions: torch.Tensor) -> torch.Tensor:
         """Of the pairs at ``positions``, int64 of any sign, within a turn: float32 [..., pairs]."""

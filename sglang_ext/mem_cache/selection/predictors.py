@@ -69,8 +69,7 @@ class Current(QueryPredictor):
         """Turned on from where it is: once, not back and forth."""
         if rotary is None or queries.shape[-2] == 0:
             return super().predict(queries, positions, rotary, ahead)
-        steps = torch.full_like(positions[:, None, None, -1:], ahead)
-        return rotary.rotated(queries[..., -1:, :].float(), steps).squeeze(-2)
+        return rotary.advanced(queries[..., -1, :], ahead)
 
     def join(self, queries: torch.Tensor) -> torch.Tensor:
         """The last."""
