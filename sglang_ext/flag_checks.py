@@ -75,6 +75,7 @@ def check_resolved(args: "KVServerArgs") -> None:
     frontend.check_preferred(args)
     hooking.check(args.kv_mode)
     _check_sparse_from(args)
+    _check_chunks(args)
     _warn_of_short_contexts(args)
     if args.kv_host_gb:
         # Before weights are loaded: minutes later it would be found lacking all the same.
@@ -179,6 +180,22 @@ def _check_sparse_from(args: "KVServerArgs") -> None:
             f"--kv-sparse-from is {begin}, and the longest context that is served has {context} tokens, so that none would have a copy: pass "
             f"a number below that, for example {max(options.MIN_CONTEXT, context // 4)}, a longer --context-length, or --kv-mode full"
         )
+
+
+def _check_chunks(args: "KVServerArgs") -> None:
+    """Refuse pages that do not fill the chunks in which prompts are computed, of which SGLang says no number.
+
+    Raises:
+        OptionError: names both, and what fits.
+    """
+    chunk, page = args.chunked_prefill_size, args.page_size
+    if args.disaggregation_mode == "decode" or chunk <= 0 or chunk % page == 0:
+        return
+    whole = f"--chunked-prefill-size {chunk // page * page}" if chunk > page else f"--chunked-prefill-size {page}"
+    raise OptionError(
+        f"--page-size is {page}, and prompts are computed in chunks of {chunk} tokens, which are whole pages: pass {whole}, or "
+        f"--page-size {min(16, chunk & -chunk)}"
+    )
 
 
 def _warn_of_short_contexts(args: "KVServerArgs") -> None:

@@ -2,8 +2,10 @@
 
 import argparse
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
 from sglang.srt.plugins import load_plugins
 
@@ -11,7 +13,8 @@ from sglang_ext import flag_checks
 from sglang_ext.arguments import KVServerArgs
 from sglang_ext.bench import BenchError
 from sglang_ext.bench.servers_apart import ROLES
-from sglang_ext.config import options, refused_options, selection_options, transports
+from sglang_ext.bench.speed.decode_limit import kv_shape
+from sglang_ext.config import method_options, options, refused_options, selection_options, transports
 from sglang_ext.config.disaggregation_options import traveling_codes
 from sglang_ext.config.options import BACKEND
 from sglang_ext.core import OptionError
@@ -69,11 +72,20 @@ def check(model: str, servers: Mapping[str, Sequence[str]]) -> None:
             fields = (each.name for each in dataclasses.fields(KVServerArgs))
             args = _Unresolved(**{each: getattr(given, each) for each in fields if hasattr(given, each)})
             _check_transport(args)
+            if args.kv_mode != "full" and (config := _config(model)):
+                method_options.check_partitions(args, kv_shape(config)[1])
             of_roles.setdefault(args.disaggregation_mode, (name, args))
         except (BenchError, OptionError) as error:
             raise BenchError(f"the server {name} cannot start: {error}") from error
     if of_roles.keys() >= set(ROLES):
         _check_alike(*(of_roles[role] for role in ROLES))
+
+
+def _config(model: str) -> dict[str, Any] | None:
+    """Of a model in a folder, what its attention's shapes are in; None where only its server will know."""
+    file = Path(model) / "config.json"
+    config = json.loads(file.read_text()) if file.is_file() else {}
+    return config if "num_attention_heads" in config else None
 
 
 def _check_transport(args: KVServerArgs) -> None:

@@ -63,16 +63,26 @@ FULL = QualityArm("full")
 
 
 def arms_of(config: QualityConfig) -> list[QualityArm]:
-    """The servers that the wanted parts need; stock comes last, for it scores what the others answered."""
+    """The servers that the wanted parts need; stock comes last, for it scores what the others answered.
+
+    Raises:
+        BenchError: a compressor is served in none of the modes in which these parts are measured.
+    """
     found = []
     lengths = config.draft_lengths if config.asks("acceptance") else config.draft_lengths[:1]
     for compressor in config.compressors:
-        named = Named.of(compressor)
+        named, before = Named.of(compressor), len(found)
         for budget in named.budgets(config.budgets):
             if config.asks(*COMPARED) and named.serves_lossy and "lossy" in config.modes:
                 found.append(QualityArm("lossy", compressor, budget, None, config.kv_args))
             if config.asks("acceptance", *COMPARED) and named.serves_verified and "verified" in config.modes:
                 found += [QualityArm("verified", compressor, budget, length, config.kv_args) for length in lengths]
+        if len(found) == before and config.asks("acceptance", *COMPARED):
+            mode, parts = ("lossy", COMPARED) if named.serves_lossy else ("verified", ("acceptance", *COMPARED))
+            raise BenchError(
+                f"--compressor '{compressor}', --modes {','.join(config.modes)}, --parts {','.join(config.parts)}: nothing would be measured "
+                f"of it, which is served in {mode} alone; pass --modes {mode} and some of --parts {','.join(parts)}, or leave it out"
+            )
     return [*found, FULL] if config.asks(*COMPARED) else found
 
 

@@ -98,6 +98,20 @@ def test_only_servers_that_the_parts_need_start_and_stock_is_last(parts, expecte
     assert [arm.name for arm in found] == expected
 
 
+@pytest.mark.parametrize(
+    ("compressor", "modes", "parts", "mode"),
+    [
+        ("hack --kv-prefill quantized", "verified", "kl", "lossy"),
+        ("snapkv,hack --kv-prefill quantized", "lossy,verified", "acceptance", "lossy"),
+        ("verify-guided", "lossy", "kl,attention", "verified"),
+    ],
+)
+def test_a_compressor_of_which_nothing_would_be_measured_is_refused(compressor, modes, parts, mode):
+    asked = config("--compressor", compressor, "--modes", modes, "--parts", parts)
+    with pytest.raises(BenchError, match=f"nothing would be measured of it, which is served in {mode} alone; pass --modes {mode} and"):
+        arms_of(asked)
+
+
 def test_servers_get_their_mode_and_seeds_make_all_deterministic():
     lossy, verified, full = arms_of(config("--parts", "divergence", "--budget", "0.5", "--draft-length", "8"))
     assert lossy.arguments == ("--kv-mode", "lossy", "--kv-compressor", "snapkv", "--kv-budget", "0.5")

@@ -264,6 +264,13 @@ def test_what_flags_of_a_benchmark_do_is_not_said_before_its_servers_start(tmp_p
     assert capfd.readouterr() == ("", "")
 
 
+def test_partitions_that_do_not_divide_the_models_heads_are_refused_before_servers_start(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"num_attention_heads": 9, "hidden_size": 576, "num_key_value_heads": 3}')
+    flags = "--kv-mode", "lossy", "--kv-compressor", "hack", "--kv-partition"
+    with pytest.raises(BenchError, match="the server hack4:128 cannot start: --kv-partition is 128, which does not divide the 64 channels"):
+        server_flags.check(str(tmp_path), {"hack4:64": (*flags, "64"), "hack4:128": (*flags, "128")})
+
+
 def test_a_prefill_and_a_decode_server_whose_links_would_not_fit_are_refused() -> None:
     links = ("--disaggregation-transfer-backend", "progressive", "--disaggregation-mode")
     servers = {"prefill": (*links, "prefill"), "decode": (*links, "decode", "--kv-reference", "int8")}

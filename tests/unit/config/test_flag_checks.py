@@ -1,6 +1,7 @@
 """Flags that do nothing beside the others are named in the log; none is looked at where the mode is full."""
 
 import logging
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -92,6 +93,19 @@ def test_copies_that_begin_where_no_context_reaches_are_refused(begin: int, cont
         flag_checks._check_sparse_from(args)
     args.get_model_config = lambda: SimpleNamespace(context_len=begin + 1)
     flag_checks._check_sparse_from(args)
+
+
+@pytest.mark.parametrize(
+    ("page", "chunk", "remedy"),
+    [(7, 2048, "2044, or --page-size 16"), (48, 40, "48, or --page-size 8"), (16, 2048, None), (7, -1, None)],
+)
+def test_pages_that_do_not_fill_chunks_of_prompts_are_refused_by_name(page: int, chunk: int, remedy: str | None) -> None:
+    args = arguments(page_size=page, chunked_prefill_size=chunk)
+    words = f"--page-size is {page}, .* chunks of {chunk} tokens, .*: pass --chunked-prefill-size {remedy}$"
+    with nullcontext() if remedy is None else pytest.raises(OptionError, match=words):
+        flag_checks._check_chunks(args)
+    args.disaggregation_mode = "decode"
+    flag_checks._check_chunks(args)
 
 
 def test_a_short_context_is_not_blamed_on_a_flag_that_was_left_as_it_is() -> None:
