@@ -17,11 +17,10 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from sglang_ext.bench import BenchError
+from sglang_ext.bench import ROLES, BenchError
 from sglang_ext.bench.client import HEALTH_SECONDS, HOST, free_port
 from sglang_ext.bench.options import LAST_PORT, seconds, split
 from sglang_ext.bench.server import ServerProcess, check_servers, leave_on_signals, stop_all, stop_together
-from sglang_ext.bench.servers_apart import ROLES
 
 ROUTER = "sglang_router"
 INSTALL_ROUTER = "pip install --no-deps -r requirements/pd.txt, or run make serve-pd"

@@ -11,8 +11,7 @@ from sglang.srt.plugins import load_plugins
 
 from sglang_ext import flag_checks
 from sglang_ext.arguments import KVServerArgs
-from sglang_ext.bench import BenchError
-from sglang_ext.bench.servers_apart import ROLES
+from sglang_ext.bench import ROLES, BenchError
 from sglang_ext.bench.speed.decode_limit import kv_shape
 from sglang_ext.config import method_options, options, refused_options, selection_options, transports
 from sglang_ext.config.disaggregation_options import traveling_codes

@@ -8,13 +8,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from sglang_ext.bench import BenchError
+from sglang_ext.bench import ROLES, BenchError
 from sglang_ext.bench.client import HOST, describe_error, free_port
 from sglang_ext.bench.server import ServerProcess
 from sglang_ext.bench.speed import decode_wave
 from sglang_ext.bench.speed.decode_wave import Stream
 
-ROLES = ("prefill", "decode")
 # SGLang's loops of these roles do not end by themselves.
 STOP_GRACE = 2.0
 

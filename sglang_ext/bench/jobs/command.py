@@ -19,14 +19,14 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from sglang_ext.bench import BenchError, report
+from sglang_ext.bench import ROLES, BenchError, report
 from sglang_ext.bench.comparing.identity_options import words
 from sglang_ext.bench.jobs.phases import Job, phases_of
 from sglang_ext.bench.jobs.sending import Answered, PoolUse, arrivals, send
 from sglang_ext.bench.jobs.summary import Figures, summarize, tables
 from sglang_ext.bench.options import DTYPES, check_counts, check_port, names, numbers, seconds
 from sglang_ext.bench.server import check_servers
-from sglang_ext.bench.servers_apart import ROLES, ServersApart, ports_taken
+from sglang_ext.bench.servers_apart import ServersApart, ports_taken
 from sglang_ext.bench.speed.decode_prompts import make_prompts
 from sglang_ext.bench.speed.settings import log_folder
 from sglang_ext.bench.transfer.methods import Method, flags_of, method, obstacle

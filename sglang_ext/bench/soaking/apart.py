@@ -19,9 +19,10 @@ from urllib.error import HTTPError
 
 import psutil
 
+from sglang_ext.bench import ROLES
 from sglang_ext.bench.client import describe_error
 from sglang_ext.bench.server import ServerProcess
-from sglang_ext.bench.servers_apart import ROLES, ServersApart
+from sglang_ext.bench.servers_apart import ServersApart
 from sglang_ext.bench.soaking.request_options import OPTIONS, Option
 from sglang_ext.config.options import BACKEND
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from sglang_ext.bench import ROLES
 from sglang_ext.bench.client import SamplingSettings
-from sglang_ext.bench.servers_apart import ROLES, ServersApart, answer
+from sglang_ext.bench.servers_apart import ServersApart, answer
 from sglang_ext.bench.speed.decode_wave import Stream
 from sglang_ext.managers.disaggregation import timeline
 from sglang_ext.managers.disaggregation.timeline import Event

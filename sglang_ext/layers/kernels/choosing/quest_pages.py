@@ -5,11 +5,14 @@ head, as ``mem_cache/selection/baselines.py`` has it. It is linear in the parts 
 over the heads are all that is multiplied. The pages of the largest bounds become pointers to their tokens (chosen_pages.py).
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
 
-from sglang_ext.mem_cache.compressed.formats.chosen_pages import ChosenPages
+if TYPE_CHECKING:
+    from sglang_ext.mem_cache.compressed.formats.chosen_pages import ChosenPages
 
 # Pages that a program multiplies at once; bounds that it can have in registers, of more pages it reads them again, so many at once; and
 # registers of a thread, None for as many as the compiler likes. The first are those of servers, so that four programs have room on a
@@ -266,7 +269,7 @@ def bound_pages(key_table: torch.Tensor, like: torch.Tensor, slots: torch.Tensor
 
 
 def point_at_best_pages(
-    begins: ChosenPages,
+    begins: "ChosenPages",
     layer: int,
     queries: torch.Tensor,
     cells: torch.Tensor,
