@@ -2,17 +2,16 @@
 
 import argparse
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from sglang.srt.plugins import load_plugins
 
 from sglang_ext import flag_checks
 from sglang_ext.arguments import KVServerArgs
 from sglang_ext.bench import ROLES, BenchError
-from sglang_ext.bench.speed.decode_limit import kv_shape
+from sglang_ext.bench.speed.decode_limit import kv_shape, read_config
 from sglang_ext.config import method_options, options, refused_options, selection_options, transports
 from sglang_ext.config.disaggregation_options import traveling_codes
 from sglang_ext.config.options import BACKEND
@@ -71,8 +70,8 @@ def check(model: str, servers: Mapping[str, Sequence[str]]) -> None:
             fields = (each.name for each in dataclasses.fields(KVServerArgs))
             args = _Unresolved(**{each: getattr(given, each) for each in fields if hasattr(given, each)})
             _check_transport(args)
-            if args.kv_mode != "full" and (config := _config(model)):
-                method_options.check_partitions(args, kv_shape(config)[1])
+            if args.kv_mode != "full" and (dim := _head_dim(Path(model))) is not None:
+                method_options.check_partitions(args, dim)
             of_roles.setdefault(args.disaggregation_mode, (name, args))
         except (BenchError, OptionError) as error:
             raise BenchError(f"the server {name} cannot start: {error}") from error
@@ -80,11 +79,15 @@ def check(model: str, servers: Mapping[str, Sequence[str]]) -> None:
         _check_alike(*(of_roles[role] for role in ROLES))
 
 
-def _config(model: str) -> dict[str, Any] | None:
-    """Of a model in a folder, what its attention's shapes are in; None where only its server will know."""
-    file = Path(model) / "config.json"
-    config = json.loads(file.read_text()) if file.is_file() else {}
-    return config if "num_attention_heads" in config else None
+def _head_dim(model: Path) -> int | None:
+    """Channels of a head of the model in a folder; None where only its server will know.
+
+    Raises:
+        BenchError: its ``config.json`` cannot be read.
+    """
+    config = read_config(model) if (model / "config.json").is_file() else {}
+    known = "num_attention_heads" in config and (config.get("head_dim") or "hidden_size" in config)
+    return kv_shape(config)[1] if known else None
 
 
 def _check_transport(args: KVServerArgs) -> None:

@@ -271,6 +271,16 @@ def test_partitions_that_do_not_divide_the_models_heads_are_refused_before_serve
         server_flags.check(str(tmp_path), {"hack4:64": (*flags, "64"), "hack4:128": (*flags, "128")})
 
 
+@pytest.mark.parametrize(("config", "refused"), [('{"num_attention_heads": 9', True), ("[]", True), ('{"num_attention_heads": 9}', False)])
+def test_a_config_that_tells_no_shape_of_heads_is_its_servers_to_read_and_one_that_is_no_json_is_refused(
+    tmp_path: Path, config: str, refused: bool
+) -> None:
+    (tmp_path / "config.json").write_text(config)
+    words = "the server lossy cannot start: --model .*config.json.* pass a Hugging Face folder"
+    with pytest.raises(BenchError, match=words) if refused else nullcontext():
+        server_flags.check(str(tmp_path), {"lossy": ("--kv-mode", "lossy", "--kv-compressor", "hack", "--kv-partition", "128")})
+
+
 def test_a_prefill_and_a_decode_server_whose_links_would_not_fit_are_refused() -> None:
     links = ("--disaggregation-transfer-backend", "progressive", "--disaggregation-mode")
     servers = {"prefill": (*links, "prefill"), "decode": (*links, "decode", "--kv-reference", "int8")}
