@@ -7,10 +7,11 @@
 One GPU computes, the other is its cache rank's; where there is one alone both processes have it in turn, and times say nothing of two.
 Keys, values and weights are random. *Inference* is a CUDA graph of so many layers of a decode step: products with matrices of the model's
 shapes, and attention to rows of copies and 36 tokens after them. The *cycle* is that of a cache rank's own process, which has full KV of
-all contexts: from the first question of all requests until the first GPU sees the last answer's word, while that GPU does nothing else. Of
-it is *selection* what the rank says itself: queries copied, tokens chosen, and rows or positions written; *transfer* is the rest, messages
-and words. *Taking* comes after it: the first GPU copies rows into the copies, or lets their pointers lead to what was chosen. Each query is
-the last one and noise, as much as lets --stay of a selection stay. Medians of --cycles.
+all contexts: from when the first GPU comes to what its host launched of a step, the writing of queries first, until it sees the last answer's
+word, and does nothing else; the host is ahead of it, as servers' are, and has told the rank. Of it is *selection* what the rank says itself:
+queries copied, tokens chosen, and rows or positions written; *transfer* is the rest, messages and words. *Taking* comes after it: the first
+GPU copies rows into the copies, or lets their pointers lead to what was chosen. Each query is the last one and noise, as much as lets --stay
+of a selection stay. Medians of --cycles.
 
 The *bandwidth* that is needed is what travels of a cycle, both ways, over inference's time; beside it, were all K and V of a selection
 sent. *Agrees*: of the first request's first layer, what PyTorch chooses by exact keys.

@@ -25,6 +25,8 @@ from sglang_ext.mem_cache.selection.top_tokens import overlap, top_tokens
 WARM_UP, PATIENCE = 10, 60.0
 # For which token after the newest query's a step asks: that after the next.
 AHEAD = 2
+# Clocks of a GPU in which its host gets ahead of it, about 2 ms: servers' hosts launch all steps of a round while the device runs the first.
+LAUNCHED_AHEAD = 4_000_000
 
 
 class Kind(NamedTuple):
@@ -206,6 +208,8 @@ class Asking:
         ]
         there, before = to_device([[*each] for each in enumerate(words)], device), arena.counters.tolist()
         wait_for(device)
+        if device.type == "cuda":
+            torch.cuda._sleep(LAUNCHED_AHEAD)
         begun = Mark.now(device)
         for lane, sequence in enumerate(sequences):
             numbers = sequence, load.tokens, load.keep
