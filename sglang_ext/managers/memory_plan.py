@@ -18,7 +18,6 @@ from sglang_ext.config.prefill_options import QUANTIZED
 from sglang_ext.core import OptionError
 from sglang_ext.layers.attention import verify_attention
 from sglang_ext.layers.attention.of_model import an_attention, attention_scaling
-from sglang_ext.layers.kernels.choosing import quest_pages
 from sglang_ext.layers.kernels.hack import specialized_prefill
 from sglang_ext.layers.kernels.hack.prompt_codes import PromptCodes
 from sglang_ext.layers.kernels.packed import packed_decode
@@ -243,7 +242,7 @@ class MemoryPlanner:
             extremes=self._extremes(slots),
             staging=2 * staging_bytes(slots * model.slot_bytes, args.page_size * model.slot_bytes) if args.kv_host_gb else 0,
             workspaces=self._workspaces(requests),
-            choices=self._choices(rings, width) + self._page_choices(requests, width),
+            choices=self._choices(rings, width),
             arenas=self._arenas(tokens) if self.on_gpu else 0,
             prompt_codes=self._prompt_codes(width),
             logits=4 * model.vocabulary * options.captured_tokens(args, requests) if self._captures else 0,
@@ -272,11 +271,6 @@ class MemoryPlanner:
         sizes = tokens, model.query_heads, model.kv_heads, model.head_dim, model.number_bytes, choosing[0].predictor
         at_once = [1] if self.args.kv_cache_ranks else [1, rings]
         return sum(choice_bytes(model.layers * count, *sizes) for count in at_once)
-
-    def _page_choices(self, requests: int, tokens: int) -> int:
-        """As quest_pages.py makes them in a step of so many requests, whose rows have room for so many tokens; layers follow each other."""
-        paging = self._paging
-        return 0 if paging is None else quest_pages.scratch_bytes(requests, self.model.kv_heads, tokens, paging.scoring.page)
 
     def _arenas(self, tokens: int) -> int:
         """Where rows are sent with records of as many tokens as the pool holds, a number for each layer and KV head."""

@@ -120,17 +120,10 @@ class RankWorld:
             part[slots] = float("nan")
         self.table[row, : self.copies[row].covered] = 0
 
-    def draft(self, steps):
-        """A round of so many steps that full KV verifies afterwards."""
-        self.steps.begun(steps + 1)
-        for following in reversed(range(steps)):
-            self.step(following=following)
-
     def step(self, rows=None, following=None):
-        """One token of each request: its queries, then what steps do; those that are not ``following`` others in a round are one each."""
+        """One token of each request: its queries, then what steps do."""
         rows = rows or [*self.copies]
-        if following is None:
-            self.steps.begun(1)
+        self.steps.begun(1)
         recorded = tuple(Recorded(row, i, i + 1, self.ends[row]) for i, row in enumerate(rows))
         with self.queries.recording(recorded):
             for layer in range(LAYERS):

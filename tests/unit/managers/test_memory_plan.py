@@ -228,9 +228,6 @@ def test_extremes_of_pages_are_counted_where_attention_chooses_by_them_and_the_p
     assert extremes.nbytes == found.extremes
     rows = ChosenPages.of_pool(Pointers(8, 16), table, extremes, Quest(every=every, in_attention=True))
     assert sum(part.nbytes for part in (rows.counts, rows.pages, rows.chosen_at, rows.arrived)) == found.copy_tables
-    # Of 16 pages at a time a bound and a slot for each request and KV head.
-    shared = 8 * TINY.kv_heads * 16 * 8
-    assert plain.choices == 0 and found.choices >= 8 * TINY.kv_heads * TINY.context // 16 * 8 and found.choices % shared == 0
     room = 64 * MIB
     memory = HeldMemory(paged(planner(TINY, **flags)), runner(room))
     tokens = (room - memory.held_bytes) // TINY.slot_bytes

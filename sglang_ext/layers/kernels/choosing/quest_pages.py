@@ -240,16 +240,6 @@ def _choose_pages(
                 tl.store(cells + slot * slot_stride + head * head_stride + pointer % PER_SLOT, token, mask=inside)
 
 
-def scratch_bytes(requests: int, heads: int, tokens: int, page: int) -> int:
-    """Bytes that a choice of so many requests works in, whose rows of the token table have room for so many tokens."""
-    return requests * heads * _room(tokens, page) * 2 * 4
-
-
-def _room(tokens: int, page: int) -> int:
-    """Pages of a head in memory: so many that several are read at once."""
-    return -(-triton.cdiv(tokens, page) // 16) * 16
-
-
 def bound_pages(key_table: torch.Tensor, like: torch.Tensor, slots: torch.Tensor, extremes: torch.Tensor, page: int) -> None:
     """Bring extremes up to date of the pages of ``slots``, in all layers, by the keys that are there; nothing waits for the device.
 
@@ -301,7 +291,8 @@ def point_at_best_pages(
     most = triton.cdiv(token_table.shape[1], page)
     at_once, resident, registers = cut
     parts = min(triton.cdiv(most, at_once), max(1, BUSY // (heads * requests)))
-    width = _room(token_table.shape[1], page)
+    # Of each head so many that several are read at once.
+    width = -(-most // 16) * 16
     bounds = torch.empty(requests, heads, width, dtype=torch.float32, device=queries.device)
     listed = torch.empty(requests, heads, width, dtype=torch.int32, device=queries.device)
     _choose_pages[(heads, parts, requests)](

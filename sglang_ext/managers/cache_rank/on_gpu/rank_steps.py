@@ -39,8 +39,6 @@ from sglang_ext.mem_cache.compressed.query_window import QueryWindows
 
 logger = logging.getLogger(__name__)
 
-# Why nothing is asked in a round of drafts: its ranks would choose for longer.
-TOO_SHORT = "short-round"
 # That the device waits at most in a step, over all ranks and requests.
 WAIT_SECONDS = 0.02
 
@@ -122,8 +120,6 @@ class RankSteps(LinkedRanks, BesideSteps):
         self.sends_rows = arenas[0].shape.rows
         self.pace = Pace(method.compressor.every)
         self._requests: dict[int, AtRank] = {}
-        # Position after the first token of a round that is verified, by row; None before its first step.
-        self._first: dict[int, int] | None = None
         self._records: dict[int, Record] = {}
         self._told = {arena: DeviceCounts(arena.counters) for arena in arenas}
         self._name = ""
@@ -167,7 +163,6 @@ class RankSteps(LinkedRanks, BesideSteps):
     def begun(self, forwards: int) -> None:
         """As :meth:`BesideSteps.begun`."""
         self.pace.begun(time.monotonic(), self.waited, forwards)
-        self._first = None
 
     def stepped(self, views: CompressedViews, ends: dict[int, int], following: int | None) -> None:
         """As :meth:`BesideSteps.stepped`."""
@@ -177,9 +172,7 @@ class RankSteps(LinkedRanks, BesideSteps):
             if self._since >= self._queries.spare:
                 # The next step writes where queries lie that the second stream may not have read yet.
                 self._settle()
-        if following is not None and self._first is None:
-            self._begin_round(ends, following, every)
-        due = {row: end for row, end in ends.items() if not (end - self._counted_from(views, row, end)) % every}
+        due = {row: end for row, end in ends.items() if not (end - views.get(row).covered) % every}
         # First, or the rank would look at the newer question alone.
         self._take(views, self._open_questions(views, due))
         # Where that is never taken before verification, places of its queries could be written meanwhile.
@@ -190,17 +183,6 @@ class RankSteps(LinkedRanks, BesideSteps):
             self._launched = self._side.launch(lambda: self._ask(views, due, every), ())
         if following == 0:
             self._settle()
-
-    def _begin_round(self, ends: dict[int, int], following: int, every: int) -> None:
-        """A round of drafts begins; what it asks for too late for its last step is missed by all that are at ranks."""
-        self._first = dict(ends)
-        if following < every:
-            self.missed[TOO_SHORT] += sum(row in self._requests for row in ends)
-
-    def _counted_from(self, views: CompressedViews, row: int, end: int) -> int:
-        """From which position on a request's turn comes each so many steps: of a round that is verified from its first step on, as copies
-        are made anew after it."""
-        return views.get(row).covered if self._first is None else self._first.setdefault(row, end)
 
     def _steps_between(self, ends: Iterable[int]) -> int:
         """Steps between two choices of a request; ``ends``: rows of all that step."""

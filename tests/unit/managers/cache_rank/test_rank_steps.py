@@ -143,28 +143,6 @@ def test_before_verification_nothing_is_asked_that_no_step_takes(world):
     assert torch.equal(world.led(1), world.chosen(1, 202, 200)), "the last of the round took what the one before asked"
 
 
-def test_a_round_of_drafts_asks_from_its_first_step_on_and_says_where_it_is_too_short_to():
-    world = RankWorld(places=16, every=2).ready()
-    world.begin(1, 201, 48)
-    world.step(), world.step()
-    asked = world.steps._requests[1].lease
-    # From an odd or an even position on, whatever the round before left open.
-    for place, steps in ((203, 5), (208, 5), (213, 2)):
-        world.steps.settle(1)
-        before, world.ends[1] = asked.sequence, place
-        world.draft(steps)
-        assert asked.sequence - before == (steps - 1) // 2
-        if steps > 2:
-            assert torch.equal(world.led(1), world.chosen(1, place + 3, 201)), "the last step took what the third asked"
-    assert +world.steps.missed == {"short-round": 1}
-    world.draft(1)
-    assert +world.steps.missed == {"short-round": 2}
-    for _ in range(2):
-        world.step()
-    assert +world.steps.missed == {"short-round": 2}, "nothing is verified"
-    world.steps.end()
-
-
 def test_requests_that_end_leave_lanes_and_blocks_and_more_than_fit_are_told(world):
     for row in range(1, 6):
         world.begin(row, 150, 40)
