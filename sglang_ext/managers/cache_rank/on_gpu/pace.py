@@ -12,8 +12,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
 
-# Rounds and answers that are looked at, and the fewest that say something.
-WINDOW, LEAST = 32, 8
+# Rounds, and answers, that are looked at, and the fewest that say something: those to rare questions are old.
+WINDOW, ANSWERS, LEAST = 32, 16, 8
 # Beside choosing: messages, queries and rows on their way, and the rank's next look.
 BESIDE_SECONDS = 1e-3
 # Fewer steps are tried where a choice would take at most so much of them, so that the number does not go to and fro.
@@ -39,13 +39,14 @@ class Pace:
     most: int = MOST_STEPS
     every: int = field(init=False)
     _rounds: deque[tuple[float, float, int]] = field(init=False, default_factory=lambda: deque(maxlen=WINDOW + 1))
-    _costs: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=WINDOW))
+    _costs: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=ANSWERS))
 
     def __post_init__(self) -> None:
         self.every = self.least
 
     def answered(self, seconds: float, together: int) -> None:
-        """A rank has chosen for so many questions at once, in so many seconds."""
+        """A rank has chosen for so many questions at once, in so many seconds; told once of all of them, so that a slow launch for many
+        requests is one of those whose median counts."""
         self._costs.append(seconds / together)
 
     def begun(self, now: float, waited: float, forwards: int) -> None:

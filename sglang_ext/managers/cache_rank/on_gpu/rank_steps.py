@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 
@@ -148,9 +149,9 @@ class RankSteps(LinkedRanks, BesideSteps):
         """As :meth:`BesideSteps.tend`; takes what the device has counted, too."""
         for link in self.links:
             link.tend()
-            for answer in link.answers:
-                if answer.chosen:
-                    self.pace.answered(answer.seconds, answer.together)
+            # Those that were chosen together took the same seconds, once.
+            for (seconds, together), _ in groupby((each.seconds, each.together) for each in link.answers if each.chosen):
+                self.pace.answered(seconds, together)
             link.answers.clear()
         for counts in self._told.values():
             grown = counts.look()

@@ -14,8 +14,7 @@ def run(pace, steps, step, cost, requests, waits=True, begun=0.0):
         pace.begun(now, waited, 1)
         every = pace.stepped(requests)
         late = max(0.0, requests * cost - every * step) / every if waits else 0.0
-        for _ in range(requests):
-            pace.answered(requests * cost, requests)
+        pace.answered(requests * cost, requests)
         now, waited = now + step + late, waited + late
     return now
 
@@ -89,3 +88,12 @@ def test_without_requests_or_answers_nothing_changes():
         pace.answered(1.0, 1)
         pace.begun(number, 0.0, 1)
         assert pace.stepped(0) == 3
+
+
+def test_one_slow_answer_for_many_requests_at_the_start_does_not_set_the_pace():
+    pace, now = Pace(1), 0.0
+    for number in range(9):
+        now += 8e-3
+        pace.begun(now, 0.0, 1)
+        pace.answered(20.0 if number == 0 else 1e-3, 16)
+        assert pace.stepped(16) == 1

@@ -49,6 +49,20 @@ def test_a_rank_that_steps_outrun_is_asked_as_often_as_it_keeps_up_and_what_it_c
     world.steps.end()
 
 
+def test_questions_that_are_answered_together_cost_once_however_many_they_are(world, monkeypatch):
+    (link,), costs = world.links, []
+    monkeypatch.setattr(world.steps.pace, "answered", lambda *cost: costs.append(cost))
+
+    def answered(count, seconds, chosen=True):
+        return [protocol.Answer(1, lane, 0, 5, 9, chosen, seconds, 0.0, count) for lane in range(count)]
+
+    world.until(lambda: not link.answers)
+    costs.clear()
+    link.answers += [*answered(4, 20.0), *answered(4, 0.5), *answered(2, 0.0, chosen=False), *answered(1, 0.25)]
+    world.steps.tend()
+    assert costs == [(20.0, 4), (0.5, 4), (0.25, 1)]
+
+
 class Behind:
     """In the place of a second stream: what was put for it is read no earlier than somebody waits for it."""
 
