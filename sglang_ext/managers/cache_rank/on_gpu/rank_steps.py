@@ -5,6 +5,9 @@ stream, while the next steps run. When its turn comes again, as many steps later
 longer than :data:`WAIT_SECONDS` in a step, and the copy leads to what was chosen; where nothing came it goes on to lead to what it led to. Whether it
 came the device alone knows: the host launches and goes on, and counts misses when the device has told them.
 
+Where steps are verified, turns are counted in them over rounds: a round may have fewer steps than lie between two turns, and drafts that
+are rejected take positions back. What a round asked may be taken in a later one, as the copy stands for the same tokens.
+
 Copies themselves are made here, by the keys of this GPU, and anew when many exact tokens follow them: until a rank has a request's keys,
 and whenever it has none, the request reads what was chosen then.
 
@@ -121,6 +124,8 @@ class RankSteps(LinkedRanks, BesideSteps):
         self.sends_rows = arenas[0].shape.rows
         self.pace = Pace(method.compressor.every)
         self._requests: dict[int, AtRank] = {}
+        # Steps so far, and of each row that is verified the one of its last turn.
+        self._steps, self._turns = 0, {}
         self._records: dict[int, Record] = {}
         self._told = {arena: DeviceCounts(arena.counters) for arena in arenas}
         self._name = ""
@@ -173,17 +178,26 @@ class RankSteps(LinkedRanks, BesideSteps):
             if self._since >= self._queries.spare:
                 # The next step writes where queries lie that the second stream may not have read yet.
                 self._settle()
-        due = {row: end for row, end in ends.items() if not (end - views.get(row).covered) % every}
+        due = self._due(views, ends, every, following is not None)
         # First, or the rank would look at the newer question alone.
         self._take(views, self._open_questions(views, due))
-        # Where that is never taken before verification, places of its queries could be written meanwhile.
-        if due and (following is None or following >= every):
+        if due:
             for link in self.links:
                 link.wait(0)
             # What that makes is made on the second stream; tables, buffers and pools stay.
             self._launched = self._side.launch(lambda: self._ask(views, due, every), ())
         if following == 0:
+            # Verification writes over the queries of drafts.
             self._settle()
+
+    def _due(self, views: CompressedViews, ends: dict[int, int], every: int, verified: bool) -> dict[int, int]:
+        """Of ``ends`` the requests whose turn has come."""
+        self._steps += 1
+        if not verified:
+            return {row: end for row, end in ends.items() if not (end - views.get(row).covered) % every}
+        due = {row: end for row, end in ends.items() if row not in self._turns or self._steps - self._turns[row] >= every}
+        self._turns.update(dict.fromkeys(due, self._steps))
+        return due
 
     def _steps_between(self, ends: Iterable[int]) -> int:
         """Steps between two choices of a request; ``ends``: rows of all that step."""
@@ -348,6 +362,7 @@ class RankSteps(LinkedRanks, BesideSteps):
     def forget(self, row: int) -> None:
         """As :meth:`BesideSteps.forget`: its rank has room for others."""
         self._records.pop(row, None)
+        self._turns.pop(row, None)
         self._leave(row)
 
     def _leave(self, row: int) -> None:
@@ -365,5 +380,6 @@ class RankSteps(LinkedRanks, BesideSteps):
         """As :meth:`BesideSteps.forget_all`."""
         self.settle_all()
         self._records.clear()
+        self._turns.clear()
         for row in list(self._requests):
             self._leave(row)

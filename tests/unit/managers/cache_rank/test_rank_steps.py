@@ -147,14 +147,47 @@ def test_a_copy_that_stands_for_more_tokens_has_their_keys_sent_and_drops_what_w
     assert torch.equal(world.led(1), world.chosen(1, 281, 280))
 
 
-def test_before_verification_nothing_is_asked_that_no_step_takes(world):
+def test_what_the_last_step_of_a_round_asked_is_taken_in_the_next_round_from_which_drafts_were_rejected(world):
     world.begin(1, 200, 48)
-    world.step(following=2)
-    first = world.steps._requests[1].lease.sequence
-    for following in (1, 0):
+    for following in (2, 1, 0):
         world.step(following=following)
-    assert world.steps._requests[1].lease.sequence == first + 1 and world.steps._launched is None
-    assert torch.equal(world.led(1), world.chosen(1, 202, 200)), "the last of the round took what the one before asked"
+    assert world.steps._launched is None, "verification writes over queries"
+    assert torch.equal(world.led(1), world.chosen(1, 202, 200))
+    asked = world.chosen(1, 203, 200)
+    world.queries.drop_rejected(1, 201)
+    world.ends[1] = 201
+    world.step(following=2)
+    assert torch.equal(world.led(1), asked)
+    world.step(following=1)
+    assert torch.equal(world.led(1), world.chosen(1, 202, 200))
+
+
+@pytest.mark.parametrize(("every", "length"), [(8, 3), (3, 8), (5, 1), (2, 2)])
+def test_rounds_of_any_length_ask_from_their_first_step_on_and_as_rarely_as_ranks_keep_up(every, length):
+    world = RankWorld(places=16, most=8).ready()
+    world.steps.pace.every = world.every = every
+    world.begin(1, 300, 64)
+    turns, asked, sequence = [], [], 0
+    for number in range(24):
+        before = world.led(1)
+        world.step(following=length - 1 - number % length)
+        if number and world.steps._requests[1].lease.sequence > sequence:
+            if asked:
+                assert torch.equal(world.led(1), asked[-1]), "what the turn before asked"
+        elif number:
+            assert torch.equal(world.led(1), before)
+        if world.steps._requests[1].lease.sequence > sequence:
+            sequence += 1
+            turns.append(number)
+            asked.append(world.chosen(1, world.ends[1], 300))
+        if number % length == length - 1:
+            # Of a round of several drafts the last one is rejected.
+            world.ends[1] -= length > 1
+            world.queries.drop_rejected(1, world.ends[1])
+    assert turns == list(range(0, 24, every))
+    world.steps.tend()
+    assert not +world.steps.missed
+    world.steps.end()
 
 
 def test_requests_that_end_leave_lanes_and_blocks_and_more_than_fit_are_told(world):
