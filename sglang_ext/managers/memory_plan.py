@@ -108,7 +108,7 @@ class MemoryPlan:
         extremes: least and largest numbers of all pages, by which pages are chosen.
         staging: buffers through which full KV goes to host memory and back.
         workspaces: what attention of verifications works in.
-        choices: what choices of tokens by queries of steps work in.
+        choices: what choices of tokens, or of pages, by queries of steps work in.
         arenas: through which cache ranks on other GPUs get keys and queries, at most; where these send rows, records of copies, too.
         prompt_codes: codes of a layer's keys and values, of the longest prompt, and what one kernel leaves another of its queries.
         logits: of the largest captured verification.
@@ -242,7 +242,7 @@ class MemoryPlanner:
             extremes=self._extremes(slots),
             staging=2 * staging_bytes(slots * model.slot_bytes, args.page_size * model.slot_bytes) if args.kv_host_gb else 0,
             workspaces=self._workspaces(requests),
-            choices=self._choices(rings, width),
+            choices=self._choices(rings, width) + self._page_choices(requests, width),
             arenas=self._arenas(tokens) if self.on_gpu else 0,
             prompt_codes=self._prompt_codes(width),
             logits=4 * model.vocabulary * options.captured_tokens(args, requests) if self._captures else 0,
@@ -271,6 +271,18 @@ class MemoryPlanner:
         sizes = tokens, model.query_heads, model.kv_heads, model.head_dim, model.number_bytes, choosing[0].predictor
         at_once = [1] if self.args.kv_cache_ranks else [1, rings]
         return sum(choice_bytes(model.layers * count, *sizes) for count in at_once)
+
+    def _page_choices(self, requests: int, tokens: int) -> int:
+        """As quest_pages.py makes them, in rows of so many tokens: of a layer of a step, as the next one works where that did; once in what
+        SGLang's graphs of steps share, where there are any, and once outside, where they are captured from and larger batches step."""
+        paging = self._paging
+        if not self.on_gpu or paging is None:
+            return 0
+        from sglang_ext.layers.kernels.choosing.quest_pages import scratch_bytes
+
+        decode = self.args.cuda_graph_config.decode
+        at_once = [requests] if decode.backend == Backend.DISABLED else [requests, min(requests, max(decode.bs))]
+        return sum(scratch_bytes(count, self.model.kv_heads, tokens, paging.scoring.page) for count in at_once)
 
     def _arenas(self, tokens: int) -> int:
         """Where rows are sent with records of as many tokens as the pool holds, a number for each layer and KV head."""

@@ -11,6 +11,7 @@ from sglang.srt.model_executor.cuda_graph_config import Backend
 
 from sglang_ext.config.selection_options import ARENA_BYTES, ROWS_ARENA_BYTES
 from sglang_ext.core import OptionError
+from sglang_ext.layers.kernels.choosing import quest_pages
 from sglang_ext.layers.kernels.hack import integer_prefill, specialized_prefill
 from sglang_ext.layers.kernels.hack.prompt_codes import PromptCodes
 from sglang_ext.layers.kernels.packed import packed_decode
@@ -19,7 +20,7 @@ from sglang_ext.managers.memory_plan import GRAIN, HeldMemory, MemoryPlan, Memor
 from sglang_ext.managers.served_methods import ServedMethods
 from sglang_ext.mem_cache.compressed.formats.chosen_pages import ChosenPages
 from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells
-from sglang_ext.mem_cache.compressed.formats.slot_pointers import Pointers
+from sglang_ext.mem_cache.compressed.formats.slot_pointers import Pointers, as_pointers
 from sglang_ext.mem_cache.compressed.page_extremes import PageExtremes
 from sglang_ext.mem_cache.compressed.query_window import QueryWindows
 from sglang_ext.mem_cache.compressed.slot_codes import SlotCodes
@@ -232,6 +233,43 @@ def test_extremes_of_pages_are_counted_where_attention_chooses_by_them_and_the_p
     memory = HeldMemory(paged(planner(TINY, **flags)), runner(room))
     tokens = (room - memory.held_bytes) // TINY.slot_bytes
     assert memory.release(8, tokens).extremes + tokens * TINY.slot_bytes > 0.95 * room, "not those of a pool without any beside it"
+
+
+class Launched:
+    """In the place of a kernel: keeps the bytes in which it would work."""
+
+    nbytes = 0
+
+    def __getitem__(self, grid):
+        return self
+
+    def __call__(self, *given, **named):
+        bounds, listed = given[10:12]
+        self.nbytes = bounds.nbytes + listed.nbytes
+
+
+@pytest.mark.parametrize(
+    ("requests", "backend", "steps"), [(300, Backend.FULL, [300, 256]), (40, Backend.FULL, [40, 40]), (40, Backend.DISABLED, [40])]
+)
+def test_what_attention_chooses_pages_in_is_counted_in_graphs_and_outside_as_it_is_made(monkeypatch, requests, backend, steps):
+    monkeypatch.setattr(quest_pages, "_choose_pages", kernel := Launched())
+    flags = {"methods": ("quest",), "page_size": 16, "kv_mode": "lossy"}
+    flags["cuda_graph_config"] = SimpleNamespace(decode=SimpleNamespace(bs=SIZES, backend=backend))
+    plain = planner(TINY, **flags)
+    method_of_gpus = replace(method("quest"), compressor=Quest(in_attention=True))
+    paged = replace(plain, served=ServedMethods((), (method_of_gpus,)))
+    found = paged.plan(requests, 1000, 0)
+    assert plain.plan(requests, 1000, 0).choices == replace(paged, on_gpu=False).plan(requests, 1000, 0).choices == 0
+    width, total = paged._width + paged.ahead, 0
+    keys = [torch.zeros(160, TINY.kv_heads, TINY.head_dim)]
+    table = torch.zeros(2, width, dtype=torch.int32)
+    begins = ChosenPages.of_pool(Pointers(8, 16), table, PageExtremes(keys, (0,), 16), Quest(in_attention=True))
+    for count in steps:
+        numbers = torch.zeros(count, dtype=torch.int64)
+        queries = torch.zeros(count, TINY.query_heads, TINY.head_dim)
+        quest_pages.point_at_best_pages(begins, 0, queries, as_pointers(keys[0]), table, numbers, numbers)
+        total += kernel.nbytes
+    assert found.choices == total > 0 and "choices of tokens 0.00 GB" in str(found)
 
 
 def test_while_the_pool_is_sized_as_many_bytes_are_held_as_will_be_taken(caplog):

@@ -258,6 +258,22 @@ def bound_pages(key_table: torch.Tensor, like: torch.Tensor, slots: torch.Tensor
     )  # fmt: skip
 
 
+def _width(pages: int) -> int:
+    """Bounds of a head for so many pages: as many as lets several be read at once."""
+    return -(-pages // 16) * 16
+
+
+def scratch_bytes(requests: int, heads: int, tokens: int, page: int) -> int:
+    """Bytes in which :func:`point_at_best_pages` works: bounds and slots of pages, for so many requests and KV heads.
+
+    Args:
+        requests, heads: for which it is launched.
+        tokens: in a row of the token table.
+        page: tokens of a page.
+    """
+    return requests * heads * _width(triton.cdiv(tokens, page)) * (torch.float32.itemsize + torch.int32.itemsize)
+
+
 def point_at_best_pages(
     begins: "ChosenPages",
     layer: int,
@@ -291,8 +307,7 @@ def point_at_best_pages(
     most = triton.cdiv(token_table.shape[1], page)
     at_once, resident, registers = cut
     parts = min(triton.cdiv(most, at_once), max(1, BUSY // (heads * requests)))
-    # Of each head so many that several are read at once.
-    width = -(-most // 16) * 16
+    width = _width(most)
     bounds = torch.empty(requests, heads, width, dtype=torch.float32, device=queries.device)
     listed = torch.empty(requests, heads, width, dtype=torch.int32, device=queries.device)
     _choose_pages[(heads, parts, requests)](
