@@ -176,7 +176,8 @@ def check_wrong_numbers(device, cut=None):
 
 
 def check_turns(device):
-    """With a choice every three steps copies lead elsewhere in the first step after they were made, and in each third one."""
+    """With a choice every three steps copies lead elsewhere in the first step after they were made, and in each third one; and the host
+    knows in which."""
     there = Paged(device, 2, 2, 2, 16, torch.float32, (20, 30), (6, 7), every=3)
     there.begin()
     changed = [[], []]
@@ -189,9 +190,10 @@ def check_turns(device):
         lengths = [view.held + 5 + more for view, more in zip(there.views, since)]
         for layer in range(2):
             there.choose(layer, there.queries(2, 2 * step + layer), [there.rows + 1, there.rows + 2], lengths)
+        told = [there.begins.step_chooses(there.rows + 1 + request, 5 + more) for request, more in enumerate(since)]
         for request in range(2):
             different = {not torch.equal(there.led(request, layer), before[request][layer]) for layer in range(2)}
-            assert len(different) == 1
+            assert different == {told[request]}
             changed[request] += different
     turn, rest = True, False
     assert changed == [[turn, rest, rest, turn, rest, rest, turn, rest], [turn, rest, rest, turn, turn, rest, rest, turn]]

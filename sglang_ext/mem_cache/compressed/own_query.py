@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglang_ext.mem_cache.compressed.formats.chosen_pages import ChosenPages
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressors import Compressor, ContextKV, Part
 
@@ -50,14 +51,15 @@ def own_queries(views: "CompressedViews", ends: Mapping[int, int]) -> OwnQueries
         views: the copies.
         ends: position after the step's token, by row, of requests that read their copies.
     """
-    due = {}
-    for row, end in ends.items():
-        chooser = views.method(row).compressor
-        if chooser.synchronous and not (end - 1 - views.get(row).covered) % chooser.every:
-            due[row] = end
-    if due and views.form.chooses:
-        views.made.update(views.get(row).method for row in due)
+    waiting = {row: end for row, end in ends.items() if views.method(row).compressor.synchronous}
+    if not waiting:
         return None
+    after = {row: end - views.get(row).covered for row, end in waiting.items()}
+    if isinstance(views.form, ChosenPages):
+        chosen = (row for row in waiting if views.form.step_chooses(views.draft_row(row), after[row]))
+        views.made.update(views.get(row).method for row in chosen)
+        return None
+    due = {row: end for row, end in waiting.items() if not (after[row] - 1) % views.method(row).compressor.every}
     return OwnQueries(views, due) if due else None
 
 

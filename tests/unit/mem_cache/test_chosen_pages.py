@@ -100,6 +100,22 @@ def test_the_host_watches_no_layer_and_counts_choices(every):
     assert views.queries.held_bytes == 0 and of_use(views, [state()], [Recorded(1, 0, 1, 190)]) == (), "no queries are kept"
 
 
+def test_with_every_choices_are_counted_from_the_first_step_over_a_copy_on_as_attention_makes_them():
+    views = paged_views(every=4)
+    ensure(views, 190)
+
+    def chosen(end):
+        before = views.made["quest"]
+        watch_step(views, {1: end}, True)
+        return views.made["quest"] - before
+
+    # Fourteen tokens follow the copy before its first step.
+    assert [chosen(end) for end in range(191, 200)] == [1, 0, 0, 0, 1, 0, 0, 0, 1]
+    assert [chosen(end) for end in range(198, 204)] == [0, 0, 0, 0, 0, 1], "drafts that were rejected are stepped again"
+    views.form.begins(5, views.get(1))
+    assert [chosen(end) for end in range(204, 209)] == [1, 0, 0, 0, 1], "as a copy that is made anew"
+
+
 def test_where_nothing_is_verified_a_copy_grows_when_many_tokens_follow_it_and_after_each_verification_else():
     for each_round in (False, True):
         views = paged_views(each_round=each_round)

@@ -5,7 +5,7 @@ of every sixteenth slot of its row. A copy covers whole pages, and keeps whole o
 a choice reads lies on the device, by row of the token table, so that one graph serves all requests.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 import torch
@@ -28,6 +28,7 @@ class ChosenPages(PointerRows):
         extremes: by which pages are bounded.
         every: steps between two choices.
         first, newest: pages that are chosen in any case.
+        turns: what :attr:`chosen_at` holds of the rows whose turn has come since their copy was made, as the host knows it.
     """
 
     pages: torch.Tensor
@@ -37,6 +38,7 @@ class ChosenPages(PointerRows):
     every: int
     first: int
     newest: int
+    turns: dict[int, int] = field(default_factory=dict)
 
     chooses = True
 
@@ -65,6 +67,20 @@ class ChosenPages(PointerRows):
         self.pages[row] = view.covered // self.page
         if self.every > 1:
             self.chosen_at[:, row] = -self.every
+            self.turns.pop(row, None)
+
+    def step_chooses(self, row: int, after: int) -> bool:
+        """Whether attention chooses for a row in the step that is launched next, as its kernel finds out by itself.
+
+        Args:
+            row: it begins with pointers; each step over it is told here once.
+            after: tokens after its copy, the step's own among them.
+        """
+        if self.every > 1:
+            if after - self.turns.get(row, -self.every) < self.every:
+                return False
+            self.turns[row] = after
+        return True
 
     def check(self, row: int, view: CompressedView, covered: torch.Tensor, buffers: KVBuffers) -> None:
         """Check that what a copy stands for, and what its pointers lead to, are whole pages, with the extremes of the keys in them."""
