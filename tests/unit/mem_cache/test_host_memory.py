@@ -101,7 +101,8 @@ def test_flags_are_checked_for_all_ranks_of_this_host(monkeypatch, ranks, hosts,
     )
     args = SimpleNamespace(
         kv_mode="verified", kv_compressor="snapkv", kv_prefill="exact", kv_host_gb=100 / here + 1, tp_size=ranks, nnodes=hosts, page_size=1,
-        preferred_sampling_params=None, kv_sparse_from=0, get_model_config=lambda: model,
+        chunked_prefill_size=2048, disaggregation_mode="null", preferred_sampling_params=None, kv_sparse_from=0,
+        get_model_config=lambda: model,
     )
     assert ranks_of_host(args) == here
     with pytest.raises(OptionError, match="--kv-host-gb asks for"):
