@@ -191,10 +191,9 @@ def _check_chunks(args: "KVServerArgs") -> None:
     chunk, page = args.chunked_prefill_size, args.page_size
     if args.disaggregation_mode == "decode" or chunk <= 0 or chunk % page == 0:
         return
-    whole = f"--chunked-prefill-size {chunk // page * page}" if chunk > page else f"--chunked-prefill-size {page}"
     raise OptionError(
-        f"--page-size is {page}, and prompts are computed in chunks of {chunk} tokens, which are whole pages: pass {whole}, or "
-        f"--page-size {min(16, chunk & -chunk)}"
+        f"--page-size is {page}, and prompts are computed in chunks of {chunk} tokens, which are whole pages: pass "
+        f"--chunked-prefill-size {max(page, chunk // page * page)}, or --page-size {min(16, chunk & -chunk)}"
     )
 
 

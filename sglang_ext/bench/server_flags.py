@@ -70,8 +70,8 @@ def check(model: str, servers: Mapping[str, Sequence[str]]) -> None:
             fields = (each.name for each in dataclasses.fields(KVServerArgs))
             args = _Unresolved(**{each: getattr(given, each) for each in fields if hasattr(given, each)})
             _check_transport(args)
-            if args.kv_mode != "full" and (dim := _head_dim(Path(model))) is not None:
-                method_options.check_partitions(args, dim)
+            if args.kv_mode != "full":
+                method_options.check_partitions(args, lambda: _head_dim(Path(model)))
             of_roles.setdefault(args.disaggregation_mode, (name, args))
         except (BenchError, OptionError) as error:
             raise BenchError(f"the server {name} cannot start: {error}") from error

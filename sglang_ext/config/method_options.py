@@ -1,6 +1,7 @@
 """The methods that one server offers, of which a request chooses one by name: what they may be, alone and together, how heads share
 what their copies keep, and the folders that they read."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -221,8 +222,7 @@ def check_resolved(args: "KVServerArgs") -> None:
         return
     flag = FIRST if packed is found[0] else MORE
     _check_has_kernels(args, packed, flag)
-    if catalogue.partition_size(packed.packs, args.kv_partition) is not None:
-        _check_partition(args, packed, flag, args.get_model_config().head_dim)
+    check_partitions(args, lambda: args.get_model_config().head_dim)
     copies = f"the packed copies of {flag} {packed.name}"
     model_options.check_copies(args, copies, f"a compressor that only drops tokens: {others}")
 
@@ -242,8 +242,12 @@ def _check_has_kernels(args: "KVServerArgs", packed: Offer, flag: str) -> None:
         )
 
 
-def check_partitions(args: "KVServerArgs", dim: int) -> None:
-    """Refuse partitions of keys that do not divide heads of so many channels, where SGLang has resolved nothing yet.
+def check_partitions(args: "KVServerArgs", head_dim: Callable[[], int | None]) -> None:
+    """Refuse partitions of keys that do not divide the model's heads.
+
+    Args:
+        args: the server's.
+        head_dim: channels of a head, asked for where keys are cut; None where they are not known yet.
 
     Raises:
         OptionError: names the partition, and what is allowed.
@@ -251,13 +255,13 @@ def check_partitions(args: "KVServerArgs", dim: int) -> None:
     found = offers(args)
     for offer in found:
         if offer.packs:
-            _check_partition(args, offer, FIRST if offer is found[0] else MORE, dim)
+            _check_partition(args, offer, FIRST if offer is found[0] else MORE, head_dim)
 
 
-def _check_partition(args: "KVServerArgs", packed: Offer, flag: str, dim: int) -> None:
+def _check_partition(args: "KVServerArgs", packed: Offer, flag: str, head_dim: Callable[[], int | None]) -> None:
     """Refuse partitions of keys that do not divide the model's heads; ``flag`` names the method."""
     partition = catalogue.partition_size(packed.packs, args.kv_partition)
-    if partition is None or dim % partition == 0:
+    if partition is None or (dim := head_dim()) is None or dim % partition == 0:
         return
     smaller = [str(size) for size in sorted(catalogue.allowed_partitions(packed.packs)) if dim % size == 0]
     remedy = f"--kv-partition {' or '.join(smaller)}" if smaller else f"{flag} {_packed_by(packed, 'kivi')}"

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_ext.mem_cache.compressed.formats.chosen_pages import ChosenPages
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressors import Compressor, ContextKV, Part
 
@@ -55,7 +54,7 @@ def own_queries(views: "CompressedViews", ends: Mapping[int, int]) -> OwnQueries
     if not waiting:
         return None
     after = {row: end - views.get(row).covered for row, end in waiting.items()}
-    if isinstance(views.form, ChosenPages):
+    if views.form.chooses:
         chosen = (row for row in waiting if views.form.step_chooses(views.draft_row(row), after[row]))
         views.made.update(views.get(row).method for row in chosen)
         return None

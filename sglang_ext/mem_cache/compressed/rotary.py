@@ -78,7 +78,7 @@ class Rotary:
             pairs = len(self.frequencies)
             first = torch.arange(pairs) * (2 if self.interleaved else 1)
             second = first + (1 if self.interleaved else pairs)
-            angles = (count * self.steps.cpu() & (TURN - 1)).float() * (math.tau / TURN)
+            angles = self._angles(torch.tensor(count, device=self.steps.device)).cpu()
             cos, sin, other = torch.ones(dim), torch.zeros(dim), torch.arange(dim)
             cos[first] = cos[second] = angles.cos()
             sin[first], sin[second] = -angles.sin(), angles.sin()

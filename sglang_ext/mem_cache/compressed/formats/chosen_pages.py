@@ -70,12 +70,7 @@ class ChosenPages(PointerRows):
             self.turns.pop(row, None)
 
     def step_chooses(self, row: int, after: int) -> bool:
-        """Whether attention chooses for a row in the step that is launched next, as its kernel finds out by itself.
-
-        Args:
-            row: it begins with pointers; each step over it is told here once.
-            after: tokens after its copy, the step's own among them.
-        """
+        """As :meth:`KVFormat.step_chooses`: what its kernel finds out by itself."""
         if self.every > 1:
             if after - self.turns.get(row, -self.every) < self.every:
                 return False

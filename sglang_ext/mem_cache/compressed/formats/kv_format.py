@@ -108,6 +108,15 @@ class KVFormat(ABC):
     leads_into_full_kv: ClassVar[bool] = False
     chooses: ClassVar[bool] = False
 
+    def step_chooses(self, row: int, after: int) -> bool:
+        """Of a format that :attr:`chooses`: whether attention chooses for a row in the step that is launched next.
+
+        Args:
+            row: it begins with such a copy; each step over it is told here once.
+            after: tokens after its copy, the step's own among them.
+        """
+        raise NotImplementedError(f"attention chooses nothing in {type(self).__name__}")
+
     def placement(self, method: "Method", plain: Unpacked) -> Placement:
         """How copies of ``method`` lie; ``plain`` where it keeps tokens as they are."""
         return plain
