@@ -121,10 +121,11 @@ STEPS = {
     "longcot-codes": Step(_longcot(16, " --kv-score-bits 8") + " --method spade --select-every 1,2", 400),
     "longcot-8": Step(_longcot(8) + " --method stock,spade --select-every 2,4,1", 600),
     "longcot-8-quest": Step(_longcot(8) + " --method stock,quest", 400),
-    "longcot-quest": Step(_longcot(16) + " --method stock,quest", 450),
+    "longcot-stock": Step(_longcot(16, length="64,1024") + " --method stock", 300),
+    "longcot-quest": Step(_longcot(16, length="64,1024") + " --method quest", 300),
     "longcot-8-codes": Step(_longcot(8, " --kv-score-bits 8") + " --method spade --select-every 1,2", 400),
-    # Of so many tokens all sixteen decode side by side for a while, after their prompts were computed and handed over.
-    "longcot-ranks": Step(_longcot(16, length="64,1536") + " --method stock,spade-ranks --pack-layers auto", 500, 2),
+    # When the first 1,024 tokens are out, full KV of all sixteen is at the rank.
+    "longcot-ranks": Step(_longcot(16, length="1024,2048") + " --method spade-ranks --pack-layers auto", 350, 2),
     "longcot-ranks-8": Step(_longcot(8) + " --method stock,spade-ranks --pack-layers auto", 400, 2),
     "longcot-ranks-2k": Step(_longcot(16, load="2048:1024") + " --method stock,spade-ranks --pack-layers auto", 400, 2),
     "packs": Step("python docs/benchmarks/pack_cycles.py --json {out}.json", 300, 2),
