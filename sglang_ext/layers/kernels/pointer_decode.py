@@ -18,6 +18,18 @@ TOKENS, STAGES = 32, 3
 
 
 @triton.jit
+def _holder(table, place, last, PER_SLOT: tl.constexpr):
+    """The copy's slots that hold pointers at places below ``last``."""
+    return tl.load(table + place // PER_SLOT, mask=place < last, other=0)
+
+
+@triton.jit
+def _pointed(pointers, holder, place, last, pointer_slot, PER_SLOT: tl.constexpr):
+    """Where these lead."""
+    return tl.load(pointers + holder.to(tl.int64) * pointer_slot + place % PER_SLOT, mask=place < last, other=0)
+
+
+@triton.jit
 def _pointed_part(
     queries, keys, values, pointers, table, first, last, scaling, row, key_slot, value_slot, pointer_slot, GROUP: tl.constexpr,
     M: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr,
@@ -29,14 +41,18 @@ def _pointed_part(
     best = tl.zeros([M], dtype=tl.float32) - float("inf")
     total = tl.zeros([M], dtype=tl.float32)
     acc = tl.zeros([M, PADDED_VALUE_DIM], dtype=tl.float32)
+    place = first + tl.arange(0, N)
+    slot = _pointed(pointers, _holder(table, place, last, PER_SLOT), place, last, pointer_slot, PER_SLOT)
+    holder = _holder(table, place + N, last, PER_SLOT)
     for start in tl.range(first, last, N):
         place = start + tl.arange(0, N)
-        inside = place < last
-        held = tl.load(table + place // PER_SLOT, mask=inside, other=0).to(tl.int64)
-        slot = tl.load(pointers + held * pointer_slot + place % PER_SLOT, mask=inside, other=0).to(tl.int64)
+        # Read a step ahead, and what leads there two, so that keys and values of several steps may be on their way.
+        next_slot = _pointed(pointers, holder, place + N, last, pointer_slot, PER_SLOT)
+        holder = _holder(table, place + 2 * N, last, PER_SLOT)
         best, total, acc = token_step(
-            q, keys, values, slot, inside, dim, value_dim, best, total, acc, key_slot, value_slot, DIM, VALUE_DIM, LIKE
+            q, keys, values, slot.to(tl.int64), place < last, dim, value_dim, best, total, acc, key_slot, value_slot, DIM, VALUE_DIM, LIKE
         )  # fmt: skip
+        slot = next_slot
     return best, total, acc
 
 
