@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from sglang_ext.layers.attention.copies.kept_by_heads import cut_pointers
-from sglang_ext.layers.kernels.choosing.quest_pages import point_at_best_pages
+from sglang_ext.layers.kernels.choosing.quest_pages import CUTS, Cut, point_at_best_pages
 from sglang_ext.layers.kernels.pointer_decode import pointer_decode
 from sglang_ext.mem_cache.compressed.formats.chosen_pages import ChosenPages
 from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows, Pointers, as_pointers
@@ -98,12 +98,16 @@ def quest(options: argparse.Namespace, batch: int, rate: float) -> None:
     rows = torch.arange(batch, 2 * batch, device="cuda")
     lengths = torch.full_like(rows, held + options.after)
 
-    def layers() -> None:
-        for layer, keys in enumerate(buffers.keys):
-            point_at_best_pages(begins, layer, queries, as_pointers(keys), table, rows, lengths)
+    ideal = batch * options.tokens // PAGE * HEADS * 2 * DIM * 2 / rate
+    for cut in CUTS:
 
-    took, ideal = in_graph(layers) / LAYERS, batch * options.tokens // PAGE * HEADS * 2 * DIM * 2 / rate
-    print(f"batch {batch}, Quest: {took * 1e6:.1f} us, {took / ideal:.2f} of its bytes", flush=True)
+        def layers(cut: Cut = cut) -> None:
+            for layer, keys in enumerate(buffers.keys):
+                point_at_best_pages(begins, layer, queries, as_pointers(keys), table, rows, lengths, cut)
+
+        took = in_graph(layers) / LAYERS
+        chosen = ", as servers cut them" if cut == CUTS[0] else ""
+        print(f"batch {batch}, Quest, {cut}: {took * 1e6:.1f} us, {took / ideal:.2f} of its bytes{chosen}", flush=True)
 
 
 def _buffers(slots: int, layers: int) -> KVBuffers:

@@ -244,8 +244,7 @@ class Launched:
         return self
 
     def __call__(self, *given, **named):
-        bounds, listed = given[10:12]
-        self.nbytes = bounds.nbytes + listed.nbytes
+        self.nbytes = sum(each.nbytes for each in given[10:13])
 
 
 @pytest.mark.parametrize(

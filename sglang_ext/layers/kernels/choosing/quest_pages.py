@@ -5,7 +5,7 @@ head, as ``mem_cache/selection/baselines.py`` has it. It is linear in the parts 
 over the heads are all that is multiplied. The pages of the largest bounds become pointers to their tokens (chosen_pages.py).
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -14,12 +14,29 @@ import triton.language as tl
 if TYPE_CHECKING:
     from sglang_ext.mem_cache.compressed.formats.chosen_pages import ChosenPages
 
-# Pages that a program multiplies at once; bounds that it can have in registers, of more pages it reads them again, so many at once; and
-# registers of a thread, None for as many as the compiler likes. The first are those of servers, so that four programs have room on a
-# processor; which is best docs/benchmarks/selection_speed.py says.
-CUTS, CHUNK = ((64, 2048, 128), (64, 2048, None), (32, 2048, None), (64, 4096, None)), 1024
-# Programs of all requests and heads, beyond which each multiplies several times as many.
-BUSY = 8192
+
+
+class Cut(NamedTuple):
+    """How the choice of a batch is cut into programs.
+
+    Attributes:
+        pages: that a program multiplies at once.
+        stages: of so many pages, that it has on their way.
+        programs: of all requests and heads, beyond which each multiplies several times as many pages.
+        resident: bounds that a program can have in registers; of more pages it reads them again, so many as CHUNK at once.
+        registers: of a thread, None for as many as the compiler likes.
+    """
+
+    pages: int
+    stages: int
+    programs: int
+    resident: int = 2048
+    registers: int | None = 128
+
+
+# Servers take the first; which is best docs/benchmarks/selection_speed.py says.
+CUTS = (Cut(64, 1, 8192), Cut(32, 3, 1056), Cut(64, 3, 528), Cut(32, 4, 528), Cut(32, 3, 2112), Cut(64, 1, 8192, 4096, None))
+CHUNK = 1024
 # Pointers that a program writes at once.
 POINTERS = 2048
 # Numbers of a page's tokens that a program bounds at once.
@@ -105,52 +122,47 @@ def _narrowed(low, high, found, above, middle, step, turn, many, chosen):
 
 
 @triton.jit
-def _list_best(order, low, high, need, better_before, equal_before, listed, table, place, PAGE: tl.constexpr):
-    """List the first slots of pages of the largest orders: those from ``high`` on, and of those from ``low`` on the first ``need``."""
+def _list_best(order, low, high, need, better_before, equal_before, listed, slot):
+    """List the ``slot`` of pages of the largest orders: those from ``high`` on, and of those from ``low`` on the first ``need``."""
     better = (order >= high).to(tl.int32)
     equal = ((order >= low) & (order < high)).to(tl.int32)
     # Both counts in one, of 16 bits each.
     both = tl.cumsum(better + (equal << 16), 0)
     rank = equal_before + ((both >> 16) & 0xFFFF)
     best = (better != 0) | ((equal != 0) & (rank <= need))
-    slot = tl.load(table + place.to(tl.int64) * PAGE, mask=best, other=0)
     tl.store(listed + better_before + (both & 0xFFFF) + tl.minimum(rank, need) - 1, slot, mask=best)
     return better_before + tl.sum(better), equal_before + tl.sum(equal)
 
 
 @triton.jit
-def _there(bounds, place, count):
-    """Bounds at places, 0 where there is none: several are read at once, whatever the count."""
-    found = tl.load(bounds + place, mask=place // 16 < tl.cdiv(count, 16), other=0.0, volatile=True)
-    return tl.where(place < count, found, 0.0)
+def _noted(numbers, place, count):
+    """What programs noted of pages at places, bounds or slots, 0 where there is no page: several are read at once, whatever the count."""
+    found = tl.load(numbers + place, mask=place // 16 < tl.cdiv(count, 16), other=0, volatile=True)
+    return tl.where(place < count, found, 0)
 
 
 @triton.jit
-def _choose_resident(
-    bounds, listed, table, count, chosen, FIRST: tl.constexpr, NEWEST: tl.constexpr, PAGE: tl.constexpr, RESIDENT: tl.constexpr
-):
+def _choose_resident(bounds, slots, listed, count, chosen, FIRST: tl.constexpr, NEWEST: tl.constexpr, RESIDENT: tl.constexpr):
     """List the best pages of a head, whose bounds are in registers. Each count waits for all threads: few are made."""
     place = tl.arange(0, RESIDENT)
-    found = _there(bounds, place, count)
+    found, slot = _noted(bounds, place, count), _noted(slots, place, count)
     middle, step = _guess(tl.sum(found), tl.sum(found * found), count, chosen)
     order = _orders(found, place, count, FIRST, NEWEST)
     low, high, there, above, turn = LEAST, -LEAST, count, 0, 0
     while (there != chosen) & (low + 1 < high):
         many = tl.sum((order >= middle).to(tl.int32))
         low, high, there, above, middle, step, turn = _narrowed(low, high, there, above, middle, step, turn, many, chosen)
-    _list_best(order, low, high, chosen - above, 0, 0, listed, table, place, PAGE)
+    _list_best(order, low, high, chosen - above, 0, 0, listed, slot)
 
 
 @triton.jit
-def _choose_in_memory(
-    bounds, listed, table, count, chosen, FIRST: tl.constexpr, NEWEST: tl.constexpr, PAGE: tl.constexpr, CHUNK: tl.constexpr
-):
+def _choose_in_memory(bounds, slots, listed, count, chosen, FIRST: tl.constexpr, NEWEST: tl.constexpr, CHUNK: tl.constexpr):
     """The same, where there are too many for registers."""
     column = tl.arange(0, CHUNK)
     total = tl.zeros((CHUNK,), tl.float32)
     squares = tl.zeros((CHUNK,), tl.float32)
     for first in tl.range(0, count, CHUNK):
-        found = _there(bounds, first + column, count)
+        found = _noted(bounds, first + column, count)
         total += found
         squares += found * found
     middle, step = _guess(tl.sum(total), tl.sum(squares), count, chosen)
@@ -158,42 +170,55 @@ def _choose_in_memory(
     while (there != chosen) & (low + 1 < high):
         several = tl.zeros((CHUNK,), tl.int32)
         for first in tl.range(0, count, CHUNK):
-            found = _there(bounds, first + column, count)
+            found = _noted(bounds, first + column, count)
             several += (_orders(found, first + column, count, FIRST, NEWEST) >= middle).to(tl.int32)
         many = tl.sum(several)
         low, high, there, above, middle, step, turn = _narrowed(low, high, there, above, middle, step, turn, many, chosen)
     better, equal = 0, 0
     for first in tl.range(0, count, CHUNK):
         place = first + column
-        found = _there(bounds, place, count)
+        found = _noted(bounds, place, count)
         order = _orders(found, place, count, FIRST, NEWEST)
-        better, equal = _list_best(order, low, high, chosen - above, better, equal, listed, table, place, PAGE)
+        better, equal = _list_best(order, low, high, chosen - above, better, equal, listed, _noted(slots, place, count))
 
 
 @triton.jit
-def _bound(
-    bounds, extremes, context, first, count, head, below, above, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr, PAGE: tl.constexpr, PAGES: tl.constexpr,
+def _first_slots(context, place, count, PAGE: tl.constexpr):
+    """Of pages at places of a context."""
+    return tl.load(context + place.to(tl.int64) * PAGE, mask=place < count, other=0)
+
+
+@triton.jit
+def _bound_all(
+    bounds, slots, extremes, context, begin, count, by, head, below, above, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr, PAGE: tl.constexpr, PAGES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Bounds of some pages for a head, by its queries' parts below and above 0."""
-    dim, place = tl.arange(0, PADDED_DIM), first + tl.arange(0, PAGES)
-    page = tl.load(context + place.to(tl.int64) * PAGE, mask=place < count, other=0).to(tl.uint32) // PAGE
-    mine = extremes + (page.to(tl.int64) * HEADS + head)[:, None] * (2 * DIM) + dim[None, :]
-    some = (place < count)[:, None]
-    if DIM < PADDED_DIM:
-        some = some & (dim < DIM)[None, :]
-    least = tl.load(mine, mask=some, other=0.0).to(tl.float32)
-    largest = tl.load(mine + DIM, mask=some, other=0.0).to(tl.float32)
-    found = tl.sum(least * below[None, :] + largest * above[None, :], 1) / GROUP
-    tl.store(bounds + place, found, mask=place < count)
+    """Note bounds and first slots of every ``by``-th PAGES pages from ``begin`` on, by a head's queries' parts below and above 0."""
+    dim, each = tl.arange(0, PADDED_DIM), tl.arange(0, PAGES)
+    slot = _first_slots(context, begin + each, count, PAGE)
+    for first in tl.range(begin, count, by, num_stages=STAGES):
+        place = first + each
+        # Read a step ahead, so that extremes of several steps may be on their way.
+        next_slot = _first_slots(context, place + by, count, PAGE)
+        page = slot.to(tl.uint32) // PAGE
+        mine = extremes + (page.to(tl.int64) * HEADS + head)[:, None] * (2 * DIM) + dim[None, :]
+        some = (place < count)[:, None]
+        if DIM < PADDED_DIM:
+            some = some & (dim < DIM)[None, :]
+        least = tl.load(mine, mask=some, other=0.0).to(tl.float32)
+        largest = tl.load(mine + DIM, mask=some, other=0.0).to(tl.float32)
+        found = tl.sum(least * below[None, :] + largest * above[None, :], 1) / GROUP
+        tl.store(bounds + place, found, mask=place < count)
+        tl.store(slots + place, slot, mask=place < count)
+        slot = next_slot
 
 
 @triton.jit
 def _choose_pages(
-    queries, extremes, token_table, rows, lengths, counts, pages, chosen_at, arrived, cells, bounds, listed, width, full_rows, table_row,
-    slot_stride, head_stride, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+    queries, extremes, token_table, rows, lengths, counts, pages, chosen_at, arrived, cells, bounds, slots, listed, width, full_rows,
+    table_row, slot_stride, head_stride, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     PER_SLOT: tl.constexpr, EVERY: tl.constexpr, FIRST: tl.constexpr, NEWEST: tl.constexpr, PAGE: tl.constexpr, PAGES: tl.constexpr,
-    ONCE: tl.constexpr, RESIDENT: tl.constexpr, LONG: tl.constexpr, CHUNK: tl.constexpr, POINTERS: tl.constexpr,
+    STAGES: tl.constexpr, RESIDENT: tl.constexpr, LONG: tl.constexpr, CHUNK: tl.constexpr, POINTERS: tl.constexpr,
 ):  # fmt: skip
     """Bounds of some pages of a request for a KV head; whose program comes last, that points at the best."""
     head, request = tl.program_id(0), tl.program_id(2)
@@ -213,11 +238,11 @@ def _choose_pages(
     begin = tl.program_id(1) * PAGES
     if begin < count:
         context = token_table + (row - full_rows) * table_row
-        mine, list_of_mine = bounds + of_head * width, listed + of_head * width
-        _bound(mine, extremes, context, begin, count, head, below, above, HEADS, GROUP, DIM, PADDED_DIM, PAGE, PAGES)
-        if not ONCE:
-            for first in tl.range(begin + tl.num_programs(1) * PAGES, count, tl.num_programs(1) * PAGES):
-                _bound(mine, extremes, context, first, count, head, below, above, HEADS, GROUP, DIM, PADDED_DIM, PAGE, PAGES)
+        mine, my_slots, list_of_mine = bounds + of_head * width, slots + of_head * width, listed + of_head * width
+        _bound_all(
+            mine, my_slots, extremes, context, begin, count, tl.num_programs(1) * PAGES, head, below, above, HEADS, GROUP, DIM, PADDED_DIM,
+            PAGE, PAGES, STAGES,
+        )  # fmt: skip
         tl.debug_barrier()
         if tl.atomic_add(arrived + of_row, 1) == tl.minimum(tl.num_programs(1), tl.cdiv(count, PAGES)) - 1:
             # For the next launch.
@@ -226,11 +251,11 @@ def _choose_pages(
                 tl.store(chosen_at + of_row, after)
             if LONG:
                 if count > RESIDENT:
-                    _choose_in_memory(mine, list_of_mine, context, count, kept // PAGE, FIRST, NEWEST, PAGE, CHUNK)
+                    _choose_in_memory(mine, my_slots, list_of_mine, count, kept // PAGE, FIRST, NEWEST, CHUNK)
                 else:
-                    _choose_resident(mine, list_of_mine, context, count, kept // PAGE, FIRST, NEWEST, PAGE, RESIDENT)
+                    _choose_resident(mine, my_slots, list_of_mine, count, kept // PAGE, FIRST, NEWEST, RESIDENT)
             else:
-                _choose_resident(mine, list_of_mine, context, count, kept // PAGE, FIRST, NEWEST, PAGE, RESIDENT)
+                _choose_resident(mine, my_slots, list_of_mine, count, kept // PAGE, FIRST, NEWEST, RESIDENT)
             tl.debug_barrier()
             for first in tl.range(0, kept, POINTERS):
                 pointer = first + tl.arange(0, POINTERS)
@@ -264,14 +289,14 @@ def _width(pages: int) -> int:
 
 
 def scratch_bytes(requests: int, heads: int, tokens: int, page: int) -> int:
-    """Bytes in which :func:`point_at_best_pages` works: bounds and slots of pages, for so many requests and KV heads.
+    """Bytes in which :func:`point_at_best_pages` works, for so many requests and KV heads: bounds and slots of pages, and of the best.
 
     Args:
         requests, heads: for which it is launched.
         tokens: in a row of the token table.
         page: tokens of a page.
     """
-    return requests * heads * _width(triton.cdiv(tokens, page)) * (torch.float32.itemsize + torch.int32.itemsize)
+    return requests * heads * _width(triton.cdiv(tokens, page)) * (torch.float32.itemsize + 2 * torch.int32.itemsize)
 
 
 def point_at_best_pages(
@@ -282,7 +307,7 @@ def point_at_best_pages(
     token_table: torch.Tensor,
     rows: torch.Tensor,
     lengths: torch.Tensor,
-    cut: tuple[int, int, int | None] = CUTS[0],
+    cut: Cut = CUTS[0],
 ) -> torch.Tensor:
     """Let each KV head's pointers lead to the tokens of its best pages, in the context's order.
 
@@ -298,24 +323,23 @@ def point_at_best_pages(
             slots that hold their pointers.
         rows: int64 [requests], of the table, each at most once but those without pointers.
         lengths: int64 [requests], slots of each row.
-        cut: one of CUTS.
+        cut: how the work is cut into programs.
 
     Returns:
         The bounds: float32 [requests, kv_heads, at least pages], where there were any to choose from.
     """
     requests, heads, dim, page = len(rows), cells.shape[1], queries.shape[-1], begins.page
     most = triton.cdiv(token_table.shape[1], page)
-    at_once, resident, registers = cut
-    parts = min(triton.cdiv(most, at_once), max(1, BUSY // (heads * requests)))
+    parts = min(triton.cdiv(most, cut.pages), max(1, cut.programs // (heads * requests)))
     width = _width(most)
     bounds = torch.empty(requests, heads, width, dtype=torch.float32, device=queries.device)
-    listed = torch.empty(requests, heads, width, dtype=torch.int32, device=queries.device)
+    slots, listed = (torch.empty(requests, heads, width, dtype=torch.int32, device=queries.device) for _ in range(2))
     _choose_pages[(heads, parts, requests)](
         queries.contiguous(), begins.extremes.held[layer], token_table, rows, lengths, begins.counts, begins.pages,
-        begins.chosen_at[layer], begins.arrived, cells, bounds, listed, width, len(token_table) // 2, token_table.stride(0),
+        begins.chosen_at[layer], begins.arrived, cells, bounds, slots, listed, width, len(token_table) // 2, token_table.stride(0),
         cells.stride(0), cells.stride(1), HEADS=heads, GROUP=queries.shape[1] // heads, DIM=dim, PADDED_DIM=triton.next_power_of_2(dim),
-        PER_SLOT=begins.form.per_slot, EVERY=begins.every, FIRST=begins.first, NEWEST=begins.newest, PAGE=page, PAGES=at_once,
-        ONCE=parts * at_once >= most, RESIDENT=min(resident, triton.next_power_of_2(most)), LONG=most > resident, CHUNK=CHUNK,
-        POINTERS=POINTERS, maxnreg=registers,
+        PER_SLOT=begins.form.per_slot, EVERY=begins.every, FIRST=begins.first, NEWEST=begins.newest, PAGE=page, PAGES=cut.pages,
+        STAGES=cut.stages, RESIDENT=min(cut.resident, triton.next_power_of_2(most)), LONG=most > cut.resident, CHUNK=CHUNK,
+        POINTERS=POINTERS, maxnreg=cut.registers,
     )  # fmt: skip
     return bounds
