@@ -81,9 +81,11 @@ class PromptsOnCodes:
             return
         old, held = self.copies.get(row), self._held.get(row)
         prefix = Prefix(req.last_node, matched) if matched else None
+        # Of what is codes alone it must hold all.
+        least = held[-1].end if held else (0 if old is None else old.covered) + 1
         # Where slots for all lack, full KV stays but for what is codes alone.
         for end in (known, held[-1].end) if held else (known,):
-            if method.covered(self.copies.reach(row, end)) <= (0 if old is None else old.covered):
+            if method.covered(self.copies.reach(row, end)) < least:
                 break
             if self.copies.compress(row, end, prefix=prefix, goes_on=True):
                 self._release(self._held.pop(row, ()))

@@ -95,6 +95,21 @@ def test_a_prompt_that_begins_so_reads_the_codes_where_they_lie():
     world.empty()
 
 
+def test_a_copy_that_leaves_newest_tokens_exact_takes_no_place_of_codes_that_reach_farther():
+    world = Lossy(name="kivi", on_codes=True)
+    leave_codes(world, distinct(1, 400))
+    recent = world.packing.recent
+    second = admitted(world, distinct(1, 330) + distinct(2, 300))
+    assert second.begun == 330 and SINKS + 4 * BLOCK > second.begun - recent
+    compute(world, second, 400)
+    assert len(world.codes.stored(second.req_pool_idx)) == world.packing.packed_slots(4 * BLOCK)
+    compute(world, second, 630)
+    assert len(world.codes.stored(second.req_pool_idx)) == world.packing.packed_slots((400 - recent - SINKS) // BLOCK * BLOCK)
+    decode(world, second)
+    world.check_owners()
+    world.empty()
+
+
 def test_codes_of_an_admitted_prompts_beginning_are_not_evicted_also_where_others_part_them():
     world = Lossy(on_codes=True)
     leave_codes(world, distinct(1, 600))
