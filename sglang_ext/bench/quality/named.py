@@ -80,7 +80,7 @@ class Named:
 
     @property
     def chooses_here(self) -> bool:
-        """Whether it needs nothing but keys, values and queries of exact prompts; scores, verifications, prompts on codes are for servers."""
+        """Whether it needs nothing but keys, values and queries of exact prompts; all else is for servers."""
         return self.serves_verified and (self.drops is None or catalogue.is_online(self.drops))
 
     @property

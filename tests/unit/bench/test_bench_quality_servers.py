@@ -410,7 +410,8 @@ def test_flags_after_a_name_go_to_its_own_servers_alone():
 
 
 def test_a_flag_after_a_name_may_have_its_value_behind_an_equals_sign():
-    assert Named.of("hack:2 --kv-partition=32") == Named.of("hack:2 --kv-partition 32") and Named.of("hack --kv-partition=32").partition == 32
+    assert Named.of("hack:2 --kv-partition=32") == Named.of("hack:2 --kv-partition 32")
+    assert Named.of("hack --kv-partition=32").partition == 32
     assert not Named.of("hack --kv-prefill=quantized").serves_verified
 
 
