@@ -128,12 +128,21 @@ def _check_alike(one: tuple[str, KVServerArgs], other: tuple[str, KVServerArgs])
                 f"--{flag.replace('_', '-')} is {found[0]} of the server {one[0]} and {found[1]} of the server {other[0]}: "
                 "give both the same"
             )
+    _check_pages(one, other)
     if links:
         _check_pools(one, other)
     # Empty but where prompts travel as codes, over links.
     codes = [traveling_codes(args) for _, args in (one, other)]
     if codes[0] != codes[1]:
         raise BenchError(f"the servers {one[0]} and {other[0]} differ in {options_refusal(*codes)}")
+
+
+def _check_pages(one: tuple[str, KVServerArgs], other: tuple[str, KVServerArgs]) -> None:
+    """Refuse pages of different sizes, at which SGLang ends the decode server with the first request; without a flag they have one token,
+    but in mode full, where SGLang may choose others."""
+    pages = [args.page_size or (None if args.kv_mode == "full" else 1) for _, args in (one, other)]
+    if None not in pages and pages[0] != pages[1]:
+        raise BenchError(f"--page-size is {pages[0]} of the server {one[0]} and {pages[1]} of the server {other[0]}: give both the same")
 
 
 def _check_pools(one: tuple[str, KVServerArgs], other: tuple[str, KVServerArgs]) -> None:

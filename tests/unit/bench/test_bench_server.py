@@ -328,6 +328,24 @@ def test_a_prefill_and_a_decode_server_whose_pools_differ_are_refused_where_flag
         server_flags.check("m", servers)
 
 
+@pytest.mark.parametrize(
+    ("prefill", "decode", "why"),
+    [
+        (("--kv-mode", "lossy"), ("--kv-mode", "lossy", "--page-size", "128"), "--page-size is 1 of the server prefill and 128 "),
+        (("--page-size", "64"), ("--page-size", "16"), "--page-size is 64 .* and 16 of the server decode: give both the same"),
+        ((), ("--page-size", "16"), None),
+        (("--kv-mode", "verified"), ("--kv-mode", "verified", "--page-size", "1"), None),
+    ],
+)
+def test_a_prefill_and_a_decode_server_with_other_pages_are_refused(
+    prefill: tuple[str, ...], decode: tuple[str, ...], why: str | None
+) -> None:
+    links = ("--disaggregation-transfer-backend", "progressive", "--disaggregation-mode")
+    servers = {"prefill": (*links, "prefill", *prefill), "decode": (*links, "decode", *decode)}
+    with nullcontext() if why is None else pytest.raises(BenchError, match=why):
+        server_flags.check("m", servers)
+
+
 def test_keys_of_links_at_one_server_alone_are_refused(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     LinkKeys.new().write(keys)
