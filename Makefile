@@ -102,6 +102,9 @@ port-is-free:
 		exit 1
 	fi
 
+# On a CPU `auto` would find that drafting does not pay, and show none. Other modes draft nothing, and would say so.
+DRAFTS = $(if $(filter lossy full --kv-mode=lossy --kv-mode=full,$(ARGS)),, --kv-draft-length 15)
+
 serve: port-is-free $(STAMP)  ## serve MODEL (default: the demo model) on http://127.0.0.1:PORT
 	@export PATH="$(CURDIR)/.venv/bin:$$PATH"
 	model='$(MODEL)'
@@ -109,8 +112,7 @@ serve: port-is-free $(STAMP)  ## serve MODEL (default: the demo model) on http:/
 		model='$(DEMO_MODEL)'
 		export HF_HUB_OFFLINE=1
 		.venv/bin/python -m sglang_ext.demo_model --folder "$$model"
-		# On a CPU `auto` would find that drafting does not pay, and show none.
-		demo='--dtype $(if $(filter gpu,$(HARDWARE)),bfloat16,float32 --kv-draft-length 15)'
+		demo='--dtype $(if $(filter gpu,$(HARDWARE)),bfloat16,float32$(DRAFTS))'
 	fi
 	echo "==> starting SGLang on http://127.0.0.1:$(SERVED_PORT) (about 30 s); stop it with Ctrl-C"
 	exec .venv/bin/python -m sglang.launch_server --model-path "$$model" --host 127.0.0.1 --port $(PORT) --kv-mode verified $${demo:-} $(ARGS)
@@ -122,7 +124,7 @@ serve-pd: port-is-free $(PD_STAMP)  ## serve MODEL from a prefill and a decode s
 		model='$(DEMO_MODEL)'
 		export HF_HUB_OFFLINE=1
 		.venv/bin/python -m sglang_ext.demo_model --folder "$$model"
-		demo='--dtype $(if $(filter gpu,$(HARDWARE)),bfloat16,float32 --kv-draft-length 15)'
+		demo='--dtype $(if $(filter gpu,$(HARDWARE)),bfloat16,float32$(DRAFTS))'
 	fi
 	exec .venv/bin/python -m sglang_ext.serve_pd --model "$$model" --port '$(PORT)' --arg="$${demo:-} $$ARGS" \
 		--prefill-arg="$$PREFILL_ARGS" --decode-arg="$$DECODE_ARGS"

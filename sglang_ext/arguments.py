@@ -96,8 +96,9 @@ class KVServerArgs(ServerArgs):
     kv_prefill: A[
         str,
         Arg(
-            help="With --kv-mode lossy and --kv-compressor hack: what prompts attend to. exact: keys and values as they are. quantized: "
-            "the codes that copies hold, but for a token's own block.",
+            help="With --kv-mode lossy and --kv-compressor hack: what prompts attend to. exact: keys and values as they are, but for "
+            "a cached beginning of which codes alone are left. quantized: the codes that copies hold, but for a token's own block, in all "
+            "prompts: below --kv-sparse-from, by other methods and before answers on full KV, too.",
             choices=list(PREFILLS),
         ),
         NS("memory"),

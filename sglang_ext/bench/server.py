@@ -92,12 +92,13 @@ def leave_on_signals(leave: Callable[[int, FrameType | None], None]) -> None:
     handle(once)
 
 
-def check_servers(model: str, servers: Mapping[str, Sequence[str]]) -> None:
+def check_servers(model: str, servers: Mapping[str, Sequence[str]], tokens: int = 0) -> None:
     """Refuse a model that is not there, and flags that one of the servers would end at, before the first of them starts.
 
     Args:
         model: folder or name.
         servers: the flags of each, by its name.
+        tokens: of the longest request that they will be sent, its answer among them; 0 where that is not known.
 
     Raises:
         BenchError: names the model, or the server, its flag, what is allowed and the remedy.
@@ -108,7 +109,7 @@ def check_servers(model: str, servers: Mapping[str, Sequence[str]]) -> None:
     # SGLang is loaded apart, so that the process that measures takes none of the memory that servers find free; its warnings, of
     # what this machine lacks, and what flags of benchmarks do are for the servers' logs.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _leave_to_logs) as apart:
-        apart.submit(_check_flags, model, dict(servers)).result()
+        apart.submit(_check_flags, model, dict(servers), tokens).result()
 
 
 def _leave_to_logs() -> None:
@@ -119,10 +120,10 @@ def _leave_to_logs() -> None:
     benchmark_options.logger.setLevel(logging.ERROR)
 
 
-def _check_flags(model: str, servers: Mapping[str, Sequence[str]]) -> None:
+def _check_flags(model: str, servers: Mapping[str, Sequence[str]], tokens: int) -> None:
     from sglang_ext.bench import server_flags
 
-    server_flags.check(model, servers)
+    server_flags.check(model, servers, tokens)
 
 
 class ServerProcess(ServerClient):

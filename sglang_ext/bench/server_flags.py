@@ -47,12 +47,13 @@ class _Unresolved(KVServerArgs):
             selection_options.check_device(self)
 
 
-def check(model: str, servers: Mapping[str, Sequence[str]]) -> None:
+def check(model: str, servers: Mapping[str, Sequence[str]], tokens: int = 0) -> None:
     """Refuse flags that one of the servers would end at.
 
     Args:
         model: folder or name.
         servers: the flags of each, by its name.
+        tokens: of the longest request that they will be sent, its answer among them; 0 where that is not known.
 
     Raises:
         BenchError: names the server, the flag, what is allowed and the remedy.
@@ -75,8 +76,27 @@ def check(model: str, servers: Mapping[str, Sequence[str]]) -> None:
             of_roles.setdefault(args.disaggregation_mode, (name, args))
         except (BenchError, OptionError) as error:
             raise BenchError(f"the server {name} cannot start: {error}") from error
+        _check_length(Path(model), name, args, tokens)
     if of_roles.keys() >= set(ROLES):
         _check_alike(*(of_roles[role] for role in ROLES))
+
+
+def _check_length(model: Path, name: str, args: KVServerArgs, tokens: int) -> None:
+    """Refuse requests longer than the context that the server of a model in a folder serves, where that is known."""
+    longest = args.context_length or _context_length(model, args)
+    if longest is not None and tokens > longest:
+        raise BenchError(
+            f"the server {name} serves contexts of up to {longest} tokens, and the longest prompt has {tokens} with its answer: pass a "
+            f'shorter --context-len or --output-len, or, where the model can, --server-arg="--context-length {tokens}"'
+        )
+
+
+def _context_length(model: Path, args: KVServerArgs) -> int | None:
+    """Tokens of the model's longest context; None where only its server will know."""
+    if args.json_model_override_args != "{}" or not (model / "config.json").is_file():
+        return None
+    config = read_config(model)
+    return None if config.get("rope_scaling") else config.get("max_position_embeddings")
 
 
 def _head_dim(model: Path) -> int | None:
@@ -108,12 +128,21 @@ def _check_alike(one: tuple[str, KVServerArgs], other: tuple[str, KVServerArgs])
                 f"--{flag.replace('_', '-')} is {found[0]} of the server {one[0]} and {found[1]} of the server {other[0]}: "
                 "give both the same"
             )
+    _check_pages(one, other)
     if links:
         _check_pools(one, other)
     # Empty but where prompts travel as codes, over links.
     codes = [traveling_codes(args) for _, args in (one, other)]
     if codes[0] != codes[1]:
         raise BenchError(f"the servers {one[0]} and {other[0]} differ in {options_refusal(*codes)}")
+
+
+def _check_pages(one: tuple[str, KVServerArgs], other: tuple[str, KVServerArgs]) -> None:
+    """Refuse pages of different sizes, at which SGLang ends the decode server with the first request; without a flag they have one token,
+    but in mode full, where SGLang may choose others."""
+    pages = [args.page_size or (None if args.kv_mode == "full" else 1) for _, args in (one, other)]
+    if None not in pages and pages[0] != pages[1]:
+        raise BenchError(f"--page-size is {pages[0]} of the server {one[0]} and {pages[1]} of the server {other[0]}: give both the same")
 
 
 def _check_pools(one: tuple[str, KVServerArgs], other: tuple[str, KVServerArgs]) -> None:

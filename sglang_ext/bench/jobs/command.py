@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     # Which folder timelines go to does not matter here.
     timed = timeline_file(args.logs or Path(), "any")
     flags = {f"{each.name} {role}": flags_of(args, each, link, timed)[role] for each, link in asked for role in ROLES}
-    check_servers(str(args.model), flags)
+    check_servers(str(args.model), flags, max(contexts) + args.output_len)
     prompts = make_prompts(args, args.jobs, contexts)
     mixed = [prompts[contexts[place % len(contexts)]][place] for place in range(args.jobs)]
     found: list[Figures] = []

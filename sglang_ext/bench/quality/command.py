@@ -94,7 +94,7 @@ class Bench:
         chosen = [name for name in config.compressors if Named.of(name).chooses_here]
         for name in config.compressors:
             if name not in chosen:
-                self._console.print(f"attention: {name} chooses by what only a server has and is left out", markup=False)
+                self._console.print(f"attention: {name} needs what only a server has and is left out", markup=False)
         model = CapturedModel(config.model, config.dtype)
         return tuple(measure(model, self._prompts, chosen, config.budgets, config.output_len, config.tails))
 

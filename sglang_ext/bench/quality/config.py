@@ -91,6 +91,7 @@ class QualityConfig:
         if "verified" not in self.modes and "acceptance" in self.parts:
             raise BenchError(f"--modes {','.join(self.modes)}: --parts acceptance is of verified servers; add verified, or leave it out")
         self._check_ranges()
+        self._check_sizes()
         if self.prompts is None and self.parts != ("functional",):
             raise BenchError(f"--parts {','.join(self.parts)} needs --prompts; only functional goes without")
         if "kl" in self.parts and 0 not in self.temperatures:
@@ -109,6 +110,14 @@ class QualityConfig:
             raise BenchError(f"--tasks {self.tasks}: --parts functional needs at least 1, or a --benchmark")
         if min(self.temperatures) < 0:
             raise BenchError(f"--temperature {min(self.temperatures):g}: must be 0 (greedy) or above")
+
+    def _check_sizes(self) -> None:
+        given = {word.partition("=")[0] for word in (*self.server_args, *self.kv_args)}
+        if "attention" in self.parts and (unread := given & {"--kv-bits", "--kv-partition"}):
+            raise BenchError(
+                f"{min(unread)} is of servers, and --parts attention has none: write it after the method, as in --compressor "
+                "'hack:2 --kv-partition 32'"
+            )
 
     def asks(self, *parts: str) -> bool:
         """Whether one of these parts is wanted."""

@@ -36,10 +36,13 @@ class Named:
         """
         # Flags begin with the first word that begins as one; a file's path may have blanks.
         name, dashes, flags = text.partition(" --")
-        more = tuple((dashes + flags).split())
+        words = (dashes + flags).split()
+        more = tuple(part for word in words for part in (word.split("=", 1) if word.startswith("--") else (word,)))
         compressor, bits = catalogue.split(name.strip())
         if bits and not bits.isdigit():
             raise BenchError(f"--compressor {text!r}: after the colon stand bits, as in kivi:2")
+        if "--kv-bits" in more:
+            raise BenchError(f"--compressor {text!r}: bits stand after a colon, as in kivi:2; leave --kv-bits out")
         found = cls(compressor, int(bits) if bits else None, more)
         try:
             packs = catalogue.parse(compressor)[1]
@@ -65,7 +68,7 @@ class Named:
         Raises:
             BenchError: it is no number.
         """
-        values = [value for flag, value in pairwise(self.more) if flag == "--kv-partition"]
+        values = [value for flag, value in pairwise((*self.more, "")) if flag == "--kv-partition"]
         if not all(value.isdigit() for value in values):
             raise BenchError(f"--compressor '{self.compressor} {' '.join(self.more)}': --kv-partition takes a number, such as 64")
         return int(values[-1]) if values else None
@@ -77,8 +80,8 @@ class Named:
 
     @property
     def chooses_here(self) -> bool:
-        """Whether it needs nothing but keys, values and queries; stored scores and verifications are for servers."""
-        return self.drops is None or catalogue.is_online(self.drops)
+        """Whether it needs nothing but keys, values and queries of exact prompts; all else is for servers."""
+        return self.serves_verified and (self.drops is None or catalogue.is_online(self.drops))
 
     @property
     def serves_lossy(self) -> bool:

@@ -76,9 +76,8 @@ def run(args: argparse.Namespace) -> int:
     asked, failed = runs(chosen, rates)
     # Which folder timelines go to does not matter here.
     timed = timeline_file(args.logs or Path(), "any")
-    check_servers(
-        str(args.model), {f"{each.name} {role}": flags for each, gbps in asked for role, flags in flags_of(args, each, gbps, timed).items()}
-    )
+    flags = {f"{each.name} {role}": found for each, gbps in asked for role, found in flags_of(args, each, gbps, timed).items()}
+    check_servers(str(args.model), flags, max(contexts) + args.output_len)
     prompts = make_prompts(args, args.prompts, contexts)
     requests: dict[tuple[str, float | None], list[Request]] = {}
     done = 0

@@ -20,6 +20,7 @@ from sglang_ext.bench.quality.arms import FULL, QualityArm, arms_of, ask
 from sglang_ext.bench.quality.attention import AttentionError
 from sglang_ext.bench.quality.config import QualityConfig
 from sglang_ext.bench.quality.copy_bytes import copy_share
+from sglang_ext.bench.quality.named import Named
 from sglang_ext.bench.quality.options import add_arguments, config_from
 from sglang_ext.bench.quality.reporting.plots import by_bytes, by_speed, write
 from sglang_ext.bench.quality.reporting.results import ArmQuality, Results
@@ -408,6 +409,16 @@ def test_flags_after_a_name_go_to_its_own_servers_alone():
     assert not {"--kv-partition", "--kv-prefill"} & {*found[3].arguments, *found[4].arguments}
 
 
+def test_a_flag_after_a_name_may_have_its_value_behind_an_equals_sign():
+    assert Named.of("hack:2 --kv-partition=32") == Named.of("hack:2 --kv-partition 32")
+    assert Named.of("hack --kv-partition=32").partition == 32
+    assert not Named.of("hack --kv-prefill=quantized").serves_verified
+
+
+def test_prompts_on_codes_are_left_out_of_errors_that_are_of_exact_prompts():
+    assert Named.of("hack --kv-partition 32").chooses_here and not Named.of("hack --kv-prefill quantized").chooses_here
+
+
 def test_modes_that_are_not_asked_for_have_no_server():
     given = ("--parts", "kl", "--budget", "0.5", "--draft-length", "8")
     assert [arm.mode for arm in arms_of(config(*given, "--modes", "lossy"))] == ["lossy", "full"]
@@ -419,7 +430,11 @@ def test_modes_that_are_not_asked_for_have_no_server():
     [
         (("--compressor", "hack --kv-partition 48"), "--kv-partition is 48"),
         (("--compressor", "kivi --kv-partition 32"), "kivi has none to choose"),
+        (("--compressor", "hack --kv-partition=48"), "--kv-partition is 48"),
         (("--compressor", "hack --kv-partition many"), "takes a number"),
+        (("--compressor", "hack --kv-partition"), "takes a number"),
+        (("--compressor", "hack --kv-bits=2"), "bits stand after a colon"),
+        (("--parts", "attention", "--kv-arg=--kv-partition 32"), "write it after the method"),
         (("--parts", "kl", "--modes", "full"), "--modes 'full'"),
         (("--parts", "acceptance", "--modes", "lossy"), "of verified servers"),
         (("--parts", "attention", "--tail", "none"), "--tail 'none'"),

@@ -271,6 +271,27 @@ def test_partitions_that_do_not_divide_the_models_heads_are_refused_before_serve
         server_flags.check(str(tmp_path), {"hack4:64": (*flags, "64"), "hack4:128": (*flags, "128")})
 
 
+@pytest.mark.parametrize(
+    ("flags", "config", "longest"),
+    [
+        ((), '{"max_position_embeddings": 8192}', 8192),
+        (("--context-length", "4096"), '{"max_position_embeddings": 8192}', 4096),
+        (("--context-length", "20000"), '{"max_position_embeddings": 8192}', 20000),
+        ((), '{"max_position_embeddings": 8192, "rope_scaling": {"factor": 4.0}}', None),
+        (("--json-model-override-args", '{"max_position_embeddings": 16384}'), '{"max_position_embeddings": 8192}', None),
+    ],
+)
+def test_prompts_longer_than_the_context_that_is_served_are_refused_before_servers_start(
+    tmp_path: Path, flags: tuple[str, ...], config: str, longest: int | None
+) -> None:
+    (tmp_path / "config.json").write_text(config)
+    server_flags.check(str(tmp_path), {"hack4 prefill": flags}, longest or 10**9)
+    said = f"the server hack4 prefill serves contexts of up to {longest} tokens.* pass a shorter --context-len"
+    refused = pytest.raises(BenchError, match=said)
+    with nullcontext() if longest is None else refused:
+        server_flags.check(str(tmp_path), {"hack4 prefill": flags}, (longest or 10**9) + 1)
+
+
 @pytest.mark.parametrize(("config", "refused"), [('{"num_attention_heads": 9', True), ("[]", True), ('{"num_attention_heads": 9}', False)])
 def test_a_config_that_tells_no_shape_of_heads_is_its_servers_to_read_and_one_that_is_no_json_is_refused(
     tmp_path: Path, config: str, refused: bool
@@ -299,6 +320,24 @@ def test_a_prefill_and_a_decode_server_whose_links_would_not_fit_are_refused() -
     ],
 )
 def test_a_prefill_and_a_decode_server_whose_pools_differ_are_refused_where_flags_say_so(
+    prefill: tuple[str, ...], decode: tuple[str, ...], why: str | None
+) -> None:
+    links = ("--disaggregation-transfer-backend", "progressive", "--disaggregation-mode")
+    servers = {"prefill": (*links, "prefill", *prefill), "decode": (*links, "decode", *decode)}
+    with nullcontext() if why is None else pytest.raises(BenchError, match=why):
+        server_flags.check("m", servers)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "why"),
+    [
+        (("--kv-mode", "lossy"), ("--kv-mode", "lossy", "--page-size", "128"), "--page-size is 1 of the server prefill and 128 "),
+        (("--page-size", "64"), ("--page-size", "16"), "--page-size is 64 .* and 16 of the server decode: give both the same"),
+        ((), ("--page-size", "16"), None),
+        (("--kv-mode", "verified"), ("--kv-mode", "verified", "--page-size", "1"), None),
+    ],
+)
+def test_a_prefill_and_a_decode_server_with_other_pages_are_refused(
     prefill: tuple[str, ...], decode: tuple[str, ...], why: str | None
 ) -> None:
     links = ("--disaggregation-transfer-backend", "progressive", "--disaggregation-mode")
