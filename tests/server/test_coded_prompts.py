@@ -85,7 +85,7 @@ def test_a_prompt_for_which_no_decode_server_has_room_waits_packed_and_leaves_it
     prefill, room = pair.servers["prefill"], pair.new_room()
     with ThreadPoolExecutor(1) as pool:
         sent = pool.submit(prefill.ask, input_ids=first, rid="waits", **greedy(ANSWER), **room)
-        until(lambda: "request waits waits for room at a decode server" in prefill.log.read_text(), 60)
+        until(lambda: "request waits waits for its decode server" in prefill.log.read_text(), 60)
         # No room for both: the pool holds 900 tokens.
         assert pair.ask(input_ids=other, **greedy(ANSWER))["output_ids"] == expected[1]
         found = pair.servers["decode"].ask(input_ids=first, **greedy(ANSWER), **room)
