@@ -50,11 +50,19 @@ class Step:
     gpus: int = 1
 
 
-def _longcot(batch: int, more: str = "", load: str = "32768:2048", length: str = "64,256") -> str:
-    server = (
+def _long_server(batch: int) -> str:
+    return (
         f"{DUMMY} --cuda-graph-bs {batch} --max-running-requests {batch} --mem-fraction-static 0.9 --chunked-prefill-size 8192 "
-        f"--max-total-tokens {34100 * batch} --context-length 40000 {SHORT}{more}"
+        f"--max-total-tokens {34100 * batch} --context-length 40000 {SHORT}"
     )
+
+
+def _profile(more: str) -> str:
+    return f"python docs/benchmarks/step_profile.py --model {{model}} --log {{out}}.server.log --server-arg='{_long_server(16)} {more}'"
+
+
+def _longcot(batch: int, more: str = "", load: str = "32768:2048", length: str = "64,256") -> str:
+    server = f"{_long_server(batch)}{more}"
     return (
         f"python -m sglang_ext.bench longcot --model {{model}} --mode lossy --load {batch}:{load} --output-len {length} "
         f"--logs {{out}} --json {{out}}.json --server-arg='{server}'"
@@ -128,6 +136,11 @@ STEPS = {
     "longcot-ranks": Step(_longcot(16, length="1024,2048") + " --method spade-ranks --pack-layers auto", 350, 2),
     "longcot-ranks-8": Step(_longcot(8) + " --method stock,spade-ranks --pack-layers auto", 400, 2),
     "longcot-ranks-2k": Step(_longcot(16, load="2048:1024") + " --method stock,spade-ranks --pack-layers auto", 400, 2),
+    # Where a step's time goes.
+    "profile-stock": Step(_profile("--kv-mode full"), 200),
+    "profile-quest": Step(_profile("--kv-mode lossy --kv-compressor quest --kv-select 2048 --page-size 16"), 200),
+    "profile-spade": Step(_profile("--kv-mode lossy --kv-compressor spade --kv-select 2048 --kv-select-every 4"), 250),
+    "profile-ranks": Step(_profile("--kv-mode lossy --kv-compressor spade --kv-select 2048 --kv-cache-ranks 1") + " --settle 8", 250, 2),
     "packs": Step("python docs/benchmarks/pack_cycles.py --json {out}.json", 300, 2),
     "transfer-25": Step(_transfer(25, "32768,131072"), 400, 2),
     # With SGLang's default, by which a cached prefix leaves before the rest is computed.

@@ -73,6 +73,14 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
         """``eager``: nothing is compiled on a plain CPU."""
         return "eager"
 
+    def get_torch_profiler_activity_str(self) -> str:
+        """``CPU``, as a request to ``/start_profile`` names it."""
+        return "CPU"
+
+    def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
+        """What the profiler looks at by that name."""
+        return torch.profiler.ProfilerActivity.CPU
+
     def get_dispatch_key_name(self) -> str:
         """``native``: SGLang's multi-platform operators run their PyTorch form."""
         return "native"

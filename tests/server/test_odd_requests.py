@@ -92,6 +92,15 @@ def test_what_cannot_be_served_is_named_on_each_route_and_the_server_goes_on(ver
     assert verified.alive()
 
 
+def test_a_profile_is_written_while_requests_are_answered(verified, tmp_path):
+    asked = {"input_ids": list(range(40, 60)), "sampling_params": {"max_new_tokens": 12, "temperature": 0, "ignore_eos": True}}
+    before = verified.ask(**asked)["output_ids"]
+    verified.request("start_profile", {"output_dir": str(tmp_path)})
+    assert verified.ask(**asked)["output_ids"] == before
+    verified.request("stop_profile", {})
+    assert any(file.stat().st_size for file in tmp_path.iterdir()) and verified.alive()
+
+
 def test_what_a_fuzz_sends_ends_no_server_and_what_is_valid_gets_stocks_answers(stock, verified, launch):
     ends = time.monotonic() + FUZZ_SECONDS
     asked = {"bodies": 0, "equal": 0, "ends of stock": 0}

@@ -1,0 +1,71 @@
+"""The script that tells where decode steps spend their time, of a trace as PyTorch's profiler writes it."""
+
+import gzip
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def script(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "docs/benchmarks"))
+    import step_profile
+
+    return step_profile
+
+
+def event(cat, name, ts, dur):
+    return {"cat": cat, "name": name, "ts": ts, "dur": dur, "ph": "X"}
+
+
+TRACE = [
+    event("cuda_runtime", "cudaGraphLaunch", 0, 5),
+    event("kernel", "attend", 10, 30),
+    event("kernel", "choose", 20, 40),  # on another stream, beyond the first one's end
+    event("kernel", "join", 60, 10),
+    event("cuda_runtime", "cudaGraphLaunch", 75, 5),
+    event("kernel", "attend", 90, 30),
+    event("gpu_memcpy", "Memcpy DtoH", 121, 4),
+    event("cpu_op", "aten::add", 0, 400),
+    {"ph": "M", "name": "process_name"},
+]
+
+
+def test_what_streams_do_at_once_is_busy_once_and_waits_are_between_the_kernels_beside_them(script):
+    found = script.profile(TRACE)
+    assert (found.steps, found.span, found.busy) == (2, 115, 94)
+    assert found.kernels == {"attend": (2, 60), "choose": (1, 40), "join": (1, 10), "Memcpy DtoH": (1, 4)}
+    assert found.waits == {("join", "attend"): (1, 20), ("attend", "Memcpy DtoH"): (1, 1)}
+    assert found.calls == {"cudaGraphLaunch": (2, 10)}
+    told = script.tables(found)
+    assert "2 steps of 0.06 ms: 0.05 in which the device computes, 0.01 in which it does not" in told
+    assert "| attend | 1.00 | 30.0 |" in told and "| join -> attend | 0.50 | 10.0 |" in told
+
+
+def test_a_trace_without_kernels_is_refused(script):
+    with pytest.raises(ValueError, match="no kernels"):
+        script.profile([event("cpu_op", "aten::add", 0, 4)])
+
+
+def test_a_trace_is_read_once_it_is_whole(script, tmp_path):
+    packed = gzip.compress(json.dumps({"traceEvents": TRACE}).encode())
+    (tmp_path / "a.trace.json.gz").write_bytes(packed[:-9])
+    with pytest.raises(TimeoutError, match="no trace"):
+        script.events(tmp_path, 0.1)
+    (tmp_path / "a.trace.json.gz").write_bytes(packed)
+    assert script.events(tmp_path, 5) == TRACE
+
+
+def test_without_a_gpu_it_says_so_before_a_server_starts(script, monkeypatch, capsys):
+    monkeypatch.setattr(script.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["step_profile.py", "--model", "nowhere"])
+    with pytest.raises(SystemExit):
+        script.main()
+    assert "an NVIDIA GPU, and there is none" in capsys.readouterr().err
+
+
+def test_names_keep_both_ends(script):
+    assert script.short("void attend") == "attend"
+    assert script.short("a" * 90 + "b" * 90) == "a" * 46 + "..." + "b" * 20
