@@ -113,6 +113,9 @@ STEPS = {
     ),
     "prefill": Step("python docs/benchmarks/prefill_tiles.py --forms 4:64 4:128 --tiles specialized 64,4,3 128,8,2", 240),
     "attention": Step("python -m sglang_ext.bench attention --contexts 32768 --batch 8,16 --prefill 0 --bits 2 --json {out}.json", 240),
+    "attention-128": Step(
+        "python -m sglang_ext.bench attention --contexts 32768 --batch 8,16 --prefill 16384 --bits 4 --partition 64,128 --json {out}.json", 300,
+    ),
     "attention-short": Step(
         "python -m sglang_ext.bench attention --contexts 2048,8192 --batch 8 --prefill 2048 --bits 4 --partition 32,64,128 --json {out}.json", 240,
     ),

@@ -6,7 +6,7 @@ import tempfile
 
 import torch
 import triton
-from packed_helpers import packed_pool
+from packed_helpers import packed_pool, pool_by
 from prefill_checks import FIRST_HEAD, LAYER, Batch
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
@@ -27,6 +27,7 @@ from sglang_ext.mem_cache.compressed.formats.chosen_pages import ChosenPages
 from sglang_ext.mem_cache.compressed.formats.head_cells import HeadCells
 from sglang_ext.mem_cache.compressed.formats.slot_pointers import PointerRows, Pointers, as_pointers
 from sglang_ext.mem_cache.compressed.page_extremes import PageExtremes
+from sglang_ext.mem_cache.compressors.catalogue import quantizer
 from sglang_ext.mem_cache.compressors.each_step.quest import Quest
 from sglang_ext.mem_cache.host_tier.residuals import ResidualPages
 from sglang_ext.mem_cache.selection.held_keys import CodedKeys, KeySizes
@@ -40,8 +41,8 @@ PACKED = (
 )  # fmt: skip
 # Blocks for the Gluon kernel: method, bits, channels of a head, queries that share a KV head.
 TILES = (("kivi", 4, 128, 4), ("kivi", 2, 128, 8), ("int8", 8, 64, 1), ("int4", 4, 128, 16))
-# Blocks whose integers it multiplies: bits, channels of a head, queries that share a KV head.
-INTEGERS = ((4, 128, 4), (2, 128, 4), (2, 128, 8), (4, 64, 1))
+# Blocks whose integers it multiplies: bits, channels of a head, partition, queries that share a KV head.
+INTEGERS = ((4, 128, 64, 4), (2, 128, 64, 4), (2, 128, 64, 8), (4, 64, 64, 1), (4, 128, 128, 4), (2, 128, 128, 3))
 
 
 class Hopper:
@@ -72,7 +73,12 @@ def compile_only(compiled):
 
 def decode(name, bits, dim, group):
     """Attend to packed copies of one request; answers them, and its table and row."""
-    pool = packed_pool(name, bits, 2, 75, heads=1, dim=dim, dtype=torch.bfloat16)
+    return attend(packed_pool(name, bits, 2, 75, heads=1, dim=dim, dtype=torch.bfloat16), group)
+
+
+def attend(pool, group):
+    """The same, of a pool that is there."""
+    dim = pool.packing.keys.dim
     table, rows = torch.zeros(2, len(pool.row), dtype=torch.int32), torch.tensor([1])
     buffers, slots = (pool.buffers.keys[0], pool.buffers.values[0]), torch.zeros(2, dtype=torch.int32)
     packed_decode.packed_decode(pool.packing, torch.zeros(1, group, dim).bfloat16(), *buffers, table, rows, rows, slots, 0.1)
@@ -93,12 +99,12 @@ def check_tiles(compiled):
 
 def check_integers(compiled):
     """So does the one that multiplies integers: whatever layouts change to and from is in the registers already."""
-    for bits, dim, group in INTEGERS:
-        decode("hack", bits, dim, group)
+    for bits, dim, partition, group in INTEGERS:
+        attend(pool_by(quantizer("hack", bits, partition), 2, 75, heads=1, dim=dim, dtype=torch.bfloat16), group)
         kernel, made = compiled[-2]
         counts = {part: len(re.findall(rf"\b{part}\b", made.asm["sass"])) for part in ("IMMA", "STS", "LDSM")}
         assert kernel == "integer_splits_gluon" and counts.pop("IMMA") > 0
-        assert not any(counts.values()) and stack_bytes(made) <= 16, (bits, dim, group, counts, stack_bytes(made))
+        assert not any(counts.values()) and stack_bytes(made) <= 16, (bits, dim, partition, group, counts, stack_bytes(made))
 
 
 def stack_bytes(made):

@@ -33,6 +33,7 @@ def run(assembly, inputs):
 
 
 def _prmt(name, low, high, select):
+    low, high = np.broadcast_arrays(_number(low), _number(high))
     picked = [(int(select, 16) >> 4 * place) & 15 for place in range(4)]
     taken = [(high if pick > 3 else low) >> np.uint32(pick % 4 * 8) & np.uint32(255) for pick in picked]
     return np.bitwise_or.reduce([byte << np.uint32(8 * place) for place, byte in enumerate(taken)])
@@ -91,7 +92,7 @@ INSTRUCTIONS = {
     "and": lambda name, left, right: left & _number(right),
     "or": lambda name, left, right: left | _number(right),
     "shr": lambda name, left, count: left >> np.uint32(int(count)),
-    "mov": lambda name, source: np.array([_number(source)]),
+    "mov": lambda name, source: np.array([_number(source)]) if isinstance(source, str) else source,
     "add": _add,
     "lop3": _lop3,
     "cvt": _cvt,

@@ -30,7 +30,7 @@ def bytes_of(register):
 
 
 @settings(max_examples=30, deadline=None)
-@given(WORDS, st.sampled_from(((4, 1), (4, 2), (2, 2))))
+@given(WORDS, st.sampled_from(((4, 1), (4, 2), (2, 2), (2, 4))))
 def test_codes_of_keys_become_int8_that_a_partition_shares_a_power_of(words, kind):
     bits, together = kind
     parts, word = 8 // bits, words[0, :1]
@@ -87,9 +87,16 @@ def test_small_integers_become_float16():
     assert torch.from_numpy(found.view(np.int32)).view(torch.float16).flatten().tolist() == numbers.tolist()
 
 
+def test_larger_integers_become_float32():
+    numbers = np.array([0, 1, 1023, 1024, 1920, 32767], dtype=np.int16)
+    found = run(assembly.larger_integers()[0], {2: numbers.view(np.uint32)[:, None]})
+    assert np.stack([found["$0"], found["$1"]], 1).view(np.float32).flatten().tolist() == numbers.tolist()
+
+
 def constants():
     """Of all kinds of blocks that the kernel takes."""
-    return [IntegerFragments(dim, group, bits, 4 * bits) for dim, bits in packed_decode.INTEGERS for group in (1, 4, 5, 8)]
+    plain = [IntegerFragments(dim, group, bits, 4 * bits) for dim, bits in packed_decode.INTEGERS for group in (1, 4, 5, 8)]
+    return plain + [IntegerFragments(128, group, bits, 4 * bits, 128) for bits in (4, 2) for group in (1, 4)]
 
 
 @pytest.mark.parametrize("name", ["key_layout", "value_layout", "quartet_layout", "scale_copy", "sum_copy"])
@@ -129,7 +136,9 @@ def test_blocks_that_no_fragment_fits_stay_with_the_other_kernel(monkeypatch):
     assert taken(hack(4), 4) == IntegerFragments(128, 4, 4, 16)
     assert taken(hack(2, dtype=torch.float16), 8) == IntegerFragments(128, 8, 2, 8)
     assert taken(hack(4, dim=64), 1) == IntegerFragments(64, 1, 4, 16)
+    assert taken(hack(4, partition=128), 4) == IntegerFragments(128, 4, 4, 16, 128)
+    assert taken(hack(2, partition=128), 1) == IntegerFragments(128, 1, 2, 8, 128)
     # Half a word of a value for a lane, other partitions and sizes of heads, pools of float32, many queries a KV head, and no sums.
-    assert taken(hack(2, dim=64), 4) is taken(hack(4, partition=32), 4) is taken(hack(4, partition=128), 4) is None
+    assert taken(hack(2, dim=64), 4) is taken(hack(4, partition=32), 4) is taken(hack(4, partition=128), 5) is None
     assert taken(hack(4, dim=192), 4) is taken(hack(4, dtype=torch.float32), 4) is taken(hack(4), 9) is None
     assert taken(packed_pool("kivi", 4, 1, 1, heads=1, dim=128, dtype=torch.bfloat16), 4) is None

@@ -132,6 +132,14 @@ def wide_product() -> tuple[str, str]:
     return "mul.wide.s32 $0, $1, $2;", "=l,r,r"
 
 
+def larger_integers() -> tuple[str, str]:
+    """Of two int16 from 0 on: float32, as these are the lowest bits of numbers from 2 ** 23 on."""
+    lines = [f"prmt.b32 {name}, $2, 0x4b00, {select};" for name, select in (("t", "0x5410"), ("u", "0x5432"))]
+    lines += [f"mov.b32 {name}, {bits};" for name, bits in (("a", "t"), ("b", "u"))]
+    lines += [f"add.rn.f32 ${place}, {name}, 0fCB000000;" for place, name in enumerate("ab")]
+    return "\n".join(["{ .reg .b32 t, u; .reg .f32 a, b;", *lines, "}"]), "=&f,=f,r"
+
+
 def small_integers() -> tuple[str, str]:
     """Of two int16 from 0 to 1023: float16, as these are the lowest bits of numbers from 1024 on."""
     lines = ("{ .reg .b32 t, u;", "or.b32 t, $1, 0x64006400;", "mov.b32 u, 0xe400e400;", "add.rn.f16x2 $0, t, u;", "}")

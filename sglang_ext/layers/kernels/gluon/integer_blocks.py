@@ -18,10 +18,10 @@ from sglang_ext.layers.kernels.gluon.integer_products import (
     FIRST_CODE,
     LAST_CODE,
     ROUNDING,
-    SHARING,
     SMALLEST_SCALE,
     add_products,
     coded_weights,
+    joined,
     numbers_of_keys,
     ones,
     products_with_keys,
@@ -39,9 +39,9 @@ WIDE = gl.constexpr(assembly.wide_product())
 def _ranges(queries, scaling, F: gl.constexpr):
     """Of each partition the scale and the least of queries, float32 [columns]: what integers.py's ``eight_bits`` has."""
     query = gl.arange(0, F.value.columns, QUERY) % F.value.span
-    channel, found = gl.arange(0, SHARING, gl.SliceLayout(1, SUM))[:, None], ()
+    channel, found = gl.arange(0, F.value.partition, gl.SliceLayout(1, SUM))[:, None], ()
     for partition in gl.static_range(gl.constexpr(F.value.partitions)):
-        at = queries + ((query * F.value.dim)[None, :] + (partition * SHARING + channel))
+        at = queries + ((query * F.value.dim)[None, :] + (partition * F.value.partition + channel))
         numbers = gl.load(at, mask=(query < F.value.group)[None, :], other=0).to(gl.float32) * scaling
         least = gl.min(numbers, 0)
         scale = gl.maximum((gl.max(numbers, 0) - least) * (1.0 / LAST_CODE), SMALLEST_SCALE)
@@ -90,7 +90,7 @@ def _query_numbers(ranges, code_sums, F: gl.constexpr):
     for partition in gl.static_range(gl.constexpr(F.value.partitions)):
         scale, least = ranges[partition]
         zero = least - scale * FIRST_CODE
-        rest = scale * gl.max(code_sums[partition], 0).to(gl.float32) + zero * SHARING
+        rest = scale * gl.max(code_sums[partition], 0).to(gl.float32) + zero * F.value.partition
         found = found + ((rounded_down(scale * (LOG2E / F.value.key_powers[partition])), zero * LOG2E, rest * LOG2E),)
     return found
 
@@ -101,7 +101,7 @@ def _slots_of_rows(
 ):  # fmt: skip
     """Slots of COUNT cells of parameters, from the FIRST on, each of all streams."""
     row = gl.arange(0, COUNT * F.value.streams, gl.SliceLayout(1, LAYOUT))
-    at = gl.minimum(block + row % F.value.streams, last - 1) * BLOCK_SLOTS + (F.value.cells + FIRST)
+    at = gl.minimum(block + row % F.value.blocks, last - 1) * BLOCK_SLOTS + (F.value.code_cells + FIRST)
     return gl.load(table + at + row // F.value.streams)
 
 
@@ -112,7 +112,7 @@ def _slots_of(table, block, last, BLOCK_SLOTS: gl.constexpr, F: gl.constexpr):
     VALUES: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, F.value.value_layout)))
     of_keys, of_values = (), ()
     for stream in gl.static_range(gl.constexpr(F.value.streams)):
-        at = table + gl.minimum(block + stream, last - 1) * BLOCK_SLOTS
+        at = table + gl.minimum(block + stream % F.value.blocks, last - 1) * BLOCK_SLOTS + stream // F.value.blocks * F.value.cells
         of_keys = of_keys + (gl.load(at + gl.arange(0, F.value.cells, KEYS)),)
         of_values = of_values + (gl.load(at + gl.arange(0, F.value.cells, VALUES)),)
     scales = _slots_of_rows(table, block, last, 0, 2, gl.constexpr(F.value.scale_copy), BLOCK_SLOTS, F)
@@ -139,9 +139,14 @@ def _codes_of(words, slots, slot_units, LAYOUT: gl.constexpr, F: gl.constexpr):
 
 @gluon.jit
 def _copy_rows(of_keys, of_values, key_numbers, value_numbers, slots, key_units, value_units, LAYOUT: gl.constexpr, F: gl.constexpr):
-    """Begin to copy a cell of each of ``slots`` to shared memory."""
+    """Begin to copy a cell of each of ``slots`` to shared memory. Where streams are halves of a block they have one cell of keys' numbers,
+    of which each begins with its own."""
     column = gl.arange(0, F.value.dim, gl.SliceLayout(0, LAYOUT))[None, :]
-    async_copy.async_copy_global_to_shared(of_keys, key_numbers + _begins(slots, key_units, 8)[:, None] + column)
+    at = column
+    if F.value.halves:
+        stream = gl.arange(0, slots.shape[0], gl.SliceLayout(1, LAYOUT)) % F.value.streams
+        at = (column + (stream * (F.value.dim // 2))[:, None]) % F.value.dim
+    async_copy.async_copy_global_to_shared(of_keys, key_numbers + _begins(slots, key_units, 8)[:, None] + at)
     async_copy.async_copy_global_to_shared(of_values, value_numbers + _begins(slots, value_units, 8)[:, None] + column)
 
 
@@ -159,29 +164,18 @@ def _copy_numbers(of_keys, of_values, key_numbers, value_numbers, slots, key_uni
 
 
 @gluon.jit
-def _joined(tile, HIGHEST: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr, F: gl.constexpr):
-    """Sums, or what is HIGHEST, of streams of a query: float32 [ROWS, columns]."""
-    if F.value.streams == 1:
-        return tile
-    else:
-        apart = gl.convert_layout(tile.reshape(ROWS, F.value.streams, F.value.span), LAYOUT, assert_trivial=True)
-        found = gl.expand_dims(gl.max(apart, 1) if HIGHEST else gl.sum(apart, 1), 1)
-        return gl.convert_layout(as_wide(found, apart).reshape(ROWS, F.value.columns), SUM, assert_trivial=True)
-
-
-@gluon.jit
 def _store(partial, lse, place, splits, best, outputs, total, F: gl.constexpr):
     """What a part gave: of each stream the maximum, outputs, and sums of weights by row, [16, columns]."""
     ROWS: gl.constexpr = F.value.wide_rows
     BYTES: gl.constexpr = F.value.bytes
     CHANNELS: gl.constexpr = F.value.wide_channels
-    whole = gl.max(_joined(as_wide(best[None, :], total), True, 16, ROWS, F), 0)
+    whole = gl.max(joined(as_wide(best[None, :], total), True, 16, ROWS, F), 0)
     # A part without blocks has no maximum.
     weight = gl.exp2(best - gl.where(whole == float("-inf"), 0.0, whole))[None, :]
-    total = gl.sum(_joined(total * weight, False, 16, ROWS, F), 0)
+    total = gl.sum(joined(total * weight, False, 16, ROWS, F), 0)
     finish(lse, place, splits, whole, total, F)
     for part in gl.static_range(gl.constexpr(F.value.parts)):
-        found = _joined(outputs[part] * weight, False, BYTES, CHANNELS, F)
+        found = joined(outputs[part] * weight, False, BYTES, CHANNELS, F)
         store_rows(partial, place, splits, found, total, part * BYTES, BYTES, F)
 
 
@@ -193,6 +187,7 @@ def _integer_part(
     """Softmax over the blocks [first, last) of a request's row; buffers begin at the head's cells."""
     N: gl.constexpr = F.value.columns
     STREAMS: gl.constexpr = F.value.streams
+    BLOCKS: gl.constexpr = F.value.blocks
     KEYS: gl.constexpr = F.value.key_layout
     VALUES: gl.constexpr = F.value.value_layout
     of_keys = gl.allocate_shared_memory(gl.float16, [2, 4 * STREAMS, F.value.dim], PARAMETERS)
@@ -201,7 +196,7 @@ def _integer_part(
     key_units, value_units = key_slot >> 3, value_slot >> 3
     mask = gl.where((gl.arange(0, 64, gl.SliceLayout(1, SUM)) & 4) == 0, -1, 0).to(gl.int32)[:, None]
     mask = as_wide(mask, gl.full([64, N], 0, gl.int32, SUM))
-    stream = gl.arange(0, N, QUERY) // F.value.span
+    ahead = gl.arange(0, N, QUERY) // F.value.span % BLOCKS
     outputs = ()
     for _ in gl.static_range(gl.constexpr(F.value.parts)):
         outputs = outputs + (gl.full([F.value.bytes, N], 0.0, gl.float32, SUM),)
@@ -212,14 +207,14 @@ def _integer_part(
         _copy_numbers(of_keys.index(0), of_values.index(0), key_numbers, value_numbers, slots, key_units, value_units, F)
         keys = _codes_of(key_words, slots[0], key_units, KEYS, F)
         values = _codes_of(value_words, slots[1], value_units, VALUES, F)
-        slots = _slots_of(table, first + STREAMS, last, BLOCK_SLOTS, F)
+        slots = _slots_of(table, first + BLOCKS, last, BLOCK_SLOTS, F)
         # While the first codes are on their way.
         ranges = _ranges(queries, scaling, F)
         q = _query_codes(queries, ranges, scaling, F)
         code_sums = _code_sums(q, F)
         of_queries = _query_numbers(ranges, code_sums, F)
-        for block in range(first, last, STREAMS):
-            now = (block - first) // STREAMS % 2
+        for block in range(first, last, BLOCKS):
+            now = (block - first) // BLOCKS % 2
             _copy_numbers(of_keys.index(1 - now), of_values.index(1 - now), key_numbers, value_numbers, slots, key_units, value_units, F)
             async_copy.wait_group(1)
             if not F.value.early:
@@ -234,7 +229,7 @@ def _integer_part(
             if not F.value.early:
                 keys = _codes_of(key_words, slots[0], key_units, KEYS, F)
                 gl.thread_barrier()
-            best, rescale, added, sides, scale, zero, rest, sums = coded_weights(scores, best, block + stream < last, mask, F)
+            best, rescale, added, sides, scale, zero, rest, sums = coded_weights(scores, best, block + ahead < last, mask, F)
             total = total * rescale[None, :] + added
             products = products_with_values(values, sides, sums, F)
             if F.value.early:
@@ -243,7 +238,7 @@ def _integer_part(
             outputs = add_products(outputs, products, rescale, scale, zero, rest, of_values.index(now), F)
             if not F.value.early:
                 values = _codes_of(value_words, slots[1], value_units, VALUES, F)
-            slots = _slots_of(table, block + 2 * STREAMS, last, BLOCK_SLOTS, F)
+            slots = _slots_of(table, block + 2 * BLOCKS, last, BLOCK_SLOTS, F)
             gl.thread_barrier()
         async_copy.wait_group(0)
     _store(partial, lse, place, splits, best, outputs, total, F)
@@ -267,7 +262,7 @@ def integer_splits_gluon(
     if split < packed_parts:
         blocks = packed // BLOCK_SLOTS
         # Whole steps.
-        each = gl.cdiv(gl.cdiv(blocks, packed_parts), F.value.streams) * F.value.streams
+        each = gl.cdiv(gl.cdiv(blocks, packed_parts), F.value.blocks) * F.value.blocks
         _integer_part(
             queries + head0 * F.value.dim, key_words + key_at // 2, key_numbers + key_at, value_words + value_at // 2,
             value_numbers + value_at, table, each * split, gl.minimum(each * (split + 1), blocks), scaling, partial, lse, place,

@@ -3,7 +3,8 @@
 The fragments are those of ``mma.sync.m16n8k32`` of int8. With ``g = lane // 4`` and ``q = lane % 4``, a lane holds of A the rows
 ``g, g + 8`` and the columns ``4q`` to ``4q + 3`` and these plus 16, of B the column ``g`` and these as rows; its sum is that of
 fragments.py. A column of B is a query in one *stream*: where at most four queries share a KV head, a step is of two blocks, and the
-columns from the fourth on are the same queries over the second one, with a softmax of their own.
+columns from the fourth on are the same queries over the second one, with a softmax of their own. A block of 128 tokens is two such by
+itself, whose weights share a scale.
 """
 
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from sglang_ext.layers.kernels.gluon import assembly
 from sglang_ext.layers.kernels.gluon.fragments import SUM, TOKENS, BlockFragments, layout, rows_of, spans
 
 # Numbers that share a scale: channels of a token's keys, and tokens of a channel's values, which are a block's.
-PARTITION = TOKENS
+PARTITIONS = (TOKENS, 2 * TOKENS)
 # Of int8.
 A8, B8 = (gl.DotOperandLayout(operand, SUM, 4) for operand in range(2))
 # As constants.py's: what constants' layouts and assembly come from.
@@ -26,18 +27,21 @@ SOURCES = sha256(b"".join((Path(__file__).parent / name).read_bytes() for name i
 
 @dataclass(frozen=True)
 class IntegerFragments(BlockFragments):
-    """How blocks of whole partitions lie in cells, and the layouts of their parts. At most 8 queries share a KV head.
+    """How blocks of whole partitions lie in cells, and the layouts of their parts. At most 8 queries share a KV head, 4 where a block has
+    128 tokens; ``cells`` are those with the codes of 64.
 
     Attributes:
+        partition: one of :data:`PARTITIONS`.
         sources: of which code the layouts are.
     """
 
+    partition: int = TOKENS
     sources: str = SOURCES
 
     @property
     def partitions(self) -> int:
         """Of a token's channels."""
-        return self.dim // PARTITION
+        return self.dim // self.partition
 
     @property
     def together(self) -> int:
@@ -46,8 +50,23 @@ class IntegerFragments(BlockFragments):
 
     @property
     def streams(self) -> int:
-        """Blocks of a step."""
+        """Blocks of a step, or halves of one (:attr:`halves`)."""
         return 2 if self.group <= 4 else 1
+
+    @property
+    def halves(self) -> bool:
+        """Whether a step is of a block's halves."""
+        return self.partition > TOKENS
+
+    @property
+    def blocks(self) -> int:
+        """Of a step."""
+        return 1 if self.halves else self.streams
+
+    @property
+    def code_cells(self) -> int:
+        """Of a block."""
+        return self.cells * (self.streams // self.blocks)
 
     @property
     def span(self) -> int:
@@ -122,8 +141,8 @@ class IntegerFragments(BlockFragments):
     def key_numbers(self) -> gl.DistributedLinearLayout:
         """Of a number for each token and partition, [streams, tokens and partitions]: those of a lane's scores."""
         count = self.partitions
-        lanes = [0, self.dim * (self.streams - 1), *(count * token for token in (4, 8, 16))]
-        return layout([self.streams, self.dim], spans(1, 4 * count) + [32 * count], lanes)
+        lanes = [0, TOKENS * count * (self.streams - 1), *(count * token for token in (4, 8, 16))]
+        return layout([self.streams, TOKENS * count], spans(1, 4 * count) + [32 * count], lanes)
 
     @property
     def value_numbers(self) -> gl.DistributedLinearLayout:

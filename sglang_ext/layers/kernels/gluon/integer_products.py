@@ -9,8 +9,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from sglang_ext.layers.kernels.gluon import assembly, integer_fragments
-from sglang_ext.layers.kernels.gluon.tiles import SUM, as_wide
+from sglang_ext.layers.kernels.gluon import assembly, fragments, integer_fragments
+from sglang_ext.layers.kernels.gluon.tiles import QUERY, SUM, as_wide
 from sglang_ext.layers.kernels.hack import product
 
 A8, B8 = (gl.constexpr(part) for part in (integer_fragments.A8, integer_fragments.B8))
@@ -18,12 +18,13 @@ BIASED = gl.constexpr(assembly.BIASED)
 BIAS = gl.constexpr(assembly.BIAS)
 AS_FLOAT = gl.constexpr(assembly.as_float())
 ROUNDED = gl.constexpr(assembly.rounded_down())
-SMALL_INTEGERS = gl.constexpr(assembly.small_integers())
+SMALL_INTEGERS, LARGER_INTEGERS = (gl.constexpr(part) for part in (assembly.small_integers(), assembly.larger_integers()))
 FIRST_CODE, LAST_CODE = gl.constexpr(product.FIRST_CODE), gl.constexpr(product.LAST_CODE)
 SMALLEST_SCALE = gl.constexpr(product.SMALLEST_SCALE)
 # What rounds a number from 0 to LAST_CODE that is added to it: the lowest byte of the sum is the code, from FIRST_CODE on.
 ROUNDING = gl.constexpr(assembly.BIAS + product.FIRST_CODE)
-SHARING = gl.constexpr(integer_fragments.PARTITION)
+# Tokens of a stream.
+TOKENS = gl.constexpr(fragments.TOKENS)
 
 
 @gluon.jit
@@ -55,9 +56,41 @@ def _scaled(sums, scale):
 
 
 @gluon.jit
-def _small(numbers):
-    """Sums of codes, int16 where numbers are float16, as float16."""
-    return gl.inline_asm_elementwise(SMALL_INTEGERS[0], SMALL_INTEGERS[1], [numbers], gl.float16, True, 2)
+def joined(tile, HIGHEST: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr, F: gl.constexpr):
+    """Sums, or what is HIGHEST, of streams of a query: float32 [ROWS, columns]."""
+    if F.value.streams == 1:
+        return tile
+    else:
+        apart = gl.convert_layout(tile.reshape(ROWS, F.value.streams, F.value.span), LAYOUT, assert_trivial=True)
+        found = gl.expand_dims(gl.max(apart, 1) if HIGHEST else gl.sum(apart, 1), 1)
+        return gl.convert_layout(as_wide(found, apart).reshape(ROWS, F.value.columns), SUM, assert_trivial=True)
+
+
+@gluon.jit
+def _highest_of_halves(numbers, F: gl.constexpr):
+    """Of each query's in both streams: float32 [columns]."""
+    ROWS: gl.constexpr = F.value.wide_rows
+    wide = as_wide(numbers[None, :], gl.full([16, F.value.columns], 0.0, gl.float32, SUM))
+    return gl.max(joined(wide, True, 16, ROWS, F), 0)
+
+
+@gluon.jit
+def _extremes(scores, F: gl.constexpr):
+    """Of each query's scores of a block the highest and the least: float32 [columns]."""
+    highest, least = gl.max(scores, 0), gl.min(scores, 0)
+    if F.value.halves:
+        return _highest_of_halves(highest, F), -_highest_of_halves(-least, F)
+    else:
+        return highest, least
+
+
+@gluon.jit
+def _sums(numbers, F: gl.constexpr):
+    """Sums of codes, int16 where numbers are float16: float16 where these are exact, else float32."""
+    if F.value.halves:
+        return gl.inline_asm_elementwise(LARGER_INTEGERS[0], LARGER_INTEGERS[1], [numbers], gl.float32, True, 2)
+    else:
+        return gl.inline_asm_elementwise(SMALL_INTEGERS[0], SMALL_INTEGERS[1], [numbers], gl.float16, True, 2)
 
 
 @gluon.jit
@@ -125,11 +158,20 @@ def products_with_keys(words, queries, code_sums, F: gl.constexpr):
 def numbers_of_keys(numbers, F: gl.constexpr):
     """Scales, zero points and sums of keys, each of each partition float32 [tokens, columns]; ``numbers``: those of all streams, in
     shared memory."""
+    scales = _of_tokens(_number_rows(numbers, 0, F), F)
+    zeros = _of_tokens(_number_rows(numbers, 1, F), F)
+    return scales, zeros, _of_tokens(_sums(_number_rows(numbers, 2, F), F), F)
+
+
+@gluon.jit
+def _number_rows(numbers, KIND: gl.constexpr, F: gl.constexpr):
+    """Of all streams, [streams, tokens and partitions]; of a block that is two streams each row begins with its own half's."""
     STREAMS: gl.constexpr = F.value.streams
     LAYOUT: gl.constexpr = F.value.key_numbers
-    scales = _of_tokens(numbers.slice(0, STREAMS).load(LAYOUT), F)
-    zeros = _of_tokens(numbers.slice(STREAMS, STREAMS).load(LAYOUT), F)
-    return scales, zeros, _of_tokens(_small(numbers.slice(2 * STREAMS, STREAMS).load(LAYOUT)), F)
+    if F.value.halves:
+        return numbers.slice(KIND * STREAMS, STREAMS).slice(0, TOKENS, 1).load(LAYOUT)
+    else:
+        return numbers.slice(KIND * STREAMS, STREAMS).load(LAYOUT)
 
 
 @gluon.jit
@@ -164,14 +206,15 @@ def coded_weights(scores, best, there, mask, F: gl.constexpr):
 
     Returns:
         The new maximum; what older sums shrink by; the weights' sums, [16, columns], over rows; of each stream B; and scales, zero points,
-        both [columns], what zero points are multiplied with, float32, and sums of codes, int32, both [16, columns] of equal rows.
+        both [columns], what zero points are multiplied with, float32, and sums of codes, int32, both [16, columns] of equal rows. Zero
+        points are those by which the sums of values' codes are multiplied, once for a block.
     """
     N: gl.constexpr = F.value.columns
     ASSEMBLY: gl.constexpr = F.value.weight_assembly
-    least = gl.min(scores, 0)
-    new_best = gl.maximum(best, gl.max(scores, 0))
+    highest, least = _extremes(scores, F)
+    new_best = gl.maximum(best, highest)
     low = gl.exp2(least - new_best)
-    scale = rounded_down(gl.maximum((gl.exp2(gl.max(scores, 0) - new_best) - low) * (1.0 / LAST_CODE), SMALLEST_SCALE))
+    scale = rounded_down(gl.maximum((gl.exp2(highest - new_best) - low) * (1.0 / LAST_CODE), SMALLEST_SCALE))
     weights = gl.exp2(scores - new_best[None, :])
     steps = (weights - low[None, :]) * (1.0 / scale)[None, :] + ROUNDING
     zero = low - scale * FIRST_CODE
@@ -185,7 +228,9 @@ def coded_weights(scores, best, there, mask, F: gl.constexpr):
         side = codes[stream].reshape(4, 2, 8, N // 8, 4, 2).permute(0, 4, 1, 5, 3, 2).reshape(64, N)
         sides = sides + (gl.convert_layout(side, B8, assert_trivial=True),)
         sums = mma_v2(ones(64), sides[stream], sums)
-    rest = sums.to(gl.float32) * scale[None, :] + (zero * SHARING)[None, :]
+    rest = sums.to(gl.float32) * scale[None, :] + (zero * TOKENS)[None, :]
+    if F.value.halves:
+        zero = gl.where(gl.arange(0, N, QUERY) < F.value.span, zero, 0.0)
     total = gl.convert_layout(gl.sum(weights.reshape(4, 16, N), 0), SUM, assert_trivial=True)
     return new_best, gl.exp2(best - new_best), gl.where(there[None, :], total, 0.0), sides, scale, zero, rest, sums
 
@@ -255,7 +300,7 @@ def add_products(outputs, products, rescale, scale, zero, rest, numbers, F: gl.c
     for part in gl.static_range(gl.constexpr(F.value.parts)):
         value_scale = _of_channels(numbers.slice(0, STREAMS).slice(part * BYTES, BYTES, 1).load(LAYOUT), F)
         value_zero = _of_channels(numbers.slice(STREAMS, STREAMS).slice(part * BYTES, BYTES, 1).load(LAYOUT), F)
-        value_sums = _small(numbers.slice(2 * STREAMS, STREAMS).slice(part * BYTES, BYTES, 1).load(LAYOUT))
+        value_sums = _sums(numbers.slice(2 * STREAMS, STREAMS).slice(part * BYTES, BYTES, 1).load(LAYOUT), F)
         inner = _scaled(products[part], scale * (1.0 / F.value.value_powers[part])) + _of_channels(value_sums, F) * zero[None, :]
         mine = outputs[part] * rescale[None, :] + value_zero * rest
         found = found + (mine + value_scale * inner,)

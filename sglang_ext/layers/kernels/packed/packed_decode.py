@@ -15,7 +15,7 @@ from sglang_ext.layers.kernels.flash_parts import Parts
 from sglang_ext.layers.kernels.gluon import waves
 from sglang_ext.layers.kernels.gluon.constants import Fragments
 from sglang_ext.layers.kernels.gluon.fragments import TOKENS
-from sglang_ext.layers.kernels.gluon.integer_fragments import PARTITION, IntegerFragments
+from sglang_ext.layers.kernels.gluon.integer_fragments import PARTITIONS, IntegerFragments
 from sglang_ext.layers.kernels.hack.integer_decode import launch_gluon_integers, launch_integers
 from sglang_ext.layers.kernels.packed.packed_launches import BY_CHANNEL, Call, launch_gluon, launch_triton
 from sglang_ext.mem_cache.compressed.formats.packing import Packing
@@ -23,7 +23,7 @@ from sglang_ext.mem_cache.compressed.formats.packing import Packing
 # Tokens that share a channel's scale, sizes of a head, and most queries that share a KV head, in the Gluon kernel.
 SHARED_TOKENS, DIMS, MOST_QUERIES = 32, (64, 128), 16
 # Channels of a head and bits of its codes, and most queries, in the kernel of integers.
-INTEGERS, MOST_INTEGER_QUERIES = ((128, 4), (128, 2), (64, 4)), 8
+INTEGERS, MOST_INTEGER_QUERIES, MOST_HALVED_QUERIES = ((128, 4), (128, 2), (64, 4)), 8, 4
 # Compute capability of an A100.
 AMPERE = (8, 0)
 
@@ -77,17 +77,20 @@ def fragments(packing: Packing, keys: torch.Tensor, values: torch.Tensor, group:
 def integer_fragments(packing: Packing, keys: torch.Tensor, values: torch.Tensor, group: int) -> IntegerFragments | None:
     """The constants of the Gluon kernel that multiplies integers; None where it does not take such blocks, or there is no GPU for it.
 
-    It takes partitions of 64 in pools of 16 bits: heads of 128 channels in 4 or 2 bits, or of 64 in 4, which up to 8 queries share.
-    Arguments are those of :func:`fragments`.
+    It takes partitions of 64 in pools of 16 bits: heads of 128 channels in 4 or 2 bits, or of 64 in 4, which up to 8 queries share; and
+    partitions of 128, of heads of as many channels, which up to 4 share. Arguments are those of :func:`fragments`.
     """
     key, value = packing.keys, packing.values
     if not (key.sums and value.sums and key.plain and value.plain and has_tensor_cores(keys)) or keys.element_size() != 2:
         return None
     if (key.dim, key.bits) not in INTEGERS or (value.dim, value.bits, value.tokens) != (key.dim, key.bits, key.tokens):
         return None
-    if key.tokens != TOKENS or key.grid != (1, PARTITION) or value.grid != (PARTITION, 1) or group > MOST_INTEGER_QUERIES:
+    partition = key.tokens
+    if partition not in PARTITIONS or key.grid != (1, partition) or value.grid != (partition, 1) or partition > key.dim:
         return None
-    return IntegerFragments(key.dim, group, key.bits, key.code_cells)
+    if group > (MOST_INTEGER_QUERIES if partition == TOKENS else MOST_HALVED_QUERIES):
+        return None
+    return IntegerFragments(key.dim, group, key.bits, key.code_cells * TOKENS // partition, partition)
 
 
 def warps_at_once(packing: Packing, keys: torch.Tensor, values: torch.Tensor, group: int) -> int | None:
