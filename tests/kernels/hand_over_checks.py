@@ -169,7 +169,7 @@ def answers(device, keep, dtype, dim):
     assert pair.plain.counters[:3].tolist() == [1, 2, 0]
     pair.alike("answers")
     # Nothing was asked by that number; an older process answers.
-    pair.answer(2, 1, keep, seed=3, word=pair.arena.word(1) - (1 << 32))
+    pair.answer(2, 1, keep, seed=3, word=pair.arena.word(1) - (1 << protocol.NUMBER_BITS))
     pair.take((0, 2, 2, keep), (2, 1, 1, keep))
     assert pair.plain.counters[:3].tolist() == [1, 3, 1]
 

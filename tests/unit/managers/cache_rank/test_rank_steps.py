@@ -212,10 +212,23 @@ def test_what_an_older_process_answers_or_what_leads_elsewhere_is_not_taken(worl
     world.step()
     (arena,), request = world.arenas, world.steps._requests[1]
     lane, number = request.lease.lane, request.lease.sequence + 1
-    old = arena.word(number) - (1 << 32)
+    old = arena.word(number) - (1 << protocol.NUMBER_BITS)
     arena.heads[lane, CHOSEN + number % 2] = old
     world.step()
     assert torch.equal(world.led(1), world.chosen(1, 201, 200))
+
+
+def test_an_arena_to_which_more_was_written_than_32_bits_count_goes_on():
+    world = RankWorld(places=16).ready()
+    world.begin(1, 200, 48)
+    world.step()
+    world.arenas[0].number = (1 << 32) - 3
+    for _ in range(6):
+        world.step()
+        assert torch.equal(world.led(1), world.chosen(1, world.ends[1] - 1, 200))
+    world.steps.tend()
+    assert world.arenas[0].number > 1 << 32 and not +world.steps.missed and world.steps.starts == 1
+    world.steps.end()
 
 
 def test_a_question_whose_place_is_taken_is_not_put_and_costs_no_wait():
