@@ -191,7 +191,7 @@ class Answer(Message, tag="answer"):
         epoch: of the process.
         lane, first, count, sequence: as of the question.
         chosen: whether tokens were chosen.
-        seconds: that choosing took.
+        seconds: that choosing took; beside a GPU with the keys that came with the question.
         at: when it was done, seconds of ``time.monotonic``, which both processes share.
         together: questions that were answered in these seconds, this one among them.
     """

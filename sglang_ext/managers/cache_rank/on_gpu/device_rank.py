@@ -117,10 +117,13 @@ class DeviceRank(CacheRank):
         super()._skip(ask)
 
     def _answer_next(self) -> None:
+        # Keys that came with questions are part of what these take.
+        begun = time.perf_counter()
         self._pull()
         asks = sorted(self._questions.all(), key=_alike)
         for _, group in groupby(asks, key=_alike):
-            self._answer(list(group))
+            self._answer(list(group), begun)
+            begun = time.perf_counter()
         answered = {ask.lane: self._word(ask) for ask in asks}
         passed = [(lane, word, False) for lane, word in self._unasked.items() if word > answered.get(lane, 0)]
         if passed:
@@ -147,9 +150,8 @@ class DeviceRank(CacheRank):
             self._wait()
             self._say(protocol.Taken(self._epoch, tuple(taken)))
 
-    def _answer(self, asks: Sequence[protocol.Ask]) -> None:
-        """Choose for questions with as many queries, for a token as far ahead."""
-        begun = time.perf_counter()
+    def _answer(self, asks: Sequence[protocol.Ask], begun: float) -> None:
+        """Choose for questions with as many queries, for a token as far ahead; ``begun``: when what they take did."""
         self._push(asks, [self._held(ask) for ask in asks])
         self._memory.answer([(ask.lane, self._word(ask), True) for ask in asks])
         self._wait()

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 from device_rank_helpers import RankWorld
-from rank_helpers import attach
+from rank_helpers import attach, pool
 
 from sglang_ext.managers.cache_rank import protocol
 from sglang_ext.managers.cache_rank.on_gpu import device_rank, pace
@@ -288,6 +288,42 @@ def test_keys_go_in_as_many_steps_as_there_are_places_for_them_and_blocks():
     world.step()
     assert world.steps.missed["memory-full"] == 1 and 2 not in world.steps._requests
     end(world)
+
+
+def test_ranks_are_asked_as_rarely_as_those_requests_want_whose_keys_they_have(monkeypatch):
+    world = RankWorld(places=2, most=8).ready()
+    told, stepped = [], world.steps.pace.stepped
+    monkeypatch.setattr(world.steps.pace, "stepped", lambda requests: told.append(requests) or stepped(requests))
+    world.begin(1, 100, 40), world.begin(2, 480, 64)
+
+    def handed_over():
+        held = {row: request.lease.held for row, request in world.steps._requests.items()}
+        return sum(held.get(row) == length for row, length in ((1, 100), (2, 480)))
+
+    expected = []
+    while handed_over() < 2:
+        expected.append(handed_over())
+        world.step()
+        time.sleep(0.02)
+    world.step()
+    assert told == [*expected, 2] and {*told} == {0, 1, 2}
+    end(world)
+
+
+def test_keys_that_come_with_a_question_are_part_of_what_it_takes(monkeypatch):
+    arena = Arena(attach().shape, torch.device("cpu"), "cpu")
+    rank, socket = rank_here(arena)
+    pull = rank._keys.pull
+    monkeypatch.setattr(rank._keys, "pull", lambda *given: (time.sleep(0.2), pull(*given)))
+    keys = pool()
+    for sequence, (keys_come, least, most) in enumerate(((True, 0.2, 10), (False, 0, 0.2)), 1):
+        if keys_come:
+            rank._take(protocol.Lease(0, 0, (0,)))
+            rank._take(protocol.Append(0, 0, 64, 0, arena.put_keys(0, keys, torch.arange(64))))
+        rank._take(protocol.Ask(0, 0, 5, sequence, 64, 8, (63,), number=arena.next_number()))
+        arena.publish(torch.randn(5, 8, 6, 8), [Asked([3], 0, arena.word(sequence))])
+        rank._answer_next()
+        assert socket.messages[-1].chosen and least <= socket.messages[-1].seconds < most
 
 
 def test_a_rank_that_is_killed_costs_choices_and_another_takes_its_place():
