@@ -200,7 +200,7 @@ class RankSteps(LinkedRanks, BesideSteps):
         return due
 
     def _steps_between(self, views: CompressedViews, rows: Iterable[int]) -> int:
-        """Steps between two choices of a request; ``rows``: of all that step, of which ranks choose for those whose keys they have alone."""
+        """Steps between two choices of a request; ``rows``: of all that step. Ranks choose for those alone whose keys they have."""
         asked = ((request, views.get(row).covered) for row in rows if (request := self._requests.get(row)) is not None)
         at_ranks = Counter(request.leases.link for request, covered in asked if request.lease.held >= covered)
         before, every = self.pace.every, self.pace.stepped(max(at_ranks.values(), default=0))

@@ -14,7 +14,7 @@ from sglang_ext.managers.cache_rank import protocol
 from sglang_ext.managers.cache_rank.on_gpu import device_rank, pace
 from sglang_ext.managers.cache_rank.on_gpu.arena import CHOSEN, DONE, Arena, ArenaError, ArenaLayout, Asked, check_peers
 from sglang_ext.managers.cache_rank.on_gpu.device_rank import DeviceRank
-from sglang_ext.managers.cache_rank.on_gpu.device_start import fitting
+from sglang_ext.managers.cache_rank.on_gpu.device_start import fitting, warn_of_lanes
 from sglang_ext.managers.cache_rank.on_gpu.mapped_arena import words_of
 from sglang_ext.managers.metrics import _of_ranks
 from sglang_ext.mem_cache.selection.predictors import Current, Regressed
@@ -480,3 +480,12 @@ def test_requests_come_grow_and_go_at_random_and_each_is_led_by_its_own_question
     forget_all(world)
     world.until(lambda: world.steps.held_tokens == 0)
     assert taken > 5 and world.steps.starts == 1 and not world.steps.missed["wrong"]
+
+
+def test_fewer_lanes_than_requests_are_told_with_a_remedy(caplog):
+    warn_of_lanes(4, 4)
+    assert not caplog.records
+    warn_of_lanes(2 * 2, 5)
+    (said,) = caplog.records
+    assert said.levelname == "WARNING" and "for 4 requests, of 5 that run at once" in said.message
+    assert "pass --max-running-requests 4, or for more a lower --kv-select" in said.message
