@@ -58,8 +58,14 @@ class DeviceRank(CacheRank):
         try:
             self._store = KeyStore(told.shape, told.blocks, told.scaling, told.bits, self._device)
             self._memory = MappedArena(told.shape, self._device, told.arena, self._descriptor)
-        except (ArenaError, torch.OutOfMemoryError) as error:
+        except ArenaError as error:
             self._refuse(str(error))
+        except torch.OutOfMemoryError as error:
+            what = "full KV" if told.shape.rows else "keys"
+            self._refuse(
+                f"its GPU has no room for {what} of {told.blocks * BLOCK} tokens: pass --kv-cache-rank-gb with as many GB as it has, or "
+                f"let --kv-cache-rank-gpu name another ({error})"
+            )
         if self._descriptor is not None:
             os.close(self._descriptor)
         self._keys = DeviceKeys(self._store, told.scaling, self._device)

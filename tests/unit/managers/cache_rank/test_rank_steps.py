@@ -423,8 +423,15 @@ def test_a_rank_ends_where_it_is_asked_for_what_cannot_be():
             rank._take(wrong)
 
 
-@pytest.mark.parametrize("error", [ArenaError("no peer access"), torch.OutOfMemoryError("out of memory")], ids=lambda e: type(e).__name__)
-def test_a_rank_that_cannot_map_the_arena_or_hold_the_keys_says_why(monkeypatch, error):
+NO_ROOM = "its GPU has no room for keys of 2048 tokens: pass --kv-cache-rank-gb with as many GB as it has, or let --kv-cache-rank-gpu name"
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [(ArenaError("no peer access"), "no peer access"), (torch.OutOfMemoryError("none left"), f"{NO_ROOM} another (none left)")],
+    ids=["mapped", "held"],
+)
+def test_a_rank_that_cannot_map_the_arena_or_hold_the_keys_says_why(monkeypatch, error, said):
     def refuse(*given, **named):
         raise error
 
@@ -432,7 +439,7 @@ def test_a_rank_that_cannot_map_the_arena_or_hold_the_keys_says_why(monkeypatch,
     socket = Told()
     with pytest.raises(protocol.ProtocolError):
         DeviceRank(socket, None, 1, torch.device("cpu"))._take(attach())
-    assert isinstance(socket.messages[-1], protocol.Refused) and socket.messages[-1].reason == str(error)
+    assert isinstance(socket.messages[-1], protocol.Refused) and socket.messages[-1].reason == said
 
 
 def test_gpus_without_peer_access_are_refused_with_a_remedy(monkeypatch):
