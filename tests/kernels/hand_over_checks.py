@@ -140,6 +140,22 @@ def check_answers(device):
     """Of several shapes, of many pointers and of few."""
     for keep, dtype, dim in ((40, torch.float32, 16), (37, torch.bfloat16, 64), (1, torch.float32, 24)):
         answers(device, keep, dtype, dim)
+    answers_at_once(device)
+
+
+def answers_at_once(device):
+    """Answers to questions of other lanes, numbers and lengths each, in one launch: each lies in its own place, nothing else changes."""
+    pair = Pair(device, torch.float32)
+    shape, asked = pair.shape, [(2, pair.arena.word(1), 40), (0, pair.arena.word(2), 7), (1, pair.arena.word(5), 23)]
+    sizes = shape.layers, len(asked), shape.kv_heads, shape.most
+    chosen = torch.randint(1, 100, sizes, generator=torch.Generator().manual_seed(5), dtype=torch.int32)
+    for rank, given in ((pair.rank, chosen.to(pair.device)), (pair.plain_rank, chosen)):
+        rank.push_chosen(asked, given)
+    pair.alike("answers at once")
+    for i, (lane, word, keep) in enumerate(asked):
+        place = pair.plain.chosen[lane, word % 2]
+        assert torch.equal(place[: 4 * keep].view(2, 2, keep), chosen[:, i, :, :keep]) and not place[4 * keep :].any()
+    assert int((pair.plain.chosen != 0).sum()) == 4 * (40 + 7 + 23)
 
 
 def answers(device, keep, dtype, dim):
@@ -153,7 +169,7 @@ def answers(device, keep, dtype, dim):
     assert pair.plain.counters[:3].tolist() == [1, 2, 0]
     pair.alike("answers")
     # Nothing was asked by that number; an older process answers.
-    pair.answer(2, 1, keep, seed=3, word=pair.arena.word(1) - (1 << 32))
+    pair.answer(2, 1, keep, seed=3, word=pair.arena.word(1) - (1 << protocol.NUMBER_BITS))
     pair.take((0, 2, 2, keep), (2, 1, 1, keep))
     assert pair.plain.counters[:3].tolist() == [1, 3, 1]
 

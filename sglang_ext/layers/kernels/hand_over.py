@@ -4,7 +4,7 @@ The inference rank writes questions and keys there, and a word that says so; the
 tokens it chose, and a word that says so. A kernel of one thread waits for that, not for long, and another one lets a copy lead to what was
 chosen where it came: so that the inference rank's GPU reads no memory but its own, and what happens to the other one costs it a choice.
 
-A *word* is the epoch of the cache rank's process times 2 ** 32, plus a number that ascends: of a lane's questions, or of all that the
+A *word* is the epoch of the cache rank's process times 2 ** 40, plus a number that ascends: of a lane's questions, or of all that the
 inference rank wrote. Questions and answers of a lane have two places each, by the parity of the word.
 """
 

@@ -22,7 +22,10 @@ MOST_NAMED = 1 << 14
 # Characters of the reason of a refusal.
 MOST_REASON = 2048
 
-Epoch = Annotated[int, Meta(ge=1, le=1 << 31)]
+# Of a word of 64 bits in an arena those of a number, which a server that runs for years does not use up; the others are the epoch's.
+NUMBER_BITS = 40
+
+Epoch = Annotated[int, Meta(ge=1, lt=1 << (63 - NUMBER_BITS))]
 Lane = Annotated[int, Meta(ge=0, lt=MOST_LANES)]
 LayerIndex = Annotated[int, Meta(ge=0, lt=MOST_LAYERS)]
 LayerCount = Annotated[int, Meta(ge=1, le=MOST_LAYERS)]
@@ -30,7 +33,7 @@ Block = Annotated[int, Meta(ge=0, lt=MOST_BLOCKS)]
 Sequence = Annotated[int, Meta(ge=1, lt=1 << 62)]
 Position = Annotated[int, Meta(ge=0, le=1 << 31)]
 Size = Annotated[int, Meta(ge=1, le=1 << 16)]
-Written = Annotated[int, Meta(ge=0, lt=1 << 32)]
+Written = Annotated[int, Meta(ge=0, lt=1 << NUMBER_BITS)]
 
 
 class ProtocolError(ValueError):
@@ -188,7 +191,7 @@ class Answer(Message, tag="answer"):
         epoch: of the process.
         lane, first, count, sequence: as of the question.
         chosen: whether tokens were chosen.
-        seconds: that choosing took.
+        seconds: that choosing took; beside a GPU with the keys that came with the question.
         at: when it was done, seconds of ``time.monotonic``, which both processes share.
         together: questions that were answered in these seconds, this one among them.
     """

@@ -122,7 +122,8 @@ class ChosenBeside(BesideSteps):
         targets = torch.zeros(self._method.packing.held_slots(count), dtype=torch.int64, device=device)
         contexts = Contexts(self._table, to_device([[0, tokens, count, 0]], device), (tokens,), always, targets)
         places, positions = torch.zeros(1, window, dtype=torch.int64, device=device), torch.arange(window, device=device)[None]
-        self._side.wait(self._launched(contexts, places, positions, 1))
+        # As far ahead as steps ask: the host waits for the device where queries are first turned so far.
+        self._side.wait(self._launched(contexts, places, positions, self._method.compressor.every + 1))
 
     def stepped(self, views: "CompressedViews", ends: dict[int, int], following: int | None) -> None:
         """As :meth:`BesideSteps.stepped`; where steps are verified, copies are made anew afterwards."""

@@ -113,6 +113,16 @@ def test_a_choice_is_read_when_the_next_begins_however_late_it_is_made(predictor
     assert len({str(each) for each in wanted.values()}) == 6 and views.get(1).covered == 150
 
 
+def test_what_is_done_before_any_request_is_as_far_ahead_as_steps_ask():
+    views, step, _ = world(Spade(every=3, each_round=False))
+    told = []
+    views.beside._choice = SimpleNamespace(choose=lambda contexts, read, positions, ahead: told.append(ahead))
+    views.beside.compile_kernels()
+    for position in range(150, 153):
+        step(position)
+    assert told == [4, 4]
+
+
 def test_spare_slots_are_counted_and_given_back_after_what_is_written_to_them():
     views, step, _ = world(Spade(each_round=False), late=True)
     told, free = [], views.allocator.free

@@ -29,14 +29,13 @@ import torch
 
 from sglang_ext.core import OptionError
 from sglang_ext.device import to_device
-from sglang_ext.managers.cache_rank.protocol import BLOCK, Shape
+from sglang_ext.managers.cache_rank.protocol import BLOCK, NUMBER_BITS, Shape
 from sglang_ext.mem_cache.compressed.formats.slot_pointers import as_pointers
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 
 # As layers/kernels/hand_over.py has them, which a CPU does not import.
 LANE_WORDS, DONE, CHOSEN = 8, 2, 4
 COUNTERS = ("taken", "late", "unasked", "waited", "rows")
-EPOCH_BITS = 32
 # CUDA hands out memory in such parts: an IPC handle is one of nothing else.
 GRAIN = 2 << 20
 # Bytes of a CUDA IPC handle.
@@ -49,7 +48,7 @@ class ArenaError(OptionError):
 
 def word_of(epoch: int, number: int) -> int:
     """How a number of a process's epoch is written."""
-    return (epoch << EPOCH_BITS) + number
+    return (epoch << NUMBER_BITS) + number
 
 
 class Part(NamedTuple):

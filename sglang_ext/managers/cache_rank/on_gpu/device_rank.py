@@ -58,8 +58,14 @@ class DeviceRank(CacheRank):
         try:
             self._store = KeyStore(told.shape, told.blocks, told.scaling, told.bits, self._device)
             self._memory = MappedArena(told.shape, self._device, told.arena, self._descriptor)
-        except (ArenaError, torch.OutOfMemoryError) as error:
+        except ArenaError as error:
             self._refuse(str(error))
+        except torch.OutOfMemoryError as error:
+            what = "full KV" if told.shape.rows else "keys"
+            self._refuse(
+                f"its GPU has no room for {what} of {told.blocks * BLOCK} tokens: pass --kv-cache-rank-gb with as many GB as it has, or "
+                f"let --kv-cache-rank-gpu name another ({error})"
+            )
         if self._descriptor is not None:
             os.close(self._descriptor)
         self._keys = DeviceKeys(self._store, told.scaling, self._device)
@@ -117,10 +123,13 @@ class DeviceRank(CacheRank):
         super()._skip(ask)
 
     def _answer_next(self) -> None:
+        # Keys that came with questions are part of what these take.
+        begun = time.perf_counter()
         self._pull()
         asks = sorted(self._questions.all(), key=_alike)
         for _, group in groupby(asks, key=_alike):
-            self._answer(list(group))
+            self._answer(list(group), begun)
+            begun = time.perf_counter()
         answered = {ask.lane: self._word(ask) for ask in asks}
         passed = [(lane, word, False) for lane, word in self._unasked.items() if word > answered.get(lane, 0)]
         if passed:
@@ -147,9 +156,8 @@ class DeviceRank(CacheRank):
             self._wait()
             self._say(protocol.Taken(self._epoch, tuple(taken)))
 
-    def _answer(self, asks: Sequence[protocol.Ask]) -> None:
-        """Choose for questions with as many queries, for a token as far ahead."""
-        begun = time.perf_counter()
+    def _answer(self, asks: Sequence[protocol.Ask], begun: float) -> None:
+        """Choose for questions with as many queries, for a token as far ahead; ``begun``: when what they take did."""
         self._push(asks, [self._held(ask) for ask in asks])
         self._memory.answer([(ask.lane, self._word(ask), True) for ask in asks])
         self._wait()

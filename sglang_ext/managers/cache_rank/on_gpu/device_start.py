@@ -71,6 +71,7 @@ def rank_steps(
         "sglang-ext: cache ranks on GPU %s, beside the model on GPU %d; arenas of %.0f MB each, for %d requests at once",
         ", ".join(map(str, gpus)), device.index, ArenaLayout.of(told.shape).size / 1e6, told.shape.lanes,
     )  # fmt: skip
+    warn_of_lanes(told.shape.lanes * len(gpus), requests)
     if rows:
         logger.info(
             "sglang-ext: each has room for full KV of %d tokens, and sends %d new ones of %d that a head keeps in a step at most",
@@ -101,6 +102,17 @@ def fitting(shape: Shape, size: int) -> Shape:
         shape = msgspec.structs.replace(shape, places=places)
         shape = most_of("fresh", -(-shape.most // LEAST_FRESH), shape.most)
     return most_of("lanes", 1, shape.lanes)
+
+
+def warn_of_lanes(lanes: int, requests: int) -> None:
+    """Say where ranks cannot be asked for all ``requests`` that run at once, but for so many ``lanes``."""
+    if lanes < requests:
+        logger.warning(
+            "sglang-ext: arenas of cache ranks have room for %d requests, of %d that run at once at most; others read what was chosen when "
+            "their copies were made (no-lane among missed selections): pass --max-running-requests %d, or for more a lower --kv-select, "
+            "a shorter --context-length, or more --kv-cache-ranks",
+            lanes, requests, lanes,
+        )  # fmt: skip
 
 
 def room_on(gpu: int, of_model: int) -> int:

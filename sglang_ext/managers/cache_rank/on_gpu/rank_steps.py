@@ -172,7 +172,7 @@ class RankSteps(LinkedRanks, BesideSteps):
 
     def stepped(self, views: CompressedViews, ends: dict[int, int], following: int | None) -> None:
         """As :meth:`BesideSteps.stepped`."""
-        every, self._made = self._steps_between(ends), views.made
+        every, self._made = self._steps_between(views, ends), views.made
         if self._launched is not None:
             self._since += 1
             if self._since >= self._queries.spare:
@@ -199,9 +199,10 @@ class RankSteps(LinkedRanks, BesideSteps):
         self._turns.update(dict.fromkeys(due, self._steps))
         return due
 
-    def _steps_between(self, ends: Iterable[int]) -> int:
-        """Steps between two choices of a request; ``ends``: rows of all that step."""
-        at_ranks = Counter(request.leases.link for row in ends if (request := self._requests.get(row)) is not None)
+    def _steps_between(self, views: CompressedViews, rows: Iterable[int]) -> int:
+        """Steps between two choices of a request; ``rows``: of all that step. Ranks choose for those alone whose keys they have."""
+        asked = ((request, views.get(row).covered) for row in rows if (request := self._requests.get(row)) is not None)
+        at_ranks = Counter(request.leases.link for request, covered in asked if request.lease.held >= covered)
         before, every = self.pace.every, self.pace.stepped(max(at_ranks.values(), default=0))
         if every != before:
             logger.info(

@@ -8,13 +8,13 @@ import time
 import pytest
 import torch
 from device_rank_helpers import RankWorld
-from rank_helpers import attach
+from rank_helpers import attach, pool
 
 from sglang_ext.managers.cache_rank import protocol
 from sglang_ext.managers.cache_rank.on_gpu import device_rank, pace
 from sglang_ext.managers.cache_rank.on_gpu.arena import CHOSEN, DONE, Arena, ArenaError, ArenaLayout, Asked, check_peers
 from sglang_ext.managers.cache_rank.on_gpu.device_rank import DeviceRank
-from sglang_ext.managers.cache_rank.on_gpu.device_start import fitting
+from sglang_ext.managers.cache_rank.on_gpu.device_start import fitting, warn_of_lanes
 from sglang_ext.managers.cache_rank.on_gpu.mapped_arena import words_of
 from sglang_ext.managers.metrics import _of_ranks
 from sglang_ext.mem_cache.selection.predictors import Current, Regressed
@@ -212,10 +212,23 @@ def test_what_an_older_process_answers_or_what_leads_elsewhere_is_not_taken(worl
     world.step()
     (arena,), request = world.arenas, world.steps._requests[1]
     lane, number = request.lease.lane, request.lease.sequence + 1
-    old = arena.word(number) - (1 << 32)
+    old = arena.word(number) - (1 << protocol.NUMBER_BITS)
     arena.heads[lane, CHOSEN + number % 2] = old
     world.step()
     assert torch.equal(world.led(1), world.chosen(1, 201, 200))
+
+
+def test_an_arena_to_which_more_was_written_than_32_bits_count_goes_on():
+    world = RankWorld(places=16).ready()
+    world.begin(1, 200, 48)
+    world.step()
+    world.arenas[0].number = (1 << 32) - 3
+    for _ in range(6):
+        world.step()
+        assert torch.equal(world.led(1), world.chosen(1, world.ends[1] - 1, 200))
+    world.steps.tend()
+    assert world.arenas[0].number > 1 << 32 and not +world.steps.missed and world.steps.starts == 1
+    world.steps.end()
 
 
 def test_a_question_whose_place_is_taken_is_not_put_and_costs_no_wait():
@@ -275,6 +288,42 @@ def test_keys_go_in_as_many_steps_as_there_are_places_for_them_and_blocks():
     world.step()
     assert world.steps.missed["memory-full"] == 1 and 2 not in world.steps._requests
     end(world)
+
+
+def test_ranks_are_asked_as_rarely_as_those_requests_want_whose_keys_they_have(monkeypatch):
+    world = RankWorld(places=2, most=8).ready()
+    told, stepped = [], world.steps.pace.stepped
+    monkeypatch.setattr(world.steps.pace, "stepped", lambda requests: told.append(requests) or stepped(requests))
+    world.begin(1, 100, 40), world.begin(2, 480, 64)
+
+    def handed_over():
+        held = {row: request.lease.held for row, request in world.steps._requests.items()}
+        return sum(held.get(row) == length for row, length in ((1, 100), (2, 480)))
+
+    expected = []
+    while handed_over() < 2:
+        expected.append(handed_over())
+        world.step()
+        time.sleep(0.02)
+    world.step()
+    assert told == [*expected, 2] and {*told} == {0, 1, 2}
+    end(world)
+
+
+def test_keys_that_come_with_a_question_are_part_of_what_it_takes(monkeypatch):
+    arena = Arena(attach().shape, torch.device("cpu"), "cpu")
+    rank, socket = rank_here(arena)
+    pull = rank._keys.pull
+    monkeypatch.setattr(rank._keys, "pull", lambda *given: (time.sleep(0.2), pull(*given)))
+    keys = pool()
+    for sequence, (keys_come, least, most) in enumerate(((True, 0.2, 10), (False, 0, 0.2)), 1):
+        if keys_come:
+            rank._take(protocol.Lease(0, 0, (0,)))
+            rank._take(protocol.Append(0, 0, 64, 0, arena.put_keys(0, keys, torch.arange(64))))
+        rank._take(protocol.Ask(0, 0, 5, sequence, 64, 8, (63,), number=arena.next_number()))
+        arena.publish(torch.randn(5, 8, 6, 8), [Asked([3], 0, arena.word(sequence))])
+        rank._answer_next()
+        assert socket.messages[-1].chosen and least <= socket.messages[-1].seconds < most
 
 
 def test_a_rank_that_is_killed_costs_choices_and_another_takes_its_place():
@@ -374,8 +423,15 @@ def test_a_rank_ends_where_it_is_asked_for_what_cannot_be():
             rank._take(wrong)
 
 
-@pytest.mark.parametrize("error", [ArenaError("no peer access"), torch.OutOfMemoryError("out of memory")], ids=lambda e: type(e).__name__)
-def test_a_rank_that_cannot_map_the_arena_or_hold_the_keys_says_why(monkeypatch, error):
+NO_ROOM = "its GPU has no room for keys of 2048 tokens: pass --kv-cache-rank-gb with as many GB as it has, or let --kv-cache-rank-gpu name"
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [(ArenaError("no peer access"), "no peer access"), (torch.OutOfMemoryError("none left"), f"{NO_ROOM} another (none left)")],
+    ids=["mapped", "held"],
+)
+def test_a_rank_that_cannot_map_the_arena_or_hold_the_keys_says_why(monkeypatch, error, said):
     def refuse(*given, **named):
         raise error
 
@@ -383,7 +439,7 @@ def test_a_rank_that_cannot_map_the_arena_or_hold_the_keys_says_why(monkeypatch,
     socket = Told()
     with pytest.raises(protocol.ProtocolError):
         DeviceRank(socket, None, 1, torch.device("cpu"))._take(attach())
-    assert isinstance(socket.messages[-1], protocol.Refused) and socket.messages[-1].reason == str(error)
+    assert isinstance(socket.messages[-1], protocol.Refused) and socket.messages[-1].reason == said
 
 
 def test_gpus_without_peer_access_are_refused_with_a_remedy(monkeypatch):
@@ -431,3 +487,12 @@ def test_requests_come_grow_and_go_at_random_and_each_is_led_by_its_own_question
     forget_all(world)
     world.until(lambda: world.steps.held_tokens == 0)
     assert taken > 5 and world.steps.starts == 1 and not world.steps.missed["wrong"]
+
+
+def test_fewer_lanes_than_requests_are_told_with_a_remedy(caplog):
+    warn_of_lanes(4, 4)
+    assert not caplog.records
+    warn_of_lanes(2 * 2, 5)
+    (said,) = caplog.records
+    assert said.levelname == "WARNING" and "for 4 requests, of 5 that run at once" in said.message
+    assert "pass --max-running-requests 4, or for more a lower --kv-select" in said.message
