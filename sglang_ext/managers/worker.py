@@ -282,6 +282,7 @@ class KVWorker(BaseSpecWorker):
             rotary=served.rotary,
             asked_by=self.requests.asked_by,
             prompt_of=self.requests.prompt_of,
+            namespace_of=self.requests.namespace_of,
             form=form,
             elsewhere=elsewhere,
             beside=chosen_beside,

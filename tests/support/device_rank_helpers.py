@@ -66,7 +66,12 @@ class RankWorld:
         self.copies, self.ends, self._free = {}, {}, CONTEXT_SLOTS
         # Of rows whose full KV was given back, where it was.
         self._given = {}
-        self.views = SimpleNamespace(get=self.copies.get, made=Counter())
+        # Of rows whose requests begin alike.
+        self.prompts, self.namespaces = {}, {}
+        self.views = SimpleNamespace(
+            get=self.copies.get, made=Counter(), prompt_of=lambda row: self.prompts.get(row, ()),
+            namespace_of=lambda row: self.namespaces.get(row, ""),
+        )  # fmt: skip
 
     def until(self, holds, seconds=90.0):
         """Tend the ranks until something holds."""
@@ -82,10 +87,13 @@ class RankWorld:
         self.steps.compile_kernels()
         return self
 
-    def begin(self, row, length, keep):
-        """A request with a copy that leads to its newest tokens, or holds them."""
+    def begin(self, row, length, keep, like=None, first=0):
+        """A request with a copy that leads to its newest tokens, or holds them; its ``first`` tokens are those of the row ``like``."""
         width = self.table.shape[1]
         self.table[row] = torch.randperm(CONTEXT_SLOTS, generator=torch.Generator().manual_seed(row))[:width].int()
+        if like is not None:
+            self.table[row, :first] = self.table[like, :first]
+        self.prompts[row] = [*self.prompts.get(like, ())][:first] + [1000 * row + token for token in range(first, length)]
         self._given.pop(row, None)
         count = self.method.packing.held_slots(keep)
         own = torch.arange(self._free, self._free + count, device=self.device)

@@ -1,18 +1,26 @@
 """Whose keys a cache rank holds: lanes and blocks are given out here, on the inference rank, so that what is full is known ahead.
 
-Requests whose rows begin with the same slots of SGLang's pool, as those do that share a prefix in the tree, share the blocks that are full
-of their keys: while one of them has a lease, its full KV is locked, and so is what those slots hold. Where full KV is given back, or moves,
-slots tell no block from others any more (:meth:`KeyLeases.leave_slots`).
+Requests with one beginning share the blocks that are full of its keys, by names of blocks. Where the host knows them these are the slots of
+SGLang's pool, which rows have in common that share a prefix in the tree: while one of them has a lease, its full KV is locked, and so is what
+those slots hold. Where full KV is given back, or moves, slots tell no block from others any more (:meth:`KeyLeases.leave_slots`). Beside a
+GPU they are the tokens up to a block's end (:func:`token_names`).
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
+import numpy
 import torch
 
 from sglang_ext.managers.cache_rank import protocol
 from sglang_ext.managers.cache_rank.link import RankLink
 from sglang_ext.managers.cache_rank.protocol import BLOCK, MOST_NAMED
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+
+
+# What tells a whole block from others, by its place in a request; None for one that is nobody else's.
+Name = Callable[[int], bytes | None]
 
 
 class MemoryFull(Exception):
@@ -58,8 +66,8 @@ class KeyLeases:
         self._free = list(reversed(range(attach.blocks)))
         self._readers = [0] * attach.blocks
         self._sequences = [0] * attach.shape.lanes
-        self._by_slots: dict[bytes, int] = {}
-        self._slots_of: dict[int, bytes] = {}
+        self._by_name: dict[bytes, int] = {}
+        self._names: dict[int, bytes] = {}
 
     @property
     def free_blocks(self) -> int:
@@ -93,26 +101,37 @@ class KeyLeases:
         """
         self._lanes.append(lease.lane)
         self._sequences[lease.lane] = lease.sequence
-        for block in lease.blocks:
-            self._readers[block] -= 1
-            if not self._readers[block]:
-                self._leave_slots(block)
-                self._free.append(block)
+        self._release(lease.blocks)
         lease.blocks = []
         self.link.say(protocol.Free(lease.lane))
 
     def leave_slots(self, lease: KeyLease) -> None:
         """The slots from which a lease's blocks came may get other tokens: nobody finds the blocks by them any more."""
         for block in lease.blocks:
-            self._leave_slots(block)
+            self._forget_name(block)
 
-    def _leave_slots(self, block: int) -> None:
-        self._by_slots.pop(self._slots_of.pop(block, b""), None)
+    def _forget_name(self, block: int) -> None:
+        self._by_name.pop(self._names.pop(block, b""), None)
 
-    def extend(self, lease: KeyLease, slots: torch.Tensor) -> bool:
+    def _release(self, blocks: Sequence[int]) -> None:
+        """A request reads these no more."""
+        for block in blocks:
+            self._readers[block] -= 1
+            if not self._readers[block]:
+                self._forget_name(block)
+                self._free.append(block)
+
+    def extend(self, lease: KeyLease, slots: torch.Tensor, name: Name | None = None) -> bool:
         """Send what the rank lacks of the keys in ``slots``, int64 [tokens], a request's from the first on; as much as has places.
 
-        Of tokens that the rank has, the slots of a lease that is ``alone`` are not looked at.
+        Of blocks that come meanwhile with the same keys it takes another request's, and gives its own back: requests that begin alike at
+        the same time each send a part.
+
+        Args:
+            lease: the request's.
+            slots: on a CPU, where nothing else is said, they name blocks. Of tokens that the rank has, those of a lease that is ``alone``
+                are not looked at.
+            name: of whole blocks.
 
         Returns:
             Whether it has all of them now.
@@ -121,37 +140,63 @@ class KeyLeases:
             MemoryFull: there are too few blocks; nothing was sent.
             RankDown: the rank takes no messages.
         """
-        self._take_blocks(lease, slots)
+        name = name or (lambda index: None if lease.alone else _key(slots, index))
+        self._take_blocks(lease, len(slots), name)
         while lease.held < len(slots):
+            if self._share(lease, len(slots), name):
+                continue
             place = self.link.place()
             if place is None:
                 return False
-            self._send(lease, slots, place)
+            self._send(lease, slots, place, name)
         return True
 
-    def _take_blocks(self, lease: KeyLease, slots: torch.Tensor) -> None:
+    def _filled(self, first: int, tokens: int, name: Name) -> list[int]:
+        """The blocks that others have filled with what a request has from its ``first`` block on, of so many tokens."""
+        found: list[int] = []
+        for index in range(first, tokens // BLOCK):
+            named = name(index)
+            block = None if named is None else self._by_name.get(named)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def _take_blocks(self, lease: KeyLease, tokens: int, name: Name) -> None:
         """Give a request the blocks for all its tokens: first those that others have filled with the same keys."""
-        first, needed = len(lease.blocks), -(-len(slots) // BLOCK)
-        taken: list[int] = []
-        if lease.held == first * BLOCK and not lease.alone:
-            for index in range(first, len(slots) // BLOCK):
-                block = self._by_slots.get(_key(slots, index))
-                if block is None:
-                    break
-                taken.append(block)
+        first, needed = len(lease.blocks), -(-tokens // BLOCK)
+        taken = self._filled(first, tokens, name) if lease.held == first * BLOCK else []
         shared = len(taken)
         missing = needed - first - shared
         if missing > len(self._free):
             raise MemoryFull("memory-full")
         taken += (self._free.pop() for _ in range(missing))
-        for block in taken:
-            self._readers[block] += 1
-        lease.blocks += taken
+        self._give(lease, first, taken)
         lease.held += shared * BLOCK
-        for at in range(0, len(taken), MOST_NAMED):
-            self.link.say(protocol.Lease(lease.lane, first + at, tuple(taken[at : at + MOST_NAMED])))
 
-    def _send(self, lease: KeyLease, slots: torch.Tensor, place: int) -> None:
+    def _share(self, lease: KeyLease, tokens: int, name: Name) -> bool:
+        """Take others' blocks in the place of those that come next; whether there were some."""
+        first, inside = divmod(lease.held, BLOCK)
+        found = [] if inside else self._filled(first, tokens, name)
+        if not found:
+            return False
+        before = lease.blocks[first:]
+        # The rank hears of a lease's blocks from one on.
+        lease.blocks = lease.blocks[:first]
+        self._give(lease, first, found + before[len(found) :])
+        self._release(before)
+        lease.held += len(found) * BLOCK
+        return True
+
+    def _give(self, lease: KeyLease, first: int, blocks: Sequence[int]) -> None:
+        """Let a request read blocks, from its ``first`` one on."""
+        for block in blocks:
+            self._readers[block] += 1
+        lease.blocks += blocks
+        for at in range(0, len(blocks), MOST_NAMED):
+            self.link.say(protocol.Lease(lease.lane, first + at, tuple(blocks[at : at + MOST_NAMED])))
+
+    def _send(self, lease: KeyLease, slots: torch.Tensor, place: int, name: Name) -> None:
         """Send what is missing of the first block that is not whole."""
         index, offset = divmod(lease.held, BLOCK)
         tokens = min(BLOCK - offset, len(slots) - lease.held)
@@ -161,13 +206,27 @@ class KeyLeases:
         self.link.say(protocol.Append(block, offset, tokens, place, number))
         lease.held += tokens
         self.sent += tokens
-        if offset + tokens < BLOCK or lease.alone:
+        if offset + tokens < BLOCK:
             return
-        key = _key(slots, index)
-        if key not in self._by_slots:
-            self._by_slots[key], self._slots_of[block] = block, key
+        named = name(index)
+        if named is not None and named not in self._by_name:
+            self._by_name[named], self._names[block] = block, named
 
 
 def _key(slots: torch.Tensor, index: int) -> bytes:
     """What tells a full block from others: where the keys of its tokens lie in the pool, and at which positions."""
     return index.to_bytes(4, "little") + slots[index * BLOCK : (index + 1) * BLOCK].numpy().tobytes()
+
+
+def token_names(namespace: str, tokens: Sequence[int]) -> list[bytes]:
+    """Of the whole blocks of a context, each a hash of all tokens up to its end.
+
+    Args:
+        namespace: what else its keys depend on, as SGLang's prefix tree has it (``extra_key``: an adapter, a salt).
+        tokens: of it.
+    """
+    ids, digest, found = numpy.asarray(tokens, numpy.int64), blake2b(namespace.encode(), digest_size=16).digest(), []
+    for end in range(BLOCK, len(ids) + 1, BLOCK):
+        digest = blake2b(digest + ids[end - BLOCK : end].tobytes(), digest_size=16).digest()
+        found.append(digest)
+    return found

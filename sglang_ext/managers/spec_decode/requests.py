@@ -100,6 +100,7 @@ class RequestStates:
             seed=noise_seed(req, self.args, self._admitted),
             matched=matched,
             prompt=req.origin_input_ids,
+            namespace=req.extra_key or "",
             method=self.method_of(req),
             fallback=fallback_reason(req),
             acceptance=Acceptance.expecting(self.typical.probability),
@@ -119,6 +120,10 @@ class RequestStates:
     def prompt_of(self, row: int) -> Sequence[int]:
         """Token ids of the prompt of the request in ``row``."""
         return self._states[row].prompt
+
+    def namespace_of(self, row: int) -> str:
+        """What the KV of the request in ``row`` depends on beside tokens, as SGLang's prefix tree has it: an adapter, a salt."""
+        return self._states[row].namespace
 
     def get(self, row: int) -> RequestState | None:
         """That of the request in ``row``; None for a row that is nobody's, or nobody's any more."""

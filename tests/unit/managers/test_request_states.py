@@ -24,7 +24,7 @@ def states():
 def request(rid="a", row=2, asked=None, **params):
     custom = None if asked is None else {"kv_compressor": asked}
     return SimpleNamespace(
-        rid=rid, req_pool_idx=row, origin_input_ids=[5, 6, 7], output_ids=[8],
+        rid=rid, req_pool_idx=row, origin_input_ids=[5, 6, 7], extra_key="a salt", output_ids=[8],
         sampling_params=SamplingParams(custom_params=custom, **params),
         grammar=None, custom_logit_processor=None, return_hidden_states=False, spec_cap_lens_histogram=[],
     )  # fmt: skip
@@ -51,7 +51,7 @@ def test_a_request_is_compressed_by_the_method_that_it_asks_for():
     known.admit(request("a", 1), 0)
     known.admit(request("b", 2, asked="sink-recent:0.5"), 0)
     assert (known.asked_by(1), known.asked_by(2)) == (0, 1)
-    assert known.prompt_of(2) == [5, 6, 7]
+    assert known.prompt_of(2) == [5, 6, 7] and known.namespace_of(2) == "a salt"
 
 
 def test_a_row_may_be_nobodys():

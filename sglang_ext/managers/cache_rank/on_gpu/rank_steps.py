@@ -28,7 +28,7 @@ import torch
 
 from sglang_ext.device import SideStream
 from sglang_ext.managers.cache_rank import protocol
-from sglang_ext.managers.cache_rank.leases import KeyLease, KeyLeases, MemoryFull
+from sglang_ext.managers.cache_rank.leases import KeyLease, KeyLeases, MemoryFull, token_names
 from sglang_ext.managers.cache_rank.link import RankDown, RankLink
 from sglang_ext.managers.cache_rank.linked_ranks import LinkedRanks
 from sglang_ext.managers.cache_rank.on_gpu.arena import Arena, Asked, Copy
@@ -76,12 +76,14 @@ class AtRank:
     Attributes:
         leases: of the process that has its keys.
         lease: its own.
+        names: of the blocks of its prompt, which others that begin alike share.
         asked: the question whose answer its copy shall lead to; None where none is open.
         alone: whether its full KV was given back: the rank has the only one.
     """
 
     leases: KeyLeases
     lease: KeyLease
+    names: Sequence[bytes] = ()
     asked: Question | None = None
     alone: bool = False
 
@@ -89,6 +91,10 @@ class AtRank:
     def void(self) -> bool:
         """Whether the process that had its keys is gone."""
         return not self.leases.link.ready or self.leases.epoch != self.leases.link.epoch
+
+    def extend(self, slots: torch.Tensor) -> bool:
+        """As :meth:`KeyLeases.extend`: of slots the host knows nothing."""
+        return self.leases.extend(self.lease, slots, lambda index: self.names[index] if index < len(self.names) else None)
 
 
 class RankSteps(LinkedRanks, BesideSteps):
@@ -255,18 +261,15 @@ class RankSteps(LinkedRanks, BesideSteps):
             del self._requests[row]
             request = None
         if request is None:
-            request = self._requests[row] = self._opened()
-        if request.lease.held < covered and not request.leases.extend(request.lease, self._table[row, :covered].long()):
+            request = self._requests[row] = self._opened(token_names(views.namespace_of(row), views.prompt_of(row)))
+        if request.lease.held < covered and not request.extend(self._table[row, :covered].long()):
             self.missed["hand-over"] += 1
             return None
         return request
 
-    def _opened(self) -> AtRank:
+    def _opened(self, names: Sequence[bytes]) -> AtRank:
         leases = self._roomiest()
-        lease = leases.open()
-        # Which slots its blocks came from is not known on the host: they are nobody else's.
-        lease.alone = True
-        return AtRank(leases, lease)
+        return AtRank(leases, leases.open(), names)
 
     def _question(self, views: CompressedViews, row: int, request: AtRank, end: int, every: int) -> Asked | None:
         """Tell a rank of the queries before ``end``, which are to be put; None where there are none."""
@@ -333,7 +336,7 @@ class RankSteps(LinkedRanks, BesideSteps):
     def _send(self, request: AtRank, slots: torch.Tensor) -> None:
         """Send what the rank lacks of a request's tokens in ``slots``, as far as it has room, and places are free."""
         try:
-            request.leases.extend(request.lease, slots)
+            request.extend(slots)
         except (RankDown, MemoryFull) as error:
             self.missed[str(error)] += 1
 

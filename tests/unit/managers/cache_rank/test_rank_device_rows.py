@@ -194,7 +194,9 @@ def test_requests_come_grow_and_go_at_random_and_hold_what_their_records_say(wor
             row = free.pop()
             begun[row] = length = chance.randrange(80, 400)
             world._free = 800 + 200 * row
-            world.begin(row, length, chance.randrange(40, 60))
+            like = chance.choice([None, *world.copies])
+            first = 0 if like is None else chance.randrange(min(length, len(world.prompts[like])))
+            world.begin(row, length, chance.randrange(40, 60), like, first)
         for row in [row for row in world.copies if chance.random() < 0.08 or world.ends[row] > 480]:
             end_request(world, row)
             free.append(row)

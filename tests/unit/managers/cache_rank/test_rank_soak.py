@@ -69,7 +69,7 @@ def soak(seconds, seed=0):
         made.until(lambda: len(link._free_places) == link.settings.attach.shape.places, 10)
         leases = made.choices._leases[link]
         assert made.choices.held_tokens == 0 and leases.free_blocks == 600 and len(leases._lanes) == REQUESTS
-        assert not leases._by_slots and not leases._slots_of and not made.choices._requests and not made.choices._lanes
+        assert not leases._by_name and not leases._names and not made.choices._requests and not made.choices._lanes
         assert link.starts == 1, "the process that began has served all"
         assert not {"ended", "silent", "wrong"} & set(made.choices.missed)
         return began, steps, resident(link.pid) - before, dict(made.choices.missed)

@@ -290,6 +290,67 @@ def test_keys_go_in_as_many_steps_as_there_are_places_for_them_and_blocks():
     end(world)
 
 
+def sent(world):
+    """Tokens whose keys went to the rank."""
+    return sum(leases.sent for leases in world.steps._leases.values())
+
+
+def test_requests_that_begin_alike_share_blocks_and_each_is_led_by_its_own_queries():
+    world = RankWorld(places=16).ready()
+    world.begin(1, 300, 64)
+    world.step(), world.step()
+    assert sent(world) == 300 and world.steps.held_tokens == 320
+    # Four whole blocks are the first one's, of the fifth some tokens are.
+    world.begin(2, 400, 64, like=1, first=290)
+    world.step(), world.step(), world.step()
+    assert sent(world) == 300 + 400 - 256 and world.steps.held_tokens == 320 + 448 - 256
+    for row, begun in ((1, 300), (2, 400)):
+        assert torch.equal(world.led(row), world.chosen(row, world.ends[row] - 1, begun))
+    # Who filled them goes first.
+    leave(world, 1)
+    assert world.steps.held_tokens == 448
+    world.step(), world.step()
+    assert torch.equal(world.led(2), world.chosen(2, world.ends[2] - 1, 400))
+    leave(world, 2)
+    world.begin(3, 300, 64, like=1, first=300)
+    world.step()
+    assert sent(world) == 300 + 400 - 256 + 300, "nobody had them any more"
+    end(world)
+
+
+def test_requests_that_begin_alike_at_once_send_what_they_share_once():
+    world = RankWorld(places=4).ready()
+    for row in (1, 2, 3):
+        world.begin(row, 480, 64, *(() if row == 1 else (1, 448)))
+    while sum(request.lease.held for request in world.steps._requests.values()) < 3 * 480:
+        world.step()
+        time.sleep(0.02)
+    assert sent(world) == 448 + 3 * 32 and world.steps.held_tokens == 448 + 3 * 64
+    world.step(), world.step()
+    for row in (1, 2, 3):
+        assert torch.equal(world.led(row), world.chosen(row, world.ends[row] - 1, 480))
+    for row in (2, 1, 3):
+        leave(world, row)
+    assert world.steps.held_tokens == 0
+    end(world)
+
+
+def test_the_same_tokens_of_another_namespace_or_at_another_place_are_nobody_else_s():
+    world = RankWorld(places=16).ready()
+    world.namespaces[2] = "an adapter"
+    world.begin(1, 300, 64), world.begin(2, 300, 64, like=1, first=300)
+    world.begin(3, 300, 64)
+    world.prompts[3] = world.prompts[1][64:] + world.prompts[1][:64]
+    world.step(), world.step()
+    assert sent(world) == 900
+    end(world)
+
+
+def leave(world, row):
+    """A request is gone."""
+    world.steps.settle(row), world.steps.forget(row), world.copies.pop(row), world.ends.pop(row), world.queries.forget(row)
+
+
 def test_ranks_are_asked_as_rarely_as_those_requests_want_whose_keys_they_have(monkeypatch):
     world = RankWorld(places=2, most=8).ready()
     told, stepped = [], world.steps.pace.stepped
@@ -470,7 +531,9 @@ def test_requests_come_grow_and_go_at_random_and_each_is_led_by_its_own_question
             row = free.pop()
             begun[row] = length = chance.randrange(60, 450)
             world._free = 800 + 12 * row
-            world.begin(row, length, chance.randrange(40, 60))
+            like = chance.choice([None, *world.copies])
+            first = 0 if like is None else chance.randrange(min(length, len(world.prompts[like])))
+            world.begin(row, length, chance.randrange(40, 60), like, first)
         for row in [row for row in world.copies if chance.random() < 0.1 or world.ends[row] > 490]:
             world.steps.settle(row), world.steps.forget(row), world.queries.forget(row)
             world.copies.pop(row), world.ends.pop(row), free.append(row)
