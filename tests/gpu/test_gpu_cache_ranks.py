@@ -62,6 +62,17 @@ def test_each_step_reads_what_the_queries_of_the_one_before_the_last_choose(pred
     world.steps.end()
 
 
+def test_requests_that_begin_alike_share_what_the_rank_holds_of_them():
+    world = rank_world()
+    world.begin(1, 300, 64), world.begin(2, 400, 64, like=1, first=290)
+    world.step()
+    for _ in range(6):
+        world.step()
+        assert led_as_chosen(world, 1, 300) and led_as_chosen(world, 2, 400), world.arenas[0].counters.tolist()
+    assert sum(leases.sent for leases in world.steps._leases.values()) == 300 + 400 - 256 and not +world.steps.missed
+    world.steps.end()
+
+
 @pytest.mark.parametrize("bits", [8, 4])
 def test_a_rank_that_holds_few_bits_chooses_by_what_they_mean(bits):
     world = rank_world(bits=bits)
