@@ -154,7 +154,8 @@ def test_what_the_command_line_leaves_open_is_set_by_where_servers_run(monkeypat
     ("--load", "8:100", "--load '8:100': pass BATCH:CONTEXT:SELECT"), ("--load", "8:100:100", "from 2 to below"),
     ("--method", "spade,snapkv", "--method 'snapkv': pass some of stock, spade"), ("--mode", "full", "--mode 'full': pass some of lossy"),
     ("--pack-layers", "six", "--pack-layers 'six'"), ("--output-len", "1", "--output-len 1: times are of tokens after"),
-    ("--overlap-share", "1", "--overlap-share 1: pass a share")])  # fmt: skip
+    ("--overlap-share", "1", "--overlap-share 1: pass a share"),
+    ("--method", "", "nothing else is asked for: pass --pages or --overlap-prompts")])  # fmt: skip
 def test_wrong_options_are_named(tmp_path, capsys, option, value, told):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     assert main(["longcot", "--model", str(tmp_path), option, value]) == 2
