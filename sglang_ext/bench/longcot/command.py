@@ -135,7 +135,7 @@ def check(args: argparse.Namespace, lengths: Sequence[int]) -> None:
         BenchError: names the option.
     """
     if not args.method and not args.pages and args.overlap_prompts is None:
-        raise BenchError('--method "" starts no server, and nothing else is asked for: pass --pages or --overlap-prompts, too, or some method')
+        raise BenchError('--method "" starts no server, and nothing else is asked for: pass --pages or --overlap-prompts, or a method')
     check_counts({"--repeats": args.repeats, "--draft-length": args.draft_length, "--ranks": args.ranks})
     if lengths[0] < 2:
         raise BenchError("--output-len 1: times are of tokens after the first: pass numbers from 2")
