@@ -78,7 +78,8 @@ def run(args: argparse.Namespace) -> int:
     chosen = arms(args)
     shape = ModelShape.of(read_config(args.model))
     # Which folder timelines go to does not matter here.
-    check_servers(str(args.model), {arm.name: settings.flags_of(args, setting_of(arm, Path("timeline"))) for arm in chosen})
+    flags = {arm.name: settings.flags_of(args, setting_of(arm, Path("timeline"))) for arm in chosen}
+    check_servers(str(args.model), flags, max(load.context for load in wanted) + lengths[-1])
     prompts = make_prompts(args, max(load.batch for load in wanted), sorted({load.context for load in wanted}))
     found: list[LongFigures] = []
     packed: list[packs.PackFigures] = []

@@ -230,7 +230,7 @@ def test_a_whole_run_prints_tables_and_writes_its_measurements(tmp_path, capsys,
         yield NoServer(setting.arguments)
 
     monkeypatch.setattr(command.settings, "server", server)
-    monkeypatch.setattr(command, "check_servers", lambda model, servers: None)
+    monkeypatch.setattr(command, "check_servers", lambda model, servers, tokens: None)
     parts = [pages.PagePart("load", part, 0.5) for part in ("scoring pages", "attention")]
     monkeypatch.setattr(command.pages, "parts", lambda shape, load, device: parts)
     found = main([
@@ -255,7 +255,7 @@ def test_a_run_on_gpus_has_no_timelines_and_no_table_of_packs(tmp_path, capsys, 
         yield NoServer(setting.arguments)
 
     monkeypatch.setattr(command.settings, "server", server)
-    monkeypatch.setattr(command, "check_servers", lambda model, servers: checked.update(servers))
+    monkeypatch.setattr(command, "check_servers", lambda model, servers, tokens: checked.update(servers))
     asked = ["longcot", "--model", str(tmp_path), "--method", "stock,spade-ranks", "--load", "2:64:16", "--output-len", "8"]
     assert main([*asked, "--server-arg=--device cuda"]) == 0
     out = capsys.readouterr().out
