@@ -91,9 +91,10 @@ def _check_transfer(args: "KVServerArgs") -> None:
         backend = disaggregation_options.BACKEND
         why = f"KV does not travel by --disaggregation-transfer-backend {backend}, without which"
         remedy = f"that and --disaggregation-mode, now {args.disaggregation_mode}"
-        of_ranks = args.kv_mode != "full" and selection_options.ranks(args)
-        names = (name for name in disaggregation_options.TRANSFER_FLAGS if name != "kv_bench_timeline" or not of_ranks)
-        _warn_of_idle(args, why, names, remedy)
+        _warn_of_idle(args, why, (name for name in disaggregation_options.TRANSFER_FLAGS if name != "kv_bench_timeline"), remedy)
+        if args.kv_mode == "full" or not selection_options.ranks(args):
+            why = f"there are no cache ranks, and {why}"
+            _warn_of_idle(args, why, ("kv_bench_timeline",), f"--kv-mode verified --kv-compressor spade --kv-cache-ranks 1, or {remedy}")
         return
     disaggregation_options.check_transfer(args)
     if args.disaggregation_mode == "decode":

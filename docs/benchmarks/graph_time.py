@@ -1,11 +1,18 @@
 """How long work on a GPU takes without its launches: the scripts that time kernels share this."""
 
+import argparse
 from collections.abc import Callable
 from statistics import median
 
 import torch
 
 REPEATS = 7
+
+
+def needs_gpu(parser: argparse.ArgumentParser, instead: str = "") -> None:
+    """End a script of kernels where there is no GPU to time them on, with what to pass ``instead``."""
+    if not torch.cuda.is_available():
+        parser.error(f"PyTorch finds no GPU here, and kernels are timed on one: run it on a machine with an NVIDIA GPU{instead}")
 
 
 def seconds(run: Callable[[], object], calls: int = 1) -> float:

@@ -175,6 +175,8 @@ def parsed() -> argparse.Namespace:
     if not 0 <= options.stay < 1:
         parser.error(f"--stay {options.stay}: a share from 0 to below 1")
     on_gpu = options.device.type == "cuda"
+    if on_gpu and not torch.cuda.is_available():
+        parser.error(f"--device {options.device}: PyTorch finds no GPU here: pass --device cpu, as with --model tiny --load 2:256:64")
     if on_gpu:
         options.device = torch.device("cuda", options.device.index or 0)
     if not options.rank_device:

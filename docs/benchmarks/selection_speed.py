@@ -20,8 +20,7 @@ from statistics import median
 from time import perf_counter
 
 import torch
-from flashinfer import BatchDecodeWithPagedKVCacheWrapper
-from graph_time import seconds
+from graph_time import needs_gpu, seconds
 
 from sglang_ext.bench.speed.decode_limit import measure_bandwidth
 from sglang_ext.device import SideStream
@@ -162,6 +161,9 @@ class World:
 
     def full_step(self) -> Callable[[], None]:
         """Weights, and attention to all tokens by FlashInfer."""
+        # A package that machines without a GPU lack: they have --help all the same.
+        from flashinfer import BatchDecodeWithPagedKVCacheWrapper
+
         options, wrapper = self.options, BatchDecodeWithPagedKVCacheWrapper(
             torch.empty(256 << 20, dtype=torch.uint8, device="cuda"), "NHD", use_tensor_cores=True
         )  # fmt: skip
@@ -262,6 +264,7 @@ def main() -> None:
     for option, default in sizes.items():
         parser.add_argument(f"--{option}", type=int, default=default)
     options = parser.parse_args()
+    needs_gpu(parser)
     asked, options.layers = options.layers, fitting_layers(options, torch.cuda.mem_get_info()[0])
     if not options.layers:
         parser.error(f"{torch.cuda.get_device_name()} has no room for a layer: pass a smaller --batch or --tokens")

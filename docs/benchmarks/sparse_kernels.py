@@ -10,6 +10,7 @@ import argparse
 from collections.abc import Callable
 
 import torch
+from graph_time import needs_gpu
 
 from sglang_ext.layers.attention.copies.kept_by_heads import cut_pointers
 from sglang_ext.layers.kernels.choosing.quest_pages import CUTS, Cut, point_at_best_pages
@@ -124,6 +125,7 @@ def main() -> None:
     for name, default in (("tokens", 32768), ("keep", 2048), ("after", 36)):
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
+    needs_gpu(parser)
     rate = read_rate()
     print(f"{torch.cuda.get_device_name()}: reads {rate / 1e12:.2f} TB/s", flush=True)
     for batch in options.batch:

@@ -9,8 +9,7 @@ All layers of one step, in a CUDA graph; slots are scattered one by one. A head'
 import argparse
 
 import torch
-from flashinfer import BatchDecodeWithPagedKVCacheWrapper
-from graph_time import seconds
+from graph_time import needs_gpu, seconds
 
 from sglang_ext.bench.speed.decode_limit import measure_bandwidth
 from sglang_ext.layers.kernels.uneven_decode import uneven_decode
@@ -43,6 +42,10 @@ def main() -> None:
     for option, default in sizes.items():
         parser.add_argument(f"--{option}", type=int, default=default)
     options = parser.parse_args()
+    needs_gpu(parser)
+    # A package that machines without a GPU lack: they have --help all the same.
+    from flashinfer import BatchDecodeWithPagedKVCacheWrapper
+
     kept, batch, heads, dim = int(options.tokens * options.budget), options.batch, options.kv_heads, options.dim
     width, like = kept + options.tail, {"dtype": torch.bfloat16, "device": "cuda"}
     keys, values = (tuple(torch.randn(batch * width, heads, dim, **like) for _ in range(options.layers)) for _ in "kv")

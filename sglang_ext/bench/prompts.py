@@ -59,8 +59,8 @@ def encode(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
     return tuple(tokenizer.encode(text, add_special_tokens=not has_begin))
 
 
-def load_prompts(path: Path, tokenizer: Tokenizer) -> tuple[Prompt, ...]:
-    """Read all prompts, in the order of file names or lines.
+def load_prompts(path: Path, tokenizer: Tokenizer, option: str = "--prompts") -> tuple[Prompt, ...]:
+    """Read all prompts, in the order of file names or lines; ``option`` named them.
 
     Raises:
         BenchError: the path is missing, holds no prompt, or a row is malformed.
@@ -70,10 +70,10 @@ def load_prompts(path: Path, tokenizer: Tokenizer) -> tuple[Prompt, ...]:
     elif path.is_file():
         texts = _read_lines(path, tokenizer)
     else:
-        raise BenchError(f"--prompts {path} does not exist; pass a folder of .txt files or a .jsonl file")
+        raise BenchError(f"{option} {path} does not exist; pass a folder of .txt files or a .jsonl file")
     prompts = tuple(Prompt(name, encode(tokenizer, text)) for name, text in texts)
     if not prompts:
-        raise BenchError(f"--prompts {path} holds no prompt; a folder needs *.txt files, a file JSON lines")
+        raise BenchError(f"{option} {path} holds no prompt; a folder needs *.txt files, a file JSON lines")
     for prompt in prompts:
         if not prompt.input_ids:
             raise BenchError(f"prompt {prompt.name} of {path} is empty; remove it")

@@ -86,8 +86,8 @@ def _check_length(model: Path, name: str, args: KVServerArgs, tokens: int) -> No
     longest = args.context_length or _context_length(model, args)
     if longest is not None and tokens > longest:
         raise BenchError(
-            f"the server {name} serves contexts of up to {longest} tokens, and the longest prompt has {tokens} with its answer: pass a "
-            f'shorter --context-len or --output-len, or, where the model can, --server-arg="--context-length {tokens}"'
+            f"the server {name} serves contexts of up to {longest} tokens, and the longest prompt has {tokens} with its answer: pass "
+            f'shorter prompts (--context-len, --load) or --output-len, or, where the model can, --server-arg="--context-length {tokens}"'
         )
 
 

@@ -12,6 +12,7 @@ from sglang_ext.core import OptionError
 from sglang_ext.mem_cache.compressors import Compressor, catalogue
 from sglang_ext.mem_cache.compressors.each_step.quest import Quest
 from sglang_ext.mem_cache.compressors.spade import Spade
+from sglang_ext.mem_cache.host_tier import host_memory
 from sglang_ext.mem_cache.selection.held_keys import EXACT, SCORE_BITS, KeySizes
 from sglang_ext.mem_cache.selection.predictors import query_predictor
 
@@ -250,7 +251,7 @@ def _check_gpus(args: "KVServerArgs") -> None:
 
 
 def _check_against_model(args: "KVServerArgs") -> None:
-    """Refuse packs of more layers than there are, and memory that has no room for the shortest request."""
+    """Refuse packs of more layers than there are, and memory that has no room for the shortest request, or that the host lacks."""
     config, pack, size = args.get_model_config(), args.kv_pack_layers, args.kv_cache_rank_gb
     if pack != "auto" and pack > config.num_hidden_layers:
         raise OptionError(
@@ -266,6 +267,9 @@ def _check_against_model(args: "KVServerArgs") -> None:
             f"--kv-cache-rank-gb is {size:g}, less than {what} of {args.kv_sparse_from} tokens (--kv-sparse-from) take: pass at least "
             f"{least:.3g}, better room for many requests, for example 8"
         )
+    if size is not None and not beside_gpu(args):
+        # The process could not take it, or be ended once it has: the server would go on without choices.
+        host_memory.check(int(size * 1e9), args.kv_cache_ranks, "--kv-cache-rank-gb", what)
 
 
 def selected(args: "KVServerArgs") -> int:

@@ -201,7 +201,9 @@ class KVWorker(BaseSpecWorker):
         here = self.server_args.disaggregation_mode == "null"
         if kept is None and here and senders is not None:
             method = self.views.methods[0]
-            logger.info("sglang-ext: full KV is given back once a cache rank has it; a copy takes about %.2f of its slots", method.share)
+            most = selection_options.selected(self.server_args)
+            takes = f"slots of {most} tokens" if most else f"about {method.share:.2f} of its slots"
+            logger.info("sglang-ext: full KV is given back once a cache rank has it; a copy takes %s, and of the newest tokens", takes)
             tail = longest_tail(method, self.token_to_kv_pool_allocator.page_size, self.memory.model.context, self.views.beside is not None)
             return HeldElsewhere(tree_cache, self.views, senders, self._method_of, tail)
         packing = [method for method in self.views.methods if method.packs_all]

@@ -41,7 +41,7 @@ def metric(server, name, label=""):
 
 def rank_pid(server):
     """The process of its cache rank, of which the log tells the newest."""
-    return int(re.findall(r"cache rank \d+ \(process (\d+)\) is ready", Path(server.log).read_text())[-1])
+    return int(re.findall(r"cache rank \(process (\d+), start \d+\) is ready", Path(server.log).read_text())[-1])
 
 
 def test_answers_are_stocks_and_drafts_are_accepted(server, prompts, expected):

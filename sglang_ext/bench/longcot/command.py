@@ -78,7 +78,8 @@ def run(args: argparse.Namespace) -> int:
     chosen = arms(args)
     shape = ModelShape.of(read_config(args.model))
     # Which folder timelines go to does not matter here.
-    check_servers(str(args.model), {arm.name: settings.flags_of(args, setting_of(arm, Path("timeline"))) for arm in chosen})
+    flags = {arm.name: settings.flags_of(args, setting_of(arm, Path("timeline"))) for arm in chosen}
+    check_servers(str(args.model), flags, max(load.context for load in wanted) + lengths[-1])
     prompts = make_prompts(args, max(load.batch for load in wanted), sorted({load.context for load in wanted}))
     found: list[LongFigures] = []
     packed: list[packs.PackFigures] = []
@@ -134,6 +135,8 @@ def check(args: argparse.Namespace, lengths: Sequence[int]) -> None:
     Raises:
         BenchError: names the option.
     """
+    if not args.method and not args.pages and args.overlap_prompts is None:
+        raise BenchError('--method "" starts no server, and nothing else is asked for: pass --pages or --overlap-prompts, or a method')
     check_counts({"--repeats": args.repeats, "--draft-length": args.draft_length, "--ranks": args.ranks})
     if lengths[0] < 2:
         raise BenchError("--output-len 1: times are of tokens after the first: pass numbers from 2")
@@ -181,5 +184,5 @@ def overlaps_of(args: argparse.Namespace) -> list[overlap.Overlap]:
     """Of the prompts of --overlap-prompts; none without."""
     if args.overlap_prompts is None:
         return []
-    found = load_prompts(args.overlap_prompts, load_tokenizer(str(args.model)))
+    found = load_prompts(args.overlap_prompts, load_tokenizer(str(args.model)), "--overlap-prompts")
     return overlap.measure(args.model, [prompt.input_ids for prompt in found], args.overlap_share)

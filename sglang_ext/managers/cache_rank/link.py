@@ -253,9 +253,10 @@ class RankLink:
         count = asked or measured_pack(min(self._round_trips), self._layer_seconds)
         self.packs = packs_of(shape.layers, count)
         logger.info(
-            "sglang-ext: cache rank %d (process %d) is ready: packs of up to %d layers, a message and back %.2f ms, a layer of "
-            "1024 tokens %.2f ms",
-            self.epoch, self.pid, max(pack.count for pack in self.packs), min(self._round_trips) * 1e3, self._layer_seconds * 1e3,
+            "sglang-ext: cache rank (process %d, start %d) is ready: room for %d tokens, packs of up to %d layers, a message and back "
+            "%.2f ms, a layer of 1024 tokens %.2f ms",
+            self.pid, self.epoch, self.settings.attach.blocks * protocol.BLOCK, max(pack.count for pack in self.packs),
+            min(self._round_trips) * 1e3, self._layer_seconds * 1e3,
         )  # fmt: skip
 
 

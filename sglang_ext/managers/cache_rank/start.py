@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import psutil
-
 from sglang_ext.config import options, selection_options
 from sglang_ext.managers.cache_rank.choices import RankChoices
 from sglang_ext.managers.cache_rank.link import START_SECONDS, RankLink, RankSettings
@@ -18,6 +16,7 @@ from sglang_ext.managers.cache_rank.timeline import PackTimeline
 from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
 from sglang_ext.mem_cache.compressed.rotary import Rotary
+from sglang_ext.mem_cache.host_tier.host_memory import HostMemory
 from sglang_ext.mem_cache.selection.held_keys import EXACT, KeySizes
 
 if TYPE_CHECKING:
@@ -86,7 +85,7 @@ def attach_of(
     elif held.rows:
         # Of as many contexts as the pool holds copies.
         most_blocks = slots // max(1, most) * -(-longest // BLOCK) // args.kv_cache_ranks + requests
-        free = psutil.virtual_memory().available * FREE_SHARE / args.kv_cache_ranks if room is None else room
+        free = HostMemory.find().available * FREE_SHARE / args.kv_cache_ranks if room is None else room
         fits = min(most_blocks, int(free) // (BLOCK * held.token_bytes))
         # Of a GPU's memory all is taken at once.
         blocks = max(blocks, fits) if room is None else max(1, fits)

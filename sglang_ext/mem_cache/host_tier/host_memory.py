@@ -40,12 +40,14 @@ class HostMemory:
         return min([of_machine, *_of_groups(mounts, own)], key=lambda found: found.available)
 
 
-def check(size: int, ranks: int = 1) -> None:
-    """Refuse ``--kv-host-gb`` where the host lacks the memory.
+def check(size: int, ranks: int = 1, flag: str = "--kv-host-gb", what: str = "full KV") -> None:
+    """Refuse a flag that asks for memory that the host lacks.
 
     Args:
         size: bytes that each rank takes.
         ranks: of this host.
+        flag: that says how much, in GB.
+        what: what it is for, in words.
 
     Raises:
         OptionError: names what is asked for, what there is, what limits it, and what to do.
@@ -54,7 +56,7 @@ def check(size: int, ranks: int = 1) -> None:
     if size * ranks > found.available:
         each = f" for each of {ranks} ranks, {size * ranks / 1e9:.1f} GB together," if ranks > 1 else ""
         raise OptionError(
-            f"--kv-host-gb asks for {size / 1e9:.1f} GB of host memory{each} for full KV; {found.available / 1e9:.1f} GB are "
+            f"{flag} asks for {size / 1e9:.1f} GB of host memory{each} for {what}; {found.available / 1e9:.1f} GB are "
             f"available ({found.limit}): pass at most {found.available / ranks / 1e9:.1f}, free memory, or raise that limit"
         )
 

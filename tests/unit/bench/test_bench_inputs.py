@@ -70,6 +70,8 @@ class TestLoadPrompts:
     def test_missing_path(self, tmp_path: Path) -> None:
         with pytest.raises(BenchError, match="does not exist"):
             load_prompts(tmp_path / "none", CharTokenizer())
+        with pytest.raises(BenchError, match="--overlap-prompts .*none does not exist"):
+            load_prompts(tmp_path / "none", CharTokenizer(), "--overlap-prompts")
 
 
 class TestCorpus:

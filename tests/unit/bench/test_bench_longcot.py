@@ -154,7 +154,8 @@ def test_what_the_command_line_leaves_open_is_set_by_where_servers_run(monkeypat
     ("--load", "8:100", "--load '8:100': pass BATCH:CONTEXT:SELECT"), ("--load", "8:100:100", "from 2 to below"),
     ("--method", "spade,snapkv", "--method 'snapkv': pass some of stock, spade"), ("--mode", "full", "--mode 'full': pass some of lossy"),
     ("--pack-layers", "six", "--pack-layers 'six'"), ("--output-len", "1", "--output-len 1: times are of tokens after"),
-    ("--overlap-share", "1", "--overlap-share 1: pass a share")])  # fmt: skip
+    ("--overlap-share", "1", "--overlap-share 1: pass a share"),
+    ("--method", "", "nothing else is asked for: pass --pages or --overlap-prompts")])  # fmt: skip
 def test_wrong_options_are_named(tmp_path, capsys, option, value, told):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     assert main(["longcot", "--model", str(tmp_path), option, value]) == 2
@@ -229,7 +230,7 @@ def test_a_whole_run_prints_tables_and_writes_its_measurements(tmp_path, capsys,
         yield NoServer(setting.arguments)
 
     monkeypatch.setattr(command.settings, "server", server)
-    monkeypatch.setattr(command, "check_servers", lambda model, servers: None)
+    monkeypatch.setattr(command, "check_servers", lambda model, servers, tokens: None)
     parts = [pages.PagePart("load", part, 0.5) for part in ("scoring pages", "attention")]
     monkeypatch.setattr(command.pages, "parts", lambda shape, load, device: parts)
     found = main([
@@ -254,7 +255,7 @@ def test_a_run_on_gpus_has_no_timelines_and_no_table_of_packs(tmp_path, capsys, 
         yield NoServer(setting.arguments)
 
     monkeypatch.setattr(command.settings, "server", server)
-    monkeypatch.setattr(command, "check_servers", lambda model, servers: checked.update(servers))
+    monkeypatch.setattr(command, "check_servers", lambda model, servers, tokens: checked.update(servers))
     asked = ["longcot", "--model", str(tmp_path), "--method", "stock,spade-ranks", "--load", "2:64:16", "--output-len", "8"]
     assert main([*asked, "--server-arg=--device cuda"]) == 0
     out = capsys.readouterr().out

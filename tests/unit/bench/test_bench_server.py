@@ -286,7 +286,7 @@ def test_prompts_longer_than_the_context_that_is_served_are_refused_before_serve
 ) -> None:
     (tmp_path / "config.json").write_text(config)
     server_flags.check(str(tmp_path), {"hack4 prefill": flags}, longest or 10**9)
-    said = f"the server hack4 prefill serves contexts of up to {longest} tokens.* pass a shorter --context-len"
+    said = f"the server hack4 prefill serves contexts of up to {longest} tokens.* pass shorter prompts .--context-len, --load. or"
     refused = pytest.raises(BenchError, match=said)
     with nullcontext() if longest is None else refused:
         server_flags.check(str(tmp_path), {"hack4 prefill": flags}, (longest or 10**9) + 1)

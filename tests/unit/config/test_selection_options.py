@@ -152,6 +152,9 @@ def test_packs_of_more_layers_than_there_are_and_too_little_memory_for_a_request
         selection_options.check_resolved(args)
     args.kv_cache_rank_gb = 0.0044
     selection_options.check_resolved(args)
+    with pytest.raises(OptionError, match="--kv-cache-rank-gb asks for 1000000.0 GB of host memory for keys; .* available .*: pass at"):
+        args.kv_cache_rank_gb = 1e6
+        selection_options.check_resolved(args)
     # 9 of 32 bits.
     args.kv_cache_rank_gb, args.kv_score_bits = 0.00123, 8
     selection_options.check_resolved(args)
@@ -165,6 +168,8 @@ def test_packs_of_more_layers_than_there_are_and_too_little_memory_for_a_request
 def test_flags_of_cache_ranks_are_named_where_there_are_none(caplog):
     flag_checks.check_flags(spade(kv_pack_layers=4))
     assert "--kv-cache-ranks is 0, with which --kv-pack-layers does nothing: pass --kv-cache-ranks 1" in caplog.text
+    flag_checks.check_flags(spade(kv_bench_timeline="times"))
+    assert "--kv-bench-timeline does nothing: pass --kv-mode verified --kv-compressor spade --kv-cache-ranks 1, or" in caplog.text
     args = spade(kv_cache_ranks=1, disaggregation_mode="prefill")
     flag_checks.check_flags(args)
     assert "which takes no steps, and so --kv-cache-ranks does nothing: pass that to the decode server" in caplog.text
