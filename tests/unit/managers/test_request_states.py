@@ -25,8 +25,8 @@ def states():
 def request(rid="a", row=2, asked=None, **params):
     custom = None if asked is None else {"kv_compressor": asked}
     return SimpleNamespace(
-        rid=rid, req_pool_idx=row, origin_input_ids=[5, 6, 7], extra_key="a salt", output_ids=[8], input_embeds=None, positional_embed_overrides=None,
-        sampling_params=SamplingParams(custom_params=custom, **params),
+        rid=rid, req_pool_idx=row, origin_input_ids=[5, 6, 7], extra_key="a salt", output_ids=[8],
+        input_embeds=None, positional_embed_overrides=None, sampling_params=SamplingParams(custom_params=custom, **params),
         grammar=None, custom_logit_processor=None, return_hidden_states=False, spec_cap_lens_histogram=[],
     )  # fmt: skip
 
