@@ -92,15 +92,17 @@ def tables(found: Profile) -> str:
     """In Markdown, by step."""
     step, busy = (each / found.steps / 1e3 for each in (found.span, found.busy))
     head = f"{found.steps} steps of {step:.2f} ms: {busy:.2f} in which the device computes, {step - busy:.2f} in which it does not"
-    named = {short(name): each for name, each in found.kernels.items()}
-    between = {f"{short(before)} -> {short(after)}": each for (before, after), each in found.waits.items()}
-    parts = [_table(what, each, found.steps) for what, each in (("kernels", named), ("waits between", between), ("calls", found.calls))]
+    named = [(short(name), each) for name, each in found.kernels.items()]
+    between = [(f"{short(before)} -> {short(after)}", each) for (before, after), each in found.waits.items()]
+    kinds = ("kernels", named), ("waits between", between), ("calls", found.calls.items())
+    parts = [_table(what, each, found.steps) for what, each in kinds]
     return "\n\n".join([head, *parts])
 
 
-def _table(what: str, numbers: dict[str, tuple[int, float]], steps: int) -> str:
+def _table(what: str, numbers: Iterable[tuple[str, tuple[int, float]]], steps: int) -> str:
+    """Of several with one name, as long ones may have once they are short, a line each."""
     lines = [f"| {what} | a step | us a step |", "|---|---|---|"]
-    longest = sorted(numbers.items(), key=lambda each: -each[1][1])
+    longest = sorted(numbers, key=lambda each: -each[1][1])
     return "\n".join(lines + [f"| {name} | {count / steps:.2f} | {took / steps:.1f} |" for name, (count, took) in longest[:MOST]])
 
 

@@ -46,6 +46,13 @@ def test_what_streams_do_at_once_is_busy_once_and_waits_are_between_the_kernels_
     assert "| attend | 1.00 | 30.0 |" in told and "| join -> attend | 0.50 | 10.0 |" in told
 
 
+def test_kernels_whose_long_names_differ_in_the_middle_alone_are_all_told(script):
+    first, second = ("a" * 60 + middle + "b" * 60 for middle in "xy")
+    told = script.tables(script.profile([event("kernel", first, 0, 10), event("kernel", second, 15, 20), event("kernel", first, 40, 10)]))
+    assert f"| {script.short(first)} | 2.00 | 20.0 |\n| {script.short(second)} | 1.00 | 20.0 |" in told
+    assert told.count(f"| {script.short(first)} -> {script.short(first)} | 1.00 | 5.0 |") == 2
+
+
 def test_a_trace_without_kernels_is_refused(script):
     with pytest.raises(ValueError, match="no kernels"):
         script.profile([event("cpu_op", "aten::add", 0, 4)])
