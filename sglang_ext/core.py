@@ -186,7 +186,8 @@ class RequestState:
         seed: noise shared by draft and verify, in [0, 2**63).
         matched: tokens of the prompt that the prefix tree had when the request came.
         prompt: token ids of the prompt.
-        namespace: what its KV depends on beside these, as SGLang's prefix tree has it (``extra_key``).
+        namespace: what its KV depends on beside these, as SGLang's prefix tree has it (``extra_key``: an adapter, a salt); None where
+            these do not tell, as embeddings take the place of some.
         method: place among the server's methods of the one that it asked for (method_options.py).
         compressor: number in the catalogue of the method that made or renewed its copy last; 0 before that.
         fallback: index into :data:`FALLBACK_REASONS`; 0 while the request drafts.
@@ -201,7 +202,7 @@ class RequestState:
     seed: int
     matched: int = 0
     prompt: Sequence[int] = ()
-    namespace: str = ""
+    namespace: str | None = ""
     method: int = 0
     compressor: int = 0
     fallback: int = 0

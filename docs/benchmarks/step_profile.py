@@ -92,15 +92,17 @@ def tables(found: Profile) -> str:
     """In Markdown, by step."""
     step, busy = (each / found.steps / 1e3 for each in (found.span, found.busy))
     head = f"{found.steps} steps of {step:.2f} ms: {busy:.2f} in which the device computes, {step - busy:.2f} in which it does not"
-    named = {short(name): each for name, each in found.kernels.items()}
-    between = {f"{short(before)} -> {short(after)}": each for (before, after), each in found.waits.items()}
-    parts = [_table(what, each, found.steps) for what, each in (("kernels", named), ("waits between", between), ("calls", found.calls))]
+    named = [(short(name), each) for name, each in found.kernels.items()]
+    between = [(f"{short(before)} -> {short(after)}", each) for (before, after), each in found.waits.items()]
+    kinds = ("kernels", named), ("waits between", between), ("calls", found.calls.items())
+    parts = [_table(what, each, found.steps) for what, each in kinds]
     return "\n\n".join([head, *parts])
 
 
-def _table(what: str, numbers: dict[str, tuple[int, float]], steps: int) -> str:
+def _table(what: str, numbers: Iterable[tuple[str, tuple[int, float]]], steps: int) -> str:
+    """Of several with one name, as long ones may have once they are short, a line each."""
     lines = [f"| {what} | a step | us a step |", "|---|---|---|"]
-    longest = sorted(numbers.items(), key=lambda each: -each[1][1])
+    longest = sorted(numbers, key=lambda each: -each[1][1])
     return "\n".join(lines + [f"| {name} | {count / steps:.2f} | {took / steps:.1f} |" for name, (count, took) in longest[:MOST]])
 
 
@@ -132,32 +134,25 @@ def looked_at(server: ServerProcess, prompts: Sequence[tuple[int, ...]], options
     for prompt in prompts:
         decode_wave.run(server, [prompt], SamplingSettings(), 1)
     with ThreadPoolExecutor(1) as pool, tempfile.TemporaryDirectory() as folder:
-        wave = pool.submit(decode_wave.run, server, prompts, SamplingSettings(), options.output_len)
+        sent, wave = time.perf_counter(), pool.submit(decode_wave.run, server, prompts, SamplingSettings(), options.output_len)
         while _running(server) < len(prompts) and not wave.done():
             time.sleep(0.2)
-        begun = time.perf_counter(), _generated(server)
+        begun = time.perf_counter() - sent
         time.sleep(options.settle)
-        passed, tokens = time.perf_counter() - begun[0], _generated(server) - begun[1]
+        ended = time.perf_counter() - sent
         told = {"output_dir": folder, "activities": ["CPU", "GPU"], "with_stack": False, "record_shapes": False}
         server.request("start_profile", told)
         time.sleep(options.seconds)
         server.request("stop_profile", {})
         found = events(Path(folder))
-        wave.result()
-    return found, 1e3 * passed * len(prompts) / tokens if tokens else float("nan")
-
-
-def _value(server: ServerProcess, name: str) -> float:
-    lines = server.request("metrics").splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"{name}{{"))
+        # Of tokens as they came: SGLang's own count of them is of requests that have ended.
+        rate = sum(stream.rate(begun, ended) for stream in wave.result())
+    return found, 1e3 * len(prompts) / rate if rate else float("nan")
 
 
 def _running(server: ServerProcess) -> float:
-    return _value(server, "sglang:num_running_reqs")
-
-
-def _generated(server: ServerProcess) -> float:
-    return _value(server, "sglang:generation_tokens_total")
+    lines = server.request("metrics").splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("sglang:num_running_reqs{"))
 
 
 def main() -> None:

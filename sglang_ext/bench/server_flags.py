@@ -25,6 +25,9 @@ ALIKE_LINKS = ("kv_reference", "kv_bench_codec", "tp_size")
 # Of --dtype and --kv-cache-dtype: what names mean the same.
 AUTO, SAME_DTYPE = "auto", {"half": "float16", "float": "float32", "bf16": "bfloat16"}
 
+# Tokens of the context that SGLang's scheduler keeps free beside a prompt and its answer, which it cuts to fit, and says nothing.
+SPARED = 2
+
 CONFIG = "--config"
 """SGLang's flag: a file holds further flags, which only the server reads."""
 
@@ -83,11 +86,12 @@ def check(model: str, servers: Mapping[str, Sequence[str]], tokens: int = 0) -> 
 
 def _check_length(model: Path, name: str, args: KVServerArgs, tokens: int) -> None:
     """Refuse requests longer than the context that the server of a model in a folder serves, where that is known."""
-    longest = args.context_length or _context_length(model, args)
-    if longest is not None and tokens > longest:
+    context = args.context_length or _context_length(model, args)
+    if context is not None and tokens > context - SPARED:
         raise BenchError(
-            f"the server {name} serves contexts of up to {longest} tokens, and the longest prompt has {tokens} with its answer: pass "
-            f'shorter prompts (--context-len, --load) or --output-len, or, where the model can, --server-arg="--context-length {tokens}"'
+            f"the server {name} serves prompts of up to {context - SPARED} tokens with their answers, and the longest has {tokens}: pass "
+            f'shorter prompts (--context-len, --load) or --output-len, or, where the model can, '
+            f'--server-arg="--context-length {tokens + SPARED}"'
         )
 
 

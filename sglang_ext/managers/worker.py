@@ -37,7 +37,7 @@ from sglang_ext.managers.served_methods import ServedMethods
 from sglang_ext.managers.simulation import Simulation
 from sglang_ext.managers.spec_decode.grammar import NewTokens
 from sglang_ext.managers.spec_decode.loop import DecodeLoop, decode_loop
-from sglang_ext.managers.spec_decode.requests import RequestStates, fallback_reason
+from sglang_ext.managers.spec_decode.requests import RequestStates, fallback_reason, is_named_by_tokens
 from sglang_ext.managers.spec_decode.result import RoundResult
 from sglang_ext.managers.spec_decode.steps import prefill
 from sglang_ext.managers.spec_decode.turns import OnDevice
@@ -237,7 +237,7 @@ class KVWorker(BaseSpecWorker):
         """
         if not options.begins_early(self.server_args) or fallback_reason(req) or req.sampling_params.max_new_tokens <= 1:
             return None
-        if req.lora_id is not None or req.multimodal_inputs is not None or req.input_embeds is not None:
+        if not is_named_by_tokens(req):
             return None
         if self.loop is None:
             self.bind_tree_cache(tree_cache)

@@ -61,6 +61,17 @@ def fallback_reason(req: "Req") -> int:
     return 0
 
 
+def namespace(req: "Req") -> str | None:
+    """What the KV of a request depends on beside tokens, as SGLang's prefix tree has it; None where tokens do not tell, as embeddings
+    take the place of some."""
+    return None if req.input_embeds is not None or req.positional_embed_overrides is not None else req.extra_key or ""
+
+
+def is_named_by_tokens(req: "Req") -> bool:
+    """Whether a request's KV follows from its tokens alone: another server can compute it by these."""
+    return req.lora_id is None and req.multimodal_inputs is None and namespace(req) is not None
+
+
 def end_of_answer(req: "Req") -> int:
     """Tokens whose KV a request has when its output is as long as it asked for: that of the last one is never computed."""
     return len(req.origin_input_ids) + req.sampling_params.max_new_tokens - 1
@@ -100,7 +111,7 @@ class RequestStates:
             seed=noise_seed(req, self.args, self._admitted),
             matched=matched,
             prompt=req.origin_input_ids,
-            namespace=req.extra_key or "",
+            namespace=namespace(req),
             method=self.method_of(req),
             fallback=fallback_reason(req),
             acceptance=Acceptance.expecting(self.typical.probability),
@@ -121,8 +132,8 @@ class RequestStates:
         """Token ids of the prompt of the request in ``row``."""
         return self._states[row].prompt
 
-    def namespace_of(self, row: int) -> str:
-        """What the KV of the request in ``row`` depends on beside tokens, as SGLang's prefix tree has it: an adapter, a salt."""
+    def namespace_of(self, row: int) -> str | None:
+        """What the KV of the request in ``row`` depends on beside tokens, as :attr:`RequestState.namespace` has it."""
         return self._states[row].namespace
 
     def get(self, row: int) -> RequestState | None:

@@ -50,7 +50,7 @@ class CompressedViews:
         rotary: the model's rotary embedding, for a compressor that needs it.
         asked_by: place in :attr:`methods` of what the request in a row asked for.
         prompt_of: token ids of the prompt of the request in a row.
-        namespace_of: what its KV depends on beside tokens, as the prefix tree has it.
+        namespace_of: what its KV depends on beside tokens, as the prefix tree has it; None where tokens do not tell.
         form: in which copies lie in their slots.
         elsewhere: who chooses tokens in another process; None where methods choose here.
         beside: who chooses them on a GPU beside steps; None where methods choose between steps.
@@ -69,7 +69,7 @@ class CompressedViews:
     rotary: Rotary | None = None
     asked_by: Callable[[int], int] = lambda row: 0
     prompt_of: Callable[[int], Sequence[int]] = lambda row: ()
-    namespace_of: Callable[[int], str] = lambda row: ""
+    namespace_of: Callable[[int], str | None] = lambda row: ""
     form: KVFormat = PlainTokens()
     elsewhere: ChosenElsewhere | None = None
     beside: BesideSteps | None = None

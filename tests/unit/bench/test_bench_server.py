@@ -274,9 +274,9 @@ def test_partitions_that_do_not_divide_the_models_heads_are_refused_before_serve
 @pytest.mark.parametrize(
     ("flags", "config", "longest"),
     [
-        ((), '{"max_position_embeddings": 8192}', 8192),
-        (("--context-length", "4096"), '{"max_position_embeddings": 8192}', 4096),
-        (("--context-length", "20000"), '{"max_position_embeddings": 8192}', 20000),
+        ((), '{"max_position_embeddings": 8192}', 8190),
+        (("--context-length", "4096"), '{"max_position_embeddings": 8192}', 4094),
+        (("--context-length", "20000"), '{"max_position_embeddings": 8192}', 19998),
         ((), '{"max_position_embeddings": 8192, "rope_scaling": {"factor": 4.0}}', None),
         (("--json-model-override-args", '{"max_position_embeddings": 16384}'), '{"max_position_embeddings": 8192}', None),
     ],
@@ -286,10 +286,17 @@ def test_prompts_longer_than_the_context_that_is_served_are_refused_before_serve
 ) -> None:
     (tmp_path / "config.json").write_text(config)
     server_flags.check(str(tmp_path), {"hack4 prefill": flags}, longest or 10**9)
-    said = f"the server hack4 prefill serves contexts of up to {longest} tokens.* pass shorter prompts .--context-len, --load. or"
+    said = f"the server hack4 prefill serves prompts of up to {longest} tokens with .* pass shorter prompts .--context-len, --load. or"
     refused = pytest.raises(BenchError, match=said)
     with nullcontext() if longest is None else refused:
         server_flags.check(str(tmp_path), {"hack4 prefill": flags}, (longest or 10**9) + 1)
+
+
+def test_what_a_longer_prompt_is_told_to_pass_is_enough(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 8192}')
+    with pytest.raises(BenchError, match='--context-length 8193"'):
+        server_flags.check(str(tmp_path), {"stock": ()}, 8191)
+    server_flags.check(str(tmp_path), {"stock": ("--context-length", "8193")}, 8191)
 
 
 @pytest.mark.parametrize(("config", "refused"), [('{"num_attention_heads": 9', True), ("[]", True), ('{"num_attention_heads": 9}', False)])

@@ -3,7 +3,9 @@
 import gzip
 import json
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -44,6 +46,13 @@ def test_what_streams_do_at_once_is_busy_once_and_waits_are_between_the_kernels_
     assert "| attend | 1.00 | 30.0 |" in told and "| join -> attend | 0.50 | 10.0 |" in told
 
 
+def test_kernels_whose_long_names_differ_in_the_middle_alone_are_all_told(script):
+    first, second = ("a" * 60 + middle + "b" * 60 for middle in "xy")
+    told = script.tables(script.profile([event("kernel", first, 0, 10), event("kernel", second, 15, 20), event("kernel", first, 40, 10)]))
+    assert f"| {script.short(first)} | 2.00 | 20.0 |\n| {script.short(second)} | 1.00 | 20.0 |" in told
+    assert told.count(f"| {script.short(first)} -> {script.short(first)} | 1.00 | 5.0 |") == 2
+
+
 def test_a_trace_without_kernels_is_refused(script):
     with pytest.raises(ValueError, match="no kernels"):
         script.profile([event("cpu_op", "aten::add", 0, 4)])
@@ -64,6 +73,36 @@ def test_without_a_gpu_it_says_so_before_a_server_starts(script, monkeypatch, ca
     with pytest.raises(SystemExit):
         script.main()
     assert "an NVIDIA GPU, and there is none" in capsys.readouterr().err
+
+
+class Answering:
+    """A server that takes 4 ms for a token, and counts those of answers that have ended."""
+
+    def __init__(self):
+        self.asked, self.running, self.ended = [], 0, 0
+
+    def stream(self, path, body):
+        self.running += 1
+        for token in range(1, body["sampling_params"]["max_new_tokens"] + 1):
+            time.sleep(0.004)
+            yield {"meta_info": {"completion_tokens": token}}
+        self.running, self.ended = self.running - 1, self.ended + token
+
+    def request(self, path, body=None):
+        self.asked.append(path)
+        if path == "start_profile":
+            self.folder = Path(body["output_dir"])
+        elif path == "stop_profile":
+            (self.folder / "a.trace.json.gz").write_bytes(gzip.compress(json.dumps({"traceEvents": TRACE}).encode()))
+        return f'sglang:num_running_reqs{{a="b"}} {self.running}\nsglang:generation_tokens_total{{a="b"}} {self.ended}\n'
+
+
+def test_the_rate_before_is_that_of_tokens_that_came_while_all_decode(script):
+    server = Answering()
+    options = SimpleNamespace(settle=0.4, seconds=0.05, output_len=200)
+    found, milliseconds = script.looked_at(server, [(1, 2), (3, 4)], options)
+    assert found == TRACE and server.asked[-2:] == ["start_profile", "stop_profile"]
+    assert 4 <= milliseconds < 12
 
 
 def test_names_keep_both_ends(script):

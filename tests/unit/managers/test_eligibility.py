@@ -74,13 +74,16 @@ def test_custom_processors_and_hidden_states_are_served_with_full_kv():
     assert FALLBACK_REASONS[fallback_reason(req)] == "hidden-states"
 
 
-@pytest.mark.parametrize("given", [{}, {"lora_id": "an adapter"}, {"multimodal_inputs": object()}, {"input_embeds": [[0.5]]}])
+@pytest.mark.parametrize(
+    "given",
+    [{}, {"lora_id": "an adapter"}, {"multimodal_inputs": object()}, {"input_embeds": [[0.5]]}, {"positional_embed_overrides": object()}],
+)
 def test_who_is_more_than_tokens_waits_for_all_kv_of_another_server(monkeypatch, given):
     """As SGLang asks for a second prefill by tokens alone."""
     monkeypatch.setattr(options, "begins_early", lambda args: True)
     worker = KVWorker.__new__(KVWorker)
     worker.server_args, worker.loop = None, SimpleNamespace(turns="turns")
     asked = request(max_new_tokens=8)
-    asked.lora_id = asked.multimodal_inputs = asked.input_embeds = None
+    asked.lora_id = asked.multimodal_inputs = asked.input_embeds = asked.positional_embed_overrides = asked.extra_key = None
     vars(asked).update(given)
     assert worker.begins_early(asked, None) == (None if given else "turns")

@@ -4,6 +4,7 @@ verification.
 
 from types import SimpleNamespace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -25,7 +26,7 @@ def request(rid="a", row=2, asked=None, **params):
     custom = None if asked is None else {"kv_compressor": asked}
     return SimpleNamespace(
         rid=rid, req_pool_idx=row, origin_input_ids=[5, 6, 7], extra_key="a salt", output_ids=[8],
-        sampling_params=SamplingParams(custom_params=custom, **params),
+        input_embeds=None, positional_embed_overrides=None, sampling_params=SamplingParams(custom_params=custom, **params),
         grammar=None, custom_logit_processor=None, return_hidden_states=False, spec_cap_lens_histogram=[],
     )  # fmt: skip
 
@@ -52,6 +53,14 @@ def test_a_request_is_compressed_by_the_method_that_it_asks_for():
     known.admit(request("b", 2, asked="sink-recent:0.5"), 0)
     assert (known.asked_by(1), known.asked_by(2)) == (0, 1)
     assert known.prompt_of(2) == [5, 6, 7] and known.namespace_of(2) == "a salt"
+
+
+@pytest.mark.parametrize("given", ["input_embeds", "positional_embed_overrides"])
+def test_what_kv_depends_on_is_not_known_where_embeddings_take_the_place_of_tokens(given):
+    known, req = states(), request()
+    setattr(req, given, [[0.5, 1.0]])
+    known.admit(req, 0)
+    assert known.namespace_of(2) is None
 
 
 def test_a_row_may_be_nobodys():

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from sglang_ext.mem_cache.compressed.formats.chosen_pages import ChosenPages
 
 
-
 class Cut(NamedTuple):
     """How the choice of a batch is cut into programs.
 

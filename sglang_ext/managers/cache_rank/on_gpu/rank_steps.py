@@ -261,15 +261,17 @@ class RankSteps(LinkedRanks, BesideSteps):
             del self._requests[row]
             request = None
         if request is None:
-            request = self._requests[row] = self._opened(token_names(views.namespace_of(row), views.prompt_of(row)))
+            request = self._requests[row] = self._opened(views, row)
         if request.lease.held < covered and not request.extend(self._table[row, :covered].long()):
             self.missed["hand-over"] += 1
             return None
         return request
 
-    def _opened(self, names: Sequence[bytes]) -> AtRank:
+    def _opened(self, views: CompressedViews, row: int) -> AtRank:
         leases = self._roomiest()
-        return AtRank(leases, leases.open(), names)
+        lease, namespace = leases.open(), views.namespace_of(row)
+        # Long prompts take a while to name: not before a rank has a lane.
+        return AtRank(leases, lease, () if namespace is None else token_names(namespace, views.prompt_of(row)))
 
     def _question(self, views: CompressedViews, row: int, request: AtRank, end: int, every: int) -> Asked | None:
         """Tell a rank of the queries before ``end``, which are to be put; None where there are none."""

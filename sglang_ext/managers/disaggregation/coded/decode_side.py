@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from sglang_ext.core import CompressedView
-from sglang_ext.managers.spec_decode.requests import RequestStates, fallback_reason
+from sglang_ext.managers.spec_decode.requests import RequestStates, fallback_reason, is_named_by_tokens
 from sglang_ext.mem_cache.compressed.compressed_views import CompressedViews
 from sglang_ext.mem_cache.compressed.copy_method import CopyMethod
 from sglang_ext.mem_cache.compressed.formats.packing import Packing
@@ -150,8 +150,3 @@ class CodedPrompts:
         """Full KV of a request with a row may be given back: ``sent`` lets the prefill server compute it once more."""
         if is_named_by_tokens(req):
             self.codes.recomputed_by(req.req_pool_idx, sent)
-
-
-def is_named_by_tokens(req: "Req") -> bool:
-    """Whether a request's KV follows from its tokens alone."""
-    return req.lora_id is None and req.multimodal_inputs is None and req.input_embeds is None

@@ -11,7 +11,7 @@ from device_rank_helpers import RankWorld
 from rank_helpers import attach, pool
 
 from sglang_ext.managers.cache_rank import protocol
-from sglang_ext.managers.cache_rank.on_gpu import device_rank, pace
+from sglang_ext.managers.cache_rank.on_gpu import device_rank, pace, rank_steps
 from sglang_ext.managers.cache_rank.on_gpu.arena import CHOSEN, DONE, Arena, ArenaError, ArenaLayout, Asked, check_peers
 from sglang_ext.managers.cache_rank.on_gpu.device_rank import DeviceRank
 from sglang_ext.managers.cache_rank.on_gpu.device_start import fitting, warn_of_lanes
@@ -343,6 +343,29 @@ def test_the_same_tokens_of_another_namespace_or_at_another_place_are_nobody_els
     world.prompts[3] = world.prompts[1][64:] + world.prompts[1][:64]
     world.step(), world.step()
     assert sent(world) == 900
+    end(world)
+
+
+def test_tokens_name_no_blocks_where_embeddings_take_their_place():
+    world = RankWorld(places=16).ready()
+    world.begin(1, 300, 64), world.begin(2, 300, 64)
+    world.prompts[1] = world.prompts[2] = [1] * 300
+    world.namespaces[1] = world.namespaces[2] = None
+    world.step(), world.step()
+    assert sent(world) == 600
+    for row in (1, 2):
+        assert torch.equal(world.led(row), world.chosen(row, world.ends[row] - 1, 300))
+    end(world)
+
+
+def test_prompts_are_not_named_before_a_rank_has_a_lane(monkeypatch):
+    named = []
+    monkeypatch.setattr(rank_steps, "token_names", lambda namespace, tokens: named.append(len(tokens)) or [])
+    world = RankWorld(places=16, lanes=1).ready()
+    world.begin(1, 100, 40), world.begin(2, 200, 40)
+    for _ in range(4):
+        world.step()
+    assert named == [100] and world.steps.missed["no-lane"] > 1
     end(world)
 
 

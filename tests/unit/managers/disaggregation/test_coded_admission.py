@@ -56,7 +56,8 @@ class Decode:
     def request(self, tokens, **changed):
         sampling = SimpleNamespace(min_p=0, custom_params=None, max_new_tokens=8)
         plain = {"grammar": None, "custom_logit_processor": None, "return_hidden_states": False, "lora_id": None}
-        more = {"multimodal_inputs": None, "input_embeds": None, "req_pool_idx": None, "cache_protected_len": 0}
+        embeds = {"multimodal_inputs": None, "input_embeds": None, "positional_embed_overrides": None}
+        more = {**embeds, "extra_key": None, "req_pool_idx": None, "cache_protected_len": 0}
         ids = {"origin_input_ids": array("q", range(tokens)), "output_ids": array("q"), "rid": str(tokens)}
         return SimpleNamespace(sampling_params=sampling, **plain | more | ids | changed)
 
@@ -117,7 +118,11 @@ def test_a_prompt_takes_what_it_is_charged_and_gives_all_of_it_back(page, length
 
 
 @pytest.mark.parametrize(
-    "changed", [{"lora_id": "adapter"}, {"input_embeds": [0.0]}, {"multimodal_inputs": object()}, {"return_hidden_states": True}],
+    "changed",
+    [
+        {"lora_id": "adapter"}, {"input_embeds": [0.0]}, {"positional_embed_overrides": object()}, {"multimodal_inputs": object()},
+        {"return_hidden_states": True},
+    ],
     ids=lambda changed: next(iter(changed)),
 )  # fmt: skip
 def test_who_cannot_be_prefilled_again_by_tokens_or_reads_full_kv_gets_full_kv(changed):
