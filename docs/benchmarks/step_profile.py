@@ -81,7 +81,7 @@ def profile(events: Iterable[dict[str, Any]]) -> Profile:
         if until > end:
             busy += until - max(end, each["ts"])
             end, last = until, each["name"]
-    return Profile(max(1, calls[STEP][0]), end - works[0]["ts"], busy, dict(kernels), dict(waits), dict(calls))
+    return Profile(max(1, calls.get(STEP, (1, 0.0))[0]), end - works[0]["ts"], busy, dict(kernels), dict(waits), dict(calls))
 
 
 def _more(of: tuple[int, float], took: float) -> tuple[int, float]:

@@ -71,6 +71,7 @@ RANK_GAUGES = {
 RANK_COUNTERS = {
     "cache_rank_starts": ("Processes of cache ranks that were started.",),
     "missed_selections": ("Steps, and rounds on full KV, for which no tokens were chosen in time, by reason.", "reason"),
+    "selections": ("Choices of cache ranks that copies were led to, of a request in all layers.",),
     "selection_wait_seconds": ("Seconds that steps waited for chosen tokens.",),
     "selection_rows": ("Rows of K and V, of a token, layer and KV head each, that came from cache ranks and were taken.",),
 }
@@ -210,6 +211,7 @@ def _of_ranks(choices: RankChoices | RankSteps, held: GivenBack | None) -> Itera
     if isinstance(choices, RankSteps):
         yield "selection_steps", choices.pace.every
     yield "cache_rank_starts", choices.starts
+    yield "selections", choices.taken
     yield "selection_wait_seconds", choices.waited
     yield "selection_rows", choices.rows
     if isinstance(held, HeldElsewhere):

@@ -20,7 +20,7 @@ class Look:
 
     Attributes:
         at: seconds of ``time.perf_counter``.
-        taken: choices that copies were led to, and copies that were made.
+        taken: choices that copies were led to.
         missed: choices that were not there when a step's turn came, by reason.
         waited: seconds that steps waited.
         alone: tokens whose full KV lies at ranks alone.
@@ -44,7 +44,7 @@ class Look:
         by_reason = readings(page, "sglang_ext:missed_selections_total")
         missed = {re.search(r'reason="([^"]*)"', labels)[1]: value for labels, value in by_reason}
         waited, alone, every = (total(name) for name in ("selection_wait_seconds_total", "rank_alone_tokens", "selection_steps"))
-        return cls(at, total("copies_total"), missed, waited, alone, every)
+        return cls(at, total("selections_total"), missed, waited, alone, every)
 
 
 @dataclass(frozen=True)

@@ -206,6 +206,7 @@ class RankChoices(LinkedRanks, ChosenElsewhere):
         if choice.covered > covered or (self.sends_rows and request.void):
             # Asked for as a round began, whose copy then found no slots to stand for so many; or its rows went with the process.
             return
+        self.taken += choice.pack.layers.stop == len(self.buffers.keys)
         if self.sends_rows:
             found = choice.arrived(request.leases.link.memory, request.lease.lane, covered, keep)
             write(part.told.row, choice.pack.layers, found)

@@ -31,6 +31,7 @@ class LinkedRanks:
 
     Attributes:
         missed: choices that were not there, by reason.
+        taken: choices that copies were led to, of a request in all layers.
         waited: seconds that steps have waited.
         rows: of one layer and KV head each, whose K and V came and were taken.
     """
@@ -38,7 +39,7 @@ class LinkedRanks:
     def __init__(self, links: Sequence[RankLink], buffers: KVBuffers):
         self.links, self.buffers = tuple(links), buffers
         self.missed: Counter[str] = Counter()
-        self.waited, self.rows = 0.0, 0
+        self.taken, self.waited, self.rows = 0, 0.0, 0
         self._leases: dict[RankLink, KeyLeases] = {}
 
     @property

@@ -167,7 +167,7 @@ def page(taken, late, waited, gone=0):
     reasons = ("late", late), ("no-lane", gone)
     missed = "".join(f'sglang_ext:missed_selections_total{{model_name="m",reason="{name}"}} {count}\n' for name, count in reasons)
     return (
-        f'sglang_ext:copies_total{{compressor="spade",model_name="m"}} {taken}.0\n{missed}'
+        f'sglang_ext:selections_total{{model_name="m"}} {taken}.0\n{missed}'
         f'sglang_ext:selection_wait_seconds_total{{model_name="m"}} {waited}\nsglang_ext:rank_alone_tokens{{model_name="m"}} 300.0\n'
         'sglang_ext:selection_steps{model_name="m"} 2.0\n'
     )

@@ -169,6 +169,7 @@ class RankSteps(LinkedRanks, BesideSteps):
             self.missed["late"] += grown["late"] + grown["unasked"]
             self.waited += grown["waited"] / 1e9
             self.rows += grown["rows"]
+            self.taken += grown["taken"]
             if self._made is not None and grown["taken"]:
                 self._made[self._name] += grown["taken"]
 
@@ -208,7 +209,7 @@ class RankSteps(LinkedRanks, BesideSteps):
     def _steps_between(self, views: CompressedViews, rows: Iterable[int]) -> int:
         """Steps between two choices of a request; ``rows``: of all that step. Ranks choose for those alone whose keys they have."""
         asked = ((request, views.get(row).covered) for row in rows if (request := self._requests.get(row)) is not None)
-        at_ranks = Counter(request.leases.link for request, covered in asked if request.lease.held >= covered)
+        at_ranks = Counter(each.leases.link for each, covered in asked if each.lease.held >= covered and not each.void)
         before, every = self.pace.every, self.pace.stepped(max(at_ranks.values(), default=0))
         if every != before:
             logger.info(

@@ -114,7 +114,7 @@ def test_an_answer_in_time_makes_the_copy_hold_exactly_what_was_chosen():
         copied.check()
         expected = [of_seed(10 + step, ask) for ask in rank.asks()[seen - 3 : seen]]
         assert torch.equal(copied.held.sort(-1).values, torch.cat(expected))
-    assert copied.choices.rows > 0 and not copied.choices.missed["late"]
+    assert copied.choices.rows > 0 < copied.choices.taken and not copied.choices.missed["late"]
 
 
 def test_what_a_copy_holds_is_not_sent_again():
