@@ -17,9 +17,15 @@ CHANGED = "model.layers.3.input_layernorm.weight"
 
 def update(server: Server, weights: torch.Tensor) -> None:
     """Put ``weights`` in the place of :data:`CHANGED`, over HTTP."""
+    settle()
     payload = base64.b64encode(pickle.dumps([(CHANGED, weights)])).decode()
     answer = server.request("update_weights_from_tensor", {"serialized_named_tensors": [payload]})
     assert answer["success"], answer
+
+
+def settle() -> None:
+    """SGLang ends where it cannot flush its cache then: a request that was just answered is in its batch for another iteration."""
+    time.sleep(2)
 
 
 def old_weights(model: Path) -> torch.Tensor:
@@ -50,8 +56,7 @@ def test_weights_from_tensors_change_the_answer_as_they_change_stocks(stock, ver
 def test_weights_from_disk_drop_what_was_cached_and_serve_on(verified, prompts, model):
     body = {"input_ids": prompts[1], **greedy(16)}
     before = verified.ask(**body)
-    # SGLang ends where it cannot flush its cache then: a request that was just answered is in its batch for another iteration.
-    time.sleep(1)
+    settle()
     answer = verified.request("/update_weights_from_disk", {"model_path": str(model)})
     assert answer["success"]
     after = verified.ask(**body)
