@@ -9,10 +9,10 @@ import torch
 REPEATS = 7
 
 
-def needs_gpu(parser: argparse.ArgumentParser, instead: str = "") -> None:
-    """End a script of kernels where there is no GPU to time them on, with what to pass ``instead``."""
+def needs_gpu(parser: argparse.ArgumentParser) -> None:
+    """End a script of kernels where there is no GPU to time them on."""
     if not torch.cuda.is_available():
-        parser.error(f"PyTorch finds no GPU here, and kernels are timed on one: run it on a machine with an NVIDIA GPU{instead}")
+        parser.error("PyTorch finds no GPU here, and kernels are timed on one: run it on a machine with an NVIDIA GPU")
 
 
 def seconds(run: Callable[[], object], calls: int = 1) -> float:

@@ -17,18 +17,13 @@ from itertools import chain
 from pathlib import Path
 
 from sglang_ext.bench.server import BenchError, ServerProcess
+from sglang_ext.bench.speed.metrics_page import total
 
 ANSWER, VOCABULARY = 256, 20000
 # SGLang tells how many requests run when it logs; so often it logs rounds.
 LOGGED = ("--decode-log-interval", "4")
 # Seconds between looks at the metrics page.
 LOOK = 1.0
-
-
-def value(server: ServerProcess, name: str) -> float:
-    """The sum of a metric's samples."""
-    lines = server.request("metrics").splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"{name}{{"))
 
 
 def at_once(server: ServerProcess, prompts: list[list[int]], patience: float) -> int:
@@ -46,11 +41,11 @@ def at_once(server: ServerProcess, prompts: list[list[int]], patience: float) ->
     most, since = 0, time.monotonic()
     while time.monotonic() - since < patience and most < len(prompts):
         time.sleep(LOOK)
-        running = int(value(server, "sglang:num_running_reqs"))
+        running = int(total(server.request("metrics"), "sglang:num_running_reqs"))
         if running > most:
             most, since = running, time.monotonic()
             print(f"  {most} run", flush=True)
-    full = value(server, "sglang_ext:fallback_tokens_total")
+    full = total(server.request("metrics"), "sglang_ext:fallback_tokens_total")
     if full:
         print(f"  {full:.0f} tokens were answered on full KV")
     return most

@@ -12,7 +12,6 @@ import argparse
 import gzip
 import json
 import random
-import shlex
 import tempfile
 import time
 from collections import defaultdict
@@ -25,8 +24,10 @@ from typing import Any
 import torch
 
 from sglang_ext.bench.client import SamplingSettings
+from sglang_ext.bench.comparing.identity_options import words
 from sglang_ext.bench.server import ServerProcess
 from sglang_ext.bench.speed import decode_wave
+from sglang_ext.bench.speed.metrics_page import total
 
 VOCABULARY = 20000
 # Categories of the profiler's events that are work of a device, and the call that launches a step.
@@ -135,7 +136,7 @@ def looked_at(server: ServerProcess, prompts: Sequence[tuple[int, ...]], options
         decode_wave.run(server, [prompt], SamplingSettings(), 1)
     with ThreadPoolExecutor(1) as pool, tempfile.TemporaryDirectory() as folder:
         sent, wave = time.perf_counter(), pool.submit(decode_wave.run, server, prompts, SamplingSettings(), options.output_len)
-        while _running(server) < len(prompts) and not wave.done():
+        while total(server.request("metrics"), "sglang:num_running_reqs") < len(prompts) and not wave.done():
             time.sleep(0.2)
         begun = time.perf_counter() - sent
         time.sleep(options.settle)
@@ -148,11 +149,6 @@ def looked_at(server: ServerProcess, prompts: Sequence[tuple[int, ...]], options
         # Of tokens as they came: SGLang's own count of them is of requests that have ended.
         rate = sum(stream.rate(begun, ended) for stream in wave.result())
     return found, 1e3 * len(prompts) / rate if rate else float("nan")
-
-
-def _running(server: ServerProcess) -> float:
-    lines = server.request("metrics").splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("sglang:num_running_reqs{"))
 
 
 def main() -> None:
@@ -172,8 +168,7 @@ def main() -> None:
         parser.error("steps are profiled on an NVIDIA GPU, and there is none")
     draw = random.Random(0)
     prompts = [tuple(draw.choices(range(1, VOCABULARY), k=options.tokens)) for _ in range(options.batch)]
-    flags = tuple(word for each in options.server_arg for word in shlex.split(each))
-    with ServerProcess(options.model, (*flags, "--enable-metrics"), options.log, start_timeout=600) as server:
+    with ServerProcess(options.model, (*words(options.server_arg), "--enable-metrics"), options.log, start_timeout=600) as server:
         found, rate = looked_at(server, prompts, options)
     print(f"before: {rate:.2f} ms a token of each of {options.batch} requests")
     print(tables(profile(found)))

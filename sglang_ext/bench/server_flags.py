@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from sglang.srt.plugins import load_plugins
 
@@ -95,11 +95,18 @@ def _check_length(model: Path, name: str, args: KVServerArgs, tokens: int) -> No
         )
 
 
+def _config(model: Path) -> dict[str, Any]:
+    """The ``config.json`` in a model's folder; empty where it is none.
+
+    Raises:
+        BenchError: it cannot be read.
+    """
+    return read_config(model) if (model / "config.json").is_file() else {}
+
+
 def _context_length(model: Path, args: KVServerArgs) -> int | None:
     """Tokens of the model's longest context; None where only its server will know."""
-    if args.json_model_override_args != "{}" or not (model / "config.json").is_file():
-        return None
-    config = read_config(model)
+    config = _config(model) if args.json_model_override_args == "{}" else {}
     return None if config.get("rope_scaling") else config.get("max_position_embeddings")
 
 
@@ -109,7 +116,7 @@ def _head_dim(model: Path) -> int | None:
     Raises:
         BenchError: its ``config.json`` cannot be read.
     """
-    config = read_config(model) if (model / "config.json").is_file() else {}
+    config = _config(model)
     known = "num_attention_heads" in config and (config.get("head_dim") or "hidden_size" in config)
     return kv_shape(config)[1] if known else None
 

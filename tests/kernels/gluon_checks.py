@@ -72,9 +72,9 @@ def check_integer_gluon(device):
             given = (part.to(device) for part in (table, rows[:count], lengths[:count], slots))
             found.append(packed_decode.packed_decode(pool.packing, queries[:count].to(device), keys, values, *given, 0.1, splits).cpu())
         packed_decode.has_tensor_cores = plain
-        # A weight between two codes may get either where a compiler contracts other operations.
+        # A weight between two codes may get either where a compiler contracts other operations. Of larger partitions more is rounded.
         apart = float((found[0][:1] - found[1]).abs().max() / found[1].abs().max())
-        assert apart < (2e-5 if device == "cpu" else 2e-3), (bits, dim, partition, group, apart)
+        assert apart < (1e-5 * partition / 64 if device == "cpu" else 2e-3), (bits, dim, partition, group, apart)
         tokens = pool.keys.shape[1] - exact
         for request, (first, last) in enumerate(((0, tokens), (0, tokens + exact), (tokens, tokens + 5))):
             far = 0 if first else tokens

@@ -119,6 +119,11 @@ class RankWorld:
         self.buffers.move_newest(self.steps.renewed(row, end, keep), slots, view.own)
         return True
 
+    def leave(self, row):
+        """A request is gone."""
+        self.steps.settle(row), self.steps.forget(row), self.queries.forget(row)
+        self.copies.pop(row), self.ends.pop(row)
+
     def give_back(self, row):
         """Full KV of what a copy stands for is overwritten, as others' would be."""
         self.steps.leave_slots(row, alone=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from sglang_ext.bench.client import ServerClient
 from sglang_ext.bench.looking import again_and_again
-from sglang_ext.bench.speed.metrics_page import readings
+from sglang_ext.bench.speed.metrics_page import readings, total
 
 # Seconds between looks.
 LOOKS = 0.1
@@ -37,14 +37,11 @@ class Look:
     @classmethod
     def at_page(cls, page: str, at: float) -> "Look":
         """Of a server's ``/metrics``."""
-
-        def total(name: str) -> float:
-            return sum(value for _, value in readings(page, f"sglang_ext:{name}"))
-
         by_reason = readings(page, "sglang_ext:missed_selections_total")
         missed = {re.search(r'reason="([^"]*)"', labels)[1]: value for labels, value in by_reason}
-        waited, alone, every = (total(name) for name in ("selection_wait_seconds_total", "rank_alone_tokens", "selection_steps"))
-        return cls(at, total("selections_total"), missed, waited, alone, every)
+        names = "selections_total", "selection_wait_seconds_total", "rank_alone_tokens", "selection_steps"
+        taken, waited, alone, every = (total(page, f"sglang_ext:{name}") for name in names)
+        return cls(at, taken, missed, waited, alone, every)
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,13 @@
 """Whose keys a cache rank holds: lanes and blocks are given out here, on the inference rank, so that what is full is known ahead.
 
-Requests with one beginning share the blocks that are full of its keys, by names of blocks. Where the host knows them these are the slots of
-SGLang's pool, which rows have in common that share a prefix in the tree: while one of them has a lease, its full KV is locked, and so is what
-those slots hold. Where full KV is given back, or moves, slots tell no block from others any more (:meth:`KeyLeases.leave_slots`). Beside a
-GPU they are the tokens up to a block's end (:func:`token_names`).
+Requests with one beginning share the blocks that are full of its keys, by names of blocks. Where the host knows them these are the slots
+of SGLang's pool, which rows have in common that share a prefix in the tree: while one of them has a lease, its full KV is locked, and so is
+what those slots hold. Where full KV is given back, or moves, slots tell no block from others any more (:meth:`KeyLeases.leave_slots`).
+Beside a GPU they are the tokens up to a block's end (:func:`token_names`).
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
 
 import numpy
 import torch
@@ -16,8 +15,8 @@ import torch
 from sglang_ext.managers.cache_rank import protocol
 from sglang_ext.managers.cache_rank.link import RankLink
 from sglang_ext.managers.cache_rank.protocol import BLOCK, MOST_NAMED
+from sglang_ext.mem_cache.compressed.formats.rounding import chained
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
-
 
 # What tells a whole block from others, by its place in a request; None for one that is nobody else's.
 Name = Callable[[int], bytes | None]
@@ -225,8 +224,6 @@ def token_names(namespace: str, tokens: Sequence[int]) -> list[bytes]:
         namespace: what else its keys depend on, as SGLang's prefix tree has it (``extra_key``: an adapter, a salt).
         tokens: of it.
     """
-    ids, digest, found = numpy.asarray(tokens, numpy.int64), blake2b(namespace.encode(), digest_size=16).digest(), []
-    for end in range(BLOCK, len(ids) + 1, BLOCK):
-        digest = blake2b(digest + ids[end - BLOCK : end].tobytes(), digest_size=16).digest()
-        found.append(digest)
-    return found
+    ids = numpy.asarray(tokens, numpy.int64)
+    blocks = (ids[end - BLOCK : end].tobytes() for end in range(BLOCK, len(ids) + 1, BLOCK))
+    return [*chained([namespace.encode(), *blocks])][1:]

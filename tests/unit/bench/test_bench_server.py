@@ -317,6 +317,14 @@ def test_a_prefill_and_a_decode_server_whose_links_would_not_fit_are_refused() -
         server_flags.check("m", servers)
 
 
+def check_pair(prefill: tuple[str, ...], decode: tuple[str, ...], why: str | None) -> None:
+    """A prefill and a decode server with these flags are refused as ``why`` says; None where they are not."""
+    links = ("--disaggregation-transfer-backend", "progressive", "--disaggregation-mode")
+    servers = {"prefill": (*links, "prefill", *prefill), "decode": (*links, "decode", *decode)}
+    with nullcontext() if why is None else pytest.raises(BenchError, match=why):
+        server_flags.check("m", servers)
+
+
 @pytest.mark.parametrize(
     ("prefill", "decode", "why"),
     [
@@ -329,10 +337,7 @@ def test_a_prefill_and_a_decode_server_whose_links_would_not_fit_are_refused() -
 def test_a_prefill_and_a_decode_server_whose_pools_differ_are_refused_where_flags_say_so(
     prefill: tuple[str, ...], decode: tuple[str, ...], why: str | None
 ) -> None:
-    links = ("--disaggregation-transfer-backend", "progressive", "--disaggregation-mode")
-    servers = {"prefill": (*links, "prefill", *prefill), "decode": (*links, "decode", *decode)}
-    with nullcontext() if why is None else pytest.raises(BenchError, match=why):
-        server_flags.check("m", servers)
+    check_pair(prefill, decode, why)
 
 
 @pytest.mark.parametrize(
@@ -347,10 +352,7 @@ def test_a_prefill_and_a_decode_server_whose_pools_differ_are_refused_where_flag
 def test_a_prefill_and_a_decode_server_with_other_pages_are_refused(
     prefill: tuple[str, ...], decode: tuple[str, ...], why: str | None
 ) -> None:
-    links = ("--disaggregation-transfer-backend", "progressive", "--disaggregation-mode")
-    servers = {"prefill": (*links, "prefill", *prefill), "decode": (*links, "decode", *decode)}
-    with nullcontext() if why is None else pytest.raises(BenchError, match=why):
-        server_flags.check("m", servers)
+    check_pair(prefill, decode, why)
 
 
 def test_keys_of_links_at_one_server_alone_are_refused(tmp_path: Path) -> None:

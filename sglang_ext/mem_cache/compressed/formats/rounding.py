@@ -7,7 +7,7 @@ prefix, draw the same codes. Nothing after a token is in it, so that prompts whi
 kernel draws as :func:`noise` does (layers/kernels/packed/pack_blocks.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
 
 import numpy
@@ -26,6 +26,14 @@ NOISE_BITS = 24
 MASK = 0xFFFFFFFF
 
 
+def chained(parts: Iterable[bytes]) -> Iterator[bytes]:
+    """Of each part a hash of it and of all before it, 16 bytes."""
+    digest = b""
+    for part in parts:
+        digest = blake2b(digest + part, digest_size=16).digest()
+        yield digest
+
+
 def token_seeds(prompt: Sequence[int], tokens: int, device: torch.device) -> torch.Tensor:
     """What the noise of a context's tokens depends on, but for layer, head and channel: int32 [tokens].
 
@@ -37,11 +45,9 @@ def token_seeds(prompt: Sequence[int], tokens: int, device: torch.device) -> tor
         tokens: of the context, which may be longer or shorter.
         device: where the seeds lie; nothing waits for it.
     """
-    ids, pages, digest = numpy.asarray(prompt, numpy.int64), [], b""
-    for end in range(0, tokens, PAGE):
-        page = ids[max(0, end - PAGE) : end] if end <= len(ids) else ids[:0]
-        digest = blake2b(digest + page.tobytes(), digest_size=16).digest()
-        pages.append(int.from_bytes(digest[:4], "little", signed=True))
+    ids = numpy.asarray(prompt, numpy.int64)
+    before = (ids[max(0, end - PAGE) : end] if end <= len(ids) else ids[:0] for end in range(0, tokens, PAGE))
+    pages = [int.from_bytes(digest[:4], "little", signed=True) for digest in chained(page.tobytes() for page in before)]
     of_pages = to_device(pages, device, torch.int32)
     # Int32 wraps around, as kernels' numbers do.
     return (of_pages[:, None] + torch.arange(PAGE, dtype=torch.int32, device=device)).flatten()[:tokens]

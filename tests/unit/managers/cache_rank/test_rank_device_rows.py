@@ -39,18 +39,12 @@ def shared():
 def world(shared):
     """The same without requests."""
     for row in list(shared.copies):
-        end_request(shared, row)
+        shared.leave(row)
     for there, here in zip((*shared.buffers.keys, *shared.buffers.values), (*shared.on_host.keys, *shared.on_host.values)):
         there.copy_(here)
     shared.steps.missed.clear()
     shared.steps._patience, shared._free = 20.0, 800
     return shared
-
-
-def end_request(world, row):
-    """As a request ends."""
-    world.steps.settle(row), world.steps.forget(row), world.queries.forget(row)
-    world.copies.pop(row), world.ends.pop(row)
 
 
 def test_each_step_holds_the_rows_that_the_queries_of_the_one_before_the_last_choose(world):
@@ -152,7 +146,7 @@ def test_a_request_whose_only_full_kv_went_with_its_rank_is_lost_and_others_are_
     assert all(torch.equal(world.positions(row), before) for row, before in zip((1,), kept))
     assert torch.equal(world.led(2), world.chosen(2, world.ends[2] - 1, 150)) and world.steps.holds(2) == 150
     assert world.steps.is_lost(1)
-    end_request(world, 1)
+    world.leave(1)
     assert not world.steps.is_lost(1)
     world.steps.end()
 
@@ -198,7 +192,7 @@ def test_requests_come_grow_and_go_at_random_and_hold_what_their_records_say(wor
             first = 0 if like is None else chance.randrange(min(length, len(world.prompts[like])))
             world.begin(row, length, chance.randrange(40, 60), like, first)
         for row in [row for row in world.copies if chance.random() < 0.08 or world.ends[row] > 480]:
-            end_request(world, row)
+            world.leave(row)
             free.append(row)
         for row in [row for row in world.copies if chance.random() < 0.1 and world.steps.has_request(row)]:
             world._free = 800 + 200 * row + len(world.copies[row].own)
@@ -215,7 +209,7 @@ def test_requests_come_grow_and_go_at_random_and_hold_what_their_records_say(wor
                 taken += 1
                 assert torch.equal(world.led(row), world.chosen(row, world.ends[row] - 1, begun[row]))
     for row in list(world.copies):
-        end_request(world, row)
+        world.leave(row)
     world.until(lambda: world.steps.held_tokens == 0)
     assert taken > 5 and world.steps.starts == 1 and not world.steps.missed["wrong"] and not world.steps._records
 

@@ -11,7 +11,7 @@ from device_rank_helpers import RankWorld
 from rank_helpers import attach, pool
 
 from sglang_ext.managers.cache_rank import protocol
-from sglang_ext.managers.cache_rank.on_gpu import device_rank, pace, rank_steps
+from sglang_ext.managers.cache_rank.on_gpu import device_rank, pace
 from sglang_ext.managers.cache_rank.on_gpu.arena import CHOSEN, DONE, Arena, ArenaError, ArenaLayout, Asked, check_peers
 from sglang_ext.managers.cache_rank.on_gpu.device_rank import DeviceRank
 from sglang_ext.managers.cache_rank.on_gpu.device_start import fitting, warn_of_lanes
@@ -102,11 +102,7 @@ def world(shared):
 def forget_all(world):
     """End all requests."""
     for row in list(world.copies):
-        world.steps.settle(row)
-        world.steps.forget(row)
-        world.queries.forget(row)
-    world.copies.clear()
-    world.ends.clear()
+        world.leave(row)
     world._free = 800
 
 
@@ -197,7 +193,7 @@ def test_requests_that_end_leave_lanes_and_blocks_and_more_than_fit_are_told(wor
     assert +world.steps.missed == {"no-lane": 1} and world.steps.held_tokens == 4 * 192
     world.begin(6, 500, 40)
     for row in (1, 2):
-        world.steps.settle(row), world.steps.forget(row), world.copies.pop(row), world.ends.pop(row), world.queries.forget(row)
+        world.leave(row)
     world.step()
     assert world.steps.held_tokens == 3 * 192 + 512 and 5 in world.steps._requests
     world.begin(7, 490, 40)
@@ -270,127 +266,6 @@ def test_a_rank_that_holds_few_bits_chooses_by_what_they_mean(bits):
             assert world.overlap(1, 300 + number - 1, 300) == 1.0, number
     world.on_host = exact
     assert bits == 8 or world.overlap(1, 304, 300) < 1.0, "few bits choose otherwise"
-    end(world)
-
-
-def test_keys_go_in_as_many_steps_as_there_are_places_for_them_and_blocks():
-    world = RankWorld(places=2, blocks=6).ready()
-    world.begin(1, 300, 64)
-    world.step()
-    assert +world.steps.missed == {"hand-over": 1}
-    for _ in range(20):
-        world.step()
-        time.sleep(0.05)
-    world.steps.tend()
-    assert 1 <= world.steps.missed["hand-over"] < 6 and world.views.made["spade"] > 5
-    assert torch.equal(world.led(1), world.chosen(1, world.ends[1] - 1, 300))
-    world.begin(2, 150, 40)
-    world.step()
-    assert world.steps.missed["memory-full"] == 1 and 2 not in world.steps._requests
-    end(world)
-
-
-def sent(world):
-    """Tokens whose keys went to the rank."""
-    return sum(leases.sent for leases in world.steps._leases.values())
-
-
-def test_requests_that_begin_alike_share_blocks_and_each_is_led_by_its_own_queries():
-    world = RankWorld(places=16).ready()
-    world.begin(1, 300, 64)
-    world.step(), world.step()
-    assert sent(world) == 300 and world.steps.held_tokens == 320
-    # Four whole blocks are the first one's, of the fifth some tokens are.
-    world.begin(2, 400, 64, like=1, first=290)
-    world.step(), world.step(), world.step()
-    assert sent(world) == 300 + 400 - 256 and world.steps.held_tokens == 320 + 448 - 256
-    for row, begun in ((1, 300), (2, 400)):
-        assert torch.equal(world.led(row), world.chosen(row, world.ends[row] - 1, begun))
-    # Who filled them goes first.
-    leave(world, 1)
-    assert world.steps.held_tokens == 448
-    world.step(), world.step()
-    assert torch.equal(world.led(2), world.chosen(2, world.ends[2] - 1, 400))
-    leave(world, 2)
-    world.begin(3, 300, 64, like=1, first=300)
-    world.step()
-    assert sent(world) == 300 + 400 - 256 + 300, "nobody had them any more"
-    end(world)
-
-
-def test_requests_that_begin_alike_at_once_send_what_they_share_once():
-    world = RankWorld(places=4).ready()
-    for row in (1, 2, 3):
-        world.begin(row, 480, 64, *(() if row == 1 else (1, 448)))
-    while sum(request.lease.held for request in world.steps._requests.values()) < 3 * 480:
-        world.step()
-        time.sleep(0.02)
-    assert sent(world) == 448 + 3 * 32 and world.steps.held_tokens == 448 + 3 * 64
-    world.step(), world.step()
-    for row in (1, 2, 3):
-        assert torch.equal(world.led(row), world.chosen(row, world.ends[row] - 1, 480))
-    for row in (2, 1, 3):
-        leave(world, row)
-    assert world.steps.held_tokens == 0
-    end(world)
-
-
-def test_the_same_tokens_of_another_namespace_or_at_another_place_are_nobody_else_s():
-    world = RankWorld(places=16).ready()
-    world.namespaces[2] = "an adapter"
-    world.begin(1, 300, 64), world.begin(2, 300, 64, like=1, first=300)
-    world.begin(3, 300, 64)
-    world.prompts[3] = world.prompts[1][64:] + world.prompts[1][:64]
-    world.step(), world.step()
-    assert sent(world) == 900
-    end(world)
-
-
-def test_tokens_name_no_blocks_where_embeddings_take_their_place():
-    world = RankWorld(places=16).ready()
-    world.begin(1, 300, 64), world.begin(2, 300, 64)
-    world.prompts[1] = world.prompts[2] = [1] * 300
-    world.namespaces[1] = world.namespaces[2] = None
-    world.step(), world.step()
-    assert sent(world) == 600
-    for row in (1, 2):
-        assert torch.equal(world.led(row), world.chosen(row, world.ends[row] - 1, 300))
-    end(world)
-
-
-def test_prompts_are_not_named_before_a_rank_has_a_lane(monkeypatch):
-    named = []
-    monkeypatch.setattr(rank_steps, "token_names", lambda namespace, tokens: named.append(len(tokens)) or [])
-    world = RankWorld(places=16, lanes=1).ready()
-    world.begin(1, 100, 40), world.begin(2, 200, 40)
-    for _ in range(4):
-        world.step()
-    assert named == [100] and world.steps.missed["no-lane"] > 1
-    end(world)
-
-
-def leave(world, row):
-    """A request is gone."""
-    world.steps.settle(row), world.steps.forget(row), world.copies.pop(row), world.ends.pop(row), world.queries.forget(row)
-
-
-def test_ranks_are_asked_as_rarely_as_those_requests_want_whose_keys_they_have(monkeypatch):
-    world = RankWorld(places=2, most=8).ready()
-    told, stepped = [], world.steps.pace.stepped
-    monkeypatch.setattr(world.steps.pace, "stepped", lambda requests: told.append(requests) or stepped(requests))
-    world.begin(1, 100, 40), world.begin(2, 480, 64)
-
-    def handed_over():
-        held = {row: request.lease.held for row, request in world.steps._requests.items()}
-        return sum(held.get(row) == length for row, length in ((1, 100), (2, 480)))
-
-    expected = []
-    while handed_over() < 2:
-        expected.append(handed_over())
-        world.step()
-        time.sleep(0.02)
-    world.step()
-    assert told == [*expected, 2] and {*told} == {0, 1, 2}
     end(world)
 
 
@@ -558,8 +433,7 @@ def test_requests_come_grow_and_go_at_random_and_each_is_led_by_its_own_question
             first = 0 if like is None else chance.randrange(min(length, len(world.prompts[like])))
             world.begin(row, length, chance.randrange(40, 60), like, first)
         for row in [row for row in world.copies if chance.random() < 0.1 or world.ends[row] > 490]:
-            world.steps.settle(row), world.steps.forget(row), world.queries.forget(row)
-            world.copies.pop(row), world.ends.pop(row), free.append(row)
+            world.leave(row), free.append(row)
         rows = [row for row in world.copies if chance.random() < 0.9]
         before = {row: world.led(row) for row in rows}
         if rows:

@@ -1,0 +1,125 @@
+"""How keys of requests get to a cache rank with an arena, in as many steps as there are places for them, and what requests that begin alike
+share there."""
+
+import time
+
+import torch
+from device_rank_helpers import RankWorld
+
+from sglang_ext.managers.cache_rank.on_gpu import rank_steps
+
+
+def test_keys_go_in_as_many_steps_as_there_are_places_for_them_and_blocks():
+    world = RankWorld(places=2, blocks=6).ready()
+    world.begin(1, 300, 64)
+    world.step()
+    assert +world.steps.missed == {"hand-over": 1}
+    for _ in range(20):
+        world.step()
+        time.sleep(0.05)
+    world.steps.tend()
+    assert 1 <= world.steps.missed["hand-over"] < 6 and world.views.made["spade"] > 5
+    assert torch.equal(world.led(1), world.chosen(1, world.ends[1] - 1, 300))
+    world.begin(2, 150, 40)
+    world.step()
+    assert world.steps.missed["memory-full"] == 1 and 2 not in world.steps._requests
+    world.steps.end()
+
+
+def sent(world):
+    """Tokens whose keys went to the rank."""
+    return sum(leases.sent for leases in world.steps._leases.values())
+
+
+def test_requests_that_begin_alike_share_blocks_and_each_is_led_by_its_own_queries():
+    world = RankWorld(places=16).ready()
+    world.begin(1, 300, 64)
+    world.step(), world.step()
+    assert sent(world) == 300 and world.steps.held_tokens == 320
+    # Four whole blocks are the first one's, of the fifth some tokens are.
+    world.begin(2, 400, 64, like=1, first=290)
+    world.step(), world.step(), world.step()
+    assert sent(world) == 300 + 400 - 256 and world.steps.held_tokens == 320 + 448 - 256
+    for row, begun in ((1, 300), (2, 400)):
+        assert torch.equal(world.led(row), world.chosen(row, world.ends[row] - 1, begun))
+    # Who filled them goes first.
+    world.leave(1)
+    assert world.steps.held_tokens == 448
+    world.step(), world.step()
+    assert torch.equal(world.led(2), world.chosen(2, world.ends[2] - 1, 400))
+    world.leave(2)
+    world.begin(3, 300, 64, like=1, first=300)
+    world.step()
+    assert sent(world) == 300 + 400 - 256 + 300, "nobody had them any more"
+    world.steps.end()
+
+
+def test_requests_that_begin_alike_at_once_send_what_they_share_once():
+    world = RankWorld(places=4).ready()
+    for row in (1, 2, 3):
+        world.begin(row, 480, 64, *(() if row == 1 else (1, 448)))
+    while sum(request.lease.held for request in world.steps._requests.values()) < 3 * 480:
+        world.step()
+        time.sleep(0.02)
+    assert sent(world) == 448 + 3 * 32 and world.steps.held_tokens == 448 + 3 * 64
+    world.step(), world.step()
+    for row in (1, 2, 3):
+        assert torch.equal(world.led(row), world.chosen(row, world.ends[row] - 1, 480))
+    for row in (2, 1, 3):
+        world.leave(row)
+    assert world.steps.held_tokens == 0
+    world.steps.end()
+
+
+def test_the_same_tokens_of_another_namespace_or_at_another_place_are_nobody_else_s():
+    world = RankWorld(places=16).ready()
+    world.namespaces[2] = "an adapter"
+    world.begin(1, 300, 64), world.begin(2, 300, 64, like=1, first=300)
+    world.begin(3, 300, 64)
+    world.prompts[3] = world.prompts[1][64:] + world.prompts[1][:64]
+    world.step(), world.step()
+    assert sent(world) == 900
+    world.steps.end()
+
+
+def test_tokens_name_no_blocks_where_embeddings_take_their_place():
+    world = RankWorld(places=16).ready()
+    world.begin(1, 300, 64), world.begin(2, 300, 64)
+    world.prompts[1] = world.prompts[2] = [1] * 300
+    world.namespaces[1] = world.namespaces[2] = None
+    world.step(), world.step()
+    assert sent(world) == 600
+    for row in (1, 2):
+        assert torch.equal(world.led(row), world.chosen(row, world.ends[row] - 1, 300))
+    world.steps.end()
+
+
+def test_prompts_are_not_named_before_a_rank_has_a_lane(monkeypatch):
+    named = []
+    monkeypatch.setattr(rank_steps, "token_names", lambda namespace, tokens: named.append(len(tokens)) or [])
+    world = RankWorld(places=16, lanes=1).ready()
+    world.begin(1, 100, 40), world.begin(2, 200, 40)
+    for _ in range(4):
+        world.step()
+    assert named == [100] and world.steps.missed["no-lane"] > 1
+    world.steps.end()
+
+
+def test_ranks_are_asked_as_rarely_as_those_requests_want_whose_keys_they_have(monkeypatch):
+    world = RankWorld(places=2, most=8).ready()
+    told, stepped = [], world.steps.pace.stepped
+    monkeypatch.setattr(world.steps.pace, "stepped", lambda requests: told.append(requests) or stepped(requests))
+    world.begin(1, 100, 40), world.begin(2, 480, 64)
+
+    def handed_over():
+        held = {row: request.lease.held for row, request in world.steps._requests.items()}
+        return sum(held.get(row) == length for row, length in ((1, 100), (2, 480)))
+
+    expected = []
+    while handed_over() < 2:
+        expected.append(handed_over())
+        world.step()
+        time.sleep(0.02)
+    world.step()
+    assert told == [*expected, 2] and {*told} == {0, 1, 2}
+    world.steps.end()
