@@ -211,9 +211,10 @@ class Asking:
         if device.type == "cuda":
             torch.cuda._sleep(LAUNCHED_AHEAD)
         begun = Mark.now(device)
+        number = arena.next_number()
         for lane, sequence in enumerate(sequences):
             numbers = sequence, load.tokens, load.keep
-            link.say(Ask(lane, 0, rank.layers.count, *numbers, queries.positions, AHEAD, arena.next_number()))
+            link.say(Ask(lane, 0, rank.layers.count, *numbers, queries.positions, AHEAD, number, load.batch))
         arena.publish(queries.pool, questions)
         see_answers(arena, there)
         seen = Mark.now(device)

@@ -62,6 +62,20 @@ def test_each_step_reads_what_the_queries_of_the_one_before_the_last_choose(pred
     world.steps.end()
 
 
+def test_a_rank_chooses_ahead_of_questions_and_each_step_reads_what_it_would_read():
+    # As between two GPUs, where its own may wait.
+    world = rank_world(apart=True)
+    world.begin(1, 300, 64), world.begin(2, 150, 48)
+    world.step()
+    for _ in range(6):
+        # The host tells of questions before the device comes to them.
+        torch.cuda._sleep(40_000_000)
+        world.step()
+        assert led_as_chosen(world, 1, 300) and led_as_chosen(world, 2, 150), world.arenas[0].counters.tolist()
+    assert not +world.steps.missed
+    world.steps.end()
+
+
 def test_requests_that_begin_alike_share_what_the_rank_holds_of_them():
     world = rank_world()
     world.begin(1, 300, 64), world.begin(2, 400, 64, like=1, first=290)

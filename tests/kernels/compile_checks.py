@@ -292,13 +292,13 @@ def check_words(compiled):
     hand_over.copy_rows(word, word, 3, 500, 1000, 2000)
     hand_over.gather_rows(word, slots, torch.zeros(len(slots), 3, 500, dtype=torch.int32), 500, 1000)
     hand_over.push_chosen(torch.zeros(3, 2, 2, 100, dtype=torch.int32), torch.zeros(2, 3, dtype=torch.int64), word, 600)
-    hand_over.read_words(word, word, torch.zeros(33, dtype=torch.int64))
+    hand_over.read_words(word, word, torch.zeros(33, dtype=torch.int64), word, 0.1)
     hand_over.answer(word, torch.zeros(2, 3, dtype=torch.int64))
     check_rows(keys, numbers, hits, commits, table, slots)
     ptx = {kernel: made.asm["ptx"] for kernel, made in compiled[begin:]}
     assert all("st.release.sys.global.b64" in ptx[kernel] for kernel in ("_signal", "_answer"))
     assert all("ld.acquire.sys.global.b64" in ptx[kernel] for kernel in ("_open_places", "_await", "_read_words"))
-    assert "%globaltimer" in ptx["_await"] and "st.release" not in ptx["_await"]
+    assert all("%globaltimer" in ptx[kernel] and "st.release" not in ptx[kernel] for kernel in ("_await", "_read_words"))
 
 
 def check_rows(keys, numbers, hits, commits, table, slots):

@@ -12,9 +12,8 @@ from sglang_ext.layers.kernels.rows.taken_rows import move_newest
 from sglang_ext.managers.cache_rank import protocol
 from sglang_ext.managers.cache_rank.on_gpu import mapped_arena
 from sglang_ext.managers.cache_rank.on_gpu.arena import Arena, Asked, Copy
-from sglang_ext.managers.cache_rank.on_gpu.device_rank import DeviceRank
 from sglang_ext.managers.cache_rank.on_gpu.mapped_arena import MappedArena
-from sglang_ext.managers.cache_rank.protocol import BLOCK, Attach, Shape, Turning
+from sglang_ext.managers.cache_rank.protocol import BLOCK, Shape
 from sglang_ext.mem_cache.compressed.formats.slot_pointers import Pointers
 from sglang_ext.mem_cache.compressed.held_rows import NewestRows, absent, renewed
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
@@ -187,76 +186,21 @@ def check_waiting(device):
     assert 0.2e9 <= waited < 2e9
 
 
-class Told:
-    """In the place of a socket: keeps what a rank says."""
-
-    def __init__(self):
-        self.messages = []
-
-    def send(self, frame, flags=0):
-        """Keep it."""
-        self.messages.append(protocol.decode_from_rank(frame))
-
-
-def rank_of(pair, plain, predictor, bits):
-    """A cache rank in this process, of one arena or the other, that was told what it serves; and its socket."""
-    told, socket = attach(pair.shape, predictor, bits), Told()
-    descriptor = os.dup(pair.plain._held.descriptor) if plain else None
-    rank = DeviceRank(socket, descriptor, 3, torch.device("cpu") if plain else pair.device)
-    before, mapped_arena.opened = mapped_arena.opened, lambda handle, device: pair.arena._held.memory.data_ptr()
-    rank._take(told)
-    mapped_arena.opened = before
-    return rank, socket
-
-
-def attach(shape, predictor, bits):
-    """What ranks of this shape are told."""
-    turning = Turning(tuple((1 / 10 ** torch.arange(shape.dim // 2)).tolist()), False)
-    return Attach(protocol.VERSION, 3, shape, 8, (0.1,) * shape.layers, predictor, 4, 8, turning, bits)
-
-
-def hand_over_contexts(pair, ranks, lengths):
-    """Both ranks take the keys of as many tokens of each lane, with values where these travel."""
-    for lane, length in lengths.items():
-        for first in range(0, length, BLOCK):
-            tokens, place = min(BLOCK, length - first), first // BLOCK
-            slots = pair.table[lane, first : first + tokens].long()
-            number = pair.arena.put_keys(place, pair.there, slots.to(pair.device))
-            pair.plain.put_keys(place, pair.buffers, slots)
-            for rank, _ in ranks:
-                rank._take(protocol.Lease(lane, place, (2 * lane + place,)))
-                rank._take(protocol.Append(2 * lane + place, 0, tokens, place, number))
-        pair.publish()
-        for rank, socket in ranks:
-            rank._answer_next()
-            assert isinstance(socket.messages[-1], protocol.Taken), socket.messages
-
-
-def check_rank(device):
-    """A rank that is asked by kernels chooses what one chooses that PyTorch asks: several requests at once, the newest of each alone, with
-    windows of one and of two, and more than a block of keys, as they are and in few bits."""
-    for predictor, dim, bits in (("current", 24, 16), ("regressed", 16, 16), ("current", 64, 8), ("current", 24, 4)):
-        pair = Pair(device, torch.float32, dim=dim)
-        ranks = [rank_of(pair, plain, predictor, bits) for plain in (False, True)]
-        lengths, keeps = {0: 100, 1: 40}, {0: 30, 1: 20}
-        hand_over_contexts(pair, ranks, lengths)
-        for number in (1, 2):
-            pair.publish(([3 + number], 0, number), ([5, 1 + number], 1, number))
-            for rank, socket in ranks:
-                for lane, positions in ((0, (99,)), (1, (38, 39))):
-                    ask = (lane, 0, pair.shape.layers, number, lengths[lane], keeps[lane], positions)
-                    rank._take(protocol.Ask(*ask, ahead=2, number=pair.arena.number))
-        for rank, socket in ranks:
-            rank._answer_next()
-            answers = [(each.lane, each.sequence, each.chosen) for each in socket.messages if isinstance(each, protocol.Answer)]
-            assert sorted(answers) == [(0, 1, False), (0, 2, True), (1, 1, False), (1, 2, True)], answers
-        found, wanted = pair.arena.chosen.cpu(), pair.plain.chosen
-        assert torch.equal(pair.arena.heads.cpu(), pair.plain.heads)
-        for lane, keep in keeps.items():
-            one, other = (part[lane, 0, : 4 * keep].view(4, keep) for part in (found, wanted))
-            shared = (one[:, :, None] == other[:, None, :]).any(-1).float().mean()
-            # Queries are rounded where integers are multiplied.
-            assert shared == 1 if device == "cpu" and bits == 16 else shared > 0.97, (predictor, bits, lane, shared)
+def check_awaited_words(device):
+    """Words are read once what is waited for is there, or time is up; also where another stream writes it meanwhile."""
+    pair = Pair(device, torch.float32)
+    pair.publish(([4], 0, 1))
+    before = pair.plain_rank.read_words()
+    for rank in (pair.rank, pair.plain_rank):
+        assert rank.await_words(pair.arena.word(1), 60.0)() == before
+        begun = time.monotonic()
+        assert rank.await_words(pair.arena.word(2), 0.2)() == before
+        assert 0.2 <= time.monotonic() - begun < 5
+    if device == "cuda":
+        words = pair.rank.await_words(pair.arena.word(2), 60.0)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            pair.publish(([5], 1, 1))
+        assert words() == pair.plain_rank.read_words() != before
 
 
 class RowPair(Pair):
@@ -379,39 +323,3 @@ def rows(device, fresh, dtype, dim, heads=2):
         move_newest(tables, pair.there.keys[0], pair.there.values[0], there.places, pair.table[0, 122:130].long(), slots)
     for one, other in zip((*pair.there.keys, *pair.there.values), (*pair.buffers.keys, *pair.buffers.values)):
         assert torch.equal(one.cpu(), other)
-
-
-def check_row_rank(device, bits):
-    """A rank with full KV that kernels ask sends the rows that one sends that PyTorch asks, whole ones where it scores by few bits."""
-    pair = RowPair(device, torch.float32, keeps=(30, 20), fresh=6)
-    ranks = [rank_of(pair, plain, "current", bits) for plain in (False, True)]
-    hand_over_contexts(pair, ranks, {0: 100, 1: 40})
-    for number in (1, 2, 3):
-        asked = [Asked([number + lane], lane, pair.arena.word(number)) for lane in range(2)]
-        for arena, queries, kind in ((pair.arena, pair.queries.to(pair.device), 2), (pair.plain, pair.queries, 1)):
-            for _ in asked:
-                arena.next_number()
-            arena.publish(queries, [each._replace(record=pair.copies[each.lane][kind]) for each in asked])
-        for rank, socket in ranks:
-            for lane, covered in ((0, 100), (1, 40)):
-                rank._take(protocol.Ask(lane, 0, 2, number, covered, pair.keeps[lane], (99,), number=pair.arena.number))
-            rank._answer_next()
-            assert all(each.chosen for each in socket.messages[-2:]), socket.messages
-        pair.take_rows(number)
-        pair.true_records()
-        if device == "cpu" and bits == 16:
-            pair.same()
-        # Else scores that are all but equal may be in another order.
-        shared = [(plain[..., :, None] == there.cpu()[..., None, :]).any(-1).float().mean() for _, plain, there in pair.copies]
-        assert min(shared) > 0.9, (number, shared)
-    assert int(pair.plain.counters[4]) > 20
-
-
-def check_hand_over(device):
-    """All of them."""
-    if device == "cpu":
-        without_assembly()
-    for check in (check_keys_and_questions, check_answers, check_waiting, check_rank, check_rows):
-        check(device)
-    for bits in (16,) if device == "cpu" else (16, 4):
-        check_row_rank(device, bits)

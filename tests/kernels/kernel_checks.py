@@ -18,7 +18,6 @@ from check_names import OF_SGLANG, PLAIN  # noqa: E402
 from choose_checks import check_choosing  # noqa: E402
 from coded_checks import check_coded_keys  # noqa: E402
 from gluon_checks import check_integer_gluon, check_packed_gluon  # noqa: E402
-from hand_over_checks import check_hand_over  # noqa: E402
 from integer_checks import check_integer_switches  # noqa: E402
 from lynx_checks import check_lynx  # noqa: E402
 from pack_checks import check_pack_blocks  # noqa: E402
@@ -27,6 +26,7 @@ from packed_helpers import KERNEL_KINDS, Gridded, attention, attention_over, div
 from pointer_checks import check_pointers  # noqa: E402
 from prefill_checks import check_prefill, check_specialized_prefill, check_whole_blocks  # noqa: E402
 from quest_checks import check_quest  # noqa: E402
+from rank_checks import check_hand_over  # noqa: E402
 from uneven_checks import check_scatter_cells, check_uneven_backend  # noqa: E402
 
 from sglang_ext.layers.kernels.gather_kept import gather_kept  # noqa: E402

@@ -22,11 +22,11 @@ LAYERS, HEADS, GROUP, DIM, TOKENS = 5, 2, 3, 8, 1024
 ROTARY = Rotary(1 / 10 ** torch.arange(DIM // 2))
 
 
-def attach(blocks=32, lanes=4, places=8, predictor="current", window=1, most=256, bits=16, rows=False, fresh=0):
+def attach(blocks=32, lanes=4, places=8, predictor="current", window=1, most=256, bits=16, rows=False, fresh=0, apart=False):
     """What ranks of this model are told."""
     shape = Shape(LAYERS, HEADS * GROUP, HEADS, DIM, "float32", window, lanes, most, places, rows, fresh)
     turning = Turning(tuple(ROTARY.frequencies.tolist()), ROTARY.interleaved)
-    return Attach(VERSION, 1, shape, blocks, (0.3,) * LAYERS, predictor, 4, 32, turning, bits)
+    return Attach(VERSION, 1, shape, blocks, (0.3,) * LAYERS, predictor, 4, 32, turning, bits, apart=apart)
 
 
 def pool(seed=0, tokens=TOKENS):

@@ -147,10 +147,14 @@ def _push_chosen(chosen, numbers, target, requests, most, lane_step, HEADS: tl.c
     tl.store(target.to(tl.pointer_type(tl.int32)) + (lane * 2 + parity) * lane_step + pair * keep + index, found, mask=index < keep)
 
 
-@triton.jit(do_not_specialize=("heads", "written"))
-def _read_words(heads, written, out, count, BLOCK: tl.constexpr):
-    """How much was written, then the words of all lanes."""
-    tl.store(out, load_acquire(written.to(tl.pointer_type(tl.int64))))
+@triton.jit(do_not_specialize=("heads", "written", "least", "patience"))
+def _read_words(heads, written, out, count, least, patience, BLOCK: tl.constexpr):
+    """How much was written, once it is ``least`` or ``patience`` nanoseconds are over, then the words of all lanes."""
+    begun, word = nanoseconds(), written.to(tl.pointer_type(tl.int64))
+    there = load_acquire(word)
+    while (there < least) & (nanoseconds() - begun < patience):
+        there = load_acquire(word)
+    tl.store(out, there)
     for first in tl.range(0, count, BLOCK):
         place = first + tl.arange(0, BLOCK)
         found = tl.load(heads.to(tl.pointer_type(tl.int64)) + place, mask=place < count, volatile=True)
@@ -288,9 +292,10 @@ def push_chosen(chosen: torch.Tensor, numbers: torch.Tensor, target: int, lane_s
     )
 
 
-def read_words(heads: int, written: int, out: torch.Tensor) -> None:
-    """Read, by their addresses, how much was written, and the words of all lanes: int64 [1 + lanes * LANE_WORDS], ``out``."""
-    _read_words[(1,)](heads, written, out, len(out) - 1, BLOCK=COPIED, num_warps=4)
+def read_words(heads: int, written: int, out: torch.Tensor, least: int = 0, seconds: float = 0.0) -> None:
+    """Read, by their addresses, how much was written, and the words of all lanes: int64 [1 + lanes * LANE_WORDS], ``out``; the stream waits
+    until ``least`` was written, no longer than ``seconds``."""
+    _read_words[(1,)](heads, written, out, len(out) - 1, least, int(seconds * 1e9), BLOCK=COPIED, num_warps=4)
 
 
 def answer(heads: int, numbers: torch.Tensor) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-VERSION = 6
+VERSION = 7
 MOST_MESSAGE = 1 << 20
 # Tokens of a block of keys, and of values: the unit in which they travel, are held, and are shared.
 BLOCK = 64
@@ -91,6 +91,7 @@ class Attach(Message, tag="attach"):
         turning: the rotary embedding.
         bits: in which it holds the keys that it scores; 16: as they are.
         arena: CUDA IPC handle of the memory of the inference rank's GPU that both map (on_gpu/arena.py); empty where there is none.
+        apart: whether that GPU is another one than the cache rank's, which may wait there then.
     """
 
     version: int
@@ -104,6 +105,7 @@ class Attach(Message, tag="attach"):
     turning: Turning
     bits: Literal[16, 8, 4] = 16
     arena: Annotated[bytes, Meta(max_length=64)] = b""
+    apart: bool = False
 
     def of_epoch(self, epoch: int) -> "Attach":
         """The same for another process."""
@@ -145,6 +147,7 @@ class Ask(Message, tag="ask"):
         positions: of the queries, ascending.
         ahead: for which token after the newest of these is chosen.
         number: how much is written in an arena once its queries are there.
+        together: questions that are put to an arena with it, of that number, this one among them.
     """
 
     lane: Lane
@@ -156,6 +159,7 @@ class Ask(Message, tag="ask"):
     positions: Annotated[tuple[Position, ...], Meta(min_length=1, max_length=MOST_WINDOW)]
     ahead: Annotated[int, Meta(ge=1, le=1 << 16)] = 1
     number: Written = 0
+    together: Annotated[int, Meta(ge=1, le=MOST_LANES)] = 1
 
 
 class Free(Message, tag="free"):

@@ -2,14 +2,16 @@
 values, too, K and V of those tokens that the copy of a request lacks.
 
 Messages come as soon as the inference rank's host has launched what writes to the arena: what they tell of is taken when the arena says
-that it is there. Questions of several requests are answered together, of each request the newest. On a CPU, for tests, PyTorch chooses.
+that it is there. Questions of several requests are answered together, of each request the newest. Where nothing else is to be done until
+the next ones are put, all that chooses for them is launched *ahead*, behind a kernel that waits for them, so that they wait for no launches;
+the host looks what was put then, and lets answers follow, or chooses anew where it is something else. On a CPU, for tests, PyTorch chooses.
 """
 
 import os
 import time
 from collections import deque
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import groupby, takewhile
 
 import torch
 import zmq
@@ -21,10 +23,13 @@ from sglang_ext.managers.cache_rank.on_gpu.arena import ArenaError, word_of
 from sglang_ext.managers.cache_rank.on_gpu.device_keys import DeviceKeys
 from sglang_ext.managers.cache_rank.on_gpu.mapped_arena import MappedArena
 from sglang_ext.managers.cache_rank.protocol import BLOCK, ProtocolError
-from sglang_ext.managers.cache_rank.rank import PROBED, CacheRank
+from sglang_ext.managers.cache_rank.rank import BEAT_SECONDS, PROBED, CacheRank
 from sglang_ext.mem_cache.compressors.spade import attention
 from sglang_ext.mem_cache.selection.on_gpu import GpuChoice
 from sglang_ext.mem_cache.selection.top_tokens import mark_always, top_tokens
+
+# That the device, and the host, wait at most for questions for which tokens are chosen ahead: a beat comes in between.
+AHEAD_SECONDS = BEAT_SECONDS / 2
 
 
 class DeviceRank(CacheRank):
@@ -39,7 +44,7 @@ class DeviceRank(CacheRank):
 
     def __init__(self, socket: zmq.Socket, descriptor: int | None, epoch: int, device: torch.device):
         super().__init__(socket, descriptor, epoch, device)
-        self._by_kernels = descriptor is None
+        self._by_kernels, self._apart = descriptor is None, False
         self._coming: deque[protocol.Append | protocol.Ask] = deque()
         # Of each lane, how many tokens and where they lie, int32.
         self._places: dict[int, torch.Tensor] = {}
@@ -69,7 +74,7 @@ class DeviceRank(CacheRank):
         if self._descriptor is not None:
             os.close(self._descriptor)
         self._keys = DeviceKeys(self._store, told.scaling, self._device)
-        self._buffers = self._keys.buffers
+        self._buffers, self._apart = self._keys.buffers, told.apart
 
     def _probe(self) -> float:
         """Seconds that choosing takes a layer, once all kernels are there."""
@@ -80,8 +85,9 @@ class DeviceRank(CacheRank):
         for _ in range(2):
             begun = time.perf_counter()
             self._memory.read_words()
+            self._memory.await_words(word_of(self._epoch, 0), AHEAD_SECONDS)()
             self._keys.pull(self._memory, 0, 1, 0)
-            self._push([ask], [places])
+            self._push([ask], [places], self._chosen([ask], [places]))
             self._memory.answer([(0, word_of(self._epoch, 0), False)])
             self._wait()
         self._table = None
@@ -124,11 +130,15 @@ class DeviceRank(CacheRank):
 
     def _answer_next(self) -> None:
         # Keys that came with questions are part of what these take.
-        begun = time.perf_counter()
-        self._pull()
+        begun, chosen = time.perf_counter(), None
+        if self._coming:
+            self._pull(*self._memory.read_words())
+        if coming := self._coming_together():
+            chosen = self._choose_ahead(coming)
+            begun = time.perf_counter()
         asks = sorted(self._questions.all(), key=_alike)
         for _, group in groupby(asks, key=_alike):
-            self._answer(list(group), begun)
+            self._answer(list(group), begun, chosen if asks == coming else None)
             begun = time.perf_counter()
         answered = {ask.lane: self._word(ask) for ask in asks}
         passed = [(lane, word, False) for lane, word in self._unasked.items() if word > answered.get(lane, 0)]
@@ -137,11 +147,28 @@ class DeviceRank(CacheRank):
             self._memory.answer(passed)
         self._unasked.clear()
 
-    def _pull(self) -> None:
-        """Take what is in the arena of what messages told."""
-        if not self._coming:
-            return
-        (written, heads), taken = self._memory.read_words(), []
+    def _coming_together(self) -> list[protocol.Ask]:
+        """The questions that are put next, where they are all that is to be done until then, and can be answered together; else none."""
+        if not self._apart or self._questions.waiting or not self._coming or not isinstance(self._coming[0], protocol.Ask):
+            return []
+        first = self._coming[0]
+        asks = [*takewhile(lambda each: isinstance(each, protocol.Ask) and each.number == first.number, self._coming)]
+        whole = len(asks) == first.together == len({ask.lane for ask in asks})
+        return asks if whole and len({_alike(ask) for ask in asks}) == 1 else []
+
+    def _choose_ahead(self, asks: Sequence[protocol.Ask]) -> torch.Tensor:
+        """Choose for questions as soon as they are put, and take what is there then: as :meth:`_chosen`, of use if all of them are."""
+        places = [self._held(ask) for ask in asks]
+        # Before the device waits, for which copies from the host would wait.
+        self._placed(asks, places)
+        words = self._memory.await_words(word_of(self._epoch, asks[0].number), AHEAD_SECONDS)
+        chosen = self._chosen(asks, places)
+        self._pull(*words())
+        return chosen
+
+    def _pull(self, written: int, heads: Sequence[Sequence[int]]) -> None:
+        """Take of what messages told what is in the arena, by its words."""
+        taken = []
         while self._coming and word_of(self._epoch, self._coming[0].number) <= written:
             message = self._coming.popleft()
             if isinstance(message, protocol.Append):
@@ -156,9 +183,16 @@ class DeviceRank(CacheRank):
             self._wait()
             self._say(protocol.Taken(self._epoch, tuple(taken)))
 
-    def _answer(self, asks: Sequence[protocol.Ask], begun: float) -> None:
-        """Choose for questions with as many queries, for a token as far ahead; ``begun``: when what they take did."""
-        self._push(asks, [self._held(ask) for ask in asks])
+    def _answer(self, asks: Sequence[protocol.Ask], begun: float, chosen: torch.Tensor | None = None) -> None:
+        """Answer questions with as many queries, for a token as far ahead, by what was ``chosen`` for them, or is now.
+
+        Args:
+            asks: the questions.
+            begun: when what they take did.
+            chosen: as :meth:`_chosen` has it.
+        """
+        places = [self._held(ask) for ask in asks]
+        self._push(asks, places, self._chosen(asks, places) if chosen is None else chosen)
         self._memory.answer([(ask.lane, self._word(ask), True) for ask in asks])
         self._wait()
         seconds = time.perf_counter() - begun
@@ -184,9 +218,9 @@ class DeviceRank(CacheRank):
             self._table = asked, torch.nn.utils.rnn.pad_sequence(list(places), batch_first=True)
         return self._table[1]
 
-    def _push(self, asks: Sequence[protocol.Ask], places: Sequence[torch.Tensor]) -> None:
-        """Choose, and write it to the arena: rows, or positions alone."""
-        chosen, lanes, keeps = self._chosen(asks, places), [ask.lane for ask in asks], [ask.keep for ask in asks]
+    def _push(self, asks: Sequence[protocol.Ask], places: Sequence[torch.Tensor], chosen: torch.Tensor) -> None:
+        """Write to the arena what was chosen: rows, or positions alone."""
+        lanes, keeps = [ask.lane for ask in asks], [ask.keep for ask in asks]
         if self._store.rows is not None:
             self._memory.push_rows(lanes, keeps, chosen, self._placed(asks, places), self._keys.sent)
             return

@@ -83,7 +83,8 @@ def rank_steps(
 
 def linked(told: Attach, arena: Arena, silence: float = SILENCE_SECONDS) -> RankLink:
     """To a rank that is told so much, and where its arena is; all layers of a step are one question."""
-    settings = RankSettings(msgspec.structs.replace(told, arena=arena.handle), told.shape.layers, 1, silence)
+    apart = told.apart or arena.device != torch.device(arena.rank_device)
+    settings = RankSettings(msgspec.structs.replace(told, arena=arena.handle, apart=apart), told.shape.layers, 1, silence)
     return RankLink(settings, partial(RankProcess, arena=arena))
 
 

@@ -5,7 +5,8 @@ without a context there.
 import ctypes
 import math
 import mmap
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -14,6 +15,9 @@ from sglang_ext.managers.cache_rank.on_gpu.arena import CHOSEN, DONE, LANE_WORDS
 from sglang_ext.managers.cache_rank.protocol import BLOCK, Shape
 from sglang_ext.mem_cache.compressed.held_rows import absent, exchange, highest
 from sglang_ext.mem_cache.compressed.kv_buffers import KVBuffers
+
+# How much was written, and the words of each lane.
+Words = tuple[int, list[list[int]]]
 
 
 class MappedArena:
@@ -48,17 +52,36 @@ class MappedArena:
     def _item(self) -> int:
         return getattr(torch, self.shape.dtype).itemsize
 
-    def read_words(self) -> tuple[int, list[list[int]]]:
+    def read_words(self) -> Words:
         """How much was written, and the words of each lane; waits for the device."""
+        return self.await_words(0, 0.0)()
+
+    def await_words(self, least: int, seconds: float) -> Callable[[], Words]:
+        """Let the stream wait until ``least`` was written, no longer than ``seconds``, and read words then; waits for these, and says them.
+
+        What is launched next follows them on the device. On a CPU that is done at once.
+        """
         if self._base is None:
-            return int(self._written[0]), self._heads.tolist()
+            until = time.monotonic() + seconds
+            while int(self._written[0]) < least and time.monotonic() < until:
+                time.sleep(1e-4)
+            found = int(self._written[0]), self._heads.tolist()
+            return lambda: found
         from sglang_ext.layers.kernels.hand_over import read_words
 
-        lanes = self.shape.lanes
-        out = torch.empty(1 + lanes * LANE_WORDS, dtype=torch.int64, device=self._device)
-        read_words(self._address(self._layout.heads), self._address(self._layout.written), out)
-        written, *words = out.tolist()
-        return written, [words[at : at + LANE_WORDS] for at in range(0, len(words), LANE_WORDS)]
+        out = torch.empty(1 + self.shape.lanes * LANE_WORDS, dtype=torch.int64, device=self._device)
+        read_words(self._address(self._layout.heads), self._address(self._layout.written), out, least, seconds)
+        if self._device.type == "cpu":
+            return lambda: _words(out)
+        host, there = torch.empty_like(out, device="cpu", pin_memory=True), torch.cuda.Event()
+        host.copy_(out, non_blocking=True)
+        there.record()
+
+        def words() -> Words:
+            there.synchronize()
+            return _words(host)
+
+        return words
 
     def pull_queries(self, questions: Sequence[tuple[int, int]], count: int) -> torch.Tensor:
         """Queries of questions with so many each, by lane and word: [questions, layers, count, query_heads, dim]."""
@@ -159,6 +182,11 @@ class MappedArena:
             if chosen:
                 self._heads[lane, CHOSEN + word % 2] = word
             self._heads[lane, DONE] = word
+
+
+def _words(read: torch.Tensor) -> Words:
+    written, *words = read.tolist()
+    return written, [words[at : at + LANE_WORDS] for at in range(0, len(words), LANE_WORDS)]
 
 
 def words_of(size: int) -> int:

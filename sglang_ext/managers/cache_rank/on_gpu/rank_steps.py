@@ -23,7 +23,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
+import msgspec
 import torch
 
 from sglang_ext.device import SideStream
@@ -95,6 +97,14 @@ class AtRank:
     def extend(self, slots: torch.Tensor) -> bool:
         """As :meth:`KeyLeases.extend`: of slots the host knows nothing."""
         return self.leases.extend(self.lease, slots, lambda index: self.names[index] if index < len(self.names) else None)
+
+
+class Put(NamedTuple):
+    """A question that is put: whose it is, what its rank is told, and what is written to the arena."""
+
+    request: AtRank
+    ask: protocol.Ask
+    asked: Asked
 
 
 class RankSteps(LinkedRanks, BesideSteps):
@@ -232,7 +242,7 @@ class RankSteps(LinkedRanks, BesideSteps):
 
     def _ask(self, views: CompressedViews, due: dict[int, int], every: int) -> None:
         """Write keys and queries of some requests to arenas, and tell their ranks."""
-        asked: dict[Arena, list[Asked]] = {arena: [] for arena in self._arenas.values()}
+        asked: dict[Arena, list[Put]] = {arena: [] for arena in self._arenas.values()}
         for row, end in due.items():
             try:
                 request = self._with_keys(views, row)
@@ -245,8 +255,20 @@ class RankSteps(LinkedRanks, BesideSteps):
                 self.missed[str(error)] += 1
                 self._leave(row)
         for arena, questions in asked.items():
-            if arena.unsaid:
-                arena.publish(self._queries.pool, questions)
+            self._put(arena, questions)
+
+    def _put(self, arena: Arena, questions: Sequence[Put]) -> None:
+        """Write questions to an arena, and tell the rank of them; of what was put there before it knows."""
+        number = arena.next_number() if questions else arena.number
+        if arena.unsaid:
+            arena.publish(self._queries.pool, [each.asked for each in questions])
+        for request, ask, _ in questions:
+            try:
+                request.leases.link.say(msgspec.structs.replace(ask, number=number, together=len(questions)))
+            except RankDown as error:
+                self.missed[str(error)] += 1
+            else:
+                request.asked = Question(ask.sequence, ask.covered, ask.keep)
 
     def _with_keys(self, views: CompressedViews, row: int) -> AtRank | None:
         """The request in ``row``, once its rank has, or is sent, the keys that its copy stands for; None before.
@@ -274,8 +296,8 @@ class RankSteps(LinkedRanks, BesideSteps):
         # Long prompts take a while to name: not before a rank has a lane.
         return AtRank(leases, lease, () if namespace is None else token_names(namespace, views.prompt_of(row)))
 
-    def _question(self, views: CompressedViews, row: int, request: AtRank, end: int, every: int) -> Asked | None:
-        """Tell a rank of the queries before ``end``, which are to be put; None where there are none."""
+    def _question(self, views: CompressedViews, row: int, request: AtRank, end: int, every: int) -> Put | None:
+        """By the queries before ``end``; None where there are none."""
         view, lease, arena = views.get(row), request.lease, self._arenas[request.leases.link]
         places, positions = self._queries.newest_places(row, end, self._method.compressor.window)
         record = self._records.get(row)
@@ -284,11 +306,10 @@ class RankSteps(LinkedRanks, BesideSteps):
         lease.sequence += 1
         ask = protocol.Ask(
             lease.lane, 0, arena.shape.layers, lease.sequence, view.covered, view.own_tokens, tuple(positions),
-            ahead=end + every - positions[-1], number=arena.next_number(),
+            ahead=end + every - positions[-1],
         )  # fmt: skip
-        request.leases.link.say(ask)
-        request.asked, self._name = Question(lease.sequence, view.covered, view.own_tokens), view.method
-        return Asked(places, lease.lane, arena.word(lease.sequence), None if record is None else record.positions)
+        self._name = view.method
+        return Put(request, ask, Asked(places, lease.lane, arena.word(lease.sequence), None if record is None else record.positions))
 
     def _take(self, views: CompressedViews, questions: Sequence[tuple[int, AtRank, Question]]) -> None:
         """Let copies lead to what was chosen for them, where it is there in time."""

@@ -20,10 +20,10 @@ from sglang_ext.managers.metrics import _of_ranks
 from sglang_ext.mem_cache.selection.predictors import Current, Regressed
 
 
-@pytest.fixture(scope="module")
-def shared():
-    """A world whose rank several tests ask, one after another."""
-    world = RankWorld(places=16).ready()
+@pytest.fixture(scope="module", params=[False, True], ids=["", "apart"])
+def shared(request):
+    """A world whose rank several tests ask, one after another; it may wait for what is not put yet, or not."""
+    world = RankWorld(places=16, apart=request.param).ready()
     yield world
     world.steps.end()
 

@@ -1,0 +1,204 @@
+"""Checks of a cache rank that kernels ask, against one that PyTorch asks, both in this process; on a GPU or through Triton's interpreter."""
+
+import os
+
+import msgspec
+import torch
+from hand_over_checks import (
+    Pair,
+    RowPair,
+    check_answers,
+    check_awaited_words,
+    check_keys_and_questions,
+    check_rows,
+    check_waiting,
+    without_assembly,
+)
+
+from sglang_ext.managers.cache_rank import protocol
+from sglang_ext.managers.cache_rank.on_gpu import mapped_arena
+from sglang_ext.managers.cache_rank.on_gpu.arena import Asked
+from sglang_ext.managers.cache_rank.on_gpu.device_rank import DeviceRank
+from sglang_ext.managers.cache_rank.protocol import BLOCK, Attach, Turning
+
+
+class Told:
+    """In the place of a socket: keeps what a rank says."""
+
+    def __init__(self):
+        self.messages = []
+
+    def send(self, frame, flags=0):
+        """Keep it."""
+        self.messages.append(protocol.decode_from_rank(frame))
+
+
+def rank_of(pair, plain, predictor, bits, apart=False):
+    """A cache rank in this process, of one arena or the other, that was told what it serves; and its socket."""
+    told, socket = msgspec.structs.replace(attach(pair.shape, predictor, bits), apart=apart), Told()
+    descriptor = os.dup(pair.plain._held.descriptor) if plain else None
+    rank = DeviceRank(socket, descriptor, 3, torch.device("cpu") if plain else pair.device)
+    before, mapped_arena.opened = mapped_arena.opened, lambda handle, device: pair.arena._held.memory.data_ptr()
+    rank._take(told)
+    mapped_arena.opened = before
+    return rank, socket
+
+
+def attach(shape, predictor, bits):
+    """What ranks of this shape are told."""
+    turning = Turning(tuple((1 / 10 ** torch.arange(shape.dim // 2)).tolist()), False)
+    return Attach(protocol.VERSION, 3, shape, 8, (0.1,) * shape.layers, predictor, 4, 8, turning, bits)
+
+
+def hand_over_contexts(pair, ranks, lengths):
+    """Both ranks take the keys of as many tokens of each lane, with values where these travel."""
+    for lane, length in lengths.items():
+        for first in range(0, length, BLOCK):
+            tokens, place = min(BLOCK, length - first), first // BLOCK
+            slots = pair.table[lane, first : first + tokens].long()
+            number = pair.arena.put_keys(place, pair.there, slots.to(pair.device))
+            pair.plain.put_keys(place, pair.buffers, slots)
+            for rank, _ in ranks:
+                rank._take(protocol.Lease(lane, place, (2 * lane + place,)))
+                rank._take(protocol.Append(2 * lane + place, 0, tokens, place, number))
+        pair.publish()
+        for rank, socket in ranks:
+            rank._answer_next()
+            assert isinstance(socket.messages[-1], protocol.Taken), socket.messages
+
+
+def check_rank(device):
+    """A rank that is asked by kernels chooses what one chooses that PyTorch asks: several requests at once, the newest of each alone, with
+    windows of one and of two, and more than a block of keys, as they are and in few bits."""
+    for predictor, dim, bits in (("current", 24, 16), ("regressed", 16, 16), ("current", 64, 8), ("current", 24, 4)):
+        pair = Pair(device, torch.float32, dim=dim)
+        ranks = [rank_of(pair, plain, predictor, bits) for plain in (False, True)]
+        lengths, keeps = {0: 100, 1: 40}, {0: 30, 1: 20}
+        hand_over_contexts(pair, ranks, lengths)
+        for number in (1, 2):
+            pair.publish(([3 + number], 0, number), ([5, 1 + number], 1, number))
+            for rank, socket in ranks:
+                for lane, positions in ((0, (99,)), (1, (38, 39))):
+                    ask = (lane, 0, pair.shape.layers, number, lengths[lane], keeps[lane], positions)
+                    rank._take(protocol.Ask(*ask, ahead=2, number=pair.arena.number))
+        for rank, socket in ranks:
+            rank._answer_next()
+            answers = [(each.lane, each.sequence, each.chosen) for each in socket.messages if isinstance(each, protocol.Answer)]
+            assert sorted(answers) == [(0, 1, False), (0, 2, True), (1, 1, False), (1, 2, True)], answers
+        found, wanted = pair.arena.chosen.cpu(), pair.plain.chosen
+        assert torch.equal(pair.arena.heads.cpu(), pair.plain.heads)
+        for lane, keep in keeps.items():
+            one, other = (part[lane, 0, : 4 * keep].view(4, keep) for part in (found, wanted))
+            shared = (one[:, :, None] == other[:, None, :]).any(-1).float().mean()
+            # Queries are rounded where integers are multiplied.
+            assert shared == 1 if device == "cpu" and bits == 16 else shared > 0.97, (predictor, bits, lane, shared)
+
+
+def put_meanwhile(rank, put, device):
+    """Questions are put while the rank waits for them; in the interpreter, where nothing runs beside it, just before."""
+    waits = rank._memory.await_words
+
+    def await_words(least, seconds):
+        if not least:
+            return waits(least, seconds)
+        if device != "cuda":
+            put()
+        words = waits(least, seconds)
+        if device == "cuda":
+            with torch.cuda.stream(torch.cuda.Stream()):
+                put()
+        return words
+
+    rank._memory.await_words = await_words
+
+
+def check_rank_ahead(device):
+    """What a rank chooses before questions are put is what one chooses that is asked then; nothing is lost where one has no place, where
+    nothing is put in time, and where not all of them were told."""
+    pair = Pair(device, torch.float32)
+    (ahead, socket), (plain, other) = ranks = [rank_of(pair, False, "current", 16, apart=True), rank_of(pair, True, "current", 16)]
+    lengths, keeps, choices = {0: 100, 1: 40}, {0: 30, 1: 20}, []
+    hand_over_contexts(pair, ranks, lengths)
+    chosen = ahead._chosen
+    ahead._chosen = lambda *asked: choices.append(len(asked[0])) or chosen(*asked)
+
+    def tell(*questions, together=2):
+        number = pair.arena.number + 2
+        for lane, sequence in questions:
+            ask = lane, 0, pair.shape.layers, sequence, lengths[lane], keeps[lane], (99,)
+            for rank, _ in ranks:
+                rank._take(protocol.Ask(*ask, ahead=2, number=number, together=together))
+
+    def put(*questions):
+        pair.publish(*(([(3 + sequence) % 9], lane, sequence) for lane, sequence in questions))
+
+    def answered(socket, since):
+        return sorted((each.lane, each.sequence, each.chosen) for each in socket.messages[since:] if isinstance(each, protocol.Answer))
+
+    def answer(*questions, meanwhile=True, together=2):
+        since, there = (len(each.messages) for each in (socket, other))
+        tell(*questions, together=together)
+        put_meanwhile(ahead, (lambda: put(*questions)) if meanwhile else lambda: None, device)
+        ahead._answer_next()
+        del ahead._memory.await_words
+        if not meanwhile:
+            assert not answered(socket, since)
+            put(*questions)
+            ahead._answer_next()
+        plain._answer_next()
+        found = answered(socket, since)
+        assert found == answered(other, there) and torch.equal(pair.arena.heads.cpu(), pair.plain.heads)
+        for lane, sequence, hit in found:
+            if hit:
+                one, two = (part[lane, sequence % 2, : 4 * keeps[lane]].view(4, -1) for part in (pair.arena.chosen.cpu(), pair.plain.chosen))
+                assert (one[:, :, None] == two[:, None, :]).any(-1).float().mean() > 0.97
+        return found
+
+    assert answer((0, 1), (1, 1)) == [(0, 1, True), (1, 1, True)] and choices == [2]
+    # The place of the first is not free: what was chosen is of no use, and the other is chosen for anew.
+    assert answer((0, 4), (1, 2)) == [(0, 4, False), (1, 2, True)] and choices == [2, 2, 1]
+    assert answer((0, 5), (1, 3), meanwhile=False) == [(0, 5, True), (1, 3, True)] and choices == [2, 2, 1, 2, 2]
+    # One more was put with them, of which nothing was told yet: no choice is made ahead.
+    assert answer((0, 6), (1, 4), meanwhile=False, together=3) == [(0, 6, True), (1, 4, True)] and choices == [2, 2, 1, 2, 2, 2]
+
+
+def check_row_rank(device, bits):
+    """A rank with full KV that kernels ask sends the rows that one sends that PyTorch asks, whole ones where it scores by few bits."""
+    pair = RowPair(device, torch.float32, keeps=(30, 20), fresh=6)
+    ranks = [rank_of(pair, plain, "current", bits, apart=not plain) for plain in (False, True)]
+    hand_over_contexts(pair, ranks, {0: 100, 1: 40})
+    for number in (1, 2, 3):
+        asked = [Asked([number + lane], lane, pair.arena.word(number)) for lane in range(2)]
+
+        def put(asked=asked):
+            for arena, queries, kind in ((pair.arena, pair.queries.to(pair.device), 2), (pair.plain, pair.queries, 1)):
+                arena.next_number()
+                arena.publish(queries, [each._replace(record=pair.copies[each.lane][kind]) for each in asked])
+
+        for rank, _ in ranks:
+            for lane, covered in ((0, 100), (1, 40)):
+                ask = lane, 0, 2, number, covered, pair.keeps[lane], (99,)
+                rank._take(protocol.Ask(*ask, number=pair.arena.number + 1, together=2))
+        put_meanwhile(ranks[0][0], put, device)
+        for rank, socket in ranks:
+            rank._answer_next()
+            assert all(each.chosen for each in socket.messages[-2:]), socket.messages
+        del ranks[0][0]._memory.await_words
+        pair.take_rows(number)
+        pair.true_records()
+        if device == "cpu" and bits == 16:
+            pair.same()
+        # Else scores that are all but equal may be in another order.
+        shared = [(plain[..., :, None] == there.cpu()[..., None, :]).any(-1).float().mean() for _, plain, there in pair.copies]
+        assert min(shared) > 0.9, (number, shared)
+    assert int(pair.plain.counters[4]) > 20
+
+
+def check_hand_over(device):
+    """All of them."""
+    if device == "cpu":
+        without_assembly()
+    for check in (check_keys_and_questions, check_answers, check_waiting, check_awaited_words, check_rank, check_rank_ahead, check_rows):
+        check(device)
+    for bits in (16,) if device == "cpu" else (16, 4):
+        check_row_rank(device, bits)
