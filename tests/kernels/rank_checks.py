@@ -12,6 +12,7 @@ from hand_over_checks import (
     check_keys_and_questions,
     check_rows,
     check_waiting,
+    later,
     without_assembly,
 )
 
@@ -101,13 +102,11 @@ def put_meanwhile(rank, put, device):
     def await_words(least, seconds):
         if not least:
             return waits(least, seconds)
-        if device != "cuda":
-            put()
-        words = waits(least, seconds)
         if device == "cuda":
-            with torch.cuda.stream(torch.cuda.Stream()):
-                put()
-        return words
+            later(put)
+        else:
+            put()
+        return waits(least, seconds)
 
     rank._memory.await_words = await_words
 
