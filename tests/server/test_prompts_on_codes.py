@@ -14,7 +14,7 @@ pytestmark = pytest.mark.server
 # Slots of the pool, tokens of a chunk, of a page, and of an answer in a crowd.
 POOL, CHUNK, PAGE, ANSWER = 2048, 256, 16, 32
 # PyTorch rounds products of few rows otherwise, with two threads those of up to seven, the last of a chunk for example; what is rounded
-# otherwise is drawn otherwise where it lies at the border of two codes. With one thread only chunks of up to three tokens differ; none is here.
+# otherwise is drawn otherwise where it lies at the border of two codes. With one thread chunks of up to three tokens differ on some processors, of up to 15 on others.
 ENV = STRICT | {"OMP_NUM_THREADS": "1"}
 
 
@@ -31,6 +31,8 @@ def test_what_a_prompt_gives_depends_on_no_company_chunk_or_cached_prefix(server
     assert server.request("server_info")["kv_prefill"] == "quantized"
     # Steps over copies of a batch are rounded otherwise than those of a request, so the token after the prompt is looked at.
     asked = {"return_logprob": True, **greedy(1)}
+    # Of whole pages: behind what is cached of them 16 tokens are left.
+    prompts = [ids[: len(ids) // PAGE * PAGE] for ids in prompts]
     beside = server.ask_all(prompts, 4, **asked)
     alone, warm = zip(*(asked_twice(server, ids, **asked) for ids in prompts))
     assert [r["meta_info"]["cached_tokens"] for r in warm] == [(len(ids) - 1) // PAGE * PAGE for ids in prompts]
