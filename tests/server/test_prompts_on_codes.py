@@ -14,7 +14,8 @@ pytestmark = pytest.mark.server
 # Slots of the pool, tokens of a chunk, of a page, and of an answer in a crowd.
 POOL, CHUNK, PAGE, ANSWER = 2048, 256, 16, 32
 # PyTorch rounds products of few rows otherwise, with two threads those of up to seven, the last of a chunk for example; what is rounded
-# otherwise is drawn otherwise where it lies at the border of two codes. With one thread chunks of up to three tokens differ on some processors, of up to 15 on others.
+# otherwise is drawn otherwise where it lies at the border of two codes. With one thread chunks of up to three tokens differ, on some
+# processors of up to 15.
 ENV = STRICT | {"OMP_NUM_THREADS": "1"}
 
 
