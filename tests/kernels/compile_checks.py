@@ -245,16 +245,15 @@ def check_pages(compiled):
             about = kernel, dim, group, dtype, registers(made), stack_bytes(made)
             # Four programs of four warps.
             assert registers(made) <= 128 and stack_bytes(made) <= 64 * (dtype == torch.float32) and made.metadata.shared <= 8192, about
-    # Cuts with extremes of several pages on their way have these in shared memory.
+    # So do other cuts.
     keys, table = torch.zeros(80, 8, 128, dtype=torch.bfloat16), torch.zeros(4, 40000, dtype=torch.int32)
     extremes = PageExtremes((keys,), (0,), 16)
     begins = ChosenPages.of_pool(Pointers(as_pointers(keys).shape[-1], 16), table, extremes, Quest(in_attention=True))
     for cut in quest_pages.CUTS[1:]:
         queries = torch.zeros(2, 32, 128, dtype=torch.bfloat16)
         quest_pages.point_at_best_pages(begins, 0, queries, as_pointers(keys), table, numbers, numbers, cut)
-        copies = len(re.findall(r"\bLDGSTS\b", compiled[-1][1].asm["sass"]))
-        about = cut, copies, stack_bytes(compiled[-1][1]), compiled[-1][1].metadata.shared
-        assert (copies > 0) == (cut.stages > 1) and not about[2] and about[3] <= (72 << 10), about
+        made = compiled[-1][1]
+        assert stack_bytes(made) == 0 and made.metadata.shared <= 8192, (cut, registers(made), stack_bytes(made), made.metadata.shared)
 
 
 def check_coded_choice(compiled):

@@ -299,6 +299,6 @@ def check_quest(device):
 
     for check in (check_extremes, check_choice, check_wrong_numbers, check_turns, check_in_graph, check_pages_backend):
         check(device)
-    with patch.multiple(quest_pages, CHUNK=32, POINTERS=64):
+    with patch.multiple(quest_pages, CHUNK=32, KEPT=4):
         for check in (check_choice, check_wrong_numbers):
-            check(device, quest_pages.Cut(8, 3, 24, 16, None))
+            check(device, quest_pages.Cut(1024, 24, 16, None))

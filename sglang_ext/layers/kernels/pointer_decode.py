@@ -18,9 +18,9 @@ TOKENS, STAGES = 32, 3
 
 
 @triton.jit
-def _holder(table, place, last, PER_SLOT: tl.constexpr):
-    """The copy's slots that hold pointers at places below ``last``."""
-    return tl.load(table + place // PER_SLOT, mask=place < last, other=0)
+def _holder(table, place, width, PER_SLOT: tl.constexpr):
+    """The copy's slots that hold pointers at places, of a row of so many slots; whether there are so many pointers is not known yet."""
+    return tl.load(table + place // PER_SLOT, mask=place // PER_SLOT < width, other=0)
 
 
 @triton.jit
@@ -31,26 +31,28 @@ def _pointed(pointers, holder, place, last, pointer_slot, PER_SLOT: tl.constexpr
 
 @triton.jit
 def _pointed_part(
-    queries, keys, values, pointers, table, first, last, scaling, row, key_slot, value_slot, pointer_slot, GROUP: tl.constexpr,
-    M: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr,
-    PER_SLOT: tl.constexpr, N: tl.constexpr, LIKE: tl.constexpr,
+    queries, keys, values, pointers, table, width, part, count, scaling, row, key_slot, value_slot, pointer_slot, PARTS: tl.constexpr,
+    GROUP: tl.constexpr, M: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+    PADDED_VALUE_DIM: tl.constexpr, PER_SLOT: tl.constexpr, N: tl.constexpr, LIKE: tl.constexpr,
 ):  # fmt: skip
-    """Softmax over the tokens to which a head's pointers [first, last) lead; buffers begin at the head's cells."""
+    """Softmax over the tokens to which ``count`` pointers of a head lead, every PARTS-th N of them; buffers begin at the head's cells."""
     dim, value_dim = tl.arange(0, PADDED_DIM), tl.arange(0, PADDED_VALUE_DIM)
     q = scaled_queries(queries, row, dim, scaling, GROUP, DIM, LIKE)
     best = tl.zeros([M], dtype=tl.float32) - float("inf")
     total = tl.zeros([M], dtype=tl.float32)
     acc = tl.zeros([M, PADDED_VALUE_DIM], dtype=tl.float32)
-    place = first + tl.arange(0, N)
-    slot = _pointed(pointers, _holder(table, place, last, PER_SLOT), place, last, pointer_slot, PER_SLOT)
-    holder = _holder(table, place + N, last, PER_SLOT)
-    for start in tl.range(first, last, N):
+    # Where a part begins its count does not say: what leads there is on its way with the count.
+    BY: tl.constexpr = PARTS * N
+    place = part * N + tl.arange(0, N)
+    slot = _pointed(pointers, _holder(table, place, width, PER_SLOT), place, count, pointer_slot, PER_SLOT)
+    holder = _holder(table, place + BY, width, PER_SLOT)
+    for start in tl.range(part * N, count, BY):
         place = start + tl.arange(0, N)
         # Read a step ahead, and what leads there two, so that keys and values of several steps may be on their way.
-        next_slot = _pointed(pointers, holder, place + N, last, pointer_slot, PER_SLOT)
-        holder = _holder(table, place + 2 * N, last, PER_SLOT)
+        next_slot = _pointed(pointers, holder, place + BY, count, pointer_slot, PER_SLOT)
+        holder = _holder(table, place + 2 * BY, width, PER_SLOT)
         best, total, acc = token_step(
-            q, keys, values, slot.to(tl.int64), place < last, dim, value_dim, best, total, acc, key_slot, value_slot, DIM, VALUE_DIM, LIKE
+            q, keys, values, slot.to(tl.int64), place < count, dim, value_dim, best, total, acc, key_slot, value_slot, DIM, VALUE_DIM, LIKE
         )  # fmt: skip
         slot = next_slot
     return best, total, acc
@@ -73,12 +75,9 @@ def pointer_splits(
     head0 = request * HEADS * GROUP + kv_head * GROUP
     mine, my_keys, my_values = queries + head0 * DIM, keys + kv_head * key_head, values + kv_head * value_head
     if split < PACKED:
-        each = tl.cdiv(count, PACKED)
-        first = each * split
         best, total, acc = _pointed_part(
-            mine, my_keys, my_values, pointers + kv_head * pointer_head, table, first, tl.minimum(first + each, count),
-            scaling, row, key_slot, value_slot, pointer_slot, GROUP, M, DIM, VALUE_DIM, PADDED_DIM, PADDED_VALUE_DIM, PER_SLOT, N,
-            LIKE,
+            mine, my_keys, my_values, pointers + kv_head * pointer_head, table, table_row, split, count, scaling, row, key_slot,
+            value_slot, pointer_slot, PACKED, GROUP, M, DIM, VALUE_DIM, PADDED_DIM, PADDED_VALUE_DIM, PER_SLOT, N, LIKE,
         )  # fmt: skip
     else:
         best, total, acc = exact_part(

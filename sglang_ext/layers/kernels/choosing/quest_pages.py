@@ -19,31 +19,31 @@ class Cut(NamedTuple):
     """How the choice of a batch is cut into programs.
 
     Attributes:
-        pages: that a program multiplies at once.
-        stages: of so many pages, that it has on their way.
-        programs: of all requests and heads, beyond which each multiplies several times as many pages.
+        step_bytes: of extremes that a program multiplies at once, while those of its next step are on their way to registers.
+        programs: of all requests and heads, beyond which each takes several times as many steps.
         resident: bounds that a program can have in registers; of more pages it reads them again, so many as CHUNK at once.
         registers: of a thread, None for as many as the compiler likes.
     """
 
-    pages: int
-    stages: int
+    step_bytes: int
     programs: int
     resident: int = 2048
     registers: int | None = 128
 
 
-# Servers take the first; which is best docs/benchmarks/selection_speed.py says.
-CUTS = (Cut(64, 1, 8192), Cut(32, 3, 1056), Cut(64, 3, 528), Cut(32, 4, 528), Cut(32, 3, 2112), Cut(64, 1, 8192, 4096, None))
+# Servers take the first; which is best docs/benchmarks/sparse_kernels.py says.
+CUTS = (Cut(16384, 528), Cut(16384, 1056), Cut(16384, 2112), Cut(8192, 1056), Cut(8192, 1056, 2048, 64), Cut(16384, 528, 4096, None))
 CHUNK = 1024
-# Pointers that a program writes at once.
-POINTERS = 2048
+# Pages that are counted at once where bounds are in registers, and in memory: at so many bounds, by so many bits each of one integer.
+TRIALS, BITS, FEWER_TRIALS, MORE_BITS = 5, 12, 3, 21
+# Pages to whose tokens a program writes pointers at once.
+KEPT = 128
 # Numbers of a page's tokens that a program bounds at once.
 COLUMNS = 512
 # Below all bounds, as integers, and the largest that a bound may be: infinity. What is chosen in any case is above that.
 LEAST, LARGEST, ALWAYS = tl.constexpr(-0x7FFFFFFF), tl.constexpr(0x7F800000), tl.constexpr(0x7FFFFFF0)
-# From a guess of the last bound that is chosen to the next one at first, of the bounds' standard deviation.
-STEP = tl.constexpr(0.125)
+# Between bounds at which pages are counted at first, of the bounds' standard deviation.
+STEP = tl.constexpr(0.05)
 
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["slots"])
@@ -84,8 +84,8 @@ def _orders(found, place, count, FIRST: tl.constexpr, NEWEST: tl.constexpr):
 
 
 @triton.jit
-def _guess(total, squares, count, chosen):
-    """Were bounds normal, about the last one that is chosen, as an integer, and from there to the next guess: where to look first."""
+def _guess(total, squares, count, chosen, TRIALS: tl.constexpr):
+    """Were bounds normal, about the last one that is chosen: where to count first, integers about that one's, and a step between them."""
     mean = total / count
     spread = tl.sqrt(tl.maximum(squares / count - mean * mean, 0.0))
     share = (chosen - 0.5) / count
@@ -93,31 +93,45 @@ def _guess(total, squares, count, chosen):
     root = tl.sqrt(-2.0 * tl.log(tl.maximum(tl.minimum(share, 1.0 - share), 1e-6)))
     beyond = root - (2.30753 + 0.27061 * root) / (1.0 + root * (0.99229 + 0.04481 * root))
     beyond = tl.where(share < 0.5, beyond, -beyond)
-    guess = tl.minimum(tl.maximum(_ordered(mean + beyond * spread), LEAST + 1), -LEAST - 1)
+    guess = tl.minimum(tl.maximum(_ordered(mean + beyond * spread), LEAST + 1), -LEAST - 1).to(tl.int64)
     step = _ordered(mean + (beyond + STEP) * spread) - guess
-    return guess, tl.minimum(tl.maximum(step, 1), 1 << 29)
+    step = tl.minimum(tl.maximum(step, 1), 1 << 29)
+    return guess - TRIALS // 2 * step, step
 
 
 @triton.jit
-def _narrowed(low, high, found, above, middle, step, turn, many, chosen):
-    """Both ends of where the last order is that is chosen, and where to count next, as ``many`` are at ``middle`` or above.
+def _trial(low, high, first, step, number):
+    """One of the bounds, as an integer of 32 bits between both ends, at which pages are counted."""
+    return tl.minimum(tl.maximum(first + number * step, low + 1), high - 1).to(tl.int32)
 
-    From the guess on in doubled steps, until both ends are known; then where a straight line between the counts at both ends leads, and,
-    that any numbers come to an end, each third time to the middle.
+
+@triton.jit
+def _counted(order, low, high, first, step, TRIALS: tl.constexpr, BITS: tl.constexpr):
+    """For each page at which trials it is counted: BITS bits a trial, those of the first lowest."""
+    several = tl.zeros(order.shape, tl.int64)
+    for number in tl.static_range(TRIALS):
+        several += tl.where(order >= _trial(low, high, first, step, number), tl.full((), 1 << (BITS * number), tl.int64), 0)
+    return several
+
+
+@triton.jit
+def _narrowed(low, high, found, above, first, step, several, chosen, TRIALS: tl.constexpr, BITS: tl.constexpr):
+    """Both ends of where the last order is that is chosen, as ``several`` pages are at trials or above, and where to count next.
+
+    From the guess on in steps that grow until both ends are known; then between them.
     """
-    enough = many >= chosen
-    low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
-    found, above = tl.where(enough, many, found), tl.where(enough, above, many)
-    half = (low >> 1) + (high >> 1) + (low & high & 1)
-    near = tl.where(low == LEAST, tl.maximum(high, step + LEAST) - step, tl.minimum(low, -LEAST - step) + step)
+    lowest, highest = low, high
+    for number in tl.static_range(TRIALS):
+        trial = _trial(lowest, highest, first, step, number).to(tl.int64)
+        many = ((several >> (BITS * number)) & ((1 << BITS) - 1)).to(tl.int32)
+        enough = many >= chosen
+        # Of those with enough the last one, of the others the first.
+        low, found = tl.where(enough, trial, low), tl.where(enough, many, found)
+        fewer = (many < chosen) & (trial < high)
+        high, above = tl.where(fewer, trial, high), tl.where(fewer, many, above)
     known = (low != LEAST) & (high != -LEAST)
-    # Of a range that a float holds only about, which the ends bound.
-    part = (found - chosen).to(tl.float32) / tl.maximum(found - above, 1).to(tl.float32)
-    line = low + (part * (high.to(tl.float32) - low.to(tl.float32))).to(tl.int32)
-    turn = tl.where(known, turn + 1, 0)
-    line = tl.where((turn % 3 == 0) | (line <= low) | (line >= high), half, line)
-    middle = tl.where(known, line, tl.where((near <= low) | (near >= high), half, near))
-    return low, high, found, above, middle, tl.minimum(2 * step, 1 << 29), turn
+    step = tl.where(known, tl.maximum((high - low) // (TRIALS + 1), 1), tl.minimum(step * (TRIALS + 1), 1 << 29))
+    return low, high, found, above, tl.where(low == LEAST, high - TRIALS * step, low + step), step
 
 
 @triton.jit
@@ -134,99 +148,99 @@ def _list_best(order, low, high, need, better_before, equal_before, listed, slot
 
 
 @triton.jit
-def _noted(numbers, place, count):
-    """What programs noted of pages at places, bounds or slots, 0 where there is no page: several are read at once, whatever the count."""
-    found = tl.load(numbers + place, mask=place // 16 < tl.cdiv(count, 16), other=0, volatile=True)
-    return tl.where(place < count, found, 0)
+def _noted(bounds, place, count):
+    """Bounds of pages at places, 0 where there is no page: several are read at once, whatever the count."""
+    found = tl.load(bounds + place, mask=place // 16 < tl.cdiv(count, 16), other=0.0, volatile=True)
+    return tl.where(place < count, found, 0.0)
 
 
 @triton.jit
-def _choose_resident(bounds, slots, listed, count, chosen, FIRST: tl.constexpr, NEWEST: tl.constexpr, RESIDENT: tl.constexpr):
+def _first_slots(context, place, among, PAGE: tl.constexpr):
+    """Of pages at places of a context that are ``among`` others."""
+    return tl.load(context + place.to(tl.int64) * PAGE, mask=among, other=0)
+
+
+@triton.jit
+def _choose_resident(
+    bounds, context, listed, count, chosen, FIRST: tl.constexpr, NEWEST: tl.constexpr, PAGE: tl.constexpr, RESIDENT: tl.constexpr,
+    TRIALS: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
     """List the best pages of a head, whose bounds are in registers. Each count waits for all threads: few are made."""
     place = tl.arange(0, RESIDENT)
-    found, slot = _noted(bounds, place, count), _noted(slots, place, count)
-    middle, step = _guess(tl.sum(found), tl.sum(found * found), count, chosen)
+    found = _noted(bounds, place, count)
+    first, step = _guess(tl.sum(found), tl.sum(found * found), count, chosen, TRIALS)
     order = _orders(found, place, count, FIRST, NEWEST)
-    low, high, there, above, turn = LEAST, -LEAST, count, 0, 0
+    low, high, there, above = tl.full((), LEAST, tl.int64), tl.full((), -LEAST, tl.int64), count, 0
     while (there != chosen) & (low + 1 < high):
-        many = tl.sum((order >= middle).to(tl.int32))
-        low, high, there, above, middle, step, turn = _narrowed(low, high, there, above, middle, step, turn, many, chosen)
-    _list_best(order, low, high, chosen - above, 0, 0, listed, slot)
+        several = tl.sum(_counted(order, low, high, first, step, TRIALS, BITS))
+        low, high, there, above, first, step = _narrowed(low, high, there, above, first, step, several, chosen, TRIALS, BITS)
+    # On their way while pages are ranked.
+    slot = _first_slots(context, place, order >= low.to(tl.int32), PAGE)
+    _list_best(order, low.to(tl.int32), high.to(tl.int32), chosen - above, 0, 0, listed, slot)
 
 
 @triton.jit
-def _choose_in_memory(bounds, slots, listed, count, chosen, FIRST: tl.constexpr, NEWEST: tl.constexpr, CHUNK: tl.constexpr):
+def _choose_in_memory(
+    bounds, context, listed, count, chosen, FIRST: tl.constexpr, NEWEST: tl.constexpr, PAGE: tl.constexpr, CHUNK: tl.constexpr,
+    TRIALS: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
     """The same, where there are too many for registers."""
     column = tl.arange(0, CHUNK)
     total = tl.zeros((CHUNK,), tl.float32)
     squares = tl.zeros((CHUNK,), tl.float32)
-    for first in tl.range(0, count, CHUNK):
-        found = _noted(bounds, first + column, count)
+    for begin in tl.range(0, count, CHUNK):
+        found = _noted(bounds, begin + column, count)
         total += found
         squares += found * found
-    middle, step = _guess(tl.sum(total), tl.sum(squares), count, chosen)
-    low, high, there, above, turn = LEAST, -LEAST, count, 0, 0
+    first, step = _guess(tl.sum(total), tl.sum(squares), count, chosen, TRIALS)
+    low, high, there, above = tl.full((), LEAST, tl.int64), tl.full((), -LEAST, tl.int64), count, 0
     while (there != chosen) & (low + 1 < high):
-        several = tl.zeros((CHUNK,), tl.int32)
-        for first in tl.range(0, count, CHUNK):
-            found = _noted(bounds, first + column, count)
-            several += (_orders(found, first + column, count, FIRST, NEWEST) >= middle).to(tl.int32)
-        many = tl.sum(several)
-        low, high, there, above, middle, step, turn = _narrowed(low, high, there, above, middle, step, turn, many, chosen)
-    better, equal = 0, 0
-    for first in tl.range(0, count, CHUNK):
-        place = first + column
-        found = _noted(bounds, place, count)
-        order = _orders(found, place, count, FIRST, NEWEST)
-        better, equal = _list_best(order, low, high, chosen - above, better, equal, listed, _noted(slots, place, count))
+        several = tl.zeros((CHUNK,), tl.int64)
+        for begin in tl.range(0, count, CHUNK):
+            order = _orders(_noted(bounds, begin + column, count), begin + column, count, FIRST, NEWEST)
+            several += _counted(order, low, high, first, step, TRIALS, BITS)
+        low, high, there, above, first, step = _narrowed(low, high, there, above, first, step, tl.sum(several), chosen, TRIALS, BITS)
+    better, equal, lowest, highest = 0, 0, low.to(tl.int32), high.to(tl.int32)
+    for begin in tl.range(0, count, CHUNK):
+        place = begin + column
+        order = _orders(_noted(bounds, place, count), place, count, FIRST, NEWEST)
+        slot = _first_slots(context, place, order >= lowest, PAGE)
+        better, equal = _list_best(order, lowest, highest, chosen - above, better, equal, listed, slot)
 
 
 @triton.jit
-def _first_slots(context, place, count, PAGE: tl.constexpr):
-    """Of pages at places of a context."""
-    return tl.load(context + place.to(tl.int64) * PAGE, mask=place < count, other=0)
-
-
-@triton.jit
-def _bound_all(
-    bounds, slots, extremes, context, begin, count, by, head, below, above, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr, PAGE: tl.constexpr, PAGES: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Note bounds and first slots of every ``by``-th PAGES pages from ``begin`` on, by a head's queries' parts below and above 0."""
-    dim, each = tl.arange(0, PADDED_DIM), tl.arange(0, PAGES)
-    slot = _first_slots(context, begin + each, count, PAGE)
-    for first in tl.range(begin, count, by, num_stages=STAGES):
-        place = first + each
-        # Read a step ahead, so that extremes of several steps may be on their way.
-        next_slot = _first_slots(context, place + by, count, PAGE)
-        page = slot.to(tl.uint32) // PAGE
-        mine = extremes + (page.to(tl.int64) * HEADS + head)[:, None] * (2 * DIM) + dim[None, :]
-        some = (place < count)[:, None]
-        if DIM < PADDED_DIM:
-            some = some & (dim < DIM)[None, :]
-        least = tl.load(mine, mask=some, other=0.0).to(tl.float32)
-        largest = tl.load(mine + DIM, mask=some, other=0.0).to(tl.float32)
-        found = tl.sum(least * below[None, :] + largest * above[None, :], 1) / GROUP
-        tl.store(bounds + place, found, mask=place < count)
-        tl.store(slots + place, slot, mask=place < count)
-        slot = next_slot
+def _extremes(extremes, slot, inside, head, dim, HEADS: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, PAGE: tl.constexpr):
+    """Least and largest numbers of a head in the pages that begin with slots."""
+    page = slot.to(tl.uint32) // PAGE
+    mine = extremes + (page.to(tl.int64) * HEADS + head)[:, None] * (2 * DIM) + dim[None, :]
+    some = inside[:, None]
+    if DIM < PADDED_DIM:
+        some = some & (dim < DIM)[None, :]
+    return tl.load(mine, mask=some, other=0.0), tl.load(mine + DIM, mask=some, other=0.0)
 
 
 @triton.jit
 def _choose_pages(
-    queries, extremes, token_table, rows, lengths, counts, pages, chosen_at, arrived, cells, bounds, slots, listed, width, full_rows,
+    queries, extremes, token_table, rows, lengths, counts, pages, chosen_at, arrived, cells, bounds, listed, width, most, full_rows,
     table_row, slot_stride, head_stride, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     PER_SLOT: tl.constexpr, EVERY: tl.constexpr, FIRST: tl.constexpr, NEWEST: tl.constexpr, PAGE: tl.constexpr, PAGES: tl.constexpr,
-    STAGES: tl.constexpr, RESIDENT: tl.constexpr, LONG: tl.constexpr, CHUNK: tl.constexpr, POINTERS: tl.constexpr,
+    RESIDENT: tl.constexpr, LONG: tl.constexpr, CHUNK: tl.constexpr, KEPT: tl.constexpr, TRIALS: tl.constexpr, BITS: tl.constexpr,
+    FEWER_TRIALS: tl.constexpr, MORE_BITS: tl.constexpr,
 ):  # fmt: skip
     """Bounds of some pages of a request for a KV head; whose program comes last, that points at the best."""
     head, request = tl.program_id(0), tl.program_id(2)
     row = tl.load(rows + request).to(tl.int64)
-    dim = tl.arange(0, PADDED_DIM)
+    # Rows of full KV have no other row; nothing is chosen for them.
+    context = token_table + tl.maximum(row - full_rows, 0) * table_row
+    dim, each, by = tl.arange(0, PADDED_DIM), tl.arange(0, PAGES), tl.num_programs(1) * PAGES
+    begin = tl.program_id(1) * PAGES
+    # Of two steps, and whether there are so many pages or not: all that is read here is on its way at the same time.
+    slot = _first_slots(context, begin + each, begin + each < most, PAGE)
+    next_slot = _first_slots(context, begin + by + each, begin + by + each < most, PAGE)
     below = tl.zeros((PADDED_DIM,), tl.float32)
     above = tl.zeros((PADDED_DIM,), tl.float32)
-    for each in tl.static_range(GROUP):
-        query = tl.load(queries + ((request * HEADS + head) * GROUP + each) * DIM + dim, mask=dim < DIM, other=0.0).to(tl.float32)
+    for number in tl.static_range(GROUP):
+        query = tl.load(queries + ((request * HEADS + head) * GROUP + number) * DIM + dim, mask=dim < DIM, other=0.0).to(tl.float32)
         below += tl.minimum(query, 0.0)
         above += tl.maximum(query, 0.0)
     of_row, of_head = row * HEADS + head, (request * HEADS + head).to(tl.int64)
@@ -234,34 +248,40 @@ def _choose_pages(
     if EVERY > 1:
         after = tl.load(lengths + request).to(tl.int32) - tl.cdiv(kept, PER_SLOT)
         count = tl.where(after - tl.load(chosen_at + of_row) >= EVERY, count, 0)
-    begin = tl.program_id(1) * PAGES
     if begin < count:
-        context = token_table + (row - full_rows) * table_row
-        mine, my_slots, list_of_mine = bounds + of_head * width, slots + of_head * width, listed + of_head * width
-        _bound_all(
-            mine, my_slots, extremes, context, begin, count, tl.num_programs(1) * PAGES, head, below, above, HEADS, GROUP, DIM, PADDED_DIM,
-            PAGE, PAGES, STAGES,
-        )  # fmt: skip
+        mine, list_of_mine = bounds + of_head * width, listed + of_head * width
+        least, largest = _extremes(extremes, slot, begin + each < count, head, dim, HEADS, DIM, PADDED_DIM, PAGE)
+        for first in tl.range(begin, count, by):
+            place = first + each
+            # Of the next step, and slots of the one after it.
+            next_least, next_largest = _extremes(extremes, next_slot, place + by < count, head, dim, HEADS, DIM, PADDED_DIM, PAGE)
+            next_slot = _first_slots(context, place + 2 * by, place + 2 * by < count, PAGE)
+            found = tl.sum(least.to(tl.float32) * below[None, :] + largest.to(tl.float32) * above[None, :], 1) / GROUP
+            tl.store(mine + place, found, mask=place < count)
+            least, largest = next_least, next_largest
         tl.debug_barrier()
         if tl.atomic_add(arrived + of_row, 1) == tl.minimum(tl.num_programs(1), tl.cdiv(count, PAGES)) - 1:
             # For the next launch.
             tl.store(arrived + of_row, 0)
             if EVERY > 1:
                 tl.store(chosen_at + of_row, after)
+            chosen = kept // PAGE
             if LONG:
                 if count > RESIDENT:
-                    _choose_in_memory(mine, my_slots, list_of_mine, count, kept // PAGE, FIRST, NEWEST, CHUNK)
+                    _choose_in_memory(mine, context, list_of_mine, count, chosen, FIRST, NEWEST, PAGE, CHUNK, FEWER_TRIALS, MORE_BITS)
                 else:
-                    _choose_resident(mine, my_slots, list_of_mine, count, kept // PAGE, FIRST, NEWEST, RESIDENT)
+                    _choose_resident(mine, context, list_of_mine, count, chosen, FIRST, NEWEST, PAGE, RESIDENT, TRIALS, BITS)
             else:
-                _choose_resident(mine, my_slots, list_of_mine, count, kept // PAGE, FIRST, NEWEST, RESIDENT)
+                _choose_resident(mine, context, list_of_mine, count, chosen, FIRST, NEWEST, PAGE, RESIDENT, TRIALS, BITS)
             tl.debug_barrier()
-            for first in tl.range(0, kept, POINTERS):
-                pointer = first + tl.arange(0, POINTERS)
+            in_page = tl.arange(0, PAGE)
+            for first in tl.range(0, chosen, KEPT):
+                place = first + tl.arange(0, KEPT)
+                pointer = place[:, None] * PAGE + in_page[None, :]
                 inside = pointer < kept
-                slot = tl.load(token_table + row * table_row + pointer // PER_SLOT, mask=inside, other=0).to(tl.int64)
-                token = tl.load(list_of_mine + pointer // PAGE, mask=inside, other=0) + pointer % PAGE
-                tl.store(cells + slot * slot_stride + head * head_stride + pointer % PER_SLOT, token, mask=inside)
+                holder = tl.load(token_table + row * table_row + pointer // PER_SLOT, mask=inside, other=0).to(tl.int64)
+                token = tl.load(list_of_mine + place, mask=place < chosen, other=0)[:, None] + in_page[None, :]
+                tl.store(cells + holder * slot_stride + head * head_stride + pointer % PER_SLOT, token, mask=inside)
 
 
 def bound_pages(key_table: torch.Tensor, like: torch.Tensor, slots: torch.Tensor, extremes: torch.Tensor, page: int) -> None:
@@ -288,14 +308,14 @@ def _width(pages: int) -> int:
 
 
 def scratch_bytes(requests: int, heads: int, tokens: int, page: int) -> int:
-    """Bytes in which :func:`point_at_best_pages` works, for so many requests and KV heads: bounds and slots of pages, and of the best.
+    """Bytes in which :func:`point_at_best_pages` works, for so many requests and KV heads: bounds of pages, and slots of the best.
 
     Args:
         requests, heads: for which it is launched.
         tokens: in a row of the token table.
         page: tokens of a page.
     """
-    return requests * heads * _width(triton.cdiv(tokens, page)) * (torch.float32.itemsize + 2 * torch.int32.itemsize)
+    return requests * heads * _width(triton.cdiv(tokens, page)) * (torch.float32.itemsize + torch.int32.itemsize)
 
 
 def point_at_best_pages(
@@ -328,17 +348,19 @@ def point_at_best_pages(
         The bounds: float32 [requests, kv_heads, at least pages], where there were any to choose from.
     """
     requests, heads, dim, page = len(rows), cells.shape[1], queries.shape[-1], begins.page
-    most = triton.cdiv(token_table.shape[1], page)
-    parts = min(triton.cdiv(most, cut.pages), max(1, cut.programs // (heads * requests)))
+    extremes, padded = begins.extremes.held[layer], triton.next_power_of_2(dim)
+    most, at_once = triton.cdiv(token_table.shape[1], page), max(1, cut.step_bytes // (2 * padded * extremes.itemsize))
+    parts = min(triton.cdiv(most, at_once), max(1, cut.programs // (heads * requests)))
     width = _width(most)
     bounds = torch.empty(requests, heads, width, dtype=torch.float32, device=queries.device)
-    slots, listed = (torch.empty(requests, heads, width, dtype=torch.int32, device=queries.device) for _ in range(2))
+    listed = torch.empty(requests, heads, width, dtype=torch.int32, device=queries.device)
+    resident = min(cut.resident, triton.next_power_of_2(most))
     _choose_pages[(heads, parts, requests)](
-        queries.contiguous(), begins.extremes.held[layer], token_table, rows, lengths, begins.counts, begins.pages,
-        begins.chosen_at[layer], begins.arrived, cells, bounds, slots, listed, width, len(token_table) // 2, token_table.stride(0),
-        cells.stride(0), cells.stride(1), HEADS=heads, GROUP=queries.shape[1] // heads, DIM=dim, PADDED_DIM=triton.next_power_of_2(dim),
-        PER_SLOT=begins.form.per_slot, EVERY=begins.every, FIRST=begins.first, NEWEST=begins.newest, PAGE=page, PAGES=cut.pages,
-        STAGES=cut.stages, RESIDENT=min(cut.resident, triton.next_power_of_2(most)), LONG=most > cut.resident, CHUNK=CHUNK,
-        POINTERS=POINTERS, maxnreg=cut.registers,
+        queries.contiguous(), extremes, token_table, rows, lengths, begins.counts, begins.pages, begins.chosen_at[layer], begins.arrived,
+        cells, bounds, listed, width, most, len(token_table) // 2, token_table.stride(0), cells.stride(0), cells.stride(1), HEADS=heads,
+        GROUP=queries.shape[1] // heads, DIM=dim, PADDED_DIM=padded, PER_SLOT=begins.form.per_slot, EVERY=begins.every,
+        FIRST=begins.first, NEWEST=begins.newest, PAGE=page, PAGES=at_once, RESIDENT=resident, LONG=most > cut.resident, CHUNK=CHUNK,
+        KEPT=KEPT, TRIALS=TRIALS if resident < 1 << BITS else FEWER_TRIALS, BITS=BITS if resident < 1 << BITS else MORE_BITS,
+        FEWER_TRIALS=FEWER_TRIALS, MORE_BITS=MORE_BITS, maxnreg=cut.registers,
     )  # fmt: skip
     return bounds
